@@ -1,9 +1,9 @@
-"""What is compared, and at which sizes. A new row in `CONFIGURATIONS` is all that a new configuration takes.
+"""The compared configurations and sizes; a new one is a row in `CONFIGURATIONS`.
 
-Rows of a model train the same LoRA (PEFT, on every linear of the blocks), each as its trainer runs it: bf16 and torchao
-under bf16 autocast, as accelerate's scripts do, COAT and ai-toolkit's recipes without, as these two trainers do. Rows
-of the level "optimizer" are optimizers alone; those of "trainer", for `scripts/gpu_check.py`, steps of the stand-alone
-trainer. Nothing heavy is imported here.
+Rows of a model train the same LoRA (PEFT, on every linear of the blocks), each as its trainer runs it: bf16 and
+torchao under bf16 autocast, as accelerate's scripts do, COAT and ai-toolkit's recipes without. Rows of the level
+"optimizer" are optimizers alone; those of "trainer", for `scripts/gpu_check.py`, steps of the stand-alone trainer.
+Nothing heavy is imported here.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Configuration:
 
     Attributes:
         checkpointing: torch's recomputation of every block (baselines; COAT's is in its block).
-        compile_mode: of torch.compile, for each block by itself; "" compiles nothing.
-        quantizer: a key of `measure.QUANTIZERS`, which converts linears; "" none.
+        compile_mode: torch.compile's, for each block separately; "" compiles nothing.
+        quantizer: a key of `measure.QUANTIZERS`; "" none.
         optimizer: the name of a row of that level.
-        needs: packages, as they are imported.
+        needs: import names of packages.
         full: the transformer itself is trained, each weight updated in backward.
     """
 
@@ -55,19 +55,19 @@ class Configuration:
 
     @property
     def fp8_linears(self) -> bool:
-        """Whether the linears multiply in FP8 where the card does."""
+        """Whether linears multiply in FP8 if the card can."""
         if self.coat is not None:
             return bool(self.coat.get("activation", {}).get("use_fp8", True))
         return self.quantizer.startswith("torchao")
 
     @property
     def may_be_missing(self) -> bool:
-        """Whether an error means that others' code cannot run on this machine, rather than that ours is broken."""
+        """Whether an error means that a third-party baseline cannot run here, rather than a bug of ours."""
         return self.coat is None and bool(self.needs or self.compile_mode)
 
     @property
     def runs_our_kernels(self) -> bool:
-        """Whether it times kernels of ours, which must not have been replaced by their references."""
+        """Whether it times our kernels, so that their references must not replace them."""
         return self.coat is not None or self.name == COAT_OPTIMIZER
 
     @property
@@ -189,7 +189,7 @@ def named(level: str) -> dict[str, Configuration]:
 
 
 def rivals(level: str, name: str) -> dict[str, str]:
-    """What a row is compared with: column title to the name of the baseline at the same level."""
+    """The baselines of a row: column title → name of the baseline at the same level."""
     if level == OPTIMIZER:
         return {"torch fused": "adamw_fused"}
     row = named(level)[name]
@@ -201,7 +201,7 @@ def rivals(level: str, name: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Case:
-    """What one process measures: one configuration at one size; optimizers have none."""
+    """The work of one process: one configuration at one size; optimizers have none."""
 
     level: str
     configuration: str

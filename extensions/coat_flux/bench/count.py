@@ -1,7 +1,7 @@
-"""Records what a GPU would be given: launches with their bytes and operations, on the meta device, without a GPU.
+"""Records the launches of a step with their bytes and operations, on the meta device, without a GPU.
 
 A dispatch mode sees every operator with its shapes. Operators of `coat_core` run their CUDA launchers, whose kernels
-are recorded and not started: no list of launches has to follow the code.
+are recorded instead of started: there is no separate list of launches to maintain.
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ class Launch(NamedTuple):
     """GPU work of one operator.
 
     Attributes:
-        operator: of torch or of `coat_core`, as the caller called it.
-        part: what inside an operator of ours it is: a Triton kernel, or an operator of torch; else empty.
+        part: Triton kernel, or torch operator, inside an operator of ours; else empty.
         reads, writes: storage → bytes, each once.
         flops: operations of matrix products.
-        kind: "fp8" or "bf16" matrix product, "attention", "attention_backward"; empty where only bytes count.
+        kind: "fp8" or "bf16" matrix product, "attention", "attention_backward"; empty if only bytes count.
         shape: (M, N, K) of a matrix product.
     """
 
@@ -50,7 +49,7 @@ class Launch(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Read and written."""
+        """Bytes read and written."""
         return sum(self.reads.values()) + sum(self.writes.values())
 
 
@@ -71,14 +70,13 @@ FOREACH_TENSORS, FOREACH_CHUNKS, FOREACH_CHUNK = (110, 64, 48, 36, 30), 320, 655
 
 
 class Recorder(TorchDispatchMode):
-    """Records what a GPU would be given inside the `with` block.
+    """Records launches inside the `with` block.
 
     Attributes:
-        region: that what comes belongs to; set by whoever runs the step.
-        times: region → how often a step has it; 1 where it is not given.
-        launches: in order.
+        region: current region; set by the code that runs the step.
+        times: region → its number per step, by default 1.
         host: region → calls of the dispatcher.
-        reads: region → tensors that the host reads from the device (`.item()`, `.tolist()`); it waits for what is new.
+        reads: region → tensors that the host reads from the device (`.item()`, `.tolist()`), waiting for new ones.
     """
 
     def __init__(self, region: str) -> None:
@@ -115,7 +113,7 @@ class Recorder(TorchDispatchMode):
             self._operator, self._args = outer
 
     def _of_triton(self, kernel: Any, grid: Any, args: tuple[Any, ...], options: Any) -> None:
-        """A kernel reads or writes each of its tensors; which of both is the same for the bytes."""
+        """Each tensor counts as read or written; for the bytes it does not matter which."""
         self._add(kernel.__name__, list(tensors_in(args)), [])
 
     def _of_torch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -198,7 +196,6 @@ def _is_view(func: Any) -> bool:
 
 
 def _foreach_launches(lists: list[Any]) -> int:
-    """Launches of a torch._foreach operator over lists of tensors."""
     launches = tensors = chunks = 0
     for x in lists[0]:
         tensors += 1

@@ -1,9 +1,8 @@
 """One training step of FLUX.1-dev on the meta device, under the recorder of `count`.
 
-A transformer with a few blocks at full width, converted and adapted as a run does it, goes through the stand-alone
-engine's own `train_step` in the flow of its `coat:` block. The first and last block of a kind count once, one between
-them as often as the model has such; gradient clipping, optimizer and EMA run over as many parameters as the whole model
-trains.
+A transformer with a few blocks at full width, prepared as in a run, goes through the stand-alone engine's own
+`train_step`. The first and last block of a kind count once, one between them as often as the model has such; gradient
+clipping, optimizer and EMA run over as many parameters as the whole model trains.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ PLACES = {"double": ("first ", ""), "single": ("first ", "", "last ")}
 
 
 class _Boundary(torch.autograd.Function):
-    """Hands tensors on; in backward, what comes next belongs to `region`."""
+    """Identity; in backward, switches the recorder to `region`."""
 
     @staticmethod
     def forward(ctx: Any, recorder: Recorder, region: str, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -65,7 +64,7 @@ class _Boundary(torch.autograd.Function):
 
 
 class _Modulated(torch.autograd.Function):
-    """Hands the vectors of all modulations on; of those whose blocks are not run the gradients are made up."""
+    """Identity on all modulation vectors; those of blocks that are not run get made-up gradients."""
 
     @staticmethod
     def forward(ctx: Any, recorder: Recorder, *vectors: Tensor) -> tuple[Tensor, ...]:
@@ -82,7 +81,7 @@ class _Modulated(torch.autograd.Function):
 
 
 def make_model(config: COATConfig, geometry: Geometry) -> Any:
-    """A transformer with the blocks of `PLACES` on the meta device, as a run prepares it."""
+    """A transformer with the blocks of `PLACES` on the meta device, prepared as in a run."""
     double, single = (min(getattr(geometry, kind), len(places)) for kind, places in PLACES.items())
     sizes = {"num_layers": double, "num_single_layers": single, "num_attention_heads": geometry.heads}
     model = make_flux_dev_geometry("meta", torch.bfloat16, **sizes)
@@ -95,7 +94,7 @@ def make_model(config: COATConfig, geometry: Geometry) -> Any:
 
 
 class _Autocast(TorchFunctionMode):
-    """What autocast does on a GPU, and the meta device has not: linears multiply in bf16, each tensor is cast once."""
+    """GPU autocast, which the meta device lacks: linears multiply in bf16, each tensor is cast once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,13 +114,8 @@ class _Autocast(TorchFunctionMode):
 def count_step(config: COATConfig, geometry: Geometry, resolution: int) -> Recorder:
     """Record one training step of batch 1 in the stand-alone engine, nothing recomputed.
 
-    Args:
-        config: the `coat:` block; where it is not enabled, diffusers' blocks in bf16 under autocast.
-        geometry: heads and rank of the blocks; their numbers count for the parameters of the update.
-        resolution: pixels along a side.
-
-    Returns:
-        What was recorded, in the regions "double forward", "first single backward" and so on, `OUTSIDE` and `UPDATE`.
+    If `config` is not enabled: diffusers' blocks in bf16 under autocast. The block counts of `geometry` size the
+    update. The recorder's regions are "double forward", "first single backward" and so on, `OUTSIDE` and `UPDATE`.
     """
     model = make_model(config, geometry)
     runner, recorder, names = BlockRunner.of(model), Recorder(OUTSIDE), _places(model, geometry)
@@ -190,7 +184,7 @@ def count_step(config: COATConfig, geometry: Geometry, resolution: int) -> Recor
 def _session(
     config: COATConfig, lora: dict[str, nn.Parameter], objective: Callable[..., Tensor], recorder: Recorder
 ) -> Any:
-    """What a step touches of a session, in a run that nobody watches closely at this step, with one process."""
+    """A stand-in for the session, with the members that a step without logging uses in one process."""
     optimizer, guard = (
         build_optimizer(lora.values(), 1e-4, config, capturable=True),
         RunGuard(config.guard, lora, print),
@@ -241,7 +235,7 @@ def _session(
 
 
 def _modulate(runner: BlockRunner, names: dict[nn.Module, tuple[str, int]], recorder: Recorder, temb: Tensor) -> None:
-    """Make as many modulations ahead as the whole model has."""
+    """Precompute as many modulations as the whole model has."""
     modulations: list[Modulation] = []
     for form, (_, number) in zip(runner.forms, names.values(), strict=True):
         own = form.block.modulations
@@ -255,7 +249,7 @@ def _modulate(runner: BlockRunner, names: dict[nn.Module, tuple[str, int]], reco
 
 
 def _like(modulation: Modulation) -> Modulation:
-    """Another one with the same weight and adapters of its own."""
+    """A modulation with the same weight and new adapters."""
     linear = modulation.linear
     adapters = tuple(
         tuple(replace(x, down=nn.Parameter(x.down.detach()), up=nn.Parameter(x.up.detach())) for x in found)
@@ -265,7 +259,7 @@ def _like(modulation: Modulation) -> Modulation:
 
 
 def _places(model: Any, geometry: Geometry) -> dict[nn.Module, tuple[str, int]]:
-    """Block → its name as a region, and how many blocks of the whole model it stands for."""
+    """Block → its region name, and the number of blocks in the whole model that it represents."""
     found = {}
     for blocks, kind in BLOCK_LISTS.items():
         places, number = PLACES[kind], getattr(geometry, kind)
@@ -276,7 +270,7 @@ def _places(model: Any, geometry: Geometry) -> dict[nn.Module, tuple[str, int]]:
 
 
 def _parameters(model: Any, geometry: Geometry) -> dict[str, nn.Parameter]:
-    """Adapters of the whole model, as the first block of each kind has them."""
+    """Adapters of the whole model, copied from the first block of each kind."""
     return {
         f"{name}.{i}": nn.Parameter(torch.empty_like(parameter))
         for name, parameter in lora_parameters(model).items()

@@ -1,6 +1,6 @@
-"""How fast a device could be: the arithmetic of FLUX's token path over the device's rates.
+"""Lower bound of a step's time: the arithmetic of FLUX's token path over the device's rates.
 
-The work is what a LoRA training step cannot do without. Per token and block, d = 128 · heads, L tokens in the sequence
+Counted is the unavoidable work of a LoRA training step. Per token and block, d = 128 · heads, L tokens in the sequence
 (512 of text), rank r:
 
     linears     12 d² products in either kind of block (q, k, v 3d², output d², MLP 8d²), 2 operations each
@@ -10,10 +10,10 @@ The work is what a LoRA training step cannot do without. Per token and block, d 
 A LoRA step computes no gradient for frozen weights: linears twice (forward, dX), attention 3.5 times (its flash
 backward is 2.5 times its forward), adapters three times (forward, dX, dA and dB); full recomputation adds one forward.
 Modulation linears see one row per image and are bound by reading their weights; with norms, casts, embedders and the
-optimizer they are not counted, so the time this gives is a lower bound.
+optimizer they are not counted.
 
-The rates are NVIDIA's dense peaks of the cards in `plan.facts.CARDS`. Names are matched whole, as
-`torch.cuda.get_device_name` gives them: an "H200 NVL" or a "4090 Laptop GPU" is another card with other rates.
+The rates are NVIDIA's dense peaks of the cards in `plan.facts.CARDS`. Names must equal `torch.cuda.get_device_name`:
+an "H200 NVL" or a "4090 Laptop GPU" is another card with other rates.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ class Geometry(NamedTuple):
 
     @property
     def hidden(self) -> int:
-        """d, the width of a token."""
+        """Hidden size d."""
         return self.heads * HEAD_DIM
 
 
 class Work(NamedTuple):
-    """Operations (a product and its sum are two), by what does them."""
+    """Operations (a product and its sum are two), by kind."""
 
     linear: float
     attention: float
@@ -81,7 +81,7 @@ class Limit(NamedTuple):
     gb_per_second: float
 
     def milliseconds(self, work: Work, *, fp8_linears: bool) -> float:
-        """The least time for `work`: linears in FP8 where asked, attention and adapters in bf16."""
+        """The least time for `work`: linears in FP8 if asked, attention and adapters in bf16."""
         linear = self.fp8_tflops if fp8_linears else self.bf16_tflops
         return (work.linear / linear + (work.attention + work.adapters) / self.bf16_tflops) / 1e9
 
@@ -92,10 +92,7 @@ def token_count(resolution: int) -> int:
 
 
 def step_work(geometry: Geometry, resolution: int, batch: int, *, recomputed: bool, full: bool = False) -> Work:
-    """Forward and backward pass of all blocks on `batch` images, with every block recomputed or none.
-
-    `full`: the linears' weights are trained and not adapters.
-    """
+    """Forward and backward pass of all blocks on `batch` images; `full` trains the linears' weights, not adapters."""
     d, length, more = geometry.hidden, token_count(resolution), int(recomputed)
     rows, blocks = batch * length, geometry.double + geometry.single
     ranked = 0 if full else geometry.rank * d * (18 * geometry.double + 17 * geometry.single)
@@ -107,7 +104,7 @@ def step_work(geometry: Geometry, resolution: int, batch: int, *, recomputed: bo
 
 
 def known_limit(device_name: str) -> Limit | None:
-    """The published rates of the card of this name; None where they are not known."""
+    """The published rates of the card of this name, or None."""
     from ..plan.facts import CARDS
 
     for card in CARDS:
@@ -117,16 +114,10 @@ def known_limit(device_name: str) -> Limit | None:
 
 
 class CostModel(NamedTuple):
-    """What kernels are estimated to take on a device.
+    """Estimated kernel times: ms = max(bytes / bandwidth, operations / (rate · efficiency)) + launch.
 
-        ms = max(bytes / bandwidth, operations / (rate · efficiency)) + launch
-
-    The efficiency of a matrix product is that of its tiles: how much of them and of the last wave of them is used.
-
-    Attributes:
-        gb_per_second: memory traffic reached.
-        tflops: kind of arithmetic ("bf16", "fp8", "attention", "attention_backward") to the rate reached.
-        multiprocessors: that share the tiles.
+    The efficiency of a matrix product is the used share of its tiles and of their last wave on the multiprocessors.
+    `gb_per_second` and `tflops` (by kind "bf16", "fp8", "attention", "attention_backward") are the rates reached.
     """
 
     gb_per_second: float
@@ -136,14 +127,9 @@ class CostModel(NamedTuple):
     def milliseconds(
         self, moved: float, flops: float, kind: str, shape: tuple[int, int, int] | None, kernels: int = 1
     ) -> float:
-        """Time of one operator.
+        """Time of one operator of `kernels` kernels that moves `moved` bytes.
 
-        Args:
-            moved: bytes read and written.
-            flops: operations; 0 without a matrix product.
-            kind: of `tflops`; not read without operations.
-            shape: (M, N, K) of a matrix product, else None.
-            kernels: that it takes.
+        `kind` is a key of `tflops`, read only if `flops` > 0; `shape` is (M, N, K) of a matrix product, else None.
         """
         bandwidth, efficiency = self.gb_per_second, 1.0
         if shape is not None and min(shape[:2]) >= NARROW:
@@ -154,7 +140,7 @@ class CostModel(NamedTuple):
         return max(moved / bandwidth / 1e6, compute) + kernels * LAUNCH_MS
 
     def _used(self, shape: tuple[int, int, int], tile: tuple[int, int]) -> float:
-        """Share of the tiles, and of the last wave of them, that has work."""
+        """The used share of the tiles and of their last wave."""
         tiles = math.ceil(shape[0] / tile[0]) * math.ceil(shape[1] / tile[1])
         waves = math.ceil(tiles / self.multiprocessors)
         return shape[0] * shape[1] / (waves * self.multiprocessors * tile[0] * tile[1])

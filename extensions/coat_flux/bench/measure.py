@@ -1,4 +1,4 @@
-"""What one process measures: training steps of a transformer with random weights and fixed seeds, or an optimizer."""
+"""A process's measurements: training steps of a transformer with random weights and fixed seeds, or an optimizer."""
 
 from __future__ import annotations
 
@@ -57,10 +57,9 @@ def measure_steps(row: Configuration, setting: Setting) -> Iterator[dict[str, An
 
 
 def _captured(step: Callable[[], None], device: torch.device) -> tuple[Callable[[], None], int]:
-    """The step as a CUDA graph, after the first ones, which compile kernels and make the optimizer's state.
+    """Capture the step as a CUDA graph after warm-up steps, which compile kernels and create the optimizer's state.
 
-    Returns:
-        A replay, and the peak of memory in bytes, which the allocator shows only while it is captured.
+    Returns a replay and the peak memory in bytes, which the allocator reports only during the capture.
     """
     from ..trainers.standalone.step_graph import capture
 
@@ -72,7 +71,7 @@ def _captured(step: Callable[[], None], device: torch.device) -> tuple[Callable[
 
 
 def make_model(row: Configuration, geometry: Geometry, device: torch.device) -> tuple[Any, list[nn.Parameter]]:
-    """Make the transformer of a row in training mode, converted as the row says, and its trained parameters."""
+    """Build the transformer of a row in training mode, converted as configured, and its trained parameters."""
     from ..blocks.apply import apply_coat
     from ..blocks.lora import attach_lora
     from ..mini_flux.geometry import make_flux_dev_geometry
@@ -112,11 +111,10 @@ def make_model(row: Configuration, geometry: Geometry, device: torch.device) -> 
 
 
 def model_inputs(resolution: int, batch: int, device: torch.device) -> tuple[dict[str, Tensor], Tensor]:
-    """Random inputs of the transformer for square images, and the target its output is compared with.
+    """Random inputs of the transformer for square images, and a target fp32 [B, T, 64].
 
-    Returns:
-        (keyword arguments: hidden_states bf16 [B, T, 64], encoder_hidden_states bf16 [B, 512, 4096], pooled_projections
-        bf16 [B, 768], timestep and guidance [B], ids [tokens, 3]; target fp32 [B, T, 64]).
+    The keyword arguments are hidden_states bf16 [B, T, 64], encoder_hidden_states bf16 [B, 512, 4096],
+    pooled_projections bf16 [B, 768], timestep and guidance [B], ids [tokens, 3].
     """
     from ..mini_flux.geometry import FLUX_DEV_TRANSFORMER_CONFIG as SIZES
 
@@ -140,7 +138,7 @@ def model_inputs(resolution: int, batch: int, device: torch.device) -> tuple[dic
 
 
 def release(device: torch.device) -> None:
-    """Give back the memory of compiled code, recorded graphs and dropped objects."""
+    """Free the memory of compiled code, recorded graphs and dropped objects."""
     torch.compiler.reset()
     gc.collect()
     if device.type == "cuda":
@@ -148,7 +146,7 @@ def release(device: torch.device) -> None:
 
 
 def _to_quanto(model: nn.Module) -> None:
-    """All linears, as ai-toolkit quantizes a transformer."""
+    """Quantize all linears, as ai-toolkit does for a transformer."""
     from optimum.quanto import freeze, qfloat8, quantize
 
     quantize(model, weights=qfloat8)
@@ -159,7 +157,7 @@ def _to_torchao(model: nn.Module, recipe: str = "tensorwise") -> None:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     def sees_tokens(_: nn.Module, name: str) -> bool:
-        """Linears of the blocks, but for modulation: torchao's GEMM takes no batch of fewer than 16 rows."""
+        """Linears of the blocks except modulation: torchao's GEMM needs at least 16 rows."""
         return "transformer_blocks." in name and ".norm" not in name
 
     config = Float8LinearConfig.from_recipe_name(recipe)
@@ -189,7 +187,7 @@ def lora_shapes(geometry: Geometry) -> list[tuple[int, int]]:
 
 
 def measure_optimizer(row: Configuration, setting: Setting) -> Iterator[dict[str, Any]]:
-    """One step over parameters of a LoRA's shapes, with gradients that stay the same."""
+    """One step over parameters of a LoRA's shapes, with constant gradients."""
     draw = torch.Generator(setting.device).manual_seed(SEED)
     parameters = []
     for shape in lora_shapes(setting.geometry):
@@ -232,7 +230,7 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def _plain_tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among `values`; of a wrapper subclass, those it is made of."""
+    """The tensors among `values`; for a wrapper subclass its inner ones."""
     for value in values:
         if hasattr(value, "__tensor_flatten__"):
             yield from _plain_tensors(getattr(value, name) for name in value.__tensor_flatten__()[0])

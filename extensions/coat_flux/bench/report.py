@@ -1,4 +1,4 @@
-"""From the samples of all rounds to one row per thing measured, and these as results.json and results.md."""
+"""From the samples of all rounds to one row per measurement, as results.json and results.md."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OTHER_TRAFFIC_BYTES = 12  # fp32 parameter read and written, gradient read
 
 @dataclass
 class Result:
-    """One thing measured in one configuration, over all rounds."""
+    """One measurement of one configuration, over all rounds."""
 
     level: str
     configuration: str
@@ -37,12 +37,12 @@ class Result:
 
     @property
     def size(self) -> str:
-        """Resolution and batch in words; empty where the row has none."""
+        """Resolution and batch in words; empty for rows without."""
         return f"{self.resolution} px x {self.batch}" if self.resolution else ""
 
 
 def summarize(runs: Sequence[Mapping[str, Any]], geometry: Geometry, limit: Limit | None) -> list[Result]:
-    """One row per thing measured and one per case without figures, in the order of first appearance."""
+    """One row per measurement and one per case without figures, in the order of first appearance."""
     rows: dict[tuple[Any, ...], Result] = {}
     for run in runs:
         level, name = run["level"], run["configuration"]
@@ -69,12 +69,12 @@ def summarize(runs: Sequence[Mapping[str, Any]], geometry: Geometry, limit: Limi
 
 
 def incomplete(rows: Sequence[Result]) -> list[Result]:
-    """Results of what could have run and did not give figures."""
+    """Results without figures that should have had some."""
     return [row for row in rows if row.status == FAILED]
 
 
 def limit_ms(row: Result, geometry: Geometry, limit: Limit) -> float:
-    """The least time the device's limit allows for what the row measured."""
+    """The device's lower bound on the row's time."""
     if row.level == OPTIMIZER:
         traffic = row.figures["parameters"] * OTHER_TRAFFIC_BYTES + MOMENTS_TRAFFIC * row.figures["state_bytes"]
         return float(traffic / limit.gb_per_second / 1e6)

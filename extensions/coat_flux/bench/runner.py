@@ -1,7 +1,7 @@
-"""Run every case in a process of its own, in interleaved rounds; no figures come from code whose tests fail.
+"""Run every case in its own process, in interleaved rounds; code whose tests fail yields no figures.
 
-Round 1 goes through the cases in order, round 2 backwards, and so on: a card that grows warm, or a machine that grows
-busy, then favours nobody. This process never touches the GPU.
+Round 1 goes through the cases in order, round 2 backwards, and so on, so that a warming card or a busy machine favours
+nobody. This process never touches the GPU.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class MachineError(UserError, RuntimeError):
 
 
 class TestResult(NamedTuple):
-    """Whether figures may be given; what ran, with what result, or why nothing ran; the output of red tests."""
+    """Whether figures may be shown; which tests ran with which result, or why none; the output of failures."""
 
     passed: bool
     text: str
@@ -43,11 +43,7 @@ class TestResult(NamedTuple):
 
 
 def run_tests(levels: Sequence[str], repository: Path | None = None) -> TestResult:
-    """Run the tests that belong to these levels, of the repository that this package is in.
-
-    Raises:
-        UserError: the tests are there, but not what runs them.
-    """
+    """Run this repository's tests of these levels; raises UserError if the test runner is not installed."""
     root = repository or REPOSITORY
     folders = [folder for folder in (STEP_TESTS if STEP in levels else TESTS) if (root / folder).is_dir()]
     if not folders:
@@ -68,7 +64,7 @@ def run_tests(levels: Sequence[str], repository: Path | None = None) -> TestResu
 
 
 def start_worker(spec: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-    """Run one worker process and return its result; a process that leaves none has failed."""
+    """Run one worker process and return its result; a process without a result has failed."""
     with tempfile.TemporaryDirectory() as folder:
         spec_file, result_file = Path(folder) / "spec.json", Path(folder) / "result.json"
         spec_file.write_text(json.dumps(spec), encoding="utf-8")
@@ -86,11 +82,7 @@ def start_worker(spec: dict[str, Any], timeout_s: float) -> dict[str, Any]:
 
 
 def describe(options: BenchOptions, start: Start = start_worker) -> dict[str, Any]:
-    """Machine, versions and physical limit, found in a process of its own.
-
-    Raises:
-        MachineError: the device cannot be used.
-    """
+    """Machine, versions and physical limit, from a separate process; raises MachineError if the device is unusable."""
     result = start({"level": "machine", "device": options.device}, options.timeout_s)
     if result["status"] != OK:
         raise MachineError(f"--device {options.device}: {result['reason']}; give a device that torch can use")
@@ -101,10 +93,9 @@ def describe(options: BenchOptions, start: Start = start_worker) -> dict[str, An
 def run_cases(
     options: BenchOptions, log: Callable[[str], None], start: Start = start_worker
 ) -> Iterator[dict[str, Any]]:
-    """Measure every case in every round; one that gave no figures is not tried again.
+    """Measure every case in every round; a case without figures is not tried again.
 
-    Yields:
-        After each process: round, level, configuration, sizes, seconds, and the worker's result.
+    Yields the round, level, configuration, sizes, seconds and result of each process.
     """
     cases, given_up = options.cases(), set()
     common = {"geometry": options.geometry._asdict(), "device": options.device, "repeats": options.repeats}

@@ -1,7 +1,7 @@
 """From counted launches to modelled milliseconds of a whole step: a table for the console, and count.json.
 
-What is counted: `counted_step`; what a launch costs: `limits.CostModel`. COAT is compared with bf16 and torch.compile
-by the same costs: matrix products and attention as they are, everything between fused as far as dependencies allow.
+Launches come from `counted_step`, costs from `limits.CostModel`. COAT is compared with bf16 and torch.compile at the
+same costs: unchanged matrix products and attention, everything between fused as far as dependencies allow.
 """
 
 from __future__ import annotations
@@ -28,17 +28,12 @@ FIGURES = ("launches", "modelled_ms", "bytes", "flops")
 def count(config: COATConfig, geometry: Geometry, resolutions: Sequence[int]) -> dict[str, Any]:
     """Count COAT and bf16 + torch.compile, and cost them on each card.
 
-    Args:
-        config: the `coat:` block.
-        geometry: of the transformer and its LoRA.
-        resolutions: pixels along a side.
-
     Returns:
-        Card ("h200") → resolution ("1024") → "coat" or "bf16_compile" → `launches`, `modelled_ms`, `host_ops` (calls of
-        torch's dispatcher, within our operators too), `host_reads` (tensors that the host reads from the device),
-        `bytes`, `flops`; the same of each category in `by_category`, of all blocks in `blocks`, of one block and of
-        what a step does once in `by_region`; and `operators`: region → lines of (count, category, operator, part),
-        the most frequent first.
+        Card ("h200") → resolution in pixels a side ("1024") → "coat" or "bf16_compile" → `launches`, `modelled_ms`,
+            `host_ops` (calls of torch's dispatcher, including those within our operators), `host_reads` (tensors that
+            the host reads from the device), `bytes`, `flops`; the same sums in `by_category`, `blocks` and `by_region`
+            (one block, or the once-per-step parts); and `operators`: region → lines of (count, category, operator,
+            part), the most frequent first.
     """
     counts: dict[str, Any] = {card: {} for card in cost_models()}
     for resolution in resolutions:
@@ -81,10 +76,10 @@ def _costed(recorder: Recorder, model: CostModel) -> dict[str, Any]:
 
 
 def as_compiled(launches: Sequence[Launch]) -> list[Launch]:
-    """Fuse what lies between matrix products and attention, as torch.compile of each block would at best.
+    """Fuse the launches between matrix products and attention, as torch.compile of each block would at best.
 
-    Launches of a region that depend on no product in between, and share a tensor, become one that reads what was made
-    outside of it and writes what is read outside of it.
+    Launches of a region that depend on no product in between, and share a tensor, become one that reads the external
+    inputs and writes the tensors read later.
     """
     groups: list[list[Launch]] = []
     for region in dict.fromkeys(launch.region for launch in launches):

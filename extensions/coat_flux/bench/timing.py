@@ -1,8 +1,8 @@
-"""Time a call on a CPU or a GPU, and the memory it needs.
+"""Time and memory of a call on a CPU or a GPU.
 
-On a GPU each call is timed by two events and nothing waits for the device until all calls are queued, so launches may
-run ahead as they do in training. Before each call a buffer larger than the second-level cache may be written, so that
-weights come from memory, as they do when other layers ran in between.
+GPU calls are timed by two events each without synchronizing until all are queued, so launches may run ahead as in
+training. Optionally a buffer larger than the L2 cache is written before each call, so that weights come from memory,
+as after other layers.
 """
 
 from __future__ import annotations
@@ -24,13 +24,11 @@ RESIDENT, ALLOCATED = "resident set of the process", "allocated on the device"
 
 
 class Timing(NamedTuple):
-    """What was measured.
+    """Samples of each timed call in ms, and other figures.
 
-    Attributes:
-        samples_ms: of each timed call.
-        peak_bytes: GPU: most memory allocated while they ran; CPU: most the process has ever held.
-        first_ms: the first warm-up call, with compilation and memory allocation.
-        host_ms: the shortest time after which a call returned, on a GPU with its work still queued.
+    `peak_bytes` is the peak of allocated GPU memory while they ran, or of the whole process on a CPU. `first_ms` is
+    the first warm-up call, with compilation and allocation. `host_ms` is the shortest time until a call returned, GPU
+    work still queued.
     """
 
     samples_ms: list[float]
@@ -39,12 +37,12 @@ class Timing(NamedTuple):
     host_ms: float
 
     def of(self, what: str, resolution: int = 0, batch: int = 0, **figures: Any) -> dict[str, Any]:
-        """The timing of one thing as plain values, with other figures by name."""
+        """The timing as plain values, with other figures by name."""
         return {**self._asdict(), "what": what, "resolution": resolution, "batch": batch, "figures": figures}
 
 
 class Setting(NamedTuple):
-    """Where, at which (resolution, batch) pairs and how often a process measures; repeats None takes `CALLS`."""
+    """Device, (resolution, batch) pairs and repeats of a process's measurements; repeats None takes `CALLS`."""
 
     geometry: Geometry
     sizes: tuple[tuple[int, int], ...]
@@ -52,7 +50,7 @@ class Setting(NamedTuple):
     repeats: int | None
 
     def calls(self, level: str) -> tuple[int, int]:
-        """Calls of this level for warm-up, and timed ones."""
+        """Numbers of warm-up and timed calls at this level."""
         warmup, repeats = CALLS["cuda"][level] if self.device.type == "cuda" else CPU_CALLS
         return warmup, self.repeats or repeats
 
@@ -60,14 +58,9 @@ class Setting(NamedTuple):
 def time_calls(
     call: Callable[[], object], device: torch.device, warmup: int, repeats: int, *, cold: bool = False
 ) -> Timing:
-    """Time `repeats` calls after `warmup` others.
+    """Time `repeats` calls after `warmup` (at least 1) others; `cold` writes a large buffer before each (GPU only).
 
-    Args:
-        call: what is timed; it must not wait for the device.
-        device: where it runs.
-        warmup: calls before, at least 1.
-        repeats: calls that count.
-        cold: write a large buffer before each call (GPU only).
+    `call` must not synchronize with the device.
     """
     started = time.perf_counter()
     call()
@@ -99,13 +92,13 @@ def time_calls(
 
 
 def wait(device: torch.device) -> None:
-    """Return when all work queued on the device is done."""
+    """Synchronize with the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most memory so far: allocated since the last reset (GPU), or of the whole process."""
+    """Peak memory: allocated since the last reset (GPU), or of the whole process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if sys.platform == "win32":

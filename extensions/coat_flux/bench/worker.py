@@ -1,9 +1,9 @@
-"""One configuration in a process of its own: `python -m coat_flux.bench.worker SPEC RESULT`, both JSON files.
+"""One configuration in its own process: `python -m coat_flux.bench.worker SPEC RESULT`, both JSON files.
 
 SPEC: {"level", "configuration", "sizes": [[resolution, batch], ...], "geometry": {...}, "device", "repeats"}, or
 {"level": "machine", "device"}. RESULT: {"status", ...}. Status is
 
-    ok              "measurements", and "logged": what the libraries logged
+    ok              "measurements", and "logged": the libraries' log lines
     cannot          "reason": a baseline that does not run on this machine
     out of memory   "reason"
     failed          "reason", "traceback": an error of ours
@@ -41,27 +41,26 @@ PACKAGES = (
 
 
 class _LogLines(logging.Handler):
-    """Collects log lines, each once."""
+    """Collects distinct log lines."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
         self.lines: dict[str, None] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep the line."""
         self.lines[record.getMessage()] = None
 
 
 class MissingError(Exception):
-    """A package that a baseline needs is not installed, or the GPU."""
+    """The GPU, or a package that a baseline needs, is missing."""
 
 
 class KernelsRefusedError(Exception):
-    """Our kernels failed their self-test here: their references would be timed in their place."""
+    """Our kernels failed their self-test, so their references would be timed instead."""
 
 
 def run(spec: dict[str, Any], measure: Measure | None = None) -> dict[str, Any]:
-    """Do what the specification asks for, with another function than its level's if given; errors become results."""
+    """Execute a specification, with `measure` in place of its level's function; errors become results."""
     log = _LogLines()
     for package in ("coat_core", __package__.rsplit(".", 1)[0]):
         logging.getLogger(package).addHandler(log)
@@ -116,7 +115,6 @@ def _is_installed(package: str) -> bool:
 
 
 def _machine(device: torch.device) -> dict[str, Any]:
-    """Versions, the device, and how fast it could be."""
     versions: dict[str, str | None] = dict.fromkeys(PACKAGES)
     for package in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):

@@ -1,7 +1,6 @@
-"""`coat-flux doctor`: what this machine can really do, and what to change where it cannot.
+"""`coat-flux doctor`: what works on this machine, and remedies for what does not.
 
-Every probe runs alone: one that fails is a line of its own and the others still
-run. Nothing is downloaded or written but a short-lived temporary file.
+Probes are independent: one that fails is a line of its own. Only a short-lived temporary file is written.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ NEEDED = ("Python", "torch", "packages", "GPU")  # training cannot work where th
 
 @dataclass(frozen=True)
 class Line:
-    """What one probe found; `stops`: training cannot work here before the remedy."""
+    """The result of one probe; `stops`: training cannot work here without the remedy."""
 
     mark: str
     subject: str
@@ -48,17 +47,17 @@ def good(subject: str, text: str) -> Line:
 
 
 def bad(subject: str, text: str, remedy: str, *, stops: bool = False) -> Line:
-    """It does not work, or not as it could."""
+    """It does not work, or not fully."""
     return Line(BAD, subject, text, remedy, stops)
 
 
 def absent(subject: str, text: str) -> Line:
-    """It is not here, and training works without."""
+    """It is absent, and training works without it."""
     return Line(ABSENT, subject, text)
 
 
 def diagnose(toolkit_dir: Path | None = None) -> Iterator[Line]:
-    """Yield the lines, each as soon as it is known; whatever a probe raises is a line, too."""
+    """Yield the lines, each as soon as it is known; a probe's exception becomes a line, too."""
     for subject, place in PROBES:
         module, function = place.split(".")
         arguments = (toolkit_dir,) if module == "ai_toolkit" else ()
@@ -71,7 +70,7 @@ def diagnose(toolkit_dir: Path | None = None) -> Iterator[Line]:
 
 
 def verdict(lines: Sequence[Line]) -> tuple[bool, str]:
-    """Whether training can work here, and that in words."""
+    """Whether training can work here, and a sentence that says so."""
     stopping = dict.fromkeys(line.subject for line in lines if line.stops)
     if stopping:
         return False, f"training cannot work here yet: see {', '.join(stopping)}"

@@ -1,4 +1,4 @@
-"""ai-toolkit: its version, and our extension in it. What we need of it is checked when a job of ours starts."""
+"""ai-toolkit's version, and our extension in it. Jobs check its interfaces when they start."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SUBJECT = "ai-toolkit"
 
 
 def checkout(given: Path | None) -> Iterator[Line]:
-    """What is true of the checkout given, else AI_TOOLKIT_ROOT's, else the current folder where it is one."""
+    """Probe the given checkout, else AI_TOOLKIT_ROOT's, else the current folder if it is one."""
     place = given or os.environ.get("AI_TOOLKIT_ROOT")
     root = Path(place or Path.cwd())
     missing = [part for part in CHECKOUT_PARTS if not (root / part).exists()]

@@ -36,7 +36,7 @@ def driver_names() -> list[str]:
 
 
 def cards() -> Iterator[Line]:
-    """Name, compute capability and memory of every GPU; why, where torch can use none."""
+    """Name, compute capability and memory of every GPU, or why torch can use none."""
     import torch
 
     names = driver_names()
@@ -121,7 +121,7 @@ def rates(device: torch.device) -> dict[str, float | str]:
 
 
 def _tflops(call: Callable[[], object], side: int, device: torch.device) -> float:
-    """Rate of calls repeated for SECONDS_EACH, after as many as warm up."""
+    """Rate of calls repeated for SECONDS_EACH, after equally many warm-up calls."""
     from ..bench.timing import time_calls
 
     once_ms = fmean(time_calls(call, device, 3, 3).samples_ms)

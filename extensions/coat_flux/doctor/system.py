@@ -1,4 +1,4 @@
-"""Python, torch and the packages; memory, disk and the model: all but the GPU."""
+"""Probes of everything but the GPU: Python, torch, packages, memory, disk and the model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def python() -> Iterator[Line]:
-    """Version and place of the interpreter."""
+    """Version and path of the interpreter."""
     version = ".".join(map(str, sys.version_info[:3]))
     if sys.version_info[:2] < FIRST_PYTHON:
         yield bad("Python", version, f"use {'.'.join(map(str, FIRST_PYTHON))} or newer", stops=True)
@@ -38,7 +38,7 @@ def python() -> Iterator[Line]:
 
 
 def torch_build() -> Iterator[Line]:
-    """Version of torch, and whether it was built for the GPU that is here."""
+    """Version of torch, and whether it was built for this GPU."""
     try:
         torch = importlib.import_module("torch")
     except (ImportError, OSError) as error:  # OSError: one of its libraries does not load
@@ -78,7 +78,7 @@ def packages() -> Iterator[Line]:
 
 
 def requirements() -> list[Requirement]:
-    """What the engine needs besides torch: setup.py's bounds, or bare names where the folder is linked without pip."""
+    """The engine's packages besides torch: setup.py's bounds, or bare names if the folder is linked without pip."""
     from packaging.requirements import Requirement
 
     try:
@@ -90,7 +90,7 @@ def requirements() -> list[Requirement]:
 
 
 def memory() -> Iterator[Line]:
-    """Free RAM, of the container (cgroup v2) where it has a limit."""
+    """Free RAM, within the container's limit (cgroup v2) if any."""
     import psutil
 
     now, place = psutil.virtual_memory(), ""
@@ -113,7 +113,7 @@ def memory() -> Iterator[Line]:
 
 
 def disk() -> Iterator[Line]:
-    """Free space and the right to write, here and in the model cache."""
+    """Free space and write permission, here and in the model cache."""
     model_bytes = 0.0 if missing_files(_snapshot()) == [] else MODEL_BYTES
     places = (
         ("disk here", Path.cwd(), RUN_BYTES, "a run writes about", "train in another folder"),
@@ -132,7 +132,7 @@ def disk() -> Iterator[Line]:
 
 
 def model() -> Iterator[Line]:
-    """Whether FLUX.1-dev is in the cache, whole, and else whether it could be downloaded."""
+    """Whether FLUX.1-dev is in the cache and complete, or else could be downloaded."""
     snapshot = _snapshot()
     missing = missing_files(snapshot)
     size = f"not in the cache, the first run downloads {MODEL_BYTES / 1e9:.0f} GB"
@@ -151,7 +151,7 @@ def model() -> Iterator[Line]:
 
 
 def missing_files(snapshot: Path | None) -> list[str] | None:
-    """Files of the model that the snapshot lacks; None where there is no snapshot."""
+    """Files of the model that the snapshot lacks; None without a snapshot."""
     if snapshot is None:
         return None
     index = snapshot / "transformer" / "diffusion_pytorch_model.safetensors.index.json"

@@ -1,6 +1,6 @@
-"""Does a job fit a card, and if not: which changes of its YAML make it fit, the cheapest first.
+"""Does a job fit a card, and if not: which YAML changes make it fit, the cheapest first.
 
-The same changes, each alone, are what a run that is out of memory suggests (`remedies`).
+A run that is out of memory suggests the same changes, each alone (`remedies`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROUNDING, TIME = "FP8 rounding", "time for one more forward pass"
 
 
 class Change(NamedTuple):
-    """An edit of the YAML: what to write, what it costs, and the job with it."""
+    """A YAML edit: its text, its cost, and the resulting job."""
 
     text: str
     cost: str
@@ -37,7 +37,7 @@ Edit = Callable[[JobConfig], Change | None]  # None where it does not apply
 
 
 class Remedy(NamedTuple):
-    """A change of the YAML, and the bytes that a phase holds less with it."""
+    """A YAML change, and the bytes that it frees in a phase."""
 
     change: Change
     bytes: int
@@ -45,7 +45,7 @@ class Remedy(NamedTuple):
 
 @dataclass(frozen=True)
 class CardFit:
-    """What a card makes of a job."""
+    """Whether and how a job fits a card."""
 
     card: Card
     fits: bool  # the job as it is
@@ -62,7 +62,7 @@ class CardFit:
 
 
 def judge(facts: JobFacts, card: Card) -> CardFit:
-    """Say whether a job fits a card, or find the cheapest change, else the fewest of the cheapest, that make it fit."""
+    """Decide whether a job fits a card, or find the cheapest change, else the fewest cheap ones, that make it fit."""
     memory = card.gb * 1e9
     prediction = predict_facts(facts, memory)
     verdict = CardFit(card, prediction.peak <= _room(card), prediction)
@@ -83,14 +83,10 @@ def judge(facts: JobFacts, card: Card) -> CardFit:
 def remedies(
     facts: JobFacts, phase: str, device_bytes: float | None, recomputed: Sequence[int] | None = None
 ) -> list[Remedy]:
-    """Find the changes that free memory in one phase, each alone, the cheapest first.
+    """Find the changes that free memory in one phase (or at the run's peak), each alone, the cheapest first.
 
-    Args:
-        facts: the job.
-        phase: one of the prediction's; where it has none of that name, the run's peak counts.
-        device_bytes: memory of the device.
-        recomputed: indices of the blocks that recompute now; None: as `predict_facts` has it. They stay the same under
-            every change but one of recomputation itself, or `auto` would fill what a change frees.
+    `recomputed` are the blocks that recompute now, by default those of `predict_facts`. They stay the same unless the
+    change is about recomputation, or `auto` would fill the freed memory.
     """
 
     def held(prediction: Prediction) -> int:
@@ -100,7 +96,7 @@ def remedies(
         return 0 if phase == "sample" else prediction.peak  # a change may leave samples out
 
     def rule(job: JobConfig) -> tuple[Any, ...]:
-        """What chooses the blocks that recompute."""
+        """The settings that choose the recomputed blocks."""
         memory = job.coat.memory
         return job.coat.enabled, memory.checkpointing, memory.budget_gb, job.train.gradient_checkpointing
 
@@ -116,7 +112,7 @@ def remedies(
 
 
 def _edits_that_fit(facts: JobFacts, card: Card) -> list[Edit]:
-    """The first edit that is enough alone; else edits taken in order until they are, less those not needed then."""
+    """The first edit that suffices alone; else edits in order until they suffice, less those then unnecessary."""
 
     def peak(edits: Sequence[Edit]) -> float:
         changes = _applied(facts.job, edits)
@@ -144,7 +140,7 @@ def _edits_that_fit(facts: JobFacts, card: Card) -> list[Edit]:
 
 
 def _applied(job: JobConfig, edits: Sequence[Edit]) -> list[Change]:
-    """The changes that edits make, one after the other; of an edit that is made again, the last."""
+    """The changes of consecutive edits; only the last application of a repeated edit."""
     changes: dict[Edit, Change] = {}
     for edit in edits:
         change = edit(job)
@@ -171,7 +167,7 @@ def _with(config: Any, values: dict[str, Any]) -> Any:
 
 
 def _setting(path: str, value: Any, cost: str, applies: Callable[[JobConfig], bool]) -> Edit:
-    """The edit that gives a key another value, where it applies and the key does not have it yet."""
+    """The edit that sets a key, if it applies and changes the value."""
 
     def edit(job: JobConfig) -> Change | None:
         changed = _with(job, {path: value})

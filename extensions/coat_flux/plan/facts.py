@@ -1,7 +1,7 @@
 """Facts about models and cards that `plan` may not download: configs of FLUX models, GPUs' memory and rates.
 
 Sources: the models' published config.json files; NVIDIA's datasheets and architecture papers (dense rates, fp32
-accumulation), those of the RTX 4070 Ti and 4080 from the RTX 4090's by cores and clock.
+accumulation); the RTX 4070 Ti and 4080 scaled from the RTX 4090 by cores and clock.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ FLUX2_VAE: dict[str, Any] = {"block_out_channels": (128, 256, 512, 512), "latent
 
 
 def _klein(heads: int, double: int, single: int, text: dict[str, int]) -> dict[str, dict[str, Any]]:
-    """Configs of a klein by its heads of 128, its numbers of blocks, and what its Qwen 3 has of its own."""
+    """Configs of a klein with `heads` heads of 128 and the settings of its Qwen 3."""
     transformer = {"in_channels": 128, "num_layers": double, "num_single_layers": single, "guidance_embeds": False}
     transformer |= {"attention_head_dim": 128, "num_attention_heads": heads, "axes_dims_rope": (32, 32, 32, 32)}
     qwen = {"model_type": "qwen3", "vocab_size": 151936, "num_hidden_layers": 36, "num_attention_heads": 32}
@@ -80,7 +80,7 @@ HUB_MODELS: dict[str, dict[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Card:
-    """A size of GPU memory in 1e9 bytes, as cards are sold, and the rates of one GPU that has it."""
+    """A GPU memory size in 1e9 bytes, as cards are sold, and the rates of one GPU that has it."""
 
     gb: float
     name: str = ""  # empty where no GPU is meant
@@ -128,13 +128,9 @@ _SIZE = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?) ?gi?b?\b")
 
 
 def find_card(text: str) -> Card:
-    """The card someone means: `24`, `24GB`, `4090`, `RTX 4090`, `A100 80GB`, `NVIDIA H100 80GB HBM3`.
+    """Parse a card: `24`, `24GB`, `4090`, `RTX 4090`, `A100 80GB`, `NVIDIA H100 80GB HBM3`; raises UserError.
 
-    Args:
-        text: memory in GB, or a name, or both: then the memory is that, and the rates are those of the name.
-
-    Raises:
-        UserError: neither.
+    If both are given, memory is in GB as stated and rates are the named card's.
     """
     low = text.casefold().strip()
     size, name = _SIZE.search(low), _NO_NAME.sub("", _SIZE.sub("", low))

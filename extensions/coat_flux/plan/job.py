@@ -1,4 +1,4 @@
-"""What a job asks of memory and time: tokens, samples, adapters, and how its blocks keep what they keep."""
+"""A job's demands on memory and time: tokens, samples, adapters, and the storage of saved activations."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class JobFacts:
 
     @functools.cached_property
     def given(self) -> Given:
-        """What the run's decision on its blocks rests on; the budget is for `predict` to add."""
+        """The inputs of the run's block plan; `predict` adds the budget."""
         train, coat, dropout = self.job.train, self.job.coat, bool(self.job.network.dropout)
         in_codes, config = coat.enabled and coat.weight.use_fp8, coat.linear_config()
         all_copied = in_codes and wants_transposed(config)
@@ -85,42 +85,42 @@ class JobFacts:
         )
 
     def is_stored(self, linear: Linear) -> bool:
-        """Whether a linear can hold codes in place of its weight."""
+        """Whether codes can replace the linear's weight."""
         return linear.is_fp8 and f"{linear.name}.weight" not in self.trained
 
     @functools.cached_property
     def transformer_bytes(self) -> int:
-        """The transformer in training: codes and scales, all else as it was loaded."""
+        """Bytes of the transformer in training: codes and scales, the rest as loaded."""
         return self.model.transformer_bytes(self.job.coat, self.value_bytes, self.trained)
 
     @functools.cached_property
     def block_settings(self) -> list[FlowSettings]:
-        """How each block keeps what it saves."""
+        """The storage of each block's saved activations."""
         return block_settings(self.job.coat, self.given)
 
     @property
     def settings(self) -> FlowSettings:
-        """How the last block keeps what it saves."""
+        """The last block's `block_settings`."""
         return self.block_settings[-1]
 
     @property
     def value_bytes(self) -> int:
-        """Bytes of an element of the frozen models and of hidden states."""
+        """Bytes per element of frozen models and hidden states."""
         return VALUE_BYTES[self.job.train.dtype]
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the job trains on a CPU: device memory and CPU memory are one."""
+        """Whether the job trains on a CPU: device memory is CPU memory."""
         return self.job.device == "cpu"
 
     @property
     def caches_latents(self) -> bool:
-        """Whether the VAE is not needed while training."""
+        """Whether training does not need the VAE."""
         return all(entry.cache_latents or entry.cache_latents_to_disk for entry in self.job.datasets)
 
     @property
     def caches_text(self) -> bool:
-        """Whether the text encoders are not needed while training."""
+        """Whether training does not need the text encoders."""
         return all(entry.cache_text_embeddings for entry in self.job.datasets)
 
     @functools.cached_property
@@ -138,33 +138,28 @@ class JobFacts:
 
     @property
     def gradient_bytes(self) -> int:
-        """The most gradients there are at one moment outside of backward: each has its parameter's dtype."""
+        """Peak bytes of gradients outside of backward, each in its parameter's dtype."""
         if self.frees_gradients:
             return 0
         return self.value_bytes * sum(self.adapter_sizes) if self.job.full else self.lora_bytes
 
     @property
     def frees_gradients(self) -> bool:
-        """Whether there is never more than a gradient or two."""
+        """Whether there are never more than one or two gradients."""
         return self.job.train.fused_backward and self.job.train.gradient_accumulation == 1
 
     @functools.cached_property
     def offloads(self) -> bool:
-        """Whether the moments are in host memory, and pass through the device."""
+        """Whether the moments are in CPU memory and pass through the device."""
         train = self.job.train
         given = self.job.coat.optimizer_config(train.optimizer_params)[1] if train.optimizer == COAT_OPTIMIZER else {}
         return given.get("offload") == "cpu"
 
 
 def job_facts(job: JobConfig, known: JobFacts | None = None) -> JobFacts:
-    """Gather a job's numbers.
+    """Gather a job's numbers; images are not read again if those of `known` are the same.
 
-    Args:
-        job: the job.
-        known: facts of a job that may have the same images, which are then not read again.
-
-    Raises:
-        ConfigError: the model's sizes cannot be known, or no linear is left to train.
+    Raises ConfigError if the model's sizes are unknown, or no linear is left to train.
     """
     where = ": ".join(filter(None, (job.file, "config.process[0].model.name_or_path")))
     model = find_model(job.model.name_or_path, where)
@@ -188,18 +183,16 @@ def job_facts(job: JobConfig, known: JobFacts | None = None) -> JobFacts:
 def trained_sizes(job: JobConfig, model: ModelParts) -> dict[str, int]:
     """Elements of each parameter that full fine-tuning trains, by full name.
 
-    Raises:
-        ConfigError: a pattern of `coat.include` or `coat.exclude` matches nothing, or nothing is left to train.
+    Raises ConfigError if a pattern of `coat.include` or `coat.exclude` matches nothing, or nothing is left to train.
     """
     names = trained_names(model.parameters, job.coat.include, job.coat.exclude)
     return {name: model.parameters[name] for name in names}
 
 
 def check_trained(job: JobConfig) -> None:
-    """Check what `coat.include` and `coat.exclude` choose, before captions and photos are encoded.
+    """Check `coat.include` and `coat.exclude` before captions and photos are encoded.
 
-    Raises:
-        ConfigError: as `trained_sizes`; a model whose parameters are not known yet is checked when it is loaded.
+    Raises ConfigError as `trained_sizes`. A model whose parameters are unknown is checked once loaded.
     """
     if not job.full:
         return
@@ -219,7 +212,7 @@ def adapted(job: JobConfig, model: ModelParts) -> tuple[Linear, ...]:
 
 
 def _images(job: JobConfig) -> list[DatasetSection]:
-    """The datasets without what does not change their images and captions."""
+    """The datasets, reduced to settings that affect their images and captions."""
     same = {"cache_latents": False, "cache_latents_to_disk": False, "cache_text_embeddings": False}
     return [replace(entry, **same, shuffle_tokens=False) for entry in job.datasets]
 
@@ -231,7 +224,7 @@ def _block_names(model: ModelParts) -> list[str]:
 def _blocks(
     model: ModelParts, targets: tuple[Linear, ...], rank: int, parameters: Collection[str]
 ) -> tuple[Block, ...]:
-    """The blocks with their adapters and their own trained parameters, and what is trained before each of them."""
+    """The blocks with their adapters and trained parameters, and the trained elements before each."""
     adapters: dict[str, list[str]] = {}
     own: dict[str, list[str]] = {}
     known = model.family
@@ -259,7 +252,7 @@ def _blocks(
 
 
 def _data(job: JobConfig) -> Data:
-    """The images as training would take them, or, where they are not here or refused, the largest there could be."""
+    """The training images, or the largest possible ones if they are absent or refused."""
     logger = logging.getLogger("coat_flux.data")
     level = logger.level
     logger.setLevel(logging.ERROR)  # what they lack is for `train` to say

@@ -1,4 +1,4 @@
-"""A model's parts, made by their real classes on the meta device: exact bytes without a download."""
+"""A model's parts, built by their real classes on the meta device: exact bytes without a download."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _PROBE_PIXELS = 256  # a VAE's memory grows with the pixels; half this side and 
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear of the transformer [outputs, inputs]; `weight.use_fp8` stores its weight as codes where it is_fp8."""
+    """A linear of the transformer [outputs, inputs]; if is_fp8, `weight.use_fp8` stores its weight as codes."""
 
     name: str
     inputs: int
@@ -49,14 +49,14 @@ class Linear:
 
 @dataclass(frozen=True)
 class ModelParts:
-    """What is known of a FLUX model: elements and shapes.
+    """A FLUX model in elements and shapes.
 
     Attributes:
-        config, linears, parameters: of the transformer; elements by the parameter's name.
-        elements: parameters of each of `PARTS` that it has.
+        config, linears, parameters: the transformer's; parameters by name, in elements.
+        elements: parameters of each of its `PARTS`.
         text_tokens, text_width, pooled_width: of a prompt's embeddings; FLUX.2 has no pooled one.
-        encode_values, decode_values: the VAE's largest moment, in values per pixel.
-        text_values, text_layer: the largest text encoder's moment with one prompt, and its largest parameter.
+        encode_values, decode_values: the VAE's peak, in values per pixel.
+        text_values, text_layer: the largest text encoder's peak for one prompt, and its largest parameter.
     """
 
     config: dict[str, Any] = field(hash=False)
@@ -79,7 +79,7 @@ class ModelParts:
         return int(self.config["num_attention_heads"] * self.config["attention_head_dim"])
 
     def transformer_bytes(self, coat: COATConfig, value_bytes: int, trained: Collection[str] = ()) -> int:
-        """The model as `apply_coat` leaves it: codes and scales; all else, and what is trained, as it was loaded."""
+        """Bytes of the model after `apply_coat`: codes and scales; the rest, and trained parameters, as loaded."""
         total = self.elements["transformer"] * value_bytes
         if coat.enabled and coat.weight.use_fp8:
             config = coat.linear_config()
@@ -89,7 +89,7 @@ class ModelParts:
         return total
 
     def text_bytes(self, value_bytes: int, room: float | None = None) -> int:
-        """The text encoders, where they encode; with `room` as of `data.cache.by_layer`."""
+        """Bytes of the text encoders while encoding; `room` as in `data.cache.by_layer`."""
         sizes = [self.elements[part] * value_bytes for part in PARTS[2:] if part in self.elements]
         layers = zip(sizes, by_layer(sizes, room), strict=True)
         return sum(self.text_layer * value_bytes if by_layers else size for size, by_layers in layers)
@@ -107,14 +107,9 @@ class ModelParts:
 
 
 def find_model(name_or_path: str, where: str) -> ModelParts:
-    """Read or know a model's configs and make its parts on the meta device.
+    """Build a model's parts on the meta device from its configs: a diffusers folder, or a name whose configs are known.
 
-    Args:
-        name_or_path: `model.name_or_path`: a diffusers folder, the embedded model's name, or a hub name.
-        where: the key, for errors.
-
-    Raises:
-        ConfigError: a folder without its configs, or a hub name whose configs are not here.
+    `where` is the key for errors. Raises ConfigError if there are no configs here.
     """
     configs, text_tokens = _configs(name_or_path, where)
     return _make(json.dumps(configs, sort_keys=True, default=list), text_tokens)

@@ -1,16 +1,15 @@
-"""Peak memory of a job, phase by phase, from what the stand-alone engine has on the device in each.
+"""Peak memory of a job, phase by phase, from the stand-alone engine's use of the device.
 
-    load      the transformer goes to the device linear by linear, each quantized there; adapters are added
-    cache     before that: the VAE encodes images, then CLIP and T5 encode prompts, one after the other, and go back
-    sample    the VAE joins the transformer and decodes; with an EMA the raw adapters wait aside
-    step      the moment when blocks, gradients and workspace need most, or the optimizer's
-    save      the optimizer's state is there, activations are not
+    load      the transformer moves to the device linear by linear, each quantized there; adapters are added
+    cache     before that: the VAE encodes images, then CLIP and T5 encode prompts, one after the other, and move back
+    sample    the VAE joins the transformer and decodes; with an EMA the raw adapters are set aside
+    step      the peak of blocks, gradients and workspace, or the optimizer's
+    save      the optimizer's state is present, activations are not
 
-The engine's order of things: `standalone/session.py`, `standalone/trainer.py`. A GPU's own context and its allocator's
-gaps are not counted; `blocks.held.USABLE_FRACTION` of a card leaves room for them, and for what the driver keeps of
-steps that are CUDA graphs: 10 KB a kernel (https://github.com/NVIDIA/cccl/pull/3768), 37 MB for each captured shape.
-The pool of these graphs is the step's memory itself, given back before a phase that needs other memory
-(`standalone.step_graph`).
+The order is that of `standalone/session.py` and `standalone/trainer.py`. A GPU's own context and its allocator's gaps
+are not counted; `blocks.held.USABLE_FRACTION` leaves room for them, and for the driver's share of CUDA graphs: 10 KB
+per kernel (https://github.com/NVIDIA/cccl/pull/3768), 37 MB per captured shape. The graphs' pool is the step's memory
+itself, released before a phase that needs other memory (`standalone.step_graph`).
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ PROCESS_RAM = {True: 0.6e9, False: 3e9}  # of Python and the libraries alone: on
 
 
 class PhasePrediction(NamedTuple):
-    """What the device holds at the peak of one phase, in bytes by part."""
+    """Peak device memory of one phase, in bytes by part."""
 
     name: str
     parts: dict[str, int]
@@ -87,20 +86,14 @@ class Prediction:
         return max(phase.total for phase in self.phases)
 
     def phase(self, name: str) -> PhasePrediction | None:
-        """The phase of this name, or None where the run has none."""
+        """The phase of this name, or None if the run has none."""
         return next((phase for phase in self.phases if phase.name == name), None)
 
 
 def predict(job: JobConfig, *, device_bytes: float | None = None) -> Prediction:
-    """Predict what a job needs.
+    """Predict a job's memory; raises ConfigError if the model's sizes are unknown.
 
-    Args:
-        job: the job.
-        device_bytes: memory of the device. With checkpointing auto and no `budget_gb`, as many blocks recompute as this
-            asks for; None: none does.
-
-    Raises:
-        ConfigError: the model's sizes cannot be known.
+    With checkpointing auto and no `budget_gb`, enough blocks recompute to fit `device_bytes`; None: none does.
     """
     return predict_facts(job_facts(job), device_bytes)
 
@@ -108,7 +101,7 @@ def predict(job: JobConfig, *, device_bytes: float | None = None) -> Prediction:
 def predict_facts(
     facts: JobFacts, device_bytes: float | None = None, recomputed: Sequence[int] | None = None
 ) -> Prediction:
-    """`predict` for gathered facts; `recomputed` are the blocks that do, where it is not the config that says it."""
+    """`predict` for gathered facts; `recomputed` overrides the config's choice of blocks."""
     plan = block_plan(facts, device_bytes, recomputed)
     cache, save = _cache(facts, _budget(facts, device_bytes)), {"gradients": facts.gradient_bytes}
     phases = [_load(facts, plan), cache, _sample(facts), _step(facts, plan), _phase("save", _held(facts), save)]
@@ -124,12 +117,12 @@ def predict_facts(
 
 
 def _phase(name: str, *held: Mapping[str, int]) -> PhasePrediction:
-    """A phase with every part, those not held at 0."""
+    """A phase with every part; the default is 0."""
     return PhasePrediction(name, {part: sum(parts.get(part, 0) for parts in held) for part in PARTS})
 
 
 def _resident(facts: JobFacts) -> dict[str, int]:
-    """What is on the device from load to end: the models, as far as training needs them, and the adapters."""
+    """Bytes on the device from load to end: the models that training needs, and the adapters."""
     encoders = 0 if facts.caches_text else facts.model.text_bytes(facts.value_bytes)
     return {
         "transformer": facts.transformer_bytes,
@@ -140,7 +133,7 @@ def _resident(facts: JobFacts) -> dict[str, int]:
 
 
 def _held(facts: JobFacts) -> dict[str, int]:
-    """What is on the device in every step, whatever its moment."""
+    """Bytes on the device throughout every step."""
     ema = FP32 * sum(facts.adapter_sizes) if facts.job.train.ema_config.use_ema else 0
     return {**_resident(facts), "optimizer": optimizer_bytes(facts), "ema": ema}
 
@@ -152,7 +145,7 @@ def _vae(facts: JobFacts) -> int:
 def block_plan(
     facts: JobFacts, device_bytes: float | None = None, recomputed: Sequence[int] | None = None
 ) -> BlockPlan:
-    """What the blocks will do, by the decision that the run takes; arguments as `predict_facts`."""
+    """The run's plan for its blocks; arguments as `predict_facts`."""
     budget = _budget(facts, device_bytes)
     free = None if budget is None else budget - sum(_held(facts).values()) - LIBRARY_WORKSPACE[facts.on_cpu]
     chosen = None if recomputed is None else tuple(recomputed)
@@ -161,7 +154,7 @@ def block_plan(
 
 
 def outside_bytes(facts: JobFacts) -> int:
-    """The most that anything but the blocks needs on the device besides what is held in every step."""
+    """Peak device bytes of everything but the blocks, beyond what is held in every step."""
     sample, held = _sample(facts), sum(_held(facts).values())
     return max(0 if sample is None else sample.total - held, _update(facts).total)
 
@@ -171,9 +164,9 @@ def _budget(facts: JobFacts, device_bytes: float | None) -> float | None:
 
 
 def _placed(phase: PhasePrediction, plan: BlockPlan) -> PhasePrediction:
-    """The phase without the codes that are in host memory, with their slots.
+    """The phase without the codes in CPU memory, with their slots.
 
-    After loading, also with copies of weights and adapters, which the first steps make and the rest of the run keeps.
+    Also adds the copies of weights and adapters that the first steps create and the run keeps.
     """
     if phase.name == "cache":
         return phase
@@ -185,7 +178,7 @@ def _placed(phase: PhasePrediction, plan: BlockPlan) -> PhasePrediction:
 
 
 def _step(facts: JobFacts, plan: BlockPlan) -> PhasePrediction:
-    """The larger of two moments: the blocks' and the optimizer's."""
+    """The larger of the blocks' and the optimizer's peak."""
     moment, around, update = plan.moment or Moment(0, 0, 0), plan.around_bytes, _update(facts)
     if update.total > moment.total + around:
         moment, around = update, 0
@@ -201,7 +194,6 @@ def _step(facts: JobFacts, plan: BlockPlan) -> PhasePrediction:
 
 
 def _update(facts: JobFacts) -> Moment:
-    """The optimizer's moment."""
     chunk = CHUNK_ELEMENTS_CPU if facts.on_cpu else CHUNK_ELEMENTS_GPU
     elements = sum(facts.adapter_sizes)
     updated = min(chunk, elements) if facts.job.train.optimizer == COAT_OPTIMIZER else elements // OPTIMIZER_BUFFERS
@@ -209,7 +201,7 @@ def _update(facts: JobFacts) -> Moment:
 
 
 def _load(facts: JobFacts, plan: BlockPlan) -> PhasePrediction:
-    """Weight by weight: one in high precision next to the codes so far, which leave at once where any are streamed."""
+    """Weight by weight: one in high precision next to the codes so far; streamed codes leave at once."""
     resident = _resident(facts)
     stays = resident["transformer"] - plan.freed_bytes + resident["lora"]
     coat, value_bytes = facts.job.coat, facts.value_bytes
@@ -225,7 +217,7 @@ def _load(facts: JobFacts, plan: BlockPlan) -> PhasePrediction:
 
 
 def _cache(facts: JobFacts, budget: float | None) -> PhasePrediction:
-    """The largest of: the VAE with an image, the text encoders with a prompt, what stays of both for training."""
+    """The largest of: the VAE with an image, the text encoders with a prompt, the parts of both that training keeps."""
     model, a = facts.model, facts.value_bytes
     encode = {"vae": _vae(facts), "workspace": int(model.encode_values * a * facts.data.pixels)}
     room = None if facts.on_cpu else budget
@@ -244,7 +236,7 @@ def _cache(facts: JobFacts, budget: float | None) -> PhasePrediction:
 
 
 def _sample(facts: JobFacts) -> PhasePrediction | None:
-    """Denoising or decoding the largest image, after a step: gradients stay until the next one begins."""
+    """Denoising or decoding the largest image after a step, whose gradients stay until the next one."""
     if facts.sample_tokens is None:
         return None
     held = {**_held(facts), "vae": _vae(facts), "gradients": facts.gradient_bytes}
@@ -256,9 +248,9 @@ def _sample(facts: JobFacts) -> PhasePrediction | None:
 
 
 def optimizer_bytes(facts: JobFacts) -> int:
-    """Both moments of every trained parameter, with their scales, as `train.optimizer` stores them, on the device.
+    """Device bytes of both moments of every trained parameter, with scales, as stored by `train.optimizer`.
 
-    Of moments in host memory what they pass through; on a CPU, where these are one, both.
+    Offloaded moments count with their staging buffers; on a CPU with both.
     """
     moments, job = moment_bytes(facts.job, facts.adapter_sizes), facts.job
     if not facts.offloads:
@@ -271,8 +263,8 @@ def optimizer_bytes(facts: JobFacts) -> int:
 def _ram(facts: JobFacts, peak: int) -> int:
     """CPU memory: the encoders first, then the transformer one weight at a time, next to the VAE that samples need.
 
-    Where blocks may be streamed, all codes are there until those of the other blocks go to the device. Moments are made
-    after all that has been loaded, and are there when the shards of a model are written.
+    Streamed blocks start with all codes on the CPU. Moments come after loading, and stay while a model's shards are
+    written.
     """
     model, a = facts.model, facts.value_bytes
     vae = _vae(facts) if (facts.sample_tokens is not None) else 0
@@ -285,17 +277,17 @@ def _ram(facts: JobFacts, peak: int) -> int:
 
 
 def offloaded_bytes(facts: JobFacts) -> int:
-    """The moments that are in host memory and not on the device."""
+    """Bytes of the moments that are in CPU memory and not on the device."""
     return moment_bytes(facts.job, facts.adapter_sizes) if facts.offloads and not facts.on_cpu else 0
 
 
 def _latent_bytes(facts: JobFacts) -> int:
-    """One image's latents, fp32, on average."""
+    """Mean bytes of an image's latents, fp32."""
     return int(facts.data.mean_pixels / 64 * facts.model.latent_channels * FP32)
 
 
 def _disk(facts: JobFacts) -> int:
-    """Saves that are kept, the final one, the states to resume from and one that is being written, and caches."""
+    """Kept saves, the final one, the states to resume from, one being written, and caches."""
     job = facts.job
     total = save_space(job, facts.adapter_sizes, facts.model.elements["transformer"]).all
     if any(entry.cache_latents_to_disk for entry in job.datasets):

@@ -1,4 +1,4 @@
-"""What `coat-flux plan` prints, as text and as JSON."""
+"""The output of `coat-flux plan`, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Plan", "as_json", "as_text", "make_plan"]
 
 
 class Plan(NamedTuple):
-    """A job in numbers, its prediction (on the one card asked for, else without a limit), and a verdict per card."""
+    """A job in numbers, its prediction (on the one requested card, else without a limit), and a verdict per card."""
 
     facts: JobFacts
     prediction: Prediction
@@ -29,11 +29,7 @@ class Plan(NamedTuple):
 
 
 def make_plan(job: JobConfig, gpu: Card | float | None = None) -> Plan:
-    """Plan a job for one card, given as such or by its GB, or for the usual ones.
-
-    Raises:
-        ConfigError: the model's sizes cannot be known.
-    """
+    """Plan a job for one card (or its GB), or for the usual ones; raises ConfigError if model sizes are unknown."""
     facts = job_facts(job)
     on_gpu = job_facts(replace(job, device="cuda"), facts) if facts.on_cpu else facts
     if isinstance(gpu, (int, float)):
@@ -72,7 +68,7 @@ def _head(plan: Plan) -> str:
 
 
 def _phases(plan: Plan) -> str:
-    """Parts by phase, GB; parts that are never there are left out."""
+    """Parts by phase, GB; all-zero parts are left out."""
     phases = plan.prediction.phases
     unit, scale = ("GB (10^9 bytes)", GB) if plan.prediction.peak >= GB else ("MB (10^6 bytes)", MB)
     rows = [[f"{unit} at the peak of", *(phase.name for phase in phases)]]
@@ -89,7 +85,7 @@ def _phases(plan: Plan) -> str:
 
 
 def _blocks(facts: JobFacts) -> str:
-    """Bytes kept by one block of each kind, by kind of tensor, MB."""
+    """Bytes saved by one block of each kind, by kind of tensor, MB."""
     kept = _kept_by_kind(facts)
     kinds = list(dict.fromkeys(kind for sizes in kept.values() for kind in sizes))
     rows = [["MB kept for backward by one block", *kept]]
@@ -137,7 +133,7 @@ def _cards(verdicts: Sequence[CardFit]) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows under their header; first and last column to the left where they are text, numbers to the right."""
+    """Rows under their header; text in the first and last column left-aligned, numbers right-aligned."""
     last = len(rows[0]) - 1
     return "\n".join(columns(rows, left=(0, last) if max(len(row[last]) for row in rows) > 10 else (0,)))
 

@@ -1,4 +1,4 @@
-"""What the saves of a job take on disk."""
+"""Disk space of a job's saves."""
 
 from __future__ import annotations
 
@@ -20,12 +20,9 @@ BNB_BLOCK, BNB_SMALLEST = 256, 4096  # bitsandbytes: elements that share a scale
 
 
 def save_space(job: JobConfig, sizes: Sequence[int], whole: int = 0) -> SaveSpace:
-    """By the sizes of what is trained.
+    """The saves' space; `sizes` has the elements of A and B of each linear in turn, or of each trained parameter.
 
-    Args:
-        job: its optimizer, EMA, dtype and number of saves decide.
-        sizes: elements of each LoRA parameter, A and B of each linear in turn; or of the transformer's own.
-        whole: elements of the transformer, which a save of full fine-tuning holds.
+    In full fine-tuning a save holds all `whole` elements of the transformer.
     """
     kept = min(job.save.max_step_saves_to_keep, (job.train.steps - 1) // job.save.save_every) + 1
     average = FP32 * sum(sizes) if job.train.ema_config.use_ema else 0
@@ -41,11 +38,7 @@ def save_space(job: JobConfig, sizes: Sequence[int], whole: int = 0) -> SaveSpac
 
 
 def job_space(job: JobConfig) -> SaveSpace:
-    """By the configs of the job's model; no weights are read.
-
-    Raises:
-        ConfigError: the model's sizes cannot be known.
-    """
+    """The saves' space from the model's configs, without reading weights; raises ConfigError if sizes are unknown."""
     model = find_model(job.model.name_or_path, f"{job.file}: config.process[0].model.name_or_path")
     if job.full:
         return save_space(job, list(trained_sizes(job, model).values()), model.elements["transformer"])
@@ -54,7 +47,7 @@ def job_space(job: JobConfig) -> SaveSpace:
 
 
 def moment_bytes(job: JobConfig, sizes: Sequence[int]) -> int:
-    """Both moments of every adapter, with their scales, as `train.optimizer` stores them."""
+    """Bytes of both moments of every adapter, with scales, as stored by `train.optimizer`."""
     train = job.train
     if train.optimizer == COAT_OPTIMIZER:
         return state_bytes(job.coat.optimizer_config(train.optimizer_params)[0], sizes)

@@ -1,15 +1,15 @@
-"""How long a step would take if matrix products and attention were all there is: an estimate, and a lower bound.
+"""An estimate and lower bound of a step's time, from matrix products and attention alone.
 
-    forward     Σ 2·K·N per token and linear, 4·L·d per token and block for attention over L tokens, adapters besides
+    forward     Σ 2·K·N per token and linear, 4·L·d per token and block for attention over L tokens, plus adapters
     backward    one product for dx per linear, another in bf16 for the gradient of a trained one, 2.5 times attention's
                 forward, two products per adapter
-    recompute   the forward pass of the recomputed blocks once more
+    recompute   the forward pass of the recomputed blocks again
     streamed    codes are copied while blocks multiply: a pass takes the longer of the two
     offloaded   moments are copied both ways at once, with `train.fused_backward` in the last backward pass, else after
 
-Linears run at the card's FP8 rate where they multiply in FP8, all else at its bf16 rate, both at a fraction of the peak
-that large matrix products reach. Casts, norms, launches, optimizer, encoders and data are not counted: real steps are
-slower, most so at small resolutions.
+FP8 linears run at the card's FP8 rate, all else at its bf16 rate, both at the fraction of the peak that large matrix
+products reach. Casts, norms, launches, optimizer, encoders and data are not counted: real steps are slower, most so at
+small resolutions.
 """
 
 from __future__ import annotations
@@ -31,14 +31,7 @@ BF16_FRACTION, FP8_FRACTION = 0.70, 0.65  # of peak, published for large matrix 
 
 
 def step_seconds(facts: JobFacts, plan: BlockPlan, card: Card, tokens: Tokens | None = None) -> float:
-    """One optimizer step, all its micro-batches.
-
-    Args:
-        facts: the job.
-        plan: which blocks recompute, and whose codes are streamed.
-        card: whose rates count.
-        tokens: of a micro-batch; the largest by default.
-    """
+    """One optimizer step with all its micro-batches of `tokens`, by default the largest."""
     size = tokens or facts.tokens
     forward = [_forward(facts, block, size, card) for block in facts.blocks]
     backward = sum(_backward(facts, block, size, card) for block in facts.blocks)
@@ -65,7 +58,7 @@ def run_seconds(facts: JobFacts, prediction: Prediction, card: Card) -> float:
 
 
 def _rates(facts: JobFacts, card: Card) -> tuple[float, float, float]:
-    """Operations a second of linears forward, linears backward and all else."""
+    """Operations per second of linears forward, linears backward and all else."""
     settings, bf16 = facts.settings, card.bf16_tflops * 1e12 * BF16_FRACTION
     fp8 = card.fp8_tflops * 1e12 * FP8_FRACTION
     in_fp8 = settings.fp8_gemms and fp8 > 0 and settings.inputs.name != "per_group"

@@ -1,7 +1,6 @@
-"""A first YAML for a folder of photos and a card: the shipped config that fits, edited line by line.
+"""A first YAML for a folder of photos and a card: the best shipped config, edited line by line.
 
-The shipped configs are the one source: what is written here are the lines that depend on photos and card, each with its
-reason as a comment. All other lines are theirs, comments too.
+Only lines that depend on photos and card are written here, each with its reason as a comment.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ MAX_PROMPT = 200
 
 
 class Photos(NamedTuple):
-    """What matters of a folder of photos."""
+    """The relevant properties of a folder of photos."""
 
     folder: Path  # absolute
     sides: tuple[float, ...]  # sqrt(width · height) of each photo, pixels
@@ -57,7 +56,7 @@ class Photos(NamedTuple):
 
 
 class Starter(NamedTuple):
-    """The text of a YAML, the shipped config it was made from, what the card makes of it, and the trigger word."""
+    """A YAML's text, its shipped config, the card's verdict on it, and the trigger word."""
 
     text: str
     origin: str
@@ -66,11 +65,7 @@ class Starter(NamedTuple):
 
 
 def look_at(folder: Path) -> Photos:
-    """Read every photo of a folder.
-
-    Raises:
-        DatasetError: no photo is in it, or one cannot be read.
-    """
+    """Read every photo of a folder; raises DatasetError if it has none, or one cannot be read."""
     if not folder.is_dir():
         raise DatasetError(f"{folder}: there is no such folder; name the folder of your photos")
     paths = find_images(folder)
@@ -86,24 +81,17 @@ def look_at(folder: Path) -> Photos:
 
 
 def made_up_word(name: str) -> str:
-    """A word no model knows: the consonants of a name, 4 to 6, filled up by its hash; the same for the same name."""
+    """A word no model knows, fixed for each name: 4 to 6 of its consonants, padded from its hash."""
     letters = "".join(letter for letter in name.lower() if letter in CONSONANTS)[: WORD_LETTERS[1]]
     filler = (CONSONANTS[byte % len(CONSONANTS)] for byte in hashlib.sha256(name.encode()).digest())
     return letters + "".join(next(filler) for _ in range(WORD_LETTERS[0] - len(letters)))
 
 
 def make_starter(photos: Photos | None, card: Card, name: str, trigger: str, file: str) -> Starter:
-    """The best shipped config that fits the card with these photos; where none fits, the one that needs least.
+    """The best shipped config that fits the card with these photos, else the one that needs least, edited.
 
-    Args:
-        photos: None leaves a placeholder, which `check` refuses.
-        card: to train on.
-        name: of the run.
-        trigger: the trigger word.
-        file: where it will be written.
-
-    Raises:
-        ConfigError: name or trigger word cannot be one, or the installation has no shipped configs.
+    Without photos a placeholder is left, which `check` refuses. `file` is the target path. Raises ConfigError for an
+    invalid name or trigger word, or an installation without shipped configs.
     """
     tried = []
     for origin in (name for name, smallest in CANDIDATES.items() if card.gb >= smallest):
@@ -156,7 +144,7 @@ def _value(text: str, key: str) -> str:
 
 
 def _replace(text: str, key: str, value: object, comment: str) -> str:
-    """Give the first line of a key another value and comment."""
+    """Set value and comment of a key's first line."""
     line = f"{json.dumps(value, ensure_ascii=False)}  # {comment}"
     text, count = re.subn(rf"^([ -]*{key}: ).*$", lambda found: found[1] + line, text, count=1, flags=re.MULTILINE)
     assert count == 1, key
@@ -164,7 +152,7 @@ def _replace(text: str, key: str, value: object, comment: str) -> str:
 
 
 def _steps(count: int, batch: int) -> tuple[int, str]:
-    """Steps for so many photos, and the reason."""
+    """Steps for this many photos, and the reason."""
     if not count:
         return max(
             1500 // batch, FEWEST_STEPS
@@ -176,7 +164,7 @@ def _steps(count: int, batch: int) -> tuple[int, str]:
 
 
 def _resolutions(offered: Sequence[int], photos: Photos | None) -> tuple[list[int], str]:
-    """Those of the config that half of the photos reach: a photo is never enlarged."""
+    """The config's resolutions that half of the photos reach: a photo is never enlarged."""
     if photos is None:
         return list(offered), "each photo is used at each of these sizes; aspect ratios are kept"
     typical = median(photos.sides)
@@ -191,7 +179,7 @@ def _resolutions(offered: Sequence[int], photos: Photos | None) -> tuple[list[in
 
 
 def _with_prompts(text: str, photos: Photos | None) -> str:
-    """A caption of these photos in place of the first sample prompt."""
+    """Replace the first sample prompt by a caption of these photos."""
     if photos is None or photos.caption is None:
         return text
     caption = " ".join(photos.caption.split())[:MAX_PROMPT]
