@@ -1,8 +1,7 @@
-"""What operators cast to 8 bits, declared next to each of them for a probe that observes a step.
+"""Casts of operators to 8 bits, declared next to each operator for a probe that observes a step.
 
-A declaration takes the result of a call and its arguments by name, and returns a record of what that call cast or
-multiplied: several where it cast several tensors. It is called by the probe alone (`coat_flux.watch.casts`, a dispatch
-mode), so a step that nobody observes pays nothing for it.
+A declaration takes a call's result and arguments by name, and returns a record of each tensor it cast or multiplied.
+Only the probe calls it (`coat_flux.watch.casts`, a dispatch mode), so an unobserved step pays nothing.
 """
 
 from __future__ import annotations
@@ -41,14 +40,14 @@ class Product(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """A weight whose codes, as they are `stored`, were decoded to FP8 `codes` for one product."""
+    """A weight whose `stored` codes were decoded to FP8 `codes` for one product."""
 
     stored: Tensor
     codes: Tensor
 
 
 class MomentUpdate(NamedTuple):
-    """A step of AdamW in place on packed moments; declared before it happens, with None for the result."""
+    """A step of AdamW in place on packed moments; declared before the step, with None for the result."""
 
     params: list[Tensor]  # the parameters
     grads: list[Tensor]  # one for each
@@ -64,7 +63,7 @@ declarations: dict[str, Callable[..., Declared]] = {}  # name of the operator â†
 
 
 def declares(op: Any) -> Callable[[Callable[[Any, Any], Declared]], Callable[[Any, Any], Declared]]:
-    """Decorator: this function of a result and the arguments, as attributes, declares what a call of `op` cast."""
+    """Decorator: this function of the result and a namespace of arguments declares the casts of a call of `op`."""
     signature = inspect.signature(op._init_fn)
 
     def register(declaration: Callable[[Any, Any], Declared]) -> Callable[[Any, Any], Declared]:

@@ -1,4 +1,4 @@
-"""What can be configured: options of the optimizer states and of the FP8 linear. No math here."""
+"""Options of the optimizer states and of the FP8 linear. No math here."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class ExpansionConfig:
 
     Args:
         range_fraction: expanded blocks span a ratio of max²·range_fraction from smallest to largest.
-        exponent_step: the exponent k is rounded down to a multiple of this; 0 keeps it as it is.
-        exponent_max: upper bound of k, met by (nearly) constant groups. Must stay finite.
+        exponent_step: the exponent k is rounded down to a multiple of this; 0 does not round.
+        exponent_max: finite upper bound of k, met by (nearly) constant groups.
 
     Raises:
         ValueError: a constant is outside its range.
@@ -62,17 +62,14 @@ class FP8QuantizationConfig:
     """How FP8AdamW stores its moments.
 
     Args:
-        use_fp8_m1: store exp_avg in 8 bits; False keeps it in fp32.
-        use_fp8_m2: store exp_avg_sq in 8 bits; False keeps it in fp32.
-        m1_format: format of exp_avg: "e4m3", "e5m2", or "int8_ratio" (exp_avg/sqrt(exp_avg_sq), evenly spaced).
-        m2_format: format of exp_avg_sq: "e4m3", "e5m2", or "uint8_log" (evenly spaced in the logarithm).
+        use_fp8_m1, use_fp8_m2: store exp_avg, exp_avg_sq in 8 bits; False keeps it in fp32.
+        m1_format: of exp_avg: "e4m3", "e5m2", or "int8_ratio" (exp_avg/sqrt(exp_avg_sq), evenly spaced).
+        m2_format: of exp_avg_sq: "e4m3", "e5m2", or "uint8_log" (evenly spaced in the logarithm).
         block_size: elements that share one scale; a multiple of 16 from 16 to 4096.
-        use_dynamic_range_expansion: apply f(x) = sign(x)·abs(x/center)^k per block before the cast to e4m3 or e5m2;
-            of no effect on a moment in int8_ratio or uint8_log, whose grids lie between the ends of the block anyway.
+        use_dynamic_range_expansion: expand each block's range before the cast to e4m3 or e5m2; integer formats' grids
+            span the block anyway.
         stochastic_rounding: write bf16/fp16 parameters back with stochastic rounding.
-        moment_rounding: "stochastic": exp_avg_sq goes to one of its two neighbouring codes at random, so that it does
-            not drift (`coat_core.rounding`); or "nearest".
-        expansion: the constants of the expansion.
+        moment_rounding: "stochastic" rounds exp_avg_sq at random, so that it does not drift; or "nearest".
 
     Raises:
         ValueError: an option has a value outside its range.
@@ -101,22 +98,22 @@ class FP8QuantizationConfig:
 
 @dataclass(frozen=True)
 class FP8LinearConfig:
-    """How a linear layer multiplies and what it keeps for backward.
+    """How a linear layer multiplies and what it saves for backward.
 
     Args:
-        weight_format: what a frozen weight is stored in, "e4m3", "e5m2", "nvfp4" (4 bits; products read it as e4m3) or
-            "int8" (rotated, one scale per output feature; products are INT8).
+        weight_format: of a frozen weight, "e4m3", "e5m2", "nvfp4" (4 bits; products read it as e4m3) or "int8"
+            (rotated, one scale per output feature; products are INT8).
         weight_granularity: of e4m3 and e5m2, "per_tensor" or "per_row" (one scale per output feature).
-        input_format: format of the GEMM input, "e4m3" or "e5m2"; "int8" with weights in int8, and with these alone.
-        grad_format: format of the output gradient in dgrad, "e5m2", "e4m3", or "bf16" for a bf16 GEMM; with weights in
-            int8 "int8" or "bf16".
-        input_granularity: "per_tensor" or "per_row" (one scale per token; all that int8 has).
-        wgrad_format: of a trained weight, format of the output gradient in wgrad, which x's codes are multiplied by:
-            "e4m3" or "e5m2"; "bf16" multiplies the dequantized x in high precision.
-        cache_weight: of a trained weight, keep its codes (1 byte per element) until it changes; False casts it in
-            every forward pass and again in backward. Same results. `coat_core.linear.forget_codes` has the limits.
+        input_format: of the GEMM input, "e4m3" or "e5m2"; "int8" with weights in int8, and only with these.
+        grad_format: of the output gradient in dgrad, "e5m2", "e4m3", or "bf16" for a bf16 GEMM; with weights in int8
+            "int8" or "bf16".
+        input_granularity: "per_tensor" or "per_row" (one scale per token; required by int8).
+        wgrad_format: of the output gradient in a trained weight's wgrad, "e4m3" or "e5m2"; "bf16" multiplies the
+            dequantized x in high precision.
+        cache_weight: keep a trained weight's codes (1 byte per element) until it changes; False casts it in every
+            forward pass and again in backward. Same results. `coat_core.linear.forget_codes` has the limits.
         use_fp8_gemm: False keeps the FP8 weight but multiplies in the input's own precision.
-        fallback: "bf16" multiplies in high precision where the device has no FP8 GEMM, "error" raises.
+        fallback: without an FP8 GEMM on the device, "bf16" multiplies in high precision, "error" raises.
 
     Raises:
         ValueError: an option has a value outside its range.

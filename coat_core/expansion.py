@@ -9,14 +9,13 @@ exp_avg_sq, of 2e5 available). For the nonzero magnitudes of one block, with lo 
     x        = sign(y) · center · abs(y)^(1/k)    contract
 
 after which hi/lo of f(x) is `bound`, and the usual scaling puts hi at format.max. Blocks wider than the bound are
-*compressed* (k < 1), so that the smallest nonzero value still gets a nonzero code: exp_avg_sq never comes back 0
-where it was not 0.
+*compressed* (k < 1), so the smallest nonzero value still gets a nonzero code.
 
-Zeros are left out of lo; a block without nonzero values, or with only one magnitude, gets k = 1 and stays finite.
+A block without nonzero values, or with only one magnitude, gets k = 1 and stays finite.
 NaN stays NaN and touches no other element of its block; ±inf becomes ± the largest finite magnitude of its block.
-Source: arXiv 2410.19313, section 4; the constants of its CUDA kernel are `PAPER_EXPANSION`.
 
 Shapes: blocks [n, B]; center, exponent [n, 1].
+Source: arXiv 2410.19313, section 4; the constants of its CUDA kernel are `PAPER_EXPANSION`.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ def expansion_parameters(blocks: Tensor, fmt: Format, config: ExpansionConfig) -
 
 
 def expand(blocks: Tensor, center: Tensor, exponent: Tensor) -> Tensor:
-    """f(x) = sign(x)·abs(x/center)^exponent for fp32 [n, B]; zeros stay zero, abs(x/center) is held inside fp32."""
+    """f(x) = sign(x)·abs(x/center)^exponent for fp32 [n, B]; zeros stay zero, abs(x/center) is kept inside fp32."""
     ratio = (blocks.abs() / center).clamp(FP32_SMALLEST_NORMAL, FP32_MAX)
     return torch.sign(blocks) * ratio.pow(exponent)
 
@@ -88,10 +87,7 @@ def clamp_infinities(blocks: Tensor, without_finite: float) -> Tensor:
 def quantize_blocks(
     blocks: Tensor, fmt: Format, expansion: ExpansionConfig | None, uniform: Tensor | None = None
 ) -> QuantizedBlocks:
-    """Quantize each row of fp32 [n, B] with one scale, expanding its range first when `expansion` is given.
-
-    Returns:
-        QuantizedBlocks; scale = amax of the (expanded) row / fmt.max.
+    """Quantize each row of fp32 [n, B] with one scale, amax / fmt.max, expanding its range first with `expansion`.
 
     Numerics: with expansion no nonzero element gets a zero code.
     """
@@ -110,7 +106,7 @@ def quantize_blocks(
 
 
 def dequantize_blocks(stored: QuantizedBlocks) -> Tensor:
-    """Return fp32 [n, B] from what `quantize_blocks` stored."""
+    """Inverse of `quantize_blocks`, fp32 [n, B]."""
     values = stored.codes.to(torch.float32) * stored.scale
     if stored.center is None or stored.exponent is None:
         return values

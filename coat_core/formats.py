@@ -1,4 +1,4 @@
-"""Facts about the two FP8 formats, and what AdamW's moments and frozen weights may be stored in.
+"""The two FP8 formats, and the storage formats of AdamW's moments and frozen weights.
 
 | name | torch dtype         | max    | smallest normal | smallest subnormal | mantissa bits |
 |------|---------------------|--------|-----------------|--------------------|---------------|
@@ -6,7 +6,7 @@
 | e5m2 | float8_e5m2         | 57344  | 2^-14           | 2^-16              | 2             |
 
 e4m3 has no infinity; e5m2 has one, and torch's own cast sends large values there (`quantize.saturating_cast` does not).
-The integer formats, which only moments have, carry their encode and decode in `coat_core.moments`.
+The moments' integer formats are in `coat_core.moments`.
 Source: OCP 8-bit floating point specification (OFP8) 1.0; the values are checked against `torch.finfo` by the tests.
 """
 
@@ -19,7 +19,7 @@ import torch
 
 @dataclass(frozen=True)
 class Format:
-    """One 8-bit format: its name, torch dtype and the limits of what it can hold."""
+    """An 8-bit format: its name, torch dtype and limits."""
 
     name: str
     dtype: torch.dtype
@@ -58,16 +58,12 @@ WEIGHT_FORMATS = (*FORMATS, NVFP4, INT8.name)
 
 
 def product_format(weight_format: str) -> Format:
-    """Return the format in which products read a weight that is stored in this one of `WEIGHT_FORMATS`."""
+    """Return the format in which products read a weight stored in one of `WEIGHT_FORMATS`."""
     return {NVFP4: E4M3, INT8.name: INT8}.get(weight_format) or get_format(weight_format)
 
 
 def get_format(name: str) -> Format:
-    """Return the format called `name`.
-
-    Raises:
-        ValueError: `name` is neither "e4m3" nor "e5m2".
-    """
+    """Return the format called `name`; raises ValueError unless that is "e4m3" or "e5m2"."""
     try:
         return FORMATS[name]
     except KeyError:
@@ -75,11 +71,7 @@ def get_format(name: str) -> Format:
 
 
 def format_of(dtype: torch.dtype) -> Format:
-    """Return the format whose codes have this torch dtype.
-
-    Raises:
-        ValueError: no FP8 dtype used here, nor INT8.
-    """
+    """Return the format whose codes have this torch dtype; raises ValueError unless FP8 as used here, or INT8."""
     for fmt in (*FORMATS.values(), INT8):
         if fmt.dtype == dtype:
             return fmt

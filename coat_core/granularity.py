@@ -6,7 +6,7 @@
 | per_row    | one slice along the last dimension           | [..., 1]                   |
 | per_group  | G consecutive ones along the last dimension  | [..., ceil(K / G)]         |
 
-The paper mixes them ("mixed granularity"): per tensor for GEMM inputs, 1×G groups for what non-linear layers keep.
+The paper mixes them ("mixed granularity"): per tensor for GEMM inputs, 1×G groups for non-linear layers.
 Source: arXiv 2410.19313, section 5.
 """
 
@@ -21,11 +21,7 @@ GROUP_SIZES = (16, 32, 64, 128, 256)
 
 @dataclass(frozen=True)
 class Granularity:
-    """A scaling granularity; `group_size` counts only for per_group.
-
-    Raises:
-        ValueError: unknown name or a group size outside `GROUP_SIZES`.
-    """
+    """A scaling granularity; ValueError for an unknown name or a per_group `group_size` outside `GROUP_SIZES`."""
 
     name: str
     group_size: int = 128
@@ -37,7 +33,7 @@ class Granularity:
             raise ValueError(f"group_size={self.group_size!r}: must be one of {', '.join(map(str, GROUP_SIZES))}")
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the scale tensor for a tensor of this shape (at least one dimension)."""
+        """Return the scale's shape for a tensor of this shape (at least one dimension)."""
         if self.name == "per_tensor":
             return ()
         if self.name == "per_row":

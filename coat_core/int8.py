@@ -1,13 +1,12 @@
-"""INT8 per row after a rotation: how x and W are held where the GPU multiplies INT8 and no FP8.
+"""INT8 per row after a rotation: x and W where the GPU multiplies INT8 but not FP8.
 
     x̂ = x H          H orthonormal and symmetric, so x Wᵀ = (x H)(W H)ᵀ and H H = 1
     scale = amax(x̂ row) / 127
     codes = round(x̂ / scale)
     x ≈ (codes · scale) H
 
-127 even steps are finer than e4m3's of the row's largest number and coarser than those of its small ones; a row with an
-outlier loses the rest. H mixes each 256 neighbours evenly, so no number of x̂ stands out. W is rotated once, x where it
-is quantized.
+127 even steps are finer than e4m3's for a row's largest numbers and coarser for its small ones, so an outlier costs the
+rest of its row precision. H mixes each 256 neighbours evenly. W is rotated once, x where it is quantized.
 
 H is the Kronecker power of the 4-point reflection y = sum(x) / 2 - x. All rows of its matrix have the same sum: unlike
 Sylvester's matrices it does not gather a block's mean, which GELU leaves, in one number.
@@ -31,10 +30,10 @@ LARGEST_ROTATION = 256
 
 
 def rotation_size(width: int) -> int:
-    """Return how many neighbours a rotation of rows of `width` mixes: the largest power of 4 up to 256 that divides it.
+    """Return how many neighbours a rotation mixes: the largest power of 4 up to 256 that divides `width`.
 
-    256 divides the widths of every linear of FLUX.1, FLUX.2 and Qwen-Image that is quantized. 64 costs up to 4 dB where
-    a row has outliers, 1024 gains up to 2: RESULTS.md.
+    256 divides the widths of every quantized linear of FLUX.1, FLUX.2 and Qwen-Image. 64 costs up to 4 dB where a row
+    has outliers, 1024 gains up to 2: RESULTS.md.
     """
     size = 1
     while size < LARGEST_ROTATION and width % (4 * size) == 0:
@@ -43,12 +42,9 @@ def rotation_size(width: int) -> int:
 
 
 def rotate(x: Tensor, size: int) -> Tensor:
-    """Return x H in fp32, H of `size` neighbours; applied twice it is x.
+    """Return x H in fp32, H of `size` neighbours; applied twice it is x. Raises ValueError where `size` does not fit.
 
-    Raises:
-        ValueError: `size` is something else.
-
-    Numerics: sums of two, in the order of the kernel, which has the same bits.
+    Numerics: sums of two, in the kernel's order, so both have the same bits.
     """
     check_rotation(x, size)
     values, stride = x.to(torch.float32), 1
@@ -68,14 +64,9 @@ def check_rotation(x: Tensor, size: int) -> None:
 
 
 def quantize_int8(x: Tensor, size: int, factors: Tensor | None = None) -> Quantized:
-    """Rotate x and round each row to INT8.
+    """Rotate x and round each row: codes INT8 like x, scale fp32 [..., 1], of x H; `factors` [K] multiply x first.
 
-    Returns:
-        Quantized(codes INT8 like x, scale fp32 [..., 1], PER_ROW): of x H, not of x.
-
-    Raises:
-        ValueError: an empty or 0-dimensional x, a non-floating x, or a `size` that does not fit.
-
+    Raises ValueError for an empty, 0-dimensional or non-floating x, or a `size` that does not fit.
     Numerics: the product of a linear comes at 35.5 dB or better, with outlier channels too; tests/tolerances.py.
     """
     check_input(x)

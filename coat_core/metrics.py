@@ -1,4 +1,4 @@
-"""How far a quantized tensor is from the original, in the field's usual measures."""
+"""Quantization error in the field's usual measures."""
 
 from __future__ import annotations
 
@@ -11,17 +11,9 @@ ROUNDED_SCALE = 2.0**-20  # a scale is rounded to fp32: its format.max falls sho
 
 
 def sqnr_db(x: Tensor, x_hat: Tensor) -> float:
-    """Signal to quantization noise ratio, 20·log10(‖x‖ / ‖x − x̂‖), in dB.
+    """Signal to quantization noise ratio, 20·log10(‖x‖ / ‖x − x̂‖), in dB; inf if equal, nan if only x is zero.
 
-    Args:
-        x: the original, any floating dtype and shape.
-        x_hat: the approximation, same shape.
-
-    Returns:
-        dB as a float; inf where both are equal, nan where x is zero and x̂ is not.
-
-    Raises:
-        ValueError: the shapes differ.
+    Raises ValueError if the shapes differ.
     """
     if x.shape != x_hat.shape:
         raise ValueError(f"x_hat of shape {tuple(x_hat.shape)}: must have the shape of x, {tuple(x.shape)}")
@@ -35,19 +27,15 @@ def sqnr_db(x: Tensor, x_hat: Tensor) -> float:
 
 
 def cosine(x: Tensor, y: Tensor) -> float:
-    """Cosine of the angle between two tensors taken as vectors, −1 to 1."""
+    """Cosine of the angle between two tensors as vectors, −1 to 1."""
     return torch.nn.functional.cosine_similarity(x.detach().double().flatten(), y.detach().double().flatten(), 0).item()
 
 
 def cast_losses(x: Tensor, codes: Tensor, x_hat: Tensor) -> Tensor:
-    """What a cast to FP8 lost, without reading it back from the device.
+    """Return fp32 [2] on x's device: share of all elements that are saturated, share of nonzero ones that are lost.
 
-    saturated: elements at ±format.max whose value lay beyond what they stand for, x > x̂ by more than `ROUNDED_SCALE`:
-    those a scale did not cover, ±inf among them. The largest element of a group, which scales made just in time put
-    there, is none. Lost: nonzero elements with a zero code.
-
-    Returns:
-        fp32 [2] on the device of x: share of all elements that are saturated, share of nonzero ones that are lost.
+    Saturated: at ±format.max with x > x̂ by more than `ROUNDED_SCALE`, ±inf among them, so not the element that defines
+    a just-in-time scale. Lost: nonzero with a zero code.
     """
     magnitude, code = x.detach().abs().to(torch.float32), codes.to(torch.float32).abs()
     saturated = (code >= format_of(codes.dtype).max) & (magnitude > x_hat.abs() * (1 + ROUNDED_SCALE))

@@ -1,27 +1,27 @@
 """Two integer formats for AdamW's moments: exp_avg as a ratio to sqrt(exp_avg_sq), exp_avg_sq on a logarithmic grid.
 
-What AdamW uses of its moments is the update m/sqrt(v). Stored apart, each moment brings its own rounding error into it.
-So int8_ratio stores the update itself, evenly spaced, and gives m back from it and from v as v is stored:
+AdamW uses its moments as the update m/sqrt(v). Stored apart, each moment adds its own rounding error. So int8_ratio
+stores the update itself, evenly spaced, and recovers m from it and the stored v:
 
     code  = round(r / scale),   r = m/sqrt(v),   scale = largest abs(r) of the block / 127
     m     ≈ code · scale · sqrt(v as stored)
 
-Then m/sqrt(v) of what is stored is code · scale: the rounding of v, in whatever format, is not in it. Where both come
-from the same gradients, Cauchy-Schwarz bounds the ratio by (1−β1) / sqrt((1−β2)·(1−β1²/β2)), 7.3 with the usual betas,
-however far the gradients of a block lie apart; after a first gradient all ratios are equal, and m/sqrt(v) is exact.
+Then the stored m/sqrt(v) is code · scale, without the rounding of v in whatever format. Where both come from the same
+gradients, Cauchy-Schwarz bounds the ratio by (1−β1) / sqrt((1−β2)·(1−β1²/β2)), 7.3 with the usual betas, however far
+the gradients of a block lie apart; after a first gradient all ratios are equal, and m/sqrt(v) is exact.
 
 uint8_log spaces the codes 1 … 254 evenly in log(v) from the smallest nonzero value of the block to its largest:
 
     code  = 254 − round(log2(scale / v) / exponent),   scale = largest v,   exponent = log2(largest / smallest) / 253
     v     ≈ scale · 2^(−exponent · (254 − code))
 
-Both ends of the block are on codes, so storing what was read changes nothing, and no v that was not 0 comes back 0.
+Both ends of the block are on codes, so storing again changes nothing, and no nonzero v comes back 0.
 
 Zeros are exact in both. NaN has a code of its own and touches no other element; ±inf becomes ± the largest finite
-magnitude of its block. Where v is 0 or inf, and the update has no direction, the ratio is 0.
-Source: own; measured against the paper's formats on captured moments, RESULTS.md.
+magnitude of its block. Where v is 0 or inf the ratio is 0.
 
 Shapes: blocks [n, B]; scale, exponent [n, 1].
+Source: own; measured against the paper's formats on captured moments, RESULTS.md.
 """
 
 from __future__ import annotations
@@ -58,17 +58,14 @@ def quantize_ratio(blocks: Tensor) -> QuantizedBlocks:
 
 
 def dequantize_ratio(codes: Tensor, scale: Tensor) -> Tensor:
-    """Return fp32 [n, B] from what `quantize_ratio` stored."""
+    """Inverse of `quantize_ratio`, fp32 [n, B]."""
     return torch.where(codes == RATIO_NAN, torch.nan, codes.to(torch.float32) * scale)
 
 
 def quantize_log(blocks: Tensor, uniform: Tensor | None = None) -> QuantizedBlocks:
     """Quantize each row of fp32 [n, B], values of 0 or more, to uint8 with codes evenly spaced in the logarithm.
 
-    Returns:
-        QuantizedBlocks; scale is the largest value, exponent the step of log2 from code to code; 1 and 0 in a row of
-        zeros.
-
+    scale is the row's largest value, exponent the step of log2 between codes; 1 and 0 in a row of zeros.
     Numerics: a value comes back within a factor of (largest / smallest nonzero)^(±1/506).
     """
     blocks = clamp_infinities(blocks, 1.0)
@@ -91,7 +88,7 @@ def quantize_log(blocks: Tensor, uniform: Tensor | None = None) -> QuantizedBloc
 
 
 def dequantize_log(codes: Tensor, scale: Tensor, exponent: Tensor) -> Tensor:
-    """Return fp32 [n, B] from what `quantize_log` stored; in two factors, so that no power underflows."""
+    """Inverse of `quantize_log`, fp32 [n, B]; in two factors, so that no power underflows."""
     root = torch.exp2(exponent * -0.5 * (LOG_MAX - codes.to(torch.float32)))
     values = (root * scale * root).clamp(FP32_SMALLEST_NORMAL, FP32_MAX)
     values = torch.where(codes == 0, 0.0, values)
@@ -99,7 +96,7 @@ def dequantize_log(codes: Tensor, scale: Tensor, exponent: Tensor) -> Tensor:
 
 
 class Codec(NamedTuple):
-    """How blocks get into one integer format and out of it."""
+    """Encode and decode of one integer format."""
 
     # fp32 [n, B] → QuantizedBlocks; of a format of exp_avg_sq, then what decides between neighbouring codes
     # (`coat_core.rounding.uniform`), where they are rounded at random

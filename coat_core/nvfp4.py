@@ -4,14 +4,13 @@ A code is a sign and one of eight magnitudes; with the scale s of its block, and
 
     w ≈ e4m3(magnitude · s / 8) · scale          scale = 8 t,  t = amax / (6 · 256)
 
-The cast to e4m3 makes the decoded weight an FP8 weight like any other, for every product alike. A magnitude times s has
-up to six significant bits, of which e4m3 keeps four, so that costs 0.1 dB: less than scales that need no rounding do
-(0.8 dB). The 8 keeps the largest product, 6 · 448, below e4m3's 448, and is exact; 6 · 256 is a number of e4m3, so the
-largest weight can be stored as it is.
+The cast to e4m3 makes the decoded weight an ordinary FP8 weight. A magnitude times s has up to six significant bits, of
+which e4m3 keeps four: 0.1 dB, less than scales that need no rounding cost (0.8 dB). The 8 keeps the largest product,
+6 · 448, below e4m3's 448, and is exact; 6 · 256 is a number of e4m3, so the largest weight is exact.
 
-s is the one of E4M3's numbers near amax / (6 t) and amax / (4 t) whose decoded block is nearest to the original: the
-squared error of 16 numbers on a coarse grid depends on where the grid falls. That is worth 1.5 dB. (A search of twice
-as many numbers finds 0.03 dB more.)
+s is the E4M3 number near amax / (6 t) and amax / (4 t) whose decoded block is nearest to the original: the squared
+error of 16 numbers on a coarse grid depends on where the grid falls. That is worth 1.5 dB. (A search of twice as many
+numbers finds 0.03 dB more.)
 
 Shapes: W [N, K], K a multiple of 16; codes [N, K/2], the first of two in the low half of a byte; block scales
 [N, K/16].
@@ -47,12 +46,10 @@ class Packed(NamedTuple):
 
 
 def quantize(weight: Tensor) -> Packed:
-    """Quantize W to NVFP4, each block with the scale of least squared error.
+    """Quantize a floating W [N, K], K a multiple of 16, to NVFP4, each block with the scale of least squared error.
 
-    Args:
-        weight: fp32, bf16 or fp16 [N, K], K a multiple of 16. ±inf becomes the largest number of its block; with a NaN
-            the scale, and with it all of the weight, is NaN: codes have none.
-
+    ±inf becomes the largest number of its block; with a NaN the scale, and so all of the weight, is NaN: codes have
+    none.
     Numerics: Gaussian weights come back at 21.5 dB or better; tests/tolerances.py.
     """
     if weight.is_meta:  # nothing to search, and plans make many
@@ -107,7 +104,7 @@ def as_e4m3(rounded: Tensor, scale_bits: Tensor) -> Tensor:
 
 
 def decode(codes: Tensor, scale_bits: Tensor) -> Tensor:
-    """Return codes [..., 16] of blocks with these scales [...] as e4m3 numbers, of the same shape."""
+    """Return codes [..., 16] of blocks with these scales [...] as e4m3 numbers."""
     both_signs = (*MAGNITUDES, *(-size for size in MAGNITUDES))
     return as_e4m3(torch.tensor(both_signs, device=codes.device)[codes.to(torch.int32)], scale_bits)
 
@@ -117,7 +114,7 @@ def _numbers(scale_bits: Tensor) -> Tensor:
 
 
 def pack(codes: Tensor) -> Tensor:
-    """Codes [N, K] to two a byte [N, K/2]."""
+    """Pack codes [N, K] two to a byte [N, K/2]."""
     return codes[..., ::2] | (codes[..., 1::2] << 4)
 
 

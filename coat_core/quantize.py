@@ -1,13 +1,11 @@
-"""Scaling to FP8 and back: the specification of how a high precision tensor becomes codes.
-
-`coat_core.ops.quantize` has the same functions by the device's kernel.
+"""Scaling to FP8 and back: the specification of the codes of a high precision tensor.
 
     scale = amax / format.max            (fp32; the dequantization multiplier)
     codes = saturating_cast(x / scale)
     x     ≈ codes · scale
 
 A group of zeros gets scale 1 and zero codes. ±inf clamps to ±format.max (its group's amax is that of the finite
-values), NaN stays NaN.
+values), NaN stays NaN. `coat_core.ops.quantize` has the same functions by the device's kernel.
 
 Shapes: x [..., K]; codes like x; scale as `Granularity.scale_shape` says.
 Source: arXiv 2410.19313, sections 3 and 5.2 (group scaling).
@@ -32,7 +30,7 @@ class Quantized(NamedTuple):
     granularity: Granularity  # which elements share a scale
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return codes · scale in `dtype`, the shape of the codes."""
+        """Return codes · scale in `dtype`."""
         return dequantize(self.codes, self.scale, self.granularity, dtype)
 
 
@@ -45,7 +43,7 @@ def saturating_cast(x: Tensor, fmt: Format) -> Tensor:
 
 
 def neighbours(x: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
-    """Return the largest code that is not above x and the one after it, as fp32 of one shape; fmt.max has no next."""
+    """Return the largest code not above x and the one after it, as fp32; fmt.max has no next."""
     exponent = x.clamp(min=fmt.smallest_normal).view(torch.int32) & 0x7F800000
     spacing = (exponent - (fmt.mantissa_bits << 23)).view(torch.float32)
     lower = torch.floor(x / spacing) * spacing
@@ -57,20 +55,10 @@ def stochastic_cast(
 ) -> Tensor:
     """Round fp32 up or down to bf16 or fp16 at random so that the mean is x.
 
-    Adds uniform random bits below the target's last mantissa bit and truncates. Works on the fp32 bit pattern; fp16
-    values below its normal range (abs(x) < 2^-14) are spaced 2^-24 apart and are rounded on that grid instead.
-
-    Args:
-        x: fp32, any shape. Finite values must be within the target's range (fp16: they are clamped to ±65504).
-        dtype: torch.bfloat16 or torch.float16.
-        generator: source of the random bits.
-        bits: the random bits themselves, int32 of the shape of x, of which the lowest count.
-
-    Returns:
-        Tensor of `dtype`, the shape of x; exactly representable values, ±inf and NaN come back unchanged.
-
-    Raises:
-        ValueError: `dtype` is neither bf16 nor fp16, or x is not fp32.
+    Adds uniform random bits below the target's last mantissa bit and truncates the fp32 bit pattern; fp16 values
+    below its normal range (abs(x) < 2^-14) are rounded on their grid of 2^-24 instead. Exactly representable values,
+    ±inf and NaN come back unchanged; other fp16 values are clamped to ±65504. `bits`, int32 like x, replaces the
+    generator; its lowest bits are used. Raises ValueError if `dtype` is neither bf16 nor fp16, or x is not fp32.
     """
     if dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"dtype={dtype}: stochastic rounding needs torch.bfloat16 or torch.float16")
@@ -105,18 +93,15 @@ def join_groups(groups: Tensor, size: int) -> Tensor:
 
 
 def finite_abs(x: Tensor) -> Tensor:
-    """Return abs(x) with 0 in place of NaN and inf: what scales are made from."""
+    """Return abs(x) with 0 in place of NaN and inf, for scales."""
     magnitude = x.detach().abs()
     return torch.where(magnitude.isfinite(), magnitude, torch.zeros((), dtype=x.dtype, device=x.device))
 
 
 def amax(x: Tensor, granularity: Granularity) -> Tensor:
-    """Largest finite magnitude per scaling group, in two stages for coarse granularities.
+    """Return the largest finite magnitude per scaling group, fp32 in `granularity.scale_shape(x.shape)`; 0 without one.
 
-    First over 1×G groups (a fused producer has these for free), then over the groups: the paper's group scaling.
-
-    Returns:
-        fp32 tensor of `granularity.scale_shape(x.shape)`; 0 for groups without a finite nonzero value.
+    First over 1×G groups (free in a fused producer), then over the groups: the paper's group scaling.
     """
     group_amax = split_groups(finite_abs(x), granularity.group_size).amax(dim=-1).to(torch.float32)
     return amax_from_groups(group_amax, granularity)
@@ -132,13 +117,12 @@ def amax_from_groups(group_amax: Tensor, granularity: Granularity) -> Tensor:
 
 
 def scale_from_amax(group_amax: Tensor, fmt: Format) -> Tensor:
-    """Dequantization multiplier amax / fmt.max (fp32, same shape); 1 where that is 0, so that it can be divided by."""
+    """Dequantization multiplier amax / fmt.max (fp32, same shape); 1 where that is 0, so that it can divide."""
     scale = group_amax / torch.full_like(group_amax, fmt.max)  # by a number, CUDA multiplies by its reciprocal
     return torch.where(scale > 0, scale, torch.ones_like(scale))
 
 
 def _spread(scale: Tensor, granularity: Granularity, size: int) -> Tensor:
-    """Repeat per-group scales so that they broadcast against [..., K]."""
     if granularity.name != "per_group":
         return scale
     return scale.repeat_interleave(granularity.group_size, dim=-1)[..., :size]
@@ -153,17 +137,7 @@ def check_input(x: Tensor) -> None:
 
 
 def quantize(x: Tensor, fmt: str | Format = "e4m3", granularity: Granularity = PER_TENSOR) -> Quantized:
-    """Quantize to FP8 with just-in-time scales.
-
-    scale = amax / format.max, codes = saturating_cast(x / scale), x ≈ codes · scale.
-
-    Args:
-        x: fp32, bf16 or fp16 [..., K], at least one dimension and one element.
-        fmt: "e4m3", "e5m2" or a Format.
-        granularity: which elements share a scale.
-
-    Returns:
-        Quantized(codes FP8 like x, scale fp32, granularity).
+    """Quantize floating x [..., K] to FP8 with just-in-time scales: codes like x, scale fp32, x ≈ codes · scale.
 
     Raises:
         ValueError: unknown format, an empty or 0-dimensional x, or a non-floating x.
@@ -181,15 +155,8 @@ def quantize(x: Tensor, fmt: str | Format = "e4m3", granularity: Granularity = P
 def dequantize(
     codes: Tensor, scale: Tensor, granularity: Granularity = PER_TENSOR, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Return codes · scale, computed in fp32 and rounded once to `dtype`.
+    """Return codes · scale [..., K], computed in fp32 and rounded once to `dtype`.
 
-    Args:
-        codes: FP8 [..., K].
-        scale: fp32, `granularity.scale_shape(codes.shape)`.
-        granularity: which elements share a scale.
-        dtype: fp32, bf16 or fp16.
-
-    Returns:
-        Tensor of `dtype`, the shape of the codes.
+    Codes are FP8 [..., K], scale fp32 in `granularity.scale_shape(codes.shape)`.
     """
     return (codes.to(torch.float32) * _spread(scale, granularity, codes.shape[-1])).to(dtype)

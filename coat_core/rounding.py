@@ -1,26 +1,25 @@
-"""Rounding at random between two neighbouring codes, drawn from nothing but seed, parameter, step and element.
+"""Stochastic rounding between two neighbouring codes, drawn from seed, parameter, step and element alone.
 
 exp_avg_sq decays by 0.1 % a step, and its codes are 5 to 12 % apart: to nearest, a value that should fall stays on its
 code, and one that a gradient lifts past the middle stays up. Rounded to the upper code with probability
 
-    (x − lower) / (upper − lower),   lower ≤ x ≤ upper as the two codes are read back
+    (x − lower) / (upper − lower),   lower ≤ x ≤ upper as the two codes are dequantized
 
-what is stored is x on average, whatever the spacing. exp_avg needs no such thing: it changes by 10 % a step, so to
-nearest it does not drift, and at random its error doubles (measured: RESULTS.md).
+the stored value is x on average. exp_avg changes by 10 % a step, so to nearest it does not drift, and at random its
+error doubles (measured: RESULTS.md).
 
-The draws come from a hash of a counter, so they need no generator whose state is saved, are the same bits in PyTorch,
-in Triton's interpreter and on a GPU, and depend on no other parameter:
+The draws are a hash of a counter, so they need no generator state, are the same bits in PyTorch, in Triton's
+interpreter and on a GPU, and depend on no other parameter. All modulo 2^32:
 
     stream  = mix(mix(seed's low half ^ mix(its high half)) + number of the parameter)
     bits    = mix(mix(element ^ stream) + mix(step ^ mix(stream)))
     uniform = bits / 2^32,   of which the upper 24 bits are used
 
-Parameters in bf16 and fp16 are rounded by the lower bits (`coat_core.quantize.stochastic_cast`) of streams of their
-own, those of `PARAMETERS` ^ seed.
-
-all modulo 2^32. Source of mix: the finalizer of MurmurHash3 (Appleby), a bijection.
+Parameters in bf16 and fp16 are rounded by the lower bits (`coat_core.quantize.stochastic_cast`) of their own streams,
+those of `PARAMETERS` ^ seed.
 
 Shapes: blocks [n, B].
+Source of mix: the finalizer of MurmurHash3 (Appleby), a bijection.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def _shifted_right(x: Tensor, bits: int) -> Tensor:
 
 
 def _wrapped(x: int) -> int:
-    """The number that has these lowest 32 bits in int32."""
+    """Return x modulo 2^32 as an int32 value."""
     return (x + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
@@ -62,10 +61,10 @@ def random_bits(draws: Tensor, first_elements: Tensor, block_size: int) -> Tenso
 
 
 def uniform(draws: Tensor, first_elements: Tensor, block_size: int) -> Tensor:
-    """Return a number for each element: fp32 [n, B], from 0 to below 1 in steps of 2^-24; as `random_bits`."""
+    """Return a number for each element: fp32 [n, B], from 0 to below 1 in steps of 2^-24."""
     return _shifted_right(random_bits(draws, first_elements, block_size), 8).to(torch.float32) * 2.0**-24
 
 
 def between(x: Tensor, lower: Tensor, upper: Tensor, uniform: Tensor) -> Tensor:
-    """Whether x becomes `upper` instead of `lower`, bool; with equal chances for each of `uniform`, x on average."""
+    """Whether x becomes `upper` instead of `lower`, for a `uniform` draw; x on average."""
     return uniform * (upper - lower) < x - lower

@@ -1,4 +1,4 @@
-"""What is kept for backward, in FP8: adapter inputs, saved tensors of other operators, checkpointed block inputs."""
+"""FP8 saved for backward: adapter inputs, saved tensors of other operators, checkpointed block inputs."""
 
 from coat_core.activation.adapter import FP8InputLinear
 from coat_core.activation.checkpoint import fp8_checkpoint, may_draw

@@ -1,12 +1,11 @@
-"""The down projection of a LoRA adapter, keeping its input in FP8.
+"""The down projection of a LoRA adapter, saving its input in FP8.
 
     h = x Aᵀ            computed from the high precision x; A is never quantized
     dx = dh A
     dA = dhᵀ x_q        from the FP8 x, which only dA needs
 
-An FP8 base linear that reads the same x hands it over (`hands_input_to_adapter`) with the FP8 copy it carries, since
-the trainer may cast x before the adapter reads it. Linears that read the same tensor share that copy, so q, k, v and
-their adapters keep 1 byte per element of x among them.
+An FP8 base linear that reads the same x shares its FP8 copy (`hands_input_to_adapter`), since the trainer may cast x
+before the adapter reads it: q, k, v and their adapters save 1 byte per element of x among them.
 
 Shapes: x [..., K], A [r, K], h [..., r].
 Source: the frozen-weight case of arXiv 2410.19313, section 5: a frozen W needs no x, LoRA's dA does.
@@ -51,10 +50,7 @@ class _LinearWithFP8Input(torch.autograd.Function):
 
 
 def _is_same_input(x: Tensor, base_input: Tensor) -> bool:
-    """Whether x is what the base linear read, or the trainer's cast of it, as the autograd graph shows.
-
-    Where nothing upstream is trained there is no graph, and a cast cannot be told from another tensor: not the same.
-    """
+    """Whether x is the base linear's input, or its cast by the autograd graph (without a graph casts are not found)."""
     if x is base_input:
         return True
     if x.grad_fn is None or x.grad_fn.name() != "ToCopyBackward0" or not base_input.requires_grad:
@@ -65,7 +61,7 @@ def _is_same_input(x: Tensor, base_input: Tensor) -> bool:
 
 
 class FP8InputLinear(nn.Linear):
-    """A bias-free nn.Linear that saves its input in FP8; made from an adapter's down projection by `from_linear`."""
+    """A bias-free nn.Linear that saves its input in FP8; convert an adapter's down projection with `from_linear`."""
 
     input_format: str  # "e4m3", "e5m2" or "int8"
     input_granularity: Granularity  # scaling of the saved x where it is quantized here
@@ -73,11 +69,7 @@ class FP8InputLinear(nn.Linear):
 
     @staticmethod
     def from_linear(linear: nn.Linear, input_format: str, granularity: Granularity, base: Any = None) -> FP8InputLinear:
-        """Convert in place, keeping the parameter.
-
-        Raises:
-            ValueError: the layer has a bias.
-        """
+        """Convert in place, keeping the parameter; raises ValueError if the layer has a bias."""
         if input_format != INT8.name:
             get_format(input_format)
         if linear.bias is not None:

@@ -1,8 +1,8 @@
-"""Gradient checkpointing whose kept block inputs are FP8.
+"""Gradient checkpointing with block inputs saved in FP8.
 
-`torch.utils.checkpoint` keeps each block's inputs in high precision until backward. Here a large input is replaced by
-an *anchor*, a one-element tensor expanded to the input's shape, through which its gradient flows; the values are
-kept alongside as FP8 with 1×G scales. The first forward pass sees the exact input, recomputation the FP8 one.
+`torch.utils.checkpoint` saves each block's inputs in high precision. Here a large input is replaced by an *anchor*, a
+one-element tensor expanded to the input's shape, through which its gradient flows; the values are saved beside it as
+FP8 with 1×G scales. The first forward pass sees the exact input, recomputation the FP8 one.
 
 RNG state, autocast and dropout are reproduced by torch's non-reentrant checkpoint, which this wraps.
 Source: the paper's efficient checkpoint; torch.utils.checkpoint for the mechanism.
@@ -26,7 +26,7 @@ from coat_core.quantize import Quantized
 
 
 class _Keeper:
-    """Holds one block input: exact until it is first read, then FP8."""
+    """One block input: exact until first read, then FP8."""
 
     def __init__(self, x: Tensor, fmt: str, granularity: Granularity) -> None:
         self._exact: Tensor | None = x.detach()
@@ -63,7 +63,7 @@ class _Read(torch.autograd.Function):
 
 
 def may_draw() -> bool:
-    """Whether recomputation must find the random state of the forward pass; a CUDA graph under capture cannot ask."""
+    """Whether recomputation must restore the forward pass's random state; False while a CUDA graph is captured."""
     return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
@@ -75,19 +75,11 @@ def fp8_checkpoint(
     min_elements: int = 4096,
     **kwargs: Any,
 ) -> Any:
-    """Run `function(*args, **kwargs)` under checkpointing, keeping its large floating tensor arguments in FP8.
+    """Run `function(*args, **kwargs)` under checkpointing, saving its large floating tensor arguments in FP8.
 
-    Args:
-        function: block to recompute in backward; returns a tensor or a tuple of tensors.
-        *args: its arguments; fp32/bf16/fp16 tensors of at least `min_elements` that require a gradient are kept in
-            FP8, others as they are (masks, rotary tables: constants that all blocks share and that stay alive anyway).
-        fmt: "e4m3" or "e5m2".
-        granularity: scaling of the kept inputs.
-        min_elements: smaller tensors are kept exactly.
-        **kwargs: more arguments, kept as `args` are.
-
-    Returns:
-        What `function` returns; the forward values are those of the exact inputs.
+    fp32/bf16/fp16 tensors of at least `min_elements` that require a gradient are saved in FP8, others exactly (masks
+    and rotary tables are shared constants that stay alive anyway). `function` returns a tensor or a tuple of tensors;
+    its forward values are those of the exact inputs.
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)

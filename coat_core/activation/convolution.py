@@ -1,11 +1,11 @@
-"""Convolutions with frozen weights, which keep nothing of their input for backward.
+"""Convolutions with frozen weights that save no input for backward.
 
     dx = convolution_backward(dy, W)        needs the shape of x, not its values
 
-torch's own keeps x whenever any gradient is wanted, since one formula gives dx, dW and db; only dW reads x. In a UNet's
-resnets that is a third of everything: norm, SiLU and convolution keep their inputs in turn.
+torch saves x whenever any gradient is needed, since one formula gives dx, dW and db; only dW reads x. In a UNet's
+resnets that is a third of all saved tensors: norm, SiLU and convolution save their inputs in turn.
 
-Shapes: x [B, C, ...], weight [O, C / groups, ...] with one to three dimensions of space.
+Shapes: x [B, C, ...], weight [O, C / groups, ...] with one to three spatial dimensions.
 """
 
 from __future__ import annotations
@@ -41,13 +41,12 @@ class _FrozenConvolution(torch.autograd.Function):
 
 
 def keep_no_input(layer: Any) -> None:
-    """Let an nn.Conv1d, Conv2d or Conv3d keep no input for backward while its weights are frozen, wherever it runs.
+    """Make an nn.Conv1d, Conv2d or Conv3d save no input for backward while its weights are frozen.
 
-    On the instance, so that trainers still find a layer of its class. Padding in words or by reflection, and inputs
-    without a batch, stay as they are.
+    Patches the instance, so trainers still find a layer of its class. Padding given as a string or by reflection, and
+    inputs without a batch, run torch's own code.
 
     Numerics: output and dx are torch's own, bit for bit. A second backward pass through dx raises RuntimeError.
-    Source: torch's derivative of convolution, in which dW alone reads x.
     """
     if layer.padding_mode == "zeros" and not isinstance(layer.padding, str):
         layer._conv_forward = functools.partial(_forward, layer)

@@ -1,20 +1,20 @@
-"""Keep what operators save for backward in FP8, for any block of any model.
+"""Save tensors for backward in FP8, for any block of any model.
 
-Norms, GELU, gates and attention save their inputs and outputs in high precision. Inside `PackedSavedTensors` every
-large floating tensor that autograd saves is stored as FP8 with 1×G (or per tensor) scales and comes back in its own
-dtype in backward. Each storage is packed once, however many operators save it and through whatever views.
+Inside `PackedSavedTensors` every large floating tensor that autograd saves is stored as FP8 with 1×G (or per tensor)
+scales and dequantized to its own dtype in backward. Each storage is packed once, however many operators and views
+save it.
 
-Left alone: parameters, buffers and all that is passed as `keep`, trained parameters and their autocast copies, integer
-and FP8 tensors, small tensors, tensors with short rows (a LoRA's rank-r activations), and statistics: one fp32 value
-per row of the tensor saved just before (attention's log-sum-exp, whichever kernel saved it) or the scales of FP8 codes
-saved just before. Of scaled_dot_product_attention only q, k, v, out and probabilities are packed, no mask. A frozen
-weight that autocast copies is no longer a parameter: its copy is packed as an activation is.
+Saved exactly: parameters, buffers and all `keep` tensors, trained parameters and their autocast copies, integer and
+FP8 tensors, small tensors, tensors with short rows (a LoRA's rank-r activations), and statistics: one fp32 value per
+row of the tensor saved just before (attention's log-sum-exp) or the scales of FP8 codes saved just before. Of
+scaled_dot_product_attention only q, k, v, out and probabilities are packed, no mask. An autocast copy of a frozen
+weight is packed like an activation.
 
-A tensor may be changed in place after it was packed: backward sees the values that were saved. One that was left alone
-may not, and backward says so, as it does without hooks.
+A packed tensor may be changed in place: backward sees the saved values. Changing one saved exactly raises an error in
+backward, as without hooks.
 
-Opened inside a block under non-reentrant `torch.utils.checkpoint` this does nothing: its hooks would displace those of
-checkpoint, which keeps none of these tensors.
+Under non-reentrant `torch.utils.checkpoint` this does nothing: its hooks would displace checkpoint's, which saves none
+of these tensors.
 Source: arXiv 2410.19313, section 5.1 (non-linear layers keep FP8 with 1×G groups).
 """
 
@@ -49,16 +49,10 @@ _thread = threading.local()  # .innermost: the PackedSavedTensors opened last in
 
 @dataclass(frozen=True)
 class PackingConfig:
-    """How saved tensors are stored.
+    """How saved tensors are stored: `granularity` is per_group (along the storage) or per_tensor.
 
-    Args:
-        format: "e4m3" or "e5m2".
-        granularity: per_group or per_tensor; groups run along the storage.
-        attention: "fp8" packs q, k, v and out of scaled_dot_product_attention, "bf16" leaves them as they are.
-        min_elements: smaller tensors are left alone.
-
-    Raises:
-        ValueError: an option outside its range.
+    attention: "fp8" packs q, k, v and out of scaled_dot_product_attention, "bf16" saves them exactly. Smaller tensors
+    than `min_elements` are saved exactly. Raises ValueError for an option outside its range.
     """
 
     format: str = "e4m3"
@@ -84,7 +78,7 @@ class _PackedStorage:
 
 @dataclass
 class _PackedView:
-    """A view into a packed storage: enough to give the saved tensor back."""
+    """A view into a packed storage."""
 
     storage: _PackedStorage
     size: torch.Size
@@ -98,10 +92,10 @@ class _PackedView:
 
 
 class ExactTensor:
-    """A tensor that is left alone, with torch's own check that it is not changed in place until backward.
+    """A tensor saved exactly, with autograd's check for in-place changes, which hooks bypass.
 
-    Autograd does not check what passes through hooks. Detached: an operator's own output, held as it is, would hold the
-    operator that holds it, and a graph that is dropped without a backward pass would never be freed.
+    Detached: an operator's own output would otherwise hold the operator that holds it, and a graph dropped without a
+    backward pass would never be freed.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -109,7 +103,7 @@ class ExactTensor:
         self._version = tensor._version
 
     def unpack(self) -> Tensor:
-        """Return the tensor, or raise RuntimeError where it was changed since."""
+        """Return the tensor; raises RuntimeError if it has been changed since."""
         if self.tensor._version != self._version:
             raise RuntimeError(
                 f"a tensor of shape {tuple(self.tensor.shape)} and {self.tensor.dtype} saved for backward was changed "
@@ -120,20 +114,15 @@ class ExactTensor:
 
 
 def unpack_saved(saved: ExactTensor | _PackedView) -> Tensor:
-    """Return the tensor that was saved: the unpack hook."""
+    """The unpack hook."""
     return saved.unpack()
 
 
 class PackedSavedTensors:
-    """Context manager: tensors saved for backward inside it are stored in FP8.
+    """Context manager: tensors saved for backward inside it, in this thread, are stored in FP8.
 
-    It belongs to the thread that opens it. Opened inside another one it takes over, and what the outer one has packed
-    or keeps is neither packed again nor packed at all.
-
-    Args:
-        config: how they are stored.
-        keep: frozen parameters, buffers and shared constants: they and all views of them are left alone, as trainable
-            parameters are without being named.
+    A nested one takes over and shares the outer one's packed storages and `keep`: frozen parameters, buffers and shared
+    constants, which are saved exactly with all views of them (trainable parameters always are).
     """
 
     def __init__(self, config: PackingConfig, keep: Iterable[Tensor] = ()) -> None:
@@ -163,15 +152,12 @@ class PackedSavedTensors:
         self._open.pop().__exit__(*exc_info)
 
     def _is_on_top(self) -> bool:
-        """Whether a tensor that is saved now comes to this one, and not to hooks that were opened after it."""
+        """Whether no saved-tensor hooks were opened after these."""
         top = _top_hooks()
         return top is not None and top[0] == self._pack
 
     def _pack_attention(self, tensor: Tensor, ndim: int, mask_length: int | None) -> ExactTensor | _PackedView:
-        """As `_pack`, for what attention with inputs of `ndim` dimensions saves.
-
-        A mask holds −inf, which FP8 has not. It or torch's copy of it has rows of `mask_length`, the number of keys.
-        """
+        """As `_pack`, for attention with inputs of `ndim` dimensions; FP8 has no −inf for masks."""
         is_mask = mask_length is not None and tensor.shape[-1:] == (mask_length,)
         if self.config.attention == "bf16" or is_mask or tensor.ndim != ndim:
             return ExactTensor(tensor)
@@ -222,7 +208,6 @@ def _row_length(tensor: Tensor) -> int:
 
 
 def _top_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """The saved-tensor hooks that are called now, (pack, unpack); there is no public function for it."""
     top: tuple[Callable[..., Any], Callable[..., Any]] | None = torch._C._autograd._top_saved_tensors_default_hooks(
         True
     )
@@ -230,13 +215,13 @@ def _top_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
 
 
 def checkpoint_records() -> bool:
-    """Whether we are inside a function under non-reentrant torch.utils.checkpoint, first time or recomputing."""
+    """Whether a function runs under non-reentrant torch.utils.checkpoint, first time or recomputing."""
     top = _top_hooks()
     return top is not None and top[0].__module__ == "torch.utils.checkpoint"
 
 
 def _is_trained(tensor: Tensor) -> bool:
-    """Whether this is a trainable parameter, a cast of one (autocast makes those) or a view of either."""
+    """Whether this is a trainable parameter, an (autocast) cast of one or a view of either."""
     base = tensor._base if tensor._base is not None else tensor
     if base.grad_fn is None:
         return base.requires_grad
@@ -245,7 +230,7 @@ def _is_trained(tensor: Tensor) -> bool:
 
 
 class _AttentionMode(TorchFunctionMode):
-    """Opens hooks of its own around each scaled_dot_product_attention call, where `packing` is what is called there."""
+    """Opens hooks around each scaled_dot_product_attention call while `packing` is on top."""
 
     def __init__(self, packing: PackedSavedTensors) -> None:
         super().__init__()
@@ -269,10 +254,9 @@ _additive: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # bool mask → 
 def _with_shared_mask(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of attention, a bool mask in them as what is added: 0 and −inf, as attention itself makes it.
+    """Return attention's arguments with a bool mask made additive, 0 and −inf.
 
-    Attention makes one for each layer and keeps it for backward. Here all layers that are given the same mask share
-    one, as small as the mask was before it was expanded.
+    Attention makes one per layer and saves it for backward. Here all layers with the same mask share one, unexpanded.
     """
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         made = _additive.setdefault(attn_mask, {})
@@ -289,5 +273,5 @@ def _with_shared_mask(
 def _attention_shape(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any
 ) -> tuple[int, int | None]:
-    """Dimensions of attention's inputs, and the number of keys where it has a mask."""
+    """Return the dimensions of attention's inputs, and the number of keys if there is a mask."""
     return query.ndim, None if attn_mask is None else key.shape[-2]

@@ -18,7 +18,7 @@ ADAPTER_PARTS = {"lora_A", "lora_B", "lora_down", "lora_up"}  # module names of 
 
 @dataclass
 class ConversionReport:
-    """What a conversion did, by full module name."""
+    """Layers converted and skipped, by full module name."""
 
     converted: list[str] = field(default_factory=list)  # names of the layers that are FP8 now
     skipped: dict[str, str] = field(default_factory=dict)  # name → reason, for the linear layers that are not
@@ -39,16 +39,11 @@ def replace_linear_with_fp8(
     *,
     trainable: bool = False,
 ) -> nn.Module:
-    """Convert nn.Linear layers to FP8Linear in place, module by module.
+    """Convert nn.Linear layers to FP8Linear in place, the model itself too if it is one.
 
-    Args:
-        model: any module; a model that is itself an nn.Linear is converted too.
-        config: defaults to `FP8LinearConfig()`.
-        filter_fn: `filter_fn(module, full_name)`; False leaves the layer alone. Default: every layer.
-        trainable: keep high precision weights and train them (`FP8TrainableLinear`).
-
-    Returns:
-        The model. What was converted and what was not, and why, is in `model.fp8_report` and one log line.
+    `filter_fn(module, full_name)` returning False leaves a layer alone. `trainable` keeps high precision weights and
+    trains them (`FP8TrainableLinear`). Returns the model, with a `fp8_report` of converted and skipped layers, also
+    logged.
     """
     target = FP8TrainableLinear if trainable else FP8Linear
     report = ConversionReport()
@@ -74,10 +69,7 @@ def replace_linear_with_fp8(
 
 
 def restore_linear(model: nn.Module) -> nn.Module:
-    """Convert every FP8 linear of the model back to nn.Linear in place; returns the model.
-
-    A frozen layer comes back with its dequantized weight: what it multiplied by, not what it was made from.
-    """
+    """Convert every FP8 linear back to nn.Linear in place; frozen ones get their dequantized weight."""
     for module in model.modules():
         if isinstance(module, (FP8Linear, FP8TrainableLinear)):
             module.to_linear()

@@ -12,11 +12,11 @@ With W in INT8, x and W are rotated along K before they are rounded, and dx afte
 
 A frozen W needs no x for dgrad, so `fp8_linear` saves nothing, or a reference to the codes of W. A per-row scale of W
 is on dgrad's contraction axis, so it is multiplied into dy before dy is cast. Tensor cores of sm_89 and sm_90 read W
-along its rows only, so dgrad wants Wᵀ [K, N]: a second copy of the codes, or one made at each use.
+along its rows only, so dgrad needs Wᵀ [K, N]: a second copy of the codes, or one made at each use.
 
 wgrad sums over tokens, where a scale per token s_x [M, 1] cannot be taken out of the sum. It is multiplied into dy
-before that is cast along its tokens, with one scale s_t [N, 1] per output feature: x's codes serve as they were saved,
-and dy's is the only rounding that is added. dy's codes of dgrad, scaled per token, would not do.
+before dy is cast along its tokens, with one scale s_t [N, 1] per output feature: the saved codes of x are reused, and
+dy's cast is the only rounding added. dgrad's codes of dy, scaled per token, would not work.
 
 Shapes: M tokens, K in, N out. x [..., K], W [N, K], y [..., N].
 Source: arXiv 2410.19313, section 5; the frozen-weight case is LoRA's.
@@ -44,17 +44,17 @@ from coat_core.quantize import Quantized
 
 
 def input_granularity(config: FP8LinearConfig) -> Granularity:
-    """Granularity of GEMM inputs (x and dy) under this config."""
+    """Granularity of GEMM inputs (x and dy)."""
     return Granularity(config.input_granularity)
 
 
 def quantized_input(x: Tensor, config: FP8LinearConfig) -> Quantized:
-    """Quantize x [..., K] as this config's GEMM input, once for all linears that read this very tensor."""
+    """Quantize x [..., K] as a GEMM input, once for all linears that read the same tensor."""
     return quantize_once(x, config.input_format, input_granularity(config))
 
 
 def fp8_gemm_obstacle(device: torch.device, config: FP8LinearConfig) -> str | None:
-    """Return why `config` cannot run as FP8 GEMMs on `device` (fprop, dgrad or wgrad), or None where it can."""
+    """Return why `config` cannot run as FP8 GEMMs on `device` (fprop, dgrad or wgrad), or None."""
     if device.type == "meta":
         return None
     if config.weight_format == INT8.name:
@@ -72,7 +72,6 @@ def fp8_gemm_obstacle(device: torch.device, config: FP8LinearConfig) -> str | No
 
 
 def _rows(x: Tensor) -> Tensor:
-    """View [..., K] as [M, K]."""
     if x.ndim == 2:
         return x
     return x.flatten(0, -2) if x.ndim > 2 else x.unsqueeze(0)  # less work for torch than a reshape
@@ -87,7 +86,7 @@ def multiply(
     forward: bool = False,
     is_output: bool = False,
 ) -> Tensor:
-    """Return (a)(weight · scale)ᵀ + bias, [..., N]; `is_output` of an autograd function, which must be no view."""
+    """Return (a)(weight · scale)ᵀ + bias, [..., N]; not a view if `is_output` of an autograd function."""
     lead = a.codes.shape[:-1]
     a_scale = _rows(a.scale) if a.scale.ndim else a.scale
     product = int8_mm if weight.dtype == INT8.dtype else scaled_mm
@@ -125,18 +124,10 @@ def dgrad(
     quantized: Quantized | None = None,
     unit: Tensor | None = None,
 ) -> Tensor:
-    """Return dx = dy · W.
+    """Return dx = dy · W, [..., K] in dy's dtype, from dy [..., N]; `in_fp8=False` multiplies by the dequantized W.
 
-    Args:
-        grad: dy [..., N].
-        weight: W [N, K].
-        config: formats and granularities.
-        in_fp8: False multiplies by the dequantized weight.
-        quantized: dy in `grad_format`, where its maker has quantized it; of a weight scaled per tensor.
-        unit: the weight's part of the product's scale, as `unit_scale` returns it, where the caller keeps that.
-
-    Returns:
-        Tensor [..., K] in dy's dtype.
+    `quantized`: dy in `grad_format`, if already cast, of a weight scaled per tensor. `unit`: `unit_scale`'s result, if
+    the caller caches it.
     """
     if not in_fp8 or config.grad_format == "bf16":
         return grad @ weight.dequantize(grad.dtype)
@@ -171,12 +162,12 @@ def wgrad(grad: Tensor, x: Quantized, config: FP8LinearConfig) -> Tensor:
 
 
 def unit_scale(scale: Tensor) -> Tensor:
-    """Return what is left of a weight's scale [] or [N, 1] in dgrad: one per row goes into dy before the cast."""
+    """Return the weight's scale in dgrad's product: one per row [N, 1] goes into dy before the cast."""
     return scale.new_ones(()) if scale.ndim == 2 else scale
 
 
 class _FrozenLinear(torch.autograd.Function):
-    """Frozen W: saves nothing of x, and of W what cannot be loaded again."""
+    """Frozen W: saves no x, and of W only what cannot be loaded again."""
 
     @staticmethod
     def forward(
@@ -240,7 +231,7 @@ class _TrainableLinear(torch.autograd.Function):
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype a linear writes: autocast's where autocast is on, else that of x."""
+    """Return a linear's output dtype: autocast's where autocast is on, else that of x."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if autocast_is_on(device) else x.dtype
 
@@ -251,20 +242,11 @@ def fp8_linear(
     bias: Tensor | None,
     config: FP8LinearConfig,
 ) -> Tensor:
-    """Linear layer with a frozen weight that is stored in few bits: y = x Wᵀ + b.
+    """Linear layer with a frozen weight stored in few bits: y = x Wᵀ + b.
 
-    Args:
-        x: fp32, bf16 or fp16 [..., K].
-        weight: W [N, K], which is saved for backward; or what returns it, which is called again there, so that nothing
-            keeps it alive in between.
-        bias: [N] or None.
-        config: formats and granularities; `use_fp8_gemm=False` multiplies x by the dequantized weight.
-
-    Returns:
-        y [..., N] in the dtype of x (autocast's under autocast).
-
-    Raises:
-        RuntimeError: the device has no such FP8 GEMM and `config.fallback` is "error".
+    x: fp32, bf16 or fp16 [..., K]; y [..., N] in the dtype of x (autocast's under autocast). A callable `weight` is
+    called again in backward, so nothing keeps W [N, K] alive in between. `use_fp8_gemm=False` multiplies by the
+    dequantized weight. Raises RuntimeError if the device has no such FP8 GEMM and `config.fallback` is "error".
 
     Numerics: forward e4m3 × e4m3 of Gaussian data at 28 dB, dgrad e5m2 × e4m3 at 24 dB or better; tests/tolerances.py.
     Source: arXiv 2410.19313, section 5.
@@ -277,22 +259,10 @@ def fp8_linear(
 def fp8_trainable_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, config: FP8LinearConfig, codes: TrainedCodes | None = None
 ) -> Tensor:
-    """Linear layer whose high precision weight is trained: FP8 fprop and dgrad, wgrad from the FP8 x.
+    """Linear layer whose high precision weight [N, K] is trained: FP8 fprop and dgrad, wgrad from the FP8 x.
 
-    Where FP8 cannot be used it is torch's own linear. A weight that does not require a gradient keeps no x.
-
-    Args:
-        x: fp32, bf16 or fp16 [..., K].
-        weight: fp32, bf16 or fp16 [N, K].
-        bias: [N] or None.
-        config: formats and granularities.
-        codes: with `config.cache_weight`, keeps the weight's codes; None keeps them for this call.
-
-    Returns:
-        y [..., N] in the dtype of x (autocast's under autocast).
-
-    Raises:
-        RuntimeError: the device has no such FP8 GEMM and `config.fallback` is "error".
+    Without FP8 it is torch's own linear. A weight that requires no gradient saves no x. `codes` caches the weight's
+    codes if `config.cache_weight`. Shapes, dtypes and errors as in `fp8_linear`.
     """
     if not wants_fp8_gemm(x.device, config) or not x.numel():
         return torch.nn.functional.linear(x, weight, bias)
@@ -305,11 +275,7 @@ def fp8_trainable_linear(
 
 
 def wants_fp8_gemm(device: torch.device, config: FP8LinearConfig) -> bool:
-    """Whether this config multiplies in FP8 on this device.
-
-    Raises:
-        RuntimeError: it cannot, and `config.fallback` is "error".
-    """
+    """Whether this device multiplies in FP8; raises RuntimeError if it cannot and `config.fallback` is "error"."""
     if not config.use_fp8_gemm:
         return False
     obstacle = fp8_gemm_obstacle(device, config)

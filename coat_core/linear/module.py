@@ -19,17 +19,17 @@ from coat_core.ops.scaled_mm import ALIGNMENT
 
 
 def run_stored_linear(module: nn.Module, x: Tensor, config: FP8LinearConfig) -> Tensor:
-    """Forward pass of a module that holds its weight through `store_weight`; x [..., K] to [..., N]."""
+    """Forward pass of a module whose weight is in `store_weight`'s buffers; x [..., K] to [..., N]."""
     hand_over_input(module, x, config)
     bias: Tensor | None = module.bias  # type: ignore[assignment]
     return fp8_linear(x, functools.partial(load_weight, module, config), bias, config)
 
 
 def hand_over_input(module: nn.Module, x: Tensor, config: FP8LinearConfig) -> None:
-    """With `module.hands_input_to_adapter` set, tell the LoRA adapter that runs next which x this linear reads.
+    """Set `module.adapter_input` to a weak reference to x, if `module.hands_input_to_adapter`.
 
-    `module.adapter_input` becomes a weak reference to x, which carries its FP8 copy (`quantize_once`): x is quantized
-    once for all that read it, also where this linear itself multiplies in high precision, and nothing is kept alive.
+    x carries its FP8 copy (`quantize_once`), made here once for all readers even if this linear multiplies in high
+    precision.
     """
     if not getattr(module, "hands_input_to_adapter", False):
         return
@@ -48,7 +48,7 @@ _CHANGING = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
 
 
 class ReadOnlyWeight(Tensor):
-    """What `FP8Linear.weight` returns: a plain tensor to every operator that only reads it; changing it is an error.
+    """The value of `FP8Linear.weight`: a plain tensor to operators that read it; changing it is an error.
 
     Code that merges a LoRA writes `layer.weight.data` or `layer.weight`; the write would be lost, the LoRA with it.
     """
@@ -57,7 +57,6 @@ class ReadOnlyWeight(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Refuse what changes a weight in place; results of all else are plain tensors."""
         name = getattr(func, "__name__", "")
         in_place = name in _CHANGING or (name.endswith("_") and not name.endswith("__") and name not in _HARMLESS)
         kwargs = kwargs or {}
@@ -80,16 +79,10 @@ class ReadOnlyWeight(Tensor):
 class FP8Linear(nn.Linear):
     """nn.Linear with a frozen FP8 weight; no high precision copy stays in memory.
 
-    Made from an existing layer by `from_linear` (in place: the same object, so adapters and parents keep their
-    references) or by `replace_linear_with_fp8`.
-
-    Attributes:
-        config: formats and granularities.
-        weight_codes: uint8 [N, K], the bits of the FP8 codes.
-        weight_scale_bits: int32 [] or [N, 1], the bits of the fp32 scale.
-        weight: the dequantized weight (made on every access, read only), in the dtype of the layer that was converted
-            or that `.to(dtype)` asked for since.
-        bias: frozen parameter [N] or None.
+    Made by `from_linear` (in place, so adapters and parents keep their references) or `replace_linear_with_fp8`.
+    Buffers: weight_codes uint8 [N, K], the bits of the FP8 codes; weight_scale_bits int32 [] or [N, 1], the bits of
+    the fp32 scale. `weight` is dequantized on every access, in the dtype of the original layer or of the last
+    `.to(dtype)`.
     """
 
     config: FP8LinearConfig
@@ -105,15 +98,7 @@ class FP8Linear(nn.Linear):
     def from_linear(linear: nn.Linear, config: FP8LinearConfig | None = None) -> FP8Linear:
         """Convert a linear layer in place: quantize its weight, drop the original, freeze the bias.
 
-        Args:
-            linear: layer with a floating weight [N, K]; K and N multiples of 16.
-            config: defaults to `FP8LinearConfig()`.
-
-        Returns:
-            The same object, now an FP8Linear.
-
-        Raises:
-            ValueError: the weight is not floating, or K or N is not a multiple of 16.
+        Raises ValueError if the weight [N, K] is not floating, or K or N is not a multiple of 16.
         """
         config = config or FP8LinearConfig()
         reason = obstacle_to_conversion(linear)
@@ -131,7 +116,7 @@ class FP8Linear(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """Dequantized weight [N, K] in `weight_dtype`; reading is all it allows."""
+        """Dequantized weight [N, K] in `weight_dtype`, read only."""
         if CODES not in self._buffers:
             raise AttributeError("weight")  # while nn.Linear.__init__ runs; nn.Module looks on
         return read_weight(self, self.config, self.weight_dtype).as_subclass(ReadOnlyWeight)
@@ -146,15 +131,11 @@ class FP8Linear(nn.Linear):
         return run_stored_linear(self, x, self.config)
 
     def get_extra_state(self) -> Tensor:
-        """Return the name of the weight format as ASCII codes: the buffers alone do not distinguish e4m3 from e5m2."""
+        """Return the weight format's name as ASCII codes: the buffers alone do not distinguish e4m3 from e5m2."""
         return torch.tensor(list(self.config.weight_format.encode()), dtype=torch.uint8)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Check that the loaded codes have this layer's format.
-
-        Raises:
-            ValueError: they have another one.
-        """
+        """Raise ValueError unless the loaded codes have this layer's format."""
         loaded = bytes(state.tolist()).decode()
         if loaded != self.config.weight_format:
             raise ValueError(
@@ -180,7 +161,7 @@ class FP8Linear(nn.Linear):
 class FP8TrainableLinear(nn.Linear):
     """nn.Linear whose high precision weight is trained with FP8 GEMMs (full fine-tuning).
 
-    The weight is cast at each use, or once per optimizer step (`config.cache_weight`); x is kept for wgrad as codes.
+    The weight is cast at each use, or once per optimizer step (`config.cache_weight`); x is saved for wgrad as codes.
     """
 
     config: FP8LinearConfig  # formats and granularities
@@ -188,7 +169,7 @@ class FP8TrainableLinear(nn.Linear):
 
     @staticmethod
     def from_linear(linear: nn.Linear, config: FP8LinearConfig | None = None) -> FP8TrainableLinear:
-        """Convert a linear layer in place, keeping its parameters; arguments and errors as `FP8Linear.from_linear`."""
+        """Convert a linear layer in place, keeping its parameters; errors as in `FP8Linear.from_linear`."""
         reason = obstacle_to_conversion(linear)
         if reason is not None:
             raise ValueError(f"{type(linear).__name__}({linear.in_features}, {linear.out_features}): {reason}")
@@ -219,7 +200,7 @@ class FP8TrainableLinear(nn.Linear):
 
 
 def obstacle_to_conversion(linear: nn.Linear) -> str | None:
-    """Return why this layer cannot become FP8, or None where it can."""
+    """Return why this layer cannot become FP8, or None."""
     weight = linear._parameters.get("weight")
     if weight is None or not weight.is_floating_point() or type(weight.data) is not Tensor:
         return "its weight is not a plain floating parameter (already quantized?)"

@@ -1,13 +1,12 @@
-"""The FP8 codes of a weight that is being trained: cast once per version of the weight, or at each use.
+"""The FP8 codes of a weight being trained: cast once per version of the weight, or at each use.
 
-Between two optimizer steps W does not change, so that all micro-batches, their recomputation and dgrad can read one
-cast of it: 1 byte per element. A version is the parameter's storage and autograd's count of in-place changes. Fused
-AdamW and optimizers that write through `param.data` do not count; so every optimizer's step counts for them here.
+Between two optimizer steps all micro-batches, their recomputation and dgrad can read one cast of W: 1 byte per element.
+A version is the parameter's storage and autograd's count of in-place changes. Fused AdamW and optimizers that write
+through `param.data` do not count there, so every optimizer step counts as a change.
 
-What nothing counts are other writes through `.data`, replays of a CUDA graph that holds the optimizer's step, and
-FSDP2, which gathers a weight into the same storage: call `forget_codes` after each, or leave `cache_weight` off (the
-stand-alone trainer does, there).
-Compiled code and CUDA graphs always cast: they would otherwise be recorded without the cast, and read old codes.
+Not counted: other writes through `.data`, replays of a CUDA graph that holds the optimizer's step, and FSDP2, which
+gathers a weight into the same storage. Call `forget_codes` after each, or leave `cache_weight` off (as the stand-alone
+trainer does there). Compiled code and CUDA graphs always cast: they would record no cast and read old codes.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class TrainedCodes:
         self._made_from: tuple[Any, ...] = ()
 
     def cast(self, weight: Tensor, config: FP8LinearConfig) -> StoredWeight:
-        """Return W [N, K] as FP8 codes and scales: those that are kept, where the weight has not changed since."""
+        """Return W [N, K] as FP8 codes and scales, cached while the weight does not change."""
         if not config.cache_weight:
             self.forget()
             return quantize_weight(weight, config)
@@ -60,10 +59,7 @@ class TrainedCodes:
 
 
 def forget_codes(model: nn.Module) -> None:
-    """Make the trained FP8 linears of a model cast their weights again at their next use, and free the codes.
-
-    To be called after changes that nothing counts, which the module's docstring lists.
-    """
+    """Free the codes of a model's trained FP8 linears after uncounted changes (see the module); the next use casts."""
     for module in model.modules():
         kept = vars(module).get("trained_codes")
         if isinstance(kept, TrainedCodes):
@@ -72,7 +68,7 @@ def forget_codes(model: nn.Module) -> None:
 
 @functools.cache
 def _count_optimizer_steps() -> None:
-    """From now on, count the step of any optimizer as a change of its parameters, whichever way it writes them."""
+    """Count every optimizer step as a change of its parameters."""
 
     def count(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for group in optimizer.param_groups:
@@ -82,5 +78,5 @@ def _count_optimizer_steps() -> None:
 
 
 def _is_recorded(weight: Tensor) -> bool:
-    """Whether what runs now is compiled, or captured in a CUDA graph."""
+    """Whether this code is compiled, or captured in a CUDA graph."""
     return torch.compiler.is_compiling() or (weight.is_cuda and torch.cuda.is_current_stream_capturing())

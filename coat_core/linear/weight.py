@@ -1,9 +1,7 @@
 """A frozen weight W [N, K] as a module stores it, and the forms in which products read it.
 
-All of it is in buffers of the module whose dtype is uint8 or int32: `module.to(torch.bfloat16)`, which trainers call
-at will, casts every floating buffer and would silently turn FP8 codes and fp32 scales into bf16. `BUFFERS` lists them.
-
-A format of weights is defined here: what `store_weight` registers, and what `StoredWeight` makes of it.
+All of it is in buffers whose dtype is uint8 or int32: `module.to(torch.bfloat16)`, which trainers call at will, casts
+every floating buffer and would silently turn FP8 codes and fp32 scales into bf16. `BUFFERS` lists them.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ OUTPUT_DIM = {CODES: 0, BLOCK_SCALES: 0, TRANSPOSED: 1}
 
 
 class StoredWeight(NamedTuple):
-    """Views of a module's buffers: W, or of int8 W H, is codes · scale, or what the codes decode to · scale."""
+    """Views of a module's buffers: W, or of int8 W H, is (decoded) codes · scale."""
 
     codes: Tensor  # FP8 or INT8 [N, K]; of nvfp4, uint8 [N, K/2]
     scale: Tensor  # fp32 [] or [N, 1]
@@ -46,11 +44,11 @@ class StoredWeight(NamedTuple):
 
     @property
     def rotation(self) -> int:
-        """How many columns were rotated together (`coat_core.int8`), as x has to be and dx back; 1: none."""
+        """Columns rotated together (`coat_core.int8`); 1: none."""
         return rotation_size(self.shape[1]) if self.codes.dtype == INT8.dtype else 1
 
     def for_fprop(self) -> Tensor:
-        """Return FP8 or INT8 codes [N, K], to be multiplied by `scale`; decoded ones are the caller's alone."""
+        """Return FP8 or INT8 codes [N, K], to be multiplied by `scale`."""
         return self.codes if self.block_scales is None else decode_nvfp4(self.codes, self.block_scales, False)
 
     def for_dgrad(self) -> Tensor:
@@ -66,7 +64,7 @@ class StoredWeight(NamedTuple):
 
 
 def quantize_weight(weight: Tensor, config: FP8LinearConfig) -> StoredWeight:
-    """Quantize W [N, K] once; FP8 codes with one scale in all or one per output feature."""
+    """Quantize W [N, K] to FP8 codes with one scale in all or one per output feature."""
     if config.weight_format == NVFP4:
         packed = nvfp4.quantize(weight)
         return StoredWeight(packed.codes, packed.scale, None, packed.block_scales)
@@ -76,7 +74,7 @@ def quantize_weight(weight: Tensor, config: FP8LinearConfig) -> StoredWeight:
 
 
 def store_weight(module: nn.Module, weight: Tensor, config: FP8LinearConfig, persistent: bool = True) -> None:
-    """Quantize `weight` [N, K] and register it on `module`, in place of what was stored there."""
+    """Quantize `weight` [N, K] and register it on `module`, replacing a stored one."""
     stored = quantize_weight(weight, config)
     drop_weight(module)
     module.register_buffer(CODES, stored.codes.view(torch.uint8), persistent)
@@ -93,24 +91,21 @@ def drop_weight(module: nn.Module) -> None:
 
 
 def load_weight(module: nn.Module, config: FP8LinearConfig) -> StoredWeight:
-    """Return what `store_weight` registered, as views."""
+    """Return the registered weight, as views."""
     bits = module._buffers[SCALE]
     assert bits is not None
     return as_stored(module._buffers, bits.view(torch.float32), config)
 
 
 def read_weight(module: nn.Module, config: FP8LinearConfig, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return W [N, K] in `dtype`, at any time: where its codes are kept elsewhere, `module.fetch_weight` brings them.
-
-    In a forward or backward pass of the module they are there, and `load_weight` will do.
-    """
+    """Return W [N, K] in `dtype` at any time: `module.fetch_weight` brings codes that are offloaded."""
     if (fetch := vars(module).get("fetch_weight")) is not None:
         fetch()
     return load_weight(module, config).dequantize(dtype)
 
 
 def as_stored(buffers: Mapping[str, Tensor | None], scale: Tensor, config: FP8LinearConfig) -> StoredWeight:
-    """Return the weight that these buffers hold, by their names, with `scale` fp32 [] or [N, 1]."""
+    """Return the weight in these buffers, with `scale` fp32 [] or [N, 1]."""
     codes, transposed = buffers[CODES], buffers.get(TRANSPOSED)
     assert codes is not None
     if config.weight_format == NVFP4:
@@ -120,25 +115,25 @@ def as_stored(buffers: Mapping[str, Tensor | None], scale: Tensor, config: FP8Li
 
 
 def stored_bytes(outputs: int, inputs: int, config: FP8LinearConfig) -> int:
-    """Return what a stored weight [N, K] takes, all buffers but a transposed copy."""
+    """Return the bytes of a stored weight [N, K], all buffers but a transposed copy."""
     scales = outputs if config.weight_has_row_scales else 1
     return sum(code_bytes(outputs, inputs, config)) + torch.float32.itemsize * scales
 
 
 def code_bytes(outputs: int, inputs: int, config: FP8LinearConfig) -> tuple[int, ...]:
-    """Return what each of its uint8 buffers takes: all of it but the scale, a copy apart."""
+    """Return the bytes of each uint8 buffer, without scale and transposed copy."""
     if config.weight_format == NVFP4:
         return outputs * inputs // 2, outputs * inputs // nvfp4.BLOCK
     return (outputs * inputs,)
 
 
 def wants_transposed(config: FP8LinearConfig) -> bool:
-    """Whether dgrad multiplies by 8-bit codes that have to be transposed for it; others are decoded to either form."""
+    """Whether dgrad needs the 8-bit codes transposed; other formats are decoded to either layout."""
     return config.use_fp8_gemm and config.grad_format != "bf16" and config.weight_format != NVFP4
 
 
 def keep_transposed(module: nn.Module, config: FP8LinearConfig) -> None:
-    """Keep a second copy of a stored weight's codes, as [K, N], for dgrad; it is not part of the state dict."""
+    """Store a second copy of the codes as [K, N], for dgrad, outside the state dict."""
     codes = load_weight(module, config).codes
     module.register_buffer(TRANSPOSED, transpose_codes(codes).view(torch.uint8), persistent=False)
 

@@ -1,8 +1,7 @@
 """FP8AdamW: torch.optim.AdamW with its moments stored in FP8.
 
-A step is one call of the operator `coat_core.ops.adamw` for all parameters of a group, on state packed in
-one buffer of each kind (`packing`), so that launches do not grow with the number of parameters and nothing is read back
-from the device. What is stored: `state`; what a state file may contain: `loading`.
+A step is one call of the operator `coat_core.ops.adamw` for all parameters of a group, on packed state (`packing`), so
+the number of launches does not depend on that of parameters, and nothing is read back from the device.
 Source: arXiv 2410.19313, section 3.
 """
 
@@ -34,7 +33,7 @@ def _where(group_index: int, index: int, param: Tensor) -> str:
 
 
 def _check_torch_options(options: dict[str, Any]) -> None:
-    """Accept torch.optim.AdamW's other options while they are off; refuse them by name when they are on."""
+    """Raise for torch.optim.AdamW's other options unless they are off."""
     for name, value in options.items():
         if name not in TORCH_ONLY_OPTIONS:
             raise TypeError(f"{name}={value!r}: FP8AdamW has no such option; see torch.optim.AdamW and fp8_config")
@@ -70,27 +69,20 @@ def _hyper(group: dict[str, Any], batch: Batch, found_inf: Tensor | None) -> tup
 class FP8AdamW(torch.optim.Optimizer):
     """AdamW with exp_avg and exp_avg_sq stored as FP8 codes; drop-in for torch.optim.AdamW.
 
-    w ← (1 − lr·λ)·w − lr·m̂/(sqrt(v̂) + ε), with m and v dequantized before and quantized after each step. The math is
-    in fp32 for parameters of any precision; bf16 and fp16 parameters are rounded once per step, to nearest or
-    stochastically (`fp8_config.stochastic_rounding`).
+    w ← (1 − lr·λ)·w − lr·m̂/(sqrt(v̂) + ε), with m and v dequantized before and quantized after each step, in fp32 for
+    parameters of any precision; bf16 and fp16 parameters are rounded once per step, to nearest or stochastically
+    (`fp8_config.stochastic_rounding`).
 
     Args:
-        params: parameters or param groups as in torch.optim; fp32, bf16 or fp16. `fp8_config` is the same for all.
-        lr: learning rate, a float or a one-element tensor.
-        betas: decay of exp_avg and exp_avg_sq.
-        eps: added to sqrt(v̂).
-        weight_decay: decoupled weight decay λ.
-        maximize: ascend instead of descend.
-        capturable: keep the step counters on the parameters' device, so that a step captured in a CUDA graph counts on
-            when it is replayed. A lr that changes between replays is a tensor on the device. The same for all groups;
-            a state file does not change it.
-        seed: of the draws that round exp_avg_sq (`moment_rounding: stochastic`) and parameters
-            (`stochastic_rounding`). It is in the groups and so in the state file, and with it and the step counters a
-            resumed run draws the same. The same for all groups.
-        fp8_config: how the moments are stored; None is `FP8QuantizationConfig()`.
-        offload: "none", or "cpu": the moments are in CPU memory, pinned where the parameters are on a GPU, and pass
-            through a few buffers there for each update; the same results to the bit, and the same files. Not in a CUDA
-            graph. What reads `state` calls `synchronize` first; `state_dict` does.
+        params: parameters or param groups as in torch.optim; fp32, bf16 or fp16.
+        lr: a float or a one-element tensor.
+        capturable: keep the step counters on the parameters' device, so that a replayed CUDA graph counts on. A lr that
+            changes between replays is a tensor on the device. A state file does not change this.
+        seed: of all stochastic rounding. It is in the state file: with the step counters, a resumed run draws the same.
+        fp8_config: how the moments are stored; like capturable and seed, the same for all groups.
+        offload: "none", or "cpu": the moments are in CPU memory, pinned for a GPU, and pass through a few buffers on
+            the device; same results to the bit, same files. Not in a CUDA graph.
+            Call `synchronize` before reading `state`.
         torch_options: torch.optim.AdamW's amsgrad, foreach, differentiable, fused; only False or None.
 
     Raises:
@@ -98,8 +90,7 @@ class FP8AdamW(torch.optim.Optimizer):
             parameter that is not fp32, bf16 or fp16.
 
     Numerics: with both moments unquantized, on a CPU, fp32 parameters are bit-equal to torch.optim.AdamW(foreach=False)
-        and bf16 ones equal its fp32 result rounded to nearest; `kernels.adamw` says how near the GPU's kernel comes.
-        With expansion no nonzero exp_avg_sq comes back as zero.
+        and bf16 ones equal its fp32 result rounded to nearest. With expansion no nonzero exp_avg_sq comes back as zero.
     Source: arXiv 2410.19313, section 3; state layout in `coat_core.optim.state`.
     """
 
@@ -147,11 +138,7 @@ class FP8AdamW(torch.optim.Optimizer):
         return {**super().__getstate__(), **own}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group as torch.optim does, refusing values and parameters FP8AdamW cannot use.
-
-        Raises:
-            ValueError: see the class; the group is not added.
-        """
+        """Add a param group as torch.optim does; raises ValueError as the class does, and then does not add it."""
         for key, argument in (("fp8", "fp8_config"), ("capturable", "capturable"), ("seed", "seed")):
             if param_group.get(key, self.defaults[key]) != self.defaults[key]:
                 raise ValueError(
@@ -178,18 +165,10 @@ class FP8AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Do one optimization step on every parameter that has a gradient.
+        """Do one optimization step on every parameter that has a gradient; returns the closure's loss, or None.
 
-        Args:
-            closure: re-evaluates the model and returns the loss.
-
-        Returns:
-            What the closure returned, or None.
-
-        Raises:
-            ValueError: `found_inf` without `capturable`; nothing has been updated then.
-            RuntimeError: a gradient is sparse, or a CUDA graph is captured without `capturable`; nothing has been
-                updated then.
+        Raises ValueError for `found_inf` without `capturable`, RuntimeError for a sparse gradient or a CUDA graph
+        captured without `capturable`; nothing has been updated then.
         """
         loss = None
         if closure is not None:
@@ -211,18 +190,14 @@ class FP8AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def make_states(self) -> None:
-        """Make the state of every parameter that has none, or pack what was loaded, as the first step would."""
+        """Make missing states, or pack loaded ones, as the first step would."""
         self._packed_state([param for group in self.param_groups for param in group["params"]])
 
     @torch.no_grad()
     def step_parameter(self, param: Tensor) -> None:
-        """Do the step of one parameter that has a gradient; a step for each is the same as one `step` for all.
+        """Do the step of one parameter that has a gradient, for a hook in backward; equivalent to one `step` for all.
 
-        For a hook that runs in backward as soon as a gradient is there. The first call makes the state of every
-        parameter.
-
-        Raises:
-            ValueError: `found_inf` without `capturable`.
+        The first call makes the state of every parameter. Raises ValueError for `found_inf` without `capturable`.
         """
         if self.found_inf is not None and not self.defaults["capturable"]:
             raise ValueError("found_inf: needs step counters on the device; pass capturable=True")
@@ -256,7 +231,6 @@ class FP8AdamW(torch.optim.Optimizer):
         return self._packed
 
     def _pack(self, params: list[Tensor]) -> PackedState:
-        """Pack the state there is, and that of `params`."""
         self.synchronize()
         stored, capturable = storages(self.fp8_config), self.defaults["capturable"]
         return PackedState(self.state, params, stored, capturable, self.offload != "none")
@@ -269,7 +243,7 @@ class FP8AdamW(torch.optim.Optimizer):
         return Numbering(seed, places, len(places), moments, parameters)
 
     def _places(self) -> dict[int, tuple[int, int]]:
-        """Of each parameter, by id: its number, and the number of its first element in the parameter as a whole."""
+        """Return, by id, each parameter's number and the number of its first element in the whole parameter."""
         params = (param for group in self.param_groups for param in group["params"])
         return {id(param): (number, 0) for number, param in enumerate(params)}
 
@@ -301,14 +275,14 @@ class FP8AdamW(torch.optim.Optimizer):
             )
 
     def synchronize(self) -> None:
-        """Wait until `state` has what the last step made of the moments, which copies to host memory with `offload`."""
+        """Wait for the last step's copies of moments to CPU memory (`offload`)."""
         for packed in () if self._packed is None else self._packed.devices.values():
             if packed.staging is not None:
                 packed.staging.synchronize()
 
     @property
     def staging(self) -> list[Tensor]:
-        """What moments in host memory pass through, on the parameters' device; empty without `offload`."""
+        """Buffers on the parameters' device that offloaded moments pass through; empty without `offload`."""
         devices = () if self._packed is None else self._packed.devices.values()
         return [x for packed in devices if packed.staging is not None for x in packed.staging.tensors]
 
@@ -318,19 +292,13 @@ class FP8AdamW(torch.optim.Optimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` or torch.optim.AdamW's `state_dict` gave; codes and scales come back untouched.
+        """Load a `state_dict` of FP8AdamW or torch.optim.AdamW; codes and scales come back untouched.
 
-        Everything is checked first; on an error the optimizer is as it was. A moment stored in another way than
-        `fp8_config` says (format, block size, expansion, or not quantized) is re-quantized, and one line of log
-        says so. Hyper-parameters of the groups are those of the file, as in torch.optim. The moments are copied
-        parameter by parameter to where they stay: no device holds them twice.
-
-        Args:
-            state_dict: {"state": {index: {...}}, "param_groups": [...]}.
-
-        Raises:
-            ValueError: groups, indices, keys, dtypes or shapes that do not belong to these parameters. Also logged at
-                ERROR, because ai-toolkit swallows the exception.
+        Everything is checked first; on an error the optimizer is unchanged. A moment stored otherwise than
+        `fp8_config` says is re-quantized, with one line of log. Hyper-parameters of the groups are those of the file,
+        as in torch.optim. Moments are copied parameter by parameter: no device holds them twice. Raises ValueError
+        for groups, indices, keys, dtypes or shapes that do not belong to these parameters; also logged at ERROR,
+        because ai-toolkit swallows the exception.
         """
         saved: dict[Tensor, SavedState] = {}
         stored = storages(self.fp8_config)
@@ -363,6 +331,6 @@ class FP8AdamW(torch.optim.Optimizer):
             raise
 
     def state_bytes(self) -> int:
-        """Return the bytes of both moments, with their per-block numbers, over all parameters that have a state."""
+        """Return the bytes of both moments, with their per-block numbers."""
         tensors = (tensor for state in self.state.values() for key, tensor in state.items() if key != "step")
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -1,7 +1,7 @@
-"""Check a state file before any of it is used, and turn it into the state of these parameters.
+"""Check a whole state file, then turn it into the state of these parameters.
 
-Accepted: files of FP8AdamW in any configuration (the groups' "fp8" entry tells how they were quantized) and files of
-torch.optim.AdamW. A moment stored in another way than configured is converted and named in one log line.
+Accepted: files of FP8AdamW in any configuration (the groups' "fp8" entry records it) and of torch.optim.AdamW. A moment
+stored otherwise than configured is converted and named in one log line.
 """
 
 from __future__ import annotations
@@ -31,11 +31,7 @@ ANOTHER_FILE = "load the optimizer state of this run, or start without one"
 
 
 def check_groups(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> None:
-    """Check that the file's param groups fit and that it has no state for unknown parameters.
-
-    Raises:
-        ValueError: numbers of groups or parameters differ, an unknown index, or a file of amsgrad.
-    """
+    """Raise ValueError for differing numbers of groups or parameters, an unknown index, or a file of amsgrad."""
     if not {"state", "param_groups"} <= state_dict.keys():
         raise ValueError(f"keys {sorted(map(str, state_dict))}: must be 'state' and 'param_groups'; {ANOTHER_FILE}")
     saved_groups = state_dict["param_groups"]
@@ -54,7 +50,7 @@ def check_groups(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> No
 
 
 def adopt_group(group: dict[str, Any], defaults: dict[str, Any]) -> None:
-    """Make a group that came from a file ours: no torch-only entries, none missing, stored and run as we do."""
+    """Convert a loaded group: drop torch-only entries, fill in missing ones, apply this optimizer's storage options."""
     for key, value in defaults.items():
         group.setdefault(key, value)
     for key in TORCH_GROUP_KEYS:  # torch itself adds `differentiable` to the defaults
@@ -63,7 +59,7 @@ def adopt_group(group: dict[str, Any], defaults: dict[str, Any]) -> None:
 
 
 class SavedState(NamedTuple):
-    """What a file has of one parameter, checked, and how each moment is stored there."""
+    """One parameter's checked state in a file, and how each moment is stored there."""
 
     tensors: dict[str, Any]
     stored: dict[str, Storage]
@@ -72,10 +68,9 @@ class SavedState(NamedTuple):
 def saved_states(
     state_dict: dict[str, Any], groups: list[dict[str, Any]], moments: dict[str, Storage]
 ) -> dict[Tensor, SavedState]:
-    """Return what the file has of each parameter, for `write_state`; logs which moments will be stored another way.
+    """Return the file's state of each parameter, for `write_state`; logs which moments will be converted.
 
-    Raises:
-        ValueError: missing, unknown or misshapen entries, naming index, key, what was found and what is needed.
+    Raises ValueError for missing, unknown or misshapen entries, naming index, key, found and needed.
     """
     found: dict[Tensor, SavedState] = {}
     for index, saved, param, fp8 in _entries(state_dict, groups):
@@ -93,7 +88,7 @@ def saved_states(
 
 
 def write_state(state: State, saved: SavedState, moments: dict[str, Storage], device: torch.device) -> None:
-    """Copy a saved state to where a parameter has its own; tensors stored as asked to the last bit."""
+    """Copy a saved state into a parameter's own; tensors stored as configured are copied to the last bit."""
     values = {**saved.tensors, "step": torch.as_tensor(saved.tensors["step"]).reshape(())}
     changed = {name for name, storage in moments.items() if not _same_storage(saved.stored[name], storage)}
     if changed:
@@ -138,7 +133,7 @@ def _check_keys(index: int, saved: dict[str, Any]) -> None:
 def _storage_in_file(
     name: str, index: int, saved: dict[str, Any], param: Tensor, fp8: dict[str, Any] | None
 ) -> Storage:
-    """Return how one moment of one parameter was stored, after checking that it is whole."""
+    """Return how one moment of one parameter was stored, after checking its entries."""
     _check_tensor(f"state[{index}]['{name}']", saved[name], tuple(param.shape), None)
     suffixes = {suffix for suffix in PER_BLOCK if f"{name}_{suffix}" in saved}
     if saved[name].dtype in UNQUANTIZED_DTYPES:
@@ -169,7 +164,6 @@ def _storage_in_file(
 
 
 def _described_storage(fmt: Format | IntegerFormat, fp8: dict[str, Any] | None) -> Storage:
-    """Read block size and expansion from the "fp8" entry of the file's param group."""
     if not fp8 or not {"block_size", "use_dynamic_range_expansion"} <= fp8.keys():
         raise ValueError(
             f"param_groups 'fp8'={fp8!r}: must give block_size and use_dynamic_range_expansion of the codes in the "
@@ -191,7 +185,7 @@ def _check_tensor(where: str, tensor: Tensor, shape: tuple[int, ...], dtype: tor
 
 
 def _same_storage(old: Storage, new: Storage) -> bool:
-    """Whether codes can stay: the constants of the expansion do not matter for reading them."""
+    """Whether codes can stay: reading them does not depend on the expansion's constants."""
     if old.format is None or new.format is None:
         return old.format is new.format
     return (old.format, old.block_size, old.expansion is None) == (new.format, new.block_size, new.expansion is None)

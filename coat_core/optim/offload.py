@@ -1,12 +1,12 @@
-"""Moments in host memory, and how their blocks pass through the parameters' device for an update.
+"""Moments in CPU memory, whose blocks pass through the parameters' device for an update.
 
-    host memory    codes and numbers of all parameters, packed as on a device (`packing`), pinned for a GPU's copies
+    CPU memory     codes and numbers of all parameters, packed as on a device (`packing`), pinned for a GPU's copies
     slots          SLOTS buffers on the device, each for as many blocks as the operator works on at once
-    two streams    in: the blocks of an update come as soon as a slot is free; out: they go back when it is done
+    two streams    in: an update's blocks arrive as soon as a slot is free; out: they return when it is done
 
-The operator finds the same codes, numbers and draws in a slot as in memory of its own, so the results are the same to
-the bit. A copy in waits for its slot alone and not for the gradient: while the CPU is ahead of the GPU, blocks are
-there before the update needs them, and both directions of the bus are in use at once. On a CPU these are plain copies.
+The operator finds the same codes, numbers and draws in a slot, so the results are the same to the bit. A copy in waits
+for its slot and not for the gradient: while the CPU is ahead of the GPU, blocks arrive before the update needs them,
+and both directions of the bus are in use. On a CPU these are plain copies.
 
 Source: the optimizer states of ZeRO-Offload (arXiv 2101.06840), with the update left on the GPU.
 """
@@ -35,7 +35,7 @@ SLOTS = 3  # one is filled, one updated, one emptied
 
 @dataclass(eq=False)
 class _Slot:
-    """Memory on the device, the blocks that it had last, and the event after which it is free."""
+    """Device memory, its last blocks, and the event after which it is free."""
 
     moments: dict[str, Moment]
     rows: slice | None = None
@@ -43,15 +43,9 @@ class _Slot:
 
 
 class Staging:
-    """The slots of one device, for moments that stay in host memory.
+    """The slots of one device for `host`, the packed moments by name, which are pinned here.
 
-    Args:
-        host: both moments by name, packed, on the CPU; pinned here.
-        stored: how each is stored.
-        device: of the parameters.
-
-    Attributes:
-        elements: the most that fit a slot, a multiple of the block size.
+    `elements` is the capacity of a slot, a multiple of the block size.
     """
 
     def __init__(self, host: dict[str, Moment], stored: dict[str, Storage], device: torch.device) -> None:
@@ -79,11 +73,7 @@ class Staging:
 
     @contextmanager
     def blocks(self, rows: slice) -> Iterator[dict[str, Moment]]:
-        """Have some blocks of both moments on the device; what they are at the end goes back to host memory.
-
-        Args:
-            rows: of the packed moments, at most as many as fit a slot.
-        """
+        """Bring rows of the packed moments, at most a slot's, to the device; final values return to CPU memory."""
         slot, count = self._next(rows), rows.stop - rows.start
         here = {
             name: Moment(codes[:count], numbers.view(-1)[: len(numbers) * count].view(len(numbers), count))
@@ -111,12 +101,12 @@ class Staging:
         slot.free.record(self._outward)
 
     def synchronize(self) -> None:
-        """Wait until host memory has what the last update has written."""
+        """Wait until CPU memory has the last update's results."""
         if self._outward is not None:
             self._outward.synchronize()
 
     def _next(self, rows: slice) -> _Slot:
-        """The slot that had these blocks last, since they may be on their way out of it; else the next one."""
+        """Return the slot that last had these blocks, since they may still be leaving it; else the next one."""
         slot = next((slot for slot in self._slots if slot.rows == rows), None)
         if slot is None:
             slot = self._slots[self._turn]
@@ -126,13 +116,7 @@ class Staging:
 
 
 def staging_bytes(config: FP8QuantizationConfig, sizes: Iterable[int], device: torch.device) -> int:
-    """Return what the slots take on a device.
-
-    Args:
-        config: of the optimizer.
-        sizes: elements of each parameter.
-        device: of the parameters.
-    """
+    """Return the bytes of the slots on a device, for parameters of `sizes` elements."""
     block_size = config.block_size
     rows = _slot_rows(sum(n_blocks(size, block_size) for size in sizes), block_size, device)
     return SLOTS * state_bytes(config, [rows * block_size])
@@ -143,31 +127,28 @@ def _slot_rows(blocks: int, block_size: int, device: torch.device) -> int:
 
 
 def _parts(moment: Moment, rows: slice = slice(None)) -> list[Tensor]:
-    """Blocks of a moment as contiguous tensors: codes, and each row of numbers."""
+    """Return a moment's blocks as contiguous tensors: codes, and each row of numbers."""
     return [moment.codes[rows], *moment.numbers[:, rows]]
 
 
 def _copy(pairs: Iterable[tuple[Tensor, Tensor]], stream: Any = None) -> None:
-    """Copy into the first of each pair, on a stream."""
     with nullcontext() if stream is None else torch.cuda.stream(stream):
         for target, source in pairs:
             target.copy_(source, non_blocking=True)
 
 
 def _release(pinned: list[Tensor], stream: Any) -> None:
-    """Give up pinned memory that nothing is copied to or from any more."""
+    """Free pinned memory that is no longer copied to or from."""
     stream.synchronize()
     for memory in pinned:
         unpin(memory)
 
 
 def pin(memory: Tensor, what: str, remedy: str) -> None:
-    """Let a GPU read and write CPU memory by itself: registered, since torch's own is of a power of two.
+    """Register contiguous CPU memory for a GPU's access (torch's own pinning rounds up to a power of two).
 
-    Args:
-        memory: contiguous, on the CPU; `unpin` it before it is freed.
-        what: option that needs it, for the warning where it cannot be.
-        remedy: what to do then, after "free some memory, or".
+    `unpin` it before it is freed. If pinning fails, a warning names the option `what` and the `remedy`, which follows
+    "free some memory, or".
     """
     failed = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) if memory.nbytes else 0
     if failed:
@@ -184,6 +165,6 @@ def pin(memory: Tensor, what: str, remedy: str) -> None:
 
 
 def unpin(memory: Tensor) -> None:
-    """Undo `pin`; nothing happens to memory that is not pinned."""
+    """Undo `pin`; does nothing to memory that is not pinned."""
     if memory.device.type == "cpu" and memory.is_pinned():
         torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())

@@ -1,16 +1,14 @@
-"""The state of all parameters in one buffer of each kind, and the tensors of `Optimizer.state` as views into them.
+"""The state of all parameters in one buffer of each kind; the tensors of `Optimizer.state` are views into them.
 
-A step then needs no list of state tensors: it takes no time to collect them, and the operator reads the buffers as they
-are. Files do not change: `state_dict` has the same tensors per parameter, and torch.save writes shared memory once.
+A step collects no list of state tensors: the operator reads the buffers. Files do not change: `state_dict` has the same
+tensors per parameter, and torch.save writes shared memory once.
 
     codes of a moment    [n_blocks, B]        parameter 0 from block 0 on, the next one in the block after its last
     numbers of a moment  fp32 [S, n_blocks]   scale, exponent, center
     steps                fp32 [n_params]
-    draws                int32 [n_params, 2]  with exp_avg_sq or parameters rounded at random: stream, first element; in
-                                              no file
+    draws                int32 [n_params, 2]  for stochastic rounding: stream, first element; in no file
 
-Codes and numbers are on the parameters' device, or in host memory (`offload`), where a step has them pass through the
-device in chunks.
+Codes and numbers are on the parameters' device, or in CPU memory (`offload`), passing through the device in chunks.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from coat_core.rounding import PARAMETERS, streams
 
 
 class Numbering(NamedTuple):
-    """From where draws are taken that depend on no other parameter."""
+    """The origin of draws that depend on no other parameter."""
 
     seed: int  # of all
     # id of a parameter → its number in the optimizer's groups and, of a shard, the number of its first element
@@ -41,7 +39,7 @@ class Numbering(NamedTuple):
     parameters: bool = False  # whether parameters in bf16 and fp16 are
 
     def draws(self, params: list[Tensor], salt: int = 0) -> Tensor:
-        """Return stream and first element, int32 [n, 2] on the device of these parameters, which nothing waits for."""
+        """Return stream and first element, int32 [n, 2] on the parameters' device, without a sync."""
         every = streams(self.seed ^ salt, self.total, params[0].device)
         places = [self.places.get(id(param), (0, 0)) for param in params]  # one in no group has no step
         return torch.stack([torch.stack((every[i], torch.full_like(every[i], first))) for i, first in places])
@@ -74,7 +72,7 @@ class DeviceState:
 
 
 class Call(NamedTuple):
-    """What one call of the operator takes of a batch."""
+    """One call of the operator, for part or all of a batch."""
 
     params: list[Tensor]  # parameters, or as many of their elements, flat, as fit a slot
     grads: list[Tensor]  # of these
@@ -84,13 +82,13 @@ class Call(NamedTuple):
     start: int = 0  # the number of its first element here
 
     def rows(self, table: Tensor | None) -> Tensor | None:
-        """Return the rows of a table [n, ...] that has one for each parameter of the batch."""
+        """Return this call's rows of a table [n, ...] with one row per parameter of the batch."""
         if table is None or len(table) == len(self.params):
             return table
         return table[self.first :][: len(self.params)].clone()  # kernels want it at a multiple of 16 bytes
 
     def draws(self, table: Tensor | None) -> Tensor | None:
-        """Return the rows of `Batch.draws`, with the number of the first element that is here."""
+        """Return this call's rows of `Batch.draws`, with the number of its first element."""
         found = self.rows(table)
         if found is None or not self.start:
             return found
@@ -115,14 +113,14 @@ class Batch(NamedTuple):
         return self._chosen(self.packed.steps)
 
     def draws(self, of: Tensor | None) -> Tensor | None:
-        """Return stream, step and first element, int32 [n, 3], without reading any; None where nothing is drawn."""
+        """Return stream, step and first element, int32 [n, 3], reading none; None without stochastic rounding."""
         if of is None:
             return None
         stream, first = self._chosen(of).unbind(-1)
         return torch.stack((stream, self.steps().to(torch.int32), first), dim=-1)
 
     def calls(self) -> Iterator[Call]:
-        """Yield the calls of the operator, each to be made before the next: one, or several for moments elsewhere."""
+        """Yield the operator's calls, to be made one by one: several for offloaded moments."""
         first_blocks, staging = [self.packed.first_blocks[index] for index in self.indices], self.packed.staging
         if staging is None:
             yield Call(self.params, self.grads, self.packed.moments, first_blocks)
@@ -149,18 +147,9 @@ class Batch(NamedTuple):
 
 
 class PackedState:
-    """The packed state of every parameter that has one.
+    """The packed state of every parameter that has one, by device.
 
-    Args:
-        state: `Optimizer.state`; its entries become views with the values they had, or zeros where there were none.
-        new: parameters that get a state now.
-        moments: how each moment is stored.
-        steps_on_device: whether the step counters are on the parameters' device and not on the CPU.
-        offload: whether the moments are in host memory.
-
-    Attributes:
-        devices: the packed state on each device.
-        seed: of `number`.
+    Entries of `state` (`Optimizer.state`) become views with their values; parameters in `new` start with zeros.
     """
 
     def __init__(
@@ -192,7 +181,7 @@ class PackedState:
         self._addresses = _addresses(self._entries)
 
     def number(self, numbering: Numbering) -> None:
-        """Take draws from here on."""
+        """Draw from `numbering` from now on."""
         self.seed = numbering.seed
         for device, packed in self.devices.items():
             params = [param for param, other in zip(self._params, self._devices, strict=True) if other == device]
@@ -202,7 +191,7 @@ class PackedState:
     def holds(self, state: MutableMapping[Tensor, State], params: list[Tensor]) -> bool:
         """Whether this still is the state of all parameters, `params` among them.
 
-        It is not after `load_state_dict`, a first gradient, or when somebody replaced or moved any tensor of it.
+        It is not after `load_state_dict`, a first gradient, or when a tensor of it was replaced or moved.
         """
         entries = [entry for entry in state.values() if entry]
         return (
@@ -214,7 +203,7 @@ class PackedState:
         )
 
     def count_step(self, params: list[Tensor], found_inf: Tensor | None = None) -> None:
-        """Add 1 to the step counters of these parameters; 0 where `found_inf`, next to the counters, is 1."""
+        """Add 1 to the step counters of these parameters; 0 where `found_inf`, on the counters' device, is 1."""
         one = 1.0 if found_inf is None else 1.0 - found_inf
         if len(params) == len(self._params):
             for packed in self.devices.values():
@@ -227,7 +216,7 @@ class PackedState:
                 torch._foreach_add_(steps, one)
 
     def batches(self, params: list[Tensor]) -> Iterator[Batch]:
-        """Sort parameters with gradients by device, dtypes and, where the CPU knows it, step number."""
+        """Group parameters with gradients by device, dtypes and, if on the CPU, step number."""
         if not params:
             return
         grads = [param.grad for param in params if param.grad is not None]

@@ -1,16 +1,15 @@
 """FP8AdamW for parameters that FSDP2 (`fully_shard`) has sharded, and its state for torch.distributed.checkpoint.
 
-Each process steps its own rows: the update is by element, and a block of moments has its scale in the process that has
-its numbers. For that no shard may cut a block. Blocks run over the flattened parameter, and FSDP2 gives N processes
-ceil(R / N) rows of R each, so
+Each process steps its own rows: the update is by element, and a block's scale is in the process that has its numbers,
+so no shard may cut a block. Blocks run over the flattened parameter, and FSDP2 gives N processes ceil(R / N) rows of R
+each, so
 
     row of K elements, K a multiple of the block size B     every shard ends where a block ends
     K divides B                                             if ceil(R / N) is a multiple of B / K
 
-What fits neither (`cut_parameters`: small biases and norms) is left whole in every process, `fully_shard`'s
+Other parameters (`cut_parameters`: small biases and norms) stay whole in every process, `fully_shard`'s
 `ignored_params`; the process that runs the model sums those gradients. So blocks, codes and scales are those of one
-process with the whole parameter, for any N, and a checkpoint of one number of processes is one of any other.
-So is a file of FP8AdamW's own `state_dict`, written by one process (`whole_state_dict`).
+process with the whole parameter, for any N, and checkpoints and `whole_state_dict` do not depend on N.
 
 Shapes: parameter [R, ...] with rows of K elements; numbers of blocks, flat in the optimizer, [R, K / B] or [R K / B, 1]
 in a checkpoint: sharded along dim 0, they are cut where the parameter is.
@@ -41,18 +40,18 @@ def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
 
 
 def cut_parameters(model: nn.Module, processes: int, block_size: int) -> set[nn.Parameter]:
-    """Return the trained parameters of which a shard would cut a block: `fully_shard`'s `ignored_params`."""
+    """Return the trained parameters whose blocks a shard would cut: `fully_shard`'s `ignored_params`."""
     trained = (param for param in model.parameters() if param.requires_grad)
     return {param for param in trained if not _fits(param.shape, processes, block_size)}
 
 
 def local_values(tensor: Tensor) -> Tensor:
-    """Return the rows that this process has, in the same memory; a tensor that is not sharded itself."""
+    """Return this process's rows, in the same memory; an unsharded tensor itself."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def rows_like(tensor: Tensor, whole: Tensor) -> Tensor:
-    """Return, as a view, the rows of `whole` that this process has of `tensor`, which is of the same whole shape."""
+    """Return, as a view, this process's rows of `whole`, sharded like `tensor`."""
     if not is_sharded(tensor):
         return whole
     each = -(-tensor.shape[0] // tensor.device_mesh.size())
@@ -61,7 +60,7 @@ def rows_like(tensor: Tensor, whole: Tensor) -> Tensor:
 
 @torch.no_grad()
 def gather(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
-    """Return copies of whole tensors in CPU memory, gathered one after the other; all processes call it together."""
+    """Return CPU copies of whole tensors, gathered one by one; all processes call it together."""
     found = {}
     for name, tensor in tensors.items():
         own = tensor.detach()
@@ -81,21 +80,17 @@ def _fits(shape: torch.Size, processes: int, block_size: int) -> bool:
 
 
 class ShardedFP8AdamW(FP8AdamW):
-    """FP8AdamW over what this process holds of parameters sharded by `fully_shard`, and over whole ones.
+    """FP8AdamW over this process's rows of parameters sharded by `fully_shard`, and over whole ones.
 
-    Learning rates, `state_dict` and the state are those of the local rows. For any number of processes are
-    `checkpoint_state`, which torch.distributed.checkpoint saves and loads, and `whole_state_dict`.
-
-    Args:
-        params: name → parameter, after `fully_shard`; names are those of the checkpoint.
-        options: FP8AdamW's.
+    `params` maps a checkpoint's names to parameters, after `fully_shard`. `state_dict` and the state are those of the
+    local rows; `checkpoint_state` (torch.distributed.checkpoint) and `whole_state_dict` fit any number of processes.
 
     Raises:
         ValueError: a parameter is sharded along another dimension than the first, over several, or cuts a block; or
             `offload`: a checkpoint has the moments on the devices of the parameters.
 
     Numerics: the local rows get the bits that FP8AdamW gives those rows of the whole parameter, given the same
-        gradient; what is rounded at random draws by the number of the element in the whole.
+        gradient; stochastic rounding draws by the number of the element in the whole.
     """
 
     def __init__(self, params: Mapping[str, Tensor], **options: Any) -> None:
@@ -130,12 +125,10 @@ class ShardedFP8AdamW(FP8AdamW):
 
     @torch.no_grad()
     def checkpoint_state(self) -> dict[str, dict[str, Tensor]]:
-        """Return the state of each parameter by name; loading into these tensors is loading the optimizer.
+        """Return the state of each parameter by name, zeros before the first step; loading into it loads the optimizer.
 
-        Moments have the parameter's shape and sharding; 8-bit ones as uint8, since gloo exchanges no FP8. Their keys
-        say how they are stored: a checkpoint stored in another way has no such key, which is an error of torch's. The
-        numbers of their blocks, as in the module's docstring, are sharded along with them. Made where there is none
-        yet: all zero, as before the first step.
+        Moments have the parameter's shape and sharding; 8-bit ones as uint8, since gloo exchanges no FP8. Keys name the
+        storage, so loading a checkpoint stored otherwise is a missing key in torch.
         """
         every = [param for param in self._own.values() if param.numel()]
         if every:
@@ -144,13 +137,7 @@ class ShardedFP8AdamW(FP8AdamW):
 
     @torch.no_grad()
     def whole_state_dict(self, keep: bool = True) -> dict[str, Any]:
-        """Return what `state_dict` of an FP8AdamW over the whole parameters would give, gathered tensor by tensor.
-
-        All processes call it together.
-
-        Returns:
-            Copies in CPU memory. State that does not exist yet is made first, as in `checkpoint_state`.
-        """
+        """Return `state_dict` of an FP8AdamW over the whole parameters, in CPU memory; all processes call it."""
         stored = storages(self.fp8_config)
         states: dict[int, dict[str, Tensor]] = {}
         for index, named in enumerate(self.checkpoint_state().values()):
@@ -163,10 +150,9 @@ class ShardedFP8AdamW(FP8AdamW):
         return {"state": states if keep else {}, "param_groups": groups}
 
     def load_whole_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the local rows of what `whole_state_dict`, or `state_dict` of one process, gave.
+        """Load the local rows of a `whole_state_dict`, or of one process's `state_dict`.
 
-        Raises:
-            ValueError: as FP8AdamW's `load_state_dict`, or a shard would cut a block of the file's.
+        Raises ValueError as FP8AdamW's `load_state_dict`, or where a shard would cut a block of the file's.
         """
         check_groups(dict(state_dict), [{"params": list(self._whole)}])
         (group,) = state_dict["param_groups"]
@@ -183,7 +169,7 @@ class ShardedFP8AdamW(FP8AdamW):
     def _rows_of_state(
         self, name: str, param: Tensor, saved: Mapping[str, Any], group: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """The local rows of one parameter's saved state, the numbers of their blocks with them."""
+        """Return the local rows of one parameter's saved state, with the numbers of their blocks."""
         if not is_sharded(param):
             return dict(saved)
         block, processes = int((group.get("fp8") or {}).get("block_size", 0)), param.device_mesh.size()
@@ -222,7 +208,6 @@ class ShardedFP8AdamW(FP8AdamW):
         return found
 
     def _empty_state(self, own: Tensor) -> dict[str, Tensor]:
-        """What a process without rows holds: nothing, of the dtypes that the others have."""
         other = next(iter(self.state.values()))
         sizes = {key: own.shape if key in MOMENTS else (0,) for key in other if key != "step"}
         empty = {key: torch.empty(size, dtype=other[key].dtype, device=own.device) for key, size in sizes.items()}
@@ -230,7 +215,6 @@ class ShardedFP8AdamW(FP8AdamW):
 
 
 def _first_element(param: Tensor) -> int:
-    """The number of the first element that this process has."""
     if not is_sharded(param):
         return 0
     rows = -(-param.shape[0] // param.device_mesh.size())
@@ -238,7 +222,7 @@ def _first_element(param: Tensor) -> int:
 
 
 def _sharded_like(param: Tensor, own: Tensor, shape: torch.Size) -> Tensor:
-    """A tensor of `shape` of which this process has `own`, sharded as the parameter is; `own` where that is whole."""
+    """Return a tensor of `shape`, sharded as the parameter is, whose local part is `own`; `own` if that is whole."""
     if not is_sharded(param):
         return own
     stride = torch.empty(shape, device="meta").stride()
@@ -258,5 +242,4 @@ def _check(name: str, param: Tensor, block_size: int) -> None:
 
 
 def _local(param: Tensor) -> Tensor:
-    """The rows of this process, in the memory of the parameter."""
     return local_values(param).detach().requires_grad_()

@@ -1,4 +1,4 @@
-"""What FP8AdamW keeps per parameter, and how a moment gets in and out of it.
+"""FP8AdamW's state per parameter, and reading and writing its moments.
 
 | key                                             | dtype, shape                                   | present       |
 |-------------------------------------------------|------------------------------------------------|---------------|
@@ -45,7 +45,7 @@ class Storage(NamedTuple):
 
     @property
     def per_block(self) -> tuple[str, ...]:
-        """The suffixes of the fp32 [n_blocks] tensors that go with the codes."""
+        """Suffixes of the fp32 [n_blocks] tensors beside the codes."""
         if self.format is None:
             return ()
         if isinstance(self.format, IntegerFormat):
@@ -75,7 +75,7 @@ def storages(config: FP8QuantizationConfig) -> dict[str, Storage]:
 
 
 def state_bytes(config: FP8QuantizationConfig, sizes: Iterable[int]) -> int:
-    """Return what the moments of parameters take, with their scales."""
+    """Return the bytes of the moments of parameters, with their scales."""
     stored, counts = storages(config).values(), Counter(sizes)
     return sum(
         count * (size * moment.dtype.itemsize + 4 * len(moment.per_block) * n_blocks(size, moment.block_size))
@@ -100,7 +100,7 @@ def moment_views(name: str, moment: Moment, storage: Storage, first: int, shape:
 
 
 def read_state(state: State, moments: dict[str, Storage]) -> tuple[Tensor, Tensor]:
-    """Return exp_avg and exp_avg_sq of one parameter in fp32, in its shape, from how they are stored."""
+    """Return exp_avg and exp_avg_sq of one parameter in fp32, in its shape."""
     shape, device = state["exp_avg"].shape, state["exp_avg"].device
     block_size = max(storage.block_size for storage in moments.values())  # fp32 can be read in blocks of any size
     packed = []
@@ -114,7 +114,7 @@ def read_state(state: State, moments: dict[str, Storage]) -> tuple[Tensor, Tenso
 
 
 def convert_state(state: State, old: dict[str, Storage], new: dict[str, Storage]) -> State:
-    """Store both moments of one parameter in another way; through fp32 values, on the device they are on."""
+    """Store both moments of one parameter in another way, through fp32 values on their device."""
     values = read_state(state, old)
     shape, device = values[0].shape, values[0].device
     block_size, expansion = new["exp_avg"].block_size, new["exp_avg"].expansion or new["exp_avg_sq"].expansion
