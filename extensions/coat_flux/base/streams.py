@@ -45,10 +45,7 @@ def keep_streams() -> None:
 
 
 def quiet_dead_outputs(wait: float = 0.0) -> None:
-    """Redirect stdout and stderr to nowhere if their terminal or pipe is closed, so that no library's printing raises.
-
-    Waits up to `wait` seconds for one of them to close. Does nothing on Windows.
-    """
+    """Send stdout and stderr nowhere once their terminal or pipe closes (within `wait` s); not on Windows."""
     if not hasattr(select, "poll"):
         return
     outputs = select.poll()

@@ -62,7 +62,6 @@ class GrowingTable:
         return []
 
     def _write(self, lines: Sequence[str]) -> None:
-        """Write lines, or the whole table if the file is gone."""
         self._lines += lines
         if self._wait > 0:
             self._wait -= 1

@@ -235,7 +235,6 @@ def _session(
 
 
 def _modulate(runner: BlockRunner, names: dict[nn.Module, tuple[str, int]], recorder: Recorder, temb: Tensor) -> None:
-    """Precompute as many modulations as the whole model has."""
     modulations: list[Modulation] = []
     for form, (_, number) in zip(runner.forms, names.values(), strict=True):
         own = form.block.modulations
@@ -249,7 +248,6 @@ def _modulate(runner: BlockRunner, names: dict[nn.Module, tuple[str, int]], reco
 
 
 def _like(modulation: Modulation) -> Modulation:
-    """A modulation with the same weight and new adapters."""
     linear = modulation.linear
     adapters = tuple(
         tuple(replace(x, down=nn.Parameter(x.down.detach()), up=nn.Parameter(x.up.detach())) for x in found)
@@ -270,7 +268,6 @@ def _places(model: Any, geometry: Geometry) -> dict[nn.Module, tuple[str, int]]:
 
 
 def _parameters(model: Any, geometry: Geometry) -> dict[str, nn.Parameter]:
-    """Adapters of the whole model, copied from the first block of each kind."""
     return {
         f"{name}.{i}": nn.Parameter(torch.empty_like(parameter))
         for name, parameter in lora_parameters(model).items()

@@ -140,7 +140,6 @@ class CostModel(NamedTuple):
         return max(moved / bandwidth / 1e6, compute) + kernels * LAUNCH_MS
 
     def _used(self, shape: tuple[int, int, int], tile: tuple[int, int]) -> float:
-        """The used share of the tiles and of their last wave."""
         tiles = math.ceil(shape[0] / tile[0]) * math.ceil(shape[1] / tile[1])
         waves = math.ceil(tiles / self.multiprocessors)
         return shape[0] * shape[1] / (waves * self.multiprocessors * tile[0] * tile[1])

@@ -57,10 +57,7 @@ def measure_steps(row: Configuration, setting: Setting) -> Iterator[dict[str, An
 
 
 def _captured(step: Callable[[], None], device: torch.device) -> tuple[Callable[[], None], int]:
-    """Capture the step as a CUDA graph after warm-up steps, which compile kernels and create the optimizer's state.
-
-    Returns a replay and the peak memory in bytes, which the allocator reports only during the capture.
-    """
+    """Capture the step as a CUDA graph; returns a replay and the peak bytes, known only during the capture."""
     from ..trainers.standalone.step_graph import capture
 
     for _ in range(3):
@@ -146,7 +143,6 @@ def release(device: torch.device) -> None:
 
 
 def _to_quanto(model: nn.Module) -> None:
-    """Quantize all linears, as ai-toolkit does for a transformer."""
     from optimum.quanto import freeze, qfloat8, quantize
 
     quantize(model, weights=qfloat8)

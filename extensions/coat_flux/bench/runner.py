@@ -93,10 +93,7 @@ def describe(options: BenchOptions, start: Start = start_worker) -> dict[str, An
 def run_cases(
     options: BenchOptions, log: Callable[[str], None], start: Start = start_worker
 ) -> Iterator[dict[str, Any]]:
-    """Measure every case in every round; a case without figures is not tried again.
-
-    Yields the round, level, configuration, sizes, seconds and result of each process.
-    """
+    """Measure every case in every round and yield its figures; a case without figures is not tried again."""
     cases, given_up = options.cases(), set()
     common = {"geometry": options.geometry._asdict(), "device": options.device, "repeats": options.repeats}
     for number in range(1, options.rounds + 1):

@@ -47,7 +47,6 @@ def count(config: COATConfig, geometry: Geometry, resolutions: Sequence[int]) ->
 
 
 def _costed(recorder: Recorder, model: CostModel) -> dict[str, Any]:
-    """Sums of launches, milliseconds, bytes and operations: all, of blocks, by category and by region."""
     whole, blocks = dict.fromkeys(FIGURES, 0), dict.fromkeys(FIGURES, 0)
     categories: dict[str, dict[str, float]] = {}
     regions: dict[str, dict[str, float]] = {}
@@ -76,10 +75,10 @@ def _costed(recorder: Recorder, model: CostModel) -> dict[str, Any]:
 
 
 def as_compiled(launches: Sequence[Launch]) -> list[Launch]:
-    """Fuse the launches between matrix products and attention, as torch.compile of each block would at best.
+    """Fuse launches between matrix products and attention, as torch.compile of each block would at best.
 
-    Launches of a region that depend on no product in between, and share a tensor, become one that reads the external
-    inputs and writes the tensors read later.
+    Launches of a region that depend on no product in between, and share a tensor, become one with the external
+    traffic.
     """
     groups: list[list[Launch]] = []
     for region in dict.fromkeys(launch.region for launch in launches):
@@ -93,7 +92,6 @@ def as_compiled(launches: Sequence[Launch]) -> list[Launch]:
 
 
 def _groups(launches: Sequence[Launch]) -> list[list[Launch]]:
-    """Sort the launches of a graph into kernels."""
     depth: dict[int, int] = {}  # storage → products between the graph's inputs and it
     members: dict[int, list[Launch]] = {}
     kernel_of: dict[tuple[int, int], int] = {}  # (depth, storage) → kernel that reads or writes it
@@ -153,7 +151,6 @@ def report(counts: dict[str, Any], verbose: bool) -> str:
 
 
 def _operators(sizes: dict[str, Any]) -> str:
-    """Every operator of one block of each kind in COAT, with its number of launches."""
     first = next(iter(sizes.values()))["coat"]["operators"]
     lines = []
     for region, rows in first.items():

@@ -24,11 +24,10 @@ RESIDENT, ALLOCATED = "resident set of the process", "allocated on the device"
 
 
 class Timing(NamedTuple):
-    """Samples of each timed call in ms, and other figures.
+    """Milliseconds of each timed call, and other figures.
 
-    `peak_bytes` is the peak of allocated GPU memory while they ran, or of the whole process on a CPU. `first_ms` is
-    the first warm-up call, with compilation and allocation. `host_ms` is the shortest time until a call returned, GPU
-    work still queued.
+    `peak_bytes` is the allocator's peak on a GPU, the process's on a CPU; `first_ms` the first warm-up call with
+    compilation and allocation; `host_ms` the shortest time until a call returned, GPU work still queued.
     """
 
     samples_ms: list[float]
@@ -58,10 +57,7 @@ class Setting(NamedTuple):
 def time_calls(
     call: Callable[[], object], device: torch.device, warmup: int, repeats: int, *, cold: bool = False
 ) -> Timing:
-    """Time `repeats` calls after `warmup` (at least 1) others; `cold` writes a large buffer before each (GPU only).
-
-    `call` must not synchronize with the device.
-    """
+    """Time `repeats` asynchronous calls after `warmup` others; `cold` writes a large buffer before each (GPU)."""
     started = time.perf_counter()
     call()
     wait(device)

@@ -106,7 +106,6 @@ def _errors(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def _print_other_host(name: str, shown: Sequence[Finding], errors: Sequence[Finding]) -> None:
-    """Print one line, whether the other trainer would run the job, then its errors not shown yet."""
     seen = {(item.key, item.text()) for item in shown}
     own = [item for item in errors if (item.key, item.text()) not in seen]
     if not errors:

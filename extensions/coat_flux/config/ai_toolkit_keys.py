@@ -97,11 +97,7 @@ VALUES = {(row["block"], row["key"]): values_of(row) for row in ROWS if row["val
 
 
 def check_keys(raw: Any, path: str, toolkit: Toolkit, findings: Findings, block: str = PROCESS) -> None:
-    """Check a block and its nested blocks: unknown keys, wrong types, unknown values.
-
-    `path` is the dotted key of the block, `block` its name in the table. Null counts as an empty block. Keys present
-    in the job are added to `findings.given`.
-    """
+    """Check a block (`block` in the table) and its nested blocks: unknown keys, wrong types, unknown values."""
     kinds = KINDS[block]
     for key, value in as_mapping(raw, path, findings).items():
         where, kind = f"{path}.{key}", kinds.get(key) or OWN_KINDS.get((block, key))

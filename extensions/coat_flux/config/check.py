@@ -49,11 +49,7 @@ def check_job_dict(
     toolkit_root: Path | None = None,
     num_processes: int = 1,
 ) -> list[Finding]:
-    """`check_job_file` for a job that is already parsed; `file` is named in the findings.
-
-    `num_processes` is the number that train together; ai-toolkit supports one. Raises ValueError for an unknown
-    trainer.
-    """
+    """`check_job_file` for a job that is already parsed; raises ValueError for an unknown trainer."""
     if trainer == STANDALONE:
         job, findings = JobConfig.examine(raw, file=file)
         found = findings.all
@@ -87,10 +83,7 @@ def toolkit_of(root: Path | None, findings: Findings | None = None) -> Toolkit:
 
 
 def find_toolkit(given: str | os.PathLike[str] | None = None) -> Path | None:
-    """The checkout to check against: `given`, `AI_TOOLKIT_ROOT`, or the working directory if it is one.
-
-    Raises NoToolkitError if the first two name a folder that is not ai-toolkit.
-    """
+    """The checkout `given` or AI_TOOLKIT_ROOT (raises NoToolkitError), else the working directory if it is one."""
     for place, name in ((given, "--ai-toolkit"), (os.environ.get(ROOT_VARIABLE), ROOT_VARIABLE)):
         if place:
             if not is_toolkit(Path(place)):
@@ -129,7 +122,6 @@ def require_packages(job: JobConfig) -> None:
 
 
 def _check_process(entry: Entry) -> None:
-    """Check an entry of `config.process` inside ai-toolkit: single keys, then their combinations."""
     process, path, findings, kind = entry.raw, entry.path, entry.findings, entry.raw.get("type")
     if kind is None:
         findings.add(f"{path}.type", f"is missing; write {COAT_TYPE}")

@@ -1,7 +1,4 @@
-"""The `coat:` block: every option once, with type, default, range and help, and its translation to numeric settings.
-
-Parsing, error messages and the README's table are generated from these declarations.
-"""
+"""The `coat:` block: declarations that parsing, error messages and the README's table are generated from."""
 
 from __future__ import annotations
 
@@ -225,10 +222,7 @@ class COATConfig:
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any] | None, *, file: str = "", key_path: str = "coat") -> COATConfig:
-        """Parse the block strictly, even if `enabled` is false; raises ConfigError with every finding.
-
-        None or an empty block has every default. Errors name `file` and `key_path`, the block's dotted key.
-        """
+        """Parse the block strictly, even if `enabled` is false; raises ConfigError with every finding."""
         findings = Findings(file)
         config = build(cls, raw, key_path, findings)
         check_combinations(config, key_path, findings)
@@ -254,8 +248,8 @@ class COATConfig:
     ) -> tuple[FP8QuantizationConfig, dict[str, Any]]:
         """Return the storage settings of FP8AdamW's moments and its other keyword arguments.
 
-        `optimizer_params` is ai-toolkit's block, whose keys override `coat.optimizer`; `file` and `key_path` name it
-        in errors. Raises ConfigError for unknown keys or refused values.
+        Keys of ai-toolkit's `optimizer_params` override `coat.optimizer`; raises ConfigError for unknown keys or
+        refused values.
         """
         from coat_core.config import FP8QuantizationConfig
 

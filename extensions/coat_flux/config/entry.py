@@ -20,11 +20,7 @@ BOTH, ALONE, TOOLKIT = (STANDALONE, AI_TOOLKIT), (STANDALONE,), (AI_TOOLKIT,)  #
 
 @dataclass(frozen=True)
 class Entry:
-    """A block of keys whose types have been checked, and the context that rules need.
-
-    `path` is its dotted key, `name` is `config.name`, `outer` the process entry around a nested block. `coat` is None
-    for ai-toolkit's own process types inside ai-toolkit.
-    """
+    """A block of type-checked keys and its context; `coat` is None for ai-toolkit's process types inside ai-toolkit."""
 
     trainer: str
     raw: Mapping[str, Any]
@@ -53,11 +49,7 @@ class Entry:
     def rule(
         self, trainers: tuple[str, ...], key: str, wrong: Any, text: str, *, warn: bool = False, default: Any = ...
     ) -> None:
-        """Add a finding at the dotted `key` if `wrong` and the rule applies to this trainer.
-
-        `text` is `<rule>; <remedy>`, `trainers` is `BOTH`, `ALONE` or `TOOLKIT`; `default` is shown if the key is
-        absent.
-        """
+        """Add a finding `<rule>; <remedy>` at the dotted `key` if `wrong` and the rule applies to this trainer."""
         if not wrong or self.trainer not in trainers:
             return
         value = self._written(key)
@@ -103,7 +95,6 @@ class Entry:
         return arch in ("flux", "flex1") or (not arch and entry.get("model.is_flux") is True)
 
     def _written(self, key: str) -> Any:
-        """The raw value of a dotted key; `...` if absent."""
         value: Any = self.raw
         for part in key.split("."):
             value = value.get(part, ...) if isinstance(value, Mapping) else ...
@@ -136,9 +127,8 @@ def coat_of_entry(process: Mapping[str, Any], file: str) -> COATConfig:
 def coat_of_full(coat: COATConfig, path: str, given: Collection[str]) -> COATConfig:
     """The block as it applies to full fine-tuning; `given` holds the keys present in the job.
 
-    Trained weights change in every step, so blocks take the generic flow and run eager. INT8 is for frozen weights, so
-    the fallback is bf16. bf16 weights are rounded stochastically by default, since most updates are smaller than half
-    a bf16 step.
+    Trained weights change in every step, so blocks take the generic flow and run eager, and INT8 falls back to bf16.
+    bf16 weights are rounded stochastically by default, since most updates are smaller than half a bf16 step.
     """
     optimizer = coat.optimizer
     if f"{path}.optimizer.stochastic_rounding" not in given:

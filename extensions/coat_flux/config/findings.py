@@ -21,8 +21,8 @@ _ABSENT = object()
 class Finding:
     """One finding, printed as one line; an "error" stops the run, a "warning" does not.
 
-    `key` is a dotted path or a place such as `line 3, column 5`, empty for the whole file. `value` is formatted by
-    `show`, or None. `rule` says what is allowed or wrong, `remedy` what to change.
+    `key` is a dotted path, a place such as `line 3, column 5`, or empty for the whole file; `value` is formatted by
+    `show`.
     """
 
     severity: str
@@ -125,10 +125,7 @@ def closest(word: Any, known: Iterable[str], cutoff: float = 0.6) -> str | None:
 
 
 def suggest_key(key: Any, siblings: Iterable[str], elsewhere: Iterable[str] = ()) -> str:
-    """The remedy for an unknown key: "did you mean …?", or the known keys.
-
-    `siblings` are the keys of its block, `elsewhere` dotted keys of nested blocks, for a key at the wrong level.
-    """
+    """The remedy for an unknown key, "did you mean …?" or the known keys; `elsewhere` has nested dotted keys."""
     siblings = sorted(siblings)
     by_leaf = {dotted.rpartition(".")[2]: dotted for dotted in elsewhere}
     if near := closest(key, siblings, cutoff=0.8):

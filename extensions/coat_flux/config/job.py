@@ -1,7 +1,6 @@
 """The job as the stand-alone trainer sees it: an ai-toolkit YAML, typed and checked.
 
-Keys that only ai-toolkit supports are refused unless they have no effect (`ai_toolkit_keys`), so a YAML that parses
-here means the same run in both.
+Keys that only ai-toolkit supports are refused unless they have no effect, so a valid YAML means the same run in both.
 """
 
 from __future__ import annotations
@@ -101,11 +100,7 @@ class JobConfig:
 
     @classmethod
     def examine(cls, raw: Any, *, file: str = "") -> tuple[JobConfig | None, Findings]:
-        """`from_dict` that returns all findings, including warnings.
-
-        The job is None if `raw` does not have the shape of one; otherwise refused values are replaced by their
-        defaults.
-        """
+        """`from_dict` with all findings and defaults for refused values; the job is None if `raw` is not one."""
         findings = Findings(file)
         plain = plain_job(raw, findings)
         if plain is None:
@@ -167,7 +162,6 @@ def _coat_in_force(job: JobConfig, path: str, findings: Findings) -> COATConfig:
 
 
 def _completed(job: JobConfig, name: str, path: str, findings: Findings) -> JobConfig:
-    """Resolve ai-toolkit's older and implied spellings, so that the trainer has one place to look."""
     as_trained = job.full and f"{path}.save.dtype" not in findings.given
     rank = job.network.linear if job.network.rank is None else job.network.rank
     alpha = job.network.linear_alpha if job.network.linear_alpha is not None else job.network.alpha

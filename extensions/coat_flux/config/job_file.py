@@ -40,14 +40,10 @@ def shipped() -> dict[str, Path]:
 
 
 def load_job_yaml(path: str | os.PathLike[str], *, name: str | None = None) -> dict[str, Any]:
-    """Read a job from a UTF-8 .yaml, .yml, .json or .jsonc file.
+    """Read a job (`job`, `config` with `name` and `process`, optional `meta`) from a UTF-8 YAML or JSON file.
 
-    `name` overrides `config.name`, as `run.py --name` does. Returns `job`, `config` with `name` and at least one
-    `process` block, and `meta` if present.
-
-    Raises:
-        ConfigError: no such file, a syntax error (with line and column), a duplicate key, an unset environment
-            variable, or not the shape of a job.
+    `name` overrides `config.name`, as `run.py --name` does. Raises ConfigError for a missing file, a syntax error
+    (with line and column), a duplicate key, an unset environment variable, or the wrong shape.
     """
     file = os.fspath(path)
     text = _read_text(Path(file))
@@ -151,7 +147,6 @@ def plain_job(raw: Any, findings: Findings) -> dict[str, Any] | None:
 
 
 def _check_plain(value: Any, findings: Findings, path: str) -> None:
-    """Allow only blocks, lists, strings, numbers, true, false and null."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             name = _key_text(key)

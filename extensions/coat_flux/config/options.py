@@ -389,7 +389,6 @@ def _parse_into(values: dict[str, Any], name: str, option: Option, value: Any, p
 
 
 def _removal(path: str, value: Any) -> str | None:
-    """Return why a key or value of an earlier version was removed, and its replacement."""
     _, block, name = path.rpartition("coat.")
     return (REMOVED.get(name) or REMOVED.get(f"{name}={value}")) if block else None
 

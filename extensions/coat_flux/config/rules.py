@@ -85,7 +85,6 @@ def _places(entry: Entry) -> None:
 
 
 def _check_folder(folder: str | None, path: str, findings: Findings) -> bool:
-    """Whether the folder can be created: only folders may be in the way."""
     if not folder or not _check_path(folder, path, findings):
         return False
     try:
@@ -240,7 +239,6 @@ def _model(entry: Entry) -> None:
 
 
 def _coat(entry: Entry) -> None:
-    """The `coat:` block against ai-toolkit's own keys."""
     coat, alone = entry.coat, entry.trainer == STANDALONE
     switches = ("train.optimizer", "model.quantize", "model.qtype", "coat.enabled", "coat.optimizer", "coat.weight")
     if coat is None or not entry.sound(*switches):
@@ -274,7 +272,6 @@ def _coat(entry: Entry) -> None:
 
 
 def _full(entry: Entry) -> None:
-    """Keys that a job with or without `network:` cannot have."""
     get, rule, optimizer, remedy = entry.get, entry.rule, entry.optimizer, "or add network to train a LoRA"
     fused, offloads = get("train.fused_backward") is True, [key for key in OFFLOAD_KEYS if get(key) == "cpu"]
     if not entry.full:
@@ -345,7 +342,6 @@ def _full(entry: Entry) -> None:
 
 
 def _datasets(entry: Entry) -> None:
-    """Every dataset, and that all agree on caching captions."""
     text = "there is nothing to train on; write '- folder_path: …' below it"
     entry.rule(BOTH, "datasets", not entry.raw.get("datasets"), text)
     datasets, everywhere = entry.entries("datasets"), entry.get("train.cache_text_embeddings") is True
@@ -399,7 +395,6 @@ def _check_inside_ai_toolkit(dataset: Entry, is_cached: bool) -> None:
 
 
 def _samples(entry: Entry) -> None:
-    """Prompts, sampler and sizes of the samples; the trigger word."""
     rule, prompts, items = entry.rule, entry.get("sample.prompts", []), entry.entries("sample.samples")
     twice = prompts and entry.get("sample.samples")
     rule(BOTH, "sample.prompts", twice, "ai-toolkit ignores it when there are samples; keep one of them")
@@ -428,7 +423,6 @@ def _samples(entry: Entry) -> None:
 
 
 def _check_trigger(entry: Entry, prompts: list[tuple[str, str]]) -> None:
-    """Refuse invalid trigger words, and warn of sample prompts that do not show the trained subject."""
     trigger, rule = entry.get("trigger_word", ""), entry.rule
     text = "is the placeholder for the trigger word; write the word itself"
     rule(BOTH, "trigger_word", trigger == TRIGGER_TAG, text)

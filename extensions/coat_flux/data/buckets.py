@@ -35,9 +35,8 @@ class Bucket:
 def bucket_for(width: int, height: int, resolution: int, step: int = BUCKET_STEP) -> Bucket:
     """The bucket of an upright image: both sides multiples of `step` pixels and width·height <= resolution².
 
-    Before the crop each side differs from the ideal by less than `step`, unless the image is a strip narrower than
-    that. Raises ValueError if `step` is not a positive multiple of 16, `resolution` is below it, or a side is not
-    positive.
+    Before the crop each side differs from the ideal by less than `step`, except in strips narrower than that. Raises
+    ValueError unless `step` is a multiple of 16, at most `resolution`, and all are positive.
     """
     if step < FLUX_MULTIPLE or step % FLUX_MULTIPLE:
         raise ValueError(f"step={step}: must be a positive multiple of {FLUX_MULTIPLE}; use {BUCKET_STEP}")
@@ -81,10 +80,7 @@ def cropped_share(size: tuple[int, int], bucket: Bucket) -> float:
 
 @dataclass(frozen=True)
 class Sample:
-    """A training sample: an image at one size, with its caption, trigger word included.
-
-    A dropped caption becomes `dropped_caption`: "" or, as in ai-toolkit, the trigger word.
-    """
+    """An image at one size, its caption, and the caption if dropped: "" or, as in ai-toolkit, the trigger word."""
 
     image_path: Path
     caption: str

@@ -69,11 +69,7 @@ def input_device(model: nn.Module) -> torch.device:
 
 
 def by_layer(sizes: Sequence[int], room: float | None) -> list[bool]:
-    """Whether each model's layers move to the device one by one.
-
-    Those of the largest models do, if all together exceed `room`. Sizes are in bytes; `room` is the limit for models
-    and one prompt, None for no limit.
-    """
+    """Whether each model's layers move to the device one by one: the largest models', if all exceed `room` bytes."""
     left = math.inf if room is None else room - PROMPT_BYTES
     found = [False] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: sizes[index]):
@@ -86,10 +82,7 @@ def by_layer(sizes: Sequence[int], room: float | None) -> list[bool]:
 def on_device(
     models: Sequence[nn.Module], device: torch.device, room: float | None = None, *, last: bool = False
 ) -> Iterator[None]:
-    """Move models to `device` for the block and back afterwards; `room` as in `by_layer`, with bitwise equal results.
-
-    After the `last` use, whole models stay on the device, which saves the transfer.
-    """
+    """Move models to `device` for the block and back afterwards, unless `last`; `room` as in `by_layer`, same bits."""
     from accelerate import cpu_offload
     from accelerate.hooks import remove_hook_from_submodules
 
@@ -144,10 +137,7 @@ def _digest(parts: Any) -> str:
 
 
 class TensorCache:
-    """Named tensors by key, in a folder, in memory, in both or (disabled) in neither.
-
-    Files are safetensors with a checksum, renamed into place, so that no half-written entry is ever visible.
-    """
+    """Named tensors by key, in memory or as safetensors with a checksum, renamed into place, or both, or neither."""
 
     def __init__(self, folder: Path | None, keep_in_memory: bool) -> None:
         self.folder, self.keep_in_memory = folder, keep_in_memory

@@ -71,10 +71,7 @@ def read_caption(image_path: Path | str, caption_ext: str = ".txt") -> str | Non
 
 
 def inject_trigger(caption: str, trigger_word: str | None, add_if_missing: bool = True) -> str:
-    """Replace `[trigger]` and `[name]` by the trigger word, or by nothing if there is none.
-
-    If the caption then lacks the trigger word and `add_if_missing`, it is prepended.
-    """
+    """Replace `[trigger]` and `[name]` by the trigger word (or nothing); prepend it if missing and `add_if_missing`."""
     trigger = trigger_word or ""
     for placeholder in PLACEHOLDERS:
         caption = caption.replace(placeholder, trigger)
@@ -111,11 +108,7 @@ def lint_captions(
     default_caption: str | None,
     t5_of: str | None = "",
 ) -> list[str]:
-    """Warnings about the content of captions, one line each.
-
-    `raw` maps images to unprocessed captions, `default_caption` replaces empty ones, and `t5_of` names the model whose
-    T5 reads them; None for a model without T5.
-    """
+    """Warnings about the content of captions, one line each; `t5_of` names the model whose T5 reads them, if any."""
     empty = [path for path, caption in raw.items() if not caption]
     instead = "default_caption" if default_caption else _NO_CAPTION
     lines = counted(folder, empty, f"captions are empty (first: that of {{first}}); they train with {instead}")
@@ -127,7 +120,6 @@ def lint_captions(
 
 
 def _wrong_extension(folder: Path, listing: Listing, caption_ext: str) -> list[str]:
-    """Captions that exist, but under another extension than configured."""
     images, others = listing.images, listing.others
     if any(os.path.lexists(caption_file(path, caption_ext)) for path in images):
         return []
@@ -149,7 +141,6 @@ def _wrong_extension(folder: Path, listing: Listing, caption_ext: str) -> list[s
 
 
 def _unread_letters(folder: Path, raw: Mapping[Path, str]) -> list[str]:
-    """Captions in scripts that T5 has no tokens for."""
     scripts = {path: foreign_script(caption) for path, caption in raw.items()}
     unread = [path for path, (share, _) in scripts.items() if share > FOREIGN_SHARE]
     if not unread:

@@ -15,10 +15,7 @@ T5_ARCHS = ("flux", "flex1", "flux_kontext", "chroma", "chroma_radiance")
 
 
 def check_data(job: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Inspect photos and captions of a job (from `load_job_yaml`) without config errors; returns (errors, warnings).
-
-    Relative folders are relative to the working directory.
-    """
+    """Inspect photos and captions of a job (from `load_job_yaml`) without config errors; returns (errors, warnings)."""
     from .files import DatasetError
     from .hold_out import choose_hold_out
     from .preflight import inspect_datasets
@@ -42,10 +39,7 @@ def check_data(job: Mapping[str, Any]) -> tuple[list[str], list[str]]:
 
 
 def datasets_of(process: Mapping[str, Any], *, regularization: bool = True) -> Iterator[DatasetSection]:
-    """The datasets of a process entry in the stand-alone trainer's form, without keys only ai-toolkit has.
-
-    Captions in a JSON file, which only ai-toolkit reads, are left out, and `is_reg` datasets without `regularization`.
-    """
+    """A process entry's datasets for the stand-alone trainer, without JSON captions, which only ai-toolkit reads."""
     known = config_fields(DatasetSection)
     for entry in process.get("datasets") or []:
         place = entry.get("folder_path") or entry.get("dataset_path")

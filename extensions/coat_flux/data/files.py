@@ -29,10 +29,7 @@ class DatasetError(UserError, ValueError):
 
 
 def printable(name: object) -> str:
-    """A path or text safe for any console, log and file.
-
-    Control characters, marks that change the writing direction and undecodable bytes are escaped.
-    """
+    """A path or text with control characters, marks of the writing direction and undecodable bytes escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(name))
 
 

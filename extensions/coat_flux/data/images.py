@@ -204,7 +204,6 @@ def _unreadable(path: Path | str, error: Exception) -> DatasetError:
 
 
 def _kind(path: Path | str) -> str:
-    """Describe a file that is neither JPEG, PNG nor WebP."""
     with open(path, "rb") as file:
         start = file.read(256)
     if not start:
@@ -255,7 +254,6 @@ def _transform(profile: bytes, mode: str) -> tuple[ImageCms.ImageCmsTransform | 
 
 
 def _probe(mode: str) -> Image.Image:
-    """Colours spread evenly over a mode."""
     levels = np.linspace(0, 255, _PROBES_PER_CHANNEL).round().astype(np.uint8)
     grid = np.meshgrid(*[levels] * Image.getmodebands(mode), indexing="ij")
     return Image.merge(mode, [Image.fromarray(channel.reshape(1, -1)) for channel in grid])

@@ -104,17 +104,13 @@ class LatentDataset:
     def latents(self, sample: Sample) -> Tensor:
         """Latents of a sample, [C, h, w] float32 on the CPU.
 
-        Raises:
-            DatasetError: the image is unreadable, its latents are not finite, or its cache entry and the VAE are both
-                gone.
+        Raises DatasetError if the image is unreadable, the latents are not finite, or cache entry and VAE are both
+        gone.
         """
         return self._image(sample)["latents"]
 
     def mask(self, sample: Sample) -> Tensor | None:
-        """Loss weight of each latent of a sample: [1, h, w] float32 on the CPU, mean 1; None for uniform weights.
-
-        Raises DatasetError as `latents`.
-        """
+        """Loss weights [1, h, w] of the latents, fp32 on the CPU, mean 1, or None; raises DatasetError as `latents`."""
         return self._image(sample)["mask"] if self.masked else None
 
     def _image(self, sample: Sample) -> dict[str, Tensor]:
@@ -236,15 +232,11 @@ def cache_all(
 
 
 def _cut(image: Image.Image, sample: Sample) -> Image.Image:
-    """Crop, flip and resize an image to its sample."""
     return fit_to_bucket(ImageOps.mirror(image) if sample.flip else image, sample.bucket)
 
 
 def _mask_of(photo: Photo, sample: Sample, latents: Tensor) -> Tensor:
-    """Mean opacity of the pixels of each latent, [1, h, w], divided by its mean over the sample.
-
-    Thus the size of the loss does not depend on the covered area.
-    """
+    """Mean opacity of the pixels of each latent, [1, h, w], divided by its mean so that the loss keeps its size."""
     height, width = latents.shape[-2:]
     if photo.alpha is None:
         return torch.ones(1, height, width)

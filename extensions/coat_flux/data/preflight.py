@@ -1,7 +1,4 @@
-"""Everything that can be known to go wrong with the data, before a model is loaded.
-
-`scan` trains on these findings: `coat-flux check`, `coat-flux data` and both trainers share one set of rules.
-"""
+"""Pre-flight of the data before a model is loaded: the one set of rules for `check`, `data` and both trainers."""
 
 from __future__ import annotations
 
@@ -50,11 +47,7 @@ _SAME_COLOUR = 12  # levels; the same cut in another colour is another photo
 
 @dataclass
 class DataReport:
-    """Errors (no training starts) and warnings, a line each, and the trainable samples.
-
-    `tables` show the buckets with crops per dataset, and the corrections of photos; `photos` has facts of each usable
-    photo.
-    """
+    """Errors (which stop training), warnings, tables of buckets and corrections, and the trainable samples."""
 
     errors: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -148,7 +141,6 @@ def _photos_of(paths: list[Path], report: DataReport) -> dict[Path, PhotoFacts]:
 
 
 def _unusable(path: Path, facts: PhotoFacts) -> str | None:
-    """Return why a readable photo cannot be trained on, or None."""
     width, height = facts.size
     if min(width, height) < BUCKET_STEP:
         return f"{printable(path)}: is {width}x{height} pixels, sides of at least {BUCKET_STEP} are needed; remove it"
@@ -326,7 +318,6 @@ def _read(path: Path, _state: tuple[int, ...]) -> PhotoFacts | DatasetError:
 
 
 def _look(colour: Image.Image, alpha: Image.Image | None) -> tuple[bytes, tuple[float, float, float]]:
-    """Difference hash and mean colour, transparent parts white."""
     grid = (_HASH_SIDE + 1, _HASH_SIDE)
     small = colour.resize(grid, Image.Resampling.BOX).convert("RGB")
     if alpha is not None:

@@ -40,10 +40,9 @@ _NO_MASK = Image.new("L", (64, 64), 255)  # ai-toolkit brings masks to the image
 
 @dataclass(frozen=True)
 class PreparedCopy:
-    """A folder for ai-toolkit.
+    """A folder for ai-toolkit; `folder` and `mask_folder` replace `folder_path` and `mask_path`.
 
-    `folder` and `mask_folder` (None unless transparency is a mask) replace `folder_path` and `mask_path`. `corrected`
-    are the originals that have a corrected copy, `traits` counts them by trait, for a log line.
+    `corrected` are the originals that have a corrected copy, `traits` counts them by trait, for a log line.
     """
 
     folder: Path
@@ -62,11 +61,8 @@ def prepare_copy(
 ) -> PreparedCopy | None:
     """Create or refresh the copy at `target`; None if ai-toolkit reads every photo correctly, and nothing is written.
 
-    One process at a time may do it. `folder` has passed `inspect_datasets`. `background` is a name of
-    `config.options.COLOURS` or "#rrggbb". With `keep`, only these photos are copied, and a copy is always made.
-
-    Raises:
-        DatasetError: a photo cannot be read, `target` is inside `folder`, or cannot be written.
+    One process at a time may do it, after `inspect_datasets`. With `keep`, only these photos are copied, and always.
+    Raises DatasetError if a photo is unreadable, or `target` is inside `folder` or not writable.
     """
     folder, target = Path(folder), Path(target)
     if folder.resolve() in (target.resolve(), *target.resolve().parents):
@@ -105,7 +101,6 @@ def _traits(images: list[Path]) -> dict[Path, frozenset[str]]:
 
 
 def _names(folder: Path, images: list[Path], masked: bool) -> dict[Path, str]:
-    """Each image's path in the copy, without extension; with masks, distinct by name alone."""
     names: dict[Path, str] = {}
     taken: set[str] = set()
     for path in images:
@@ -120,7 +115,6 @@ def _names(folder: Path, images: list[Path], masked: bool) -> dict[Path, str]:
 
 
 def _stems(path: Path, parent: Path) -> Iterator[str]:
-    """Candidate names for an image in the copy, its own first."""
     yield path.stem
     yield "_".join((*parent.parts, path.stem, path.suffix[1:]))
     yield from (f"{path.stem}_{number}" for number in itertools.count(2))

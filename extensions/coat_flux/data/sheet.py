@@ -22,11 +22,7 @@ _PAPER, _INK, _QUIET, _FRAME, _ALARM, _MISSING = "#f4f4f4", "#202020", "#595959"
 
 
 def contact_sheet(report: DataReport, *, background: str = "white", transparency: str = "background") -> Image.Image:
-    """Draw at most 400 photos as upright sRGB on `background`, unusable ones first.
-
-    What the crop cuts off at the highest resolution is darkened; with `transparency="mask"`, unweighted parts are
-    tinted.
-    """
+    """Draw at most 400 photos as sRGB on `background`, unusable ones first, cropped and masked parts marked."""
     largest: dict[Path, Sample] = {}
     for sample in report.samples:
         known = largest.get(sample.image_path)
@@ -68,7 +64,6 @@ def _cell(path: Path, report: DataReport, sample: Sample | None, background: str
 
 
 def _caption_lines(caption: str, font: Any) -> list[str]:
-    """The caption wrapped to a cell; overflow ends in dots."""
     lines = [""]
     for letter in printable(caption.strip() or "(no caption)"):
         if font.getlength(lines[-1] + letter) > _CELL - 4:  # by letters: a caption may have no blanks

@@ -1,7 +1,4 @@
-"""`coat-flux doctor`: what works on this machine, and remedies for what does not.
-
-Probes are independent: one that fails is a line of its own. Only a short-lived temporary file is written.
-"""
+"""`coat-flux doctor`: what works on this machine, and remedies; a failing probe does not stop the others."""
 
 from __future__ import annotations
 

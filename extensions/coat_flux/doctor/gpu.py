@@ -121,7 +121,6 @@ def rates(device: torch.device) -> dict[str, float | str]:
 
 
 def _tflops(call: Callable[[], object], side: int, device: torch.device) -> float:
-    """Rate of calls repeated for SECONDS_EACH, after equally many warm-up calls."""
     from ..bench.timing import time_calls
 
     once_ms = fmean(time_calls(call, device, 3, 3).samples_ms)

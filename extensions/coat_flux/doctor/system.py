@@ -163,7 +163,6 @@ def missing_files(snapshot: Path | None) -> list[str] | None:
 
 
 def _snapshot() -> Path | None:
-    """The newest snapshot of the model in the cache."""
     folder = _cache_folder() / f"models--{MODEL.replace('/', '--')}" / "snapshots"
     snapshots = [path for path in folder.glob("*") if path.is_dir()]
     return max(snapshots, key=lambda path: path.stat().st_mtime, default=None)

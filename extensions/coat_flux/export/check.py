@@ -76,9 +76,8 @@ class ExportReport:
 def check_export(path: str | Path, *, expected: Mapping[str, Sequence[int]] | None = None) -> ExportReport:
     """Read a LoRA file back and refuse it unless others can use it; `expected` has the shape of every tensor by key.
 
-    Raises:
-        ExportError: unreadable, a key or shape that is not FLUX's or not `expected`, a value that is not finite, no
-            adapter that changes anything, or diffusers does not load its own layout; the message names the file.
+    Raises ExportError if it is unreadable, a key or shape is not FLUX's or not `expected`, a value is not finite, no
+    adapter changes anything, or diffusers does not load its own layout.
     """
     path = Path(path)
     tensors, _ = read_file(path)
@@ -127,7 +126,6 @@ def check_tensors(tensors: Mapping[str, Tensor]) -> ExportReport:
 
 
 def _check_sizes(pairs: Mapping[str, Pair], layout: str, family: Family) -> None:
-    """Refuse linears of different hidden sizes."""
     sizes: dict[str, set[float]] = {}
     for module, pair in pairs.items():
         place = place_of(module, "diffusers" if layout == "diffusers" else "comfyui", family)
@@ -145,7 +143,6 @@ def _check_sizes(pairs: Mapping[str, Pair], layout: str, family: Family) -> None
 
 
 def _delta_norm(module: str, pair: Pair) -> float:
-    """Frobenius norm of the adapter's change of its linear's weight."""
     product, norm = torch.ones(pair.rank, pair.rank, dtype=torch.float64), abs(pair.scale)
     for name, matrix in (("up", pair.up), ("down", pair.down.t())):
         values = matrix.float()
@@ -167,7 +164,6 @@ def _delta_norm(module: str, pair: Pair) -> float:
 def _programs(
     tensors: Mapping[str, Tensor], pairs: Mapping[str, Pair], layout: str, family: Family
 ) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Programs that load the file, and why others do not."""
     refusals: dict[str, str] = {}
     wanted = pairs if layout == "diffusers" else split_all(pairs)
     why = diffusers_refusal(tensors, wanted, family)
@@ -189,7 +185,6 @@ def diffusers_refusal(tensors: Mapping[str, Tensor], wanted: Mapping[str, Pair],
     """Return why the pipeline's `load_lora_weights` would not load the whole file, or None.
 
     Runs its conversion on the tensors; it then passes modules with the prefix `transformer.` to PEFT and drops others.
-    `wanted` has the adapters by diffusers' module name, as we read them.
     """
     try:
         mixin = getattr(importlib.import_module("diffusers.loaders"), family.lora_loader)

@@ -25,11 +25,9 @@ STALE_HASHES = ("sshs_model_hash", "sshs_legacy_hash")  # of the tensors as they
 def convert_file(source: Path, target: Path, layout: str, dtype: torch.dtype | None = None) -> ExportReport:
     """Write a LoRA in another layout, dtype or both, and return the report of the check after a save.
 
-    The conversion is exact, and proved by converting back; only a smaller `dtype` rounds. Metadata is kept, except
-    hashes of the old tensors. `target` is replaced atomically.
-
-    Raises:
-        ExportError: not a valid LoRA, target is source, nothing would change, or converting back is not exact.
+    Only a smaller `dtype` rounds. Metadata is kept, except hashes of the old tensors; `target` is replaced atomically.
+    Raises ExportError if it is not a valid LoRA, target is source, nothing would change, or converting back is not
+    exact.
     """
     if layout not in LAYOUTS:
         raise ExportError(f"layout={layout!r}: must be one of {', '.join(LAYOUTS)}")

@@ -96,7 +96,6 @@ def remedies(
         return 0 if phase == "sample" else prediction.peak  # a change may leave samples out
 
     def rule(job: JobConfig) -> tuple[Any, ...]:
-        """The settings that choose the recomputed blocks."""
         memory = job.coat.memory
         return job.coat.enabled, memory.checkpointing, memory.budget_gb, job.train.gradient_checkpointing
 
@@ -140,7 +139,6 @@ def _edits_that_fit(facts: JobFacts, card: Card) -> list[Edit]:
 
 
 def _applied(job: JobConfig, edits: Sequence[Edit]) -> list[Change]:
-    """The changes of consecutive edits; only the last application of a repeated edit."""
     changes: dict[Edit, Change] = {}
     for edit in edits:
         change = edit(job)
@@ -159,7 +157,6 @@ def _room(card: Card) -> float:
 
 
 def _with(config: Any, values: dict[str, Any]) -> Any:
-    """A config with other values at dotted paths."""
     for path, value in values.items():
         name, _, rest = path.partition(".")
         config = replace(config, **{name: _with(getattr(config, name), {rest: value}) if rest else value})
@@ -167,8 +164,6 @@ def _with(config: Any, values: dict[str, Any]) -> Any:
 
 
 def _setting(path: str, value: Any, cost: str, applies: Callable[[JobConfig], bool]) -> Edit:
-    """The edit that sets a key, if it applies and changes the value."""
-
     def edit(job: JobConfig) -> Change | None:
         changed = _with(job, {path: value})
         if changed == job or not applies(job):

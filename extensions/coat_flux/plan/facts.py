@@ -54,7 +54,6 @@ FLUX2_VAE: dict[str, Any] = {"block_out_channels": (128, 256, 512, 512), "latent
 
 
 def _klein(heads: int, double: int, single: int, text: dict[str, int]) -> dict[str, dict[str, Any]]:
-    """Configs of a klein with `heads` heads of 128 and the settings of its Qwen 3."""
     transformer = {"in_channels": 128, "num_layers": double, "num_single_layers": single, "guidance_embeds": False}
     transformer |= {"attention_head_dim": 128, "num_attention_heads": heads, "axes_dims_rope": (32, 32, 32, 32)}
     qwen = {"model_type": "qwen3", "vocab_size": 151936, "num_hidden_layers": 36, "num_attention_heads": 32}

@@ -157,10 +157,7 @@ class JobFacts:
 
 
 def job_facts(job: JobConfig, known: JobFacts | None = None) -> JobFacts:
-    """Gather a job's numbers; images are not read again if those of `known` are the same.
-
-    Raises ConfigError if the model's sizes are unknown, or no linear is left to train.
-    """
+    """Gather a job's numbers, with unchanged images from `known`; raises ConfigError for unknown sizes."""
     where = ": ".join(filter(None, (job.file, "config.process[0].model.name_or_path")))
     model = find_model(job.model.name_or_path, where)
     targets, trained = adapted(job, model), trained_sizes(job, model) if job.full else {}
@@ -190,10 +187,7 @@ def trained_sizes(job: JobConfig, model: ModelParts) -> dict[str, int]:
 
 
 def check_trained(job: JobConfig) -> None:
-    """Check `coat.include` and `coat.exclude` before captions and photos are encoded.
-
-    Raises ConfigError as `trained_sizes`. A model whose parameters are unknown is checked once loaded.
-    """
+    """Check `coat.include` and `coat.exclude` early, if the parameters are known; raises ConfigError."""
     if not job.full:
         return
     try:
@@ -212,7 +206,6 @@ def adapted(job: JobConfig, model: ModelParts) -> tuple[Linear, ...]:
 
 
 def _images(job: JobConfig) -> list[DatasetSection]:
-    """The datasets, reduced to settings that affect their images and captions."""
     same = {"cache_latents": False, "cache_latents_to_disk": False, "cache_text_embeddings": False}
     return [replace(entry, **same, shuffle_tokens=False) for entry in job.datasets]
 
@@ -224,7 +217,6 @@ def _block_names(model: ModelParts) -> list[str]:
 def _blocks(
     model: ModelParts, targets: tuple[Linear, ...], rank: int, parameters: Collection[str]
 ) -> tuple[Block, ...]:
-    """The blocks with their adapters and trained parameters, and the trained elements before each."""
     adapters: dict[str, list[str]] = {}
     own: dict[str, list[str]] = {}
     known = model.family

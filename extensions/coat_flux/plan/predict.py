@@ -117,12 +117,10 @@ def predict_facts(
 
 
 def _phase(name: str, *held: Mapping[str, int]) -> PhasePrediction:
-    """A phase with every part; the default is 0."""
     return PhasePrediction(name, {part: sum(parts.get(part, 0) for parts in held) for part in PARTS})
 
 
 def _resident(facts: JobFacts) -> dict[str, int]:
-    """Bytes on the device from load to end: the models that training needs, and the adapters."""
     encoders = 0 if facts.caches_text else facts.model.text_bytes(facts.value_bytes)
     return {
         "transformer": facts.transformer_bytes,
@@ -133,7 +131,6 @@ def _resident(facts: JobFacts) -> dict[str, int]:
 
 
 def _held(facts: JobFacts) -> dict[str, int]:
-    """Bytes on the device throughout every step."""
     ema = FP32 * sum(facts.adapter_sizes) if facts.job.train.ema_config.use_ema else 0
     return {**_resident(facts), "optimizer": optimizer_bytes(facts), "ema": ema}
 
@@ -164,10 +161,7 @@ def _budget(facts: JobFacts, device_bytes: float | None) -> float | None:
 
 
 def _placed(phase: PhasePrediction, plan: BlockPlan) -> PhasePrediction:
-    """The phase without the codes in CPU memory, with their slots.
-
-    Also adds the copies of weights and adapters that the first steps create and the run keeps.
-    """
+    """The phase with codes in CPU memory and slots for them, and with the steps' copies of weights and adapters."""
     if phase.name == "cache":
         return phase
     made = {"transformer": -plan.freed_bytes}
@@ -178,7 +172,6 @@ def _placed(phase: PhasePrediction, plan: BlockPlan) -> PhasePrediction:
 
 
 def _step(facts: JobFacts, plan: BlockPlan) -> PhasePrediction:
-    """The larger of the blocks' and the optimizer's peak."""
     moment, around, update = plan.moment or Moment(0, 0, 0), plan.around_bytes, _update(facts)
     if update.total > moment.total + around:
         moment, around = update, 0
@@ -248,10 +241,7 @@ def _sample(facts: JobFacts) -> PhasePrediction | None:
 
 
 def optimizer_bytes(facts: JobFacts) -> int:
-    """Device bytes of both moments of every trained parameter, with scales, as stored by `train.optimizer`.
-
-    Offloaded moments count with their staging buffers; on a CPU with both.
-    """
+    """Device bytes of both moments of all trained parameters, with scales; offloaded ones count as staging buffers."""
     moments, job = moment_bytes(facts.job, facts.adapter_sizes), facts.job
     if not facts.offloads:
         return moments
@@ -263,7 +253,7 @@ def optimizer_bytes(facts: JobFacts) -> int:
 def _ram(facts: JobFacts, peak: int) -> int:
     """CPU memory: the encoders first, then the transformer one weight at a time, next to the VAE that samples need.
 
-    Streamed blocks start with all codes on the CPU. Moments come after loading, and stay while a model's shards are
+    Streamed blocks start with all codes on the CPU; moments come after loading, and stay while model shards are
     written.
     """
     model, a = facts.model, facts.value_bytes
@@ -282,7 +272,6 @@ def offloaded_bytes(facts: JobFacts) -> int:
 
 
 def _latent_bytes(facts: JobFacts) -> int:
-    """Mean bytes of an image's latents, fp32."""
     return int(facts.data.mean_pixels / 64 * facts.model.latent_channels * FP32)
 
 

@@ -68,7 +68,6 @@ def _head(plan: Plan) -> str:
 
 
 def _phases(plan: Plan) -> str:
-    """Parts by phase, GB; all-zero parts are left out."""
     phases = plan.prediction.phases
     unit, scale = ("GB (10^9 bytes)", GB) if plan.prediction.peak >= GB else ("MB (10^6 bytes)", MB)
     rows = [[f"{unit} at the peak of", *(phase.name for phase in phases)]]
@@ -85,7 +84,6 @@ def _phases(plan: Plan) -> str:
 
 
 def _blocks(facts: JobFacts) -> str:
-    """Bytes saved by one block of each kind, by kind of tensor, MB."""
     kept = _kept_by_kind(facts)
     kinds = list(dict.fromkeys(kind for sizes in kept.values() for kind in sizes))
     rows = [["MB kept for backward by one block", *kept]]
@@ -94,7 +92,6 @@ def _blocks(facts: JobFacts) -> str:
 
 
 def _kept_by_kind(facts: JobFacts) -> dict[str, dict[str, int]]:
-    """Kind of block → kind of tensor → bytes, for the last block of each kind."""
     last = {block.kind: (block, settings) for block, settings in zip(facts.blocks, facts.block_settings, strict=True)}
     kept: dict[str, dict[str, int]] = {}
     for kind, (block, settings) in last.items():
@@ -133,7 +130,6 @@ def _cards(verdicts: Sequence[CardFit]) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows under their header; text in the first and last column left-aligned, numbers right-aligned."""
     last = len(rows[0]) - 1
     return "\n".join(columns(rows, left=(0, last) if max(len(row[last]) for row in rows) > 10 else (0,)))
 

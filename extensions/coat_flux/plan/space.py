@@ -20,10 +20,7 @@ BNB_BLOCK, BNB_SMALLEST = 256, 4096  # bitsandbytes: elements that share a scale
 
 
 def save_space(job: JobConfig, sizes: Sequence[int], whole: int = 0) -> SaveSpace:
-    """The saves' space; `sizes` has the elements of A and B of each linear in turn, or of each trained parameter.
-
-    In full fine-tuning a save holds all `whole` elements of the transformer.
-    """
+    """The saves' space; `sizes` has the elements of A and B of each linear in turn, or of each trained parameter."""
     kept = min(job.save.max_step_saves_to_keep, (job.train.steps - 1) // job.save.save_every) + 1
     average = FP32 * sum(sizes) if job.train.ema_config.use_ema else 0
     raw = FP32 * sum(sizes)

@@ -1,7 +1,4 @@
-"""A first YAML for a folder of photos and a card: the best shipped config, edited line by line.
-
-Only lines that depend on photos and card are written here, each with its reason as a comment.
-"""
+"""A first YAML for a folder of photos and a card: the best shipped config, with edited lines and their reasons."""
 
 from __future__ import annotations
 
@@ -90,8 +87,8 @@ def made_up_word(name: str) -> str:
 def make_starter(photos: Photos | None, card: Card, name: str, trigger: str, file: str) -> Starter:
     """The best shipped config that fits the card with these photos, else the one that needs least, edited.
 
-    Without photos a placeholder is left, which `check` refuses. `file` is the target path. Raises ConfigError for an
-    invalid name or trigger word, or an installation without shipped configs.
+    Without photos a placeholder is left, which `check` refuses. Raises ConfigError for an invalid name or trigger
+    word.
     """
     tried = []
     for origin in (name for name, smallest in CANDIDATES.items() if card.gb >= smallest):
@@ -110,7 +107,6 @@ def make_starter(photos: Photos | None, card: Card, name: str, trigger: str, fil
 
 
 def _written(text: str, photos: Photos | None, card: Card, name: str, trigger: str, file: str) -> str:
-    """The shipped text with the lines that depend on photos and card."""
     batch = int(_value(text, "batch_size"))
     resolutions = json.loads(_value(text, "resolution"))
     count = 0 if photos is None else len(photos.sides)
@@ -144,7 +140,6 @@ def _value(text: str, key: str) -> str:
 
 
 def _replace(text: str, key: str, value: object, comment: str) -> str:
-    """Set value and comment of a key's first line."""
     line = f"{json.dumps(value, ensure_ascii=False)}  # {comment}"
     text, count = re.subn(rf"^([ -]*{key}: ).*$", lambda found: found[1] + line, text, count=1, flags=re.MULTILINE)
     assert count == 1, key
@@ -152,7 +147,6 @@ def _replace(text: str, key: str, value: object, comment: str) -> str:
 
 
 def _steps(count: int, batch: int) -> tuple[int, str]:
-    """Steps for this many photos, and the reason."""
     if not count:
         return max(
             1500 // batch, FEWEST_STEPS
@@ -179,7 +173,6 @@ def _resolutions(offered: Sequence[int], photos: Photos | None) -> tuple[list[in
 
 
 def _with_prompts(text: str, photos: Photos | None) -> str:
-    """Replace the first sample prompt by a caption of these photos."""
     if photos is None or photos.caption is None:
         return text
     caption = " ".join(photos.caption.split())[:MAX_PROMPT]

@@ -149,7 +149,6 @@ def commit(
 
 
 def _seal(folder: Path, publish: Mapping[str, str]) -> None:
-    """Flush all files to disk and write the manifest."""
     files = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         sync_file(path)
@@ -255,7 +254,6 @@ def _is_published(path: Path, source: Path, entry: Mapping[str, Any]) -> bool:
 
 
 def _publish_folder(source: Path, target: Path, names: Iterable[str]) -> None:
-    """Link a set's files into a folder, in one rename."""
     staging, aside = staging_path(target), target.with_name(f"{TEMP_PREFIX}{target.name}")
     try:
         for name in names:
@@ -290,10 +288,7 @@ class SaveSpace:
 
 
 def check_output(run_dir: Path, space: SaveSpace | None = None) -> tuple[list[str], list[str]]:
-    """Check a run's output folder, which need not exist, and its free space, leaving nothing there.
-
-    Returns (errors, warnings), a line each; `space` is None if unknown.
-    """
+    """Return (errors, warnings) about a run's output folder, which need not exist, and its free space."""
     errors = [
         f"{path}: is a link to a folder, and a run writes through no links in its folder; remove it, or let the whole "
         "run folder be a link"
@@ -334,7 +329,6 @@ def require_room(run_dir: Path, space: SaveSpace | None = None, warn: Callable[[
 
 
 def _bytes_of(run_dir: Path) -> int:
-    """Bytes of existing LoRAs and states; hard links count once."""
     sizes = {}
     published = (*run_dir.glob("*.safetensors"), *run_dir.glob("*/transformer/*.safetensors"))
     for path in (*published, *run_dir.glob(f"{COAT}/state-*/**/*")):

@@ -30,10 +30,7 @@ class ResumeError(UserError, RuntimeError):
 
 @contextmanager
 def save_errors(run_dir: Path, what: str, state: str, needed_bytes: int = 0) -> Iterator[None]:
-    """Turn disk errors inside the block into a SaveError with path, reason, needed and free space, and remedy.
-
-    `what` names the failed action, `state` the present state of the checkpoints; `needed_bytes` is 0 if unknown.
-    """
+    """Turn disk errors inside the block into a SaveError with path, reason, needed and free space, and remedy."""
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:

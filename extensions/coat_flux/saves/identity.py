@@ -46,11 +46,7 @@ NOT_A_RUN = "restore it, or choose another config.name to start a new run"
 
 
 def run_identity(model: str, datasets: Sequence[Mapping[str, Any]], **parts: Any) -> dict[str, Any]:
-    """The identity of a run; `parts` are network, seed, world_size, batch, coat and train.
-
-    `model` is a folder, file or hub id. Each dataset has `folder_path`, `caption_ext`, and the settings that select
-    its data.
-    """
+    """The identity of a run from its model (folder, file or hub id), dataset settings and other `parts`."""
     identity = {"model": model_identity(model), "data": data_identity(datasets), **parts}
     return json.loads(json.dumps(identity, default=list))
 
@@ -117,10 +113,7 @@ def file_digest(path: Path) -> str:
 def require_same_run(
     saved: Mapping[str, Any], now: Mapping[str, Any], allow: Collection[str], where: Path | str
 ) -> list[str]:
-    """`compare` with the identity of the save in `where`; returns the harmless differences, a line each.
-
-    Raises ResumeError for others, with both values and the remedy.
-    """
+    """`compare` with the save in `where`; raises ResumeError, or returns the harmless differences, a line each."""
     refusals, notes = compare(saved, now, allow)
     if refusals:
         lines = "\n".join(f"  {line}" for line in refusals)
@@ -148,13 +141,11 @@ def compare(
 
 
 def _step_of(identity: Mapping[str, Any]) -> tuple[Any, int]:
-    """Batch size, and batches per optimizer step over all processes."""
     batch = identity.get("batch", {})
     return batch.get("batch_size"), batch.get("gradient_accumulation", 1) * identity.get("world_size", 1)
 
 
 def _differences(part: str, saved: Any, now: Any) -> tuple[list[str], list[str]]:
-    """Differences of a part, and harmless ones."""
     if part == "data":
         return _data_differences(saved, now), []
     if part != "model":

@@ -20,11 +20,7 @@ TAKEN = (errno.EACCES, errno.EAGAIN, errno.EDEADLK)
 
 @contextmanager
 def run_lock(run_dir: Path) -> Iterator[None]:
-    """Keep other processes out of `run_dir` for the block, if its file system has locks.
-
-    The system releases the lock of a dead process. Raises ResumeError if another process holds the lock, SaveError if
-    the folder is not writable.
-    """
+    """Lock `run_dir` for the block, if its file system can; raises ResumeError if locked, SaveError if read-only."""
     path = run_dir / LOCK_FILE
     with save_errors(run_dir, "the run's folder cannot be made", "nothing was written"):
         path.parent.mkdir(parents=True, exist_ok=True)

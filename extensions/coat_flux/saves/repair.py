@@ -68,7 +68,6 @@ def repair(run_dir: Path) -> list[str]:
 
 
 def _choose_newest(run_dir: Path) -> list[str]:
-    """Move damaged sets aside until the newest is intact, and restore its published files."""
     sets, problems = committed_sets(run_dir), []
     if not sets or _another_program_went_on(run_dir, sets[0]):
         return []
@@ -121,8 +120,7 @@ def step_of(path: Path) -> int:
 def go_back(run_dir: Path, step: int) -> list[str]:
     """Make the kept set of `step` the newest, so that the run, locked by the caller, resumes from it, bit for bit.
 
-    Returns lines for the user about moved files. Raises ResumeError if there is no intact set of this step, with those
-    that exist, and SaveError if the folder is not writable.
+    Returns lines about moved files. Raises ResumeError without an intact set of this step, SaveError if not writable.
     """
     target = state_folder(run_dir, step)
     steps = ", ".join(str(set_step(folder)) for folder in reversed(committed_sets(run_dir)))
@@ -192,7 +190,6 @@ def way_back(run_dir: Path, since: int, apart: int, go_back_to: Callable[[int], 
 
 
 def _growth(folder: Path) -> float:
-    """Growth of the LoRA's norm until a save, as noted by the guard; default 1."""
     for name in RECORDS:
         try:
             record = json.loads((folder / name).read_text(encoding="utf-8"))

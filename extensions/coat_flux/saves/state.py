@@ -80,11 +80,7 @@ class RunState:
         ema: Mapping[str, Tensor] | None,
         rng: Mapping[str, Tensor],
     ) -> None:
-        """Write a state into the folder of a set, before it is committed.
-
-        `lora` is empty if the published model has the raw parameters; `record` is plain JSON with "step", the
-        optimizer steps.
-        """
+        """Write a state into a set's folder before its commit; `lora` is empty if the raw parameters are published."""
         target = folder / trainer
         target.mkdir(exist_ok=True)
         for name, tensors in ((LORA_FILE, lora), (EMA_FILE, ema), (RNG_FILE, rng)):
