@@ -1,7 +1,4 @@
-"""Charts as HTML: lines are an SVG that stretches, text keeps its size on any screen. One PNG, too.
-
-The colours are those of `style.STYLE`, so a chart follows the reader's light or dark scheme.
-"""
+"""Charts as HTML: lines are an SVG that stretches, text keeps its size. The colours are those of `style.STYLE`."""
 
 from __future__ import annotations
 
@@ -199,13 +196,11 @@ class _Axis:
 
     @classmethod
     def around(cls, values: Sequence[float], *, log: bool = False, margin: float) -> _Axis:
-        """The axis that holds all values, with some room around a single one."""
         ends = [math.log10(value) if log else value for value in (min(values, default=1), max(values, default=1))]
         room = (ends[1] - ends[0]) * margin or (0.0 if ends[1] > ends[0] else 0.5 if log else abs(ends[0]) / 2 or 0.5)
         return cls(ends[0] - room, ends[1] + room, log)
 
     def place(self, value: float) -> float:
-        """Position of the value, from 0 to `SIDE`."""
         at = math.log10(value) if self.log else value
         return round((at - self.low) / (self.high - self.low) * SIDE, 1)
 
@@ -242,7 +237,6 @@ def _short(value: float) -> str:
 
 
 def _line(points: Points, across: _Axis, up: _Axis) -> str:
-    """The path through the points; points that cannot be drawn leave gaps."""
     path, pen = [], "M"
     for at, value in points:
         if not _drawable(value, up.log):

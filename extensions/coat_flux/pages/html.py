@@ -1,7 +1,4 @@
-"""One self-contained HTML file.
-
-Text is escaped, charts and pictures are `data:` URIs, and a content security policy keeps browsers from fetching.
-"""
+"""One self-contained HTML file: text is escaped, a content security policy keeps browsers from fetching anything."""
 
 from __future__ import annotations
 
@@ -38,10 +35,7 @@ MEDIA_TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp"}
 
 
 class Page:
-    """A page built from top to bottom; `parts` are HTML, each complete in itself.
-
-    An empty title makes parts of a page. `samples_at` is the address that serves pictures; None embeds them.
-    """
+    """A page built from top to bottom; without a title, parts of one. Pictures are at `samples_at`, or embedded."""
 
     def __init__(self, title: str, subtitle: str = "", samples_at: str | None = None):
         self._title, self._samples_at = title, samples_at
@@ -202,7 +196,6 @@ def _cell(value: object, column: str) -> str:
 
 
 def _data_uri(path: Path) -> str:
-    """Small files verbatim, others reduced to a JPEG on white."""
     with Image.open(path) as image:
         small = max(image.size) <= LONGEST_SIDE and path.stat().st_size <= SMALL_BYTES
         if small and image.format in MEDIA_TYPES:

@@ -205,7 +205,6 @@ def _sentence(run: RunFolder, status: RunStatus | None, done: int, steps: int, p
 
 
 def _phase(run: RunFolder) -> str:
-    """The open phase of `memory.json`; loading before there is one."""
     try:
         phases = (run.json(MEMORY_FILE) or {})["phases"]
         running = "step" if "step" in phases else "load"
@@ -299,9 +298,10 @@ class Watch:
         return Response(f"{name}: asked for, after the step under way\n", 202, mimetype="text/plain")
 
     def start(self, port: int | None = None) -> str:
-        """Serve from a daemon thread; returns the address to open, with the token.
+        """Serve from a daemon thread, on the first free port from 8675 by default; returns the address with the token.
 
-        A port of None takes the first free one from 8675 on, 0 any. WatchError if it is taken or the host is not local.
+        Raises:
+            WatchError: the port is taken, or the host is not this machine's.
         """
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         wanted = [*range(PORT, PORT + PORTS_TRIED), 0] if port is None else [port]

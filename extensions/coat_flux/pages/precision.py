@@ -49,10 +49,7 @@ KIND_REMEDIES = {
 
 
 class Summary(NamedTuple):
-    """A kind of tensor in a layer over the run: medians and extremes of measured steps.
-
-    `below_median_db` is the distance of `sqnr_db` below the median of all layers of its kind.
-    """
+    """A kind of tensor in a layer over the run; `below_median_db` is measured from all layers of its kind."""
 
     layer: str
     kind: str
@@ -106,10 +103,7 @@ def standing_out(found: Sequence[Summary]) -> list[str]:
 
 
 def exclude_yaml(layers: Sequence[str], known: Iterable[str], already: Sequence[str] = ()) -> str:
-    """YAML that leaves layers out of FP8, besides the existing patterns.
-
-    One pattern stands for several layers where it matches none of the other `known` ones.
-    """
+    """YAML that leaves layers out of FP8; a pattern may stand for several layers, but for no other `known` one."""
     known, patterns = list(known), dict.fromkeys(already)
     for layer in layers:
         family = re.sub(r"\.\d+\.", ".*.", layer, count=1)

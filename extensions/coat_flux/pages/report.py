@@ -115,7 +115,6 @@ def _show_summary(page: Page, run: RunFolder, saves: Sequence[Saved]) -> None:
 
 
 def _verdict(run: RunFolder, held_out: str, saves: Sequence[Saved]) -> tuple[str, Tone]:
-    """The run in one sentence, and its tone."""
     loss, steps = run.metrics.get("loss", []), run.block("train").get("steps", "?")
     if not loss:
         return "No step of this run has been recorded yet.", "plain"
@@ -201,7 +200,6 @@ def _show_pace(page: Page, run: RunFolder) -> None:
 
 
 def _show_memory(page: Page, run: RunFolder, *, predicts: bool = True) -> None:
-    """Memory by phase, measured against planned."""
     record = run.json(MEMORY_FILE)
     if record is None:
         page.missing(f"No {MEMORY_FILE.as_posix()}: COAT was off, or the run ended before it loaded a model.")

@@ -185,7 +185,6 @@ def _columns(path: Path) -> dict[str, Curve]:
 
 
 def _toolkit_log(path: Path) -> dict[str, Curve]:
-    """ai-toolkit's log: a table of (step, key, value) and one of wall times."""
     try:
         with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as log:
             values = log.execute("SELECT step, key, value_real FROM metrics WHERE value_real IS NOT NULL ORDER BY step")

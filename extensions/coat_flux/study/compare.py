@@ -46,7 +46,6 @@ def verify(
 
     Raises:
         UserError: see `open_study` and `COATTrainer.train`. A COAT run that dies is a verdict, not an error.
-        KeyboardInterrupt: the current run was saved.
     """
     if seeds < 2:
         raise VerifyError(f"--seeds {seeds}: must be at least 2: the spread over seeds is what COAT is measured by")
@@ -71,7 +70,6 @@ def verify(
 
 
 def _train(study: Study, seeds: int, arm: Arm, runs: list[ArmResult]) -> str | None:
-    """Train all runs into `runs`; returns why a COAT run died."""
     first, total = seed_of(study.job), 2 * seeds
     with tqdm(total=total * study.steps, desc="all runs", unit="step", smoothing=0, **bar_options()) as bar:
         for seed in range(first, first + seeds):

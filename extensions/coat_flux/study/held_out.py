@@ -49,10 +49,7 @@ def held_out_count(photos: int) -> int:
 
 
 def choose_held_out(photos: Sequence[Path], count: int | None) -> list[Path]:
-    """Photos to hold out, evenly spread over the sorted list, so that every group of names is represented.
-
-    The same on every machine with the same file names; `count` None is `held_out_count`. VerifyError if none is left.
-    """
+    """Photos to hold out, evenly spread over the sorted list, so the same everywhere; VerifyError if none is left."""
     distinct = list(dict.fromkeys(path.resolve() for path in photos))
     wanted = held_out_count(len(distinct)) if count is None else count
     if wanted < 1 or wanted >= len(distinct):

@@ -29,11 +29,8 @@ MAX_SEEDS = 50  # beyond this, more seeds are no advice
 class Judgement:
     """The verdict on the losses, which are mean squared errors.
 
-    Attributes:
-        outcome: lossless, not lossless or undecided.
-        gap: mean of COAT's loss less bf16's; `low`, `high` its 95% confidence interval.
-        spread: s, bf16's standard deviation over seeds.
-        more_seeds: number of seeds at which the same gaps would decide; None if decided, or too many.
+    `gap` is the mean of COAT's loss less bf16's; `low` to `high` its 95% confidence interval; `spread` is s;
+    `more_seeds` would decide at the same gaps (None if decided, or too many).
     """
 
     outcome: str

@@ -44,10 +44,7 @@ ONE_SEED = "With one seed, how much of a lead is luck is not known: --seeds 3 me
 
 @dataclass
 class Place:
-    """One combination of settings: mean loss over finished seeds (NaN without one), gap to the best.
-
-    `tied`: luck alone could make the gap.
-    """
+    """One combination of settings: mean loss over finished seeds (or NaN), gap to the best, `tied` if within luck."""
 
     settings: Mapping[str, Any]
     trials: list[Trial]

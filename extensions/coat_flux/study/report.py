@@ -49,11 +49,8 @@ Curve = Sequence[tuple[float, float]]
 class Verdict:
     """The verdict of a comparison.
 
-    Attributes:
-        judgement: the worse of `in_bf16` (LoRAs in the bf16 model) and `in_own` (each run in its own precision).
-        runs: bf16 and COAT of each seed, in order.
-        scores: of the final LoRAs in the bf16 model; None where a COAT run died.
-        weights: inner products of weight changes by layer, "" for all; empty where a COAT run died.
+    `judgement` is the worse of `in_bf16` (LoRAs in the bf16 model) and `in_own` (each run in its own precision);
+    `scores` and `weights` (inner products of weight changes by layer, "" for all) are empty where a COAT run died.
     """
 
     judgement: Judgement

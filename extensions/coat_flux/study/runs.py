@@ -44,12 +44,8 @@ class VerifyError(UserError, RuntimeError):
 class ArmResult:
     """The result of one run.
 
-    Attributes:
-        curve: (step, held-out loss) in the run's own precision, by `Settings.curve_sigmas`.
-        final_own: held-out loss at the end in the run's own precision, by `Settings.final_sigmas`.
-        seconds: of all optimizer steps, without validation.
-        peak_bytes: most device memory of a training step; None if not measured.
-        samples: images of the last step, in the order of the prompts.
+    `curve` is (step, held-out loss), `final_own` that loss at the end, both in the run's own precision; `seconds` are
+    those of all steps without validation; `peak_bytes` is the most device memory of a step (None: not measured).
     """
 
     arm: str
@@ -74,10 +70,9 @@ def run_name(arm_name: str, seed: int) -> str:
 
 
 def bf16_arm(job: JobConfig) -> Arm:
-    """The arm that a job's COAT runs are compared with.
+    """The arm that a job's COAT runs are compared with; in full fine-tuning the config's optimizer with fp32 moments.
 
-    In full fine-tuning the config's own optimizer, with fp32 moments: AdamW, rounding to nearest, would lose most
-    updates of bf16 weights, which affects a run more than FP8 does (RESULTS.md).
+    AdamW, rounding to nearest, would lose most updates of bf16 weights, which matters more than FP8 (RESULTS.md).
     """
     return NOTHING_IN_FP8 if job.full and job.train.optimizer == COAT_OPTIMIZER else BF16
 
@@ -92,13 +87,10 @@ def prepare_job(
     steps: int | None = None,
     datasets: Sequence[Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """One run of an arm, as a job that any command accepts.
+    """One run of an arm, as a job that any command accepts; ConfigError if the arm's options contradict it.
 
     Samples are drawn at the end only, one checkpoint is kept. Without COAT the optimizer is AdamW with the same lr,
-    betas, eps and weight decay, and the model is not quantized. `steps` and `datasets` override the job's.
-
-    Raises:
-        ConfigError: the arm's options contradict each other or the job.
+    betas, eps and weight decay, and the model is not quantized.
     """
     raw = copy.deepcopy(job.raw)
     raw["config"]["name"] = name
@@ -140,12 +132,7 @@ def _laid_over(block: Mapping[str, Any], arm: Arm) -> dict[str, Any]:
 
 
 def read_result(folder: Path, arm_name: str, seed: int, steps: int) -> ArmResult:
-    """Read a finished run of `steps` steps.
-
-    Raises:
-        VerifyError: it was not finished by `verify`.
-        ResumeError: its last save is damaged.
-    """
+    """Read a finished run of `steps` steps; VerifyError if `verify` did not finish it, ResumeError if damaged."""
     point = find_resume_point(folder, folder.name)
     observed = {} if point is None else point.record.get("observed", {})
     if point is None or "final" not in observed:

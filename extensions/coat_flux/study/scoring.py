@@ -55,10 +55,7 @@ def mean_cosine(gram: Gram, pairs: Iterable[tuple[str, str]]) -> float | None:
 
 @dataclass(frozen=True)
 class Scores:
-    """Losses by run (`base` without a LoRA) and outputs on the held-out photos in the bf16 model.
-
-    `outputs` are inner products of predicted velocities, `changes` of their differences from `base`'s.
-    """
+    """Losses on the held-out photos in the bf16 model; inner products of predicted velocities and of their changes."""
 
     base: float
     losses: dict[str, float]
@@ -76,11 +73,7 @@ def score_loras(
     sigmas: int = 8,
     on_batch: Callable[[int, int], None] | None = None,
 ) -> Scores:
-    """Load each LoRA into one high precision model, or each whole model, and run it on the held-out photos.
-
-    Raises:
-        ResumeError: a LoRA does not fit the job's network.
-    """
+    """Run each LoRA in one bf16 model, or each whole model, on the held-out photos; ResumeError if one does not fit."""
     dtype = TORCH_DTYPES[job.train.dtype]
     variants = _models(job, loras, dtype, device) if job.full else _with_loras(job, loras, dtype, device)
     losses: list[list[Tensor]] = [[] for _ in variants]
@@ -134,7 +127,6 @@ def _with_loras(
 def _models(
     job: JobConfig, folders: Mapping[str, Path], dtype: torch.dtype, device: torch.device
 ) -> list[Callable[[], nn.Module]]:
-    """Functions that return the model all runs started from, then each run's."""
     places = (job.model.name_or_path, *map(str, folders.values()))
     models = [load_transformer(place, dtype, device=device) for place in places]
     return [functools.partial(lambda model: model, model) for model in models]

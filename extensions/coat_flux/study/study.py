@@ -56,14 +56,10 @@ LEAN = "train.gradient_checkpointing: true and train.cache_text_embeddings: true
 
 @dataclass(frozen=True)
 class Settings:
-    """How to run a comparison.
+    """How to run a comparison; `validation` is a folder of photos that replaces held-out ones.
 
-    Attributes:
-        steps: optimizer steps; None: the config's.
-        hold_out: photos kept out of training; None: a tenth.
-        validation: a folder of other photos instead; then none is held out.
-        every: steps between points of the loss curves; None: a twentieth of the run.
-        curve_sigmas: noise levels per photo of a point of the curve; `final_sigmas`: of the final losses.
+    `every` are steps between points of the loss curves (None: a twentieth of the run); `curve_sigmas` and
+    `final_sigmas` noise levels per photo.
     """
 
     steps: int | None = None
@@ -106,12 +102,7 @@ class Study:
     def train_arm(
         self, arm_name: str, arm: Arm, seed: int, *, on_step: Callable[[int], None] | None = None
     ) -> ArmResult:
-        """Run or resume one run, or reuse it if finished.
-
-        Raises:
-            VerifyError: the run's folder has a run of other settings.
-            UserError: from `COATTrainer.train`.
-        """
+        """Run or resume one run, or reuse it if finished; VerifyError if its folder has a run of other settings."""
         raw = self.prepare(arm_name, arm, seed)
         run = self.folder / run_name(arm_name, seed)
         require_same_job(run, raw)
@@ -141,7 +132,6 @@ class Study:
 
 @contextmanager
 def _restored() -> Iterator[None]:
-    """Restore process-wide settings after a run, and free its memory."""
     precision = torch.get_float32_matmul_precision()
     try:
         yield

@@ -95,7 +95,7 @@ class Axis(NamedTuple):
 
 
 def find_axis(text: str) -> Axis:
-    """Parse `KEY=VALUE,VALUE`; values are YAML's, `[512, 768]` is one of them.
+    """Parse `KEY=VALUE,VALUE`, with YAML's values, `[512, 768]` being one.
 
     Raises:
         SweepError: malformed, or the key cannot be varied.
@@ -128,11 +128,7 @@ def value_text(value: Any) -> str:
 
 @dataclass
 class Trial:
-    """One run of a sweep, and its results so far.
-
-    `job` is as saved, every `${VARIABLE}` unexpanded; `curve` has (step, held-out loss), `seconds` is the median per
-    step, `message` why it failed.
-    """
+    """One run of a sweep, and its results so far: `curve` of (step, held-out loss), median `seconds` per step."""
 
     name: str
     settings: Mapping[str, Any]
@@ -217,12 +213,8 @@ class Sweep:
     def run(self, *, jobs: int, log: Callable[[str], None], on_result: Callable[[], None]) -> list[Trial]:
         """Train unfinished trials, `jobs` at a time; one that fails does not stop the others.
 
-        `on_result` is called at the start and after each trial.
-
-        Raises:
-            VerifyError: a trial's folder has a run of other settings.
-            ResumeError: another sweep is at work in the folder.
-            KeyboardInterrupt: each current run was saved.
+        `on_result` is called at the start and after each trial. Raises VerifyError if a folder has a run of other
+        settings, ResumeError if another sweep is using it, and KeyboardInterrupt once current runs are saved.
         """
         with run_lock(self.folder):
             provide_embedded(self.job.model.name_or_path)
@@ -323,7 +315,6 @@ class Sweep:
         return added
 
     def _tell(self, study: Any) -> None:
-        """Report to Optuna the mean losses of combinations whose seeds have all ended."""
         for chosen in study.trials:
             settings = {key: values[chosen.params[key]] for key, values in self._values.items()}
             trials = [trial for trial in self.trials if trial.settings == settings]
@@ -333,7 +324,6 @@ class Sweep:
                 study.tell(chosen.number, state=self._optuna.trial.TrialState.FAIL, skip_if_finished=True)
 
     def _change(self, process: dict[str, Any], settings: Mapping[str, Any], seed: int) -> int:
-        """Turn a process entry into that of a trial; returns its steps."""
         for key in ("name", "log_dir"):
             process.pop(key, None)
         process.update(training_folder=str(self.folder), training_seed=seed)
@@ -364,7 +354,6 @@ class Sweep:
         log: Callable[[str], None],
         on_result: Callable[[], None],
     ) -> None:
-        """Train waiting trials in turn; one of `jobs` threads."""
         while not interrupts.asked and (trial := self._next(study, waiting)) is not None:
             code = self._train(trial, jobs, interrupts, log)
             failed = code != 0 and not interrupts.asked
@@ -430,12 +419,10 @@ def _hold_out(job: JobConfig) -> list[str]:
 
 
 def _word(value: Any) -> str:
-    """A value as part of a folder's name."""
     return re.sub(r"[^\w.+-]+", "-", value_text(value)).strip("-.")[:LONGEST_VALUE].lower()
 
 
 def _set_value(process: Any, key: str, value: Any) -> None:
-    """Set a key of a block, creating blocks as needed."""
     *parents, leaf = [int(step[1:-1]) if step[0] == "[" else step for step in re.findall(r"\[\d+\]|[^.\[\]]+", key)]
     block = process
     try:

@@ -66,10 +66,7 @@ class Chosen:
 
 
 def make_states(optimizer: Any, transformer: nn.Module) -> None:
-    """Create or restore the optimizer's large states before the first step: blocks budget the memory that remains.
-
-    Other optimizers than ours create their states in their first step.
-    """
+    """Create or restore the optimizer's large states before the first step: blocks budget the memory that remains."""
     runner = BlockRunner.of(transformer)
     if isinstance(optimizer, FP8AdamW):
         optimizer.make_states()
@@ -78,9 +75,9 @@ def make_states(optimizer: Any, transformer: nn.Module) -> None:
 
 
 class UpdateInBackward:
-    """Updates parameters in backward, inside `updating`.
+    """Updates parameters in backward, inside `updating`, each gradient clipped to `max_norm` by itself.
 
-    Each gradient is clipped to `max_norm` by itself; `begins` is called before the first update of a backward pass.
+    `begins` is called before the first update of a backward pass.
     """
 
     def __init__(
@@ -143,11 +140,7 @@ class ModelFiles:
     def write(
         self, folder: Path, trained: Mapping[str, Tensor], dtype: torch.dtype, metadata: Mapping[str, str]
     ) -> None:
-        """Write `folder`/`PART` with config, shards (floating tensors in `dtype`) and their index.
-
-        Raises:
-            CheckpointError: a file of `base` can no longer be read.
-        """
+        """Write `folder`/`PART` with config, shards in `dtype` and index; CheckpointError if `base` is unreadable."""
         target = folder / PART
         target.mkdir(parents=True)
         self._model.save_config(target)
@@ -174,7 +167,6 @@ class ModelFiles:
         return {name: dtype.itemsize * math.prod(place.shape) for name, place in self._base.places.items()}
 
     def _tensor(self, name: str, trained: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        """One tensor on the CPU; of `base` a copy, which does not share the file's map."""
         if name in trained:
             return trained[name].detach().to("cpu", dtype)
         tensor = self._base.read(name)

@@ -70,12 +70,8 @@ def build_optimizer(
     """Build FP8AdamW from the `coat:` block and the job's `train.optimizer_params`, which override it.
 
     `optimizer.use_fp8: false`, like `enabled: false`, keeps both moments in fp32: torch.optim.AdamW to the last bit.
-    eps defaults to 1e-6, as in ai-toolkit (torch: 1e-8): sqrt(v) of LoRA moments is itself near 1e-6 at the start, so
-    another eps would not be comparable with the bf16 run.
-
-    Args:
-        params: parameters or param groups; or parameters by name, if FSDP2 has sharded them.
-        seed: for `optimizer.moment_rounding: stochastic`.
+    eps defaults to 1e-6, as in ai-toolkit (torch: 1e-8): sqrt(v) of LoRA moments is itself near 1e-6 at the start.
+    `params` are parameters or groups, or by name if FSDP2 has sharded them; `seed` is for stochastic rounding.
 
     Raises:
         ConfigError: unknown keys or invalid values in `optimizer_params`.
@@ -114,8 +110,7 @@ def make_optimizer(
 ) -> Optimizer:
     """The optimizer `train.optimizer` names, with ai-toolkit's defaults: eps 1e-6 for Adam's kin, Prodigy's lr 1.
 
-    Adafactor is transformers' class: the same arithmetic on fp32 parameters as ai-toolkit's copy. For coat_fp8_adamw
-    under FSDP2 `params` have names.
+    Adafactor is transformers' class: the same arithmetic on fp32 parameters as ai-toolkit's copy.
 
     Raises:
         ValueError: unknown name.
@@ -159,12 +154,9 @@ def learning_rate(optimizer: Optimizer) -> float:
 
 
 def make_scheduler(name: str, optimizer: Optimizer, steps: int, params: Mapping[str, Any]) -> LRScheduler:
-    """The schedule `train.lr_scheduler` names; like ai-toolkit's, it spans the `steps` of the whole run.
+    """The schedule `train.lr_scheduler` names, over the `steps` of the whole run, as in ai-toolkit.
 
-    `linear` is torch's LinearLR: a ramp from 1/3 up to lr. `params` are `train.lr_scheduler_params`.
-
-    Raises:
-        ValueError: unknown name, or parameters the schedule does not accept.
+    `linear` is torch's LinearLR: a ramp from 1/3 up to lr. ValueError for unknown names or parameters.
     """
     from diffusers.optimization import get_constant_schedule_with_warmup
 
@@ -193,10 +185,7 @@ def advance(scheduler: LRScheduler, steps: int) -> None:
 
 
 def restore_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> list[str]:
-    """Load a saved state of whole parameters, but keep this run's hyper-parameters, which torch would overwrite.
-
-    Returns one line for each hyper-parameter that differs from the file.
-    """
+    """Load a saved state of whole parameters, but keep this run's hyper-parameters; returns a line for each change."""
     learned = ("params", *GROUP_STATE)
     configured = [
         {key: value for key, value in group.items() if key not in learned} for group in optimizer.param_groups

@@ -148,9 +148,10 @@ def first_to_fail() -> bool:
 
 @torch.no_grad()
 def sum_gradients(params: Sequence[nn.Parameter], group: Any = None) -> None:
-    """Sum every gradient over all processes of `group` (None: all), in buckets; a missing one counts as zero.
+    """Sum every gradient over all processes of `group`, in buckets; a missing one counts as zero.
 
-    `params` are the same ones in every process. LostProcessError if one has ended.
+    Raises:
+        LostProcessError: a process has ended.
     """
     for bucket in _buckets(params):
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]

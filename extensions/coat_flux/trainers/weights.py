@@ -92,7 +92,6 @@ def local_folder(name_or_path: str, part: str) -> Path:
 
 
 def _file_names(folder: Path) -> list[str]:
-    """Files with weights in a part's folder: shards, or one file."""
     index = folder / INDEX
     if not index.is_file():
         return [WEIGHTS]
@@ -120,8 +119,7 @@ def folder_weights(folder: Path) -> Weights:
 def original_weights(path: Path) -> tuple[Weights, dict[str, Any]]:
     """Weights of a file in Black Forest Labs' layout, under diffusers' names, and the transformer's config.
 
-    The layout fuses q, k, v and MLP of a block; the table of names for LoRA export splits them at any width (diffusers'
-    own reader assumes FLUX.1-dev's). CheckpointError if it is not FLUX.1, or damaged.
+    The names for LoRA export split fused q, k, v and MLP at any width. CheckpointError if not FLUX.1, or damaged.
     """
     header = read_header(path)
     config, keys = flux_config(header), transformer_keys(header)
@@ -208,5 +206,4 @@ def fill(
 
 
 def _copied(mapped: Collection[int], tensor: Tensor) -> Tensor:
-    """A copy of a tensor that starts at one of these addresses; others unchanged."""
     return tensor.clone() if tensor.data_ptr() in mapped else tensor

@@ -57,10 +57,7 @@ REMEDIES = {
 
 
 class ObservedCast:
-    """One cast: `kind` is a key of `NAMES`, `where` the first layer that reads it, or the parameter ("": unknown).
-
-    `measures` stay on the device until `CastProbe.read`.
-    """
+    """One cast: `kind` is a key of `NAMES`, `where` its first reader or parameter; `measures` stay on the device."""
 
     def __init__(self, kind: str, measures: Any, elements: int, where: str = "", block: str = "") -> None:
         self.kind, self.measures, self.elements = kind, measures, elements
@@ -69,15 +66,11 @@ class ObservedCast:
 
 
 class CastPrecision(NamedTuple):
-    """Losses of the casts of one kind in one layer in one step.
+    """Losses of the casts of one kind, in one step (0 for weights), by linear, or by block for saved activations.
 
-    Attributes:
-        step: from 1; 0 for weights.
-        layer: full name of the linear, as `activation.exclude` matches it; the block's for saved activations.
-        sqnr_db: local SQNR (`blocks.cast_loss`); inf for exact casts, nan where all values were zero.
-        underflow: share of nonzero elements that became zero.
-        saturation: share of elements beyond the largest code.
-        range_used: share of the format's octaves needed; nan where undefined.
+    `sqnr_db` is local (`blocks.cast_loss`): inf for exact casts, nan where all values were zero. `underflow` is the
+    share of nonzero elements that became zero, `saturation` the share beyond the largest code, `range_used` the share
+    of the format's octaves needed (nan where undefined).
     """
 
     step: int
@@ -91,8 +84,6 @@ class CastPrecision(NamedTuple):
 
 
 class _Weight(NamedTuple):
-    """A frozen FP8 weight, its transposed copy, or a trained weight or its codes, at its current address."""
-
     layer: str
     tensor: Callable[[], Tensor | None]
     is_there: Callable[[], bool]  # in a storage that the weights of several blocks take turns in
@@ -259,7 +250,6 @@ class _MomentSample:
         return read_moments(*taken, slice(None))
 
     def _mean(self, per_block: Tensor) -> Tensor:
-        """Mean per parameter over blocks that are not nan: [blocks] to [parameters]."""
         known = ~per_block.isnan()
         sums = per_block.new_zeros(2, self._count)
         sums[0].index_add_(0, self._owners, torch.where(known, per_block, 0.0))
@@ -285,7 +275,6 @@ def _always() -> bool:
 
 
 def _weights(model: nn.Module | None) -> tuple[dict[int, list[_Weight]], dict[torch.Size, list[_Weight]]]:
-    """Weights by address (shared by the parts of one matrix), and sharded ones by full shape."""
     by_address: dict[int, list[_Weight]] = {}
     sharded: dict[torch.Size, list[_Weight]] = {}
     for name, module in () if model is None else model.named_modules():
@@ -366,7 +355,6 @@ def health_verdict(casts: Sequence[ObservedCast], options: GuardOptions) -> str 
 
 
 def _worst(casts: Sequence[ObservedCast], loss: str) -> tuple[ObservedCast, float]:
-    """The cast with the largest loss, and the unweighted mean."""
     losses = [getattr(cast.measures, loss) for cast in casts]
     return casts[losses.index(max(losses))], sum(losses) / len(losses)
 

@@ -36,10 +36,7 @@ BROKEN_GROWTH = 100.0
 
 
 class DeadRunError(UserError, RuntimeError):
-    """A run that cannot recover; the message names the step, the sign, the cause, and what to change.
-
-    `since` is the first doubtful step of a divergence; None where going back would not help.
-    """
+    """A run that cannot recover; `since` is the first doubtful step of a divergence, None if going back is no help."""
 
     def __init__(self, message: str, since: int | None = None):
         super().__init__(message)
@@ -59,10 +56,7 @@ def tensor_norms(tensors: Sequence[Tensor], order: float = 2.0) -> Tensor:
 
 
 class RunGuard:
-    """Watches the adapters of one run (name → parameter, may be set later); `norms` are over all processes.
-
-    `nonfinite` counts the steps in a row, up to the last one, that were not finite.
-    """
+    """Watches the adapters of one run (name → parameter, may be set later); `norms` are over all processes."""
 
     def __init__(
         self,
@@ -82,11 +76,11 @@ class RunGuard:
     def allows_update(self, step: int, loss: float, grad_norm: float) -> bool:
         """Whether the optimizer may use the gradients of step `step` (from 1); False skips a nonfinite step.
 
-        `loss` is the mean over micro-batches and processes as computed (ai-toolkit logs 0 for NaN), `grad_norm` that of
-        all trained parameters before clipping.
+        `loss` is the mean over micro-batches and processes as computed (ai-toolkit logs 0 for NaN), `grad_norm` that
+        before clipping.
 
         Raises:
-            DeadRunError: too many nonfinite steps in a row, diverging, no gradient, or a constant loss.
+            DeadRunError: too many nonfinite steps in a row, divergence, no gradient, or a constant loss.
         """
         options = self._options
         if options.enabled:
@@ -147,7 +141,7 @@ class RunGuard:
         return None if self._divergence.since is None else f"{self._divergence.describe()}: it may be diverging"
 
     def after_update(self, step: int) -> None:
-        """Count an update, and check the parameters when due.
+        """Count an update and, when due, check the parameters.
 
         Raises:
             DeadRunError: a parameter is not finite, or every lora_B is still zero.

@@ -108,7 +108,6 @@ class _Explanation:
         self._recomputed = None if self._runner is None else self._runner.plan.recomputed
 
     def _room(self) -> tuple[float, float]:
-        """(free, total) bytes of the device."""
         if self._device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self._device)
             return float(free), float(total)
@@ -145,7 +144,6 @@ class _Explanation:
         return [f"plan for this phase: {share}: {_listed(phase.parts)}"]
 
     def held(self) -> list[str]:
-        """Parts now in memory, the allocator's counters, and fragmentation."""
         parts = self._phases.held.count()
         (allocated, reserved), (free, total) = used_bytes(self._device), self._room()
         rest = allocated - self._phases.baseline - sum(parts.values())
@@ -161,7 +159,6 @@ class _Explanation:
         return lines
 
     def others(self) -> list[str]:
-        """Memory of other processes on the device."""
         (allocated, reserved), (free, total) = used_bytes(self._device), self._room()
         ours = reserved + CUDA_CONTEXT if self._device.type == "cuda" else allocated
         taken = max(0.0, total - free - ours)
@@ -175,7 +172,6 @@ class _Explanation:
         ]
 
     def remedies(self) -> list[str]:
-        """Changes to the YAML, with the bytes each alone frees in the phase."""
         from ..plan.cards import remedies
 
         items = remedies(self._facts(), self._phase, self._room()[1], self._recomputed)

@@ -124,15 +124,9 @@ class _Phase:
 class PhaseTracker:
     """Follows the memory of `device` through a run's phases.
 
-    Args:
-        path: of the JSON; None (every process but the main one) writes nothing. May be set later.
-        counts: False for a compiled model, whose operators cannot be counted: without a GPU its saved activations are
-            the growth of resident memory, a rough value, since the allocator reuses pages.
-
-    Attributes:
-        held: the tensors counted, by part; owners may be added at any time.
-        baseline: bytes before the run.
-        moment: current moment of the step, in words; empty before the first step.
+    `path` None (every process but the main one) writes nothing. `counts` is False for compiled models, whose operators
+    cannot be counted: without a GPU their saved activations are the growth of resident memory, a rough value.
+    `baseline` is the memory in use before the run; `moment` names the current moment of the step.
     """
 
     def __init__(self, device: torch.device, path: Path | None, *, counts: bool = True):

@@ -1,7 +1,4 @@
-"""Losses of casts by layer: the rows of `coat/precision.csv`, and the layers that `activation.min_sqnr_db` leaves out.
-
-One row per (step, layer, kind); weights have step 0. Casts of unknown layers get their block, or an empty name.
-"""
+"""Losses of casts by layer: the rows of `coat/precision.csv`, and the layers `activation.min_sqnr_db` leaves out."""
 
 from __future__ import annotations
 

@@ -59,10 +59,7 @@ def watch_steps(
     job: Callable[[], JobConfig],
     **further: Any,
 ) -> StepWatch:
-    """Build the watch of a run, and count adapters, gradients and optimizer in its memory report.
-
-    The log takes lines for the user (`info`) and for the file (`detail`), and rows of casts (`precision`).
-    """
+    """Build the watch of a run; its memory report counts adapters, gradients and optimizer."""
     if network is not None:
         phases.hold("lora", network, trained)
         phases.hold("gradients", network, gradients)
@@ -111,15 +108,14 @@ class StepWatch:
         return step == FIRST_OBSERVED or step % self._options.health_every == 0
 
     def casts(self, step: int) -> AbstractContextManager[None]:
-        """Observe the losses of casts to FP8 in the block, at health steps; elsewhere do nothing.
+        """Observe the losses of casts to FP8 in the block, at health steps.
 
         Health steps are step 2 and every multiple of `health_every`, except a process's first step, which measures
-        execution modes. Steps that `allows_update` finds not finite are logged but not judged: infinities saturate.
-        While `activation.min_sqnr_db` has layers to choose, the next step from step 2 on is observed too, even with
-        `guard.enabled: false`, which judges nothing.
+        execution modes. Nonfinite steps are logged but not judged: infinities saturate. While `activation.min_sqnr_db`
+        has layers to choose, the next step from step 2 on is observed too, even with `guard.enabled: false`.
 
         Raises:
-            DeadRunError: at the block's end, a share above `max_saturation` or `max_underflow`.
+            DeadRunError: at the block's end, a share exceeds `max_saturation` or `max_underflow`.
         """
         first, self._began = not self._began, True
         if first:
@@ -149,10 +145,7 @@ class StepWatch:
     def retry(self, step: int, attempt: Callable[[], T], reset: Callable[[], str | None]) -> T:
         """Run `attempt`; if it runs out of memory, again with more recomputation, unless its update has begun.
 
-        `reset` undoes a failed attempt, drops its gradients, and returns in words what memory it freed.
-
-        Raises:
-            OutOfMemory: nothing is left to recompute; the message is the explanation.
+        `reset` undoes a failed attempt and returns in words the memory it freed. OutOfMemory explains a final failure.
         """
         while True:
             self._updating = False
@@ -198,7 +191,7 @@ class StepWatch:
         """Check updated parameters, warn of steps slowed by lack of memory, and report after the first step.
 
         Raises:
-            DeadRunError: a parameter is not finite, or every lora_B still zero.
+            DeadRunError: a parameter is not finite, or every lora_B is still zero.
             RuntimeError: COAT was left out of blocks: `BlockRunner.check_step`.
         """
         if not self._reported:
@@ -214,7 +207,6 @@ class StepWatch:
                 self._log.info(f"WARNING: {warning}")
 
     def _report_first_step(self) -> None:
-        """Check that COAT ran every block, and log what the first step decided."""
         runner = BlockRunner.of(self._transformer)
         if runner is None:
             return
@@ -250,10 +242,7 @@ class SpillWatch:
         self._last: deque[float] = deque(maxlen=IN_A_ROW)
 
     def on_step(self, seconds: float, reserved: int, total: int) -> str | None:
-        """Check a finished step (`seconds` without samples and saves); returns the warning.
-
-        `reserved` are the bytes of torch's allocator, `total` the card's, 0 without a card.
-        """
+        """Check a finished step by its seconds, bytes reserved by torch, and bytes of the card (0 without one)."""
         if not self._active or total <= 0:
             return None
         sign = f"torch holds {reserved / GB:.1f} GB"

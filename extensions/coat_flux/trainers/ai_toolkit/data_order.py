@@ -67,7 +67,7 @@ class _SeededItems(Dataset):
 
     @property
     def datasets(self) -> list[Dataset]:
-        """The inner data sets, where ai-toolkit looks for them."""
+        """Where ai-toolkit looks for the data sets."""
         return self.inner.datasets
 
     def __len__(self) -> int:
@@ -80,8 +80,6 @@ class _SeededItems(Dataset):
 
 
 class _EpochOrder(Sampler):
-    """An epoch's keys from a batch on, of every `stride`-th batch."""
-
     def __init__(self, length: int, batch_size: int, seed: int, stride: int):
         self.length, self.batch_size, self.seed, self.stride = length, batch_size, seed, stride
         self.epoch = self.batch = 0
@@ -98,11 +96,7 @@ class _EpochOrder(Sampler):
 
 
 class ResumableLoader(DataLoader):
-    """A DataLoader that counts the batches taken.
-
-    `taken` counts those of all processes since the last of `epoch` passes; below 0 if another process is an epoch
-    ahead. This one's next batch is `rank` after it.
-    """
+    """A DataLoader that counts `epoch` passes and the batches `taken` since (below 0: another process is ahead)."""
 
     epoch = 0
     taken = 0

@@ -25,13 +25,7 @@ from ..weights import folder_weights, local_folder
 
 
 class FullModel:
-    """The transformer that a job trains, before conversion.
-
-    Attributes:
-        linears: full names of the linears whose weight is trained.
-        size: elements of the transformer.
-        trained: full name → parameter, after `param_groups`.
-    """
+    """The transformer that a job trains; `linears` have trained weights, `trained` is full name → parameter."""
 
     def __init__(self, process: Any):
 
@@ -50,10 +44,7 @@ class FullModel:
         return [{"params": list(self.trained.values()), "lr": lr}]
 
     def begin(self, process: Any, watch: StepWatch) -> None:
-        """Create the optimizer's states, and the update in backward if configured.
-
-        Not before the first step: ai-toolkit still moves the model and toggles its gradients.
-        """
+        """Create the optimizer's states before the first step: until then ai-toolkit moves the model."""
         watch.phases.hold("gradients", self._model, gradients)
         optimizer = getattr(process.optimizer, "optimizer", process.optimizer)  # without accelerate's wrapper
         make_states(optimizer, self._model)

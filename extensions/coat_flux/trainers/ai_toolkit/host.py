@@ -1,7 +1,4 @@
-"""Our interface to ai-toolkit: version checks, its output, the running job.
-
-Imported for every job of a user: needs neither coat_core nor diffusers.
-"""
+"""Our interface to ai-toolkit, imported for every job of a user: needs neither coat_core nor diffusers."""
 
 from __future__ import annotations
 
@@ -55,10 +52,7 @@ def ai_toolkit_version() -> str:
 
 
 def load_core() -> None:
-    """Make `import coat_core` work: from next to this folder, else as installed.
-
-    A linked folder resolves to its checkout: code and math of one version, no pip.
-    """
+    """Make `import coat_core` work: from next to this folder (through links), else as installed."""
     folder = next((folder for folder in CORE_FOLDERS if (folder / "__init__.py").is_file()), None)
     try:
         if folder is None:
@@ -116,10 +110,7 @@ def check_network(network: nn.Module) -> None:
 
 
 def wrap_everywhere(name: str, original: Callable, wrapper: Callable) -> list[str]:
-    """Replace `original` by a wrapper, once; returns the changed modules.
-
-    ai-toolkit imports functions by name, so every loaded module is searched, by `vars`: getattr would load lazy ones.
-    """
+    """Replace `original` in every loaded module, once, by `vars`: getattr would load lazy ones. Returns the modules."""
     if hasattr(original, MARK):
         original, wrapper = getattr(original, MARK), original
     else:
@@ -228,10 +219,7 @@ class _LineHandler(logging.Handler):
 
 
 def show_logs() -> None:
-    """Send both packages' log lines to ai-toolkit's output.
-
-    Its captioner extensions call `logging.disable(WARNING)`, which silences one manager's loggers; ours get another.
-    """
+    """Send both packages' log lines to ai-toolkit's output, despite its captioners' `logging.disable(WARNING)`."""
     manager = logging.Manager(logging.getLogger())
     for root in ("coat_core", "coat_flux"):
         logger = logging.getLogger(root)

@@ -31,7 +31,7 @@ class InstallError(UserError, RuntimeError):
 
 
 def install(ai_toolkit_dir: str | os.PathLike[str], undo: bool = False) -> list[str]:
-    """Install into the folder of ai-toolkit's run.py, or `undo` that; returns what was done, line by line.
+    """Install into the folder of ai-toolkit's run.py, or undo that; returns what was done, line by line.
 
     Raises:
         InstallError: not a checkout, or a foreign file is in the way.
@@ -94,7 +94,6 @@ class _Installer:
         return [*lines, f"{EMBEDDED_MODEL}: {result}"]
 
     def _put(self, path: str, source: Path) -> str:
-        """Link `path` to `source`, unless something foreign is in the way."""
         target = self.root / path
         if target.resolve() == source.resolve() or (path in self.made and _is_copy(target, source)):
             return "already there"
@@ -140,7 +139,6 @@ def _is_as_made(target: Path, source: str) -> bool:
 
 
 def _shipped_files(folder: Path) -> Iterator[Path]:
-    """The repository's files, without hidden ones and caches."""
     for path in sorted(folder.iterdir()):
         if path.name.startswith((".", "_")) or path.name in CACHES:
             continue
@@ -163,7 +161,6 @@ def _names(folder: Path) -> set[Path]:
 
 
 def _link(source: Path, target: Path) -> str:
-    """Link or copy `source` to `target`; returns the method."""
     try:
         target.symlink_to(source, target_is_directory=source.is_dir())
         return "link"

@@ -155,10 +155,7 @@ class TrainingLoop:
 
     @contextmanager
     def _observed(self, number: int) -> Iterator[None]:
-        """Replace the methods of a step, on these instances; all jobs of a command share one accelerator.
-
-        backward may update (`train.fused_backward`), clip_grad_norm_ has the norm, the guard may skip optimizer.step.
-        """
+        """Replace the methods of a step, on these instances; all jobs of a command share one accelerator."""
         accelerator, optimizer, watch = self._process.accelerator, self._process.optimizer, self.watch
         own_backward, own_clip, own_step = accelerator.backward, accelerator.clip_grad_norm_, optimizer.step
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -198,7 +195,6 @@ class TrainingLoop:
             yield
 
     def _measure(self, parameters: list[Tensor]) -> None:
-        """Read the step's loss and norm; agree on the next action."""
         loss = float(torch.stack(self._losses).mean()) if self._losses else 0.0
         norms = self._norms or [p.grad.norm() for p in parameters if p.grad is not None]
         norm = float(torch.stack([norm.float() for norm in norms]).square().sum().sqrt()) if norms else 0.0
@@ -283,8 +279,6 @@ class TrainingLoop:
 
 
 class _JobLog:
-    """ai-toolkit's output, `coat/log.txt`, and the main process's tables."""
-
     def __init__(self, process: Any):
 
         self.tables: Any = None

@@ -22,10 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def install_optimizer() -> list[str]:
-    """Wrap ai-toolkit's `get_optimizer`; returns the changed modules.
-
-    Raises AIToolkitError where it is missing or has other parameters.
-    """
+    """Wrap ai-toolkit's `get_optimizer` (AIToolkitError if unknown); returns the changed modules."""
     try:
         original = importlib.import_module(OPTIMIZER_MODULE).get_optimizer
     except (ImportError, AttributeError) as error:
@@ -48,10 +45,7 @@ def install_optimizer() -> list[str]:
 
 
 def make_optimizer(params: Any, lr: float, optimizer_params: dict | None) -> torch.optim.Optimizer:
-    """The optimizer of a job; its `load_state_dict` records failures, which ai-toolkit only prints.
-
-    Unlike torch's, it keeps the config's hyper-parameters.
-    """
+    """The optimizer of a job; `load_state_dict` records failures, and keeps the config's hyper-parameters."""
     load_core()
     from ..optimizer import build_optimizer, describe_optimizer
 

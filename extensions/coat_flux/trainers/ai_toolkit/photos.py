@@ -114,11 +114,7 @@ def read_copies(
 
 
 class HeldOutPhotos:
-    """The held-out photos of a run (before anything is loaded), and their losses, measured each `every` steps.
-
-    `photos` maps the configured folder of a data set to its photos; `names` to paths inside it. `curve` has
-    (steps done, loss).
-    """
+    """The held-out photos of a run by data set's folder; `names` are relative, `curve` has (steps done, loss)."""
 
     def __init__(self, process: Any, photos: Mapping[str, tuple[Path, ...]], every: int):
         self._process, self.photos, self._every = process, photos, every

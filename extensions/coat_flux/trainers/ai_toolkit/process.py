@@ -148,12 +148,10 @@ class CoatFluxTrainer(HostTrainer):
             raise ConfigError(errors)
 
     def _config_file(self) -> str:
-        """The job's YAML on the command line, or ai-toolkit's copy."""
         files = [word for word in sys.argv[1:] if word.endswith((".yaml", ".yml", ".json", ".jsonc"))]
         return files[0] if len(files) == 1 else os.path.join(self.save_root, "config.yaml")
 
     def _job_config(self) -> Any:
-        """The job as `coat-flux plan` reads it, or ConfigError."""
         raw = {"job": "extension", "config": {"name": self.job.name, "process": [copy.deepcopy(dict(self.config))]}}
         return JobConfig.from_dict(raw, file=self._config_file())
 
@@ -301,7 +299,6 @@ class CoatFluxTrainer(HostTrainer):
             self._training.ask_to_stop("the web UI")
 
     def _stop_as_asked(self) -> None:
-        """Tell the web UI that the run has stopped; raises if it asked."""
         super().maybe_stop()
 
     def end_step_hook(self) -> None:

@@ -34,10 +34,7 @@ _stored: list[tuple[weakref.ref[nn.Module], FP8LinearConfig]] = []  # linears qu
 
 
 def install_quantizer() -> list[str]:
-    """Make `qtype: coat_fp8` resolve to our backend; returns the changed modules.
-
-    Raises AIToolkitError where there is no such backend.
-    """
+    """Make `qtype: coat_fp8` our backend (AIToolkitError if impossible); returns the changed modules."""
     try:
         module = importlib.import_module(QUANTIZER_MODULE)
         backend, original = module.OstrisQuantizer, module.get_ostris_quantizer

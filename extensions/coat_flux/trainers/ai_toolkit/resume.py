@@ -1,7 +1,6 @@
 """Saves of ai-toolkit as whole sets, and bit-exact resumes from them.
 
-ai-toolkit neither saves nor samples at its `start_step`. Here that is the step before the first new one, so that a
-resumed run saves and samples where the uninterrupted one does.
+ai-toolkit neither saves nor samples at its `start_step`: here the step before the first new one.
 """
 
 from __future__ import annotations
@@ -45,10 +44,7 @@ TICKS, TICK_SECONDS = 100, 0.001
 
 
 def find_continuation(process: Any) -> Continuation | None:
-    """Find the save a run resumes from; ResumeError if the newest is another run's, or damaged.
-
-    None where more than a LoRA, or than the transformer, is trained: then ai-toolkit saves and resumes by itself.
-    """
+    """Find the save to resume from; ResumeError if another run's, None where ai-toolkit saves and resumes by itself."""
     others = (process.embed_config, process.adapter_config, process.decorator_config)
     merges = process.network_config is not None and process.train_config.merge_network_on_save
     if merges or any(others):
@@ -60,10 +56,7 @@ def find_continuation(process: Any) -> Continuation | None:
 
 
 class Continuation:
-    """The position of a run: found at its start, updated for each save.
-
-    `seed` determines the order of the data; `state` is that of the resumed save, None for a new run.
-    """
+    """The position of a run; `seed` determines the order of the data, `state` is the resumed save's."""
 
     def __init__(self, process: Any):
         self._process = process
@@ -162,10 +155,7 @@ class Continuation:
         info(f"[coat] resume: continues after step {state.step}, epoch {process.epoch_num + 1}, all states restored")
 
     def restore_draws(self) -> None:
-        """Restore random generators and lr schedule, after all of ai-toolkit's start.
-
-        A schedule with other settings keeps its own position.
-        """
+        """Restore random generators and lr schedule (unless its settings changed), after all of ai-toolkit's start."""
         if self.state is None:
             return
 
@@ -230,10 +220,7 @@ def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def identity_of(process: Any) -> dict[str, Any]:
-    """The identity of a run; its seed (the config's or run.py's) is None if each start draws one.
-
-    A data set that reads a list of files has no folder to inspect.
-    """
+    """The identity of a run; its seed is None if each start draws one. File lists have no folder to inspect."""
     network, train = process.network_config, dict(process.get_conf("train", {}))
     seed, from_environment = process.training_seed, os.environ.get("SEED", "")
     if seed is None and from_environment.lstrip("-").isdigit():
@@ -271,10 +258,7 @@ class Saves:
         self._dir, self._name, self._apart = run_dir, name, min(save_every, WINDOW)
 
     def newest(self) -> Path | None:
-        """Repair the folder, and return that of the newest set.
-
-        None without one, or where another program has saved a later step.
-        """
+        """Repair the folder, and return the newest set's, unless another program has saved a later step."""
         for line in repair(self._dir):
             info(f"[coat] {line}")
         folder = newest_set(self._dir)
@@ -342,7 +326,6 @@ class Saves:
         )
 
     def _saves(self) -> list[Path]:
-        """Paths that ai-toolkit takes for saves of the run."""
         return [path for path in self._dir.iterdir() if path.name.startswith(self._name)]
 
     def _make_newest(self, folder: Path) -> None:

@@ -24,11 +24,7 @@ from .host import patched
 
 
 class Team(Processes):
-    """The processes of a job; waits for the main process may be long from here on.
-
-    Raises:
-        UserError: several were started, but accelerate does not know it.
-    """
+    """The processes of a job; UserError if several were started without accelerate's knowledge."""
 
     def __init__(self, accelerator: Any):
         size = accelerator.num_processes
@@ -46,11 +42,7 @@ class Team(Processes):
 
     @contextmanager
     def unwrapped(self, process: Any) -> Iterator[None]:
-        """Let ai-toolkit prepare the run as for one process.
-
-        DistributedDataParallel's reducer would never run, as nothing calls the wrapped forward; the lr schedule would
-        step once per process.
-        """
+        """Let ai-toolkit prepare the run as for one process: nothing calls DDP's forward, so it would not reduce."""
         if self.size == 1:
             yield
             return
@@ -107,8 +99,6 @@ def _save_apart(image: Any, name: str, *args: Any) -> None:
 
 
 class _AsMain:
-    """ai-toolkit's accelerator, posing as the main process's."""
-
     is_main_process = True
 
     def __init__(self, accelerator: Any):
@@ -119,7 +109,6 @@ class _AsMain:
 
 
 def _limit_waits(limit: Any) -> None:
-    """Set the timeout of ai-toolkit's group, 10 minutes by default."""
     setter = getattr(dist.distributed_c10d, "_set_pg_timeout", None)  # torch has no public one
     if setter is not None:
         setter(limit)

@@ -17,14 +17,10 @@ __all__ = ["LoraEMA"]
 
 
 class LoraEMA:
-    """Moving average over named parameters; `shadow` has it by name, in fp32.
+    """Moving average over named parameters; `shadow` has it by name, in fp32. ValueError if `decay` is outside [0, 1].
 
-    Args:
-        use_feedback: move each parameter by 10 · (1 - decay) · (shadow - parameter) after the update.
-        param_multiplier: multiply each parameter by this after the update.
-
-    Raises:
-        ValueError: `decay` outside [0, 1].
+    After an update, `use_feedback` moves each parameter by 10 · (1 - decay) · (shadow - parameter), and
+    `param_multiplier` multiplies it.
     """
 
     def __init__(

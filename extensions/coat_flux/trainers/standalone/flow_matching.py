@@ -182,10 +182,7 @@ def noisy_latents(latents: Tensor, noise: Tensor, sigmas: Tensor) -> Tensor:
 @functools.cache  # the same for all steps of a bucket; captured steps read them where they are
 @torch.inference_mode(False)
 def _position_ids(flux2: bool, text: int, rows: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Positions of text tokens [L, n] and image tokens [T, n], fp32.
-
-    FLUX.1 has n = 3, and zeros for the text; FLUX.2 n = 4: time, row, column, position in the text.
-    """
+    """Positions of text [L, n] and image tokens [T, n], fp32: FLUX.1 n = 3; FLUX.2 n = 4, time, row, column, text."""
     if not flux2:
         image = FluxPipeline._prepare_latent_image_ids(1, rows, columns, torch.device("cpu"), torch.float32)
         return torch.zeros(text, 3, device=device), to_device(image, device)

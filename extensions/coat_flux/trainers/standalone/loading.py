@@ -47,10 +47,7 @@ class ModelLoadError(UserError, RuntimeError):
 
 @dataclass
 class Encoders:
-    """The parts that turn images and prompts into training data, and latents into images.
-
-    `text` is None once no longer needed; `distilled` is FLUX.2 klein (not "base"), sampled without a negative prompt.
-    """
+    """The encoders of images and prompts (`text` None once freed); `distilled` is FLUX.2 klein without "base"."""
 
     vae: nn.Module
     text: TextEncoders | Flux2Text | None
@@ -59,9 +56,10 @@ class Encoders:
 
 
 def load_encoders(name_or_path: str, dtype: torch.dtype, extras: str | None = None) -> Encoders:
-    """VAE, text encoders, tokenizers and scheduler in `train.dtype`, of FLUX.1 or FLUX.2, by the VAE.
+    """VAE, text encoders, tokenizers and scheduler in `train.dtype`, of FLUX.1 or FLUX.2.
 
-    `extras` is `model.extras_name_or_path` (see `base_model`). ModelLoadError if a part is missing or unreadable.
+    Raises:
+        ModelLoadError: a part is missing or cannot be read.
     """
     name_or_path = base_model(name_or_path, extras)
     vae = _load_frozen(AutoModel, name_or_path, "vae", torch_dtype=dtype)
@@ -79,7 +77,6 @@ def load_encoders(name_or_path: str, dtype: torch.dtype, extras: str | None = No
 def _flux2_encoders(
     name_or_path: str, dtype: torch.dtype, vae: nn.Module, scheduler: FlowMatchEulerDiscreteScheduler
 ) -> Encoders:
-    """FLUX.2's: dev has Mistral 3, klein has Qwen 3, by the pipeline's class."""
     with _explained(name_or_path, "model_index.json"):
         index = diffusers.DiffusionPipeline.load_config(name_or_path)
     name = index.get("_class_name", "")
@@ -148,7 +145,6 @@ def base_weights(name_or_path: str) -> Weights:
 
 
 def _find_transformer(name_or_path: str) -> tuple[Any, Mapping[str, Any], Weights | None]:
-    """Its class, config and weights; None if another library (bitsandbytes, ...) quantized them."""
     path = Path(name_or_path)
     if path.suffix.lower() in SUFFIXES and path.is_file():
         weights, config = original_weights(path)
@@ -164,7 +160,6 @@ def _find_transformer(name_or_path: str) -> tuple[Any, Mapping[str, Any], Weight
 
 
 def _load_frozen(cls: Any, name_or_path: str, subfolder: str, **keywords: Any) -> Any:
-    """A model, frozen, in eval mode, from safetensors files only."""
     return _load(cls, name_or_path, subfolder, use_safetensors=True, **keywords).requires_grad_(False).eval()
 
 
@@ -193,7 +188,6 @@ def _check_folder(name_or_path: str, subfolder: str) -> None:
 
 @contextmanager
 def _named(name_or_path: str) -> Iterator[None]:
-    """Add the model's name to errors of weights on disk."""
     try:
         yield
     except CheckpointError as error:
@@ -202,7 +196,6 @@ def _named(name_or_path: str) -> Iterator[None]:
 
 @contextmanager
 def _explained(name_or_path: str, part: str) -> Iterator[None]:
-    """Add remedies to errors of diffusers and the hub."""
     try:
         yield
     except CheckpointError:

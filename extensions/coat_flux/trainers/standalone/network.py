@@ -32,8 +32,8 @@ def lora_targets(
 ) -> list[str]:
     """Full names of the linears that get an adapter, in module order, by the rule of `coat_flux.blocks.lookup`.
 
-    Names must contain one of `only_if_contains`, if given, and none of `ignore_if_contains`; with `transformer_only`
-    they are inside the block lists. ConfigError if nothing is left to train.
+    Raises:
+        ConfigError: nothing is left to train.
     """
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     names = target_names(linears, transformer_only=transformer_only)
@@ -52,10 +52,7 @@ def lora_targets(
 
 
 def add_lora(model: nn.Module, targets: Sequence[str], rank: int, *, seed: int, dropout: float = 0.0) -> None:
-    """Add PEFT adapters of alpha `rank` to the named linears in place; only they require gradients afterwards.
-
-    `seed` is for A's start values; `dropout` the probability of dropping the adapter's input.
-    """
+    """Add PEFT adapters (alpha is `rank`) to the named linears, A drawn from `seed`; only they require gradients."""
     model.requires_grad_(False)
     exactly = "|".join(map(re.escape, targets))  # PEFT takes a list as endings: proj_out would be every block's, too
     model.add_adapter(LoraConfig(r=rank, lora_alpha=rank, lora_dropout=dropout, target_modules=exactly), ADAPTER)

@@ -28,10 +28,7 @@ __all__ = ["Objective"]
 
 
 class Objective:
-    """The loss of one micro-batch under the `train` block, with every draw tied to the batch's number.
-
-    The transformer runs without autocast in its own dtype, its LoRA in fp32, as in ai-toolkit's loop.
-    """
+    """The loss of one micro-batch under the `train` block; transformer in its own dtype, LoRA in fp32, no autocast."""
 
     def __init__(
         self,

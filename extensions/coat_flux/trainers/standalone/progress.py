@@ -140,10 +140,7 @@ class RunLog:
 
 
 class TensorBoard:
-    """Scalars for TensorBoard; a removed folder or a full disk costs points, never the run.
-
-    Points of a crashed run after `step` are dropped; `log` gets one line, at the first failure.
-    """
+    """Scalars for TensorBoard; a removed folder or a full disk costs points and one log line, never the run."""
 
     def __init__(self, folder: Path, step: int, log: Callable[[str], None]):
         self._folder, self._log = folder, log
@@ -189,16 +186,13 @@ class TensorBoard:
             self._close_writer()
 
     def _quiet(self, failure: Any) -> None:
-        """Suppress the traceback of TensorBoard's writer thread, whose error returns with the next point."""
+        """TensorBoard's writer thread fails without a traceback: the next point raises the error."""
         if not (type(failure.thread).__module__.startswith("tensorboard.") and isinstance(failure.exc_value, OSError)):
             self._hook(failure)
 
 
 class _Wandb:
-    """One W&B run: ai-toolkit's keys, `logging.use_wandb`, `project_name`, `run_name`.
-
-    A resumed run continues it, by its id in `coat/wandb.json`. After the first failure nothing more is sent.
-    """
+    """One W&B run with ai-toolkit's keys, resumed by its id in `coat/wandb.json`; it ends at the first failure."""
 
     def __init__(self, job: JobConfig, log: Callable[[str], None]):
         self._log, self._run, self._failed = log, None, False
@@ -224,7 +218,6 @@ class _Wandb:
                 self._run.log(values, step=step)
 
     def images(self, paths: Sequence[Path], captions: Sequence[str], step: int) -> None:
-        """The samples of a step, as `sample_0`, `sample_1` …, as in ai-toolkit."""
         if not self._failed:
             with self._guarded():
                 import wandb

@@ -65,9 +65,10 @@ class ResumePoint:
             restore_tensors(trained, {name: x.float() for name, x in load_tensors(self.path).items()}, self.path)
 
     def restore_optimizer(self, optimizer: Optimizer, name: str, log: Callable[[str], None]) -> None:
-        """Load the state of optimizer `name`, converting changed formats; the config's hyper-parameters stay.
+        """Load the optimizer's state, converting changed formats, with the config's hyper-parameters.
 
-        `log` gets a line per change. ResumeError: missing, damaged, written by another optimizer, or not fitting.
+        Raises:
+            ResumeError: the state is missing or damaged, another optimizer wrote it, or it does not fit.
         """
         folder = self.path.parent if self.state is None else self.state.folder
         path, saved_with = folder / OPTIMIZER_FILE, self.record.get("optimizer", name)
@@ -133,7 +134,6 @@ def find_resume_point(run_dir: Path, name: str) -> ResumePoint | None:
 
 
 def _models(run_dir: Path) -> list[ResumePoint]:
-    """The whole model published by the newest set, if it has one."""
     newest = newest_set(run_dir)
     state = None if newest is None else RunState.read(newest, STANDALONE)
     if newest is None or state is None:
@@ -173,7 +173,7 @@ def identity_of(job: JobConfig, world_size: int) -> dict[str, Any]:
 
 
 def check_same_run(job: JobConfig, point: ResumePoint, identity: Mapping[str, Any]) -> list[str]:
-    """Refuse to resume another run; returns permitted changes, a line each.
+    """Return permitted changes of the config since the save, a line each.
 
     Raises:
         ResumeError: model, data, network, seed, number of processes or batch differ, or the run is past its steps.

@@ -30,11 +30,7 @@ JPEG_QUALITY = 95
 
 
 class ImageSampler:
-    """Draws the images of the `sample` block with a given transformer.
-
-    `items` are complete (`SampleSection.items`). The text encoders are used only now; the VAE is on `device` only while
-    drawing; the scheduler is copied.
-    """
+    """Draws the images of the `sample` block; the VAE is on `device` only while drawing, text encoders are not kept."""
 
     def __init__(
         self,
@@ -52,10 +48,7 @@ class ImageSampler:
 
     @torch.no_grad()
     def draw(self, transformer: nn.Module, step: int, folder: Path | None) -> list[Path]:
-        """Draw all images with the transformer in eval mode, write them with `step` in their names; returns the files.
-
-        `folder` is None in a process that draws only because others need its part of the weights.
-        """
+        """Draw and write all images; returns the files. Without a folder, draw only, for other processes' sake."""
         was_training, home = transformer.training, self._vae.device
         transformer.eval()
         self._vae.to(self._device)
@@ -90,7 +83,6 @@ class ImageSampler:
 
 
 def _encode(encoders: Encoders, prompts: Sequence[str]) -> tuple[Callable[..., Any], list[dict[str, Tensor]]]:
-    """A function that builds the pipeline from scheduler, VAE and transformer; and its arguments for each prompt."""
     text = encoders.text
     assert text is not None
     encoded = [tuple(x.cpu() for x in text.encode([prompt])) for prompt in prompts]

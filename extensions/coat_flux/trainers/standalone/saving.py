@@ -163,7 +163,6 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _check_lora(session: Session, path: Path, *, final: bool) -> str:
-    """Read a LoRA back as others do; before the end (a warm-up) it may be all zero."""
     if not final and not any(up.any() for name, up in load_file(path).items() if ".lora_B." in name):
         return f"every lora_B is still zero in {session.job.save.dtype}, this LoRA has no effect yet"
     return check_export(path, expected={name: tuple(param.shape) for name, param in session.lora.items()}).line()
@@ -179,11 +178,7 @@ def lora_metadata(
     coat: Mapping[str, Any] | None = None,
     got: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """Metadata of a saved LoRA, keys and form as ai-toolkit's.
-
-    `trigger_word` goes into `ss_tag_frequency`; `[name]` in the config's `meta` is replaced; `coat` is the block as
-    configured, `got` is `CoatReport.metadata()`.
-    """
+    """Metadata of a saved LoRA, keys and form as ai-toolkit's; `[name]` in the config's `meta` is replaced."""
     fields: dict[str, Any] = json.loads(json.dumps(dict(meta or {})).replace("[name]", name))
     fields["training_info"] = {"step": step, "epoch": epoch}
     fields["ss_base_model_version"] = "flux.1"

@@ -221,7 +221,6 @@ def open_session(
 def _prepare_data(
     job: JobConfig, workers: Workers, encoders: Encoders, samples: list[Any]
 ) -> tuple[LatentDataset, ImageSampler | None]:
-    """Fill the caches, encode the prompts of the samples, and free the encoders."""
     device, room = workers.device, None
     if device.type == "cuda":
         room = (budget_bytes(job.coat, usable_bytes(device)) or 0) - held_bytes(device)
@@ -296,7 +295,6 @@ def _prepare_transformer(
 
 
 def _allow_capture(job: JobConfig, transformer: nn.Module, workers: Workers) -> bool:
-    """Tell the blocks whether steps can be CUDA graphs; returns whether they will be."""
     runner = BlockRunner.of(transformer)
     if runner is None:
         return False
@@ -308,7 +306,7 @@ def _allow_capture(job: JobConfig, transformer: nn.Module, workers: Workers) -> 
 
 
 def _capture_obstacle(job: JobConfig, workers: Workers) -> str:
-    """Why steps of this run cannot be CUDA graphs; empty if they can."""
+    """Why steps of this run cannot be CUDA graphs, or ""."""
     if workers.device.type != "cuda":
         return f"there are no CUDA graphs on a {workers.device.type}"
     if workers.size > 1:
@@ -347,7 +345,6 @@ def _log_start(
 
 
 def _continue_from(session: Session, point: ResumePoint) -> None:
-    """Restore step, schedule, EMA, position in the data and random generators."""
     record, average = point.record, None if point.state is None else point.state.ema()
     session.step, session.saved_path = point.step, record.get("path", {})
     session.record = {key: record[key] for key in ("validation_loss", "held_out_loss", "observed") if key in record}

@@ -27,10 +27,7 @@ __all__ = ["shard"]
 
 
 def shard(model: nn.Module, trained: Iterable[str], device: torch.device, block_size: int) -> dict[str, nn.Parameter]:
-    """Shard a whole transformer on `device` over all processes, block by block.
-
-    `block_size` is that of the optimizer's moments. Returns the `trained` parameters by name: DTensors, or whole ones.
-    """
+    """Shard a model over all processes, block by block; returns the trained parameters by name, DTensors or whole."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     whole = cut_parameters(model, mesh.size(), block_size)
     blocks = listed_blocks(model, family_of(model).blocks)

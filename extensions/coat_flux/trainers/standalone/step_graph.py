@@ -35,10 +35,7 @@ State = Mapping[str, Sequence[Tensor]]
 
 
 def capture(call: Callable[[], Any], pool: Any = None) -> tuple[Any, Any]:
-    """Capture `call` on the current device without running it; returns the graph, and `call`'s result.
-
-    The result holds values after a replay. `pool` is another graph's `CUDAGraph.pool()` to share.
-    """
+    """Capture `call` without running it; returns the graph, and `call`'s result, which has values after a replay."""
     graph = torch.cuda.CUDAGraph()
     # other threads, which load the next batch, may do what this one may not
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
@@ -76,10 +73,7 @@ class StepGraphs:
     def run(self, drawn: Drawn, rates: Sequence[float], eager: Callable[[], Tensor]) -> Tensor | None:
         """Replay a step; returns loss and gradient norm, fp32 [2], or None if it must be run eagerly.
 
-        `rates` are per param group; `eager` does the same step eagerly, and returns the same numbers.
-
-        Raises:
-            RuntimeError: `strict`, and the step cannot be replayed; its state is that after an eager step.
+        `eager` does the same step and returns the same numbers. RuntimeError if `strict` and it cannot be replayed.
         """
         if self.failed:
             return None
@@ -123,7 +117,6 @@ class StepGraphs:
         return had
 
     def _captured(self, shape: Any, drawn: Drawn, rates: Sequence[float]) -> Tensor | None:
-        """Capture the step and replay it; None if that failed and nothing was done."""
         generation = self._generation()
         try:
             graph = _Graph(self._step, drawn, len(rates), next(iter(self._graphs.values()), None))
@@ -186,7 +179,6 @@ class _Graph:
 
     @torch.no_grad()
     def replay(self, drawn: Drawn, rates: Sequence[float]) -> Tensor:
-        """Do a step with these inputs; returns loss and gradient norm, fp32 [2]."""
         for own, given in zip(self._inputs, drawn, strict=True):
             for name, x in own.items():
                 x.copy_(given[name])
@@ -203,12 +195,10 @@ def _release() -> None:
 
 
 def _copied(state: State) -> State:
-    """The state on the CPU, as the device may lack room next to a captured step."""
     return {kind: [x.detach().to("cpu", copy=True) for x in tensors] for kind, tensors in state.items()}
 
 
 def _difference(before: State, expected: State, found: State, numbers: Tensor, replayed: Tensor) -> str:
-    """Difference of two steps from one state, in words; empty if they agree."""
     wanted, got = numbers.tolist(), replayed.tolist()
     finite = list(map(math.isfinite, (*wanted, *got)))
     if not all(finite):

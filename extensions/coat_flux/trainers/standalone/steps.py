@@ -53,7 +53,7 @@ class Outstanding:
 def train_step(session: Session, batches: Iterator[Batch], interrupts: Interrupts) -> frozenset[str]:
     """Do one optimizer step, counted even if the guard skips its update; returns requested `watch.live.COMMANDS`.
 
-    Its numbers go to `session.log`, now or in the next step or `settle`. An interrupt requests a stop.
+    Its numbers go to `session.log`, now or in the next step or `settle`.
 
     Raises:
         DeadRunError: by the guard.
@@ -136,7 +136,6 @@ def _gradients(session: Session, number: int, batches: Sequence[Batch]) -> Tenso
 
 
 def _accumulate(session: Session, batches: Sequence[Batch]) -> Tensor:
-    """Forward and backward of each micro-batch; returns their mean loss."""
     total = torch.zeros((), device=session.workers.device)
     together = len(batches) * session.workers.size  # gradients are summed over processes
     for batch in batches:
@@ -156,7 +155,6 @@ def _accumulate(session: Session, batches: Sequence[Batch]) -> Tensor:
 
 
 def _clipped(session: Session, loss: Tensor) -> Tensor:
-    """Clip by the norm of all gradients, including other processes' rows."""
     grads = [param.grad for param in session.lora.values() if param.grad is not None]
     norm = torch.linalg.vector_norm(whole_norms(grads))
     if grads:
@@ -180,7 +178,6 @@ def _update(session: Session, found_inf: Tensor | None) -> None:
 
 
 def _replay(session: Session, number: int, batches: Sequence[Batch]) -> Tensor | None:
-    """Do a whole step as a CUDA graph; returns loss and norm, or None if nothing was done."""
     if not session.captures or session.watch.measures_memory(number):
         return None
     if session.graphs is None:
@@ -206,10 +203,7 @@ def _replay(session: Session, number: int, batches: Sequence[Batch]) -> Tensor |
 
 
 def _whole_step(session: Session, drawn: Drawn, rates: Tensor) -> Tensor:
-    """Forward, backward, clipping and update, with all that varies between steps in tensors.
-
-    `rates` are fp64 per param group, on the device. Returns fp32 [2]: loss and gradient norm.
-    """
+    """A step with all that varies in tensors (`rates` fp64 [groups]); returns fp32 [2]: loss and gradient norm."""
     optimizer: Any = session.optimizer
     groups, plain_rates = optimizer.param_groups, [group["lr"] for group in optimizer.param_groups]
     optimizer.zero_grad(set_to_none=True)

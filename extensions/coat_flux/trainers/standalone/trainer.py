@@ -51,7 +51,7 @@ Observer = Callable[[Session], None]
 class COATTrainer:
     """Trains a FLUX LoRA, or without `network` the transformer itself, by a YAML's path, its content, or a `JobConfig`.
 
-    `observer` is called before the first step and after each, before a save. It may measure, and keep plain JSON in
+    `observer` is called before the first step and after each, before a save. It may keep plain JSON in
     `session.record["observed"]`, which a resume restores; it must not affect training.
 
     Raises:
@@ -109,7 +109,6 @@ class COATTrainer:
             workers.close()
 
     def _way_back(self, since: int) -> str:
-        """The command to continue with after correcting the config."""
         job, name = self.job, self.job.raw["config"]["name"]
         option = f' --name "{name}"'
         with suppress(ConfigError):
@@ -271,6 +270,5 @@ def _validate(session: Session) -> float:
 
 
 def _drop_graphs(session: Session) -> None:
-    """Free captured steps for what runs between steps."""
     if session.graphs is not None:
         session.graphs.drop()

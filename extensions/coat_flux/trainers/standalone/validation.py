@@ -98,10 +98,7 @@ def predictions(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
-    """Run one batch of `FixedNoise.drawn` (photos `encoded` at one size, sigmas (B,), noise (B, C, h, w) fp32).
-
-    Returns predicted velocities (B, C, h, w) fp32, and their losses (B,) fp32, on `device`.
-    """
+    """Predict velocities (B, C, h, w) fp32 of `FixedNoise.drawn`, and their losses (B,) fp32, on `device`."""
     batch = {part: torch.stack([photo[part] for photo in photos]).to(device) for part in photos[0]}
     latents, sigmas, noise = batch["latents"], sigmas.to(device), noise.to(device)
     x_t = noisy_latents(latents, noise, sigmas)

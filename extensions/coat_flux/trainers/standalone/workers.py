@@ -36,12 +36,8 @@ logger = logging.getLogger(__name__)
 class Workers(Processes):
     """The processes of a stand-alone run, as started by accelerate.
 
-    Args:
-        device: cpu, mps, cuda, cuda:<n>, or None for the best available. Under `accelerate launch` on several GPUs each
-            process takes its own. If missing, the run uses the CPU, with a warning.
-
-    Attributes:
-        shares_weights: accelerate's FSDP2 shards codes or weights: all processes run the transformer together.
+    `device` is cpu, mps, cuda, cuda:<n>, or None for the best; a missing one becomes the CPU, with a warning. With
+    `shares_weights` (accelerate's FSDP2) all processes run the transformer together or not at all.
 
     Raises:
         LaunchError: `accelerate launch` was asked for several processes and started one, or for DeepSpeed.
@@ -116,7 +112,8 @@ def not_finite(values: Tensor) -> Tensor:
 def whole_norms(tensors: Sequence[Tensor], order: float = 2.0) -> Tensor:
     """The norm of each whole tensor, of order 2 or infinity, fp32 [n]; those of shards are exchanged at once.
 
-    `tensors` are the same in every process. LostProcessError if one has ended.
+    Raises:
+        LostProcessError: a process has ended.
     """
     own = tensor_norms([local_values(tensor) for tensor in tensors], order)
     sharded = list(map(is_sharded, tensors))
