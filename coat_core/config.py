@@ -31,13 +31,8 @@ class ExpansionConfig:
     (max² · 4/7 = max / (2 · smallest subnormal), in both formats). A value stored again after each optimizer step then
     keeps its code; with the paper's constants (`PAPER_EXPANSION`) the block's edge drifts. Measured: RESULTS.md.
 
-    Args:
-        range_fraction: expanded blocks span a ratio of max²·range_fraction from smallest to largest.
-        exponent_step: the exponent k is rounded down to a multiple of this; 0 does not round.
-        exponent_max: finite upper bound of k, met by (nearly) constant groups.
-
-    Raises:
-        ValueError: a constant is outside its range.
+    Expanded blocks span max²·range_fraction. The exponent k is rounded down to a multiple of exponent_step (0: not
+    rounded) and at most exponent_max, which must be finite. Raises ValueError for a constant outside its range.
     """
 
     range_fraction: float = 4.0 / 7.0

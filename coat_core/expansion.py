@@ -87,10 +87,7 @@ def clamp_infinities(blocks: Tensor, without_finite: float) -> Tensor:
 def quantize_blocks(
     blocks: Tensor, fmt: Format, expansion: ExpansionConfig | None, uniform: Tensor | None = None
 ) -> QuantizedBlocks:
-    """Quantize each row of fp32 [n, B] with one scale, amax / fmt.max, expanding its range first with `expansion`.
-
-    Numerics: with expansion no nonzero element gets a zero code.
-    """
+    """Quantize each row of fp32 [n, B] with one scale; with `expansion` no nonzero element gets a zero code."""
     center = exponent = None
     blocks = expanded = clamp_infinities(blocks, fmt.max)
     if expansion is not None:

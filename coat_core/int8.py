@@ -42,10 +42,7 @@ def rotation_size(width: int) -> int:
 
 
 def rotate(x: Tensor, size: int) -> Tensor:
-    """Return x H in fp32, H of `size` neighbours; applied twice it is x. Raises ValueError where `size` does not fit.
-
-    Numerics: sums of two, in the kernel's order, so both have the same bits.
-    """
+    """Return x H in fp32, H of `size` neighbours, with the kernel's bits; ValueError where `size` does not fit."""
     check_rotation(x, size)
     values, stride = x.to(torch.float32), 1
     while stride < size:

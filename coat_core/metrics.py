@@ -11,10 +11,7 @@ ROUNDED_SCALE = 2.0**-20  # a scale is rounded to fp32: its format.max falls sho
 
 
 def sqnr_db(x: Tensor, x_hat: Tensor) -> float:
-    """Signal to quantization noise ratio, 20·log10(‖x‖ / ‖x − x̂‖), in dB; inf if equal, nan if only x is zero.
-
-    Raises ValueError if the shapes differ.
-    """
+    """Return 20·log10(‖x‖ / ‖x − x̂‖) in dB, inf if equal, nan if only x is zero; ValueError if the shapes differ."""
     if x.shape != x_hat.shape:
         raise ValueError(f"x_hat of shape {tuple(x_hat.shape)}: must have the shape of x, {tuple(x.shape)}")
     x64, noise = x.detach().double(), (x.detach().double() - x_hat.detach().double())

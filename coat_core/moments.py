@@ -65,7 +65,6 @@ def dequantize_ratio(codes: Tensor, scale: Tensor) -> Tensor:
 def quantize_log(blocks: Tensor, uniform: Tensor | None = None) -> QuantizedBlocks:
     """Quantize each row of fp32 [n, B], values of 0 or more, to uint8 with codes evenly spaced in the logarithm.
 
-    scale is the row's largest value, exponent the step of log2 between codes; 1 and 0 in a row of zeros.
     Numerics: a value comes back within a factor of (largest / smallest nonzero)^(±1/506).
     """
     blocks = clamp_infinities(blocks, 1.0)

@@ -48,8 +48,7 @@ class Packed(NamedTuple):
 def quantize(weight: Tensor) -> Packed:
     """Quantize a floating W [N, K], K a multiple of 16, to NVFP4, each block with the scale of least squared error.
 
-    ±inf becomes the largest number of its block; with a NaN the scale, and so all of the weight, is NaN: codes have
-    none.
+    ±inf becomes the largest number of its block; a NaN makes the scale, and so all of the weight, NaN.
     Numerics: Gaussian weights come back at 21.5 dB or better; tests/tolerances.py.
     """
     if weight.is_meta:  # nothing to search, and plans make many
@@ -70,7 +69,6 @@ def quantize(weight: Tensor) -> Packed:
 
 
 def _search(blocks: Tensor, block_amax: Tensor, unit: Tensor) -> tuple[Tensor, Tensor]:
-    """Return codes [n, K/16, 16] and block scales [n, K/16], uint8."""
     limit = MAGNITUDES[-1] * LARGEST_SCALE  # of finite values
     values = (blocks.to(torch.float32) / unit).nan_to_num(nan=0.0).clamp(-limit, limit)
     asked = saturating_cast(block_amax / (MAGNITUDES[-1] * unit), E4M3).view(torch.uint8).to(torch.int16)

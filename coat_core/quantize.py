@@ -35,10 +35,7 @@ class Quantized(NamedTuple):
 
 
 def saturating_cast(x: Tensor, fmt: Format) -> Tensor:
-    """Round to nearest even into `fmt`, clamping to ±fmt.max instead of overflowing.
-
-    Numerics: equal to `ml_dtypes` after clamping for every bf16 value.
-    """
+    """Round to nearest even into `fmt`, clamping to ±fmt.max: `ml_dtypes` after clamping, for every bf16 value."""
     return x.clamp(-fmt.max, fmt.max).to(fmt.dtype)
 
 
@@ -99,10 +96,7 @@ def finite_abs(x: Tensor) -> Tensor:
 
 
 def amax(x: Tensor, granularity: Granularity) -> Tensor:
-    """Return the largest finite magnitude per scaling group, fp32 in `granularity.scale_shape(x.shape)`; 0 without one.
-
-    First over 1×G groups (free in a fused producer), then over the groups: the paper's group scaling.
-    """
+    """Return the largest finite magnitude per group, fp32 in `granularity.scale_shape(x.shape)`; 0 without one."""
     group_amax = split_groups(finite_abs(x), granularity.group_size).amax(dim=-1).to(torch.float32)
     return amax_from_groups(group_amax, granularity)
 
@@ -155,8 +149,5 @@ def quantize(x: Tensor, fmt: str | Format = "e4m3", granularity: Granularity = P
 def dequantize(
     codes: Tensor, scale: Tensor, granularity: Granularity = PER_TENSOR, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Return codes · scale [..., K], computed in fp32 and rounded once to `dtype`.
-
-    Codes are FP8 [..., K], scale fp32 in `granularity.scale_shape(codes.shape)`.
-    """
+    """Return codes · scale [..., K], computed in fp32 and rounded once to `dtype`; shapes as of the module."""
     return (codes.to(torch.float32) * _spread(scale, granularity, codes.shape[-1])).to(dtype)

@@ -36,7 +36,6 @@ def _shifted_right(x: Tensor, bits: int) -> Tensor:
 
 
 def _wrapped(x: int) -> int:
-    """Return x modulo 2^32 as an int32 value."""
     return (x + (1 << 31)) % (1 << 32) - (1 << 31)
 
 

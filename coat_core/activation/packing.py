@@ -78,8 +78,6 @@ class _PackedStorage:
 
 @dataclass
 class _PackedView:
-    """A view into a packed storage."""
-
     storage: _PackedStorage
     size: torch.Size
     stride: tuple[int, ...]
@@ -152,7 +150,6 @@ class PackedSavedTensors:
         self._open.pop().__exit__(*exc_info)
 
     def _is_on_top(self) -> bool:
-        """Whether no saved-tensor hooks were opened after these."""
         top = _top_hooks()
         return top is not None and top[0] == self._pack
 
@@ -254,10 +251,7 @@ _additive: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # bool mask → 
 def _with_shared_mask(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return attention's arguments with a bool mask made additive, 0 and −inf.
-
-    Attention makes one per layer and saves it for backward. Here all layers with the same mask share one, unexpanded.
-    """
+    """Return attention's arguments with a bool mask made additive, shared by all layers with the same mask."""
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         made = _additive.setdefault(attn_mask, {})
         as_now = query.dtype, 0 if attn_mask.is_inference() else attn_mask._version
@@ -273,5 +267,4 @@ def _with_shared_mask(
 def _attention_shape(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any
 ) -> tuple[int, int | None]:
-    """Return the dimensions of attention's inputs, and the number of keys if there is a mask."""
     return query.ndim, None if attn_mask is None else key.shape[-2]

@@ -39,11 +39,10 @@ def replace_linear_with_fp8(
     *,
     trainable: bool = False,
 ) -> nn.Module:
-    """Convert nn.Linear layers to FP8Linear in place, the model itself too if it is one.
+    """Convert nn.Linear layers to FP8Linear in place, the model itself too if it is one; returns the model.
 
     `filter_fn(module, full_name)` returning False leaves a layer alone. `trainable` keeps high precision weights and
-    trains them (`FP8TrainableLinear`). Returns the model, with a `fp8_report` of converted and skipped layers, also
-    logged.
+    trains them (`FP8TrainableLinear`). Converted and skipped layers are logged, and in `model.fp8_report`.
     """
     target = FP8TrainableLinear if trainable else FP8Linear
     report = ConversionReport()

@@ -124,11 +124,7 @@ def dgrad(
     quantized: Quantized | None = None,
     unit: Tensor | None = None,
 ) -> Tensor:
-    """Return dx = dy · W, [..., K] in dy's dtype, from dy [..., N]; `in_fp8=False` multiplies by the dequantized W.
-
-    `quantized`: dy in `grad_format`, if already cast, of a weight scaled per tensor. `unit`: `unit_scale`'s result, if
-    the caller caches it.
-    """
+    """Return dx = dy W [..., K]; `quantized` is dy, already cast, and `unit` a cached `unit_scale`."""
     if not in_fp8 or config.grad_format == "bf16":
         return grad @ weight.dequantize(grad.dtype)
     factors = weight.scale.reshape(-1) if weight.scale.ndim == 2 else None
@@ -142,10 +138,7 @@ def dgrad(
 
 
 def wgrad(grad: Tensor, x: Quantized, config: FP8LinearConfig) -> Tensor:
-    """Return dW = dyᵀ x.
-
-    Numerics: of Gaussian data e4m3 × e4m3 at 28 dB, e5m2 × e4m3 at 24 dB or better, at any spread of tokens' sizes.
-    """
+    """Return dW = dyᵀ x; of Gaussian data e4m3 × e4m3 at 28 dB, e5m2 × e4m3 at 24 dB or better."""
     if config.wgrad_format == "bf16":
         x_hat = dequantize(x.codes, x.scale, x.granularity, grad.dtype)
         return _rows(grad).t() @ _rows(x_hat)
@@ -245,8 +238,8 @@ def fp8_linear(
     """Linear layer with a frozen weight stored in few bits: y = x Wᵀ + b.
 
     x: fp32, bf16 or fp16 [..., K]; y [..., N] in the dtype of x (autocast's under autocast). A callable `weight` is
-    called again in backward, so nothing keeps W [N, K] alive in between. `use_fp8_gemm=False` multiplies by the
-    dequantized weight. Raises RuntimeError if the device has no such FP8 GEMM and `config.fallback` is "error".
+    called again in backward, so nothing keeps W [N, K] alive in between. Raises RuntimeError if the device has no
+    such FP8 GEMM and `config.fallback` is "error".
 
     Numerics: forward e4m3 × e4m3 of Gaussian data at 28 dB, dgrad e5m2 × e4m3 at 24 dB or better; tests/tolerances.py.
     Source: arXiv 2410.19313, section 5.

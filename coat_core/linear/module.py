@@ -26,11 +26,7 @@ def run_stored_linear(module: nn.Module, x: Tensor, config: FP8LinearConfig) -> 
 
 
 def hand_over_input(module: nn.Module, x: Tensor, config: FP8LinearConfig) -> None:
-    """Set `module.adapter_input` to a weak reference to x, if `module.hands_input_to_adapter`.
-
-    x carries its FP8 copy (`quantize_once`), made here once for all readers even if this linear multiplies in high
-    precision.
-    """
+    """Give the adapter a weak reference to x, which carries its FP8 copy, if `module.hands_input_to_adapter`."""
     if not getattr(module, "hands_input_to_adapter", False):
         return
     saves_for_backward = torch.is_grad_enabled() and x.numel() > 0
@@ -48,10 +44,7 @@ _CHANGING = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
 
 
 class ReadOnlyWeight(Tensor):
-    """The value of `FP8Linear.weight`: a plain tensor to operators that read it; changing it is an error.
-
-    Code that merges a LoRA writes `layer.weight.data` or `layer.weight`; the write would be lost, the LoRA with it.
-    """
+    """`FP8Linear.weight`: a plain tensor to readers; writing it, as merging a LoRA would, raises an error."""
 
     @classmethod
     def __torch_function__(
@@ -79,9 +72,8 @@ class ReadOnlyWeight(Tensor):
 class FP8Linear(nn.Linear):
     """nn.Linear with a frozen FP8 weight; no high precision copy stays in memory.
 
-    Made by `from_linear` (in place, so adapters and parents keep their references) or `replace_linear_with_fp8`.
-    Buffers: weight_codes uint8 [N, K], the bits of the FP8 codes; weight_scale_bits int32 [] or [N, 1], the bits of
-    the fp32 scale. `weight` is dequantized on every access, in the dtype of the original layer or of the last
+    Buffers: weight_codes uint8 [N, K], the bits of the FP8 codes; weight_scale_bits int32 [] or [N, 1], those of the
+    fp32 scale. `weight` is dequantized on every access, in the dtype of the original layer or of the last
     `.to(dtype)`.
     """
 
@@ -96,10 +88,7 @@ class FP8Linear(nn.Linear):
     @staticmethod
     @torch.no_grad()
     def from_linear(linear: nn.Linear, config: FP8LinearConfig | None = None) -> FP8Linear:
-        """Convert a linear layer in place: quantize its weight, drop the original, freeze the bias.
-
-        Raises ValueError if the weight [N, K] is not floating, or K or N is not a multiple of 16.
-        """
+        """Convert in place, freezing the bias; ValueError if the weight is not floating or not 16-aligned."""
         config = config or FP8LinearConfig()
         reason = obstacle_to_conversion(linear)
         if reason is not None:
@@ -159,10 +148,7 @@ class FP8Linear(nn.Linear):
 
 
 class FP8TrainableLinear(nn.Linear):
-    """nn.Linear whose high precision weight is trained with FP8 GEMMs (full fine-tuning).
-
-    The weight is cast at each use, or once per optimizer step (`config.cache_weight`); x is saved for wgrad as codes.
-    """
+    """nn.Linear whose high precision weight is trained with FP8 GEMMs (full fine-tuning)."""
 
     config: FP8LinearConfig  # formats and granularities
     trained_codes: TrainedCodes  # the codes of the weight, where they are kept; no part of the state dict

@@ -1,12 +1,12 @@
 """The FP8 codes of a weight being trained: cast once per version of the weight, or at each use.
 
 Between two optimizer steps all micro-batches, their recomputation and dgrad can read one cast of W: 1 byte per element.
-A version is the parameter's storage and autograd's count of in-place changes. Fused AdamW and optimizers that write
-through `param.data` do not count there, so every optimizer step counts as a change.
+A version is the parameter's storage and autograd's count of in-place changes, plus every optimizer step: fused AdamW
+and writes through `param.data` do not count in autograd.
 
 Not counted: other writes through `.data`, replays of a CUDA graph that holds the optimizer's step, and FSDP2, which
-gathers a weight into the same storage. Call `forget_codes` after each, or leave `cache_weight` off (as the stand-alone
-trainer does there). Compiled code and CUDA graphs always cast: they would record no cast and read old codes.
+gathers a weight into the same storage. Call `forget_codes` after each, or leave `cache_weight` off.
+Compiled code and CUDA graphs always cast: they would record no cast and read old codes.
 """
 
 from __future__ import annotations
@@ -68,8 +68,6 @@ def forget_codes(model: nn.Module) -> None:
 
 @functools.cache
 def _count_optimizer_steps() -> None:
-    """Count every optimizer step as a change of its parameters."""
-
     def count(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for group in optimizer.param_groups:
             increment_version([param for param in group["params"] if not param.is_inference()])
@@ -78,5 +76,4 @@ def _count_optimizer_steps() -> None:
 
 
 def _is_recorded(weight: Tensor) -> bool:
-    """Whether this code is compiled, or captured in a CUDA graph."""
     return torch.compiler.is_compiling() or (weight.is_cuda and torch.cuda.is_current_stream_capturing())

@@ -66,10 +66,7 @@ def hyper_of_step(
 
 
 def hyper_table(lr: float | Tensor, steps: Tensor, betas: tuple[float, float], weight_decay: float) -> Tensor:
-    """Return fp32 [n, 3]: decay, step_size and root of `Hyper` per tensor, without reading step counters or lr back.
-
-    Computed in fp64 and rounded once: 1 − β2^t in fp32 would err by 1e-4 (relative) in the first step.
-    """
+    """Return fp32 [n, 3]: decay, step_size and root of `Hyper` per tensor, computed in fp64 for early steps."""
     step = steps.to(torch.float64)
     rate = lr.to(torch.float64).reshape(()) if isinstance(lr, Tensor) else torch.full_like(step, lr)
     step_size = rate / (1 - betas[0] ** step)
@@ -80,10 +77,7 @@ def hyper_table(lr: float | Tensor, steps: Tensor, betas: tuple[float, float], w
 def adamw_update_(
     param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, hyper: Hyper, table: Tensor | None = None
 ) -> None:
-    """Do one AdamW step in place on `param`, `exp_avg` and `exp_avg_sq`.
-
-    Numerics: bit-equal to torch.optim.AdamW(foreach=False) on a CPU, whose products with a tensor lr are fp32 too.
-    """
+    """Do one AdamW step in place, on a CPU bit-equal to torch.optim.AdamW(foreach=False)."""
     decay, step_size, root = hyper[-3:] if table is None else table[:, :, None].unbind(1)
     param.mul_(decay)
     exp_avg.lerp_(grad, hyper.weight1)
@@ -251,19 +245,13 @@ def fp8_adamw_step(
     expansion: ExpansionConfig,
     maximize: bool = False,
 ) -> None:
-    """Do one AdamW step in place on `params` and their blocks of both moments.
+    """Do one AdamW step in place on `params` and their blocks of both moments; on CUDA one launch, without a sync.
 
-    On CUDA one launch for any number of tensors, without a sync, and capturable in a CUDA graph.
-
-    Args:
-        params: all fp32, bf16 or fp16, of any shapes; `grads`, all of one dtype, have their sizes.
-        exp_avg, exp_avg_sq: the packed moments, with the same blocks; `first_blocks` is where each parameter's start.
-        table: fp32 [n, 3], rows of `hyper_table` in place of the last three of `hyper`; NaN skips its parameter.
-        draws: int32 [n, 3] for `coat_core.rounding.random_bits`: rounds exp_avg_sq stochastically. None: to nearest.
-        param_draws: the same, of separate streams: rounds bf16 and fp16 parameters stochastically.
-
-    Raises:
-        ValueError: a gradient or the packed moments do not have the parameter's size.
+    params are fp32, bf16 or fp16 of any shapes, grads of one dtype and their sizes; first_blocks is where the blocks
+    of each start. table: fp32 [n, 3], rows of `hyper_table` in place of the last three of `hyper`; a row of NaN skips
+    its parameter. draws: int32 [n, 3] for `coat_core.rounding.random_bits`, rounds exp_avg_sq stochastically (None:
+    to nearest); param_draws the same for bf16 and fp16 parameters. Raises ValueError where a gradient or moment has
+    another size.
 
     Numerics: one step from the same state. Without expansion the kernel has the reference's codes and scales to the
         bit, and parameters within 1 ulp of the update (torch's own sqrt on a CPU is not correctly rounded). With

@@ -37,7 +37,6 @@ DROPPED_BITS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}  # of a
 
 @triton.jit
 def _rounded_stochastically(x, bits, DROPPED: tl.constexpr):
-    """X up or down to a dtype without fp32's last DROPPED bits: `coat_core.quantize.stochastic_cast`."""
     noise = bits.to(tl.int32, bitcast=True) & ((1 << DROPPED) - 1)
     rounded = ((x.to(tl.int32, bitcast=True) + noise) & (-1 << DROPPED)).to(tl.float32, bitcast=True)
     if DROPPED == 13:  # fp16: below its normal range on a fixed grid

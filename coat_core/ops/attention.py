@@ -6,9 +6,7 @@ that the caller may save the four large tensors in FP8, or recompute them. The k
 backward of its own (the plain matrix products) saves nothing, and backward runs the forward pass again.
 
     cudnn       cuDNN                    flash       FlashAttention 2, built into torch
-    efficient   from xFormers            fa3, fa4    FlashAttention 3 and 4, packages of their own
-
-torch calls FlashAttention 3 or 4 in place of 2, behind the same operators, once its registry has activated one.
+    efficient   from xFormers            fa3, fa4    FlashAttention 3 and 4, packages that replace it in torch
 
 Shapes: q, k, v, out [B, H, S, d]; log-sum-exp fp32 [B, H, S] (cuDNN: [B, H, S, 1]).
 Source: torch's aten operators `_scaled_dot_product_*_attention` and their `_backward`; `torch.nn.attention`.
@@ -59,10 +57,9 @@ def chosen_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -
 
 
 def use_kernel(kernel: str | None, like: Tensor | None = None) -> None:
-    """Make `attention_forward` run this kernel for tensors like `like`, in the whole process.
+    """Use this kernel for tensors like `like` in the whole process; raises any Exception if it is unavailable.
 
     FlashAttention 3 or 4 then replaces FlashAttention 2 everywhere in torch's attention: its registry holds one.
-    Raises an Exception of any kind if the library is not installed or this torch or GPU cannot use it.
     """
     global _in_use
     exchanges, wanted = hasattr(registry, "restore_flash_attention_impl"), LIBRARIES.get(kernel or "")
@@ -86,8 +83,7 @@ def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
 def attention_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> tuple[Tensor, AttentionContext]:
     """Return out = softmax(q kᵀ / sqrt(d) + mask) v [B, H, S, d] and the context `attention_backward` needs.
 
-    q, k, v: floating [B, H, S, d]. mask: from `additive_mask`, [B, H, S, S] or with 1 in place of the first three.
-    out is 0 for a query that sees no key.
+    mask is from `additive_mask`, [B, H, S, S] or with 1 in place of the first three. out is 0 for a query without keys.
     """
     kernel = chosen_kernel(q, k, v, mask)
     if kernel == "flash_cpu":

@@ -1,10 +1,7 @@
 """Codes along with values: operators that quantize their results, and how they read codes back.
 
-Such an operator takes `fmt` and `granularity` and returns (values, codes, code_scale) with
-
-    codes, code_scale = quantize(values, fmt, granularity)
-
-to the bit. With granularity "none" both have shape [0].
+Such an operator takes `fmt` and `granularity` and returns (values, codes, code_scale), where codes, code_scale =
+quantize(values, fmt, granularity) to the bit. With granularity "none" both have shape [0].
 
 An operator that also saves its input x for backward takes `saved_format` and `group_size` and returns (x_codes,
 x_scale) of 1×G groups, to the bit; with saved_format "none" both have shape [0]. Operators of the backward pass take x

@@ -28,10 +28,9 @@ def saturated(x, FORMAT_MAX: tl.constexpr):
 
 @triton.jit
 def as_codes(x, codes_ptr):
-    """X, fp32 within ±max, rounded to the pointer's code type.
+    """X, fp32 within ±max, rounded to the pointer's code type; bytes are e4m3 on a GPU without an instruction for it.
 
-    Bytes are e4m3 on a GPU without an instruction for it (`runtime.launch`). Normal values round in their own bits. Of
-    the rest 2^-9 is the unit, and 2^14 is where fp32 has no finer one: the sum rounds as the cast does.
+    Normal values round in their own bits. Of the rest 2^-9 is the unit, and 2^14 is where fp32 has no finer one.
     """
     if codes_ptr.dtype.element_ty == tl.uint8:
         bits = x.to(tl.int32, bitcast=True)
@@ -93,10 +92,7 @@ def store_group_codes(
     R: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Quantize a tile, columns first to end of rows of `width`, in groups of G; the last may be shorter.
-
-    G is a power of two, at most BLOCK, and `first` a multiple of it.
-    """
+    """Quantize a tile, columns first to end of rows of `width`, in groups of G, a power of two up to BLOCK."""
     groups = tl.reshape(values, (R, BLOCK // G, G))
     scale = scale_from_amax(tl.max(finite_abs(groups), axis=2), FORMAT_MAX)
     places = first // G + tl.arange(0, BLOCK // G)[None, :]
@@ -129,11 +125,7 @@ def add_low_rank(
     RANK: tl.constexpr,
     RANK_BLOCK: tl.constexpr,
 ):
-    """Return y + h·upᵀ, summed in fp32; the caller rounds. The rank is padded to RANK_BLOCK; R and it are at least 16.
-
-    h_rows are offsets of rows of h, up_columns of each column's first number in up, whose numbers are up_stride apart:
-    1 where up is [BLOCK, r], a row where it is [r, BLOCK].
-    """
+    """Return y + h·upᵀ in fp32 from these offsets, up's numbers up_stride apart; R and RANK_BLOCK are at least 16."""
     for start in tl.range(0, RANK, RANK_BLOCK, num_stages=1):
         rank = start + tl.arange(0, RANK_BLOCK)
         h = tl.load(h_ptr + h_rows[:, None] + rank, mask=are_rows[:, None] & (rank < RANK), other=0.0)

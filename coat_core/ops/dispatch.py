@@ -48,10 +48,7 @@ def launcher_of(operator: str) -> Callable[..., Any]:
 
 @functools.cache
 def triton_obstacle(device: torch.device) -> str | None:
-    """Return why this CUDA device cannot run the Triton kernels, or None; warns once.
-
-    The answer comes from quantizing a few numbers on the device and comparing them with the reference.
-    """
+    """Return why this CUDA device cannot run the Triton kernels, or None, after trying one; warns once."""
     reason = _find_obstacle(device)
     if reason is not None:
         logger.warning("%s: no Triton kernels, the slower PyTorch reference runs instead: %s", device, reason)

@@ -34,14 +34,12 @@ def gated_sum(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return y = residual + gate·norm(result'), result' = result + h upᵀ, and the saved codes of result'.
 
-    h is the input of the adapter's up-projection, in result's dtype. Without a weight norm(x) = x; eps is the norm's.
-    Returns y [B, S, D], in the dtype residual, gate and result (or weight) promote to; codes of result' [B, S, D];
-    their scale [B, S, ceil(D/G)]. Raises ValueError for an unknown format or group size.
+    Without a weight norm(x) = x. Returns y [B, S, D], in the dtype residual, gate and result (or weight) promote to;
+    codes of result' [B, S, D]; their scale [B, S, ceil(D/G)]. Raises ValueError for an unknown format or group size.
 
     Numerics: result' is rounded once, the product before the sum, as eager PyTorch does; without adapter and norm
     kernel and reference have the same bits, and the reference has those of diffusers' RMSNorm on a CPU.
-    Source: FLUX's adaLN-Zero gates, diffusers models/transformers/transformer_flux.py; Z-Image's norms after linears,
-    its transformer_z_image.py.
+    Source: diffusers' transformer_flux.py (adaLN-Zero gates) and transformer_z_image.py (norms after linears).
     """
     result = with_adapter(result, h, up)
     normed = result if weight is None else rms_norm(result, weight, eps)
@@ -72,17 +70,10 @@ def gated_sum_backward(
         RMSNorm   z = result'·rstd,   dz = grad·gate·weight,   dgate = Σ_S grad·z·weight
                   dy = rstd·(dz - z·mean(dz·z))
 
-    Args:
-        result: result' [B, S, D], values or FP8 codes; None where neither dgate nor a norm needs it.
-        result_scale: of the codes, of the shape of any granularity; `group_size` counts where each row has several.
-        dtype: of result' in the forward pass; dy and dequantized result' are rounded to it.
-
-    Returns:
-        dy [B, S, D] of `dtype`, with a norm computed in fp32 and rounded once; its codes; their scale; dgate fp32
-        [B, D], or of shape [0] without result.
-
-    Raises:
-        ValueError: unknown format or granularity, or a norm without result.
+    result' [B, S, D] is values of `dtype`, or FP8 codes with a scale of any granularity; None where neither dgate nor
+    a norm needs it. Returns dy [B, S, D] of `dtype`, with a norm computed in fp32 and rounded once; its codes; their
+    scale; dgate fp32 [B, D], or of shape [0] without result. Raises ValueError for an unknown format or granularity,
+    or a norm without result.
     """
     check_result(result, weight)
     if result is None:

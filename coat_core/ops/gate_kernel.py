@@ -80,7 +80,6 @@ def _gated_sum_fwd_kernel(
     R: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A tile of R rows of one image a program; rounds where eager PyTorch does."""
     image, place = tl.program_id(2).to(tl.int64), tl.program_id(0) * R + tl.arange(0, R)
     rows, first = image * S + place, tl.program_id(1) * BLOCK
     columns = first + tl.arange(0, BLOCK)

@@ -79,26 +79,16 @@ def mlp_activation(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return [attention | act(mlp + h upᵀ)] along the features, its codes, and the codes saved for backward.
 
-    Args:
-        attention: [B, S, D], values or codes of 1×G groups with attention_scale fp32 [B, S, ceil(D / G)]; None for the
-            activation alone.
-        mlp: [B, S, N], values or codes with mlp_scale.
-        h, up: the adapter; None without one, and for codes.
-        group_size: G of the codes that are read or saved.
-        dtype: of the values.
-
-    Returns:
-        values [B, S, D + F] of `dtype`; their codes; the scale of the codes; attention's saved codes, of shape [0]
-        without attention, and their scale; the saved codes of mlp + h upᵀ, and their scale.
-
-    Raises:
-        ValueError: unknown format, granularity, group size or activation; SwiGLU of an odd width.
+    attention [B, S, D] (None for the activation alone) and mlp [B, S, N] are values, or codes of 1×G groups with
+    scales fp32 [B, S, ceil(D / G)] and [B, S, ceil(N / G)]; h and up are None without an adapter, and for codes.
+    Returns values [B, S, D + F] of `dtype`; their codes; the scale of the codes; attention's saved codes, of shape
+    [0] without attention, and their scale; the saved codes of mlp + h upᵀ, and their scale. Raises ValueError for an
+    unknown format, granularity, group size or activation, and for SwiGLU of an odd width.
 
     Numerics: the reference has the bits of torch's GELU, or of its SiLU and product. The kernel takes sigmoid(2u) for
     (1 + tanh(u))/2, which differs by at most tests/tolerances.py's GELU_RTOL times abs(x), and rounds SiLU as torch
     does, within SILU_RTOL.
-    Source: FLUX's single blocks, diffusers models/transformers/transformer_flux.py, and FLUX.2's, its
-    transformer_flux2.py; saved codes: arXiv 2410.19313, section 5.
+    Source: diffusers' transformer_flux.py and transformer_flux2.py (single blocks); arXiv 2410.19313, section 5.
     """
     mlp = complete_mlp(values_of(mlp, mlp_scale, group_size, dtype), h, up)
     values = _activated(mlp, activation)
@@ -137,16 +127,9 @@ def mlp_activation_backward(
         GELU      dmlp = g·(s + x·s·(1 - s)·2u'),   s = (1 + tanh(u))/2,   u' = sqrt(2/π)·(1 + 3·0.044715·x²)
         SwiGLU    dmlp = [g·up·s·(1 + gate·(1 - s)) | g·gate·s],   s = 1/(1 + exp(-gate))
 
-    Args:
-        grad: of act(mlp) [B, S, F], without the next linear's adapter.
-        dh, down: that adapter's gradient [B, S, r], in grad's dtype, and down-projection [r, F], possibly a slice.
-        mlp: mlp + h upᵀ [B, S, N], values or codes of 1×G groups with mlp_scale fp32 [B, S, ceil(N / G)].
-
-    Returns:
-        dmlp [B, S, N] of `dtype`, computed in fp32 and rounded once; g is rounded to grad's dtype.
-
-    Raises:
-        ValueError: as `mlp_activation`.
+    grad [B, S, F] is without that adapter, dh [B, S, r] and down [r, F] (possibly a slice) are its gradient and
+    down-projection. `mlp` is x [B, S, N], values or codes of 1×G groups with their scale. Returns dmlp [B, S, N] of
+    `dtype`, computed in fp32 and rounded once; g is rounded to grad's dtype. Raises ValueError as `mlp_activation`.
     """
     mlp = values_of(mlp, mlp_scale, group_size, dtype).to(torch.float32)
     g = with_adapter(grad, dh, None if down is None else down.t()).to(torch.float32)

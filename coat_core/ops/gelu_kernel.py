@@ -39,19 +39,16 @@ LOW_RANK_BLOCK = 128  # columns of LOW_RANK_ROWS rows
 
 @triton.jit
 def sigmoid(x):
-    """1/(1 + exp(-x))."""
     return 1.0 / (1.0 + tl.exp(-x))
 
 
 @triton.jit
 def gate_of_gelu(x):
-    """sigmoid(2u)."""
     return sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
 
 
 @triton.jit
 def gated(gate, up, DTYPE: tl.constexpr):
-    """SwiGLU in fp32: silu(gate) rounded to DTYPE, as torch does, times up."""
     return (gate * sigmoid(gate)).to(DTYPE).to(tl.float32) * up
 
 
@@ -69,7 +66,6 @@ def _store_tile(
     parts,
     BLOCK: tl.constexpr,
 ):
-    """Store a tile [R, BLOCK] of rows of `width` in columns first to end, and the amax of each row's part."""
     columns = first + tl.arange(0, BLOCK)[None, :]
     inside = are_rows[:, None] & (columns < end)
     tl.store(values_ptr + rows[:, None] * width + columns, x.to(values_ptr.dtype.element_ty), mask=inside)
@@ -103,7 +99,6 @@ def _complete_tile(
     R: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Read a tile [R, BLOCK] of rows of `width` in columns first to end, add its adapter, and save it."""
     in_row = first + tl.arange(0, BLOCK)
     columns = in_row[None, :]
     inside = are_rows[:, None] & (columns < end)
@@ -296,7 +291,6 @@ def splits_groups(width: int, activated: int, group_size: int) -> bool:
 
 
 def _codes_of(values: Tensor, amax: Tensor | None, fmt: str, granularity: str) -> tuple[Tensor, Tensor]:
-    """Quantize values [..., K] from the amax of their parts, fp32 [rows, parts]."""
     if amax is None:
         return no_codes(values, fmt)
     if granularity == "per_tensor":
@@ -381,7 +375,6 @@ def launch_mlp_backward(
     activation: str,
     dmlp: Tensor,
 ) -> None:
-    """Write the result of `coat::mlp_activation_backward` to dmlp [B, S, N], rows at an even stride."""
     n, f = mlp.shape[-1], activated_width(mlp, activation)
     (grad, grad_stride), (mlp, mlp_stride) = with_row_stride(grad), with_row_stride(mlp)
     dh, dh_stride = (None, 0) if dh is None else with_row_stride(dot_operand(dh))

@@ -18,7 +18,6 @@ HALF_INTEGERS = tl.constexpr(1.5 * 2.0**23)
 
 @triton.jit
 def _rotated(x, STAGES: tl.constexpr, BLOCK: tl.constexpr):
-    """X H for x [BLOCK], H of 4^STAGES neighbours: `coat_core.int8.rotate`."""
     for stage in tl.static_range(STAGES):
         x = tl.reshape(x, (BLOCK // 4 ** (stage + 1), 2, 2, 4**stage))
         total = tl.sum(tl.sum(x, axis=2, keep_dims=True), axis=1, keep_dims=True)

@@ -51,10 +51,7 @@ def _readable(arg: Any) -> Any:
 
 @contextmanager
 def recorded_launches(record: Record) -> Iterator[None]:
-    """Pass this thread's launches (kernel, grid, arguments, options) to `record` in place of a GPU.
-
-    The launchers' own Python runs as on a GPU, for instance on meta tensors, which have shapes but no memory.
-    """
+    """Pass this thread's launches (kernel, grid, arguments, options) to `record`, not to a GPU."""
     token = _record.set(record)
     try:
         yield

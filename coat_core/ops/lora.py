@@ -1,7 +1,4 @@
-"""Gradients of LoRA's up-projections, as an operator.
-
-Shapes: dy [..., ΣN], the columns of each of n linears in turn; h [..., n·r], r columns for each; up [ΣN, r].
-"""
+"""LoRA's up-projection gradients as an operator: dy [..., ΣN] of n linears; h [..., n·r], up [ΣN, r], r for each."""
 
 from __future__ import annotations
 

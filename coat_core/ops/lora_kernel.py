@@ -83,7 +83,6 @@ def _lora_up_gradients_kernel(
 
 @triton.jit
 def _added(parts_ptr, first, count, size, offsets, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Add up parts [count, size], from part `first` on, at these offsets [BLOCK]."""
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, count, PARTS):
         parts = start + tl.arange(0, PARTS)
@@ -108,7 +107,6 @@ def _add_lora_parts_kernel(
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """BLOCK numbers of one linear's dh a program, or of dup (the last of axis 1)."""
     which, offsets = tl.program_id(1), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     first, count, before, columns = 0, 0, 0, 0
     for i in tl.static_range(len(WIDTHS)):

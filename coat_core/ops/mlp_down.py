@@ -33,10 +33,7 @@ def mlp_activation_down(
 
     down is [R, D + F], R from 1 to 256, in `dtype`; granularity "per_row" or "per_tensor"; attention and mlp are
     values; all else as in `mlp_activation`. Returns h_next [B, S, R] of `dtype`; then as `mlp_activation` without its
-    values.
-
-    Raises:
-        ValueError: as `mlp_activation`; another granularity, or a down-projection of another width.
+    values. Raises ValueError as `mlp_activation`, and for another granularity or a down-projection of another width.
 
     Numerics: codes as `mlp_activation`. The kernel sums h_next in fp32 in an order that depends on the shapes alone and
     rounds once; the reference has the bits of torch's linear.

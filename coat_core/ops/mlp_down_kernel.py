@@ -73,8 +73,7 @@ def _values_tile(
 ):
     """A tile [R, BLOCK] of the `width` values of attention or of the activation, from column `first` on.
 
-    The adapter's product is transposed: Triton would else see two chained products, split the tile among warps by rows
-    alone, and spill registers.
+    The adapter's product is transposed: Triton would else see two chained products, split by rows alone, and spill.
     """
     x = tl.zeros([R, BLOCK], tl.float32)
     for half in tl.static_range(2 if GATED else 1):
@@ -227,7 +226,6 @@ def _mlp_down_fwd_kernel(
     BLOCK: tl.constexpr,
     LENGTH: tl.constexpr,
 ):
-    """A stretch of R rows of attention or of mlp a program, and NEXT_BLOCK columns of the product."""
     row, part, parts = tl.program_id(0).to(tl.int64) * R, tl.program_id(1), tl.num_programs(1)
     rows, ranks = tl.arange(0, R), tl.program_id(2) * NEXT_BLOCK + tl.arange(0, NEXT_BLOCK)
     are_rows, before = tl.program_id(0) * R + rows < total, tl.cdiv(D, LENGTH)
@@ -335,7 +333,6 @@ def _mlp_down_cast_fwd_kernel(
     R: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A tile of R rows of attention or of mlp a program; the first tile's programs add up the product's parts."""
     row, tile = tl.program_id(0).to(tl.int64) * R, tl.program_id(1)
     rows, place = tl.arange(0, R), tl.arange(0, PARTS_BLOCK)
     are_rows, before = tl.program_id(0) * R + rows < total, tl.cdiv(D, BLOCK)

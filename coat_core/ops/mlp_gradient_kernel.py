@@ -89,7 +89,6 @@ def _product(
     R: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Multiply columns from `first` on of one matrix [rows, width], or of its activation, and store the part."""
     share, ranks = tl.program_id(1).to(tl.int64), tl.program_id(2) * RANK_BLOCK + tl.arange(0, RANK_BLOCK)
     in_row, places = first + tl.arange(0, BLOCK), tl.arange(0, R)
     columns = in_row[None, :]
@@ -161,7 +160,6 @@ def _mlp_down_gradient_kernel(
     R: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """BLOCK columns of attention or of mlp, and rounds·R rows a program; D is 0 without attention."""
     stretch, before = tl.program_id(0), tl.cdiv(D, BLOCK)
     if stretch < before:
         if attention_ptr is not None:
@@ -216,7 +214,6 @@ def _mlp_down_gradient_kernel(
 
 @functools.cache
 def _shared(rows: int, rank: int, programs: int) -> tuple[int, int]:
-    """Return the number of shares of the rows, and the tiles of each."""
     most = max(rows // (ROWS_OF_A_RANK * rank), 1)
     tiles = max(blocks(rows, ROWS), 1)
     rounds = blocks(tiles, min(max(PROGRAMS // programs, 1), most))
@@ -224,7 +221,6 @@ def _shared(rows: int, rank: int, programs: int) -> tuple[int, int]:
 
 
 def _scales(group: int, per_row: int) -> int:
-    """Return how many scales of a row a program reads; groups are powers of two."""
     return 1 if per_row <= 1 else max(BLOCK // group, 1)
 
 

@@ -36,7 +36,6 @@ FIRST_FACTOR, SECOND_FACTOR = tl.constexpr(MULTIPLIER_1), tl.constexpr(MULTIPLIE
 
 
 def form_of(dtype: torch.dtype, numbers: int) -> int:
-    """Return how a moment is stored, from the dtype of its codes and the count of numbers per block."""
     form = INTEGER_FORMS[dtype] if dtype in INTEGER_FORMS else {0: FP32, 1: PLAIN, 3: EXPANDED}[numbers]
     return int(form.value)
 
@@ -50,13 +49,11 @@ def _log2(x):
 
 @triton.jit
 def _held(x):
-    """X clamped to fp32's normal range; NaN stays NaN."""
     return tl.clamp(x, TINY, HUGE, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def _power(x, exponent, ON_GPU: tl.constexpr):
-    """x^exponent as exp2(exponent·log2(x)), x in fp32's normal range; NaN stays NaN."""
     if ON_GPU:
         power = tl.inline_asm_elementwise(
             "{ .reg .f32 t; lg2.approx.ftz.f32 t, $1; mul.f32 t, t, $2; ex2.approx.ftz.f32 $0, t; }",
@@ -79,7 +76,6 @@ def _with_sign(magnitude, x):
 
 @triton.jit
 def _expand(x, center, exponent, ON_GPU: tl.constexpr):
-    """sign(x)·abs(x/center)^exponent: `coat_core.expansion.expand`, dividing once a row."""
     shift = tl.where(center < 2.0**-64, 2.0**64, tl.where(center > 2.0**64, 2.0**-64, 1.0))  # 1/center stays normal
     ratio = tl.abs(x) * shift * tl.div_rn(1.0, center * shift)
     return _with_sign(_power(_held(ratio), exponent, ON_GPU), x)
@@ -87,14 +83,12 @@ def _expand(x, center, exponent, ON_GPU: tl.constexpr):
 
 @triton.jit
 def _contract(x, center, exponent, ON_GPU: tl.constexpr):
-    """Inverse of `_expand`; a nonzero x never gives zero."""
     magnitude = _power(_held(tl.abs(x)), tl.div_rn(1.0, exponent), ON_GPU) * center
     return _with_sign(_held(magnitude), x)
 
 
 @triton.jit
 def _expansion_parameters(magnitude, high, BOUND_LOG2: tl.constexpr, STEP: tl.constexpr, EXPONENT_MAX: tl.constexpr):
-    """Center and exponent of each row, [R, 1]: `coat_core.expansion.expansion_parameters`."""
     low = tl.min(tl.where(magnitude > 0, magnitude, float("inf")), axis=1)[:, None]
     spread = _log2(tl.where(high > 0, high, 1.0)) - _log2(tl.where(high > 0, low, 1.0))
     plain = (spread <= 0) | (high == 0)  # no nonzero value, or a single magnitude
@@ -115,7 +109,6 @@ def _nearest(x):
 
 @triton.jit
 def _within(x, high):
-    """X with the infinities of its row [R, P] clamped to ±high [R, 1]; NaN stays NaN."""
     return tl.clamp(x, -high, high, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -133,14 +126,12 @@ def _mix(x):
 
 @triton.jit
 def random_bits(stream, step, elements):
-    """32 bits for each of a parameter's elements [R, P], uint32: `coat_core.rounding.random_bits`."""
     stream, step = stream.to(tl.uint32, bitcast=True), step.to(tl.uint32, bitcast=True)
     return _mix(_mix(elements.to(tl.uint32) ^ stream) + _mix(step ^ _mix(stream)))
 
 
 @triton.jit
 def uniform(stream, step, elements):
-    """From 0 to below 1 for each of a parameter's elements [R, P]: `coat_core.rounding.uniform`."""
     return (random_bits(stream, step, elements) >> 8).to(tl.int32).to(tl.float32) * 2.0**-24
 
 
@@ -151,7 +142,6 @@ def _between(x, lower, upper, drawn):
 
 @triton.jit
 def _neighbours(x, MAX: tl.constexpr):
-    """The FP8 values below and above x, which is 0 to MAX: `coat_core.quantize.neighbours`."""
     SMALLEST: tl.constexpr = E4M3_SMALLEST if MAX == E4M3_MAX else E5M2_SMALLEST
     BITS: tl.constexpr = E4M3_BITS if MAX == E4M3_MAX else E5M2_BITS
     exponent = (tl.maximum(x, SMALLEST).to(tl.int32, bitcast=True) & 0x7F800000) - (BITS << 23)
@@ -162,7 +152,6 @@ def _neighbours(x, MAX: tl.constexpr):
 
 @triton.jit
 def _log_values(codes, scale, exponent):
-    """Values of uint8_log's codes 1 to 254: `coat_core.moments.dequantize_log`."""
     root = tl.exp2(exponent * -0.5 * (LOG_TOP - codes))
     return _held(root * scale * root)
 
@@ -201,7 +190,6 @@ def read(
 
 @triton.jit
 def _ratio_codes(values):
-    """Codes and scale of ratios: `coat_core.moments.quantize_ratio`."""
     high = _largest(values)
     scale = scale_from_amax(high, RATIO_TOP)
     codes = _nearest(tl.div_rn(_within(values, tl.where(high > 0, high, 1.0)), scale))
@@ -210,7 +198,6 @@ def _ratio_codes(values):
 
 @triton.jit
 def _log_codes(values, drawn):
-    """Codes, scale and exponent of values of 0 or more: `coat_core.moments.quantize_log`."""
     high = _largest(values)
     high = tl.where(high > 0, high, 1.0)
     positive = values > 0

@@ -30,7 +30,6 @@ from coat_core.ops.rows import (
 
 @triton.jit
 def _normalized(x, inside, D, eps, CENTRES: tl.constexpr):
-    """(x - mean)·rstd of rows, or x·rstd, and rstd; 0 outside, where x is 0."""
     if CENTRES:
         mean = tl.div_rn(tl.sum(x, axis=1), D * 1.0)
         x = tl.where(inside, x - mean[:, None], 0.0)
@@ -113,7 +112,6 @@ def _norm_modulate_bwd_kernel(
     R: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """rounds·R rows of one image a program; of dmodulation, dshift comes first."""
     image, share = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     columns = tl.arange(0, BLOCK)[None, :]
     dscale = tl.zeros([R, BLOCK], tl.float32)
@@ -184,7 +182,6 @@ def _forward(
     code_spec: tuple[str, str],
     saved_spec: tuple[str, int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return n, its codes by (fmt, granularity), and codes of x by (saved_format, group_size)."""
     check_width(x.shape[-1])
     x, (scale, scale_stride) = x.contiguous(), with_row_stride(scale)
     shift, shift_stride = (None, 0) if shift is None else with_row_stride(shift)

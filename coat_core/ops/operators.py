@@ -73,11 +73,9 @@ class Operator(Generic[P, R]):
 
 
 def operator(qualname: str, triton: bool = True) -> Callable[[Callable[P, R]], Operator[P, R]]:
-    """Decorator: register this function as the operator "coat::<name>".
+    """Decorator: register this function as "coat::<name>"; with `triton`, `<module>_kernel` has its launcher.
 
-    Args:
-        qualname: never used before with another signature: torch.compile's disk cache calls operators by their old one.
-        triton: on CUDA run the launcher of the same name in `<module of the body>_kernel`.
+    A name is never reused with another signature: torch.compile's disk cache would call it by the old one.
     """
 
     def register(body: Callable[P, R]) -> Operator[P, R]:

@@ -1,7 +1,6 @@
-"""Many small tensors as one buffer of blocks.
+"""Many small tensors as one buffer of blocks, so the number of launches does not depend on that of parameters.
 
-LoRA has hundreds of small parameters, so a step works on packed buffers: the number of launches does not depend on the
-number of parameters. Each flat piece starts a new block, padded with zeros, so scales belong to one piece each:
+Each flat piece starts a new block, padded with zeros, so scales belong to one piece each:
 
     piece 0: a a a a a 0 0 0 | piece 1: b b b b | ...      (block_size 4)
 

@@ -38,11 +38,7 @@ def _turned(x: Tensor) -> Tensor:
 
 
 def norm_and_rotate(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
-    """Return RMSNorm(x)·weight, each pair of neighbours rotated by its angle.
-
-    Numerics: bit-equal to torch.nn.RMSNorm followed by diffusers' apply_rotary_emb on a CPU.
-    Source: FLUX's QK norm and rotary embedding, diffusers models/transformers/transformer_flux.py.
-    """
+    """Return RMSNorm(x)·weight rotated, bit-equal to torch.nn.RMSNorm and diffusers' apply_rotary_emb on a CPU."""
     with without_autocast(x.device):
         normed = torch.nn.functional.rms_norm(x, (x.shape[-1],), weight, eps)
         cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
@@ -67,7 +63,6 @@ def _spans(ys: list[Tensor]) -> Iterator[slice]:
 
 
 def _by_head(y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[B, S_i, 3·H·d] as q, k, v [B, S_i, H, d]."""
     q, k, v = y.unflatten(-1, (3, -1, weight.shape[0])).unbind(2)
     return q, k, v
 
@@ -90,23 +85,14 @@ def qkv_rope(
 
         [q|k|v] = y + h upᵀ of each third,   q ← rotate(RMSNorm(q)·weight), k likewise, v unchanged
 
-    Args:
-        ys: of each stream [B, S_i, 3·H·d], possibly the beginning of wider rows; values, or codes of 1×G groups with
-            y_scales fp32 [B, S_i, ceil(3·H·d / G)], else empty.
-        hs, ups: of each stream [B, S_i, 3·r] and [3·H·d, r]; empty without adapters, and for codes.
-        weights: norm_q's and norm_k's [d] of each stream in turn.
-        cos, sin: fp32 [S, d] or [B, S, d], of the tokens of all streams.
-
-    Returns:
-        q, k, v [B, S, H, d] of `dtype`; then, unless the format is "none", for each stream the codes and scale of the
-        complete [q|k|v] before the norm.
-
-    Raises:
-        ValueError: unknown format or group size.
+    Per stream ys [B, S_i, 3·H·d] (rows may be the beginning of wider ones), values, or codes of 1×G groups with
+    y_scales fp32 [B, S_i, ceil(3·H·d / G)]; hs [B, S_i, 3·r] and ups [3·H·d, r], empty without adapters, and for
+    codes; norm_q's and norm_k's weights [d]. cos, sin: fp32 [S, d] or [B, S, d], of the tokens of all streams.
+    Returns q, k, v [B, S, H, d] of `dtype`; then, unless the format is "none", for each stream the codes and scale of
+    the complete [q|k|v] before the norm. Raises ValueError for an unknown format or group size.
 
     Numerics: on a CPU bit-equal to addmm, torch.nn.RMSNorm and diffusers' apply_rotary_emb in sequence.
-    Source: FLUX's QK norm and rotary embedding, diffusers models/transformers/transformer_flux.py; saved codes:
-    arXiv 2410.19313, section 5.
+    Source: diffusers' transformer_flux.py (QK norm, rotary embedding); saved codes: arXiv 2410.19313, section 5.
     """
     parts: tuple[list[Tensor], ...] = ([], [], [])
     saved: list[Tensor] = []

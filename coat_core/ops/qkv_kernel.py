@@ -34,7 +34,6 @@ HEADS = 2  # so few that the programs of 1536 tokens fill a large GPU evenly
 
 @triton.jit
 def rstd_of(x, d, eps):
-    """1 / sqrt(mean square + eps) of each row."""
     return tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tl.sum(x * x, axis=1), d * 1.0) + eps))[:, None]
 
 
@@ -302,7 +301,6 @@ def qkv_mlp_backward(
     dtype: torch.dtype,
     activation: str = "gelu_tanh",
 ) -> Tensor:
-    """Launcher of `coat::qkv_mlp_backward`: two launches that write one tensor."""
     width = y.shape[-1]
     found = empty_values((*y.shape[:-1], width + mlp.shape[-1]), dtype, y.device)
     dy, dmlp = found[..., :width], found[..., width:]
@@ -324,7 +322,6 @@ def _launch_backward(
     first: int,
     dy: Tensor,
 ) -> None:
-    """Write the gradient of one stream, whose first token is number `first` of all, to dy [B, S_i, 3·H·d]."""
     dq, dk, dv = (grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads)
     shape, (heads, d) = tuple(y.shape), dq.shape[2:]
     y, y_stride = with_row_stride(y)

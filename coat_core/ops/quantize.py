@@ -75,10 +75,7 @@ def transpose_codes(codes: Tensor) -> Tensor:
 def quantize(
     x: Tensor, fmt: str | Format = "e4m3", granularity: Granularity = PER_TENSOR, factors: Tensor | None = None
 ) -> Quantized:
-    """`coat_core.quantize.quantize`, to the bit, by the device's kernel; "int8" rotates first (`coat_core.int8`).
-
-    `factors`, fp32 [K], multiply x first, in fp32.
-    """
+    """`coat_core.quantize.quantize` to the bit by the device's kernel, or "int8"; factors fp32 [K] multiply x first."""
     check_input(x)
     if fmt == INT8.name:
         return Quantized(*quantize_int8(x.detach(), rotation_size(x.shape[-1]), factors), PER_ROW)
@@ -88,10 +85,7 @@ def quantize(
 
 
 def quantize_once(x: Tensor, fmt: str, granularity: Granularity) -> Quantized:
-    """`quantize`, once per tensor object: q, k, v and their adapters share one copy, which lives as long as x.
-
-    Changing x in place invalidates it.
-    """
+    """`quantize`, once per tensor object and version: q, k, v and their adapters share one copy."""
     if torch.compiler.is_compiling() or x.is_inference():  # such tensors count no in-place changes
         return quantize(x, fmt, granularity)
     key = (fmt, granularity, x._version)

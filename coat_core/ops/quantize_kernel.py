@@ -83,7 +83,6 @@ def _quantize_groups_fwd_kernel(
     G: tl.constexpr,
     N: tl.constexpr,
 ):
-    """N groups of G a program; the last group of a row may be shorter."""
     group = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
     row, place = group // groups_per_row, group % groups_per_row
     columns = place[:, None] * G + tl.arange(0, G)[None, :]
@@ -245,7 +244,6 @@ def quantize_and_save(
 
 
 def agrees_with_reference(device: torch.device) -> bool:
-    """Whether a few hundred numbers get the reference's codes on this device."""
     from coat_core.quantize import quantize as reference
 
     x = torch.linspace(-3.0, 3.0, 300, dtype=torch.float32, device="cpu").exp().view(3, 100)  # whatever the defaults

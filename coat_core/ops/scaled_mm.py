@@ -84,10 +84,7 @@ def int8_mm(
     out_dtype: torch.dtype,
     forward: bool = False,
 ) -> Tensor:
-    """`scaled_mm` of INT8 codes.
-
-    Numerics: sums are exact in int32 up to K = 133,144; then fp32, each product and the bias rounded, then `out_dtype`.
-    """
+    """`scaled_mm` of INT8 codes: exact in int32 up to K = 133,144; then fp32, each product and the bias rounded."""
     check_shapes(a, a_scale, b, b_scale, bias)
     padded = a
     if a.is_cuda and len(a) < FEWEST_INT8_ROWS:

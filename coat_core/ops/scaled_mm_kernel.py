@@ -1,7 +1,7 @@
 """The INT8 GEMM with scales in its epilogue; a [M, K], b [N, K], y [M, N].
 
-torch's own INT8 product writes int32 for a second kernel to read, scale and round: for a single block of FLUX.1 at
-1024 px 0.8 GB of traffic in each pass, against a GEMM of 0.3 TFLOP. Here the sums stay in registers.
+torch's own INT8 product writes int32 for a second kernel to scale and round: 0.8 GB of traffic a pass of a single block
+of FLUX.1 at 1024 px, against a GEMM of 0.3 TFLOP. Here the sums stay in registers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ def _int8_mm_fwd_kernel(
     EVEN: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """A tile of y a program; GROUP tiles of a column follow each other."""
     program, down, across = tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     first = program // (GROUP * across) * GROUP
     height = tl.minimum(down - first, GROUP)

@@ -1,7 +1,4 @@
-"""y = x Wᵀ + b with W in FP8 and x in high precision, for linears that read one row per image.
-
-Such a product's time is reading W, so the kernel reads its one byte per element and nothing else.
-"""
+"""y = x Wᵀ + b with W in FP8 and x in high precision, for one row per image: time is reading W, one byte an element."""
 
 from __future__ import annotations
 
@@ -18,12 +15,9 @@ from coat_core.quantize import dequantize
 
 @operator("coat::weight_only_linear")
 def weight_only_linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return x Wᵀ + b, [..., N] of `dtype`, where W = codes · scale.
+    """Return x Wᵀ + b [..., N] of `dtype`, W = codes · scale; x [..., K], codes FP8 [N, K], scale fp32 [] or [N, 1].
 
-    x is floating [..., K], codes FP8 [N, K], scale fp32 [] or [N, 1]; x and W are multiplied in `dtype`.
-
-    Numerics: the reference rounds W to `dtype` before the product; the kernel multiplies by the exact codes and scales
-    the fp32 sum.
+    Numerics: the reference rounds W to `dtype`; the kernel multiplies by the exact codes and scales the fp32 sum.
     """
     weight = dequantize(codes, scale, dtype=dtype)
     with without_autocast(x.device):

@@ -1,9 +1,4 @@
-"""FP8AdamW: torch.optim.AdamW with its moments stored in FP8.
-
-A step is one call of the operator `coat_core.ops.adamw` for all parameters of a group, on packed state (`packing`), so
-the number of launches does not depend on that of parameters, and nothing is read back from the device.
-Source: arXiv 2410.19313, section 3.
-"""
+"""torch.optim.AdamW with its moments stored in FP8; a step is one call of `coat_core.ops.adamw` per group."""
 
 from __future__ import annotations
 
@@ -33,7 +28,6 @@ def _where(group_index: int, index: int, param: Tensor) -> str:
 
 
 def _check_torch_options(options: dict[str, Any]) -> None:
-    """Raise for torch.optim.AdamW's other options unless they are off."""
     for name, value in options.items():
         if name not in TORCH_ONLY_OPTIONS:
             raise TypeError(f"{name}={value!r}: FP8AdamW has no such option; see torch.optim.AdamW and fp8_config")
@@ -80,9 +74,8 @@ class FP8AdamW(torch.optim.Optimizer):
             changes between replays is a tensor on the device. A state file does not change this.
         seed: of all stochastic rounding. It is in the state file: with the step counters, a resumed run draws the same.
         fp8_config: how the moments are stored; like capturable and seed, the same for all groups.
-        offload: "none", or "cpu": the moments are in CPU memory, pinned for a GPU, and pass through a few buffers on
-            the device; same results to the bit, same files. Not in a CUDA graph.
-            Call `synchronize` before reading `state`.
+        offload: "cpu" keeps the moments in CPU memory, pinned for a GPU; same results to the bit, same files. Not in a
+            CUDA graph. Call `synchronize` before reading `state`.
         torch_options: torch.optim.AdamW's amsgrad, foreach, differentiable, fused; only False or None.
 
     Raises:
@@ -195,10 +188,7 @@ class FP8AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step_parameter(self, param: Tensor) -> None:
-        """Do the step of one parameter that has a gradient, for a hook in backward; equivalent to one `step` for all.
-
-        The first call makes the state of every parameter. Raises ValueError for `found_inf` without `capturable`.
-        """
+        """Do one parameter's step, for a hook in backward; ValueError for `found_inf` without `capturable`."""
         if self.found_inf is not None and not self.defaults["capturable"]:
             raise ValueError("found_inf: needs step counters on the device; pass capturable=True")
         if self._packed is None or not self._groups:
@@ -210,7 +200,6 @@ class FP8AdamW(torch.optim.Optimizer):
             self._step_batch(self._groups[id(param)], batch)
 
     def _packed_state(self, params: list[Tensor]) -> PackedState:
-        """Return the packed state, packed again if it no longer covers `params` and all others."""
         known = self._packed is not None and self._packed.holds(self.state, params)
         if any(param.is_cuda for param in params) and torch.cuda.is_current_stream_capturing():
             if not self.defaults["capturable"]:

@@ -68,10 +68,7 @@ class SavedState(NamedTuple):
 def saved_states(
     state_dict: dict[str, Any], groups: list[dict[str, Any]], moments: dict[str, Storage]
 ) -> dict[Tensor, SavedState]:
-    """Return the file's state of each parameter, for `write_state`; logs which moments will be converted.
-
-    Raises ValueError for missing, unknown or misshapen entries, naming index, key, found and needed.
-    """
+    """Return the file's state of each parameter; ValueError names missing, unknown or misshapen entries."""
     found: dict[Tensor, SavedState] = {}
     for index, saved, param, fp8 in _entries(state_dict, groups):
         stored = {name: _storage_in_file(name, index, saved, param, fp8) for name in MOMENTS}
@@ -102,7 +99,6 @@ def write_state(state: State, saved: SavedState, moments: dict[str, Storage], de
 def _entries(
     state_dict: dict[str, Any], groups: list[dict[str, Any]]
 ) -> Iterator[tuple[int, dict[str, Any], Tensor, dict[str, Any] | None]]:
-    """Yield (index, saved state, parameter, the file's fp8 description) for each parameter with a state."""
     for saved_group, group in zip(state_dict["param_groups"], groups, strict=True):
         for index, param in zip(saved_group["params"], group["params"], strict=True):
             if state_dict["state"].get(index):

@@ -43,10 +43,7 @@ class _Slot:
 
 
 class Staging:
-    """The slots of one device for `host`, the packed moments by name, which are pinned here.
-
-    `elements` is the capacity of a slot, a multiple of the block size.
-    """
+    """The slots of one device, each of `elements`, for `host`, the packed moments by name, which are pinned here."""
 
     def __init__(self, host: dict[str, Moment], stored: dict[str, Storage], device: torch.device) -> None:
         self._host, self._device = host, device
@@ -138,18 +135,13 @@ def _copy(pairs: Iterable[tuple[Tensor, Tensor]], stream: Any = None) -> None:
 
 
 def _release(pinned: list[Tensor], stream: Any) -> None:
-    """Free pinned memory that is no longer copied to or from."""
     stream.synchronize()
     for memory in pinned:
         unpin(memory)
 
 
 def pin(memory: Tensor, what: str, remedy: str) -> None:
-    """Register contiguous CPU memory for a GPU's access (torch's own pinning rounds up to a power of two).
-
-    `unpin` it before it is freed. If pinning fails, a warning names the option `what` and the `remedy`, which follows
-    "free some memory, or".
-    """
+    """Register contiguous CPU memory for a GPU until `unpin`; a failure's warning names `what` and `remedy`."""
     failed = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) if memory.nbytes else 0
     if failed:
         logger.warning(

@@ -147,10 +147,7 @@ class Batch(NamedTuple):
 
 
 class PackedState:
-    """The packed state of every parameter that has one, by device.
-
-    Entries of `state` (`Optimizer.state`) become views with their values; parameters in `new` start with zeros.
-    """
+    """The packed state of all parameters by device; entries of `state` become views, those of `new` start at zero."""
 
     def __init__(
         self,
@@ -189,10 +186,7 @@ class PackedState:
             packed.param_draws = numbering.draws(params, PARAMETERS) if numbering.parameters else None
 
     def holds(self, state: MutableMapping[Tensor, State], params: list[Tensor]) -> bool:
-        """Whether this still is the state of all parameters, `params` among them.
-
-        It is not after `load_state_dict`, a first gradient, or when a tensor of it was replaced or moved.
-        """
+        """Whether no state was loaded, added, replaced or moved since, and `params` have one."""
         entries = [entry for entry in state.values() if entry]
         return (
             len(entries) == len(self._entries)

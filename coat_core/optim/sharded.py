@@ -84,13 +84,10 @@ class ShardedFP8AdamW(FP8AdamW):
 
     `params` maps a checkpoint's names to parameters, after `fully_shard`. `state_dict` and the state are those of the
     local rows; `checkpoint_state` (torch.distributed.checkpoint) and `whole_state_dict` fit any number of processes.
+    Raises ValueError for a parameter sharded along another dimension than the first or over several, for a cut block,
+    and for `offload`: a checkpoint has the moments on the devices of the parameters.
 
-    Raises:
-        ValueError: a parameter is sharded along another dimension than the first, over several, or cuts a block; or
-            `offload`: a checkpoint has the moments on the devices of the parameters.
-
-    Numerics: the local rows get the bits that FP8AdamW gives those rows of the whole parameter, given the same
-        gradient; stochastic rounding draws by the number of the element in the whole.
+    Numerics: given the same gradient, the local rows get FP8AdamW's bits of the whole parameter, stochastic ones too.
     """
 
     def __init__(self, params: Mapping[str, Tensor], **options: Any) -> None:
@@ -150,10 +147,7 @@ class ShardedFP8AdamW(FP8AdamW):
         return {"state": states if keep else {}, "param_groups": groups}
 
     def load_whole_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the local rows of a `whole_state_dict`, or of one process's `state_dict`.
-
-        Raises ValueError as FP8AdamW's `load_state_dict`, or where a shard would cut a block of the file's.
-        """
+        """Load the local rows of one process's `state_dict`, or `whole_state_dict`; errors as `load_state_dict`."""
         check_groups(dict(state_dict), [{"params": list(self._whole)}])
         (group,) = state_dict["param_groups"]
         states: dict[int, dict[str, Any]] = {}
@@ -169,7 +163,6 @@ class ShardedFP8AdamW(FP8AdamW):
     def _rows_of_state(
         self, name: str, param: Tensor, saved: Mapping[str, Any], group: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return the local rows of one parameter's saved state, with the numbers of their blocks."""
         if not is_sharded(param):
             return dict(saved)
         block, processes = int((group.get("fp8") or {}).get("block_size", 0)), param.device_mesh.size()
