@@ -17,9 +17,9 @@ Points: TypeAlias = Sequence[tuple[float, float]]
 Band: TypeAlias = Sequence[tuple[float, float, float]]
 Grid: TypeAlias = Sequence[Sequence[float | None]]
 
-MOST_POINTS = 1200  # per series: more than a screen has columns for
-MOST_DOTS = 30  # points of a series that are drawn as dots, too
-TICKS = 6  # of an axis, about
+MOST_POINTS = 1200  # per series, more than a screen's columns
+MOST_DOTS = 30  # largest series drawn with dots, too
+TICKS = 6  # approximate number per axis
 SIDE = 1000  # of the drawing, in its own units
 MARGIN = 0.04  # of the axis, above the highest value and below the lowest
 LOW, MIDDLE, HIGH = (178, 24, 43), (247, 247, 247), (33, 102, 172)  # of heat maps: red, white, blue

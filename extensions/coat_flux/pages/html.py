@@ -27,8 +27,8 @@ Tone: TypeAlias = Literal["good", "bad", "open", "plain"]
 
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 NUMBER = re.compile(r"–|[-+±~<]?(>=)?[\d.,]+(e-?\d+)?( ?(%|dB|GB|MB|s))?")
-STACKED_COLUMNS = 4  # from so many on, the rows of a table become blocks on a narrow screen
-SMALL_BYTES = 192 * 1024  # of a picture that is taken as it is
+STACKED_COLUMNS = 4  # columns from which rows become blocks on a narrow screen
+SMALL_BYTES = 192 * 1024  # of a picture embedded unchanged
 LONGEST_SIDE = 448  # of a picture, in pixels
 QUALITY = 82
 MEDIA_TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp"}
@@ -199,7 +199,7 @@ def _data_uri(path: Path) -> str:
     with Image.open(path) as image:
         small = max(image.size) <= LONGEST_SIDE and path.stat().st_size <= SMALL_BYTES
         if small and image.format in MEDIA_TYPES:
-            image.load()  # refuses a file that ends early
+            image.load()  # fails on a truncated file
             return f"data:{MEDIA_TYPES[image.format]};base64,{base64.b64encode(path.read_bytes()).decode()}"
         upright = ImageOps.exif_transpose(image)
         upright.thumbnail((LONGEST_SIDE, LONGEST_SIDE), Image.Resampling.LANCZOS)

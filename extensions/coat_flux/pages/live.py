@@ -49,7 +49,7 @@ __all__ = ["Watch", "WatchError", "inspect_run", "shell"]
 LOOPBACK = "127.0.0.1"
 PORT, PORTS_TRIED = 8675, 20
 LOG_BYTES, LOG_LINES = 16_384, 24
-PACE_STEPS = 30  # newest ones that the time left is estimated from
+PACE_STEPS = 30  # newest steps, for the estimate of the time left
 PHASES = {
     "load": "Loading the model",
     "cache": "Encoding photos and captions",
@@ -172,7 +172,7 @@ def inspect_run(run_dir: Path) -> dict[str, Any]:
         if status is None:
             steps = run.block("train").get("steps", done)
             steps = steps if isinstance(steps, int) else done
-        else:  # rows after the step where a resumed run begins are of the run before
+        else:  # rows after a resumed run's first step are the previous run's
             done, steps = max(done, status.first), status.steps
         page.verdict(*_sentence(run, status, done, steps, [value for _, value in pace]))
         page.progress(done, steps)
@@ -281,7 +281,7 @@ class Watch:
         path = self.run_dir / "samples" / name
         if SAMPLE_NAME.fullmatch(name) is None or path.is_symlink() or not path.is_file():
             raise NotFound("there is no such sample")
-        return send_file(path, request.environ, max_age=86_400)  # its name has the time it was drawn at
+        return send_file(path, request.environ, max_age=86_400)  # its name has a timestamp
 
     def _command(self, request: Request, name: str) -> Response:
         given = request.headers.get("X-Coat-Token", "")
@@ -313,7 +313,7 @@ class Watch:
                 problem = error
         else:
             raise WatchError(f"--host {self.host} --port {wanted[0]}: cannot listen there ({problem}); choose another")
-        # werkzeug would print and exit where a port is taken; given a socket that listens it only serves
+        # given a listening socket, werkzeug does not print and exit if the port is taken
         server = make_server(self.host, 0, self, threaded=True, request_handler=_Quiet, fd=listening.fileno())
         threading.Thread(target=server.serve_forever, name="coat-flux watch", daemon=True).start()
         self._kept = listening, server

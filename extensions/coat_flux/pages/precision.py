@@ -27,8 +27,8 @@ __all__ = ["Summary", "as_grid", "exclude_yaml", "show_layers", "show_precision"
 
 PICTURE = "precision.png"
 OUTLIER_DB = 6.0  # below the median of its kind: a bit of the mantissa
-LOW_DB = 20.0  # a tenth of the size of the values is noise
-ENDS_DB = (0.0, 2 * LOW_DB)  # of the heat map's colours, red to blue: white is where a tenth of the size is noise
+LOW_DB = 20.0  # noise of a tenth of the signal
+ENDS_DB = (0.0, 2 * LOW_DB)  # of the heat map, red to blue: white at `LOW_DB`
 NOT_MEASURED = (
     "No FP8 cast was measured: coat/precision.csv is missing. Runs with coat.enabled: true write it at their second "
     "step and every 100 steps."

@@ -22,7 +22,7 @@ __all__ = ["REPORT_FILE", "show_live", "write_report"]
 REPORT_FILE = Path("coat") / "report.html"
 SAMPLE_STEPS, SAMPLE_PROMPTS = 8, 12  # of the grid
 NO_CONFIG = "No config.yaml in the run's folder."
-RISE = 1.01  # a validation loss that ends so many times above its lowest has risen
+RISE = 1.01  # final over lowest validation loss from which it counts as risen
 DAMAGED = (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError)
 
 
@@ -178,7 +178,7 @@ def _show_samples(page: Page, run: RunFolder) -> None:
         page.missing(f"No samples: {'the config has no prompts, or train.disable_sampling' if off else every}.")
         return
     steps = sorted({found.step for found in samples})
-    if len(steps) > SAMPLE_STEPS:  # evenly spaced ones, the first and the last among them
+    if len(steps) > SAMPLE_STEPS:  # evenly spaced, with the first and the last
         steps = [steps[round(i * (len(steps) - 1) / (SAMPLE_STEPS - 1))] for i in range(SAMPLE_STEPS)]
     numbers = sorted({found.number for found in samples})[:SAMPLE_PROMPTS]
     for number in numbers:
@@ -204,9 +204,7 @@ def _show_memory(page: Page, run: RunFolder, *, predicts: bool = True) -> None:
     if record is None:
         page.missing(f"No {MEMORY_FILE.as_posix()}: COAT was off, or the run ended before it loaded a model.")
     else:
-        if (
-            predicts and record["prediction"] is None and run.config_text
-        ):  # the run did not come to its end: predicted now
+        if predicts and record["prediction"] is None and run.config_text:  # unfinished run: predicted now
             import torch
 
             from ..config.job import JobConfig

@@ -30,8 +30,8 @@ TOOLKIT_LOG = "loss_log.db"  # of ai-toolkit, with COAT or without
 TOOLKIT_NAMES = {"learning_rate": "lr", "grad_norm": "grad_norm"}
 SIGNS = ("coat", "samples", "optimizer.pt")  # of a run, next to its config
 SAMPLE_NAME = re.compile(r"(?P<time>\d+)__(?P<step>\d+)_(?P<number>\d+)\.(?:png|jpe?g|webp)", re.IGNORECASE)
-MODEL_PART = "transformer"  # of a whole model that was saved
-SMOOTHING_SHARE = 50  # of a run's steps, one part in so many is averaged over
+MODEL_PART = "transformer"  # of a saved model
+SMOOTHING_SHARE = 50  # one part in so many of a run's steps is averaged over
 
 
 class RunFolderError(UserError):

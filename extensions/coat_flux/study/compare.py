@@ -26,7 +26,7 @@ from .study import Settings, Study, open_study
 __all__ = ["verify"]
 
 FEW_PHOTOS = 4
-RISE = 1.01  # a held-out loss that ends so many times above its lowest is named
+RISE = 1.01  # final over lowest held-out loss that is worth a note
 LISTED_PHOTOS = 8
 
 

@@ -31,7 +31,7 @@ __all__ = ["HeldOut", "Split", "choose_held_out", "encode_held_out", "held_out_c
 HELD_OUT_SHARE, MOST_HELD_OUT = 0.1, 16
 EACH_ONCE = {"num_repeats": 1, "flip_x": False, "caption_dropout_rate": 0.0}
 CACHED = {"cache_latents": True, "cache_latents_to_disk": False}
-TOKENS_AT_ONCE = 4096  # one picture of 1024 pixels: any card that holds the model runs it without gradients
+TOKENS_AT_ONCE = 4096  # one picture of 1024 pixels: fits wherever the model does
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,8 @@ from .sweep import FAILED, FINISHED, Sweep, Trial, short_keys, value_text
 __all__ = ["Place", "noise_text", "rank", "ranking_rows", "sentence_of", "write_sweep_page"]
 
 SIGMAS = 2.0
-PICTURED = 6  # of the best settings, of the first seed of each
-RISE = 1.01  # a mean curve that ends so many times above its lowest is named
+PICTURED = 6  # settings shown, by their first seed
+RISE = 1.01  # final over lowest loss of a mean curve that is worth a note
 HOW = (
     "Each combination of settings was trained as an ordinary run. Its loss is measured on photos that no trial is "
     "trained on, with noise and noise levels that are the same for all, each run in its own precision. Ranked by the "

@@ -95,7 +95,7 @@ def prepare_job(
     raw = copy.deepcopy(job.raw)
     raw["config"]["name"] = name
     process = raw["config"]["process"][0]
-    for key in ("name", "log_dir", "validation"):  # the study holds out photos of its own
+    for key in ("name", "log_dir", "validation"):  # the study holds out its own photos
         process.pop(key, None)
     params = dict(job.train.optimizer_params or {})
     in_force = {key: value for key, value in params.items() if key in OPTIMIZER_KEYS}

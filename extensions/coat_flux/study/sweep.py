@@ -65,7 +65,7 @@ __all__ = [
 
 FINISHED, FAILED, OPEN = "finished", "failed", "not finished"
 KEY = re.compile(r"[^.\[\]\s]+(\[\d+\])*(\.[^.\[\]\s]+(\[\d+\])*)*")
-FRAME = "config.process[0]."  # what findings have in front of a key
+FRAME = "config.process[0]."  # prefix of a key in findings
 OWN = "every trial has its own; remove it"
 SAME = "is what trials are measured on, so their losses would not compare; change it in the config"
 FIXED = (
@@ -79,8 +79,8 @@ LONGEST_VALUE, LONGEST_NAME = 24, 100  # characters, of a folder's name
 SAMPLER_SEED = 0
 CLI = Path(__file__).resolve().parents[1] / "cli"
 POLL_SECONDS = 0.5
-END_SECONDS = 10.0  # that a run may take to end at once
-LOG_TAIL = 40  # lines in which the reason of a failure is looked for
+END_SECONDS = 10.0  # grace period of a run that must end at once
+LOG_TAIL = 40  # lines searched for the reason of a failure
 
 
 class SweepError(UserError, ValueError):
@@ -375,7 +375,7 @@ class Sweep:
                 return 0
         write_file(config, yaml.safe_dump(dict(trial.job), sort_keys=False, allow_unicode=True))
         environment = dict(os.environ)
-        if jobs > 1:  # processes that each take every core slow each other down
+        if jobs > 1:  # processes that each use every core slow each other down
             environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // jobs)))
         with (self.folder / f"{trial.name}.log").open("ab") as file:
             process = subprocess.Popen(
@@ -384,12 +384,12 @@ class Sweep:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env=environment,
-                start_new_session=os.name == "posix",  # Ctrl+C in the terminal is for the sweep, which passes it on
+                start_new_session=os.name == "posix",  # the terminal's Ctrl+C goes to the sweep, which passes it on
             )
             log(f"{trial.name}: started (coat-flux watch {run})")
             while process.poll() is None and not interrupts.asked:
                 time.sleep(POLL_SECONDS)
-            if os.name == "posix":  # on Windows the console has asked it already
+            if os.name == "posix":  # on Windows the console has already interrupted it
                 process.send_signal(signal.SIGINT)
             while process.poll() is None and not self._ends_at_once:
                 time.sleep(POLL_SECONDS)

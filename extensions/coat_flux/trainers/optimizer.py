@@ -41,9 +41,9 @@ __all__ = [
 
 HOST_EPS = next(option.default for option in ADAMW_OPTIONS if option.key == "eps")
 DEFAULT_WARMUP_STEPS = 1000
-GROUP_STATE = ("d", "d_max", "d_numerator", "k")  # what Prodigy learns, kept next to the hyper-parameters
+GROUP_STATE = ("d", "d_max", "d_numerator", "k")  # learned by Prodigy, stored with the hyper-parameters
 
-# name → where its class is, and what ai-toolkit passes where `optimizer_params` does not say otherwise
+# name → its class, and ai-toolkit's defaults for `optimizer_params`
 CLASSES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "adamw": ("torch.optim", "AdamW", {"eps": HOST_EPS}),
     "adam": ("torch.optim", "Adam", {"eps": HOST_EPS}),
@@ -121,7 +121,7 @@ def make_optimizer(
     if lowered == COAT_OPTIMIZER:
         params = params if isinstance(params, Mapping) else list(params)
         trained = params.values() if isinstance(params, Mapping) else params
-        on_gpu = all(param.is_cuda for param in trained)  # counted there, steps can be skipped there
+        on_gpu = all(param.is_cuda for param in trained)  # steps counted on the GPU can be skipped there
         return build_optimizer(params, lr, config, dict(optimizer_params), capturable=on_gpu, seed=seed)
     if lowered not in CLASSES:
         raise ValueError(
@@ -140,7 +140,7 @@ def make_optimizer(
     if lowered == "prodigy" and lr < PRODIGY_LOW_LR:
         lr = 1.0
     try:
-        with redirect_stdout(StringIO()):  # Prodigy greets
+        with redirect_stdout(StringIO()):  # Prodigy prints a greeting
             return make(params, lr=lr, **{**defaults, **optimizer_params})
     except TypeError as error:
         rule = f"the installed {module.split('.')[0]} does not take them ({error}); update it or remove them"

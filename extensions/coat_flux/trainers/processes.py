@@ -34,8 +34,8 @@ __all__ = [
 
 STEP_LIMIT = timedelta(minutes=30)  # between two exchanges of a step; the first one also measures and compiles
 WAIT_LIMIT = timedelta(hours=12)
-BUCKET_BYTES = 2**29  # of gradients that are summed at once: those of a LoRA, or of a few blocks
-EXIT_OTHER = 2  # of a process that ends because another one did
+BUCKET_BYTES = 2**29  # of gradients per exchange: a LoRA's, or a few blocks'
+EXIT_OTHER = 2  # of a process that ends because another did
 
 
 class LostProcessError(UserError, RuntimeError):
@@ -121,7 +121,7 @@ def exchange() -> Iterator[None]:
     """A block that exchanges something; LostProcessError if a process has ended."""
     try:
         yield
-    except RuntimeError as error:  # gloo has no kind of its own
+    except RuntimeError as error:  # gloo has no error class of its own
         _outlive_the_launcher()
         raise LostProcessError(
             "another process of this run has ended or does not answer, so all of them end; the saves are as they were, "
@@ -142,7 +142,7 @@ def first_to_fail() -> bool:
         return True
     try:
         return dist.distributed_c10d._get_default_store().add("coat_failed", 1) == 1
-    except (RuntimeError, ValueError):  # the launcher, which keeps the count, has ended too
+    except (RuntimeError, ValueError):  # the launcher, which counts, has ended too
         return True
 
 

@@ -24,7 +24,7 @@ __all__ = ["Place", "Weights", "check_weights", "fill", "folder_weights", "local
 MAPPED_BYTES = 64 * 2**20
 WEIGHTS = "diffusion_pytorch_model.safetensors"  # diffusers' names in a part's folder
 INDEX = f"{WEIGHTS}.index.json"
-# next to a weight in FP8, as ComfyUI writes it: its scale, and what concerns inputs and formats
+# entries next to ComfyUI's FP8 weights: scales, formats of inputs
 SCALES = (".scale_weight", ".weight_scale")
 NOT_WEIGHTS = ("scaled_fp8", ".scale_input", ".input_scale", ".comfy_quant", *SCALES)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -36,8 +36,8 @@ class Place(NamedTuple):
     file: Path
     key: str
     shape: tuple[int, ...]
-    rows: tuple[slice, ...] | None = None  # parts of the stored tensor that it consists of, in its order; None: all
-    scale: str | None = None  # name of what a weight in FP8 is multiplied by
+    rows: tuple[slice, ...] | None = None  # rows of the stored tensor, in order; None: all
+    scale: str | None = None  # name of an FP8 weight's scale
 
 
 class Weights:
@@ -200,7 +200,7 @@ def fill(
             tensors.clear()
             if on_filled is not None:
                 on_filled(name, module)
-            # what stays is copied: a weight that became codes needs no copy in between, and a map is not kept
+            # copy only what stays mapped: weights that became codes need none
             module._apply(functools.partial(_copied, mapped), recurse=False)
     weights.close()
 

@@ -35,7 +35,7 @@ from ..config.coat import GuardOptions
 __all__ = ["CastPrecision", "CastProbe", "ObservedCast", "health_line", "health_verdict", "rows_of"]
 
 SAVED, EXP_AVG, EXP_AVG_SQ = "saved", "exp_avg", "exp_avg_sq"
-TRAINED_WEIGHT = "trained weight"  # cast as it changes: not reported
+TRAINED_WEIGHT = "trained weight"  # changes at every step: not reported
 MOMENT_BLOCKS = 16  # measured per parameter and moment
 FP8 = {fmt.dtype: fmt for fmt in FORMATS.values()}
 SMALLEST_SHOWN = 1e-4
@@ -86,7 +86,7 @@ class CastPrecision(NamedTuple):
 class _Weight(NamedTuple):
     layer: str
     tensor: Callable[[], Tensor | None]
-    is_there: Callable[[], bool]  # in a storage that the weights of several blocks take turns in
+    is_there: Callable[[], bool]  # of a storage that several blocks share
 
     def is_at(self, address: int) -> bool:
         weight = self.tensor()
@@ -103,7 +103,7 @@ class CastProbe(TorchDispatchMode):
     def __init__(self, model: nn.Module | None, lora: Mapping[str, Tensor]) -> None:
         super().__init__()
         self._casts: list[ObservedCast] = []
-        self._latest: dict[int, ObservedCast] = {}  # by the address of the codes
+        self._latest: dict[int, ObservedCast] = {}  # by address of the codes
         self._decoded: dict[int, Tensor] = {}  # address of decoded codes → the stored ones
         self._model = model
         self._layers, self._sharded = _weights(model)
@@ -154,7 +154,7 @@ class CastProbe(TorchDispatchMode):
             rows = rows.to(torch.float32) * cast.factors
         measures = measure_cast(rows, codes, scale, cast.granularity)
         address = _address(cast.values)
-        # a weight that is cast at each use; one that FSDP2 has gathered is in other memory each time
+        # weights cast at each use, and those gathered by FSDP2, change address
         own = () if cast.kind else (*self._layers.get(address, ()), *self._sharded.get(cast.values.shape, ()))
         where = next((weight.layer for weight in own if weight.is_at(address)), "")
         observed = ObservedCast(cast.kind or SAVED, measures, cast.values.numel(), where, self._block)
@@ -168,11 +168,11 @@ class CastProbe(TorchDispatchMode):
         layers = self._layers_of(product.weight if decoded is None else decoded)
         if product.codes is not None:
             cast = self._latest.get(_address(product.codes))
-            weight = self._latest.get(address) if decoded is None else None  # decoded to memory that a cast had before
+            weight = self._latest.get(address) if decoded is None else None  # decoded into memory reused from a cast
             if weight is not None and not layers and weight.kind == INPUT:  # wgrad, whose other operand is x
                 layers = tuple(weight.layers)
             elif weight is not None and (not layers or (weight.kind == SAVED and weight.where in layers)):
-                weight.kind, layers = TRAINED_WEIGHT, layers or (weight.where,)  # else it was in this memory before
+                weight.kind, layers = TRAINED_WEIGHT, layers or (weight.where,)  # else a stale entry at this address
             if cast is not None:
                 cast.kind = product.kind
                 cast.where = cast.where or (layers[0] if layers else "")
@@ -197,7 +197,7 @@ class CastProbe(TorchDispatchMode):
                 continue
             for param, grad, first, two in zip(update.params, update.grads, update.first_blocks, measured, strict=True):
                 flat = codes.view(-1)[first * codes.shape[1] :][: grad.numel()]
-                whole = param.untyped_storage().data_ptr()  # of a part that is updated by itself
+                whole = param.untyped_storage().data_ptr()  # of a part that is updated separately
                 where = self._parameters.get(param.data_ptr()) or self._parameters.get(whole, "")
                 losses = torch.cat([_moment_losses(grad, flat), two])
                 self._casts.append(ObservedCast(kind, losses, grad.numel(), where, layer_of(where)))

@@ -24,9 +24,9 @@ from ..config.coat import GuardOptions
 __all__ = ["KEPT", "WINDOW", "DeadRunError", "Divergence", "Norms", "RunGuard", "tensor_norms"]
 
 KEPT = "the last good save is kept"
-UP_MATRICES = (".lora_B.", "lora_up")  # PEFT's name, ai-toolkit's
+UP_MATRICES = (".lora_B.", "lora_up")  # names of PEFT and ai-toolkit
 FIRST_LIVING_UPDATE = 2  # a warm-up begins with lr 0
-DOUBTED_STREAK = 2  # steps in a row; a single one that is not finite changes nothing
+DOUBTED_STREAK = 2  # nonfinite steps in a row; a single one is harmless
 COUNTERS = ("skipped", "updates", "nonfinite", "_zero_gradients", "_same_losses", "_last_loss")
 WINDOW, HIGH = 16, 12  # steps, and how many of them
 MEMORY = 200  # steps of the usual loss
@@ -254,7 +254,7 @@ class Divergence:
         high = usual is not None and usual > 0 and sum(one > LOSS_FACTOR * usual for one in self._recent) >= HIGH
         if high and (self.since is not None or self.growth(parameters) > GROWTH):
             self.since = self.since or step - WINDOW + 1
-            return  # the loss of such a step is not a usual one
+            return  # excluded from the usual loss
         self.since = None
         self._steps += 1
         share = 1 / min(self._steps, MEMORY)

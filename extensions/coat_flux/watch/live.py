@@ -32,7 +32,7 @@ COMMANDS = ("sample", "save", "stop")
 STATUS_FILE = Path("coat") / "status.json"
 COMMAND_FOLDER = Path("coat") / "commands"
 SIGNS_OF_LIFE = (METRICS_FILE, Path("coat") / "memory.json", STATUS_FILE)
-QUIET_SECONDS = 600.0  # of a run on another machine: longer without a sign of life is taken for its end
+QUIET_SECONDS = 600.0  # without a sign of life, a run on another machine counts as ended
 
 
 class LiveRun:
@@ -68,7 +68,7 @@ class LiveRun:
             with suppress(OSError):
                 (self._commands / name).unlink()
                 asked.add(name)
-        with suppress(OSError):  # another command came meanwhile: the next call finds it
+        with suppress(OSError):  # another command has arrived: the next call finds it
             self._commands.rmdir()
         return frozenset(asked)
 

@@ -64,9 +64,9 @@ def forecast(make_job: Callable[[], JobConfig], device: torch.device) -> dict[st
 
         known = device.type == "cuda" and torch.cuda.is_available()
         room = float(torch.cuda.mem_get_info(device)[1]) if known else None
-        job = replace(make_job(), device=str(device))  # where the run was, whatever its config left open
+        job = replace(make_job(), device=str(device))  # the run's device, where its config leaves it open
         prediction = predict(job, device_bytes=room)
-    except Exception as error:  # reported: a finished run must not fail for its forecast
+    except Exception as error:  # a finished run must not fail for its forecast
         reason = " ".join(str(error).split())
         return {"missing": f"{type(error).__name__}: {reason}"}
     return {"peak": prediction.peak, "phases": {phase.name: phase.parts for phase in prediction.phases}}

@@ -31,9 +31,9 @@ __all__ = ["OutOfMemory", "explain_oom", "is_oom", "recompute_more"]
 CPU_MESSAGES = ("defaultcpuallocator", "can't allocate memory", "not enough memory", "os error 1455")
 MESSAGES = ("out of memory", "alloc_failed", *CPU_MESSAGES)  # cuBLAS's status; Windows' small paging file
 CUDA_CONTEXT = 0.6e9  # of a process, outside of torch's allocator
-WORTH_A_LINE = 0.02  # of the device's memory: gaps and other processes below it are not the cause
+WORTH_A_LINE = 0.02  # share of the device's memory below which gaps and other processes are not the cause
 GAPS = {
-    "win32": "PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:512",  # expandable segments are not made on Windows
+    "win32": "PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:512",  # no expandable segments on Windows
     "linux": "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
 }
 
@@ -89,7 +89,7 @@ def explain_oom(error: BaseException, phases: PhaseTracker, job: Callable[[], Jo
     for section in sections:
         try:
             lines += section()
-        except Exception as problem:  # an explanation must not replace the error that it explains
+        except Exception as problem:  # the explanation must not replace its error
             reason = next(iter(str(problem).splitlines()), "no message")
             lines.append(f"({section.__name__}: not known, {type(problem).__name__}: {reason})")
     return "\n".join(lines)

@@ -52,15 +52,15 @@ logger = logging.getLogger(__name__)
 
 MEMORY_FILE = Path("coat") / "memory.json"
 RUN_PHASES = ("load", "cache", "validate", "sample", "step", "save")
-STEP_MOMENTS = {  # moments that a step passes → what it does from then on
+STEP_MOMENTS = {  # moment of a step → the work that follows it
     "before_forward": "forward pass",
     "after_forward": "backward pass",
     "after_backward": "after a backward pass",
     "after_optimizer_step": "after the optimizer's update",
 }
 MOMENTS = ("before_training", "before_sampling", "after_sampling")
-COUNTED = 2  # first micro-batches whose saved activations are counted where no allocator can be asked
-COUNTS = 6  # times parts are counted in a phase in any case; later only when more is held than at any count before
+COUNTED = 2  # first micro-batches, whose saved activations are counted where there is no CUDA allocator
+COUNTS = 6  # unconditional counts per phase; later ones need more memory in use than at any count so far
 METHODS = {
     "cuda": {
         "memory": "torch's CUDA allocator",
@@ -97,7 +97,7 @@ def peak_bytes(device: torch.device) -> int:
 def reset_peak(device: torch.device) -> None:
     """Reset a GPU's peak, so that samples and saves do not count as training; a process's peak only grows."""
     if device.type == "cuda":
-        torch.cuda.init()  # without it the first phase of a run has no statistics to reset
+        torch.cuda.init()  # else the first phase has no statistics to reset
         torch.cuda.reset_peak_memory_stats(device)
 
 
@@ -113,7 +113,7 @@ class _Phase:
     most: dict[str, int] = field(default_factory=dict)
     counts: int = 0
     most_held: int = 0  # at a count
-    peak_before: int = 0  # of the process, when it was entered
+    peak_before: int = 0  # of the process, on entry
 
     def record(self, baseline: int) -> dict[str, Any]:
         rest = self.peak["allocated"] - baseline - sum(self.parts.values())

@@ -105,7 +105,7 @@ class PrecisionWatch:
             self._left_out = []
             self._log(f"{KEY}={self._minimum:g}: no layer multiplies in FP8 here, none is left out")
             return
-        # inf and nan do not survive a mean: exact casts count as very good
+        # means need finite values: exact casts count as very good
         local = torch.tensor([measured[name] for name in names]).nan_to_num(nan=EXACT_DB, posinf=EXACT_DB)
         values = self._mean(local).tolist()
         below = {name: value for name, value in zip(names, values, strict=True) if value < self._minimum}

@@ -38,11 +38,11 @@ from .precision import PrecisionWatch
 
 __all__ = ["CPU_NOTE", "SpillWatch", "StepWatch", "watch_steps"]
 
-FIRST_OBSERVED = 2  # step; most of what is wrong from the start shows here
+FIRST_OBSERVED = 2  # the first observed step, where most initial faults show
 CPU_NOTE = "Memory lines on a CPU: Allocated is the process's resident memory, Reserved its peak so far."
 WARM_UP = 3  # first steps: measurement of execution modes, allocator
-BASELINE = 10  # steps after them whose median is what a step takes
-SLOWER = 3.0  # times as long as those
+BASELINE = 10  # later steps, whose median is the normal duration
+SLOWER = 3.0  # times the normal duration
 IN_A_ROW = 5  # slow steps
 NEAR_LIMIT = 0.90  # of the card's memory, reserved
 T = TypeVar("T")
@@ -121,7 +121,7 @@ class StepWatch:
         if first:
             self._precision.begin()
         due = self._is_health_step(step) and not first and self._options.enabled
-        # a run that was stopped before its first observed step makes up for it where the whole run made it
+        # a run stopped before its first observed step catches up where the whole run observed
         chooses = self._precision.pending and step >= FIRST_OBSERVED and (not first or step == FIRST_OBSERVED)
         if not (due or chooses):
             return nullcontext()
@@ -155,7 +155,7 @@ class StepWatch:
                 if not is_oom(error):
                     raise
                 explanation = explain_oom(error, self.phases, self._job)
-            # outside of the clause: nothing refers to the failed step any more
+            # outside the clause, where nothing refers to the failed step
             freed = reset()
             change = None if self._updating else freed or recompute_more(self._transformer)
             if change is None:

@@ -52,7 +52,7 @@ def host_extensions() -> list[type]:
         try:
             install()
         except AIToolkitError as error:
-            # check_host repeats it at the start of a job of ours; jobs that do not use the name need not hear of it
+            # check_host repeats it when our jobs start; other jobs need not know
             logger.debug("%s is not available: %s", name, error)
 
     class CoatFluxTrainerExtension(Extension):
@@ -61,6 +61,6 @@ def host_extensions() -> list[type]:
 
         @classmethod
         def get_process(cls) -> Any:
-            return make_process  # ai-toolkit calls it, as it does a class
+            return make_process  # ai-toolkit calls it like a class
 
     return [CoatFluxTrainerExtension]

@@ -29,9 +29,9 @@ QUANTIZER_MODULE = "toolkit.util.ostris_quant"
 LORA_MODULES = ("toolkit.lora_special", "toolkit.network_mixins")
 OPTIMIZER_PARAMETERS = ("params", "optimizer_type", "learning_rate", "optimizer_params")
 
-# Where coat_core is, relative to this folder: in a checkout of COAT-FLUX, or in site-packages
+# Location of coat_core relative to this folder: in a checkout, or in site-packages
 CORE_FOLDERS = tuple(Path(__file__).resolve().parents[up] / "coat_core" for up in (4, 3))
-MARK = "_coat_flux_original"  # on a wrapper: the function of ai-toolkit's that it wraps
+MARK = "_coat_flux_original"  # attribute of a wrapper: ai-toolkit's original function
 
 
 class AIToolkitError(RuntimeError):
@@ -141,7 +141,7 @@ def patched(owner: Any, **values: Any) -> Iterator[None]:
                 delattr(owner, name)
 
 
-# ai-toolkit passes neither the optimizer nor the qtype a view of the process entry
+# ai-toolkit passes the process entry to neither optimizer nor qtype
 _config: COATConfig | None = None
 _lines: Lines | None = None  # of the run's coat/log.txt
 

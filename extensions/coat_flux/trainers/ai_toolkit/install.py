@@ -181,6 +181,6 @@ def _remove(target: Path) -> None:
     if target.is_symlink() or target.is_file():
         target.unlink()
     elif target.resolve() != target.parent.resolve() / target.name:
-        os.rmdir(target)  # a junction: rmdir takes the junction away, rmtree would empty what it leads to
+        os.rmdir(target)  # a junction: rmdir removes it, rmtree would empty its target
     else:
         shutil.rmtree(target)

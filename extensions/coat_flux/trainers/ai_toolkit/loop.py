@@ -26,7 +26,7 @@ from .data_order import draw_from
 from .host import ai_toolkit_version, detail, info, patched
 from .resume import read_back
 
-EXIT_CODE = 130  # of a process that was interrupted; run.py itself ends with 0
+EXIT_CODE = 130  # of an interrupted process; run.py itself exits with 0
 
 
 class TrainingLoop:
@@ -41,12 +41,12 @@ class TrainingLoop:
         self.done = self._saved = process.step_num  # what the newest save holds, or nothing was trained
         self._stop_requested = False  # by the web UI or the live page
         self._owes_save = False
-        # of the step under way:
+        # of the current step:
         self._losses: list[Tensor] = []  # of its micro-batches, fp32 []
         self._norms: list[Tensor] = []  # before clipping, by parameter group
         self._measured: tuple[float, float, float] | None = None  # loss, lr, norm
         self._micro_batches = 0
-        self._commands: frozenset[str] = frozenset()  # that all agreed on
+        self._commands: frozenset[str] = frozenset()  # agreed on by all processes
         self.watch = watch_steps(
             process.coat,
             process.sd.unet,
@@ -96,7 +96,7 @@ class TrainingLoop:
             losses = self.watch.retry(number, lambda: self._attempt(number, run), reset)
         except OutOfMemory as error:
             self._log.info(str(error))
-            # in these words: ai-toolkit leaves out the batch of an error that names CUDA
+            # worded without CUDA: ai-toolkit drops the batch of errors that name it
             raise OutOfMemory(f"step {number}: out of memory, see above") from None
         self.done = number
         if self._held_out is None:
@@ -133,7 +133,7 @@ class TrainingLoop:
         self._micro_batches, self._commands = 0, frozenset()
         began = time.monotonic()
         with self.watch.casts(number), self._observed(number):
-            # inside: on a CPU the memory report observes operators too, and such modes must be left in their order
+            # inside: on a CPU the memory report is a dispatch mode too, and modes must nest
             self.watch.mark("before_forward", number)
             losses = run()
         self.watch.mark("after_optimizer_step", number)
@@ -296,7 +296,7 @@ class _JobLog:
         info(f"[coat] {line}")
 
     def detail(self, line: str) -> None:
-        detail(line if line.startswith("[") else f"[coat] {line}")  # memory lines are the stand-alone trainer's
+        detail(line if line.startswith("[") else f"[coat] {line}")  # memory lines are as in the stand-alone trainer
 
     def precision(self, rows: Sequence[Any]) -> None:
         if self.tables is not None:

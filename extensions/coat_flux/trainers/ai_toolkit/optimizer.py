@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 HYPER_PARAMETERS = ("betas", "eps", "weight_decay")
-LOAD_ERROR = "_coat_flux_load_error"  # on an optimizer of ours: what made the last `load_state_dict` fail
+LOAD_ERROR = "_coat_flux_load_error"  # attribute of our optimizer: the error of the last `load_state_dict`
 logger = logging.getLogger(__name__)
 
 
@@ -36,7 +36,7 @@ def install_optimizer() -> list[str]:
         bound = signature.bind_partial(*args, **kwargs)
         bound.apply_defaults()
         values = bound.arguments
-        report_stored_linears()  # the model is there, and every training job comes by here
+        report_stored_linears()  # the model is loaded, and every training job passes here
         if str(values["optimizer_type"]).lower() != COAT_OPTIMIZER:
             return original(*args, **kwargs)
         return make_optimizer(values["params"], float(values["learning_rate"]), values["optimizer_params"])
@@ -56,7 +56,7 @@ def make_optimizer(params: Any, lr: float, optimizer_params: dict | None) -> tor
     def load_state_dict(state_dict: dict) -> None:
         configured = [{key: group[key] for key in HYPER_PARAMETERS} for group in optimizer.param_groups]
         try:
-            if not optimizer.state:  # of a file, read to the GPU that it was saved from
+            if not optimizer.state:  # loaded from a file to the GPU it was saved from
                 for values in state_dict["state"].values():
                     values.update({key: value.cpu() for key, value in values.items() if hasattr(value, "cpu")})
             load(state_dict)

@@ -64,7 +64,7 @@ def check_photos(process: Any) -> HeldOutPhotos | None:
             info(f"[coat] note: dataset_path={folder} is a list of files; its photos are not checked")
         else:
             by_folder.setdefault(folder, []).append(config)
-    whole = []  # one config of a folder with all its resolutions, as it is in the YAML
+    whole = []  # one config per folder with all its resolutions, as in the YAML
     for folder, configs in by_folder.items():
         joined = copy.copy(configs[0])
         joined.folder_path, joined.resolution = folder, [config.resolution for config in configs]
@@ -147,7 +147,7 @@ class HeldOutPhotos:
         homes, vae_home = [next(encoder.parameters()).device for encoder in encoders], process.sd.vae.device
         process.sd.text_encoder_to(process.device_torch)
         with kept_draws():
-            torch.manual_seed(0)  # the VAE's latents are drawn
+            torch.manual_seed(0)  # the VAE's latents are random
             for batch in get_dataloader_from_datasets(self._configs, 1, process.sd):
                 photos.append((Path(batch.file_items[0].path).name, self._encoded(batch)))
         for encoder, home in zip(encoders, homes, strict=True):

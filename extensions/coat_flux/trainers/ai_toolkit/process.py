@@ -57,7 +57,7 @@ class CoatFluxTrainer(HostTrainer):
 
     coat: Any = None
     _phases: Any = None
-    _continuation: Continuation | None = None  # saves are then whole sets with all a resume needs
+    _continuation: Continuation | None = None  # if set, saves are whole sets
     _training: TrainingLoop | None = None
     _held_out: HeldOutPhotos | None = None
     _full: FullModel | None = None
@@ -129,7 +129,7 @@ class CoatFluxTrainer(HostTrainer):
         """Check the whole job by the rules of `coat-flux check`: ai-toolkit accepts unknown and ineffective keys."""
         import toolkit
 
-        # as ai-toolkit read it: the process has changed its own entry since
+        # ai-toolkit's own reading: the process has changed its entry since
         raw = load_job_yaml(os.path.join(self.save_root, "config.yaml"))
         root = Path(next(iter(toolkit.__path__))).parent
         place = {"file": self._config_file(), "trainer": "ai-toolkit", "toolkit_root": root}
@@ -194,7 +194,7 @@ class CoatFluxTrainer(HostTrainer):
             return self._full.param_groups(self.train_config.lr)
         if self.network is None:
             return params
-        # sampling would merge the LoRA into a base that holds no bf16 weight, or drift one that does
+        # sampling would merge the LoRA into a base without bf16 weights, or cause one with them to drift
         self.network.can_merge_in = False
         self._team.share(self.network.parameters())
         if self.network_config.type.lower() == "lora":
@@ -219,8 +219,8 @@ class CoatFluxTrainer(HostTrainer):
         with ExitStack() as stack:
             stack.enter_context(self._team.unwrapped(self))
             if self._full is not None:
-                # accelerate would move the state of a whole model to the GPU, also what belongs into CPU memory, and
-                # have it loaded from there: twice
+                # accelerate would move a whole model's state to the GPU, even CPU-resident parts, and
+                # load it from there: twice
                 stack.enter_context(patched(self.optimizer, state_dict=dict, load_state_dict=lambda state: None))
             super().hook_before_train_loop()
         if self._continuation is not None:
@@ -273,7 +273,7 @@ class CoatFluxTrainer(HostTrainer):
         except SamplingStopped:
             info("[coat] samples are left out: the run ends here")
             if self.ema is not None:
-                self.ema.train()  # back from the average, which is what is sampled
+                self.ema.train()  # back from the EMA, which is sampled
             if not self._begun:
                 self._training.end_step()  # nothing was trained; ai-toolkit would begin with a step
         self._team.wait()
@@ -325,9 +325,9 @@ class CoatFluxTrainer(HostTrainer):
             super().clean_up_saves()
             if self._team.is_main:
                 super().post_save_hook(os.path.join(self.save_root, "optimizer.pt"))
-            if step is not None:  # the last one is the main process's alone
+            if step is not None:  # the last one is in the main process alone
                 self._team.wait()
-            self.last_save_step = self._training.done  # what the web UI shows once the run has stopped
+            self.last_save_step = self._training.done  # shown by the web UI once the run has stopped
 
     def clean_up_saves(self) -> Any:
         """Leave it to the commit, if saves are sets."""

@@ -103,7 +103,7 @@ class _Backend:
 
     def _config_of(self, module: nn.Linear) -> FP8LinearConfig:
         if not hasattr(module, "coat_linear_config"):
-            # ai-toolkit's load_quantized_layers brings back buffers and plain attributes, not our config object
+            # ai-toolkit's load_quantized_layers restores buffers and plain attributes, not our config object
             module.coat_linear_config = dataclasses.replace(
                 self.config,
                 weight_format=module.coat_weight_format,
@@ -118,7 +118,7 @@ class _Backend:
         from ...blocks.streaming import park
 
         config, coat = self._config_of(module), host.active_config()
-        # OstrisLinear's state_dict holds "weight" only, so the buffers must not be expected when one is loaded
+        # OstrisLinear's state_dict holds "weight" only, so loading must not expect the buffers
         store_weight(module, weight, config, persistent=False)
         note_weight(module, weight, config)
         if coat is not None and coat.memory.stream_blocks != 0:

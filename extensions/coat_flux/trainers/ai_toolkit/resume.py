@@ -73,7 +73,7 @@ class Continuation:
         state = None if folder is None else RunState.read(folder, AI_TOOLKIT)
         if state is None:
             other = process.get_latest_save_path() if process.network_config is None else None
-            if other is not None:  # what a whole model was made from is not known here
+            if other is not None:  # the base of a whole model is unknown here
                 raise ResumeError(
                     f"{other}: is not a save of this trainer, and full fine-tuning resumes from its own; choose "
                     "another config.name to start a new run (all that is in this folder stays)"
@@ -288,7 +288,7 @@ class Saves:
 
         def write(folder: Path) -> None:
             write_host(folder)
-            # a file of torch ends with its directory: one without was not written to its end, and ai-toolkit went on
+            # torch's files end with a directory: without one, writing failed and ai-toolkit continued
             if not zipfile.is_zipfile(folder / OPTIMIZER):
                 reason = "ai-toolkit could not write it, see its message above"
                 raise OSError(errno.EIO, reason, str(folder / OPTIMIZER))
@@ -307,7 +307,7 @@ class Saves:
             parameters, whole = full.trained.values(), full.size
         try:
             space = save_space(process._job_config(), [parameter.numel() for parameter in parameters], whole)
-        except ConfigError:  # a job that only ai-toolkit can run
+        except ConfigError:  # a job only ai-toolkit can run
             space = None
         require_room(self._dir, space, lambda line: info(f"[coat] WARNING: {line}"))
 

@@ -37,7 +37,7 @@ class Team(Processes):
             super().__init__(1, 0, torch.device("cpu"))
             return
         super().__init__(size, accelerator.process_index, accelerator.device)
-        _limit_waits(WAIT_LIMIT)  # ai-toolkit's own, while the main process fills the caches
+        _limit_waits(WAIT_LIMIT)  # ai-toolkit's waits, while the main process fills the caches
         self.wait()
 
     @contextmanager
@@ -90,7 +90,7 @@ def _save_apart(image: Any, name: str, *args: Any) -> None:
     own = os.path.join(folder, name)
     with patched(image, output_folder=own):
         type(image).save_image_atomic(image, *args)
-    for part in (".thumbs", ""):  # as in ai-toolkit: a picture's thumbnail is there before it
+    for part in (".thumbs", ""):  # thumbnail first, as in ai-toolkit
         files = os.scandir(os.path.join(own, part)) if os.path.isdir(os.path.join(own, part)) else ()
         for file in [file for file in files if file.is_file()]:
             os.makedirs(os.path.join(folder, part), exist_ok=True)
@@ -109,6 +109,6 @@ class _AsMain:
 
 
 def _limit_waits(limit: Any) -> None:
-    setter = getattr(dist.distributed_c10d, "_set_pg_timeout", None)  # torch has no public one
+    setter = getattr(dist.distributed_c10d, "_set_pg_timeout", None)  # torch has no public setter
     if setter is not None:
         setter(limit)

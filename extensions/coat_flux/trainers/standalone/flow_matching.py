@@ -179,7 +179,7 @@ def noisy_latents(latents: Tensor, noise: Tensor, sigmas: Tensor) -> Tensor:
     return (1.0 - sigma) * latents + sigma * noise
 
 
-@functools.cache  # the same for all steps of a bucket; captured steps read them where they are
+@functools.cache  # the same for all steps of a bucket; captured steps need fixed addresses
 @torch.inference_mode(False)
 def _position_ids(flux2: bool, text: int, rows: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Positions of text [L, n] and image tokens [T, n], fp32: FLUX.1 n = 3; FLUX.2 n = 4, time, row, column, text."""

@@ -32,7 +32,7 @@ __all__ = ["Encoders", "ModelLoadError", "base_weights", "load_encoders", "load_
 
 MAX_TEXT_TOKENS = 512
 TRANSFORMERS = ("FluxTransformer2DModel", "Flux2Transformer2DModel")
-# pipeline → classes of transformers for its text encoder and what prepares its prompts
+# pipeline → transformers' classes of its text encoder and tokenizer or processor
 TEXT_PARTS = {
     "Flux2KleinPipeline": ("Qwen3ForCausalLM", "AutoTokenizer"),
     "Flux2Pipeline": ("Mistral3ForConditionalGeneration", "AutoProcessor"),
@@ -124,7 +124,7 @@ def load_transformer(
         default = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
         try:
-            with init_empty_weights():  # parameters on the meta device; buffers that it computes itself are there
+            with init_empty_weights():  # parameters on the meta device, computed buffers on the CPU
                 model: nn.Module = cls.from_config(config)
         finally:
             torch.set_default_dtype(default)

@@ -54,7 +54,7 @@ def lora_targets(
 def add_lora(model: nn.Module, targets: Sequence[str], rank: int, *, seed: int, dropout: float = 0.0) -> None:
     """Add PEFT adapters (alpha is `rank`) to the named linears, A drawn from `seed`; only they require gradients."""
     model.requires_grad_(False)
-    exactly = "|".join(map(re.escape, targets))  # PEFT takes a list as endings: proj_out would be every block's, too
+    exactly = "|".join(map(re.escape, targets))  # PEFT matches a list as suffixes: proj_out would be every block's, too
     model.add_adapter(LoraConfig(r=rank, lora_alpha=rank, lora_dropout=dropout, target_modules=exactly), ADAPTER)
     generator = generator_for(seed, Stream.LORA_INIT, 0)
     for name, param in lora_parameters(model).items():

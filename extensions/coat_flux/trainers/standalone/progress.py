@@ -234,6 +234,6 @@ class _Wandb:
     def _guarded(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # whatever it is, training is worth more
+        except Exception as error:  # training matters more than any of its errors
             self._failed = True
             self._log(f"W&B: {type(error).__name__}: {error}; the run goes on without it")

@@ -80,7 +80,7 @@ class ResumePoint:
         if not path.exists():
             raise ResumeError(f"{path}: is missing, but the run folder holds a save to continue from; {REMEDY}")
         try:
-            # read as it is copied to its place, where `damage` has checked it: of a whole model it is 26 GB
+            # read while being copied, after `damage` has checked it: a whole model's takes 26 GB
             saved = torch.load(path, map_location="cpu", weights_only=True, mmap=self.state is not None)
         except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
             raise ResumeError(f"{path}: cannot be read ({error}); {REMEDY}") from error
@@ -130,7 +130,7 @@ def find_resume_point(run_dir: Path, name: str) -> ResumePoint | None:
     state = RunState.read(folder, STANDALONE)
     if state is None and not (folder / OPTIMIZER_FILE).exists():
         raise ResumeError(f"{folder}: holds no state; {REMEDY}")
-    return replace(newest, state=state)  # None in a set of our process inside ai-toolkit, which has another state
+    return replace(newest, state=state)  # None in a set of our ai-toolkit process, whose state differs
 
 
 def _models(run_dir: Path) -> list[ResumePoint]:

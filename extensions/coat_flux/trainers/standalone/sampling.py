@@ -53,7 +53,7 @@ class ImageSampler:
         transformer.eval()
         self._vae.to(self._device)
         try:
-            # all before the first is written: where that fails, no other process waits for the next one
+            # draw all before writing: if that fails, no other process waits
             images = [self._draw_one(transformer, number) for number in range(len(self.items))]
         finally:
             self._vae.to(home)

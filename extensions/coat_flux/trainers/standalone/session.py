@@ -94,7 +94,7 @@ class Session:
     outstanding: Any = None  # a steps.Outstanding
     owes_save: bool = False
     record: dict[str, Any] = field(default_factory=dict)
-    saved_path: dict[str, Any] = field(default_factory=dict)  # execution mode of the save that is resumed
+    saved_path: dict[str, Any] = field(default_factory=dict)  # execution mode of the resumed save
 
     @property
     def epoch(self) -> int:
@@ -143,7 +143,7 @@ def open_session(
     log.info(f"Loading the transformer of {job.model.name_or_path}")
     transformer, lora, report = _prepare_transformer(job, workers, dtype, log)
     phases.hold("transformer", transformer, module_tensors)
-    if identity["model"]["fingerprint"] is None:  # it was not on this machine before
+    if identity["model"]["fingerprint"] is None:  # downloaded just now
         identity = {**identity, "model": model_identity(job.model.name_or_path)}
     if point is not None:
         point.restore(lora)
@@ -173,7 +173,7 @@ def open_session(
         mean=workers.mean,
         norms=whole_norms,
     )
-    if point is not None:  # it names layers that the table below has
+    if point is not None:  # it names layers for the table below
         watch.load_state_dict(point.record.get("guard", {}))
     captures = _allow_capture(job, transformer, workers)
     _log_start(job, report, optimizer, lora, log)
@@ -271,7 +271,7 @@ def _prepare_transformer(
         allowed = job.train.gradient_checkpointing
         report = apply_coat(transformer, coat, allow_recompute=allowed, device=device, trained=chosen.linears)
         if workers.shares_weights and not job.full:
-            streaming: Any = BlockRunner.of(transformer).streaming  # `joint_job` has seen to it
+            streaming: Any = BlockRunner.of(transformer).streaming  # ensured by `joint_job`
             size = streaming.share_out(dist.group.WORLD) / 1e9
             log.info(f"FSDP2: each of {workers.size} processes keeps {size:.2f} GB of the blocks' codes")
         if device.type == "cuda" and not job.full:
@@ -300,7 +300,7 @@ def _allow_capture(job: JobConfig, transformer: nn.Module, workers: Workers) -> 
         return False
     runner.expect(graph_obstacle=_capture_obstacle(job, workers), frees_gradients=job.train.fused_backward)
     if job.coat.memory.stream_blocks == "auto":
-        with suppress(ConfigError):  # sizes of a model that nobody knows
+        with suppress(ConfigError):  # unknown model sizes
             runner.expect(reserve_bytes=outside_bytes(job_facts(job)))
     return runner.plan.captured
 

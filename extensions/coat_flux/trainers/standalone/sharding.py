@@ -33,13 +33,13 @@ def shard(model: nn.Module, trained: Iterable[str], device: torch.device, block_
     blocks = listed_blocks(model, family_of(model).blocks)
     for module in (*blocks.values(), model):
         own = type(module)
-        # always freed after forward: a gathered copy would not see an average that is put into the shards
+        # always freed after forward: gathered copies would miss the EMA put into the shards
         sharded = fully_shard(module, mesh=mesh, reshard_after_forward=True, ignored_params=whole)
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)  # gloo has no other
         sharded.set_custom_all_gather(_Exchange("all_gather_single", "all_gather_into_tensor"))
         sharded.set_custom_reduce_scatter(_Exchange("reduce_scatter_single", "reduce_scatter_tensor"))
-        # its class stands for the one that plans, readers and saved configs know by name
+        # plans, readers and saved configs know the original class by name
         kind = type(module)
         kind.__name__, kind.__qualname__, kind.__module__ = own.__name__, own.__qualname__, own.__module__
     params = dict(model.named_parameters())

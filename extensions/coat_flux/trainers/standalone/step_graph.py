@@ -26,8 +26,8 @@ from torch import Tensor
 __all__ = ["MOST_GRAPHS", "StepGraphs", "capture"]
 
 MOST_GRAPHS = 8  # captured shapes: the driver keeps every node of each
-ROOM = 1.05  # what an eager step needs, by what the pool holds
-# Between both, relative: of the loss; of an update, in norms. Attention's backward sums in any order.
+ROOM = 1.05  # memory of an eager step relative to the pool's
+# Relative tolerances of the loss and of an update's norm: attention's backward sums in any order.
 LARGEST_LOSS_DIFFERENCE, LARGEST_DIFFERENCE = 0.01, 0.1
 
 Drawn = Sequence[Mapping[str, Tensor]]  # of each micro-batch, by `Objective.draw`
@@ -37,7 +37,7 @@ State = Mapping[str, Sequence[Tensor]]
 def capture(call: Callable[[], Any], pool: Any = None) -> tuple[Any, Any]:
     """Capture `call` without running it; returns the graph, and `call`'s result, which has values after a replay."""
     graph = torch.cuda.CUDAGraph()
-    # other threads, which load the next batch, may do what this one may not
+    # other threads load the next batch meanwhile
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         made = call()
     return graph, made
@@ -123,7 +123,7 @@ class StepGraphs:
         except Exception as error:
             self._fail(f"a step cannot be captured: {next(iter(str(error).splitlines()), type(error).__name__)}", error)
             return None
-        if self._generation() != generation:  # it ran otherwise than the steps before it
+        if self._generation() != generation:  # it ran differently from the steps before it
             return None
         self._graphs[shape], self._captured_in = graph, generation
         return graph.replay(drawn, rates)

@@ -125,7 +125,7 @@ def _gradients(session: Session, number: int, batches: Sequence[Batch]) -> Tenso
         return "CUDA graphs: their memory was given back" if dropped else None
 
     session.optimizer.zero_grad(set_to_none=True)
-    if session.workers.shares_weights:  # another try of one process alone would wait for the others' weights
+    if session.workers.shares_weights:  # a process that retries alone would wait for the others' weights
         loss = _accumulate(session, batches)
     else:
         loss = session.watch.retry(number, lambda: _accumulate(session, batches), drop)

@@ -139,7 +139,7 @@ class COATTrainer:
         first = 0 if point is None else point.step
         live = LiveRun(job.folder, first, job.train.steps, samples=samples, active=workers.is_main)
         if point is None:
-            if workers.is_main:  # a run that cannot be continued is left as it is
+            if workers.is_main:  # a run that cannot be resumed stays unchanged
                 phases.path = job.folder / MEMORY_FILE
             with live:
                 return _run(open_session(job, workers, log, phases, None, identity, live), self._observer)

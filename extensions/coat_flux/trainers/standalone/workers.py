@@ -120,7 +120,7 @@ def whole_norms(tensors: Sequence[Tensor], order: float = 2.0) -> Tensor:
     if not any(sharded):
         return own
     largest = order == math.inf
-    # a maximum may lose NaN, so that counts as infinite
+    # a maximum may lose NaN, so NaN counts as infinite
     total = own.nan_to_num(nan=math.inf, posinf=math.inf) if largest else own.double().square()
     with exchange():
         dist.all_reduce(total, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
