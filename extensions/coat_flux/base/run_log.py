@@ -19,7 +19,7 @@ from typing import Any, TextIO
 LOG_FILE = Path("coat") / "log.txt"
 PACKAGES = ("coat_core", "coat_flux")
 REDRAW_S, REDRAW_FILE_S = 0.5, 30.0  # of a progress bar, on a terminal and in a file
-NOISE = (  # of libraries, about what a user neither did nor can use; each is named by its own words
+NOISE = (  # library messages irrelevant to the user, quoted
     "Failed to load CPU gemm_4bit_forward from kernels-community",  # bitsandbytes, imported by others
     "ImageProcessor` requires torchvision (not installed); falling back to",  # transformers, imported by diffusers
     "`torch_dtype` is deprecated! Use `dtype` instead!",  # transformers, called by diffusers
@@ -127,7 +127,7 @@ def quiet_libraries() -> None:
     warnings.filterwarnings("ignore", message=r"`torch\.jit\.script", category=DeprecationWarning)
     for library in (diffusers_logging, transformers_logging):
         library.get_logger()  # makes its handler
-        library.disable_progress_bar()  # of the files of a model, each; what is loaded has a line of ours
+        library.disable_progress_bar()  # one bar per model file; we log a line per model
     for name in ("", "diffusers", "transformers"):
         for handler in logging.getLogger(name or None).handlers:
             handler.addFilter(lambda record: not any(part in record.getMessage() for part in NOISE))

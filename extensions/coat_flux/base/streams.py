@@ -33,7 +33,7 @@ class _Steady:
 
     def _drop(self) -> None:
         with suppress(OSError, ValueError):
-            _send_nowhere(self._inner.fileno())  # also what is still in the stream's buffer
+            _send_nowhere(self._inner.fileno())  # also the stream's buffered output
 
 
 def keep_streams() -> None:

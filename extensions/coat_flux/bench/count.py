@@ -62,10 +62,10 @@ CATEGORIES = (
 )
 ONLY_METADATA = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh"}
 LORA_GRADIENTS = {"coat::lora_up_gradients", "coat::mlp_down_gradient"}
-PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "_scaled_mm": 0}  # where the first factor is among arguments
+PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "_scaled_mm": 0}  # index of the first factor
 ATTENTION_PREFIX = "_scaled_dot_product_"
 ATTENTION_KERNELS = {False: (1, 1.0), True: (3, 2.5)}  # backward: kernels of cuDNN's, and operations over 4·B·H·S²·d
-OVERWRITING = {"copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_"}  # do not read what they write
+OVERWRITING = {"copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_"}  # do not read their outputs
 FOREACH_TENSORS, FOREACH_CHUNKS, FOREACH_CHUNK = (110, 64, 48, 36, 30), 320, 65536  # of a launch, by number of lists
 
 
@@ -87,7 +87,7 @@ class Recorder(TorchDispatchMode):
         self.host: Counter[str] = Counter()
         self.reads: Counter[str] = Counter()
         self._operator, self._args = "", ()  # of ours, that runs
-        self._storages: dict[int, Any] = {}  # kept, so that no other gets the same number
+        self._storages: dict[int, Any] = {}  # kept alive, so that its id is not reused
         self._read: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -164,7 +164,7 @@ class Recorder(TorchDispatchMode):
         for x in tensors:
             storage = x.untyped_storage()
             self._storages[storage._cdata] = storage
-            # elements that are repeated (expanded) once
+            # repeated (expanded) elements count once
             size = math.prod(size for size, step in zip(x.shape, x.stride(), strict=True) if step) * x.itemsize
             found[storage._cdata] = min(found.get(storage._cdata, 0) + size, max(storage.nbytes(), size))
         return found

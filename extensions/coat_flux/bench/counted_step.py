@@ -43,7 +43,7 @@ from .limits import TEXT_TOKENS, Geometry
 
 LATENT_CHANNELS, PIXELS_PER_LATENT = 16, 8
 BLOCK_LISTS = {"transformer_blocks": "double", "single_transformer_blocks": "single"}
-# blocks of a kind that are run, by their place; "" stands for all between
+# blocks of a kind that are run, by position; "" stands for all between
 PLACES = {"double": ("first ", ""), "single": ("first ", "", "last ")}
 
 
@@ -55,7 +55,7 @@ class _Boundary(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.recorder, ctx.region = recorder, region
         with _disable_current_modes():
-            return tuple(x.detach() for x in tensors)  # a view might get other strides where the batch is 1
+            return tuple(x.detach() for x in tensors)  # a view might get other strides for a batch of 1
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
@@ -150,7 +150,7 @@ def count_step(config: COATConfig, geometry: Geometry, resolution: int) -> Recor
     copies = [torch.empty_like(parameter, dtype=torch.bfloat16) for parameter in lora.values()]
 
     def loss_of(tensors: Any, draw: int) -> Tensor:
-        model.zero_grad()  # its parameters stand for those of the whole model, which the session has
+        model.zero_grad()  # its parameters represent the whole model's, which the session has
         if runner is not None:
             torch._foreach_copy_(copies, list(lora.values()))  # in place of `AdapterCopies.refresh`
         return objective(batch, draw)
@@ -169,7 +169,7 @@ def count_step(config: COATConfig, geometry: Geometry, resolution: int) -> Recor
             if config.memory.transposed_weights != "never":
                 set_transposed([*model.transformer_blocks, *model.single_transformer_blocks], True)
             with Recorder(OUTSIDE):
-                for _ in range(2):  # blocks are read as they are now, then their adapters are copied
+                for _ in range(2):  # the first pass reads the blocks, the second copies their adapters
                     train_step(session, batches, nothing_asked)  # type: ignore[arg-type]
         for block in names if runner is not None else ():
             hook_of(block).run = run

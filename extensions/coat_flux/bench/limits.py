@@ -35,7 +35,7 @@ DEVICE_NAMES = {
 }
 
 # What large kernels are assumed to reach of the peak: on an H200 3.95 of 4.8 TB/s and, in TFLOPS, bf16 740, FP8 1380,
-# cuDNN attention 609 forward and 499 backward; the same shares on other cards. To be replaced by what a GPU measures.
+# cuDNN attention 609 forward and 499 backward; the same shares on other cards. To be replaced by measurements.
 BANDWIDTH_SHARE = 3950.0 / 4800.0
 RATE_SHARES = {
     "bf16": 740.0 / 989.4,
@@ -44,8 +44,8 @@ RATE_SHARES = {
     "attention_backward": 499.0 / 989.4,
 }
 LAUNCH_MS = 0.0022  # from the end of a kernel to the start of the next, in one stream
-# Tiles of a matrix product that one multiprocessor computes at a time, and their speed. An assumption, as is the share
-# of the bandwidth that products with fewer rows or columns than a tile reach: too few multiprocessors have work.
+# Tiles of a matrix product that one multiprocessor computes at a time, and their speed. Both are assumptions, as is
+# the share of the bandwidth reached by products smaller than a tile: too few multiprocessors have work.
 TILES = (((128, 256), 1.0), ((128, 128), 0.9))
 NARROW = 128
 NARROW_SHARE = 0.55

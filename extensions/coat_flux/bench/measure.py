@@ -81,7 +81,7 @@ def make_model(row: Configuration, geometry: Geometry, device: torch.device) -> 
         "num_attention_heads": geometry.heads,
     }
     place = device
-    if device.type == "cuda":  # where it does not fit in bf16, it is converted on the CPU first
+    if device.type == "cuda":  # a model that does not fit in bf16 is converted on the CPU first
         needed = 2 * sum(parameter.numel() for parameter in make_flux_dev_geometry("meta", **sizes).parameters())
         if BUILD_ROOM * needed > torch.cuda.mem_get_info(device)[0]:
             place = torch.device("cpu")

@@ -29,7 +29,7 @@ class Result:
     rounds_ms: list[float] = field(default_factory=list)  # the median of each round
     median_ms: float = 0.0  # of the rounds' medians
     peak_bytes: int = 0  # the most of any round
-    percent_of_limit: float | None = None  # None where the device's rates are not known
+    percent_of_limit: float | None = None  # None if the device's rates are unknown
     speedup: dict[str, float] = field(default_factory=dict)  # title → times faster than that rival
     figures: dict[str, Any] = field(default_factory=dict)  # others, of the last round
     status: str = OK

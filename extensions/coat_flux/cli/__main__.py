@@ -8,7 +8,7 @@ from pathlib import Path
 
 if not __package__:
     home = Path(__file__).resolve().parents[2]
-    sys.path[:1] = [str(home), str(home.parent)]  # coat_flux, and coat_core where this is a checkout
+    sys.path[:1] = [str(home), str(home.parent)]  # coat_flux, and in a checkout coat_core
     __package__ = "coat_flux.cli"
 
 from .entry import main

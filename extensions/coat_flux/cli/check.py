@@ -87,7 +87,7 @@ def check_outputs(raw: dict[str, Any], file: str) -> bool:
 
     ours = [process for process in raw["config"]["process"] if process.get("type") in PROCESS_TYPES]
     job, findings = JobConfig.examine(raw, file=file) if ours else (None, None)
-    failed, space = False, None  # where the model's sizes are not known, or its LoRA is not one of ours
+    failed, space = False, None  # unknown model sizes, or a LoRA that is not ours
     if job is not None and not findings.errors:
         try:
             check_trained(job)

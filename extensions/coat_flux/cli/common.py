@@ -12,7 +12,7 @@ from ..base.errors import UserError
 from ..config.check import require_packages
 from ..config.job import JobConfig
 
-EXIT_FAILED = 1  # what was asked for is not so: figures missed, a broken machine, a failed trial, not lossless
+EXIT_FAILED = 1  # figures missed, a broken machine, a failed trial, not lossless
 EXIT_REFUSED = 2
 EXIT_INTERRUPTED = 130
 

@@ -78,7 +78,7 @@ def _wanted(args: argparse.Namespace) -> tuple[list[Any], str | None, dict[str, 
             [item for item in check_job_dict(job, file=str(args.data), trainer=host) if item.severity == "error"]
             for host in TRAINERS
         ]
-        if all(errors):  # neither trainer takes it: what the stand-alone one has against it
+        if all(errors):  # refused by both trainers: the stand-alone one's findings
             raise ConfigError(errors[0])
         process = job["config"]["process"][0]
         name = process.get("name") or job["config"]["name"]

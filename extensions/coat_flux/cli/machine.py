@@ -53,7 +53,7 @@ def doctor(args: argparse.Namespace) -> int:
     """
     from ..doctor import diagnose, verdict
 
-    logging.getLogger("coat_core").addHandler(logging.NullHandler())  # what it warns of is a line here
+    logging.getLogger("coat_core").addHandler(logging.NullHandler())  # its warnings are lines here
     lines = []
     for line in diagnose(args.ai_toolkit):
         lines.append(line)

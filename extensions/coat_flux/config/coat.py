@@ -12,7 +12,7 @@ from .options import FORMATS, INT8, Option, build, choice, key, options_of, pars
 if TYPE_CHECKING:
     from coat_core.config import FP8LinearConfig, FP8QuantizationConfig
 
-RESUME_PARTS = ("data", "seed", "world_size")  # of a run's identity that a resume may change where `allow` names it
+RESUME_PARTS = ("data", "seed", "world_size")  # parts of the identity that `allow` can name
 WEIGHT_FORMATS = (*FORMATS, "nvfp4", INT8)
 ADAMW_OPTIONS: tuple[Option, ...] = (
     Option("betas", (0.9, 0.999), "betas", "decay of the two moments", minimum=0, below=1),
@@ -181,7 +181,7 @@ class GuardOptions:
     zero_gradient_steps: int = 10  # consecutive steps without any gradient
     dead_lora_steps: int = 50  # every lora_B is still zero after them
     pinned_loss_steps: int = 100  # consecutive steps with exactly the same loss
-    health_every: int = 100  # steps between checks of what the FP8 casts lose
+    health_every: int = 100  # steps between checks of FP8 cast errors
     max_saturation: float = 0.001  # share of a tensor clipped to the format's maximum
     max_underflow: float = 0.5  # share of a tensor rounded to zero
 

@@ -86,7 +86,7 @@ OPTIMIZER_PARAMS: dict[str, tuple[Option, ...]] = {
     ),
 }
 
-# optimizer → module it comes from, and what pip calls it
+# optimizer → module, and its pip package
 OPTIMIZER_PACKAGES = {
     "adamw8bit": ("bitsandbytes", "bitsandbytes"),
     "prodigy": ("prodigyopt", "prodigyopt"),

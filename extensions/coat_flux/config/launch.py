@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 ON = ("1", "true")
 DDP = "use --config_file configs/accelerate/ddp.yaml"
-FSDP_SETTINGS = {  # of its fsdp_config, what cannot be chosen
+FSDP_SETTINGS = {  # unsupported settings of its fsdp_config
     "reshard_after_forward": ("false", "gathered weights are always freed after forward; write true"),
     "offload_params": ("true", "weights and moments stay on the GPU; write false"),
     "activation_checkpointing": ("true", "coat.memory.checkpointing decides what is recomputed; write false"),

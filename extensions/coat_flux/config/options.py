@@ -23,7 +23,7 @@ FORMATS, INT8 = ("e4m3", "e5m2"), "int8"  # of FP8; torch is not imported here
 COLOURS = {"white": "#ffffff", "grey": "#808080", "black": "#000000"}
 BLOCK_WORDS = ("auto", "all")
 WHOLE = ("int", "sizes", "count or names", "blocks")  # kinds whose numbers are whole
-# options of the `coat:` block that were removed: key, or key=value → why; what to write instead
+# removed options of the `coat:` block: key, or key=value → reason; replacement
 REMOVED = {
     "activation.linear_granularity=per_group": "was removed, GPUs multiplied it in bf16; write per_row",
     "data.prepare": "was removed, photos that ai-toolkit would misread are always corrected; remove it",
@@ -251,7 +251,7 @@ def _parse_mapping(option: Option, value: Any) -> dict[str, Any]:
     return dict(value)
 
 
-# kind → what it is called in a rule, and how it is checked
+# kind → its name in a rule, and its check
 _KINDS: dict[str, tuple[str, Callable[[Option, Any], Any]]] = {
     "bool": ("true or false", _parse_bool),
     "int": ("a whole number", Option.number),

@@ -27,7 +27,7 @@ MODEL_FLAGS = tuple(row["key"] for row in ROWS if row["block"] == "ModelConfig" 
 NETWORKS = ("lora", "lokr", "dora", "fullrank", "lorm")  # what finds layers in FLUX
 NO_SCHEDULER = ("step", "polynomial", "piecewise_constant")
 UNQUANTIZED = ("sd1", "sd2", "sdxl", "ssd", "vega", "pixart", "pixart_sigma", "auraflow")
-# what a run writes in its folder
+# files that a run writes to its folder
 WRITTEN = ("coat", "config.yaml", "optimizer.pt", "samples")
 FULL_OPTIMIZERS = (COAT_OPTIMIZER, "adamw", "adam", "adamw8bit", "lion")  # `plan` knows their memory
 OFFLOAD_KEYS = ("coat.optimizer.offload", "train.optimizer_params.offload")
@@ -308,7 +308,7 @@ def _full(entry: Entry) -> None:
     rule(BOTH, "coat.activation.flow", get("coat.activation.flow") == "fused", text)
     if entry.trainer == STANDALONE:
         return
-    # what ai-toolkit does with a whole model that a resume, or COAT, cannot go with
+    # ai-toolkit's handling of whole models that rules out a resume, or COAT
     family, trained = arch_of(get("model", {})), DTYPES.get(get("train.dtype", "fp32"))
     text = f"its whole model is not trained with COAT, FLUX.1's is; write arch: flux, {remedy}"
     rule(TOOLKIT, "model.arch", family != "flux", text, default=family)

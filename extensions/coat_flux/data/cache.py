@@ -30,8 +30,8 @@ from .files import DatasetError, printable
 
 logger = logging.getLogger(__name__)
 
-PROMPT_BYTES = 3e8  # what encoding one prompt takes besides the weights, at most: T5-XXL 0.1 GB
-_VERSION = 2  # of what an entry holds and how images are prepared; raise it when either changes
+PROMPT_BYTES = 3e8  # upper bound for encoding one prompt, besides the weights: T5-XXL 0.1 GB
+_VERSION = 2  # of an entry's content and the preparation of images; raise it when either changes
 _PROBED_ELEMENTS = 16
 _CHECKSUM = "crc32"
 

@@ -20,14 +20,14 @@ from .files import DatasetError, Listing, counted, printable
 PLACEHOLDERS = ("[trigger]", "[name]")
 _MAX_BYTES = 1 << 20  # T5 takes 512 tokens, a few thousand characters
 SHARED_BY = 0.8
-_FEWEST = 4  # captions, before what they share means anything
+_FEWEST = 4  # captions; fewer share words by chance
 _NAMED = 8
 _NO_CAPTION = "the trigger word alone, or nothing"
 _TEXT_EXTENSIONS = (".txt", ".caption", ".captions", ".cap", ".md", ".text", ".tag", ".tags", ".prompt")
 _LISTS = (".json", ".jsonl", ".csv", ".parquet")  # captions of many photos in one file, as other trainers read them
 _UNSPACED = re.compile(r"[\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff]")  # Thai, Lao, Japanese, Chinese
 _WORD = re.compile(r"[^\W\d_]{3,}")
-# English grammar, and what product photos are about besides the product: to name these is right.
+# English grammar, and the usual subjects of product photos besides the product, which captions should name.
 _USUAL = frozenset(
     """
     and angle are back backdrop background body both boy camera catalog catalogue close closeup detail facing flat

@@ -16,7 +16,7 @@ from ..base.errors import UserError
 
 IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp")
 CACHE_FOLDER = "_coat_cache"
-# ai-toolkit keeps conditioning images in the first, and what it encoded in the others
+# ai-toolkit's folder of conditioning images, then those of its caches
 _NOT_ENTERED = ("_controls", "_latent_cache", "_t_e_cache", "_clip_vision_cache", CACHE_FOLDER)
 _OTHER_IMAGES = (
     *(".heic", ".heif", ".avif", ".bmp", ".gif", ".tif", ".tiff", ".jxl", ".jfif", ".jpe", ".jp2", ".apng", ".svg"),
@@ -71,7 +71,7 @@ def list_folder(folder: Path) -> Listing:
         for path in links
         if path.is_dir()
     ]
-    # photos in formats that are not read, such as a phone's HEIC, would be missed silently
+    # unread photo formats, such as a phone's HEIC, would be missed silently
     unread = [path for path in listing.others if path.suffix.lower() in _OTHER_IMAGES]
     remedy = f"save them as one of {', '.join(IMAGE_EXTENSIONS)} to train on them"
     listing.warnings += counted(folder, unread, f"images are not read (first: {{first}}); {remedy}")

@@ -31,7 +31,7 @@ from .files import DatasetError, find_images, printable
 __all__ = ["HELD_OUT", "FixedNoise", "Point", "choose_hold_out", "describe_lowest", "levels_for"]
 
 HELD_OUT = "held-out loss"
-DEFAULT_SEED = 42  # of the choice, where the config has no training_seed: a resumed run must choose the same photos
+DEFAULT_SEED = 42  # if the config has no training_seed: a resumed run must choose the same photos
 LEVELS, FEWEST_FORWARDS = 4, 16
 MOST_AT_ONCE = 32
 NOISE_STREAM = 4  # the number of these draws among the trainer's, `engine.seeding.Stream`

@@ -27,7 +27,7 @@ from ..config.options import COLOURS
 from .files import DatasetError, printable
 
 FORMATS = ("JPEG", "PNG", "WEBP")
-_SEVERAL_JPEGS = "MPO"  # what Pillow calls a JPEG with further pictures behind it, as phones write; the first counts
+_SEVERAL_JPEGS = "MPO"  # Pillow's name for a phone's JPEG with further pictures appended; the first counts
 ROTATED, TAGGED, DEEP, CMYK, PALETTE, TRANSPARENT = (
     "EXIF orientation",
     "colour profile",
@@ -41,7 +41,7 @@ TRAITS = (ROTATED, TAGGED, DEEP, CMYK, PALETTE, TRANSPARENT)
 # What Pillow raises on damaged or foreign files; anything else is a bug and must surface as itself.
 _READ_ERRORS = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, Image.DecompressionBombError)
 _EXIF_ORIENTATION, _EXIF_INTEROP, _INTEROP_INDEX, _ADOBE_RGB = 0x0112, 0xA005, 1, "R03"
-_TURN = {  # what makes an EXIF orientation upright
+_TURN = {  # EXIF orientation → the transpose that undoes it
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
     4: Image.Transpose.FLIP_TOP_BOTTOM,
@@ -52,7 +52,7 @@ _TURN = {  # what makes an EXIF orientation upright
 }
 _SIXTEEN_BIT = ("I", "I;16", "I;16B", "I;16L", "I;16N")
 _PNG_DEPTH_AT = 24
-_STARTS = (  # how files begin that are often found under the name of an image
+_STARTS = (  # signatures of files often misnamed as images
     (b"GIF8", "a GIF"),
     (b"<", "a web page or an SVG drawing"),
     (b"version https://git-lfs", "a Git LFS pointer, the image itself was not fetched"),
@@ -151,7 +151,7 @@ def traits_of(image: Image.Image, path: Path | str) -> tuple[frozenset[str], tup
 
 
 def _interop_index(image: Image.Image) -> str | None:
-    # Pillow before 13 raises where a file has no such directory, or gives None where it or the one around it is damaged
+    # Pillow before 13 raises if the directory is missing, or returns None if it or its parent is damaged
     with contextlib.suppress(KeyError, TypeError, AttributeError):
         return image.getexif().get_ifd(_EXIF_INTEROP).get(_INTEROP_INDEX)
     return None

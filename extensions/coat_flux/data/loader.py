@@ -58,7 +58,7 @@ class LatentDataset:
         self.background, self.masked = background, transparency == "mask"
         self.samples, self.configs = list(samples), list(dataset_configs)
         self.vae: nn.Module | None = vae
-        self.encoders: Any = encoders  # TextEncoders, or what a family has in their place; None once let go
+        self.encoders: Any = encoders  # TextEncoders, or a family's counterpart; None once released
         self.device, self.seed = torch.device(device), seed
         self._vae_identity, self._text_identity = model_identity(vae), encoders.identity
         self._digests: dict[Path, str] = {}

@@ -26,7 +26,7 @@ from .images import TRAITS, TRANSPARENT, opened, split_alpha, traits_of, turn_of
 SMALL_SHARE = 0.75  # of the pixels a resolution asks for
 CROPPED_SHARE = 0.25
 INVISIBLE = 0.002  # mean alpha
-LEAST_VISIBLE = 0.01  # mean alpha in the crop, where alpha is the loss mask
+LEAST_VISIBLE = 0.01  # mean alpha in the crop, if alpha is the loss mask
 _LISTED = 5
 _THREADS = 4
 _LARGE_PIXELS = 40_000_000  # decoded one at a time: four at once could take gigabytes

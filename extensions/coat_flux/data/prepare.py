@@ -32,7 +32,7 @@ from .images import DEEP, ROTATED, TAGGED, TRANSPARENT, read_photo, rgb
 from .preflight import survey
 
 MISREAD = frozenset({ROTATED, TAGGED, DEEP, TRANSPARENT})
-_VERSION = 2  # of what is written; raise it when that changes
+_VERSION = 2  # of the files written; raise it when they change
 _RECORD = "prepared.json"
 _PNG_EFFORT = 1  # of zlib: a photo gets little smaller with more
 _NO_MASK = Image.new("L", (64, 64), 255)  # ai-toolkit brings masks to the image's size

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 GOOD, BAD, ABSENT = "✓", "✗", "-"
-PROBES = (  # subject, and module.function of this folder: imported alone too, for what it needs may be broken
+PROBES = (  # subject, and module.function of this folder: imported separately, since its imports may be broken
     ("Python", "system.python"),
     ("torch", "system.torch_build"),
     ("packages", "system.packages"),
@@ -21,7 +21,7 @@ PROBES = (  # subject, and module.function of this folder: imported alone too, f
     ("FLUX.1-dev", "system.model"),
     ("ai-toolkit", "ai_toolkit.checkout"),
 )
-NEEDED = ("Python", "torch", "packages", "GPU")  # training cannot work where these cannot even be checked
+NEEDED = ("Python", "torch", "packages", "GPU")  # training cannot work if these probes fail
 
 
 @dataclass(frozen=True)

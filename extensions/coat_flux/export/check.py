@@ -32,7 +32,7 @@ from .layouts import (
 
 __all__ = ["ExportReport", "check_export", "check_tensors", "diffusers_refusal"]
 
-TEXT_ENCODERS = ("lora_te", "text_encoder")  # prefixes of adapters that are not the transformer's
+TEXT_ENCODERS = ("lora_te", "text_encoder")  # prefixes of other models' adapters
 SHORT_DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 
 

@@ -21,7 +21,7 @@ from .speed import run_seconds, step_seconds
 __all__ = ["CardFit", "Change", "Remedy", "judge", "remedies"]
 
 REPEATS = 3  # times an edit may be made: a batch, a rank or a size halved and halved again
-SMALLER = ((1024, 768), (768, 512), (512, 384))  # resolutions, and what comes below each
+SMALLER = ((1024, 768), (768, 512), (512, 384))  # resolutions, and the lines below each
 ROUNDING, TIME = "FP8 rounding", "time for one more forward pass"
 
 
@@ -33,7 +33,7 @@ class Change(NamedTuple):
     job: JobConfig
 
 
-Edit = Callable[[JobConfig], Change | None]  # None where it does not apply
+Edit = Callable[[JobConfig], Change | None]  # None if it does not apply
 
 
 class Remedy(NamedTuple):
@@ -48,11 +48,11 @@ class CardFit:
     """Whether and how a job fits a card."""
 
     card: Card
-    fits: bool  # the job as it is
-    prediction: Prediction  # of the job as it is
-    changes: tuple[Change, ...] = ()  # that make it fit, together; empty where it fits or where none does
+    fits: bool  # the unchanged job
+    prediction: Prediction  # of the unchanged job
+    changes: tuple[Change, ...] = ()  # that together make it fit; empty if it fits, or none do
     changed: Prediction | None = None  # with them
-    step_seconds: float | None = None  # of the job that fits; None where none does or the card's rates are unknown
+    step_seconds: float | None = None  # of the job that fits; None if none does or the card's rates are unknown
     run_seconds: float | None = None
 
     @property
@@ -311,7 +311,7 @@ def _smaller_images(job: JobConfig) -> Change | None:
     return Change(f"datasets: resolution at most {lower}", "less detail", replace(job, datasets=entries))
 
 
-# by what they cost: nothing, rounding, time, and last what the run makes
+# by cost: nothing, rounding, time, and last the run's outputs
 EDITS: tuple[Edit, ...] = (
     _cached_text,
     _cached_latents,

@@ -82,11 +82,11 @@ class Card:
     """A GPU memory size in 1e9 bytes, as cards are sold, and the rates of one GPU that has it."""
 
     gb: float
-    name: str = ""  # empty where no GPU is meant
+    name: str = ""  # empty if no GPU is meant
     bf16_tflops: float = 0.0  # dense matrix products with fp32 accumulation, 1e12 operations a second
-    fp8_tflops: float = 0.0  # 0 where the GPU has none
-    copied_gb: float = 25.0  # 1e9 bytes a second from pinned host memory: four fifths of its PCIe link's rate
-    gb_per_second: float = 0.0  # memory traffic; 0 where nothing asks for it
+    fp8_tflops: float = 0.0  # 0 if the GPU has none
+    copied_gb: float = 25.0  # 1e9 bytes a second from pinned CPU memory: four fifths of its PCIe link's rate
+    gb_per_second: float = 0.0  # memory traffic; 0 if not needed
     multiprocessors: int = 0  # likewise
 
 

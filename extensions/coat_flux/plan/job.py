@@ -37,7 +37,7 @@ class Data(NamedTuple):
 
     pixels: int  # of the largest bucket
     mean_pixels: float  # over an epoch
-    latents: int  # distinct (image, size, mirrored); 0 where the images are not here
+    latents: int  # distinct (image, size, mirrored); 0 if the images are not here
     captions: int  # distinct prompts, a dropped caption included
     found: bool  # whether the folders are here
 
@@ -53,7 +53,7 @@ class JobFacts:
     trained: Mapping[str, int]  # name → elements of the transformer's own parameters; empty with `network`
     blocks: tuple[Block, ...]  # in forward order, with their adapters
     tokens: Tokens  # of the largest micro-batch
-    sample_tokens: Tokens | None  # of the largest image to be drawn; None where none is drawn
+    sample_tokens: Tokens | None  # of the largest sample image; None without samples
 
     @functools.cached_property
     def given(self) -> Given:
@@ -247,7 +247,7 @@ def _data(job: JobConfig) -> Data:
     """The training images, or the largest possible ones if they are absent or refused."""
     logger = logging.getLogger("coat_flux.data")
     level = logger.level
-    logger.setLevel(logging.ERROR)  # what they lack is for `train` to say
+    logger.setLevel(logging.ERROR)  # `train` reports what is missing
     try:
         samples = scan(job.datasets, job.trigger_word)
     except DatasetError:

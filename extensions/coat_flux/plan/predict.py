@@ -42,7 +42,7 @@ PARTS = (
 LIBRARY_WORKSPACE = {
     True: 0,
     False: 32 * 2**20,
-}  # on a CPU; what cuBLAS takes from torch's allocator on a Hopper GPU, the largest of all
+}  # on a CPU; cuBLAS's workspace on a Hopper GPU, the largest of all
 OPTIMIZER_BUFFERS = 8  # fp32 buffers of a chunk while FP8AdamW updates it: w, g, m, v, and as many between
 QUANTIZED_BYTES = 8  # per element while a weight becomes FP8: two fp32 copies
 PROCESS_RAM = {True: 0.6e9, False: 3e9}  # of Python and the libraries alone: on a CPU (measured), with CUDA's
@@ -64,7 +64,7 @@ class PhasePrediction(NamedTuple):
 class Prediction:
     """Memory of a run."""
 
-    phases: list[PhasePrediction]  # load, cache, sample (where images are drawn), step and save
+    phases: list[PhasePrediction]  # load, cache, sample (if images are drawn), step and save
     ram_bytes: int  # the most that the process holds in CPU memory
     disk_bytes: int  # of the run and its caches, without the model's own files
     plan: BlockPlan
@@ -259,7 +259,7 @@ def _ram(facts: JobFacts, peak: int) -> int:
     model, a = facts.model, facts.value_bytes
     vae = _vae(facts) if (facts.sample_tokens is not None) else 0
     latents = sum(entry.cache_latents for entry in facts.job.datasets) and facts.data.latents * _latent_bytes(facts)
-    passing = 2 * a * max(linear.weights for linear in model.linears)  # as it is on disk, and in `train.dtype`
+    passing = 2 * a * max(linear.weights for linear in model.linears)  # as stored on disk, and in `train.dtype`
     staged = max(_vae(facts) + model.text_bytes(a), sum(facts.given.stream_bytes) + passing + vae)
     written = min(SHARD_BYTES, a * model.elements["transformer"]) if facts.job.full else 0
     kept = sum(facts.given.stream_bytes) + vae + offloaded_bytes(facts) + written

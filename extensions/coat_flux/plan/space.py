@@ -24,7 +24,7 @@ def save_space(job: JobConfig, sizes: Sequence[int], whole: int = 0) -> SaveSpac
     kept = min(job.save.max_step_saves_to_keep, (job.train.steps - 1) // job.save.save_every) + 1
     average = FP32 * sum(sizes) if job.train.ema_config.use_ema else 0
     raw = FP32 * sum(sizes)
-    if job.full:  # a model that is saved as it is trained is its own state
+    if job.full:  # a model saved in its training dtype is its own state
         as_trained = job.save.dtype == job.train.dtype and not average
         raw = 0 if as_trained else sum(sizes) * (FP32 if job.train.dtype == "fp32" else 2)
     return SaveSpace(

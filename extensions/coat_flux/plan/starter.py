@@ -36,7 +36,7 @@ CANDIDATES = {
 }
 CONSONANTS = "bcdfghjklmnpqrstvwxz"
 WORD_LETTERS = (4, 6)
-VIEWS = 100  # of each photo: what a LoRA of a garment takes at lr 1e-4
+VIEWS = 100  # per photo: typical for a LoRA of a garment at lr 1e-4
 FEWEST, MOST = 1000, 3000  # photos shown in all: fewer do not move a LoRA, more only repeat
 FEWEST_STEPS = 500
 ENLARGED = 1.05  # a photo this much smaller than a resolution still counts as large enough
@@ -49,7 +49,7 @@ class Photos(NamedTuple):
 
     folder: Path  # absolute
     sides: tuple[float, ...]  # sqrt(width · height) of each photo, pixels
-    caption: str | None  # one of the captions, with `[trigger]` in it; None where no photo has one
+    caption: str | None  # one of the captions, with `[trigger]` in it; None without captions
 
 
 class Starter(NamedTuple):

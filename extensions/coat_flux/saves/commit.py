@@ -68,7 +68,7 @@ MANIFEST = Path("commit", "files.json")
 REPLACED_PREFIX = ".replaced-"
 SET_NAME = re.compile(r"state-(\d{9,})")
 SETS_KEPT = 2
-SPARE_BYTES = 4 << 20  # beyond what is counted: folders, JSON
+SPARE_BYTES = 4 << 20  # not counted: folders, JSON
 
 
 def state_folder(run_dir: Path, step: int) -> Path:

@@ -21,7 +21,7 @@ __all__ = ["SIGNALS", "Interrupts"]
 HANG_UP = getattr(signal, "SIGHUP", None)
 SIGNALS = tuple(number for number in (signal.SIGINT, signal.SIGTERM, HANG_UP) if number is not None)
 READER_SECONDS = 0.5  # that a reader of our output, which gets the hang-up as we do, may take to end
-ONE_PRESS_SECONDS = 1.0  # a launcher passes on what the terminal has sent to every process already
+ONE_PRESS_SECONDS = 1.0  # a launcher forwards signals that the terminal has sent to every process already
 
 
 class Interrupts:

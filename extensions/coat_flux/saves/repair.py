@@ -40,7 +40,7 @@ __all__ = ["MODEL_META", "go_back", "good_step", "repair", "step_of", "way_back"
 
 MODEL_META = "aitk_meta.yaml"  # in the folder of a whole model; ai-toolkit resumes from the step it says
 RECORDS = ("state.json", "aitk/state.json")  # of the two trainers
-HEALTHY_GROWTH = 10.0  # of the LoRA's norm, at a save that is worth going back to
+HEALTHY_GROWTH = 10.0  # of the LoRA's norm, at a save worth going back to
 
 
 def repair(run_dir: Path) -> list[str]:

@@ -43,7 +43,7 @@ __all__ = [
     "save_tensors",
 ]
 
-STANDALONE, AI_TOOLKIT = "", "aitk"  # where a trainer's state is in a set
+STANDALONE, AI_TOOLKIT = "", "aitk"  # folder of a trainer's state in a set
 LORA_FILE, EMA_FILE, RNG_FILE = "lora.safetensors", "ema.safetensors", "rng.safetensors"
 RECORD_FILE = "state.json"
 OPTIMIZER_FILE = "optimizer.pt"
