@@ -24,7 +24,7 @@ class Cast(NamedTuple):
     # `INPUT` or `GRADIENT`; None where the products that read the codes decide, and codes that none reads are saved
     # for backward
     kind: str | None
-    values: Tensor  # what was cast [..., K]
+    values: Tensor  # before the cast [..., K]
     codes: Tensor  # FP8, like values
     scale: Tensor  # fp32, as `granularity` has it
     granularity: Granularity  # which elements share a scale
@@ -59,7 +59,7 @@ class MomentUpdate(NamedTuple):
 
 
 Declared = Cast | tuple[Cast, ...] | Product | Decoded | MomentUpdate
-declarations: dict[str, Callable[..., Declared]] = {}  # name of the operator → (result, *arguments) → what it cast
+declarations: dict[str, Callable[..., Declared]] = {}  # name of the operator → (result, *arguments) → its casts
 
 
 def declares(op: Any) -> Callable[[Callable[[Any, Any], Declared]], Callable[[Any, Any], Declared]]:

@@ -6,9 +6,9 @@ stores the update itself, evenly spaced, and recovers m from it and the stored v
     code  = round(r / scale),   r = m/sqrt(v),   scale = largest abs(r) of the block / 127
     m     ≈ code · scale · sqrt(v as stored)
 
-Then the stored m/sqrt(v) is code · scale, without the rounding of v in whatever format. Where both come from the same
-gradients, Cauchy-Schwarz bounds the ratio by (1−β1) / sqrt((1−β2)·(1−β1²/β2)), 7.3 with the usual betas, however far
-the gradients of a block lie apart; after a first gradient all ratios are equal, and m/sqrt(v) is exact.
+Then the stored m/sqrt(v) is code · scale, without v's rounding. Where both come from the same gradients, Cauchy-Schwarz
+bounds the ratio by (1−β1) / sqrt((1−β2)·(1−β1²/β2)), 7.3 with the usual betas; after a first gradient all ratios are
+equal, and m/sqrt(v) is exact.
 
 uint8_log spaces the codes 1 … 254 evenly in log(v) from the smallest nonzero value of the block to its largest:
 
@@ -16,7 +16,6 @@ uint8_log spaces the codes 1 … 254 evenly in log(v) from the smallest nonzero 
     v     ≈ scale · 2^(−exponent · (254 − code))
 
 Both ends of the block are on codes, so storing again changes nothing, and no nonzero v comes back 0.
-
 Zeros are exact in both. NaN has a code of its own and touches no other element; ±inf becomes ± the largest finite
 magnitude of its block. Where v is 0 or inf the ratio is 0.
 
@@ -97,8 +96,7 @@ def dequantize_log(codes: Tensor, scale: Tensor, exponent: Tensor) -> Tensor:
 class Codec(NamedTuple):
     """Encode and decode of one integer format."""
 
-    # fp32 [n, B] → QuantizedBlocks; of a format of exp_avg_sq, then what decides between neighbouring codes
-    # (`coat_core.rounding.uniform`), where they are rounded at random
+    # fp32 [n, B] → QuantizedBlocks; for exp_avg_sq also `coat_core.rounding.uniform`, to round stochastically
     encode: Callable[..., QuantizedBlocks]
     # codes [n, B] and the format's numbers [n, 1], in their order → fp32 [n, B]. A new state has zero codes and
     # numbers of 1, which must give 0

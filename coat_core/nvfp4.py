@@ -30,7 +30,7 @@ from coat_core.quantize import finite_abs, saturating_cast
 BLOCK = 16
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the three low bits of a code
 BITS_PER_WEIGHT = 4 + 8 / BLOCK
-LARGEST_SCALE = 256.0  # what the largest weight of all asks for
+LARGEST_SCALE = 256.0  # of the largest weight's block
 SHIFT = 8.0  # a decoded number is so much smaller than its magnitude times its scale
 # candidates for a block's scale, in E4M3's steps, of which an octave has eight: its largest number becomes 6, or 4
 STEPS = (-1, 0, 1, 4, 5, 6)

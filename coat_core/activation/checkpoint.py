@@ -96,5 +96,5 @@ def fp8_checkpoint(
         read = [_Read.apply(x, keepers[i]) if i in keepers else x for i, x in enumerate(inputs)]
         return function(*read[:positional], **dict(zip(names, read[positional:], strict=True)))
 
-    with saved_tensors_hooks(ExactTensor, unpack_saved):  # what is kept as it is, also inside PackedSavedTensors
+    with saved_tensors_hooks(ExactTensor, unpack_saved):  # exact, also inside PackedSavedTensors
         return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=may_draw())

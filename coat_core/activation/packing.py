@@ -1,8 +1,7 @@
 """Save tensors for backward in FP8, for any block of any model.
 
 Inside `PackedSavedTensors` every large floating tensor that autograd saves is stored as FP8 with 1×G (or per tensor)
-scales and dequantized to its own dtype in backward. Each storage is packed once, however many operators and views
-save it.
+scales and dequantized to its own dtype in backward; each storage once, however many operators and views save it.
 
 Saved exactly: parameters, buffers and all `keep` tensors, trained parameters and their autocast copies, integer and
 FP8 tensors, small tensors, tensors with short rows (a LoRA's rank-r activations), and statistics: one fp32 value per
@@ -10,11 +9,9 @@ row of the tensor saved just before (attention's log-sum-exp) or the scales of F
 scaled_dot_product_attention only q, k, v, out and probabilities are packed, no mask. An autocast copy of a frozen
 weight is packed like an activation.
 
-A packed tensor may be changed in place: backward sees the saved values. Changing one saved exactly raises an error in
-backward, as without hooks.
-
-Under non-reentrant `torch.utils.checkpoint` this does nothing: its hooks would displace checkpoint's, which saves none
-of these tensors.
+A packed tensor may be changed in place: backward sees the saved values. A change of one saved exactly raises an error
+there, as without hooks.
+Under non-reentrant `torch.utils.checkpoint` this does nothing: its hooks would displace checkpoint's.
 Source: arXiv 2410.19313, section 5.1 (non-linear layers keep FP8 with 1×G groups).
 """
 
@@ -245,7 +242,7 @@ class _AttentionMode(TorchFunctionMode):
             return func(*args, **kwargs)
 
 
-_additive: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # bool mask → what attention adds for it
+_additive: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # bool mask → its additive form
 
 
 def _with_shared_mask(

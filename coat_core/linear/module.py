@@ -88,7 +88,7 @@ class FP8Linear(nn.Linear):
     @staticmethod
     @torch.no_grad()
     def from_linear(linear: nn.Linear, config: FP8LinearConfig | None = None) -> FP8Linear:
-        """Convert in place, freezing the bias; ValueError if the weight is not floating or not 16-aligned."""
+        """Convert in place, freezing the bias; ValueError unless floating with K and N multiples of 16."""
         config = config or FP8LinearConfig()
         reason = obstacle_to_conversion(linear)
         if reason is not None:
@@ -151,7 +151,7 @@ class FP8TrainableLinear(nn.Linear):
     """nn.Linear whose high precision weight is trained with FP8 GEMMs (full fine-tuning)."""
 
     config: FP8LinearConfig  # formats and granularities
-    trained_codes: TrainedCodes  # the codes of the weight, where they are kept; no part of the state dict
+    trained_codes: TrainedCodes  # the cached codes of the weight; not in the state dict
 
     @staticmethod
     def from_linear(linear: nn.Linear, config: FP8LinearConfig | None = None) -> FP8TrainableLinear:

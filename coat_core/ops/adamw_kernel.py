@@ -93,7 +93,7 @@ def _fp8_adamw_step_kernel(
     if table_ptr is not None:
         decay = tl.load(table_ptr + 3 * tensor)
         step_size, root = tl.load(table_ptr + 3 * tensor + 1), tl.load(table_ptr + 3 * tensor + 2)
-        size = tl.where(root == root, size, 0)  # a row of NaN: this tensor is left as it is
+        size = tl.where(root == root, size, 0)  # a row of NaN: this tensor is skipped
     if ALIGNED:
         size = tl.multiple_of(size, 16)
         param_ptr, grad_ptr = tl.multiple_of(param_ptr, 16), tl.multiple_of(grad_ptr, 16)

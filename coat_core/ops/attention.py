@@ -36,7 +36,7 @@ class AttentionContext(NamedTuple):
 
     kernel: str  # of `GPU_KERNELS`, "flash_cpu", or "plain" for the one that runs forward again
     tensors: tuple[Tensor, ...]  # log-sum-exp first, then small tensors; empty for "plain"
-    sizes: tuple[int, ...] = ()  # what is not a tensor: the longest query and key length of the flash kernels
+    sizes: tuple[int, ...] = ()  # not tensors: the longest query and key length of the flash kernels
 
 
 def chosen_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> str:

@@ -1,9 +1,9 @@
-"""Whether an attention kernel works at a run's shape: it runs once, forward and backward, and is compared.
+"""A trial of an attention kernel at a run's shape, forward and backward, compared in fp64.
 
     P = softmax(q kᵀ / √d)    out = P v    dv = Pᵀ g    dS = P (g vᵀ - rowsum(g out)) / √d    dq = dS k    dk = dSᵀ q
 
-in fp64 for one head and at most `CHECKED_QUERIES` queries; g is zero elsewhere, so memory does not grow with the square
-of the resolution. Shapes: q, k, v, g [B, H, S, d], views of [B, S, H, d] as in the blocks.
+The comparison is for one head and at most `CHECKED_QUERIES` queries; g is zero elsewhere, so memory does not grow with the
+square of the resolution. Shapes: q, k, v, g [B, H, S, d], views of [B, S, H, d] as in the blocks.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def _find_obstacle(device: torch.device) -> str | None:
 
             return None if agrees_with_reference(device) else "a trial gave wrong codes"
     except torch.OutOfMemoryError:
-        raise  # says nothing about Triton, and the answer is kept
+        raise  # says nothing about Triton, and the answer is cached
     except Exception as error:  # whatever a missing compiler, driver or cache folder raises; it is logged
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
 

@@ -31,7 +31,7 @@ class Operator(Generic[P, R]):
         functools.update_wrapper(self, body)
         self._qualname, self._init_fn = qualname, body
         self._name = qualname.removeprefix("coat::")
-        self.kernels: dict[str, Callable[..., Any]] = {}  # what runs in place of the body, by type of device
+        self.kernels: dict[str, Callable[..., Any]] = {}  # replacements of the body by type of device
         schema = torch.library.infer_schema(body, mutates_args=())
         _library.define(self._name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         self._opoverload = getattr(torch.ops.coat, self._name).default
@@ -47,8 +47,7 @@ class Operator(Generic[P, R]):
                 result: R = _WithoutGradient.apply(self._qualname, lambda: self._opoverload(*args, **kwargs), *trained)
                 return result
         run: Callable[..., R] = self._opoverload
-        # what the dispatcher would call for plain tensors with nobody watching, called without it: 2 µs less, and a
-        # step has 1,900 such calls
+        # the kernel of plain tensors, without the dispatcher where no mode watches: 2 µs less, in 1,900 calls a step
         if not (torch.compiler.is_dynamo_compiling() or _len_torch_dispatch_stack() or _profiler_enabled()):
             for arg in args:
                 if arg is not None:

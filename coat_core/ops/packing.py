@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 # Elements of one packed buffer. GPU: large enough to hide the launches, small enough (64 MiB in fp32) to fit next to a
-# model that fills the memory. CPU: about what stays in the cache between the passes; measured, RESULTS.md.
+# model that fills the memory. CPU: about the size that stays in the cache between the passes; measured, RESULTS.md.
 CHUNK_ELEMENTS_GPU = 1 << 24
 CHUNK_ELEMENTS_CPU = 1 << 17
 

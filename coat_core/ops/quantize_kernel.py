@@ -216,7 +216,7 @@ def quantize_and_save(
     x: Tensor, fmt: str, granularity: str, group_size_in: int, saved_format: str, group_size: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     check_width(x.shape[-1])
-    if x.stride(-1) != 1 or granularity == "per_tensor":  # whose second pass reads x as one piece
+    if x.stride(-1) != 1 or granularity == "per_tensor":  # its second pass reads x as one piece
         x = x.contiguous()
     shape, k, by_image = tuple(x.shape), x.shape[-1], x if x.ndim == 3 else x.reshape(1, -1, x.shape[-1])
     grouped, fmt = granularity == "per_group", "e4m3" if granularity == "none" else fmt

@@ -26,7 +26,7 @@ TILE_ELEMENTS = 2048
 ELEMENTS_A_THREAD = 16
 WARPS_MAX = 16
 RANKS_AT_ONCE, FP32_RANKS_AT_ONCE = 64, 16  # fp32 is multiplied without tensor cores, from registers
-LOW_RANK_ROWS = 16  # what a tile of tl.dot has at least
+LOW_RANK_ROWS = 16  # the minimum of a tile of tl.dot
 TL_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 # that share the rows where each leaves column sums, which are written and read again: two for each multiprocessor of a
 # large GPU, as many as fit there at once with the registers of LayerNorm's backward

@@ -87,8 +87,8 @@ class FP8AdamW(torch.optim.Optimizer):
     Source: arXiv 2410.19313, section 3; state layout in `coat_core.optim.state`.
     """
 
-    # fp32 [] on the parameters' device, or None. Where it is 1, `step` leaves parameters, moments and step counters
-    # as they are, whatever the gradients hold, and nothing is read back. Needs `capturable`
+    # fp32 [] on the parameters' device, or None. Where it is 1, `step` changes no parameter, moment or step counter,
+    # without reading it back. Needs `capturable`
     found_inf: Tensor | None = None
 
     def __init__(
@@ -295,7 +295,7 @@ class FP8AdamW(torch.optim.Optimizer):
         def prepare(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
             check_groups(loaded, self.param_groups)
             saved.update(saved_states(loaded, self.param_groups, stored))
-            self.synchronize()  # the file may be what this optimizer's `state_dict` gave
+            self.synchronize()  # the file may be this optimizer's own `state_dict`
             # torch would cast codes and scales to the parameter's dtype, so it gets only the groups.
             return {**loaded, "state": {}}
 

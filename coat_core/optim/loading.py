@@ -24,7 +24,7 @@ UNQUANTIZED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FORMATS_OF = dict(zip(MOMENTS, (M1_FORMATS, M2_FORMATS), strict=True))
 PER_BLOCK = ("scale", "exponent", "center")
 KEYS = {"step", *MOMENTS, *(f"{name}_{suffix}" for name in MOMENTS for suffix in PER_BLOCK)}
-# Options of torch.optim.AdamW without a meaning here, and what else its groups hold.
+# Options of torch.optim.AdamW without a meaning here, and its groups' other entries.
 TORCH_ONLY_OPTIONS = ("amsgrad", "foreach", "differentiable", "fused")
 TORCH_GROUP_KEYS = (*TORCH_ONLY_OPTIONS, "decoupled_weight_decay")
 ANOTHER_FILE = "load the optimizer state of this run, or start without one"

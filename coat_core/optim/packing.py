@@ -186,7 +186,7 @@ class PackedState:
             packed.param_draws = numbering.draws(params, PARAMETERS) if numbering.parameters else None
 
     def holds(self, state: MutableMapping[Tensor, State], params: list[Tensor]) -> bool:
-        """Whether no state was loaded, added, replaced or moved since, and `params` have one."""
+        """Whether all parameters, `params` among them, still have their packed state: none loaded or replaced."""
         entries = [entry for entry in state.values() if entry]
         return (
             len(entries) == len(self._entries)

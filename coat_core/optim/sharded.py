@@ -215,7 +215,7 @@ def _first_element(param: Tensor) -> int:
 
 
 def _sharded_like(param: Tensor, own: Tensor, shape: torch.Size) -> Tensor:
-    """Return a tensor of `shape`, sharded as the parameter is, whose local part is `own`; `own` if that is whole."""
+    """Return a tensor of `shape`, sharded as the parameter is, with local part `own`; `own` if that is whole."""
     if not is_sharded(param):
         return own
     stride = torch.empty(shape, device="meta").stride()
