@@ -66,7 +66,7 @@ def hyper_of_step(
 
 
 def hyper_table(lr: float | Tensor, steps: Tensor, betas: tuple[float, float], weight_decay: float) -> Tensor:
-    """Return fp32 [n, 3]: decay, step_size and root of `Hyper` per tensor; in fp32 1 − β2^1 would err by 1e-4."""
+    """Return decay, step_size and root of `Hyper` per tensor, fp32 [n, 3], from fp64: 1 − β2 in fp32 errs by 1e-4."""
     step = steps.to(torch.float64)
     rate = lr.to(torch.float64).reshape(()) if isinstance(lr, Tensor) else torch.full_like(step, lr)
     step_size = rate / (1 - betas[0] ** step)

@@ -2,8 +2,8 @@
 
     P = softmax(q kᵀ / √d)    out = P v    dv = Pᵀ g    dS = P (g vᵀ - rowsum(g out)) / √d    dq = dS k    dk = dSᵀ q
 
-The comparison is for one head and at most `CHECKED_QUERIES` queries; g is zero elsewhere, so memory does not grow with the
-square of the resolution. Shapes: q, k, v, g [B, H, S, d], views of [B, S, H, d] as in the blocks.
+The comparison is for one head and at most `CHECKED_QUERIES` queries; g is zero elsewhere, so memory does not grow with
+the square of the resolution. Shapes: q, k, v, g [B, H, S, d], views of [B, S, H, d] as in the blocks.
 """
 
 from __future__ import annotations
