@@ -1,4 +1,4 @@
-"""Is a difference larger than luck? Paired runs, judged against what the seed alone does to bf16.
+"""Is a difference larger than luck? Paired runs, judged against the effect of the seed alone on bf16.
 
 Run i of both arms has the same seed, so gap_i = loss_COAT,i - loss_bf16,i is free of most of the seed's effect. The
 mean gap has the confidence interval mean ± t · sd(gap) / sqrt(n), t the two-sided 95% quantile of Student's

@@ -1,1 +1,1 @@
-"""The two trainers, and what they share."""
+"""The two trainers and their shared parts."""

@@ -1,13 +1,13 @@
 """Observes every cast to FP8 while it happens: a dispatch mode around one step.
 
-Operators declare what they cast (`coat_core.casts`). Values and codes are compared on the device, on evenly spaced rows
+Operators declare their casts (`coat_core.casts`). Values and codes are compared on the device, on evenly spaced rows
 (`measure_cast`), and read back once at the end. Results do not change. CUDA's backward thread inherits the mode.
 
 A product declares, by its weight, which layer reads the codes and in which pass. Codes that no product reads count as
 saved for backward, in the block of the linear that ran last; so do GEMM inputs with 1×G groups, FP8 only on CPUs.
 
-AdamW's moments are measured around its step: the fp32 update against what comes back from 8 bits. The operator works in
-place, so a sample of blocks is copied before it and updated once more.
+AdamW's moments are measured around its step: the fp32 update against the 8-bit one. The operator works in place, so a
+sample of blocks is copied before it and updated once more.
 """
 
 from __future__ import annotations

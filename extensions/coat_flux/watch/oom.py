@@ -58,7 +58,7 @@ def recompute_more(transformer: nn.Module) -> str | None:
     """Let the next step need less memory, where `memory.checkpointing` is auto; returns a line, or None if it cannot.
 
     Transposed copies of the weights go first, then every block recomputes. Call it outside the `except` clause, when
-    nothing refers to the failed step any more.
+    nothing refers to the failed step.
 
     Numerics: results do not depend on the copies. A recomputed block has the same forward pass, but its gradients are
     those of its input after a round trip through FP8, or of the exact input where `memory.enable_efficient_checkpoint`

@@ -1,31 +1,27 @@
-"""What a run holds in memory, phase by phase, written to `<run folder>/coat/memory.json` during the run.
+"""Memory of a run by phase, written to `<run folder>/coat/memory.json` during the run; all sizes in bytes.
 
     {
       "device": "cuda:0",
-      "method": {"memory": how memory was measured, "saved activations": how those were},
-      "baseline": bytes there before the run, which the prediction does not count: 0 on a GPU, Python and its libraries
-                  on a CPU,
+      "method": {"memory": how memory was measured, "saved activations": how those were measured},
+      "baseline": before the run, outside the prediction: 0 on a GPU, Python and its libraries on a CPU,
       "peak": the largest of all phases,
-      "phases": {load, cache, validate, sample, step, save, as far as the run had them: {
-          "entered": how often (continuing after a sample or save is not counted), "open": whether it had not ended,
-          "start", "end": {"allocated", "reserved"} at its first start and at its last end,
+      "phases": {load, cache, validate, sample, step, save, if the run had them: {
+          "entered": how often (not counting continuations after a sample or save), "open": whether unfinished,
+          "start", "end": {"allocated", "reserved"} at its first start and its last end,
           "peak": {"allocated", "reserved"},
-          "exact": false where the peak is only known to be at least this (a CPU's, below that of an earlier phase),
-          "parts": what was held at the one moment when the known parts together were largest, "rest" included,
-          "most": the largest of each part at any count; of steps without the first, where libraries warm up
+          "exact": false if the peak is a lower bound (a CPU's, below that of an earlier phase),
+          "parts": at the moment when the known parts together were largest, including "rest",
+          "most": the largest of each part at any count; of steps after the first, in which libraries warm up
       }},
-      "moments": {"before_training", "before_sampling", "after_sampling" (of the last one): {
+      "moments": {"before_training", "before_sampling", "after_sampling" (the last one): {
           "allocated", "reserved", "peak": since the start of the run}},
       "transformer": {"fp8 codes", "scales", "high precision"} of its parameters and buffers,
       "prediction": null until the end; then {"peak", "phases": {name: {part: bytes}}} or {"missing": the reason}
     }
 
-Everything in bytes. Parts are the bytes of the tensors themselves, each storage once, on the run's device; "rest" is
-the peak less the baseline less the parts: temporaries, libraries' workspaces and on a CPU what the process holds else,
-and 0 where the parts are more (a CPU's weights that are not resident).
-A phase that comes back (a sample between steps) continues its entry. A resumed run writes a new file.
-
-A GPU's peak statistics are reset whenever a phase begins: `peak_bytes` is the peak of the phase under way.
+Parts are the tensors' storages on the run's device, each counted once. "rest" is the peak less baseline and parts
+(temporaries, libraries' workspaces, a CPU's other memory), at least 0: a CPU's weights may not be resident. A phase
+that recurs continues its entry. A resumed run writes a new file.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class TrainingLoop:
         self._log.info(f"{who} asks to stop: this step is finished and saved")
 
     def close(self) -> None:
-        """Restore what was taken over."""
+        """Restore interrupt handling and close the log."""
         self._interrupts.close()
         self._log.close()
 

@@ -127,7 +127,7 @@ class Continuation:
         return {name: loader for name, loader in loaders.items() if loader is not None}
 
     def restore(self) -> None:
-        """Restore what the loop begins with."""
+        """Restore the state the loop starts with."""
         if self.state is None:
             return
 

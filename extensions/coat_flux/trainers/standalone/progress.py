@@ -192,7 +192,7 @@ class TensorBoard:
 
 
 class _Wandb:
-    """One W&B run with ai-toolkit's keys, resumed by its id in `coat/wandb.json`; it ends at the first failure."""
+    """One W&B run with ai-toolkit's keys, resumed by its id in `coat/wandb.json`; silent after the first failure."""
 
     def __init__(self, job: JobConfig, log: Callable[[str], None]):
         self._log, self._run, self._failed = log, None, False
