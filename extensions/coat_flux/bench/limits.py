@@ -127,10 +127,7 @@ class CostModel(NamedTuple):
     def milliseconds(
         self, moved: float, flops: float, kind: str, shape: tuple[int, int, int] | None, kernels: int = 1
     ) -> float:
-        """Time of one operator of `kernels` kernels that moves `moved` bytes.
-
-        `kind` is a key of `tflops`, read only if `flops` > 0; `shape` is (M, N, K) of a matrix product, else None.
-        """
+        """Time of an operator of `kernels` kernels that moves `moved` bytes; `shape` is a product's (M, N, K)."""
         bandwidth, efficiency = self.gb_per_second, 1.0
         if shape is not None and min(shape[:2]) >= NARROW:
             efficiency = max(speed * self._used(shape, tile) for tile, speed in TILES)

@@ -1,7 +1,6 @@
-"""Run every case in its own process, in interleaved rounds; code whose tests fail yields no figures.
+"""Run every case in its own process that owns the GPU; code whose tests fail yields no figures.
 
-Round 1 goes through the cases in order, round 2 backwards, and so on, so that a warming card or a busy machine favours
-nobody. This process never touches the GPU.
+Rounds alternate their order, so that a warming card or a busy machine favours nobody.
 """
 
 from __future__ import annotations

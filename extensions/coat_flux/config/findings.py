@@ -69,10 +69,7 @@ class Findings:
         self.warnings: list[Finding] = []
 
     def add(self, path: str, text: str, value: Any = _ABSENT) -> None:
-        """Add an error at `path`, with the text `<rule>; <remedy>`.
-
-        Only the first error of a key counts, and none inside a refused block: a consequence is not a second mistake.
-        """
+        """Add an error `<rule>; <remedy>`, unless it follows from one of the same key or of a block around it."""
         if self.sound(path):
             self.refused.add(path)
             self.errors.append(finding(self.file, path, text, value))

@@ -139,10 +139,7 @@ OTHER_KEYS = {cls: other_keys(block) for cls, block in AI_TOOLKIT_BLOCKS.items()
 
 
 def _coat_in_force(job: JobConfig, path: str, findings: Findings) -> COATConfig:
-    """The `coat:` block completed from the job's other keys.
-
-    Without a block, ai-toolkit's own process types get only the parts of COAT that their optimizer and qtype select.
-    """
+    """The `coat:` block; without one, ai-toolkit's processes get the parts that their optimizer and qtype select."""
     coat, optimizer = job.coat, job.train.optimizer == COAT_OPTIMIZER
     if path not in findings.given and job.type != COAT_TYPE:
         weights = job.model.quantize and job.model.qtype == COAT_QTYPE

@@ -271,10 +271,7 @@ class SampleSection:
     format: str = choice(("jpg", "png", "webp"))
 
     def items(self) -> tuple[SampleItem, ...]:
-        """The images of one set, in order, with size, seed, guidance and steps filled in.
-
-        As in ai-toolkit an entry's seed also applies to the following entries, unless `walk_seed` is on.
-        """
+        """The images of one set; as in ai-toolkit an entry's seed also applies to later ones unless `walk_seed`."""
         items, seed = [], self.seed
         for i, item in enumerate(self.samples or [SampleItem(prompt=prompt) for prompt in self.prompts]):
             if item.seed is not None:

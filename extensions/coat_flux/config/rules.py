@@ -446,10 +446,7 @@ def _check_trigger(entry: Entry, prompts: list[tuple[str, str]]) -> None:
 
 
 def foreign_script(text: str) -> tuple[float, str]:
-    """Return the share of letters that FLUX's T5 cannot read and the name of their most frequent script.
-
-    Its vocabulary covers Latin and part of Cyrillic and Greek; (0.0, "") if all letters are Latin.
-    """
+    """Return the share of letters unknown to FLUX's T5 (Latin, some Cyrillic and Greek) and their main script."""
     letters = [unicodedata.name(c, "").partition(" ")[0] for c in text if c.isalpha()]
     latin = ("LATIN", "FULLWIDTH", "MODIFIER", "FEMININE", "MASCULINE")
     counts = Counter(name for name in letters if name not in latin)

@@ -105,10 +105,7 @@ def on_device(
 
 
 def model_identity(model: Any) -> str:
-    """A short hash of a model: class, config, and name, shape, dtype and a few elements of each tensor.
-
-    At most 31 evenly spaced elements per tensor: quick on a 10 GB encoder, and enough to tell checkpoints apart.
-    """
+    """A short hash of a model's class and config, and of name, shape, dtype and up to 31 elements of each tensor."""
     config = model.config.to_dict() if hasattr(model.config, "to_dict") else dict(model.config)
     settings = {key: str(value) for key, value in config.items() if key[0] != "_" and key != "transformers_version"}
     parts: list[Any] = [type(model).__name__, settings]
@@ -218,10 +215,7 @@ def encode_latents(vae: nn.Module, pixels_BCHW: Tensor) -> Tensor:
 
 
 def normalized(vae: Any, latents: Tensor) -> Tensor:
-    """FLUX.2's training latents: each position in a 2 x 2 patch has mean 0 and variance 1 over photos.
-
-    They keep FLUX.1's layout, fp32 [B, C, H/8, W/8], so tokens, masks and buckets count alike.
-    """
+    """FLUX.2's training latents, fp32 [B, C, H/8, W/8]: mean 0 and variance 1 at each position in a 2 x 2 patch."""
     patches = pixel_unshuffle(latents, 2)  # channels (c, row, column), as the pipeline has them
     mean, variance = (x.to(patches).view(1, -1, 1, 1) for x in (vae.bn.running_mean, vae.bn.running_var))
     return pixel_shuffle((patches - mean) / (variance + vae.config.batch_norm_eps).sqrt(), 2)

@@ -26,10 +26,7 @@ def scan(
     step: int = BUCKET_STEP,
     t5_of: str | None = "",
 ) -> list[Sample]:
-    """All samples of all datasets, in an order that depends only on settings and file names.
-
-    Arguments are `inspect_datasets`'; its warnings are logged. Raises DatasetError with its errors.
-    """
+    """All samples of all datasets in a fixed order; arguments as `inspect_datasets`. Raises DatasetError."""
     report = inspect_datasets(
         dataset_configs, trigger_word, background=background, transparency=transparency, step=step, t5_of=t5_of
     )
@@ -54,10 +51,7 @@ class BucketBatchSampler:
     The order of epoch e depends on (samples, batch_size, seed, e) only. Rank r of `world_size` takes batches r, r +
     world_size, ... of that sequence, across epoch borders, so that N processes see together what one process sees with
     N accumulation steps. The last batch of a bucket is filled up with the bucket's first samples: no image is left out
-    and every batch has the same weight.
-
-    Raises:
-        ValueError: no samples, batch_size < 1, or rank not in [0, world_size).
+    and every batch has the same weight. Raises ValueError without samples, or for a batch size or rank out of range.
     """
 
     def __init__(

@@ -221,10 +221,7 @@ class ProfileError(ValueError):
 
 
 def to_srgb(image: Image.Image, profile: bytes) -> Image.Image:
-    """Convert an image in mode L, RGB or CMYK with an ICC profile to RGB with sRGB values.
-
-    A grey image may have an RGB profile. Raises ProfileError if the profile is damaged or for another kind of image.
-    """
+    """Convert an image in mode L, RGB or CMYK to sRGB; raises ProfileError for a damaged or unsuitable ICC profile."""
     transform, mode = _transform(profile, image.mode)
     image = image.convert(mode)
     return image.convert("RGB") if transform is None else ImageCms.applyTransform(image, transform)

@@ -1,7 +1,4 @@
-"""Batches of latents and text embeddings for the training loop, cached or encoded on the fly.
-
-Images and prompts are always encoded one at a time, so that a batch has the same bits whether it was cached or not.
-"""
+"""Batches of latents and embeddings, cached or encoded one at a time, so that both give the same bits."""
 
 from __future__ import annotations
 
@@ -135,10 +132,7 @@ class LatentDataset:
         return entry
 
     def text(self, dataset_index: int, prompt: str) -> tuple[Tensor, Tensor]:
-        """T5 embeddings [T, D] and CLIP pooled [P] of a prompt, bf16 on the CPU.
-
-        Raises DatasetError if they are not finite, or the cache entry and the encoders are both gone.
-        """
+        """T5 embeddings [T, D] and CLIP pooled [P] of a prompt, bf16 on the CPU; raises DatasetError as `latents`."""
         found = self._load_text(dataset_index, prompt)
         return found if found is not None else self._make_text(dataset_index, prompt)
 
@@ -155,11 +149,10 @@ class LatentDataset:
         return entry["prompt_embeds"], entry["pooled"]
 
     def batch(self, batch: Batch) -> dict[str, Tensor]:
-        """Tensors of a batch.
+        """Tensors of a batch on `device`; indices [B] int64, the sample of each row, on the CPU.
 
-        Returns:
-            latents [B, C, h, w] fp32, prompt_embeds [B, T, D] and pooled [B, P] bf16, with `transparency="mask"` also
-                mask [B, 1, h, w] fp32, all on `device`; indices [B] int64 on the CPU, the sample of each row.
+        latents [B, C, h, w] fp32, prompt_embeds [B, T, D] and pooled [B, P] bf16; with `transparency="mask"` mask [B,
+        1, h, w] fp32.
         """
         rows = [
             (self.samples[i], self._prompt(self.samples[i], batch.draw, row)) for row, i in enumerate(batch.indices)

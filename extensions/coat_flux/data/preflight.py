@@ -274,8 +274,7 @@ def survey(paths: Sequence[Path]) -> dict[Path, PhotoFacts | DatasetError]:
 def near_duplicates(facts: dict[Path, PhotoFacts]) -> list[tuple[Path, Path]]:
     """Pairs of photos that show the same, each photo with the first like it.
 
-    Their difference hashes (brighter or not than the pixel to the left, on a 16×16 grid) differ in at most 16 of 256
-    bits and their mean colours in at most 12 of 255 levels.
+    Their 16×16 difference hashes differ in at most 16 of 256 bits, their mean colours in at most 12 of 255 levels.
     """
     paths = list(facts)
     looks = np.array([list(facts[path].look) for path in paths], np.uint8)

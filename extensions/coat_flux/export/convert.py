@@ -1,7 +1,4 @@
-"""Exact conversion of a LoRA file between key layouts, proved by converting back before anything is written.
-
-diffusers' layout has no alpha: a scale other than 1 is multiplied into down, which must be undone exactly.
-"""
+"""Exact conversion of a LoRA file between key layouts, proved by converting back before anything is written."""
 
 from __future__ import annotations
 

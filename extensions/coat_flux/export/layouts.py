@@ -167,10 +167,7 @@ def layout_of(tensors: Mapping[str, Tensor]) -> str:
 
 
 def read_pairs(tensors: Mapping[str, Tensor], layout: str) -> dict[str, Pair]:
-    """Adapters by diffusers' module name (layout diffusers) or the original's (the others), in the file's order.
-
-    Raises ExportError for a key that is not a FLUX adapter's, a missing half, or shapes that do not match.
-    """
+    """Adapters by diffusers' module name, or the original's in other layouts; raises ExportError for invalid files."""
     halves: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         suffix = next((suffix for suffix in PARTS if key.endswith(f".{suffix}")), None)

@@ -1,7 +1,4 @@
-"""Does a job fit a card, and if not: which YAML changes make it fit, the cheapest first.
-
-A run that is out of memory suggests the same changes, each alone (`remedies`).
-"""
+"""The cheapest YAML changes that make a job fit a card; a run that is out of memory suggests the same."""
 
 from __future__ import annotations
 

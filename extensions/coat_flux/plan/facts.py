@@ -127,10 +127,7 @@ _SIZE = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?) ?gi?b?\b")
 
 
 def find_card(text: str) -> Card:
-    """Parse a card: `24`, `24GB`, `4090`, `RTX 4090`, `A100 80GB`, `NVIDIA H100 80GB HBM3`; raises UserError.
-
-    If both are given, memory is in GB as stated and rates are the named card's.
-    """
+    """Parse memory in GB, a name or both, such as `24`, `24GB`, `RTX 4090`, `A100 80GB`; raises UserError."""
     low = text.casefold().strip()
     size, name = _SIZE.search(low), _NO_NAME.sub("", _SIZE.sub("", low))
     if re.fullmatch(r"\d+(\.\d+)?", low) and name not in _MEMORY:

@@ -178,10 +178,7 @@ def job_facts(job: JobConfig, known: JobFacts | None = None) -> JobFacts:
 
 
 def trained_sizes(job: JobConfig, model: ModelParts) -> dict[str, int]:
-    """Elements of each parameter that full fine-tuning trains, by full name.
-
-    Raises ConfigError if a pattern of `coat.include` or `coat.exclude` matches nothing, or nothing is left to train.
-    """
+    """Elements of each parameter that full fine-tuning trains, by name; raises ConfigError for unmatched patterns."""
     names = trained_names(model.parameters, job.coat.include, job.coat.exclude)
     return {name: model.parameters[name] for name in names}
 

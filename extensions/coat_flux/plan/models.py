@@ -107,10 +107,7 @@ class ModelParts:
 
 
 def find_model(name_or_path: str, where: str) -> ModelParts:
-    """Build a model's parts on the meta device from its configs: a diffusers folder, or a name whose configs are known.
-
-    `where` is the key for errors. Raises ConfigError if there are no configs here.
-    """
+    """Build a model's parts from a diffusers folder or a known name; raises ConfigError without configs."""
     configs, text_tokens = _configs(name_or_path, where)
     return _make(json.dumps(configs, sort_keys=True, default=list), text_tokens)
 

@@ -91,10 +91,7 @@ class Prediction:
 
 
 def predict(job: JobConfig, *, device_bytes: float | None = None) -> Prediction:
-    """Predict a job's memory; raises ConfigError if the model's sizes are unknown.
-
-    With checkpointing auto and no `budget_gb`, enough blocks recompute to fit `device_bytes`; None: none does.
-    """
+    """Predict a job's memory; checkpointing auto without `budget_gb` fits `device_bytes`. Raises ConfigError."""
     return predict_facts(job_facts(job), device_bytes)
 
 

@@ -21,9 +21,8 @@ CUDA = "cuda."
 def rng_state() -> dict[str, Tensor]:
     """States of Python's, NumPy's and torch's global generators, and of every GPU's if CUDA is in use.
 
-    Returns:
-        python int64 [626] (version, state), python_gauss float64 [0 or 1]; numpy int64 [626] (state, position, has a
-            second normal number), numpy_gauss float64 [1]; torch uint8; cuda.<device> uint8.
+    python int64 [626] (version, state), python_gauss float64 [0 or 1]; numpy int64 [626] (state, position, has a
+    second normal number), numpy_gauss float64 [1]; torch uint8; cuda.<device> uint8.
     """
     version, internal, gauss = random.getstate()
     _, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002 (the global one is what libraries draw from)
