@@ -100,10 +100,7 @@ def bar_chart(
     expected: Mapping[str, float] | None = None,
     expected_name: str = "expected",
 ) -> str:
-    """Return a `<figure>` of horizontal stacked bars: name → part → length; parts keep one colour in all bars.
-
-    `expected` lengths are marked by a line, called `expected_name` in the legend.
-    """
+    """Return a `<figure>` of horizontal stacked bars: name → part → length; a line marks each `expected` length."""
     expected = expected or {}
     totals = {name: sum(parts.values()) for name, parts in bars.items()}
     scale = 100 / (max([*totals.values(), *expected.values()], default=0) or 1)

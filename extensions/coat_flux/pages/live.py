@@ -5,11 +5,9 @@
     GET /samples/<name>    a sample of the run
     POST /commands/<name>  with the token in the header X-Coat-Token
 
-The server keeps no state: the run may end or start again, in any process, with either trainer. Nothing else is served.
-
-It listens on the loopback address unless told otherwise. Reading needs no token. The token is in the fragment of the
-printed address, so no request, log or Referer holds it; pages of another origin cannot send the header, for want of
-CORS. Requests with a foreign Host are refused, which stops DNS rebinding.
+The server keeps no state and listens on the loopback address unless told otherwise. Only commands need the token, which
+is in the fragment of the printed address, so no request, log or Referer holds it; for want of CORS, other origins
+cannot send the header. Requests with a foreign Host are refused, which stops DNS rebinding.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The style sheet of our pages: light and dark by the reader's setting, readable from 320 pixels up.
-
-Colours are variables that charts share; contrast is at least 4.5 to 1 (charts: 3 to 1), which a test computes.
-"""
+"""The style sheet of our pages: light and dark by the reader's setting, from 320 pixels up."""
 
 from __future__ import annotations
 

@@ -61,10 +61,7 @@ def choose_held_out(photos: Sequence[Path], count: int | None) -> list[Path]:
 
 
 def split_photos(entries: Sequence[Mapping[str, Any]], folder: Path, count: int | None) -> Split:
-    """Replace `folder` by links to the photos and captions of the datasets, split in two as by `choose_held_out`.
-
-    A photo in several datasets is held out of all, and validated on once; a dataset left without photos is dropped.
-    """
+    """Replace `folder` by links to photos and captions, split in two; a photo of several datasets is in one half."""
     photos = [find_images(Path(entry["folder_path"])) for entry in entries]
     chosen = choose_held_out([path for paths in photos for path in paths], count)
     remove(folder)

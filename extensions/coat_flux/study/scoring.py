@@ -1,9 +1,7 @@
-"""The final LoRAs in the bf16 model, where other programs load them: their loss, and their similarity.
+"""The final LoRAs, or fully fine-tuned models, in bf16: their loss, and their similarity.
 
-After full fine-tuning, the final models in bf16, and the similarity of their weight changes. LoRAs of two bf16 runs
-that differ in the seed alone are far from parallel, so the cosine of a (bf16, COAT) pair is compared with theirs.
-
-The change of a layer is B · A, N × K numbers, 9 million in a square linear of FLUX. Inner products need only r × r:
+LoRAs of two bf16 runs that differ in the seed alone are far from parallel, so the cosine of a (bf16, COAT) pair is
+compared with theirs. The change of a layer is B · A, N × K numbers, but inner products need only r × r:
 
     <B1 A1, B2 A2> = trace(A1ᵀ B1ᵀ B2 A2) = sum over all elements of (B1ᵀ B2) * (A1 A2ᵀ)
 """

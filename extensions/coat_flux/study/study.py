@@ -56,10 +56,9 @@ LEAN = "train.gradient_checkpointing: true and train.cache_text_embeddings: true
 
 @dataclass(frozen=True)
 class Settings:
-    """How to run a comparison; `validation` is a folder of photos that replaces held-out ones.
+    """How to run a comparison; `every` are steps between points of the loss curves (None: a twentieth of the run).
 
-    `every` are steps between points of the loss curves (None: a twentieth of the run); `curve_sigmas` and
-    `final_sigmas` noise levels per photo.
+    `validation` is a folder that replaces held-out photos; `…_sigmas` are noise levels per photo.
     """
 
     steps: int | None = None

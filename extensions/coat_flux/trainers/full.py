@@ -6,8 +6,6 @@ norms and modulation train in `train.dtype`. Untrained linears hold codes, as un
 With `train.fused_backward` the last micro-batch's backward pass updates each parameter as soon as its gradient is
 complete, and frees the gradient. So nothing can depend on all gradients: each is clipped to `train.max_grad_norm` by
 itself, a nonfinite one skips its own parameter, a nonfinite loss skips all. One process only.
-
-A save holds the whole model in diffusers' layout; what was not trained is copied from the base model.
 """
 
 from __future__ import annotations

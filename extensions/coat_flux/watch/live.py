@@ -1,10 +1,7 @@
-"""Status of a live run, and commands to it, through files in its folder; in both trainers.
+"""Status of a live run, and commands to it, through files in its folder: any process or machine can watch it.
 
-    coat/status.json       the training process, first and last step, how it ended
-    coat/commands/<name>   an empty file, created by a watcher, removed by the run, which obeys after its step
-
-So a run can be watched from another process, or another machine that mounts the same disk. The current step is the
-newest row of `metrics.csv`, the current phase the open one of `memory.json`.
+coat/status.json       the training process, first and last step, how it ended
+coat/commands/<name>   an empty file, created by a watcher, removed by the run, which obeys after its step
 """
 
 from __future__ import annotations

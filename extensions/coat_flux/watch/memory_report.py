@@ -127,10 +127,7 @@ def _verdict(record: Mapping[str, Any], size: Callable[[float], str], unit: str)
 
 
 def stacked(record: Mapping[str, Any]) -> tuple[str, dict[str, dict[str, float]], dict[str, float]]:
-    """Memory of each phase at its peak: unit, phase → part → size, phase → predicted size.
-
-    On a CPU, where libraries dominate the process's memory, the parts are the tensors alone.
-    """
+    """Memory of each phase at its peak: unit, phase → part → size (on a CPU tensors only), phase → predicted size."""
     parts = [part for part in COLOURS if part != "rest" or not record["baseline"]]
     phases = {name: {part: phase["parts"].get(part, 0) for part in parts} for name, phase in record["phases"].items()}
     predicted = (record["prediction"] or {}).get("phases", {})

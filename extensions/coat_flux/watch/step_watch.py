@@ -97,11 +97,7 @@ class StepWatch:
     # -- a step, in the order of its moments ---------------------------------------------------------------------------
 
     def reads_at_once(self, step: int) -> bool:
-        """Whether this step reads something back before its update anyway, so that loss and norm are read then too.
-
-        True in a process's first step, in health steps, and where the guard checks the parameters. Other steps may read
-        them, and call `allows_update`, one step later.
-        """
+        """Whether this step reads something back before its update; others may call `allows_update` one step later."""
         return not self._began or self._is_health_step(step) or self._precision.pending or self.guard.checks_soon
 
     def _is_health_step(self, step: int) -> bool:

@@ -1,7 +1,6 @@
 """What ai-toolkit finds: an extension class, an optimizer and a qtype.
 
-For every job it imports every extension and asks for its process class. An exception would end unrelated jobs, so
-errors are only recorded; a job of our type then ends with them.
+It imports every extension for every job, so errors are only recorded, until a job of our type ends with them.
 """
 
 from __future__ import annotations

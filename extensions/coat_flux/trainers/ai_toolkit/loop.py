@@ -1,7 +1,6 @@
-"""The training loop of a job: each step watched, each save a whole set.
+"""The training loop of a job: each step of ai-toolkit runs inside `TrainingLoop.step`, each save is a whole set.
 
-A step of ai-toolkit runs inside `TrainingLoop.step`. When out of memory it is retried as long as more blocks can be
-recomputed. ai-toolkit itself would turn a NaN loss into 0, and drop a batch that ran out of memory.
+ai-toolkit itself would turn a NaN loss into 0, and drop a batch that ran out of memory; here it is retried.
 """
 
 from __future__ import annotations

@@ -191,8 +191,7 @@ def choose_at_load(process: Any) -> None:
 def convert_model(process: Any, encoders: list[Any], trained: Collection[str] = ()) -> None:
     """Convert what loading did not: ai-toolkit continues after "Failed to quantize".
 
-    Text encoders keep FP8 weights but multiply in the input's precision: they run once per caption, and their
-    outliers suffer from per-tensor inputs.
+    Text encoders multiply in the input's precision: their outliers suffer from per-tensor inputs.
     """
     from ...blocks.streaming import unpark
 

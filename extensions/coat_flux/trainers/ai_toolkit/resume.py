@@ -247,10 +247,9 @@ def identity_of(process: Any) -> dict[str, Any]:
 
 
 class Saves:
-    """The committed saves of a run.
+    """The committed saves of a run, written by ai-toolkit into a staging folder: it would ignore failures.
 
-    ai-toolkit overwrites LoRA and `optimizer.pt` in turn, and ignores failures; here it writes into a staging folder.
-    It takes the save changed last (`getctime`) for the newest, which hard links affect: `_make_newest` corrects that.
+    It takes the save changed last (`getctime`) for the newest, which hard links affect: see `_make_newest`.
     """
 
     def __init__(self, run_dir: Path, name: str, save_every: int):

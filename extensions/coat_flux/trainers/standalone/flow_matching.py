@@ -208,12 +208,7 @@ def predict_velocity(
 ) -> Tensor:
     """Run a transformer of FLUX.1 or FLUX.2 on noisy latents; returns the predicted noise - x0, (B, C, H, W) fp32.
 
-    Args:
-        x_t: (B, C, H, W), H and W even.
-        sigmas: (B,).
-        prompt_embeds: (B, L, D) of the text encoder.
-        pooled_embeds: (B, P) pooled CLIP states; FLUX.2 has none.
-        dtype: of the transformer's inputs.
+    x_t is (B, C, H, W), H and W even; sigmas (B,); prompt_embeds (B, L, D); pooled_embeds (B, P), not in FLUX.2.
     """
     batch, channels, height, width = x_t.shape
     device, flux2 = x_t.device, _is_flux2(transformer)

@@ -42,12 +42,10 @@ class Objective:
         self._seed, self._dtype = seed, dtype
 
     def __call__(self, batch: Mapping[str, Tensor], draw: int) -> Tensor:
-        """The mean loss of a batch, with gradient: a scalar, fp32.
+        """The mean loss of a batch, the `draw`-th of the run, with gradient: a scalar, fp32.
 
-        Args:
-            batch: latents (B, C, H, W), prompt_embeds (B, L, D), pooled (B, P), on the transformer's device; for photos
-                with transparent parts, mask (B, 1, H, W) with mean 1 over each sample.
-            draw: the number of the batch in the run's global order.
+        Batches have latents (B, C, H, W), prompt_embeds (B, L, D), pooled (B, P), on the transformer's device; with
+        transparent parts of photos also mask (B, 1, H, W) with mean 1 over each sample.
         """
         drawn = self.draw(batch, draw)
         seed_global(self._seed, Stream.MODEL, draw)

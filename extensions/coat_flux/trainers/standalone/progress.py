@@ -1,9 +1,6 @@
 """Reports of a live run: progress bar, console lines, files in its folder, TensorBoard, Weights & Biases.
 
-    coat/log.txt, metrics.csv, validation.csv, precision.csv, tensorboard/, wandb.json
-
-Only the main process reports. Console lines go through tqdm, which keeps the bar intact. Disk errors are logged once
-and retried later: no report ends a run.
+Only the main process reports. Disk errors are logged once and retried later: no report ends a run.
 """
 
 from __future__ import annotations

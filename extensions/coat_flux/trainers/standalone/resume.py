@@ -1,9 +1,8 @@
 """Finds where a run stopped, and checks that this is the same run.
 
-Like ai-toolkit, a run continues from the newest save in its folder. With our own state next to the save that is
-bit-exact: raw fp32 LoRA and EMA are restored, and every random draw and the position in the data follow from the step
-(see `seeding`). From ai-toolkit's saves, only the LoRA itself comes. A resume that cannot be done right is an error; a
-run never starts over by itself.
+Like ai-toolkit, a run continues from the newest save in its folder, bit-exactly if our state is next to it: random
+draws and the position in the data follow from the step (see `seeding`). A resume that cannot be done right is an error;
+a run never starts over by itself.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Full fine-tuning under FSDP2: each process keeps its rows of every weight, and of its gradient and moments.
 
-`fully_shard` gathers the weights block by block, in forward and again in backward, where it sums the block's gradients
-over the processes and leaves each its rows. Parameters that cannot be split (`cut_parameters`: small biases and norms)
-are whole everywhere, like frozen FP8 codes; the step sums their gradients.
-
-Sums, not means: each process has divided its loss by the micro-batches of all of them (`workers`).
+Weights are gathered block by block, in forward and again in backward, which sums gradients over the processes (sums,
+not means: losses are already divided). Parameters that cannot be split (`cut_parameters`: small biases and norms) are
+whole everywhere, like frozen FP8 codes; the step sums their gradients.
 """
 
 from __future__ import annotations

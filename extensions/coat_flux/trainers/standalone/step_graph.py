@@ -44,15 +44,11 @@ def capture(call: Callable[[], Any], pool: Any = None) -> tuple[Any, Any]:
 
 
 class StepGraphs:
-    """Captures and replays the steps of one run; once `failed`, all run eagerly.
+    """Captures and replays the steps of one run; once `failed`, all run eagerly (an error if `strict`).
 
-    Args:
-        step: does a whole step with its draws, at learning rates fp64 [param groups] on the device, and returns
-            fp32 [2], loss and gradient norm. It must not read from the device, draw random numbers or depend on the
-            number of the step.
-        state: tensors a step changes: "parameters", "average" and "counters", which are compared, and "others".
-        generation: a value that changes when a capture would.
-        strict: raise where steps cannot be replayed.
+    `step` maps draws and learning rates fp64 [param groups] to fp32 [2], loss and gradient norm; it must not read from
+    the device, draw random numbers or depend on its number. `state` has the tensors it changes: "parameters", "average"
+    and "counters", which are compared, and "others". `generation` changes when a capture would.
     """
 
     def __init__(

@@ -1,11 +1,8 @@
 """The processes of a stand-alone run and their devices, over `accelerate`.
 
-Each process holds the whole model and its own micro-batches. Only gradients are exchanged: after the last micro-batch
-of an optimizer step they are summed, with losses already divided by the micro-batches of all. (DistributedDataParallel
-would broadcast 12 GB of frozen codes.)
-
-Under FSDP2 weights are shared out: the frozen codes of a LoRA's base (`blocks.streaming`), or in full fine-tuning the
-trained weights (`sharding`).
+Each process holds the whole model and its own micro-batches; after the last one of an optimizer step gradients are
+summed, with losses already divided by the micro-batches of all. (DistributedDataParallel would broadcast 12 GB of
+frozen codes.) FSDP2 shares out a LoRA's frozen codes (`blocks.streaming`) or the trained weights (`sharding`).
 """
 
 from __future__ import annotations
