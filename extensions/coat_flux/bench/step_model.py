@@ -75,11 +75,7 @@ def _costed(recorder: Recorder, model: CostModel) -> dict[str, Any]:
 
 
 def as_compiled(launches: Sequence[Launch]) -> list[Launch]:
-    """Fuse launches between matrix products and attention, as torch.compile of each block would at best.
-
-    Launches of a region that depend on no product in between, and share a tensor, become one with the external
-    traffic.
-    """
+    """Fuse launches between products and attention that share a tensor: the best torch.compile could do."""
     groups: list[list[Launch]] = []
     for region in dict.fromkeys(launch.region for launch in launches):
         inside = [launch for launch in launches if launch.region == region]

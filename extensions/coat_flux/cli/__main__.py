@@ -1,7 +1,4 @@
-"""`python -m coat_flux.cli`, for `accelerate launch -m coat_flux.cli train CONFIG`.
-
-`python …/coat_flux/cli` works too, for users who linked the folder into ai-toolkit without installing it.
-"""
+"""`python -m coat_flux.cli`, for `accelerate launch -m coat_flux.cli train CONFIG`; also `python …/coat_flux/cli`."""
 
 import sys
 from pathlib import Path

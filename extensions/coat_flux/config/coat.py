@@ -246,11 +246,7 @@ class COATConfig:
         file: str = "",
         key_path: str = "train.optimizer_params",
     ) -> tuple[FP8QuantizationConfig, dict[str, Any]]:
-        """Return the storage settings of FP8AdamW's moments and its other keyword arguments.
-
-        Keys of ai-toolkit's `optimizer_params` override `coat.optimizer`; raises ConfigError for unknown keys or
-        refused values.
-        """
+        """Return FP8AdamW's config and keyword arguments; `optimizer_params` override the block. Raises ConfigError."""
         from coat_core.config import FP8QuantizationConfig
 
         findings = Findings(file)

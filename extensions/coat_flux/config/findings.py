@@ -19,11 +19,7 @@ _ABSENT = object()
 
 @dataclass(frozen=True)
 class Finding:
-    """One finding, printed as one line; an "error" stops the run, a "warning" does not.
-
-    `key` is a dotted path, a place such as `line 3, column 5`, or empty for the whole file; `value` is formatted by
-    `show`.
-    """
+    """One finding, printed as one line, about a dotted key, a place such as `line 3, column 5`, or a whole file."""
 
     severity: str
     file: str

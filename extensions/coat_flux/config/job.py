@@ -1,7 +1,4 @@
-"""The job as the stand-alone trainer sees it: an ai-toolkit YAML, typed and checked.
-
-Keys that only ai-toolkit supports are refused unless they have no effect, so a valid YAML means the same run in both.
-"""
+"""The job as the stand-alone trainer sees it: a YAML that is valid here means the same run in ai-toolkit."""
 
 from __future__ import annotations
 

@@ -446,7 +446,7 @@ def _check_trigger(entry: Entry, prompts: list[tuple[str, str]]) -> None:
 
 
 def foreign_script(text: str) -> tuple[float, str]:
-    """Return the share of letters unknown to FLUX's T5 (Latin, some Cyrillic and Greek) and their main script."""
+    """Share of letters that FLUX's T5 lacks, and their main script; it has Latin, some Cyrillic and Greek."""
     letters = [unicodedata.name(c, "").partition(" ")[0] for c in text if c.isalpha()]
     latin = ("LATIN", "FULLWIDTH", "MODIFIER", "FEMININE", "MASCULINE")
     counts = Counter(name for name in letters if name not in latin)

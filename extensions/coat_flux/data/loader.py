@@ -99,11 +99,7 @@ class LatentDataset:
             self.encoders = None
 
     def latents(self, sample: Sample) -> Tensor:
-        """Latents of a sample, [C, h, w] float32 on the CPU.
-
-        Raises DatasetError if the image is unreadable, the latents are not finite, or cache entry and VAE are both
-        gone.
-        """
+        """Latents [C, h, w] of a sample, fp32 on the CPU; raises DatasetError if unavailable or not finite."""
         return self._image(sample)["latents"]
 
     def mask(self, sample: Sample) -> Tensor | None:

@@ -40,10 +40,7 @@ _NO_MASK = Image.new("L", (64, 64), 255)  # ai-toolkit brings masks to the image
 
 @dataclass(frozen=True)
 class PreparedCopy:
-    """A folder for ai-toolkit; `folder` and `mask_folder` replace `folder_path` and `mask_path`.
-
-    `corrected` are the originals that have a corrected copy, `traits` counts them by trait, for a log line.
-    """
+    """A folder for ai-toolkit, its masks, the originals that were corrected, and how many have each trait."""
 
     folder: Path
     mask_folder: Path | None

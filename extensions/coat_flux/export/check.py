@@ -182,10 +182,7 @@ def _programs(
 
 
 def diffusers_refusal(tensors: Mapping[str, Tensor], wanted: Mapping[str, Pair], family: Family = FLUX) -> str | None:
-    """Return why the pipeline's `load_lora_weights` would not load the whole file, or None.
-
-    Runs its conversion on the tensors; it then passes modules with the prefix `transformer.` to PEFT and drops others.
-    """
+    """Return why the pipeline's `load_lora_weights` (conversion, then PEFT) would not load the whole file, or None."""
     try:
         mixin = getattr(importlib.import_module("diffusers.loaders"), family.lora_loader)
     except (AttributeError, ImportError) as error:

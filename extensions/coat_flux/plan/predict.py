@@ -248,11 +248,7 @@ def optimizer_bytes(facts: JobFacts) -> int:
 
 
 def _ram(facts: JobFacts, peak: int) -> int:
-    """CPU memory: the encoders first, then the transformer one weight at a time, next to the VAE that samples need.
-
-    Streamed blocks start with all codes on the CPU; moments come after loading, and stay while model shards are
-    written.
-    """
+    """CPU memory at its peak: encoders, loading weight by weight next to the VAE, streamed codes, or moments."""
     model, a = facts.model, facts.value_bytes
     vae = _vae(facts) if (facts.sample_tokens is not None) else 0
     latents = sum(entry.cache_latents for entry in facts.job.datasets) and facts.data.latents * _latent_bytes(facts)

@@ -118,10 +118,7 @@ def step_of(path: Path) -> int:
 
 
 def go_back(run_dir: Path, step: int) -> list[str]:
-    """Make the kept set of `step` the newest, so that the run, locked by the caller, resumes from it, bit for bit.
-
-    Returns lines about moved files. Raises ResumeError without an intact set of this step, SaveError if not writable.
-    """
+    """Make the kept set of `step` the newest and return lines about moved files; raises ResumeError or SaveError."""
     target = state_folder(run_dir, step)
     steps = ", ".join(str(set_step(folder)) for folder in reversed(committed_sets(run_dir)))
     if not target.is_dir():

@@ -125,10 +125,7 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def restore_tensors(targets: Mapping[str, Tensor], saved: Mapping[str, Tensor], source: Path | str) -> None:
-    """Copy saved values, whole and of any float dtype, into a run's tensors; of a sharded one into this process's rows.
-
-    Raises ResumeError, naming `source`, if names or shapes differ; then nothing is copied.
-    """
+    """Copy saved values into a run's tensors (or its rows of sharded ones); raises ResumeError before any copy."""
     odd = sorted(targets.keys() ^ saved.keys())
     if odd:
         raise ResumeError(
