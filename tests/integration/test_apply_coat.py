@@ -340,13 +340,13 @@ class TestSD3:
         assert all(g.isfinite().all() and g.abs().sum() > 0 for g in gradients)
 
     def test_without_blocks_it_is_refused(self, sd3: nn.Module) -> None:
-        with pytest.raises(ValueError, match="Linear: no entry for this class and no list of blocks"):
+        with pytest.raises(ValueError, match=r"^Linear: .* list of blocks"):
             apply_coat(nn.Linear(16, 16), config())
         sd3.transformer_blocks = nn.Sequential(*sd3.transformer_blocks)
-        with pytest.raises(ValueError, match="SD3Transformer2DModel: has none of the block lists its entry names"):
+        with pytest.raises(ValueError, match=r"^SD3Transformer2DModel: .*transformer_blocks"):
             apply_coat(sd3, config())
         unknown = type("Unknown", (nn.Module,), {})()
-        with pytest.raises(ValueError, match="Unknown: no entry for this class and no list of blocks"):
+        with pytest.raises(ValueError, match=r"^Unknown: .* list of blocks"):
             apply_coat(unknown, config())
 
 

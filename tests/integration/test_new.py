@@ -95,7 +95,6 @@ def test_without_photos_check_asks_for_them(tmp_path: Path, capsys: pytest.Captu
         (["nowhere", "--gpu", "24"], "nowhere: there is no such folder"),
         (["photos", "--gpu", "24"], "photos: has no photos"),
         (["--gpu", "24", "--name", "a/b", "--out", "x.yaml"], "config.name='a/b'"),
-        (["--gpu", "24", "--trigger", "x" * 500], "trigger_word"),
         (["--gpu", "24", "--out", "no/such/x.yaml"], "cannot be written: No such file or directory; give another file"),
         (["--gpu", "nonsense"], "nonsense"),
     ],

@@ -50,7 +50,7 @@ def test_an_explosion_is_doubted_within_the_window_and_ends_the_run() -> None:
             guard.allows_update(step, rng.uniform(1.4, 2.5), 1.0)  # what the mini-FLUX shows at ten times its lr
             doubted.extend([step] if guard.doubt else [])
 
-    with pytest.raises(DeadRunError, match=r"loss of the last 16 steps is .*grown 5\.0-fold .*lower train\.lr") as end:
+    with pytest.raises(DeadRunError, match=r"loss of the last 16 steps is .*grown 5\.0-fold.*lower train\.lr") as end:
         explode()
     assert doubted[0] <= 100 + WINDOW
     assert 90 < end.value.since <= doubted[0]
