@@ -10,15 +10,16 @@ from tests.architecture.sources import ROOT, library_sources
 
 SOURCES = library_sources()
 TEXTS = {source.module: source.path.read_text(encoding="utf-8") for source in SOURCES}
+# goals: 35,000 lines in 210 files, 41.7 characters a line, 350 short functions, 250 called once, 100 records
 LIMITS = {  # lower them when the house has become smaller
-    "lines": 52_100,
-    "files": 310,
-    "characters in 100 lines": 4_400,
-    "functions of four lines or fewer": 870,
-    "private functions called once in their file": 640,
-    "dataclasses and named tuples": 190,
-    "docstring lines": 10_400,
-    "coat: options": 58,
+    "lines": 41_700,
+    "files": 262,
+    "characters in 100 lines": 4_345,
+    "functions of four lines or fewer": 840,
+    "private functions called once in their file": 470,
+    "dataclasses and named tuples": 170,
+    "docstring lines": 5_000,
+    "coat: options": 43,
 }
 
 
@@ -82,5 +83,5 @@ def _lines_below(folder: str) -> int:
 
 
 def test_scripts_and_tests_do_not_grow() -> None:
-    assert _lines_below("scripts") <= 6_600
-    assert _lines_below("tests") <= 47_000
+    assert _lines_below("scripts") <= 4_810
+    assert _lines_below("tests") <= 45_900
