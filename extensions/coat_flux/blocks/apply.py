@@ -46,25 +46,16 @@ def apply_coat(
     device: torch.device | str | None = None,
     trained: Collection[str] = (),
 ) -> CoatReport:
-    """Convert the linears of a diffusion transformer and take over what its blocks keep for backward, in place.
+    """Convert a diffusion transformer's linears and take over what its blocks save for backward, in place.
 
-    Args:
-        model: a diffusion transformer (or UNet), of diffusers or not, that is not wrapped by PEFT yet. Layers that a
-            trainer has already quantized with our backend (attribute `coat_linear_config`) are recognized and
-            configured; those it quantized its own way stay as they are.
-        config: the `coat:` block.
-        allow_recompute: False (the job's `train.gradient_checkpointing: false`) forbids recomputation.
-        device: where the model will run; default: where its parameters are.
-        trained: full names of linears whose weights are trained, without an adapter: those that multiply in FP8 are
-            cast at each use, all others stay as they are.
-
-    Returns:
-        CoatReport; `report.table()` is the start-up table, `report.metadata()` the same for the LoRA's file.
+    `model` is a transformer or UNet, not yet wrapped by PEFT. Linears that a trainer quantized with our backend
+    (attribute `coat_linear_config`) are configured; those it quantized its own way are left alone.
+    `allow_recompute=False` (the job's `train.gradient_checkpointing: false`) forbids recomputation. `trained`
+    names linears whose weights are trained without an adapter: those with FP8 GEMMs are cast at each use.
 
     Raises:
         ConfigError: an include/exclude pattern matches no layer.
-        ValueError: `memory.checkpointing` asks for recomputation that
-            the job forbids, or the model has no blocks.
+        ValueError: `memory.checkpointing` asks for recomputation that the job forbids, or the model has no blocks.
         FallbackError: `fallback: error` and FP8 cannot be used on this device.
     """
     report = CoatReport()
@@ -109,19 +100,10 @@ def apply_coat(
 def convert_weights(
     model: nn.Module, config: COATConfig, device: torch.device, trained: Collection[str] = ()
 ) -> Callable[[str, nn.Module], None] | None:
-    """What `apply_coat` does to a weight, for one linear at a time while a model is loaded.
+    """Return a converter (name, linear) that quantizes weights one by one while a model loads; None if none are stored.
 
-    `apply_coat` finds the linears that were converted and configures them, so that the two together do what it does
-    to a model that was loaded whole.
-
-    Args:
-        model: as `apply_coat` takes it; its weights may be on the meta device.
-        config: the `coat:` block.
-        device: where the model will run.
-        trained: as `apply_coat` takes it.
-
-    Returns:
-        A function of a linear's name and the linear, whose weight is there; None where weights stay as they are.
+    The weights of `model` may be on the meta device. `apply_coat` later recognizes and configures the converted
+    linears.
 
     Raises:
         ConfigError: an include/exclude pattern matches no layer.

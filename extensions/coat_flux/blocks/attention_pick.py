@@ -1,8 +1,7 @@
-"""The attention kernel of a run: each of them is tried and timed at the shape of its first batch.
+"""The attention kernel of a run: each candidate is timed at the shape of the first batch.
 
-A kernel that does not run, or that is not near plain matrix products (`AttentionTrial`), is not taken. The times are
-kept from run to run as `measure` keeps its own, so that two runs of one job take the same kernel; a resumed run takes
-its own where it can. Elsewhere than on a GPU torch chooses.
+A kernel that fails or disagrees with plain matrix products (`AttentionTrial`) is rejected. Times are cached across
+runs like those of `measure`, so that equal jobs use the same kernel. Without a GPU torch chooses.
 """
 
 from __future__ import annotations
@@ -34,11 +33,7 @@ PACKAGES = ("flash-attn", "flash-attn-3", "flash-attn-4")
 
 @dataclass(frozen=True)
 class PickedAttention:
-    """The attention kernel of the run, and why.
-
-    Attributes:
-        milliseconds: of one block's attention, forward and backward, by kernel; empty where nothing was measured.
-    """
+    """The attention kernel of the run, and why; milliseconds per block and kernel, if measured."""
 
     kernel: str  # as `coat_core.ops.attention` names it
     why: str = "torch's choice"  # in words
@@ -59,11 +54,7 @@ class PickedAttention:
 
 
 class AttentionPick:
-    """Chooses once, at the first training pass.
-
-    Attributes:
-        kernel: that is in force on a GPU; None before it is chosen.
-    """
+    """Chooses once, at the first training pass."""
 
     def __init__(self, config: COATConfig) -> None:
         self._forced = None if config.speed.attention == "auto" else config.speed.attention
@@ -76,14 +67,10 @@ class AttentionPick:
         self._kept = kernel
 
     def choose(self, like: Tensor, mask: Tensor | None = None) -> PickedAttention:
-        """Pick, and put the kernel to use.
-
-        Args:
-            like: q [B, H, S, d], its values aside.
-            mask: of this attention, from `additive_mask`; only torch knows which of its kernels are fast with one.
+        """Pick a kernel for q [B, H, S, d] and a mask from `additive_mask`.
 
         Raises:
-            RuntimeError: the kernel that the config names cannot be used.
+            RuntimeError: the configured kernel cannot be used.
         """
         use_kernel(None)
         own = chosen_kernel(like, like, like, mask)

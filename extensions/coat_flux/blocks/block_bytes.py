@@ -40,11 +40,7 @@ ATTENTION_IN_BF16 = 4 * (BF16_INPUT - FP8_INPUT)  # more bytes per element, of q
 
 @dataclass(frozen=True)
 class UnknownBlock:
-    """A block whose kept tensors nobody listed: its bytes are those that were measured per element of hidden states.
-
-    Attributes:
-        fused: bytes per element that the fused flow keeps, attention in FP8; 0 where it has none, or nobody knows.
-    """
+    """A block without a list of saved tensors: its bytes are measured per element of hidden states."""
 
     kind: str  # name of its class
     elements: int  # of hidden states in the largest micro-batch
@@ -65,12 +61,7 @@ class UnknownBlock:
 
 
 def read_blocks(modules: Iterable[nn.Module], args: tuple[Any, ...], elements: int) -> tuple[Block | UnknownBlock, ...]:
-    """Describe blocks with their adapters, in forward order.
-
-    Args:
-        args: what the first one is called with; empty before that is known.
-        elements: of hidden states, for blocks whose kept tensors nobody listed.
-    """
+    """Describe blocks with their adapters, in forward order; `args` are those of the first block's call, if known."""
     trained = any(isinstance(x, Tensor) and x.requires_grad for x in args[:2])
     embedding = len(args) > 2 and isinstance(args[2], Tensor) and args[2].requires_grad
     found: list[Block | UnknownBlock] = []
@@ -116,11 +107,7 @@ class Moment(NamedTuple):
 
 
 def largest_moment(blocks: Sequence[BlockBytes], recomputed: Iterable[int] = (), accumulates: bool = False) -> Moment:
-    """Find the moment of a step when the blocks need most.
-
-    Args:
-        accumulates: the gradients of an earlier micro-batch are there all along.
-    """
+    """Find the moment of a step when the blocks need most; `accumulates`: earlier gradients are held throughout."""
     chosen = set(recomputed)
     total = sum(block.gradients for block in blocks)
     kept, later, moments = 0, total, [Moment(0, 0, 0)]
@@ -133,13 +120,10 @@ def largest_moment(blocks: Sequence[BlockBytes], recomputed: Iterable[int] = (),
 
 
 def fewest_recomputed(blocks: Sequence[BlockBytes], free: float, accumulates: bool = False) -> list[int]:
-    """Choose the fewest blocks to recompute so that `largest_moment` stays within `free` bytes.
+    """Choose the fewest blocks to recompute so that `largest_moment` stays within `free` bytes, or all.
 
-    Those that save most come first and, among equals, the first ones, so that what a recomputed block needs for a
-    moment is needed when little else is kept. All of them where even that is too much.
-
-    Returns:
-        Indices, ascending.
+    The largest savings come first, then the earliest blocks: their recomputation needs memory when little else is
+    saved.
     """
     order = sorted(range(len(blocks)), key=lambda i: blocks[i].kept - blocks[i].recomputed, reverse=True)
     kept = sum(block.kept for block in blocks)  # at the end of the forward pass, with `count` recomputed

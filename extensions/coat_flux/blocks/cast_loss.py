@@ -1,17 +1,16 @@
-"""How precise one cast to 8 bits was, in four numbers, computed on the device without reading anything back.
+"""How precise one cast to 8 bits was, in four numbers computed on the device without a synchronization.
 
-SQNR of a whole tensor says little about FP8: a scale made just in time stores the largest element exactly, so one
-outlier that drives all others to zero makes the ratio better, not worse. Here it is *local*: the relative noise power
-of each segment of 128 neighbours along the last dimension, averaged over the segments,
+SQNR of a whole tensor says little about FP8: a just-in-time scale stores the largest element exactly, so one
+outlier that drives all others to zero improves the ratio. Here it is *local*, averaged over segments of 128
+neighbours along the last dimension:
 
     sqnr_db = −10·log10( mean over segments of ‖x − x̂‖² / ‖x‖² )
 
-which an outlier cannot hide: a segment that is lost counts as 1. For values of one size it is the SQNR of STYLE's
-table (Gaussian: e4m3 31.5 dB, e5m2 25.5 dB). Segments that are zero do not count. No cast has more noise than signal.
+A lost segment counts as 1, a zero segment not at all. For a Gaussian: e4m3 31.5 dB, e5m2 25.5 dB.
 
-`range_used` is how many of the format's octaves the values ask for, from the largest of a scaling group down to what
-all but 1 % of the nonzero ones exceed: log2(largest / that) / log2(format max / its smallest number). Above 1 the
-format is too short: what is below underflows. (e4m3 has 17.8 octaves, e5m2 31.8; a Gaussian asks for 8 to 9.)
+`range_used` is the share of the format's octaves that a scaling group needs, from its largest value down to the 1
+% quantile of the nonzero ones. Above 1 values underflow. (e4m3 has 17.8 octaves, e5m2 31.8; a Gaussian needs 8 to
+9.)
 """
 
 from __future__ import annotations
@@ -110,10 +109,7 @@ def sampled(x: Tensor, codes: Tensor, scale: Tensor, granularity: Granularity) -
 
 @torch.no_grad()
 def note_weight(module: nn.Module, weight: Tensor, config: FP8LinearConfig) -> None:
-    """Measure a frozen weight [N, K] where it becomes the module's codes: later there is no original to compare with.
-
-    A weight on the meta device, which plans are made with, has nothing to measure.
-    """
+    """Measure a frozen weight [N, K] while the original still exists; weights on the meta device are skipped."""
     if weight.is_meta:
         return
     stored = load_weight(module, config)

@@ -1,8 +1,6 @@
-"""What each block of a model does, decided in one place: `coat-flux plan` and both trainers call `decide`.
+"""What each block of a model does, as a pure function: `coat-flux plan` and both trainers call `decide`.
 
-It is a pure function of the config and of what is given: sizes of blocks and micro-batch, the device, what the budget
-leaves, what was measured, which blocks cannot be fused. `runner.py` gathers what is given and carries the plan out,
-`report.py` puts it into words. Bytes come from `block_bytes`.
+`runner.py` gathers its inputs and carries the plan out, `report.py` describes it. Bytes come from `block_bytes`.
 """
 
 from __future__ import annotations
@@ -30,12 +28,12 @@ NOT_CAPTURED = "only the stand-alone trainer captures steps"
 
 @dataclass(frozen=True)
 class Given:
-    """What a plan rests on, apart from the config; each change of it is a reason to decide again.
+    """Inputs of a plan apart from the config; each change is a reason to decide again.
 
     Attributes:
-        free_bytes: what the budget leaves for a step after all that is held all along; None: there is no limit.
-        attention: the kernel of the fused blocks' attention, and why; None before the first step.
-        recomputed: indices of the blocks that recompute, where it is not the config that says it.
+        free_bytes: the budget minus everything held throughout a step; None: no limit.
+        attention: kernel of the fused blocks' attention, and why; None before the first step.
+        recomputed: indices of recomputed blocks, unless the config decides.
     """
 
     blocks: tuple[Block | UnknownBlock, ...]  # in forward order
@@ -68,9 +66,8 @@ class Given:
 class BlockChoice:
     """What one block does.
 
-    Attributes:
-        flow: "fused" (the written-out passes of `fused/`), "generic" (diffusers' code, saved tensors packed) or
-            "diffusers" (its code alone).
+    `flow` is "fused" (the written-out passes of `fused/`), "generic" (diffusers' code, saved tensors packed) or
+    "diffusers".
     """
 
     recomputed: bool | None  # it is run again in backward; else what it saves is kept. None: decided at the first step
@@ -136,10 +133,7 @@ class BlockPlan:
 
 
 def decide(config: COATConfig, given: Given) -> BlockPlan:
-    """Decide what every block does.
-
-    Before the first step (`given.tokens` is None) sizes are not known: `auto` has not chosen, and nothing is copied.
-    """
+    """Decide what every block does; before the first step (`given.tokens` is None) `auto` has no choice yet."""
     checkpointing = checkpointing_mode(config, given.allow_recompute)
     gemm = candidates(config)[0] if given.picked is None else given.picked.gemm
     sizes: list[BlockBytes] = []
@@ -204,11 +198,7 @@ def checkpointing_mode(config: COATConfig, allow_recompute: bool) -> str:
 
 
 def _streamed(config: COATConfig, given: Given, mode: str, sizes: Sequence[BlockBytes], around: int) -> tuple[int, ...]:
-    """Indices of the blocks whose codes are in host memory.
-
-    `auto` takes the number with which a step takes least time among those that fit; before the first step, and once
-    memory ran out, all of them.
-    """
+    """Indices of blocks with codes in CPU memory. `auto` takes the fastest count that fits, else all."""
     asked, codes, count = config.memory.stream_blocks, given.stream_bytes, len(given.stream_bytes)
     if asked != "auto":
         return spread(count if asked == "all" else min(asked, count), count)
@@ -250,10 +240,7 @@ def _recomputed(
 
 
 def _keeps_transposed(config: COATConfig, given: Given, spare: float) -> bool:
-    """Whether transposed copies of the weights are kept: all of them, or none.
-
-    Recomputing a block costs far more time than a copy saves, so `auto` keeps copies only where no block recomputes.
-    """
+    """Whether all transposed weight copies are kept. `auto`: only if no block recomputes, which costs far more time."""
     mode = config.memory.transposed_weights
     if given.tokens is None or given.device != "cuda" or mode == "never" or given.without_copies:
         return False

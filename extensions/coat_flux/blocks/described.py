@@ -38,12 +38,7 @@ def modulates(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Block:
-    """One transformer block.
-
-    Attributes:
-        trained_embedding: whether one goes on to the embedding that its modulation is made from, in FLUX.2 to the
-            modulation.
-    """
+    """One transformer block; `trained_embedding`: its modulation's input (in FLUX.2 the modulation) has a gradient."""
 
     kind: str  # of `LINEARS`: "double" (text and image streams) or "single" (both as one), of FLUX.1 or FLUX.2
     hidden: int  # d
@@ -87,11 +82,11 @@ class Block:
 
 
 def read_block(module: Any, trained_input: bool = True) -> Block:
-    """Describe a real FLUX block, with PEFT's or ai-toolkit's adapters on it.
+    """Describe a real FLUX block with PEFT's or ai-toolkit's adapters.
 
     Raises:
-        AttributeError: it is not built as diffusers' is.
-        ValueError: another class, or of a diffusers whose blocks have other arguments; an adapter that is no LoRA.
+        AttributeError: the structure differs from diffusers'.
+        ValueError: another class or diffusers version, or an adapter that is not a LoRA.
     """
     known = read_list(type(module))
     if known is None or not known.kind or not _is_known(type(module)):
@@ -127,11 +122,7 @@ def _rank(linear: Any) -> int:
 
 
 def make_block(block: Block) -> nn.Module:
-    """Diffusers' block of these sizes, on the meta device, without adapters.
-
-    Raises:
-        UserError: the installed diffusers has another block.
-    """
+    """Diffusers' block of these sizes on the meta device, without adapters; UserError if diffusers lacks it."""
     blocks = LISTS[block.kind]
     cls = getattr(importlib.import_module(f"diffusers.models.transformers.{blocks.source}"), blocks.block)
     options = {} if block.kind == "double" else {"mlp_ratio": block.mlp / block.hidden}

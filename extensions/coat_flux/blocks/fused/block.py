@@ -1,11 +1,10 @@
-"""A block as one autograd function: what it is called with, what it saves, and which gradients it writes itself.
+"""A block as one autograd function: its call, its saved tensors and their formats, the gradients it writes itself.
 
-Autograd would hold each tensor that an operator reads, and add up and cut up gradients by kernels of their own. Here a
-block saves what its passes name, the large tensors in FP8, and hands gradients to the kernel that adds them in passing.
+Autograd would hold every tensor an operator reads and accumulate gradients in separate kernels. Here a block saves
+the tensors its passes name, the large ones in FP8, and kernels add gradients as they go.
 
-As leaves of the graph, FLUX.1-dev's 988 adapter matrices take a tenth of a step's host time: a node of each passes
-through autograd's queue. Inside `written_gradients` a block hands autograd one tensor that stands for all of them, and
-adds their gradients to `.grad` itself, as a leaf's node would.
+As leaves of the graph, FLUX.1-dev's 988 adapter matrices cost a tenth of a step's host time: one autograd node
+each. Inside `written_gradients` a block returns one stand-in tensor and adds their gradients to `.grad` itself.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ Rotary = tuple[Tensor, Tensor]
 class Shared(NamedTuple):
     """What the attention of all blocks of a pass shares.
 
-    Attributes:
-        mask: added to q kᵀ / sqrt(d), broadcast to [B, H, S, S], in the dtype of q (`additive_mask`); None without.
+    `mask` (`additive_mask`) is added to q kᵀ / sqrt(d), broadcast to [B, H, S, S], in the dtype of q.
     """
 
     cos: Tensor  # fp32 [S, d] or [B, S, d]
@@ -44,11 +42,7 @@ class Shared(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What a block is called with, whatever model it is in.
-
-    Attributes:
-        temb: [B, D] that the block's own modulations are made from; None where the model hands in their vectors.
-    """
+    """A block's inputs in any model; `temb` [B, D] feeds its own modulations, None if the model passes in vectors."""
 
     image: Tensor  # [B, S, D]
     text: Tensor | None  # [B, T, D]; None where `image` has the tokens of both, text first
@@ -118,11 +112,7 @@ class Recomputed(Saving):
 
 
 class Kept:
-    """Collects tensors by name for `ctx.save_for_backward`, and finds them again in backward.
-
-    Attributes:
-        wanted: False saves nothing: no backward pass follows.
-    """
+    """Collects tensors by name for `ctx.save_for_backward` and finds them in backward; `wanted=False` saves nothing."""
 
     def __init__(self, wanted: bool = True) -> None:
         self.wanted = wanted
@@ -152,10 +142,7 @@ class Kept:
         return self._tensors[start] if stop > start else None
 
     def save(self, ctx: Any, watched: Sequence[Tensor]) -> None:
-        """Hand everything to autograd, which watches over in-place changes.
-
-        `watched` are parameters that others hold: to compare their versions is cheaper than to save them.
-        """
+        """Hand everything to autograd, which detects in-place changes; `watched` parameters are compared by version."""
         ctx.save_for_backward(*self._tensors)
         ctx.kept_places, ctx.kept_facts = self._places, self.facts
         ctx.kept_watched = watched, [tensor._version for tensor in watched]
@@ -181,10 +168,10 @@ _STAND_IN = torch.zeros((), requires_grad=True)
 
 @contextmanager
 def written_gradients(on: bool = True) -> Iterator[None]:
-    """Let blocks that are called in here write their adapters' gradients, or not.
+    """Let blocks called in here write their adapters' gradients, for a trainer that reads `.grad` after `backward()`.
 
-    For a trainer that reads `.grad` after `backward()`. `torch.autograd.grad` finds no adapter in such a graph, and
-    hooks on an adapter or its leaf, for instance those of DistributedDataParallel, are not called.
+    `torch.autograd.grad` finds no adapter in such a graph, and hooks on adapters (DistributedDataParallel) do not
+    run.
     """
     token = _written.set(on)
     try:
@@ -212,10 +199,10 @@ def returned(count: int, parameters: Sequence[nn.Parameter], grads: Sequence[Ten
 
 
 class WrittenOut(Protocol):
-    """A block whose two passes are written out.
+    """A block with written-out passes.
 
-    `forward` takes the streams and modulations, and which of them have a gradient; it returns the outputs. `backward`
-    returns the gradients of these inputs, as far as they are needed, and those of the parameters.
+    `forward` takes streams, modulations and which of them need gradients. `backward` returns those gradients as
+    far as needed, and the parameters'.
     """
 
     @property

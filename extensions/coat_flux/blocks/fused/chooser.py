@@ -42,11 +42,7 @@ def _reader_of(block: nn.Module) -> Reader:
 
 
 def attention_query(block: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor, Tensor | None]:
-    """Return a tensor like q in the attention of a block [B, H, T + S, d], its values aside, and its mask.
-
-    Raises:
-        NotFusable: it has none, or its reader does not take `args`.
-    """
+    """Return a tensor shaped like q in a block's attention [B, H, T + S, d], and its mask, or raise NotFusable."""
     reader = _reader_of(block)
     call = reader.call(args)
     tokens = call.image.shape[1] + (0 if call.text is None else call.text.shape[1])
@@ -57,11 +53,7 @@ def attention_query(block: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor, Te
 
 
 def check_agreement(fused: FusedBlock, block: nn.Module, args: tuple[Any, ...]) -> None:
-    """Run a block both ways: a diffusers version whose blocks compute something else is noticed at the first step.
-
-    Raises:
-        NotFusable: the outputs differ.
-    """
+    """Run a block both ways, to notice a diffusers version with other arithmetic; NotFusable if the outputs differ."""
     adopted = has_adopted(block)
     difference, largest = relative_difference(fused, block, args), LARGEST_WITH_CODES if adopted else LARGEST_IN_FP8
     if not adopted and difference <= largest:
@@ -83,13 +75,11 @@ def relative_difference(fused: FusedBlock, block: nn.Module, args: tuple[Any, ..
 
 
 class BlockState:
-    """What a trainer may change about blocks and the adapters on them, as one list that is compared.
+    """Everything a trainer may replace in blocks and adapters, as one list to compare.
 
-    Values changed in place are no change: who read a block has the same tensors. Modules are held, so that no other has
-    their identity; tensors are not, so that nothing here keeps codes on a GPU when the model moves to the CPU.
-
-    Args:
-        on_moved: called when a block's buffers were replaced and freed.
+    In-place changes do not count. Modules are referenced, so that their ids stay unique; tensors are not, so that
+    no codes stay on a GPU when the model moves to the CPU. `on_moved` is called after a block's buffers were
+    replaced and freed.
     """
 
     def __init__(self, blocks: Iterable[nn.Module], on_moved: Callable[[], None]) -> None:

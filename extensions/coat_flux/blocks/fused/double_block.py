@@ -1,11 +1,11 @@
-"""A double block, whatever model it is in: a text and an image stream, which meet in their common attention.
+"""A double block of any model: a text and an image stream with joint attention.
 
-Of each stream:
+Each stream:
 
     x = x + gate·linear(out),   q, k, v = linears(LayerNorm(x)·(1 + scale) + shift)
     x = x + gate·linear(act(linear(LayerNorm(x)·(1 + scale) + shift)))
 
-Of text that a model does not need behind its last block, only q, k and v are made there (`LastStream`).
+In a model's last block, unused text output stops at q, k and v (`LastStream`).
 """
 
 from __future__ import annotations
@@ -122,11 +122,10 @@ class DoubleBlock:
 
 
 class RestGradients(NamedTuple):
-    """What `Stream.rest_backward` returns.
+    """Result of `Stream.rest_backward`.
 
-    Attributes:
-        modulation: of attention's gate, of the MLP's shift and scale [B, 2, D], and of its gate, in fp32, as far as the
-            stream has them; None where they are not trained.
+    `modulation`: fp32 gradients of attention's gate, the MLP's shift and scale [B, 2, D], and its gate; None if
+    not trained.
     """
 
     dx: Tensor  # of the stream before attention's projection is added [B, S_i, D]
@@ -137,11 +136,7 @@ class RestGradients(NamedTuple):
 
 @dataclass(frozen=True)
 class Stream:
-    """One of a double block's two streams.
-
-    Attributes:
-        modulation: makes shift, scale and gate of attention, then of the MLP; None where the model hands them in.
-    """
+    """One of a double block's two streams; `modulation` is None if the model passes in shift, scale and gate."""
 
     modulation: Modulation | None
     inputs: NormLinears  # to q, k and v

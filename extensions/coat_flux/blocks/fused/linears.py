@@ -1,6 +1,6 @@
-"""Frozen linears with LoRA adapters, forward and backward apart, for the blocks of this package.
+"""Frozen linears with LoRA adapters, forward and backward apart.
 
-Linears that read the same x go together: their FP8 weights become one matrix, x is quantized once, and all their
+Linears that read the same x form a group: their FP8 weights become one matrix, x is quantized once, and all their
 adapters share one down-projection.
 
     h  = s · x Dᵀ                        D: every A · factor, one above the other
@@ -8,19 +8,18 @@ adapters share one down-projection.
     dx = dy W  (+ dh D)                  dh_i = s · dy_i U_i
     dA = factor · dhᵀ x,  dB = dy_iᵀ h_i
 
-s is 1, or the strength of the row's image where images have different ones. Adapters multiply in the dtype of y (their
-own precision is the optimizer's). What is in parentheses is left to whoever reads y or dx: kernels add it while they
-read (`h`, `U` and `dh`, `D` are their arguments), others call `complete`.
+s is 1, or the adapter strength of the row's image. Adapters multiply in the dtype of y. The terms in parentheses
+are left to the kernels that read y or dx (arguments `h`, `U` and `dh`, `D`); others call `complete`.
 
-Each joined linear's own weight becomes a view of the matrix, so nothing is in memory twice; weights that moved apart
-again are joined where they are next read. One GEMM then makes the gradient of x: its K is all their outputs, so it is
-summed in fp32 and written once. What ai-toolkit quantized its own way multiplies its own way, each linear by itself.
+Each joined weight becomes a view of the matrix, so nothing is stored twice; weights that were moved apart are
+joined again at the next read. One GEMM then makes dx: summed in fp32 over all outputs and rounded once. Linears
+that ai-toolkit quantized its own way multiply separately.
 
-LoRA matrices are kept in fp32 and multiply in bf16. Cast where they are used, that is 2,500 small kernels a step of
-FLUX.1-dev; one buffer for all of them (`AdapterCopies`) is filled by nine.
+LoRA matrices are fp32 and multiply in bf16. Casts at each use would be 2,500 small kernels per step of FLUX.1-dev;
+one shared buffer (`AdapterCopies`) takes nine.
 
 Shapes: x [..., K], y [..., ΣN], W [N, K], A [r, K], B [N, r], h [..., n·r] with r columns for each of n linears, D
-[n·r, K], U [ΣN, r]; r is the largest rank of a group, smaller ones are filled up with zeros.
+[n·r, K], U [ΣN, r]; r is the largest rank of a group, smaller ones are zero-padded.
 """
 
 from __future__ import annotations
@@ -71,11 +70,7 @@ class NotFusable(Exception):
 
 @dataclass(frozen=True)
 class FrozenLinear:
-    """The base: an FP8 linear of ours, in either trainer's shape, or a plain frozen nn.Linear; or several as one.
-
-    Attributes:
-        config: how it multiplies; None for a plain nn.Linear. Values with a config are quantized at each use.
-    """
+    """The base: one of our FP8 linears, a plain frozen nn.Linear (`config` None), or several as one."""
 
     weight: StoredWeight | Tensor  # W [N, K] as it is stored, or its values
     bias: Tensor | None  # [N] or None
@@ -200,10 +195,7 @@ def _join(modules: Sequence[Any], bases: Sequence[Any]) -> FrozenLinear:
 
 
 def join_buffers(modules: Sequence[nn.Module], name: str, dim: int) -> Tensor | None:
-    """Return the two-dimensional buffers of that name as one along `dim`, each module's a view of it.
-
-    None where a module has none.
-    """
+    """Return the modules' 2D buffers of that name as one along `dim`, each a view of it; None if one is missing."""
     parts = [module._buffers.get(name) for module in modules]
     if any(part is None for part in parts):
         return None
@@ -268,11 +260,7 @@ class LowRank(NamedTuple):
 
 @dataclass(frozen=True)
 class LinearGroup:
-    """Linears that read the same x, with their adapters.
-
-    Attributes:
-        parts: widths of what readers of y cut it into, where linears make several at once (q, k and v); else `widths`.
-    """
+    """Linears that read the same x, with their adapters; `parts`: widths of y's columns if outputs are fused."""
 
     bases: tuple[FrozenLinear | AdoptedLinear, ...]  # one for all where their weights are joined, else one of each
     widths: tuple[int, ...]  # N of each linear
@@ -327,15 +315,10 @@ class LinearGroup:
     def forward(
         self, x: Tensor, quantized: Quantized | None, product: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Multiply by the weights, and x by D.
+        """Return y [..., ΣN] without the adapters' part, and h (None without adapters).
 
-        Args:
-            x: [..., K]; where both of the next are given, anything of its dtype.
-            quantized: x in FP8 by `input_spec`, or None.
-            product: x Dᵀ [..., n·r], where the maker of x has it.
-
-        Returns:
-            y [..., ΣN] without the adapters' part, and h; None without adapters.
+        `quantized` is x [..., K] in FP8 by `input_spec`, `product` x Dᵀ [..., n·r]; with both, only the dtype of x
+        matters.
         """
         outputs = [base.forward(x, quantized if base.input_spec else None) for base in self.bases]
         y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
@@ -369,7 +352,7 @@ class LinearGroup:
     ) -> tuple[Tensor | None, list[Tensor]]:
         """Return dh [..., n·r] in the dtype of h, and [dA, dB] of each adapter in turn, for dy [..., ΣN].
 
-        `down_gradient` makes dhᵀ x [n·r, K] of dh, in the dtype of the matrices.
+        `down_gradient` computes dhᵀ x [n·r, K] from dh, in the dtype of the matrices.
         """
         if h is None:
             return None, []
@@ -427,7 +410,7 @@ class LinearGroup:
         return Copies(_cat(downs, dim=0).to(dtype), _cat(ups, dim=0).to(dtype))
 
     def _times_strengths(self, h: Tensor) -> Tensor:
-        """Return h [images, ..., n·r], or dh, with the rows of each image times its strength, in fp32.
+        """Scale the rows of each image in h or dh [images, ..., n·r] by its strength, in fp32.
 
         With more images than strengths (guidance doubles the batch) neighbours share one, as in ai-toolkit.
         """
@@ -458,14 +441,10 @@ def times_factors(matrix: Tensor, adapter: PlainAdapter) -> Tensor:
 
 
 def read_group(modules: Sequence[Any], join: bool, parts: tuple[int, ...] = ()) -> LinearGroup:
-    """Read linears of a block that read the same x, with whatever LoRA sits on them.
-
-    Args:
-        join: make their FP8 weights one matrix, of which theirs become views; False leaves them where they are.
+    """Read a block's linears that share x, with their LoRAs; `join` makes their FP8 weights views of one matrix.
 
     Raises:
-        NotFusable: one is trained itself, quantized by someone unknown, or its adapter is more than two matrices; or
-            they do not go together.
+        NotFusable: a trained or unknown linear, an adapter beyond two matrices, or linears that do not match.
     """
     try:
         plain = [plain_adapters(module) for module in modules]
@@ -491,11 +470,7 @@ def read_linear(module: Any) -> LinearGroup:
 
 
 class AdapterCopies:
-    """Copies of the matrices of all adapters of fused blocks, which `LinearGroup.copies` returns in their place.
-
-    They are in one buffer: D = [A₁·f₁; A₂·f₂; …] of the linears that read one x, then U = [B₁; B₂; …]; then those of
-    the next x.
-    """
+    """bf16 copies of all fused blocks' adapter matrices in one buffer (`LinearGroup.copies`)."""
 
     def __init__(self, blocks: Sequence[Any], dtype: torch.dtype) -> None:
         self.dtype = dtype
