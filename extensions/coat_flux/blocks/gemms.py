@@ -1,12 +1,9 @@
-"""How the linears of blocks multiply, changed while the model runs: their GEMMs, and transposed copies of weights.
+"""How the blocks' linears multiply, changed while the model runs: their GEMMs, and transposed copies of weights.
 
-`memory.transposed_weights`: a second, transposed copy of FP8 weights, so that dgrad need not make one at each use.
-
-Of trained weights it is their codes, which are cast again at each use where they are not kept until the next update.
-
-Tensor cores of sm_89 and sm_90 multiply by W along its rows only. A copy costs one byte per weight (8.6 GB for
-FLUX.1-dev) and saves a transposition of each weight in each step, a few percent of the time. Recomputing a block costs
-far more, so `auto` keeps copies only where no block recomputes and all of them fit.
+`memory.transposed_weights`: tensor cores of sm_89 and sm_90 read W along its rows only, so dgrad transposes it at
+each use. A second, transposed copy of the codes saves a few percent of the time for one byte per weight (8.6 GB
+for FLUX.1-dev). Recomputing a block costs far more, so `auto` keeps copies only if no block recomputes and all
+fit. For trained weights the codes themselves are kept until the next update.
 """
 
 from __future__ import annotations
@@ -40,11 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 def config_for(device: torch.device, config: COATConfig) -> COATConfig:
-    """Return the `coat:` block as it is run on this device: `fallback: int8` is INT8 where nothing multiplies FP8.
-
-    Weights that a product reads as stored are made once, so this is asked before the first is; asked again, it changes
-    nothing.
-    """
+    """Return the config in force on this device: `fallback: int8` becomes INT8 if it has no FP8 GEMM. Idempotent."""
     stores = config.enabled and config.weight.use_fp8 and config.activation.use_fp8
     if not stores or config.fallback != INT8.name or config.weight.format not in FORMATS:
         return config
@@ -73,11 +66,7 @@ class BlockGemms:
         self._linears = [(module, name) for module, name in self._linears if id(module) not in ids]
 
     def set(self, gemm: str) -> None:
-        """Let them multiply with another scaling of their input, or in bf16; adapters keep their inputs accordingly.
-
-        Args:
-            gemm: of `execution.GEMMS`, or the config's own scaling.
-        """
+        """Switch to a GEMM of `execution.GEMMS`, or the config's own scaling; adapters save their inputs to match."""
         scaling = self._asked.input_granularity if gemm == "bf16" else gemm
         for module, name in self._linears:
             own: FP8LinearConfig = getattr(module, name)

@@ -37,11 +37,7 @@ class HeldParts:
         self._owners: list[tuple[str, weakref.ref[Any], TensorsOf]] = []
 
     def add(self, part: str, owner: Any, tensors: TensorsOf) -> None:
-        """Count the tensors of `owner`, as long as it lives, under `part`.
-
-        Raises:
-            ValueError: unknown part.
-        """
+        """Count the tensors of `owner`, as long as it lives, under `part`; ValueError for an unknown part."""
         if part not in PARTS:
             raise ValueError(f"part={part!r}: must be one of {', '.join(PARTS)}")
         self._owners.append((part, weakref.ref(owner), tensors))
@@ -122,11 +118,7 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 class AsOnGPU(TorchFunctionMode):
-    """Runs attention and RMSNorm on the meta device as a GPU's kernels do: with nothing made or kept in between.
-
-    Args:
-        whole: False leaves RMSNorm and dropout what they are on a CPU, several operators.
-    """
+    """Runs attention and RMSNorm (unless `whole` is False) on the meta device as a GPU's single kernels do."""
 
     def __init__(self, whole: bool = True) -> None:
         super().__init__()
@@ -163,13 +155,9 @@ class _RMSNorm(torch.autograd.Function):
 
 @torch.no_grad()
 def largest_held(run: Callable[[], Any]) -> int:
-    """Return the most bytes that the tensors made by `run` take at one moment.
+    """Return the peak bytes of tensors allocated by `run`, which calls a module on the meta device.
 
-    Meta tensors have shapes and lifetimes but no memory, so real classes run at full size in a moment, on any machine.
-    Counted is what torch would allocate; what a convolution or matrix library takes for itself is not.
-
-    Args:
-        run: calls a module on the meta device, with inputs it makes itself.
+    Real classes run at full size on any machine; workspaces of convolution and matrix libraries are not counted.
     """
     with AsOnGPU(), HeldTensors() as held:
         run()

@@ -1,8 +1,8 @@
-"""Takes over the call of each block, whatever model it is in and however that model would recompute it.
+"""Takes over each block's call in any model, whatever recomputation the model does itself.
 
-A block's `forward` is replaced on the instance, so that a call reaches the runner from diffusers' models, ai-toolkit's
-own and any other, by position or by keyword. Two checkpoints around one block would displace each other's hooks on
-saved tensors: what a model does by itself is switched off, and stays off when its trainer asks for it again later.
+`forward` is replaced on the instance, so calls from diffusers, ai-toolkit and others arrive by position or
+keyword. Two checkpoints around one block would displace each other's saved-tensor hooks, so the model's own is
+switched off for good.
 """
 
 from __future__ import annotations
@@ -27,15 +27,12 @@ _compiler = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lamb
 
 
 class BlockHook:
-    """Stands in place of a block's forward: while gradients are recorded, `run` is called instead.
+    """Replaces a block's forward: while gradients are recorded, `run(block, *args, **kwargs)` is called instead.
 
     Args:
-        run: called as `run(block, *args, **kwargs)`; its arguments are by position as far as forward names them.
-        on_host: called with the block where a checkpoint of the model's own is around the call: it runs as it is.
-        ready: called with the block before it runs, also where no gradients are recorded.
-
-    Attributes:
-        before: a forward of the instance that was there; None where it was the class's.
+        run: receives arguments by position as far as forward names them.
+        on_host: called with a block inside a checkpoint of its model, which then runs unchanged.
+        ready: called with the block before it runs, also without gradients.
     """
 
     def __init__(
@@ -131,16 +128,12 @@ def _stay_off(*_: Any, **__: Any) -> None:
 
 
 def check_reached(names: Sequence[str], ran: Mapping[int, str], *, strict: bool) -> None:
-    """After a step: warn of what it did not bring to the runner.
+    """After the first step, warn of blocks that the runner did not get (`ran`: as in `BlockRunner`).
 
-    Whole lists may belong to a part of the model that other steps use, as Wan 2.2's second transformer.
-
-    Args:
-        ran: index → how it ran, as `BlockRunner.ran`.
-        strict: refuse what is left out of a list of which some blocks were brought.
+    A whole list may belong to another part of the model, such as Wan 2.2's second transformer.
 
     Raises:
-        RuntimeError: no block was brought to it; or as `strict` has it.
+        RuntimeError: no block arrived, or with `strict` only some of a list.
     """
     lists: dict[str, list[str | None]] = {}
     for i, name in enumerate(names):

@@ -37,12 +37,7 @@ def shared_rows(
 ) -> list[TableRow]:
     """Return asked, got and why of what all blocks share: GEMMs, kernels, saved tensors, attention and so on.
 
-    They are made each time they are read: before the first step they say what it will decide, after it what it did.
-    They hold no measured number, so that runs that are the same have the same metadata; the log has those.
-
-    Args:
-        plan: of the model's blocks, as it is now.
-        ran: how each block ran that did, as `BlockRunner.ran`.
+    The rows hold no measured number, so equal runs have equal metadata. `ran`: as in `BlockRunner`.
     """
     gemms, saved = _gemms(plan, config, device), _saved(plan, config, ran)
     gemms = gemms._replace(got=OWN_PRODUCTS, why=QUANTIZED) if own else gemms
@@ -95,11 +90,7 @@ def treatments(plan: BlockPlan, ran: Mapping[int, str] | None = None) -> Counter
 
 
 def generic_cost(config: COATConfig, given: Given, block: nn.Module, args: tuple[Any, ...]) -> str:
-    """What the generic flow keeps of a block in place of the fused one; empty where that is unknown.
-
-    Args:
-        args: what it is called with: image and text first.
-    """
+    """What the generic flow saves of a block instead of the fused one; empty if unknown."""
     if len(args) < 2 or not isinstance(args[1], Tensor):
         return ""
     (described,) = read_blocks([block], args, 0)

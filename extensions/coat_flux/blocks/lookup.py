@@ -18,7 +18,7 @@ MATRICES = (".lora_A.", ".lora_B.", ".lora_down.", ".lora_up.")  # in names of p
 
 
 def family_of(model: nn.Module) -> Family:
-    """The family of this model's class, or a cautious one: what is in the model's outermost lists with linears.
+    """The family of this model's class, or for an unknown one a cautious family of its outermost lists with linears.
 
     Raises:
         ValueError: the class is unknown and the model has no block list.
@@ -41,11 +41,7 @@ def family_of(model: nn.Module) -> Family:
 
 
 def listed_blocks(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Module]:
-    """Full name → block, in forward order: the items of the module lists whose names match.
-
-    Raises:
-        ValueError: no module list matches.
-    """
+    """Full name → block, in forward order, from the matching module lists; ValueError if none matches."""
     blocks = {
         f"{name}.{i}": block
         for pattern in patterns
@@ -94,9 +90,9 @@ def target_names(
 
 
 def trained_names(parameters: Iterable[str], include: Sequence[str], exclude: Sequence[str]) -> list[str]:
-    """Those of the parameters' full names that full fine-tuning trains, in their order.
+    """Names of the parameters that full fine-tuning trains, in order.
 
-    `coat.include` and `coat.exclude` are fnmatch patterns over names of parameters and of the modules that hold them.
+    `include` and `exclude` are fnmatch patterns over names of parameters and their modules.
 
     Raises:
         ConfigError: a pattern matches nothing, or nothing is left to train.
@@ -130,11 +126,7 @@ for _family in FAMILIES.values():
 
 @functools.cache
 def read_list(kind: type[nn.Module]) -> BlockList | None:
-    """What is known of blocks of a class that has a reader; None of others.
-
-    Outside of diffusers several models have classes of one name: only one with the arguments that a reader knows is its
-    own.
-    """
+    """The entry of a block class that has a reader, else None. Arguments must match as well."""
     found = READ_BLOCKS.get(kind.__name__, [])
     for each in found:
         if each.reader is not None and each.reader.arguments == argument_names(kind):

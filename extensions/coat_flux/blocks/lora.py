@@ -1,17 +1,12 @@
-"""Make every LoRA adapter keep its input as FP8, shared with the FP8 base linear that reads the same x.
+"""Make every LoRA adapter save its input as FP8, shared with the FP8 base linear that reads the same x.
 
-Two trainers, two shapes of adapter:
+  * PEFT: a layer with `base_layer`, `lora_A` and `lora_B` (module dicts by adapter name), around the base linear;
+  * ai-toolkit: a module with `lora_down`, `lora_up` and `org_module` (a list) or `orig_module_ref`, which replaces
+    the base linear's forward.
 
-* PEFT: a layer with `base_layer`, `lora_A` and `lora_B` (module dicts by adapter name), around the base linear;
-* ai-toolkit: a module with `lora_down`, `lora_up` and `org_module` (a list) or `orig_module_ref`, next to the base
-  linear, whose forward it has replaced.
-
-In both, base linear and down projection are called one after the other with the same x (possibly cast in between).
-
-The fused flow reads a linear with its adapters as plain matrices, y = base(x) + Σ (x Aᵀ)·factor·strength Bᵀ
-(`plain_adapters`). ai-toolkit gives each image of a batch its own strength (a dataset's `network_weight`). What is more
-than matrices (dropout, DoRA, LoKr, a merged LoRA) is refused with its reason, so that the caller can run the module as
-it is instead.
+In both, base linear and down projection run in turn on the same x (possibly cast in between). The fused flow reads
+them as plain matrices, y = base(x) + Σ (x Aᵀ)·factor·strength Bᵀ (`plain_adapters`), with ai-toolkit's strength
+per image (a dataset's `network_weight`). Dropout, DoRA, LoKr or a merged LoRA is refused with its reason.
 """
 
 from __future__ import annotations
@@ -39,11 +34,7 @@ DROPOUT = "LoRA dropout"  # why a linear with an adapter cannot be fused
 
 @dataclass
 class LoraReport:
-    """Result of `attach_lora`, by adapter name.
-
-    Attributes:
-        own: adapters that keep an FP8 x of their own (base not converted, dropout before the down projection, DoRA).
-    """
+    """Result of `attach_lora`, by adapter name; `own`: adapters that save an FP8 x of their own."""
 
     shared: list[str] = field(default_factory=list)  # adapters that keep the FP8 x of their base linear
     own: list[str] = field(default_factory=list)
@@ -58,14 +49,9 @@ class LoraReport:
 
 
 def attach_lora(root: nn.Module, config: COATConfig) -> LoraReport:
-    """Convert the down projections of all adapters below `root`, in place.
+    """Convert the down projections of all adapters in a PEFT model or ai-toolkit's LoRA network, in place.
 
-    Args:
-        root: a PEFT-wrapped model, or ai-toolkit's LoRA network.
-        config: the `coat:` block; with `enabled` or `activation.use_fp8` off nothing is changed.
-
-    Returns:
-        LoraReport.
+    With `enabled` or `activation.use_fp8` off nothing is changed.
 
     Raises:
         ValueError: COAT is on and there is no adapter below `root`.
@@ -125,9 +111,8 @@ class NotPlain(Exception):
 class PlainAdapter:
     """One adapter's matrices.
 
-    Attributes:
-        strengths: [images], multiplies the rows of x Aᵀ image by image; None where all images have the same.
-        copies: what `AdapterCopies` holds of this adapter and the others that read the same x, if it is the first.
+    `strengths` [images] scale the rows of x Aᵀ image by image; None if equal. `copies`: of its group, on the first
+    adapter.
     """
 
     down: nn.Parameter  # A [r, K]
@@ -138,16 +123,10 @@ class PlainAdapter:
 
 
 def plain_adapters(module: Any) -> tuple[nn.Module, tuple[PlainAdapter, ...]]:
-    """Return the base linear and its active adapters.
-
-    Args:
-        module: a linear, a PEFT layer around one, or a linear whose `forward` is an ai-toolkit LoRA module's.
-
-    Returns:
-        (base linear, adapters); no adapters where they are switched off.
+    """Return the base linear and its active adapters, for a linear, a PEFT layer or a linear with ai-toolkit's LoRA.
 
     Raises:
-        NotPlain: it is none of these, or does more.
+        NotPlain: none of these, or more than plain matrices.
     """
     if hasattr(module, "base_layer"):
         base, below = plain_adapters(module.base_layer)
@@ -215,10 +194,9 @@ def _of_toolkit(lora: Any) -> tuple[PlainAdapter, ...]:
 
 
 def _strength_of(network: Any) -> tuple[float | Tensor, Tensor | None]:
-    """The strength of ai-toolkit's network as one factor, and as one per image where images differ.
+    """The strength of ai-toolkit's network as one factor, and as one per image where they differ.
 
-    The trainer sets a list with one entry per image at every step, mostly of equal numbers. The list is compared here,
-    not the tensor made from it: that would wait for the GPU, for every adapter of every block.
+    The trainer's list is compared, not its tensor: that would synchronize for every adapter of every block.
     """
     given = network._multiplier
     entries = given if isinstance(given, list) else [given]

@@ -3,11 +3,9 @@
     per_tensor, per_row    FP8
     bf16                   the FP8 weight dequantized at each use
 
-A scaling may become finer than asked for, never coarser. With each candidate one block of each kind runs forward and
-backward on detached copies of the first batch; no gradient, random state or saved tensor of the run is touched. Seconds
-are weighted by how many blocks of a kind there are. The answer is kept from run to run in one small JSON file
-per user (one that cannot be read or written costs a measurement, nothing else), and under several processes the first
-one's answer counts for all.
+One block of each kind runs forward and backward with each candidate on detached copies of the first batch,
+weighted by the number of such blocks; the run's gradients and random state are untouched. Results are cached in a
+small JSON file per user, and the first process's answer counts for all.
 """
 
 from __future__ import annotations
@@ -46,11 +44,7 @@ WARM_UP, REPEATS = 2, 5
 
 
 class PickedGemm(NamedTuple):
-    """How the blocks' linears multiply, as the first step picked it, and why.
-
-    Attributes:
-        milliseconds: of all blocks, forward and backward, by candidate; empty where nothing was measured.
-    """
+    """The GEMM of the blocks' linears, and why; milliseconds of all blocks by candidate, if measured."""
 
     gemm: str  # of `GEMMS`, or the config's own scaling
     milliseconds: Mapping[str, float]
@@ -70,12 +64,7 @@ def candidates(config: COATConfig) -> tuple[str, ...]:
 
 
 class GemmPick:
-    """Chooses at the first forward pass.
-
-    Args:
-        blocks: full name → block; kinds are classes.
-        form_of: block → what runs it as a training step would, with its linears as they are now.
-    """
+    """Chooses at the first forward pass; `form_of` returns what runs a block in a training step."""
 
     def __init__(
         self,
@@ -89,11 +78,7 @@ class GemmPick:
         self._resumed: str | None = None
 
     def keep(self, gemm: str) -> None:
-        """Take the GEMM of the run being resumed instead of measuring: another one rounds otherwise.
-
-        Args:
-            gemm: of that run; one that the config no longer allows is logged and not taken.
-        """
+        """Reuse the GEMM of the resumed run, for equal rounding; one that the config forbids is logged and ignored."""
         if gemm in self._candidates:
             self._resumed = gemm
         else:
@@ -104,11 +89,7 @@ class GemmPick:
         self._gemms.leave_out(linears)
 
     def choose(self, args: tuple[Any, ...]) -> PickedGemm:
-        """Pick, and set the blocks' linears to the GEMM that was picked.
-
-        Args:
-            args: what the first block is about to be called with.
-        """
+        """Pick a GEMM by the first block's coming `args`, and set the blocks' linears to it."""
         if self._resumed is not None:
             picked = PickedGemm(self._resumed, {}, "that of the resumed run")
         else:

@@ -1,11 +1,10 @@
-"""Which blocks have their codes in host memory, weighed against recomputation by modelled time.
+"""Which blocks have their codes in CPU memory, weighed against recomputation by modelled time.
 
-    copied        the codes of every streamed block cross the bus in the forward pass and again in the backward pass,
-                  while other blocks multiply: only what takes longer than that costs time
+    copied        a streamed block's codes cross the bus in forward and backward, overlapped with other blocks
     recomputed    one more forward pass of the block, during which codes can be copied too
 
-The rates are those of an RTX 4090 with PCIe 4.0 x16; by their ratio cards differ little: a 4060 Ti's is half of it, a
-5090's a third below.
+The rates are those of an RTX 4090 with PCIe 4.0 x16; their ratio is half of it on a 4060 Ti, a third below on a
+5090.
 """
 
 from __future__ import annotations
@@ -41,11 +40,7 @@ def slot_bytes(codes: Sequence[int], streamed: Collection[int]) -> int:
 def pass_seconds(
     blocks: Sequence[Block | UnknownBlock], tokens: Tokens, codes: Sequence[int]
 ) -> list[tuple[float, float]]:
-    """Return how long each block takes, forward and backward, by the rates of this module.
-
-    Args:
-        codes: bytes of each block's codes; a block that nobody described takes as long as these take to copy.
-    """
+    """Return each block's seconds, forward and backward; unknown blocks take as long as their codes' copy."""
     return [_seconds(block, tokens, size) for block, size in zip(blocks, codes, strict=True)]
 
 
@@ -60,10 +55,7 @@ def extra_seconds(
 
 
 def products(block: Block, tokens: Tokens) -> int:
-    """Operations of a block's frozen weights.
-
-    A token passes q, k, v, the projection and the MLP once, in any kind of block; modulation is one row.
-    """
+    """Operations of a block's frozen weights; modulation is one row."""
     return 2 * tokens.rows * block.weights_per_row
 
 

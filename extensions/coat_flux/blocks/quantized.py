@@ -1,10 +1,9 @@
-"""Linears that ai-toolkit quantized its own way (with its own code, quanto or torchao), which stay as they are.
+"""Linears that ai-toolkit quantized its own way (its own code, quanto or torchao).
 
-    y  = their own forward, as they run in training
+    y  = their own forward in training
     dx = dy W          W dequantized at each use, in the basis of x: rotations and scales of x folded in
 
-Their own backward is this product, too, straight through what they do to x, but most of them keep the dequantized W
-for it. Here nothing is kept, in the fused flow as in the generic one.
+Their own backward is the same product, but most of them save the dequantized W for it. Here nothing is saved.
 
 Shapes: x [..., K], W [N, K], y and dy [..., N].
 """
@@ -41,13 +40,10 @@ def quantization_of(module: nn.Module) -> str | None:
 
 
 def adopt(module: Any, config: FP8LinearConfig) -> None:
-    """Let a linear of which `quantization_of` knows keep nothing for backward, and hand x over to its adapter.
+    """Let a quantized linear save nothing for backward, and hand x to its adapter; idempotent but for the config.
 
-    Its class keeps its name, by which ai-toolkit's LoRA finds it. An adapter that is on it already (an accuracy
-    recovery adapter) calls it as it is from now on.
-
-    Args:
-        module: the linear; adopting it again changes the config alone.
+    Its class keeps its name, by which ai-toolkit's LoRA finds it. An accuracy recovery adapter on it keeps
+    working.
     """
     module.coat_input_config = config
     if is_adopted(module):
@@ -75,9 +71,7 @@ def has_adopted(block: nn.Module) -> bool:
 def own_product(module: Any, x: Tensor, trains: bool) -> Tensor:
     """Return y of an adopted linear by its own code, without a graph.
 
-    Args:
-        trains: whether that is part of training: where no gradient of x is asked for, ai-toolkit's linears that
-            quantize x do so only on GPUs that multiply such codes.
+    If not `trains`, ai-toolkit's linears quantize x only on GPUs that multiply such codes.
     """
     y: Tensor = type(module).adopted_from.forward(module, x.detach().requires_grad_(trains))
     return y

@@ -38,13 +38,12 @@ class TableRow(NamedTuple):
 
 @dataclass
 class CoatReport:
-    """Result of `apply_coat`, by full module name. What the first step decides is there from the first step on.
+    """Result of `apply_coat`, by full module name; the first step fills in its own decisions.
 
     Attributes:
         quantized: name → how, for linears that ai-toolkit quantized its own way.
-        why: name → reason, where a layer got less than the config asks for in general.
-        linears: name → the layer, whose GEMM the first step may change.
-        shared: gives the rows on what the blocks share, as it is now.
+        why: name → reason, where a layer got less than the config asks for.
+        shared: returns the current rows on what the blocks share.
     """
 
     asked: str = ""  # what the config asks of a linear of the blocks, in words
@@ -96,10 +95,7 @@ class CoatReport:
         return "\n".join(columns((HEADER, *cells), left=range(len(HEADER))))
 
     def brief(self, width: int = 100, *, shared: bool = False) -> str:
-        """Return a table that fits `width` columns: parts, what they got, and after it what was asked, and why.
-
-        With `shared`, only what the blocks share, which the first step decides.
-        """
+        """Return a table in `width` columns: parts, got, asked, why; with `shared` only what the first step decides."""
         found = self.shared() if shared else self.parts()
         rows = [(f"{row.part} ({row.count})" if row.count else row.part, _in_words(row)) for row in found]
         left = max((len(part) for part, _ in rows), default=0) + 2
@@ -110,11 +106,7 @@ class CoatReport:
         return "\n".join(lines)
 
     def metadata(self) -> dict[str, str]:
-        """Return the table as it is now, flat: `coat.asked.<part>`, `coat.got.<part>`, `coat.why.<part>`.
-
-        A group of layers with several treatments has all of them in `coat.got`, with their counts. There is no
-        `coat.asked` or `coat.why` where there is nothing to report.
-        """
+        """Return the current table, flat: `coat.asked.<part>`, `coat.got.<part>`, `coat.why.<part>`."""
         found: dict[str, list[str]] = {}
         for row in self.parts():
             part = row.part.removesuffix(".*").replace(" ", "_").lower()
@@ -134,12 +126,7 @@ class CoatReport:
 
 
 def describe_linear(linear: FP8LinearConfig, stored: bool, high_precision: bool) -> str:
-    """What a linear does, in words: weight, forward input and backward gradient.
-
-    Args:
-        stored: whether it holds codes instead of a weight.
-        high_precision: whether it multiplies in high precision whatever its config says.
-    """
+    """Describe weight, forward input and backward gradient of a linear; `stored`: it holds codes."""
     weight = f"W {linear.weight_stored_as}" + ("" if stored else " cast at each use")
     if high_precision or not linear.use_fp8_gemm:
         return f"{weight}, high precision GEMM"

@@ -1,14 +1,11 @@
-"""Runs every block as its plan has it: recomputed or kept, fused or not.
+"""Runs every block according to its plan: recomputed or not, fused or not.
 
-Calls reach it through a hook on each block (`hook.py`), so both trainers and all architectures share it.
-
-    a pass begins    blocks are read where a trainer changed them, `decide` is asked where sizes grew, adapters are
-                     copied, modulations made
+    a pass begins    changed blocks are read again, `decide` is asked if sizes grew, adapters are copied,
+                     modulations computed
     a block runs     its fused form, or its own code
 
-What each block does is decided by `decide`, at the first forward pass, when sizes are known, and again only when what
-it rests on changes: a larger batch comes, gradients turn out to be accumulated, a block turns out not to be fusable, or
-memory runs out.
+Calls arrive through `hook.py`. `decide` is asked at the first forward pass, and again if its inputs change: a
+larger batch, accumulated gradients, a block that cannot be fused, or an out-of-memory error.
 """
 
 from __future__ import annotations
@@ -56,13 +53,8 @@ logger = logging.getLogger(__name__)
 class BlockRunner:
     """What is called instead of each block: `runner(block, *args)`.
 
-    Args:
-        blocks: full name → block, in forward order.
-
     Attributes:
-        attention: chooses the kernel of the fused blocks' attention at the first step.
-        ran: how each block ran that did: index → "fused", "own" (its own code) or "host" (in a checkpoint of its
-            model's, where nothing of COAT is).
+        ran: block index → "fused", "own" (its own code) or "host" (in a checkpoint of its model, without COAT).
 
     Raises:
         ValueError: `memory.checkpointing` is all while recomputation is forbidden.
@@ -117,11 +109,7 @@ class BlockRunner:
         allow_recompute: bool,
         device: torch.device | None = None,
     ) -> BlockRunner:
-        """Make the runner for `model` and let it take over the calls of its blocks.
-
-        Args:
-            block_lists: fnmatch patterns of the module lists whose items are its blocks, in forward order.
-            device: where the blocks will run; default: where they are.
+        """Make the runner for `model` and let it take over the calls of the blocks in the matching lists.
 
         Raises:
             ValueError: no module list matches, or as the class.
@@ -175,11 +163,7 @@ class BlockRunner:
             self._pick.keep(gemm)
 
     def multiply_in_bf16(self, linears: Collection[nn.Module]) -> None:
-        """Take linears of the blocks out of FP8 GEMMs for the rest of the run, as `activation.exclude` does.
-
-        Args:
-            linears: with FP8 weights, or trained ones that are cast at each use.
-        """
+        """Take FP8 linears of the blocks out of FP8 GEMMs for the rest of the run, as `activation.exclude` does."""
         if self._pick is not None:
             self._pick.leave_out(linears)
         multiply_in_bf16(linears)
@@ -188,11 +172,7 @@ class BlockRunner:
             drop_transposed(module)
 
     def recompute_more(self) -> str | None:
-        """Where checkpointing is auto, drop the transposed weights, and when they are gone recompute all blocks.
-
-        Returns:
-            A line that says what changed; None where nothing is left.
-        """
+        """Under `auto` drop the transposed weights, then recompute all blocks; return a log line or None."""
         plan = self.plan
         if plan.checkpointing != "auto":
             return None
@@ -247,11 +227,7 @@ class BlockRunner:
             self._decide(picked=picked, picks_later=False)
 
     def share(self, args: tuple[Any, ...]) -> None:
-        """Copy the adapters' matrices as they are now, and make the vectors that modulate blocks.
-
-        Args:
-            args: what the first fused block is about to be called with.
-        """
+        """Copy the adapters' matrices and compute modulation vectors, for the first fused block's coming `args`."""
         if self._plan.shadow_bytes:
             dtype = compute_dtype(args[0])
             if self._copies is None or self._copies.dtype != dtype:
@@ -437,11 +413,7 @@ class BlockRunner:
         self.ran[self._places[block]] = "host"
 
     def check_step(self) -> None:
-        """After the first step: see to it that every block was run here.
-
-        Raises:
-            RuntimeError: none was; or, with `fallback: error`, some of a list were not.
-        """
+        """After the first step, raise RuntimeError if no block ran here, or with `fallback: error` not all."""
         if not self._checked:
             self._checked = True
             check_reached(list(self.blocks), self.ran, strict=self._config.fallback == "error")

@@ -1,16 +1,13 @@
-"""How many bytes a FLUX block keeps for backward, and needs for a moment: counted by running it on the meta device.
+"""The bytes a FLUX block saves for backward, and needs for a moment, counted on the meta device.
 
-Meta tensors have shapes and lifetimes but no memory. diffusers' own block, with FP8 linears and LoRA as a trainer
-attaches them, runs forward and backward through the code that a run takes, in a few hundredths of a second, and every
-storage is counted once. `decide` adds the results up over all blocks.
+diffusers' own block, with FP8 linears and LoRA, runs forward and backward through the real code in a few
+hundredths of a second, and every storage is counted once. `decide` adds up the blocks.
 
-    eager      diffusers' own code: norms, gates, attention and GELU keep high precision, each adapter its own copy of x
+    eager      diffusers' own code: norms, gates, attention and GELU save high precision, each adapter its own x
     generic    the same tensors packed to FP8 (`coat_core.activation.packing`), one FP8 x for all adapters that read it
-    fused      what `fused/` keeps: x, q, k, v, out, MLP before GELU, and where gates are trained their inputs
+    fused      x, q, k, v, out, MLP before GELU, and with trained gates their inputs
 
-A tensor is kept only where a gradient needs it: a block above which nothing is trained keeps nothing of its input, and
-without an adapter on the modulation neither scale nor gate has a gradient. Operators count as a GPU's: what a kernel
-makes for itself is not seen. On a CPU, where some run as several, RMSNorm is counted so.
+A tensor is saved only if a gradient needs it. Operators count as a GPU's; kernels' own workspaces are not seen.
 
 Shapes: rows = batch · tokens; d hidden, F MLP width, r rank. Bytes everywhere.
 """
@@ -63,13 +60,13 @@ class Tokens:
 
 @dataclass(frozen=True)
 class FlowSettings:
-    """How blocks keep what they keep.
+    """How blocks save tensors.
 
     Attributes:
-        fp8_adapters: adapters keep their x in FP8 (`attach_lora`); where the flow is eager, only in recomputed blocks.
-        lora_bytes: of an element of an adapter's x and h outside the fused flow: 4 for fp32 adapters without autocast.
-        cuda: torch's CUDA operators; on a CPU RMSNorm keeps an fp32 copy and LayerNorm its statistics in bf16.
-        fp8_weights: linears hold codes; where not, GEMMs make them at each use, and the generic flow keeps them.
+        fp8_adapters: adapters save x in FP8 (`attach_lora`); in the eager flow only in recomputed blocks.
+        lora_bytes: per element of an adapter's x and h outside the fused flow: 4 for fp32 adapters without autocast.
+        cuda: torch's CUDA operators; on a CPU RMSNorm saves an fp32 copy and LayerNorm its statistics in bf16.
+        fp8_weights: linears hold codes; else GEMMs cast at each use, and the generic flow saves the codes.
     """
 
     flow: str = "fused"  # one of `FLOWS`
@@ -293,10 +290,7 @@ def _module(block: Block, settings: FlowSettings) -> nn.Module:
 
 
 def around_bytes(block: Block, tokens: Tokens, settings: FlowSettings) -> int:
-    """What the model keeps outside its blocks: the last block's output, rotary tables, final norm and prediction.
-
-    Where the model itself is trained, also what final modulation and projection read.
-    """
+    """Bytes saved outside the blocks: the last output, rotary tables, final norm, prediction."""
     length, a = tokens.text + tokens.image, settings.value_bytes
     read = 2 * tokens.batch * tokens.image * block.hidden * a if block.trained else 0
     return tokens.rows * (block.hidden * a + 2 * FP32) + 2 * FP32 * block.head_dim * length + read

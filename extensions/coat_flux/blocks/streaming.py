@@ -1,21 +1,16 @@
-"""Frozen codes of blocks in host memory, copied to the device one block ahead of where they multiply.
+"""Frozen codes of blocks in CPU memory, copied to the device one block ahead of their use.
 
-    host memory    the codes of every streamed block, pinned; nothing is ever written back
+    CPU memory     the codes of every streamed block, pinned; nothing is ever written back
     slots          two buffers on the device, each as large as the largest streamed block; block n has slot n mod 2
     copy stream    while block n runs, the codes of block n + 1 (n - 1 in backward) are copied into the other slot
 
-The buffers of a streamed block's linears are views of its slot from the start and stay the same tensors: only what is
-in them changes. So what was read of a block stays valid, and a step can be a CUDA graph, which holds the copies too.
+The buffers of a streamed block's linears are views of its slot: only their contents change, so readers stay valid
+and a step can be a CUDA graph, copies included. The hook on each block triggers the copies in forward, a hook on
+its outputs in backward. A pass ends with the codes of the next pass's start, unless graphs were captured: a replay
+leaves no record, so each pass then copies everything.
 
-    forward     called by the hook on each block, whether gradients are recorded or not
-    backward    called by a hook on the block's outputs, before anything of the block runs backward or again
-
-A pass ends with the codes that the next one begins with, unless graphs were captured: a replay leaves no note of what
-it copied, so each pass then copies all it needs.
-
-Shared out over processes (`share_out`, as FSDP2 does with weights), each keeps one part of every streamed block's codes
-on its device, and a block's codes are gathered from all of them where they would be copied from host memory. All
-processes then run the same blocks in the same order.
+With `share_out` (FSDP2's scheme) each process holds one part of every streamed block's codes on its device, and
+gathers replace copies. All processes then run the same blocks in the same order.
 
 Source: block swapping of kohya-ss/musubi-tuner (docs/advanced_config.md), host to device only.
 """
@@ -60,10 +55,7 @@ class _View:
 
 @dataclass
 class _Codes:
-    """The codes of one block: its buffers and, while it is streamed, the host memory they are in.
-
-    Shared out, `host` is this process's part, on the device, and `bytes` counts all parts.
-    """
+    """One block's buffers and, while streamed, its CPU memory (shared out: this process's part, on the device)."""
 
     views: list[_View]
     bytes: int
@@ -85,11 +77,7 @@ class _Slot:
 
 
 class StreamedWeights:
-    """Keeps the codes of some blocks in host memory, and has them on the device when they are needed.
-
-    Args:
-        blocks: in forward order; their codes are wherever they were made.
-    """
+    """Keeps the codes of some blocks in CPU memory, and on the device when needed; `blocks` are in forward order."""
 
     def __init__(self, blocks: Sequence[nn.Module], device: torch.device) -> None:
         self._blocks, self._device = list(blocks), device
@@ -154,14 +142,7 @@ class StreamedWeights:
 
     @torch.no_grad()
     def share_out(self, group: Any) -> int:
-        """Keep one part of each streamed block's codes in this process, on the device, and gather them from there.
-
-        Args:
-            group: of processes, in all of which this is called; `torch.distributed`'s.
-
-        Returns:
-            Bytes of this process's parts.
-        """
+        """Keep one part of each streamed block's codes per process of the group, and return its bytes. Collective."""
         processes, rank = dist.get_world_size(group), dist.get_rank(group)
         for index in self._order:
             codes = self._codes[index]
@@ -177,11 +158,7 @@ class StreamedWeights:
         return sum(codes.host.numel() for codes in self._codes if codes.host is not None)
 
     def ready(self, block: nn.Module, backward: bool = False) -> None:
-        """Have the codes of a block in its buffers for all that is queued from here on; the next ones are on their way.
-
-        Args:
-            block: of any kind; nothing happens for one that is not streamed.
-        """
+        """Have a streamed block's codes in its buffers for later queued work, and start copying the next block's."""
         place = self._places.get(block)
         if place is None:
             return
@@ -195,11 +172,7 @@ class StreamedWeights:
             self._fetch(after)
 
     def announce(self, block: nn.Module, outputs: Any) -> None:
-        """Have the codes of a block back before its backward pass begins.
-
-        Args:
-            outputs: what it returned: tensors, or a tuple of them.
-        """
+        """Restore the codes of a block before its backward pass begins, by a hook on its output tensors."""
         place = self._places.get(block)
         if place is None:
             return

@@ -19,13 +19,10 @@ MINI_FLUX = Path(__file__).parent / "files"  # made by scripts/pretrain_mini_flu
 
 
 def make_mini_flux(out_dir: Path | str) -> Path:
-    """Copy the mini-FLUX, or find that it is already there, whole.
+    """Copy the mini-FLUX unless a complete copy is there, and return the absolute path.
 
-    The copy is made next to `out_dir` and renamed, and its marker file says which model it is: what an interrupted run
-    or an older version left behind, or where a file is missing, is copied again.
-
-    Returns:
-        `out_dir` as an absolute path.
+    The copy is made next to `out_dir` and renamed; a marker file names the model, so partial or older copies are
+    replaced.
 
     Raises:
         FileExistsError: `out_dir` exists and was not made here; it is left untouched.

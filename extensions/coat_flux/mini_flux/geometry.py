@@ -32,22 +32,14 @@ def make_flux_dev_geometry(
     seed: int = 0,
     **overrides: Any,
 ) -> FluxTransformer2DModel:
-    """Builds a FLUX.1-dev sized transformer with random weights directly on `device`.
+    """Build a FLUX.1-dev sized transformer with random weights directly on `device`, frozen and in eval mode.
 
-    The module tree is made on the meta device and given memory one module at a time, so nothing beyond the model's own
-    bytes (23.8 GB in bf16) is allocated anywhere, and nothing at all for `device="meta"`.
-
-    Args:
-        device: where the weights are made.
-        dtype: floating dtype of all weights.
-        seed: of the random weights; linears are N(0, 1/fan-in), biases 0, norms 1.
-        **overrides: entries of `FLUX_DEV_TRANSFORMER_CONFIG` to change, e.g. `num_layers=1`.
-
-    Returns:
-        The model in eval mode, all parameters frozen.
+    Modules get memory one at a time, so nothing beyond the model's own bytes (23.8 GB in bf16) is allocated, and
+    nothing on `meta`. Linears are N(0, 1/fan-in), biases 0, norms 1. `overrides` change entries of
+    `FLUX_DEV_TRANSFORMER_CONFIG`, e.g. `num_layers=1`.
 
     Raises:
-        ValueError: for an override that is not part of the geometry.
+        ValueError: an override is not part of the geometry.
     """
     from diffusers import FluxTransformer2DModel
 

@@ -1,7 +1,7 @@
-"""adaLN's linears: a few rows, one for each image, which are kept as they are.
+"""adaLN's linears: one row per image, kept in high precision.
 
-What modulates a block depends on the time step and the prompt alone, so where a forward pass begins that of all blocks
-is made together: the frozen weights one after the other, the adapters of equal shape as one batched product.
+Modulations depend on the time step and the prompt alone, so those of all blocks are computed at the start of a
+forward pass: frozen weights one by one, adapters of equal shape as one batched product.
 """
 
 from __future__ import annotations
@@ -60,11 +60,9 @@ class Modulation:
 
 
 def modulate_ahead(modulations: Sequence[Modulation], temb: Tensor) -> None:
-    """Make the vectors of these modulations, which their next call returns if it is for this temb [B, D].
+    """Compute the vectors that these modulations return if their next call is for this temb [B, D].
 
-    Args:
-        modulations: of blocks that are not recomputed: their graph is built here.
-        temb: without a gradient, else nothing is done.
+    Only for blocks that are not recomputed, since the graph is built here, and a temb without a gradient.
     """
     groups: dict[Any, list[Modulation]] = {}
     if not temb.requires_grad:

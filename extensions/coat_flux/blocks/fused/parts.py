@@ -1,16 +1,16 @@
-"""The parts that blocks are put together from: norm and linears, attention, a linear with its gate; each way both ways.
+"""The parts of fused blocks, forward and backward: norm and linears, attention, a linear with its gate.
 
     NormLinears    n = norm(x)·(1 + scale) + shift,   y = n Wᵀ + b                  saves x, and the adapters' h
     Attention      out = attention(rotate(RMSNorm(q)), rotate(RMSNorm(k)), v)       saves q, k, v and its statistics
     GatedLinear    y = residual + gate·(x Wᵀ + b), or gate·RMSNorm(x Wᵀ + b)        saves the linear's result
 
-n is quantized as it is made; backward makes it again from the FP8 x for the adapters' dA and the norm's own gradient.
-q, k and v are saved as the linears made them, normed and rotated again in backward; attention's log-sum-exp exactly. A
-gate's linear saves its result where the gate is trained, or behind a norm; its x is what its maker saves.
+n is quantized on the fly; backward recomputes it from the FP8 x for dA and the norm's gradient. q, k and v are
+saved before norm and rotation; attention's log-sum-exp exactly. A gated linear saves its result only if the gate
+is trained or a norm follows; its x is saved by the producer.
 
-Shapes: per stream y [B, S_i, 3·H·d], q, k and v side by side; joint q, k, v [B, S, H, d], out [B, S, H·d]; cos, sin
-[S, d], or [B, S, d] where images have their own; shift, scale and gate [B, D].
-Source: arXiv 2410.19313, section 5, carried over to FLUX's blocks.
+Shapes: per stream y [B, S_i, 3·H·d], q, k and v side by side; joint q, k, v [B, S, H, d], out [B, S, H·d]; cos,
+sin [S, d], or [B, S, d] per image; shift, scale and gate [B, D]. Source: arXiv 2410.19313, section 5, carried over
+to FLUX's blocks.
 """
 
 from __future__ import annotations
@@ -79,15 +79,9 @@ class NormLinears:
         saving: Saving,
         needs_dx: bool,
     ) -> tuple[Tensor | None, Tensor | None, list[Tensor]]:
-        """Return gradients.
+        """Return dx [B, S, D] in the dtype of x; those of shift and scale, fp32 [B, 2, D]; each adapter's [dA, dB].
 
-        Args:
-            dy: of y, with the adapters' part in it [B, S, ΣN].
-            residual: another gradient of x, which is added [B, S, D].
-            needs_dx: False where x and the modulation have no gradient.
-
-        Returns:
-            dx [B, S, D] in the dtype of x; of shift and scale, fp32 [B, 2, D]; [dA, dB] of each adapter.
+        `dy` [B, S, ΣN] includes the adapters' part; `residual` [B, S, D] is added to dx.
         """
         dtype = kept.facts[f"{name}x"]
         x, x_scale = saving.read(kept[f"{name}x"], dtype)
@@ -227,10 +221,7 @@ class GatedLinear:
         down_gradient: Callable[[Tensor], Tensor],
         saving: Saving,
     ) -> GatedGradients:
-        """Return gradients for `grad` of y [B, S, D], which is the residual's too.
-
-        `down_gradient` is what `LinearGroup.adapter_gradients` takes; the rest is as in forward.
-        """
+        """Return gradients for `grad` of y [B, S, D], which is the residual's too."""
         spec, dtype = self.linear.grad_spec, kept.facts[f"{name}result"]
         packed = kept[f"{name}result"]
         result, scale = saving.read(packed, dtype) if packed else (None, None)
@@ -252,10 +243,9 @@ def activate(
     saving: Saving,
     name: str = "",
 ) -> Activated:
-    """Make [out | act(mlp)] of what a group of linears made, and save out and mlp.
+    """Compute [out | act(mlp)] from a group's outputs, and save out and mlp; values only if `reader` needs them.
 
-    Values are made only where `reader` multiplies by them. mlp is what the linears made, behind q, k and v where
-    attention's out is given.
+    With attention's `out`, mlp comes after q, k and v in those outputs.
     """
     linears, y, h = projected
     first, attends, spec = 0 if out is None else 3, saving.of_attention, reader.input_spec

@@ -1,7 +1,7 @@
-"""What every reader of a block family shares: the form of a reader, and the checks of a block's parts.
+"""The interface of block readers, and their common checks.
 
-What a block does beyond what its reader knows (IP adapters, dropout, other attention backends, a norm that is trained)
-makes it `NotFusable`, and the caller runs diffusers' own code with packed saved tensors instead.
+Anything beyond a reader's knowledge (IP adapters, dropout, other attention backends, a trained norm) raises
+`NotFusable`, and the caller runs diffusers' own code with packed saved tensors instead.
 """
 
 from __future__ import annotations
@@ -32,12 +32,10 @@ FP16_LIMIT = 65504
 
 @dataclass(frozen=True)
 class Reader:
-    """Reads blocks of one class.
+    """Reads blocks of one class; both functions raise NotFusable.
 
-    Attributes:
-        call: what the block is called with → the same as fused blocks take it; raises NotFusable for what they do not.
-        read: (block, how kept tensors are stored; None: as they are, whether weights that go together are joined) →
-            the block's fused form; raises NotFusable.
+    `call` maps the block's arguments to a `Call`. `read` maps (block, packing of saved tensors or None, join
+    weights) to the fused form.
     """
 
     arguments: tuple[str, ...]  # of the class's forward, by name; of another diffusers version they may differ
@@ -55,11 +53,7 @@ class FusedBlock:
     block: SingleBlock | DoubleBlock | StreamBlock  # what runs
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it, with the arguments and results of the block itself.
-
-        Raises:
-            NotFusable: the arguments are not those that the reader knows.
-        """
+        """Run it with the block's own arguments and results; NotFusable for unknown arguments."""
         if kwargs:
             raise NotFusable(f"called with keywords ({', '.join(kwargs)})")
         return self.reader.results(*self.block(self.reader.call(args)))
@@ -68,15 +62,13 @@ class FusedBlock:
 def read_with(
     reader: Reader, block: nn.Module, args: tuple[Any, ...] | None, config: PackingConfig | None, join: bool
 ) -> FusedBlock:
-    """Return a function with the block's arguments and results that keeps for backward what the fused flow lists.
+    """Return the fused form of a block, with the block's own arguments and results.
 
-    Args:
-        args: what it is about to be called with; None before that is known.
-        config: how kept tensors are stored; None keeps them as they are.
-        join: make one matrix of the weights of linears that read the same tensor.
+    `args` are those of the coming call, if known. `config` None saves tensors unpacked. `join` makes one matrix of
+    the weights that read the same tensor.
 
     Raises:
-        NotFusable: a block that does more than the fused functions; the message says what.
+        NotFusable: the block does more than the fused functions.
     """
     if is_replaced(block):
         raise NotFusable("its forward was replaced")
@@ -223,12 +215,9 @@ def read_single(block: Any, modulation: Modulation | None, config: PackingConfig
 
 
 class OncePerPass:
-    """Keeps what is made of a tensor that a model hands to all its blocks, for as long as that tensor is there.
+    """Caches make(tensor, ...) for a tensor that a model passes to all its blocks, for as long as the tensor lives.
 
-    Not for what a CUDA graph replays: it would read what was made of the tensor's first values.
-
-    Args:
-        make: (the tensor, whatever else it depends on) → what is kept.
+    Not for use in a CUDA graph, whose replay would read the first values.
     """
 
     def __init__(self, make: Callable[..., Any]) -> None:

@@ -1,4 +1,4 @@
-"""A single block, whatever model it is in: one stream over the tokens of text and image together.
+"""A single block of any model: one stream over the tokens of text and image.
 
 With n = LayerNorm(x)·(1 + scale) + shift and [q | k | v | mlp] = linears(n):
 
@@ -104,11 +104,9 @@ class SingleBlock:
 
 
 def join(text: Tensor, image: Tensor) -> Tensor:
-    """Return both streams [B, T, D] and [B, S, D] as one, text first.
+    """Return both streams [B, T, D] and [B, S, D] as one, text first, without a copy if they are views of one tensor.
 
-    Diffusers hands them over apart. What one single block returns are two views of one tensor, so the next one takes
-    that tensor, and the gradients of the two views are views of one gradient; slices and `torch.cat` would copy both
-    ways and fill two tensors with zeros in backward.
+    Diffusers passes them separately; slices and `torch.cat` would copy both ways and zero-fill two gradients.
     """
     batch, tokens, width = text.shape
     rows = tokens + image.shape[1]

@@ -1,9 +1,10 @@
-"""A block of one stream with norms before and after its linears, as Z-Image's and Lumina's models have them.
+"""A block of one stream with norms before and after its linears, as in Z-Image and Lumina.
 
     x1 = x + gate·RMSNorm(linear(attention(q, k, v))),   q, k, v = linears(RMSNorm(x)·(1 + scale))
     y = x1 + gate·RMSNorm(linear(silu(a)·b)),            a, b = linears(RMSNorm(x1)·(1 + scale))
 
-The norms after linears need the linears' results in backward. With them and x, x1 is not kept: it is added up again.
+The norms after linears need the linears' results in backward; with those and x, x1 is recomputed rather than
+saved.
 """
 
 from __future__ import annotations
@@ -30,11 +31,7 @@ SWIGLU = "silu_and_mul"
 
 @dataclass(frozen=True)
 class StreamBlock:
-    """Such a block as it was read; all its norms are RMSNorms.
-
-    Attributes:
-        modulation: makes scale and gate of attention, then of the MLP, gates before their tanh; None without any.
-    """
+    """A stream block as read; `modulation` gives scale and gate (before tanh) of attention and MLP, or is None."""
 
     saving: Saving  # how tensors are saved
     modulation: Modulation | None

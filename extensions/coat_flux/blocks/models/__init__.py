@@ -1,12 +1,9 @@
-"""The models COAT knows, one file per family: everything else reads it here.
+"""The models COAT knows, one file per family.
 
-A file has all that is known of its family: where the blocks are and how they are read for the fused flow, which linears
-become FP8, what linears are called in the original checkpoint (and so in saved LoRAs), which `arch` of ai-toolkit and
-which pipelines they are, how their parts are made. A class that is in no file is treated cautiously: what stands in its
-outermost block lists is converted, and takes the generic flow.
+Of an unknown class the outermost block lists are converted and take the generic flow.
 
-To add a model: a file like `zimage.py` (`fused/reading.py` has what readers share), or without a reader a row in
-`others.py`; an entry in `FAMILIES`; its small model in the tests; a row in docs/models.md.
+To add a model: a file like `zimage.py`, or without a reader a row in `others.py`; an entry in `FAMILIES`; its
+small model in the tests; a row in docs/models.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The model of a job before anything is loaded: is it one COAT trains, is it there, whole, of the right kind?
-
-Also what else this machine has against a job: its GPU. Nothing is downloaded and no weights are read.
-"""
+"""Checks of a job's model and this machine's GPU before anything is loaded or downloaded."""
 
 from __future__ import annotations
 
@@ -50,10 +47,9 @@ def check_models(
 
     Args:
         raw: the whole job.
-        file: named in the findings.
-        trainer: who would run it: `standalone` or `ai-toolkit`.
-        toolkit_root: ai-toolkit's folder: its source says which archs it has, its `.env` may hold the hub's token.
-        elsewhere: it will run on another machine: this one's GPU and files do not matter.
+        trainer: `standalone` or `ai-toolkit`.
+        toolkit_root: ai-toolkit's folder, for its archs and the hub token in its `.env`.
+        elsewhere: the job runs on another machine: this one's GPU and files do not matter.
     """
     findings = Findings(file)
     for i, process in enumerate(raw["config"]["process"]):
@@ -70,11 +66,7 @@ def check_models(
 
 
 def require_here(job: JobConfig) -> None:
-    """Check that this machine can start a job of the stand-alone trainer.
-
-    Raises:
-        ConfigError: a package, the GPU or the model is missing, or the model is not FLUX.
-    """
+    """Raise ConfigError if a package, the GPU or the model is missing for the stand-alone trainer."""
     require_packages(job)
     errors = [item for item in check_models(job.raw, file=job.file) if item.severity == "error"]
     if errors:
@@ -82,13 +74,9 @@ def require_here(job: JobConfig) -> None:
 
 
 def check_arch(arch: str, host: Collection[str], path: str, findings: Findings) -> None:
-    """Refuse an arch of ai-toolkit that COAT does not train, and warn of one that is not known.
+    """Refuse an arch (without a tag) that COAT does not train, and warn of an unknown one.
 
-    Args:
-        arch: without a tag.
-        host: those of the ai-toolkit at hand; empty where only the list here is known.
-        path: the key.
-        findings: receives the error or warning.
+    `host` are the archs of the installed ai-toolkit, empty if unknown; `path` is the key.
     """
     if arch in ARCHS:
         return

@@ -1,8 +1,7 @@
-"""What a `.safetensors` file is, from its header alone: whether it is whole, and which model's checkpoint.
+"""What a `.safetensors` file is, from its header alone: whether it is complete, and which model's checkpoint.
 
-FLUX.1 in one file is Black Forest Labs' own layout (`double_blocks.0.img_attn.qkv.weight`), as `flux1-dev.safetensors`
-on the hub and as ComfyUI users have it: under `model.diffusion_model.`, in FP8 with or without scales, or together with
-text encoders and a VAE, which are left alone.
+FLUX.1 in one file has Black Forest Labs' layout (`double_blocks.0.img_attn.qkv.weight`), possibly under
+`model.diffusion_model.`, in FP8, or next to text encoders and a VAE, which are ignored.
 """
 
 from __future__ import annotations
@@ -45,11 +44,7 @@ class CheckpointError(UserError, ValueError):
 
 
 def read_header(path: Path) -> Header:
-    """The tensors of a safetensors file by name: dtype, shape and offsets.
-
-    Raises:
-        CheckpointError: not such a file, or a part of one.
-    """
+    """The tensors of a safetensors file by name: dtype, shape and offsets; CheckpointError if invalid or incomplete."""
     try:
         size = path.stat().st_size
         with open(path, "rb") as file:
@@ -85,11 +80,7 @@ def transformer_keys(header: Header) -> dict[str, str]:
 
 
 def flux_config(header: Header) -> dict[str, Any]:
-    """The transformer's config in diffusers' terms, from its tensors' shapes.
-
-    Raises:
-        CheckpointError: not FLUX.1, or damaged.
-    """
+    """The transformer's config in diffusers' terms, from tensor shapes; CheckpointError if not FLUX.1 or damaged."""
     if (kind := kind_of(header)) != "FLUX.1":
         raise CheckpointError(f"is {kind}; give a FLUX.1 checkpoint, such as flux1-dev.safetensors")
     keys = transformer_keys(header)
@@ -120,12 +111,9 @@ def flux_config(header: Header) -> dict[str, Any]:
 
 
 def base_model(name_or_path: str, extras: str | None) -> str:
-    """Where VAE, text encoders, tokenizers and scheduler come from.
+    """Source of VAE, text encoders, tokenizers and scheduler: `extras` if set, else the model itself.
 
-    Args:
-        name_or_path: `model.name_or_path`.
-        extras: `model.extras_name_or_path`; None: the model itself, or where that is one file with the transformer
-            alone, the model of Black Forest Labs it was made of.
+    For a file with the transformer alone: the model of Black Forest Labs that it derives from.
     """
     if extras is not None:
         return extras

@@ -18,11 +18,9 @@ class Linear:
     """A linear of the original checkpoint, which fuses what diffusers splits.
 
     Attributes:
-        name: in the original, within its block where it is in one.
         members: diffusers' names of its parts, top to bottom.
         outputs: features of each part.
-        inputs: features of all.
-        swapped: the two halves of the output lie in the other order in diffusers (scale, shift for shift, scale).
+        swapped: diffusers has the two halves of the output in the other order (scale, shift for shift, scale).
         mlp_ratio: F / d.
     """
 
@@ -58,17 +56,16 @@ class BlockList:
     """A list of blocks.
 
     Attributes:
-        pattern: of the module lists whose items are recomputed or kept as a whole.
-        block: class of the blocks; empty where nothing more is known of them.
-        reader: reads them for the fused flow; None: they take the generic one.
-        fused_bytes: that the fused flow keeps per element of hidden states where `kind` is empty, with a trained
-            modulation and attention in FP8; 0 where nobody measured it.
-        kind: name for blocks whose bytes `blocks.sizes` counts; empty for others.
-        source: diffusers' module with the class of those.
-        vectors: that modulate a block and are handed in, in units of d.
+        pattern: of its module lists.
+        block: class of the blocks; empty if unknown.
+        reader: for the fused flow; None: the generic one.
+        fused_bytes: measured, saved by the fused flow per element of hidden states if `kind` is empty; 0: unknown.
+        kind: name of blocks whose bytes `blocks.sizes` counts.
+        source: diffusers' module with their class.
+        vectors: modulation vectors that are passed in, in units of d.
         count: key of the model's config with their number.
         original: name of the list in the original checkpoint.
-        linears: of a block, under both names: what modulates first, the second linear of an MLP last.
+        linears: modulation first, the second linear of an MLP last.
         norms: parameters of a block's norms, original → diffusers' name.
     """
 
@@ -89,30 +86,26 @@ class BlockList:
 class Family:
     """What is known of the models with one class of transformer.
 
-    Patterns are fnmatch patterns over full module names, never substrings: the substring `proj_out` would match FLUX's
-    final projection and also the single blocks' `proj_out`, a quarter of the model's FLOPs.
+    Patterns are fnmatch patterns over full module names, never substrings: `proj_out` would match FLUX's final
+    projection and also the single blocks' `proj_out`, a quarter of the model's FLOPs.
 
     Attributes:
-        transformer: name of the class.
         lists: of blocks, in forward order.
         archs: `model.arch` of ai-toolkit with this class.
-        one_row: ends of names of linears in blocks that multiply in high precision: they run on one row per image
-            (adaLN modulation), where reading the weight is all the time there is.
-        converted: patterns of the linears whose weights become FP8, where that is not all of the lists.
-        left: patterns of linears that are left out for a reason of their own → the reason.
+        one_row: name endings of linears with one row per image (adaLN modulation), which stay in high precision.
+        converted: patterns of FP8 linears, if not all of the lists.
+        left: patterns of linears that are left out → the reason.
         pipelines: diffusers' pipeline → archs that it is trained as.
-        repositories: of Black Forest Labs on the hub → their arch, or what they are where none is trained on them.
-        ungated: those of `repositories` that are downloaded without an agreement.
-        inputs: embedders whose outputs the blocks' streams start from.
-        conditioning: what the blocks' modulation is made by: the embedder of its input, and where it is outside of the
-            blocks its own linears.
+        repositories: on the hub → their arch, or a description if it cannot be trained.
+        ungated: those of `repositories` without a license agreement.
+        inputs: embedders of the blocks' streams.
+        conditioning: embedders of the modulation's input, and modulation linears outside the blocks.
         outside: linears outside the blocks, under both names.
         folders: of a model in diffusers layout.
-        text_features: text encoder → the key of its config with its width, the key of the transformer's config that
-            must agree, and from how many of its layers embeddings are taken.
+        text_features: text encoder → config key of its width, transformer key that must agree, number of its layers.
         lora_loader: diffusers' class that loads its LoRAs.
         programs: layout of a LoRA → programs besides diffusers that load it.
-        parts: configs of a model's parts → the parts, on the default device; of the text encoders the larger one last.
+        parts: configs of a model's parts → the parts, on the default device; the larger text encoder last.
     """
 
     transformer: str

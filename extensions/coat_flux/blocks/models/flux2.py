@@ -236,9 +236,8 @@ def _parts(configs: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
 class Flux2Text:
     """FLUX.2's frozen text side: one language model, of which some layers' states are the embeddings.
 
-    Args:
-        pipeline: diffusers' pipeline of the model, with text encoder and tokenizer only.
-        max_length: tokens per prompt, with what the chat template adds; longer captions are cut.
+    `pipeline` holds text encoder and tokenizer only. Captions beyond `max_length` tokens (with the chat template)
+    are cut.
     """
 
     def __init__(self, pipeline: Any, max_length: int = 512) -> None:
