@@ -140,7 +140,6 @@ def _check_patterns(model: nn.Module, config: COATConfig) -> None:
 
 
 def _layer_config(name: str, config: COATConfig, family: Family, device: torch.device) -> tuple[FP8LinearConfig, str]:
-    """Return this layer's linear config and why it multiplies in high precision, if it does."""
     base, why = config.linear_config(), high_precision_reason(name, config, family)
     if why:
         return replace(base, use_fp8_gemm=False), why
@@ -198,7 +197,7 @@ def _convert_one(
 
 
 def _check_stored(name: str, stored: FP8LinearConfig, asked: FP8LinearConfig) -> None:
-    """The codes are what they were made as: another format would misread them."""
+    """Check the stored format: another one would misread the codes."""
     for key in ("weight_format", "weight_granularity"):
         held, wanted = getattr(stored, key), getattr(asked, key)
         if held != wanted:

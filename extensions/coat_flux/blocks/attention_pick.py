@@ -42,7 +42,7 @@ class PickedAttention:
 
     @property
     def row(self) -> tuple[str, str]:
-        """Kernel and reason for the table at the start, without numbers, as they are not the same in every run."""
+        """Kernel and reason for the start table, without numbers, which differ from run to run."""
         return self.kernel, "the fastest of those that were measured" if self.milliseconds else self.why
 
     def describe(self) -> str:

@@ -81,7 +81,7 @@ def read_blocks(modules: Iterable[nn.Module], args: tuple[Any, ...], elements: i
 
 
 def shown_by(args: tuple[Any, ...]) -> dict[str, Any]:
-    """What a block's arguments show, by fields of `decide.Given`: types of the device and of values."""
+    """Fields of `decide.Given` that a block's arguments determine: types of device and values."""
     first = first_tensor(args)
     kind = first.device.type
     lora = torch.get_autocast_dtype(kind) if autocast_is_on(kind) else torch.float32
@@ -94,7 +94,7 @@ def block_bytes(block: Block | UnknownBlock, tokens: Tokens, settings: FlowSetti
 
 
 class Moment(NamedTuple):
-    """What there is at one moment of a step: kept for backward, needed for that moment only, gradients made by then."""
+    """Bytes at one moment of a step: saved for backward, temporary, gradients so far."""
 
     kept: int
     workspace: int
@@ -102,7 +102,7 @@ class Moment(NamedTuple):
 
     @property
     def total(self) -> int:
-        """All three."""
+        """Sum of all three."""
         return sum(self)
 
 

@@ -50,7 +50,7 @@ class Measures(NamedTuple):
 
     @property
     def sqnr_db(self) -> float:
-        """Local SQNR; inf where the cast was exact, nan where there was nothing."""
+        """Local SQNR; inf for an exact cast, nan for no elements."""
         if self.noise == 0:
             return math.inf
         return -10 * math.log10(self.noise) if self.noise > 0 else math.nan

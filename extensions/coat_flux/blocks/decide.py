@@ -82,7 +82,7 @@ class BlockChoice:
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """What all blocks do, and the sizes that was decided by."""
+    """What all blocks do, and the sizes behind the decision."""
 
     checkpointing: str  # `memory.checkpointing` in force
     gemm: str  # of `measure.GEMMS`, or the config's own scaling
@@ -112,23 +112,23 @@ class BlockPlan:
 
     @property
     def streamed(self) -> list[int]:
-        """Indices of the blocks whose codes are in host memory."""
+        """Indices of the blocks with codes in CPU memory."""
         return [i for i, choice in enumerate(self.blocks) if choice.streamed]
 
     @property
     def peak_bytes(self) -> int:
-        """The largest moment, with what is kept outside the blocks."""
+        """The largest moment, including tensors saved outside the blocks."""
         return self.around_bytes + (0 if self.moment is None else self.moment.total)
 
     @property
     def excess_bytes(self) -> float:
-        """What a step needs beyond what is free; 0 where it fits, or there is no limit."""
+        """Bytes a step needs beyond the free ones; 0 if it fits or there is no limit."""
         free = self.free_bytes
         return 0.0 if free is None else max(0.0, self.peak_bytes - free)
 
     @property
     def free_bytes(self) -> float | None:
-        """What there is for a step; None: there is no limit."""
+        """Bytes free for a step; None: no limit."""
         return None if self.given.free_bytes is None else self.given.free_bytes + self.freed_bytes
 
 
@@ -179,26 +179,25 @@ def decide(config: COATConfig, given: Given) -> BlockPlan:
 
 
 def budget_bytes(config: COATConfig, usable: float | None) -> float | None:
-    """The peak the run must stay under: `memory.budget_gb`, else what the device has; None: not known."""
+    """The run's peak limit: `memory.budget_gb`, else the device's memory; None: unknown."""
     budget_gb = config.memory.budget_gb
     return usable if budget_gb is None else budget_gb * 1e9
 
 
 def copied_bytes(config: COATConfig, lora_elements: int, value_bytes: int) -> int:
-    """What the adapters' copies in the blocks' dtype take (`fused.linears.AdapterCopies`); 0 outside the fused flow."""
+    """Bytes of the adapters' copies (`fused.linears.AdapterCopies`); 0 outside the fused flow."""
     fused = config.enabled and config.activation.use_fp8 and config.activation.flow == "fused"
     return lora_elements * value_bytes if fused else 0
 
 
 def checkpointing_mode(config: COATConfig, allow_recompute: bool) -> str:
-    """`memory.checkpointing` as it is in force; without COAT diffusers recomputes every block."""
+    """`memory.checkpointing` in force; without COAT diffusers recomputes every block."""
     if not allow_recompute:
         return "none"
     return config.memory.checkpointing if config.enabled else "all"
 
 
 def _streamed(config: COATConfig, given: Given, mode: str, sizes: Sequence[BlockBytes], around: int) -> tuple[int, ...]:
-    """Indices of blocks with codes in CPU memory. `auto` takes the fastest count that fits, else all."""
     asked, codes, count = config.memory.stream_blocks, given.stream_bytes, len(given.stream_bytes)
     if asked != "auto":
         return spread(count if asked == "all" else min(asked, count), count)
@@ -218,7 +217,7 @@ def _streamed(config: COATConfig, given: Given, mode: str, sizes: Sequence[Block
 
 
 def _freed(given: Given, streamed: Collection[int]) -> int:
-    """What streaming frees on the device; on a CPU, whose memory is all one, nothing."""
+    """Bytes that streaming frees on the device; 0 on a CPU."""
     slots = slot_bytes(given.stream_bytes, streamed)
     return (0 if given.device == "cpu" else sum(given.stream_bytes[i] for i in streamed)) - slots
 
@@ -226,7 +225,7 @@ def _freed(given: Given, streamed: Collection[int]) -> int:
 def _recomputed(
     config: COATConfig, given: Given, mode: str, sizes: Sequence[BlockBytes], around: int, free: float | None
 ) -> list[int] | None:
-    """Indices of the blocks that recompute, where `free` bytes are free for a step; None before `auto` can choose."""
+    """Indices of the blocks that recompute with `free` bytes; None before `auto` can choose."""
     every = list(range(len(given.blocks)))
     if given.recomputed is not None:
         return list(given.recomputed)
@@ -256,7 +255,6 @@ def _choice(
     streamed: bool,
     index: int,
 ) -> BlockChoice:
-    """What one block does."""
     packing, in_fp8 = packing_of(config), config.enabled and config.activation.use_fp8
     packs = in_fp8 and not again
     wants_fused = packs and config.activation.flow == "fused"
@@ -283,13 +281,13 @@ def packing_of(config: COATConfig) -> PackingConfig:
 
 
 def block_settings(config: COATConfig, given: Given, *, fused: bool = True) -> list[FlowSettings]:
-    """How each block would keep what it saves, were it not recomputed; with `fused` False, by the generic flow."""
+    """How each block saves tensors without recomputation; with `fused` False, in the generic flow."""
     by_flow = [flow_settings(config, given, fuses) for fuses in (False, fused)]
     return [by_flow[i not in given.unfused] for i in range(len(given.blocks))]
 
 
 def flow_settings(config: COATConfig, given: Given, fused: bool = True) -> FlowSettings:
-    """How a block keeps what it saves; without COAT, or with FP8 weights alone, in high precision."""
+    """How a block saves tensors; without COAT, or with FP8 weights alone, in high precision."""
     activation, cuda = config.activation, given.device == "cuda"
     in_fp8 = config.enabled and activation.use_fp8
     return FlowSettings(

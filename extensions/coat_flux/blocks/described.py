@@ -1,4 +1,4 @@
-"""FLUX's blocks by their sizes: which linears they have, and a block like them on the meta device."""
+"""FLUX's blocks by their sizes: their linears, and an equal block on the meta device."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Block:
 
     @property
     def streams(self) -> int:
-        """2 where text and image have linears of their own."""
+        """2 if text and image have separate linears."""
         return 2 if self.kind.endswith("double") else 1
 
     @property
@@ -103,13 +103,12 @@ def read_block(module: Any, trained_input: bool = True) -> Block:
 
 
 def _is_known(cls: type[nn.Module]) -> bool:
-    """Whether its arguments are those that its reader knows: of another diffusers they may mean something else."""
     known = read_list(cls)
     return known is not None and known.reader is not None and known.reader.arguments == argument_names(cls)
 
 
 def _rank(linear: Any) -> int:
-    """Ranks of the adapters on a linear, added up; ValueError where one has none."""
+    """Sum of the adapters' ranks on a linear; ValueError if one has none."""
     downs: Mapping[str, Any] | None = getattr(linear, "lora_A", None)
     if downs is not None:
         return sum(down.weight.shape[0] for down in downs.values())
@@ -134,7 +133,7 @@ def make_block(block: Block) -> nn.Module:
 
 
 def shared_arguments(block: Block, batch: int, tokens: int, dtype: torch.dtype) -> list[Any]:
-    """What a block is called with after the two streams: what its modulation is made from, or that; rotary tables."""
+    """A block's arguments after the two streams: modulation or its input, rotary tables."""
 
     def vectors(count: int) -> Tensor:
         shape = (batch, count * block.hidden)

@@ -53,7 +53,7 @@ def config_for(device: torch.device, config: COATConfig) -> COATConfig:
 
 
 class BlockGemms:
-    """The linears of blocks that multiply in FP8 as the config has it."""
+    """The blocks' linears with FP8 GEMMs."""
 
     def __init__(self, blocks: Iterable[nn.Module], config: COATConfig) -> None:
         self._blocks, self._asked = list(blocks), config.linear_config()
@@ -61,7 +61,7 @@ class BlockGemms:
         self._linears = [(module, name) for module, name in stored if getattr(module, name).use_fp8_gemm]
 
     def leave_out(self, linears: Collection[nn.Module]) -> None:
-        """Leave these as they are from now on."""
+        """Exclude these from further changes."""
         ids = {id(module) for module in linears}
         self._linears = [(module, name) for module, name in self._linears if id(module) not in ids]
 
@@ -95,7 +95,7 @@ def multiply_in_bf16(linears: Iterable[Any]) -> None:
 
 @contextmanager
 def in_high_precision(block: nn.Module) -> Iterator[None]:
-    """Let the linears of a block multiply in high precision for a while."""
+    """Let the linears of a block multiply in high precision inside the `with` block."""
     before = [(module, name, getattr(module, name)) for module, name in stored_linears(block)]
     multiply_in_bf16(module for module, _, _ in before)
     try:
@@ -106,7 +106,7 @@ def in_high_precision(block: nn.Module) -> Iterator[None]:
 
 
 def transposed_bytes(blocks: Iterable[nn.Module]) -> int:
-    """What transposed copies of the blocks' weights take, or would take, and the codes of trained ones."""
+    """Bytes of transposed copies of the blocks' weights, made or not, and of trained ones' codes."""
     blocks = list(blocks)
     copies = sum(math.prod(load_weight(module, config).shape) for module, config in _transposable(blocks))
     return copies + sum(module.weight.numel() for module in _cast_at_each_use(blocks))
@@ -126,7 +126,6 @@ def set_transposed(blocks: Iterable[nn.Module], wanted: bool) -> None:
 
 
 def _cast_at_each_use(blocks: Iterable[nn.Module]) -> Iterator[FP8TrainableLinear]:
-    """Linears whose weight is trained and multiplied in FP8."""
     for block in blocks:
         for module in block.modules():
             if isinstance(module, FP8TrainableLinear) and module.weight.requires_grad and module.config.use_fp8_gemm:
@@ -143,7 +142,7 @@ def _transposable(blocks: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, Any]
 
 
 def high_precision_reason(name: str, config: COATConfig, family: Family) -> str:
-    """Why a converted linear multiplies in high precision whatever the device; empty where it multiplies in FP8."""
+    """Why a converted linear multiplies in high precision on any device; empty if in FP8."""
     activation = config.activation
     if not activation.use_fp8:
         return "activation.use_fp8: false"

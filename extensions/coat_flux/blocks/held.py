@@ -201,7 +201,7 @@ def gradients(module: nn.Module) -> Iterator[Tensor]:
 
 
 def state_tensors(optimizer: Any) -> Iterator[Tensor]:
-    """Everything an optimizer keeps per parameter, and what that passes through where it is kept elsewhere."""
+    """An optimizer's state per parameter, with the staging buffers of an offloaded state."""
     for state in optimizer.state.values():
         yield from (x for x in tree_iter(state) if isinstance(x, Tensor))
     yield from getattr(optimizer, "staging", ())
@@ -215,7 +215,7 @@ def usable_bytes(device: torch.device) -> float:
 
 
 def held_bytes(device: torch.device) -> float:
-    """What this process holds now: CUDA tensors, or resident memory on a CPU."""
+    """Bytes this process holds now: CUDA tensors, or resident memory on a CPU."""
     if device.type == "cuda":
         return float(torch.cuda.memory_allocated(device))
     return float(psutil.Process().memory_info().rss)

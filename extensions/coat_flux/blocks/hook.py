@@ -118,7 +118,7 @@ def is_replaced(block: nn.Module) -> bool:
 
 
 def own_forward(block: nn.Module) -> Callable[..., Any]:
-    """What runs the block as it is: its own forward under the hook, else the block."""
+    """The block's own forward under the hook, else the block."""
     hook = hook_of(block)
     return block if hook is None else hook.own
 

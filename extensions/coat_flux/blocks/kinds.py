@@ -1,4 +1,4 @@
-"""What kinds of tensors a FLUX block keeps for backward, read from its autograd graph, for the table of `plan`."""
+"""Kinds of tensors a FLUX block saves for backward, read from its autograd graph, for `plan`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,6 @@ def saved_tensors(outputs: tuple[Tensor, ...], rank: int) -> Iterator[tuple[str,
 
 
 def _kind_of(node: Any, name: str, i: int, shape: torch.Size, rank: int) -> str:
-    """What a tensor is, by the operator that keeps it and its name or place there."""
     operator = node.name().removesuffix("0").removesuffix("Backward")
     if hasattr(node, "kept_places"):
         kept = next(kept for kept, (start, stop) in node.kept_places.items() if start <= i < stop)

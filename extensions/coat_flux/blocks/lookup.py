@@ -1,4 +1,4 @@
-"""Finds in a model what `models` knows of it: its family, its blocks, a block's reader, the linears that names mean."""
+"""Looks up a model in `models`: its family, its blocks, a block's reader, its linears by name."""
 
 from __future__ import annotations
 

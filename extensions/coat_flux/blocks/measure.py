@@ -85,7 +85,7 @@ class GemmPick:
             logger.warning("resume: the config no longer allows the saved GEMM, %s; choosing again", gemm)
 
     def leave_out(self, linears: Collection[nn.Module]) -> None:
-        """Let what is picked not be set on these linears."""
+        """Exclude these linears from the pick."""
         self._gemms.leave_out(linears)
 
     def choose(self, args: tuple[Any, ...]) -> PickedGemm:

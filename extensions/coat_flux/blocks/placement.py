@@ -65,7 +65,6 @@ def attention(block: Block, tokens: Tokens) -> int:
 
 
 def _seconds(block: Block | UnknownBlock, tokens: Tokens, codes: int) -> tuple[float, float]:
-    """Forward and backward; of a block that nobody described, each as long as its codes take to copy."""
     if isinstance(block, UnknownBlock):
         return codes / COPIED_PER_SECOND, codes / COPIED_PER_SECOND
     linear, other = products(block, tokens) / FP8_PER_SECOND, attention(block, tokens) / BF16_PER_SECOND

@@ -66,7 +66,7 @@ class CoatReport:
             self.why[name] = why
 
     def add_row(self, part: str, asked: str, got: str, why: str = "") -> None:
-        """Add what is not known to `apply_coat`, or replace the row of that part: the optimizer, for example."""
+        """Add or replace the row of a part unknown to `apply_coat`, such as the optimizer."""
         self._added[part] = TableRow(part, asked, got, why)
 
     def rows(self) -> list[tuple[str, int, str, str]]:

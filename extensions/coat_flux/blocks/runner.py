@@ -140,21 +140,21 @@ class BlockRunner:
 
     @property
     def picked(self) -> PickedGemm | None:
-        """What the first step picked; None before it, and where nothing is left to pick."""
+        """The first step's picks; None before it, or with nothing to pick."""
         return self._given.picked
 
     @property
     def generation(self) -> tuple[int, int]:
-        """Another one whenever a block would run otherwise than before: what was captured earlier is out of date."""
+        """Changes whenever a block would run differently, which invalidates captured graphs."""
         return self._decisions, self._readings
 
     @property
     def forms(self) -> list[FusedBlock]:
-        """Of the blocks that run fused."""
+        """Forms of the blocks that run fused."""
         return list(self._forms.values())
 
     def expect(self, **known: Any) -> None:
-        """Take in, before the first step, what a trainer knows of it: fields of `decide.Given`."""
+        """Set fields of `decide.Given` that a trainer knows before the first step."""
         self._decide(**known)
 
     def keep_gemm(self, gemm: str) -> None:
@@ -242,7 +242,6 @@ class BlockRunner:
                 modulate_ahead(self._modulations, temb)
 
     def _run_fused(self, place: int, form: FusedBlock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a block's fused form; its own code where that does not take these arguments."""
         try:
             if type(self._modules[place]) not in self._differs:
                 self._compare(place, form, args, kwargs)
@@ -258,7 +257,6 @@ class BlockRunner:
         return outputs
 
     def _run_own(self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a block's own code, recomputed or with what it saves packed, as its part of the plan has it."""
         block, choice = self._modules[place], self._plan.blocks[place]
         if choice.obstacle and self._readable[place]:
             self._warn_of_generic(block, choice.obstacle, args)
@@ -272,7 +270,6 @@ class BlockRunner:
         return fp8_checkpoint(own, *args, fmt=packing.format, granularity=packing.granularity, **kwargs)
 
     def _packed(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the generic flow."""
         with PackedSavedTensors(packing_of(self._config), keep=frozen_tensors(block, (args, kwargs))):
             return own_forward(block)(*args, **kwargs)
 
@@ -298,7 +295,6 @@ class BlockRunner:
         return forms, unfused
 
     def _read(self) -> None:
-        """Read the blocks as they are now, and decide again if others can be fused."""
         self._forget()
         self._read_forms, unfused = self._read_all(join=True)
         self._readings += 1
@@ -318,12 +314,10 @@ class BlockRunner:
         self._modulations = [modulation for block in resident for modulation in block.modulations]
 
     def _forget(self) -> None:
-        """Let the blocks be read where the next pass begins: they moved, or multiply otherwise."""
         self._state, self._read_forms, self._forms, self._copies, self._refused = None, {}, {}, None, {}
         self._modulations = []
 
     def _compare(self, place: int, form: FusedBlock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Run the first block of a kind both ways; NotFusable where its output differs."""
         block = self._modules[place]
         if kwargs:
             return
@@ -338,7 +332,6 @@ class BlockRunner:
         self._differs[type(block)] = ""
 
     def _see_sizes(self, args: tuple[Any, ...]) -> None:
-        """Decide by the sizes of the first, or of a larger, micro-batch."""
         hidden = [x for x in args if isinstance(x, Tensor) and x.ndim == 3]
         size = sum(x.numel() for x in hidden)
         accumulates = any(x.grad is not None for x in self._trained[:1] + self._trained[-1:])  # FSDP2 hides the first's
@@ -369,7 +362,6 @@ class BlockRunner:
         )
 
     def _decide(self, **changed: Any) -> None:
-        """Decide by what has changed, and let the blocks follow."""
         before = self._plan
         self._decisions += 1
         self._given = replace(self._given, **changed)
@@ -394,14 +386,12 @@ class BlockRunner:
     # -- what is logged ---------------------------------------------------------------------------------------------
 
     def _warn_of_generic(self, block: nn.Module, reason: str, args: tuple[Any, ...]) -> None:
-        """Warn once for each kind and reason."""
         warning = f"{block_name(type(block))}: {in_words.GENERIC}: {reason}"
         if warning not in self._warned:
             self._warned.add(warning)
             logger.warning("%s%s", warning, in_words.generic_cost(self._config, self._given, block, args))
 
     def _log_treatments(self) -> None:
-        """Log what the blocks did, where that is something else than before."""
         if self._logged is not None and self._logged[0] is self._plan:
             return
         counts = in_words.treatments(self._plan, self.ran)

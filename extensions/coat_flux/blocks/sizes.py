@@ -171,7 +171,6 @@ def _count(run: Callable[..., Any], block: Block, tokens: Tokens, settings: Flow
 
 @contextmanager
 def _counting(settings: FlowSettings) -> Iterator[HeldTensors]:
-    """Counts what is made inside; a mode that watches the step under way must not see it."""
     with _disable_current_modes(), HeldTensors() as held, nullcontext() if settings.kernels else _WithoutKernels():
         yield held
 
@@ -209,7 +208,6 @@ class _Loss(torch.autograd.Function):
 def _arguments(
     block: Block, tokens: Tokens, settings: FlowSettings
 ) -> tuple[Callable[[], tuple[Tensor, Tensor | None]], list[Any]]:
-    """What makes the image and text streams, FLUX.2's single blocks' as one; and what else the block is called with."""
     a, d, whole = VALUES[settings.value_bytes], block.hidden, tokens.image + tokens.text
     trained = torch.empty((), dtype=a, device="meta", requires_grad=True)
     joined = block.kind == "flux2_single"
@@ -228,7 +226,6 @@ def _arguments(
 
 
 def _run_of(module: nn.Module, settings: FlowSettings) -> Callable[..., Any]:
-    """The block as it runs where it is not recomputed."""
     packing = PackingConfig("e4m3", settings.packing, settings.attention)
     if settings.flow == "fused":
         with suppress(NotFusable):  # with such a version of diffusers a run takes the generic flow, too
@@ -244,7 +241,6 @@ def _run_of(module: nn.Module, settings: FlowSettings) -> Callable[..., Any]:
 
 
 def _module_for(block: Block, settings: FlowSettings) -> nn.Module:
-    """The module, which does not depend on all of both."""
     fixed = {"attention": "bf16", "packing": PER_GROUP, "fp8_checkpoint": True, "cuda": True, "kernels": True}
     settings = replace(settings, flow="eager", frees_gradients=False, **fixed)
     return _module(replace(block, trained_input=True, trained_embedding=False), settings)
@@ -253,7 +249,6 @@ def _module_for(block: Block, settings: FlowSettings) -> nn.Module:
 @functools.lru_cache(maxsize=64)
 @_disable_current_modes()  # its casts are none of a step that is watched
 def _module(block: Block, settings: FlowSettings) -> nn.Module:
-    """Diffusers' block on the meta device, with FP8 linears and PEFT's adapters."""
     from peft import LoraConfig, inject_adapter_in_model
 
     gemms = FP8LinearConfig(input_granularity=settings.inputs.name, use_fp8_gemm=settings.fp8_gemms)

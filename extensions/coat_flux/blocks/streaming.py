@@ -41,8 +41,6 @@ PARKED = "parked_codes"
 
 @dataclass
 class _View:
-    """One buffer of a module: where it is among the bytes of its block."""
-
     module: nn.Module
     name: str
     like: Tensor  # on the meta device: shape and strides
@@ -64,8 +62,6 @@ class _Codes:
 
 @dataclass
 class _Slot:
-    """Memory on the device, and whose codes are in it."""
-
     memory: Tensor
     holds: int | None = None
     copied: Any = field(default=None)  # a torch.cuda.Event
@@ -96,17 +92,17 @@ class StreamedWeights:
 
     @property
     def streamed(self) -> tuple[int, ...]:
-        """Indices of the blocks whose codes are in host memory."""
+        """Indices of the blocks with codes in CPU memory."""
         return tuple(self._order)
 
     @property
     def bytes(self) -> tuple[int, ...]:
-        """Of each block's codes."""
+        """Bytes of each block's codes."""
         return tuple(codes.bytes for codes in self._codes)
 
     @property
     def slot_bytes(self) -> int:
-        """On the device."""
+        """Bytes of the slots on the device."""
         return sum(slot.memory.numel() for slot in self._slots)
 
     @property
@@ -116,7 +112,7 @@ class StreamedWeights:
 
     @torch.no_grad()
     def stream(self, chosen: Collection[int]) -> None:
-        """Keep the codes of these blocks in host memory from now on, those of all others on the device."""
+        """Keep the codes of these blocks in CPU memory from now on, all others on the device."""
         if self._stream is not None and self._order:
             torch.cuda.synchronize(self._device)
         self._order = sorted(chosen)
@@ -182,11 +178,9 @@ class StreamedWeights:
                 output.register_hook(functools.partial(_again, self.ready, block))
 
     def _holds(self, place: int) -> bool:
-        """Whether a block's codes are in its slot, or on their way there."""
         return self._slots[place % SLOTS].holds == self._order[place]
 
     def _begin(self) -> None:
-        """A forward pass begins."""
         self._hooked.clear()
         if self._stream is None:
             return
@@ -284,7 +278,6 @@ def _to_host(codes: _Codes, device: torch.device) -> _Codes:
 
 
 def _to_device(codes: _Codes, device: torch.device) -> None:
-    """The buffers are the modules' own again."""
     if codes.host is None:
         return
     memory = codes.host.to(device, copy=True)

@@ -64,7 +64,6 @@ def _marker() -> str:
 
 
 def _is_complete(folder: Path, marker: str) -> bool:
-    """Whether a folder holds this model, every file at its full size."""
     path = folder / MARKER_NAME
     if not path.is_file() or path.read_text(encoding="utf-8", errors="replace") != marker:
         return False

@@ -59,7 +59,6 @@ def make_flux_dev_geometry(
 def _materialise(
     module: nn.Module, device: torch.device, dtype: torch.dtype, generator: torch.Generator | None
 ) -> None:
-    """Replaces the meta parameters that `module` itself owns by random ones on `device`."""
     for name, parameter in module.named_parameters(recurse=False):
         tensor = torch.empty(parameter.shape, device=device, dtype=dtype)
         if parameter.ndim == 2:

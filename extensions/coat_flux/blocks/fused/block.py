@@ -53,13 +53,13 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Saving:
-    """How tensors are saved; `config` None saves them as they are."""
+    """How tensors are saved; `config` None saves them unpacked."""
 
     config: PackingConfig | None
 
     @cached_property
     def in_passing(self) -> tuple[str, int]:
-        """`saved_format` and `group_size` of the kernels that make what is saved; "none" where they cannot pack it."""
+        """`saved_format` and `group_size` for the producing kernels; "none" if they cannot pack."""
         config = self.config
         packs = config is not None and config.granularity.name == "per_group"
         return (config.format, config.granularity.group_size) if config is not None and packs else NOT_SAVED
@@ -70,7 +70,7 @@ class Saving:
         return self if self.config is None or self.config.attention == "fp8" else AS_THEY_ARE
 
     def keep(self, x: Tensor, codes: Tensor, scale: Tensor) -> Packed:
-        """Return what is saved of x; `codes` and `scale` are those that its kernel made, where it did."""
+        """Return the saved form of x; `codes` and `scale` come from its kernel, if any."""
         if self.config is None:
             return (x,)
         if self.in_passing[0] != "none":
@@ -79,7 +79,7 @@ class Saving:
         return quantized.codes, quantized.scale
 
     def read(self, packed: Packed, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        """Return what `keep` returned as kernels read it: codes and their scales, or values and None."""
+        """Return the saved form for kernels: codes and scales, or values and None."""
         if len(packed) == 2 and self.in_passing[0] != "none":
             return packed
         return self.unpack(packed, dtype), None
@@ -96,7 +96,7 @@ AS_THEY_ARE = Saving(None)
 
 @dataclass(frozen=True)
 class Recomputed(Saving):
-    """Of a tensor that is not saved: backward makes it again, and hands it over as `values`."""
+    """For a tensor that is not saved: backward recomputes it and passes `values`."""
 
     config: PackingConfig | None = None
     values: Tensor | None = None
@@ -122,14 +122,14 @@ class Kept:
         self._watched: Sequence[Tensor] = ()
 
     def add(self, name: str, *tensors: Tensor | None) -> None:
-        """Save these tensors under one name; those that are None are left out."""
+        """Save these tensors, None left out, under one name."""
         start = len(self._tensors)
         if self.wanted:
             self._tensors += [tensor for tensor in tensors if tensor is not None]
         self._places[name] = (start, len(self._tensors))
 
     def saving(self, asked: Saving) -> Saving:
-        """How tensors are saved here: as asked, or not at all."""
+        """How tensors are saved here, if at all."""
         return asked if self.wanted else AS_THEY_ARE
 
     def __getitem__(self, name: str) -> Packed:
@@ -137,7 +137,7 @@ class Kept:
         return tuple(self._tensors[start:stop])
 
     def first(self, name: str) -> Tensor | None:
-        """The first tensor of that name; None where there is none."""
+        """The first tensor of that name, or None."""
         start, stop = self._places[name]
         return self._tensors[start] if stop > start else None
 
@@ -149,7 +149,7 @@ class Kept:
 
     @classmethod
     def of(cls, ctx: Any) -> Kept:
-        """What was saved, in backward; RuntimeError where it has been changed in place since."""
+        """The saved tensors, in backward; RuntimeError if one was changed in place since."""
         watched, versions = ctx.kept_watched
         if [tensor._version for tensor in watched] != versions:
             raise RuntimeError(
@@ -181,13 +181,13 @@ def written_gradients(on: bool = True) -> Iterator[None]:
 
 
 def leaves_of(parameters: Sequence[nn.Parameter]) -> Sequence[Tensor]:
-    """What an autograd function is called with for its adapters' matrices: themselves, or what stands for them."""
+    """An autograd function's inputs for its adapters: the matrices, or their stand-in."""
     stands = _written.get() and parameters and all(map(_requires_grad, parameters))
     return (_STAND_IN,) if stands else parameters
 
 
 def returned(count: int, parameters: Sequence[nn.Parameter], grads: Sequence[Tensor]) -> Sequence[Any]:
-    """What a backward pass returns for its `count` leaves; where one stands for all, `.grad` is written."""
+    """A backward pass's result for its `count` leaves; with a stand-in, `.grad` is written."""
     if count == len(parameters):
         return grads
     for parameter, grad in zip(parameters, grads, strict=True):

@@ -32,7 +32,7 @@ from .parts import Activated, Attention, GatedLinear, NormLinears, activate
 
 @dataclass(frozen=True)
 class DoubleBlock:
-    """A double block as it was read: two streams and their common attention."""
+    """A double block as read: two streams and their joint attention."""
 
     saving: Saving  # how tensors are saved
     attention: Attention  # of both streams
@@ -45,7 +45,7 @@ class DoubleBlock:
         return [*self.text.parameters, *self.image.parameters]
 
     def __call__(self, call: Call) -> tuple[Tensor | None, Tensor]:
-        """Return the text and the image stream. Of text that ends here there is nothing."""
+        """Return the text and the image stream."""
         assert call.text is not None
         vectors = call.vectors or [modulation(call.temb) for modulation in self.modulations]
         text, image = run_block(self, call.shared, call.text, call.image, *vectors)
@@ -53,7 +53,7 @@ class DoubleBlock:
 
     @property
     def modulations(self) -> list[Modulation]:
-        """Those of text and image, where they have their own."""
+        """Those of text and image, if they have their own."""
         return [each for each in (self.text.modulation, self.image.modulation) if each is not None]
 
     def forward(
@@ -199,7 +199,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class LastStream:
-    """A stream that ends with the block: image tokens attend to it once more, and nothing is made of it."""
+    """A stream that ends with the block: image tokens attend to it, and it has no output."""
 
     modulation: Modulation | None  # makes shift and scale; None where the model hands them in
     inputs: NormLinears  # to q, k and v

@@ -82,14 +82,14 @@ class FrozenLinear:
 
     @cached_property
     def input_spec(self) -> Spec | None:
-        """Format and scaling of x in the GEMM; None where it multiplies in high precision."""
+        """Format and scaling of x in the GEMM; None in high precision."""
         if self.config is None or not self.in_fp8:
             return None
         return self.config.input_format, input_granularity(self.config)
 
     @cached_property
     def grad_spec(self) -> Spec | None:
-        """The same of dy; None also where dy is multiplied by the weight's scales before the cast."""
+        """The same for dy; None also if dy is multiplied by the weight's scales before the cast."""
         config = self.config
         if config is None or not self.in_fp8 or config.grad_format == "bf16":
             return None
@@ -100,7 +100,7 @@ class FrozenLinear:
 
     @cached_property
     def row_scales(self) -> tuple[Tensor, Tensor] | None:
-        """The scale of a stored weight for a row-wise GEMM, and what dgrad has in its place, fp32 [N, 1], [K, 1]."""
+        """Scales of a stored weight for a row-wise GEMM and its dgrad, fp32 [N, 1], [K, 1]."""
         row_wise = self.config is not None and self.in_fp8 and self.config.input_granularity == "per_row"
         if isinstance(self.weight, Tensor) or not row_wise:
             return None
@@ -117,7 +117,7 @@ class FrozenLinear:
         return fprop(x, quantized, weight, self.bias, compute_dtype(x))
 
     def dgrad(self, grad: Tensor, quantized: Quantized | None = None) -> Tensor:
-        """Return dy W; `quantized` is dy in FP8, where whoever made it has quantized it by `grad_spec`."""
+        """Return dy W; `quantized` is dy in FP8 by `grad_spec`, if its producer quantized it."""
         if self.config is None:
             return grad @ self._values.to(grad.dtype)
         unit = None if self.row_scales is None else self.row_scales[1]
@@ -151,7 +151,7 @@ class AdoptedLinear:
 
 
 def read_frozen(base: Any) -> FrozenLinear | AdoptedLinear:
-    """Read a linear; NotFusable where it is trained itself or quantized by someone unknown."""
+    """Read a linear; NotFusable if it is trained or of unknown quantization."""
     bias = base.bias
     if bias is not None and bias.requires_grad:
         raise NotFusable("a linear whose bias is trained")
@@ -209,7 +209,7 @@ def join_buffers(modules: Sequence[nn.Module], name: str, dim: int) -> Tensor | 
 
 
 def _whole(parts: Sequence[Tensor], dim: int) -> Tensor | None:
-    """The contiguous matrix that all parts are views of, side by side; None where there is none."""
+    """The contiguous matrix of which all parts are adjacent views, or None."""
     first, shape = parts[0], list(parts[0].shape)
     shape[dim] = sum(part.shape[dim] for part in parts)
     stride, offset = (shape[1], 1), first.storage_offset()
@@ -222,14 +222,14 @@ def _whole(parts: Sequence[Tensor], dim: int) -> Tensor | None:
 
 
 def in_passing(spec: Spec | None, fmt: str = "e4m3") -> tuple[str, str]:
-    """`fmt` and `granularity` of a kernel that quantizes what it makes; "none" where it is not to, or cannot."""
+    """`fmt` and `granularity` of a kernel that quantizes its output; "none" if it does not."""
     if spec is None or not made_in_passing(spec):
         return fmt, "none"
     return spec[0], spec[1].name
 
 
 def quantized_by(spec: Spec | None, x: Tensor, codes: Tensor, scale: Tensor) -> Quantized | None:
-    """X in FP8 by `spec`: the codes that its kernel has made in passing, or made here."""
+    """X in FP8 by `spec`: its kernel's codes, or made here."""
     if spec is None:
         return None
     fmt, granularity = spec
@@ -252,7 +252,7 @@ class Copies(NamedTuple):
 
 
 class LowRank(NamedTuple):
-    """A product of two matrices that is still to be added: h [..., r] or dh [..., n·r], and U [N, r] or D [n·r, K]."""
+    """A pending low-rank product: h [..., r] or dh [..., n·r], and U [N, r] or D [n·r, K]."""
 
     rows: Tensor
     matrix: Tensor
@@ -298,7 +298,7 @@ class LinearGroup:
 
     @cached_property
     def places(self) -> list[tuple[int, int, int]]:
-        """Of each part, its first and last column of y, and which linear it is of."""
+        """First and last column of y of each part, and its linear."""
         ends = list(accumulate(self.widths))
         return [(start, stop, bisect_right(ends, start)) for start, stop in pairwise(accumulate(self.parts, initial=0))]
 
@@ -329,7 +329,7 @@ class LinearGroup:
         return y, self._times_strengths(product)
 
     def low_rank(self, h: Tensor, start: int, stop: int, dtype: torch.dtype) -> LowRank:
-        """What is to be added to the columns of parts `start` to `stop`, with r columns of h for each."""
+        """The pending product for parts `start` to `stop`, with r columns of h for each."""
         up, r = self.copies(dtype).up, self.rank
         if stop - start == len(self.widths) == len(self.parts):
             return LowRank(h, up)
@@ -393,7 +393,7 @@ class LinearGroup:
         return dx
 
     def copies(self, dtype: torch.dtype) -> Copies:
-        """Those that `AdapterCopies` holds, else made for this call; of a group with adapters."""
+        """Copies from `AdapterCopies`, else made for this call."""
         held: Copies | None = self.all_adapters[0].copies
         if held is not None and held.down.dtype == dtype:
             return held
@@ -424,7 +424,7 @@ class LinearGroup:
 
 
 def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x.to(dtype)`; where it has that dtype, without asking torch."""
+    """`x.to(dtype)`, without a call of torch if x has that dtype."""
     return x if x.dtype == dtype else x.to(dtype)
 
 
@@ -433,7 +433,7 @@ def _cat(parts: Sequence[Tensor], dim: int) -> Tensor:
 
 
 def times_factors(matrix: Tensor, adapter: PlainAdapter) -> Tensor:
-    """Return the matrix times the adapter's factors, itself where they are 1."""
+    """Return the matrix times the adapter's factors; itself if they are 1."""
     for factor in adapter.factors:
         if isinstance(factor, Tensor) or factor != 1.0:
             matrix = matrix * factor
@@ -517,7 +517,7 @@ class AdapterCopies:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Copy the matrices as they are now; not between a forward and its backward pass, if they have changed."""
+        """Copy the current matrices; if changed, not between a forward and its backward pass."""
         if self._copies:
             torch._foreach_copy_(self._copies, self._matrices)
         for copy, adapter in self._scaled:
@@ -525,7 +525,6 @@ class AdapterCopies:
 
 
 def _groups(block: Any) -> Iterator[LinearGroup]:
-    """Yield the groups of linears of a block or a part of one."""
     for field in fields(block):
         value = getattr(block, field.name)
         if isinstance(value, LinearGroup):

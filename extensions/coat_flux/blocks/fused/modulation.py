@@ -25,7 +25,7 @@ __all__ = ["Modulation", "gradient_of_vectors", "modulate_ahead"]
 
 @dataclass
 class Ahead:
-    """What was made where the pass began, and of which temb."""
+    """Vectors computed at the start of the pass, and their temb."""
 
     temb: Tensor | None = None
     vectors: Tensor | None = None
@@ -53,7 +53,7 @@ class Modulation:
         return torch.nn.functional.silu(temb) if self.silu else temb
 
     def _key(self) -> tuple[int, int, torch.dtype] | None:
-        """Modulations with the same one go together; None: by itself."""
+        """Modulations with equal keys are batched; None: never."""
         adapters = self.linear.all_adapters
         alone = len(adapters) != 1 or adapters[0].strengths is not None or self.linear.input_spec is not None
         return None if alone else (self.linear.widths[0], self.linear.rank, adapters[0].down.dtype)
@@ -79,14 +79,12 @@ def modulate_ahead(modulations: Sequence[Modulation], temb: Tensor) -> None:
 
 
 def gradient_of_vectors(vectors: Tensor, *parts: Tensor | None) -> Tensor | None:
-    """Gradients of shift, scale and gate side by side, as the vectors [B, n·D]; None where one is not there."""
+    """Gradients of shift, scale and gate side by side [B, n·D]; None if one is missing."""
     gradients = [part.flatten(1) for part in parts if part is not None]
     return as_dtype(torch.cat(gradients, dim=1), vectors.dtype) if len(gradients) == len(parts) else None
 
 
 class _Rows(torch.autograd.Function):
-    """One modulation."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, linear: LinearGroup, *leaves: Tensor) -> Tensor:
         spec = linear.input_spec

@@ -34,7 +34,7 @@ from .linears import LinearGroup, LowRank, as_dtype, in_passing, quantized_by
 
 
 class Projected(NamedTuple):
-    """What the linears of one stream made, the first three of them for q, k and v."""
+    """Outputs of one stream's linears, the first three for q, k and v."""
 
     linears: LinearGroup  # a group
     y: Tensor  # [B, S_i, ΣN] without the adapters' part
@@ -122,7 +122,7 @@ class Attention:
     norms: tuple[Tensor, ...]  # weights [d] of norm_q and norm_k of each stream in turn
 
     def forward(self, kept: Kept, streams: Sequence[Projected], shared: Shared, saving: Saving) -> Tensor:
-        """Return out [B, S, H·d] of streams, text first; where the kernels cannot, y is completed in place."""
+        """Return out [B, S, H·d] of streams, text first; y is completed in place if the kernels cannot."""
         fmt, group_size = saving.in_passing
         low_ranks: list[LowRank] = []
         adapted = [stream for stream in streams if stream.h is not None]
@@ -208,7 +208,7 @@ class GatedLinear:
         return y
 
     def again(self, kept: Kept, name: str, residual: Tensor, gate: Tensor, saving: Saving) -> Tensor:
-        """In backward, what `forward` returned, from the result that it saved."""
+        """Recompute in backward what `forward` returned, from its saved result."""
         result = saving.unpack(kept[f"{name}result"], kept.facts[f"{name}result"])
         return gated_sum(residual, gate, result, None, None, *NOT_SAVED, *self.norm)[0]
 

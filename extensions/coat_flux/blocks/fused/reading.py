@@ -47,7 +47,7 @@ class Reader:
 
 @dataclass(frozen=True)
 class FusedBlock:
-    """A block as it was read."""
+    """A block as read."""
 
     reader: Reader  # which knows its arguments and results
     block: SingleBlock | DoubleBlock | StreamBlock  # what runs
@@ -85,12 +85,12 @@ def read_with(
 
 @functools.cache
 def argument_names(kind: type[nn.Module]) -> tuple[str, ...]:
-    """Of the class's forward."""
+    """Argument names of the class's forward."""
     return tuple(inspect.signature(kind.forward).parameters)[1:]
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether anything hooks on its passes."""
+    """Whether the module has hooks."""
     forward = module._forward_hooks or module._forward_pre_hooks
     return bool(forward or module._backward_hooks or module._backward_pre_hooks)
 
@@ -103,7 +103,7 @@ def check_norm(norm: nn.Module) -> float:
 
 
 def check_dropout(module: nn.Module) -> None:
-    """Only a Dropout that does nothing."""
+    """Refuse a Dropout with an effect."""
     if not isinstance(module, nn.Dropout):
         raise NotFusable(f"a {type(module).__name__} where diffusers has Dropout")
     if module.training and module.p > 0:
@@ -155,7 +155,7 @@ def read_modulation(norm: Any) -> Modulation:
 
 
 class Outside(NamedTuple):
-    """What a stream of a double block has in diffusers besides its linears to and from attention."""
+    """Parts of a double block's stream outside diffusers' attention."""
 
     modulation: Modulation | None  # as of `Stream`
     norm1: nn.Module  # before attention

@@ -25,7 +25,7 @@ from .parts import Attention, GatedLinear, NormLinears, activate
 
 @dataclass(frozen=True)
 class SingleBlock:
-    """A single block as it was read."""
+    """A single block as read."""
 
     saving: Saving  # how tensors are saved
     modulation: Modulation | None  # makes shift, scale and gate; None where the model hands them in
@@ -49,7 +49,7 @@ class SingleBlock:
 
     @property
     def modulations(self) -> list[Modulation]:
-        """Its own one, where it has one."""
+        """Its own one, if any."""
         return [] if self.modulation is None else [self.modulation]
 
     def forward(

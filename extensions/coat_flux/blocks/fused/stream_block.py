@@ -54,7 +54,7 @@ class StreamBlock:
 
     @property
     def modulations(self) -> list[Modulation]:
-        """Its own one, where it has one."""
+        """Its own one, if any."""
         return [] if self.modulation is None else [self.modulation]
 
     def _vectors(self, x: Tensor, modulation: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -140,8 +140,6 @@ def check_model(
 
 
 class _Model:
-    """The rules, with what they share; each raises `_Refusal`."""
-
     def __init__(self, model: Mapping[str, Any], alone: bool, root: Path | None):
         self.name, self.extras, self.alone, self.root = str(model["name_or_path"]), None, alone, root
         self.place, self.arch, self.own_vae = Path(self.name), arch_of(model), model.get("vae_path") is not None
@@ -179,7 +177,6 @@ class _Model:
             self._check_parts(FLUX2)
 
     def _refuse_folder(self) -> None:
-        """It is not in diffusers layout: perhaps one in or around it is."""
         part = _json(self.place / "config.json").get("_class_name")
         snapshot = next(self.place.glob("snapshots/*/model_index.json"), None)
         files = sorted(path for path in self.place.iterdir() if path.suffix.lower() in SUFFIXES)
@@ -219,7 +216,6 @@ class _Model:
                 raise _Refusal(f"{part} gives {times} features and the transformer takes {wanted}; give one model's")
 
     def _check_others(self, base: Path, family: Family) -> None:
-        """All parts but the transformer."""
         if not base.is_dir():
             self._check_hub(str(base), "extras_name_or_path")
             return
@@ -291,7 +287,6 @@ def _check_transformer(config: Mapping[str, Any], family: Family) -> None:
 
 
 def _check_part(base: Path, part: str, alone: bool) -> None:
-    """A part of a folder in diffusers layout must be there and whole."""
     folder, again = base / part, "download the model again"
     if not folder.is_dir():
         raise _Refusal(f"{base} has no {part}/; give a complete folder in diffusers layout, or a hub name")

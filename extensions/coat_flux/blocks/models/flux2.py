@@ -69,7 +69,6 @@ def _single(
     attention: Attention,
     width: int,
 ) -> SingleBlock:
-    """Read a single block: the linears before and behind attention; `mlp` has the MLP's sizes, heads are `width`."""
     _check_swiglu(activation)
     inputs = read_group(linears[:1], False, (width, width, width, mlp.mlp_hidden_dim * mlp.mlp_mult_factor))
     output = GatedLinear(read_linear(linears[1]))
@@ -88,7 +87,6 @@ def _vectors(modulation: Tensor, image: Tensor) -> Tensor:
 
 
 def _shared(args: tuple[Any, ...], rotary: int) -> Shared:
-    """The rotary tables, after which joint_attention_kwargs come."""
     if len(args) <= rotary or args[rotary] is None:
         raise NotFusable("no rotary embedding is given")
     if any(args[rotary + 1 :]):

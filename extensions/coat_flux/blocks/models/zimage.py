@@ -55,7 +55,6 @@ def _heads(block: Any) -> tuple[int, int]:
 
 
 def _norm(norm: Any) -> tuple[Tensor, float]:
-    """Weight and eps of a frozen RMSNorm."""
     eps, (weight,) = qk_norm(norm, name="norm")
     return weight, eps
 
