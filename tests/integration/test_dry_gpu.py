@@ -27,6 +27,7 @@ from tests.helpers import flux2
 from tests.helpers.dry_gpu import COMPARED, DeviceError, HostWaits, LaunchError, dry_gpu, dry_session
 from tests.helpers.dry_gpu.card import CARD
 from tests.helpers.families import FAMILIES, made, results
+from tests.helpers.guard_limits import set_limits
 
 pytestmark = [
     pytest.mark.triton,
@@ -114,6 +115,7 @@ def test_two_steps_with_every_option_of_the_run(monkeypatch: pytest.MonkeyPatch)
     """Those in `TOGETHER`, at once; the guard on, the second step a health step, images masked."""
     flat = {option.key: values(option)[-1] for option in OPTIONS if option.key.startswith(TOGETHER)}
     flat |= {"guard.enabled": True, "speed.measure": "never"}
+    set_limits(monkeypatch, health_every=2)
     with dry_gpu(monkeypatch) as gpu:
         session = dry_session(nested(flat), monkeypatch, blocks=(1, 1))
         gpu.steps(session, 2)
