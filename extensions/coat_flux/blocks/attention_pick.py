@@ -67,11 +67,7 @@ class AttentionPick:
         self._kept = kernel
 
     def choose(self, like: Tensor, mask: Tensor | None = None) -> PickedAttention:
-        """Pick a kernel for q [B, H, S, d] and a mask from `additive_mask`.
-
-        Raises:
-            RuntimeError: the configured kernel cannot be used.
-        """
+        """Pick a kernel for q [B, H, S, d] and a mask; RuntimeError if the configured one cannot be used."""
         use_kernel(None)
         own = chosen_kernel(like, like, like, mask)
         if mask is not None and self._forced not in (None, *TAKES_MASK):

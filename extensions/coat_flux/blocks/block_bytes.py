@@ -120,11 +120,7 @@ def largest_moment(blocks: Sequence[BlockBytes], recomputed: Iterable[int] = (),
 
 
 def fewest_recomputed(blocks: Sequence[BlockBytes], free: float, accumulates: bool = False) -> list[int]:
-    """Choose the fewest blocks to recompute so that `largest_moment` stays within `free` bytes, or all.
-
-    The largest savings come first, then the earliest blocks: their recomputation needs memory when little else is
-    saved.
-    """
+    """Choose the fewest blocks to recompute so that `largest_moment` stays within `free` bytes, or all."""
     order = sorted(range(len(blocks)), key=lambda i: blocks[i].kept - blocks[i].recomputed, reverse=True)
     kept = sum(block.kept for block in blocks)  # at the end of the forward pass, with `count` recomputed
     for count in range(len(blocks) + 1):

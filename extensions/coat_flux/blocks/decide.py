@@ -1,7 +1,4 @@
-"""What each block of a model does, as a pure function: `coat-flux plan` and both trainers call `decide`.
-
-`runner.py` gathers its inputs and carries the plan out, `report.py` describes it. Bytes come from `block_bytes`.
-"""
+"""What each block of a model does, as a pure function: `coat-flux plan` and both trainers call `decide`."""
 
 from __future__ import annotations
 
@@ -64,11 +61,7 @@ class Given:
 
 @dataclass(frozen=True)
 class BlockChoice:
-    """What one block does.
-
-    `flow` is "fused" (the written-out passes of `fused/`), "generic" (diffusers' code, saved tensors packed) or
-    "diffusers".
-    """
+    """What one block does: `flow` is "fused" (`fused/`), "generic" (saved tensors packed) or "diffusers"."""
 
     recomputed: bool | None  # it is run again in backward; else what it saves is kept. None: decided at the first step
     inputs: PackingConfig | None  # how a recomputed block's inputs are stored; None: as they are

@@ -35,10 +35,7 @@ DEQUANTIZED = "products of dequantized weights"
 def shared_rows(
     plan: BlockPlan, config: COATConfig, device: torch.device, ran: Mapping[int, str], own: bool = False
 ) -> list[TableRow]:
-    """Return asked, got and why of what all blocks share: GEMMs, kernels, saved tensors, attention and so on.
-
-    The rows hold no measured number, so equal runs have equal metadata. `ran`: as in `BlockRunner`.
-    """
+    """Return asked, got and why of what all blocks share, without measured numbers: equal runs have equal metadata."""
     gemms, saved = _gemms(plan, config, device), _saved(plan, config, ran)
     gemms = gemms._replace(got=OWN_PRODUCTS, why=QUANTIZED) if own else gemms
     rows = [gemms, _kernels(device), saved, _attention(plan, config), _checkpointing(plan, config)]

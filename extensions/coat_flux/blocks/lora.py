@@ -109,11 +109,7 @@ class NotPlain(Exception):
 
 @dataclass(eq=False)
 class PlainAdapter:
-    """One adapter's matrices.
-
-    `strengths` [images] scale the rows of x Aᵀ image by image; None if equal. `copies`: of its group, on the first
-    adapter.
-    """
+    """One adapter's matrices; `strengths` [images] scale x Aᵀ image by image, None if all are equal."""
 
     down: nn.Parameter  # A [r, K]
     up: nn.Parameter  # B [N, r]
@@ -123,11 +119,7 @@ class PlainAdapter:
 
 
 def plain_adapters(module: Any) -> tuple[nn.Module, tuple[PlainAdapter, ...]]:
-    """Return the base linear and its active adapters, for a linear, a PEFT layer or a linear with ai-toolkit's LoRA.
-
-    Raises:
-        NotPlain: none of these, or more than plain matrices.
-    """
+    """Return the base linear and active adapters of a linear, PEFT layer or ai-toolkit LoRA; NotPlain for others."""
     if hasattr(module, "base_layer"):
         base, below = plain_adapters(module.base_layer)
         return base, (*below, *_of_peft(module))

@@ -40,11 +40,7 @@ def quantization_of(module: nn.Module) -> str | None:
 
 
 def adopt(module: Any, config: FP8LinearConfig) -> None:
-    """Let a quantized linear save nothing for backward, and hand x to its adapter; idempotent but for the config.
-
-    Its class keeps its name, by which ai-toolkit's LoRA finds it. An accuracy recovery adapter on it keeps
-    working.
-    """
+    """Let a quantized linear save nothing for backward, and hand x to its adapter; idempotent but for the config."""
     module.coat_input_config = config
     if is_adopted(module):
         return
@@ -69,10 +65,7 @@ def has_adopted(block: nn.Module) -> bool:
 
 @torch.no_grad()
 def own_product(module: Any, x: Tensor, trains: bool) -> Tensor:
-    """Return y of an adopted linear by its own code, without a graph.
-
-    If not `trains`, ai-toolkit's linears quantize x only on GPUs that multiply such codes.
-    """
+    """Return y of an adopted linear by its own code, without a graph; `trains`: x is quantized as in training."""
     y: Tensor = type(module).adopted_from.forward(module, x.detach().requires_grad_(trains))
     return y
 

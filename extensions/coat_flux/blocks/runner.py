@@ -109,11 +109,7 @@ class BlockRunner:
         allow_recompute: bool,
         device: torch.device | None = None,
     ) -> BlockRunner:
-        """Make the runner for `model` and let it take over the calls of the blocks in the matching lists.
-
-        Raises:
-            ValueError: no module list matches, or as the class.
-        """
+        """Make the runner for `model` and hook the blocks of the matching lists; ValueError if none matches."""
         blocks = listed_blocks(model, block_lists)
         runner = cls(blocks, config, allow_recompute)
         ready = None

@@ -31,10 +31,7 @@ Rotary = tuple[Tensor, Tensor]
 
 
 class Shared(NamedTuple):
-    """What the attention of all blocks of a pass shares.
-
-    `mask` (`additive_mask`) is added to q kᵀ / sqrt(d), broadcast to [B, H, S, S], in the dtype of q.
-    """
+    """What the attention of all blocks of a pass shares; `mask` (`additive_mask`) broadcasts to [B, H, S, S]."""
 
     cos: Tensor  # fp32 [S, d] or [B, S, d]
     sin: Tensor  # fp32, like cos
@@ -199,11 +196,7 @@ def returned(count: int, parameters: Sequence[nn.Parameter], grads: Sequence[Ten
 
 
 class WrittenOut(Protocol):
-    """A block with written-out passes.
-
-    `forward` takes streams, modulations and which of them need gradients. `backward` returns those gradients as
-    far as needed, and the parameters'.
-    """
+    """A block with written-out passes: `backward` returns the gradients of `forward`'s inputs and parameters."""
 
     @property
     def parameters(self) -> list[nn.Parameter]:

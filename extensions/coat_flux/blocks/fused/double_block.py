@@ -122,11 +122,7 @@ class DoubleBlock:
 
 
 class RestGradients(NamedTuple):
-    """Result of `Stream.rest_backward`.
-
-    `modulation`: fp32 gradients of attention's gate, the MLP's shift and scale [B, 2, D], and its gate; None if
-    not trained.
-    """
+    """Result of `Stream.rest_backward`; `modulation`: fp32, of attention's gate, MLP shift and scale, MLP gate."""
 
     dx: Tensor  # of the stream before attention's projection is added [B, S_i, D]
     dout: Tensor  # of attention's out, for this stream's tokens

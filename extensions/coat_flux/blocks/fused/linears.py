@@ -410,10 +410,7 @@ class LinearGroup:
         return Copies(_cat(downs, dim=0).to(dtype), _cat(ups, dim=0).to(dtype))
 
     def _times_strengths(self, h: Tensor) -> Tensor:
-        """Scale the rows of each image in h or dh [images, ..., n·r] by its strength, in fp32.
-
-        With more images than strengths (guidance doubles the batch) neighbours share one, as in ai-toolkit.
-        """
+        """Scale each image's rows in h or dh [images, ..., n·r] by its strength, in fp32; neighbours may share one."""
         strengths = self.all_adapters[0].strengths
         if strengths is None:
             return h
@@ -441,11 +438,7 @@ def times_factors(matrix: Tensor, adapter: PlainAdapter) -> Tensor:
 
 
 def read_group(modules: Sequence[Any], join: bool, parts: tuple[int, ...] = ()) -> LinearGroup:
-    """Read a block's linears that share x, with their LoRAs; `join` makes their FP8 weights views of one matrix.
-
-    Raises:
-        NotFusable: a trained or unknown linear, an adapter beyond two matrices, or linears that do not match.
-    """
+    """Read linears that share x, with LoRAs; `join` makes one matrix of FP8 weights. NotFusable if they differ."""
     try:
         plain = [plain_adapters(module) for module in modules]
     except NotPlain as error:

@@ -111,10 +111,7 @@ class _Rows(torch.autograd.Function):
 
 
 class _Together(torch.autograd.Function):
-    """Modulations of one shape, each with one adapter; x [B, D] has no gradient.
-
-    Shapes: n modulations; h [n, B, r], U [n, N, r], D [n·r, D].
-    """
+    """Modulations of one shape, each with one adapter: x [B, D] (no gradient), h [n, B, r], U [n, N, r], D [n·r, D]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, linears: Sequence[LinearGroup], *leaves: Tensor) -> tuple[Tensor, ...]:

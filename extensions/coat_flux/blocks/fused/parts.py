@@ -243,10 +243,7 @@ def activate(
     saving: Saving,
     name: str = "",
 ) -> Activated:
-    """Compute [out | act(mlp)] from a group's outputs, and save out and mlp; values only if `reader` needs them.
-
-    With attention's `out`, mlp comes after q, k and v in those outputs.
-    """
+    """Compute [out | act(mlp)] from a group's outputs, and save out and mlp; values only if `reader` needs them."""
     linears, y, h = projected
     first, attends, spec = 0 if out is None else 3, saving.of_attention, reader.input_spec
     mlp, fmt = y[..., sum(linears.parts[:first]) :], saving.in_passing[0]

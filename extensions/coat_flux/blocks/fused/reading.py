@@ -32,11 +32,7 @@ FP16_LIMIT = 65504
 
 @dataclass(frozen=True)
 class Reader:
-    """Reads blocks of one class; both functions raise NotFusable.
-
-    `call` maps the block's arguments to a `Call`. `read` maps (block, packing of saved tensors or None, join
-    weights) to the fused form.
-    """
+    """Reads blocks of one class: `call` maps arguments to a `Call`, `read` a block to its fused form, or NotFusable."""
 
     arguments: tuple[str, ...]  # of the class's forward, by name; of another diffusers version they may differ
     heads: Callable[[Any], tuple[int, int]]  # block → its number of heads and their size

@@ -74,10 +74,7 @@ def require_here(job: JobConfig) -> None:
 
 
 def check_arch(arch: str, host: Collection[str], path: str, findings: Findings) -> None:
-    """Refuse an arch (without a tag) that COAT does not train, and warn of an unknown one.
-
-    `host` are the archs of the installed ai-toolkit, empty if unknown; `path` is the key.
-    """
+    """Refuse an arch (without a tag) that COAT does not train; warn of one missing from `host`, if not empty."""
     if arch in ARCHS:
         return
     names = sorted(ARCHS)  # without variants: qwen_image_edit is one of qwen_image

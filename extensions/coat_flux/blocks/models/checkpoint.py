@@ -111,10 +111,7 @@ def flux_config(header: Header) -> dict[str, Any]:
 
 
 def base_model(name_or_path: str, extras: str | None) -> str:
-    """Source of VAE, text encoders, tokenizers and scheduler: `extras` if set, else the model itself.
-
-    For a file with the transformer alone: the model of Black Forest Labs that it derives from.
-    """
+    """Source of VAE, text encoders, tokenizers and scheduler; for a lone transformer, its base model."""
     if extras is not None:
         return extras
     path = Path(name_or_path)

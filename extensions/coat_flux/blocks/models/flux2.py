@@ -232,11 +232,7 @@ def _parts(configs: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 class Flux2Text:
-    """FLUX.2's frozen text side: one language model, of which some layers' states are the embeddings.
-
-    `pipeline` holds text encoder and tokenizer only. Captions beyond `max_length` tokens (with the chat template)
-    are cut.
-    """
+    """FLUX.2's frozen text side: some layers' states of one language model; captions are cut at `max_length` tokens."""
 
     def __init__(self, pipeline: Any, max_length: int = 512) -> None:
         self.pipeline, self.max_length, self.models = pipeline, max_length, [pipeline.text_encoder]
