@@ -96,7 +96,7 @@ def test_quantize_kernel_multiplies_columns_first(granularity: Granularity, devi
 @pytest.mark.triton
 @pytest.mark.usefixtures("poisoned")
 def test_cast_by_amax_is_per_tensor_quantization_from_rows(device: torch.device) -> None:
-    from coat_core.ops.quantize_kernel import cast_by_amax
+    from coat_core.ops.rows import cast_by_amax
 
     x = torch.randn(37, 130, device=device)
     codes, scale = cast_by_amax(x, x.abs().amax(1), "e5m2")
