@@ -12,13 +12,13 @@ SOURCES = library_sources()
 TEXTS = {source.module: source.path.read_text(encoding="utf-8") for source in SOURCES}
 # goals: 35,000 lines in 210 files, 41.7 characters a line, 350 short functions, 250 called once, 100 records
 LIMITS = {  # lower them when the house has become smaller
-    "lines": 41_700,
+    "lines": 41_200,
     "files": 262,
     "characters in 100 lines": 4_345,
     "functions of four lines or fewer": 840,
     "private functions called once in their file": 470,
     "dataclasses and named tuples": 170,
-    "docstring lines": 5_000,
+    "docstring lines": 4_450,
     "coat: options": 43,
 }
 
