@@ -87,6 +87,20 @@ def test_a_resumed_run_draws_the_same(name: str) -> None:
         assert_bitwise(a.detach(), b.detach())
 
 
+@pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
+def test_each_step_has_draws_of_its_own(rounding: str) -> None:
+    """With beta2 0 and the same gradient v is the same at every step, and only its draws differ."""
+    param = Parameter(torch.zeros(8, 128))
+    optimizer = FP8AdamW([param], betas=(0.9, 0.0), fp8_config=config("e4m3", rounding))
+    grad = torch.randn(8, 128, generator=torch.Generator().manual_seed(0))
+    codes = []
+    for _ in range(2):
+        param.grad = grad.clone()
+        optimizer.step()
+        codes.append(bits(optimizer.state[param]["exp_avg_sq"]).clone())
+    assert torch.equal(*codes) == (rounding == "nearest")
+
+
 def test_another_seed_draws_otherwise_and_exp_avg_is_rounded_to_nearest() -> None:
     made = []
     for seed, rounding in ((0, "stochastic"), (1, "stochastic"), (0, "nearest")):

@@ -118,6 +118,16 @@ def test_a_late_run_is_the_same_run(spoil: dict[int, float], monkeypatch: pytest
     assert len(late.lines.said) == len(spoil)
 
 
+@pytest.mark.parametrize(("norm", "clipped"), [(4.0, 1.0), (0.25, 0.25)])
+def test_gradients_are_scaled_to_max_grad_norm_and_shorter_ones_stay(norm: float, clipped: float) -> None:
+    run = Run(False, {})
+    for param in run.lora.values():
+        param.grad = torch.full((4, 4), norm / math.sqrt(32))
+    assert steps._clipped(run.session, torch.tensor(2.0)).tolist() == pytest.approx([2.0, norm])
+    grads = torch.cat([param.grad.flatten() for param in run.lora.values() if param.grad is not None])
+    assert grads.norm().item() == pytest.approx(clipped, rel=1e-4)
+
+
 def test_a_dead_run_ends_under_the_right_number(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(True, {10: math.nan, 12: math.nan, 14: math.nan})
     with pytest.raises(DeadRunError, match=r"step 8: loss=nan.* for 3 steps in a row") as error:
