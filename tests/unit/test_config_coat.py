@@ -80,6 +80,12 @@ def test_a_disabled_block_is_checked_all_the_same():
     ]
 
 
+def test_options_that_went_are_named():
+    options = {"activation.linear_granularity=per_group", "memory.checkpointing=every_n", "memory.every_n"}
+    options |= {"weight.cache", "speed.compile", "speed.attention=fa3", "speed.attention=fa4"}
+    assert options <= REMOVED.keys()
+
+
 @pytest.mark.parametrize("name", REMOVED)
 def test_what_was_removed_is_named_with_what_replaces_it(name):
     key, _, value = name.partition("=")

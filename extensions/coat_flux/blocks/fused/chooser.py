@@ -94,7 +94,7 @@ class BlockState:
         self._before = self._key()
 
     def changed(self) -> bool:
-        """Whether anything differs from construction."""
+        """Whether anything differs since construction."""
         return self._key() != self._before
 
     def _key(self) -> list[Any]:
