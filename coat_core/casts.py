@@ -19,24 +19,22 @@ INPUT, GRADIENT = "input", "gradient"  # of a linear
 
 
 class Cast(NamedTuple):
-    """A tensor that became FP8 codes."""
+    """A tensor that became FP8 codes; without a kind the products that read the codes decide."""
 
-    # `INPUT` or `GRADIENT`; None where the products that read the codes decide, and codes that none reads are saved
-    # for backward
-    kind: str | None
+    kind: str | None  # `INPUT` or `GRADIENT`
     values: Tensor  # before the cast [..., K]
     codes: Tensor  # FP8, like values
     scale: Tensor  # fp32, as `granularity` has it
-    granularity: Granularity  # which elements share a scale
-    factors: Tensor | None = None  # fp32 [K] that values were multiplied by before all else; None for ones
+    granularity: Granularity
+    factors: Tensor | None = None  # fp32 [K] that values were multiplied by before all else
 
 
 class Product(NamedTuple):
-    """A product with a weight in FP8."""
+    """A product with a weight in FP8; `codes` and `kind` are those of the other operand, None where not in FP8."""
 
-    weight: Tensor  # its codes
-    codes: Tensor | None = None  # of the other operand; None where that is not in FP8
-    kind: str = INPUT  # of the other operand: `INPUT` in the forward pass, `GRADIENT` in the backward pass
+    weight: Tensor
+    codes: Tensor | None = None
+    kind: str = INPUT
 
 
 class Decoded(NamedTuple):
@@ -46,19 +44,8 @@ class Decoded(NamedTuple):
     codes: Tensor
 
 
-class MomentUpdate(NamedTuple):
-    """A step of AdamW in place on packed moments; declared before the step, with None for the result."""
-
-    params: list[Tensor]  # the parameters
-    grads: list[Tensor]  # one for each
-    exp_avg: tuple[Tensor, Tensor]  # codes and numbers of the packed first moment
-    exp_avg_sq: tuple[Tensor, Tensor]  # of the second
-    first_blocks: list[int]  # where the blocks of each parameter start
-    hyper: list[float]  # the scalars of `ops.adamw.Hyper`
-    maximize: bool  # ascend instead of descend
-
-
-Declared = Cast | tuple[Cast, ...] | Product | Decoded | MomentUpdate
+# an operator that updates moments in place declares its own arguments, and is asked before the call
+Declared = Cast | tuple[Cast, ...] | Product | Decoded | SimpleNamespace
 declarations: dict[str, Callable[..., Declared]] = {}  # name of the operator → (result, *arguments) → its casts
 
 

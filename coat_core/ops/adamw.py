@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from coat_core.casts import MomentUpdate, declares
+from coat_core.casts import declares
 from coat_core.config import ExpansionConfig
 from coat_core.expansion import QuantizedBlocks, dequantize_blocks, quantize_blocks
 from coat_core.formats import INT8_RATIO, format_of
@@ -201,9 +201,8 @@ def _unless_skipped(
 
 
 @declares(_fp8_adamw_step)
-def _(out: None, a: Any) -> MomentUpdate:
-    moments = (a.exp_avg, a.exp_avg_numbers), (a.exp_avg_sq, a.exp_avg_sq_numbers)
-    return MomentUpdate(a.params, a.grads, *moments, a.first_blocks, a.hyper, a.maximize)
+def _(out: None, a: Any) -> Any:
+    return a
 
 
 def _cut(chunk: Chunk, flat: list[Tensor]) -> list[Tensor]:

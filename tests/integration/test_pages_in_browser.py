@@ -34,7 +34,7 @@ def report(folder: Path) -> str:
     run = make_run(folder, steps=3000)
     add_samples(run, range(0, 3001, 250), prompts=4)
     rows = [
-        f"{step},{layer},{kind},{31.5 if block else 4},0.0001,0,0.5,100"
+        f"{step},{layer},{kind},{31.5 if block else 4},0.0001,0,100"
         for step in (2, 100, 200)
         for block, layer in enumerate(LAYERS)
         for kind in ("weight", "input", "gradient", "saved", "exp_avg", "exp_avg_sq")

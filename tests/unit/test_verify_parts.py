@@ -183,7 +183,7 @@ def test_the_page_fetches_nothing_and_escapes_what_is_the_users(tmp_path: Path) 
         for arm in ("bf16", "coat")
     ]
     (tmp_path / "coat" / "coat").mkdir(parents=True)
-    rows = ["step,layer,kind,sqnr_db,underflow,saturation,range_used,elements", "2,blocks.<0>.to_q,input,21.5,0,0,1,8"]
+    rows = ["step,layer,kind,sqnr_db,underflow,saturation,elements", "2,blocks.<0>.to_q,input,21.5,0,0,8"]
     (tmp_path / "coat" / "coat" / "precision.csv").write_text("\n".join(rows) + "\n", encoding="utf-8")
     verdict = Verdict(broken("the COAT run of seed 8 died: <i>at once</i>", 2), study, tuple(runs))
     text = write_page(verdict).read_text(encoding="utf-8")

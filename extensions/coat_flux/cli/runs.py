@@ -67,7 +67,7 @@ def report(args: argparse.Namespace) -> None:
     """Write one self-contained HTML page on a run, of this trainer or of ai-toolkit, that ended or is still going.
 
     Loss, learning rate, speed, samples over time, memory by phase against the plan, precision of FP8 by layer with what
-    to change, guard, what was asked for and what it got, versions, config, LoRA files. precision.png goes next to it.
+    to change, guard, what was asked for and what it got, versions, config, LoRA files.
     """
     from ..pages.report import write_report
 

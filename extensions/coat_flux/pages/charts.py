@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import TypeAlias
 
 from .style import SERIES_COLOURS
 
-__all__ = ["Band", "Points", "bar_chart", "column_name", "heat_map", "heat_map_png", "line_chart", "thinned"]
+__all__ = ["Band", "Points", "bar_chart", "column_name", "heat_map", "line_chart", "thinned"]
 
 Points: TypeAlias = Sequence[tuple[float, float]]
 Band: TypeAlias = Sequence[tuple[float, float, float]]
@@ -26,7 +25,6 @@ LOW, MIDDLE, HIGH = (178, 24, 43), (247, 247, 247), (33, 102, 172)  # of heat ma
 LUMINANCE = (0.2126, 0.7152, 0.0722)  # of red, green and blue in sRGB
 BLACK_FROM = 0.18  # luminance from which black text has more contrast than white
 SHORT = 12  # characters of a cell, or of a word in a column's name, that are never broken
-ROW_INCHES, HEADER_INCHES, MOST_INCHES, LABEL_POINTS = 0.16, 1.4, 90.0, 6  # of the PNG
 
 
 def line_chart(
@@ -155,32 +153,6 @@ def column_name(name: str) -> str:
     """The cell of a column's name; short words never break."""
     whole = ' class="short"' if max(map(len, name.split()), default=0) <= SHORT else ""
     return f"<th{whole}>{html.escape(name)}</th>"
-
-
-def heat_map_png(
-    title: str, rows: Sequence[str], columns: Sequence[str], values: Grid, *, unit: str, ends: tuple[float, float]
-) -> bytes:
-    """`heat_map` as a picture, without the numbers; ImportError without matplotlib."""
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    shown = [[math.nan if value is None or math.isinf(value) else value for value in row] for row in values]
-    with matplotlib.rc_context({"text.parse_math": False, "text.usetex": False}):
-        height = min(HEADER_INCHES + ROW_INCHES * len(rows), MOST_INCHES)
-        figure = Figure(figsize=(7, height), layout="constrained")
-        FigureCanvasAgg(figure)
-        axes = figure.add_subplot()
-        axes.set_facecolor("#dddddd")
-        image = axes.imshow(shown, cmap="RdBu", aspect="auto", interpolation="nearest", vmin=ends[0], vmax=ends[1])
-        axes.set_xticks(range(len(columns)), columns)
-        axes.xaxis.tick_top()
-        axes.set_yticks(range(len(rows)), rows, fontsize=LABEL_POINTS)
-        figure.colorbar(image, label=unit, extend="both", location="bottom", shrink=0.6)
-        axes.set_title(title)
-        png = io.BytesIO()
-        figure.savefig(png, format="png", dpi=100, metadata={"Software": None})
-    return png.getvalue()
 
 
 @dataclass(frozen=True)

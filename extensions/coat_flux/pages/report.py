@@ -47,7 +47,7 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
         {
             "Speed and learning rate": lambda: _show_pace(page, run),
             "Memory": lambda: _show_memory(page, run),
-            "Precision of FP8": lambda: show_precision(page, run, target.parent),
+            "Precision of FP8": lambda: show_precision(page, run),
             "Guard": lambda: _show_guard(page, run),
             "Asked, got, why": lambda: _show_treatment(page, saves),
             "Saves": lambda: _show_saves(page, saves),

@@ -1,4 +1,4 @@
-"""Losses of casts by layer: the rows of `coat/precision.csv`, and the layers `activation.min_sqnr_db` leaves out."""
+"""Losses of casts by layer: `coat/precision.csv`, the guard's verdict, the layers `activation.min_sqnr_db` chooses."""
 
 from __future__ import annotations
 
@@ -13,37 +13,54 @@ from torch import Tensor, nn
 
 from ..blocks.cast_loss import WEIGHT_PRECISION, Measures
 from ..blocks.runner import BlockRunner
-from .casts import EXP_AVG, EXP_AVG_SQ, GRADIENT, INPUT, SAVED, CastPrecision, ObservedCast, rows_of
+from ..config.coat import GuardOptions
+from .casts import EXP_AVG, EXP_AVG_SQ, GRADIENT, INPUT, SAVED, CastPrecision, row_of
 
 if TYPE_CHECKING:
     from ..blocks.report import CoatReport
 
-__all__ = ["COLUMNS", "FILE", "KINDS", "PrecisionWatch", "as_cells", "read_rows", "weight_rows"]
+__all__ = ["COLUMNS", "FILE", "KINDS", "REMEDIES", "PrecisionWatch", "as_cells", "health_line", "health_verdict"]
 
 FILE = Path("coat") / "precision.csv"
+COLUMNS = CastPrecision._fields
 WEIGHT = "weight"
-KINDS = (WEIGHT, INPUT, GRADIENT, SAVED, EXP_AVG, EXP_AVG_SQ)
+KINDS = {
+    WEIGHT: "weights",
+    INPUT: "linear inputs",
+    GRADIENT: "gradients",
+    SAVED: "saved activations",
+    EXP_AVG: "exp_avg",
+    EXP_AVG_SQ: "exp_avg_sq",
+}
+EXPANSION = "coat.optimizer.use_dynamic_range_expansion: true, or a smaller coat.optimizer.block_size"
+REMEDIES = {
+    WEIGHT: "coat.weight.granularity: per_row",
+    INPUT: "coat.activation.linear_granularity: per_row, or where it is so already coat.activation.format: e5m2",
+    GRADIENT: "coat.activation.grad_format: e5m2 or bf16, or coat.activation.linear_granularity: per_row",
+    SAVED: "coat.activation.nonlinear_granularity: per_group, a smaller group_size, or coat.activation.format: e5m2",
+    EXP_AVG: EXPANSION,
+    EXP_AVG_SQ: EXPANSION,
+}
 KEY = "coat.activation.min_sqnr_db"
 EXACT_DB = 999.0
-COLUMNS = CastPrecision._fields
 
 
 def weight_rows(model: nn.Module) -> list[CastPrecision]:
     """Rows of all measured weights of a model."""
-    casts = []
+    rows = []
     for name, module in model.named_modules():
         text = vars(module).get(WEIGHT_PRECISION)
         if text is not None:
-            elements = module.in_features * module.out_features
-            measures = Measures(*map(float, text.split()))
-            casts.append(ObservedCast(WEIGHT, measures, elements, block=name.removesuffix(".base_layer")))
-    return rows_of(0, casts)
+            measured = Measures(*map(float, text.split())), module.in_features * module.out_features
+            rows.append(row_of(0, name.removesuffix(".base_layer"), WEIGHT, [measured]))
+    return rows
 
 
 def as_cells(row: CastPrecision) -> list[str]:
     """The row's cells in the file; nan is empty."""
-    shown = [f"{row.sqnr_db:.3f}", f"{row.underflow:.6g}", f"{row.saturation:.6g}", f"{row.range_used:.4f}"]
-    return [str(row.step), row.layer, row.kind, *("" if cell == "nan" else cell for cell in shown), str(row.elements)]
+    sqnr = "" if math.isnan(row.sqnr_db) else f"{row.sqnr_db:.3f}"
+    shares = f"{row.underflow:.6g}", f"{row.saturation:.6g}"
+    return [str(row.step), row.layer, row.kind, sqnr, *shares, str(row.elements)]
 
 
 def read_rows(path: Path) -> list[CastPrecision]:
@@ -53,12 +70,54 @@ def read_rows(path: Path) -> list[CastPrecision]:
         reader = csv.DictReader(file)
         try:
             for cells in reader:
-                losses = [float(cells[name]) if cells[name] else math.nan for name in COLUMNS[3:7]]
-                names = (int(cells["step"]), cells["layer"], cells["kind"])
-                rows.append(CastPrecision(*names, *losses, int(cells["elements"])))
+                shares = float(cells["underflow"]), float(cells["saturation"])
+                losses = float(cells["sqnr_db"] or math.nan), *shares, int(cells["elements"])
+                rows.append(CastPrecision(int(cells["step"]), cells["layer"], cells["kind"], *losses))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path}: line {reader.line_num} is not a row of precision.csv ({error!r})") from error
     return rows
+
+
+def health_line(rows: Sequence[CastPrecision]) -> str:
+    """One line: per kind the share cast to zero, mean and worst, and any saturation."""
+    texts = []
+    for kind, name in KINDS.items():
+        own = [row for row in rows if row.kind == kind]
+        if own:
+            lost = max(own, key=lambda row: row.underflow)
+            beyond = max(own, key=lambda row: row.saturation)
+            text = f"{name} {sum(row.underflow for row in own) / len(own):.2%}"
+            if lost.underflow:
+                text += f" ({lost.underflow:.2%} in {lost.layer})"
+            if beyond.saturation:
+                text += f", {beyond.saturation:.2%} saturated in {beyond.layer}"
+            texts.append(text)
+    return f"FP8 casts, mean share cast to zero (worst): {', '.join(texts)}"
+
+
+def health_verdict(rows: Sequence[CastPrecision], options: GuardOptions) -> str | None:
+    """The worst cast and what to change, where a share exceeds its threshold."""
+    beyond = max(rows, key=lambda row: row.saturation)
+    if beyond.saturation > options.max_saturation:
+        return (
+            f"{beyond.saturation:.1%} of the {KINDS[beyond.kind]} of {beyond.layer} lie beyond the largest FP8 code "
+            f"(limit: {options.max_saturation}): they overflowed before the cast; "
+            f"lower train.lr and check that train.dtype is bf16{_exclusion(beyond)}"
+        )
+    lost = max(rows, key=lambda row: row.underflow)
+    if lost.underflow > options.max_underflow:
+        return (
+            f"{lost.underflow:.1%} of the {KINDS[lost.kind]} of {lost.layer} that are not zero became zero in FP8 "
+            f"(limit: {options.max_underflow}): a few large values set the scale of all; "
+            f"set {REMEDIES[lost.kind]}{_exclusion(lost)}"
+        )
+    return None
+
+
+def _exclusion(row: CastPrecision) -> str:
+    if row.kind in (INPUT, GRADIENT) and row.layer:
+        return f", or take the layer out of FP8 with coat.activation.exclude: [{row.layer}]"
+    return ""
 
 
 class PrecisionWatch:
@@ -96,28 +155,23 @@ class PrecisionWatch:
         """Record the rows of a finished step."""
         self._write(rows)
         if self.pending:
-            self._choose(rows)
+            self._choose({row.layer: row.sqnr_db for row in rows if row.kind == INPUT and row.layer})
 
-    def _choose(self, rows: Sequence[CastPrecision]) -> None:
-        measured = {row.layer: row.sqnr_db for row in rows if row.kind == INPUT and row.layer}
+    def _choose(self, measured: Mapping[str, float]) -> None:
         names = sorted(measured)
-        if not names:
-            self._left_out = []
-            self._log(f"{KEY}={self._minimum:g}: no layer multiplies in FP8 here, none is left out")
-            return
         # means need finite values: exact casts count as very good
         local = torch.tensor([measured[name] for name in names]).nan_to_num(nan=EXACT_DB, posinf=EXACT_DB)
-        values = self._mean(local).tolist()
-        below = {name: value for name, value in zip(names, values, strict=True) if value < self._minimum}
-        self._left_out = list(below)
-        if not below:
-            low = min(values)
-            self._log(f"{KEY}={self._minimum:g}: the lowest of {len(names)} layers has {low:.1f} dB, none is left out")
-            return
-        self._apply()
-        listed = ", ".join(f"{name} ({value:.1f} dB)" for name, value in below.items())
-        count = f"{len(below)} of {len(names)} layers"
-        self._log(f"{KEY}={self._minimum:g}: {count} multiply in bf16 from here on: {listed}")
+        values = dict(zip(names, self._mean(local).tolist() if names else [], strict=True))
+        self._left_out = [name for name, value in values.items() if value < self._minimum]
+        if self._left_out:
+            listed = ", ".join(f"{name} ({values[name]:.1f} dB)" for name in self._left_out)
+            text = f"{len(self._left_out)} of {len(names)} layers multiply in bf16 from here on: {listed}"
+            self._apply()
+        elif names:
+            text = f"the lowest of {len(names)} layers has {min(values.values()):.1f} dB, none is left out"
+        else:
+            text = "no layer multiplies in FP8 here, none is left out"
+        self._log(f"{KEY}={self._minimum:g}: {text}")
 
     def _apply(self) -> None:
         modules = dict(self._model.named_modules())

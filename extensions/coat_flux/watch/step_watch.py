@@ -30,11 +30,11 @@ from ..blocks.report import CoatReport
 from ..blocks.runner import BlockRunner
 from ..config.coat import COATConfig
 from ..config.job import JobConfig
-from .casts import CastProbe, health_line, health_verdict
+from .casts import CastProbe
 from .guard import KEPT, DeadRunError, Norms, RunGuard, tensor_norms
 from .oom import OutOfMemory, explain_oom, is_oom, recompute_more
 from .phases import PhaseTracker, used_bytes
-from .precision import PrecisionWatch
+from .precision import PrecisionWatch, health_line, health_verdict
 
 __all__ = ["CPU_NOTE", "SpillWatch", "StepWatch", "watch_steps"]
 
@@ -128,13 +128,13 @@ class StepWatch:
         probe = CastProbe(self._transformer, self.guard.lora)
         with probe:
             yield
-        casts = probe.read()
+        rows = probe.rows(step)
         if not self.guard.nonfinite:
-            self._precision.record(probe.rows(step))
-        if not casts:
+            self._precision.record(rows)
+        if not rows:
             return
-        self._log.detail(f"step {step}: {health_line(casts)}")
-        verdict = health_verdict(casts, self._options)
+        self._log.detail(f"step {step}: {health_line(rows)}")
+        verdict = health_verdict(rows, self._options)
         if verdict is not None and self._options.enabled and not self.guard.nonfinite:
             raise DeadRunError(f"step {step}: {verdict}; {KEPT}")
 
