@@ -1,4 +1,4 @@
-"""`coat-flux doctor`: what it says of good and bad machines; the probes' inputs are made up here."""
+"""`coat-flux doctor`: what it says of good and bad machines and GPUs; the probes' inputs are made up here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import importlib.metadata
 import io
 import json
 import os
+import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,8 +17,10 @@ import psutil
 import pytest
 import torch
 
+from coat_core.ops import attention_trial, dispatch, scaled_mm
 from coat_flux.cli.machine import add_parsers
-from coat_flux.doctor import PROBES, absent, ai_toolkit, bad, diagnose, good, gpu, system, verdict
+from coat_flux.doctor import probes
+from coat_flux.doctor.probes import ABSENT, BAD, GOOD, PROBES, Line, ai_toolkit, diagnose, verdict
 from tests.helpers.aitk_standin.host import PACKAGE, copy_checkout
 
 
@@ -34,7 +38,7 @@ def doctor(*arguments):
 @pytest.fixture
 def no_card(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(gpu, "driver_names", list)
+    monkeypatch.setattr(probes, "driver_names", list)
 
 
 # --- lines, verdict, isolation, command
@@ -43,10 +47,14 @@ def no_card(monkeypatch):
 @pytest.mark.parametrize(
     ("lines", "works", "text"),
     [
-        ([good("GPU 0", "x")], True, "training works here"),
-        ([bad("GPU 0", "busy", "end it"), bad("disk", "full", "free")], True, "training works here"),
-        ([absent("GPU", "none")], True, "training works here on the CPU only"),
-        ([good("GPU 0", "x"), bad("peft", "old", "update", stops=True)], False, "cannot work here yet: see peft"),
+        ([Line(GOOD, "GPU 0", "x")], True, "training works here"),
+        ([Line(BAD, "GPU 0", "busy", "end it"), Line(BAD, "disk", "full", "free")], True, "training works here"),
+        ([Line(ABSENT, "GPU", "none")], True, "training works here on the CPU only"),
+        (
+            [Line(GOOD, "GPU 0", "x"), Line(BAD, "peft", "old", "update", stops=True)],
+            False,
+            "cannot work here yet: see peft",
+        ),
     ],
 )
 def test_the_verdict(lines, works, text):
@@ -56,30 +64,19 @@ def test_the_verdict(lines, works, text):
 
 
 @pytest.mark.parametrize("error", [RuntimeError("driver\n  broke"), OSError(5, "I/O"), SystemError(), KeyError("x")])
-def test_a_probe_that_fails_is_a_line_and_the_others_go_on(monkeypatch, no_card, error):
+@pytest.mark.parametrize(("subject", "stops"), [("GPU", True), ("FP8", False)])
+def test_a_probe_that_fails_is_a_line_and_the_others_go_on(monkeypatch, no_card, error, subject, stops):
     def probe():
-        yield good("memory", "first")
+        yield Line(GOOD, subject, "first")
         raise error
 
-    monkeypatch.setattr(system, "memory", probe)
-    monkeypatch.setattr("coat_flux.doctor.PROBES", [one for one in PROBES if one[0] in ("memory", "disk")])
-    lines = texts(diagnose())
-    at = lines.index("✓ memory: first")
-    assert lines[at + 1].startswith(f"✗ memory: could not be checked ({type(error).__name__}: ")
-    assert "\n" not in lines[at + 1]
-    assert any(line.startswith(("✓ disk here", "✗ disk here")) for line in lines[at + 2 :])
-
-
-@pytest.mark.parametrize(("place", "stops"), [("gpu.cards", True), ("gpu.fp8_gemms", False)])
-def test_what_cannot_be_checked_stops_only_where_it_is_needed(monkeypatch, no_card, place, stops):
-    def probe():
-        raise RuntimeError("CUDA error: unknown error")
-
-    monkeypatch.setattr(f"coat_flux.doctor.{place}", probe)
-    monkeypatch.setattr("coat_flux.doctor.PROBES", [one for one in PROBES if one[1] in ("system.python", place)])
+    monkeypatch.setattr(probes, "PROBES", ((subject, probe), *PROBES[-3:]))
     lines = list(diagnose())
-    assert sum("CUDA error: unknown error" in line.text for line in lines) == 1
-    assert any(line.stops for line in lines) is stops
+    assert str(lines[0]) == f"✓ {subject}: first"
+    assert str(lines[1]).startswith(f"✗ {subject}: could not be checked ({type(error).__name__}: ")
+    assert "\n" not in str(lines[1])
+    assert lines[1].stops is stops
+    assert lines[2].subject == "memory"
 
 
 @pytest.mark.usefixtures("no_card")
@@ -109,19 +106,19 @@ def test_the_command_ends_with_1_where_something_needed_is_broken(monkeypatch, c
 def test_a_torch_for_the_cpu_beside_a_gpu_stops(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
-    monkeypatch.setattr(gpu, "driver_names", lambda: ["NVIDIA L40S, driver 580.65"])
-    (line,) = system.torch_build()
+    monkeypatch.setattr(probes, "driver_names", lambda: ["NVIDIA L40S, driver 580.65"])
+    (line,) = probes.torch_build()
     assert line.stops
     assert "torch==2.13.0 --index-url" in line.remedy
-    monkeypatch.setattr(gpu, "driver_names", list)
-    assert [line.mark for line in system.torch_build()] == ["✓"]
+    monkeypatch.setattr(probes, "driver_names", list)
+    assert [line.mark for line in probes.torch_build()] == ["✓"]
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert [line.mark for line in system.torch_build()] == ["✓"]
+    assert [line.mark for line in probes.torch_build()] == ["✓"]
 
 
 def test_a_torch_that_does_not_load_stops(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
-    (line,) = system.torch_build()
+    (line,) = probes.torch_build()
     assert line.stops
     assert "cannot be imported" in line.text
 
@@ -137,7 +134,7 @@ def test_versions_are_held_against_the_bounds_of_setup(monkeypatch):
     wanted = ["torch>=2.9", "diffusers>=0.36", "transformers>=4.57", "peft>=0.17", "safetensors>=0.5"]
     monkeypatch.setattr(importlib.metadata, "requires", lambda _: [*wanted, 'pytest>=8; extra == "test"'])
     monkeypatch.setattr(importlib.metadata, "version", version)
-    lines = list(system.packages())
+    lines = list(probes.packages())
     assert texts(lines) == [
         "✗ diffusers: 0.35.1: must be >=0.36 -> pip install 'diffusers>=0.36'",
         "✗ peft: not installed -> pip install 'peft>=0.17'",
@@ -148,10 +145,10 @@ def test_versions_are_held_against_the_bounds_of_setup(monkeypatch):
 
 def test_the_bounds_are_those_of_setup():
     setup = (Path(__file__).parents[2] / "setup.py").read_text(encoding="utf-8")
-    found = [f"{one.name}{one.specifier}" for one in system.requirements()]
+    found = [f"{one.name}{one.specifier}" for one in probes.requirements()]
     assert all(f'"{line}"' in setup or f'"{line}; python_version' in setup for line in found)
     assert len({line.split(">")[0] for line in found}) == len(found)
-    assert {line.split(">")[0] for line in found} >= set(system.SHOWN)
+    assert {line.split(">")[0] for line in found} >= set(probes.SHOWN)
     assert not any(line.startswith(("torch", "pytest")) for line in found)
 
 
@@ -159,15 +156,15 @@ def test_the_bounds_are_those_of_setup():
 
 
 def test_memory_of_a_container_counts(monkeypatch, tmp_path):
-    monkeypatch.setattr(system, "CGROUP", tmp_path)
+    monkeypatch.setattr(probes, "CGROUP", tmp_path)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=100e9, total=256e9))
-    assert texts(system.memory()) == ["✓ memory: 100.0 of 256.0 GB RAM free"]
+    assert texts(probes.memory()) == ["✓ memory: 100.0 of 256.0 GB RAM free"]
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "memory.current").write_text("5000000000\n")
     (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 3000000000\n")
-    assert texts(system.memory()) == ["✓ memory: 100.0 of 256.0 GB RAM free"]
+    assert texts(probes.memory()) == ["✓ memory: 100.0 of 256.0 GB RAM free"]
     (tmp_path / "memory.max").write_text("12000000000\n")
-    (line,) = system.memory()
+    (line,) = probes.memory()
     assert line.text == "10.0 of 12.0 GB RAM free (the container's limit)"
     assert line.remedy.startswith("FLUX.1 takes about 13 GB")
 
@@ -175,8 +172,8 @@ def test_memory_of_a_container_counts(monkeypatch, tmp_path):
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     """The model cache, with one shard of the transformer missing."""
-    monkeypatch.setattr(system, "_cache_folder", lambda: tmp_path / "hub")
-    monkeypatch.setattr(system, "_has_token", lambda: False)
+    monkeypatch.setattr(probes, "_cache_folder", lambda: tmp_path / "hub")
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     snapshot = tmp_path / "hub" / "models--black-forest-labs--FLUX.1-dev" / "snapshots" / "0a1b"
     for folder in ("transformer", "vae"):
@@ -190,41 +187,41 @@ def cache(tmp_path, monkeypatch):
 
 
 def test_the_model_in_the_cache(cache):
-    (line,) = system.model()
+    (line,) = probes.model()
     assert line.text == "torn download, transformer/part-2.safetensors is missing"
     assert line.remedy == "hf download black-forest-labs/FLUX.1-dev"
     (cache / "transformer" / "part-2.safetensors").write_text("")
-    assert texts(system.model()) == [f"✓ FLUX.1-dev: in the cache: {cache}"]
+    assert texts(probes.model()) == [f"✓ FLUX.1-dev: in the cache: {cache}"]
 
 
 def test_the_model_is_not_in_the_cache(cache, monkeypatch):
-    monkeypatch.setattr(system, "_snapshot", lambda: None)
-    (line,) = system.model()
+    monkeypatch.setattr(probes, "_snapshot", lambda: None)
+    (line,) = probes.model()
     assert line.text.endswith("the first run downloads 34 GB, and there is no Hugging Face token")
     assert "`hf auth login`" in line.remedy
-    monkeypatch.setattr(system, "_has_token", lambda: True)
-    assert texts(system.model())[0].startswith("- FLUX.1-dev: not in the cache, the first run downloads 34 GB; a token")
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: "x")
+    assert texts(probes.model())[0].startswith("- FLUX.1-dev: not in the cache, the first run downloads 34 GB; a token")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert texts(system.model())[0].startswith("✗ FLUX.1-dev: not in the cache, and HF_HUB_OFFLINE forbids downloads")
+    assert texts(probes.model())[0].startswith("✗ FLUX.1-dev: not in the cache, and HF_HUB_OFFLINE forbids downloads")
 
 
 def test_disk(cache, monkeypatch):
     free = {"here": 50e9, "cache": 20e9}
     monkeypatch.setattr(
-        system.shutil,
+        probes.shutil,
         "disk_usage",
         lambda path: SimpleNamespace(free=free["cache" if "hub" in str(path) else "here"]),
     )
-    here, there = system.disk()
+    here, there = probes.disk()
     assert str(here) == f"✓ disk here: 50.0 GB free in {Path.cwd()}"
     assert there.remedy == "FLUX.1-dev takes 34 GB: free that, or set HF_HOME to another folder"
     (cache / "transformer" / "part-2.safetensors").write_text("")
     free["here"] = 1e9
-    here, there = system.disk()
+    here, there = probes.disk()
     assert here.remedy == "a run writes about 3 GB: free that, or train in another folder"
     assert there.mark == "✓"
     monkeypatch.setattr(os, "access", lambda *_: False)
-    assert [line.remedy.split()[0] for line in system.disk()] == ["train", "set"]
+    assert [line.remedy.split()[0] for line in probes.disk()] == ["train", "set"]
 
 
 # --- ai-toolkit
@@ -236,31 +233,175 @@ def checkout(tmp_path):
 
 
 def test_a_checkout_and_our_link_in_it(checkout):
-    version, extension = texts(ai_toolkit.checkout(checkout))
+    version, extension = texts(ai_toolkit(checkout))
     assert version == f"✓ ai-toolkit: 0.12.26 in {checkout}"
     assert extension == f"- extension: not in that checkout; `coat-flux install {checkout}` links it"
     link = checkout / "extensions" / "coat_flux"
     link.symlink_to(PACKAGE, target_is_directory=True)
-    assert texts(ai_toolkit.checkout(checkout))[1] == f"✓ extension: extensions/coat_flux leads to {PACKAGE}"
+    assert texts(ai_toolkit(checkout))[1] == f"✓ extension: extensions/coat_flux leads to {PACKAGE}"
     link.unlink()
     link.mkdir()
-    assert texts(ai_toolkit.checkout(checkout))[1].startswith("✗ extension")
+    assert texts(ai_toolkit(checkout))[1].startswith("✗ extension")
 
 
 def test_an_untested_version(checkout):
     (checkout / "version.py").write_text('VERSION = "0.9.1"\nraise SystemExit(3)\n')
-    version, _ = ai_toolkit.checkout(checkout)
+    version, _ = ai_toolkit(checkout)
     assert version.text == f"0.9.1 in {checkout} is not tested with COAT-FLUX"
 
 
 def test_where_it_is_looked_for(checkout, monkeypatch, tmp_path):
     monkeypatch.delenv("AI_TOOLKIT_ROOT", raising=False)
     monkeypatch.chdir(tmp_path)
-    assert next(ai_toolkit.checkout(None)).mark == "-"
+    assert next(ai_toolkit(None)).mark == "-"
     monkeypatch.chdir(checkout)
-    assert next(ai_toolkit.checkout(None)).text == f"0.12.26 in {checkout}"
+    assert next(ai_toolkit(None)).text == f"0.12.26 in {checkout}"
     monkeypatch.setenv("AI_TOOLKIT_ROOT", str(tmp_path))
-    line = next(ai_toolkit.checkout(None))
+    line = next(ai_toolkit(None))
     assert line.stops
     assert line.text == f"{tmp_path} is not a checkout of it: no run.py, toolkit/extension.py, extensions"
-    assert next(ai_toolkit.checkout(checkout)).mark == "✓"
+    assert next(ai_toolkit(checkout)).mark == "✓"
+
+
+# --- GPUs
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """A GPU as torch would report it; its fields may be changed."""
+    card = SimpleNamespace(name="NVIDIA L40S", capability=(8, 9), free=40e9, total=48e9, driver="580.65")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: card.name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: card.capability)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (card.free, card.total))
+    monkeypatch.setattr(probes, "driver_names", lambda: [f"{card.name}, driver {card.driver}"])
+    return card
+
+
+def test_a_card(card):
+    assert texts(probes.cards()) == [
+        "✓ GPU 0: NVIDIA L40S, compute capability 8.9, driver 580.65, 40.0 of 48.0 GB free",
+    ]
+    card.free = 3e9
+    assert texts(probes.cards())[0].endswith("3.0 of 48.0 GB free -> end what else uses it: nvidia-smi lists it")
+
+
+@pytest.mark.usefixtures("no_card")
+def test_without_a_card():
+    assert texts([*probes.cards(), *probes.fp8_gemms()]) == [
+        "- GPU: no NVIDIA GPU here",
+        "- FP8: no NVIDIA GPU here; on a CPU FP8 GEMMs are computed in fp32, which is slow",
+    ]
+
+
+def test_a_card_that_torch_cannot_use(monkeypatch, no_card):
+    def init():
+        raise RuntimeError("The NVIDIA driver on your system is too old\n(found version 11040)")
+
+    monkeypatch.setattr(probes, "driver_names", lambda: ["Tesla T4, driver 470.1"])
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (line,) = probes.cards()
+    assert line.stops
+    assert line.text.endswith("cannot use it (The NVIDIA driver on your system is too old (found version 11040))")
+    assert line.remedy.startswith("install a driver for CUDA 13.0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    (line,) = probes.cards()
+    assert str(line) == "✗ GPU: Tesla T4, driver 470.1, hidden by CUDA_VISIBLE_DEVICES -> unset it to train there"
+
+
+@pytest.mark.parametrize(
+    ("answer", "names"),
+    [
+        ("NVIDIA H200, 570.1\n", ["NVIDIA H200, driver 570.1"]),
+        (subprocess.CalledProcessError(9, "nvidia-smi"), []),
+        (FileNotFoundError("nvidia-smi"), []),
+        (subprocess.TimeoutExpired("nvidia-smi", 10), []),
+    ],
+)
+def test_what_the_driver_says(monkeypatch, answer, names):
+    def run(*_, **__):
+        if isinstance(answer, Exception):
+            raise answer
+        return SimpleNamespace(stdout=answer)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert probes.driver_names() == names
+
+
+def test_an_older_card_has_no_fp8(card):
+    card.capability = (8, 6)
+    (line,) = probes.fp8_gemms()
+    assert line.mark == "-"
+    assert "coat.fallback" in line.text
+
+
+def test_attention_kernels_by_name(card, monkeypatch):
+    """What is tried runs on a CPU here: the kernels of GPUs are refused, and one is made up to run."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, device, **how: empty(*shape, **how))
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(attention_trial, "GPU_KERNELS", ("plain", "fa3"))
+    (line,) = texts(probes.attention())
+    start = "✓ attention on GPU 0: plain, torch chooses flash_cpu; fa3: not installed (No module named"
+    assert line.startswith(start)
+
+
+@pytest.mark.usefixtures("no_card")
+def test_attention_without_a_card():
+    assert texts(probes.attention()) == ["- attention: no NVIDIA GPU here; torch's kernel for a CPU runs"]
+
+
+def test_rates_in_words(card, monkeypatch):
+    monkeypatch.setattr(probes, "rates", lambda _: {"per_tensor": 1200.0, "per_row": "no kernel", "bf16": 600.0})
+    slow, fast = probes.fp8_gemms()
+    assert (slow.mark, slow.text, slow.stops) == ("✗", "per_row GEMM does not run: no kernel", False)
+    assert str(fast) == "✓ FP8 on GPU 0: per_tensor 1,200.0 TFLOP/s, bf16 600.0 TFLOP/s"
+    monkeypatch.setattr(probes, "rates", lambda _: dict.fromkeys(("per_tensor", "per_row", "bf16"), "no kernel image"))
+    assert [line.stops for line in probes.fp8_gemms()] == [False, False, True]
+
+
+def test_rates_are_operations_over_seconds(monkeypatch):
+    """With a clock that advances 1 ms at each FP8 product, and a little at each look at it."""
+    clock = SimpleNamespace(now=0.0)
+    real = scaled_mm.scaled_mm
+
+    def look():
+        clock.now += 1e-7
+        return clock.now
+
+    def product(*args):
+        clock.now += 1e-3
+        return real(*args)
+
+    monkeypatch.setattr("coat_flux.bench.timing.time", SimpleNamespace(perf_counter=look))
+    monkeypatch.setattr(probes, "SECONDS_EACH", 0.01)
+    monkeypatch.setattr(scaled_mm, "scaled_mm", product)
+    monkeypatch.setattr(scaled_mm, "unsupported_reason", lambda _, a, b, row_wise: "no" if row_wise else None)
+    found = probes.rates(torch.device("cpu"))
+    assert found["per_tensor"] == pytest.approx(2 * 64**3 / 1e-3 / 1e12, rel=1e-3)
+    assert found["per_row"] == "no"
+    assert found["bf16"] > 100 * found["per_tensor"]
+
+
+@pytest.mark.parametrize(
+    ("version", "reason", "mark", "remedy"),
+    [
+        ("3.9.0", None, "✓", ""),
+        ("3.9.0", "no gcc", "✗", "use the triton that belongs to this torch"),
+        (None, "triton is not installed", "✗", "pip install triton"),
+    ],
+)
+def test_triton(card, monkeypatch, version, reason, mark, remedy):
+    def installed(package):
+        if version is None or package != "triton":
+            raise importlib.metadata.PackageNotFoundError(package)
+        return version
+
+    monkeypatch.setattr(importlib.metadata, "version", installed)
+    monkeypatch.setattr(dispatch, "triton_obstacle", lambda _: reason)
+    (line,) = probes.triton()
+    assert (line.mark, line.remedy) == (mark, remedy)
+    assert (version or "not installed") in line.text

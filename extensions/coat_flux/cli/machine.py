@@ -51,7 +51,7 @@ def doctor(args: argparse.Namespace) -> int:
 
     ✓ works, ✗ does not: what to do follows the arrow, - is not here. Multiplies for about a second on each GPU.
     """
-    from ..doctor import diagnose, verdict
+    from ..doctor.probes import diagnose, verdict
 
     logging.getLogger("coat_core").addHandler(logging.NullHandler())  # its warnings are lines here
     lines = []

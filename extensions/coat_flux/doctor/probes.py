@@ -1,0 +1,440 @@
+"""Every probe of `coat-flux doctor`, in the order of its lines; a failing probe does not stop the others.
+
+Torch and other packages are imported where they are probed: they may be missing or broken.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from packaging.requirements import Requirement
+
+__all__ = ["Line", "diagnose", "verdict"]
+
+GOOD, BAD, ABSENT = "✓", "✗", "-"
+NEEDED = ("Python", "torch", "packages", "GPU")  # training cannot work if these probes fail
+FIRST_PYTHON = (3, 10)
+TORCH_WHEELS = "https://download.pytorch.org/whl/cu130"
+SHOWN = ("diffusers", "transformers", "peft", "accelerate", "safetensors")
+REQUIRED = (*SHOWN, "numpy", "pillow", "psutil", "pyyaml", "tqdm")  # if the bounds are unknown
+MODEL = "black-forest-labs/FLUX.1-dev"
+MODEL_BYTES = 33.8e9  # transformer 23.8, T5-XXL 9.5, CLIP-L and VAE 0.5
+RAM_BYTES, RUN_BYTES = 13e9, 3e9  # `coat-flux plan configs/flux_clothing_coat.yaml`: CPU memory; saves, caches
+CGROUP = Path("/sys/fs/cgroup")
+FIRST_FP8_GEMM = (8, 9)
+WITHOUT_FP8 = "weights and products are INT8 (coat.fallback; from 7.5 on), with fallback: bf16 products run in bf16"
+SIDE = {"cuda": 4096, "cpu": 64}  # of the square matrices
+ATTENTION_SHAPE = (1, 512, 4, 128)  # images, tokens, heads, width of a head
+SECONDS_EACH = 0.25  # of multiplying, for each kind
+NO_GPU = "no NVIDIA GPU here"
+TRITON_PACKAGES = ("triton", "triton-windows", "pytorch-triton")
+
+
+@dataclass(frozen=True)
+class Line:
+    """The result of one probe; `stops`: training cannot work here without the remedy."""
+
+    mark: str
+    subject: str
+    text: str
+    remedy: str = ""
+    stops: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.mark} {self.subject}: {self.text}" + (f" -> {self.remedy}" if self.remedy else "")
+
+
+def diagnose(toolkit_dir: Path | None = None) -> Iterator[Line]:
+    """Yield the lines, each as soon as it is known; a probe's exception becomes a line, too."""
+    for subject, probe in (*PROBES, ("ai-toolkit", partial(ai_toolkit, toolkit_dir))):
+        try:
+            yield from probe()
+        except Exception as error:  # a broken driver or package can raise anything
+            reason = " ".join(str(error).split())[:300] or "no message"
+            text = f"could not be checked ({type(error).__name__}: {reason})"
+            yield Line(BAD, subject, text, "fix that, and ask again", stops=subject in NEEDED)
+
+
+def verdict(lines: Sequence[Line]) -> tuple[bool, str]:
+    """Whether training can work here, and a sentence that says so."""
+    stopping = dict.fromkeys(line.subject for line in lines if line.stops)
+    if stopping:
+        return False, f"training cannot work here yet: see {', '.join(stopping)}"
+    if not any(line.mark != ABSENT and line.subject.startswith("GPU ") for line in lines):
+        return True, "training works here on the CPU only: the embedded tiny model in minutes, FLUX.1 in no useful time"
+    return True, "training works here"
+
+
+# -- software ----------------------------------------------------------------------------------------------------------
+
+
+def python() -> Iterator[Line]:
+    """Version and path of the interpreter."""
+    version = ".".join(map(str, sys.version_info[:3]))
+    if sys.version_info[:2] < FIRST_PYTHON:
+        yield Line(BAD, "Python", version, f"use {'.'.join(map(str, FIRST_PYTHON))} or newer", stops=True)
+    else:
+        yield Line(GOOD, "Python", f"{version}, {sys.executable}")
+
+
+def torch_build() -> Iterator[Line]:
+    """Version of torch, and whether it was built for this GPU."""
+    try:
+        torch = importlib.import_module("torch")
+    except (ImportError, OSError) as error:  # OSError: one of its libraries does not load
+        remedy = f"pip install torch --index-url {TORCH_WHEELS}"
+        yield Line(BAD, "torch", f"cannot be imported ({error})", remedy, stops=True)
+        return
+    version, names = torch.__version__, driver_names()
+    if torch.version.cuda:
+        yield Line(GOOD, "torch", f"{version}, built for CUDA {torch.version.cuda}")
+    elif getattr(torch.version, "hip", None):
+        remedy = "COAT-FLUX is tested on NVIDIA only; FP8 may not work"
+        yield Line(BAD, "torch", f"{version}, built for AMD's ROCm", remedy)
+    elif names:
+        text = f"{version} is built without CUDA, but this machine has {names[0]}"
+        wheel = f"torch=={version.split('+')[0]} --index-url {TORCH_WHEELS}"
+        yield Line(BAD, "torch", text, f"pip install --force-reinstall {wheel}", stops=True)
+    else:
+        yield Line(GOOD, "torch", f"{version}, built for the CPU")
+
+
+def packages() -> Iterator[Line]:
+    """Installed versions against the bounds of setup.py."""
+    installed = {}
+    wanted = requirements()
+    for requirement in wanted:
+        name, bounds = requirement.name, requirement.specifier
+        problem = "not installed"
+        with suppress(importlib.metadata.PackageNotFoundError):
+            installed[name] = importlib.metadata.version(name)
+            problem = f"{installed[name]}: must be {bounds}"
+        if name not in installed or not bounds.contains(installed[name], prereleases=True):
+            yield Line(BAD, name, problem, f"pip install '{name}{bounds}'", stops=True)
+    shown = ", ".join(f"{name} {installed[name]}" for name in SHOWN if name in installed)
+    if shown:
+        yield Line(GOOD, "packages", f"{shown}; {len(wanted)} checked")
+
+
+def requirements() -> list[Requirement]:
+    """The engine's packages besides torch: setup.py's bounds, or bare names if the folder is linked without pip."""
+    from packaging.requirements import Requirement
+
+    try:
+        lines = importlib.metadata.requires("coat-flux") or []
+    except importlib.metadata.PackageNotFoundError:
+        return [Requirement(name) for name in REQUIRED]
+    bounds = map(Requirement, lines)
+    return [one for one in bounds if one.name != "torch" and (one.marker is None or one.marker.evaluate({"extra": ""}))]
+
+
+# -- GPUs --------------------------------------------------------------------------------------------------------------
+
+
+def driver_names() -> list[str]:
+    """`<name>, driver <version>` of the GPUs that the driver sees; empty without a driver."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    rows = [line.rsplit(",", 1) for line in answer.stdout.splitlines() if "," in line]
+    return [f"{name.strip()}, driver {version.strip()}" for name, version in rows]
+
+
+def _devices() -> list[torch.device]:
+    import torch
+
+    return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+
+
+def cards() -> Iterator[Line]:
+    """Name, compute capability and memory of every GPU, or why torch can use none."""
+    import torch
+
+    names = driver_names()
+    if not torch.cuda.is_available():
+        if not (names and torch.version.cuda):
+            yield Line(ABSENT, "GPU", NO_GPU)
+        elif os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
+            yield Line(BAD, "GPU", f"{names[0]}, hidden by CUDA_VISIBLE_DEVICES", "unset it to train there")
+        else:
+            reason = "no reason given"
+            try:
+                torch.cuda.init()
+            except (RuntimeError, AssertionError) as error:
+                reason = " ".join(str(error).split())[:200]
+            remedy = f"install a driver for CUDA {torch.version.cuda}, or torch for the CUDA that nvidia-smi names"
+            yield Line(BAD, "GPU", f"{names[0]}, but torch cannot use it ({reason})", remedy, stops=True)
+        return
+    for index, device in enumerate(_devices()):
+        name, (major, minor) = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+        free, total = torch.cuda.mem_get_info(device)
+        driver = f", {names[index].rsplit(', ', 1)[1]}" if index < len(names) else ""
+        text = f"{name}, compute capability {major}.{minor}{driver}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free"
+        if free < total / 2:
+            yield Line(BAD, f"GPU {index}", text, "end what else uses it: nvidia-smi lists it")
+        else:
+            yield Line(GOOD, f"GPU {index}", text)
+
+
+def fp8_gemms() -> Iterator[Line]:
+    """A second of matrix products on every GPU: FP8 with both scalings, and bf16 to compare with."""
+    import torch
+
+    if not torch.cuda.is_available():
+        yield Line(ABSENT, "FP8", f"{NO_GPU}; on a CPU FP8 GEMMs are computed in fp32, which is slow")
+        return
+    for device in _devices():
+        subject, capability = f"FP8 on GPU {device.index}", torch.cuda.get_device_capability(device)
+        if capability < FIRST_FP8_GEMM:
+            text = f"compute capability {capability[0]}.{capability[1]} has no FP8 tensor cores (8.9 has)"
+            yield Line(ABSENT, subject, f"{text}: {WITHOUT_FP8}")
+            continue
+        speeds = []
+        for name, rate in rates(device).items():
+            if isinstance(rate, float):
+                speeds.append(f"{name} {rate:,.1f} TFLOP/s")
+            else:
+                remedy = "update torch and the driver; until then such layers run in bf16"
+                yield Line(BAD, subject, f"{name} GEMM does not run: {rate}", remedy, stops=name == "bf16")
+        if speeds:
+            yield Line(GOOD, subject, ", ".join(speeds))
+
+
+def rates(device: torch.device) -> dict[str, float | str]:
+    """TFLOP/s of square matrix products by kind, or why a kind does not run."""
+    import torch
+
+    from coat_core.ops.scaled_mm import scaled_mm, unsupported_reason
+
+    side = SIDE[device.type]
+    x = torch.randn(side, side, device=device)
+    half, codes = x.to(torch.bfloat16), x.to(torch.float8_e4m3fn)
+    one, ones = torch.ones((), device=device), torch.ones(side, 1, device=device)
+    kinds = {
+        "per_tensor": (codes, one),
+        "per_row": (codes, ones),
+        "per_tensor e5m2 x e4m3": (x.to(torch.float8_e5m2), one),
+    }
+    result: dict[str, float | str] = {}
+    for name, (first, scale) in kinds.items():
+        product = partial(scaled_mm, first, scale, codes, scale, None, torch.bfloat16, True)
+        reason = unsupported_reason(device, first.dtype, codes.dtype, name == "per_row")
+        result[name] = reason or _tflops(product, side, device)
+    try:
+        result["bf16"] = _tflops(lambda: half @ half.t(), side, device)
+    except RuntimeError as error:  # such as a torch that was not built for this card
+        result["bf16"] = str(error).splitlines()[0]
+    return result
+
+
+def _tflops(call: Callable[[], object], side: int, device: torch.device) -> float:
+    from ..bench.timing import time_calls
+
+    once_ms = fmean(time_calls(call, device, 3, 3).samples_ms)
+    repeats = max(1, min(10_000, int(1e3 * SECONDS_EACH / max(once_ms, 1e-6))))
+    return 2.0 * side**3 / fmean(time_calls(call, device, 1, repeats).samples_ms) / 1e9
+
+
+def triton() -> Iterator[Line]:
+    """Whether a Triton kernel compiles, runs and agrees with its reference."""
+    import torch
+
+    from coat_core.ops.dispatch import triton_obstacle
+
+    version = None
+    for package in TRITON_PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            version = version or importlib.metadata.version(package)
+    if not torch.cuda.is_available():
+        yield Line(ABSENT, "Triton", f"{version or 'not installed'}; {NO_GPU}, the reference in PyTorch runs")
+        return
+    for device in _devices():
+        subject, reason = f"Triton on GPU {device.index}", triton_obstacle(device)
+        if reason is None:
+            yield Line(GOOD, subject, f"{version}, a kernel compiles, runs and agrees with its reference")
+            continue
+        name = "triton-windows" if os.name == "nt" else "triton"
+        remedy = f"pip install {name}" if version is None else f"use the {name} that belongs to this torch"
+        yield Line(BAD, subject, f"{version or 'not installed'}, the slower reference runs: {reason}", remedy)
+
+
+def attention() -> Iterator[Line]:
+    """Which attention kernels run on every GPU, forward and backward, and agree with plain matrix products."""
+    import torch
+
+    from coat_core.ops.attention import chosen_kernel
+    from coat_core.ops.attention_trial import kernel_obstacles
+
+    if not torch.cuda.is_available():
+        yield Line(ABSENT, "attention", f"{NO_GPU}; torch's kernel for a CPU runs")
+        return
+    for device in _devices():
+        q = torch.empty(ATTENTION_SHAPE, dtype=torch.bfloat16, device=device).transpose(1, 2)
+        with torch.cuda.device(device):
+            own, obstacles = chosen_kernel(q, q, q), kernel_obstacles(q)
+        run = ", ".join(kernel for kernel, reason in obstacles.items() if reason is None)
+        others = "".join(f"; {kernel}: {reason}" for kernel, reason in obstacles.items() if reason is not None)
+        text = f"{run or 'plain matrix products'}, torch chooses {own}{others}"
+        yield Line(GOOD, f"attention on GPU {device.index}", text)
+
+
+# -- memory, disk, the model -------------------------------------------------------------------------------------------
+
+
+def memory() -> Iterator[Line]:
+    """Free RAM, within the container's limit (cgroup v2) if any."""
+    import psutil
+
+    now, place = psutil.virtual_memory(), ""
+    available, total = float(now.available), float(now.total)
+    try:
+        limit, used = ((CGROUP / name).read_text(encoding="ascii").strip() for name in ("memory.max", "memory.current"))
+        rows = dict(row.split() for row in (CGROUP / "memory.stat").read_text(encoding="ascii").splitlines())
+    except OSError:
+        limit = "max"
+    if limit != "max" and float(limit) < total:
+        cached_files = float(rows.get("inactive_file", 0))  # given back when asked for
+        available = min(available, float(limit) - float(used) + cached_files)
+        total, place = float(limit), " (the container's limit)"
+    text = f"{available / 1e9:.1f} of {total / 1e9:.1f} GB RAM free{place}"
+    if available < RAM_BYTES:
+        needs = f"FLUX.1 takes about {RAM_BYTES / 1e9:.0f} GB (`coat-flux plan CONFIG` has your job's figure)"
+        yield Line(BAD, "memory", text, f"{needs}: end other programs, or add swap")
+    else:
+        yield Line(GOOD, "memory", text)
+
+
+def disk() -> Iterator[Line]:
+    """Free space and write permission, here and in the model cache."""
+    model_bytes = 0.0 if missing_files(_snapshot()) == [] else MODEL_BYTES
+    places = (
+        ("disk here", Path.cwd(), RUN_BYTES, "a run writes about", "train in another folder"),
+        ("disk of the model cache", _cache_folder(), model_bytes, "FLUX.1-dev takes", "set HF_HOME to another folder"),
+    )
+    for name, folder, needed, reason, other in places:
+        there = next(path for path in (folder, *folder.parents) if path.exists())
+        free = shutil.disk_usage(there).free
+        text = f"{free / 1e9:.1f} GB free in {folder}"
+        if not os.access(there, os.W_OK):
+            yield Line(BAD, name, f"{text}, which this user may not write", other)
+        elif free < needed:
+            yield Line(BAD, name, text, f"{reason} {needed / 1e9:.0f} GB: free that, or {other}")
+        else:
+            yield Line(GOOD, name, text)
+
+
+def model() -> Iterator[Line]:
+    """Whether FLUX.1-dev is in the cache and complete, or else could be downloaded."""
+    from huggingface_hub import get_token
+
+    snapshot = _snapshot()
+    missing = missing_files(snapshot)
+    size = f"not in the cache, the first run downloads {MODEL_BYTES / 1e9:.0f} GB"
+    if missing == []:
+        yield Line(GOOD, "FLUX.1-dev", f"in the cache: {snapshot}")
+    elif missing:
+        yield Line(BAD, "FLUX.1-dev", f"torn download, {missing[0]} is missing", f"hf download {MODEL}")
+    elif os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
+        text = "not in the cache, and HF_HUB_OFFLINE forbids downloads"
+        yield Line(BAD, "FLUX.1-dev", text, "unset it, or give a folder")
+    elif get_token() is None:
+        licence = f"accept the licence at https://huggingface.co/{MODEL}"
+        remedy = f"{licence}, then `hf auth login`; a local folder needs neither"
+        yield Line(BAD, "FLUX.1-dev", f"{size}, and there is no Hugging Face token", remedy)
+    else:
+        text = f"{size}; a token is set, the licence must have been accepted with it"
+        yield Line(ABSENT, "FLUX.1-dev", text)
+
+
+def missing_files(snapshot: Path | None) -> list[str] | None:
+    """Files of the model that the snapshot lacks; None without a snapshot."""
+    if snapshot is None:
+        return None
+    index = snapshot / "transformer" / "diffusion_pytorch_model.safetensors.index.json"
+    wanted = [snapshot / "model_index.json", snapshot / "vae" / "config.json", index]
+    if index.is_file():
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        wanted += [index.parent / name for name in sorted(set(names))]
+    return [path.relative_to(snapshot).as_posix() for path in wanted if not path.is_file()]
+
+
+def _snapshot() -> Path | None:
+    folder = _cache_folder() / f"models--{MODEL.replace('/', '--')}" / "snapshots"
+    snapshots = [path for path in folder.glob("*") if path.is_dir()]
+    return max(snapshots, key=lambda path: path.stat().st_mtime, default=None)
+
+
+def _cache_folder() -> Path:
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE)
+
+
+# -- ai-toolkit --------------------------------------------------------------------------------------------------------
+
+
+def ai_toolkit(folder: Path | None) -> Iterator[Line]:
+    """Version of a checkout (`folder`, else AI_TOOLKIT_ROOT's, else the current one), and our extension in it."""
+    from ..trainers.ai_toolkit.host import TESTED_SERIES, TESTED_VERSION
+    from ..trainers.ai_toolkit.install import CHECKOUT_PARTS, EXTENSION, PACKAGE
+
+    place = folder or os.environ.get("AI_TOOLKIT_ROOT")
+    root = Path(place or Path.cwd())
+    missing = [part for part in CHECKOUT_PARTS if not (root / part).exists()]
+    if missing and not place:
+        text = "not here; `coat-flux train` does not need it (--ai-toolkit DIR checks one)"
+        yield Line(ABSENT, "ai-toolkit", text)
+        return
+    if missing:
+        text = f"{root} is not a checkout of it: no {', '.join(missing)}"
+        yield Line(BAD, "ai-toolkit", text, "give the folder of run.py", stops=True)
+        return
+    file = root / "version.py"
+    source = file.read_text(encoding="utf-8") if file.is_file() else ""
+    match = re.search(r"VERSION\s*=\s*[\"']([^\"']+)", source)
+    version = match[1] if match else "of unknown version"
+    if version.startswith(TESTED_SERIES):
+        yield Line(GOOD, "ai-toolkit", f"{version} in {root}")
+    else:
+        text = f"{version} in {root} is not tested with COAT-FLUX"
+        yield Line(BAD, "ai-toolkit", text, f"use {TESTED_VERSION}")
+    link, command = root / EXTENSION, f"coat-flux install {root}"
+    if not link.exists():
+        yield Line(ABSENT, "extension", f"not in that checkout; `{command}` links it")
+    elif link.resolve() == PACKAGE.resolve():
+        yield Line(GOOD, "extension", f"{EXTENSION} leads to {PACKAGE}")
+    else:
+        text = f"{EXTENSION} is a copy, or leads to another COAT-FLUX than {PACKAGE}"
+        yield Line(BAD, "extension", text, f"move it away, then `{command}`")
+
+
+PROBES = (
+    ("Python", python),
+    ("torch", torch_build),
+    ("packages", packages),
+    ("GPU", cards),
+    ("FP8", fp8_gemms),
+    ("Triton", triton),
+    ("attention", attention),
+    ("memory", memory),
+    ("disk", disk),
+    ("FLUX.1-dev", model),
+)
