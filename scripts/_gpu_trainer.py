@@ -23,7 +23,7 @@ from coat_flux.base.names import COAT_OPTIMIZER
 from coat_flux.bench import worker
 from coat_flux.bench.configurations import STEP, TRAINER, Configuration
 from coat_flux.bench.measure import TORCHS_PRECISION, release
-from coat_flux.bench.timing import SEED, Setting, Timing, peak_bytes, wait
+from coat_flux.bench.timing import SEED, Setting, Timing, wait
 from coat_flux.config.job import JobConfig
 from coat_flux.mini_flux.folder import MINI_FLUX
 from coat_flux.mini_flux.geometry import make_flux_dev_geometry
@@ -35,7 +35,7 @@ from coat_flux.trainers.standalone.resume import identity_of
 from coat_flux.trainers.standalone.steps import settle, train_step
 from coat_flux.trainers.standalone.workers import Workers
 from coat_flux.watch.live import LiveRun
-from coat_flux.watch.phases import PhaseTracker
+from coat_flux.watch.phases import PhaseTracker, peak_bytes
 
 BATCHES = 2  # of photos: a pass over them ends, and the next begins, while steps are timed
 

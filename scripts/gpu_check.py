@@ -35,7 +35,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # coat_core and coat_
 sys.path.append(str(Path(__file__).resolve().parents[1] / "extensions"))
 
 from coat_flux.base.files import TEMP_PREFIX, write_file
-from coat_flux.bench import report
+from coat_flux.bench import runner
 from coat_flux.bench.configurations import OPTIMIZER, STEP, TRAINER, BenchOptions
 from coat_flux.bench.limits import Geometry, Limit
 
@@ -330,7 +330,7 @@ def tables(check: Check) -> str:
         "tests": check.state["stages"].get("tests", {}).get("results", {}).get("summary", "not run"),
         "machine": machine,
     }
-    parts.append(report.markdown(options, head, runs, report.summarize(runs, geometry, limit)))
+    parts.append(runner.markdown(options, head, runs, runner.summarize(runs, geometry, limit)))
     kernels = check.state["stages"].get("kernels", {}).get("results", {})
     if kernels:
         parts.append(kernels_table(kernels, limit))

@@ -19,7 +19,7 @@ from coat_flux.bench.configurations import (
     rivals,
 )
 from coat_flux.bench.limits import DEVICE_NAMES, Geometry, Limit, known_limit, step_work, token_count
-from coat_flux.bench.report import incomplete, summarize, write
+from coat_flux.bench.runner import incomplete, summarize, write
 from coat_flux.cli.entry import main
 from coat_flux.config.coat import COATConfig
 from coat_flux.mini_flux.geometry import make_flux_dev_geometry
@@ -155,7 +155,7 @@ def test_a_machine_that_lacks_something_is_a_reason(monkeypatch: pytest.MonkeyPa
         ("torchao_float8", ValueError("no such card\nmore"), "cannot", "ValueError: no such card"),
         ("bf16_compiled", RuntimeError("no compiler"), "cannot", "RuntimeError: no compiler"),
         ("coat", ValueError("our mistake"), "failed", "ValueError: our mistake"),
-        ("bf16", ValueError("x" * 999), "failed", "ValueError: " + "x" * 287 + "…"),
+        ("bf16", ValueError("x" * 999), "failed", "ValueError: " + "x" * 288),
         ("coat", RuntimeError("CUDA error: out of memory"), "out of memory", "RuntimeError: CUDA error: out of memory"),
     ],
 )

@@ -16,10 +16,8 @@ from coat_core.ops.launch import recorded_launches
 from coat_core.ops.norm_kernel import norm_modulate_backward, norm_modulate_quantize
 from coat_core.ops.quantize_kernel import quantize
 from coat_flux.bench.configurations import COUNT, named
-from coat_flux.bench.count import MODULATION, OUTSIDE, UPDATE, Launch, Recorder
-from coat_flux.bench.counted_step import count_step
+from coat_flux.bench.count import MODULATION, OUTSIDE, UPDATE, Launch, Recorder, as_compiled, count_step
 from coat_flux.bench.limits import LAUNCH_MS, CostModel, Geometry, cost_models
-from coat_flux.bench.step_model import as_compiled
 from coat_flux.cli import main
 from coat_flux.config.coat import COATConfig
 

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from ..base.names import COAT_OPTIMIZER
 from ..config.coat import COATConfig
+from ..watch.phases import peak_bytes
 from .configurations import OPTIMIZER, STEP, Configuration
 from .limits import PIXELS_PER_TOKEN, TEXT_TOKENS, Geometry
-from .timing import SEED, Setting, peak_bytes, time_calls
+from .timing import SEED, Setting, time_calls
 
 B_STD = 0.02  # of the adapters' B: with zeros half of the backward pass would multiply them
 BUILD_ROOM = 1.3  # a model is made on the GPU when so many times its bytes are free there

@@ -7,20 +7,19 @@ as after other layers.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
+from ..watch.phases import peak_bytes
 from .limits import Geometry
 
 SEED = 0
 CALLS = {"cuda": {"step": (3, 10), "trainer": (5, 20), "optimizer": (5, 20)}}  # (warm-up, timed) by level
 CPU_CALLS = (1, 3)
 FLUSHED_BYTES = 1 << 28
-RESIDENT, ALLOCATED = "resident set of the process", "allocated on the device"
 
 
 class Timing(NamedTuple):
@@ -91,17 +90,3 @@ def wait(device: torch.device) -> None:
     """Synchronize with the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def peak_bytes(device: torch.device) -> int:
-    """Peak memory: allocated since the last reset (GPU), or of the whole process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    if sys.platform == "win32":
-        import psutil
-
-        return int(psutil.Process().memory_info().peak_wset)
-    import resource
-
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

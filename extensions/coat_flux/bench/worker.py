@@ -29,7 +29,7 @@ from coat_core.ops.dispatch import triton_obstacle
 
 from .configurations import CANNOT, FAILED, OK, OPTIMIZER, OUT_OF_MEMORY, Configuration, named
 from .limits import Geometry, known_limit
-from .timing import ALLOCATED, RESIDENT, Setting
+from .timing import Setting
 
 Measure = Callable[[Configuration, Setting], Iterable[dict[str, Any]]]
 
@@ -55,10 +55,6 @@ class MissingError(Exception):
     """The GPU, or a package that a baseline needs, is missing."""
 
 
-class KernelsRefusedError(Exception):
-    """Our kernels failed their self-test, so their references would be timed instead."""
-
-
 def run(spec: dict[str, Any], measure: Measure | None = None) -> dict[str, Any]:
     """Execute a specification, with `measure` in place of its level's function; errors become results."""
     log = _LogLines()
@@ -73,16 +69,19 @@ def run(spec: dict[str, Any], measure: Measure | None = None) -> dict[str, Any]:
         if row is None:
             return {"status": OK, "machine": _machine(device)}
         return {"status": OK, "measurements": _measured(row, spec, device, measure), "logged": list(log.lines)}
-    except MissingError as error:
-        return {"status": CANNOT, "reason": str(error), "traceback": "", "logged": list(log.lines)}
     except Exception as error:
-        text = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower():  # other allocators' too
+        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        status = FAILED
+        if isinstance(error, MissingError):
+            status, reason = CANNOT, str(error)
+        elif (
+            isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower()
+        ):  # other allocators' too
             status = OUT_OF_MEMORY
-        else:
-            status = CANNOT if row is not None and row.may_be_missing else FAILED
-        text = text if len(text) <= REASON_LENGTH else text[: REASON_LENGTH - 1] + "…"
-        return {"status": status, "reason": text, "traceback": traceback.format_exc(), "logged": list(log.lines)}
+        elif row is not None and row.may_be_missing:
+            status = CANNOT
+        result = {"status": status, "reason": reason[:REASON_LENGTH]}
+        return result | {"traceback": traceback.format_exc(), "logged": list(log.lines)}
 
 
 def _measured(
@@ -94,9 +93,9 @@ def _measured(
         if not _is_installed(package):
             raise MissingError(f"needs the package {package}, which is not installed")
     if row.runs_our_kernels and device.type == "cuda":
-        reason = triton_obstacle(torch.device("cuda", torch.cuda.current_device()))
-        if reason is not None:
-            raise KernelsRefusedError(f"{reason}; their references would be timed as COAT")
+        obstacle = triton_obstacle(torch.device("cuda", torch.cuda.current_device()))
+        if obstacle is not None:
+            raise RuntimeError(f"{obstacle}; the references of our kernels would be timed as COAT")
     torch.manual_seed(0)
     sizes = tuple((resolution, batch) for resolution, batch in spec["sizes"])
     setting = Setting(Geometry(**spec["geometry"]), sizes, device, spec["repeats"])
@@ -122,7 +121,7 @@ def _machine(device: torch.device) -> dict[str, Any]:
     about: dict[str, Any] = {
         "device": platform.processor() or platform.machine(),
         "device_type": device.type,
-        "memory": RESIDENT,
+        "memory": "resident set of the process",
         "limit": None,
         "threads": torch.get_num_threads(),
         "system": platform.platform(),
@@ -134,7 +133,7 @@ def _machine(device: torch.device) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(device)
     return about | {
         "device": properties.name,
-        "memory": ALLOCATED,
+        "memory": "allocated on the device",
         "limit": known_limit(properties.name),
         "device_memory_bytes": properties.total_memory,
         "capability": f"sm_{properties.major}{properties.minor}",

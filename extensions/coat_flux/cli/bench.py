@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     args.resolution = args.resolution or [512, 768, 1024]
     if args.level == COUNT:
         return _count(args)
-    from ..bench import report, runner
+    from ..bench import runner
 
     if args.device is None:
         import torch
@@ -93,13 +93,13 @@ def run(args: argparse.Namespace) -> int:
         "machine": machine,
     }
     runs: list[dict[str, Any]] = []
-    rows: list[report.Result] = []
+    rows: list[runner.Result] = []
     for result in runner.run_cases(options, lambda line: print(line, flush=True)):
         runs.append(result)
-        rows = report.summarize(runs, options.geometry, limit)
-        report.write(args.out, options, head, runs, rows)
-    print(f"\n{report.markdown(options, head, runs, rows)}\nwrote {args.out}: results.json, results.md")
-    return EXIT_FAILED if report.incomplete(rows) else 0
+        rows = runner.summarize(runs, options.geometry, limit)
+        runner.write(args.out, options, head, runs, rows)
+    print(f"\n{runner.markdown(options, head, runs, rows)}\nwrote {args.out}: results.json, results.md")
+    return EXIT_FAILED if runner.incomplete(rows) else 0
 
 
 def _count(args: argparse.Namespace) -> int:
@@ -112,12 +112,12 @@ def _count(args: argparse.Namespace) -> int:
     if importlib.util.find_spec("triton") is None:
         print("error: --level count runs the launchers of Triton kernels: pip install triton", file=sys.stderr)
         return EXIT_REFUSED
-    from ..bench import step_model
+    from ..bench import count
     from ..config.coat import COATConfig
 
     config = COATConfig.from_dict(dict(known[name].coat or {}))
     geometry = Geometry(args.double, args.single, args.heads, args.rank)
-    counts = step_model.count(config, geometry, args.resolution)
-    path = step_model.write(args.out, counts)
-    print(f"{known[name].about}; {step_model.report(counts, args.verbose)}\n\nwrote {path}")
+    counts = count.count(config, geometry, args.resolution)
+    path = count.write(args.out, counts)
+    print(f"{known[name].about}; {count.report(counts, args.verbose)}\n\nwrote {path}")
     return 0
