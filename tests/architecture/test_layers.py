@@ -1,10 +1,14 @@
-"""The floor plan: every package has its own number, and imports go to a smaller one; no files import in a circle."""
+"""The floor plan: every package has its own number, and imports go to a smaller one; no files import in a circle.
+
+Files are renamed into place and flushed in `base/files.py` alone; `saves` moves whole sets.
+"""
 
 from __future__ import annotations
 
 import ast
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 from tests.architecture.sources import ROOT, Import, Source, library_sources, repository_files
 
@@ -47,6 +51,7 @@ MAX_FOLDERS = 15  # of coat_flux
 SIBLINGS = ("coat_flux.trainers.standalone", "coat_flux.trainers.ai_toolkit")
 AI_TOOLKIT_MODULES = {"toolkit", "jobs", "extensions_built_in"}
 MAX_LINES = 800
+RENAMES_AND_FLUSHES = {"replace", "rename", "fsync", "mkstemp", "NamedTemporaryFile"}  # of os and tempfile
 
 ROOTS = ("coat_core", "coat_flux")
 
@@ -113,8 +118,25 @@ def _circles() -> list[list[str]]:
     return []
 
 
-def test_there_is_something_to_check() -> None:
-    assert {source.module for source in SOURCES} >= {"coat_core", "coat_core.quantize", "coat_flux", "coat_flux.config"}
+def test_the_import_reader_sees_every_form() -> None:
+    """A rule that never fires protects nothing."""
+    text = (
+        "import torch.nn\nfrom ... import data\nfrom ...config.values import x\nfrom .a import b\n"
+        "def f():\n    from toolkit.config import load\n    import_module('jobs.process')\n"
+        "    importlib.import_module('.a.b', __package__)\n"
+    )
+    inside = "coat_flux.trainers.standalone"
+    for module, file in ((f"{inside}.trainer", "trainer.py"), (inside, "__init__.py")):
+        found = Source(Path(file), module, ast.parse(text)).imports()
+        assert sorted((one.line, one.module, one.relative) for one in found) == [
+            (1, "torch.nn", False),
+            (2, "coat_flux.data", True),
+            (3, "coat_flux.config.values.x", True),
+            (4, f"{inside}.a.b", True),
+            (6, "toolkit.config.load", False),
+            (7, "jobs.process", False),
+            (8, f"{inside}.a.b", True),
+        ]
     assert {_unit(source.module) for source in MODULES} == set(LAYERS), "give every module its place in ORDER"
 
 
@@ -137,38 +159,20 @@ def test_the_package_has_few_folders() -> None:
     assert len(folders) <= MAX_FOLDERS
 
 
-def test_the_trainers_never_import_each_other() -> None:
-    wrong = [
-        _place(source, found)
-        for source in MODULES
-        for one, other in (SIBLINGS, SIBLINGS[::-1])
-        if source.module.startswith(one)
-        for found in source.imports()
-        if found.module.startswith(other)
-    ]
-    assert wrong == []
+def _is_forbidden(source: Source, found: Import) -> bool:
+    top = _top(found)
+    if top in AI_TOOLKIT_MODULES and not source.module.startswith("coat_flux.trainers.ai_toolkit."):
+        return True
+    if source.module.startswith("coat_core") and top not in {"coat_core", "torch", *sys.stdlib_module_names}:
+        return not (top == "triton" and _unit(source.module) == "coat_core.ops")  # lazily: test_lean_import.py
+    return any(
+        source.module.startswith(one) and found.module.startswith(other) for one, other in (SIBLINGS, SIBLINGS[::-1])
+    )
 
 
-def test_core_imports_torch_and_the_standard_library_only() -> None:
-    allowed = {"coat_core", "torch", *sys.stdlib_module_names}
-    wrong = [
-        _place(source, found)
-        for source in SOURCES
-        for found in source.imports()
-        if source.module.startswith("coat_core")
-        and _top(found) not in allowed
-        and not (_top(found) == "triton" and _unit(source.module) == "coat_core.ops")  # lazily: test_lean_import.py
-    ]
-    assert wrong == []
-
-
-def test_only_the_ai_toolkit_trainer_imports_ai_toolkit() -> None:
-    wrong = [
-        _place(source, found)
-        for source in SOURCES
-        for found in source.imports()
-        if _top(found) in AI_TOOLKIT_MODULES and not source.module.startswith("coat_flux.trainers.ai_toolkit.")
-    ]
+def test_what_no_file_imports() -> None:
+    """The trainers not each other, core only torch and the standard library, ai-toolkit in its trainer alone."""
+    wrong = [_place(source, found) for source in SOURCES for found in source.imports() if _is_forbidden(source, found)]
     assert wrong == []
 
 
@@ -190,6 +194,18 @@ def test_library_code_does_not_print() -> None:
         for node in ast.walk(source.tree)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
         if _unit(source.module) != "coat_flux.cli"
+    ]
+    assert wrong == []
+
+
+def test_only_base_and_saves_rename_and_flush_files() -> None:
+    wrong = [
+        f"{source.name}:{node.lineno}: use coat_flux.base.files"
+        for source in SOURCES
+        if not source.module.startswith(("coat_flux.base.", "coat_flux.saves."))
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Attribute) and node.attr in RENAMES_AND_FLUSHES
+        if isinstance(node.value, ast.Name) and node.value.id in ("os", "tempfile")
     ]
     assert wrong == []
 

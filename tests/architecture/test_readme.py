@@ -1,4 +1,4 @@
-"""The pages show the option table as the code has it, the READMEs are short, and files named exist."""
+"""Pages and configs: the option table is the code's, files named exist, and every YAML in configs/ is one to run."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from coat_flux.config.coat import OPTIONS, markdown_table
+from coat_flux.config.coat import BY_KEY, OPTIONS, COATConfig, markdown_table
+from coat_flux.config.job import JobConfig
 from tests.architecture.test_layers import ORDER
 
 ROOT = Path(__file__).parents[2]
 READMES = ("README.md", "README_zh.md")
+CONFIGS = ROOT / "configs"
 PAGES = [*READMES, *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md")))]
 
 
@@ -64,3 +66,30 @@ def test_every_file_of_the_maps_exists(folder):
         name for name in named if not any((ROOT / base / name).exists() for base in ("", folder, f"{folder}/ops"))
     ]
     assert sorted(missing) == []
+
+
+def test_promised_configs_are_there():
+    cards = [f"_coat{card}" for card in ("", "_3090", "_16gb", "_12gb", "_8gb", "_80gb")]
+    promised = {f"flux_clothing{name}.yaml" for name in (*cards, "_bf16_baseline", "_tiny")}
+    assert promised <= {path.name for path in CONFIGS.iterdir()}
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
+def test_config_parses(path):
+    job = JobConfig.from_file(path)
+    assert job.file == str(path)
+    assert job.name
+    assert job.train.steps > 0
+
+
+@pytest.mark.parametrize("name", ["flux_clothing_coat.yaml", "flux_clothing_tiny.yaml"])
+def test_config_names_every_option(name):
+    """They say "every option stands here": so does the one that applies to another `checkpointing`, as a comment."""
+    text = (CONFIGS / name).read_text(encoding="utf-8")
+    block = text[text.index("      coat:") :]
+    missing = [key for key in BY_KEY if not re.search(rf"^ +(# )?{key.split('.')[-1]}:", block, re.MULTILINE)]
+    assert missing == []
+
+
+def test_defaults_in_the_first_config_are_the_defaults():
+    assert JobConfig.from_file(CONFIGS / "flux_clothing_coat.yaml").coat == COATConfig()
