@@ -50,7 +50,6 @@ TESTS = (
     "tests/integration/test_aitk_standin.py",
     "tests/integration/test_data_cache.py",
     "tests/integration/test_engine_train.py",
-    "tests/integration/test_export_diffusers.py",
     "tests/integration/test_lora_attach.py",
     "tests/integration/test_options_visible.py",
     "tests/integration/test_readme_commands.py",
@@ -60,7 +59,7 @@ QUICK_TESTS = (
     "tests/unit/test_check.py",
     "tests/unit/test_config_job.py",
     "tests/unit/test_config_coat.py",
-    "tests/unit/test_export_check.py",
+    "tests/unit/test_export.py",
     "tests/unit/test_engine_network.py",
     "tests/unit/test_scripts_versions.py",  # the notebook shows the pictures of the training that has just run
 )
