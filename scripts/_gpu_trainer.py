@@ -24,9 +24,9 @@ from coat_flux.bench import worker
 from coat_flux.bench.configurations import STEP, TRAINER, Configuration
 from coat_flux.bench.measure import TORCHS_PRECISION, release
 from coat_flux.bench.timing import SEED, Setting, Timing, wait
+from coat_flux.blocks.models.flux1 import make_flux_dev_geometry
 from coat_flux.config.job import JobConfig
-from coat_flux.mini_flux.folder import MINI_FLUX
-from coat_flux.mini_flux.geometry import make_flux_dev_geometry
+from coat_flux.mini_flux import MINI_FLUX
 from coat_flux.plan.predict import predict
 from coat_flux.saves.interrupts import Interrupts
 from coat_flux.trainers.standalone import session as trainer

@@ -66,7 +66,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def make_model() -> Path:
     """Make the embedded model, or find it already made."""
-    from coat_flux.mini_flux.folder import make_mini_flux
+    from coat_flux.mini_flux import make_mini_flux
 
     folder = make_mini_flux(MODEL)
     log(f"the embedded FLUX model is in {folder}")

@@ -15,12 +15,10 @@ from coat_core.activation import PackingConfig
 from coat_core.granularity import PER_GROUP, Granularity
 from coat_core.metrics import sqnr_db
 from coat_flux.blocks.apply import apply_coat
-from coat_flux.blocks.block_bytes import block_bytes
-from coat_flux.blocks.described import LINEARS, Block
 from coat_flux.blocks.fused.chooser import attention_query, fused_block
 from coat_flux.blocks.fused.linears import NotFusable
 from coat_flux.blocks.held import HeldTensors
-from coat_flux.blocks.sizes import FlowSettings, Tokens
+from coat_flux.blocks.sizes import LINEARS, Block, FlowSettings, Tokens, block_bytes
 from coat_flux.config.coat import COATConfig
 from tests.helpers.flux2 import (
     IMAGE,

@@ -19,7 +19,7 @@ from coat_core.activation import PackingConfig
 from coat_core.config import FP8LinearConfig
 from coat_flux.blocks.fused.chooser import fused_block
 from coat_flux.blocks.fused.linears import NotFusable
-from coat_flux.blocks.lookup import block_name, read_list
+from coat_flux.blocks.models import block_name, read_list
 from tests.helpers.families import FAMILIES, Made, largest_difference, made, results
 from tests.helpers.saved_tensors import recording_fused
 from tests.helpers.toolkit_lora import ROOT_VARIABLE

@@ -108,8 +108,8 @@ def prepare(
 ) -> tuple[nn.Module, dict[str, Any], Any, Any]:
     """Model, inputs, network and COAT's report, as the process makes them."""
     from coat_flux.blocks.apply import apply_coat
-    from coat_flux.blocks.lookup import family_of
     from coat_flux.blocks.lora import attach_lora
+    from coat_flux.blocks.models import family_of
     from coat_flux.config.coat import COATConfig
     from coat_flux.trainers.ai_toolkit.quantizer import convert, plain_linears
 
@@ -196,7 +196,7 @@ def cosine(a: Tensor, b: Tensor) -> float:
 
 def measure(arch: str, qtype: str = "", kind: str = "lora") -> dict[str, Any]:
     """Class, treatment as it ran, cosines and bytes."""
-    from coat_flux.blocks.lookup import family_of, listed_blocks
+    from coat_flux.blocks.models import family_of, listed_blocks
     from coat_flux.blocks.runner import BlockRunner
 
     found: dict[str, Any] = {}

@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from coat_flux.blocks.lookup import READ_BLOCKS
-from coat_flux.blocks.models import ARCHS, FAMILIES, REFUSED
+from coat_flux.blocks.models import ARCHS, FAMILIES, READ_BLOCKS, REFUSED
 from coat_flux.blocks.models.check import archs_of, check_arch
 from coat_flux.config.findings import Findings
 from tests.architecture.sources import ROOT

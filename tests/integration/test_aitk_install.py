@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from coat_flux.mini_flux.folder import EMBEDDED_MODEL, MARKER_NAME
+from coat_flux.mini_flux import EMBEDDED_MODEL, MARKER_NAME
 from coat_flux.trainers.ai_toolkit import install as module
 from coat_flux.trainers.ai_toolkit.install import MANIFEST, InstallError, install
 from tests.helpers.aitk_standin.host import CHECKOUT, PACKAGE, REPOSITORY, copy_checkout
@@ -24,7 +24,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (folder / MARKER_NAME).write_text("{}")
         return folder
 
-    monkeypatch.setattr("coat_flux.mini_flux.folder.make_mini_flux", make)
+    monkeypatch.setattr("coat_flux.mini_flux.make_mini_flux", make)
     return copy_checkout(tmp_path / "ait")
 
 

@@ -12,9 +12,7 @@ from typing import Any
 
 import pytest
 
-from coat_flux.blocks.block_bytes import block_bytes
-from coat_flux.blocks.described import Block
-from coat_flux.blocks.sizes import FlowSettings, Tokens
+from coat_flux.blocks.sizes import Block, FlowSettings, Tokens, block_bytes
 from coat_flux.config.job import JobConfig
 from coat_flux.plan.job import job_facts
 from tests.helpers.aitk_standin.ends import assert_same_end

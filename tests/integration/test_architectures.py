@@ -14,7 +14,7 @@ from coat_core.linear import FP8Linear
 from coat_core.metrics import cosine
 from coat_flux.blocks.apply import apply_coat
 from coat_flux.blocks.hook import hook_of, own_forward
-from coat_flux.blocks.lookup import family_of
+from coat_flux.blocks.models import family_of
 from coat_flux.blocks.models.others import IN_AND_OUT
 from coat_flux.blocks.runner import BlockRunner
 from coat_flux.config.coat import COATConfig

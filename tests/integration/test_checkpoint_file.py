@@ -12,7 +12,7 @@ from diffusers.loaders import single_file_utils
 from safetensors.torch import save_file
 
 from coat_flux.blocks.models.checkpoint import CheckpointError, flux_config, read_header
-from coat_flux.mini_flux.folder import MINI_FLUX
+from coat_flux.mini_flux import MINI_FLUX
 from coat_flux.trainers.standalone.loading import ModelLoadError, load_encoders, load_transformer
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from tests.helpers.asserts import assert_bitwise
@@ -77,7 +77,7 @@ def test_flux_dev_s_own_shapes_give_its_config() -> None:
         **{f"single_blocks.{i}.linear1.weight": [3 * d + mlp, d] for i in range(38)},
     }
     config = flux_config({name: {"shape": shape} for name, shape in shapes.items()})
-    from coat_flux.mini_flux.geometry import FLUX_DEV_TRANSFORMER_CONFIG as DEV
+    from coat_flux.blocks.models.flux1 import FLUX_DEV_TRANSFORMER_CONFIG as DEV
 
     assert {**config, "axes_dims_rope": tuple(config["axes_dims_rope"])} == {**DEV, "out_channels": 64}
 

@@ -14,9 +14,8 @@ import pytest
 from torch import nn
 
 from coat_flux.blocks.apply import apply_coat
-from coat_flux.blocks.in_words import treatments
 from coat_flux.blocks.lora import attach_lora
-from coat_flux.blocks.report import CoatReport
+from coat_flux.blocks.report import CoatReport, treatments
 from coat_flux.blocks.runner import BlockRunner
 from coat_flux.blocks.sizes import Tokens
 from coat_flux.config.coat import COATConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from coat_flux.mini_flux.geometry import FLUX_DEV_TRANSFORMER_CONFIG, make_flux_dev_geometry
+from coat_flux.blocks.models.flux1 import FLUX_DEV_TRANSFORMER_CONFIG, make_flux_dev_geometry
 
 
 def test_flux_dev_geometry_has_flux_devs_parameters():

@@ -23,7 +23,7 @@ from coat_flux.blocks.cast_loss import WEIGHT_PRECISION
 from coat_flux.blocks.held import HeldTensors
 from coat_flux.config.coat import COATConfig
 from coat_flux.config.findings import ConfigError
-from coat_flux.mini_flux.folder import MINI_FLUX
+from coat_flux.mini_flux import MINI_FLUX
 from coat_flux.trainers import weights
 from coat_flux.trainers.standalone import loading
 from coat_flux.trainers.standalone.loading import ModelLoadError, load_transformer

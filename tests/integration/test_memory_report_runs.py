@@ -29,7 +29,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]
     root = tmp_path_factory.mktemp("memory")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("coat_flux.trainers.standalone.loading.MAX_TEXT_TOKENS", 48)
-        patch.setattr("coat_flux.plan.models.TEXT_TOKENS", 48)
+        patch.setattr("coat_flux.plan.job.TEXT_TOKENS", 48)
         yield {"model": make_tiny_flux(root / "tiny"), "images": write_images(root / "images"), "out": root / "out"}
 
 

@@ -11,7 +11,7 @@ from diffusers import AutoencoderKL, FluxPipeline, FluxTransformer2DModel
 from safetensors import safe_open
 from transformers import CLIPTextModel, CLIPTokenizer, T5EncoderModel, T5TokenizerFast
 
-from coat_flux.mini_flux.folder import EMBEDDED_MODEL, MARKER_NAME, MINI_FLUX, make_mini_flux, provide_embedded
+from coat_flux.mini_flux import EMBEDDED_MODEL, MARKER_NAME, MINI_FLUX, make_mini_flux, provide_embedded
 from tests.tolerances import MINI_FLUX_ACCURACY, MINI_FLUX_CHANCE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,7 +68,7 @@ def test_an_interrupted_copy_leaves_nothing_behind(tmp_path, monkeypatch):
     def killed(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("coat_flux.mini_flux.folder.replace_folder", killed)
+    monkeypatch.setattr("coat_flux.mini_flux.replace_folder", killed)
     with pytest.raises(KeyboardInterrupt):
         make_mini_flux(tmp_path / "mini")
     assert list(tmp_path.iterdir()) == []

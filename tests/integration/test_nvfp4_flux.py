@@ -10,9 +10,8 @@ import torch
 from coat_core import FP8Linear, restore_linear
 from coat_core.formats import NVFP4
 from coat_core.metrics import sqnr_db
-from coat_flux.blocks.described import Block
 from coat_flux.blocks.runner import BlockRunner
-from coat_flux.blocks.sizes import FlowSettings, Tokens, flux_bytes
+from coat_flux.blocks.sizes import Block, FlowSettings, Tokens, flux_bytes
 from coat_flux.watch.casts import CastProbe
 from coat_flux.watch.precision import INPUT, weight_rows
 from tests.helpers.asserts import assert_bitwise, assert_sqnr

@@ -18,14 +18,12 @@ from torch import nn
 from coat_core.optim import FP8AdamW
 from coat_core.optim.state import state_bytes
 from coat_flux.blocks.apply import apply_coat
-from coat_flux.blocks.block_bytes import block_bytes, largest_moment
 from coat_flux.blocks.decide import Given, flow_settings
-from coat_flux.blocks.described import read_block
 from coat_flux.blocks.fused import chooser
 from coat_flux.blocks.held import HeldTensors
 from coat_flux.blocks.lora import attach_lora
 from coat_flux.blocks.runner import BlockRunner
-from coat_flux.blocks.sizes import Tokens, around_bytes
+from coat_flux.blocks.sizes import FlowSettings, Tokens, around_bytes, block_bytes, largest_moment, read_block
 from coat_flux.config.coat import COATConfig
 from coat_flux.config.job import JobConfig
 from coat_flux.plan.job import job_facts
@@ -58,16 +56,9 @@ def flux_transformer(heads: int, head_dim: int, blocks: tuple[int, int]) -> nn.M
     from diffusers import FluxTransformer2DModel
 
     axis = (head_dim - head_dim // 8) // 2
-    return FluxTransformer2DModel(
-        num_layers=blocks[0],
-        num_single_layers=blocks[1],
-        attention_head_dim=head_dim,
-        num_attention_heads=heads,
-        joint_attention_dim=64,
-        pooled_projection_dim=64,
-        guidance_embeds=True,
-        axes_dims_rope=(head_dim // 8, axis, axis),
-    )
+    sizes = {"num_layers": blocks[0], "num_single_layers": blocks[1], "attention_head_dim": head_dim}
+    sizes |= {"num_attention_heads": heads, "joint_attention_dim": 64, "pooled_projection_dim": 64}
+    return FluxTransformer2DModel(**sizes, guidance_embeds=True, axes_dims_rope=(head_dim // 8, axis, axis))
 
 
 def flux_inputs(tokens: Tokens, device: str = "cpu") -> dict[str, Any]:
@@ -85,21 +76,16 @@ def flux_inputs(tokens: Tokens, device: str = "cpu") -> dict[str, Any]:
     }
 
 
-def described_blocks(model: Any) -> tuple[list[Any], list[int]]:
-    """The model's blocks, and which of them recompute."""
-    blocks: list[Any] = []
-    runner = BlockRunner.of(model)
+def predicted(model: Any, tokens: Tokens, settings: FlowSettings) -> tuple[int, int]:
+    """Bytes that the model keeps for backward, and the most at one moment of a step."""
+    runner, blocks = BlockRunner.of(model), []
     for module in [*model.transformer_blocks, *model.single_transformer_blocks]:
         blocks.append(read_block(module, blocks[-1].trained_output if blocks else False))
-    return blocks, [] if runner is None else runner.plan.recomputed or []
-
-
-def predicted_kept(model: nn.Module, coat: COATConfig, tokens: Tokens) -> int:
-    settings = flow_settings(coat, Given((), device="cpu"))
-    blocks, recomputed = described_blocks(model)
+    recomputed = [] if runner is None else runner.plan.recomputed or []
     sizes = [block_bytes(block, tokens, settings) for block in blocks]
     kept = sum(size.recomputed if i in recomputed else size.kept for i, size in enumerate(sizes))
-    return kept + around_bytes(blocks[-1], tokens, settings)
+    around = around_bytes(blocks[-1], tokens, settings)
+    return kept + around, largest_moment(sizes, recomputed).total + around
 
 
 NONE = {"checkpointing": "none"}
@@ -114,20 +100,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Tokens]] = {
         {"heads": 3, "head_dim": 128, "blocks": (2, 2), "rank": 16},
         Tokens(2, 48, 144),
     ),
-    "fused, attention bf16, groups of 32": (
+    "fused, attention bf16, groups of 32, single blocks trained alone": (
         {"memory": NONE, "activation": {"attention": "bf16", "group_size": 32}},
-        {"heads": 4, "head_dim": 64, "blocks": (1, 3), "rank": 4},
-        Tokens(1, 96, 208),
-    ),
-    "fused, single blocks trained alone": (
-        {"memory": NONE},
-        {"heads": 4, "head_dim": 64, "blocks": (2, 3), "rank": 32, "words": ["single_transformer_blocks"]},
+        {"heads": 4, "head_dim": 64, "blocks": (1, 2), "rank": 32, "words": ["single_transformer_blocks"]},
         Tokens(1, 64, 160),
-    ),
-    "generic, rank 48, batch 2": (
-        {"memory": NONE, "activation": {"flow": "generic"}},
-        {"heads": 2, "head_dim": 128, "blocks": (2, 1), "rank": 48},
-        Tokens(2, 64, 128),
     ),
     "generic, attention bf16, groups of 16, rows": (
         {
@@ -144,19 +120,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Tokens]] = {
         {"heads": 4, "head_dim": 64, "blocks": (1, 1), "rank": 8},
         Tokens(1, 64, 192),
     ),
-    "all recompute, fused": (
-        {"memory": {"checkpointing": "all"}},
-        {"heads": 4, "head_dim": 64, "blocks": (2, 4), "rank": 8},
-        Tokens(2, 64, 144),
-    ),
     "all recompute from FP8 inputs": (
         {"memory": {"checkpointing": "all"}, "activation": {"group_size": 32}},
-        {"heads": 4, "head_dim": 128, "blocks": (2, 3), "rank": 8},
-        Tokens(1, 64, 256),
+        {"heads": 4, "head_dim": 128, "blocks": (1, 2), "rank": 8},
+        Tokens(2, 64, 144),
     ),
     "all recompute from bf16 inputs": (
         {"memory": {"checkpointing": "all", "enable_efficient_checkpoint": False}},
-        {"heads": 4, "head_dim": 64, "blocks": (2, 3), "rank": 8},
+        {"heads": 4, "head_dim": 64, "blocks": (1, 2), "rank": 8},
         Tokens(2, 64, 256),
     ),
 }  # fmt: skip
@@ -170,7 +141,8 @@ def test_saved_activations_are_as_predicted(name):
     for _ in range(2):  # weights are joined and adapters copied, in memory of their own
         model(**inputs)
     measured = measured_kept_bytes(lambda: model(**inputs))
-    assert predicted_kept(model, coat, tokens) == pytest.approx(measured, rel=PLAN_KEPT_RTOL)
+    kept, _ = predicted(model, tokens, flow_settings(coat, Given((), device="cpu")))
+    assert kept == pytest.approx(measured, rel=PLAN_KEPT_RTOL)
 
 
 @pytest.fixture
@@ -194,11 +166,10 @@ def meta_as_gpu(monkeypatch):
     [
         {"enabled": False},
         {"memory": NONE},
-        {"memory": NONE, "activation": {"attention": "bf16"}},
         {"memory": {"checkpointing": "all"}},
         {"memory": {"checkpointing": "all"}, "weight": {"format": "nvfp4"}},
     ],
-    ids=["bf16", "fused", "fused, attention bf16", "all recompute", "all recompute, nvfp4"],
+    ids=["bf16", "fused", "all recompute", "all recompute, nvfp4"],
 )
 @pytest.mark.usefixtures("meta_as_gpu")
 def test_largest_moment_of_a_step_is_as_predicted(block):
@@ -212,13 +183,9 @@ def test_largest_moment_of_a_step_is_as_predicted(block):
     model.zero_grad(set_to_none=True)
     with HeldTensors() as held:
         model(**inputs)[0].sum().backward()
-    blocks, recomputed = described_blocks(model)
-    settings = replace(
-        flow_settings(coat, Given((), device="cpu")), kernels=True
-    )  # on meta nothing runs inside an operator
-    sizes = [block_bytes(described, tokens, settings) for described in blocks]
-    predicted = largest_moment(sizes, recomputed).total + around_bytes(blocks[-1], tokens, settings)
-    assert predicted == pytest.approx(held.peak, rel=PLAN_MOMENT_RTOL)
+    settings = flow_settings(coat, Given((), device="cpu"))
+    _, peak = predicted(model, tokens, replace(settings, kernels=True))  # on meta nothing runs inside an operator
+    assert peak == pytest.approx(held.peak, rel=PLAN_MOMENT_RTOL)
 
 
 FULL = {"memory": {"checkpointing": "all"}, "activation": {"flow": "generic"}}
@@ -234,7 +201,7 @@ def test_bytes_of_full_fine_tuning_are_as_predicted(device: str, frees: bool) ->
     """A step at FLUX.1's width: weights, codes, moments, the largest gradient or all, and saved activations."""
     coat, tokens = COATConfig.from_dict(FULL), Tokens(1, 64, 192) if device == "cpu" else Tokens(1, 512, 2304)
     with torch.device(device):
-        model = flux_transformer(24, 128, (1, 1) if device == "cpu" else (1, 4)).to(torch.bfloat16)
+        model = flux_transformer(*((8, 128, (1, 1)) if device == "cpu" else (24, 128, (1, 4)))).to(torch.bfloat16)
     chosen = Chosen(coat)
     apply_coat(model, coat, trained=chosen.find(model))
     params = chosen.train(model.train())
@@ -258,14 +225,12 @@ def test_bytes_of_full_fine_tuning_are_as_predicted(device: str, frees: bool) ->
     with HeldTensors() as held:
         step()
     measured = sum(x.nbytes for x in [*model.parameters(), *model.buffers()]) + optimizer.state_bytes() + held.peak
-    blocks, recomputed = described_blocks(model)
     settings = replace(flow_settings(coat, Given((), device="cpu", frees_gradients=frees)), kernels=True)
-    sizes = [block_bytes(described, tokens, settings) for described in blocks]
-    predicted = largest_moment(sizes, recomputed).total + around_bytes(blocks[-1], tokens, settings)
-    predicted += sum(2 * param.numel() for param in params.values())
-    predicted += state_bytes(coat.optimizer_config()[0], [param.numel() for param in params.values()])
+    elements = [param.numel() for param in params.values()]
+    _, peak = predicted(model, tokens, settings)
+    whole = peak + 2 * sum(elements) + state_bytes(coat.optimizer_config()[0], elements)
     assert len(params) == len(list(model.parameters()))
-    assert predicted == pytest.approx(measured, rel=PLAN_FULL_RTOL)
+    assert whole == pytest.approx(measured, rel=PLAN_FULL_RTOL)
 
 
 @pytest.fixture(scope="module")
@@ -316,39 +281,19 @@ def test_exact_bytes_of_a_run(tiny_model, tmp_path, optimizer, coat):
     assert isinstance(made, FP8AdamW) == (optimizer == "coat_fp8_adamw")
 
 
-def test_targets_are_the_engines(tiny_model, tmp_path):
-    from coat_flux.trainers.standalone.loading import load_transformer
-
-    model = load_transformer(str(tiny_model), torch.bfloat16)
-    parts = job_facts(JobConfig.from_dict(_plain_job(tiny_model, tmp_path))).model
-    for transformer_only in (True, False):
-        for only, ignore in ((None, []), (["attn"], ["to_k"]), (["transformer$$transformer_blocks$$1$$ff"], [])):
-            expected = lora_targets(
-                model, only_if_contains=only, ignore_if_contains=ignore, transformer_only=transformer_only
-            )
-            assert [linear.name for linear in parts.targets(transformer_only, only, ignore)] == expected
-
-
-def _plain_job(tiny_model, tmp_path, **blocks):
-    images = write_images(tmp_path / "photos", 2)
-    return engine_job("run", model=tiny_model, images=images, out=tmp_path, coat={}, **blocks)
-
-
 def test_disk_of_a_run(tiny_model, tmp_path):
     """What the run's folder and the caches hold after training: files as predicted, but for their headers."""
-    raw = _plain_job(
-        tiny_model, tmp_path, train={"steps": 3}, save={"save_every": 1, "max_step_saves_to_keep": 2},
-        dataset={"cache_latents_to_disk": True, "caption_dropout_rate": 0.5}, network={"linear": 64},
+    raw = engine_job(
+        "run", model=tiny_model, images=write_images(tmp_path / "photos", 2), out=tmp_path, coat={},
+        train={"steps": 3}, save={"save_every": 1, "max_step_saves_to_keep": 2}, network={"linear": 64},
+        dataset={"cache_latents_to_disk": True, "caption_dropout_rate": 0.5},
     )  # fmt: skip
     job = JobConfig.from_dict(yaml.safe_load(yaml.safe_dump(raw)))
     facts = job_facts(job)
-    predicted = predict_facts(facts).disk_bytes
+    predicted_bytes = predict_facts(facts).disk_bytes
     COATTrainer(job).train()
     files = [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix in (".safetensors", ".pt")]
     sizes = {path.stat().st_ino: path.stat().st_size for path in files}  # published files are links into the set
     headers = 700 * len(facts.adapter_sizes) * len(sizes)  # names and shapes of the tensors in each file
-    third_state = (
-        facts.lora_bytes + optimizer_bytes(facts) + facts.lora_bytes // 2
-    )  # there only while a save is written
-    found = sum(sizes.values())
-    assert predicted - third_state <= found <= predicted - third_state + headers
+    written = facts.lora_bytes + optimizer_bytes(facts) + facts.lora_bytes // 2  # there only while a save is written
+    assert 0 <= sum(sizes.values()) - (predicted_bytes - written) <= headers

@@ -57,16 +57,3 @@ def test_nothing_is_measured_while_an_image_is_drawn(monkeypatch: pytest.MonkeyP
     model(**flux_inputs())
     assert blocks.picked is not None
     assert set(blocks.picked.milliseconds) == {"per_row", "bf16"}
-
-
-@pytest.mark.parametrize(
-    ("measure", "line"),
-    [
-        ("auto", "execution: as configured (speed.measure: auto)"),  # nothing is measured on a CPU
-        ("always", "execution: picked by measurement at the first step (speed.measure: always)"),
-        ("never", "execution: as configured (speed.measure: never)"),
-    ],
-)
-def test_the_start_table_says_who_chooses(measure: str, line: str) -> None:
-    _, report, _ = coat_flux_model({**KEPT, "speed": {"measure": measure}})
-    assert report.execution == line

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from coat_flux.mini_flux.folder import make_mini_flux
+from coat_flux.mini_flux import make_mini_flux
 from coat_flux.study import Settings, judge, open_study, verify
 from coat_flux.study.judgement import NOT_LOSSLESS
 

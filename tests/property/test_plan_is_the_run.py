@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -86,6 +88,11 @@ def jobs(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
+@functools.cache
+def frozen_model() -> Any:
+    return build_transformer(seed=0).to(torch.bfloat16).requires_grad_(False).train()
+
+
 def planned(job: JobConfig, room: float) -> tuple[JobFacts, BlockPlan]:
     """The job within a budget that has this share of what a step without recomputation needs, and its plan."""
     facts = job_facts(job)
@@ -99,7 +106,7 @@ def planned(job: JobConfig, room: float) -> tuple[JobFacts, BlockPlan]:
 def run(facts: JobFacts, patch: pytest.MonkeyPatch) -> BlockPlan:
     """The plan of a real model after as many micro-batches as the job accumulates."""
     job, tokens = facts.job, facts.tokens
-    model: Any = build_transformer(seed=0).to(torch.bfloat16).requires_grad_(False).train()
+    model = copy.deepcopy(frozen_model())
     kwargs = job.network.network_kwargs
     targets = lora_targets(
         model,
@@ -131,15 +138,12 @@ def run(facts: JobFacts, patch: pytest.MonkeyPatch) -> BlockPlan:
 
 def job(memory: dict[str, Any], activation: dict[str, Any] | None = None, dropout: float = 0) -> dict[str, Any]:
     """A job that reaches a branch of the decision that few draws reach."""
-    return {
-        "coat": {"memory": memory, "activation": activation or {}},
-        "network": {"linear": 16, "dropout": dropout},
-        "train": {"gradient_checkpointing": True},
-        "dataset": {"resolution": 64},
-    }
+    coat, network = {"memory": memory, "activation": activation or {}}, {"linear": 16, "dropout": dropout}
+    train, dataset = {"gradient_checkpointing": True}, {"resolution": 64}
+    return {"coat": coat, "network": network, "train": train, "dataset": dataset}
 
 
-@settings(max_examples=5, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=3, phases=[Phase.explicit, Phase.generate])
 @example(drawn=job({"checkpointing": "none"}, dropout=0.1), room=1.6, device="cpu")  # blocks with LoRA are not fused
 @example(drawn=job({"checkpointing": "auto"}), room=0.6, device="cuda")  # some recompute
 @example(drawn=job({"checkpointing": "auto", "transposed_weights": "auto"}), room=1.6, device="cuda")  # copies are kept
@@ -158,14 +162,3 @@ def test_the_plan_is_the_run(folder: Path, drawn: dict[str, Any], room: float, d
         facts, expected = planned(JobConfig.from_dict(raw), room)
         found = run(facts, patch)
     assert found == expected
-
-
-def test_the_draws_reach_what_matters(folder: Path) -> None:
-    """A budget between all and nothing lets `auto` recompute some blocks."""
-    raw = engine_job(
-        "run", model=folder, images="not here", out="output", coat={}, train={"gradient_checkpointing": True}
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("coat_flux.plan.predict._held", lambda facts: {"transformer": HELD})
-        counts = {len(planned(JobConfig.from_dict(raw), room / 20)[1].recomputed or ()) for room in range(21)}
-    assert len(counts) > 2

@@ -39,7 +39,7 @@ def test_archs_are_read_from_source_and_through_links(tmp_path: Path) -> None:
         ("new_model", True, "warning", "cautiously"),
         ("unheard", False, "warning", "cautiously"),  # without a checkout nobody can know
         ("flux_kontex", True, "error", "did you mean 'flux_kontext'?"),
-        ("unheard", True, "error", "zeta_chroma, zimage"),
+        ("unheard", True, "error", "docs/models.md"),
     ],
 )
 def test_an_arch_is_trained_refused_or_treated_cautiously(

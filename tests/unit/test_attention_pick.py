@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from coat_core.ops import attention, attention_trial
-from coat_flux.blocks import attention_pick, measure
-from coat_flux.blocks.attention_pick import AttentionPick, PickedAttention
+from coat_flux.blocks import measure
+from coat_flux.blocks.measure import AttentionPick, PickedAttention
 from coat_flux.config.coat import COATConfig
 from coat_flux.saves.state import execution_of, keep_execution
 from tests.helpers.flux import coat_flux_model, lora_gradients
@@ -29,12 +29,12 @@ class Kernels:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ms, self.timed, self.tried = dict(MS), [], []
-        for module in (attention_pick, attention_trial):
+        for module in (measure, attention_trial):
             monkeypatch.setattr(module, "use_kernel", self.use)
         monkeypatch.setattr(attention_trial, "attention_forward", self.forward)
-        monkeypatch.setattr(attention_pick, "GPU_KERNELS", NAMES)
-        monkeypatch.setattr(attention_pick, "DEVICE", "cpu")
-        monkeypatch.setattr(attention_pick, "timed", self.clock)
+        monkeypatch.setattr(measure, "GPU_KERNELS", NAMES)
+        monkeypatch.setattr(measure, "DEVICE", "cpu")
+        monkeypatch.setattr(measure, "timed", self.clock)
         self.in_use: str | None = None
 
     def use(self, kernel: str | None, like: Tensor | None = None) -> None:
@@ -125,7 +125,7 @@ def test_a_remembered_kernel_that_no_longer_runs_costs_a_measurement(kernels: Ke
 def test_other_libraries_are_another_measurement(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     pick()
     kernels.timed.clear()
-    monkeypatch.setattr(attention_pick, "version_of", lambda package: "3.0" if package == "flash-attn-3" else None)
+    monkeypatch.setattr(measure, "version_of", lambda package: "3.0" if package == "flash-attn-3" else None)
     pick()
     assert kernels.timed
 

@@ -20,10 +20,10 @@ from coat_flux.bench.configurations import (
 )
 from coat_flux.bench.limits import DEVICE_NAMES, Geometry, Limit, known_limit, step_work, token_count
 from coat_flux.bench.runner import incomplete, summarize, write
+from coat_flux.blocks.models.flux1 import make_flux_dev_geometry
 from coat_flux.cli.entry import main
 from coat_flux.config.coat import COATConfig
-from coat_flux.mini_flux.geometry import make_flux_dev_geometry
-from coat_flux.plan.facts import CARDS
+from coat_flux.plan.speed import CARDS
 from coat_flux.trainers.standalone.network import lora_targets
 from tests.tolerances import ANCHOR_TIME_RTOL
 

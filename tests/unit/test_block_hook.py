@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from coat_flux.blocks.hook import hook_of, is_replaced, release, take_over
-from coat_flux.blocks.in_words import shared_rows
+from coat_flux.blocks.report import shared_rows
 from coat_flux.blocks.runner import BlockRunner
 from coat_flux.config.coat import COATConfig
 from tests.helpers.asserts import assert_bitwise

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from coat_flux.blocks.models.check import EMBEDDED, check_device, check_model
 from coat_flux.config.findings import Findings
-from coat_flux.mini_flux.folder import EMBEDDED_MODEL, MINI_FLUX
+from coat_flux.mini_flux import EMBEDDED_MODEL, MINI_FLUX
 
 ALONE, AITK = "standalone", "ai-toolkit"
 DEV, KONTEXT = "black-forest-labs/FLUX.1-dev", "black-forest-labs/FLUX.1-Kontext-dev"

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from coat_flux.blocks import in_words as shared
 from coat_flux.blocks import measure as pick
-from coat_flux.blocks.in_words import shared_rows
-from coat_flux.blocks.report import OUTSIDE, CoatReport, TableRow
+from coat_flux.blocks import report as shared
+from coat_flux.blocks.report import OUTSIDE, CoatReport, TableRow, shared_rows
 from coat_flux.blocks.runner import BlockRunner
 from coat_flux.blocks.sizes import Tokens
 from coat_flux.config.coat import COATConfig

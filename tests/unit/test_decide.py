@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 
-from coat_flux.blocks.block_bytes import UNKNOWN, UnknownBlock
 from coat_flux.blocks.decide import BlockPlan, Given, decide, packing_of
-from coat_flux.blocks.described import Block
 from coat_flux.blocks.measure import PickedGemm
-from coat_flux.blocks.sizes import Tokens
+from coat_flux.blocks.sizes import UNKNOWN, Block, Tokens, UnknownBlock
 from coat_flux.config.coat import COATConfig
 
 BLOCK = Block("single", 64, 2, 256, (("attn.to_q", 4), ("proj_out", 4)))

@@ -13,7 +13,7 @@ from torch import nn
 from coat_core.linear.module import FP8TrainableLinear
 from coat_core.optim import FP8AdamW
 from coat_flux.blocks.gemms import set_transposed, transposed_bytes
-from coat_flux.blocks.lookup import trained_names
+from coat_flux.blocks.models import trained_names
 from coat_flux.config.check import check_job_dict, check_job_file
 from coat_flux.config.entry import coat_of_entry
 from coat_flux.config.findings import ConfigError

@@ -10,22 +10,23 @@ from torch import nn
 
 from coat_core.granularity import Granularity, per_group
 from coat_flux.base.errors import UserError
-from coat_flux.blocks.block_bytes import (
+from coat_flux.blocks.decide import Given, flow_settings
+from coat_flux.blocks.sizes import (
+    LINEARS,
+    Block,
     BlockBytes,
+    FlowSettings,
+    Tokens,
     UnknownBlock,
     block_bytes,
     fewest_recomputed,
-    largest_moment,
-    read_blocks,
-)
-from coat_flux.blocks.decide import Given, flow_settings
-from coat_flux.blocks.described import LINEARS, Block, make_block, read_block
-from coat_flux.blocks.sizes import (
-    FlowSettings,
-    Tokens,
     forward_bytes,
+    gradient_bytes,
     kept_by_kind,
-    lora_bytes,
+    largest_moment,
+    make_block,
+    read_block,
+    read_blocks,
 )
 from coat_flux.config.coat import COATConfig
 from tests.helpers.flux import coat_flux_model, tiny_flux
@@ -136,11 +137,6 @@ def test_recomputed_inputs():
     assert recomputed(first) == 2 * rows * d
 
 
-def test_unknown_flow():
-    with pytest.raises(ValueError, match=r"flow='fast': must be one of eager, generic, fused"):
-        FlowSettings(flow="fast")
-
-
 @pytest.mark.parametrize("kind", ["double", "single"])
 def test_shapes_of_linears_are_the_models(kind):
     model = tiny_flux()
@@ -159,7 +155,7 @@ def test_read_block_finds_pefts_adapters():
     block = read_block(model.single_transformer_blocks[0])
     assert dict(block.ranks) == dict.fromkeys(NAMES["single"], 4)
     own = [p for n, p in model.single_transformer_blocks[0].named_parameters() if ".lora_" in n]
-    assert lora_bytes(block) == sum(p.nbytes for p in own)
+    assert gradient_bytes(block, 2) == sum(p.nbytes for p in own)
 
 
 def test_read_block_finds_ai_toolkits_adapters():
@@ -185,17 +181,11 @@ def test_a_block_with_lokr_is_counted_as_one_that_nobody_listed():
     blocks, lokr = tiny_flux().requires_grad_(False).transformer_blocks, LokrModule()
     lokr.lokr_w1 = nn.Parameter(torch.zeros(8, 8))
     blocks[0].attn.to_k.forward = lokr.forward
-    with pytest.raises(ValueError, match="a LokrModule: sizes are known of LoRA's only"):
-        read_block(blocks[0])
+    assert read_block(blocks[0]) is None
     first, second = read_blocks(blocks, (), 1000)
     assert isinstance(first, UnknownBlock)
     assert first.gradients == 8 * 8 * 4
     assert second.trained_input
-
-
-def test_read_block_refuses_what_it_does_not_know():
-    with pytest.raises(ValueError, match=r"a Linear: sizes are known of FLUX's blocks only"):
-        read_block(nn.Linear(4, 4))
 
 
 def test_settings_of_a_config():

@@ -7,7 +7,6 @@ import re
 import shutil
 import socket
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,13 +17,12 @@ from coat_flux.blocks.held import USABLE_FRACTION
 from coat_flux.cli.entry import main
 from coat_flux.config.findings import ConfigError
 from coat_flux.config.job import JobConfig
-from coat_flux.mini_flux.folder import make_mini_flux
+from coat_flux.mini_flux import make_mini_flux
 from coat_flux.plan.cards import EDITS, judge
-from coat_flux.plan.facts import CARDS, Card, find_card
-from coat_flux.plan.job import job_facts
-from coat_flux.plan.models import find_model
+from coat_flux.plan.job import find_model, job_facts, moment_bytes
 from coat_flux.plan.predict import PARTS, PhasePrediction, Prediction, optimizer_bytes, predict, predict_facts
-from coat_flux.plan.speed import run_seconds, step_seconds
+from coat_flux.plan.speed import CARDS, Card, find_card, run_seconds, step_seconds
+from tests.architecture.sources import ROOT
 from tests.helpers.engine_job import engine_job, write_images
 from tests.helpers.tiny_flux import make_tiny_flux
 from tests.tolerances import ANCHOR_TIME_RTOL
@@ -68,13 +66,8 @@ def test_published_models_have_their_published_sizes():
         "text_encoder_2": 4_762_310_656,
     }  # fmt: skip
     assert schnell.elements["transformer"] == 11_901_408_320 - (256 + 1) * 3072 - (3072 + 1) * 3072  # no guidance
-    assert (dev.hidden, dev.text_tokens, dev.text_width, dev.pooled_width, dev.latent_channels) == (
-        3072,
-        512,
-        4096,
-        768,
-        16,
-    )
+    widths = dev.hidden, dev.text_tokens, dev.text_width, dev.pooled_width, dev.latent_channels
+    assert widths == (3072, 512, 4096, 768, 16)
     assert dev.encode_values > 0
     assert dev.decode_values >= 3 * 256  # its last stage has 256 channels at full size: in, out, and one between
 
@@ -84,21 +77,16 @@ def test_an_embedded_model_is_known_before_it_is_made(tmp_path):
     assert find_model("models/coat_mini_flux", "model") == find_model(str(made), "model")
 
 
-@pytest.mark.parametrize("broken", ["unknown hub name", "incomplete folder"])
-def test_a_model_whose_sizes_are_unknown_is_named(broken, tmp_path):
-    folder = make_tiny_flux(tmp_path / "model")
-    shutil.rmtree(folder / "text_encoder_2")
-    name = "someone/flux-finetune" if broken == "unknown hub name" else str(folder)
-    rule = "downloads nothing" if broken == "unknown hub name" else r"text_encoder_2/config\.json"
-    with pytest.raises(ConfigError, match=rf"(?s)model\.name_or_path='?{name}.*{rule}"):
-        predict(job_of(model=name))
-
-
-def test_shorter_text_of_a_local_model_counts(tmp_path):
+def test_a_model_whose_sizes_are_unknown_is_named_and_shorter_text_of_a_local_one_counts(tmp_path):
+    with pytest.raises(ConfigError, match=r"model\.name_or_path='someone/flux-finetune': .*FLUX\.1-dev"):
+        predict(job_of(model="someone/flux-finetune"))
     folder = make_tiny_flux(tmp_path / "model")
     path = folder / "tokenizer_2" / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"model_max_length": 256}))
     assert find_model(str(folder), "model").text_tokens == 256
+    shutil.rmtree(folder / "text_encoder_2")
+    with pytest.raises(ConfigError, match=rf"model\.name_or_path={folder}: .*text_encoder_2/config\.json"):
+        predict(job_of(model=str(folder)))
 
 
 # --- phases ---
@@ -142,12 +130,8 @@ def test_bf16_without_coat_recomputes_all_or_nothing():
 
 def test_what_is_not_cached_stays_on_the_device():
     cached = predict(job_of())
-    not_cached = predict(
-        job_of(
-            dataset={"cache_latents_to_disk": False, "cache_text_embeddings": False},
-            train={"ema_config": {"use_ema": True}},
-        )
-    )
+    dataset = {"cache_latents_to_disk": False, "cache_text_embeddings": False}
+    not_cached = predict(job_of(dataset=dataset, train={"ema_config": {"use_ema": True}}))
     for phase in ("load", "sample", "step", "save"):
         assert parts_of(not_cached, phase)["text encoders"] == parts_of(cached, "cache")["text encoders"]
         assert parts_of(not_cached, phase)["vae"] == 83_819_683 * 2
@@ -175,14 +159,26 @@ def test_automatic_checkpointing_takes_what_the_device_has():
     assert predict(every).recomputed == tuple(range(57))
 
 
-@pytest.mark.parametrize("optimizer", ["coat_fp8_adamw", "adamw", "adamw8bit"])
-def test_optimizer_bytes(optimizer):
+@pytest.mark.parametrize(("optimizer", "size"), [("coat_fp8_adamw", 188e6), ("adamw", 687e6), ("adamw8bit", 175e6)])
+def test_optimizer_bytes(optimizer, size):
     """ANCHORS: rank 16 on all linears 687 MB in fp32, 175 MB in bitsandbytes' 8 bits, 188 MB with COAT's centres."""
-    facts = job_facts(
-        job_of(coat={} if optimizer == "coat_fp8_adamw" else {"enabled": False}, train={"optimizer": optimizer})
-    )
-    expected = {"coat_fp8_adamw": 188e6, "adamw": 687e6, "adamw8bit": 175e6}
-    assert optimizer_bytes(facts) == pytest.approx(expected[optimizer], rel=0.005)
+    coat = {"enabled": optimizer == "coat_fp8_adamw"}
+    facts = job_facts(job_of(coat=coat, train={"optimizer": optimizer}))
+    assert optimizer_bytes(facts) == pytest.approx(size, rel=0.005)
+
+
+def test_moments_of_other_optimizers():
+    """Of one linear [K=64, N=128] at rank 8: A has 512 elements, B 1,024."""
+    sizes = [8 * 64, 8 * 128]
+    expected = {
+        "adamw": 2 * 4 * 1536, "lion": 4 * 1536, "adafactor": 4 * (64 + 8 + 128 + 8), "prodigy": 4 * (3 * 1536 + 512),
+        "adamw8bit": 2 * 4 * 1536,
+    }  # fmt: skip
+    for optimizer, size in expected.items():
+        job = job_of(coat={"enabled": False}, network={"linear": 8}, train={"optimizer": optimizer})
+        assert moment_bytes(job, sizes) == size, optimizer
+    job = job_of(coat={"enabled": False}, train={"optimizer": "adamw8bit"})
+    assert moment_bytes(job, [4095, 4096]) == 2 * (4 * 4095 + 4096 + 4 * 16)
 
 
 def test_on_a_cpu_host_memory_is_the_device(tmp_path):
@@ -218,11 +214,12 @@ def test_images_that_are_here_count(tmp_path):
 # --- cards ---
 
 
-def test_a_job_that_fits_needs_no_change():
-    verdict = judge(job_facts(job_of(coat={"memory": {"checkpointing": "none"}})), Card(24, "RTX 4090", 165.2, 330.3))
-    assert verdict.fits is (verdict.prediction.peak <= 24 * GB * USABLE_FRACTION)
-    roomy = judge(job_facts(job_of()), CARDS[-1])
+def test_a_job_that_fits_needs_no_change_and_nothing_helps_on_the_smallest_card():
+    facts = job_facts(job_of())
+    roomy = judge(facts, CARDS[-1])
     assert (roomy.fits, roomy.changes, roomy.changed) == (True, (), None)
+    tiny = judge(facts, Card(2))
+    assert (tiny.fits, tiny.changes, tiny.changed, tiny.step_seconds) == (False, (), None, None)
 
 
 def test_the_cheapest_change_comes_first():
@@ -230,9 +227,8 @@ def test_the_cheapest_change_comes_first():
     facts = job_facts(job_of(dataset={"cache_text_embeddings": False}, train={"gradient_checkpointing": True}))
     verdict = judge(facts, Card(24))
     assert not verdict.fits
-    assert [(change.text, change.cost) for change in verdict.changes] == [
-        ("train.cache_text_embeddings: true", "nothing")
-    ]
+    changes = [(change.text, change.cost) for change in verdict.changes]
+    assert changes == [("train.cache_text_embeddings: true", "nothing")]
     assert verdict.changed is not None
     assert verdict.changed.peak <= 24 * GB * USABLE_FRACTION
     assert (verdict.step_seconds, verdict.run_seconds) == (None, None)  # no GPU is meant by a card of our own
@@ -246,11 +242,6 @@ def test_a_change_can_be_written():
     assert verdict.changed == written
     assert 0 < len(written.plan.streamed) < 57
     assert not written.recomputed
-
-
-def test_nothing_helps_a_card_smaller_than_what_is_around_the_blocks():
-    verdict = judge(job_facts(job_of()), Card(2))
-    assert (verdict.fits, verdict.changes, verdict.changed, verdict.step_seconds) == (False, (), None, None)
 
 
 def test_several_changes_and_none_too_many():
@@ -268,56 +259,112 @@ def test_several_changes_and_none_too_many():
     assert len(set(texts)) == len(texts)
 
 
+COAT_OF_EDIT = {
+    "coat.activation.use_fp8": {"activation": {"use_fp8": False}},
+    "coat.memory.enable_efficient_checkpoint": {
+        "memory": {"enable_efficient_checkpoint": False, "checkpointing": "all"},
+    },
+    "_streamed": {"weight": {}, "memory": {}},
+    "coat.memory.transposed_weights": {"weight": {}, "memory": {"transposed_weights": "always"}},
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
 def test_no_change_raises_the_peak(edit):
     """Each edit, made on a config to which it applies, lowers some phase and raises none; made again it ends."""
     coat = {
         "activation": {"flow": "generic", "attention": "bf16"}, "weight": {"use_fp8": False},
-        "memory": {"enable_efficient_checkpoint": False, "checkpointing": "none"},
+        "memory": {"enable_efficient_checkpoint": False, "checkpointing": "none"}, "optimizer": {"use_fp8": False},
+        **COAT_OF_EDIT.get(edit.__name__, {}),
     }  # fmt: skip
-    if edit.__name__ == "coat.activation.use_fp8":
-        coat["activation"] = {"use_fp8": False}
-    if edit.__name__ == "coat.memory.enable_efficient_checkpoint":
-        coat["memory"]["checkpointing"] = "all"
-    if edit.__name__ == "_streamed":
-        coat |= {"weight": {}, "memory": {}}
-    if edit.__name__ == "coat.memory.transposed_weights":
-        coat |= {"weight": {}, "memory": {"transposed_weights": "always"}}
-    job = job_of(
-        coat=coat | {"optimizer": {"use_fp8": False}}, network={"linear": 32},
-        dataset={"cache_text_embeddings": False, "cache_latents_to_disk": False},
-        train={
-            "optimizer": "adamw", "batch_size": 4, "ema_config": {"use_ema": True}, "gradient_checkpointing": True,
-            "gradient_accumulation": 2,
-        },
-    )  # fmt: skip
+    train = {
+        "optimizer": "adamw", "batch_size": 4, "ema_config": {"use_ema": True}, "gradient_checkpointing": True,
+        "gradient_accumulation": 2,
+    }  # fmt: skip
+    dataset = {"cache_text_embeddings": False, "cache_latents_to_disk": False}
+    job = job_of(coat=coat, network={"linear": 32}, dataset=dataset, train=train)
     if edit.__name__ in ("train.fused_backward", "_offloaded"):
-        job = JobConfig.from_file(Path(__file__).parents[2] / "configs" / "flux_full_80gb.yaml")
+        job = JobConfig.from_file(ROOT / "configs" / "flux_full_80gb.yaml")
         job = replace(job, train=replace(job.train, fused_backward=False))
     change = edit(job)
     assert change is not None
     assert change.text
     assert change.cost
     before, after = predict(job, device_bytes=24 * GB), predict(change.job, device_bytes=24 * GB)
-    pairs = [(phase.total, after.phase(phase.name)) for phase in before.phases]
-    assert any(found is None or found.total < total for total, found in pairs)
-    assert all(
-        found is None or found.total <= total * 1.01 for total, found in pairs if found is not before.phase("cache")
-    )
+    lowered = False
+    for phase in before.phases:
+        now = after.phase(phase.name)
+        lowered = lowered or now is None or now.total < phase.total
+        assert now is None or phase.name == "cache" or now.total <= phase.total * 1.01
+    assert lowered
     for _ in range(12):
-        if change is None:
-            break
-        change = edit(change.job)
+        if change is not None:
+            change = edit(change.job)
     assert change is None
 
 
-@pytest.mark.parametrize(("gb", "batch", "side"), [(12, 1, 512), (16, 2, 1024), (24, 4, 768), (48, 8, 1024)])
+@pytest.mark.parametrize(("gb", "batch", "side"), [(12, 1, 512), (24, 4, 768)])
 def test_more_memory_never_fits_worse(gb, batch, side):
     facts = job_facts(job_of(train={"batch_size": batch, "gradient_checkpointing": True}, dataset={"resolution": side}))
     smaller, larger = predict_facts(facts, gb * GB), predict_facts(facts, 2 * gb * GB)
     assert len(larger.recomputed) <= len(smaller.recomputed)
     if len(smaller.recomputed) < 57:
         assert smaller.phase("step").total <= gb * GB * USABLE_FRACTION
+
+
+# --- shipped configs ---
+
+CARDS_GB = {
+    "flux_clothing_coat.yaml": 24,
+    "flux_clothing_coat_3090.yaml": 24,
+    "flux_clothing_coat_16gb.yaml": 16,
+    "flux_clothing_coat_12gb.yaml": 12,
+    "flux_clothing_coat_8gb.yaml": 8,
+    "flux_clothing_coat_80gb.yaml": 80,
+    "flux_clothing_bf16_baseline.yaml": 80,
+}
+
+
+@pytest.mark.parametrize(("name", "card_gb"), CARDS_GB.items())
+def test_config_fits_its_card(name: str, card_gb: int) -> None:
+    prediction = predict(JobConfig.from_file(ROOT / "configs" / name), device_bytes=card_gb * GB)
+    assert prediction.peak <= USABLE_FRACTION * card_gb * 1e9
+
+
+def test_72_gb_hold_full_fine_tuning_of_flux_dev() -> None:
+    """Every weight, 1024 x 1024 pixels, batch 1; of gradients there is the largest, whatever else a step holds."""
+    prediction = predict(JobConfig.from_file(ROOT / "configs" / "flux_full_80gb.yaml"), device_bytes=80e9)
+    step = prediction.phase("step")
+    assert step is not None
+    assert prediction.peak == step.total <= 72e9
+    assert step.parts["transformer"] == 2 * 11_901_408_320
+    assert step.parts["gradients"] == 2 * 18432 * 3072  # of a double block's modulation
+    assert step.parts["optimizer"] > 2 * 11_901_408_320
+    assert step.parts["lora"] == 0
+
+
+def test_44_gb_hold_it_with_the_moments_in_host_memory() -> None:
+    """What leaves the card is in the host's memory; three slots of 2^24 elements stay, and nothing is recomputed."""
+    jobs = [JobConfig.from_file(ROOT / "configs" / f"flux_full_{gb}gb.yaml") for gb in (80, 48)]
+    without, prediction = (predict(job, device_bytes=gb * 1e9) for job, gb in zip(jobs, (80, 48), strict=True))
+    step, before = prediction.phase("step"), without.phase("step")
+    assert step is not None
+    assert before is not None
+    assert prediction.peak == step.total <= 44e9 <= 48e9 * USABLE_FRACTION
+    assert prediction.recomputed == ()
+    assert step.parts["optimizer"] == 3 * 2**24 * (2 + 6 * 4 / 128)
+    assert prediction.ram_bytes > before.parts["optimizer"] > 2 * 11_901_408_320
+    assert {**step.parts, "optimizer": 0} == {**before.parts, "optimizer": 0}
+
+
+@pytest.mark.parametrize("name", ["flux_clothing_coat.yaml", "flux_clothing_coat_3090.yaml"])
+def test_24_gb_hold_flux_dev_without_recomputation(name: str) -> None:
+    """One of the photos is 1024 x 1024; 23.65 GiB are what PyTorch reports of an RTX 4090, 92 % of them are used."""
+    job = JobConfig.from_file(ROOT / "configs" / name)
+    prediction = predict(job, device_bytes=23.65 * 2**30)
+    assert (prediction.recomputed, prediction.blocks) == ((), 57)
+    assert prediction.peak < 24e9
+    assert len(predict(job, device_bytes=24e9).recomputed) <= 2  # a card of 24.0 GB and not a byte more
 
 
 # --- time ---
@@ -394,33 +441,20 @@ def test_text(job_file, capsys):
     assert "1 x (512 text + 4096 image tokens); LoRA rank 16 on 494 linears" in out
     assert "kept for backward in FP8, fused flow, attention fp8; 0 of 57 blocks recompute" in out
     rows = {line.split("  ")[0]: line.split()[-5:] for line in out.splitlines() if "  " in line}
-    assert rows["GB (10^9 bytes) at the peak of"] == ["load", "cache", "sample", "step", "save"]
     assert rows["transformer"] == ["11.97", "-", "11.97", "11.97", "11.97"]
     assert rows["saved activations"] == ["-", "-", "-", "8.98", "-"]
     cards = {line.split(" GB")[0]: line for line in out.splitlines() if line.split(" GB")[0].isdigit()}
     assert list(cards) == ["8", "10", "12", "16", "24", "32", "48", "80", "141"]
-    assert "coat.memory.stream_blocks: auto (costs host memory" in cards["12"]
+    assert "coat.memory.stream_blocks: auto" in cards["12"]
     assert cards["24"].endswith("train.cache_text_embeddings: true (costs nothing)")
     assert cards["80"].split()[:3] == ["80", "GB", "yes"]
-    assert "assumed: the images are not here" in out
 
 
-@pytest.mark.parametrize(("gpu", "named"), [("28GB", False), ("4090", True)])
-def test_one_card(job_file, gpu, named, capsys):
-    """The phases are then those on this card; rates are those of a known GPU."""
-    assert main(["plan", str(job_file), "--gpu", gpu]) == 0
-    out = capsys.readouterr().out
-    (row,) = [line for line in out.splitlines() if re.match(r"2[48] GB ", line)]
-    recomputing = re.search(r"(\d+) of 57 blocks recompute", out)[1]
-    assert named or f"{recomputing}/57" in row
-    assert ("peak rates" in out, "rates of the RTX 4090" in out) == (named, named)
-
-
-def test_json(job_file, tmp_path, capsys):
+def test_json_of_one_card(job_file, tmp_path, capsys):
     assert main(["plan", str(job_file), "--gpu", "24", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     target = tmp_path / "plan.json"
-    assert main(["plan", str(job_file), "--gpu", "24", "--json", str(target)]) == 0
+    assert main(["plan", str(job_file), "--gpu", "4090", "--json", str(target)]) == 0
     assert json.loads(target.read_text()) == printed
     phases = printed["phases"]
     assert list(phases) == ["load", "cache", "sample", "step", "save"]
@@ -448,19 +482,13 @@ def test_impossible_cards(size):
     ("text", "gb", "name"),
     [
         ("24", 24, "RTX 4090"),
-        ("24GB", 24, "RTX 4090"),
-        ("24 gb", 24, "RTX 4090"),
         ("24 GB VRAM", 24, "RTX 4090"),
         ("28", 28, ""),
-        ("4090", 24, "RTX 4090"),
-        ("RTX 4090", 24, "RTX 4090"),
-        ("rtx4090", 24, "RTX 4090"),
         ("NVIDIA GeForce RTX 4090", 24, "RTX 4090"),
         ("3090", 24, "RTX 3090"),
         ("rtx-5090", 32, "RTX 5090"),
         ("A100", 40, "A100"),
         ("NVIDIA A100-SXM4-80GB", 80, "A100"),
-        ("H100", 80, "H100"),
         ("NVIDIA H100 80GB HBM3", 80, "H100"),
         ("RTX 6000 Ada", 48, "6000ADA"),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", 16, "4090LAPTOP"),

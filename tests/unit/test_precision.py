@@ -21,7 +21,7 @@ from coat_core.ops.norm import norm_modulate_quantize
 from coat_core.ops.quantize import quantize as quantize_op
 from coat_core.quantize import quantize
 from coat_flux.blocks.cast_loss import SAMPLE, Measures, measure_cast, note_weight
-from coat_flux.blocks.lookup import layer_of
+from coat_flux.blocks.models import layer_of
 from coat_flux.config.coat import GuardOptions
 from coat_flux.pages.precision import as_grid, standing_out, summaries, worst
 from coat_flux.watch.casts import EXP_AVG, EXP_AVG_SQ, GRADIENT, INPUT, SAVED, CastPrecision, CastProbe, row_of

@@ -11,10 +11,9 @@ from torch import nn
 from coat_core import FP8Linear
 from coat_core.linear.weight import load_weight
 from coat_flux.blocks.decide import Given, decide
-from coat_flux.blocks.described import Block
 from coat_flux.blocks.gemms import set_transposed, transposed_bytes
 from coat_flux.blocks.runner import BlockRunner
-from coat_flux.blocks.sizes import Tokens
+from coat_flux.blocks.sizes import Block, Tokens
 from coat_flux.config.coat import COATConfig
 from coat_flux.plan.predict import predict
 from tests.helpers.flux import coat_flux_model, flux_inputs

@@ -43,10 +43,10 @@ from ..blocks.gemms import set_transposed
 from ..blocks.held import AsOnGPU, tensors_in
 from ..blocks.hook import hook_of
 from ..blocks.lora import attach_lora
+from ..blocks.models.flux1 import FLUX_DEV_TRANSFORMER_CONFIG, make_flux_dev_geometry
 from ..blocks.runner import BlockRunner
 from ..config.coat import COATConfig
 from ..config.job_sections import TrainSection
-from ..mini_flux.geometry import FLUX_DEV_TRANSFORMER_CONFIG, make_flux_dev_geometry
 from ..trainers.optimizer import build_optimizer
 from ..trainers.standalone.ema import LoraEMA
 from ..trainers.standalone.network import add_lora, lora_parameters, lora_targets

@@ -12,7 +12,7 @@ backward is 2.5 times its forward), adapters three times (forward, dX, dA and dB
 Modulation linears see one row per image and are bound by reading their weights; with norms, casts, embedders and the
 optimizer they are not counted.
 
-The rates are NVIDIA's dense peaks of the cards in `plan.facts.CARDS`. Names must equal `torch.cuda.get_device_name`:
+The rates are NVIDIA's dense peaks of the cards in `plan.speed.CARDS`. Names must equal `torch.cuda.get_device_name`:
 an "H200 NVL" or a "4090 Laptop GPU" is another card with other rates.
 """
 
@@ -105,7 +105,7 @@ def step_work(geometry: Geometry, resolution: int, batch: int, *, recomputed: bo
 
 def known_limit(device_name: str) -> Limit | None:
     """The published rates of the card of this name, or None."""
-    from ..plan.facts import CARDS
+    from ..plan.speed import CARDS
 
     for card in CARDS:
         if card.name == DEVICE_NAMES.get(device_name):
@@ -144,7 +144,7 @@ class CostModel(NamedTuple):
 
 def cost_models() -> dict[str, CostModel]:
     """Short name of each card ("h200", "rtx4090") → its model."""
-    from ..plan.facts import CARDS
+    from ..plan.speed import CARDS
 
     models = {}
     for card in CARDS:

@@ -72,7 +72,7 @@ def make_model(row: Configuration, geometry: Geometry, device: torch.device) -> 
     """Build the transformer of a row in training mode, converted as configured, and its trained parameters."""
     from ..blocks.apply import apply_coat
     from ..blocks.lora import attach_lora
-    from ..mini_flux.geometry import make_flux_dev_geometry
+    from ..blocks.models.flux1 import make_flux_dev_geometry
     from ..trainers.standalone.network import add_lora, lora_parameters, lora_targets
 
     torch.set_float32_matmul_precision(TORCHS_PRECISION if row.coat is None else "high")
@@ -114,7 +114,7 @@ def model_inputs(resolution: int, batch: int, device: torch.device) -> tuple[dic
     The keyword arguments are hidden_states bf16 [B, T, 64], encoder_hidden_states bf16 [B, 512, 4096],
     pooled_projections bf16 [B, 768], timestep and guidance [B], ids [tokens, 3].
     """
-    from ..mini_flux.geometry import FLUX_DEV_TRANSFORMER_CONFIG as SIZES
+    from ..blocks.models.flux1 import FLUX_DEV_TRANSFORMER_CONFIG as SIZES
 
     draw = torch.Generator(device).manual_seed(SEED + 2)
     side = resolution // PIXELS_PER_TOKEN

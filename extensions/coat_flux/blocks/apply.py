@@ -20,11 +20,9 @@ from ..base.errors import UserError
 from ..config.findings import ConfigError
 from .cast_loss import note_weight
 from .gemms import config_for, high_precision_reason
-from .in_words import checkpointing_line, execution_line, shared_rows
-from .lookup import family_of, matches
-from .models import Family
+from .models import Family, family_of, matches
 from .quantized import adopt, quantization_of
-from .report import OUTSIDE, CoatReport, describe_linear
+from .report import OUTSIDE, CoatReport, describe_linear, shared_rows
 from .runner import BlockRunner
 from .streaming import codes_to_host, is_streamable, unpark
 
@@ -81,8 +79,6 @@ def apply_coat(
     for module in model.modules() if config.memory.stream_blocks != 0 else ():
         if CODES in module._buffers and not is_streamable(module):
             module.to(run_device)
-    report.checkpointing = checkpointing_line(runner.plan, config)
-    report.execution = execution_line(runner.plan, config, run_device)
     own = bool(report.quantized) and not report.converted
     report.shared = lambda: shared_rows(runner.plan, config, run_device, runner.ran, own)
     modules = dict(model.named_modules())

@@ -11,11 +11,24 @@ from coat_core.activation import PackingConfig
 from coat_core.formats import INT8
 from coat_core.granularity import Granularity
 
-from .block_bytes import BlockBytes, Moment, UnknownBlock, block_bytes, fewest_recomputed, largest_moment
-from .described import Block
 from .measure import PickedGemm, candidates
-from .placement import extra_seconds, pass_seconds, slot_bytes, spread
-from .sizes import FP32, FlowSettings, Tokens, around_bytes
+from .sizes import (
+    FP32,
+    Block,
+    BlockBytes,
+    FlowSettings,
+    Moment,
+    Tokens,
+    UnknownBlock,
+    around_bytes,
+    block_bytes,
+    extra_seconds,
+    fewest_recomputed,
+    largest_moment,
+    pass_seconds,
+    slot_bytes,
+    spread,
+)
 
 if TYPE_CHECKING:
     from ..config.coat import COATConfig

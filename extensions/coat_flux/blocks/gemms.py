@@ -27,7 +27,7 @@ from coat_core.linear.trained import forget_codes
 from coat_core.linear.weight import drop_transposed, keep_transposed, load_weight, wants_transposed
 from coat_core.ops.scaled_mm import int8_unsupported_reason as int8_obstacle
 
-from .lookup import matches
+from .models import matches
 
 if TYPE_CHECKING:
     from ..config.coat import COATConfig

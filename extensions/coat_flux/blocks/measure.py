@@ -1,11 +1,13 @@
-"""The fastest GEMM scaling that is at least as precise as configured, measured on the run's first batch.
+"""What is chosen by measurement on the run's first batch: the scaling of the GEMMs, and the attention kernel.
 
-    per_tensor, per_row    FP8
-    bf16                   the FP8 weight dequantized at each use
+    GEMMs        per_tensor or per_row in FP8, or bf16 (the FP8 weight dequantized at each use): the fastest that is at
+                 least as precise as configured
+    attention    the fastest kernel that agrees with plain matrix products (`AttentionTrial`) at the batch's shape;
+                 without a GPU torch chooses
 
-One block of each kind runs forward and backward with each candidate on detached copies of the first batch,
-weighted by the number of such blocks; the run's gradients and random state are untouched. Results are cached in a
-small JSON file per user, and the first process's answer counts for all.
+For a GEMM one block of each kind runs forward and backward with each candidate on detached copies of the first batch,
+weighted by the number of such blocks; the run's gradients and random state are untouched. Times are cached in a small
+JSON file per user, so that equal jobs choose the same; the first process's answer counts for all.
 """
 
 from __future__ import annotations
@@ -20,12 +22,15 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+
+from coat_core.ops.attention import GPU_KERNELS, TAKES_MASK, chosen_kernel, use_kernel
+from coat_core.ops.attention_trial import AttentionTrial
 
 from ..base.files import write_file
 from .fused.block import written_gradients
@@ -38,12 +43,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MEASURED = "the fastest of those that were measured"  # for the start table, which has no numbers of one run
+
+# -- the scaling of the GEMMs -----------------------------------------------------------------------------------------
+
 GEMMS = ("per_tensor", "per_row", "bf16")  # from coarse to exact
 BUDGET_S = 20.0
 WARM_UP, REPEATS = 2, 5
 
 
-class PickedGemm(NamedTuple):
+@dataclass(frozen=True)
+class PickedGemm:
     """The GEMM of the blocks' linears, and why; milliseconds of all blocks by candidate, if measured."""
 
     gemm: str  # of `GEMMS`, or the config's own scaling
@@ -52,9 +62,7 @@ class PickedGemm(NamedTuple):
 
     def describe(self) -> str:
         """One line for the log."""
-        own = f" {self.milliseconds[self.gemm]:.1f} ms" if self.gemm in self.milliseconds else ""
-        others = [f"{gemm} {ms:.1f} ms" for gemm, ms in self.milliseconds.items() if gemm != self.gemm]
-        return f"execution: {self.gemm} GEMM{own} ({'; '.join([self.why, *others])})"
+        return f"execution: {self.gemm} GEMM{_in_words(self.gemm, self.why, self.milliseconds, '.1f')}"
 
 
 def candidates(config: COATConfig) -> tuple[str, ...]:
@@ -90,24 +98,20 @@ class GemmPick:
 
     def choose(self, args: tuple[Any, ...]) -> PickedGemm:
         """Pick a GEMM by the first block's coming `args`, and set the blocks' linears to it."""
+        measure, device = self._config.speed.measure, args[0].device.type
         if self._resumed is not None:
             picked = PickedGemm(self._resumed, {}, "that of the resumed run")
+        elif measure == "never":
+            picked = PickedGemm(self._candidates[0], {}, "as configured: speed.measure: never")
+        elif measure == "auto" and device != "cuda":
+            picked = PickedGemm(self._candidates[0], {}, f"as configured: nothing is measured on a {device}")
+        elif len(self._candidates) == 1:
+            picked = PickedGemm(self._candidates[0], {}, "the only one that is as precise as configured")
         else:
-            reason = self._reason_not_to_measure(args)
-            picked = PickedGemm(self._candidates[0], {}, reason) if reason else self._measured(args)
+            picked = self._measured(args)
         self._gemms.set(picked.gemm)
         logger.info(picked.describe())
         return picked
-
-    def _reason_not_to_measure(self, args: tuple[Any, ...]) -> str | None:
-        measure = self._config.speed.measure
-        if measure == "never":
-            return "as configured: speed.measure: never"
-        if measure == "auto" and args[0].device.type != "cuda":
-            return f"as configured: nothing is measured on a {args[0].device.type}"
-        if len(self._candidates) == 1:
-            return "the only one that is as precise as configured"
-        return None
 
     def _measured(self, args: tuple[Any, ...]) -> PickedGemm:
         key = key_of(args, self._blocks, self._config)
@@ -123,30 +127,31 @@ class GemmPick:
 
     def _time_all(self, args: tuple[Any, ...]) -> dict[str, float]:
         started = time.monotonic()
+        known = argument_names(type(self._blocks[0]))  # blocks with other arguments cannot take `args`
+        counts = Counter(kind for kind in map(type, self._blocks) if argument_names(kind) == known)
+        first = {type(block): block for block in reversed(self._blocks)}
         times: dict[str, float] = {}
         for gemm in self._candidates:
             if times and time.monotonic() - started > BUDGET_S:
                 logger.info("speed.measure: no time left for %s", gemm)
                 continue
             self._gemms.set(gemm)
-            times[gemm] = self._milliseconds(args, started)
+            times[gemm] = sum(count * self._block_ms(first[kind], args, started) for kind, count in counts.items())
         return times
 
-    def _milliseconds(self, args: tuple[Any, ...], started: float) -> float:
-        known = argument_names(type(self._blocks[0]))  # blocks with other arguments cannot take `args`
-        counts = Counter(kind for kind in map(type, self._blocks) if argument_names(kind) == known)
-        first = {type(block): block for block in reversed(self._blocks)}
-        return sum(count * self._block_ms(first[kind], args, started) for kind, count in counts.items())
-
     def _block_ms(self, block: nn.Module, args: tuple[Any, ...], started: float) -> float:
-        given = tuple(_leaf(x) if isinstance(x, Tensor) and x.is_floating_point() and x.ndim == 3 else x for x in args)
-        wanted = [x for x in given if isinstance(x, Tensor) and x.requires_grad]
-        wanted += trained_parameters(block)
+        inputs, wanted = [], trained_parameters(block)
+        for x in args:
+            if isinstance(x, Tensor) and x.is_floating_point() and x.ndim == 3:
+                x = x.detach().clone().requires_grad_()
+            if isinstance(x, Tensor) and x.requires_grad:
+                wanted.append(x)
+            inputs.append(x)
         run = self._form_of(block)
 
         def once() -> None:
             with torch.enable_grad(), written_gradients(False):
-                outputs = tree_leaves(run(*given))
+                outputs = tree_leaves(run(*inputs))
                 torch.autograd.grad(outputs, wanted, [torch.ones_like(x) for x in outputs], allow_unused=True)
 
         for _ in range(WARM_UP):
@@ -157,8 +162,121 @@ class GemmPick:
         return statistics.median(times)
 
 
-def _leaf(x: Tensor) -> Tensor:
-    return x.detach().clone().requires_grad_()
+# -- the attention kernel ---------------------------------------------------------------------------------------------
+
+DEVICE = "cuda"  # where there is something to choose
+ATTENTION_REPEATS = 7
+TIE = 1.03  # torch's choice is taken where another is not faster by more than this
+PACKAGES = ("flash-attn", "flash-attn-3", "flash-attn-4")
+
+
+@dataclass(frozen=True)
+class PickedAttention:
+    """The attention kernel of the run, and why; milliseconds per block and kernel, if measured."""
+
+    kernel: str  # as `coat_core.ops.attention` names it
+    why: str = "torch's choice"  # in words
+    milliseconds: Mapping[str, float] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)  # kernel → why it cannot be used here
+
+    @property
+    def row(self) -> tuple[str, str]:
+        """Kernel and reason for the start table."""
+        return self.kernel, MEASURED if self.milliseconds else self.why
+
+    def describe(self) -> str:
+        """One line for the log."""
+        words = _in_words(self.kernel, self.why, self.milliseconds, ".2f", self.refused)
+        return f"attention: {self.kernel}{words}"
+
+
+class AttentionPick:
+    """Chooses once, at the first training pass."""
+
+    def __init__(self, config: COATConfig) -> None:
+        self._forced = None if config.speed.attention == "auto" else config.speed.attention
+        self._measures = config.speed.measure != "never"
+        self._kept: str | None = None
+        self.kernel: str | None = None
+
+    def keep(self, kernel: str) -> None:
+        """Take the kernel of the run being resumed, if it can be used: another one rounds otherwise."""
+        self._kept = kernel
+
+    def choose(self, like: Tensor, mask: Tensor | None = None) -> PickedAttention:
+        """Pick a kernel for q [B, H, S, d] and a mask; RuntimeError if the configured one cannot be used."""
+        use_kernel(None)
+        own = chosen_kernel(like, like, like, mask)
+        if mask is not None and self._forced not in (None, *TAKES_MASK):
+            raise _cannot(self._forced, "takes no mask, which this model hands to attention")
+        if mask is not None and self._forced is None:
+            picked = PickedAttention(own, "torch's choice of those that take this model's mask")
+        elif like.device.type == DEVICE:
+            picked = self._chosen(like, own)
+            self.kernel = picked.kernel
+            if self._kept not in (None, picked.kernel):
+                text = "resume: attention kernel %s -> %s (%s); results differ from here on by rounding"
+                why = picked.refused.get(self._kept or "", picked.why)
+                logger.warning(text, self._kept, picked.kernel, why)
+        elif self._forced is not None:
+            raise _cannot(self._forced, f"needs a GPU, this is a {like.device.type}")
+        else:
+            picked = PickedAttention(own)
+        use_kernel(None if picked.why.startswith("torch's choice") else picked.kernel, like)
+        logger.info(picked.describe())
+        return picked
+
+    def _chosen(self, like: Tensor, own: str) -> PickedAttention:
+        refused = {}
+        if self._forced is not None:
+            reason = AttentionTrial(like).obstacle(self._forced)
+            if reason is not None:
+                raise _cannot(self._forced, reason)
+            return PickedAttention(self._forced, "as configured: speed.attention")
+        if self._kept is not None:
+            reason = AttentionTrial(like).obstacle(self._kept)
+            if reason is None:
+                return PickedAttention(self._kept, "that of the resumed run")
+            refused = {self._kept: reason}
+        if not self._measures:
+            return PickedAttention(own, refused=refused)
+        return from_first_process(lambda: _measured_kernel(like, own, refused))
+
+
+def _cannot(kernel: str, reason: str) -> RuntimeError:
+    return RuntimeError(f"coat.speed.attention={kernel!r}: {reason}; set it to auto, or to a kernel that runs here")
+
+
+def _measured_kernel(like: Tensor, own: str, refused: Mapping[str, str]) -> PickedAttention:
+    facts = {
+        "attention": [list(like.shape), str(like.dtype)],
+        "cudnn": torch.backends.cudnn.version(),
+        "packages": [version_of(package) for package in PACKAGES],
+    }
+    key, trial, refused = key_on(like.device, facts), AttentionTrial(like), dict(refused)
+    times = read_times(key)
+    if times and trial.obstacle(_fastest_kernel(times, own)) is None:
+        why = "measured earlier on this GPU, this shape"
+        return PickedAttention(_fastest_kernel(times, own), why, times, refused)
+    times = {}
+    for kernel in dict.fromkeys((own, *GPU_KERNELS)):
+        reason = trial.obstacle(kernel)
+        if reason is None:
+            times[kernel] = statistics.median(timed(trial.run, like.device) for _ in range(ATTENTION_REPEATS))
+        else:
+            refused[kernel] = reason
+    if not times:
+        return PickedAttention(own, "torch's choice: no kernel passed the trial", {}, refused)
+    write_times(key, times)
+    return PickedAttention(_fastest_kernel(times, own), f"fastest at {like.shape[2]} tokens", times, refused)
+
+
+def _fastest_kernel(times: Mapping[str, float], own: str) -> str:
+    best = min(times, key=lambda kernel: times[kernel])
+    return own if own in times and times[own] <= TIE * times[best] else best
+
+
+# -- measuring --------------------------------------------------------------------------------------------------------
 
 
 def timed(once: Callable[[], None], device: torch.device) -> float:
@@ -184,6 +302,23 @@ def from_first_process(make: Callable[[], Any]) -> Any:
     box = [make() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(box, src=0)
     return box[0]
+
+
+def _in_words(
+    chosen: str, why: str, milliseconds: Mapping[str, float], form: str, refused: Mapping[str, str] | None = None
+) -> str:
+    """Time of the chosen one; in brackets the reason, the times of the others, and why some cannot be used."""
+    own, others = "", [why]
+    for name, ms in milliseconds.items():
+        if name == chosen:
+            own = f" {ms:{form}} ms"
+        else:
+            others.append(f"{name} {ms:{form}} ms")
+    others += [f"{name}: {reason}" for name, reason in (refused or {}).items()]
+    return f"{own} ({'; '.join(others)})"
+
+
+# -- times of earlier runs --------------------------------------------------------------------------------------------
 
 
 def cache_file() -> pathlib.Path:
@@ -229,19 +364,19 @@ def version_of(*packages: str) -> str | None:
 
 def read_times(key: str) -> dict[str, float]:
     """Return name → milliseconds, empty where nothing is known."""
-    return _all().get(key, {})
+    return _all_times().get(key, {})
 
 
 def write_times(key: str, milliseconds: Mapping[str, float]) -> None:
     """Keep name → milliseconds."""
-    file, content = cache_file(), {**_all(), key: dict(milliseconds)}
+    file, content = cache_file(), {**_all_times(), key: dict(milliseconds)}
     try:
         write_file(file, json.dumps(content, indent=1))
     except OSError as error:
         logger.info("%s: not written, the next run measures again (%s)", file, error)
 
 
-def _all() -> dict[str, dict[str, float]]:
+def _all_times() -> dict[str, dict[str, float]]:
     try:
         content = json.loads(cache_file().read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -1,23 +1,33 @@
-"""What COAT did to a model: asked, got, why, as a table for the start of a run and as metadata of its LoRA."""
+"""What COAT did to a model: asked, got, why, as a table for the start of a run and as metadata of its LoRA.
+
+`CoatReport` has a row for each group of linears; `shared_rows` are those on what all blocks share, from their plan.
+"""
 
 from __future__ import annotations
 
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from itertools import chain
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+from torch import Tensor, nn
+
 from coat_core.config import FP8LinearConfig
+from coat_core.formats import INT8
+from coat_core.linear.function import fp8_gemm_obstacle
 from coat_core.linear.module import FP8TrainableLinear
+from coat_core.ops.dispatch import triton_obstacle
 
 from ..base.text import columns
+from .decide import BlockChoice, BlockPlan, Given, block_settings, packing_of
+from .measure import MEASURED
+from .models import READ_BLOCKS
+from .sizes import Block, Tokens, block_bytes, read_blocks, shown_by
 
 if TYPE_CHECKING:
-    pass
-
-__all__ = ["OUTSIDE", "CoatReport", "TableRow", "describe_linear"]
+    from ..config.coat import COATConfig
 
 OUTSIDE = "outside the blocks: kept in high precision"
 UNASKED = "-"
@@ -35,32 +45,49 @@ class TableRow(NamedTuple):
     why: str = ""  # the reason, where they differ or where the config leaves the choice
     count: int = 0  # layers; 0 where none are counted
 
+    def in_words(self) -> str:
+        """Got, and in brackets what was asked where it differs, and why."""
+        if self.got == self.asked:
+            return f"{self.got} ({self.why})" if self.why else self.got
+        got, behind = self.got, []
+        if got.startswith("as asked"):
+            got = got.replace("as asked", self.asked, 1)
+        elif self.asked != UNASKED:
+            behind.append(f"asked: {self.asked}")
+        if self.why:
+            behind.append(self.why)
+        return f"{got} ({'; '.join(behind)})" if behind else got
+
 
 @dataclass
 class CoatReport:
     """Result of `apply_coat`, by full module name; the first step fills in its own decisions.
 
     Attributes:
-        quantized: name → how, for linears that ai-toolkit quantized its own way.
-        why: name → reason, where a layer got less than the config asks for.
+        got: what each linear does when the run starts, of those whose weight is FP8 or whose GEMMs are.
+        why: reason, where a layer got less than the config asks for.
+        quantized: how, for linears that ai-toolkit quantized its own way.
+        skipped: reason, for linears left in high precision.
+        linears: the modules of `got`.
         shared: returns the current rows on what the blocks share.
     """
 
     asked: str = ""  # what the config asks of a linear of the blocks, in words
-    converted: list[str] = field(default_factory=list)  # linears whose weight is FP8 or whose GEMMs are
-    quantized: dict[str, str] = field(default_factory=dict)
-    got: dict[str, str] = field(default_factory=dict)  # name → what the layer does when the run starts, in words
+    got: dict[str, str] = field(default_factory=dict)
     why: dict[str, str] = field(default_factory=dict)
-    skipped: dict[str, str] = field(default_factory=dict)  # name → reason, for linears left in high precision
-    checkpointing: str = ""  # one line on recomputation and saved tensors
-    execution: str = ""  # one line on who chooses the GEMMs' scaling and compilation
+    quantized: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
     linears: Mapping[str, Any] = field(default_factory=dict, repr=False)
     shared: Callable[[], Iterable[TableRow]] = field(default=tuple, repr=False)
     _added: dict[str, TableRow] = field(default_factory=dict, repr=False)
 
+    @property
+    def converted(self) -> list[str]:
+        """Names of the linears whose weight is FP8 or whose GEMMs are."""
+        return list(self.got)
+
     def add(self, name: str, got: str, why: str = "") -> None:
         """Note a converted layer."""
-        self.converted.append(name)
         self.got[name] = got
         if why:
             self.why[name] = why
@@ -70,17 +97,29 @@ class CoatReport:
         self._added[part] = TableRow(part, asked, got, why)
 
     def rows(self) -> list[tuple[str, int, str, str]]:
-        """Return (layers, count, got, why), one row per part of the model and treatment, as it is now."""
-        ours = ((_part(name), self._got_now(name), self.why.get(name, "")) for name in self.converted)
-        own = ((_part(name), f"W {how}, {OWN_PRODUCTS}", QUANTIZED) for name, how in self.quantized.items())
-        rest = ((_part(name), "high precision", reason) for name, reason in self.skipped.items())
-        counted = Counter(chain(ours, own, rest))
-        return [(group, count, got, why) for (group, got, why), count in counted.items()]
+        """Return (part, layers, got, why), one row per part of the model and treatment, as it is now."""
+        counts: Counter[tuple[str, str, str]] = Counter()
+        for name, got in self.got.items():
+            module = self.linears.get(name)
+            if module is not None:  # as it is configured now
+                config = getattr(module, "coat_linear_config", None) or module.config
+                stored = not isinstance(module, FP8TrainableLinear)
+                got = describe_linear(config, stored, high_precision=name in self.why)
+            counts[_part(name), got, self.why.get(name, "")] += 1
+        for name, how in self.quantized.items():
+            counts[_part(name), f"W {how}, {OWN_PRODUCTS}", QUANTIZED] += 1
+        for name, reason in self.skipped.items():
+            counts[_part(name), "high precision", reason] += 1
+        return [(part, count, got, why) for (part, got, why), count in counts.items()]
 
     def parts(self) -> list[TableRow]:
         """Return all rows of the table, as it is now; what is outside the blocks is one of them."""
-        rows = [TableRow(g, self.asked, got, why, count) for g, count, got, why in self.rows() if why != OUTSIDE]
-        outside = {group: count for group, count, _, why in self.rows() if why == OUTSIDE}
+        rows, outside = [], {}
+        for part, count, got, why in self.rows():
+            if why == OUTSIDE:
+                outside[part] = count
+            else:
+                rows.append(TableRow(part, self.asked, got, why, count))
         if outside:
             why = f"{OUTSIDE} ({', '.join(outside)})"
             rows.append(TableRow("outside", UNASKED, "high precision", why, sum(outside.values())))
@@ -88,41 +127,36 @@ class CoatReport:
 
     def table(self) -> str:
         """Return the table as text."""
-        cells = [
-            (row.part, str(row.count or ""), row.asked, "as asked" if row.got == row.asked else row.got, row.why)
-            for row in self.parts()
-        ]
-        return "\n".join(columns((HEADER, *cells), left=range(len(HEADER))))
+        cells = [HEADER]
+        for row in self.parts():
+            got = "as asked" if row.got == row.asked else row.got
+            cells.append((row.part, str(row.count or ""), row.asked, got, row.why))
+        return "\n".join(columns(cells, left=range(len(HEADER))))
 
     def brief(self, width: int = 100, *, shared: bool = False) -> str:
         """Return a table in `width` columns: parts, got, asked, why; with `shared` only what the first step decides."""
-        found = self.shared() if shared else self.parts()
-        rows = [(f"{row.part} ({row.count})" if row.count else row.part, _in_words(row)) for row in found]
+        rows = []
+        for row in self.shared() if shared else self.parts():
+            part = f"{row.part} ({row.count})" if row.count else row.part
+            rows.append((part, row.in_words()))
         left = max((len(part) for part, _ in rows), default=0) + 2
         lines = []
         for part, text in rows:
             first, *more = textwrap.wrap(text, width - left, break_on_hyphens=False) or [""]
-            lines += [part.ljust(left) + first, *(" " * left + line for line in more)]
+            lines.append(part.ljust(left) + first)
+            lines += [" " * left + line for line in more]
         return "\n".join(lines)
 
     def metadata(self) -> dict[str, str]:
         """Return the current table, flat: `coat.asked.<part>`, `coat.got.<part>`, `coat.why.<part>`."""
-        found: dict[str, list[str]] = {}
+        texts: dict[str, dict[str, None]] = {}
         for row in self.parts():
             part = row.part.removesuffix(".*").replace(" ", "_").lower()
             got = f"{row.count} x {row.got}" if row.count else row.got
             for key, text in (("asked", row.asked), ("got", got), ("why", row.why)):
-                texts = found.setdefault(f"coat.{key}.{part}", [])
-                if text not in ("", UNASKED, *texts):
-                    texts.append(text)
-        return {name: "; ".join(texts) for name, texts in found.items() if texts}
-
-    def _got_now(self, name: str) -> str:
-        module = self.linears.get(name)
-        if module is None:
-            return self.got[name]
-        config = getattr(module, "coat_linear_config", None) or module.config
-        return describe_linear(config, not isinstance(module, FP8TrainableLinear), bool(self.why.get(name)))
+                if text not in ("", UNASKED):
+                    texts.setdefault(f"coat.{key}.{part}", {})[text] = None
+        return {name: "; ".join(each) for name, each in texts.items()}
 
 
 def describe_linear(linear: FP8LinearConfig, stored: bool, high_precision: bool) -> str:
@@ -133,15 +167,234 @@ def describe_linear(linear: FP8LinearConfig, stored: bool, high_precision: bool)
     return f"{weight}, x {linear.input_format}/{linear.input_granularity}, dy {linear.grad_format}"
 
 
-def _in_words(row: TableRow) -> str:
-    if row.got == row.asked:
-        return f"{row.got}{f' ({row.why})' if row.why else ''}"
-    differs = row.asked != UNASKED and not row.got.startswith("as asked")
-    behind = [f"asked: {row.asked}"] * differs + [row.why] * bool(row.why)
-    got = row.got.replace("as asked", row.asked, 1) if row.got.startswith("as asked") else row.got
-    return f"{got} ({'; '.join(behind)})" if behind else got
-
-
 def _part(name: str) -> str:
     part, _, rest = name.partition(".")
     return f"{part}.*" if rest else part
+
+
+# -- what all blocks share --------------------------------------------------------------------------------------------
+
+NO_READER = "blocks without a reader"
+GENERIC = "generic flow in place of the fused one, which keeps less"
+NOT_REACHED = {"idle": "untouched, not called", "host": "untouched, in a checkpoint of the model's own"}
+LATER = "decided at the first step"
+DEQUANTIZED = "products of dequantized weights"
+
+
+def shared_rows(
+    plan: BlockPlan, config: COATConfig, device: torch.device, ran: Mapping[int, str], own: bool = False
+) -> list[TableRow]:
+    """Return asked, got and why of what all blocks share, without measured numbers: equal runs have equal metadata.
+
+    Args:
+        ran: block index → how it ran, as `BlockRunner.ran`; empty before the first step.
+        own: all linears multiply as ai-toolkit quantized them.
+    """
+    gemms = _gemms(plan, config, device)
+    if own:
+        gemms = gemms._replace(got=OWN_PRODUCTS, why=QUANTIZED)
+    rows = [gemms, _kernels(device), _saved(plan, config, ran), _attention(plan, config), _checkpointing(plan, config)]
+    if plan.given.stream_bytes:
+        rows.append(_streamed(plan, config))
+    if config.weight.use_fp8 and config.activation.use_fp8 and not own:
+        rows.append(_transposed(plan, config))
+    rows.append(_execution(plan, config))
+    return rows
+
+
+def _gemms(plan: BlockPlan, config: COATConfig, device: torch.device) -> TableRow:
+    if not config.activation.use_fp8:
+        weights = DEQUANTIZED if config.weight.use_fp8 else "products of the weights"
+        return TableRow("GEMMs", "high precision", weights, "activation.use_fp8: false")
+    linear = config.linear_config()
+    backward = "dequantized weights" if linear.grad_format == "bf16" else linear.grad_format
+    in_int8 = linear.input_format == INT8.name
+    kind = "INT8" if in_int8 else "FP8"
+    asked = f"{kind}, forward {linear.input_format}, backward {backward}"
+    obstacle = fp8_gemm_obstacle(device, linear)
+    if obstacle is not None:
+        return TableRow("GEMMs", asked, DEQUANTIZED, f"fallback: {obstacle}")
+    if plan.gemm == "bf16":
+        return TableRow("GEMMs", asked, DEQUANTIZED, "faster here, and at least as precise; see execution")
+    if device.type == "cpu":
+        got = "int32 products of the INT8 codes" if in_int8 else "fp32 products of the FP8 codes"
+        return TableRow("GEMMs", asked, got, "a cpu: a GPU's values, not its speed")
+    why = f"a trial on {device} ran"
+    if not in_int8:
+        return TableRow("GEMMs", asked, "torch._scaled_mm", why)
+    obstacle = fp8_gemm_obstacle(device, FP8LinearConfig())
+    if obstacle is not None:
+        why += f"; no FP8 products: {obstacle}"
+    return TableRow("GEMMs", asked, "int8_mm", why)
+
+
+def _kernels(device: torch.device) -> TableRow:
+    if device.type != "cuda":
+        why = f"Triton kernels need a GPU, this is a {device.type}"
+        return TableRow("kernels", "Triton", "PyTorch reference", why)
+    here = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+    obstacle = triton_obstacle(here)
+    if obstacle is None:
+        return TableRow("kernels", "Triton", "Triton")
+    return TableRow("kernels", "Triton", "PyTorch reference", obstacle)
+
+
+def _saved(plan: BlockPlan, config: COATConfig, ran: Mapping[int, str]) -> TableRow:
+    if not config.activation.use_fp8:
+        return TableRow("saved tensors", "high precision", "high precision", "activation.use_fp8: false")
+    packing = packing_of(config)
+    stored = f"FP8 {packing.format} {packing.granularity.name}"
+    asked = f"{stored}, {config.activation.flow} flow"
+    if ran:
+        got = "; ".join(f"{count} {what}" for what, count in treatments(plan, ran).items())
+        obstacles = set()
+        for name, choice in zip(plan.given.classes, plan.blocks, strict=True):
+            if choice.obstacle and name in READ_BLOCKS:
+                obstacles.add(f"{name}: {choice.obstacle}")
+        return TableRow("saved tensors", asked, got, "; ".join(sorted(obstacles)))
+    unfused = plan.given.unfused
+    if config.activation.flow != "fused" or not unfused:
+        return TableRow("saved tensors", asked, f"{LATER}, expected: as asked")
+    got = f"{LATER}, expected: {stored}, generic flow"
+    if len(unfused) < len(plan.blocks):
+        got += f" in {len(unfused)} of {len(plan.blocks)} blocks"
+    why = "; ".join(dict.fromkeys(unfused.values())) if _has_readers(plan) else NO_READER
+    return TableRow("saved tensors", asked, got, why)
+
+
+def _attention(plan: BlockPlan, config: COATConfig) -> TableRow:
+    kept = config.activation.attention if config.activation.use_fp8 else "high precision"
+    asked = f"q, k, v, out kept in {kept}"
+    if plan.given.attention is None:
+        kernel, why = LATER if _has_readers(plan) else "chosen by torch at each call", ""
+    else:
+        kernel, why = plan.given.attention
+    if kernel == "plain":
+        why = "no fused kernel takes these tensors: backward runs it again"
+    return TableRow("attention", asked, f"as asked; kernel {kernel}", why)
+
+
+def _checkpointing(plan: BlockPlan, config: COATConfig) -> TableRow:
+    memory = config.memory
+    asked = memory.checkpointing
+    if memory.budget_gb is not None:
+        asked += f" within {memory.budget_gb:g} GB"
+    if plan.recomputed is None:
+        return TableRow("checkpointing", asked, LATER)
+    inputs = "FP8" if memory.enable_efficient_checkpoint else "high precision"
+    got = f"{len(plan.recomputed)} of {len(plan.blocks)} blocks recompute from {inputs} inputs"
+    why = ""
+    if plan.checkpointing != memory.checkpointing:
+        why = "train.gradient_checkpointing: false"
+    elif plan.given.ran_out_with is not None:
+        why = f"memory ran out with {plan.given.ran_out_with}"
+    elif plan.checkpointing == "auto":
+        why = "the fewest with which a step fits the budget"
+    return TableRow("checkpointing", asked, got, why)
+
+
+def _streamed(plan: BlockPlan, config: COATConfig) -> TableRow:
+    asked = str(config.memory.stream_blocks)
+    if plan.given.tokens is None and asked == "auto":
+        return TableRow("streamed weights", asked, LATER)
+    got = "none"
+    if plan.streamed:
+        size = sum(plan.given.stream_bytes[i] for i in plan.streamed)
+        got = f"{len(plan.streamed)} of {len(plan.blocks)} blocks, {size / 1e9:.2f} GB in host memory"
+    return TableRow("streamed weights", asked, got, "takes least time of what fits" if asked == "auto" else "")
+
+
+def _transposed(plan: BlockPlan, config: COATConfig) -> TableRow:
+    mode, given = config.memory.transposed_weights, plan.given
+    got = f"{plan.transposed_bytes / 1e9:.2f} GB" if plan.copies else "none"
+    if given.tokens is None:
+        got, why = LATER, ""
+    elif given.device != "cuda":
+        why = f"not needed on a {given.device}"
+    elif not given.transposed_bytes:
+        why = "not needed for such weights or products"
+    elif mode != "auto":
+        why = "as configured"
+    elif given.without_copies:
+        why = "memory ran out with them"
+    elif plan.spare_bytes < 0:
+        why = "blocks recompute or are streamed, or checkpointing is not auto"
+    elif plan.copies:
+        why = "a step leaves room for them"
+    else:
+        why = "a step leaves no room for them"
+    return TableRow("transposed weights", mode, got, why)
+
+
+def _execution(plan: BlockPlan, config: COATConfig) -> TableRow:
+    asked = f"CUDA graphs {config.speed.cuda_graphs}, measure {config.speed.measure}"
+    if plan.given.picks_later:
+        return TableRow("execution", asked, LATER)
+    got = "steps as CUDA graphs" if plan.captured else "eager"
+    picked = plan.given.picked
+    if picked is not None:
+        got = f"{picked.gemm} GEMM, {got}"
+        why = MEASURED if picked.milliseconds else picked.why
+    else:
+        why = "as configured" if _has_readers(plan) else f"as configured: {NO_READER}"
+    if config.speed.cuda_graphs == "auto" and plan.given.graph_obstacle:
+        why = f"{why}; {plan.given.graph_obstacle}"
+    return TableRow("execution", asked, got, why)
+
+
+def _has_readers(plan: BlockPlan) -> bool:
+    return all(name in READ_BLOCKS for name in plan.given.classes)
+
+
+# -- lines of the log -------------------------------------------------------------------------------------------------
+
+
+def auto_line(plan: BlockPlan, config: COATConfig) -> str:
+    """One line: what `auto` chose by the sizes; empty where it did not."""
+    given, free = plan.given, plan.free_bytes
+    if given.tokens is None or given.recomputed is not None or free is None:
+        return ""
+    count, chosen = len(plan.blocks), []
+    if plan.checkpointing == "auto":
+        chosen.append(f"checkpointing auto: {len(plan.recomputed or ())} of {count} blocks recompute")
+    if config.memory.stream_blocks == "auto" and given.stream_bytes:
+        chosen.append(f"stream_blocks auto: {len(plan.streamed)} of {count} blocks stream")
+    sizes = f" ({plan.peak_bytes / 1e9:.2f} GB for a step, {free / 1e9:.2f} GB free for it)"
+    return "; ".join(chosen) + sizes if chosen else ""
+
+
+def treatments(plan: BlockPlan, ran: Mapping[int, str] | None = None) -> Counter[str]:
+    """What the blocks do, in words → how many; `ran` as of `shared_rows`, None for what is planned."""
+    counts: Counter[str] = Counter()
+    for i, choice in enumerate(plan.blocks):
+        counts[_treatment(choice, choice.flow if ran is None else ran.get(i, "idle"))] += 1
+    return counts
+
+
+def _treatment(choice: BlockChoice, way: str) -> str:
+    if way in NOT_REACHED:
+        return NOT_REACHED[way]
+    if choice.recomputed:
+        return "recomputed"
+    if choice.saved is None:
+        return "kept in high precision"
+    flow = "fused" if way == "fused" else "generic"
+    return f"kept in FP8, {flow} flow, attention {choice.saved.attention}"
+
+
+def generic_cost(config: COATConfig, given: Given, block: nn.Module, args: tuple[Any, ...]) -> str:
+    """What the generic flow saves of a block instead of the fused one; empty if unknown."""
+    if len(args) < 2 or not isinstance(args[1], Tensor):
+        return ""
+    (described,) = read_blocks([block], args, 0)
+    if not isinstance(described, Block):
+        return ""
+    tokens = Tokens(len(args[0]), args[1].shape[1], args[0].shape[1])
+    given = replace(given, blocks=(described,), tokens=tokens, unfused={}, **shown_by(args))
+    elements = tokens.rows * described.hidden
+    (in_generic,), (in_fused,) = (block_settings(config, given, fused=fused) for fused in (False, True))
+    generic, fused = block_bytes(described, tokens, in_generic).kept, block_bytes(described, tokens, in_fused).kept
+    return (
+        f"; such a block keeps {generic / 1e6:.2f} MB instead of {fused / 1e6:.2f} MB "
+        f"({generic / elements:.1f} instead of {fused / elements:.1f} bytes per token and channel)"
+    )

@@ -26,9 +26,7 @@ from coat_core.linear.function import compute_dtype
 from coat_core.linear.weight import drop_transposed
 from coat_core.optim.state import state_bytes
 
-from . import in_words
-from .attention_pick import AttentionPick
-from .block_bytes import read_blocks, shown_by
+from . import report
 from .decide import BlockPlan, Given, budget_bytes, copied_bytes, decide, packing_of
 from .fused.chooser import BlockState, attention_query, check_agreement, fused_block
 from .fused.linears import AdapterCopies, NotFusable
@@ -37,11 +35,11 @@ from .fused.reading import FusedBlock
 from .gemms import multiply_in_bf16, set_transposed, transposed_bytes
 from .held import held_bytes, usable_bytes
 from .hook import check_reached, first_tensor, frozen_tensors, hook_of, own_forward, take_over
-from .lookup import block_name, listed_blocks, read_list
 from .lora import trained_parameters
-from .measure import GemmPick, PickedGemm
+from .measure import AttentionPick, GemmPick, PickedGemm
+from .models import block_name, listed_blocks, read_list
 from .quantized import has_adopted
-from .sizes import Tokens
+from .sizes import Tokens, read_blocks, shown_by
 from .streaming import StreamedWeights
 
 if TYPE_CHECKING:
@@ -371,8 +369,8 @@ class BlockRunner:
             if not self._given.without_copies:
                 logger.info("transposed weights: %.2f GB %s", transposed_bytes(self._modules) / 1e9, made)
         self._choose_forms()
-        line, sizes = in_words.auto_line(plan, self._config), (plan.recomputed, plan.streamed, plan.peak_bytes)
-        known = before is not None and in_words.auto_line(before, self._config)
+        line, sizes = report.auto_line(plan, self._config), (plan.recomputed, plan.streamed, plan.peak_bytes)
+        known = before is not None and report.auto_line(before, self._config)
         if line and not (known and sizes == (before.recomputed, before.streamed, before.peak_bytes)):
             logger.info(line)
             if plan.excess_bytes > 0:
@@ -382,15 +380,15 @@ class BlockRunner:
     # -- what is logged ---------------------------------------------------------------------------------------------
 
     def _warn_of_generic(self, block: nn.Module, reason: str, args: tuple[Any, ...]) -> None:
-        warning = f"{block_name(type(block))}: {in_words.GENERIC}: {reason}"
+        warning = f"{block_name(type(block))}: {report.GENERIC}: {reason}"
         if warning not in self._warned:
             self._warned.add(warning)
-            logger.warning("%s%s", warning, in_words.generic_cost(self._config, self._given, block, args))
+            logger.warning("%s%s", warning, report.generic_cost(self._config, self._given, block, args))
 
     def _log_treatments(self) -> None:
         if self._logged is not None and self._logged[0] is self._plan:
             return
-        counts = in_words.treatments(self._plan, self.ran)
+        counts = report.treatments(self._plan, self.ran)
         if self._logged is None or counts != self._logged[1]:
             logger.info("blocks: %s", "; ".join(f"{count} {what}" for what, count in counts.items()))
         self._logged = self._plan, counts

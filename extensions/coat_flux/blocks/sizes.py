@@ -1,13 +1,14 @@
-"""The bytes a FLUX block saves for backward, and needs for a moment, counted on the meta device.
+"""What a block weighs: the bytes it saves for backward and needs for a moment, and the time it takes.
 
-diffusers' own block, with FP8 linears and LoRA, runs forward and backward through the real code in a few
-hundredths of a second, and every storage is counted once. `decide` adds up the blocks.
+A FLUX block is counted on the meta device: diffusers' own block, with FP8 linears and LoRA, runs forward and backward
+through the real code in a few hundredths of a second, and every storage is counted once. `decide` adds up the blocks.
 
     eager      diffusers' own code: norms, gates, attention and GELU save high precision, each adapter its own x
     generic    the same tensors packed to FP8 (`coat_core.activation.packing`), one FP8 x for all adapters that read it
     fused      x, q, k, v, out, MLP before GELU, and with trained gates their inputs
 
 A tensor is saved only if a gradient needs it. Operators count as a GPU's; kernels' own workspaces are not seen.
+Blocks of other models have measured rates.
 
 Shapes: rows = batch · tokens; d hidden, F MLP width, r rank. Bytes everywhere.
 """
@@ -15,7 +16,8 @@ Shapes: rows = batch · tokens; d hidden, F MLP width, r rank. Bytes everywhere.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+import importlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -27,21 +29,130 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from coat_core.activation import FP8InputLinear, PackedSavedTensors, PackingConfig, fp8_checkpoint
+from coat_core.activation.packing import ExactTensor
+from coat_core.autograd import autocast_is_on
 from coat_core.config import FP8LinearConfig
 from coat_core.granularity import PER_GROUP, PER_ROW, Granularity
 from coat_core.linear.function import input_granularity
 from coat_core.linear.module import FP8Linear, FP8TrainableLinear
 from coat_core.ops.dispatch import launchers
 
-from .described import Block, make_block, modulates, shared_arguments
+from ..base.errors import UserError
 from .fused.chooser import fused_block
 from .fused.linears import NotFusable
 from .held import AsOnGPU, HeldTensors
-from .kinds import KINDS, saved_tensors
+from .hook import first_tensor
+from .lora import toolkit_adapter, trained_parameters
+from .models import FAMILIES, RATES, read_list, takes_arguments_of
+from .models.family import Rates, Size
 
-FLOWS = ("eager", "generic", "fused")
 FP32 = 4
 VALUES = {2: torch.bfloat16, 4: torch.float32}
+
+# -- a block by its sizes ---------------------------------------------------------------------------------------------
+
+# kind of block → its list in the model
+LISTS = {blocks.kind: blocks for family in FAMILIES.values() for blocks in family.lists if blocks.kind}
+# kind of block → its linears: features in and out
+LINEARS: dict[str, dict[str, tuple[Size, Size]]] = {}
+for _kind, _blocks in LISTS.items():
+    LINEARS[_kind] = {}
+    for _linear in _blocks.linears:
+        for _member, _outputs in zip(_linear.members, _linear.outputs, strict=True):
+            LINEARS[_kind][_member] = (_linear.inputs, _outputs)
+
+
+def modulates(name: str) -> bool:
+    """Whether a linear makes adaLN vectors, from one row an image."""
+    return name.endswith(".linear")
+
+
+@dataclass(frozen=True)
+class Block:
+    """One transformer block; `trained_embedding`: its modulation's input (in FLUX.2 the modulation) has a gradient."""
+
+    kind: str  # of `LINEARS`: "double" (text and image streams) or "single" (both as one), of FLUX.1 or FLUX.2
+    hidden: int  # d
+    heads: int  # of attention
+    mlp: int  # F
+    ranks: tuple[tuple[str, int], ...] = ()  # (linear's name in the block, LoRA rank) of each adapter
+    trained_input: bool = True  # whether a gradient goes on to what lies before the block
+    trained_embedding: bool = False
+    trained: tuple[str, ...] = ()  # names in the block of its own parameters that are trained, without an adapter
+
+    @property
+    def trained_output(self) -> bool:
+        """Whether the block's output requires a gradient."""
+        return self.trained_input or self.trained_embedding or bool(self.ranks) or bool(self.trained)
+
+    @property
+    def streams(self) -> int:
+        """2 if text and image have separate linears."""
+        return 2 if self.kind.endswith("double") else 1
+
+    @property
+    def head_dim(self) -> int:
+        """Features of a head."""
+        return self.hidden // self.heads
+
+    def shape(self, name: str) -> tuple[int, int]:
+        """(in, out) features of a linear of the block."""
+        inputs, outputs = (d * self.hidden + f * self.mlp for d, f in LINEARS[self.kind][name])
+        return inputs, outputs
+
+
+def read_block(module: Any, trained_input: bool = True) -> Block | None:
+    """Describe a real FLUX block with PEFT's or ai-toolkit's LoRA; None for another class, adapter or diffusers."""
+    known = read_list(type(module))
+    if known is None or not known.kind or not takes_arguments_of(known, type(module)):
+        return None
+    try:
+        linears = {name: module.get_submodule(name) for name in LINEARS[known.kind]}
+        ranks = {name: _rank(linear) for name, linear in linears.items()}
+        bases = [getattr(linear, "base_layer", linear) for linear in linears.values()]
+        heads, hidden, widest = module.attn.heads, bases[0].in_features, bases[-1].in_features
+    except AttributeError:
+        return None
+    if None in ranks.values():
+        return None
+    trained = []
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and ".lora_" not in name:
+            trained.append(name)
+    return Block(
+        kind=known.kind,
+        hidden=hidden,
+        heads=heads,
+        mlp=widest if known.kind.endswith("double") else widest - hidden,  # a single block's reads the attention too
+        ranks=tuple((name, rank) for name, rank in ranks.items() if rank),
+        trained_input=trained_input,
+        trained=tuple(trained),
+    )
+
+
+def _rank(linear: Any) -> int | None:
+    """Sum of the LoRAs' ranks on a linear; None if it has another adapter."""
+    if hasattr(linear, "lora_A"):
+        return sum(down.weight.shape[0] for down in linear.lora_A.values())
+    owner = toolkit_adapter(linear)
+    if owner is None:
+        return 0
+    return int(owner.lora_down.weight.shape[0]) if hasattr(owner, "lora_down") else None
+
+
+def make_block(block: Block) -> nn.Module:
+    """Diffusers' block of these sizes on the meta device, without adapters; UserError if diffusers lacks it."""
+    blocks = LISTS[block.kind]
+    cls = getattr(importlib.import_module(f"diffusers.models.transformers.{blocks.source}"), blocks.block)
+    if not takes_arguments_of(blocks, cls):
+        raise UserError(f"{cls.__name__} of this diffusers cannot be counted; pip install -U diffusers")
+    options = {} if block.kind == "double" else {"mlp_ratio": block.mlp / block.hidden}
+    with torch.device("meta"):
+        made: nn.Module = cls(block.hidden, block.heads, block.head_dim, **options)
+    return made
+
+
+# -- its bytes --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -69,7 +180,7 @@ class FlowSettings:
         fp8_weights: linears hold codes; else GEMMs cast at each use, and the generic flow saves the codes.
     """
 
-    flow: str = "fused"  # one of `FLOWS`
+    flow: str = "fused"  # "eager", "generic" or "fused"
     attention: str = "fp8"  # "fp8" or "bf16", of q, k, v and out
     packing: Granularity = PER_GROUP  # scaling of packed tensors and of recomputed blocks' inputs
     inputs: Granularity = PER_ROW  # scaling of the FP8 x of adapters in the generic flow and in recomputed blocks
@@ -84,10 +195,6 @@ class FlowSettings:
     weight_format: str = "e4m3"  # of these codes; what is not FP8 is decoded for a product
     kernels: bool = True  # casts and norms run as kernels; where not, they go through whole fp32 tensors
     frees_gradients: bool = False  # a gradient is used up in backward, as soon as it is there (`train.fused_backward`)
-
-    def __post_init__(self) -> None:
-        if self.flow not in FLOWS:
-            raise ValueError(f"flow={self.flow!r}: must be one of {', '.join(FLOWS)}")
 
 
 class BlockBytes(NamedTuple):
@@ -115,17 +222,21 @@ def flux_bytes(block: Block, tokens: Tokens, settings: FlowSettings) -> BlockByt
             return fp8_checkpoint(eager, *args, granularity=settings.packing)
         return checkpoint(eager, *args, use_reentrant=False)
 
-    freed = trained_in(module) if settings.frees_gradients else []
-    frees = [param.register_post_accumulate_grad_hook(_free) for param in freed]
+    hooks = []
+    if settings.frees_gradients:
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        hooks = [parameter.register_post_accumulate_grad_hook(_free) for parameter in trained]
     kept, peak = _count(_run_of(module, settings), block, tokens, settings)
     module.zero_grad()
     inputs, highest = _count(recomputed, block, tokens, settings)
     module.zero_grad()
-    for hook in frees:
+    for hook in hooks:
         hook.remove()
-    random_state = 0 if settings.cuda else torch.get_rng_state().nbytes  # kept by `checkpoint`, in CPU memory
-    gradients = 0 if settings.frees_gradients else lora_bytes(block) + trained_bytes(block, settings.value_bytes)
-    return BlockBytes(kept, inputs + random_state, peak - kept, highest - inputs, gradients)
+    if not settings.cuda:
+        inputs += torch.get_rng_state().nbytes  # kept by `checkpoint`, in CPU memory
+        highest += torch.get_rng_state().nbytes
+    gradients = 0 if settings.frees_gradients else gradient_bytes(block, settings.value_bytes)
+    return BlockBytes(kept, inputs, peak - kept, highest - inputs, gradients)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -138,22 +249,21 @@ def forward_bytes(block: Block, tokens: Tokens, settings: FlowSettings) -> int:
     return held.peak
 
 
-def kept_by_kind(block: Block, tokens: Tokens, settings: FlowSettings) -> dict[str, int]:
-    """What of `BlockBytes.kept` is inputs of norms, what q, k, v and so on."""
-    if not block.trained_output:
-        return {}
-    module = _module_for(block, settings)
-    streams, shared = _arguments(block, tokens, settings)
-    given = (*module.parameters(), *module.buffers(), *tree_leaves(shared))
-    counted = {x.untyped_storage()._cdata for x in given}
-    outputs = tree_leaves(_run_of(module, settings)(*streams(), *shared))
-    found: dict[str, int] = {}
-    for kind, tensor in saved_tensors(tuple(outputs), max(dict(block.ranks).values(), default=0)):
-        storage = tensor.untyped_storage()
-        if storage._cdata not in counted:
-            counted.add(storage._cdata)
-            found[kind] = found.get(kind, 0) + storage.nbytes()
-    return {kind: found[kind] for kind in KINDS if kind in found}
+@functools.lru_cache(maxsize=64)
+def gradient_bytes(block: Block, value_bytes: int) -> int:
+    """Bytes of all gradients of a block: of fp32 adapters, and of its own parameters, in the dtype of its values."""
+    total = FP32 * sum(rank * sum(block.shape(name)) for name, rank in block.ranks)
+    if block.trained:
+        parameters = dict(make_block(block).named_parameters())
+        total += value_bytes * sum(parameters[name].numel() for name in block.trained)
+    return total
+
+
+def around_bytes(block: Block, tokens: Tokens, settings: FlowSettings) -> int:
+    """Bytes saved outside the blocks: the last output, rotary tables, final norm, prediction."""
+    length, a = tokens.text + tokens.image, settings.value_bytes
+    read = 2 * tokens.batch * tokens.image * block.hidden * a if block.trained else 0
+    return tokens.rows * (block.hidden * a + 2 * FP32) + 2 * FP32 * block.head_dim * length + read
 
 
 def _count(run: Callable[..., Any], block: Block, tokens: Tokens, settings: FlowSettings) -> tuple[int, int]:
@@ -183,11 +293,6 @@ class _WithoutKernels(TorchDispatchMode):
         return func(*args, **(kwargs or {})) if operator is None else operator._init_fn(*args, **(kwargs or {}))
 
 
-def trained_in(module: nn.Module) -> list[nn.Parameter]:
-    """Parameters of a module that are trained."""
-    return [param for param in module.parameters() if param.requires_grad]
-
-
 def _free(param: Tensor) -> None:
     param.grad = None
 
@@ -208,21 +313,28 @@ class _Loss(torch.autograd.Function):
 def _arguments(
     block: Block, tokens: Tokens, settings: FlowSettings
 ) -> tuple[Callable[[], tuple[Tensor, Tensor | None]], list[Any]]:
-    a, d, whole = VALUES[settings.value_bytes], block.hidden, tokens.image + tokens.text
-    trained = torch.empty((), dtype=a, device="meta", requires_grad=True)
-    joined = block.kind == "flux2_single"
+    """A function that makes the two streams, and the arguments after them: modulation or its input, rotary tables."""
+    dtype, whole = VALUES[settings.value_bytes], tokens.image + tokens.text
+    trained = torch.empty((), dtype=dtype, device="meta", requires_grad=True)
 
     def stream(length: int) -> Tensor:
-        shape = (tokens.batch, length, d)
+        shape = (tokens.batch, length, block.hidden)
         if not block.trained_input:
-            return torch.empty(shape, dtype=a, device="meta")
+            return torch.empty(shape, dtype=dtype, device="meta")
         # made by an operator, as by the block before: a leaf would be held by its graph
         return trained.expand(shape) * 1
 
     def streams() -> tuple[Tensor, Tensor | None]:
-        return stream(whole if joined else tokens.image), None if joined else stream(tokens.text)
+        if block.kind == "flux2_single":
+            return stream(whole), None
+        return stream(tokens.image), stream(tokens.text)
 
-    return streams, shared_arguments(block, tokens.batch, whole, a)
+    shared: list[Any] = []
+    for count in LISTS[block.kind].vectors:
+        shape = (tokens.batch, count * block.hidden)
+        shared.append(torch.empty(shape, dtype=dtype, device="meta", requires_grad=block.trained_embedding))
+    shared.append(tuple(torch.empty(whole, block.head_dim, device="meta") for _ in range(2)))
+    return streams, shared
 
 
 def _run_of(module: nn.Module, settings: FlowSettings) -> Callable[..., Any]:
@@ -256,12 +368,11 @@ def _module(block: Block, settings: FlowSettings) -> nn.Module:
         gemms = replace(gemms, weight_format="int8", input_format="int8", grad_format="int8")
     with torch.device("meta"):
         module = make_block(block).to(VALUES[settings.value_bytes]).requires_grad_(False)
-        for name, linear in [(n, m) for n, m in module.named_modules() if isinstance(m, nn.Linear)]:
-            multiplies = settings.fp8_gemms and not modulates(name)  # `Architecture.weight_only`
-            if f"{name}.weight" in block.trained:
-                if multiplies:
-                    FP8TrainableLinear.from_linear(linear, gemms)
-            elif settings.fp8_weights:
+        for name, linear in list(module.named_modules()):
+            if not isinstance(linear, nn.Linear):
+                continue
+            multiplies = settings.fp8_gemms and not modulates(name)  # `Family.weight_only`
+            if settings.fp8_weights and f"{name}.weight" not in block.trained:
                 stored = replace(gemms, use_fp8_gemm=multiplies, weight_format=settings.weight_format)
                 FP8Linear.from_linear(linear, stored)
             elif multiplies:
@@ -284,20 +395,252 @@ def _module(block: Block, settings: FlowSettings) -> nn.Module:
     return module.train()
 
 
-def around_bytes(block: Block, tokens: Tokens, settings: FlowSettings) -> int:
-    """Bytes saved outside the blocks: the last output, rotary tables, final norm, prediction."""
-    length, a = tokens.text + tokens.image, settings.value_bytes
-    read = 2 * tokens.batch * tokens.image * block.hidden * a if block.trained else 0
-    return tokens.rows * (block.hidden * a + 2 * FP32) + 2 * FP32 * block.head_dim * length + read
+# -- blocks of a model, known and unknown -----------------------------------------------------------------------------
+
+UNKNOWN = Rates(96.0, 38.0, 42.0)  # of classes nobody measured
+FP8_INPUT, BF16_INPUT = 1.03, 2.0  # bytes that a recomputed block keeps per element
+ATTENTION_IN_BF16 = 4 * (BF16_INPUT - FP8_INPUT)  # more bytes per element, of q, k, v and out
 
 
-@functools.lru_cache(maxsize=64)
-def trained_bytes(block: Block, value_bytes: int) -> int:
-    """Bytes of the block's own parameters that are trained."""
-    sizes = {name: param.numel() for name, param in make_block(block).named_parameters()} if block.trained else {}
-    return value_bytes * sum(sizes[name] for name in block.trained)
+@dataclass(frozen=True)
+class UnknownBlock:
+    """A block without a list of saved tensors: its bytes are measured per element of hidden states."""
+
+    kind: str  # name of its class
+    elements: int  # of hidden states in the largest micro-batch
+    gradients: int  # bytes of its adapters
+    fused: float = 0.0  # bytes per element in the fused flow; 0: it has none
 
 
-def lora_bytes(block: Block) -> int:
-    """Bytes of the block's fp32 adapters; their gradients take as much again."""
-    return FP32 * sum(rank * sum(block.shape(name)) for name, rank in block.ranks)
+def block_bytes(block: Block | UnknownBlock, tokens: Tokens, settings: FlowSettings) -> BlockBytes:
+    """All numbers of a block."""
+    if isinstance(block, Block):
+        return flux_bytes(block, tokens, settings)
+    rates = RATES.get(block.kind, UNKNOWN)
+    kept = rates.packed if settings.attention == "fp8" else rates.attention_kept
+    if settings.flow == "fused" and block.fused:
+        kept = block.fused + (0.0 if settings.attention == "fp8" else ATTENTION_IN_BF16)
+    elif settings.flow == "eager":
+        kept = rates.high_precision
+    recomputed = FP8_INPUT if settings.fp8_checkpoint else BF16_INPUT
+    whole = int(rates.high_precision * block.elements)
+    return BlockBytes(int(kept * block.elements), int(recomputed * block.elements), whole, whole, block.gradients)
+
+
+def read_blocks(modules: Iterable[nn.Module], args: tuple[Any, ...], elements: int) -> tuple[Block | UnknownBlock, ...]:
+    """Describe blocks with their adapters, in forward order; `args` are those of the first block's call, if known."""
+    trained = any(isinstance(x, Tensor) and x.requires_grad for x in args[:2])
+    embedding = len(args) > 2 and isinstance(args[2], Tensor) and args[2].requires_grad
+    blocks: list[Block | UnknownBlock] = []
+    for module in modules:
+        block = read_block(module, trained)
+        if block is not None:
+            block = replace(block, trained_embedding=embedding)
+            blocks.append(block)
+            trained = block.trained_output
+            continue
+        gradients = sum(p.numel() * p.element_size() for p in trained_parameters(module))
+        trained = trained or gradients > 0
+        known = read_list(type(module))
+        fused = 0.0 if known is None else known.fused_bytes
+        blocks.append(UnknownBlock(type(module).__name__, elements, gradients, fused))
+    return tuple(blocks)
+
+
+def shown_by(args: tuple[Any, ...]) -> dict[str, Any]:
+    """Fields of `decide.Given` that a block's arguments determine: types of device and values."""
+    first = first_tensor(args)
+    kind = first.device.type
+    lora = torch.get_autocast_dtype(kind) if autocast_is_on(kind) else torch.float32
+    return {"device": kind, "value_bytes": first.element_size(), "lora_bytes": lora.itemsize}
+
+
+# -- all blocks of a step ---------------------------------------------------------------------------------------------
+
+
+class Moment(NamedTuple):
+    """Bytes at one moment of a step: saved for backward, temporary, gradients so far."""
+
+    kept: int
+    workspace: int
+    gradients: int
+
+    @property
+    def total(self) -> int:
+        """Sum of all three."""
+        return sum(self)
+
+
+def largest_moment(blocks: Sequence[BlockBytes], recomputed: Iterable[int] = (), accumulates: bool = False) -> Moment:
+    """Find the moment of a step when the blocks need most; `accumulates`: earlier gradients are held throughout."""
+    chosen = set(recomputed)
+    total = sum(block.gradients for block in blocks)
+    kept, later, moments = 0, total, [Moment(0, 0, 0)]
+    for i, block in enumerate(blocks):
+        later -= block.gradients
+        kept += block.recomputed if i in chosen else block.kept
+        workspace = block.recomputation if i in chosen else block.workspace
+        moments.append(Moment(kept, workspace, total if accumulates else later))
+    return max(moments, key=lambda moment: moment.total)
+
+
+def fewest_recomputed(blocks: Sequence[BlockBytes], free: float, accumulates: bool = False) -> list[int]:
+    """Choose the fewest blocks to recompute so that `largest_moment` stays within `free` bytes, or all."""
+    order = sorted(range(len(blocks)), key=lambda i: blocks[i].kept - blocks[i].recomputed, reverse=True)
+    kept = sum(block.kept for block in blocks)  # at the end of the forward pass, with `count` recomputed
+    for count in range(len(blocks) + 1):
+        if count:
+            last = blocks[order[count - 1]]
+            kept -= last.kept - last.recomputed
+        if kept <= free and largest_moment(blocks, order[:count], accumulates).total <= free:
+            return sorted(order[:count])
+    return list(range(len(blocks)))
+
+
+# -- blocks with codes in CPU memory, weighed against recomputation by modelled time ----------------------------------
+# A streamed block's codes cross the bus in forward and backward, while other blocks multiply; a recomputed block costs
+# one more forward pass, during which codes can be copied too. The rates are those of an RTX 4090 with PCIe 4.0 x16;
+# their ratio is half of it on a 4060 Ti, a third below on a 5090.
+
+ALIGNMENT = 256  # bytes, where a storage begins in a slot; torch's CUDA allocator has 512, GEMMs want 16
+SLOTS = 2  # buffers on the device that streamed blocks share
+FP8_PER_SECOND, BF16_PER_SECOND = 330e12 * 0.65, 165e12 * 0.7  # operations of large matrix products
+BACKWARD_OF_ATTENTION = 2.5  # of its forward pass
+COPIED_PER_SECOND = 25e9  # bytes, host to device, pinned
+
+
+def aligned(size: int) -> int:
+    """Bytes that a storage takes in a slot."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def spread(count: int, blocks: int) -> tuple[int, ...]:
+    """Return `count` indices of `blocks`, evenly spaced: the more blocks between two, the longer a copy may take."""
+    return tuple((2 * i + 1) * blocks // (2 * count) for i in range(count))
+
+
+def slot_bytes(codes: Sequence[int], streamed: Collection[int]) -> int:
+    """What the slots of streamed blocks take on the device; `codes` are bytes of all blocks."""
+    return min(SLOTS, len(streamed)) * max((codes[i] for i in streamed), default=0)
+
+
+def pass_seconds(
+    blocks: Sequence[Block | UnknownBlock], tokens: Tokens, codes: Sequence[int]
+) -> list[tuple[float, float]]:
+    """Return each block's seconds, forward and backward; unknown blocks take as long as their codes' copy."""
+    times = []
+    for block, size in zip(blocks, codes, strict=True):
+        if isinstance(block, Block):
+            linear = products(block, tokens) / FP8_PER_SECOND
+            other = attention(block, tokens) / BF16_PER_SECOND
+            times.append((linear + other, linear + BACKWARD_OF_ATTENTION * other))
+        else:
+            times.append((size / COPIED_PER_SECOND, size / COPIED_PER_SECOND))
+    return times
+
+
+def extra_seconds(
+    times: Sequence[tuple[float, float]], codes: Sequence[int], streamed: Collection[int], recomputed: Collection[int]
+) -> float:
+    """Return what streaming and recomputing these blocks adds to a step."""
+    again = sum(times[i][0] for i in recomputed)
+    forward, backward = (sum(column) for column in zip(*times, strict=True))
+    copies = sum(codes[i] for i in streamed) / COPIED_PER_SECOND
+    return again + max(0.0, copies - forward) + max(0.0, copies - backward - again)
+
+
+def products(block: Block, tokens: Tokens) -> int:
+    """Operations of a block's frozen weights; modulation is one row."""
+    weights = 0
+    for name in LINEARS[block.kind]:
+        if not modulates(name):
+            inputs, outputs = block.shape(name)
+            weights += inputs * outputs
+    return 2 * tokens.rows * (weights // block.streams)
+
+
+def attention(block: Block, tokens: Tokens) -> int:
+    """Operations of a block's attention, forward."""
+    return 4 * tokens.rows * (tokens.text + tokens.image) * block.hidden
+
+
+# -- what is kept, by kind of tensor, for `plan` ----------------------------------------------------------------------
+
+KINDS = (
+    "modulation", "inputs of norms", "LoRA inputs", "LoRA middles", "q, k, v, out", "statistics", "inputs of gates",
+    "MLP before GELU", "weights cast at each use", "inputs of trained linears",
+)  # fmt: skip
+MODULATION, NORMS, INPUTS, MIDDLES, ATTENTION, STATISTICS, GATES, MLP, WEIGHTS, LINEAR_INPUTS = KINDS
+# last part of the name under which a fused block saves it
+FUSED_KINDS = {
+    "x": NORMS,
+    "h": MIDDLES,
+    "mlp": MLP,
+    "result": GATES,
+    "qkv": ATTENTION,
+    "out": ATTENTION,
+    "statistics": STATISTICS,
+}
+NODE_KINDS = {"Gelu": MLP, "_LinearWithFP8Input": INPUTS, "NativeDropout": INPUTS, "_FrozenLinear": WEIGHTS}
+
+
+def kept_by_kind(block: Block, tokens: Tokens, settings: FlowSettings) -> dict[str, int]:
+    """What of `BlockBytes.kept` is inputs of norms, what q, k, v and so on."""
+    if not block.trained_output:
+        return {}
+    module = _module_for(block, settings)
+    streams, shared = _arguments(block, tokens, settings)
+    before = (*module.parameters(), *module.buffers(), *tree_leaves(shared))
+    counted = {x.untyped_storage()._cdata for x in before}
+    outputs = tree_leaves(_run_of(module, settings)(*streams(), *shared))
+    kept = dict.fromkeys(KINDS, 0)
+    for kind, tensor in _saved_tensors(outputs, max(dict(block.ranks).values(), default=0)):
+        storage = tensor.untyped_storage()
+        if storage._cdata not in counted:
+            counted.add(storage._cdata)
+            kept[kind] += storage.nbytes()
+    return {kind: size for kind, size in kept.items() if size}
+
+
+def _saved_tensors(outputs: Iterable[Tensor], rank: int) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor that the graph above `outputs` keeps, with its kind; of a packed one, codes and scales."""
+    nodes: dict[Any, None] = dict.fromkeys(x.grad_fn for x in outputs if x.requires_grad)
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop(0)
+        following = [after for after, _ in node.next_functions if after is not None and after not in nodes]
+        nodes.update(dict.fromkeys(following))
+        waiting += following
+        for name in dir(node):
+            if not name.startswith("_raw_saved_"):
+                continue
+            saved = getattr(node, name)
+            for i, item in enumerate(saved if isinstance(saved, list | tuple) else (saved,)):
+                data = item.data.tensor if isinstance(item.data, ExactTensor) else item.data
+                if data is None:
+                    continue
+                if isinstance(data, Tensor):
+                    yield _kind_of(node, name, i, data.shape, rank), data
+                    continue
+                kind = _kind_of(node, name, i, data.size, rank)
+                yield kind, data.storage.quantized.codes
+                yield kind, data.storage.quantized.scale
+
+
+def _kind_of(node: Any, name: str, i: int, shape: torch.Size, rank: int) -> str:
+    operator, name = node.name().removesuffix("0").removesuffix("Backward"), name.removeprefix("_raw_saved_")
+    if hasattr(node, "kept_places"):
+        kept = next(kept for kept, (start, stop) in node.kept_places.items() if start <= i < stop)
+        return FUSED_KINDS.get(kept.split("_")[-1].rstrip("01"), MODULATION)
+    if operator == "ScaledDotProductFlashAttention":
+        return ATTENTION if name in ("query", "key", "value", "output") else STATISTICS
+    if operator in ("NativeLayerNorm", "_RMSNorm"):
+        return NORMS if name == "input" or (name == "tensors" and i == 0) else STATISTICS
+    if operator == "_TrainableLinear":
+        return LINEAR_INPUTS if i < 2 else WEIGHTS  # codes and scale of x; then those of W
+    if operator in ("Mm", "Addmm", "Bmm"):
+        return MIDDLES if shape[-1] == rank else INPUTS
+    if operator == "Mul" and len(shape) == 3 and shape[1] > 1:
+        before = [after.name() for after, _ in node.next_functions if after is not None]
+        return NORMS if "NativeLayerNormBackward0" in before else GATES
+    return NODE_KINDS.get(operator, MODULATION)

@@ -34,7 +34,7 @@ from coat_core.optim.offload import pin, unpin
 from .fused.chooser import fused_block
 from .fused.linears import NotFusable
 from .gemms import stored_linears
-from .placement import SLOTS, aligned
+from .sizes import SLOTS, aligned
 
 PARKED = "parked_codes"
 

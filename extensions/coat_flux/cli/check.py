@@ -81,8 +81,7 @@ def run(args: argparse.Namespace) -> int:
 
 def check_outputs(raw: dict[str, Any], file: str) -> bool:
     """Print problems of the job's output folder and free space; returns whether they stop the run."""
-    from ..plan.job import check_trained
-    from ..plan.space import job_space
+    from ..plan.job import check_trained, job_space
     from ..saves.commit import check_output
 
     ours = [process for process in raw["config"]["process"] if process.get("type") in PROCESS_TYPES]

@@ -78,8 +78,8 @@ def plan(args: argparse.Namespace) -> None:
     Needs no GPU and downloads nothing.
     """
     job = JobConfig.from_file(args.config, name=args.name)
-    from ..plan.facts import find_card
     from ..plan.report import as_json, as_text, make_plan
+    from ..plan.speed import find_card
 
     card = None if args.gpu is None else find_card(args.gpu)
     prediction = make_plan(job, card)

@@ -14,7 +14,7 @@ from ..config.job_file import shipped_folder
 from .common import UsageError, add_command
 
 if TYPE_CHECKING:
-    from ..plan.facts import Card
+    from ..plan.speed import Card
 
 
 def add_parsers(commands: Any) -> None:
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> None:
     out = args.out or Path(f"{name}.yaml")
     if out.exists() or out.is_symlink():
         raise UsageError(f"{out}: is there already and is left as it is; write --out with another file, or --name")
-    from ..plan.facts import find_card
+    from ..plan.speed import find_card
     from ..plan.starter import PLACEHOLDER, look_at, made_up_word, make_starter
 
     card = _own_card() if args.gpu is None else find_card(args.gpu)
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> None:
 def _own_card() -> Card:
     import torch
 
-    from ..plan.facts import Card
+    from ..plan.speed import Card
 
     if not torch.cuda.is_available():
         raise UsageError("--gpu: there is no CUDA GPU here to go by; name the card to train on, as --gpu 24")

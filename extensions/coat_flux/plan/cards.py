@@ -10,12 +10,9 @@ from ..base.names import COAT_OPTIMIZER
 from ..blocks.decide import checkpointing_mode
 from ..blocks.held import USABLE_FRACTION
 from ..config.job import JobConfig
-from .facts import Card
 from .job import JobFacts, job_facts
 from .predict import Prediction, predict_facts
-from .speed import run_seconds, step_seconds
-
-__all__ = ["CardFit", "Change", "Remedy", "judge", "remedies"]
+from .speed import Card, run_seconds, step_seconds
 
 REPEATS = 3  # times an edit may be made: a batch, a rank or a size halved and halved again
 SMALLER = ((1024, 768), (768, 512), (512, 384))  # resolutions, and the lines below each
@@ -55,16 +52,18 @@ class CardFit:
     @property
     def room(self) -> float:
         """Bytes of the card that a run may use."""
-        return _room(self.card)
+        return self.card.gb * 1e9 * USABLE_FRACTION
 
 
 def judge(facts: JobFacts, card: Card) -> CardFit:
     """Decide whether a job fits a card, or find the cheapest change, else the fewest cheap ones, that make it fit."""
     memory = card.gb * 1e9
     prediction = predict_facts(facts, memory)
-    verdict = CardFit(card, prediction.peak <= _room(card), prediction)
-    if not verdict.fits:
-        edits = _edits_that_fit(facts, card)
+    verdict = CardFit(card, False, prediction)
+    if prediction.peak <= verdict.room:
+        verdict = replace(verdict, fits=True)
+    else:
+        edits = _edits_that_fit(facts, memory, verdict.room)
         if not edits:
             return verdict
         changes = tuple(_applied(facts.job, edits))
@@ -100,32 +99,36 @@ def remedies(
     freed = []
     for edit in EDITS:
         change = edit(facts.job)
-        if change is not None:
-            same = before.recomputed if rule(change.job) == rule(facts.job) else None
-            after = predict_facts(job_facts(change.job, facts), device_bytes, same)
-            freed.append(Remedy(change, held(before) - held(after)))
-    return [remedy for remedy in freed if remedy.bytes > 0]
+        if change is None:
+            continue
+        same = before.recomputed if rule(change.job) == rule(facts.job) else None
+        after = predict_facts(job_facts(change.job, facts), device_bytes, same)
+        size = held(before) - held(after)
+        if size > 0:
+            freed.append(Remedy(change, size))
+    return freed
 
 
-def _edits_that_fit(facts: JobFacts, card: Card) -> list[Edit]:
+def _edits_that_fit(facts: JobFacts, memory: float, room: float) -> list[Edit]:
     """The first edit that suffices alone; else edits in order until they suffice, less those then unnecessary."""
 
     def peak(edits: Sequence[Edit]) -> float:
         changes = _applied(facts.job, edits)
         changed = job_facts(changes[-1].job, facts) if changes else facts
-        return predict_facts(changed, card.gb * 1e9).peak
+        return predict_facts(changed, memory).peak
 
-    room = _room(card)
     for edit in EDITS:
         if edit(facts.job) is not None and peak([edit]) <= room:
             return [edit]
     taken: list[Edit] = []
     lowest = peak(taken)
-    for edit in (edit for edit in EDITS for _ in range(REPEATS)):
-        with_it = peak([*taken, edit])
-        if lowest > room and with_it < lowest:
-            taken.append(edit)
-            lowest = with_it
+    for edit in EDITS:
+        for _ in range(REPEATS):
+            if lowest > room:
+                with_it = peak([*taken, edit])
+                if with_it < lowest:
+                    taken.append(edit)
+                    lowest = with_it
     if lowest > room:
         return []
     for edit in reversed(EDITS):
@@ -136,6 +139,7 @@ def _edits_that_fit(facts: JobFacts, card: Card) -> list[Edit]:
 
 
 def _applied(job: JobConfig, edits: Sequence[Edit]) -> list[Change]:
+    """The changes of these edits one after the other; of an edit made twice the last one."""
     changes: dict[Edit, Change] = {}
     for edit in edits:
         change = edit(job)
@@ -144,10 +148,6 @@ def _applied(job: JobConfig, edits: Sequence[Edit]) -> list[Change]:
             changes[edit] = change
             job = change.job
     return list(changes.values())
-
-
-def _room(card: Card) -> float:
-    return card.gb * 1e9 * USABLE_FRACTION
 
 
 # --- edits ------------------------------------------------------------------------------------------------------------
@@ -179,10 +179,11 @@ def _in_fp8(job: JobConfig) -> bool:
 def _cached_text(job: JobConfig) -> Change | None:
     if all(entry.cache_text_embeddings for entry in job.datasets):
         return None
+    text, cost = "train.cache_text_embeddings: true", "nothing"
+    if any(entry.shuffle_tokens for entry in job.datasets):
+        text, cost = f"{text}, shuffle_tokens: false", "shuffled captions"
     entries = tuple(replace(entry, cache_text_embeddings=True, shuffle_tokens=False) for entry in job.datasets)
-    shuffles = any(entry.shuffle_tokens for entry in job.datasets)
-    text = "train.cache_text_embeddings: true" + (", shuffle_tokens: false" if shuffles else "")
-    return Change(text, "shuffled captions" if shuffles else "nothing", replace(job, datasets=entries))
+    return Change(text, cost, replace(job, datasets=entries))
 
 
 def _cached_latents(job: JobConfig) -> Change | None:
@@ -237,11 +238,15 @@ def _automatic_checkpointing(job: JobConfig) -> Change | None:
     memory, allowed = job.coat.memory, job.train.gradient_checkpointing
     if not job.coat.enabled or (allowed and memory.checkpointing in ("auto", "all") and memory.budget_gb is None):
         return None
+    texts = []
+    if memory.checkpointing != "auto":
+        texts.append("coat.memory.checkpointing: auto")
+    if memory.budget_gb:
+        texts.append("budget_gb: null")
+    if not allowed:
+        texts.append("train.gradient_checkpointing: true")
     values = {"coat.memory.checkpointing": "auto", "coat.memory.budget_gb": None, "train.gradient_checkpointing": True}
-    edits = {"coat.memory.checkpointing: auto": memory.checkpointing != "auto", "budget_gb: null": memory.budget_gb}
-    edits["train.gradient_checkpointing: true"] = not allowed
-    text = ", ".join(text for text, needed in edits.items() if needed)
-    return Change(text, "time to recompute what does not fit", _with(job, values))
+    return Change(", ".join(texts), "time to recompute what does not fit", _with(job, values))
 
 
 def _full_checkpointing(job: JobConfig) -> Change | None:
@@ -276,8 +281,9 @@ def _smaller_samples(job: JobConfig) -> Change | None:
         return None
 
     def capped(sizes: Any) -> Any:
-        both = {"width": sizes.width, "height": sizes.height}
-        return replace(sizes, **{key: None if value is None else min(value, side) for key, value in both.items()})
+        width = None if sizes.width is None else min(sizes.width, side)
+        height = None if sizes.height is None else min(sizes.height, side)
+        return replace(sizes, width=width, height=height)
 
     sample = replace(capped(job.sample), samples=tuple(capped(item) for item in job.sample.samples))
     return Change(f"sample.width and height: at most {side}", "smaller previews", replace(job, sample=sample))
@@ -301,11 +307,11 @@ def _smaller_images(job: JobConfig) -> Change | None:
     lower = _below(max(resolution for entry in job.datasets for resolution in entry.resolution))
     if lower is None:
         return None
-    entries = tuple(
-        replace(entry, resolution=tuple(sorted({min(side, lower) for side in entry.resolution})))
-        for entry in job.datasets
-    )
-    return Change(f"datasets: resolution at most {lower}", "less detail", replace(job, datasets=entries))
+    entries = []
+    for entry in job.datasets:
+        sides = {min(side, lower) for side in entry.resolution}
+        entries.append(replace(entry, resolution=tuple(sorted(sides))))
+    return Change(f"datasets: resolution at most {lower}", "less detail", replace(job, datasets=tuple(entries)))
 
 
 # by cost: nothing, rounding, time, and last the run's outputs

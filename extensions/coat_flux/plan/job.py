@@ -1,31 +1,205 @@
-"""A job's demands on memory and time: tokens, samples, adapters, and the storage of saved activations."""
+"""A job in numbers: its model's parts, tokens, adapters, how blocks save activations, and what its saves take.
+
+A model's parts are built by their real classes on the meta device: exact bytes without a download.
+"""
 
 from __future__ import annotations
 
 import functools
+import json
 import logging
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from coat_core.linear.weight import code_bytes, wants_transposed
+import torch
+from torch import nn
+
+from coat_core.linear.module import obstacle_to_conversion
+from coat_core.linear.weight import code_bytes, stored_bytes, wants_transposed
+from coat_core.ops.packing import n_blocks
+from coat_core.optim.state import state_bytes
 
 from ..base.names import COAT_OPTIMIZER
 from ..blocks.decide import Given, block_settings, copied_bytes
-from ..blocks.described import Block
 from ..blocks.gemms import high_precision_reason
-from ..blocks.lookup import trained_names
+from ..blocks.held import largest_held
 from ..blocks.lora import DROPOUT
-from ..blocks.placement import aligned
-from ..blocks.sizes import FP32, FlowSettings, Tokens
+from ..blocks.models import FLUX, FLUX2, HUB_MODELS, Family, family_of, matches, target_names, trained_names
+from ..blocks.models.checkpoint import CheckpointError, flux_config, read_header
+from ..blocks.models.flux1 import OTHER_PARTS
+from ..blocks.sizes import FP32, Block, FlowSettings, Tokens, aligned
+from ..config.coat import COATConfig
 from ..config.findings import ConfigError
 from ..config.job import JobConfig
 from ..config.job_sections import DatasetSection
+from ..data.cache import by_layer
 from ..data.dataset import scan
 from ..data.files import DatasetError
-from .models import Linear, ModelParts, find_model
+from ..mini_flux import EMBEDDED_MODEL, MINI_FLUX
+from ..saves.commit import SaveSpace
 
-__all__ = ["JobFacts", "check_trained", "job_facts", "trained_sizes"]
+# -- the model --------------------------------------------------------------------------------------------------------
+
+TEXT_TOKENS = 512
+MODEL_PARTS = ("transformer", "vae", "text_encoder", "text_encoder_2")
+PROBE_PIXELS = 256  # a VAE's memory grows with the pixels; half this side and its attention would not
+Configs = Mapping[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear of the transformer [outputs, inputs]; if is_fp8, `weight.use_fp8` stores its weight as codes."""
+
+    name: str
+    inputs: int
+    outputs: int
+    is_fp8: bool
+
+    @property
+    def weights(self) -> int:
+        """Elements of the weight."""
+        return self.inputs * self.outputs
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """A FLUX model in elements and shapes.
+
+    Attributes:
+        config, linears, parameters: the transformer's; parameters by name, in elements.
+        elements: parameters of each of its `MODEL_PARTS`.
+        text_tokens, text_width, pooled_width: of a prompt's embeddings; FLUX.2 has no pooled one.
+        encode_values, decode_values: the VAE's peak, in values per pixel.
+        text_values, text_layer: the largest text encoder's peak for one prompt, and its largest parameter.
+    """
+
+    config: dict[str, Any] = field(hash=False)
+    family: Family = field(hash=False)
+    linears: tuple[Linear, ...]
+    parameters: dict[str, int] = field(hash=False)
+    elements: dict[str, int] = field(hash=False)
+    text_tokens: int
+    text_width: int
+    pooled_width: int
+    latent_channels: int
+    encode_values: float
+    decode_values: float
+    text_values: float
+    text_layer: int
+
+    @property
+    def hidden(self) -> int:
+        """Width d of hidden states."""
+        return int(self.config["num_attention_heads"] * self.config["attention_head_dim"])
+
+    @property
+    def block_names(self) -> list[str]:
+        """Full names of the blocks, in forward order."""
+        return [f"{blocks.pattern}.{i}" for blocks in self.family.lists for i in range(self.config[blocks.count])]
+
+    def transformer_bytes(self, coat: COATConfig, value_bytes: int, trained: Collection[str] = ()) -> int:
+        """Bytes of the model after `apply_coat`: codes and scales; the rest, and trained parameters, as loaded."""
+        total = self.elements["transformer"] * value_bytes
+        if coat.enabled and coat.weight.use_fp8:
+            config = coat.linear_config()
+            for linear in self.linears:
+                if linear.is_fp8 and f"{linear.name}.weight" not in trained:
+                    total += stored_bytes(linear.outputs, linear.inputs, config) - linear.weights * value_bytes
+        return total
+
+    def text_bytes(self, value_bytes: int, room: float | None = None) -> int:
+        """Bytes of the text encoders while encoding; `room` as in `data.cache.by_layer`."""
+        sizes = [self.elements[part] * value_bytes for part in MODEL_PARTS[2:] if part in self.elements]
+        total = 0
+        for size, layer_by_layer in zip(sizes, by_layer(sizes, room), strict=True):
+            total += self.text_layer * value_bytes if layer_by_layer else size
+        return total
+
+
+def find_model(name_or_path: str, where: str) -> ModelParts:
+    """Build a model's parts from a diffusers folder or a known name; raises ConfigError without configs."""
+    folder, text_tokens = Path(name_or_path), TEXT_TOKENS
+    if folder.is_dir():
+        configs, text_tokens = _of_folder(folder, where)
+    elif folder.is_file():
+        try:
+            configs = {"transformer": flux_config(read_header(folder)), **OTHER_PARTS}
+        except CheckpointError as error:
+            raise ConfigError(f"{where}={folder}: {error}") from error
+    elif folder.name == Path(EMBEDDED_MODEL).name:
+        configs, text_tokens = _of_folder(MINI_FLUX, where)
+    elif name_or_path in HUB_MODELS:
+        configs = HUB_MODELS[name_or_path]
+    else:
+        raise ConfigError(
+            f"{where}={name_or_path!r}: plan downloads nothing; this is not a folder here, nor a model it knows "
+            f"({', '.join(HUB_MODELS)}); give the folder of a downloaded model, or plan with one of these names"
+        )
+    return _make(json.dumps(configs, sort_keys=True, default=list), text_tokens)
+
+
+def _of_folder(folder: Path, where: str) -> tuple[Configs, int]:
+    index = folder / "model_index.json"
+    pipeline = json.loads(index.read_text(encoding="utf-8")).get("_class_name") if index.is_file() else None
+    family = FLUX2 if pipeline in FLUX2.pipelines else FLUX
+    configs = {}
+    for part in MODEL_PARTS:
+        if part not in family.folders:
+            continue
+        file = folder / part / "config.json"
+        if not file.is_file():
+            raise ConfigError(
+                f"{where}={folder}: has no {part}/config.json; give a complete diffusers folder, as training needs it"
+            )
+        configs[part] = json.loads(file.read_text(encoding="utf-8"))
+    tokenizer = folder / ("tokenizer" if family is FLUX2 else "tokenizer_2") / "tokenizer_config.json"
+    limit = json.loads(tokenizer.read_text(encoding="utf-8")).get("model_max_length") if tokenizer.is_file() else None
+    return configs, min(TEXT_TOKENS, int(limit or TEXT_TOKENS))
+
+
+@functools.lru_cache(maxsize=8)
+def _make(configs_json: str, text_tokens: int) -> ModelParts:
+    configs = json.loads(configs_json)
+    make = (FLUX if "text_encoder_2" in configs else FLUX2).parts
+    assert make is not None
+    with torch.device("meta"):
+        models = make(configs)
+    transformer, vae = models["transformer"], models["vae"]
+    text: Any = models.get("text_encoder_2", models["text_encoder"])  # the larger one
+    family = family_of(transformer)
+    prompt, asks = torch.zeros((1, text_tokens), dtype=torch.long, device="meta"), {}
+    if family is FLUX2:  # with a mask as its layers take it, which otherwise depends on the values of the prompt
+        asks = {"output_hidden_states": True, "use_cache": False}
+        asks["attention_mask"] = torch.empty(1, 1, text_tokens, text_tokens, device="meta")
+    channels = vae.config.latent_channels
+    side = PROBE_PIXELS // 2 ** (len(vae.config.block_out_channels) - 1)
+    photo = torch.empty(1, 3, PROBE_PIXELS, PROBE_PIXELS, device="meta")
+    latent = torch.empty(1, channels, side, side, device="meta")
+    linears = []
+    for name, module in transformer.named_modules():
+        if isinstance(module, nn.Linear):
+            is_fp8 = matches(name, family.convert) and obstacle_to_conversion(module) is None
+            linears.append(Linear(name, module.in_features, module.out_features, is_fp8))
+    return ModelParts(
+        config=dict(transformer.config),
+        family=family,
+        linears=tuple(linears),
+        parameters={name: p.numel() for name, p in transformer.named_parameters()},
+        elements={part: sum(p.numel() for p in model.parameters()) for part, model in models.items()},
+        text_tokens=text_tokens,
+        text_width=transformer.config.joint_attention_dim,
+        pooled_width=0 if family is FLUX2 else models["text_encoder"].config.hidden_size,
+        latent_channels=channels,
+        encode_values=largest_held(lambda: vae.encode(photo)) / (FP32 * PROBE_PIXELS**2),
+        decode_values=largest_held(lambda: vae.decode(latent)) / (FP32 * PROBE_PIXELS**2),
+        text_values=largest_held(lambda: text(prompt, **asks)) / FP32,
+        text_layer=max(p.numel() for p in text.parameters()),
+    )
+
+
+# -- the job ----------------------------------------------------------------------------------------------------------
 
 PIXELS_PER_TOKEN = 256  # the VAE takes 8 × 8 pixels to a latent, FLUX packs 2 × 2 of them
 FLUX1_MLP_RATIO = 4
@@ -61,14 +235,17 @@ class JobFacts:
         train, coat, dropout = self.job.train, self.job.coat, bool(self.job.network.dropout)
         in_codes, config = coat.enabled and coat.weight.use_fp8, coat.linear_config()
         all_copied = in_codes and wants_transposed(config)
-        copied, codes = 0, dict.fromkeys(_block_names(self.model), 0)
-        for linear in (linear for linear in self.model.linears if linear.is_fp8):
+        copied, codes = 0, dict.fromkeys(self.model.block_names, 0)
+        for linear in self.model.linears:
+            if not linear.is_fp8:
+                continue
             multiplies = not high_precision_reason(linear.name, coat, self.model.family)
             if multiplies and (all_copied or not self.is_stored(linear)):
                 copied += linear.weights
             block = ".".join(linear.name.split(".", 2)[:2])
             if in_codes and block in codes:
                 codes[block] += sum(map(aligned, code_bytes(linear.outputs, linear.inputs, config)))
+        unfused = [i for i, block in enumerate(self.blocks) if block.ranks] if dropout else []
         return Given(
             self.blocks,
             tokens=self.tokens,
@@ -77,7 +254,7 @@ class JobFacts:
             device="cpu" if self.on_cpu else "cuda",
             allow_recompute=train.gradient_checkpointing,
             accumulates=train.gradient_accumulation > 1,
-            unfused={i: DROPOUT for i, block in enumerate(self.blocks) if block.ranks} if dropout else {},
+            unfused=dict.fromkeys(unfused, DROPOUT),
             stream_bytes=tuple(codes.values()) if in_codes and coat.memory.stream_blocks != 0 else (),
             shadow_bytes=copied_bytes(coat, sum(self.adapter_sizes), self.value_bytes),
             transposed_bytes=copied if coat.enabled and not self.on_cpu else 0,
@@ -126,10 +303,7 @@ class JobFacts:
     @functools.cached_property
     def adapter_sizes(self) -> list[int]:
         """Elements of each trained parameter: A and B of every target, or the transformer's own."""
-        rank = self.job.network.linear
-        if self.job.full:
-            return list(self.trained.values())
-        return [size for linear in self.targets for size in (rank * linear.inputs, rank * linear.outputs)]
+        return list(self.trained.values()) if self.job.full else _sizes_of_lora(self.targets, self.job)
 
     @property
     def lora_bytes(self) -> int:
@@ -152,19 +326,22 @@ class JobFacts:
     def offloads(self) -> bool:
         """Whether the moments are in CPU memory and pass through the device."""
         train = self.job.train
-        given = self.job.coat.optimizer_config(train.optimizer_params)[1] if train.optimizer == COAT_OPTIMIZER else {}
-        return given.get("offload") == "cpu"
+        if train.optimizer != COAT_OPTIMIZER:
+            return False
+        _, options = self.job.coat.optimizer_config(train.optimizer_params)
+        return options.get("offload") == "cpu"
 
 
 def job_facts(job: JobConfig, known: JobFacts | None = None) -> JobFacts:
     """Gather a job's numbers, with unchanged images from `known`; raises ConfigError for unknown sizes."""
-    where = ": ".join(filter(None, (job.file, "config.process[0].model.name_or_path")))
-    model = find_model(job.model.name_or_path, where)
+    model = find_model(job.model.name_or_path, _model_key(job))
     targets, trained = adapted(job, model), trained_sizes(job, model) if job.full else {}
     data = known.data if known is not None and _images(known.job) == _images(job) else _data(job)
-    drawn = () if job.train.disable_sampling else job.sample.items()
-    tokens = Tokens(job.train.batch_size, model.text_tokens, data.pixels // PIXELS_PER_TOKEN)
-    largest = max((item.width * item.height for item in drawn), default=0)
+    samples = () if job.train.disable_sampling else job.sample.items()
+    sample_tokens = None
+    if samples:
+        pixels = max(item.width * item.height for item in samples)
+        sample_tokens = Tokens(1, model.text_tokens, pixels // PIXELS_PER_TOKEN)
     return JobFacts(
         job=job,
         model=model,
@@ -172,9 +349,13 @@ def job_facts(job: JobConfig, known: JobFacts | None = None) -> JobFacts:
         targets=targets,
         trained=trained,
         blocks=_blocks(model, targets, job.network.linear, trained),
-        tokens=tokens,
-        sample_tokens=Tokens(1, model.text_tokens, largest // PIXELS_PER_TOKEN) if drawn else None,
+        tokens=Tokens(job.train.batch_size, model.text_tokens, data.pixels // PIXELS_PER_TOKEN),
+        sample_tokens=sample_tokens,
     )
+
+
+def _model_key(job: JobConfig) -> str:
+    return ": ".join(filter(None, (job.file, "config.process[0].model.name_or_path")))
 
 
 def trained_sizes(job: JobConfig, model: ModelParts) -> dict[str, int]:
@@ -196,10 +377,24 @@ def check_trained(job: JobConfig) -> None:
 
 def adapted(job: JobConfig, model: ModelParts) -> tuple[Linear, ...]:
     """The linears with an adapter; none in full fine-tuning."""
-    kwargs = job.network.network_kwargs
     if job.full:
         return ()
-    return tuple(model.targets(job.network.transformer_only, kwargs.only_if_contains, tuple(kwargs.ignore_if_contains)))
+    kwargs = job.network.network_kwargs
+    names = target_names(
+        (linear.name for linear in model.linears),
+        only_if_contains=kwargs.only_if_contains,
+        ignore_if_contains=kwargs.ignore_if_contains,
+        transformer_only=job.network.transformer_only,
+    )
+    chosen = set(names)
+    return tuple(linear for linear in model.linears if linear.name in chosen)
+
+
+def _sizes_of_lora(targets: Sequence[Linear], job: JobConfig) -> list[int]:
+    sizes = []
+    for linear in targets:
+        sizes += [job.network.linear * linear.inputs, job.network.linear * linear.outputs]
+    return sizes
 
 
 def _images(job: JobConfig) -> list[DatasetSection]:
@@ -207,37 +402,49 @@ def _images(job: JobConfig) -> list[DatasetSection]:
     return [replace(entry, **same, shuffle_tokens=False) for entry in job.datasets]
 
 
-def _block_names(model: ModelParts) -> list[str]:
-    return [f"{part.pattern}.{i}" for part in model.family.lists for i in range(model.config[part.count])]
-
-
 def _blocks(
     model: ModelParts, targets: tuple[Linear, ...], rank: int, parameters: Collection[str]
 ) -> tuple[Block, ...]:
-    adapters: dict[str, list[str]] = {}
-    own: dict[str, list[str]] = {}
-    known = model.family
+    ranks: dict[str, list[tuple[str, int]]] = {name: [] for name in model.block_names}
+    own: dict[str, list[str]] = {name: [] for name in model.block_names}
     outside = []
-    for full_names, by_block in (([linear.name for linear in targets], adapters), (parameters, own)):
-        for full_name in full_names:
-            pattern, _, rest = full_name.partition(".")
-            if pattern in known.blocks:
-                place, _, name = rest.partition(".")
-                by_block.setdefault(f"{pattern}.{place}", []).append(name)
-            else:
-                outside.append(full_name if by_block is adapters else full_name.rpartition(".")[0])
-    embedding = any(name.split(".")[0] in known.conditioning for name in outside)
-    trained = any(name in known.inputs for name in outside)
-    width = int(model.config.get("mlp_ratio", FLUX1_MLP_RATIO) * model.hidden)
-    kinds = {part.pattern: part.kind for part in known.lists}
+    for linear in targets:
+        block, name = _within_block(linear.name)
+        if block in ranks:
+            ranks[block].append((name, rank))
+        else:
+            outside.append(linear.name)
+    for parameter in parameters:
+        block, name = _within_block(parameter)
+        if block in own:
+            own[block].append(name)
+        else:
+            outside.append(parameter.rpartition(".")[0])
+    embedding = any(name.split(".")[0] in model.family.conditioning for name in outside)
+    trained = any(name in model.family.inputs for name in outside)
+    kinds = {blocks.pattern: blocks.kind for blocks in model.family.lists}
     blocks = []
-    for name in _block_names(model):
-        ranks = tuple((linear, rank) for linear in adapters.get(name, ()))
-        heads, itself = model.config["num_attention_heads"], tuple(own.get(name, ()))
-        kind = kinds[name.partition(".")[0]]
-        blocks.append(Block(kind, model.hidden, heads, width, ranks, trained, embedding, itself))
-        trained = blocks[-1].trained_output
+    for name in model.block_names:
+        block = Block(
+            kind=kinds[name.partition(".")[0]],
+            hidden=model.hidden,
+            heads=model.config["num_attention_heads"],
+            mlp=int(model.config.get("mlp_ratio", FLUX1_MLP_RATIO) * model.hidden),
+            ranks=tuple(ranks[name]),
+            trained_input=trained,
+            trained_embedding=embedding,
+            trained=tuple(own[name]),
+        )
+        blocks.append(block)
+        trained = block.trained_output
     return tuple(blocks)
+
+
+def _within_block(name: str) -> tuple[str, str]:
+    """`single_transformer_blocks.3.norm.linear` → `single_transformer_blocks.3`, `norm.linear`."""
+    pattern, _, rest = name.partition(".")
+    place, _, inside = rest.partition(".")
+    return f"{pattern}.{place}", inside
 
 
 def _data(job: JobConfig) -> Data:
@@ -257,3 +464,54 @@ def _data(job: JobConfig) -> Data:
     if any(entry.caption_dropout_rate > 0 for entry in job.datasets):
         captions |= {sample.dropped_caption for sample in samples}
     return Data(max(pixels), sum(pixels) / len(pixels), len(set(samples)), len(captions), True)
+
+
+# -- its saves --------------------------------------------------------------------------------------------------------
+
+BNB_BLOCK, BNB_SMALLEST = 256, 4096  # bitsandbytes: elements that share a scale; smaller tensors keep fp32 moments
+
+
+def save_space(job: JobConfig, sizes: Sequence[int], whole: int = 0) -> SaveSpace:
+    """Disk space of the saves; `sizes` has the elements of A and B of each linear in turn, or of each parameter.
+
+    `whole` has the elements of the whole model, which full fine-tuning saves.
+    """
+    average = FP32 * sum(sizes) if job.train.ema_config.use_ema else 0
+    raw = FP32 * sum(sizes)
+    if job.full:  # a model saved in its training dtype is its own state
+        as_trained = job.save.dtype == job.train.dtype and not average
+        raw = 0 if as_trained else sum(sizes) * (FP32 if job.train.dtype == "fp32" else 2)
+    saved = whole if job.full else sum(sizes)
+    return SaveSpace(
+        lora=saved * (FP32 if job.save.dtype == "fp32" else 2),
+        state=raw + average + moment_bytes(job, sizes),
+        loras=min(job.save.max_step_saves_to_keep, (job.train.steps - 1) // job.save.save_every) + 1,
+    )
+
+
+def job_space(job: JobConfig) -> SaveSpace:
+    """The saves' space from the model's configs, without reading weights; raises ConfigError if sizes are unknown."""
+    model = find_model(job.model.name_or_path, _model_key(job))
+    if job.full:
+        return save_space(job, list(trained_sizes(job, model).values()), model.elements["transformer"])
+    return save_space(job, _sizes_of_lora(adapted(job, model), job))
+
+
+def moment_bytes(job: JobConfig, sizes: Sequence[int]) -> int:
+    """Bytes of both moments of every adapter, with scales, as stored by `train.optimizer`."""
+    optimizer, params = job.train.optimizer, job.train.optimizer_params or {}
+    if optimizer == COAT_OPTIMIZER:
+        return state_bytes(job.coat.optimizer_config(job.train.optimizer_params)[0], sizes)
+    if optimizer == "adamw8bit":
+        total = 0
+        for size in sizes:
+            total += FP32 * size if size < BNB_SMALLEST else size + FP32 * n_blocks(size, BNB_BLOCK)
+        return 2 * total
+    elements = sum(sizes)
+    if optimizer == "prodigy":  # both moments, the gradients' sum, and the start values, which are zero for B
+        return FP32 * (2 * elements + (elements + sum(sizes[::2])) // params.get("slice_p", 1))
+    if optimizer == "adafactor":  # a row and a column for each matrix
+        rank = job.network.linear
+        factors = sum(size // rank + rank for size in sizes)
+        return FP32 * (factors + elements if params.get("beta1") is not None else factors)
+    return (1 if optimizer == "lion" else 2) * FP32 * elements

@@ -25,24 +25,17 @@ from coat_core.ops.packing import CHUNK_ELEMENTS_CPU, CHUNK_ELEMENTS_GPU
 from coat_core.optim.offload import staging_bytes
 
 from ..base.names import COAT_OPTIMIZER
-from ..blocks.block_bytes import Moment
 from ..blocks.decide import BlockPlan, budget_bytes, decide
 from ..blocks.held import USABLE_FRACTION
-from ..blocks.sizes import FP32, forward_bytes
+from ..blocks.sizes import FP32, Moment, forward_bytes
 from ..config.job import JobConfig
 from ..saves.state import SHARD_BYTES
-from .job import JobFacts, job_facts
-from .space import moment_bytes, save_space
-
-__all__ = ["PARTS", "PhasePrediction", "Prediction", "offloaded_bytes", "outside_bytes", "predict", "predict_facts"]
+from .job import JobFacts, job_facts, moment_bytes, save_space
 
 PARTS = (
     "transformer", "lora", "gradients", "optimizer", "ema", "saved activations", "text encoders", "vae", "workspace",
 )  # fmt: skip
-LIBRARY_WORKSPACE = {
-    True: 0,
-    False: 32 * 2**20,
-}  # on a CPU; cuBLAS's workspace on a Hopper GPU, the largest of all
+LIBRARY_WORKSPACE = {True: 0, False: 32 * 2**20}  # on a CPU; cuBLAS's workspace on a Hopper GPU, the largest of all
 OPTIMIZER_BUFFERS = 8  # fp32 buffers of a chunk while FP8AdamW updates it: w, g, m, v, and as many between
 QUANTIZED_BYTES = 8  # per element while a weight becomes FP8: two fp32 copies
 PROCESS_RAM = {True: 0.6e9, False: 3e9}  # of Python and the libraries alone: on a CPU (measured), with CUDA's
@@ -100,17 +93,20 @@ def predict_facts(
 ) -> Prediction:
     """`predict` for gathered facts; `recomputed` overrides the config's choice of blocks."""
     plan = block_plan(facts, device_bytes, recomputed)
-    cache, save = _cache(facts, _budget(facts, device_bytes)), {"gradients": facts.gradient_bytes}
-    phases = [_load(facts, plan), cache, _sample(facts), _step(facts, plan), _phase("save", _held(facts), save)]
-    placed = [_placed(phase, plan) for phase in phases if phase is not None]
+    phases = [_placed(_load(facts, plan), plan), _cache(facts, _budget(facts, device_bytes))]
+    sample = _sample(facts)
+    if sample is not None:
+        phases.append(_placed(sample, plan))
+    phases.append(_placed(_step(facts, plan), plan))
+    phases.append(_placed(_phase("save", _held(facts), {"gradients": facts.gradient_bytes}), plan))
     assumptions = []
     if not facts.data.found:
         taken = "every one is taken at its full resolution; caches on disk are not counted"
         assumptions.append(f"the images are not here: {taken}")
     if facts.job.coat.activation.flow == "fused" and "generic" in {each.flow for each in facts.block_settings}:
         assumptions.append("network.dropout: blocks take the generic flow, which keeps more than the fused one")
-    ram = _ram(facts, max(phase.total for phase in placed))
-    return Prediction(placed, ram, _disk(facts), plan, tuple(assumptions))
+    ram = _ram(facts, max(phase.total for phase in phases))
+    return Prediction(phases, ram, _disk(facts), plan, tuple(assumptions))
 
 
 def _phase(name: str, *held: Mapping[str, int]) -> PhasePrediction:
@@ -159,8 +155,6 @@ def _budget(facts: JobFacts, device_bytes: float | None) -> float | None:
 
 def _placed(phase: PhasePrediction, plan: BlockPlan) -> PhasePrediction:
     """The phase with codes in CPU memory and slots for them, and with the steps' copies of weights and adapters."""
-    if phase.name == "cache":
-        return phase
     made = {"transformer": -plan.freed_bytes}
     if phase.name != "load":
         made["transformer"] += plan.transposed_bytes
@@ -208,16 +202,16 @@ def _load(facts: JobFacts, plan: BlockPlan) -> PhasePrediction:
 
 def _cache(facts: JobFacts, budget: float | None) -> PhasePrediction:
     """The largest of: the VAE with an image, the text encoders with a prompt, the parts of both that training keeps."""
-    model, a = facts.model, facts.value_bytes
+    model, a, job = facts.model, facts.value_bytes, facts.job
     encode = {"vae": _vae(facts), "workspace": int(model.encode_values * a * facts.data.pixels)}
     room = None if facts.on_cpu else budget
     prompt = {"text encoders": model.text_bytes(a, room), "workspace": int(model.text_values * a)}
     resident = _resident(facts)
     stays = {part: resident[part] for part in ("text encoders", "vae")}
     moments = [stays]
-    if any(entry.cache_latents or entry.cache_latents_to_disk for entry in facts.job.datasets):
+    if any(entry.cache_latents or entry.cache_latents_to_disk for entry in job.datasets):
         moments.append(encode)
-    if (facts.sample_tokens is not None) or any(entry.cache_text_embeddings for entry in facts.job.datasets):
+    if facts.sample_tokens is not None or any(entry.cache_text_embeddings for entry in job.datasets):
         moments.append(prompt)
     if facts.on_cpu:  # both are in memory all along
         both = {"vae": encode["vae"], "text encoders": prompt["text encoders"]}
@@ -250,13 +244,16 @@ def optimizer_bytes(facts: JobFacts) -> int:
 def _ram(facts: JobFacts, peak: int) -> int:
     """CPU memory at its peak: encoders, loading weight by weight next to the VAE, streamed codes, or moments."""
     model, a = facts.model, facts.value_bytes
-    vae = _vae(facts) if (facts.sample_tokens is not None) else 0
-    latents = sum(entry.cache_latents for entry in facts.job.datasets) and facts.data.latents * _latent_bytes(facts)
+    vae = 0 if facts.sample_tokens is None else _vae(facts)
+    streamed = sum(facts.given.stream_bytes)
     passing = 2 * a * max(linear.weights for linear in model.linears)  # as stored on disk, and in `train.dtype`
-    staged = max(_vae(facts) + model.text_bytes(a), sum(facts.given.stream_bytes) + passing + vae)
+    staged = max(_vae(facts) + model.text_bytes(a), streamed + passing + vae)
     written = min(SHARD_BYTES, a * model.elements["transformer"]) if facts.job.full else 0
-    kept = sum(facts.given.stream_bytes) + vae + offloaded_bytes(facts) + written
-    return int(PROCESS_RAM[facts.on_cpu] + latents + (max(peak, staged) if facts.on_cpu else max(staged, kept)))
+    kept = peak if facts.on_cpu else streamed + vae + offloaded_bytes(facts) + written
+    total = PROCESS_RAM[facts.on_cpu] + max(staged, kept)
+    if any(entry.cache_latents for entry in facts.job.datasets):
+        total += facts.data.latents * _latent_bytes(facts)
+    return int(total)
 
 
 def offloaded_bytes(facts: JobFacts) -> int:

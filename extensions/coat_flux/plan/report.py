@@ -7,17 +7,13 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ..base.text import GB, MB, columns
-from ..blocks.block_bytes import block_bytes
 from ..blocks.held import USABLE_FRACTION
-from ..blocks.sizes import kept_by_kind
+from ..blocks.sizes import block_bytes, kept_by_kind
 from ..config.job import JobConfig
 from .cards import CardFit, judge
-from .facts import CARDS, Card
 from .job import JobFacts, job_facts
 from .predict import PARTS, Prediction, offloaded_bytes, predict_facts
-from .speed import BF16_FRACTION, FP8_FRACTION
-
-__all__ = ["Plan", "as_json", "as_text", "make_plan"]
+from .speed import BF16_FRACTION, CARDS, FP8_FRACTION, Card
 
 
 class Plan(NamedTuple):
@@ -41,14 +37,14 @@ def make_plan(job: JobConfig, gpu: Card | float | None = None) -> Plan:
 
 def as_text(plan: Plan) -> str:
     """The report as text."""
-    sections = [_head(plan), _phases(plan), _blocks(plan.facts), _cards(plan.verdicts)]
+    sections = [_head(plan), _phases(plan), _blocks(plan.speed), _cards(plan.verdicts)]
     if plan.prediction.assumptions:
         sections.append("\n".join(f"assumed: {line}" for line in plan.prediction.assumptions))
     return "\n\n".join(sections)
 
 
 def _head(plan: Plan) -> str:
-    facts, job, tokens = plan.facts, plan.facts.job, plan.facts.tokens
+    facts, job, tokens = plan.speed, plan.speed.job, plan.speed.tokens
     flows = dict.fromkeys(settings.flow for settings in facts.block_settings)
     kept = f"in FP8, {' and '.join(flows)} flow, attention {facts.settings.attention}"
     if "eager" in flows:
@@ -76,7 +72,7 @@ def _phases(plan: Plan) -> str:
         if any(sizes):
             rows.append([part, *(f"{size / scale:.2f}" if size else "-" for size in sizes)])
     rows.append(["total on the device", *(f"{phase.total / scale:.2f}" for phase in phases)])
-    moments = offloaded_bytes(plan.facts)
+    moments = offloaded_bytes(plan.speed)
     offloaded = f", {moments / GB:.1f} of it the moments" if moments else ""
     memory = f"host memory {plan.prediction.ram_bytes / GB:.1f} GB{offloaded}"
     disk = f"disk {plan.prediction.disk_bytes / GB:.1f} GB for saves and caches, the model's own files not counted"
@@ -136,7 +132,7 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
 def as_json(plan: Plan) -> dict[str, Any]:
     """The report as plain values; sizes in bytes, times in seconds."""
-    facts, job = plan.facts, plan.facts.job
+    facts, job = plan.speed, plan.speed.job
     cards = [
         {
             "gb": verdict.card.gb,

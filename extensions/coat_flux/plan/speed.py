@@ -1,4 +1,4 @@
-"""An estimate and lower bound of a step's time, from matrix products and attention alone.
+"""GPUs by memory and name, and an estimate from below of a step's time on one: matrix products and attention alone.
 
     forward     Σ 2·K·N per token and linear, 4·L·d per token and block for attention over L tokens, plus adapters
     backward    one product for dx per linear, another in bf16 for the gradient of a trained one, 2.5 times attention's
@@ -10,24 +10,92 @@
 FP8 linears run at the card's FP8 rate, all else at its bf16 rate, both at the fraction of the peak that large matrix
 products reach. Casts, norms, launches, optimizer, encoders and data are not counted: real steps are slower, most so at
 small resolutions.
+
+Sources: NVIDIA's datasheets and architecture papers (dense rates, fp32 accumulation); the RTX 4070 Ti and 4080 scaled
+from the RTX 4090 by cores and clock.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+import re
+from dataclasses import dataclass, replace
 
+from ..base.errors import UserError
 from ..blocks.decide import BlockPlan
-from ..blocks.described import LINEARS, Block, modulates
-from ..blocks.placement import BACKWARD_OF_ATTENTION, attention, products
-from ..blocks.sizes import Tokens
-from .facts import Card
+from ..blocks.sizes import BACKWARD_OF_ATTENTION, LINEARS, Block, Tokens, attention, modulates, products
+from ..config.findings import closest
 from .job import PIXELS_PER_TOKEN, JobFacts
 from .predict import Prediction, offloaded_bytes
 
-__all__ = ["BF16_FRACTION", "FP8_FRACTION", "run_seconds", "step_seconds"]
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU memory size in 1e9 bytes, as cards are sold, and the rates of one GPU that has it."""
+
+    gb: float
+    name: str = ""  # empty if no GPU is meant
+    bf16_tflops: float = 0.0  # dense matrix products with fp32 accumulation, 1e12 operations a second
+    fp8_tflops: float = 0.0  # 0 if the GPU has none
+    copied_gb: float = 25.0  # 1e9 bytes a second from pinned CPU memory: four fifths of its PCIe link's rate
+    gb_per_second: float = 0.0  # memory traffic; 0 if not needed
+    multiprocessors: int = 0  # likewise
+
+
+CARDS = (
+    Card(8, "RTX 4060 Ti", 44.1, 88.3, 12.5),
+    Card(10, "RTX 3080", 59.5),
+    Card(12, "RTX 4070 Ti", 80.2, 160.4),
+    Card(16, "RTX 4080", 97.5, 194.9),
+    Card(24, "RTX 4090", 165.2, 330.3, gb_per_second=1008.0, multiprocessors=128),
+    Card(32, "RTX 5090", 209.5, 419.0, 50.0, 1792.0, 170),
+    Card(48, "L40S", 362.0, 733.0, gb_per_second=864.0),
+    Card(80, "H100", 989.4, 1978.9, 50.0, 3350.0, 132),
+    Card(141, "H200", 989.4, 1978.9, 50.0, 4800.0, 132),
+)
+# GB → cards by name; of several sizes the smallest, since "A100 80GB" says more
+NAMES = {
+    8: "4060ti 5060ti",
+    10: "3080",
+    11: "2080ti",
+    12: "3060 3080ti 4070 4070super 4070ti 5070",
+    16: "4070tisuper 4080 4080super 4090laptop 5070ti 5080 t4 v100 a4000",
+    20: "4000ada",
+    24: "3090 3090ti 4090 4090d 5090laptop a10 a10g a30 l4 p40 a5000 titan pro4000",
+    32: "5090 5090d 5000ada pro4500",
+    40: "a100 a800",
+    48: "a40 l40 l40s a6000 6000ada pro5000",
+    80: "h100 h800",
+    96: "h20 gh200 pro6000",
+    141: "h200",
+    180: "b200",
+}
+MEMORY = {name: gb for gb, names in NAMES.items() for name in names.split()}
+RATED = (*CARDS, Card(24, "RTX 3090", 71.0), Card(40, "A100", 312.0))  # the last two multiply no FP8
+MOST_GB = 1000  # above it a bare number is a card's name
+_NO_NAME = re.compile(r"nvidia|geforce|rtx|quadro|tesla|generation|blackwell|gpu|vram|sxm\d?|pcie|nvl|hbm\w*|[^a-z0-9]")
+_SIZE = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?) ?gi?b?\b")
 
 BF16_FRACTION, FP8_FRACTION = 0.70, 0.65  # of peak, published for large matrix products on H100
+
+
+def find_card(text: str) -> Card:
+    """Parse memory in GB, a name or both, such as `24`, `24GB`, `RTX 4090`, `A100 80GB`; raises UserError."""
+    low = text.casefold().strip()
+    size, name = _SIZE.search(low), _NO_NAME.sub("", _SIZE.sub("", low))
+    if re.fullmatch(r"\d+(\.\d+)?", low) and name not in MEMORY:
+        size, name = re.match(r"(.+)", low), ""
+    gb = float(size[1]) if size else float(MEMORY.get(name, 0))
+    if (name and name not in MEMORY) or not 0 < gb < MOST_GB:
+        near = closest(name, MEMORY) if name else None
+        remedy = f"did you mean {near}?" if near else "write a name, such as 4090"
+        raise UserError(f"--gpu {text!r}: must be a card's memory in GB, above 0, such as 24, or its name; {remedy}")
+    if not name:
+        return next((card for card in CARDS if card.gb == gb), Card(gb))
+    for card in RATED:
+        if _NO_NAME.sub("", card.name.casefold()) == name:
+            return replace(card, gb=gb)
+    return Card(gb, name.upper())
 
 
 def step_seconds(facts: JobFacts, plan: BlockPlan, card: Card, tokens: Tokens | None = None) -> float:
@@ -59,11 +127,11 @@ def run_seconds(facts: JobFacts, prediction: Prediction, card: Card) -> float:
 
 def _rates(facts: JobFacts, card: Card) -> tuple[float, float, float]:
     """Operations per second of linears forward, linears backward and all else."""
-    settings, bf16 = facts.settings, card.bf16_tflops * 1e12 * BF16_FRACTION
-    fp8 = card.fp8_tflops * 1e12 * FP8_FRACTION
-    in_fp8 = settings.fp8_gemms and fp8 > 0 and settings.inputs.name != "per_group"
-    backward = in_fp8 and facts.job.coat.activation.grad_format != "bf16"
-    return fp8 if in_fp8 else bf16, fp8 if backward else bf16, bf16
+    settings = facts.settings
+    bf16, fp8 = card.bf16_tflops * 1e12 * BF16_FRACTION, card.fp8_tflops * 1e12 * FP8_FRACTION
+    if not settings.fp8_gemms or not fp8 or settings.inputs.name == "per_group":
+        return bf16, bf16, bf16
+    return fp8, bf16 if facts.job.coat.activation.grad_format == "bf16" else fp8, bf16
 
 
 def _forward(facts: JobFacts, block: Block, tokens: Tokens, card: Card) -> float:
@@ -75,12 +143,17 @@ def _backward(facts: JobFacts, block: Block, tokens: Tokens, card: Card) -> floa
     if not block.trained_output:
         return 0.0
     _, linear, other = _rates(facts, card)
-    sizes = {name: math.prod(block.shape(name)) for name in LINEARS[block.kind] if not modulates(name)}
-    own = sum(size for name, size in sizes.items() if f"{name}.weight" in block.trained)
-    rate = linear if facts.job.coat.activation.wgrad_format != "bf16" else other
-    gradients = own / sum(sizes.values()) * products(block, tokens) / rate
+    weights, trained = 0, 0
+    for name in LINEARS[block.kind]:
+        if not modulates(name):
+            size = math.prod(block.shape(name))
+            weights += size
+            trained += size if f"{name}.weight" in block.trained else 0
+    of_trained = trained / weights * products(block, tokens)
+    rate = other if facts.job.coat.activation.wgrad_format == "bf16" else linear
     attended = BACKWARD_OF_ATTENTION * attention(block, tokens)
-    return gradients + products(block, tokens) / linear + (attended + 2 * _adapters(block, tokens)) / other
+    rest = (attended + 2 * _adapters(block, tokens)) / other
+    return of_trained / rate + products(block, tokens) / linear + rest
 
 
 def _adapters(block: Block, tokens: Tokens) -> float:

@@ -19,11 +19,9 @@ from ..data.captions import PLACEHOLDERS, read_caption
 from ..data.files import DatasetError, find_images
 from ..data.preflight import PhotoFacts, survey
 from .cards import CardFit, judge
-from .facts import Card
 from .job import job_facts
 from .predict import predict_facts
-
-__all__ = ["PLACEHOLDER", "Photos", "Starter", "look_at", "made_up_word", "make_starter"]
+from .speed import Card
 
 PLACEHOLDER = "PUT_THE_FOLDER_OF_YOUR_PHOTOS_HERE"
 # best first, and the smallest card that each is for, GB; smaller ones have one of their own
@@ -68,13 +66,16 @@ def look_at(folder: Path) -> Photos:
     paths = find_images(folder)
     if not paths:
         raise DatasetError(f"{folder}: has no photos (.jpg, .jpeg, .png, .webp); name the folder of your photos")
-    facts = survey(paths)
-    errors = [str(found) for found in facts.values() if isinstance(found, DatasetError)]
+    sides, errors = [], []
+    for photo in survey(paths).values():
+        if isinstance(photo, DatasetError):
+            errors.append(str(photo))
+        elif isinstance(photo, PhotoFacts):
+            sides.append(math.sqrt(math.prod(photo.size)))
     if errors:
         raise DatasetError("\n".join(errors))
-    sides = tuple(math.sqrt(math.prod(found.size)) for found in facts.values() if isinstance(found, PhotoFacts))
     caption = next((text for text in map(read_caption, paths) if text), None)
-    return Photos(folder.resolve(), sides, caption)
+    return Photos(folder.resolve(), tuple(sides), caption)
 
 
 def made_up_word(name: str) -> str:
@@ -91,7 +92,9 @@ def make_starter(photos: Photos | None, card: Card, name: str, trigger: str, fil
     word.
     """
     tried = []
-    for origin in (name for name, smallest in CANDIDATES.items() if card.gb >= smallest):
+    for origin, smallest in CANDIDATES.items():
+        if card.gb < smallest:
+            continue
         if origin not in shipped():
             raise ConfigError(f"{origin}: not part of this installation; install coat-flux from a wheel or a checkout")
         text = _written(shipped()[origin].read_text(encoding="utf-8"), photos, card, name, trigger, file)
@@ -148,9 +151,8 @@ def _replace(text: str, key: str, value: object, comment: str) -> str:
 
 def _steps(count: int, batch: int) -> tuple[int, str]:
     if not count:
-        return max(
-            1500 // batch, FEWEST_STEPS
-        ), f"about {VIEWS} views of each photo, at least {FEWEST} and at most {MOST} in all"
+        why = f"about {VIEWS} views of each photo, at least {FEWEST} and at most {MOST} in all"
+        return max(1500 // batch, FEWEST_STEPS), why
     views = min(max(VIEWS * count, FEWEST), MOST)
     steps = max(math.ceil(views / batch / 50) * 50, FEWEST_STEPS)
     rule = f"about {VIEWS} teach a garment, at least {FEWEST} and at most {MOST} in all"
@@ -167,7 +169,8 @@ def _resolutions(offered: Sequence[int], photos: Photos | None) -> tuple[list[in
     if sizes == list(offered):
         return sizes, f"each photo at each of these sizes, aspect ratio kept; {reason}"
     if sizes:
-        return sizes, f"not {', '.join(str(size) for size in offered if size not in sizes)}: {reason}, none is enlarged"
+        left_out = ", ".join(str(size) for size in offered if size not in sizes)
+        return sizes, f"not {left_out}: {reason}, none is enlarged"
     lower = max(int(typical) // BUCKET_STEP * BUCKET_STEP, SMALLEST)
     return [lower], f"small: {reason}, none is enlarged; larger photos make a better LoRA"
 
@@ -178,11 +181,5 @@ def _with_prompts(text: str, photos: Photos | None) -> str:
     caption = " ".join(photos.caption.split())[:MAX_PROMPT]
     if not any(word in caption for word in PLACEHOLDERS):
         caption = f"[trigger], {caption}"
-    line = json.dumps(re.sub(r"\s--(?=[a-z])", " ", caption), ensure_ascii=False)
-    return re.sub(
-        r"^( +- )\".*$",
-        lambda found: f"{found[1]}{line}  # a caption of your photos",
-        text,
-        count=1,
-        flags=re.MULTILINE,
-    )
+    line = json.dumps(re.sub(r"\s--(?=[a-z])", " ", caption), ensure_ascii=False) + "  # a caption of your photos"
+    return re.sub(r"^( +- )\".*$", lambda found: found[1] + line, text, count=1, flags=re.MULTILINE)

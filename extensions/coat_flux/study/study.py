@@ -27,7 +27,7 @@ from ..blocks.held import USABLE_FRACTION
 from ..config.check import require_packages
 from ..config.findings import ConfigError
 from ..config.job import JobConfig
-from ..mini_flux.folder import provide_embedded
+from ..mini_flux import provide_embedded
 from ..plan.report import make_plan
 from ..saves.identity import data_identity, model_identity
 from ..trainers.standalone.trainer import COATTrainer

@@ -42,7 +42,7 @@ from ..config.job_file import load_job_yaml, load_written, parse
 from ..data.check import check_data
 from ..data.files import find_images
 from ..data.hold_out import choose_hold_out
-from ..mini_flux.folder import provide_embedded
+from ..mini_flux import provide_embedded
 from ..pages.run import RunFolder, RunFolderError
 from ..saves.errors import ResumeError
 from ..saves.interrupts import Interrupts

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from coat_core.optim import FP8AdamW
 
-from ..blocks.lookup import trained_names
+from ..blocks.models import trained_names
 from ..blocks.runner import BlockRunner
 from ..config.coat import COATConfig
 from ..saves.errors import ResumeError

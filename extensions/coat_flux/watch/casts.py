@@ -28,7 +28,7 @@ from coat_core.ops.adamw import Hyper, Moment, adamw_update_, read_moments
 from coat_core.optim.sharded import local_values
 
 from ..blocks.cast_loss import Measures, measure_cast, noise_share, sampled
-from ..blocks.lookup import layer_of
+from ..blocks.models import layer_of
 
 __all__ = ["GRADIENT", "INPUT", "SAVED", "CastPrecision", "CastProbe", "row_of"]
 

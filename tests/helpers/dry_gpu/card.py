@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import _allowed_determinism_checks_to_fns
 
-from coat_flux.blocks import block_bytes
+from coat_flux.blocks import sizes
 
 from .streams import Stream, current_stream, stream
 
@@ -183,7 +183,7 @@ def address(x: Tensor) -> int:
 @contextmanager
 def card_view(patch: pytest.MonkeyPatch) -> Iterator[CardView]:
     """Show meta tensors as the card's inside the `with` block, in backward passes too."""
-    view, run_backward, flux_bytes = CardView(), torch.autograd._engine_run_backward, block_bytes.flux_bytes
+    view, run_backward, flux_bytes = CardView(), torch.autograd._engine_run_backward, sizes.flux_bytes
 
     def backward(*args: Any, **kwargs: Any) -> Any:  # `Tensor.backward` itself runs with the view put aside
         with view.again():
@@ -198,7 +198,7 @@ def card_view(patch: pytest.MonkeyPatch) -> Iterator[CardView]:
             view.hidden = False
 
     patch.setattr(torch.autograd, "_engine_run_backward", backward)
-    patch.setattr(block_bytes, "flux_bytes", counted)
+    patch.setattr(sizes, "flux_bytes", counted)
     # what is recomputed is compared with the first pass, where saved-tensor hooks run with the view put aside
     patch.setitem(_allowed_determinism_checks_to_fns, "default", lambda x: {"shape": x.shape, "dtype": x.dtype})
     for name, value in CUDA.items():

@@ -16,10 +16,10 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor, nn
 
+from coat_flux.blocks.models.flux1 import make_flux_dev_geometry
 from coat_flux.config.job import JobConfig
 from coat_flux.data.dataset import Sample
 from coat_flux.data.loader import LatentDataset
-from coat_flux.mini_flux.geometry import make_flux_dev_geometry
 from coat_flux.trainers.standalone import session as sessions
 from coat_flux.trainers.standalone.progress import RunLog
 from coat_flux.trainers.standalone.session import Session, open_session

@@ -14,7 +14,7 @@ from coat_core.activation import PackingConfig
 from coat_core.linear.function import compute_dtype
 
 from ..gemms import in_high_precision
-from ..lookup import read_list
+from ..models import read_list
 from ..quantized import has_adopted
 from .linears import NotFusable
 from .reading import FusedBlock, Reader, has_hooks, read_with

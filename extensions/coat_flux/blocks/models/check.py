@@ -27,12 +27,7 @@ REPOSITORIES = {name: arch for family in FAMILIES.values() for name, arch in fam
 PIPELINE_ARCHS = {arch for archs in PIPELINES.values() for arch in archs}
 UNGATED = {name for family in FAMILIES.values() for name in family.ungated}
 FLUX_ARCHS = ("flux", "flux_kontext")  # that ai-toolkit loads from a folder in diffusers layout
-# arch → the file that ai-toolkit loads from a folder, whatever else is in it
-CHECKPOINTS = {
-    "flux2": "flux2-dev.safetensors",
-    "flux2_klein_4b": "flux-2-klein-base-4b.safetensors",
-    "flux2_klein_9b": "flux-2-klein-base-9b.safetensors",
-}
+CHECKPOINTS = {arch: file for family in FAMILIES.values() for arch, file in family.files.items()}
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 PLACES = ("extensions", "extensions_built_in", "toolkit/models")  # where ai-toolkit looks for classes with an `arch`
 _ARCH = re.compile(r"^[ \t]+arch\b[^=\n]*=\s*([\"'][^\"'\n]+[\"'])", re.MULTILINE)
@@ -77,17 +72,15 @@ def check_arch(arch: str, host: Collection[str], path: str, findings: Findings) 
     """Refuse an arch (without a tag) that COAT does not train; warn of one missing from `host`, if not empty."""
     if arch in ARCHS:
         return
-    names = sorted(ARCHS)  # without variants: qwen_image_edit is one of qwen_image
-    trained = [name for name in names if not any(name.startswith((f"{one}_", f"{one}.")) for one in names)]
     if arch in REFUSED:
-        remedy = f"write coat: {{enabled: false}}, or train one of {', '.join(trained)}"
+        remedy = "write coat: {enabled: false}, or train another model of docs/models.md"
         findings.add(path, f"{REFUSED[arch]}; {remedy}", arch)
     elif arch in host or not host:
         text = "not known here: its blocks are treated cautiously; look at the table after the first step"
         findings.warn(path, text, arch)
     else:
         near = closest(arch, {*host, *ARCHS})
-        remedy = f"did you mean '{near}'?" if near else f"write one of {', '.join(trained)}"
+        remedy = f"did you mean '{near}'?" if near else "write flux, or another arch of docs/models.md"
         findings.add(path, f"not an arch of this ai-toolkit, which would load Stable Diffusion 1; {remedy}", arch)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..fused.reading import Reader
 
@@ -82,6 +82,14 @@ class BlockList:
     norms: Mapping[str, str] = field(default_factory=dict)
 
 
+class Rates(NamedTuple):
+    """Bytes kept per element of hidden states: in high precision with fp32 LoRA, packed, packed but for attention."""
+
+    high_precision: float
+    packed: float
+    attention_kept: float
+
+
 @dataclass(frozen=True)
 class Family:
     """What is known of the models with one class of transformer.
@@ -98,6 +106,9 @@ class Family:
         pipelines: diffusers' pipeline → archs that it is trained as.
         repositories: on the hub → their arch, or a description if it cannot be trained.
         ungated: those of `repositories` without a license agreement.
+        models: names on the hub → configs of the model's parts, as published, for `plan`.
+        files: arch → the file that ai-toolkit loads from a folder, whatever else is in it.
+        rates: class of a block without a reader → measured bytes (RESULTS.md).
         inputs: embedders of the blocks' streams.
         conditioning: embedders of the modulation's input, and modulation linears outside the blocks.
         outside: linears outside the blocks, under both names.
@@ -117,6 +128,9 @@ class Family:
     pipelines: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     repositories: Mapping[str, str] = field(default_factory=dict)
     ungated: tuple[str, ...] = ()
+    models: Mapping[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
+    rates: Mapping[str, Rates] = field(default_factory=dict)
     inputs: tuple[str, ...] = ()
     conditioning: tuple[str, ...] = ()
     outside: tuple[Linear, ...] = ()

@@ -1,15 +1,17 @@
 """FLUX.1: dev, schnell, Krea, Kontext, Fill, Flex.
 
 Sources: diffusers models/transformers/transformer_flux.py, whose arithmetic the fused blocks follow to the rounding;
-names of the original: diffusers scripts/convert_flux_to_diffusers.py.
+names of the original: diffusers scripts/convert_flux_to_diffusers.py; the models' published config.json files.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+import torch
+from torch import nn
 
 from coat_core.activation import PackingConfig
 
@@ -19,6 +21,9 @@ from ..fused.linears import NotFusable
 from ..fused.reading import Outside, Reader, check_attention, clipped, read_double, read_modulation, read_single
 from ..fused.single_block import SingleBlock
 from .family import ANY, DF, BlockList, D, F, Family, Linear, own_entries
+
+if TYPE_CHECKING:
+    from diffusers import FluxTransformer2DModel
 
 ARGUMENTS = ("hidden_states", "encoder_hidden_states", "temb", "image_rotary_emb", "joint_attention_kwargs")
 PROCESSOR = "FluxAttnProcessor"
@@ -35,14 +40,6 @@ def _call(args: tuple[Any, ...]) -> Call:
 def heads_of(block: Any) -> tuple[int, int]:
     """Heads of a block of diffusers, and their size."""
     return block.attn.heads, block.attn.inner_dim // block.attn.heads
-
-
-def _of_single(text: Tensor, image: Tensor) -> tuple[Tensor, Tensor]:
-    return clipped(text), clipped(image)
-
-
-def _of_double(text: Tensor, image: Tensor) -> tuple[Tensor, Tensor]:
-    return clipped(text), image
 
 
 def _read_single(block: Any, config: PackingConfig | None, join: bool) -> SingleBlock:
@@ -88,6 +85,83 @@ OUTSIDE = (
     Linear("final_layer.linear", ("proj_out",), (ANY,), D),
 )
 
+FLUX_DEV_TRANSFORMER_CONFIG: dict[str, Any] = {
+    "patch_size": 1,
+    "in_channels": 64,
+    "num_layers": 19,
+    "num_single_layers": 38,
+    "attention_head_dim": 128,
+    "num_attention_heads": 24,
+    "joint_attention_dim": 4096,
+    "pooled_projection_dim": 768,
+    "guidance_embeds": True,
+    "axes_dims_rope": (16, 56, 56),
+}
+# of every FLUX.1 model: its VAE, CLIP-L and T5-XXL
+OTHER_PARTS: dict[str, dict[str, Any]] = {
+    "vae": {
+        "in_channels": 3,
+        "out_channels": 3,
+        "down_block_types": ("DownEncoderBlock2D",) * 4,
+        "up_block_types": ("UpDecoderBlock2D",) * 4,
+        "block_out_channels": (128, 256, 512, 512),
+        "layers_per_block": 2,
+        "act_fn": "silu",
+        "latent_channels": 16,
+        "norm_num_groups": 32,
+        "use_quant_conv": False,
+        "use_post_quant_conv": False,
+        "mid_block_add_attention": True,
+    },
+    "text_encoder": {
+        "vocab_size": 49408,
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "projection_dim": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "max_position_embeddings": 77,
+        "hidden_act": "quick_gelu",
+    },
+    "text_encoder_2": {
+        "vocab_size": 32128,
+        "d_model": 4096,
+        "d_kv": 64,
+        "d_ff": 10240,
+        "num_layers": 24,
+        "num_heads": 64,
+        "feed_forward_proj": "gated-gelu",
+        "is_encoder_decoder": False,
+        "use_cache": False,
+    },
+}
+
+
+def make_flux_dev_geometry(
+    device: torch.device | str, dtype: torch.dtype = torch.bfloat16, *, seed: int = 0, **overrides: Any
+) -> FluxTransformer2DModel:
+    """Build a FLUX.1-dev sized transformer with random weights directly on `device`, frozen and in eval mode.
+
+    Modules get memory one at a time, so nothing beyond the model's own bytes (23.8 GB in bf16) is allocated, and
+    nothing on `meta`. Linears are N(0, 1/fan-in), biases 0, norms 1. `overrides` change entries of
+    `FLUX_DEV_TRANSFORMER_CONFIG`, e.g. `num_layers=1`.
+    """
+    from diffusers import FluxTransformer2DModel
+
+    with torch.device("meta"):
+        model = FluxTransformer2DModel(**{**FLUX_DEV_TRANSFORMER_CONFIG, **overrides})
+    device = torch.device(device)
+    generator = None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            tensor = torch.empty(parameter.shape, device=device, dtype=dtype)
+            if parameter.ndim == 2:
+                tensor.normal_(0.0, 1.0 / math.sqrt(parameter.shape[1]), generator=generator)
+            else:
+                tensor.fill_(0.0 if name == "bias" else 1.0)
+            module.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+    return model.eval()
+
 
 def _parts(configs: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     from diffusers import AutoencoderKL, FluxTransformer2DModel
@@ -108,7 +182,7 @@ FLUX = Family(
         BlockList(
             "transformer_blocks",
             "FluxTransformerBlock",
-            Reader(ARGUMENTS, heads_of, _call, _read_double, _of_double),
+            Reader(ARGUMENTS, heads_of, _call, _read_double, lambda text, image: (clipped(text), image)),
             kind="double",
             source="transformer_flux",
             count="num_layers",
@@ -124,7 +198,7 @@ FLUX = Family(
         BlockList(
             "single_transformer_blocks",
             "FluxSingleTransformerBlock",
-            Reader(ARGUMENTS, heads_of, _call, _read_single, _of_single),
+            Reader(ARGUMENTS, heads_of, _call, _read_single, lambda text, image: (clipped(text), clipped(image))),
             kind="single",
             source="transformer_flux",
             count="num_single_layers",
@@ -153,6 +227,13 @@ FLUX = Family(
         "FLUX.1-Redux-dev": "FLUX.1 Redux",
     },
     ungated=("FLUX.1-schnell",),
+    models={
+        "black-forest-labs/FLUX.1-dev": {"transformer": FLUX_DEV_TRANSFORMER_CONFIG, **OTHER_PARTS},
+        "black-forest-labs/FLUX.1-schnell": {
+            "transformer": {**FLUX_DEV_TRANSFORMER_CONFIG, "guidance_embeds": False},
+            **OTHER_PARTS,
+        },
+    },
     inputs=("x_embedder", "context_embedder"),
     conditioning=("time_text_embed",),
     outside=OUTSIDE,

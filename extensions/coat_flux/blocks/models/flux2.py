@@ -3,7 +3,8 @@
 The model makes one set of modulation vectors for all blocks of a kind and hands it in. Its linears have no bias, its
 MLPs are SwiGLU, and a single block's q, k, v and MLP come from one linear.
 Sources: diffusers models/transformers/transformer_flux2.py; https://github.com/black-forest-labs/flux2, whose model
-ai-toolkit has; names of the original: diffusers scripts/convert_flux2_to_diffusers.py.
+ai-toolkit has; names of the original: diffusers scripts/convert_flux2_to_diffusers.py; ai-toolkit's and the text
+encoders' published configs.
 """
 
 from __future__ import annotations
@@ -217,6 +218,35 @@ OUTSIDE = (
 )
 
 
+def _klein(heads: int, double: int, single: int, text: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {
+        "transformer": {
+            "in_channels": 128,
+            "num_layers": double,
+            "num_single_layers": single,
+            "guidance_embeds": False,
+            "attention_head_dim": 128,
+            "num_attention_heads": heads,
+            "axes_dims_rope": (32, 32, 32, 32),
+            "joint_attention_dim": 3 * text["hidden_size"],
+        },
+        "vae": {"block_out_channels": (128, 256, 512, 512), "latent_channels": 32, "layers_per_block": 2},
+        "text_encoder": {
+            "model_type": "qwen3",
+            "vocab_size": 151936,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            **text,
+        },
+    }
+
+
+KLEIN_4B = _klein(24, 5, 20, {"hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True})
+KLEIN_9B = _klein(32, 8, 24, {"hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False})
+
+
 def _parts(configs: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """Klein's text encoder is a Qwen 3; dev's the language model in a Mistral 3, whose eyes are not counted."""
     from diffusers import AutoencoderKLFlux2, Flux2Transformer2DModel
@@ -289,9 +319,18 @@ FLUX2 = Family(
     pipelines={"Flux2Pipeline": ("flux2",), "Flux2KleinPipeline": KLEIN},
     repositories={
         "FLUX.2-dev": "flux2",
-        **{f"FLUX.2-klein-{base}{size}B": f"flux2_klein_{size}b" for base in ("", "base-") for size in (4, 9)},
+        "FLUX.2-klein-4B": "flux2_klein_4b",
+        "FLUX.2-klein-base-4B": "flux2_klein_4b",
+        "FLUX.2-klein-9B": "flux2_klein_9b",
+        "FLUX.2-klein-base-9B": "flux2_klein_9b",
     },
     ungated=("FLUX.2-klein-4B", "FLUX.2-klein-base-4B"),
+    models={
+        "black-forest-labs/FLUX.2-klein-4B": KLEIN_4B,
+        "black-forest-labs/FLUX.2-klein-base-4B": KLEIN_4B,
+        "black-forest-labs/FLUX.2-klein-9B": KLEIN_9B,
+        "black-forest-labs/FLUX.2-klein-base-9B": KLEIN_9B,
+    },
     inputs=("x_embedder", "context_embedder"),
     conditioning=("time_guidance_embed", *MODULATION),
     outside=OUTSIDE,
@@ -309,4 +348,9 @@ FLUX2_OF_TOOLKIT = Family(
         BlockList("single_blocks", "SingleStreamBlock", BFL_SINGLE, fused_bytes=12.5),
     ),
     archs=("flux2", *KLEIN),
+    files={
+        "flux2": "flux2-dev.safetensors",
+        "flux2_klein_4b": "flux-2-klein-base-4b.safetensors",
+        "flux2_klein_9b": "flux-2-klein-base-9b.safetensors",
+    },
 )

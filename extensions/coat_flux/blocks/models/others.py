@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .family import Family, generic
+from .family import Family, Rates, generic
 
 # the gradients of v and out nearly cancel over the tokens of an image, and the error of a cast does not
 IN_AND_OUT = "in and out of an attention: an error there reaches every adapter between; kept in high precision"
@@ -17,6 +17,13 @@ UNET = generic(
     converted=("*.resnets.*", "*.transformer_blocks.*"),
     left={"*.attentions.*.proj_in": IN_AND_OUT, "*.attentions.*.proj_out": IN_AND_OUT},
     pipelines={"StableDiffusionPipeline": ("sd1",), "StableDiffusionXLPipeline": ("sdxl",)},
+    rates={"BasicTransformerBlock": Rates(81.0, 29.9, 35.4), "ResnetBlock2D": Rates(16.0, 8.3, 8.3)},
+)
+COGVIDEOX = generic(
+    "CogVideoXTransformer3DModel",
+    "transformer_blocks",
+    one_row="norm1.linear norm2.linear",
+    rates={"CogVideoXBlock": Rates(59.4, 19.7, 23.6)},
 )
 AURA_FLOW = generic(
     "AuraFlowTransformer2DModel",
@@ -47,7 +54,6 @@ TABLE = (
         "boogu_image boogu_image_edit",
         "*norm[123].linear",
     ),
-    ("CogVideoXTransformer3DModel", "transformer_blocks", "", "norm1.linear norm2.linear"),
     ("CogView4Transformer2DModel", "transformer_blocks", "cogview4", "norm1.linear"),
     ("DiT", "blocks", "f-lite", "adaLN_modulation.1"),
     ("DualWanTransformer3DModel", "transformer_1.blocks transformer_2.blocks", "wan22_14b wan22_14b_i2v", ""),
@@ -73,6 +79,7 @@ GENERIC: tuple[Family, ...] = (
     AURA_FLOW,
     LUMINA2,
     PIXART,
+    COGVIDEOX,
     *(generic(name, lists, archs=archs, one_row=one_row) for name, lists, archs, one_row in TABLE),
 )
 

@@ -65,7 +65,7 @@ class _Installer:
             write_file(self.manifest, json.dumps({"made": self.made}, indent=1))
 
     def run(self) -> list[str]:
-        from ...mini_flux.folder import EMBEDDED_MODEL, make_mini_flux
+        from ...mini_flux import EMBEDDED_MODEL, make_mini_flux
 
         result = self._put(EXTENSION, PACKAGE)
         if result == "foreign":
@@ -129,7 +129,7 @@ class _Installer:
 
 
 def _is_as_made(target: Path, source: str) -> bool:
-    from ...mini_flux.folder import MARKER_NAME
+    from ...mini_flux import MARKER_NAME
 
     if source == "folder":
         return target.is_dir() and not any(target.iterdir())

@@ -27,7 +27,7 @@ from ...config.job import JobConfig
 from ...config.job_file import load_job_yaml
 from ...config.launch import DDP, LaunchError, launch_obstacle, shares_weights
 from ...data.hold_out import describe_lowest
-from ...mini_flux.folder import provide_embedded
+from ...mini_flux import provide_embedded
 from ...plan.job import job_facts
 from ...plan.predict import outside_bytes
 from ...saves.lock import run_lock

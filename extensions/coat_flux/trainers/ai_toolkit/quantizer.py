@@ -154,7 +154,7 @@ def plain_linears(model: nn.Module) -> list[str]:
 
     from coat_core.linear.module import obstacle_to_conversion
 
-    from ...blocks.lookup import family_of, matches
+    from ...blocks.models import family_of, matches
 
     patterns = family_of(model).convert
     return [

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ...config.findings import ConfigError
 from ...export.check import check_export
-from ...plan.space import save_space
+from ...plan.job import save_space
 from ...saves.commit import commit, damage, newest_set, require_room, set_step
 from ...saves.errors import ResumeError
 from ...saves.identity import require_same_run, run_identity

@@ -14,7 +14,7 @@ import torch
 from peft import LoraConfig
 from torch import nn
 
-from ...blocks.lookup import KEY_PREFIX, target_names
+from ...blocks.models import KEY_PREFIX, target_names
 from ...config.findings import ConfigError
 from .seeding import Stream, generator_for
 
@@ -30,7 +30,7 @@ def lora_targets(
     ignore_if_contains: Sequence[str] | None = None,
     transformer_only: bool = True,
 ) -> list[str]:
-    """Full names of the linears that get an adapter, in module order, by the rule of `coat_flux.blocks.lookup`.
+    """Full names of the linears that get an adapter, in module order, by the rule of `coat_flux.blocks.models`.
 
     Raises:
         ConfigError: nothing is left to train.

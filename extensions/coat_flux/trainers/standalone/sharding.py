@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 from coat_core.optim.sharded import cut_parameters
 
-from ...blocks.lookup import family_of, listed_blocks
+from ...blocks.models import family_of, listed_blocks
 from ..processes import exchange
 
 __all__ = ["shard"]

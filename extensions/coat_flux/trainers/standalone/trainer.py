@@ -20,9 +20,8 @@ from ...config.job import JobConfig
 from ...config.job_file import load_job_yaml
 from ...config.launch import joint_job
 from ...data.hold_out import describe_lowest
-from ...mini_flux.folder import provide_embedded
-from ...plan.job import check_trained
-from ...plan.space import save_space
+from ...mini_flux import provide_embedded
+from ...plan.job import check_trained, save_space
 from ...saves.commit import newest_set, require_room, set_step
 from ...saves.errors import save_errors
 from ...saves.interrupts import Interrupts
