@@ -88,7 +88,7 @@ def watch(args: argparse.Namespace) -> None:
 
 def serve(run_dir: Path, host: str | None, port: int | None) -> None:
     """Start the live page and print where it is."""
-    from ..pages.live_server import Watch
+    from ..pages.live import Watch
 
     page = Watch(run_dir.resolve(), *([] if host is None else [host]))
     print(f"watch: {page.start(port)}", flush=True)
