@@ -21,6 +21,7 @@ QUIET = (
     "--disable-component-update --disable-sync --disable-extensions --hide-scrollbars"
 )
 SCHEMES = {"dark": "0", "light": "1"}
+WIDTHS = (400, 1200)  # of a phone and of a desk, in pixels
 TIMEOUT_S = 120
 
 # Every page stands in a frame of each width; frames share the script's origin, so that it can look into them.
@@ -38,25 +39,23 @@ function paper(view, node) {
 }
 const name = node => `${node.tagName}.${node.getAttribute('class') || ''}: ${node.textContent.trim().slice(0, 50)}`;
 for (const frame of document.querySelectorAll('iframe')) {
-  const view = frame.contentWindow, page = frame.contentDocument;
+  const view = frame.contentWindow, page = frame.contentDocument, wrong = [];
   page.querySelectorAll('details').forEach(node => node.open = true);
-  const found = {
-    dark: view.matchMedia('(prefers-color-scheme: dark)').matches, inner: view.innerWidth,
-    scroll: page.scrollingElement.scrollWidth, outside: [], clipped: [], texts: 0, pale: [], paleLines: [],
-  };
+  let texts = 0;
+  if (page.scrollingElement.scrollWidth > view.innerWidth) wrong.push('scrolls sideways');
   for (const node of page.body.querySelectorAll('*')) {
     const box = node.getBoundingClientRect(), style = view.getComputedStyle(node);
     if (!box.width || style.visibility === 'hidden') continue;
-    if (box.left < -0.5 || box.right > view.innerWidth + 0.5) found.outside.push(name(node));
-    if (style.overflowX !== 'visible' && node.scrollWidth > node.clientWidth + 1) found.clipped.push(name(node));
+    if (box.left < -0.5 || box.right > view.innerWidth + 0.5) wrong.push('outside: ' + name(node));
+    if (style.overflowX !== 'visible' && node.scrollWidth > node.clientWidth + 1) wrong.push('clipped: ' + name(node));
     if (node.tagName === 'path' && node.getAttribute('class') === 'line' &&
-        contrast(parse(style.stroke), paper(view, node)) < 3) found.paleLines.push(style.stroke);
+        contrast(parse(style.stroke), paper(view, node)) < 3) wrong.push('pale line: ' + style.stroke);
     if (![...node.childNodes].some(child => child.nodeType === 3 && child.textContent.trim())) continue;
-    found.texts += 1;
+    texts += 1;
     const back = paper(view, node), ratio = contrast(over(parse(style.color), back), back) * style.opacity;
-    if (ratio < 4.5) found.pale.push(ratio.toFixed(2) + ' ' + name(node));
+    if (ratio < 4.5) wrong.push('pale, ' + ratio.toFixed(2) + ': ' + name(node));
   }
-  result[frame.name] = found;
+  result[frame.name] = {dark: view.matchMedia('(prefers-color-scheme: dark)').matches, texts, wrong};
 }
 const out = document.createElement('output');
 out.textContent = JSON.stringify(result);
@@ -67,31 +66,27 @@ document.body.replaceChildren(out);
 def browser() -> str:
     """The browser of this machine; skips the test where there is none."""
     known = [os.environ.get("COAT_BROWSER"), *map(shutil.which, NAMES)]
-    known += [path for path in ("/Applications/Google Chrome.app/Contents/MacOS/Google Chrome",) if Path(path).exists()]
-    found = next(filter(None, known), None)
-    if found is None:
-        pytest.skip(f"no browser: none of {', '.join(NAMES)} is installed (or set COAT_BROWSER)")
-    return found
+    mac = Path("/Applications/Google Chrome.app/Contents/MacOS/Google Chrome")
+    if mac.exists():
+        known.append(str(mac))
+    for path in known:
+        if path:
+            return path
+    pytest.skip(f"no browser: none of {', '.join(NAMES)} is installed (or set COAT_BROWSER)")
 
 
-def inspect_pages(pages: dict[str, str], scheme: str, folder: Path, widths: tuple[int, ...] = (400, 1200)) -> Any:
-    """Lay pages out and measure them, all folded sections open.
-
-    Args:
-        pages: name → HTML.
-        scheme: "light" or "dark".
-        folder: for the browser's files.
-        widths: of the window, in pixels.
+def inspect_pages(pages: dict[str, str], scheme: str, folder: Path) -> dict[str, dict[str, Any]]:
+    """Lay out pages (name → HTML) in the scheme "light" or "dark", all folded sections open; `folder` is for its files.
 
     Returns:
-        "name width" → `dark`, `inner` and `scroll` (widths), `texts` (how many were looked at), and lists of what is
-        wrong: `outside` the window, `clipped` by a box with a scroll bar, `pale` texts, `paleLines` of charts.
+        "name width" → whether the page was `dark`, how many `texts` were looked at, and what is `wrong`: outside the
+        window, clipped by a box with a scroll bar, text or lines too pale.
     """
     frames = "".join(
         f'<iframe name="{name} {width}" style="width:{width}px;height:3000px;border:0" srcdoc="{html.escape(page)}">'
         "</iframe>"
         for name, page in pages.items()
-        for width in widths
+        for width in WIDTHS
     )
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "frames.html"
@@ -100,6 +95,6 @@ def inspect_pages(pages: dict[str, str], scheme: str, folder: Path, widths: tupl
     options = [f"--user-data-dir={folder / 'profile'}", f"--blink-settings=preferredColorScheme={SCHEMES[scheme]}"]
     command = [browser(), *QUIET.split(), *options, "--window-size=1300,1000", "--dump-dom", file.as_uri()]
     run = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", timeout=TIMEOUT_S, check=False)
-    found = re.search(r"<output>(.*?)</output>", run.stdout, re.DOTALL)
-    assert found, f"the browser did not finish (exit code {run.returncode}):\n{run.stderr[-2000:]}"
-    return json.loads(html.unescape(found[1]))
+    output = re.search(r"<output>(.*?)</output>", run.stdout, re.DOTALL)
+    assert output, f"the browser did not finish (exit code {run.returncode}):\n{run.stderr[-2000:]}"
+    return json.loads(html.unescape(output[1]))

@@ -16,9 +16,7 @@ from PIL import Image
 
 from coat_flux.pages.charts import line_chart, thinned
 from coat_flux.pages.html import LONGEST_SIDE, POLICY, Page
-from tests.helpers.browser import inspect_pages
 
-WRONG = ("outside", "clipped", "pale", "paleLines")
 HOSTILE = '<script src="https://x.invalid/a.js">alert("1")</script> & $x_1$ \'"'
 
 
@@ -45,7 +43,8 @@ def _content(source: str) -> bytes:
     return base64.b64decode(source.partition(";base64,")[2])
 
 
-def _full_page(text: str, picture: Path) -> Page:
+def full_page(text: str, picture: Path) -> Page:
+    """Every part of a page, with the same text everywhere."""
     page = Page(text, text)
     page.heading(text)
     page.paragraph(text)
@@ -66,14 +65,14 @@ def picture(tmp_path: Path) -> Path:
 
 
 def test_texts_are_escaped_and_nothing_is_fetched(picture: Path) -> None:
-    parsed = _Parsed(_full_page(HOSTILE, picture))
+    parsed = _Parsed(full_page(HOSTILE, picture))
     assert {tag for tag, _ in parsed.tags}.isdisjoint({"script", "link", "iframe", "a"})
     assert all(source.startswith("data:image/") for source in parsed.sources())
     assert len(parsed.sources()) == 1
     assert parsed.texts.count(HOSTILE) >= 9  # title, heading, texts and cells come back as they were given
     policies = [attrs["content"] for tag, attrs in parsed.tags if attrs.get("http-equiv")]
     assert policies == [POLICY]
-    assert "url(" not in _full_page("x", picture).html()
+    assert "url(" not in full_page("x", picture).html()
 
 
 def test_charts_are_inline_and_name_what_they_show() -> None:
@@ -88,6 +87,12 @@ def test_charts_are_inline_and_name_what_they_show() -> None:
     assert {"0.01", "0.1", "1", "10", "100"} <= set(parsed.texts)
     assert "\\" not in page.html()
     assert "$" not in page.html()
+
+
+@pytest.mark.parametrize(("last", "ticks"), [(0, ["0"]), (1, ["0", "1"]), (3, ["0", "1", "2", "3"]), (9, ["0", "2"])])
+def test_steps_are_whole_numbers(last: int, ticks: list[str]) -> None:
+    text = line_chart("c", {"a": [(step, 0.5) for step in range(last + 1)]}, x="step", y="y")
+    assert re.findall(r'tick-x axis" style="left: [\d.]+%">([^<]+)<', text)[: len(ticks)] == ticks
 
 
 @pytest.mark.parametrize("log_y", [False, True])
@@ -131,15 +136,8 @@ def test_sections_fold_and_close_after_an_error() -> None:
 def test_an_empty_chart_says_so(points: list[tuple[float, float]]) -> None:
     page = Page("t")
     page.curves("loss", {"a": points}, x="step", y="loss")
-    page.heat_map("map", [], [], [], unit="dB", ends=(0.0, 1.0))
-    page.images("samples", [])
-    parsed = _Parsed(page)
-    assert [text for text in parsed.texts if "nothing to show" in text] == [
-        "loss: there is nothing to show",
-        "map: there is nothing to show",
-        "samples: there is nothing to show",
-    ]
-    assert parsed.sources() == []
+    assert "loss: there is nothing to show" in _Parsed(page).texts
+    assert "<svg" not in page.html()
 
 
 def test_thinning_keeps_peaks_and_ends() -> None:
@@ -150,7 +148,6 @@ def test_thinning_keeps_peaks_and_ends() -> None:
     assert len(few) <= 1_300
     assert (7_777.0, 50.0) in few
     assert [x for x, _ in few] == sorted(x for x, _ in few)
-    assert thinned(points[:100]) is not None
     assert len(thinned(points[:100])) == 100
 
 
@@ -179,33 +176,3 @@ def test_pictures_small_as_they_are_large_made_small(tmp_path: Path, picture: Pa
     with Image.open(shown) as image:
         assert image.size == (LONGEST_SIDE, round(LONGEST_SIDE * 600 / 900))
     assert "c: cannot be read" in page.html()
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_browser_clips_nothing_and_every_text_can_be_read(scheme: str, tmp_path: Path, picture: Path) -> None:
-    long = "transformer_blocks.11." + "attn.to_added_projection." * 4
-    page = _full_page("a text " + long, picture)
-    for tone in ("good", "bad", "open", "plain"):
-        page.verdict(f"What came out: {tone}.", tone)  # type: ignore[arg-type]  # every tone in turn
-    with page.details("folded"):
-        page.table([f"column {i}" for i in range(9)], [[long, *map(str, range(8))]] * 2)
-        page.heat_map(
-            "m",
-            [long] * 5,
-            [f"exp_avg{i}" for i in range(6)],
-            [[i + 5.5 * j for i in range(6)] for j in range(5)],
-            unit="dB",
-            ends=(0.0, 27.0),
-        )
-        page.code(f"key: {long}")
-    page.curves("c", {f"s{i}": [(step, step * i) for step in range(0, 90_000, 100)] for i in range(8)}, x="step", y="y")
-    page.curves(
-        "m", {"a": [(0, 1e-7), (1e6, 1e7)]}, x="x", y="y", log_y=True, marks={0: "first mark", 1e6: "last mark"}
-    )
-    page.images("many", [(f"step {i}", picture) for i in range(8)], columns=8)
-    page.images("pairs", [("seed 1", picture), ("", picture)], columns=2, header=["bf16", "COAT"])
-    for name, found in inspect_pages({"page": page.html()}, scheme, tmp_path / "browser").items():
-        assert found["dark"] == (scheme == "dark"), name
-        assert found["texts"] > 100, name
-        assert {what: found[what] for what in WRONG} == {what: [] for what in WRONG}, name
-        assert found["scroll"] <= found["inner"], name

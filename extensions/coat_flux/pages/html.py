@@ -18,8 +18,7 @@ from PIL import Image, ImageOps
 
 from ..base.files import write_file
 from ..blocks.models import FLUX, FLUX2
-from .charts import SHORT, Grid, Points, bar_chart, column_name, heat_map, line_chart
-from .style import STYLE
+from .charts import SHORT, Grid, Points, heat_map, line_chart, table_head
 
 __all__ = ["Page", "Tone"]
 
@@ -35,13 +34,11 @@ MEDIA_TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp"}
 
 
 class Page:
-    """A page built from top to bottom; without a title, parts of one. Pictures are at `samples_at`, or embedded."""
+    """A page built from top to bottom; pictures are at `samples_at`, or embedded. `parts` are its HTML so far."""
 
     def __init__(self, title: str, subtitle: str = "", samples_at: str | None = None):
-        self._title, self._samples_at = title, samples_at
-        self.parts: list[str] = []
-        if title:
-            self.parts.append(f"<h1>{_text(title)}</h1>")
+        self.title, self._samples_at = title, samples_at
+        self.parts = [f"<h1>{_text(title)}</h1>"]
         if subtitle:
             self.parts.append(f'<p class="subtitle">{_text(subtitle)}</p>')
 
@@ -56,10 +53,6 @@ class Page:
     def verdict(self, text: str, tone: Tone) -> None:
         """Add the result in one sentence, on green (good), red (bad), yellow (open) or blue (plain)."""
         self.parts.append(f'<p class="verdict {tone}" role="status">{_text(text)}</p>')
-
-    def progress(self, done: int, steps: int) -> None:
-        """Add a bar of the steps done."""
-        self.parts.append(f'<progress max="{max(steps, 1)}" value="{done}" aria-label="steps done"></progress>')
 
     @contextmanager
     def details(self, title: str, *, is_open: bool = False) -> Iterator[None]:
@@ -108,11 +101,16 @@ class Page:
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         """Add a table of `str` values, None as a dash. A header of empty names is left out."""
-        head = f"<thead><tr>{''.join(map(column_name, header))}</tr></thead>" if any(header) else ""
-        body = "".join(
-            f"<tr>{''.join(_cell(cell, name) for cell, name in zip(row, header, strict=True))}</tr>" for row in rows
-        )
-        kind = ' class="facts"' if not head else ' class="stacking"' if len(header) >= STACKED_COLUMNS else ""
+        head, kind = table_head(header), ""
+        if not any(header):
+            head, kind = "", ' class="facts"'
+        elif len(header) >= STACKED_COLUMNS:
+            kind = ' class="stacking"'
+        lines = []
+        for row in rows:
+            cells = [_cell(value, name) for value, name in zip(row, header, strict=True)]
+            lines.append(f"<tr>{''.join(cells)}</tr>")
+        body = "".join(lines)
         self.parts.append(f'<div class="wide"><table{kind}>{head}<tbody>{body}</tbody></table></div>')
 
     def curves(self, title: str, series: Mapping[str, Points], **options: Any) -> None:
@@ -122,16 +120,9 @@ class Page:
         else:
             self.missing(f"{title}: there is nothing to show")
 
-    def bars(self, title: str, bars: Mapping[str, Mapping[str, float]], **options: Any) -> None:
-        """Add a `charts.bar_chart`."""
-        self.parts.append(bar_chart(title, bars, **options))
-
     def heat_map(self, title: str, rows: Sequence[str], columns: Sequence[str], values: Grid, **options: Any) -> None:
         """Add a `charts.heat_map`."""
-        if any(value is not None and math.isfinite(value) for row in values for value in row):
-            self.parts.append(heat_map(title, rows, columns, values, **options))
-        else:
-            self.missing(f"{title}: there is nothing to show")
+        self.parts.append(heat_map(title, rows, columns, values, **options))
 
     def images(
         self,
@@ -146,9 +137,6 @@ class Page:
 
         Columns are `width` pixels wide. On a narrow screen rows wrap, unless there is a header or a single column.
         """
-        if not items:
-            self.missing(f"{title}: there is nothing to show")
-            return
         cells = "".join(f'<div class="head">{_text(name)}</div>' for name in header)
         cells += "".join(self._picture(caption, path) for caption, path in items)
         caption = f"<figcaption>{_text(title)}</figcaption>" if title else ""
@@ -159,23 +147,25 @@ class Page:
         )
 
     def _picture(self, caption: str, path: Path) -> str:
-        try:
-            source = _data_uri(path) if self._samples_at is None else f"{self._samples_at}/{quote(path.name)}"
-        except (OSError, ValueError) as error:
-            text = _text(f"{caption}: cannot be read ({error})")
-            return f'<figure><figcaption class="missing">{text}</figcaption></figure>'
+        if self._samples_at is not None:
+            source = f"{self._samples_at}/{quote(path.name)}"
+        else:
+            try:
+                source = _data_uri(path)
+            except (OSError, ValueError) as error:
+                text = _text(f"{caption}: cannot be read ({error})")
+                return f'<figure><figcaption class="missing">{text}</figcaption></figure>'
         below = f"<figcaption>{_text(caption)}</figcaption>" if caption else ""
         return f'<figure><img alt="{_text(caption)}" src="{source}">{below}</figure>'
 
-    def html(self) -> str:
-        """Return the page so far."""
-        head = (
-            f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-            f'<meta name="viewport" content="width=device-width, initial-scale=1">'
-            f"<title>{_text(self._title)}</title><style>{STYLE}</style>"
-        )
+    def html(self, head: str = f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">') -> str:
+        """Return the page so far; `head` goes into its head."""
         body = "\n".join(self.parts)
-        return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head><body>\n{body}\n</body></html>\n'
+        return (
+            '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+            '<meta name="viewport" content="width=device-width, initial-scale=1">'
+            f"<title>{_text(self.title)}</title><style>{STYLE}</style>{head}</head><body>\n{body}\n</body></html>\n"
+        )
 
     def write(self, path: Path) -> Path:
         """Write the page atomically; returns `path`."""
@@ -189,10 +179,13 @@ def _text(text: object) -> str:
 
 def _cell(value: object, column: str) -> str:
     text = "–" if value is None else str(value)
-    kinds = ["short"] * (len(text) <= SHORT) + ["number"] * bool(NUMBER.fullmatch(text))
-    attributes = f' class="{" ".join(kinds)}"' if kinds else ""
-    attributes += f' data-label="{_text(column)}"' if column else ""
-    return f"<td{attributes}>{_text(text)}</td>"
+    kinds = []
+    if len(text) <= SHORT:
+        kinds.append("short")
+    if NUMBER.fullmatch(text):
+        kinds.append("number")
+    label = f' data-label="{_text(column)}"' if column else ""
+    return f'<td class="{" ".join(kinds)}"{label}>{_text(text)}</td>'
 
 
 def _data_uri(path: Path) -> str:
@@ -202,8 +195,113 @@ def _data_uri(path: Path) -> str:
             image.load()  # fails on a truncated file
             return f"data:{MEDIA_TYPES[image.format]};base64,{base64.b64encode(path.read_bytes()).decode()}"
         upright = ImageOps.exif_transpose(image)
-        upright.thumbnail((LONGEST_SIDE, LONGEST_SIDE), Image.Resampling.LANCZOS)
-        colours, jpeg = upright.convert("RGBA"), io.BytesIO()
-        paper = Image.new("RGBA", colours.size, "white")
-        Image.alpha_composite(paper, colours).convert("RGB").save(jpeg, "JPEG", quality=QUALITY)
-        return f"data:image/jpeg;base64,{base64.b64encode(jpeg.getvalue()).decode()}"
+    upright.thumbnail((LONGEST_SIDE, LONGEST_SIDE), Image.Resampling.LANCZOS)
+    colours, jpeg = upright.convert("RGBA"), io.BytesIO()
+    paper = Image.new("RGBA", colours.size, "white")
+    Image.alpha_composite(paper, colours).convert("RGB").save(jpeg, "JPEG", quality=QUALITY)
+    return f"data:image/jpeg;base64,{base64.b64encode(jpeg.getvalue()).decode()}"
+
+
+# Light and dark by the reader's setting, from 320 pixels up.
+STYLE = """
+:root {
+  color-scheme: light dark;
+  --paper: #fff; --ink: #1f2328; --quiet: #59636e; --line: #d1d9e0; --raised: #f6f8fa;
+  --good: #0b4d1f; --good-paper: #dafbe1; --bad: #82071e; --bad-paper: #ffebe9;
+  --open: #5c4400; --open-paper: #fff3bf; --plain: #0a3069; --plain-paper: #ddf4ff;
+  --c0: #1f6feb; --c1: #c2500a; --c2: #1a7f37; --c3: #8250df; --c4: #cf222e; --c5: #0e7490;
+  --c6: #8f5f00; --c7: #bf3989;
+}
+@media (prefers-color-scheme: dark) {
+  :root {
+    --paper: #0d1117; --ink: #e6edf3; --quiet: #9198a1; --line: #3d444d; --raised: #161b22;
+    --good: #aff5b4; --good-paper: #0f3a1d; --bad: #ffdcd7; --bad-paper: #5a1a1a;
+    --open: #f8e3a1; --open-paper: #4a3600; --plain: #cae8ff; --plain-paper: #0c2d54;
+    --c0: #58a6ff; --c1: #f0883e; --c2: #3fb950; --c3: #bc8cff; --c4: #ff7b72; --c5: #39c5cf;
+    --c6: #d29922; --c7: #f778ba;
+  }
+}
+* { box-sizing: border-box; }
+body {
+  font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
+  max-width: 70rem; margin: 0 auto; padding: 1rem; overflow-wrap: anywhere;
+}
+h1, h2, h3, h4 { line-height: 1.25; margin: 1.6em 0 .5em; }
+h1 { margin-top: .25em; }
+.subtitle, .missing, figcaption, .axis { color: var(--quiet); }
+.verdict { font-size: 1.1rem; font-weight: 600; padding: .75rem 1rem; border-left: .4rem solid; border-radius: .3rem; }
+.verdict.good { color: var(--good); background: var(--good-paper); }
+.verdict.bad { color: var(--bad); background: var(--bad-paper); }
+.verdict.open { color: var(--open); background: var(--open-paper); }
+.verdict.plain { color: var(--plain); background: var(--plain-paper); }
+details { border-top: 1px solid var(--line); padding: .25rem 0; }
+details:last-of-type { border-bottom: 1px solid var(--line); }
+summary { cursor: pointer; padding: .4rem 0; font-size: 1.1rem; font-weight: 600; }
+summary:focus-visible { outline: 2px solid var(--c0); }
+.wide { overflow-x: auto; margin: 1em 0; }
+table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums; }
+th, td { border: 1px solid var(--line); padding: .25rem .5rem; text-align: left; vertical-align: top; }
+thead th { background: var(--raised); }
+.short { overflow-wrap: normal; }
+td.short { white-space: nowrap; }
+.number, .heat td { text-align: right; }
+.facts td { text-align: left; white-space: normal; }
+.facts td:first-child { color: var(--quiet); overflow-wrap: normal; }
+pre {
+  padding: .75rem; border: 1px solid var(--line); border-radius: .3rem; background: var(--raised);
+  font-size: .8rem; white-space: pre-wrap;
+}
+code { font-size: .9em; background: var(--raised); padding: .1em .3em; border-radius: .2rem; }
+figure { margin: 1.25em 0; }
+.chart > figcaption { color: var(--ink); font-weight: 600; }
+.legend { display: flex; flex-wrap: wrap; gap: .1rem 1rem; font-size: .8rem; }
+.legend span::before {
+  content: ""; display: inline-block; width: 1.2em; height: .25em; border-radius: .1em; margin-right: .4em;
+  vertical-align: middle; background: var(--c);
+}
+.legend .line::before { width: 0; height: 1em; border-left: 2px dashed var(--ink); background: none; }
+.bars { display: grid; grid-template-columns: max-content 1fr max-content; gap: .3rem .6rem; margin-top: .5rem; }
+.bars span { font-size: .8rem; font-variant-numeric: tabular-nums; }
+.track { position: relative; display: flex; }
+.track i { background: var(--c); }
+.track b { position: absolute; top: -.15rem; bottom: -.15rem; border-left: 2px dashed var(--ink); }
+.axis { font-size: .75rem; font-variant-numeric: tabular-nums; }
+.x.axis { text-align: right; padding-top: 1.4rem; }
+.plot { position: relative; height: 15rem; margin: .5rem 1.5rem 0 var(--ticks); }
+.plot svg { position: absolute; inset: 0; width: 100%; height: 100%; overflow: visible; }
+.plot path { fill: none; stroke: var(--c); stroke-width: 1.75; stroke-linejoin: round; }
+.plot path { vector-effect: non-scaling-stroke; }
+.plot path.grid { stroke: var(--line); stroke-width: 1; }
+.plot path.band { fill: var(--c); stroke: none; opacity: .18; }
+.plot path.faint { stroke-width: 1; opacity: .45; }
+.plot path.dots { stroke-width: 5; stroke-linecap: round; }
+.plot path.mark { stroke: var(--ink); stroke-width: 1; stroke-dasharray: 4 3; }
+.plot span { position: absolute; white-space: nowrap; line-height: 1; }
+.plot .tick-y { right: calc(100% + .4rem); transform: translateY(50%); }
+.plot .tick-x { top: calc(100% + .4rem); transform: translateX(-50%); }
+.plot .note { top: 0; color: var(--ink); background: var(--paper); padding: .1rem .25rem; }
+.plot .note.left { transform: translateX(-100%); }
+.gallery { display: inline-block; vertical-align: top; margin: .5rem 0 .75rem; padding-right: 1rem; }
+.gallery > figcaption { color: var(--ink); font-size: .9rem; margin-bottom: .3rem; }
+.grid { display: grid; gap: .4rem; grid-template-columns: repeat(var(--columns), minmax(0, 1fr)); }
+.grid figure { margin: 0; }
+.grid figcaption, .head { font-size: .8rem; }
+.head { font-weight: 600; text-align: center; }
+img { display: block; width: 100%; height: auto; border-radius: .2rem; }
+@media (max-width: 40rem) {
+  body { padding: .75rem; }
+  h1 { font-size: 1.5rem; }
+  .plot { height: 12rem; }
+  .gallery { padding-right: 0; }
+  .wrapping { grid-template-columns: repeat(auto-fill, minmax(5.2rem, 1fr)); }
+  .heat { font-size: .75rem; }
+  .heat th, .heat td { padding: .15rem .25rem; }
+  .heat thead th { writing-mode: vertical-rl; }
+  .stacking thead { display: none; }
+  .stacking, .stacking tbody { display: block; }
+  .stacking tr { display: block; border: 1px solid var(--line); margin-bottom: .6rem; }
+  .stacking td { display: flex; gap: 1rem; justify-content: space-between; border: 0; }
+  .stacking td { text-align: right; white-space: normal; }
+  .stacking td::before { content: attr(data-label); color: var(--quiet); text-align: left; flex: none; }
+}
+"""

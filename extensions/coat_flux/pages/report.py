@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeAlias
 
 from .. import __version__
 from ..saves.errors import SaveError
 from ..saves.identity import VERSIONS_FILE
 from ..watch.memory_report import forecast, stacked, tabulated
+from .charts import bar_chart
 from .html import Page, Tone
 from .precision import show_precision
-from .run import MEMORY_FILE, RunFolder, Saved, smoothed
+from .run import MEMORY_FILE, RunFolder, smoothed
 
 __all__ = ["REPORT_FILE", "show_live", "write_report"]
 
+Section: TypeAlias = Callable[[Page, RunFolder], None]
+
 REPORT_FILE = Path("coat") / "report.html"
 SAMPLE_STEPS, SAMPLE_PROMPTS = 8, 12  # of the grid
-NO_CONFIG = "No config.yaml in the run's folder."
 RISE = 1.01  # final over lowest validation loss from which it counts as risen
 DAMAGED = (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError)
 
@@ -30,29 +32,25 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
     """Write the page of a run; RunFolderError if it is not a run, SaveError if the page cannot be written."""
     run = RunFolder(run_dir)
     target = run.path / REPORT_FILE if out is None else out
-    saves = run.saves()
     page = Page(run.name, f"Run report by coat-flux {__version__}: {run.path.resolve()}")
-    _show(page, "Summary", lambda: _show_summary(page, run, saves))
-    sections: dict[str, Callable[[], None]] = {
-        "Samples": lambda: _show_samples(page, run),
-        "The result": lambda: _show_newest(page, run, saves),
-        "Loss": lambda: _show_loss(page, run),
-    }
-    for title, show in sections.items():
+    _show(page, run, "Summary", _show_summary)
+    sections = {"Samples": _show_samples, "The result": _show_newest, "Loss": _show_loss}
+    for title, section in sections.items():
         page.heading(title)
-        _show(page, title, show)
+        _show(page, run, title, section)
     page.heading("Details")
     _fold(
         page,
+        run,
         {
-            "Speed and learning rate": lambda: _show_pace(page, run),
-            "Memory": lambda: _show_memory(page, run),
-            "Precision of FP8": lambda: show_precision(page, run),
-            "Guard": lambda: _show_guard(page, run),
-            "Asked, got, why": lambda: _show_treatment(page, saves),
-            "Saves": lambda: _show_saves(page, saves),
-            "Versions": lambda: _show_versions(page, run),
-            "Config": lambda: page.code(run.config_text) if run.config_text else page.missing(NO_CONFIG),
+            "Speed and learning rate": _show_pace,
+            "Memory": _show_memory,
+            "Precision of FP8": show_precision,
+            "Guard": _show_guard,
+            "Asked, got, why": _show_treatment,
+            "Saves": _show_saves,
+            "Versions": _show_versions,
+            "Config": _show_config,
         },
     )
     try:
@@ -64,67 +62,61 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
 
 def show_live(page: Page, run: RunFolder) -> None:
     """The sections of a live run: those that take only a moment."""
-    _show(page, "Samples", lambda: _show_samples(page, run))
-    _show(page, "Loss", lambda: _show_loss(page, run))
-    _fold(
-        page,
-        {
-            "Speed and learning rate": lambda: _show_pace(page, run),
-            "Memory": lambda: _show_memory(page, run, predicts=False),
-            "Guard": lambda: _show_guard(page, run),
-        },
-    )
+    _show(page, run, "Samples", _show_samples)
+    _show(page, run, "Loss", _show_loss)
+    _fold(page, run, {"Speed and learning rate": _show_pace, "Memory": _show_phases, "Guard": _show_guard})
 
 
-def _fold(page: Page, sections: dict[str, Callable[[], None]]) -> None:
-    for title, show in sections.items():
+def _fold(page: Page, run: RunFolder, sections: Mapping[str, Section]) -> None:
+    for title, section in sections.items():
         with page.details(title):
-            _show(page, title, show)
+            _show(page, run, title, section)
 
 
-def _show(page: Page, title: str, show: Callable[[], None]) -> None:
+def _show(page: Page, run: RunFolder, title: str, section: Section) -> None:
     try:
-        show()
+        section(page, run)
     except DAMAGED as error:
         page.missing(f"{title}: cannot be shown ({type(error).__name__}: {error})")
 
 
-def _show_summary(page: Page, run: RunFolder, saves: Sequence[Saved]) -> None:
-    train, network, model = run.block("train"), run.block("network"), run.block("model")
-    loss, pace, peak, skipped = (
-        run.metrics.get(name, []) for name in ("loss", "s_per_it", "peak_memory_gb", "skipped")
-    )
+def _show_summary(page: Page, run: RunFolder) -> None:
     held_out = "held-out loss" if run.block("validation") else "validation loss"
-    page.verdict(*_verdict(run, held_out, saves))
-    change = [
-        f"{curve[0][1]:.5f} → {curve[-1][1]:.5f}" if curve else None for curve in (smoothed(loss), run.validation)
-    ]
-    facts: list[tuple[str, Any]] = [
-        ("steps", f"{loss[-1][0]:.0f} of {train.get('steps', '?')}" if loss else None),
-        ("loss, smoothed", change[0]),
-        (held_out, change[1]),
-        ("time per step, median", f"{median(value for _, value in pace):.3f} s" if pace else None),
-        ("time in steps", timedelta(seconds=round(sum(value for _, value in pace))) if pace else None),
-        ("peak memory of steps", f"{max(value for _, value in peak):.2f} GB" if peak else None),
-        ("updates skipped", f"{skipped[-1][1]:.0f}" if skipped else None),
-        ("model", model.get("name_or_path")),
-        ("LoRA", f"rank {network['linear']}" if "linear" in network else None),
-        ("trigger word", run.process.get("trigger_word")),
-    ]
-    page.table(["", ""], [[name, value] for name, value in facts if value is not None])
+    page.verdict(*_verdict(run, held_out))
+    facts: dict[str, Any] = {}
+    loss, pace = run.metrics.get("loss"), run.metrics.get("s_per_it")
+    if loss:
+        facts["steps"] = f"{loss[-1][0]:.0f} of {run.block('train').get('steps', '?')}"
+    for name, curve in (("loss, smoothed", smoothed(loss or ())), (held_out, run.validation)):
+        if curve:
+            facts[name] = f"{curve[0][1]:.5f} → {curve[-1][1]:.5f}"
+    if pace:
+        seconds = [value for _, value in pace]
+        facts["time per step, median"] = f"{median(seconds):.3f} s"
+        facts["time in steps"] = timedelta(seconds=round(sum(seconds)))
+    if run.metrics.get("peak_memory_gb"):
+        facts["peak memory of steps"] = f"{max(value for _, value in run.metrics['peak_memory_gb']):.2f} GB"
+    if run.metrics.get("skipped"):
+        facts["updates skipped"] = f"{run.metrics['skipped'][-1][1]:.0f}"
+    facts["model"] = run.block("model").get("name_or_path")
+    if "linear" in run.block("network"):
+        facts["LoRA"] = f"rank {run.block('network')['linear']}"
+    facts["trigger word"] = run.process.get("trigger_word")
+    page.table(["", ""], [[name, value] for name, value in facts.items() if value is not None])
 
 
-def _verdict(run: RunFolder, held_out: str, saves: Sequence[Saved]) -> tuple[str, Tone]:
+def _verdict(run: RunFolder, held_out: str) -> tuple[str, Tone]:
     loss, steps = run.metrics.get("loss", []), run.block("train").get("steps", "?")
     if not loss:
         return "No step of this run has been recorded yet.", "plain"
     if not math.isfinite(loss[-1][1]):
         good = max((int(step) for step, value in loss if math.isfinite(value)), default=0)
         return f"The loss has not been a finite number since step {good + 1}; use a save from before that step.", "bad"
-    if saves and saves[-1].problem:
-        return f"The newest save, {saves[-1].path.name}, {saves[-1].problem}; use an older one.", "bad"
+    if run.saves and run.saves[-1].problem:
+        newest = run.saves[-1]
+        return f"The newest save, {newest.path.name}, {newest.problem}; use an older one.", "bad"
     done = int(loss[-1][0])
-    if done != steps and run.name not in (save.name for save in saves):
+    if done != steps and run.name not in (save.name for save in run.saves):
         return f"{done} of {steps} steps are done; if the run has stopped, the same command resumes it.", "plain"
     name, curve = (held_out, run.validation) if run.validation else ("loss", smoothed(loss))
     lowest, first, last = min(curve, key=lambda point: point[1]), curve[0][1], curve[-1][1]
@@ -138,8 +130,8 @@ def _verdict(run: RunFolder, held_out: str, saves: Sequence[Saved]) -> tuple[str
     return f"All steps are done, and the {name} did not fall: {first:.4g} → {last:.4g}.", "open"
 
 
-def _show_newest(page: Page, run: RunFolder, saves: Sequence[Saved]) -> None:
-    readable = [save for save in saves if not save.problem]
+def _show_newest(page: Page, run: RunFolder) -> None:
+    readable = [save for save in run.saves if not save.problem]
     if not readable:
         page.missing("None has been saved yet.")
         return
@@ -173,19 +165,19 @@ def _show_loss(page: Page, run: RunFolder) -> None:
 def _show_samples(page: Page, run: RunFolder) -> None:
     samples, prompts = run.samples(), run.prompts()
     if not samples:
-        off = run.block("train").get("disable_sampling") or not prompts
-        every = f"sample_every {run.block('sample').get('sample_every', '?')}"
-        page.missing(f"No samples: {'the config has no prompts, or train.disable_sampling' if off else every}.")
+        reason = f"sample_every {run.block('sample').get('sample_every', '?')}"
+        if run.block("train").get("disable_sampling") or not prompts:
+            reason = "the config has no prompts, or train.disable_sampling"
+        page.missing(f"No samples: {reason}.")
         return
-    steps = sorted({found.step for found in samples})
+    steps = sorted({sample.step for sample in samples})
     if len(steps) > SAMPLE_STEPS:  # evenly spaced, with the first and the last
         steps = [steps[round(i * (len(steps) - 1) / (SAMPLE_STEPS - 1))] for i in range(SAMPLE_STEPS)]
-    numbers = sorted({found.number for found in samples})[:SAMPLE_PROMPTS]
+    numbers = sorted({sample.number for sample in samples})[:SAMPLE_PROMPTS]
     for number in numbers:
-        row = [
-            (f"step {found.step}", found.path) for found in samples if found.number == number and found.step in steps
-        ]
-        page.images(prompts[number] if number < len(prompts) else f"prompt {number + 1}", row, columns=len(steps))
+        row = [sample for sample in samples if sample.number == number and sample.step in steps]
+        title = prompts[number] if number < len(prompts) else f"prompt {number + 1}"
+        page.images(title, [(f"step {sample.step}", sample.path) for sample in row], columns=len(steps))
     left = len(samples) - len(steps) * len(numbers)
     if left > 0:
         page.missing(f"{left} more are in samples/.")
@@ -199,21 +191,27 @@ def _show_pace(page: Page, run: RunFolder) -> None:
     page.curves("Gradient norm before clipping", {"norm": norm}, x="step", y="norm", log_y=True)
 
 
-def _show_memory(page: Page, run: RunFolder, *, predicts: bool = True) -> None:
+def _show_memory(page: Page, run: RunFolder) -> None:
     record = run.json(MEMORY_FILE)
+    if record is not None and record["prediction"] is None and run.config_text:  # unfinished run: predicted now
+        import torch
+
+        from ..config.job import JobConfig
+
+        device = torch.device(record["device"])
+        record["prediction"] = forecast(lambda: JobConfig.from_file(run.path / "config.yaml"), device)
+    _show_phases(page, run, record)
+
+
+def _show_phases(page: Page, run: RunFolder, record: dict[str, Any] | None = None) -> None:
+    record = record or run.json(MEMORY_FILE)
     if record is None:
         page.missing(f"No {MEMORY_FILE.as_posix()}: COAT was off, or the run ended before it loaded a model.")
     else:
-        if predicts and record["prediction"] is None and run.config_text:  # unfinished run: predicted now
-            import torch
-
-            from ..config.job import JobConfig
-
-            device = torch.device(record["device"])
-            record["prediction"] = forecast(lambda: JobConfig.from_file(run.path / "config.yaml"), device)
         unit, bars, expected = stacked(record)
         title = f"{'Tensors' if record['baseline'] else 'Memory'} held at the peak of each phase"
-        page.bars(title, bars, unit=unit, expected=expected, expected_name="predicted by coat-flux plan")
+        name = "predicted by coat-flux plan"
+        page.parts.append(bar_chart(title, bars, unit=unit, expected=expected, expected_name=name))
         title, (header, *rows), notes = tabulated(record)
         page.paragraph(title)
         page.table(header, rows)
@@ -231,21 +229,19 @@ def _show_guard(page: Page, run: RunFolder) -> None:
         page.curves("Updates skipped", {"skipped": skipped}, x="step", y="so far")
     rows = [["updates skipped in the whole run", f"{skipped[-1][1]:.0f}" if skipped else None]]
     if guard is not None:
-        rows += [
-            ["updates done at the newest save", guard.get("updates")],
-            ["skipped until then", guard.get("skipped")],
-        ]
-        chosen = guard.get("precision") or {}
-        for layer in chosen.get("left_out") or []:
-            rows.append([f"in bf16 by activation.min_sqnr_db: {chosen.get('minimum'):g}", layer])
+        rows.append(["updates done at the newest save", guard.get("updates")])
+        rows.append(["skipped until then", guard.get("skipped")])
+        precision = guard.get("precision") or {}
+        for layer in precision.get("left_out") or []:
+            rows.append([f"in bf16 by activation.min_sqnr_db: {precision.get('minimum'):g}", layer])
     page.table(["", ""], rows)
 
 
-def _show_treatment(page: Page, saves: Sequence[Saved]) -> None:
-    for save in reversed(saves):
+def _show_treatment(page: Page, run: RunFolder) -> None:
+    columns = ("asked", "got", "why")
+    for save in reversed(run.saves):
         parts = [key.removeprefix("coat.got.") for key in sorted(save.metadata) if key.startswith("coat.got.")]
         if parts:
-            columns = ("asked", "got", "why")
             rows = [[part, *(save.metadata.get(f"coat.{key}.{part}", "") for key in columns)] for part in parts]
             page.table(["part", *columns], rows)
             page.missing(f"From the metadata of {save.path.name}.")
@@ -253,17 +249,24 @@ def _show_treatment(page: Page, saves: Sequence[Saved]) -> None:
     page.missing("No table: no save of this run has it in its metadata (coat.enabled: false, or nothing saved yet).")
 
 
-def _show_saves(page: Page, saves: Sequence[Saved]) -> None:
-    if not saves:
+def _show_saves(page: Page, run: RunFolder) -> None:
+    if not run.saves:
         page.missing("None has been saved yet.")
         return
-    rows = [[save.path.name, f"{save.nbytes / 1e6:.2f} MB", save.step, save.problem] for save in saves]
+    rows = [[save.path.name, f"{save.nbytes / 1e6:.2f} MB", save.step, save.problem] for save in run.saves]
     page.table(["file", "size", "steps done", ""], rows)
 
 
 def _show_versions(page: Page, run: RunFolder) -> None:
-    found = run.json(VERSIONS_FILE)
-    if found is None:
-        page.missing(f"No {VERSIONS_FILE.as_posix()}: the run is older than that file, or COAT was off in ai-toolkit.")
+    versions = run.json(VERSIONS_FILE)
+    if versions is None:
+        page.missing(f"No {VERSIONS_FILE.as_posix()}: COAT was off in ai-toolkit.")
         return
-    page.table(["", ""], list(found.items()))
+    page.table(["", ""], list(versions.items()))
+
+
+def _show_config(page: Page, run: RunFolder) -> None:
+    if run.config_text:
+        page.code(run.config_text)
+    else:
+        page.missing("No config.yaml in the run's folder.")
