@@ -10,28 +10,48 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
+from coat_flux.pages.live import live_page
 from coat_flux.pages.report import write_report
-from coat_flux.study.held_out import HeldOut, Split
+from coat_flux.study.compare import Verdict, write_page
 from coat_flux.study.judgement import judge
 from coat_flux.study.ranking import write_sweep_page
-from coat_flux.study.report import Verdict, write_page
-from coat_flux.study.runs import ArmResult
 from coat_flux.study.scoring import Gram, Scores
-from coat_flux.study.study import Settings, Study
-from coat_flux.study.sweep import FAILED, FINISHED, OPEN, Sweep, Trial
+from coat_flux.study.study import ArmResult, Settings, Study
+from coat_flux.study.sweep import FAILED, FINISHED, OPEN, Run, Sweep, Trial
+from coat_flux.watch.live import LiveRun
 from coat_flux.watch.precision import COLUMNS
-from tests.helpers.browser import inspect_pages
+from tests.helpers.browser import WIDTHS, inspect_pages
+from tests.unit.test_live import make_watched_run
+from tests.unit.test_page import full_page
 from tests.unit.test_run_report import add_samples, make_run
 from tests.unit.test_verify_parts import held_out_of, job_of
 
 LOSSLESS_PAGE = Path(__file__).parents[2] / "docs" / "lossless.html"
 LAYERS = [f"single_transformer_blocks.{block}.attn.to_added_output_projection" for block in range(40)]
-WRONG = ("outside", "clipped", "pale", "paleLines")
+
+
+def parts(picture: Path) -> str:
+    """Every part that a page may have, with long words."""
+    long = "transformer_blocks.11." + "attn.to_added_projection." * 4
+    page = full_page("a text " + long, picture)
+    for tone in ("good", "bad", "open", "plain"):
+        page.verdict(f"What came out: {tone}.", tone)  # type: ignore[arg-type]  # every tone in turn
+    with page.details("folded"):
+        page.table([f"column {i}" for i in range(9)], [[long, *map(str, range(8))]] * 2)
+        shades = [[i + 5.5 * j for i in range(6)] for j in range(5)]
+        page.heat_map("m", [long] * 5, [f"exp_avg{i}" for i in range(6)], shades, unit="dB", ends=(0.0, 27.0))
+        page.code(f"key: {long}")
+    page.curves("c", {f"s{i}": [(step, step * i) for step in range(0, 90_000, 100)] for i in range(8)}, x="step", y="y")
+    marks = {0: "first mark", 1e6: "last mark"}
+    page.curves("m", {"a": [(0, 1e-7), (1e6, 1e7)]}, x="x", y="y", log_y=True, marks=marks)
+    page.images("many", [(f"step {i}", picture) for i in range(8)], columns=8)
+    page.images("pairs", [("seed 1", picture), ("", picture)], columns=2, header=["bf16", "COAT"])
+    return page.html()
 
 
 def report(folder: Path) -> str:
     """The page of a run that has everything a run may have."""
-    run = make_run(folder, steps=3000)
+    run = make_run(folder, [1 / step for step in range(1, 3001)])
     add_samples(run, range(0, 3001, 250), prompts=4)
     rows = [
         f"{step},{layer},{kind},{31.5 if block else 4},0.0001,0,100"
@@ -59,10 +79,7 @@ def comparison(folder: Path) -> str:
     folder.mkdir()
     job = job_of(folder, {}, sample={"prompts": ["a [trigger] on a very long prompt " * 5, "another"]})
     Image.new("RGB", (64, 64), "teal").save(folder / "a.png")
-    study = Study(
-        job, folder, Settings(steps=4), Split((), (), ()), HeldOut(held_out_of((8, 8)).photos, ["p.jpg"] * 20),
-        torch.device("cpu"),
-    )  # fmt: skip
+    study = Study(job, folder, Settings(steps=4), [], held_out_of(*[(8, 8)] * 20), torch.device("cpu"))
     curve = tuple((step, 1 / (step + 1)) for step in range(0, 1001, 50))
     runs = [
         ArmResult(arm, seed, folder / arm / "x.safetensors", curve, 0.5, 2.0, 2.0, 10**9, (folder / "a.png",) * 2)
@@ -85,22 +102,32 @@ def ranking(folder: Path) -> str:
     sweep.folder, sweep.trials, sweep.total, sweep.held_out = folder, [], 12, ["a_photo.jpg"] * 3
     for number in range(12):
         settings = {"train.lr": 10 ** -(number % 4 + 1), "coat.optimizer.m1_format": "e4m3", "network.linear": number}
-        state = FAILED if number == 10 else OPEN if number == 11 else FINISHED
         curve = [(step, 1 / (step + 1 + number)) for step in range(0, 1001, 50)]
-        message = "LoRA pinned: " + "the loss was exactly the same " * 5
-        name = f"lr{number}_linear{number}_seed42"
-        sweep.trials.append(Trial(name, settings, 42, 1000, {}, state, curve, 1.25, message * (state == FAILED)))
-    samples = folder / sweep.trials[9].name / "samples"
+        run = Run(f"lr{number}_linear{number}_seed42", 1000, {}, FINISHED, curve, 1.25)
+        sweep.trials.append(Trial(settings, [run]))
+    sweep.runs[10].state, sweep.runs[10].message = FAILED, "LoRA pinned: " + "the loss was exactly the same " * 5
+    sweep.runs[11].state = OPEN
+    samples = folder / sweep.runs[9].name / "samples"
     samples.mkdir(parents=True)
     (samples.parent / "config.yaml").write_text("job: extension")
     Image.new("RGB", (64, 64), "teal").save(samples / "1700000000__000001000_0.png")
     return write_sweep_page(sweep).read_text(encoding="utf-8")
 
 
+def watched(folder: Path) -> str:
+    """The live page of a run that goes on."""
+    run = make_watched_run(folder / "a_rather_long_name_that_has_to_break_somewhere" / "shirt")
+    with LiveRun(run, 0, 100, samples=True):
+        return live_page(run, "nonce")
+
+
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("pages")
+    Image.new("RGB", (8, 8), "red").save(folder / "a.png")
     return {
+        "parts": parts(folder / "a.png"),
+        "watch": watched(folder / "watch"),
         "report": report(folder / "run"),
         "verify": comparison(folder / "verify"),
         "sweep": ranking(folder / "sweep"),
@@ -110,10 +137,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_pages_fit_their_window_and_can_be_read(scheme: str, pages: dict[str, str], tmp_path: Path) -> None:
-    seen = inspect_pages(pages, scheme, tmp_path / "browser")
-    assert set(seen) == {f"{name} {width}" for name in pages for width in (400, 1200)}
-    for name, found in seen.items():
-        assert found["dark"] == (scheme == "dark"), name
-        assert found["texts"] > 50, name
-        assert {what: found[what] for what in WRONG} == {what: [] for what in WRONG}, name
-        assert found["scroll"] <= found["inner"], name
+    layouts = inspect_pages(pages, scheme, tmp_path / "browser")
+    assert set(layouts) == {f"{name} {width}" for name in pages for width in WIDTHS}
+    for name, layout in layouts.items():
+        assert layout["dark"] == (scheme == "dark"), name
+        assert layout["texts"] > 20, name
+        assert layout["wrong"] == [], name

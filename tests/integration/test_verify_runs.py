@@ -80,26 +80,21 @@ def test_runs_are_ordinary_runs_on_the_photos_that_are_left(verdict: Verdict, pl
     assert len(find_images(place["images"])) == PHOTOS
 
 
-def test_pairs_start_equal_and_meet_the_same_batches(verdict: Verdict) -> None:
-    def first_losses(name: str) -> list[float]:
+def test_pairs_are_twins_whose_losses_fall(verdict: Verdict) -> None:
+    def first_loss(name: str) -> float:
         with (verdict.study.folder / name / "coat" / "metrics.csv").open(encoding="utf-8") as file:
-            return [float(row["loss"]) for row in csv.DictReader(file)][:1]
+            return float(next(csv.DictReader(file))["loss"])
 
     assert verdict.runs[0].curve[0][1] == pytest.approx(verdict.runs[1].curve[0][1], rel=0.02)
-    assert first_losses("bf16_seed7") == pytest.approx(first_losses("coat_seed7"), rel=0.02)
-    assert first_losses("bf16_seed7") != pytest.approx(first_losses("bf16_seed8"), rel=0.02)
-
-
-def test_curves_fall_and_finals_are_measured_in_both_precisions(verdict: Verdict) -> None:
-    assert verdict.scores is not None
+    assert first_loss("bf16_seed7") == pytest.approx(first_loss("coat_seed7"), rel=0.02)
+    assert first_loss("bf16_seed7") != pytest.approx(first_loss("bf16_seed8"), rel=0.02)
     for run in verdict.runs:
         assert [step for step, _ in run.curve] == [0, 2, 4]
         assert run.curve[-1][1] < run.curve[0][1]
         final = verdict.scores.losses[run.name]
         assert final < verdict.scores.base
-        assert final == pytest.approx(run.final_own, rel=0.02)
-        if run.arm == "bf16":  # the LoRA was saved in fp16, the run has it in fp32
-            assert final == pytest.approx(run.final_own, rel=1e-3)
+        # the LoRA was saved in fp16, the run has it in fp32; COAT's own precision is not bf16's
+        assert final == pytest.approx(run.final_own, rel=1e-3 if run.arm == "bf16" else 0.02)
 
 
 def test_an_interrupted_run_ends_as_one_that_was_not(verdict: Verdict, place: dict[str, Path]) -> None:
@@ -122,16 +117,16 @@ def test_being_observed_changes_nothing(verdict: Verdict, place: dict[str, Path]
 
 
 def test_json_and_page_hold_the_verdict(verdict: Verdict) -> None:
-    found = json.loads(verdict.json_path.read_text(encoding="utf-8"))
-    assert found["outcome"] == verdict.judgement.outcome
-    assert found["sentence"] == verdict.sentence
-    assert [run["seed"] for run in found["runs"]] == [7, 7, 8, 8]
-    gaps = [b["final_bf16_model"] - a["final_bf16_model"] for a, b in zip(*[iter(found["runs"])] * 2, strict=True)]
-    assert found["in_bf16_model"]["gap"] == pytest.approx(sum(gaps) / 2)
-    assert len(found["layer_cosines"]) == 40
+    content = json.loads(verdict.json_path.read_text(encoding="utf-8"))
+    assert content["outcome"] == verdict.judgement.outcome
+    assert content["sentence"] == verdict.sentence
+    assert [run["seed"] for run in content["runs"]] == [7, 7, 8, 8]
+    gaps = [b["final_bf16_model"] - a["final_bf16_model"] for a, b in zip(*[iter(content["runs"])] * 2, strict=True)]
+    assert content["in_bf16_model"]["gap"] == pytest.approx(sum(gaps) / 2)
+    assert len(content["layer_cosines"]) == 40
     for kind in ("weights", "output_change"):
-        assert found["cosines"][kind]["bf16_and_coat"] > found["cosines"][kind]["bf16_seeds"]
-    assert found["held_out"] == ["1.png", "4.png"]
+        assert content["cosines"][kind]["bf16_and_coat"] > content["cosines"][kind]["bf16_seeds"]
+    assert content["held_out"] == ["1.png", "4.png"]
     page = verdict.page_path.read_text(encoding="utf-8")
     assert page.count("data:image/jpeg") == 4
     assert not re.search(r"(src|href)\s*=\s*[\"']?\s*(https?:)?//", page)
@@ -168,15 +163,16 @@ def test_a_coat_run_that_dies_is_not_lossless(
         return plain(self, name, arm, seed, **keywords)
 
     monkeypatch.setattr(Study, "train_arm", train_arm)
-    found = verify(job_of(place), seeds=2, settings=SETTINGS)
-    assert found.sentence == "not lossless here: the COAT run of seed 8 died: step 3: every loss is NaN"
-    assert not found.lossless
+    died = verify(job_of(place), seeds=2, settings=SETTINGS)
+    assert died.sentence == "not lossless here: the COAT run of seed 8 died: step 3: every loss is NaN"
+    assert not died.lossless
+    assert [run.name for run in died.runs] == ["bf16_seed7", "coat_seed7", "bf16_seed8"]
 
 
 def test_another_comparison_in_the_folder_is_refused(verdict: Verdict, place: dict[str, Path]) -> None:
-    with pytest.raises(VerifyError, match=r"of another comparison \(settings\.steps 4 -> 9\); .* --name"):
+    with pytest.raises(VerifyError, match=r"settings\.steps 4 -> 9"):
         verify(job_of(place), seeds=2, settings=Settings(**{**vars(SETTINGS), "steps": 9}))
-    with pytest.raises(VerifyError, match=r"other settings \(process\[0\]\.train\.lr 0\.003 -> 0\.5\); .* --name"):
+    with pytest.raises(VerifyError, match=r"process\[0\]\.train\.lr 0\.003 -> 0\.5"):
         verify(job_of(place, lr=0.5), seeds=2, settings=SETTINGS)
 
 
@@ -198,25 +194,9 @@ def test_command_says_the_sentence_and_its_exit_code(
     assert capsys.readouterr().out.splitlines()[-2:] == [f"report: {verdict.page_path}", verdict.sentence]
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--seeds", "1"], "--seeds 1: must be at least 2"),
-        (["--hold-out", "6"], "--hold-out 6: must be from 1 to 5, there are 6 photos"),
-        (["--validation", "nowhere"], "--validation nowhere: there is no such folder"),
-    ],
-)
 def test_command_refuses_with_exit_code_2(
-    options: list[str], words: str, place: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture
+    place: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = job_file(tmp_path, job_of(place))
-    assert main(["verify", path, "--out", str(tmp_path / "v"), *options]) == 2
-    assert words in capsys.readouterr().err
-
-
-def test_command_refuses_a_config_without_coat(
-    place: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    path = job_file(tmp_path, engine_job("plain", **place))
-    assert main(["verify", path, "--out", str(tmp_path / "v")]) == 2
-    assert "coat.enabled=false: verify compares COAT with bf16" in capsys.readouterr().err
+    assert main(["verify", path, "--out", str(tmp_path / "v"), "--seeds", "1"]) == 2
+    assert "--seeds 1" in capsys.readouterr().err

@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 
 from coat_flux.config.findings import ConfigError
 from coat_flux.study import sweep as sweep_module
-from coat_flux.study.ranking import rank, ranking_rows, sentence_of, write_sweep_page
-from coat_flux.study.runs import VerifyError
-from coat_flux.study.sweep import FAILED, FINISHED, OPEN, Axis, Sweep, SweepError, Trial, find_axis
+from coat_flux.study.ranking import lowest, rank, ranking_rows, sentence_of, tie, write_sweep_page
+from coat_flux.study.study import VerifyError
+from coat_flux.study.sweep import FAILED, FINISHED, OPEN, Axis, Run, Sweep, SweepError, Trial, find_axis
 from tests.helpers.engine_job import engine_job, write_images
 from tests.helpers.locks import held_by_another_process
 from tests.helpers.tiny_flux import make_tiny_flux
@@ -50,18 +50,18 @@ def make(config: Path, *texts: str, seeds: Any = (7,), folder: Path | None = Non
     return Sweep(str(config), axes, seeds, folder or config.parent / "sweep", **options)
 
 
-def chosen(sweep: Sweep) -> list[Trial]:
-    """The trials of a whole sweep, none trained."""
-    study, trials = sweep._open_study(), []
+def chosen(sweep: Sweep) -> list[Run]:
+    """The runs of a whole sweep, none trained."""
+    study, waiting = sweep._open_study(), []
     for before in study.trials:
         sweep._add(before.params)
-    while (trial := sweep._next(study, trials)) is not None:
-        trials = [one for one in trials if one is not trial]
-    return sweep.trials
+    while sweep._next(study, waiting) is not None:
+        pass
+    return sweep.runs
 
 
-def process_of(trial: Trial) -> dict[str, Any]:
-    return trial.job["config"]["process"][0]
+def process_of(run: Run) -> dict[str, Any]:
+    return run.job["config"]["process"][0]
 
 
 # -- the grid ----------------------------------------------------------------------------------------------------------
@@ -80,38 +80,33 @@ def test_a_key_and_its_values(text: str, axis: Axis) -> None:
     assert find_axis(text) == axis
 
 
-@pytest.mark.parametrize("text", ["train.lr", "train.lr=", "=1", "train..lr=1", "a b=1"])
-def test_something_else_is_refused(text: str) -> None:
-    with pytest.raises(SweepError, match="KEY=VALUE,VALUE"):
-        find_axis(text)
-
-
 @pytest.mark.parametrize(
     ("text", "rule"),
     [
+        *((text, "KEY=VALUE,VALUE") for text in ("train.lr", "train.lr=", "=1", "train..lr=1", "a b=1")),
         ("training_seed=1,2", "--seeds K"),
         ("validation.hold_out=1,2", "would not compare"),
         ("datasets[0].resolution=64,128", "would not compare"),
         ("name=a,b", "every trial has its own"),
     ],
 )
-def test_what_the_sweep_decides_is_refused(text: str, rule: str) -> None:
+def test_a_key_that_cannot_be_varied_is_refused(text: str, rule: str) -> None:
     with pytest.raises(SweepError, match=rule):
         find_axis(text)
 
 
 def test_trials_are_all_combinations_of_all_seeds(config: Path, tmp_path: Path) -> None:
-    trials = chosen(make(config, "train.lr=1e-4,3e-4", "network.linear=8,16", seeds=(7, 8), folder=tmp_path))
-    assert {trial.name for trial in trials} == {
+    runs = chosen(make(config, "train.lr=1e-4,3e-4", "network.linear=8,16", seeds=(7, 8), folder=tmp_path))
+    by_name = {run.name: process_of(run) for run in runs}
+    assert set(by_name) == {
         f"lr{lr}_linear{rank}_seed{seed}" for lr in ("0.0001", "0.0003") for rank in (8, 16) for seed in (7, 8)
     }
-    trial = next(trial for trial in trials if trial.name == "lr0.0003_linear16_seed7")
-    process = process_of(trial)
+    process = by_name["lr0.0003_linear16_seed7"]
     assert (process["train"]["lr"], process["network"]) == (3e-4, {"type": "lora", "linear": 16, "linear_alpha": 16})
     assert (process["training_seed"], process["training_folder"]) == (7, str(tmp_path))
     assert process["datasets"][0]["default_caption"] == "${SWEEP_SECRET}"  # what is saved keeps variables
     # measured on the same photos whatever the seed: by name
-    held_out = [process_of(trial)["validation"]["hold_out"] for trial in trials]
+    held_out = [process["validation"]["hold_out"] for process in by_name.values()]
     assert held_out == [held_out[0]] * 8
     assert len(held_out[0]) == 1
     assert held_out[0][0].endswith(".png")
@@ -119,8 +114,8 @@ def test_trials_are_all_combinations_of_all_seeds(config: Path, tmp_path: Path) 
 
 def test_random_takes_some_and_more_of_them_later(config: Path, tmp_path: Path) -> None:
     axes = ("train.lr=1e-4,2e-4,3e-4", "network.linear=4,8,16")
-    names = [[trial.name for trial in chosen(make(config, *axes, most=most, folder=tmp_path))] for most in (2, 5, 99)]
-    assert [len(set(found)) for found in names] == [2, 5, 9]
+    names = [[run.name for run in chosen(make(config, *axes, most=most, folder=tmp_path))] for most in (2, 5, 99)]
+    assert [len(set(each)) for each in names] == [2, 5, 9]
     assert names[1][:2] == names[0]
     assert names[2][:5] == names[1]
     assert sorted(names[2]) != names[2]
@@ -130,8 +125,8 @@ def test_tpe_chooses_by_the_losses_so_far(config: Path, tmp_path: Path) -> None:
     """Told that the loss rises with the rank, it tries small ranks more often than the half."""
     sweep = make(config, f"network.linear={','.join(map(str, range(1, 41)))}", most=30, tpe=True, folder=tmp_path)
     study, waiting = sweep._open_study(), []
-    while (trial := sweep._next(study, waiting)) is not None:
-        trial.state, trial.curve = FINISHED, [(1, float(trial.settings["network.linear"]))]
+    while (run := sweep._next(study, waiting)) is not None:
+        run.state, run.curve = FINISHED, [(1, float(process_of(run)["network"]["linear"]))]
         sweep._tell(study)
     ranks = [int(one.params["network.linear"]) for one in study.trials]
     assert len(ranks) == 30
@@ -172,49 +167,53 @@ def test_settings_that_make_no_sense(config: Path, texts: tuple[str, ...], rule:
 # -- the ranking -------------------------------------------------------------------------------------------------------
 
 
-def trial_of(lr: float, seed: int, losses: list[float], state: str = FINISHED) -> Trial:
-    curve = [(10.0 * i, loss) for i, loss in enumerate(losses, 1)]
-    return Trial(f"lr{lr:g}_seed{seed}", {"train.lr": lr}, seed, 20, {}, state, curve, 0.5, "boom" * (state == FAILED))
+def trial_of(lr: float, *curves: list[float], state: str = FINISHED) -> Trial:
+    """A trial with a run for each curve of losses after 10, 20, … steps."""
+    runs = []
+    for seed, losses in enumerate(curves, 7):
+        curve = [(10.0 * i, loss) for i, loss in enumerate(losses, 1)]
+        runs.append(Run(f"lr{lr:g}_seed{seed}", 20, {}, state, curve, 0.5))
+    return Trial({"train.lr": lr}, runs)
 
 
 def test_ranked_by_the_mean_of_the_last_losses() -> None:
-    trials = [trial_of(1, 7, [0.9, 0.50]), trial_of(1, 8, [0.9, 0.54])]
-    trials += [trial_of(2, 7, [0.9, 0.40]), trial_of(2, 8, [0.3, 0.44]), trial_of(3, 7, [math.nan])]
-    trials += [trial_of(4, 7, [0.1], OPEN), trial_of(5, 7, [0.1], FAILED)]
-    places, spread = rank(trials)
-    assert [place.settings["train.lr"] for place in places] == [2, 1, 3, 4, 5]
-    assert [place.loss for place in places[:2]] == pytest.approx([0.42, 0.52])
-    assert places[1].gap == pytest.approx(0.1)
+    trials = [trial_of(1, [0.9, 0.50], [0.9, 0.54]), trial_of(2, [0.9, 0.40], [0.3, 0.44]), trial_of(3, [math.nan])]
+    trials += [trial_of(4, [0.1], state=OPEN), trial_of(5, [0.1], state=FAILED)]
+    ranked, spread = rank(trials)
+    assert [trial.settings["train.lr"] for trial in ranked] == [2, 1, 3, 4, 5]
+    assert [trial.loss for trial in ranked[:2]] == pytest.approx([0.42, 0.52])
     # pooled over the seeds of settings: both pairs are 0.04 apart, so s = 0.04 / sqrt(2)
     assert spread == pytest.approx(0.04 / math.sqrt(2))
     # 0.1 > 2 · 0.0283 · sqrt(1/2 + 1/2) = 0.057
-    assert [place.tied for place in places] == [True, False, False, False, False]
-    assert places[0].lowest == (20.0, pytest.approx(0.42))
-    assert "lr 2; no other is as good" in sentence_of(places, spread, 7)[0]
-    near, _ = rank([*trials, trial_of(6, 7, [0.45])])  # 0.03 < 2 · 0.0283 · sqrt(1 + 1/2)
-    assert [place.tied for place in near[:3]] == [True, True, False]
+    assert [tie(trial, ranked[0], spread) for trial in ranked] == [True, False, False, False, False]
+    assert lowest(ranked[0]) == (20.0, pytest.approx(0.42))
+    sentence, tone = sentence_of(ranked, spread, 7)
+    assert "lr 2; no other is as good" in sentence
+    assert tone == "plain"  # three are not finished
+    assert sentence_of(ranked, spread, 5)[1] == "good"
+    near, _ = rank([*trials, trial_of(6, [0.45])])  # 0.03 < 2 · 0.0283 · sqrt(1 + 1/2)
+    assert [tie(trial, near[0], spread) for trial in near[:3]] == [True, True, False]
 
 
 def test_one_seed_says_nothing_of_luck() -> None:
-    places, spread = rank([trial_of(1, 7, [0.5, 0.4]), trial_of(2, 7, [0.5, 0.3])])
+    ranked, spread = rank([trial_of(1, [0.5, 0.4]), trial_of(2, [0.5, 0.3])])
     assert spread is None
-    assert [place.tied for place in places] == [False, False]
-    assert sentence_of(places, spread, 2)[1] == "open"
+    assert not any(tie(trial, ranked[0], spread) for trial in ranked)
+    assert sentence_of(ranked, spread, 2)[1] == "open"
 
 
 def test_rows_and_page(config: Path, tmp_path: Path) -> None:
     sweep = make(config, "train.lr=1e-4,3e-4", "network.linear=8,16", folder=tmp_path)
     first, second, failed, _ = chosen(sweep)
-    for trial, number in ((first, 0), (second, 1)):
-        trial.state, trial.curve, trial.seconds = FINISHED, [(i, 1 / (i + 1 + number)) for i in range(9)], 0.25
+    for run, number in ((first, 0), (second, 1)):
+        run.state, run.curve, run.seconds = FINISHED, [(i, 1 / (i + 1 + number)) for i in range(9)], 0.25
+    first.curve.append((9, 0.15))
     failed.state, failed.message = FAILED, "the <loss> was NaN"
-    places, spread = rank(sweep.trials)
-    header, *rows = ranking_rows(places, spread)
+    header, *rows = ranking_rows(*rank(sweep.trials))
     assert header[:4] == ["place", "lr", "linear", "held-out loss"]
-    lr, linear = second.settings.values()
+    lr, linear = sweep.trials[1].settings.values()
     assert rows[0][:5] == ["1", f"{lr:g}", str(linear), "0.100000", ""]
-    assert (rows[1][3], rows[1][4]) == ("0.111111", "+0.011111")
-    assert [row[5] for row in rows] == ["", "?", "", ""]  # one seed cannot tell
+    assert rows[1][3:] == ["0.150000", "+0.050000", "?", "0.111111 at step 8", "0.25", "finished"]
     assert [row[-1] for row in rows] == ["finished", "finished", "failed", "not finished"]
     text = write_sweep_page(sweep).read_text(encoding="utf-8")
     assert f"Lowest held-out loss so far: 0.100000 with lr {lr:g}, linear {linear}" in text
@@ -222,6 +221,15 @@ def test_rows_and_page(config: Path, tmp_path: Path) -> None:
     assert "the &lt;loss&gt; was NaN" in text
     assert f"lr: {lr}\nnetwork:\n  linear: {linear}" in text
     assert f"{second.name}.safetensors" in text
+
+
+def test_rows_of_several_seeds() -> None:
+    trials, spread = rank([trial_of(1, [0.4], [0.5]), trial_of(2, [0.4], [0.41]), trial_of(3, [0.9], [0.9])])
+    trials[2].runs[1].state = FAILED
+    header, *rows = ranking_rows(trials, spread)
+    assert header[-2:] == ["of 2 seeds", "state"]
+    assert [row[4] for row in rows] == ["", "no", "yes"]  # more than luck
+    assert [row[-2:] for row in rows] == [["2", "finished"], ["2", "finished"], ["1", "failed"]]
 
 
 # -- the processes -----------------------------------------------------------------------------------------------------
@@ -271,19 +279,20 @@ def test_trials_run_fail_and_are_interrupted(config: Path, tmp_path: Path, train
     sweep = make(config, *axes, folder=tmp_path / "sweep")
 
     def stop() -> None:
-        if any(trial.state == FINISHED for trial in sweep.trials):
+        if any(run.state == FINISHED for run in sweep.runs):
             os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
         sweep.run(jobs=3, log=lines.append, on_result=stop)
-    trials = {trial.settings["train.lr"]: trial for trial in sweep.trials}
-    assert [trials[lr].state for lr in (1e-4, 2e-4, 2)] == [FINISHED, OPEN, FAILED]
-    assert len(trials[1e-4].curve) == 5
-    assert 1 < len(trials[2e-4].curve) < 5  # it was told, and saved
-    first = tmp_path / "sweep" / trials[1e-4].name / f"{trials[1e-4].name}.safetensors"
+    runs = {trial.settings["train.lr"]: trial.runs[0] for trial in sweep.trials}
+    assert [runs[lr].state for lr in (1e-4, 2e-4, 2)] == [FINISHED, OPEN, FAILED]
+    assert len(runs[1e-4].curve) == 5
+    assert 1 < len(runs[2e-4].curve) < 5  # it was told, and saved
+    first = tmp_path / "sweep" / runs[1e-4].name / f"{runs[1e-4].name}.safetensors"
     made = first.stat().st_mtime_ns
     sweep = make(config, *axes, folder=tmp_path / "sweep")
-    resumed = {trial.settings["train.lr"]: trial for trial in sweep.run(jobs=2, log=lines.append, on_result=list)}
+    trials = sweep.run(jobs=2, log=lines.append, on_result=list)
+    resumed = {trial.settings["train.lr"]: trial.runs[0] for trial in trials}
     assert [resumed[lr].state for lr in (1e-4, 2e-4, 2)] == [FINISHED, FINISHED, FAILED]
     assert "the run died (exit code 2" in resumed[2].message
     assert resumed[2e-4].loss == pytest.approx(2e-4 / 5)
@@ -299,16 +308,16 @@ def test_trials_run_fail_and_are_interrupted(config: Path, tmp_path: Path, train
 
 
 def test_a_trial_of_full_fine_tuning_is_finished_by_its_model(config: Path, tmp_path: Path) -> None:
-    (trial,) = chosen(make(config, "train.steps=4", folder=tmp_path))
-    folder = tmp_path / trial.name / trial.name / "transformer"
+    (run,) = chosen(make(config, "train.steps=4", folder=tmp_path))
+    folder = tmp_path / run.name / run.name / "transformer"
     folder.mkdir(parents=True)
     (folder.parents[1] / "coat").mkdir()
     (folder.parents[1] / "config.yaml").write_text("job: extension\n", encoding="utf-8")
     for step, state in ((2, OPEN), (4, FINISHED)):
         info = {"training_info": json.dumps({"step": step})}
         save_file({"a": torch.zeros(1)}, folder / "model.safetensors", metadata=info)
-        trial.read(tmp_path)
-        assert trial.state == state
+        run.read(tmp_path)
+        assert run.state == state
 
 
 def test_a_trial_that_outlived_its_sweep_is_waited_for(config: Path, tmp_path: Path, trainer: None) -> None:
@@ -322,8 +331,9 @@ def test_a_trial_that_outlived_its_sweep_is_waited_for(config: Path, tmp_path: P
                 other.close()
 
         other.enter_context(held_by_another_process(tmp_path / "sweep" / "lr0.0001_seed7"))
-        (trial,) = sweep.run(jobs=1, log=log, on_result=list)
-    assert trial.state == FINISHED
+        sweep.run(jobs=1, log=log, on_result=list)
+    (run,) = sweep.runs
+    assert run.state == FINISHED
     steps = [line.partition(": ")[2].partition(" (")[0] for line in lines[1:]]
     assert steps[0].startswith("still trains in a process of an earlier sweep")
-    assert steps[1:] == ["started", f"finished, held-out loss {trial.loss:.6f} at step 4"]
+    assert steps[1:] == ["started", f"finished, held-out loss {run.loss:.6f} at step 4"]

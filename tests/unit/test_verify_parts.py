@@ -1,7 +1,8 @@
-"""The parts of `verify` that need no model: photos, jobs of arms, held-out points, cosines, room, the page."""
+"""The parts of `verify` that need no model: photos, jobs of arms, held-out points, cosines, room, the verdict."""
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,25 @@ from safetensors.torch import save_file
 from coat_flux.config.findings import ConfigError
 from coat_flux.config.job import JobConfig
 from coat_flux.data.files import find_images
-from coat_flux.study import BF16, ArmResult, Settings, Study, Verdict, VerifyError, open_study
-from coat_flux.study.held_out import HeldOut, Split, choose_held_out, split_photos, validation_entry
-from coat_flux.study.judgement import broken
-from coat_flux.study.report import write_page
-from coat_flux.study.runs import bf16_arm, prepare_job
+from coat_flux.data.hold_out import FixedNoise
+from coat_flux.study.compare import Verdict, write_page
+from coat_flux.study.judgement import LOSSLESS, NOT_LOSSLESS, UNDECIDED, Judgement, broken, judge, student_quantile
 from coat_flux.study.scoring import mean_cosine, weight_grams
-from coat_flux.study.study import require_room
+from coat_flux.study.study import (
+    BF16,
+    ArmResult,
+    Settings,
+    Study,
+    VerifyError,
+    as_many_as_fit,
+    bf16_arm,
+    choose_held_out,
+    open_study,
+    prepare_job,
+    require_room,
+    split_photos,
+    validation_entry,
+)
 from tests import tolerances
 from tests.helpers.engine_job import engine_job
 
@@ -36,7 +49,7 @@ def job_of(tmp_path: Path, coat: dict[str, Any] | None = None, **blocks: Any) ->
 
 
 def prepared(job: JobConfig, arm: dict[str, Any], **keywords: Any) -> JobConfig:
-    return JobConfig.from_dict(prepare_job(job, arm, name="run", folder="out", seed=9, **keywords))
+    return JobConfig.from_dict(prepare_job(job, arm, "run", "out", 9, **keywords))
 
 
 def test_the_config_as_it_is_keeps_every_option(tmp_path: Path) -> None:
@@ -101,16 +114,16 @@ def test_options_of_an_arm_are_checked_as_a_config_is(tmp_path: Path) -> None:
 
 
 def test_a_config_without_coat_has_nothing_to_compare(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"coat\.enabled=false: verify compares COAT with bf16; give the config"):
+    with pytest.raises(ConfigError, match=r"coat\.enabled=false"):
         open_study(job_of(tmp_path, None))
 
 
-def held_out_of(*sizes: tuple[int, int]) -> HeldOut:
+def held_out_of(*sizes: tuple[int, int]) -> FixedNoise:
     photos = [
         {"latents": torch.zeros(16, *size), "prompt_embeds": torch.zeros(4, 8), "pooled": torch.zeros(8)}
         for size in sizes
     ]
-    return HeldOut(photos, [f"{i}.jpg" for i in range(len(sizes))])
+    return FixedNoise(photos, [f"<b>{i}</b>.jpg" for i in range(len(sizes))])
 
 
 def test_points_cover_the_noise_levels_evenly_and_every_one_is_new() -> None:
@@ -125,7 +138,7 @@ def test_points_cover_the_noise_levels_evenly_and_every_one_is_new() -> None:
 
 def test_batches_have_one_size_and_no_more_tokens_than_fit() -> None:
     held_out = held_out_of((128, 128), (64, 64), (128, 128))
-    batches = list(held_out.batches(8))
+    batches = list(held_out.batches(8, as_many_as_fit))
     assert sorted(point.index for batch in batches for point in batch) == list(range(24))
     assert [len(batch) for batch in batches] == [1] * 16 + [4, 4]
 
@@ -176,8 +189,7 @@ def test_a_bf16_run_that_cannot_fit_is_refused(tmp_path: Path, gigabytes: int, t
 
 def test_the_page_fetches_nothing_and_escapes_what_is_the_users(tmp_path: Path) -> None:
     job = job_of(tmp_path, {}, sample={"prompts": ["<script>alert(1)</script>"]})
-    held_out = HeldOut(held_out_of((8, 8)).photos, ["<b>photo</b>.jpg"])
-    study = Study(job, tmp_path, Settings(steps=4, every=2), Split((), (), ()), held_out, torch.device("cpu"))
+    study = Study(job, tmp_path, Settings(steps=4, every=2), [], held_out_of((8, 8)), torch.device("cpu"))
     runs = [
         ArmResult(arm, 7, tmp_path / arm / "x.safetensors", ((0, 1.0), (4, 0.5)), 0.5, 2.0, 2.0, 10**9, ())
         for arm in ("bf16", "coat")
@@ -188,7 +200,7 @@ def test_the_page_fetches_nothing_and_escapes_what_is_the_users(tmp_path: Path) 
     verdict = Verdict(broken("the COAT run of seed 8 died: <i>at once</i>", 2), study, tuple(runs))
     text = write_page(verdict).read_text(encoding="utf-8")
     assert "Not lossless here: the COAT run of seed 8 died: &lt;i&gt;at once&lt;/i&gt;." in text
-    assert "&lt;b&gt;photo&lt;/b&gt;.jpg" in text
+    assert "&lt;b&gt;0&lt;/b&gt;.jpg" in text
     assert re.search(r">blocks.&lt;0&gt;.to_q</td><td[^>]*>input</td><td[^>]*>21.5</td>", text)
     assert "<script" not in text
     assert not re.search(r"(src|href)\s*=\s*[\"']?\s*(https?:)?//", text)
@@ -231,9 +243,8 @@ def test_the_split_has_every_photo_once_with_its_caption(tmp_path: Path) -> None
     (source / "sub" / "06.jpg").write_bytes(b"photo 6")
     entry = {"folder_path": str(source), "num_repeats": 3, "flip_x": True, "resolution": 64}
     split = split_photos([entry], tmp_path / "out", 2)
-    (train,), (held_out,) = split.train, split.held_out
+    (train,), (held_out,) = split
     assert [path.name for path in find_images(Path(held_out["folder_path"]))] == ["01.jpg", "05.jpg"]
-    assert split.names == ("01.jpg", "05.jpg")
     trained = find_images(Path(train["folder_path"]))
     assert [path.name for path in trained] == ["00.jpg", "02.jpg", "03.jpg", "04.jpg", "06.jpg"]
     assert trained[-1].parent.name == "sub"
@@ -247,19 +258,85 @@ def test_a_photo_that_two_datasets_hold_is_held_out_of_both(tmp_path: Path) -> N
     source, other = folder_of(tmp_path / "a", 4), folder_of(tmp_path / "b", 1)
     entries = [{"folder_path": str(folder), "caption_ext": ".txt"} for folder in (source, source, other)]
     split = split_photos(entries, tmp_path / "out", 1)
-    assert [len(find_images(Path(entry["folder_path"]))) for entry in split.train] == [3, 3, 1]
-    assert [len(find_images(Path(entry["folder_path"]))) for entry in split.held_out] == [1]
+    assert [[len(find_images(Path(entry["folder_path"]))) for entry in half] for half in split] == [[3, 3, 1], [1]]
 
 
-def test_a_validation_folder_leaves_training_as_it_is(tmp_path: Path) -> None:
-    entries = [{"folder_path": str(folder_of(tmp_path / "a", 2)), "num_repeats": 5}]
+def test_photos_of_another_folder_are_validated_on_once(tmp_path: Path) -> None:
     with pytest.raises(VerifyError, match=r"--validation .*no such folder"):
-        validation_entry([{}], tmp_path / "none")
+        validation_entry({}, tmp_path / "none")
     (tmp_path / "empty").mkdir()
     with pytest.raises(VerifyError, match=r"--validation .*no images"):
-        validation_entry([{}], tmp_path / "empty")
-    split = validation_entry(entries, folder_of(tmp_path / "v", 3))
-    assert split.train == tuple(entries)
-    assert split.held_out[0]["folder_path"] == str(tmp_path / "v")
-    assert split.held_out[0]["num_repeats"] == 1
-    assert split.names == ("00.jpg", "01.jpg", "02.jpg")
+        validation_entry({}, tmp_path / "empty")
+    entry = validation_entry({"folder_path": "a", "num_repeats": 5, "resolution": 64}, folder_of(tmp_path / "v", 3))
+    assert (entry["folder_path"], entry["num_repeats"], entry["resolution"]) == (str(tmp_path / "v"), 1, 64)
+
+
+# -- the judgement: every outcome, on numbers that can be checked by hand or in a table --------------------------------
+
+LOSSES = [1.00, 1.02, 1.04]  # of bf16; standard deviation 0.02
+TABLE = {1: 12.7062047362, 2: 4.3026527297, 3: 3.1824463053, 4: 2.7764451052, 9: 2.2621571628, 10: 2.2281388520}
+TABLE |= {14: 2.1447866879, 15: 2.1314495456, 30: 2.0422724563, 99: 1.9842169516}
+
+
+def judged(*gaps: float, bf16: list[float] = LOSSES, base: float | None = 2.0) -> Judgement:
+    return judge(bf16, [loss + gap for loss, gap in zip(bf16, gaps, strict=True)], base)
+
+
+@pytest.mark.parametrize(("freedom", "table"), TABLE.items())
+def test_student_quantiles_are_those_of_the_tables(freedom: int, table: float) -> None:
+    assert student_quantile(freedom) == pytest.approx(table, rel=tolerances.STUDENT_RTOL)
+
+
+def test_the_interval_is_students() -> None:
+    judgement = judged(0.001, 0.002, 0.003)
+    half = 4.3026527297 * 0.001 / math.sqrt(3)
+    assert judgement.gap == pytest.approx(0.002)
+    assert (judgement.low, judgement.high) == pytest.approx((0.002 - half, 0.002 + half))
+    assert judgement.spread == pytest.approx(0.02)
+    assert judgement.seeds == 3
+
+
+@pytest.mark.parametrize(
+    ("gaps", "outcome", "more_seeds", "words"),
+    [
+        ((0.001, 0.002, 0.003), LOSSLESS, None, "0.002 above bf16's (95% confidence interval -0.00048 to +0.0045)"),
+        ((0.0, 0.0, 0.0), LOSSLESS, None, "within the spread"),
+        ((0.099, 0.1, 0.101), NOT_LOSSLESS, None, "0.1 above bf16's"),
+        ((-0.099, -0.1, -0.101), NOT_LOSSLESS, None, "0.1 below bf16's"),
+        ((0.018, 0.019, 0.024), UNDECIDED, None, "more than 50 seeds"),
+        ((0.03, 0.021, 0.022), UNDECIDED, 8, "run with --seeds 8"),
+        # half width t · 0.01 / sqrt(n): 0.0248 at 3 seeds, 0.0159 at 4
+        ((-0.01, 0.0, 0.01), UNDECIDED, 4, "run with --seeds 4"),
+        ((0.01, 0.02, 0.03), UNDECIDED, None, "more than 50 seeds"),
+    ],
+)
+def test_outcomes(gaps: tuple[float, ...], outcome: str, more_seeds: int | None, words: str) -> None:
+    judgement = judged(*gaps)
+    assert (judgement.outcome, judgement.more_seeds) == (outcome, more_seeds)
+    assert judgement.sentence.startswith(outcome)
+    assert words in judgement.sentence
+
+
+@pytest.mark.parametrize(
+    ("bf16", "base", "words"),
+    [
+        ([1.0, 1.0, 1.0], 2.0, "exactly the same loss"),
+        (LOSSES, 1.03, "1 of 3 bf16 runs (first: number 3, loss 1.040000)"),
+        (LOSSES, 1.04, "1 of 3 bf16 runs (first: number 3, loss 1.040000)"),
+    ],
+)
+def test_bf16_runs_that_measure_nothing_are_named(bf16: list[float], base: float, words: str) -> None:
+    judgement = judged(0.0, 0.0, 0.0, bf16=bf16, base=base)
+    assert judgement.outcome == UNDECIDED
+    assert words in judgement.sentence
+
+
+def test_coat_that_is_not_finite_is_not_lossless() -> None:
+    assert judge(LOSSES, [1.0, math.nan, 1.0]).outcome == NOT_LOSSLESS
+    assert broken("it died", 3).sentence == "not lossless here: it died"
+
+
+@pytest.mark.parametrize(("bf16", "coat"), [([1.0], [1.0]), ([1.0, 2.0], [1.0]), ([math.inf, 1.0], [1.0, 1.0])])
+def test_losses_that_cannot_be_compared_are_refused(bf16: list[float], coat: list[float]) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        judge(bf16, coat)

@@ -109,7 +109,7 @@ def sweep(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print(f"To go on: {shlex.join(['coat-flux', *args.given])}\nreport so far: {folder / 'report.html'}")
         raise
-    places, spread = rank(trials)
-    print("\n".join(["", *columns(ranking_rows(places, spread)), "", noise_text(spread)]))
-    print(f"report: {write_sweep_page(study)}\n{sentence_of(places, spread, study.total)[0]}")
-    return 0 if all(trial.state == FINISHED for trial in trials) else EXIT_FAILED
+    ranked, spread = rank(trials)
+    print("\n".join(["", *columns(ranking_rows(ranked, spread)), "", noise_text(spread)]))
+    print(f"report: {write_sweep_page(study)}\n{sentence_of(ranked, spread, study.total)[0]}")
+    return 0 if all(run.state == FINISHED for run in study.runs) else EXIT_FAILED

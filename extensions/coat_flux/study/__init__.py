@@ -1,11 +1,9 @@
 """Is COAT lossless on your data (`coat-flux verify`)? Which settings are best (`coat-flux sweep`)?"""
 
-from .compare import verify
+from .compare import Verdict, verify
 from .judgement import Judgement, judge
-from .report import Verdict
-from .runs import BF16, Arm, ArmResult, VerifyError
 from .scoring import Scores, score_loras
-from .study import Settings, Study, open_study
+from .study import BF16, Arm, ArmResult, Settings, Study, VerifyError, open_study
 
 __all__ = [
     "BF16",

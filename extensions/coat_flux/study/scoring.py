@@ -8,8 +8,7 @@ compared with theirs. The change of a layer is B · A, N × K numbers, but inner
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -19,12 +18,13 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ..config.job import JobConfig
+from ..data.hold_out import FixedNoise
 from ..saves.state import restore_tensors
 from ..trainers.standalone.loading import base_weights, load_transformer
 from ..trainers.standalone.network import add_lora, lora_parameters, lora_targets
 from ..trainers.standalone.session import TORCH_DTYPES
 from ..trainers.standalone.validation import predictions
-from .held_out import HeldOut
+from .study import as_many_as_fit
 
 __all__ = ["Gram", "Scores", "mean_cosine", "model_grams", "score_loras", "weight_grams"]
 
@@ -65,38 +65,39 @@ class Scores:
 def score_loras(
     job: JobConfig,
     loras: Mapping[str, Path],
-    held_out: HeldOut,
+    held_out: FixedNoise,
     *,
     device: torch.device,
     sigmas: int = 8,
-    on_batch: Callable[[int, int], None] | None = None,
+    on_batch: Callable[[int, int], None] = lambda done, batches: None,
 ) -> Scores:
     """Run each LoRA in one bf16 model, or each whole model, on the held-out photos; ResumeError if one does not fit."""
     dtype = TORCH_DTYPES[job.train.dtype]
-    variants = _models(job, loras, dtype, device) if job.full else _with_loras(job, loras, dtype, device)
-    losses: list[list[Tensor]] = [[] for _ in variants]
+    if job.full:
+        places = (job.model.name_or_path, *map(str, loras.values()))
+        models = [load_transformer(place, dtype, device=device) for place in places]
+    else:
+        transformer = _model_with_lora(job, dtype, device)
+        files = {name: load_file(path) for name, path in loras.items()}
+    losses: list[list[Tensor]] = [[] for _ in range(len(loras) + 1)]
     outputs = torch.zeros(len(loras), len(loras), dtype=torch.float64)
     changes = outputs.clone()
-    batches = list(held_out.batches(sigmas))
+    batches = list(held_out.batches(sigmas, as_many_as_fit))
     for done, points in enumerate(batches, 1):
         rows = []
-        for run, variant in enumerate(variants):
-            velocity, loss = predictions(variant(), *held_out.drawn(points), dtype=dtype, device=device)
+        for run, model in enumerate(models if job.full else _with_each(transformer, files)):
+            velocity, loss = predictions(model, *held_out.drawn(points), dtype=dtype, device=device)
             rows.append(velocity.flatten().double().cpu())
             losses[run].append(loss.double().cpu())
-        stacked = torch.stack(rows)
-        outputs += stacked[1:] @ stacked[1:].T
-        changes += (stacked[1:] - stacked[0]) @ (stacked[1:] - stacked[0]).T
-        if on_batch is not None:
-            on_batch(done, len(batches))
-    base, *finals = (torch.cat(parts).mean().item() for parts in losses)
-    return Scores(base, dict(zip(loras, finals, strict=True)), Gram(loras, outputs), Gram(loras, changes))
+        base, trained = rows[0], torch.stack(rows[1:])
+        outputs += trained @ trained.T
+        changes += (trained - base) @ (trained - base).T
+        on_batch(done, len(batches))
+    means = [torch.cat(parts).mean().item() for parts in losses]
+    return Scores(means[0], dict(zip(loras, means[1:], strict=True)), Gram(loras, outputs), Gram(loras, changes))
 
 
-def _with_loras(
-    job: JobConfig, loras: Mapping[str, Path], dtype: torch.dtype, device: torch.device
-) -> list[Callable[[], nn.Module]]:
-    """Functions that return the one model, first without a LoRA, then with each of them."""
+def _model_with_lora(job: JobConfig, dtype: torch.dtype, device: torch.device) -> nn.Module:
     kwargs = job.network.network_kwargs
     transformer = load_transformer(job.model.name_or_path, dtype, device=device)
     targets = lora_targets(
@@ -106,28 +107,19 @@ def _with_loras(
         transformer_only=job.network.transformer_only,
     )
     add_lora(transformer, targets, job.network.linear, seed=0)
-    transformer.eval()
-    files = {name: load_file(path) for name, path in loras.items()}
-
-    def without() -> nn.Module:
-        for key, parameter in lora_parameters(transformer).items():
-            if ".lora_B." in key:
-                parameter.zero_()
-        return transformer
-
-    def loaded(name: str) -> nn.Module:
-        restore_tensors(lora_parameters(transformer), files[name], name)
-        return transformer
-
-    return [without, *(functools.partial(loaded, name) for name in files)]
+    return transformer.eval()
 
 
-def _models(
-    job: JobConfig, folders: Mapping[str, Path], dtype: torch.dtype, device: torch.device
-) -> list[Callable[[], nn.Module]]:
-    places = (job.model.name_or_path, *map(str, folders.values()))
-    models = [load_transformer(place, dtype, device=device) for place in places]
-    return [functools.partial(lambda model: model, model) for model in models]
+def _with_each(transformer: nn.Module, loras: Mapping[str, Mapping[str, Tensor]]) -> Iterator[nn.Module]:
+    """The one model, first without a LoRA, then with each of them."""
+    parameters = lora_parameters(transformer)
+    for key, parameter in parameters.items():
+        if ".lora_B." in key:
+            parameter.zero_()
+    yield transformer
+    for name, tensors in loras.items():
+        restore_tensors(parameters, tensors, name)
+        yield transformer
 
 
 def model_grams(base: str, folders: Mapping[str, Path]) -> dict[str, Gram]:

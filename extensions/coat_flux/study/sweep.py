@@ -2,14 +2,15 @@
 
     <training_folder>/<name>_sweep/
         trials.journal                  Optuna's storage: the combinations so far, and their losses
-        report.html                     the ranking and the curves, rewritten after each trial
-        lr0.0001_linear8_seed42.yaml    the config of a trial
+        report.html                     the ranking and the curves, rewritten after each run
+        lr0.0001_linear8_seed42.yaml    the config of a run
         lr0.0001_linear8_seed42.log     the output of its `coat-flux train`
         lr0.0001_linear8_seed42/ …      its run folder
 
-A trial differs from the config in the keys of `--set`, its seed, and what all trials share: photos held out by name, so
-that no seed changes them, samples at its end, and one checkpoint. A restarted sweep reuses finished trials, resumes the
-others, and waits for a trial that outlived a killed sweep.
+A *trial* is one combination of values, with one run for each seed. A run differs from the config in the keys of
+`--set`, its seed, and what all runs share: photos held out by name, so that no seed changes them, samples at its end,
+and one checkpoint. A restarted sweep reuses finished runs, resumes the others, and waits for a run that outlived a
+killed sweep. `ranking.py` says which trial is best.
 """
 
 from __future__ import annotations
@@ -47,14 +48,14 @@ from ..pages.run import RunFolder, RunFolderError
 from ..saves.errors import ResumeError
 from ..saves.interrupts import Interrupts
 from ..saves.lock import run_lock
-from .held_out import held_out_count
-from .runs import require_same_job
+from .study import POINTS_OF_CURVE, held_out_count, require_same_job
 
 __all__ = [
     "FAILED",
     "FINISHED",
     "OPEN",
     "Axis",
+    "Run",
     "Sweep",
     "SweepError",
     "Trial",
@@ -66,15 +67,13 @@ __all__ = [
 FINISHED, FAILED, OPEN = "finished", "failed", "not finished"
 KEY = re.compile(r"[^.\[\]\s]+(\[\d+\])*(\.[^.\[\]\s]+(\[\d+\])*)*")
 FRAME = "config.process[0]."  # prefix of a key in findings
-OWN = "every trial has its own; remove it"
 SAME = "is what trials are measured on, so their losses would not compare; change it in the config"
-FIXED = (
-    (r"name|type|training_folder|log_dir", OWN),
-    (r"training_seed", "is set by --seeds K, which trains each combination from K seeds; write that"),
-    (r"validation(\..*)?|trigger_word|model(\.(name_or_path|extras_name_or_path|arch|is_flux))?", SAME),
-    (r"datasets(\[\d+\](\.(folder_path|resolution|caption_ext|default_caption))?)?", SAME),
-)
-POINTS_OF_CURVE = 20
+FIXED = {
+    r"name|type|training_folder|log_dir": "every trial has its own; remove it",
+    r"training_seed": "is set by --seeds K, which trains each combination from K seeds; write that",
+    r"validation(\..*)?|trigger_word|model(\.(name_or_path|extras_name_or_path|arch|is_flux))?": SAME,
+    r"datasets(\[\d+\](\.(folder_path|resolution|caption_ext|default_caption))?)?": SAME,
+}
 LONGEST_VALUE, LONGEST_NAME = 24, 100  # characters, of a folder's name
 SAMPLER_SEED = 0
 CLI = Path(__file__).resolve().parents[1] / "cli"
@@ -105,7 +104,7 @@ def find_axis(text: str) -> Axis:
     key = key.removeprefix(FRAME)
     if not KEY.fullmatch(key) or not values:
         raise SweepError(f"--set {text}: must be KEY=VALUE,VALUE; write train.lr=1e-4,3e-4, for example")
-    for pattern, rule in FIXED:
+    for pattern, rule in FIXED.items():
         if re.fullmatch(pattern, key):
             raise SweepError(f"--set {key}: {rule}")
     parsed = parse(f"[{values}]", f"--set {key}")
@@ -127,12 +126,10 @@ def value_text(value: Any) -> str:
 
 
 @dataclass
-class Trial:
+class Run:
     """One run of a sweep, and its results so far: `curve` of (step, held-out loss), median `seconds` per step."""
 
     name: str
-    settings: Mapping[str, Any]
-    seed: int
     steps: int
     job: Mapping[str, Any]
     state: str = OPEN
@@ -146,11 +143,11 @@ class Trial:
         return self.curve[-1][1] if self.state == FINISHED and self.curve else math.nan
 
     def read(self, folder: Path, failure: str = "") -> None:
-        """Read the results of its run in the sweep's folder; `failure` is the reason of a failure."""
+        """Read the results of its folder in the sweep's; `failure` is the reason of a failure."""
         self.state, self.message = (FAILED, failure) if failure else (OPEN, "")
         try:
             run = RunFolder(folder / self.name)
-            if any(save.name == self.name and save.step == self.steps for save in run.saves()):
+            if any(save.name == self.name and save.step == self.steps for save in run.saves):
                 self.state, self.message = FINISHED, ""
             paces = [seconds for _, seconds in run.metrics.get("s_per_it", [])]
             self.seconds = median(paces) if paces else None
@@ -170,8 +167,25 @@ class Trial:
         return f"{self.state}, held-out loss {loss:.6f} at step {step:.0f}"
 
 
+class Trial(NamedTuple):
+    """One combination of values, and its run of each seed."""
+
+    settings: Mapping[str, Any]
+    runs: list[Run]
+
+    @property
+    def finished(self) -> list[Run]:
+        """Runs with a loss."""
+        return [run for run in self.runs if math.isfinite(run.loss)]
+
+    @property
+    def loss(self) -> float:
+        """The mean over finished runs; NaN without one."""
+        return fmean(run.loss for run in self.finished) if self.finished else math.nan
+
+
 class Sweep:
-    """One sweep, of at most `most` combinations (None: all), `total` of which will run.
+    """One sweep, of at most `most` combinations (None: all), `total` runs in all.
 
     With `tpe`, Optuna's TPE sampler chooses them by the losses so far; else the order is random, without repetition.
 
@@ -192,7 +206,12 @@ class Sweep:
         most: int | None = None,
         tpe: bool = False,
     ) -> None:
-        self._optuna = _import_optuna()
+        try:
+            import optuna
+        except ImportError as error:
+            raise SweepError(f"sweep needs Optuna ({error}): pip install 'coat-flux[sweep]'") from error
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self._optuna: Any = optuna
         for key, count in Counter(axis.key for axis in axes).items():
             if count > 1:
                 raise SweepError(f"--set {key}: is given twice; write all of its values behind one =")
@@ -203,17 +222,22 @@ class Sweep:
         self.folder, self.held_out = folder, _hold_out(self.job)
         self._config, self._seeds, self._tpe = config, seeds, tpe
         self._values = {axis.key: {show(value): value for value in axis.values} for axis in axes}
-        combinations = math.prod(map(len, self._values.values()))
+        combinations = math.prod(len(values) for values in self._values.values())
         self._most = combinations if most is None else min(most, combinations)
         self.trials: list[Trial] = []
         self.total = self._most * len(seeds)
         self._lock, self._ends_at_once = threading.Lock(), False
         self._check_values(axes)
 
-    def run(self, *, jobs: int, log: Callable[[str], None], on_result: Callable[[], None]) -> list[Trial]:
-        """Train unfinished trials, `jobs` at a time; one that fails does not stop the others.
+    @property
+    def runs(self) -> list[Run]:
+        """The runs of all trials so far."""
+        return [run for trial in self.trials for run in trial.runs]
 
-        `on_result` is called at the start and after each trial. Raises VerifyError if a folder has a run of other
+    def run(self, *, jobs: int, log: Callable[[str], None], on_result: Callable[[], None]) -> list[Trial]:
+        """Train unfinished runs, `jobs` at a time; one that fails does not stop the others.
+
+        `on_result` is called at the start and after each run. Raises VerifyError if a folder has a run of other
         settings, ResumeError if another sweep is using it, and KeyboardInterrupt once current runs are saved.
         """
         with run_lock(self.folder):
@@ -221,13 +245,23 @@ class Sweep:
             study = self._open_study()
             for chosen in study.trials:
                 self._add(chosen.params)
-            waiting = [trial for trial in self.trials if trial.state != FINISHED]
-            done = len(self.trials) - len(waiting)
-            log(f"sweep: {self.total} trials, {done} of them finished, in {self.folder}")
+            waiting = [run for run in self.runs if run.state != FINISHED]
+            log(f"sweep: {self.total} trials, {len(self.runs) - len(waiting)} of them finished, in {self.folder}")
             on_result()
             with Interrupts(log) as interrupts, ThreadPoolExecutor(jobs) as pool:
-                work = (self._work, study, waiting, jobs, interrupts, log, on_result)
-                futures = [pool.submit(*work) for _ in range(jobs)]
+
+                def work() -> None:
+                    while not interrupts.asked and (run := self._next(study, waiting)) is not None:
+                        code = self._train(run, jobs, interrupts, log)
+                        failed = code != 0 and not interrupts.asked
+                        with self._lock:
+                            run.read(self.folder, _reason(self.folder / f"{run.name}.log", code) if failed else "")
+                            done = sum(one.state == FINISHED for one in self.runs)
+                            log(f"{run.name}: {run.describe()} ({done} of {self.total} finished)")
+                            self._tell(study)
+                            on_result()
+
+                futures = [pool.submit(work) for _ in range(jobs)]
                 try:
                     while wait(futures, POLL_SECONDS).not_done:
                         pass
@@ -238,18 +272,18 @@ class Sweep:
                     future.result()
             if interrupts.asked:
                 raise KeyboardInterrupt
-        self.total = len(self.trials)  # TPE may choose a combination twice
+        self.total = len(self.runs)  # TPE may choose a combination twice
         return self.trials
 
     # -- which trials --------------------------------------------------------------------------------------------------
 
     def _check_values(self, axes: Sequence[Axis]) -> None:
-        """Check every value with the first ones of the other keys, before any trial starts."""
+        """Check every value with the first ones of the other keys, before any run starts."""
         first = {axis.key: axis.values[0] for axis in axes}
         lines: dict[str, None] = {}
         for axis in axes:
-            words = [_word(value) for value in axis.values]
-            if len(set(words)) < len(words):
+            words = {_word(value) for value in axis.values}
+            if len(words) < len(axis.values):
                 raise SweepError(f"--set {axis.key}: trials would have the same folder; write values that differ more")
             for value in axis.values:
                 lines |= dict.fromkeys(self._errors({**first, axis.key: value}, check_job_dict))
@@ -284,46 +318,51 @@ class Sweep:
             load_if_exists=True,
         )
 
-    def _next(self, study: Any, waiting: list[Trial]) -> Trial | None:
-        """An untrained trial, of the next combination if none waits."""
+    def _next(self, study: Any, waiting: list[Run]) -> Run | None:
+        """An unfinished run, of the next combination if none waits."""
         with self._lock:
             distribution = self._optuna.distributions.CategoricalDistribution
             while not waiting and len(study.trials) < self._most:
                 chosen = study.ask({key: distribution(list(values)) for key, values in self._values.items()})
-                waiting += [trial for trial in self._add(chosen.params) if trial.state != FINISHED]
+                waiting += [run for run in self._add(chosen.params) if run.state != FINISHED]
                 self._tell(study)
             return waiting.pop(0) if waiting else None
 
-    def _add(self, params: Mapping[str, str]) -> list[Trial]:
+    def _settings(self, params: Mapping[str, str]) -> dict[str, Any]:
+        return {key: values[params[key]] for key, values in self._values.items()}
+
+    def _add(self, params: Mapping[str, str]) -> list[Run]:
         """The runs of a combination with their current state; none if TPE has chosen it before."""
-        settings = {key: values[params[key]] for key, values in self._values.items()}
+        settings = self._settings(params)
         if any(trial.settings == settings for trial in self.trials):
             return []
-        stem = "_".join(
-            re.sub(r"\W+", "_", short) + _word(settings[key]) for key, short in short_keys(settings).items()
-        )
-        added = []
+        words = [re.sub(r"\W+", "_", short) + _word(settings[key]) for key, short in short_keys(settings).items()]
+        stem = "_".join(words)[:LONGEST_NAME]
+        runs = []
         for seed in self._seeds:
-            name = f"{stem[:LONGEST_NAME]}_seed{seed}"
+            name = f"{stem}_seed{seed}"
             job = load_written(self._config, name=name)
             steps = self._change(job["config"]["process"][0], settings, seed)
             require_same_job(self.folder / name, job)
-            trial = Trial(name, settings, seed, steps, job)
-            trial.read(self.folder)
-            added.append(trial)
-        self.trials += added
-        return added
+            run = Run(name, steps, job)
+            run.read(self.folder)
+            runs.append(run)
+        self.trials.append(Trial(settings, runs))
+        return runs
 
     def _tell(self, study: Any) -> None:
+        """Report trials to Optuna once all of their runs are finished, or one failed."""
         for chosen in study.trials:
-            settings = {key: values[chosen.params[key]] for key, values in self._values.items()}
-            trials = [trial for trial in self.trials if trial.settings == settings]
-            if all(trial.state == FINISHED for trial in trials):
-                study.tell(chosen.number, fmean(trial.loss for trial in trials), skip_if_finished=True)
-            elif any(trial.state == FAILED for trial in trials):
+            settings = self._settings(chosen.params)
+            trial = next(trial for trial in self.trials if trial.settings == settings)
+            states = {run.state for run in trial.runs}
+            if states == {FINISHED}:
+                study.tell(chosen.number, fmean(run.loss for run in trial.runs), skip_if_finished=True)
+            elif FAILED in states:
                 study.tell(chosen.number, state=self._optuna.trial.TrialState.FAIL, skip_if_finished=True)
 
     def _change(self, process: dict[str, Any], settings: Mapping[str, Any], seed: int) -> int:
+        """Turn the config's process entry into that of a run; returns its steps."""
         for key in ("name", "log_dir"):
             process.pop(key, None)
         process.update(training_folder=str(self.folder), training_seed=seed)
@@ -332,12 +371,13 @@ class Sweep:
         for key, value in settings.items():
             _set_value(process, key, value)
         rank = settings.get("network.linear", settings.get("network.rank"))
-        alpha = next((key for key in ("linear_alpha", "alpha") if key in (process.get("network") or {})), None)
-        sound = isinstance(rank, int) and rank > 0
-        if sound and alpha and f"network.{alpha}" not in settings:  # on FLUX alpha is the rank
-            process["network"][alpha] = rank
-        train = process["train"] if isinstance(process["train"], dict) else {}
-        steps = train.get("steps") if isinstance(train.get("steps"), int) else self.job.train.steps
+        if isinstance(rank, int) and rank > 0:  # on FLUX alpha is the rank
+            for alpha in ("linear_alpha", "alpha"):
+                if alpha in (process.get("network") or {}) and f"network.{alpha}" not in settings:
+                    process["network"][alpha] = rank
+        steps = self.job.train.steps
+        if isinstance(process["train"], dict) and isinstance(process["train"].get("steps"), int):
+            steps = process["train"]["steps"]
         every = self.job.validation.every if self.job.validation.hold_out else max(1, steps // POINTS_OF_CURVE)
         process["validation"] = {"hold_out": list(self.held_out), "every": every}
         process["sample"] = {**(process.get("sample") or {}), "sample_every": steps}
@@ -345,39 +385,20 @@ class Sweep:
 
     # -- their processes -----------------------------------------------------------------------------------------------
 
-    def _work(
-        self,
-        study: Any,
-        waiting: list[Trial],
-        jobs: int,
-        interrupts: Interrupts,
-        log: Callable[[str], None],
-        on_result: Callable[[], None],
-    ) -> None:
-        while not interrupts.asked and (trial := self._next(study, waiting)) is not None:
-            code = self._train(trial, jobs, interrupts, log)
-            failed = code != 0 and not interrupts.asked
-            with self._lock:
-                trial.read(self.folder, _reason(self.folder / f"{trial.name}.log", code) if failed else "")
-                done = sum(one.state == FINISHED for one in self.trials)
-                log(f"{trial.name}: {trial.describe()} ({done} of {self.total} finished)")
-                self._tell(study)
-                on_result()
-
-    def _train(self, trial: Trial, jobs: int, interrupts: Interrupts, log: Callable[[str], None]) -> int:
+    def _train(self, run: Run, jobs: int, interrupts: Interrupts, log: Callable[[str], None]) -> int:
         """Run `coat-flux train`, passing on interrupts; returns its exit code."""
-        run, config = self.folder / trial.name, self.folder / f"{trial.name}.yaml"
-        if _is_taken(run):
-            log(f"{trial.name}: still trains in a process of an earlier sweep, which is waited for")
-        while _is_taken(run):
+        folder, config = self.folder / run.name, self.folder / f"{run.name}.yaml"
+        if _is_taken(folder):
+            log(f"{run.name}: still trains in a process of an earlier sweep, which is waited for")
+        while _is_taken(folder):
             time.sleep(POLL_SECONDS)
             if interrupts.asked:
                 return 0
-        write_file(config, yaml.safe_dump(dict(trial.job), sort_keys=False, allow_unicode=True))
+        write_file(config, yaml.safe_dump(dict(run.job), sort_keys=False, allow_unicode=True))
         environment = dict(os.environ)
         if jobs > 1:  # processes that each use every core slow each other down
             environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // jobs)))
-        with (self.folder / f"{trial.name}.log").open("ab") as file:
+        with (self.folder / f"{run.name}.log").open("ab") as file:
             process = subprocess.Popen(
                 [sys.executable, str(CLI), "train", str(config)],
                 stdin=subprocess.DEVNULL,
@@ -386,7 +407,7 @@ class Sweep:
                 env=environment,
                 start_new_session=os.name == "posix",  # the terminal's Ctrl+C goes to the sweep, which passes it on
             )
-            log(f"{trial.name}: started (coat-flux watch {run})")
+            log(f"{run.name}: started (coat-flux watch {folder})")
             while process.poll() is None and not interrupts.asked:
                 time.sleep(POLL_SECONDS)
             if os.name == "posix":  # on Windows the console has already interrupted it
@@ -398,15 +419,6 @@ class Sweep:
             except subprocess.TimeoutExpired:
                 process.kill()
                 return process.wait()
-
-
-def _import_optuna() -> Any:
-    try:
-        import optuna
-    except ImportError as error:
-        raise SweepError(f"sweep needs Optuna ({error}): pip install 'coat-flux[sweep]'") from error
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    return optuna
 
 
 def _hold_out(job: JobConfig) -> list[str]:
@@ -450,7 +462,8 @@ def _is_taken(run: Path) -> bool:
 
 
 def _reason(path: Path, code: int) -> str:
+    """The last error of a log, or its last line."""
     lines = path.read_text(encoding="utf-8", errors="replace").replace("\r", "\n").splitlines()[-LOG_TAIL:]
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    last = errors[-1:] or [line for line in lines if line.strip()][-1:]
-    return f"{' '.join(last) or 'no output'} (exit code {code}, {path.name})"
+    last = errors or [line for line in lines if line.strip()] or ["no output"]
+    return f"{last[-1]} (exit code {code}, {path.name})"
