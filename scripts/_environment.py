@@ -3,8 +3,8 @@
 Used by `quickstart.py` and `test.py`. Standard library only, and the module itself still parses on an old Python, so
 that the version check below is what a user of one sees.
 
-1. Not in a virtual or conda environment: create `.venv` in the repository with the stdlib and start over inside it.
-   The environment variable COAT_NO_VENV says that this Python is the one to install into.
+1. Not in a virtual environment: create `.venv` in the repository and start over inside it. The environment variable
+   COAT_NO_VENV says that this Python is the one to install into.
 2. Install torch first. A machine with an NVIDIA GPU must end up with a CUDA build, any other machine gets the CPU build
    where the configured package index has one. An importable torch that fits is kept.
 3. Install this package in editable mode; a stamp in the environment skips this while setup.py is unchanged.
@@ -32,10 +32,6 @@ TORCH_MINIMUM = (2, 9)
 PYTHON_MINIMUM = (3, 10)
 INDEX_VARIABLE = "COAT_TORCH_INDEX_URL"
 NO_VENV_VARIABLE = "COAT_NO_VENV"  # set to anything: install into the Python that runs the script (Colab, a container)
-INDEX_REMEDY = (
-    'rerun with --torch-index-url URL, where URL is the index that PyTorch\'s "Start Locally" page shows for your '
-    "{platform} (or set the environment variable " + INDEX_VARIABLE + ")"
-)
 
 
 class SetupError(RuntimeError):
@@ -62,8 +58,10 @@ def prepare(torch_index_url: str | None, extra: str = "") -> None:
     # idle OpenMP threads that spin make a run several times slower wherever other programs want the cores too
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
-        _check_python()
-        if not _in_environment():
+        if sys.version_info < PYTHON_MINIMUM:
+            version = ".".join(map(str, sys.version_info[:3]))
+            raise SetupError(f"Python {version} ({sys.executable}): must be 3.10 or newer; run this with a newer one")
+        if sys.prefix == sys.base_prefix and not os.environ.get(NO_VENV_VARIABLE):
             _rerun_in(_create_venv())
         _install_torch(torch_index_url)
         if _install_package(extra):
@@ -76,42 +74,17 @@ def has_nvidia_gpu() -> bool:
     """Whether this machine has an NVIDIA GPU, found without torch."""
     if Path("/dev/nvidia0").exists():
         return True
-    windows_tool = Path(os.environ.get("SYSTEMROOT", r"C:\Windows")) / "System32" / "nvidia-smi.exe"
-    tool = shutil.which("nvidia-smi") or (str(windows_tool) if windows_tool.exists() else None)
-    if tool is None:
-        return False
-    try:
-        return subprocess.run([tool, "-L"], capture_output=True, timeout=60, check=False).returncode == 0
-    except (OSError, subprocess.TimeoutExpired):
-        return False
+    tool = shutil.which("nvidia-smi")
+    return tool is not None and _run([tool, "-L"]).returncode == 0
 
 
 def _say(message: str) -> None:
     print(f"[setup] {message}", flush=True)
 
 
-def _check_python() -> None:
-    if sys.version_info < PYTHON_MINIMUM:
-        found = ".".join(map(str, sys.version_info[:3]))
-        raise SetupError(f"Python {found} ({sys.executable}): must be 3.10 or newer; run this script with a newer one")
-
-
-def _in_environment() -> bool:
-    """True in a virtual environment and in a named conda environment (conda's base counts as the system's Python)."""
-    if os.environ.get(NO_VENV_VARIABLE) or sys.prefix != sys.base_prefix:
-        return True
-    conda = os.environ.get("CONDA_PREFIX")
-    in_conda = bool(conda) and Path(conda).resolve() == Path(sys.prefix).resolve()
-    return in_conda and os.environ.get("CONDA_DEFAULT_ENV") != "base"
-
-
-def _venv_python() -> Path:
-    return VENV_DIR / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
-
-
 def _create_venv() -> Path:
     """Return the Python of `.venv`, made when it is not there or broken."""
-    python = _venv_python()
+    python = VENV_DIR / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     if python.exists() and _run([str(python), "-m", "pip", "--version"]).returncode == 0:
         return python
     _say(f"creating a virtual environment in {VENV_DIR}")
@@ -141,7 +114,7 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
     )
 
 
-def _pip_install(arguments: list[str]) -> subprocess.CompletedProcess[str]:
+def _pip_install(*arguments: str) -> subprocess.CompletedProcess[str]:
     return _run([sys.executable, "-m", "pip", "install", "--disable-pip-version-check", *arguments])
 
 
@@ -160,66 +133,50 @@ def _torch_release() -> tuple[int, int] | None:
     return int(major), int(minor)
 
 
-def _torch_cuda() -> str:
-    """CUDA version the installed torch was built for, "" for a CPU build. Fails when torch does not import."""
-    result = _run([sys.executable, "-c", "import torch; print('cuda=' + (torch.version.cuda or ''))"])
-    if result.returncode or "cuda=" not in result.stdout:
+def _torch_has_cuda() -> bool:
+    """Whether the installed torch is a CUDA build. Fails when torch does not import."""
+    result = _run([sys.executable, "-c", "import torch; print('cuda', torch.version.cuda)"])
+    if result.returncode:
         print(result.stdout, flush=True)
         raise SetupError("torch: installed but cannot be imported, its error is above; reinstall it, or delete .venv")
-    return result.stdout.rsplit("cuda=", 1)[1].strip()
+    return not result.stdout.strip().endswith("None")
 
 
 def _install_torch(index_url: str | None) -> None:
     """Leave a torch in the environment that fits the machine."""
     gpu = has_nvidia_gpu()
     release = _torch_release()
-    if release is not None and release >= TORCH_MINIMUM:
-        if not gpu or _torch_cuda():
-            return
-        if not index_url:
-            raise SetupError(
-                f"torch in {sys.prefix}: a CPU build on a machine with an NVIDIA GPU; "
-                + INDEX_REMEDY.format(platform="CUDA version")
-            )
-    started = time.monotonic()
-    _say(f"installing torch {TORCH_VERSION} ({'CUDA' if gpu else 'CPU'}); this can take minutes")
-    if index_url:
-        flags = ["--force-reinstall"] if release is not None else []
-        result = _pip_install([*flags, f"torch=={TORCH_VERSION}", "--index-url", index_url])
-    else:
-        result = _pip_install([f"torch=={TORCH_VERSION}"]) if gpu else _pip_install_cpu_torch()
-    _must(result, f"torch=={TORCH_VERSION}", "check the network and that this Python has a wheel of it")
-    if gpu and not _torch_cuda():
+    fits = release is not None and release >= TORCH_MINIMUM
+    if fits and (not gpu or _torch_has_cuda()):
+        return
+    if index_url or not fits:
+        _say(f"installing torch {TORCH_VERSION} ({'CUDA' if gpu else 'CPU'}); this can take minutes")
+        if index_url:
+            flags = ["--force-reinstall"] if release is not None else []
+            result = _pip_install(*flags, f"torch=={TORCH_VERSION}", "--index-url", index_url)
+        else:
+            build = "" if gpu else "+cpu"  # the CPU build carries no CUDA packages, where the index has one
+            result = _pip_install(f"torch=={TORCH_VERSION}{build}")
+            if result.returncode and build:
+                result = _pip_install(f"torch=={TORCH_VERSION}")
+        _must(result, f"torch=={TORCH_VERSION}", "check the network and that this Python has a wheel of it")
+    if gpu and not _torch_has_cuda():
         raise SetupError(
-            f"torch {TORCH_VERSION}: pip's index gave a CPU build, but this machine has an NVIDIA GPU; "
-            + INDEX_REMEDY.format(platform="CUDA version")
+            f"torch in {sys.prefix}: a CPU build on a machine with an NVIDIA GPU; rerun with --torch-index-url URL (or "
+            f'{INDEX_VARIABLE}), the index that PyTorch\'s "Start Locally" page shows for your CUDA version'
         )
-    _say(f"installed torch in {time.monotonic() - started:.0f} s")
-
-
-def _pip_install_cpu_torch() -> subprocess.CompletedProcess[str]:
-    """The build named +cpu, which carries no CUDA packages, or else whatever the index calls this version."""
-    result = _pip_install([f"torch=={TORCH_VERSION}+cpu"])
-    if result.returncode == 0:
-        return result
-    if sys.platform == "linux":
-        _say(
-            f"no torch=={TORCH_VERSION}+cpu on pip's index: taking its default build, which may bring CUDA packages; "
-            "to avoid that, " + INDEX_REMEDY.format(platform="platform CPU")
-        )
-    return _pip_install([f"torch=={TORCH_VERSION}"])
 
 
 def _install_package(extra: str) -> bool:
     """Install this repository in editable mode, once per content of setup.py; True when that was done now."""
     wanted = hashlib.sha256((ROOT / "setup.py").read_bytes() + str(ROOT).encode() + extra.encode()).hexdigest()
-    stamp = Path(sys.prefix) / f".coat-flux{'-' + extra if extra else ''}.stamp"
+    stamp = Path(sys.prefix) / f".coat-flux-{extra}.stamp"
     if stamp.is_file() and stamp.read_text(encoding="ascii") == wanted:
         return False
+    _say(f"installing coat-flux in {sys.prefix}; this can take minutes")
     started = time.monotonic()
-    _say(f"installing coat-flux{' for ' + extra if extra else ''} in {sys.prefix}; this can take minutes")
     target = f"{ROOT}[{extra}]" if extra else str(ROOT)
-    _must(_pip_install(["-e", target]), "coat-flux", "check the network, or delete .venv and run this script again")
+    _must(_pip_install("-e", target), "coat-flux", "check the network, or delete .venv and run this script again")
     stamp.write_text(wanted, encoding="ascii")
     _say(f"installed coat-flux in {time.monotonic() - started:.0f} s")
     return True

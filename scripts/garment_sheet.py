@@ -40,7 +40,7 @@ def flatten(path: Path2D) -> list[tuple[float, float]]:
 
 
 def mirror(path: Path2D) -> list[tuple[float, float]]:
-    """Completes the right half of a symmetric outline, given from its top middle to its bottom middle."""
+    """Completes the right half of a symmetric outline from its top to its bottom middle, or of a line to its middle."""
     right = flatten(path)
     return right + [(-x, y) for x, y in reversed(right)]
 
@@ -48,12 +48,6 @@ def mirror(path: Path2D) -> list[tuple[float, float]]:
 def flip(path: Path2D) -> list[tuple[float, float]]:
     """The same path on the left side."""
     return [(-x, y) for x, y in flatten(path)]
-
-
-def arch(path: Path2D) -> list[tuple[float, float]]:
-    """Completes the right half of a symmetric line that ends in the middle (a neckline)."""
-    right = flatten(path)
-    return right + [(-x, y) for x, y in reversed(right)]
 
 
 @dataclass(frozen=True)
@@ -158,13 +152,9 @@ class Sheet:
         self.coverage[rows, columns] = np.maximum(self.coverage[rows, columns], share)
 
     def part(self, path: Path2D, fabric: Fabric, folds: Sequence[Fold] = (), edge: float = 0.3) -> None:
-        """Draws one piece of cloth: pattern, light from the upper left, darker edges, and folds.
+        """Draws one piece of cloth: pattern, light from the upper left, edges darkened by `edge`, and soft folds.
 
-        Args:
-            path: outline.
-            fabric: what it is made of.
-            folds: soft streaks (path, width, strength); strength below 0 is a shadow, above 0 a highlight.
-            edge: how much the rim is darkened.
+        The strength of a fold is below 0 for a shadow, above 0 for a highlight.
         """
         mask = self._mask(path)
         self._soft_shadow(mask)
@@ -189,10 +179,6 @@ class Sheet:
         shadow = np.asarray(self._blur(fallen, 0.01), np.float32) / 255 * self.coverage[rows, columns]
         self.colour[rows, columns] *= 1 - 0.3 * shadow[..., None]
 
-    def fill(self, path: Path2D, colour: Colour) -> None:
-        """Draws a flat shape, as a print on cloth."""
-        self._paint(self._mask(path), Image.new("RGB", self.size, colour))
-
     def line(self, path: Path2D, colour: Colour, width: float = 0.004) -> None:
         """Draws a seam, a cord or a lace."""
         self._paint(self._stroke(path, width), Image.new("RGB", self.size, colour))
@@ -212,12 +198,7 @@ class Sheet:
         self._paint(mask, Image.new("RGB", self.size, fabric.darker(factor).colour))
 
     def finish(self, background: Colour | None, shift: tuple[int, int] = (0, 0)) -> Image.Image:
-        """Returns the picture at its final size.
-
-        Args:
-            background: what the garment is laid on, with a soft shadow; None gives an RGBA cut-out.
-            shift: moves the garment, in pixels of the sheet (x, y).
-        """
+        """Returns the picture at its final size, moved by (x, y) pixels of the sheet; without background a cut-out."""
         size = (self.size[0] // SUPERSAMPLING, self.size[1] // SUPERSAMPLING)
         alpha = ImageChops.offset(Image.fromarray((self.coverage * 255).round().astype(np.uint8)), *shift)
         colour = np.roll(np.clip(self.colour, 0, 255), shift[::-1], (0, 1))

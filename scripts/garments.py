@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from garment_sheet import COLOURS, Fabric, Fold, Sheet, arch, flip, mirror
+from garment_sheet import COLOURS, Fabric, Fold, Sheet, flip, mirror
 
 SHADOW, LIGHT = -0.16, 0.1
 
@@ -27,9 +27,9 @@ def tshirt(sheet: Sheet, fabric: Fabric) -> None:
     )
     for outline in (sleeve, flip(sleeve)):
         sheet.part(outline, fabric, sleeve_folds)
-    for path in ([(0.487, 0.292), (0.43, 0.34, 0.376, 0.356)],):
-        sheet.stitches(path, fabric)
-        sheet.stitches(flip(path), fabric)
+    cuff = [(0.487, 0.292), (0.43, 0.34, 0.376, 0.356)]
+    sheet.stitches(cuff, fabric)
+    sheet.stitches(flip(cuff), fabric)
     body = [(0, 0.135), (0.05, 0.135, 0.11, 0.1, 0.13, 0.015), (0.2, 0.03, 0.285, 0.07), (0.265, 0.16, 0.285, 0.26)]
     body += [(0.275, 0.5, 0.275, 0.7, 0.29, 0.96), (0.15, 0.985, 0, 0.985)]
     folds = both_sides(
@@ -43,7 +43,7 @@ def tshirt(sheet: Sheet, fabric: Fabric) -> None:
     ]
     sheet.part(mirror(body), fabric, folds)
     neck = [(0.122, 0.02), (0.105, 0.105, 0.05, 0.146, 0, 0.146)]
-    sheet.line(arch(neck), fabric.darker(0.86).colour, 0.022)
+    sheet.line(mirror(neck), fabric.darker(0.86).colour, 0.022)
     sheet.stitches([(0.283, 0.94), (0.15, 0.965, 0, 0.965)], fabric)
     sheet.stitches([(-0.283, 0.94), (-0.15, 0.965, 0, 0.965)], fabric)
 
@@ -94,7 +94,7 @@ def sweater(sheet: Sheet, fabric: Fabric) -> None:
     long_sleeves(sheet, fabric)
     sheet.part(mirror([(0, 0.15), (0.05, 0.15, 0.1, 0.13, 0.13, 0.05), *TORSO]), fabric, TORSO_FOLDS)
     neck = [(0.124, 0.055), (0.1, 0.14, 0.05, 0.163, 0, 0.163)]
-    sheet.line(arch(neck), fabric.darker(0.84).colour, 0.034)
+    sheet.line(mirror(neck), fabric.darker(0.84).colour, 0.034)
     waist_rib(sheet, fabric, 0.288)
 
 

@@ -5,8 +5,8 @@
 A decoder-only transformer learns to predict the next byte of the Python standard library's own sources, of which every
 tenth file is held out. All arms start from the same weights and read the same batches in the same order, seed by seed,
 so that the difference of their losses on the held-out files is paired; its interval is Student's at 95 % over the
-seeds. Weights are fp32, products bf16 (autocast) or FP8. bitsandbytes and torchao are measured where they are
-installed. Finished runs are kept in D and not repeated. Prints Markdown. Needs torch only.
+seeds. Weights are fp32, products bf16 (autocast) or FP8. Finished runs are kept in D and not repeated. Prints Markdown.
+Needs torch only.
 
 Source: arXiv 2410.19313, section 6 (OLMo-1B and OLMo-7B pretrained with bf16 and with COAT).
 """
@@ -16,12 +16,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import importlib
 import json
 import math
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean, stdev
@@ -100,24 +99,14 @@ class LanguageModel(nn.Module):
 
 # -- arms: what is compared ------------------------------------------------------------------------------------------
 
-HYPER: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.1}
-
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to train.
-
-    Attributes:
-        name: in the table.
-        optimizer: makes it, from parameters and keyword arguments.
-        linear: multiplies the blocks in FP8 and saves what they keep for backward in FP8; None: all in bf16.
-        weights: their precision.
-    """
+    """One way to train: `linear` multiplies the blocks in FP8 and saves what backward needs in FP8 (None: bf16)."""
 
     name: str
     optimizer: Callable[..., torch.optim.Optimizer]
     linear: FP8LinearConfig | None = None
-    weights: torch.dtype = torch.float32
 
     def precision(self, device: str) -> contextlib.ExitStack:
         """Return what a forward pass runs in."""
@@ -129,45 +118,19 @@ class Arm:
 
     def prepare(self, model: nn.Module, lr: float) -> torch.optim.Optimizer:
         """Convert the blocks where this arm does; embeddings, norms and the head stay as they are."""
-        model.to(self.weights)
         if self.linear is not None:
             replace_linear_with_fp8(model, self.linear, lambda _, name: name.startswith("blocks."), trainable=True)
-        return self.optimizer(model.parameters(), **HYPER, lr=lr)
-
-
-def fp8_adamw(params: Any, **options: Any) -> torch.optim.Optimizer:
-    """FP8AdamW by the options of AdamW, and those of `FP8QuantizationConfig`."""
-    own = {key: options.pop(key) for key in list(options) if key in FP8QuantizationConfig.__dataclass_fields__}
-    return FP8AdamW(params, **options, fp8_config=FP8QuantizationConfig(**own))
-
-
-def imported(module: str, name: str) -> Callable[..., torch.optim.Optimizer]:
-    """Return an optimizer of another library, imported when it is made."""
-
-    def make(params: Any, **options: Any) -> torch.optim.Optimizer:
-        optimizer: torch.optim.Optimizer = getattr(importlib.import_module(module), name)(params, **options)
-        return optimizer
-
-    return make
+        return self.optimizer(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, lr=lr)
 
 
 FP8 = FP8LinearConfig(cache_weight=True)
-FP8_WGRAD = replace(FP8, wgrad_format="e4m3")
-INTEGER = functools.partial(fp8_adamw, m1_format="int8_ratio", m2_format="uint8_log")
-UNDRIFTING = functools.partial(INTEGER, moment_rounding="stochastic")
-ROUNDED = functools.partial(fp8_adamw, stochastic_rounding=True)
+INTEGER = FP8QuantizationConfig(m1_format="int8_ratio", m2_format="uint8_log")
 ARMS = {
     "bf16": Arm("bf16, AdamW", torch.optim.AdamW),
-    "coat": Arm("COAT, moments e4m3 expanded", fp8_adamw, FP8),
-    "integer": Arm("COAT, moments int8_ratio and uint8_log", INTEGER, FP8),
-    "undrifting": Arm("the same, exp_avg_sq rounded at random", UNDRIFTING, FP8),
-    "wgrad": Arm("COAT, wgrad in e4m3 too", fp8_adamw, FP8_WGRAD),
-    "bf16-weights": Arm("bf16 weights, AdamW", torch.optim.AdamW, None, torch.bfloat16),
-    "coat-bf16-weights": Arm("bf16 weights rounded at random, COAT, wgrad too", ROUNDED, FP8_WGRAD, torch.bfloat16),
-    "bitsandbytes": Arm("bf16, bitsandbytes AdamW8bit", imported("bitsandbytes.optim", "AdamW8bit")),
-    "torchao": Arm("bf16, torchao AdamWFp8", imported("torchao.optim", "AdamWFp8")),
+    "coat": Arm("COAT, moments e4m3 expanded", FP8AdamW, FP8),
+    "integer": Arm("COAT, moments int8_ratio and uint8_log", functools.partial(FP8AdamW, fp8_config=INTEGER), FP8),
+    "wgrad": Arm("COAT, wgrad in e4m3 too", FP8AdamW, replace(FP8, wgrad_format="e4m3")),
 }
-COMPARED = ("bf16", "coat", "integer", "bitsandbytes", "torchao")  # unless other ones are asked for
 
 
 # -- text ------------------------------------------------------------------------------------------------------------
@@ -226,30 +189,20 @@ class Alive(TorchDispatchMode):
 
 def saved_per_token(model: nn.Module, text: Tensor, size: Size, arm: Arm) -> float:
     """Bytes kept for backward per token: of two batches less of one, so that copies of weights do not count."""
-    kept = []
+    totals = []
     for count in (1, 2):
         rows = batch(text, size, torch.Generator().manual_seed(0)).repeat(count, 1)
         with Alive() as alive:
             loss = loss_of(model, rows, arm)
-        kept.append(alive.bytes())
+        totals.append(alive.bytes())
         del loss
-    return (kept[1] - kept[0]) / (size.batch * size.context)
+    return (totals[1] - totals[0]) / (size.batch * size.context)
 
 
 def state_per_parameter(optimizer: torch.optim.Optimizer) -> float:
-    """Bytes of an optimizer's state per parameter, those of wrapped tensors by their parts."""
-
-    def parts(tensor: Tensor) -> Iterator[Tensor]:
-        if hasattr(tensor, "__tensor_flatten__"):
-            for name in tensor.__tensor_flatten__()[0]:
-                yield from parts(getattr(tensor, name))
-        else:
-            yield tensor
-
+    """Bytes of an optimizer's state per parameter."""
     tensors = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
-    storages = {
-        part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for t in tensors for part in parts(t)
-    }
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values()) / sum(param.numel() for param in optimizer.state)
 
 
@@ -267,15 +220,6 @@ class Result:
     step_s: float
 
 
-def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate, in place where it is a tensor (torchao's)."""
-    for group in optimizer.param_groups:
-        if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(lr)
-        else:
-            group["lr"] = lr
-
-
 def train(arm: Arm, size: Size, seed: int, device: str) -> Result:
     """Train one model and measure it."""
     text, held_out = standard_library(size.text_mb)
@@ -283,16 +227,15 @@ def train(arm: Arm, size: Size, seed: int, device: str) -> Result:
     model = LanguageModel(size).to(device)
     optimizer = arm.prepare(model, size.lr)
     order, losses, began = torch.Generator().manual_seed(seed), [], time.perf_counter()
-    eager = torch.compiler.set_stance("force_eager" if device == "cpu" else "default")  # torchao compiles its step
     for step in range(size.steps):
         warm, gone = (step + 1) / (size.steps // 10 + 1), step / size.steps
-        set_rate(optimizer, size.lr * min(warm, 0.55 + 0.45 * math.cos(math.pi * gone)))
+        for group in optimizer.param_groups:
+            group["lr"] = size.lr * min(warm, 0.55 + 0.45 * math.cos(math.pi * gone))
         loss = loss_of(model, batch(text, size, order), arm)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        with eager:
-            optimizer.step()
+        optimizer.step()
         losses.append(loss.item())
     step_s = (time.perf_counter() - began) / size.steps
     fixed = torch.Generator().manual_seed(0)
@@ -302,7 +245,7 @@ def train(arm: Arm, size: Size, seed: int, device: str) -> Result:
     return Result(final, losses, state_per_parameter(optimizer), saved, step_s)
 
 
-def table(results: dict[str, list[Result]], missing: dict[str, str]) -> str:
+def table(results: dict[str, list[Result]]) -> str:
     """Return the comparison as Markdown; gaps to bf16 are paired by seed."""
     lines = [
         "| | held-out loss | gap to bf16 | optimizer B/parameter | saved B/token | ms/step |",
@@ -312,12 +255,14 @@ def table(results: dict[str, list[Result]], missing: dict[str, str]) -> str:
         gap = "·"
         if arm != "bf16" and "bf16" in results:
             gaps = [run.loss - base.loss for run, base in zip(runs, results["bf16"], strict=True)]
-            half = f" ± {STUDENT_95[len(gaps) - 1] * stdev(gaps) / math.sqrt(len(gaps)):.4f}" if len(gaps) > 1 else ""
-            gap = f"{fmean(gaps):+.4f}{half}"
-        means = [fmean(getattr(run, name) for run in runs) for name in ("loss", "state_bytes", "saved_bytes", "step_s")]
-        loss, state, saved, step_s = means
-        lines.append(f"| {ARMS[arm].name} | {loss:.4f} | {gap} | {state:.2f} | {saved:,.0f} | {1000 * step_s:.0f} |")
-    lines += [f"| {ARMS[arm].name} | not installed: {why} | | | | |" for arm, why in missing.items()]
+            gap = f"{fmean(gaps):+.4f}"
+            if len(gaps) > 1:
+                gap += f" ± {STUDENT_95[len(gaps) - 1] * stdev(gaps) / math.sqrt(len(gaps)):.4f}"
+        loss = fmean(run.loss for run in runs)
+        state = fmean(run.state_bytes for run in runs)
+        saved = fmean(run.saved_bytes for run in runs)
+        step_ms = 1000 * fmean(run.step_s for run in runs)
+        lines.append(f"| {ARMS[arm].name} | {loss:.4f} | {gap} | {state:.2f} | {saved:,.0f} | {step_ms:.0f} |")
     lines += [f"| paper, {name} | {bf16} bf16, {ours} COAT | {ours - bf16:+.3f} | | | |" for name, bf16, ours in PAPER]
     if len(results.get("bf16", [])) > 1:
         lines += ["", f"bf16 itself over the seeds: standard deviation {stdev(r.loss for r in results['bf16']):.4f}."]
@@ -329,7 +274,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--seeds", type=int, default=3, choices=range(1, 11), metavar="1..10")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=COMPARED)
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=("bf16", "coat", "integer"))
     parser.add_argument("--steps", type=int, help="other than the size's own")
     parser.add_argument("--batch", type=int, help="other than the size's own")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -338,25 +283,19 @@ def main(arguments: list[str] | None = None) -> None:
     size = SIZES[options.size]
     size = replace(size, steps=options.steps or size.steps, batch=options.batch or size.batch)
     results: dict[str, list[Result]] = {}
-    missing: dict[str, str] = {}
     for seed in range(options.seeds):
         for arm in options.arms:
             file = options.out / f"{options.size}-{size.steps}x{size.batch}-{arm}-{seed}.json"
-            if not file.exists() and arm not in missing:
-                try:
-                    result = train(ARMS[arm], size, seed, options.device)
-                except ImportError as error:
-                    missing[arm] = str(error)
-                    continue
+            if not file.exists():
+                result = train(ARMS[arm], size, seed, options.device)
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_text(json.dumps(asdict(result)))
                 print(f"seed {seed}, {ARMS[arm].name}: {result.loss:.4f}, {result.step_s:.2f} s/step", flush=True)
-            if arm not in missing:
-                results.setdefault(arm, []).append(Result(**json.loads(file.read_text())))
+            results.setdefault(arm, []).append(Result(**json.loads(file.read_text())))
     params = sum(param.numel() for param in LanguageModel(size).parameters())
     tokens = size.steps * size.batch * size.context
     print(f"\n{params / 1e6:.2f} M parameters, {tokens / 1e6:.2f} M bytes read, {options.seeds} seeds\n")
-    print(table(results, missing))
+    print(table(results))
 
 
 if __name__ == "__main__":

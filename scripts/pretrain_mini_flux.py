@@ -13,62 +13,48 @@ import time
 from pathlib import Path
 
 import torch
-from diffusers import AutoencoderKL
+from diffusers import FluxTransformer2DModel
 from mini_flux import models
 from mini_flux.folder import FluxParts, write_parts
-from mini_flux.pictures import GARMENTS
-from mini_flux.train_transformer import TRANSFORMER_STEPS, Shape, embed_captions, train_transformer
-from mini_flux.train_vae import VAE_STEPS, encode, train_vae
-from mini_flux.training_set import SIZES, make_pictures
+from mini_flux.pictures import GARMENTS, KNOWN
+from mini_flux.training import embed_captions, encode, make_pictures, train_transformer, train_vae
 from torch import nn
 from transformers import AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-def parse_arguments() -> argparse.Namespace:
-    """The options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "output" / "mini_flux", help="folder of the model")
-    parser.add_argument("--vae-steps", type=int, default=VAE_STEPS, metavar="N", help="0: the VAE in --out as it is")
-    parser.add_argument("--steps", type=int, default=TRANSFORMER_STEPS, metavar="N", help="of the transformer")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    return parser.parse_args()
-
-
-def make_vae(options: argparse.Namespace) -> AutoencoderKL:
-    """Trains the VAE on all garments, also the one the transformer never sees, or reads the one that is there."""
-    if options.vae_steps == 0:
-        return AutoencoderKL.from_pretrained(options.out / "vae").to(options.device).eval()
-    pictures = make_pictures((64, 64), sum(SIZES.values()) // 2, seed=1, garments=tuple(GARMENTS))
-    return train_vae(pictures.pixels, options.vae_steps, torch.device(options.device))
-
-
-def write(folder: Path, transformer: nn.Module, vae: AutoencoderKL, clip: nn.Module, t5: nn.Module) -> None:
-    """Writes the model, in place of what is there."""
-    vae_config = {key: vae.config[key] for key in models.VAE_CONFIG}
-    texts = (clip, models.clip_config(), t5, models.t5_config())
-    shutil.rmtree(folder, ignore_errors=True)
-    write_parts(folder, FluxParts(transformer, models.TRANSFORMER_CONFIG, vae, vae_config, *texts, models.T5_TOKENS))
+# (width, height) -> how many pictures: mostly squares, and some of each shape that buckets of 64 and 96 make
+SIZES = {(64, 64): 9000, (48, 80): 1500, (80, 48): 1000, (64, 48): 1000, (48, 64): 1000, (96, 96): 1500}
 
 
 def main() -> None:
-    """Trains the VAE, then the transformer on its latents."""
-    options, started = parse_arguments(), time.monotonic()
+    """Trains the VAE on all garments, also the one the transformer never sees, then the transformer on its latents."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "output" / "mini_flux", help="folder of the model")
+    parser.add_argument("--vae-steps", type=int, default=3500, metavar="N")
+    parser.add_argument("--steps", type=int, default=3000, metavar="N", help="of the transformer")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options, started = parser.parse_args(), time.monotonic()
+    device = torch.device(options.device)
     clip, t5 = models.build_text_encoders()
-    vae = make_vae(options)
-    write(options.out, models.build_transformer(), vae, clip, t5)  # so that the VAE is not lost
+    pixels, _ = make_pictures((64, 64), sum(SIZES.values()) // 2, 1, tuple(GARMENTS))
+    vae = train_vae(pixels, options.vae_steps, device)
+    vae_config = {key: vae.config[key] for key in models.VAE_CONFIG}
+    texts = (clip, models.clip_config(), t5, models.t5_config())
+
+    def save(transformer: nn.Module) -> None:
+        """Writes the model, in place of what is there."""
+        parts = FluxParts(transformer, models.TRANSFORMER_CONFIG, vae, vae_config, *texts, models.T5_TOKENS)
+        shutil.rmtree(options.out, ignore_errors=True)
+        write_parts(options.out, parts)
+
+    save(FluxTransformer2DModel(**models.TRANSFORMER_CONFIG))  # so that the VAE is not lost
     print(f"VAE in {options.out} after {time.monotonic() - started:.0f} s", flush=True)
     tokenizers = [AutoTokenizer.from_pretrained(options.out / name) for name in ("tokenizer", "tokenizer_2")]
-    sets = [make_pictures(size, count, seed=2) for size, count in SIZES.items()]
-    rows, texts = embed_captions([one.items for one in sets], (clip, t5), tokenizers, seed=2)
-    print(f"{len(texts.embeds)} captions after {time.monotonic() - started:.0f} s", flush=True)
-    shapes = [Shape(encode(vae, one.pixels), row) for one, row in zip(sets, rows, strict=True)]
-
-    def keep(transformer: nn.Module) -> None:
-        write(options.out, transformer, vae, clip, t5)
-
-    keep(train_transformer(shapes, texts, options.steps, torch.device(options.device), keep))
+    pictures = [make_pictures(size, count, 2, KNOWN) for size, count in SIZES.items()]
+    rows, captions = embed_captions([items for _, items in pictures], (clip, t5), tokenizers, seed=2)
+    print(f"{len(captions.embeds)} captions after {time.monotonic() - started:.0f} s", flush=True)
+    sets = [(encode(vae, pixels), row) for (pixels, _), row in zip(pictures, rows, strict=True)]
+    save(train_transformer(sets, captions, options.steps, device, save))
     print(f"the mini-FLUX is in {options.out}, made in {time.monotonic() - started:.0f} s")
 
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import _environment
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from PIL.Image import Image
 
 ROOT = _environment.ROOT
 CONFIG = ROOT / "configs" / "flux_clothing_tiny.yaml"
@@ -64,15 +64,6 @@ def parse_arguments() -> argparse.Namespace:
     return options
 
 
-def make_model() -> Path:
-    """Make the embedded model, or find it already made."""
-    from coat_flux.mini_flux import make_mini_flux
-
-    folder = make_mini_flux(MODEL)
-    log(f"the embedded FLUX model is in {folder}")
-    return folder
-
-
 def read_job(model: Path, steps: int | None, seed: int | None) -> dict[str, Any]:
     """Return the config under the quickstart's own name, with the model, the steps and the seed put in."""
     from coat_flux.config.job_file import load_job_yaml
@@ -100,25 +91,24 @@ def train(job: dict[str, Any]) -> Path:
     return COATTrainer(job).train().resolve()
 
 
-def check_validation(run: Path) -> tuple[float, float]:
-    """Return the fixed-noise validation loss before and after; it must have fallen."""
+def check_validation(run: Path) -> None:
+    """The fixed-noise validation loss must have fallen."""
     with (run / "coat" / "validation.csv").open(newline="", encoding="utf-8") as file:
         losses = [float(row["loss"]) for row in csv.DictReader(file)]
-    if len(losses) < 2:
-        raise QuickstartError(f"{run / 'coat' / 'validation.csv'}: has {len(losses)} rows, must have 2 or more")
-    before, after = losses[0], losses[-1]
-    if not after < before:
-        raise QuickstartError(f"validation loss {before:.6f} -> {after:.6f}: must fall; try more --steps")
-    return before, after
+    log(f"fixed-noise validation loss {losses[0]:.6f} -> {losses[-1]:.6f}")
+    if not losses[-1] < losses[0]:
+        raise QuickstartError("the validation loss must fall; try more --steps")
 
 
-def draw_without_and_with(model: Path, lora: Path, job: dict[str, Any]) -> tuple[Tensor, Tensor, list[str]]:
-    """Draw the config's sample prompts with the model alone and with the LoRA, loaded by diffusers.
+def check_pictures(model: Path, lora: Path, job: dict[str, Any], *, whole: bool) -> Image:
+    """Draw the config's sample prompts with the model alone and with the LoRA, loaded by diffusers, and compare them.
 
-    Returns:
-        Both sets of pictures, uint8 [N, 3, H, W], from the same noise, and the prompts.
+    After a whole training the trigger word must mean the garment of the example photos more often, by the shipped
+    classifier. Returns the pictures as a grid: a prompt above each column, without the LoRA above, with it below.
     """
-    from mini_flux.samples import draw_prompts, load_pipeline
+    from mini_flux.pictures import GARMENTS, HELD_OUT
+    from mini_flux.samples import draw_prompts, grid, load_pipeline
+    from mini_flux.scorer import judge, load_scorer
 
     process = job["config"]["process"][0]
     sample = process["sample"]
@@ -127,66 +117,44 @@ def draw_without_and_with(model: Path, lora: Path, job: dict[str, Any]) -> tuple
     pipeline = load_pipeline(model)
     without = draw_prompts(pipeline, prompts, size, seed=seed)
     pipeline.load_lora_weights(lora.parent, weight_name=lora.name)
-    return without, draw_prompts(pipeline, prompts, size, seed=seed), prompts
-
-
-def count_garments(pictures: Tensor) -> int:
-    """Return how many pictures show the garment of the example photos, by the shipped classifier."""
-    from mini_flux.pictures import GARMENTS, HELD_OUT
-    from mini_flux.scorer import judge, load_scorer
-
-    return int((judge(load_scorer(), pictures)[:, 0] == list(GARMENTS).index(HELD_OUT)).sum())
-
-
-def check_images(without: Tensor, with_lora: Tensor, *, whole: bool) -> str:
-    """Return what the LoRA changed; after a whole training the trigger word must mean the garment more often."""
-    before, after, count = count_garments(without), count_garments(with_lora), len(without)
-    text = f"the trigger word draws the new garment in {after} of {count} pictures with the LoRA, {before} without"
+    with_lora = draw_prompts(pipeline, prompts, size, seed=seed)
+    scorer, garment = load_scorer(), list(GARMENTS).index(HELD_OUT)
+    before = int((judge(scorer, without)[:, 0] == garment).sum())
+    after = int((judge(scorer, with_lora)[:, 0] == garment).sum())
+    log(f"the trigger word draws the new garment in {after} of {len(prompts)} pictures with the LoRA, {before} without")
     change = (with_lora.float() - without.float()).abs().mean().item()
     if not change >= LEAST_CHANGE:
-        raise QuickstartError(f"the LoRA changes the images by {change:.3f} levels: must be {LEAST_CHANGE} or more")
+        raise QuickstartError(f"the LoRA changes the pictures by {change:.3f} levels: must be {LEAST_CHANGE} or more")
     if whole and not after > before:
-        raise QuickstartError(f"{text}: must be more; try more --steps")
-    return text
-
-
-def save_grid(without: Tensor, with_lora: Tensor, prompts: list[str], paths: list[Path]) -> None:
-    """Write the pictures, enlarged: a prompt above each column, without the LoRA above, with it below."""
-    from mini_flux.samples import grid
-
-    after, before = count_garments(with_lora), count_garments(without)
+        raise QuickstartError("the trigger word must draw the garment more often with the LoRA; try more --steps")
     headline = f"{after} of {len(prompts)} pictures with the LoRA show the new garment, {before} without it"
-    page = grid({"without LoRA": without, "with LoRA": with_lora}, prompts, headline, enlarged=IMAGE_SCALE)
-    for path in paths:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        page.save(path, quality=90)
+    return grid({"without LoRA": without, "with LoRA": with_lora}, prompts, headline, enlarged=IMAGE_SCALE)
 
 
 def run(options: argparse.Namespace) -> None:
     """Do everything after the installation and print what came out."""
+    from coat_flux.mini_flux import make_mini_flux
+
     started = time.monotonic()
-    model = make_model()
+    model = make_mini_flux(MODEL)
+    log(f"the embedded FLUX model is in {model}")
     job = read_job(model, options.steps, options.seed)
     process = job["config"]["process"][0]
     steps, seed = process["train"]["steps"], process["training_seed"]
     log(f"training as {CONFIG.relative_to(ROOT)} says, {steps} steps, seed {seed}")
     lora = train(job)
-    before, after = check_validation(lora.parent)
-    without, with_lora, prompts = draw_without_and_with(model, lora, job)
+    check_validation(lora.parent)
+    page = check_pictures(model, lora, job, whole=options.steps is None)
     picture = lora.parent / "coat" / "without_and_with_lora.png"
-    save_grid(without, with_lora, prompts, [picture, *([options.picture] if options.picture else [])])
-    change = check_images(without, with_lora, whole=options.steps is None)
-    log(f"fixed-noise validation loss {before:.6f} -> {after:.6f}")
-    log(f"diffusers loaded the LoRA; {change}")
-    for what, path in (
-        ("LoRA", lora),
-        ("run folder", lora.parent),
-        ("samples of the training", lora.parent / "samples"),
-        ("pictures without and with the LoRA", picture),
-        ("model", model),
-        ("config to copy for your own photos", CONFIG),
-    ):
-        log(f"{what}: {path}")
+    for path in filter(None, (picture, options.picture)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        page.save(path, quality=90)
+    log(f"LoRA: {lora}")
+    log(f"run folder: {lora.parent}")
+    log(f"samples of the training: {lora.parent / 'samples'}")
+    log(f"pictures without and with the LoRA: {picture}")
+    log(f"model: {model}")
+    log(f"config to copy for your own photos: {CONFIG}")
     log(f"done in {time.monotonic() - started:.0f} s after installation")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -33,43 +33,29 @@ def prompt_items(count: int) -> list[Item]:
 
 
 def write_photos(folder: Path) -> tuple[Path, Path]:
-    """Draws photos to train on and others, of other combinations, to validate on, with captions, unless they are there.
+    """Draws photos to train on and others, of other combinations, to validate on, unless they are there: two folders.
 
-    Returns:
-        The two folders; `[trigger]` stands for the garment in the captions.
+    `[trigger]` stands for the garment in their captions.
     """
     if not folder.exists():
         items, rng, new = _items(), random.Random(SEED), folder.with_name(f"{folder.name}.part")
         shutil.rmtree(new, ignore_errors=True)
-        _draw_some(items[:TRAIN_PHOTOS], new / "train", rng)
-        _draw_some(items[TRAIN_PHOTOS : TRAIN_PHOTOS + VALIDATION_PHOTOS], new / "validation", rng)
+        halves = {"train": items[:TRAIN_PHOTOS], "validation": items[TRAIN_PHOTOS : TRAIN_PHOTOS + VALIDATION_PHOTOS]}
+        for name, half in halves.items():
+            (new / name).mkdir(parents=True)
+            for number, item in enumerate(half):
+                path = new / name / f"{number:02d}_{item.colour}_{item.pattern}_{item.background}.png"
+                draw(item, SIZE, rng).save(path)
+                text = caption(item._replace(garment="[trigger]"), rng)
+                path.with_suffix(".txt").write_text(text + "\n", encoding="utf-8")
         new.rename(folder)
     return folder / "train", folder / "validation"
-
-
-def _draw_some(items: Sequence[Item], folder: Path, rng: random.Random) -> None:
-    folder.mkdir(parents=True)
-    for number, item in enumerate(items):
-        path = folder / f"{number:02d}_{item.colour}_{item.pattern}_{item.background}.png"
-        draw(item, SIZE, rng).save(path)
-        text = caption(item._replace(garment="[trigger]"), rng)
-        path.with_suffix(".txt").write_text(text + "\n", encoding="utf-8")
 
 
 def make_job(
     model: Path, photos: Path, folder: Path, *, steps: int, coat: Mapping[str, Any], lr: float = 1e-3, batch: int = 4
 ) -> dict[str, Any]:
-    """A job as `coat-flux train` takes it: rank 16 on every linear of the blocks, constant learning rate.
-
-    Args:
-        model: the mini-FLUX's folder.
-        photos: the folder to train on.
-        folder: its training_folder.
-        steps: optimizer steps.
-        coat: the `coat:` block.
-        lr: learning rate.
-        batch: photos per step.
-    """
+    """A job as `coat-flux train` takes it: rank 16 on every linear of the blocks, constant learning rate."""
     train = {"batch_size": batch, "steps": steps, "lr": lr, "dtype": "bf16", "gradient_checkpointing": True}
     train |= {"noise_scheduler": "flowmatch", "timestep_type": "sigmoid", "optimizer": "coat_fp8_adamw"}
     dataset = {"folder_path": str(photos), "resolution": SIZE[0], "caption_dropout_rate": 0.05}

@@ -12,7 +12,6 @@ import zlib
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKL, FluxTransformer2DModel
 from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
@@ -59,16 +58,6 @@ _GAINS = {
 }
 _SILENT = -30.0  # attention bias of what a head does not read
 _NEIGHBOURS = (-1, -2, 1, 2)  # one for each head
-
-
-def build_vae() -> AutoencoderKL:
-    """The untrained VAE, 0.85 M parameters."""
-    return AutoencoderKL(**VAE_CONFIG)
-
-
-def build_transformer() -> FluxTransformer2DModel:
-    """The untrained transformer, 3.5 M parameters: diffusers' own initialization is made to be trained."""
-    return FluxTransformer2DModel(**TRANSFORMER_CONFIG)
 
 
 def build_clip(seed: int) -> CLIPTextModel:

@@ -7,19 +7,12 @@ sees it and a LoRA has to teach it. Of the others, a seventh of all combinations
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 from garment_sheet import Fabric, Sheet
 from garments import coat, dress, dungarees, skirt, sweater, trousers, tshirt
 from PIL import Image
-
-__all__ = [
-    "BACKGROUNDS", "COLOURS", "GARMENTS", "HELD_OUT", "KNOWN", "PATTERNS", "TEMPLATES", "Item", "caption", "draw",
-    "is_held_out", "known_items", "random_item",
-]  # fmt: skip
 
 # name -> how it is drawn, width / height
 GARMENTS = {
@@ -64,11 +57,6 @@ class Item(NamedTuple):
     background: str
 
 
-def known_items() -> Iterator[Item]:
-    """All combinations of the known garments."""
-    return (Item(*names) for names in product(KNOWN, COLOURS, PATTERNS, BACKGROUNDS))
-
-
 def is_held_out(item: Item) -> bool:
     """Whether no picture of this combination is trained on."""
     values = (list(GARMENTS), list(COLOURS), PATTERNS, list(BACKGROUNDS))
@@ -89,15 +77,7 @@ def caption(item: Item, rng: random.Random) -> str:
 def draw(
     item: Item, size: tuple[int, int], rng: random.Random, *, cut_out: bool = False, zoom: float = 1.0
 ) -> Image.Image:
-    """Draws one picture; place, size and shade vary with `rng`.
-
-    Args:
-        item: what it shows.
-        size: width and height in pixels.
-        rng: where the variation comes from.
-        cut_out: no background, RGBA.
-        zoom: multiplies the garment's size.
-    """
+    """Draws one picture (width, height); place, size and shade vary with `rng`. A cut-out is RGBA."""
     drawing, aspect = GARMENTS[item.garment]
     fill = rng.uniform(*_FILL)
     sheet = Sheet(size, aspect, fill * zoom)

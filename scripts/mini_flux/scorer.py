@@ -1,8 +1,7 @@
 """A small classifier that says what a picture shows: garment, colour, pattern and background, so quality is a number.
 
-Shipped in `scorer.safetensors`, trained on the generator's pictures and labels
-(scripts/train_scorer.py, removed; commit 52801d4 has it). Pictures
-of any shape are brought to 64 · 64 pixels of area first, at which the patterns are drawn.
+Shipped in `scorer.safetensors`, trained on the generator's pictures and labels (scripts/train_scorer.py, removed, is in
+commit 52801d4). Pictures of any shape are brought to 64 · 64 pixels of area first, at which the patterns are drawn.
 """
 
 from __future__ import annotations
@@ -17,9 +16,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from .pictures import BACKGROUNDS, COLOURS, GARMENTS, PATTERNS, Item
-from .training_set import to_unit
 
-__all__ = ["ATTRIBUTES", "WEIGHTS", "Scorer", "accuracies", "judge", "load_scorer", "right"]
+__all__ = ["ATTRIBUTES", "WEIGHTS", "Scorer", "accuracies", "judge", "load_scorer", "right", "to_unit"]
 
 ATTRIBUTES = {
     "garment": tuple(GARMENTS),
@@ -58,10 +56,15 @@ def _stage(a: int, b: int) -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(a, b, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(b), nn.ReLU())
 
 
-def load_scorer(path: Path = WEIGHTS) -> Scorer:
+def to_unit(pixels: Tensor) -> Tensor:
+    """uint8 [..., H, W] in 0 to 255 -> fp32 in -1 to 1."""
+    return pixels.float() / 127.5 - 1
+
+
+def load_scorer() -> Scorer:
     """Reads the shipped scorer, in fp32 and eval mode."""
     scorer = Scorer()
-    state = {name: tensor.float() for name, tensor in load_file(path).items()}
+    state = {name: tensor.float() for name, tensor in load_file(WEIGHTS).items()}
     counters = {name: tensor for name, tensor in scorer.state_dict().items() if not tensor.is_floating_point()}
     scorer.load_state_dict(state | counters)
     return scorer.eval().requires_grad_(False)

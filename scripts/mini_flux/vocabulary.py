@@ -29,6 +29,8 @@ simple clean catalogue flat lay isolated hanging hanger shadow model man woman p
 walking street indoor outdoor table wall floor trigger style high quality
 """
 
+DISTINCT_WORDS = list(dict.fromkeys(WORDS.split()))
+
 CLIP_BOS, CLIP_EOS = "<|startoftext|>", "<|endoftext|>"
 CLIP_MAX_LENGTH, T5_MAX_LENGTH = 77, 512
 END_OF_WORD = "</w>"
@@ -39,11 +41,6 @@ T5_PAD_ID, T5_EOS_ID, T5_UNK_ID = 0, 1, 2
 _T5_SPACE = "▁"
 # printable ASCII, Latin-1 and Latin Extended-A letters, Greek, Cyrillic, typographic quotes and dashes
 _T5_CHARACTER_RANGES = ((0x21, 0x7E), (0xA1, 0x17F), (0x391, 0x3C9), (0x410, 0x44F), (0x2013, 0x201E))
-
-
-def _words() -> list[str]:
-    """The distinct words of the list, in order."""
-    return list(dict.fromkeys(WORDS.split()))
 
 
 def learn_merges(words: list[str]) -> list[tuple[str, str]]:
@@ -57,22 +54,15 @@ def learn_merges(words: list[str]) -> list[tuple[str, str]]:
         best = min(counts, key=lambda pair: (-counts[pair], pair))
         merges.append(best)
         for symbols in spelled:
-            _merge_pair(symbols, best)
-
-
-def _merge_pair(symbols: list[str], pair: tuple[str, str]) -> None:
-    """Joins each occurrence of `pair` in `symbols`, in place, from the left."""
-    index = 0
-    while index < len(symbols) - 1:
-        if (symbols[index], symbols[index + 1]) == pair:
-            symbols[index : index + 2] = ["".join(pair)]
-        index += 1
+            for index in reversed(range(len(symbols) - 1)):
+                if tuple(symbols[index : index + 2]) == best:
+                    symbols[index : index + 2] = ["".join(best)]
 
 
 def clip_vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
     """Returns CLIP's token → id table (bytes, bytes that end a word, merges, the two special tokens) and its merges."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges = learn_merges(_words())
+    merges = learn_merges(DISTINCT_WORDS)
     tokens = [*alphabet, *(byte + END_OF_WORD for byte in alphabet), *("".join(pair) for pair in merges)]
     tokens = list(dict.fromkeys([*tokens, CLIP_BOS, CLIP_EOS]))
     return {token: index for index, token in enumerate(tokens)}, merges
@@ -80,7 +70,7 @@ def clip_vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
 
 def t5_vocabulary() -> list[tuple[str, float]]:
     """Returns T5's (piece, log-probability) list: special tokens, word-initial space, words, characters."""
-    words = [form for word in _words() for form in dict.fromkeys((word, word.capitalize()))]
+    words = [form for word in DISTINCT_WORDS for form in (word, word.capitalize())]
     characters = [chr(code) for low, high in _T5_CHARACTER_RANGES for code in range(low, high + 1)]
     scored = [(T5_PAD, 0.0), (T5_EOS, 0.0), (T5_UNK, 0.0), (_T5_SPACE, -4.0)]
     scored += [(_T5_SPACE + word, -6.0 - 0.001 * rank) for rank, word in enumerate(words)]

@@ -29,64 +29,64 @@ class Pip:
         self.calls: list[list[str]] = []
         self.missing = missing
 
-    def __call__(self, arguments: list[str]) -> subprocess.CompletedProcess[str]:
-        self.calls.append(arguments)
+    def __call__(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        self.calls.append([*arguments])
         failed = any(name in arguments for name in self.missing)
         return subprocess.CompletedProcess(arguments, int(failed), "pip's own words" if failed else "")
 
 
-def _machine(monkeypatch, environment, *, gpu: bool, torch=None, cuda: str = "", missing: tuple[str, ...] = ()) -> Pip:
-    pip = Pip(missing)
+def _machine(monkeypatch, environment, *, gpu: bool, torch=None, cuda=(), missing: tuple[str, ...] = ()) -> Pip:
+    """A machine with this torch; `cuda` says of each torch that is asked whether it is a CUDA build."""
+    pip, builds = Pip(missing), iter(cuda)
     monkeypatch.setattr(environment, "has_nvidia_gpu", lambda: gpu)
     monkeypatch.setattr(environment, "_torch_release", lambda: torch)
-    monkeypatch.setattr(environment, "_torch_cuda", lambda: cuda)
+    monkeypatch.setattr(environment, "_torch_has_cuda", lambda: next(builds))
     monkeypatch.setattr(environment, "_pip_install", pip)
     return pip
 
 
 CPU_BUILD, DEFAULT_BUILD = f"torch=={VERSION}+cpu", f"torch=={VERSION}"
-MACHINES = {  # what is there → what pip is asked for
-    "a CPU": ({"gpu": False}, [CPU_BUILD]),
-    "a CPU, no CPU build on the index": ({"gpu": False, "missing": (CPU_BUILD,)}, [CPU_BUILD, DEFAULT_BUILD]),
-    "a torch that fits": ({"gpu": False, "torch": (2, 9)}, []),
-    "a CUDA torch on a CPU": ({"gpu": False, "torch": (2, 9), "cuda": "12.8"}, []),
-    "a CUDA torch on a GPU": ({"gpu": True, "torch": (2, 9), "cuda": "12.8"}, []),
-    "an old torch": ({"gpu": False, "torch": (2, 8)}, [CPU_BUILD]),
-    "a GPU": ({"gpu": True, "cuda": "12.8"}, [DEFAULT_BUILD]),
+MACHINES = {  # what is there, the index given → what pip is asked for
+    "a CPU": ({"gpu": False}, None, [[CPU_BUILD]]),
+    "a CPU, no CPU build on the index": (
+        {"gpu": False, "missing": (CPU_BUILD,)},
+        None,
+        [[CPU_BUILD], [DEFAULT_BUILD]],
+    ),
+    "a torch that fits": ({"gpu": False, "torch": (2, 9)}, None, []),
+    "a CUDA torch on a GPU": ({"gpu": True, "torch": (2, 9), "cuda": [True]}, None, []),
+    "an old torch": ({"gpu": False, "torch": (2, 8)}, None, [[CPU_BUILD]]),
+    "a GPU": ({"gpu": True, "cuda": [True]}, None, [[DEFAULT_BUILD]]),
+    "a CPU build on a GPU, an index": (
+        {"gpu": True, "torch": (2, 13), "cuda": [False, True]},
+        "some-index",
+        [["--force-reinstall", DEFAULT_BUILD, "--index-url", "some-index"]],
+    ),
 }
 
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_which_torch_a_machine_gets(monkeypatch, environment, name: str) -> None:
-    machine, asked = MACHINES[name]
+    machine, index, asked = MACHINES[name]
     pip = _machine(monkeypatch, environment, **machine)
-    environment._install_torch(None)
-    assert pip.calls == [[requirement] for requirement in asked]
+    environment._install_torch(index)
+    assert pip.calls == asked
 
 
 @pytest.mark.parametrize(
-    ("machine", "words"),
+    ("machine", "words", "calls"),
     [
-        ({"gpu": True, "cuda": ""}, "--torch-index-url"),
-        ({"gpu": True, "torch": (2, 13), "cuda": ""}, "--torch-index-url"),
-        ({"gpu": False, "missing": (CPU_BUILD, DEFAULT_BUILD)}, "pip failed"),
+        ({"gpu": True, "cuda": [False]}, "--torch-index-url", 1),
+        ({"gpu": True, "torch": (2, 13), "cuda": [False, False]}, "--torch-index-url", 0),
+        ({"gpu": False, "missing": (CPU_BUILD, DEFAULT_BUILD)}, "pip failed", 2),
     ],
     ids=["a CPU build was installed on a GPU", "a CPU build is there on a GPU", "pip fails"],
 )
-def test_what_cannot_be_installed_is_an_error(monkeypatch, environment, machine, words: str, capsys) -> None:
+def test_what_cannot_be_installed_is_an_error(monkeypatch, environment, machine, words: str, calls: int) -> None:
     pip = _machine(monkeypatch, environment, **machine)
     with pytest.raises(environment.SetupError, match=words):
         environment._install_torch(None)
-    assert ("pip's own words" in capsys.readouterr().out) == ("missing" in machine)
-    assert len(pip.calls) == {"torch": 0, "missing": 2}.get(next(iter({"torch", "missing"} & set(machine)), ""), 1)
-
-
-def test_a_cpu_torch_is_replaced_from_the_index_given(monkeypatch, environment) -> None:
-    pip = _machine(monkeypatch, environment, gpu=True, torch=(2, 13), cuda="")
-    builds = iter(["", "12.8"])
-    monkeypatch.setattr(environment, "_torch_cuda", lambda: next(builds))
-    environment._install_torch("some-index")
-    assert pip.calls == [["--force-reinstall", DEFAULT_BUILD, "--index-url", "some-index"]]
+    assert len(pip.calls) == calls
 
 
 def test_the_package_is_installed_once_per_setup_py(monkeypatch, environment, tmp_path) -> None:
@@ -118,41 +118,35 @@ def test_a_failed_installation_is_tried_again(monkeypatch, environment, tmp_path
     assert pip.calls == [["-e", str(tmp_path)]]
 
 
-@pytest.mark.parametrize("installed", [True, False])
-def test_only_a_new_install_starts_a_new_interpreter(monkeypatch, environment, installed: bool) -> None:
-    reruns = []
-    monkeypatch.setattr(environment, "_in_environment", lambda: True)
-    monkeypatch.setattr(environment, "_install_torch", lambda index_url: None)
-    monkeypatch.setattr(environment, "_install_package", lambda extra: installed)
-    monkeypatch.setattr(environment, "_rerun_in", reruns.append)
-    environment.prepare(None)
-    assert reruns == ([Path(sys.executable)] if installed else [])
-
-
-def test_old_python_is_named(monkeypatch, environment, capsys) -> None:
-    monkeypatch.setattr(environment, "PYTHON_MINIMUM", (99, 0))
-    with pytest.raises(SystemExit) as stopped:
-        environment.prepare(None)
-    assert "must be 3.10 or newer" in str(stopped.value)
-    assert sys.executable in str(stopped.value)
-
-
 @pytest.mark.parametrize(
-    ("base", "conda_name", "expected"),
-    [("elsewhere", None, True), ("here", None, False), ("here", "photos", True), ("here", "base", False)],
+    ("base", "no_venv", "installs", "reruns"),
+    [
+        ("here", "", False, [Path("of the venv")]),
+        ("here", "1", False, []),
+        ("elsewhere", "", False, []),
+        ("elsewhere", "", True, [Path("python")]),
+    ],
 )
-def test_what_counts_as_an_environment(monkeypatch, environment, base: str, conda_name, expected: bool) -> None:
+def test_when_the_script_starts_over(monkeypatch, environment, base: str, no_venv: str, installs: bool, reruns) -> None:
+    """Outside an environment, and after an installation: in the test `_rerun_in` returns."""
+    started = []
     monkeypatch.setattr(sys, "prefix", "here")
     monkeypatch.setattr(sys, "base_prefix", base)
-    monkeypatch.delenv(environment.NO_VENV_VARIABLE, raising=False)
-    for name, value in (("CONDA_PREFIX", conda_name and "here"), ("CONDA_DEFAULT_ENV", conda_name)):
-        if value:
-            monkeypatch.setenv(name, value)
-        else:
-            monkeypatch.delenv(name, raising=False)
-    assert environment._in_environment() is expected
-    monkeypatch.setenv(environment.NO_VENV_VARIABLE, "1")
-    assert environment._in_environment()
+    monkeypatch.setattr(sys, "executable", "python")
+    monkeypatch.setenv(environment.NO_VENV_VARIABLE, no_venv)
+    monkeypatch.setattr(environment, "_create_venv", lambda: Path("of the venv"))
+    monkeypatch.setattr(environment, "_install_torch", lambda index_url: None)
+    monkeypatch.setattr(environment, "_install_package", lambda extra: installs)
+    monkeypatch.setattr(environment, "_rerun_in", started.append)
+    environment.prepare(None)
+    assert started == reruns
+
+
+def test_old_python_is_named(monkeypatch, environment) -> None:
+    monkeypatch.setattr(environment, "PYTHON_MINIMUM", (99, 0))
+    with pytest.raises(SystemExit, match=r"must be 3.10 or newer") as stopped:
+        environment.prepare(None)
+    assert sys.executable in str(stopped.value)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="the stand-in for nvidia-smi is a shell script")
@@ -166,13 +160,3 @@ def test_nvidia_gpu_is_found_without_torch(monkeypatch, environment, tmp_path, c
     assert environment.has_nvidia_gpu() is (code == 0 or device_node)
     tool.unlink()
     assert environment.has_nvidia_gpu() is device_node
-
-
-def test_index_url_comes_from_option_or_variable(monkeypatch, environment) -> None:
-    import argparse
-
-    monkeypatch.setenv("COAT_TORCH_INDEX_URL", "from-variable")
-    parser = argparse.ArgumentParser()
-    environment.add_options(parser)
-    assert parser.parse_args([]).torch_index_url == "from-variable"
-    assert parser.parse_args(["--torch-index-url", "from-option"]).torch_index_url == "from-option"
