@@ -9,22 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from coat_flux.mini_flux import EMBEDDED_MODEL, MARKER_NAME
 from coat_flux.trainers.ai_toolkit import install as module
 from coat_flux.trainers.ai_toolkit.install import MANIFEST, InstallError, install
 from tests.helpers.aitk_standin.host import CHECKOUT, PACKAGE, REPOSITORY, copy_checkout
 
+CONFIGS = sorted((REPOSITORY / "configs").glob("*.yaml"))
+EXTENSION = Path("extensions") / "coat_flux"
+
 
 @pytest.fixture
-def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the stand-in; the embedded model is only its marker file."""
-
-    def make(folder: Path) -> Path:
-        folder.mkdir(exist_ok=True)
-        (folder / MARKER_NAME).write_text("{}")
-        return folder
-
-    monkeypatch.setattr("coat_flux.mini_flux.make_mini_flux", make)
+def checkout(tmp_path: Path) -> Path:
     return copy_checkout(tmp_path / "ait")
 
 
@@ -38,42 +32,33 @@ def no_links(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "symlink_to", refuse)
 
 
-def _contents(root: Path) -> dict[str, str]:
-    """Every path below `root` with what it is."""
-    found = {}
+def _contents(root: Path) -> dict[str, str | bytes]:
+    """Every path below `root`: a link's target, a file's bytes, or "folder"."""
+    contents: dict[str, str | bytes] = {}
     for folder, folders, files in os.walk(root):
         for name in (*folders, *files):
             path = Path(folder) / name
+            if "__pycache__" in path.parts:
+                continue
             key = path.relative_to(root).as_posix()
-            if "__pycache__" not in key:
-                found[key] = (
-                    os.readlink(path) if path.is_symlink() else ("folder" if path.is_dir() else path.read_bytes())
-                )
-    return found
+            if path.is_symlink():
+                contents[key] = os.readlink(path)
+            else:
+                contents[key] = "folder" if path.is_dir() else path.read_bytes()
+    return contents
 
 
-def _configs() -> list[Path]:
-    return [path for path in (REPOSITORY / "configs").iterdir() if path.suffix == ".yaml"]
-
-
-def test_links_extension_configs_images_and_model(checkout: Path) -> None:
-    lines = install(checkout)
-    assert (checkout / "extensions" / "coat_flux").resolve() == PACKAGE
-    assert _configs()
-    for config in _configs():
-        assert (checkout / "configs" / config.name).resolve() == config
-    images = sorted((REPOSITORY / "datasets_example" / "clothing").glob("*.txt"))
-    assert images
-    assert (checkout / "datasets_example" / "clothing" / images[0].name).read_text() == images[0].read_text()
-    assert not (checkout / "datasets_example" / "clothing").is_symlink()
-    assert (checkout / EMBEDDED_MODEL / MARKER_NAME).is_file()
-    assert lines[0] == "extensions/coat_flux: link made"
-    assert lines[-1] == f"{EMBEDDED_MODEL}: embedded mini-FLUX model made"
-
-
-def test_undo_leaves_the_checkout_as_it_was(checkout: Path) -> None:
+def test_links_extension_configs_and_images_and_undo_leaves_the_checkout_as_it_was(checkout: Path) -> None:
     before = _contents(checkout)
-    install(checkout)
+    assert install(checkout)[0] == "extensions/coat_flux: link made"
+    assert (checkout / EXTENSION).resolve() == PACKAGE
+    assert CONFIGS
+    for config in CONFIGS:
+        assert (checkout / "configs" / config.name).resolve() == config
+    clothing = checkout / "datasets_example" / "clothing"
+    captions = sorted((REPOSITORY / "datasets_example" / "clothing").glob("*.txt"))
+    assert [path.resolve() for path in sorted(clothing.glob("*.txt"))] == captions
+    assert not clothing.is_symlink()
     installed = _contents(checkout)
     assert all("already there" in line for line in install(checkout))
     assert _contents(checkout) == installed
@@ -86,32 +71,29 @@ def test_undo_leaves_the_checkout_as_it_was(checkout: Path) -> None:
 def test_without_the_right_to_link_files_are_copied(checkout: Path, no_links: None) -> None:
     before = _contents(checkout)
     assert install(checkout)[0] == "extensions/coat_flux: copy made"
-    assert (checkout / "extensions" / "coat_flux" / "__init__.py").read_text() == (PACKAGE / "__init__.py").read_text()
+    copied, original = checkout / EXTENSION / "__init__.py", (PACKAGE / "__init__.py").read_text()
+    assert copied.read_text() == original
     assert all("already there" in line for line in install(checkout))
-    (checkout / "extensions" / "coat_flux" / "__init__.py").write_text("old version")
+    copied.write_text("old version")
     install(checkout)
-    assert (checkout / "extensions" / "coat_flux" / "__init__.py").read_text() == (PACKAGE / "__init__.py").read_text()
+    assert copied.read_text() == original
     install(checkout, undo=True)
     assert _contents(checkout) == before
 
 
 def test_files_of_the_user_are_left_alone(checkout: Path) -> None:
-    name = _configs()[0].name
+    name, mine = CONFIGS[0].name, {CONFIGS[0].name: "mine", "other.yaml": "mine too"}
     (checkout / "configs").mkdir()
-    (checkout / "configs" / name).write_text("mine")
-    (checkout / "configs" / "other.yaml").write_text("mine too")
-    lines = install(checkout)
-    assert any(line.startswith(f"configs/{name}: left alone, it is a file of yours") for line in lines)
+    for file, text in mine.items():
+        (checkout / "configs" / file).write_text(text)
+    assert any(line.startswith(f"configs/{name}: left alone") for line in install(checkout))
     install(checkout, undo=True)
-    assert {path.name: path.read_text() for path in (checkout / "configs").iterdir()} == {
-        name: "mine",
-        "other.yaml": "mine too",
-    }
+    assert {path.name: path.read_text() for path in (checkout / "configs").iterdir()} == mine
 
 
 def test_undo_keeps_what_was_added_or_changed_since(checkout: Path, no_links: None) -> None:
     install(checkout)
-    config = checkout / "configs" / _configs()[0].name
+    config = checkout / "configs" / CONFIGS[0].name
     config.write_text("edited by the user")
     cache = checkout / "datasets_example" / "clothing" / ".aitk_size.json"
     cache.write_text("{}")
@@ -119,29 +101,22 @@ def test_undo_keeps_what_was_added_or_changed_since(checkout: Path, no_links: No
     assert config.read_text() == "edited by the user"
     assert cache.exists()
     assert any(line.startswith(f"configs/{config.name}: left") for line in lines)
-    assert not (checkout / "extensions" / "coat_flux").exists()
+    assert not (checkout / EXTENSION).exists()
 
 
-def test_a_foreign_extension_folder_is_not_replaced(checkout: Path) -> None:
-    target = checkout / "extensions" / "coat_flux"
-    shutil.copytree(CHECKOUT / "jobs", target)
-    before = _contents(target)
-    with pytest.raises(InstallError, match=r"extensions/coat_flux was not made by coat-flux; move it away"):
+def test_a_foreign_extension_folder_or_checkout_is_refused(checkout: Path, tmp_path: Path) -> None:
+    shutil.copytree(CHECKOUT / "jobs", checkout / EXTENSION)
+    before = _contents(checkout)
+    with pytest.raises(InstallError, match="extensions/coat_flux was not made by coat-flux"):
         install(checkout)
-    assert _contents(target) == before
-
-
-def test_another_folder_is_refused(tmp_path: Path) -> None:
+    assert _contents(checkout) == before
     (tmp_path / "run.py").write_text("")
-    with pytest.raises(
-        InstallError, match=r"is not a checkout of ai-toolkit: toolkit/extension\.py, extensions missing"
-    ):
+    with pytest.raises(InstallError, match=r"toolkit/extension\.py, extensions missing"):
         install(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["run.py"]
+    assert {path.name for path in tmp_path.iterdir()} == {"run.py", "ait"}
 
 
 def test_installed_without_a_checkout_says_what_is_missing(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "shipped_folder", lambda name: None)
-    lines = install(checkout)
-    assert "configs: not part of this installation; install from a checkout of COAT-FLUX" in lines
+    assert any(line.startswith("configs: not part of this installation") for line in install(checkout))
     assert not (checkout / "configs").exists()

@@ -18,6 +18,7 @@ import yaml
 from safetensors.torch import load_file
 
 from coat_flux.config.job_file import load_job_yaml
+from coat_flux.mini_flux import EMBEDDED_MODEL, make_mini_flux
 from coat_flux.trainers.ai_toolkit.install import install
 from tests.helpers.aitk_standin.host import REPOSITORY
 
@@ -50,15 +51,7 @@ class Checkout:
         return out
 
     def run_several(self, jobs: list[tuple[str, dict[str, Any]]], *, recover: bool = False) -> str:
-        """Run jobs one after the other through one call of run.py, which takes most of a short job's time.
-
-        Args:
-            jobs: names and processes.
-            recover: go on after one that fails.
-
-        Returns:
-            What was printed.
-        """
+        """Run named jobs one after the other in one process; `recover`: go on after one that fails."""
         paths = [self._write(f"{i}_{name}", name, entry, as_json=False) for i, (name, entry) in enumerate(jobs)]
         process = self._begin(paths, {}, *(["--recover"] if recover else []))
         out, _ = process.communicate(timeout=1200)
@@ -75,18 +68,10 @@ class Checkout:
         environment: dict[str, str] | None = None,
         processes: int = 1,
     ) -> tuple[int, str]:
-        """Run a job through run.py, and send it a signal when it prints a line with `at`.
+        """Run a job; when it prints a line with `at`, `send` a signal to it, or call `send` with the process.
 
-        Args:
-            name: of the job.
-            entry: its process.
-            at: part of a line.
-            send: what to send then, or what to do with the process.
-            environment: more variables; with any the config is JSON, as the web UI writes it.
-            processes: several are started by `accelerate launch`.
-
-        Returns:
-            Exit code and what it printed.
+        With an `environment` the config is JSON, as the web UI writes it; several `processes` are started by
+        `accelerate launch`. Returns the exit code and what the job printed.
         """
         path = self._write(name, name, entry, as_json=bool(environment))
         process = self._begin([path], environment or {}, processes=processes)
@@ -146,6 +131,7 @@ def real_checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
     """A checkout with COAT-FLUX installed."""
     checkout = Checkout(tmp_path_factory.mktemp("aitk") / "ait")
     install(checkout.root)
+    make_mini_flux(checkout.root / EMBEDDED_MODEL)  # jobs of ours would make it
     return checkout
 
 

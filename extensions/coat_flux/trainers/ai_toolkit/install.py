@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 from ...base.errors import UserError
@@ -23,7 +22,7 @@ EXTENSION = "extensions/coat_flux"
 LINKED_FOLDERS = ("configs", "datasets_example")
 MANIFEST = "extensions/.coat_flux_install.json"
 CHECKOUT_PARTS = ("run.py", "toolkit/extension.py", "extensions")
-CACHES = ("__pycache__", ".DS_Store")
+FOLDER = "folder"  # in the manifest, in place of a source
 
 
 class InstallError(UserError, RuntimeError):
@@ -42,110 +41,79 @@ def install(ai_toolkit_dir: str | os.PathLike[str], undo: bool = False) -> list[
         raise InstallError(
             f"{root} is not a checkout of ai-toolkit: {', '.join(missing)} missing; give the folder of run.py"
         )
-    installer = _Installer(root)
+    manifest, made = root / MANIFEST, {}
+    if manifest.is_file():
+        made = json.loads(manifest.read_text(encoding="utf-8"))["made"]
     if undo:
-        return installer.undo()
+        return _undo(root, made)
     try:
-        return installer.run()
+        return _install(root, made)
     finally:
-        installer.write_manifest()
+        if made:
+            write_file(manifest, json.dumps({"made": made}, indent=1))
 
 
-class _Installer:
-    """The manifest of an install: path → source; "folder" and "model" have none."""
-
-    def __init__(self, root: Path):
-        self.root, self.manifest = root, root / MANIFEST
-        self.made: dict[str, str] = {}
-        if self.manifest.is_file():
-            self.made = json.loads(self.manifest.read_text(encoding="utf-8"))["made"]
-
-    def write_manifest(self) -> None:
-        if self.made:
-            write_file(self.manifest, json.dumps({"made": self.made}, indent=1))
-
-    def run(self) -> list[str]:
-        from ...mini_flux import EMBEDDED_MODEL, make_mini_flux
-
-        result = self._put(EXTENSION, PACKAGE)
-        if result == "foreign":
-            raise InstallError(f"{self.root / EXTENSION} was not made by coat-flux; move it away and install again")
-        lines = [f"{EXTENSION}: {result}"]
-        for folder in LINKED_FOLDERS:
-            origin = shipped_folder(folder)
-            if origin is None:
-                lines.append(f"{folder}: not part of this installation; install from a checkout of COAT-FLUX")
-                continue
-            results: Counter[str] = Counter()
-            for source in _shipped_files(origin):
-                path = source.relative_to(origin.parent).as_posix()
-                result = self._put(path, source)
-                results[result] += 1
-                if result == "foreign":
-                    lines.append(f"{path}: left alone, it is a file of yours; ours is {source}")
-            counts = ", ".join(f"{result} ({count} files)" for result, count in results.items())
-            lines.append(f"{folder}/: {counts}")
-        model = self.root / EMBEDDED_MODEL
-        result = "already there" if model.exists() else "embedded mini-FLUX model made"
-        self._make_folders(model.parent)
-        make_mini_flux(model)
-        if result != "already there":
-            self.made[EMBEDDED_MODEL] = "model"
-        return [*lines, f"{EMBEDDED_MODEL}: {result}"]
-
-    def _put(self, path: str, source: Path) -> str:
-        target = self.root / path
-        if target.resolve() == source.resolve() or (path in self.made and _is_copy(target, source)):
-            return "already there"
-        if os.path.lexists(target):
-            if path not in self.made:
-                return "foreign"
-            _remove(target)
-        self._make_folders(target.parent)
-        self.made[path] = str(source)
-        return f"{_link(source, target)} made"
-
-    def _make_folders(self, folder: Path) -> None:
-        if not folder.exists():
-            self._make_folders(folder.parent)
-            folder.mkdir()
-            self.made[folder.relative_to(self.root).as_posix()] = "folder"
-
-    def undo(self) -> list[str]:
-        if not self.made:
-            return [f"nothing to undo: no {MANIFEST} in {self.root}"]
-        removed, left = 0, []
-        for path, source in sorted(self.made.items(), reverse=True):
-            target = self.root / path
-            if not os.path.lexists(target):
-                continue
-            if _is_as_made(target, source):
-                _remove(target)
-                removed += 1
-            else:
-                left.append(f"{path}: left, it holds or is something that install did not make")
-        self.manifest.unlink()
-        return [f"removed {removed} of {len(self.made)} things that install had made", *sorted(left)]
-
-
-def _is_as_made(target: Path, source: str) -> bool:
-    from ...mini_flux import MARKER_NAME
-
-    if source == "folder":
-        return target.is_dir() and not any(target.iterdir())
-    if source == "model":
-        return (target / MARKER_NAME).is_file()
-    return target.resolve() == Path(source).resolve() or _is_copy(target, Path(source))
-
-
-def _shipped_files(folder: Path) -> Iterator[Path]:
-    for path in sorted(folder.iterdir()):
-        if path.name.startswith((".", "_")) or path.name in CACHES:
+def _install(root: Path, made: dict[str, str]) -> list[str]:
+    """Link everything into `root`; `made` gets each path with its source."""
+    result = _put(root, made, EXTENSION, PACKAGE)
+    if result == "foreign":
+        raise InstallError(f"{root / EXTENSION} was not made by coat-flux; move it away and install again")
+    lines = [f"{EXTENSION}: {result}"]
+    for folder in LINKED_FOLDERS:
+        origin = shipped_folder(folder)
+        if origin is None:
+            lines.append(f"{folder}: not part of this installation; install from a checkout of COAT-FLUX")
             continue
-        if path.is_dir():
-            yield from _shipped_files(path)
+        results: Counter[str] = Counter()
+        for source in sorted(origin.rglob("*")):
+            inside = source.relative_to(origin)
+            if not source.is_file() or any(part.startswith((".", "_")) for part in inside.parts):
+                continue
+            path = f"{folder}/{inside.as_posix()}"
+            result = _put(root, made, path, source)
+            results[result] += 1
+            if result == "foreign":
+                lines.append(f"{path}: left alone, it is a file of yours; ours is {source}")
+        counts = ", ".join(f"{result} ({count} files)" for result, count in results.items())
+        lines.append(f"{folder}/: {counts}")
+    return lines
+
+
+def _put(root: Path, made: dict[str, str], path: str, source: Path) -> str:
+    target = root / path
+    if target.resolve() == source.resolve() or (path in made and _is_copy(target, source)):
+        return "already there"
+    if os.path.lexists(target):
+        if path not in made:
+            return "foreign"
+        _remove(target)
+    for folder in reversed(target.relative_to(root).parents[:-1]):
+        if not (root / folder).exists():
+            (root / folder).mkdir()
+            made[folder.as_posix()] = FOLDER
+    made[path] = str(source)
+    return f"{_link(source, target)} made"
+
+
+def _undo(root: Path, made: dict[str, str]) -> list[str]:
+    if not made:
+        return [f"nothing to undo: no {MANIFEST} in {root}"]
+    removed, left = 0, []
+    for path, source in sorted(made.items(), reverse=True):
+        target = root / path
+        if not os.path.lexists(target):
+            continue
+        if source == FOLDER:
+            as_made = target.is_dir() and not any(target.iterdir())
         else:
-            yield path
+            as_made = target.resolve() == Path(source).resolve() or _is_copy(target, Path(source))
+        if as_made:
+            _remove(target)
+            removed += 1
+        else:
+            left.append(f"{path}: left, it holds or is something that install did not make")
+    (root / MANIFEST).unlink()
+    return [f"removed {removed} of {len(made)} things that install had made", *sorted(left)]
 
 
 def _is_copy(target: Path, source: Path) -> bool:
