@@ -6,19 +6,15 @@ clipping, and all agree on one loss and on the action after the step. Each sampl
 
 from __future__ import annotations
 
-import functools
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ...base.errors import UserError
-from ...base.files import link_or_copy
 from ..processes import STEP_LIMIT, WAIT_LIMIT, Processes
 from .host import patched
 
@@ -77,25 +73,8 @@ class Team(Processes):
         for number, image in enumerate(images):
             count = str(number).zfill(len(str(len(images))))
             image.output_filename_no_ext = image.output_filename_no_ext.replace("[count]", count)
-        own = images[self.rank :: self.size]
-        for image in own:
-            if hasattr(image, "save_image_atomic"):
-                image.save_image_atomic = functools.partial(_save_apart, image, f".{self.rank}")
-        return own
-
-
-def _save_apart(image: Any, name: str, *args: Any) -> None:
-    """Save an image through a folder of this process: ai-toolkit empties its own."""
-    folder = image.output_folder
-    own = os.path.join(folder, name)
-    with patched(image, output_folder=own):
-        type(image).save_image_atomic(image, *args)
-    for part in (".thumbs", ""):  # thumbnail first, as in ai-toolkit
-        files = os.scandir(os.path.join(own, part)) if os.path.isdir(os.path.join(own, part)) else ()
-        for file in [file for file in files if file.is_file()]:
-            os.makedirs(os.path.join(folder, part), exist_ok=True)
-            link_or_copy(Path(file.path), Path(folder, part, file.name))
-    shutil.rmtree(own)
+            image.save_image_atomic = image.save_image  # ai-toolkit would move the other processes' images, too
+        return images[self.rank :: self.size]
 
 
 class _AsMain:
