@@ -29,7 +29,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ...saves.interrupts import SIGNALS
-from ...saves.rng import mixed_seed
+from ...saves.rng import kept_draws, mixed_seed
 
 LOADING, ORDER, ITEM, DRAWS = range(4)  # the first number after the run's seed: what is drawn with it
 
@@ -37,25 +37,22 @@ LOADING, ORDER, ITEM, DRAWS = range(4)  # the first number after the run's seed:
 def draw_from(seed: int, number: int) -> None:
     """Seed all devices' generators by a micro-batch's number."""
     mixed = mixed_seed(seed, DRAWS, number)
-    random.seed(mixed)
-    np.random.seed(mixed % 2**32)  # noqa: NPY002
+    _seed_cpu(mixed)
     torch.manual_seed(mixed)
 
 
 @contextmanager
 def seeded(*numbers: int) -> Iterator[None]:
-    """Draw from (numbers) inside the block; the generators are restored after it."""
-    seed = mixed_seed(*numbers)
-    before = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+    """Draw from (numbers) on the CPU inside the block; the generators are restored after it."""
+    with kept_draws():
+        _seed_cpu(mixed_seed(*numbers))
+        yield
+
+
+def _seed_cpu(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002
     torch.default_generator.manual_seed(seed)
-    try:
-        yield
-    finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])  # noqa: NPY002
-        torch.set_rng_state(before[2])
 
 
 class _SeededItems(Dataset):

@@ -28,7 +28,6 @@ class FullModel:
     """The transformer that a job trains; `linears` have trained weights, `trained` is full name → parameter."""
 
     def __init__(self, process: Any):
-
         self._model: nn.Module = process.sd.unet
         self._chosen = Chosen(process.coat)
         self._files = ModelFiles(self._model, folder_weights(local_folder(process.model_config.name_or_path, PART)))

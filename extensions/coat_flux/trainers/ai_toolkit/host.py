@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from ... import _load_package
-from ...base.run_log import Lines
+from ...base.run_log import PACKAGES, Lines
 
 if TYPE_CHECKING:
     from torch import nn
@@ -102,27 +102,21 @@ def check_network(network: nn.Module) -> None:
     if not modules:
         raise AIToolkitError("the LoRA network found no linear to train; check network.network_kwargs.only_if_contains")
     for module in modules:
-        missing = [part for part in ("lora_down", "lora_up") if not hasattr(module, part)]
-        if base_of(module) is None:
-            missing.append("org_module, nor an orig_module_ref")
-        if missing:
-            raise AIToolkitError(f"{module.lora_name}, a LoRA module, has no {', no '.join(missing)}")
+        if not hasattr(module, "lora_down") or base_of(module) is None:
+            raise AIToolkitError(f"{module.lora_name}, a LoRA module, has no lora_down, or does not say its linear")
 
 
-def wrap_everywhere(name: str, original: Callable, wrapper: Callable) -> list[str]:
-    """Replace `original` in every loaded module, once, by `vars`: getattr would load lazy ones. Returns the modules."""
+def wrap_everywhere(name: str, original: Callable, wrapper: Callable) -> None:
+    """Replace `original` in every loaded module, once, by `vars`: getattr would load lazy ones."""
     if hasattr(original, MARK):
         original, wrapper = getattr(original, MARK), original
     else:
         functools.update_wrapper(wrapper, original)
         setattr(wrapper, MARK, original)
-    changed = []
-    for module_name, module in list(sys.modules.items()):
+    for module in list(sys.modules.values()):
         namespace = getattr(module, "__dict__", None)
         if isinstance(namespace, dict) and namespace.get(name) is original:
             namespace[name] = wrapper
-            changed.append(module_name)
-    return changed
 
 
 @contextmanager
@@ -141,22 +135,29 @@ def patched(owner: Any, **values: Any) -> Iterator[None]:
                 delattr(owner, name)
 
 
-# ai-toolkit passes the process entry to neither optimizer nor qtype
+# -- the running job: ai-toolkit passes the process entry to neither optimizer nor qtype -------------------------------
+
+
+def _write(line: str) -> None:
+    from toolkit.print import print_acc
+
+    with tqdm.external_write_mode():
+        print_acc(line if line.startswith("[") else f"[coat] {line}")
+
+
 _config: COATConfig | None = None
-_lines: Lines | None = None  # of the run's coat/log.txt
+_lines = Lines(_write, verbose=True)
 
 
 @contextmanager
 def job_scope() -> Iterator[None]:
-    """Forget the job when it ends: the next one must not inherit its config."""
-    global _config, _lines
-    _config = _lines = None
+    """Forget the job when it ends: the next one must not inherit its config and log."""
+    global _config
     try:
         yield
     finally:
-        if _lines is not None:
-            _lines.close()
-        _config = _lines = None
+        _config = None
+        begin_lines(verbose=True)
 
 
 def begin_job(config: COATConfig) -> None:
@@ -178,56 +179,29 @@ def active_or_default() -> COATConfig:
 
 
 def begin_lines(*, verbose: bool) -> Lines:
-    """Start collecting printed lines for `coat/log.txt`."""
+    """Start a new log, which collects lines until it is opened."""
     global _lines
-    _lines = Lines(_print, verbose=verbose)
+    _lines.close()
+    _lines = Lines(_write, verbose=verbose)
     return _lines
 
 
 def info(message: str) -> None:
     """Print as ai-toolkit does, and write to `coat/log.txt`."""
-    if _lines is None:
-        _print(message)
-    else:
-        _lines.info(message)
+    _lines.info(message)
 
 
 def detail(message: str) -> None:
-    """Write to `coat/log.txt`; print with `logging.verbose`, or without a log."""
-    if _lines is None:
-        _print(message)
-    else:
-        _lines.detail(message)
-
-
-def _print(message: str) -> None:
-    try:
-        from toolkit.print import print_acc
-    except ImportError:
-        logging.getLogger("coat_flux").info(message)
-        return
-    with tqdm.external_write_mode():
-        print_acc(message)
-
-
-class _LineHandler(logging.Handler):
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.levelno <= logging.INFO:
-            detail(f"[coat] {record.getMessage()}")
-        else:
-            info(f"[coat] {record.levelname}: {record.getMessage()}")
+    """Write to `coat/log.txt`; print with `logging.verbose`, or in other jobs than ours."""
+    _lines.detail(message)
 
 
 def show_logs() -> None:
-    """Send both packages' log lines to ai-toolkit's output, despite its captioners' `logging.disable(WARNING)`."""
+    """Send both packages' log records to our lines, despite ai-toolkit's captioners' `logging.disable(WARNING)`."""
+    _lines.listen()
     manager = logging.Manager(logging.getLogger())
-    for root in ("coat_core", "coat_flux"):
-        logger = logging.getLogger(root)
-        if any(isinstance(handler, _LineHandler) for handler in logger.handlers):
-            continue
-        logger.addHandler(_LineHandler())
-        logger.setLevel(min(logger.getEffectiveLevel(), logging.INFO))
-        logger.propagate = False
+    for root in PACKAGES:
+        logging.getLogger(root).propagate = False
         folder = Path(str(sys.modules[root].__file__)).parent
         for file in folder.rglob("*.py"):
             name = ".".join([root, *file.relative_to(folder).with_suffix("").parts]).removesuffix(".__init__")

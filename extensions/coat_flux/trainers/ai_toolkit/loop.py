@@ -6,9 +6,10 @@ ai-toolkit itself would turn a NaN loss into 0, and drop a batch that ran out of
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,17 +27,16 @@ from .host import ai_toolkit_version, detail, info, patched
 from .resume import read_back
 
 EXIT_CODE = 130  # of an interrupted process; run.py itself exits with 0
+LOSSES = ("calculate_loss", "get_guided_loss", "get_mean_flow_loss")  # methods that return a micro-batch's loss
 
 
 class TrainingLoop:
     """The loop of one job, from `hook_before_train_loop` on; `done` counts steps."""
 
     def __init__(self, process: Any):
-
         self._process, self._continuation, self._team = process, process._continuation, process._team
         self._full, self._held_out, phases = process._full, process._held_out, process._phases
-        self._log = _JobLog(process)
-        self._interrupts = Interrupts(self._log.info)
+        self._interrupts = Interrupts(info)
         self.done = self._saved = process.step_num  # what the newest save holds, or nothing was trained
         self._stop_requested = False  # by the web UI or the live page
         self._owes_save = False
@@ -46,19 +46,25 @@ class TrainingLoop:
         self._measured: tuple[float, float, float] | None = None  # loss, lr, norm
         self._micro_batches = 0
         self._commands: frozenset[str] = frozenset()  # agreed on by all processes
+        self._tables: RunTables | None = None
+        if self._team.is_main:
+            trainer, validates = f"ai-toolkit {ai_toolkit_version()}", self._held_out is not None
+            folder, device = Path(process.save_root), process.device_torch
+            self._tables = RunTables(folder, self.done, device, trainer, info, validates=validates)
+        write_precision = (lambda rows: None) if self._tables is None else self._tables.precision
         self.watch = watch_steps(
             process.coat,
             process.sd.unet,
             process.network,
             _trained_of(process),
             process.optimizer,
-            self._log,
+            SimpleNamespace(info=info, detail=detail, precision=write_precision),
             phases,
             process._job_config,
             report=process._report,
             mean=self._team.mean,
         )
-        if getattr(process, "ema", None) is not None:
+        if process.ema is not None:
             phases.hold("ema", process.ema, lambda average: average.shadow_params)
         state = None if self._continuation is None else self._continuation.state
         if state is not None:
@@ -75,12 +81,15 @@ class TrainingLoop:
     def ask_to_stop(self, who: str) -> None:
         """End the run after the current step, as Ctrl+C does."""
         self._stop_requested = True
-        self._log.info(f"{who} asks to stop: this step is finished and saved")
+        info(f"{who} asks to stop: this step is finished and saved")
 
     def close(self) -> None:
-        """Restore interrupt handling and close the log."""
+        """Restore interrupt handling and close the tables."""
         self._interrupts.close()
-        self._log.close()
+        if self._tables is not None:
+            self._tables.close()
+
+    # -- a step --------------------------------------------------------------------------------------------------------
 
     def step(self, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Run a step of ai-toolkit; returns what it displays."""
@@ -92,24 +101,26 @@ class TrainingLoop:
             set_rng_state(draws)
 
         try:
-            losses = self.watch.retry(number, lambda: self._attempt(number, run), reset)
+            shown = self.watch.retry(number, lambda: self._attempt(number, run), reset)
         except OutOfMemory as error:
-            self._log.info(str(error))
+            info(str(error))
             # worded without CUDA: ai-toolkit drops the batch of errors that name it
             raise OutOfMemory(f"step {number}: out of memory, see above") from None
         self.done = number
         if self._held_out is None:
-            return losses
+            return shown
         if self._held_out.is_due(process.step_num, process.train_config.steps):
             self.validate()
-        return losses | ({"held_out": self._held_out.curve[-1][1]} if self._held_out.curve else {})
+        if self._held_out.curve:
+            shown = shown | {"held_out": self._held_out.curve[-1][1]}
+        return shown
 
     def validate(self) -> None:
         """Measure the loss on held-out photos."""
         with self.watch.phases.during("validate"):
             loss = self._held_out.measure(self.done)
-        if self._log.tables is not None:
-            self._log.tables.validation(self.done, loss)
+        if self._tables is not None:
+            self._tables.validation(self.done, loss)
 
     def begin_micro_batch(self) -> None:
         """Seed by the micro-batch's number if a step has several."""
@@ -120,45 +131,43 @@ class TrainingLoop:
             draw_from(self._continuation.seed, number)
         self._micro_batches += 1
 
-    def record_loss(self, loss: Any) -> Any:
-        """Record a micro-batch's loss, and return it."""
-        if isinstance(loss, Tensor):
-            self._losses.append(loss.detach().float().mean())
-        return loss
-
     def _attempt(self, number: int, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-
         self._losses, self._norms, self._measured = [], [], None
         self._micro_batches, self._commands = 0, frozenset()
         began = time.monotonic()
         with self.watch.casts(number), self._observed(number):
             # inside: on a CPU the memory report is a dispatch mode too, and modes must nest
             self.watch.mark("before_forward", number)
-            losses = run()
+            shown = run()
         self.watch.mark("after_optimizer_step", number)
         seconds = time.monotonic() - began
-        if self._log.tables is not None and self._measured is not None:
+        if self._tables is not None and self._measured is not None:
             skipped = self.watch.guard.skipped
-            stats = StepStats(
-                number,
-                self._process.epoch_num,
-                *self._measured,
-                seconds,
-                skipped,
-            )
-            self._log.tables.step(stats)
+            self._tables.step(StepStats(number, self._process.epoch_num, *self._measured, seconds, skipped))
         self.watch.end_step(number, seconds)
-        if self._team.size == 1 or self._measured is None:
-            return losses
-        return losses | {"loss": self._measured[0]}
+        if self._team.size > 1 and self._measured is not None:
+            shown = shown | {"loss": self._measured[0]}
+        return shown
 
     @contextmanager
     def _observed(self, number: int) -> Iterator[None]:
         """Replace the methods of a step, on these instances; all jobs of a command share one accelerator."""
-        accelerator, optimizer, watch = self._process.accelerator, self._process.optimizer, self.watch
+        process, watch = self._process, self.watch
+        accelerator, optimizer = process.accelerator, process.optimizer
         own_backward, own_clip, own_step = accelerator.backward, accelerator.clip_grad_norm_, optimizer.step
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         is_complete = False
+
+        def recorded(compute: Callable[..., Any]) -> Callable[..., Any]:
+            """`compute`, whose loss is recorded before ai-toolkit turns NaN into 0."""
+
+            def compute_loss(*args: Any, **kwargs: Any) -> Any:
+                loss = compute(*args, **kwargs)
+                if isinstance(loss, Tensor):
+                    self._losses.append(loss.detach().float().mean())
+                return loss
+
+            return compute_loss
 
         def complete_gradients() -> None:
             nonlocal is_complete
@@ -168,7 +177,7 @@ class TrainingLoop:
 
         def backward(*args: Any, **kwargs: Any) -> None:
             watch.mark("after_forward", number)
-            is_last = self._micro_batches == self._process.train_config.gradient_accumulation
+            is_last = self._micro_batches == process.train_config.gradient_accumulation
             with ExitStack() as stack:
                 if self._full is not None and is_last:
                     stack.enter_context(self._full.updating(self._losses))
@@ -183,17 +192,18 @@ class TrainingLoop:
 
         def step(*args: Any, **kwargs: Any) -> Any:
             complete_gradients()
-            self._measure(parameters)
-            loss, _, norm = self._measured
+            loss, _, norm = self._measured = self._measure(parameters)
             return own_step(*args, **kwargs) if watch.allows_update(number, loss, norm) else None
 
+        losses = {name: recorded(getattr(process, name)) for name in LOSSES}
         with (
+            patched(process, **losses),
             patched(accelerator, backward=backward, clip_grad_norm_=clip_grad_norm_),
             patched(optimizer, step=step),
         ):
             yield
 
-    def _measure(self, parameters: list[Tensor]) -> None:
+    def _measure(self, parameters: list[Tensor]) -> tuple[float, float, float]:
         loss = float(torch.stack(self._losses).mean()) if self._losses else 0.0
         norms = self._norms or [p.grad.norm() for p in parameters if p.grad is not None]
         norm = float(torch.stack([norm.float() for norm in norms]).square().sum().sqrt()) if norms else 0.0
@@ -203,23 +213,22 @@ class TrainingLoop:
             requested = self._process._live.poll() | ({"stop"} if self.stops else frozenset())
             loss, flags = self._team.agree_on_loss(loss, [name in requested for name in COMMANDS])
             self._commands = frozenset(name for name, is_set in zip(COMMANDS, flags, strict=True) if is_set)
-        self._measured = loss, float(self._process.optimizer.param_groups[0]["lr"]), norm
+        return loss, float(self._process.optimizer.param_groups[0]["lr"]), norm
 
-    def check_lora(self, *, last: bool) -> None:
-        """Raise DeadRunError if the LoRA is not worth saving."""
-        guard = self.watch.guard
-        (guard.check_end if last else guard.check_now)(self.done)
+    # -- between two steps ---------------------------------------------------------------------------------------------
 
-    def puts_off_save(self) -> bool:
-        """Whether the guard is in doubt and the save is postponed."""
+    def save(self, step: int | None, write_host: Callable[[Path], None]) -> bool:
+        """Save a set, into which `write_host` lets ai-toolkit save; False if the guard is in doubt: it is postponed.
+
+        Raises:
+            DeadRunError: what is trained is not worth saving.
+        """
         doubt = self.watch.guard.doubt
-        if doubt is not None:
+        if step is not None and doubt is not None:
             self._owes_save = True
-            self._log.info(f"step {self.done}: not saved, {doubt}; it is saved when that is over")
-        return doubt is not None
-
-    def save(self, write_host: Callable[[Path], None]) -> None:
-        """Save a set; `write_host` lets ai-toolkit save into a folder."""
+            info(f"step {self.done}: not saved, {doubt}; it is saved when that is over")
+            return False
+        self.check_lora(step)
         lines: list[str] = []
 
         def write(folder: Path) -> None:
@@ -232,8 +241,14 @@ class TrainingLoop:
 
         if self._team.is_main:
             path = self._continuation.saves.commit(self.done, write, write_state)
-            self._log.info(f"saved {path} after {self.done} steps; {'; '.join(lines)}")
+            info(f"saved {path} after {self.done} steps; {'; '.join(lines)}")
         self._saved, self._owes_save = self.done, False
+        return True
+
+    def check_lora(self, step: int | None) -> None:
+        """Raise DeadRunError if the LoRA is not worth saving; without a step it is the last save."""
+        check = self.watch.guard.check_end if step is None else self.watch.guard.check_now
+        check(self.done)
 
     def end_step(self) -> None:
         """Save, sample or stop between two steps, as requested."""
@@ -241,26 +256,16 @@ class TrainingLoop:
         commands = process._live.poll() if alone else self._commands
         if "stop" in commands and not self.stops:
             self.ask_to_stop("the live page" if alone else "the live page, or another process,")
-        if commands and not (self.stops if alone else "stop" in commands):
+        if commands and not self._ends_here(commands):
             self._save_or_sample(commands)
-        stops = self.stops if alone else "stop" in commands
-        if self._owes_save and self.watch.guard.doubt is None and not stops:
+        if self._ends_here(commands):
+            self._stop()
+        if self._owes_save and self.watch.guard.doubt is None:
             process.save(self.done)
-        if not stops:
-            return
-        if self._saved != self.done:
-            process.save(self.done)
-        saved = f"after {self.done} steps, saved in {process.save_root}" if self.done else "before the first step"
-        if self._saved != self.done and self._continuation is not None:
-            saved = f"after {self.done} steps; those after step {self._saved} are not saved"
-        self._log.info(f"stopped {saved}; the same command resumes from here")
-        reason: BaseException = KeyboardInterrupt()
-        try:
-            process._stop_as_asked()
-        except Exception as error:  # ai-toolkit's way to stop, once the web UI shows "stopped" or "queued"
-            reason = error
-        process.on_error(reason)
-        raise SystemExit(EXIT_CODE)
+
+    def _ends_here(self, commands: frozenset[str]) -> bool:
+        """Whether all processes stop now; alone, this one knows."""
+        return "stop" in commands or (self._team.size == 1 and self.stops)
 
     def _save_or_sample(self, commands: frozenset[str]) -> None:
         process, bar = self._process, self._process.progress_bar
@@ -276,34 +281,21 @@ class TrainingLoop:
         if bar is not None:
             bar.unpause()
 
-
-class _JobLog:
-    def __init__(self, process: Any):
-
-        self.tables: Any = None
-        if process.accelerator.is_main_process:
-            self.tables = RunTables(
-                Path(process.save_root),
-                process.step_num,
-                process.device_torch,
-                f"ai-toolkit {ai_toolkit_version()}",
-                self.info,
-                validates=process._held_out is not None,
-            )
-
-    def info(self, line: str) -> None:
-        info(f"[coat] {line}")
-
-    def detail(self, line: str) -> None:
-        detail(line if line.startswith("[") else f"[coat] {line}")  # memory lines are as in the stand-alone trainer
-
-    def precision(self, rows: Sequence[Any]) -> None:
-        if self.tables is not None:
-            self.tables.precision(rows)
-
-    def close(self) -> None:
-        if self.tables is not None:
-            self.tables.close()
+    def _stop(self) -> None:
+        process = self._process
+        if self._saved != self.done:
+            process.save(self.done)
+        saved = f"after {self.done} steps, saved in {process.save_root}" if self.done else "before the first step"
+        if self._saved != self.done and self._continuation is not None:
+            saved = f"after {self.done} steps; those after step {self._saved} are not saved"
+        info(f"stopped {saved}; the same command resumes from here")
+        reason: BaseException = KeyboardInterrupt()
+        try:
+            process._stop_as_asked()
+        except Exception as error:  # ai-toolkit's way to stop, once the web UI shows "stopped" or "queued"
+            reason = error
+        process.on_error(reason)
+        raise SystemExit(EXIT_CODE)
 
 
 def _trained_of(process: Any) -> dict[str, Tensor]:
@@ -328,18 +320,18 @@ def live_run(process: Any) -> LiveRun:
         0 if state is None else state.step,
         process.train_config.steps,
         samples=bool(prompts) and not (process.get_conf("train", None) or {}).get("disable_sampling"),
-        active=process.accelerator.is_main_process,
+        active=process._team.is_main,
     )
 
 
 def explain_end(error: BaseException, process: Any) -> None:
     """Report what ends a run; Ctrl+C gets a nonzero exit code."""
     if isinstance(error, KeyboardInterrupt):
-        info(f"[coat] interrupted; what was saved before is whole in {process.save_root}")
+        info(f"interrupted; what was saved before is whole in {process.save_root}")
         process.on_error(error)
         raise SystemExit(EXIT_CODE) from None
     since, continuation = getattr(error, "since", None), process._continuation
     if since is not None and continuation is not None:  # a DeadRunError, which ai-toolkit shows
         error.args = (f"{error}; {continuation.saves.way_back(since)}",)
     if is_oom(error):
-        info(f"[coat] {explain_oom(error, process._phases, process._job_config)}")
+        info(f"{explain_oom(error, process._phases, process._job_config)}")

@@ -16,13 +16,12 @@ from .quantizer import report_stored_linears
 if TYPE_CHECKING:
     import torch
 
-HYPER_PARAMETERS = ("betas", "eps", "weight_decay")
 LOAD_ERROR = "_coat_flux_load_error"  # attribute of our optimizer: the error of the last `load_state_dict`
 logger = logging.getLogger(__name__)
 
 
-def install_optimizer() -> list[str]:
-    """Wrap ai-toolkit's `get_optimizer` (AIToolkitError if unknown); returns the changed modules."""
+def install_optimizer() -> None:
+    """Wrap ai-toolkit's `get_optimizer`; AIToolkitError if it is unknown."""
     try:
         original = importlib.import_module(OPTIMIZER_MODULE).get_optimizer
     except (ImportError, AttributeError) as error:
@@ -41,39 +40,35 @@ def install_optimizer() -> list[str]:
             return original(*args, **kwargs)
         return make_optimizer(values["params"], float(values["learning_rate"]), values["optimizer_params"])
 
-    return host.wrap_everywhere("get_optimizer", original, get_optimizer)
+    host.wrap_everywhere("get_optimizer", original, get_optimizer)
 
 
 def make_optimizer(params: Any, lr: float, optimizer_params: dict | None) -> torch.optim.Optimizer:
     """The optimizer of a job; `load_state_dict` records failures, and keeps the config's hyper-parameters."""
     load_core()
-    from ..optimizer import build_optimizer, describe_optimizer
+    from ..optimizer import build_optimizer, describe_optimizer, restore_optimizer
 
     host.show_logs()
     optimizer = build_optimizer(params, lr, host.active_or_default(), dict(optimizer_params or {}))
     load = optimizer.load_state_dict
 
     def load_state_dict(state_dict: dict) -> None:
-        configured = [{key: group[key] for key in HYPER_PARAMETERS} for group in optimizer.param_groups]
         try:
             if not optimizer.state:  # loaded from a file to the GPU it was saved from
                 for values in state_dict["state"].values():
                     values.update({key: value.cpu() for key, value in values.items() if hasattr(value, "cpu")})
-            load(state_dict)
+            with host.patched(optimizer, load_state_dict=load):
+                changes = restore_optimizer(optimizer, state_dict)
         except Exception as error:
             setattr(optimizer, LOAD_ERROR, error)
             logger.error("the optimizer state was refused, its moments would start fresh: %s", error)
             raise
         setattr(optimizer, LOAD_ERROR, None)
-        for group, own in zip(optimizer.param_groups, configured, strict=True):
-            for key, value in own.items():
-                saved = tuple(group[key]) if isinstance(group[key], list) else group[key]
-                if saved != (tuple(value) if isinstance(value, list) else value):
-                    info(f"[coat] resume: {key} is {value} as configured, not {saved} as in the file")
-            group.update(own)
+        for change in changes:
+            info(f"resume: the config's optimizer settings replace the saved ones: {change}")
 
     optimizer.load_state_dict = load_state_dict  # type: ignore[method-assign]
-    info(f"[coat] optimizer {COAT_OPTIMIZER}: {describe_optimizer(optimizer)}")
+    info(f"optimizer {COAT_OPTIMIZER}: {describe_optimizer(optimizer)}")
     return optimizer
 
 
@@ -95,5 +90,5 @@ def check_optimizer(process: Any) -> tuple[str, str, str]:
         if not optimizer.state and not (network is not None and network.did_change_weights):
             raise RuntimeError(f"resume: {path} exists but ai-toolkit did not load it; {remedy}")
         if not optimizer.state:
-            info(f"[coat] note: the LoRA's shape changed, so {path} was not loaded: moments start fresh")
+            info(f"note: the LoRA's shape changed, so {path} was not loaded: moments start fresh")
     return name, describe_optimizer(optimizer), ""

@@ -56,12 +56,11 @@ AS_SHOWN_ONCE = {
 
 def check_photos(process: Any) -> HeldOutPhotos | None:
     """Inspect the data sets, correct and hold out photos; returns the latter."""
-    options = process.coat.data
     by_folder: dict[str, list[Any]] = {}
     for config in process.dataset_configs:
         folder = config.dataset_path or config.folder_path
         if config.dataset_path and os.path.isfile(config.dataset_path):
-            info(f"[coat] note: dataset_path={folder} is a list of files; its photos are not checked")
+            info(f"note: dataset_path={folder} is a list of files; its photos are not checked")
         else:
             by_folder.setdefault(folder, []).append(config)
     whole = []  # one config per folder with all its resolutions, as in the YAML
@@ -69,24 +68,29 @@ def check_photos(process: Any) -> HeldOutPhotos | None:
         joined = copy.copy(configs[0])
         joined.folder_path, joined.resolution = folder, [config.resolution for config in configs]
         whole.append(joined)
-    policy = {"background": options.background, "transparency": options.transparency}
-    report = inspect_datasets(whole, process.trigger_word, **policy, t5_of=t5_of(process.config))
+    report = inspect_datasets(whole, process.trigger_word, **policy_of(process), t5_of=t5_of(process.config))
     if report.errors:
         raise DatasetError(report.error_text())
     for line in (*report.warnings, *report.tables):
-        info(f"[coat] {line}")
+        info(line)
     validation = build(ValidationSection, process.get_conf("validation", None), "validation", Findings(""))
     trained = [folder for folder, configs in by_folder.items() if not configs[0].is_reg]
     chosen = choose_hold_out(trained, validation.hold_out, process.training_seed)
     held_out = HeldOutPhotos(process, dict(zip(trained, chosen, strict=True)), validation.every)
     for index, (folder, configs) in enumerate(by_folder.items()):
         out = held_out.photos.get(folder, ())
+        keep = None
         if out:
             held_out.add(folder, configs)
-        keep = frozenset(path for path in find_images(Path(folder)) if path not in out) if out else None
-        target = Path(process.save_root) / TRAINED_FOLDER / str(index)
-        read_copies(process, Path(folder), target, configs, keep)
+            keep = frozenset(path for path in find_images(Path(folder)) if path not in out)
+        read_copies(process, Path(folder), Path(process.save_root) / TRAINED_FOLDER / str(index), configs, keep)
     return held_out if any(chosen) else None
+
+
+def policy_of(process: Any) -> dict[str, str]:
+    """The options of `coat.data` that change pictures."""
+    options = process.coat.data
+    return {"background": options.background, "transparency": options.transparency}
 
 
 def read_copies(
@@ -97,15 +101,13 @@ def read_copies(
     keep: frozenset[Path] | None,
 ) -> None:
     """Redirect the configs of a folder to `target`, which links `keep` (None: all) of its photos."""
-    options = process.coat.data
-    policy = {"background": options.background, "transparency": options.transparency}
-    copied = prepare_copy(folder, target, **policy, keep=keep)
+    copied = prepare_copy(folder, target, **policy_of(process), keep=keep)
     if copied is None:
         return
     if copied.corrected:
         traits = ", ".join(f"{count} {trait}" for trait, count in copied.traits.items())
         count = len(copied.corrected)
-        info(f"[coat] {folder}: {count} photos are read from corrected copies in {copied.folder} ({traits})")
+        info(f"{folder}: {count} photos are read from corrected copies in {copied.folder} ({traits})")
     for config in configs:
         config.folder_path = str(copied.folder)
         config.dataset_path = None
@@ -156,7 +158,7 @@ class HeldOutPhotos:
         photos.sort(key=lambda photo: (photo[0], tuple(photo[1]["latents"].shape)))
         self._noise = FixedNoise([tensors for _, tensors in photos], [name for name, _ in photos])
         names = ", ".join(name for names in self.names.values() for name in names)
-        info(f"[coat] {len(photos)} photos are held out of training: {names}")
+        info(f"{len(photos)} photos are held out of training: {names}")
 
     def _encoded(self, batch: Any) -> dict[str, Any]:
         process, sd = self._process, self._process.sd
@@ -165,10 +167,7 @@ class HeldOutPhotos:
             caption = sd.inject_trigger_into_prompt(caption, trigger=process.trigger_word, add_if_not_present=True)
         latents = sd.encode_images(list(batch.tensor), device=process.device_torch).to("cpu", torch.float32)[0]
         embeds = sd.encode_prompt([caption]).to("cpu", dtype=torch.float32)
-        photo = {
-            "latents": latents,
-            "embeds": embeds.detach(),
-        }
+        photo = {"latents": latents, "embeds": embeds.detach()}
         if batch.mask_tensor is not None:
             mask = torch.nn.functional.interpolate(batch.mask_tensor[:, :1].float().cpu(), size=latents.shape[-2:])[0]
             photo["mask"] = mask / mask.mean()

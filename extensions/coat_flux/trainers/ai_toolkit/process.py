@@ -38,14 +38,14 @@ from ..processes import EXIT_OTHER, first_to_fail
 from . import host
 from .full import FullModel
 from .host import AIToolkitError, detail, info, patched
-from .loop import TrainingLoop, explain_end, live_run
+from .loop import LOSSES, TrainingLoop, explain_end, live_run
 from .optimizer import check_optimizer, install_optimizer
 from .photos import HeldOutPhotos, check_photos
 from .quantizer import choose_at_load, convert_model, install_quantizer
 from .resume import Continuation, find_continuation
 from .team import Team
 
-INHERITED = ("get_conf", "get_latest_save_path", "on_error")
+INHERITED = ("get_conf", "get_latest_save_path", "on_error", *LOSSES)
 
 
 class SamplingStopped(Exception):
@@ -90,6 +90,7 @@ class CoatFluxTrainer(HostTrainer):
         super().hook_before_model_load()
 
         steady.keep_streams()
+        lines = host.begin_lines(verbose=bool((self.get_conf("logging", None) or {}).get("verbose")))
         host.show_logs()
         self._team = Team(self.accelerator)
         with self._team.in_turn():
@@ -97,18 +98,17 @@ class CoatFluxTrainer(HostTrainer):
         self._check_job()
         self.coat = coat_of_entry(self.config, self._config_file())
         if not self.coat.enabled:
-            info("[coat] coat.enabled=false: this is ai-toolkit's own run")
+            info("coat.enabled=false: this is ai-toolkit's own run")
             self._phases = self._training = self._continuation = None
             self.__class__ = HostTrainer  # from here on
             return
         host.check_host(install_optimizer, install_quantizer)
-        if not host.ai_toolkit_version().startswith(host.TESTED_SERIES):
-            version = host.ai_toolkit_version()
-            info(f"[coat] note: ai-toolkit {version} is not tested with COAT-FLUX, {host.TESTED_VERSION} is")
+        version = host.ai_toolkit_version()
+        if not version.startswith(host.TESTED_SERIES):
+            info(f"note: ai-toolkit {version} is not tested with COAT-FLUX, {host.TESTED_VERSION} is")
         folder = Path(self.save_root)
         if self._team.is_main:
             self._held.enter_context(run_lock(folder))
-        lines = host.begin_lines(verbose=bool((self.get_conf("logging", None) or {}).get("verbose")))
         with self._team.in_turn():
             self._held_out = check_photos(self)
             self._continuation = find_continuation(self)
@@ -134,12 +134,13 @@ class CoatFluxTrainer(HostTrainer):
         root = Path(next(iter(toolkit.__path__))).parent
         place = {"file": self._config_file(), "trainer": "ai-toolkit", "toolkit_root": root}
         findings = check_job_dict(raw, **place, num_processes=self.accelerator.num_processes)
-        if not any(finding.severity == "error" for finding in findings):
-            findings += check_models(raw, **place)
         errors = [finding for finding in findings if finding.severity == "error"]
+        if not errors:
+            findings += check_models(raw, **place)
+            errors = [finding for finding in findings if finding.severity == "error"]
         for finding in findings:
             if finding not in errors:
-                info(f"[coat] note: {finding.line()}")
+                info(f"note: {finding.line()}")
         if shares_weights(os.environ):
             raise LaunchError(f"accelerate launch with FSDP: inside ai-toolkit each process holds the model; {DDP}")
         if (obstacle := launch_obstacle(os.environ)) is not None:
@@ -227,8 +228,8 @@ class CoatFluxTrainer(HostTrainer):
             self._continuation.restore()
             self._continuation.saves.check_room(self)
         self._training = TrainingLoop(self)
-        info(self._report.brief())
-        detail(self._report.table())
+        info(f"blocks, as planned:\n{self._report.brief()}")
+        detail(f"blocks, in full:\n{self._report.table()}")
         self._phases.enter("step")
 
     def hook_train_loop(self, batch: Any) -> Any:
@@ -252,18 +253,6 @@ class CoatFluxTrainer(HostTrainer):
         self._training.begin_micro_batch()
         return super().train_single_accumulation(batch)
 
-    def calculate_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """Record the loss before NaN becomes 0."""
-        return self._training.record_loss(super().calculate_loss(*args, **kwargs))
-
-    def get_guided_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """Record the loss before NaN becomes 0."""
-        return self._training.record_loss(super().get_guided_loss(*args, **kwargs))
-
-    def get_mean_flow_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """Record the loss before NaN becomes 0."""
-        return self._training.record_loss(super().get_mean_flow_loss(*args, **kwargs))
-
     def sample(self, *args: Any, **kwargs: Any) -> None:
         """Let ai-toolkit sample, without effect on training."""
         try:
@@ -271,7 +260,7 @@ class CoatFluxTrainer(HostTrainer):
             with self._phases.during("sample"), kept_draws(), self._team.all_sample(self):
                 super().sample(*args, **kwargs)
         except SamplingStopped:
-            info("[coat] samples are left out: the run ends here")
+            info("samples are left out: the run ends here")
             if self.ema is not None:
                 self.ema.train()  # back from the EMA, which is sampled
             if not self._begun:
@@ -308,20 +297,18 @@ class CoatFluxTrainer(HostTrainer):
 
     def save(self, step: int | None = None) -> None:
         """Save a whole set, or as ai-toolkit does."""
-        in_sets = self._continuation is not None
-        if in_sets and step is not None and self._training.puts_off_save():
-            return
 
         def write_host(folder: Path) -> None:
             with patched(self, save_root=str(folder)):
                 super(CoatFluxTrainer, self).save(step)
 
         with self._phases.during("save"):
-            self._training.check_lora(last=step is None)
-            if not in_sets:
+            if self._continuation is None:
+                self._training.check_lora(step)
                 super().save(step)
                 return
-            self._training.save(write_host)
+            if not self._training.save(step, write_host):
+                return
             super().clean_up_saves()
             if self._team.is_main:
                 super().post_save_hook(os.path.join(self.save_root, "optimizer.pt"))
@@ -345,10 +332,10 @@ class CoatFluxTrainer(HostTrainer):
 
     def get_training_info(self) -> Any:
         """Count the steps done; ai-toolkit may be one behind."""
-        info = super().get_training_info()
+        training = super().get_training_info()
         if self._continuation is not None:
-            info["step"] = self._training.done
-        return info
+            training["step"] = self._training.done
+        return training
 
     def done_hook(self) -> None:
         """Print the summary."""
@@ -358,5 +345,5 @@ class CoatFluxTrainer(HostTrainer):
         peak, skipped = self._phases.peak / GB, self._training.watch.guard.skipped
         left_out = f", {skipped} updates skipped" if skipped else ""
         if self._held_out is not None:
-            info(f"[coat] {describe_lowest(self._held_out.curve, Path(self.save_root), self.job.name)}")
-        info(f"[coat] done: {self.step_num} steps{left_out}, peak memory {peak:.2f}GB, files in {self.save_root}")
+            info(f"{describe_lowest(self._held_out.curve, Path(self.save_root), self.job.name)}")
+        info(f"done: {self.step_num} steps{left_out}, peak memory {peak:.2f}GB, files in {self.save_root}")

@@ -30,18 +30,18 @@ if TYPE_CHECKING:
     from coat_core.config import FP8LinearConfig
 
 ROOT_VARIABLE = "AI_TOOLKIT_ROOT"
-_stored: list[tuple[weakref.ref[nn.Module], FP8LinearConfig]] = []  # linears quantized at load and not reported yet
+BACKEND_METHODS = ("can_quantize", "quantize_", "dequantize", "requantize_", "forward")
+_stored: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # linears quantized at load and not reported yet
 
 
-def install_quantizer() -> list[str]:
-    """Make `qtype: coat_fp8` our backend (AIToolkitError if impossible); returns the changed modules."""
+def install_quantizer() -> None:
+    """Make `qtype: coat_fp8` our backend; AIToolkitError if impossible."""
     try:
         module = importlib.import_module(QUANTIZER_MODULE)
         backend, original = module.OstrisQuantizer, module.get_ostris_quantizer
     except (ImportError, AttributeError) as error:
         raise AIToolkitError(f"qtype {COAT_QTYPE} needs {QUANTIZER_MODULE} ({error})") from error
-    methods = [name for name, value in vars(_Backend).items() if callable(value) and not name.startswith("_")]
-    missing = [name for name in methods if not hasattr(backend, name)]
+    missing = [name for name in BACKEND_METHODS if not hasattr(backend, name)]
     if missing:
         raise AIToolkitError(f"{QUANTIZER_MODULE}.OstrisQuantizer has no {', '.join(missing)}")
 
@@ -49,96 +49,80 @@ def install_quantizer() -> list[str]:
         if qtype != COAT_QTYPE:
             return original(qtype, *args, **kwargs)
         load_core()
-        return make_quantizer(host.active_or_default().linear_config())
+        return backend_class()(host.active_or_default().linear_config())
 
-    return host.wrap_everywhere("get_ostris_quantizer", original, get_ostris_quantizer)
-
-
-def make_quantizer(config: FP8LinearConfig) -> Any:
-    """A backend that converts linears by `config`."""
-    quantizer = _quantizer_class()(config)
-    quantizer.qtype = COAT_QTYPE
-    return quantizer
+    host.wrap_everywhere("get_ostris_quantizer", original, get_ostris_quantizer)
 
 
 @functools.cache
-def _quantizer_class() -> type:
+def backend_class() -> type:
+    """The class of our backend: FP8 weights with FP8 GEMMs; one instance serves many modules."""
     from toolkit.util.ostris_quant import OstrisQuantizer
 
-    return type("CoatFp8Quantizer", (_Backend, OstrisQuantizer), {"__doc__": _Backend.__doc__})
+    from coat_core.linear.module import run_stored_linear
+    from coat_core.linear.weight import read_weight, store_weight
+    from coat_core.ops.scaled_mm import ALIGNMENT
 
+    from ...blocks.cast_loss import note_weight
+    from ...blocks.streaming import park
 
-class _Backend:
-    """FP8 weights with FP8 GEMMs; one instance serves many modules."""
+    class CoatFp8Quantizer(OstrisQuantizer):
+        qtype = COAT_QTYPE
+        wants_fp32_weight = False
 
-    wants_fp32_weight = False
+        def __init__(self, config: FP8LinearConfig):
+            self.config = config
 
-    def __init__(self, config: FP8LinearConfig):
-        self.config = config
+        def can_quantize(self, module: nn.Linear) -> bool:
+            return module.in_features % ALIGNMENT == 0 and module.out_features % ALIGNMENT == 0
 
-    def can_quantize(self, module: nn.Linear) -> bool:
-        from coat_core.ops.scaled_mm import ALIGNMENT
+        def quantize_(self, module: nn.Linear, weight: Tensor) -> None:
+            module.coat_weight_format = self.config.weight_format
+            module.coat_weight_granularity = self.config.weight_granularity
+            self.requantize_(module, weight)
+            _stored.add(module)
 
-        return module.in_features % ALIGNMENT == 0 and module.out_features % ALIGNMENT == 0
+        def dequantize(self, module: nn.Linear) -> Tensor:
+            return read_weight(module, self._config_of(module))
 
-    def quantize_(self, module: nn.Linear, weight: Tensor) -> None:
-        module.coat_weight_format = self.config.weight_format
-        module.coat_weight_granularity = self.config.weight_granularity
-        module.coat_linear_config = self.config
-        self._store(module, weight)
-        _stored.append((weakref.ref(module), self.config))
+        def requantize_(self, module: nn.Linear, weight: Tensor) -> None:
+            config, coat = self._config_of(module), host.active_config()
+            # OstrisLinear's state_dict holds "weight" only, so loading must not expect the buffers
+            store_weight(module, weight, config, persistent=False)
+            note_weight(module, weight, config)
+            if coat is not None and coat.memory.stream_blocks != 0:
+                park(module)  # ai-toolkit moves the whole model to the GPU before blocks are known
 
-    def dequantize(self, module: nn.Linear) -> Tensor:
-        from coat_core.linear.weight import read_weight
+        def forward(self, module: nn.Linear, x: Tensor) -> Tensor:
+            return run_stored_linear(module, x, self._config_of(module))
 
-        return read_weight(module, self._config_of(module))
+        def _config_of(self, module: nn.Linear) -> FP8LinearConfig:
+            if not hasattr(module, "coat_linear_config"):
+                # ai-toolkit's load_quantized_layers restores buffers and plain attributes, not our config object
+                module.coat_linear_config = dataclasses.replace(
+                    self.config,
+                    weight_format=module.coat_weight_format,
+                    weight_granularity=module.coat_weight_granularity,
+                )
+            return module.coat_linear_config
 
-    def requantize_(self, module: nn.Linear, fp_weight: Tensor) -> None:
-        self._store(module, fp_weight)
-
-    def forward(self, module: nn.Linear, x: Tensor) -> Tensor:
-        from coat_core.linear.module import run_stored_linear
-
-        return run_stored_linear(module, x, self._config_of(module))
-
-    def _config_of(self, module: nn.Linear) -> FP8LinearConfig:
-        if not hasattr(module, "coat_linear_config"):
-            # ai-toolkit's load_quantized_layers restores buffers and plain attributes, not our config object
-            module.coat_linear_config = dataclasses.replace(
-                self.config,
-                weight_format=module.coat_weight_format,
-                weight_granularity=module.coat_weight_granularity,
-            )
-        return module.coat_linear_config
-
-    def _store(self, module: nn.Linear, weight: Tensor) -> None:
-        from coat_core.linear.weight import store_weight
-
-        from ...blocks.cast_loss import note_weight
-        from ...blocks.streaming import park
-
-        config, coat = self._config_of(module), host.active_config()
-        # OstrisLinear's state_dict holds "weight" only, so loading must not expect the buffers
-        store_weight(module, weight, config, persistent=False)
-        note_weight(module, weight, config)
-        if coat is not None and coat.memory.stream_blocks != 0:
-            park(module)  # ai-toolkit moves the whole model to the GPU before blocks are known
+    return CoatFp8Quantizer
 
 
 def report_stored_linears() -> None:
     """Log linears quantized since the last call; our jobs have a table."""
-    stored = [(module, config) for reference, config in _stored if (module := reference()) is not None]
+    linears = list(_stored)
     _stored.clear()
-    if not stored or host.active_config() is not None:
+    if not linears or host.active_config() is not None:
         return
     from coat_core.linear.function import fp8_gemm_obstacle
 
     from ...blocks.report import describe_linear
 
-    module, config = stored[0]
-    obstacle = fp8_gemm_obstacle(module.weight_codes.device, config)
+    config = linears[0].coat_linear_config
+    obstacle = fp8_gemm_obstacle(linears[0].weight_codes.device, config)
     products = "" if obstacle is None else f"; dequantized weights are multiplied, since {obstacle}"
-    info(f"[coat] qtype {COAT_QTYPE}: {len(stored)} linears hold FP8, {describe_linear(config, True, False)}{products}")
+    info(f"qtype {COAT_QTYPE}: {len(linears)} linears hold FP8, {describe_linear(config, True, False)}{products}")
 
 
 def converted_linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -168,7 +152,7 @@ def convert(model: nn.Module, names: list[str], config: FP8LinearConfig) -> None
     """Convert the named linears in place, as loading would have."""
     from toolkit.util.ostris_quant import convert_linear_to_ostris
 
-    quantizer = make_quantizer(config)
+    quantizer = backend_class()(config)
     for name in names:
         if not convert_linear_to_ostris(model.get_submodule(name), quantizer):
             raise AIToolkitError(f"convert_linear_to_ostris did not convert {name}")
@@ -208,7 +192,7 @@ def convert_model(process: Any, encoders: list[Any], trained: Collection[str] = 
         if unpark(module):
             module.to(module.weight_scale_bits.device)
         module.coat_linear_config = dataclasses.replace(module.coat_linear_config, use_fp8_gemm=False)
-    info(f"[coat] FP8 weights: {at_load} linears at load, {len(names)} after it; {len(in_encoders)} in text encoders")
+    info(f"FP8 weights: {at_load} linears at load, {len(names)} after it; {len(in_encoders)} in text encoders")
 
 
 def convert_linears(model: nn.Module, qtype: str) -> None:
@@ -223,8 +207,6 @@ def convert_linears(model: nn.Module, qtype: str) -> None:
     from toolkit.util.ostris_quant import convert_linear_to_ostris, get_ostris_quantizer
 
     quantizer = get_ostris_quantizer(qtype)
-    if quantizer is None:
-        raise ImportError(f"{root}: this ai-toolkit does not know the qtype {qtype}")
     for module in list(model.modules()):
         if isinstance(module, nn.Linear):
             convert_linear_to_ostris(module, quantizer)

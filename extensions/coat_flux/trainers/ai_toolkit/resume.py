@@ -29,17 +29,16 @@ from ...saves.errors import ResumeError
 from ...saves.identity import require_same_run, run_identity
 from ...saves.repair import repair, step_of, way_back
 from ...saves.rng import rng_state, set_rng_state
-from ...saves.state import AI_TOOLKIT, RunState, execution_of, keep_execution, restore_tensors
+from ...saves.state import AI_TOOLKIT, OPTIMIZER_FILE, REMEDY, RunState, execution_of, keep_execution, restore_tensors
 from ...watch.guard import WINDOW
 from .data_order import LOADING, ResumableLoader, fingerprint, make_resumable, seeded
 from .host import AIToolkitError, info
 
 NETWORK = ("type", "linear", "conv", "transformer_only", "network_kwargs")
 BATCH = ("batch_size", "gradient_accumulation")
-HOW_NOT_WHAT = ("num_workers", "prefetch_factor", "dataset_path")  # of a data set: how it is read; caches besides
+READING = ("num_workers", "prefetch_factor", "dataset_path", "cache_")  # beginnings of keys: how a data set is read
 COUNTERS = ("last_epoch", "_step_count", "_last_lr", "_get_lr_called_within_step", "_is_initial")
 LOADERS = {"data": "data_loader", "regularization": "data_loader_reg"}
-OPTIMIZER = "optimizer.pt"
 TICKS, TICK_SECONDS = 100, 0.001
 
 
@@ -48,11 +47,9 @@ def find_continuation(process: Any) -> Continuation | None:
     others = (process.embed_config, process.adapter_config, process.decorator_config)
     merges = process.network_config is not None and process.train_config.merge_network_on_save
     if merges or any(others):
-        info("[coat] note: more than a LoRA is trained: saves and resumes are ai-toolkit's own")
+        info("note: more than a LoRA is trained: saves and resumes are ai-toolkit's own")
         return None
-    continuation = Continuation(process)
-    continuation.find()
-    return continuation
+    return Continuation(process)
 
 
 class Continuation:
@@ -62,13 +59,18 @@ class Continuation:
         self._process = process
         self._identity = identity_of(process)
         self._loading = ExitStack()
-        self._order: dict[str, str] = {}
+        self._loaders: dict[str, ResumableLoader] = {}
+        self._order: dict[str, str] = {}  # fingerprints, by the loader's name
         self.saves = Saves(Path(process.save_root), process.job.name, process.save_config.save_every)
         self.seed = random.getrandbits(63)
-        self.state: RunState | None = None
+        self.state = self._find()
+        self._has_same_seed = False
+        if self.state is not None:
+            self._has_same_seed = self.state.record["identity"]["seed"] == self._identity["seed"]
+        if self._has_same_seed:
+            self.seed = self.state.record["seed"]
 
-    def find(self) -> None:
-        """Find the save to resume from."""
+    def _find(self) -> RunState | None:
         process, folder = self._process, self.saves.newest()
         state = None if folder is None else RunState.read(folder, AI_TOOLKIT)
         if state is None:
@@ -79,28 +81,21 @@ class Continuation:
                     "another config.name to start a new run (all that is in this folder stays)"
                 )
             if folder is not None:
-                info(f"[coat] note: {folder} is the stand-alone trainer's: order of data and random numbers start over")
-            return
+                info(f"note: {folder} is the stand-alone trainer's: order of data and random numbers start over")
+            return None
         saved = state.record["identity"]
         for note in require_same_run(saved, self._identity, process.coat.resume.allow, state.folder):
-            info(f"[coat] resume: {note}")
+            info(f"resume: {note}")
         start = process.train_config.start_step
         if start is not None:
             raise ResumeError(f"train.start_step={start}: the run resumes after step {state.step}; remove the key")
-        self.state = state
-        if self._has_same_seed():
-            self.seed = state.record["seed"]
-
-    def _has_same_seed(self) -> bool:
-        return self.state is not None and self.state.record["identity"]["seed"] == self._identity["seed"]
+        return state
 
     def begin_loading(self) -> None:
         """Seed the loading of data sets and caching of latents."""
-        device = self._process.device_torch
-        if device.type == "cuda":
-            self._loading.enter_context(torch.random.fork_rng([device]))
-            torch.cuda.manual_seed(self.seed)
         self._loading.enter_context(seeded(self.seed, LOADING))
+        if self._process.device_torch.type == "cuda":
+            torch.cuda.manual_seed(self.seed)
 
     def end_loading(self) -> None:
         """Restore the generators; take over the order of the data."""
@@ -108,29 +103,24 @@ class Continuation:
         team = self._process._team
         for number, (name, attribute) in enumerate(LOADERS.items()):
             loader = getattr(self._process, attribute)
-            if loader is not None:
-                self._order[name] = fingerprint(loader)
-                if self._order[name] != team.from_main(self._order[name]):
-                    raise AIToolkitError("the processes put the photos into batches in different ways")
-                resumable = make_resumable(loader, self.seed ^ number, team.rank, team.size)
-                setattr(self._process, attribute, resumable)
+            if loader is None:
+                continue
+            self._order[name] = fingerprint(loader)
+            if self._order[name] != team.from_main(self._order[name]):
+                raise AIToolkitError("the processes put the photos into batches in different ways")
+            self._loaders[name] = make_resumable(loader, self.seed ^ number, team.rank, team.size)
+            setattr(self._process, attribute, self._loaders[name])
 
     def close(self) -> None:
         """End the loader processes; restore the generators."""
         self._loading.close()
-        for loader in self._loaders().values():
-            if isinstance(loader, ResumableLoader):
-                loader.close()
-
-    def _loaders(self) -> dict[str, ResumableLoader]:
-        loaders = {name: getattr(self._process, attribute) for name, attribute in LOADERS.items()}
-        return {name: loader for name, loader in loaders.items() if loader is not None}
+        for loader in self._loaders.values():
+            loader.close()
 
     def restore(self) -> None:
         """Restore the state the loop starts with."""
         if self.state is None:
             return
-
         process, state = self._process, self.state
         if process.step_num != state.step:
             raise ResumeError(f"ai-toolkit is at step {process.step_num}, the newest save is of step {state.step}")
@@ -142,23 +132,22 @@ class Continuation:
         if process.ema is not None and average is not None:
             restore_tensors(numbered(process.ema.shadow_params), average, state.folder)
         elif process.ema is not None:
-            info("[coat] resume: no average was kept so far (train.ema_config); it begins with the LoRA as it is")
+            info("resume: no average was kept so far (train.ema_config); it begins with the LoRA as it is")
             parameters = (p for group in process.optimizer.param_groups for p in group["params"])
             process.ema.shadow_params = [p.detach().clone() for p in parameters]
-        for name, loader in self._loaders().items():
+        for name, loader in self._loaders.items():
             place = state.record["data"].get(name)
             if place is None or place["order"] != self._order[name]:
-                info(f"[coat] note: the photos ({name}) are others or are listed in another order: not bit for bit")
+                info(f"note: the photos ({name}) are others or are listed in another order: not bit for bit")
             if place is not None:
                 loader.epoch, loader.taken = place["epoch"], place["taken"]
         keep_execution(process.sd.unet, state.record["path"])
-        info(f"[coat] resume: continues after step {state.step}, epoch {process.epoch_num + 1}, all states restored")
+        info(f"resume: continues after step {state.step}, epoch {process.epoch_num + 1}, all states restored")
 
     def restore_draws(self) -> None:
         """Restore random generators and lr schedule (unless its settings changed), after all of ai-toolkit's start."""
         if self.state is None:
             return
-
         schedule, saved = schedule_of(self._process), self.state.record["lr_scheduler"]
         now = plain_values(schedule.state_dict())
         if {**now, **dict.fromkeys(COUNTERS)} == {**saved, **dict.fromkeys(COUNTERS)}:
@@ -166,17 +155,11 @@ class Continuation:
             for group, lr in zip(schedule.optimizer.param_groups, saved["_last_lr"], strict=True):
                 group["lr"] = lr
         elif now["_last_lr"] != saved["_last_lr"]:
-            info(f"[coat] resume: lr is {now['_last_lr']} by the changed schedule, not {saved['_last_lr']}")
-        if self._has_same_seed():
+            info(f"resume: lr is {now['_last_lr']} by the changed schedule, not {saved['_last_lr']}")
+        if self._has_same_seed:
             set_rng_state(self.state.rng())
 
-    def write_state(
-        self,
-        folder: Path,
-        step: int,
-        guard: dict[str, Any],
-        held_out: list[tuple[int, float]],
-    ) -> None:
+    def write_state(self, folder: Path, step: int, guard: dict[str, Any], held_out: list[tuple[int, float]]) -> None:
         """Write the state after `step` steps into the folder of a set."""
         process = self._process
         record = {
@@ -185,7 +168,7 @@ class Continuation:
             "seed": self.seed,
             "data": {
                 name: {"epoch": loader.epoch, "taken": loader.taken, "order": self._order[name]}
-                for name, loader in self._loaders().items()
+                for name, loader in self._loaders.items()
             },
             "path": execution_of(process.sd.unet),
             "lr_scheduler": plain_values(schedule_of(process).state_dict()),
@@ -229,15 +212,17 @@ def identity_of(process: Any) -> dict[str, Any]:
     for entry in process.get_conf("datasets", None) or []:
         folder = entry.get("dataset_path") or entry["folder_path"]
         if os.path.isdir(folder):
-            settings = {k: v for k, v in entry.items() if k not in HOW_NOT_WHAT and not k.startswith("cache_")}
+            settings = {key: value for key, value in entry.items() if not key.startswith(READING)}
             names = [] if held_out is None else held_out.names.get(folder, [])
             datasets.append({**settings, "folder_path": folder, "held_out": names})
+    if network is None:
+        targets = {"linear": None, "include": process.coat.include, "exclude": process.coat.exclude}
+    else:
+        targets = {key: getattr(network, key) for key in NETWORK}
     return run_identity(
         model=process.model_config.name_or_path,
         datasets=datasets,
-        network={"linear": None, "include": process.coat.include, "exclude": process.coat.exclude}
-        if network is None
-        else {key: getattr(network, key) for key in NETWORK},
+        network=targets,
         seed=seed,
         world_size=process.accelerator.num_processes,
         batch={key: getattr(process.train_config, key) for key in BATCH},
@@ -253,49 +238,40 @@ class Saves:
     """
 
     def __init__(self, run_dir: Path, name: str, save_every: int):
-
         self._dir, self._name, self._apart = run_dir, name, min(save_every, WINDOW)
 
     def newest(self) -> Path | None:
         """Repair the folder, and return the newest set's, unless another program has saved a later step."""
         for line in repair(self._dir):
-            info(f"[coat] {line}")
+            info(line)
         folder = newest_set(self._dir)
         if folder is None:
             return None
         newer = next((path for path in self._saves() if step_of(path) > set_step(folder)), None)
         if newer is not None:
-            info(f"[coat] note: {newer.name} is newer than {folder}: order of data and random numbers start over")
+            info(f"note: {newer.name} is newer than {folder}: order of data and random numbers start over")
             return None
         problem = damage(folder)
         if problem is not None:
-            raise ResumeError(
-                f"{problem}; no other state of this run is whole: restore it from a backup, or choose another "
-                "config.name to start a new run (all that is in this folder stays)"
-            )
+            raise ResumeError(f"{problem}; no other state of this run is whole: {REMEDY}")
         self._make_newest(folder)
         return folder
 
-    def commit(
-        self,
-        step: int,
-        write_host: Callable[[Path], None],
-        write_state: Callable[[Path], None],
-    ) -> Path:
+    def commit(self, step: int, write_host: Callable[[Path], None], write_state: Callable[[Path], None]) -> Path:
         """Write and publish a set; returns the published LoRA or model folder."""
         published: dict[str, str] = {}
 
         def write(folder: Path) -> None:
             write_host(folder)
             # torch's files end with a directory: without one, writing failed and ai-toolkit continued
-            if not zipfile.is_zipfile(folder / OPTIMIZER):
+            if not zipfile.is_zipfile(folder / OPTIMIZER_FILE):
                 reason = "ai-toolkit could not write it, see its message above"
-                raise OSError(errno.EIO, reason, str(folder / OPTIMIZER))
+                raise OSError(errno.EIO, reason, str(folder / OPTIMIZER_FILE))
             published.update({path.name: path.name for path in folder.iterdir()})
             write_state(folder)
 
         self._make_newest(commit(self._dir, step, write, published, apart=self._apart))
-        return self._dir / next(name for name in published if name.startswith(self._name) and name != OPTIMIZER)
+        return self._dir / next(name for name in published if name.startswith(self._name) and name != OPTIMIZER_FILE)
 
     def check_room(self, process: Any) -> None:
         """Warn or refuse if the disk has no room for saves."""
@@ -308,7 +284,7 @@ class Saves:
             space = save_space(process._job_config(), [parameter.numel() for parameter in parameters], whole)
         except ConfigError:  # a job only ai-toolkit can run
             space = None
-        require_room(self._dir, space, lambda line: info(f"[coat] WARNING: {line}"))
+        require_room(self._dir, space, lambda line: info(f"WARNING: {line}"))
 
     def way_back(self, since: int) -> str:
         """The command to continue with after a divergence; `since`: the first step in doubt."""
