@@ -4,7 +4,7 @@ Runs in ai-toolkit's environment, on a CPU: `AI_TOOLKIT_ROOT=... python tests/he
 model has random weights in bf16 and an fp32 LoRA of ai-toolkit's on the linears of its blocks, as COAT's process makes
 them. Compared with the same model without COAT: the cosine of the LoRA's gradients, all together and the lowest of one
 adapter, and the bytes that the blocks keep for backward, counted by the allocator. With --qtype both have a base that
-ai-toolkit quantized its own way, with --network other adapters.
+ai-toolkit quantized its own way.
 """
 
 from __future__ import annotations
@@ -28,12 +28,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 RANK = 4
-NETWORKS: dict[str, dict[str, Any]] = {
-    "lora": {"type": "lora", "linear": RANK},
-    "dora": {"type": "dora", "linear": RANK},
-    "lokr": {"type": "lokr", "linear": RANK, "lokr_full_rank": False, "lokr_factor": 8},
-    "full-rank lokr": {"type": "lokr", "lokr_factor": 8},
-}
 COAT = {"memory": {"checkpointing": "none"}, "speed": {"measure": "never"}}
 SETTINGS = {"bf16": {"enabled": False}, "kept": COAT, "recomputed": {**COAT, "memory": {"checkpointing": "all"}}}
 
@@ -70,31 +64,29 @@ def in_bf16(value: Any) -> Any:
     return [in_bf16(x) for x in value] if isinstance(value, list) else value
 
 
-def with_lora(model: nn.Module, blocks: tuple[str, ...], kind: str = "lora") -> Any:
-    """ai-toolkit's fp32 adapters on the linears of the blocks, LoRAs drawn so that every gradient is there."""
+def with_lora(model: nn.Module, blocks: tuple[str, ...]) -> Any:
+    """ai-toolkit's fp32 LoRA on the linears of the blocks, drawn so that every gradient is there."""
     from toolkit.config_modules import NetworkConfig
     from toolkit.lora_special import LoRASpecialNetwork
 
-    config = NetworkConfig(**NETWORKS[kind])
-    inside = None if "UNet" in type(model).__name__ else list(blocks)
     network = LoRASpecialNetwork(
         [],
         model,
-        lora_dim=config.linear,
-        alpha=config.linear,
-        network_type=config.type,
-        network_config=config,
+        lora_dim=RANK,
+        alpha=RANK,
+        network_type="lora",
+        network_config=NetworkConfig(type="lora", linear=RANK),
         target_lin_modules=[type(model).__name__],
         is_transformer=True,
         train_text_encoder=False,
-        only_if_contains=inside,
+        only_if_contains=None if "UNet" in type(model).__name__ else list(blocks),
     )
     network.force_to(torch.device("cpu"), torch.float32)
     network._update_torch_multiplier()
     network.apply_to([], model, False, True)
     draw = torch.Generator().manual_seed(2)
     for name, parameter in network.named_parameters():
-        spread = 0.05 if "lora_up" in name or "lokr" in name else parameter[0].numel() ** -0.5
+        spread = 0.05 if "lora_up" in name else parameter[0].numel() ** -0.5
         if parameter.ndim > 1:
             parameter.data = torch.randn(parameter.shape, generator=draw) * spread
         parameter.requires_grad_(True)
@@ -103,9 +95,7 @@ def with_lora(model: nn.Module, blocks: tuple[str, ...], kind: str = "lora") -> 
     return network.train()
 
 
-def prepare(
-    arch: str, setting: dict[str, Any], qtype: str = "", kind: str = "lora"
-) -> tuple[nn.Module, dict[str, Any], Any, Any]:
+def prepare(arch: str, setting: dict[str, Any], qtype: str = "") -> tuple[nn.Module, dict[str, Any], Any, Any]:
     """Model, inputs, network and COAT's report, as the process makes them."""
     from coat_flux.blocks.apply import apply_coat
     from coat_flux.blocks.lora import attach_lora
@@ -120,8 +110,8 @@ def prepare(
     if hasattr(model, "enable_gradient_checkpointing"):
         model.enable_gradient_checkpointing()  # as ai-toolkit does before its hook
     report = apply_coat(model, config)
-    network = with_lora(model, blocks, kind)
-    if config.enabled and kind == "lora":
+    network = with_lora(model, blocks)
+    if config.enabled:
         attach_lora(network, config)
     return model, inputs, network, report
 
@@ -137,10 +127,10 @@ def gradients(model: nn.Module, inputs: dict[str, Any], network: Any) -> dict[st
     output = output_of(model, inputs)
     target = torch.randn(output.shape, generator=torch.Generator().manual_seed(3))
     (output - target).square().mean().backward()
-    found = {name: p.grad for name, p in network.named_parameters() if p.grad is not None}
+    all_gradients = {name: p.grad for name, p in network.named_parameters() if p.grad is not None}
     for parameter in network.parameters():
         parameter.grad = None
-    return {name: gradient for name, gradient in found.items() if gradient.any()}
+    return {name: gradient for name, gradient in all_gradients.items() if gradient.any()}
 
 
 @contextlib.contextmanager
@@ -148,7 +138,7 @@ def skipped(blocks: list[nn.Module]) -> Iterator[list[int]]:
     """Let blocks keep nothing for backward; yields a list that gets the elements of their outputs."""
     elements: list[int] = []
 
-    def cut(block: nn.Module, own: Any, *args: Any, **kwargs: Any) -> Any:
+    def cut(own: Any, *args: Any, **kwargs: Any) -> Any:
         with torch.no_grad():
             outputs = own(*args, **kwargs)
         elements.extend(x.numel() for x in tree_leaves(outputs) if isinstance(x, Tensor))
@@ -156,7 +146,7 @@ def skipped(blocks: list[nn.Module]) -> Iterator[list[int]]:
 
     before = [vars(block).get("forward") for block in blocks]
     for block in blocks:
-        block.forward = functools.partial(cut, block, block.forward)  # type: ignore[method-assign]
+        block.forward = functools.partial(cut, block.forward)  # type: ignore[method-assign]
     yield elements
     for block, forward in zip(blocks, before, strict=True):
         del block.forward
@@ -194,37 +184,37 @@ def cosine(a: Tensor, b: Tensor) -> float:
     return float(nn.functional.cosine_similarity(a.flatten().double(), b.flatten().double(), dim=0))
 
 
-def measure(arch: str, qtype: str = "", kind: str = "lora") -> dict[str, Any]:
+def measure(arch: str, qtype: str = "") -> dict[str, Any]:
     """Class, treatment as it ran, cosines and bytes."""
     from coat_flux.blocks.models import family_of, listed_blocks
     from coat_flux.blocks.runner import BlockRunner
 
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     exact: dict[str, Tensor] = {}
     for name, setting in SETTINGS.items():
-        model, inputs, network, report = prepare(arch, setting, qtype, kind)
-        got = gradients(model, inputs, network)
+        model, inputs, network, report = prepare(arch, setting, qtype)
+        own = gradients(model, inputs, network)
         if name != "recomputed":
             blocks = list(listed_blocks(model, family_of(model).blocks).values())
-            found[f"{name}_bytes"], found["elements"] = kept_bytes(model, inputs, blocks)
+            result[f"{name}_bytes"], result["elements"] = kept_bytes(model, inputs, blocks)
         runner = BlockRunner.of(model)
         if runner is None:
-            exact, found["class"] = got, type(model).__name__
+            exact, result["class"] = own, type(model).__name__
             continue
         runner.check_step()
         row = next(row for row in report.parts() if row.part == "saved tensors")
-        each = {key: cosine(got[key], exact[key]) for key in exact if key in got}
+        each = {key: cosine(own[key], exact[key]) for key in exact if key in own}
         lowest = min(each, key=each.__getitem__)
-        found[name] = {
+        result[name] = {
             "treatment": row.got,
             "bases": sorted(set(report.quantized.values())),
-            "cosine": cosine(*(torch.cat([x[key].flatten() for key in each]) for x in (got, exact))),
+            "cosine": cosine(*(torch.cat([x[key].flatten() for key in each]) for x in (own, exact))),
             "lowest": each[lowest],
             "lowest_of": lowest,
-            "gradients": [len(got), len(exact)],
+            "gradients": [len(own), len(exact)],
         }
-        found["blocks"] = len(runner.blocks)
-    return found
+        result["blocks"] = len(runner.blocks)
+    return result
 
 
 def main() -> None:
@@ -232,7 +222,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("archs", nargs="*", metavar="ARCH", help=f"of {', '.join(MODELS)} (default: all)")
     parser.add_argument("--qtype", action="append", help="of ai-toolkit's own, such as uint4; may be given again")
-    parser.add_argument("--network", default="lora", choices=NETWORKS, help="kind of the adapters")
     args = parser.parse_args()
     sys.path.insert(0, os.environ["AI_TOOLKIT_ROOT"])
     done: dict[Any, dict[str, Any]] = {}
@@ -241,7 +230,7 @@ def main() -> None:
         if key not in done:
             try:
                 with contextlib.redirect_stdout(io.StringIO()):  # ai-toolkit prints what it makes
-                    done[key] = measure(arch, qtype, args.network)
+                    done[key] = measure(arch, qtype)
             except Exception as error:
                 done[key] = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
         print(json.dumps({**done[key], "arch": arch, "qtype": qtype}), flush=True)

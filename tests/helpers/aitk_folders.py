@@ -2,13 +2,13 @@
 
 Run in ai-toolkit's environment with AI_TOOLKIT_ROOT. Below FOLDER, the working directory of the jobs to come:
 
-    models/flux, models/qwen_image, models/zimage   whole folders in diffusers layout
-    models/flux2_klein_4b, models/chroma.safetensors    checkpoints in BFL's layout
-    ostris/Flex.1-alpha, Qwen/Qwen3-4B    what chroma and flux2_klein_4b name on the hub, which is found here first
-    extensions/tiny_geometries             calls `substitute` at the start of each job
+    models/flux, models/zimage     whole folders in diffusers layout
+    models/flux2_klein_4b          a checkpoint in BFL's layout
+    Qwen/Qwen3-4B                  what flux2_klein_4b names on the hub, which is found here first
+    extensions/tiny_geometries     calls `substitute` at the start of each job
 
-ai-toolkit's loaders run as they are. Substituted are the sizes that its code holds: chroma's `chroma_params`, klein's
-`get_flux2_params`, and FLUX.2's `AutoEncoderParams`.
+ai-toolkit's loaders run as they are. Substituted are the sizes that its code holds: klein's `get_flux2_params`, and
+FLUX.2's `AutoEncoderParams`.
 """
 
 from __future__ import annotations
@@ -52,32 +52,10 @@ def flux2_vae_params() -> Any:
     return AutoEncoderParams(ch=32, ch_mult=[1, 1, 1, 1], num_res_blocks=1)
 
 
-def chroma_params() -> Any:
-    """With FLUX.1's latents."""
-    from extensions_built_in.diffusion_models.chroma.src.model import ChromaParams
-
-    sizes = {"hidden_size": HEADS * HEAD_DIM, "num_heads": HEADS, "depth": 2, "depth_single_blocks": 2}
-    approximator = {"approximator_in_dim": 64, "approximator_depth": 2, "approximator_hidden_size": 128}
-    return ChromaParams(
-        in_channels=64,
-        context_in_dim=TEXT_WIDTH,
-        mlp_ratio=4.0,
-        axes_dim=AXES,
-        theta=10_000,
-        qkv_bias=True,
-        guidance_embed=True,
-        _use_compiled=False,
-        **sizes,
-        **approximator,
-    )
-
-
 def substitute() -> None:
     """Put the sizes of the tiny checkpoints in place of those in ai-toolkit's code."""
-    from extensions_built_in.diffusion_models.chroma import chroma_model
     from extensions_built_in.diffusion_models.flux2 import flux2_klein_model, flux2_model
 
-    chroma_model.chroma_params = chroma_params()
     flux2_klein_model.Flux2Klein4BModel.get_flux2_params = lambda self: flux2_params()
     flux2_model.AutoEncoderParams = flux2_vae_params
 
@@ -102,20 +80,10 @@ def qwen3(folder: Path) -> None:
     """A text encoder with the layers that FLUX.2 reads."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    config = Qwen3Config(**text_sizes(), num_hidden_layers=28, head_dim=16)
-    drawn(Qwen3ForCausalLM(config)).save_pretrained(folder)
-
-
-def text_sizes() -> dict[str, Any]:
-    """What the Qwen encoders share."""
-    return {
-        "vocab_size": 512,
-        "hidden_size": TEXT_WIDTH,
-        "intermediate_size": 2 * TEXT_WIDTH,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 2048,
-    }
+    sizes = {"vocab_size": 512, "hidden_size": TEXT_WIDTH, "intermediate_size": 2 * TEXT_WIDTH, "head_dim": 16}
+    heads = {"num_hidden_layers": 28, "num_attention_heads": 4, "num_key_value_heads": 2}
+    drawn(Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, max_position_embeddings=2048))).save_pretrained(folder)
+    tokenizer(folder)
 
 
 def tokenizer(folder: Path) -> None:
@@ -129,32 +97,6 @@ def tokenizer(folder: Path) -> None:
     made.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     made.chat_template = CHAT
     made.save_pretrained(folder)
-
-
-def qwen_image(folder: Path) -> None:
-    """Transformer, VAE and text encoder of Qwen-Image."""
-    from diffusers import AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler, QwenImageTransformer2DModel
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
-
-    transformer = QwenImageTransformer2DModel(
-        in_channels=64,
-        out_channels=16,
-        num_layers=2,
-        attention_head_dim=HEAD_DIM,
-        num_attention_heads=HEADS,
-        joint_attention_dim=TEXT_WIDTH,
-        axes_dims_rope=tuple(AXES),
-    )
-    drawn(transformer).save_pretrained(folder / "transformer")
-    vae = AutoencoderKLQwenImage(base_dim=8, z_dim=16, num_res_blocks=1)
-    drawn(vae).save_pretrained(folder / "vae")
-    rope = {"type": "mrope", "mrope_section": [2, 3, 3]}
-    text = {**text_sizes(), "num_hidden_layers": 2, "rope_scaling": rope}
-    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": TEXT_WIDTH}
-    config = Qwen2_5_VLConfig(text_config=text, vision_config=vision)
-    drawn(Qwen2_5_VLForConditionalGeneration(config)).save_pretrained(folder / "text_encoder")
-    tokenizer(folder / "tokenizer")
-    FlowMatchEulerDiscreteScheduler().save_pretrained(folder / "scheduler")
 
 
 def zimage(folder: Path, flux: Path) -> None:
@@ -174,13 +116,12 @@ def zimage(folder: Path, flux: Path) -> None:
     )
     drawn(transformer).save_pretrained(folder / "transformer")
     qwen3(folder / "text_encoder")
-    tokenizer(folder / "tokenizer")
+    (folder / "tokenizer").symlink_to(folder / "text_encoder", target_is_directory=True)
     (folder / "vae").symlink_to(flux / "vae", target_is_directory=True)
 
 
 def make(root: Path) -> None:
     """Everything below `root`."""
-    from extensions_built_in.diffusion_models.chroma.src.model import Chroma
     from extensions_built_in.diffusion_models.flux2.src.autoencoder import AutoEncoder
     from extensions_built_in.diffusion_models.flux2.src.model import Flux2
 
@@ -191,12 +132,7 @@ def make(root: Path) -> None:
     flux = make_tiny_flux(models / "flux")
     checkpoint(Flux2(flux2_params()), models / "flux2_klein_4b" / "flux-2-klein-base-4b.safetensors")
     checkpoint(AutoEncoder(flux2_vae_params()), models / "flux2_klein_4b" / "ae.safetensors")
-    checkpoint(Chroma(chroma_params()), models / "chroma.safetensors")
     qwen3(root / "Qwen" / "Qwen3-4B")
-    tokenizer(root / "Qwen" / "Qwen3-4B")
-    (root / "ostris").mkdir()
-    (root / "ostris" / "Flex.1-alpha").symlink_to(flux, target_is_directory=True)
-    qwen_image(models / "qwen_image")
     zimage(models / "zimage", flux)
     extension = root / "extensions" / "tiny_geometries" / "__init__.py"
     extension.parent.mkdir(parents=True, exist_ok=True)

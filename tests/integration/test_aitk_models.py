@@ -27,12 +27,9 @@ PLACES = {
     "flux": "models/flux",
     "flux_kontext": "models/flux_kontext",
     "flux2_klein_4b": "models/flux2_klein_4b",
-    "chroma": "models/chroma.safetensors",
-    "qwen_image": "models/qwen_image",
     "zimage": "models/zimage",
 }
-# on a CPU ai-toolkit's pipeline of chroma puts its positions on "cuda"; flux_kontext's wants a control image
-NO_SAMPLES = ("chroma", "flux_kontext")
+NO_SAMPLES = ("flux_kontext",)  # its pipeline wants a control image
 BASES = ("coat_fp8", "qfloat8", "uint4")
 
 
