@@ -1,13 +1,16 @@
-"""Whole jobs of the ai-toolkit extension in the stand-in: what is trained, saved, resumed and left alone."""
+"""Whole jobs of the extension in the stand-in: what is trained, resumed, refused, left alone."""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
 import torch
 
-from tests.helpers.aitk_standin.host import COAT_ENTRY, Host, standin_host  # noqa: F401
+from coat_flux.base.errors import UserError
+from coat_flux.config.findings import ConfigError
+from tests.helpers.aitk_standin.host import COAT_ENTRY, VERSION, Host, standin_host  # noqa: F401
 from tests.helpers.asserts import assert_bitwise
 
 BLOCK_LINEARS = {
@@ -16,6 +19,7 @@ BLOCK_LINEARS = {
     for name in ("to_q", "to_k")
 }
 PHASES = ["before_forward", "after_forward", "after_backward", "after_optimizer_step"]
+PLAIN: dict[str, Any] = {"train": {"optimizer": "adamw"}}
 
 
 def _spy(host: Host, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
@@ -27,16 +31,18 @@ def _spy(host: Host, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     begin = trainer.hook_before_train_loop
 
     def look(self: Any) -> None:
+        encoders = converted_linears(self.sd.text_encoder[0])
         seen["converted"] = {name for name, _ in converted_linears(self.sd.unet)}
-        seen["encoder_gemms"] = [
-            m.coat_linear_config.use_fp8_gemm for _, m in converted_linears(self.sd.text_encoder[0])
-        ]
+        seen["encoder_gemms"] = [module.coat_linear_config.use_fp8_gemm for _, module in encoders]
         seen["can_merge_in"] = self.network.can_merge_in
         seen["adapters"] = [type(lora.lora_down).__name__ for lora in self.network.unet_loras]
         begin(self)
 
     monkeypatch.setattr(trainer, "hook_before_train_loop", look)
     return seen
+
+
+# -- what is trained -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("at_load", [True, False])
@@ -46,24 +52,23 @@ def test_job_trains_in_fp8(
     seen = _spy(host, monkeypatch)
     entry = {**COAT_ENTRY, "model": COAT_ENTRY["model"] if at_load else {}, "coat": {"memory": {"log_every": 2}}}
     process = host.run(**entry)
-    printed = capsys.readouterr().out
-    assert "Allocated" not in printed
-    assert max(map(len, printed.split("transformer_blocks.*")[1].splitlines())) <= 100  # the start table
-    lines = [line[21:] for line in (host.save_folder / "coat" / "log.txt").read_text(encoding="utf-8").splitlines()]
     assert seen["converted"] == BLOCK_LINEARS
     assert seen["encoder_gemms"] == ([False] if at_load else [])
     assert seen["can_merge_in"] is False
     assert seen["adapters"] == ["FP8InputLinear"] * 4
     assert len(process.losses) == 3
     assert "backward" not in vars(process.accelerator)  # which other jobs of the command share
+    assert "calculate_loss" not in vars(process)
     state = host.optimizer()["state"][1]
     assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.float8_e4m3fn
     assert state["exp_avg"].view(torch.uint8).any()
-    assert [line[1:].split("]")[0] for line in lines if "Step 2: Allocated" in line] == PHASES
-    assert not any("Step 1: Allocated" in line or "Step 3: Allocated" in line for line in lines)
+    printed = capsys.readouterr().out
+    assert "[coat] FP8 weights: {} linears at load, {} after it".format(*((4, 0) if at_load else (0, 4))) in printed
+    assert "Allocated" not in printed
+    lines = [line[21:] for line in (host.save_folder / "coat" / "log.txt").read_text(encoding="utf-8").splitlines()]
+    assert [line[1:].split("]")[0] for line in lines if "Allocated" in line and "Step" in line] == PHASES
+    assert all("Step 2:" in line for line in lines if "] Step" in line)
     assert any("outside the blocks: kept in high precision" in line for line in lines)
-    counts = (4, 0) if at_load else (0, 4)
-    assert any("FP8 weights: {} linears at load, {} after it".format(*counts) in line for line in lines)
     assert any("LoRA inputs in FP8: 4 shared with their base linear" in line for line in lines)
 
 
@@ -74,25 +79,43 @@ def test_fp8_gemms_without_fp8_weights_still_get_adapters(host: Host, monkeypatc
     assert len(seen["adapters"]) == 4
 
 
-def test_disabled_is_the_hosts_own_run(host: Host) -> None:
-    host.run("sd_trainer", training_folder=str(host.root / "own"), train={"optimizer": "adamw"})
-    host.run(train={"optimizer": "adamw"}, coat={"enabled": False})
-    expected = host.lora("own")
-    for name, value in host.lora().items():
-        assert_bitwise(value, expected[name])
+def test_disabled_is_the_hosts_own_run_which_is_the_same_without_the_extension(host: Host) -> None:
+    host.run(**PLAIN, coat={"enabled": False})
+    host.run("sd_trainer", training_folder=str(host.root / "beside"), **PLAIN)
+    (host.root / "extensions" / "coat_flux").unlink()
+    original = host.load("toolkit.optimizer").get_optimizer._coat_flux_original
+    for module in ("toolkit.optimizer", "jobs.process.BaseSDTrainProcess"):
+        host.load(module).get_optimizer = original
+    host.run("sd_trainer", training_folder=str(host.root / "without"), **PLAIN)
+    expected = host.lora("without")
+    for folder in ("out", "beside"):
+        for name, value in host.lora(folder).items():
+            assert_bitwise(value, expected[name])
     assert host.optimizer()["state"][1]["exp_avg"].dtype == torch.float32
 
 
-def test_plain_job_is_the_same_with_and_without_the_extension(host: Host) -> None:
-    host.run("sd_trainer", training_folder=str(host.root / "beside"), train={"optimizer": "adamw"})
-    (host.root / "extensions" / "coat_flux").unlink()
-    original = host.load("toolkit.optimizer").get_optimizer._coat_flux_original
-    for module in ("toolkit.optimizer", "jobs.process.BaseSDTrainProcess", "jobs.process.TrainVAEProcess"):
-        host.load(module).get_optimizer = original
-    host.run("sd_trainer", train={"optimizer": "adamw"})
-    beside = host.lora("beside")
-    for name, value in host.lora().items():
-        assert_bitwise(value, beside[name])
+def test_other_job_types_say_in_one_line_each_what_is_in_force(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+    host.start()
+    host.run("sd_trainer", training_folder=str(host.root / "one"), **COAT_ENTRY)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("[coat]")]
+    linears = sum(1 for name in host.lora("one") if "lora_A" in name) + 3  # around the blocks, and in the text encoder
+    assert len(lines) == 2
+    assert lines[0].startswith(f"[coat] qtype coat_fp8: {linears} linears hold FP8, W e4m3/per_tensor")
+    assert lines[1].startswith("[coat] optimizer coat_fp8_adamw: ")
+    host.run("sd_trainer", training_folder=str(host.root / "two"), **PLAIN)
+    assert "[coat]" not in capsys.readouterr().out
+
+
+def test_config_of_a_job_does_not_reach_the_next(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+    host.run(**COAT_ENTRY, coat={"optimizer": {"block_size": 32}})
+    assert host.optimizer()["param_groups"][0]["fp8"]["block_size"] == 32
+    assert "qtype coat_fp8: " not in capsys.readouterr().out  # a table says it
+    host.run("sd_trainer", training_folder=str(host.root / "next"), **COAT_ENTRY)
+    assert host.optimizer("next")["param_groups"][0]["fp8"]["block_size"] == 128
+    assert "qtype coat_fp8: " in capsys.readouterr().out
+
+
+# -- the optimizer of a resume ---------------------------------------------------------------------------------------
 
 
 def test_changed_optimizer_params_count_after_a_resume(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,8 +125,7 @@ def test_changed_optimizer_params_count_after_a_resume(host: Host, capsys: pytes
     out = capsys.readouterr().out
     group = host.optimizer()["param_groups"][0]
     assert (group["weight_decay"], group["fp8"]["block_size"]) == (0.5, 32)
-    assert "weight_decay is 0.5 as configured, not 0.01 as in the file" in out
-    assert "WARNING" in out
+    assert "weight_decay 0.01 -> 0.5" in out
     assert "re-quantized" in out
 
 
@@ -118,41 +140,117 @@ def test_failed_resume_ends_the_run(
     host.run(**COAT_ENTRY)
     with monkeypatch.context() as patch:
         patch.setattr(FP8AdamW, "load_state_dict", refuse)
-        with pytest.raises(RuntimeError, match=r"resume: .*optimizer\.pt could not be loaded \(exp_avg: other shape\)"):
+        with pytest.raises(RuntimeError, match=r"optimizer\.pt could not be loaded \(exp_avg: other shape\)"):
             host.run(**COAT_ENTRY)
     assert "[coat] ERROR: " in capsys.readouterr().out
     monkeypatch.setattr(host.load("jobs.process.BaseSDTrainProcess").BaseSDTrainProcess, "_load_optimizer", lambda _: 0)
-    with pytest.raises(
-        RuntimeError, match=r"optimizer\.pt exists but ai-toolkit did not load it; .*pretrained_lora_path"
-    ):
+    with pytest.raises(RuntimeError, match=r"did not load it; .*pretrained_lora_path"):
         host.run(**COAT_ENTRY)
 
 
-def test_config_of_a_job_does_not_reach_the_next(host: Host) -> None:
-    host.run(**COAT_ENTRY, coat={"optimizer": {"block_size": 32}})
-    assert host.optimizer()["param_groups"][0]["fp8"]["block_size"] == 32
-    host.run("sd_trainer", training_folder=str(host.root / "next"), **COAT_ENTRY)
-    assert host.optimizer("next")["param_groups"][0]["fp8"]["block_size"] == 128
+# -- what is refused -------------------------------------------------------------------------------------------------
+
+AT = r"config\.process\[0\]\."
+REFUSED = {
+    "unknown key of ours": ({"coat": {"enabeld": True}}, r"coat\.enabeld: .*'enabled'"),
+    "unknown key of the host": ({"save": {"save_evry": 3}}, r"save\.save_evry.*save_every"),
+    "no GPU": ({"device": "cuda"}, r"device='cuda': "),
+    "no model": ({"model": {**COAT_ENTRY["model"], "name_or_path": "photos"}}, r"model\.name_or_path='photos': "),
+}
 
 
-def test_failures_swallowed_at_load_end_the_run(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", REFUSED)
+def test_setting_is_refused_before_the_model_loads(host: Host, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    change, message = REFUSED[name]
+    module = host.load("jobs.process.BaseSDTrainProcess")
+    monkeypatch.setattr(module, "FluxTransformer2DModel", lambda: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(sys, "argv", ["run.py", "configs/mine.yaml"])
+    with pytest.raises(ConfigError, match=rf"(?m)^configs/mine\.yaml: {AT}{message}"):
+        host.run(**{**COAT_ENTRY, **change})
+
+
+def test_processes_that_do_not_know_of_each_other_are_refused(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="ACCELERATE_USE_CPU"):
+        host.run(**COAT_ENTRY)
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.delenv("WORLD_SIZE")
+    with pytest.raises(UserError, match="DeepSpeed"):
+        host.run(**COAT_ENTRY)
+
+
+def test_surprises_are_printed(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+    host.edit("version.py", VERSION, "0.13.0")
+    host.run(train={"optimizer": "adamw", "lr": 0.1})
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("[coat] note: ")]
+    assert any("config.process[0].train.lr" in note for note in notes)
+    assert any("0.13.0" in note for note in notes)
+
+
+def test_failures_swallowed_at_load_end_the_run(host: Host) -> None:
     host.edit("toolkit/util/quantize.py", "convert_linear_to_ostris(module, weights)", "raise MemoryError('no room')")
     with pytest.raises(RuntimeError, match="loading with qtype coat_fp8 converted no linear"):
         host.run(**COAT_ENTRY)
-    assert "Failed to quantize transformer_blocks.0.attn.to_q: no room" in capsys.readouterr().out
 
 
-def test_other_job_types_say_in_one_line_each_what_is_in_force(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+# what misfits → file of the host, text there, what is there instead, the piece that the error names
+BROKEN = {
+    "hook": (
+        "jobs/process/BaseSDTrainProcess.py",
+        "hook_after_model_load",
+        "hook_model_is_there",
+        "DiffusionTrainer has no hook_after_model_load",
+    ),
+    "optimizer parameters": (
+        "toolkit/optimizer.py",
+        "optimizer_params=None",
+        "options=None, optimizer_params=None",
+        "toolkit.optimizer.get_optimizer takes",
+    ),
+    "optimizer binding": (
+        "jobs/process/BaseSDTrainProcess.py",
+        "from toolkit.optimizer import get_optimizer",
+        "import toolkit.optimizer\n\ndef get_optimizer(*args):\n    return toolkit.optimizer.get_optimizer(*args)\n",
+        "jobs.process.BaseSDTrainProcess does not use toolkit.optimizer.get_optimizer",
+    ),
+    "weight backend": (
+        "toolkit/util/ostris_quant.py",
+        "    def requantize_(self, module, weight):\n        raise NotImplementedError\n",
+        "",
+        "OstrisQuantizer has no requantize_",
+    ),
+    "LoRA names": (
+        "toolkit/lora_special.py",
+        '["Linear", "OstrisLinear"]',
+        '["Linear"]',
+        "toolkit.lora_special.LINEAR_MODULES does not list OstrisLinear",
+    ),
+    "LoRA modules": ("toolkit/lora_special.py", "lora_down", "lora_A", "has no lora_down"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_host_that_does_not_fit(host: Host, name: str) -> None:
+    file, old, new, piece = BROKEN[name]
+    host.edit(file, old, new)
+    with pytest.raises(RuntimeError) as raised:
+        host.run(**COAT_ENTRY)
+    assert str(raised.value).startswith(f"COAT-FLUX cannot run in ai-toolkit {VERSION}: ")
+    assert piece in str(raised.value)
+    assert len(host.run("sd_trainer", **PLAIN).losses) == 3
+
+
+def test_host_without_a_trainer_to_extend(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     host.start()
-    host.run("sd_trainer", training_folder=str(host.root / "one"), **COAT_ENTRY)
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("[coat]")]
-    assert [line.partition(": ")[0] for line in lines] == ["[coat] qtype coat_fp8", "[coat] optimizer coat_fp8_adamw"]
-    linears = sum(1 for name in host.lora("one") if "lora_A" in name) + 3  # around the blocks, and in the text encoder
-    assert lines[0] == (
-        f"[coat] qtype coat_fp8: {linears} linears hold FP8, W e4m3/per_tensor, x e4m3/per_row, dy e5m2"
-    )
-    assert "exp_avg e4m3 (block 128, expanded), exp_avg_sq e4m3 (block 128, expanded)" in lines[1]
-    host.run("sd_trainer", training_folder=str(host.root / "two"), train={"optimizer": "adamw"})
-    assert "[coat]" not in capsys.readouterr().out
-    host.run(**COAT_ENTRY)
-    assert "qtype coat_fp8: " not in capsys.readouterr().out
+    for name in ("DiffusionTrainer", "SDTrainer"):
+        monkeypatch.setitem(sys.modules, f"extensions_built_in.sd_trainer.{name}", None)
+    process = host.load("extensions.coat_flux").AI_TOOLKIT_EXTENSIONS[0].get_process()(0, None, {})
+    with pytest.raises(RuntimeError, match=rf"^COAT-FLUX cannot run in ai-toolkit {VERSION}: its trainer "):
+        process.run()
+
+
+def test_lora_that_finds_nothing_ends_the_run(host: Host) -> None:
+    host.edit("jobs/process/BaseSDTrainProcess.py", '("blocks",)', '("nothing",)')
+    host.edit("jobs/process/BaseSDTrainProcess.py", "self.network.force_to(torch.float32)", "")
+    with pytest.raises(RuntimeError, match="only_if_contains"):
+        host.run(**COAT_ENTRY)

@@ -1,4 +1,4 @@
-"""Kill, interrupt, resume, guard and refusals in a real ai-toolkit checkout, on a CPU; see test_aitk_real.py."""
+"""Kill, resume, guard and refusals in a real ai-toolkit checkout, on a CPU; see test_aitk_real.py."""
 
 from __future__ import annotations
 
@@ -54,14 +54,6 @@ def test_killed_run_ends_as_the_one_that_was_not(checkout: Checkout, moment: str
     out = checkout.run(name, _entry())
     assert "[coat] resume: continues after step 4" in out or "[coat] resume: continues after step 7" in out
     _assert_same_end(checkout, name)
-
-
-def test_interrupted_run_saves_and_ends_as_the_one_that_was_not(checkout: Checkout) -> None:
-    code, out = checkout.start("stopped", _entry(), at="[after_backward] Step 6", send=signal.SIGINT)
-    assert code == 130
-    assert "[coat] stopped after 6 steps, saved in" in out
-    assert "[coat] resume: continues after step 6" in checkout.run("stopped", _entry())
-    _assert_same_end(checkout, "stopped")
 
 
 def test_run_that_becomes_nan_ends_with_its_last_save_kept(checkout: Checkout) -> None:

@@ -1,16 +1,27 @@
-"""The ai-toolkit extension in a stand-in of ai-toolkit's interface (tests/helpers/aitk_standin)."""
+"""The ai-toolkit extension in a stand-in of ai-toolkit's interface (tests/helpers/aitk_standin): names and folders."""
 
 from __future__ import annotations
 
 import importlib
+import json
+import shutil
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests import tolerances
-from tests.helpers.aitk_standin.host import Host, standin_host  # noqa: F401
+from tests.helpers.aitk_standin.host import (  # noqa: F401
+    PACKAGE,
+    VERSION,
+    Host,
+    copy_checkout,
+    make_entry,
+    standin_host,
+)
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
 
 # -- identity and import ---------------------------------------------------------------------------------------------
@@ -38,66 +49,63 @@ def test_outside_the_host_the_folder_is_no_extension(host: Host) -> None:
 # -- the optimizer name ----------------------------------------------------------------------------------------------
 
 
-def _bound(host: Host) -> list[Any]:
-    modules = ("toolkit.optimizer", "jobs.process.BaseSDTrainProcess", "jobs.process.TrainVAEProcess")
-    for name in modules:
+HOLDERS = ("toolkit.optimizer", "jobs.process.BaseSDTrainProcess", "late")  # of the name
+
+
+@pytest.fixture(name="hosted")
+def host_with_another_user_of_the_name(host: Host) -> Host:
+    (host.root / "late.py").write_text("from toolkit.optimizer import get_optimizer\n")
+    for name in HOLDERS:
         host.load(name)
-    return [vars(sys.modules[name])["get_optimizer"] for name in modules]
+    return host
+
+
+def _bound() -> list[Any]:
+    return [vars(sys.modules[name])["get_optimizer"] for name in HOLDERS]
 
 
 def _parameters() -> list[torch.nn.Parameter]:
     return [torch.nn.Parameter(torch.ones(4, 32))]
 
 
-def test_optimizer_name_works_wherever_it_was_bound(host: Host) -> None:
+def test_optimizer_name_works_wherever_it_was_bound(hosted: Host) -> None:
     from coat_core.optim import FP8AdamW
 
-    host.start()
-    bound = _bound(host)
+    hosted.start()
+    bound = _bound()
     assert bound[0] is bound[1] is bound[2]
-    built = bound[1](
-        _parameters(), "coat_fp8_adamw", learning_rate=3e-4, optimizer_params={"block_size": 32, "eps": 1e-7}
-    )
+    options = {"block_size": 32, "eps": 1e-7}
+    built = bound[1](_parameters(), "coat_fp8_adamw", learning_rate=3e-4, optimizer_params=options)
     assert isinstance(built, FP8AdamW)
     assert built.fp8_config.block_size == 32
     assert (built.param_groups[0]["lr"], built.param_groups[0]["eps"]) == (3e-4, 1e-7)
 
 
-def test_other_optimizer_names_reach_the_host_untouched(host: Host) -> None:
-    host.load("jobs.process")
-    calls: list[tuple[tuple, dict]] = []
-    marker = object()
+def test_other_optimizer_names_reach_the_host_untouched(hosted: Host) -> None:
+    calls: list[tuple] = []
 
-    def original(
-        params: Any, optimizer_type: str = "adam", learning_rate: float = 1e-6, optimizer_params: Any = None
-    ) -> Any:
-        calls.append(((params, optimizer_type), {"learning_rate": learning_rate, "optimizer_params": optimizer_params}))
-        return marker
+    def original(params: Any, optimizer_type: str = "adam", learning_rate: float = 1e-6, optimizer_params: Any = None):
+        calls.append((params, optimizer_type, learning_rate, optimizer_params))
+        return original
 
-    for module in ("toolkit.optimizer", "jobs.process.BaseSDTrainProcess", "jobs.process.TrainVAEProcess"):
+    for module in HOLDERS:
         vars(sys.modules[module])["get_optimizer"] = original
-    host.start()
-    params, given = _parameters(), {"weight_decay": 0.1}
-    assert _bound(host)[2](params, "adamw8bit", learning_rate=1e-4, optimizer_params=given) is marker
-    assert calls == [((params, "adamw8bit"), {"learning_rate": 1e-4, "optimizer_params": given})]
-    assert calls[0][1]["optimizer_params"] is given
+    hosted.start()
+    params, own = _parameters(), {"weight_decay": 0.1}
+    assert _bound()[2](params, "adamw8bit", learning_rate=1e-4, optimizer_params=own) is original
+    assert calls == [(params, "adamw8bit", 1e-4, own)]
+    assert calls[0][3] is own
 
 
-def test_installing_twice_wraps_once_and_reaches_modules_loaded_later(host: Host) -> None:
-    host.start()
-    (host.root / "late.py").write_text("from toolkit.optimizer import get_optimizer\n")
-    wrapper = _bound(host)[0]
-    original = wrapper._coat_flux_original
-    late = host.load("late")
-    late.get_optimizer = original  # as if bound before the wrapper came
+def test_installing_twice_wraps_once_and_reaches_modules_loaded_later(hosted: Host) -> None:
+    hosted.start()
+    wrapper, late = _bound()[0], sys.modules["late"]
+    late.get_optimizer = wrapper._coat_flux_original  # as if bound before the wrapper came
     for name in [name for name in sys.modules if name.startswith("coat_flux.trainers.ai_toolkit")]:
         del sys.modules[name]
-    installed = host.load("coat_flux.trainers.ai_toolkit.optimizer").install_optimizer()
-    assert installed == ["late"]
-    assert _bound(host) == [wrapper] * 3
-    assert late.get_optimizer is wrapper
-    assert not hasattr(original, "_coat_flux_original")
-    del sys.modules["late"]
+    hosted.load("coat_flux.trainers.ai_toolkit.optimizer").install_optimizer()
+    assert _bound() == [wrapper] * 3
+    assert not hasattr(wrapper._coat_flux_original, "_coat_flux_original")
 
 
 # -- the qtype -------------------------------------------------------------------------------------------------------
@@ -149,3 +157,49 @@ def test_other_qtypes_reach_the_host_untouched(host: Host) -> None:
     assert get_qtype("coat_fp8").qtype == "coat_fp8"
     with pytest.raises(KeyError, match="nonsense"):
         get_qtype("nonsense")
+
+
+# -- a folder that was only copied or linked -------------------------------------------------------------------------
+
+HIDE_PIP = """
+import sys
+class Hide:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("coat_core", "coat_flux"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Hide())
+"""
+
+
+def _run_without_pip(root: Path, kind: str) -> subprocess.CompletedProcess[str]:
+    """Run a job in an interpreter in which COAT-FLUX is not installed."""
+    entry = root / "entry.json"
+    entry.write_text(json.dumps(make_entry(root, kind)))
+    code = f"{HIDE_PIP}\nimport runpy\nsys.argv = ['run.py', {str(entry)!r}]\n"
+    code += f"runpy.run_path({str(root / 'run.py')!r}, run_name='__main__')"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, timeout=120)
+
+
+def test_linked_folder_needs_no_pip(tmp_path: Path) -> None:
+    root = copy_checkout(tmp_path / "ait")
+    (root / "extensions" / "coat_flux").symlink_to(PACKAGE, target_is_directory=True)
+    done = _run_without_pip(root, "coat_flux_trainer")
+    assert done.returncode == 0, done.stderr
+    assert "[coat] FP8 weights: 0 linears at load, 4 after it" in done.stdout
+
+
+def test_copied_folder_says_what_to_run_and_other_jobs_do_not_notice(tmp_path: Path) -> None:
+    root = copy_checkout(tmp_path / "ait")
+    copied = root / "extensions" / "coat_flux"
+    shutil.copytree(PACKAGE, copied, ignore=shutil.ignore_patterns("__pycache__"))
+    plain = _run_without_pip(root, "sd_trainer")
+    assert plain.returncode == 0, plain.stderr
+    assert "coat" not in plain.stdout + plain.stderr
+    ours = _run_without_pip(root, "coat_flux_trainer")
+    assert ours.returncode == 1
+    assert f"COAT-FLUX cannot run in ai-toolkit {VERSION}: coat_core cannot be imported" in ours.stderr
+    assert f"{sys.executable} -m pip install --no-deps" in ours.stderr
+    (copied / "trainers" / "ai_toolkit" / "extension.py").write_text("raise OSError('disk')")
+    broken = _run_without_pip(root, "sd_trainer")
+    assert broken.returncode == 0, broken.stderr
+    assert "COAT-FLUX could not start and is left out" in broken.stderr

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from coat_flux.saves.interrupts import Interrupts
+from tests.helpers.aitk_standin.ends import assert_same_end
 from tests.helpers.aitk_standin.host import COAT_ENTRY, Host, standin_host  # noqa: F401
-from tests.integration.test_aitk_trust import assert_same_end
 
 STEPS, AT = 6, 3  # stopped in the fourth step, which saves and samples
 ENTRY = {
@@ -82,7 +82,7 @@ class Stopped:
 
     def resume(self, folder: str) -> None:
         self.host.run(training_folder=str(self.host.root / folder), **ENTRY)
-        assert_same_end(self.host, "whole", folder)
+        assert_same_end(*(self.host.root / name / "standin_job" for name in ("whole", folder)))
 
 
 @pytest.fixture

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -18,9 +20,9 @@ from safetensors.torch import load_file
 from coat_flux.data.files import DatasetError
 from coat_flux.saves.errors import ResumeError, SaveError
 from coat_flux.watch.guard import DeadRunError
+from coat_flux.watch.live import give_command, read_status
 from coat_flux.watch.oom import OutOfMemory
-from tests.helpers.aitk_standin import ends
-from tests.helpers.aitk_standin.ends import newest_state
+from tests.helpers.aitk_standin.ends import assert_same_end, newest_state
 from tests.helpers.aitk_standin.host import COAT_ENTRY, Host, make_entry, standin_host  # noqa: F401
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.guard_limits import set_limits
@@ -59,16 +61,33 @@ def _at_step(host: Host, monkeypatch: pytest.MonkeyPatch, step: int, act: Callab
     monkeypatch.setattr(trainer, "calculate_loss", calculate_loss)
 
 
+def _always(host: Host, monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
+    """Let every loss be the prediction's sum times `factor`."""
+    host.start()
+    trainer = host.load("extensions_built_in.sd_trainer.SDTrainer").SDTrainer
+    monkeypatch.setattr(trainer, "calculate_loss", lambda self, prediction, target: prediction.sum() * factor)
+
+
 def _fail(loss: torch.Tensor) -> None:
     raise ZeroDivisionError("the power is cut")
 
 
-def _state(host: Host, folder: str = "out") -> Path:
-    return newest_state(host.root / folder / "standin_job")
+def _state(host: Host) -> Path:
+    return newest_state(host.save_folder)
 
 
-def assert_same_end(host: Host, one: str, other: str) -> None:
-    ends.assert_same_end(*(host.root / folder / "standin_job" for folder in (one, other)))
+def _files(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def _updates(host: Host) -> set[float]:
+    return {float(state["step"]) for state in host.optimizer()["state"].values()}
+
+
+def _run_whole(host: Host, **blocks: Any) -> Callable[[], None]:
+    """Run the job that nothing stops; returns the comparison of the other one's end with its."""
+    host.run(training_folder=str(host.root / "whole"), **_entry(), **blocks)
+    return lambda: assert_same_end(host.root / "whole" / "standin_job", host.save_folder)
 
 
 # -- resume ----------------------------------------------------------------------------------------------------------
@@ -79,7 +98,7 @@ def test_run_that_was_cut_ends_as_the_one_that_was_not(
     host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], workers: int
 ) -> None:
     datasets = [{**make_entry(host.root, "any")["datasets"][0], "num_workers": workers}]
-    host.run(training_folder=str(host.root / "whole"), **_entry(), datasets=datasets)
+    assert_ends_so = _run_whole(host, datasets=datasets)
     with monkeypatch.context() as patch:
         _at_step(host, patch, 6, _fail)
         with pytest.raises(ZeroDivisionError):
@@ -87,7 +106,7 @@ def test_run_that_was_cut_ends_as_the_one_that_was_not(
     assert _state(host).name == "state-000000004"  # ai-toolkit's save at step 3 comes after 4 updates
     host.run(**_entry(), datasets=datasets)
     assert "[coat] resume: continues after step 4, epoch 3" in capsys.readouterr().out
-    assert_same_end(host, "whole", "out")
+    assert_ends_so()
 
 
 def test_without_a_seed_the_batches_are_the_same_after_a_resume(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,52 +135,41 @@ def test_second_interrupt_ends_at_once(host: Host, monkeypatch: pytest.MonkeyPat
 
 def test_folder_in_which_another_process_trains_is_left_alone(host: Host) -> None:
     host.start()
-    with (
-        held_by_another_process(host.save_folder),
-        pytest.raises(ResumeError, match=r"another process.* is training in this folder"),
-    ):
+    with held_by_another_process(host.save_folder), pytest.raises(ResumeError, match="another process"):
         host.run(**_entry())
     assert not list(host.save_folder.glob("*.safetensors"))
 
 
-def test_another_run_is_refused_by_name(host: Host) -> None:
+def test_another_run_is_not_resumed_and_changed_coat_options_are_said(
+    host: Host, capsys: pytest.CaptureFixture[str]
+) -> None:
     host.run(**_entry(steps=2))
     for change, message in (
-        ({"network": {"linear": 8}}, r"network\.linear 4 -> 8"),
+        ({"network": {"type": "lora", "linear": 8}}, r"network\.linear 4 -> 8"),
         ({"training_seed": 8}, r"seed 7 -> 8; .*coat\.resume\.allow: \[seed\]"),
         ({"train": {**TRAIN, "batch_size": 1}}, r"batch\.batch_size 2 -> 1"),
         ({"train": {**TRAIN, "start_step": 0}}, r"train\.start_step=0"),
     ):
         with pytest.raises(ResumeError, match=message):
             host.run(**{**_entry(steps=2), **change})
-    (host.root / "photos" / "1.txt").write_text("coatwear, another caption")
-    with pytest.raises(ResumeError, match=r"data: 1 of 10 images and captions differ"):
-        host.run(**_entry(steps=2))
-
-
-def test_changed_coat_options_go_on_and_are_said(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
-    host.run(**_entry(steps=2))
     host.run(**_entry(steps=4), coat={"optimizer": {"m2_format": "e5m2"}, "memory": {"log_every": 7}})
-    out = capsys.readouterr().out
-    assert '[coat] resume: coat.optimizer.m2_format "e4m3" -> "e5m2"' in out
+    assert '[coat] resume: coat.optimizer.m2_format "e4m3" -> "e5m2"' in capsys.readouterr().out
     assert host.optimizer()["state"][0]["exp_avg_sq"].dtype == torch.float8_e5m2
     assert _state(host).name == "state-000000004"
+    (host.root / "photos" / "1.txt").write_text("coatwear, another caption")
+    with pytest.raises(ResumeError, match=r"data: 1 of 10 images and captions differ"):
+        host.run(**_entry(steps=6))
 
 
 def test_average_that_is_new_begins_with_the_raw_lora(host: Host) -> None:
-    plain = _entry(steps=2, ema_config={})
-    host.run(**plain)
+    host.run(**_entry(steps=2, ema_config={}))
     raw = load_file(_state(host) / "aitk" / "lora.safetensors")
-    host.run(**_entry(steps=2))  # no step is left: both are as they were taken up
+    host.run(**_entry(steps=2))  # no step is left: both are as they were resumed
     averages = load_file(_state(host) / "aitk" / "ema.safetensors")
-    for average, value in zip((averages[str(i)] for i in range(len(raw))), _in_training_order(host, raw), strict=True):
-        assert_bitwise(average, value)
-
-
-def _in_training_order(host: Host, raw: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     model = host.load("jobs.process.BaseSDTrainProcess").FluxTransformer2DModel()
     network = host.load("toolkit.lora_special").LoRASpecialNetwork(model, 4, ("blocks",))
-    return [raw[name] for name, _ in network.named_parameters()]
+    for index, (name, _) in enumerate(network.named_parameters()):
+        assert_bitwise(averages[str(index)], raw[name])
 
 
 def test_save_of_another_program_is_gone_on_from_as_it_is(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,6 +178,42 @@ def test_save_of_another_program_is_gone_on_from_as_it_is(host: Host, capsys: py
     host.run(**_entry(steps=6))
     assert "standin_job.safetensors is newer than" in capsys.readouterr().out
     assert _state(host).name == "state-000000006"
+
+
+def test_a_diverged_run_goes_back_by_the_command_it_prints_and_ends_as_the_good_one(
+    host: Host, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from coat_flux.cli.entry import main
+
+    assert_ends_so = _run_whole(host)
+    host.run(**_entry(steps=6))
+    with pytest.raises(DeadRunError, match=r"lower train\.lr.*then go back to step 4 and") as end:
+        host.run(**_entry(lr=1e4))
+    command = str(end.value).partition("start the job again: ")[2]
+    words = shlex.split(command)  # "coat-flux rewind ...", or Python and the path of coat_flux/cli off PATH
+    assert main(words[words.index("rewind") :]) == 0
+    assert "moved to" in capsys.readouterr().out
+    host.run(**_entry())
+    assert "[coat] resume: continues after step 4" in capsys.readouterr().out
+    assert_ends_so()
+
+
+def test_a_damaged_byte_falls_back_to_the_older_state(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+    assert_ends_so = _run_whole(host)
+    host.run(**_entry(steps=6))
+    good = host.root / "good"
+    shutil.copytree(host.save_folder, good, copy_function=os.link)
+    for file in ("aitk/state.json", "aitk/rng.safetensors", "optimizer.pt", "commit/files.json"):
+        shutil.rmtree(host.save_folder)
+        shutil.copytree(good, host.save_folder)
+        damaged = bytearray((_state(host) / file).read_bytes())
+        damaged[len(damaged) // 2] ^= 1
+        (_state(host) / file).write_bytes(damaged)
+        host.run(**_entry())
+        assert "the run resumes from step 4" in capsys.readouterr().out
+        aside = host.save_folder / "coat" / "set-aside-000000004" / "state-000000006"
+        assert (aside / file).read_bytes() == damaged
+        assert_ends_so()
 
 
 # -- saves -----------------------------------------------------------------------------------------------------------
@@ -186,7 +230,7 @@ def test_save_that_fails_leaves_the_one_before(host: Host, monkeypatch: pytest.M
 
     host.start()
     monkeypatch.setattr(torch, "save", disk_is_full)
-    with pytest.raises(SaveError, match=r"the checkpoint of step 7 cannot be saved .*the previous checkpoint is as it"):
+    with pytest.raises(SaveError, match=r"the checkpoint of step 7 cannot be saved"):
         host.run(**_entry())
     assert _state(host).name == "state-000000004"
     names = {path.name for path in host.save_folder.iterdir() if path.is_file()}
@@ -195,21 +239,29 @@ def test_save_that_fails_leaves_the_one_before(host: Host, monkeypatch: pytest.M
         assert (host.save_folder / name).read_bytes() == (_state(host) / name).read_bytes()
 
 
+def test_a_disk_without_room_for_a_save_ends_the_run_before_its_first_step(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = type(shutil.disk_usage("."))(0, 0, 1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
+    with pytest.raises(SaveError, match=r"one save takes .* are free"):
+        host.run(**_entry())
+    assert not list(host.save_folder.glob("*.safetensors"))
+
+
 def test_old_saves_are_cleaned_up_and_the_newest_is_found(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
     host.run(**_entry())
-    assert sorted(path.name for path in host.save_folder.glob("*.safetensors")) == [
-        "standin_job.safetensors",
-        "standin_job_000000006.safetensors",
-    ]
+    names = ["standin_job.safetensors", "standin_job_000000006.safetensors"]
+    assert sorted(path.name for path in host.save_folder.glob("*.safetensors")) == names
     newest = max(host.save_folder.glob("*.safetensors"), key=lambda path: path.stat().st_ctime_ns)
-    assert newest.name == "standin_job.safetensors"
-    with safe_open(host.save_folder / "standin_job_000000006.safetensors", framework="pt") as file:
+    assert newest.name == names[0]
+    with safe_open(host.save_folder / names[1], framework="pt") as file:
         metadata = file.metadata()
     assert json.loads(metadata["training_info"])["step"] == 7
     assert "W e4m3/per_tensor" in metadata["coat.asked.transformer_blocks"]
     assert "FP8AdamW" in metadata["coat.got.optimizer"]
     assert "standin_job.safetensors after 8 steps; loads in: " in capsys.readouterr().out
-    os.utime(host.save_folder / "standin_job_000000006.safetensors")  # ai-toolkit would take this one now
+    os.utime(host.save_folder / names[1])  # ai-toolkit would take this one now
     assert host.run(**_entry()).start_step == STEPS - 1
 
 
@@ -224,24 +276,21 @@ def test_one_nan_is_skipped_and_counted(
     out = capsys.readouterr().out
     assert "[coat] step 2: loss=nan" in out
     assert f"[coat] done: {STEPS} steps, 1 updates skipped" in out
-    assert {float(state["step"]) for state in host.optimizer()["state"].values()} == {STEPS - 1.0}
+    assert _updates(host) == {STEPS - 1.0}
 
 
 def test_nan_for_good_ends_the_run_and_keeps_the_last_save(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     set_limits(monkeypatch, nonfinite_steps=2)
     host.run(**_entry(steps=2))
-    before = {path: path.read_bytes() for path in _state(host).rglob("*") if path.is_file()}
-    trainer = host.load("extensions_built_in.sd_trainer.SDTrainer").SDTrainer
-    monkeypatch.setattr(trainer, "calculate_loss", lambda self, prediction, target: prediction.mean() * torch.nan)
+    before = _files(_state(host))
+    _always(host, monkeypatch, torch.nan)
     with pytest.raises(DeadRunError, match="step 4: loss=nan"):
         host.run(**_entry())
-    assert {path: path.read_bytes() for path in _state(host).rglob("*") if path.is_file()} == before
+    assert _files(_state(host)) == before
 
 
 def test_lora_that_never_moves_is_not_saved_as_the_result(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    host.start()
-    trainer = host.load("extensions_built_in.sd_trainer.SDTrainer").SDTrainer
-    monkeypatch.setattr(trainer, "calculate_loss", lambda self, prediction, target: prediction.sum() * 1e-38)
+    _always(host, monkeypatch, 1e-38)
     with pytest.raises(DeadRunError):
         host.run(**_entry(lr=1e-30))
     assert not (host.save_folder / "standin_job.safetensors").exists()
@@ -261,7 +310,7 @@ def test_out_of_memory_is_tried_again_with_more_recomputation_or_ends_the_run(
             host.run(**entry)
     else:
         host.run(**entry)
-        assert {float(state["step"]) for state in host.optimizer()["state"].values()} == {float(STEPS)}
+        assert _updates(host) == {float(STEPS)}
     out = capsys.readouterr().out
     assert "Out of memory in the phase step" in out
     assert ("Step 5 is tried again: " in out) == (checkpointing == "auto")
@@ -272,17 +321,12 @@ def test_out_of_memory_is_tried_again_with_more_recomputation_or_ends_the_run(
 # -- photos ----------------------------------------------------------------------------------------------------------
 
 
-def _turn(photo: Path) -> bytes:
-    """Make a photo one that ai-toolkit misreads."""
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    Image.new("RGBA", (64, 48), (200, 10, 10, 128)).save(photo, exif=exif)
-    return photo.read_bytes()
-
-
 def test_misread_photos_are_read_from_corrected_copies_and_transparency_becomes_a_mask(host: Host) -> None:
     folder = Path(make_entry(host.root, "any")["datasets"][0]["folder_path"])
-    original = _turn(folder / "1.png")
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by 90 degrees
+    Image.new("RGBA", (64, 48), (200, 10, 10, 128)).save(folder / "1.png", exif=exif)
+    original = (folder / "1.png").read_bytes()
     process = host.run(**_entry(steps=2), coat={"data": {"transparency": "mask"}})
     config = process.dataset_configs[0]
     read = Path(config.folder_path)
@@ -301,3 +345,62 @@ def test_photos_that_cannot_be_trained_on_end_the_run_before_the_model(host: Hos
     monkeypatch.setattr(base, "_load_model", lambda self: pytest.fail("the model was loaded"))
     with pytest.raises(DatasetError, match=r"2\.png"):
         host.run(**_entry())
+
+
+def test_photos_held_out_are_in_no_data_set_and_measured_when_due(
+    host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured: list[int] = []
+
+    def measure(photos: Any, done: int) -> float:
+        measured.append(done)
+        photos.curve.append((done, 1.0 / done if done else 2.0))
+        return photos.curve[-1][1]
+
+    host.start()
+    monkeypatch.setattr("coat_flux.trainers.ai_toolkit.photos.HeldOutPhotos.encode", lambda photos: None)
+    monkeypatch.setattr("coat_flux.trainers.ai_toolkit.photos.HeldOutPhotos.measure", measure)
+    validation = {"validation": {"hold_out": ["1.png"], "every": 3}}
+    process = host.run(**_entry(steps=5), **validation)
+    trained = Path(process.dataset_configs[0].folder_path)
+    assert sorted(path.name for path in trained.glob("*.png")) == ["0.png", "2.png", "3.png", "4.png"]
+    assert [path.name for path in (host.save_folder / "coat" / "held_out" / "0").rglob("*.png")] == ["1.png"]
+    host.run(**_entry(steps=8), **validation)
+    assert measured == [0, 4, 5, 7, 8]
+    table = (host.save_folder / "coat" / "validation.csv").read_text(encoding="utf-8").splitlines()
+    assert [row.split(",")[0] for row in table] == ["step", "0", "4", "5", "7", "8"]
+    assert "lowest held-out loss 0.125000 at step 8 (" in capsys.readouterr().out
+    with pytest.raises(ResumeError, match=r"datasets\[0\]\.held_out"):
+        host.run(**_entry(steps=9))
+
+
+# -- the live page ---------------------------------------------------------------------------------------------------
+
+
+def test_the_live_page_samples_saves_and_stops_between_steps(
+    host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert_ends_so = _run_whole(host)
+    prompts = {"sample": {"sampler": "flowmatch", "prompts": ["a sks shirt"], "sample_every": 100}}
+
+    def press(*names: str) -> None:
+        status = read_status(host.save_folder)
+        assert (status.alive, status.takes) == (True, ("sample", "save", "stop"))
+        for name in names:
+            give_command(host.save_folder, name)
+
+    with monkeypatch.context() as patch:
+        _at_step(host, patch, 2, lambda loss: press("sample", "save"))
+        process = host.run(**_entry(steps=3), **prompts)
+    assert process.drawn_at[-2:] == [2, 3]  # at the button, and the last
+    assert "after 2 steps" in capsys.readouterr().out
+    with monkeypatch.context() as patch:
+        _at_step(host, patch, 3, lambda loss: press("stop"))
+        with pytest.raises(SystemExit) as ended:
+            host.run(**_entry(), **prompts)
+    assert ended.value.code == 130
+    assert "the live page asks to stop" in capsys.readouterr().out
+    assert (_state(host).name, read_status(host.save_folder).ended) == ("state-000000006", "stopped")
+    host.run(**_entry(), **prompts)
+    assert read_status(host.save_folder).ended == "finished"
+    assert_ends_so()

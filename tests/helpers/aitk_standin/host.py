@@ -20,7 +20,15 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 CHECKOUT = Path(__file__).parent / "checkout"
 PACKAGE = REPOSITORY / "extensions" / "coat_flux"
 VERSION = "0.12.26"
-HOST_MODULES = ("toolkit", "jobs", "extensions", "extensions_built_in", "version", "coat_flux.trainers.ai_toolkit")
+HOST_MODULES = (
+    "toolkit",
+    "jobs",
+    "extensions",
+    "extensions_built_in",
+    "version",
+    "late",
+    "coat_flux.trainers.ai_toolkit",
+)
 PHOTOS = 5
 COAT_ENTRY = {
     "model": {"quantize": True, "qtype": "coat_fp8"},

@@ -6,11 +6,7 @@ class SDTrainer(BaseSDTrainProcess):
     def calculate_loss(self, prediction, target):
         return (prediction - target).square().mean()
 
-    def get_guided_loss(self, prediction, target):
-        return self.calculate_loss(prediction, target)
-
-    def get_mean_flow_loss(self, prediction, target):
-        return self.calculate_loss(prediction, target)
+    get_guided_loss = get_mean_flow_loss = calculate_loss
 
     def train_single_accumulation(self, batch):
         raise NotImplementedError

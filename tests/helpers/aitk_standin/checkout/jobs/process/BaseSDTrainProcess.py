@@ -70,6 +70,10 @@ def _config(raw, **defaults):
     return SimpleNamespace(**{**defaults, **(raw or {})})
 
 
+def _nothing(self, *args, **kwargs):
+    pass
+
+
 class BaseSDTrainProcess:
     def __init__(self, process_id, job, config, **kwargs):
         self.process_id, self.job, self.config = process_id, job, config
@@ -148,44 +152,17 @@ class BaseSDTrainProcess:
     def add_meta(self, more):
         self.meta.update(more)
 
-    def hook_before_model_load(self):
-        pass
-
-    def hook_after_model_load(self):
-        pass
-
     def hook_add_extra_train_params(self, params):
         return params
-
-    def before_dataset_load(self):
-        pass
 
     def hook_before_train_loop(self):
         self.optimizer.load_state_dict(self.optimizer.state_dict())
 
-    def hook_train_loop(self, batch):
-        raise NotImplementedError
-
-    def end_step_hook(self):
-        pass
-
-    def ensure_params_requires_grad(self, force=False):
-        pass
-
     def post_process_generate_image_config_list(self, images):
         return images
 
-    def sample_step_hook(self, number, total):
-        pass
-
-    def post_save_hook(self, save_path):
-        pass
-
-    def done_hook(self):
-        pass
-
-    def on_error(self, error):
-        pass
+    hook_before_model_load = hook_after_model_load = before_dataset_load = hook_train_loop = end_step_hook = _nothing
+    ensure_params_requires_grad = sample_step_hook = post_save_hook = done_hook = on_error = _nothing
 
     def run(self):
         self.hook_before_model_load()

@@ -1,4 +1,3 @@
 from .BaseSDTrainProcess import BaseSDTrainProcess
-from .TrainVAEProcess import TrainVAEProcess
 
-__all__ = ["BaseSDTrainProcess", "TrainVAEProcess"]
+__all__ = ["BaseSDTrainProcess"]
