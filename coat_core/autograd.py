@@ -39,12 +39,18 @@ def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
     return refusing
 
 
+_has_autocast = functools.cache(torch.amp.is_autocast_available)
+
+
 def autocast_is_on(device_type: str) -> bool:
     """Whether autocast is on for this type of device; the meta device has none."""
     return _has_autocast(device_type) and torch.is_autocast_enabled(device_type)
 
 
-_has_autocast = functools.cache(torch.amp.is_autocast_available)
+def checkpoint_records() -> bool:
+    """Whether a function runs under non-reentrant torch.utils.checkpoint, first time or recomputing."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:

@@ -51,7 +51,7 @@ UINT8_LOG = IntegerFormat("uint8_log", torch.uint8, ("scale", "exponent"))
 M1_FORMATS: dict[str, Format | IntegerFormat] = {**FORMATS, INT8_RATIO.name: INT8_RATIO}
 M2_FORMATS: dict[str, Format | IntegerFormat] = {**FORMATS, UINT8_LOG.name: UINT8_LOG}
 
-# What a frozen weight may be stored in; `coat_core.linear.weight` says how.
+# What a frozen weight may be stored in; `coat_core.linear.function` says how.
 NVFP4 = "nvfp4"
 INT8 = Format("int8", torch.int8, 127.0, 1.0, 1.0, 6)  # of x and W in products: `coat_core.int8`
 WEIGHT_FORMATS = (*FORMATS, NVFP4, INT8.name)

@@ -52,3 +52,14 @@ def per_group(group_size: int) -> Granularity:
 
 
 PER_GROUP = per_group(128)
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How a tensor is stored; where one may stay as it is, None stands in its place."""
+
+    format: str = "e4m3"  # of `coat_core.formats`
+    granularity: Granularity = PER_GROUP
+
+
+FP8_GROUPS = Storage()

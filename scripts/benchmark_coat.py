@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from coat_core import FP8AdamW, replace_linear_with_fp8
-from coat_core.activation import PackedSavedTensors, PackingConfig
+from coat_core.activation import PackedSavedTensors
 
 LARGEST_TRIED = 1 << 20  # samples
 COMPARED_STEPS = 10  # at the end, for the loss
@@ -83,7 +83,7 @@ class Trainee:
 
     def loss(self, x: Tensor) -> Tensor:
         """Mean squared distance from tanh(x T), T fixed."""
-        packing = PackedSavedTensors(PackingConfig()) if self.packs else contextlib.nullcontext()
+        packing = PackedSavedTensors() if self.packs else contextlib.nullcontext()
         with torch.autocast(self.device.type, torch.bfloat16), packing:
             y = self.model(x)
         return nn.functional.mse_loss(y.float(), torch.tanh(x @ self.task))

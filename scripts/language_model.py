@@ -33,7 +33,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from coat_core import FP8AdamW, FP8LinearConfig, FP8QuantizationConfig, replace_linear_with_fp8
-from coat_core.activation import PackedSavedTensors, PackingConfig
+from coat_core.activation import PackedSavedTensors
 
 BYTES = 256  # the vocabulary
 STUDENT_95 = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # by degrees of freedom
@@ -113,7 +113,7 @@ class Arm:
         stack = contextlib.ExitStack()
         stack.enter_context(torch.autocast(device, torch.bfloat16))
         if self.linear is not None:
-            stack.enter_context(PackedSavedTensors(PackingConfig()))
+            stack.enter_context(PackedSavedTensors())
         return stack
 
     def prepare(self, model: nn.Module, lr: float) -> torch.optim.Optimizer:

@@ -1,4 +1,4 @@
-"""Save tensors for backward in FP8, for any block of any model.
+"""Save tensors for backward in FP8, or recompute them from FP8 inputs, for any block of any model.
 
 Inside `PackedSavedTensors` every large floating tensor that autograd saves is stored as FP8 with 1×G (or per tensor)
 scales and dequantized to its own dtype in backward; each storage once, however many operators and views save it.
@@ -12,7 +12,12 @@ weight is packed like an activation.
 A packed tensor may be changed in place: backward sees the saved values. A change of one saved exactly raises an error
 there, as without hooks.
 Under non-reentrant `torch.utils.checkpoint` this does nothing: its hooks would displace checkpoint's.
-Source: arXiv 2410.19313, section 5.1 (non-linear layers keep FP8 with 1×G groups).
+
+`fp8_checkpoint` recomputes a function in backward. `torch.utils.checkpoint` saves the inputs in high precision; here a
+large one is replaced by an *anchor*, a one-element tensor expanded to the input's shape, through which its gradient
+flows; the values are saved beside it as FP8 with 1×G scales. The first forward pass sees the exact input,
+recomputation the FP8 one. RNG state, autocast and dropout are reproduced by torch's non-reentrant checkpoint.
+Source: arXiv 2410.19313, section 5.1 (non-linear layers keep FP8 with 1×G groups), and its efficient checkpoint.
 """
 
 from __future__ import annotations
@@ -28,16 +33,18 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from coat_core.autograd import refuse_second_order
+from coat_core.autograd import checkpoint_records, first_order_only, refuse_second_order
 from coat_core.formats import FORMATS, get_format
-from coat_core.granularity import PER_GROUP, Granularity
+from coat_core.granularity import FP8_GROUPS, Storage
 from coat_core.ops.quantize import quantize
 from coat_core.quantize import Quantized
 
 PACKED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CODE_DTYPES = tuple(fmt.dtype for fmt in FORMATS.values())
+MIN_ELEMENTS = 4096  # smaller tensors are saved exactly
 SHORTEST_ROW = 32  # tensors with shorter rows are row statistics or rank-r activations
 STATISTICS_PADDING = 32  # some attention kernels round the rows of their log-sum-exp up to a multiple of this
 
@@ -45,22 +52,22 @@ _thread = threading.local()  # .innermost: the PackedSavedTensors opened last in
 
 
 @dataclass(frozen=True)
-class PackingConfig:
-    """How saved tensors are stored: `granularity` is per_group (along the storage) or per_tensor.
+class Saving:
+    """How a block's tensors are saved; ValueError for a format or granularity that saved tensors cannot have.
 
-    attention: "fp8" packs q, k, v and out of scaled_dot_product_attention, "bf16" saves them exactly. Smaller tensors
-    than `min_elements` are saved exactly. Raises ValueError for an option outside its range.
+    tensors: None saves them as they are. attention: of q, k, v and out, "fp8" as the other tensors, "bf16" as they are.
+    Of the tensors that `PackedSavedTensors` meets, those of fewer than `min_elements` are saved exactly.
     """
 
-    format: str = "e4m3"
-    granularity: Granularity = PER_GROUP
+    tensors: Storage | None = FP8_GROUPS
     attention: str = "fp8"
-    min_elements: int = 4096
+    min_elements: int = MIN_ELEMENTS
 
     def __post_init__(self) -> None:
-        get_format(self.format)
-        if self.granularity.name == "per_row":
-            raise ValueError("granularity='per_row': saved tensors are packed per_group or per_tensor")
+        if self.tensors is not None:
+            get_format(self.tensors.format)
+            if self.tensors.granularity.name == "per_row":
+                raise ValueError("granularity='per_row': saved tensors are packed per_group or per_tensor")
         if self.attention not in ("fp8", "bf16"):
             raise ValueError(f"attention={self.attention!r}: must be fp8 or bf16")
         if self.min_elements < 1:
@@ -120,8 +127,8 @@ class PackedSavedTensors:
     constants, which are saved exactly with all views of them (trainable parameters always are).
     """
 
-    def __init__(self, config: PackingConfig, keep: Iterable[Tensor] = ()) -> None:
-        self.config = config
+    def __init__(self, saving: Saving | None = None, keep: Iterable[Tensor] = ()) -> None:
+        self._saving = Saving() if saving is None else saving
         self._kept_storages = {tensor.untyped_storage()._cdata for tensor in keep}
         self._packed: dict[tuple[Any, ...], tuple[StorageWeakRef, _PackedStorage]] = {}
         self._before: tuple[torch.dtype, torch.Size] | None = None  # of the tensor saved just before
@@ -147,26 +154,26 @@ class PackedSavedTensors:
         self._open.pop().__exit__(*exc_info)
 
     def _is_on_top(self) -> bool:
-        top = _top_hooks()
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
         return top is not None and top[0] == self._pack
 
     def _pack_attention(self, tensor: Tensor, ndim: int, mask_length: int | None) -> ExactTensor | _PackedView:
         """As `_pack`, for attention with inputs of `ndim` dimensions; FP8 has no −inf for masks."""
         is_mask = mask_length is not None and tensor.shape[-1:] == (mask_length,)
-        if self.config.attention == "bf16" or is_mask or tensor.ndim != ndim:
+        if self._saving.attention == "bf16" or is_mask or tensor.ndim != ndim:
             return ExactTensor(tensor)
         return self._pack(tensor)
 
     def _pack(self, tensor: Tensor) -> ExactTensor | _PackedView:
-        worth_packing = self._is_worth_packing(tensor)
+        storage_as, worth_packing = self._saving.tensors, self._is_worth_packing(tensor)
         self._before = tensor.dtype, tensor.shape
-        if not worth_packing:
+        if storage_as is None or not worth_packing:
             return ExactTensor(tensor)
-        storage, how = tensor.untyped_storage(), (self.config.format, self.config.granularity)
-        key = (storage._cdata, tensor.dtype, tensor._version, how)
+        storage = tensor.untyped_storage()
+        key = (storage._cdata, tensor.dtype, tensor._version, storage_as)
         if key not in self._packed:
             flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage)
-            packed = _PackedStorage(quantize(flat, *how), tensor.dtype)
+            packed = _PackedStorage(quantize(flat, storage_as.format, storage_as.granularity), tensor.dtype)
             self._packed[key] = (StorageWeakRef(storage), packed)  # the weak reference keeps the address from reuse
         return _PackedView(self._packed[key][1], tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
@@ -175,7 +182,7 @@ class PackedSavedTensors:
             return False
         storage = tensor.untyped_storage()
         return (
-            min(tensor.numel(), storage.nbytes() // tensor.itemsize) >= self.config.min_elements  # expanded: few
+            min(tensor.numel(), storage.nbytes() // tensor.itemsize) >= self._saving.min_elements  # expanded: few
             and _row_length(tensor) >= SHORTEST_ROW
             and not self._is_statistics(tensor)
             and not _is_trained(tensor)
@@ -199,19 +206,6 @@ def _row_length(tensor: Tensor) -> int:
     """Elements of one row; of one plane H×W where convolutions give four dimensions or more [B, C, ..., H, W]."""
     width = tensor.shape[-1]
     return width * tensor.shape[-2] if tensor.ndim >= 4 and width > 1 else width
-
-
-def _top_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    top: tuple[Callable[..., Any], Callable[..., Any]] | None = torch._C._autograd._top_saved_tensors_default_hooks(
-        True
-    )
-    return top
-
-
-def checkpoint_records() -> bool:
-    """Whether a function runs under non-reentrant torch.utils.checkpoint, first time or recomputing."""
-    top = _top_hooks()
-    return top is not None and top[0].__module__ == "torch.utils.checkpoint"
 
 
 def _is_trained(tensor: Tensor) -> bool:
@@ -265,3 +259,80 @@ def _attention_shape(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any
 ) -> tuple[int, int | None]:
     return query.ndim, None if attn_mask is None else key.shape[-2]
+
+
+# -- recomputation ----------------------------------------------------------------------------------------------------
+
+
+class _Keeper:
+    """One block input: exact until first read, then FP8."""
+
+    def __init__(self, x: Tensor, storage: Storage) -> None:
+        self._exact: Tensor | None = x.detach()
+        self._quantized: Quantized = quantize(x, storage.format, storage.granularity)
+        self._dtype = x.dtype
+
+    def read(self) -> Tensor:
+        if self._exact is not None:
+            exact, self._exact = self._exact, None
+            return exact
+        return self._quantized.dequantize(self._dtype)
+
+
+class _Anchor(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.new_zeros(1).expand(x.shape)
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class _Read(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, keeper: _Keeper) -> Tensor:
+        return keeper.read()
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def may_draw() -> bool:
+    """Whether recomputation must restore the forward pass's random state; False while a CUDA graph is captured."""
+    return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+
+
+def fp8_checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    storage: Storage = FP8_GROUPS,
+    min_elements: int = MIN_ELEMENTS,
+    **kwargs: Any,
+) -> Any:
+    """Run `function(*args, **kwargs)` under checkpointing, saving its large floating tensor arguments in FP8.
+
+    fp32/bf16/fp16 tensors of at least `min_elements` that require a gradient are saved in FP8, others exactly (masks
+    and rotary tables are shared constants that stay alive anyway). `function` returns a tensor or a tuple of tensors;
+    its forward values are those of the exact inputs.
+    """
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    inputs, positional, names = [*args, *kwargs.values()], len(args), tuple(kwargs)
+    keepers: dict[int, _Keeper] = {}
+    for i, x in enumerate(inputs):
+        if not (isinstance(x, Tensor) and x.requires_grad and x.layout == torch.strided and x.ndim > 0):
+            continue
+        if x.dtype in PACKED_DTYPES and x.numel() >= max(min_elements, 1):
+            keepers[i] = _Keeper(x, storage)
+            inputs[i] = _Anchor.apply(x)
+
+    def run(*inputs: Any) -> Any:  # outlives this call: must not refer to args or kwargs
+        read = [_Read.apply(x, keepers[i]) if i in keepers else x for i, x in enumerate(inputs)]
+        return function(*read[:positional], **dict(zip(names, read[positional:], strict=True)))
+
+    with saved_tensors_hooks(ExactTensor, unpack_saved):  # exact, also inside PackedSavedTensors
+        return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=may_draw())

@@ -18,39 +18,240 @@ wgrad sums over tokens, where a scale per token s_x [M, 1] cannot be taken out o
 before dy is cast along its tokens, with one scale s_t [N, 1] per output feature: the saved codes of x are reused, and
 dy's cast is the only rounding added. dgrad's codes of dy, scaled per token, would not work.
 
+A frozen W is stored in buffers whose dtype is uint8 or int32 (`BUFFERS`): `module.to(torch.bfloat16)`, which trainers
+call at will, casts every floating buffer and would silently turn FP8 codes and fp32 scales into bf16.
+
 Shapes: M tokens, K in, N out. x [..., K], W [N, K], y [..., N].
 Source: arXiv 2410.19313, section 5; the frozen-weight case is LoRA's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from coat_core import nvfp4
 from coat_core.autograd import autocast_is_on, first_order_only, refuse_second_order
 from coat_core.config import FP8LinearConfig
-from coat_core.formats import INT8, get_format, product_format
-from coat_core.granularity import PER_ROW, Granularity
-from coat_core.linear.trained import TrainedCodes
-from coat_core.linear.weight import StoredWeight
+from coat_core.formats import INT8, NVFP4, get_format, product_format
+from coat_core.granularity import PER_ROW, PER_TENSOR, Granularity, Storage
+from coat_core.int8 import rotation_size
 from coat_core.ops.int8 import quantize_int8, rotate
-from coat_core.ops.quantize import dequantize, quantize, quantize_once
+from coat_core.ops.nvfp4 import decode_nvfp4
+from coat_core.ops.quantize import dequantize, quantize, quantize_once, transpose_codes
 from coat_core.ops.scaled_mm import ALIGNMENT, int8_mm, int8_unsupported_reason, scaled_mm, unsupported_reason
 from coat_core.ops.weight_only import weight_only_linear
 from coat_core.quantize import Quantized
 
+# -- a frozen weight --------------------------------------------------------------------------------------------------
 
-def input_granularity(config: FP8LinearConfig) -> Granularity:
-    """Granularity of GEMM inputs (x and dy)."""
-    return Granularity(config.input_granularity)
+CODES, SCALE, BLOCK_SCALES = "weight_codes", "weight_scale_bits", "weight_block_scales"
+TRANSPOSED = "weight_codes_transposed"
+BUFFERS = (CODES, SCALE, BLOCK_SCALES, TRANSPOSED)
+# of those that several linears can have as one, the dimension along which their outputs follow each other
+OUTPUT_DIM = {CODES: 0, BLOCK_SCALES: 0, TRANSPOSED: 1}
+
+
+class StoredWeight(NamedTuple):
+    """Views of a module's buffers: W, or of int8 W H, is (decoded) codes · scale."""
+
+    codes: Tensor  # FP8 or INT8 [N, K]; of nvfp4, uint8 [N, K/2]
+    scale: Tensor  # fp32 [] or [N, 1]
+    transposed: Tensor | None = None  # FP8 codes as a contiguous [K, N] for dgrad, where there is such a copy
+    block_scales: Tensor | None = None  # of nvfp4, uint8 [N, K/16]; else None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        n, k = self.codes.shape
+        return n, k if self.block_scales is None else 2 * k
+
+    @property
+    def rotation(self) -> int:
+        """Columns rotated together (`coat_core.int8`); 1: none."""
+        return rotation_size(self.shape[1]) if self.codes.dtype == INT8.dtype else 1
+
+    def for_fprop(self) -> Tensor:
+        """Return FP8 or INT8 codes [N, K], to be multiplied by `scale`."""
+        return self.codes if self.block_scales is None else decode_nvfp4(self.codes, self.block_scales, False)
+
+    def for_dgrad(self) -> Tensor:
+        """Return FP8 or INT8 codes [K, N]; contiguous where they are decoded, or there is such a copy."""
+        if self.block_scales is not None:
+            return decode_nvfp4(self.codes, self.block_scales, True)
+        return self.codes.t() if self.transposed is None else self.transposed
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return W [N, K] in `dtype`."""
+        values = dequantize(self.for_fprop(), self.scale, PER_ROW if self.scale.ndim else PER_TENSOR, dtype)
+        return values if self.rotation == 1 else rotate(values, self.rotation)
+
+
+def quantize_weight(weight: Tensor, config: FP8LinearConfig) -> StoredWeight:
+    """Quantize W [N, K] to FP8 codes with one scale in all or one per output feature."""
+    if config.weight_format == NVFP4:
+        packed = nvfp4.quantize(weight)
+        return StoredWeight(packed.codes, packed.scale, None, packed.block_scales)
+    granularity = PER_ROW if config.weight_has_row_scales else PER_TENSOR
+    codes, scale, _ = quantize(weight, config.weight_format, granularity)
+    return StoredWeight(codes, scale)
+
+
+def store_weight(module: nn.Module, weight: Tensor, config: FP8LinearConfig, persistent: bool = True) -> None:
+    """Quantize `weight` [N, K] and register it on `module`, replacing a stored one."""
+    stored = quantize_weight(weight, config)
+    drop_weight(module)
+    module.register_buffer(CODES, stored.codes.view(torch.uint8), persistent)
+    module.register_buffer(SCALE, stored.scale.view(torch.int32), persistent)
+    if stored.block_scales is not None:
+        module.register_buffer(BLOCK_SCALES, stored.block_scales, persistent)
+
+
+def drop_weight(module: nn.Module) -> None:
+    """Undo `store_weight`."""
+    for name in BUFFERS:
+        if name in module._buffers:
+            delattr(module, name)
+
+
+def load_weight(module: nn.Module, config: FP8LinearConfig) -> StoredWeight:
+    """Return the registered weight, as views."""
+    bits = module._buffers[SCALE]
+    assert bits is not None
+    return as_stored(module._buffers, bits.view(torch.float32), config)
+
+
+def read_weight(module: nn.Module, config: FP8LinearConfig, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return W [N, K] in `dtype` at any time: `module.fetch_weight` brings codes that are offloaded."""
+    if (fetch := vars(module).get("fetch_weight")) is not None:
+        fetch()
+    return load_weight(module, config).dequantize(dtype)
+
+
+def as_stored(buffers: Mapping[str, Tensor | None], scale: Tensor, config: FP8LinearConfig) -> StoredWeight:
+    """Return the weight in these buffers, with `scale` fp32 [] or [N, 1]."""
+    codes, transposed = buffers[CODES], buffers.get(TRANSPOSED)
+    assert codes is not None
+    if config.weight_format == NVFP4:
+        return StoredWeight(codes, scale, None, buffers[BLOCK_SCALES])
+    kind = product_format(config.weight_format).dtype
+    return StoredWeight(codes.view(kind), scale, None if transposed is None else transposed.view(kind))
+
+
+def stored_bytes(outputs: int, inputs: int, config: FP8LinearConfig) -> int:
+    """Return the bytes of a stored weight [N, K], all buffers but a transposed copy."""
+    scales = outputs if config.weight_has_row_scales else 1
+    return sum(code_bytes(outputs, inputs, config)) + torch.float32.itemsize * scales
+
+
+def code_bytes(outputs: int, inputs: int, config: FP8LinearConfig) -> tuple[int, ...]:
+    """Return the bytes of each uint8 buffer, without scale and transposed copy."""
+    if config.weight_format == NVFP4:
+        return outputs * inputs // 2, outputs * inputs // nvfp4.BLOCK
+    return (outputs * inputs,)
+
+
+def wants_transposed(config: FP8LinearConfig) -> bool:
+    """Whether dgrad needs the 8-bit codes transposed; other formats are decoded to either layout."""
+    return config.use_fp8_gemm and config.grad_format != "bf16" and config.weight_format != NVFP4
+
+
+def keep_transposed(module: nn.Module, config: FP8LinearConfig) -> None:
+    """Store a second copy of the codes as [K, N], for dgrad, outside the state dict."""
+    codes = load_weight(module, config).codes
+    module.register_buffer(TRANSPOSED, transpose_codes(codes).view(torch.uint8), persistent=False)
+
+
+def drop_transposed(module: nn.Module) -> None:
+    """Undo `keep_transposed`."""
+    module._buffers.pop(TRANSPOSED, None)
+
+
+# -- a trained weight -------------------------------------------------------------------------------------------------
+
+
+class TrainedCodes:
+    """The FP8 codes of a weight being trained: cast once per version of the weight, or at each use.
+
+    Between two optimizer steps all micro-batches, their recomputation and dgrad can read one cast of W: 1 byte per
+    element. A version is the parameter's storage and autograd's count of in-place changes, plus every optimizer step:
+    fused AdamW and writes through `param.data` do not count in autograd.
+
+    Not counted: other writes through `.data`, replays of a CUDA graph that holds the optimizer's step, and FSDP2, which
+    gathers a weight into the same storage. Call `forget_codes` after each, or leave `cache_weight` off.
+    Compiled code and CUDA graphs always cast: they would record no cast and read old codes.
+    """
+
+    def __init__(self) -> None:
+        self.codes: Tensor | None = None
+        self.scale: Tensor | None = None
+        self._made_from: tuple[Any, ...] = ()
+
+    def cast(self, weight: Tensor, config: FP8LinearConfig) -> StoredWeight:
+        """Return W [N, K] as FP8 codes and scales, cached while the weight does not change."""
+        if not config.cache_weight:
+            self.forget()
+            return quantize_weight(weight, config)
+        if _is_recorded(weight) or torch.is_inference_mode_enabled() or weight.is_inference():
+            return quantize_weight(weight, config)  # inference tensors count no changes, and cannot be saved later
+        storage = StorageWeakRef(weight.untyped_storage())  # of an address that is not used again while we hold it
+        forms = config.weight_format, config.weight_granularity
+        made_from = storage, weight.storage_offset(), weight._version, weight.dtype, forms
+        if self.codes is None or self.scale is None or self._made_from != made_from:
+            _count_optimizer_steps()
+            self.forget()  # the old codes first, so that there is never a second copy
+            stored = quantize_weight(weight, config)
+            self.codes, self.scale, self._made_from = stored.codes, stored.scale, made_from
+        return StoredWeight(self.codes, self.scale)
+
+    def forget(self) -> None:
+        """Free the codes; the next use casts the weight."""
+        self.codes = self.scale = None
+        self._made_from = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TrainedCodes, ()  # a copy or a pickle of a module casts for itself
+
+
+def forget_codes(model: nn.Module) -> None:
+    """Free the codes of a model's trained FP8 linears after uncounted changes (see the module); the next use casts."""
+    for module in model.modules():
+        kept = vars(module).get("trained_codes")
+        if isinstance(kept, TrainedCodes):
+            kept.forget()
+
+
+@functools.cache
+def _count_optimizer_steps() -> None:
+    def count(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            increment_version([param for param in group["params"] if not param.is_inference()])
+
+    register_optimizer_step_post_hook(count)
+
+
+def _is_recorded(weight: Tensor) -> bool:
+    return torch.compiler.is_compiling() or (weight.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+# -- products ---------------------------------------------------------------------------------------------------------
+
+
+def input_storage(config: FP8LinearConfig) -> Storage:
+    """How the GEMM's input x is stored."""
+    return Storage(config.input_format, Granularity(config.input_granularity))
 
 
 def quantized_input(x: Tensor, config: FP8LinearConfig) -> Quantized:
     """Quantize x [..., K] as a GEMM input, once for all linears that read the same tensor."""
-    return quantize_once(x, config.input_format, input_granularity(config))
+    return quantize_once(x, config.input_format, Granularity(config.input_granularity))
 
 
 def fp8_gemm_obstacle(device: torch.device, config: FP8LinearConfig) -> str | None:
@@ -131,7 +332,7 @@ def dgrad(
     if config.grad_format == INT8.name:
         quantized = Quantized(*quantize_int8(grad.detach(), 1, factors), PER_ROW)
     elif quantized is None:
-        quantized = quantize(grad, config.grad_format, input_granularity(config), factors)
+        quantized = quantize(grad, config.grad_format, Granularity(config.input_granularity), factors)
     unit = unit_scale(weight.scale) if unit is None else unit
     dx = multiply(quantized, weight.for_dgrad(), unit, None, grad.dtype)
     return dx if weight.rotation == 1 else rotate(dx, weight.rotation)

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from coat_core.activation import fp8_checkpoint
-from coat_core.activation.checkpoint import _Keeper
-from coat_core.granularity import PER_TENSOR, per_group
+from coat_core.activation.packing import _Keeper
+from coat_core.granularity import PER_TENSOR, Storage, per_group
 from coat_core.quantize import quantize
 from tests.autograd.test_packing import Block, D, T, gradients
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
 from tests.tolerances import CHECKPOINT_GRADIENT_FLOOR_DB
 
-SMALL = {"min_elements": 64, "granularity": per_group(32)}
+SMALL = {"min_elements": 64, "storage": Storage(granularity=per_group(32))}
 
 
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
@@ -28,7 +28,7 @@ def test_forward_is_exact_and_gradients_are_near(device, fmt, granularity, autoc
     block, x = Block().to(device), torch.randn(2, T, D, device=device, requires_grad=True)
     with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
         exact = block(x)
-        y = fp8_checkpoint(block, x, fmt=fmt, granularity=granularity, min_elements=64)
+        y = fp8_checkpoint(block, x, storage=Storage(fmt, granularity), min_elements=64)
     assert_bitwise(y, exact)
     expected = gradients(block, x, exact)
     for name, gradient in gradients(block, x, y).items():
@@ -116,14 +116,6 @@ def test_constants_stay_as_they_are() -> None:
     torch.testing.assert_close(x.grad, x_hat * (1 - x_hat) * mask * 2.5)
 
 
-def test_input_without_gradient_trains_the_parameters() -> None:
-    block, x = Block(), torch.randn(2, T, D)
-    exact = torch.autograd.grad(block(x).sum(), block.parameters())
-    ours = torch.autograd.grad(fp8_checkpoint(block, x, **SMALL).sum(), block.parameters())
-    for expected, gradient in zip(exact, ours, strict=True):
-        assert_bitwise(gradient, expected)
-
-
 def test_tuples_in_and_out() -> None:
     """As FLUX's double block: two streams in, two out."""
     first, second = Block(), Block()
@@ -139,26 +131,6 @@ def test_tuples_in_and_out() -> None:
     for expected, gradient in zip(
         torch.autograd.grad(exact, (a, b), (da, db)), torch.autograd.grad(ours, (a, b), (da, db)), strict=True
     ):
-        assert_sqnr(expected, gradient, CHECKPOINT_GRADIENT_FLOOR_DB["e4m3"])
-
-
-def test_chained_blocks_and_accumulation() -> None:
-    blocks = nn.ModuleList(Block() for _ in range(3))
-
-    def run(x: Tensor, checkpointed: bool) -> Tensor:
-        for block in blocks:
-            x = fp8_checkpoint(block, x, **SMALL) if checkpointed else block(x)
-        return x.square().mean()
-
-    batches = [torch.randn(2, T, D, requires_grad=True) for _ in range(2)]
-    accumulated = {}
-    for checkpointed in (False, True):
-        blocks.zero_grad()
-        losses = [run(x, checkpointed) for x in batches]
-        for loss in losses:
-            loss.backward()
-        accumulated[checkpointed] = [p.grad.clone() for p in blocks.parameters()]
-    for expected, gradient in zip(accumulated[False], accumulated[True], strict=True):
         assert_sqnr(expected, gradient, CHECKPOINT_GRADIENT_FLOOR_DB["e4m3"])
 
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from coat_core.activation import PackedSavedTensors, PackingConfig
-from coat_core.activation.convolution import keep_no_input
-from coat_core.granularity import per_group
+from coat_core.activation import PackedSavedTensors, Saving
+from coat_core.activation.layers import keep_no_input
+from coat_core.granularity import Storage, per_group
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.saved_tensors import SavedTensors, recording
 
-SMALL = PackingConfig(min_elements=64, granularity=per_group(32))
+SMALL = Saving(Storage(granularity=per_group(32)), min_elements=64)
 LAYERS = {
     "3x3": (nn.Conv2d, {"padding": 1}, (2, 32, 8, 8)),
     "stride": (nn.Conv2d, {"stride": 2, "padding": 1}, (2, 32, 8, 8)),

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from coat_core import sqnr_db
-from coat_core.activation import PackingConfig
+from coat_core.activation import Saving
 from coat_core.config import FP8LinearConfig
 from coat_flux.blocks.fused.chooser import fused_block
 from coat_flux.blocks.fused.linears import NotFusable
@@ -75,7 +75,7 @@ def test_in_fp8_every_gradient_is_within_flux1s_bounds(name: str, adapters: str)
     exact = made(name, torch.bfloat16, width, (32, 96), adapters=adapters, rank=16)
     fp8 = made(name, torch.bfloat16, width, (32, 96), PER_ROW, adapters, rank=16)
     expected = results(exact.block, exact)
-    found = results(fused_block(fp8.block, fp8.args, PackingConfig()), fp8)
+    found = results(fused_block(fp8.block, fp8.args, Saving()), fp8)
     with torch.no_grad():
         own = [x for x in tree_leaves(fp8.block(*fp8.args)) if x is not None]
     decibels, flat = [], ([], [])
@@ -102,12 +102,12 @@ def test_kept_bytes_at_real_width(name: str) -> None:
     """With rank 16 on every linear, on the meta device: at most a fifth above FLUX.1."""
     hidden, tokens = FAMILIES[name].hidden, (FAMILIES[name].text, IMAGE_TOKENS)
     of = made(name, torch.bfloat16, hidden, tokens, PER_ROW, rank=16, device="meta")
-    form = fused_block(of.block, of.args, PackingConfig())
+    form = fused_block(of.block, of.args, Saving())
     with recording_fused() as kept:
         form(*of.args)
     storages = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for _, tensors in kept for x in tensors}
     per_element = sum(storages.values()) / (sum(tokens) * hidden)
-    assert 0.8 < per_element / KEPT_BY_FLUX[type(form.block).__name__] < 1.2
+    assert 0.8 < per_element / KEPT_BY_FLUX[type(form.form).__name__] < 1.2
     known = read_list(type(of.block))
     assert known is not None
     off = 0.05 if name == "sd3's last" else 0.01  # which keeps less of the text; counted as the others
@@ -228,13 +228,13 @@ def test_what_a_block_does_beyond_is_not_fused(name: str, change: Callable[[Made
     of = made(name)
     change(of)
     with pytest.raises(NotFusable, match=reason):
-        fused_block(of.block, of.args, None)
+        fused_block(of.block, of.args)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_blocks_of_a_pass_share_tables_and_mask(name: str) -> None:
     of = made(name)
-    one, other = (fused_block(of.block, of.args, None).reader.call(of.args).shared for _ in range(2))
+    one, other = (fused_block(of.block, of.args).reader.call(of.args).shared for _ in range(2))
     assert (one.mask is None) == name.startswith("sd3")  # it has none
     assert one.mask is other.mask
     assert one.cos is other.cos
@@ -245,7 +245,7 @@ def test_a_mask_that_hides_nothing_is_left_out() -> None:
     if "qwen image" not in FAMILIES:
         pytest.skip("this diffusers' block has no reader")
     of = made("qwen image")
-    form = fused_block(of.block, of.args, None)
+    form = fused_block(of.block, of.args)
     seen = torch.ones_like(of.args[2])
     args = (*of.args[:2], seen, *of.args[3:])
     assert form.reader.call(args).shared.mask is None

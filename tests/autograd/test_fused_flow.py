@@ -11,8 +11,8 @@ from peft import LoraConfig
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from coat_core.activation import PackingConfig
-from coat_core.granularity import Granularity
+from coat_core.activation import Saving
+from coat_core.granularity import Granularity, Storage
 from coat_flux.blocks.apply import apply_coat
 from coat_flux.blocks.fused.chooser import fused_block
 from coat_flux.blocks.fused.linears import NotFusable
@@ -23,7 +23,7 @@ from tests.helpers.saved_tensors import recording_fused
 from tests.tolerances import FUSED_BF16_RTOL, FUSED_FP32_RTOL
 
 HIDDEN, TEXT, IMAGE, RANK, HEADS = 64, 24, 40, 4, 2
-PACKING = PackingConfig(granularity=Granularity("per_group", 32))
+PACKING = Saving(Storage(granularity=Granularity("per_group", 32)))
 ALL = ("attn.", "ff", "proj", "norm")
 MODIFIED = {
     "lora": ALL,
@@ -77,7 +77,7 @@ def gradients(run: Callable[..., Any], block: nn.Module, args: tuple[Any, ...]) 
     return found
 
 
-EXACT = None  # everything is kept as it is: only the order of fp32 operations is left
+EXACT = Saving(None)
 
 
 def assert_equal_gradients(found: dict[str, Tensor], expected: dict[str, Tensor], rtol: float) -> None:
@@ -119,12 +119,12 @@ def test_forward_values_are_diffusers_to_the_bit(kind: str, attention_as: str) -
     model = tiny_flux()
     apply_coat(model, COATConfig.from_dict({"memory": {"checkpointing": "none"}}))
     block, args = blocks(model)[kind], arguments(model)
-    fused = fused_block(block, args, PackingConfig(attention=attention_as))
+    fused = fused_block(block, args, Saving(attention=attention_as))
     for found, expected in zip(fused(*args), block(*args), strict=True):
         assert_bitwise(found, expected)
 
 
-def kept_by(kind: str, targets: tuple[str, ...] = ALL, config: PackingConfig = PACKING) -> dict[str, int]:
+def kept_by(kind: str, targets: tuple[str, ...] = ALL, config: Saving = PACKING) -> dict[str, int]:
     """Elements kept per token and hidden element, by the name they are kept under, after a pass of one block."""
     model = make_model(targets, torch.bfloat16)
     block, args = blocks(model)[kind], arguments(model)

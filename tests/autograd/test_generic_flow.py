@@ -12,19 +12,19 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as attend
 from torch.utils.checkpoint import checkpoint
 
-from coat_core.activation import PackedSavedTensors, PackingConfig
-from coat_core.activation.packing import _thread, _top_hooks
-from coat_core.granularity import per_group
+from coat_core.activation import PackedSavedTensors, Saving
+from coat_core.activation.packing import _thread
+from coat_core.granularity import Storage, per_group
 from coat_core.quantize import quantize
 from tests.autograd.test_packing import HEADS, SMALL, Block, D, T, gradients
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
 from tests.helpers.saved_tensors import recording
 from tests.tolerances import PACKED_GRADIENT_FLOOR_DB
 
-NOTHING = PackingConfig(min_elements=10**9)
+NOTHING = Saving(min_elements=10**9)
 
 
-def packed(block, *args, config: PackingConfig = SMALL, keep: tuple[Tensor, ...] = ()):
+def packed(block, *args, config: Saving = SMALL, keep: tuple[Tensor, ...] = ()):
     with PackedSavedTensors(config, keep):
         return block(*args)
 
@@ -39,30 +39,12 @@ def assert_all_bitwise(found: dict[str, Tensor], expected: dict[str, Tensor]) ->
 
 
 class TestTrainingLoops:
-    def test_accumulated_gradients_are_the_sum(self) -> None:
-        block, batches = Block(), [draw(2, T, D) for _ in range(2)]
-        single = [gradients(block, x, packed(block, x)) for x in batches]
-        for x in batches:
-            y = packed(block, x)
-            torch.manual_seed(3)
-            y.backward(torch.randn_like(y))
-        assert_all_bitwise(
-            {name: p.grad for name, p in block.named_parameters()},
-            {name: single[0][name] + single[1][name] for name, _ in block.named_parameters()},
-        )
-
     def test_a_block_run_twice_before_backward(self) -> None:
         block, batches = Block(), [draw(2, T, D) for _ in range(2)]
         single = [gradients(block, x, packed(block, x)) for x in batches]
         outputs = [packed(block, x) for x in batches]
         for expected, x, y in zip(single, batches, outputs, strict=True):
             assert_all_bitwise(gradients(block, x, y), expected)
-
-    def test_a_block_applied_to_its_own_output(self) -> None:
-        block, x = Block(), draw(2, T, D)
-        exact = gradients(block, x, block(block(x)))
-        for name, gradient in gradients(block, x, packed(block, packed(block, x))).items():
-            assert_sqnr(exact[name], gradient, PACKED_GRADIENT_FLOOR_DB["e4m3"])
 
     def test_backward_one_after_the_other_frees_as_it_goes(self) -> None:
         block, x = Block(), draw(2, T, D)
@@ -77,15 +59,6 @@ class TestTrainingLoops:
         gc.collect()
         assert [ref() is None for ref in codes] == [True] * count + [False] * (len(codes) - count)
         second.sum().backward()
-
-    def test_input_without_gradient(self) -> None:
-        block, x = Block(), draw(2, T, D, grad=False)
-        with_gradient = gradients(block, x_grad := x.clone().requires_grad_(), packed(block, x_grad))
-        y = packed(block, x)
-        torch.manual_seed(3)
-        y.backward(torch.randn_like(y))
-        for name, parameter in block.named_parameters():
-            assert_sqnr(with_gradient[name], parameter.grad, PACKED_GRADIENT_FLOOR_DB["e4m3"])
 
     @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
     def test_nothing_is_packed_without_grad(self, mode) -> None:
@@ -166,7 +139,7 @@ class TestNesting:
 
     def test_other_formats_are_not_mixed_up(self) -> None:
         x, outer, inner = draw(8, 64, grad=False), draw(8, 64), draw(8, 64)
-        coarse = PackingConfig("e5m2", per_group(32), min_elements=64)
+        coarse = Saving(Storage("e5m2", per_group(32)), min_elements=64)
         with PackedSavedTensors(SMALL):
             y = x * outer + packed(lambda: x * inner, config=coarse)
         y.sum().backward()
@@ -179,7 +152,7 @@ class TestNesting:
         with PackedSavedTensors(SMALL):
             y = packed(
                 lambda: attend(q * 1, k * 1, v * 1),
-                config=PackingConfig(granularity=per_group(32), attention="bf16", min_elements=64),
+                config=Saving(Storage(granularity=per_group(32)), attention="bf16", min_elements=64),
             )
         for expected, gradient in zip(exact, torch.autograd.grad(y.sum(), (q, k, v)), strict=True):
             assert_bitwise(gradient, expected)
@@ -215,7 +188,7 @@ class TestNesting:
                 _ = x * w
             _ = x.exp() * w
         assert [s.shape for s in saved.packed] == [(8, 64)]
-        assert _top_hooks() is None
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
 class TestErrors:
@@ -227,25 +200,8 @@ class TestErrors:
 
         with pytest.raises(RuntimeError):
             packed(fails, draw(1, 2, T, D))
-        assert _top_hooks() is None
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
         assert _thread.innermost is None
-
-    def test_what_an_exception_leaves_behind_is_freed(self) -> None:
-        refs = []
-
-        def fails(x: Tensor) -> None:
-            hidden = torch.tanh(x)
-            refs.append(weakref.ref(hidden.untyped_storage()))
-            raise ZeroDivisionError
-
-        with pytest.raises(ZeroDivisionError):
-            packed(fails, draw(8, 64), config=NOTHING)
-        gc.collect()
-        assert [ref() for ref in refs] == [None]
-
-    def test_refused_minimum(self) -> None:
-        with pytest.raises(ValueError, match="min_elements=0: must be at least 1"):
-            PackingConfig(min_elements=0)
 
 
 class TestInPlace:

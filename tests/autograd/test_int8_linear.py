@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from coat_core import FP8Linear, FP8LinearConfig, FP8TrainableLinear
 from coat_core.activation import FP8InputLinear
-from coat_core.granularity import PER_ROW
+from coat_core.granularity import PER_ROW, Storage
 from coat_core.int8 import quantize_int8, rotate
-from coat_core.linear.weight import keep_transposed, load_weight, stored_bytes
+from coat_core.linear.function import keep_transposed, load_weight, stored_bytes
 from coat_core.metrics import sqnr_db
 from coat_core.ops.quantize import quantize
 from coat_flux.blocks.fused.linears import read_group
@@ -96,7 +96,7 @@ def test_joined_weights_multiply_the_same() -> None:
     apart = [linear(x) for linear in group]
     joined = read_group(group, join=True)
     assert len(joined.bases) == 1
-    y, _ = joined.forward(x, quantize(x, *joined.input_spec))
+    y, _ = joined.forward(x, quantize(x, joined.input_storage.format, joined.input_storage.granularity))
     assert_bitwise(y, torch.cat(apart, dim=-1).detach())
     separate = sum(linear(x).new_tensor(0) + read_group([linear], False).dgrad(part) for linear, part in
                    zip(group, dy.split([16, 48, 32], -1), strict=True))  # fmt: skip
@@ -105,7 +105,7 @@ def test_joined_weights_multiply_the_same() -> None:
 
 def test_an_adapter_shares_the_codes_and_turns_its_gradient_back() -> None:
     base, down = make(INT8)[0], nn.Linear(K, 4, False)
-    FP8InputLinear.from_linear(down, "int8", PER_ROW, base)
+    FP8InputLinear.from_linear(down, Storage("int8", PER_ROW), base)
     x, dh = torch.randn(7, K, requires_grad=True), torch.randn(7, 4)
     saved: list[Any] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):

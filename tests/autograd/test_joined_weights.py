@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from coat_core.linear.function import keep_transposed
 from coat_core.linear.module import FP8Linear
-from coat_core.linear.weight import keep_transposed
 from coat_core.ops.quantize import quantize
 from coat_flux.blocks.fused.linears import join_buffers, read_group
 from tests.helpers.asserts import assert_bitwise
@@ -71,8 +71,8 @@ def test_one_product_gives_what_each_gives(bias: bool) -> None:
     apart, joined = read_group(group, join=False), read_group(group, join=True)
     assert (len(apart.bases), len(joined.bases)) == (2, 1)
     for one in (apart, joined):
-        assert one.input_spec is not None
-        y, h = one.forward(x, quantize(x, *one.input_spec))
+        assert one.input_storage is not None
+        y, h = one.forward(x, quantize(x, one.input_storage.format, one.input_storage.granularity))
         assert h is None
         torch.testing.assert_close(y, expected, rtol=1e-6, atol=1e-6)
     wanted = apart.dgrad(grad)

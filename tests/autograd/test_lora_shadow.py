@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from coat_flux.blocks.fused.linears import PlainAdapter
 from coat_flux.blocks.runner import BlockRunner
 from coat_flux.trainers.standalone.network import lora_parameters
 from tests.helpers.flux import coat_flux_model, lora_gradients, loss_of, predict
@@ -50,12 +49,12 @@ def test_copies_are_one_buffer_that_follows_the_adapters() -> None:
     model = lora_model(torch.bfloat16)
     lora_gradients(model)
     (*_, form) = BlockRunner.of(model).forms  # type: ignore[union-attr]
-    adapters: list[PlainAdapter] = form.block.inputs.linears.all_adapters
-    copies = adapters[0].copies
+    group = form.form.inputs.linears
+    adapters, copies = group.all_adapters, group.copies
     with torch.no_grad():
         adapters[0].down.fill_(3.0)
     lora_gradients(model)
-    assert adapters[0].copies is copies
+    assert group.copies is copies
     assert torch.equal(copies.down[: len(adapters[0].down)], torch.full_like(adapters[0].down, 6.0).bfloat16())
     buffers = {x.untyped_storage().data_ptr() for x in copies}
     assert len(buffers) == 1
@@ -65,11 +64,10 @@ def test_without_room_nothing_is_copied_and_what_was_is_dropped() -> None:
     model = lora_model(torch.bfloat16)
     runner: Any = BlockRunner.of(model)
     lora_gradients(model)
-    adapter = runner.forms[0].block.image.inputs.linears.all_adapters[0]
-    assert adapter.copies is not None
-    runner.expect(shadow_bytes=0)
+    assert runner.forms[0].form.image.inputs.linears.copies is not None
+    runner.expect(adapter_elements=0)
     lora_gradients(model)
-    assert runner.forms[0].block.image.inputs.linears.all_adapters[0].copies is None
+    assert runner.forms[0].form.image.inputs.linears.copies is None
 
 
 def test_the_first_block_may_have_no_adapters() -> None:
@@ -80,4 +78,4 @@ def test_the_first_block_may_have_no_adapters() -> None:
     loss_of(predict(model)).backward()
     forms = BlockRunner.of(model).forms  # type: ignore[union-attr]
     assert len(forms) == 4
-    assert forms[-1].block.inputs.linears.all_adapters[0].copies is not None
+    assert forms[-1].form.inputs.linears.copies is not None

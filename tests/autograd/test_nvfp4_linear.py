@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from coat_core import FP8Linear, FP8LinearConfig, FP8TrainableLinear, nvfp4
 from coat_core.formats import NVFP4
-from coat_core.linear.function import input_granularity
-from coat_core.linear.weight import BUFFERS, load_weight, stored_bytes
+from coat_core.granularity import Granularity
+from coat_core.linear.function import BUFFERS, load_weight, stored_bytes
 from coat_core.metrics import sqnr_db
 from coat_core.ops.quantize import quantize
 from coat_flux.blocks.fused.linears import read_group
@@ -48,9 +48,9 @@ def test_products_are_those_of_the_decoded_weight(config: FP8LinearConfig) -> No
     assert x.grad is not None
     x_hat, dy_hat = x.detach(), dy
     if config.use_fp8_gemm:
-        x_hat = quantize(x, config.input_format, input_granularity(config)).dequantize()
+        x_hat = quantize(x, config.input_format, Granularity(config.input_granularity)).dequantize()
     if config.use_fp8_gemm and config.grad_format != "bf16":
-        dy_hat = quantize(dy, config.grad_format, input_granularity(config)).dequantize()
+        dy_hat = quantize(dy, config.grad_format, Granularity(config.input_granularity)).dequantize()
     assert_sqnr(x_hat @ weight.t() + layer.bias.detach(), y.detach(), FP32_ORDER_FLOOR_DB)
     assert_sqnr(dy_hat @ weight, x.grad, FP32_ORDER_FLOOR_DB)
 
@@ -106,7 +106,7 @@ def test_joined_weights_are_views_and_multiply_the_same(bias: bool) -> None:
     assert (len(codes), len(scales)) == (1, 1)
     for linear, weight in zip(group, before, strict=True):
         assert_bitwise(linear.weight.data, weight)
-    y, _ = joined.forward(x, quantize(x, *joined.input_spec))
+    y, _ = joined.forward(x, quantize(x, joined.input_storage.format, joined.input_storage.granularity))
     torch.testing.assert_close(y, expected, rtol=1e-6, atol=1e-6)
     weight = torch.cat(before)
     assert_sqnr(dy @ weight, joined.dgrad(dy), product_floor_db("e5m2"))

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as attend
 
-from coat_core.activation import FP8InputLinear, PackingConfig
-from coat_core.granularity import per_group
+from coat_core.activation import FP8InputLinear, Saving
+from coat_core.granularity import Storage, per_group
 from coat_core.linear import FP8Linear
 from coat_core.quantize import quantize
 from tests.autograd.test_generic_flow import draw, packed
@@ -22,7 +22,7 @@ class TestWhatIsLeftAlone:
     def test_scales_of_fp8_codes(self) -> None:
         """A wide linear's 1×G scales are as large as an activation: 4 tokens × 4096 / 16 groups."""
         config, x, dh = per_group(16), draw(4, 4096), draw(4, 8, grad=False)
-        down = FP8InputLinear.from_linear(nn.Linear(4096, 8, bias=False), "e4m3", config)
+        down = FP8InputLinear.from_linear(nn.Linear(4096, 8, bias=False), Storage("e4m3", config))
         expected = torch.autograd.grad(down(x), down.weight, dh)[0]
         assert_bitwise(torch.autograd.grad(packed(down, x), down.weight, dh)[0], expected)
 
@@ -34,7 +34,7 @@ class TestWhatIsLeftAlone:
 
     @pytest.mark.parametrize("autocast", [False, True])
     def test_an_adapter_s_weight(self, autocast: bool) -> None:
-        down, x = FP8InputLinear.from_linear(nn.Linear(64, 32, bias=False), "e4m3", per_group(16)), draw(8, 64)
+        down, x = FP8InputLinear.from_linear(nn.Linear(64, 32, bias=False), Storage("e4m3", per_group(16))), draw(8, 64)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             expected, y = torch.autograd.grad(down(x).float().sum(), x)[0], packed(down, x * 1)
         assert_bitwise(torch.autograd.grad(y.float().sum(), x)[0], expected)
@@ -63,7 +63,7 @@ class TestWhatIsLeftAlone:
 
     def test_tensors_without_dimensions(self) -> None:
         x, w = draw(), draw()
-        packed(lambda: x * w, config=PackingConfig(min_elements=1)).backward()
+        packed(lambda: x * w, config=Saving(min_elements=1)).backward()
         assert_bitwise(w.grad, x.detach())
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from coat_flux.blocks.fused.single_block import join, split
+from coat_flux.blocks.fused.forms import join, split
 
 BATCH, TEXT, IMAGE, WIDTH = 2, 3, 5, 4
 

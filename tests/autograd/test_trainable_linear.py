@@ -11,17 +11,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from coat_core import FP8AdamW
-from coat_core.activation import PackedSavedTensors, PackingConfig
+from coat_core.activation import PackedSavedTensors, Saving
 from coat_core.config import FP8LinearConfig
 from coat_core.granularity import PER_ROW, Granularity
 from coat_core.linear import (
     FP8Linear,
     FP8TrainableLinear,
     forget_codes,
+    function,
     quantize_weight,
     replace_linear_with_fp8,
-    restore_linear,
-    trained,
 )
 from coat_core.linear.function import wgrad
 from coat_core.ops.scaled_mm import scaled_mm_on_cuda
@@ -89,7 +88,7 @@ def casts(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The weights that are cast, as they are."""
     found: list[Tensor] = []
     monkeypatch.setattr(
-        trained, "quantize_weight", lambda weight, c: found.append(weight) or quantize_weight(weight, c)
+        function, "quantize_weight", lambda weight, c: found.append(weight) or quantize_weight(weight, c)
     )
     return found
 
@@ -106,7 +105,7 @@ def micro_batches(layer: nn.Module, recompute: bool = False, steps: int = 3) -> 
 def test_cast_once_for_all_micro_batches_with_the_same_bits(casts: list[Tensor], recompute: bool) -> None:
     kept, cast = make(cache_weight=True), make()
     cast.load_state_dict(kept.state_dict())
-    with PackedSavedTensors(PackingConfig(min_elements=1)):  # backward gets another tensor object for the weight
+    with PackedSavedTensors(Saving(min_elements=1)):  # backward gets another tensor object for the weight
         micro_batches(kept, recompute)
         assert len(casts) == 1
         micro_batches(cast, recompute)
@@ -205,7 +204,7 @@ def test_compiled_whole_it_casts_the_weight_it_has() -> None:
 def test_a_graph_under_capture_casts_for_itself(casts: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     layer = make(cache_weight=True)
     micro_batches(layer, steps=1)
-    monkeypatch.setattr(trained, "_is_recorded", lambda weight: True)
+    monkeypatch.setattr(function, "_is_recorded", lambda weight: True)
     micro_batches(layer, steps=1)
     assert len(casts) == 3
 
@@ -301,17 +300,6 @@ def test_no_tokens_and_no_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("coat_core.linear.function.unsupported_reason", lambda *_: "cuda: no FP8 here")
     x = torch.randn(3, K)
     assert_bitwise(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
-
-
-def test_conversion_keeps_the_parameters() -> None:
-    model = nn.Sequential(nn.Linear(K, N), nn.SiLU(), nn.Linear(N, 10))
-    parameters = list(model.parameters())
-    replace_linear_with_fp8(model, trainable=True)
-    assert type(model[0]) is FP8TrainableLinear
-    assert type(model[2]) is nn.Linear
-    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
-    restore_linear(model)
-    assert type(model[0]) is nn.Linear
 
 
 def train(trainable_fp8: bool) -> list[float]:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from coat_core import FP8Linear, FP8LinearConfig
-from coat_core.linear.weight import keep_transposed, load_weight, store_weight
+from coat_core.linear.function import keep_transposed, load_weight, store_weight
 from tests.tolerances import FP32_ORDER_ATOL, FP32_ORDER_RTOL
 
 CONFIGS = [

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from coat_flux.blocks.fused.block import written_gradients
+from coat_flux.blocks.fused.parts import written_gradients
 from coat_flux.blocks.measure import GemmPick
 from coat_flux.blocks.runner import BlockRunner
 from coat_flux.config.coat import COATConfig

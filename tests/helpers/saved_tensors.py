@@ -13,7 +13,7 @@ from torch import Tensor
 from coat_core.activation import PackedSavedTensors
 from coat_core.activation.packing import ExactTensor
 from coat_core.quantize import Quantized
-from coat_flux.blocks.fused.block import Kept
+from coat_flux.blocks.fused.parts import Kept
 
 
 @dataclass

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from coat_flux.blocks.fused.chooser import fused_block
 from coat_flux.blocks.fused.reading import FusedBlock
-from coat_flux.blocks.fused.single_block import SingleBlock
 from tests.helpers.flux import tiny_flux
 from tests.helpers.toolkit_lora import attach_network
 
@@ -53,9 +52,7 @@ def strength_differences(model: Any, network: Any, strengths: list[float], batch
         leaves = [x.clone().requires_grad_() for x in inputs]
         args = (*leaves, model.pos_embed(ids), None)
         parameters = [*leaves, *network.parameters()]
-        expected, got = (
-            _outputs_and_gradients(run, args, parameters) for run in (block, fused_block(block, args, None))
-        )
+        expected, got = (_outputs_and_gradients(run, args, parameters) for run in (block, fused_block(block, args)))
         found[type(block).__name__] = max(
             float((one - other).norm() / one.norm()) for one, other in zip(expected, got, strict=True)
         )
@@ -74,12 +71,8 @@ def _outputs_and_gradients(run: Any, args: tuple[Any, ...], leaves: list[Tensor]
 
 def strengths_in(fused: FusedBlock) -> set[bool]:
     """Whether adapters of a fused block have strengths per image."""
-    block = fused.block
-    streams = [block] if isinstance(block, SingleBlock) else [block.text, block.image]
-    groups = [
-        group for stream in streams for group in (stream.modulation.linear, stream.inputs.linears, stream.output.linear)
-    ]
-    return {adapter.strengths is not None for group in groups for adapter in group.all_adapters}
+    groups = [*fused.form.groups, *(modulation.linear for modulation in fused.form.modulations)]
+    return {group.strengths is not None for group in groups}
 
 
 if __name__ == "__main__":

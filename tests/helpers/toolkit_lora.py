@@ -40,6 +40,7 @@ class LoRAModule(nn.Module):
         self.lora_down = nn.Linear(linear.in_features, rank, bias=False)
         self.lora_up = nn.Linear(rank, linear.out_features, bias=False)
         nn.init.zeros_(self.lora_up.weight)
+        self.scale = 1.0
         self.register_buffer("_runtime_scale", torch.ones(()), persistent=False)
         self.network_ref = weakref.ref(network)
         self.org_module = [linear]  # a list, so that it is not a submodule

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 from typing import Any
 
 import pytest
@@ -12,12 +11,10 @@ from torch import nn
 
 from coat_core.linear import FP8Linear, FP8TrainableLinear, restore_linear
 from coat_core.metrics import cosine
-from coat_flux.blocks import runner
 from coat_flux.blocks.apply import apply_coat
 from coat_flux.config.coat import COATConfig
-from coat_flux.config.findings import ConfigError
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
-from tests.helpers.flux import coat_flux_model, flux_inputs, lora_gradients, loss_of, predict, tiny_flux, tiny_lora
+from tests.helpers.flux import coat_flux_model, lora_gradients, loss_of, predict, tiny_flux, tiny_lora
 from tests.tolerances import FLUX_GRADIENT_COSINE, FLUX_GRADIENT_COSINE_MEAN, FLUX_OUTPUT_FLOOR_DB
 
 KEEP = {"checkpointing": "none"}
@@ -59,19 +56,6 @@ def test_which_linears_are_converted() -> None:
     assert set(report.why) == MODULATION
 
 
-def test_report_rows_and_table() -> None:
-    report = apply_coat(tiny_flux(), config(weight={"granularity": "per_row"}))
-    rows = report.rows()
-    gemm = "W e4m3/per_row, x e4m3/per_row, dy e5m2"
-    assert ("transformer_blocks.*", 24, gemm, "") in rows
-    assert ("single_transformer_blocks.*", 10, gemm, "") in rows
-    assert [count for part, count, got, _ in rows if got == "W e4m3/per_row, high precision GEMM"] == [4, 2]
-    assert sum(count for _, count, _, _ in rows) == len(report.converted) + len(report.skipped) == 50
-    lines = report.table().splitlines()
-    assert lines[0].split() == ["part", "count", "asked", "got", "why"]
-    assert "one row per image" in lines[1] + lines[2]
-
-
 def test_weights_in_fp8_leave_no_copy() -> None:
     model = tiny_flux()
     blocks = nn.ModuleList([model.transformer_blocks, model.single_transformer_blocks])
@@ -107,13 +91,6 @@ def test_exclude_and_include_decide_the_gemm_by_full_name() -> None:
     expected |= {"transformer_blocks.0.attn.to_q"}
     assert fp8 == expected - {"single_transformer_blocks.1.attn.to_q"}
     assert report.why["transformer_blocks.1.attn.to_q"] == "activation.include / exclude"
-
-
-def test_proj_out_names_the_final_projection_only() -> None:
-    model = tiny_flux()
-    report = apply_coat(model, config(activation={"exclude": ["proj_out"]}))
-    assert linears(model)["single_transformer_blocks.0.proj_out"].config.use_fp8_gemm
-    assert set(report.why) == MODULATION
 
 
 @pytest.mark.parametrize("key", ["include", "exclude"])
@@ -251,25 +228,6 @@ def test_autocast_training_step() -> None:
     assert sum(similarity) / 80 > FLUX_GRADIENT_COSINE_MEAN
 
 
-@pytest.mark.parametrize(("budget_gb", "blocks"), [(1e-3, 4), (1e4, 0)])
-def test_auto_follows_the_budget(budget_gb: float, blocks: int, caplog: pytest.LogCaptureFixture) -> None:
-    model, _, _ = coat_flux_model({"memory": {"budget_gb": budget_gb}})
-    calls: list[int] = []
-    for block in (*model.transformer_blocks, *model.single_transformer_blocks):
-        block.attn.register_forward_pre_hook(lambda module, args: calls.append(id(module)))
-    with caplog.at_level(logging.INFO, logger=runner.__package__):
-        lora_gradients(model)
-    assert len(calls) == 4 + blocks
-    assert f"checkpointing auto: {blocks} of 4 blocks recompute" in caplog.text
-
-
-def test_recomputation_can_be_forbidden() -> None:
-    with pytest.raises(ValueError, match=r"coat.memory.checkpointing='all': train.gradient_checkpointing is false"):
-        apply_coat(tiny_flux(), config(memory={"checkpointing": "all"}), allow_recompute=False)
-    rows = {row.part: row.got for row in apply_coat(tiny_flux(), COATConfig(), allow_recompute=False).parts()}
-    assert rows["checkpointing"] == "0 of 4 blocks recompute from FP8 inputs"
-
-
 def test_inference_after_training_is_unpacked_and_deterministic() -> None:
     model, _, _ = coat_flux_model()
     lora_gradients(model)
@@ -343,19 +301,3 @@ class TestSD3:
         unknown = type("Unknown", (nn.Module,), {})()
         with pytest.raises(ValueError, match=r"^Unknown: .* list of blocks"):
             apply_coat(unknown, config())
-
-
-def test_batches_of_two_and_larger_images() -> None:
-    """Two images per batch: modulation rows are saved and packed too."""
-    model, plain = coat_flux_model()[0], reference_model()
-    for options in ({"batch": 2}, {"side": 12}):
-        expected, gradients = lora_gradients(plain, **options), lora_gradients(model, **options)
-        similarity = [cosine(expected[name], gradient) for name, gradient in gradients.items()]
-        assert sum(similarity) / 80 > FLUX_GRADIENT_COSINE_MEAN
-    assert flux_inputs(batch=2)["hidden_states"].shape == (2, 64, 64)
-
-
-def test_a_pattern_that_matches_nothing_is_a_config_error() -> None:
-    """The command line prints those without a traceback."""
-    with pytest.raises(ConfigError, match=r"coat\.activation\.exclude: 'proj_uot' matches no linear layer"):
-        apply_coat(tiny_flux(), config(activation={"exclude": ["proj_uot"]}))

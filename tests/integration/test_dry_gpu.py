@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from coat_core.activation import PackingConfig
+from coat_core.activation import Saving
 from coat_core.config import FP8LinearConfig
 from coat_flux.blocks.fused.chooser import fused_block
 from coat_flux.config.coat import OPTIONS
@@ -360,11 +360,11 @@ def test_a_block_of_another_family(name: str, monkeypatch: pytest.MonkeyPatch) -
     with dry_gpu(monkeypatch) as gpu:
         size, tokens = FAMILIES[name].hidden, (FAMILIES[name].text, 1024)
         of = made(name, torch.bfloat16, size, tokens, FP8LinearConfig(), "toolkit", 16, "cuda")
-        form = fused_block(of.block, of.args, PackingConfig())
+        form = fused_block(of.block, of.args, Saving())
         with gpu.operators.step({"coat_flux/blocks/models/qwen_image.py:_mask": 0.0}):
             found = results(form, of)
     assert [found[each].shape for each in of.leaves] == [x.shape for x in of.leaves.values()]
-    kind = "last" if "last" in name else type(form.block).__name__
+    kind = "last" if "last" in name else type(form.form).__name__
     streams, norms, gates = LAUNCHES[kind]
     kernels = ("_qkv_rope_bwd_kernel", "_norm_modulate_bwd_kernel", "_gated_sum_bwd_kernel")
     assert [gpu.launches[kernel] for kernel in kernels] == [streams, norms, gates]
@@ -381,7 +381,7 @@ def test_a_block_of_flux2(kind: str, hidden: int, monkeypatch: pytest.MonkeyPatc
             call = flux2.given(
                 "diffusers", kind, hidden, hidden // 128, torch.bfloat16, batch=1, tokens=(512, 1024), vectors=False
             )
-        form = fused_block(block, call.args, PackingConfig())
+        form = fused_block(block, call.args, Saving())
         with gpu.operators.step({}):
             found = flux2.gradients(form, call, holder)
     assert all(found[name].shape == x.shape for name, x in call.leaves.items())

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from coat_core import FP8AdamW
-from coat_core.activation import PackingConfig
+from coat_core.activation import Saving
 from coat_core.config import FP8LinearConfig
-from coat_core.granularity import Granularity
+from coat_core.granularity import Granularity, Storage
 from coat_core.ops import dispatch
 from coat_flux.blocks.fused.chooser import fused_block
 from tests.autograd.test_fused_flow import arguments, blocks, gradients
@@ -77,7 +77,7 @@ def test_a_block_by_kernels_is_the_block_by_references(kind: str, activation: di
     model, _, _ = coat_flux_model(coat, dtype=torch.float32)
     block = blocks(model)[kind]
     granularity = Granularity(activation.get("nonlinear_granularity", "per_group"), 32)
-    packing = PackingConfig(activation.get("format", "e4m3"), granularity, activation.get("attention", "fp8"))
+    packing = Saving(Storage(activation.get("format", "e4m3"), granularity), activation.get("attention", "fp8"))
     args = arguments(model, batch=1)
     expected = gradients(fused_block(block, args, packing), block, args)
     with Kernels() as kernels:
@@ -96,7 +96,7 @@ def test_flux2s_blocks_by_kernels_are_those_by_references(kind: str) -> None:
     """One linear makes q, k, v and both halves of SwiGLU."""
     block = flux2.in_fp8(flux2.make_block("diffusers", kind, 64, 2))
     holder, call = flux2.adapt(block, "ai-toolkit's"), flux2.given("diffusers", kind, 64, 2, batch=1, tokens=(7, 17))
-    form = fused_block(block, call.args, PackingConfig(granularity=Granularity("per_group", 32)))
+    form = fused_block(block, call.args, Saving(Storage(granularity=Granularity("per_group", 32))))
     expected = flux2.gradients(form, call, holder)
     with Kernels() as kernels:
         found = flux2.gradients(form, call, holder)
@@ -109,7 +109,7 @@ def test_flux2s_blocks_by_kernels_are_those_by_references(kind: str) -> None:
 def test_z_images_block_by_kernels_is_that_by_references() -> None:
     """RMSNorm on both sides of linears, two linears that make SwiGLU's halves, angles and a mask of each image."""
     of = made("z-image", hidden=48, tokens=(3, 7), fp8=FP8LinearConfig(), adapters="toolkit")
-    form = fused_block(of.block, of.args, PackingConfig(granularity=Granularity("per_group", 16)))
+    form = fused_block(of.block, of.args, Saving(Storage(granularity=Granularity("per_group", 16))))
     expected = results(form, of)
     with Kernels() as kernels:
         found = results(form, of)

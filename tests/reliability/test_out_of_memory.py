@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from coat_core import FP8AdamW, FP8Linear
 from coat_core.linear import function
-from coat_core.linear.weight import load_weight
+from coat_core.linear.function import load_weight
 from coat_flux.blocks.gemms import transposed_bytes
 from coat_flux.blocks.held import HeldTensors, gradients, module_tensors, state_tensors, trained
 from coat_flux.blocks.runner import BlockRunner

@@ -122,14 +122,6 @@ def test_a_remembered_kernel_that_no_longer_runs_costs_a_measurement(kernels: Ke
     assert json.loads(file.read_text())[key] == {OWN: 2.0, "quick": 1.0, "slow": 4.0}
 
 
-def test_other_libraries_are_another_measurement(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    pick()
-    kernels.timed.clear()
-    monkeypatch.setattr(measure, "version_of", lambda package: "3.0" if package == "flash-attn-3" else None)
-    pick()
-    assert kernels.timed
-
-
 def test_nothing_is_tried_where_nothing_is_to_be_measured(kernels: Kernels) -> None:
     chooses, picked = pick(measure="never")
     assert (picked.row, kernels.tried, kernels.in_use) == ((OWN, "torch's choice"), [], None)
@@ -208,12 +200,6 @@ def test_a_kernel_for_gpus_is_refused_on_a_cpu() -> None:
 
 
 # -- in a model -------------------------------------------------------------------------------------------------------
-
-
-def test_a_kernel_that_cannot_run_is_an_error_before_the_first_step() -> None:
-    model, _, _ = coat_flux_model({"speed": {"attention": "cudnn"}})
-    with pytest.raises(RuntimeError, match=r"speed\.attention='cudnn': needs a GPU"):
-        lora_gradients(model)
 
 
 def test_blocks_run_the_kernel_that_was_chosen_and_a_save_names_it(kernels: Kernels) -> None:

@@ -103,13 +103,6 @@ def test_auto_counts_what_is_held_already(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(recomputed(make(budget_gb=1.0 + budget_for(4)))) == 2
 
 
-def test_auto_without_packing_keeps_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner_module, "held_bytes", lambda device: 0.0)
-    budget = budget_for(6)
-    assert recomputed(make(budget_gb=budget)) == []
-    assert len(recomputed(make(budget_gb=budget, activation={"use_fp8": False}))) >= 4
-
-
 def test_auto_chooses_again_when_images_grow_and_not_when_they_shrink(monkeypatch, caplog) -> None:
     monkeypatch.setattr(runner_module, "held_bytes", lambda device: 0.0)
     model = make(budget_gb=budget_for(3))
@@ -139,18 +132,6 @@ def test_auto_says_when_nothing_fits(monkeypatch: pytest.MonkeyPatch, caplog: py
     assert model.runner.plan.recomputed is None
     assert len(recomputed(model)) == BLOCKS
     assert "memory.budget_gb: even recomputing every block may exceed the budget by 0.50 GB; lower" in caplog.text
-
-
-def test_auto_without_a_budget_takes_what_the_machine_has() -> None:
-    assert recomputed(make()) == []
-
-
-@pytest.mark.parametrize("use_fp8", [True, False])
-def test_kept_blocks_pack_what_they_save(use_fp8: bool) -> None:
-    model = make(checkpointing="none", activation={"use_fp8": use_fp8})
-    with recording() as saved:
-        model(torch.randn(1, TOKENS, WIDTH, requires_grad=True) * 1)
-    assert bool(saved.packed) == use_fp8
 
 
 def test_constants_given_to_blocks_are_not_packed() -> None:

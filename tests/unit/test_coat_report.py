@@ -42,41 +42,6 @@ def test_rows_count_parts_with_the_same_treatment() -> None:
     assert report.converted == ["blocks.0.to_q", "blocks.1.to_q", "blocks.2.to_q", "blocks.0.norm"]
 
 
-def test_the_table_is_aligned_and_what_lies_outside_is_one_row() -> None:
-    report = CoatReport(asked="short", shared=lambda: [TableRow("GEMMs", "FP8", "bf16", "old card")])
-    report.add("blocks.0", "short")
-    report.add("other", "a longer treatment", "why it is")
-    report.skipped = {"x_embedder": OUTSIDE, "norm_out.linear": OUTSIDE}
-    assert report.table().splitlines() == [
-        "part      count  asked  got                 why",
-        "blocks.*  1      short  as asked",
-        "other     1      short  a longer treatment  why it is",
-        f"outside   2      -      high precision      {OUTSIDE} (x_embedder, norm_out.*)",
-        "GEMMs            FP8    bf16                old card",
-    ]
-
-
-def test_the_brief_table_fits_a_hundred_columns_and_leaves_nothing_out() -> None:
-    _, report, _ = coat_flux_model({})
-    report.add_row(
-        "optimizer", "coat_fp8_adamw", "FP8AdamW over 565,248 parameters, " * 6, "a reason that is long " * 9
-    )
-    brief = report.brief()
-    assert max(map(len, brief.splitlines())) <= 100
-    words = " ".join(brief.split())
-    for row in report.parts():
-        assert row.part in words
-        assert " ".join(row.why.split()) in words
-        assert " ".join(row.got.removeprefix("as asked").split()) in words
-    assert max(map(len, report.table().splitlines())) > 100  # which is why there is a brief one
-    assert CoatReport().brief() == ""
-
-
-def test_an_empty_report_is_a_heading_and_has_no_metadata() -> None:
-    assert CoatReport().table() == "part  count  asked  got  why"
-    assert CoatReport().metadata() == {}
-
-
 def test_a_row_can_be_added_and_replaced() -> None:
     report = CoatReport()
     report.add_row("optimizer", "adamw8bit", "adamw8bit")

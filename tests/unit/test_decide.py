@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from coat_flux.blocks.decide import BlockPlan, Given, decide, packing_of
+from coat_flux.blocks.decide import BlockPlan, Given, decide, saving_of
 from coat_flux.blocks.measure import PickedGemm
 from coat_flux.blocks.sizes import UNKNOWN, Block, Tokens, UnknownBlock
 from coat_flux.config.coat import COATConfig
@@ -48,14 +48,14 @@ def test_recomputation_that_is_forbidden_or_forced() -> None:
 
 
 def test_what_is_kept_or_recomputed_has_its_format() -> None:
-    packing = packing_of(COATConfig())
+    saving = saving_of(COATConfig())
     kept, again = plan_of(), plan_of(memory={"checkpointing": "all"})
-    assert (all_of(kept, "saved"), all_of(kept, "inputs"), all_of(kept, "flow")) == ({packing}, {None}, {"fused"})
-    assert (all_of(again, "saved"), all_of(again, "inputs")) == ({None}, {packing})
+    assert (all_of(kept, "saved"), all_of(kept, "inputs"), all_of(kept, "flow")) == ({saving}, {None}, {"fused"})
+    assert (all_of(again, "saved"), all_of(again, "inputs")) == ({None}, {saving.tensors})
     assert all_of(again, "flow") == {"diffusers"}
     exact = plan_of(memory={"checkpointing": "all", "enable_efficient_checkpoint": False})
     assert all_of(exact, "inputs") == {None}
-    assert all_of(plan_of(activation={"use_fp8": False}), "gemm") == {"bf16"}
+    assert plan_of(activation={"use_fp8": False}).gemm == "bf16"
 
 
 def test_a_block_that_cannot_be_fused_is_generic_and_keeps_more() -> None:
@@ -75,13 +75,13 @@ def test_steps_are_cuda_graphs_where_they_can_be(asked: str, obstacle: str, expe
 
 def test_what_the_first_step_picked_is_taken() -> None:
     plan = plan_of(replace(STEP, picked=PickedGemm("bf16", {}, "fastest")))
-    assert (plan.gemm, all_of(plan, "gemm")) == ("bf16", {"bf16"})
+    assert plan.gemm == "bf16"
 
 
 def test_without_coat_diffusers_recomputes_everything_as_it_is() -> None:
     plan = plan_of(enabled=False)
-    assert plan.recomputed == [0, 1, 2, 3]
-    for name, value in {"flow": "diffusers", "saved": None, "inputs": None, "gemm": "bf16"}.items():
+    assert (plan.recomputed, plan.gemm) == ([0, 1, 2, 3], "bf16")
+    for name, value in {"flow": "diffusers", "saved": None, "inputs": None}.items():
         assert all_of(plan, name) == {value}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import itertools
 import json
 from collections.abc import Callable
@@ -171,22 +170,6 @@ def test_a_broken_cache_costs_a_measurement(monkeypatch: pytest.MonkeyPatch, con
     bench = Bench(monkeypatch, config_of())
     assert bench.pick.choose(bench.args).gemm == "per_row"
     assert len(json.loads(cache.cache_file().read_text())) == 1
-
-
-def test_triton_under_its_windows_name_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    def version(package: str) -> str:
-        if package == "triton-windows":
-            return "3.5.0.post1"
-        raise importlib.metadata.PackageNotFoundError(package)
-
-    monkeypatch.setattr(importlib.metadata, "version", version)
-    assert cache.version_of("triton", "triton-windows") == "3.5.0.post1"
-
-
-def test_an_unwritable_cache_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: File) -> None:
-    (tmp_path / "coat_flux").write_text("a file where the folder should be")
-    bench = Bench(monkeypatch, config_of())
-    assert bench.pick.choose(bench.args).gemm == "per_row"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from coat_core import FP8Linear
-from coat_core.linear.weight import load_weight
+from coat_core.linear.function import load_weight
 from coat_flux.blocks.decide import Given, decide
 from coat_flux.blocks.gemms import set_transposed, transposed_bytes
 from coat_flux.blocks.runner import BlockRunner
@@ -51,7 +51,6 @@ def test_when_copies_are_kept(mode: str, device: str, checkpointing: str, room: 
     plan = decide(config, replace(given, free_bytes=peak + 1000 + room))
     assert plan.recomputed == []
     assert (plan.copies, plan.transposed_bytes) == (kept, 1000 if kept else 0)
-    assert {choice.transposed for choice in plan.blocks} == {kept}
     assert not decide(config, replace(plan.given, without_copies=True)).copies
     assert not decide(config, replace(plan.given, tokens=None)).copies
 

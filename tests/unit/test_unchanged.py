@@ -14,10 +14,9 @@ import torch
 from peft import LoraConfig
 from torch import nn
 
-from coat_core.linear.weight import drop_transposed, keep_transposed, store_weight
-from coat_flux.blocks.fused.chooser import BlockState
+from coat_core.linear.function import drop_transposed, keep_transposed, store_weight
 from coat_flux.blocks.gemms import multiply_in_bf16
-from coat_flux.blocks.runner import BlockRunner
+from coat_flux.blocks.runner import BlockRunner, BlockState
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.flux import coat_flux_model, lora_gradients, predict, tiny_flux
 from tests.helpers.toolkit_lora import Network
@@ -125,7 +124,7 @@ NETWORK_CHANGES: dict[str, Callable[[Any, Any], Any]] = {
     "a strength per image": lambda network, lora: setattr(network, "multiplier", [0.5, 1.0]),
     "a strength in its list": lambda network, lora: network._multiplier.__setitem__(0, 0.25),
     "evaluation": lambda network, lora: network.eval(),
-    "its scale": lambda network, lora: setattr(lora, "_runtime_scale", torch.ones(())),
+    "its scale": lambda network, lora: setattr(lora, "scale", 0.5),
     "its matrix": lambda network, lora: setattr(lora.lora_up, "weight", nn.Parameter(lora.lora_up.weight.detach())),
     "a bias": lambda network, lora: setattr(lora.lora_up, "bias", nn.Parameter(torch.zeros(lora.lora_up.out_features))),
     "taken off": lambda network, lora: delattr(lora.org_module[0], "forward"),

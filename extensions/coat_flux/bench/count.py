@@ -38,7 +38,8 @@ from coat_core.ops.launch import recorded_launches
 from ..base.errors import UserError
 from ..base.files import write_file
 from ..blocks.apply import apply_coat
-from ..blocks.fused.modulation import Modulation, modulate_ahead
+from ..blocks.fused.linears import LinearGroup
+from ..blocks.fused.parts import Modulation, modulate_ahead
 from ..blocks.gemms import set_transposed
 from ..blocks.held import AsOnGPU, tensors_in
 from ..blocks.hook import hook_of
@@ -439,14 +440,14 @@ def _session(
 def _modulate(runner: BlockRunner, names: dict[nn.Module, tuple[str, int]], recorder: Recorder, temb: Tensor) -> None:
     modulations: list[Modulation] = []
     for form, (_, number) in zip(runner.forms, names.values(), strict=True):
-        own = form.block.modulations
+        own = form.form.modulations
         modulations += own
         for _ in range(number - 1):
             modulations += [_like(modulation) for modulation in own]
     modulate_ahead(modulations, temb)
-    vectors = _Modulated.apply(recorder, *(modulation.ahead.vectors for modulation in modulations))
+    vectors = _Modulated.apply(recorder, *(modulation.vectors for modulation in modulations))
     for modulation, found in zip(modulations, vectors, strict=True):
-        modulation.ahead.vectors = found
+        modulation.vectors = found
 
 
 def _like(modulation: Modulation) -> Modulation:
@@ -455,7 +456,9 @@ def _like(modulation: Modulation) -> Modulation:
         tuple(replace(x, down=nn.Parameter(x.down.detach()), up=nn.Parameter(x.up.detach())) for x in found)
         for found in linear.adapters
     )
-    return Modulation(replace(linear, adapters=adapters))
+    group = LinearGroup(linear.bases, linear.widths, adapters, linear.parts)
+    group.copies = linear.copies
+    return Modulation(group)
 
 
 def _places(model: Any, geometry: Geometry) -> dict[nn.Module, tuple[str, int]]:

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from coat_core.activation.convolution import keep_no_input
+from coat_core.activation.layers import keep_no_input
 from coat_core.config import FP8LinearConfig
-from coat_core.linear.function import fp8_gemm_obstacle
+from coat_core.linear.function import CODES, fp8_gemm_obstacle
 from coat_core.linear.module import FP8Linear, FP8TrainableLinear, obstacle_to_conversion
-from coat_core.linear.weight import CODES
 
 from ..base.errors import UserError
 from ..config.findings import ConfigError
@@ -59,11 +58,18 @@ def apply_coat(
     report = CoatReport()
     if not config.enabled:
         return report
-    _check_model(model)
+    wrapped = next((name for name, module in model.named_modules() if hasattr(module, "base_layer")), None)
+    if wrapped is not None:
+        raise ValueError(
+            f"{wrapped}: already has an adapter; call apply_coat before adding the LoRA, attach_lora after"
+        )
     family = family_of(model)
     run_device = torch.device(device) if device is not None else next(model.parameters()).device
     config = config_for(run_device, config)
-    report.asked = _asked(config, config.weight.use_fp8 and not trained)
+    stored, multiplies = config.weight.use_fp8 and not trained, config.activation.use_fp8
+    report.asked = "W and GEMMs in high precision"
+    if stored or multiplies:
+        report.asked = describe_linear(config.linear_config(), stored, not multiplies)
     _check_patterns(model, config)
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear):
@@ -116,14 +122,6 @@ def convert_weights(
     return convert
 
 
-def _check_model(model: nn.Module) -> None:
-    wrapped = next((name for name, module in model.named_modules() if hasattr(module, "base_layer")), None)
-    if wrapped is not None:
-        raise ValueError(
-            f"{wrapped}: already has an adapter; call apply_coat before adding the LoRA, attach_lora after"
-        )
-
-
 def _check_patterns(model: nn.Module, config: COATConfig) -> None:
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     for key in ("include", "exclude"):
@@ -135,14 +133,6 @@ def _check_patterns(model: nn.Module, config: COATConfig) -> None:
                 )
 
 
-def _layer_config(name: str, config: COATConfig, family: Family, device: torch.device) -> tuple[FP8LinearConfig, str]:
-    base, why = config.linear_config(), high_precision_reason(name, config, family)
-    if why:
-        return replace(base, use_fp8_gemm=False), why
-    obstacle = fp8_gemm_obstacle(device, base)
-    return base, "" if obstacle is None else f"fallback: {obstacle}"
-
-
 def _convert_one(
     name: str,
     module: Any,
@@ -152,7 +142,11 @@ def _convert_one(
     report: CoatReport,
     trained: bool,
 ) -> None:
-    linear_config, why = _layer_config(name, config, family, device)
+    linear_config, why = config.linear_config(), high_precision_reason(name, config, family)
+    if why:
+        linear_config = replace(linear_config, use_fp8_gemm=False)
+    elif (obstacle := fp8_gemm_obstacle(device, linear_config)) is not None:
+        why = f"fallback: {obstacle}"
     if isinstance(module, FP8TrainableLinear):
         module.config = linear_config
     elif isinstance(module, FP8Linear):
@@ -201,12 +195,6 @@ def _check_stored(name: str, stored: FP8LinearConfig, asked: FP8LinearConfig) ->
                 f"coat.{key.replace('_', '.')}={wanted!r}: {name} is already stored as {held!r}; "
                 "load the model again, or convert it back with coat_core.restore_linear first"
             )
-
-
-def _asked(config: COATConfig, stored: bool) -> str:
-    if not (stored or config.activation.use_fp8):
-        return "W and GEMMs in high precision"
-    return describe_linear(config.linear_config(), stored, not config.activation.use_fp8)
 
 
 def _check_fallback(report: CoatReport, config: COATConfig) -> None:

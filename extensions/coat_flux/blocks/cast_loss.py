@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from coat_core.config import FP8LinearConfig
 from coat_core.granularity import PER_ROW, PER_TENSOR, Granularity
 from coat_core.int8 import rotate
-from coat_core.linear.weight import load_weight
+from coat_core.linear.function import load_weight
 from coat_core.metrics import cast_losses
 from coat_core.quantize import dequantize, split_groups
 

@@ -7,9 +7,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from coat_core.activation import PackingConfig
+from coat_core.activation import Saving
 from coat_core.formats import INT8
-from coat_core.granularity import Granularity
+from coat_core.granularity import Granularity, Storage
 
 from .measure import PickedGemm, candidates
 from .sizes import (
@@ -60,8 +60,8 @@ class Given:
     reserve_bytes: int = 0  # what sampling or the optimizer need of what is free for a step
     accumulates: bool = False  # the gradients of an earlier micro-batch are there all along
     unfused: Mapping[int, str] = field(default_factory=dict)  # index of each block that cannot be fused → why
-    transposed_bytes: int = 0  # what transposed copies of the weights take
-    shadow_bytes: int = 0  # what copies of the adapters' matrices in the blocks' dtype take
+    transposed_bytes: int = 0  # of transposed copies of the weights, if they are made
+    adapter_elements: int = 0  # of the matrices that the fused flow copies in the blocks' dtype
     graph_obstacle: str = NOT_CAPTURED  # why whole steps cannot be CUDA graphs; empty where they can
     picks_later: bool = False  # the first step still has to pick a GEMM
     picked: PickedGemm | None = None  # what it picked
@@ -77,12 +77,10 @@ class BlockChoice:
     """What one block does: `flow` is "fused" (`fused/`), "generic" (saved tensors packed) or "diffusers"."""
 
     recomputed: bool | None  # it is run again in backward; else what it saves is kept. None: decided at the first step
-    inputs: PackingConfig | None  # how a recomputed block's inputs are stored; None: as they are
-    saved: PackingConfig | None  # how what a kept block saves is stored; None: as it is
+    inputs: Storage | None  # of a recomputed block's inputs; None: as they are
+    saved: Saving | None  # of a kept block's tensors; None: as they are
     flow: str
     obstacle: str  # why it is not fused, where it should be
-    gemm: str  # as of `BlockPlan`
-    transposed: bool  # a transposed copy of its weights is kept for dgrad
     streamed: bool  # its codes are in host memory
 
 
@@ -142,6 +140,7 @@ def decide(config: COATConfig, given: Given) -> BlockPlan:
     """Decide what every block does; before the first step (`given.tokens` is None) `auto` has no choice yet."""
     checkpointing = checkpointing_mode(config, given.allow_recompute)
     gemm = candidates(config)[0] if given.picked is None else given.picked.gemm
+    in_fp8 = config.enabled and config.activation.use_fp8
     sizes: list[BlockBytes] = []
     around = 0
     if given.tokens is not None:
@@ -158,20 +157,21 @@ def decide(config: COATConfig, given: Given) -> BlockPlan:
     if sizes:
         moment = largest_moment(sizes, recomputed or (), given.accumulates)
         left = math.inf if free is None else free - moment.total - around
-        if given.shadow_bytes <= left:  # no block recomputes for them
-            shadow = given.shadow_bytes
+        copied = given.adapter_elements * given.value_bytes
+        if in_fp8 and config.activation.flow == "fused" and copied <= left:  # no block recomputes for them
+            shadow = copied
         if checkpointing == "auto" and not recomputed and free is not None and not streamed:
             spare = left - shadow
     copies = not streamed and _keeps_transposed(config, given, spare)
-
-    def choice(index: int, again: bool | None) -> BlockChoice:
-        return _choice(config, given, gemm, again, copies, index in streamed, index)
-
+    blocks = []
+    for i in range(len(given.blocks)):
+        again = None if recomputed is None else i in recomputed
+        blocks.append(_choice(config, given.unfused.get(i, ""), again, i in streamed))
     return BlockPlan(
         checkpointing=checkpointing,
-        gemm=gemm,
+        gemm=gemm if in_fp8 else "bf16",
         captured=config.speed.cuda_graphs == "auto" and not given.graph_obstacle,
-        blocks=tuple(choice(i, None if recomputed is None else i in recomputed) for i in range(len(given.blocks))),
+        blocks=tuple(blocks),
         moment=moment,
         kept_bytes=sum(s.recomputed if i in (recomputed or ()) else s.kept for i, s in enumerate(sizes)),
         around_bytes=around,
@@ -188,12 +188,6 @@ def budget_bytes(config: COATConfig, usable: float | None) -> float | None:
     """The run's peak limit: `memory.budget_gb`, else the device's memory; None: unknown."""
     budget_gb = config.memory.budget_gb
     return usable if budget_gb is None else budget_gb * 1e9
-
-
-def copied_bytes(config: COATConfig, lora_elements: int, value_bytes: int) -> int:
-    """Bytes of the adapters' copies (`fused.linears.AdapterCopies`); 0 outside the fused flow."""
-    fused = config.enabled and config.activation.use_fp8 and config.activation.flow == "fused"
-    return lora_elements * value_bytes if fused else 0
 
 
 def checkpointing_mode(config: COATConfig, allow_recompute: bool) -> str:
@@ -247,43 +241,37 @@ def _recomputed(
 def _keeps_transposed(config: COATConfig, given: Given, spare: float) -> bool:
     """Whether all transposed weight copies are kept. `auto`: only if no block recomputes, which costs far more time."""
     mode = config.memory.transposed_weights
-    if given.tokens is None or given.device != "cuda" or mode == "never" or given.without_copies:
+    if not config.enabled or given.tokens is None or given.device != "cuda" or given.without_copies:
+        return False
+    if mode == "never":
         return False
     return given.transposed_bytes > 0 and (mode == "always" or given.transposed_bytes <= spare)
 
 
-def _choice(
-    config: COATConfig,
-    given: Given,
-    gemm: str,
-    again: bool | None,
-    copies: bool,
-    streamed: bool,
-    index: int,
-) -> BlockChoice:
-    packing, in_fp8 = packing_of(config), config.enabled and config.activation.use_fp8
-    packs = in_fp8 and not again
+def _choice(config: COATConfig, obstacle: str, again: bool | None, streamed: bool) -> BlockChoice:
+    saving, inputs, flow = saving_of(config), None, "diffusers"
+    packs = config.enabled and config.activation.use_fp8 and not again
     wants_fused = packs and config.activation.flow == "fused"
-    obstacle = given.unfused.get(index, "")
-    fused = wants_fused and not obstacle
+    if packs:
+        flow = "fused" if wants_fused and not obstacle else "generic"
+    if again and config.enabled and config.memory.enable_efficient_checkpoint:
+        inputs = saving.tensors
     return BlockChoice(
         recomputed=again,
-        inputs=packing if again and config.enabled and config.memory.enable_efficient_checkpoint else None,
-        saved=packing if packs else None,
-        flow="fused" if fused else "generic" if packs else "diffusers",
+        inputs=inputs,
+        saved=saving if packs else None,
+        flow=flow,
         obstacle=obstacle if wants_fused else "",
-        gemm=gemm if in_fp8 else "bf16",
-        transposed=copies,
         streamed=streamed,
     )
 
 
-def packing_of(config: COATConfig) -> PackingConfig:
+def saving_of(config: COATConfig) -> Saving:
     """How FP8 saved tensors and inputs of recomputed blocks are stored."""
     activation = config.activation
     granularity = Granularity(activation.nonlinear_granularity, activation.group_size)
     fmt = "e4m3" if activation.format == INT8.name else activation.format  # one scale for a group needs no rotation
-    return PackingConfig(fmt, granularity, activation.attention)
+    return Saving(Storage(fmt, granularity), activation.attention)
 
 
 def block_settings(config: COATConfig, given: Given, *, fused: bool = True) -> list[FlowSettings]:
@@ -299,7 +287,7 @@ def flow_settings(config: COATConfig, given: Given, fused: bool = True) -> FlowS
     return FlowSettings(
         flow=(activation.flow if fused else "generic") if in_fp8 else "eager",
         attention=activation.attention,
-        packing=packing_of(config).granularity,
+        packing=Granularity(activation.nonlinear_granularity, activation.group_size),
         inputs=Granularity(activation.linear_granularity, activation.group_size),
         fp8_adapters=in_fp8,
         fp8_checkpoint=config.enabled and config.memory.enable_efficient_checkpoint,

@@ -21,10 +21,16 @@ from torch import nn
 from coat_core.activation import FP8InputLinear
 from coat_core.config import FP8LinearConfig
 from coat_core.formats import FORMATS, INT8
-from coat_core.linear.function import fp8_gemm_obstacle, input_granularity
+from coat_core.linear.function import (
+    drop_transposed,
+    forget_codes,
+    fp8_gemm_obstacle,
+    input_storage,
+    keep_transposed,
+    load_weight,
+    wants_transposed,
+)
 from coat_core.linear.module import FP8Linear, FP8TrainableLinear
-from coat_core.linear.trained import forget_codes
-from coat_core.linear.weight import drop_transposed, keep_transposed, load_weight, wants_transposed
 from coat_core.ops.scaled_mm import int8_unsupported_reason as int8_obstacle
 
 from .models import matches
@@ -74,7 +80,7 @@ class BlockGemms:
         for block in self._blocks:
             for module in block.modules():
                 if isinstance(module, FP8InputLinear) and module.source:
-                    module.input_granularity = input_granularity(replace(self._asked, input_granularity=scaling))
+                    module.storage = input_storage(replace(self._asked, input_granularity=scaling))
 
 
 def stored_linears(block: nn.Module) -> Iterator[tuple[Any, str]]:

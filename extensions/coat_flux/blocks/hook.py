@@ -7,6 +7,7 @@ switched off for good.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
-from coat_core.activation.packing import checkpoint_records
+from coat_core.autograd import checkpoint_records
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +25,12 @@ SWITCHES = ("enable_gradient_checkpointing", "gradient_checkpointing_enable")
 FLAG = "gradient_checkpointing"
 # what compiles the frames that are called now: something inside a compiled module, None or False elsewhere
 _compiler = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
+
+
+@functools.cache
+def argument_names(kind: type[nn.Module]) -> tuple[str, ...]:
+    """Argument names of the class's forward."""
+    return tuple(inspect.signature(kind.forward).parameters)[1:]
 
 
 class BlockHook:

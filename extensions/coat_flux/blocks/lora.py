@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from coat_core.activation import FP8InputLinear
-from coat_core.linear.function import input_granularity
+from coat_core.linear.function import input_storage
 from coat_core.linear.module import FP8Linear, FP8TrainableLinear
 
 from .quantized import is_adopted
@@ -65,9 +65,7 @@ def attach_lora(root: nn.Module, config: COATConfig) -> LoraReport:
             report.skipped[name] = f"its down projection is a {type(down).__name__}"
             continue
         shares = sees_base_input and _hands_over_input(base)
-        FP8InputLinear.from_linear(
-            down, linear_config.input_format, input_granularity(linear_config), base if shares else None
-        )
+        FP8InputLinear.from_linear(down, input_storage(linear_config), base if shares else None)
         (report.shared if shares else report.own).append(name)
     if not (report.shared or report.own or report.skipped):
         raise ValueError(f"{type(root).__name__}: no LoRA adapter found; attach after the LoRA network is made")
@@ -107,15 +105,14 @@ class NotPlain(Exception):
     """This module does more than linear plus LoRA; the message says what."""
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class PlainAdapter:
     """One adapter's matrices; `strengths` [images] scale x Aᵀ image by image, None if all are equal."""
 
     down: nn.Parameter  # A [r, K]
     up: nn.Parameter  # B [N, r]
-    factors: tuple[float | Tensor, ...]  # numbers or one-element tensors that multiply x Aᵀ
+    factor: float  # of x Aᵀ
     strengths: Tensor | None = None
-    copies: Any = None
 
 
 def plain_adapters(module: Any) -> tuple[nn.Module, tuple[PlainAdapter, ...]]:
@@ -166,7 +163,7 @@ def _of_peft_one(layer: Any, name: str) -> PlainAdapter:
     if layer.training and getattr(layer.lora_dropout[name], "p", 0.0):
         raise NotPlain(DROPOUT)
     _check_matrices(down, up)
-    return PlainAdapter(down.weight, up.weight, (layer.scaling[name],))
+    return PlainAdapter(down.weight, up.weight, float(layer.scaling[name]))
 
 
 def _of_toolkit(lora: Any) -> tuple[PlainAdapter, ...]:
@@ -181,23 +178,16 @@ def _of_toolkit(lora: Any) -> tuple[PlainAdapter, ...]:
     if hasattr(lora, "scalar") or getattr(lora, "lora_mid", None) is not None:
         raise NotPlain("a LoRA with a scalar or a middle matrix")
     _check_matrices(lora.lora_down, lora.lora_up)
-    strength, strengths = _strength_of(network)
-    return (PlainAdapter(lora.lora_down.weight, lora.lora_up.weight, (lora._runtime_scale, strength), strengths),)
-
-
-def _strength_of(network: Any) -> tuple[float | Tensor, Tensor | None]:
-    """The strength of ai-toolkit's network as one factor, and as one per image where they differ.
-
-    The trainer's list is compared, not its tensor: that would synchronize for every adapter of every block.
-    """
-    given = network._multiplier
-    entries = given if isinstance(given, list) else [given]
+    # the trainer's list of strengths is compared, not its tensor, which would synchronize for every adapter
+    entries = network._multiplier if isinstance(network._multiplier, list) else [network._multiplier]
+    factor, strengths = float(lora.scale), None
     if all(isinstance(entry, int | float) and entry == entries[0] for entry in entries):
-        return entries[0], None
-    tensor: Tensor = network.torch_multiplier
-    if tensor.ndim > 1:
-        raise NotPlain(f"LoRA strengths of shape {tuple(tensor.shape)}, not one per image")
-    return (tensor, None) if tensor.numel() == 1 else (1.0, tensor)
+        factor *= entries[0]
+    else:
+        strengths = network.torch_multiplier
+        if strengths.ndim != 1:
+            raise NotPlain(f"LoRA strengths of shape {tuple(strengths.shape)}, not one per image")
+    return (PlainAdapter(lora.lora_down.weight, lora.lora_up.weight, factor, strengths),)
 
 
 def _check_matrices(down: Any, up: Any) -> None:

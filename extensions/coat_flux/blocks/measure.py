@@ -33,9 +33,9 @@ from coat_core.ops.attention import GPU_KERNELS, TAKES_MASK, chosen_kernel, use_
 from coat_core.ops.attention_trial import AttentionTrial
 
 from ..base.files import write_file
-from .fused.block import written_gradients
-from .fused.reading import argument_names
+from .fused.parts import written_gradients
 from .gemms import BlockGemms
+from .hook import argument_names
 from .lora import trained_parameters
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from coat_core.linear.module import FP8TrainableLinear
 from coat_core.ops.dispatch import triton_obstacle
 
 from ..base.text import columns
-from .decide import BlockChoice, BlockPlan, Given, block_settings, packing_of
+from .decide import BlockChoice, BlockPlan, Given, block_settings, saving_of
 from .measure import MEASURED
 from .models import READ_BLOCKS
 from .sizes import Block, Tokens, block_bytes, read_blocks, shown_by
@@ -242,8 +242,9 @@ def _kernels(device: torch.device) -> TableRow:
 def _saved(plan: BlockPlan, config: COATConfig, ran: Mapping[int, str]) -> TableRow:
     if not config.activation.use_fp8:
         return TableRow("saved tensors", "high precision", "high precision", "activation.use_fp8: false")
-    packing = packing_of(config)
-    stored = f"FP8 {packing.format} {packing.granularity.name}"
+    storage = saving_of(config).tensors
+    assert storage is not None
+    stored = f"FP8 {storage.format} {storage.granularity.name}"
     asked = f"{stored}, {config.activation.flow} flow"
     if ran:
         got = "; ".join(f"{count} {what}" for what, count in treatments(plan, ran).items())

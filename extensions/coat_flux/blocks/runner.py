@@ -11,8 +11,9 @@ larger batch, accumulated gradients, a block that cannot be fused, or an out-of-
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -22,16 +23,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from coat_core.activation import PackedSavedTensors, fp8_checkpoint, may_draw
-from coat_core.linear.function import compute_dtype
-from coat_core.linear.weight import drop_transposed
+from coat_core.linear.function import compute_dtype, drop_transposed
 from coat_core.optim.state import state_bytes
 
 from . import report
-from .decide import BlockPlan, Given, budget_bytes, copied_bytes, decide, packing_of
-from .fused.chooser import BlockState, attention_query, check_agreement, fused_block
-from .fused.linears import AdapterCopies, NotFusable
-from .fused.modulation import Modulation, modulate_ahead
-from .fused.reading import FusedBlock
+from .decide import BlockPlan, Given, budget_bytes, decide, saving_of
+from .fused.chooser import attention_query, check_agreement, fused_block
+from .fused.linears import AdapterCopies, LinearGroup, NotFusable
+from .fused.parts import Modulation, modulate_ahead
+from .fused.reading import FusedBlock, has_hooks
 from .gemms import multiply_in_bf16, set_transposed, transposed_bytes
 from .held import held_bytes, usable_bytes
 from .hook import check_reached, first_tensor, frozen_tensors, hook_of, own_forward, take_over
@@ -83,6 +83,7 @@ class BlockRunner:
         self._read_forms: dict[int, FusedBlock] = {}  # index → a block that can be fused
         self._forms: dict[int, FusedBlock] = {}  # those of them that the plan has run so
         self._copies: AdapterCopies | None = None
+        self._groups: list[LinearGroup] = []  # of all forms, modulations' among them
         self._modulations: list[Modulation] = []  # of the blocks whose vectors are made where a pass begins
         self._refused: dict[int, str] = {}  # index → why its form did not take what it was called with
         self._differs: dict[type, str] = {}  # kind of block → how its form's output differs; empty where it does not
@@ -90,7 +91,8 @@ class BlockRunner:
         self._held: float | None = None  # bytes, before anything of a step is there
         self._trained: list[nn.Parameter] = []
         self._warned: set[str] = set()
-        self._logged: tuple[BlockPlan, Counter[str]] | None = None
+        self._logged: BlockPlan | None = None  # the plan that was logged last
+        self._counts: Counter[str] | None = None  # of blocks by what they do, as logged
         self._plan: Any = None  # a BlockPlan, from the first decision on
         self._checked, self._decisions, self._readings = False, 0, 0
         names, sizes = (block_name(type(block)) for block in self._modules), read_blocks(self._modules, (), 0)
@@ -191,7 +193,7 @@ class BlockRunner:
         place = self._places[block]
         begins, self._place = place <= self._place, place
         if begins:
-            self._begin_pass(block, args, kwargs)
+            self._begin_pass(place, args, kwargs)
         self._see_sizes(args)
         if self._state is None:  # copies of weights have changed
             self._read()
@@ -204,17 +206,18 @@ class BlockRunner:
             outputs = self._run_fused(place, form, args, kwargs)
         if self.streaming is not None:
             self.streaming.announce(block, outputs)
-        if place == len(self._modules) - 1:
+        if place == len(self._modules) - 1 and self._logged is not self._plan:
             self._log_treatments()
         return outputs
 
-    def _begin_pass(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """See what a trainer has changed since the last forward pass; arguments are those of the first block."""
+    def _begin_pass(self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Read changed blocks again, and pick kernels in the first pass; arguments are those of the first block."""
         if self._state is None or self._state.changed():
             self._read()
-        if self._given.attention is None and self._places[block] == 0 and all(self._readable) and len(args) > 1:
+        if self._given.attention is None and place == 0 and all(self._readable) and len(args) > 1:
             with suppress(NotFusable):
-                self._decide(attention=self.attention.choose(*attention_query(block, args)).row)
+                query, mask = attention_query(self._modules[0], args)
+                self._decide(attention=self.attention.choose(query, mask).row)
         if self._pick is not None and not kwargs:
             picked, self._pick = self._pick.choose(args), None
             self._forget()
@@ -225,7 +228,7 @@ class BlockRunner:
         if self._plan.shadow_bytes:
             dtype = compute_dtype(args[0])
             if self._copies is None or self._copies.dtype != dtype:
-                self._copies = AdapterCopies([form.block for form in self._forms.values()], dtype)
+                self._copies = AdapterCopies(self._groups, dtype)
             self._copies.refresh()
         elif self._copies is not None:
             self._copies.drop()
@@ -237,8 +240,8 @@ class BlockRunner:
 
     def _run_fused(self, place: int, form: FusedBlock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
-            if type(self._modules[place]) not in self._differs:
-                self._compare(place, form, args, kwargs)
+            if type(self._modules[place]) not in self._differs and not kwargs:
+                self._compare(place, form, args)
             outputs = form(*args, **kwargs)
         except NotFusable as error:
             self._refused[place] = str(error)
@@ -258,20 +261,19 @@ class BlockRunner:
         own = own_forward(block)
         if not choice.recomputed:
             return self._packed(block, args, kwargs) if choice.saved is not None else own(*args, **kwargs)
-        packing = choice.inputs
-        if packing is None:
+        if choice.inputs is None:
             return checkpoint(own, *args, use_reentrant=False, preserve_rng_state=may_draw(), **kwargs)
-        return fp8_checkpoint(own, *args, fmt=packing.format, granularity=packing.granularity, **kwargs)
+        return fp8_checkpoint(own, *args, storage=choice.inputs, **kwargs)
 
     def _packed(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with PackedSavedTensors(packing_of(self._config), keep=frozen_tensors(block, (args, kwargs))):
+        with PackedSavedTensors(saving_of(self._config), keep=frozen_tensors(block, (args, kwargs))):
             return own_forward(block)(*args, **kwargs)
 
     def _kept_form(self, block: nn.Module) -> Callable[..., Any]:
         """What runs a block that is not recomputed, as it is now, for the start-up measurement."""
         if self._fuses:
             with suppress(NotFusable):
-                return fused_block(block, None, packing_of(self._config))
+                return fused_block(block, None, saving_of(self._config))
         return lambda *args: self._packed(block, args, {})
 
     # -- reading and deciding ---------------------------------------------------------------------------------------
@@ -283,7 +285,7 @@ class BlockRunner:
             try:
                 if self._differs.get(type(block)):
                     raise NotFusable(self._differs[type(block)])
-                forms[i] = fused_block(block, None, packing_of(self._config), join)
+                forms[i] = fused_block(block, None, saving_of(self._config), join)
             except NotFusable as error:
                 unfused[i] = str(error)
         return forms, unfused
@@ -301,58 +303,65 @@ class BlockRunner:
         self._choose_forms()
 
     def _choose_forms(self) -> None:
+        """Keep the forms of the blocks that the plan has run so, with their linears and modulations."""
         forms = {i: form for i, form in self._read_forms.items() if self._plan.blocks[i].saved is not None}
         if forms.keys() != self._forms.keys():
             self._forms, self._copies = forms, None
-        resident = [forms[i].block for i in self._plan.resident if i in forms]
-        self._modulations = [modulation for block in resident for modulation in block.modulations]
+        self._groups = [group for form in forms.values() for group in form.form.groups]
+        self._groups += [modulation.linear for form in forms.values() for modulation in form.form.modulations]
+        resident = [forms[i].form for i in self._plan.resident if i in forms]
+        self._modulations = [modulation for form in resident for modulation in form.modulations]
 
     def _forget(self) -> None:
         self._state, self._read_forms, self._forms, self._copies, self._refused = None, {}, {}, None, {}
-        self._modulations = []
+        self._modulations, self._groups = [], []
 
-    def _compare(self, place: int, form: FusedBlock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        block = self._modules[place]
-        if kwargs:
-            return
+    def _compare(self, place: int, form: FusedBlock, args: tuple[Any, ...]) -> None:
+        """See that form and block agree, once for each class; NotFusable if not, and none of the class fuses."""
+        kind = type(self._modules[place])
         try:
-            check_agreement(form, block, args)
+            check_agreement(form, self._modules[place], args)
         except NotFusable as error:
-            self._differs[type(block)] = str(error)
-            self._read_forms = {i: x for i, x in self._read_forms.items() if type(self._modules[i]) is not type(block)}
-            alike = [i for i, other in enumerate(self._modules) if type(other) is type(block)]
+            self._differs[kind] = str(error)
+            alike = [i for i, other in enumerate(self._modules) if type(other) is kind]
+            self._read_forms = {i: x for i, x in self._read_forms.items() if i not in alike}
             self._decide(unfused={**self._given.unfused, **dict.fromkeys(alike, str(error))})
             raise
-        self._differs[type(block)] = ""
+        self._differs[kind] = ""
 
     def _see_sizes(self, args: tuple[Any, ...]) -> None:
-        hidden = [x for x in args if isinstance(x, Tensor) and x.ndim == 3]
-        size = sum(x.numel() for x in hidden)
-        accumulates = any(x.grad is not None for x in self._trained[:1] + self._trained[-1:])  # FSDP2 hides the first's
-        first = self._given.tokens is None and bool(hidden or (args and self._plan.checkpointing != "auto"))
-        if not (first or size > self._size or accumulates > self._given.accumulates):
+        """Decide at the first call, and again at a larger micro-batch or the first one that adds to gradients."""
+        size, streams = 0, []
+        for x in args:
+            if isinstance(x, Tensor) and x.ndim == 3:
+                streams.append(x)
+                size += x.numel()
+        accumulates = False
+        for parameter in self._trained[:1] + self._trained[-1:]:  # FSDP2 hides the first's gradient
+            accumulates = accumulates or parameter.grad is not None
+        given = self._given
+        first = given.tokens is None and bool(streams or (args and self._plan.checkpointing != "auto"))
+        if not (first or size > self._size or accumulates > given.accumulates):
             return
-        device, tokens = first_tensor(args).device, self._given.tokens or Tokens(0, 0, 0)
-        if size > self._size and len(hidden) == 2:
-            tokens = Tokens(hidden[0].shape[0], hidden[1].shape[1], hidden[0].shape[1])
+        device, tokens = first_tensor(args).device, given.tokens or Tokens(0, 0, 0)
+        if size > self._size and len(streams) == 2:
+            tokens = Tokens(len(streams[0]), streams[1].shape[1], streams[0].shape[1])
         self._size = max(size, self._size)
         if self._held is None:
             self._trained = [p for block in self._modules for p in trained_parameters(block)]
             missing = [] if self.states_are_made or self._config.optimizer.offload == "cpu" else self._trained
             states = state_bytes(self._config.optimizer_config()[0], [p.numel() for p in missing])
             self._held = held_bytes(device) + states + (0 if self.streaming is None else self._plan.freed_bytes)
-        facts, budget = shown_by(args), budget_bytes(self._config, usable_bytes(device))
-        trained = sum(p.numel() for p in self._trained) if all(self._readable) else 0
-        copied = facts["device"] == "cuda" and self._config.memory.transposed_weights != "never"
+        budget = budget_bytes(self._config, usable_bytes(device))
         self._decide(
             blocks=read_blocks(self._modules, args, self._size),
             tokens=tokens,
             dropout=any(isinstance(m, nn.Dropout) and m.p for block in self._modules for m in block.modules()),
             free_bytes=None if budget is None else budget - self._held,
-            accumulates=accumulates or self._given.accumulates,
-            transposed_bytes=transposed_bytes(self._modules) if copied else 0,
-            shadow_bytes=copied_bytes(self._config, trained, first_tensor(args).element_size()),
-            **facts,
+            accumulates=accumulates or given.accumulates,
+            transposed_bytes=transposed_bytes(self._modules),
+            adapter_elements=sum(p.numel() for p in self._trained) if all(self._readable) else 0,
+            **shown_by(args),
         )
 
     def _decide(self, **changed: Any) -> None:
@@ -386,12 +395,11 @@ class BlockRunner:
             logger.warning("%s%s", warning, report.generic_cost(self._config, self._given, block, args))
 
     def _log_treatments(self) -> None:
-        if self._logged is not None and self._logged[0] is self._plan:
-            return
+        self._logged = self._plan
         counts = report.treatments(self._plan, self.ran)
-        if self._logged is None or counts != self._logged[1]:
+        if counts != self._counts:
+            self._counts = counts
             logger.info("blocks: %s", "; ".join(f"{count} {what}" for what, count in counts.items()))
-        self._logged = self._plan, counts
 
     def _note_host(self, block: nn.Module) -> None:
         self.ran[self._places[block]] = "host"
@@ -401,3 +409,60 @@ class BlockRunner:
         if not self._checked:
             self._checked = True
             check_reached(list(self.blocks), self.ran, strict=self._config.fallback == "error")
+
+
+class BlockState:
+    """Everything a trainer may replace in blocks and adapters, as one list to compare.
+
+    In-place changes do not count. Modules are referenced, so that their ids stay
+    unique; tensors are not, so that no codes stay on a GPU when the model moves to the CPU. `on_moved` is called
+    after a block's buffers were replaced and freed.
+    """
+
+    def __init__(self, blocks: Iterable[nn.Module], on_moved: Callable[[], None]) -> None:
+        self._modules: list[nn.Module] = []
+        self._moves: list[weakref.ref[Tensor]] = []
+        networks: dict[int, Any] = {}
+        for block in blocks:
+            buffer = next(block.buffers(), None)
+            if buffer is not None:
+                self._moves.append(weakref.ref(buffer, lambda _: on_moved()))
+            for module in block.modules():
+                self._modules.append(module)
+                owner = getattr(vars(module).get("forward"), "__self__", None)
+                while hasattr(owner, "lora_down") and hasattr(owner, "org_forward"):  # ai-toolkit's, outside the block
+                    self._modules += owner.modules()
+                    networks[id(owner.network_ref())] = owner.network_ref()
+                    owner = getattr(owner.org_forward, "__self__", None)
+        self._modules = [each for each in self._modules if each._modules or each._parameters or each._buffers]
+        self._networks = list(networks.values())
+        self._before = self._key()
+
+    def changed(self) -> bool:
+        """Whether anything differs since construction."""
+        return self._key() != self._before
+
+    def _key(self) -> list[Any]:
+        key: list[Any] = []
+        for module in self._modules:
+            state = vars(module)
+            key += (type(module), state["training"], state.get("forward"), has_hooks(module))
+            key += (state.get("config"), state.get("coat_linear_config"), *state["_modules"].values())
+            for x in (*state["_parameters"].values(), *state["_buffers"].values()):
+                if x is None:
+                    continue
+                key += (id(x), x.requires_grad)
+                if type(x) is Tensor:  # a buffer: another may have the identity of one
+                    key.append(x.data_ptr())
+            if "scaling" in state:  # PEFT's layer
+                key += (state["_disable_adapters"], *state["_active_adapter"], *state["merged_adapters"])
+                key += (*state["scaling"].values(), *state["lora_variant"])
+            elif "lora_down" in state["_modules"]:  # ai-toolkit's adapter
+                key.append(state.get("scale"))
+        for network in self._networks:
+            key += (network.is_active, network.is_merged_in, network.is_lorm)
+            strengths = network._multiplier if isinstance(network._multiplier, list) else [network._multiplier]
+            key += strengths
+            if strengths.count(strengths[0]) < len(strengths):  # only then its tensor is read, a new one a step
+                key.append(id(network.torch_multiplier))
+        return key

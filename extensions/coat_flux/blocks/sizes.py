@@ -28,12 +28,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from coat_core.activation import FP8InputLinear, PackedSavedTensors, PackingConfig, fp8_checkpoint
+from coat_core.activation import FP8InputLinear, PackedSavedTensors, Saving, fp8_checkpoint
 from coat_core.activation.packing import ExactTensor
 from coat_core.autograd import autocast_is_on
 from coat_core.config import FP8LinearConfig
-from coat_core.granularity import PER_GROUP, PER_ROW, Granularity
-from coat_core.linear.function import input_granularity
+from coat_core.granularity import PER_GROUP, PER_ROW, Granularity, Storage
+from coat_core.linear.function import input_storage
 from coat_core.linear.module import FP8Linear, FP8TrainableLinear
 from coat_core.ops.dispatch import launchers
 
@@ -219,7 +219,7 @@ def flux_bytes(block: Block, tokens: Tokens, settings: FlowSettings) -> BlockByt
 
     def recomputed(*args: Any) -> Any:
         if settings.fp8_checkpoint:
-            return fp8_checkpoint(eager, *args, granularity=settings.packing)
+            return fp8_checkpoint(eager, *args, storage=Storage(granularity=settings.packing))
         return checkpoint(eager, *args, use_reentrant=False)
 
     hooks = []
@@ -338,14 +338,14 @@ def _arguments(
 
 
 def _run_of(module: nn.Module, settings: FlowSettings) -> Callable[..., Any]:
-    packing = PackingConfig("e4m3", settings.packing, settings.attention)
+    saving = Saving(Storage(granularity=settings.packing), settings.attention)
     if settings.flow == "fused":
         with suppress(NotFusable):  # with such a version of diffusers a run takes the generic flow, too
-            return fused_block(module, None, packing)
+            return fused_block(module, None, saving)
 
     def run(*args: Any) -> Any:
         keep = [*module.parameters(), *module.buffers(), *tree_leaves(args[2:])]
-        packs = nullcontext() if settings.flow == "eager" else PackedSavedTensors(packing, keep)
+        packs = nullcontext() if settings.flow == "eager" else PackedSavedTensors(saving, keep)
         with AsOnGPU(settings.cuda), packs:
             return module(*args)
 
@@ -391,7 +391,7 @@ def _module(block: Block, settings: FlowSettings) -> nn.Module:
         if hasattr(layer, "lora_A"):
             shares = isinstance(layer.base_layer, FP8Linear | FP8TrainableLinear) and not settings.dropout
             source = layer.base_layer if shares else None
-            FP8InputLinear.from_linear(layer.lora_A["default"], gemms.input_format, input_granularity(gemms), source)
+            FP8InputLinear.from_linear(layer.lora_A["default"], input_storage(gemms), source)
     return module.train()
 
 
@@ -629,8 +629,8 @@ def _saved_tensors(outputs: Iterable[Tensor], rank: int) -> Iterator[tuple[str, 
 
 def _kind_of(node: Any, name: str, i: int, shape: torch.Size, rank: int) -> str:
     operator, name = node.name().removesuffix("0").removesuffix("Backward"), name.removeprefix("_raw_saved_")
-    if hasattr(node, "kept_places"):
-        kept = next(kept for kept, (start, stop) in node.kept_places.items() if start <= i < stop)
+    if hasattr(node, "kept"):
+        kept = next(name for name, place in node.kept.places.items() if place.start <= i < place.stop)
         return FUSED_KINDS.get(kept.split("_")[-1].rstrip("01"), MODULATION)
     if operator == "ScaledDotProductFlashAttention":
         return ATTENTION if name in ("query", "key", "value", "output") else STATISTICS

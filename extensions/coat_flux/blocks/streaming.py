@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from coat_core.linear.weight import BUFFERS
+from coat_core.linear.function import BUFFERS
 from coat_core.optim.offload import pin, unpin
 
 from .fused.chooser import fused_block
@@ -79,7 +79,7 @@ class StreamedWeights:
         self._blocks, self._device = list(blocks), device
         for block in self._blocks:  # linears that read the same x become one, and stay that
             with suppress(NotFusable):
-                fused_block(block, None, None)
+                fused_block(block)
         self._codes = [_read(block) for block in self._blocks]
         self._places: dict[nn.Module, int] = {}  # of streamed blocks, in forward order
         self._order: list[int] = []

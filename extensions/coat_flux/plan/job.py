@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from coat_core.linear.function import code_bytes, stored_bytes, wants_transposed
 from coat_core.linear.module import obstacle_to_conversion
-from coat_core.linear.weight import code_bytes, stored_bytes, wants_transposed
 from coat_core.ops.packing import n_blocks
 from coat_core.optim.state import state_bytes
 
 from ..base.names import COAT_OPTIMIZER
-from ..blocks.decide import Given, block_settings, copied_bytes
+from ..blocks.decide import Given, block_settings
 from ..blocks.gemms import high_precision_reason
 from ..blocks.held import largest_held
 from ..blocks.lora import DROPOUT
@@ -256,8 +256,8 @@ class JobFacts:
             accumulates=train.gradient_accumulation > 1,
             unfused=dict.fromkeys(unfused, DROPOUT),
             stream_bytes=tuple(codes.values()) if in_codes and coat.memory.stream_blocks != 0 else (),
-            shadow_bytes=copied_bytes(coat, sum(self.adapter_sizes), self.value_bytes),
-            transposed_bytes=copied if coat.enabled and not self.on_cpu else 0,
+            adapter_elements=sum(self.adapter_sizes),
+            transposed_bytes=copied,
             frees_gradients=train.fused_backward,
         )
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from coat_core.linear.weight import stored_bytes
+from coat_core.linear.function import stored_bytes
 from coat_core.ops.packing import CHUNK_ELEMENTS_CPU, CHUNK_ELEMENTS_GPU
 from coat_core.optim.offload import staging_bytes
 

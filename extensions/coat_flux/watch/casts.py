@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from coat_core.casts import GRADIENT, INPUT, Cast, Decoded, Product, declarations
+from coat_core.linear.function import CODES, TRANSPOSED
 from coat_core.linear.module import FP8TrainableLinear
-from coat_core.linear.weight import CODES, TRANSPOSED
 from coat_core.ops.adamw import Hyper, Moment, adamw_update_, read_moments
 from coat_core.optim.sharded import local_values
 

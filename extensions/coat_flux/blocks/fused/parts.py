@@ -1,12 +1,18 @@
-"""The parts of fused blocks, forward and backward: norm and linears, attention, a linear with its gate.
+"""A block as one autograd function, and the parts of which its forward and backward passes are made.
 
     NormLinears    n = norm(x)·(1 + scale) + shift,   y = n Wᵀ + b                  saves x, and the adapters' h
     Attention      out = attention(rotate(RMSNorm(q)), rotate(RMSNorm(k)), v)       saves q, k, v and its statistics
     GatedLinear    y = residual + gate·(x Wᵀ + b), or gate·RMSNorm(x Wᵀ + b)        saves the linear's result
+    Modulation     [shift | scale | gate …] = silu(temb) Wᵀ + b                     one row per image
 
-n is quantized on the fly; backward recomputes it from the FP8 x for dA and the norm's gradient. q, k and v are
-saved before norm and rotation; attention's log-sum-exp exactly. A gated linear saves its result only if the gate
-is trained or a norm follows; its x is saved by the producer.
+Autograd would hold every tensor an operator reads and accumulate gradients in separate kernels. Here a block saves
+the tensors its passes name (`Kept`), the large ones in FP8, and kernels add gradients as they go. n is quantized on
+the fly; backward recomputes it from the FP8 x for dA and the norm's gradient. q, k and v are saved before norm and
+rotation; attention's log-sum-exp exactly. A gated linear saves its result only if the gate is trained or a norm
+follows; its x is saved by the producer.
+
+As leaves of the graph, FLUX.1-dev's 988 adapter matrices cost a tenth of a step's host time: one autograd node
+each. Inside `written_gradients` a block returns one stand-in tensor and adds their gradients to `.grad` itself.
 
 Shapes: per stream y [B, S_i, 3·H·d], q, k and v side by side; joint q, k, v [B, S, H, d], out [B, S, H·d]; cos,
 sin [S, d], or [B, S, d] per image; shift, scale and gate [B, D]. Source: arXiv 2410.19313, section 5, carried over
@@ -15,38 +21,259 @@ to FLUX's blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import NamedTuple
+from operator import attrgetter
+from typing import Any, NamedTuple, Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from coat_core.activation import Saving
+from coat_core.autograd import first_order_only, without_autocast
+from coat_core.granularity import PER_GROUP, Storage
 from coat_core.ops.attention import AttentionContext, attention_backward, attention_forward
+from coat_core.ops.codes import product
 from coat_core.ops.gate import gated_sum, gated_sum_backward
 from coat_core.ops.gelu import mlp_activation
 from coat_core.ops.mlp_down import mlp_activation_down
 from coat_core.ops.norm import norm_modulate, norm_modulate_backward, norm_modulate_quantize
 from coat_core.ops.qkv import qkv_rope
+from coat_core.ops.quantize import dequantize, quantize
 from coat_core.quantize import Quantized
 
-from .block import NOT_SAVED, Kept, Saving, Shared
-from .linears import LinearGroup, LowRank, as_dtype, in_passing, quantized_by
+from .linears import LinearGroup, cast_by_kernel, quantized_by
+
+Rotary = tuple[Tensor, Tensor]
+AS_THEY_ARE = Saving(None)
+
+
+class Shared(NamedTuple):
+    """Inputs that the attention of all blocks of a pass shares; `mask` (`additive_mask`) broadcasts to [B, H, S, S]."""
+
+    cos: Tensor  # fp32 [S, d] or [B, S, d]
+    sin: Tensor  # fp32, like cos
+    mask: Tensor | None = None
+
+
+class Call(NamedTuple):
+    """A block's inputs in any model; `temb` [B, D] feeds its own modulations, None if the model passes in vectors."""
+
+    image: Tensor  # [B, S, D]
+    text: Tensor | None  # [B, T, D]; None where `image` has the tokens of both, text first
+    shared: Shared  # of the tokens of both, text first
+    temb: Tensor | None = None
+    vectors: tuple[Tensor, ...] = ()  # these [B, n·D], of each stream, text first
+
+
+# -- saved tensors ----------------------------------------------------------------------------------------------------
+
+
+class Saved(NamedTuple):
+    """A saved tensor as kernels read it: codes with their scale of 1×G groups, or values (scale None)."""
+
+    x: Any  # a tensor; None where its dtype alone was kept
+    scale: Tensor | None
+    group_size: int
+    dtype: torch.dtype  # before it was quantized
+
+
+def packed_by_kernel(storage: Storage | None) -> tuple[str, int]:
+    """`saved_format` and `group_size` of a kernel that packs its input or output so; "none" if it does not."""
+    if storage is None or storage.granularity.name != "per_group":
+        return "none", PER_GROUP.group_size
+    return storage.format, storage.granularity.group_size
+
+
+_version = attrgetter("_version")
+
+
+class Kept:
+    """Collects tensors by name for `ctx.save_for_backward` and finds them in backward; `wanted=False` saves nothing."""
+
+    def __init__(self, saving: Saving = AS_THEY_ARE, wanted: bool = True) -> None:
+        self.wanted = wanted
+        self.storage = saving.tensors if wanted else None
+        self.attention = self.storage if saving.attention == "fp8" else None
+        self.context: AttentionContext | None = None  # of attention, without its tensors
+        self.places: dict[str, slice] = {}
+        self._stored: dict[str, tuple[Storage | None, torch.dtype]] = {}
+        self._tensors: list[Tensor] = []
+
+    def add(self, name: str, *tensors: Tensor | None) -> None:
+        """Save these tensors exactly, None left out, under one name."""
+        start = len(self._tensors)
+        for tensor in tensors if self.wanted else ():
+            if tensor is not None:
+                self._tensors.append(tensor)
+        self.places[name] = slice(start, len(self._tensors))
+
+    def pack(
+        self, name: str, x: Tensor, storage: Storage | None, codes: Tensor, scale: Tensor, saves: bool = True
+    ) -> None:
+        """Save x by `storage`, or its dtype alone; `codes` and `scale` are those of `packed_by_kernel`."""
+        self._stored[name] = storage, x.dtype
+        if not (saves and self.wanted):
+            self.add(name)
+        elif storage is None:
+            self.add(name, x.contiguous())
+        elif storage.granularity.name == "per_group":
+            self.add(name, codes, scale)
+        else:
+            packed = quantize(x, storage.format, storage.granularity)
+            self.add(name, packed.codes, packed.scale)
+
+    def all(self, name: str) -> list[Tensor]:
+        """The tensors of `add`, in backward."""
+        return self._tensors[self.places[name]]
+
+    def first(self, name: str) -> Tensor | None:
+        """The first of them, or None."""
+        place = self.places[name]
+        return self._tensors[place.start] if place.stop > place.start else None
+
+    def read(self, name: str) -> Saved:
+        """A tensor of `pack` for kernels, in backward."""
+        storage, dtype = self._stored[name]
+        tensors = self._tensors[self.places[name]]
+        if not tensors:
+            return Saved(None, None, PER_GROUP.group_size, dtype)
+        if storage is not None and storage.granularity.name == "per_group":
+            return Saved(tensors[0], tensors[1], storage.granularity.group_size, dtype)
+        return Saved(self.values(name), None, PER_GROUP.group_size, dtype)
+
+    def values(self, name: str) -> Tensor:
+        """The values of a tensor of `pack`, in backward."""
+        storage, dtype = self._stored[name]
+        tensors = self._tensors[self.places[name]]
+        return tensors[0] if storage is None else dequantize(tensors[0], tensors[1], storage.granularity, dtype)
+
+    def save(self, ctx: Any, watched: Sequence[Tensor]) -> None:
+        """Hand everything to autograd, which detects in-place changes; `watched` parameters are compared by version."""
+        ctx.save_for_backward(*self._tensors)
+        self._tensors = []
+        ctx.kept, ctx.watched, ctx.versions = self, watched, list(map(_version, watched))
+
+    @classmethod
+    def of(cls, ctx: Any) -> Kept:
+        """The saved tensors, in backward; RuntimeError if one was changed in place since."""
+        if list(map(_version, ctx.watched)) != ctx.versions:
+            raise RuntimeError(
+                "an adapter that the backward pass needs has been modified by an inplace operation: change adapters "
+                "after it"
+            )
+        kept = copy.copy(ctx.kept)
+        kept._tensors = list(ctx.saved_tensors)
+        return kept
+
+
+# -- the autograd function --------------------------------------------------------------------------------------------
+
+_written: ContextVar[bool] = ContextVar("written", default=False)
+_requires_grad = attrgetter("requires_grad")
+_STAND_IN = torch.zeros((), requires_grad=True)
+
+
+@contextmanager
+def written_gradients(on: bool = True) -> Iterator[None]:
+    """Let blocks called in here write their adapters' gradients, for a trainer that reads `.grad` after `backward()`.
+
+    `torch.autograd.grad` finds no adapter in such a graph, and hooks on adapters (DistributedDataParallel) do not
+    run.
+    """
+    token = _written.set(on)
+    try:
+        yield
+    finally:
+        _written.reset(token)
+
+
+def leaves_of(parameters: Sequence[nn.Parameter]) -> Sequence[Tensor]:
+    """An autograd function's inputs for its adapters: the matrices, or their stand-in."""
+    stands = _written.get() and parameters and all(map(_requires_grad, parameters))
+    return (_STAND_IN,) if stands else parameters
+
+
+def returned(count: int, parameters: Sequence[nn.Parameter], grads: Sequence[Tensor]) -> Sequence[Any]:
+    """A backward pass's result for its `count` leaves; with a stand-in, `.grad` is written."""
+    if count == len(parameters):
+        return grads
+    for parameter, grad in zip(parameters, grads, strict=True):
+        if parameter.grad is None:
+            parameter.grad = grad
+        else:
+            parameter.grad += grad
+    return (None,)
+
+
+class Form(Protocol):
+    """A block with written-out passes; `backward` returns the gradients of `forward`'s inputs and of `parameters`."""
+
+    saving: Saving
+    groups: list[LinearGroup]  # all linears but the modulations'
+    parameters: list[nn.Parameter]  # of their adapters
+    modulations: list[Modulation]  # the block's own
+
+    def forward(
+        self, kept: Kept, shared: Shared, inputs: Sequence[Tensor], needs: Sequence[bool]
+    ) -> tuple[Tensor, ...]:
+        """Return the outputs, and save in `kept` the tensors that backward reads."""
+
+    def backward(
+        self, kept: Kept, shared: Shared, grads: Sequence[Tensor], needs: Sequence[bool]
+    ) -> tuple[list[Tensor | None], list[Tensor]]:
+        """Return the gradients of the inputs and of the parameters."""
+
+
+def run_form(form: Form, call: Call) -> tuple[Tensor, ...]:
+    """Run a block with gradients for its inputs and its adapters; inputs: text, if any, image, modulation vectors."""
+    streams = [call.image] if call.text is None else [call.text, call.image]
+    inputs, keeps = [*streams, *call.vectors], torch.is_grad_enabled()
+    for modulation in form.modulations:
+        inputs.append(modulation(call.temb))
+    outputs: tuple[Tensor, ...] = _Block.apply(
+        form, call.shared, keeps, len(inputs), *inputs, *leaves_of(form.parameters)
+    )
+    return outputs
+
+
+class _Block(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, form: Form, shared: Shared, keeps: bool, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        kept = Kept(form.saving, keeps)
+        outputs = form.forward(kept, shared, tensors[:count], ctx.needs_input_grad[4 : 4 + count])
+        leaves = tensors[count:]
+        kept.save(ctx, leaves if len(leaves) == len(form.parameters) else form.parameters)
+        ctx.form, ctx.shared, ctx.count, ctx.leaves = form, shared, count, len(leaves)
+        return outputs
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        needs = ctx.needs_input_grad[4 : 4 + ctx.count]
+        with without_autocast(grads[0].device):
+            of_inputs, of_parameters = ctx.form.backward(Kept.of(ctx), ctx.shared, grads, needs)
+        for i, needed in enumerate(needs):
+            if not needed:
+                of_inputs[i] = None
+        return None, None, None, None, *of_inputs, *returned(ctx.leaves, ctx.form.parameters, of_parameters)
+
+
+# -- the parts --------------------------------------------------------------------------------------------------------
 
 
 class Projected(NamedTuple):
     """Outputs of one stream's linears, the first three for q, k and v."""
 
-    linears: LinearGroup  # a group
+    linears: LinearGroup
     y: Tensor  # [B, S_i, ΣN] without the adapters' part
     h: Tensor | None  # of the adapters; None without
 
-    @property
-    def qkv(self) -> Tensor:
-        """Their columns of y [B, S_i, 3·H·d]."""
-        return self.y[..., : sum(self.linears.parts[:3])]
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class NormLinears:
     """A norm with its eps, and all linears that read its modulated result: RMSNorm with a weight, else LayerNorm."""
 
@@ -55,16 +282,16 @@ class NormLinears:
     weight: Tensor | None = None
 
     def forward(
-        self, kept: Kept, name: str, x: Tensor, scale: Tensor, shift: Tensor | None, saving: Saving
+        self, kept: Kept, name: str, x: Tensor, scale: Tensor, shift: Tensor | None, saves_x: bool = True
     ) -> Projected:
         """Run them on x [B, S, D], which is saved under this name; shift None stands for zeros."""
-        spec = self.linears.input_spec
-        n, codes, code_scale, *saved = norm_modulate_quantize(
-            x, scale, shift, self.eps, *in_passing(spec), *saving.in_passing, self.weight
+        cast, storage = self.linears.input_storage, kept.storage if saves_x else None
+        n, codes, code_scale, x_codes, x_scale = norm_modulate_quantize(
+            x, scale, shift, self.eps, *cast_by_kernel(cast), *packed_by_kernel(storage), self.weight
         )
-        kept.facts[f"{name}x"] = x.dtype
-        kept.add(f"{name}x", *saving.keep(x, saved[0], saved[1]))
-        y, h = self.linears.forward(n, quantized_by(spec, n, codes, code_scale))
+        if saves_x:
+            kept.pack(f"{name}x", x, storage, x_codes, x_scale)
+        y, h = self.linears.forward(n, quantized_by(cast, n, codes, code_scale))
         kept.add(f"{name}h", h)
         return Projected(self.linears, y, h)
 
@@ -76,44 +303,41 @@ class NormLinears:
         residual: Tensor | None,
         scale: Tensor,
         shift: Tensor | None,
-        saving: Saving,
-        needs_dx: bool,
+        needs_dx: bool = True,
+        x: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None, list[Tensor]]:
         """Return dx [B, S, D] in the dtype of x; those of shift and scale, fp32 [B, 2, D]; each adapter's [dA, dB].
 
-        `dy` [B, S, ΣN] includes the adapters' part; `residual` [B, S, D] is added to dx.
+        `dy` [B, S, ΣN] includes the adapters' part; `residual` [B, S, D] is added to dx; `x` is there if it was not
+        saved.
         """
-        dtype = kept.facts[f"{name}x"]
-        x, x_scale = saving.read(kept[f"{name}x"], dtype)
-        group_size, h = saving.in_passing[1], kept.first(f"{name}h")
+        saved = kept.read(f"{name}x") if x is None else Saved(x, None, PER_GROUP.group_size, x.dtype)
 
         def down_gradient(dh: Tensor) -> Tensor:
-            n = norm_modulate(x, x_scale, group_size, scale, shift, self.eps, dtype, self.weight)
+            n = norm_modulate(saved.x, saved.scale, saved.group_size, scale, shift, self.eps, saved.dtype, self.weight)
             return self.linears.down_gradient(dh, n)
 
-        dh, gradients = self.linears.adapter_gradients(dy, down_gradient, h)
+        dh, gradients = self.linears.adapter_gradients(dy, down_gradient, kept.first(f"{name}h"))
         if not needs_dx:
             return None, None, gradients
         dn = self.linears.complete_dx(self.linears.dgrad(dy), dh)
         dx, dmodulation = norm_modulate_backward(
-            dn, x, x_scale, group_size, scale, self.eps, residual, dtype, self.weight
+            dn, saved.x, saved.scale, saved.group_size, scale, self.eps, residual, saved.dtype, self.weight
         )
         return dx, dmodulation, gradients
 
-    def saved_x(self, kept: Kept, name: str, saving: Saving) -> Tensor:
-        """The x of `forward`, in backward."""
-        return saving.unpack(kept[f"{name}x"], kept.facts[f"{name}x"])
-
 
 class AttentionGradients(NamedTuple):
-    """What `Attention.backward` returns, as `qkv_rope_backward` takes it."""
+    """Result of `Attention.backward`, as `qkv_rope_backward` takes it."""
 
     joint: list[Tensor]  # dq, dk and dv [B, S, H, d]
     ys: list[Tensor]  # q, k and v of each stream, as codes or values
     y_scales: list[Tensor]  # of the codes; empty for values
+    group_size: int
+    dtype: torch.dtype
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Attention:
     """Attention over the tokens of one or two streams together."""
 
@@ -121,45 +345,64 @@ class Attention:
     eps: float  # of the RMSNorms
     norms: tuple[Tensor, ...]  # weights [d] of norm_q and norm_k of each stream in turn
 
-    def forward(self, kept: Kept, streams: Sequence[Projected], shared: Shared, saving: Saving) -> Tensor:
+    def forward(self, kept: Kept, streams: Sequence[Projected], shared: Shared) -> Tensor:
         """Return out [B, S, H·d] of streams, text first; y is completed in place if the kernels cannot."""
-        fmt, group_size = saving.in_passing
-        low_ranks: list[LowRank] = []
-        adapted = [stream for stream in streams if stream.h is not None]
-        for linears, y, h in adapted:
-            if fmt != "none" and len(adapted) == len(streams):
-                low_ranks.append(linears.low_rank(h, 0, 3, y.dtype))
+        packing = packed_by_kernel(kept.attention)
+        in_kernel = packing[0] != "none"
+        for stream in streams:
+            in_kernel = in_kernel and stream.h is not None
+        ys: list[Tensor] = []
+        hs: list[Tensor] = []
+        ups: list[Tensor] = []
+        for linears, y, h in streams:
+            if h is not None and in_kernel:
+                rows, up = linears.low_rank(h, 0, 3, y.dtype)
+                hs.append(rows)
+                ups.append(up)
             else:
                 linears.complete(y, h, 0, 3)
-        ys = [stream.qkv for stream in streams]
-        hs, ups = [part.rows for part in low_ranks], [part.matrix for part in low_ranks]
-        norms, rotary = list(self.norms), (shared.cos, shared.sin)
-        q, k, v, *saved = qkv_rope(ys, [], hs, ups, norms, *rotary, self.eps, fmt, group_size, ys[0].dtype)
+            ys.append(y[..., : sum(linears.parts[:3])])
+        dtype = ys[0].dtype
+        q, k, v, *packed = qkv_rope(
+            ys, [], hs, ups, list(self.norms), shared.cos, shared.sin, self.eps, *packing, dtype
+        )
         for i, y in enumerate(ys):
-            packed = saved[2 * i : 2 * i + 2] if saved else saving.keep(y.contiguous(), y, y)
-            kept.add(f"qkv{i}", *packed)
-        kept.facts["qkv"] = ys[0].dtype
-        out, context = attention_forward(*(x.transpose(1, 2) for x in (q, k, v)), shared.mask)
+            codes, scale = packed[2 * i : 2 * i + 2] if packed else (y, y)
+            kept.pack(f"qkv{i}", y, kept.attention, codes, scale)
+        out, context = attention_forward(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), shared.mask)
         kept.add("statistics", *context.tensors)
-        kept.facts["attention"] = context.kernel, context.sizes
-        return as_dtype(out.transpose(1, 2).flatten(2), ys[0].dtype)
+        kept.context = context._replace(tensors=())
+        return out.transpose(1, 2).flatten(2).to(dtype)
 
-    def backward(self, kept: Kept, grad: Tensor, out: Tensor, shared: Shared, saving: Saving) -> AttentionGradients:
+    def backward(self, kept: Kept, grad: Tensor, out: Tensor, shared: Shared) -> AttentionGradients:
         """Return the gradients of q, k and v after norm and rotation, for `grad` of out; out may be its FP8 copy."""
-        dtype = kept.facts["qkv"]
-        read = [saving.read(kept[f"qkv{i}"], dtype) for i in range(len(self.norms) // 2)]
-        ys, y_scales = [y for y, _ in read], [scale for _, scale in read if scale is not None]
-        size, norms, rotary = saving.in_passing[1], list(self.norms), (shared.cos, shared.sin)
-        made = qkv_rope(ys, y_scales, [], [], norms, *rotary, self.eps, "none", size, dtype)
-        q, k, v = (x.transpose(1, 2) for x in made)
-        context = AttentionContext(kept.facts["attention"][0], kept["statistics"], kept.facts["attention"][1])
-        grad, out = (as_dtype(x.view(*x.shape[:-1], -1, self.head_dim), q.dtype).transpose(1, 2) for x in (grad, out))
-        joint = attention_backward(grad, q, k, v, out, context, shared.mask)
-        return AttentionGradients([x.transpose(1, 2) for x in joint], ys, y_scales)
+        ys: list[Tensor] = []
+        y_scales: list[Tensor] = []
+        for i in range(len(self.norms) // 2):
+            y, scale, size, dtype = kept.read(f"qkv{i}")
+            ys.append(y)
+            if scale is not None:
+                y_scales.append(scale)
+        norms = list(self.norms)
+        q, k, v = qkv_rope(ys, y_scales, [], [], norms, shared.cos, shared.sin, self.eps, "none", size, dtype)
+        by_head = (*out.shape[:-1], -1, self.head_dim)
+        grad, out = grad.view(by_head).to(q.dtype), out.view(by_head).to(q.dtype)
+        assert kept.context is not None
+        dq, dk, dv = attention_backward(
+            grad.transpose(1, 2),
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            out.transpose(1, 2),
+            kept.context._replace(tensors=tuple(kept.all("statistics"))),
+            shared.mask,
+        )
+        joint = [dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)]
+        return AttentionGradients(joint, ys, y_scales, size, dtype)
 
 
 class GatedGradients(NamedTuple):
-    """What `GatedLinear.backward` returns."""
+    """Result of `GatedLinear.backward`."""
 
     dx: Tensor  # of x without the adapters' part [B, S, K], in the dtype of the linear's result
     dh: Tensor | None  # of h; None without adapters
@@ -168,14 +411,14 @@ class GatedGradients(NamedTuple):
 
 
 class Activated(NamedTuple):
-    """What a gate's linear reads, as `LinearGroup.forward` takes it."""
+    """Input of a gate's linear, as `LinearGroup.forward` takes it."""
 
     x: Tensor  # [B, S, K]; empty where the other two are there
-    quantized: Quantized | None  # x in FP8 by the linear's `input_spec`, or None
+    quantized: Quantized | None  # x by the linear's `input_storage`, or None
     product: Tensor | None = None  # x Dᵀ, where the maker of x has it
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class GatedLinear:
     """A linear whose result goes through a gate, and before it through an RMSNorm of this weight [D] and eps."""
 
@@ -183,88 +426,187 @@ class GatedLinear:
     norm: tuple[Tensor, float] | tuple[()] = ()
 
     def forward(
-        self,
-        kept: Kept,
-        name: str,
-        residual: Tensor,
-        gate: Tensor,
-        read: Activated,
-        saving: Saving,
-        trains_gate: bool,
+        self, kept: Kept, name: str, residual: Tensor, gate: Tensor, read: Activated, trains_gate: bool
     ) -> Tensor:
-        """Return residual + gate·linear(x) [B, S, D]; the result is saved by `saving`."""
+        """Return residual + gate·linear(x) [B, S, D]."""
         result, h = self.linear.forward(*read)
         saves = trains_gate or bool(self.norm)
-        fmt, group_size = saving.in_passing if saves else NOT_SAVED
-        low_rank = None
-        if h is not None and saves and fmt == "none":  # what is saved as it is, is saved whole
+        packing = packed_by_kernel(kept.storage if saves else None)
+        rows = up = None
+        if h is not None and saves and packing[0] == "none":  # a result saved as it is, is saved whole
             self.linear.complete(result, h)
         elif h is not None:
-            low_rank = self.linear.low_rank(h, 0, 1, result.dtype)
-        y, *saved = gated_sum(residual, gate, result, *(low_rank or (None, None)), fmt, group_size, *self.norm)
-        kept.facts[f"{name}result"] = result.dtype
-        kept.add(f"{name}result", *(saving.keep(result, saved[0], saved[1]) if saves else ()))
+            rows, up = self.linear.low_rank(h, 0, 1, result.dtype)
+        y, codes, scale = gated_sum(residual, gate, result, rows, up, *packing, *self.norm)
+        kept.pack(f"{name}result", result, kept.storage, codes, scale, saves)
         kept.add(f"{name}h", h)
         return y
 
-    def again(self, kept: Kept, name: str, residual: Tensor, gate: Tensor, saving: Saving) -> Tensor:
-        """Recompute in backward what `forward` returned, from its saved result."""
-        result = saving.unpack(kept[f"{name}result"], kept.facts[f"{name}result"])
-        return gated_sum(residual, gate, result, None, None, *NOT_SAVED, *self.norm)[0]
+    def again(self, kept: Kept, name: str, residual: Tensor, gate: Tensor) -> Tensor:
+        """Recompute in backward the result of `forward`, from the linear's saved one."""
+        result = kept.values(f"{name}result")
+        return gated_sum(residual, gate, result, None, None, *packed_by_kernel(None), *self.norm)[0]
 
     def backward(
-        self,
-        kept: Kept,
-        name: str,
-        grad: Tensor,
-        gate: Tensor,
-        down_gradient: Callable[[Tensor], Tensor],
-        saving: Saving,
+        self, kept: Kept, name: str, grad: Tensor, gate: Tensor, down_gradient: Callable[[Tensor], Tensor]
     ) -> GatedGradients:
         """Return gradients for `grad` of y [B, S, D], which is the residual's too."""
-        spec, dtype = self.linear.grad_spec, kept.facts[f"{name}result"]
-        packed = kept[f"{name}result"]
-        result, scale = saving.read(packed, dtype) if packed else (None, None)
-        fused = in_passing(spec, "e5m2")
+        saved, cast = kept.read(f"{name}result"), cast_by_kernel(self.linear.grad_storage, "e5m2")
         dy, codes, code_scale, dgate = gated_sum_backward(
-            grad, gate, result, scale, saving.in_passing[1], dtype, *fused, *self.norm
+            grad, gate, saved.x, saved.scale, saved.group_size, saved.dtype, *cast, *self.norm
         )
-        quantized = quantized_by(spec, dy, codes, code_scale) if fused[1] != "none" else None
+        quantized = None
+        if self.linear.grad_storage is not None and cast[1] != "none":
+            quantized = Quantized(codes, code_scale, self.linear.grad_storage.granularity)
         dh, adapters = self.linear.adapter_gradients(dy, down_gradient, kept.first(f"{name}h"))
-        return GatedGradients(self.linear.dgrad(dy, quantized), dh, dgate if packed else None, adapters)
+        dx = self.linear.dgrad(dy, quantized)
+        return GatedGradients(dx, dh, None if saved.x is None else dgate, adapters)
 
 
 def activate(
-    kept: Kept,
-    projected: Projected,
-    out: Tensor | None,
-    reader: LinearGroup,
-    activation: str,
-    saving: Saving,
-    name: str = "",
+    kept: Kept, projected: Projected, out: Tensor | None, reader: LinearGroup, activation: str, name: str = ""
 ) -> Activated:
     """Compute [out | act(mlp)] from a group's outputs, and save out and mlp; values only if `reader` needs them."""
     linears, y, h = projected
-    first, attends, spec = 0 if out is None else 3, saving.of_attention, reader.input_spec
-    mlp, fmt = y[..., sum(linears.parts[:first]) :], saving.in_passing[0]
-    low_rank = None
-    if fmt == "none":
+    first, cast, packing = 0 if out is None else 3, cast_by_kernel(reader.input_storage), packed_by_kernel(kept.storage)
+    mlp = y[..., sum(linears.parts[:first]) :]
+    rows = up = product = None
+    if packing[0] == "none":
         linears.complete(y, h, first)
     elif h is not None:
-        low_rank = linears.low_rank(h, first, len(linears.parts), y.dtype)
-    rows, up = low_rank or (None, None)
-    granularity = in_passing(spec)
-    options = (*granularity, *saving.in_passing, y.dtype, activation)
-    product = None
-    if granularity[1] != "none" and reader.rank:
-        down = reader.copies(y.dtype).down
-        product, *packed = mlp_activation_down(out, mlp, rows, up, down, *options)
+        rows, up = linears.low_rank(h, first, len(linears.parts), y.dtype)
+    options = (*cast, *packing, y.dtype, activation)
+    if cast[1] != "none" and reader.rank:
+        product, *packed = mlp_activation_down(out, mlp, rows, up, reader.matrices(y.dtype).down, *options)
         values = y.new_empty(0)
     else:
         values, *packed = mlp_activation(out, None, mlp, None, rows, up, *options)
     codes, scale, out_codes, out_scale, mlp_codes, mlp_scale = packed
     if out is not None:
-        kept.add(f"{name}out", *attends.keep(out, out_codes, out_scale))
-    kept.add(f"{name}mlp", *saving.keep(mlp.contiguous() if fmt == "none" else mlp, mlp_codes, mlp_scale))
-    kept.facts[f"{name}mlp"] = y.dtype
-    return Activated(values, quantized_by(spec, values, codes, scale), product)
+        kept.pack(f"{name}out", out, kept.attention, out_codes, out_scale)
+    kept.pack(f"{name}mlp", mlp, kept.storage, mlp_codes, mlp_scale)
+    return Activated(values, quantized_by(reader.input_storage, values, codes, scale), product)
+
+
+# -- adaLN ------------------------------------------------------------------------------------------------------------
+
+
+class Modulation:
+    """The linear of an adaLN, one row per image, in high precision; `silu`: whether that of temb goes into it."""
+
+    def __init__(self, linear: LinearGroup, silu: bool = True) -> None:
+        self.linear, self.silu = linear, silu
+        self.temb: Tensor | None = None
+        self.vectors: Tensor | None = None  # of this temb, made by `modulate_ahead`
+
+    def __call__(self, temb: Tensor) -> Tensor:
+        """Return the adaLN vectors of a block, side by side [B, n·D], for temb [B, D]."""
+        vectors, made_of = self.vectors, self.temb
+        self.vectors = self.temb = None
+        if vectors is not None and made_of is temb:
+            return vectors
+        x = torch.nn.functional.silu(temb) if self.silu else temb
+        result: Tensor = _Rows.apply(x, self.linear, *leaves_of(self.linear.parameters))
+        return result
+
+
+def modulate_ahead(modulations: Sequence[Modulation], temb: Tensor) -> None:
+    """Compute the vectors that these modulations return if their next call is for this temb [B, D].
+
+    They depend on the time step and the prompt alone: frozen weights multiply one by one, adapters of equal shape as
+    one batched product. Only for blocks that are not recomputed, since the graph is built here, and a temb without a
+    gradient.
+    """
+    if temb.requires_grad or not modulations:
+        return
+    x = torch.nn.functional.silu(temb) if modulations[0].silu else temb  # of all blocks of a model, or of none
+    groups: dict[Any, list[Modulation]] = {}
+    for modulation in modulations:
+        linear = modulation.linear
+        if len(linear.all_adapters) == 1 and linear.strengths is None and linear.input_storage is None:
+            groups.setdefault((linear.widths, linear.rank, linear.dtype), []).append(modulation)
+    for alike in groups.values():
+        linears: list[LinearGroup] = []
+        parameters: list[nn.Parameter] = []
+        for modulation in alike:
+            linears.append(modulation.linear)
+            parameters += modulation.linear.parameters
+        for modulation, vectors in zip(alike, _Together.apply(x, linears, *leaves_of(parameters)), strict=True):
+            modulation.temb, modulation.vectors = temb, vectors
+
+
+def gradient_of_vectors(vectors: Tensor, *parts: Tensor | None) -> Tensor | None:
+    """Gradients of shift, scale and gate side by side [B, n·D]; None if one is missing."""
+    gradients: list[Tensor] = []
+    for part in parts:
+        if part is None:
+            return None
+        gradients.append(part.flatten(1))
+    return torch.cat(gradients, dim=1).to(vectors.dtype)
+
+
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, linear: LinearGroup, *leaves: Tensor) -> Tensor:
+        storage = linear.input_storage
+        y, h = linear.forward(x, None if storage is None else quantize(x, storage.format, storage.granularity))
+        kept = Kept()
+        kept.add("rows", x)
+        kept.add("h", h)
+        kept.save(ctx, linear.parameters)
+        ctx.linear, ctx.leaves = linear, len(leaves)
+        return linear.complete(y, h)
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        with without_autocast(grad.device):
+            kept, linear, dx = Kept.of(ctx), ctx.linear, None
+            (x,) = kept.all("rows")
+            dh, gradients = linear.adapter_gradients(grad, lambda dh: linear.down_gradient(dh, x), kept.first("h"))
+            if ctx.needs_input_grad[0]:
+                dx = linear.complete_dx(linear.dgrad(grad), dh).to(x.dtype)
+        return dx, None, *returned(ctx.leaves, linear.parameters, gradients)
+
+
+class _Together(torch.autograd.Function):
+    """Modulations of one shape, each with one adapter: x [B, D] (no gradient), h [n, B, r], U [n, N, r], D [n·r, D]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, linears: Sequence[LinearGroup], *leaves: Tensor) -> tuple[Tensor, ...]:
+        ys: list[Tensor] = []
+        downs: list[Tensor] = []
+        ups: list[Tensor] = []
+        parameters: list[nn.Parameter] = []
+        for linear in linears:
+            y = linear.bases[0].forward(x, None)
+            down, up = linear.matrices(y.dtype)
+            ys.append(y)
+            downs.append(down)
+            ups.append(up)
+            parameters += linear.parameters
+        h = (x.to(y.dtype) @ torch.cat(downs).t()).unflatten(1, (-1, linears[0].rank)).transpose(0, 1)
+        kept = Kept()
+        kept.add("rows", x)
+        kept.add("h", h)
+        kept.save(ctx, parameters)
+        ctx.linears, ctx.parameters, ctx.leaves = linears, parameters, len(leaves)
+        return torch.baddbmm(torch.stack(ys), h, torch.stack(ups).transpose(1, 2)).unbind()
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        with without_autocast(grads[0].device):
+            kept, linears = Kept.of(ctx), ctx.linears
+            (x,), (h,) = kept.all("rows"), kept.all("h")
+            dy = torch.stack(grads).to(h.dtype)
+            ups = torch.stack([linear.matrices(h.dtype).up for linear in linears])
+            dh = (dy @ ups).transpose(0, 1).flatten(1)
+            downs = product(dh.t(), x.to(h.dtype), linears[0].dtype).split(linears[0].rank)
+            of_ups = product(dy.transpose(1, 2), h, linears[0].dtype)
+            gradients: list[Tensor] = []
+            for linear, down, up in zip(linears, downs, of_ups, strict=True):
+                adapter = linear.all_adapters[0]
+                gradients.append(down if adapter.factor == 1.0 else down * adapter.factor)
+                gradients.append(up.to(adapter.up.dtype))
+        return None, None, *returned(ctx.leaves, ctx.parameters, gradients)

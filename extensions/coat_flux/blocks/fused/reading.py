@@ -6,8 +6,6 @@ Anything beyond a reader's knowledge (IP adapters, dropout, other attention back
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,16 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from coat_core.activation import PackingConfig
+from coat_core.activation import Saving
 
-from ..hook import is_replaced
-from .block import Call, Rotary, Saving
-from .double_block import DoubleBlock, LastStream, Stream
+from ..hook import argument_names, is_replaced
+from .forms import DoubleBlock, LastStream, SingleBlock, Stream
 from .linears import NotFusable, read_group, read_linear
-from .modulation import Modulation
-from .parts import Attention, GatedLinear, NormLinears
-from .single_block import SingleBlock
-from .stream_block import StreamBlock
+from .parts import Attention, Call, Form, GatedLinear, Modulation, NormLinears, Rotary, run_form
 
 FP16_LIMIT = 65504
 
@@ -37,8 +31,8 @@ class Reader:
     arguments: tuple[str, ...]  # of the class's forward, by name; of another diffusers version they may differ
     heads: Callable[[Any], tuple[int, int]]  # block → its number of heads and their size
     call: Callable[[tuple[Any, ...]], Call]
-    read: Callable[[Any, PackingConfig | None, bool], SingleBlock | DoubleBlock | StreamBlock]
-    results: Callable[[Any, Tensor], Any]  # text, None where the streams are one, and image → what the block returns
+    read: Callable[[Any, Saving, bool], Form]  # `join` makes one matrix of weights that read the same tensor
+    results: Callable[[Any, Tensor], Any]  # text, None where the streams are one, and image → the block's results
 
 
 @dataclass(frozen=True)
@@ -46,22 +40,19 @@ class FusedBlock:
     """A block as read."""
 
     reader: Reader  # which knows its arguments and results
-    block: SingleBlock | DoubleBlock | StreamBlock  # what runs
+    form: Form  # what runs
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it with the block's own arguments and results; NotFusable for unknown arguments."""
         if kwargs:
             raise NotFusable(f"called with keywords ({', '.join(kwargs)})")
-        return self.reader.results(*self.block(self.reader.call(args)))
+        call = self.reader.call(args)
+        outputs = run_form(self.form, call)
+        return self.reader.results(None if call.text is None else outputs[0], outputs[-1])
 
 
-def read_with(
-    reader: Reader, block: nn.Module, args: tuple[Any, ...] | None, config: PackingConfig | None, join: bool
-) -> FusedBlock:
-    """Return the fused form of a block, with the block's own arguments and results.
-
-    `args` are those of the coming call, if known. `config` None saves tensors unpacked. `join` makes one matrix of
-    the weights that read the same tensor.
+def read_with(reader: Reader, block: nn.Module, args: tuple[Any, ...] | None, saving: Saving, join: bool) -> FusedBlock:
+    """Return the fused form of a block; `args` are those of the coming call, if known.
 
     Raises:
         NotFusable: the block does more than the fused functions.
@@ -76,13 +67,7 @@ def read_with(
         raise NotFusable(f"this diffusers' {type(block).__name__} takes {', '.join(names)}")
     if args is not None:
         reader.call(args)
-    return FusedBlock(reader, reader.read(block, config, join))
-
-
-@functools.cache
-def argument_names(kind: type[nn.Module]) -> tuple[str, ...]:
-    """Argument names of the class's forward."""
-    return tuple(inspect.signature(kind.forward).parameters)[1:]
+    return FusedBlock(reader, reader.read(block, saving, join))
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -159,10 +144,8 @@ class Outside(NamedTuple):
     ff: Any = None  # the MLP, a FeedForward; likewise
 
 
-def read_double(
-    attn: Any, head_dim: int, text: Outside, image: Outside, config: PackingConfig | None, join: bool
-) -> DoubleBlock:
-    """Read a double block around an attention of diffusers, which was checked; `config` and `join` as of `Reader`."""
+def read_double(attn: Any, head_dim: int, text: Outside, image: Outside, saving: Saving, join: bool) -> DoubleBlock:
+    """Read a double block around an attention of diffusers, which was checked; `saving` and `join` as of `Reader`."""
     if len(attn.to_out) != 2:
         raise NotFusable("an attention output of more than a linear and a dropout")
     check_dropout(attn.to_out[1])
@@ -174,16 +157,14 @@ def read_double(
         of_text = _read_stream(text, inputs, attn.to_add_out, join)
     of_image = _read_stream(image, (attn.to_q, attn.to_k, attn.to_v), attn.to_out[0], join)
     norms = attn.norm_added_q, attn.norm_added_k, attn.norm_q, attn.norm_k
-    return double_block(config, Attention(head_dim, *qk_norm(*norms)), of_text, of_image)
+    return double_block(saving, Attention(head_dim, *qk_norm(*norms)), of_text, of_image)
 
 
-def double_block(
-    config: PackingConfig | None, attention: Attention, text: Stream | LastStream, image: Stream
-) -> DoubleBlock:
+def double_block(saving: Saving, attention: Attention, text: Stream | LastStream, image: Stream) -> DoubleBlock:
     """Put the parts together; attention's out is quantized once for both streams."""
-    if isinstance(text, Stream) and text.output.linear.input_spec != image.output.linear.input_spec:
+    if isinstance(text, Stream) and text.output.linear.input_storage != image.output.linear.input_storage:
         raise NotFusable("the outputs of attention want it in different formats")
-    return DoubleBlock(Saving(config), attention, text, image)
+    return DoubleBlock(saving, attention, text, image)
 
 
 def _read_stream(outside: Outside, linears: tuple[Any, ...], out: Any, join: bool) -> Stream:
@@ -197,12 +178,12 @@ def _read_stream(outside: Outside, linears: tuple[Any, ...], out: Any, join: boo
     return Stream(modulation, inputs, GatedLinear(output), NormLinears(check_norm(norm2), up), GatedLinear(down))
 
 
-def read_single(block: Any, modulation: Modulation | None, config: PackingConfig | None, join: bool) -> SingleBlock:
+def read_single(block: Any, modulation: Modulation | None, saving: Saving, join: bool) -> SingleBlock:
     """Read a single block with diffusers' names, whose attention was checked; arguments as `read_double`."""
     attn, eps = block.attn, check_norm(block.norm.norm)
     check_gelu(block.act_mlp)
     return SingleBlock(
-        Saving(config),
+        saving,
         modulation,
         NormLinears(eps, read_group((attn.to_q, attn.to_k, attn.to_v, block.proj_mlp), join)),
         Attention(attn.head_dim, *qk_norm(attn.norm_q, attn.norm_k)),

@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from ...config.findings import ConfigError
-from ..fused.reading import argument_names
+from ..hook import argument_names
 from .chroma import CHROMA, CHROMA_OF_TOOLKIT
 from .family import BlockList, Family, Rates, generic
 from .flux1 import FLUX

@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coat_core.activation import PackingConfig
+from coat_core.activation import Saving
 from coat_core.linear.function import compute_dtype
 from coat_core.ops.attention import additive_mask
 
-from ..fused.block import Call, Rotary, Saving, Shared
-from ..fused.double_block import DoubleBlock, Stream
+from ..fused.forms import DoubleBlock, SingleBlock, Stream
 from ..fused.linears import NotFusable, read_group, read_linear
-from ..fused.parts import GatedLinear, NormLinears
+from ..fused.parts import Call, GatedLinear, NormLinears, Rotary, Shared
 from ..fused.reading import (
     OncePerPass,
     Outside,
@@ -36,7 +35,6 @@ from ..fused.reading import (
     toolkit_heads,
     toolkit_rotary,
 )
-from ..fused.single_block import SingleBlock
 from .family import BlockList, Family
 from .flux1 import PROCESSOR, heads_of
 
@@ -70,18 +68,18 @@ def _call_single(args: tuple[Any, ...]) -> Call:
     return Call(x, None, _shared(x, *others), None, (temb.flatten(1, 2),))
 
 
-def _read_double(block: Any, config: PackingConfig | None, join: bool) -> DoubleBlock:
+def _read_double(block: Any, saving: Saving, join: bool) -> DoubleBlock:
     check_attention(block.attn, PROCESSOR)
     _check_pruned(block.norm1)
     _check_pruned(block.norm1_context)
     text = Outside(None, block.norm1_context.norm, block.norm2_context, block.ff_context)
     image = Outside(None, block.norm1.norm, block.norm2, block.ff)
-    return read_double(block.attn, block.attn.head_dim, text, image, config, join)
+    return read_double(block.attn, block.attn.head_dim, text, image, saving, join)
 
 
-def _read_single(block: Any, config: PackingConfig | None, join: bool) -> SingleBlock:
+def _read_single(block: Any, saving: Saving, join: bool) -> SingleBlock:
     check_attention(block.attn, PROCESSOR)
-    return read_single(block, None, config, join)
+    return read_single(block, None, saving, join)
 
 
 def _check_pruned(norm: Any) -> None:
@@ -128,10 +126,10 @@ def _call_toolkit_single(args: tuple[Any, ...]) -> Call:
     return Call(x, None, _toolkit_shared(x, pe, mask), None, (_vectors(modulation),))
 
 
-def _read_toolkit_double(block: Any, config: PackingConfig | None, join: bool) -> DoubleBlock:
+def _read_toolkit_double(block: Any, saving: Saving, join: bool) -> DoubleBlock:
     text = _toolkit_stream(block.txt_attn, block.txt_norm1, block.txt_norm2, block.txt_mlp, join)
     image = _toolkit_stream(block.img_attn, block.img_norm1, block.img_norm2, block.img_mlp, join)
-    return double_block(config, toolkit_attention(block, block.txt_attn.norm, block.img_attn.norm), text, image)
+    return double_block(saving, toolkit_attention(block, block.txt_attn.norm, block.img_attn.norm), text, image)
 
 
 def _toolkit_stream(attn: Any, norm1: Any, norm2: Any, mlp: Any, join: bool) -> Stream:
@@ -144,12 +142,12 @@ def _toolkit_stream(attn: Any, norm1: Any, norm2: Any, mlp: Any, join: bool) -> 
     return Stream(None, inputs, GatedLinear(output), NormLinears(check_norm(norm2), up), GatedLinear(down))
 
 
-def _read_toolkit_single(block: Any, config: PackingConfig | None, join: bool) -> SingleBlock:
+def _read_toolkit_single(block: Any, saving: Saving, join: bool) -> SingleBlock:
     check_gelu(block.mlp_act)
     parts = (*[block.hidden_size] * 3, block.mlp_hidden_dim)
     inputs = NormLinears(check_norm(block.pre_norm), read_group((block.linear1,), join, parts))
     attention = toolkit_attention(block, block.norm)
-    return SingleBlock(Saving(config), None, inputs, attention, GatedLinear(read_linear(block.linear2)))
+    return SingleBlock(saving, None, inputs, attention, GatedLinear(read_linear(block.linear2)))
 
 
 TOOLKIT_DOUBLE = Reader(

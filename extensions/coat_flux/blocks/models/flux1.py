@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from coat_core.activation import PackingConfig
+from coat_core.activation import Saving
 
-from ..fused.block import Call, Shared
-from ..fused.double_block import DoubleBlock
+from ..fused.forms import DoubleBlock, SingleBlock
 from ..fused.linears import NotFusable
+from ..fused.parts import Call, Shared
 from ..fused.reading import Outside, Reader, check_attention, clipped, read_double, read_modulation, read_single
-from ..fused.single_block import SingleBlock
 from .family import ANY, DF, BlockList, D, F, Family, Linear, own_entries
 
 if TYPE_CHECKING:
@@ -42,17 +41,17 @@ def heads_of(block: Any) -> tuple[int, int]:
     return block.attn.heads, block.attn.inner_dim // block.attn.heads
 
 
-def _read_single(block: Any, config: PackingConfig | None, join: bool) -> SingleBlock:
+def _read_single(block: Any, saving: Saving, join: bool) -> SingleBlock:
     check_attention(block.attn, PROCESSOR)
-    return read_single(block, read_modulation(block.norm), config, join)
+    return read_single(block, read_modulation(block.norm), saving, join)
 
 
-def _read_double(block: Any, config: PackingConfig | None, join: bool) -> DoubleBlock:
+def _read_double(block: Any, saving: Saving, join: bool) -> DoubleBlock:
     check_attention(block.attn, PROCESSOR)
     norm, of_text = block.norm1, block.norm1_context
     text = Outside(read_modulation(of_text), of_text.norm, block.norm2_context, block.ff_context)
     image = Outside(read_modulation(norm), norm.norm, block.norm2, block.ff)
-    return read_double(block.attn, block.attn.head_dim, text, image, config, join)
+    return read_double(block.attn, block.attn.head_dim, text, image, saving, join)
 
 
 DOUBLE_LINEARS = (

@@ -17,13 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from coat_core.activation import PackingConfig
+from coat_core.activation import Saving
 
 from ...data.cache import input_device, model_identity
-from ..fused.block import Call, Saving, Shared
-from ..fused.double_block import DoubleBlock, Stream
+from ..fused.forms import DoubleBlock, SingleBlock, Stream
 from ..fused.linears import LinearGroup, NotFusable, read_group, read_linear
-from ..fused.parts import Attention, GatedLinear, NormLinears
+from ..fused.parts import Attention, Call, GatedLinear, NormLinears, Shared
 from ..fused.reading import (
     Reader,
     check_attention,
@@ -36,7 +35,6 @@ from ..fused.reading import (
     toolkit_heads,
     toolkit_rotary,
 )
-from ..fused.single_block import SingleBlock
 from .family import ANY, DF, BlockList, D, F, Family, Linear, own_entries
 from .flux1 import heads_of
 
@@ -62,7 +60,7 @@ def _stream(norms: tuple[Any, Any], inputs: LinearGroup, out: Any, mlp: tuple[An
 
 
 def _single(
-    config: PackingConfig | None,
+    saving: Saving,
     norm: Any,
     linears: tuple[Any, Any],
     mlp: Any,
@@ -73,7 +71,7 @@ def _single(
     _check_swiglu(activation)
     inputs = read_group(linears[:1], False, (width, width, width, mlp.mlp_hidden_dim * mlp.mlp_mult_factor))
     output = GatedLinear(read_linear(linears[1]))
-    return SingleBlock(Saving(config), None, NormLinears(check_norm(norm), inputs), attention, output, SWIGLU)
+    return SingleBlock(saving, None, NormLinears(check_norm(norm), inputs), attention, output, SWIGLU)
 
 
 def _vectors(modulation: Tensor, image: Tensor) -> Tensor:
@@ -110,7 +108,7 @@ def _mlp(ff: Any) -> tuple[Any, Any, Any]:
     return ff.linear_in, ff.act_fn, ff.linear_out
 
 
-def _read_double(block: Any, config: PackingConfig | None, join: bool) -> DoubleBlock:
+def _read_double(block: Any, saving: Saving, join: bool) -> DoubleBlock:
     attn = block.attn
     check_attention(attn, "Flux2AttnProcessor")
     check_dropout(attn.to_out[1])
@@ -119,15 +117,15 @@ def _read_double(block: Any, config: PackingConfig | None, join: bool) -> Double
     text = _stream((block.norm1_context, block.norm2_context), of_text, attn.to_add_out, _mlp(block.ff_context))
     image = _stream((block.norm1, block.norm2), of_image, attn.to_out[0], _mlp(block.ff))
     norms = qk_norm(attn.norm_added_q, attn.norm_added_k, attn.norm_q, attn.norm_k)
-    return double_block(config, Attention(attn.head_dim, *norms), text, image)
+    return double_block(saving, Attention(attn.head_dim, *norms), text, image)
 
 
-def _read_single(block: Any, config: PackingConfig | None, join: bool) -> SingleBlock:
+def _read_single(block: Any, saving: Saving, join: bool) -> SingleBlock:
     attn = block.attn
     check_attention(attn, "Flux2ParallelSelfAttnProcessor")
     attention = Attention(attn.head_dim, *qk_norm(attn.norm_q, attn.norm_k))
     linears, width = (attn.to_qkv_mlp_proj, attn.to_out), attn.heads * attn.head_dim
-    return _single(config, block.norm, linears, attn, attn.mlp_act_fn, attention, width)
+    return _single(saving, block.norm, linears, attn, attn.mlp_act_fn, attention, width)
 
 
 # -- ai-toolkit, in BFL's layout --------------------------------------------------------------------------------------
@@ -143,17 +141,17 @@ def _call_bfl_single(args: tuple[Any, ...]) -> Call:
     return Call(args[0], None, Shared(*toolkit_rotary(args[1])), None, (_vectors(torch.cat(args[2], dim=-1), args[0]),))
 
 
-def _read_bfl_double(block: Any, config: PackingConfig | None, join: bool) -> DoubleBlock:
+def _read_bfl_double(block: Any, saving: Saving, join: bool) -> DoubleBlock:
     of_text, of_image, parts = block.txt_attn, block.img_attn, (block.hidden_size,) * 3
     linears = [read_group((attn.qkv,), join, parts) for attn in (of_text, of_image)]
     text = _stream((block.txt_norm1, block.txt_norm2), linears[0], of_text.proj, tuple(block.txt_mlp))
     image = _stream((block.img_norm1, block.img_norm2), linears[1], of_image.proj, tuple(block.img_mlp))
-    return double_block(config, toolkit_attention(block, of_text.norm, of_image.norm), text, image)
+    return double_block(saving, toolkit_attention(block, of_text.norm, of_image.norm), text, image)
 
 
-def _read_bfl_single(block: Any, config: PackingConfig | None, join: bool) -> SingleBlock:
+def _read_bfl_single(block: Any, saving: Saving, join: bool) -> SingleBlock:
     attention, linears = toolkit_attention(block, block.norm), (block.linear1, block.linear2)
-    return _single(config, block.pre_norm, linears, block, block.mlp_act, attention, block.hidden_size)
+    return _single(saving, block.pre_norm, linears, block, block.mlp_act, attention, block.hidden_size)
 
 
 _ATTENDS = ("image_rotary_emb", "joint_attention_kwargs")

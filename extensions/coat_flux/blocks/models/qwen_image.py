@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from coat_core.activation import PackingConfig
+from coat_core.activation import Saving
 from coat_core.linear.function import compute_dtype
 from coat_core.ops.attention import additive_mask
 
-from ..fused.block import Call, Rotary, Shared
-from ..fused.double_block import DoubleBlock
+from ..fused.forms import DoubleBlock
 from ..fused.linears import NotFusable, read_linear
-from ..fused.modulation import Modulation
+from ..fused.parts import Call, Modulation, Rotary, Shared
 from ..fused.reading import OncePerPass, Outside, Reader, check_attention, clipped, read_double
 from .family import BlockList, Family
 from .flux1 import heads_of
@@ -54,13 +53,13 @@ def _call(args: tuple[Any, ...]) -> Call:
     return Call(image, text, Shared(*_tables(*rotary), mask), temb)
 
 
-def _read(block: Any, config: PackingConfig | None, join: bool) -> DoubleBlock:
+def _read(block: Any, saving: Saving, join: bool) -> DoubleBlock:
     check_attention(block.attn, PROCESSOR)
     if block.zero_cond_t:
         raise NotFusable("image tokens of one block with different modulations (zero_cond_t)")
     text = Outside(_modulation(block.txt_mod), block.txt_norm1, block.txt_norm2, block.txt_mlp)
     image = Outside(_modulation(block.img_mod), block.img_norm1, block.img_norm2, block.img_mlp)
-    return read_double(block.attn, heads_of(block)[1], text, image, config, join)
+    return read_double(block.attn, heads_of(block)[1], text, image, saving, join)
 
 
 def _modulation(found: Any) -> Modulation:

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coat_core.activation import PackingConfig
+from coat_core.activation import Saving
 
-from ..fused.block import Call, Rotary, Shared
-from ..fused.double_block import DoubleBlock
+from ..fused.forms import DoubleBlock
 from ..fused.linears import NotFusable
-from ..fused.modulation import Modulation
+from ..fused.parts import Call, Modulation, Rotary, Shared
 from ..fused.reading import OncePerPass, Outside, Reader, check_attention, read_double, read_modulation
 from .family import BlockList, Family, Rates
 from .flux1 import heads_of
@@ -46,7 +45,7 @@ def _call(args: tuple[Any, ...]) -> Call:
     return Call(image, text, Shared(*_unturned(temb, text.shape[1] + image.shape[1])), temb)
 
 
-def _read(block: Any, config: PackingConfig | None, join: bool) -> DoubleBlock:
+def _read(block: Any, saving: Saving, join: bool) -> DoubleBlock:
     check_attention(block.attn, PROCESSOR)
     if heads_of(block)[1] != HEAD_DIM:
         raise NotFusable(f"heads of {heads_of(block)[1]}, where SD3's have {HEAD_DIM}")
@@ -60,7 +59,7 @@ def _read(block: Any, config: PackingConfig | None, join: bool) -> DoubleBlock:
     else:
         text = Outside(read_modulation(of_text), of_text.norm, block.norm2_context, block.ff_context)
     image = Outside(read_modulation(norm), norm.norm, block.norm2, block.ff)
-    return read_double(block.attn, HEAD_DIM, text, image, config, join)
+    return read_double(block.attn, HEAD_DIM, text, image, saving, join)
 
 
 def _results(text: Tensor, image: Tensor) -> tuple[Tensor | None, Tensor]:

@@ -12,16 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coat_core.activation import PackingConfig
+from coat_core.activation import Saving
 from coat_core.linear.function import compute_dtype
 from coat_core.ops.attention import additive_mask
 
-from ..fused.block import Call, Rotary, Saving, Shared
+from ..fused.forms import StreamBlock
 from ..fused.linears import NotFusable, read_group, read_linear
-from ..fused.modulation import Modulation
-from ..fused.parts import Attention, GatedLinear, NormLinears
+from ..fused.parts import Attention, Call, GatedLinear, Modulation, NormLinears, Rotary, Shared
 from ..fused.reading import OncePerPass, Reader, check_attention, check_dropout, qk_norm
-from ..fused.stream_block import StreamBlock
 from .family import BlockList, Family
 
 PROCESSOR = "ZSingleStreamAttnProcessor"
@@ -59,7 +57,7 @@ def _norm(norm: Any) -> tuple[Tensor, float]:
     return weight, eps
 
 
-def _read(block: Any, config: PackingConfig | None, join: bool) -> StreamBlock:
+def _read(block: Any, saving: Saving, join: bool) -> StreamBlock:
     attn, ff = block.attention, block.feed_forward
     check_attention(attn, PROCESSOR)
     if len(attn.to_out) > 1:
@@ -71,7 +69,7 @@ def _read(block: Any, config: PackingConfig | None, join: bool) -> StreamBlock:
         modulation = Modulation(read_linear(block.adaLN_modulation[0]), silu=False)
     (before, eps), (before_mlp, eps_mlp) = _norm(block.attention_norm1), _norm(block.ffn_norm1)
     return StreamBlock(
-        Saving(config),
+        saving,
         modulation,
         NormLinears(eps, read_group((attn.to_q, attn.to_k, attn.to_v), join), before),
         Attention(block.head_dim, *qk_norm(attn.norm_q, attn.norm_k)),

@@ -59,8 +59,8 @@ def backend_class() -> type:
     """The class of our backend: FP8 weights with FP8 GEMMs; one instance serves many modules."""
     from toolkit.util.ostris_quant import OstrisQuantizer
 
+    from coat_core.linear.function import read_weight, store_weight
     from coat_core.linear.module import run_stored_linear
-    from coat_core.linear.weight import read_weight, store_weight
     from coat_core.ops.scaled_mm import ALIGNMENT
 
     from ...blocks.cast_loss import note_weight

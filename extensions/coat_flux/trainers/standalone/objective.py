@@ -9,7 +9,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor, nn
 
-from ...blocks.fused.block import written_gradients
+from ...blocks.fused.parts import written_gradients
 from ...config.job_sections import TrainSection
 from ...data.loader import to_device
 from .flow_matching import (

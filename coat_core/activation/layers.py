@@ -1,4 +1,6 @@
-"""The down projection of a LoRA adapter, saving its input in FP8.
+"""Layers that save their input in FP8, or save none: a LoRA's down-projection and frozen convolutions.
+
+Down-projection, which saves its input in FP8:
 
     h = x Aᵀ            computed from the high precision x; A is never quantized
     dx = dh A
@@ -7,12 +9,22 @@
 An FP8 base linear that reads the same x shares its FP8 copy (`hands_input_to_adapter`), since the trainer may cast x
 before the adapter reads it: q, k, v and their adapters save 1 byte per element of x among them.
 
-Shapes: x [..., K], A [r, K], h [..., r].
+Convolution with frozen weights, which saves no input:
+
+    dx = convolution_backward(dy, W)        needs the shape of x, not its values
+
+torch saves x whenever any gradient is needed, since one formula gives dx, dW and db; only dW reads x. In a UNet's
+resnets that is a third of all saved tensors: norm, SiLU and convolution save their inputs in turn.
+
+Shapes: x [..., K], A [r, K], h [..., r]; of convolutions x [B, C, ...], weight [O, C / groups, ...] with one to three
+spatial dimensions.
 Source: the frozen-weight case of arXiv 2410.19313, section 5: a frozen W needs no x, LoRA's dA does.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,11 +32,13 @@ from torch import Tensor, nn
 
 from coat_core.autograd import autocast_is_on, first_order_only
 from coat_core.formats import INT8, get_format
-from coat_core.granularity import Granularity
+from coat_core.granularity import Storage
 from coat_core.int8 import rotation_size
 from coat_core.ops.int8 import rotate
 from coat_core.ops.quantize import dequantize, quantize_once
 from coat_core.quantize import Quantized
+
+CONVOLUTIONS: tuple[Callable[..., Tensor], ...] = (torch.conv1d, torch.conv2d, torch.conv3d)
 
 
 class _LinearWithFP8Input(torch.autograd.Function):
@@ -63,20 +77,19 @@ def _is_same_input(x: Tensor, base_input: Tensor) -> bool:
 class FP8InputLinear(nn.Linear):
     """A bias-free nn.Linear that saves its input in FP8; convert an adapter's down projection with `from_linear`."""
 
-    input_format: str  # "e4m3", "e5m2" or "int8"
-    input_granularity: Granularity  # scaling of the saved x where it is quantized here
+    storage: Storage  # of the saved x
     source: tuple[Any, ...]  # one-element tuple with the base linear that hands over its x, or empty
 
     @staticmethod
-    def from_linear(linear: nn.Linear, input_format: str, granularity: Granularity, base: Any = None) -> FP8InputLinear:
+    def from_linear(linear: nn.Linear, storage: Storage, base: Any = None) -> FP8InputLinear:
         """Convert in place, keeping the parameter; raises ValueError if the layer has a bias."""
-        if input_format != INT8.name:
-            get_format(input_format)
+        if storage.format != INT8.name:
+            get_format(storage.format)
         if linear.bias is not None:
             raise ValueError(f"{type(linear).__name__} with a bias: an adapter's down projection must have none")
         linear.__class__ = FP8InputLinear
         assert isinstance(linear, FP8InputLinear)
-        linear.input_format, linear.input_granularity = input_format, granularity
+        linear.storage = storage
         linear.source = () if base is None else (base,)
         if base is not None:
             base.hands_input_to_adapter = True
@@ -87,8 +100,8 @@ class FP8InputLinear(nn.Linear):
             reference, base.adapter_input = getattr(base, "adapter_input", None), None
             base_input = None if reference is None else reference()
             if base_input is not None and _is_same_input(x, base_input):
-                return quantize_once(base_input, self.input_format, self.input_granularity)
-        return quantize_once(x, self.input_format, self.input_granularity)
+                return quantize_once(base_input, self.storage.format, self.storage.granularity)
+        return quantize_once(x, self.storage.format, self.storage.granularity)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x Aᵀ, [..., K] to [..., r]."""
@@ -101,3 +114,42 @@ class FP8InputLinear(nn.Linear):
             x, weight = x.to(dtype), weight.to(dtype)
         result: Tensor = _LinearWithFP8Input.apply(x, weight, saved)
         return result
+
+
+class _FrozenConvolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, convolve: Callable[..., Tensor], weight: Tensor, bias: Any, *how: Any) -> Tensor:
+        ctx.save_for_backward(weight)
+        ctx.shape, ctx.strides, ctx.how = x.shape, x.stride(), how
+        return convolve(x, weight, bias, *how)
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (weight,) = ctx.saved_tensors
+        *sizes, groups = ctx.how
+        x = grad.new_empty_strided(ctx.shape, ctx.strides)  # never read; its layout is that of dx
+        weight, wanted = weight.to(grad.dtype), (True, False, False)  # autocast multiplied by a copy
+        dx = torch.ops.aten.convolution_backward(grad, x, weight, None, *sizes, False, [0], groups, wanted)[0]
+        return dx, *[None] * 7
+
+
+def keep_no_input(layer: Any) -> None:
+    """Make an nn.Conv1d, Conv2d or Conv3d save no input for backward while its weights are frozen.
+
+    Patches the instance, so trainers still find a layer of its class. Padding given as a string or by reflection, and
+    inputs without a batch, run torch's own code.
+
+    Numerics: output and dx are torch's own, bit for bit. A second backward pass through dx raises RuntimeError.
+    """
+    if layer.padding_mode == "zeros" and not isinstance(layer.padding, str):
+        layer._conv_forward = functools.partial(_forward, layer)
+
+
+def _forward(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    convolve, how = CONVOLUTIONS[weight.ndim - 3], (layer.stride, layer.padding, layer.dilation, layer.groups)
+    trained = weight.requires_grad or (bias is not None and bias.requires_grad)
+    if trained or x.ndim != weight.ndim or not (x.requires_grad and torch.is_grad_enabled()):
+        return convolve(x, weight, bias, *how)
+    result: Tensor = _FrozenConvolution.apply(x, convolve, weight, bias, *how)
+    return result

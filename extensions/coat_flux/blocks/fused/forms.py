@@ -1,0 +1,406 @@
+"""The blocks of all models, put together from `parts`: double, single and stream blocks.
+
+Double block, of a text and an image stream with joint attention, each:
+
+    x = x + gate·linear(attention(q, k, v)),   q, k, v = linears(LayerNorm(x)·(1 + scale) + shift)
+    x = x + gate·linear(act(linear(LayerNorm(x)·(1 + scale) + shift)))
+
+Single block, of one stream over the tokens of text and image, with n = LayerNorm(x)·(1 + scale) + shift:
+
+    y = x + gate·linear([attention(q, k, v) | act(mlp)]),   [q | k | v | mlp] = linears(n)
+
+Stream block, with norms before and after its linears, as in Z-Image and Lumina:
+
+    x1 = x + gate·RMSNorm(linear(attention(q, k, v))),   q, k, v = linears(RMSNorm(x)·(1 + scale))
+    y = x1 + gate·RMSNorm(linear(silu(a)·b)),            a, b = linears(RMSNorm(x1)·(1 + scale))
+
+Each has a `Form`'s passes, forward and backward one below the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from coat_core.activation import Saving
+from coat_core.granularity import PER_GROUP
+from coat_core.ops.gelu import activated_width, mlp_activation_backward
+from coat_core.ops.mlp_gradient import mlp_down_gradient
+from coat_core.ops.qkv import qkv_mlp_backward, qkv_rope_backward
+from coat_core.ops.quantize import quantize, quantize_and_save
+from coat_core.quantize import Quantized
+
+from .linears import cast_by_kernel, quantized_by
+from .parts import (
+    Activated,
+    Attention,
+    GatedGradients,
+    GatedLinear,
+    Kept,
+    Modulation,
+    NormLinears,
+    Shared,
+    activate,
+    gradient_of_vectors,
+    packed_by_kernel,
+)
+
+GELU, SWIGLU = "gelu_tanh", "silu_and_mul"  # as `coat_core.ops.gelu` names them
+
+
+def _save_out(kept: Kept, out: Tensor, cast: tuple[str, str]) -> tuple[Tensor, Tensor]:
+    """Save attention's out; return its codes for the next linear, by `cast_by_kernel`, and their scale."""
+    packing = packed_by_kernel(kept.attention)
+    codes, code_scale, saved, saved_scale = quantize_and_save(out, *cast, PER_GROUP.group_size, *packing)
+    kept.pack("out", out, kept.attention, saved, saved_scale)
+    return codes, code_scale
+
+
+def _mlp_backward(
+    kept: Kept, name: str, down: GatedLinear, activation: str, grad: Tensor, gate: Tensor
+) -> tuple[Tensor, GatedGradients]:
+    """Gradients of the MLP before its activation, and of its second linear."""
+    mlp, mlp_scale, size, dtype = kept.read(f"{name}mlp")
+
+    def down_gradient(dh: Tensor) -> Tensor:
+        return mlp_down_gradient(dh, None, None, mlp, mlp_scale, size, dtype, down.linear.dtype, activation)
+
+    of_down = down.backward(kept, f"{name}down_", grad, gate, down_gradient)
+    of_adapter = None if of_down.dh is None else down.linear.matrices(of_down.dh.dtype).down
+    dmlp = mlp_activation_backward(of_down.dx, of_down.dh, of_adapter, mlp, mlp_scale, size, dtype, activation)
+    return dmlp, of_down
+
+
+# -- double blocks ----------------------------------------------------------------------------------------------------
+
+
+class RestGradients(NamedTuple):
+    """Result of `Stream.rest_backward`; `modulation`: fp32, of attention's gate, MLP shift and scale, MLP gate."""
+
+    dx: Tensor  # of the stream before attention's projection is added [B, S_i, D]
+    dout: Tensor  # of attention's out, for this stream's tokens
+    modulation: tuple[Tensor | None, ...]
+    adapters: list[Tensor]  # [dA, dB] of each, in the order of `Stream.groups` after the first
+
+
+@dataclass(eq=False)
+class Stream:
+    """One of a double block's two streams; `modulation` is None if the model passes in shift, scale and gate."""
+
+    modulation: Modulation | None
+    inputs: NormLinears  # to q, k and v
+    output: GatedLinear  # attention's projection
+    up: NormLinears  # the MLP's first linear
+    down: GatedLinear  # the MLP's second linear
+    activation: str = GELU
+
+    def __post_init__(self) -> None:
+        self.groups = [self.inputs.linears, self.output.linear, self.up.linears, self.down.linear]
+
+    def rest(
+        self, kept: Kept, name: str, x: Tensor, out: Activated, modulation: Sequence[Tensor], trains_gates: bool
+    ) -> Tensor:
+        """The stream after attention: projection, gate and residual, then the MLP with its own."""
+        _, _, gate, shift, scale, gate_mlp = modulation
+        x = self.output.forward(kept, f"{name}out_", x, gate, out, trains_gates)
+        projected = self.up.forward(kept, f"{name}up_", x, scale, shift)
+        activated = activate(kept, projected, None, self.down.linear, self.activation, name)
+        del projected
+        return self.down.forward(kept, f"{name}down_", x, gate_mlp, activated, trains_gates)
+
+    def rest_backward(
+        self, kept: Kept, name: str, grad: Tensor, out: Tensor, modulation: Sequence[Tensor]
+    ) -> RestGradients:
+        """Gradients of `rest`."""
+        _, _, gate, shift, scale, gate_mlp = modulation
+        dmlp, of_down = _mlp_backward(kept, name, self.down, self.activation, grad, gate_mlp)
+        dgate_mlp, adapters = of_down.dgate, of_down.adapters
+        del of_down
+        dx, dnorm, of_up = self.up.backward(kept, f"{name}up_", dmlp, grad, scale, shift)
+        del dmlp
+        assert dx is not None
+        linear = self.output.linear
+        dout, dh, dgate, of_output = self.output.backward(
+            kept, f"{name}out_", dx, gate, lambda dh: linear.down_gradient(dh, out)
+        )
+        dout = linear.complete_dx(dout, dh)
+        return RestGradients(dx, dout, (dgate, dnorm, dgate_mlp), [*of_output, *of_up, *adapters])
+
+
+@dataclass(eq=False)
+class LastStream:
+    """A stream that ends with the block: image tokens attend to it, and it has no output."""
+
+    modulation: Modulation | None  # makes shift and scale; None where the model hands them in
+    inputs: NormLinears  # to q, k and v
+
+    def __post_init__(self) -> None:
+        self.groups = [self.inputs.linears]
+
+    def rest(self, kept: Kept, name: str, x: Tensor, *_: object) -> Tensor:
+        """Nothing."""
+        return x.new_empty(0)
+
+    def rest_backward(self, kept: Kept, name: str, grad: Tensor, out: Tensor, *_: object) -> RestGradients:
+        """Zeros: of attention's out for these tokens, and of the stream."""
+        zeros = torch.zeros_like(out)
+        return RestGradients(zeros, zeros, (), [])
+
+
+@dataclass(eq=False)
+class DoubleBlock:
+    """Two streams and their joint attention; inputs: x [B, S_i, D] of text and image, then modulations [B, n·D]."""
+
+    saving: Saving
+    attention: Attention  # of both streams
+    text: Stream | LastStream
+    image: Stream
+
+    def __post_init__(self) -> None:
+        self.groups = [*self.text.groups, *self.image.groups]
+        self.parameters = [parameter for group in self.groups for parameter in group.parameters]
+        self.modulations = [each for each in (self.text.modulation, self.image.modulation) if each is not None]
+        self._named = (("text_", self.text), ("image_", self.image))
+
+    def forward(
+        self, kept: Kept, shared: Shared, inputs: Sequence[Tensor], needs: Sequence[bool]
+    ) -> tuple[Tensor, Tensor]:
+        """As of `Form`."""
+        modulations = [x.split(inputs[1].shape[-1], dim=1) for x in inputs[2:]]
+        projected = []
+        for (name, stream), x, (shift, scale, *_) in zip(self._named, inputs[:2], modulations, strict=True):
+            projected.append(stream.inputs.forward(kept, f"{name}in_", x, scale, shift))
+        out = self.attention.forward(kept, projected, shared)
+        del projected
+        storage = self.image.output.linear.input_storage
+        # one scale for both streams would be coarser than one for each
+        cast = cast_by_kernel(storage if storage is not None and storage.granularity.name == "per_row" else None)
+        codes, code_scale = _save_out(kept, out, cast)
+        kept.add("modulation", *inputs[2:])
+        results, start = [], 0
+        for i, (name, stream) in enumerate(self._named):
+            rows = slice(start, start + inputs[i].shape[1])
+            part, start = out[:, rows], rows.stop
+            quantized = None
+            if storage is not None and cast[1] != "none":
+                quantized = Quantized(codes[:, rows], code_scale[:, rows], storage.granularity)
+            elif storage is not None:
+                quantized = quantize(part, storage.format, storage.granularity)
+            read = Activated(part, quantized)
+            results.append(stream.rest(kept, name, inputs[i], read, modulations[i], needs[2 + i]))
+        return results[0], results[1]
+
+    def backward(
+        self, kept: Kept, shared: Shared, grads: Sequence[Tensor], needs: Sequence[bool]
+    ) -> tuple[list[Tensor | None], list[Tensor]]:
+        """As of `Form`."""
+        out, vectors = kept.values("out"), kept.all("modulation")
+        modulations = [x.split(grads[1].shape[-1], dim=1) for x in vectors]
+        outs = out.tensor_split([-grads[1].shape[1]], dim=1)
+        rest = []
+        for i, (name, stream) in enumerate(self._named):
+            rest.append(stream.rest_backward(kept, name, grads[i], outs[i], modulations[i]))
+        dout = torch.cat([gradients.dout for gradients in rest], dim=1)
+        joint, ys, y_scales, size, dtype = self.attention.backward(kept, dout, out, shared)
+        del dout, out, outs
+        norms, eps = list(self.attention.norms), self.attention.eps
+        dys = qkv_rope_backward(joint, ys, y_scales, norms, shared.cos, shared.sin, eps, size, dtype)
+        del joint
+        dxs: list[Tensor | None] = []
+        of_modulations: list[Tensor | None] = []
+        of_parameters: list[Tensor] = []
+        for i, (name, stream) in enumerate(self._named):
+            shift, scale = modulations[i][:2]
+            dx, dmodulation, of_inputs = stream.inputs.backward(
+                kept, f"{name}in_", dys[i], rest[i].dx, scale, shift, needs[i] or needs[2 + i]
+            )
+            dxs.append(dx)
+            of_modulations.append(gradient_of_vectors(vectors[i], dmodulation, *rest[i].modulation))
+            of_parameters += [*of_inputs, *rest[i].adapters]
+        return [*dxs, *of_modulations], of_parameters
+
+
+# -- single blocks ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class SingleBlock:
+    """A single block; inputs: text and image [B, S_i, D], or both as one, and modulation [B, 3·D]."""
+
+    saving: Saving
+    modulation: Modulation | None  # makes shift, scale and gate; None where the model hands them in
+    inputs: NormLinears  # to q, k, v and the MLP
+    attention: Attention  # of its one stream
+    output: GatedLinear  # reads attention's out and the MLP
+    activation: str = GELU
+
+    def __post_init__(self) -> None:
+        self.groups = [self.inputs.linears, self.output.linear]
+        self.parameters = [parameter for group in self.groups for parameter in group.parameters]
+        self.modulations = [] if self.modulation is None else [self.modulation]
+
+    def forward(
+        self, kept: Kept, shared: Shared, inputs: Sequence[Tensor], needs: Sequence[bool]
+    ) -> tuple[Tensor, ...]:
+        """As of `Form`."""
+        *streams, modulation = inputs
+        x = streams[0] if len(streams) == 1 else join(streams[0], streams[1])
+        shift, scale, gate = modulation.chunk(3, dim=1)
+        projected = self.inputs.forward(kept, "", x, scale, shift)
+        out = self.attention.forward(kept, [projected], shared)
+        activated = activate(kept, projected, out, self.output.linear, self.activation)
+        del projected, out  # not needed any more, and large
+        kept.add("modulation", modulation)
+        y = self.output.forward(kept, "out_", x, gate, activated, needs[-1])
+        return (y,) if len(streams) == 1 else split(y, streams[0].shape[1])
+
+    def backward(
+        self, kept: Kept, shared: Shared, grads: Sequence[Tensor], needs: Sequence[bool]
+    ) -> tuple[list[Tensor | None], list[Tensor]]:
+        """As of `Form`."""
+        grad = grads[0] if len(grads) == 1 else join(grads[0], grads[1])
+        (modulation,) = kept.all("modulation")
+        shift, scale, gate = modulation.chunk(3, dim=1)
+        mlp, mlp_scale, size, dtype = kept.read("mlp")
+        attended, attended_scale, *_ = kept.read("out")
+        linear, width = self.output.linear, activated_width(mlp, self.activation)
+
+        def down_gradient(dh: Tensor) -> Tensor:
+            reads = (attended, attended_scale, mlp, mlp_scale, size, dtype)
+            return mlp_down_gradient(dh, *reads, linear.dtype, self.activation)
+
+        dx, dh, dgate, of_output = self.output.backward(kept, "out_", grad, gate, down_gradient)
+        dout, dmlp, down = dx[..., :-width], dx[..., -width:], None
+        if dh is not None:
+            down = linear.matrices(dh.dtype).down
+            dout = torch.addmm(dout.flatten(0, -2), dh.flatten(0, -2), down[:, :-width]).view(dout.shape)
+            down = down[:, -width:]
+        out = kept.values("out")
+        joint, ys, y_scales, *_ = self.attention.backward(kept, dout, out, shared)
+        del out, dout
+        y_scale = y_scales[0] if y_scales else None
+        norms, eps = list(self.attention.norms), self.attention.eps
+        of_mlp = (dmlp, dh, down, mlp, mlp_scale, size, dtype, self.activation)
+        dy = qkv_mlp_backward(joint, ys[0], y_scale, norms, shared.cos, shared.sin, eps, *of_mlp)
+        del dx, dmlp, of_mlp, joint
+        dx, dmodulation, of_inputs = self.inputs.backward(kept, "", dy, grad, scale, shift, any(needs))
+        dxs: Sequence[Tensor | None] = [dx] * len(grads)
+        if dx is not None and len(grads) == 2:
+            dxs = split(dx, grads[0].shape[1])
+        return [*dxs, gradient_of_vectors(modulation, dmodulation, dgate)], [*of_inputs, *of_output]
+
+
+def join(text: Tensor, image: Tensor) -> Tensor:
+    """Return both streams [B, T, D] and [B, S, D] as one, text first, without a copy if they are views of one tensor.
+
+    Diffusers passes them separately; slices and `torch.cat` would copy both ways and zero-fill two gradients.
+    """
+    batch, tokens, width = text.shape
+    rows = tokens + image.shape[1]
+    follows = (
+        text.untyped_storage()._cdata == image.untyped_storage()._cdata
+        and text.dtype == image.dtype
+        and text.stride() == image.stride() == (rows * width, width, 1)
+        and image.storage_offset() == text.storage_offset() + tokens * width
+    )
+    if follows:
+        return text.as_strided((batch, rows, width), text.stride())
+    return torch.cat([text, image], dim=1)
+
+
+def split(joined: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """Return text (the first `tokens`) and image, views of `joined`."""
+    return joined[:, :tokens], joined[:, tokens:]
+
+
+# -- stream blocks ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class StreamBlock:
+    """A stream block; inputs: x [B, S, D], and modulation [B, 4·D] where there is one.
+
+    The norms after linears need the linears' results in backward; with those and x, x1 is recomputed, not saved.
+    """
+
+    saving: Saving
+    modulation: Modulation | None  # gives scale and gate (before tanh) of attention and MLP
+    inputs: NormLinears  # to q, k and v
+    attention: Attention  # of its one stream
+    output: GatedLinear  # attention's projection
+    up: NormLinears  # the MLP's first two linears
+    down: GatedLinear  # the MLP's last linear
+
+    def __post_init__(self) -> None:
+        self.groups = [self.inputs.linears, self.output.linear, self.up.linears, self.down.linear]
+        self.parameters = [parameter for group in self.groups for parameter in group.parameters]
+        self.modulations = [] if self.modulation is None else [self.modulation]
+
+    def _vectors(self, x: Tensor, modulation: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Scale and gate [B, D] of attention, then of the MLP; without modulation those that change nothing."""
+        if not modulation:
+            assert self.inputs.weight is not None
+            ones = x.new_ones((len(x), x.shape[-1]), dtype=self.inputs.weight.dtype)
+            return torch.zeros_like(ones), ones, torch.zeros_like(ones), ones
+        scale, gate, scale_mlp, gate_mlp = modulation[0].chunk(4, dim=1)
+        return scale, gate.tanh(), scale_mlp, gate_mlp.tanh()
+
+    def forward(
+        self, kept: Kept, shared: Shared, inputs: Sequence[Tensor], needs: Sequence[bool]
+    ) -> tuple[Tensor, ...]:
+        """As of `Form`."""
+        x, *modulation = inputs
+        scale, gate, scale_mlp, gate_mlp = self._vectors(x, modulation)
+        projected = self.inputs.forward(kept, "in_", x, scale, None)
+        out = self.attention.forward(kept, [projected], shared)
+        storage = self.output.linear.input_storage
+        codes, code_scale = _save_out(kept, out, cast_by_kernel(storage))
+        kept.add("modulation", *modulation)
+        read = Activated(out, quantized_by(storage, out, codes, code_scale))
+        x = self.output.forward(kept, "out_", x, gate, read, True)
+        projected = self.up.forward(kept, "up_", x, scale_mlp, None, saves_x=False)
+        activated = activate(kept, projected, None, self.down.linear, SWIGLU)
+        del projected, out, read  # not needed any more, and large
+        return (self.down.forward(kept, "down_", x, gate_mlp, activated, True),)
+
+    def backward(
+        self, kept: Kept, shared: Shared, grads: Sequence[Tensor], needs: Sequence[bool]
+    ) -> tuple[list[Tensor | None], list[Tensor]]:
+        """As of `Form`."""
+        modulation, output = kept.all("modulation"), self.output.linear
+        scale, gate, scale_mlp, gate_mlp = self._vectors(grads[0], modulation)
+        dmlp, of_down = _mlp_backward(kept, "", self.down, SWIGLU, grads[0], gate_mlp)
+        dgate_mlp, adapters = of_down.dgate, of_down.adapters
+        del of_down
+        x = self.output.again(kept, "out_", kept.values("in_x"), gate)
+        dx, of_norm, of_up = self.up.backward(kept, "up_", dmlp, grads[0], scale_mlp, None, x=x)
+        del dmlp, x
+        assert dx is not None
+        out = kept.values("out")
+
+        def down_gradient(dh: Tensor, out: Tensor = out) -> Tensor:
+            return output.down_gradient(dh, out)
+
+        dout, dh, dgate, of_output = self.output.backward(kept, "out_", dx, gate, down_gradient)
+        del down_gradient
+        dout = output.complete_dx(dout, dh)
+        joint, ys, y_scales, size, dtype = self.attention.backward(kept, dout, out, shared)
+        del dout, out
+        norms, eps = list(self.attention.norms), self.attention.eps
+        (dy,) = qkv_rope_backward(joint, ys, y_scales, norms, shared.cos, shared.sin, eps, size, dtype)
+        del joint
+        dx, of_first, of_inputs = self.inputs.backward(kept, "in_", dy, dx, scale, None, any(needs))
+        dxs = [dx]
+        if modulation:
+            parts: list[Tensor | None] = []
+            pairs = ((of_first, dgate, gate), (of_norm, dgate_mlp, gate_mlp))
+            for of_scale, of_gate, after_tanh in pairs:
+                parts.append(None if of_scale is None else of_scale[:, 1])
+                slope = 1 - after_tanh.to(torch.float32).square()
+                parts.append(None if of_gate is None else of_gate * slope)
+            dxs.append(gradient_of_vectors(modulation[0], *parts))
+        return dxs, [*of_inputs, *of_output, *of_up, *adapters]
