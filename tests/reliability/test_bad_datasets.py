@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from coat_flux.config.job_sections import DatasetSection
-from coat_flux.data.dataset import scan
 from coat_flux.data.files import DatasetError
+from coat_flux.data.loader import scan
 from coat_flux.data.preflight import DataReport, inspect_datasets
 from tests.reliability.bad_datasets import CASES, TRIGGER, needs_posix
 from tests.reliability.photos import cutout, good_folder, half, jpeg, write

@@ -54,8 +54,7 @@ def train(args: argparse.Namespace) -> None:
 def rewind(args: argparse.Namespace) -> None:
     """Make a run resume from an earlier state at its next start, bit for bit; also a run of ai-toolkit."""
     from ..saves.commit import newest_set
-    from ..saves.lock import run_lock
-    from ..saves.repair import go_back
+    from ..saves.repair import go_back, run_lock
 
     if newest_set(args.run_dir) is None:
         raise UsageError(f"RUN_DIR={args.run_dir}: has no saved state; give <training_folder>/<name> of a run")

@@ -92,13 +92,12 @@ def sweep(args: argparse.Namespace) -> int:
     show_warnings()
     from ..study.ranking import noise_text, rank, ranking_rows, sentence_of, write_sweep_page
     from ..study.sweep import FINISHED, Sweep, find_axis
-    from ..trainers.standalone.seeding import seed_of
 
     folder = args.out or job.folder.with_name(f"{job.folder.name}_sweep")
     study = Sweep(
         args.config,
         [find_axis(text) for text in args.axes],
-        range(seed_of(job), seed_of(job) + args.seeds),
+        range(job.seed, job.seed + args.seeds),
         folder,
         name=args.name,
         most=args.tpe or args.random,

@@ -32,6 +32,8 @@ from .job_sections import (
 from .options import blocks, build, choice, key
 from .rules import check_entry
 
+DEFAULT_SEED = 42
+
 
 @dataclass(frozen=True)
 class JobConfig:
@@ -73,6 +75,11 @@ class JobConfig:
     def folder(self) -> Path:
         """`<training_folder>/<name>`."""
         return Path(self.training_folder) / str(self.name)
+
+    @property
+    def seed(self) -> int:
+        """`training_seed`, or a fixed default: every run is reproducible."""
+        return DEFAULT_SEED if self.training_seed is None else self.training_seed
 
     @classmethod
     def load(cls, config: str | os.PathLike[str] | Mapping[str, Any]) -> JobConfig:

@@ -22,8 +22,7 @@ from ..config.job import JobConfig
 from ..data.captions import inject_trigger
 from ..pages.html import Page, Tone
 from ..pages.precision import show_layers
-from ..saves.lock import run_lock
-from ..trainers.standalone.seeding import seed_of
+from ..saves.repair import run_lock
 from ..watch.guard import DeadRunError
 from .judgement import LOSSLESS, NOT_LOSSLESS, UNDECIDED, Judgement, broken, judge
 from .scoring import Gram, Scores, mean_cosine, model_grams, score_loras, weight_grams
@@ -190,7 +189,7 @@ def verify(
 
 def _train(study: Study, seeds: int, arm: Arm, runs: list[ArmResult]) -> None:
     """Train the pairs one after the other, bf16 first, and add their results to `runs`."""
-    first, total = seed_of(study.job), 2 * seeds
+    first, total = study.job.seed, 2 * seeds
     with tqdm(total=total * study.steps, desc="all runs", unit="step", smoothing=0, **bar_options()) as bar:
 
         def on_step(done: int) -> None:
@@ -203,7 +202,7 @@ def _train(study: Study, seeds: int, arm: Arm, runs: list[ArmResult]) -> None:
 
 
 def _judge(study: Study, runs: Sequence[ArmResult]) -> Verdict:
-    job = JobConfig.from_dict(study.prepare("bf16", BF16, seed_of(study.job)), file=study.job.file)
+    job = JobConfig.from_dict(study.prepare("bf16", BF16, study.job.seed), file=study.job.file)
     loras = {run.name: run.lora for run in runs}
     with tqdm(desc="held-out photos", leave=False, **bar_options()) as bar:
 

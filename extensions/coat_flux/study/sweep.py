@@ -47,7 +47,7 @@ from ..mini_flux import provide_embedded
 from ..pages.run import RunFolder, RunFolderError
 from ..saves.errors import ResumeError
 from ..saves.interrupts import Interrupts
-from ..saves.lock import run_lock
+from ..saves.repair import run_lock
 from .study import POINTS_OF_CURVE, held_out_count, require_same_job
 
 __all__ = [
