@@ -145,37 +145,26 @@ def _write(line: str) -> None:
         print_acc(line if line.startswith("[") else f"[coat] {line}")
 
 
-_config: COATConfig | None = None
+config: COATConfig | None = None  # of the running job, if it is of our type
 _lines = Lines(_write, verbose=True)
 
 
 @contextmanager
 def job_scope() -> Iterator[None]:
     """Forget the job when it ends: the next one must not inherit its config and log."""
-    global _config
+    global config
     try:
         yield
     finally:
-        _config = None
+        config = None
         begin_lines(verbose=True)
 
 
-def begin_job(config: COATConfig) -> None:
-    """Make `config` the running job's."""
-    global _config
-    _config = config
-
-
-def active_config() -> COATConfig | None:
-    """The config of our running job, or None."""
-    return _config
-
-
-def active_or_default() -> COATConfig:
+def config_or_default() -> COATConfig:
     """The running job's config, or the defaults."""
     from ...config.coat import COATConfig
 
-    return COATConfig.from_dict(None) if _config is None else _config
+    return COATConfig.from_dict(None) if config is None else config
 
 
 def begin_lines(*, verbose: bool) -> Lines:

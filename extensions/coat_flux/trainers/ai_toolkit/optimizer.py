@@ -49,7 +49,7 @@ def make_optimizer(params: Any, lr: float, optimizer_params: dict | None) -> tor
     from ..optimizer import build_optimizer, describe_optimizer, restore_optimizer
 
     host.show_logs()
-    optimizer = build_optimizer(params, lr, host.active_or_default(), dict(optimizer_params or {}))
+    optimizer = build_optimizer(params, lr, host.config_or_default(), dict(optimizer_params or {}))
     load = optimizer.load_state_dict
 
     def load_state_dict(state_dict: dict) -> None:

@@ -118,7 +118,7 @@ class CoatFluxTrainer(HostTrainer):
             lines.open(folder)
         self._live = self._held.enter_context(live_run(self))
         self.coat = config_for(self.device_torch, self.coat)
-        host.begin_job(self.coat)
+        host.config = self.coat
         choose_at_load(self)
         is_compiled = bool(getattr(self.model_config, "compile", False))
         memory_file = folder / MEMORY_FILE if self._team.is_main else None
