@@ -14,7 +14,7 @@ from coat_flux.config.launch import LaunchError, joint_job, launch_obstacle
 from coat_flux.saves.identity import compare
 from coat_flux.saves.interrupts import Interrupts
 from coat_flux.trainers import processes
-from coat_flux.trainers.ai_toolkit.team import Team
+from coat_flux.trainers.ai_toolkit.loop import Team
 from coat_flux.trainers.standalone.workers import Workers, whole_norms
 from tests.helpers.engine_job import engine_job
 

@@ -1,20 +1,27 @@
 """The training loop of a job: each step of ai-toolkit runs inside `TrainingLoop.step`, each save is a whole set.
 
 ai-toolkit itself would turn a NaN loss into 0, and drop a batch that ran out of memory; here it is retried.
+
+Of several processes (`Team`), started by `accelerate launch run.py`, ai-toolkit averages nothing. Each takes every N-th
+batch of one order, gradients are summed before clipping, and all agree on one loss and on the action after the step.
+Each samples every N-th prompt; one saves.
 """
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from ...base.errors import UserError
 from ...base.streams import quiet_dead_outputs
 from ...saves.interrupts import Interrupts
 from ...saves.rng import rng_state, set_rng_state
@@ -22,6 +29,7 @@ from ...watch.live import COMMANDS, LiveRun
 from ...watch.oom import OutOfMemory, explain_oom, is_oom
 from ...watch.run_tables import RunTables, StepStats
 from ...watch.step_watch import watch_steps
+from ..processes import STEP_LIMIT, WAIT_LIMIT, Processes
 from .data_order import draw_from
 from .host import ai_toolkit_version, detail, info, patched
 from .resume import read_back
@@ -335,3 +343,80 @@ def explain_end(error: BaseException, process: Any) -> None:
         error.args = (f"{error}; {continuation.saves.way_back(since)}",)
     if is_oom(error):
         info(f"{explain_oom(error, process._phases, process._job_config)}")
+
+
+# -- several processes -----------------------------------------------------------------------------------------------
+
+
+class Team(Processes):
+    """The processes of a job; UserError if several were started without accelerate's knowledge."""
+
+    def __init__(self, accelerator: Any):
+        size = accelerator.num_processes
+        if size == 1:
+            if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+                raise UserError(
+                    f"{os.environ['WORLD_SIZE']} processes were started, and each takes itself for the only one; where "
+                    "there is no GPU, set ACCELERATE_USE_CPU=true, or start one process"
+                )
+            super().__init__(1, 0, torch.device("cpu"))
+            return
+        super().__init__(size, accelerator.process_index, accelerator.device)
+        _limit_waits(WAIT_LIMIT)  # ai-toolkit's waits, while the main process fills the caches
+        self.wait()
+
+    @contextmanager
+    def unwrapped(self, process: Any) -> Iterator[None]:
+        """Let ai-toolkit prepare the run as for one process: nothing calls DDP's forward, so it would not reduce."""
+        if self.size == 1:
+            yield
+            return
+        from accelerate import DistributedType
+
+        state = process.accelerator.state
+        kind, state.distributed_type = state.distributed_type, DistributedType.NO
+        try:
+            yield
+        finally:
+            state.distributed_type = kind
+        if hasattr(process.lr_scheduler, "split_batches"):
+            process.lr_scheduler.split_batches = True
+        places = (process.step_num, process.start_step, process.epoch_num)
+        process.step_num, process.start_step, process.epoch_num = self.from_main(places)
+        _limit_waits(STEP_LIMIT)
+
+    def agree_on_loss(self, loss: float, requests: Sequence[bool]) -> tuple[float, list[bool]]:
+        """The mean loss of all processes, and the requests of any."""
+        dtype = torch.float64 if self.device.type == "cpu" else torch.float32
+        mean, flags = self.agree(torch.tensor([loss], dtype=dtype, device=self.device), requests)
+        return float(mean), flags
+
+    def all_sample(self, process: Any) -> Any:
+        """In this context every process samples, not only the main one."""
+        return nullcontext() if self.size == 1 else patched(process, accelerator=_AsMain(process.accelerator))
+
+    def share_of(self, images: list[Any]) -> list[Any]:
+        """This process's images, each with its number among all."""
+        if self.size == 1:
+            return images
+        for number, image in enumerate(images):
+            count = str(number).zfill(len(str(len(images))))
+            image.output_filename_no_ext = image.output_filename_no_ext.replace("[count]", count)
+            image.save_image_atomic = image.save_image  # ai-toolkit would move the other processes' images, too
+        return images[self.rank :: self.size]
+
+
+class _AsMain:
+    is_main_process = True
+
+    def __init__(self, accelerator: Any):
+        self._accelerator = accelerator
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._accelerator, name)
+
+
+def _limit_waits(limit: Any) -> None:
+    setter = getattr(dist.distributed_c10d, "_set_pg_timeout", None)  # torch has no public setter
+    if setter is not None:
+        setter(limit)

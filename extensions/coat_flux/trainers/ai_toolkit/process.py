@@ -38,12 +38,11 @@ from ..processes import EXIT_OTHER, first_to_fail
 from . import host
 from .full import FullModel
 from .host import AIToolkitError, detail, info, patched
-from .loop import LOSSES, TrainingLoop, explain_end, live_run
+from .loop import LOSSES, Team, TrainingLoop, explain_end, live_run
 from .optimizer import check_optimizer, install_optimizer
 from .photos import HeldOutPhotos, check_photos
 from .quantizer import choose_at_load, convert_model, install_quantizer
 from .resume import Continuation, find_continuation
-from .team import Team
 
 INHERITED = ("get_conf", "get_latest_save_path", "on_error", *LOSSES)
 
