@@ -97,7 +97,7 @@ class TrainingLoop:
         if self._tables is not None:
             self._tables.close()
 
-    # -- a step --------------------------------------------------------------------------------------------------------
+    # -- a step
 
     def step(self, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Run a step of ai-toolkit; returns what it displays."""
@@ -201,7 +201,9 @@ class TrainingLoop:
         def step(*args: Any, **kwargs: Any) -> Any:
             complete_gradients()
             loss, _, norm = self._measured = self._measure(parameters)
-            return own_step(*args, **kwargs) if watch.allows_update(number, loss, norm) else None
+            if not watch.allows_update(number, loss, norm):
+                return None
+            return own_step(*args, **kwargs)
 
         losses = {name: recorded(getattr(process, name)) for name in LOSSES}
         with (
@@ -214,16 +216,21 @@ class TrainingLoop:
     def _measure(self, parameters: list[Tensor]) -> tuple[float, float, float]:
         loss = float(torch.stack(self._losses).mean()) if self._losses else 0.0
         norms = self._norms or [p.grad.norm() for p in parameters if p.grad is not None]
-        norm = float(torch.stack([norm.float() for norm in norms]).square().sum().sqrt()) if norms else 0.0
+        norm = 0.0
+        if norms:
+            norm = float(torch.stack([norm.float() for norm in norms]).square().sum().sqrt())
         if self._full is not None:
             norm = self._full.grad_norm(norm)
         if self._team.size > 1:
-            requested = self._process._live.poll() | ({"stop"} if self.stops else frozenset())
+            requested = self._process._live.poll()
+            if self.stops:
+                requested |= {"stop"}
             loss, flags = self._team.agree_on_loss(loss, [name in requested for name in COMMANDS])
-            self._commands = frozenset(name for name, is_set in zip(COMMANDS, flags, strict=True) if is_set)
+            flagged = zip(COMMANDS, flags, strict=True)
+            self._commands = frozenset(name for name, is_set in flagged if is_set)
         return loss, float(self._process.optimizer.param_groups[0]["lr"]), norm
 
-    # -- between two steps ---------------------------------------------------------------------------------------------
+    # -- between two steps
 
     def save(self, step: int | None, write_host: Callable[[Path], None]) -> bool:
         """Save a set, into which `write_host` lets ai-toolkit save; False if the guard is in doubt: it is postponed.
@@ -276,9 +283,7 @@ class TrainingLoop:
         return "stop" in commands or (self._team.size == 1 and self.stops)
 
     def _save_or_sample(self, commands: frozenset[str]) -> None:
-        process, bar = self._process, self._process.progress_bar
-        if bar is not None:
-            bar.pause()
+        process = self._process
         if "save" in commands and self._saved != self.done:
             process.save(self.done)
         if "sample" in commands:
@@ -286,14 +291,14 @@ class TrainingLoop:
             if process.train_config.unload_text_encoder:
                 process.sd.text_encoder_to("cpu")
         process.ensure_params_requires_grad()
-        if bar is not None:
-            bar.unpause()
 
     def _stop(self) -> None:
         process = self._process
         if self._saved != self.done:
             process.save(self.done)
-        saved = f"after {self.done} steps, saved in {process.save_root}" if self.done else "before the first step"
+        saved = "before the first step"
+        if self.done:
+            saved = f"after {self.done} steps, saved in {process.save_root}"
         if self._saved != self.done and self._continuation is not None:
             saved = f"after {self.done} steps; those after step {self._saved} are not saved"
         info(f"stopped {saved}; the same command resumes from here")
@@ -314,7 +319,8 @@ def _trained_of(process: Any) -> dict[str, Tensor]:
     names = {id(param): name for name, param in network.named_parameters()}
     for module in network.modules():
         if hasattr(module, "lora_name"):
-            names.update((id(param), f"{module.lora_name}.{name}") for name, param in module.named_parameters())
+            for name, param in module.named_parameters():
+                names[id(param)] = f"{module.lora_name}.{name}"
     return {names[id(param)]: param for param in network.parameters()}
 
 
@@ -345,7 +351,7 @@ def explain_end(error: BaseException, process: Any) -> None:
         info(f"{explain_oom(error, process._phases, process._job_config)}")
 
 
-# -- several processes -----------------------------------------------------------------------------------------------
+# -- several processes
 
 
 class Team(Processes):
@@ -393,7 +399,9 @@ class Team(Processes):
 
     def all_sample(self, process: Any) -> Any:
         """In this context every process samples, not only the main one."""
-        return nullcontext() if self.size == 1 else patched(process, accelerator=_AsMain(process.accelerator))
+        if self.size == 1:
+            return nullcontext()
+        return patched(process, accelerator=_AsMain(process.accelerator))
 
     def share_of(self, images: list[Any]) -> list[Any]:
         """This process's images, each with its number among all."""

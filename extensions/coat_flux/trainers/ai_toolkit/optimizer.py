@@ -56,7 +56,8 @@ def make_optimizer(params: Any, lr: float, optimizer_params: dict | None) -> tor
         try:
             if not optimizer.state:  # loaded from a file to the GPU it was saved from
                 for values in state_dict["state"].values():
-                    values.update({key: value.cpu() for key, value in values.items() if hasattr(value, "cpu")})
+                    for key, value in values.items():
+                        values[key] = value.cpu() if hasattr(value, "cpu") else value
             with host.patched(optimizer, load_state_dict=load):
                 changes = restore_optimizer(optimizer, state_dict)
         except Exception as error:

@@ -122,7 +122,8 @@ def report_stored_linears() -> None:
     config = linears[0].coat_linear_config
     obstacle = fp8_gemm_obstacle(linears[0].weight_codes.device, config)
     products = "" if obstacle is None else f"; dequantized weights are multiplied, since {obstacle}"
-    info(f"qtype {COAT_QTYPE}: {len(linears)} linears hold FP8, {describe_linear(config, True, False)}{products}")
+    formats = describe_linear(config, True, False)
+    info(f"qtype {COAT_QTYPE}: {len(linears)} linears hold FP8, {formats}{products}")
 
 
 def converted_linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
