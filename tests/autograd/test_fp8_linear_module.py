@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 
 import pytest
@@ -13,7 +12,7 @@ from torch import nn
 from coat_core.config import FP8LinearConfig
 from coat_core.linear import FP8Linear, replace_linear_with_fp8, restore_linear
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
-from tests.tolerances import GAUSSIAN_FLOOR_DB, product_floor_db
+from tests.tolerances import GAUSSIAN_FLOOR_DB
 
 K, N = 64, 48
 
@@ -75,16 +74,6 @@ def test_to_meta_and_empty(granularity: str) -> None:
     twin = make(input_granularity=granularity)
     twin.load_state_dict(expected)
     assert_bitwise(layer(x), twin(x))
-
-
-def test_deepcopy_is_independent() -> None:
-    layer = make()
-    x = torch.randn(3, K)
-    before = layer(x)
-    twin = copy.deepcopy(layer)
-    twin.weight_codes.zero_()
-    assert_bitwise(layer(x), before)
-    assert_bitwise(twin(x), layer.bias.expand(3, -1))
 
 
 @pytest.mark.parametrize("rows", ["per_tensor", "per_row"])
@@ -186,22 +175,6 @@ def lora_model(seed: int = 0) -> nn.Module:
     return get_peft_model(model, config)
 
 
-def test_peft_trains_around_it() -> None:
-    model = lora_model()
-    x, target = torch.randn(64, K), torch.randn(64, K)
-    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    codes = model.base_model.model.first.base_layer.weight_codes.clone()
-    losses = []
-    for _ in range(30):
-        loss = (model(x) - target).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.8 * losses[0]
-    assert_bitwise(model.base_model.model.first.base_layer.weight_codes, codes)
-
-
 @pytest.mark.parametrize("safe", [True, False])
 def test_peft_merge_is_refused_and_changes_nothing(safe: bool) -> None:
     model = lora_model()
@@ -210,13 +183,3 @@ def test_peft_merge_is_refused_and_changes_nothing(safe: bool) -> None:
     with pytest.raises(RuntimeError, match=r"to merge an adapter, call coat_core.restore_linear"):
         model.merge_adapter(safe_merge=safe)
     assert_bitwise(model(x), before)
-
-
-def test_peft_merges_after_restoring() -> None:
-    model = lora_model()
-    x = torch.randn(4, K)
-    before = model(x)
-    restore_linear(model)
-    merged = model.merge_and_unload()
-    assert type(merged.first) is nn.Linear
-    assert_sqnr(before, merged(x), product_floor_db("e4m3", "e4m3"))

@@ -178,18 +178,6 @@ class TestNesting:
             assert outer._packed == {}
             y.sum().backward()
 
-    def test_one_opened_twice(self) -> None:
-        x, w = draw(8, 64, grad=False), draw(8, 64)
-        packing = PackedSavedTensors(SMALL)
-        with recording() as saved:
-            with packing:
-                with packing:
-                    pass
-                _ = x * w
-            _ = x.exp() * w
-        assert [s.shape for s in saved.packed] == [(8, 64)]
-        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-
 
 class TestErrors:
     def test_an_exception_leaves_no_hooks(self) -> None:

@@ -166,7 +166,15 @@ def decide(config: COATConfig, given: Given) -> BlockPlan:
     blocks = []
     for i in range(len(given.blocks)):
         again = None if recomputed is None else i in recomputed
-        blocks.append(_choice(config, given.unfused.get(i, ""), again, i in streamed))
+        packs, obstacle, flow = in_fp8 and not again, "", "diffusers"
+        if packs and config.activation.flow == "fused":
+            obstacle = given.unfused.get(i, "")
+        if packs:
+            flow = "generic" if obstacle else config.activation.flow
+        saved, inputs = saving_of(config), None
+        if again and config.enabled and config.memory.enable_efficient_checkpoint:
+            inputs = saved.tensors
+        blocks.append(BlockChoice(again, inputs, saved if packs else None, flow, obstacle, i in streamed))
     return BlockPlan(
         checkpointing=checkpointing,
         gemm=gemm if in_fp8 else "bf16",
@@ -246,24 +254,6 @@ def _keeps_transposed(config: COATConfig, given: Given, spare: float) -> bool:
     if mode == "never":
         return False
     return given.transposed_bytes > 0 and (mode == "always" or given.transposed_bytes <= spare)
-
-
-def _choice(config: COATConfig, obstacle: str, again: bool | None, streamed: bool) -> BlockChoice:
-    saving, inputs, flow = saving_of(config), None, "diffusers"
-    packs = config.enabled and config.activation.use_fp8 and not again
-    wants_fused = packs and config.activation.flow == "fused"
-    if packs:
-        flow = "fused" if wants_fused and not obstacle else "generic"
-    if again and config.enabled and config.memory.enable_efficient_checkpoint:
-        inputs = saving.tensors
-    return BlockChoice(
-        recomputed=again,
-        inputs=inputs,
-        saved=saving if packs else None,
-        flow=flow,
-        obstacle=obstacle if wants_fused else "",
-        streamed=streamed,
-    )
 
 
 def saving_of(config: COATConfig) -> Saving:

@@ -64,17 +64,14 @@ def attach_lora(root: nn.Module, config: COATConfig) -> LoraReport:
         if type(down) is not nn.Linear or down.bias is not None:
             report.skipped[name] = f"its down projection is a {type(down).__name__}"
             continue
-        shares = sees_base_input and _hands_over_input(base)
+        hands_over = isinstance(base, FP8Linear | FP8TrainableLinear) or hasattr(base, "coat_linear_config")
+        shares = sees_base_input and (hands_over or is_adopted(base))
         FP8InputLinear.from_linear(down, input_storage(linear_config), base if shares else None)
         (report.shared if shares else report.own).append(name)
     if not (report.shared or report.own or report.skipped):
         raise ValueError(f"{type(root).__name__}: no LoRA adapter found; attach after the LoRA network is made")
     logger.info(report.summary())
     return report
-
-
-def _hands_over_input(base: Any) -> bool:
-    return isinstance(base, FP8Linear | FP8TrainableLinear) or hasattr(base, "coat_linear_config") or is_adopted(base)
 
 
 def _adapters(root: nn.Module) -> Iterator[tuple[str, Any, Any, bool]]:
@@ -152,18 +149,18 @@ def _of_peft(layer: Any) -> tuple[PlainAdapter, ...]:
         return ()
     if layer.merged:
         raise NotPlain("a LoRA is merged into its base")
-    names = [name for name in layer.active_adapters if name in layer.lora_A]
-    return tuple(_of_peft_one(layer, name) for name in names)
-
-
-def _of_peft_one(layer: Any, name: str) -> PlainAdapter:
-    down, up = layer.lora_A[name], layer.lora_B[name]
-    if name in layer.lora_variant:
-        raise NotPlain(f"a LoRA variant ({type(layer.lora_variant[name]).__name__})")
-    if layer.training and getattr(layer.lora_dropout[name], "p", 0.0):
-        raise NotPlain(DROPOUT)
-    _check_matrices(down, up)
-    return PlainAdapter(down.weight, up.weight, float(layer.scaling[name]))
+    adapters = []
+    for name in layer.active_adapters:
+        if name not in layer.lora_A:
+            continue
+        if name in layer.lora_variant:
+            raise NotPlain(f"a LoRA variant ({type(layer.lora_variant[name]).__name__})")
+        if layer.training and getattr(layer.lora_dropout[name], "p", 0.0):
+            raise NotPlain(DROPOUT)
+        down, up = layer.lora_A[name], layer.lora_B[name]
+        _check_matrices(down, up)
+        adapters.append(PlainAdapter(down.weight, up.weight, float(layer.scaling[name])))
+    return tuple(adapters)
 
 
 def _of_toolkit(lora: Any) -> tuple[PlainAdapter, ...]:

@@ -66,11 +66,6 @@ class _Slot:
     holds: int | None = None
     copied: Any = field(default=None)  # a torch.cuda.Event
 
-    @property
-    def writes(self) -> Tensor:
-        """The memory, for copies that autograd does not count: what it saved of a slot is there again in backward."""
-        return self.memory.data
-
 
 class StreamedWeights:
     """Keeps the codes of some blocks in CPU memory, and on the device when needed; `blocks` are in forward order."""
@@ -158,8 +153,12 @@ class StreamedWeights:
         place = self._places.get(block)
         if place is None:
             return
-        if place == 0 and not backward:
-            self._begin()
+        if place == 0 and not backward:  # a pass begins
+            self._hooked.clear()
+            if self._stream is not None:
+                self._captured = self._captured or torch.cuda.is_current_stream_capturing()
+            for slot in self._slots if self._captured else ():
+                slot.holds = None
         self._fetch(place)
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_event(self._slots[place % SLOTS].copied)
@@ -175,19 +174,10 @@ class StreamedWeights:
         for output in tree_leaves(outputs):
             if isinstance(output, Tensor) and output.requires_grad:
                 self._hooked.add(place)
-                output.register_hook(functools.partial(_again, self.ready, block))
+                output.register_hook(lambda _: self.ready(block, backward=True))
 
     def _holds(self, place: int) -> bool:
         return self._slots[place % SLOTS].holds == self._order[place]
-
-    def _begin(self) -> None:
-        self._hooked.clear()
-        if self._stream is None:
-            return
-        self._captured = self._captured or torch.cuda.is_current_stream_capturing()
-        if self._captured:
-            for slot in self._slots:
-                slot.holds = None
 
     def _fetch(self, place: int) -> None:
         """Queue the copy of a block's codes, unless they are there; it waits for all that is queued so far."""
@@ -195,7 +185,8 @@ class StreamedWeights:
         if slot.holds == index:
             return
         codes = self._codes[index]
-        slot.holds, target = index, slot.writes[: codes.bytes]
+        # not counted by autograd: what it saved of a slot is there again in backward
+        slot.holds, target = index, slot.memory.data[: codes.bytes]
         assert codes.host is not None
         if self._stream is None:
             self._bring(codes.host, target)
@@ -212,11 +203,6 @@ class StreamedWeights:
         else:
             gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # from torch 2.13 on
             gather(target, source, group=self._group)
-
-
-def _again(ready: Callable[..., None], block: nn.Module, _: Tensor) -> None:
-    """Take the gradient of an output, which is where a block's backward pass begins."""
-    ready(block, backward=True)
 
 
 def _read(block: nn.Module) -> _Codes:
@@ -270,7 +256,9 @@ def _codes_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _to_host(codes: _Codes, device: torch.device) -> _Codes:
-    codes.host = _pinned(codes.bytes, device)
+    codes.host = torch.empty(codes.bytes, dtype=torch.uint8)
+    if device.type == "cuda":
+        pin(codes.host, "memory.stream_blocks", "stream fewer blocks")
     for view in codes.views:
         view.of(codes.host).copy_(view.module._buffers[view.name])
         view.module._buffers[view.name] = None  # the next block finds its memory free
@@ -296,11 +284,3 @@ def _apply_to_rest(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: b
     finally:
         module._buffers.update(kept)
     return module
-
-
-def _pinned(size: int, device: torch.device) -> Tensor:
-    """Host memory uint8 [size] that a GPU reads by itself."""
-    memory = torch.empty(size, dtype=torch.uint8)
-    if device.type == "cuda":
-        pin(memory, "memory.stream_blocks", "stream fewer blocks")
-    return memory
