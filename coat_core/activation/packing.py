@@ -74,6 +74,9 @@ class Saving:
             raise ValueError(f"min_elements={self.min_elements!r}: must be at least 1")
 
 
+SAVED_IN_FP8 = Saving()
+
+
 @dataclass
 class _PackedStorage:
     quantized: Quantized
@@ -127,8 +130,8 @@ class PackedSavedTensors:
     constants, which are saved exactly with all views of them (trainable parameters always are).
     """
 
-    def __init__(self, saving: Saving | None = None, keep: Iterable[Tensor] = ()) -> None:
-        self._saving = Saving() if saving is None else saving
+    def __init__(self, saving: Saving = SAVED_IN_FP8, keep: Iterable[Tensor] = ()) -> None:
+        self._saving = saving
         self._kept_storages = {tensor.untyped_storage()._cdata for tensor in keep}
         self._packed: dict[tuple[Any, ...], tuple[StorageWeakRef, _PackedStorage]] = {}
         self._before: tuple[torch.dtype, torch.Size] | None = None  # of the tensor saved just before

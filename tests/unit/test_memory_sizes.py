@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from coat_core.granularity import Granularity, per_group
+from coat_core.activation import Saving
+from coat_core.granularity import Granularity, Storage, per_group
 from coat_flux.base.errors import UserError
 from coat_flux.blocks.decide import Given, flow_settings
 from coat_flux.blocks.sizes import (
@@ -52,7 +53,7 @@ def per_element(kind: str, settings: FlowSettings, names: list[str] | None = Non
     ("settings", "double", "single"),
     [
         (FlowSettings(), 13, 11),
-        (FlowSettings(attention="bf16"), 17, 15),
+        (FlowSettings(saving=Saving(attention="bf16")), 17, 15),
         (FlowSettings(flow="generic"), 30, 26),
     ],
     ids=["fused", "fused, attention bf16", "generic"],
@@ -197,7 +198,7 @@ def test_settings_of_a_config():
         }
     )
     expected = FlowSettings(
-        flow="generic", attention="bf16", packing=per_group(32), inputs=Granularity("per_row", 32),
+        flow="generic", saving=Saving(Storage(granularity=per_group(32)), "bf16"), inputs=Granularity("per_row", 32),
         fp8_checkpoint=False, value_bytes=4, cuda=False, fp8_weights=False, kernels=False,
     )  # fmt: skip
     assert flow_settings(coat, Given((), value_bytes=4, device="cpu")) == expected

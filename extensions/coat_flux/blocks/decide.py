@@ -276,8 +276,7 @@ def flow_settings(config: COATConfig, given: Given, fused: bool = True) -> FlowS
     in_fp8 = config.enabled and activation.use_fp8
     return FlowSettings(
         flow=(activation.flow if fused else "generic") if in_fp8 else "eager",
-        attention=activation.attention,
-        packing=Granularity(activation.nonlinear_granularity, activation.group_size),
+        saving=saving_of(config),
         inputs=Granularity(activation.linear_granularity, activation.group_size),
         fp8_adapters=in_fp8,
         fp8_checkpoint=config.enabled and config.memory.enable_efficient_checkpoint,

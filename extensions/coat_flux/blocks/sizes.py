@@ -28,11 +28,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from coat_core.activation import FP8InputLinear, PackedSavedTensors, Saving, fp8_checkpoint
+from coat_core.activation import SAVED_IN_FP8, FP8InputLinear, PackedSavedTensors, Saving, fp8_checkpoint
 from coat_core.activation.packing import ExactTensor
 from coat_core.autograd import autocast_is_on
 from coat_core.config import FP8LinearConfig
-from coat_core.granularity import PER_GROUP, PER_ROW, Granularity, Storage
+from coat_core.granularity import PER_ROW, Granularity
 from coat_core.linear.function import input_storage
 from coat_core.linear.module import FP8Linear, FP8TrainableLinear
 from coat_core.ops.dispatch import launchers
@@ -181,8 +181,7 @@ class FlowSettings:
     """
 
     flow: str = "fused"  # "eager", "generic" or "fused"
-    attention: str = "fp8"  # "fp8" or "bf16", of q, k, v and out
-    packing: Granularity = PER_GROUP  # scaling of packed tensors and of recomputed blocks' inputs
+    saving: Saving = SAVED_IN_FP8  # of packed tensors, and of recomputed blocks' inputs
     inputs: Granularity = PER_ROW  # scaling of the FP8 x of adapters in the generic flow and in recomputed blocks
     fp8_adapters: bool = True
     fp8_checkpoint: bool = True  # recomputed blocks keep FP8 inputs
@@ -219,7 +218,7 @@ def flux_bytes(block: Block, tokens: Tokens, settings: FlowSettings) -> BlockByt
 
     def recomputed(*args: Any) -> Any:
         if settings.fp8_checkpoint:
-            return fp8_checkpoint(eager, *args, storage=Storage(granularity=settings.packing))
+            return fp8_checkpoint(eager, *args, storage=settings.saving.tensors)
         return checkpoint(eager, *args, use_reentrant=False)
 
     hooks = []
@@ -338,14 +337,13 @@ def _arguments(
 
 
 def _run_of(module: nn.Module, settings: FlowSettings) -> Callable[..., Any]:
-    saving = Saving(Storage(granularity=settings.packing), settings.attention)
     if settings.flow == "fused":
         with suppress(NotFusable):  # with such a version of diffusers a run takes the generic flow, too
-            return fused_block(module, None, saving)
+            return fused_block(module, None, settings.saving)
 
     def run(*args: Any) -> Any:
         keep = [*module.parameters(), *module.buffers(), *tree_leaves(args[2:])]
-        packs = nullcontext() if settings.flow == "eager" else PackedSavedTensors(saving, keep)
+        packs = nullcontext() if settings.flow == "eager" else PackedSavedTensors(settings.saving, keep)
         with AsOnGPU(settings.cuda), packs:
             return module(*args)
 
@@ -353,7 +351,7 @@ def _run_of(module: nn.Module, settings: FlowSettings) -> Callable[..., Any]:
 
 
 def _module_for(block: Block, settings: FlowSettings) -> nn.Module:
-    fixed = {"attention": "bf16", "packing": PER_GROUP, "fp8_checkpoint": True, "cuda": True, "kernels": True}
+    fixed = {"saving": SAVED_IN_FP8, "fp8_checkpoint": True, "cuda": True, "kernels": True}
     settings = replace(settings, flow="eager", frees_gradients=False, **fixed)
     return _module(replace(block, trained_input=True, trained_embedding=False), settings)
 
@@ -417,9 +415,9 @@ def block_bytes(block: Block | UnknownBlock, tokens: Tokens, settings: FlowSetti
     if isinstance(block, Block):
         return flux_bytes(block, tokens, settings)
     rates = RATES.get(block.kind, UNKNOWN)
-    kept = rates.packed if settings.attention == "fp8" else rates.attention_kept
+    kept = rates.packed if settings.saving.attention == "fp8" else rates.attention_kept
     if settings.flow == "fused" and block.fused:
-        kept = block.fused + (0.0 if settings.attention == "fp8" else ATTENTION_IN_BF16)
+        kept = block.fused + (0.0 if settings.saving.attention == "fp8" else ATTENTION_IN_BF16)
     elif settings.flow == "eager":
         kept = rates.high_precision
     recomputed = FP8_INPUT if settings.fp8_checkpoint else BF16_INPUT

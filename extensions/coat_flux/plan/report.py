@@ -46,7 +46,7 @@ def as_text(plan: Plan) -> str:
 def _head(plan: Plan) -> str:
     facts, job, tokens = plan.speed, plan.speed.job, plan.speed.tokens
     flows = dict.fromkeys(settings.flow for settings in facts.block_settings)
-    kept = f"in FP8, {' and '.join(flows)} flow, attention {facts.settings.attention}"
+    kept = f"in FP8, {' and '.join(flows)} flow, attention {facts.settings.saving.attention}"
     if "eager" in flows:
         kept = "in high precision"
     if job.full:
