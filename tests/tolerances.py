@@ -319,10 +319,6 @@ GPU_STEP_FLOOR_DB = 18.0
 # fp32 values; norms and GELU sum in another order than the references: a few values fall to the neighbouring FP8 code.
 KERNEL_FLOW_FLOOR_DB = 30.0
 
-# --- checking a config ---------------------------------------------------------------------------------------------
-# What a user waits for an answer about a malformed YAML; measured 0.02 s, and 0.2 s for the largest file that is read.
-CONFIG_ANSWER_S = 2.0
-
 # --- export check --------------------------------------------------------------------------------------------------
 # Norm of up · down from fp32 r x r matrices of scaled values, against the product in fp64: sums of 64 products.
 LORA_NORM_RTOL = 1e-5

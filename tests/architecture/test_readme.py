@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from coat_flux.config.coat import BY_KEY, OPTIONS, COATConfig, markdown_table
+from coat_flux.config.coat import BY_KEY, OPTIONS, COATConfig
+from coat_flux.config.findings import show
 from coat_flux.config.job import JobConfig
 from tests.architecture.test_layers import ORDER
 
@@ -15,6 +16,21 @@ ROOT = Path(__file__).parents[2]
 READMES = ("README.md", "README_zh.md")
 CONFIGS = ROOT / "configs"
 PAGES = [*READMES, *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md")))]
+
+
+def markdown_table() -> str:
+    """The table of the `coat:` block: key, values with the default first, effect."""
+    lines = ["| key | values (default first) | effect |", "|---|---|---|"]
+    for option in OPTIONS:
+        if option.kind == "bool":
+            values = "true, false" if option.default else "false, true"
+        elif option.choices:
+            values = ", ".join(map(str, option.choices))
+        else:
+            default = show(list(option.default) if isinstance(option.default, tuple) else option.default)
+            values = f"{default}; {option.rule().removeprefix('must be ').removesuffix(', or null')}"
+        lines.append(f"| `{option.key}` | {values} | {option.doc} |")
+    return "\n".join(lines) + "\n"
 
 
 def _text(page: str) -> str:

@@ -3,54 +3,60 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from coat_flux.config.ai_toolkit_keys import KINDS, PROCESS
 from coat_flux.config.check import check_job_dict, check_job_file
-from coat_flux.config.coat import ADAMW_OPTIONS, BY_KEY, COATConfig
-from coat_flux.config.findings import Finding
-from coat_flux.config.job import OTHER_KEYS, JobConfig
+from coat_flux.config.coat import ADAMW_OPTIONS, BY_KEY, OPTIONS, COATConfig
+from coat_flux.config.findings import ConfigError, Finding
+from coat_flux.config.job import AI_TOOLKIT_ROWS, JobConfig
 from coat_flux.config.job_file import load_job_yaml
 from coat_flux.config.job_sections import LR_PARAMS
 from coat_flux.config.options import config_fields
 from coat_flux.config.rules import TORCH_SWITCHES
-from tests.reliability.bad_config import ALONE, BOTH, BadConfig, valid_job
+from tests.reliability.bad_configs import ALONE, BOTH, job_with, yaml_of
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
-JOBS: tuple[dict[str, Any], ...] = (valid_job(), *(load_job_yaml(path) for path in CONFIGS))
-FREE = ("meta",)  # the user's own
+JOBS: tuple[dict[str, Any], ...] = (job_with(), *(load_job_yaml(path) for path in CONFIGS))
 Path_ = tuple[Any, ...]
 
-junk = st.one_of(
+WORDS = sorted({part for option in OPTIONS for part in option.key.split(".")} | {"optimiser", "", "a.b", "\n"})
+scalars = st.one_of(
     st.none(),
     st.booleans(),
     st.integers(),
+    st.just(10**400),
     st.floats(),
-    st.text(max_size=6),
-    st.sampled_from(
-        ["1e-4", "true", "16", "coat_fp8", "adamw", 10**400, "\0", "~/x", [], {}, [None], {"a": 1}, {1: 2}]
-    ),
+    st.text(max_size=8),
+    st.sampled_from([str(choice) for option in OPTIONS for choice in option.choices]),
+    st.sampled_from(["1e-4", "true", "16", "coat_fp8", "adamw", "\0", "~/x"]),
+    st.dates(),
+)
+keys = st.one_of(st.sampled_from(WORDS), st.text(max_size=6), st.integers(), st.none())
+junk = st.recursive(
+    scalars,
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(keys, inner, max_size=4)),
+    max_leaves=12,
 )
 
 
 def places(value: Any, path: Path_ = ()) -> Iterator[Path_]:
-    """The path of everything in a job, without what is free."""
+    """The path of everything in a job but for the user's own `meta`."""
     items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
     for key, item in items:
-        if (*path, key)[:1] != FREE:
+        if (*path, key)[:1] != ("meta",):
             yield (*path, key)
             yield from places(item, (*path, key))
 
 
 def at(job: Any, path: Path_) -> Any:
-    """What is at a path."""
     for key in path:
         job = job[key]
     return job
@@ -62,19 +68,18 @@ def dotted(path: Path_) -> str:
     return text.removeprefix(".")
 
 
-PLACES = [(i, path) for i, job in enumerate(JOBS) for path in places(job)]
-KEYS = [(i, path) for i, path in PLACES if isinstance(path[-1], str)]
+KEYS = [(i, path) for i, job in enumerate(JOBS) for path in places(job) if isinstance(path[-1], str)]
 
 
-def errors(job: Any, host: str) -> list[Finding]:
-    """The errors of a job; every finding is one line with a rule, and errors have a remedy."""
-    found = check_job_dict(job, file="f.yaml", trainer=host)
-    for item in found:
+def errors(job: Any, trainer: str) -> list[Finding]:
+    """The errors of a job; every finding is one line, and errors have a remedy."""
+    items = check_job_dict(job, file="f.yaml", trainer=trainer)
+    for item in items:
         assert item.line().startswith("f.yaml: ")
         assert "\n" not in item.line()
-        assert item.rule
-        assert item.remedy or item.severity == "warning"
-    return [item for item in found if item.severity == "error"]
+        assert item.text
+        assert "; " in item.text or item.severity == "warning"
+    return [item for item in items if item.severity == "error"]
 
 
 def mangled(word: str, how: int, where: int) -> str:
@@ -92,7 +97,7 @@ def mangled(word: str, how: int, where: int) -> str:
     )[how % 8]
 
 
-# -- which keys are read, found without the code under test -----------------------------------------------------------
+# -- which keys are read, without the code under test ------------------------------------------------------------------
 
 
 def coat_keys() -> Iterator[str]:
@@ -107,8 +112,7 @@ def standalone_keys(cls: type = JobConfig, prefix: str = "") -> Iterator[str]:
         inner = item.metadata.get("blocks") or item.default_factory
         if isinstance(inner, type) and hasattr(inner, "__dataclass_fields__"):
             yield from standalone_keys(inner, f"{prefix}{name}.")
-    if cls in OTHER_KEYS:
-        yield from (f"{prefix}{name}" for name in (*OTHER_KEYS[cls].no_effect, *OTHER_KEYS[cls].unsupported))
+    yield from (f"{prefix}{name}" for name in AI_TOOLKIT_ROWS.get(cls, ()))
 
 
 def ai_toolkit_keys(block: str = PROCESS, prefix: str = "") -> Iterator[str]:
@@ -132,45 +136,52 @@ READ = {
 FRAME = {"job", "config", "config.name", "config.process", "config.device"}
 
 
-def is_read(path: Path_, host: str) -> bool:
-    """Whether the key at a path has a meaning for a host."""
+def is_read(path: Path_, trainer: str) -> bool:
+    """Whether the key at a path has a meaning for a trainer."""
     names = [key for key in path if isinstance(key, str)]
     if path[:2] != ("config", "process"):
         return ".".join(names) in FRAME
-    return len(names) == 2 or ".".join(names[2:]) in READ[host]
+    return len(names) == 2 or ".".join(names[2:]) in READ[trainer]
 
 
-# -- properties -------------------------------------------------------------------------------------------------------
+def test_the_known_keys_are_many_and_the_configs_have_no_error() -> None:
+    assert len(READ["standalone"]) > 250
+    assert len(READ["ai-toolkit"]) > 350
+    for job in JOBS:
+        for trainer in BOTH:
+            assert errors(job, trainer) == []
+            assert all(is_read(path, trainer) for path in places(job) if isinstance(path[-1], str))
 
 
-@pytest.mark.parametrize("host", BOTH)
+# -- properties --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("trainer", BOTH)
 @given(place=st.sampled_from(KEYS), how=st.integers(0, 7), where=st.integers(0, 40))
-def test_a_renamed_key_is_always_named(host: str, place: tuple[int, Path_], how: int, where: int) -> None:
+def test_a_renamed_key_is_always_named(trainer: str, place: tuple[int, Path_], how: int, where: int) -> None:
     i, path = place
     new = mangled(path[-1], how, where)
-    renamed = (*path[:-1], new)
-    assume(new != path[-1] and not is_read(renamed, host))
+    assume(new != path[-1] and not is_read((*path[:-1], new), trainer))
     job = copy.deepcopy(JOBS[i])
     block = at(job, path[:-1])
     block[new] = block.pop(path[-1])
-    found = errors(job, host)
-    assert found
-    framed = len(path) < 3  # without `config` or `process` there is nothing left to name
-    assert framed or f"{dotted(path[:-1])}.{new.strip()}" in [item.key.replace(". ", ".") for item in found]
+    items = errors(job, trainer)
+    assert items
+    if len(path) >= 3:  # without `config` or `process` there is nothing left to name
+        assert f"{dotted(path[:-1])}.{new.strip()}" in [item.key.replace(". ", ".") for item in items]
 
 
 @given(place=st.sampled_from([(i, path) for i, path in KEYS if len(path) > 3]))
 def test_a_dropped_key_is_missed_or_has_its_default(place: tuple[int, Path_]) -> None:
     i, path = place
-    dropped = copy.deepcopy(JOBS[i])
+    default = default_of(path)
+    if default is ... or path[-1] == "stochastic_rounding":  # whose default is true in full fine-tuning
+        return
+    dropped, explicit = copy.deepcopy(JOBS[i]), copy.deepcopy(JOBS[i])
     del at(dropped, path[:-1])[path[-1]]
     job, findings = JobConfig.examine(dropped)
     if findings.errors:
         return
-    default = default_of(path)
-    if default is ... or path[-1] == "stochastic_rounding":  # whose default is true in full fine-tuning
-        return
-    explicit = copy.deepcopy(JOBS[i])
     at(explicit, path[:-1])[path[-1]] = default
     same, refused = JobConfig.examine(explicit)
     assert [item.line() for item in refused.errors] == []
@@ -194,19 +205,18 @@ def default_of(path: Path_) -> Any:
     return list(option.default) if isinstance(option.default, tuple) else option.default
 
 
-@pytest.mark.parametrize("host", BOTH)
+@pytest.mark.parametrize("trainer", BOTH)
 @given(data=st.data())
-def test_mutated_jobs_are_answered_and_no_key_of_an_accepted_one_is_ignored(host: str, data: st.DataObject) -> None:
+def test_mutated_jobs_are_answered_and_no_key_of_an_accepted_one_is_ignored(trainer: str, data: st.DataObject) -> None:
     job = copy.deepcopy(data.draw(st.sampled_from(JOBS)))
     for _ in range(data.draw(st.integers(1, 3))):
         mutate(job, data)
-    if errors(job, host):
-        if host in ALONE:
-            with pytest.raises(ValueError, match="; "):
-                JobConfig.from_dict(job)
-        return
-    ignored = [dotted(path) for path in places(job) if isinstance(path[-1], str) and not is_read(path, host)]
-    assert ignored == []
+    if not errors(job, trainer):
+        ignored = [path for path in places(job) if isinstance(path[-1], str) and not is_read(path, trainer)]
+        assert ignored == []
+    elif trainer in ALONE:
+        with pytest.raises(ConfigError):
+            JobConfig.from_dict(job)
 
 
 def mutate(job: dict[str, Any], data: st.DataObject) -> None:
@@ -233,15 +243,14 @@ def mutate(job: dict[str, Any], data: st.DataObject) -> None:
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_file_with_damaged_lines_is_answered(tmp_path: Path, data: st.DataObject) -> None:
-    lines = BadConfig("valid", ()).content().decode().splitlines(keepends=True)
+    lines = yaml_of(job_with()).splitlines(keepends=True)
     for _ in range(data.draw(st.integers(1, 4))):
         i = data.draw(st.integers(0, len(lines) - 1))
-        at_column = data.draw(st.integers(0, len(lines[i])))
+        column = data.draw(st.integers(0, len(lines[i])))
         added = data.draw(
             st.sampled_from(["", "\t", "  ", ": ", "- ", "[", "}", "'", "&a ", "*a", "!!x ", "<<: ", "\0", "#"])
         )
-        kept = data.draw(st.integers(0, 6))
-        lines[i] = lines[i][:at_column] + added + lines[i][at_column + kept :]
+        lines[i] = lines[i][:column] + added + lines[i][column + data.draw(st.integers(0, 6)) :]
     path = tmp_path / "job.yaml"
     path.write_text("".join(lines), encoding="utf-8")
     for item in check_job_file(path):
@@ -249,11 +258,38 @@ def test_a_file_with_damaged_lines_is_answered(tmp_path: Path, data: st.DataObje
         assert "\n" not in item.line()
 
 
-def test_the_known_keys_are_many_and_the_configs_have_no_finding() -> None:
-    assert len(READ["standalone"]) > 250
-    assert len(READ["ai-toolkit"]) > 350
-    assert set(COATConfig().to_dict()) <= {key.removeprefix("coat.") for key in READ["standalone"]}
-    for job in JOBS:
-        for host in BOTH:
-            assert errors(job, host) == []
-            assert [dotted(path) for path in places(job) if isinstance(path[-1], str) and not is_read(path, host)] == []
+def parsed_or_refused(parse: Callable[[Any], Any], raw: Any, file: str = "") -> Any:
+    """The result of `parse`, or None for a ConfigError with at least one line, each naming the file."""
+    refusal = None
+    try:
+        return parse(raw)
+    except ConfigError as error:
+        refusal = error
+    assert refusal.findings
+    assert all(line.startswith(f"{file}: " if file else "") and "\n" not in line for line in refusal.findings)
+    return None
+
+
+@given(st.one_of(junk, st.dictionaries(st.sampled_from(["optimizer", "weight", "activation", "memory"]), junk)))
+def test_any_coat_block_is_a_config_or_a_config_error(raw: Any) -> None:
+    config = parsed_or_refused(COATConfig.from_dict, raw)
+    assert config is None or COATConfig.from_dict(config.to_dict()) == config
+    params = parsed_or_refused(COATConfig().optimizer_config, raw)
+    assert params is None or set(params[1]) == {"betas", "eps", "weight_decay", "offload"}
+
+
+@given(st.dictionaries(st.sampled_from([*config_fields(JobConfig), "network"]), junk))
+@example({"sample": {"prompts": [None], "samples": [{"prompt": 1}]}})
+@example({"train": {"lr_scheduler_params": {"factor": {}}}, "network": {"network_kwargs": {"only_if_contains": []}}})
+def test_any_process_is_a_job_or_a_config_error(process: dict[str, Any]) -> None:
+    raw = {"job": "extension", "config": {"name": "run", "process": [process]}}
+    assert parsed_or_refused(JobConfig.from_dict, raw) is None or process["type"]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.one_of(st.text(), st.text("ab:-[]{}&*!'\"# \n\t\r1e.", max_size=40)))
+def test_any_text_is_a_job_or_a_config_error(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_bytes(text.encode("utf-8", "surrogatepass"))
+    job = parsed_or_refused(load_job_yaml, path, file=str(path))
+    assert job is None or job["config"]["process"]

@@ -48,7 +48,7 @@ def test_an_arch_is_trained_refused_or_treated_cautiously(
     findings = Findings("f.yaml")
     check_arch(arch, set(archs_of(checkout(tmp_path))) if checked_out else set(), "model.arch", findings)
     assert [item.severity for item in findings.all] == ([severity] if severity else [])
-    assert all(words in item.text() for item in findings.all)
+    assert all(words in item.text for item in findings.all)
 
 
 @pytest.mark.parametrize(

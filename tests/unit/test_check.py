@@ -1,153 +1,151 @@
-"""The check of a whole job: what each trainer is told, what only surprises."""
+"""The check of a whole job: warnings, ai-toolkit's own keys and versions, and the verdict for both trainers."""
 
 from __future__ import annotations
 
+import json
+import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from coat_flux.cli.check import add_parsers, run
-from coat_flux.config.ai_toolkit_keys import SOURCES, VERSION
+from coat_flux.cli.entry import main
+from coat_flux.config.ai_toolkit_keys import (
+    KINDS,
+    NETWORK_KWARGS,
+    OWN_KINDS,
+    PROCESS,
+    ROWS,
+    SOURCES,
+    VERSION,
+    NoToolkitError,
+    find_toolkit,
+    read_toolkit,
+    values_of,
+)
 from coat_flux.config.check import check_job_dict, check_job_file
 from coat_flux.config.findings import Finding
-from tests.reliability.bad_config import BadConfig, valid_job
+from coat_flux.config.job import AI_TOOLKIT_BLOCKS
+from coat_flux.config.options import config_fields
+from tests.reliability.bad_configs import BOTH, Changes, job_with, yaml_of
 
 AI_TOOLKIT = "ai-toolkit"
+HERE = ("--no-data", "--elsewhere")
 
 
-def job(*changes: tuple[str, Any]) -> dict[str, Any]:
-    """The valid job with dotted keys of its process entry set."""
-    made = valid_job()
-    for dotted, value in changes:
-        place = made["config"]["process"][0]
-        *parents, leaf = dotted.split(".")
-        for parent in parents:
-            place = place[int(parent)] if parent.isdigit() else place.setdefault(parent, {})
-        place[leaf] = value
-    return made
+def findings(changes: Changes, trainer: str = "standalone", **keywords: Any) -> list[tuple[str, str, str]]:
+    """(severity, key within the process entry, text) of each finding."""
+    items = check_job_dict(job_with(changes), file="f.yaml", trainer=trainer, **keywords)
+    return [(item.severity, item.key.removeprefix("config.process[0]."), item.text) for item in items]
 
 
-def found(*changes: tuple[str, Any], **keywords: Any) -> list[Finding]:
-    return check_job_dict(job(*changes), file="f.yaml", **keywords)
+# -- findings ----------------------------------------------------------------------------------------------------------
 
 
-# -- what a finding is ------------------------------------------------------------------------------------------------
-
-
-def test_a_finding_has_its_parts_and_is_one_line() -> None:
-    (item,) = found(("train.steps", 0))
-    assert item == Finding(
-        "error",
-        "f.yaml",
-        "config.process[0].train.steps",
-        "0",
-        "must be a whole number of at least 1",
-        "write 1000, for example",
-    )
-    assert item.line() == f"f.yaml: {item.key}=0: {item.rule}; {item.remedy}"
+def test_a_finding_is_one_line_with_file_key_value_rule_and_remedy() -> None:
+    (item,) = check_job_dict(job_with({"train.steps": 0}), file="f.yaml")
+    text = "must be a whole number of at least 1; write 1000, for example"
+    assert item == Finding("error", "f.yaml", "config.process[0].train.steps", "0", text)
+    assert item.line() == f"f.yaml: config.process[0].train.steps=0: {text}"
 
 
 def test_errors_come_before_warnings_and_what_follows_from_a_mistake_is_no_second_one() -> None:
-    items = found(("sample.prompts", ["a shirt"]), ("train", "fast"), ("network.linear", "16"))
-    assert [(item.severity, item.key.removeprefix("config.process[0].")) for item in items] == [
+    items = findings({"sample.prompts": ["a shirt"], "train": "fast", "network.linear": "16"})
+    assert [item[:2] for item in items] == [
         ("error", "network.linear"),
         ("error", "train"),
         ("warning", "sample.prompts[0]"),
     ]
 
 
-def test_a_file_that_cannot_be_read_is_one_error(tmp_path: Path) -> None:
-    path = tmp_path / "job.yaml"
-    path.write_bytes(b"a: [\n")
-    (item,) = check_job_file(path, trainer=AI_TOOLKIT)
-    assert (item.severity, item.file, item.key) == ("error", str(path), "line 2, column 1")
+def test_only_two_trainers_are_known() -> None:
+    with pytest.raises(ValueError, match="trainer='comfy'"):
+        check_job_dict(job_with(), trainer="comfy")
 
 
-def test_only_two_hosts_are_known() -> None:
-    with pytest.raises(ValueError, match="trainer='comfy': must be one of standalone, ai-toolkit"):
-        check_job_dict(job(), trainer="comfy")
+WARNINGS: list[tuple[tuple[str, ...], Changes, str, str]] = [
+    (BOTH, {"sample.prompts": ["[trigger] a", "a red shirt"]}, "sample.prompts[1]", "without the trigger word"),
+    (BOTH, {"sample.prompts": ["[trigger] 红裙子在海边"]}, "sample.prompts[0]", "Chinese"),
+    (BOTH, {"trigger_word": None, "sample.prompts": ["[trigger] a"]}, "sample.prompts[0]", "no trigger word"),
+    (BOTH, {"datasets.1.resolution": 1000}, "datasets[1].resolution", "write 992 or 1024"),
+    (BOTH, {"train.lr": 0.0101}, "train.lr", "diverge"),
+    (BOTH, {"train.lr": 1.9e-6}, "train.lr", "hardly learns"),
+    (BOTH, {"train.lr": ...}, "train.lr", "which is the default"),
+    (("standalone",), {"train.optimizer": "prodigy", "train.optimizer_params": {}, "coat": {}}, "train.lr", "it is 1"),
+    ((AI_TOOLKIT,), {"sample.width": 1000}, "sample.width", "FLUX draws 992"),
+    ((AI_TOOLKIT,), {"model.qtype": "uint4"}, "model.qtype", "stay as ai-toolkit quantizes them"),
+    ((AI_TOOLKIT,), {"train.optimizer": "prodigy", "coat": {}}, "train.optimizer", "not as COAT"),
+    ((AI_TOOLKIT,), {"model.is_flux": ..., "model.quantize": False}, "model.is_flux", "Stable Diffusion 1"),
+    ((AI_TOOLKIT,), {"type": "concept_slider"}, "type", "not checked here"),
+]
 
 
-@pytest.mark.parametrize("host", ["standalone", AI_TOOLKIT])
-def test_an_attention_kernel_needs_a_gpu(host: str) -> None:
-    kernel = ("coat.speed.attention", "cudnn")
-    (item,) = found(("device", "cpu"), kernel, trainer=host)
-    assert (item.severity, item.key) == ("error", "config.process[0].coat.speed.attention")
-    assert "device is cpu; write auto" in item.line()
-    assert not found(kernel, trainer=host)
-
-
-# -- warnings ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("host", ["standalone", AI_TOOLKIT])
-@pytest.mark.parametrize(
-    ("key", "value", "where", "words"),
-    [
-        ("sample.prompts", ["[trigger] a", "a red shirt"], "sample.prompts[1]", "without the trigger word 'coatwear'"),
-        ("trigger_word", None, "sample.prompts[0]", "no trigger word for [trigger]"),
-        ("datasets.1.resolution", 1000, "datasets[1].resolution", "trained at 992×992; write 992 or 1024"),
-    ],
-)
-def test_what_only_surprises_is_a_warning_in_both(host: str, key: str, value: Any, where: str, words: str) -> None:
-    (item,) = found((key, value), trainer=host)
-    assert (item.severity, item.key) == ("warning", f"config.process[0].{where}")
-    assert words in item.line()
+@pytest.mark.parametrize(("trainers", "changes", "key", "says"), WARNINGS)
+def test_what_only_surprises_is_a_warning(trainers: tuple[str, ...], changes: Changes, key: str, says: str) -> None:
+    for trainer in trainers:
+        items = [item for item in findings(changes, trainer) if item[1] == key]
+        assert [item[0] for item in items] == ["warning"]
+        assert says in items[0][2]
 
 
 @pytest.mark.parametrize(
-    ("changes", "where", "words"),
+    "changes",
     [
-        ([("sample.width", 1000)], "sample.width", "FLUX draws 992"),
-        ([("model.qtype", "uint4")], "model.qtype", "stay as ai-toolkit quantizes them"),
-        (
-            [("model", {"name_or_path": "models/flux", "is_flux": True, "quantize": True})],
-            "model.qtype",
-            "write coat_fp8 for FP8 GEMMs",
-        ),
-        ([("train.optimizer", "prodigy"), ("coat", {})], "train.optimizer", "not as COAT"),
-        ([("type", "concept_slider")], "type", "not checked here"),
+        {"train.lr": 0.01},
+        {"train.lr": 2e-6},
+        {"trigger_word": None, "sample.prompts": ["a shirt"]},
+        {"sample.prompts": ["[trigger] été в"]},
+        {"train.min_denoising_steps": 999},
+        {"network.rank": 16},
+        {"datasets.1.resolution": 32},
+        {"train.lr_scheduler": "constant", "train.lr_scheduler_params": {}},
+        {"coat.speed.attention": "cudnn"},
     ],
 )
-def test_ai_toolkit_s_own_surprises(changes: list[tuple[str, Any]], where: str, words: str) -> None:
-    (item,) = found(*changes, trainer=AI_TOOLKIT)
-    assert (item.severity, item.key) == ("warning", f"config.process[0].{where}")
-    assert words in item.line()
+def test_what_is_just_right_has_no_finding(changes: Changes) -> None:
+    assert [findings(changes, trainer) for trainer in BOTH] == [[], []]
 
 
-PROCESSES = {
-    "ours": ([], None),
-    "ai-toolkit's own": ([("type", "sd_trainer"), ("coat", None)], "write type: coat_flux_trainer"),
-    "ours, left to ai-toolkit": ([("coat", {"enabled": False}), ("train.optimizer", "adamw")], "coat.enabled: true"),
-    "more than a network": ([("embedding", {"trigger": "x", "tokens": 4})], "a network (a LoRA) and nothing else"),
-}
-
-
-@pytest.mark.parametrize("kind", PROCESSES)
-def test_several_processes_train_a_network_in_our_process(kind: str) -> None:
-    changes, words = PROCESSES[kind]
-    items = [item for item in found(*changes, trainer=AI_TOOLKIT, num_processes=2) if item.key == "num_processes"]
-    assert [words in item.line() for item in items] == ([] if words is None else [True])
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({}, None),
+        ({"type": "sd_trainer", "coat": None}, "write type: coat_flux_trainer"),
+        ({"coat": {"enabled": False}, "train.optimizer": "adamw"}, "coat.enabled: true"),
+        ({"embedding": {"trigger": "x", "tokens": 4}}, "a network (a LoRA) and nothing else"),
+    ],
+)
+def test_several_processes_train_a_network_in_our_process(changes: Changes, says: str | None) -> None:
+    texts = [text for _, key, text in findings(changes, AI_TOOLKIT, num_processes=2) if key == "num_processes"]
+    assert [says is not None and says in text for text in texts] == ([] if says is None else [True])
 
 
 def test_entries_are_each_checked() -> None:
-    raw = job()
+    raw = job_with()
     raw["config"]["process"].append({**raw["config"]["process"][0], "train": {"stpes": 1}})
     errors = [item.key for item in check_job_dict(raw, trainer=AI_TOOLKIT) if item.severity == "error"]
     assert "config.process[1].train.stpes" in errors
     assert not any(key.startswith("config.process[0].train") for key in errors)
 
 
-def test_keys_of_ai_toolkit_alone_are_legal_there() -> None:
-    changes = [("train.do_cfg", True), ("model.vae_path", "v"), ("adapter", {"type": "ip"}), ("sample.format", "png")]
-    assert found(*changes, trainer=AI_TOOLKIT) == []
-    assert [item.key.removeprefix("config.process[0].") for item in found(*changes)] == [
-        "train.do_cfg",
-        "model.vae_path",
-        "adapter",
-    ]
+def test_a_validation_block_is_checked_in_both_and_measured_in_our_process_alone() -> None:
+    wrong = {"hold_out": 2, "every": 0}, {"hold_out": 0}, {"hold_out": "a.jpg"}, {"hold_out": []}, {"hold_out": True}
+    for block in wrong:
+        key = "validation.every" if "every" in block else "validation.hold_out"
+        assert [item[:2] for item in findings({"validation": block}, AI_TOOLKIT)] == [("error", key)]
+        assert [item[:2] for item in findings({"validation": block})] == [("error", key)]
+    for block in ({"every": 10}, None):
+        assert [item[:2] for item in findings({"validation": block})] == [("error", "validation.hold_out")]
+    held_out = {"validation": {"hold_out": 2}}
+    assert findings(held_out, AI_TOOLKIT) == findings({"validation": {"hold_out": ["a.jpg"]}}) == []
+    assert ("error", "validation") in [item[:2] for item in findings({"type": "sd_trainer", **held_out}, AI_TOOLKIT)]
+    controls = findings({**held_out, "datasets.1.control_path": "."}, AI_TOOLKIT)
+    assert ["datasets[1]" in text for _, key, text in controls if key == "validation"] == [True]
+
+
+# -- ai-toolkit's table of keys, and an ai-toolkit that is there -------------------------------------------------------
 
 
 def checkout(root: Path, *, train: str = "steps", version: str = VERSION) -> Path:
@@ -159,116 +157,179 @@ def checkout(root: Path, *, train: str = "steps", version: str = VERSION) -> Pat
     return root
 
 
-# -- the command ------------------------------------------------------------------------------------------------------
+def test_a_newer_ai_toolkit_may_have_newer_keys_and_values(tmp_path: Path) -> None:
+    root = checkout(tmp_path, train="new_in_it", version="0.13.0")
+    changes = {"train.new_in_it": 5, "train.loss_type": "newest"}
+    ((severity, key, text),) = findings(changes, AI_TOOLKIT, toolkit_root=root)
+    assert (severity, key) == ("warning", "train.loss_type")
+    assert "0.13.0" in text
+    assert [item[0] for item in findings(changes, AI_TOOLKIT)] == ["error", "error"]
+    root = checkout(tmp_path, train="save_every")  # a key of another block
+    assert [item[0] for item in findings({"train.save_every": 5}, AI_TOOLKIT, toolkit_root=root)] == ["error"]
+
+
+def test_a_source_that_cannot_be_read_leaves_the_table(tmp_path: Path) -> None:
+    root = checkout(tmp_path)
+    (root / SOURCES[-1]).unlink()
+    with pytest.raises(NoToolkitError, match="cannot be read"):
+        read_toolkit(root)
+    items = findings({"train.stpes": 1}, AI_TOOLKIT, toolkit_root=root)
+    assert [item[:2] for item in items] == [("error", "train.stpes"), ("warning", "ai-toolkit")]
+
+
+def test_ai_toolkit_is_found_by_option_variable_and_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AI_TOOLKIT_ROOT", raising=False)
+    monkeypatch.chdir(tmp_path)
+    assert find_toolkit() is None
+    given, variable, here = (checkout(tmp_path / name) for name in ("given", "variable", "here"))
+    monkeypatch.chdir(here)
+    assert find_toolkit() == here
+    monkeypatch.setenv("AI_TOOLKIT_ROOT", str(variable))
+    assert find_toolkit() == variable
+    assert find_toolkit(given) == given
+    with pytest.raises(NoToolkitError, match="nowhere"):
+        find_toolkit(tmp_path / "nowhere")
+
+
+def test_the_table_says_one_thing_about_each_key() -> None:
+    assert len({(row["block"], row["key"]) for row in ROWS}) == len(ROWS) > 400
+    for row in ROWS:
+        nested = re.fullmatch(r"\{(\w+)\}|\[(\w+)\]", row["kind"])
+        if nested:
+            assert (nested[1] or nested[2]) in KINDS, row
+        else:
+            single = set(row["kind"].removesuffix("?").split("|"))
+            assert row["kind"] == "-" or single <= {"any", "int", "number", "str", "bool", "list", "dict"}, row
+        assert row["stand-alone"] in ("", "supported", "unsupported", "no effect"), row
+        assert bool(row["reason"]) == (row["stand-alone"] == "no effect"), row
+        assert set(values_of(row)[1]) <= {"minimum", "maximum", "above", "below", "example"}, row
+
+
+def test_supported_keys_are_those_the_stand_alone_trainer_declares_with_ai_toolkit_s_defaults() -> None:
+    supported = {(row["block"], row["key"]) for row in ROWS if row["stand-alone"] == "supported"}
+    read = {(row["block"], row["key"]) for row in ROWS}
+    declared = {(block, key) for cls, block in AI_TOOLKIT_BLOCKS.items() for key in config_fields(cls)}
+    assert supported == declared & read
+    assert declared - read == {(PROCESS, "coat"), (PROCESS, "validation"), *OWN_KINDS}
+    sections = {block: config_fields(cls) for cls, block in AI_TOOLKIT_BLOCKS.items()}
+    different = {}
+    for row in ROWS:
+        item = sections.get(row["block"], {}).get(row["key"])
+        if item is None or "option" not in item.metadata or not row["default"]:
+            continue
+        ours, theirs = item.metadata["option"].default, json.loads(row["default"])
+        if ours != theirs and (ours or theirs):
+            different[f"{row['block']}.{row['key']}"] = (theirs, ours)
+    assert different == {
+        "NetworkConfig.alpha": (1.0, None),  # ignored on FLUX: alpha is the rank
+        "NetworkConfig.linear": (None, 4),  # ai-toolkit's 4 stands in an else branch
+        "DatasetConfig.resolution": (512, (512,)),
+        "TrainConfig.noise_scheduler": ("ddpm", "flowmatch"),  # which ai-toolkit cannot train FLUX with
+        "SampleConfig.sampler": ("ddpm", "flowmatch"),
+    }
+
+
+@pytest.mark.aitk
+def test_the_checkout_reads_the_keys_of_the_table_and_its_config_classes_no_other_ones() -> None:
+    root = Path(os.environ["AI_TOOLKIT_ROOT"])
+    if read_toolkit(root).version != VERSION:
+        pytest.skip(f"the checkout is {read_toolkit(root).version}")
+    classes = re.split(r"^class (\w+)", (root / SOURCES[0]).read_text(encoding="utf-8"), flags=re.MULTILINE)
+    for block, text in zip(classes[1::2], classes[2::2], strict=True):
+        if block in KINDS:
+            read = set(re.findall(r"kwargs\.get\(\s*[\"'](\w+)[\"']", text))
+            assert read == KINDS[block].keys(), block
+    source = "\n".join((root / file).read_text(encoding="utf-8") for file in SOURCES)
+    assert all(re.search(rf"\b{key}\b", source) for key in KINDS[NETWORK_KWARGS])
+
+
+@pytest.mark.aitk
+def test_ai_toolkit_s_own_flux_examples_have_no_error() -> None:
+    root = Path(os.environ["AI_TOOLKIT_ROOT"])
+    examples = sorted((root / "config" / "examples").glob("train_lora_flux*.yaml"))
+    assert examples
+    for path in examples:
+        items = check_job_file(path, trainer=AI_TOOLKIT, toolkit_root=root)
+        errors = [item.line() for item in items if item.severity == "error"]
+        assert [line for line in errors if "control_path='/path/to/control/folder': no such folder" not in line] == []
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
     """Run `check` on the valid job with changes; returns (exit code, stdout lines, stderr lines)."""
-    import argparse
-
     monkeypatch.delenv("AI_TOOLKIT_ROOT", raising=False)
     monkeypatch.chdir(tmp_path)
 
-    def call(
-        *changes: tuple[str, Any], options: tuple[str, ...] = ("--no-data", "--elsewhere")
-    ) -> tuple[int, list[str], list[str]]:
-        path = tmp_path / "job.yaml"
-        path.write_bytes(BadConfig("job", (), changes=changes).content())
-        parser = argparse.ArgumentParser()
-        add_parsers(parser.add_subparsers())
-        code = run(parser.parse_args(["check", "job.yaml", *options]))
+    def call(changes: Changes, *options: str) -> tuple[int, list[str], list[str]]:
+        (tmp_path / "job.yaml").write_text(yaml_of(job_with(changes)), encoding="utf-8")
+        code = main(["check", "job.yaml", *options])
         out, err = capsys.readouterr()
         return code, out.splitlines(), err.splitlines()
 
     return call
 
 
-def test_one_extra_line_is_about_the_other_host(command: Any) -> None:
-    place = str(Path("output") / "run")
-    last = f"job.yaml: no error found; 'run' would train 1500 steps into {place}"
+def test_one_extra_line_is_about_the_other_trainer(command: Any) -> None:
+    last = f"job.yaml: no error found; 'run' would train 1500 steps into {Path('output') / 'run'}"
     name = f"ai-toolkit {VERSION}"
-    here = ("--no-data", "--elsewhere")
-    assert command() == (0, [f"{name}: would run it too", last], [])
-    assert command(options=(*here, "--host", "ai-toolkit")) == (0, [last], [])
-
-    code, out, err = command(("train.do_cfg", True))
-    assert (code, err) == (0, [])
-    assert out[0] == "the stand-alone trainer: would not run it:"
-    assert "train.do_cfg=true: not supported by the stand-alone trainer" in out[1]
-    assert out[2:] == [last]
-    code, out, err = command(("train.do_cfg", True), options=("--host", "standalone", *here))
+    assert command({}, *HERE) == (0, [f"{name}: would run it too", last], [])
+    assert command({}, *HERE, "--host", "ai-toolkit") == (0, [last], [])
+    code, out, err = command({"train.do_cfg": True}, *HERE)
+    assert (code, out[0], out[2:], err) == (0, "the stand-alone trainer: would not run it:", [last], [])
+    assert "train.do_cfg=true" in out[1]
+    code, out, err = command({"train.do_cfg": True}, *HERE, "--host", "standalone")
     assert (code, out, len(err)) == (2, [f"{name}: would run it"], 1)
-
-    code, out, err = command(("train.stpes", 1))
+    code, out, err = command({"train.stpes": 1}, *HERE)
     assert (code, out, len(err)) == (2, [f"{name}: would not run it either, for the same reasons"], 1)
-
-    code, out, err = command(("device", "cuda:1"))
-    assert (code, err) == (0, [])
-    assert out[0] == f"{name}: would not run it:"
-    assert out[1].startswith("  job.yaml: config.process[0].device='cuda:1': ")
-    assert out[2:] == [last]
 
 
 def test_whoever_is_meant_judges(command: Any, tmp_path: Path) -> None:
     """ai-toolkit inside its folder or with --ai-toolkit; else it is enough that one trainer takes the job."""
-    only_aitk, only_alone = ("datasets.0.is_reg", True), ("device", "mps")
-    with_bar = ("--no-data", "--elsewhere", "--ai-toolkit", str(checkout(tmp_path / "aitk")))
-    code, out, err = command(only_aitk, options=with_bar)
-    assert (code, err, out[0]) == (0, [], "the stand-alone trainer: would not run it:")
-    assert command(("device", "cuda:1"))[0] == 0
-    code, out, err = command(("device", "cuda:1"), options=with_bar)
-    assert (code, len(err), out) == (2, 1, ["the stand-alone trainer: would run it"])
+    only_aitk, only_alone = {"datasets.0.is_reg": True}, {"device": "cuda:1"}
+    with_aitk = (*HERE, "--ai-toolkit", str(checkout(tmp_path / "aitk")))
+    assert command(only_aitk, *with_aitk)[0] == command(only_alone, *HERE)[0] == command(only_aitk, *HERE)[0] == 0
+    assert command(only_alone, *with_aitk)[0] == command(only_aitk, *HERE, "--host", "standalone")[0] == 2
     checkout(tmp_path)  # the working directory
-    assert command(("device", "cuda:1"))[0] == 2
-    assert command(only_aitk)[0] == 0
-    assert command(only_aitk, options=("--no-data", "--elsewhere", "--host", "standalone"))[0] == 2
-    assert command(only_alone)[0] == 0
+    assert command(only_alone, *HERE)[0] == 2
+    assert command(only_aitk, *HERE)[0] == 0
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        (("datasets.0.mask_path", "."),),
-        (("datasets.0.is_reg", True),),
-        (("model.is_flux", False), ("model.arch", "flux_kontext"), ("datasets.0.control_path", ".")),
-        (
-            ("model", {"name_or_path": "models/sdxl", "is_xl": True}),
-            ("train.noise_scheduler", "ddpm"),
-            ("sample.sampler", "ddpm"),
-        ),
+        {"datasets.0.mask_path": "."},
+        {"model.is_flux": False, "model.arch": "flux_kontext", "datasets.0.control_path": "."},
+        {
+            "model": {"name_or_path": "models/sdxl", "is_xl": True},
+            "train.noise_scheduler": "ddpm",
+            "sample.sampler": "ddpm",
+        },
+        {"type": "concept_slider", "training_folder": ..., "datasets": "x", "train": 5},
     ],
 )
-def test_what_runs_in_ai_toolkit_alone_is_no_error(command: Any, changes: tuple[tuple[str, Any], ...]) -> None:
-    code, out, err = command(*changes)
+def test_what_runs_in_ai_toolkit_alone_is_no_error(command: Any, changes: Changes) -> None:
+    code, out, err = command(changes, *HERE, "--host", "ai-toolkit")
     assert (code, err) == (0, [])
-    assert "the stand-alone trainer: would not run it:" in out
     assert out[-1].startswith("job.yaml: no error found")
 
 
-def test_the_data_is_looked_at_unless_told_not_to(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
+def test_the_data_is_checked_unless_it_is_not_wanted(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
 
-    def inspect(datasets: Any, trigger_word: Any, *, background: str, transparency: str, t5_of: str) -> Any:
-        assert t5_of == "models/flux"
-        seen.append(([entry.folder_path for entry in datasets], trigger_word, background, transparency))
+    def inspect(datasets: Any, trigger_word: Any, **keywords: str) -> Any:
+        calls.append(([entry.folder_path for entry in datasets], trigger_word, keywords))
         return SimpleNamespace(errors=["photos: nothing there; add photos"], warnings=["small"])
 
     monkeypatch.setattr("coat_flux.data.preflight.inspect_datasets", inspect)
-    code, out, err = command(("coat.data.background", "grey"), options=("--elsewhere",))
-    assert seen == [(["photos", "details"], "coatwear", "grey", "background")]
-    assert (code, err) == (2, ["error: photos: nothing there; add photos"])
-    assert out[0] == "warning: small"
-    code, _, err = command(options=())  # a missing model is no reason not to look
-    assert (code, len(err), len(seen)) == (2, 3, 2)
-    assert command(("train.stpes", 1), options=())[0] == 2
-    assert command()[0] == 0
-    assert len(seen) == 2
-
-
-def test_a_process_of_another_extension_is_only_named(command: Any) -> None:
-    changes = (("type", "concept_slider"), ("training_folder", ...), ("datasets", "x"), ("train", 5))
-    code, out, err = command(*changes, options=("--host", "ai-toolkit"))
-    assert (code, err) == (0, [])
-    assert out[0].startswith("warning: job.yaml: config.process[0].type='concept_slider': ")
-    assert out[1:] == ["job.yaml: no error found"]
+    code, out, err = command({"coat.data.background": "grey"}, "--elsewhere")
+    policy = {"background": "grey", "transparency": "background", "reads_t5": True}
+    assert calls == [(["photos", "details"], "coatwear", policy)]
+    assert (code, err, out[0]) == (2, ["error: photos: nothing there; add photos"], "warning: small")
+    code, _, err = command({})  # a missing model is no reason not to look
+    assert (code, len(err), len(calls)) == (2, 3, 2)
+    assert command({"train.stpes": 1})[0] == 2
+    assert command({}, *HERE)[0] == 0
+    assert len(calls) == 2

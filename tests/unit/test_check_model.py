@@ -37,7 +37,7 @@ def model(tmp_path: Path) -> Path:
 def found(place: Any, trainer: str = ALONE, *, root: Path | None = None, **keys: Any) -> list[str]:
     findings = Findings("f.yaml")
     check_model({"name_or_path": str(place), "is_flux": True, **keys}, "model", findings, trainer, root)
-    return [f"{item.severity}: {item.key}: {item.text()}" for item in findings.all]
+    return [f"{item.severity}: {item.key}: {item.text}" for item in findings.all]
 
 
 def edit(path: Path, **entries: Any) -> None:
@@ -88,15 +88,15 @@ SPOILT = {
 }
 
 
-@pytest.mark.parametrize("trainer", [ALONE, AITK])
 @pytest.mark.parametrize("name", SPOILT)
-def test_a_spoilt_folder_is_one_error(model: Path, name: str, trainer: str) -> None:
+def test_a_spoilt_folder_is_one_error(model: Path, name: str) -> None:
     spoil, words = SPOILT[name]
     spoil(model)
-    (line,) = found(model, trainer)
-    assert line.startswith("error: model.name_or_path: ")
-    assert words in line
-    assert line.count("; ") == 1
+    for trainer in (ALONE, AITK):
+        (line,) = found(model, trainer)
+        assert line.startswith("error: model.name_or_path: ")
+        assert words in line
+        assert line.count("; ") == 1
 
 
 def test_pickles_are_for_ai_toolkit_alone(model: Path) -> None:
@@ -222,7 +222,6 @@ def test_one_file_is_for_the_stand_alone_trainer(tmp_path: Path, model: Path) ->
         ("cuda:0", "13.0", 0, "torch finds no cuda device here"),
         ("cuda:2", "13.0", 2, "torch finds 2 GPUs here"),
         ("cuda:1", "13.0", 2, None),
-        ("cuda", "13.0", 1, None),
         ("cpu", None, 0, None),
         (None, None, 0, None),
     ],

@@ -1,13 +1,58 @@
-"""The `coat:` block as a whole: unknown keys, all findings at once, combinations, and what the numerics get."""
+"""The `coat:` block: what each option accepts and refuses, combinations, and what the numerics get."""
 
 from __future__ import annotations
+
+from functools import reduce
+from typing import Any
 
 import pytest
 
 from coat_core.config import FP8LinearConfig, FP8QuantizationConfig
-from coat_flux.config.coat import OPTIONS, COATConfig
+from coat_core.formats import M1_FORMATS, M2_FORMATS
+from coat_flux.config.coat import BY_KEY, OPTIONS, COATConfig
 from coat_flux.config.findings import ConfigError
-from coat_flux.config.options import REMOVED
+from coat_flux.config.options import REMOVED, Option
+
+GOOD = {
+    "optimizer.block_size": [16, 48, 128, 4096],
+    "include": [["*.attn.*"], []],
+    "exclude": [["x"], []],
+    "activation.include": [["*"], ["transformer_blocks.*.attn.to_q", "single*"], []],
+    "activation.exclude": [["x"], []],
+    "activation.min_sqnr_db": [None, 20, 27.5],
+    "memory.budget_gb": [None, 24, 0.5, 79.6],
+    "memory.stream_blocks": [0, 3, "auto", "all"],
+    "memory.log_every": [1, 500],
+    "data.background": ["white", "grey", "#f0e1d2"],
+    "resume.allow": [[], ["data", "seed", "world_size"]],
+}
+BAD = {
+    "bool": [("true", "true or false"), (1, "true or false"), (None, "has no value")],
+    "choice": [(True, "must be one of"), ("zzz", "must be one of"), (None, "has no value")],
+    "int": [
+        ("128", "without quotes"),
+        (128.0, "a whole number"),
+        (True, "a whole number"),
+        (0, "a whole number"),
+        (float("nan"), "a whole number"),
+        (None, "has no value"),
+    ],
+    "float": [("24", "without quotes"), (0, "above 0"), (float("inf"), "above 0"), (10**400, "above 0")],
+    "colour": [("#fff", "a colour"), ([255, 255, 255], "a colour"), (None, "has no value")],
+    "blocks": [("al", "auto, all, or a whole number"), (-1, "of at least 0"), (True, "a whole number")],
+    "strings": [("attn.*", "a list of strings"), (["a", 1], "a list of strings"), ([""], "a list of strings")],
+}
+
+
+def good_values(option: Option) -> list[Any]:
+    if option.key in GOOD:
+        return GOOD[option.key]
+    return [True, False] if option.kind == "bool" else list(option.choices)
+
+
+def block_with(key: str, value: object) -> dict[str, Any]:
+    parent, _, leaf = key.rpartition(".")
+    return {parent: {leaf: value}} if parent else {leaf: value}
 
 
 def findings(block: object) -> list[str]:
@@ -16,54 +61,94 @@ def findings(block: object) -> list[str]:
     return list(caught.value.findings)
 
 
-@pytest.mark.parametrize("block", [None, {}, {"optimizer": None, "memory": {}}])
-def test_an_empty_block_has_every_default(block):
-    assert COATConfig.from_dict(block) == COATConfig()
+# -- single options ----------------------------------------------------------------------------------------------------
+
+
+def test_an_empty_block_has_every_default() -> None:
+    """The defaults themselves are those of docs/options.md, by tests/architecture/test_readme.py."""
+    assert all(reduce(getattr, key.split("."), COATConfig()) == option.default for key, option in BY_KEY.items())
+    for block in (None, {}, {"optimizer": None, "memory": {}}):
+        assert COATConfig.from_dict(block) == COATConfig()
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.key)
+def test_every_allowed_value_lands_in_its_field(option: Option) -> None:
+    for value in good_values(option):
+        block = block_with(option.key, value)
+        if (option.key, value) == ("weight.format", "e5m2"):
+            block["activation"] = {"grad_format": "e4m3"}  # no GPU multiplies e5m2 by e5m2
+        if value == "int8":  # on both sides of a product
+            block = {"weight": {"format": "int8"}, "activation": {"format": "int8", **block.get("activation", {})}}
+        parsed = reduce(getattr, option.key.split("."), COATConfig.from_dict(block))
+        assert parsed == (tuple(value) if isinstance(value, list) else value)
+        assert isinstance(parsed, bool) == isinstance(value, bool)
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.key)
+def test_every_bad_value_is_refused_with_file_key_value_and_remedy(option: Option) -> None:
+    for value, rule in BAD[option.kind]:
+        (line,) = findings(block_with(option.key, value))
+        assert line.startswith(f"f.yaml: coat.{option.key}=")
+        assert rule in line
+        assert "; " in line
 
 
 @pytest.mark.parametrize(
-    ("block", "line"),
+    ("key", "value", "near"),
     [
-        ({"optimiser": {}}, "f.yaml: coat.optimiser: unknown key; did you mean 'optimizer'?"),
-        ({"Enabled": True}, "f.yaml: coat.Enabled: unknown key; did you mean 'enabled'?"),
-        (
-            {"optimizer": {"use_fp8_m3": True}},
-            "f.yaml: coat.optimizer.use_fp8_m3: unknown key; did you mean 'use_fp8_m2'?",
-        ),
-        (
-            {"memory": {"log_memory_stat": True}},
-            "f.yaml: coat.memory.log_memory_stat: unknown key; did you mean 'log_memory_stats'?",
-        ),
-        ({"block_size": 64}, "f.yaml: coat.block_size: unknown key; did you mean 'optimizer: {block_size: …}'?"),
-        (
-            {"optimizer.block_size": 64},
-            "f.yaml: coat.optimizer.block_size: unknown key; did you mean 'optimizer: {block_size: …}'?",
-        ),
-        (
-            {"weight": {"zzz": 1}},
-            "f.yaml: coat.weight.zzz: unknown key; known here: format, granularity, use_fp8",
-        ),
-        ({1: 2}, "f.yaml: coat.1: unknown key; known here: "),
-        ({None: 2}, "f.yaml: coat.None: unknown key; known here: "),
+        ("optimizer.m1_format", "E4M3", "e4m3"),
+        ("optimizer.m2_format", "uint8log", "uint8_log"),
+        ("activation.linear_granularity", "per-row", "per_row"),
+        ("memory.checkpointing", "al", "all"),
+        ("optimiser", {}, "optimizer"),
+        ("Enabled", True, "enabled"),
+        ("optimizer.use_fp8_m3", True, "use_fp8_m2"),
+        ("memory.log_memory_stat", True, "log_memory_stats"),
+        ("block_size", 64, "optimizer: {block_size: …}"),
     ],
 )
-def test_an_unknown_key_names_the_nearest_known_one(block, line):
-    (found,) = findings(block)
-    assert found.startswith(line)
+def test_the_nearest_key_or_value_is_named(key: str, value: Any, near: str) -> None:
+    (line,) = findings(block_with(key, value))
+    assert line.endswith(f"; did you mean '{near}'?")
 
 
-def test_every_mistake_is_reported_not_only_the_first():
-    found = findings(
+def test_a_key_without_a_near_one_names_all_and_need_not_be_a_string() -> None:
+    assert findings({"weight": {"zzz": 1}}) == [
+        "f.yaml: coat.weight.zzz: unknown key; known here: format, granularity, use_fp8"
+    ]
+    assert findings({"optimizer.block_size": 64})[0].endswith("did you mean 'optimizer: {block_size: …}'?")
+    assert [line.partition(";")[0] for line in findings({1: 2, None: 2})] == [
+        "f.yaml: coat.1: unknown key",
+        "f.yaml: coat.None: unknown key",
+    ]
+
+
+@pytest.mark.parametrize("size", [8, 17, 24, 4097, 4112])
+def test_block_size_is_a_multiple_of_16_from_16_to_4096(size: int) -> None:
+    (line,) = findings({"optimizer": {"block_size": size}})
+    assert line.startswith(f"f.yaml: coat.optimizer.block_size={size}: must be a whole number from 16 to 4096 and a")
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_removed_option_is_named_with_what_replaces_it(name: str) -> None:
+    key, _, value = name.partition("=")
+    (line,) = findings(block_with(key, value or True))
+    assert line.startswith(f"f.yaml: coat.{key}=")
+    assert line.endswith(REMOVED[name])
+    assert "; write " in line or "; remove" in line
+
+
+def test_every_mistake_is_reported_also_of_a_disabled_block() -> None:
+    lines = findings(
         {
-            "enabled": "false",
+            "enabled": False,
             "optimiser": {},
             "optimizer": {"block_size": 24, "m1_format": "fp8"},
             "activation": {"group_size": 100, "include": "*"},
             "memory": {"checkpointing": "some", "log_every": 0},
         }
     )
-    assert [line.split(": ")[1].split("=")[0] for line in found] == [
-        "coat.enabled",
+    assert [line.split(": ")[1].split("=")[0] for line in lines] == [
         "coat.optimiser",
         "coat.optimizer.block_size",
         "coat.optimizer.m1_format",
@@ -74,73 +159,60 @@ def test_every_mistake_is_reported_not_only_the_first():
     ]
 
 
-def test_a_disabled_block_is_checked_all_the_same():
-    assert findings({"enabled": False, "weight": {"format": "fp6"}}) == [
-        "f.yaml: coat.weight.format='fp6': must be one of e4m3, e5m2, nvfp4, int8; write e4m3, for example"
-    ]
+def test_the_moments_formats_are_those_of_the_optimizer() -> None:
+    assert BY_KEY["optimizer.m1_format"].choices == tuple(M1_FORMATS)
+    assert BY_KEY["optimizer.m2_format"].choices == tuple(M2_FORMATS)
 
 
-def test_options_that_went_are_named():
-    options = {"activation.linear_granularity=per_group", "memory.checkpointing=every_n", "memory.every_n"}
-    options |= {"weight.cache", "speed.compile", "speed.attention=fa3", "speed.attention=fa4"}
-    assert options <= REMOVED.keys()
+# -- combinations ------------------------------------------------------------------------------------------------------
 
-
-@pytest.mark.parametrize("name", REMOVED)
-def test_what_was_removed_is_named_with_what_replaces_it(name):
-    key, _, value = name.partition("=")
-    section, option = key.split(".")
-    (line,) = findings({section: {option: value or True}})
-    assert line.startswith(f"f.yaml: coat.{key}=")
-    assert line.endswith(REMOVED[name])
-    assert "; write " in line or "; remove" in line
-
-
-IN_INT8 = {"weight": {"format": "int8"}, "activation": {"format": "int8"}}
-IN_NVFP4 = {"format": "nvfp4"}
-EXCLUDED = [  # a block, the key that is refused, a word of its remedy
+INT8 = {"format": "int8"}
+INTEGER_MOMENTS = {"m1_format": "int8_ratio", "m2_format": "uint8_log"}
+EXCLUDED: list[tuple[dict[str, Any], str, str]] = [  # a block, the key that is refused, a word of its remedy
     ({"memory": {"checkpointing": "none", "budget_gb": 24}}, "memory.budget_gb=24.0", "checkpointing: auto"),
     ({"memory": {"stream_blocks": 2}, "weight": {"use_fp8": False}}, "memory.stream_blocks=2", "use_fp8: true"),
     ({"memory": {"stream_blocks": 2, "transposed_weights": "always"}}, "memory.transposed_weights='always'", "auto"),
-    ({"weight": {**IN_NVFP4, "granularity": "per_row"}}, "weight.granularity='per_row'", "remove it"),
-    ({"weight": {**IN_NVFP4, "use_fp8": False}}, "weight.format='nvfp4'", "weight.use_fp8: true"),
-    ({"weight": IN_NVFP4, "memory": {"transposed_weights": "always"}}, "memory.transposed_weights='always'", "never"),
-    ({"activation": {"format": "nvfp4"}}, "activation.format='nvfp4'", "e4m3"),
-    ({"weight": {"format": "int8"}}, "activation.format='e4m3'", "write int8"),
-    ({"activation": {"format": "int8"}}, "activation.format='int8'", "write int8 there too"),
-    ({"activation": {"grad_format": "int8"}}, "activation.grad_format='int8'", "write e5m2"),
+    ({"weight": {"format": "nvfp4", "granularity": "per_row"}}, "weight.granularity='per_row'", "remove it"),
+    ({"weight": {"format": "nvfp4", "use_fp8": False}}, "weight.format='nvfp4'", "weight.use_fp8: true"),
     (
-        {**IN_INT8, "activation": {"format": "int8", "grad_format": "e5m2"}},
-        "activation.grad_format='e5m2'",
-        "write one",
+        {"weight": {"format": "nvfp4"}, "memory": {"transposed_weights": "always"}},
+        "memory.transposed_weights='always'",
+        "never",
     ),
+    ({"weight": INT8}, "activation.format='e4m3'", "write int8"),
+    ({"activation": INT8}, "activation.format='int8'", "write int8 there too"),
+    ({"activation": {"grad_format": "int8"}}, "activation.grad_format='int8'", "write e5m2"),
+    ({"weight": INT8, "activation": {**INT8, "grad_format": "e5m2"}}, "activation.grad_format='e5m2'", "write one"),
     (
-        {**IN_INT8, "activation": {"format": "int8", "linear_granularity": "per_tensor"}},
+        {"weight": INT8, "activation": {**INT8, "linear_granularity": "per_tensor"}},
         "activation.linear_granularity='per_tensor'",
         "write per_row",
     ),
-    ({**IN_INT8, "weight": {"format": "int8", "granularity": "per_tensor"}}, "weight.granularity=", "remove it"),
-    ({**IN_INT8, "weight": {"format": "int8", "use_fp8": False}}, "weight.format='int8'", "weight.use_fp8: true"),
-    ({**IN_INT8, "activation": {"format": "int8", "wgrad_format": "e4m3"}}, "activation.wgrad_format=", "write bf16"),
+    ({"weight": {**INT8, "granularity": "per_tensor"}, "activation": INT8}, "weight.granularity=", "remove it"),
+    ({"weight": {**INT8, "use_fp8": False}, "activation": INT8}, "weight.format='int8'", "weight.use_fp8: true"),
+    ({"weight": INT8, "activation": {**INT8, "wgrad_format": "e4m3"}}, "activation.wgrad_format=", "write bf16"),
     ({"activation": {"use_fp8": False, "min_sqnr_db": 20}}, "activation.min_sqnr_db=20.0", "write null"),
     ({"resume": {"allow": ["data", "sead"]}}, "resume.allow='sead'", "'seed'"),
+    (
+        {"optimizer": {**INTEGER_MOMENTS, "use_dynamic_range_expansion": True}},
+        "optimizer.use_dynamic_range_expansion=true",
+        "remove it",
+    ),
+    # no GPU multiplies e5m2 by e5m2
+    ({"weight": {"format": "e5m2"}}, "weight.format='e5m2'", "or activation.grad_format: e4m3"),
+    (
+        {"weight": {"format": "e5m2"}, "activation": {"format": "e5m2", "grad_format": "e4m3"}},
+        "weight.format='e5m2'",
+        "or activation.format: e4m3",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("block", "key", "remedy"), EXCLUDED)
-def test_what_excludes_each_other_is_refused(block, key, remedy):
+def test_what_excludes_each_other_is_refused(block: dict[str, Any], key: str, remedy: str) -> None:
     (line,) = findings(block)
     assert line.startswith(f"f.yaml: coat.{key}")
     assert remedy in line.rpartition("; ")[2]
-
-
-def test_products_in_int8_have_gradients_in_int8_unless_bf16_is_asked_for():
-    linear = COATConfig.from_dict(IN_INT8).linear_config()
-    assert (linear.weight_format, linear.input_format, linear.grad_format) == ("int8", "int8", "int8")
-    asked = {"weight": {"format": "int8"}, "activation": {"format": "int8", "grad_format": "bf16"}}
-    assert COATConfig.from_dict(asked).linear_config().grad_format == "bf16"
-    stored = {"weight": {"format": "int8"}, "activation": {"use_fp8": False}}
-    assert not COATConfig.from_dict(stored).linear_config().use_fp8_gemm
 
 
 @pytest.mark.parametrize(
@@ -150,38 +222,43 @@ def test_products_in_int8_have_gradients_in_int8_unless_bf16_is_asked_for():
         {"enabled": False, "fallback": "error", "activation": {"exclude": ["a.*"]}},
         {"memory": {"checkpointing": "all"}},
         {"memory": {"budget_gb": 15.5}},
+        {"memory": {"transposed_weights": "always"}},
         {"weight": {"format": "nvfp4"}},
-        {"weight": {"format": "int8"}, "activation": {"format": "int8", "grad_format": "bf16"}},
+        {"weight": INT8, "activation": {**INT8, "grad_format": "bf16"}},
+        {"activation": {"format": "e5m2"}},
+        {"weight": {"format": "e5m2"}, "activation": {"grad_format": "e4m3"}},
+        {"weight": {"format": "e5m2"}, "activation": {"use_fp8": False}},
+        {"optimizer": INTEGER_MOMENTS},
+        {"optimizer": {**INTEGER_MOMENTS, "use_dynamic_range_expansion": False}},
+        {"optimizer": {"m1_format": "int8_ratio", "use_dynamic_range_expansion": True}},
     ],
 )
-def test_to_dict_holds_every_option_and_reads_back(block):
+def test_to_dict_holds_every_option_and_reads_back(block: dict[str, Any]) -> None:
     config = COATConfig.from_dict(block)
     tree = config.to_dict()
     assert COATConfig.from_dict(tree) == config
     assert set(tree) == {option.key.split(".")[0] for option in OPTIONS}
-    assert tree["activation"]["include"] == ["*"]
-    assert len(tree["optimizer"]) == 10
+    stored, _ = config.optimizer_config()
+    assert (stored.m1_format, stored.m2_format) == (config.optimizer.m1_format, config.optimizer.m2_format)
 
 
-def test_the_optimizer_gets_the_block_s_values():
+# -- what the numerics get ---------------------------------------------------------------------------------------------
+
+
+def test_the_optimizer_gets_the_block_s_values_and_optimizer_params_override_them() -> None:
     block = {"optimizer": {"m2_format": "e5m2", "block_size": 64, "stochastic_rounding": True}}
-    config, adamw = COATConfig.from_dict(block).optimizer_config()
-    assert config == FP8QuantizationConfig(m2_format="e5m2", block_size=64, stochastic_rounding=True)
+    fp8, adamw = COATConfig.from_dict(block).optimizer_config()
+    assert fp8 == FP8QuantizationConfig(m2_format="e5m2", block_size=64, stochastic_rounding=True)
     assert adamw == {"betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 1e-2, "offload": "none"}
-
-
-def test_optimizer_params_override_the_block_and_pass_adamw_s_arguments_on():
-    config = COATConfig.from_dict({"optimizer": {"m1_format": "e4m3", "block_size": 64}})
-    params = {"m1_format": "e5m2", "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0, "offload": "cpu"}
-    fp8, adamw = config.optimizer_config(params)
+    params = {"m1_format": "e5m2", "betas": [0.9, 0.95], "eps": 1e-7, "weight_decay": 0, "offload": "cpu"}
+    fp8, adamw = COATConfig.from_dict({"optimizer": {"m1_format": "e4m3", "block_size": 64}}).optimizer_config(params)
     assert fp8 == FP8QuantizationConfig(m1_format="e5m2", block_size=64)
-    assert adamw == {"betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.0, "offload": "cpu"}
+    assert adamw == {"betas": (0.9, 0.95), "eps": 1e-7, "weight_decay": 0.0, "offload": "cpu"}
 
 
 @pytest.mark.parametrize(
     ("block", "params", "expected"),
     [
-        ({"use_fp8": False}, {}, (False, False)),
         ({"use_fp8": False, "use_fp8_m1": True}, {}, (False, False)),
         ({"use_fp8_m1": False}, {}, (False, True)),
         ({"use_fp8_m1": False, "use_fp8_m2": False}, {}, (False, False)),
@@ -189,35 +266,32 @@ def test_optimizer_params_override_the_block_and_pass_adamw_s_arguments_on():
         ({"use_fp8": False}, {"use_fp8": True, "use_fp8_m2": False}, (True, False)),
     ],
 )
-def test_use_fp8_is_the_master_switch(block, params, expected):
+def test_use_fp8_is_the_master_switch(block: dict, params: dict, expected: tuple[bool, bool]) -> None:
     fp8, _ = COATConfig.from_dict({"optimizer": block}).optimizer_config(params)
     assert (fp8.use_fp8_m1, fp8.use_fp8_m2) == expected
 
 
 @pytest.mark.parametrize(
-    ("params", "line"),
+    ("params", "key"),
     [
-        ({"beta": [0.9, 0.9]}, "f.yaml: train.optimizer_params.beta: unknown key; did you mean 'betas'?"),
-        (
-            {"betas": 0.9},
-            "train.optimizer_params.betas=0.9: must be a list of two numbers, each of at least 0 and below 1",
-        ),
-        ({"betas": [0.9, 1.0]}, "must be a list of two numbers, each of at least 0 and below 1"),
-        ({"betas": [0.9, "x"]}, "must be a list of two numbers"),
-        ({"weight_decay": "1e-4"}, "weight_decay='1e-4': must be a number of at least 0; write 1e-4 without quotes"),
-        ({"eps": 0}, "eps=0: must be a number above 0"),
-        ({"block_size": 24}, "block_size=24: must be a whole number from 16 to 4096"),
-        ([], "must be a block of keys"),
+        ({"beta": [0.9, 0.9]}, ".beta"),
+        ({"betas": 0.9}, ".betas"),
+        ({"betas": [0.9, 1.0]}, ".betas"),
+        ({"betas": [0.9, 0.9, 0.9]}, ".betas"),
+        ({"weight_decay": "1e-4"}, ".weight_decay"),
+        ({"eps": 0}, ".eps"),
+        ({"block_size": 24}, ".block_size"),
+        ([], ""),
     ],
 )
-def test_optimizer_params_are_checked_as_strictly(params, line):
+def test_optimizer_params_are_checked_as_strictly(params: Any, key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         COATConfig().optimizer_config(params, file="f.yaml")
-    (found,) = caught.value.findings
-    assert line in found
+    (item,) = caught.value.found
+    assert item.key == f"train.optimizer_params{key}"
 
 
-def test_the_linear_gets_weight_and_activation_options():
+def test_the_linear_gets_weight_and_activation_options() -> None:
     block = {
         "weight": {"format": "e5m2", "granularity": "per_row"},
         "activation": {
@@ -240,28 +314,10 @@ def test_the_linear_gets_weight_and_activation_options():
     assert COATConfig().linear_config() == FP8LinearConfig()
 
 
-@pytest.mark.parametrize(
-    ("activation", "keys"),
-    [
-        ({}, "activation.grad_format"),
-        ({"format": "e5m2", "grad_format": "e4m3"}, "activation.format"),
-        ({"format": "e5m2"}, "activation.format and activation.grad_format"),
-    ],
-)
-def test_a_product_that_no_gpu_has_is_refused(activation, keys):
-    (found,) = findings({"weight": {"format": "e5m2"}, "activation": activation})
-    assert found.startswith("f.yaml: coat.weight.format='e5m2': no GPU multiplies e5m2 by e5m2")
-    assert found.endswith(f"write e4m3, or {keys}: e4m3")
-
-
-@pytest.mark.parametrize(
-    "block",
-    [
-        {"activation": {"format": "e5m2"}},
-        {"weight": {"format": "e5m2"}, "activation": {"grad_format": "e4m3"}},
-        {"weight": {"format": "e5m2"}, "activation": {"grad_format": "bf16"}},
-        {"weight": {"format": "e5m2"}, "activation": {"use_fp8": False}},
-    ],
-)
-def test_every_other_product_of_e5m2_is_allowed(block):
-    assert COATConfig.from_dict(block).to_dict()
+def test_products_in_int8_have_gradients_in_int8_unless_bf16_is_asked_for() -> None:
+    linear = COATConfig.from_dict({"weight": INT8, "activation": INT8}).linear_config()
+    assert (linear.weight_format, linear.input_format, linear.grad_format) == ("int8", "int8", "int8")
+    block = {"weight": INT8, "activation": {**INT8, "grad_format": "bf16"}}
+    assert COATConfig.from_dict(block).linear_config().grad_format == "bf16"
+    stored = {"weight": INT8, "activation": {"use_fp8": False}}
+    assert not COATConfig.from_dict(stored).linear_config().use_fp8_gemm

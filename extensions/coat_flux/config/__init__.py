@@ -1,7 +1,7 @@
 """What a user may ask for: the `coat:` block, the job file, and the job as the stand-alone trainer sees it."""
 
 from .check import require_packages
-from .coat import COATConfig, markdown_table
+from .coat import COATConfig
 from .findings import ConfigError
 from .job import JobConfig
 from .job_file import load_job_yaml, shipped, shipped_folder
@@ -11,7 +11,6 @@ __all__ = [
     "ConfigError",
     "JobConfig",
     "load_job_yaml",
-    "markdown_table",
     "require_packages",
     "shipped",
     "shipped_folder",

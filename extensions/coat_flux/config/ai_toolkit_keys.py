@@ -15,7 +15,7 @@ A key that the table lacks but that is quoted in the source of an installed, pos
 from __future__ import annotations
 
 import csv
-import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from typing import Any
 
 from ..base.errors import UserError
 from .findings import Findings, suggest_key
-from .options import Option, OtherKeys, as_mapping
+from .options import Option, as_mapping
 
 TABLE = Path(__file__).with_suffix(".tsv")
 PROCESS, NETWORK_KWARGS = "process", "network_kwargs"
@@ -35,6 +35,7 @@ OWN_KINDS = {("TrainConfig", "fused_backward"): "bool"}  # of keys in ai-toolkit
 OPTION_KINDS = {"bool": "bool", "int": "int", "number": "float", "str": "str", "dict": "mapping"}
 WORDS = {"int": "a whole number", "number": "a number", "str": "a string", "list": "a list"}
 WORDS |= {"bool": "true or false", "dict": "a block of keys"}
+ROOT_VARIABLE = "AI_TOOLKIT_ROOT"
 CLASSES_FILE = "toolkit/config_modules.py"
 SOURCES = (
     CLASSES_FILE,
@@ -77,19 +78,44 @@ def read_toolkit(root: Path) -> Toolkit:
     return Toolkit(version[1] if version else "of an unknown version", strings)
 
 
-def other_keys(block: str) -> OtherKeys:
-    """Keys of a block that only ai-toolkit uses."""
-    rows = [row for row in ROWS if row["block"] == block]
-    return OtherKeys(
-        {row["key"]: row["reason"] for row in rows if row["stand-alone"] == "no effect"},
-        {row["key"]: json.loads(row["default"] or "null") for row in rows if row["stand-alone"] == "unsupported"},
-    )
+def toolkit_of(root: Path | None, findings: Findings | None = None) -> Toolkit:
+    """The ai-toolkit in `root`; if its source cannot be read, the table's, with a warning."""
+    try:
+        return Toolkit() if root is None else read_toolkit(Path(root).resolve())
+    except NoToolkitError as error:
+        if findings is not None:
+            findings.warn("ai-toolkit", f"{error}; the list of {VERSION} is used")
+        return Toolkit()
+
+
+def find_toolkit(given: str | os.PathLike[str] | None = None) -> Path | None:
+    """The checkout `given` or AI_TOOLKIT_ROOT (raises NoToolkitError), else the working directory if it is one."""
+    for place, name in ((given, "--ai-toolkit"), (os.environ.get(ROOT_VARIABLE), ROOT_VARIABLE)):
+        if place:
+            if not is_toolkit(Path(place)):
+                raise NoToolkitError(f"{name}={place}: has no {CLASSES_FILE}; give the folder with ai-toolkit's run.py")
+            return Path(place)
+    return Path.cwd() if is_toolkit(Path.cwd()) else None
+
+
+def is_toolkit(folder: Path) -> bool:
+    """Whether a folder is a checkout of ai-toolkit."""
+    return (folder / CLASSES_FILE).is_file()
+
+
+def standalone_rows(block: str) -> dict[str, dict[str, str]]:
+    """The rows of a block's keys that the stand-alone trainer knows: supported, unsupported or without effect."""
+    return {row["key"]: row for row in ROWS if row["block"] == block and row["stand-alone"]}
 
 
 def values_of(row: Mapping[str, str]) -> tuple[tuple[str, ...], dict[str, float]]:
     """The choices and the range in a row."""
     words = row["values"].split()
-    limits = {word.partition("=")[0]: float(word.partition("=")[2]) for word in words if "=" in word}
+    limits = {}
+    for word in words:
+        name, is_limit, number = word.partition("=")
+        if is_limit:
+            limits[name] = float(number)
     return (() if limits else tuple(words)), limits
 
 
@@ -99,16 +125,18 @@ VALUES = {(row["block"], row["key"]): values_of(row) for row in ROWS if row["val
 def check_keys(raw: Any, path: str, toolkit: Toolkit, findings: Findings, block: str = PROCESS) -> None:
     """Check a block (`block` in the table) and its nested blocks: unknown keys, wrong types, unknown values."""
     kinds = KINDS[block]
+    own = OWN_KEYS if block == PROCESS else ()
     for key, value in as_mapping(raw, path, findings).items():
         where, kind = f"{path}.{key}", kinds.get(key) or OWN_KINDS.get((block, key))
         findings.given.add(where)
         if kind is None:
-            is_own, is_newer = block == PROCESS and key in OWN_KEYS, key in toolkit.strings - KNOWN
-            if not is_own and not is_newer:
-                blocks = {name: nested.strip("{}[]") for name, nested in kinds.items() if nested[0] in "{["}
-                nested_keys = [f"{name}.{inner}" for name, nested in blocks.items() for inner in KINDS[nested]]
-                siblings = {*kinds, *(OWN_KEYS if block == PROCESS else ())}
-                findings.add(where, f"unknown key; {suggest_key(key, siblings, nested_keys)}")
+            is_newer = key in toolkit.strings and key not in KNOWN
+            if key not in own and not is_newer:
+                nested = []
+                for name, inner in kinds.items():
+                    if inner[0] in "{[":
+                        nested += [f"{name}.{leaf}" for leaf in KINDS[inner.strip("{}[]")]]
+                findings.add(where, f"unknown key; {suggest_key(key, {*kinds, *own}, nested)}")
         elif kind.startswith("{"):
             check_keys(value, where, toolkit, findings, kind.strip("{}"))
         elif not kind.startswith("["):
@@ -120,26 +148,21 @@ def check_keys(raw: Any, path: str, toolkit: Toolkit, findings: Findings, block:
             findings.add(where, "must be a list; put '- ' before the first key of each entry", value)
 
 
-def check_value(
-    value: Any,
-    path: str,
-    place: tuple[str, str],
-    kind: str,
-    toolkit: Toolkit,
-    findings: Findings,
-) -> None:
-    """Check one value against its kind, its range and its choices."""
+def check_value(value: Any, path: str, place: tuple[str, str], kind: str, toolkit: Toolkit, findings: Findings) -> None:
+    """Check one value against its kind, its range and its choices; `place` is its block and key."""
     choices, limits = VALUES.get(place, ((), {}))
     refusal = wrong_kind(value, kind, limits)
     if refusal is not None:
         findings.add(path, refusal, value)
         return
-    word = value.lower() if isinstance(value, str) and place[1] in ANY_CASE else value
-    if place[1] == "qtype" and isinstance(value, str):
+    word = value
+    if isinstance(value, str) and place[1] in ANY_CASE:
+        word = value.lower()
+    elif isinstance(value, str) and place[1] == "qtype":
         word = value.partition("|")[0]  # uint3|a/recovery/adapter
     if not choices or word is None:
         return
-    refusal = Option(place[1], None, "choice", "", choices=choices).refusal(word)
+    refusal = Option(place[1], None, "choice", choices=choices).refusal(word)
     if refusal is not None and toolkit.version == VERSION:
         findings.add(path, refusal, value)
     elif refusal is not None:
@@ -157,8 +180,10 @@ def wrong_kind(value: Any, kind: str, limits: Mapping[str, float]) -> str | None
     if value is None and "list" in kinds:
         return "has no value; write [] or remove the line"
     if len(kinds) == 1 and kinds[0] in OPTION_KINDS:
-        return Option("", None, OPTION_KINDS[kinds[0]], "", nullable=nullable, **limits).refusal(value)
+        return Option("", None, OPTION_KINDS[kinds[0]], nullable=nullable, **limits).refusal(value)
     for single in kinds:
-        if isinstance(value, (list, tuple)) if single == "list" else wrong_kind(value, single, {}) is None:
+        if single == "list" and isinstance(value, (list, tuple)):
+            return None
+        if single != "list" and wrong_kind(value, single, {}) is None:
             return None
     return f"must be {' or '.join(WORDS[single] for single in kinds)}; write one"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .findings import Findings, closest, show
+from .findings import Findings, closest
 from .options import FORMATS, INT8, Option, build, choice, key, options_of, parse_keys, switch, to_plain
 
 if TYPE_CHECKING:
@@ -252,8 +252,8 @@ class COATConfig:
         findings = Findings(file)
         given = parse_optimizer_params(optimizer_params, key_path, findings)
         findings.raise_if_any()
-        adamw = {option.key: given.pop(option.key, option.default) for option in ADAMW_OPTIONS}
-        values = {**to_plain(self.optimizer), **given}
+        values = to_plain(self.optimizer) | given
+        adamw = {option.key: values.pop(option.key, option.default) for option in ADAMW_OPTIONS}
         adamw["offload"] = values.pop("offload")
         use_fp8 = values.pop("use_fp8")
         values["use_fp8_m1"] = use_fp8 and values["use_fp8_m1"]
@@ -286,21 +286,6 @@ OPTIONS = tuple(options_of(COATConfig))
 BY_KEY = {option.key: option for option in OPTIONS}
 
 
-def markdown_table() -> str:
-    """The README's table of the `coat:` block: key, values with the default first, effect."""
-    lines = ["| key | values (default first) | effect |", "|---|---|---|"]
-    for option in OPTIONS:
-        if option.kind == "bool":
-            values = "true, false" if option.default else "false, true"
-        elif option.choices:
-            values = ", ".join(map(str, option.choices))
-        else:
-            default = show(list(option.default) if isinstance(option.default, tuple) else option.default)
-            values = f"{default}; {option.rule().removeprefix('must be ').removesuffix(', or null')}"
-        lines.append(f"| `{option.key}` | {values} | {option.doc} |")
-    return "\n".join(lines) + "\n"
-
-
 def parse_optimizer_params(raw: Any, path: str, findings: Findings) -> dict[str, Any]:
     """Check `train.optimizer_params` of coat_fp8_adamw; returns only the keys present."""
     rows = [option for option in OPTIONS if option.key.startswith("optimizer.")]
@@ -310,60 +295,66 @@ def parse_optimizer_params(raw: Any, path: str, findings: Findings) -> dict[str,
 def check_combinations(config: COATConfig, path: str, findings: Findings) -> None:
     """Refuse options that exclude each other, or that have no effect given the others."""
     weight, activation, memory, optimizer = config.weight, config.activation, config.memory, config.optimizer
-    stored, in_int8 = weight.format, weight.format == INT8
-    streams, transposed = memory.stream_blocks != 0, memory.transposed_weights == "always"
+    stored = weight.format
 
-    def rule(key: str, wrong: bool, text: str) -> None:
-        if wrong:
-            value: Any = config
-            for name in key.split("."):
-                value = getattr(value, name)
-            findings.add(f"{path}.{key}", text, value)
+    def refuse(key: str, text: str) -> None:
+        block, _, name = key.partition(".")
+        findings.add(f"{path}.{key}", text, getattr(getattr(config, block), name))
 
     def given(key: str) -> bool:
         return f"{path}.{key}" in findings.given
 
-    text = f"only used with checkpointing: auto, which is {memory.checkpointing}; write null or checkpointing: auto"
-    rule("memory.budget_gb", memory.budget_gb is not None and memory.checkpointing != "auto", text)
-    text = "streams FP8 codes, and weight.use_fp8 is false; write stream_blocks: 0 or use_fp8: true"
-    rule("memory.stream_blocks", streams and not weight.use_fp8, text)
-    text = "copies of weights stay on the GPU, which stream_blocks is to spare; write auto, or stream_blocks: 0"
-    rule("memory.transposed_weights", streams and transposed, text)
+    if memory.budget_gb is not None and memory.checkpointing != "auto":
+        text = f"only used with checkpointing: auto, which is {memory.checkpointing}"
+        refuse("memory.budget_gb", f"{text}; write null or checkpointing: auto")
+    if memory.stream_blocks != 0 and not weight.use_fp8:
+        text = "streams FP8 codes, and weight.use_fp8 is false; write stream_blocks: 0 or use_fp8: true"
+        refuse("memory.stream_blocks", text)
+    if memory.transposed_weights == "always":
+        if memory.stream_blocks != 0:
+            text = "copies of weights stay on the GPU, which stream_blocks is to spare; write auto, or stream_blocks: 0"
+            refuse("memory.transposed_weights", text)
+        if stored == "nvfp4":
+            text = "weights in nvfp4 are decoded to either layout, there is nothing to copy; write auto or never"
+            refuse("memory.transposed_weights", text)
     expands = given("optimizer.use_dynamic_range_expansion") and optimizer.use_dynamic_range_expansion
-    text = f"expands blocks of e4m3 and e5m2, not of {optimizer.m1_format} and {optimizer.m2_format}; remove it"
-    rule("optimizer.use_dynamic_range_expansion", expands and not optimizer.has_fp8_moment, text)
-
-    text = "is how weights are stored, and weight.use_fp8: false stores none; write e4m3, or weight.use_fp8: true"
-    rule("weight.format", stored not in FORMATS and not weight.use_fp8, text)
-    text = f"is for e4m3 and e5m2; {stored} has a scale for each 16 numbers; remove it"
-    rule("weight.granularity", stored == "nvfp4" and weight.granularity == "per_row", text)
-    text = f"weights in {stored} are decoded to either layout, there is nothing to copy; write auto or never"
-    rule("memory.transposed_weights", stored == "nvfp4" and transposed, text)
-    text = "only used with activation.use_fp8: true; write null or use_fp8: true"
-    rule("activation.min_sqnr_db", activation.min_sqnr_db is not None and not activation.use_fp8, text)
-    text = "is not for int8; write bf16, or inputs in e4m3"
-    rule("activation.wgrad_format", activation.wgrad_format != "bf16" and in_int8, text)
-
-    if activation.use_fp8:
-        text = "weights in int8 multiply inputs in int8; write int8, or weight.format: e4m3"
-        rule("activation.format", in_int8 and activation.format != INT8, text)
-        text = f"is for weights in int8, and weight.format is {stored}; write int8 there too, or another format"
-        rule("activation.format", not in_int8 and activation.format == INT8, text)
-        text = "weights in int8 multiply gradients in int8 or bf16; write one of them"
-        wrong = given("activation.grad_format") and activation.grad_format in FORMATS
-        rule("activation.grad_format", in_int8 and wrong, text)
-        text = f"is for weights in int8, and weight.format is {stored}; write e5m2, e4m3 or bf16"
-        rule("activation.grad_format", not in_int8 and activation.grad_format == INT8, text)
-        text = "int8 has one scale per row; write per_row"
-        rule("activation.linear_granularity", in_int8 and activation.linear_granularity != "per_row", text)
-        wrong = given("weight.granularity") and weight.granularity == "per_tensor"
-        rule("weight.granularity", in_int8 and wrong, "int8 has one scale per row; remove it")
-        others = {"format": activation.format, "grad_format": activation.grad_format}
-        keys = " and ".join(f"activation.{key}" for key, value in others.items() if value == "e5m2")
-        text = f"no GPU multiplies e5m2 by e5m2, as in {keys}; write e4m3, or {keys}: e4m3"
-        rule("weight.format", stored == "e5m2" and bool(keys), text)
+    if expands and not optimizer.has_fp8_moment:
+        text = f"expands blocks of e4m3 and e5m2, not of {optimizer.m1_format} and {optimizer.m2_format}; remove it"
+        refuse("optimizer.use_dynamic_range_expansion", text)
+    if stored not in FORMATS and not weight.use_fp8:
+        text = "is how weights are stored, and weight.use_fp8: false stores none; write e4m3, or weight.use_fp8: true"
+        refuse("weight.format", text)
+    if stored == "nvfp4" and weight.granularity == "per_row":
+        refuse("weight.granularity", "is for e4m3 and e5m2; nvfp4 has a scale for each 16 numbers; remove it")
+    if stored == INT8 and activation.wgrad_format != "bf16":
+        refuse("activation.wgrad_format", "is not for int8; write bf16, or inputs in e4m3")
     for part in config.resume.allow:
         if part not in RESUME_PARTS:
             near = closest(part, RESUME_PARTS)
             remedy = f"did you mean '{near}'?" if near else f"write {RESUME_PARTS[0]}, for example"
             findings.add(f"{path}.resume.allow", f"each must be one of {', '.join(RESUME_PARTS)}; {remedy}", part)
+
+    if not activation.use_fp8:
+        if activation.min_sqnr_db is not None:
+            refuse("activation.min_sqnr_db", "only used with activation.use_fp8: true; write null or use_fp8: true")
+    elif stored == INT8:
+        if activation.format != INT8:
+            refuse("activation.format", "weights in int8 multiply inputs in int8; write int8, or weight.format: e4m3")
+        if given("activation.grad_format") and activation.grad_format in FORMATS:
+            text = "weights in int8 multiply gradients in int8 or bf16; write one of them"
+            refuse("activation.grad_format", text)
+        if activation.linear_granularity != "per_row":
+            refuse("activation.linear_granularity", "int8 has one scale per row; write per_row")
+        if given("weight.granularity") and weight.granularity == "per_tensor":
+            refuse("weight.granularity", "int8 has one scale per row; remove it")
+    else:
+        text = f"is for weights in int8, and weight.format is {stored}"
+        if activation.format == INT8:
+            refuse("activation.format", f"{text}; write int8 there too, or another format")
+        if activation.grad_format == INT8:
+            refuse("activation.grad_format", f"{text}; write e5m2, e4m3 or bf16")
+        formats = {"activation.format": activation.format, "activation.grad_format": activation.grad_format}
+        keys = " and ".join(key for key, value in formats.items() if value == "e5m2")
+        if stored == "e5m2" and keys:
+            text = f"no GPU multiplies e5m2 by e5m2, as in {keys}; write e4m3, or {keys}: e4m3"
+            refuse("weight.format", text)

@@ -19,36 +19,30 @@ _ABSENT = object()
 
 @dataclass(frozen=True)
 class Finding:
-    """One finding, printed as one line, about a dotted key, a place such as `line 3, column 5`, or a whole file."""
+    """One finding, printed as one line, about a dotted key, a place such as `line 3, column 5`, or a whole file.
+
+    `text` is `<rule>; <remedy>`; `value` is the key's value in YAML notation, or None.
+    """
 
     severity: str
     file: str
     key: str
     value: str | None
-    rule: str
-    remedy: str
+    text: str
 
     def line(self) -> str:
         """`<file>: <key.path>=<value>: <rule>; <remedy>`."""
-        where = shorten(self.key, MAX_PATH) + ("" if self.value is None else f"={self.value}")
-        return ": ".join(part for part in (self.file, where, self.text()) if part)
-
-    def text(self) -> str:
-        """Rule and remedy."""
-        return f"{self.rule}; {self.remedy}" if self.remedy else self.rule
-
-
-def finding(file: str, key: str, text: str, value: Any = _ABSENT, *, severity: str = "error") -> Finding:
-    """A finding from one sentence `<rule>; <remedy>` and the raw value."""
-    rule, _, remedy = text.rpartition("; ") if "; " in text else (text, "", "")
-    return Finding(severity, file, key, None if value is _ABSENT else show(value), rule, remedy)
+        where = shorten(self.key, MAX_PATH)
+        if self.value is not None:
+            where += f"={self.value}"
+        return ": ".join(part for part in (self.file, where, self.text) if part)
 
 
 class ConfigError(UserError, ValueError):
     """A config that cannot be run; the message has a line per finding (`findings`; as objects: `found`)."""
 
-    def __init__(self, found: str | Finding | Iterable[str | Finding]):
-        items = (found,) if isinstance(found, (str, Finding)) else tuple(found)
+    def __init__(self, found: str | Iterable[str | Finding]):
+        items = (found,) if isinstance(found, str) else tuple(found)
         self.found = tuple(item for item in items if isinstance(item, Finding))
         self.findings = tuple(item.line() if isinstance(item, Finding) else item for item in items)
         super().__init__("\n".join(self.findings))
@@ -68,16 +62,22 @@ class Findings:
         """Add an error `<rule>; <remedy>`, unless it follows from one of the same key or of a block around it."""
         if self.sound(path):
             self.refused.add(path)
-            self.errors.append(finding(self.file, path, text, value))
+            shown = None if value is _ABSENT else show(value)
+            self.errors.append(Finding("error", self.file, path, shown, text))
 
     def warn(self, path: str, text: str, value: Any = _ABSENT) -> None:
         """Add a warning, unless the key was refused."""
         if self.sound(path):
-            self.warnings.append(finding(self.file, path, text, value, severity="warning"))
+            shown = None if value is _ABSENT else show(value)
+            self.warnings.append(Finding("warning", self.file, path, shown, text))
 
     def sound(self, *paths: str) -> bool:
         """Whether neither the keys nor a block around one was refused; rules between keys need them all."""
-        return not any(path == bad or path.startswith((f"{bad}.", f"{bad}[")) for path in paths for bad in self.refused)
+        for refused in self.refused:
+            for path in paths:
+                if path == refused or path.startswith((f"{refused}.", f"{refused}[")):
+                    return False
+        return True
 
     @property
     def all(self) -> list[Finding]:

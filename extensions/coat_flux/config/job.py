@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ..base.names import COAT_OPTIMIZER, COAT_QTYPE, COAT_TYPE
-from .ai_toolkit_keys import NETWORK_KWARGS, PROCESS, other_keys
+from .ai_toolkit_keys import NETWORK_KWARGS, PROCESS, standalone_rows
 from .coat import COATConfig, check_combinations
-from .entry import STANDALONE, Entry, coat_of_full, is_full
 from .findings import Findings
 from .job_file import load_job_yaml, load_written, plain_job
 from .job_sections import (
@@ -30,9 +29,7 @@ from .job_sections import (
     ValidationSection,
 )
 from .options import blocks, build, choice, key
-from .rules import check_entry
-
-DEFAULT_SEED = 42
+from .rules import STANDALONE, Entry, check_entry, is_full
 
 
 @dataclass(frozen=True)
@@ -76,11 +73,6 @@ class JobConfig:
         """`<training_folder>/<name>`."""
         return Path(self.training_folder) / str(self.name)
 
-    @property
-    def seed(self) -> int:
-        """`training_seed`, or a fixed default: every run is reproducible."""
-        return DEFAULT_SEED if self.training_seed is None else self.training_seed
-
     @classmethod
     def load(cls, config: str | os.PathLike[str] | Mapping[str, Any]) -> JobConfig:
         """`from_dict` of a mapping, `from_file` of a path."""
@@ -116,7 +108,7 @@ class JobConfig:
         process, name = processes[0], plain["config"]["name"]
         meta = plain["meta"] if isinstance(plain.get("meta"), Mapping) else {}
         job = build(
-            cls, process, path, findings, others=OTHER_KEYS, file=file, meta=dict(meta), raw=plain, written=plain
+            cls, process, path, findings, rows=AI_TOOLKIT_ROWS, file=file, meta=dict(meta), raw=plain, written=plain
         )
         job = replace(job, full=is_full(process))
         coat = _coat_in_force(job, f"{path}.coat", findings)
@@ -139,7 +131,16 @@ AI_TOOLKIT_BLOCKS: dict[type, str] = {
     SampleItem: "SampleItem",
     LoggingSection: "LoggingConfig",
 }
-OTHER_KEYS = {cls: other_keys(block) for cls, block in AI_TOOLKIT_BLOCKS.items()}
+AI_TOOLKIT_ROWS = {cls: standalone_rows(block) for cls, block in AI_TOOLKIT_BLOCKS.items()}
+
+
+def coat_of_entry(process: Mapping[str, Any], file: str) -> COATConfig:
+    """The `coat:` block of a process entry as it applies inside ai-toolkit; raises ConfigError."""
+    path, findings = "config.process[0].coat", Findings(file)
+    coat = build(COATConfig, process.get("coat"), path, findings)
+    check_combinations(coat, path, findings)
+    findings.raise_if_any()
+    return _coat_of_full(coat, path, findings.given) if is_full(process) else coat
 
 
 def _coat_in_force(job: JobConfig, path: str, findings: Findings) -> COATConfig:
@@ -159,7 +160,25 @@ def _coat_in_force(job: JobConfig, path: str, findings: Findings) -> COATConfig:
         )
     elif f"{path}.optimizer" not in findings.given and not optimizer:
         coat = replace(coat, optimizer=replace(coat.optimizer, use_fp8=False))
-    return coat_of_full(coat, path, findings.given) if job.full else coat
+    return _coat_of_full(coat, path, findings.given) if job.full else coat
+
+
+def _coat_of_full(coat: COATConfig, path: str, given: Collection[str]) -> COATConfig:
+    """The block as it applies to full fine-tuning; `given` holds the keys present in the job.
+
+    Trained weights change in every step, so blocks take the generic flow and run eager, and INT8 falls back to bf16.
+    bf16 weights are rounded stochastically by default, since most updates are smaller than half a bf16 step.
+    """
+    optimizer = coat.optimizer
+    if f"{path}.optimizer.stochastic_rounding" not in given:
+        optimizer = replace(optimizer, stochastic_rounding=True)
+    return replace(
+        coat,
+        optimizer=optimizer,
+        activation=replace(coat.activation, flow="generic"),
+        speed=replace(coat.speed, cuda_graphs="never", measure="never"),
+        fallback="error" if coat.fallback == "error" else "bf16",
+    )
 
 
 def _completed(job: JobConfig, name: str, path: str, findings: Findings) -> JobConfig:

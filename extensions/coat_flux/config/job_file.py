@@ -10,18 +10,19 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from .findings import ConfigError, Findings, finding, suggest_key
+from .findings import ConfigError, Finding, Findings, suggest_key
 
 YAML_SUFFIXES = (".yaml", ".yml")
 JSON_SUFFIXES = (".json", ".jsonc")
 NAME_TAG = "[name]"
-FRAME, CONFIG = ("job", "config", "meta"), ("name", "process")  # keys around the entries of `config.process`
+FRAME, CONFIG = ("job", "config", "meta"), ("name", "process", "device")  # keys around the entries of `config.process`
 _PACKAGE = Path(__file__).resolve().parents[1]
 _ENV = re.compile(r"\$\{([^}]+)\}")
 _EXPONENT_FLOAT = re.compile(r"^[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$")
@@ -47,12 +48,14 @@ def load_job_yaml(path: str | os.PathLike[str], *, name: str | None = None) -> d
     """
     file = os.fspath(path)
     text = _read_text(Path(file))
-    unset = [match for match in _ENV.finditer(text) if match[1] not in os.environ]
-    if unset:
-        rule = "this environment variable is not set; set it, or write the value"
-        raise ConfigError(
-            finding(file, f"line {text.count(chr(10), 0, match.start()) + 1}: {match[0]}", rule) for match in unset
-        )
+    errors = []
+    for match in _ENV.finditer(text):
+        if match[1] not in os.environ:
+            place = f"line {text.count(chr(10), 0, match.start()) + 1}: {match[0]}"
+            rule = "this environment variable is not set; set it, or write the value"
+            errors.append(Finding("error", file, place, None, rule))
+    if errors:
+        raise ConfigError(errors)
     raw = parse(_ENV.sub(lambda match: os.environ[match[1]], text), file)
     findings = Findings(file)
     check_shape(raw, findings, name=name)
@@ -110,15 +113,20 @@ def check_shape(raw: Any, findings: Findings, *, name: str | None = None) -> Non
         return
     if "job" not in raw:
         findings.add("job", "is missing; write job: extension")
-    for key in raw:
-        if key not in FRAME:
-            findings.add(_key_text(key), f"unknown key; {suggest_key(key, FRAME)}")
+    elif raw["job"] != "extension":
+        findings.add("job", "only jobs that train by a process type are run; write job: extension", raw["job"])
+    if raw.get("meta") is not None and not isinstance(raw["meta"], Mapping):
+        findings.add("meta", "must be a block of keys; write name: and version: below it", raw["meta"])
+    _check_names(raw, "", FRAME, findings)
     config = raw.get("config")
     if not isinstance(config, Mapping):
         findings.add("config", "must be a block with the keys name and process; start from one in configs/", config)
         return
     if name is None and not isinstance(config.get("name"), str):
         findings.add("config.name", "must be a string; write one, in quotes if it is a number", config.get("name"))
+    if "device" in config:
+        findings.warn("config.device", "no effect, in ai-toolkit too; write it in config.process[0]")
+    _check_names(config, "config.", CONFIG, findings)
     processes = config.get("process")
     if not isinstance(processes, list) or not processes:
         findings.add("config.process", "must be a list; put '- ' before its first key, as in '- type: …'", processes)
@@ -128,22 +136,16 @@ def check_shape(raw: Any, findings: Findings, *, name: str | None = None) -> Non
             findings.add(f"config.process[{i}]", "must be a block of keys; write type: coat_flux_trainer", process)
 
 
+def _check_names(block: Mapping[Any, Any], prefix: str, known: tuple[str, ...], findings: Findings) -> None:
+    for key in block:
+        if key not in known:
+            findings.add(f"{prefix}{_key_text(key)}", f"unknown key; {suggest_key(key, known)}")
+
+
 def plain_job(raw: Any, findings: Findings) -> dict[str, Any] | None:
     """The job with `[name]` replaced and the keys around its process entries checked; None if it is not a job."""
     check_shape(raw, findings)
-    if findings.errors:
-        return None
-    job: dict[str, Any] = replace_name(raw, raw["config"]["name"])
-    if job["job"] != "extension":
-        findings.add("job", "only jobs that train by a process type are run; write job: extension", job["job"])
-    for key in job["config"]:
-        if key == "device":
-            findings.warn("config.device", "no effect, in ai-toolkit too; write it in config.process[0]")
-        elif key not in CONFIG:
-            findings.add(f"config.{key}", f"unknown key; {suggest_key(key, CONFIG)}")
-    if job.get("meta") is not None and not isinstance(job["meta"], Mapping):
-        findings.add("meta", "must be a block of keys; write name: and version: below it", job["meta"])
-    return job
+    return None if findings.errors else replace_name(raw, raw["config"]["name"])
 
 
 def _check_plain(value: Any, findings: Findings, path: str) -> None:
@@ -174,9 +176,9 @@ def _key_text(key: Any) -> str:
 
 def parse(text: str, file: str) -> Any:
     """Parse a job file's text as JSON or YAML by the file's name; raises ConfigError with line and column."""
-    where, load = "", _load_json if file.lower().endswith(JSON_SUFFIXES) else _load_yaml
+    where = ""
     try:
-        return load(text)
+        return _load_json(text) if file.lower().endswith(JSON_SUFFIXES) else yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -188,7 +190,7 @@ def parse(text: str, file: str) -> Any:
     except (yaml.YAMLError, ValueError) as error:  # a character, a date such as 2024-13-45, a key written twice
         problem = " ".join(str(error).replace(";", ",").split())
         rule = f"cannot be read: {problem}; correct that value, or write it in quotes"
-    raise ConfigError(finding(file, where, rule))
+    raise ConfigError([Finding("error", file, where, None, rule)])
 
 
 def _remedy(text: str, mark: yaml.Mark | None) -> str:
@@ -218,17 +220,12 @@ class _Loader(yaml.SafeLoader):
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT_FLOAT, list("-+0123456789"))
 
 
-def _load_yaml(text: str) -> Any:
-    return yaml.load(text, Loader=_Loader)
-
-
 def _load_json(text: str) -> Any:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        block = dict(pairs)
-        if len(block) < len(pairs):
-            twice = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
-            raise ValueError(f"the key '{twice}' is written twice in one block")
-        return block
+        for key, count in Counter(key for key, _ in pairs).items():
+            if count > 1:
+                raise ValueError(f"the key '{key}' is written twice in one block")
+        return dict(pairs)
 
     return json.loads(text, object_pairs_hook=unique)
 
@@ -248,4 +245,4 @@ def _read_text(path: Path) -> str:
         wrong = f"not UTF-8 text (byte {error.start}); save the file as UTF-8"
     except OSError as error:
         wrong = f"cannot be read: {error.strerror}; check its permissions"
-    raise ConfigError(finding(str(path), "", wrong))
+    raise ConfigError([Finding("error", str(path), "", None, wrong)])

@@ -24,35 +24,6 @@ DTYPES = {
     "float": "fp32",
     "single": "fp32",
 }
-TRAIN_DTYPES = ("fp32", "float32", "float", "single", "bf16", "bfloat16")
-OPTIMIZERS = ("adamw", "adam", "adamw8bit", "prodigy", "adafactor", "lion", COAT_OPTIMIZER)
-_OTHER_OPTIMIZERS = (
-    *("adamw8", "adam8", "adam8bit", "ademamix8bit", "lion8bit", "adagrad", "prodigy8bit"),
-    *("automagic", "automagic2", "automagic3", "automagicexperiment"),
-    *("dadaptation", "dadaptationadam", "dadaptationlion"),
-)
-TIMESTEP_TYPES = (
-    "sigmoid",
-    "linear",
-    "weighted",
-    "shift",
-    "flux_shift",
-    "lumina2_shift",
-    "lognorm_blend",
-    "one_step",
-    "two_step",
-    "four_step",
-    "eight_step",
-)
-_ONLY_AITK = "not supported by the stand-alone trainer; run this config inside ai-toolkit, or write {}"
-_OTHER_ADAPTERS = (
-    *((name, _ONLY_AITK.format("lora")) for name in ("lokr", "dora")),
-    ("loha", "neither the stand-alone trainer nor ai-toolkit trains it; write lora, or lokr inside ai-toolkit"),
-)
-_FP16 = "FLUX overflows in fp16; write bf16"
-
-_NO_LR = "the learning rate is train.lr, and Adafactor does not take both; remove the line"
-
 # optimizer of another package → its `train.optimizer_params`, with the defaults ai-toolkit gives it
 OPTIMIZER_PARAMS: dict[str, tuple[Option, ...]] = {
     "prodigy": (
@@ -75,8 +46,8 @@ OPTIMIZER_PARAMS: dict[str, tuple[Option, ...]] = {
         Option("beta1", None, "float", nullable=True, minimum=0, below=1),
         Option("weight_decay", 0.0, "float", minimum=0),
         Option("scale_parameter", False, "bool"),
-        Option("relative_step", False, "bool", refused=((True, _NO_LR),)),
-        Option("warmup_init", False, "bool", refused=((True, _NO_LR),)),
+        Option("relative_step", False, "choice", choices=(False,)),  # the learning rate is train.lr
+        Option("warmup_init", False, "choice", choices=(False,)),
     ),
     "lion": (
         Option("betas", (0.9, 0.99), "betas", minimum=0, maximum=1),
@@ -109,10 +80,6 @@ LR_PARAMS: dict[str, tuple[Option, ...]] = {
 }
 
 
-def _off(default: bool, wrong: str) -> Any:
-    return switch(default, refused=((not default, wrong),))
-
-
 @dataclass(frozen=True)
 class NetworkKwargs:
     """Which linears get an adapter: words are substrings of `transformer.<full name>`."""
@@ -125,7 +92,7 @@ class NetworkKwargs:
 class NetworkSection:
     """`network`: the LoRA. On FLUX ai-toolkit forces alpha = rank, and so do we."""
 
-    type: str = choice(("lora",), refused=_OTHER_ADAPTERS)
+    type: str = choice(("lora",))
     linear: int = key(4, "int", minimum=1, maximum=4096)
     linear_alpha: float | None = key(None, "float", nullable=True, above=0)
     rank: int | None = key(None, "int", nullable=True, minimum=1, maximum=4096)
@@ -142,7 +109,6 @@ class SaveSection:
     dtype: str = choice(DTYPES)
     save_every: int = key(1000, "int", "steps from one checkpoint to the next", minimum=1)
     max_step_saves_to_keep: int = key(5, "int", minimum=1)
-    push_to_hub: bool = _off(False, _ONLY_AITK.format("false"))
 
 
 @dataclass(frozen=True)
@@ -188,16 +154,25 @@ class TrainSection:
     steps: int = key(1000, "int", minimum=1)
     gradient_accumulation: int = key(1, "int", minimum=1)
     gradient_accumulation_steps: int = key(1, "int", "old name, only 1; see gradient_accumulation")
-    train_unet: bool = _off(True, "there is nothing else to train here; write true")
-    train_text_encoder: bool = _off(False, _ONLY_AITK.format("false"))
     gradient_checkpointing: bool = switch(True)
     fused_backward: bool = switch(
         False, "without network: a weight is updated in backward as soon as its gradient is there, which is then freed"
     )
     noise_scheduler: str = choice(("flowmatch",))
     timestep_type: str = choice(
-        TIMESTEP_TYPES,
-        refused=tuple((name, _ONLY_AITK.format("sigmoid")) for name in ["next_sample"]),
+        (
+            "sigmoid",
+            "linear",
+            "weighted",
+            "shift",
+            "flux_shift",
+            "lumina2_shift",
+            "lognorm_blend",
+            "one_step",
+            "two_step",
+            "four_step",
+            "eight_step",
+        )
     )
     content_or_style: str = choice(("balanced", "content", "style"))
     min_denoising_steps: int = key(0, "int", minimum=0, maximum=999)
@@ -206,10 +181,7 @@ class TrainSection:
     linear_timesteps: bool = switch(False, "even noise levels, loss weighted by a bell")
     linear_timesteps2: bool = switch(False, "the same, with the low-noise half of the bell flat")
     loss_type: str = choice(("mse", "mae", "pseudo_huber"))
-    optimizer: str = choice(
-        OPTIMIZERS,
-        refused=tuple((name, _ONLY_AITK.format("one of " + ", ".join(OPTIMIZERS))) for name in _OTHER_OPTIMIZERS),
-    )
+    optimizer: str = choice(("adamw", "adam", "adamw8bit", "prodigy", "adafactor", "lion", COAT_OPTIMIZER))
     optimizer_params: Mapping[str, Any] | None = key(None, "mapping", nullable=True)
     lr: float = key(1e-6, "float", above=0, example=1e-4)
     lr_scheduler: str = choice(LR_PARAMS)
@@ -218,10 +190,7 @@ class TrainSection:
         1.0, "float", "gradients are clipped to this norm; with fused_backward each weight's by itself", above=0
     )
     ema_config: EMASection = field(default_factory=EMASection)
-    dtype: str = choice(
-        TRAIN_DTYPES,
-        refused=tuple((name, _FP16) for name in ("fp16", "float16", "half")),
-    )
+    dtype: str = key("fp32", "choice", choices=tuple(DTYPES))
     skip_first_sample: bool = switch(False)
     disable_sampling: bool = switch(False)
     cache_text_embeddings: bool = switch(False)

@@ -9,9 +9,10 @@ of blocks `blocks(...)`; other fields are not keys of the config. `build` fills 
 
 from __future__ import annotations
 
-import math
+import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
@@ -21,19 +22,22 @@ T = TypeVar("T")
 
 FORMATS, INT8 = ("e4m3", "e5m2"), "int8"  # of FP8; torch is not imported here
 COLOURS = {"white": "#ffffff", "grey": "#808080", "black": "#000000"}
+ONLY_AI_TOOLKIT = "not supported by the stand-alone trainer"
 BLOCK_WORDS = ("auto", "all")
 WHOLE = ("int", "sizes", "count or names", "blocks")  # kinds whose numbers are whole
+GUARD_LIMITS = "was removed, the guard has fixed limits; remove it, or write guard.enabled: false"
 # removed options of the `coat:` block: key, or key=value → reason; replacement
 REMOVED = {
     "activation.linear_granularity=per_group": "was removed, GPUs multiplied it in bf16; write per_row",
     "data.prepare": "was removed, photos that ai-toolkit would misread are always corrected; remove it",
-    **dict.fromkeys(
-        (
-            *("guard.nonfinite_steps", "guard.diverging_steps", "guard.zero_gradient_steps", "guard.dead_lora_steps"),
-            *("guard.pinned_loss_steps", "guard.health_every", "guard.max_saturation", "guard.max_underflow"),
-        ),
-        "was removed, the guard has fixed limits; remove it, or write guard.enabled: false",
-    ),
+    "guard.nonfinite_steps": GUARD_LIMITS,
+    "guard.diverging_steps": GUARD_LIMITS,
+    "guard.zero_gradient_steps": GUARD_LIMITS,
+    "guard.dead_lora_steps": GUARD_LIMITS,
+    "guard.pinned_loss_steps": GUARD_LIMITS,
+    "guard.health_every": GUARD_LIMITS,
+    "guard.max_saturation": GUARD_LIMITS,
+    "guard.max_underflow": GUARD_LIMITS,
     "memory.checkpointing=every_n": "was removed; write auto with a budget_gb, or all",
     "memory.every_n": "was removed; write checkpointing: auto with a budget_gb instead, or checkpointing: all",
     "speed.attention=fa3": "is chosen automatically where it is installed; write auto",
@@ -55,7 +59,6 @@ class Option:
         key: dotted if nested.
         kind: one of `_KINDS`.
         choices: allowed values, the default first.
-        refused: (value, reason) of known but unsupported values.
         example: a typical value for an option without default; suggested in place of a wrong one.
     """
 
@@ -71,7 +74,6 @@ class Option:
     multiple_of: int | None = None
     nullable: bool = False
     required: bool = False
-    refused: tuple[tuple[Any, str], ...] = ()
     example: Any = None
 
     def parse(self, value: Any) -> Any:
@@ -79,12 +81,36 @@ class Option:
         if value is None:
             if self.nullable:
                 return None
-            remedy = "write one" if self._shown() is None else f"write {_bare(self._shown())} or remove the line"
-            raise OptionError(f"has no value, {self.rule()}; {remedy}")
-        for refused, reason in self.refused:
-            if _same(value, refused):
-                raise OptionError(reason)
-        return _KINDS[self.kind][1](self, value)
+            raise OptionError(f"has no value, {self.rule()}; write one, or remove the line")
+        kind, is_list = self.kind, isinstance(value, (list, tuple))
+        if kind == "choice":
+            return self._choice(value)
+        if kind in ("int", "float"):
+            return self.number(value)
+        if kind == "bool" and isinstance(value, bool):
+            return value
+        if kind == "str" and isinstance(value, str):
+            if self.required and not value.strip():
+                raise OptionError("is empty; write one")
+            return value
+        if kind == "mapping" and isinstance(value, Mapping):
+            return dict(value)
+        if kind == "colour" and isinstance(value, str):
+            colour = value.lower()
+            if colour in COLOURS or re.fullmatch("#[0-9a-f]{6}", colour):
+                return colour
+        if kind == "blocks":
+            return value if value in BLOCK_WORDS else self.number(value)
+        if kind == "betas" and is_list and len(value) == 2:
+            return tuple(map(self.number, value))
+        if kind == "sizes" and (value or not is_list):
+            return tuple(map(self.number, value if is_list else [value]))
+        if kind == "count or names" and not is_list:
+            return self.number(value)
+        are_names = is_list and all(isinstance(item, str) and item for item in value)
+        if are_names and (kind == "strings" or (kind == "count or names" and value)):
+            return tuple(value)
+        raise self.error(_KINDS[kind][1])
 
     def refusal(self, value: Any) -> str | None:
         """Return why `value` is refused, as `<rule>; <remedy>`, or None."""
@@ -110,28 +136,30 @@ class Option:
         """A number of the kind, within the bounds; never NaN or infinity."""
         whole = self.kind in WHOLE
         if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
-            raise self.error(_number_remedy(value, whole))
-        try:
-            number = float(value)
-        except OverflowError:
-            number = math.inf
+            raise self.error("write a number, without quotes" if isinstance(value, str) else "write a number")
         inside = (
-            math.isfinite(number)
-            and (self.minimum is None or number >= self.minimum)
-            and (self.maximum is None or number <= self.maximum)
-            and (self.above is None or number > self.above)
-            and (self.below is None or number < self.below)
-            and (self.multiple_of is None or number % self.multiple_of == 0)
+            abs(value) <= sys.float_info.max
+            and (self.minimum is None or value >= self.minimum)
+            and (self.maximum is None or value <= self.maximum)
+            and (self.above is None or value > self.above)
+            and (self.below is None or value < self.below)
+            and (self.multiple_of is None or value % self.multiple_of == 0)
         )
-        if not inside:
-            example = self._shown()
-            raise self.error(
-                "write " + ("a value in that range" if example is None else f"{show(example)}, for example")
-            )
-        return value if whole else number
+        if inside:
+            return value if whole else float(value)
+        example = self.default if self.example is None else self.example
+        raise self.error("write a value in that range" if example is None else f"write {show(example)}, for example")
 
-    def _shown(self) -> Any:
-        return self.default if self.example is None else self.example
+    def _choice(self, value: Any) -> Any:
+        for known in self.choices:
+            if type(value) is type(known) and value == known:
+                return known
+        near = None
+        if isinstance(value, str):
+            if value in map(str, self.choices):
+                raise self.error(f"write {value} without quotes")
+            near = closest(value, map(str, self.choices))
+        raise self.error(f"did you mean '{near}'?" if near else f"write {_bare(self.choices[0])}, for example")
 
     def _range(self) -> str:
         parts = []
@@ -171,105 +199,21 @@ def blocks(cls: type) -> Any:
     return field(default=(), metadata={"blocks": cls})
 
 
-# -- values ------------------------------------------------------------------------------------------------------------
-
-
-def _number_remedy(value: Any, whole: bool) -> str:
-    try:
-        number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not math.isfinite(number) or (whole and not number.is_integer()):
-        return "write a number"
-    return f"write {value} without quotes" if isinstance(value, str) else f"write {int(number)}"
-
-
-def _parse_bool(option: Option, value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    raise option.error("write true or false, without quotes")
-
-
-def _parse_str(option: Option, value: Any) -> str:
-    if not isinstance(value, str):
-        raise option.error("write it in quotes")
-    if option.required and not value.strip():
-        raise OptionError("is empty; write one")
-    return value
-
-
-def _parse_choice(option: Option, value: Any) -> Any:
-    for one in option.choices:
-        if _same(value, one):
-            return one
-    if isinstance(value, str) and value in map(str, option.choices):
-        raise option.error(f"write {value} without quotes")
-    near = closest(value, map(str, option.choices)) if isinstance(value, str) else None
-    raise option.error(f"did you mean '{near}'?" if near else f"write {_bare(option.choices[0])}, for example")
-
-
-def _parse_colour(option: Option, value: Any) -> str:
-    colour = value.lower() if isinstance(value, str) else ""
-    if colour in COLOURS or re.fullmatch("#[0-9a-f]{6}", colour):
-        return colour
-    raise option.error("write white, or a colour such as '#f0f0f0' in quotes")
-
-
-def _parse_strings(option: Option, value: Any) -> tuple[str, ...]:
-    if not isinstance(value, (list, tuple)):
-        raise option.error(f"write [{show(value)}]" if isinstance(value, str) else "write ['…'] or []")
-    for item in value:
-        if not isinstance(item, str) or not item:
-            raise OptionError(f"{option.rule()}, {show(item)} is not a string; write it in quotes, or remove it")
-    return tuple(value)
-
-
-def _parse_count_or_names(option: Option, value: Any) -> int | tuple[str, ...]:
-    return _parse_strings(option, value) if isinstance(value, (list, tuple)) and value else option.number(value)
-
-
-def _parse_blocks(option: Option, value: Any) -> int | str:
-    return value if value in BLOCK_WORDS else option.number(value)
-
-
-def _parse_sizes(option: Option, value: Any) -> tuple[int, ...]:
-    sizes = list(value) if isinstance(value, (list, tuple)) else [value]
-    if not sizes:
-        raise OptionError(f"{option.rule()}, the list is empty; write [{show(option.default[0])}]")
-    return tuple(map(option.number, sizes))
-
-
-def _parse_betas(option: Option, value: Any) -> tuple[float, ...]:
-    if not isinstance(value, (list, tuple)) or len(value) != 2:
-        raise option.error("write [0.9, 0.999], for example")
-    return tuple(map(option.number, value))
-
-
-def _parse_mapping(option: Option, value: Any) -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        raise option.error("write its keys below it, indented")
-    return dict(value)
-
-
-# kind → its name in a rule, and its check
-_KINDS: dict[str, tuple[str, Callable[[Option, Any], Any]]] = {
-    "bool": ("true or false", _parse_bool),
-    "int": ("a whole number", Option.number),
-    "float": ("a number", Option.number),
-    "str": ("a string", _parse_str),
-    "choice": ("one of its values", _parse_choice),
-    "colour": (f"a colour ({', '.join(COLOURS)} or '#rrggbb')", _parse_colour),
-    "strings": ("a list of strings", _parse_strings),
-    "sizes": ("a whole number, or a list of them, each", _parse_sizes),
-    "count or names": ("a list of file names, or a whole number", _parse_count_or_names),
-    "blocks": (f"{', '.join(BLOCK_WORDS)}, or a whole number", _parse_blocks),
-    "betas": ("a list of two numbers, each", _parse_betas),
-    "mapping": ("a block of keys", _parse_mapping),
+# kind → its name in a rule, and the remedy for another kind
+_KINDS = {
+    "bool": ("true or false", "write true or false, without quotes"),
+    "int": ("a whole number", "write a number"),
+    "float": ("a number", "write a number"),
+    "str": ("a string", "write it in quotes"),
+    "choice": ("one of its values", "write one of them"),
+    "colour": (f"a colour ({', '.join(COLOURS)} or '#rrggbb')", "write white, or a colour such as '#f0f0f0' in quotes"),
+    "strings": ("a list of strings", "write ['…'], or []"),
+    "sizes": ("a whole number, or a list of them, each", "write [512], for example"),
+    "count or names": ("a list of file names, or a whole number", "write ['…'], or a number"),
+    "blocks": (f"{', '.join(BLOCK_WORDS)}, or a whole number", "write a number"),
+    "betas": ("a list of two numbers, each", "write [0.9, 0.999], for example"),
+    "mapping": ("a block of keys", "write its keys below it, indented"),
 }
-
-
-def _same(left: Any, right: Any) -> bool:
-    return type(left) is type(right) and left == right
 
 
 def _bare(value: Any) -> str:
@@ -301,14 +245,6 @@ def options_of(cls: type, prefix: str = "") -> list[Option]:
     return options
 
 
-@dataclass(frozen=True)
-class OtherKeys:
-    """Keys that only ai-toolkit has: ignored key → reason, unsupported key → ai-toolkit's default."""
-
-    no_effect: Mapping[str, str]
-    unsupported: Mapping[str, Any]
-
-
 def build(
     cls: type[T],
     raw: Any,
@@ -316,33 +252,44 @@ def build(
     findings: Findings,
     /,
     *,
-    others: Mapping[type, OtherKeys] | None = None,
+    rows: Mapping[type, Mapping[str, Mapping[str, str]]] | None = None,
     **extra: Any,
 ) -> T:
     """Build `cls` from a YAML block; null counts as empty. `extra` fills fields of `cls` that are not config keys.
 
     Findings and present keys go into `findings`; a refused value is replaced by its default, so that the rest is still
-    checked. `others` holds the keys of ai-toolkit that `cls` and its blocks lack.
+    checked. `rows` are ai-toolkit's for the keys of `cls` and its blocks, whether the stand-alone trainer has them or
+    not.
     """
     known = config_fields(cls)
+    toolkit = (rows or {}).get(cls, {})
     values = dict(extra)
     written = as_mapping(raw, path, findings)
     for name, value in written.items():
         where = f"{path}.{name}"
         findings.given.add(where)
-        item = known.get(name)
-        if reason := _removal(where, value):
-            findings.add(where, reason, value)
+        item, row = known.get(name), toolkit.get(name)
+        option_key = where.rpartition("coat.")[2]
+        removed = REMOVED.get(option_key) or REMOVED.get(f"{option_key}={value}")
+        if removed is not None:
+            findings.add(where, removed, value)
+        elif item is None and row is not None:
+            _check_other_key(value, where, row, findings)
         elif item is None:
-            _check_other_key(name, value, where, known, (others or {}).get(cls, OtherKeys({}, {})), findings)
-        elif nested := block_of(item):
-            values[name] = build(nested, value, where, findings, others=others)
+            nested = []
+            for block, block_field in known.items():
+                if inner := block_of(block_field):
+                    nested += [f"{block}.{leaf}" for leaf in config_fields(inner)]
+            findings.add(where, f"unknown key; {suggest_key(name, {*known, *toolkit}, nested)}")
+        elif nested_cls := block_of(item):
+            values[name] = build(nested_cls, value, where, findings, rows=rows)
         elif "option" in item.metadata:
-            _parse_into(values, name, item.metadata["option"], value, where, findings)
+            _parse_into(values, name, item.metadata["option"], value, where, findings, row)
         elif isinstance(value, (list, tuple)):
-            inner = item.metadata["blocks"]
-            entries = enumerate(value)
-            values[name] = tuple(build(inner, entry, f"{where}[{i}]", findings, others=others) for i, entry in entries)
+            entries = []
+            for i, entry in enumerate(value):
+                entries.append(build(item.metadata["blocks"], entry, f"{where}[{i}]", findings, rows=rows))
+            values[name] = tuple(entries)
         elif value is not None:
             findings.add(where, "must be a list; put '- ' before the first key of each entry", value)
     for name, item in known.items():
@@ -381,34 +328,34 @@ def to_plain(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) else value
 
 
-def _parse_into(values: dict[str, Any], name: str, option: Option, value: Any, path: str, findings: Findings) -> None:
+def _parse_into(
+    values: dict[str, Any],
+    name: str,
+    option: Option,
+    value: Any,
+    path: str,
+    findings: Findings,
+    row: Mapping[str, str] | None = None,
+) -> None:
     try:
         values[name] = option.parse(value)
     except OptionError as error:
-        findings.add(path, str(error), value)
+        text = str(error)
+        if row is not None and isinstance(value, str) and value in row["values"].split():
+            choices = ", ".join(map(str, option.choices))
+            text = f"{ONLY_AI_TOOLKIT}; run this config inside ai-toolkit, or write {choices}"
+        findings.add(path, text, value)
 
 
-def _removal(path: str, value: Any) -> str | None:
-    _, block, name = path.rpartition("coat.")
-    return (REMOVED.get(name) or REMOVED.get(f"{name}={value}")) if block else None
-
-
-def _check_other_key(
-    name: Any, value: Any, path: str, known: Mapping[str, Field[Any]], others: OtherKeys, findings: Findings
-) -> None:
-    if name in others.no_effect:
+def _check_other_key(value: Any, path: str, row: Mapping[str, str], findings: Findings) -> None:
+    """Check a key of ai-toolkit that the stand-alone trainer does not have; `row` is of ai-toolkit's table."""
+    if row["stand-alone"] == "no effect":
         if isinstance(value, Mapping):
             findings.add(path, "must not be a block, nothing reads what is in it; remove it", value)
         elif value:
-            findings.warn(path, others.no_effect[name])
-    elif name in others.unsupported:
-        default = others.unsupported[name]
-        same_kind = isinstance(value, bool) == isinstance(default, bool)
-        if (value or default) and not (same_kind and value == default):
-            findings.add(path, "not supported by the stand-alone trainer; remove it or run inside ai-toolkit", value)
-    else:
-        inner = {block: block_of(item) for block, item in known.items()}
-        nested = [f"{block}.{one}" for block, cls in inner.items() if cls for one in config_fields(cls)]
-        findings.add(
-            path, f"unknown key; {suggest_key(name, {*known, *others.no_effect, *others.unsupported}, nested)}"
-        )
+            findings.warn(path, row["reason"])
+        return
+    default = json.loads(row["default"] or "null")
+    same_kind = isinstance(value, bool) == isinstance(default, bool)
+    if (value or default) and not (same_kind and value == default):
+        findings.add(path, f"{ONLY_AI_TOOLKIT}; remove it or run inside ai-toolkit", value)

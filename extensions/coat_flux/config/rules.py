@@ -1,4 +1,4 @@
-"""Rules between the keys of a job, each with the trainers that it applies to.
+"""Rules between the keys of an entry of `config.process`, as both trainers see it.
 
 An error would make the run differ from the file, or fail; a warning is only surprising. Rules about ai-toolkit
 describe 0.12.26. Types and single values have been checked before.
@@ -9,431 +9,581 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ..base.names import COAT_OPTIMIZER, COAT_QTYPE, COAT_TYPE
 from .ai_toolkit_keys import ROWS
-from .coat import ADAMW_OPTIONS, parse_optimizer_params
-from .entry import AI_TOOLKIT, ALONE, BOTH, STANDALONE, STANDALONE_ARCHS, TOOLKIT, Entry, arch_of
+from .coat import ADAMW_OPTIONS, COATConfig, parse_optimizer_params
 from .findings import Findings
 from .job_sections import DTYPES, LR_PARAMS, OPTIMIZER_PARAMS, PRODIGY_LOW_LR
 from .options import FORMATS, Option, parse_keys
+
+STANDALONE, AI_TOOLKIT = "standalone", "ai-toolkit"
+STANDALONE_ARCHS = ("flux", "flux2", "flux2_klein_4b", "flux2_klein_9b")  # that our own trainer trains
+FLAGS = ("pixart_sigma", "auraflow", "lumina2", "vega", "ssd", "pixart")
+_LEGACY = {"is_flux": "flux", "is_xl": "sdxl", "is_v2": "sd2", "is_v3": "sd3", **{f"is_{name}": name for name in FLAGS}}
+MODEL_FLAGS = tuple(row["key"] for row in ROWS if row["block"] == "ModelConfig" and row["key"].startswith("is_"))
+UNQUANTIZED = ("sd1", "sd2", "sdxl", "ssd", "vega", "pixart", "pixart_sigma", "auraflow")
 
 HIGH_LR, LOW_LR = 1e-2, 2e-6  # for LoRAs of FLUX
 FINDS_LR = ("prodigy", "dadapt", "automagic")  # optimizers that choose their own steps
 OWN_EPS = ("adam", "adamw", "adam8", "adamw8", "adam8bit", "adamw8bit", "ademamix8bit", "prodigy", "prodigy8bit")
 TORCH_SWITCHES = ("amsgrad", "capturable", "differentiable", "foreach", "fused", "maximize")  # of adam and adamw
-MODEL_FLAGS = tuple(row["key"] for row in ROWS if row["block"] == "ModelConfig" and row["key"].startswith("is_"))
-NETWORKS = ("lora", "lokr", "dora", "fullrank", "lorm")  # what finds layers in FLUX
-NO_SCHEDULER = ("step", "polynomial", "piecewise_constant")
-UNQUANTIZED = ("sd1", "sd2", "sdxl", "ssd", "vega", "pixart", "pixart_sigma", "auraflow")
-# files that a run writes to its folder
-WRITTEN = ("coat", "config.yaml", "optimizer.pt", "samples")
 FULL_OPTIMIZERS = (COAT_OPTIMIZER, "adamw", "adam", "adamw8bit", "lion")  # `plan` knows their memory
 OFFLOAD_KEYS = ("coat.optimizer.offload", "train.optimizer_params.offload")
+NETWORKS = ("lora", "lokr", "dora", "fullrank", "lorm")  # what finds layers in FLUX
+WRITTEN = ("coat", "config.yaml", "optimizer.pt", "samples")  # files that a run writes to its folder
+
 BUCKET_STEP = 32  # FLUX.1: 8 (VAE) × 2 (packing) × 2
 SIDE_STEP, MIN_RESOLUTION = 16, 32
 TRIGGER_TAG = "[trigger]"
 FOREIGN_SHARE = 0.1  # of a text's letters, from which on it is reported
 T5_BLIND = "FLUX's text encoder T5 reads {} characters as <unk>"
 SIDE_FOLDERS = (  # pictures that belong to the photos
-    *("mask_path", "inpaint_path", "unconditional_path", "clip_image_path"),
-    *("control_path", "control_path_1", "control_path_2", "control_path_3"),
+    "mask_path",
+    "inpaint_path",
+    "unconditional_path",
+    "clip_image_path",
+    "control_path",
+    "control_path_1",
+    "control_path_2",
+    "control_path_3",
 )
-MAX_NAME = 200  # bytes; a suffix is added
-_BAD_NAME = re.compile(r'[<>:"/\\|?*\x00-\x1f\[\]]|^[. ]|[. ]$|^(con|prn|aux|nul|com\d|lpt\d)(\.|$)', re.IGNORECASE)
-_DEVICE = re.compile(r"cuda(:\d+)?|mps|cpu")
+_BAD_NAME = re.compile(r'[<>:"/\\|?*\x00-\x1f\[\]]|^[. ]|[. ]$')
 _CAPTION_EXT = re.compile(r"\.?\w+(\.\w+)*")
 _NO_CAPTIONS = ("json", "jsonl", "csv", "jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff")
 _PROMPT_FLAG = re.compile(r"\s--[a-z]")
 _SCRIPTS = {"CJK": "Chinese", "HIRAGANA": "Japanese", "KATAKANA": "Japanese", "HANGUL": "Korean"}
-_SCRIPTS |= {"CYRILLIC": "all Cyrillic", "GREEK": "all Greek"}  # the vocabulary has a part of them
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A block of type-checked keys and its context; `coat` is None for ai-toolkit's process types inside ai-toolkit."""
+
+    trainer: str
+    raw: Mapping[str, Any]
+    path: str
+    findings: Findings
+    name: str
+    coat: COATConfig | None = None
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of a dotted key; the default if it is absent, null or refused."""
+        value = self._written(key)
+        return default if value is None or value is ... or not self.sound(key) else value
+
+    def entries(self, key: str) -> list[Entry]:
+        """The blocks of a list of blocks."""
+        blocks = self.get(key)
+        if not isinstance(blocks, list):
+            return []
+        paths = (f"{self.path}.{key}[{i}]" for i in range(len(blocks)))
+        pairs = zip(blocks, paths, strict=True)
+        return [replace(self, raw=block, path=path) for block, path in pairs if isinstance(block, Mapping)]
+
+    def error(self, key: str, text: str) -> None:
+        """Add an error `<rule>; <remedy>` at a dotted key."""
+        value = self._written(key)
+        self.findings.add(f"{self.path}.{key}", text, *(() if value is ... else (value,)))
+
+    def warn(self, key: str, text: str) -> None:
+        """Add a warning at a dotted key."""
+        value = self._written(key)
+        self.findings.warn(f"{self.path}.{key}", text, *(() if value is ... else (value,)))
+
+    def forbid(self, key: str, text: str) -> None:
+        """Add an error if the key is true or not empty."""
+        if self.get(key):
+            self.error(key, text)
+
+    def sound(self, *keys: str) -> bool:
+        """Whether none of these keys was refused."""
+        return self.findings.sound(*(f"{self.path}.{key}" for key in keys))
+
+    def given(self, key: str) -> bool:
+        """Whether the key is present."""
+        return f"{self.path}.{key}" in self.findings.given
+
+    @property
+    def alone(self) -> bool:
+        """Whether the stand-alone trainer runs it, not ai-toolkit."""
+        return self.trainer == STANDALONE
+
+    @property
+    def enabled(self) -> bool:
+        """Whether COAT is enabled."""
+        return self.coat is not None and self.coat.enabled
+
+    @property
+    def full(self) -> bool:
+        """Whether the transformer itself is trained."""
+        return is_full(self.raw)
+
+    @property
+    def optimizer(self) -> str:
+        """The optimizer's name, normalized as in ai-toolkit."""
+        return self.get("train.optimizer", "adamw").lower()
+
+    @property
+    def qtype(self) -> str | None:
+        """How the transformer is quantized."""
+        return self.get("model.qtype", "qfloat8") if self.get("model.quantize") else None
+
+    @property
+    def is_flux(self) -> bool:
+        """Whether FLUX.1 is loaded; the stand-alone trainer applies FLUX.1's rules to FLUX.2, too."""
+        arch = self.get("model.arch", "").split(":")[0]
+        return self.alone or arch in ("flux", "flex1") or (not arch and bool(self.get("model.is_flux")))
+
+    def _written(self, key: str) -> Any:
+        value: Any = self.raw
+        for part in key.split("."):
+            value = value.get(part, ...) if isinstance(value, Mapping) else ...
+        return value
+
+
+def arch_of(model: Mapping[str, Any]) -> str:
+    """The architecture that a `model` block selects in ai-toolkit."""
+    arch = str(model.get("arch") or "").split(":")[0]
+    arch = arch or next((name for key, name in _LEGACY.items() if model.get(key) is True), "sd1")
+    return "flux" if arch == "flex1" else arch
+
+
+def is_full(process: Mapping[str, Any]) -> bool:
+    """Whether this entry of `config.process` trains the transformer itself."""
+    adapter = process.get("adapter")
+    if isinstance(adapter, Mapping) and adapter.get("train"):
+        return False
+    return not any(process.get(key) for key in ("network", "embedding", "decorator"))
 
 
 def check_entry(entry: Entry) -> None:
     """Check combinations of an entry's keys."""
-    for check in (_places, _frame, _network, _full, _train, _params, _model, _datasets, _samples, _coat):
-        check(entry)
+    _check_datasets(entry)
+    _check_places(entry)
+    _check_device(entry)
+    if entry.full:
+        _check_full(entry)
+    else:
+        _check_network(entry)
+    _check_train(entry)
+    _check_learning_rate(entry)
+    _check_params(entry)
+    _check_model(entry)
+    _check_samples(entry)
+    _check_coat(entry)
 
 
 # -- places ------------------------------------------------------------------------------------------------------------
 
 
-def _places(entry: Entry) -> None:
+def _check_places(entry: Entry) -> None:
     """Name and folder of a run; its samples and charts must not land among its photos."""
-    folder, findings = entry.get("training_folder"), entry.findings
     name, name_path = entry.name, "config.name"
     if entry.get("name") is not None:
         name, name_path = entry.get("name"), f"{entry.path}.name"
-    if not name or _BAD_NAME.search(name) or len(name.encode(errors="replace")) > MAX_NAME:
-        rule = f"names the run's folder, at most {MAX_NAME} bytes, without <>:\"/\\|?*[], a dot or a space at an end"
-        findings.add(name_path, f"{rule}; write another", name)
-    path = f"{entry.path}.training_folder"
-    if _check_folder(folder, path, findings) and findings.sound(name_path):
-        run = Path(folder, name)
-        if run.exists() and not run.is_dir():
-            findings.add(name_path, f"{run} is a file, not a run's folder; write another, or move it away", name)
-    if folder is not None and findings.sound(path):
-        run = Path(folder, name).resolve()
-        photos = [item.get("folder_path") or item.get("dataset_path") for item in entry.entries("datasets")]
-        if inside := next((one for one in photos if one and (run / "x").is_relative_to(Path(one).resolve())), None):
-            rule = f"is inside the data set {inside}, so samples and charts would be trained on as photos"
-            findings.add(path, f"{rule}; write a folder outside", folder)
-    _check_folder(entry.get("log_dir"), f"{entry.path}.log_dir", findings)
-    if place := entry.get("model.name_or_path"):
-        _check_path(place, f"{entry.path}.model.name_or_path", findings)
-
-
-def _check_folder(folder: str | None, path: str, findings: Findings) -> bool:
-    if not folder or not _check_path(folder, path, findings):
-        return False
-    try:
-        place = Path(folder)
-        there = next((part for part in (place, *place.parents) if part.exists() or part.is_symlink()), None)
-        if there is None or there.is_dir():
-            return True
-        what = "a file" if there.exists() else "a link to nothing"
-        findings.add(path, f"{there} is {what}, not a folder; write another, or move it away", folder)
-    except OSError as error:
-        findings.add(path, f"cannot be a folder: {error.strerror}; write another", folder)
-    return False
-
-
-def _check_path(value: str, path: str, findings: Findings) -> bool:
-    """Refuse `~`, unexpanded variables and escapes in a path; True if sound."""
-    rule = ""
-    if value.startswith("~"):
-        rule = "~ is not replaced by the home folder; write the whole path, or ${HOME}/…"
-    elif re.match(r"\$\w|%\w+%", value):
-        rule = "environment variables are replaced only as ${NAME}; write it so, or write the whole path"
-    elif re.search(r"[\x00-\x1f]", value):
-        rule = "holds a tab or line break, as \\t and \\n make in double quotes; use single quotes, or / in paths"
-    if rule:
-        findings.add(path, rule, value)
-    return not rule
-
-
-# -- the run -----------------------------------------------------------------------------------------------------------
-
-
-def _frame(entry: Entry) -> None:
-    rule, device = entry.rule, entry.get("device", "cuda")
-    missing = entry.get("training_folder") is None
-    rule(TOOLKIT, "training_folder", missing, "is missing, must be a string; write output, for example")
-    kind, _, number = device.partition(":")
-    text = f"ai-toolkit trains on the first visible GPU; write cuda and set CUDA_VISIBLE_DEVICES={number}"
-    rule(TOOLKIT, "device", number not in ("", "0"), text)
-    rule(TOOLKIT, "device", kind not in ("cuda", "cpu", "mps"), "must be cuda, mps or cpu; write cuda")
-    wrong = not _DEVICE.fullmatch(device)
-    rule(ALONE, "device", wrong, "must be cuda, cuda:0, mps or cpu; write one, or null")
-    if entry.num_processes == 1:
+    if not name or _BAD_NAME.search(name):
+        text = "names the run's folder, without <>:\"/\\|?*[], a dot or a space at an end; write another"
+        entry.findings.add(name_path, text, name)
+    if not entry.alone and entry.get("training_folder") is None:
+        entry.error("training_folder", "is missing, must be a string; write output, for example")
+    for key in ("training_folder", "log_dir", "model.name_or_path"):
+        _check_path(entry, key)
+    folder = entry.get("training_folder")
+    if folder is None or not entry.findings.sound(name_path):
         return
-    # our loop inside ai-toolkit sums the gradients of a network, and of nothing else
-    others = any(map(entry.raw.get, ("embedding", "adapter", "decorator")))
-    if not entry.enabled:
-        text = "ai-toolkit does not synchronize LoRA gradients between processes"
-        text += f"; write type: {COAT_TYPE}, with coat.enabled: true, or start one"
-        entry.findings.add("num_processes", text, entry.num_processes)
-    elif not entry.raw.get("network") or others or entry.get("train.merge_network_on_save") is True:
-        text = "several processes train a network (a LoRA) and nothing else; start one"
-        entry.findings.add("num_processes", text, entry.num_processes)
+    run = Path(folder, name).resolve()
+    for dataset in entry.entries("datasets"):
+        photos = dataset.get("folder_path") or dataset.get("dataset_path")
+        if photos and (run / "x").is_relative_to(Path(photos).resolve()):
+            rule = f"is inside the data set {photos}, so samples and charts would be trained on as photos"
+            entry.error("training_folder", f"{rule}; write a folder outside")
 
 
-def _network(entry: Entry) -> None:
-    get, rule, flux = entry.get, entry.rule, entry.is_flux
-    ours = entry.enabled and get("network")
-    text = "saves the whole model, which FP8 weights cannot give; write false, or coat: {enabled: false}"
-    rule(TOOLKIT, "train.merge_network_on_save", ours and get("train.merge_network_on_save") is True, text)
-    fp8 = ours and get("save.dtype") in ("8bit", "e4m3fn", "float8")
-    rule(TOOLKIT, "save.dtype", fp8, "a LoRA in FP8 is read by no other program; write float16 or bf16")
+def _check_path(entry: Entry, key: str) -> None:
+    """Refuse `~`, unexpanded variables and escapes in a path."""
+    path = entry.get(key, "")
+    if path.startswith("~"):
+        entry.error(key, "~ is not replaced by the home folder; write the whole path, or ${HOME}/…")
+    elif re.match(r"\$\w|%\w+%", path):
+        text = "environment variables are replaced only as ${NAME}; write it so, or write the whole path"
+        entry.error(key, text)
+    elif re.search(r"[\x00-\x1f]", path):
+        text = "holds a tab or line break, as \\t and \\n make in double quotes; use single quotes, or / in paths"
+        entry.error(key, text)
+
+
+def _check_device(entry: Entry) -> None:
+    device = entry.get("device", "cuda")
+    if not re.fullmatch(r"cuda(:\d+)?|mps|cpu", device):
+        entry.error("device", "must be cuda, cuda:0, mps or cpu; write cuda")
+    elif not entry.alone and device.startswith("cuda:") and device != "cuda:0":
+        number = device.removeprefix("cuda:")
+        text = f"ai-toolkit trains on the first visible GPU; write cuda and set CUDA_VISIBLE_DEVICES={number}"
+        entry.error("device", text)
+
+
+# -- the network, and full fine-tuning ---------------------------------------------------------------------------------
+
+
+def _check_network(entry: Entry) -> None:
+    """What is trained is a network: a LoRA, mostly."""
+    get = entry.get
+    full_only = "is for full fine-tuning, and network trains a LoRA; remove it, or network"
+    for key in OFFLOAD_KEYS:
+        if get(key) == "cpu":
+            entry.error(key, full_only)
+    entry.forbid("train.fused_backward", full_only)
+    if get("coat.activation.wgrad_format", "bf16") != "bf16":
+        entry.error("coat.activation.wgrad_format", full_only)
+    for key, default in (("coat.include", ["*"]), ("coat.exclude", [])):
+        if list(get(key, default)) != default:
+            words = "network.network_kwargs.only_if_contains and ignore_if_contains choose its layers"
+            entry.error(key, f"{full_only} ({words})")
+
     linear, rank = get("network.linear"), get("network.rank")
-    twice, text = None not in (linear, rank), "an old name of linear, which is given too; remove rank"
-    rule(ALONE, "network.rank", twice, text)
-    rule(TOOLKIT, "network.rank", twice and rank != linear, text)
-    size = next((value for value in (rank, linear) if value is not None), 4)
-    key = "network.alpha" if get("network.linear_alpha") is None else "network.linear_alpha"
-    wrong = flux and get(key) not in (None, size) and entry.sound("network.linear", "network.rank")
-    text = f"ai-toolkit ignores it on FLUX, alpha is the rank; write {size}, and scale lr instead"
-    rule(BOTH, key, wrong, text)
-    text = "finds no layer of FLUX to adapt, and ai-toolkit stops; write lora or lokr"
-    rule(TOOLKIT, "network.type", flux and get("network.type", "lora").lower() not in NETWORKS, text)
-    key, text = (
-        "network.network_kwargs.only_if_contains",
-        "an empty list leaves nothing to train; write null or some names",
-    )
-    rule(BOTH, key, get(key) == [], text)
+    if linear is not None and rank is not None and rank != linear:
+        entry.error("network.rank", "an old name of linear, which is given too; remove rank")
+    size = linear if rank is None else rank
+    alpha_key = "network.alpha" if get("network.linear_alpha") is None else "network.linear_alpha"
+    sizes_sound = entry.sound("network.linear", "network.rank")
+    if entry.is_flux and sizes_sound and get(alpha_key) not in (None, 4 if size is None else size):
+        text = f"ai-toolkit ignores it on FLUX, alpha is the rank; write {4 if size is None else size}"
+        entry.error(alpha_key, f"{text}, and scale lr instead")
+    if get("network.network_kwargs.only_if_contains") == []:
+        text = "an empty list leaves nothing to train; write null or some names"
+        entry.error("network.network_kwargs.only_if_contains", text)
+    if entry.alone:
+        return
+    if entry.is_flux and get("network.type", "lora").lower() not in NETWORKS:
+        entry.error("network.type", "finds no layer of FLUX to adapt, and ai-toolkit stops; write lora or lokr")
+    if entry.enabled and get("network"):
+        text = "saves the whole model, which FP8 weights cannot give; write false, or coat: {enabled: false}"
+        entry.forbid("train.merge_network_on_save", text)
+        if get("save.dtype") in ("8bit", "e4m3fn", "float8"):
+            entry.error("save.dtype", "a LoRA in FP8 is read by no other program; write float16 or bf16")
 
 
-def _train(entry: Entry) -> None:
-    get, rule, optimizer, flux = entry.get, entry.rule, entry.optimizer, entry.is_flux
-    text = "in ai-toolkit only the last of these micro-steps counts; write gradient_accumulation instead"
-    rule(BOTH, "train.gradient_accumulation_steps", get("train.gradient_accumulation_steps", 1) != 1, text)
+def _check_full(entry: Entry) -> None:
+    """What is trained is the transformer itself."""
+    get, optimizer, remedy = entry.get, entry.optimizer, "or add network to train a LoRA"
+    name = get("name") or entry.name
+    if entry.alone and name in ("coat", "samples"):
+        text = "is the name of another folder in the run's folder; change it"
+        entry.findings.add(f"{entry.path}.name", text, name)
+    if entry.alone and optimizer not in FULL_OPTIMIZERS:
+        text = f"is not for whole models; write one of {', '.join(FULL_OPTIMIZERS)}, or add network"
+        entry.error("train.optimizer", text)
+    if not entry.alone and not entry.enabled:
+        text = f"is read with type: {COAT_TYPE} and coat.enabled: true only; write those, or remove it"
+        entry.forbid("train.fused_backward", text)
+    if optimizer != COAT_OPTIMIZER:
+        text = f"updates single weights, which only {COAT_OPTIMIZER} can; write optimizer: {COAT_OPTIMIZER}, or false"
+        entry.forbid("train.fused_backward", text)
+        for key in OFFLOAD_KEYS:
+            if get(key) == "cpu":
+                text = f"has the moments of {COAT_OPTIMIZER} in host memory"
+                entry.error(key, f"{text}; write optimizer: {COAT_OPTIMIZER}, or none")
+    if entry.enabled or entry.alone:
+        text = "quantizes frozen weights, and here they are trained; write false, or add network"
+        entry.forbid("model.quantize", text)
+    if not entry.enabled:
+        return
+    if entry.coat.weight.format not in FORMATS:
+        text = "is for frozen weights, trained ones are cast to FP8 at each use; write e4m3 or e5m2"
+        entry.error("coat.weight.format", f"{text}, {remedy}")
+    if entry.coat.memory.stream_blocks != 0:
+        text = "streams frozen codes, and without network the weights are trained; write 0"
+        entry.error("coat.memory.stream_blocks", f"{text}, {remedy}")
+    if get("coat.activation.flow") == "fused":
+        text = "is for frozen weights, trained ones take the generic flow; write generic or remove it"
+        entry.error("coat.activation.flow", f"{text}, {remedy}")
+    if not entry.alone:
+        _check_full_in_ai_toolkit(entry, remedy)
+
+
+def _check_full_in_ai_toolkit(entry: Entry, remedy: str) -> None:
+    """ai-toolkit's handling of whole models that rules out a resume, or COAT."""
+    get, name = entry.get, entry.get("name") or entry.name
+    if arch_of(get("model", {})) != "flux":
+        text = "its whole model is not trained with COAT, FLUX.1's is; write arch: flux"
+        entry.error("model.arch", f"{text}, {remedy}")
+    if any(file.startswith(name) for file in WRITTEN):
+        text = "ai-toolkit takes what begins with it in the run's folder for its save; write a longer one"
+        entry.findings.add(f"{entry.path}.name", text, name)
+    trained = DTYPES.get(get("train.dtype", "fp32"))
+    if entry.given("save.dtype") and DTYPES.get(get("save.dtype")) != trained:
+        text = f"ai-toolkit saves a whole FLUX as it is trained; write {trained}, or remove it"
+        entry.error("save.dtype", text)
+    if get("train.ema_config.use_ema"):
+        text = "ai-toolkit's average changes weights unseen, so FP8 codes of them would be old; write use_ema: false"
+        entry.error("train.ema_config", text)
+    for key in ("model.lora_path", "model.assistant_lora_path", "model.inference_lora_path"):
+        entry.forbid(key, "is added at each start, so a resumed run would have it twice; remove it")
+    for key in ("model.only_if_contains", "model.ignore_if_contains"):
+        entry.forbid(key, "coat.include and coat.exclude choose what is trained; write those instead")
+    for key in (
+        "train.train_text_encoder",
+        "train.diff_output_preservation",
+        "train.blank_prompt_preservation",
+        "train.inverted_mask_prior",
+        "model.compile",
+        "model.split_model_over_gpus",
+    ):
+        text = "a whole model is trained with COAT alone, on one GPU, without the model as it was; write false"
+        entry.forbid(key, text)
+    entry.forbid("adapter", f"a whole model is trained without one; remove it, {remedy}")
+    if get("train.fused_backward"):
+        text = "goes backward several times, and fused_backward updates in one pass"
+        entry.forbid("train.single_item_batching", f"{text}; write false")
+        if get("train.loss_type") == "mean_flow":
+            entry.error("train.loss_type", f"{text}; write mse")
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+def _check_train(entry: Entry) -> None:
+    get = entry.get
+    if get("train.gradient_accumulation_steps", 1) != 1:
+        text = "in ai-toolkit only the last of these micro-steps counts; write gradient_accumulation instead"
+        entry.error("train.gradient_accumulation_steps", text)
     high = get("train.max_denoising_steps", 999)
-    text = f"must not be above max_denoising_steps, which is {high}; write less"
-    rule(BOTH, "train.min_denoising_steps", get("train.min_denoising_steps", 0) > high, text)
-    lr, tuned = get("train.lr", 1e-6), not (optimizer.startswith(FINDS_LR) or entry.full)
-    text = f"LoRAs diverge with {optimizer} above about {HIGH_LR:g}; write 0.0001"
-    rule(BOTH, "train.lr", tuned and lr > HIGH_LR, text, warn=True)
-    text = "a LoRA hardly learns at so low a rate" + ("" if entry.given("train.lr") else ", which is the default")
-    rule(BOTH, "train.lr", tuned and lr < LOW_LR, f"{text}; write 0.0001", warn=True, default=lr)
-    text = "as in ai-toolkit it is 1 for prodigy where it is below 0.1; write 1.0"
-    rule(ALONE, "train.lr", optimizer == "prodigy" and lr < PRODIGY_LOW_LR, text, warn=True, default=lr)
-    half = get("train.dtype") in ("fp16", "float16", "half")
-    text = "FLUX overflows in fp16, and FP8 codes of it do too; use bf16"
-    rule(TOOLKIT, "train.dtype", half, text, warn=entry.coat is None and not flux)
-    text = "ai-toolkit stops on it; write constant, cosine or linear"
-    rule(TOOLKIT, "train.lr_scheduler", get("train.lr_scheduler") in NO_SCHEDULER, text)
-    still = get("train.max_grad_norm", 1.0) <= 0 and optimizer != "adafactor"  # which is not clipped
-    text = "gradients are scaled down to this norm, so nothing is learned; write 1.0"
-    rule(TOOLKIT, "train.max_grad_norm", still, text)
-    text = "FLUX is trained by flowmatch, which is not ai-toolkit's default; write noise_scheduler: flowmatch"
-    rule(TOOLKIT, "train.noise_scheduler", flux and get("train.noise_scheduler") != "flowmatch", text)
+    if get("train.min_denoising_steps", 0) > high:
+        text = f"must not be above max_denoising_steps, which is {high}; write less"
+        entry.error("train.min_denoising_steps", text)
+    if get("train.dtype") in ("fp16", "float16", "half"):
+        add = entry.error if entry.is_flux or entry.coat is not None else entry.warn
+        add("train.dtype", "FLUX overflows in fp16, and FP8 codes of it do too; use bf16")
+    if entry.alone:
+        return
+    if get("train.max_grad_norm", 1.0) <= 0 and entry.optimizer != "adafactor":  # which is not clipped
+        text = "gradients are scaled down to this norm, so nothing is learned; write 1.0"
+        entry.error("train.max_grad_norm", text)
+    if entry.is_flux and get("train.noise_scheduler") != "flowmatch":
+        text = "FLUX is trained by flowmatch, which is not ai-toolkit's default; write noise_scheduler: flowmatch"
+        entry.error("train.noise_scheduler", text)
 
 
-def _params(entry: Entry) -> None:
-    findings, path, alone = entry.findings, f"{entry.path}.train.optimizer_params", entry.trainer == STANDALONE
-    params, kind = entry.get("train.optimizer_params", {}), entry.optimizer
-    if entry.sound("train.optimizer"):
-        if kind == COAT_OPTIMIZER:
-            parse_optimizer_params(params, path, findings)
-        elif alone:
-            parse_keys(OPTIMIZER_PARAMS.get(kind, ADAMW_OPTIONS), params, path, findings)
-        elif kind in OWN_EPS:
-            for key in ("lr", "eps"):
-                text = f"ai-toolkit gives {key} to {kind} itself and fails on a second one; remove it"
-                entry.rule(TOOLKIT, f"train.optimizer_params.{key}", key in params, text)
-            if kind in ("adam", "adamw"):
-                known = [option for option in ADAMW_OPTIONS if option.key != "eps"]
-                known += [Option(key, False, "bool", "") for key in TORCH_SWITCHES]
-                others = {key: value for key, value in params.items() if key not in ("lr", "eps")}
-                parse_keys(known, others, path, findings)
+def _check_learning_rate(entry: Entry) -> None:
+    rate, optimizer = entry.get("train.lr", 1e-6), entry.optimizer
+    if entry.alone and optimizer == "prodigy" and rate < PRODIGY_LOW_LR:
+        entry.warn("train.lr", "as in ai-toolkit it is 1 for prodigy where it is below 0.1; write 1.0")
+    if entry.full or optimizer.startswith(FINDS_LR):
+        return
+    if rate > HIGH_LR:
+        entry.warn("train.lr", f"LoRAs diverge with {optimizer} above about {HIGH_LR:g}; write 0.0001")
+    elif rate < LOW_LR:
+        default = "" if entry.given("train.lr") else ", which is the default"
+        entry.warn("train.lr", f"a LoRA hardly learns at so low a rate{default}; write 0.0001")
+
+
+def _check_params(entry: Entry) -> None:
+    """Check `train.optimizer_params` and `train.lr_scheduler_params`."""
+    params, optimizer = entry.get("train.optimizer_params", {}), entry.optimizer
+    path = f"{entry.path}.train.optimizer_params"
+    if not entry.sound("train.optimizer"):
+        pass
+    elif optimizer == COAT_OPTIMIZER:
+        parse_optimizer_params(params, path, entry.findings)
+    elif entry.alone:
+        parse_keys(OPTIMIZER_PARAMS.get(optimizer, ADAMW_OPTIONS), params, path, entry.findings)
+    elif optimizer in OWN_EPS:
+        for key in ("lr", "eps"):
+            if key in params:
+                text = f"ai-toolkit gives {key} to {optimizer} itself and fails on a second one; remove it"
+                entry.error(f"train.optimizer_params.{key}", text)
+        if optimizer in ("adam", "adamw"):
+            known = [option for option in ADAMW_OPTIONS if option.key != "eps"]
+            known += [Option(key, False, "bool") for key in TORCH_SWITCHES]
+            others = {key: value for key, value in params.items() if key not in ("lr", "eps")}
+            parse_keys(known, others, path, entry.findings)
     options = LR_PARAMS.get(entry.get("train.lr_scheduler", "constant"))
     if options and entry.sound("train.lr_scheduler"):
-        options += () if alone else (Option("last_epoch", -1, "int", ""),)
-        given = entry.get("train.lr_scheduler_params", {})
-        parse_keys(options, given, f"{entry.path}.train.lr_scheduler_params", findings)
+        if not entry.alone:
+            options = (*options, Option("last_epoch", -1, "int"))
+        params = entry.get("train.lr_scheduler_params", {})
+        parse_keys(options, params, f"{entry.path}.train.lr_scheduler_params", entry.findings)
 
 
-def _model(entry: Entry) -> None:
-    get, rule, qtype = entry.get, entry.rule, entry.qtype
-    arch, place, family = get("model.arch", "").split(":")[0], get("model.name_or_path"), arch_of(get("model", {}))
-    text = "is missing; write a folder in diffusers layout or a hub name"
-    rule(TOOLKIT, "model.name_or_path", place is None, text)
-    trains = "the stand-alone trainer trains FLUX.1 and FLUX.2"
-    rule(ALONE, "model.arch", arch not in ("", *STANDALONE_ARCHS), f"{trains}; write {', '.join(STANDALONE_ARCHS)}")
-    other = not arch and not get("model.is_flux")
-    rule(ALONE, "model.is_flux", other, f"{trains}; write true, or arch: flux2", default=False)
-    unnamed = place is not None and not any(get(f"model.{key}") for key in ("arch", *MODEL_FLAGS))
-    text = "without it ai-toolkit loads Stable Diffusion 1; write true"
-    rule(TOOLKIT, "model.is_flux", unnamed, text, warn=True)
-    text = f"the stand-alone trainer quantizes as {COAT_QTYPE} only; write qtype: {COAT_QTYPE} or quantize: false"
-    rule(ALONE, "model.qtype", qtype not in (None, COAT_QTYPE), text, default=qtype)
-    text = f"ai-toolkit does not quantize {family} while it loads, whatever the qtype; write quantize: false"
-    rule(TOOLKIT, "model.qtype", qtype == COAT_QTYPE and family in UNQUANTIZED, text)
-    whole = get("model.compile") is True and not get("model.block_compile")
-    text = "without block_compile FLUX fails at the first step; write block_compile: true too"
-    rule(TOOLKIT, "model.compile", whole, text, warn=not entry.is_flux)
+def _check_model(entry: Entry) -> None:
+    get, qtype = entry.get, entry.qtype
+    arch = get("model.arch", "").split(":")[0]
+    if entry.alone:
+        trains = "the stand-alone trainer trains FLUX.1 and FLUX.2"
+        if arch and arch not in STANDALONE_ARCHS:
+            entry.error("model.arch", f"{trains}; write {', '.join(STANDALONE_ARCHS)}")
+        if not arch and not get("model.is_flux"):
+            entry.error("model.is_flux", f"{trains}; write true, or arch: flux2")
+        if qtype not in (None, COAT_QTYPE):
+            text = f"the stand-alone trainer quantizes as {COAT_QTYPE} only"
+            entry.error("model.qtype", f"{text}; write qtype: {COAT_QTYPE} or quantize: false")
+        return
+    if get("model.name_or_path") is None:
+        entry.error("model.name_or_path", "is missing; write a folder in diffusers layout or a hub name")
+    elif not arch and not any(get(f"model.{flag}") for flag in MODEL_FLAGS):
+        entry.warn("model.is_flux", "without it ai-toolkit loads Stable Diffusion 1; write true")
+    family = arch_of(get("model", {}))
+    if qtype == COAT_QTYPE and family in UNQUANTIZED:
+        text = f"ai-toolkit does not quantize {family} while it loads, whatever the qtype; write quantize: false"
+        entry.error("model.qtype", text)
+    if get("model.compile") and not get("model.block_compile"):
+        add = entry.error if entry.is_flux else entry.warn
+        add("model.compile", "without block_compile FLUX fails at the first step; write block_compile: true too")
 
 
 # -- the `coat:` block -------------------------------------------------------------------------------------------------
 
 
-def _coat(entry: Entry) -> None:
-    coat, alone = entry.coat, entry.trainer == STANDALONE
+def _check_coat(entry: Entry) -> None:
+    """The `coat:` block against the keys of ai-toolkit that ask for the same or the opposite."""
+    coat, optimizer, qtype = entry.coat, entry.optimizer, entry.qtype
     switches = ("train.optimizer", "model.quantize", "model.qtype", "coat.enabled", "coat.optimizer", "coat.weight")
     if coat is None or not entry.sound(*switches):
         return
-    rule, optimizer, qtype = entry.rule, entry.optimizer, entry.qtype
-    given, kind = entry.given("coat"), entry.get("type", COAT_TYPE)
-    if alone and given and kind != COAT_TYPE:
+    kind = entry.get("type", COAT_TYPE)
+    if entry.alone and entry.given("coat") and kind != COAT_TYPE:
         text = f"ai-toolkit reads this block with type: {COAT_TYPE} only, not with {kind}"
         entry.findings.warn(f"{entry.path}.coat", text)
     if not coat.enabled:
-        text = "coat.enabled: false asks for a run without COAT; write {} or coat.enabled: true"
-        rule(BOTH, "model.qtype", given and qtype == COAT_QTYPE, text.format("quantize: false,"))
-        rule(BOTH, "train.optimizer", given and optimizer == COAT_OPTIMIZER, text.format("adamw,"))
+        text = "coat.enabled: false asks for a run without COAT"
+        if entry.given("coat") and qtype == COAT_QTYPE:
+            entry.error("model.qtype", f"{text}; write quantize: false, or coat.enabled: true")
+        if entry.given("coat") and optimizer == COAT_OPTIMIZER:
+            entry.error("train.optimizer", f"{text}; write adamw, or coat.enabled: true")
         return
-    text = "coat.weight.use_fp8: false asks for bf16 weights; write quantize: false"
-    rule(BOTH, "model.qtype", qtype == COAT_QTYPE and not coat.weight.use_fp8, text)
-    text = "linears stay as ai-toolkit quantizes them and multiply its way"
-    text += f"; write {COAT_QTYPE} for FP8 GEMMs"
-    rule(TOOLKIT, "model.qtype", qtype not in (None, COAT_QTYPE), text, warn=True, default=qtype)
-    other, fp8 = optimizer != COAT_OPTIMIZER, coat.optimizer.use_fp8
-    text = f"the block coat.optimizer would have no effect; write {COAT_OPTIMIZER}, or coat.optimizer.use_fp8: false"
-    rule(BOTH, "train.optimizer", other and fp8 and entry.given("coat.optimizer"), text, default=optimizer)
-    text = f"stores the moments its own way, not as COAT; write {COAT_OPTIMIZER} for FP8 moments"
-    rule(BOTH, "train.optimizer", other and (alone or fp8), text, warn=True, default=optimizer)
-    forbidden = entry.get("train.gradient_checkpointing") is False
-    text = "train.gradient_checkpointing: false forbids recomputation; write none or auto, or true there"
-    rule(BOTH, "coat.memory.checkpointing", forbidden and coat.memory.checkpointing == "all", text)
-    kernel, device = coat.speed.attention, entry.get("device", "cuda")
-    text = f"is a kernel for NVIDIA GPUs, and device is {device}; write auto"
-    rule(BOTH, "coat.speed.attention", kernel != "auto" and device in ("cpu", "mps"), text)
-
-
-def _full(entry: Entry) -> None:
-    get, rule, optimizer, remedy = entry.get, entry.rule, entry.optimizer, "or add network to train a LoRA"
-    fused, offloads = get("train.fused_backward") is True, [key for key in OFFLOAD_KEYS if get(key) == "cpu"]
-    if not entry.full:
-        text = "is for full fine-tuning, and network trains a LoRA; remove it, or network"
-        for key in offloads:
-            rule(BOTH, key, True, text)
-        rule(BOTH, "train.fused_backward", fused, text)
-        for key, default in (("coat.include", ["*"]), ("coat.exclude", [])):
-            words = "network.network_kwargs.only_if_contains and ignore_if_contains"
-            rule(BOTH, key, list(get(key, default)) != default, f"{text} ({words} choose its layers)")
-        rule(BOTH, "coat.activation.wgrad_format", get("coat.activation.wgrad_format", "bf16") != "bf16", text)
-        return
-    text = f"is read with type: {COAT_TYPE} and coat.enabled: true only; write those, or remove it"
-    rule(TOOLKIT, "train.fused_backward", fused and not entry.enabled, text)
-    name = entry.get("name") or entry.name
-    text = "is the name of another folder in the run's folder; change it"
-    rule(ALONE, "name", name in ("coat", "samples"), text, default=name)
-    text = "is not for whole models; write one of {}, or add network"
-    rule(ALONE, "train.optimizer", optimizer not in FULL_OPTIMIZERS, text.format(", ".join(FULL_OPTIMIZERS)))
-    text = f"updates single weights, which only {COAT_OPTIMIZER} can; write optimizer: {COAT_OPTIMIZER}, or false"
-    rule(BOTH, "train.fused_backward", fused and optimizer != COAT_OPTIMIZER, text)
-    text = f"has the moments of {COAT_OPTIMIZER} in host memory; write optimizer: {COAT_OPTIMIZER}, or none"
-    for key in offloads:
-        rule(BOTH, key, optimizer != COAT_OPTIMIZER, text)
-    text = "quantizes frozen weights, and here they are trained; write false, or add network"
-    rule(BOTH if entry.enabled else ALONE, "model.quantize", get("model.quantize") is True, text)
-    if entry.coat is None or not entry.enabled:
-        return
-    text = f"is for frozen weights, trained ones are cast to FP8 at each use; write e4m3 or e5m2, {remedy}"
-    rule(BOTH, "coat.weight.format", entry.coat.weight.format not in FORMATS, text)
-    text = f"streams frozen codes, and without network the weights are trained; write 0, {remedy}"
-    rule(BOTH, "coat.memory.stream_blocks", entry.coat.memory.stream_blocks != 0, text)
-    text = f"is for frozen weights, trained ones take the generic flow; write generic or remove it, {remedy}"
-    rule(BOTH, "coat.activation.flow", get("coat.activation.flow") == "fused", text)
-    if entry.trainer == STANDALONE:
-        return
-    # ai-toolkit's handling of whole models that rules out a resume, or COAT
-    family, trained = arch_of(get("model", {})), DTYPES.get(get("train.dtype", "fp32"))
-    text = f"its whole model is not trained with COAT, FLUX.1's is; write arch: flux, {remedy}"
-    rule(TOOLKIT, "model.arch", family != "flux", text, default=family)
-    text = "ai-toolkit takes what begins with it in the run's folder for its save; write a longer one"
-    rule(TOOLKIT, "name", any(one.startswith(name) for one in WRITTEN), text, default=name)
-    other = entry.given("save.dtype") and DTYPES.get(get("save.dtype")) != trained
-    rule(TOOLKIT, "save.dtype", other, f"ai-toolkit saves a whole FLUX as it is trained; write {trained}, or remove it")
-    text = "ai-toolkit's average changes weights unseen, so FP8 codes of them would be old; write use_ema: false"
-    rule(TOOLKIT, "train.ema_config", get("train.ema_config.use_ema") is True, text)
-    for key in ("lora_path", "assistant_lora_path", "inference_lora_path"):
-        text = "is added at each start, so a resumed run would have it twice; remove it"
-        rule(TOOLKIT, f"model.{key}", get(f"model.{key}"), text)
-    for key in ("only_if_contains", "ignore_if_contains"):
-        text = "coat.include and coat.exclude choose what is trained; write those instead"
-        rule(TOOLKIT, f"model.{key}", get(f"model.{key}"), text)
-    text = "a whole model is trained with COAT alone, on one GPU, without the model as it was; write false"
-    for key in (
-        *("train.train_text_encoder", "train.diff_output_preservation", "train.blank_prompt_preservation"),
-        *("train.inverted_mask_prior", "model.compile", "model.split_model_over_gpus"),
-    ):
-        rule(TOOLKIT, key, get(key) is True, text)
-    rule(TOOLKIT, "adapter", get("adapter"), f"a whole model is trained without one; remove it, {remedy}")
-    text = "goes backward several times, and fused_backward updates in one pass; write {}"
-    several = fused and get("train.single_item_batching") is True
-    rule(TOOLKIT, "train.single_item_batching", several, text.format("false"))
-    several = fused and get("train.loss_type") == "mean_flow"
-    rule(TOOLKIT, "train.loss_type", several, text.format("mse"))
+    if qtype == COAT_QTYPE and not coat.weight.use_fp8:
+        text = "coat.weight.use_fp8: false asks for bf16 weights; write quantize: false"
+        entry.error("model.qtype", text)
+    if not entry.alone and qtype not in (None, COAT_QTYPE):
+        text = f"linears stay as ai-toolkit quantizes them and multiply its way; write {COAT_QTYPE} for FP8 GEMMs"
+        entry.warn("model.qtype", text)
+    if optimizer != COAT_OPTIMIZER:
+        if coat.optimizer.use_fp8 and entry.given("coat.optimizer"):
+            text = "the block coat.optimizer would have no effect"
+            entry.error("train.optimizer", f"{text}; write {COAT_OPTIMIZER}, or coat.optimizer.use_fp8: false")
+        elif coat.optimizer.use_fp8 or entry.alone:
+            text = f"stores the moments its own way, not as COAT; write {COAT_OPTIMIZER} for FP8 moments"
+            entry.warn("train.optimizer", text)
+    if entry.get("train.gradient_checkpointing") is False and coat.memory.checkpointing == "all":
+        text = "train.gradient_checkpointing: false forbids recomputation; write none or auto, or true there"
+        entry.error("coat.memory.checkpointing", text)
+    device = entry.get("device")
+    if coat.speed.attention != "auto" and device in ("cpu", "mps"):
+        text = f"is a kernel for NVIDIA GPUs, and device is {device}; write auto"
+        entry.error("coat.speed.attention", text)
 
 
 # -- photos and prompts ------------------------------------------------------------------------------------------------
 
 
-def _datasets(entry: Entry) -> None:
-    text = "there is nothing to train on; write '- folder_path: …' below it"
-    entry.rule(BOTH, "datasets", not entry.raw.get("datasets"), text)
-    datasets, everywhere = entry.entries("datasets"), entry.get("train.cache_text_embeddings") is True
-    cached = [everywhere or dataset.get("cache_text_embeddings") is True for dataset in datasets]
-    if any(cached) and not all(cached):
-        text = "must be the same in all datasets; write it in train: instead"
-        datasets[cached.index(False)].rule(BOTH, "cache_text_embeddings", True, text, default=False)
-    text = "has nothing to learn from cached captions; write false, or cache_text_embeddings: false"
-    entry.rule(BOTH, "train.train_text_encoder", any(cached) and entry.get("train.train_text_encoder") is True, text)
+def _check_datasets(entry: Entry) -> None:
+    if not entry.raw.get("datasets"):
+        entry.error("datasets", "there is nothing to train on; write '- folder_path: …' below it")
+    datasets, everywhere = entry.entries("datasets"), bool(entry.get("train.cache_text_embeddings"))
+    cached = [everywhere or bool(dataset.get("cache_text_embeddings")) for dataset in datasets]
+    if any(cached):
+        if not all(cached):
+            text = "must be the same in all datasets; write it in train: instead"
+            datasets[cached.index(False)].error("cache_text_embeddings", text)
+        text = "has nothing to learn from cached captions; write false, or cache_text_embeddings: false"
+        entry.forbid("train.train_text_encoder", text)
     for dataset, is_cached in zip(datasets, cached, strict=True):
-        place = dataset.get("folder_path") or dataset.get("dataset_path")
-        dataset.rule(BOTH, "folder_path", not place, "is missing, must be a string; add it")
-        if place:
-            _check_path(place, f"{dataset.path}.folder_path", entry.findings)
-        extension = dataset.get("caption_ext", "txt").lower()
-        wrong = not _CAPTION_EXT.fullmatch(extension) or extension.rpartition(".")[2] in _NO_CAPTIONS
+        _check_dataset(dataset, is_cached, entry.is_flux)
+
+
+def _check_dataset(dataset: Entry, is_cached: bool, is_flux: bool) -> None:
+    if not (dataset.get("folder_path") or dataset.get("dataset_path")):
+        dataset.error("folder_path", "is missing, must be a string; add it")
+    for key in ("folder_path", "dataset_path"):
+        _check_path(dataset, key)
+    extension = dataset.get("caption_ext", "txt").lower()
+    if not _CAPTION_EXT.fullmatch(extension) or extension.rpartition(".")[2] in _NO_CAPTIONS:
         text = "must be the end of a file name that holds a caption as plain text; write txt"
-        dataset.rule(BOTH, "caption_ext", wrong, text)
-        _check_resolution(dataset)
+        dataset.error("caption_ext", text)
+    if is_cached:
         text = "a cached caption is encoded once, in one order; write false, or cache_text_embeddings: false"
-        dataset.rule(BOTH, "shuffle_tokens", is_cached and dataset.get("shuffle_tokens") is True, text)
-        if entry.trainer == AI_TOOLKIT:
-            _check_inside_ai_toolkit(dataset, is_cached)
+        dataset.forbid("shuffle_tokens", text)
+    _check_resolution(dataset, is_flux)
+    if dataset.alone:
+        return
+    if is_cached:
+        text = "ai-toolkit ignores it with cached text embeddings; write 0, or cache_text_embeddings: false"
+        dataset.forbid("token_dropout_rate", text)
+    for key in SIDE_FOLDERS:
+        folders = dataset.get(key, [])
+        if isinstance(folders, str):
+            _check_path(dataset, key)
+            folders = [folders]
+        for folder in folders:
+            if isinstance(folder, str) and not Path(folder).is_dir():
+                text = f"no such folder in {Path.cwd()}, and ai-toolkit would go on without it; correct the path"
+                dataset.error(key, text)
 
 
-def _check_resolution(dataset: Entry) -> None:
+def _check_resolution(dataset: Entry, is_flux: bool) -> None:
     """Warn of sizes that are not a multiple of the bucket step: photos train smaller than configured."""
     value = dataset.get("resolution", [512])
     sizes = value if isinstance(value, list) else [value]
-    wrong = [size for size in sizes if isinstance(size, bool) or not isinstance(size, int) or size < MIN_RESOLUTION]
-    text = f"must be a whole number, or a list of them, each of at least {MIN_RESOLUTION}; write [512]"
-    dataset.rule(BOTH, "resolution", not sizes or wrong, text)
-    for size in () if wrong or not dataset.is_flux else sizes:
-        low = size // BUCKET_STEP * BUCKET_STEP
-        text = f"not a multiple of {BUCKET_STEP}, FLUX's bucket step, so a square photo is trained at {low}×{low}"
+    whole = all(isinstance(size, int) and not isinstance(size, bool) for size in sizes)
+    if not sizes or not whole or min(sizes) < MIN_RESOLUTION:
+        text = f"must be a whole number, or a list of them, each of at least {MIN_RESOLUTION}; write [512]"
+        dataset.error("resolution", text)
+        return
+    for size in sizes if is_flux else ():
         if size % BUCKET_STEP:
+            low = size // BUCKET_STEP * BUCKET_STEP
+            text = f"not a multiple of {BUCKET_STEP}, FLUX's bucket step, so a square photo is trained at {low}×{low}"
             remedy = f"write {low} or {low + BUCKET_STEP}"
             dataset.findings.warn(f"{dataset.path}.resolution", f"{text}; {remedy}", size)
 
 
-def _check_inside_ai_toolkit(dataset: Entry, is_cached: bool) -> None:
-    for key in SIDE_FOLDERS:
-        value, path = dataset.get(key), f"{dataset.path}.{key}"
-        for side in value if isinstance(value, list) else [value]:
-            if isinstance(side, str) and _check_path(side, path, dataset.findings) and not Path(side).is_dir():
-                text = f"no such folder in {Path.cwd()}, and ai-toolkit would go on without it; correct the path"
-                dataset.findings.add(path, text, side)
-    text = f"ai-toolkit {dataset.toolkit.version} ignores it with cached text embeddings"
-    text += "; write 0, or cache_text_embeddings: false"
-    dataset.rule(TOOLKIT, "token_dropout_rate", is_cached and dataset.get("token_dropout_rate", 0) > 0, text)
-
-
-def _samples(entry: Entry) -> None:
-    rule, prompts, items = entry.rule, entry.get("sample.prompts", []), entry.entries("sample.samples")
-    twice = prompts and entry.get("sample.samples")
-    rule(BOTH, "sample.prompts", twice, "ai-toolkit ignores it when there are samples; keep one of them")
-    texts = [(f"{entry.path}.sample.prompts[{i}]", text) for i, text in enumerate(prompts)]
-    texts += [(f"{item.path}.prompt", item.get("prompt", "")) for item in items]
-    for path, text in texts:
+def _check_samples(entry: Entry) -> None:
+    prompts, items = entry.get("sample.prompts", []), entry.entries("sample.samples")
+    if prompts and entry.get("sample.samples"):
+        entry.error("sample.prompts", "ai-toolkit ignores it when there are samples; keep one of them")
+    texts = {f"{entry.path}.sample.prompts[{i}]": text for i, text in enumerate(prompts)}
+    for item in items:
+        texts[f"{item.path}.prompt"] = item.get("prompt", "")
+    for path, text in texts.items():
         if not isinstance(text, str):
             entry.findings.add(path, "must be a string; write it in quotes", text)
-        elif entry.trainer == STANDALONE and _PROMPT_FLAG.search(text):
-            wrong = "flags in a prompt are not supported by the stand-alone trainer; write an entry of samples instead"
-            entry.findings.add(path, wrong, text)
-    _check_trigger(entry, [(path, text) for path, text in texts if isinstance(text, str)])
-    if entry.trainer == STANDALONE or not entry.is_flux:
+        elif entry.alone and _PROMPT_FLAG.search(text):
+            rule = "flags in a prompt are not supported by the stand-alone trainer"
+            entry.findings.add(path, f"{rule}; write an entry of samples instead", text)
+    _check_trigger(entry, {path: text for path, text in texts.items() if isinstance(text, str)})
+    if entry.alone or not entry.is_flux:
         return
-    draws = (prompts or items) and entry.get("train.disable_sampling") is not True
-    text = "FLUX is sampled by flowmatch, which is not ai-toolkit's default; write sampler: flowmatch"
-    rule(TOOLKIT, "sample.sampler", draws and entry.get("sample.sampler") != "flowmatch", text)
-    for side in ("width", "height"):
-        value = entry.get(f"sample.{side}", SIDE_STEP)
-        text = f"not a multiple of {SIDE_STEP}, so FLUX draws {value // SIDE_STEP * SIDE_STEP}; write that"
-        rule(TOOLKIT, f"sample.{side}", value % SIDE_STEP, text, warn=True)
+    draws = (prompts or items) and not entry.get("train.disable_sampling")
+    if draws and entry.get("sample.sampler") != "flowmatch":
+        text = "FLUX is sampled by flowmatch, which is not ai-toolkit's default; write sampler: flowmatch"
+        entry.error("sample.sampler", text)
+    for key in ("sample.width", "sample.height"):
+        pixels = entry.get(key, SIDE_STEP)
+        if pixels % SIDE_STEP:
+            drawn = pixels // SIDE_STEP * SIDE_STEP
+            entry.warn(key, f"not a multiple of {SIDE_STEP}, so FLUX draws {drawn}; write that")
     for item in entry.entries("train.validation_config.validation_items"):
-        place = item.get("image_path")
-        absent = isinstance(place, str) and not Path(place).is_file()
-        item.rule(TOOLKIT, "image_path", absent, f"no such image in {Path.cwd()}; write the path of one")
+        image = item.get("image_path")
+        if isinstance(image, str) and not Path(image).is_file():
+            item.error("image_path", f"no such image in {Path.cwd()}; write the path of one")
 
 
-def _check_trigger(entry: Entry, prompts: list[tuple[str, str]]) -> None:
-    trigger, rule = entry.get("trigger_word", ""), entry.rule
-    text = "is the placeholder for the trigger word; write the word itself"
-    rule(BOTH, "trigger_word", trigger == TRIGGER_TAG, text)
-    text = "starts or ends with a blank, so it is found in no caption; remove the blank"
-    rule(BOTH, "trigger_word", trigger != trigger.strip(), text)
+def _check_trigger(entry: Entry, prompts: Mapping[str, str]) -> None:
+    trigger = entry.get("trigger_word", "")
+    if trigger == TRIGGER_TAG:
+        entry.error("trigger_word", "is the placeholder for the trigger word; write the word itself")
+    if trigger != trigger.strip():
+        entry.error("trigger_word", "starts or ends with a blank, so it is found in no caption; remove the blank")
     share, script = foreign_script(trigger)
-    text = f"{T5_BLIND.format(script)}; write a rare word in Latin letters"
-    rule(BOTH, "trigger_word", share > FOREIGN_SHARE, text, warn=True)
+    if share > FOREIGN_SHARE:
+        entry.warn("trigger_word", f"{T5_BLIND.format(script)}; write a rare word in Latin letters")
     if not entry.sound("trigger_word"):
         return
-    for path, prompt in prompts:
+    for path, prompt in prompts.items():
         share, script = foreign_script(prompt)
         if share > FOREIGN_SHARE:
             entry.findings.warn(path, f"{T5_BLIND.format(script)}; write the prompt in English", prompt)
@@ -446,7 +596,7 @@ def _check_trigger(entry: Entry, prompts: list[tuple[str, str]]) -> None:
 
 
 def foreign_script(text: str) -> tuple[float, str]:
-    """Share of letters that FLUX's T5 lacks, and their main script; it has Latin, some Cyrillic and Greek."""
+    """Share of letters that FLUX's T5 lacks, and their main script; it has Latin, and few others."""
     letters = [unicodedata.name(c, "").partition(" ")[0] for c in text if c.isalpha()]
     latin = ("LATIN", "FULLWIDTH", "MODIFIER", "FEMININE", "MASCULINE")
     counts = Counter(name for name in letters if name not in latin)

@@ -13,10 +13,10 @@ from typing import Any
 
 from ...base.names import COAT_TYPE
 from ...config.check import require_packages
-from ...config.entry import STANDALONE, STANDALONE_ARCHS, arch_of
 from ...config.findings import ConfigError, Finding, Findings, closest
 from ...config.job import JobConfig
 from ...config.job_sections import PROCESS_TYPES
+from ...config.rules import STANDALONE, STANDALONE_ARCHS, arch_of
 from . import ARCHS, FAMILIES, FLUX, FLUX2, PIPELINES, REFUSED
 from .checkpoint import DEV, IN_CHANNELS, SUFFIXES, CheckpointError, base_model, flux_config, read_header
 from .family import Family

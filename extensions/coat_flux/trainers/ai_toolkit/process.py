@@ -21,16 +21,15 @@ from ...blocks.lora import attach_lora
 from ...blocks.models.check import check_models
 from ...blocks.runner import BlockRunner
 from ...config.check import check_job_dict
-from ...config.entry import coat_of_entry
 from ...config.findings import ConfigError
-from ...config.job import JobConfig
+from ...config.job import JobConfig, coat_of_entry
 from ...config.job_file import load_job_yaml
 from ...config.launch import DDP, LaunchError, launch_obstacle, shares_weights
 from ...data.hold_out import describe_lowest
 from ...mini_flux import provide_embedded
 from ...plan.job import job_facts
 from ...plan.predict import outside_bytes
-from ...saves.repair import run_lock
+from ...saves.lock import run_lock
 from ...saves.rng import kept_draws
 from ...watch.memory_report import finish
 from ...watch.phases import MEMORY_FILE, PhaseTracker
@@ -38,11 +37,12 @@ from ..processes import EXIT_OTHER, first_to_fail
 from . import host
 from .full import FullModel
 from .host import AIToolkitError, detail, info, patched
-from .loop import LOSSES, Team, TrainingLoop, explain_end, live_run
+from .loop import LOSSES, TrainingLoop, explain_end, live_run
 from .optimizer import check_optimizer, install_optimizer
 from .photos import HeldOutPhotos, check_photos
 from .quantizer import choose_at_load, convert_model, install_quantizer
 from .resume import Continuation, find_continuation
+from .team import Team
 
 INHERITED = ("get_conf", "get_latest_save_path", "on_error", *LOSSES)
 
@@ -66,8 +66,7 @@ class CoatFluxTrainer(HostTrainer):
 
     def run(self) -> None:
         """Run the job, and report what ended it."""
-        own = vars(CoatFluxTrainer).items()
-        hooks = [name for name, value in own if callable(value) and not name.startswith("_")]
+        hooks = [name for name, value in vars(CoatFluxTrainer).items() if callable(value) and not name.startswith("_")]
         missing = [name for name in (*hooks, *INHERITED) if not hasattr(HostTrainer, name)]
         if missing:
             raise AIToolkitError(f"{HostTrainer.__name__} has no {', '.join(missing)}")
@@ -118,7 +117,7 @@ class CoatFluxTrainer(HostTrainer):
             lines.open(folder)
         self._live = self._held.enter_context(live_run(self))
         self.coat = config_for(self.device_torch, self.coat)
-        host.config = self.coat
+        host.begin_job(self.coat)
         choose_at_load(self)
         is_compiled = bool(getattr(self.model_config, "compile", False))
         memory_file = folder / MEMORY_FILE if self._team.is_main else None
@@ -150,13 +149,10 @@ class CoatFluxTrainer(HostTrainer):
 
     def _config_file(self) -> str:
         files = [word for word in sys.argv[1:] if word.endswith((".yaml", ".yml", ".json", ".jsonc"))]
-        if len(files) == 1:
-            return files[0]
-        return os.path.join(self.save_root, "config.yaml")
+        return files[0] if len(files) == 1 else os.path.join(self.save_root, "config.yaml")
 
     def _job_config(self) -> Any:
-        entry = copy.deepcopy(dict(self.config))
-        raw = {"job": "extension", "config": {"name": self.job.name, "process": [entry]}}
+        raw = {"job": "extension", "config": {"name": self.job.name, "process": [copy.deepcopy(dict(self.config))]}}
         return JobConfig.from_dict(raw, file=self._config_file())
 
     def hook_after_model_load(self) -> None:
@@ -189,9 +185,7 @@ class CoatFluxTrainer(HostTrainer):
 
     def _text_encoders(self) -> list[Any]:
         encoders = self.sd.text_encoder
-        if not isinstance(encoders, list):
-            encoders = [encoders]
-        return [encoder for encoder in encoders if encoder is not None]
+        return [e for e in (encoders if isinstance(encoders, list) else [encoders]) if e is not None]
 
     def hook_add_extra_train_params(self, params: Any) -> Any:
         """Let adapters share their base linear's FP8 input, or choose trained parameters."""
@@ -289,9 +283,7 @@ class CoatFluxTrainer(HostTrainer):
         """Delay the web UI's stop until the end of the step."""
         if self._training is None:
             super().maybe_stop()
-            return
-        is_asked = self.should_stop() or self.should_return_to_queue()
-        if is_asked and self.is_ui_trainer and not self._training.stops:
+        elif self.is_ui_trainer and not self._training.stops and (self.should_stop() or self.should_return_to_queue()):
             self._training.ask_to_stop("the web UI")
 
     def _stop_as_asked(self) -> None:
