@@ -1,15 +1,12 @@
-"""Makes the photos and folders of these tests: tagged with colour profiles, cut out, and broken in every usual way."""
+"""Makes the photos and folders of these tests: tagged with colour profiles, cut out, damaged."""
 
 from __future__ import annotations
 
 import io
-import os
-import shutil
 import struct
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -42,15 +39,7 @@ def encoded(image: Image.Image, kind: str, **options: object) -> bytes:
 
 
 def png(width: int, height: int, depth: int, colour: int, rows: bytes) -> bytes:
-    """A PNG from its parts, also one that no program would write.
-
-    Args:
-        width: Of the header, in pixels.
-        height: Of the header.
-        depth: Bits per channel.
-        colour: PNG's colour type: 0 grey, 2 RGB, 4 grey with alpha, 6 RGBA.
-        rows: The pixels as stored, each row led by its filter byte.
-    """
+    """A PNG from its parts: bits per channel, colour type (0 grey, 2 RGB), and rows, each led by its filter byte."""
     header = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
     parts = [(b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")]
     return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(*part) for part in parts)
@@ -73,12 +62,7 @@ def with_chunk(content: bytes, name: bytes, data: bytes) -> bytes:
 
 
 def matrix_profile(primaries: Sequence[tuple[float, float]], gamma: float | None = None) -> bytes:
-    """A version 2 ICC display profile: three primaries and one curve, all a camera's or phone's profile has.
-
-    Args:
-        primaries: CIE xy of red, green and blue, white point D65.
-        gamma: Exponent of the curve; None is sRGB's.
-    """
+    """A version 2 ICC display profile of CIE xy primaries, white point D65, and a curve (None: sRGB's)."""
     columns = _adapted(primaries).T
     values = np.linspace(0, 1, 1024)
     linear = np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
@@ -155,142 +139,6 @@ def good_folder(folder: Path, count: int = 3) -> Path:
     return folder
 
 
-# --- spoiling a good folder: each returns a function of the folder, or is one -----------------------------------------
-
-
-def image(name: str, content: bytes | str) -> Callable[[Path], None]:
-    """A file beside the good ones, with a caption."""
-
-    def make(folder: Path) -> None:
-        write(folder / name, content)
-        write((folder / name).with_suffix(".txt"), "a photo of ohwx in a field")
-
-    return make
-
-
-def caption(content: bytes | str) -> Callable[[Path], None]:
-    return lambda folder: write(folder / "good1.txt", content) and None
-
-
-def captions(*texts: str) -> Callable[[Path], None]:
-    """As many photos as texts, with these captions."""
-
-    def make(folder: Path) -> None:
-        for i, text in enumerate(texts):
-            write(folder / f"good{i}.jpg", jpeg(seed=100 + i))
-            write(folder / f"good{i}.txt", text)
-
-    return make
-
-
-def extra(name: str, content: bytes | str = b"x") -> Callable[[Path], None]:
-    return lambda folder: write(folder / name, content) and None
-
-
-def settings(**changes: Any) -> Callable[[Path], dict[str, Any]]:
-    return lambda folder: changes
-
-
-def emptied(folder: Path) -> None:
-    for path in folder.iterdir():
-        path.unlink()
-
-
-def renamed(extension: str) -> Callable[[Path], None]:
-    def make(folder: Path) -> None:
-        for path in folder.glob("*.txt"):
-            path.rename(path.with_suffix(extension))
-
-    return make
-
-
-def removed(folder: Path) -> None:
-    shutil.rmtree(folder)
-
-
-def replaced_by_a_file(folder: Path) -> None:
-    shutil.rmtree(folder)
-    folder.write_bytes(b"x")
-
-
-def broken_link(folder: Path) -> None:
-    (folder / "bad.jpg").symlink_to(folder / "nowhere.jpg")
-
-
-def self_link(folder: Path) -> None:
-    (folder / "bad.jpg").symlink_to("bad.jpg")
-
-
-def linked_folder(folder: Path) -> None:
-    good_folder(folder.parent / "elsewhere", 1)
-    (folder / "more").symlink_to(folder.parent / "elsewhere", target_is_directory=True)
-
-
-def linked_loop(folder: Path) -> None:
-    (folder / "again").symlink_to(folder, target_is_directory=True)
-
-
-def linked_cache(folder: Path) -> None:
-    (folder.parent / "elsewhere").mkdir()
-    (folder / "_coat_cache").symlink_to(folder.parent / "elsewhere", target_is_directory=True)
-
-
-def linked_cache_inside(folder: Path) -> None:
-    (folder / "_coat_cache").mkdir()
-    (folder / "_coat_cache" / "latents").symlink_to(folder.parent, target_is_directory=True)
-
-
-def linked_device(folder: Path) -> None:
-    (folder / "bad.jpg").symlink_to("/dev/zero")
-
-
-def pipe(name: str) -> Callable[[Path], None]:
-    return lambda folder: os.mkfifo(folder / name)
-
-
-def caption_folder(folder: Path) -> None:
-    (folder / "good1.txt").unlink()
-    (folder / "good1.txt").mkdir()
-
-
-def caption_pipe(folder: Path) -> None:
-    (folder / "good1.txt").unlink()
-    os.mkfifo(folder / "good1.txt")
-
-
-def caption_link(folder: Path) -> None:
-    (folder / "good1.txt").unlink()
-    (folder / "good1.txt").symlink_to("nowhere.txt")
-
-
-def image_folder(folder: Path) -> None:
-    good_folder(folder / "bad.jpg", 1)
-    write(folder / "bad.jpg" / "good0.jpg", jpeg(seed=9))
-
-
-def twins(folder: Path) -> None:
-    write(folder / "good1.png", encoded(noise(seed=55), "PNG"))
-
-
-def copies(folder: Path) -> None:
-    smaller = noise((128, 128), seed=100).resize((96, 96))
-    image("copy.png", encoded(smaller, "PNG"))(folder)
-
-
-def wide(folder: Path) -> None:
-    image("bad.jpg", jpeg((2000, 40), seed=3))(folder)
-
-
-def named(name: str | bytes) -> Callable[[Path], None]:
-    def make(folder: Path) -> None:
-        path = os.path.join(os.fsencode(folder), os.fsencode(name))
-        for extension, content in ((b".jpg", jpeg(seed=3)), (b".txt", b"a photo of ohwx in a field")):
-            with open(path + extension, "wb") as file:
-                file.write(content)
-
-    return make
-
-
 def animation(kind: str) -> bytes:
     return encoded(noise(seed=1), kind, save_all=True, append_images=[noise(seed=2)], duration=100)
 
@@ -303,7 +151,3 @@ def cutout(alpha: int) -> bytes:
 
 def half(content: bytes) -> bytes:
     return content[: len(content) // 2]
-
-
-def flipped(content: bytes, at: int) -> bytes:
-    return content[:at] + bytes([content[at] ^ 0xFF]) + content[at + 1 :]

@@ -3,47 +3,193 @@
 from __future__ import annotations
 
 import os
+import shutil
+import sys
 import time
+import zlib
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from PIL import Image
 
 from coat_flux.config.job_sections import DatasetSection
+from coat_flux.data.dataset import scan
 from coat_flux.data.files import DatasetError
-from coat_flux.data.loader import scan
 from coat_flux.data.preflight import DataReport, inspect_datasets
-from tests.reliability.bad_datasets import CASES, TRIGGER, needs_posix
-from tests.reliability.photos import cutout, good_folder, half, jpeg, write
+from tests.reliability.photos import animation, cutout, encoded, good_folder, half, jpeg, noise, png, with_chunk, write
 from tests.tolerances import BAD_DATASET_SECONDS
 
+TRIGGER = "ohwx"
+POSIX = pytest.mark.skipif(sys.platform == "win32", reason="links, pipes and names that Windows does not have")
 
-def inspect(folder: Path, trigger: str | None, changes: dict[str, Any]) -> DataReport:
-    policy = {key: changes.pop(key) for key in ("background", "transparency") if key in changes}
-    section = DatasetSection(folder_path=str(folder), **({"resolution": (64,), "caption_ext": "txt"} | changes))
+
+class Bad(NamedTuple):
+    """One malformed dataset: `make` spoils a good folder; the finding is about `file` and says `words`."""
+
+    name: str
+    make: Callable[[Path], Any]
+    file: str
+    words: str
+    is_error: bool = True
+    trigger: str | None = TRIGGER
+    settings: tuple[tuple[str, Any], ...] = ()  # of the dataset, or of the pre-flight
+
+
+def image(name: str, content: bytes | str) -> Callable[[Path], None]:
+    """A file beside the good ones, with a caption."""
+
+    def make(folder: Path) -> None:
+        write(folder / name, content)
+        write((folder / name).with_suffix(".txt"), "a photo of ohwx in a field")
+
+    return make
+
+
+def captions(*texts: bytes | str) -> Callable[[Path], None]:
+    """As many photos as texts, with these captions."""
+
+    def make(folder: Path) -> None:
+        for i, text in enumerate(texts):
+            write(folder / f"good{i}.jpg", jpeg(seed=100 + i))
+            write(folder / f"good{i}.txt", text)
+
+    return make
+
+
+def extra(name: str, content: bytes | str = b"x") -> Callable[[Path], Path]:
+    return lambda folder: write(folder / name, content)
+
+
+def renamed(extension: str) -> Callable[[Path], None]:
+    def make(folder: Path) -> None:
+        for path in folder.glob("*.txt"):
+            path.rename(path.with_suffix(extension))
+
+    return make
+
+
+def emptied(folder: Path) -> None:
+    for path in folder.iterdir():
+        path.unlink()
+
+
+def file_instead(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.write_bytes(b"x")
+
+
+def folder_as_caption(folder: Path) -> None:
+    (folder / "good1.txt").unlink()
+    (folder / "good1.txt").mkdir()
+
+
+def linked_folder(folder: Path) -> None:
+    good_folder(folder.parent / "elsewhere", 1)
+    (folder / "more").symlink_to(folder.parent / "elsewhere", target_is_directory=True)
+
+
+PNG = encoded(noise(seed=5), "PNG")
+FLIPPED = PNG[:400] + bytes([PNG[400] ^ 0xFF]) + PNG[401:]
+TEXT_BOMB = with_chunk(PNG, b"zTXt", b"a\0\0" + zlib.compress(bytes(9**8)))
+BIG_ROWS = b"\0" * 1000
+HEIC = b"\0\0\0\x18ftypheic" + bytes(20)
+COPY = encoded(noise((128, 128), seed=100).resize((96, 96)), "PNG")
+GARMENT = [f"ohwx, blue denim jacket {where}" for where in ("at sea", "in rain", "on snow", "by night")]
+ERRORS = [
+    # files that are no image, or damaged
+    Bad("zero bytes", image("bad.jpg", b""), "bad.jpg", "the file is empty"),
+    Bad("web page", image("bad.png", "<!DOCTYPE html><p>403"), "bad.png", "web page"),
+    Bad("lfs", image("bad.jpg", "version https://git-lfs.github.com/spec/v1"), "bad.jpg", "Git LFS pointer"),
+    Bad("heic as jpg", image("bad.jpg", HEIC), "bad.jpg", "HEIC"),
+    Bad("gif as jpg", image("bad.jpg", encoded(noise(), "GIF")), "bad.jpg", "it is a GIF"),
+    Bad("random bytes", image("bad.webp", b"\x93\x01\xfe" * 50), "bad.webp", "not JPEG, PNG or WebP"),
+    Bad("half a jpeg", image("bad.jpg", half(jpeg())), "bad.jpg", "truncated"),
+    Bad("half a png", image("bad.png", half(PNG)), "bad.png", "truncated"),
+    Bad("jpeg header", image("bad.jpg", jpeg()[:20]), "bad.jpg", "cannot be read"),
+    Bad("png pixels", image("bad.png", FLIPPED), "bad.png", "cannot be read"),
+    Bad("lying header", image("bad.png", png(9000, 9000, 1, 0, BIG_ROWS)), "bad.png", "truncated"),
+    Bad("bomb", image("bad.png", png(30000, 30000, 1, 0, BIG_ROWS)), "bad.png", "too large to be read"),
+    Bad("text bomb", image("bad.png", TEXT_BOMB), "bad.png", "cannot be read"),
+    # images that cannot be trained on
+    Bad("animated png", image("bad.png", animation("PNG")), "bad.png", "animation of 2 frames"),
+    Bad("animated webp", image("bad.webp", animation("WEBP")), "bad.webp", "animation of 2 frames"),
+    Bad("tracking pixel", image("bad.png", encoded(noise((64, 31)), "PNG")), "bad.png", "64x31 pixels"),
+    Bad("all transparent", image("bad.png", cutout(0)), "bad.png", "transparent all over"),
+    # files and folders that are none
+    Bad("no folder", shutil.rmtree, "photos", "there is no such folder"),
+    Bad("a file", file_instead, "photos", "this is a file, not a folder"),
+    Bad("empty folder", emptied, "photos", "the folder has no images"),
+    # captions
+    Bad("latin-1", captions("a", "robe d'été".encode("latin-1")), "good1.txt", "0xe9 at offset 7"),
+    Bad("utf-16", captions("a", "ohwx".encode("utf-16")), "good1.txt", "is not UTF-8"),
+    Bad("utf-16 without mark", captions("a", "ohwx".encode("utf-16-le")), "good1.txt", "zero bytes"),
+    Bad("a book as caption", captions("a", "ohwx " * 300_000), "good1.txt", "too large for a caption"),
+    Bad("folder as caption", folder_as_caption, "good1.txt", "not a file"),
+    Bad("all captions .caption", renamed(".caption"), "photos", "caption_ext: caption"),
+    Bad("captions in a list", lambda f: renamed(".jsonl")(f), "photos", "may hold captions"),
+]
+WARNINGS = [
+    Bad("no caption", lambda f: (f / "good1.txt").unlink(), "photos", "1 of 3 images have no .txt caption"),
+    Bad("empty caption", extra("good1.txt", ""), "photos", "1 captions are empty (first: that of good1.jpg)"),
+    Bad("photo.jpg.txt", extra("good1.jpg.txt"), "photos", "belong to no image (first: good1.jpg.txt)"),
+    Bad("[trigger]", captions("a [trigger]", "one [name]"), "photos", "2 captions use [trigger]", trigger=None),
+    Bad(
+        "nothing in common",
+        captions("red hat", "blue sky", "big tree", "old car"),
+        "photos",
+        "no word in common",
+        trigger=None,
+    ),
+    Bad("trigger in a word", captions("a foxglove", "the fox runs"), "photos", "within another word", trigger="fox"),
+    Bad("other capitals", captions("a photo of Ohwx", "ohwx by the sea"), "photos", "other capitals"),
+    Bad("captions of the garment", captions(*GARMENT), "photos", "'blue', 'denim', 'jacket'"),
+    Bad("near duplicate", image("copy.png", COPY), "photos", "(first: good0.jpg, like copy.png)"),
+    Bad("same stem", extra("good1.png", encoded(noise(seed=55), "PNG")), "photos", "good1.jpg and good1.png share"),
+    Bad("too small", lambda f: None, "photos", "trains at 64x64", settings=(("resolution", (512,)),)),
+    Bad(
+        "enlarged", lambda f: None, "photos", "trains at 512x512", settings=(("resolution", (512,)), ("buckets", False))
+    ),
+    Bad("a strip", image("bad.jpg", jpeg((2000, 40), seed=3)), "photos", "lose more than 25% of their area"),
+    Bad("phone photos", extra("IMG_1.HEIC"), "photos", "1 images are not read (first: IMG_1.HEIC)"),
+    Bad("broken profile", image("bad.jpg", jpeg(seed=8, icc_profile=b"x")), "bad.jpg", "profile cannot be used"),
+    Bad("cmyk", image("bad.jpg", encoded(noise(seed=8).convert("CMYK"), "JPEG")), "bad.jpg", "CMYK without"),
+    Bad(
+        "mask without alpha",
+        lambda f: None,
+        "coat.data.transparency=mask",
+        "no photo has transparent",
+        settings=(("transparency", "mask"),),
+    ),
+]
+if sys.platform != "win32":
+    ERRORS += [
+        Bad("broken link", lambda f: (f / "bad.jpg").symlink_to("nowhere.jpg"), "bad.jpg", "leads nowhere"),
+        Bad("pipe", lambda f: os.mkfifo(f / "bad.jpg"), "bad.jpg", "not a regular file"),
+    ]
+    WARNINGS += [Bad("linked folder", linked_folder, "more", "which is not entered")]
+CASES = [*ERRORS, *(case._replace(is_error=False) for case in WARNINGS)]
+
+
+def inspect(folder: Path, trigger: str | None = TRIGGER, **settings: Any) -> DataReport:
+    policy = {key: settings.pop(key) for key in ("background", "transparency") if key in settings}
+    section = DatasetSection(folder_path=str(folder), **({"resolution": (64,), "caption_ext": "txt"} | settings))
     return inspect_datasets([section], trigger, **policy)
 
 
-def test_the_folder_that_is_spoilt_has_nothing_to_be_said_against(tmp_path):
-    report = inspect(good_folder(tmp_path / "photos"), TRIGGER, {})
-    assert (report.errors, report.warnings, len(report.samples)) == ([], [], 3)
-
-
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.name, marks=case.marks) for case in CASES])
-def test_each_is_answered_with_one_clear_finding(case, tmp_path):
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_each_is_answered_with_one_clear_finding(case: Bad, tmp_path: Path) -> None:
     folder = good_folder(tmp_path / "photos")
-    changes = case.make(folder) or {}
+    case.make(folder)
     start = time.process_time()
-    report = inspect(folder, case.trigger, changes)
+    report = inspect(folder, case.trigger, **dict(case.settings))
     assert time.process_time() - start < BAD_DATASET_SECONDS
-    findings = (report.errors, report.warnings) if case.error else (report.warnings, report.errors)
-    assert findings[1] == []
-    (line,) = findings[0]
-    subject, said = line.split(": ", 1)
-    assert case.says[0] in subject
-    for words in case.says[1:]:
-        assert words in said
+    assert (report.errors, report.warnings)[case.is_error] == []
+    (line,) = report.errors if case.is_error else report.warnings
+    subject, text = line.split(": ", 1)
+    assert case.file in subject
+    assert case.words in text
     assert line.isprintable()
 
 
@@ -61,51 +207,43 @@ def test_training_is_refused_with_the_same_errors_and_prints_the_same_warnings(t
     assert str(caught.value).splitlines() == [*report.errors[:5], "... and 2 more; `coat-flux data` lists them all"]
 
 
-def test_all_errors_of_a_folder_are_found_at_once(tmp_path):
+def test_all_errors_of_a_folder_are_found_at_once_and_said_once(tmp_path):
     folder = good_folder(tmp_path / "photos")
+    assert (inspect(folder).errors, inspect(folder).warnings) == ([], [])
     write(folder / "bad.jpg", half(jpeg()))
     write(folder / "good1.txt", b"\xff")
     write(folder / "worse.png", "text")
-    report = inspect(folder, TRIGGER, {})
-    assert len(report.errors) == 3
-    assert [path.name for path in report.unreadable] == ["bad.jpg", "worse.png"]
-    assert [sample.image_path.name for sample in report.samples] == ["good0.jpg", "good1.jpg", "good2.jpg"]
-
-
-def test_several_entries_of_one_folder_say_it_once(tmp_path):
-    folder = good_folder(tmp_path / "photos")
-    write(folder / "bad.jpg", b"")
-    write(folder / "lone.txt", "x")
     entries = [DatasetSection(folder_path=str(folder), resolution=(size,)) for size in (64, 96)]
     report = inspect_datasets(entries, TRIGGER)
-    assert len(report.errors) == 1
-    assert sum("lone.txt" in line for line in report.warnings) == 1
+    assert len(report.errors) == 3
+    assert {path.name for path in report.unreadable} == {"bad.jpg", "worse.png"}
+    names = ["good0.jpg", "good1.jpg", "good2.jpg"]
+    assert [sample.image_path.name for sample in report.samples] == names * 2
 
 
 @pytest.mark.skipif(hasattr(os, "geteuid") and os.geteuid() == 0, reason="root reads what nobody may")
-@needs_posix
+@POSIX
 @pytest.mark.parametrize("name", ["good1.jpg", "good1.txt", "sub"])
 def test_what_may_not_be_read_is_named(tmp_path, name):
     folder = good_folder(tmp_path / "photos")
     good_folder(folder / "sub", 1)
     (folder / name).chmod(0)
     try:
-        report = inspect(folder, TRIGGER, {})
+        (line,) = inspect(folder).errors
     finally:
         (folder / name).chmod(0o700)
-    (line,) = report.errors
     assert name in line
     assert "readable" in line
 
 
 def test_a_photo_is_read_once_while_it_does_not_change(tmp_path, monkeypatch):
     folder = good_folder(tmp_path / "photos")
-    inspect(folder, TRIGGER, {})
+    inspect(folder)
     with monkeypatch.context() as patch:
         patch.setattr(Image.Image, "load", lambda self: pytest.fail("decoded again"))
-        assert inspect(folder, TRIGGER, {}).errors == []
+        assert inspect(folder).errors == []
     write(folder / "good1.jpg", half(jpeg()))
-    assert len(inspect(folder, TRIGGER, {}).errors) == 1
+    assert len(inspect(folder).errors) == 1
 
 
 def test_the_table_shows_buckets_crops_and_corrections(tmp_path):
@@ -115,7 +253,7 @@ def test_the_table_shows_buckets_crops_and_corrections(tmp_path):
     exif = Image.Exif()
     exif[0x0112] = 6
     write(folder / "c.jpg", jpeg((90, 64), seed=2, exif=exif))
-    (table,) = inspect(folder, TRIGGER, {"resolution": (128,)}).tables
+    (table,) = inspect(folder, resolution=(128,)).tables
     rows = [line.split() for line in table.splitlines()[2:-1]]
     assert rows == [
         ["128", "64x64", "1", "0.0%", "0.0%"],
@@ -125,8 +263,16 @@ def test_the_table_shows_buckets_crops_and_corrections(tmp_path):
     assert table.splitlines()[-1] == "  corrected while reading: 1 EXIF orientation, 1 transparency"
 
 
-def test_the_example_set_has_photos_to_correct_and_no_errors():
-    folder = Path(__file__).resolve().parents[2] / "datasets_example" / "clothing"
-    report = inspect(folder, TRIGGER, {"resolution": (512,)})
-    assert (report.errors, report.warnings) == ([], [])
-    assert sum("transparency" in facts.traits for facts in report.photos.values()) == 3
+def test_nothing_visible_in_a_crop_is_an_error_if_transparency_is_the_mask(tmp_path):
+    picture = noise((640, 64), seed=1).convert("RGBA")
+    opacity = Image.new("L", (640, 64), 0)
+    opacity.paste(255, (0, 0, 20, 64))
+    picture.putalpha(opacity)
+    picture.save(tmp_path / "a.png")
+    (line,) = inspect(tmp_path, buckets=False, transparency="mask").errors
+    assert "a.png: nothing visible is left in its crop to 64x64" in line
+    assert inspect(tmp_path, buckets=False).errors == []
+    opacity.paste(255, (310, 0, 330, 64))
+    picture.putalpha(opacity)
+    picture.save(tmp_path / "a.png")
+    assert inspect(tmp_path, buckets=False, transparency="mask").errors == []

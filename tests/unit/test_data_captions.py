@@ -1,4 +1,4 @@
-"""Sidecar captions, trigger word, shuffling."""
+"""Sidecar captions, trigger word, shuffling, and which captions are warned about."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import random
 
 import pytest
 
-from coat_flux.data.captions import caption_file, inject_trigger, read_caption, shuffle_tokens
+from coat_flux.config.job_sections import DatasetSection
+from coat_flux.data.captions import caption_file, inject_trigger, lint_captions, read_caption, shuffle_tokens
+from coat_flux.data.preflight import inspect_datasets
+from tests.reliability.photos import jpeg, write
 
 
 @pytest.mark.parametrize("extension", [".txt", "txt", "caption"])
@@ -17,16 +20,11 @@ def test_sidecar_is_found_beside_the_image(tmp_path, extension):
     assert read_caption(tmp_path / "red.dress.jpg", extension) == "a red dress"
 
 
-def test_byte_order_mark_and_other_scripts(tmp_path):
-    (tmp_path / "a.txt").write_bytes("一条红裙子, robe d'été".encode("utf-8-sig"))
-    assert read_caption(tmp_path / "a.jpg") == "一条红裙子, robe d'été"
-
-
-@pytest.mark.parametrize(("content", "expected"), [(None, None), ("", ""), ("  \n", "")])
-def test_missing_and_blank_captions_differ(tmp_path, content, expected):
-    if content is not None:
-        (tmp_path / "a.txt").write_text(content)
-    assert read_caption(tmp_path / "a.jpg", ".txt") == expected
+def test_a_byte_order_mark_is_dropped_and_missing_and_blank_captions_differ(tmp_path):
+    for text, caption in (("一条红裙子, robe d'été", "一条红裙子, robe d'été"), ("  \n", "")):
+        (tmp_path / "a.txt").write_bytes(text.encode("utf-8-sig"))
+        assert read_caption(tmp_path / "a.jpg") == caption
+    assert read_caption(tmp_path / "b.jpg") is None
 
 
 @pytest.mark.parametrize(
@@ -52,3 +50,77 @@ def test_shuffle_keeps_the_tokens_and_follows_the_seed():
     first, again, other = (shuffle_tokens(caption, random.Random(seed)) for seed in (1, 1, 2))
     assert first == again != other
     assert sorted(first.split(", ")) == ["front view", "long sleeves", "red", "studio light"]
+
+
+# -- warnings ----------------------------------------------------------------------------------------------------------
+
+
+def warnings(folder, captions, trigger="ohwx", **settings) -> list[str]:
+    for i, caption in enumerate(captions):
+        write(folder / f"{i}.jpg", jpeg(seed=i))
+        write(folder / f"{i}.txt", caption)
+    report = inspect_datasets([DatasetSection(folder_path=str(folder), resolution=(64,), **settings)], trigger)
+    assert report.errors == []
+    return [line.removeprefix(f"{folder}: ") for line in report.warnings]
+
+
+@pytest.mark.parametrize(
+    ("captions", "trigger"),
+    [
+        (["ohwx jacket at sea", "ohwx jacket in rain", "a man in ohwx jacket", "ohwx jacket, night"], "ohwx"),
+        (
+            ["[trigger], a red hat", "[trigger], a blue shoe", "[trigger], a green bag", "[trigger], a white belt"],
+            "ohwx",
+        ),
+        (["product photo, front view, white background"] * 4, "ohwx"),
+        (["Señor Muñoz, Fjällräven, Łódź", "café, über, naïve"], "ohwx"),
+        (["ohwx dress 🌸 “sakura”，2 m²"] * 2, "ohwx"),
+        (["a blue hat", "blue sky and a hat", "the hat is blue", "hats are blue"], None),
+        (["blue denim jacket"] * 3, "ohwx"),
+        (["{first} {0} %s"] * 2, "{first}"),
+    ],
+)
+def test_sound_captions_are_left_alone(tmp_path, captions, trigger):
+    assert warnings(tmp_path, captions, trigger) == []
+
+
+def test_words_that_most_captions_share_are_named_the_most_frequent_first(tmp_path):
+    captions = [
+        "ohwx, denim coat, sun",
+        "ohwx, denim coat, rain",
+        "ohwx, denim coat",
+        "ohwx, denim coat",
+        "ohwx, denim",
+    ]
+    (line,) = warnings(tmp_path, captions)
+    assert line.startswith("nearly all captions say 'denim', 'coat'; ")
+
+
+def test_a_default_caption_goes_on_without_sidecars(tmp_path):
+    assert warnings(tmp_path, ["a", "b"], caption_ext="md", default_caption="a garment") == [
+        "2 of 2 images have no .md caption (first: 0.jpg); they train with default_caption"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("captions", "script"),
+    [
+        (["一条红裙", "海边的红裙", "红裙，街上", "雨中红裙"], "Chinese"),
+        (["赤いドレスのモデル", "ベランダのドレス"], "Japanese"),
+        (["빨간 드레스", "바닷가"], "Korean"),
+        (["красное платье", "на улице"], "Cyrillic"),
+        (["ชุดเดรสสีแดง"], "Thai"),
+        (["فستان أحمر"], "Arabic"),
+    ],
+)
+def test_captions_in_letters_t5_does_not_know_are_told_by_their_script(tmp_path, captions, script):
+    (line,) = warnings(tmp_path, captions, None)
+    assert line.startswith(f"{len(captions)} captions are 100% in {script} characters")
+    assert f"T5 reads {script} characters as <unk>" in line
+
+
+def test_only_the_captions_that_suffer_are_counted(tmp_path):
+    (line,) = warnings(tmp_path, ["ohwx dress at sea", "ohwx dress 在海边的街上"])
+    assert line.startswith("1 captions are 40% in Chinese characters (first: that of 1.jpg)")
+    caption = {tmp_path / "1.jpg": "ohwx dress 在海边的街上"}
+    assert lint_captions(tmp_path, caption, None, None, False) == [], "a model without T5"

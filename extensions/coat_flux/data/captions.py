@@ -106,13 +106,13 @@ def lint_captions(
     raw: Mapping[Path, str],
     trigger_word: str | None,
     default_caption: str | None,
-    t5_of: str | None = "",
+    reads_t5: bool = True,
 ) -> list[str]:
-    """Warnings about the content of captions, one line each; `t5_of` names the model whose T5 reads them, if any."""
+    """Warnings about the content of captions, one line each; `reads_t5`: FLUX's T5 encodes them."""
     empty = [path for path, caption in raw.items() if not caption]
     instead = "default_caption" if default_caption else _NO_CAPTION
     lines = counted(folder, empty, f"captions are empty (first: that of {{first}}); they train with {instead}")
-    if t5_of is not None:
+    if reads_t5:
         lines += _unread_letters(folder, raw)
     if trigger_word:
         return lines + _about_trigger(folder, raw, trigger_word) + _about_product(folder, raw, trigger_word)
@@ -147,7 +147,7 @@ def _unread_letters(folder: Path, raw: Mapping[Path, str]) -> list[str]:
         return []
     script = Counter(scripts[path][1] for path in unread).most_common(1)[0][0]
     mean = sum(scripts[path][0] for path in unread) / len(unread)
-    line = f"captions are {mean:.0%} in {script.removeprefix('all ')} characters (first: that of {{first}}): "
+    line = f"captions are {mean:.0%} in {script} characters (first: that of {{first}}): "
     return counted(folder, unread, f"{line}{T5_BLIND.format(script)}; write them in English")
 
 

@@ -58,30 +58,22 @@ def list_folder(folder: Path) -> Listing:
 
     for root, names, files in os.walk(folder, onerror=unlisted):
         names[:] = sorted(name for name in names if not name.startswith(".") and name not in _NOT_ENTERED)
-        visible = [Path(root, name) for name in files if not name.startswith(".")]
-        links += [path for path in (*(Path(root, name) for name in names), *visible) if path.is_symlink()]
-        for path in visible:
-            (listing.images if path.name.lower().endswith(IMAGE_EXTENSIONS) else listing.others).append(path)
-    for found in (listing.images, listing.others):
-        found.sort(key=Path.as_posix)
+        links += [Path(root, name) for name in names if Path(root, name).is_symlink()]
+        for path in (Path(root, name) for name in files if not name.startswith(".")):
+            is_image = path.name.lower().endswith(IMAGE_EXTENSIONS)
+            (listing.images if is_image else listing.others).append(path)
+    listing.images.sort(key=Path.as_posix)
+    listing.others.sort(key=Path.as_posix)
     listing.images = [path for path in listing.images if _is_regular(path, listing)]
-    listing.warnings += [
-        f"{printable(path)}: is a link to a folder, which is not entered; "
-        "copy the images here, or give that folder an entry of its own in datasets"
-        for path in links
-        if path.is_dir()
-    ]
+    for path in links:
+        text = "is a link to a folder, which is not entered"
+        remedy = "copy the images here, or give that folder an entry of its own in datasets"
+        listing.warnings.append(f"{printable(path)}: {text}; {remedy}")
     # unread photo formats, such as a phone's HEIC, would be missed silently
     unread = [path for path in listing.others if path.suffix.lower() in _OTHER_IMAGES]
     remedy = f"save them as one of {', '.join(IMAGE_EXTENSIONS)} to train on them"
     listing.warnings += counted(folder, unread, f"images are not read (first: {{first}}); {remedy}")
     listing.warnings += _about_names(folder, listing.images)
-    cache = folder / CACHE_FOLDER
-    listing.errors += [
-        f"{printable(path)}: is a link, so that caches would be written elsewhere; replace it by a folder"
-        for path in (cache, cache / "latents", cache / "text")
-        if path.is_symlink()
-    ]
     return listing
 
 
@@ -109,9 +101,10 @@ def _about_names(folder: Path, images: list[Path]) -> list[str]:
     by_stem = defaultdict(list)
     for path in images:
         by_stem[path.parent, path.stem].append(path)
-    return [
-        f"{printable(paths[0].parent)}: {' and '.join(printable(path.name) for path in paths)} share one caption and "
-        "one name in ai-toolkit's caches; rename all but one"
-        for paths in by_stem.values()
-        if len(paths) > 1
-    ]
+    lines = []
+    for (parent, _), paths in by_stem.items():
+        if len(paths) > 1:
+            names = " and ".join(printable(path.name) for path in paths)
+            text = "share one caption and one name in ai-toolkit's caches; rename all but one"
+            lines.append(f"{printable(parent)}: {names} {text}")
+    return lines

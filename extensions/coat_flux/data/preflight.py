@@ -2,47 +2,31 @@
 
 from __future__ import annotations
 
-import math
 import os
-import threading
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from PIL import Image, ImageStat
-from tqdm import tqdm
+from PIL import ImageStat
 
-from .buckets import BUCKET_STEP, Bucket, Sample, covering_size, cropped_share, make_samples, resolutions, training_size
+from ..config.coat import COATConfig
+from ..config.findings import Findings
+from ..config.job_sections import PROCESS_TYPES, DatasetSection, ValidationSection
+from ..config.options import build, config_fields
+from .buckets import BUCKET_STEP, Bucket, Sample, cropped_share, fit_to_bucket, make_samples, resolutions, training_size
 from .captions import caption_file, inject_trigger, lint_captions, lint_files, read_caption
 from .files import IMAGE_EXTENSIONS, DatasetError, Listing, counted, list_folder, printable
-from .images import TRAITS, TRANSPARENT, opened, split_alpha, traits_of, turn_of
+from .hold_out import choose_hold_out
+from .images import TRAITS, TRANSPARENT, PhotoFacts, near_duplicates, read_photo, survey
 
 SMALL_SHARE = 0.75  # of the pixels a resolution asks for
 CROPPED_SHARE = 0.25
 INVISIBLE = 0.002  # mean alpha
 LEAST_VISIBLE = 0.01  # mean alpha in the crop, if alpha is the loss mask
+T5_ARCHS = ("flux", "flex1", "flux_kontext", "chroma", "chroma_radiance")
 _LISTED = 5
-_THREADS = 4
-_LARGE_PIXELS = 40_000_000  # decoded one at a time: four at once could take gigabytes
-_ONE_LARGE = threading.Lock()
-_KEPT = 20_000
-_QUIET_SECONDS = 2
-_SIDEWAYS = {
-    *(Image.Transpose.TRANSPOSE, Image.Transpose.ROTATE_270),
-    *(Image.Transpose.TRANSVERSE, Image.Transpose.ROTATE_90),
-}
-VISIBLE_SIDE = 64
-_HASH_SIDE = 16
-_HASH_MARGIN = 2  # levels; the noise of an even background sets no bit
-# A photo saved again, scaled or cropped by 1 % differs by at most 16 of 256 bits, two drawn garments by 22 and more.
-_SAME_BITS = 16
-_SAME_COLOUR = 12  # levels; the same cut in another colour is another photo
 
 
 @dataclass
@@ -58,10 +42,10 @@ class DataReport:
 
     def error_text(self) -> str:
         """The first errors, a line each, and how many more there are."""
-        more = len(self.errors) - _LISTED
-        return "\n".join(
-            self.errors[:_LISTED] + ([f"... and {more} more; `coat-flux data` lists them all"] if more > 0 else [])
-        )
+        lines = self.errors[:_LISTED]
+        if len(self.errors) > _LISTED:
+            lines.append(f"... and {len(self.errors) - _LISTED} more; `coat-flux data` lists them all")
+        return "\n".join(lines)
 
 
 def inspect_datasets(
@@ -71,19 +55,19 @@ def inspect_datasets(
     background: str = "white",
     transparency: str = "background",
     step: int = BUCKET_STEP,
-    t5_of: str | None = "",
+    reads_t5: bool = True,
 ) -> DataReport:
     """Read every image in full and every caption, and report.
 
     `dataset_configs` have folder_path, caption_ext, default_caption, resolution (a number or several), num_repeats,
     flip_x, buckets, shuffle_tokens and cache_text_embeddings, with ai-toolkit's meaning. `background` and
-    `transparency` are `coat.data`'s; bucket sides are multiples of `step` pixels; `t5_of` as in `lint_captions`.
+    `transparency` are `coat.data`'s; bucket sides are multiples of `step` pixels; `reads_t5` as in `lint_captions`.
     """
     report = DataReport()
     if not dataset_configs:
         report.errors.append("datasets=[]: there is nothing to train on; add an entry with folder_path")
     for index, config in enumerate(dataset_configs):
-        _inspect(index, config, trigger_word, step, t5_of, report)
+        _inspect(index, config, trigger_word, step, reads_t5, report)
     if transparency == "mask" and report.photos:
         _check_masks(report)
     report.errors = list(dict.fromkeys(report.errors))  # several entries may share a folder
@@ -91,9 +75,7 @@ def inspect_datasets(
     return report
 
 
-def _inspect(
-    index: int, config: Any, trigger_word: str | None, step: int, t5_of: str | None, report: DataReport
-) -> None:
+def _inspect(index: int, config: Any, trigger_word: str | None, step: int, reads_t5: bool, report: DataReport) -> None:
     folder = Path(config.folder_path)
     where = f"datasets[{index}].folder_path={printable(folder)}"
     wanted = (
@@ -113,12 +95,7 @@ def _inspect(
         return
     photos = _photos_of(listing.images, report)
     raw = _captions_of(listing, config, report)
-    report.warnings += lint_captions(folder, raw, trigger_word, config.default_caption, t5_of)
-    if config.shuffle_tokens and config.cache_text_embeddings:
-        report.warnings.append(
-            f"{printable(folder)}: shuffle_tokens has no effect with cache_text_embeddings: true (each caption is "
-            "encoded once, unshuffled); set one of them to false"
-        )
+    report.warnings += lint_captions(folder, raw, trigger_word, config.default_caption, reads_t5)
     report.warnings += _about_photos(folder, photos, config, step)
     default = (config.default_caption or "").strip()
     captions = {path: inject_trigger(raw.get(path) or default, trigger_word) for path in photos}
@@ -129,11 +106,11 @@ def _inspect(
 
 def _photos_of(paths: list[Path], report: DataReport) -> dict[Path, PhotoFacts]:
     photos = {}
-    for path, found in survey(paths).items():
-        problem = str(found) if isinstance(found, DatasetError) else _unusable(path, found)
+    for path, facts in survey(paths).items():
+        problem = str(facts) if isinstance(facts, DatasetError) else _unusable(path, facts)
         if problem is None:
-            photos[path] = report.photos[path] = found
-            report.warnings += [f"{printable(path)}: {note}" for note in found.notes]
+            photos[path] = report.photos[path] = facts
+            report.warnings += [f"{printable(path)}: {note}" for note in facts.notes]
         else:
             report.errors.append(problem)
             report.unreadable.append(path)
@@ -169,56 +146,48 @@ def _captions_of(listing: Listing, config: Any, report: DataReport) -> dict[Path
 
 
 def _about_photos(folder: Path, photos: dict[Path, PhotoFacts], config: Any, step: int) -> list[str]:
+    """Warnings about small, cropped and repeated photos."""
     resolution = max(resolutions(config))
     buckets = {path: training_size(facts.size, resolution, config, step) for path, facts in photos.items()}
-    small = [p for p, facts in photos.items() if facts.size[0] * facts.size[1] < SMALL_SHARE * resolution**2]
-    cut = [path for path, bucket in buckets.items() if cropped_share(photos[path].size, bucket) > CROPPED_SHARE]
+    pixels = {path: facts.size[0] * facts.size[1] for path, facts in photos.items()}
+    small = sorted((path for path in photos if pixels[path] < SMALL_SHARE * resolution**2), key=pixels.__getitem__)
     lines = []
     if small:
-        smallest = min(small, key=lambda path: photos[path].size[0] * photos[path].size[1])
-        width, height = photos[smallest].size
-        bucket = buckets[smallest]
-        grown = "enlarged" if not config.buckets else "not enlarged"
-        lines = counted(
-            folder,
-            [smallest] * len(small),
+        width, height = photos[small[0]].size
+        bucket = buckets[small[0]]
+        grown = "not enlarged" if config.buckets else "enlarged"
+        text = (
             f"images are small for resolution {resolution} and are {grown}: the smallest, {{first}} of "
-            f"{width}x{height}, trains at {bucket.width}x{bucket.height}; take larger photos, or a lower resolution",
+            f"{width}x{height}, trains at {bucket.width}x{bucket.height}; take larger photos, or a lower resolution"
         )
-    lines += counted(
-        folder,
-        cut,
+        lines += counted(folder, small, text)
+    cut = [path for path, bucket in buckets.items() if cropped_share(photos[path].size, bucket) > CROPPED_SHARE]
+    text = (
         f"images lose more than {CROPPED_SHARE:.0%} of their area to the crop (first: {{first}}); cut them to a shape "
-        "less long yourself, or pad them",
+        "less long yourself, or pad them"
     )
+    lines += counted(folder, cut, text)
     pairs = near_duplicates(photos)
-    alike = f"like {printable(pairs[0][0].name)}" if pairs else ""
-    return lines + counted(
-        folder,
-        [second for _, second in pairs],
-        f"images show nearly the same as another (first: {{first}}, {alike}) and weigh double; remove them",
-    )
+    if pairs:
+        alike = printable(pairs[0][0].name)
+        text = f"images show nearly the same as another (first: {{first}}, like {alike}) and weigh double; remove them"
+        lines += counted(folder, [second for _, second in pairs], text)
+    return lines
 
 
 def _check_masks(report: DataReport) -> None:
     if not any(TRANSPARENT in facts.traits for facts in report.photos.values()):
         report.warnings.append("coat.data.transparency=mask: no photo has transparent parts; it has no effect")
     for sample in dict.fromkeys(report.samples):
-        facts = report.photos[sample.image_path]
-        if facts.visible is not None and _visible_share(facts, sample.bucket) < LEAST_VISIBLE:
+        path, bucket = sample.image_path, sample.bucket
+        if TRANSPARENT not in report.photos[path].traits:
+            continue
+        visible = fit_to_bucket(read_photo(path).alpha, bucket)
+        if ImageStat.Stat(visible).mean[0] / 255 < LEAST_VISIBLE:
             report.errors.append(
-                f"{printable(sample.image_path)}: nothing visible is left in its crop to {sample.bucket.width}x"
-                f"{sample.bucket.height}; move the product to the middle of the picture, or remove it"
+                f"{printable(path)}: nothing visible is left in its crop to {bucket.width}x{bucket.height}; "
+                "move the product to the middle of the picture, or remove it"
             )
-
-
-def _visible_share(facts: PhotoFacts, bucket: Bucket) -> float:
-    """Mean opacity, from 0 to 1, of the grid cells that lie wholly within the crop."""
-    inside = []
-    for kept, covering in zip((bucket.height, bucket.width), covering_size(facts.size, bucket)[::-1], strict=True):
-        margin = math.ceil((1 - kept / covering) / 2 * VISIBLE_SIDE)
-        inside.append(slice(margin, max(margin + 1, VISIBLE_SIDE - margin)))
-    return float(facts.visible[inside[0], inside[1]].mean()) / 255
 
 
 def _table(where: str, photos: dict[Path, PhotoFacts], raw: Mapping[Path, str], config: Any, step: int) -> str:
@@ -242,88 +211,49 @@ def _table(where: str, photos: dict[Path, PhotoFacts], raw: Mapping[Path, str], 
     return "\n".join(lines)
 
 
-@dataclass(frozen=True)
-class PhotoFacts:
-    """Facts of a decoded photo.
-
-    Attributes:
-        size: width and height in pixels, upright.
-        notes: doubts about its colours.
-        opacity: mean alpha from 0 to 1.
-        visible: alpha of the upright photo in a 64×64 grid, [64, 64] uint8; None if opaque.
-        look: difference hash, 256 bits as bytes.
-        colour: mean red, green and blue, 0 to 255.
-    """
-
-    size: tuple[int, int]
-    traits: frozenset[str]
-    notes: tuple[str, ...]
-    opacity: float
-    visible: np.ndarray | None
-    look: bytes
-    colour: tuple[float, float, float]
+# -- the photos of a job -----------------------------------------------------------------------------------------------
 
 
-def survey(paths: Sequence[Path]) -> dict[Path, PhotoFacts | DatasetError]:
-    """Facts of each photo, or why it cannot be read; unchanged files are read once per process."""
-    with ThreadPoolExecutor(_THREADS) as pool:
-        found = tqdm(pool.map(_facts_of, paths), "Reading photos", len(paths), delay=_QUIET_SECONDS)
-        return dict(zip(paths, found, strict=True))
+def check_data(job: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Inspect photos and captions of a job (from `load_job_yaml`) without config errors; returns (errors, warnings)."""
+    errors: list[str] = []
+    warnings: list[str] = []
+    for process in job["config"]["process"]:
+        datasets = list(datasets_of(process)) if process.get("type") in PROCESS_TYPES else []
+        if not datasets:
+            continue
+        policy = photo_policy(process)
+        report = inspect_datasets(datasets, process.get("trigger_word"), **policy, reads_t5=reads_t5(process))
+        errors += report.errors
+        warnings += report.warnings
+        validation = build(ValidationSection, process.get("validation"), "validation", Findings(""))
+        trained = [data.folder_path for data in datasets_of(process, regularization=False)]
+        try:
+            choose_hold_out(trained, validation.hold_out, process.get("training_seed"))
+        except DatasetError as error:
+            errors.append(str(error))
+    return errors, warnings
 
 
-def near_duplicates(facts: dict[Path, PhotoFacts]) -> list[tuple[Path, Path]]:
-    """Pairs of photos that show the same, each photo with the first like it.
-
-    Their 16×16 difference hashes differ in at most 16 of 256 bits, their mean colours in at most 12 of 255 levels.
-    """
-    paths = list(facts)
-    looks = np.array([list(facts[path].look) for path in paths], np.uint8)
-    colours = np.array([facts[path].colour for path in paths])
-    pairs = []
-    for i in range(1, len(paths)):
-        near = np.flatnonzero(np.abs(colours[:i] - colours[i]).max(axis=1) <= _SAME_COLOUR)
-        bits = np.unpackbits(looks[near] ^ looks[i], axis=1).sum(axis=1)
-        alike = near[bits <= _SAME_BITS]
-        if alike.size:
-            pairs.append((paths[alike[0]], paths[i]))
-    return pairs
+def datasets_of(process: Mapping[str, Any], *, regularization: bool = True) -> Iterator[DatasetSection]:
+    """A process entry's datasets for the stand-alone trainer, without JSON captions, which only ai-toolkit reads."""
+    known = config_fields(DatasetSection)
+    for entry in process.get("datasets") or []:
+        place = entry.get("folder_path") or entry.get("dataset_path")
+        wanted = regularization or not entry.get("is_reg")
+        if wanted and isinstance(place, str) and os.path.splitext(place)[1].lower() != ".json":
+            keys = {key: value for key, value in entry.items() if key in known and value is not None}
+            yield build(DatasetSection, {**keys, "folder_path": place}, "datasets", Findings(""))
 
 
-def _facts_of(path: Path) -> PhotoFacts | DatasetError:
-    try:
-        status = os.stat(path)
-    except OSError as error:
-        return DatasetError(f"{printable(path)}: cannot be opened ({error.strerror}); put it back, or remove it")
-    return _read(path, (status.st_size, status.st_mtime_ns, status.st_ctime_ns))
+def photo_policy(process: Mapping[str, Any]) -> dict[str, str]:
+    """`background` and `transparency` of a process entry's `coat.data`."""
+    options = build(COATConfig, process.get("coat"), "coat", Findings("")).data
+    return {"background": options.background, "transparency": options.transparency}
 
 
-@lru_cache(maxsize=_KEPT)
-def _read(path: Path, _state: tuple[int, ...]) -> PhotoFacts | DatasetError:
-    try:
-        with opened(path) as image, _ONE_LARGE if image.width * image.height > _LARGE_PIXELS else nullcontext():
-            image.load()
-            traits, notes = traits_of(image, path)
-            colour, alpha = split_alpha(image)
-            opacity = 1.0 if alpha is None else ImageStat.Stat(alpha).mean[0] / 255
-            turn, grid = turn_of(image), (VISIBLE_SIDE, VISIBLE_SIDE)
-            visible = None
-            if TRANSPARENT in traits:
-                small = alpha.resize(grid, Image.Resampling.BOX)
-                visible = np.asarray(small if turn is None else small.transpose(turn))
-            size = image.size[::-1] if turn in _SIDEWAYS else image.size
-            return PhotoFacts(size, traits, notes, opacity, visible, *_look(colour, alpha))
-    except DatasetError as error:
-        return error
-
-
-def _look(colour: Image.Image, alpha: Image.Image | None) -> tuple[bytes, tuple[float, float, float]]:
-    grid = (_HASH_SIDE + 1, _HASH_SIDE)
-    small = colour.resize(grid, Image.Resampling.BOX).convert("RGB")
-    if alpha is not None:
-        white = Image.new("RGB", grid, "white")
-        white.paste(small, mask=alpha.resize(grid, Image.Resampling.BOX))
-        small = white
-    grey = np.asarray(small.convert("L"), np.int16)
-    bits = np.diff(grey, axis=1) > _HASH_MARGIN
-    red, green, blue = np.asarray(small, np.float64).mean(axis=(0, 1)).tolist()
-    return np.packbits(bits).tobytes(), (red, green, blue)
+def reads_t5(process: Mapping[str, Any]) -> bool:
+    """Whether FLUX's T5 encodes the captions of a process entry."""
+    model = process.get("model") or {}
+    arch = str(model.get("arch") or ("flux" if model.get("is_flux") else "")).split(":")[0]
+    return arch in T5_ARCHS

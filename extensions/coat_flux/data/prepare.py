@@ -16,11 +16,9 @@ The copy is written beside the target and renamed into place. Captions are linke
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,11 +26,10 @@ from PIL import Image
 
 from ..base.files import TEMP_PREFIX, discard, file_sha256, link_or_copy, replace_folder, replacing, staging_path
 from .files import IMAGE_EXTENSIONS, DatasetError, Listing, list_folder, printable
-from .images import DEEP, ROTATED, TAGGED, TRANSPARENT, read_photo, rgb
-from .preflight import survey
+from .images import DEEP, ROTATED, TAGGED, TRANSPARENT, read_photo, rgb, survey
 
 MISREAD = frozenset({ROTATED, TAGGED, DEEP, TRANSPARENT})
-_VERSION = 2  # of the files written; raise it when they change
+_VERSION = 3  # of the files written; raise it when they change
 _RECORD = "prepared.json"
 _PNG_EFFORT = 1  # of zlib: a photo gets little smaller with more
 _NO_MASK = Image.new("L", (64, 64), 255)  # ai-toolkit brings masks to the image's size
@@ -69,12 +66,16 @@ def prepare_copy(
         )
     listing = list_folder(folder)
     listing.images = [path for path in listing.images if keep is None or path in keep]
-    traits = _traits(listing.images)
-    corrected = tuple(path for path, found in traits.items() if found & MISREAD)
+    traits = {}
+    for path, facts in survey(listing.images).items():
+        if isinstance(facts, DatasetError):
+            raise facts
+        traits[path] = facts.traits & MISREAD
+    corrected = tuple(path for path in traits if traits[path])
     if not corrected and keep is None:
         return None
     masked = transparency == "mask"
-    names = _names(folder, listing.images, masked)
+    names = _names(folder, listing.images)
     try:
         _refresh(target, names, frozenset(corrected), background, masked)
         _link_captions(target / "images", names, listing)
@@ -83,38 +84,26 @@ def prepare_copy(
             f"{printable(target)}: the corrected copies cannot be written ({error.strerror or error}); make the folder "
             "writable and free some disk"
         ) from error
-    counts = Counter(trait for path in corrected for trait in traits[path] & MISREAD)
+    counts = Counter(trait for path in corrected for trait in traits[path])
     mask_folder = target / "masks" if masked else None
     return PreparedCopy(target / "images", mask_folder, corrected, dict(sorted(counts.items())))
 
 
-def _traits(images: list[Path]) -> dict[Path, frozenset[str]]:
-    traits = {}
-    for path, facts in survey(images).items():
-        if isinstance(facts, DatasetError):
-            raise facts
-        traits[path] = facts.traits
-    return traits
-
-
-def _names(folder: Path, images: list[Path], masked: bool) -> dict[Path, str]:
+def _names(folder: Path, images: list[Path]) -> dict[Path, str]:
+    """Path of each image in the copy, without its extension; no two images have the same stem, as masks need it."""
     names: dict[Path, str] = {}
     taken: set[str] = set()
     for path in images:
-        parent = path.parent.relative_to(folder)
-        for stem in _stems(path, parent):
-            key = (stem if masked else (parent / stem).as_posix()).lower()
-            if key not in taken:
-                break
-        taken.add(key)
+        parent, stem = path.parent.relative_to(folder), path.stem
+        if stem.lower() in taken:
+            stem = "_".join((*parent.parts, path.stem, path.suffix[1:]))
+        number = 2
+        while stem.lower() in taken:
+            stem = f"{path.stem}_{number}"
+            number += 1
+        taken.add(stem.lower())
         names[path] = (parent / stem).as_posix()
     return names
-
-
-def _stems(path: Path, parent: Path) -> Iterator[str]:
-    yield path.stem
-    yield "_".join((*parent.parts, path.stem, path.suffix[1:]))
-    yield from (f"{path.stem}_{number}" for number in itertools.count(2))
 
 
 def _refresh(target: Path, names: dict[Path, str], corrected: frozenset[Path], background: str, masked: bool) -> None:
@@ -157,11 +146,10 @@ def _link_captions(images: Path, names: dict[Path, str], listing: Listing) -> No
     sidecars = defaultdict(list)
     for path in listing.others:
         sidecars[path.parent, path.stem].append(path)
-    wanted = {
-        images / f"{name}{sidecar.suffix}": sidecar
-        for path, name in names.items()
-        for sidecar in sidecars[path.parent, path.stem]
-    }
+    wanted = {}
+    for path, name in names.items():
+        for sidecar in sidecars[path.parent, path.stem]:
+            wanted[images / f"{name}{sidecar.suffix}"] = sidecar
     for link in images.rglob("*.*"):
         cached = any(part.startswith("_") for part in link.relative_to(images).parts[:-1])
         if link not in wanted and not cached and link.suffix.lower() not in IMAGE_EXTENSIONS:

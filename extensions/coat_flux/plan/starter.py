@@ -17,7 +17,7 @@ from ..config.job_file import parse, shipped
 from ..config.rules import BUCKET_STEP
 from ..data.captions import PLACEHOLDERS, read_caption
 from ..data.files import DatasetError, find_images
-from ..data.preflight import PhotoFacts, survey
+from ..data.images import PhotoFacts, survey
 from .cards import CardFit, judge
 from .job import job_facts
 from .predict import predict_facts

@@ -40,20 +40,21 @@ from ..config.check import check_job_dict
 from ..config.findings import ConfigError, show
 from ..config.job import JobConfig
 from ..config.job_file import load_job_yaml, load_written, parse
-from ..data.check import check_data
 from ..data.files import find_images
 from ..data.hold_out import choose_hold_out
+from ..data.preflight import check_data
 from ..mini_flux import provide_embedded
 from ..pages.run import RunFolder, RunFolderError
 from ..saves.errors import ResumeError
 from ..saves.interrupts import Interrupts
-from ..saves.repair import run_lock
+from ..saves.lock import run_lock
 from .study import POINTS_OF_CURVE, held_out_count, require_same_job
 
 __all__ = [
     "FAILED",
     "FINISHED",
     "OPEN",
+    "Axis",
     "Run",
     "Sweep",
     "SweepError",
@@ -85,8 +86,15 @@ class SweepError(UserError, ValueError):
     """A sweep cannot be run as requested."""
 
 
-def find_axis(text: str) -> tuple[str, list[Any]]:
-    """Parse `KEY=VALUE,VALUE` into the key and its values, which are YAML's, `[512, 768]` being one.
+class Axis(NamedTuple):
+    """One key and the values it is tried with."""
+
+    key: str
+    values: tuple[Any, ...]
+
+
+def find_axis(text: str) -> Axis:
+    """Parse `KEY=VALUE,VALUE`, with YAML's values, `[512, 768]` being one.
 
     Raises:
         SweepError: malformed, or the key cannot be varied.
@@ -100,7 +108,7 @@ def find_axis(text: str) -> tuple[str, list[Any]]:
         if re.fullmatch(pattern, key):
             raise SweepError(f"--set {key}: {rule}")
     parsed = parse(f"[{values}]", f"--set {key}")
-    return key, list({show(value): value for value in parsed}.values())
+    return Axis(key, tuple({show(value): value for value in parsed}.values()))
 
 
 def short_keys(keys: Iterable[str]) -> dict[str, str]:
@@ -190,7 +198,7 @@ class Sweep:
     def __init__(
         self,
         config: str,
-        axes: Sequence[tuple[str, Sequence[Any]]],
+        axes: Sequence[Axis],
         seeds: Sequence[int],
         folder: Path,
         *,
@@ -204,7 +212,7 @@ class Sweep:
             raise SweepError(f"sweep needs Optuna ({error}): pip install 'coat-flux[sweep]'") from error
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._optuna: Any = optuna
-        for key, count in Counter(key for key, _ in axes).items():
+        for key, count in Counter(axis.key for axis in axes).items():
             if count > 1:
                 raise SweepError(f"--set {key}: is given twice; write all of its values behind one =")
         self.job = JobConfig.from_file(config, name=name)
@@ -213,13 +221,13 @@ class Sweep:
             raise ConfigError(errors)
         self.folder, self.held_out = folder, _hold_out(self.job)
         self._config, self._seeds, self._tpe = config, seeds, tpe
-        self._values = {key: {show(value): value for value in values} for key, values in axes}
+        self._values = {axis.key: {show(value): value for value in axis.values} for axis in axes}
         combinations = math.prod(len(values) for values in self._values.values())
         self._most = combinations if most is None else min(most, combinations)
         self.trials: list[Trial] = []
         self.total = self._most * len(seeds)
         self._lock, self._ends_at_once = threading.Lock(), False
-        self._check_values()
+        self._check_values(axes)
 
     @property
     def runs(self) -> list[Run]:
@@ -269,15 +277,16 @@ class Sweep:
 
     # -- which trials --------------------------------------------------------------------------------------------------
 
-    def _check_values(self) -> None:
+    def _check_values(self, axes: Sequence[Axis]) -> None:
         """Check every value with the first ones of the other keys, before any run starts."""
-        first = {key: next(iter(values.values())) for key, values in self._values.items()}
+        first = {axis.key: axis.values[0] for axis in axes}
         lines: dict[str, None] = {}
-        for key, values in self._values.items():
-            if len({_word(value) for value in values.values()}) < len(values):
-                raise SweepError(f"--set {key}: trials would have the same folder; write values that differ more")
-            for value in values.values():
-                lines |= dict.fromkeys(self._errors({**first, key: value}, check_job_dict))
+        for axis in axes:
+            words = {_word(value) for value in axis.values}
+            if len(words) < len(axis.values):
+                raise SweepError(f"--set {axis.key}: trials would have the same folder; write values that differ more")
+            for value in axis.values:
+                lines |= dict.fromkeys(self._errors({**first, axis.key: value}, check_job_dict))
         if not lines:
             lines |= dict.fromkeys(self._errors(first, check_models))
         if lines:

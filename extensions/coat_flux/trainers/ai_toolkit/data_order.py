@@ -159,6 +159,5 @@ def fingerprint(loader: DataLoader) -> str:
     for dataset in getattr(loader.dataset, "datasets", [loader.dataset]):
         names = [Path(item.path).name for item in getattr(dataset, "file_list", [])]
         groups = getattr(dataset, "batch_indices", None) or range(len(names))
-        batches = [list(group) if isinstance(group, list) else group for group in groups]
-        digest.update(repr([len(dataset), names, batches]).encode())
+        digest.update(repr([len(dataset), names, [list(g) if isinstance(g, list) else g for g in groups]]).encode())
     return digest.hexdigest()

@@ -24,10 +24,9 @@ import torch
 from ...config.findings import Findings
 from ...config.job_sections import ValidationSection
 from ...config.options import build
-from ...data.check import t5_of
 from ...data.files import DatasetError, find_images
 from ...data.hold_out import FixedNoise, choose_hold_out, levels_for
-from ...data.preflight import inspect_datasets
+from ...data.preflight import inspect_datasets, reads_t5
 from ...data.prepare import prepare_copy
 from ...saves.rng import kept_draws
 from .host import info
@@ -68,7 +67,7 @@ def check_photos(process: Any) -> HeldOutPhotos | None:
         joined = copy.copy(configs[0])
         joined.folder_path, joined.resolution = folder, [config.resolution for config in configs]
         whole.append(joined)
-    report = inspect_datasets(whole, process.trigger_word, **policy_of(process), t5_of=t5_of(process.config))
+    report = inspect_datasets(whole, process.trigger_word, **policy_of(process), reads_t5=reads_t5(process.config))
     if report.errors:
         raise DatasetError(report.error_text())
     for line in (*report.warnings, *report.tables):
@@ -83,8 +82,7 @@ def check_photos(process: Any) -> HeldOutPhotos | None:
         if out:
             held_out.add(folder, configs)
             keep = frozenset(path for path in find_images(Path(folder)) if path not in out)
-        target = Path(process.save_root) / TRAINED_FOLDER / str(index)
-        read_copies(process, Path(folder), target, configs, keep)
+        read_copies(process, Path(folder), Path(process.save_root) / TRAINED_FOLDER / str(index), configs, keep)
     return held_out if any(chosen) else None
 
 
@@ -123,9 +121,7 @@ class HeldOutPhotos:
         self._process, self.photos, self._every = process, photos, every
         self._configs: list[Any] = []
         self._noise: FixedNoise | None = None
-        self.names: dict[str, list[str]] = {}
-        for folder, paths in photos.items():
-            self.names[folder] = [path.relative_to(folder).as_posix() for path in paths]
+        self.names = {folder: [p.relative_to(folder).as_posix() for p in paths] for folder, paths in photos.items()}
         self.curve: list[tuple[int, float]] = []
 
     def add(self, folder: str, configs: list[Any]) -> None:
@@ -167,15 +163,12 @@ class HeldOutPhotos:
         process, sd = self._process, self._process.sd
         (caption,) = batch.get_caption_list()
         if process.trigger_word is not None:
-            trigger = process.trigger_word
-            caption = sd.inject_trigger_into_prompt(caption, trigger=trigger, add_if_not_present=True)
-        latents = sd.encode_images(list(batch.tensor), device=process.device_torch)
-        latents = latents.to("cpu", torch.float32)[0]
+            caption = sd.inject_trigger_into_prompt(caption, trigger=process.trigger_word, add_if_not_present=True)
+        latents = sd.encode_images(list(batch.tensor), device=process.device_torch).to("cpu", torch.float32)[0]
         embeds = sd.encode_prompt([caption]).to("cpu", dtype=torch.float32)
         photo = {"latents": latents, "embeds": embeds.detach()}
         if batch.mask_tensor is not None:
-            mask = batch.mask_tensor[:, :1].float().cpu()
-            mask = torch.nn.functional.interpolate(mask, size=latents.shape[-2:])[0]
+            mask = torch.nn.functional.interpolate(batch.mask_tensor[:, :1].float().cpu(), size=latents.shape[-2:])[0]
             photo["mask"] = mask / mask.mean()
         return photo
 
@@ -198,8 +191,7 @@ class HeldOutPhotos:
                 if network is not None:
                     network.multiplier = 1.0
                 at_once = process.train_config.batch_size
-                levels = levels_for(len(self._noise.photos))
-                loss = self._noise.mean_loss(self._losses, levels, lambda _: at_once)
+                loss = self._noise.mean_loss(self._losses, levels_for(len(self._noise.photos)), lambda _: at_once)
         finally:
             if network is not None:
                 network.multiplier = multiplier
