@@ -33,6 +33,7 @@ IN_PLACE_OF = {  # what stands in the documentation for something of the user's,
     "flux_clothing_coat": "flux_clothing_tiny",
 }
 ELSEWHERE = {  # command: what runs it
+    "coat-flux train configs/flux_clothing_coat.yaml": "the fixture `workplace`",
     "python scripts/quickstart.py": "scripts/test_versions.py, which scripts/test.py --all runs",
     "python scripts/test.py": ".ci/run",
     "pip install -e .": "scripts/quickstart.py and scripts/test.py",
@@ -62,7 +63,6 @@ SAYS = {  # command: how its output shows that it did its work
     "coat-flux check configs/flux_clothing_coat.yaml": "no error found; 'flux_clothing_tiny' would train",
     "coat-flux plan configs/flux_clothing_coat.yaml": "GB",
     "coat-flux plan configs/flux_clothing_coat.yaml --gpu 16": "16",
-    "coat-flux train configs/flux_clothing_coat.yaml": "",  # the fixture has run it
     "coat-flux export output/flux_clothing_coat/flux_clothing_coat.safetensors --to kohya": "kohya",
     "coat-flux install path/to/ai-toolkit": "extensions/coat_flux: link made",
     "coat-flux report output/flux_clothing_coat": "report",
@@ -117,6 +117,8 @@ def workplace(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     assert count == 2
     (folder / TINY).write_text(short, encoding="utf-8")
     coat_flux("train", TINY)
+    lora = folder / "output" / "flux_clothing_tiny" / "flux_clothing_tiny.safetensors"
+    assert lora.stat().st_size > 10_000
     again = coat_flux("examples")
     assert "flux_clothing_tiny.yaml: left as it is, it differs from" in again
     assert "datasets_example: 0 files copied" in again
@@ -139,12 +141,6 @@ def test_a_wheel_holds_configs_photos_and_the_mini_flux(installed: Path) -> None
     mini_flux = _files(package / "mini_flux" / "files")
     assert len(mini_flux) > 10
     assert mini_flux == _files(ROOT / "extensions" / "coat_flux" / "mini_flux" / "files")
-
-
-def test_what_a_wheel_holds_trains(workplace: Path) -> None:
-    run = workplace / "output" / "flux_clothing_tiny"
-    assert (run / "flux_clothing_tiny.safetensors").stat().st_size > 10_000
-    assert "steps: 1 " in (workplace / TINY).read_text(encoding="utf-8")
 
 
 def test_each_command_is_known() -> None:
@@ -170,9 +166,6 @@ def test_commands_work(
     monkeypatch.chdir(workplace)
     program, *arguments = shlex.split(command)
     assert program == "coat-flux"
-    if arguments[0] == "train":
-        assert list(workplace.glob("output/*/*.safetensors"))  # by `workplace`
-        return
     if arguments[0] != "plan":
         for written, meant in IN_PLACE_OF.items():
             arguments = [argument.replace(written, meant) for argument in arguments]

@@ -71,21 +71,17 @@ def test_a_full_disk_costs_the_log_and_not_the_run(run: Path) -> None:
     assert shown[0] == "one"
     assert shown[1].startswith("coat/log.txt: cannot be written ([Errno 28]")
     assert shown[2:] == ["two"]
-
-
-def test_a_log_that_cannot_be_opened_is_said_once(run: Path) -> None:
+    (run / LOG_FILE).unlink()
     (run / LOG_FILE).mkdir()
-    shown: list[str] = []
+    shown.clear()
     lines = Lines(shown.append)
     lines.open(run)
     lines.detail("one")
     assert [line.split(" (")[0] for line in shown] == ["coat/log.txt: cannot be written"]
 
 
-@pytest.mark.parametrize(("terminal", "pause"), [(True, 0.5), (False, 30.0)])
-def test_a_bar_is_drawn_twice_a_second_and_rarely_into_a_file(
-    terminal: bool, pause: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.stderr.isatty", lambda: terminal, raising=False)
-    assert bar_options()["mininterval"] == pause
-    assert bar_options()["maxinterval"] >= pause  # tqdm redraws after this by itself
+def test_a_bar_is_drawn_twice_a_second_and_rarely_into_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    for terminal, pause in ((True, 0.5), (False, 30.0)):
+        monkeypatch.setattr("sys.stderr.isatty", lambda terminal=terminal: terminal, raising=False)
+        assert bar_options()["mininterval"] == pause
+        assert bar_options()["maxinterval"] >= pause  # tqdm redraws after this by itself

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from itertools import count
 from pathlib import Path
 from typing import TextIO
 
@@ -16,7 +15,6 @@ METRICS_FILE = Path("coat") / "metrics.csv"  # of a run's folder, a row per step
 METRICS = ("step", "epoch", "loss", "lr", "grad_norm", "s_per_it", "peak_memory_gb", "skipped")
 VALIDATION_FILE = Path("coat") / "validation.csv"  # a row per measurement of the fixed-noise loss
 VALIDATION = ("step", "loss")
-RETRY_ROWS = 20  # between two attempts at a file that cannot be written
 
 
 class GrowingTable:
@@ -35,7 +33,6 @@ class GrowingTable:
         self._lines = [",".join([*row, *[""] * (len(columns) - len(row))]) + "\n" for row in [list(columns), *rows]]
         self._file: TextIO | None = None
         self._failed = False
-        self._wait = 0
         self._write([])
 
     def append(self, *rows: Iterable[str]) -> None:
@@ -45,7 +42,6 @@ class GrowingTable:
     def close(self) -> None:
         """Close the file; may be called twice."""
         if self._file is None:
-            self._wait = 0
             self._write([])
         self._shut()
 
@@ -55,7 +51,10 @@ class GrowingTable:
         except OSError as error:
             self._log(f"{self._path}: cannot be read ({error}); a new table begins")
         except (ValueError, csv.Error) as error:
-            aside = next(path for path in _other_names(self._path) if not path.exists())
+            aside, number = self._path, 0
+            while aside.exists():
+                number += 1
+                aside = self._path.with_name(f"{self._path.stem}-changed-{number}{self._path.suffix}")
             with suppress(OSError):
                 os.replace(self._path, aside)
             self._log(f"{self._path}: was changed by another program ({error}); kept as {aside}, a new table begins")
@@ -63,9 +62,6 @@ class GrowingTable:
 
     def _write(self, lines: Sequence[str]) -> None:
         self._lines += lines
-        if self._wait > 0:
-            self._wait -= 1
-            return
         try:
             if self._file is None or not self._path.exists():
                 self._shut()
@@ -76,7 +72,6 @@ class GrowingTable:
                 self._file.flush()
         except OSError as error:
             self._shut()
-            self._wait = RETRY_ROWS
             if not self._failed:
                 self._log(f"{self._path}: cannot be written ({error}); the run goes on and tries again")
             self._failed = True
@@ -88,21 +83,17 @@ class GrowingTable:
                 file.close()
 
 
-def _other_names(path: Path) -> Iterator[Path]:
-    return (path.with_name(f"{path.stem}-changed-{number}{path.suffix}") for number in count(1))
-
-
 def _rows(path: Path, columns: Sequence[str], step: int) -> list[list[str]]:
     """Rows without the header up to a step; raises ValueError if the file was changed."""
     if not path.exists():
         return []
     with path.open(newline="", encoding="utf-8") as old:
-        header, *found = [row for row in csv.reader(old) if row] or [[]]
+        header, *rows = [row for row in csv.reader(old) if row] or [[]]
     if header != list(columns[: len(header)]):
         raise ValueError(f"its first line is {','.join(header)[:40]!r}")
-    if found and len(found[-1]) < len(header):
-        found.pop()  # torn when a machine went down
-    for row in found:
+    if rows and len(rows[-1]) < len(header):
+        rows.pop()  # torn when a machine went down
+    for row in rows:
         if len(row) != len(header) or not row[0].isdecimal() or any(set(cell) & set(',;"\n\0') for cell in row):
             raise ValueError(f"a line is {','.join(row)[:40]!r}")
-    return [row for row in found if int(row[0]) <= step]
+    return [row for row in rows if int(row[0]) <= step]

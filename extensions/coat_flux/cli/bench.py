@@ -12,7 +12,7 @@ from typing import Any
 
 from ..bench.configurations import COUNT, LEVELS, BenchOptions, named
 from ..bench.limits import Geometry, Limit
-from .common import EXIT_FAILED, EXIT_REFUSED, add_command, positive
+from .common import EXIT_FAILED, UsageError, add_command, number, positive
 
 FLUX_DEV = Geometry()
 RESOLUTION_STEP = 16
@@ -24,7 +24,8 @@ def add_parsers(commands: Any) -> None:
     bench = add_command(commands, "bench", run, "speed and memory against bf16 and others")
     names = list(dict.fromkeys(name for level in LEVELS for name in named(level)))
     bench.add_argument("--level", choices=(*LEVELS, COUNT, "all"), default="all", help="count: no timing, no GPU")
-    bench.add_argument("--resolution", nargs="+", type=_pixels, metavar="PX", help="default: 512 768 1024")
+    pixels = number(RESOLUTION_STEP, step=RESOLUTION_STEP)
+    bench.add_argument("--resolution", nargs="+", type=pixels, default=[512, 768, 1024], metavar="PX")
     bench.add_argument("--batch", nargs="+", type=positive, default=[1, 4], metavar="N")
     bench.add_argument("--rounds", type=positive, default=3, help="processes of each case (default: 3)")
     bench.add_argument(
@@ -40,13 +41,6 @@ def add_parsers(commands: Any) -> None:
     bench.add_argument("--verbose", action="store_true", help="with --level count: every operator of a block")
 
 
-def _pixels(text: str) -> int:
-    value = positive(text)
-    if value % RESOLUTION_STEP:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a multiple of {RESOLUTION_STEP}, such as 512")
-    return value
-
-
 def run(args: argparse.Namespace) -> int:
     """Measure training steps and optimizers at FLUX.1-dev's size with random weights.
 
@@ -55,7 +49,6 @@ def run(args: argparse.Namespace) -> int:
     nothing. Writes results.json and .md. `--level count` times nothing: it counts the operators of a step on shapes
     alone, models what they take on known cards, and writes count.json.
     """
-    args.resolution = args.resolution or [512, 768, 1024]
     if args.level == COUNT:
         return _count(args)
     from ..bench import runner
@@ -76,8 +69,7 @@ def run(args: argparse.Namespace) -> int:
         timeout_s=args.timeout,
     )
     if not options.cases():
-        print(f"error: --configs {' '.join(args.configs)}: none is measured at --level {args.level}", file=sys.stderr)
-        return EXIT_REFUSED
+        raise UsageError(f"--configs {' '.join(args.configs)}: none is measured at --level {args.level}")
     tests = runner.TestResult(True, "not run: --skip-tests") if args.skip_tests else runner.run_tests(options.levels)
     print(f"tests: {tests.text}", flush=True)
     if not tests.passed:
@@ -106,12 +98,9 @@ def _count(args: argparse.Namespace) -> int:
     name = args.configs[0] if args.configs else COUNTED_BY_DEFAULT
     known = named(COUNT)
     if len(args.configs) > 1 or name not in known:
-        given = " ".join(args.configs)
-        print(f"error: --configs {given}: --level count takes one of {', '.join(known)}", file=sys.stderr)
-        return EXIT_REFUSED
+        raise UsageError(f"--configs {' '.join(args.configs)}: --level count takes one of {', '.join(known)}")
     if importlib.util.find_spec("triton") is None:
-        print("error: --level count runs the launchers of Triton kernels: pip install triton", file=sys.stderr)
-        return EXIT_REFUSED
+        raise UsageError("--level count runs the launchers of Triton kernels: pip install triton")
     from ..bench import count
     from ..config.coat import COATConfig
 

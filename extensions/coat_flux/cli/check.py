@@ -1,4 +1,4 @@
-"""`coat-flux check`: the whole YAML, the model and the photos, in seconds, for both trainers."""
+"""`coat-flux check`: the whole YAML, the model and the photos, in seconds; `data`: the photos, and a contact sheet."""
 
 from __future__ import annotations
 
@@ -9,36 +9,47 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..config.check import AI_TOOLKIT, STANDALONE, TRAINERS, check_job_dict, find_toolkit, is_toolkit, toolkit_of
+from ..config.ai_toolkit_keys import find_toolkit, is_toolkit, toolkit_of
+from ..config.check import TRAINERS, check_job_dict
 from ..config.findings import ConfigError, Finding
 from ..config.job import JobConfig
 from ..config.job_file import load_job_yaml
-from ..config.job_sections import PROCESS_TYPES
-from .common import EXIT_REFUSED, add_command, add_config, print_findings
+from ..config.job_sections import PROCESS_TYPES, DatasetSection
+from ..config.rules import AI_TOOLKIT, STANDALONE
+from .common import EXIT_REFUSED, UsageError, add_command, add_config, number, print_findings
+
+SMALLEST, LARGEST = 32, 8192
 
 
 def add_parsers(commands: Any) -> None:
     """Add the commands of this module."""
-    check = add_command(commands, "check", run, "check YAML, model and photos before a run")
-    add_config(check)
-    check.add_argument(
+    parser = add_command(commands, "check", check, "check YAML, model and photos before a run")
+    add_config(parser)
+    parser.add_argument(
         "--host",
         choices=TRAINERS,
         help="who will run it (default: ai-toolkit with --ai-toolkit or in its folder, else whichever of both can)",
     )
-    check.add_argument(
+    parser.add_argument(
         "--ai-toolkit",
         metavar="DIR",
         help="ai-toolkit's folder, whose own keys count (default: AI_TOOLKIT_ROOT, else the working directory if it is "
         "one, else a list that comes with coat-flux)",
     )
-    check.add_argument("--no-data", action="store_true", help="skip photos and captions")
-    check.add_argument(
+    parser.add_argument("--no-data", action="store_true", help="skip photos and captions")
+    parser.add_argument(
         "--elsewhere", action="store_true", help="it will run on another machine: do not check for GPU and model here"
     )
+    parser = add_command(commands, "data", data, "check photos and captions, draw a contact sheet")
+    parser.add_argument("data", type=Path, metavar="DIR", help="folder of photos, or a YAML with datasets")
+    pixels = number(SMALLEST, LARGEST)
+    parser.add_argument("--resolution", nargs="+", type=pixels, metavar="PX", help="default: 512 768 1024")
+    parser.add_argument("--caption-ext", metavar="EXT", help="default: txt")
+    parser.add_argument("--trigger", metavar="WORD", help="trigger_word")
+    parser.add_argument("--sheet", type=Path, metavar="FILE", help="default: output/data/<name>.png")
 
 
-def run(args: argparse.Namespace) -> int:
+def check(args: argparse.Namespace) -> int:
     """Check every key and value of a YAML, the model, and the photos and captions, without loading a model.
 
     One line for each finding. Errors stop a run, and end this command with exit code 2; warnings do not. A last line
@@ -54,13 +65,17 @@ def run(args: argparse.Namespace) -> int:
     sound = [host for host in TRAINERS if not _errors(findings[host])]
     for host in sound:
         findings[host] += check_models(raw, file=file, trainer=host, toolkit_root=root, elsewhere=args.elsewhere)
-    inside = args.ai_toolkit or is_toolkit(Path.cwd())
-    able = (host for host in TRAINERS if not _errors(findings[host]))
-    host = args.host or (AI_TOOLKIT if inside else next(able, STANDALONE))
-    errors, warnings = _errors(findings[host]), [item for item in findings[host] if item.severity != "error"]
-    failed = print_findings((item.line() for item in errors), (item.line() for item in warnings))
+    able = [host for host in TRAINERS if not _errors(findings[host])]
+    host = args.host
+    if host is None and (args.ai_toolkit or is_toolkit(Path.cwd())):
+        host = AI_TOOLKIT
+    elif host is None:
+        host = able[0] if able else STANDALONE
+    errors = _errors(findings[host])
+    warnings = [item.line() for item in findings[host] if item.severity != "error"]
+    failed = print_findings([item.line() for item in errors], warnings)
     if host in sound and not args.no_data:
-        from ..data.check import check_data
+        from ..data.preflight import check_data
 
         failed = print_findings(*check_data(raw)) or failed
     if not failed and not args.elsewhere:
@@ -73,8 +88,8 @@ def run(args: argparse.Namespace) -> int:
         return EXIT_REFUSED
     process, text = raw["config"]["process"][0], f"{file}: no error found"
     if process.get("type") in PROCESS_TYPES:
-        name, steps = process.get("name") or raw["config"]["name"], (process.get("train") or {}).get("steps", 1000)
-        text += f"; '{name}' would train {steps} steps into {Path(process['training_folder']) / name}"
+        folder, steps = _run_folder(raw, process), (process.get("train") or {}).get("steps", 1000)
+        text += f"; '{folder.name}' would train {steps} steps into {folder}"
     print(text)
     return 0
 
@@ -95,9 +110,12 @@ def check_outputs(raw: dict[str, Any], file: str) -> bool:
         with suppress(ConfigError):
             space = job_space(job)
     for process in ours:
-        folder = Path(process["training_folder"]) / (process.get("name") or raw["config"]["name"])
-        failed = print_findings(*check_output(folder, space)) or failed
+        failed = print_findings(*check_output(_run_folder(raw, process), space)) or failed
     return failed
+
+
+def _run_folder(raw: dict[str, Any], process: dict[str, Any]) -> Path:
+    return Path(process["training_folder"]) / (process.get("name") or raw["config"]["name"])
 
 
 def _errors(findings: Sequence[Finding]) -> list[Finding]:
@@ -105,11 +123,59 @@ def _errors(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def _print_other_host(name: str, shown: Sequence[Finding], errors: Sequence[Finding]) -> None:
-    seen = {(item.key, item.text()) for item in shown}
-    own = [item for item in errors if (item.key, item.text()) not in seen]
-    if not errors:
-        print(f"{name}: would run it" + ("" if seen else " too"))
-    elif not own:
+    known = {(item.key, item.text) for item in shown}
+    own = [item.line() for item in errors if (item.key, item.text) not in known]
+    if own:
+        print("\n  ".join([f"{name}: would not run it:", *own]))
+    elif errors:
         print(f"{name}: would not run it either, for the same reasons")
     else:
-        print("\n  ".join([f"{name}: would not run it:", *(item.line() for item in own)]))
+        print(f"{name}: would run it" + ("" if shown else " too"))
+
+
+def data(args: argparse.Namespace) -> int:
+    """Read every photo and caption as training would, and list what is wrong, cropped or corrected.
+
+    Nothing in the folder is changed. The contact sheet shows the photos as they are read, with the frames of their
+    crops. Exit code 2 where training would be refused.
+    """
+    from ..data.preflight import datasets_of, inspect_datasets, photo_policy, reads_t5
+    from ..data.sheet import MOST_PHOTOS, contact_sheet
+
+    if args.data.is_file():
+        process = _process_of(args)
+        name, trigger, policy = process["name"], process.get("trigger_word"), photo_policy(process)
+        report = inspect_datasets(list(datasets_of(process)), trigger, **policy, reads_t5=reads_t5(process))
+    else:
+        name, policy = args.data.resolve().name, {}
+        resolution = tuple(args.resolution or (512, 768, 1024))
+        section = DatasetSection(str(args.data), caption_ext=args.caption_ext or "txt", resolution=resolution)
+        report = inspect_datasets([section], args.trigger)
+    for table in report.tables:
+        print(table)
+    print_findings((), report.warnings)
+    count = len(report.photos) + len(report.unreadable)
+    if count:
+        sheet = args.sheet or Path("output") / "data" / f"{name}.png"
+        try:
+            sheet.parent.mkdir(parents=True, exist_ok=True)
+            contact_sheet(report, **policy).save(sheet)
+        except (OSError, ValueError) as error:
+            text = f"--sheet {sheet}: cannot be written ({error}); name another file ending in .png"
+            raise UsageError(text) from error
+        print(f"contact sheet: {sheet}" + (f" (the first {MOST_PHOTOS} of {count})" if count > MOST_PHOTOS else ""))
+    return EXIT_REFUSED if print_findings(report.errors, ()) else 0
+
+
+def _process_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The first process entry of the YAML, with its name; raises ConfigError if no trainer would run it."""
+    for flag in ("resolution", "caption_ext", "trigger"):
+        if getattr(args, flag) is not None:
+            text = f"{args.data} is a file that says so itself; leave the option out, or name a folder"
+            raise UsageError(f"--{flag.replace('_', '-')}: {text}")
+    job = load_job_yaml(args.data)
+    errors = [_errors(check_job_dict(job, file=str(args.data), trainer=host)) for host in TRAINERS]
+    if all(errors):  # refused by both trainers: the stand-alone one's findings
+        raise ConfigError(errors[0])
+    process = job["config"]["process"][0]
+    return {**process, "name": process.get("name") or job["config"]["name"]}

@@ -34,12 +34,24 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-n", "--name", help="takes the place of config.name, and of every [name] in the file")
 
 
-def positive(text: str) -> int:
-    """Argument type: a positive count."""
-    value = int(text) if text.isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number of at least 1")
-    return value
+def number(smallest: int, largest: int | None = None, step: int = 1) -> Callable[[str], int]:
+    """Argument type: a whole number from `smallest`, a multiple of `step`."""
+    rule = f"must be a whole number of at least {smallest}"
+    if largest is not None:
+        rule = f"must be a whole number from {smallest} to {largest}"
+    if step > 1:
+        rule += f" and a multiple of {step}"
+
+    def parse(text: str) -> int:
+        value = int(text) if text.isdecimal() else -1
+        if value < smallest or (largest is not None and value > largest) or value % step:
+            raise argparse.ArgumentTypeError(f"{text!r}: {rule}")
+        return value
+
+    return parse
+
+
+positive = number(1)
 
 
 def print_findings(errors: Iterable[str], warnings: Iterable[str]) -> bool:

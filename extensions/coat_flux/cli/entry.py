@@ -13,13 +13,8 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..base.errors import UserError
-from . import bench, check, data, machine, new, runs, studies
+from . import bench, check, machine, new, runs
 from .common import EXIT_INTERRUPTED, EXIT_REFUSED
-
-OUT_OF_RAM = (
-    "error: out of CPU memory; close other programs or take smaller photos (`coat-flux plan CONFIG` says how much "
-    "CPU memory a run needs)"
-)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,7 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"error: {line}", file=sys.stderr)
         return EXIT_REFUSED
     except MemoryError:
-        print(OUT_OF_RAM, file=sys.stderr)
+        text = "out of CPU memory; close other programs or take smaller photos"
+        print(f"error: {text} (`coat-flux plan CONFIG` says how much CPU memory a run needs)", file=sys.stderr)
         return EXIT_REFUSED
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -47,6 +43,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="coat-flux", description="Train FLUX LoRAs in FP8 after the COAT paper.")
     parser.add_argument("--version", action="version", version=f"coat-flux {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for module in (runs, new, check, data, machine, studies, bench):
+    for module in (runs, new, check, machine, bench):
         module.add_parsers(commands)
     return parser

@@ -83,20 +83,18 @@ def plan(args: argparse.Namespace) -> None:
 
     card = None if args.gpu is None else find_card(args.gpu)
     prediction = make_plan(job, card)
-    if args.json is None:
+    if args.json == "-":
+        print(json.dumps(as_json(prediction), indent=2))
+    elif args.json is not None:
+        try:
+            Path(args.json).write_text(json.dumps(as_json(prediction), indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"--json {args.json}: cannot be written: {error.strerror}; give another path") from error
+        print(f"wrote {args.json}")
+    else:
         print(as_text(prediction))
         if card is not None and card.name:
             print(f"--gpu {args.gpu}: {card.gb:g} GB" + (f", rates of the {card.name}" if card.bf16_tflops else ""))
-        return
-    text = json.dumps(as_json(prediction), indent=2)
-    if args.json == "-":
-        print(text)
-        return
-    try:
-        Path(args.json).write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"--json {args.json}: cannot be written: {error.strerror}; give another path") from error
-    print(f"wrote {args.json}")
 
 
 def export(args: argparse.Namespace) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import filecmp
+import os
 import re
 import shlex
 import shutil
@@ -87,27 +88,25 @@ def copy_examples(args: argparse.Namespace) -> None:
     An installation from a wheel has no checkout to run `configs/flux_clothing_tiny.yaml` in; here it is. A file that is
     already there is left as it is.
     """
+    copied: list[str] = []
+
+    def copy(source: str, target: str) -> None:
+        if not os.path.exists(target):
+            copied.append(shutil.copyfile(source, target))
+        elif not filecmp.cmp(source, target, shallow=False):
+            print(f"{target}: left as it is, it differs from {source}")
+
     for name in ("configs", "datasets_example"):
-        origin = shipped_folder(name)
+        origin, target = shipped_folder(name), args.dir / name
         if origin is None:
             raise UsageError(f"{name}: not part of this installation; install coat-flux from a wheel or a checkout")
-        copied = 0
-        for source in sorted(path for path in origin.rglob("*.*") if path.is_file()):
-            inside = source.relative_to(origin)
-            if any(part.startswith((".", "_")) for part in inside.parts):  # caches of earlier runs
-                continue
-            target = args.dir / name / inside
-            if target.exists():
-                if not filecmp.cmp(source, target, shallow=False):
-                    print(f"{target}: left as it is, it differs from {source}")
-                continue
-            try:
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(source, target)
-            except OSError as error:
-                raise UsageError(f"{target}: cannot be written ({error.strerror}); name another folder") from error
-            copied += 1
-        print(f"{args.dir / name}: {copied} files copied")
+        caches = shutil.ignore_patterns(".*", "_*")
+        try:
+            shutil.copytree(origin, target, ignore=caches, copy_function=copy, dirs_exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"{target}: cannot be written ({error}); name another folder") from error
+        print(f"{target}: {len(copied)} files copied")
+        copied.clear()
 
 
 def link(args: argparse.Namespace) -> None:

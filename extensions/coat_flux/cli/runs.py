@@ -1,16 +1,19 @@
-"""`coat-flux train`, `rewind`, `report` and `watch`: a run, and pages on it."""
+"""Runs: `coat-flux train`, `rewind`, `report`, `watch`; and studies of several: `verify`, `sweep`."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..base.streams import keep_streams
-from .common import UsageError, add_command, add_config, load_job, show_warnings
+from ..base.text import columns
+from .common import EXIT_FAILED, UsageError, add_command, add_config, load_job, positive, show_warnings
 
 ASIDE = "newer saves are moved aside, nothing is deleted"
 
@@ -33,6 +36,41 @@ def add_parsers(commands: Any) -> None:
     for parser in (runner, live):
         parser.add_argument("--host", metavar="ADDRESS", help=listens)
         parser.add_argument("--port", type=int, help="default: the first free one from 8675 on")
+    pairs = add_command(commands, "verify", verify, "is COAT lossless on your data?")
+    add_config(pairs)
+    pairs.add_argument("--seeds", type=positive, default=3, metavar="N", help="pairs of runs (default: 3)")
+    pairs.add_argument("--steps", type=positive, metavar="N", help="of each run (default: the config's)")
+    held_out = pairs.add_mutually_exclusive_group()
+    held_out.add_argument(
+        "--hold-out", type=positive, metavar="K", help="photos kept out of training (default: a tenth, 1 to 16)"
+    )
+    held_out.add_argument(
+        "--validation", type=Path, metavar="DIR", help="photos and captions to validate on; then none is held out"
+    )
+    pairs.add_argument(
+        "--every", type=positive, metavar="N", help="steps between points of the curves (default: steps / 20)"
+    )
+    trials = add_command(commands, "sweep", sweep, "try settings, ranked by held-out loss")
+    add_config(trials)
+    trials.add_argument(
+        "--set",
+        dest="axes",
+        action="append",
+        required=True,
+        metavar="KEY=VALUES",
+        help="a key of the process entry and its values, as train.lr=1e-4,3e-4; once for each key; network.linear "
+        "takes linear_alpha along",
+    )
+    trials.add_argument("--jobs", type=positive, default=1, metavar="N", help="trials at a time (default: 1)")
+    trials.add_argument("--seeds", type=positive, default=1, metavar="K", help="runs of each combination (default: 1)")
+    chosen = trials.add_mutually_exclusive_group()
+    chosen.add_argument(
+        "--random", type=positive, metavar="N", help="N combinations, drawn at random (default: all of them)"
+    )
+    chosen.add_argument("--tpe", type=positive, metavar="N", help="N combinations, chosen by Optuna's TPE sampler")
+    for parser, name in ((pairs, "verify"), (trials, "sweep")):
+        text = f"folder of the runs (default: <training_folder>/<name>_{name})"
+        parser.add_argument("--out", type=Path, metavar="DIR", help=text)
 
 
 def train(args: argparse.Namespace) -> None:
@@ -54,7 +92,8 @@ def train(args: argparse.Namespace) -> None:
 def rewind(args: argparse.Namespace) -> None:
     """Make a run resume from an earlier state at its next start, bit for bit; also a run of ai-toolkit."""
     from ..saves.commit import newest_set
-    from ..saves.repair import go_back, run_lock
+    from ..saves.lock import run_lock
+    from ..saves.repair import go_back
 
     if newest_set(args.run_dir) is None:
         raise UsageError(f"RUN_DIR={args.run_dir}: has no saved state; give <training_folder>/<name> of a run")
@@ -93,3 +132,62 @@ def serve(run_dir: Path, host: str | None, port: int | None) -> None:
     print(f"watch: {page.start(port)}", flush=True)
     if not page.is_private:
         print("watch: whoever reaches this address sees the samples; the part after # is needed to sample, save, stop")
+
+
+def verify(args: argparse.Namespace) -> int:
+    """Train with and without COAT from several seeds on the config's own photos, and judge whether COAT loses anything.
+
+    Some photos are not trained on; the loss on them is compared with bf16's, and the gap with what another seed does to
+    bf16. Start the same command again to resume after an interruption, or with more --seeds to add some. Writes
+    verdict.json and report.html. Exit code 0: lossless; 1: not, or undecided.
+    """
+    job = load_job(args)
+    show_warnings()
+    from ..study import Settings
+    from ..study import verify as run_study
+
+    settings = Settings(steps=args.steps, hold_out=args.hold_out, validation=args.validation, every=args.every)
+    try:
+        verdict = run_study(job, seeds=args.seeds, settings=settings, folder=args.out)
+    except KeyboardInterrupt:
+        print("To resume verify, start the same command again")
+        raise
+    for note in verdict.notes:
+        print(note)
+    print(f"report: {verdict.page_path}\n{verdict.sentence}")
+    return 0 if verdict.lossless else EXIT_FAILED
+
+
+def sweep(args: argparse.Namespace) -> int:
+    """Train the config with each combination of the given values, and rank them by the loss on photos held out.
+
+    Each trial is a run folder of its own. Start the same command again to resume after an interruption, or with more
+    values, seeds or random combinations to add some; what is finished stays. Writes report.html. Exit code 0: all
+    trials are finished; 1: one failed.
+    """
+    keep_streams()
+    job = load_job(args)
+    show_warnings()
+    from ..study.ranking import noise_text, rank, ranking_rows, sentence_of, write_sweep_page
+    from ..study.sweep import FINISHED, Sweep, find_axis
+    from ..trainers.standalone.seeding import seed_of
+
+    folder = args.out or job.folder.with_name(f"{job.folder.name}_sweep")
+    study = Sweep(
+        args.config,
+        [find_axis(text) for text in args.axes],
+        range(seed_of(job), seed_of(job) + args.seeds),
+        folder,
+        name=args.name,
+        most=args.tpe or args.random,
+        tpe=args.tpe is not None,
+    )
+    try:
+        trials = study.run(jobs=args.jobs, log=partial(print, flush=True), on_result=lambda: write_sweep_page(study))
+    except KeyboardInterrupt:
+        print(f"To go on: {shlex.join(['coat-flux', *args.given])}\nreport so far: {folder / 'report.html'}")
+        raise
+    ranked, spread = rank(trials)
+    print("\n".join(["", *columns(ranking_rows(ranked, spread)), "", noise_text(spread)]))
+    print(f"report: {write_sweep_page(study)}\n{sentence_of(ranked, spread, study.total)[0]}")
+    return 0 if all(run.state == FINISHED for run in study.runs) else EXIT_FAILED
