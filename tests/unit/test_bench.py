@@ -331,12 +331,6 @@ def test_without_pytest_the_command_names_the_packages(
     assert "pytest, pytest-timeout, hypothesis" in capsys.readouterr().err
 
 
-def test_the_bench_extra_holds_what_its_tests_need() -> None:
-    setup = (runner.REPOSITORY / "setup.py").read_text(encoding="utf-8")
-    extra = setup[setup.index('"bench": [') : setup.index('"test": [')]
-    assert [package for package in runner.NEEDED.values() if f'"{package}>=' not in extra] == []
-
-
 def test_red_tests_give_exit_code_1_and_no_figures(
     repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

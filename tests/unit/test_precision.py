@@ -25,7 +25,16 @@ from coat_flux.blocks.models import layer_of
 from coat_flux.config.coat import GuardOptions
 from coat_flux.pages.precision import as_grid, standing_out, summaries, worst
 from coat_flux.watch.casts import EXP_AVG, EXP_AVG_SQ, GRADIENT, INPUT, SAVED, CastPrecision, CastProbe, row_of
-from coat_flux.watch.precision import COLUMNS, KINDS, as_cells, health_line, health_verdict, read_rows, weight_rows
+from coat_flux.watch.precision import (
+    COLUMNS,
+    KINDS,
+    PrecisionWatch,
+    as_cells,
+    health_line,
+    health_verdict,
+    read_rows,
+    weight_rows,
+)
 from tests import tolerances
 
 GROUP_16 = Granularity("per_group", 16)
@@ -407,6 +416,20 @@ def test_the_verdict_names_the_worst_kind_and_the_remedy(loss: CastPrecision, wo
     assert ("exclude" in verdict) == (loss.kind == INPUT)
     lax = dataclasses.replace(options, max_saturation=1.0, max_underflow=1.0)
     assert health_verdict([*healthy, loss], lax) is None
+
+
+def test_a_minimum_that_is_met_leaves_every_layer_and_is_remembered() -> None:
+    said: list[str] = []
+    watch = PrecisionWatch(nn.Identity(), 20.0, None, said.append, lambda rows: None)
+    assert watch.pending
+    watch.record([CastPrecision(2, "a", INPUT, 20.0, 0.0, 0.0, 1), CastPrecision(2, "b", GRADIENT, 1.0, 0.0, 0.0, 1)])
+    assert not watch.pending
+    assert "lowest of 1 layers has 20.0 dB" in said[0]
+    assert watch.state_dict() == {"minimum": 20.0, "left_out": []}
+    for minimum, pending in ((20.0, False), (21.0, True), (None, False)):  # with another threshold it is asked again
+        resumed = PrecisionWatch(nn.Identity(), minimum, None, said.append, lambda rows: None)
+        resumed.load_state_dict(watch.state_dict())
+        assert resumed.pending is pending
 
 
 # -- advice ----------------------------------------------------------------------------------------------------------

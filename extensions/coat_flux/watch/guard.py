@@ -12,7 +12,7 @@ nothing, so that existing saves stay good.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -70,7 +70,8 @@ class RunGuard:
         self._options, self._log, self._norms = options, log, norms
         self._zero_gradients = self._same_losses = 0
         self._last_loss: float | None = None
-        self._divergence = Divergence(norms)
+        self._start: float | None = None  # norm of all weights before the first step
+        self._divergence = Divergence()
         self._living_update = max(options.dead_lora_steps, FIRST_LIVING_UPDATE)
 
     def allows_update(self, step: int, loss: float, grad_norm: float) -> bool:
@@ -83,8 +84,8 @@ class RunGuard:
             DeadRunError: too many nonfinite steps in a row, divergence, no gradient, or a constant loss.
         """
         options = self._options
-        if options.enabled:
-            self._divergence.begin(self.lora.values())
+        if options.enabled and self._start is None:
+            self._start = self._norm()
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             self._skip(step, f"loss={loss}, gradient norm {grad_norm}")
             return False
@@ -107,16 +108,22 @@ class RunGuard:
                 "the last bit, though noise and timesteps change: the model's output no longer depends on its input; "
                 f"lower train.lr and check the dataset's images; {KEPT}"
             )
-        self._divergence.on_step(step, loss, self.lora.values())
-        since, limit = self._divergence.since, options.diverging_steps
-        if since is not None and step - since >= limit:
+        self._divergence.on_step(step, loss, self._growth)
+        since = self._divergence.since
+        if since is not None and step - since >= options.diverging_steps:
             raise DeadRunError(
                 f"step {step}: {self._divergence.describe()}, and the trained weights have grown "
-                f"{self._divergence.growth(self.lora.values()):.1f}-fold: the run "
-                f"diverged; lower train.lr; {KEPT}",
+                f"{self._growth():.1f}-fold: the run diverged; lower train.lr; {KEPT}",
                 since,
             )
         return True
+
+    def _norm(self) -> float:
+        return float(torch.linalg.vector_norm(self._norms(list(self.lora.values()))))
+
+    def _growth(self) -> float:
+        """Norm of the weights relative to the start; 1 where that was zero. Reads back one number."""
+        return self._norm() / self._start if self._start else 1.0
 
     def _skip(self, step: int, found: str) -> None:
         self.skipped += 1
@@ -187,7 +194,7 @@ class RunGuard:
                 f"updates overflowed; lower train.lr, or use lr_scheduler: constant_with_warmup; {KEPT}",
                 step,
             )
-        growth = self._divergence.growth(self.lora.values()) if self._options.enabled else 1.0
+        growth = self._growth() if self._options.enabled else 1.0
         if growth > BROKEN_GROWTH:
             raise DeadRunError(
                 f"step {step}: the trained weights have grown {growth:,.0f}-fold since the start (largest now "
@@ -205,14 +212,16 @@ class RunGuard:
     def state_dict(self) -> dict[str, Any]:
         """The counters; plain JSON."""
         counters = {name.strip("_"): getattr(self, name) for name in COUNTERS}
-        growth = self._divergence.growth(self.lora.values()) if self.lora else 1.0
-        return counters | {"growth": growth, "divergence": self._divergence.state_dict()}
+        growth = self._growth() if self.lora else 1.0
+        return counters | {"growth": growth, "divergence": {**self._divergence.state_dict(), "start": self._start}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved run's counters; missing ones stay."""
         for name in COUNTERS:
             setattr(self, name, state.get(name.strip("_"), getattr(self, name)))
-        self._divergence.load_state_dict(state.get("divergence", {}))
+        divergence = state.get("divergence", {})
+        self._start = divergence.get("start", self._start)
+        self._divergence.load_state_dict(divergence)
 
 
 class Divergence:
@@ -227,32 +236,18 @@ class Divergence:
     broken whatever the loss: with A's usual start that change exceeds the frozen weights.
     """
 
-    def __init__(self, norms: Norms = tensor_norms) -> None:
+    def __init__(self) -> None:
         self.since: int | None = None
-        self._norms = norms
         self._recent: list[float] = []
         self._usual: float | None = None
         self._steps = 0
-        self._start: float | None = None
 
-    def begin(self, parameters: Iterable[Tensor]) -> None:
-        """Measure the norm before the first step, unless a resumed state has it."""
-        if self._start is None:
-            self._start = self._norm(parameters)
-
-    def growth(self, parameters: Iterable[Tensor]) -> float:
-        """Norm relative to the start; 1 where that was zero. Reads back one number."""
-        return self._norm(parameters) / self._start if self._start else 1.0
-
-    def _norm(self, parameters: Iterable[Tensor]) -> float:
-        return float(torch.linalg.vector_norm(self._norms(list(parameters))))
-
-    def on_step(self, step: int, loss: float, parameters: Iterable[Tensor]) -> None:
-        """Record the loss of a finite step; the norm is read only where the loss is far above the usual one."""
+    def on_step(self, step: int, loss: float, growth: Callable[[], float]) -> None:
+        """Record the loss of a finite step; the growth is read only where the loss is far above the usual one."""
         self._recent = [*self._recent, loss][-WINDOW:]
         usual = self._usual
         high = usual is not None and usual > 0 and sum(one > LOSS_FACTOR * usual for one in self._recent) >= HIGH
-        if high and (self.since is not None or self.growth(parameters) > GROWTH):
+        if high and (self.since is not None or growth() > GROWTH):
             self.since = self.since or step - WINDOW + 1
             return  # excluded from the usual loss
         self.since = None
@@ -267,10 +262,10 @@ class Divergence:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON."""
-        return {"recent": self._recent, "usual": self._usual, "steps": self._steps, "start": self._start}
+        return {"recent": self._recent, "usual": self._usual, "steps": self._steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a saved state, which was not in doubt."""
         self._recent = [float(loss) for loss in state.get("recent", [])]
-        self._usual, self._start = state.get("usual"), state.get("start", self._start)
+        self._usual = state.get("usual")
         self._steps = int(state.get("steps", 0))

@@ -11,8 +11,7 @@ import torch
 
 from ..base.files import replacing
 from ..base.text import GB, MB, columns
-from ..blocks.held import SAVED
-from .phases import GROWTH, PhaseTracker
+from .phases import PhaseTracker
 
 if TYPE_CHECKING:
     from ..config.job import JobConfig
@@ -106,9 +105,8 @@ def tabulated(record: Mapping[str, Any]) -> tuple[str, list[list[str]], list[str
         held = []
         for part in COLOURS:
             if measured.get(part) or expected.get(part):
-                rough = "~" if part == SAVED and record["method"][SAVED] == GROWTH else ""
                 beside = f" ({size(expected[part])})" if part in expected else ""
-                held.append(f"{part} {rough}{size(measured.get(part, 0))}{beside}")
+                held.append(f"{part} {size(measured.get(part, 0))}{beside}")
         notes.append(f"held in a step{' (predicted)' if expected else ''}: {', '.join(held)}")
     return title, rows, [*notes, _verdict(record, size, unit)]
 

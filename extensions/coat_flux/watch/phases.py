@@ -67,7 +67,6 @@ METHODS = {
         SAVED: "storages that operators made in the first forward passes, each once, and that live after",
     },
 }
-GROWTH = "growth of resident memory in the forward pass: rough, for the allocator reuses pages"
 
 
 def used_bytes(device: torch.device) -> tuple[int, int]:
@@ -121,7 +120,7 @@ class PhaseTracker:
     """Follows the memory of `device` through a run's phases.
 
     `path` None (every process but the main one) writes nothing. `counts` is False for compiled models, whose operators
-    cannot be counted: without a GPU their saved activations are the growth of resident memory, a rough value.
+    cannot be counted: without a GPU their saved activations are not known.
     `baseline` is the memory in use before the run; `moment` names the current moment of the step.
     """
 
@@ -179,9 +178,7 @@ class PhaseTracker:
         return self._broken or self._now
 
     def enter(self, name: str) -> None:
-        """End the current phase and begin or continue another; ValueError for an unknown name."""
-        if name not in RUN_PHASES:
-            raise ValueError(f"phase={name!r}: must be one of {', '.join(RUN_PHASES)}")
+        """End the current phase and begin or continue another, one of `RUN_PHASES`."""
         self._broken = None
         self._end()
         if name == "step" and name not in self._phases:
@@ -242,9 +239,12 @@ class PhaseTracker:
                 self._counter.__enter__()
         elif moment == "after_forward":
             self._stop_counting()
-            allocated_before, gradients_before = self._before_forward
-            growth = allocated - allocated_before - (self.held.gradient_bytes() - gradients_before)
-            self._count_parts({SAVED: self._counted if self._counts else max(0, growth)})
+            if self.device.type == "cuda":
+                allocated_before, gradients_before = self._before_forward
+                growth = allocated - allocated_before - (self.held.gradient_bytes() - gradients_before)
+                self._count_parts({SAVED: max(0, growth)})
+            else:
+                self._count_parts({SAVED: self._counted})
         elif moment == "after_backward":
             self._count_parts()
 
@@ -256,12 +256,9 @@ class PhaseTracker:
     def record(self) -> dict[str, Any]:
         """The content of the JSON described above."""
         peak = self.peak
-        method = METHODS["cuda" if self.device.type == "cuda" else "cpu"]
-        if not self._counts and self.device.type != "cuda":
-            method = method | {SAVED: GROWTH}
         return {
             "device": str(self.device),
-            "method": method,
+            "method": METHODS["cuda" if self.device.type == "cuda" else "cpu"],
             "baseline": self.baseline,
             "peak": peak,
             "phases": {name: self._phases[name].record(self.baseline) for name in RUN_PHASES if name in self._phases},

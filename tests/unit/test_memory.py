@@ -1,0 +1,434 @@
+"""What watches memory: phases, their report and lines, the Windows driver's spill, what counts as a lack."""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from coat_flux.blocks.held import HeldParts, gradients, module_tensors, state_tensors, trained
+from coat_flux.config.findings import ConfigError
+from coat_flux.watch import phases as phases_module
+from coat_flux.watch.memory_report import as_table, finish
+from coat_flux.watch.oom import OutOfMemory, is_oom
+from coat_flux.watch.phases import STEP_MOMENTS, PhaseTracker, peak_bytes, used_bytes
+from coat_flux.watch.step_watch import BASELINE, CPU_NOTE, IN_A_ROW, SLOWER, WARM_UP, SpillWatch
+from tests import tolerances
+from tests.helpers.step_watch import step_watch
+
+CPU = torch.device("cpu")
+MIB, GB = 2**20, 10**9
+
+
+class FakeDevice:
+    """Stands in for what `stats` says of a GPU."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.held = self.peak = self.resets = 0
+        monkeypatch.setattr(phases_module, "used_bytes", lambda device: (self.held, 2 * self.held))
+        monkeypatch.setattr(phases_module, "peak_bytes", lambda device: self.peak)
+        monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 2 * self.peak)
+        monkeypatch.setattr(phases_module, "reset_peak", lambda device: self._reset())
+
+    def _reset(self) -> None:
+        self.resets += 1
+        self.peak = self.held
+
+    def take(self, size: int) -> None:
+        self.held += size
+        self.peak = max(self.peak, self.held)
+
+
+@pytest.fixture(name="gpu")
+def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
+    return FakeDevice(monkeypatch)
+
+
+def test_parts_count_each_storage_once_and_adapters_before_the_transformer() -> None:
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 4, bias=False))
+    model[0].requires_grad_(False)
+    model[0].register_buffer("weight_codes", torch.zeros(8, 8, dtype=torch.float8_e4m3fn))
+    model[0].register_buffer("weight_scale", torch.zeros(8))
+    model[0].register_buffer("again", model[0].weight_codes.view(torch.uint8))
+    held = HeldParts(CPU)
+    for part, tensors in (("transformer", module_tensors), ("lora", trained), ("gradients", gradients)):
+        held.add(part, model, tensors)
+    optimizer = torch.optim.AdamW(trained(model))
+    held.add("optimizer", optimizer, state_tensors)
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    parts = held.count()
+    assert parts["lora"] == parts["gradients"] == 32 * 4
+    assert parts["optimizer"] == 2 * 32 * 4 + 4  # two moments and the step
+    assert parts["transformer"] == 64 * 4 + 64 + 8 * 4
+    assert held.transformer_kinds() == {"fp8 codes": 64, "scales": 32, "high precision": 256}
+    assert held.gradient_bytes() == 128
+    assert sum(HeldParts(torch.device("meta")).count().values()) == 0
+
+
+def test_parts_do_not_keep_their_owners_alive() -> None:
+    held, model = HeldParts(CPU), nn.Linear(4, 4)
+    held.add("vae", model, module_tensors)
+    assert held.count()["vae"] == 80
+    del model
+    assert held.count()["vae"] == 0
+    with pytest.raises(ValueError, match=r"part='unet': must be one of lora"):
+        held.add("unet", nn.Linear(1, 1), module_tensors)
+
+
+def test_each_phase_has_its_own_peak_and_goes_on_after_a_sample(gpu: FakeDevice, tmp_path: Path) -> None:
+    tracker = PhaseTracker(torch.device("cuda"), tmp_path / "coat" / "memory.json")
+    tracker.enter("load")
+    gpu.take(100)
+    tracker.enter("step")
+    gpu.take(50)
+    gpu.take(-50)
+    with tracker.during("sample"):
+        gpu.take(300)
+        gpu.take(-300)
+    gpu.take(20)
+    gpu.take(-20)
+    tracker.close()
+    record = json.loads((tmp_path / "coat" / "memory.json").read_text())
+    phases = record["phases"]
+    assert list(phases) == ["load", "sample", "step"]
+    assert {name: phase["peak"] for name, phase in phases.items()} == {
+        "load": {"allocated": 100, "reserved": 200},
+        "sample": {"allocated": 400, "reserved": 800},
+        "step": {"allocated": 150, "reserved": 300},
+    }
+    assert (phases["step"]["entered"], phases["sample"]["entered"]) == (1, 1)
+    assert record["peak"] == tracker.peak == 400
+    assert record["moments"] == {
+        "before_training": {"allocated": 100, "reserved": 200, "peak": 100},
+        "before_sampling": {"allocated": 100, "reserved": 200, "peak": 150},
+        "after_sampling": {"allocated": 100, "reserved": 200, "peak": 400},
+    }
+    assert record["baseline"] == 0
+    assert gpu.resets == 4
+
+
+def test_saved_activations_are_what_a_forward_pass_added_but_gradients(gpu: FakeDevice, tmp_path: Path) -> None:
+    model = nn.Linear(16, 16, bias=False)
+    tracker = PhaseTracker(torch.device("cuda"), tmp_path / "memory.json")
+    tracker.held = HeldParts(CPU)  # the tensors are on the CPU, the numbers are the fake's
+    tracker.hold("lora", model, trained)
+    tracker.hold("gradients", model, gradients)
+    tracker.enter("step")
+    model.weight.grad = torch.zeros_like(model.weight)
+    gpu.take(2 * 1024)
+    tracker.mark("before_forward")
+    model.weight.grad = None  # as a host that clears gradients inside its step
+    gpu.take(-1024)
+    gpu.take(700)
+    tracker.mark("after_forward")
+    gpu.take(-700)
+    tracker.mark("after_backward")
+    tracker.close()
+    step = json.loads((tmp_path / "memory.json").read_text())["phases"]["step"]
+    assert step["parts"] | {"rest": 0} == step["parts"] | {"rest": 0, "saved activations": 700, "lora": 1024}
+    assert step["parts"]["rest"] == 2048 - 700 - 1024
+    assert step["most"]["saved activations"] == 700
+
+
+def test_saved_activations_are_counted_on_a_cpu(tmp_path: Path) -> None:
+    linear = nn.Linear(64, 64, bias=False)
+    tracker = PhaseTracker(CPU, tmp_path / "memory.json")
+    tracker.enter("step")
+    for rows in (8, 32, 128):  # counted in the first two steps
+        x = torch.ones(rows, 64)
+        tracker.mark("before_forward")
+        y = torch.sigmoid(linear(x) * 2)  # keeps its result; the product and its double are gone
+        tracker.mark("after_forward")
+        y.sum().backward()
+        tracker.mark("after_backward")
+    tracker.close()
+    record = json.loads((tmp_path / "memory.json").read_text())
+    assert record["phases"]["step"]["most"]["saved activations"] == 32 * 64 * 4
+    assert record["method"]["saved activations"].startswith("storages that operators made")
+
+
+def test_a_compiled_model_is_not_counted() -> None:
+    tracker = PhaseTracker(CPU, None, counts=False)
+    tracker.enter("step")
+    tracker.mark("before_forward")
+    assert _get_current_dispatch_mode() is None
+    tracker.mark("after_forward")
+    tracker.close()
+    assert tracker.record()["phases"]["step"]["most"]["saved activations"] == 0
+    assert tracker.peak > 0
+
+
+def test_a_forward_pass_that_fails_is_no_longer_counted(tmp_path: Path) -> None:
+    tracker = PhaseTracker(CPU, tmp_path / "memory.json")
+    tracker.enter("step")
+    tracker.mark("before_forward")
+    assert _get_current_dispatch_mode() is not None
+    tracker.close()
+    assert _get_current_dispatch_mode() is None
+
+
+def test_cpu_peak_is_exact_only_where_the_process_peak_rose(tmp_path: Path) -> None:
+    tracker = PhaseTracker(CPU, tmp_path / "memory.json")
+    tracker.enter("load")
+    block = torch.ones(256 * MIB // 4)
+    del block
+    tracker.enter("step")
+    small = torch.ones(8 * MIB // 4)
+    tracker.close()
+    phases = json.loads((tmp_path / "memory.json").read_text())["phases"]
+    assert phases["load"]["exact"] is True or phases["load"]["peak"]["allocated"] >= phases["load"]["end"]["allocated"]
+    assert phases["step"]["peak"]["allocated"] >= phases["step"]["end"]["allocated"] >= small.nbytes
+    assert phases["step"]["exact"] is False
+
+
+def test_models_are_looked_at_when_they_run(tmp_path: Path) -> None:
+    encoder = nn.Linear(32, 32, bias=False)
+    tracker = PhaseTracker(CPU, tmp_path / "memory.json")
+    tracker.hold_models(None, [encoder])
+    tracker.enter("cache")
+    encoder(torch.ones(1, 32))
+    del encoder
+    tracker.close()
+    parts = json.loads((tmp_path / "memory.json").read_text())["phases"]["cache"]["parts"]
+    assert parts["text encoders"] == 32 * 32 * 4
+
+
+def test_a_killed_run_leaves_the_phases_so_far(tmp_path: Path) -> None:
+    tracker = PhaseTracker(CPU, tmp_path / "coat" / "memory.json")
+    tracker.enter("cache")
+    tracker.enter("load")
+    record = json.loads((tmp_path / "coat" / "memory.json").read_text())
+    assert [(name, phase["open"]) for name, phase in record["phases"].items()] == [("load", True), ("cache", False)]
+    assert record["prediction"] is None
+    assert [path.name for path in (tmp_path / "coat").iterdir()] == ["memory.json"]
+
+
+# -- the report -------------------------------------------------------------------------------------------------------
+
+
+def _phase(peak: int, *, exact: bool = True, **parts: int) -> dict[str, Any]:
+    at = {"allocated": peak // 2, "reserved": peak}
+    return {
+        "entered": 1, "open": False, "start": at, "end": at, "peak": {"allocated": peak, "reserved": peak},
+        "exact": exact, "parts": {**parts, "rest": peak - sum(parts.values())}, "most": parts,
+    }  # fmt: skip
+
+
+def _record(**values: Any) -> dict[str, Any]:
+    return {
+        "device": "cuda",
+        "method": {"memory": "torch's CUDA allocator", "saved activations": ""},
+        "baseline": 0,
+        "peak": 20 * GB,
+        "phases": {"load": _phase(15 * GB, transformer=12 * GB), "step": _phase(20 * GB, transformer=12 * GB, lora=GB)},
+        "moments": {"before_training": {"allocated": 13 * GB, "reserved": 14 * GB, "peak": 15 * GB}},
+        "transformer": {},
+        "prediction": {"peak": 19 * GB, "phases": {"step": {"transformer": 12 * GB, "workspace": 7 * GB}}},
+    } | values
+
+
+def test_table_shows_prediction_beside_measurement() -> None:
+    lines = as_table(_record()).splitlines()
+    assert lines[2].split() == ["load", "1", "7.50", "7.50", "15.00", "15.00", "-"]
+    assert lines[3].split() == ["step", "1", "10.00", "10.00", "20.00", "20.00", "19.00"]
+    assert lines[4] == "before training: 13.00, peak until then 15.00"
+    assert lines[5].endswith("transformer 12.00 (12.00), lora 1.00, rest 7.00")
+    assert "19.00 GB; measured 20.00 GB, +5.3%" in lines[6]
+
+
+def test_table_of_a_cpu_run_says_resident_and_lower_bounds() -> None:
+    phases = {"step": _phase(400 * 10**6, exact=False)}
+    text = as_table(_record(baseline=300 * 10**6, peak=400 * 10**6, phases=phases))
+    assert text.splitlines()[2].split()[4:] == [">=400.00", "400.00", ">=100.00", "19000.00"]
+    assert "measured 100.00 MB of resident memory above the start" in text
+
+
+def _finished(tmp_path: Path, job: Any, *, table: bool = True) -> tuple[list[str], dict[str, Any]]:
+    tracker = PhaseTracker(torch.device("cpu"), tmp_path / "coat" / "memory.json")
+    tracker.enter("load")
+    lines: list[str] = []
+    finish(tracker, job, lines.append, lines.append if table else None)
+    return lines, json.loads((tmp_path / "coat" / "memory.json").read_text())
+
+
+def _refuse() -> Any:
+    raise ConfigError("job.yaml: 2 problems\n  a.b=1: no")
+
+
+def test_a_job_that_cannot_be_predicted_is_one_line(tmp_path: Path) -> None:
+    lines, record = _finished(tmp_path, _refuse)
+    reason = "ConfigError: job.yaml: 2 problems a.b=1: no"
+    assert record["prediction"] == {"missing": reason}
+    assert lines == [as_table(record)]
+    assert lines[0].splitlines()[-1].endswith(f"({reason})")
+    assert "did not come to its end" in as_table(record | {"prediction": None})
+    assert (tmp_path / "coat" / "memory.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_the_run_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    lines, _ = _finished(tmp_path, _refuse, table=False)
+    assert len(lines) == 1
+    assert lines[0].startswith("Memory report: coat/memory.png is left out: ")
+    assert not (tmp_path / "coat" / "memory.png").exists()
+
+
+def test_other_processes_say_nothing() -> None:
+    tracker = PhaseTracker(torch.device("cpu"), None)
+    tracker.enter("load")
+    finish(tracker, _refuse, lambda line: pytest.fail(line), lambda line: pytest.fail(line))
+    assert tracker.forecast is None
+
+
+# -- memory lines -----------------------------------------------------------------------------------------------------
+
+
+def test_lines_come_at_log_every_with_the_note_once() -> None:
+    watch, log = step_watch("memory: {log_every: 2}")
+    for step in (1, 2, 3, 4):
+        for moment in STEP_MOMENTS:
+            watch.mark(moment, step)
+    lines = log.details
+    assert lines[0] == CPU_NOTE
+    shape = r"\[(\w+)\] Step (\d): Allocated: (\d+\.\d\d)GB, Reserved: (\d+\.\d\d)GB"
+    found = [re.fullmatch(shape, line).groups() for line in lines[1:]]
+    assert [(phase, step) for phase, step, *_ in found] == [(phase, step) for step in "24" for phase in STEP_MOMENTS]
+    assert all(0 < float(allocated) <= float(reserved) for *_, allocated, reserved in found)
+
+
+def test_disabled_log_is_silent() -> None:
+    for text in ("memory: {log_every: 1, log_memory_stats: false}", "{enabled: false, memory: {log_every: 1}}"):
+        watch, log = step_watch(text)
+        watch.mark("after_forward", 1)
+        assert log.details == []
+
+
+def test_cpu_numbers_are_the_process_and_its_peak() -> None:
+    before = used_bytes(torch.device("cpu"))[0]
+    block = torch.ones(64 * 2**20 // 4)
+    during, peak = used_bytes(torch.device("cpu"))
+    assert during - before > 48 * 2**20
+    assert peak >= during
+    del block
+    assert peak_bytes(torch.device("cpu")) >= during - tolerances.RESIDENT_SLACK_BYTES
+
+
+@pytest.mark.gpu
+def test_gpu_numbers_are_the_allocators() -> None:
+    device = torch.device("cuda")
+    block = torch.ones(2**20, device=device)
+    assert used_bytes(device) == (torch.cuda.memory_allocated(), torch.cuda.memory_reserved())
+    assert peak_bytes(device) >= block.nbytes
+
+
+# -- the driver's spill -----------------------------------------------------------------------------------------------
+
+CARD = 24 * GB
+FULL, ROOMY = 23 * GB, 15 * GB
+
+
+def spills(seconds: list[float], reserved: int = FULL, platform: str = "win32", total: int = CARD) -> list[str]:
+    watch = SpillWatch(platform)
+    return [line for line in (watch.on_step(s, reserved, total) for s in seconds) if line is not None]
+
+
+def seconds_of(*later: float, first: float = 30.0) -> list[float]:
+    """Slow first steps, those of the baseline at about 2 s, then `later`."""
+    usual = [2.0 + 0.1 * (i % 3) for i in range(BASELINE)]
+    return [first] * WARM_UP + usual + list(later)
+
+
+def test_a_spill_is_said_once_with_numbers_and_remedies() -> None:
+    lines = spills(seconds_of(*[8.0] * 40))
+    assert len(lines) == 1
+    assert "8.0 s instead of 2.1 s, and torch holds 23.0 GB of a card of 24.0 GB" in lines[0]
+
+
+def test_more_than_the_card_has_is_a_spill_from_the_first_step() -> None:
+    lines = spills([2.0, 2.0], reserved=CARD + GB)
+    assert len(lines) == 1
+    assert lines[0].startswith("torch holds 25.0 GB of a card of 24.0 GB")
+
+
+@pytest.mark.parametrize(
+    "seconds",
+    [
+        seconds_of(*[2.0] * 50, first=600.0),  # compilation and measurement at the start
+        seconds_of(*([2.0] * 9 + [90.0]) * 5),  # a sample or a save between steps
+        seconds_of(*([2.0] * 5 + [9.0] * (IN_A_ROW - 1)) * 6),  # a few larger pictures in a row
+        seconds_of(*[2.1 * SLOWER * 0.95] * 50),  # slower, but not threefold
+        [9.0] * 60,  # slow throughout
+        seconds_of(*[9.0] * (IN_A_ROW - 1)),
+    ],
+    ids=["first steps", "interruptions", "larger pictures", "twofold", "slow throughout", "too few"],
+)
+def test_other_slow_steps_are_none(seconds: list[float]) -> None:
+    assert spills(seconds) == []
+
+
+@pytest.mark.parametrize(
+    ("reserved", "platform", "total"), [(ROOMY, "win32", CARD), (FULL, "linux", CARD), (FULL, "win32", 0)]
+)
+def test_neither_with_room_nor_elsewhere(reserved: int, platform: str, total: int) -> None:
+    assert spills(seconds_of(*[20.0] * 30), reserved, platform, total) == []
+
+
+def test_one_slow_step_in_the_baseline_does_not_hide_a_spill() -> None:
+    slow = seconds_of(*[8.0] * IN_A_ROW)
+    slow[WARM_UP + 2] = 500.0
+    assert len(spills(slow)) == 1
+
+
+# -- out of memory ----------------------------------------------------------------------------------------------------
+
+LACKS = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."),
+    torch.cuda.OutOfMemoryError("CUDA out of memory."),
+    RuntimeError("CUDA error: out of memory"),
+    RuntimeError("MPS backend out of memory (MPS allocated: 1 GB)"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried to ..."),
+    RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 4096 bytes."),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("Caught OutOfMemoryError in DataLoader worker process 0.\nCUDA out of memory."),
+    MemoryError(),
+    OSError(errno.ENOMEM, "Cannot allocate memory"),
+    OSError("The paging file is too small for this operation to complete. (os error 1455)"),
+]
+OTHERS = [
+    None,
+    RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+    ValueError("this text says out of memory, but its class is another"),
+    OSError(28, "No space left on device"),
+    KeyboardInterrupt(),
+    OutOfMemory("Out of memory in the phase step: explained already"),
+]
+
+
+@pytest.mark.parametrize("error", LACKS, ids=lambda error: f"{type(error).__name__}: {error}"[:40])
+def test_a_lack_of_memory(error: BaseException) -> None:
+    assert is_oom(error)
+    wrapped = ValueError("the step failed")
+    wrapped.__cause__ = error
+    assert is_oom(wrapped)
+
+
+@pytest.mark.parametrize("error", OTHERS, ids=lambda error: f"{type(error).__name__}: {error}"[:40])
+def test_something_else(error: BaseException | None) -> None:
+    assert not is_oom(error)
+
+
+def test_a_real_allocation_that_cannot_be_made() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**58, dtype=torch.uint8)
+    assert is_oom(caught.value)
