@@ -24,14 +24,10 @@ from coat_flux.doctor.probes import ABSENT, BAD, GOOD, PROBES, Line, ai_toolkit,
 from tests.helpers.aitk_standin.host import PACKAGE, copy_checkout
 
 
-def texts(lines):
-    return [str(line) for line in lines]
-
-
-def doctor(*arguments):
+def doctor():
     parser = argparse.ArgumentParser()
     add_parsers(parser.add_subparsers())
-    args = parser.parse_args(["doctor", *map(str, arguments)])
+    args = parser.parse_args(["doctor"])
     return args.run(args)
 
 
@@ -41,7 +37,20 @@ def no_card(monkeypatch):
     monkeypatch.setattr(probes, "driver_names", list)
 
 
-# --- lines, verdict, isolation, command
+@pytest.fixture
+def card(monkeypatch):
+    """A GPU as torch would report it; its fields may be changed."""
+    card = SimpleNamespace(name="NVIDIA L40S", capability=(8, 9), free=40e9, total=48e9)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: card.name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: card.capability)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (card.free, card.total))
+    monkeypatch.setattr(probes, "driver_names", lambda: [f"{card.name}, driver 580.65"])
+    return card
+
+
+# -- lines, verdict, isolation, command
 
 
 @pytest.mark.parametrize(
@@ -50,11 +59,7 @@ def no_card(monkeypatch):
         ([Line(GOOD, "GPU 0", "x")], True, "training works here"),
         ([Line(BAD, "GPU 0", "busy", "end it"), Line(BAD, "disk", "full", "free")], True, "training works here"),
         ([Line(ABSENT, "GPU", "none")], True, "training works here on the CPU only"),
-        (
-            [Line(GOOD, "GPU 0", "x"), Line(BAD, "peft", "old", "update", stops=True)],
-            False,
-            "cannot work here yet: see peft",
-        ),
+        ([Line(GOOD, "GPU 0", "x"), Line(BAD, "peft", "old", "update", stops=True)], False, "see peft"),
     ],
 )
 def test_the_verdict(lines, works, text):
@@ -63,7 +68,7 @@ def test_the_verdict(lines, works, text):
     assert text in found[1]
 
 
-@pytest.mark.parametrize("error", [RuntimeError("driver\n  broke"), OSError(5, "I/O"), SystemError(), KeyError("x")])
+@pytest.mark.parametrize("error", [RuntimeError("driver\n  broke"), OSError(5, "I/O"), SystemError()])
 @pytest.mark.parametrize(("subject", "stops"), [("GPU", True), ("FP8", False)])
 def test_a_probe_that_fails_is_a_line_and_the_others_go_on(monkeypatch, no_card, error, subject, stops):
     def probe():
@@ -71,16 +76,16 @@ def test_a_probe_that_fails_is_a_line_and_the_others_go_on(monkeypatch, no_card,
         raise error
 
     monkeypatch.setattr(probes, "PROBES", ((subject, probe), *PROBES[-3:]))
-    lines = list(diagnose())
-    assert str(lines[0]) == f"✓ {subject}: first"
-    assert str(lines[1]).startswith(f"✗ {subject}: could not be checked ({type(error).__name__}: ")
-    assert "\n" not in str(lines[1])
-    assert lines[1].stops is stops
-    assert lines[2].subject == "memory"
+    first, second, third, *_ = diagnose()
+    assert str(first) == f"✓ {subject}: first"
+    assert (second.mark, second.subject, second.stops) == ("✗", subject, stops)
+    assert type(error).__name__ in second.text
+    assert "\n" not in second.text
+    assert third.subject == "memory"
 
 
 @pytest.mark.usefixtures("no_card")
-@pytest.mark.parametrize(("encoding", "mark"), [("utf-8", "✓"), ("cp1252", "+"), ("ascii", "+")])
+@pytest.mark.parametrize(("encoding", "mark"), [("utf-8", "✓"), ("ascii", "+")])
 def test_the_command_prints_on_any_console(monkeypatch, tmp_path, encoding, mark):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("AI_TOOLKIT_ROOT", raising=False)
@@ -89,7 +94,7 @@ def test_the_command_prints_on_any_console(monkeypatch, tmp_path, encoding, mark
     assert doctor() == 0
     shown = out.buffer.getvalue().decode(encoding).splitlines()
     assert shown[0].startswith(f"{mark} Python: 3.")
-    assert shown[-2].startswith("- ai-toolkit: not here; `coat-flux train` does not need it")
+    assert shown[-2].startswith("- ai-toolkit: not here")
     assert shown[-1].startswith("training works here on the CPU only")
 
 
@@ -100,20 +105,20 @@ def test_the_command_ends_with_1_where_something_needed_is_broken(monkeypatch, c
     assert "see Python" in capsys.readouterr().out.splitlines()[-1]
 
 
-# --- software
+# -- software
 
 
-def test_a_torch_for_the_cpu_beside_a_gpu_stops(monkeypatch):
-    monkeypatch.setattr(torch.version, "cuda", None)
+@pytest.mark.parametrize(
+    ("cuda", "names", "stops"),
+    [(None, ["NVIDIA L40S, driver 580.65"], True), (None, [], False), ("13.0", ["NVIDIA L40S, driver 580.65"], False)],
+)
+def test_a_torch_for_the_cpu_beside_a_gpu_stops(monkeypatch, cuda, names, stops):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
-    monkeypatch.setattr(probes, "driver_names", lambda: ["NVIDIA L40S, driver 580.65"])
+    monkeypatch.setattr(probes, "driver_names", lambda: names)
     (line,) = probes.torch_build()
-    assert line.stops
-    assert "torch==2.13.0 --index-url" in line.remedy
-    monkeypatch.setattr(probes, "driver_names", list)
-    assert [line.mark for line in probes.torch_build()] == ["✓"]
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert [line.mark for line in probes.torch_build()] == ["✓"]
+    assert (line.mark, line.stops) == ("✗" if stops else "✓", stops)
+    assert ("torch==2.13.0 --index-url" in line.remedy) is stops
 
 
 def test_a_torch_that_does_not_load_stops(monkeypatch):
@@ -134,46 +139,49 @@ def test_versions_are_held_against_the_bounds_of_setup(monkeypatch):
     wanted = ["torch>=2.9", "diffusers>=0.36", "transformers>=4.57", "peft>=0.17", "safetensors>=0.5"]
     monkeypatch.setattr(importlib.metadata, "requires", lambda _: [*wanted, 'pytest>=8; extra == "test"'])
     monkeypatch.setattr(importlib.metadata, "version", version)
-    lines = list(probes.packages())
-    assert texts(lines) == [
-        "✗ diffusers: 0.35.1: must be >=0.36 -> pip install 'diffusers>=0.36'",
-        "✗ peft: not installed -> pip install 'peft>=0.17'",
-        "✓ packages: diffusers 0.35.1, transformers 5.0.0.dev0, safetensors 0.5; 4 checked",
-    ]
-    assert [line.stops for line in lines] == [True, True, False]
+    old, missing, rest = probes.packages()
+    assert str(old) == "✗ diffusers: 0.35.1: must be >=0.36 -> pip install 'diffusers>=0.36'"
+    assert str(missing) == "✗ peft: not installed -> pip install 'peft>=0.17'"
+    assert str(rest) == "✓ packages: diffusers 0.35.1, transformers 5.0.0.dev0, safetensors 0.5; 4 checked"
+    assert [line.stops for line in (old, missing, rest)] == [True, True, False]
 
 
 def test_the_bounds_are_those_of_setup():
     setup = (Path(__file__).parents[2] / "setup.py").read_text(encoding="utf-8")
-    found = [f"{one.name}{one.specifier}" for one in probes.requirements()]
-    assert all(f'"{line}"' in setup or f'"{line}; python_version' in setup for line in found)
-    assert len({line.split(">")[0] for line in found}) == len(found)
-    assert {line.split(">")[0] for line in found} >= set(probes.SHOWN)
-    assert not any(line.startswith(("torch", "pytest")) for line in found)
+    found = {one.name: f"{one.name}{one.specifier}" for one in probes.requirements()}
+    assert all(f'"{line}"' in setup or f'"{line}; python_version' in setup for line in found.values())
+    assert set(found) >= set(probes.SHOWN)
+    assert not {"torch", "pytest"} & set(found)
 
 
-# --- machine
+# -- memory, disk, the model
 
 
-def test_memory_of_a_container_counts(monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("limit", "text", "mark"),
+    [
+        (None, "100.0 of 256.0 GB RAM free", "✓"),
+        ("max", "100.0 of 256.0 GB RAM free", "✓"),
+        ("12000000000", "10.0 of 12.0 GB RAM free (the container's limit)", "✗"),
+        ("200000000000", "100.0 of 200.0 GB RAM free (the container's limit)", "✓"),
+    ],
+)
+def test_memory_of_a_container_counts(monkeypatch, tmp_path, limit, text, mark):
     monkeypatch.setattr(probes, "CGROUP", tmp_path)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=100e9, total=256e9))
-    assert texts(probes.memory()) == ["✓ memory: 100.0 of 256.0 GB RAM free"]
-    (tmp_path / "memory.max").write_text("max\n")
-    (tmp_path / "memory.current").write_text("5000000000\n")
-    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 3000000000\n")
-    assert texts(probes.memory()) == ["✓ memory: 100.0 of 256.0 GB RAM free"]
-    (tmp_path / "memory.max").write_text("12000000000\n")
+    if limit is not None:
+        (tmp_path / "memory.max").write_text(f"{limit}\n")
+        (tmp_path / "memory.current").write_text("5000000000\n")
+        (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 3000000000\n")
     (line,) = probes.memory()
-    assert line.text == "10.0 of 12.0 GB RAM free (the container's limit)"
-    assert line.remedy.startswith("FLUX.1 takes about 13 GB")
+    assert (line.text, line.mark) == (text, mark)
+    assert ("13 GB" in line.remedy) is (mark == "✗")
 
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     """The model cache, with one shard of the transformer missing."""
     monkeypatch.setattr(probes, "_cache_folder", lambda: tmp_path / "hub")
-    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     snapshot = tmp_path / "hub" / "models--black-forest-labs--FLUX.1-dev" / "snapshots" / "0a1b"
     for folder in ("transformer", "vae"):
@@ -189,110 +197,79 @@ def cache(tmp_path, monkeypatch):
 def test_the_model_in_the_cache(cache):
     (line,) = probes.model()
     assert line.text == "torn download, transformer/part-2.safetensors is missing"
-    assert line.remedy == "hf download black-forest-labs/FLUX.1-dev"
     (cache / "transformer" / "part-2.safetensors").write_text("")
-    assert texts(probes.model()) == [f"✓ FLUX.1-dev: in the cache: {cache}"]
+    assert [str(line) for line in probes.model()] == [f"✓ FLUX.1-dev: in the cache: {cache}"]
 
 
-def test_the_model_is_not_in_the_cache(cache, monkeypatch):
+@pytest.mark.parametrize(
+    ("token", "offline", "mark", "word"),
+    [(None, "0", "✗", "hf auth login"), ("x", "0", "-", "34 GB; a token"), ("x", "1", "✗", "HF_HUB_OFFLINE")],
+)
+def test_the_model_is_not_in_the_cache(cache, monkeypatch, token, offline, mark, word):
     monkeypatch.setattr(probes, "_snapshot", lambda: None)
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: token)
+    monkeypatch.setenv("HF_HUB_OFFLINE", offline)
     (line,) = probes.model()
-    assert line.text.endswith("the first run downloads 34 GB, and there is no Hugging Face token")
-    assert "`hf auth login`" in line.remedy
-    monkeypatch.setattr("huggingface_hub.get_token", lambda: "x")
-    assert texts(probes.model())[0].startswith("- FLUX.1-dev: not in the cache, the first run downloads 34 GB; a token")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert texts(probes.model())[0].startswith("✗ FLUX.1-dev: not in the cache, and HF_HUB_OFFLINE forbids downloads")
+    assert line.mark == mark
+    assert word in str(line)
 
 
 def test_disk(cache, monkeypatch):
     free = {"here": 50e9, "cache": 20e9}
-    monkeypatch.setattr(
-        probes.shutil,
-        "disk_usage",
-        lambda path: SimpleNamespace(free=free["cache" if "hub" in str(path) else "here"]),
-    )
+    usage = lambda path: SimpleNamespace(free=free["cache" if "hub" in str(path) else "here"])  # noqa: E731
+    monkeypatch.setattr(probes.shutil, "disk_usage", usage)
     here, there = probes.disk()
     assert str(here) == f"✓ disk here: 50.0 GB free in {Path.cwd()}"
     assert there.remedy == "FLUX.1-dev takes 34 GB: free that, or set HF_HOME to another folder"
     (cache / "transformer" / "part-2.safetensors").write_text("")
     free["here"] = 1e9
     here, there = probes.disk()
-    assert here.remedy == "a run writes about 3 GB: free that, or train in another folder"
-    assert there.mark == "✓"
+    assert (here.mark, there.mark) == ("✗", "✓")
     monkeypatch.setattr(os, "access", lambda *_: False)
-    assert [line.remedy.split()[0] for line in probes.disk()] == ["train", "set"]
+    assert [line.mark for line in probes.disk()] == ["✗", "✗"]
 
 
-# --- ai-toolkit
+# -- ai-toolkit
 
 
-@pytest.fixture
-def checkout(tmp_path):
-    return copy_checkout(tmp_path / "ait")
-
-
-def test_a_checkout_and_our_link_in_it(checkout):
-    version, extension = texts(ai_toolkit(checkout))
-    assert version == f"✓ ai-toolkit: 0.12.26 in {checkout}"
-    assert extension == f"- extension: not in that checkout; `coat-flux install {checkout}` links it"
+def test_a_checkout_and_our_link_in_it(tmp_path, monkeypatch):
+    checkout = copy_checkout(tmp_path / "ait")
+    version, extension = ai_toolkit(checkout)
+    assert str(version) == f"✓ ai-toolkit: 0.12.26 in {checkout}"
+    assert (extension.mark, "coat-flux install" in extension.text) == ("-", True)
     link = checkout / "extensions" / "coat_flux"
     link.symlink_to(PACKAGE, target_is_directory=True)
-    assert texts(ai_toolkit(checkout))[1] == f"✓ extension: extensions/coat_flux leads to {PACKAGE}"
+    assert [line.mark for line in ai_toolkit(checkout)] == ["✓", "✓"]
     link.unlink()
     link.mkdir()
-    assert texts(ai_toolkit(checkout))[1].startswith("✗ extension")
-
-
-def test_an_untested_version(checkout):
     (checkout / "version.py").write_text('VERSION = "0.9.1"\nraise SystemExit(3)\n')
-    version, _ = ai_toolkit(checkout)
-    assert version.text == f"0.9.1 in {checkout} is not tested with COAT-FLUX"
-
-
-def test_where_it_is_looked_for(checkout, monkeypatch, tmp_path):
+    assert [line.mark for line in ai_toolkit(checkout)] == ["✗", "✗"]
     monkeypatch.delenv("AI_TOOLKIT_ROOT", raising=False)
     monkeypatch.chdir(tmp_path)
     assert next(ai_toolkit(None)).mark == "-"
     monkeypatch.chdir(checkout)
-    assert next(ai_toolkit(None)).text == f"0.12.26 in {checkout}"
+    assert next(ai_toolkit(None)).text.startswith(f"0.9.1 in {checkout}")
     monkeypatch.setenv("AI_TOOLKIT_ROOT", str(tmp_path))
     line = next(ai_toolkit(None))
     assert line.stops
-    assert line.text == f"{tmp_path} is not a checkout of it: no run.py, toolkit/extension.py, extensions"
-    assert next(ai_toolkit(checkout)).mark == "✓"
+    assert "no run.py, toolkit/extension.py, extensions" in line.text
 
 
-# --- GPUs
-
-
-@pytest.fixture
-def card(monkeypatch):
-    """A GPU as torch would report it; its fields may be changed."""
-    card = SimpleNamespace(name="NVIDIA L40S", capability=(8, 9), free=40e9, total=48e9, driver="580.65")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: card.name)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: card.capability)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (card.free, card.total))
-    monkeypatch.setattr(probes, "driver_names", lambda: [f"{card.name}, driver {card.driver}"])
-    return card
+# -- GPUs
 
 
 def test_a_card(card):
-    assert texts(probes.cards()) == [
-        "✓ GPU 0: NVIDIA L40S, compute capability 8.9, driver 580.65, 40.0 of 48.0 GB free",
-    ]
+    (line,) = probes.cards()
+    assert str(line) == "✓ GPU 0: NVIDIA L40S, compute capability 8.9, driver 580.65, 40.0 of 48.0 GB free"
     card.free = 3e9
-    assert texts(probes.cards())[0].endswith("3.0 of 48.0 GB free -> end what else uses it: nvidia-smi lists it")
+    (line,) = probes.cards()
+    assert line.mark == "✗"
 
 
 @pytest.mark.usefixtures("no_card")
 def test_without_a_card():
-    assert texts([*probes.cards(), *probes.fp8_gemms()]) == [
-        "- GPU: no NVIDIA GPU here",
-        "- FP8: no NVIDIA GPU here; on a CPU FP8 GEMMs are computed in fp32, which is slow",
-    ]
+    lines = [*probes.cards(), *probes.fp8_gemms(), *probes.triton(), *probes.attention()]
+    assert [line.mark for line in lines] == ["-"] * 4
 
 
 def test_a_card_that_torch_cannot_use(monkeypatch, no_card):
@@ -305,11 +282,11 @@ def test_a_card_that_torch_cannot_use(monkeypatch, no_card):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     (line,) = probes.cards()
     assert line.stops
-    assert line.text.endswith("cannot use it (The NVIDIA driver on your system is too old (found version 11040))")
-    assert line.remedy.startswith("install a driver for CUDA 13.0")
+    assert "too old (found version 11040)" in line.text
+    assert "CUDA 13.0" in line.remedy
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     (line,) = probes.cards()
-    assert str(line) == "✗ GPU: Tesla T4, driver 470.1, hidden by CUDA_VISIBLE_DEVICES -> unset it to train there"
+    assert (line.stops, "hidden by CUDA_VISIBLE_DEVICES" in line.text) == (False, True)
 
 
 @pytest.mark.parametrize(
@@ -331,36 +308,16 @@ def test_what_the_driver_says(monkeypatch, answer, names):
     assert probes.driver_names() == names
 
 
-def test_an_older_card_has_no_fp8(card):
-    card.capability = (8, 6)
-    (line,) = probes.fp8_gemms()
-    assert line.mark == "-"
-    assert "coat.fallback" in line.text
-
-
-def test_attention_kernels_by_name(card, monkeypatch):
-    """What is tried runs on a CPU here: the kernels of GPUs are refused, and one is made up to run."""
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *shape, device, **how: empty(*shape, **how))
-    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
-    monkeypatch.setattr(attention_trial, "GPU_KERNELS", ("plain", "fa3"))
-    (line,) = texts(probes.attention())
-    start = "✓ attention on GPU 0: plain, torch chooses flash_cpu; fa3: not installed (No module named"
-    assert line.startswith(start)
-
-
-@pytest.mark.usefixtures("no_card")
-def test_attention_without_a_card():
-    assert texts(probes.attention()) == ["- attention: no NVIDIA GPU here; torch's kernel for a CPU runs"]
-
-
-def test_rates_in_words(card, monkeypatch):
+def test_fp8_of_a_card(card, monkeypatch):
     monkeypatch.setattr(probes, "rates", lambda _: {"per_tensor": 1200.0, "per_row": "no kernel", "bf16": 600.0})
     slow, fast = probes.fp8_gemms()
     assert (slow.mark, slow.text, slow.stops) == ("✗", "per_row GEMM does not run: no kernel", False)
     assert str(fast) == "✓ FP8 on GPU 0: per_tensor 1,200.0 TFLOP/s, bf16 600.0 TFLOP/s"
     monkeypatch.setattr(probes, "rates", lambda _: dict.fromkeys(("per_tensor", "per_row", "bf16"), "no kernel image"))
     assert [line.stops for line in probes.fp8_gemms()] == [False, False, True]
+    card.capability = (8, 6)
+    (line,) = probes.fp8_gemms()
+    assert (line.mark, "coat.fallback" in line.text) == ("-", True)
 
 
 def test_rates_are_operations_over_seconds(monkeypatch):
@@ -384,6 +341,16 @@ def test_rates_are_operations_over_seconds(monkeypatch):
     assert found["per_tensor"] == pytest.approx(2 * 64**3 / 1e-3 / 1e12, rel=1e-3)
     assert found["per_row"] == "no"
     assert found["bf16"] > 100 * found["per_tensor"]
+
+
+def test_attention_kernels_by_name(card, monkeypatch):
+    """What is tried runs on a CPU here: the kernels of GPUs are refused, and one is made up to run."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, device, **how: empty(*shape, **how))
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(attention_trial, "GPU_KERNELS", ("plain", "fa3"))
+    (line,) = probes.attention()
+    assert line.text.startswith("plain, torch chooses flash_cpu; fa3: not installed")
 
 
 @pytest.mark.parametrize(
