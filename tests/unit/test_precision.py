@@ -450,11 +450,11 @@ def run_rows(low: dict[int, float]) -> list[CastPrecision]:
 
 def test_the_planted_layer_is_the_worst_and_is_suggested() -> None:
     found = summaries(run_rows({2: 11.0}))
-    first = worst(found)[0]
+    below, first = worst(found)[0]
     assert (first.layer, first.kind) == (LAYER.format(2), "input")
     assert first.sqnr_db == pytest.approx(11.051)
-    assert first.lowest_db == pytest.approx(11.002)
-    assert first.below_median_db == pytest.approx(20, abs=1)
+    assert (first.underflow, first.saturation) == (0.02, 0.0)
+    assert below == pytest.approx(20, abs=1)
     assert len(worst(found)) == 8
     assert standing_out(found) == [LAYER.format(2)]
     assert standing_out(summaries(run_rows({}))) == []

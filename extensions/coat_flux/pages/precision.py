@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
@@ -19,7 +19,7 @@ from ..watch.precision import FILE, KINDS, REMEDIES, read_rows
 from .html import Page
 from .run import RunFolder
 
-__all__ = ["Summary", "as_grid", "show_layers", "show_precision", "standing_out", "summaries", "worst"]
+__all__ = ["as_grid", "show_layers", "show_precision", "standing_out", "summaries", "worst"]
 
 OUTLIER_DB = 6.0  # below the median of its kind: a bit of the mantissa
 LOW_DB = 20.0  # noise of a tenth of the signal
@@ -35,55 +35,50 @@ HOW_TO_READ = (
 )
 
 
-class Summary(NamedTuple):
-    """A kind of tensor in a layer over the run: medians, the worst shares, the distance to the median of its kind."""
-
-    layer: str
-    kind: str
-    sqnr_db: float
-    lowest_db: float
-    underflow: float
-    saturation: float
-    below_median_db: float
-
-
-def summaries(rows: Iterable[CastPrecision]) -> list[Summary]:
-    """Summarize the steps of each (layer, kind), in order of appearance; all-zero ones are left out."""
+def summaries(rows: Iterable[CastPrecision]) -> list[CastPrecision]:
+    """One row for each layer and kind: the median SQNR of its steps, the worst shares; without what was always zero."""
     groups: dict[tuple[str, str], list[CastPrecision]] = {}
     for row in rows:
         if not math.isnan(row.sqnr_db):
             groups.setdefault((row.layer, row.kind), []).append(row)
-    typical = {key: median(row.sqnr_db for row in group) for key, group in groups.items()}
-    kinds = {kind: [value for (_, other), value in typical.items() if other == kind] for _, kind in groups}
     summed = []
-    for (layer, kind), group in groups.items():
-        value, middle = typical[layer, kind], median(kinds[kind])
-        below = 0.0 if middle == value else middle - value  # both may be inf
-        lowest = min(row.sqnr_db for row in group)
-        shares = max(row.underflow for row in group), max(row.saturation for row in group)
-        summed.append(Summary(layer, kind, value, lowest, *shares, below))
+    for group in groups.values():
+        typical = median(row.sqnr_db for row in group)
+        shares = {name: max(getattr(row, name) for row in group) for name in ("underflow", "saturation")}
+        summed.append(group[0]._replace(sqnr_db=typical, **shares))
     return summed
 
 
-def worst(found: Sequence[Summary], count: int = 10) -> list[Summary]:
+def below_median(found: Sequence[CastPrecision]) -> list[tuple[float, CastPrecision]]:
+    """Each row of a known layer after its distance to the median of its kind, in dB; the furthest below first."""
+    middles = {kind: median(row.sqnr_db for row in found if row.kind == kind) for kind in {row.kind for row in found}}
+    distances = []
+    for row in found:
+        middle = middles[row.kind]
+        if row.layer:
+            distances.append((0.0 if middle == row.sqnr_db else middle - row.sqnr_db, row))  # both may be inf
+    return sorted(distances, key=lambda item: -item[0])
+
+
+def worst(found: Sequence[CastPrecision], count: int = 10) -> list[tuple[float, CastPrecision]]:
     """The layers furthest below the median of a kind, each with its worst kind."""
-    first: dict[str, Summary] = {}
-    for summary in sorted((s for s in found if s.layer), key=lambda s: -s.below_median_db):
-        first.setdefault(summary.layer, summary)
+    first: dict[str, tuple[float, CastPrecision]] = {}
+    for below, row in below_median(found):
+        first.setdefault(row.layer, (below, row))
     return list(first.values())[:count]
 
 
-def standing_out(found: Sequence[Summary]) -> list[str]:
+def standing_out(found: Sequence[CastPrecision]) -> list[str]:
     """Layers `activation.exclude` would help: an input or gradient far below its kind, or an input below 20 dB."""
     layers = []
-    for s in found:
-        outlier = s.kind in (INPUT, GRADIENT) and s.below_median_db > OUTLIER_DB
-        if s.layer and (outlier or (s.kind == INPUT and s.sqnr_db < LOW_DB)):
-            layers.append(s.layer)
+    for below, row in below_median(found):
+        outlier = row.kind in (INPUT, GRADIENT) and below > OUTLIER_DB
+        if outlier or (row.kind == INPUT and row.sqnr_db < LOW_DB):
+            layers.append(row.layer)
     return list(dict.fromkeys(layers))
 
 
-def as_grid(found: Sequence[Summary]) -> tuple[list[str], list[str], list[list[float | None]]]:
+def as_grid(found: Sequence[CastPrecision]) -> tuple[list[str], list[str], list[list[float | None]]]:
     """Layers, kinds, and SQNR [layers][kinds] (None if missing), in order of appearance."""
     values = {(s.layer, s.kind): s.sqnr_db for s in found}
     layers = list(dict.fromkeys(s.layer for s in found))
@@ -99,14 +94,11 @@ def show_layers(page: Page, runs: Sequence[Path]) -> None:
     """The worst layers of several runs together, in short."""
     files = [run / FILE for run in runs]
     found = summaries(row for path in files if path.exists() for row in read_rows(path))
-    if not found:
+    if found:
+        _show_kinds(page, found)
+        _show_worst(page, found)
+    else:
         page.missing(NOT_MEASURED)
-        return
-    _show_kinds(page, found)
-    page.table(
-        ["layers furthest below the median", "tensors", "SQNR, dB", "below the median, dB"],
-        [[row.layer, row.kind, f"{row.sqnr_db:.1f}", f"{row.below_median_db:.1f}"] for row in worst(found)],
-    )
 
 
 def show_precision(page: Page, run: RunFolder) -> None:
@@ -120,16 +112,19 @@ def show_precision(page: Page, run: RunFolder) -> None:
     page.heading("By kind of tensor", 3)
     _show_kinds(page, found)
     page.heading("The ten worst layers", 3)
-    header = ["layer", "kind", "SQNR", "below the kind's median", "lowest", "underflow", "saturation"]
-    table = []
-    for s in worst(found):
-        sizes = map(_db, (s.sqnr_db, s.below_median_db, s.lowest_db))
-        table.append([s.layer, s.kind, *sizes, _share(s.underflow), _share(s.saturation)])
-    page.table(header, table)
+    _show_worst(page, found)
     _show_advice(page, run, standing_out(found))
     page.heat_map("Local SQNR by layer, median over the measured steps", *as_grid(found), unit="dB", ends=ENDS_DB)
     _show_curves(page, rows)
     page.paragraph(f"All numbers: {FILE.as_posix()} in the run.")
+
+
+def _show_worst(page: Page, found: Sequence[CastPrecision]) -> None:
+    table = []
+    for below, row in worst(found):
+        sizes = _db(row.sqnr_db), _db(below), _share(row.underflow), _share(row.saturation)
+        table.append([row.layer, row.kind, *sizes])
+    page.table(["layer", "kind", "SQNR", "below the kind's median", "underflow", "saturation"], table)
 
 
 def _show_curves(page: Page, rows: Sequence[CastPrecision]) -> None:
@@ -148,7 +143,7 @@ def _show_curves(page: Page, rows: Sequence[CastPrecision]) -> None:
     page.curves("Underflow in the worst layer", lost, x="step", y="% of the nonzero elements")
 
 
-def _show_kinds(page: Page, found: Sequence[Summary]) -> None:
+def _show_kinds(page: Page, found: Sequence[CastPrecision]) -> None:
     table: list[list[Any]] = []
     for kind in KINDS:
         own = [s for s in found if s.kind == kind]
