@@ -329,7 +329,7 @@ def tables(check: Check) -> str:
         "tests": check.state["stages"].get("tests", {}).get("results", {}).get("summary", "not run"),
         "machine": machine,
     }
-    parts.append(runner.markdown(options, head, runs, runner.summarize(runs, geometry, limit)))
+    parts.append(runner.markdown(options, head, runner.summarize(runs, geometry, limit)))
     kernels = check.state["stages"].get("kernels", {}).get("results", {})
     if kernels:
         parts.append(kernels_table(kernels, limit))

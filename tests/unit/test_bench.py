@@ -200,7 +200,7 @@ def test_an_unusable_device_is_an_error() -> None:
 
 def test_rounds_alternate_and_what_gives_no_figures_is_not_tried_again() -> None:
     step = {"what": "step", "resolution": 64, "batch": 1, "samples_ms": [2.0], "peak_bytes": 7, "figures": {}}
-    works = {"status": "ok", "measurements": [step], "logged": []}
+    works = {"status": "ok", "measurements": [step]}
     results = {
         "bf16": works,
         "torchao_float8": {"status": "cannot", "reason": "needs a package"},
@@ -233,7 +233,6 @@ def ran(number: int, name: str, samples: list[float], level: str = "step", **fig
         "configuration": name,
         "sizes": [[64, 2]],
         "status": "ok",
-        "logged": [f"{name} said"],
         "measurements": [{**step, "figures": figures}],
     }
 
@@ -296,7 +295,6 @@ def test_the_table_shows_every_row(tmp_path: Path) -> None:
     lines = (tmp_path / "results.md").read_text(encoding="utf-8").splitlines()
     assert "| coat | step 64 px x 2 | 5 | 4 .. 6.5 | 15.1 % | 0.00 | 2.20 |" in lines
     assert "| toolkit_default | 64 px x 2 | cannot: needs / a package (round 1) |  |  |  |  |" in lines
-    assert lines.count("* coat: coat said") == 1
     assert len({line.count("|") for line in lines if line.startswith("|")}) == 1
 
 

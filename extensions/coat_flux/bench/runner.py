@@ -206,13 +206,11 @@ def write(
     plain = asdict(options) | {"geometry": options.geometry._asdict()}
     tree = {**head, "options": plain, "rows": [asdict(row) for row in rows], "runs": list(runs)}
     write_file(folder / "results.json", json.dumps(tree, indent=1) + "\n")
-    write_file(folder / "results.md", markdown(options, head, runs, rows))
+    write_file(folder / "results.md", markdown(options, head, rows))
 
 
-def markdown(
-    options: BenchOptions, head: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], rows: Sequence[Result]
-) -> str:
-    """The machine, one table per level, and what the libraries logged."""
+def markdown(options: BenchOptions, head: Mapping[str, Any], rows: Sequence[Result]) -> str:
+    """The machine, and one table per level."""
     machine, size = head["machine"], options.geometry
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
     limit = "not known"
@@ -229,12 +227,6 @@ def markdown(
         measured = [row for row in rows if row.level == level]
         if measured:
             parts.append(_table(level, measured))
-    lines: dict[str, dict[str, None]] = {}  # by configuration, each line once
-    for run in runs:
-        lines.setdefault(run["configuration"], {}).update(dict.fromkeys(run.get("logged", ())))
-    logged = [f"* {name}: {line}" for name, own in lines.items() for line in own]
-    if logged:
-        parts.append("## Logged while running\n\n" + "\n".join(logged))
     return "\n\n".join(parts) + "\n"
 
 

@@ -3,7 +3,7 @@
 SPEC: {"level", "configuration", "sizes": [[resolution, batch], ...], "geometry": {...}, "device", "repeats"}, or
 {"level": "machine", "device"}. RESULT: {"status", ...}. Status is
 
-    ok              "measurements", and "logged": the libraries' log lines
+    ok              "measurements"
     cannot          "reason": a baseline that does not run on this machine
     out of memory   "reason"
     failed          "reason", "traceback": an error of ours
@@ -14,7 +14,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
-import logging
 import platform
 import sys
 import traceback
@@ -40,27 +39,12 @@ PACKAGES = (
 )
 
 
-class _LogLines(logging.Handler):
-    """Collects distinct log lines."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.lines: dict[str, None] = {}
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines[record.getMessage()] = None
-
-
 class MissingError(Exception):
     """The GPU, or a package that a baseline needs, is missing."""
 
 
 def run(spec: dict[str, Any], measure: Measure | None = None) -> dict[str, Any]:
     """Execute a specification, with `measure` in place of its level's function; errors become results."""
-    log = _LogLines()
-    for package in ("coat_core", __package__.rsplit(".", 1)[0]):
-        logging.getLogger(package).addHandler(log)
-        logging.getLogger(package).setLevel(logging.INFO)
     row = None if spec["level"] == "machine" else named(spec["level"])[spec["configuration"]]
     try:
         device = torch.device(spec["device"])
@@ -68,7 +52,7 @@ def run(spec: dict[str, Any], measure: Measure | None = None) -> dict[str, Any]:
             torch.cuda.set_device(device.index or 0)
         if row is None:
             return {"status": OK, "machine": _machine(device)}
-        return {"status": OK, "measurements": _measured(row, spec, device, measure), "logged": list(log.lines)}
+        return {"status": OK, "measurements": _measured(row, spec, device, measure)}
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         status = FAILED
@@ -80,8 +64,7 @@ def run(spec: dict[str, Any], measure: Measure | None = None) -> dict[str, Any]:
             status = OUT_OF_MEMORY
         elif row is not None and row.may_be_missing:
             status = CANNOT
-        result = {"status": status, "reason": reason[:REASON_LENGTH]}
-        return result | {"traceback": traceback.format_exc(), "logged": list(log.lines)}
+        return {"status": status, "reason": reason[:REASON_LENGTH], "traceback": traceback.format_exc()}
 
 
 def _measured(

@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
         runs.append(result)
         rows = runner.summarize(runs, options.geometry, limit)
         runner.write(args.out, options, head, runs, rows)
-    print(f"\n{runner.markdown(options, head, runs, rows)}\nwrote {args.out}: results.json, results.md")
+    print(f"\n{runner.markdown(options, head, rows)}\nwrote {args.out}: results.json, results.md")
     return EXIT_FAILED if runner.incomplete(rows) else 0
 
 

@@ -137,8 +137,9 @@ class CastProbe(TorchDispatchMode):
         layers = []
         for layer, module in self._frozen:
             parts = module._buffers.get(CODES), module._buffers.get(TRANSPOSED)
-            is_here = vars(module).get("codes_are_here") or _always
-            if any(part is not None and start <= part.data_ptr() < end for part in parts) and is_here():
+            is_inside = any(part is not None and start <= part.data_ptr() < end for part in parts)
+            is_here = vars(module).get("codes_are_here")  # of a storage that several blocks share
+            if is_inside and (is_here is None or is_here()):
                 layers.append(layer)
         for layer, module in self._trained:
             cached = module.trained_codes.codes
@@ -163,12 +164,10 @@ class CastProbe(TorchDispatchMode):
             for i, param in enumerate(update.params):
                 share = (moved[i] & zero[i]).sum() / moved[i].sum().clamp(min=1)
                 measures = torch.stack([torch.zeros_like(share), share, noise[i].nanmean()])
-                self._casts.append(_Observed(kind, measures, update.grads[i].numel(), self._layer_of(param)))
+                whole = param.untyped_storage().data_ptr()  # of a part that is updated separately
+                name = self._parameters.get(param.data_ptr()) or self._parameters.get(whole, "")
+                self._casts.append(_Observed(kind, measures, update.grads[i].numel(), layer_of(name)))
         return out
-
-    def _layer_of(self, param: Tensor) -> str:
-        whole = param.untyped_storage().data_ptr()  # of a part that is updated separately
-        return layer_of(self._parameters.get(param.data_ptr()) or self._parameters.get(whole, ""))
 
 
 def _sampled_blocks(update: SimpleNamespace) -> tuple[Tensor, list[int], Tensor]:
@@ -198,10 +197,6 @@ def _read(moments: Sequence[Moment], rows: Tensor) -> tuple[Tensor, Tensor]:
 
 def _address(tensor: Tensor) -> int:
     return local_values(tensor).untyped_storage().data_ptr()
-
-
-def _always() -> bool:
-    return True
 
 
 def row_of(step: int, layer: str, kind: str, casts: Sequence[tuple[Measures, int]]) -> CastPrecision:
