@@ -72,12 +72,11 @@ def test_results_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "| adamw_fused | optimizer step | " in (tmp_path / "results.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("fp8", [False, True])
-def test_benchmark_coat(tmp_path: Path, fp8: bool) -> None:
+def test_benchmark_coat(tmp_path: Path) -> None:
     out = tmp_path / "results.json"
     sizes = ["--hidden_size", "128", "--num_layers", "2", "--batch_size", "2", "--num_steps", "12", "--rounds", "5"]
     command = [sys.executable, str(ROOT / "scripts" / "benchmark_coat.py"), *sizes, "--output", str(out)]
-    command += ["--device", "cpu", *(["--use_fp8_activation"] if fp8 else [])]
+    command += ["--device", "cpu", "--use_fp8_activation"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     results = json.loads(out.read_text(encoding="utf-8"))
@@ -88,7 +87,7 @@ def test_benchmark_coat(tmp_path: Path, fp8: bool) -> None:
     assert memory["optimizer_states"] == 8 * parameters
     assert coat["memory_bytes"]["optimizer_states"] < 0.3 * memory["optimizer_states"]
     saved = coat["memory_bytes"]["saved_activations"] / memory["saved_activations"]
-    assert saved < 0.75 if fp8 else saved == 1.0  # the loss keeps its own in fp32
+    assert saved < 0.75  # the loss keeps its own in fp32
     assert coat["largest_batch"] > standard["largest_batch"] > 0
     for side in (standard, coat):
         parts = [value for name, value in side["memory_bytes"].items() if name != "peak"]

@@ -92,13 +92,6 @@ def test_run_that_fails_leaves_its_phases_and_no_picture(
     assert not (folder / "memory.png").exists()
 
 
-def test_table_is_left_out_where_memory_lines_are(place: dict[str, Path]) -> None:
-    coat = {"enabled": True, "memory": {"log_memory_stats": False}}
-    final = COATTrainer(engine_job("quiet", **place, coat=coat, train={"steps": 1})).train()
-    assert "Memory by phase" not in (final.parent / "coat" / "log.txt").read_text()
-    assert read(final.parent / "coat")["phases"]["step"]["entered"] == 1
-
-
 def test_prediction_is_for_the_device_that_trained(place: dict[str, Path], tmp_path: Path) -> None:
     raw = engine_job("anywhere", **place, coat={})
     raw["config"]["process"][0]["device"] = None

