@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from coat_core import sqnr_db
+from scripts import bench_memory
 from tests.helpers.asserts import assert_sqnr
 from tests.helpers.flux_block import block_call, block_inputs, lora_parameters, make_model, prepare
 from tests.tolerances import (
@@ -22,26 +22,14 @@ from tests.tolerances import (
     SMALL_BLOCK_GRADIENT_FLOOR_DB,
 )
 
-ROOT = Path(__file__).resolve().parents[2]
 HIDDEN, RANK = 256, 16
-SMALL = ["--heads", "2", "--text-tokens", "32", "--image-tokens", "96"]
+TEXT, IMAGE = 32, 96
 
 
-def run(script: str, *options: str) -> str:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / script), *SMALL, *options], capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
-
-
-def test_bytes_kept_by_loop_and_flow(tmp_path: Path) -> None:
-    loops = ["--loop", "peft", "--loop", "toolkit"]
-    out = run("bench_memory.py", *loops, "--json", str(tmp_path / "b.json"), "--picture", str(tmp_path / "b.png"))
-    rows = json.loads((tmp_path / "b.json").read_text(encoding="utf-8"))["rows"]
-    kept = {(row["loop"], row["name"]): row["bytes"] for row in rows}
-    assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
-    assert "a stand-in for ai-toolkit's LoRA modules" in out
+def test_bytes_kept_by_loop_and_flow() -> None:
+    model = make_model(2)
+    rows = [row for row in bench_memory.ROWS if row.loop in ("peft", "toolkit")]
+    kept = {(row.loop, row.name): bench_memory.measure(model, row, TEXT, IMAGE) for row in rows}
     for loop in ("peft", "toolkit"):
         for kind, tensors, adapters in (("double", 12, 6), ("single", 10, 5)):
             found = kept[loop, "fused"][kind]
@@ -54,9 +42,16 @@ def test_bytes_kept_by_loop_and_flow(tmp_path: Path) -> None:
         assert kept["peft", "fused"][kind] == pytest.approx(kept["toolkit", "fused"][kind], rel=0.02)
         assert kept["peft", "bf16, recomputed"][kind] == pytest.approx(2, rel=0.1)  # the block's input
         assert kept["peft", "recomputed from FP8"][kind] < 2
-    assert rows[0]["flux_dev_gb"]["1024"]["single"] == pytest.approx(
-        38 * rows[0]["bytes"]["single"] * 4608 * 3072 / 1e9
-    )
+
+
+def test_the_script_writes_its_table_and_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = ["--heads", "2", "--text-tokens", str(TEXT), "--image-tokens", str(IMAGE)]
+    files = ["--json", str(tmp_path / "b.json"), "--picture", str(tmp_path / "b.png")]
+    monkeypatch.setattr(sys, "argv", ["bench_memory.py", *sizes, "--loop", "peft", "--row", "bf16", *files])
+    assert bench_memory.main() == 0
+    assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
+    (row,) = json.loads((tmp_path / "b.json").read_text(encoding="utf-8"))["rows"]
+    assert row["flux_dev_gb"]["1024"]["single"] == pytest.approx(38 * row["bytes"]["single"] * 4608 * 3072 / 1e9)
 
 
 @pytest.mark.parametrize("outliers", [1.0, 30.0], ids=["plain", "outlier channels"])
@@ -81,9 +76,9 @@ def test_gradient_errors_of_every_adapter(kind: str, outliers: float) -> None:
 def run_block(model: Any, kind: str, outliers: float) -> tuple[Tensor, dict[str, Tensor]]:
     """Output of a block, both streams as one, and the gradient of every adapter matrix."""
     block = {"double": model.transformer_blocks, "single": model.single_transformer_blocks}[kind][0]
-    hidden, encoder, temb = block_inputs(model, 32, 96, outliers)
+    hidden, encoder, temb = block_inputs(model, TEXT, IMAGE, outliers)
     hidden.requires_grad_(), encoder.requires_grad_()
-    streams = block_call(model)(block, hidden, encoder, temb, model.pos_embed(torch.zeros(32 + 96, 3)))
+    streams = block_call(model)(block, hidden, encoder, temb, model.pos_embed(torch.zeros(TEXT + IMAGE, 3)))
     output = torch.cat(streams, dim=1)
     draw = torch.Generator().manual_seed(3)
     output.backward(torch.randn(output.shape, generator=draw).to(output.dtype))

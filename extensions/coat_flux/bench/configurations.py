@@ -61,16 +61,6 @@ class Configuration:
         return self.quantizer.startswith("torchao")
 
     @property
-    def may_be_missing(self) -> bool:
-        """Whether an error means that a third-party baseline cannot run here, rather than a bug of ours."""
-        return self.coat is None and bool(self.needs or self.compile_mode)
-
-    @property
-    def runs_our_kernels(self) -> bool:
-        """Whether it times our kernels, so that their references must not replace them."""
-        return self.coat is not None or self.name == COAT_OPTIMIZER
-
-    @property
     def captures(self) -> bool:
         """Whether a whole step is one CUDA graph of ours."""
         return self.coat is not None and self.coat["speed"] == REPLAYED

@@ -26,6 +26,7 @@ import torch
 
 from coat_core.ops.dispatch import triton_obstacle
 
+from ..base.names import COAT_OPTIMIZER
 from .configurations import CANNOT, FAILED, OK, OPTIMIZER, OUT_OF_MEMORY, Configuration, named
 from .limits import Geometry, known_limit
 from .timing import Setting
@@ -62,8 +63,8 @@ def run(spec: dict[str, Any], measure: Measure | None = None) -> dict[str, Any]:
             isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower()
         ):  # other allocators' too
             status = OUT_OF_MEMORY
-        elif row is not None and row.may_be_missing:
-            status = CANNOT
+        elif row is not None and row.coat is None and (row.needs or row.compile_mode):
+            status = CANNOT  # a baseline of others, which need not run on every machine
         return {"status": status, "reason": reason[:REASON_LENGTH], "traceback": traceback.format_exc()}
 
 
@@ -75,7 +76,8 @@ def _measured(
     for package in row.needs:
         if not _is_installed(package):
             raise MissingError(f"needs the package {package}, which is not installed")
-    if row.runs_our_kernels and device.type == "cuda":
+    ours = row.coat is not None or row.name == COAT_OPTIMIZER
+    if ours and device.type == "cuda":
         obstacle = triton_obstacle(torch.device("cuda", torch.cuda.current_device()))
         if obstacle is not None:
             raise RuntimeError(f"{obstacle}; the references of our kernels would be timed as COAT")
