@@ -130,7 +130,7 @@ def _show_worst(page: Page, found: Sequence[CastPrecision]) -> None:
 def _show_curves(page: Page, rows: Sequence[CastPrecision]) -> None:
     groups: dict[tuple[str, int], list[CastPrecision]] = {}
     for row in rows:
-        if row.step and not math.isnan(row.sqnr_db):
+        if row.step and row.kind in KINDS and not math.isnan(row.sqnr_db):
             groups.setdefault((row.kind, row.step), []).append(row)
     kinds = [kind for kind in KINDS if any(kind == other for other, _ in groups)]
     middle, lowest, lost = ({kind: [] for kind in kinds} for _ in range(3))
