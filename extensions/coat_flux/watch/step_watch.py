@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
@@ -233,9 +232,7 @@ class SpillWatch:
 
     def __init__(self, platform: str = sys.platform) -> None:
         self._active = platform == "win32"
-        self._steps = 0
-        self._first: list[float] = []
-        self._last: deque[float] = deque(maxlen=IN_A_ROW)
+        self._seconds: list[float] = []
 
     def on_step(self, seconds: float, reserved: int, total: int) -> str | None:
         """Check a finished step by its seconds, bytes reserved by torch, and bytes of the card (0 without one)."""
@@ -243,18 +240,15 @@ class SpillWatch:
             return None
         sign = f"torch holds {reserved / GB:.1f} GB"
         if reserved <= total:
-            self._steps += 1
-            if self._steps <= WARM_UP:
+            self._seconds.append(seconds)
+            first, later = self._seconds[WARM_UP:][:BASELINE], self._seconds[WARM_UP + BASELINE :]
+            last = later[-IN_A_ROW:]
+            if len(last) < IN_A_ROW or reserved < NEAR_LIMIT * total:
                 return None
-            if len(self._first) < BASELINE:
-                self._first.append(seconds)
+            usual = statistics.median(first)
+            if min(last) < SLOWER * usual:
                 return None
-            self._last.append(seconds)
-            usual = statistics.median(self._first)
-            slow = len(self._last) == IN_A_ROW and min(self._last) >= SLOWER * usual
-            if not slow or reserved < NEAR_LIMIT * total:
-                return None
-            sign = f"steps take {statistics.median(self._last):.1f} s instead of {usual:.1f} s, and {sign}"
+            sign = f"steps take {statistics.median(last):.1f} s instead of {usual:.1f} s, and {sign}"
         self._active = False
         return (
             f"{sign} of a card of {total / GB:.1f} GB: the Windows driver has moved memory of this run to "
