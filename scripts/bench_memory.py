@@ -137,8 +137,9 @@ def misses(row: Row, found: dict[str, float]) -> bool:
 
 def report_row(row: Row, found: dict[str, float]) -> str:
     """One line of the Markdown table."""
-    bound = "" if row.bounds is None else f"{row.bounds[0]:g} / {row.bounds[1]:g}"
-    verdict = "" if row.bounds is None else ("missed" if misses(row, found) else "met")
+    bound = verdict = ""
+    if row.bounds is not None:
+        bound, verdict = f"{row.bounds[0]:g} / {row.bounds[1]:g}", "missed" if misses(row, found) else "met"
     sizes = " | ".join(f"{sum(scaled_gb(found, pixels).values()):.1f}" for pixels in PIXELS)
     return (
         f"| {row.loop} | {row.name} | {found['double']:.1f} | {found['single']:.1f} | {bound} | {verdict} | {sizes} |"

@@ -256,8 +256,9 @@ def run_command(check: Check, stage: Stage, until: float, cut: str) -> tuple[str
         ended = ended or results.get("reason", "") or (f"our kernels do not run here: {refused}" if refused else "")
     wrong = {name: found["error"] for name, found in results.items() if isinstance(found, dict) and "error" in found}
     ended = ended or "; ".join(f"{name}: {error}" for name, error in wrong.items())
-    status = OK if not ended else cut if time.monotonic() >= until else FAILED
-    return status, ended, output[-TAIL_LENGTH:] if ended else "", results
+    if not ended:
+        return OK, "", "", results
+    return cut if time.monotonic() >= until else FAILED, ended, output[-TAIL_LENGTH:], results
 
 
 def process(check: Check, stage: Stage, until: float, **spec: Any) -> tuple[str, str]:
@@ -280,8 +281,9 @@ def process(check: Check, stage: Stage, until: float, **spec: Any) -> tuple[str,
         command = [sys.executable, *(files.get(part, part) for part in stage.command)]
         started = psutil.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
         try:
-            code = started.wait(max(until - time.monotonic(), 0.0))
-            ended = f"signal {-code}" if code < 0 else f"exit code {code}" if code else ""
+            code, ended = started.wait(max(until - time.monotonic(), 0.0)), ""
+            if code:
+                ended = f"signal {-code}" if code < 0 else f"exit code {code}"
         except psutil.TimeoutExpired:
             ended = "took longer than its time"
         finally:

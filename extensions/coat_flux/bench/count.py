@@ -211,8 +211,9 @@ class Recorder(TorchDispatchMode):
         if shape is not None:
             if part == "_scaled_mm":
                 return GEMM_FP8
-            has_rank = min(shape[1:]) < NARROW or 1 < shape[0] < NARROW
-            return GEMM_LORA if has_rank else MODULATION if shape[0] == 1 else GEMM_BF16
+            if min(shape[1:]) < NARROW or 1 < shape[0] < NARROW:  # the rank
+                return GEMM_LORA
+            return MODULATION if shape[0] == 1 else GEMM_BF16
         if operator == "coat::dequantize" or (operator == "coat::quantize" and "per_group" in self._args):
             return PACK
         if operator in ("coat::quantize", "coat::fp8_mm") or "amax" in part:
@@ -221,7 +222,9 @@ class Recorder(TorchDispatchMode):
             return MODULATION
         if operator in LORA_GRADIENTS:
             return GEMM_LORA
-        return FUSED if self._operator else CAST if part == "_to_copy" else MOVE
+        if self._operator:
+            return FUSED
+        return CAST if part == "_to_copy" else MOVE
 
 
 def _is_view(func: Any) -> bool:

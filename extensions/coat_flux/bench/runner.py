@@ -119,7 +119,8 @@ def _outcome(result: dict[str, Any]) -> str:
         return ", ".join(f"{each['what']} {median(each['samples_ms']):.2f} ms" for each in result["measurements"])
     if result["status"] == OUT_OF_MEMORY:
         return OUT_OF_MEMORY
-    return f"{'cannot run here' if result['status'] == CANNOT else 'FAILED'}: {result['reason']}"
+    label = "cannot run here" if result["status"] == CANNOT else "FAILED"
+    return f"{label}: {result['reason']}"
 
 
 # -- figures ----------------------------------------------------------------------------------------------------------

@@ -73,8 +73,9 @@ class LiveRun:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._active:
-            stopped = isinstance(error, (KeyboardInterrupt, SystemExit))
-            self._status["ended"] = "finished" if error is None else "stopped" if stopped else str(error)
+            self._status["ended"] = "finished" if error is None else str(error)
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                self._status["ended"] = "stopped"
             self._write()
 
     def _write(self) -> None:
