@@ -18,7 +18,7 @@ from .limits import Geometry
 OK, CANNOT, OUT_OF_MEMORY, FAILED = "ok", "cannot", "out of memory", "failed"  # how a process ends; see worker
 STEP, TRAINER, OPTIMIZER = "step", "trainer", "optimizer"
 LEVELS = (STEP, OPTIMIZER)
-COUNT = "count"  # of operators, on no device: `step_model`
+COUNT = "count"  # of operators, on no device: `count.py`
 
 
 @dataclass(frozen=True)
