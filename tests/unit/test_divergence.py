@@ -83,6 +83,7 @@ def test_high_losses_alone_are_no_explosion_nor_are_large_weights_alone() -> Non
         guard.allows_update(step, (0.3 if step < 100 else 3.0) + step * 1e-6, 1.0)  # another expert's turn, say
         assert guard.doubt is None
     guard = guard_of()
+    guard.allows_update(1, 0.3, 1.0)  # measures the weights before the first step
     grow(guard, 50.0)
     guard.check_now(1)
     grow(guard, 93.8 / 0.09)  # such weights are not saved
