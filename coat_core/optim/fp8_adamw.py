@@ -13,9 +13,9 @@ from torch import Tensor
 
 from coat_core.config import FP8QuantizationConfig
 from coat_core.ops.adamw import Hyper, fp8_adamw_step, hyper_of_step, hyper_table
-from coat_core.optim.loading import TORCH_ONLY_OPTIONS, SavedState, adopt_group, check_groups, saved_states, write_state
-from coat_core.optim.packing import Batch, Numbering, PackedState
-from coat_core.optim.state import storages
+from coat_core.optim.loading import TORCH_ONLY_OPTIONS, adopt_group, check_groups, saved_states, write_state
+from coat_core.optim.packing import Batch, PackedState
+from coat_core.optim.state import Storage, storages
 
 logger = logging.getLogger(__name__)
 
@@ -46,18 +46,6 @@ def _check_hyper(group: dict[str, Any]) -> None:
         raise ValueError(f"seed={group['seed']!r}: must be a whole number, 0 or more")
     if len(group["betas"]) != 2 or not all(0.0 <= beta < 1.0 for beta in group["betas"]):
         raise ValueError(f"betas={group['betas']!r}: must be two numbers from 0 to below 1")
-
-
-def _hyper(group: dict[str, Any], batch: Batch, found_inf: Tensor | None) -> tuple[Hyper, Tensor | None]:
-    """Return the scalars of a step: as floats where step and lr are in CPU memory, else as a table on the device."""
-    lr, weight_decay = group["lr"], group["weight_decay"]
-    betas = float(group["betas"][0]), float(group["betas"][1])
-    on_device = isinstance(lr, Tensor) and lr.device == batch.params[0].device
-    if batch.step is not None and not (on_device and lr.device.type != "cpu"):
-        return hyper_of_step(lr, batch.step, betas, group["eps"], weight_decay), None
-    hyper = Hyper(1 - betas[0], betas[1], 1 - betas[1], group["eps"], math.nan, math.nan, math.nan)
-    table = hyper_table(lr if on_device else float(lr), batch.steps(), betas, weight_decay)
-    return hyper, table if found_inf is None else table.masked_fill(found_inf > 0, math.nan)
 
 
 class FP8AdamW(torch.optim.Optimizer):
@@ -167,8 +155,6 @@ class FP8AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self.found_inf is not None and not self.defaults["capturable"]:
-            raise ValueError("found_inf: needs step counters on the device; pass capturable=True")
         active = [[param for param in group["params"] if param.grad is not None] for group in self.param_groups]
         self._check_gradients()
         every = [param for params in active for param in params]
@@ -189,8 +175,6 @@ class FP8AdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step_parameter(self, param: Tensor) -> None:
         """Do one parameter's step, for a hook in backward; ValueError for `found_inf` without `capturable`."""
-        if self.found_inf is not None and not self.defaults["capturable"]:
-            raise ValueError("found_inf: needs step counters on the device; pass capturable=True")
         if self._packed is None or not self._groups:
             self.make_states()
             self._groups = {id(param): group for group in self.param_groups for param in group["params"]}
@@ -215,21 +199,15 @@ class FP8AdamW(torch.optim.Optimizer):
         if self._packed is None or not known:
             self._packed = self._pack(params)
         seed = self.param_groups[0]["seed"]
-        if self._packed.seed != seed and (numbering := self._numbering(seed)) is not None:
-            self._packed.number(numbering)
+        moments, parameters = self.fp8_config.moment_rounding != "nearest", self.fp8_config.stochastic_rounding
+        if self._packed.seed != seed and (moments or parameters):
+            self._packed.number(seed, self._places(), moments, parameters)
         return self._packed
 
     def _pack(self, params: list[Tensor]) -> PackedState:
         self.synchronize()
         stored, capturable = storages(self.fp8_config), self.defaults["capturable"]
         return PackedState(self.state, params, stored, capturable, self.offload != "none")
-
-    def _numbering(self, seed: int) -> Numbering | None:
-        moments, parameters = self.fp8_config.moment_rounding != "nearest", self.fp8_config.stochastic_rounding
-        if not (moments or parameters):
-            return None
-        places = self._places()
-        return Numbering(seed, places, len(places), moments, parameters)
 
     def _places(self) -> dict[int, tuple[int, int]]:
         """Return, by id, each parameter's number and the number of its first element in the whole parameter."""
@@ -246,22 +224,20 @@ class FP8AdamW(torch.optim.Optimizer):
                     )
 
     def _step_batch(self, group: dict[str, Any], batch: Batch) -> None:
-        hyper, table = _hyper(group, batch, self.found_inf)
+        lr, eps, weight_decay = group["lr"], group["eps"], group["weight_decay"]
+        betas = float(group["betas"][0]), float(group["betas"][1])
+        on_device = isinstance(lr, Tensor) and lr.device == batch.params[0].device
+        table = None
+        if batch.step is not None and not (on_device and lr.device.type != "cpu"):
+            hyper = hyper_of_step(lr, batch.step, betas, eps, weight_decay)
+        else:  # the scalars that are on the device come in a table
+            hyper = Hyper(1 - betas[0], betas[1], 1 - betas[1], eps, math.nan, math.nan, math.nan)
+            table = hyper_table(lr if on_device else float(lr), batch.steps(), betas, weight_decay)
+            if self.found_inf is not None:
+                table = table.masked_fill(self.found_inf > 0, math.nan)
         draws, param_draws = batch.draws(batch.packed.draws), batch.draws(batch.packed.param_draws)
-        for call in batch.calls():
-            fp8_adamw_step(
-                call.params,
-                call.grads,
-                call.moments["exp_avg"],
-                call.moments["exp_avg_sq"],
-                call.first_blocks,
-                hyper,
-                table=call.rows(table),
-                draws=call.draws(draws),
-                param_draws=call.draws(param_draws),
-                expansion=self.fp8_config.expansion,
-                maximize=group["maximize"],
-            )
+        for call in batch.calls(table=table, draws=draws, param_draws=param_draws):
+            fp8_adamw_step(**call, hyper=hyper, expansion=self.fp8_config.expansion, maximize=group["maximize"])
 
     def synchronize(self) -> None:
         """Wait for the last step's copies of moments to CPU memory (`offload`)."""
@@ -289,12 +265,12 @@ class FP8AdamW(torch.optim.Optimizer):
         for groups, indices, keys, dtypes or shapes that do not belong to these parameters; also logged at ERROR,
         because ai-toolkit swallows the exception.
         """
-        saved: dict[Tensor, SavedState] = {}
+        saved: list[tuple[Tensor, dict[str, Any], dict[str, Storage]]] = []
         stored = storages(self.fp8_config)
 
         def prepare(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
             check_groups(loaded, self.param_groups)
-            saved.update(saved_states(loaded, self.param_groups, stored))
+            saved.extend(saved_states(loaded, self.param_groups, stored))
             self.synchronize()  # the file may be this optimizer's own `state_dict`
             # torch would cast codes and scales to the parameter's dtype, so it gets only the groups.
             return {**loaded, "state": {}}
@@ -305,9 +281,9 @@ class FP8AdamW(torch.optim.Optimizer):
             for group in self.param_groups:
                 adopt_group(group, self.defaults)
             if saved:
-                self._packed = self._pack(list(saved))
-            for param, values in saved.items():
-                write_state(self.state[param], values, stored, param.device)
+                self._packed = self._pack([param for param, _, _ in saved])
+            for param, tensors, stored_there in saved:
+                write_state(self.state[param], tensors, stored_there, stored, param.device)
 
         try:
             with (

@@ -7,14 +7,13 @@ stored otherwise than configured is converted and named in one log line.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from coat_core.config import FP8QuantizationConfig
-from coat_core.formats import M1_FORMATS, M2_FORMATS, Format, IntegerFormat
+from coat_core.formats import M1_FORMATS, M2_FORMATS, Format
 from coat_core.ops.packing import n_blocks
 from coat_core.optim.state import MOMENTS, State, Storage, convert_state
 
@@ -58,59 +57,50 @@ def adopt_group(group: dict[str, Any], defaults: dict[str, Any]) -> None:
     group.update(fp8=defaults["fp8"], capturable=defaults["capturable"])
 
 
-class SavedState(NamedTuple):
-    """One parameter's checked state in a file, and how each moment is stored there."""
-
-    tensors: dict[str, Any]
-    stored: dict[str, Storage]
-
-
 def saved_states(
     state_dict: dict[str, Any], groups: list[dict[str, Any]], moments: dict[str, Storage]
-) -> dict[Tensor, SavedState]:
-    """Return the file's state of each parameter; ValueError names missing, unknown or misshapen entries."""
-    found: dict[Tensor, SavedState] = {}
-    for index, saved, param, fp8 in _entries(state_dict, groups):
-        stored = {name: _storage_in_file(name, index, saved, param, fp8) for name in MOMENTS}
-        found[param] = SavedState(saved, stored)
-    changes = {
-        _change(name, saved.stored[name], storage)
-        for saved in found.values()
-        for name, storage in moments.items()
-        if not _same_storage(saved.stored[name], storage)
-    }
+) -> list[tuple[Tensor, dict[str, Any], dict[str, Storage]]]:
+    """Return each parameter with its state in the file, and how each moment is stored there, all checked."""
+    saved = []
+    changes = set()
+    for saved_group, group in zip(state_dict["param_groups"], groups, strict=True):
+        for index, param in zip(saved_group["params"], group["params"], strict=True):
+            state = state_dict["state"].get(index)
+            if not state:
+                continue
+            _check_keys(index, state)
+            stored = {name: _storage_in_file(name, index, state, param, saved_group.get("fp8")) for name in MOMENTS}
+            saved.append((param, state, stored))
+            for name, new in moments.items():
+                if not _same_storage(stored[name], new):
+                    change = "dequantized" if new.format is None else "re-quantized"
+                    changes.add(f"{name}: {stored[name].describe()} -> {new.describe()}, {change}")
     if changes:
         logger.warning("FP8AdamW: %s", "; ".join(sorted(changes)))
-    return found
+    return saved
 
 
-def write_state(state: State, saved: SavedState, moments: dict[str, Storage], device: torch.device) -> None:
+def write_state(
+    state: State,
+    tensors: dict[str, Any],
+    stored: dict[str, Storage],
+    moments: dict[str, Storage],
+    device: torch.device,
+) -> None:
     """Copy a saved state into a parameter's own; tensors stored as configured are copied to the last bit."""
-    values = {**saved.tensors, "step": torch.as_tensor(saved.tensors["step"]).reshape(())}
-    changed = {name for name, storage in moments.items() if not _same_storage(saved.stored[name], storage)}
+    values = {**tensors, "step": torch.as_tensor(tensors["step"]).reshape(())}
+    changed = tuple(name for name, storage in moments.items() if not _same_storage(stored[name], storage))
     if changed:
         here = {key: tensor.detach().to(device) for key, tensor in values.items() if key != "step"}
-        converted = convert_state(here, saved.stored, moments)
-        values.update({key: tensor for key, tensor in converted.items() if _moment_of(key) in changed})
+        for key, tensor in convert_state(here, stored, moments).items():
+            if _moment_of(key) in changed:
+                values[key] = tensor
     for key, own in state.items():
         own.copy_(values[key].detach())  # an unquantized moment may come as bf16
 
 
-def _entries(
-    state_dict: dict[str, Any], groups: list[dict[str, Any]]
-) -> Iterator[tuple[int, dict[str, Any], Tensor, dict[str, Any] | None]]:
-    for saved_group, group in zip(state_dict["param_groups"], groups, strict=True):
-        for index, param in zip(saved_group["params"], group["params"], strict=True):
-            if state_dict["state"].get(index):
-                saved = state_dict["state"][index]
-                _check_keys(index, saved)
-                yield index, saved, param, saved_group.get("fp8")
-
-
 def _moment_of(key: str) -> str:
-    for suffix in PER_BLOCK:
-        key = key.removesuffix(f"_{suffix}")
-    return key
+    return MOMENTS[1] if key.startswith(MOMENTS[1]) else MOMENTS[0]
 
 
 def _check_keys(index: int, saved: dict[str, Any]) -> None:
@@ -130,20 +120,28 @@ def _storage_in_file(
     name: str, index: int, saved: dict[str, Any], param: Tensor, fp8: dict[str, Any] | None
 ) -> Storage:
     """Return how one moment of one parameter was stored, after checking its entries."""
-    _check_tensor(f"state[{index}]['{name}']", saved[name], tuple(param.shape), None)
-    suffixes = {suffix for suffix in PER_BLOCK if f"{name}_{suffix}" in saved}
-    if saved[name].dtype in UNQUANTIZED_DTYPES:
+    where = f"state[{index}]['{name}']"
+    _check_tensor(where, saved[name], tuple(param.shape), None)
+    dtype, suffixes = saved[name].dtype, {suffix for suffix in PER_BLOCK if f"{name}_{suffix}" in saved}
+    if dtype in UNQUANTIZED_DTYPES:
         if suffixes:
             raise ValueError(
-                f"state[{index}]['{name}'] is {saved[name].dtype} although there is {name}_{min(suffixes)}: its "
-                f"codes were cast by whoever wrote or loaded the file; {ANOTHER_FILE}"
+                f"{where} is {dtype} although there is {name}_{min(suffixes)}: its codes were cast by whoever wrote or "
+                f"loaded the file; {ANOTHER_FILE}"
             )
         return Storage(None, 16, None)  # can be read in blocks of any size
     formats = {fmt.dtype: fmt for fmt in FORMATS_OF[name].values()}
-    if saved[name].dtype not in formats:
+    if dtype not in formats:
         rule = f"must be floating or the codes of {', '.join(FORMATS_OF[name])}"
-        raise ValueError(f"state[{index}]['{name}'] is {saved[name].dtype}: {rule}; {ANOTHER_FILE}")
-    storage = _described_storage(formats[saved[name].dtype], fp8)
+        raise ValueError(f"{where} is {dtype}: {rule}; {ANOTHER_FILE}")
+    if not fp8 or not {"block_size", "use_dynamic_range_expansion"} <= fp8.keys():
+        raise ValueError(
+            f"param_groups 'fp8'={fp8!r}: must give block_size and use_dynamic_range_expansion of the codes in the "
+            f"file; {ANOTHER_FILE}"
+        )
+    config = FP8QuantizationConfig(block_size=fp8["block_size"])
+    expanded = isinstance(formats[dtype], Format) and fp8["use_dynamic_range_expansion"]
+    storage = Storage(formats[dtype], config.block_size, config.expansion if expanded else None)
     blocks = (n_blocks(param.numel(), storage.block_size),)
     for suffix in storage.per_block:
         key = f"{name}_{suffix}"
@@ -157,17 +155,6 @@ def _storage_in_file(
             f"{ANOTHER_FILE}"
         )
     return storage
-
-
-def _described_storage(fmt: Format | IntegerFormat, fp8: dict[str, Any] | None) -> Storage:
-    if not fp8 or not {"block_size", "use_dynamic_range_expansion"} <= fp8.keys():
-        raise ValueError(
-            f"param_groups 'fp8'={fp8!r}: must give block_size and use_dynamic_range_expansion of the codes in the "
-            f"file; {ANOTHER_FILE}"
-        )
-    config = FP8QuantizationConfig(block_size=fp8["block_size"])
-    expanded = isinstance(fmt, Format) and fp8["use_dynamic_range_expansion"]
-    return Storage(fmt, config.block_size, config.expansion if expanded else None)
 
 
 def _check_tensor(where: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None) -> None:
@@ -185,11 +172,3 @@ def _same_storage(old: Storage, new: Storage) -> bool:
     if old.format is None or new.format is None:
         return old.format is new.format
     return (old.format, old.block_size, old.expansion is None) == (new.format, new.block_size, new.expansion is None)
-
-
-def _change(name: str, old: Storage, new: Storage) -> str:
-    if old.format is None:
-        return f"{name}: fp32 -> {new.format.name if new.format else 'fp32'}, re-quantized"
-    if new.format is None:
-        return f"{name}: {old.format.name} -> fp32, dequantized"
-    return f"{name}: {old.describe()} -> {new.describe()}, re-quantized"

@@ -17,7 +17,6 @@ import logging
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,15 +32,6 @@ logger = logging.getLogger(__name__)
 SLOTS = 3  # one is filled, one updated, one emptied
 
 
-@dataclass(eq=False)
-class _Slot:
-    """Device memory, its last blocks, and the event after which it is free."""
-
-    moments: dict[str, Moment]
-    rows: slice | None = None
-    free: Any = None  # a torch.cuda.Event
-
-
 class Staging:
     """The slots of one device, each of `elements`, for `host`, the packed moments by name, which are pinned here."""
 
@@ -50,9 +40,11 @@ class Staging:
         blocks, block_size = host["exp_avg"].codes.shape
         rows = _slot_rows(blocks, block_size, device)
         self.elements = max(rows, 1) * block_size
-        self._slots = [
-            _Slot({name: empty_moment(rows, storage, device) for name, storage in stored.items()}) for _ in range(SLOTS)
-        ]
+        self._slots: list[dict[str, Moment]] = []
+        for _ in range(SLOTS):
+            self._slots.append({name: empty_moment(rows, storage, device) for name, storage in stored.items()})
+        self._blocks: list[slice | None] = [None] * SLOTS  # that were last in each
+        self._free: list[Any] = [None] * SLOTS  # torch.cuda.Event after which each is free
         self._turn = 0
         self._inward = self._outward = None
         if device.type == "cuda":
@@ -66,50 +58,50 @@ class Staging:
     @property
     def tensors(self) -> list[Tensor]:
         """The slots."""
-        return [part for slot in self._slots for moment in slot.moments.values() for part in moment]
+        return [part for slot in self._slots for moment in slot.values() for part in moment]
 
     @contextmanager
     def blocks(self, rows: slice) -> Iterator[dict[str, Moment]]:
         """Bring rows of the packed moments, at most a slot's, to the device; final values return to CPU memory."""
-        slot, count = self._next(rows), rows.stop - rows.start
-        here = {
-            name: Moment(codes[:count], numbers.view(-1)[: len(numbers) * count].view(len(numbers), count))
-            for name, (codes, numbers) in slot.moments.items()
-        }
-        pairs = [
-            (target, source)
-            for name, staged in here.items()
-            for target, source in zip(_parts(staged), _parts(self._host[name], rows), strict=True)
-        ]
+        number, count = self._next(rows), rows.stop - rows.start
+        here: dict[str, Moment] = {}
+        staged: list[Tensor] = []
+        at_home: list[Tensor] = []
+        for name, (codes, numbers) in self._slots[number].items():
+            flat = numbers.view(-1)[: len(numbers) * count]
+            here[name] = Moment(codes[:count], flat.view(len(numbers), count))
+            staged += [here[name].codes, *here[name].numbers]
+            home = self._host[name]
+            at_home += [home.codes[rows], *home.numbers[:, rows]]
         if self._inward is None or self._outward is None:
-            _copy(pairs)
+            _copy(at_home, staged)
             yield here
-            _copy((kept, staged) for staged, kept in pairs)
+            _copy(staged, at_home)
             return
-        if slot.free is not None:
-            self._inward.wait_event(slot.free)
-        _copy(pairs, self._inward)
+        if self._free[number] is not None:
+            self._inward.wait_event(self._free[number])
+        _copy(at_home, staged, self._inward)
         current = torch.cuda.current_stream(self._device)
         current.wait_stream(self._inward)
         yield here
         self._outward.wait_stream(current)
-        _copy(((kept, staged) for staged, kept in pairs), self._outward)
-        slot.free = torch.cuda.Event()
-        slot.free.record(self._outward)
+        _copy(staged, at_home, self._outward)
+        self._free[number] = torch.cuda.Event()
+        self._free[number].record(self._outward)
 
     def synchronize(self) -> None:
         """Wait until CPU memory has the last update's results."""
         if self._outward is not None:
             self._outward.synchronize()
 
-    def _next(self, rows: slice) -> _Slot:
+    def _next(self, rows: slice) -> int:
         """Return the slot that last had these blocks, since they may still be leaving it; else the next one."""
-        slot = next((slot for slot in self._slots if slot.rows == rows), None)
-        if slot is None:
-            slot = self._slots[self._turn]
-            self._turn = (self._turn + 1) % SLOTS
-        slot.rows = rows
-        return slot
+        if rows in self._blocks:
+            return self._blocks.index(rows)
+        number = self._turn
+        self._turn = (number + 1) % SLOTS
+        self._blocks[number] = rows
+        return number
 
 
 def staging_bytes(config: FP8QuantizationConfig, sizes: Iterable[int], device: torch.device) -> int:
@@ -123,14 +115,9 @@ def _slot_rows(blocks: int, block_size: int, device: torch.device) -> int:
     return min(blocks, max(chunk_elements(device) // block_size, 1))
 
 
-def _parts(moment: Moment, rows: slice = slice(None)) -> list[Tensor]:
-    """Return a moment's blocks as contiguous tensors: codes, and each row of numbers."""
-    return [moment.codes[rows], *moment.numbers[:, rows]]
-
-
-def _copy(pairs: Iterable[tuple[Tensor, Tensor]], stream: Any = None) -> None:
+def _copy(sources: list[Tensor], targets: list[Tensor], stream: Any = None) -> None:
     with nullcontext() if stream is None else torch.cuda.stream(stream):
-        for target, source in pairs:
+        for source, target in zip(sources, targets, strict=True):
             target.copy_(source, non_blocking=True)
 
 

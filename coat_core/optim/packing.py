@@ -16,42 +16,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, MutableMapping
 from itertools import accumulate, chain
 from operator import is_
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from coat_core.ops.adamw import Moment
 from coat_core.ops.packing import chunks, n_blocks
 from coat_core.optim.offload import Staging
 from coat_core.optim.state import State, Storage, empty_moment, moment_views
 from coat_core.rounding import PARAMETERS, streams
 
 
-class Numbering(NamedTuple):
-    """The origin of draws that depend on no other parameter."""
-
-    seed: int  # of all
-    # id of a parameter → its number in the optimizer's groups and, of a shard, the number of its first element
-    places: dict[int, tuple[int, int]]
-    total: int  # number of all parameters
-    moments: bool = True  # whether exp_avg_sq is rounded by them
-    parameters: bool = False  # whether parameters in bf16 and fp16 are
-
-    def draws(self, params: list[Tensor], salt: int = 0) -> Tensor:
-        """Return stream and first element, int32 [n, 2] on the parameters' device, without a sync."""
-        every = streams(self.seed ^ salt, self.total, params[0].device)
-        places = [self.places.get(id(param), (0, 0)) for param in params]  # one in no group has no step
-        return torch.stack([torch.stack((every[i], torch.full_like(every[i], first))) for i, first in places])
-
-
 class DeviceState:
     """The packed state of the parameters on one device."""
 
-    def __init__(
-        self, params: list[Tensor], moments: dict[str, Storage], steps_on_device: bool, offload: bool = False
-    ) -> None:
+    def __init__(self, params: list[Tensor], moments: dict[str, Storage], steps_on_device: bool, offload: bool) -> None:
         device, block_size = params[0].device, next(iter(moments.values())).block_size
+        self.params = params
         self.first_blocks = []
         blocks = 0
         for param in params:
@@ -69,32 +50,6 @@ class DeviceState:
             for name, storage in moments.items():
                 state.update(moment_views(name, self.moments[name], storage, first, param.shape))
             self.views.append(state)
-
-
-class Call(NamedTuple):
-    """One call of the operator, for part or all of a batch."""
-
-    params: list[Tensor]  # parameters, or as many of their elements, flat, as fit a slot
-    grads: list[Tensor]  # of these
-    moments: dict[str, Moment]  # both by name, packed
-    first_blocks: list[int]  # where the blocks of each start in them
-    first: int = 0  # where the first parameter is in the batch
-    start: int = 0  # the number of its first element here
-
-    def rows(self, table: Tensor | None) -> Tensor | None:
-        """Return this call's rows of a table [n, ...] with one row per parameter of the batch."""
-        if table is None or len(table) == len(self.params):
-            return table
-        return table[self.first :][: len(self.params)].clone()  # kernels want it at a multiple of 16 bytes
-
-    def draws(self, table: Tensor | None) -> Tensor | None:
-        """Return this call's rows of `Batch.draws`, with the number of its first element."""
-        found = self.rows(table)
-        if found is None or not self.start:
-            return found
-        found = found.clone()
-        found[0, 2] += self.start
-        return found
 
 
 class Batch(NamedTuple):
@@ -119,31 +74,55 @@ class Batch(NamedTuple):
         stream, first = self._chosen(of).unbind(-1)
         return torch.stack((stream, self.steps().to(torch.int32), first), dim=-1)
 
-    def calls(self) -> Iterator[Call]:
-        """Yield the operator's calls, to be made one by one: several for offloaded moments."""
-        first_blocks, staging = [self.packed.first_blocks[index] for index in self.indices], self.packed.staging
-        if staging is None:
-            yield Call(self.params, self.grads, self.packed.moments, first_blocks)
-            return
-        params, grads = ([x.detach().reshape(-1) for x in tensors] for tensors in (self.params, self.grads))
-        block_size = self.packed.moments["exp_avg"].codes.shape[1]
-        sizes = tuple(map(Tensor.numel, params))
-        for chunk in chunks(sizes, tuple(first_blocks), block_size, staging.elements):
-            if chunk.rows.start == chunk.rows.stop:
-                continue
-            some, theirs = ([flat[i][start:stop] for i, start, stop in chunk.pieces] for flat in (params, grads))
-            first, start, _ = chunk.pieces[0]
-            with staging.blocks(chunk.rows) as moments:
-                yield Call(some, theirs, moments, [0, *accumulate(chunk.layout.blocks[:-1])], first, start)
-        for param, flat in zip(self.params, params, strict=True):
-            if not param.is_contiguous():  # then `flat` is a copy
-                param.copy_(flat.view(param.shape))
-
     def _chosen(self, numbers: Tensor) -> Tensor:
         first = self.indices[0]
         if self.indices == list(range(first, first + len(self.indices))):
             return numbers[first:][: len(self.indices)]
         return torch.stack([numbers[index] for index in self.indices])
+
+    def calls(self, **tables: Tensor | None) -> Iterator[dict[str, Any]]:
+        """Yield arguments of the operator's calls, to be made one by one: several for offloaded moments.
+
+        `tables` have a row for each parameter; those of `draws` are int32.
+        """
+        packed = self.packed
+        first_blocks = [packed.first_blocks[index] for index in self.indices]
+        if packed.staging is None:
+            whole = {"params": self.params, "grads": self.grads, "first_blocks": first_blocks}
+            yield {**whole, **packed.moments, **tables}
+            return
+        params = [param.detach().reshape(-1) for param in self.params]
+        grads = [grad.detach().reshape(-1) for grad in self.grads]
+        block_size = packed.moments["exp_avg"].codes.shape[1]
+        sizes = tuple(map(Tensor.numel, params))
+        for chunk in chunks(sizes, tuple(first_blocks), block_size, packed.staging.elements):
+            if chunk.rows.start == chunk.rows.stop:
+                continue
+            part = {
+                "params": [params[i][start:stop] for i, start, stop in chunk.pieces],
+                "grads": [grads[i][start:stop] for i, start, stop in chunk.pieces],
+                "first_blocks": [0, *accumulate(chunk.layout.blocks[:-1])],
+            }
+            first, start, _ = chunk.pieces[0]
+            rows = {name: _rows(table, first, len(chunk.pieces), start) for name, table in tables.items()}
+            with packed.staging.blocks(chunk.rows) as moments:
+                yield {**part, **moments, **rows}
+        for param, flat in zip(self.params, params, strict=True):
+            if not param.is_contiguous():  # then `flat` is a copy
+                param.copy_(flat.view(param.shape))
+
+
+def _rows(table: Tensor | None, first: int, count: int, start: int) -> Tensor | None:
+    """Return rows of a table; those of draws count from element `start` of the first parameter."""
+    if table is None:
+        return None
+    counts_on = start > 0 and not table.is_floating_point()
+    if len(table) == count and not counts_on:
+        return table
+    rows = table[first:][:count].clone()  # kernels want it at a multiple of 16 bytes
+    if counts_on:
+        rows[0, 2] += start
+    return rows
 
 
 class PackedState:
@@ -166,24 +145,26 @@ class PackedState:
         self.devices: dict[torch.device, DeviceState] = {}
         self._indices: dict[int, int] = {}
         for device in dict.fromkeys(self._devices):
-            here = [i for i, other in enumerate(self._devices) if other == device]
-            packed = DeviceState([self._params[i] for i in here], moments, steps_on_device, offload)
-            self.devices[device] = packed
-            for index, (i, views) in enumerate(zip(here, packed.views, strict=True)):
-                self._indices[id(self._params[i])] = index
-                for key, values in self._entries[i].items():
+            here = [param for param in self._params if param.device == device]
+            self.devices[device] = packed = DeviceState(here, moments, steps_on_device, offload)
+            for index, (param, views) in enumerate(zip(here, packed.views, strict=True)):
+                self._indices[id(param)] = index
+                entry = state[param]
+                for key, values in entry.items():
                     views[key].copy_(values)
-                self._entries[i].clear()
-                self._entries[i].update(views)
+                entry.clear()
+                entry.update(views)
         self._addresses = _addresses(self._entries)
 
-    def number(self, numbering: Numbering) -> None:
-        """Draw from `numbering` from now on."""
-        self.seed = numbering.seed
-        for device, packed in self.devices.items():
-            params = [param for param, other in zip(self._params, self._devices, strict=True) if other == device]
-            packed.draws = numbering.draws(params) if numbering.moments else None
-            packed.param_draws = numbering.draws(params, PARAMETERS) if numbering.parameters else None
+    def number(self, seed: int, places: dict[int, tuple[int, int]], moments: bool, parameters: bool) -> None:
+        """Draw from `seed` from now on, for exp_avg_sq, for parameters in bf16 and fp16, or for both.
+
+        `places` has, by id, each parameter's number and, of a shard, the number of its first element in the whole.
+        """
+        self.seed = seed
+        for packed in self.devices.values():
+            packed.draws = _draws(packed.params, seed, places) if moments else None
+            packed.param_draws = _draws(packed.params, seed ^ PARAMETERS, places) if parameters else None
 
     def holds(self, state: MutableMapping[Tensor, State], params: list[Tensor]) -> bool:
         """Whether all parameters, `params` among them, still have their packed state: none loaded or replaced."""
@@ -198,16 +179,18 @@ class PackedState:
 
     def count_step(self, params: list[Tensor], found_inf: Tensor | None = None) -> None:
         """Add 1 to the step counters of these parameters; 0 where `found_inf`, on the counters' device, is 1."""
+        if found_inf is not None and not self._steps_on_device:
+            raise ValueError("found_inf: needs step counters on the device; pass capturable=True")
         one = 1.0 if found_inf is None else 1.0 - found_inf
         if len(params) == len(self._params):
             for packed in self.devices.values():
                 packed.steps += one
+            return
+        steps = [self.devices[param.device].views[self._indices[id(param)]]["step"] for param in params]
+        if len(steps) == 1:
+            steps[0] += one
         else:
-            steps = [self.devices[param.device].views[self._indices[id(param)]]["step"] for param in params]
-            if len(steps) == 1:
-                steps[0] += one
-            else:
-                torch._foreach_add_(steps, one)
+            torch._foreach_add_(steps, one)
 
     def batches(self, params: list[Tensor]) -> Iterator[Batch]:
         """Group parameters with gradients by device, dtypes and, if on the CPU, step number."""
@@ -225,9 +208,21 @@ class PackedState:
             yield Batch(params, grads, indices, self.devices[devices[0]], steps[0])
             return
         for kind in dict.fromkeys(kinds):
-            some = [i for i, other in enumerate(kinds) if other == kind]
-            chosen = [params[i] for i in some], [grads[i] for i in some], [indices[i] for i in some]
-            yield Batch(*chosen, self.devices[kind[0]], kind[3])
+            alike = [i for i, other in enumerate(kinds) if other == kind]
+            yield Batch(
+                [params[i] for i in alike],
+                [grads[i] for i in alike],
+                [indices[i] for i in alike],
+                self.devices[kind[0]],
+                kind[3],
+            )
+
+
+def _draws(params: list[Tensor], seed: int, places: dict[int, tuple[int, int]]) -> Tensor:
+    """Return stream and first element, int32 [n, 2] on the parameters' device, without a sync."""
+    every = streams(seed, len(places), params[0].device)
+    own = [places.get(id(param), (0, 0)) for param in params]  # one in no group has no step
+    return torch.stack([torch.stack((every[i], torch.full_like(every[i], first))) for i, first in own])
 
 
 def _addresses(entries: list[State]) -> list[int]:
