@@ -93,7 +93,7 @@ def quantize_blocks(
     if expansion is not None:
         center, exponent = expansion_parameters(blocks, fmt, expansion)
         expanded = expand(blocks, center, exponent)
-    scale = scale_from_amax(finite_abs(expanded).amax(dim=-1, keepdim=True), fmt)
+    scale = scale_from_amax(finite_abs(expanded).amax(dim=-1, keepdim=True), fmt.max)
     codes = expanded / scale
     if uniform is not None:
         pair = neighbours(codes, fmt)

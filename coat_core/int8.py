@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from coat_core.granularity import PER_ROW
-from coat_core.quantize import Quantized, check_input
+from coat_core.quantize import Quantized, check_input, scale_from_amax
 
 INT8_MAX = 127
 LARGEST_ROTATION = 256
@@ -71,7 +71,6 @@ def quantize_int8(x: Tensor, size: int, factors: Tensor | None = None) -> Quanti
     values = rotate(x if factors is None else x.to(torch.float32) * factors, size)
     magnitude = values.abs()
     amax = torch.where(magnitude.isfinite(), magnitude, torch.inf).amax(dim=-1, keepdim=True)
-    scale = amax / torch.full_like(amax, INT8_MAX)  # by a number, CUDA multiplies by its reciprocal
-    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    scale = scale_from_amax(amax, INT8_MAX)
     codes = (values / scale).round().nan_to_num(nan=0.0).clamp(-INT8_MAX, INT8_MAX).to(torch.int8)
     return Quantized(codes, torch.where(amax.isfinite(), scale, torch.nan), PER_ROW)

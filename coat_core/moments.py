@@ -33,7 +33,7 @@ from torch import Tensor
 
 from coat_core.expansion import FP32_MAX, FP32_SMALLEST_NORMAL, QuantizedBlocks, clamp_infinities
 from coat_core.formats import INT8_RATIO, UINT8_LOG
-from coat_core.quantize import finite_abs
+from coat_core.quantize import finite_abs, scale_from_amax
 from coat_core.rounding import between
 
 RATIO_MAX, RATIO_NAN = 127, -128
@@ -49,9 +49,7 @@ def update_ratio(exp_avg: Tensor, exp_avg_sq: Tensor) -> Tensor:
 def quantize_ratio(blocks: Tensor) -> QuantizedBlocks:
     """Quantize each row of fp32 [n, B] to int8 with one scale, largest magnitude / 127; 1 in a row of zeros."""
     blocks = clamp_infinities(blocks, 1.0)
-    high = finite_abs(blocks).amax(dim=-1, keepdim=True)
-    scale = high / torch.full_like(high, RATIO_MAX)  # by a number, CUDA multiplies by its reciprocal
-    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    scale = scale_from_amax(finite_abs(blocks).amax(dim=-1, keepdim=True), RATIO_MAX)
     codes = torch.round(blocks / scale).clamp(-RATIO_MAX, RATIO_MAX)
     return QuantizedBlocks(torch.where(blocks.isnan(), RATIO_NAN, codes).to(torch.int8), scale)
 

@@ -110,9 +110,9 @@ def amax_from_groups(group_amax: Tensor, granularity: Granularity) -> Tensor:
     return group_amax.amax()
 
 
-def scale_from_amax(group_amax: Tensor, fmt: Format) -> Tensor:
-    """Dequantization multiplier amax / fmt.max (fp32, same shape); 1 where that is 0, so that it can divide."""
-    scale = group_amax / torch.full_like(group_amax, fmt.max)  # by a number, CUDA multiplies by its reciprocal
+def scale_from_amax(group_amax: Tensor, largest: float) -> Tensor:
+    """Dequantization multiplier amax / largest code (fp32, same shape); 1 where that is 0, so that it can divide."""
+    scale = group_amax / torch.full_like(group_amax, largest)  # by a number, CUDA multiplies by its reciprocal
     return torch.where(scale > 0, scale, torch.ones_like(scale))
 
 
@@ -141,7 +141,7 @@ def quantize(x: Tensor, fmt: str | Format = "e4m3", granularity: Granularity = P
     """
     check_input(x)
     fmt = get_format(fmt) if isinstance(fmt, str) else fmt
-    scale = scale_from_amax(amax(x, granularity), fmt)
+    scale = scale_from_amax(amax(x, granularity), fmt.max)
     codes = saturating_cast(x.detach().to(torch.float32) / _spread(scale, granularity, x.shape[-1]), fmt)
     return Quantized(codes, scale, granularity)
 
