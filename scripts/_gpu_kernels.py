@@ -24,8 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from coat_core import ops
 from coat_core.formats import E4M3, FORMATS
-from coat_core.ops.attention import attention_backward, attention_forward, chosen_kernel, use_kernel
-from coat_core.ops.attention_trial import kernel_obstacles
+from coat_core.ops.attention import attention_backward, attention_forward, chosen_kernel, kernel_obstacles, use_kernel
 from coat_core.ops.dispatch import launchers, triton_obstacle
 from coat_core.ops.launch import recorded_launches
 from coat_core.ops.scaled_mm import scaled_mm, unsupported_reason

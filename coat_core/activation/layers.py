@@ -34,8 +34,7 @@ from coat_core.autograd import autocast_is_on, first_order_only
 from coat_core.formats import INT8, get_format
 from coat_core.granularity import Storage
 from coat_core.int8 import rotation_size
-from coat_core.ops.int8 import rotate
-from coat_core.ops.quantize import dequantize, quantize_once
+from coat_core.ops.quantize import dequantize, quantize_once, rotate
 from coat_core.quantize import Quantized
 
 CONVOLUTIONS: tuple[Callable[..., Tensor], ...] = (torch.conv1d, torch.conv2d, torch.conv3d)

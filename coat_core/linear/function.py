@@ -43,11 +43,23 @@ from coat_core.config import FP8LinearConfig
 from coat_core.formats import INT8, NVFP4, get_format, product_format
 from coat_core.granularity import PER_ROW, PER_TENSOR, Granularity, Storage
 from coat_core.int8 import rotation_size
-from coat_core.ops.int8 import quantize_int8, rotate
-from coat_core.ops.nvfp4 import decode_nvfp4
-from coat_core.ops.quantize import dequantize, quantize, quantize_once, transpose_codes
-from coat_core.ops.scaled_mm import ALIGNMENT, int8_mm, int8_unsupported_reason, scaled_mm, unsupported_reason
-from coat_core.ops.weight_only import weight_only_linear
+from coat_core.ops.quantize import (
+    decode_nvfp4,
+    dequantize,
+    quantize,
+    quantize_int8,
+    quantize_once,
+    rotate,
+    transpose_codes,
+)
+from coat_core.ops.scaled_mm import (
+    ALIGNMENT,
+    int8_mm,
+    int8_unsupported_reason,
+    scaled_mm,
+    unsupported_reason,
+    weight_only_linear,
+)
 from coat_core.quantize import Quantized
 
 # -- a frozen weight --------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """One AdamW step of many tensors with 8-bit moments in one launch.
 
 A program holds R whole blocks of one tensor in registers: parameter, gradient, codes and numbers are read and written
-once. Two tables on the device (`tables`) give tensor, block, size and row of each program, and the addresses of
+once. Two tables on the device (`device_table`) give tensor, block, size and row of each program, and the addresses of
 parameters and gradients, which change where `zero_grad` drops the gradients; gradients copied into a fixed buffer would
 be read and written once more. The compiler cannot infer an address's alignment from a table, so the launcher checks
 and passes it: ALIGNED lets a thread read 16 bytes at a time. Without expansion all is rounded as in the reference.
@@ -16,6 +16,7 @@ import functools
 import math
 import operator
 from itertools import chain
+from typing import Any
 
 import torch
 import triton
@@ -23,15 +24,16 @@ import triton.language as tl
 from torch import Tensor
 
 from coat_core.formats import format_of
-from coat_core.ops.launch import blocks, finished, launch, power_of_two
+from coat_core.ops import adamw as operators
+from coat_core.ops.device import TL_DTYPES
+from coat_core.ops.dispatch import launcher
+from coat_core.ops.launch import blocks, device_table, finished, launch, power_of_two
 from coat_core.ops.moments_kernel import EXPANDED, FP32, PLAIN, RATIO, form_of, random_bits, read, uniform, write
-from coat_core.ops.tables import device_table
 
 TILE_ELEMENTS = 1024
 ELEMENTS_PER_WARP = 256
 REGISTERS = 80  # a thread; left alone, ptxas takes 64 or 72 and spills 16 bytes on some cards
 REGISTERS_DRAWN = 96  # with draws; 80 spill 8 to 24 bytes
-TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 DROPPED_BITS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}  # of an fp32 mantissa
 
 
@@ -137,36 +139,29 @@ def _fp8_adamw_step_kernel(
           FORM2, MAX2, BOUND2_LOG2, STEP, EXPONENT_MAX, ON_GPU)  # fmt: skip
 
 
-def fp8_adamw_step(
-    params: list[Tensor],
-    grads: list[Tensor],
-    exp_avg: Tensor,
-    exp_avg_numbers: Tensor,
-    exp_avg_sq: Tensor,
-    exp_avg_sq_numbers: Tensor,
-    first_blocks: list[int],
-    hyper: list[float],
-    table: Tensor | None,
-    draws: Tensor | None,
-    param_draws: Tensor | None,
-    expansion: list[float],
-    maximize: bool,
-) -> None:
-    sizes, block_size, padded = tuple(map(Tensor.numel, params)), exp_avg.shape[1], power_of_two(exp_avg.shape[1])
+@launcher(operators._fp8_adamw_step)
+def fp8_adamw_step(a: Any) -> None:
+    sizes, first_blocks = tuple(map(Tensor.numel, a.params)), a.first_blocks
     if not any(sizes):
         return
-    stride = len(exp_avg)
-    if len(params) == 1:  # from its own blocks on, so that tensors of equal size share a table
+    stride, block_size = a.exp_avg.shape
+    exp_avg, exp_avg_sq, numbers, sq_numbers = a.exp_avg, a.exp_avg_sq, a.exp_avg_numbers, a.exp_avg_sq_numbers
+    if len(a.params) == 1:  # from its own blocks on, so that tensors of equal size share a table
         rows = slice(first_blocks[0], first_blocks[0] + blocks(sizes[0], block_size))
-        exp_avg, exp_avg_sq, first_blocks = exp_avg[rows], exp_avg_sq[rows], [0]
-        exp_avg_numbers, exp_avg_sq_numbers = exp_avg_numbers[:, rows], exp_avg_sq_numbers[:, rows]
-    written = [*params, exp_avg, exp_avg_sq]
-    own = _launchable(written)
-    own_params, (codes1, codes2) = own[:-2], own[-2:]
-    own_grads = list(map(Tensor.contiguous, grads))
-    device, dropped = exp_avg.device, 0 if param_draws is None else DROPPED_BITS[params[0].dtype]
-    pairs = zip(map(Tensor.data_ptr, own_params), map(Tensor.data_ptr, own_grads), strict=True)
-    addresses = tuple(chain.from_iterable(pairs))
+        first_blocks = [0]
+        exp_avg, exp_avg_sq = exp_avg[rows], exp_avg_sq[rows]
+        numbers, sq_numbers = numbers[:, rows], sq_numbers[:, rows]
+    written = [*a.params, exp_avg, exp_avg_sq]
+    own = written
+    if exp_avg.device.type == "cpu":  # the interpreter writes fp32
+        own = [tensor.to(torch.float32) for tensor in written]
+    own = list(map(Tensor.contiguous, own))
+    *params, codes, sq_codes = own
+    grads = list(map(Tensor.contiguous, a.grads))
+    device = exp_avg.device
+    addresses = tuple(chain.from_iterable(zip(map(Tensor.data_ptr, params), map(Tensor.data_ptr, grads), strict=True)))
+    dropped = 0 if a.param_draws is None else DROPPED_BITS[a.params[0].dtype]
+    padded = power_of_two(block_size)
     per_program = max(TILE_ELEMENTS // padded, 1)
     places = (sizes, tuple(first_blocks), block_size, per_program)
     programs = device_table(places, lambda: _programs(*places), device)
@@ -175,19 +170,14 @@ def fp8_adamw_step(
         (len(programs) // 4,),
         programs,
         device_table(addresses, lambda: addresses, device),
-        codes1,
-        exp_avg_numbers,
-        codes2,
-        exp_avg_sq_numbers,
-        table,
-        draws,
-        param_draws if dropped else None,
+        *(codes, numbers, sq_codes, sq_numbers),
+        *(a.table, a.draws, a.param_draws if dropped else None),
         stride,
-        *hyper,
-        PARAM_TYPE=TYPES[own_params[0].dtype],
-        GRAD_TYPE=TYPES[own_grads[0].dtype],
-        **_moment_options((exp_avg, exp_avg_sq), (len(exp_avg_numbers), len(exp_avg_sq_numbers)), expansion),
-        MAXIMIZE=maximize,
+        *a.hyper,
+        PARAM_TYPE=TL_DTYPES[params[0].dtype],
+        GRAD_TYPE=TL_DTYPES[grads[0].dtype],
+        **_moment_options((exp_avg, exp_avg_sq), (len(numbers), len(sq_numbers)), a.expansion),
+        MAXIMIZE=a.maximize,
         DROPPED=dropped,
         ON_GPU=device.type != "cpu",
         ALIGNED=functools.reduce(operator.or_, (*addresses, *sizes)) % 16 == 0,
@@ -195,39 +185,27 @@ def fp8_adamw_step(
         R=per_program,
         P=padded,
         num_warps=max(4, padded // ELEMENTS_PER_WARP),
-        maxnreg=REGISTERS if draws is None else REGISTERS_DRAWN,
+        maxnreg=REGISTERS if a.draws is None else REGISTERS_DRAWN,
     )
     for tensor, buffer in zip(written, own, strict=True):
         if buffer is not tensor:
             tensor.copy_(finished(buffer, tensor.dtype))
 
 
-def _launchable(tensors: list[Tensor]) -> list[Tensor]:
-    """Return tensors the kernel can write: contiguous and, in the interpreter, fp32; copies where these are not."""
-    if tensors[0].device.type == "cpu":
-        tensors = [tensor.to(torch.float32) for tensor in tensors]
-    return list(map(Tensor.contiguous, tensors))
-
-
 def _moment_options(
     moments: tuple[Tensor, Tensor], numbers: tuple[int, int], expansion: list[float]
 ) -> dict[str, object]:
     fraction, step, exponent_max = expansion
+    options: dict[str, object] = {"STEP": step, "EXPONENT_MAX": exponent_max}
     forms = [form_of(codes.dtype, count) for codes, count in zip(moments, numbers, strict=True)]
-    fp8 = (PLAIN.value, EXPANDED.value)
-    largest = [format_of(codes.dtype).max if form in fp8 else 0.0 for codes, form in zip(moments, forms, strict=True)]
-    bounds = [math.log2(top) * 2 + math.log2(fraction) if top else 0.0 for top in largest]
-    return {
-        "FORM1": forms[0],
-        "FORM2": forms[1],
-        "MAX1": largest[0],
-        "MAX2": largest[1],
-        "BOUND1_LOG2": bounds[0],
-        "BOUND2_LOG2": bounds[1],
-        "EXACT": set(forms) <= {FP32.value, PLAIN.value},
-        "STEP": step,
-        "EXPONENT_MAX": exponent_max,
-    }
+    for number, (form, codes) in enumerate(zip(forms, moments, strict=True), start=1):
+        is_fp8 = form in (PLAIN.value, EXPANDED.value)
+        largest = format_of(codes.dtype).max if is_fp8 else 0.0
+        options[f"FORM{number}"] = form
+        options[f"MAX{number}"] = largest
+        options[f"BOUND{number}_LOG2"] = math.log2(largest) * 2 + math.log2(fraction) if is_fp8 else 0.0
+    options["EXACT"] = set(forms) <= {FP32.value, PLAIN.value}
+    return options
 
 
 def _programs(

@@ -1,9 +1,46 @@
-"""Kernel building blocks: scaling to FP8 as `coat_core.quantize` defines it, reading it back, and adapters."""
+"""What kernels and their launchers share: scaling to FP8 as `coat_core.quantize` defines it, reading it back, adapters.
+
+Kernels write rows of values and quantize them. Per row a kernel leaves codes and scales. Per tensor it leaves the amax
+of each row, and the cast is a second launch.
+"""
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from coat_core.formats import E4M3, get_format
+from coat_core.granularity import per_group
+from coat_core.ops.codes import check_granularity
+from coat_core.ops.launch import (
+    blocks,
+    dot_operand,
+    empty,
+    empty_codes,
+    finished,
+    launch,
+    nothing,
+    power_of_two,
+)
+
+ROW_BLOCK = 2048
+SHARE_BLOCK = 2048  # elements that a program casts with a scale of all
+SHARES_MAX = 1024
+WIDEST_ROW = 16384  # beyond 8192 the kernels that also hold sums over rows spill registers: slower, still right
+TILE_ELEMENTS = 2048
+ELEMENTS_A_THREAD = 16
+WARPS_MAX = 16
+RANKS_AT_ONCE, FP32_RANKS_AT_ONCE = 64, 16  # fp32 is multiplied without tensor cores, from registers
+LOW_RANK_ROWS = 16  # the minimum of a tile of tl.dot
+TL_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+# that share the rows where each leaves column sums, which are written and read again: two for each multiprocessor of a
+# large GPU, as many as fit there at once with the registers of LayerNorm's backward
+PROGRAMS = 256
 
 
 @triton.jit
@@ -136,3 +173,222 @@ def add_low_rank(
         )
         y = tl.dot(h, up, acc=y, input_precision="ieee")
     return y
+
+
+@triton.jit
+def load_scaled(x_ptr, factor_ptr, offsets, columns, inside):
+    """Read x in fp32, times its column's factor where there are factors."""
+    x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    if factor_ptr is not None:
+        x *= tl.load(factor_ptr + columns, mask=inside, other=0.0)
+    return x
+
+
+@triton.jit
+def _cast_by_amax_fwd_kernel(
+    x_ptr,
+    factor_ptr,
+    amax_ptr,
+    codes_ptr,
+    scale_ptr,
+    K,
+    total,
+    parts,
+    FORMAT_MAX: tl.constexpr,
+    PARTS_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    largest = tl.zeros([PARTS_BLOCK], tl.float32)
+    for start in range(0, parts, PARTS_BLOCK):
+        index = start + tl.arange(0, PARTS_BLOCK)
+        largest = tl.maximum(largest, tl.load(amax_ptr + index, mask=index < parts, other=0.0))
+    scale = scale_from_amax(tl.max(largest, axis=0), FORMAT_MAX)
+    block = tl.program_id(0).to(tl.int64)
+    tl.store(scale_ptr, scale, mask=block == 0)
+    offsets = block * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < total
+    x = load_scaled(x_ptr, factor_ptr, offsets, offsets % K, inside)
+    codes = saturated(tl.div_rn(x, scale), FORMAT_MAX)
+    tl.store(codes_ptr + offsets, as_codes(codes, codes_ptr), mask=inside)
+
+
+@triton.jit
+def _cast_rows_by_amax_fwd_kernel(
+    x_ptr,
+    amax_ptr,
+    codes_ptr,
+    scale_ptr,
+    K,
+    parts,
+    FORMAT_MAX: tl.constexpr,
+    PARTS_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, PARTS_BLOCK)
+    amax = tl.max(tl.load(amax_ptr + row * parts + place, mask=place < parts, other=0.0), axis=0)
+    scale = scale_from_amax(amax, FORMAT_MAX)
+    tl.store(scale_ptr + row, scale)
+    for start in range(0, K, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        offsets, inside = row * K + columns, columns < K
+        x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+        codes = saturated(tl.div_rn(x, scale), FORMAT_MAX)
+        tl.store(codes_ptr + offsets, as_codes(codes, codes_ptr), mask=inside)
+
+
+def cast_by_amax(x: Tensor, amax: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
+    """Quantize x per tensor, from the finite amax of any number of parts."""
+    form = get_format(fmt)
+    codes = empty_codes(tuple(x.shape), form, x.device)
+    scale = empty((), torch.float32, x.device)
+    cast_all_by_amax(x, None, amax, codes, scale, form.max)
+    return finished(codes, form.dtype), scale
+
+
+def cast_rows_by_amax(x: Tensor, amax: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
+    """Quantize x per row, from the amax of each row's parts, fp32 [rows, parts]."""
+    form = get_format(fmt)
+    k = x.shape[-1]
+    rows, parts = amax.shape
+    codes = empty_codes(tuple(x.shape), form, x.device)
+    scale = empty((*x.shape[:-1], 1), torch.float32, x.device)
+    launch(
+        _cast_rows_by_amax_fwd_kernel,
+        (rows,),
+        *(x, amax, codes, scale, k, parts),
+        FORMAT_MAX=form.max,
+        PARTS_BLOCK=power_of_two(parts),
+        BLOCK=row_block(k),
+    )
+    return finished(codes, form.dtype), scale
+
+
+def cast_all_by_amax(
+    x: Tensor, factors: Tensor | None, amax: Tensor, codes: Tensor, scale: Tensor, format_max: float
+) -> None:
+    """Write the codes of x, times its columns' factors, and their one scale."""
+    launch(
+        _cast_by_amax_fwd_kernel,
+        (blocks(x.numel(), SHARE_BLOCK),),
+        *(x, factors, amax, codes, scale),
+        *(x.shape[-1], x.numel(), amax.numel()),
+        FORMAT_MAX=format_max,
+        PARTS_BLOCK=SHARES_MAX,
+        BLOCK=SHARE_BLOCK,
+    )
+
+
+def row_block(k: int) -> int:
+    """Return how many elements of a row of k a program takes at once."""
+    return min(power_of_two(k), ROW_BLOCK)
+
+
+class RowCodes:
+    """Buffers for the codes of values [..., K], as a kernel's arguments `codes_ptr`, `scale_ptr` and FORMAT_MAX."""
+
+    def __init__(self, shape: tuple[int, ...], fmt: str, granularity: str, device: torch.device) -> None:
+        check_granularity(granularity)
+        self._fmt = form = E4M3 if fmt == "none" else get_format(fmt)
+        self.format_max = form.max
+        self.codes = empty_codes(shape, form, device) if granularity == "per_row" else None
+        self.scale = None if granularity == "none" else empty((*shape[:-1], 1), torch.float32, device)
+
+    def results(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return codes and scale once the kernel has run; `values` are its result, contiguous, in their dtype."""
+        if self.scale is None:
+            return nothing(self._fmt.dtype, values.device), nothing(torch.float32, values.device)
+        if self.codes is None:
+            return cast_by_amax(values, self.scale.view(-1).amax(0, keepdim=True), self._fmt.name)
+        return finished(self.codes, self._fmt.dtype), self.scale
+
+
+class GroupCodes:
+    """Buffers for saved codes of values [..., K], as arguments of `store_group_codes`."""
+
+    def __init__(self, shape: tuple[int, ...], saved_format: str, group_size: int, device: torch.device) -> None:
+        self._device, self._fmt, self.format_max = device, E4M3, 0.0
+        self.codes = self.scale = None
+        if saved_format != "none":
+            self._fmt = form = get_format(saved_format)
+            self.format_max, self.codes = form.max, empty_codes(shape, form, device)
+            self.scale = empty(per_group(group_size).scale_shape(shape), torch.float32, device)
+
+    def results(self) -> tuple[Tensor, Tensor]:
+        """Return codes and scale once the kernel has run."""
+        if self.codes is None or self.scale is None:
+            return nothing(self._fmt.dtype, self._device), nothing(torch.float32, self._device)
+        return finished(self.codes, self._fmt.dtype), self.scale
+
+
+def adapter(h: Tensor | None, up: Tensor | None) -> tuple[Tensor | None, int, Tensor | None, dict[str, int]]:
+    """Return h, the distance of its rows, and up as `add_low_rank` reads them, and its constants."""
+    if h is None or up is None:
+        return None, 0, None, {"RANK": 0, "RANK_BLOCK": 0}
+    h, h_stride = with_row_stride(dot_operand(h))
+    up = dot_operand(up).contiguous()
+    return h, h_stride, up, rank_options(up.shape[-1], up.dtype)
+
+
+def rank_options(rank: int, dtype: torch.dtype) -> dict[str, int]:
+    """Return the constants of `add_low_rank` for matrices of this dtype."""
+    at_once = FP32_RANKS_AT_ONCE if dtype == torch.float32 else RANKS_AT_ONCE
+    return {"RANK": rank, "RANK_BLOCK": min(max(power_of_two(rank), 16), at_once)}
+
+
+def contiguous(x: Tensor | None) -> Tensor | None:
+    """Return an argument that may be left out, in one piece."""
+    return None if x is None else x.contiguous()
+
+
+def saved_groups(scale: Tensor | None, group_size: int, width: int) -> tuple[Tensor | None, int, int]:
+    """Return a scale as `load_saved` reads it, scales per row (0: one for all), and elements per scale."""
+    if scale is None:
+        return None, 0, width
+    per_row = scale.shape[-1] if scale.ndim else 0
+    return scale.contiguous(), per_row, group_size if per_row > 1 else width
+
+
+def with_row_stride(x: Any) -> tuple[Any, int]:
+    """Return x [..., K] and the distance of its rows in elements, copied only where that varies; 0 for None."""
+    if x is None:
+        return None, 0
+    width = x.shape[-1]
+    if x.is_contiguous():  # most are
+        return x, width
+    if x.stride(-1) != 1 and width != 1:
+        return x.contiguous(), width
+    rows, beyond = width, None  # distance of rows; where the next dimension starts if that is the same for all
+    for size, stride in zip(reversed(x.shape[:-1]), reversed(x.stride()[:-1]), strict=True):
+        if size == 1:
+            continue
+        if beyond is None:
+            rows = stride
+        elif stride != beyond:
+            return x.contiguous(), width
+        beyond = stride * size
+    return x, rows
+
+
+def check_width(width: int) -> None:
+    """Raise ValueError where one program cannot hold a row."""
+    if width > WIDEST_ROW:
+        raise ValueError(f"x with rows of {width}: the Triton kernel holds at most {WIDEST_ROW}; split the rows")
+
+
+def tile_rows(block: int) -> int:
+    """Return how many rows of `block` elements one program takes: several where they are short."""
+    return max(TILE_ELEMENTS // block, 1)
+
+
+@functools.cache
+def warps(elements: int) -> int:
+    """Return how many warps share so many elements (a power of two)."""
+    return min(max(elements // (32 * ELEMENTS_A_THREAD), 1), WARPS_MAX)
+
+
+def shared_rows(images: int, rows: int, tile: int) -> tuple[int, int]:
+    """Return how many programs share an image's rows, each leaving column sums, and how many tiles each takes."""
+    tiles = blocks(rows, tile)
+    rounds = max(blocks(tiles, max(PROGRAMS // max(images, 1), 1)), 1)
+    return blocks(tiles, rounds), rounds

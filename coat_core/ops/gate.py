@@ -16,8 +16,8 @@ from torch import Tensor
 
 from coat_core.casts import GRADIENT, Cast, declares
 from coat_core.ops.codes import cast_of, codes_of, saved_cast_of, saved_codes_of, values_of, with_adapter
+from coat_core.ops.dispatch import operator
 from coat_core.ops.norm import rms_norm, rms_norm_backward
-from coat_core.ops.operators import operator
 
 
 @operator("coat::gated_sum")

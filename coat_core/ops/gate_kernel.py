@@ -9,27 +9,35 @@ Shapes: residual, result, grad [B, S, D], gate [B, D], weight [D], h [B, S, r], 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from coat_core.ops.device import add_low_rank, load_saved, rounded, store_group_codes, store_row_codes
-from coat_core.ops.gate import check_result
-from coat_core.ops.launch import blocks, dot_operand, empty, empty_values, finished, launch, power_of_two
-from coat_core.ops.rows import (
+from coat_core.ops import gate as operators
+from coat_core.ops.device import (
     LOW_RANK_ROWS,
     TL_DTYPES,
     GroupCodes,
     RowCodes,
+    adapter,
+    add_low_rank,
     check_width,
-    rank_options,
+    contiguous,
+    load_saved,
+    rounded,
     saved_groups,
     shared_rows,
+    store_group_codes,
+    store_row_codes,
     tile_rows,
     warps,
     with_row_stride,
 )
+from coat_core.ops.dispatch import launcher
+from coat_core.ops.launch import blocks, empty, empty_values, finished, launch, power_of_two
 
 WIDEST_BLOCK = 1024
 WIDEST_LOW_RANK_BLOCK = 256  # also the largest group
@@ -204,86 +212,68 @@ def _gated_sum_bwd_kernel(
         tl.store(dgate_ptr + part, tl.sum(dgate, axis=0)[None, :], mask=columns < D)
 
 
-def gated_sum(
-    residual: Tensor,
-    gate: Tensor,
-    result: Tensor,
-    h: Tensor | None,
-    up: Tensor | None,
-    saved_format: str,
-    group_size: int,
-    weight: Tensor | None = None,
-    eps: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor]:
-    residual, result, (gate, gate_stride) = residual.contiguous(), result.contiguous(), with_row_stride(gate)
-    (images, s, d), shape = residual.shape, tuple(residual.shape)
+@launcher(operators.gated_sum)
+def gated_sum(a: Any) -> tuple[Tensor, ...]:
+    images, s, d = a.residual.shape
+    device = a.residual.device
+    residual, result, weight = a.residual.contiguous(), a.result.contiguous(), contiguous(a.weight)
     normed = result if weight is None else weight
-    dtype = torch.promote_types(residual.dtype, torch.promote_types(gate.dtype, normed.dtype))
-    h, h_stride = (None, 0) if h is None else with_row_stride(dot_operand(h))
+    dtype = torch.promote_types(residual.dtype, torch.promote_types(a.gate.dtype, normed.dtype))
+    gate, gate_stride = with_row_stride(a.gate)
+    h, h_stride, up, ranks = adapter(a.h, a.up)
     is_narrow = h is not None or weight is not None
     block = min(power_of_two(d), WIDEST_LOW_RANK_BLOCK if is_narrow else WIDEST_BLOCK)
     tile = max(tile_rows(block), LOW_RANK_ROWS) if is_narrow else tile_rows(block)
-    y, saved = empty_values(shape, dtype, residual.device), GroupCodes(shape, saved_format, group_size, residual.device)
-    inputs = (result, h, None if up is None else dot_operand(up).contiguous(), y, saved.codes, saved.scale)
+    y = empty_values(tuple(residual.shape), dtype, device)
+    saved = GroupCodes(tuple(residual.shape), a.saved_format, a.group_size, device)
+    tensors = (result, h, up, y, saved.codes, saved.scale)
     sizes = (gate_stride, h_stride, s, d)
     options = {
-        **rank_options(up),
+        **ranks,
         "SAVED_MAX": saved.format_max,
-        "SAVED_GROUP": min(group_size, block),
+        "SAVED_GROUP": min(a.group_size, block),
         "R": tile,
         "BLOCK": block,
         "num_warps": warps(tile * block),
     }
     if weight is None:
-        grid = (blocks(s, tile), blocks(d, block), images)
-        launch(_gated_sum_fwd_kernel, grid, residual, gate, *inputs, *sizes, **options)
+        rows_and_columns = (blocks(s, tile), blocks(d, block), images)
+        launch(_gated_sum_fwd_kernel, rows_and_columns, residual, gate, *tensors, *sizes, **options)
     else:
-        given = (residual, gate, weight.contiguous(), *inputs, *sizes, eps)
-        launch(_gated_norm_fwd_kernel, (blocks(s, tile), images), *given, **options, num_stages=1)
+        whole_rows = (blocks(s, tile), images)
+        inputs = (residual, gate, weight)
+        launch(_gated_norm_fwd_kernel, whole_rows, *inputs, *tensors, *sizes, a.eps, **options, num_stages=1)
     return finished(y, dtype), *saved.results()
 
 
-def gated_sum_backward(
-    grad: Tensor,
-    gate: Tensor,
-    result: Tensor | None,
-    result_scale: Tensor | None,
-    group_size: int,
-    dtype: torch.dtype,
-    fmt: str,
-    granularity: str,
-    weight: Tensor | None = None,
-    eps: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    check_width(grad.shape[-1])
-    check_result(result, weight)
-    grad, (gate, gate_stride) = grad.contiguous(), with_row_stride(gate)
-    (images, s, d), shape = grad.shape, tuple(grad.shape)
-    result = None if result is None else result.contiguous()
-    result_scale, per_row, group = saved_groups(result_scale, group_size, d)
+@launcher(operators.gated_sum_backward)
+def gated_sum_backward(a: Any) -> tuple[Tensor, ...]:
+    images, s, d = a.grad.shape
+    device = a.grad.device
+    check_width(d)
+    operators.check_result(a.result, a.weight)
+    grad, result, weight = a.grad.contiguous(), contiguous(a.result), contiguous(a.weight)
+    gate, gate_stride = with_row_stride(a.gate)
+    result_scale, per_row, group = saved_groups(a.result_scale, a.group_size, d)
     block = power_of_two(d)
     tile = tile_rows(block)
     programs, rounds = shared_rows(images, s, tile)
-    dy, codes = empty_values(shape, dtype, grad.device), RowCodes(shape, fmt, granularity, grad.device)
-    dgate = None if result is None else empty((images, programs, d), torch.float32, grad.device)
-    inputs = (grad, gate, None if weight is None else weight.contiguous(), result, result_scale)
-    sizes = (gate_stride, per_row, s, d, eps, rounds)
+    dy = empty_values(tuple(grad.shape), a.dtype, device)
+    codes = RowCodes(tuple(grad.shape), a.fmt, a.granularity, device)
+    dgate = None if result is None else empty((images, programs, d), torch.float32, device)
     launch(
         _gated_sum_bwd_kernel,
         (images, programs),
-        *inputs,
-        dy,
-        codes.codes,
-        codes.scale,
-        dgate,
-        *sizes,
+        *(grad, gate, weight, result, result_scale),
+        *(dy, codes.codes, codes.scale, dgate),
+        *(gate_stride, per_row, s, d, a.eps, rounds),
         GROUP=group,
-        DTYPE=TL_DTYPES[dtype],
+        DTYPE=TL_DTYPES[a.dtype],
         FORMAT_MAX=codes.format_max,
         R=tile,
         BLOCK=block,
         num_warps=warps(tile * block),
     )
-    dy = finished(dy, dtype)
-    found = gate.new_empty(0, dtype=torch.float32) if dgate is None else dgate.sum(1)
-    return dy, *codes.results(dy), found
+    dy = finished(dy, a.dtype)
+    total = grad.new_empty(0, dtype=torch.float32) if dgate is None else dgate.sum(1)
+    return dy, *codes.results(dy), total

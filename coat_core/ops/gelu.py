@@ -1,4 +1,4 @@
-"""The activation between the linears of an MLP, forward (quantizing the next linear's input) and backward.
+"""The activation between the linears of an MLP: the next linear's input, quantized, and gradients.
 
 `activation` is one of
 
@@ -18,8 +18,17 @@ import torch
 from torch import Tensor
 
 from coat_core.casts import INPUT, Cast, declares
-from coat_core.ops.codes import cast_of, codes_of, no_codes, saved_cast_of, saved_codes_of, values_of, with_adapter
-from coat_core.ops.operators import operator
+from coat_core.ops.codes import (
+    cast_of,
+    codes_of,
+    no_codes,
+    product,
+    saved_cast_of,
+    saved_codes_of,
+    values_of,
+    with_adapter,
+)
+from coat_core.ops.dispatch import operator
 
 ACTIVATIONS = ("gelu_tanh", "silu_and_mul")
 
@@ -139,3 +148,28 @@ def mlp_activation_backward(
         gate, up = mlp.chunk(2, dim=-1)
         dmlp = torch.cat([torch.ops.aten.silu_backward(g * up, gate), g * torch.nn.functional.silu(gate)], dim=-1)
     return dmlp.to(dtype).contiguous()
+
+
+@operator("coat::mlp_down_gradient")
+def mlp_down_gradient(
+    dh: Tensor,
+    attention: Tensor | None,
+    attention_scale: Tensor | None,
+    mlp: Tensor,
+    mlp_scale: Tensor | None,
+    group_size: int,
+    dtype: torch.dtype,
+    dtype_down: torch.dtype,
+    activation: str = "gelu_tanh",
+) -> Tensor:
+    """Return dhᵀ [attention | act(mlp)], [r, D + F] of `dtype_down`, summed over all rows of all images.
+
+    dh: floating [B, S, r]. attention [B, S, D] (or None) and mlp [B, S, N]: values, or codes of 1×G groups with scales
+    fp32 [B, S, ceil(D / G)] and [B, S, ceil(N / G)]. Values are of `dtype`, cast to dh's before the product.
+
+    Numerics: the values are those of `mlp_activation`; the kernel sums in fp32 and rounds once, always in the same
+    order. The reference has the bits of torch's matrix product of the values.
+    """
+    storage = (None, None, "none", "none", "none", group_size, dtype, activation)
+    values = mlp_activation._init_fn(attention, attention_scale, mlp, mlp_scale, *storage)[0]
+    return product(dh.flatten(0, -2).t(), values.to(dh.dtype).flatten(0, -2), dtype_down)

@@ -1,4 +1,4 @@
-"""The activation of an MLP with its adapter, beside attention's output, quantized and saved; and its gradient.
+"""The activation of an MLP with its adapter, beside attention's output, quantized and saved; and its gradients.
 
 GELU(x) = x·s(x) with s(x) = sigmoid(2u), u = sqrt(2/π)·(x + 0.044715·x³): the same as x/2·(1 + tanh u) without its
 cancellation at large negative x. SwiGLU (GATED) reads two tiles, one from each half of mlp.
@@ -7,34 +7,57 @@ A program takes a tile of LOW_RANK_ROWS rows, so that tl.dot multiplies the adap
 columns; the cast is a second launch. (Programs over whole rows could cast too, but 288 at 1024 px and 32 for the text
 are too few to keep a GPU's memory busy.)
 
-Shapes: attention [B, S, D], mlp [..., N], each read as rows; N is F, and 2·F of SwiGLU.
+The gradient of a down-projection, dhᵀ [attention | act(mlp)], recomputes the values from the saved tensors, tile by
+tile, once for up to 64 ranks. A program takes DOWN_BLOCK columns and a share of the rows. Torch adds up the shares,
+always in the same order.
+
+Shapes: attention [B, S, D], mlp [..., N], dh [..., r], each read as rows; N is F, and 2·F of SwiGLU.
 """
 
 from __future__ import annotations
+
+import functools
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from coat_core.ops import gelu as operators
 from coat_core.ops.codes import check_granularity, no_codes
-from coat_core.ops.device import add_low_rank, finite_abs, load_saved, rounded, store_group_codes
-from coat_core.ops.gelu import activated_width, columns_of_up
-from coat_core.ops.gelu import mlp_activation as operator
-from coat_core.ops.launch import blocks, dot_operand, empty, empty_values, finished, launch, power_of_two
-from coat_core.ops.rows import (
+from coat_core.ops.device import (
     LOW_RANK_ROWS,
     TL_DTYPES,
     GroupCodes,
+    adapter,
+    add_low_rank,
+    as_values,
     cast_by_amax,
     cast_rows_by_amax,
+    finite_abs,
+    load_saved,
     rank_options,
+    rounded,
     saved_groups,
+    store_group_codes,
     warps,
     with_row_stride,
 )
+from coat_core.ops.dispatch import launcher
+from coat_core.ops.gelu import activated_width, columns_of_up
+from coat_core.ops.launch import blocks, dot_operand, empty, empty_values, finished, launch, power_of_two
 
 LOW_RANK_BLOCK = 128  # columns of LOW_RANK_ROWS rows
+
+# of the gradient of a down-projection
+DOWN_ROWS = 32
+DOWN_BLOCK = 64
+DOWN_WARPS = 8
+PROGRAMS = 512  # that a large GPU runs at once: four on each multiprocessor, with the registers of these kernels
+# of a share, for each of the ranks, at least: a column of a part is written and read again in 8 bytes a rank, that of
+# codes is as many bytes as there are rows
+ROWS_OF_A_RANK = 64
 
 
 @triton.jit
@@ -222,80 +245,60 @@ def _mlp_activation_fwd_kernel(
         _store_tile(x, values_ptr + D, amax_ptr, rows, are_rows, first, F, D + F, part, parts, BLOCK)
 
 
-def mlp_activation(
-    attention: Tensor | None,
-    attention_scale: Tensor | None,
-    mlp: Tensor,
-    mlp_scale: Tensor | None,
-    h: Tensor | None,
-    up: Tensor | None,
-    fmt: str,
-    granularity: str,
-    saved_format: str,
-    group_size: int,
-    dtype: torch.dtype,
-    activation: str = "gelu_tanh",
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    check_granularity(granularity)
-    device, d = mlp.device, 0 if attention is None else attention.shape[-1]
-    n, f = mlp.shape[-1], activated_width(mlp, activation)
-    if saved_format != "none" and splits_groups(n, f, group_size):
-        how = (fmt, granularity, saved_format, group_size, dtype, activation)
-        return operator._init_fn(attention, attention_scale, mlp, mlp_scale, h, up, *how)
-    rows, shape = mlp.numel() // n, (*mlp.shape[:-1], d + f)
-    block = max(LOW_RANK_BLOCK, group_size)
-    parts, values = blocks(d, block) + blocks(f, block), empty_values(shape, dtype, device)
-    amax = None if granularity == "none" else empty((rows, parts), torch.float32, device)
-    saved_mlp = GroupCodes(tuple(mlp.shape), saved_format, group_size, device)
-    saved_attention = GroupCodes((*shape[:-1], d), saved_format if d else "none", group_size, device)
-    mlp, mlp_stride = with_row_stride(mlp)
-    attention, attention_stride = (None, 0) if attention is None else with_row_stride(attention)
-    h, h_stride = (None, 0) if h is None else with_row_stride(dot_operand(h))
-    up = None if up is None else dot_operand(up).contiguous()
-    attention_scale, attention_scales, attention_group = saved_groups(attention_scale, group_size, max(d, 1))
-    mlp_scale, mlp_scales, mlp_group = saved_groups(mlp_scale, group_size, n)
-    inputs = (attention, attention_scale, mlp, mlp_scale, h, up)
-    saved = (saved_attention.codes, saved_attention.scale, saved_mlp.codes, saved_mlp.scale)
-    strides = (attention_stride, mlp_stride, h_stride, attention_scales, mlp_scales)
+@launcher(operators.mlp_activation)
+def mlp_activation(a: Any) -> tuple[Tensor, ...]:
+    check_granularity(a.granularity)
+    d = 0 if a.attention is None else a.attention.shape[-1]
+    n, f = a.mlp.shape[-1], activated_width(a.mlp, a.activation)
+    if a.saved_format != "none" and splits_groups(n, f, a.group_size):
+        return operators.mlp_activation._init_fn(**vars(a))
+    device, shape = a.mlp.device, tuple(a.mlp.shape[:-1])
+    rows = a.mlp.numel() // n
+    block = max(LOW_RANK_BLOCK, a.group_size)
+    parts = blocks(d, block) + blocks(f, block)
+    values = empty_values((*shape, d + f), a.dtype, device)
+    amax = None if a.granularity == "none" else empty((rows, parts), torch.float32, device)
+    saved_mlp = GroupCodes((*shape, n), a.saved_format, a.group_size, device)
+    saved_attention = GroupCodes((*shape, d), a.saved_format if d else "none", a.group_size, device)
+    mlp, mlp_stride = with_row_stride(a.mlp)
+    attention, attention_stride = with_row_stride(a.attention)
+    h, h_stride, up, ranks = adapter(a.h, a.up)
+    attention_scale, attention_scales, attention_group = saved_groups(a.attention_scale, a.group_size, max(d, 1))
+    mlp_scale, mlp_scales, mlp_group = saved_groups(a.mlp_scale, a.group_size, n)
     launch(
         _mlp_activation_fwd_kernel,
         (blocks(rows, LOW_RANK_ROWS), parts),
-        *inputs,
-        values,
-        amax,
-        *saved,
-        *strides,
-        rows,
-        d,
-        f,
-        DTYPE=TL_DTYPES[dtype],
+        *(attention, attention_scale, mlp, mlp_scale, h, up),
+        *(values, amax),
+        *(saved_attention.codes, saved_attention.scale, saved_mlp.codes, saved_mlp.scale),
+        *(attention_stride, mlp_stride, h_stride, attention_scales, mlp_scales),
+        *(rows, d, f),
+        DTYPE=TL_DTYPES[a.dtype],
         GATED=n > f,
         ATTENTION_GROUP=attention_group,
         MLP_GROUP=mlp_group,
         SAVED_MAX=saved_mlp.format_max,
-        G=group_size,
-        **rank_options(up),
+        G=a.group_size,
+        **ranks,
         SECOND=columns_of_up(h, up),
         R=LOW_RANK_ROWS,
         BLOCK=block,
         num_warps=warps(LOW_RANK_ROWS * block),
         num_stages=1,
     )
-    values = finished(values, dtype)
-    return values, *_codes_of(values, amax, fmt, granularity), *saved_attention.results(), *saved_mlp.results()
+    values = finished(values, a.dtype)
+    if amax is None:
+        codes, scale = no_codes(values, a.fmt)
+    elif a.granularity == "per_tensor":
+        codes, scale = cast_by_amax(values, amax.view(-1).amax(0, keepdim=True), a.fmt)
+    else:
+        codes, scale = cast_rows_by_amax(values, amax, a.fmt)
+    return values, codes, scale, *saved_attention.results(), *saved_mlp.results()
 
 
 def splits_groups(width: int, activated: int, group_size: int) -> bool:
     """Whether a group of codes spans both halves, which no program sees together: small models only."""
     return width > activated and group_size > 0 and activated % group_size > 0
-
-
-def _codes_of(values: Tensor, amax: Tensor | None, fmt: str, granularity: str) -> tuple[Tensor, Tensor]:
-    if amax is None:
-        return no_codes(values, fmt)
-    if granularity == "per_tensor":
-        return cast_by_amax(values, amax.view(-1).amax(0, keepdim=True), fmt)
-    return cast_rows_by_amax(values, amax, fmt)
 
 
 @triton.jit
@@ -349,51 +352,270 @@ def _mlp_activation_bwd_kernel(
     tl.store(place, dmlp.to(dmlp_ptr.dtype.element_ty), mask=inside)
 
 
-def mlp_activation_backward(
-    grad: Tensor,
-    dh: Tensor | None,
-    down: Tensor | None,
-    mlp: Tensor,
-    mlp_scale: Tensor | None,
-    group_size: int,
-    dtype: torch.dtype,
-    activation: str = "gelu_tanh",
-) -> Tensor:
-    dmlp = empty_values(tuple(mlp.shape), dtype, mlp.device)
-    launch_mlp_backward(grad, dh, down, mlp, mlp_scale, group_size, dtype, activation, dmlp)
-    return finished(dmlp, dtype)
+@launcher(operators.mlp_activation_backward)
+def mlp_activation_backward(a: Any) -> Tensor:
+    dmlp = empty_values(tuple(a.mlp.shape), a.dtype, a.mlp.device)
+    launch_mlp_backward(a, a.grad, dmlp)
+    return finished(dmlp, a.dtype)
 
 
-def launch_mlp_backward(
-    grad: Tensor,
-    dh: Tensor | None,
-    down: Tensor | None,
-    mlp: Tensor,
-    mlp_scale: Tensor | None,
-    group_size: int,
-    dtype: torch.dtype,
-    activation: str,
-    dmlp: Tensor,
-) -> None:
-    n, f = mlp.shape[-1], activated_width(mlp, activation)
-    (grad, grad_stride), (mlp, mlp_stride) = with_row_stride(grad), with_row_stride(mlp)
-    dh, dh_stride = (None, 0) if dh is None else with_row_stride(dot_operand(dh))
-    down, down_stride = (None, 0) if down is None else with_row_stride(dot_operand(down))
-    mlp_scale, scales_per_row, group = saved_groups(mlp_scale, group_size, n)
-    rows, block = mlp.numel() // n, min(power_of_two(f), LOW_RANK_BLOCK)
-    strides = (grad_stride, dh_stride, down_stride, mlp_stride, dmlp.stride(-2), scales_per_row)
+def launch_mlp_backward(a: Any, grad: Tensor, dmlp: Tensor) -> None:
+    """Write the gradient of mlp to dmlp; all but grad as `mlp_activation_backward`."""
+    n, f = a.mlp.shape[-1], activated_width(a.mlp, a.activation)
+    rows, block = a.mlp.numel() // n, min(power_of_two(f), LOW_RANK_BLOCK)
+    grad, grad_stride = with_row_stride(grad)
+    mlp, mlp_stride = with_row_stride(a.mlp)
+    dh = down = None
+    ranks = {"RANK": 0, "RANK_BLOCK": 0}
+    if a.dh is not None:
+        dh, down = dot_operand(a.dh), dot_operand(a.down)
+        ranks = rank_options(len(down), down.dtype)
+    dh, dh_stride = with_row_stride(dh)
+    down, down_stride = with_row_stride(down)
+    mlp_scale, scales_per_row, group = saved_groups(a.mlp_scale, a.group_size, n)
     launch(
         _mlp_activation_bwd_kernel,
         (blocks(rows, LOW_RANK_ROWS), blocks(f, block)),
         *(grad, dh, down, mlp, mlp_scale, dmlp),
-        *strides,
-        rows,
-        f,
-        DTYPE=TL_DTYPES[dtype],
+        *(grad_stride, dh_stride, down_stride, mlp_stride, dmlp.stride(-2), scales_per_row),
+        *(rows, f),
+        DTYPE=TL_DTYPES[a.dtype],
         GATED=n > f,
         GROUP=group,
-        **rank_options(down, dim=0),
+        **ranks,
         R=LOW_RANK_ROWS,
         BLOCK=block,
         num_warps=warps(LOW_RANK_ROWS * block),
     )
+
+
+@triton.jit
+def _load_groups(
+    x_ptr,
+    scale_ptr,
+    stride,
+    scales_per_row,
+    first,
+    end,
+    places,
+    are_rows,
+    DTYPE: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALES: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Read a tile [R, BLOCK] in columns first to end as `load_saved` does, each scale once: SCALES a row."""
+    if SCALES > 1:
+        groups = first // GROUP + tl.arange(0, SCALES)[None, :]
+        exist = are_rows[:, None] & (groups * GROUP < end)
+        columns = groups[:, :, None] * GROUP + tl.arange(0, GROUP)[None, None, :]
+        inside = are_rows[:, None, None] & (columns < end)
+        x = as_values(tl.load(x_ptr + places[:, None, None] * stride + columns, mask=inside, other=0.0))
+        x *= tl.load(scale_ptr + places[:, None] * scales_per_row + groups, mask=exist, other=0.0)[:, :, None]
+        x = tl.reshape(x, (R, BLOCK))
+    else:
+        columns = first + tl.arange(0, BLOCK)[None, :]
+        inside = are_rows[:, None] & (columns < end)
+        x = as_values(tl.load(x_ptr + places[:, None] * stride + columns, mask=inside, other=0.0))
+        if scale_ptr is not None:
+            x *= tl.load(scale_ptr + places * scales_per_row + first // GROUP, mask=are_rows, other=0.0)[:, None]
+    return x.to(DTYPE).to(tl.float32)
+
+
+@triton.jit
+def _down_product(
+    dh_ptr,
+    x_ptr,
+    scale_ptr,
+    parts_ptr,
+    dh_stride,
+    stride,
+    scales_per_row,
+    first,
+    width,
+    parts_width,
+    total,
+    rounds,
+    ACTIVATED: tl.constexpr,
+    GATED: tl.constexpr,
+    DTYPE: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALES: tl.constexpr,
+    RANK: tl.constexpr,
+    RANK_BLOCK: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    share, ranks = tl.program_id(1).to(tl.int64), tl.program_id(2) * RANK_BLOCK + tl.arange(0, RANK_BLOCK)
+    in_row, places = first + tl.arange(0, BLOCK), tl.arange(0, R)
+    columns = in_row[None, :]
+    product = tl.zeros([RANK_BLOCK, BLOCK], tl.float32)
+    for turn in range(rounds):
+        row = (share * rounds + turn) * R
+        are_rows = row + places < total
+        scales = scale_ptr
+        if scale_ptr is not None:
+            scales += row * scales_per_row
+        x = tl.zeros([R, BLOCK], tl.float32)
+        for half in tl.static_range(2 if GATED else 1):
+            gate = x
+            x = _load_groups(
+                x_ptr + row * stride,
+                scales,
+                stride,
+                scales_per_row,
+                half * width + first,
+                half * width + width,
+                places,
+                are_rows,
+                DTYPE,
+                GROUP,
+                SCALES,
+                R,
+                BLOCK,
+            )
+        if GATED:
+            x = gated(gate, x, DTYPE).to(DTYPE)
+        elif ACTIVATED:
+            x = (x * gate_of_gelu(x)).to(DTYPE)
+        dh = tl.load(
+            dh_ptr + row * dh_stride + places[None, :] * dh_stride + ranks[:, None],
+            mask=are_rows[None, :] & (ranks < RANK)[:, None],
+            other=0.0,
+        )
+        product = tl.dot(dh, x.to(dh.dtype), acc=product, input_precision="ieee")
+    offsets = (share * RANK + ranks)[:, None] * parts_width + columns
+    inside = (ranks < RANK)[:, None] & (columns < width)
+    tl.store(parts_ptr + offsets, product.to(parts_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _mlp_down_gradient_kernel(
+    dh_ptr,
+    attention_ptr,
+    attention_scale_ptr,
+    mlp_ptr,
+    mlp_scale_ptr,
+    parts_ptr,
+    dh_stride,
+    attention_stride,
+    mlp_stride,
+    attention_scales_per_row,
+    mlp_scales_per_row,
+    total,
+    rounds,
+    D,
+    F,
+    DTYPE: tl.constexpr,
+    GATED: tl.constexpr,
+    ATTENTION_GROUP: tl.constexpr,
+    ATTENTION_SCALES: tl.constexpr,
+    MLP_GROUP: tl.constexpr,
+    MLP_SCALES: tl.constexpr,
+    RANK: tl.constexpr,
+    RANK_BLOCK: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    stretch, before = tl.program_id(0), tl.cdiv(D, BLOCK)
+    if stretch < before:
+        if attention_ptr is not None:
+            _down_product(
+                dh_ptr,
+                attention_ptr,
+                attention_scale_ptr,
+                parts_ptr,
+                dh_stride,
+                attention_stride,
+                attention_scales_per_row,
+                stretch * BLOCK,
+                D,
+                D + F,
+                total,
+                rounds,
+                False,
+                False,
+                DTYPE,
+                ATTENTION_GROUP,
+                ATTENTION_SCALES,
+                RANK,
+                RANK_BLOCK,
+                R,
+                BLOCK,
+            )
+    else:
+        _down_product(
+            dh_ptr,
+            mlp_ptr,
+            mlp_scale_ptr,
+            parts_ptr + D,
+            dh_stride,
+            mlp_stride,
+            mlp_scales_per_row,
+            (stretch - before) * BLOCK,
+            F,
+            D + F,
+            total,
+            rounds,
+            True,
+            GATED,
+            DTYPE,
+            MLP_GROUP,
+            MLP_SCALES,
+            RANK,
+            RANK_BLOCK,
+            R,
+            BLOCK,
+        )
+
+
+@functools.cache
+def _shared(rows: int, rank: int, programs: int) -> tuple[int, int]:
+    most = max(rows // (ROWS_OF_A_RANK * rank), 1)
+    tiles = max(blocks(rows, DOWN_ROWS), 1)
+    rounds = blocks(tiles, min(max(PROGRAMS // programs, 1), most))
+    return blocks(tiles, rounds), rounds
+
+
+def _scales(group: int, per_row: int) -> int:
+    return 1 if per_row <= 1 else max(DOWN_BLOCK // group, 1)
+
+
+@launcher(operators.mlp_down_gradient)
+def mlp_down_gradient(a: Any) -> Tensor:
+    rank, d = a.dh.shape[-1], 0 if a.attention is None else a.attention.shape[-1]
+    n, f = a.mlp.shape[-1], activated_width(a.mlp, a.activation)
+    if a.mlp_scale is not None and splits_groups(n, f, a.group_size):
+        return operators.mlp_down_gradient._init_fn(**vars(a))
+    rows = a.mlp.numel() // n
+    ranks = rank_options(rank, a.dh.dtype)
+    chunks = blocks(rank, ranks["RANK_BLOCK"])
+    stretches = blocks(d, DOWN_BLOCK) + blocks(f, DOWN_BLOCK)
+    shares, rounds = _shared(rows, rank, stretches * chunks)
+    dh, dh_stride = with_row_stride(dot_operand(a.dh))
+    mlp, mlp_stride = with_row_stride(a.mlp)
+    attention, attention_stride = with_row_stride(a.attention)
+    attention_scale, attention_scales, attention_group = saved_groups(a.attention_scale, a.group_size, max(d, 1))
+    mlp_scale, mlp_scales, mlp_group = saved_groups(a.mlp_scale, a.group_size, n)
+    parts_dtype = a.dtype_down if shares == 1 else torch.float32
+    parts = empty_values((shares, rank, d + f), parts_dtype, dh.device)
+    launch(
+        _mlp_down_gradient_kernel,
+        (stretches, shares, chunks),
+        *(dh, attention, attention_scale, mlp, mlp_scale, parts),
+        *(dh_stride, attention_stride, mlp_stride, attention_scales, mlp_scales),
+        *(rows, rounds, d, f),
+        DTYPE=TL_DTYPES[a.dtype],
+        GATED=n > f,
+        ATTENTION_GROUP=attention_group,
+        ATTENTION_SCALES=_scales(attention_group, attention_scales),
+        MLP_GROUP=mlp_group,
+        MLP_SCALES=_scales(mlp_group, mlp_scales),
+        **ranks,
+        R=DOWN_ROWS,
+        BLOCK=DOWN_BLOCK,
+        num_warps=DOWN_WARPS,
+    )
+    parts = finished(parts, parts_dtype)
+    return parts[0] if shares == 1 else parts.sum(0).to(a.dtype_down)

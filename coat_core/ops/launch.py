@@ -1,14 +1,22 @@
-"""Launching kernels and allocating their results.
+"""The CPU's side of a launch: results, small tables on the device, and the call itself. Needs no triton.
 
 Triton's interpreter truncates on stores to bf16 and FP8 (triton issue 8322), so on the CPU kernels write fp32, which
 `finished` casts; on CUDA buffers have their final dtype from the start. Its tl.dot multiplies the bits of bf16 as
 integers: on the CPU kernels get factors in fp32, from `dot_operand`.
+
+Tables (`device_table`) are cached by content: an unchanged list is not uploaded again, and a changed one is never
+mistaken for the old. An upload copies from pinned memory that torch's host allocator reuses only when the copy is done.
+A captured CUDA graph reads the table, or copies it from its pinned source, at each replay, so tables used in a capture
+live as long as the process. Earlier steps allocate the pinned source: allocating may query events, which a capture
+forbids.
 """
 
 from __future__ import annotations
 
+import array
 import functools
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -20,21 +28,28 @@ from coat_core.formats import E4M3, FORMATS, Format, format_of
 from coat_core.quantize import saturating_cast
 
 FIRST_E4M3_CAPABILITY = (8, 9)  # Ada; older cards have no instruction that converts to it, and Triton has no type
+KEPT_TABLES = 64  # weights of FLUX.1 that are updated one by one have some 20 sizes
 
 Record = Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None]
 _record: ContextVar[Record | None] = ContextVar("record", default=None)
+
+Key = tuple[torch.device, Hashable]
+_uploaded: OrderedDict[Key, Tensor] = OrderedDict()
+_read_by_graphs: dict[Key, Tensor] = {}
+_copied_by_graphs: dict[Key, Tensor] = {}  # pinned sources
+_spares: dict[int, Tensor] = {}  # length → a pinned source for a capture
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """Launch a Triton kernel without contraction to fused multiply-adds, so that it rounds as its reference does."""
     options["enable_fp_fusion"] = False
     record = _record.get()
-    if record is None:
-        if _cards_without_e4m3():
-            args = tuple(_readable(arg) for arg in args)
-        kernel[grid](*args, **options)
-    else:
+    if record is not None:
         record(kernel, grid, args, options)
+        return
+    if _cards_without_e4m3():
+        args = tuple(_readable(arg) for arg in args)
+    kernel[grid](*args, **options)
 
 
 @functools.cache
@@ -117,3 +132,35 @@ def blocks(size: int, block: int) -> int:
 def power_of_two(size: int) -> int:
     """Return the smallest power of two that is at least `size`."""
     return 1 << max(size - 1, 0).bit_length()
+
+
+def device_table(content: Hashable, numbers: Callable[[], Iterable[int]], device: torch.device) -> Tensor:
+    """Return integers as an int64 [n] table on the device; on a GPU, filled for later work on the current stream."""
+    key = (device, content)
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if key in _uploaded:
+        _uploaded.move_to_end(key)
+        if capturing:
+            _read_by_graphs[key] = _uploaded[key]
+        else:
+            _keep_spare(_uploaded[key])
+        return _uploaded[key]
+    if capturing and key in _copied_by_graphs:
+        return _copied_by_graphs[key].to(device, non_blocking=True)
+    values = torch.frombuffer(array.array("q", numbers()), dtype=torch.int64)
+    if capturing:
+        spare = _spares.pop(len(values), None)
+        source = torch.empty_like(values, pin_memory=True) if spare is None else spare
+        _copied_by_graphs[key] = source.copy_(values)
+        return source.to(device, non_blocking=True)
+    source = torch.empty_like(values, pin_memory=device.type == "cuda").copy_(values)
+    _uploaded[key] = source.to(device, non_blocking=True)
+    _keep_spare(_uploaded[key])
+    if len(_uploaded) > KEPT_TABLES:
+        _uploaded.popitem(last=False)
+    return _uploaded[key]
+
+
+def _keep_spare(table: Tensor) -> None:
+    if table.is_cuda and len(table) not in _spares:
+        _spares[len(table)] = torch.empty(len(table), dtype=table.dtype, pin_memory=True)

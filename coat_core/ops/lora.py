@@ -9,7 +9,7 @@ from torch import Tensor
 
 from coat_core.autograd import without_autocast
 from coat_core.ops.codes import product
-from coat_core.ops.operators import operator
+from coat_core.ops.dispatch import operator
 
 
 @operator("coat::lora_up_gradients")

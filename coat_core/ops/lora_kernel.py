@@ -13,16 +13,17 @@ Shapes: dy [M, ΣN], h [M, n·r], up [ΣN, r].
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from coat_core.ops import lora as operators
+from coat_core.ops.device import with_row_stride
+from coat_core.ops.dispatch import launcher
 from coat_core.ops.launch import blocks, dot_operand, empty, empty_values, finished, launch, power_of_two
-from coat_core.ops.lora import check_shapes
-from coat_core.ops.lora import lora_up_gradients as operator
-from coat_core.ops.rows import with_row_stride
 
 ROWS = 64  # that a program multiplies at once
 STRETCHES = (512, 256, 128)  # columns of a program
@@ -124,28 +125,28 @@ def _add_lora_parts_kernel(
         tl.store(dup_ptr + offsets, dup.to(dup_ptr.dtype.element_ty), mask=offsets < columns * RANK)
 
 
-def lora_up_gradients(
-    dy: Tensor, h: Tensor, up: Tensor, widths: list[int], dtype_up: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    n, rank = up.shape
+@launcher(operators.lora_up_gradients)
+def lora_up_gradients(a: Any) -> tuple[Tensor, Tensor]:
+    n, rank = a.up.shape
     if rank > WIDEST_RANK:
-        return operator._init_fn(dy, h, up, widths, dtype_up)
-    check_shapes(dy, h, up, widths)
-    shape, dtype, device, m = tuple(h.shape), h.dtype, h.device, h.numel() // h.shape[-1]
-    dy, dy_stride = with_row_stride(dot_operand(dy if dy.dtype == dtype else dy.to(dtype)))
-    h, h_stride = with_row_stride(dot_operand(h))
+        return operators.lora_up_gradients._init_fn(**vars(a))
+    operators.check_shapes(a.dy, a.h, a.up, a.widths)
+    shape, dtype, device = tuple(a.h.shape), a.h.dtype, a.h.device
+    m = a.h.numel() // shape[-1]
+    dy, dy_stride = with_row_stride(dot_operand(a.dy if a.dy.dtype == dtype else a.dy.to(dtype)))
+    h, h_stride = with_row_stride(dot_operand(a.h))
+    up, widths = dot_operand(a.up).contiguous(), tuple(a.widths)
     rank_block = max(power_of_two(rank), 16)
     fitting = FITTING[rank_block] if dtype.itemsize == 2 else (128,)
-    wide = tuple(widths)
-    block, stretches, shares, rounds = _division(wide, m, rank, fitting, PROGRAMS)
+    block, stretches, shares, rounds = _division(widths, m, rank, fitting, PROGRAMS)
     dh_parts = empty((stretches, m, rank), torch.float32, device)
     dup_parts = empty((shares, n, rank), torch.float32, device)
     launch(
         _lora_up_gradients_kernel,
         (stretches, shares),
-        *(dy, h, dot_operand(up).contiguous(), dh_parts, dup_parts),
+        *(dy, h, up, dh_parts, dup_parts),
         *(dy_stride, h_stride, m, rounds),
-        WIDTHS=wide,
+        WIDTHS=widths,
         RANK=rank,
         RANK_BLOCK=rank_block,
         R=ROWS,
@@ -153,19 +154,20 @@ def lora_up_gradients(
         num_warps=8 if block * rank_block == STRETCHED or dtype.itemsize > 2 else 4,
         num_stages=2,
     )
-    dh, dup = empty_values(shape, dtype, device), empty_values((n, rank), dtype_up, device)
+    dh = empty_values(shape, dtype, device)
+    dup = empty_values((n, rank), a.dtype_up, device)
     launch(
         _add_lora_parts_kernel,
         (blocks(max(m, n) * rank, ELEMENTS), len(widths) + 1),
         *(dh_parts, dup_parts, dh, dup),
         *(m, shares),
-        WIDTHS=wide,
+        WIDTHS=widths,
         STRETCH=block,
         RANK=rank,
         PARTS=PARTS_AT_ONCE,
         BLOCK=ELEMENTS,
     )
-    return finished(dh, dtype), finished(dup, dtype_up)
+    return finished(dh, dtype), finished(dup, a.dtype_up)
 
 
 @functools.cache

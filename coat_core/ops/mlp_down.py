@@ -9,8 +9,8 @@ from torch import Tensor
 
 from coat_core.autograd import without_autocast
 from coat_core.casts import Declared, declarations, declares
+from coat_core.ops.dispatch import operator
 from coat_core.ops.gelu import activated_width, mlp_activation
-from coat_core.ops.operators import operator
 
 
 @operator("coat::mlp_activation_down")

@@ -10,6 +10,8 @@ Shapes: attention [B, S, D], mlp [B, S, N], each read as rows, N = F or, of SwiG
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -17,27 +19,23 @@ from torch import Tensor
 
 from coat_core.autograd import without_autocast
 from coat_core.formats import get_format
-from coat_core.ops.device import as_codes, finite_abs, saturated, scale_from_amax, store_group_codes
-from coat_core.ops.gelu import activated_width, columns_of_up
-from coat_core.ops.gelu_kernel import LOW_RANK_BLOCK, gate_of_gelu, gated, mlp_activation, splits_groups
-from coat_core.ops.launch import (
-    blocks,
-    dot_operand,
-    empty,
-    empty_codes,
-    empty_values,
-    finished,
-    launch,
-    power_of_two,
-)
-from coat_core.ops.mlp_down import check_down
-from coat_core.ops.rows import (
+from coat_core.ops import mlp_down as operators
+from coat_core.ops.device import (
     TL_DTYPES,
     GroupCodes,
-    rank_options,
+    adapter,
+    as_codes,
+    finite_abs,
+    saturated,
+    scale_from_amax,
+    store_group_codes,
     warps,
     with_row_stride,
 )
+from coat_core.ops.dispatch import launcher
+from coat_core.ops.gelu import activated_width, columns_of_up
+from coat_core.ops.gelu_kernel import LOW_RANK_BLOCK, gate_of_gelu, gated, mlp_activation, splits_groups
+from coat_core.ops.launch import blocks, dot_operand, empty, empty_codes, empty_values, finished, launch, power_of_two
 
 TILE = 4096  # elements: the adapters' matrices are read from the cache once for its rows, 32 in most cases
 STRETCH = 1024  # columns of a row that one program goes over, at least
@@ -413,56 +411,46 @@ def _mlp_down_cast_fwd_kernel(
             tl.store(h_next, sums.to(h_next_ptr.dtype.element_ty), mask=inside)
 
 
-def mlp_activation_down(
-    attention: Tensor | None,
-    mlp: Tensor,
-    h: Tensor | None,
-    up: Tensor | None,
-    down: Tensor,
-    fmt: str,
-    granularity: str,
-    saved_format: str,
-    group_size: int,
-    dtype: torch.dtype,
-    activation: str = "gelu_tanh",
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    check_down(attention, mlp, down, granularity, activation)
-    device, d, form = mlp.device, 0 if attention is None else attention.shape[-1], get_format(fmt)
-    n, f = mlp.shape[-1], activated_width(mlp, activation)
-    rows, shape, next_rank, by_row = mlp.numel() // n, tuple(mlp.shape[:-1]), len(down), granularity == "per_row"
-    block = max(LOW_RANK_BLOCK, group_size)
-    if n > f and (block > LOW_RANK_BLOCK or splits_groups(n, f, group_size)):
+@launcher(operators.mlp_activation_down)
+def mlp_activation_down(a: Any) -> tuple[Tensor, ...]:
+    operators.check_down(a.attention, a.mlp, a.down, a.granularity, a.activation)
+    n, f = a.mlp.shape[-1], activated_width(a.mlp, a.activation)
+    is_gated, block = n > f, max(LOW_RANK_BLOCK, a.group_size)
+    if is_gated and (block > LOW_RANK_BLOCK or splits_groups(n, f, a.group_size)):
         # two tiles of wide groups would spill registers here
-        storage = (fmt, granularity, saved_format, group_size, dtype, activation)
-        by_values = mlp_activation(attention, None, mlp, None, h, up, *storage)
-        with without_autocast(device):
-            return torch.nn.functional.linear(by_values[0], down), *by_values[1:]
-    tile_rows = TILE // block
-    next_block = _at_once(down, block)
+        arguments = {name: value for name, value in vars(a).items() if name != "down"}
+        values, *codes = mlp_activation(attention_scale=None, mlp_scale=None, **arguments)
+        with without_autocast(a.mlp.device):
+            return torch.nn.functional.linear(values, a.down), *codes
+    device, shape, form = a.mlp.device, tuple(a.mlp.shape[:-1]), get_format(a.fmt)
+    d = 0 if a.attention is None else a.attention.shape[-1]
+    rows, next_rank = a.mlp.numel() // n, len(a.down)
+    by_row = a.granularity == "per_row"
     length = power_of_two(max(STRETCH, COLUMNS_A_SUM * next_rank))
     parts = blocks(d, length) + blocks(f, length)
     amax = empty((rows, parts), torch.float32, device)
     sums = empty((rows, parts, next_rank), torch.float32, device)
-    saved_mlp = GroupCodes(tuple(mlp.shape), saved_format, group_size, device)
-    saved_attention = GroupCodes((*shape, d), saved_format if d else "none", group_size, device)
-    codes, h_next = empty_codes((*shape, d + f), form, device), empty_values((*shape, next_rank), dtype, device)
+    saved_mlp = GroupCodes((*shape, n), a.saved_format, a.group_size, device)
+    saved_attention = GroupCodes((*shape, d), a.saved_format if d else "none", a.group_size, device)
+    codes = empty_codes((*shape, d + f), form, device)
     scale = empty((*shape, 1) if by_row else (), torch.float32, device)
-    mlp, mlp_stride = with_row_stride(mlp)
-    attention, attention_stride = (None, 0) if attention is None else with_row_stride(attention)
-    h, h_stride = (None, 0) if h is None else with_row_stride(dot_operand(h))
-    up = None if up is None else dot_operand(up).contiguous()
-    down, down_stride = with_row_stride(dot_operand(down))
-    inputs, strides = (attention, mlp, h, up), (attention_stride, mlp_stride, h_stride)
-    saved = (saved_attention.codes, saved_attention.scale, saved_mlp.codes, saved_mlp.scale)
-    rank = rank_options(up)
+    h_next = empty_values((*shape, next_rank), a.dtype, device)
+    mlp, mlp_stride = with_row_stride(a.mlp)
+    attention, attention_stride = with_row_stride(a.attention)
+    h, h_stride, up, ranks = adapter(a.h, a.up)
+    down, down_stride = with_row_stride(dot_operand(a.down))
+    is_large = block > LOW_RANK_BLOCK or a.down.dtype == torch.float32
+    next_block = min(max(power_of_two(next_rank), 16), 16 if is_large else RANKS_AT_ONCE)
+    tile_rows = TILE // block
+    inputs = (attention, mlp, h, up)
+    strides = (attention_stride, mlp_stride, h_stride)
     options = {
-        "DTYPE": TL_DTYPES[dtype],
-        "GATED": n > f,
-        "RANK": rank["RANK"],
-        "RANK_BLOCK": min(rank["RANK_BLOCK"], ADAPTER_RANKS_AT_ONCE),
+        "DTYPE": TL_DTYPES[a.dtype],
+        "GATED": is_gated,
+        "RANK": ranks["RANK"],
+        "RANK_BLOCK": min(ranks["RANK_BLOCK"], ADAPTER_RANKS_AT_ONCE),
         "SECOND": columns_of_up(h, up),
         "NEXT": next_rank,
-        "NEXT_BLOCK": next_block,
         "R": tile_rows,
         "BLOCK": block,
         "num_warps": warps(TILE),
@@ -472,15 +460,13 @@ def mlp_activation_down(
         _mlp_down_fwd_kernel,
         (blocks(rows, tile_rows), parts, blocks(next_rank, next_block)),
         *inputs,
-        down,
-        amax,
-        sums,
-        *saved,
+        *(down, amax, sums),
+        *(saved_attention.codes, saved_attention.scale, saved_mlp.codes, saved_mlp.scale),
         *strides,
-        down_stride,
-        *(rows, d, f),
+        *(down_stride, rows, d, f),
         SAVED_MAX=saved_mlp.format_max,
-        G=group_size,
+        G=a.group_size,
+        NEXT_BLOCK=next_block,
         LENGTH=length,
         **options,
     )
@@ -489,19 +475,14 @@ def mlp_activation_down(
         (blocks(rows, tile_rows), blocks(d, block) + blocks(f, block)),
         *inputs,
         amax if by_row else amax.amax(),
-        sums,
-        *(codes, scale, h_next),
+        *(sums, codes, scale, h_next),
         *strides,
         *(rows, d, f, parts),
         FORMAT_MAX=form.max,
         BY_ROW=by_row,
         PARTS_BLOCK=power_of_two(parts),
-        **{**options, "NEXT_BLOCK": min(next_block, 32)},
+        NEXT_BLOCK=min(next_block, 32),
+        **options,
     )
-    found = finished(h_next, dtype), finished(codes, form.dtype), scale
-    return *found, *saved_attention.results(), *saved_mlp.results()
-
-
-def _at_once(down: Tensor, block: int) -> int:
-    is_large = block > LOW_RANK_BLOCK or down.dtype == torch.float32
-    return min(max(power_of_two(len(down)), 16), 16 if is_large else RANKS_AT_ONCE)
+    h_next, codes = finished(h_next, a.dtype), finished(codes, form.dtype)
+    return h_next, codes, scale, *saved_attention.results(), *saved_mlp.results()

@@ -20,7 +20,7 @@ from torch import Tensor
 from coat_core.autograd import without_autocast
 from coat_core.casts import INPUT, Cast, declares
 from coat_core.ops.codes import cast_of, codes_of, saved_cast_of, saved_codes_of, values_of
-from coat_core.ops.operators import operator
+from coat_core.ops.dispatch import operator
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

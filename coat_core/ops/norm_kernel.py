@@ -8,24 +8,32 @@ Shapes: x [B, S, D], values or codes, read as B·S rows; scale, shift [B, D]; we
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from coat_core.ops.device import load_saved, rounded, store_group_codes, store_row_codes
-from coat_core.ops.launch import blocks, empty, empty_values, finished, launch, power_of_two
-from coat_core.ops.rows import (
+from coat_core.ops import norm as operators
+from coat_core.ops.device import (
     TL_DTYPES,
     GroupCodes,
     RowCodes,
     check_width,
+    contiguous,
+    load_saved,
+    rounded,
     saved_groups,
     shared_rows,
+    store_group_codes,
+    store_row_codes,
     tile_rows,
     warps,
     with_row_stride,
 )
+from coat_core.ops.dispatch import launcher
+from coat_core.ops.launch import blocks, empty, empty_values, finished, launch, power_of_two
 
 
 @triton.jit
@@ -143,104 +151,77 @@ def _norm_modulate_bwd_kernel(
     tl.store(part + D, tl.sum(dscale, axis=0)[None, :], mask=columns < D)
 
 
-def norm_modulate_quantize(
-    x: Tensor,
-    scale: Tensor,
-    shift: Tensor | None,
-    eps: float,
-    fmt: str,
-    granularity: str,
-    saved_format: str,
-    group_size: int,
-    weight: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return _forward(x, None, 0, scale, shift, eps, x.dtype, weight, (fmt, granularity), (saved_format, group_size))
+@launcher(operators.norm_modulate_quantize)
+def norm_modulate_quantize(a: Any) -> tuple[Tensor, ...]:
+    shape, device = tuple(a.x.shape), a.x.device
+    codes = RowCodes(shape, a.fmt, a.granularity, device)
+    saved = GroupCodes(shape, a.saved_format, a.group_size, device)
+    n = _modulated(a, None, a.x.dtype, codes, saved)
+    return n, *codes.results(n), *saved.results()
 
 
-def norm_modulate(
-    x: Tensor,
-    x_scale: Tensor | None,
-    group_size: int,
-    scale: Tensor,
-    shift: Tensor | None,
-    eps: float,
-    dtype: torch.dtype,
-    weight: Tensor | None = None,
-) -> Tensor:
-    return _forward(x, x_scale, group_size, scale, shift, eps, dtype, weight, ("e4m3", "none"), ("none", 0))[0]
+@launcher(operators.norm_modulate)
+def norm_modulate(a: Any) -> Tensor:
+    shape, device = tuple(a.x.shape), a.x.device
+    no_codes = RowCodes(shape, "e4m3", "none", device)
+    not_saved = GroupCodes(shape, "none", 0, device)
+    return _modulated(a, a.x_scale, a.dtype, no_codes, not_saved)
 
 
-def _forward(
-    x: Tensor,
-    x_scale: Tensor | None,
-    group_size: int,
-    scale: Tensor,
-    shift: Tensor | None,
-    eps: float,
-    dtype: torch.dtype,
-    weight: Tensor | None,
-    code_spec: tuple[str, str],
-    saved_spec: tuple[str, int],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    check_width(x.shape[-1])
-    x, (scale, scale_stride) = x.contiguous(), with_row_stride(scale)
-    shift, shift_stride = (None, 0) if shift is None else with_row_stride(shift)
-    (_, s, d), shape = x.shape, tuple(x.shape)
-    x_scale, per_row, group = saved_groups(x_scale, group_size, d)
+def _modulated(a: Any, x_scale: Tensor | None, dtype: torch.dtype, codes: RowCodes, saved: GroupCodes) -> Tensor:
+    """Return n, of x that is or was of `dtype`, and fill the codes."""
+    s, d = a.x.shape[1:]
+    check_width(d)
+    x, weight = a.x.contiguous(), contiguous(a.weight)
+    scale, scale_stride = with_row_stride(a.scale)
+    shift, shift_stride = with_row_stride(a.shift)
+    x_scale, per_row, group = saved_groups(x_scale, a.group_size, d)
     rows, block = x.numel() // d, power_of_two(d)
     tile = tile_rows(block)
     normed = dtype if weight is None else weight.dtype
     n_dtype = torch.promote_types(normed, scale.dtype)
-    n, codes = empty_values(shape, n_dtype, x.device), RowCodes(shape, *code_spec, x.device)
-    saved = GroupCodes(shape, *saved_spec, x.device)
-    weight = None if weight is None else weight.contiguous()
-    inputs = (x, x_scale, scale, shift, weight)
-    outputs = (n, codes.codes, codes.scale, saved.codes, saved.scale)
-    sizes = (per_row, scale_stride, shift_stride, rows, s, d, eps)
+    n = empty_values(tuple(x.shape), n_dtype, x.device)
     launch(
         _norm_modulate_fwd_kernel,
         (blocks(rows, tile),),
-        *inputs,
-        *outputs,
-        *sizes,
+        *(x, x_scale, scale, shift, weight),
+        *(n, codes.codes, codes.scale, saved.codes, saved.scale),
+        *(per_row, scale_stride, shift_stride, rows, s, d, a.eps),
         GROUP=group,
         DTYPE=TL_DTYPES[dtype],
         NORMED=TL_DTYPES[normed],
         FORMAT_MAX=codes.format_max,
         SAVED_MAX=saved.format_max,
-        SAVED_GROUP=min(saved_spec[1], block),
+        SAVED_GROUP=min(a.group_size, block),
         R=tile,
         BLOCK=block,
         num_warps=warps(tile * block),
     )
-    n = finished(n, n_dtype)
-    return n, *codes.results(n), *saved.results()
+    return finished(n, n_dtype)
 
 
-def norm_modulate_backward(
-    grad: Tensor,
-    x: Tensor,
-    x_scale: Tensor | None,
-    group_size: int,
-    scale: Tensor,
-    eps: float,
-    residual: Tensor | None,
-    dtype: torch.dtype,
-    weight: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    check_width(x.shape[-1])
-    grad, x, (scale, scale_stride) = grad.contiguous(), x.contiguous(), with_row_stride(scale)
-    images, s, d = x.shape
-    x_scale, per_row, group = saved_groups(x_scale, group_size, d)
+@launcher(operators.norm_modulate_backward)
+def norm_modulate_backward(a: Any) -> tuple[Tensor, Tensor]:
+    images, s, d = a.x.shape
+    check_width(d)
+    grad, x = a.grad.contiguous(), a.x.contiguous()
+    weight, residual = contiguous(a.weight), contiguous(a.residual)
+    scale, scale_stride = with_row_stride(a.scale)
+    x_scale, per_row, group = saved_groups(a.x_scale, a.group_size, d)
     block = power_of_two(d)
     tile = tile_rows(block)
     programs, rounds = shared_rows(images, s, tile)
-    dx = empty_values(tuple(x.shape), dtype, x.device)
+    dx = empty_values(tuple(x.shape), a.dtype, x.device)
     dmodulation = empty((images, programs, 2, d), torch.float32, x.device)
-    weight = None if weight is None else weight.contiguous()
-    residual = None if residual is None else residual.contiguous()
-    tensors = (grad, x, x_scale, scale, weight, residual, dx, dmodulation)
-    sizes = (per_row, scale_stride, s, d, eps, rounds)
-    options = {"GROUP": group, "DTYPE": TL_DTYPES[dtype], "R": tile, "BLOCK": block, "num_warps": warps(tile * block)}
-    launch(_norm_modulate_bwd_kernel, (images, programs), *tensors, *sizes, **options)
-    return finished(dx, dtype), dmodulation.sum(1)
+    launch(
+        _norm_modulate_bwd_kernel,
+        (images, programs),
+        *(grad, x, x_scale, scale, weight, residual, dx, dmodulation),
+        *(per_row, scale_stride, s, d, a.eps, rounds),
+        GROUP=group,
+        DTYPE=TL_DTYPES[a.dtype],
+        R=tile,
+        BLOCK=block,
+        num_warps=warps(tile * block),
+    )
+    return finished(dx, a.dtype), dmodulation.sum(1)

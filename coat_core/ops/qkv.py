@@ -19,8 +19,8 @@ from torch import Tensor
 from coat_core.autograd import without_autocast
 from coat_core.casts import Cast, declares
 from coat_core.ops.codes import saved_cast_of, saved_codes_of, values_of, with_adapter
+from coat_core.ops.dispatch import operator
 from coat_core.ops.gelu import mlp_activation_backward
-from coat_core.ops.operators import operator
 
 
 def complete_qkv(y: Tensor, h: Tensor | None, ups: Tensor | None) -> Tensor:

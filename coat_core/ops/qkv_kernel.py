@@ -9,25 +9,29 @@ Shapes: y [B, S_i, 3·H·d] of one stream, read as rows; q, k, v and their gradi
 from __future__ import annotations
 
 import functools
+from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from coat_core.ops.device import add_low_rank, load_saved, store_group_codes
-from coat_core.ops.gelu_kernel import launch_mlp_backward
-from coat_core.ops.launch import blocks, dot_operand, empty_values, finished, launch, power_of_two
-from coat_core.ops.quantize_kernel import quantize
-from coat_core.ops.rows import (
+from coat_core.ops import qkv as operators
+from coat_core.ops.device import (
     LOW_RANK_ROWS,
     TL_DTYPES,
     GroupCodes,
-    rank_options,
+    adapter,
+    add_low_rank,
+    load_saved,
     saved_groups,
+    store_group_codes,
     warps,
     with_row_stride,
 )
+from coat_core.ops.dispatch import launcher
+from coat_core.ops.gelu_kernel import launch_mlp_backward
+from coat_core.ops.launch import blocks, empty_values, finished, launch, power_of_two
+from coat_core.ops.quantize_kernel import quantize
 
 HEADS = 2  # so few that the programs of 1536 tokens fill a large GPU evenly
 
@@ -207,137 +211,88 @@ def _qkv_rope_bwd_kernel(
                 tl.store(place, dx.to(dy_ptr.dtype.element_ty), mask=inside)
 
 
-def qkv_rope(
-    ys: list[Tensor],
-    y_scales: list[Tensor],
-    hs: list[Tensor],
-    ups: list[Tensor],
-    weights: list[Tensor],
-    cos: Tensor,
-    sin: Tensor,
-    eps: float,
-    saved_format: str,
-    group_size: int,
-    dtype: torch.dtype,
-) -> list[Tensor]:
-    device, d = ys[0].device, weights[0].shape[0]
-    tokens, width = sum(y.shape[1] for y in ys), ys[0].shape[-1]
-    heads = width // 3 // d
-    qkv = [empty_values((ys[0].shape[0], tokens, heads, d), dtype, device) for _ in range(3)]
-    angles, first = (cos.contiguous(), sin.contiguous()), 0
-    keeps = saved_format != "none"
-    fits = keeps and d % group_size == 0
+@launcher(operators.qkv_rope)
+def qkv_rope(a: Any) -> list[Tensor]:
+    images, _, width = a.ys[0].shape
+    device, d = a.ys[0].device, a.weights[0].shape[0]
+    heads, tokens = width // 3 // d, sum(y.shape[1] for y in a.ys)
+    qkv = [empty_values((images, tokens, heads, d), a.dtype, device) for _ in range(3)]
+    cos, sin = a.cos.contiguous(), a.sin.contiguous()
+    saves = a.saved_format != "none"
+    fits = saves and d % a.group_size == 0
     saved: list[Tensor] = []
-    for i, y in enumerate(ys):
+    first = 0
+    for i, y in enumerate(a.ys):
         shape = tuple(y.shape)
-        codes = GroupCodes(shape, saved_format if fits else "none", group_size, device)
-        complete = empty_values(shape, dtype, device) if keeps and not fits else None
+        codes = GroupCodes(shape, a.saved_format if fits else "none", a.group_size, device)
+        complete = empty_values(shape, a.dtype, device) if saves and not fits else None
         y, y_stride = with_row_stride(y)
-        h, h_stride = with_row_stride(dot_operand(hs[i])) if hs else (None, 0)
-        up = dot_operand(ups[i]).contiguous() if ups else None
-        scale, scales_per_row, group = saved_groups(y_scales[i] if y_scales else None, group_size, width)
+        h, h_stride, up, ranks = adapter(a.hs[i], a.ups[i]) if a.hs else adapter(None, None)
+        scale, scales_per_row, group = saved_groups(a.y_scales[i] if a.y_scales else None, a.group_size, width)
         grid, options = _geometry(shape, heads, d)
-        inputs = (y, scale, h, up, weights[2 * i].contiguous(), weights[2 * i + 1].contiguous(), *angles)
-        sizes = (y_stride, h_stride, scales_per_row, first, shape[1], tokens, heads, d, eps)
         launch(
             _qkv_rope_fwd_kernel,
             grid,
-            *inputs,
-            *qkv,
-            complete,
-            codes.codes,
-            codes.scale,
-            *sizes,
-            DTYPE=TL_DTYPES[dtype],
+            *(y, scale, h, up),
+            *(a.weights[2 * i].contiguous(), a.weights[2 * i + 1].contiguous()),
+            *(cos, sin, *qkv, complete, codes.codes, codes.scale),
+            *(y_stride, h_stride, scales_per_row),
+            *(first, shape[1], tokens, heads, d, a.eps),
+            DTYPE=TL_DTYPES[a.dtype],
             OWN_ANGLES=cos.ndim == 3,
             GROUP=group,
             FORMAT_MAX=codes.format_max,
-            G=group_size,
-            **rank_options(up),
+            G=a.group_size,
+            **ranks,
             **options,
         )
         first += shape[1]
         if complete is not None:  # heads that are no whole number of groups
-            saved += quantize(finished(complete, dtype), saved_format, "per_group", group_size, None)
-        elif keeps:
+            complete = finished(complete, a.dtype)
+            saved += quantize(complete, a.saved_format, "per_group", a.group_size, None)
+        elif saves:
             saved += codes.results()
-    return [*(finished(x, dtype) for x in qkv), *saved]
+    return [*(finished(x, a.dtype) for x in qkv), *saved]
 
 
-def qkv_rope_backward(
-    grads: list[Tensor],
-    ys: list[Tensor],
-    y_scales: list[Tensor],
-    weights: list[Tensor],
-    cos: Tensor,
-    sin: Tensor,
-    eps: float,
-    group_size: int,
-    dtype: torch.dtype,
-) -> list[Tensor]:
+@launcher(operators.qkv_rope_backward)
+def qkv_rope_backward(a: Any) -> list[Tensor]:
     results, first = [], 0
-    for i, y in enumerate(ys):
-        dy, scale = empty_values(tuple(y.shape), dtype, y.device), y_scales[i] if y_scales else None
-        _launch_backward(grads, y, scale, weights[2 * i : 2 * i + 2], cos, sin, eps, group_size, dtype, first, dy)
-        results.append(finished(dy, dtype))
+    for i, y in enumerate(a.ys):
+        dy = empty_values(tuple(y.shape), a.dtype, y.device)
+        y_scale = a.y_scales[i] if a.y_scales else None
+        _launch_backward(a, y, y_scale, a.weights[2 * i : 2 * i + 2], first, dy)
+        results.append(finished(dy, a.dtype))
         first += y.shape[1]
     return results
 
 
-def qkv_mlp_backward(
-    grads: list[Tensor],
-    y: Tensor,
-    y_scale: Tensor | None,
-    weights: list[Tensor],
-    cos: Tensor,
-    sin: Tensor,
-    eps: float,
-    grad_mlp: Tensor,
-    dh: Tensor | None,
-    down: Tensor | None,
-    mlp: Tensor,
-    mlp_scale: Tensor | None,
-    group_size: int,
-    dtype: torch.dtype,
-    activation: str = "gelu_tanh",
-) -> Tensor:
-    width = y.shape[-1]
-    found = empty_values((*y.shape[:-1], width + mlp.shape[-1]), dtype, y.device)
-    dy, dmlp = found[..., :width], found[..., width:]
-    _launch_backward(grads, y, y_scale, weights, cos, sin, eps, group_size, dtype, 0, dy)
-    launch_mlp_backward(grad_mlp, dh, down, mlp, mlp_scale, group_size, dtype, activation, dmlp)
-    return finished(found, dtype)
+@launcher(operators.qkv_mlp_backward)
+def qkv_mlp_backward(a: Any) -> Tensor:
+    width = a.y.shape[-1]
+    dx = empty_values((*a.y.shape[:-1], width + a.mlp.shape[-1]), a.dtype, a.y.device)
+    _launch_backward(a, a.y, a.y_scale, a.weights, 0, dx[..., :width])
+    launch_mlp_backward(a, a.grad_mlp, dx[..., width:])
+    return finished(dx, a.dtype)
 
 
-def _launch_backward(
-    grads: list[Tensor],
-    y: Tensor,
-    y_scale: Tensor | None,
-    weights: list[Tensor],
-    cos: Tensor,
-    sin: Tensor,
-    eps: float,
-    group_size: int,
-    dtype: torch.dtype,
-    first: int,
-    dy: Tensor,
-) -> None:
-    dq, dk, dv = (grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads)
+def _launch_backward(a: Any, y: Tensor, y_scale: Tensor | None, weights: list[Tensor], first: int, dy: Tensor) -> None:
+    """Write dy of one stream, whose tokens are `first` and the following ones of all."""
+    dq, dk, dv = (grad if grad.stride(-1) == 1 else grad.contiguous() for grad in a.grads)
     shape, (heads, d) = tuple(y.shape), dq.shape[2:]
     y, y_stride = with_row_stride(y)
-    scale, scales_per_row, group = saved_groups(y_scale, group_size, shape[-1])
+    scale, scales_per_row, group = saved_groups(y_scale, a.group_size, shape[-1])
+    q_weight, k_weight = (weight.contiguous() for weight in weights)
+    cos, sin = a.cos.contiguous(), a.sin.contiguous()
     grid, options = _geometry(shape, heads, d)
-    weights, angles = [weight.contiguous() for weight in weights], (cos.contiguous(), sin.contiguous())
-    inputs = (dq, dk, dv, y, scale, *weights, *angles)
-    strides = (*dq.stride()[:3], *dk.stride()[:3], *dv.stride()[:3], y_stride, dy.stride(1), scales_per_row)
     launch(
         _qkv_rope_bwd_kernel,
         grid,
-        *inputs,
-        dy,
-        *strides,
-        *(first, shape[1], cos.shape[-2], heads, d, eps),
-        DTYPE=TL_DTYPES[dtype],
+        *(dq, dk, dv, y, scale, q_weight, k_weight, cos, sin, dy),
+        *(*dq.stride()[:3], *dk.stride()[:3], *dv.stride()[:3]),
+        *(y_stride, dy.stride(1), scales_per_row),
+        *(first, shape[1], cos.shape[-2], heads, d, a.eps),
+        DTYPE=TL_DTYPES[a.dtype],
         GROUP=group,
         OWN_ANGLES=cos.ndim == 3,
         **options,

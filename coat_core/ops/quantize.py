@@ -1,4 +1,7 @@
-"""Quantize, dequantize and transpose as operators; the references of the first two are `coat_core.quantize`."""
+"""Codes and back, as operators: FP8, INT8 of rotated rows, decoded NVFP4 weights, transposed codes.
+
+The references are `coat_core.quantize`, `coat_core.int8` and `coat_core.nvfp4`.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,12 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from coat_core.casts import Cast, declares
-from coat_core.formats import INT8, Format, get_format
+from coat_core import int8, nvfp4
+from coat_core.casts import Cast, Decoded, declares
+from coat_core.formats import E4M3, INT8, Format, get_format
 from coat_core.granularity import PER_ROW, PER_TENSOR, Granularity
-from coat_core.int8 import rotation_size
-from coat_core.ops.codes import no_codes, saved_cast_of, saved_codes_of
-from coat_core.ops.int8 import quantize_int8
-from coat_core.ops.operators import operator
+from coat_core.ops.codes import codes_of, saved_cast_of, saved_codes_of
+from coat_core.ops.dispatch import operator
 from coat_core.quantize import Quantized, check_input
 from coat_core.quantize import dequantize as dequantize_reference
 from coat_core.quantize import quantize as quantize_reference
@@ -35,20 +37,17 @@ def _(out: Any, a: Any) -> Cast:
 
 @operator("coat::quantize_and_save")
 def quantize_and_save(
-    x: Tensor, fmt: str, granularity: str, group_size_in: int, saved_format: str, group_size: int
+    x: Tensor, fmt: str, granularity: str, saved_format: str, group_size: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the codes of x for a linear and those saved for backward, reading x once.
 
-    x is floating [..., K] at any stride, K at most 16384; `group_size_in` is G of a linear's per_group codes,
-    `group_size` that of the saved ones. Returns codes, like x, and their scale; saved codes, like x, and their scale
-    [..., ceil(K/G)]; shape [0] where the granularity or saved format is "none". Raises ValueError for an unknown
-    format, granularity or group size.
+    x is floating [..., K] at any stride, K at most 16384; all else as in `coat_core.ops.codes`. Returns codes, like x,
+    and their scale; saved codes, like x, and their scale [..., ceil(K/G)]. Raises ValueError for an unknown format,
+    granularity or group size.
 
     Numerics: the codes and scales of `coat_core.quantize.quantize`, to the bit.
     """
-    if granularity == "none":
-        return *no_codes(x, fmt), *saved_codes_of(x, saved_format, group_size)
-    codes, scale, _ = quantize_reference(x, fmt, Granularity(granularity, group_size_in))
+    codes, scale = codes_of(x, fmt, granularity)
     return codes.contiguous(), scale.contiguous(), *saved_codes_of(x, saved_format, group_size)
 
 
@@ -57,7 +56,7 @@ def _(out: Any, a: Any) -> tuple[Cast, ...]:
     saved = saved_cast_of(a.x, out[2:], a.group_size)
     if a.granularity == "none":
         return saved
-    return Cast(None, a.x, out[0], out[1], Granularity(a.granularity, a.group_size_in)), *saved
+    return Cast(None, a.x, out[0], out[1], Granularity(a.granularity)), *saved
 
 
 @operator("coat::dequantize")
@@ -72,13 +71,45 @@ def transpose_codes(codes: Tensor) -> Tensor:
     return bits.clone(memory_format=torch.contiguous_format).view(codes.dtype)  # one row's transpose is a view already
 
 
+@operator("coat::quantize_int8")
+def quantize_int8(x: Tensor, size: int, factors: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return INT8 codes of x H [..., K] and their scale fp32 [..., 1]: `coat_core.int8.quantize_int8`."""
+    codes, scale, _ = int8.quantize_int8(x, size, factors)
+    return codes.contiguous(), scale.contiguous()
+
+
+@declares(quantize_int8)
+def _(out: Any, a: Any) -> Cast:
+    values = a.x if a.factors is None else a.x.to(torch.float32) * a.factors
+    return Cast(None, int8.rotate(values, a.size), out[0], out[1], PER_ROW)
+
+
+@operator("coat::rotate")
+def rotate(x: Tensor, size: int) -> Tensor:
+    """Return x H [..., K] in the dtype of x: `coat_core.int8.rotate`."""
+    return int8.rotate(x, size).to(x.dtype, memory_format=torch.contiguous_format, copy=True)
+
+
+@operator("coat::decode_nvfp4")
+def decode_nvfp4(codes: Tensor, block_scales: Tensor, transposed: bool) -> Tensor:
+    """Decode codes uint8 [N, K/2] with block scales uint8 [N, K/16] to a contiguous e4m3 [N, K], or [K, N]."""
+    blocks = nvfp4.unpack(codes).unflatten(-1, (-1, nvfp4.BLOCK))
+    bits = nvfp4.decode(blocks, block_scales).view(torch.uint8).flatten(-2)
+    return (bits.t() if transposed else bits).contiguous().view(E4M3.dtype)
+
+
+@declares(decode_nvfp4)
+def _(out: Any, a: Any) -> Decoded:
+    return Decoded(a.codes, out)
+
+
 def quantize(
     x: Tensor, fmt: str | Format = "e4m3", granularity: Granularity = PER_TENSOR, factors: Tensor | None = None
 ) -> Quantized:
     """`coat_core.quantize.quantize` to the bit by the device's kernel, or "int8"; factors fp32 [K] multiply x first."""
     check_input(x)
     if fmt == INT8.name:
-        return Quantized(*quantize_int8(x.detach(), rotation_size(x.shape[-1]), factors), PER_ROW)
+        return Quantized(*quantize_int8(x.detach(), int8.rotation_size(x.shape[-1]), factors), PER_ROW)
     name = get_format(fmt).name if isinstance(fmt, str) else fmt.name
     codes, scale = _quantize(x.detach(), name, granularity.name, granularity.group_size, factors)
     return Quantized(codes, scale, granularity)

@@ -1,29 +1,53 @@
-"""Quantize per tensor, per row or per group, also saving x for backward; dequantize; transpose codes.
+"""Quantize per tensor, per row or per group, also saving x for backward; dequantize; transpose codes; INT8; NVFP4.
 
 Each kernel reads x [M, K] from memory once or, per row, once and again from the cache; per tensor takes two launches:
 amax of each program's share, then the cast.
+
+NVFP4 weights are decoded by a table: an element's byte depends only on its code and its block's scale. A block's eight
+magnitudes are the eight bytes of one word of the table, so one word is read for 16 elements, and each takes its byte by
+a shift. Nothing is rounded, so every GPU gets the reference's result, without FP8 instructions.
 """
 
 from __future__ import annotations
+
+import functools
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from coat_core import nvfp4
 from coat_core.formats import E4M3, get_format
 from coat_core.granularity import Granularity
+from coat_core.int8 import INT8_MAX, check_rotation
+from coat_core.ops import quantize as operators
 from coat_core.ops.device import (
+    SHARE_BLOCK,
+    SHARES_MAX,
+    GroupCodes,
+    RowCodes,
     as_codes,
     as_values,
+    cast_all_by_amax,
+    check_width,
+    contiguous,
     finite_abs,
+    load_scaled,
+    row_block,
     saturated,
     scale_from_amax,
     store_group_codes,
     store_row_codes,
+    tile_rows,
+    warps,
+    with_row_stride,
 )
+from coat_core.ops.dispatch import launcher
 from coat_core.ops.launch import (
     blocks,
+    device_table,
     empty,
     empty_codes,
     empty_values,
@@ -32,21 +56,13 @@ from coat_core.ops.launch import (
     power_of_two,
     waiting_allowed,
 )
-from coat_core.ops.rows import (
-    SHARE_BLOCK,
-    SHARES_MAX,
-    GroupCodes,
-    RowCodes,
-    cast_all_by_amax,
-    check_width,
-    load_scaled,
-    row_block,
-    tile_rows,
-    warps,
-)
 
 GROUPS_ELEMENTS = 2048
 TILE = 64
+LARGEST = tl.constexpr(INT8_MAX)
+HALF_INTEGERS = tl.constexpr(1.5 * 2.0**23)
+ROWS, BLOCKS = 32, 8  # of an NVFP4 weight that a program decodes; 8 blocks of 16
+NUMBERS = 128  # of E4M3's bits without a sign
 
 
 @triton.jit
@@ -106,20 +122,20 @@ def _share_amax_fwd_kernel(x_ptr, factor_ptr, amax_ptr, K, total, rounds, BLOCK:
     tl.store(amax_ptr + share, tl.max(largest, axis=0))
 
 
-def quantize(x: Tensor, fmt: str, granularity: str, group_size: int, factors: Tensor | None) -> tuple[Tensor, Tensor]:
-    x, form = x.contiguous(), get_format(fmt)
-    factors = None if factors is None else factors.contiguous()
-    k = x.shape[-1]
+@launcher(operators._quantize)
+def quantize(a: Any) -> tuple[Tensor, Tensor]:
+    x, factors, form = a.x.contiguous(), contiguous(a.factors), get_format(a.fmt)
+    shape, k = tuple(x.shape), x.shape[-1]
     rows = x.numel() // k
-    codes = empty_codes(tuple(x.shape), form, x.device)
-    scale = empty(Granularity(granularity, group_size).scale_shape(tuple(x.shape)), torch.float32, x.device)
-    if granularity == "per_row":
+    codes = empty_codes(shape, form, x.device)
+    scale = empty(Granularity(a.granularity, a.group_size).scale_shape(shape), torch.float32, x.device)
+    if a.granularity == "per_row":
         options = {"FORMAT_MAX": form.max, "BLOCK": row_block(k)}
         launch(_quantize_rows_fwd_kernel, (rows,), x, factors, codes, scale, k, **options)
-    elif granularity == "per_group":
-        per_row, n = blocks(k, group_size), GROUPS_ELEMENTS // group_size
+    elif a.granularity == "per_group":
+        per_row, n = blocks(k, a.group_size), GROUPS_ELEMENTS // a.group_size
         grid = (blocks(rows * per_row, n),)
-        options = {"FORMAT_MAX": form.max, "G": group_size, "N": n}
+        options = {"FORMAT_MAX": form.max, "G": a.group_size, "N": n}
         launch(_quantize_groups_fwd_kernel, grid, x, factors, codes, scale, k, per_row, rows * per_row, **options)
     else:
         cast_all_by_amax(x, factors, _share_amax(x, factors), codes, scale, form.max)
@@ -148,17 +164,19 @@ def _dequantize_fwd_kernel(codes_ptr, scale_ptr, out_ptr, K, scales_per_row, GRO
     tl.store(out_ptr + row * K + columns, (codes * scale).to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def dequantize(codes: Tensor, scale: Tensor, granularity: str, group_size: int, dtype: torch.dtype) -> Tensor:
-    codes, scale, k = codes.contiguous(), scale.contiguous(), codes.shape[-1]
-    out = empty_values(tuple(codes.shape), dtype, codes.device)
-    if granularity == "per_group":
-        per_row, group = blocks(k, group_size), group_size
-    else:
-        per_row, group = (1 if granularity == "per_row" else 0), 0
+@launcher(operators._dequantize)
+def dequantize(a: Any) -> Tensor:
+    codes, scale, k = a.codes.contiguous(), a.scale.contiguous(), a.codes.shape[-1]
+    out = empty_values(tuple(codes.shape), a.dtype, codes.device)
+    per_row, group = 0, 0
+    if a.granularity == "per_group":
+        per_row, group = blocks(k, a.group_size), a.group_size
+    elif a.granularity == "per_row":
+        per_row = 1
     block = row_block(k)
     grid = (codes.numel() // k, blocks(k, block))
     launch(_dequantize_fwd_kernel, grid, codes, scale, out, k, per_row, GROUP=group, BLOCK=block)
-    return finished(out, dtype)
+    return finished(out, a.dtype)
 
 
 @triton.jit
@@ -170,12 +188,13 @@ def _transpose_codes_fwd_kernel(codes_ptr, out_ptr, N, K, TILE: tl.constexpr):
     tl.store(out_ptr + columns[:, None] * N + rows[None, :], tl.trans(tile), mask=tl.trans(inside))
 
 
-def transpose_codes(codes: Tensor) -> Tensor:
-    bits = codes.contiguous().view(torch.uint8)
+@launcher(operators.transpose_codes)
+def transpose_codes(a: Any) -> Tensor:
+    bits = a.codes.contiguous().view(torch.uint8)
     n, k = bits.shape
-    out = empty((k, n), torch.uint8, codes.device)
+    out = empty((k, n), torch.uint8, bits.device)
     launch(_transpose_codes_fwd_kernel, (blocks(n, TILE), blocks(k, TILE)), bits, out, n, k, TILE=TILE)
-    return out.view(codes.dtype)
+    return out.view(a.codes.dtype)
 
 
 @triton.jit
@@ -191,56 +210,170 @@ def _quantize_and_save_fwd_kernel(
     S,
     K,
     FORMAT_MAX: tl.constexpr,
-    CODE_GROUP: tl.constexpr,
     SAVED_MAX: tl.constexpr,
     SAVED_GROUP: tl.constexpr,
     R: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """R rows a program; CODE_GROUP is 0 where the codes have one scale per row, or one for all."""
     rows = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     columns = tl.arange(0, BLOCK)[None, :]
     are_rows = rows < total
     inside = are_rows[:, None] & (columns < K)
     starts = rows // S * stride_b + rows % S * stride_s
     x = tl.load(x_ptr + starts[:, None] + columns, mask=inside, other=0.0).to(tl.float32)
-    if CODE_GROUP > 0:
-        store_group_codes(x, codes_ptr, code_scale_ptr, rows, are_rows, 0, K, K, FORMAT_MAX, CODE_GROUP, R, BLOCK)
-    else:
-        store_row_codes(x, codes_ptr, code_scale_ptr, rows, are_rows, rows[:, None] * K + columns, inside, FORMAT_MAX)
+    store_row_codes(x, codes_ptr, code_scale_ptr, rows, are_rows, rows[:, None] * K + columns, inside, FORMAT_MAX)
     if saved_ptr is not None:
         store_group_codes(x, saved_ptr, saved_scale_ptr, rows, are_rows, 0, K, K, SAVED_MAX, SAVED_GROUP, R, BLOCK)
 
 
-def quantize_and_save(
-    x: Tensor, fmt: str, granularity: str, group_size_in: int, saved_format: str, group_size: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    check_width(x.shape[-1])
-    if x.stride(-1) != 1 or granularity == "per_tensor":  # its second pass reads x as one piece
+@launcher(operators.quantize_and_save)
+def quantize_and_save(a: Any) -> tuple[Tensor, ...]:
+    k = a.x.shape[-1]
+    check_width(k)
+    x = a.x
+    if x.stride(-1) != 1 or a.granularity == "per_tensor":  # its second pass reads x as one piece
         x = x.contiguous()
-    shape, k, by_image = tuple(x.shape), x.shape[-1], x if x.ndim == 3 else x.reshape(1, -1, x.shape[-1])
-    grouped, fmt = granularity == "per_group", "e4m3" if granularity == "none" else fmt
-    codes = GroupCodes(shape, fmt, group_size_in, x.device) if grouped else RowCodes(shape, fmt, granularity, x.device)
-    saved = GroupCodes(shape, saved_format, group_size, x.device)
+    shape, by_image = tuple(x.shape), x if x.ndim == 3 else x.reshape(1, -1, k)
+    codes = RowCodes(shape, a.fmt, a.granularity, x.device)
+    saved = GroupCodes(shape, a.saved_format, a.group_size, x.device)
     block = power_of_two(k)
     tile, rows = tile_rows(block), x.numel() // k
-    tensors = (by_image, codes.codes, codes.scale, saved.codes, saved.scale)
-    sizes = (by_image.stride(0), by_image.stride(1), rows, by_image.shape[1], k)
     launch(
         _quantize_and_save_fwd_kernel,
         (blocks(rows, tile),),
-        *tensors,
-        *sizes,
+        *(by_image, codes.codes, codes.scale, saved.codes, saved.scale),
+        *(by_image.stride(0), by_image.stride(1), rows, by_image.shape[1], k),
         FORMAT_MAX=codes.format_max,
-        CODE_GROUP=min(group_size_in, block) if grouped else 0,
         SAVED_MAX=saved.format_max,
-        SAVED_GROUP=min(group_size, block),
+        SAVED_GROUP=min(a.group_size, block),
         R=tile,
         BLOCK=block,
         num_warps=warps(tile * block),
     )
-    found = codes.results() if isinstance(codes, GroupCodes) else codes.results(x)
-    return *found, *saved.results()
+    return *codes.results(x), *saved.results()
+
+
+@triton.jit
+def _rotated(x, STAGES: tl.constexpr, BLOCK: tl.constexpr):
+    for stage in tl.static_range(STAGES):
+        x = tl.reshape(x, (BLOCK // 4 ** (stage + 1), 2, 2, 4**stage))
+        total = tl.sum(tl.sum(x, axis=2, keep_dims=True), axis=1, keep_dims=True)
+        x = total * 0.5 - x
+    return tl.reshape(x, (BLOCK,))
+
+
+@triton.jit
+def _quantize_int8_fwd_kernel(
+    x_ptr, factor_ptr, codes_ptr, scale_ptr, K, x_stride, STAGES: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One row a program: amax of the rotated row, then its codes; the row is rotated twice, then from cache."""
+    row = tl.program_id(0).to(tl.int64)
+    largest = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, K, BLOCK):
+        x = _load_rotated(x_ptr + row * x_stride, factor_ptr, start, K, STAGES, BLOCK)
+        magnitude = tl.abs(x)
+        largest = tl.maximum(largest, tl.where(magnitude < float("inf"), magnitude, float("inf")))
+    amax = tl.max(largest, axis=0)
+    scale = tl.div_rn(amax, LARGEST)
+    scale = tl.where(scale > 0, scale, 1.0)
+    tl.store(scale_ptr + row, tl.where(amax < float("inf"), scale, float("nan")))
+    for start in range(0, K, BLOCK):
+        x = _load_rotated(x_ptr + row * x_stride, factor_ptr, start, K, STAGES, BLOCK)
+        codes = (tl.div_rn(x, scale) + HALF_INTEGERS) - HALF_INTEGERS
+        codes = tl.where(codes == codes, tl.clamp(codes, -LARGEST, LARGEST), 0.0)
+        columns = start + tl.arange(0, BLOCK)
+        tl.store(codes_ptr + row * K + columns, codes.to(tl.int8), mask=columns < K)
+
+
+@triton.jit
+def _load_rotated(row_ptr, factor_ptr, start, K, STAGES: tl.constexpr, BLOCK: tl.constexpr):
+    columns = start + tl.arange(0, BLOCK)
+    x = tl.load(row_ptr + columns, mask=columns < K, other=0.0).to(tl.float32)
+    if factor_ptr is not None:
+        x *= tl.load(factor_ptr + columns, mask=columns < K, other=0.0)
+    return _rotated(x, STAGES, BLOCK)
+
+
+@triton.jit
+def _rotate_fwd_kernel(x_ptr, y_ptr, K, STAGES: tl.constexpr, BLOCK: tl.constexpr):
+    row, start = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
+    y = _load_rotated(x_ptr + row * K, None, start, K, STAGES, BLOCK)
+    columns = start + tl.arange(0, BLOCK)
+    tl.store(y_ptr + row * K + columns, y.to(y_ptr.dtype.element_ty), mask=columns < K)
+
+
+@launcher(operators.quantize_int8)
+def quantize_int8(a: Any) -> tuple[Tensor, Tensor]:
+    check_rotation(a.x, a.size)
+    x, stride = with_row_stride(a.x)
+    width = x.shape[-1]
+    codes = empty(tuple(x.shape), torch.int8, x.device)
+    scale = empty((*x.shape[:-1], 1), torch.float32, x.device)
+    options = {"STAGES": _stages(a.size), "BLOCK": row_block(width)}
+    grid = (x.numel() // width,)
+    launch(_quantize_int8_fwd_kernel, grid, x, contiguous(a.factors), codes, scale, width, stride, **options)
+    return codes, scale
+
+
+@launcher(operators.rotate)
+def rotate(a: Any) -> Tensor:
+    check_rotation(a.x, a.size)
+    x, width = a.x.contiguous(), a.x.shape[-1]
+    y, block = empty_values(tuple(x.shape), x.dtype, x.device), row_block(width)
+    grid = (x.numel() // width, blocks(width, block))
+    launch(_rotate_fwd_kernel, grid, x, y, width, STAGES=_stages(a.size), BLOCK=block)
+    return finished(y, x.dtype)
+
+
+def _stages(size: int) -> int:
+    return (size.bit_length() - 1) // 2
+
+
+@functools.cache
+def _words() -> tuple[int, ...]:
+    """Return int64 words of the decoded bytes of all magnitudes, one per scale; the first in the lowest byte."""
+    scales = torch.arange(NUMBERS, dtype=torch.uint8, device="cpu")
+    codes = torch.arange(8, dtype=torch.uint8, device="cpu").expand(NUMBERS, 8)
+    return tuple(nvfp4.decode(codes, scales).view(torch.int64).view(-1).tolist())
+
+
+@triton.jit
+def _decode_nvfp4_fwd_kernel(
+    codes_ptr, scales_ptr, words_ptr, out_ptr, N, K, TRANSPOSED: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr
+):
+    first_row, first_block = tl.program_id(0).to(tl.int64) * ROWS, tl.program_id(1).to(tl.int64) * BLOCKS
+    rows, places = first_row + tl.arange(0, ROWS), first_block + tl.arange(0, BLOCKS)
+    inside = (rows[:, None] < N) & (places[None, :] < K // 16)
+    scales = tl.load(scales_ptr + rows[:, None] * (K // 16) + places[None, :], mask=inside, other=0)
+    words = tl.load(words_ptr + scales.to(tl.int32))[:, :, None]
+    pairs = (rows[:, None] * (K // 2) + places[None, :] * 8)[:, :, None] + tl.arange(0, 8)[None, None, :]
+    codes = tl.load(codes_ptr + pairs, mask=inside[:, :, None], other=0).to(tl.int64)
+    low = ((words >> ((codes & 7) * 8)) & 127) | ((codes & 8) << 4)
+    high = ((words >> (((codes >> 4) & 7) * 8)) & 127) | (codes & 128)
+    tile = tl.reshape(tl.join(low.to(tl.uint8), high.to(tl.uint8)), [ROWS, BLOCKS * 16])
+    columns = first_block * 16 + tl.arange(0, BLOCKS * 16)
+    written = (rows[:, None] < N) & (columns[None, :] < K)
+    if TRANSPOSED:
+        tl.store(out_ptr + columns[:, None] * N + rows[None, :], tl.trans(tile), mask=tl.trans(written))
+    else:
+        tl.store(out_ptr + rows[:, None] * K + columns[None, :], tile, mask=written)
+
+
+@launcher(operators.decode_nvfp4)
+def decode_nvfp4(a: Any) -> Tensor:
+    codes, block_scales, device = a.codes.contiguous(), a.block_scales.contiguous(), a.codes.device
+    n, k = codes.shape[0], 2 * codes.shape[1]
+    words = device_table("NVFP4 words", _words, device)
+    out = empty((k, n) if a.transposed else (n, k), torch.uint8, device)
+    launch(
+        _decode_nvfp4_fwd_kernel,
+        (blocks(n, ROWS), blocks(k, BLOCKS * nvfp4.BLOCK)),
+        *(codes, block_scales, words, out, n, k),
+        TRANSPOSED=a.transposed,
+        ROWS=ROWS,
+        BLOCKS=BLOCKS,
+    )
+    return out.view(E4M3.dtype)
 
 
 def agrees_with_reference(device: torch.device) -> bool:

@@ -1,5 +1,7 @@
 """The GEMMs: y = (a · a_scale)(b · b_scale)ᵀ + bias, as the operators `coat::fp8_mm` and `coat::int8_mm`.
 
+`weight_only_linear` has W in FP8 and x in high precision, for one row per image: time is reading W, a byte an element.
+
 On CUDA the first is `torch._scaled_mm` (cuBLASLt, CUTLASS). On a CPU that is a naive loop, about 1000 times slower
 than a GEMM, so the reference multiplies the codes in fp32, where they are exact, and rounds once, as the GPU does.
 
@@ -18,8 +20,9 @@ from torch import Tensor
 
 from coat_core.autograd import without_autocast
 from coat_core.casts import GRADIENT, INPUT, Product, declares
-from coat_core.ops.operators import operator
+from coat_core.ops.dispatch import launcher, operator
 from coat_core.ops.quantize import transpose_codes
+from coat_core.quantize import dequantize
 
 ALIGNMENT = 16  # of K and N; a rule of the hardware's FP8 tensor cores
 FEWEST_INT8_ROWS = 17  # that torch's INT8 product takes on CUDA
@@ -101,6 +104,22 @@ def _(out: Any, a: Any) -> Product:
     return Product(a.b, a.a, INPUT if a.forward else GRADIENT)
 
 
+@operator("coat::weight_only_linear")
+def weight_only_linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return x Wᵀ + b [..., N] of `dtype`, W = codes · scale; x [..., K], codes FP8 [N, K], scale fp32 [] or [N, 1].
+
+    Numerics: the reference rounds W to `dtype`; the kernel multiplies by the exact codes and scales the fp32 sum.
+    """
+    weight = dequantize(codes, scale, dtype=dtype)
+    with without_autocast(x.device):
+        return torch.nn.functional.linear(x.to(dtype), weight, None if bias is None else bias.to(dtype))
+
+
+@declares(weight_only_linear)
+def _(out: Any, a: Any) -> Product:
+    return Product(a.codes)
+
+
 def rows_in_one_piece(b: Tensor) -> Tensor:
     """Return b [N, K] contiguous, as tensor cores read it; transposed codes go through our kernel."""
     if b.is_contiguous():
@@ -109,49 +128,42 @@ def rows_in_one_piece(b: Tensor) -> Tensor:
 
 
 @scaled_mm.register_kernel("cuda")
-def scaled_mm_on_cuda(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    forward: bool = False,
-) -> Tensor:
+@launcher(scaled_mm)
+def scaled_mm_on_cuda(a: Any) -> Tensor:
     """`scaled_mm` by `torch._scaled_mm`."""
     try:
-        return _by_cublas(a, a_scale, b, b_scale, bias, out_dtype, forward)
+        return _by_cublas(a)
     except (RuntimeError, ValueError):
-        check_shapes(a, a_scale, b, b_scale, bias)  # says it in words that help
+        check_shapes(a.a, a.a_scale, a.b, a.b_scale, a.bias)  # says it in words that help
         raise
 
 
-def _by_cublas(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype, forward: bool
-) -> Tensor:
+def _by_cublas(a: Any) -> Tensor:
+    left, right, bias = a.a.contiguous(), rows_in_one_piece(a.b), a.bias
+    a_scale, b_scale = a.a_scale, a.b_scale
     row_wise = a_scale.ndim == 2 or b_scale.ndim == 2
     if row_wise:
-        a_scale, b_scale = row_scale(a_scale, a.shape[0]), row_scale(b_scale, b.shape[0]).view(1, -1)
+        a_scale = row_scale(a_scale, len(left))
+        b_scale = row_scale(b_scale, len(right)).view(1, -1)
     # row-wise kernels write bf16 only; tensor-wise ones take a bias of their own output type
-    kernel_dtype = torch.bfloat16 if row_wise else out_dtype
+    kernel_dtype = torch.bfloat16 if row_wise else a.out_dtype
     kernel_bias = None if kernel_dtype == torch.float32 else bias
     if kernel_bias is not None and kernel_bias.dtype != kernel_dtype:
         kernel_bias = kernel_bias.to(kernel_dtype)
-    a, b = a.contiguous(), rows_in_one_piece(b)
-    if a.shape[0] == 1:  # one row is contiguous with any strides, and torch looks at them
-        a = a.view(-1).view(a.shape)
+    if len(left) == 1:  # one row is contiguous with any strides, and torch looks at them
+        left = left.view(-1).view(left.shape)
     out: Tensor = torch._scaled_mm(
-        a,
-        b.t(),
+        left,
+        right.t(),
         scale_a=a_scale,
         scale_b=b_scale,
         bias=kernel_bias,
         out_dtype=kernel_dtype,
-        use_fast_accum=forward,
+        use_fast_accum=a.forward,
     )
     if bias is not None and kernel_bias is None:
         out = out + bias
-    return out if out.dtype == out_dtype else out.to(out_dtype)
+    return out if out.dtype == a.out_dtype else out.to(a.out_dtype)
 
 
 @functools.cache

@@ -1,19 +1,28 @@
-"""The INT8 GEMM with scales in its epilogue; a [M, K], b [N, K], y [M, N].
+"""The INT8 GEMM with scales in its epilogue; a [M, K], b [N, K], y [M, N]. A few rows times an FP8 weight.
 
 torch's own INT8 product writes int32 for a second kernel to scale and round: 0.8 GB of traffic a pass of a single block
 of FLUX.1 at 1024 px, against a GEMM of 0.3 TFLOP. Here the sums stay in registers.
+
+A few rows are multiplied by W's codes, M padded to the 16 rows of a matrix instruction; many by the dequantized W.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from coat_core.autograd import without_autocast
+from coat_core.ops import scaled_mm as operators
+from coat_core.ops.device import as_values
+from coat_core.ops.dispatch import launcher
 from coat_core.ops.launch import blocks, empty_values, finished, launch
-from coat_core.ops.scaled_mm import check_shapes, rows_in_one_piece
+from coat_core.ops.quantize_kernel import dequantize
 
+FEW_ROWS, FEW_ROWS_N, FEW_ROWS_K = 16, 32, 128  # of a tile of few rows: M, N and K
 # of the product: rows, columns and depth of a tile, warps, stages; an RTX 3090's multiprocessor holds one and two
 WIDE, NARROW = (256, 128, 64, 8, 4), (64, 128, 64, 4, 4)
 PROGRAMS = 128  # wide tiles keep the multiprocessors of a large GPU busy from so many on
@@ -68,32 +77,80 @@ def _int8_mm_fwd_kernel(
     tl.store(places, y.to(y_ptr.dtype.element_ty), mask=(rows < M)[:, None] & (columns < N)[None, :])
 
 
-def int8_mm(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    forward: bool = False,
-) -> Tensor:
-    check_shapes(a, a_scale, b, b_scale, bias)
-    b = rows_in_one_piece(b)
-    a, a_scale, b_scale, (m, k), n = a.contiguous(), a_scale.contiguous(), b_scale.contiguous(), a.shape, b.shape[0]
-    y = empty_values((m, n), out_dtype, a.device)
+@launcher(operators.int8_mm)
+def int8_mm(a: Any) -> Tensor:
+    operators.check_shapes(a.a, a.a_scale, a.b, a.b_scale, a.bias)
+    left, right = a.a.contiguous(), operators.rows_in_one_piece(a.b)
+    (m, k), n = left.shape, len(right)
+    y = empty_values((m, n), a.out_dtype, left.device)
     is_wide = blocks(m, WIDE[0]) * blocks(n, WIDE[1]) >= PROGRAMS
-    block_m, block_n, block_k, warps, stages = WIDE if is_wide else NARROW
+    block_m, block_n, block_k, num_warps, num_stages = WIDE if is_wide else NARROW
     launch(
         _int8_mm_fwd_kernel,
         (blocks(m, block_m) * blocks(n, block_n),),
-        *(a, a_scale, b, b_scale, bias, y),
-        *(m, n, k, b_scale.ndim // 2),
+        *(left, a.a_scale.contiguous(), right, a.b_scale.contiguous(), a.bias, y),
+        *(m, n, k, a.b_scale.ndim // 2),
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         EVEN=k % block_k == 0,
         GROUP=TILES_IN_A_COLUMN,
-        num_warps=warps,
-        num_stages=stages,
+        num_warps=num_warps,
+        num_stages=num_stages,
     )
-    return finished(y, out_dtype)
+    return finished(y, a.out_dtype)
+
+
+@triton.jit
+def _weight_only_linear_fwd_kernel(
+    x_ptr,
+    codes_ptr,
+    scale_ptr,
+    bias_ptr,
+    y_ptr,
+    M,
+    N,
+    K,
+    scale_stride,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    rows, features = tl.arange(0, ROWS), tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    total = tl.zeros([ROWS, BLOCK_N], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        x = tl.load(x_ptr + rows[:, None] * K + k[None, :], mask=(rows[:, None] < M) & (k[None, :] < K), other=0.0)
+        inside = (features[:, None] < N) & (k[None, :] < K)
+        codes = tl.load(codes_ptr + features[:, None] * K + k[None, :], mask=inside, other=0.0)
+        weight = as_values(codes).to(x_ptr.dtype.element_ty)  # by way of fp32 the GPU has an instruction for both
+        total = tl.dot(x, tl.trans(weight), total, input_precision="ieee")
+    total *= tl.load(scale_ptr + features * scale_stride, mask=features < N, other=0.0)[None, :]
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + features, mask=features < N, other=0.0).to(tl.float32)[None, :]
+    inside = (rows[:, None] < M) & (features[None, :] < N)
+    tl.store(y_ptr + rows[:, None] * N + features[None, :], total.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@launcher(operators.weight_only_linear)
+def weight_only_linear(a: Any) -> Tensor:
+    (n, k), lead, dtype = a.codes.shape, a.x.shape[:-1], a.dtype
+    rows = a.x.reshape(-1, k).to(dtype).contiguous()
+    m = rows.shape[0]
+    if m > FEW_ROWS:
+        granularity = "per_row" if a.scale.ndim else "per_tensor"
+        weight = dequantize(a.codes, a.scale, granularity, k, dtype)
+        bias = None if a.bias is None else a.bias.to(dtype)
+        with without_autocast(a.x.device):
+            return torch.nn.functional.linear(rows, weight, bias).view(*lead, n)
+    y = empty_values((m, n), dtype, a.x.device)
+    launch(
+        _weight_only_linear_fwd_kernel,
+        (blocks(n, FEW_ROWS_N),),
+        *(rows, a.codes.contiguous(), a.scale, a.bias, y),
+        *(m, n, k, a.scale.ndim // 2),
+        ROWS=FEW_ROWS,
+        BLOCK_N=FEW_ROWS_N,
+        BLOCK_K=FEW_ROWS_K,
+    )
+    return finished(y, dtype).view(*lead, n)

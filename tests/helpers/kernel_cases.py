@@ -13,7 +13,6 @@ from torch import Tensor
 
 from coat_core import ops
 from coat_core.formats import FORMATS
-from tests.helpers.z_image_cases import z_image_cases
 
 TOKENS, HIDDEN, MLP = 4608, 3072, 12288
 
@@ -28,8 +27,8 @@ def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def _quantize_cases() -> dict[str, Callable[[], Any]]:
+    from coat_core.ops.device import cast_by_amax
     from coat_core.ops.quantize_kernel import dequantize, quantize, quantize_and_save, transpose_codes
-    from coat_core.ops.rows import cast_by_amax
 
     cases: dict[str, Callable[[], Any]] = {}
     x, wide, row_scale = _empty(TOKENS, HIDDEN), _empty(TOKENS, MLP), _empty(TOKENS, 1, dtype=torch.float32)
@@ -56,12 +55,12 @@ def _quantize_cases() -> dict[str, Callable[[], Any]]:
     cases["transpose"] = partial(transpose_codes, codes)
     joint = _empty(1, TOKENS, HIDDEN + 16)[:, 512:, :HIDDEN]  # a stream's rows
     for *how, saved, group in (
-        ("e4m3", "per_row", 128, "e4m3", 128),
-        ("e5m2", "per_tensor", 128, "e5m2", 16),
-        ("e4m3", "per_group", 128, "e4m3", 256),
-        ("none", "none", 128, "e4m3", 128),
-        ("e4m3", "per_row", 128, "none", 128),
-        ("e5m2", "per_row", 128, "e5m2", 128),
+        ("e4m3", "per_row", "e4m3", 128),
+        ("e5m2", "per_tensor", "e5m2", 16),
+        ("e4m3", "per_row", "e4m3", 256),
+        ("none", "none", "e4m3", 128),
+        ("e4m3", "per_row", "none", 128),
+        ("e5m2", "per_row", "e5m2", 128),
     ):
         cases[f"quantize {' '.join(map(str, how))} and save {saved}"] = partial(
             quantize_and_save, joint, *how, saved, group
@@ -70,7 +69,7 @@ def _quantize_cases() -> dict[str, Callable[[], Any]]:
 
 
 def _weight_only_cases() -> dict[str, Callable[[], Any]]:
-    from coat_core.ops.weight_only_kernel import weight_only_linear
+    from coat_core.ops.scaled_mm_kernel import weight_only_linear
 
     bias, scale = _empty(6 * HIDDEN), _empty(dtype=torch.float32)
     codes = {name: _empty(6 * HIDDEN, HIDDEN, dtype=fmt.dtype) for name, fmt in FORMATS.items()}
@@ -83,10 +82,8 @@ def _weight_only_cases() -> dict[str, Callable[[], Any]]:
 
 
 def _int8_cases() -> dict[str, Callable[[], Any]]:
-    from coat_core.ops.int8_kernel import quantize_int8, rotate
-    from coat_core.ops.quantize_kernel import dequantize
-    from coat_core.ops.scaled_mm_kernel import int8_mm
-    from coat_core.ops.weight_only_kernel import weight_only_linear
+    from coat_core.ops.quantize_kernel import dequantize, quantize_int8, rotate
+    from coat_core.ops.scaled_mm_kernel import int8_mm, weight_only_linear
 
     fp32, bf16, wide = torch.float32, torch.bfloat16, 3 * HIDDEN + MLP
     cases: dict[str, Callable[[], Any]] = {
@@ -116,7 +113,7 @@ def _int8_cases() -> dict[str, Callable[[], Any]]:
 
 
 def _nvfp4_cases() -> dict[str, Callable[[], Any]]:
-    from coat_core.ops.nvfp4_kernel import decode_nvfp4
+    from coat_core.ops.quantize_kernel import decode_nvfp4
 
     codes, scales = (_empty(3 * HIDDEN, HIDDEN // size, dtype=torch.uint8) for size in (2, 16))
     return {
@@ -274,9 +271,8 @@ def _qkv_cases() -> dict[str, Callable[[], Any]]:
 
 def _swiglu_cases() -> dict[str, Callable[[], Any]]:
     """Kernels that read both halves of FLUX.2-klein-4B's MLP: of FLUX.1's cases, those that need most registers."""
-    from coat_core.ops.gelu_kernel import mlp_activation_backward
+    from coat_core.ops.gelu_kernel import mlp_activation_backward, mlp_down_gradient
     from coat_core.ops.mlp_down_kernel import mlp_activation_down
-    from coat_core.ops.mlp_gradient_kernel import mlp_down_gradient
 
     f, rank, fp32, bf16, fp8 = 3 * HIDDEN, 128, torch.float32, torch.bfloat16, FORMATS["e4m3"].dtype
     out, mlp = _empty(1, TOKENS, HIDDEN), _empty(1, TOKENS, 3 * HIDDEN + 2 * f)[..., 3 * HIDDEN :]
@@ -294,7 +290,7 @@ def _swiglu_cases() -> dict[str, Callable[[], Any]]:
 
 
 def _mlp_gradient_cases() -> dict[str, Callable[[], Any]]:
-    from coat_core.ops.mlp_gradient_kernel import mlp_down_gradient
+    from coat_core.ops.gelu_kernel import mlp_down_gradient
 
     fp32, bf16 = torch.float32, torch.bfloat16
     cases: dict[str, Callable[[], Any]] = {}
@@ -382,6 +378,65 @@ def _adamw_cases() -> dict[str, Callable[[], Any]]:
     }
 
 
+def _z_image_cases() -> dict[str, Callable[[], Any]]:
+    """As Z-Image's blocks alone make them: RMSNorm, SwiGLU of two linears, each image's own angles."""
+    from coat_core.ops.gate_kernel import gated_sum, gated_sum_backward
+    from coat_core.ops.mlp_down_kernel import mlp_activation_down
+    from coat_core.ops.norm_kernel import norm_modulate, norm_modulate_backward, norm_modulate_quantize
+    from coat_core.ops.qkv_kernel import qkv_rope, qkv_rope_backward
+
+    d, f, eps, fp32, bf16 = 3840, 10240, 1e-5, torch.float32, torch.bfloat16
+    x, vectors, weight, none = _empty(2, TOKENS, d), _empty(2, 4 * d)[:, :d], _empty(d), ("none", 0)
+    kept_scale, cases = _empty(2, TOKENS, d // 128, dtype=fp32), {}
+    for name, fmt in FORMATS.items():
+        kept = _empty(2, TOKENS, d, dtype=fmt.dtype), kept_scale, 128
+        cases |= {
+            f"z-image: rms norm, saved {name}": partial(
+                norm_modulate_quantize, x, vectors, None, eps, "e4m3", "per_row", name, 128, weight
+            ),
+            f"z-image: rms norm from codes {name}": partial(norm_modulate, *kept, vectors, None, eps, bf16, weight),
+            f"z-image: rms norm backward from codes {name}": partial(
+                norm_modulate_backward, x, *kept, vectors, eps, x, bf16, weight
+            ),
+            f"z-image: gate and norm backward from codes {name}": partial(
+                gated_sum_backward, x, vectors, *kept, bf16, "e5m2", "per_row", weight, eps
+            ),
+        }
+    norm = (weight, eps)
+    cases |= {
+        "z-image: rms norm backward": partial(norm_modulate_backward, x, x, None, 0, vectors, eps, None, bf16, weight),
+        "z-image: gate and norm": partial(gated_sum, x, vectors, x, None, None, *none, *norm),
+        "z-image: gate and norm backward": partial(
+            gated_sum_backward, x, vectors, x, None, 0, bf16, "e4m3", "per_tensor", *norm
+        ),
+    }
+    for rank, saved in ((16, ("e4m3", 128)), (64, ("e5m2", 16)), (256, ("e4m3", 256)), (16, none)):
+        h, up = _empty(2, TOKENS, rank), _empty(d, rank)
+        cases[f"z-image: gate and norm, rank {rank}, saved {saved[0]}"] = partial(
+            gated_sum, x, vectors, x, h, up, *saved, *norm
+        )
+    rank, mlp = 128, _empty(2, TOKENS, 2 * f)
+    cases["z-image: swiglu of two linears"] = partial(
+        mlp_activation_down,
+        *(None, mlp, _empty(2, TOKENS, 2 * rank), _empty(2 * f, rank), _empty(rank, f)),
+        *("e4m3", "per_row", "e4m3", 128, bf16, "silu_and_mul"),
+    )
+    y, angles, heads = _empty(2, TOKENS, 3 * d), _empty(2, TOKENS, 128, dtype=fp32), _empty(2, TOKENS, 30, 128)
+    rope = ([_empty(128)] * 2, angles, angles, eps)
+    h, up = _empty(2, TOKENS, 3 * rank), _empty(3 * d, rank)
+    cases["z-image: qkv, angles of each image"] = partial(qkv_rope, [y], [], [h], [up], *rope, "e4m3", 128, bf16)
+    cases["z-image: qkv backward, angles of each image"] = partial(
+        qkv_rope_backward,
+        [heads] * 3,
+        [y.to(FORMATS["e4m3"].dtype)],
+        [_empty(2, TOKENS, 90, dtype=fp32)],
+        *rope,
+        128,
+        bf16,
+    )
+    return cases
+
+
 CASES: dict[str, Callable[[], Any]] = {
     **_quantize_cases(),
     **_weight_only_cases(),
@@ -392,7 +447,7 @@ CASES: dict[str, Callable[[], Any]] = {
     **_qkv_cases(),
     **_mlp_gradient_cases(),
     **_swiglu_cases(),
-    **z_image_cases(),
+    **_z_image_cases(),
     **_lora_cases(),
     **_adamw_cases(),
 }

@@ -7,10 +7,16 @@ from diffusers.models.normalization import RMSNorm
 from torch import Tensor
 
 from coat_core.formats import get_format
-from coat_core.granularity import Granularity, per_group
+from coat_core.granularity import PER_ROW, PER_TENSOR, Granularity, per_group
 from coat_core.quantize import quantize
 from tests.helpers.asserts import assert_bitwise
+from tests.tolerances import NORM_BACKWARD_BF16_FLOOR_DB, NORM_BACKWARD_FP32_FLOOR_DB
 
+CPU = torch.device("cpu")
+FLOOR = {torch.float32: NORM_BACKWARD_FP32_FLOOR_DB, torch.bfloat16: NORM_BACKWARD_BF16_FLOOR_DB}
+GRANULARITIES = [PER_TENSOR, PER_ROW, per_group(16), per_group(128)]
+SAVED = [("none", 128), ("e4m3", 128), ("e5m2", 16), ("e4m3", 256)]
+SHAPES = [(2, 7, 48), (1, 19, 40), (3, 5, 130), (1, 3, 2100)]
 KINDS = ["plain", "zero row", "outlier", "heavy tails", "strided", "slice"]
 SPECS = [("e4m3", "none"), ("e4m3", "per_row"), ("e5m2", "per_row"), ("e4m3", "per_tensor"), ("e5m2", "per_tensor")]
 CASES = [(kind, "e4m3", "per_row") for kind in KINDS] + [("plain", *spec) for spec in SPECS if spec != SPECS[1]]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from coat_core.ops import attention, attention_trial
+from coat_core.ops import attention
 from coat_flux.blocks import measure
 from coat_flux.blocks.measure import AttentionPick, PickedAttention
 from coat_flux.config.coat import COATConfig
@@ -29,9 +29,9 @@ class Kernels:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ms, self.timed, self.tried = dict(MS), [], []
-        for module in (measure, attention_trial):
+        for module in (measure, attention):
             monkeypatch.setattr(module, "use_kernel", self.use)
-        monkeypatch.setattr(attention_trial, "attention_forward", self.forward)
+        monkeypatch.setattr(attention, "attention_forward", self.forward)
         monkeypatch.setattr(measure, "GPU_KERNELS", NAMES)
         monkeypatch.setattr(measure, "DEVICE", "cpu")
         monkeypatch.setattr(measure, "timed", self.clock)
@@ -130,7 +130,7 @@ def test_nothing_is_tried_where_nothing_is_to_be_measured(kernels: Kernels) -> N
 
 def test_a_run_that_no_kernel_suits_goes_on_with_torchs_choice(kernels: Kernels) -> None:
     kernels.forward = lambda *_: 1 / 0  # type: ignore[method-assign]
-    attention_trial.attention_forward = kernels.forward
+    attention.attention_forward = kernels.forward
     picked = pick()[1]
     assert picked.row == (OWN, "torch's choice: no kernel passed the trial")
     assert set(picked.refused) == {OWN, *NAMES}

@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 
-from coat_core.ops import attention_trial, dispatch, scaled_mm
+from coat_core.ops import attention, dispatch, scaled_mm
 from coat_flux.cli.machine import add_parsers
 from coat_flux.doctor import probes
 from coat_flux.doctor.probes import ABSENT, BAD, GOOD, PROBES, Line, ai_toolkit, diagnose, verdict
@@ -348,7 +348,7 @@ def test_attention_kernels_by_name(card, monkeypatch):
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *shape, device, **how: empty(*shape, **how))
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
-    monkeypatch.setattr(attention_trial, "GPU_KERNELS", ("plain", "fa3"))
+    monkeypatch.setattr(attention, "GPU_KERNELS", ("plain", "fa3"))
     (line,) = probes.attention()
     assert line.text.startswith("plain, torch chooses flash_cpu; fa3: not installed")
 

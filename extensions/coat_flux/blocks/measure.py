@@ -29,8 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from coat_core.ops.attention import GPU_KERNELS, TAKES_MASK, chosen_kernel, use_kernel
-from coat_core.ops.attention_trial import AttentionTrial
+from coat_core.ops.attention import GPU_KERNELS, TAKES_MASK, AttentionTrial, chosen_kernel, use_kernel
 
 from ..base.files import write_file
 from .fused.parts import written_gradients

@@ -280,8 +280,7 @@ def attention() -> Iterator[Line]:
     """Which attention kernels run on every GPU, forward and backward, and agree with plain matrix products."""
     import torch
 
-    from coat_core.ops.attention import chosen_kernel
-    from coat_core.ops.attention_trial import kernel_obstacles
+    from coat_core.ops.attention import chosen_kernel, kernel_obstacles
 
     if not torch.cuda.is_available():
         yield Line(ABSENT, "attention", f"{NO_GPU}; torch's kernel for a CPU runs")

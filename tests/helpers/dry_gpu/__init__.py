@@ -42,8 +42,8 @@ __all__ = ["DeviceError", "DryGPU", "HostWaits", "LaunchError", "RaceError", "St
 # Where the host may wait inside a step, and the number it reads there.
 # In the first step of a process.
 FIRST = {
-    "coat_core/ops/attention_trial.py:__init__": 0.0,  # tensors to try attention with
-    "coat_core/ops/attention_trial.py:_tried": 0.0,  # how far a kernel is from plain products
+    "coat_core/ops/attention.py:__init__": 0.0,  # tensors to try attention with
+    "coat_core/ops/attention.py:_tried": 0.0,  # how far a kernel is from plain products
     "coat_flux/blocks/measure.py:timed": 0.0,  # how long a block takes
     "coat_flux/blocks/fused/chooser.py:relative_difference": 0.0,  # fused blocks against diffusers' own
     "coat_flux/blocks/streaming.py:_to_device": 0.0,  # what the first step finds need not be streamed
@@ -129,8 +129,8 @@ def dry_gpu(patch: pytest.MonkeyPatch, attention: str = "cudnn") -> Iterator[Dry
         patch: ends with the test.
         attention: the kernel that torch's attention chooses, a key of `operators.ATTENTION`.
     """
+    from coat_core.ops import launch as tables
     from coat_core.ops import quantize_kernel as quantize
-    from coat_core.ops import tables
     from coat_flux.trainers.standalone import step_graph
 
     def pin(memory: torch.Tensor, *_: Any) -> None:

@@ -27,9 +27,7 @@ import torch
 from torch import Tensor
 
 from coat_core.activation import Saving
-from coat_core.granularity import PER_GROUP
-from coat_core.ops.gelu import activated_width, mlp_activation_backward
-from coat_core.ops.mlp_gradient import mlp_down_gradient
+from coat_core.ops.gelu import activated_width, mlp_activation_backward, mlp_down_gradient
 from coat_core.ops.qkv import qkv_mlp_backward, qkv_rope_backward
 from coat_core.ops.quantize import quantize, quantize_and_save
 from coat_core.quantize import Quantized
@@ -55,7 +53,7 @@ GELU, SWIGLU = "gelu_tanh", "silu_and_mul"  # as `coat_core.ops.gelu` names them
 def _save_out(kept: Kept, out: Tensor, cast: tuple[str, str]) -> tuple[Tensor, Tensor]:
     """Save attention's out; return its codes for the next linear, by `cast_by_kernel`, and their scale."""
     packing = packed_by_kernel(kept.attention)
-    codes, code_scale, saved, saved_scale = quantize_and_save(out, *cast, PER_GROUP.group_size, *packing)
+    codes, code_scale, saved, saved_scale = quantize_and_save(out, *cast, *packing)
     kept.pack("out", out, kept.attention, saved, saved_scale)
     return codes, code_scale
 
