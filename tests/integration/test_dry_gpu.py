@@ -14,6 +14,7 @@ from torch import Tensor
 
 from coat_core.activation import Saving
 from coat_core.config import FP8LinearConfig
+from coat_core.linear import FP8TrainableLinear
 from coat_flux.blocks.fused.chooser import fused_block
 from coat_flux.config.coat import OPTIONS
 from coat_flux.config.options import Option
@@ -88,27 +89,37 @@ def nested(flat: dict[str, Any]) -> dict[str, Any]:
 
 
 FULL = ("include", "exclude", "activation.wgrad_format", "optimizer.offload")  # of full fine-tuning
-ALONE = [option for option in OPTIONS if not option.key.startswith((*TOGETHER, *FULL))]
+SUBJECTS = ("optimizer.",), ("memory.", "speed."), ("weight.", "activation.", "enabled")  # each free of the others
+
+
+def options_of(prefixes: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Every value of the options of a subject, with what else it asks for."""
+    found: list[dict[str, Any]] = []
+    for option in OPTIONS:
+        if not option.key.startswith(prefixes) or option.key.startswith((*TOGETHER, *FULL)):
+            continue
+        for value in values(option):
+            if value != "int8":
+                found.append({**WITH.get(option.key, {}), option.key: value})
+            elif option.key == "weight.format":
+                found.append(IN_INT8)
+    return found
+
+
 CASES = [
-    (option.key, value)
-    for option in ALONE
-    for value in values(option)
-    if value != "int8" or option.key == "weight.format"
+    {key: value for options in row for key, value in options.items()}
+    for row in itertools.zip_longest(*map(options_of, SUBJECTS), fillvalue={})
 ]
 
 
-@pytest.mark.parametrize(("key", "value"), CASES, ids=str)
-def test_two_steps_with_every_option(key: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the batch to AdamW and EMA, with one block of each kind."""
+@pytest.mark.parametrize("options", CASES, ids=lambda options: " ".join(f"{k}={v}" for k, v in options.items()))
+def test_two_steps_with_every_option(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the batch to AdamW and EMA, with one block of each kind; a value of each subject in turn."""
     with dry_gpu(monkeypatch) as gpu:
-        session = dry_session(
-            nested({**BASE, **(IN_INT8 if value == "int8" else WITH.get(key, {})), key: value}),
-            monkeypatch,
-            blocks=(1, 1),
-        )
+        session = dry_session(nested({**BASE, **options}), monkeypatch, blocks=(1, 1))
         gpu.steps(session, 2)
     assert session.step == 2
-    assert not value or gpu.launches
+    assert gpu.launches["_fp8_adamw_step_kernel"] == 2
 
 
 def test_two_steps_with_every_option_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,11 +143,16 @@ def test_a_plain_step_waits_at_known_places_only(monkeypatch: pytest.MonkeyPatch
     assert session.step == 3
 
 
-@pytest.mark.parametrize("memory", [{}, {"memory.checkpointing": "all"}], ids=["kept", "recomputed"])
-def test_a_step_can_be_captured(memory: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("case", ["kept", "recomputed", "flux2"])
+def test_a_step_can_be_captured(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps 1 to 3 run eagerly, the 4th both ways; inside the capture the host waits nowhere. The 5th is a replay."""
+    memory = {"memory.checkpointing": "all"} if case == "recomputed" else {}
+    geometry = {}
+    if case == "flux2":  # at dev's widths; klein has no guidance
+        flux2.diffusers_module()
+        geometry = {"arch": "flux2"}
     with dry_gpu(monkeypatch) as gpu:
-        session = dry_session(nested({**BASE, **memory}), monkeypatch, blocks=(1, 1))
+        session = dry_session(nested({**BASE, **memory}), monkeypatch, blocks=(1, 1), **geometry)
         gpu.steps(session, 3)
         before = gpu.launches.copy()
         gpu.steps(session, 1, closer=COMPARED)
@@ -144,20 +160,6 @@ def test_a_step_can_be_captured(memory: dict[str, Any], monkeypatch: pytest.Monk
         gpu.steps(session, 1, closer={})
     assert gpu.captures == 1
     assert both["_fp8_adamw_step_kernel"] == 2
-    assert gpu.launches - before == both
-
-
-def test_a_step_of_flux2_can_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As FLUX.1's: three steps eagerly, one both ways, one replayed. At dev's widths; klein has no guidance."""
-    flux2.diffusers_module()
-    with dry_gpu(monkeypatch) as gpu:
-        session = dry_session(nested(BASE), monkeypatch, blocks=(1, 1), arch="flux2")
-        gpu.steps(session, 3)
-        before = gpu.launches.copy()
-        gpu.steps(session, 1, closer=COMPARED)
-        both = gpu.launches - before
-        gpu.steps(session, 1, closer={})
-    assert gpu.captures == 1
     assert both["_qkv_rope_bwd_kernel"] == 2 * 3
     assert gpu.launches - before == both
 
@@ -388,3 +390,24 @@ def test_a_block_of_flux2(kind: str, hidden: int, monkeypatch: pytest.MonkeyPatc
     streams = 2 if kind == "double" else 1
     kernels = ("_mlp_down_fwd_kernel", "_mlp_activation_bwd_kernel", "_mlp_down_gradient_kernel")
     assert [gpu.launches[kernel] for kernel in kernels] == [streams] * 3
+
+
+def test_a_trained_linear_casts_its_weight_once_and_in_every_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = FP8LinearConfig(cache_weight=True, wgrad_format="e4m3")
+    per_tensor = {"_share_amax_fwd_kernel": 1, "_cast_by_amax_fwd_kernel": 1}
+    per_batch = {"_quantize_rows_fwd_kernel": 3, "_transpose_codes_fwd_kernel": 2}  # x, dy, dy by feature; W, x
+    with dry_gpu(monkeypatch) as gpu:
+        layer = torch.nn.Linear(3072, 1024, device="cuda", dtype=torch.bfloat16)
+        FP8TrainableLinear.from_linear(layer, config)
+
+        def batches(count: int) -> None:
+            for _ in range(count):
+                x = torch.zeros(3, 7, 3072, device="cuda", dtype=torch.bfloat16, requires_grad=True)  # padded to 32
+                layer(x).sum().backward()
+
+        batches(2)
+        assert gpu.launches == {name: 2 * n for name, n in per_batch.items()} | per_tensor
+        gpu.launches.clear()
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        batches(1)
+        assert gpu.launches == per_batch | {name: 2 * n for name, n in per_tensor.items()}  # forward and dgrad

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -24,6 +26,9 @@ from tests.tolerances import (
     ADAMW_KERNEL_UPDATE_RTOL,
     STOCHASTIC_SIGMAS,
 )
+
+with suppress(ImportError):  # without triton
+    from coat_core.ops.adamw_kernel import fp8_adamw_step as kernel
 
 SHAPES = [(1,), (5,), (128,), (40, 25), (16, 64), (0, 3), (), (3, 5, 11)]
 LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.999), 1e-8, 0.05
@@ -72,12 +77,6 @@ class Problem:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(adamw, "_fp8_adamw_step", run)
             fp8_adamw_step(self.params, grads, *self.moments, self.first_blocks, hyper, **options)
-
-
-def kernel(*args: Any) -> None:
-    from coat_core.ops.adamw_kernel import fp8_adamw_step as launcher
-
-    launcher(*args)
 
 
 reference = adamw._fp8_adamw_step._init_fn
@@ -158,11 +157,7 @@ def copy_state(source: Problem, target: Problem) -> None:
         b.copy_(a)
     for moment, other in zip(source.moments, target.moments, strict=True):
         for a, b in zip(moment, other, strict=True):
-            bits_of(b).copy_(bits_of(a))
-
-
-def bits_of(x: Tensor) -> Tensor:
-    return x.view(torch.uint8) if x.element_size() == 1 else x
+            bits(b).copy_(bits(a))
 
 
 FORMAT_PAIRS = [("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2"), ("e4m3", None), (None, "e5m2"), (None, None)]
@@ -364,3 +359,108 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
     problem.first_blocks = [0, 2]
     with pytest.raises(ValueError, match=r"exp_avg of 3 blocks: too few"):
         problem.step(1, grads, reference)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize(
+    "stored", [{}, {"formats": ("e4m3", "e5m2"), "expanded": False}, {"formats": INTEGERS, "block_size": 48}], ids=str
+)
+def test_kernel_rounds_exp_avg_sq_at_random_as_the_reference(stored: dict[str, Any], device: torch.device) -> None:
+    run_both(device, steps=2, drawn=True, **stored)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("stored", [{}, {"formats": INTEGERS}], ids=["expanded", "integers"])
+@pytest.mark.parametrize("spoil", [_nan_and_inf, _zeros_and_extremes])
+def test_kernel_rounds_special_moments_at_random(spoil: Any, stored: dict[str, Any], device: torch.device) -> None:
+    assert_special(device, spoil, steps=1, drawn=True, **stored)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("formats", [("e4m3", "e5m2"), INTEGERS, (None, None)])
+@pytest.mark.parametrize("by", ["kernel", "reference"])
+def test_a_row_of_nan_skips_its_tensor(formats: tuple[str | None, str | None], by: str, device: torch.device) -> None:
+    run = kernel if by == "kernel" else reference
+    shapes = [(40,), (300,), (128, 3)]
+    before, after = (Problem(device, formats, shapes=shapes) for _ in range(2))
+    before.step(1, before.grads(2), run)
+    copy_state(before, after)
+    table = hyper_table(LR, torch.tensor([2.0] * 3), BETAS, DECAY).to(device)
+    table[1] = math.nan
+    grads = after.grads(3)
+    grads[1].fill_(math.inf)
+    after.step(2, grads, run, table=table)
+    rows = slice(before.first_blocks[1], before.first_blocks[2])
+    for mine, other in zip(after.moments, before.moments, strict=True):
+        assert torch.equal(bits(mine.codes[rows]), bits(other.codes[rows]))
+        assert torch.equal(mine.numbers[:, rows], other.numbers[:, rows])
+        assert not torch.equal(bits(mine.codes), bits(other.codes))
+    same = [torch.equal(mine, other) for mine, other in zip(after.params, before.params, strict=True)]
+    assert same == [False, True, False]
+    assert all(param.isfinite().all() for param in after.params)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("tensors", [1, 50])
+def test_one_launch_whatever_the_number_of_tensors(
+    tensors: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from coat_core.ops import adamw_kernel as kernels
+
+    launches: list[str] = []
+    launch = kernels.launch
+    monkeypatch.setattr(kernels, "launch", lambda *args, **kwargs: (launches.append(args[0]), launch(*args, **kwargs)))
+    problem = Problem(device, shapes=[(4, 40)] * tensors)
+    problem.step(1, problem.grads(1), kernel)
+    assert len(launches) == 1
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("formats", [("e4m3", "e4m3"), ("int8_ratio", "uint8_log"), (None, None)])
+def test_tensors_one_by_one_have_the_bits_of_one_launch_and_equal_sizes_share_a_table(
+    formats: tuple[str | None, str | None], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from coat_core.ops import adamw_kernel as kernels
+    from coat_core.ops import launch as tables
+
+    made: list[tuple[int, ...]] = []
+    programs = kernels._programs
+    monkeypatch.setattr(kernels, "_programs", lambda *args: (made.append(args[0]), programs(*args))[1])
+    monkeypatch.setattr(tables, "_uploaded", type(tables._uploaded)())
+    together, apart = (Problem(device, formats, shapes=[(40, 25), (300,), (40, 25), (25, 40)]) for _ in range(2))
+    for step in (1, 2):
+        grads = together.grads(step)
+        together.step(step, grads, kernel)
+        made.clear()
+        every = apart.params, apart.first_blocks
+        for i, grad in enumerate(grads):
+            apart.params, apart.first_blocks = [every[0][i]], [every[1][i]]
+            apart.step(step, [grad], kernel)
+        apart.params, apart.first_blocks = every
+        assert made == ([(1000,), (300,)] if step == 1 else [])
+        made.clear()
+    for ours, theirs in zip(apart.params, together.params, strict=True):
+        assert_bitwise(ours, theirs)
+    for ours, theirs in zip(apart.moments, together.moments, strict=True):
+        assert torch.equal(bits(ours.codes), bits(theirs.codes))
+        assert_bitwise(ours.numbers, theirs.numbers)
+
+
+@pytest.mark.triton
+def test_tables_are_uploaded_when_they_change_and_forgotten_in_time(device: torch.device) -> None:
+    from coat_core.ops import launch as tables
+
+    made: list[int] = []
+
+    def table(*numbers: int) -> Tensor:
+        return tables.device_table(("test", numbers), lambda: (made.append(1), numbers)[1], device)
+
+    assert table(1, 2**40).tolist() == [1, 2**40]
+    assert table(1, 2**40) is table(1, 2**40)
+    assert table(3).tolist() == [3]
+    assert len(made) == 2
+    for number in range(tables.KEPT_TABLES):
+        table(number, 0)
+    assert len(tables._uploaded) == tables.KEPT_TABLES
+    table(3)
+    assert len(made) == 3 + tables.KEPT_TABLES

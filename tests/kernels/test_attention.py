@@ -13,17 +13,17 @@ from torch import Tensor
 
 import coat_core.ops.attention as attention
 from coat_core.granularity import PER_GROUP
-from coat_core.ops import attention_trial
 from coat_core.ops.attention import (
     GPU_KERNELS,
     TAKES_MASK,
+    AttentionTrial,
     additive_mask,
     attention_backward,
     attention_forward,
     chosen_kernel,
+    kernel_obstacles,
     use_kernel,
 )
-from coat_core.ops.attention_trial import AttentionTrial, kernel_obstacles
 from coat_core.quantize import quantize
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
 from tests.helpers.rows import assert_rows_close
@@ -235,7 +235,7 @@ def test_right_kernels_pass_the_trial_and_are_in_use(shape: tuple[int, ...], dty
 
 
 def test_rounding_alone_is_far_from_the_limit_of_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_trial, "LARGEST_ERROR", attention_trial.LARGEST_ERROR / 5)
+    monkeypatch.setattr(attention, "LARGEST_ERROR", attention.LARGEST_ERROR / 5)
     assert AttentionTrial(qkv(torch.device("cpu"))[0]).obstacle("flash_cpu") is None
 
 
@@ -264,8 +264,8 @@ CHANGES = {
 @pytest.mark.parametrize("part", range(4), ids=["out", "dq", "dk", "dv"])
 def test_a_wrong_kernel_is_refused(part: int, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     forward, backward = wrong(part, CHANGES[change])
-    monkeypatch.setattr(attention_trial, "attention_forward", forward)
-    monkeypatch.setattr(attention_trial, "attention_backward", backward)
+    monkeypatch.setattr(attention, "attention_forward", forward)
+    monkeypatch.setattr(attention, "attention_backward", backward)
     q, k, v = qkv(torch.device("cpu"))
     reason = AttentionTrial(q).obstacle("plain")
     assert str(reason).startswith("differs from plain matrix products by")

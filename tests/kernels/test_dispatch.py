@@ -1,17 +1,19 @@
-"""Which kernel an operator runs: every operator has a launcher with its arguments, and what stands in Triton's way."""
+"""How operators are registered, as torch.library.custom_op promises, and which kernel runs."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import inspect
 import logging
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from coat_core import ops
 from coat_core.ops import dispatch
+from coat_core.ops.norm import norm_modulate
 
 CUDA = torch.device("cuda", 0)
 
@@ -20,11 +22,9 @@ for family in ops.FAMILIES:
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("name", sorted(dispatch.launchers))
-def test_the_launcher_takes_what_the_operator_takes(name: str) -> None:
-    reference = dispatch.launchers[name]._init_fn
-    launch = dispatch.launcher_of(name)
-    assert list(inspect.signature(launch).parameters) == list(inspect.signature(reference).parameters)
+def test_every_operator_has_a_launcher() -> None:
+    for name, op in dispatch.launchers.items():
+        assert dispatch.launcher_of(name).operator is op
 
 
 def test_every_operator_of_ours_is_launched_by_triton_or_by_torch() -> None:
@@ -126,3 +126,78 @@ def test_the_trial_agrees_here_and_sees_wrong_codes(monkeypatch: pytest.MonkeyPa
     right = quantize.quantize
     monkeypatch.setattr(quantize, "quantize", lambda x, *how: right(x * 1.1, *how))
     assert not quantize.agrees_with_reference(here)
+
+
+def _arguments(requires_grad: bool = False) -> tuple[Any, ...]:
+    x = torch.randn(1, 4, 16, requires_grad=requires_grad)
+    return x, None, 0, torch.randn(1, 16), torch.randn(1, 16), 1e-6, torch.float32
+
+
+def test_a_call_outside_of_an_autograd_function_has_no_gradient_and_says_so() -> None:
+    y = norm_modulate(*_arguments(requires_grad=True))
+    assert y.requires_grad
+    with pytest.raises(RuntimeError, match="coat::norm_modulate: has no gradient"):
+        y.sum().backward()
+    with torch.no_grad():
+        assert not norm_modulate(*_arguments(requires_grad=True)).requires_grad
+
+
+def test_keywords_are_those_of_the_body() -> None:
+    x, *codes, scale, shift, eps, dtype = _arguments()
+    found = norm_modulate(x, *codes, dtype=dtype, shift=shift, scale=scale, eps=eps)
+    assert torch.equal(found, norm_modulate._init_fn(x, *codes, scale, shift, eps, dtype))
+    assert norm_modulate.__doc__ == norm_modulate._init_fn.__doc__
+
+
+def test_a_kernel_is_called_without_the_dispatcher_unless_someone_watches(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+
+    class Watches(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+            called.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    def kernel(*args: Any) -> torch.Tensor:
+        called.append("kernel")
+        return norm_modulate._init_fn(*args)
+
+    args, subclass = _arguments(), torch.Tensor._make_subclass(Other, torch.randn(1, 4, 16))
+    monkeypatch.setitem(norm_modulate.kernels, "cpu", kernel)
+    found = norm_modulate(*args)
+    assert called == ["kernel"]
+    norm_modulate(subclass, *args[1:])
+    with torch.profiler.profile() as profile:
+        norm_modulate(*args)
+    assert "coat::norm_modulate" in {event.name for event in profile.events()}
+    assert called == ["kernel"]
+    with Watches():
+        watched = norm_modulate(*args)
+    assert torch.equal(watched, found)
+    assert called == ["kernel", "coat.norm_modulate.default"]
+
+
+class Other(torch.Tensor):
+    """Not a plain tensor."""
+
+
+def test_torch_compile_never_traces_into_a_body() -> None:
+    called: list[object] = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        called.extend(node.target for node in graph.graph.nodes if node.op.startswith("call"))
+        return graph
+
+    def caller(*args: Any) -> torch.Tensor:
+        try:
+            torch._dynamo.graph_break()  # inside try: this function runs eager, what it calls is looked at by itself
+            return torch.ops.coat.norm_modulate(*args) + norm_modulate(*args)
+        except ValueError:
+            raise
+
+    args = _arguments()
+    try:
+        found = torch.compile(caller, backend=backend)(*args)
+    finally:
+        torch._dynamo.reset()
+    assert torch.equal(found, 2 * norm_modulate(*args))
+    assert set(called) == {norm_modulate._opoverload}

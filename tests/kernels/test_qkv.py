@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,18 +16,18 @@ from coat_core.ops.gelu import mlp_activation_backward
 from coat_core.ops.qkv import qkv_mlp_backward, qkv_rope, qkv_rope_backward
 from coat_core.quantize import dequantize, quantize
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
-from tests.helpers.operators import check_operator, moved, reference
-from tests.helpers.rows import KINDS, assert_rows_close, assert_saved, rows_of_kind
+from tests.helpers.operators import moved, reference
+from tests.helpers.rows import FLOOR, KINDS, assert_rows_close, assert_saved, rows_of_kind
 from tests.tolerances import (
     BF16_ULP_RTOL,
     KERNEL_ROW_RTOL,
-    NORM_BACKWARD_BF16_FLOOR_DB,
-    NORM_BACKWARD_FP32_FLOOR_DB,
 )
+
+with suppress(ImportError):  # without triton
+    from coat_core.ops import qkv_kernel as kernels
 
 EPS = 1e-6
 BF16, FP32, FP16 = torch.bfloat16, torch.float32, torch.float16
-FLOOR = {FP32: NORM_BACKWARD_FP32_FLOOR_DB, BF16: NORM_BACKWARD_BF16_FLOOR_DB}
 
 
 class Streams(NamedTuple):
@@ -237,19 +238,6 @@ def test_what_is_kept_is_declared() -> None:
     assert declarations["coat::qkv_rope"](out[:3], *forward_arguments(x)) == ()
 
 
-def test_operators_keep_torch_library_rules() -> None:
-    x = streams((3, 5), 3, 16, rank=4, dtype=BF16, wider=32)
-    grads = [torch.randn(2, 3, 8, 16).transpose(1, 2) for _ in range(3)]
-    rest = (x.weights, x.cos, x.sin, EPS)
-    check_operator(qkv_rope, forward_arguments(x, "e4m3", 32))
-    check_operator(qkv_rope, forward_arguments(x._replace(hs=[], ups=[])))
-    check_operator(qkv_rope_backward, (grads, x.ys, [], *rest, 16, BF16))
-    one = streams((8,), 3, 16)
-    rest = (one.weights, one.cos, one.sin, EPS)
-    check_operator(qkv_mlp_backward, (grads, one.ys[0], None, *rest, *mlp_arguments(8, 96, 4), None, 16, BF16))
-    check_operator(qkv_rope, forward_arguments(one))  # v is q, k, v's own memory in no case
-
-
 # -- kernels: interpreted on a CPU ------------------------------------------------------------------------------------
 
 
@@ -270,8 +258,6 @@ def test_operators_keep_torch_library_rules() -> None:
 def test_qkv_rope_kernels_without_adapters(
     kind: str, heads: int, d: int, form: str, group: int, device: torch.device
 ) -> None:
-    from coat_core.ops import qkv_kernel as kernels
-
     x = streams((3, 20), heads, d, device=device, kind=kind)
     q, k, v, *saved = kernels.qkv_rope(*forward_arguments(x, form, group))
     expected = reference(qkv_rope, *forward_arguments(x))
@@ -296,8 +282,6 @@ def test_qkv_rope_kernels_without_adapters(
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("rank", [1, 4, 16, 24, 64, 72, 128])
 def test_qkv_rope_kernel_adds_the_adapters(rank: int, device: torch.device) -> None:
-    from coat_core.ops import qkv_kernel as kernels
-
     x = streams((3, 20), 3, 16, rank, device=device, wider=8, whole=True)
     q, k, v, *saved = kernels.qkv_rope(*forward_arguments(x, "e4m3", 16))
     complete = x.adapted()
@@ -313,8 +297,6 @@ def test_qkv_rope_kernel_adds_the_adapters(rank: int, device: torch.device) -> N
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_qkv_rope_kernels_in_half_precision(dtype: torch.dtype, device: torch.device) -> None:
-    from coat_core.ops import qkv_kernel as kernels
-
     x = streams((3, 20), 3, 16, 4, dtype, device, wider=32)
     q, k, v, *saved = kernels.qkv_rope(*forward_arguments(x, "e4m3", 16))
     for found, wanted in zip((q, k, v), reference(qkv_rope, *forward_arguments(x)), strict=True):
@@ -332,8 +314,6 @@ def test_qkv_rope_kernels_in_half_precision(dtype: torch.dtype, device: torch.de
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("group", [16, 64, 0], ids=["groups in a head", "groups over heads", "per tensor"])
 def test_qkv_rope_kernels_read_codes(group: int, device: torch.device) -> None:
-    from coat_core.ops import qkv_kernel as kernels
-
     x = streams((3, 20), 3, 16)
     granularity = per_group(group) if group else PER_TENSOR
     kept = [quantize(y, "e4m3", granularity) for y in x.ys]
@@ -356,8 +336,6 @@ def test_qkv_rope_kernels_read_codes(group: int, device: torch.device) -> None:
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("rank", [0, 4])
 def test_qkv_mlp_backward_kernels_write_one_tensor(rank: int, device: torch.device) -> None:
-    from coat_core.ops import qkv_kernel as kernels
-
     x = streams((20,), 3, 16, device=device, wider=96)
     grads = [torch.randn(2, 3, 20, 16, device=device).transpose(1, 2) for _ in range(3)]
     rest = (x.weights, x.cos, x.sin, EPS, *moved(mlp_arguments(20, 300, rank), device), None, 16, FP32)
@@ -366,16 +344,3 @@ def test_qkv_mlp_backward_kernels_write_one_tensor(rank: int, device: torch.devi
     assert found.is_contiguous()
     for part, wanted in zip(found.split([96, 48, 300], -1), expected.split([96, 48, 300], -1), strict=True):
         assert_rows_close(part, wanted, KERNEL_ROW_RTOL)
-
-
-@pytest.mark.triton
-def test_two_launches_agree(device: torch.device) -> None:
-    from coat_core.ops import qkv_kernel as kernels
-
-    x = streams((3, 20), 3, 16, 4, device=device)
-    backward = ([torch.randn(2, 23, 3, 16, device=device)] * 3, x.ys, [], x.weights, x.cos, x.sin, EPS, 16, FP32)
-    first, second = (
-        (*kernels.qkv_rope(*forward_arguments(x, "e4m3", 16)), *kernels.qkv_rope_backward(*backward)) for _ in range(2)
-    )
-    for a, b in zip(first, second, strict=True):
-        assert_bitwise(a, b)

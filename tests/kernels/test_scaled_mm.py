@@ -1,7 +1,8 @@
-"""coat::fp8_mm: the reference against a float64 product, against torch's own operator, and its refusals."""
+"""Products of codes, FP8, INT8 and a few rows: the references against float64 and torch, and the kernels."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -11,10 +12,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from coat_core.formats import get_format
 from coat_core.granularity import PER_ROW, PER_TENSOR
-from coat_core.ops.scaled_mm import row_scale, scaled_mm, scaled_mm_on_cuda, unsupported_reason
+from coat_core.int8 import INT8_MAX
+from coat_core.ops.scaled_mm import (
+    int8_mm,
+    row_scale,
+    scaled_mm,
+    scaled_mm_on_cuda,
+    unsupported_reason,
+    weight_only_linear,
+)
 from coat_core.quantize import quantize
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
-from tests.tolerances import SCALED_MM_BF16_FLOOR_DB, SCALED_MM_FP32_FLOOR_DB
+from tests.helpers.operators import reference
+from tests.tolerances import FP32_ORDER_FLOOR_DB, SCALED_MM_BF16_FLOOR_DB, SCALED_MM_FP32_FLOOR_DB
+
+with suppress(ImportError):  # without triton
+    from coat_core.ops import scaled_mm_kernel as kernels
 
 SCALINGS = {"tensor": PER_TENSOR, "row": PER_ROW}
 FORMATS = [("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2")]
@@ -180,17 +193,13 @@ def test_autocast_does_not_change_it(device: torch.device, dtype: torch.dtype) -
         assert_bitwise(scaled_mm(*args, None, torch.float32), plain)
 
 
-@pytest.mark.parametrize("scaling", SCALINGS)
-@pytest.mark.parametrize("with_bias", [False, True])
-def test_opcheck(device: torch.device, scaling: str, with_bias: bool) -> None:
-    args = operands(device, scaling=scaling)
-    bias = torch.randn(32, device=device) if with_bias else None
-    before = [arg.clone() for arg in args]
-    # torch's schema check compares inputs with an operator that has no FP8 kernel: compared below instead
+def test_opcheck(device: torch.device) -> None:
+    # torch's schema check compares inputs with an operator that has no FP8 kernel
     tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(scaled_mm._opoverload, (*args, bias, torch.bfloat16), test_utils=tests)
-    for arg, copy in zip(args, before, strict=True):
-        assert_bitwise(arg, copy)
+    args = operands(device, scaling="row")
+    torch.library.opcheck(
+        scaled_mm._opoverload, (*args, torch.randn(32, device=device), torch.bfloat16), test_utils=tests
+    )
 
 
 @pytest.mark.parametrize(
@@ -246,3 +255,55 @@ def test_running_out_of_memory_is_not_taken_for_missing_fp8(monkeypatch: pytest.
     with pytest.raises(torch.OutOfMemoryError):
         unsupported_reason(torch.device("meta"), torch.float8_e4m3fn, torch.float8_e4m3fn, False)
     unsupported_reason.cache_clear()
+
+
+def int8_operands(m: int, n: int, k: int, one_scale: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    a, b = (torch.randint(-INT8_MAX, INT8_MAX + 1, (rows, k), dtype=torch.int8) for rows in (m, n))
+    return a, torch.rand(m, 1), b, torch.rand(()) if one_scale else torch.rand(n, 1), torch.randn(n)
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int8_gemm_kernel_has_the_references_bits(dtype: torch.dtype, device: torch.device) -> None:
+    for shape, one_scale in (((3, 48, 80), False), ((65, 144, 16), True), ((130, 272, 160), False)):
+        a, a_scale, b, b_scale, bias = int8_operands(*shape, one_scale)
+        for given, other in ((bias, b), (None, b.t().contiguous().t())):
+            on_device = [None if x is None else x.to(device) for x in (a, a_scale, other, b_scale, given)]
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(kernels, "PROGRAMS", 1 if shape[0] > 100 else 128)  # both tiles
+                found = kernels.int8_mm(*on_device, dtype)
+            assert_bitwise(found.cpu(), reference(int8_mm, a, a_scale, other, b_scale, given, dtype))
+
+
+def test_the_int8_gemm_is_exact() -> None:
+    a, a_scale, b, b_scale, bias = int8_operands(5, 32, 4096)
+    a[0], b[0] = INT8_MAX, INT8_MAX
+    exact = (a.double() @ b.double().t()).to(torch.float32) * a_scale * b_scale.t() + bias
+    assert_bitwise(int8_mm(a, a_scale, b, b_scale, bias, torch.float32), exact)
+
+
+def few_rows(rows: tuple[int, ...], n: int, k: int, granularity: object, kind: str = "plain") -> tuple[Tensor, ...]:
+    x, weight = torch.randn(*rows, k), torch.randn(n, k)
+    if kind == "outlier":
+        x[..., 3], weight[1] = 1e4, weight[1] * 1e4
+    elif kind == "zero row":
+        weight[0] = 0
+    elif kind == "strided":
+        x = torch.randn(*rows, 2 * k)[..., ::2]
+    codes, scale, _ = quantize(weight, "e4m3", granularity)
+    return x, codes, scale, torch.randn(n)
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("kind", ["plain", "outlier", "zero row", "strided"])
+@pytest.mark.parametrize("granularity", [PER_TENSOR, PER_ROW], ids=str)
+def test_few_rows_kernel_sums_in_another_order(kind: str, granularity: object, device: torch.device) -> None:
+    for rows, n, k in [((1,), 48, 80), ((4,), 33, 16), ((2, 3), 64, 300), ((16,), 16, 128), ((17,), 48, 32)]:
+        x, codes, scale, bias = (t.to(device) for t in few_rows(rows, n, k, granularity, kind))
+        for given in (bias, None):
+            found = kernels.weight_only_linear(x, codes, scale, given, torch.float32)
+            expected = reference(weight_only_linear, x, codes, scale, given, torch.float32)
+            assert found.shape == expected.shape
+            assert_sqnr(expected, found.cpu(), FP32_ORDER_FLOOR_DB)

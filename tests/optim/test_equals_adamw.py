@@ -1,4 +1,4 @@
-"""FP8AdamW against torch.optim.AdamW and against a per-tensor reference: exact, no tolerance."""
+"""FP8AdamW against torch.optim.AdamW and a per-tensor reference, exact; on every device; small trainings end alike."""
 
 from __future__ import annotations
 
@@ -8,15 +8,19 @@ from torch.nn import Parameter
 
 from coat_core.config import FP8QuantizationConfig
 from coat_core.optim import FP8AdamW
-from coat_core.optim.state import MOMENTS
+from coat_core.optim.state import MOMENTS, storages
 from tests.helpers.asserts import assert_bitwise
 from tests.optim.common import (
+    CONFIGS,
     SHAPES,
     UNQUANTIZED,
+    ReferenceAdamW,
     make_params,
+    read_back,
     run,
     set_grads,
 )
+from tests.tolerances import CONVERGED_FRACTION, CONVERGED_LOSS_RATIO
 
 
 def pair(**options: object) -> tuple[list[Parameter], torch.optim.AdamW, list[Parameter], FP8AdamW]:
@@ -182,3 +186,95 @@ def test_grad_scaler_skip_leaves_quantized_state_untouched() -> None:
     scaler.step(optimizer)
     for key, tensor in before.items():
         assert_bitwise(tensor, optimizer.state[param][key])
+
+
+def on_device(device: torch.device, dtype: torch.dtype = torch.float32) -> list[Parameter]:
+    return [Parameter(param.detach().to(device)) for param in make_params(dtype=dtype)]
+
+
+def set_device_grads(params: list[Parameter], step: int) -> None:
+    twins = [Parameter(param.detach().cpu()) for param in params]
+    set_grads(twins, step)
+    for param, twin in zip(params, twins, strict=True):
+        param.grad = twin.grad.to(param.device)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equals_the_per_tensor_reference(name: str, dtype: torch.dtype) -> None:
+    """On the CPU; the GPU's kernel against the reference: tests/kernels/test_adamw.py."""
+    ours, theirs = make_params(dtype=dtype), make_params(dtype=dtype)
+    optimizer = FP8AdamW(ours, lr=1e-3, weight_decay=0.02, fp8_config=CONFIGS[name])
+    reference = ReferenceAdamW(theirs, CONFIGS[name], lr=1e-3, weight_decay=0.02)
+    for step in range(8):
+        set_grads(ours, step)
+        set_grads(theirs, step)
+        optimizer.step()
+        reference.step()
+    for i, (a, b) in enumerate(zip(theirs, ours, strict=True)):
+        assert_bitwise(a.detach(), b.detach())
+        for moment in MOMENTS:
+            found = read_back(moment, optimizer.state[b], storages(CONFIGS[name]))
+            assert_bitwise(found, reference.moments[moment][i])
+
+
+def test_state_lies_with_the_parameter_and_step_on_the_cpu(device: torch.device) -> None:
+    params = on_device(device)
+    optimizer = FP8AdamW(params)
+    set_device_grads(params, 0)
+    optimizer.step()
+    for param in params:
+        for key, tensor in optimizer.state[param].items():
+            assert tensor.device.type == ("cpu" if key == "step" else device.type)
+    moved = FP8AdamW(on_device(device))
+    moved.load_state_dict(
+        torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), optimizer.state_dict())
+    )
+    twin = moved.param_groups[0]["params"][0]
+    assert moved.state[twin]["step"].device.type == "cpu"
+    assert_bitwise(moved.state[twin]["exp_avg"], optimizer.state[params[0]]["exp_avg"])
+
+
+@pytest.mark.gpu
+def test_large_parameters_are_split_and_match_the_cpu_codes() -> None:
+    start = torch.randn(4200, 4096, generator=torch.Generator().manual_seed(0))  # above one GPU chunk
+    param = Parameter(start.cuda())
+    optimizer = FP8AdamW([param], fp8_config=CONFIGS["plain"])
+    param.grad = start.cuda() * 1e-3
+    optimizer.step()
+    state = optimizer.state[param]
+    v = read_back("exp_avg_sq", state, storages(CONFIGS["plain"]))
+    exact = (start.cuda() * 1e-3).square() * (1 - 0.999)
+    block_amax = exact.view(-1, 128).amax(-1).repeat_interleave(128).view_as(exact)
+    assert ((v - exact).abs() <= exact / 16 + block_amax / 448 * 2.0**-9).all()
+
+
+def final_loss(make_optimizer, dtype: torch.dtype = torch.float32) -> tuple[float, float]:
+    """First and last loss of a LoRA-shaped regression (B starts at 0) in 200 steps."""
+    generator = torch.Generator().manual_seed(0)
+    x, target = torch.randn(256, 64, generator=generator), torch.randn(64, 4, generator=generator)
+    y = x @ target @ torch.randn(4, 48, generator=generator) / 16
+    a = torch.nn.Parameter((torch.randn(8, 64, generator=generator) / 8).to(dtype))
+    b = torch.nn.Parameter(torch.zeros(48, 8, dtype=dtype))
+    optimizer = make_optimizer([a, b])
+    losses = []
+    for _ in range(200):
+        optimizer.zero_grad()
+        loss = ((x @ a.float().t() @ b.float().t() - y) ** 2).mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses[0], losses[-1]
+
+
+@pytest.mark.parametrize("name", [name for name, config in CONFIGS.items() if config.use_dynamic_range_expansion])
+def test_loss_ends_near_adamw(name: str) -> None:
+    first, expected = final_loss(lambda params: torch.optim.AdamW(params, lr=1e-2))
+    _, reached = final_loss(lambda params: FP8AdamW(params, lr=1e-2, fp8_config=CONFIGS[name]))
+    assert expected < CONVERGED_FRACTION * first
+    assert reached < CONVERGED_LOSS_RATIO * expected
+
+
+def test_bf16_parameters_converge() -> None:
+    first, reached = final_loss(lambda params: FP8AdamW(params, lr=1e-2), torch.bfloat16)
+    assert reached < CONVERGED_FRACTION * first

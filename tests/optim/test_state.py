@@ -1,22 +1,28 @@
-"""What is stored, and that packing, chunking and strides do not change it."""
+"""What is stored, that packing, chunking and strides do not change it, and what a step costs the host."""
 
 from __future__ import annotations
 
 import copy
 import io
 import math
+from collections import Counter
 from dataclasses import asdict
 
 import pytest
 import torch
 from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from coat_core.config import FP8QuantizationConfig
+from coat_core.expansion import QuantizedBlocks
+from coat_core.formats import M1_FORMATS, IntegerFormat
+from coat_core.moments import CODECS, Codec
 from coat_core.ops import adamw
 from coat_core.ops.packing import chunks, spans
 from coat_core.optim import FP8AdamW
 from tests.helpers.asserts import assert_bitwise
-from tests.optim.common import CONFIGS, make_params, nearest, run, set_grads
+from tests.optim.common import CONFIGS, UNQUANTIZED, make_params, nearest, run, set_grads
+from tests.tolerances import INT16_MOMENT_ATOL
 
 DTYPES = {
     "e4m3": torch.float8_e4m3fn,
@@ -243,3 +249,97 @@ def test_configuration_shows_in_repr_and_in_the_groups() -> None:
     assert optimizer.param_groups[0]["fp8"] == asdict(config)
     assert "'m2_format': 'e5m2'" in repr(optimizer)
     assert "'block_size': 64" in repr(optimizer)
+
+
+class CountOps(TorchDispatchMode):
+    """Counts the operators that reach the device, by name; views and per-list operators count once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func.is_view:
+            self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def counted_step(n_params: int) -> Counter[str]:
+    params = make_params([(4, 32)] * n_params)
+    optimizer = FP8AdamW(params, fp8_config=nearest())  # by kernel the draws are no operators of their own
+    run(optimizer, params, range(1))
+    set_grads(params, 1)
+    with CountOps() as mode:
+        optimizer.step()
+    return mode.counts
+
+
+def test_operators_of_a_step_do_not_grow_with_the_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adamw, "_fp8_adamw_step", adamw._fp8_adamw_step._init_fn)  # to see into the operator
+    few, many = counted_step(2), counted_step(100)
+    assert few == many
+    assert few.total() < 250
+
+
+@pytest.mark.parametrize("read", ["item", "tolist", "__float__", "__bool__"])
+def test_values_read_back_do_not_grow_with_the_parameters(read: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = []
+    original = getattr(torch.Tensor, read)
+    for n_params in (2, 60):
+        params = make_params([(4, 32)] * n_params)
+        optimizer = FP8AdamW(params)
+        run(optimizer, params, range(1))
+        set_grads(params, 1)
+        calls = 0
+
+        def counting(self, *args, original=original):
+            nonlocal calls
+            calls += 1
+            assert self.device.type == "cpu"
+            return original(self, *args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, read, counting)
+            optimizer.step()
+        counts.append(calls)
+    assert counts[0] == counts[1]
+    assert counts[0] <= 1
+
+
+INT16 = IntegerFormat("int16_even", torch.int16, ("scale",))
+
+
+def int16_encode(blocks: torch.Tensor) -> QuantizedBlocks:
+    scale = (blocks.abs().amax(dim=-1, keepdim=True) / 32767).clamp(min=1e-30)
+    return QuantizedBlocks((blocks / scale).round().to(torch.int16), scale)
+
+
+def int16_decode(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return codes.float() * scale
+
+
+@pytest.fixture
+def int16_config(monkeypatch: pytest.MonkeyPatch) -> FP8QuantizationConfig:
+    monkeypatch.setitem(M1_FORMATS, INT16.name, INT16)
+    monkeypatch.setitem(CODECS, INT16.dtype, Codec(int16_encode, int16_decode))
+    return FP8QuantizationConfig(m1_format=INT16.name, use_fp8_m2=False)
+
+
+def test_a_new_format_trains_is_saved_and_resumed(int16_config: FP8QuantizationConfig) -> None:
+    params, exact = make_params(), make_params()
+    optimizer = FP8AdamW(params, lr=1e-2, fp8_config=int16_config)
+    run(optimizer, params, range(3))
+    run(FP8AdamW(exact, lr=1e-2, fp8_config=UNQUANTIZED), exact, range(3))
+    state = optimizer.state[params[0]]
+    assert state["exp_avg"].dtype == torch.int16
+    assert "exp_avg_scale" in state
+    for param, other in zip(params, exact, strict=True):
+        torch.testing.assert_close(param, other, rtol=0.0, atol=INT16_MOMENT_ATOL)
+
+    resumed = [torch.nn.Parameter(param.detach().clone()) for param in params]
+    again = FP8AdamW(resumed, lr=1e-2, fp8_config=int16_config)
+    again.load_state_dict(optimizer.state_dict())
+    run(optimizer, params, range(3, 5))
+    run(again, resumed, range(3, 5))
+    for param, other in zip(params, resumed, strict=True):
+        assert_bitwise(other.detach(), param.detach())

@@ -1,0 +1,538 @@
+"""The activation of an MLP, GELU or SwiGLU: every operator that computes it, and their kernels, against torch."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from coat_core.casts import declarations
+from coat_core.granularity import PER_ROW, PER_TENSOR, per_group
+from coat_core.ops.dispatch import launcher_of
+from coat_core.ops.gelu import mlp_activation, mlp_activation_backward, mlp_down_gradient
+from coat_core.ops.mlp_down import mlp_activation_down
+from coat_core.ops.qkv import qkv_mlp_backward, qkv_rope_backward
+from coat_core.quantize import dequantize, quantize
+from tests.helpers.asserts import assert_bitwise
+from tests.helpers.operators import bits, check_layout, moved, reference
+from tests.helpers.rows import CASES, KINDS, SPECS, assert_codes_of, assert_rows_close, assert_saved, rows_of_kind
+from tests.tolerances import BF16_ULP_RTOL, GELU_RELATIVE_RTOL, GELU_RTOL, KERNEL_ROW_RTOL, SILU_RTOL
+
+BF16, FP32, FP16 = torch.bfloat16, torch.float32, torch.float16
+GELU, SWIGLU = "gelu_tanh", "silu_and_mul"
+ACTIVATIONS = [GELU, SWIGLU]
+NOTHING_SAVED = ("none", "none", "none")
+# a huge negative x: exp overflows to inf, and sigmoid is 0 as it should be
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
+
+
+def act(x: Tensor, activation: str) -> Tensor:
+    if activation == GELU:
+        return torch.nn.functional.gelu(x, approximate="tanh")
+    gate, up = x.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def columns(f: int, activation: str) -> int:
+    """N of mlp."""
+    return 2 * f if activation == SWIGLU else f
+
+
+def whole(*shape: int) -> Tensor:
+    """Small whole numbers, of which products and sums are exact in any order."""
+    return torch.randint(-4, 5, shape).float()
+
+
+def complete(mlp: Tensor, h: Tensor | None, up: Tensor | None) -> Tensor:
+    """mlp + h upᵀ as linears add their adapters."""
+    if h is None:
+        return mlp.contiguous()
+    return torch.addmm(mlp.flatten(0, 1), h.flatten(0, 1), up.t()).view(mlp.shape)
+
+
+def given(
+    activation: str, d: int, f: int, rank: int, dtype: torch.dtype = FP32, s: int = 7
+) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None]:
+    """attention [2, S, D], None where D is 0, mlp [2, S, N], and its adapter: all slices."""
+    n = columns(f, activation)
+    attention, mlp = torch.randn(2, s, d + 16)[..., 16:].to(dtype), whole(2, s, n + 50)[..., 50:].to(dtype)
+    h, up = whole(2, s, 3 * rank)[..., rank : 2 * rank].to(dtype), whole(n, rank).to(dtype)
+    return attention if d else None, mlp, h if rank else None, up if rank else None
+
+
+def of_values(attention: Tensor | None, mlp: Tensor, h: Tensor | None, up: Tensor | None) -> tuple[Any, ...]:
+    """The first arguments of `mlp_activation`."""
+    return attention, None, mlp, None, h, up
+
+
+def saved(x: Tensor, group: int, fmt: str = "e4m3") -> tuple[Tensor, Tensor]:
+    """Codes and scale of groups, or of all where the group is 0."""
+    codes, scale, _ = quantize(x, fmt, per_group(group) if group else PER_TENSOR)
+    return codes, scale
+
+
+def gradient(mlp: Tensor, g: Tensor, activation: str) -> Tensor:
+    """Of mlp, by autograd in float64."""
+    leaf = mlp.detach().double().requires_grad_()
+    act(leaf, activation).backward(g.double())
+    return leaf.grad
+
+
+def assert_values(found: Tensor, mlp: Tensor, activation: str) -> None:
+    """Assert act(mlp) within the kernel's tolerance."""
+    mlp = mlp.cpu().double()
+    allowed = GELU_RTOL * mlp.abs()
+    if activation == SWIGLU:
+        gate, up = mlp.chunk(2, dim=-1)
+        allowed = SILU_RTOL * (gate * up).abs()
+    assert bool(((found.cpu() - act(mlp, activation)).abs() <= allowed).all())
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    for a, b in zip(found, expected, strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        assert_bitwise(bits(a), bits(b))
+
+
+def kernel_of(op: Any) -> Any:
+    """The launcher, which is interpreted on a CPU."""
+    return launcher_of(op._qualname)
+
+
+operator_and_kernel = pytest.mark.parametrize(
+    "by", [pytest.param(lambda op: op, id="operator"), pytest.param(kernel_of, marks=pytest.mark.triton, id="kernel")]
+)
+
+
+@pytest.mark.parametrize("rank", [0, 24])
+@pytest.mark.parametrize("dtype", [BF16, FP32, FP16])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_operators_are_torchs_linear_and_activation(activation: str, dtype: torch.dtype, rank: int) -> None:
+    n = columns(65, activation)
+    for kind in KINDS:
+        attention, _, h, up = given(activation, 48, 65, rank, dtype)
+        attention, mlp = rows_of_kind(kind, (2, 7, 48)).to(dtype), 3 * rows_of_kind(kind, (2, 7, n)).to(dtype)
+        how = ("e5m2", "per_row", "e4m3", 32, dtype, activation)
+        values, *codes = mlp_activation(attention, None, mlp, None, h, up, *how)
+        assert_bitwise(values, torch.cat([attention, act(complete(mlp, h, up), activation)], dim=-1))
+        assert_codes_of(values, *codes[:2], "e5m2", "per_row")
+        assert_saved(attention, *codes[2:4], "e4m3", 32)
+        assert_saved(complete(mlp, h, up), *codes[4:], "e4m3", 32)
+        down = torch.randn(8, 121).to(dtype)[:, 8:]
+        h_next, *next_codes = mlp_activation_down(attention, mlp, h, up, down, *how)
+        assert_bitwise(h_next, torch.nn.functional.linear(values, down))
+        assert_equal(next_codes, codes)
+    alone = mlp_activation(None, None, mlp, None, h, up, *NOTHING_SAVED, 32, dtype, activation)
+    assert_bitwise(alone[0], values[..., 48:].contiguous())
+    assert all(x.shape == (0,) for x in alone[1:])
+
+
+@pytest.mark.parametrize("group", [16, 256])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_from_codes_all_are_those_of_the_values_they_stand_for(activation: str, group: int) -> None:
+    n = columns(65, activation)
+    attention, mlp = saved(torch.randn(2, 7, 48), group, "e5m2"), saved(3 * torch.randn(2, 7, n), group, "e5m2")
+    values = [dequantize(*x, per_group(group), BF16) for x in (attention, mlp)]
+    rest = (None, None, *NOTHING_SAVED, group, BF16, activation)
+    of_all = mlp_activation(values[0], None, values[1], None, *rest)[0]
+    assert_bitwise(mlp_activation(*attention, *mlp, *rest)[0], of_all)
+    grad, dh, down = torch.randn(2, 7, 65), torch.randn(2, 7, 12).bfloat16()[..., 8:], torch.randn(4, 65)
+    backward = (grad, dh.float(), down)
+    dmlp = mlp_activation_backward(*backward, *mlp, group, BF16, activation)
+    assert_bitwise(dmlp, mlp_activation_backward(*backward, values[1], None, group, BF16, activation))
+    for dtype_down in (FP32, BF16):
+        product = mlp_down_gradient(dh, *attention, *mlp, group, BF16, dtype_down, activation)
+        assert_bitwise(product, (dh.flatten(0, 1).t() @ of_all.flatten(0, 1)).to(dtype_down))
+        alone = mlp_down_gradient(dh, None, None, values[1], None, group, BF16, dtype_down, activation)
+        assert_bitwise(alone, (dh.flatten(0, 1).t() @ of_all[..., 48:].flatten(0, 1)).to(dtype_down))
+    rope = ([torch.ones(16)] * 2, torch.randn(7, 16), torch.randn(7, 16), 1e-6)
+    grads, y = [torch.randn(2, 7, 3, 16) for _ in range(3)], torch.randn(2, 7, 144)
+    both = qkv_mlp_backward(grads, y, None, *rope, *backward, *mlp, group, BF16, activation)
+    assert_bitwise(both, torch.cat([*qkv_rope_backward(grads, [y], [], *rope, group, BF16), dmlp], dim=-1))
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_backward_is_the_gradient(activation: str, dtype: torch.dtype, rank: int) -> None:
+    for kind in KINDS:
+        mlp = 3 * rows_of_kind(kind, (2, 7, columns(65, activation))).to(dtype)
+        grad = torch.randn(2, 7, 100)[..., 35:]
+        dh, down = (torch.randn(2, 7, 4), torch.randn(4, 100)[:, 35:]) if rank else (None, None)
+        found = mlp_activation_backward(grad, dh, down, mlp, None, 128, dtype, activation)
+        g = complete(grad, dh, None if down is None else down.t())
+        torch.testing.assert_close(found, gradient(mlp, g, activation).to(dtype))
+
+
+def test_the_gate_is_the_first_half() -> None:
+    mlp = torch.tensor([0.0, 2.0, 3.0, 5.0]).view(1, 1, 4)
+    values = mlp_activation(None, None, mlp, None, None, None, *NOTHING_SAVED, 0, FP32, SWIGLU)[0]
+    torch.testing.assert_close(values.flatten(), torch.tensor([0.0, 10 / (1 + torch.e**-2)]))
+
+
+@operator_and_kernel
+def test_half_precision_is_rounded_after_the_adapter(by: Any, device: torch.device) -> None:
+    """257 is between two numbers of bf16, and becomes 256 before all else."""
+    y, h = torch.full((1, 1, 16), 256.0, dtype=BF16, device=device), torch.ones(1, 1, 2, dtype=BF16, device=device)
+    matrix = torch.full((16, 2), 0.5, dtype=BF16, device=device)
+    saved_scale = by(mlp_activation)(None, None, y, None, h, matrix, "none", "none", "e4m3", 16, BF16)[-1]
+    assert saved_scale.item() * 448 == pytest.approx(256)
+    flat = torch.full((1, 1, 16), 50.0, device=device)  # GELU' is 1
+    found = by(mlp_activation_backward)(y, h, matrix.t().contiguous(), flat, None, 128, FP32)
+    assert found.unique().tolist() == [256.0]
+
+
+@operator_and_kernel
+def test_silu_is_rounded_before_it_multiplies(by: Any, device: torch.device) -> None:
+    """silu(0.5)·3 rounded once is 0.9336 in bf16; silu(0.5) alone becomes 0.3105 there."""
+    mlp = torch.tensor([0.5, 3.0], dtype=BF16, device=device).view(1, 1, 2)
+    values = by(mlp_activation)(None, None, mlp, None, None, None, *NOTHING_SAVED, 0, BF16, SWIGLU)[0]
+    assert values.item() == 0.9296875
+    dh = torch.ones(1, 1, 1, device=device)
+    assert by(mlp_down_gradient)(dh, None, None, mlp, None, 0, BF16, FP32, SWIGLU).item() == 0.9296875
+
+
+@operator_and_kernel
+@pytest.mark.parametrize("rank", [4, 24])
+def test_halves_of_two_linears_have_adapters_of_their_own(rank: int, by: Any, device: torch.device) -> None:
+    """Like one linear whose adapter has both ranks, with zeros where a half does not read."""
+    attention, mlp, _, up = given(SWIGLU, 48, 96, rank)
+    h, zeros = whole(2, 7, 3 * rank)[..., rank:], torch.zeros(96, rank)
+    as_one = torch.cat([torch.cat([up[:96], zeros]), torch.cat([zeros, up[96:]])], dim=1)
+    down, how = whole(8, 144), ("e4m3", "per_row", "e4m3", 16, FP32, SWIGLU)
+    for op, before, after in (
+        (mlp_activation, (attention, None, mlp, None), ()),
+        (mlp_activation_down, (attention, mlp), (down,)),
+    ):
+        one = by(op)(*moved((*before, h, up, *after), device), *how)
+        assert_equal(one, by(op)(*moved((*before, h, as_one, *after), device), *how))
+        check_layout(op, (*before, h, up, *after, *how), one)
+    arguments = (attention, None, mlp, None, h, up, *how)
+    casts = declarations["coat::mlp_activation"](mlp_activation(*arguments), *arguments)
+    assert_bitwise(casts[-1].values, complete(mlp, h, as_one))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_what_is_cast_is_declared(activation: str) -> None:
+    inputs, how = given(activation, 48, 65, 4), ("e4m3", "per_row", "e4m3", 16, FP32, activation)
+    arguments = (*of_values(*inputs), *how)
+    out = mlp_activation(*arguments)
+    casts = declarations["coat::mlp_activation"](out, *arguments)
+    assert [cast.kind for cast in casts] == ["input", None, None]
+    for cast, wanted in zip(casts, (out[0], inputs[0], complete(*inputs[1:])), strict=True):
+        assert_bitwise(cast.values, wanted)
+        assert_bitwise(quantize(wanted, "e4m3", cast.granularity).scale, cast.scale)
+    arguments = (*inputs, torch.randn(3, 113), *how)
+    of_down = declarations["coat::mlp_activation_down"](mlp_activation_down(*arguments), *arguments)
+    assert [cast.kind for cast in of_down] == ["input", None, None]
+    for cast, other in zip(of_down, casts, strict=True):
+        assert_bitwise(cast.values, other.values)
+    nothing = (*of_values(*inputs), *NOTHING_SAVED, 16, FP32, activation)
+    assert declarations["coat::mlp_activation"](mlp_activation(*nothing), *nothing) == ()
+
+
+# -- kernels: interpreted on a CPU ------------------------------------------------------------------------------------
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_kernel_without_an_adapter(activation: str, case: tuple[str, str, str], device: torch.device) -> None:
+    kind, *spec = case
+    for b, s, d, f, group in ((2, 7, 48, 160, 16), (1, 1, 130, 1024, 256)):
+        attention = rows_of_kind(kind, (b, s, d)).to(device)
+        mlp = 3 * rows_of_kind(kind, (b, s, columns(f, activation))).to(device)
+        for out in (attention, None):
+            how = (*spec, "e5m2", group, FP32, activation)
+            values, codes, scale, *kept = kernel_of(mlp_activation)(out, None, mlp, None, None, None, *how)
+            if out is not None:
+                assert_bitwise(values[..., :d], attention)
+                assert_saved(attention, *kept[:2], "e5m2", group)
+            assert_values(values[..., -f:], mlp, activation)
+            assert_codes_of(values, codes, scale, *spec)
+            assert_saved(mlp, *kept[2:], "e5m2", group)
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize(
+    ("activation", "rank"), [*((GELU, rank) for rank in (1, 4, 16, 24, 64, 72, 128)), (SWIGLU, 24), (SWIGLU, 128)]
+)
+def test_kernel_adds_the_adapter(activation: str, rank: int, device: torch.device) -> None:
+    attention, mlp, h, up = moved(given(activation, 48, 288, rank, s=19), device)
+    spec = ("e4m3", "per_tensor" if rank == 4 else "per_row")
+    how = (*spec, "e4m3", 32, FP32, activation)
+    values, codes, scale, *kept = kernel_of(mlp_activation)(attention, None, mlp, None, h, up, *how)
+    assert_bitwise(values[..., :48], attention.contiguous())
+    assert_values(values[..., 48:], complete(mlp, h, up), activation)
+    assert_codes_of(values, codes, scale, *spec)
+    assert_saved(attention, *kept[:2], "e4m3", 32)
+    assert_saved(complete(mlp, h, up), *kept[2:], "e4m3", 32)
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_kernels_in_half_precision(activation: str, dtype: torch.dtype, rank: int, device: torch.device) -> None:
+    inputs = [x if x is None else x / 4 for x in given(activation, 48, 96, rank, dtype)]
+    for granularity in ("per_row", "per_tensor"):
+        how = ("e4m3", granularity, "none", 16, dtype, activation)
+        values, codes, scale, *_ = kernel_of(mlp_activation)(*moved(of_values(*inputs), device), *how)
+        # two or three roundings, each to a neighbour that the interpreter's truncation may choose otherwise
+        assert_rows_close(values, reference(mlp_activation, *of_values(*inputs), *how)[0], 3 * BF16_ULP_RTOL)
+        assert_codes_of(values, codes, scale, "e4m3", granularity)
+    dh, down = (inputs[2], torch.randn(rank, 96).to(dtype)) if rank else (None, None)
+    backward = (torch.randn(2, 7, 96).to(dtype), dh, down, inputs[1], None, 16, dtype, activation)
+    found = kernel_of(mlp_activation_backward)(*moved(backward, device))
+    assert_rows_close(found, reference(mlp_activation_backward, *backward), 2 * BF16_ULP_RTOL)
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned")
+def test_gelu_keeps_its_relative_precision_at_negative_x(device: torch.device) -> None:
+    x = torch.linspace(-5.0, 5.0, 1000, device=device).view(1, 1, -1)
+    cubic = (2 / torch.pi) ** 0.5 * (x.double() + 0.044715 * x.double() ** 3)
+    found = kernel_of(mlp_activation)(None, None, x, None, None, None, *NOTHING_SAVED, 16, FP32)[0].double()
+    torch.testing.assert_close(found, x * torch.sigmoid(2 * cubic), rtol=GELU_RELATIVE_RTOL, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.triton
+def test_kernels_match_the_reference_in_bf16() -> None:
+    mlp, grad = 3 * torch.randn(2, 64, 12288, device="cuda").bfloat16(), torch.randn(2, 64, 12288, device="cuda")
+    attention = torch.randn(2, 64, 3072, device="cuda").bfloat16()
+    how = ("e4m3", "per_row", "none", 128, BF16)
+    values = kernel_of(mlp_activation)(attention, None, mlp, None, None, None, *how)[0]
+    expected = torch.cat([attention, act(mlp.double(), GELU).to(BF16)], dim=-1)
+    torch.testing.assert_close(values, expected, rtol=BF16_ULP_RTOL, atol=GELU_RTOL * 15)
+    dmlp = kernel_of(mlp_activation_backward)(grad, None, None, mlp, None, 128, BF16)
+    torch.testing.assert_close(dmlp, gradient(mlp, grad, GELU).to(BF16), rtol=BF16_ULP_RTOL, atol=GELU_RTOL * 100)
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("group", [16, 128, 256, 0], ids=["1x16", "1x128", "wider than a row", "per tensor"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_kernels_read_codes(activation: str, group: int, device: torch.device) -> None:
+    n = columns(128 if group == 256 else 256, activation)
+    mlp = saved(torch.randn(2, 7, n) * torch.logspace(-2, 2, n), group)
+    attention = saved(torch.randn(2, 7, 48), group)
+    grad, dh = torch.randn(2, 7, n if activation == GELU else n // 2), torch.randn(2, 7, 4)
+    for op, arguments in (
+        (mlp_activation, (*attention, *mlp, None, None, *NOTHING_SAVED, group, FP32, activation)),
+        (mlp_activation_backward, (grad, None, None, *mlp, group, FP32, activation)),
+        (mlp_down_gradient, (dh, *attention, *mlp, group, FP32, FP32, activation)),
+    ):
+        found, expected = kernel_of(op)(*moved(arguments, device)), reference(op, *arguments)
+        found, expected = (x[0] if isinstance(x, tuple) else x for x in (found, expected))
+        for start in range(0, expected.shape[-1], 76):  # so that small columns count
+            part = slice(start, start + 76)
+            assert_rows_close(found[..., part], expected[..., part], KERNEL_ROW_RTOL)
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_backward_kernel(activation: str, kind: str, device: torch.device) -> None:
+    kernel = kernel_of(mlp_activation_backward)
+    for s, f, rank in ((7, 200, 0), (19, 100, 24), (1, 1100, 128)):
+        mlp, grad = 3 * rows_of_kind(kind, (2, s, columns(f, activation))), whole(2, s, f + 40)[..., 40:]
+        dh, down = (whole(2, s, 3 * rank)[..., rank : 2 * rank], whole(rank, f + 40)[:, 40:]) if rank else (None, None)
+        dmlp = kernel(*moved((grad, dh, down, mlp), device), None, 128, FP32, activation).cpu()
+        assert dmlp.is_contiguous()
+        g = complete(grad, dh, None if down is None else down.t())
+        allowed = GELU_RTOL * g.abs() * (1 + mlp.abs()) if activation == GELU else None
+        if activation == SWIGLU:
+            gate, up = mlp.abs().chunk(2, dim=-1)
+            allowed = SILU_RTOL * torch.cat([g.abs() * up * (1 + gate), g.abs() * gate], dim=-1)
+        assert bool(((dmlp - gradient(mlp, g, activation)).abs() <= allowed).all())
+
+
+def assert_down(inputs: tuple[Any, ...], down: Tensor, *how: Any, device: torch.device) -> None:
+    """Assert codes to be those of `mlp_activation`'s launcher, and the product that of its values.
+
+    It is summed in fp32 in any order and rounded once.
+    """
+    inputs, down = moved(inputs, device), down.to(device)
+    h_next, *found = kernel_of(mlp_activation_down)(*inputs, down, *how)
+    values, *expected = kernel_of(mlp_activation)(*of_values(*inputs), *how)
+    assert_equal(found, expected)
+    values, down = values.cpu().double(), down.cpu().double()
+    exact, magnitudes = values @ down.t(), values.abs() @ down.abs().t()
+    rounding = BF16_ULP_RTOL if h_next.dtype != FP32 else 0.0
+    off = (h_next.cpu().double() - exact).abs()
+    assert bool((off <= KERNEL_ROW_RTOL * magnitudes + rounding * exact.abs()).all())
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("kind", KINDS)
+def test_down_projection_kernel_takes_any_values(kind: str, device: torch.device) -> None:
+    shapes = ((7, 48, 200, 16), (1, 130, 1100, 256), (33, 0, 300, 32), (7, 48, 130, 64))
+    for spec, (s, d, f, group) in zip(SPECS[1:], shapes, strict=True):
+        attention = rows_of_kind(kind, (2, s, d)) if d else None
+        inputs = (attention, 3 * rows_of_kind(kind, (2, s, f)), None, None)
+        assert_down(inputs, (torch.randn(8, d + f + 8) / 16)[:, 8:], *spec, "e5m2", group, FP32, device=device)
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize(
+    ("rank", "next_rank", "s", "d", "f", "group", "activation"),
+    [
+        (1, 1, 19, 48, 300, 32, GELU),
+        (24, 24, 19, 48, 300, 32, GELU),
+        (4, 16, 19, 48, 300, 32, GELU),
+        (16, 4, 19, 48, 300, 32, GELU),
+        (64, 40, 19, 48, 300, 32, GELU),
+        (128, 64, 19, 48, 300, 32, GELU),
+        (72, 128, 19, 48, 300, 32, GELU),
+        (4, 256, 19, 48, 300, 32, GELU),
+        (4, 4, 3, 1100, 2200, 128, GELU),  # several stretches
+        (0, 4, 3, 48, 1088, 64, SWIGLU),
+        (4, 24, 3, 48, 96, 32, SWIGLU),
+        (24, 200, 3, 48, 96, 16, SWIGLU),
+    ],
+)
+def test_down_projection_kernel_with_adapters_of_every_rank(
+    rank: int, next_rank: int, s: int, d: int, f: int, group: int, activation: str, device: torch.device
+) -> None:
+    how = ("e4m3", "per_tensor" if rank == 4 else "per_row", "e4m3", group, FP32, activation)
+    inputs, down = given(activation, d, f, rank, s=s), torch.randn(next_rank, d + f) / 16
+    assert_down(inputs, down, *how, device=device)
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("next_rank", [16, 200])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_down_projection_kernel_in_half_precision(dtype: torch.dtype, next_rank: int, device: torch.device) -> None:
+    for rank in (0, 4):
+        attention, mlp, h, up = given(GELU, 48, 130, rank, dtype)
+        inputs = (attention, mlp + 0.25, h, None if up is None else 50 * up)  # sums that have to be rounded
+        down = (torch.randn(next_rank, 178) / 16).to(dtype)
+        assert_down(inputs, down, "e4m3", "per_row", "e4m3", 16, dtype, device=device)
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned")
+def test_groups_across_the_halves_are_the_references(device: torch.device) -> None:
+    attention, mlp, h, up = given(SWIGLU, 48, 65, 4)
+    codes, how = saved(mlp, 16), ("e4m3", "per_row", "e4m3", 16, FP32, SWIGLU)
+    for op, arguments in (
+        (mlp_activation, (attention, None, mlp, None, h, up, *how)),
+        (mlp_activation_down, (attention, mlp, h, up, torch.randn(4, 113), *how)),
+        (mlp_down_gradient, (h, attention, None, *codes, 16, FP32, FP32, SWIGLU)),
+        (mlp_activation_backward, (torch.randn(2, 7, 65), None, None, *codes, 16, FP32, SWIGLU)),
+    ):
+        found = kernel_of(op)(*moved(arguments, device))
+        check_layout(op, arguments, found)
+        for a, b in zip(*(x if isinstance(x, tuple) else (x,) for x in (found, op(*arguments))), strict=True):
+            assert_rows_close(a.float(), b.float(), KERNEL_ROW_RTOL)
+
+
+# -- the gradient of a down-projection
+
+
+def gradient_arguments(
+    s: int, rank: int, d: int, f: int, group: int, dtype: torch.dtype = FP32, dtype_down: torch.dtype = FP32
+) -> tuple[Any, ...]:
+    """dh, the end of wider rows; attention, None where D is 0, and mlp: values where the group is 0."""
+    dh, mlp = torch.randn(2, s, 2 * rank + 3).to(dtype)[..., -rank:], (3 * torch.randn(2, s, f)).to(dtype)
+    attention = torch.randn(2, s, d).to(dtype) if d else None
+    if not group:
+        return dh, attention, None, mlp, None, group, dtype, dtype_down
+    pair = (None, None) if attention is None else saved(attention, group)
+    return dh, *pair, *saved(mlp, group), group, dtype, dtype_down
+
+
+def assert_gradient(arguments: tuple[Any, ...], device: torch.device, rtol: float = KERNEL_ROW_RTOL) -> None:
+    """Assert the launcher's result to be the reference's, by stretches of columns, so that small ones count."""
+    found = kernel_of(mlp_down_gradient)(*moved(arguments, device))
+    # on the CPU the reference multiplies in half precision
+    expected = reference(mlp_down_gradient, arguments[0].float(), *arguments[1:])
+    assert found.is_contiguous()
+    for start in range(0, expected.shape[-1], 60):
+        assert_rows_close(found[:, start : start + 60], expected[:, start : start + 60], rtol)
+
+
+@pytest.fixture(params=[1, 3], ids=["one share", "three shares"])
+def shares(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Rows are shared among so many programs, whatever their number."""
+    kernels = pytest.importorskip("coat_core.ops.gelu_kernel")
+    monkeypatch.setattr(kernels, "_shared", lambda rows, *_: (request.param, -(-rows // (32 * request.param))))
+    return request.param
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned", "shares")
+@pytest.mark.parametrize(
+    ("rank", "d", "f", "group"),
+    [(1, 48, 200, 0), (4, 0, 70, 128), (16, 130, 65, 16), (24, 48, 200, 0), (64, 0, 70, 128), (200, 130, 65, 16)],
+)
+def test_down_gradient_kernel(rank: int, d: int, f: int, group: int, device: torch.device) -> None:
+    assert_gradient(gradient_arguments(49, rank, d, f, group), device)
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize(
+    ("fmt", "group"), [("e4m3", 16), ("e5m2", 32), ("e4m3", 64), ("e5m2", 128), ("e4m3", 128), ("e4m3", 256)]
+)
+def test_down_gradient_kernel_reads_codes_of_every_group(fmt: str, group: int, device: torch.device) -> None:
+    x = torch.randn(2, 7, 300) * torch.logspace(-3, 3, 300)  # a scale of another group would show
+    dh = torch.randn(2, 7, 4)
+    assert_gradient((dh, *saved(x, group, fmt), *saved(x, group, fmt), group, FP32, FP32), device)
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned")
+def test_down_gradient_kernel_reads_scales_per_row_and_per_tensor(device: torch.device) -> None:
+    x = torch.randn(2, 7, 150) * torch.logspace(-2, 2, 14).view(2, 7, 1)
+    for granularity in (PER_ROW, PER_TENSOR):
+        pair = quantize(x, "e5m2", granularity)[:2]
+        assert_gradient((torch.randn(2, 7, 4), *pair, *pair, 16, FP32, FP32), device)
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned", "shares")
+@pytest.mark.parametrize(("dtype", "dtype_down"), [(BF16, BF16), (BF16, FP32), (FP16, FP32)])
+def test_down_gradient_kernel_in_half_precision(
+    dtype: torch.dtype, dtype_down: torch.dtype, device: torch.device
+) -> None:
+    for group in (0, 64):  # the interpreter truncates the values
+        assert_gradient(gradient_arguments(49, 16, 48, 130, group, dtype, dtype_down), device, 2 * BF16_ULP_RTOL)
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned")
+def test_down_gradient_kernel_rounds_values_before_it_multiplies(device: torch.device) -> None:
+    dh, x = torch.ones(1, 1, 1, device=device), torch.full((1, 1, 1), 257.0, device=device)
+    found = kernel_of(mlp_down_gradient)(dh, x, None, x, None, 16, BF16, FP32)
+    assert found.tolist() == [[256.0, 256.0]]  # 257 is between two of bf16
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned")
+def test_down_gradient_kernel_adds_the_parts_up(device: torch.device) -> None:
+    from coat_core.ops.gelu_kernel import _shared
+
+    assert _shared(194, 1, 4) == (3, 3)
+    assert_gradient(gradient_arguments(97, 1, 48, 130, 16), device)
+
+
+def test_shares_of_rows() -> None:
+    shared = pytest.importorskip("coat_core.ops.gelu_kernel")._shared
+    for rows, rank, programs in itertools.product((0, 1, 64, 512, 1536, 4608, 70000), (1, 16, 128), (1, 192, 240, 999)):
+        count, rounds = shared(rows, rank, programs)
+        assert (count - 1) * rounds * 32 < max(rows, 1) <= max(count * rounds * 32, 1)
+        assert count == 1 or (count * programs <= 512 and rows // count >= 64 * rank - 32)
+    assert shared(4608, 16, 240)[0] == 2
+    assert shared(4096, 16, 192)[0] == 2

@@ -1,0 +1,240 @@
+"""What torch.compile and callers may rely on, of every operator and its launcher.
+
+Results have the fake's dtype, shape and strides and memory of their own; a second launch has the same bits; what an
+operator cannot do is an error that names it. opcheck asks the body alone; the launchers are asked over views and dtypes
+that differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from coat_core.granularity import PER_ROW, PER_TENSOR, per_group
+from coat_core.ops import dispatch, gate, gelu, lora, mlp_down, norm, qkv, scaled_mm
+from coat_core.ops import quantize as codes
+from coat_core.quantize import quantize
+from tests.helpers.operators import bits, check_layout, check_operator, moved, tensors_in
+from tests.helpers.rows import SPECS
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+Case = tuple[Any, tuple[Any, ...]]
+SAVED = [("e4m3", 128), ("none", 0), ("e5m2", 16), ("e4m3", 32), ("none", 0)]  # one for each of SPECS
+SWIGLU = "silu_and_mul"
+
+
+def turned(*shape: int) -> Tensor:
+    """fp32 [..., n, m], dense, with the strides of its transpose."""
+    return torch.randn(*shape[:-2], shape[-1], shape[-2]).transpose(-1, -2)
+
+
+def quantize_cases() -> Iterator[Case]:
+    for granularity in (PER_TENSOR, PER_ROW, per_group(16)):
+        how = (granularity.name, granularity.group_size)
+        for x in (turned(3, 40).bfloat16(), torch.randn(2, 3, 40, dtype=FP16), torch.randn(1, 1)):
+            yield codes._quantize, (x, "e4m3", *how, None)
+            yield codes._quantize, (x, "e5m2", *how, torch.rand(x.shape[-1]))
+        stored, scale, _ = quantize(torch.randn(3, 40), "e4m3", granularity)
+        yield codes._dequantize, (stored.t().contiguous().t(), scale, *how, BF16)
+    for how in (("e4m3", "per_row"), ("e5m2", "per_tensor"), ("none", "none")):
+        for saved in SAVED[:2]:
+            for x in (turned(3, 40).bfloat16(), torch.randn(2, 5, 48, dtype=FP16)[:, 2:, 8:], torch.randn(1, 1)):
+                yield codes.quantize_and_save, (x, *how, *saved)
+    for shape in ((16, 48), (1, 32), (32, 1)):
+        yield codes.transpose_codes, (torch.randn(shape).to(torch.float8_e4m3fn),)
+    for x in (turned(3, 64), torch.randn(2, 3, 96, dtype=BF16)[..., 32:]):
+        for factors in (None, torch.rand(64)):
+            yield codes.quantize_int8, (x, 16, factors)
+        yield codes.rotate, (x, 64)
+    for transposed in (False, True):
+        packed = torch.randint(0, 256, (32, 24), dtype=torch.uint8)
+        yield codes.decode_nvfp4, (packed, torch.randint(1, 127, (32, 3), dtype=torch.uint8), transposed)
+
+
+def read_cases(x: Tensor) -> Iterator[tuple[Tensor, Tensor | None, int]]:
+    """x as an operator of the backward pass reads it: as it is, and as codes with their scale; and the group size."""
+    yield x, None, 16
+    if x.numel():
+        yield *quantize(x, "e4m3", per_group(16))[:2], 16
+
+
+def norm_cases() -> Iterator[Case]:
+    for tokens, dtype, scale_dtype in ((7, BF16, BF16), (7, FP32, BF16), (1, FP16, BF16), (0, BF16, FP32)):
+        x, scale = turned(2, tokens, 48).to(dtype), torch.randn(2, 144).to(scale_dtype)[:, 48:96]
+        for weight in (None, torch.rand(48).to(scale_dtype)):
+            for spec, saved in zip(SPECS, SAVED, strict=True) if tokens else [(SPECS[0], SAVED[1])]:
+                yield norm.norm_modulate_quantize, (x, scale, scale, 1e-6, *spec, *saved, weight)
+            for given in read_cases(x):
+                yield norm.norm_modulate, (*given, scale, None, 1e-6, dtype, weight)
+                for residual in (None, torch.randn(x.shape)):
+                    grad = torch.randn(x.shape)
+                    yield norm.norm_modulate_backward, (grad, *given, scale, 1e-6, residual, dtype, weight)
+
+
+def gate_cases() -> Iterator[Case]:
+    for tokens, dtype in ((7, BF16), (7, FP32), (1, BF16), (0, FP32)):
+        x, scale = turned(2, tokens, 48), torch.randn(2, 144)[:, 48:96].to(dtype)
+        h, up = torch.randn(2, tokens, 12).to(dtype)[..., 4:], torch.randn(48, 8).to(dtype)
+        for weight in (None, torch.rand(48)):
+            for saved in SAVED[:3] if tokens else SAVED[1:2]:
+                for adapter in ((None, None), (h, up)):
+                    yield gate.gated_sum, (x.bfloat16(), scale, x.to(dtype), *adapter, *saved, weight, 1e-6)
+            for spec in SPECS if tokens else SPECS[:1]:
+                yield gate.gated_sum_backward, (x, scale, x.bfloat16(), None, 128, BF16, *spec, weight, 1e-6)
+            for given in read_cases(x.bfloat16()):
+                yield gate.gated_sum_backward, (x, scale, *given, BF16, *SPECS[0], weight, 1e-6)
+        yield gate.gated_sum_backward, (x, scale, None, None, 128, BF16, *SPECS[0])
+
+
+def mlp_cases() -> Iterator[Case]:
+    for tokens in (7, 1, 0):
+        mlp, attention = turned(2, tokens, 130), torch.randn(2, tokens, 88)[..., 48:]
+        pair = (torch.randn(2, tokens, 4), torch.randn(130, 4))
+        for spec in SPECS if tokens else ():
+            yield gelu.mlp_activation, (attention, None, mlp, None, *pair, *spec, "e4m3", 16, FP32)
+            yield gelu.mlp_activation, (None, None, mlp.bfloat16(), None, None, None, *spec, "none", 0, BF16, SWIGLU)
+        for spec in SPECS[1:] if tokens else ():
+            down = torch.randn(5, 178)[:, 8:]
+            yield mlp_down.mlp_activation_down, (attention, mlp, *pair, down, *spec, "e4m3", 16, FP32)
+            half = down.bfloat16()[:, 105:]
+            given = (None, mlp.bfloat16(), None, None, half, *spec, "none", 0, BF16, SWIGLU)
+            yield mlp_down.mlp_activation_down, given
+        yield gelu.mlp_activation_backward, (mlp, pair[0], pair[1].t(), mlp, None, 0, BF16)
+        for dtype, dtype_down in ((BF16, FP32), (FP32, BF16), (FP16, FP16)):
+            dh = torch.randn(2, tokens, 12).to(dtype)[..., 4:]
+            for a, b in zip(read_cases(attention.to(dtype)), read_cases(mlp.to(dtype)), strict=True):
+                yield gelu.mlp_down_gradient, (dh, *a[:2], *b, dtype, dtype_down)
+                yield gelu.mlp_down_gradient, (dh, None, None, *b, dtype, dtype_down)
+
+
+def qkv_cases() -> Iterator[Case]:
+    for tokens, dtype in ((7, BF16), (7, FP32), (1, BF16)):
+        y, h, up = torch.randn(2, tokens, 200)[..., :144].to(dtype), torch.randn(2, tokens, 12), torch.randn(144, 4)
+        rest = ([torch.randn(16).to(dtype)] * 2, *torch.randn(2, tokens, 16), 1e-6)
+        for saved in ("e5m2", "none"):
+            yield qkv.qkv_rope, ([y], [], [h.to(dtype)], [up.to(dtype)], *rest, saved, 16, dtype)
+            yield qkv.qkv_rope, ([y], [], [], [], *rest, saved, 32, dtype)
+        grads = [torch.randn(2, 3, tokens, 16).transpose(1, 2) for _ in range(3)]
+        yield qkv.qkv_rope_backward, (grads, [y], [], *rest, 16, dtype)
+        mlp, dh, down = turned(2, tokens, 130).to(dtype), torch.randn(2, tokens, 4), torch.randn(4, 130)
+        yield qkv.qkv_mlp_backward, (grads, y, None, *rest, mlp.float(), dh, down, mlp, None, 16, dtype)
+
+
+def lora_cases() -> Iterator[Case]:
+    for tokens, dtype, dtype_up in ((7, BF16, FP32), (1, FP32, FP32), (0, FP16, BF16)):
+        for rank in (4, 40):
+            dy, h = torch.randn(2, tokens, 64)[..., 8:], torch.randn(2, tokens, 3 * rank)[..., rank:]
+            dy[:1, :, 50] = float("nan")
+            yield lora.lora_up_gradients, (dy, h.to(dtype), torch.randn(56, rank).to(dtype), [48, 8], dtype_up)
+
+
+def product_cases() -> Iterator[Case]:
+    for granularity in (PER_TENSOR, PER_ROW):
+        stored, scale, _ = quantize(torch.randn(48, 32), "e4m3", granularity)
+        for x in (turned(4, 32), torch.randn(32), torch.randn(2, 9, 32, dtype=BF16), torch.randn(0, 32)):
+            yield scaled_mm.weight_only_linear, (x, stored, scale, torch.randn(48), BF16)
+            yield scaled_mm.weight_only_linear, (x, stored, scale, None, FP32)
+    a, b = (torch.randint(-127, 128, (rows, 48), dtype=torch.int8) for rows in (17, 32))
+    for bias in (torch.randn(32), None):
+        yield scaled_mm.int8_mm, (a, torch.rand(17, 1), b, torch.rand(32, 1), bias, BF16, True)
+
+
+GROUPS = [quantize_cases, norm_cases, gate_cases, mlp_cases, qkv_cases, lora_cases, product_cases]
+
+
+def first_cases() -> dict[str, Case]:
+    """The first call of each operator."""
+    found: dict[str, Case] = {}
+    for cases in GROUPS:
+        for op, args in cases():
+            found.setdefault(op._qualname, (op, args))
+    return found
+
+
+def test_every_operator_has_a_case() -> None:
+    assert set(dispatch.launchers) - set(first_cases()) == {"coat::fp8_adamw_step"}  # tests/kernels/test_adamw.py
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("cases", GROUPS)
+def test_launchers_return_what_the_fakes_promise(cases: Any, device: torch.device) -> None:
+    for op, args in cases():
+        launch = dispatch.launcher_of(op._qualname)
+        given = moved(args, device)
+        results, references = launch(*given), op._init_fn(*given)
+        check_layout(op, given, results)
+        check_layout(op, given, references)
+        for found, expected in zip(tensors_in(results), tensors_in(references), strict=True):
+            assert (found.float().isnan() == expected.float().isnan()).all(), op
+
+
+@pytest.mark.parametrize("name", sorted(first_cases()))
+def test_operators_keep_torch_library_rules(name: str) -> None:
+    check_operator(*first_cases()[name])
+
+
+@pytest.mark.triton
+def test_two_launches_agree(device: torch.device) -> None:
+    for op, args in first_cases().values():
+        given = moved(args, device)
+        first, second = (tensors_in(dispatch.launcher_of(op._qualname)(*given)) for _ in range(2))
+        assert all(torch.equal(bits(a), bits(b)) for a, b in zip(first, second, strict=True)), op
+
+
+def mlp_activation(width: int, granularity: str, activation: str) -> Case:
+    nothing = (None, None, torch.randn(1, 2, width), None, None, None)
+    return gelu.mlp_activation, (*nothing, "e4m3", granularity, "none", 16, FP32, activation)
+
+
+def down_projection(columns: int, granularity: str) -> Case:
+    mlp, down = torch.randn(1, 2, 16), torch.randn(8, columns)
+    return mlp_down.mlp_activation_down, (None, mlp, None, None, down, "e4m3", granularity, "none", 16, FP32, SWIGLU)
+
+
+def lora_gradients(widths: list[int], rank: int) -> Case:
+    dy, h, up = torch.randn(2, 48), torch.randn(2, rank), torch.randn(48, 4)
+    return lora.lora_up_gradients, (dy, h, up, widths, FP32)
+
+
+X = torch.randn(1, 2, 16)
+REFUSED = {  # of a call: what the message names
+    "granularity": (mlp_activation(16, "per_group", "gelu_tanh"), "granularity='per_group'"),
+    "activation": (mlp_activation(16, "none", "relu"), "activation='relu'"),
+    "odd width": (mlp_activation(15, "none", SWIGLU), "width 15"),
+    "no granularity": (down_projection(8, "none"), "granularity='none'"),
+    "wide down-projection": (down_projection(16, "per_row"), r"down of shape \(8, 16\).* 8 values"),
+    "widths": (lora_gradients([40, 9], 8), r"widths=\[40, 9\].*48"),
+    "rank": (lora_gradients([40, 8], 4), r"h of shape \(2, 4\).* 4 columns for each of 2"),
+    "rotation": ((codes.quantize_int8, (torch.randn(2, 64), 256, None)), "size=256"),
+    "norm without its input": (
+        (gate.gated_sum_backward, (X, X[0, :1], None, None, 128, FP32, "e5m2", "none", X[0, 0], 1e-6)),
+        "result=None",
+    ),
+}
+
+
+@pytest.mark.parametrize("by", ["operator", pytest.param("launcher", marks=[pytest.mark.triton])])
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_an_operator_cannot_do_is_an_error(case: str, by: str) -> None:
+    (op, args), message = REFUSED[case]
+    with pytest.raises(ValueError, match=message):
+        (op if by == "operator" else dispatch.launcher_of(op._qualname))(*args)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("name", ["norm_modulate", "norm_modulate_backward", "gated_sum_backward", "quantize_and_save"])
+def test_rows_too_wide_for_a_program_are_refused(name: str, device: torch.device) -> None:
+    x = torch.zeros(1, 1, 16385, device=device)
+    args: dict[str, tuple[Any, ...]] = {
+        "norm_modulate": (x, None, 0, x[0], x[0], 1e-6, FP32),
+        "norm_modulate_backward": (x, x, None, 0, x[0], 1e-6, None, FP32),
+        "gated_sum_backward": (x, x[0], None, None, 128, FP32, "e5m2", "none"),
+        "quantize_and_save": (x, "e4m3", "per_row", "none", 128),
+    }
+    with pytest.raises(ValueError, match=r"16385.*16384"):
+        dispatch.launcher_of(f"coat::{name}")(*args[name])
