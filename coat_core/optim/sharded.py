@@ -94,10 +94,11 @@ class ShardedFP8AdamW(FP8AdamW):
         if options.get("offload", "none") != "none":
             raise ValueError("offload='cpu': not for sharded parameters, whose moments are divided already; pass none")
         self._whole = dict(params)
-        self._own = {name: _local(param) for name, param in self._whole.items()}
+        self._own = {name: local_values(param).detach().requires_grad_() for name, param in self._whole.items()}
         super().__init__([param for param in self._own.values() if param.numel()], **options)
         for name, param in self._whole.items():
-            _check(name, param, self.fp8_config.block_size)
+            if is_sharded(param):
+                _check(name, param, self.fp8_config.block_size)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> float | None:  # type: ignore[override]
@@ -138,11 +139,14 @@ class ShardedFP8AdamW(FP8AdamW):
         stored = storages(self.fp8_config)
         states: dict[int, dict[str, Tensor]] = {}
         for index, named in enumerate(self.checkpoint_state().values()):
-            found = {key.partition(" ")[0]: value for key, value in gather(named, keep).items()}
-            states[index] = {
-                key: value.view(stored[key].dtype) if key in MOMENTS else value if key == "step" else value.flatten()
-                for key, value in found.items()
-            }
+            states[index] = {}
+            for described, value in gather(named, keep).items():
+                key = described.partition(" ")[0]
+                if key in MOMENTS:
+                    value = value.view(stored[key].dtype)
+                elif key != "step":
+                    value = value.flatten()
+                states[index][key] = value
         groups = [{**group, "params": list(range(len(self._whole)))} for group in self.param_groups]
         return {"state": states if keep else {}, "param_groups": groups}
 
@@ -180,9 +184,11 @@ class ShardedFP8AdamW(FP8AdamW):
             whole = (n_blocks(param.numel(), block),) if numbers else tuple(param.shape)
             if tuple(value.shape) != whole:
                 raise ValueError(f"{key} of {name} has shape {tuple(value.shape)}: must be {whole}")
-            first = _first_element(param) // block if numbers else 0
-            count = n_blocks(self._own[name].numel(), block) if numbers else 0
-            rows[key] = value[first : first + count] if numbers else rows_like(param, value)
+            if numbers:
+                first = _first_element(param) // block
+                rows[key] = value[first:][: n_blocks(self._own[name].numel(), block)]
+            else:
+                rows[key] = rows_like(param, value)
         return rows
 
     def _named_state(self, param: Tensor, own: Tensor) -> dict[str, Tensor]:
@@ -222,9 +228,7 @@ def _sharded_like(param: Tensor, own: Tensor, shape: torch.Size) -> Tensor:
     return DTensor.from_local(own, param.device_mesh, param.placements, run_check=False, shape=shape, stride=stride)
 
 
-def _check(name: str, param: Tensor, block_size: int) -> None:
-    if not is_sharded(param):
-        return
+def _check(name: str, param: DTensor, block_size: int) -> None:
     if len(param.placements) != 1 or param.placements[0] != Shard(0):
         raise ValueError(f"{name} has placements {param.placements}: FP8AdamW takes Shard(0) over one mesh dimension")
     if not _fits(param.shape, param.device_mesh.size(), block_size):
@@ -232,7 +236,3 @@ def _check(name: str, param: Tensor, block_size: int) -> None:
             f"{name} of shape {tuple(param.shape)} over {param.device_mesh.size()} processes: a shard cuts a block of "
             f"{block_size} moments; pass cut_parameters(...) to fully_shard as ignored_params"
         )
-
-
-def _local(param: Tensor) -> Tensor:
-    return local_values(param).detach().requires_grad_()

@@ -267,7 +267,7 @@ def final_loss(make_optimizer, dtype: torch.dtype = torch.float32) -> tuple[floa
     return losses[0], losses[-1]
 
 
-@pytest.mark.parametrize("name", [name for name, config in CONFIGS.items() if config.use_dynamic_range_expansion])
+@pytest.mark.parametrize("name", ["default", "e4m3_e5m2", "integers", "block_16"])
 def test_loss_ends_near_adamw(name: str) -> None:
     first, expected = final_loss(lambda params: torch.optim.AdamW(params, lr=1e-2))
     _, reached = final_loss(lambda params: FP8AdamW(params, lr=1e-2, fp8_config=CONFIGS[name]))

@@ -97,33 +97,33 @@ def test_group_values_come_from_the_file_but_fp8_and_parameters_do_not() -> None
 
 
 CHANGES = [
-    ("default", "e5m2_e4m3", "exp_avg: e4m3 (block 128, expanded) -> e5m2 (block 128, expanded), re-quantized"),
-    ("default", "block_16", "exp_avg: e4m3 (block 128, expanded) -> e4m3 (block 16, expanded), re-quantized"),
-    ("default", "plain", "exp_avg: e4m3 (block 128, expanded) -> e4m3 (block 128, plain), re-quantized"),
-    ("plain", "default", "exp_avg_sq: e4m3 (block 128, plain) -> e4m3 (block 128, expanded), re-quantized"),
-    ("unquantized", "default", "exp_avg: fp32 -> e4m3, re-quantized"),
-    ("default", "unquantized", "exp_avg_sq: e4m3 -> fp32, dequantized"),
-    ("default", "integers", "exp_avg: e4m3 (block 128, expanded) -> int8_ratio (block 128), re-quantized"),
-    ("integers", "default", "exp_avg_sq: uint8_log (block 128) -> e4m3 (block 128, expanded), re-quantized"),
-    ("integers", "ratio_e4m3", "exp_avg_sq: uint8_log (block 128) -> e4m3 (block 128, expanded), re-quantized"),
-    ("integers", "integers_block_48", "exp_avg: int8_ratio (block 128) -> int8_ratio (block 48), re-quantized"),
-    ("integers", "ratio_fp32", "exp_avg_sq: uint8_log -> fp32, dequantized"),
-    ("ratio_fp32", "block_16", "exp_avg: int8_ratio (block 128) -> e4m3 (block 16, expanded), re-quantized"),
-    ("unquantized", "integers", "exp_avg: fp32 -> int8_ratio, re-quantized; exp_avg_sq: fp32 -> uint8_log"),
-    ("integers", "unquantized", "exp_avg: int8_ratio -> fp32, dequantized; exp_avg_sq: uint8_log -> fp32"),
+    ("default", "e5m2_e4m3"),
+    ("default", "block_16"),
+    ("default", "plain"),
+    ("plain", "default"),
+    ("unquantized", "default"),
+    ("default", "unquantized"),
+    ("default", "integers"),
+    ("integers", "default"),
+    ("integers", "ratio_e4m3"),
+    ("integers", "integers_block_48"),
+    ("integers", "ratio_fp32"),
+    ("ratio_fp32", "block_16"),
+    ("unquantized", "integers"),
+    ("integers", "unquantized"),
 ]
 
 
-@pytest.mark.parametrize(("old", "new", "message"), CHANGES)
-def test_a_change_of_storage_requantizes_and_says_so_once(
-    old: str, new: str, message: str, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize(("old", "new"), CHANGES)
+def test_a_change_of_storage_requantizes_and_says_so_once(old: str, new: str, caplog: pytest.LogCaptureFixture) -> None:
     params, optimizer = trained(CONFIGS[old])
     twins, twin = resumed(params, optimizer.state_dict(), CONFIGS[new])
     assert len(caplog.records) == 1
     assert caplog.records[0].levelno == logging.WARNING
-    assert message in caplog.text
     before, after = storages(CONFIGS[old]), storages(CONFIGS[new])
+    for name in MOMENTS:
+        change = f"{name}: {before[name].describe()} -> {after[name].describe()}, "
+        assert (change in caplog.text) == (before[name] != after[name])
     for a, b in zip(params, twins, strict=True):
         values = {name: read_back(name, optimizer.state[a], before) for name in MOMENTS}
         for name in MOMENTS:
@@ -159,7 +159,7 @@ def test_adamw_file_is_taken_over(dtype: torch.dtype, name: str, caplog: pytest.
     run(adamw, params, range(3))
     twins, twin = resumed(params, adamw.state_dict(), CONFIGS[name])
     if name == "default":
-        assert "exp_avg: fp32 -> e4m3, re-quantized; exp_avg_sq: fp32 -> e4m3, re-quantized" in caplog.text
+        assert "exp_avg: fp32 -> e4m3 (block 128, expanded), re-quantized" in caplog.text
     else:
         assert not caplog.records
         assert_bitwise(twin.state[twins[0]]["exp_avg"], adamw.state[params[0]]["exp_avg"].float())
