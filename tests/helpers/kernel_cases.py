@@ -13,6 +13,27 @@ from torch import Tensor
 
 from coat_core import ops
 from coat_core.formats import FORMATS
+from coat_core.ops import gate_kernel as gate
+from coat_core.ops import gelu_kernel as gelu
+from coat_core.ops import qkv_kernel as qkv
+from coat_core.ops.adamw_kernel import fp8_adamw_step
+from coat_core.ops.device import cast_by_amax
+from coat_core.ops.gate_kernel import gated_sum, gated_sum_backward
+from coat_core.ops.gelu_kernel import mlp_activation_backward, mlp_down_gradient
+from coat_core.ops.lora_kernel import lora_up_gradients
+from coat_core.ops.mlp_down_kernel import mlp_activation_down
+from coat_core.ops.norm_kernel import norm_modulate, norm_modulate_backward, norm_modulate_quantize
+from coat_core.ops.qkv_kernel import qkv_rope, qkv_rope_backward
+from coat_core.ops.quantize_kernel import (
+    decode_nvfp4,
+    dequantize,
+    quantize,
+    quantize_and_save,
+    quantize_int8,
+    rotate,
+    transpose_codes,
+)
+from coat_core.ops.scaled_mm_kernel import int8_mm, weight_only_linear
 
 TOKENS, HIDDEN, MLP = 4608, 3072, 12288
 
@@ -27,9 +48,6 @@ def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def _quantize_cases() -> dict[str, Callable[[], Any]]:
-    from coat_core.ops.device import cast_by_amax
-    from coat_core.ops.quantize_kernel import dequantize, quantize, quantize_and_save, transpose_codes
-
     cases: dict[str, Callable[[], Any]] = {}
     x, wide, row_scale = _empty(TOKENS, HIDDEN), _empty(TOKENS, MLP), _empty(TOKENS, 1, dtype=torch.float32)
     for name, fmt in FORMATS.items():
@@ -69,8 +87,6 @@ def _quantize_cases() -> dict[str, Callable[[], Any]]:
 
 
 def _weight_only_cases() -> dict[str, Callable[[], Any]]:
-    from coat_core.ops.scaled_mm_kernel import weight_only_linear
-
     bias, scale = _empty(6 * HIDDEN), _empty(dtype=torch.float32)
     codes = {name: _empty(6 * HIDDEN, HIDDEN, dtype=fmt.dtype) for name, fmt in FORMATS.items()}
     return {
@@ -82,9 +98,6 @@ def _weight_only_cases() -> dict[str, Callable[[], Any]]:
 
 
 def _int8_cases() -> dict[str, Callable[[], Any]]:
-    from coat_core.ops.quantize_kernel import dequantize, quantize_int8, rotate
-    from coat_core.ops.scaled_mm_kernel import int8_mm, weight_only_linear
-
     fp32, bf16, wide = torch.float32, torch.bfloat16, 3 * HIDDEN + MLP
     cases: dict[str, Callable[[], Any]] = {
         "rotate": partial(rotate, _empty(TOKENS, HIDDEN), 256),
@@ -113,8 +126,6 @@ def _int8_cases() -> dict[str, Callable[[], Any]]:
 
 
 def _nvfp4_cases() -> dict[str, Callable[[], Any]]:
-    from coat_core.ops.quantize_kernel import decode_nvfp4
-
     codes, scales = (_empty(3 * HIDDEN, HIDDEN // size, dtype=torch.uint8) for size in (2, 16))
     return {
         f"decode nvfp4{', transposed' * transposed}": partial(decode_nvfp4, codes, scales, transposed)
@@ -123,8 +134,6 @@ def _nvfp4_cases() -> dict[str, Callable[[], Any]]:
 
 
 def _gate_cases() -> dict[str, Callable[[], Any]]:
-    from coat_core.ops import gate_kernel as gate
-
     x, modulation, dtype = _empty(1, TOKENS, HIDDEN), _empty(1, HIDDEN), torch.bfloat16
     dx = _empty(1, TOKENS, HIDDEN, dtype=torch.float32)
     codes = _empty(1, TOKENS, HIDDEN, dtype=FORMATS["e4m3"].dtype)
@@ -153,8 +162,6 @@ def _gate_cases() -> dict[str, Callable[[], Any]]:
 
 
 def _norm_cases() -> dict[str, Callable[[], Any]]:
-    from coat_core.ops.norm_kernel import norm_modulate, norm_modulate_backward, norm_modulate_quantize
-
     x, modulation, eps, bf16 = _empty(1, TOKENS, HIDDEN), _empty(1, 6 * HIDDEN)[:, :HIDDEN], 1e-6, torch.bfloat16
     grad = _empty(1, TOKENS, HIDDEN, dtype=torch.float32)
     cases: dict[str, Callable[[], Any]] = {
@@ -179,11 +186,6 @@ def _norm_cases() -> dict[str, Callable[[], Any]]:
 
 
 def _qkv_cases() -> dict[str, Callable[[], Any]]:
-    from coat_core.ops import gelu_kernel as gelu
-    from coat_core.ops import qkv_kernel as qkv
-    from coat_core.ops.gelu_kernel import mlp_activation_backward
-    from coat_core.ops.mlp_down_kernel import mlp_activation_down
-
     fp8, bf16 = FORMATS["e4m3"].dtype, torch.bfloat16
     wide = _empty(1, TOKENS, 3 * HIDDEN + MLP)
     y, mlp, heads = wide[..., : 3 * HIDDEN], wide[..., 3 * HIDDEN :], _empty(1, TOKENS, 24, 128)
@@ -271,9 +273,6 @@ def _qkv_cases() -> dict[str, Callable[[], Any]]:
 
 def _swiglu_cases() -> dict[str, Callable[[], Any]]:
     """Kernels that read both halves of FLUX.2-klein-4B's MLP: of FLUX.1's cases, those that need most registers."""
-    from coat_core.ops.gelu_kernel import mlp_activation_backward, mlp_down_gradient
-    from coat_core.ops.mlp_down_kernel import mlp_activation_down
-
     f, rank, fp32, bf16, fp8 = 3 * HIDDEN, 128, torch.float32, torch.bfloat16, FORMATS["e4m3"].dtype
     out, mlp = _empty(1, TOKENS, HIDDEN), _empty(1, TOKENS, 3 * HIDDEN + 2 * f)[..., 3 * HIDDEN :]
     kept = _empty(*mlp.shape, dtype=fp8), _empty(1, TOKENS, 2 * f // 128, dtype=fp32)
@@ -290,8 +289,6 @@ def _swiglu_cases() -> dict[str, Callable[[], Any]]:
 
 
 def _mlp_gradient_cases() -> dict[str, Callable[[], Any]]:
-    from coat_core.ops.gelu_kernel import mlp_down_gradient
-
     fp32, bf16 = torch.float32, torch.bfloat16
     cases: dict[str, Callable[[], Any]] = {}
     for rank, name, group in ((16, "e4m3", 128), (24, "e5m2", 128), (64, "e4m3", 256), (256, "e5m2", 16)):
@@ -312,8 +309,6 @@ def _mlp_gradient_cases() -> dict[str, Callable[[], Any]]:
 
 
 def _lora_cases() -> dict[str, Callable[[], Any]]:
-    from coat_core.ops.lora_kernel import lora_up_gradients
-
     joined, bf16, fp32 = [HIDDEN] * 3 + [MLP], torch.bfloat16, torch.float32  # q, k, v and the MLP
     cases: dict[str, Callable[[], Any]] = {}
     for rank, widths, dtype, dtype_up in (
@@ -333,8 +328,6 @@ def _lora_cases() -> dict[str, Callable[[], Any]]:
 
 
 def _adamw_cases() -> dict[str, Callable[[], Any]]:
-    from coat_core.ops.adamw_kernel import fp8_adamw_step
-
     def case(
         dtype: torch.dtype,
         codes: torch.dtype | tuple[torch.dtype, torch.dtype],
@@ -380,11 +373,6 @@ def _adamw_cases() -> dict[str, Callable[[], Any]]:
 
 def _z_image_cases() -> dict[str, Callable[[], Any]]:
     """As Z-Image's blocks alone make them: RMSNorm, SwiGLU of two linears, each image's own angles."""
-    from coat_core.ops.gate_kernel import gated_sum, gated_sum_backward
-    from coat_core.ops.mlp_down_kernel import mlp_activation_down
-    from coat_core.ops.norm_kernel import norm_modulate, norm_modulate_backward, norm_modulate_quantize
-    from coat_core.ops.qkv_kernel import qkv_rope, qkv_rope_backward
-
     d, f, eps, fp32, bf16 = 3840, 10240, 1e-5, torch.float32, torch.bfloat16
     x, vectors, weight, none = _empty(2, TOKENS, d), _empty(2, 4 * d)[:, :d], _empty(d), ("none", 0)
     kept_scale, cases = _empty(2, TOKENS, d // 128, dtype=fp32), {}

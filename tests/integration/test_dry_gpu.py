@@ -245,8 +245,8 @@ def test_a_pointer_that_is_not_one_piece_is_seen(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(
     "read",
-    [torch.Tensor.tolist, bool, float, torch.Tensor.cpu, torch.Tensor.nonzero, lambda x: x[x > 0], lambda x: x + HOST],
-    ids=["tolist", "bool", "float", "cpu", "nonzero", "x[x > 0]", "with a CPU tensor"],
+    [torch.Tensor.tolist, torch.Tensor.nonzero, lambda x: x[x > 0], lambda x: x + HOST],
+    ids=["tolist", "nonzero", "x[x > 0]", "with a CPU tensor"],
 )
 def test_what_makes_the_host_wait(read: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with dry_gpu(monkeypatch) as gpu:
@@ -286,12 +286,8 @@ def gate_launch(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ("change", "message"),
     [
         (lambda given: given.update(grid=(0, 1)), r"grid \(0, 1\): must be 1 to 3 whole numbers"),
-        (lambda given: given.update(grid=(1, 70000)), r"grid \(1, 70000\)"),
         (lambda given: given.update(BLOCK=3072), r"BLOCK=3072: tl.arange takes a power of two"),
         (lambda given: given.update(num_warps=3), r"num_warps=3: must be a power of two"),
-        (lambda given: given.update(BLOCKS=1), r"BLOCKS: neither an argument of the kernel nor an option of Triton"),
-        (lambda given: given["args"].pop(), r"missing a required argument"),
-        (lambda given: given["args"].append(1), r"multiple values|too many"),
         (lambda given: given["args"].__setitem__(8, torch.ones(())), r"gate_stride is a Tensor"),
         (lambda given: given["args"].__setitem__(8, 7), r"gate_ptr has strides .* is read by \[7\]"),
         (lambda given: given["args"].__setitem__(0, torch.ones(2).bfloat16()), r"residual_ptr is on the cpu"),

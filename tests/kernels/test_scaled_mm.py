@@ -65,24 +65,6 @@ def test_agrees_with_a_float64_product(
     assert_sqnr(expected, scaled_mm(*args, None, torch.bfloat16), SCALED_MM_BF16_FLOOR_DB)
 
 
-def torch_scaled_mm(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    if b_scale.ndim == 2:
-        b_scale = b_scale.t()
-    return torch._scaled_mm(a, b.t(), scale_a=a_scale, scale_b=b_scale, out_dtype=dtype)
-
-
-@pytest.mark.parametrize("scaling", SCALINGS)
-@pytest.mark.parametrize(("a_format", "b_format"), [("e4m3", "e4m3"), ("e5m2", "e4m3")])
-@pytest.mark.parametrize("m", [1, 3, 17])
-def test_reference_agrees_with_torchs_own_operator(m: int, a_format: str, b_format: str, scaling: str) -> None:
-    args = operands(torch.device("cpu"), m, a_format=a_format, b_format=b_format, scaling=scaling)
-    try:
-        theirs = torch_scaled_mm(*args, torch.bfloat16)
-    except RuntimeError as error:
-        pytest.skip(f"torch {torch.__version__}'s own operator does not take this on a CPU: {str(error)[-60:]}")
-    assert_sqnr(theirs, scaled_mm(*args, None, torch.bfloat16), SCALED_MM_BF16_FLOOR_DB)
-
-
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -230,20 +212,6 @@ def test_a_cpu_multiplies_everything_and_a_broken_device_says_why() -> None:
     if not torch.backends.mps.is_available():
         assert reason is not None
         assert reason.startswith("mps: ")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("scaling", SCALINGS)
-@pytest.mark.parametrize(("a_format", "b_format"), FORMATS)
-def test_gpu_agrees_with_the_reference(a_format: str, b_format: str, scaling: str) -> None:
-    device = torch.device("cuda")
-    a_dtype, b_dtype = get_format(a_format).dtype, get_format(b_format).dtype
-    if reason := unsupported_reason(device, a_dtype, b_dtype, scaling == "row"):
-        pytest.skip(reason)
-    args = operands(torch.device("cpu"), a_format=a_format, b_format=b_format, scaling=scaling)
-    bias = torch.randn(32)
-    on_gpu = scaled_mm(*(arg.to(device) for arg in args), bias.to(device), torch.bfloat16)
-    assert_sqnr(scaled_mm(*args, bias, torch.float32), on_gpu.cpu(), SCALED_MM_BF16_FLOOR_DB)
 
 
 def test_running_out_of_memory_is_not_taken_for_missing_fp8(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,20 +163,6 @@ def test_counters_on_the_device_draw_the_same(device: torch.device) -> None:
     assert_same(*made, keys=("exp_avg", "exp_avg_sq", "exp_avg_sq_scale"))
 
 
-def test_a_file_from_before_has_no_seed_and_is_read() -> None:
-    params = make_params()
-    optimizer = FP8AdamW(params)
-    run(optimizer, params, range(2))
-    old = optimizer.state_dict()
-    del old["param_groups"][0]["seed"], old["param_groups"][0]["fp8"]["moment_rounding"]
-    twins = copies(params)
-    twin = FP8AdamW(twins, seed=9, fp8_config=config("e4m3"))
-    twin.load_state_dict(old)
-    assert_same(optimizer, twin)
-    assert twin.param_groups[0]["seed"] == 9
-    run(twin, twins, range(2, 4))
-
-
 @pytest.mark.parametrize("seed", [-1, 1.5, True])
 def test_a_seed_is_a_whole_number(seed: Any) -> None:
     with pytest.raises(ValueError, match=r"seed=.*: must be a whole number, 0 or more"):

@@ -6,7 +6,6 @@ import copy
 import io
 import math
 from collections import Counter
-from dataclasses import asdict
 
 import pytest
 import torch
@@ -241,14 +240,6 @@ def test_copies_of_the_optimizer_go_on_alike(clone) -> None:
     run(twin, twins, range(3, 6))
     for a, b in zip(params, twins, strict=True):
         assert_bitwise(a.detach(), b.detach())
-
-
-def test_configuration_shows_in_repr_and_in_the_groups() -> None:
-    config = FP8QuantizationConfig(m2_format="e5m2", block_size=64)
-    optimizer = FP8AdamW(make_params(), fp8_config=config)
-    assert optimizer.param_groups[0]["fp8"] == asdict(config)
-    assert "'m2_format': 'e5m2'" in repr(optimizer)
-    assert "'block_size': 64" in repr(optimizer)
 
 
 class CountOps(TorchDispatchMode):

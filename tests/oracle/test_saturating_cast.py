@@ -79,21 +79,6 @@ def test_fp32_ties_and_their_neighbours_equal_exact_arithmetic(fmt: Format, devi
     assert_bitwise(codes.to(torch.float32).cpu(), expected)
 
 
-@formats
-def test_scalar_reference_equals_ml_dtypes(fmt: Format) -> None:
-    """The slow reference is checked too, on the same specials."""
-    specials = _fp32_specials(fmt)
-    expected = _ml_dtypes_codes(torch.tensor(specials, dtype=torch.float32), fmt).view(fmt.dtype).to(torch.float32)
-    assert_bitwise(torch.tensor([round_to_format(value, fmt) for value in specials]), expected)
-
-
-@formats
-def test_enumerated_values_are_the_format(fmt: Format) -> None:
-    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(fmt.dtype).to(torch.float32)
-    finite = codes[codes.isfinite() & ~torch.signbit(codes)]
-    assert sorted(finite.tolist()) == positive_values(fmt)
-
-
 def test_torch_own_cast_overflows_in_e5m2() -> None:
     """Why saturating_cast exists: the day torch saturates E5M2 too, this test says so."""
     assert torch.tensor([1e6]).to(torch.float8_e5m2).to(torch.float32).item() == math.inf

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from coat_core.formats import FORMATS, Format, format_of, get_format
-from coat_core.granularity import GROUP_SIZES, PER_ROW, PER_TENSOR, Granularity, per_group
+from coat_core.granularity import PER_ROW, PER_TENSOR, Granularity, per_group
 
 
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS.keys())
@@ -21,13 +21,6 @@ def test_limits_are_those_of_the_torch_dtype(fmt: Format) -> None:
     codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(fmt.dtype).to(torch.float32)
     assert codes[codes > 0].min().item() == fmt.smallest_subnormal
     assert codes[codes.isfinite()].max().item() == fmt.max
-
-
-def test_the_two_formats_are_the_documented_ones() -> None:
-    assert [(fmt.name, fmt.dtype, fmt.max) for fmt in FORMATS.values()] == [
-        ("e4m3", torch.float8_e4m3fn, 448.0),
-        ("e5m2", torch.float8_e5m2, 57344.0),
-    ]
 
 
 def test_lookup_both_ways() -> None:
@@ -65,13 +58,3 @@ def test_refuses_unknown_names_and_sizes() -> None:
     for size in (0, -16, 24, 100, 512):
         with pytest.raises(ValueError, match=f"group_size={size}: must be one of 16, 32, 64, 128, 256"):
             per_group(size)
-
-
-def test_every_documented_group_size_is_accepted() -> None:
-    assert [per_group(size).group_size for size in GROUP_SIZES] == [16, 32, 64, 128, 256]
-
-
-def test_is_a_value() -> None:
-    assert per_group(64) == Granularity("per_group", 64)
-    assert hash(per_group(64)) == hash(Granularity("per_group", 64))
-    assert per_group(64) != per_group(32)
