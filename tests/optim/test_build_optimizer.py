@@ -67,7 +67,7 @@ def test_the_start_line_says_how_each_moment_is_stored() -> None:
     options = {"m1_format": "int8_ratio", "stochastic_rounding": True, "use_dynamic_range_expansion": False}
     built = build_optimizer([Parameter(torch.ones(200))], 1e-3, COATConfig.from_dict({"optimizer": options}))
     stored = "exp_avg int8_ratio (block 128), exp_avg_sq e4m3 (block 128, plain)"
-    line = f"FP8AdamW over 200 parameters, {stored}, stochastic rounding, exp_avg_sq rounded stochastically"
+    line = f"FP8AdamW over 200 parameters, {stored}, exp_avg_sq rounded stochastically, stochastic rounding"
     assert describe_optimizer(built) == line
 
 
