@@ -19,8 +19,6 @@ if not torch.cuda.is_available():
 
 ALL_ONLY = (  # tests that take minutes on a busy machine: left to `python scripts/test.py --all`; at most 20
     "tests/kernels/test_compile.py",  # every kernel, compiled for GPUs that are not there
-    "tests/kernels/test_gate.py::test_operators_keep_torch_library_rules",
-    "tests/kernels/test_qkv.py::test_operators_keep_torch_library_rules",
     "tests/optim/test_sharded.py::test_three_processes_resume_two",
     "tests/unit/test_gpu_check.py::test_a_dry_run_executes_every_stage",
     "tests/unit/test_step_graph.py::test_each_shape_has_a_graph_of_its_own_up_to_a_limit",
