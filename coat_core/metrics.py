@@ -14,7 +14,8 @@ def sqnr_db(x: Tensor, x_hat: Tensor) -> float:
     """Return 20·log10(‖x‖ / ‖x − x̂‖) in dB, inf if equal, nan if only x is zero; ValueError if the shapes differ."""
     if x.shape != x_hat.shape:
         raise ValueError(f"x_hat of shape {tuple(x_hat.shape)}: must have the shape of x, {tuple(x.shape)}")
-    x64, noise = x.detach().double(), (x.detach().double() - x_hat.detach().double())
+    x64 = x.detach().double()
+    noise = x.detach().double() - x_hat.detach().double()
     noise_norm, signal_norm = noise.norm().item(), x64.norm().item()
     if noise_norm == 0.0:
         return float("inf")
@@ -34,7 +35,8 @@ def cast_losses(x: Tensor, codes: Tensor, x_hat: Tensor) -> Tensor:
     Saturated: at ±format.max with x > x̂ by more than `ROUNDED_SCALE`, ±inf among them, so not the element that defines
     a just-in-time scale. Lost: nonzero with a zero code.
     """
-    magnitude, code = x.detach().abs().to(torch.float32), codes.to(torch.float32).abs()
+    magnitude = x.detach().abs().to(torch.float32)
+    code = codes.to(torch.float32).abs()
     saturated = (code >= format_of(codes.dtype).max) & (magnitude > x_hat.abs() * (1 + ROUNDED_SCALE))
     nonzero = magnitude != 0
     lost = nonzero & (code == 0)

@@ -72,12 +72,14 @@ def _search(blocks: Tensor, block_amax: Tensor, unit: Tensor) -> tuple[Tensor, T
     limit = MAGNITUDES[-1] * LARGEST_SCALE  # of finite values
     values = (blocks.to(torch.float32) / unit).nan_to_num(nan=0.0).clamp(-limit, limit)
     asked = saturating_cast(block_amax / (MAGNITUDES[-1] * unit), E4M3).view(torch.uint8).to(torch.int16)
-    best, scales = torch.full_like(block_amax, torch.inf), torch.ones_like(asked, dtype=torch.uint8)
+    best = torch.full_like(block_amax, torch.inf)
+    scales = torch.ones_like(asked, dtype=torch.uint8)
     for step in STEPS:
         bits = (asked + step).clamp(1, 0x7E).to(torch.uint8)  # from the smallest number to the largest
         error = (values - as_e4m3(nearest(values, bits), bits).to(torch.float32) * SHIFT).square().sum(-1)
         better = error < best
-        best, scales = torch.where(better, error, best), torch.where(better, bits, scales)
+        best = torch.where(better, error, best)
+        scales = torch.where(better, bits, scales)
     return encode(nearest(values, scales)), scales
 
 

@@ -61,7 +61,8 @@ def hyper_of_step(
 ) -> Hyper:
     """Return the scalars of step number `step`; a tensor lr is on the CPU, and its products are fp32 as in torch."""
     beta1, beta2 = betas
-    decay, step_size = float(1 - lr * weight_decay), float(lr / (1 - beta1**step))
+    decay = float(1 - lr * weight_decay)
+    step_size = float(lr / (1 - beta1**step))
     return Hyper(1 - beta1, beta2, 1 - beta2, eps, decay, step_size, math.sqrt(1 - beta2**step))
 
 

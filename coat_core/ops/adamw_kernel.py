@@ -141,11 +141,15 @@ def _fp8_adamw_step_kernel(
 
 @launcher(operators._fp8_adamw_step)
 def fp8_adamw_step(a: Any) -> None:
-    sizes, first_blocks = tuple(map(Tensor.numel, a.params)), a.first_blocks
+    sizes = tuple(map(Tensor.numel, a.params))
+    first_blocks = a.first_blocks
     if not any(sizes):
         return
     stride, block_size = a.exp_avg.shape
-    exp_avg, exp_avg_sq, numbers, sq_numbers = a.exp_avg, a.exp_avg_sq, a.exp_avg_numbers, a.exp_avg_sq_numbers
+    exp_avg = a.exp_avg
+    exp_avg_sq = a.exp_avg_sq
+    numbers = a.exp_avg_numbers
+    sq_numbers = a.exp_avg_sq_numbers
     if len(a.params) == 1:  # from its own blocks on, so that tensors of equal size share a table
         rows = slice(first_blocks[0], first_blocks[0] + blocks(sizes[0], block_size))
         first_blocks = [0]

@@ -66,7 +66,8 @@ def use_kernel(kernel: str | None, like: Tensor | None = None) -> None:
     FlashAttention 3 or 4 then replaces FlashAttention 2 everywhere in torch's attention: its registry holds one.
     """
     global _in_use
-    exchanges, wanted = hasattr(registry, "restore_flash_attention_impl"), LIBRARIES.get(kernel or "")
+    exchanges = hasattr(registry, "restore_flash_attention_impl")
+    wanted = LIBRARIES.get(kernel or "")
     if wanted is not None and not exchanges:
         raise RuntimeError(f"torch {torch.__version__} cannot exchange its FlashAttention 2")
     if exchanges and wanted != registry.current_flash_attention_impl():

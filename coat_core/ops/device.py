@@ -311,7 +311,8 @@ class GroupCodes:
         self.codes = self.scale = None
         if saved_format != "none":
             self._fmt = form = get_format(saved_format)
-            self.format_max, self.codes = form.max, empty_codes(shape, form, device)
+            self.format_max = form.max
+            self.codes = empty_codes(shape, form, device)
             self.scale = empty(per_group(group_size).scale_shape(shape), torch.float32, device)
 
     def results(self) -> tuple[Tensor, Tensor]:

@@ -77,9 +77,11 @@ def gated_sum_backward(
     """
     check_result(result, weight)
     if result is None:
-        dy, dgate = (grad * gate[:, None]).to(dtype).contiguous(), gate.new_empty(0, dtype=torch.float32)
+        dy = (grad * gate[:, None]).to(dtype).contiguous()
+        dgate = gate.new_empty(0, dtype=torch.float32)
         return dy, *codes_of(dy, fmt, granularity), dgate
-    values, g = values_of(result, result_scale, group_size, dtype).to(torch.float32), grad.to(torch.float32)
+    values = values_of(result, result_scale, group_size, dtype).to(torch.float32)
+    g = grad.to(torch.float32)
     if weight is None:
         dy = grad * gate[:, None]
     else:

@@ -216,7 +216,9 @@ def _gated_sum_bwd_kernel(
 def gated_sum(a: Any) -> tuple[Tensor, ...]:
     images, s, d = a.residual.shape
     device = a.residual.device
-    residual, result, weight = a.residual.contiguous(), a.result.contiguous(), contiguous(a.weight)
+    residual = a.residual.contiguous()
+    result = a.result.contiguous()
+    weight = contiguous(a.weight)
     normed = result if weight is None else weight
     dtype = torch.promote_types(residual.dtype, torch.promote_types(a.gate.dtype, normed.dtype))
     gate, gate_stride = with_row_stride(a.gate)
@@ -252,7 +254,9 @@ def gated_sum_backward(a: Any) -> tuple[Tensor, ...]:
     device = a.grad.device
     check_width(d)
     operators.check_result(a.result, a.weight)
-    grad, result, weight = a.grad.contiguous(), contiguous(a.result), contiguous(a.weight)
+    grad = a.grad.contiguous()
+    result = contiguous(a.result)
+    weight = contiguous(a.weight)
     gate, gate_stride = with_row_stride(a.gate)
     result_scale, per_row, group = saved_groups(a.result_scale, a.group_size, d)
     block = power_of_two(d)

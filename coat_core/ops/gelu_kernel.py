@@ -362,7 +362,8 @@ def mlp_activation_backward(a: Any) -> Tensor:
 def launch_mlp_backward(a: Any, grad: Tensor, dmlp: Tensor) -> None:
     """Write the gradient of mlp to dmlp; all but grad as `mlp_activation_backward`."""
     n, f = a.mlp.shape[-1], activated_width(a.mlp, a.activation)
-    rows, block = a.mlp.numel() // n, min(power_of_two(f), LOW_RANK_BLOCK)
+    rows = a.mlp.numel() // n
+    block = min(power_of_two(f), LOW_RANK_BLOCK)
     grad, grad_stride = with_row_stride(grad)
     mlp, mlp_stride = with_row_stride(a.mlp)
     dh = down = None
@@ -584,7 +585,8 @@ def _scales(group: int, per_row: int) -> int:
 
 @launcher(operators.mlp_down_gradient)
 def mlp_down_gradient(a: Any) -> Tensor:
-    rank, d = a.dh.shape[-1], 0 if a.attention is None else a.attention.shape[-1]
+    rank = a.dh.shape[-1]
+    d = 0 if a.attention is None else a.attention.shape[-1]
     n, f = a.mlp.shape[-1], activated_width(a.mlp, a.activation)
     if a.mlp_scale is not None and splits_groups(n, f, a.group_size):
         return operators.mlp_down_gradient._init_fn(**vars(a))

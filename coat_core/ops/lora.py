@@ -25,7 +25,9 @@ def lora_up_gradients(
     which is rounded to the dtype of h first.
     """
     check_shapes(dy, h, up, widths)
-    rows, flat_h, r = dy.to(h.dtype).reshape(-1, dy.shape[-1]), h.reshape(-1, h.shape[-1]), up.shape[1]
+    rows = dy.to(h.dtype).reshape(-1, dy.shape[-1])
+    flat_h = h.reshape(-1, h.shape[-1])
+    r = up.shape[1]
     columns = list(pairwise(accumulate(widths, initial=0)))
     with without_autocast(dy.device):
         dhs = [rows[:, start:stop] @ up[start:stop] for start, stop in columns]

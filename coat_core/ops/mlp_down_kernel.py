@@ -422,7 +422,9 @@ def mlp_activation_down(a: Any) -> tuple[Tensor, ...]:
         values, *codes = mlp_activation(attention_scale=None, mlp_scale=None, **arguments)
         with without_autocast(a.mlp.device):
             return torch.nn.functional.linear(values, a.down), *codes
-    device, shape, form = a.mlp.device, tuple(a.mlp.shape[:-1]), get_format(a.fmt)
+    device = a.mlp.device
+    shape = tuple(a.mlp.shape[:-1])
+    form = get_format(a.fmt)
     d = 0 if a.attention is None else a.attention.shape[-1]
     rows, next_rank = a.mlp.numel() // n, len(a.down)
     by_row = a.granularity == "per_row"
@@ -484,5 +486,6 @@ def mlp_activation_down(a: Any) -> tuple[Tensor, ...]:
         NEXT_BLOCK=min(next_block, 32),
         **options,
     )
-    h_next, codes = finished(h_next, a.dtype), finished(codes, form.dtype)
+    h_next = finished(h_next, a.dtype)
+    codes = finished(codes, form.dtype)
     return h_next, codes, scale, *saved_attention.results(), *saved_mlp.results()

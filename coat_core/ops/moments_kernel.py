@@ -27,12 +27,15 @@ INTEGER_FORMS = {INT8_RATIO.dtype: RATIO, UINT8_LOG.dtype: LOG}
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 HUGE = tl.constexpr(torch.finfo(torch.float32).max)
 SMALLEST_EXPONENT = tl.constexpr(EXPONENT_MIN)
-RATIO_TOP, RATIO_NOT_A_NUMBER = tl.constexpr(RATIO_MAX), tl.constexpr(RATIO_NAN)
+RATIO_TOP = tl.constexpr(RATIO_MAX)
+RATIO_NOT_A_NUMBER = tl.constexpr(RATIO_NAN)
 LOG_TOP, LOG_NOT_A_NUMBER = tl.constexpr(LOG_MAX), tl.constexpr(LOG_NAN)
 E4M3_MAX, E4M3_SMALLEST, E4M3_BITS = map(tl.constexpr, (E4M3.max, E4M3.smallest_normal, E4M3.mantissa_bits))
-E5M2_SMALLEST, E5M2_BITS = tl.constexpr(E5M2.smallest_normal), tl.constexpr(E5M2.mantissa_bits)
+E5M2_SMALLEST = tl.constexpr(E5M2.smallest_normal)
+E5M2_BITS = tl.constexpr(E5M2.mantissa_bits)
 HALF_INTEGERS = tl.constexpr(1.5 * 2.0**23)
-FIRST_FACTOR, SECOND_FACTOR = tl.constexpr(MULTIPLIER_1), tl.constexpr(MULTIPLIER_2)
+FIRST_FACTOR = tl.constexpr(MULTIPLIER_1)
+SECOND_FACTOR = tl.constexpr(MULTIPLIER_2)
 
 
 def form_of(dtype: torch.dtype, numbers: int) -> int:

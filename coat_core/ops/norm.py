@@ -121,7 +121,8 @@ def norm_modulate_backward(
     grad is of n [B, S, D]; x as in `norm_modulate`; residual is x's gradient around the norm [B, S, D], None for zeros.
     Returns dx [B, S, D] of `dtype`, added up in fp32 and rounded once; fp32 [B, 2, D]: dshift, dscale.
     """
-    values, g = values_of(x, x_scale, group_size, dtype).to(torch.float32), grad.to(torch.float32)
+    values = values_of(x, x_scale, group_size, dtype).to(torch.float32)
+    g = grad.to(torch.float32)
     dz = g * (1 + scale.to(torch.float32)[:, None])
     if weight is None:
         centred = values - values.mean(-1, keepdim=True)

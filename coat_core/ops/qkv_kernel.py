@@ -301,6 +301,8 @@ def _launch_backward(a: Any, y: Tensor, y_scale: Tensor | None, weights: list[Te
 
 @functools.cache
 def _geometry(shape: tuple[int, ...], heads: int, d: int) -> tuple[tuple[int, int], dict[str, int]]:
-    tile, block, rows = min(power_of_two(heads), HEADS), power_of_two(d), LOW_RANK_ROWS
+    tile = min(power_of_two(heads), HEADS)
+    block = power_of_two(d)
+    rows = LOW_RANK_ROWS
     options = {"HEADS": tile, "R": rows, "BLOCK": block, "num_warps": warps(2 * rows * block), "num_stages": 1}
     return (shape[0] * blocks(shape[1], rows), blocks(heads, tile)), options

@@ -124,7 +124,9 @@ def _share_amax_fwd_kernel(x_ptr, factor_ptr, amax_ptr, K, total, rounds, BLOCK:
 
 @launcher(operators._quantize)
 def quantize(a: Any) -> tuple[Tensor, Tensor]:
-    x, factors, form = a.x.contiguous(), contiguous(a.factors), get_format(a.fmt)
+    x = a.x.contiguous()
+    factors = contiguous(a.factors)
+    form = get_format(a.fmt)
     shape, k = tuple(x.shape), x.shape[-1]
     rows = x.numel() // k
     codes = empty_codes(shape, form, x.device)
@@ -133,7 +135,8 @@ def quantize(a: Any) -> tuple[Tensor, Tensor]:
         options = {"FORMAT_MAX": form.max, "BLOCK": row_block(k)}
         launch(_quantize_rows_fwd_kernel, (rows,), x, factors, codes, scale, k, **options)
     elif a.granularity == "per_group":
-        per_row, n = blocks(k, a.group_size), GROUPS_ELEMENTS // a.group_size
+        per_row = blocks(k, a.group_size)
+        n = GROUPS_ELEMENTS // a.group_size
         grid = (blocks(rows * per_row, n),)
         options = {"FORMAT_MAX": form.max, "G": a.group_size, "N": n}
         launch(_quantize_groups_fwd_kernel, grid, x, factors, codes, scale, k, per_row, rows * per_row, **options)
@@ -166,7 +169,9 @@ def _dequantize_fwd_kernel(codes_ptr, scale_ptr, out_ptr, K, scales_per_row, GRO
 
 @launcher(operators._dequantize)
 def dequantize(a: Any) -> Tensor:
-    codes, scale, k = a.codes.contiguous(), a.scale.contiguous(), a.codes.shape[-1]
+    codes = a.codes.contiguous()
+    scale = a.scale.contiguous()
+    k = a.codes.shape[-1]
     out = empty_values(tuple(codes.shape), a.dtype, codes.device)
     per_row, group = 0, 0
     if a.granularity == "per_group":
@@ -233,7 +238,8 @@ def quantize_and_save(a: Any) -> tuple[Tensor, ...]:
     x = a.x
     if x.stride(-1) != 1 or a.granularity == "per_tensor":  # its second pass reads x as one piece
         x = x.contiguous()
-    shape, by_image = tuple(x.shape), x if x.ndim == 3 else x.reshape(1, -1, k)
+    shape = tuple(x.shape)
+    by_image = x if x.ndim == 3 else x.reshape(1, -1, k)
     codes = RowCodes(shape, a.fmt, a.granularity, x.device)
     saved = GroupCodes(shape, a.saved_format, a.group_size, x.device)
     block = power_of_two(k)
@@ -319,7 +325,8 @@ def quantize_int8(a: Any) -> tuple[Tensor, Tensor]:
 def rotate(a: Any) -> Tensor:
     check_rotation(a.x, a.size)
     x, width = a.x.contiguous(), a.x.shape[-1]
-    y, block = empty_values(tuple(x.shape), x.dtype, x.device), row_block(width)
+    y = empty_values(tuple(x.shape), x.dtype, x.device)
+    block = row_block(width)
     grid = (x.numel() // width, blocks(width, block))
     launch(_rotate_fwd_kernel, grid, x, y, width, STAGES=_stages(a.size), BLOCK=block)
     return finished(y, x.dtype)
@@ -361,7 +368,9 @@ def _decode_nvfp4_fwd_kernel(
 
 @launcher(operators.decode_nvfp4)
 def decode_nvfp4(a: Any) -> Tensor:
-    codes, block_scales, device = a.codes.contiguous(), a.block_scales.contiguous(), a.codes.device
+    codes = a.codes.contiguous()
+    block_scales = a.block_scales.contiguous()
+    device = a.codes.device
     n, k = codes.shape[0], 2 * codes.shape[1]
     words = device_table("NVFP4 words", _words, device)
     out = empty((k, n) if a.transposed else (n, k), torch.uint8, device)

@@ -184,7 +184,8 @@ def int8_unsupported_reason(device: torch.device) -> str | None:
     """Return why this device cannot multiply INT8, or None; found by one product."""
 
     def multiply_once() -> None:
-        a, scale = torch.zeros(ALIGNMENT, ALIGNMENT, dtype=torch.int8, device=device), torch.ones((), device=device)
+        a = torch.zeros(ALIGNMENT, ALIGNMENT, dtype=torch.int8, device=device)
+        scale = torch.ones((), device=device)
         int8_mm(a, scale.expand(ALIGNMENT, 1).contiguous(), a, scale, None, torch.bfloat16)
 
     return _why_refused(device, multiply_once)

@@ -199,14 +199,16 @@ class FP8AdamW(torch.optim.Optimizer):
         if self._packed is None or not known:
             self._packed = self._pack(params)
         seed = self.param_groups[0]["seed"]
-        moments, parameters = self.fp8_config.moment_rounding != "nearest", self.fp8_config.stochastic_rounding
+        moments = self.fp8_config.moment_rounding != "nearest"
+        parameters = self.fp8_config.stochastic_rounding
         if self._packed.seed != seed and (moments or parameters):
             self._packed.number(seed, self._places(), moments, parameters)
         return self._packed
 
     def _pack(self, params: list[Tensor]) -> PackedState:
         self.synchronize()
-        stored, capturable = storages(self.fp8_config), self.defaults["capturable"]
+        stored = storages(self.fp8_config)
+        capturable = self.defaults["capturable"]
         return PackedState(self.state, params, stored, capturable, self.offload != "none")
 
     def _places(self) -> dict[int, tuple[int, int]]:
@@ -224,7 +226,9 @@ class FP8AdamW(torch.optim.Optimizer):
                     )
 
     def _step_batch(self, group: dict[str, Any], batch: Batch) -> None:
-        lr, eps, weight_decay = group["lr"], group["eps"], group["weight_decay"]
+        lr = group["lr"]
+        eps = group["eps"]
+        weight_decay = group["weight_decay"]
         betas = float(group["betas"][0]), float(group["betas"][1])
         on_device = isinstance(lr, Tensor) and lr.device == batch.params[0].device
         table = None
@@ -235,7 +239,8 @@ class FP8AdamW(torch.optim.Optimizer):
             table = hyper_table(lr if on_device else float(lr), batch.steps(), betas, weight_decay)
             if self.found_inf is not None:
                 table = table.masked_fill(self.found_inf > 0, math.nan)
-        draws, param_draws = batch.draws(batch.packed.draws), batch.draws(batch.packed.param_draws)
+        draws = batch.draws(batch.packed.draws)
+        param_draws = batch.draws(batch.packed.param_draws)
         for call in batch.calls(table=table, draws=draws, param_draws=param_draws):
             fp8_adamw_step(**call, hyper=hyper, expansion=self.fp8_config.expansion, maximize=group["maximize"])
 

@@ -122,7 +122,8 @@ def _storage_in_file(
     """Return how one moment of one parameter was stored, after checking its entries."""
     where = f"state[{index}]['{name}']"
     _check_tensor(where, saved[name], tuple(param.shape), None)
-    dtype, suffixes = saved[name].dtype, {suffix for suffix in PER_BLOCK if f"{name}_{suffix}" in saved}
+    dtype = saved[name].dtype
+    suffixes = {suffix for suffix in PER_BLOCK if f"{name}_{suffix}" in saved}
     if dtype in UNQUANTIZED_DTYPES:
         if suffixes:
             raise ValueError(

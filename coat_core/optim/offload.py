@@ -48,7 +48,8 @@ class Staging:
         self._turn = 0
         self._inward = self._outward = None
         if device.type == "cuda":
-            self._inward, self._outward = torch.cuda.Stream(device), torch.cuda.Stream(device)
+            self._inward = torch.cuda.Stream(device)
+            self._outward = torch.cuda.Stream(device)
             self._inward.wait_stream(torch.cuda.current_stream(device))  # which has made the slots
             pinned = [part for moment in host.values() for part in moment]
             for part in pinned:

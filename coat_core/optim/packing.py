@@ -31,7 +31,8 @@ class DeviceState:
     """The packed state of the parameters on one device."""
 
     def __init__(self, params: list[Tensor], moments: dict[str, Storage], steps_on_device: bool, offload: bool) -> None:
-        device, block_size = params[0].device, next(iter(moments.values())).block_size
+        device = params[0].device
+        block_size = next(iter(moments.values())).block_size
         self.params = params
         self.first_blocks = []
         blocks = 0
@@ -197,7 +198,8 @@ class PackedState:
         if not params:
             return
         grads = [param.grad for param in params if param.grad is not None]
-        indices, devices = [self._indices[id(param)] for param in params], [param.device for param in params]
+        indices = [self._indices[id(param)] for param in params]
+        devices = [param.device for param in params]
         steps: list[float | None] = [None] * len(params)
         if not self._steps_on_device:  # read all at once: a read for each would take longer than the rest
             counts = {device: packed.steps.tolist() for device, packed in self.devices.items()}

@@ -169,7 +169,8 @@ class ShardedFP8AdamW(FP8AdamW):
     ) -> dict[str, Any]:
         if not is_sharded(param):
             return dict(saved)
-        block, processes = int((group.get("fp8") or {}).get("block_size", 0)), param.device_mesh.size()
+        block = int((group.get("fp8") or {}).get("block_size", 0))
+        processes = param.device_mesh.size()
         rows: dict[str, Any] = {}
         for key, value in saved.items():
             if key == "step":
@@ -192,7 +193,8 @@ class ShardedFP8AdamW(FP8AdamW):
         return rows
 
     def _named_state(self, param: Tensor, own: Tensor) -> dict[str, Tensor]:
-        state, block = self.state.get(own) or self._empty_state(own), self.fp8_config.block_size
+        state = self.state.get(own) or self._empty_state(own)
+        block = self.fp8_config.block_size
         stored = storages(self.fp8_config)
         rows, width = (param.shape[0], param.shape[1:].numel()) if param.ndim else (1, 1)
         each = 1 if width % block else width // block  # blocks of a row, or one of several rows

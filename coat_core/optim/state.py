@@ -117,7 +117,8 @@ def convert_state(state: State, old: dict[str, Storage], new: dict[str, Storage]
     """Store both moments of one parameter in another way, through fp32 values on their device."""
     values = read_state(state, old)
     shape, device = values[0].shape, values[0].device
-    block_size, expansion = new["exp_avg"].block_size, new["exp_avg"].expansion or new["exp_avg_sq"].expansion
+    block_size = new["exp_avg"].block_size
+    expansion = new["exp_avg"].expansion or new["exp_avg_sq"].expansion
     layout = Layout([shape.numel()], block_size)
     m, v = (layout.gather([moment.reshape(-1)], torch.float32) for moment in values)
     packed = {name: empty_moment(sum(layout.blocks), storage, device) for name, storage in new.items()}
