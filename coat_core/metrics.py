@@ -16,7 +16,8 @@ def sqnr_db(x: Tensor, x_hat: Tensor) -> float:
         raise ValueError(f"x_hat of shape {tuple(x_hat.shape)}: must have the shape of x, {tuple(x.shape)}")
     x64 = x.detach().double()
     noise = x.detach().double() - x_hat.detach().double()
-    noise_norm, signal_norm = noise.norm().item(), x64.norm().item()
+    noise_norm = noise.norm().item()
+    signal_norm = x64.norm().item()
     if noise_norm == 0.0:
         return float("inf")
     if signal_norm == 0.0:

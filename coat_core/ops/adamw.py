@@ -112,7 +112,8 @@ def write_moments(
 
 
 def _read(moment: Moment, rows: slice) -> Tensor:
-    codes, numbers = moment.codes[rows], moment.numbers[:, rows, None]
+    codes = moment.codes[rows]
+    numbers = moment.numbers[:, rows, None]
     if not len(numbers):
         return codes
     if codes.dtype in CODECS:

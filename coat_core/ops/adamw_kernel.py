@@ -154,7 +154,8 @@ def fp8_adamw_step(a: Any) -> None:
         rows = slice(first_blocks[0], first_blocks[0] + blocks(sizes[0], block_size))
         first_blocks = [0]
         exp_avg, exp_avg_sq = exp_avg[rows], exp_avg_sq[rows]
-        numbers, sq_numbers = numbers[:, rows], sq_numbers[:, rows]
+        numbers = numbers[:, rows]
+        sq_numbers = sq_numbers[:, rows]
     written = [*a.params, exp_avg, exp_avg_sq]
     own = written
     if exp_avg.device.type == "cpu":  # the interpreter writes fp32

@@ -307,7 +307,9 @@ class GroupCodes:
     """Buffers for saved codes of values [..., K], as arguments of `store_group_codes`."""
 
     def __init__(self, shape: tuple[int, ...], saved_format: str, group_size: int, device: torch.device) -> None:
-        self._device, self._fmt, self.format_max = device, E4M3, 0.0
+        self._device = device
+        self._fmt = E4M3
+        self.format_max = 0.0
         self.codes = self.scale = None
         if saved_format != "none":
             self._fmt = form = get_format(saved_format)

@@ -249,7 +249,8 @@ def _mlp_activation_fwd_kernel(
 def mlp_activation(a: Any) -> tuple[Tensor, ...]:
     check_granularity(a.granularity)
     d = 0 if a.attention is None else a.attention.shape[-1]
-    n, f = a.mlp.shape[-1], activated_width(a.mlp, a.activation)
+    n = a.mlp.shape[-1]
+    f = activated_width(a.mlp, a.activation)
     if a.saved_format != "none" and splits_groups(n, f, a.group_size):
         return operators.mlp_activation._init_fn(**vars(a))
     device, shape = a.mlp.device, tuple(a.mlp.shape[:-1])
@@ -361,7 +362,8 @@ def mlp_activation_backward(a: Any) -> Tensor:
 
 def launch_mlp_backward(a: Any, grad: Tensor, dmlp: Tensor) -> None:
     """Write the gradient of mlp to dmlp; all but grad as `mlp_activation_backward`."""
-    n, f = a.mlp.shape[-1], activated_width(a.mlp, a.activation)
+    n = a.mlp.shape[-1]
+    f = activated_width(a.mlp, a.activation)
     rows = a.mlp.numel() // n
     block = min(power_of_two(f), LOW_RANK_BLOCK)
     grad, grad_stride = with_row_stride(grad)
@@ -587,7 +589,8 @@ def _scales(group: int, per_row: int) -> int:
 def mlp_down_gradient(a: Any) -> Tensor:
     rank = a.dh.shape[-1]
     d = 0 if a.attention is None else a.attention.shape[-1]
-    n, f = a.mlp.shape[-1], activated_width(a.mlp, a.activation)
+    n = a.mlp.shape[-1]
+    f = activated_width(a.mlp, a.activation)
     if a.mlp_scale is not None and splits_groups(n, f, a.group_size):
         return operators.mlp_down_gradient._init_fn(**vars(a))
     rows = a.mlp.numel() // n

@@ -131,11 +131,14 @@ def lora_up_gradients(a: Any) -> tuple[Tensor, Tensor]:
     if rank > WIDEST_RANK:
         return operators.lora_up_gradients._init_fn(**vars(a))
     operators.check_shapes(a.dy, a.h, a.up, a.widths)
-    shape, dtype, device = tuple(a.h.shape), a.h.dtype, a.h.device
+    shape = tuple(a.h.shape)
+    dtype = a.h.dtype
+    device = a.h.device
     m = a.h.numel() // shape[-1]
     dy, dy_stride = with_row_stride(dot_operand(a.dy if a.dy.dtype == dtype else a.dy.to(dtype)))
     h, h_stride = with_row_stride(dot_operand(a.h))
-    up, widths = dot_operand(a.up).contiguous(), tuple(a.widths)
+    up = dot_operand(a.up).contiguous()
+    widths = tuple(a.widths)
     rank_block = max(power_of_two(rank), 16)
     fitting = FITTING[rank_block] if dtype.itemsize == 2 else (128,)
     block, stretches, shares, rounds = _division(widths, m, rank, fitting, PROGRAMS)

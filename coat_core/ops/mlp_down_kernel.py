@@ -414,7 +414,8 @@ def _mlp_down_cast_fwd_kernel(
 @launcher(operators.mlp_activation_down)
 def mlp_activation_down(a: Any) -> tuple[Tensor, ...]:
     operators.check_down(a.attention, a.mlp, a.down, a.granularity, a.activation)
-    n, f = a.mlp.shape[-1], activated_width(a.mlp, a.activation)
+    n = a.mlp.shape[-1]
+    f = activated_width(a.mlp, a.activation)
     is_gated, block = n > f, max(LOW_RANK_BLOCK, a.group_size)
     if is_gated and (block > LOW_RANK_BLOCK or splits_groups(n, f, a.group_size)):
         # two tiles of wide groups would spill registers here

@@ -205,7 +205,8 @@ def norm_modulate_backward(a: Any) -> tuple[Tensor, Tensor]:
     images, s, d = a.x.shape
     check_width(d)
     grad, x = a.grad.contiguous(), a.x.contiguous()
-    weight, residual = contiguous(a.weight), contiguous(a.residual)
+    weight = contiguous(a.weight)
+    residual = contiguous(a.residual)
     scale, scale_stride = with_row_stride(a.scale)
     x_scale, per_row, group = saved_groups(a.x_scale, a.group_size, d)
     block = power_of_two(d)

@@ -215,7 +215,8 @@ def _qkv_rope_bwd_kernel(
 def qkv_rope(a: Any) -> list[Tensor]:
     images, _, width = a.ys[0].shape
     device, d = a.ys[0].device, a.weights[0].shape[0]
-    heads, tokens = width // 3 // d, sum(y.shape[1] for y in a.ys)
+    heads = width // 3 // d
+    tokens = sum(y.shape[1] for y in a.ys)
     qkv = [empty_values((images, tokens, heads, d), a.dtype, device) for _ in range(3)]
     cos, sin = a.cos.contiguous(), a.sin.contiguous()
     saves = a.saved_format != "none"

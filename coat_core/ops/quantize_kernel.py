@@ -148,7 +148,8 @@ def quantize(a: Any) -> tuple[Tensor, Tensor]:
 def _share_amax(x: Tensor, factors: Tensor | None) -> Tensor:
     rounds = blocks(blocks(x.numel(), SHARE_BLOCK), SHARES_MAX)
     shares = blocks(x.numel(), rounds * SHARE_BLOCK)
-    amax, k = empty((shares,), torch.float32, x.device), x.shape[-1]
+    amax = empty((shares,), torch.float32, x.device)
+    k = x.shape[-1]
     launch(_share_amax_fwd_kernel, (shares,), x, factors, amax, k, x.numel(), rounds, BLOCK=SHARE_BLOCK)
     return amax
 

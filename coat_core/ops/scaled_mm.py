@@ -139,7 +139,9 @@ def scaled_mm_on_cuda(a: Any) -> Tensor:
 
 
 def _by_cublas(a: Any) -> Tensor:
-    left, right, bias = a.a.contiguous(), rows_in_one_piece(a.b), a.bias
+    left = a.a.contiguous()
+    right = rows_in_one_piece(a.b)
+    bias = a.bias
     a_scale, b_scale = a.a_scale, a.b_scale
     row_wise = a_scale.ndim == 2 or b_scale.ndim == 2
     if row_wise:

@@ -80,7 +80,8 @@ def _int8_mm_fwd_kernel(
 @launcher(operators.int8_mm)
 def int8_mm(a: Any) -> Tensor:
     operators.check_shapes(a.a, a.a_scale, a.b, a.b_scale, a.bias)
-    left, right = a.a.contiguous(), operators.rows_in_one_piece(a.b)
+    left = a.a.contiguous()
+    right = operators.rows_in_one_piece(a.b)
     (m, k), n = left.shape, len(right)
     y = empty_values((m, n), a.out_dtype, left.device)
     is_wide = blocks(m, WIDE[0]) * blocks(n, WIDE[1]) >= PROGRAMS
@@ -134,7 +135,9 @@ def _weight_only_linear_fwd_kernel(
 
 @launcher(operators.weight_only_linear)
 def weight_only_linear(a: Any) -> Tensor:
-    (n, k), lead, dtype = a.codes.shape, a.x.shape[:-1], a.dtype
+    n, k = a.codes.shape
+    lead = a.x.shape[:-1]
+    dtype = a.dtype
     rows = a.x.reshape(-1, k).to(dtype).contiguous()
     m = rows.shape[0]
     if m > FEW_ROWS:

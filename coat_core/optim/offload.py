@@ -64,7 +64,8 @@ class Staging:
     @contextmanager
     def blocks(self, rows: slice) -> Iterator[dict[str, Moment]]:
         """Bring rows of the packed moments, at most a slot's, to the device; final values return to CPU memory."""
-        number, count = self._next(rows), rows.stop - rows.start
+        number = self._next(rows)
+        count = rows.stop - rows.start
         here: dict[str, Moment] = {}
         staged: list[Tensor] = []
         at_home: list[Tensor] = []

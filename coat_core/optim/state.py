@@ -101,7 +101,8 @@ def moment_views(name: str, moment: Moment, storage: Storage, first: int, shape:
 
 def read_state(state: State, moments: dict[str, Storage]) -> tuple[Tensor, Tensor]:
     """Return exp_avg and exp_avg_sq of one parameter in fp32, in its shape."""
-    shape, device = state["exp_avg"].shape, state["exp_avg"].device
+    shape = state["exp_avg"].shape
+    device = state["exp_avg"].device
     block_size = max(storage.block_size for storage in moments.values())  # fp32 can be read in blocks of any size
     packed = []
     for name, storage in moments.items():
