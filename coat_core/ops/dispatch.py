@@ -172,9 +172,8 @@ def _find_obstacle(device: torch.device) -> str | None:
         raise RuntimeError("the first FP8 operator of this GPU runs in a CUDA graph's capture: do a step before it")
     try:
         with torch.cuda.device(device):
-            from coat_core.ops.quantize_kernel import agrees_with_reference
-
-            return None if agrees_with_reference(device) else "a trial gave wrong codes"
+            kernels = importlib.import_module("coat_core.ops.quantize_kernel")
+            return None if kernels.agrees_with_reference(device) else "a trial gave wrong codes"
     except torch.OutOfMemoryError:
         raise  # says nothing about Triton, and the answer is cached
     except Exception as error:  # whatever a missing compiler, driver or cache folder raises; it is logged
