@@ -172,7 +172,7 @@ def _find_obstacle(device: torch.device) -> str | None:
         raise RuntimeError("the first FP8 operator of this GPU runs in a CUDA graph's capture: do a step before it")
     try:
         with torch.cuda.device(device):
-            kernels = importlib.import_module("coat_core.ops.quantize_kernel")
+            kernels = importlib.import_module(f"{__package__}.quantize_kernel")  # by name, as all launchers
             return None if kernels.agrees_with_reference(device) else "a trial gave wrong codes"
     except torch.OutOfMemoryError:
         raise  # says nothing about Triton, and the answer is cached

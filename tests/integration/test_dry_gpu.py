@@ -129,7 +129,7 @@ def test_two_steps_with_every_option_of_the_run(monkeypatch: pytest.MonkeyPatch)
     with dry_gpu(monkeypatch) as gpu:
         session = dry_session(nested(flat), monkeypatch, blocks=(1, 1))
         gpu.steps(session, 2)
-    assert gpu.operators.waits["coat_flux/watch/casts.py:read"] == 1
+    assert gpu.operators.waits["coat_flux/watch/casts.py:rows"] == 1
     assert gpu.operators.waits["coat_flux/watch/guard.py:_check"] > 0
 
 

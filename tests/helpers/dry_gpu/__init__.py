@@ -52,7 +52,7 @@ FIRST = {
 # In steps that look closer: health steps, and the guard's look at the weights.
 CLOSER = {
     "coat_flux/trainers/standalone/workers.py:read": 1.0,  # loss and gradient norm, else read a step late
-    "coat_flux/watch/casts.py:read": 0.0,
+    "coat_flux/watch/casts.py:rows": 0.0,
     "coat_flux/watch/guard.py:_check": 1.0,
     "coat_flux/watch/guard.py:_norm": 1.0,
 }
