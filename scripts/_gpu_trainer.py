@@ -31,8 +31,8 @@ from coat_flux.plan.predict import predict
 from coat_flux.saves.interrupts import Interrupts
 from coat_flux.trainers.standalone import session as trainer
 from coat_flux.trainers.standalone.progress import RunLog
-from coat_flux.trainers.standalone.resume import identity_of
-from coat_flux.trainers.standalone.steps import settle, train_step
+from coat_flux.trainers.standalone.saving import identity_of
+from coat_flux.trainers.standalone.trainer import settle, train_step
 from coat_flux.trainers.standalone.workers import Workers
 from coat_flux.watch.live import LiveRun
 from coat_flux.watch.phases import PhaseTracker, peak_bytes
@@ -73,7 +73,7 @@ def _measured(row: Configuration, setting: Setting, resolution: int, batch: int,
 
     try:
         with mock.patch.object(trainer, "load_transformer", transformer):
-            session = trainer.open_session(job, workers, log, phases, None, identity_of(job, workers.size), live)
+            session = trainer.Session(job, workers, log, phases, None, identity_of(job, workers.size), live)
         log.open(0)
         with live:
             log.start(0)

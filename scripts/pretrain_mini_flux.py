@@ -13,13 +13,13 @@ import time
 from pathlib import Path
 
 import torch
-from diffusers import FluxTransformer2DModel
 from mini_flux import models
-from mini_flux.folder import FluxParts, write_parts
+from mini_flux.folder import write_flux
 from mini_flux.pictures import GARMENTS, KNOWN
 from mini_flux.training import embed_captions, encode, make_pictures, train_transformer, train_vae
-from torch import nn
 from transformers import AutoTokenizer
+
+from coat_flux.mini_flux import MINI_FLUX
 
 ROOT = Path(__file__).resolve().parents[1]
 # (width, height) -> how many pictures: mostly squares, and some of each shape that buckets of 64 and 96 make
@@ -38,23 +38,22 @@ def main() -> None:
     clip, t5 = models.build_text_encoders()
     pixels, _ = make_pictures((64, 64), sum(SIZES.values()) // 2, 1, tuple(GARMENTS))
     vae = train_vae(pixels, options.vae_steps, device)
-    vae_config = {key: vae.config[key] for key in models.VAE_CONFIG}
-    texts = (clip, models.clip_config(), t5, models.t5_config())
-
-    def save(transformer: nn.Module) -> None:
-        """Writes the model, in place of what is there."""
-        parts = FluxParts(transformer, models.TRANSFORMER_CONFIG, vae, vae_config, *texts, models.T5_TOKENS)
-        shutil.rmtree(options.out, ignore_errors=True)
-        write_parts(options.out, parts)
-
-    save(FluxTransformer2DModel(**models.TRANSFORMER_CONFIG))  # so that the VAE is not lost
-    print(f"VAE in {options.out} after {time.monotonic() - started:.0f} s", flush=True)
-    tokenizers = [AutoTokenizer.from_pretrained(options.out / name) for name in ("tokenizer", "tokenizer_2")]
+    print(f"VAE after {time.monotonic() - started:.0f} s", flush=True)
+    tokenizers = [AutoTokenizer.from_pretrained(MINI_FLUX / name) for name in ("tokenizer", "tokenizer_2")]
     pictures = [make_pictures(size, count, 2, KNOWN) for size, count in SIZES.items()]
     rows, captions = embed_captions([items for _, items in pictures], (clip, t5), tokenizers, seed=2)
     print(f"{len(captions.embeds)} captions after {time.monotonic() - started:.0f} s", flush=True)
     sets = [(encode(vae, pixels), row) for (pixels, _), row in zip(pictures, rows, strict=True)]
-    save(train_transformer(sets, captions, options.steps, device, save))
+    transformer = train_transformer(sets, captions, options.steps, device)
+    shutil.rmtree(options.out, ignore_errors=True)
+    write_flux(
+        options.out,
+        transformer=(transformer, models.TRANSFORMER_CONFIG),
+        vae=(vae, {key: vae.config[key] for key in models.VAE_CONFIG}),
+        clip=(clip, models.clip_config()),
+        t5=(t5, models.t5_config()),
+        t5_tokens=models.T5_TOKENS,
+    )
     print(f"the mini-FLUX is in {options.out}, made in {time.monotonic() - started:.0f} s")
 
 

@@ -6,7 +6,6 @@ import copy
 import random
 import string
 import time
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
 
@@ -33,7 +32,7 @@ PADDINGS = ((0, BATCH), (0, BATCH), (8, BATCH), (40, BATCH // 2))
 LATE_PADDINGS = (*PADDINGS, (40, BATCH), (488, BATCH // 8))
 LATE = 0.85  # share of the run after which long paddings come in
 CAPTIONS_PER_PICTURE = 2
-SHOWN_EVERY, KEPT_EVERY = 100, 500
+SHOWN_EVERY = 100
 # T5 has to pass over what it does not know, or a trigger word would spoil a picture before it is learned
 STRANGE_GARMENT, EXTRA_WORD, NO_CAPTION = 0.12, 0.2, 0.03
 NAMES = {word for names in (GARMENTS, COLOURS, PATTERNS, BACKGROUNDS) for name in names for word in name.split("-")}
@@ -162,16 +161,12 @@ def _encode_texts(encoders: Any, tokenizers: Any, texts: list[str], length: int)
 
 
 def train_transformer(
-    sets: list[tuple[Tensor, Tensor]],
-    captions: Captions,
-    steps: int,
-    device: torch.device,
-    save: Callable[[FluxTransformer2DModel], None],
+    sets: list[tuple[Tensor, Tensor]], captions: Captions, steps: int, device: torch.device
 ) -> FluxTransformer2DModel:
     """Train a transformer of 3.5 M parameters by flow matching; diffusers' own initialization is made to be trained.
 
     `sets` are pictures of one size each, latents fp32 [N, 16, H/8, W/8] and the rows of their captions, drawn by how
-    many there are. `save` is called with the moving average of the weights now and then; it is also the result.
+    many there are. Returns the moving average of its weights.
     """
     torch.manual_seed(0)
     rng = random.Random(0)
@@ -195,8 +190,6 @@ def train_transformer(
             weight = 1 - min(EMA, (1 + step) / (10 + step))
             torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), weight)
         shown = loss.item() if shown is None else 0.98 * shown + 0.02 * loss.item()
-        if step % KEPT_EVERY == KEPT_EVERY - 1:
-            save(average)
         if step % SHOWN_EVERY == 0:
             print(f"transformer {step}/{steps}: loss {shown:.4f}, {time.monotonic() - started:.0f} s", flush=True)
     return average.eval()

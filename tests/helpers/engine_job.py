@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import csv
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from PIL import Image
+
+from tests.helpers.tiny_flux import make_tiny_flux
 
 IMAGE_SIZE = 64
 TRIGGER = "sks"
+FEW_LINEARS = {"network_kwargs": {"only_if_contains": ["blocks.0.attn.to_q", "blocks.1.attn.to_v"]}}
+ON_DISK = {"cache_latents": False, "cache_latents_to_disk": True}
 
 
 def write_images(folder: Path, count: int = 5) -> Path:
@@ -22,6 +29,33 @@ def write_images(folder: Path, count: int = 5) -> Path:
         Image.fromarray(pixels).save(folder / f"{i}.png")
         (folder / f"{i}.txt").write_text(f"a [trigger] shirt, number {i}", encoding="utf-8")
     return folder
+
+
+@contextmanager
+def tiny_place(root: Path, images: int = 5, *, tokens: int = 16) -> Iterator[dict[str, Path]]:
+    """Model, images and output folder of runs below `root`, for `engine_job`.
+
+    For speed prompts have few tokens instead of 512, and runs draw no picture of their memory.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("coat_flux.trainers.standalone.loading.MAX_TEXT_TOKENS", tokens)
+        patch.setattr("coat_flux.trainers.standalone.trainer.finish", lambda *_: None)
+        yield {
+            "model": make_tiny_flux(root / "tiny"),
+            "images": write_images(root / "images", images),
+            "out": root / "out",
+        }
+
+
+def rows(run: Path) -> list[dict[str, str]]:
+    """The table of a run's steps."""
+    with (run / "coat" / "metrics.csv").open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def losses(run: Path) -> list[str]:
+    """The loss of each step, to the last digit."""
+    return [row["loss"] for row in rows(run)]
 
 
 def engine_job(

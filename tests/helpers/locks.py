@@ -11,7 +11,7 @@ from pathlib import Path
 HOLD = """
 import sys
 from pathlib import Path
-from coat_flux.saves.lock import run_lock
+from coat_flux.saves.repair import run_lock
 with run_lock(Path(sys.argv[1])):
     print("locked", flush=True)
     sys.stdin.read()

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers import T5Config, T5EncoderModel
 
-from scripts.mini_flux.folder import FluxParts, write_parts
+from scripts.mini_flux.folder import write_flux
 from scripts.mini_flux.models import TRANSFORMER_CONFIG, build_clip, clip_config, initialise, t5_config
 from tests.helpers.tiny_vae import VAE_CONFIG, build_vae
 
@@ -63,9 +63,14 @@ def make_tiny_flux(folder: Path | str, seed: int = 0) -> Path:
 def _made(seed: int) -> tempfile.TemporaryDirectory[str]:
     texts = t5_config(T5_WIDTH, 2)
     t5 = initialise(T5EncoderModel(T5Config(**texts)), f"text_encoder_2-{seed}").eval()
-    parts = (build_transformer(seed), TINY_TRANSFORMER_CONFIG, build_vae(), VAE_CONFIG)
     scratch = tempfile.TemporaryDirectory(prefix="tiny-flux-")
-    write_parts(Path(scratch.name) / "model", FluxParts(*parts, build_clip(seed), clip_config(), t5, texts))
+    write_flux(
+        Path(scratch.name) / "model",
+        transformer=(build_transformer(seed), TINY_TRANSFORMER_CONFIG),
+        vae=(build_vae(), VAE_CONFIG),
+        clip=(build_clip(seed), clip_config()),
+        t5=(t5, texts),
+    )
     return scratch
 
 

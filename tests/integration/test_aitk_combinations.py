@@ -1,4 +1,4 @@
-"""What users combine with COAT, each run in the real ai-toolkit with a tiny FLUX, or refused with a remedy.
+"""What users combine with COAT, each run in the real ai-toolkit with a tiny FLUX.
 
 The table of docs/ai-toolkit.md has the same rows.
 """
@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from coat_flux.config.check import check_job_dict
 from coat_flux.trainers.ai_toolkit.install import install
 from tests.helpers.aitk_standin.real import Checkout, as_kontext, make_real_entry
 from tests.helpers.tiny_flux import make_tiny_flux
@@ -49,7 +48,6 @@ RUNS: dict[str, tuple[dict[str, Any], str, str]] = {
         "",
     ),
 }
-REFUSED = {"LoHa": ({"network": {"type": "loha", "linear": 4}}, "network.type", "must be one of lora,")}
 
 
 def entry_of(changes: dict[str, Any]) -> dict[str, Any]:
@@ -100,12 +98,3 @@ def test_it_runs(name: str, checkout: Checkout) -> None:
     log = (checkout.folder(job_name(name)) / "coat" / "log.txt").read_text(encoding="utf-8")
     assert f"kept in FP8, {flow} flow" in log
     assert words in of_job
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_it_is_refused_with_what_works_instead(name: str) -> None:
-    changes, key, words = REFUSED[name]
-    raw = {"job": "extension", "config": {"name": "x", "process": [entry_of(changes)]}}
-    errors = [item for item in check_job_dict(raw, trainer="ai-toolkit") if item.severity == "error"]
-    assert [item.key for item in errors] == [f"config.process[0].{key}"]
-    assert words in errors[0].line()

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from coat_flux.config.job_file import load_job_yaml
 from coat_flux.saves.errors import ResumeError
 from coat_flux.trainers.ai_toolkit.install import install
-from coat_flux.trainers.standalone.resume import find_resume_point
+from coat_flux.trainers.standalone.saving import find_resume_point
 from tests.helpers.aitk_standin.ends import assert_same_end
 from tests.helpers.aitk_standin.host import REPOSITORY
 from tests.helpers.aitk_standin.real import Checkout, make_real_entry

@@ -5,19 +5,31 @@ from __future__ import annotations
 import os
 import random
 from itertools import islice
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from coat_flux.data.cache import TextEncoders, encode_latents, encode_prompts, model_identity
+from coat_flux.base.files import file_sha256
+from coat_flux.config.job_sections import DatasetSection
+from coat_flux.data.buckets import Bucket
+from coat_flux.data.cache import (
+    PROMPT_BYTES,
+    TensorCache,
+    TextEncoders,
+    by_layer,
+    encode_latents,
+    input_device,
+    latent_key,
+    model_identity,
+    on_device,
+    text_key,
+)
 from coat_flux.data.captions import shuffle_tokens
-from coat_flux.data.dataset import Batch, BucketBatchSampler, scan
 from coat_flux.data.files import DatasetError
 from coat_flux.data.images import read_photo, to_tensor
-from coat_flux.data.loader import cache_all
+from coat_flux.data.loader import Batch, BucketBatchSampler, LatentDataset, scan
 from tests import tolerances
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.tiny_flux import make_tiny_flux
@@ -61,34 +73,15 @@ def folder(tmp_path):
     return tmp_path
 
 
-def config(folder, **changes):
-    settings = {
-        "folder_path": str(folder),
-        "caption_ext": ".txt",
-        "default_caption": None,
-        "caption_dropout_rate": 0.0,
-        "shuffle_tokens": False,
-        "cache_latents": False,
-        "cache_latents_to_disk": False,
-        "cache_text_embeddings": False,
-        "resolution": [96],
-        "num_repeats": 1,
-        "flip_x": False,
-        "buckets": True,
-    }
-    return SimpleNamespace(**settings | changes)
+def make(folder, vae, encoders, device="cpu", seed=0, **changes):
+    configs = [DatasetSection(folder_path=str(folder), resolution=(96,), **changes)]
+    dataset = LatentDataset(scan(configs, "ohwx"), configs, vae, encoders, device, seed=seed)
+    dataset.fill(progress=False)
+    return dataset
 
 
-def make(folder, vae, encoders, cache_folder=None, seed=0, **changes):
-    configs = [config(folder, **changes)]
-    samples = scan(configs, "ohwx")
-    return cache_all(
-        samples, vae, encoders, progress=False, dataset_configs=configs, seed=seed, cache_folder=cache_folder
-    )
-
-
-def first_batches(dataset, count=6, batch_size=2):
-    return list(islice(map(dataset.batch, BucketBatchSampler(dataset.samples, batch_size)), count))
+def first_batches(dataset, count=6):
+    return list(islice(map(dataset.batch, BucketBatchSampler(dataset.samples, 2)), count))
 
 
 def assert_same_batches(one, other):
@@ -102,14 +95,7 @@ def cache_files(folder, kind="*"):
     return sorted((folder / "_coat_cache").glob(f"{kind}/*"))
 
 
-def refuse(monkeypatch):
-    """From here on, nothing may be encoded."""
-
-    def encoded(*_, **__):
-        raise AssertionError("encoded again")
-
-    monkeypatch.setattr("coat_flux.data.loader.encode_latents", encoded)
-    monkeypatch.setattr(TextEncoders, "encode", encoded)
+# -- encoding ----------------------------------------------------------------------------------------------------------
 
 
 def test_latents_are_shifted_scaled_and_decode_to_the_photo(vae):
@@ -127,36 +113,45 @@ def test_latents_are_shifted_scaled_and_decode_to_the_photo(vae):
 
 
 @pytest.mark.parametrize("prompt", ["a red dress", "", "dress, " * 60])
-def test_prompts_are_encoded_as_the_diffusers_pipeline_does(model, encoders, prompt):
+def test_prompts_are_encoded_as_the_diffusers_pipeline_does(model, encoders, prompt, caplog):
     from diffusers import FluxPipeline
 
-    pipeline = FluxPipeline.from_pretrained(
-        model,
-        transformer=None,
-        vae=None,
-        text_encoder=encoders.clip,
-        text_encoder_2=encoders.t5,
-    )
+    parts = {"transformer": None, "vae": None, "text_encoder": encoders.clip, "text_encoder_2": encoders.t5}
+    pipeline = FluxPipeline.from_pretrained(model, **parts)
     with torch.no_grad():  # as the pipeline does when it draws
         theirs = pipeline.encode_prompt(prompt, None, max_sequence_length=32)
-    models, tokenizers = (encoders.clip, encoders.t5), (encoders.clip_tokenizer, encoders.t5_tokenizer)
-    embeds, pooled = encode_prompts(models, tokenizers, [prompt, "another"], 32)
+    embeds, pooled = encoders.encode([prompt, "another"])
     assert embeds.dtype == pooled.dtype == torch.bfloat16
     assert_bitwise(embeds[:1], theirs[0])
     assert_bitwise(pooled[:1], theirs[1])
     assert not torch.equal(pooled[0], pooled[1])
+    assert ("(limit 32): dress, dress," in caplog.text) == (len(prompt) > 32)
 
 
-def test_a_caption_that_is_cut_is_reported(encoders, caplog):
-    encoders.encode(["dress, " * 60])
-    assert "(limit 32): dress, dress," in caplog.text
+def test_text_encoders_that_do_not_fit_come_one_layer_at_a_time_with_the_same_bits(encoders):
+    clip_and_t5 = [246_000_000, 9_524_000_000]  # in bf16
+    for room, expected in ((None, [False, False]), (12e9, [False, False]), (9.9e9, [False, True]), (0, [True, True])):
+        assert by_layer(clip_and_t5, room) == expected
+        assert by_layer(clip_and_t5[::-1], room) == expected[::-1]
+    model, tokens = encoders.t5, torch.arange(8)[None]
+    with torch.no_grad():
+        expected = model(tokens).last_hidden_state
+        with on_device([model], torch.device("cpu"), PROMPT_BYTES):
+            assert {p.device.type for p in model.parameters()} == {"meta"}
+            assert torch.equal(model(tokens.to(input_device(model))).last_hidden_state, expected)
+        assert {p.device.type for p in model.parameters()} == {"cpu"}
+        assert torch.equal(model(tokens).last_hidden_state, expected)
+
+
+# -- batches -----------------------------------------------------------------------------------------------------------
 
 
 def test_batch_shapes_and_contents(folder, vae, encoders):
     dataset = make(folder, vae, encoders)
-    for batch in first_batches(dataset):
-        assert sorted(batch) == ["indices", "latents", "pooled", "prompt_embeds"]
-        for row, index in enumerate(batch["indices"].tolist()):
+    for order in islice(BucketBatchSampler(dataset.samples, 2), 6):
+        batch = dataset.batch(order)
+        assert sorted(batch) == ["latents", "pooled", "prompt_embeds"]
+        for row, index in enumerate(order.indices):
             sample = dataset.samples[index]
             assert sample.caption == f"a ohwx dress, number {sample.image_path.stem[-1]}, red"
             pixels = to_tensor(read_photo(sample.image_path).image)[None]
@@ -179,15 +174,8 @@ def test_cached_batches_are_those_encoded_on_the_fly(folder, vae, encoders, cach
 
 
 def test_batches_are_on_the_device_and_models_return_home(folder, vae, encoders, device):
-    configs = [config(folder, **CACHED)]
-    dataset = cache_all(scan(configs), vae, encoders, device, progress=False, dataset_configs=configs)
-    batch = dataset.batch(Batch((0,), 0))
-    assert {name: tensor.device.type for name, tensor in batch.items()} == {
-        "latents": device.type,
-        "prompt_embeds": device.type,
-        "pooled": device.type,
-        "indices": "cpu",
-    }
+    batch = make(folder, vae, encoders, device, **CACHED).batch(Batch((0,), 0))
+    assert {tensor.device.type for tensor in batch.values()} == {device.type}
     assert batch["latents"].isfinite().all()
     assert {next(module.parameters()).device.type for module in (vae, encoders.clip, encoders.t5)} == {"cpu"}
 
@@ -196,7 +184,7 @@ def test_flip_mirrors_the_photo(folder, vae, encoders):
     dataset = make(folder, vae, encoders, flip_x=True)
     plain, flipped = dataset.samples[0], dataset.samples[5]
     mirrored = to_tensor(read_photo(plain.image_path).image).flip(-1)[None]
-    assert_bitwise(dataset.latents(flipped), encode_latents(vae, mirrored)[0])
+    assert_bitwise(dataset.image(flipped)["latents"], encode_latents(vae, mirrored)[0])
 
 
 def test_models_are_let_go_exactly_when_everything_is_cached(folder, vae, encoders):
@@ -211,12 +199,41 @@ def test_models_are_let_go_exactly_when_everything_is_cached(folder, vae, encode
         assert (dataset.vae is vae, dataset.encoders is encoders) == (vae_needed, encoders_needed)
 
 
+def test_dropout_uses_the_trigger_word_prompt_at_the_set_rate_and_repeats(folder, vae, encoders):
+    dataset = make(folder, vae, encoders, **CACHED, caption_dropout_rate=0.3)
+    dropped = dataset.text(0, "ohwx")["pooled"]
+
+    def drops(from_draw, dataset=dataset):
+        batches = (dataset.batch(Batch((0, 1), draw)) for draw in range(from_draw, 200))
+        return [torch.equal(row, dropped) for batch in batches for row in batch["pooled"]]
+
+    seen = drops(0)
+    assert abs(np.mean(seen) - 0.3) < tolerances.DROPOUT_SIGMAS * (0.3 * 0.7 / 400) ** 0.5
+    assert drops(120) == seen[240:]
+    assert drops(0, make(folder, vae, encoders, seed=1, **CACHED, caption_dropout_rate=0.3)) != seen
+    assert seen[::2] != seen[1::2]  # rows of one batch are dropped independently
+
+
+def test_shuffled_captions_differ_between_draws(folder, vae, encoders):
+    dataset = make(folder, vae, encoders, shuffle_tokens=True)
+    caption = dataset.samples[0].caption
+    variants = {shuffle_tokens(caption, random.Random(seed)) for seed in range(60)}
+    pooled = {tuple(encoders.encode([variant])[1][0].tolist()) for variant in variants}
+    seen = {tuple(dataset.batch(Batch((0,), draw))["pooled"][0].tolist()) for draw in range(20)}
+    assert len(seen) >= 2
+    assert seen <= pooled
+
+
+# -- the caches --------------------------------------------------------------------------------------------------------
+
+
 def test_a_second_run_encodes_nothing_also_with_renamed_and_touched_files(folder, vae, encoders, monkeypatch):
     before = first_batches(make(folder, vae, encoders, **CACHED, caption_dropout_rate=0.5))
     for path in [*folder.glob("*.png"), *folder.glob("*.txt")]:
         path.write_bytes(path.read_bytes())
         path.rename(path.with_name(f"renamed-{path.name}"))
-    refuse(monkeypatch)
+    monkeypatch.setattr("coat_flux.data.loader.encode_latents", lambda *_: pytest.fail("encoded again"))
+    monkeypatch.setattr(TextEncoders, "encode", lambda *_: pytest.fail("encoded again"))
     assert_same_batches(before, first_batches(make(folder, vae, encoders, **CACHED, caption_dropout_rate=0.5)))
 
 
@@ -231,8 +248,9 @@ def test_a_replaced_photo_of_same_name_size_and_date_is_encoded_again(folder, va
     os.utime(first, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     assert (first.stat().st_size, first.stat().st_mtime_ns) == (stat.st_size, stat.st_mtime_ns)
     new = make(folder, vae, encoders, **CACHED)
-    assert not torch.equal(new.latents(new.samples[0]), old.latents(old.samples[0]))
-    assert_bitwise(new.latents(new.samples[1]), old.latents(old.samples[1]))
+    before, after = ([dataset.image(sample)["latents"] for sample in old.samples] for dataset in (old, new))
+    assert not torch.equal(after[0], before[0])
+    assert_bitwise(after[1], before[1])
 
 
 def test_an_edited_caption_another_vae_or_token_length_is_encoded_again(folder, vae, encoders, model):
@@ -249,61 +267,89 @@ def test_an_edited_caption_another_vae_or_token_length_is_encoded_again(folder, 
     assert (len(cache_files(folder, "latents")), len(cache_files(folder, "text"))) == (10, 11)
 
 
-def test_a_damaged_cache_is_made_again(folder, vae, encoders, caplog):
+def test_keys_change_with_everything_that_changes_the_entry(tmp_path):
+    base = ("digest", Bucket(64, 32), False, "vae", (255, 255, 255), False)
+    changes = ("other", Bucket(32, 64), True, "b", (0, 0, 0), True)
+    others = [(*base[:i], change, *base[i + 1 :]) for i, change in enumerate(changes)]
+    assert len({latent_key(*arguments) for arguments in [base, *others]}) == 7
+    assert latent_key(*base) == latent_key(*base)
+    assert len({text_key("a", "x"), text_key("b", "x"), text_key("a", "y")}) == 3
+    for name, content in (("a", b"x" * 3_000_000), ("b", b"x" * 3_000_000), ("c", b"x" * 2_999_999 + b"y")):
+        (tmp_path / name).write_bytes(content)
+    assert file_sha256(tmp_path / "a") == file_sha256(tmp_path / "b") != file_sha256(tmp_path / "c")
+
+
+def entry():
+    return {"latents": torch.randn(4, 3, 5), "pooled": torch.randn(7).bfloat16()}
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_what_is_stored_comes_back_bit_for_bit(tmp_path, in_memory, on_disk):
+    cache = TensorCache(tmp_path / "latents" if on_disk else None, in_memory)
+    tensors = entry()
+    cache.store("key", tensors, "bad\udcff.png")
+    assert cache.enabled == (in_memory or on_disk)
+    stored = [cache.load("key")] if cache.enabled else []
+    if on_disk:
+        stored.append(TensorCache(tmp_path / "latents", False).load("key"))
+    for entries in stored:
+        for name, tensor in tensors.items():
+            assert entries[name].dtype == tensor.dtype
+            assert_bitwise(entries[name], tensor)
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["key.safetensors"] * on_disk
+    assert cache.load("other") is None
+
+
+DAMAGES = {
+    "cut": lambda content: content[: len(content) // 2],
+    "bit": lambda content: content[:-1] + bytes([content[-1] ^ 1]),
+    "empty": lambda content: b"",
+    "other": lambda content: b"x" * len(content),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_reported_once_and_made_again(tmp_path, caplog, damage):
+    cache, path = TensorCache(tmp_path, False), tmp_path / "key.safetensors"
+    cache.store("key", tensors := entry(), "a.png")
+    path.write_bytes(DAMAGES[damage](path.read_bytes()))
+    assert cache.load("key") is None
+    assert "key.safetensors: damaged cache file" in caplog.text
+    cache.store("key", tensors, "a.png")
+    assert_bitwise(cache.load("key")["latents"], tensors["latents"])
+
+
+def test_a_failed_write_leaves_nothing_and_names_the_remedy(tmp_path, monkeypatch):
+    def no_space(*_):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("os.replace", no_space)
+    with pytest.raises(DatasetError, match=r"No space left.*cache_latents_to_disk: false"):
+        TensorCache(tmp_path, False).store("key", entry(), "a.png")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_damaged_cache_of_a_run_is_made_again(folder, vae, encoders, caplog):
     before = first_batches(make(folder, vae, encoders, **CACHED))
     damaged = [cache_files(folder, "latents")[2], cache_files(folder, "text")[1]]
     for path in damaged:
         path.write_bytes(path.read_bytes()[:-8])
     after = make(folder, vae, encoders, **CACHED)
-    assert [path.name for path in damaged] == [
-        record.args[0].name for record in caplog.records if "damaged cache file" in record.msg
-    ]
+    reported = [record.args[0].name for record in caplog.records if "damaged cache file" in record.msg]
+    assert reported == [path.name for path in damaged]
     caplog.clear()
     assert_same_batches(before, first_batches(after))
     assert caplog.records == []
 
 
-@pytest.mark.parametrize(
-    ("kind", "what"), [("latents", "photo0.png"), ("text", "caption 'a ohwx dress, number 0, red'")]
-)
+@pytest.mark.parametrize(("kind", "what"), [("latents", "photo0.png"), ("text", "caption 'a ohwx dress, number 0")])
 def test_a_cache_removed_during_the_run_is_an_error_with_a_remedy(folder, vae, encoders, kind, what):
     dataset = make(folder, vae, encoders, **CACHED)
     for path in cache_files(folder, kind):
         path.unlink()
-    with pytest.raises(DatasetError, match=rf"{what}: its cached .* were removed or damaged .*; start the run again"):
+    with pytest.raises(DatasetError, match=rf"{what}.*start the run again"):
         dataset.batch(Batch((0,), 0))
-
-
-def test_cache_folder_can_be_elsewhere(folder, vae, encoders, tmp_path_factory):
-    elsewhere = tmp_path_factory.mktemp("cache")
-    make(folder, vae, encoders, elsewhere, **CACHED)
-    assert not (folder / "_coat_cache").exists()
-    assert len(list(elsewhere.glob("*/*.safetensors"))) == 10
-
-
-def test_dropout_uses_the_trigger_word_prompt_at_the_set_rate_and_repeats(folder, vae, encoders):
-    dataset = make(folder, vae, encoders, **CACHED, caption_dropout_rate=0.3)
-    dropped = dataset.text(0, "ohwx")[1]
-
-    def drops(from_draw, dataset=dataset):
-        batches = (dataset.batch(Batch((0, 1), draw)) for draw in range(from_draw, 200))
-        return [torch.equal(row, dropped) for batch in batches for row in batch["pooled"]]
-
-    seen = drops(0)
-    assert abs(np.mean(seen) - 0.3) < tolerances.DROPOUT_SIGMAS * (0.3 * 0.7 / 400) ** 0.5
-    assert drops(120) == seen[240:]
-    assert drops(0, make(folder, vae, encoders, **CACHED, caption_dropout_rate=0.3, seed=1)) != seen
-    assert seen[::2] != seen[1::2]  # rows of one batch are dropped independently
-
-
-def test_shuffled_captions_differ_between_draws(folder, vae, encoders):
-    dataset = make(folder, vae, encoders, shuffle_tokens=True)
-    caption = dataset.samples[0].caption
-    variants = {shuffle_tokens(caption, random.Random(seed)) for seed in range(60)}
-    pooled = {tuple(encoders.encode([variant])[1][0].tolist()) for variant in variants}
-    seen = {tuple(dataset.batch(Batch((0,), draw))["pooled"][0].tolist()) for draw in range(20)}
-    assert len(seen) >= 2
-    assert seen <= pooled
 
 
 def test_an_unusable_vae_is_an_error(folder, encoders, model):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,15 +18,14 @@ from coat_flux.config.findings import ConfigError
 from coat_flux.plan.job import job_facts
 from coat_flux.plan.predict import optimizer_bytes
 from coat_flux.saves.commit import newest_set
+from coat_flux.saves.errors import ResumeError
 from coat_flux.saves.repair import go_back
 from coat_flux.trainers import full
 from coat_flux.trainers.standalone import session
-from coat_flux.trainers.standalone.resume import ResumeError
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from tests.helpers.asserts import assert_bitwise
-from tests.helpers.engine_job import engine_job, write_images
+from tests.helpers.engine_job import engine_job, losses, tiny_place
 from tests.helpers.operators import bits
-from tests.helpers.tiny_flux import make_tiny_flux
 
 WHOLE = {"steps": 3, "gradient_accumulation": 2, "max_grad_norm": 1e9}  # which no gradient reaches
 COAT: dict[str, Any] = {}  # weights and exp_avg_sq rounded as they are by default
@@ -35,12 +33,10 @@ COAT: dict[str, Any] = {}  # weights and exp_avg_sq rounded as they are by defau
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
-    """Model, images and output folder; prompts of 48 tokens and shards of 300 kB."""
-    root = tmp_path_factory.mktemp("full")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("coat_flux.trainers.standalone.loading.MAX_TEXT_TOKENS", 48)
+    """With shards of 300 kB."""
+    with tiny_place(tmp_path_factory.mktemp("full"), 4) as place, pytest.MonkeyPatch.context() as patch:
         patch.setattr(full, "SHARD_BYTES", 300_000)
-        yield {"model": make_tiny_flux(root / "tiny"), "images": write_images(root / "images", 4), "out": root / "out"}
+        yield place
 
 
 def full_job(name: str, place: dict[str, Path], **blocks: Any) -> dict[str, Any]:
@@ -54,11 +50,6 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     for path in sorted((folder / full.PART).glob("*.safetensors")):
         found |= load_file(path)
     return found
-
-
-def losses(final: Path) -> list[str]:
-    with (final.parent / "coat" / "metrics.csv").open(encoding="utf-8") as file:
-        return [row["loss"] for row in csv.DictReader(file)]
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +82,7 @@ def test_updates_in_backward_and_a_resume_are_the_separate_step_to_the_bit(
 
 def assert_same(final: Path, other: Path) -> None:
     """Two runs have the same losses, weights and states of the optimizer."""
-    assert losses(final) == losses(other)
+    assert losses(final.parent) == losses(other.parent)
     ours, theirs = tensors(final), tensors(other)
     assert ours.keys() == theirs.keys()
     for name in ours:

@@ -81,7 +81,7 @@ def test_run_that_fails_leaves_its_phases_and_no_picture(
     def fail(*_: Any) -> None:
         raise MemoryError("out of memory")
 
-    monkeypatch.setattr("coat_flux.trainers.standalone.steps.whole_norms", fail)
+    monkeypatch.setattr("coat_flux.trainers.standalone.trainer.whole_norms", fail)
     with pytest.raises(OutOfMemory):
         COATTrainer(engine_job("broken", **place)).train()
     folder = place["out"] / "broken" / "coat"

@@ -44,13 +44,9 @@ def test_reads_fresh_pictures(judged):
     shares = scorer.accuracies(scorer.right(found, items))
     assert set(shares) == {"garment", "colour", "pattern", "background", "all four"}
     assert min(shares[name] for name in scorer.ATTRIBUTES) >= SCORER_ACCURACY, shares
-
-
-def test_is_wrong_about_pictures_of_other_items(judged):
-    scorer, found, items = judged
-    shares = scorer.accuracies(scorer.right(found.roll(1, 0), items))
-    assert max(shares.values()) <= SCORER_BY_CHANCE, shares
-    assert shares["all four"] <= shares["garment"]
+    others = scorer.accuracies(scorer.right(found.roll(1, 0), items))
+    assert max(others.values()) <= SCORER_BY_CHANCE, others
+    assert others["all four"] <= others["garment"]
 
 
 def test_reads_other_shapes(world):
@@ -58,18 +54,3 @@ def test_reads_other_shapes(world):
     pixels, items = drawn(pictures, (48, 80), 50)
     shares = scorer.accuracies(scorer.right(scorer.judge(scorer.load_scorer(), pixels), items))
     assert shares["all four"] >= SCORER_ALL_FOUR, shares
-
-
-def test_right_compares_each_attribute(world):
-    pictures, scorer = world
-    item = pictures.Item("coat", "red", "dotted", "grey")
-    places = [table.index(name) for table, name in zip(scorer.ATTRIBUTES.values(), item, strict=True)]
-    found = torch.tensor([places, [places[0], places[1] + 1, places[2], places[3]]])
-    correct = scorer.right(found, [item, item])
-    assert correct.tolist() == [[True] * 4, [True, False, True, True]]
-    assert scorer.accuracies(correct)["all four"] == 0.5
-
-
-def test_weights_are_small(world):
-    _, scorer = world
-    assert scorer.WEIGHTS.stat().st_size <= 500_000

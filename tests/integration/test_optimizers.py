@@ -24,8 +24,8 @@ from coat_flux.config.findings import ConfigError
 from coat_flux.config.job import JobConfig
 from coat_flux.plan.job import job_facts
 from coat_flux.plan.predict import optimizer_bytes
+from coat_flux.saves.errors import ResumeError
 from coat_flux.trainers.optimizer import CLASSES, learning_rate, make_optimizer, restore_optimizer
-from coat_flux.trainers.standalone.resume import ResumeError
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.engine_job import engine_job, write_images

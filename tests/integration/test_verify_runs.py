@@ -143,7 +143,7 @@ def test_finished_runs_are_not_repeated_and_seeds_can_be_added(
 
     before = {run.name: run.lora.stat().st_mtime_ns for run in verdict.runs}
     monkeypatch.setattr("coat_flux.study.compare.score_loras", lambda *_, **options: verdict.scores)
-    monkeypatch.setattr("coat_flux.trainers.standalone.trainer.open_session", sessions)
+    monkeypatch.setattr("coat_flux.trainers.standalone.trainer.Session", sessions)
     assert verify(job_of(place), seeds=2, settings=SETTINGS).sentence == verdict.sentence
     assert trained == []
     with pytest.raises(DeadRunError, match="at once"):  # of bf16: the config itself cannot be trained

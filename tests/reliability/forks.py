@@ -7,20 +7,44 @@ them is not seen, but a kill there leaves the same as a kill at the next one.
 
 from __future__ import annotations
 
+import gc
+import json
 import os
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 KILLED, FAILED = 9, 70
 OPERATIONS = ("open", "os.mkdir", "os.rename", "os.link", "os.remove", "os.rmdir")
 DEADLINE_S = 60
+
+
+@contextmanager
+def quick_forks() -> Iterator[None]:
+    """A fork of a process with threads may wait for ever for a lock; one that collects garbage copies all memory."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    gc.freeze()
+    yield
+    gc.unfreeze()
+    torch.set_num_threads(before)
+
+
+def content(path: Path) -> Any:
+    """Bytes of a file; of safetensors, whose metadata come in any order, the header as a mapping beside the rest."""
+    data = path.read_bytes()
+    if path.suffix != ".safetensors":
+        return data
+    start = 8 + int.from_bytes(data[:8], "little")
+    return json.loads(data[8:start]), data[start:]
 
 
 def fork(work: Callable[[], None], deadline_s: int = DEADLINE_S) -> int:

@@ -15,8 +15,8 @@ import pytest
 from PIL import Image
 
 from coat_flux.config.job_sections import DatasetSection
-from coat_flux.data.dataset import scan
 from coat_flux.data.files import DatasetError
+from coat_flux.data.loader import scan
 from coat_flux.data.preflight import DataReport, inspect_datasets
 from tests.reliability.photos import animation, cutout, encoded, good_folder, half, jpeg, noise, png, with_chunk, write
 from tests.tolerances import BAD_DATASET_SECONDS

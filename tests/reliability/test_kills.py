@@ -7,8 +7,6 @@ before or the new one, whole, and the run that goes on from it ends bit for bit 
 from __future__ import annotations
 
 import errno
-import gc
-import json
 import os
 import random
 import shutil
@@ -20,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from coat_flux.saves.commit import commit, damage, newest_set
 from coat_flux.saves.errors import SaveError
@@ -28,66 +25,37 @@ from coat_flux.saves.interrupts import Interrupts
 from coat_flux.saves.repair import repair
 from coat_flux.trainers.standalone import trainer
 from coat_flux.trainers.standalone.progress import RunLog
-from coat_flux.trainers.standalone.resume import find_resume_point, identity_of
-from coat_flux.trainers.standalone.saving import save
-from coat_flux.trainers.standalone.session import Session, open_session
+from coat_flux.trainers.standalone.saving import find_resume_point, identity_of, save
+from coat_flux.trainers.standalone.session import Session
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from coat_flux.trainers.standalone.workers import Workers
 from coat_flux.watch.live import LiveRun
 from coat_flux.watch.phases import PhaseTracker
-from tests.helpers.engine_job import engine_job, write_images
-from tests.helpers.tiny_flux import make_tiny_flux
-from tests.reliability.forks import KILLED, at_operation, fork, wait
+from tests.helpers.engine_job import FEW_LINEARS, ON_DISK, engine_job, tiny_place
+from tests.reliability.forks import KILLED, at_operation, content, fork, quick_forks, wait
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork, with which a kill costs milliseconds")
 
-RANDOM_KILLS = 12
+RANDOM_KILLS = 8
 STEPS = 8
-FEW_LINEARS = {"network_kwargs": {"only_if_contains": ["blocks.0.attn.to_q", "blocks.1.attn.to_v"]}}
 COAT = {"optimizer": {"stochastic_rounding": True}, "memory": {"log_memory_stats": False}}
 SET_FILES = ("published.safetensors", "optimizer.pt", "lora.safetensors", "ema.safetensors", "state.json")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_forks() -> Iterator[None]:
-    """A fork of a process with threads may wait for ever for a lock; one that collects garbage copies all memory."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    gc.freeze()
-    yield
-    gc.unfreeze()
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
-    root = tmp_path_factory.mktemp("kills")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("coat_flux.trainers.standalone.loading.MAX_TEXT_TOKENS", 16)
-        patch.setattr(
-            "coat_flux.trainers.standalone.trainer.finish", lambda *a, **k: None
-        )  # the picture of the memory report
-        yield {"model": make_tiny_flux(root / "tiny"), "images": write_images(root / "images", 3), "out": root / "out"}
+    with tiny_place(tmp_path_factory.mktemp("kills"), 3) as place, quick_forks():
+        yield place
 
 
 def job_of(name: str, place: dict[str, Path], steps: int = STEPS, every: int = 1) -> dict[str, Any]:
     train = {"steps": steps, "ema_config": {"use_ema": True, "ema_decay": 0.8}, "lr_scheduler": "cosine"}
-    cache = {"cache_latents": False, "cache_latents_to_disk": True}
     save = {"save_every": every, "max_step_saves_to_keep": 2}
-    return engine_job(name, **place, coat=COAT, network=FEW_LINEARS, train=train, dataset=cache, save=save)
+    return engine_job(name, **place, coat=COAT, network=FEW_LINEARS, train=train, dataset=ON_DISK, save=save)
 
 
 def contents(folder: Path) -> dict[str, Any]:
     return {name: content(folder / name) for name in SET_FILES}
-
-
-def content(path: Path) -> Any:
-    """Bytes of a file; of safetensors, whose metadata come in any order, the header as a mapping beside the rest."""
-    found = path.read_bytes()
-    if path.suffix != ".safetensors":
-        return found
-    start = 8 + int.from_bytes(found[:8], "little")
-    return json.loads(found[8:start]), found[start:]
 
 
 # -- every file operation of a save ----------------------------------------------------------------------------------
@@ -103,7 +71,7 @@ class OneSave:
         phases = PhaseTracker(workers.device, None)
         log = RunLog(job, workers.device, active=False)
         live = LiveRun(job.folder, 0, job.train.steps, samples=False)
-        self.session: Session = open_session(job, workers, log, phases, None, identity_of(job, 1), live)
+        self.session: Session = Session(job, workers, log, phases, None, identity_of(job, 1), live)
         batches = iter(self.session.sampler)
         self.session.record["validation_loss"] = 1.0
         trainer.train_step(self.session, batches, Interrupts(print))
@@ -178,7 +146,7 @@ def test_a_kill_at_any_file_operation_of_a_save_leaves_a_whole_checkpoint(one_sa
     assert seen == ["before"] * change + ["after"] * (count + 1 - change)
 
 
-def test_a_kill_while_a_step_is_saved_again_leaves_one_of_the_two(tmp_path: Path) -> None:
+def test_a_kill_while_a_step_is_saved_again_leaves_one_of_the_two(place: dict[str, Path], tmp_path: Path) -> None:
     run, kept = tmp_path / "run", tmp_path / "kept"
 
     def save(text: str) -> None:
@@ -323,14 +291,14 @@ def test_runs_killed_at_random_moments_end_as_the_one_never_stopped(
     rng = random.Random(0)
     kills = finished = committed = 0
     reader, writer = os.pipe()
-    open_one = trainer.open_session
+    open_one = trainer.Session
 
     def open_and_tell(*args: Any) -> Session:
         session = open_one(*args)
         os.write(writer, b".")
         return session
 
-    monkeypatch.setattr(trainer, "open_session", open_and_tell)
+    monkeypatch.setattr(trainer, "Session", open_and_tell)
     while kills < RANDOM_KILLS:
         child = fork(COATTrainer(job_of("killed", place)).train)
         if rng.random() < 0.8:  # of the others the start is hit

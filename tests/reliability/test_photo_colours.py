@@ -12,9 +12,8 @@ from PIL import Image
 
 from coat_flux.config.job_sections import DatasetSection, TrainSection
 from coat_flux.data.cache import encode_latents
-from coat_flux.data.dataset import Batch, scan
 from coat_flux.data.images import read_photo, to_tensor
-from coat_flux.data.loader import LatentDataset
+from coat_flux.data.loader import Batch, LatentDataset, scan
 from tests import tolerances
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.tiny_flux import make_tiny_flux
@@ -113,8 +112,8 @@ def test_the_mask_is_the_opacity_of_each_latent_with_mean_one(tmp_path, vae, cac
     assert torch.equal(batch["mask"][2, 0], half.flip(1))
     plain = dataset(tmp_path, vae)
     assert "mask" not in plain.batch(Batch((0,), 0))
-    assert plain.mask(plain.samples[0]) is None
-    assert_bitwise(batch["latents"][0], plain.latents(plain.samples[0]))
+    assert "mask" not in plain.image(plain.samples[0])
+    assert_bitwise(batch["latents"][0], plain.image(plain.samples[0])["latents"])
 
 
 def test_the_mask_goes_through_resize_and_crop_like_the_photo(tmp_path, vae):
@@ -124,8 +123,8 @@ def test_the_mask_goes_through_resize_and_crop_like_the_photo(tmp_path, vae):
     picture.putalpha(opacity)
     picture.save(tmp_path / "a.png")
     found = dataset(tmp_path, vae, transparency="mask")
-    mask = found.mask(found.samples[0])
-    assert mask.shape[1:] == found.latents(found.samples[0]).shape[1:]
+    mask = found.image(found.samples[0])["mask"]
+    assert mask.shape[1:] == found.image(found.samples[0])["latents"].shape[1:]
     columns = mask[0].mean(dim=0)
     middle = len(columns) // 2
     assert columns[: middle - 1].abs().max() < 0.1
@@ -142,13 +141,13 @@ def test_caches_follow_the_photo_policy(tmp_path, vae):
     white = dataset(tmp_path, vae, cached=True)
     same = dataset(tmp_path, vae, cached=True, background="#ffffff")
     assert files() == 1
-    assert_bitwise(same.latents(same.samples[0]), white.latents(white.samples[0]))
+    assert_bitwise(same.image(same.samples[0])["latents"], white.image(white.samples[0])["latents"])
     black = dataset(tmp_path, vae, cached=True, background="black")
     assert files() == 2
-    assert not torch.equal(black.latents(black.samples[0]), white.latents(white.samples[0]))
+    assert not torch.equal(black.image(black.samples[0])["latents"], white.image(white.samples[0])["latents"])
     masked = dataset(tmp_path, vae, cached=True, transparency="mask")
     assert files() == 3
-    assert masked.mask(masked.samples[0]).max() == 2
+    assert masked.image(masked.samples[0])["mask"].max() == 2
 
 
 class Constant(torch.nn.Module):
@@ -163,7 +162,7 @@ class Constant(torch.nn.Module):
 def test_the_loss_counts_what_is_visible_only_and_keeps_its_size(tmp_path, vae):
     from diffusers import FlowMatchEulerDiscreteScheduler
 
-    from coat_flux.trainers.standalone.objective import Objective
+    from coat_flux.trainers.standalone.flow_matching import Objective
 
     cut_out(tmp_path / "a.png")
     batch = dataset(tmp_path, vae, transparency="mask").batch(Batch((0,), 0))

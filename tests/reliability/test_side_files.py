@@ -101,10 +101,10 @@ def test_a_removed_folder_of_tensorboard_is_made_again_without_a_traceback(
                 shutil.rmtree(folder, ignore_errors=True)
         if step == 40:
             folder.write_text("in the way")
-        board.scalar("loss", 0.5, step)
+        board.scalars({"loss": 0.5}, step)
     assert len(said) == 1
     folder.unlink()
-    board.scalar("loss", 0.5, 60)
+    board.scalars({"loss": 0.5}, 60)
     board.close()
     assert list(folder.glob("events.*"))
     assert threading.excepthook is hook

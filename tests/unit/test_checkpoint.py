@@ -21,8 +21,7 @@ from coat_flux.base.files import replacing, write_file
 from coat_flux.saves.commit import commit, committed_sets, damage, newest_set, set_step
 from coat_flux.saves.errors import ResumeError, SaveError
 from coat_flux.saves.identity import compare, file_digest, model_identity, require_same_run, run_identity
-from coat_flux.saves.lock import run_lock
-from coat_flux.saves.repair import go_back, good_step, repair
+from coat_flux.saves.repair import go_back, good_step, repair, run_lock
 from coat_flux.saves.rng import rng_state, set_rng_state
 from tests.helpers.locks import held_by_another_process
 

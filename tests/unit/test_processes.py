@@ -14,7 +14,7 @@ from coat_flux.config.launch import LaunchError, joint_job, launch_obstacle
 from coat_flux.saves.identity import compare
 from coat_flux.saves.interrupts import Interrupts
 from coat_flux.trainers import processes
-from coat_flux.trainers.ai_toolkit.team import Team
+from coat_flux.trainers.ai_toolkit.loop import Team
 from coat_flux.trainers.standalone.workers import Workers, whole_norms
 from tests.helpers.engine_job import engine_job
 
@@ -33,57 +33,65 @@ def test_two_processes_are_the_same_run_as_accumulation_two() -> None:
     assert len(compare(identity(1, 2), identity(1, 4), allow=["world_size"])[0]) == 1
 
 
-def test_deepspeed_is_refused_with_what_to_use_instead(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert launch_obstacle({}) is None
-    assert launch_obstacle({"ACCELERATE_USE_DEEPSPEED": "false"}) is None
+FSDP = {"ACCELERATE_USE_FSDP": "true"}
+FSDP2 = {**FSDP, "FSDP_VERSION": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, ("DeepSpeed", "ddp.yaml", "fsdp2.yaml")),
+        (FSDP, ("only FSDP2",)),
+        ({**FSDP2, "FSDP_OFFLOAD_PARAMS": "true"}, ("offload_params: true",)),
+        ({**FSDP2, "FSDP_RESHARD_AFTER_FORWARD": "false"}, ("reshard_after_forward: false", "write true")),
+        ({**FSDP2, "FSDP_RESHARD_AFTER_FORWARD": "true", "FSDP_OFFLOAD_PARAMS": "false"}, None),
+        ({"ACCELERATE_USE_DEEPSPEED": "false", "FSDP_OFFLOAD_PARAMS": "true"}, None),
+        ({}, None),
+    ],
+)
+def test_launches_that_cannot_train_are_refused(environment: dict[str, str], words: tuple[str, ...] | None) -> None:
+    obstacle = launch_obstacle(environment)
+    assert (obstacle is None) == (words is None)
+    assert all(word in str(obstacle) for word in words or ())
+
+
+def test_a_refused_launch_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    with pytest.raises(LaunchError, match=r"DeepSpeed: .*ddp\.yaml, or fsdp2\.yaml"):
+    with pytest.raises(LaunchError, match="DeepSpeed"):
         Workers("cpu")
 
 
-def test_fsdp_is_refused_but_for_its_second_version() -> None:
-    fsdp = {"ACCELERATE_USE_FSDP": "true"}
-    assert "only FSDP2 is supported" in str(launch_obstacle(fsdp))
-    fsdp["FSDP_VERSION"] = "2"
-    asked = {"FSDP_RESHARD_AFTER_FORWARD": "true", "FSDP_OFFLOAD_PARAMS": "false"}  # as accelerate passes them on
-    assert launch_obstacle({**fsdp, **asked}) is None
-    assert "offload_params: true: " in str(launch_obstacle({**fsdp, "FSDP_OFFLOAD_PARAMS": "true"}))
-    assert "write true" in str(launch_obstacle({**fsdp, "FSDP_RESHARD_AFTER_FORWARD": "false"}))
-    assert launch_obstacle({"FSDP_OFFLOAD_PARAMS": "true"}) is None
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> dict[str, Path]:
-    return {"model": tmp_path, "images": tmp_path / "images", "out": tmp_path / "out"}
-
-
-def test_what_cannot_be_shared_out_is_refused(place: dict[str, Path]) -> None:
-    job = JobConfig.from_dict(engine_job("shared", **place, coat={}))
-    assert joint_job(job, shares=False) is job
-    shared = joint_job(job, shares=True).coat
-    assert (shared.memory.stream_blocks, shared.speed.measure) == ("all", "never")
-    with pytest.raises(LaunchError, match=r"set coat\.weight\.use_fp8: true"):
-        joint_job(JobConfig.from_dict(engine_job("plain", **place)), shares=True)
-    copies = JobConfig.from_dict(engine_job("t", **place, coat={"memory": {"transposed_weights": "always"}}))
-    with pytest.raises(LaunchError, match=r"transposed_weights='always': .*write auto"):
-        joint_job(copies, shares=True)
-
-
-def test_what_full_fine_tuning_needs_to_be_shared_out(place: dict[str, Path]) -> None:
-    def whole(**blocks: Any) -> JobConfig:
-        job = engine_job("whole", **place, **blocks)
+def job_of(folder: Path, *, full: bool = False, **blocks: Any) -> JobConfig:
+    job = engine_job("shared", model=folder, images=folder / "images", out=folder / "out", **blocks)
+    if full:
         del job["config"]["process"][0]["network"]
-        return JobConfig.from_dict(job)
+    return JobConfig.from_dict(job)
 
-    shared = joint_job(whole(coat={}), shares=True).coat
+
+@pytest.mark.parametrize(
+    ("job", "message"),
+    [
+        ({}, r"coat\.weight\.use_fp8: true"),
+        ({"coat": {"memory": {"transposed_weights": "always"}}}, "transposed_weights='always'"),
+        ({"full": True}, "coat_fp8_adamw"),
+        ({"full": True, "coat": {"optimizer": {"offload": "cpu"}}}, "offload='cpu'"),
+        ({"full": True, "coat": {}, "train": {"fused_backward": True}}, r"train\.fused_backward: true"),
+    ],
+)
+def test_what_cannot_be_shared_out_is_refused(tmp_path: Path, job: dict[str, Any], message: str) -> None:
+    with pytest.raises(LaunchError, match=message):
+        joint_job(job_of(tmp_path, **job), shares=True)
+
+
+def test_a_job_of_several_processes(tmp_path: Path) -> None:
+    lora, full = job_of(tmp_path, coat={}), job_of(tmp_path, full=True, coat={})
+    assert joint_job(lora, shares=False) is lora
+    shared = joint_job(lora, shares=True).coat
+    assert (shared.memory.stream_blocks, shared.speed.measure) == ("all", "never")
+    shared = joint_job(full, shares=True).coat
     assert (shared.memory.stream_blocks, shared.memory.transposed_weights) == (0, "never")  # no codes are kept
-    with pytest.raises(LaunchError, match=r"only coat_fp8_adamw .*not adamw; write optimizer: coat_fp8_adamw, or use"):
-        joint_job(whole(), shares=True)
-    with pytest.raises(LaunchError, match=r"offload='cpu': .*write none"):
-        joint_job(whole(coat={"optimizer": {"offload": "cpu"}}), shares=True)
-    for shares in (False, True):
-        with pytest.raises(LaunchError, match=r"train\.fused_backward: true: .*write false"):
-            joint_job(whole(coat={}, train={"fused_backward": True}), shares=shares)
+    with pytest.raises(LaunchError, match=r"train\.fused_backward"):
+        joint_job(job_of(tmp_path, full=True, coat={}, train={"fused_backward": True}), shares=False)
 
 
 def test_gradients_are_summed_in_buckets(monkeypatch: pytest.MonkeyPatch) -> None:

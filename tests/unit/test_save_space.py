@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from coat_flux.saves.commit import SaveSpace, check_output, commit
-from coat_flux.saves.lock import run_lock
+from coat_flux.saves.repair import run_lock
 
 SPACE = SaveSpace(lora=100_000_000, state=300_000_000, loras=4)
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from coat_core.optim import FP8AdamW
-from coat_flux.trainers.standalone import steps
-from coat_flux.trainers.standalone.ema import LoraEMA
-from coat_flux.trainers.standalone.steps import settle, train_step
+from coat_flux.trainers.standalone import trainer as steps
+from coat_flux.trainers.standalone.network import LoraEMA
+from coat_flux.trainers.standalone.trainer import settle, train_step
 from coat_flux.trainers.standalone.workers import Workers
 from coat_flux.watch.guard import DeadRunError
 from coat_flux.watch.run_tables import StepStats
@@ -54,7 +54,7 @@ class Run:
         self.read_at: list[int] = []  # steps done when each row came
         optimizer = FP8AdamW(self.lora.values(), lr=1e-3, capturable=True)
         self.session: Any = SimpleNamespace(
-            job=SimpleNamespace(train=SimpleNamespace(gradient_accumulation=2, max_grad_norm=1.0), training_seed=3),
+            job=SimpleNamespace(train=SimpleNamespace(gradient_accumulation=2, max_grad_norm=1.0), seed=3),
             workers=Workers("cpu"),
             watch=self.watch,
             lora=self.lora,

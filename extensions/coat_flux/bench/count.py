@@ -49,10 +49,9 @@ from ..blocks.runner import BlockRunner
 from ..config.coat import COATConfig
 from ..config.job_sections import TrainSection
 from ..trainers.optimizer import build_optimizer
-from ..trainers.standalone.ema import LoraEMA
-from ..trainers.standalone.network import add_lora, lora_parameters, lora_targets
-from ..trainers.standalone.objective import Objective
-from ..trainers.standalone.steps import train_step
+from ..trainers.standalone.flow_matching import Objective
+from ..trainers.standalone.network import LoraEMA, add_lora, lora_parameters, lora_targets
+from ..trainers.standalone.trainer import train_step
 from ..watch.guard import RunGuard
 from .limits import NARROW, TEXT_TOKENS, CostModel, Geometry, cost_models
 
@@ -420,7 +419,7 @@ def _session(
         end_step=lambda step, seconds: None,
     )
     return SimpleNamespace(
-        job=SimpleNamespace(train=TrainSection(), training_seed=0),
+        job=SimpleNamespace(train=TrainSection(), seed=0),
         workers=workers,
         watch=watch,
         lora=lora,

@@ -92,8 +92,7 @@ def train(args: argparse.Namespace) -> None:
 def rewind(args: argparse.Namespace) -> None:
     """Make a run resume from an earlier state at its next start, bit for bit; also a run of ai-toolkit."""
     from ..saves.commit import newest_set
-    from ..saves.lock import run_lock
-    from ..saves.repair import go_back
+    from ..saves.repair import go_back, run_lock
 
     if newest_set(args.run_dir) is None:
         raise UsageError(f"RUN_DIR={args.run_dir}: has no saved state; give <training_folder>/<name> of a run")
@@ -170,13 +169,12 @@ def sweep(args: argparse.Namespace) -> int:
     show_warnings()
     from ..study.ranking import noise_text, rank, ranking_rows, sentence_of, write_sweep_page
     from ..study.sweep import FINISHED, Sweep, find_axis
-    from ..trainers.standalone.seeding import seed_of
 
     folder = args.out or job.folder.with_name(f"{job.folder.name}_sweep")
     study = Sweep(
         args.config,
         [find_axis(text) for text in args.axes],
-        range(seed_of(job), seed_of(job) + args.seeds),
+        range(job.seed, job.seed + args.seeds),
         folder,
         name=args.name,
         most=args.tpe or args.random,

@@ -14,14 +14,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
 BUCKET_STEP = 32
-FLUX_MULTIPLE = 16  # VAE factor 8, then 2×2 packing
 
 
 @dataclass(frozen=True, order=True)
@@ -35,15 +34,9 @@ class Bucket:
 def bucket_for(width: int, height: int, resolution: int, step: int = BUCKET_STEP) -> Bucket:
     """The bucket of an upright image: both sides multiples of `step` pixels and width·height <= resolution².
 
-    Before the crop each side differs from the ideal by less than `step`, except in strips narrower than that. Raises
-    ValueError unless `step` is a multiple of 16, at most `resolution`, and all are positive.
+    `step` is a multiple of 16, at most `resolution`. Before the crop each side differs from the ideal by less than
+    `step`, except in strips narrower than that.
     """
-    if step < FLUX_MULTIPLE or step % FLUX_MULTIPLE:
-        raise ValueError(f"step={step}: must be a positive multiple of {FLUX_MULTIPLE}; use {BUCKET_STEP}")
-    if resolution < step:
-        raise ValueError(f"resolution={resolution}: must be at least step={step} pixels; use 512, 768 or 1024")
-    if width < 1 or height < 1:
-        raise ValueError(f"image size {width}x{height}: both sides must be at least 1 pixel; remove the image")
     budget = resolution * resolution
     target = min(width * height, budget)
     scale = (target / (width * height)) ** 0.5
@@ -97,9 +90,8 @@ def resolutions(config: Any) -> tuple[int, ...]:
 
 def training_size(size: tuple[int, int], resolution: int, config: Any, step: int) -> Bucket:
     """The bucket of an image of `size` (width, height) under a dataset's settings."""
-    return (
-        bucket_for(*size, resolution, step) if config.buckets else bucket_for(resolution, resolution, resolution, step)
-    )
+    width, height = size if config.buckets else (resolution, resolution)
+    return bucket_for(width, height, resolution, step)
 
 
 def make_samples(
@@ -111,13 +103,9 @@ def make_samples(
     step: int,
 ) -> list[Sample]:
     """Every image of dataset `index` at every resolution, `num_repeats` times, and mirrored if `flip_x`."""
-    plain = [
-        Sample(
-            path, captions[path], training_size(sizes[path], resolution, config, step), index, False, dropped_caption
-        )
-        for resolution in resolutions(config)
-        for path in list(sizes) * config.num_repeats
-    ]
-    if not config.flip_x:
-        return plain
-    return plain + [Sample(s.image_path, s.caption, s.bucket, index, True, dropped_caption) for s in plain]
+    plain = []
+    for resolution in resolutions(config):
+        for path in list(sizes) * config.num_repeats:
+            bucket = training_size(sizes[path], resolution, config, step)
+            plain.append(Sample(path, captions[path], bucket, index, False, dropped_caption))
+    return plain + [replace(sample, flip=True) for sample in plain if config.flip_x]

@@ -56,10 +56,27 @@ class TextEncoders:
         """A hash that changes whenever the embeddings of a prompt would."""
         return _digest([model_identity(self.clip), model_identity(self.t5), self.max_length])
 
+    @torch.no_grad()
     def encode(self, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """T5 embeddings [B, T, D] and CLIP pooled [B, P] in bf16; see `encode_prompts`."""
-        tokenizers = (self.clip_tokenizer, self.t5_tokenizer)
-        return encode_prompts((self.clip, self.t5), tokenizers, prompts, self.max_length)
+        """T5 embeddings [B, T, D] and CLIP pooled [B, P] in bf16, as FluxPipeline.encode_prompt computes them.
+
+        Prompts are encoded one by one, so that batching changes no bit; the end of a long one is cut, with a warning.
+        """
+        clip_length = min(self.clip_tokenizer.model_max_length, self.clip.config.max_position_embeddings)
+        embeds, pooled = [], []
+        for prompt in prompts:
+            length = len(self.t5_tokenizer(prompt, truncation=False).input_ids)
+            if length > self.max_length:
+                text = "caption of %d tokens: the last %d are cut (limit %d): %.60s..."
+                logger.warning(text, length, length - self.max_length, self.max_length, prompt)
+            pooled.append(self.clip(_tokens(self.clip_tokenizer, prompt, clip_length, self.clip)).pooler_output)
+            embeds.append(self.t5(_tokens(self.t5_tokenizer, prompt, self.max_length, self.t5)).last_hidden_state)
+        return torch.cat(embeds).bfloat16(), torch.cat(pooled).bfloat16()
+
+
+def _tokens(tokenizer: Any, prompt: str, length: int, model: nn.Module) -> Tensor:
+    ids = tokenizer([prompt], padding="max_length", max_length=length, truncation=True, return_tensors="pt").input_ids
+    return ids.to(input_device(model))
 
 
 def input_device(model: nn.Module) -> torch.device:
@@ -71,16 +88,22 @@ def input_device(model: nn.Module) -> torch.device:
 def by_layer(sizes: Sequence[int], room: float | None) -> list[bool]:
     """Whether each model's layers move to the device one by one: the largest models', if all exceed `room` bytes."""
     left = math.inf if room is None else room - PROMPT_BYTES
-    found = [False] * len(sizes)
+    layers = [False] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: sizes[index]):
-        found[index] = sizes[index] > left
-        left -= 0 if found[index] else sizes[index]
-    return found
+        if sizes[index] > left:
+            layers[index] = True
+        else:
+            left -= sizes[index]
+    return layers
 
 
 @contextlib.contextmanager
 def on_device(
-    models: Sequence[nn.Module], device: torch.device, room: float | None = None, *, last: bool = False
+    models: Sequence[nn.Module],
+    device: torch.device,
+    room: float | None = None,
+    *,
+    last: bool = False,
 ) -> Iterator[None]:
     """Move models to `device` for the block and back afterwards, unless `last`; `room` as in `by_layer`, same bits."""
     from accelerate import cpu_offload
@@ -117,7 +140,12 @@ def model_identity(model: Any) -> str:
 
 
 def latent_key(
-    image_digest: str, bucket: Bucket, flip: bool, vae_identity: str, ground: tuple[int, int, int], mask: bool
+    image_digest: str,
+    bucket: Bucket,
+    flip: bool,
+    vae_identity: str,
+    ground: tuple[int, int, int],
+    mask: bool,
 ) -> str:
     """Cache key of an image's latents; `ground` is the colour that replaces transparent parts."""
     size = [bucket.width, bucket.height]
@@ -145,22 +173,23 @@ class TensorCache:
         """Whether anything is cached."""
         return self.keep_in_memory or self.folder is not None
 
-    def path(self, key: str) -> Path:
-        """File of an entry; raises ValueError if this cache has no folder."""
-        if self.folder is None:
-            raise ValueError("folder=None: this cache is not on disk; give it a folder")
-        return self.folder / f"{key}.safetensors"
-
     def load(self, key: str) -> dict[str, Tensor] | None:
         """The entry, or None if it is absent or its file is damaged (with a warning)."""
         if key in self._memory:
             return self._memory[key]
-        if self.folder is None or not self.path(key).is_file():
+        if self.folder is None:
+            return None
+        path = self.folder / f"{key}.safetensors"
+        if not path.is_file():
             return None
         try:
-            tensors = _read(self.path(key))
+            with safe_open(path, framework="pt") as file:
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+                expected = (file.metadata() or {}).get(_CHECKSUM)
+            if expected != str(_checksum(tensors)):
+                raise ValueError("checksum differs")
         except (SafetensorError, OSError, ValueError) as error:
-            logger.warning("%s: damaged cache file (%s); it is made again", self.path(key), error)
+            logger.warning("%s: damaged cache file (%s); it is made again", path, error)
             return None
         if self.keep_in_memory:
             self._memory[key] = tensors
@@ -172,30 +201,22 @@ class TensorCache:
             self._memory[key] = tensors
         if self.folder is None:
             return
-        target = self.path(key)
+        metadata = {"about": printable(about), _CHECKSUM: str(_checksum(tensors))}
         try:
-            with replacing(target, sync=False) as temp:
-                save_file(tensors, temp, metadata={"about": printable(about), _CHECKSUM: str(_checksum(tensors))})
+            with replacing(self.folder / f"{key}.safetensors", sync=False) as temp:
+                save_file(tensors, temp, metadata=metadata)
         except (OSError, SafetensorError) as error:
             raise DatasetError(
-                f"{target.parent}: the cache cannot be written ({error}); make the folder writable and free some disk, "
+                f"{self.folder}: the cache cannot be written ({error}); make the folder writable and free some disk, "
                 "or set cache_latents_to_disk: false and cache_text_embeddings: false"
             ) from error
-
-
-def _read(path: Path) -> dict[str, Tensor]:
-    with safe_open(path, framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-        expected = (file.metadata() or {}).get(_CHECKSUM)
-    if expected != str(_checksum(tensors)):
-        raise ValueError("checksum differs")
-    return tensors
 
 
 def _checksum(tensors: dict[str, Tensor]) -> int:
     value = 0
     for name in sorted(tensors):
-        value = zlib.crc32(tensors[name].contiguous().view(torch.uint8).numpy(), zlib.crc32(name.encode(), value))
+        value = zlib.crc32(name.encode(), value)
+        value = zlib.crc32(tensors[name].contiguous().view(torch.uint8).numpy(), value)
     return value
 
 
@@ -217,39 +238,6 @@ def encode_latents(vae: nn.Module, pixels_BCHW: Tensor) -> Tensor:
 def normalized(vae: Any, latents: Tensor) -> Tensor:
     """FLUX.2's training latents, fp32 [B, C, H/8, W/8]: mean 0 and variance 1 at each position in a 2 x 2 patch."""
     patches = pixel_unshuffle(latents, 2)  # channels (c, row, column), as the pipeline has them
-    mean, variance = (x.to(patches).view(1, -1, 1, 1) for x in (vae.bn.running_mean, vae.bn.running_var))
+    mean = vae.bn.running_mean.to(patches).view(1, -1, 1, 1)
+    variance = vae.bn.running_var.to(patches).view(1, -1, 1, 1)
     return pixel_shuffle((patches - mean) / (variance + vae.config.batch_norm_eps).sqrt(), 2)
-
-
-@torch.no_grad()
-def encode_prompts(
-    text_encoders: Sequence[nn.Module],
-    tokenizers: Sequence[Any],
-    prompts: Sequence[str],
-    max_length: int = 512,
-    dtype: torch.dtype = torch.bfloat16,
-) -> tuple[Tensor, Tensor]:
-    """T5 embeddings [B, T, D] and CLIP pooled [B, P], as FluxPipeline.encode_prompt computes them.
-
-    Prompts are encoded one by one, so that batching changes no bit. `text_encoders` and `tokenizers` are CLIP's, then
-    T5's; prompts of more than `max_length` T5 tokens are truncated, with a warning.
-    """
-    clip, t5 = text_encoders
-    clip_tokenizer, t5_tokenizer = tokenizers
-    clip_length = min(clip_tokenizer.model_max_length, clip.config.max_position_embeddings)
-    embeds, pooled = [], []
-    for prompt in prompts:
-        length = len(t5_tokenizer(prompt, truncation=False).input_ids)
-        if length > max_length:
-            cut = length - max_length
-            logger.warning(
-                "caption of %d tokens: the last %d are cut (limit %d): %.60s...", length, cut, max_length, prompt
-            )
-        pooled.append(clip(_tokens(clip_tokenizer, prompt, clip_length, clip)).pooler_output)
-        embeds.append(t5(_tokens(t5_tokenizer, prompt, max_length, t5)).last_hidden_state)
-    return torch.cat(embeds).to(dtype), torch.cat(pooled).to(dtype)
-
-
-def _tokens(tokenizer: Any, prompt: str, length: int, model: nn.Module) -> Tensor:
-    ids = tokenizer([prompt], padding="max_length", max_length=length, truncation=True, return_tensors="pt").input_ids
-    return ids.to(input_device(model))

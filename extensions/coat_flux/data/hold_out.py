@@ -34,7 +34,7 @@ HELD_OUT = "held-out loss"
 DEFAULT_SEED = 42  # if the config has no training_seed: a resumed run must choose the same photos
 LEVELS, FEWEST_FORWARDS = 4, 16
 MOST_AT_ONCE = 32
-NOISE_STREAM = 4  # the number of these draws among the trainer's, `engine.seeding.Stream`
+NOISE_STREAM = 4  # the number of these draws among the trainer's, `saves.rng.Stream`
 
 
 # -- which photos ------------------------------------------------------------------------------------------------------

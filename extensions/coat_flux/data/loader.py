@@ -1,9 +1,14 @@
-"""Batches of latents and embeddings, cached or encoded one at a time, so that both give the same bits."""
+"""From dataset settings to batches: samples, their resumable order, and tensors, cached or encoded one at a time.
+
+Cached tensors and those encoded on the fly have the same bits.
+"""
 
 from __future__ import annotations
 
+import logging
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +20,119 @@ from tqdm import tqdm
 
 from ..base.files import file_sha256
 from ..base.run_log import bar_options
-from .buckets import fit_to_bucket
+from .buckets import BUCKET_STEP, Bucket, Sample, fit_to_bucket
 from .cache import TensorCache, encode_latents, latent_key, model_identity, on_device, text_key
 from .captions import shuffle_tokens
-from .dataset import Batch, Sample
 from .files import CACHE_FOLDER, DatasetError, printable
 from .images import Photo, read_photo, rgb, to_tensor
+from .preflight import inspect_datasets
+
+__all__ = ["Batch", "BucketBatchSampler", "LatentDataset", "Sample", "scan", "to_device"]
+
+logger = logging.getLogger(__name__)
+
+
+def scan(
+    dataset_configs: Sequence[Any],
+    trigger_word: str | None = None,
+    *,
+    background: str = "white",
+    transparency: str = "background",
+    step: int = BUCKET_STEP,
+    reads_t5: bool = True,
+) -> list[Sample]:
+    """All samples of all datasets in a fixed order; arguments as `inspect_datasets`. Raises DatasetError."""
+    report = inspect_datasets(
+        dataset_configs, trigger_word, background=background, transparency=transparency, step=step, reads_t5=reads_t5
+    )
+    if report.errors:
+        raise DatasetError(report.error_text())
+    for warning in report.warnings:
+        logger.warning("%s", warning)
+    return report.samples
+
+
+# --- the order of batches ---
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Indices of samples that share a bucket size, and the number of the draw since the start of training."""
+
+    indices: tuple[int, ...]
+    draw: int
+
+
+class BucketBatchSampler:
+    """Endless order of batches of equal image size, one shuffle per epoch.
+
+    The order of epoch e depends on (samples, batch_size, seed, e) only. Rank r of `world_size` takes batches r, r +
+    world_size, ... of that sequence, across epoch borders, so that N processes see together what one process sees with
+    N accumulation steps. The last batch of a bucket is filled up with the bucket's first samples: no image is left out
+    and every batch has the same weight.
+    """
+
+    def __init__(
+        self,
+        samples: Sequence[Sample],
+        batch_size: int,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        self.batch_size, self.seed, self.rank, self.world_size = batch_size, seed, rank, world_size
+        self._buckets: dict[Bucket, list[int]] = {}
+        for index, sample in enumerate(samples):
+            self._buckets.setdefault(sample.bucket, []).append(index)
+        self.batches_per_epoch = sum(-(-len(members) // batch_size) for members in self._buckets.values())
+        self._sample_count = len(samples)
+        self._position = 0  # in the sequence over all epochs, all ranks together
+        self._epoch, self._order = -1, []  # the last epoch asked for, and its batches
+
+    def epoch_batches(self, epoch: int) -> list[tuple[int, ...]]:
+        """All batches of an epoch, all ranks together, in order."""
+        rng = random.Random(f"{self.seed}/{epoch}")
+        batches = []
+        for members in self._buckets.values():
+            shuffled = rng.sample(members, len(members))
+            for start in range(0, len(shuffled), self.batch_size):
+                stop = start + self.batch_size
+                batches.append(tuple(shuffled[i % len(shuffled)] for i in range(start, stop)))
+        rng.shuffle(batches)
+        return batches
+
+    def __iter__(self) -> Iterator[Batch]:
+        while True:
+            draw = self._position + self.rank
+            self._position += self.world_size
+            epoch, position = divmod(draw, self.batches_per_epoch)
+            if epoch != self._epoch:
+                self._epoch, self._order = epoch, self.epoch_batches(epoch)
+            yield Batch(self._order[position], draw)
+
+    def state_dict(self) -> dict[str, int]:
+        """The position of the next batch; equal on all ranks after equally many batches."""
+        epoch, position = divmod(self._position, self.batches_per_epoch)
+        return {
+            "epoch": epoch,
+            "position": position,
+            "seed": self.seed,
+            "batch_size": self.batch_size,
+            "samples": self._sample_count,
+        }
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue from `state`; logs if changed data or settings change the order."""
+        own = self.state_dict()
+        changed = [key for key in ("seed", "batch_size", "samples") if state[key] != own[key]]
+        if changed:
+            changes = ", ".join(f"{key} {state[key]} -> {own[key]}" for key in changed)
+            logger.warning("resume: %s; training continues in epoch %d with a new order", changes, state["epoch"])
+        position = min(state["position"], self.batches_per_epoch)
+        self._position = state["epoch"] * self.batches_per_epoch + position
+
+
+# --- tensors ---
 
 
 class LatentDataset:
@@ -32,7 +144,6 @@ class LatentDataset:
             caption_dropout_rate, shuffle_tokens).
         device: for batches, and for encoding in `fill`.
         seed: of caption dropout and token shuffling.
-        cache_folder: None is `_coat_cache` in each dataset's folder.
         transparency: `mask` adds a loss mask from the photos' transparency to batches; else `background`.
         room: bytes that text encoders may take on `device`; None: any.
     """
@@ -46,22 +157,20 @@ class LatentDataset:
         device: torch.device | str = "cpu",
         *,
         seed: int = 0,
-        cache_folder: Path | str | None = None,
         background: str = "white",
         transparency: str = "background",
         room: float | None = None,
     ) -> None:
-        self.room = room
-        self.background, self.masked = background, transparency == "mask"
         self.samples, self.configs = list(samples), list(dataset_configs)
         self.vae: nn.Module | None = vae
         self.encoders: Any = encoders  # TextEncoders, or a family's counterpart; None once released
-        self.device, self.seed = torch.device(device), seed
+        self.device, self.seed, self.room = torch.device(device), seed, room
+        self.background, self.masked = background, transparency == "mask"
         self._vae_identity, self._text_identity = model_identity(vae), encoders.identity
         self._digests: dict[Path, str] = {}
         self._latents, self._texts = [], []
         for config in self.configs:
-            root = Path(cache_folder) if cache_folder is not None else Path(config.folder_path) / CACHE_FOLDER
+            root = Path(config.folder_path) / CACHE_FOLDER
             on_disk = root / "latents" if config.cache_latents_to_disk else None
             self._latents.append(TensorCache(on_disk, config.cache_latents))
             self._texts.append(TensorCache(root / "text" if config.cache_text_embeddings else None, False))
@@ -82,35 +191,73 @@ class LatentDataset:
         A model is moved to `device` only if something is missing, and back afterwards. With several processes, call it
         on one first, so that the others find everything cached.
         """
-        distinct = list(dict.fromkeys(s for s in self.samples if self._latents[s.dataset_index].enabled))
-        missing = [s for s in _bar(distinct, "Checking cached latents", progress) if self._load_image(s) is None]
+        cached = [sample for sample in self.samples if self._latents[sample.dataset_index].enabled]
+        missing = []
+        for sample in _bar(list(dict.fromkeys(cached)), "Checking cached latents", progress):
+            if self._load_image(sample) is None:
+                missing.append(sample)
         if missing and self.vae is not None:
             with on_device([self.vae], self.device):
                 for sample in _bar(missing, "Caching latents", progress):
-                    self._make_image(sample)
-        prompts = [p for p in self._cached_prompts() if self._load_text(*p) is None]
-        if prompts and self.encoders is not None:
+                    self._encode_image(sample)
+        prompts: dict[tuple[int, str], None] = {}
+        for sample in self.samples:
+            index = sample.dataset_index
+            if self._texts[index].enabled:
+                prompts[index, sample.caption] = None
+                if self.configs[index].caption_dropout_rate > 0:
+                    prompts[index, sample.dropped_caption] = None
+        uncached = [prompt for prompt in prompts if self._load_text(*prompt) is None]
+        if uncached and self.encoders is not None:
             with on_device(self.encoders.models, self.device, self.room):
-                for index, prompt in _bar(prompts, "Caching text embeddings", progress):
-                    self._make_text(index, prompt)
+                for index, prompt in _bar(uncached, "Caching text embeddings", progress):
+                    self._encode_text(index, prompt)
         if not self.needs_vae:
             self.vae = None
         if not self.needs_encoders:
             self.encoders = None
 
-    def latents(self, sample: Sample) -> Tensor:
-        """Latents [C, h, w] of a sample, fp32 on the CPU; raises DatasetError if unavailable or not finite."""
-        return self._image(sample)["latents"]
+    def batch(self, batch: Batch) -> dict[str, Tensor]:
+        """Tensors of a batch on `device`.
 
-    def mask(self, sample: Sample) -> Tensor | None:
-        """Loss weights [1, h, w] of the latents, fp32 on the CPU, mean 1, or None; raises DatasetError as `latents`."""
-        return self._image(sample)["mask"] if self.masked else None
+        latents [B, C, h, w] fp32, prompt_embeds [B, T, D] and pooled [B, P] bf16; with `transparency="mask"` mask [B,
+        1, h, w] fp32.
+        """
+        rows = []
+        for row, index in enumerate(batch.indices):
+            sample = self.samples[index]
+            rows.append(self.encoded(sample, self._prompt(sample, batch.draw, row)))
+        return {name: to_device(torch.stack([row[name] for row in rows]), self.device) for name in rows[0]}
 
-    def _image(self, sample: Sample) -> dict[str, Tensor]:
-        found = self._load_image(sample)
-        return found if found is not None else self._make_image(sample)
+    def encoded(self, sample: Sample, prompt: str) -> dict[str, Tensor]:
+        """One row of a batch, on the CPU; raises DatasetError if unavailable or not finite."""
+        return {**self.image(sample), **self.text(sample.dataset_index, prompt)}
 
-    def _make_image(self, sample: Sample) -> dict[str, Tensor]:
+    def image(self, sample: Sample) -> dict[str, Tensor]:
+        """Of one row: latents [C, h, w] fp32; masked also mask [1, h, w] fp32, mean 1."""
+        entry = self._load_image(sample)
+        return self._encode_image(sample) if entry is None else entry
+
+    def text(self, dataset_index: int, prompt: str) -> dict[str, Tensor]:
+        """Of one row: prompt_embeds [T, D] and pooled [P], bf16."""
+        entry = self._load_text(dataset_index, prompt)
+        return self._encode_text(dataset_index, prompt) if entry is None else entry
+
+    def _prompt(self, sample: Sample, draw: int, row: int) -> str:
+        """Caption for one draw; its randomness depends on (seed, draw, row) only, so a resumed run repeats it."""
+        config = self.configs[sample.dataset_index]
+        rng = random.Random(f"{self.seed}/{draw}/{row}")
+        if rng.random() < config.caption_dropout_rate:
+            return sample.dropped_caption
+        if config.shuffle_tokens and not config.cache_text_embeddings:
+            return shuffle_tokens(sample.caption, rng)
+        return sample.caption
+
+    def _load_image(self, sample: Sample) -> dict[str, Tensor] | None:
+        cache = self._latents[sample.dataset_index]
+        return cache.load(self._latent_key(sample)) if cache.enabled else None
+
+    def _encode_image(self, sample: Sample) -> dict[str, Tensor]:
         if self.vae is None:
             raise _cache_gone(printable(sample.image_path), "latents")
         photo = read_photo(sample.image_path, self.background)
@@ -127,61 +274,6 @@ class LatentDataset:
             cache.store(self._latent_key(sample), entry, about=sample.image_path.name)
         return entry
 
-    def text(self, dataset_index: int, prompt: str) -> tuple[Tensor, Tensor]:
-        """T5 embeddings [T, D] and CLIP pooled [P] of a prompt, bf16 on the CPU; raises DatasetError as `latents`."""
-        found = self._load_text(dataset_index, prompt)
-        return found if found is not None else self._make_text(dataset_index, prompt)
-
-    def _make_text(self, dataset_index: int, prompt: str) -> tuple[Tensor, Tensor]:
-        if self.encoders is None:
-            raise _cache_gone(f"caption {prompt!r}", "text embeddings")
-        embeds, pooled = self.encoders.encode([prompt])
-        entry = {"prompt_embeds": embeds[0].cpu(), "pooled": pooled[0].cpu()}
-        if not all(torch.isfinite(value).all() for value in entry.values()):
-            raise DatasetError(f"caption {prompt!r}: the text encoders return NaN or inf; run them in bf16 or fp32")
-        cache = self._texts[dataset_index]
-        if cache.enabled:
-            cache.store(text_key(prompt, self._text_identity), entry, about=prompt)
-        return entry["prompt_embeds"], entry["pooled"]
-
-    def batch(self, batch: Batch) -> dict[str, Tensor]:
-        """Tensors of a batch on `device`; indices [B] int64, the sample of each row, on the CPU.
-
-        latents [B, C, h, w] fp32, prompt_embeds [B, T, D] and pooled [B, P] bf16; with `transparency="mask"` mask [B,
-        1, h, w] fp32.
-        """
-        rows = [
-            (self.samples[i], self._prompt(self.samples[i], batch.draw, row)) for row, i in enumerate(batch.indices)
-        ]
-        texts = [self.text(sample.dataset_index, prompt) for sample, prompt in rows]
-        images = [self._image(sample) for sample, _ in rows]
-        return {
-            **{name: to_device(torch.stack([image[name] for image in images]), self.device) for name in images[0]},
-            "prompt_embeds": to_device(torch.stack([embeds for embeds, _ in texts]), self.device),
-            "pooled": to_device(torch.stack([pooled for _, pooled in texts]), self.device),
-            "indices": torch.tensor(batch.indices),
-        }
-
-    def _prompt(self, sample: Sample, draw: int, row: int) -> str:
-        """Caption for one draw; its randomness depends on (seed, draw, row) only, so a resumed run repeats it."""
-        config = self.configs[sample.dataset_index]
-        rng = random.Random(f"{self.seed}/{draw}/{row}")
-        if rng.random() < config.caption_dropout_rate:
-            return sample.dropped_caption
-        if config.shuffle_tokens and not config.cache_text_embeddings:
-            return shuffle_tokens(sample.caption, rng)
-        return sample.caption
-
-    def _cached_prompts(self) -> list[tuple[int, str]]:
-        pairs: dict[tuple[int, str], None] = {}
-        for sample in self.samples:
-            index = sample.dataset_index
-            if self._texts[index].enabled:
-                pairs[index, sample.caption] = None
-                if self.configs[index].caption_dropout_rate > 0:
-                    pairs[index, sample.dropped_caption] = None
-        return list(pairs)
-
     def _latent_key(self, sample: Sample) -> str:
         path = sample.image_path
         if path not in self._digests:
@@ -189,35 +281,23 @@ class LatentDataset:
         ground = rgb(self.background)
         return latent_key(self._digests[path], sample.bucket, sample.flip, self._vae_identity, ground, self.masked)
 
-    def _load_image(self, sample: Sample) -> dict[str, Tensor] | None:
-        cache = self._latents[sample.dataset_index]
-        return cache.load(self._latent_key(sample)) if cache.enabled else None
+    def _load_text(self, dataset_index: int, prompt: str) -> dict[str, Tensor] | None:
+        return self._texts[dataset_index].load(text_key(prompt, self._text_identity))
 
-    def _load_text(self, dataset_index: int, prompt: str) -> tuple[Tensor, Tensor] | None:
-        cache = self._texts[dataset_index]
-        entry = cache.load(text_key(prompt, self._text_identity)) if cache.enabled else None
-        return None if entry is None else (entry["prompt_embeds"], entry["pooled"])
+    def _encode_text(self, dataset_index: int, prompt: str) -> dict[str, Tensor]:
+        if self.encoders is None:
+            raise _cache_gone(f"caption {prompt!r}", "text embeddings")
+        embeds, pooled = self.encoders.encode([prompt])
+        entry = {"prompt_embeds": embeds[0].cpu(), "pooled": pooled[0].cpu()}
+        if not all(torch.isfinite(value).all() for value in entry.values()):
+            raise DatasetError(f"caption {prompt!r}: the text encoders return NaN or inf; run them in bf16 or fp32")
+        self._texts[dataset_index].store(text_key(prompt, self._text_identity), entry, about=prompt)
+        return entry
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
     """Copy a CPU tensor to a device without synchronizing."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
-
-
-def cache_all(
-    samples: Sequence[Sample],
-    vae: nn.Module,
-    encoders: Any,
-    device: torch.device | str = "cpu",
-    progress: bool = True,
-    *,
-    dataset_configs: Sequence[Any],
-    **settings: Any,
-) -> LatentDataset:
-    """Create a LatentDataset and fill its caches; its `needs_vae` and `needs_encoders` are then valid."""
-    dataset = LatentDataset(samples, dataset_configs, vae, encoders, device, **settings)
-    dataset.fill(progress)
-    return dataset
 
 
 def _cut(image: Image.Image, sample: Sample) -> Image.Image:

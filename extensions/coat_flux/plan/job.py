@@ -35,8 +35,8 @@ from ..config.findings import ConfigError
 from ..config.job import JobConfig
 from ..config.job_sections import DatasetSection
 from ..data.cache import by_layer
-from ..data.dataset import scan
 from ..data.files import DatasetError
+from ..data.loader import scan
 from ..mini_flux import EMBEDDED_MODEL, MINI_FLUX
 from ..saves.commit import SaveSpace
 

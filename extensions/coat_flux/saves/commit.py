@@ -26,6 +26,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,14 +139,15 @@ def commit(
         sync_folder(target.parent)
         publish_set(run_dir, target)
     before = [folder for folder in committed_sets(run_dir) if folder != target]
-    trusted = next((folder for folder in before if step - set_step(folder) >= apart), next(reversed(before), None))
+    far = [folder for folder in before if step - set_step(folder) >= apart]
+    trusted = next(iter([*far, *reversed(before)]), None)
     for old in [*before, *replaced_sets(run_dir)]:
         if old != trusted:
             discard(old)
     return target
 
 
-# -- what a set says of itself -----------------------------------------------------------------------------------------
+# --- what a set says of itself ---
 
 
 def _seal(folder: Path, publish: Mapping[str, str]) -> None:
@@ -224,7 +226,7 @@ def _entries_of(manifest: Mapping[str, Any], inside: str) -> dict[str, Any]:
     return entries
 
 
-# -- publishing --------------------------------------------------------------------------------------------------------
+# --- publishing ---
 
 
 def publish_set(run_dir: Path, folder: Path) -> list[str]:
@@ -235,14 +237,22 @@ def publish_set(run_dir: Path, folder: Path) -> list[str]:
             if each in ("", ".", "..") or re.search(r"[/\\:]", each):
                 rule = "must be the name of a file, without a folder; nothing is written there"
                 raise SaveError(f"{MANIFEST}: {each!r}: {rule}")
-        entries = _entries_of(manifest, inside)
-        if all(_is_published(run_dir / name / part, folder / inside / part, entries[part]) for part in entries):
+        source, target, entries = folder / inside, run_dir / name, _entries_of(manifest, inside)
+        if all(_is_published(target / part, source / part, entry) for part, entry in entries.items()):
             continue
-        if (folder / inside).is_dir():
-            _publish_folder(folder / inside, run_dir / name, entries)
+        if source.is_dir():
+            staging, aside = staging_path(target), target.with_name(f"{TEMP_PREFIX}{name}")
+            try:
+                for part in entries:
+                    (staging / part).parent.mkdir(parents=True, exist_ok=True)
+                    link_or_copy(source / part, staging / part)
+                replace_folder(staging, target, aside)
+            finally:
+                discard(staging)
+                discard(aside)
         else:
-            with replacing(run_dir / name, sync=False) as temp:
-                link_or_copy(folder / inside, temp)
+            with replacing(target, sync=False) as temp:
+                link_or_copy(source, temp)
         done.append(name)
     if done:
         sync_folder(run_dir)
@@ -253,19 +263,7 @@ def _is_published(path: Path, source: Path, entry: Mapping[str, Any]) -> bool:
     return path.is_file() and (os.path.samefile(path, source) or _is_as_written(path, entry))
 
 
-def _publish_folder(source: Path, target: Path, names: Iterable[str]) -> None:
-    staging, aside = staging_path(target), target.with_name(f"{TEMP_PREFIX}{target.name}")
-    try:
-        for name in names:
-            (staging / name).parent.mkdir(parents=True, exist_ok=True)
-            link_or_copy(source / name, staging / name)
-        replace_folder(staging, target, aside)
-    finally:
-        discard(staging)
-        discard(aside)
-
-
-# -- the disk ----------------------------------------------------------------------------------------------------------
+# --- the disk ---
 
 
 @dataclass(frozen=True)
@@ -306,17 +304,18 @@ def check_output(run_dir: Path, space: SaveSpace | None = None) -> tuple[list[st
         return errors, []
     if space is None:
         return errors, []
-    free, there = shutil.disk_usage(folder).free, _bytes_of(run_dir)
+    free, there, warnings = shutil.disk_usage(folder).free, _bytes_of(run_dir), []
     if space.one + SPARE_BYTES > free and space.all > there:
         errors.append(f"{folder}: one save takes {size_text(space.one)}, {size_text(free)} are free; {REMEDY_SPACE}")
     elif space.all + SPARE_BYTES > free + there:
         what = f"{space.loras} LoRAs of {size_text(space.lora)}, {SETS_KEPT} states, and a save being written"
-        have = f"; {size_text(there)} of it are there" if there else ""
-        return errors, [
-            f"{folder}: all that the run keeps takes {size_text(space.all)} ({what}){have}, {size_text(free)} are "
-            f"free; {REMEDY_SPACE}, or lower save.max_step_saves_to_keep"
+        if there:
+            what += f"; {size_text(there)} of it are there"
+        warnings = [
+            f"{folder}: all that the run keeps takes {size_text(space.all)} ({what}), {size_text(free)} are free; "
+            f"{REMEDY_SPACE}, or lower save.max_step_saves_to_keep"
         ]
-    return errors, []
+    return errors, warnings
 
 
 def require_room(run_dir: Path, space: SaveSpace | None = None, warn: Callable[[str], None] | None = None) -> None:
@@ -329,13 +328,12 @@ def require_room(run_dir: Path, space: SaveSpace | None = None, warn: Callable[[
 
 
 def _bytes_of(run_dir: Path) -> int:
+    """Bytes of the run's saves; of files with several hard links once."""
     sizes = {}
-    published = (*run_dir.glob("*.safetensors"), *run_dir.glob("*/transformer/*.safetensors"))
-    for path in (*published, *run_dir.glob(f"{COAT}/state-*/**/*")):
-        try:
-            stat = path.stat()
-        except OSError:
-            continue
-        if path.is_file():
-            sizes[stat.st_dev, stat.st_ino] = stat.st_size
+    for pattern in ("*.safetensors", "*/transformer/*.safetensors", f"{COAT}/state-*/**/*"):
+        for path in run_dir.glob(pattern):
+            with suppress(OSError):
+                stat = path.stat()
+                if path.is_file():
+                    sizes[stat.st_dev, stat.st_ino] = stat.st_size
     return sum(sizes.values())

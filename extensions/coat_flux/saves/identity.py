@@ -107,7 +107,7 @@ def file_digest(path: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-# -- is it the same run? -----------------------------------------------------------------------------------------------
+# --- is it the same run? ---
 
 
 def require_same_run(
@@ -192,7 +192,7 @@ def _data_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[
     return lines
 
 
-# -- what a run was made with, for its report --------------------------------------------------------------------------
+# --- what a run was made with, for its report ---
 
 
 def write_versions(run_dir: Path, trainer: str, device: torch.device) -> None:

@@ -1,4 +1,6 @@
-"""Repairing a run's folder at its start, and going back to an earlier state.
+"""A run's folder at its start: locked, repaired, or taken back to an earlier state.
+
+One process at a time works in it: a second one would remove what the first is writing.
 
     <run>/coat/set-aside-000000250/            everything newer than step 250, or damaged; a second time …-250-2
         state-000000500/                       sets
@@ -10,13 +12,17 @@ Nothing is deleted: files in the way of a resume are moved aside, and the return
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 import yaml
 from safetensors import SafetensorError, safe_open
@@ -36,11 +42,54 @@ from .commit import (
 )
 from .errors import ResumeError, save_errors
 
-__all__ = ["MODEL_META", "go_back", "good_step", "repair", "step_of", "way_back"]
+__all__ = ["MODEL_META", "go_back", "good_step", "repair", "run_lock", "step_of", "way_back"]
 
+LOCK_FILE = Path("coat") / "lock"
+TAKEN = (errno.EACCES, errno.EAGAIN, errno.EDEADLK)
 MODEL_META = "aitk_meta.yaml"  # in the folder of a whole model; ai-toolkit resumes from the step it says
 RECORDS = ("state.json", "aitk/state.json")  # of the two trainers
 HEALTHY_GROWTH = 10.0  # of the LoRA's norm, at a save worth going back to
+
+
+@contextmanager
+def run_lock(run_dir: Path) -> Iterator[None]:
+    """Lock `run_dir` for the block, if its file system can; raises ResumeError if locked, SaveError if read-only."""
+    path = run_dir / LOCK_FILE
+    with save_errors(run_dir, "the run's folder cannot be made", "nothing was written"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_symlink():  # its target would be overwritten
+            path.unlink()
+        file = path.open("a+", encoding="utf-8")
+    with file:
+        try:
+            _lock(file)
+        except OSError as error:
+            if error.errno in TAKEN:
+                owner = ""
+                with suppress(OSError):  # Windows keeps others from a locked file
+                    text = path.read_text(encoding="utf-8").strip()
+                    owner = f" ({text})" if text.isdecimal() else ""
+                raise ResumeError(
+                    f"{run_dir}: another process{owner} is training in this folder; wait for it, end it, or "
+                    "choose another config.name"
+                ) from error
+        else:
+            file.truncate(0)
+            file.write(str(os.getpid()))
+            file.flush()
+        yield
+
+
+def _lock(file: IO[str]) -> None:
+    if sys.platform == "win32":
+        import msvcrt
+
+        file.seek(0)
+        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+    else:
+        import fcntl
+
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of the process: no child of it holds it on
 
 
 def repair(run_dir: Path) -> list[str]:
@@ -114,7 +163,7 @@ def step_of(path: Path) -> int:
         return -1
 
 
-# -- going back ------------------------------------------------------------------------------------------------------
+# --- going back ---
 
 
 def go_back(run_dir: Path, step: int) -> list[str]:
@@ -176,7 +225,13 @@ def good_step(run_dir: Path, doubt_since: int, apart: int) -> int | None:
     return next(iter([*trusted, *older]), None)
 
 
-def way_back(run_dir: Path, since: int, apart: int, go_back_to: Callable[[int], str], again: str) -> str:
+def way_back(
+    run_dir: Path,
+    since: int,
+    apart: int,
+    go_back_to: Callable[[int], str],
+    again: str,
+) -> str:
     """Instructions to resume a run that diverged at step `since`, once its config is corrected."""
     step = good_step(run_dir, since, apart)
     if step is not None:

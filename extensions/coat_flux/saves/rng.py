@@ -1,4 +1,9 @@
-"""States of the random generators as tensors, so that they fit into a safetensors file: no pickle."""
+"""Random numbers that depend on *what* is drawn, never on how the run is arranged; states of the generators.
+
+Every draw of the stand-alone trainer uses a generator seeded with (run seed, stream, index). The index of noise and
+timesteps is the global micro-batch number, so one process with accumulation 2, two processes without it, and a resumed
+run all see the same numbers. What libraries draw is saved and restored: the states are tensors, for no pickle.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +11,41 @@ import logging
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from enum import IntEnum
 
 import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["kept_draws", "mixed_seed", "rng_state", "set_rng_state"]
+__all__ = ["Stream", "generator_for", "kept_draws", "mixed_seed", "rng_state", "seed_global", "set_rng_state"]
 
 logger = logging.getLogger(__name__)
 
 CUDA = "cuda."
+
+
+class Stream(IntEnum):
+    """Independent sequences of draws; `data.hold_out` has one more, 4."""
+
+    NOISE = 0
+    LORA_INIT = 1
+    MODEL = 2
+    OPTIMIZER = 3
+
+
+def mixed_seed(*numbers: int) -> int:
+    """One seed in [0, 2^63) from non-negative numbers: a run's seed, the kind of draw, its index."""
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]) >> 1
+
+
+def generator_for(seed: int, stream: Stream, index: int) -> torch.Generator:
+    """A CPU generator for one draw, which is thus the same on every device."""
+    return torch.Generator("cpu").manual_seed(mixed_seed(seed, int(stream), index))
+
+
+def seed_global(seed: int, stream: Stream, index: int) -> None:
+    """Seed torch's global generators (all devices): LoRA dropout, stochastic rounding."""
+    torch.manual_seed(mixed_seed(seed, int(stream), index))
 
 
 def rng_state() -> dict[str, Tensor]:
@@ -65,8 +95,3 @@ def kept_draws() -> Iterator[None]:
         yield
     finally:
         set_rng_state(states)
-
-
-def mixed_seed(*numbers: int) -> int:
-    """One seed in [0, 2^63) from non-negative numbers: a run's seed, the kind of draw, its index."""
-    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]) >> 1

@@ -142,7 +142,7 @@ def restore_tensors(targets: Mapping[str, Tensor], saved: Mapping[str, Tensor], 
         local_values(tensor).copy_(rows_like(tensor, saved[name]))
 
 
-# -- the execution mode, measured at a run's first step; rounding depends on it ----------------------------------------
+# --- the execution mode, measured at a run's first step; rounding depends on it ---
 
 
 def execution_of(transformer: nn.Module, *, recomputed: bool = False) -> dict[str, Any]:

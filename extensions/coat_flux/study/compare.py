@@ -22,8 +22,7 @@ from ..config.job import JobConfig
 from ..data.captions import inject_trigger
 from ..pages.html import Page, Tone
 from ..pages.precision import show_layers
-from ..saves.lock import run_lock
-from ..trainers.standalone.seeding import seed_of
+from ..saves.repair import run_lock
 from ..watch.guard import DeadRunError
 from .judgement import LOSSLESS, NOT_LOSSLESS, UNDECIDED, Judgement, broken, judge
 from .scoring import Gram, Scores, mean_cosine, model_grams, score_loras, weight_grams
@@ -98,21 +97,22 @@ class Verdict:
         """(bf16, COAT) of every seed with both runs finished."""
         return list(zip(self.arm("bf16"), self.arm("coat"), strict=False))
 
-    def cosines(self, gram: Gram) -> tuple[float | None, float | None]:
+    def cosines(self, gram: Gram) -> dict[str, float | None]:
         """Mean cosines of (bf16, COAT) pairs, and between bf16 seeds."""
         pairs = [(bf16.name, coat.name) for bf16, coat in self.pairs()]
         seeds = [run.name for run in self.arm("bf16")]
-        return mean_cosine(gram, pairs), mean_cosine(gram, combinations(seeds, 2))
+        return {
+            "bf16_and_coat": mean_cosine(gram, pairs),
+            "bf16_seeds": mean_cosine(gram, combinations(seeds, 2)),
+        }
 
     def as_json(self) -> dict[str, Any]:
         """Plain values; losses are mean squared errors, nonfinite numbers are null."""
-        kinds = ("bf16_and_coat", "bf16_seeds")
         losses: Mapping[str, float] = {}
         grams: dict[str, Gram] = {}
         if self.scores is not None:
             losses = self.scores.losses
             grams = {"output": self.scores.outputs, "output_change": self.scores.changes, "weights": self.weights[""]}
-        layers = {name: gram for name, gram in self.weights.items() if name}
         return _plain(
             {
                 "outcome": self.judgement.outcome,
@@ -125,10 +125,8 @@ class Verdict:
                 "held_out": list(self.study.held_out.names),
                 "base_loss": None if self.scores is None else self.scores.base,
                 "runs": [asdict(run) | {"final_bf16_model": losses.get(run.name)} for run in self.runs],
-                "cosines": {name: dict(zip(kinds, self.cosines(gram), strict=True)) for name, gram in grams.items()},
-                "layer_cosines": {
-                    name: dict(zip(kinds, self.cosines(gram), strict=True)) for name, gram in layers.items()
-                },
+                "cosines": {name: self.cosines(gram) for name, gram in grams.items()},
+                "layer_cosines": {name: self.cosines(gram) for name, gram in self.weights.items() if name},
                 "notes": list(self.notes),
             }
         )
@@ -190,7 +188,7 @@ def verify(
 
 def _train(study: Study, seeds: int, arm: Arm, runs: list[ArmResult]) -> None:
     """Train the pairs one after the other, bf16 first, and add their results to `runs`."""
-    first, total = seed_of(study.job), 2 * seeds
+    first, total = study.job.seed, 2 * seeds
     with tqdm(total=total * study.steps, desc="all runs", unit="step", smoothing=0, **bar_options()) as bar:
 
         def on_step(done: int) -> None:
@@ -203,7 +201,7 @@ def _train(study: Study, seeds: int, arm: Arm, runs: list[ArmResult]) -> None:
 
 
 def _judge(study: Study, runs: Sequence[ArmResult]) -> Verdict:
-    job = JobConfig.from_dict(study.prepare("bf16", BF16, seed_of(study.job)), file=study.job.file)
+    job = JobConfig.from_dict(study.prepare("bf16", BF16, study.job.seed), file=study.job.file)
     loras = {run.name: run.lora for run in runs}
     with tqdm(desc="held-out photos", leave=False, **bar_options()) as bar:
 
@@ -362,11 +360,12 @@ def _show_cosines(page: Page, verdict: Verdict, scores: Scores) -> None:
     }
     page.paragraph(HOW_ALIKE)
     page.table(header, [_cosine_row(verdict, name, gram) for name, gram in grams.items()])
-    layers = [(verdict.cosines(gram)[0], name) for name, gram in verdict.weights.items() if name]
+    layers = [(verdict.cosines(gram)["bf16_and_coat"], name) for name, gram in verdict.weights.items() if name]
     furthest = sorted(layer for layer in layers if layer[0] is not None)[:LISTED_LAYERS]
     page.heading(f"The {len(furthest)} layers that differ most", 3)
     page.table(["layer", *header[1:]], [_cosine_row(verdict, name, verdict.weights[name]) for _, name in furthest])
 
 
 def _cosine_row(verdict: Verdict, name: str, gram: Gram) -> list[str | None]:
-    return [name, *(None if cosine is None else f"{cosine:.5f}" for cosine in verdict.cosines(gram))]
+    cosines = verdict.cosines(gram).values()
+    return [name, *(None if cosine is None else f"{cosine:.5f}" for cosine in cosines)]

@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from ..config.job import JobConfig
 from ..data.hold_out import FixedNoise
 from ..saves.state import restore_tensors
-from ..trainers.standalone.loading import base_weights, load_transformer
+from ..trainers.standalone.loading import TORCH_DTYPES, base_weights, load_transformer
 from ..trainers.standalone.network import add_lora, lora_parameters, lora_targets
-from ..trainers.standalone.session import TORCH_DTYPES
 from ..trainers.standalone.validation import predictions
 from .study import as_many_as_fit
 

@@ -36,19 +36,17 @@ from ..config.coat import ADAMW_OPTIONS, OptimizerOptions
 from ..config.findings import ConfigError
 from ..config.job import JobConfig
 from ..data.captions import caption_file
-from ..data.dataset import scan
 from ..data.files import find_images
 from ..data.hold_out import FixedNoise
-from ..data.loader import cache_all
+from ..data.loader import LatentDataset, scan
 from ..mini_flux import provide_embedded
 from ..pages.run import MEMORY_FILE, RunFolder
 from ..plan.report import make_plan
 from ..saves.identity import data_identity, model_identity
-from ..trainers.standalone.loading import load_encoders
-from ..trainers.standalone.resume import find_resume_point
-from ..trainers.standalone.session import TORCH_DTYPES
+from ..trainers.standalone.loading import TORCH_DTYPES, load_encoders
+from ..trainers.standalone.saving import find_resume_point
 from ..trainers.standalone.trainer import COATTrainer
-from ..trainers.standalone.validation import encoded, loss_of, one_each
+from ..trainers.standalone.validation import loss_of, one_each
 from ..trainers.standalone.workers import Workers
 
 if TYPE_CHECKING:
@@ -483,16 +481,18 @@ def encode_held_out(job: JobConfig, device: torch.device) -> FixedNoise:
     samples = scan(job.datasets, job.trigger_word, background=photos.background, transparency=photos.transparency)
     encoders = load_encoders(job.model.name_or_path, TORCH_DTYPES[job.train.dtype], job.model.extras_name_or_path)
     chosen = one_each(samples)
-    dataset = cache_all(
+    dataset = LatentDataset(
         chosen,
+        job.datasets,
         encoders.vae,
         encoders.text,
         device,
-        dataset_configs=job.datasets,
         background=photos.background,
         transparency=photos.transparency,
     )
+    dataset.fill()
     if dataset.encoders is not None:
         for model in encoders.text.models:
             model.to(device)
-    return FixedNoise([encoded(dataset, sample) for sample in chosen], [sample.image_path.name for sample in chosen])
+    encoded = [dataset.encoded(sample, sample.caption) for sample in chosen]
+    return FixedNoise(encoded, [sample.image_path.name for sample in chosen])

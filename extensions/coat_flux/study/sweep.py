@@ -47,14 +47,13 @@ from ..mini_flux import provide_embedded
 from ..pages.run import RunFolder, RunFolderError
 from ..saves.errors import ResumeError
 from ..saves.interrupts import Interrupts
-from ..saves.lock import run_lock
+from ..saves.repair import run_lock
 from .study import POINTS_OF_CURVE, held_out_count, require_same_job
 
 __all__ = [
     "FAILED",
     "FINISHED",
     "OPEN",
-    "Axis",
     "Run",
     "Sweep",
     "SweepError",
@@ -86,15 +85,8 @@ class SweepError(UserError, ValueError):
     """A sweep cannot be run as requested."""
 
 
-class Axis(NamedTuple):
-    """One key and the values it is tried with."""
-
-    key: str
-    values: tuple[Any, ...]
-
-
-def find_axis(text: str) -> Axis:
-    """Parse `KEY=VALUE,VALUE`, with YAML's values, `[512, 768]` being one.
+def find_axis(text: str) -> tuple[str, list[Any]]:
+    """Parse `KEY=VALUE,VALUE` into the key and its values, which are YAML's, `[512, 768]` being one.
 
     Raises:
         SweepError: malformed, or the key cannot be varied.
@@ -108,7 +100,7 @@ def find_axis(text: str) -> Axis:
         if re.fullmatch(pattern, key):
             raise SweepError(f"--set {key}: {rule}")
     parsed = parse(f"[{values}]", f"--set {key}")
-    return Axis(key, tuple({show(value): value for value in parsed}.values()))
+    return key, list({show(value): value for value in parsed}.values())
 
 
 def short_keys(keys: Iterable[str]) -> dict[str, str]:
@@ -198,7 +190,7 @@ class Sweep:
     def __init__(
         self,
         config: str,
-        axes: Sequence[Axis],
+        axes: Sequence[tuple[str, Sequence[Any]]],
         seeds: Sequence[int],
         folder: Path,
         *,
@@ -212,7 +204,7 @@ class Sweep:
             raise SweepError(f"sweep needs Optuna ({error}): pip install 'coat-flux[sweep]'") from error
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._optuna: Any = optuna
-        for key, count in Counter(axis.key for axis in axes).items():
+        for key, count in Counter(key for key, _ in axes).items():
             if count > 1:
                 raise SweepError(f"--set {key}: is given twice; write all of its values behind one =")
         self.job = JobConfig.from_file(config, name=name)
@@ -221,13 +213,13 @@ class Sweep:
             raise ConfigError(errors)
         self.folder, self.held_out = folder, _hold_out(self.job)
         self._config, self._seeds, self._tpe = config, seeds, tpe
-        self._values = {axis.key: {show(value): value for value in axis.values} for axis in axes}
+        self._values = {key: {show(value): value for value in values} for key, values in axes}
         combinations = math.prod(len(values) for values in self._values.values())
         self._most = combinations if most is None else min(most, combinations)
         self.trials: list[Trial] = []
         self.total = self._most * len(seeds)
         self._lock, self._ends_at_once = threading.Lock(), False
-        self._check_values(axes)
+        self._check_values()
 
     @property
     def runs(self) -> list[Run]:
@@ -277,16 +269,15 @@ class Sweep:
 
     # -- which trials --------------------------------------------------------------------------------------------------
 
-    def _check_values(self, axes: Sequence[Axis]) -> None:
+    def _check_values(self) -> None:
         """Check every value with the first ones of the other keys, before any run starts."""
-        first = {axis.key: axis.values[0] for axis in axes}
+        first = {key: next(iter(values.values())) for key, values in self._values.items()}
         lines: dict[str, None] = {}
-        for axis in axes:
-            words = {_word(value) for value in axis.values}
-            if len(words) < len(axis.values):
-                raise SweepError(f"--set {axis.key}: trials would have the same folder; write values that differ more")
-            for value in axis.values:
-                lines |= dict.fromkeys(self._errors({**first, axis.key: value}, check_job_dict))
+        for key, values in self._values.items():
+            if len({_word(value) for value in values.values()}) < len(values):
+                raise SweepError(f"--set {key}: trials would have the same folder; write values that differ more")
+            for value in values.values():
+                lines |= dict.fromkeys(self._errors({**first, key: value}, check_job_dict))
         if not lines:
             lines |= dict.fromkeys(self._errors(first, check_models))
         if lines:

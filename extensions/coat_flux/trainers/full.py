@@ -122,7 +122,7 @@ class UpdateInBackward:
         param.grad = None
 
 
-# -- saves -------------------------------------------------------------------------------------------------------------
+# --- saves ---
 
 
 class ModelFiles:
@@ -131,18 +131,22 @@ class ModelFiles:
     def __init__(self, model: Any, base: Weights) -> None:
         self._model, self._base = model, base
 
-    def nbytes(self, dtype: torch.dtype) -> int:
-        """Size of the tensors on disk."""
-        return sum(self._sizes(dtype).values())
+    def sizes(self, dtype: torch.dtype) -> dict[str, int]:
+        """Bytes of each tensor on disk."""
+        return {name: dtype.itemsize * math.prod(place.shape) for name, place in self._base.places.items()}
 
     def write(
-        self, folder: Path, trained: Mapping[str, Tensor], dtype: torch.dtype, metadata: Mapping[str, str]
+        self,
+        folder: Path,
+        trained: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        metadata: Mapping[str, str],
     ) -> None:
         """Write `folder`/`PART` with config, shards in `dtype` and index; CheckpointError if `base` is unreadable."""
         target = folder / PART
         target.mkdir(parents=True)
         self._model.save_config(target)
-        sizes = self._sizes(dtype)
+        sizes = self.sizes(dtype)
         shards: list[list[str]] = [[]]
         held = 0
         for name, size in sizes.items():
@@ -160,9 +164,6 @@ class ModelFiles:
         if count > 1:
             index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": files}
             (target / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
-
-    def _sizes(self, dtype: torch.dtype) -> dict[str, int]:
-        return {name: dtype.itemsize * math.prod(place.shape) for name, place in self._base.places.items()}
 
     def _tensor(self, name: str, trained: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         if name in trained:

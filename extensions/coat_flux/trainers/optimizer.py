@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
 from importlib import import_module
@@ -27,7 +27,7 @@ from coat_core.optim.state import storages
 from ..base.names import COAT_OPTIMIZER
 from ..config.coat import ADAMW_OPTIONS, COATConfig
 from ..config.findings import ConfigError
-from ..config.job_sections import OPTIMIZER_PACKAGES, PRODIGY_LOW_LR
+from ..config.job_sections import PRODIGY_LOW_LR
 
 __all__ = [
     "advance",
@@ -102,7 +102,7 @@ def describe_optimizer(optimizer: FP8AdamW) -> str:
 
 def make_optimizer(
     name: str,
-    params: Iterable[nn.Parameter] | Mapping[str, nn.Parameter],
+    params: Sequence[nn.Parameter] | Mapping[str, nn.Parameter],
     lr: float,
     config: COATConfig,
     optimizer_params: Mapping[str, Any],
@@ -110,34 +110,16 @@ def make_optimizer(
 ) -> Optimizer:
     """The optimizer `train.optimizer` names, with ai-toolkit's defaults: eps 1e-6 for Adam's kin, Prodigy's lr 1.
 
-    Adafactor is transformers' class: the same arithmetic on fp32 parameters as ai-toolkit's copy.
-
-    Raises:
-        ValueError: unknown name.
-        ImportError: the optimizer's package is not installed.
-        ConfigError: its installed version does not accept these parameters.
+    Adafactor is transformers' class: the same arithmetic on fp32 parameters as ai-toolkit's copy. ConfigError if the
+    installed version of a package does not accept these parameters.
     """
-    lowered = name.lower()
-    if lowered == COAT_OPTIMIZER:
-        params = params if isinstance(params, Mapping) else list(params)
+    if name == COAT_OPTIMIZER:
         trained = params.values() if isinstance(params, Mapping) else params
         on_gpu = all(param.is_cuda for param in trained)  # steps counted on the GPU can be skipped there
         return build_optimizer(params, lr, config, dict(optimizer_params), capturable=on_gpu, seed=seed)
-    if lowered not in CLASSES:
-        raise ValueError(
-            f"train.optimizer={name!r}: the stand-alone engine knows {COAT_OPTIMIZER}, {', '.join(CLASSES)}; "
-            "choose one, or run this config inside ai-toolkit"
-        )
-    module, cls, defaults = CLASSES[lowered]
-    try:
-        make = getattr(import_module(module), cls)
-    except (ImportError, AttributeError) as error:
-        package = OPTIMIZER_PACKAGES.get(lowered, (module, module.split(".")[0]))[1]
-        raise ImportError(
-            f"train.optimizer={lowered}: needs the package {package}; pip install {package}, "
-            f"or use {COAT_OPTIMIZER} or adamw"
-        ) from error
-    if lowered == "prodigy" and lr < PRODIGY_LOW_LR:
+    module, cls, defaults = CLASSES[name]
+    make = getattr(import_module(module), cls)
+    if name == "prodigy" and lr < PRODIGY_LOW_LR:
         lr = 1.0
     try:
         with redirect_stdout(StringIO()):  # Prodigy prints a greeting
@@ -153,10 +135,15 @@ def learning_rate(optimizer: Optimizer) -> float:
     return float(group["lr"]) * float(group.get("d", 1.0))
 
 
-def make_scheduler(name: str, optimizer: Optimizer, steps: int, params: Mapping[str, Any]) -> LRScheduler:
+def make_scheduler(
+    name: str,
+    optimizer: Optimizer,
+    steps: int,
+    params: Mapping[str, Any],
+) -> LRScheduler:
     """The schedule `train.lr_scheduler` names, over the `steps` of the whole run, as in ai-toolkit.
 
-    `linear` is torch's LinearLR: a ramp from 1/3 up to lr. ValueError for unknown names or parameters.
+    `linear` is torch's LinearLR: a ramp from 1/3 up to lr.
     """
     from diffusers.optimization import get_constant_schedule_with_warmup
 
@@ -167,13 +154,8 @@ def make_scheduler(name: str, optimizer: Optimizer, steps: int, params: Mapping[
         "cosine": (CosineAnnealingLR, {"T_max": steps}),
         "cosine_with_restarts": (CosineAnnealingWarmRestarts, {"T_0": steps}),
     }
-    if name not in schedules:
-        raise ValueError(f"train.lr_scheduler={name!r}: must be one of {', '.join(schedules)}")
     make, defaults = schedules[name]
-    try:
-        return make(optimizer, **{**defaults, **params})
-    except TypeError as error:
-        raise ValueError(f"train.lr_scheduler_params={dict(params)}: {name} does not take them ({error})") from error
+    return make(optimizer, **{**defaults, **params})
 
 
 def advance(scheduler: LRScheduler, steps: int) -> None:

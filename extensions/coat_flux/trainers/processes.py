@@ -28,7 +28,6 @@ __all__ = [
     "Processes",
     "exchange",
     "first_to_fail",
-    "share_values",
     "sum_gradients",
 ]
 
@@ -104,10 +103,15 @@ class Processes:
         if self.size > 1:
             sum_gradients(_whole(params))
 
-    def share(self, params: Iterable[Tensor]) -> None:
+    @torch.no_grad()
+    def share(self, params: Iterable[nn.Parameter]) -> None:
         """Copy the main process's unsharded values to every process."""
         if self.size > 1:
-            share_values(_whole(params), self.device)
+            with exchange():
+                for param in _whole(params):
+                    values = param.detach().to(self.device, copy=True)
+                    dist.broadcast(values, src=0)
+                    param.copy_(values)
 
 
 def _whole(params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
@@ -122,18 +126,14 @@ def exchange() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # gloo has no error class of its own
-        _outlive_the_launcher()
+        if threading.current_thread() is threading.main_thread():
+            # by SIGTERM the launcher ends the remaining processes: not until this one has said why; SIGKILL follows
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise LostProcessError(
             "another process of this run has ended or does not answer, so all of them end; the saves are as they were, "
             f"the same command resumes from the newest (process {dist.get_rank()} of {dist.get_world_size()}: "
             f"{str(error).splitlines()[0]})"
         ) from error
-
-
-def _outlive_the_launcher() -> None:
-    """Ignore SIGTERM, by which it ends the remaining processes, until this one has said why; SIGKILL follows."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def first_to_fail() -> bool:
@@ -171,13 +171,3 @@ def _buckets(params: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
         bucket.append(param)
     if bucket:
         yield bucket
-
-
-@torch.no_grad()
-def share_values(tensors: Iterable[Tensor], device: torch.device) -> None:
-    """Copy the main process's values into `tensors` of every process; LostProcessError if one has ended."""
-    with exchange():
-        for tensor in tensors:
-            values = tensor.detach().to(device, copy=True)
-            dist.broadcast(values, src=0)
-            tensor.copy_(values)

@@ -29,7 +29,7 @@ from coat_core.ops import dispatch, scaled_mm
 from coat_core.optim import offload
 from coat_flux.blocks import streaming
 from coat_flux.saves.interrupts import Interrupts
-from coat_flux.trainers.standalone.steps import train_step
+from coat_flux.trainers.standalone.trainer import train_step
 
 from .card import card_view
 from .engine import dry_session

@@ -18,11 +18,10 @@ from torch import Tensor, nn
 
 from coat_flux.blocks.models.flux1 import make_flux_dev_geometry
 from coat_flux.config.job import JobConfig
-from coat_flux.data.dataset import Sample
-from coat_flux.data.loader import LatentDataset
+from coat_flux.data.loader import LatentDataset, Sample
 from coat_flux.trainers.standalone import session as sessions
 from coat_flux.trainers.standalone.progress import RunLog
-from coat_flux.trainers.standalone.session import Session, open_session
+from coat_flux.trainers.standalone.session import Session
 from coat_flux.trainers.standalone.workers import Workers
 from coat_flux.watch.live import LiveRun
 from coat_flux.watch.phases import PhaseTracker
@@ -46,12 +45,15 @@ class DrySamples(LatentDataset):
         if self.masked:
             self._image_entry["mask"] = torch.ones(1, side // 8, side // 8)
         bf16 = torch.bfloat16
-        self._text_entry = torch.zeros(TEXT_TOKENS, text, dtype=bf16), torch.zeros(pooled, dtype=bf16)
+        self._text_entry = {
+            "prompt_embeds": torch.zeros(TEXT_TOKENS, text, dtype=bf16),
+            "pooled": torch.zeros(pooled, dtype=bf16),
+        }
 
-    def _image(self, sample: Sample) -> dict[str, Tensor]:
+    def image(self, sample: Sample) -> dict[str, Tensor]:
         return self._image_entry
 
-    def text(self, dataset_index: int, prompt: str) -> tuple[Tensor, Tensor]:
+    def text(self, dataset_index: int, prompt: str) -> dict[str, Tensor]:
         return self._text_entry
 
 
@@ -124,6 +126,6 @@ def dry_session(
     workers.device = CARD
     log = RunLog(job, CARD, active=False)
     phases, live = PhaseTracker(CARD, None), LiveRun(folder, 0, job.train.steps, samples=False)
-    session = open_session(job, workers, log, phases, None, {"model": {"fingerprint": "none"}}, live)
+    session = Session(job, workers, log, phases, None, {"model": {"fingerprint": "none"}}, live)
     phases.enter("step")
     return session

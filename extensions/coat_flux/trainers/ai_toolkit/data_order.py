@@ -159,5 +159,6 @@ def fingerprint(loader: DataLoader) -> str:
     for dataset in getattr(loader.dataset, "datasets", [loader.dataset]):
         names = [Path(item.path).name for item in getattr(dataset, "file_list", [])]
         groups = getattr(dataset, "batch_indices", None) or range(len(names))
-        digest.update(repr([len(dataset), names, [list(g) if isinstance(g, list) else g for g in groups]]).encode())
+        batches = [list(group) if isinstance(group, list) else group for group in groups]
+        digest.update(repr([len(dataset), names, batches]).encode())
     return digest.hexdigest()

@@ -75,7 +75,8 @@ def check_host(*installs: Callable[[], Any]) -> None:
             install()
         except AIToolkitError as error:
             problems.append(error.piece)
-    bound = vars(sys.modules[PROCESS_MODULE]).get("get_optimizer") if PROCESS_MODULE in sys.modules else None
+    process_module = sys.modules.get(PROCESS_MODULE)
+    bound = None if process_module is None else vars(process_module).get("get_optimizer")
     if not hasattr(bound, MARK):
         problems.append(f"{PROCESS_MODULE} does not use {OPTIMIZER_MODULE}.get_optimizer")
     for module in LORA_MODULES:
@@ -135,7 +136,7 @@ def patched(owner: Any, **values: Any) -> Iterator[None]:
                 delattr(owner, name)
 
 
-# -- the running job: ai-toolkit passes the process entry to neither optimizer nor qtype -------------------------------
+# -- the running job: ai-toolkit passes the process entry to neither optimizer nor qtype
 
 
 def _write(line: str) -> None:
@@ -145,37 +146,26 @@ def _write(line: str) -> None:
         print_acc(line if line.startswith("[") else f"[coat] {line}")
 
 
-_config: COATConfig | None = None
+config: COATConfig | None = None  # of the running job, if it is of our type
 _lines = Lines(_write, verbose=True)
 
 
 @contextmanager
 def job_scope() -> Iterator[None]:
     """Forget the job when it ends: the next one must not inherit its config and log."""
-    global _config
+    global config
     try:
         yield
     finally:
-        _config = None
+        config = None
         begin_lines(verbose=True)
 
 
-def begin_job(config: COATConfig) -> None:
-    """Make `config` the running job's."""
-    global _config
-    _config = config
-
-
-def active_config() -> COATConfig | None:
-    """The config of our running job, or None."""
-    return _config
-
-
-def active_or_default() -> COATConfig:
+def config_or_default() -> COATConfig:
     """The running job's config, or the defaults."""
     from ...config.coat import COATConfig
 
-    return COATConfig.from_dict(None) if _config is None else _config
+    return COATConfig.from_dict(None) if config is None else config
 
 
 def begin_lines(*, verbose: bool) -> Lines:
@@ -204,5 +194,6 @@ def show_logs() -> None:
         logging.getLogger(root).propagate = False
         folder = Path(str(sys.modules[root].__file__)).parent
         for file in folder.rglob("*.py"):
-            name = ".".join([root, *file.relative_to(folder).with_suffix("").parts]).removesuffix(".__init__")
+            parts = file.relative_to(folder).with_suffix("").parts
+            name = ".".join([root, *parts]).removesuffix(".__init__")
             logging.getLogger(name).manager = manager

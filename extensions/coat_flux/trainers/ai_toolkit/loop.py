@@ -1,20 +1,27 @@
 """The training loop of a job: each step of ai-toolkit runs inside `TrainingLoop.step`, each save is a whole set.
 
 ai-toolkit itself would turn a NaN loss into 0, and drop a batch that ran out of memory; here it is retried.
+
+Of several processes (`Team`), started by `accelerate launch run.py`, ai-toolkit averages nothing. Each takes every N-th
+batch of one order, gradients are summed before clipping, and all agree on one loss and on the action after the step.
+Each samples every N-th prompt; one saves.
 """
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from ...base.errors import UserError
 from ...base.streams import quiet_dead_outputs
 from ...saves.interrupts import Interrupts
 from ...saves.rng import rng_state, set_rng_state
@@ -22,6 +29,7 @@ from ...watch.live import COMMANDS, LiveRun
 from ...watch.oom import OutOfMemory, explain_oom, is_oom
 from ...watch.run_tables import RunTables, StepStats
 from ...watch.step_watch import watch_steps
+from ..processes import STEP_LIMIT, WAIT_LIMIT, Processes
 from .data_order import draw_from
 from .host import ai_toolkit_version, detail, info, patched
 from .resume import read_back
@@ -89,7 +97,7 @@ class TrainingLoop:
         if self._tables is not None:
             self._tables.close()
 
-    # -- a step --------------------------------------------------------------------------------------------------------
+    # -- a step
 
     def step(self, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Run a step of ai-toolkit; returns what it displays."""
@@ -193,7 +201,9 @@ class TrainingLoop:
         def step(*args: Any, **kwargs: Any) -> Any:
             complete_gradients()
             loss, _, norm = self._measured = self._measure(parameters)
-            return own_step(*args, **kwargs) if watch.allows_update(number, loss, norm) else None
+            if not watch.allows_update(number, loss, norm):
+                return None
+            return own_step(*args, **kwargs)
 
         losses = {name: recorded(getattr(process, name)) for name in LOSSES}
         with (
@@ -206,16 +216,21 @@ class TrainingLoop:
     def _measure(self, parameters: list[Tensor]) -> tuple[float, float, float]:
         loss = float(torch.stack(self._losses).mean()) if self._losses else 0.0
         norms = self._norms or [p.grad.norm() for p in parameters if p.grad is not None]
-        norm = float(torch.stack([norm.float() for norm in norms]).square().sum().sqrt()) if norms else 0.0
+        norm = 0.0
+        if norms:
+            norm = float(torch.stack([norm.float() for norm in norms]).square().sum().sqrt())
         if self._full is not None:
             norm = self._full.grad_norm(norm)
         if self._team.size > 1:
-            requested = self._process._live.poll() | ({"stop"} if self.stops else frozenset())
+            requested = self._process._live.poll()
+            if self.stops:
+                requested |= {"stop"}
             loss, flags = self._team.agree_on_loss(loss, [name in requested for name in COMMANDS])
-            self._commands = frozenset(name for name, is_set in zip(COMMANDS, flags, strict=True) if is_set)
+            flagged = zip(COMMANDS, flags, strict=True)
+            self._commands = frozenset(name for name, is_set in flagged if is_set)
         return loss, float(self._process.optimizer.param_groups[0]["lr"]), norm
 
-    # -- between two steps ---------------------------------------------------------------------------------------------
+    # -- between two steps
 
     def save(self, step: int | None, write_host: Callable[[Path], None]) -> bool:
         """Save a set, into which `write_host` lets ai-toolkit save; False if the guard is in doubt: it is postponed.
@@ -268,9 +283,7 @@ class TrainingLoop:
         return "stop" in commands or (self._team.size == 1 and self.stops)
 
     def _save_or_sample(self, commands: frozenset[str]) -> None:
-        process, bar = self._process, self._process.progress_bar
-        if bar is not None:
-            bar.pause()
+        process = self._process
         if "save" in commands and self._saved != self.done:
             process.save(self.done)
         if "sample" in commands:
@@ -278,14 +291,14 @@ class TrainingLoop:
             if process.train_config.unload_text_encoder:
                 process.sd.text_encoder_to("cpu")
         process.ensure_params_requires_grad()
-        if bar is not None:
-            bar.unpause()
 
     def _stop(self) -> None:
         process = self._process
         if self._saved != self.done:
             process.save(self.done)
-        saved = f"after {self.done} steps, saved in {process.save_root}" if self.done else "before the first step"
+        saved = "before the first step"
+        if self.done:
+            saved = f"after {self.done} steps, saved in {process.save_root}"
         if self._saved != self.done and self._continuation is not None:
             saved = f"after {self.done} steps; those after step {self._saved} are not saved"
         info(f"stopped {saved}; the same command resumes from here")
@@ -306,7 +319,8 @@ def _trained_of(process: Any) -> dict[str, Tensor]:
     names = {id(param): name for name, param in network.named_parameters()}
     for module in network.modules():
         if hasattr(module, "lora_name"):
-            names.update((id(param), f"{module.lora_name}.{name}") for name, param in module.named_parameters())
+            for name, param in module.named_parameters():
+                names[id(param)] = f"{module.lora_name}.{name}"
     return {names[id(param)]: param for param in network.parameters()}
 
 
@@ -335,3 +349,82 @@ def explain_end(error: BaseException, process: Any) -> None:
         error.args = (f"{error}; {continuation.saves.way_back(since)}",)
     if is_oom(error):
         info(f"{explain_oom(error, process._phases, process._job_config)}")
+
+
+# -- several processes
+
+
+class Team(Processes):
+    """The processes of a job; UserError if several were started without accelerate's knowledge."""
+
+    def __init__(self, accelerator: Any):
+        size = accelerator.num_processes
+        if size == 1:
+            if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+                raise UserError(
+                    f"{os.environ['WORLD_SIZE']} processes were started, and each takes itself for the only one; where "
+                    "there is no GPU, set ACCELERATE_USE_CPU=true, or start one process"
+                )
+            super().__init__(1, 0, torch.device("cpu"))
+            return
+        super().__init__(size, accelerator.process_index, accelerator.device)
+        _limit_waits(WAIT_LIMIT)  # ai-toolkit's waits, while the main process fills the caches
+        self.wait()
+
+    @contextmanager
+    def unwrapped(self, process: Any) -> Iterator[None]:
+        """Let ai-toolkit prepare the run as for one process: nothing calls DDP's forward, so it would not reduce."""
+        if self.size == 1:
+            yield
+            return
+        from accelerate import DistributedType
+
+        state = process.accelerator.state
+        kind, state.distributed_type = state.distributed_type, DistributedType.NO
+        try:
+            yield
+        finally:
+            state.distributed_type = kind
+        if hasattr(process.lr_scheduler, "split_batches"):
+            process.lr_scheduler.split_batches = True
+        places = (process.step_num, process.start_step, process.epoch_num)
+        process.step_num, process.start_step, process.epoch_num = self.from_main(places)
+        _limit_waits(STEP_LIMIT)
+
+    def agree_on_loss(self, loss: float, requests: Sequence[bool]) -> tuple[float, list[bool]]:
+        """The mean loss of all processes, and the requests of any."""
+        dtype = torch.float64 if self.device.type == "cpu" else torch.float32
+        mean, flags = self.agree(torch.tensor([loss], dtype=dtype, device=self.device), requests)
+        return float(mean), flags
+
+    def all_sample(self, process: Any) -> Any:
+        """In this context every process samples, not only the main one."""
+        if self.size == 1:
+            return nullcontext()
+        return patched(process, accelerator=_AsMain(process.accelerator))
+
+    def share_of(self, images: list[Any]) -> list[Any]:
+        """This process's images, each with its number among all."""
+        if self.size == 1:
+            return images
+        for number, image in enumerate(images):
+            count = str(number).zfill(len(str(len(images))))
+            image.output_filename_no_ext = image.output_filename_no_ext.replace("[count]", count)
+            image.save_image_atomic = image.save_image  # ai-toolkit would move the other processes' images, too
+        return images[self.rank :: self.size]
+
+
+class _AsMain:
+    is_main_process = True
+
+    def __init__(self, accelerator: Any):
+        self._accelerator = accelerator
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._accelerator, name)
+
+
+def _limit_waits(limit: Any) -> None:
+    setter = getattr(dist.distributed_c10d, "_set_pg_timeout", None)  # torch has no public setter
+    if setter is not None:
+        setter(limit)

@@ -49,14 +49,15 @@ def make_optimizer(params: Any, lr: float, optimizer_params: dict | None) -> tor
     from ..optimizer import build_optimizer, describe_optimizer, restore_optimizer
 
     host.show_logs()
-    optimizer = build_optimizer(params, lr, host.active_or_default(), dict(optimizer_params or {}))
+    optimizer = build_optimizer(params, lr, host.config_or_default(), dict(optimizer_params or {}))
     load = optimizer.load_state_dict
 
     def load_state_dict(state_dict: dict) -> None:
         try:
             if not optimizer.state:  # loaded from a file to the GPU it was saved from
                 for values in state_dict["state"].values():
-                    values.update({key: value.cpu() for key, value in values.items() if hasattr(value, "cpu")})
+                    for key, value in values.items():
+                        values[key] = value.cpu() if hasattr(value, "cpu") else value
             with host.patched(optimizer, load_state_dict=load):
                 changes = restore_optimizer(optimizer, state_dict)
         except Exception as error:

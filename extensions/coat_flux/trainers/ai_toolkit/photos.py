@@ -82,7 +82,8 @@ def check_photos(process: Any) -> HeldOutPhotos | None:
         if out:
             held_out.add(folder, configs)
             keep = frozenset(path for path in find_images(Path(folder)) if path not in out)
-        read_copies(process, Path(folder), Path(process.save_root) / TRAINED_FOLDER / str(index), configs, keep)
+        target = Path(process.save_root) / TRAINED_FOLDER / str(index)
+        read_copies(process, Path(folder), target, configs, keep)
     return held_out if any(chosen) else None
 
 
@@ -121,7 +122,9 @@ class HeldOutPhotos:
         self._process, self.photos, self._every = process, photos, every
         self._configs: list[Any] = []
         self._noise: FixedNoise | None = None
-        self.names = {folder: [p.relative_to(folder).as_posix() for p in paths] for folder, paths in photos.items()}
+        self.names: dict[str, list[str]] = {}
+        for folder, paths in photos.items():
+            self.names[folder] = [path.relative_to(folder).as_posix() for path in paths]
         self.curve: list[tuple[int, float]] = []
 
     def add(self, folder: str, configs: list[Any]) -> None:
@@ -163,12 +166,15 @@ class HeldOutPhotos:
         process, sd = self._process, self._process.sd
         (caption,) = batch.get_caption_list()
         if process.trigger_word is not None:
-            caption = sd.inject_trigger_into_prompt(caption, trigger=process.trigger_word, add_if_not_present=True)
-        latents = sd.encode_images(list(batch.tensor), device=process.device_torch).to("cpu", torch.float32)[0]
+            trigger = process.trigger_word
+            caption = sd.inject_trigger_into_prompt(caption, trigger=trigger, add_if_not_present=True)
+        latents = sd.encode_images(list(batch.tensor), device=process.device_torch)
+        latents = latents.to("cpu", torch.float32)[0]
         embeds = sd.encode_prompt([caption]).to("cpu", dtype=torch.float32)
         photo = {"latents": latents, "embeds": embeds.detach()}
         if batch.mask_tensor is not None:
-            mask = torch.nn.functional.interpolate(batch.mask_tensor[:, :1].float().cpu(), size=latents.shape[-2:])[0]
+            mask = batch.mask_tensor[:, :1].float().cpu()
+            mask = torch.nn.functional.interpolate(mask, size=latents.shape[-2:])[0]
             photo["mask"] = mask / mask.mean()
         return photo
 
@@ -191,7 +197,8 @@ class HeldOutPhotos:
                 if network is not None:
                     network.multiplier = 1.0
                 at_once = process.train_config.batch_size
-                loss = self._noise.mean_loss(self._losses, levels_for(len(self._noise.photos)), lambda _: at_once)
+                levels = levels_for(len(self._noise.photos))
+                loss = self._noise.mean_loss(self._losses, levels, lambda _: at_once)
         finally:
             if network is not None:
                 network.multiplier = multiplier

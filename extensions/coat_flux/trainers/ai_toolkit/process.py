@@ -29,7 +29,7 @@ from ...data.hold_out import describe_lowest
 from ...mini_flux import provide_embedded
 from ...plan.job import job_facts
 from ...plan.predict import outside_bytes
-from ...saves.lock import run_lock
+from ...saves.repair import run_lock
 from ...saves.rng import kept_draws
 from ...watch.memory_report import finish
 from ...watch.phases import MEMORY_FILE, PhaseTracker

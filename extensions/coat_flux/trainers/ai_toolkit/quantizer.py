@@ -49,7 +49,7 @@ def install_quantizer() -> None:
         if qtype != COAT_QTYPE:
             return original(qtype, *args, **kwargs)
         load_core()
-        return backend_class()(host.active_or_default().linear_config())
+        return backend_class()(host.config_or_default().linear_config())
 
     host.wrap_everywhere("get_ostris_quantizer", original, get_ostris_quantizer)
 
@@ -86,7 +86,7 @@ def backend_class() -> type:
             return read_weight(module, self._config_of(module))
 
         def requantize_(self, module: nn.Linear, weight: Tensor) -> None:
-            config, coat = self._config_of(module), host.active_config()
+            config, coat = self._config_of(module), host.config
             # OstrisLinear's state_dict holds "weight" only, so loading must not expect the buffers
             store_weight(module, weight, config, persistent=False)
             note_weight(module, weight, config)
@@ -113,7 +113,7 @@ def report_stored_linears() -> None:
     """Log linears quantized since the last call; our jobs have a table."""
     linears = list(_stored)
     _stored.clear()
-    if not linears or host.active_config() is not None:
+    if not linears or host.config is not None:
         return
     from coat_core.linear.function import fp8_gemm_obstacle
 
@@ -122,7 +122,8 @@ def report_stored_linears() -> None:
     config = linears[0].coat_linear_config
     obstacle = fp8_gemm_obstacle(linears[0].weight_codes.device, config)
     products = "" if obstacle is None else f"; dequantized weights are multiplied, since {obstacle}"
-    info(f"qtype {COAT_QTYPE}: {len(linears)} linears hold FP8, {describe_linear(config, True, False)}{products}")
+    formats = describe_linear(config, True, False)
+    info(f"qtype {COAT_QTYPE}: {len(linears)} linears hold FP8, {formats}{products}")
 
 
 def converted_linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

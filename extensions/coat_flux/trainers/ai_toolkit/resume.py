@@ -29,7 +29,15 @@ from ...saves.errors import ResumeError
 from ...saves.identity import require_same_run, run_identity
 from ...saves.repair import repair, step_of, way_back
 from ...saves.rng import rng_state, set_rng_state
-from ...saves.state import AI_TOOLKIT, OPTIMIZER_FILE, REMEDY, RunState, execution_of, keep_execution, restore_tensors
+from ...saves.state import (
+    AI_TOOLKIT,
+    OPTIMIZER_FILE,
+    REMEDY,
+    RunState,
+    execution_of,
+    keep_execution,
+    restore_tensors,
+)
 from ...watch.guard import WINDOW
 from .data_order import LOADING, ResumableLoader, fingerprint, make_resumable, seeded
 from .host import AIToolkitError, info
@@ -150,7 +158,8 @@ class Continuation:
             return
         schedule, saved = schedule_of(self._process), self.state.record["lr_scheduler"]
         now = plain_values(schedule.state_dict())
-        if {**now, **dict.fromkeys(COUNTERS)} == {**saved, **dict.fromkeys(COUNTERS)}:
+        uncounted = dict.fromkeys(COUNTERS)
+        if {**now, **uncounted} == {**saved, **uncounted}:
             schedule.load_state_dict({**schedule.state_dict(), **saved})
             for group, lr in zip(schedule.optimizer.param_groups, saved["_last_lr"], strict=True):
                 group["lr"] = lr
@@ -159,7 +168,13 @@ class Continuation:
         if self._has_same_seed:
             set_rng_state(self.state.rng())
 
-    def write_state(self, folder: Path, step: int, guard: dict[str, Any], held_out: list[tuple[int, float]]) -> None:
+    def write_state(
+        self,
+        folder: Path,
+        step: int,
+        guard: dict[str, Any],
+        held_out: list[tuple[int, float]],
+    ) -> None:
         """Write the state after `step` steps into the folder of a set."""
         process = self._process
         record = {
@@ -176,8 +191,11 @@ class Continuation:
             "held_out_loss": held_out,
             "identity": self._identity,
         }
-        ema = None if process.ema is None else numbered(process.ema.shadow_params)
-        raw = {} if process.network is None else dict(process.network.named_parameters())
+        ema, raw = None, {}
+        if process.ema is not None:
+            ema = numbered(process.ema.shadow_params)
+        if process.network is not None:
+            raw = dict(process.network.named_parameters())
         RunState.write(folder, AI_TOOLKIT, record, raw, ema, rng_state())
 
 
@@ -257,7 +275,12 @@ class Saves:
         self._make_newest(folder)
         return folder
 
-    def commit(self, step: int, write_host: Callable[[Path], None], write_state: Callable[[Path], None]) -> Path:
+    def commit(
+        self,
+        step: int,
+        write_host: Callable[[Path], None],
+        write_state: Callable[[Path], None],
+    ) -> Path:
         """Write and publish a set; returns the published LoRA or model folder."""
         published: dict[str, str] = {}
 
@@ -271,7 +294,8 @@ class Saves:
             write_state(folder)
 
         self._make_newest(commit(self._dir, step, write, published, apart=self._apart))
-        return self._dir / next(name for name in published if name.startswith(self._name) and name != OPTIMIZER_FILE)
+        published.pop(OPTIMIZER_FILE)
+        return self._dir / next(name for name in published if name.startswith(self._name))
 
     def check_room(self, process: Any) -> None:
         """Warn or refuse if the disk has no room for saves."""
@@ -280,8 +304,9 @@ class Saves:
             parameters, whole = process.network.parameters(), 0
         else:
             parameters, whole = full.trained.values(), full.size
+        sizes = [parameter.numel() for parameter in parameters]
         try:
-            space = save_space(process._job_config(), [parameter.numel() for parameter in parameters], whole)
+            space = save_space(process._job_config(), sizes, whole)
         except ConfigError:  # a job only ai-toolkit can run
             space = None
         require_room(self._dir, space, lambda line: info(f"WARNING: {line}"))
@@ -305,12 +330,14 @@ class Saves:
 
     def _make_newest(self, folder: Path) -> None:
         """Make a set's published files the last changed, by a tick of the clock."""
-        own = [self._dir / path.name for path in folder.iterdir() if (self._dir / path.name).exists()]
+        places = [self._dir / path.name for path in folder.iterdir()]
+        own = [path for path in places if path.exists()]
         others = [path.stat().st_ctime_ns for path in self._saves() if path not in own]
+        newest = max(others, default=0)
         for path in own:
             for _ in range(TICKS):
                 os.utime(path)
-                if path.stat().st_ctime_ns > max(others, default=0):
+                if path.stat().st_ctime_ns > newest:
                     break
                 time.sleep(TICK_SECONDS)
 

@@ -1,4 +1,4 @@
-"""The flow-matching objective of FLUX, as ai-toolkit trains it.
+"""The flow-matching objective of FLUX, as ai-toolkit trains it: the loss of a micro-batch, and its random draws.
 
     x_t = (1 - sigma) x0 + sigma · noise,  target = noise - x0,  loss = mean over elements of (prediction - target)²
 
@@ -13,7 +13,7 @@ Source: ai-toolkit's set_train_timesteps and calculate_loss (behaviour), diffuse
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import numpy as np
@@ -23,9 +23,13 @@ from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from torch import Tensor, nn
 from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 
+from ...blocks.fused.parts import written_gradients
+from ...config.job_sections import TrainSection
 from ...data.loader import to_device
+from ...saves.rng import Stream, generator_for, seed_global
 
 __all__ = [
+    "Objective",
     "bypassed_guidance",
     "draw_sigmas",
     "noisy_latents",
@@ -40,7 +44,6 @@ TABLE_SIZE = 1000
 TRAIN_GUIDANCE = 1.0
 HUBER_WIDTH = 0.01
 FIXED_STEPS = {"one_step": 1, "two_step": 2, "four_step": 4, "eight_step": 8}
-SHIFTED = ("shift", "flux_shift", "lumina2_shift")
 # index into the linear table → weight, straight lines between: a fit to the curve ai-toolkit measured on Flex.1-alpha
 WEIGHTED = (
     *((0, 0.904), (5, 0.958), (12, 1.091), (20, 1.174), (30, 1.263), (45, 1.355), (65, 1.442), (90, 1.499)),
@@ -48,6 +51,76 @@ WEIGHTED = (
     *((680, 0.740), (740, 0.716), (785, 0.713), (830, 0.723), (870, 0.734), (890, 0.727), (910, 0.703), (934, 0.641)),
     *((960, 0.544), (986, 0.456), (999, 0.444)),
 )
+
+
+class Objective:
+    """The loss of one micro-batch under the `train` block; transformer in its own dtype, LoRA in fp32, no autocast."""
+
+    def __init__(
+        self,
+        transformer: nn.Module,
+        train: TrainSection,
+        scheduler: FlowMatchEulerDiscreteScheduler,
+        seed: int,
+        dtype: torch.dtype,
+    ):
+        self._transformer, self._train, self._scheduler = transformer, train, scheduler
+        self._seed, self._dtype = seed, dtype
+
+    def __call__(self, batch: Mapping[str, Tensor], draw: int) -> Tensor:
+        """The mean loss of a batch, the `draw`-th of the run, with gradient: a scalar, fp32.
+
+        Batches have latents (B, C, H, W), prompt_embeds (B, L, D), pooled (B, P), on the transformer's device; with
+        transparent parts of photos also mask (B, 1, H, W) with mean 1 over each sample.
+        """
+        drawn = self.draw(batch, draw)
+        seed_global(self._seed, Stream.MODEL, draw)
+        return self.loss(drawn)
+
+    def draw(self, batch: Mapping[str, Tensor], draw: int) -> dict[str, Tensor]:
+        """Inputs of a batch's loss: `batch`, noise, sigmas (B,), and weights (B,) fp32 if weighted, on the device."""
+        train, latents = self._train, batch["latents"]
+        generator = generator_for(self._seed, Stream.NOISE, draw)
+        bell = train.linear_timesteps or train.linear_timesteps2
+        kind = "linear" if bell else train.timestep_type
+        tokens = latents.shape[2] * latents.shape[3] // 4
+        table = sigma_table(kind, tokens=tokens, scheduler=self._scheduler, generator=generator)
+        indices, sigmas = draw_sigmas(
+            table,
+            latents.shape[0],
+            timestep_type=train.timestep_type,
+            content_or_style=train.content_or_style,
+            min_step=train.min_denoising_steps,
+            max_step=train.max_denoising_steps,
+            generator=generator,
+        )
+        if latents.is_cuda:  # drawn there, from the same counter
+            seed_global(self._seed, Stream.NOISE, draw)
+            noise = torch.randn(latents.shape, device=latents.device)
+        else:
+            noise = torch.randn(latents.shape, generator=generator).to(latents.device)
+        drawn = {**batch, "noise": noise, "sigmas": to_device(sigmas, latents.device)}
+        if train.timestep_type == "weighted":
+            drawn["weights"] = to_device(weighted_timesteps(indices), latents.device)
+        elif bell:
+            weights = timestep_weights(indices, half_bell=train.linear_timesteps2)
+            drawn["weights"] = to_device(weights, latents.device)
+        return drawn
+
+    def loss(self, drawn: Mapping[str, Tensor]) -> Tensor:
+        """The mean loss of `draw`'s result, with gradient; a scalar, fp32. Only dropout draws here."""
+        latents, noise, sigmas = drawn["latents"], drawn["noise"], drawn["sigmas"]
+        x_t = noisy_latents(latents, noise, sigmas)
+        bypass = self._train.bypass_guidance_embedding
+        with written_gradients(), bypassed_guidance(self._transformer, bypass):
+            prediction = predict_velocity(
+                self._transformer, x_t, sigmas, drawn["prompt_embeds"], drawn["pooled"], dtype=self._dtype
+            )
+        kind = self._train.loss_type
+        return sample_losses(prediction, latents, noise, drawn.get("weights"), drawn.get("mask"), kind).mean()
+
+
+# --- noise levels ---
 
 
 def sigma_table(
@@ -60,43 +133,32 @@ def sigma_table(
     """The 1000 sigmas that one micro-batch draws from: (1000,) fp32 in [0, 1], descending.
 
     Args:
-        timestep_type: `sigmoid` (1 - sigmoid(N(0, 1)), redrawn each time), `linear`, `weighted` (linear, the loss is
-            weighted), `shift` and its synonyms (the scheduler's own, by resolution where it shifts dynamically),
-            `lognorm_blend`, or `one_step` … `eight_step`.
+        timestep_type: as in `TrainSection`; the random tables are drawn for each micro-batch.
         tokens: T, packed image tokens, for the shift.
-        scheduler: the model's scheduler, not modified; needed by `shift`.
+        scheduler: the model's scheduler, not modified; needed by `shift` and its synonyms.
         generator: for the random tables.
-
-    Raises:
-        ValueError: unknown or unsupported `timestep_type`.
     """
     if timestep_type in ("linear", "weighted", *FIXED_STEPS):
         return torch.linspace(1.0, 1.0 / TABLE_SIZE, TABLE_SIZE)
     if timestep_type == "sigmoid":
         return (1 - torch.sigmoid(torch.randn(TABLE_SIZE, generator=generator))).sort(descending=True).values
-    if timestep_type in SHIFTED:
-        if scheduler is None:
-            raise ValueError("train.timestep_type=shift: needs the model's scheduler, which was not passed")
-        own = FlowMatchEulerDiscreteScheduler.from_config(scheduler.config)
-        config = own.config
-        mu = calculate_shift(
-            tokens,
-            config.get("base_image_seq_len", 256),
-            config.get("max_image_seq_len", 4096),
-            config.get("base_shift", 0.5),
-            config.get("max_shift", 1.15),
-        )
-        own.set_timesteps(TABLE_SIZE, mu=mu if config.use_dynamic_shifting else None)
-        return own.sigmas[:TABLE_SIZE].float()
     if timestep_type == "lognorm_blend":
         draws = torch.exp(0.333 * torch.randn(TABLE_SIZE * 3 // 4, generator=generator))
         linear = torch.linspace(1.0, 1.0 / TABLE_SIZE, TABLE_SIZE // 4)
         table = torch.cat([1 - draws / draws.max(), linear]).sort(descending=True).values
         return (table * TABLE_SIZE).floor() / TABLE_SIZE
-    raise ValueError(
-        f"train.timestep_type={timestep_type!r}: the stand-alone engine knows sigmoid, linear, weighted, lognorm_blend"
-        f", {', '.join(SHIFTED)}, {', '.join(FIXED_STEPS)}; choose one, or run this config inside ai-toolkit"
+    assert scheduler is not None
+    own = FlowMatchEulerDiscreteScheduler.from_config(scheduler.config)
+    config = own.config
+    mu = calculate_shift(
+        tokens,
+        config.get("base_image_seq_len", 256),
+        config.get("max_image_seq_len", 4096),
+        config.get("base_shift", 0.5),
+        config.get("max_shift", 1.15),
     )
+    own.set_timesteps(TABLE_SIZE, mu=mu if config.use_dynamic_shifting else None)
+    return own.sigmas[:TABLE_SIZE].float()
 
 
 def draw_sigmas(
@@ -116,9 +178,6 @@ def draw_sigmas(
         content_or_style: `balanced` is uniform; `content` favours high noise (u³), `style` low noise (1 - u³).
         min_step: smallest index (`train.min_denoising_steps`).
         max_step: exclusive end (`train.max_denoising_steps`), except where it equals `min_step`.
-
-    Raises:
-        ValueError: unknown `content_or_style`.
     """
     low, high = max(min_step, 0), min(max_step, TABLE_SIZE - 1)
     if timestep_type in FIXED_STEPS:
@@ -127,12 +186,10 @@ def draw_sigmas(
         indices = choices[torch.randint(count, (batch_size,), generator=generator)]
     elif content_or_style == "balanced":
         indices = torch.randint(low, max(high, low + 1), (batch_size,), generator=generator)
-    elif content_or_style in ("content", "style"):
+    else:
         cubed = torch.rand(batch_size, generator=generator) ** 3
         place = cubed if content_or_style == "content" else 1 - cubed
         indices = (low + place * TABLE_SIZE / (TABLE_SIZE - 1) * (high - low)).long().clamp(low, high)
-    else:
-        raise ValueError(f"train.content_or_style={content_or_style!r}: must be balanced, content or style")
     return indices, table[indices]
 
 
@@ -160,17 +217,22 @@ def weighted_timesteps(indices: Tensor) -> Tensor:
     return torch.from_numpy(table).float()[indices]
 
 
+# --- the transformer and the loss ---
+
+
 @contextmanager
-def bypassed_guidance(transformer: nn.Module) -> Iterator[None]:
+def bypassed_guidance(transformer: nn.Module, bypass: bool = True) -> Iterator[None]:
     """Leave the guidance embedding out of the conditioning (`train.bypass_guidance_embedding`): it embeds zeros."""
-    embed = getattr(transformer, "time_guidance_embed" if _is_flux2(transformer) else "time_text_embed")
+    embed = getattr(transformer, "time_guidance_embed" if _is_flux2(transformer) else "time_text_embed", None)
     embedder = getattr(embed, "guidance_embedder", None)
-    hook = None if embedder is None else embedder.register_forward_hook(lambda *call: torch.zeros_like(call[-1]))
+    if embedder is None or not bypass:
+        yield
+        return
+    hook = embedder.register_forward_hook(lambda *call: torch.zeros_like(call[-1]))
     try:
         yield
     finally:
-        if hook is not None:
-            hook.remove()
+        hook.remove()
 
 
 def noisy_latents(latents: Tensor, noise: Tensor, sigmas: Tensor) -> Tensor:
@@ -181,7 +243,13 @@ def noisy_latents(latents: Tensor, noise: Tensor, sigmas: Tensor) -> Tensor:
 
 @functools.cache  # the same for all steps of a bucket; captured steps need fixed addresses
 @torch.inference_mode(False)
-def _position_ids(flux2: bool, text: int, rows: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _position_ids(
+    flux2: bool,
+    text: int,
+    rows: int,
+    columns: int,
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:
     """Positions of text [L, n] and image tokens [T, n], fp32: FLUX.1 n = 3; FLUX.2 n = 4, time, row, column, text."""
     if not flux2:
         image = FluxPipeline._prepare_latent_image_ids(1, rows, columns, torch.device("cpu"), torch.float32)

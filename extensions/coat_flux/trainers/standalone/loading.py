@@ -28,8 +28,9 @@ from ...config.coat import COATConfig
 from ...data.cache import TextEncoders
 from ..weights import Weights, check_weights, fill, folder_weights, local_folder, original_weights
 
-__all__ = ["Encoders", "ModelLoadError", "base_weights", "load_encoders", "load_transformer"]
+__all__ = ["TORCH_DTYPES", "Encoders", "ModelLoadError", "base_weights", "load_encoders", "load_transformer"]
 
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # of train and save
 MAX_TEXT_TOKENS = 512
 TRANSFORMERS = ("FluxTransformer2DModel", "Flux2Transformer2DModel")
 # pipeline → transformers' classes of its text encoder and tokenizer or processor
@@ -75,7 +76,10 @@ def load_encoders(name_or_path: str, dtype: torch.dtype, extras: str | None = No
 
 
 def _flux2_encoders(
-    name_or_path: str, dtype: torch.dtype, vae: nn.Module, scheduler: FlowMatchEulerDiscreteScheduler
+    name_or_path: str,
+    dtype: torch.dtype,
+    vae: nn.Module,
+    scheduler: FlowMatchEulerDiscreteScheduler,
 ) -> Encoders:
     with _explained(name_or_path, "model_index.json"):
         index = diffusers.DiffusionPipeline.load_config(name_or_path)

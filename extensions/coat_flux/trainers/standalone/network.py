@@ -1,26 +1,31 @@
-"""The LoRA network of the stand-alone engine: PEFT adapters on the same linears ai-toolkit chooses.
+"""What a run trains under ai-toolkit's rules: PEFT adapters on the linears it chooses, and their moving average.
 
 As ai-toolkit's: alpha = rank, fp32 parameters, A uniform in ±1/sqrt(K) and B = 0. A is drawn from the run's seed, so
-bf16 and COAT runs start bit-identical.
+bf16 and COAT runs start bit-identical. Training continues on the raw parameters, and the average is saved and sampled;
+a resume has both.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from peft import LoraConfig
-from torch import nn
+from torch import Tensor, nn
+
+from coat_core.optim.sharded import local_values
 
 from ...blocks.models import KEY_PREFIX, target_names
 from ...config.findings import ConfigError
-from .seeding import Stream, generator_for
+from ...saves.rng import Stream, generator_for
 
-__all__ = ["add_lora", "lora_parameters", "lora_targets"]
+__all__ = ["LoraEMA", "add_lora", "lora_parameters", "lora_targets"]
 
 ADAPTER = "default"
+FEEDBACK = 10.0  # times the average's own step, as in ai-toolkit
 
 
 def lora_targets(
@@ -51,20 +56,24 @@ def lora_targets(
     return chosen
 
 
-def add_lora(model: nn.Module, targets: Sequence[str], rank: int, *, seed: int, dropout: float = 0.0) -> None:
+def add_lora(
+    model: nn.Module,
+    targets: Sequence[str],
+    rank: int,
+    *,
+    seed: int,
+    dropout: float = 0.0,
+) -> None:
     """Add PEFT adapters (alpha is `rank`) to the named linears, A drawn from `seed`; only they require gradients."""
     model.requires_grad_(False)
     exactly = "|".join(map(re.escape, targets))  # PEFT matches a list as suffixes: proj_out would be every block's, too
     model.add_adapter(LoraConfig(r=rank, lora_alpha=rank, lora_dropout=dropout, target_modules=exactly), ADAPTER)
     generator = generator_for(seed, Stream.LORA_INIT, 0)
     for name, param in lora_parameters(model).items():
-        param.data = param.data.to(torch.float32)
+        start = torch.zeros(param.shape)
         if ".lora_A." in name:
-            start = torch.empty(param.shape, dtype=torch.float32)
             nn.init.kaiming_uniform_(start, a=math.sqrt(5), generator=generator)
-            param.data.copy_(start)
-        else:
-            param.data.zero_()
+        param.data = start.to(param.device)
 
 
 def lora_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -74,3 +83,50 @@ def lora_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
         for name, param in model.named_parameters()
         if ".lora_A." in name or ".lora_B." in name
     }
+
+
+class LoraEMA:
+    """shadow ← decay · shadow + (1 - decay) · parameter; `shadow` has the averages by name, in fp32.
+
+    After an update, `use_feedback` moves each parameter by 10 · (1 - decay) · (shadow - parameter), and
+    `param_multiplier` multiplies it.
+    """
+
+    def __init__(
+        self,
+        params: Mapping[str, nn.Parameter],
+        decay: float = 0.999,
+        *,
+        use_feedback: bool = False,
+        param_multiplier: float = 1.0,
+    ):
+        self.decay, self.use_feedback, self.param_multiplier = decay, use_feedback, param_multiplier
+        self.shadow = {name: param.detach().float().clone() for name, param in params.items()}
+        self._params = [local_values(param.detach()) for param in params.values()]
+        self._averages = [local_values(average) for average in self.shadow.values()]
+
+    @torch.no_grad()
+    def update(self, found_inf: Tensor | None = None) -> None:
+        """Update the average after an optimizer step, unless `found_inf`, fp32 [] on the device, is 1."""
+        deltas = torch._foreach_sub(self._averages, [param.float() for param in self._params])
+        torch._foreach_mul_(deltas, 1.0 - self.decay)
+        multiplier: float | Tensor = self.param_multiplier
+        if found_inf is not None:
+            torch._foreach_mul_(deltas, 1 - found_inf)
+            multiplier = torch.where(found_inf > 0, 1.0, self.param_multiplier)
+        torch._foreach_sub_(self._averages, deltas)
+        if self.use_feedback:
+            moves = [delta.to(param.dtype) for delta, param in zip(deltas, self._params, strict=True)]
+            torch._foreach_add_(self._params, moves, alpha=FEEDBACK)
+        if self.param_multiplier != 1.0:
+            torch._foreach_mul_(self._params, multiplier)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Put the average into the parameters for a `with` block; the raw values are restored bit for bit."""
+        raw = [param.clone() for param in self._params]
+        torch._foreach_copy_(self._params, self._averages)
+        try:
+            yield
+        finally:
+            torch._foreach_copy_(self._params, raw)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -75,30 +75,29 @@ class RunLog:
     def start(self, step: int) -> None:
         """Show the bar."""
         if self.active:
-            job = self._job
+            job, options = self._job, bar_options()
             self._bar = tqdm(
-                total=job.train.steps, initial=step, desc=job.name, bar_format=BAR, smoothing=0.1, **bar_options()
+                total=job.train.steps, initial=step, desc=job.name, bar_format=BAR, smoothing=0.1, **options
             )
 
     def step(self, stats: StepStats) -> None:
         """Record one optimizer step."""
-        if self._bar is None or self._tables is None:
+        if self._bar is None or self._tables is None or self._board is None:
             return
         peak = self._tables.step(stats)
         shown = f"lr: {stats.lr:.1e} loss: {stats.loss:.3e}{self._held_out} peak: {peak:.2f}GB"
         self._bar.set_postfix_str(shown, refresh=False)
         self._bar.update(stats.step - self._bar.n)
         every = self._job.performance_log_every
-        self._seconds.append(stats.seconds)
-        if every and stats.step % every == 0:
-            times = self._seconds
-            self.info(f"Step {stats.step}: {sum(times) / len(times):.3f} s/it ({min(times):.3f} to {max(times):.3f})")
-        if not every or stats.step % every == 0:
-            self._seconds = []
+        if every:
+            self._seconds.append(stats.seconds)
+            if stats.step % every == 0:
+                times, self._seconds = self._seconds, []
+                mean = sum(times) / len(times)
+                self.info(f"Step {stats.step}: {mean:.3f} s/it ({min(times):.3f} to {max(times):.3f})")
         if stats.step % self._job.logging.log_every == 0:
             values = (stats.loss, stats.lr, stats.grad_norm, stats.seconds, peak)
-            for tag, value in zip(METRICS[2:-1], values, strict=True):
-                self.scalar(tag, value, stats.step)
+            self._board.scalars(dict(zip(METRICS[2:-1], values, strict=True)), stats.step)
             if self._wandb is not None:  # names as ai-toolkit's
                 self._wandb.log({"learning_rate": stats.lr, "loss/loss": stats.loss}, stats.step)
 
@@ -107,19 +106,14 @@ class RunLog:
         if self._wandb is not None:
             self._wandb.images(paths, prompts, step)
 
-    def scalar(self, tag: str, value: float, step: int) -> None:
-        """Add a TensorBoard point."""
-        if self._board is not None:
-            self._board.scalar(tag, value, step)
-
     def validation(self, step: int, loss: float) -> None:
         """Record a fixed-noise loss in `coat/validation.csv` and TensorBoard; a held-out one in the bar."""
         if self._job.validation.hold_out is not None:
             self._held_out = f" held-out: {loss:.3e}"
             self.info(f"Step {step}: held-out loss {loss:.5f}")
-        if self._tables is not None:
+        if self._tables is not None and self._board is not None:
             self._tables.validation(step, loss)
-            self.scalar("validation_loss", loss, step)
+            self._board.scalars({"validation_loss": loss}, step)
         if self._wandb is not None:
             self._wandb.log({"validation_loss": loss}, step)
 
@@ -140,21 +134,25 @@ class TensorBoard:
     """Scalars for TensorBoard; a removed folder or a full disk costs points and one log line, never the run."""
 
     def __init__(self, folder: Path, step: int, log: Callable[[str], None]):
-        self._folder, self._log = folder, log
+        self._folder, self._log, self._failed = folder, log, False
         self._writer: SummaryWriter | None = None
-        self._failed = False
         self._hook = threading.excepthook
         threading.excepthook = self._quiet
-        with self._going_on():
-            self._open(step)
+        self.scalars({}, step + 1)
 
-    def scalar(self, tag: str, value: float, step: int) -> None:
-        """Add a point."""
-        with self._going_on():
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        """Add a point to each curve; the first failure is logged, and the next call begins with a new writer."""
+        try:
             if self._writer is None or not self._folder.is_dir():
                 self._close_writer()
-                self._open(step - 1)
-            self._writer.add_scalar(tag, value, step)
+                self._writer = SummaryWriter(str(self._folder), purge_step=step)
+            for tag, value in values.items():
+                self._writer.add_scalar(tag, value, step)
+        except OSError as error:
+            if not self._failed:
+                self._log(f"TensorBoard: {self._folder} cannot be written ({error}); the run goes on")
+            self._failed = True
+            self._close_writer()
 
     def close(self) -> None:
         """Close the files; idempotent."""
@@ -162,25 +160,11 @@ class TensorBoard:
         if threading.excepthook == self._quiet:
             threading.excepthook = self._hook
 
-    def _open(self, step: int) -> None:
-        self._writer = SummaryWriter(str(self._folder), purge_step=step + 1)
-
     def _close_writer(self) -> None:
         writer, self._writer = self._writer, None
         if writer is not None:
             with suppress(OSError):
                 writer.close()
-
-    @contextmanager
-    def _going_on(self) -> Iterator[None]:
-        """Log the first OSError; the next point begins with a new writer."""
-        try:
-            yield
-        except OSError as error:
-            if not self._failed:
-                self._log(f"TensorBoard: {self._folder} cannot be written ({error}); the run goes on")
-            self._failed = True
-            self._close_writer()
 
     def _quiet(self, failure: Any) -> None:
         """TensorBoard's writer thread fails without a traceback: the next point raises the error."""
@@ -192,13 +176,14 @@ class _Wandb:
     """One W&B run with ai-toolkit's keys, resumed by its id in `coat/wandb.json`; silent after the first failure."""
 
     def __init__(self, job: JobConfig, log: Callable[[str], None]):
-        self._log, self._run, self._failed = log, None, False
+        self._log: Callable[[str], None] = log
+        self._run: Any = None
         with self._guarded():
             import wandb
 
             path = job.folder / WANDB_FILE
             known = json.loads(path.read_text(encoding="utf-8"))["id"] if path.exists() else secrets.token_hex(4)
-            self._run: Any = wandb.init(
+            self._run = wandb.init(
                 project=job.logging.project_name,
                 name=job.logging.run_name,
                 config=job.written,
@@ -210,12 +195,12 @@ class _Wandb:
             log(f"W&B: {self._run.url or self._run.dir}")
 
     def log(self, values: dict[str, Any], step: int) -> None:
-        if not self._failed:
+        if self._run is not None:
             with self._guarded():
                 self._run.log(values, step=step)
 
     def images(self, paths: Sequence[Path], captions: Sequence[str], step: int) -> None:
-        if not self._failed:
+        if self._run is not None:
             with self._guarded():
                 import wandb
 
@@ -223,7 +208,7 @@ class _Wandb:
                 self.log({f"sample_{i}": wandb.Image(str(path), caption=text) for i, (path, text) in pairs}, step)
 
     def close(self) -> None:
-        if not self._failed:
+        if self._run is not None:
             with self._guarded():
                 self._run.finish()
 
@@ -232,5 +217,5 @@ class _Wandb:
         try:
             yield
         except Exception as error:  # training matters more than any of its errors
-            self._failed = True
+            self._run = None
             self._log(f"W&B: {type(error).__name__}: {error}; the run goes on without it")

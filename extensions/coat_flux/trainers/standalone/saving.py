@@ -1,4 +1,4 @@
-"""Saves of the stand-alone trainer; `saves.commit` makes them atomic.
+"""Saves of the stand-alone trainer, and resumes from them; `saves.commit` makes saves atomic.
 
     <run>/coat/state-000000500/   the set of 500 optimizer steps:
         published.safetensors     the LoRA (the EMA, if any) in save.dtype; of full fine-tuning a folder published/
@@ -8,6 +8,10 @@
     <run>/<name>_000000500.safetensors, <run>/optimizer.pt   the first two, published: hard links where possible
 
 LoRA keys are ai-toolkit's, `transformer.<module>.lora_A.weight`, which `FluxPipeline.load_lora_weights` reads.
+
+Like ai-toolkit, a run continues from the newest save in its folder, bit-exactly if our state is next to it: random
+draws and the position in the data follow from the step (see `saves.rng`). A resume that cannot be done right is an
+error; a run never starts over by itself.
 """
 
 from __future__ import annotations
@@ -15,51 +19,63 @@ from __future__ import annotations
 import glob
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from coat_core.optim.sharded import ShardedFP8AdamW, gather
 
 from ...base.files import discard
+from ...base.names import COAT_OPTIMIZER
 from ...config.job import JobConfig
 from ...export.check import check_export
-from ...saves.commit import commit
+from ...saves.commit import commit, damage, newest_set, published_names, state_folder
+from ...saves.errors import ResumeError
+from ...saves.identity import require_same_run, run_identity
+from ...saves.repair import MODEL_META, step_of
 from ...saves.rng import rng_state
-from ...saves.state import OPTIMIZER_FILE, STANDALONE, RunState, execution_of, save_tensors
+from ...saves.state import (
+    OPTIMIZER_FILE,
+    REMEDY,
+    STANDALONE,
+    RunState,
+    execution_of,
+    load_tensors,
+    restore_tensors,
+    save_tensors,
+)
 from ...watch.guard import WINDOW
-from ..full import PART, ModelFiles, check_model
+from ..full import PART, ModelFiles, check_model, restore_model
+from ..optimizer import restore_optimizer
 from ..processes import exchange
-from .loading import base_weights
+from .loading import TORCH_DTYPES, base_weights
+from .validation import held_out_of
 
 if TYPE_CHECKING:
     from .session import Session
 
-__all__ = ["lora_metadata", "rotate_saves", "save", "save_dtype", "save_name", "trusted_after"]
+__all__ = ["ResumePoint", "check_same_run", "find_resume_point", "identity_of", "save", "save_name", "trusted_after"]
 
 PUBLISHED_FILE = "published.safetensors"
 MODEL_FOLDER = "published"
-FP32_BYTES = 4
-SAVE_DTYPES = {"float16": torch.float16, "fp16": torch.float16, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16}
-SAVE_DTYPES |= {"float32": torch.float32, "fp32": torch.float32, "float": torch.float32}
+DATA_SETTINGS = ("folder_path", "caption_ext", "default_caption", "resolution", "num_repeats", "flip_x", "buckets")
+CAPTION_SETTINGS = ("caption_dropout_rate", "shuffle_tokens")
+NOT_TRAINING = ("batch_size", "gradient_accumulation", "gradient_accumulation_steps", "disable_sampling")
 
 
 def save_name(name: str, step: int | None, *, full: bool = False) -> str:
     """Name of a save: `<name>_000000500.safetensors`, `<name>.safetensors` without a step; `full`: a folder's name."""
     ending = "" if full else ".safetensors"
     return f"{name}{ending}" if step is None else f"{name}_{step:09d}{ending}"
-
-
-def save_dtype(name: str) -> torch.dtype:
-    """The torch dtype of `save.dtype`; ValueError if unknown."""
-    if name not in SAVE_DTYPES:
-        raise ValueError(f"save.dtype={name!r}: must be one of {', '.join(SAVE_DTYPES)}")
-    return SAVE_DTYPES[name]
 
 
 def trusted_after(job: JobConfig) -> int:
@@ -70,12 +86,8 @@ def trusted_after(job: JobConfig) -> int:
 def save(session: Session, *, final: bool) -> Path:
     """Write and commit a set, publish its LoRA or model and `optimizer.pt`; returns the published path.
 
-    All processes call it together, to exchange shards; the main process writes. One earlier set is kept.
-
-    Raises:
-        DeadRunError: what is trained is not worth saving.
-        ExportError: the LoRA cannot be read back; the previous checkpoint is intact.
-        SaveError: the disk is full or cannot be written; the previous checkpoint is intact.
+    All processes call it together, to exchange shards; the main process writes. One earlier set is kept. DeadRunError,
+    ExportError (the LoRA cannot be read back) or SaveError leave the previous checkpoint intact.
     """
     job, optimizer, is_main = session.job, session.optimizer, session.workers.is_main
     path = job.folder / save_name(job.name, None if final else session.step, full=job.full)
@@ -90,16 +102,16 @@ def save(session: Session, *, final: bool) -> Path:
             "identity": session.identity,
             "step": session.step,
         }
-        lora: Mapping[str, Tensor] = session.lora
+        trained: Mapping[str, Tensor] = session.lora
         average: Mapping[str, Tensor] = {} if session.ema is None else session.ema.shadow
         if isinstance(optimizer, ShardedFP8AdamW):
             with exchange():
-                lora, average = gather(lora, is_main), gather(average, is_main)
+                trained, average = gather(trained, is_main), gather(average, is_main)
                 states = optimizer.whole_state_dict(is_main)
         else:
             states = optimizer.state_dict()
         if is_main:
-            _write(session, path, record, lora, average, states, final=final)
+            _write(session, path, record, trained, average, states, final=final)
     session.workers.wait()
     return path
 
@@ -108,26 +120,19 @@ def _write(
     session: Session,
     path: Path,
     record: Mapping[str, Any],
-    lora: Mapping[str, Tensor],
+    trained: Mapping[str, Tensor],
     average: Mapping[str, Tensor],
     states: Mapping[str, Any],
     *,
     final: bool,
 ) -> None:
-    job, rng, dtype = session.job, rng_state(), save_dtype(session.job.save.dtype)
-    published = average or lora
-    metadata = lora_metadata(
-        job.name,
-        step=session.step,
-        epoch=session.epoch,
-        trigger_word=job.trigger_word,
-        meta=job.meta,
-        coat=job.coat.to_dict(),
-        got=None if session.report is None else session.report.metadata(),
-    )
+    job, rng, dtype = session.job, rng_state(), TORCH_DTYPES[session.job.save.dtype]
+    published = average or trained
+    metadata = _metadata(session)
     model = ModelFiles(session.transformer, base_weights(job.model.name_or_path)) if job.full else None
-    as_trained = model is not None and not average and all(tensor.dtype == dtype for tensor in lora.values())
-    raw = {} if as_trained else lora
+    raw = trained
+    if model is not None and not average and all(tensor.dtype == dtype for tensor in trained.values()):
+        raw = {}  # the model is saved as it is trained
     inside = PUBLISHED_FILE if model is None else MODEL_FOLDER
 
     def write(folder: Path) -> None:
@@ -138,70 +143,199 @@ def _write(
         with (folder / OPTIMIZER_FILE).open("wb") as file:
             torch.save(dict(states), file)
         RunState.write(folder, STANDALONE, record, raw, average, rng)
-        if model is None:
-            checked = _check_lora(session, folder / inside, final=final)
-        else:
-            checked = check_model(folder / inside, session.lora)
-        session.log.info(f"{path.name}: {checked}")
+        session.log.info(f"{path.name}: {read_back(folder / inside)}")
 
-    elements = sum(tensor.numel() for tensor in lora.values())
-    loose = sum(tensor.nbytes for tensor in (*_tensors(states), *rng.values(), *raw.values()))
-    needed = elements * dtype.itemsize if model is None else model.nbytes(dtype)
-    needed += elements * FP32_BYTES * bool(average) + loose
+    def read_back(file: Path) -> str:
+        if model is not None:
+            return check_model(file, session.lora)
+        if not final and not any(up.any() for name, up in load_file(file).items() if ".lora_B." in name):
+            return f"every lora_B is still zero in {job.save.dtype}, this LoRA has no effect yet"
+        return check_export(file, expected={name: tuple(param.shape) for name, param in session.lora.items()}).line()
+
+    needed = sum(tensor.numel() for tensor in trained.values()) * dtype.itemsize
+    if model is not None:
+        needed = sum(model.sizes(dtype).values())
+    for leaf in tree_leaves([states, rng, dict(raw), dict(average)]):
+        if isinstance(leaf, Tensor):
+            needed += leaf.nbytes
     publish = {path.name: inside, OPTIMIZER_FILE: OPTIMIZER_FILE}
     commit(job.folder, session.step, write, publish, needed_bytes=needed, apart=trusted_after(job))
-    for old in rotate_saves(job.folder, job.name, job.save.max_step_saves_to_keep):
+    for old in _old_saves(job.folder, job.name, job.save.max_step_saves_to_keep):
+        discard(old)
         session.log.detail(f"Removing old save: {old}")
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-
-
-def _check_lora(session: Session, path: Path, *, final: bool) -> str:
-    if not final and not any(up.any() for name, up in load_file(path).items() if ".lora_B." in name):
-        return f"every lora_B is still zero in {session.job.save.dtype}, this LoRA has no effect yet"
-    return check_export(path, expected={name: tuple(param.shape) for name, param in session.lora.items()}).line()
-
-
-def lora_metadata(
-    name: str,
-    *,
-    step: int,
-    epoch: int,
-    trigger_word: str | None = None,
-    meta: Mapping[str, Any] | None = None,
-    coat: Mapping[str, Any] | None = None,
-    got: Mapping[str, str] | None = None,
-) -> dict[str, str]:
+def _metadata(session: Session) -> dict[str, str]:
     """Metadata of a saved LoRA, keys and form as ai-toolkit's; `[name]` in the config's `meta` is replaced."""
-    fields: dict[str, Any] = json.loads(json.dumps(dict(meta or {})).replace("[name]", name))
-    fields["training_info"] = {"step": step, "epoch": epoch}
-    fields["ss_base_model_version"] = "flux.1"
-    fields["ss_output_name"] = name
-    if trigger_word:
-        fields["ss_tag_frequency"] = {f"1_{trigger_word}": {trigger_word: 1}}
+    job, report = session.job, session.report
     try:
         software = version("coat-flux")
     except PackageNotFoundError:
         software = "unknown"
+    fields: dict[str, Any] = json.loads(json.dumps(job.meta).replace("[name]", job.name))
+    fields["training_info"] = {"step": session.step, "epoch": session.epoch}
+    fields["ss_base_model_version"] = "flux.1"
+    fields["ss_output_name"] = job.name
+    if job.trigger_word:
+        fields["ss_tag_frequency"] = {f"1_{job.trigger_word}": {job.trigger_word: 1}}
     fields["software"] = {"name": "coat-flux", "version": software}
-    if coat is not None:
-        fields["coat"] = dict(coat)
+    fields["coat"] = job.coat.to_dict()
     text = {key: value if isinstance(value, str) else json.dumps(value) for key, value in fields.items()}
-    return text | dict(got or {}) | {"format": "pt"}
+    return text | ({} if report is None else report.metadata()) | {"format": "pt"}
 
 
-def rotate_saves(run_dir: Path, name: str, keep: int) -> list[Path]:
-    """Remove all but the newest `keep` step saves (never the final one); returns the removed files or folders."""
+def _old_saves(run_dir: Path, name: str, keep: int) -> list[Path]:
+    """All but the newest `keep` step saves, never the final one."""
     pattern = re.compile(re.escape(name) + r"_\d{9}(\.safetensors)?")
     named = (path for path in run_dir.glob(f"{glob.escape(name)}_*") if pattern.fullmatch(path.name))
     saves = sorted(path for path in named if path.suffix or (path / PART).is_dir())
-    old = saves[: max(len(saves) - keep, 0)]
-    for path in old:
-        discard(path)
-    return old
+    return saves[: max(len(saves) - keep, 0)]
+
+
+# --- resuming ---
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """The newest save of a run: LoRA file or model folder, steps done, our state (None in ai-toolkit's)."""
+
+    path: Path
+    step: int
+    state: RunState | None = None
+
+    @property
+    def record(self) -> Mapping[str, Any]:
+        """The contents of `state.json`, or {}."""
+        return {} if self.state is None else self.state.record
+
+    def restore(self, trained: Mapping[str, Tensor]) -> None:
+        """Copy the raw parameters of our state, or else of the save, into a run's; ResumeError if they do not fit."""
+        raw = None if self.state is None else self.state.lora()
+        if raw is None and self.path.is_dir():
+            restore_model(trained, self.path)
+            return
+        if raw is None:
+            raw = {name: x.float() for name, x in load_tensors(self.path).items()}
+        restore_tensors(trained, raw, self.path)
+
+    def restore_optimizer(
+        self,
+        optimizer: Optimizer,
+        name: str,
+        log: Callable[[str], None],
+    ) -> None:
+        """Load the optimizer's state, converting changed formats, with the config's hyper-parameters."""
+        folder = self.path.parent if self.state is None else self.state.folder
+        path, saved_with = folder / OPTIMIZER_FILE, self.record.get("optimizer", name)
+        if saved_with != name and not (name == COAT_OPTIMIZER and saved_with in ("adamw", "adam")):
+            raise ResumeError(
+                f"{path}: was written by {saved_with}, which train.optimizer={name} cannot read; "
+                f"go back to {saved_with}, or choose another config.name to start over"
+            )
+        try:
+            # read while being copied, after `damage` has checked it: a whole model's takes 26 GB
+            saved = torch.load(path, map_location="cpu", weights_only=True, mmap=self.state is not None)
+        except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
+            raise ResumeError(f"{path}: cannot be read ({error}); {REMEDY}") from error
+        try:
+            changes = restore_optimizer(optimizer, saved)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ResumeError(f"{path}: does not fit this run's LoRA ({error})") from error
+        for change in changes:
+            log(f"Resume: the config's optimizer settings replace the saved ones: {change}")
+
+
+def find_resume_point(run_dir: Path, name: str) -> ResumePoint | None:
+    """The newest save of a run that `saves.repair` has repaired, or None.
+
+    Newest by steps in the metadata, then without a step in its name. An unreadable LoRA is skipped if another is there.
+    ResumeError if no save is readable, the newest state is damaged and no other is whole, or a save is ai-toolkit's
+    whole model.
+    """
+    other = next(run_dir.glob(f"{glob.escape(name)}*/{MODEL_META}"), None)
+    if other is not None:
+        raise ResumeError(
+            f"{other.parent}: is ai-toolkit's, and full fine-tuning resumes in the trainer that saved it; run this "
+            "config there, or choose another config.name to start over (all that is in this folder stays)"
+        )
+    points: list[ResumePoint] = []
+    newest_state = newest_set(run_dir)
+    state = None if newest_state is None else RunState.read(newest_state, STANDALONE)
+    if newest_state is not None and state is not None:  # a whole model has its step there alone
+        published = [run_dir / file for file in published_names(newest_state)]
+        points = [ResumePoint(path, state.step) for path in published if (path / PART).is_dir()]
+    pattern = re.compile(re.escape(name) + r"(_\d{9})?\.safetensors")
+    files = [path for path in run_dir.glob("*.safetensors") if pattern.fullmatch(path.name)]
+    points += [ResumePoint(path, step_of(path)) for path in files if step_of(path) >= 0]
+    if files and not points:
+        raise ResumeError(f"{files[0]}: cannot be read, or its metadata does not say the training step; {REMEDY}")
+    if not points:
+        return None
+    newest = max(points, key=lambda point: (point.step, point.path.stem == name))
+    folder = state_folder(run_dir, newest.step)
+    if not folder.exists():
+        return newest
+    problem = damage(folder)
+    if problem is not None:
+        raise ResumeError(f"{problem}; {REMEDY}")
+    state = RunState.read(folder, STANDALONE)
+    if state is None and not (folder / OPTIMIZER_FILE).exists():
+        raise ResumeError(f"{folder}: holds no state; {REMEDY}")
+    return replace(newest, state=state)  # None in a set of our ai-toolkit process, whose state differs
+
+
+def identity_of(job: JobConfig, world_size: int) -> dict[str, Any]:
+    """The identity of a run, from its config and the files it names."""
+    network, train, photos = job.network, job.train, job.coat.data
+    captions = {key: [getattr(dataset, key) for dataset in job.datasets] for key in CAPTION_SETTINGS}
+    settings = {key: value for key, value in asdict(train).items() if key not in NOT_TRAINING}
+    datasets = []
+    for dataset, paths in zip(job.datasets, held_out_of(job), strict=True):
+        entry = {key: getattr(dataset, key) for key in DATA_SETTINGS}
+        entry["trigger_word"] = job.trigger_word
+        entry["background"] = photos.background
+        entry["transparency"] = photos.transparency
+        entry["held_out"] = [path.relative_to(dataset.folder_path).as_posix() for path in paths]
+        datasets.append(entry)
+    targets = {
+        "linear": network.linear,
+        "transformer_only": network.transformer_only,
+        "only_if_contains": network.network_kwargs.only_if_contains,
+        "ignore_if_contains": network.network_kwargs.ignore_if_contains,
+    }
+    if job.full:
+        targets = {
+            "linear": None,
+            "include": list(job.coat.include),
+            "exclude": list(job.coat.exclude),
+        }
+    return run_identity(
+        job.model.name_or_path,
+        datasets,
+        network=targets,
+        seed=job.seed,
+        world_size=world_size,
+        batch={
+            "batch_size": train.batch_size,
+            "gradient_accumulation": train.gradient_accumulation,
+        },
+        coat={key: value for key, value in job.coat.to_dict().items() if key != "resume"},
+        train={**settings, **captions, "dropout": network.dropout},
+    )
+
+
+def check_same_run(job: JobConfig, point: ResumePoint, identity: Mapping[str, Any]) -> list[str]:
+    """Return permitted changes of the config since the save, a line each.
+
+    Raises:
+        ResumeError: model, data, network, seed, number of processes or batch differ, or the run is past its steps.
+    """
+    if point.step > job.train.steps:
+        raise ResumeError(
+            f"train.steps={job.train.steps}: {point.path} has {point.step} steps already; raise train.steps to go on, "
+            "or choose another config.name to start a new run"
+        )
+    saved = point.record.get("identity")
+    if saved is None:
+        return [f"{point.path}: this save does not say which model, data and settings it is of; not compared"]
+    return require_same_run(saved, identity, job.coat.resume.allow, point.path)

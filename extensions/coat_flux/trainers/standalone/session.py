@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import gc
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from coat_core.optim import FP8AdamW
 from coat_core.optim.sharded import local_values
@@ -31,8 +30,7 @@ from ...blocks.runner import BlockRunner
 from ...config.findings import ConfigError
 from ...config.job import JobConfig
 from ...data.cache import on_device
-from ...data.dataset import BucketBatchSampler, scan
-from ...data.loader import LatentDataset, cache_all
+from ...data.loader import BucketBatchSampler, LatentDataset, scan
 from ...plan.job import job_facts
 from ...plan.predict import outside_bytes
 from ...saves.identity import model_identity
@@ -40,28 +38,21 @@ from ...saves.rng import set_rng_state
 from ...saves.state import keep_execution, restore_tensors
 from ...watch.live import LiveRun
 from ...watch.phases import PhaseTracker
-from ...watch.step_watch import StepWatch, watch_steps
+from ...watch.step_watch import watch_steps
 from ..full import Chosen, UpdateInBackward, make_states
 from ..optimizer import advance, describe_optimizer, make_optimizer, make_scheduler
-from .ema import LoraEMA
-from .loading import Encoders, load_encoders, load_transformer
-from .network import add_lora, lora_parameters, lora_targets
-from .objective import Objective
+from .flow_matching import Objective
+from .loading import TORCH_DTYPES, Encoders, load_encoders, load_transformer
+from .network import LoraEMA, add_lora, lora_parameters, lora_targets
 from .progress import RunLog
-from .resume import ResumePoint
-from .sampling import ImageSampler
-from .seeding import seed_of
-from .validation import Validation, held_out_of
-from .workers import Workers, whole_norms
+from .validation import ImageSampler, Validation, held_out_of
+from .workers import Workers, shard, whole_norms
 
-__all__ = ["Session", "open_session"]
-
-TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+__all__ = ["Session"]
 
 
-@dataclass
 class Session:
-    """The parts of a run.
+    """The parts of the run with this `identity`, which resumes from `point`, a `saving.ResumePoint` or None.
 
     `step` counts optimizer steps; `outstanding` is the last one until its numbers are read; `owes_save`: a save was
     postponed by the guard's doubt; `identity` and `record` go into `state.json`; `report` is None without COAT;
@@ -69,152 +60,157 @@ class Session:
     `captures`: steps are CUDA graphs, which `graphs` holds.
     """
 
-    job: JobConfig
-    workers: Workers
-    log: RunLog
-    watch: StepWatch
-    dataset: LatentDataset
-    validation: Validation
-    sampler: BucketBatchSampler
-    images: ImageSampler | None
-    transformer: nn.Module
-    dtype: torch.dtype
-    lora: dict[str, nn.Parameter]
-    objective: Objective
-    optimizer: Optimizer
-    lr_scheduler: LRScheduler
-    ema: LoraEMA | None
-    identity: dict[str, Any]
-    live: LiveRun
-    report: CoatReport | None = None
-    step: int = 0
-    captures: bool = False
-    fused: UpdateInBackward | None = None
-    graphs: Any = None  # a step_graph.StepGraphs
-    outstanding: Any = None  # a steps.Outstanding
-    owes_save: bool = False
-    record: dict[str, Any] = field(default_factory=dict)
-    saved_path: dict[str, Any] = field(default_factory=dict)  # execution mode of the resumed save
+    def __init__(
+        self,
+        job: JobConfig,
+        workers: Workers,
+        log: RunLog,
+        phases: PhaseTracker,
+        point: Any,
+        identity: dict[str, Any],
+        live: LiveRun,
+    ) -> None:
+        job = replace(job, coat=config_for(workers.device, job.coat))
+        train, photos, model = job.train, job.coat.data, job.model
+        self.job, self.workers, self.log, self.live = job, workers, log, live
+        self.dtype = TORCH_DTYPES[train.dtype]
+        self.step, self.owes_save = 0, False
+        self.record: dict[str, Any] = {}
+        self.saved_path: dict[str, Any] = {}  # execution mode of the resumed save
+        self.graphs: Any = None  # a step_graph.StepGraphs
+        self.outstanding: Any = None  # a trainer.Outstanding
+        is_flux1 = model.arch in (None, "", "flux")
+        policy = {"background": photos.background, "transparency": photos.transparency}
+        samples = scan(job.datasets, job.trigger_word, **policy, reads_t5=is_flux1)
+        held_out = {path for paths in held_out_of(job) for path in paths}
+        trained = [sample for sample in samples if sample.image_path not in held_out]
+        measured = [sample for sample in samples if sample.image_path in held_out]
+
+        phases.enter("cache")
+        log.info(f"Loading text encoders and VAE of {model.name_or_path}")
+        encoders = load_encoders(model.name_or_path, self.dtype, model.extras_name_or_path)
+        phases.hold_models(encoders.vae, encoders.text.models)
+        self.dataset, self.images = _prepare_data(job, workers, encoders, [*trained, *measured])
+        self.validation = Validation(self.dataset, measured, trained)
+        self.sampler = BucketBatchSampler(
+            trained,
+            train.batch_size,
+            job.seed,
+            workers.rank,
+            workers.size,
+        )
+
+        phases.enter("load")
+        log.info(f"Loading the transformer of {model.name_or_path}")
+        self.transformer, self.lora, self.report = _prepare_transformer(job, workers, self.dtype, log)
+        self.objective = Objective(self.transformer, train, encoders.scheduler, job.seed, self.dtype)
+        phases.hold("transformer", self.transformer, module_tensors)
+        self.identity = identity
+        if identity["model"]["fingerprint"] is None:  # downloaded just now
+            self.identity = {**identity, "model": model_identity(model.name_or_path)}
+        saved = {} if point is None else point.record
+        if point is not None:
+            point.restore(self.lora)
+            keep_execution(self.transformer, saved.get("path", {}))
+        params = list(self.lora.values())
+        workers.share(params)
+
+        sharded = job.full and workers.shares_weights
+        self.optimizer: Any = make_optimizer(
+            train.optimizer,
+            self.lora if sharded else params,
+            train.lr,
+            job.coat,
+            train.optimizer_params,
+            job.seed,
+        )
+        if point is not None:
+            point.restore_optimizer(self.optimizer, train.optimizer, log.info)
+        self.lr_scheduler = make_scheduler(
+            train.lr_scheduler,
+            self.optimizer,
+            train.steps,
+            train.lr_scheduler_params,
+        )
+        if job.full:
+            phases.hold("gradients", self.transformer, gradients)
+            make_states(self.optimizer, self.transformer)
+        self.watch = watch_steps(
+            job.coat,
+            self.transformer,
+            None if job.full else self.transformer,
+            self.lora,
+            self.optimizer,
+            log,
+            phases,
+            lambda: job,
+            report=self.report,
+            mean=workers.mean,
+            norms=whole_norms,
+        )
+        self.watch.load_state_dict(saved.get("guard", {}))  # it names layers for the table below
+        self.captures = _allow_capture(job, self.transformer, workers)
+        _log_start(job, self.report, self.optimizer, self.lora, log)
+        if sharded:
+            held = sum(local_values(x).nbytes for x in module_tensors(self.transformer))
+            log.info(
+                f"FSDP2: each of {workers.size} processes keeps about {size_text(held)} of weights and "
+                f"{size_text(self.optimizer.state_bytes())} of moments"
+            )
+        self.ema: LoraEMA | None = None
+        if train.ema_config.use_ema:
+            self.ema = LoraEMA(
+                self.lora,
+                train.ema_config.ema_decay,
+                use_feedback=train.ema_config.use_feedback,
+                param_multiplier=train.ema_config.param_multiplier,
+            )
+            phases.hold("ema", self.ema, lambda average: average.shadow.values())
+        self.fused: UpdateInBackward | None = None
+        if train.fused_backward:
+            self.fused = UpdateInBackward(
+                self.optimizer,
+                params,
+                train.max_grad_norm,
+                self.watch.begin_update,
+            )
+        if point is not None:
+            self._continue_from(point)
+
+    def _continue_from(self, point: Any) -> None:
+        record, average = point.record, None if point.state is None else point.state.ema()
+        self.step, self.saved_path = point.step, record.get("path", {})
+        for key in ("validation_loss", "held_out_loss", "observed"):
+            if key in record:
+                self.record[key] = record[key]
+        advance(self.lr_scheduler, point.step)
+        if self.ema is not None and average is not None:
+            restore_tensors(self.ema.shadow, average, "saved EMA")
+        elif self.ema is not None:
+            self.log.info("Resume: no average was kept with this save; the EMA starts again from its weights")
+        if point.state is None:
+            self.log.info(
+                "Resume: this save is ai-toolkit's; weights continue in its save.dtype, data order by step count"
+            )
+            draws = point.step * self.job.train.gradient_accumulation * self.workers.size
+            epoch, within = divmod(draws, self.sampler.batches_per_epoch)
+            self.sampler.load_state_dict({**self.sampler.state_dict(), "epoch": epoch, "position": within})
+        else:
+            self.sampler.load_state_dict(record["sampler"])
+            set_rng_state(point.state.rng())
 
     @property
     def epoch(self) -> int:
         """Passes over the data done."""
         return self.sampler.state_dict()["epoch"]
 
+    def drop_graphs(self) -> bool:
+        """Give back the memory of captured steps; returns whether there were any."""
+        return self.graphs is not None and self.graphs.drop()
+
     def averaged(self) -> AbstractContextManager[None]:
         """Run the block with the EMA, if any, in the transformer: for saving, sampling, validation."""
         return nullcontext() if self.ema is None else self.ema.applied()
-
-
-def open_session(
-    job: JobConfig,
-    workers: Workers,
-    log: RunLog,
-    phases: PhaseTracker,
-    point: ResumePoint | None,
-    identity: dict[str, Any],
-    live: LiveRun,
-) -> Session:
-    """Build the session of the run with this `identity`, resuming from `point`, if any.
-
-    Raises:
-        DatasetError: the data cannot be used.
-        ModelLoadError: the model cannot be loaded.
-        ResumeError: the save does not fit this config.
-    """
-    job = replace(job, coat=config_for(workers.device, job.coat))
-    train, dtype, seed = job.train, TORCH_DTYPES[job.train.dtype], seed_of(job)
-    policy = {"background": job.coat.data.background, "transparency": job.coat.data.transparency}
-    is_flux1 = job.model.arch in (None, "", "flux")
-    samples = scan(job.datasets, job.trigger_word, **policy, reads_t5=is_flux1)
-    held_out = {path for paths in held_out_of(job) for path in paths}
-    trained = [sample for sample in samples if sample.image_path not in held_out]
-    measured = [sample for sample in samples if sample.image_path in held_out]
-
-    phases.enter("cache")
-    log.info(f"Loading text encoders and VAE of {job.model.name_or_path}")
-    encoders = load_encoders(job.model.name_or_path, dtype, job.model.extras_name_or_path)
-    phases.hold_models(encoders.vae, encoders.text.models)
-    dataset, images = _prepare_data(job, workers, encoders, [*trained, *measured])
-    validation = Validation(dataset, measured, trained)
-
-    phases.enter("load")
-    log.info(f"Loading the transformer of {job.model.name_or_path}")
-    transformer, lora, report = _prepare_transformer(job, workers, dtype, log)
-    phases.hold("transformer", transformer, module_tensors)
-    if identity["model"]["fingerprint"] is None:  # downloaded just now
-        identity = {**identity, "model": model_identity(job.model.name_or_path)}
-    if point is not None:
-        point.restore(lora)
-        keep_execution(transformer, point.record.get("path", {}))
-    workers.share(list(lora.values()))
-
-    sharded = job.full and workers.shares_weights
-    params = train.optimizer_params or {}
-    optimizer: Any = make_optimizer(
-        train.optimizer, lora if sharded else lora.values(), train.lr, job.coat, params, seed
-    )
-    if point is not None:
-        point.restore_optimizer(optimizer, train.optimizer, log.info)
-    if job.full:
-        phases.hold("gradients", transformer, gradients)
-        make_states(optimizer, transformer)
-    watch = watch_steps(
-        job.coat,
-        transformer,
-        None if job.full else transformer,
-        lora,
-        optimizer,
-        log,
-        phases,
-        lambda: job,
-        report=report,
-        mean=workers.mean,
-        norms=whole_norms,
-    )
-    if point is not None:  # it names layers for the table below
-        watch.load_state_dict(point.record.get("guard", {}))
-    captures = _allow_capture(job, transformer, workers)
-    _log_start(job, report, optimizer, lora, log)
-    if sharded:
-        held = sum(local_values(x).nbytes for x in module_tensors(transformer))
-        log.info(
-            f"FSDP2: each of {workers.size} processes keeps about {size_text(held)} of weights and "
-            f"{size_text(optimizer.state_bytes())} of moments"
-        )
-    ema, average = None, train.ema_config
-    if average.use_ema:
-        options = {"use_feedback": average.use_feedback, "param_multiplier": average.param_multiplier}
-        ema = LoraEMA(lora, average.ema_decay, **options)
-        phases.hold("ema", ema, lambda average: average.shadow.values())
-    fused = None
-    if train.fused_backward:
-        fused = UpdateInBackward(optimizer, list(lora.values()), train.max_grad_norm, watch.begin_update)
-    session = Session(
-        job=job,
-        workers=workers,
-        log=log,
-        watch=watch,
-        dataset=dataset,
-        validation=validation,
-        sampler=BucketBatchSampler(trained, train.batch_size, seed, workers.rank, workers.size),
-        images=images,
-        transformer=transformer,
-        dtype=dtype,
-        lora=lora,
-        objective=Objective(transformer, train, encoders.scheduler, seed, dtype),
-        optimizer=optimizer,
-        lr_scheduler=make_scheduler(train.lr_scheduler, optimizer, train.steps, train.lr_scheduler_params or {}),
-        ema=ema,
-        identity=identity,
-        live=live,
-        report=report,
-        captures=captures,
-        fused=fused,
-    )
-    if point is not None:
-        _continue_from(session, point)
-    return session
 
 
 def _prepare_data(
@@ -224,18 +220,18 @@ def _prepare_data(
     if device.type == "cuda":
         room = (budget_bytes(job.coat, usable_bytes(device)) or 0) - held_bytes(device)
     with workers.main_first():
-        dataset = cache_all(
+        dataset = LatentDataset(
             samples,
+            job.datasets,
             encoders.vae,
             encoders.text,
             device,
-            progress=workers.is_main,
-            dataset_configs=job.datasets,
-            seed=seed_of(job),
+            seed=job.seed,
             background=job.coat.data.background,
             transparency=job.coat.data.transparency,
             room=room,
         )
+        dataset.fill(progress=workers.is_main)
     images, items = None, job.sample.items()
     if items and not job.train.disable_sampling and (workers.is_main or workers.shares_weights):
         with on_device(encoders.text.models, device, room, last=True):
@@ -282,12 +278,10 @@ def _prepare_transformer(
     if job.full:
         trained = chosen.train(transformer.train())
         if workers.shares_weights:
-            from .sharding import shard  # FSDP2 is not in every build of torch
-
             block_size = coat.optimizer_config(job.train.optimizer_params)[0].block_size
             trained = shard(transformer, list(trained), device, block_size)
         return transformer, trained, report
-    add_lora(transformer, targets, job.network.linear, seed=seed_of(job), dropout=job.network.dropout or 0.0)
+    add_lora(transformer, targets, job.network.linear, seed=job.seed, dropout=job.network.dropout or 0.0)
     if coat.enabled:
         attach_lora(transformer, coat)
     return transformer.train(), lora_parameters(transformer), report
@@ -310,7 +304,7 @@ def _capture_obstacle(job: JobConfig, workers: Workers) -> str:
         return f"there are no CUDA graphs on a {workers.device.type}"
     if workers.size > 1:
         return "gradients travel between processes"
-    if job.train.optimizer.lower() != COAT_OPTIMIZER:
+    if job.train.optimizer != COAT_OPTIMIZER:
         return f"{job.train.optimizer} cannot skip a step on the device; {COAT_OPTIMIZER} can"
     if job.full:
         return "all weights are trained"
@@ -341,24 +335,3 @@ def _log_start(
         log.info(f"full fine-tuning: {count:,} parameters in {len(trained)} tensors{when}")
     else:
         log.info(f"LoRA: rank {job.network.linear} on {len(trained) // 2} linears")
-
-
-def _continue_from(session: Session, point: ResumePoint) -> None:
-    record, average = point.record, None if point.state is None else point.state.ema()
-    session.step, session.saved_path = point.step, record.get("path", {})
-    session.record = {key: record[key] for key in ("validation_loss", "held_out_loss", "observed") if key in record}
-    advance(session.lr_scheduler, point.step)
-    if session.ema is not None and average is not None:
-        restore_tensors(session.ema.shadow, average, "saved EMA")
-    elif session.ema is not None:
-        session.log.info("Resume: no average was kept with this save; the EMA starts again from its weights")
-    if point.state is None:
-        session.log.info(
-            "Resume: this save is ai-toolkit's; weights continue in its save.dtype, data order by step count"
-        )
-        draws = point.step * session.job.train.gradient_accumulation * session.workers.size
-        epoch, within = divmod(draws, session.sampler.batches_per_epoch)
-        session.sampler.load_state_dict({**session.sampler.state_dict(), "epoch": epoch, "position": within})
-    else:
-        session.sampler.load_state_dict(record["sampler"])
-        set_rng_state(point.state.rng())

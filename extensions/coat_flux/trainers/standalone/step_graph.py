@@ -59,14 +59,20 @@ class StepGraphs:
         info: Callable[[str], None],
         strict: bool = False,
     ) -> None:
-        self._step, self._state, self._generation, self._info, self._strict = step, state, generation, info, strict
+        self._step, self._state, self._generation = step, state, generation
+        self._info, self._strict = info, strict
         self._graphs: dict[Any, _Graph] = {}
         self._captured_in: Any = None
         self._ran: set[Any] = set()
         self._trusted: set[Any] = set()
         self.failed = self._full = False
 
-    def run(self, drawn: Drawn, rates: Sequence[float], eager: Callable[[], Tensor]) -> Tensor | None:
+    def run(
+        self,
+        drawn: Drawn,
+        rates: Sequence[float],
+        eager: Callable[[], Tensor],
+    ) -> Tensor | None:
         """Replay a step; returns loss and gradient norm, fp32 [2], or None if it must be run eagerly.
 
         `eager` does the same step and returns the same numbers. RuntimeError if `strict` and it cannot be replayed.
@@ -124,7 +130,13 @@ class StepGraphs:
         self._graphs[shape], self._captured_in = graph, generation
         return graph.replay(drawn, rates)
 
-    def _compared(self, shape: Any, drawn: Drawn, rates: Sequence[float], eager: Callable[[], Tensor]) -> Tensor:
+    def _compared(
+        self,
+        shape: Any,
+        drawn: Drawn,
+        rates: Sequence[float],
+        eager: Callable[[], Tensor],
+    ) -> Tensor:
         """Do the step eagerly, then by a replay from the same state, and compare."""
         before = _copied(self._state())
         numbers = eager()
@@ -163,7 +175,13 @@ class StepGraphs:
 class _Graph:
     """A captured step, its inputs and result; `bytes` is the growth of the pool shared with `other`."""
 
-    def __init__(self, step: Callable[[Drawn, Tensor], Tensor], drawn: Drawn, groups: int, other: _Graph | None):
+    def __init__(
+        self,
+        step: Callable[[Drawn, Tensor], Tensor],
+        drawn: Drawn,
+        groups: int,
+        other: _Graph | None,
+    ):
         device = drawn[0]["latents"].device
         self._inputs = [{name: torch.empty_like(x) for name, x in each.items()} for each in drawn]
         self._rates = torch.full((groups,), math.nan, dtype=torch.float64, device=device)
@@ -194,7 +212,13 @@ def _copied(state: State) -> State:
     return {kind: [x.detach().to("cpu", copy=True) for x in tensors] for kind, tensors in state.items()}
 
 
-def _difference(before: State, expected: State, found: State, numbers: Tensor, replayed: Tensor) -> str:
+def _difference(
+    before: State,
+    expected: State,
+    found: State,
+    numbers: Tensor,
+    replayed: Tensor,
+) -> str:
     wanted, got = numbers.tolist(), replayed.tolist()
     finite = list(map(math.isfinite, (*wanted, *got)))
     if not all(finite):

@@ -2,47 +2,66 @@
 
 One optimizer step: `gradient_accumulation` micro-batches per process, gradients averaged over micro-batches and
 processes, clipped to `max_grad_norm`, AdamW, EMA, schedule. The save named 500 follows 500 optimizer steps.
+
+Where the optimizer can skip a step on the device (`FP8AdamW.found_inf`), the device decides on the update, and loss and
+norm are read and judged during the next step. Steps that read something anyway (`StepWatch.reads_at_once`) wait, and
+`settle` reads the outstanding numbers before anything is saved, measured or shown. With `speed.cuda_graphs`, the other
+steps are replayed (`step_graph`) from captures of `_whole_step`.
+
+Out of memory in forward or backward, `StepWatch.retry` repeats the micro-batches with more recomputation; their draws
+depend on the batch's number, so it is the same step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext, suppress
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
+from torch import Tensor
+
+from coat_core.optim import FP8AdamW
+from coat_core.optim.sharded import local_values
 
 from ...base.files import write_file
 from ...blocks.models.check import require_here
+from ...blocks.runner import BlockRunner
 from ...config.findings import ConfigError
 from ...config.job import JobConfig
 from ...config.job_file import load_job_yaml
 from ...config.launch import joint_job
 from ...data.hold_out import describe_lowest
+from ...data.loader import Batch
 from ...mini_flux import provide_embedded
 from ...plan.job import check_trained, save_space
 from ...saves.commit import newest_set, require_room, set_step
 from ...saves.errors import save_errors
 from ...saves.interrupts import Interrupts
-from ...saves.lock import run_lock
-from ...saves.repair import go_back, repair, way_back
+from ...saves.repair import go_back, repair, run_lock, way_back
+from ...saves.rng import Stream, seed_global
 from ...saves.state import execution_changes, execution_of
 from ...watch.guard import DeadRunError
-from ...watch.live import LiveRun
+from ...watch.live import COMMANDS, LiveRun
 from ...watch.memory_report import finish
 from ...watch.oom import OutOfMemory, explain_oom, is_oom
 from ...watch.phases import MEMORY_FILE, PhaseTracker
+from ...watch.run_tables import StepStats
+from ..full import CLIP_EPS
+from ..optimizer import advance, learning_rate
 from ..processes import EXIT_OTHER, first_to_fail
 from .flow_matching import bypassed_guidance
 from .progress import RunLog
-from .resume import check_same_run, find_resume_point, identity_of
-from .saving import save, save_name, trusted_after
-from .session import Session, open_session
-from .steps import settle, train_step
-from .workers import Workers
+from .saving import check_same_run, find_resume_point, identity_of, save, save_name, trusted_after
+from .session import Session
+from .step_graph import Drawn, StepGraphs
+from .workers import Reading, Workers, not_finite, whole_norms
 
-__all__ = ["COATTrainer"]
+__all__ = ["COATTrainer", "settle", "train_step"]
 
 Observer = Callable[[Session], None]
 
@@ -59,10 +78,7 @@ class COATTrainer:
 
     def __init__(self, config: str | Path | Mapping[str, Any] | JobConfig, *, observer: Observer | None = None):
         self._observer = observer
-        if isinstance(config, JobConfig):
-            self.job = config
-        else:
-            self.job = JobConfig.from_dict(config) if isinstance(config, Mapping) else JobConfig.from_file(config)
+        self.job = config if isinstance(config, JobConfig) else JobConfig.load(config)
 
     def train(self, *, from_step: int | None = None) -> Path:
         """Run or resume the training, `from_step` a kept state, if given, moving newer ones aside.
@@ -121,11 +137,17 @@ class COATTrainer:
             "start the same config again",
         )
 
-    def _train(self, workers: Workers, log: RunLog, phases: PhaseTracker, from_step: int | None) -> Path:
-        job = self.job
+    def _train(
+        self,
+        workers: Workers,
+        log: RunLog,
+        phases: PhaseTracker,
+        from_step: int | None,
+    ) -> Path:
+        job, is_main = self.job, workers.is_main
         for note in job.notes:
             log.info(f"Note: {note}")
-        if workers.is_main:
+        if is_main:
             provide_embedded(job.model.name_or_path)
             back = [] if from_step is None else go_back(job.folder, from_step)
             for line in (*back, *repair(job.folder)):
@@ -134,33 +156,35 @@ class COATTrainer:
         workers.wait()
         point = find_resume_point(job.folder, job.name)
         identity = identity_of(job, workers.size)
+        if point is not None:
+            for note in check_same_run(job, point, identity):
+                log.info(f"Resume: {note}")
+            final = job.folder / save_name(job.name, None, full=job.full)
+            if point.step == job.train.steps and point.path == final:
+                log.info(f"{final} has {point.step} of {job.train.steps} steps: nothing is left to train")
+                return final
+            log.info(f"#### IMPORTANT RESUMING FROM {point.path} ####")
+        elif is_main:
+            phases.path = job.folder / MEMORY_FILE
         samples = bool(job.sample.items()) and not job.train.disable_sampling
         first = 0 if point is None else point.step
-        live = LiveRun(job.folder, first, job.train.steps, samples=samples, active=workers.is_main)
-        if point is None:
-            if workers.is_main:  # a run that cannot be resumed stays unchanged
-                phases.path = job.folder / MEMORY_FILE
-            with live:
-                return _run(open_session(job, workers, log, phases, None, identity, live), self._observer)
-        for note in check_same_run(job, point, identity):
-            log.info(f"Resume: {note}")
-        final = job.folder / save_name(job.name, None, full=job.full)
-        if point.step == job.train.steps and point.path == final:
-            log.info(f"{final} has {point.step} of {job.train.steps} steps: nothing is left to train")
-            return final
-        log.info(f"#### IMPORTANT RESUMING FROM {point.path} ####")
-        session = open_session(job, workers, log, phases, point, identity, live)  # before `live`: it may refuse
-        with live:
+        live = LiveRun(job.folder, first, job.train.steps, samples=samples, active=is_main)
+        with ExitStack() as running:
+            if point is None:
+                running.enter_context(live)
+            session = Session(job, workers, log, phases, point, identity, live)
+            if point is not None:  # only now: a run that cannot be resumed stays unchanged
+                running.enter_context(live)
             return _run(session, self._observer)
 
 
 def _run(session: Session, observer: Observer | None) -> Path:
-    job, log = session.job, session.log
+    job, log, phases = session.job, session.log, session.watch.phases
     with save_errors(job.folder, "the run cannot write its files", "its checkpoints are as they were"):
         if session.workers.is_main:
             text = yaml.safe_dump(job.written, sort_keys=False, allow_unicode=True)
             write_file(job.folder / "config.yaml", text)
-            session.watch.phases.path = job.folder / MEMORY_FILE
+            phases.path = job.folder / MEMORY_FILE
             space = save_space(job, [p.numel() for p in session.lora.values()])
             require_room(job.folder, space, lambda line: log.info(f"Warning: {line}"))
         log.open(session.step)
@@ -177,8 +201,7 @@ def _run(session: Session, observer: Observer | None) -> Path:
         log.info(describe_lowest(session.record["held_out_loss"], job.folder, job.name))
     else:
         log.info(f"validation loss {session.record['validation_loss']:.6f} -> {_validate(session):.6f}")
-    table = log.detail if job.coat.memory.log_memory_stats else None
-    finish(session.watch.phases, lambda: job, log.info, table)
+    finish(phases, lambda: job, log.info, log.detail if job.coat.memory.log_memory_stats else None)
     log.info(f"Saved the {'model' if job.full else 'LoRA'} to {path}")
     return path
 
@@ -192,11 +215,12 @@ def _train_steps(session: Session, interrupts: Interrupts, observer: Observer | 
     if observer is not None:
         observer(session)
     while session.step < job.train.steps:
-        asked, step = train_step(session, batches, interrupts), session.step
+        asked = train_step(session, batches, interrupts)
+        step = session.step
         last = step == job.train.steps
-        validates, saves, samples = (
-            step % every == 0 for every in (job.validation.every, job.save.save_every, job.sample.sample_every)
-        )
+        validates = step % job.validation.every == 0
+        saves = step % job.save.save_every == 0
+        samples = step % job.sample.sample_every == 0
         if asked or observer is not None or session.owes_save or last or validates or saves or samples:
             settle(session)
         if step == first:
@@ -223,12 +247,14 @@ def _train_steps(session: Session, interrupts: Interrupts, observer: Observer | 
 
 
 def _stop(session: Session) -> None:
-    doubt, where = session.watch.guard.doubt, f"Stopped after step {session.step} of {session.job.train.steps}"
+    doubt = session.watch.guard.doubt
+    where = f"Stopped after step {session.step} of {session.job.train.steps}"
     if doubt is None:
         session.log.info(f"{where}, saved as {save(session, final=False)}")
     else:
-        newest = newest_set(session.job.folder)
-        earlier = "there is no earlier save" if newest is None else f"the newest save is of step {set_step(newest)}"
+        newest, earlier = newest_set(session.job.folder), "there is no earlier save"
+        if newest is not None:
+            earlier = f"the newest save is of step {set_step(newest)}"
         session.log.info(f"{where}, without a save: {doubt}; {earlier}")
     session.log.info("To resume, start the same config again")
     raise KeyboardInterrupt
@@ -237,7 +263,7 @@ def _stop(session: Session) -> None:
 def _draw_samples(session: Session) -> None:
     if session.images is not None:
         folder = session.job.folder / "samples" if session.workers.is_main else None
-        _drop_graphs(session)
+        session.drop_graphs()
         with session.watch.phases.during("sample"), session.averaged():
             try:
                 paths = session.images.draw(session.transformer, session.step, folder)
@@ -253,9 +279,12 @@ def _draw_samples(session: Session) -> None:
 
 def _validate(session: Session) -> float:
     bypass = session.job.train.bypass_guidance_embedding
-    guided = bypassed_guidance(session.transformer) if bypass else nullcontext()
-    _drop_graphs(session)
-    with session.watch.phases.during("validate"), session.averaged(), guided:
+    session.drop_graphs()
+    with (
+        session.watch.phases.during("validate"),
+        session.averaged(),
+        bypassed_guidance(session.transformer, bypass),
+    ):
         loss = session.validation.loss(
             session.transformer,
             dtype=session.dtype,
@@ -268,6 +297,200 @@ def _validate(session: Session) -> float:
     return loss
 
 
-def _drop_graphs(session: Session) -> None:
+# --- one optimizer step ---
+
+
+@dataclass
+class Outstanding:
+    """A step whose loss and gradient norm are still on the device."""
+
+    step: int
+    epoch: int
+    lr: float
+    numbers: Reading
+    seconds: float = 0.0
+
+
+def train_step(session: Session, batches: Iterator[Batch], interrupts: Interrupts) -> frozenset[str]:
+    """Do one optimizer step, counted even if the guard skips its update; returns requested `watch.live.COMMANDS`.
+
+    Its numbers go to `session.log`, now or in the next step or `settle`.
+    """
+    started = time.perf_counter()
+    watch, number = session.watch, session.step + 1
+    late = _skips_on_device(session) and not watch.reads_at_once(number)
+    if not late:
+        settle(session)
+    lr = learning_rate(session.optimizer)
+    with watch.casts(number):
+        micro_batches = [next(batches) for _ in range(session.job.train.gradient_accumulation)]
+        replayed = _replay(session, number, micro_batches) if late else None
+        numbers = _gradients(session, number, micro_batches) if replayed is None else replayed
+        commands = session.live.poll()
+        if interrupts.asked:
+            commands |= {"stop"}
+        numbers, asked = session.workers.agree(numbers, [name in commands for name in COMMANDS])
+        reading = Reading(numbers)
+        if not late:
+            if watch.allows_update(number, *reading.read()):
+                _update(session, None)
+        elif replayed is None:
+            _update(session, not_finite(numbers))
+    watch.mark("after_optimizer_step", number)
+    advance(session.lr_scheduler, 1)
+    session.step = number
+    before = session.outstanding
+    session.outstanding = Outstanding(number, session.epoch, lr, reading)
+    if before is not None:
+        _finish(session, before, judge=True)
+    session.outstanding.seconds = time.perf_counter() - started
+    if not late:
+        _finish(session, session.outstanding, judge=False)
+    return frozenset(name for name, wanted in zip(COMMANDS, asked, strict=True) if wanted)
+
+
+def settle(session: Session) -> None:
+    """Wait for the outstanding step, if any, and judge it; DeadRunError by the guard."""
+    if session.outstanding is not None:
+        _finish(session, session.outstanding, judge=True)
+
+
+def _finish(session: Session, done: Outstanding, *, judge: bool) -> None:
+    """Report a step; `judge` it first unless done before its update."""
+    loss, norm = done.numbers.read()
+    if judge:
+        session.watch.allows_update(done.step, loss, norm)
+    if session.outstanding is done:
+        session.outstanding = None
+    session.watch.end_step(done.step, done.seconds)
+    skipped = session.watch.guard.skipped
+    session.log.step(StepStats(done.step, done.epoch, loss, done.lr, norm, done.seconds, skipped))
+
+
+def _skips_on_device(session: Session) -> bool:
+    return isinstance(session.optimizer, FP8AdamW) and session.optimizer.defaults["capturable"]
+
+
+def _gradients(session: Session, number: int, batches: Sequence[Batch]) -> Tensor:
+    """Compute clipped gradients (fused: and apply them); returns fp32 [2]: loss and norm."""
     if session.graphs is not None:
-        session.graphs.drop()
+        session.graphs.make_room()
+
+    def reset() -> str | None:
+        session.optimizer.zero_grad(set_to_none=True)
+        return "CUDA graphs: their memory was given back" if session.drop_graphs() else None
+
+    session.optimizer.zero_grad(set_to_none=True)
+    if session.workers.shares_weights:  # a process that retries alone would wait for the others' weights
+        loss = _accumulate(session, batches)
+    else:
+        loss = session.watch.retry(number, lambda: _accumulate(session, batches), reset)
+    if session.fused is not None:
+        return torch.stack([loss, session.fused.norm().to(loss)])
+    session.workers.sum_gradients(list(session.lora.values()))
+    return _clipped(session, loss)
+
+
+def _accumulate(session: Session, batches: Sequence[Batch]) -> Tensor:
+    total = torch.zeros((), device=session.workers.device)
+    together = len(batches) * session.workers.size  # gradients are summed over processes
+    for batch in batches:
+        tensors = session.dataset.batch(batch)
+        first = batch is batches[0]
+        if first:
+            session.watch.mark("before_forward", session.step + 1)
+        loss = session.objective(tensors, batch.draw)
+        if first:
+            session.watch.mark("after_forward", session.step + 1)
+        total += loss.detach() / len(batches)
+        fused = session.fused if batch is batches[-1] else None
+        with nullcontext() if fused is None else fused.updating(not_finite(total)):
+            (loss / together).backward()
+        if first:
+            session.watch.mark("after_backward", session.step + 1)
+    return total
+
+
+def _clipped(session: Session, loss: Tensor) -> Tensor:
+    grads = [param.grad for param in session.lora.values() if param.grad is not None]
+    norm = torch.linalg.vector_norm(whole_norms(grads))
+    if grads:
+        scale = (session.job.train.max_grad_norm / (norm + CLIP_EPS)).clamp(max=1.0)
+        torch._foreach_mul_([local_values(grad) for grad in grads], scale)
+    return torch.stack([loss, norm.to(loss)])
+
+
+def _update(session: Session, found_inf: Tensor | None) -> None:
+    """Update parameters, unless backward did, and the average; a no-op where `found_inf` is 1."""
+    if session.fused is None:
+        seed_global(session.job.seed, Stream.OPTIMIZER, session.step)
+        if isinstance(session.optimizer, FP8AdamW):
+            session.optimizer.found_inf = found_inf
+        session.optimizer.step()
+    if session.ema is not None:
+        session.ema.update(found_inf)
+
+
+# --- a replayed step ---
+
+
+def _replay(session: Session, number: int, batches: Sequence[Batch]) -> Tensor | None:
+    if not session.captures or session.watch.measures_memory(number):
+        return None
+    if session.graphs is None:
+        runner = BlockRunner.of(session.transformer)
+        session.graphs = StepGraphs(
+            lambda drawn, rates: _whole_step(session, drawn, rates),
+            lambda: _state(session),
+            lambda: None if runner is None else runner.generation,
+            session.log.info,
+            strict=session.job.coat.fallback == "error",
+        )
+    if session.graphs.failed:
+        return None
+    drawn = [session.objective.draw(session.dataset.batch(batch), batch.draw) for batch in batches]
+
+    def eager() -> Tensor:
+        numbers = _gradients(session, number, batches)
+        _update(session, not_finite(numbers))
+        return numbers
+
+    rates = [float(group["lr"]) for group in session.optimizer.param_groups]
+    return session.graphs.run(drawn, rates, eager)
+
+
+def _whole_step(session: Session, drawn: Drawn, rates: Tensor) -> Tensor:
+    """A step with all that varies in tensors (`rates` fp64 [groups]); returns fp32 [2]: loss and gradient norm."""
+    optimizer: Any = session.optimizer
+    groups = optimizer.param_groups
+    plain_rates = [group["lr"] for group in groups]
+    optimizer.zero_grad(set_to_none=True)
+    try:
+        total = torch.zeros((), device=session.workers.device)
+        for each in drawn:
+            loss = session.objective.loss(each)
+            (loss / len(drawn)).backward()
+            total += loss.detach() / len(drawn)
+        numbers = _clipped(session, total)
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
+        optimizer.found_inf = not_finite(numbers)
+        optimizer.step()
+        if session.ema is not None:
+            session.ema.update(optimizer.found_inf)
+    finally:
+        for group, rate in zip(groups, plain_rates, strict=True):
+            group["lr"] = rate
+        optimizer.found_inf = None
+        optimizer.zero_grad(set_to_none=True)
+    return numbers
+
+
+def _state(session: Session) -> dict[str, list[Tensor]]:
+    entries = [session.optimizer.state[parameter] for parameter in session.lora.values()]
+    return {
+        "parameters": list(session.lora.values()),
+        "average": [] if session.ema is None else list(session.ema.shadow.values()),
+        "counters": [entry["step"] for entry in entries],
+        "others": [x for entry in entries for name, x in entry.items() if name != "step"],
+    }

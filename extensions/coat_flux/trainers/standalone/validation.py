@@ -1,27 +1,42 @@
-"""The fixed-noise loss of the stand-alone trainer: the one number of a short run that is comparable between steps.
+"""What is measured of a run between its steps: the loss with fixed noise, and sample images.
 
-The training loss of single steps is mostly the luck of the drawn sigma. Here the same photos get the same noise each
-time: those of `validation.hold_out`, or up to 8 of those trained on.
+The training loss of single steps is mostly the luck of the drawn sigma. The loss here is comparable between steps: the
+same photos get the same noise each time, those of `validation.hold_out`, or up to 8 of those trained on.
+
+Samples are drawn with diffusers' pipeline of the model and the LoRA in training. Prompts are encoded once at the start,
+so the text encoders can go. Files are named as ai-toolkit's, `samples/<milliseconds>__<9-digit step>_<number>.jpg`; a
+prompt has the same start noise, from its seed, at every step.
 """
 
 from __future__ import annotations
 
+import functools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
+from PIL.Image import Image
 from torch import Tensor, nn
 
+from ...base.files import replacing
+from ...blocks.models.flux2 import Flux2Text
 from ...config.job import JobConfig
+from ...config.job_sections import SampleItem
 from ...data.buckets import Sample
+from ...data.captions import inject_trigger
 from ...data.hold_out import FixedNoise, choose_hold_out, levels_for
 from ...data.loader import LatentDataset
 from .flow_matching import noisy_latents, predict_velocity, sample_losses
+from .loading import Encoders
 
-__all__ = ["Validation", "encoded", "held_out_of", "loss_of", "one_each", "predictions"]
+__all__ = ["ImageSampler", "Validation", "held_out_of", "loss_of", "one_each", "predictions"]
 
 TRAINED_PHOTOS = 8
+FORMATS = {"jpg": "JPEG", "png": "PNG", "webp": "WEBP"}
+JPEG_QUALITY = 95
 
 
 def held_out_of(job: JobConfig) -> tuple[tuple[Path, ...], ...]:
@@ -37,20 +52,15 @@ def one_each(samples: Sequence[Sample]) -> list[Sample]:
     return [sizes[i % len(sizes)] for i, sizes in enumerate(by_photo.values())]
 
 
-def encoded(dataset: LatentDataset, sample: Sample) -> dict[str, Tensor]:
-    """A photo for `predictions`: latents (C, h, w) fp32, prompt_embeds (T, D), pooled (P), perhaps mask."""
-    embeds, pooled = dataset.text(sample.dataset_index, sample.caption)
-    photo = {"latents": dataset.latents(sample), "prompt_embeds": embeds, "pooled": pooled}
-    mask = dataset.mask(sample)
-    if mask is not None:
-        photo["mask"] = mask
-    return {name: tensor.contiguous() for name, tensor in photo.items()}
-
-
 class Validation:
     """The validation loss of a run: on `held_out` samples of any sizes, or else on `trained` ones."""
 
-    def __init__(self, dataset: LatentDataset, held_out: Sequence[Sample], trained: Sequence[Sample]):
+    def __init__(
+        self,
+        dataset: LatentDataset,
+        held_out: Sequence[Sample],
+        trained: Sequence[Sample],
+    ):
         self.held_out = bool(held_out)
         if held_out:
             samples = one_each(held_out)
@@ -59,9 +69,17 @@ class Validation:
             count, n = len(trained), TRAINED_PHOTOS
             samples = [trained[i * count // n if count >= n else i % count] for i in range(n)]
             self._levels = 1
-        self._noise = FixedNoise([encoded(dataset, sample) for sample in samples], [s.image_path.name for s in samples])
+        photos = [dataset.encoded(sample, sample.caption) for sample in samples]
+        self._noise = FixedNoise(photos, [sample.image_path.name for sample in samples])
 
-    def loss(self, transformer: nn.Module, *, dtype: torch.dtype, device: torch.device, at_once: int) -> float:
+    def loss(
+        self,
+        transformer: nn.Module,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        at_once: int,
+    ) -> float:
         """The mean loss, leaving random generators alone; `at_once` is the batch size."""
         return loss_of(transformer, self._noise, self._levels, lambda _: at_once, dtype=dtype, device=device)
 
@@ -104,3 +122,79 @@ def predictions(
     x_t = noisy_latents(latents, noise, sigmas)
     velocity = predict_velocity(transformer, x_t, sigmas, batch["prompt_embeds"], batch["pooled"], dtype=dtype)
     return velocity, sample_losses(velocity, latents, noise, mask=batch.get("mask"))
+
+
+# --- samples ---
+
+
+class ImageSampler:
+    """Draws the images of the `sample` block; the VAE is on `device` only while drawing, text encoders are not kept."""
+
+    def __init__(
+        self,
+        items: Sequence[SampleItem],
+        trigger_word: str | None,
+        encoders: Encoders,
+        device: torch.device,
+        extension: str = "jpg",
+    ):
+        self.items = list(items)
+        self._vae, self._scheduler = encoders.vae, encoders.scheduler
+        self._device, self._extension = device, extension
+        prompts = [inject_trigger(item.prompt, trigger_word, add_if_missing=False) for item in self.items]
+        self._pipeline, self._embeds = _encode(encoders, prompts)
+
+    @torch.no_grad()
+    def draw(self, transformer: nn.Module, step: int, folder: Path | None) -> list[Path]:
+        """Draw and write all images; returns the files. Without a folder, draw only, for other processes' sake."""
+        was_training, home = transformer.training, self._vae.device
+        transformer.eval()
+        self._vae.to(self._device)
+        try:
+            # draw all before writing: if that fails, no other process waits
+            images = [self._draw_one(transformer, number) for number in range(len(self.items))]
+        finally:
+            self._vae.to(home)
+            transformer.train(was_training)
+        paths = []
+        for number, image in enumerate(images if folder is not None else []):
+            path = folder / f"{int(time.time() * 1000)}__{step:09d}_{number}.{self._extension}"
+            with replacing(path) as temp:
+                image.save(temp, format=FORMATS[self._extension], quality=JPEG_QUALITY)
+            paths.append(path)
+        return paths
+
+    def _draw_one(self, transformer: nn.Module, number: int) -> Image:
+        item = self.items[number]
+        scheduler = FlowMatchEulerDiscreteScheduler.from_config(self._scheduler.config)
+        pipeline = self._pipeline(scheduler=scheduler, vae=self._vae, transformer=transformer)
+        pipeline.set_progress_bar_config(disable=True)
+        embeds = {name: x.to(self._device, self._vae.dtype) for name, x in self._embeds[number].items()}
+        image: Image = pipeline(
+            **embeds,
+            width=item.width,
+            height=item.height,
+            guidance_scale=item.guidance_scale,
+            num_inference_steps=item.sample_steps,
+            generator=torch.Generator("cpu").manual_seed(item.seed),
+        ).images[0]
+        return image
+
+
+def _encode(encoders: Encoders, prompts: Sequence[str]) -> tuple[Callable[..., Any], list[dict[str, Tensor]]]:
+    """What makes the pipeline without its encoders, and its arguments for each prompt instead of them."""
+    text = encoders.text
+    assert text is not None
+    encoded = [tuple(x.cpu() for x in text.encode([prompt])) for prompt in prompts]
+    if not isinstance(text, Flux2Text):
+        none = dict.fromkeys(("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
+        calls = [{"prompt_embeds": embeds, "pooled_prompt_embeds": pooled} for embeds, pooled in encoded]
+        return functools.partial(FluxPipeline, **none), calls
+    make = functools.partial(type(text.pipeline), text_encoder=None, tokenizer=None)
+    calls = [{"prompt_embeds": embeds} for embeds, _ in encoded]
+    if type(text.pipeline).__name__ == "Flux2Pipeline":
+        return make, calls
+    if not encoders.distilled:
+        negative = text.encode([""])[0].cpu()
+        calls = [{**call, "negative_prompt_embeds": negative} for call in calls]
+    return functools.partial(make, is_distilled=encoders.distilled), calls

@@ -2,7 +2,8 @@
 
 Each process holds the whole model and its own micro-batches; after the last one of an optimizer step gradients are
 summed, with losses already divided by the micro-batches of all. (DistributedDataParallel would broadcast 12 GB of
-frozen codes.) FSDP2 shares out a LoRA's frozen codes (`blocks.streaming`) or the trained weights (`sharding`).
+frozen codes.) FSDP2 shares out a LoRA's frozen codes (`blocks.streaming`) or, in full fine-tuning, the weights
+(`shard`): each process keeps its rows of every weight, and of its gradient and moments.
 """
 
 from __future__ import annotations
@@ -10,22 +11,24 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import InitProcessGroupKwargs
-from torch import Tensor
+from torch import Tensor, nn
 
-from coat_core.optim.sharded import is_sharded, local_values
+from coat_core.optim.sharded import cut_parameters, is_sharded, local_values
 
+from ...blocks.models import family_of, listed_blocks
 from ...config.launch import LaunchError, launch_obstacle, shares_weights
 from ...watch.guard import tensor_norms
 from ..processes import STEP_LIMIT, Processes, exchange
 
-__all__ = ["Reading", "Workers", "not_finite", "whole_norms"]
+__all__ = ["Reading", "Workers", "not_finite", "shard", "whole_norms"]
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +54,12 @@ class Workers(Processes):
         patience = InitProcessGroupKwargs(timeout=STEP_LIMIT)
         self._accelerator = Accelerator(cpu=on_cpu, mixed_precision="no", kwargs_handlers=[patience])
         size = self._accelerator.num_processes
-        _check_launch(size)
+        launched_on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1")
+        if launched_on_cpu and "MASTER_ADDR" in os.environ and size == 1:  # it leaves the others to mpirun
+            raise LaunchError(
+                "accelerate launch --cpu with several num_processes starts only one, without mpirun; "
+                "use accelerate launch --multi_gpu --num_processes N, which also works without GPUs"
+            )
         own = torch.device("cpu") if on_cpu else self._accelerator.device
         if wanted is not None and not on_cpu and size == 1:
             own = wanted
@@ -66,20 +74,13 @@ class Workers(Processes):
         AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def _check_launch(size: int) -> None:
-    """Detect `accelerate launch --cpu --num_processes 2`, which leaves that to mpirun and silently starts one."""
-    launched_on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1")
-    if launched_on_cpu and "MASTER_ADDR" in os.environ and size == 1:
-        raise LaunchError(
-            "accelerate launch --cpu with several num_processes starts only one, without mpirun; "
-            "use accelerate launch --multi_gpu --num_processes N, which also works without GPUs"
-        )
-
-
 def _available(device: torch.device) -> bool:
     if device.type == "cuda":
         return torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()
     return device.type == "cpu" or torch.backends.mps.is_available()
+
+
+# --- numbers of a step ---
 
 
 class Reading:
@@ -107,19 +108,76 @@ def not_finite(values: Tensor) -> Tensor:
 
 @torch.no_grad()
 def whole_norms(tensors: Sequence[Tensor], order: float = 2.0) -> Tensor:
-    """The norm of each whole tensor, of order 2 or infinity, fp32 [n]; those of shards are exchanged at once.
-
-    Raises:
-        LostProcessError: a process has ended.
-    """
+    """The norm of each whole tensor, of order 2 or infinity, fp32 [n]; those of shards are exchanged at once."""
     own = tensor_norms([local_values(tensor) for tensor in tensors], order)
     sharded = list(map(is_sharded, tensors))
     if not any(sharded):
         return own
-    largest = order == math.inf
-    # a maximum may lose NaN, so NaN counts as infinite
-    total = own.nan_to_num(nan=math.inf, posinf=math.inf) if largest else own.double().square()
     with exchange():
-        dist.all_reduce(total, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
-    norms = total if largest else total.sqrt().float()
+        if order == math.inf:
+            # a maximum may lose NaN, so NaN counts as infinite
+            norms = own.nan_to_num(nan=math.inf, posinf=math.inf)
+            dist.all_reduce(norms, dist.ReduceOp.MAX)
+        else:
+            squares = own.double().square()
+            dist.all_reduce(squares, dist.ReduceOp.SUM)
+            norms = squares.sqrt().float()
     return torch.where(torch.tensor(sharded).to(own.device, non_blocking=True), norms, own)
+
+
+# --- weights shared out by FSDP2 ---
+
+
+def shard(
+    model: nn.Module,
+    trained: Iterable[str],
+    device: torch.device,
+    block_size: int,
+) -> dict[str, nn.Parameter]:
+    """Shard a model over all processes, block by block; returns the trained parameters by name, DTensors or whole.
+
+    Weights are gathered block by block, in forward and again in backward, which sums gradients over the processes
+    (sums, not means: losses are already divided). Parameters that cannot be split (`cut_parameters`: small biases and
+    norms) are whole everywhere, like frozen FP8 codes; the step sums their gradients.
+    """
+    from torch.distributed.device_mesh import init_device_mesh  # not in every build of torch
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    whole = cut_parameters(model, mesh.size(), block_size)
+    blocks = listed_blocks(model, family_of(model).blocks)
+    for module in (*blocks.values(), model):
+        own = type(module)
+        # always freed after forward: gathered copies would miss the EMA put into the shards
+        sharded = fully_shard(module, mesh=mesh, reshard_after_forward=True, ignored_params=whole)
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)  # gloo has no other
+        sharded.set_custom_all_gather(_Exchange("all_gather_single", "all_gather_into_tensor"))
+        sharded.set_custom_reduce_scatter(_Exchange("reduce_scatter_single", "reduce_scatter_tensor"))
+        # plans, readers and saved configs know the original class by name
+        kind = type(module)
+        kind.__name__ = own.__name__
+        kind.__qualname__ = own.__qualname__
+        kind.__module__ = own.__module__
+    params = dict(model.named_parameters())
+    return {name: params[name] for name in trained}
+
+
+class _Exchange:
+    """A collective of FSDP2's that detects a process that has ended. It was renamed in torch 2.13."""
+
+    def __init__(self, name: str, before: str) -> None:
+        self._run: Any = getattr(dist, name, None) or getattr(dist, before)
+
+    def allocate(
+        self,
+        size: Sequence[int],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, **options: Any) -> Any:
+        with exchange():
+            return self._run(output_tensor, input_tensor, group=group, **options)

@@ -1,0 +1,210 @@
+"""Bucket sizes and the crop to them, the samples of a folder, and the order of their batches."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import zlib
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from PIL import Image
+
+from coat_flux.config.job_sections import DatasetSection
+from coat_flux.data.buckets import Bucket, Sample, bucket_for, fit_to_bucket
+from coat_flux.data.files import DatasetError, find_images
+from coat_flux.data.loader import Batch, BucketBatchSampler, scan
+from tests.reliability.photos import noise
+
+SIDES = st.integers(1, 6000)
+RESOLUTIONS = st.sampled_from([256, 512, 640, 768, 1024, 1328])
+STEPS = st.sampled_from([16, 32, 64])
+COUNTS = st.lists(st.integers(1, 7), min_size=1, max_size=4)
+
+
+@given(SIDES, SIDES, RESOLUTIONS, STEPS)
+def test_a_bucket_is_within_the_budget_and_a_step_of_the_ideal_sides(width, height, resolution, step):
+    bucket = bucket_for(width, height, resolution, step)
+    assert bucket.width % step == bucket.height % step == 0
+    assert bucket.width >= step <= bucket.height
+    assert bucket.width * bucket.height <= resolution * resolution
+    assert bucket.width < width + step  # not enlarged beyond rounding
+    assert bucket.height < height + step
+    scale = min(1.0, resolution / math.sqrt(width * height))
+    assume(min(width, height) * scale >= step)
+    assert abs(bucket.width - width * scale) < step
+    assert abs(bucket.height - height * scale) < step
+
+
+@pytest.mark.parametrize(
+    ("size", "resolution", "expected"),
+    [
+        ((1024, 1024), 1024, (1024, 1024)),
+        ((4000, 3000), 1024, (1152, 896)),
+        ((3000, 4000), 512, (448, 576)),
+        ((600, 600), 1024, (608, 608)),
+        ((10, 10), 512, (32, 32)),
+        ((20000, 10), 512, (8192, 32)),
+    ],
+)
+def test_known_sizes(size, resolution, expected):
+    assert bucket_for(*size, resolution) == Bucket(*expected)
+
+
+@given(st.integers(1, 90), st.integers(1, 90), st.sampled_from([(32, 32), (64, 32), (32, 96)]))
+def test_fit_gives_exactly_the_bucket(width, height, size):
+    assert fit_to_bucket(Image.new("RGB", (width, height)), Bucket(*size)).size == size
+
+
+def test_fit_crops_the_centre_and_keeps_the_aspect():
+    pixels = np.zeros((64, 192, 3), dtype=np.uint8)
+    pixels[:, 64:128] = 255
+    fitted = np.asarray(fit_to_bucket(Image.fromarray(pixels), Bucket(64, 64)))
+    assert fitted.min() == 255
+    tall = np.asarray(fit_to_bucket(Image.fromarray(pixels.transpose(1, 0, 2)), Bucket(32, 32)))
+    assert tall[4:-4].min() == 255
+    exact = np.random.default_rng(0).integers(0, 256, (32, 64, 3), dtype=np.uint8)
+    assert np.array_equal(np.asarray(fit_to_bucket(Image.fromarray(exact), Bucket(64, 32))), exact)
+
+
+@pytest.mark.aitk
+def test_buckets_are_ai_toolkits():
+    file = Path(os.environ["AI_TOOLKIT_ROOT"]) / "toolkit" / "buckets.py"
+    spec = importlib.util.spec_from_file_location("host_buckets", file)
+    host = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(host)
+    rng = np.random.default_rng(0)
+    for width, height in rng.integers(64, 5000, (3000, 2)).tolist():
+        for resolution in (512, 768, 1024):
+            theirs = host.get_bucket_for_image_size(width, height, resolution, 32)
+            ours = bucket_for(width, height, resolution)
+            assert (ours.width, ours.height) == (theirs["width"], theirs["height"]), (width, height, resolution)
+
+
+# -- samples -----------------------------------------------------------------------------------------------------------
+
+
+def config(folder, **changes):
+    return DatasetSection(**{"folder_path": str(folder), "resolution": (64,), **changes})
+
+
+def photo(path, size=(64, 64), caption=None):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    noise(size, seed=zlib.crc32(path.name.encode())).save(path)
+    if caption is not None:
+        path.with_suffix(".txt").write_text(caption, encoding="utf-8")
+
+
+def test_finds_the_hosts_formats_recursively_sorted_without_hidden_files(tmp_path):
+    wanted = ["B.JPG", "a.png", "c.jpeg", "sub/d.webp", "sub/deep/e.png"]
+    for name in [*wanted, ".hidden.png", ".thumbs/t.png", "_controls/k.png", "f.bmp"]:
+        photo(tmp_path / name)
+    (tmp_path / "notes.txt").write_text("no image")
+    assert [path.relative_to(tmp_path).as_posix() for path in find_images(tmp_path)] == wanted
+
+
+def test_each_image_at_each_resolution_with_its_final_caption(tmp_path):
+    photo(tmp_path / "a.png", (128, 128), "a [trigger] shirt")
+    photo(tmp_path / "b.png", (128, 64), "a coat")
+    samples = scan([config(tmp_path, resolution=(64, 128))], "ohwx")
+    assert [(s.image_path.name, s.caption, s.bucket) for s in samples] == [
+        ("a.png", "a ohwx shirt", Bucket(64, 64)),
+        ("b.png", "ohwx a coat", Bucket(64, 64)),
+        ("a.png", "a ohwx shirt", Bucket(128, 128)),
+        ("b.png", "ohwx a coat", Bucket(128, 64)),
+    ]
+    assert {s.dropped_caption for s in samples} == {"ohwx"}
+    assert {s.dropped_caption for s in scan([config(tmp_path)])} == {""}
+    assert {s.bucket for s in scan([config(tmp_path, buckets=False)])} == {Bucket(64, 64)}
+
+
+def test_repeats_flips_and_several_datasets(tmp_path):
+    photo(tmp_path / "one" / "a.png", caption="a")
+    photo(tmp_path / "two" / "b.png", caption="b")
+    samples = scan([config(tmp_path / "one", num_repeats=2, flip_x=True), config(tmp_path / "two")])
+    one = [(0, "a.png", False)] * 2 + [(0, "a.png", True)] * 2
+    assert [(s.dataset_index, s.image_path.name, s.flip) for s in samples] == [*one, (1, "b.png", False)]
+
+
+def test_shuffling_that_the_cache_prevents_is_reported(tmp_path, caplog):
+    photo(tmp_path / "a.png", caption="a, b")
+    scan([config(tmp_path, shuffle_tokens=True, cache_text_embeddings=True)])
+    assert "shuffle_tokens has no effect with cache_text_embeddings: true" in caplog.text
+
+
+def test_no_datasets():
+    with pytest.raises(DatasetError, match=r"datasets=\[\]"):
+        scan([])
+
+
+# -- the order of batches ----------------------------------------------------------------------------------------------
+
+
+def make_samples(counts):
+    return [
+        Sample(Path(f"{width}-{i}.png"), "", Bucket(32 * (width + 1), 32), 0)
+        for width, count in enumerate(counts)
+        for i in range(count)
+    ]
+
+
+def take(sampler, count):
+    return list(islice(sampler, count))
+
+
+@given(COUNTS, st.integers(1, 4), st.integers(0, 3))
+def test_an_epoch_has_every_sample_in_batches_of_one_size(counts, batch_size, seed):
+    samples = make_samples(counts)
+    sampler = BucketBatchSampler(samples, batch_size, seed)
+    batches = take(sampler, sampler.batches_per_epoch)
+    seen = Counter(i for batch in batches for i in batch.indices)
+    assert set(seen) == set(range(len(samples)))
+    assert all(len(batch.indices) == batch_size for batch in batches)
+    assert all(len({samples[i].bucket for i in batch.indices}) == 1 for batch in batches)
+    for size in {sample.bucket for sample in samples}:
+        repeats = [seen[i] for i, sample in enumerate(samples) if sample.bucket == size]
+        assert max(repeats) - min(repeats) <= 1
+    assert [batch.draw for batch in batches] == list(range(len(batches)))
+
+
+def test_order_depends_on_seed_and_epoch_only():
+    samples = make_samples([9, 8])
+    first, again, other = (take(BucketBatchSampler(samples, 2, seed), 18) for seed in (1, 1, 2))
+    assert first == again
+    assert first[:9] != other[:9]
+    assert [b.indices for b in first[:9]] != [b.indices for b in first[9:]]
+    assert [b.indices for b in take(BucketBatchSampler(samples, 1, 0), 4)] == [(3,), (14,), (2,), (9,)]
+
+
+@given(COUNTS, st.integers(0, 25), st.integers(1, 3), st.integers(1, 3))
+def test_ranks_share_out_the_sequence_of_one_process_and_a_resume_continues_it(counts, taken, before, after):
+    samples = make_samples(counts)
+    whole = take(BucketBatchSampler(samples, 2, 5), taken * before + 6 * after)
+    ranks = [BucketBatchSampler(samples, 2, 5, rank, before) for rank in range(before)]
+    shares = [take(sampler, taken) for sampler in ranks]
+    assert [batch for together in zip(*shares, strict=True) for batch in together] == whole[: taken * before]
+    resumed = BucketBatchSampler(samples, 2, 5, 0, after)
+    resumed.load_state_dict(ranks[-1].state_dict())
+    assert take(resumed, 6) == whole[taken * before :: after]
+
+
+def test_state_is_plain_and_names_epoch_and_position():
+    sampler = BucketBatchSampler(make_samples([4]), 1, seed=3)
+    take(sampler, 6)
+    assert sampler.state_dict() == {"epoch": 1, "position": 2, "seed": 3, "batch_size": 1, "samples": 4}
+
+
+def test_resume_with_other_photos_goes_on_and_says_so(caplog):
+    before = BucketBatchSampler(make_samples([8]), 1)
+    take(before, 15)
+    after = BucketBatchSampler(make_samples([3]), 1)
+    after.load_state_dict(before.state_dict())
+    assert "samples 8 -> 3; training continues in epoch 1" in caplog.text
+    assert after.state_dict()["epoch"] == 2
+    assert take(after, 1)[0] == Batch(after.epoch_batches(2)[0], 6)
