@@ -147,20 +147,6 @@ def test_the_retry_keeps_less_for_backward() -> None:
     assert after == Training({"memory": {"checkpointing": "all"}}).kept_bytes()
 
 
-def test_exact_recomputation_gives_the_weights_of_a_run_that_never_failed() -> None:
-    training, expected = Training(EXACT), Training(EXACT)
-    for run in (training, expected):
-        run.step()
-    fail_in(training, "forward pass", 300)
-    line = recompute_more(training.model)
-    assert line is not None
-    assert "gradients are now those of exact inputs" in line
-    training.step()
-    expected.step()
-    for name, value in expected.weights().items():
-        assert_bitwise(training.weights()[name], value)
-
-
 def test_transposed_weights_go_first_and_change_nothing() -> None:
     training, expected = Training({}), Training({})
     runner = BlockRunner.of(training.model)

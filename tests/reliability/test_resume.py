@@ -23,7 +23,6 @@ from coat_flux.saves.commit import commit, manifest_of, newest_set
 from coat_flux.saves.errors import ResumeError
 from coat_flux.trainers.standalone import trainer
 from coat_flux.trainers.standalone.flow_matching import Objective
-from coat_flux.trainers.standalone.saving import check_same_run, find_resume_point, identity_of
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.engine_job import FEW_LINEARS, ON_DISK, engine_job, losses, rows, tiny_place
@@ -189,13 +188,6 @@ def test_another_run_is_refused_by_name(place: dict[str, Path], base: Path, tmp_
     with pytest.raises(ResumeError, match=words):
         train("base", place, **blocks)
     assert {path: path.read_bytes() for path in base.rglob("*") if path.is_file()} == files
-
-
-def test_another_number_of_processes_is_refused(base: Path, place: dict[str, Path]) -> None:
-    job = COATTrainer(engine_job("base", **place, coat={}, network=FEW_LINEARS)).job
-    point = find_resume_point(base, "base")
-    with pytest.raises(ResumeError, match=rf"world_size 1 -> 2{WITH_ALLOW}\[world_size\]"):
-        check_same_run(job, point, identity_of(job, 2))
 
 
 CHANGED = {
