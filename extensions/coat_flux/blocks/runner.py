@@ -414,9 +414,9 @@ class BlockRunner:
 class BlockState:
     """Everything a trainer may replace in blocks and adapters, as one list to compare.
 
-    In-place changes do not count. Modules are referenced, so that their ids stay
-    unique; tensors are not, so that no codes stay on a GPU when the model moves to the CPU. `on_moved` is called
-    after a block's buffers were replaced and freed.
+    In-place changes do not count. Modules are referenced, so that their ids stay unique; tensors are not, so that
+    no codes stay on a GPU when the model moves to the CPU. `on_moved` is called after a block's buffers were
+    replaced and freed.
     """
 
     def __init__(self, blocks: Iterable[nn.Module], on_moved: Callable[[], None]) -> None:
@@ -432,7 +432,8 @@ class BlockState:
                 owner = getattr(vars(module).get("forward"), "__self__", None)
                 while hasattr(owner, "lora_down") and hasattr(owner, "org_forward"):  # ai-toolkit's, outside the block
                     self._modules += owner.modules()
-                    networks[id(owner.network_ref())] = owner.network_ref()
+                    if hasattr(owner, "network_ref"):
+                        networks[id(owner.network_ref())] = owner.network_ref()
                     owner = getattr(owner.org_forward, "__self__", None)
         self._modules = [each for each in self._modules if each._modules or each._parameters or each._buffers]
         self._networks = list(networks.values())
