@@ -132,12 +132,6 @@ def test_repeats_flips_and_several_datasets(tmp_path):
     assert [(s.dataset_index, s.image_path.name, s.flip) for s in samples] == [*one, (1, "b.png", False)]
 
 
-def test_shuffling_that_the_cache_prevents_is_reported(tmp_path, caplog):
-    photo(tmp_path / "a.png", caption="a, b")
-    scan([config(tmp_path, shuffle_tokens=True, cache_text_embeddings=True)])
-    assert "shuffle_tokens has no effect with cache_text_embeddings: true" in caplog.text
-
-
 def test_no_datasets():
     with pytest.raises(DatasetError, match=r"datasets=\[\]"):
         scan([])

@@ -15,6 +15,7 @@ from coat_core.optim import FP8AdamW
 from coat_flux.blocks.gemms import set_transposed, transposed_bytes
 from coat_flux.blocks.models import trained_names
 from coat_flux.config.check import check_job_dict, check_job_file
+from coat_flux.config.coat import COATConfig
 from coat_flux.config.findings import ConfigError
 from coat_flux.config.job import JobConfig, coat_of_entry
 from coat_flux.trainers.full import UpdateInBackward
@@ -32,15 +33,14 @@ def job(changes: dict[str, Any] | None = None, network: bool = False, **coat: An
     return raw
 
 
+def in_force(coat: COATConfig) -> tuple[str, str, bool]:
+    return coat.activation.flow, coat.speed.cuda_graphs, coat.optimizer.stochastic_rounding
+
+
 def test_without_network_the_model_is_trained_and_saved_as_it_is_trained() -> None:
     parsed = JobConfig.from_dict(job())
     assert (parsed.full, parsed.save.dtype) == (True, "bf16")
-    coat = parsed.coat
-    assert (coat.activation.flow, coat.speed.cuda_graphs, coat.optimizer.stochastic_rounding) == (
-        "generic",
-        "never",
-        True,
-    )
+    assert in_force(parsed.coat) == ("generic", "never", True)
     assert JobConfig.from_dict(job({"train.dtype": "fp32"})).save.dtype == "fp32"
     assert not JobConfig.from_dict(job(optimizer={"stochastic_rounding": False})).coat.optimizer.stochastic_rounding
     lora = JobConfig.from_dict(job(network=True))
@@ -48,27 +48,26 @@ def test_without_network_the_model_is_trained_and_saved_as_it_is_trained() -> No
     assert not [item for item in check_job_dict(job({"train.lr": 1e-6})) if "lr" in item.line()]
 
 
+# changes of the job, of its coat block, and the key that is refused with what to write instead
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({}, {"memory": {"stream_blocks": 4}}, r"coat\.memory\.stream_blocks=4: streams frozen codes.*write 0, or add net"),
-    ({}, {"weight": {"format": "nvfp4"}}, r"coat\.weight\.format='nvfp4': is for frozen weights.*write e4m3"),
-    ({}, {"activation": {"flow": "fused"}}, r"coat\.activation\.flow='fused': is for frozen weights.*write generic"),
-    ({"model.quantize": True, "model.qtype": "coat_fp8"}, {}, r"model\.quantize=true: quantizes frozen weights"),
-    (
-        {"train.optimizer": "prodigy"},
-        {},
-        r"train\.optimizer='prodigy': is not for whole models; .* coat_fp8_adamw, adamw",
-    ),
-    ({"train.optimizer": "adamw", "train.fused_backward": True}, {}, r"train\.fused_backward=true: updates single wei"),
+    ({}, {"memory": {"stream_blocks": 4}}, r"coat\.memory\.stream_blocks=4: .*write 0"),
+    ({}, {"weight": {"format": "nvfp4"}}, r"coat\.weight\.format='nvfp4': .*write e4m3"),
+    ({}, {"activation": {"flow": "fused"}}, r"coat\.activation\.flow='fused': .*write generic"),
+    ({"model.quantize": True, "model.qtype": "coat_fp8"}, {}, r"model\.quantize=true"),
+    ({"train.optimizer": "adamw", "train.fused_backward": True}, {}, r"train\.fused_backward=true"),
     (
         {"train.optimizer": "adamw"},
         {"optimizer": {"use_fp8": False, "offload": "cpu"}},
-        r"optimizer\.offload='cpu': has the",
+        r"optimizer\.offload='cpu'",
     ),
-    ({"name": "coat"}, {}, r"name='coat': is the name of another folder"),
+]
+ALONE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"train.optimizer": "prodigy"}, {}, r"train\.optimizer='prodigy': .* coat_fp8_adamw, adamw"),
+    ({"name": "coat"}, {}, "name='coat'"),
 ]
 
 
-@pytest.mark.parametrize(("changes", "coat", "message"), REFUSED, ids=[message[:24] for *_, message in REFUSED])
+@pytest.mark.parametrize(("changes", "coat", "message"), REFUSED + ALONE)
 def test_what_full_fine_tuning_cannot_do_is_refused(
     changes: dict[str, Any], coat: dict[str, Any], message: str
 ) -> None:
@@ -78,101 +77,74 @@ def test_what_full_fine_tuning_cannot_do_is_refused(
 
 def inside_ai_toolkit(
     changes: dict[str, Any] | None = None, network: bool = False, num_processes: int = 1, **coat: Any
-) -> list[str]:
-    """Errors of a job there."""
+) -> str:
+    """Errors of a job there, a line each."""
     changes = {"train.noise_scheduler": "flowmatch", **(changes or {})}
-    found = check_job_dict(job(changes, network, **coat), trainer="ai-toolkit", num_processes=num_processes)
-    return [item.line() for item in found if item.severity == "error"]
+    items = check_job_dict(job(changes, network, **coat), trainer="ai-toolkit", num_processes=num_processes)
+    return "\n".join(item.line() for item in items if item.severity == "error")
 
 
-REFUSED_INSIDE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    *(case for case in REFUSED if "name" not in case[0] and case[0].get("train.optimizer") != "prodigy"),
-    ({"name": "conf"}, {}, r"name='conf': ai-toolkit takes what begins with it .* write a longer one"),
-    (
-        {"model.arch": "qwen_image"},
-        {},
-        r"model\.arch='qwen_image': its whole model is not trained .* arch: flux, or add",
-    ),
-    ({"save": {"dtype": "float16"}}, {}, r"save\.dtype='float16': ai-toolkit saves a whole FLUX as .* write bf16"),
-    (
-        {"train.ema_config": {"use_ema": True}},
-        {},
-        r"train\.ema_config=.*unseen.* write use_ema: false",
-    ),
-    ({"model.lora_path": "x.safetensors"}, {}, r"model\.lora_path=.* would have it twice; remove it"),
-    ({"model.only_if_contains": ["attn"]}, {}, r"model\.only_if_contains=.*: coat\.include and coat\.exclude choose"),
-    ({"train.train_text_encoder": True}, {}, r"train\.train_text_encoder=true: .*; write false"),
-    ({"adapter": {"type": "t2i"}}, {}, r"adapter=.*: a whole model is trained without one; remove it"),
-    ({"model.compile": True}, {}, r"model\.compile=true: .*; write false"),
-    ({"model.split_model_over_gpus": True}, {}, r"model\.split_model_over_gpus=true: .*; write false"),
-    (
-        {"train.diff_output_preservation": True},
-        {},
-        r"train\.diff_output_preservation=true: .*; write false",
-    ),
-    (
-        {"train.fused_backward": True, "train.single_item_batching": True},
-        {},
-        r"single_item_batching=true: .*several times",
-    ),
-    ({"train.fused_backward": True, "train.loss_type": "mean_flow"}, {}, r"loss_type='mean_flow': .* write mse"),
+INSIDE: list[tuple[dict[str, Any], str]] = [
+    ({"name": "conf"}, "name='conf': .* write a longer one"),
+    ({"model.arch": "qwen_image"}, r"model\.arch='qwen_image': .* arch: flux, or add"),
+    ({"save": {"dtype": "float16"}}, r"save\.dtype='float16': .* write bf16"),
+    ({"train.ema_config": {"use_ema": True}}, r"train\.ema_config=.* write use_ema: false"),
+    ({"model.lora_path": "x.safetensors"}, r"model\.lora_path=.* remove it"),
+    ({"model.only_if_contains": ["attn"]}, r"model\.only_if_contains=.*coat\.include"),
+    ({"train.train_text_encoder": True}, r"train\.train_text_encoder=true: .*; write false"),
+    ({"adapter": {"type": "t2i"}}, "adapter=.*; remove it"),
+    ({"model.compile": True}, r"model\.compile=true: .*; write false"),
+    ({"model.split_model_over_gpus": True}, r"model\.split_model_over_gpus=true: .*; write false"),
+    ({"train.diff_output_preservation": True}, r"train\.diff_output_preservation=true: .*; write false"),
+    ({"train.fused_backward": True, "train.single_item_batching": True}, "single_item_batching=true"),
+    ({"train.fused_backward": True, "train.loss_type": "mean_flow"}, "loss_type='mean_flow': .* write mse"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("changes", "coat", "message"), REFUSED_INSIDE, ids=[str(number) for number in range(len(REFUSED_INSIDE))]
+    ("changes", "coat", "message"), REFUSED + [(changes, {}, message) for changes, message in INSIDE]
 )
 def test_what_it_cannot_do_inside_ai_toolkit_is_refused_there(
     changes: dict[str, Any], coat: dict[str, Any], message: str
 ) -> None:
-    assert any(re.search(message, line) for line in inside_ai_toolkit(changes, **coat)), inside_ai_toolkit(
-        changes, **coat
-    )
+    assert re.search(message, inside_ai_toolkit(changes, **coat)), inside_ai_toolkit(changes, **coat)
 
 
 def test_inside_ai_toolkit_a_job_without_network_is_as_in_the_stand_alone_trainer() -> None:
-    assert inside_ai_toolkit({"train.fused_backward": True}, include=["*.attn.*"], exclude=["*.bias"]) == []
-    assert inside_ai_toolkit({"save": {"dtype": "bf16"}}, activation={"wgrad_format": "e4m3"}) == []
+    assert inside_ai_toolkit({"train.fused_backward": True}, include=["*.attn.*"], exclude=["*.bias"]) == ""
+    assert inside_ai_toolkit({"save": {"dtype": "bf16"}}, activation={"wgrad_format": "e4m3"}) == ""
     shipped = Path(__file__).parents[2] / "configs" / "flux_full_80gb.yaml"
     assert check_job_file(shipped, trainer="ai-toolkit") == check_job_file(shipped) == []
-    several = inside_ai_toolkit(num_processes=2)
-    assert any("several processes train a network (a LoRA) and nothing else; start one" in line for line in several)
+    assert "several processes train a network (a LoRA)" in inside_ai_toolkit(num_processes=2)
     entry = job(activation={"format": "e4m3"})["config"]["process"][0]
-    coat = coat_of_entry(entry, "f.yaml")
-    assert (coat.activation.flow, coat.optimizer.stochastic_rounding, coat.speed.cuda_graphs) == (
-        "generic",
-        True,
-        "never",
-    )
+    assert in_force(coat_of_entry(entry, "f.yaml")) == ("generic", "never", True)
     assert coat_of_entry(entry | {"network": {"type": "lora"}}, "f.yaml").activation.flow == "fused"
 
 
 def test_what_a_lora_cannot_do_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"train\.fused_backward=true: is for full fine-tuning"):
+    with pytest.raises(ConfigError, match=r"train\.fused_backward=true"):
         JobConfig.from_dict(job({"train.fused_backward": True}, network=True))
-    with pytest.raises(ConfigError, match=r"coat\.include=.*only_if_contains and ignore_if_contains choose its layers"):
+    with pytest.raises(ConfigError, match=r"coat\.include=.*only_if_contains"):
         JobConfig.from_dict(job(network=True, include=["*.attn.*"]))
     for trainer in ("standalone", "ai-toolkit"):
         for changes, coat in (({}, {"offload": "cpu"}), ({"train.optimizer_params": {"offload": "cpu"}}, {})):
-            found = check_job_dict(job(changes, network=True, optimizer=coat), trainer=trainer)
-            assert [
-                item.line() for item in found if "offload='cpu': is for full fine-tuning, and network" in item.line()
-            ]
+            items = check_job_dict(job(changes, network=True, optimizer=coat), trainer=trainer)
+            assert any("offload='cpu': is for full fine-tuning" in item.line() for item in items)
     assert JobConfig.from_dict(job(network=True, include=["*"], exclude=[])).coat.include == ("*",)
     inside = inside_ai_toolkit({"train.fused_backward": True}, network=True, include=["*.attn.*"])
-    assert any("train.fused_backward=true: is for full fine-tuning" in line for line in inside)
-    assert any("coat.include" in line and "only_if_contains and ignore_if_contains choose" in line for line in inside)
-    assert any("fused_backward='yes'" in line for line in inside_ai_toolkit({"train.fused_backward": "yes"}))
+    assert "train.fused_backward=true: is for full fine-tuning" in inside
+    assert re.search("coat.include.*only_if_contains", inside)
+    assert "fused_backward='yes'" in inside_ai_toolkit({"train.fused_backward": "yes"})
     plain = inside_ai_toolkit({"train.fused_backward": True, "train.optimizer": "adamw", "type": "sd_trainer"})
-    assert any("is read with type: coat_flux_trainer and coat.enabled: true only" in line for line in plain)
+    assert "type: coat_flux_trainer" in plain
 
 
 def test_wgrad_format_is_for_trained_weights_with_one_scale_a_row() -> None:
     parsed = JobConfig.from_dict(job(activation={"wgrad_format": "e4m3"}))
     assert parsed.coat.linear_config().wgrad_format == "e4m3"
-    with pytest.raises(ConfigError, match=r"wgrad_format='e4m3': is not for int8"):
+    with pytest.raises(ConfigError, match=r"wgrad_format='e4m3'.*int8"):
         JobConfig.from_dict(job(activation={"wgrad_format": "e4m3", "format": "int8"}, weight={"format": "int8"}))
-    with pytest.raises(ConfigError, match=r"wgrad_format='e5m2': is for full fine-tuning"):
+    with pytest.raises(ConfigError, match="wgrad_format='e5m2'"):
         JobConfig.from_dict(job(network=True, activation={"wgrad_format": "e5m2"}))
 
 

@@ -31,6 +31,8 @@ from .job_sections import (
 from .options import blocks, build, choice, key
 from .rules import STANDALONE, Entry, check_entry, is_full
 
+DEFAULT_SEED = 42
+
 
 @dataclass(frozen=True)
 class JobConfig:
@@ -72,6 +74,11 @@ class JobConfig:
     def folder(self) -> Path:
         """`<training_folder>/<name>`."""
         return Path(self.training_folder) / str(self.name)
+
+    @property
+    def seed(self) -> int:
+        """`training_seed`, or a fixed default: every run is reproducible."""
+        return DEFAULT_SEED if self.training_seed is None else self.training_seed
 
     @classmethod
     def load(cls, config: str | os.PathLike[str] | Mapping[str, Any]) -> JobConfig:

@@ -37,12 +37,11 @@ from ..processes import EXIT_OTHER, first_to_fail
 from . import host
 from .full import FullModel
 from .host import AIToolkitError, detail, info, patched
-from .loop import LOSSES, TrainingLoop, explain_end, live_run
+from .loop import LOSSES, Team, TrainingLoop, explain_end, live_run
 from .optimizer import check_optimizer, install_optimizer
 from .photos import HeldOutPhotos, check_photos
 from .quantizer import choose_at_load, convert_model, install_quantizer
 from .resume import Continuation, find_continuation
-from .team import Team
 
 INHERITED = ("get_conf", "get_latest_save_path", "on_error", *LOSSES)
 
@@ -66,7 +65,8 @@ class CoatFluxTrainer(HostTrainer):
 
     def run(self) -> None:
         """Run the job, and report what ended it."""
-        hooks = [name for name, value in vars(CoatFluxTrainer).items() if callable(value) and not name.startswith("_")]
+        own = vars(CoatFluxTrainer).items()
+        hooks = [name for name, value in own if callable(value) and not name.startswith("_")]
         missing = [name for name in (*hooks, *INHERITED) if not hasattr(HostTrainer, name)]
         if missing:
             raise AIToolkitError(f"{HostTrainer.__name__} has no {', '.join(missing)}")
@@ -117,7 +117,7 @@ class CoatFluxTrainer(HostTrainer):
             lines.open(folder)
         self._live = self._held.enter_context(live_run(self))
         self.coat = config_for(self.device_torch, self.coat)
-        host.begin_job(self.coat)
+        host.config = self.coat
         choose_at_load(self)
         is_compiled = bool(getattr(self.model_config, "compile", False))
         memory_file = folder / MEMORY_FILE if self._team.is_main else None
@@ -149,10 +149,13 @@ class CoatFluxTrainer(HostTrainer):
 
     def _config_file(self) -> str:
         files = [word for word in sys.argv[1:] if word.endswith((".yaml", ".yml", ".json", ".jsonc"))]
-        return files[0] if len(files) == 1 else os.path.join(self.save_root, "config.yaml")
+        if len(files) == 1:
+            return files[0]
+        return os.path.join(self.save_root, "config.yaml")
 
     def _job_config(self) -> Any:
-        raw = {"job": "extension", "config": {"name": self.job.name, "process": [copy.deepcopy(dict(self.config))]}}
+        entry = copy.deepcopy(dict(self.config))
+        raw = {"job": "extension", "config": {"name": self.job.name, "process": [entry]}}
         return JobConfig.from_dict(raw, file=self._config_file())
 
     def hook_after_model_load(self) -> None:
@@ -185,7 +188,9 @@ class CoatFluxTrainer(HostTrainer):
 
     def _text_encoders(self) -> list[Any]:
         encoders = self.sd.text_encoder
-        return [e for e in (encoders if isinstance(encoders, list) else [encoders]) if e is not None]
+        if not isinstance(encoders, list):
+            encoders = [encoders]
+        return [encoder for encoder in encoders if encoder is not None]
 
     def hook_add_extra_train_params(self, params: Any) -> Any:
         """Let adapters share their base linear's FP8 input, or choose trained parameters."""
@@ -283,7 +288,9 @@ class CoatFluxTrainer(HostTrainer):
         """Delay the web UI's stop until the end of the step."""
         if self._training is None:
             super().maybe_stop()
-        elif self.is_ui_trainer and not self._training.stops and (self.should_stop() or self.should_return_to_queue()):
+            return
+        is_asked = self.should_stop() or self.should_return_to_queue()
+        if is_asked and self.is_ui_trainer and not self._training.stops:
             self._training.ask_to_stop("the web UI")
 
     def _stop_as_asked(self) -> None:
