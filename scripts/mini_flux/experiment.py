@@ -11,8 +11,6 @@ from typing import Any
 
 from .pictures import BACKGROUNDS, COLOURS, HELD_OUT, PATTERNS, Item, caption, draw
 
-__all__ = ["TRIGGER", "make_job", "prompt_items", "write_photos"]
-
 TRIGGER = "dngrs"  # no word of the vocabulary: T5 reads it letter by letter
 TRAIN_PHOTOS, VALIDATION_PHOTOS = 32, 64
 SEED = 1

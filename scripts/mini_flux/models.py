@@ -52,11 +52,9 @@ TRANSFORMER_CONFIG = {
 # gain of a linear by the end of its name, 1.0 elsewhere: time, prompt and guidance each visible in their sum
 _GAINS = {
     "timestep_embedder.linear_1": 1.5,
-    "timestep_embedder.linear_2": 1.0,
     "text_embedder.linear_2": 0.8,
     "guidance_embedder.linear_2": 0.5,
 }
-_SILENT = -30.0  # attention bias of what a head does not read
 _NEIGHBOURS = (-1, -2, 1, 2)  # one for each head
 
 
@@ -130,17 +128,14 @@ def build_text_encoders() -> tuple[CLIPTextModel, T5EncoderModel]:
             attention.q.weight.zero_()  # only the bias decides what is read
             attention.k.weight.zero_()
             attention.o.weight.mul_(2.0)
-        _read_neighbours(t5.encoder.block[0].layer[0].SelfAttention)
+        attention = t5.encoder.block[0].layer[0].SelfAttention
+        attention.relative_attention_bias.weight.fill_(-30.0)  # what a head does not read
+        for head, offset in enumerate(_NEIGHBOURS):
+            bucket = attention._relative_position_bucket(
+                torch.tensor(offset),
+                bidirectional=True,
+                num_buckets=attention.relative_attention_num_buckets,
+                max_distance=attention.relative_attention_max_distance,
+            )
+            attention.relative_attention_bias.weight[bucket, head] = 0.0
     return build_clip(0).requires_grad_(False), t5.eval().requires_grad_(False)
-
-
-def _read_neighbours(attention: torch.nn.Module) -> None:
-    attention.relative_attention_bias.weight.fill_(_SILENT)
-    for head, offset in enumerate(_NEIGHBOURS):
-        bucket = attention._relative_position_bucket(
-            torch.tensor(offset),
-            bidirectional=True,
-            num_buckets=attention.relative_attention_num_buckets,
-            max_distance=attention.relative_attention_max_distance,
-        )
-        attention.relative_attention_bias.weight[bucket, head] = 0.0

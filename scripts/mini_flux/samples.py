@@ -18,8 +18,6 @@ from torch import Tensor
 from .models import T5_TOKENS
 from .pictures import BACKGROUNDS, COLOURS, HELD_OUT, KNOWN, PATTERNS, Item, caption, is_held_out
 
-__all__ = ["draw_prompts", "grid", "load_pipeline", "prompts_of", "sheet", "unseen_items"]
-
 STEPS, GUIDANCE = 20, 4.0
 _AT_ONCE = 25
 _TEXT, _HEADLINE = 15, 20  # font sizes of the grid

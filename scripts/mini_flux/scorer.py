@@ -17,8 +17,6 @@ from torch import Tensor, nn
 
 from .pictures import BACKGROUNDS, COLOURS, GARMENTS, PATTERNS, Item
 
-__all__ = ["ATTRIBUTES", "WEIGHTS", "Scorer", "accuracies", "judge", "load_scorer", "right", "to_unit"]
-
 ATTRIBUTES = {
     "garment": tuple(GARMENTS),
     "colour": tuple(COLOURS),
@@ -36,9 +34,12 @@ class Scorer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        widths = (3, *_CHANNELS)
-        self.body = nn.Sequential(*(_stage(a, b) for a, b in pairwise(widths)))
-        self.heads = nn.ModuleDict({name: nn.Linear(2 * widths[-1], len(v)) for name, v in ATTRIBUTES.items()})
+        stages = []
+        for a, b in pairwise((3, *_CHANNELS)):
+            convolution = nn.Conv2d(a, b, 3, stride=2, padding=1, bias=False)
+            stages.append(nn.Sequential(convolution, nn.BatchNorm2d(b), nn.ReLU()))
+        self.body = nn.Sequential(*stages)
+        self.heads = nn.ModuleDict({name: nn.Linear(2 * _CHANNELS[-1], len(v)) for name, v in ATTRIBUTES.items()})
 
     def forward(self, pictures: Tensor) -> list[Tensor]:
         """Pictures fp32 [N, 3, H, W] in -1 to 1 -> logits of garment, colour, pattern, background, each [N, values]."""
@@ -50,10 +51,6 @@ class Scorer(nn.Module):
         x = self.body(pictures)
         x = torch.cat([x.mean(dim=(2, 3)), x.amax(dim=(2, 3))], dim=1)
         return [head(x) for head in self.heads.values()]
-
-
-def _stage(a: int, b: int) -> nn.Sequential:
-    return nn.Sequential(nn.Conv2d(a, b, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(b), nn.ReLU())
 
 
 def to_unit(pixels: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import random
 import string
-import time
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
 
@@ -19,8 +18,6 @@ from .models import TRANSFORMER_CONFIG, VAE_CONFIG
 from .pictures import BACKGROUNDS, COLOURS, GARMENTS, HELD_OUT, PATTERNS, Item, caption, draw, is_held_out, random_item
 from .scorer import to_unit
 from .vocabulary import WORDS
-
-__all__ = ["Captions", "embed_captions", "encode", "make_pictures", "train_transformer", "train_vae"]
 
 VAE_BATCH, VAE_LR, VAE_KL = 16, 2e-3, 1e-6
 BATCH, LR = 64, 1.5e-3
@@ -93,7 +90,6 @@ def train_vae(pixels: Tensor, steps: int, device: torch.device) -> AutoencoderKL
     vae = AutoencoderKL(**VAE_CONFIG).to(device)
     optimizer = torch.optim.AdamW(vae.parameters(), lr=VAE_LR, betas=(0.9, 0.99), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, VAE_LR, steps, pct_start=0.05)
-    started = time.monotonic()
     for step in range(steps):
         x = to_unit(pixels[torch.randint(0, len(pixels), (VAE_BATCH,))].to(device))
         with torch.autocast(device.type, torch.bfloat16):
@@ -109,7 +105,7 @@ def train_vae(pixels: Tensor, steps: int, device: torch.device) -> AutoencoderKL
         optimizer.step()
         schedule.step()
         if step % SHOWN_EVERY == 0:
-            print(f"vae {step}/{steps}: loss {loss.item():.4f}, {time.monotonic() - started:.0f} s", flush=True)
+            print(f"vae {step}/{steps}: loss {loss.item():.4f}", flush=True)
     vae.eval().register_to_config(shift_factor=0.0, scaling_factor=1.0)
     latents = encode(vae, pixels[:1024])
     vae.register_to_config(shift_factor=latents.mean().item(), scaling_factor=1.0 / latents.std().item())
@@ -174,7 +170,7 @@ def train_transformer(
     average = copy.deepcopy(model).requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.99), weight_decay=0.01)
     sizes = [len(latents) for latents, _ in sets]
-    started, shown = time.monotonic(), None
+    shown = None
     for step in range(steps):
         left = (steps - step) / (DECAY * steps)
         for group in optimizer.param_groups:
@@ -191,7 +187,7 @@ def train_transformer(
             torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), weight)
         shown = loss.item() if shown is None else 0.98 * shown + 0.02 * loss.item()
         if step % SHOWN_EVERY == 0:
-            print(f"transformer {step}/{steps}: loss {shown:.4f}, {time.monotonic() - started:.0f} s", flush=True)
+            print(f"transformer {step}/{steps}: loss {shown:.4f}", flush=True)
     return average.eval()
 
 

@@ -32,7 +32,7 @@ walking street indoor outdoor table wall floor trigger style high quality
 DISTINCT_WORDS = list(dict.fromkeys(WORDS.split()))
 
 CLIP_BOS, CLIP_EOS = "<|startoftext|>", "<|endoftext|>"
-CLIP_MAX_LENGTH, T5_MAX_LENGTH = 77, 512
+CLIP_MAX_LENGTH = 77
 END_OF_WORD = "</w>"
 _CLIP_SPLIT = r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
 
@@ -78,7 +78,15 @@ def t5_vocabulary() -> list[tuple[str, float]]:
     return list(dict(scored).items())
 
 
-def _clip_backend(vocab: dict[str, int], merges: list[tuple[str, str]]) -> Tokenizer:
+def write_json(path: Path, content: object) -> None:
+    """Writes `content` as UTF-8 JSON with a final newline, the same bytes on every system."""
+    path.write_bytes((json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode("utf-8"))
+
+
+def write_clip_tokenizer(folder: Path) -> None:
+    """Writes the CLIP tokenizer's files into `folder` (made here)."""
+    folder.mkdir(parents=True)
+    vocab, merges = clip_vocabulary()
     bpe = models.BPE(vocab=vocab, merges=merges, end_of_word_suffix=END_OF_WORD, unk_token=CLIP_EOS)
     tokenizer = Tokenizer(bpe)
     tokenizer.normalizer = normalizers.Sequence(
@@ -95,11 +103,20 @@ def _clip_backend(vocab: dict[str, int], merges: list[tuple[str, str]]) -> Token
         (CLIP_EOS, vocab[CLIP_EOS]), (CLIP_BOS, vocab[CLIP_BOS]), trim_offsets=False, add_prefix_space=False
     )
     tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in (CLIP_BOS, CLIP_EOS)])
-    return tokenizer
+    tokenizer.save(str(folder / "tokenizer.json"))
+    special = {"bos_token": CLIP_BOS, "eos_token": CLIP_EOS, "unk_token": CLIP_EOS, "pad_token": CLIP_EOS}
+    write_json(folder / "vocab.json", vocab)
+    lines = ["#version: 0.2", *(" ".join(pair) for pair in merges), ""]
+    (folder / "merges.txt").write_bytes("\n".join(lines).encode("utf-8"))
+    write_json(folder / "special_tokens_map.json", special)
+    config = {"tokenizer_class": "CLIPTokenizer", "model_max_length": CLIP_MAX_LENGTH, "do_lower_case": True}
+    write_json(folder / "tokenizer_config.json", {**config, **special, "clean_up_tokenization_spaces": False})
 
 
-def _t5_backend(vocab: list[tuple[str, float]]) -> Tokenizer:
-    tokenizer = Tokenizer(models.Unigram(vocab, unk_id=T5_UNK_ID, byte_fallback=False))
+def write_t5_tokenizer(folder: Path, max_length: int) -> None:
+    """Writes the T5 tokenizer's files into `folder` (made here); `max_length` is the longest prompt, in tokens."""
+    folder.mkdir(parents=True)
+    tokenizer = Tokenizer(models.Unigram(t5_vocabulary(), unk_id=T5_UNK_ID, byte_fallback=False))
     metaspace = {"replacement": _T5_SPACE, "prepend_scheme": "always", "split": True}
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace(**metaspace)]
@@ -109,33 +126,8 @@ def _t5_backend(vocab: list[tuple[str, float]]) -> Tokenizer:
         single=f"$A {T5_EOS}", pair=f"$A {T5_EOS} $B {T5_EOS}", special_tokens=[(T5_EOS, T5_EOS_ID)]
     )
     tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in (T5_PAD, T5_EOS, T5_UNK)])
-    return tokenizer
-
-
-def write_json(path: Path, content: object) -> None:
-    """Writes `content` as UTF-8 JSON with a final newline, the same bytes on every system."""
-    path.write_bytes((json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode("utf-8"))
-
-
-def write_clip_tokenizer(folder: Path) -> None:
-    """Writes the CLIP tokenizer's files into `folder` (made here)."""
-    folder.mkdir(parents=True)
-    vocab, merges = clip_vocabulary()
-    special = {"bos_token": CLIP_BOS, "eos_token": CLIP_EOS, "unk_token": CLIP_EOS, "pad_token": CLIP_EOS}
-    _clip_backend(vocab, merges).save(str(folder / "tokenizer.json"))
-    write_json(folder / "vocab.json", vocab)
-    lines = ["#version: 0.2", *(" ".join(pair) for pair in merges), ""]
-    (folder / "merges.txt").write_bytes("\n".join(lines).encode("utf-8"))
-    write_json(folder / "special_tokens_map.json", special)
-    config = {"tokenizer_class": "CLIPTokenizer", "model_max_length": CLIP_MAX_LENGTH, "do_lower_case": True}
-    write_json(folder / "tokenizer_config.json", {**config, **special, "clean_up_tokenization_spaces": False})
-
-
-def write_t5_tokenizer(folder: Path, max_length: int = T5_MAX_LENGTH) -> None:
-    """Writes the T5 tokenizer's files into `folder` (made here); `max_length` is the longest prompt, in tokens."""
-    folder.mkdir(parents=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
     special = {"eos_token": T5_EOS, "unk_token": T5_UNK, "pad_token": T5_PAD}
-    _t5_backend(t5_vocabulary()).save(str(folder / "tokenizer.json"))
     write_json(folder / "special_tokens_map.json", special)
     config = {"tokenizer_class": "T5TokenizerFast", "model_max_length": max_length, "extra_ids": 0}
     write_json(folder / "tokenizer_config.json", {**config, **special, "clean_up_tokenization_spaces": False})
