@@ -1,37 +1,30 @@
-"""COAT on diffusers models other than FLUX, through the generic flow: SDXL's and Kolors' UNet, SD3, CogVideoX, Wan."""
+"""COAT on diffusers models other than FLUX, through the generic flow: SDXL's UNet, SD3, CogVideoX, Wan."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
+import diffusers
 import pytest
 import torch
+from diffusers.utils import logging
+from peft import LoraConfig
 from torch import Tensor, nn
 
 from coat_core.linear import FP8Linear
 from coat_core.metrics import cosine
 from coat_flux.blocks.apply import apply_coat
 from coat_flux.blocks.hook import hook_of, own_forward
+from coat_flux.blocks.lora import attach_lora
 from coat_flux.blocks.models import family_of
 from coat_flux.blocks.models.others import IN_AND_OUT
 from coat_flux.blocks.runner import BlockRunner
 from coat_flux.config.coat import COATConfig
 from coat_flux.trainers.optimizer import build_optimizer
 from scripts.bench_memory import kept_bytes
-from tests.helpers.architectures import (
-    ARCHITECTURES,
-    WAN,
-    Architecture,
-    coat_model,
-    frozen_model,
-    lora_parameters,
-    loss_of,
-    predict,
-    step,
-    with_options,
-)
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
 from tests.helpers.saved_tensors import recording
 from tests.tolerances import (
@@ -45,35 +38,186 @@ from tests.tolerances import (
 BF16 = {"enabled": False}
 KEEP = {"memory": {"checkpointing": "none"}}
 PACKING_ONLY = KEEP | {"weight": {"use_fp8": False}, "activation": {"exclude": ["*"]}}
-ALL = pytest.mark.parametrize("name", [*ARCHITECTURES, "Wan"])
-OUTSIDE = {
-    "SDXL": {"time_embedding.*", "add_embedding.*", "*.proj_in", "*.proj_out"},
-    "Kolors": {"time_embedding.*", "add_embedding.*", "encoder_hid_proj", "*.proj_in", "*.proj_out"},
-    "SD3": {"time_text_embed.*", "context_embedder", "norm_out.linear", "proj_out"},
-    "CogVideoX": {"time_embedding.*", "patch_embed.text_proj", "norm_out.linear", "proj_out"},
-    "Wan": {"condition_embedder.*", "proj_out"},
-}
-ROW_PER_IMAGE = {
-    "SDXL": {"*.time_emb_proj"},
-    "Kolors": {"*.time_emb_proj"},
-    "SD3": {"*.norm1.linear", "*.norm1_context.linear"},
-    "CogVideoX": {"*.norm1.linear", "*.norm2.linear"},
-    "Wan": set(),
-}
+RANK = 4
+Inputs = dict[str, Any]
 
 
-def architecture(name: str) -> Architecture:
-    return WAN if name == "Wan" else ARCHITECTURES[name]
+class Architecture(NamedTuple):
+    """A small random model: diffusers' class, its config, and a function (config, batch) → inputs of its forward.
+
+    `outside` and `one_row` are patterns of linears outside the blocks, and of those with one row per image.
+    """
+
+    cls: str
+    options: dict[str, Any]
+    inputs: Callable[[Any, int], Inputs]
+    outside: set[str]
+    one_row: set[str]
+
+
+def draw(*shape: int, seed: int | None = None) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape) if seed is None else seed))
+
+
+def unet_inputs(config: Any, batch: int) -> Inputs:
+    """Latents, 77 text tokens, pooled text and sizes."""
+    sizes = torch.tensor([[1024.0, 1024.0, 0.0, 0.0, 1024.0, 1024.0]]).repeat(batch, 1)
+    pooled = draw(batch, config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim)
+    return {
+        "sample": draw(batch, 4, 64, 64),
+        "timestep": torch.linspace(400.0, 600.0, batch),
+        "encoder_hidden_states": draw(batch, 77, config.cross_attention_dim),
+        "added_cond_kwargs": {"text_embeds": pooled, "time_ids": sizes},
+    }
+
+
+def sd3_inputs(config: Any, batch: int) -> Inputs:
+    """Latents, 77 text tokens, pooled text."""
+    return {
+        "hidden_states": draw(batch, config.in_channels, 32, 32),
+        "encoder_hidden_states": draw(batch, 77, config.joint_attention_dim),
+        "pooled_projections": draw(batch, config.pooled_projection_dim),
+        "timestep": torch.linspace(400.0, 600.0, batch),
+    }
+
+
+def cogvideox_inputs(config: Any, batch: int) -> Inputs:
+    """Latents of three frames, text tokens, rotary tables."""
+    angles = draw(3 * (16 // config.patch_size) ** 2, config.attention_head_dim)
+    return {
+        "hidden_states": draw(batch, 3, config.in_channels, 16, 16),
+        "encoder_hidden_states": draw(batch, config.max_text_seq_length, config.text_embed_dim),
+        "timestep": torch.linspace(400.0, 600.0, batch),
+        "image_rotary_emb": (angles.cos(), angles.sin()),
+    }
+
+
+def wan_inputs(config: Any, batch: int) -> Inputs:
+    """Latents of three frames and text tokens."""
+    generator = torch.Generator().manual_seed(16)
+    return {
+        "hidden_states": torch.randn(batch, 4, 3, 16, 16, generator=generator),
+        "encoder_hidden_states": torch.randn(batch, 32, config.text_dim, generator=generator),
+        "timestep": torch.full((batch,), 500),
+    }
+
+
+ARCHITECTURES = {
+    # no attention at the first level, linear projections, size and pooled text added to the time's
+    "SDXL": Architecture(
+        "UNet2DConditionModel",
+        {
+            "block_out_channels": (32, 64), "layers_per_block": 1, "transformer_layers_per_block": 1,
+            "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"), "attention_head_dim": (1, 2),
+            "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"), "cross_attention_dim": 64,
+            "use_linear_projection": True, "addition_embed_type": "text_time", "addition_time_embed_dim": 8,
+            "projection_class_embeddings_input_dim": 80,
+        },
+        unet_inputs,
+        {"time_embedding.*", "add_embedding.*", "*.proj_in", "*.proj_out"},
+        {"*.time_emb_proj"},
+    ),
+    # RMSNorm on q and k, a second attention in some blocks; the last has no text output
+    "SD3": Architecture(
+        "SD3Transformer2DModel",
+        {
+            "sample_size": 64, "pos_embed_max_size": 64, "qk_norm": "rms_norm", "pooled_projection_dim": 32,
+            "num_layers": 3, "num_attention_heads": 2, "caption_projection_dim": 128, "joint_attention_dim": 64,
+            "dual_attention_layers": (0,),
+        },
+        sd3_inputs,
+        {"time_text_embed.*", "context_embedder", "norm_out.linear", "proj_out"},
+        {"*.norm1.linear", "*.norm1_context.linear"},
+    ),
+    # rotary positions, as the 5B model has them
+    "CogVideoX": Architecture(
+        "CogVideoXTransformer3DModel",
+        {
+            "in_channels": 16, "out_channels": 16, "sample_frames": 9, "use_rotary_positional_embeddings": True,
+            "num_attention_heads": 2, "time_embed_dim": 32, "text_embed_dim": 64, "num_layers": 2, "sample_width": 16,
+            "sample_height": 16, "max_text_seq_length": 32,
+        },
+        cogvideox_inputs,
+        {"time_embedding.*", "patch_embed.text_proj", "norm_out.linear", "proj_out"},
+        {"*.norm1.linear", "*.norm2.linear"},
+    ),
+    "Wan": Architecture(
+        "WanTransformer3DModel",
+        {
+            "num_attention_heads": 2, "attention_head_dim": 64, "in_channels": 4, "out_channels": 4, "text_dim": 64,
+            "freq_dim": 32, "ffn_dim": 256, "num_layers": 2,
+        },
+        wan_inputs,
+        {"condition_embedder.*", "proj_out"},
+        set(),
+    ),
+}  # fmt: skip
+ALL = pytest.mark.parametrize("name", ARCHITECTURES)
+
+
+def frozen_model(name: str, **options: Any) -> nn.Module:
+    """In bf16, with the same weights at each call."""
+    torch.manual_seed(0)
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()  # `.to(bfloat16)` warns of modules that stay fp32, also where there are none
+    cls = getattr(diffusers, ARCHITECTURES[name].cls)
+    try:
+        return cls(**{**ARCHITECTURES[name].options, **options}).to(torch.bfloat16).requires_grad_(False)
+    finally:
+        logging.set_verbosity(level)
+
+
+def coat_model(name: str, coat: dict[str, Any], **options: Any) -> tuple[nn.Module, Any, Any]:
+    """The model under a coat block, in the generic flow, with an fp32 LoRA whose A and B are random; both reports."""
+    config = COATConfig.from_dict({**coat, "activation": {"flow": "generic", **coat.get("activation", {})}})
+    model = frozen_model(name, **options)
+    report = apply_coat(model, config)
+    one_row = ("norm1.linear", "norm1_context.linear", "norm2.linear", "time_emb_proj")  # adapters there keep nothing
+    targets = []
+    for target, module in model.named_modules():
+        if isinstance(module, nn.Linear) and "block" in target.split(".")[0] and not target.endswith(one_row):
+            targets.append(target)
+    model.add_adapter(LoraConfig(r=RANK, lora_alpha=RANK, target_modules=targets))
+    generator = torch.Generator().manual_seed(1)
+    for parameter_name, parameter in lora_parameters(model).items():
+        spread = 0.05 if ".lora_B." in parameter_name else 0.1
+        parameter.data = torch.empty(parameter.shape).normal_(0.0, spread, generator=generator)
+    return model.train(), report, attach_lora(model, config)
+
+
+def lora_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def to_bf16(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: to_bf16(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(map(to_bf16, value))
+    return value.to(torch.bfloat16) if value.is_floating_point() else value
+
+
+def predict(name: str, model: Any, batch: int = 1) -> Tensor:
+    """The model's output for the same inputs at each call."""
+    return model(**to_bf16(ARCHITECTURES[name].inputs(model.config, batch)), return_dict=False)[0]
+
+
+def loss_of(prediction: Tensor) -> Tensor:
+    """Mean squared error against a fixed random target."""
+    return (prediction.float() - draw(*prediction.shape, seed=3)).square().mean()
+
+
+def step(name: str, model: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
+    """Output and LoRA gradients of one step."""
+    prediction = predict(name, model)
+    loss_of(prediction).backward()
+    gradients = {key: parameter.grad.detach().clone() for key, parameter in lora_parameters(model).items()}
+    model.zero_grad(set_to_none=True)
+    return prediction.detach(), gradients
 
 
 def matching(names: set[str], patterns: set[str]) -> set[str]:
     return {name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)}
-
-
-def policy_of(model: nn.Module) -> BlockRunner:
-    policies = {id(hook.run): hook.run for hook in filter(None, map(hook_of, model.modules()))}
-    (policy,) = policies.values()  # every part of the model calls the same one
-    return policy
 
 
 def dead(gradients: dict[str, Tensor]) -> set[str]:
@@ -83,54 +227,53 @@ def dead(gradients: dict[str, Tensor]) -> set[str]:
 @pytest.fixture(scope="module")
 def in_bf16() -> dict[str, tuple[Tensor, dict[str, Tensor]]]:
     """Output and gradients of each model without COAT."""
-    return {name: step(architecture(name), coat_model(architecture(name), BF16)[0]) for name in [*ARCHITECTURES, "Wan"]}
-
-
-@pytest.fixture(scope="module")
-def without_gradients() -> dict[str, Tensor]:
-    """Output of each model with COAT, from a forward pass that keeps nothing."""
-    names = [*ARCHITECTURES, "Wan"]
-    with torch.no_grad():
-        return {name: predict(architecture(name), coat_model(architecture(name), KEEP)[0]) for name in names}
+    return {name: step(name, coat_model(name, BF16)[0]) for name in ARCHITECTURES}
 
 
 @ALL
 def test_what_is_converted_what_is_left_and_why(name: str) -> None:
-    model = frozen_model(architecture(name))
+    model, architecture = frozen_model(name), ARCHITECTURES[name]
     linears = {key for key, module in model.named_modules() if isinstance(module, nn.Linear)}
     convolutions = {key for key, m in model.named_modules() if isinstance(m, nn.Conv2d | nn.Conv3d)}
     report = apply_coat(model, COATConfig.from_dict(KEEP))
-    outside = matching(linears, OUTSIDE[name])
+    outside = matching(linears, architecture.outside)
     assert set(report.converted) == linears - outside
     assert set(report.skipped) == outside | convolutions
-    assert set(report.why) == matching(linears, ROW_PER_IMAGE[name])
+    assert set(report.why) == matching(linears, architecture.one_row)
     assert all(not model.get_submodule(key).config.use_fp8_gemm for key in report.why)
     assert all(type(model.get_submodule(key)) is FP8Linear for key in report.converted)
     freed = {key for key, module in model.named_modules() if "_conv_forward" in vars(module)}
     assert freed == convolutions
-    table = report.table()
-    assert "outside the blocks: kept in high precision" in table
-    assert table.count(": only linear layers become FP8") == len({key.split(".")[0] for key in convolutions})
-    assert ("one row per image" in table) == bool(ROW_PER_IMAGE[name])
     left = {key for key, why in report.skipped.items() if why == IN_AND_OUT}
-    assert left == matching(linears, {"*.proj_in", "*.proj_out"} if name in ("SDXL", "Kolors") else set())
-    assert (IN_AND_OUT in table) == bool(left)
+    assert left == matching(linears, {"*.proj_in", "*.proj_out"} if name == "SDXL" else set())
 
 
 @ALL
-def test_the_policy_lists_the_blocks_that_are_called(name: str) -> None:
-    model, _, _ = coat_model(architecture(name), KEEP)
-    policy, called = policy_of(model), []
+def test_the_blocks_that_are_listed_are_called_and_inference_never_reaches_the_runner(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _, _ = coat_model(name, KEEP)
+    trained = predict(name, model).detach()
+    reached: list[nn.Module] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(BlockRunner, "__call__", lambda self, block, *args: reached.append(block) or block(*args))
+        with torch.no_grad(), recording() as saved:
+            inferred = predict(name, model.eval())
+    assert reached == saved.tensors == []
+    assert_bitwise(inferred, trained)
+    runners = {id(hook.run): hook.run for hook in filter(None, map(hook_of, model.modules()))}
+    (runner,) = runners.values()  # every part of the model calls the same one
+    called = []
 
     def note(block: nn.Module, *args: Any) -> Any:
         called.append(block)
         return own_forward(block)(*args)
 
-    for block in policy.blocks.values():
+    for block in runner.blocks.values():
         hook_of(block).run = note
-    predict(architecture(name), model)
-    assert {id(block) for block in called} == set(map(id, policy.blocks.values()))
-    assert len(called) == len(policy.blocks)
+    predict(name, model.train())
+    assert {id(block) for block in called} == set(map(id, runner.blocks.values()))
+    assert len(called) == len(runner.blocks)
 
 
 @ALL
@@ -140,27 +283,29 @@ def test_the_policy_lists_the_blocks_that_are_called(name: str) -> None:
         {"checkpointing": "none"},
         {"checkpointing": "all"},
         {"checkpointing": "all", "enable_efficient_checkpoint": False},
-        {"checkpointing": "auto"},
-        {"checkpointing": "auto", "budget_gb": 1e-3},
     ],
     ids=lambda memory: "-".join(str(value) for value in memory.values()),
 )
-def test_a_lora_step_stays_near_bf16(name: str, memory: dict[str, Any], in_bf16: Any, without_gradients: Any) -> None:
+def test_a_lora_step_stays_near_bf16(name: str, memory: dict[str, Any], in_bf16: Any) -> None:
     """Whatever is recomputed: the forward values are the same, and the gradients near those of bf16."""
-    model, _, attached = coat_model(architecture(name), {"memory": memory})
+    model, _, attached = coat_model(name, {"memory": memory})
     assert len(attached.shared) + len(attached.own) == len(lora_parameters(model)) // 2
     assert set(attached.own) == matching(set(attached.own), {"*.proj_in.*", "*.proj_out.*"})  # outside a UNet's blocks
-    output, gradients = step(architecture(name), model)
+    with torch.no_grad():
+        without_gradients = predict(name, model)
+    output, gradients = step(name, model)
     exact_output, exact = in_bf16[name]
-    assert_bitwise(output, without_gradients[name])
+    assert_bitwise(output, without_gradients)
     assert_sqnr(exact_output, output, ARCHITECTURE_OUTPUT_FLOOR_DB)
     assert all(gradient.isfinite().all() for gradient in gradients.values())
     assert dead(gradients) == dead(exact)
+    # SD3's last block computes text queries whose output it drops
+    last_text_query = {f"transformer_blocks.2.attn.add_q_proj.lora_{side}.default.weight" for side in "AB"}
+    assert dead(exact) == (last_text_query if name == "SD3" else set())
     alive = sorted(exact.keys() - dead(exact))
     cosines = {key: float(cosine(gradients[key], exact[key])) for key in alive}
-    ordered = sorted(cosines.values())
     cancelling = [value for key, value in cosines.items() if "attn1.to_v.lora_A" in key]
-    floors = ARCHITECTURE_GRADIENT_COSINE["UNet" if name in ("SDXL", "Kolors") else "transformer"]
+    ordered = sorted(cosines.values())
     measured = {
         "together": float(cosine(*(torch.cat([of[key].flatten() for key in alive]) for of in (gradients, exact)))),
         "mean": sum(ordered) / len(ordered),
@@ -168,23 +313,16 @@ def test_a_lora_step_stays_near_bf16(name: str, memory: dict[str, Any], in_bf16:
         "lowest": min(value for key, value in cosines.items() if "attn1.to_v.lora_A" not in key),
         "self-attention's v": min(cancelling, default=1.0),
     }
+    floors = ARCHITECTURE_GRADIENT_COSINE["UNet" if name == "SDXL" else "transformer"]
     assert {key: value for key, value in measured.items() if value < floors[key]} == {}
-
-
-def test_only_what_the_model_throws_away_has_no_gradient(in_bf16: Any) -> None:
-    """SD3's last block computes text queries whose output it drops."""
-    last_text_query = {f"transformer_blocks.2.attn.add_q_proj.lora_{side}.default.weight" for side in "AB"}
-    assert {name: dead(gradients) for name, (_, gradients) in in_bf16.items()} == {
-        name: last_text_query if name == "SD3" else set() for name in in_bf16
-    }
 
 
 @ALL
 def test_packing_alone(name: str, in_bf16: Any) -> None:
     """With weights and GEMMs in bf16 the output is bf16's bit for bit, and the gradients differ by what is packed."""
-    model, _, _ = coat_model(architecture(name), PACKING_ONLY)
+    model, _, _ = coat_model(name, PACKING_ONLY)
     with recording() as saved:
-        output, gradients = step(architecture(name), model)
+        output, gradients = step(name, model)
     assert saved.packed
     exact_output, exact = in_bf16[name]
     assert_bitwise(output, exact_output)
@@ -193,61 +331,42 @@ def test_packing_alone(name: str, in_bf16: Any) -> None:
     assert cosines[worst] >= PACKED_GRADIENT_COSINE, f"{worst}: {cosines[worst]:.4f}"
 
 
-@pytest.mark.parametrize("name", ["SDXL", "SD3", "CogVideoX", "Wan"])
+@pytest.mark.parametrize("name", ["SDXL", "SD3"])
 def test_kept_bytes(name: str) -> None:
     kept = []
-    for block in (BF16, KEEP, {"memory": {"checkpointing": "all"}}):
-        model, _, _ = coat_model(architecture(name), block)
-        kept.append(kept_bytes(lambda model=model: (predict(architecture(name), model),)))
+    for coat in (BF16, KEEP, {"memory": {"checkpointing": "all"}}):
+        model, _, _ = coat_model(name, coat)
+        kept.append(kept_bytes(lambda model=model: (predict(name, model),)))
     bf16, packed, recomputed = kept
     floors = ARCHITECTURE_KEPT_RATIO["UNet" if name == "SDXL" else "transformer"]
     assert bf16 / packed >= floors[0], f"{bf16 / packed:.2f}"
     assert bf16 / recomputed >= floors[1], f"{bf16 / recomputed:.2f}"
 
 
-@pytest.mark.parametrize(
-    ("name", "mode"), [("SDXL", "all"), ("Kolors", "none"), ("SD3", "all"), ("CogVideoX", "none"), ("Wan", "all")]
-)
+@pytest.mark.parametrize(("name", "mode"), [("SDXL", "all"), ("CogVideoX", "none")])
 def test_the_loss_goes_down(name: str, mode: str) -> None:
-    block = {"memory": {"checkpointing": mode}}
-    model, _, _ = coat_model(architecture(name), block)
-    parameters = lora_parameters(model)
-    optimizer = build_optimizer(parameters.values(), 2e-2, COATConfig.from_dict(block))
+    coat = {"memory": {"checkpointing": mode}}
+    model, _, _ = coat_model(name, coat)
+    optimizer = build_optimizer(lora_parameters(model).values(), 2e-2, COATConfig.from_dict(coat))
     losses = []
     for _ in range(4):
-        loss = loss_of(predict(architecture(name), model, batch=2))
+        loss = loss_of(predict(name, model, batch=2))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.item())
     assert all(math.isfinite(loss) for loss in losses)
     assert losses[-1] < ARCHITECTURE_LOSS_FRACTION * losses[0], losses
-    assert all(parameter.isfinite().all() for parameter in parameters.values())
-
-
-@ALL
-def test_inference_never_reaches_the_policy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, _, _ = coat_model(architecture(name), KEEP)
-    trained = predict(architecture(name), model).detach()
-    called: list[nn.Module] = []
-    monkeypatch.setattr(BlockRunner, "__call__", lambda self, block, *args: called.append(block) or block(*args))
-    with torch.no_grad(), recording() as saved:
-        inferred = predict(architecture(name), model.eval())
-    assert called == []
-    assert saved.tensors == []
-    assert_bitwise(inferred, trained)
 
 
 def test_text_states_of_an_odd_width() -> None:
     """Linears whose K is no multiple of 16 are left alone, by name and reason, and the rest trains."""
-    odd = with_options(ARCHITECTURES["SDXL"], cross_attention_dim=40)
-    model, report, attached = coat_model(odd, KEEP)
+    model, report, attached = coat_model("SDXL", KEEP, cross_attention_dim=40)
     left = {name for name, why in report.skipped.items() if why.startswith("fallback: ")}
     assert left == {name for name in left | set(report.converted) if ".attn2.to_k" in name or ".attn2.to_v" in name}
     projections = matching(set(attached.own), {"*.proj_in.*", "*.proj_out.*"})
     assert len(set(attached.own) - projections) == len(left) > 0
-    assert "fallback: in and out features must be multiples of 16" in report.table()
-    _, gradients = step(odd, model)
+    _, gradients = step("SDXL", model)
     assert dead(gradients) == set()
     assert all(gradient.isfinite().all() for gradient in gradients.values())
 
@@ -264,13 +383,18 @@ class Unknown(nn.Module):
 
 @pytest.mark.parametrize(("wrapped", "name"), [(False, "blocks"), (True, "inner.layers")])
 def test_unknown_class_gets_the_cautious_policy(wrapped: bool, name: str) -> None:
-    policy = family_of(Unknown(wrapped))
-    assert (policy.convert, policy.weight_only, policy.blocks) == ((f"{name}.*",), (), (name,))
+    family = family_of(Unknown(wrapped))
+    assert (family.convert, family.weight_only, family.blocks) == ((f"{name}.*",), (), (name,))
 
 
-def test_a_known_class_without_its_block_lists_is_an_error() -> None:
-    model = frozen_model(ARCHITECTURES["SD3"])
+def test_a_class_without_block_lists_is_told_the_nearest_known_ones_and_a_known_one_what_it_lacks() -> None:
+    class FluxTransformer3DModel(nn.Linear):
+        pass
+
+    with pytest.raises(ValueError, match=r"FluxTransformer3DModel: .*FluxTransformer2DModel, .*docs/models\.md"):
+        family_of(FluxTransformer3DModel(4, 4))
+    model = frozen_model("SD3")
     model.layers = model.transformer_blocks
     del model.transformer_blocks
-    with pytest.raises(ValueError, match=r"SD3Transformer2DModel: has none of the block lists .*transformer_blocks"):
+    with pytest.raises(ValueError, match=r"SD3Transformer2DModel: .*transformer_blocks"):
         apply_coat(model, COATConfig.from_dict(KEEP))
