@@ -11,16 +11,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from coat_core import sqnr_db
 from coat_core.activation import Saving
 from coat_core.config import FP8LinearConfig
+from coat_flux.blocks.apply import apply_coat
 from coat_flux.blocks.fused.chooser import fused_block
 from coat_flux.blocks.fused.linears import NotFusable
 from coat_flux.blocks.models import block_name, read_list
-from tests.helpers.families import FAMILIES, Made, largest_difference, made, results
+from coat_flux.blocks.report import CoatReport
+from coat_flux.blocks.sizes import LINEARS, Block, FlowSettings, Tokens, block_bytes
+from coat_flux.config.coat import COATConfig
+from tests.helpers.families import FAMILIES, TOOLKITS_FLUX2, Made, largest_difference, made, results
 from tests.helpers.saved_tensors import recording_fused
 from tests.helpers.toolkit_lora import ROOT_VARIABLE
 from tests.tolerances import (
@@ -36,7 +41,10 @@ from tests.tolerances import (
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PER_ROW = FP8LinearConfig(weight_granularity="per_row", input_granularity="per_row")
-# bytes per token and hidden element, RESULTS.md; a StreamBlock is like a stream of a double block
+# bytes per token and hidden element of what is counted on the meta device, and not written in `blocks.models`
+# with gates that are trained, and without
+KEPT_BY_FLUX2 = {"flux2 double": (14.5, 12.44), "flux2 single": (12.4, 11.39)}
+# the same of FLUX.1, RESULTS.md; a StreamBlock is like a stream of a double block
 KEPT_BY_FLUX = {"DoubleBlock": 12.5, "StreamBlock": 12.5, "SingleBlock": 10.4}
 IMAGE_TOKENS = 4096  # at 1024 x 1024
 
@@ -62,7 +70,7 @@ def test_ai_toolkits_own_blocks() -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found.keys() == {name for name in FAMILIES if name.startswith("toolkit")}
+    assert found.keys() == {name for name in FAMILIES if name.startswith("toolkit")} | TOOLKITS_FLUX2.keys()
     for name, (error, worst) in found.items():
         assert error < FUSED_FP32_RTOL, (name, worst)
 
@@ -97,25 +105,65 @@ def test_in_fp8_every_gradient_is_within_flux1s_bounds(name: str, adapters: str)
     assert cosine > ARCH_GRADIENT_COSINE
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_kept_bytes_at_real_width(name: str) -> None:
-    """With rank 16 on every linear, on the meta device: at most a fifth above FLUX.1."""
+def kept_at_real_width(name: str, trains_vectors: bool = True) -> tuple[float, Made, str]:
+    """Bytes per token and hidden element with rank 16 on every linear, on the meta device; and the form's class."""
     hidden, tokens = FAMILIES[name].hidden, (FAMILIES[name].text, IMAGE_TOKENS)
-    of = made(name, torch.bfloat16, hidden, tokens, PER_ROW, rank=16, device="meta")
+    of = made(name, torch.bfloat16, hidden, tokens, PER_ROW, rank=16, device="meta", trains_vectors=trains_vectors)
     form = fused_block(of.block, of.args, Saving())
     with recording_fused() as kept:
         form(*of.args)
     storages = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for _, tensors in kept for x in tensors}
-    per_element = sum(storages.values()) / (sum(tokens) * hidden)
-    assert 0.8 < per_element / KEPT_BY_FLUX[type(form.form).__name__] < 1.2
+    return sum(storages.values()) / (sum(tokens) * hidden), of, type(form.form).__name__
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_kept_bytes_at_real_width(name: str) -> None:
+    """At most a fifth above FLUX.1; and what `checkpointing: auto` and `plan` count with."""
+    per_element, of, form = kept_at_real_width(name)
+    assert 0.8 < per_element / KEPT_BY_FLUX[form] < 1.2
     known = read_list(type(of.block))
     assert known is not None
-    off = 0.05 if name == "sd3's last" else 0.01  # which keeps less of the text; counted as the others
-    assert known.fused_bytes == pytest.approx(per_element, rel=off)  # what `checkpointing: auto` counts with
+    if not known.kind:
+        off = 0.05 if name == "sd3's last" else 0.01  # which keeps less of the text; counted as the others
+        assert known.fused_bytes == pytest.approx(per_element, rel=off)
+        return
+    hidden, tokens = FAMILIES[name].hidden, Tokens(1, FAMILIES[name].text, IMAGE_TOKENS)
+    ranks = tuple((linear, 16) for linear in LINEARS[known.kind])
+    for trained, expected in zip((True, False), KEPT_BY_FLUX2[name], strict=True):
+        per_element, _, _ = kept_at_real_width(name, trained)
+        assert per_element == pytest.approx(expected, rel=0.01)
+        block = Block(known.kind, hidden, hidden // 128, 3 * hidden, ranks, trained_embedding=trained)
+        counted = block_bytes(block, tokens, FlowSettings()).kept / (tokens.rows * hidden)
+        assert counted == pytest.approx(per_element, rel=0.01)
 
 
-def with_trained_norm(of: Made) -> None:
-    next(p for name, p in of.block.named_parameters() if "norm" in name).requires_grad_()
+def args(change: Callable[..., tuple]) -> Callable[[Made], None]:
+    """A change of the block's arguments."""
+
+    def apply(of: Made) -> None:
+        of.args = change(*of.args)
+
+    return apply
+
+
+def attribute(path: str, value: object) -> Callable[[Made], None]:
+    """A change of an attribute inside the block."""
+
+    def apply(of: Made) -> None:
+        owner, _, name = path.rpartition(".")
+        setattr(of.block.get_submodule(owner), name, value)
+
+    return apply
+
+
+def trained(part: str) -> Callable[[Made], None]:
+    """The first parameter whose name has this part, and no LoRA's, is trained."""
+
+    def apply(of: Made) -> None:
+        names = (name for name, _ in of.block.named_parameters() if part in name and "lora" not in name)
+        of.block.get_parameter(next(names)).requires_grad_()
+
+    return apply
 
 
 def with_other_activation(of: Made) -> None:
@@ -124,100 +172,51 @@ def with_other_activation(of: Made) -> None:
             module.approximate = "none"
 
 
-def with_weight_that_is_trained(of: Made) -> None:
-    next(p for name, p in of.block.named_parameters() if p.ndim == 2 and "lora" not in name).requires_grad_()
-
-
-def without_rotary(of: Made) -> None:
-    of.args = tuple(None if isinstance(x, tuple) else x for x in of.args)
-
-
-def with_kwargs(of: Made) -> None:
-    of.args = tuple({"ip_hidden_states": 1} if i == 5 else x for i, x in enumerate(of.args))
-
-
 def of_two_positions(of: Made) -> None:
     of.args = tuple(torch.cat([x[:1], x[:1] + 1]) if torch.is_tensor(x) and x.ndim == 6 else x for x in of.args)
 
 
-def with_index(of: Made) -> None:
-    of.args = (*of.args[:6], torch.zeros(2, 40, dtype=torch.int))
-
-
-def with_two_times(of: Made) -> None:
-    of.block.zero_cond_t = True
-
-
-def with_other_modulation(of: Made) -> None:
-    of.block.txt_mod[0] = nn.GELU()
-
-
-def with_chunks(of: Made) -> None:
-    of.block.set_chunk_feed_forward(1)
-
-
-def without_qk_norm(of: Made) -> None:
-    of.block.attn.norm_q = None
-
-
-def with_other_heads(of: Made) -> None:
-    of.block.attn.heads *= 2
-
-
-def with_dual_attention(of: Made) -> None:
-    of.block.use_dual_attention = True
-
-
-def with_guidance_of_parts(of: Made) -> None:
-    of.args = (*of.args[:3], {"skip": 1})
-
-
-def with_noisy_and_clean_tokens(of: Made) -> None:
-    of.args = (*of.args[:4], torch.zeros(2, 64, dtype=torch.long), *[of.args[3]] * 2)
-
-
-def without_rotations(of: Made) -> None:
-    of.args = (*of.args[:2], None, *of.args[3:])
-
-
-def with_trained_norm_of_the_stream(of: Made) -> None:
-    of.block.ffn_norm2.weight.requires_grad_()
-
-
-def with_silu_before_the_modulation(of: Made) -> None:
-    of.block.adaLN_modulation.insert(0, nn.SiLU())
-
-
-def with_dropout(of: Made) -> None:
-    of.block.attention.to_out[1].p = 0.1
-
-
+no_rotary = args(lambda *given: tuple(None if isinstance(x, tuple) else x for x in given))
+kwargs = args(lambda *given: tuple({"ip_hidden_states": 1} if i == 5 else x for i, x in enumerate(given)))
+NOISY = r"tokens of one block with different modulations \(noise_mask\)"
+ZERO_COND = r"different modulations \(zero_cond_t\)"
 NOT_FUSED = [
-    ("z-image", with_noisy_and_clean_tokens, r"tokens of one block with different modulations \(noise_mask\)"),
-    ("z-image", without_rotations, "no rotary embedding is given"),
-    ("z-image", with_trained_norm, "its QK norm is a RMSNorm that is trained"),
-    ("z-image", with_trained_norm_of_the_stream, "its norm is a RMSNorm that is trained"),
-    ("z-image", with_silu_before_the_modulation, "a modulation of more than a linear"),
-    ("z-image refiner", with_dropout, "dropout"),
-    ("z-image refiner", with_weight_that_is_trained, "a linear whose weight is trained"),
-    ("sd3", with_guidance_of_parts, "joint_attention_kwargs skip"),
-    ("sd3", with_dual_attention, "attend to themselves a second time"),
-    ("sd3", with_chunks, "its feed-forward runs in chunks"),
-    ("sd3", without_qk_norm, "q and k are not normed"),
-    ("sd3", with_other_heads, "heads of 32, where SD3's have 64"),
-    ("sd3's last", with_weight_that_is_trained, "a linear whose weight is trained"),
-    ("qwen image", with_index, r"different modulations \(zero_cond_t\)"),
-    ("qwen image", with_two_times, r"different modulations \(zero_cond_t\)"),
-    ("qwen image", with_other_modulation, "a modulation of more than SiLU and a linear"),
-    ("qwen image", with_kwargs, "joint_attention_kwargs ip_hidden_states"),
-    ("qwen image", without_rotary, "no rotary embedding is given"),
-    ("chroma double", with_trained_norm, "its QK norm is a RMSNorm that is trained"),
-    ("toolkit's chroma double", with_trained_norm, "a QK norm that is trained"),
-    ("toolkit's chroma single", with_other_activation, "its activation is a GELU, not GELU-tanh"),
-    ("toolkit's chroma single", with_weight_that_is_trained, "a linear whose weight is trained"),
+    ("z-image", args(lambda x, m, r, t, *_: (x, m, r, t, torch.zeros(2, 64, dtype=torch.long), t, t)), NOISY),
+    ("z-image", args(lambda x, mask, _, *rest: (x, mask, None, *rest)), "no rotary embedding"),
+    ("z-image", trained("norm"), "its QK norm is a RMSNorm that is trained"),
+    ("z-image", trained("ffn_norm2"), "its norm is a RMSNorm that is trained"),
+    ("z-image", lambda of: of.block.adaLN_modulation.insert(0, nn.SiLU()), "a modulation of more than a linear"),
+    ("z-image refiner", attribute("attention.to_out.1.p", 0.1), "dropout"),
+    ("z-image refiner", trained("to_q"), "a linear whose weight is trained"),
+    ("sd3", args(lambda *given: (*given[:3], {"skip": 1})), "joint_attention_kwargs skip"),
+    ("sd3", attribute("use_dual_attention", True), "attend to themselves a second time"),
+    ("sd3", lambda of: of.block.set_chunk_feed_forward(1), "its feed-forward runs in chunks"),
+    ("sd3", attribute("attn.norm_q", None), "q and k are not normed"),
+    ("sd3", attribute("attn.heads", 2), "heads of 32, where SD3's have 64"),
+    ("sd3's last", trained("to_q"), "a linear whose weight is trained"),
+    ("qwen image", args(lambda *given: (*given[:6], torch.zeros(2, 40, dtype=torch.int))), ZERO_COND),
+    ("qwen image", attribute("zero_cond_t", True), ZERO_COND),
+    ("qwen image", attribute("txt_mod.0", nn.GELU()), "a modulation of more than SiLU and a linear"),
+    ("qwen image", kwargs, "joint_attention_kwargs ip_hidden_states"),
+    ("qwen image", no_rotary, "no rotary embedding"),
+    ("chroma double", trained("norm"), "its QK norm is a RMSNorm that is trained"),
+    ("chroma double", kwargs, "joint_attention_kwargs ip_hidden_states"),
+    ("chroma single", no_rotary, "no rotary embedding"),
+    ("toolkit's chroma double", trained("norm"), "a QK norm that is trained"),
     ("toolkit's chroma double", of_two_positions, "images of one batch at different positions"),
-    ("chroma single", without_rotary, "no rotary embedding is given"),
-    ("chroma double", with_kwargs, "joint_attention_kwargs ip_hidden_states"),
+    ("toolkit's chroma single", with_other_activation, "its activation is a GELU, not GELU-tanh"),
+    ("toolkit's chroma single", trained("linear1"), "a linear whose weight is trained"),
+    ("flux2 double", args(lambda *given: (*given[:5], {"kv_cache_mode": "cached"})), "joint_attention_kwargs"),
+    ("flux2 single", args(lambda *given: (*given, True)), "streams that come apart"),
+    ("flux2 single", args(lambda x, _, *rest: (x[:, 24:], x[:, :24], *rest)), "handed in apart"),
+    ("flux2 single", args(lambda x, text, vectors, *_: (x, text, vectors, None)), "no rotary embedding"),
+    ("flux2 single", args(lambda x, t, v, *rest: (x, t, v[:, None].expand(-1, 64, -1), *rest)), "modulation of"),
+    ("flux2 double", attribute("attn.to_out.1.p", 0.5), "dropout"),
+    ("flux2 double", attribute("ff.act_fn", nn.Identity()), "not FLUX.2's SwiGLU"),
+    ("flux2 double", attribute("ff_context.act_fn.gate_fn", nn.GELU()), "not FLUX.2's SwiGLU"),
+    ("flux2 double", attribute("attn.processor", nn.Identity()), "attention by Identity"),
+    ("flux2 double", trained("norm"), "trained"),
+    ("flux2 double", trained("to_k"), "weight is trained"),
 ]
 
 
@@ -235,7 +234,7 @@ def test_what_a_block_does_beyond_is_not_fused(name: str, change: Callable[[Made
 def test_blocks_of_a_pass_share_tables_and_mask(name: str) -> None:
     of = made(name)
     one, other = (fused_block(of.block, of.args).reader.call(of.args).shared for _ in range(2))
-    assert (one.mask is None) == name.startswith("sd3")  # it has none
+    assert (one.mask is None) == name.startswith(("sd3", "flux2"))  # they have none
     assert one.mask is other.mask
     assert one.cos is other.cos
 
@@ -263,3 +262,54 @@ def test_a_class_of_another_model_under_the_same_name_has_no_reader() -> None:
     assert read_list(own) is not None
     assert read_list(other) is None
     assert (block_name(own), block_name(other)) == ("SingleStreamBlock", "test_fused_families.SingleStreamBlock")
+
+
+@pytest.mark.parametrize("name", ["flux2 double", "flux2 single"])
+def test_one_row_of_vectors_for_all_images(name: str) -> None:
+    if name not in FAMILIES:
+        pytest.skip("this diffusers has no FLUX.2")
+    of = made(name)
+    row = of.leaves["vectors"][:1].detach().clone().requires_grad_()
+    of.leaves["vectors"] = row
+    vectors = row.flatten(1).chunk(2, dim=1) if name == "flux2 double" else (row.flatten(1),)
+    of.args = (*of.args[:2], *vectors, *of.args[2 + len(vectors) :])
+    form = fused_block(of.block, of.args)
+    assert all(len(each) == 2 for each in form.reader.call(of.args).vectors)  # kernels read each image's
+    found = results(form, of)
+    for key, wanted in results(of.block, of).items():
+        error = (found[key].double() - wanted.double()).norm() / wanted.double().norm()
+        assert error < FUSED_FP32_RTOL, key
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "all"])
+def test_a_whole_flux2_takes_the_fused_flow(checkpointing: str) -> None:
+    transformer_flux2 = pytest.importorskip("diffusers.models.transformers.transformer_flux2")
+
+    def step(coat: dict) -> tuple[dict[str, torch.Tensor], CoatReport]:
+        torch.manual_seed(3)
+        sizes = {"in_channels": 16, "joint_attention_dim": 48, "timestep_guidance_channels": 32}
+        sizes |= {"attention_head_dim": 32, "num_attention_heads": 2, "num_layers": 1, "num_single_layers": 2}
+        model = transformer_flux2.Flux2Transformer2DModel(**sizes, axes_dims_rope=[8] * 4).to(torch.bfloat16)
+        report = apply_coat(model.requires_grad_(False), COATConfig.from_dict(coat))
+        names = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and "transformer_blocks." in n]
+        model.add_adapter(LoraConfig(r=4, lora_alpha=4, target_modules=names))
+        for name, parameter in model.named_parameters():
+            parameter.data = torch.randn(parameter.shape) * 0.1 if "lora_" in name else parameter.data
+        ids = torch.zeros(1, 40, 4)
+        ids[0, :, 1] = torch.arange(40)
+        latents, prompt, target = torch.randn(1, 40, 16), torch.randn(1, 24, 48), torch.randn(1, 40, 16)
+        rest = {"timestep": torch.tensor([0.5]), "guidance": torch.tensor([4.0])}
+        rest |= {"img_ids": ids, "txt_ids": torch.zeros(1, 24, 4), "return_dict": False}
+        out = model.train()(latents.bfloat16(), prompt.bfloat16(), **rest)[0]
+        (out.float() - target).square().mean().backward()
+        found = {name: p.grad.float() for name, p in model.named_parameters() if p.grad is not None}
+        return {"out": out.detach().float(), **found}, report
+
+    expected, _ = step({"enabled": False})
+    found, report = step({"memory": {"checkpointing": checkpointing}})
+    assert found.keys() == expected.keys()
+    assert len(found) == 1 + 2 * 16
+    got = next(row.got for row in report.parts() if row.part == "saved tensors")
+    assert got == ("3 kept in FP8, fused flow, attention fp8" if checkpointing == "none" else "3 recomputed")
+    together = [torch.cat([x.flatten() for x in each.values()]) for each in (found, expected)]
+    assert float(nn.functional.cosine_similarity(*together, dim=0)) > ARCH_GRADIENT_COSINE

@@ -28,7 +28,7 @@ from tests.helpers.toolkit_lora import Network
 
 TEXT, IMAGE, PADDING, BATCH, RANK = 24, 40, 7, 2, 4
 TOOLKIT_LAYERS = "extensions_built_in.diffusion_models.chroma.src.layers"
-MODULATIONS = ("img_mod.1", "txt_mod.1")  # linears on one row per image
+TOOLKIT_FLUX2 = "extensions_built_in.diffusion_models.flux2.src.model"
 
 
 @dataclass(frozen=True)
@@ -138,6 +138,33 @@ def _call_z_image(text: Tensor, image: Tensor, both: Tensor, vectors: Tensor, an
     return both, seen, torch.polar(torch.ones_like(angles), angles), vectors[:, :256], None, None, None
 
 
+def _call_flux2_double(text: Tensor, image: Tensor, both: Tensor, vectors: Tensor, angles: Tensor, seen: Tensor):
+    of_image, of_text = vectors.flatten(1).chunk(2, dim=1)
+    return image, text, of_image, of_text, _tables(angles), None
+
+
+def _call_flux2_single(text: Tensor, image: Tensor, both: Tensor, vectors: Tensor, angles: Tensor, seen: Tensor):
+    return both, None, vectors.flatten(1), _tables(angles), None
+
+
+def _of_toolkits_flux2(name: str) -> Callable[[int, int], nn.Module]:
+    return lambda hidden, heads: getattr(importlib.import_module(TOOLKIT_FLUX2), name)(hidden, heads, mlp_ratio=3.0)
+
+
+def _call_toolkits_flux2_double(
+    text: Tensor, image: Tensor, both: Tensor, vectors: Tensor, angles: Tensor, seen: Tensor
+):
+    pe, parts = _pe(angles, len(text)), vectors.split(1, dim=1)
+    modulations = [(parts[start : start + 3], parts[start + 3 : start + 6]) for start in (0, 6)]
+    return image, text, pe[:, :, text.shape[1] :], pe[:, :, : text.shape[1]], *modulations
+
+
+def _call_toolkits_flux2_single(
+    text: Tensor, image: Tensor, both: Tensor, vectors: Tensor, angles: Tensor, seen: Tensor
+):
+    return both, _pe(angles, len(both)), vectors.split(1, dim=1)
+
+
 def _of_all_heads(seen: Tensor, x: Tensor, angles: Tensor) -> Tensor:
     return _pairs(seen).expand(-1, x.shape[-1] // (2 * angles.shape[1]), -1, -1)
 
@@ -172,6 +199,15 @@ FAMILIES = {
 QWEN_IMAGE_IN = (0, 39)  # diffusers before hands its blocks another mask, and is not read with one
 if tuple(int(part) for part in diffusers.__version__.split(".")[:2]) < QWEN_IMAGE_IN:
     del FAMILIES["qwen image"]
+if hasattr(diffusers, "Flux2Transformer2DModel"):
+    double, single = "Flux2TransformerBlock", "Flux2SingleTransformerBlock"
+    FAMILIES["flux2 double"] = Family(_of_diffusers(double, "transformer_flux2"), _call_flux2_double, 12, hidden=6144)
+    FAMILIES["flux2 single"] = Family(_of_diffusers(single, "transformer_flux2"), _call_flux2_single, 3, hidden=6144)
+# which have no stand-in
+TOOLKITS_FLUX2 = {
+    "toolkit's flux2 double": Family(_of_toolkits_flux2("DoubleStreamBlock"), _call_toolkits_flux2_double, 12),
+    "toolkit's flux2 single": Family(_of_toolkits_flux2("SingleStreamBlock"), _call_toolkits_flux2_single, 3),
+}
 
 
 @dataclass
@@ -278,6 +314,7 @@ def largest_difference(name: str, dtype: torch.dtype, adapters: str = "peft") ->
 
 
 if __name__ == "__main__":
+    FAMILIES.update(TOOLKITS_FLUX2)
     own = [name for name in FAMILIES if name.startswith("toolkit")]
     assert toolkit_layers().__name__ == TOOLKIT_LAYERS
     json.dump({name: largest_difference(name, torch.float32, "toolkit") for name in own}, sys.stdout)

@@ -12,6 +12,7 @@ from diffusers.loaders import single_file_utils
 from safetensors.torch import save_file
 
 from coat_flux.blocks.models.checkpoint import CheckpointError, flux_config, read_header
+from coat_flux.blocks.models.flux1 import FLUX_DEV_TRANSFORMER_CONFIG, make_flux_dev_geometry
 from coat_flux.mini_flux import MINI_FLUX
 from coat_flux.trainers.standalone.loading import ModelLoadError, load_encoders, load_transformer
 from coat_flux.trainers.standalone.trainer import COATTrainer
@@ -77,9 +78,8 @@ def test_flux_dev_s_own_shapes_give_its_config() -> None:
         **{f"single_blocks.{i}.linear1.weight": [3 * d + mlp, d] for i in range(38)},
     }
     config = flux_config({name: {"shape": shape} for name, shape in shapes.items()})
-    from coat_flux.blocks.models.flux1 import FLUX_DEV_TRANSFORMER_CONFIG as DEV
-
-    assert {**config, "axes_dims_rope": tuple(config["axes_dims_rope"])} == {**DEV, "out_channels": 64}
+    expected = {**FLUX_DEV_TRANSFORMER_CONFIG, "out_channels": 64}
+    assert {**config, "axes_dims_rope": tuple(config["axes_dims_rope"])} == expected
 
 
 def test_a_job_trains_on_a_file(mini, tmp_path: Path) -> None:
@@ -146,3 +146,34 @@ def test_what_a_file_does_not_hold_comes_from_the_model_it_was_made_of(mini, tmp
     with pytest.raises(ModelLoadError, match=r"name_or_path=black-forest-labs/FLUX\.1-dev: vae cannot be loaded"):
         load_encoders(str(path), torch.bfloat16)
     assert load_encoders(str(path), torch.bfloat16, str(MINI_FLUX)).vae is not None
+
+
+# -- its geometry with random weights --------------------------------------------------------------------------------
+
+
+def test_flux_dev_geometry_has_flux_devs_parameters():
+    model = make_flux_dev_geometry("meta", torch.bfloat16)
+    assert sum(parameter.numel() for parameter in model.parameters()) == 11_901_408_320
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    assert model.config.axes_dims_rope == FLUX_DEV_TRANSFORMER_CONFIG["axes_dims_rope"]
+
+
+def test_flux_dev_geometry_is_filled_on_the_device():
+    small = {"num_layers": 1, "num_single_layers": 1, "num_attention_heads": 1, "joint_attention_dim": 32}
+    model = make_flux_dev_geometry("cpu", torch.bfloat16, **small)
+    assert {(p.device.type, p.dtype, p.requires_grad) for p in model.parameters()} == {("cpu", torch.bfloat16, False)}
+    weight = model.transformer_blocks[0].ff.net[0].proj.weight
+    assert weight.float().std().item() == pytest.approx(128**-0.5, rel=0.02)
+    assert torch.equal(model.transformer_blocks[0].attn.norm_q.weight, torch.ones(128, dtype=torch.bfloat16))
+    assert torch.equal(weight, make_flux_dev_geometry("cpu", **small).transformer_blocks[0].ff.net[0].proj.weight)
+    with torch.no_grad():
+        output = model(
+            hidden_states=torch.randn(1, 16, 64, dtype=torch.bfloat16),
+            encoder_hidden_states=torch.randn(1, 8, 32, dtype=torch.bfloat16),
+            pooled_projections=torch.randn(1, 768, dtype=torch.bfloat16),
+            timestep=torch.tensor([0.5]),
+            guidance=torch.tensor([3.5]),
+            img_ids=torch.zeros(16, 3),
+            txt_ids=torch.zeros(8, 3),
+        ).sample
+    assert 0.1 < output.float().std().item() < 10
