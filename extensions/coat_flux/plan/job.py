@@ -225,9 +225,17 @@ class JobFacts:
     data: Data
     targets: tuple[Linear, ...]  # with an adapter
     trained: Mapping[str, int]  # name → elements of the transformer's own parameters; empty with `network`
+    transformer_bytes: int  # of the transformer in training: codes and scales, the rest as loaded
+    adapter_sizes: Sequence[int]  # elements of A and B of every target, or of the transformer's trained parameters
     blocks: tuple[Block, ...]  # in forward order, with their adapters
     tokens: Tokens  # of the largest micro-batch
     sample_tokens: Tokens | None  # of the largest sample image; None without samples
+    value_bytes: int  # per element of frozen models and hidden states
+    on_cpu: bool  # the job trains on a CPU: device memory is CPU memory
+    caches_latents: bool  # training does not need the VAE
+    caches_text: bool  # nor the text encoders
+    offloads: bool  # the moments are in CPU memory and pass through the device
+    frees_gradients: bool  # there are never more than one or two gradients
 
     @functools.cached_property
     def given(self) -> Given:
@@ -266,11 +274,6 @@ class JobFacts:
         return linear.is_fp8 and f"{linear.name}.weight" not in self.trained
 
     @functools.cached_property
-    def transformer_bytes(self) -> int:
-        """Bytes of the transformer in training: codes and scales, the rest as loaded."""
-        return self.model.transformer_bytes(self.job.coat, self.value_bytes, self.trained)
-
-    @functools.cached_property
     def block_settings(self) -> list[FlowSettings]:
         """The storage of each block's saved activations."""
         return block_settings(self.job.coat, self.given)
@@ -279,31 +282,6 @@ class JobFacts:
     def settings(self) -> FlowSettings:
         """The last block's `block_settings`."""
         return self.block_settings[-1]
-
-    @property
-    def value_bytes(self) -> int:
-        """Bytes per element of frozen models and hidden states."""
-        return VALUE_BYTES[self.job.train.dtype]
-
-    @property
-    def on_cpu(self) -> bool:
-        """Whether the job trains on a CPU: device memory is CPU memory."""
-        return self.job.device == "cpu"
-
-    @property
-    def caches_latents(self) -> bool:
-        """Whether training does not need the VAE."""
-        return all(entry.cache_latents or entry.cache_latents_to_disk for entry in self.job.datasets)
-
-    @property
-    def caches_text(self) -> bool:
-        """Whether training does not need the text encoders."""
-        return all(entry.cache_text_embeddings for entry in self.job.datasets)
-
-    @functools.cached_property
-    def adapter_sizes(self) -> list[int]:
-        """Elements of each trained parameter: A and B of every target, or the transformer's own."""
-        return list(self.trained.values()) if self.job.full else _sizes_of_lora(self.targets, self.job)
 
     @property
     def lora_bytes(self) -> int:
@@ -317,40 +295,38 @@ class JobFacts:
             return 0
         return self.value_bytes * sum(self.adapter_sizes) if self.job.full else self.lora_bytes
 
-    @property
-    def frees_gradients(self) -> bool:
-        """Whether there are never more than one or two gradients."""
-        return self.job.train.fused_backward and self.job.train.gradient_accumulation == 1
-
-    @functools.cached_property
-    def offloads(self) -> bool:
-        """Whether the moments are in CPU memory and pass through the device."""
-        train = self.job.train
-        if train.optimizer != COAT_OPTIMIZER:
-            return False
-        _, options = self.job.coat.optimizer_config(train.optimizer_params)
-        return options.get("offload") == "cpu"
-
 
 def job_facts(job: JobConfig, known: JobFacts | None = None) -> JobFacts:
     """Gather a job's numbers, with unchanged images from `known`; raises ConfigError for unknown sizes."""
-    model = find_model(job.model.name_or_path, _model_key(job))
+    model, train = find_model(job.model.name_or_path, _model_key(job)), job.train
     targets, trained = adapted(job, model), trained_sizes(job, model) if job.full else {}
     data = known.data if known is not None and _images(known.job) == _images(job) else _data(job)
-    samples = () if job.train.disable_sampling else job.sample.items()
+    samples = () if train.disable_sampling else job.sample.items()
     sample_tokens = None
     if samples:
         pixels = max(item.width * item.height for item in samples)
         sample_tokens = Tokens(1, model.text_tokens, pixels // PIXELS_PER_TOKEN)
+    offloads = False
+    if train.optimizer == COAT_OPTIMIZER:
+        _, options = job.coat.optimizer_config(train.optimizer_params)
+        offloads = options.get("offload") == "cpu"
     return JobFacts(
         job=job,
         model=model,
         data=data,
         targets=targets,
         trained=trained,
+        transformer_bytes=model.transformer_bytes(job.coat, VALUE_BYTES[train.dtype], trained),
+        adapter_sizes=list(trained.values()) if job.full else _sizes_of_lora(targets, job),
         blocks=_blocks(model, targets, job.network.linear, trained),
-        tokens=Tokens(job.train.batch_size, model.text_tokens, data.pixels // PIXELS_PER_TOKEN),
+        tokens=Tokens(train.batch_size, model.text_tokens, data.pixels // PIXELS_PER_TOKEN),
         sample_tokens=sample_tokens,
+        value_bytes=VALUE_BYTES[train.dtype],
+        on_cpu=job.device == "cpu",
+        caches_latents=all(entry.cache_latents or entry.cache_latents_to_disk for entry in job.datasets),
+        caches_text=all(entry.cache_text_embeddings for entry in job.datasets),
+        offloads=offloads,
+        frees_gradients=train.fused_backward and train.gradient_accumulation == 1,
     )
 
 

@@ -150,7 +150,8 @@ def outside_bytes(facts: JobFacts) -> int:
 
 
 def _budget(facts: JobFacts, device_bytes: float | None) -> float | None:
-    return budget_bytes(facts.job.coat, None if device_bytes is None else device_bytes * USABLE_FRACTION)
+    usable = None if device_bytes is None else device_bytes * USABLE_FRACTION
+    return budget_bytes(facts.job.coat, usable)
 
 
 def _placed(phase: PhasePrediction, plan: BlockPlan) -> PhasePrediction:
