@@ -16,8 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..blocks.models import FLUX, Family
-from .fusing import split_all
+from ..blocks.models import Family
 from .layouts import (
     PREFIXES,
     ExportError,
@@ -28,9 +27,8 @@ from .layouts import (
     place_of,
     read_file,
     read_pairs,
+    split_all,
 )
-
-__all__ = ["ExportReport", "check_export", "check_tensors", "diffusers_refusal"]
 
 TEXT_ENCODERS = ("lora_te", "text_encoder")  # prefixes of other models' adapters
 SHORT_DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
@@ -164,24 +162,22 @@ def _delta_norm(module: str, pair: Pair) -> float:
 def _programs(
     tensors: Mapping[str, Tensor], pairs: Mapping[str, Pair], layout: str, family: Family
 ) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The programs that load the file, and why others do not."""
     refusals: dict[str, str] = {}
-    wanted = pairs if layout == "diffusers" else split_all(pairs)
-    why = diffusers_refusal(tensors, wanted, family)
+    programs = ["diffusers", *family.programs[layout]]
+    why = _diffusers_refusal(tensors, pairs if layout == "diffusers" else split_all(pairs), family)
     if why is not None:
         refusals["diffusers"] = why
         if layout == "diffusers" and not why.startswith("not checked"):
             raise ExportError(f"diffusers does not load it: {why}; install the diffusers this was tested with")
-    others = list(family.programs[layout])
-    if "ai-toolkit" in others and any(pair.scale != 1 for pair in pairs.values()):
-        others.remove("ai-toolkit")
+    if "ai-toolkit" in programs and any(pair.scale != 1 for pair in pairs.values()):
         refusals["ai-toolkit"] = "it ignores alpha; convert with --to diffusers"
-    if "sd-scripts" in others and not all("_blocks." in module for module in pairs):
-        others.remove("sd-scripts")
+    if "sd-scripts" in programs and not all("_blocks." in module for module in pairs):
         refusals["sd-scripts"] = "it has no adapters outside the blocks"
-    return tuple((["diffusers"] if why is None else []) + others), refusals
+    return tuple(program for program in programs if program not in refusals), refusals
 
 
-def diffusers_refusal(tensors: Mapping[str, Tensor], wanted: Mapping[str, Pair], family: Family = FLUX) -> str | None:
+def _diffusers_refusal(tensors: Mapping[str, Tensor], wanted: Mapping[str, Pair], family: Family) -> str | None:
     """Return why the pipeline's `load_lora_weights` (conversion, then PEFT) would not load the whole file, or None."""
     try:
         mixin = getattr(importlib.import_module("diffusers.loaders"), family.lora_loader)

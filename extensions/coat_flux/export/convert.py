@@ -11,10 +11,17 @@ from safetensors.torch import save_file
 
 from ..base.files import replacing
 from .check import ExportReport, check_tensors
-from .fusing import fuse_all, split_all
-from .layouts import LAYOUTS, ExportError, Pair, naming, read_file, read_pairs, write_pairs
-
-__all__ = ["convert_file", "convert_pairs"]
+from .layouts import (
+    LAYOUTS,
+    ExportError,
+    Pair,
+    fuse_all,
+    naming,
+    read_file,
+    read_pairs,
+    split_all,
+    write_pairs,
+)
 
 STALE_HASHES = ("sshs_model_hash", "sshs_legacy_hash")  # of the tensors as they were before a conversion
 

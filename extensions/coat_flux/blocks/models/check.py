@@ -17,11 +17,11 @@ from ...config.findings import ConfigError, Finding, Findings, closest
 from ...config.job import JobConfig
 from ...config.job_sections import PROCESS_TYPES
 from ...config.rules import STANDALONE, STANDALONE_ARCHS, arch_of
+from ...mini_flux import EMBEDDED_MODEL
 from . import ARCHS, FAMILIES, FLUX, FLUX2, PIPELINES, REFUSED
 from .checkpoint import DEV, IN_CHANNELS, SUFFIXES, CheckpointError, base_model, flux_config, read_header
 from .family import Family
 
-EMBEDDED = "coat_mini_flux"  # the name of mini_flux.folder.EMBEDDED_MODEL
 BFL = "black-forest-labs"
 REPOSITORIES = {name: arch for family in FAMILIES.values() for name, arch in family.repositories.items()}
 PIPELINE_ARCHS = {arch for archs in PIPELINES.values() for arch in archs}
@@ -131,24 +131,22 @@ def check_model(
 
 class _Model:
     def __init__(self, model: Mapping[str, Any], alone: bool, root: Path | None):
-        self.name, self.extras, self.alone, self.root = str(model["name_or_path"]), None, alone, root
-        self.place, self.arch, self.own_vae = Path(self.name), arch_of(model), model.get("vae_path") is not None
-        if model.get("extras_name_or_path") is not None:
-            self.extras = str(model["extras_name_or_path"])
+        self.name, self.place, self.arch = str(model["name_or_path"]), Path(model["name_or_path"]), arch_of(model)
+        self.alone, self.root, self.own_vae = alone, root, model.get("vae_path") is not None
+        self.extras = model.get("extras_name_or_path")
 
     def check(self) -> None:
-        name, place = self.name, self.place
-        if place.name == EMBEDDED and not place.exists():
+        if self.place.name == Path(EMBEDDED_MODEL).name and not self.place.exists():
             return  # made when the run starts
-        if re.match(r"https?:", name):
-            if self.alone or "civitai.com" not in name:
+        if re.match(r"https?:", self.name):
+            if self.alone or "civitai.com" not in self.name:
                 raise _Refusal("is a web address; write owner/name, or a downloaded file or folder")
-        elif place.is_dir():
+        elif self.place.is_dir():
             self._check_folder()
-        elif place.exists():
+        elif self.place.exists():
             self._check_file()
         else:
-            self._check_hub(name)
+            self._check_hub(self.name)
 
     def _check_folder(self) -> None:
         if not self.alone and self.arch in CHECKPOINTS:
@@ -157,10 +155,16 @@ class _Model:
                 raise _Refusal(f"has no {needed}, which ai-toolkit loads for {self.arch}; give the folder of that file")
             return
         pipeline = _json(self.place / "model_index.json").get("_class_name")
-        if pipeline:
-            self._check_pipeline(str(pipeline))
-        elif not any((self.place / part).is_dir() for part in ("transformer", "unet")):
+        archs = PIPELINES.get(pipeline, ())
+        if pipeline is None and not any((self.place / part).is_dir() for part in ("transformer", "unet")):
             self._refuse_folder()
+        if pipeline is not None and self.alone and not set(archs) & set(STANDALONE_ARCHS):
+            where = f", or train it inside ai-toolkit with model.arch: {archs[0]}" if archs else ""
+            rule = f"is a {pipeline}, and the stand-alone trainer trains FLUX.1 and FLUX.2"
+            raise _Refusal(f"{rule}; give a folder of one of them{where}")
+        if archs and self.arch not in archs and (self.alone or self.arch in PIPELINE_ARCHS):
+            rule = f"is a {pipeline}, which does not fit arch {self.arch}"
+            raise _Refusal(f"{rule}; write model.arch: {' or '.join(archs)}, or another folder")
         if self.arch in FLUX_ARCHS:
             self._check_parts(FLUX)
         elif self.alone:
@@ -168,26 +172,15 @@ class _Model:
 
     def _refuse_folder(self) -> None:
         part = _json(self.place / "config.json").get("_class_name")
-        snapshot = next(self.place.glob("snapshots/*/model_index.json"), None)
-        files = sorted(path for path in self.place.iterdir() if path.suffix.lower() in SUFFIXES)
         if part is not None:
             raise _Refusal(f"is only the {part} of a model; give the folder around it, {self.place.resolve().parent}")
-        if snapshot is not None:
+        for snapshot in self.place.glob("snapshots/*/model_index.json"):
             raise _Refusal(f"is the hub's cache of a model; give {snapshot.parent}, or the model's name on the hub")
         remedy = "give that of a downloaded model"
+        files = sorted(path for path in self.place.iterdir() if path.suffix.lower() in SUFFIXES)
         if files and (self.alone or self.arch not in FLUX_ARCHS):
             remedy = f"give one that is, or one file, such as {files[0]}"
         raise _Refusal(f"is not a folder in diffusers layout, it has no model_index.json; {remedy}")
-
-    def _check_pipeline(self, pipeline: str) -> None:
-        archs = PIPELINES.get(pipeline, ())
-        if self.alone and not set(archs) & set(STANDALONE_ARCHS):
-            where = f", or train it inside ai-toolkit with model.arch: {archs[0]}" if archs else ""
-            rule = f"is a {pipeline}, and the stand-alone trainer trains FLUX.1 and FLUX.2"
-            raise _Refusal(f"{rule}; give a folder of one of them{where}")
-        if archs and self.arch not in archs and (self.alone or self.arch in PIPELINE_ARCHS):
-            rule = f"is a {pipeline}, which does not fit arch {self.arch}"
-            raise _Refusal(f"{rule}; write model.arch: {' or '.join(archs)}, or another folder")
 
     def _check_parts(self, family: Family) -> None:
         """Every part of a folder, and whether transformer and text encoders are of one model."""
@@ -195,15 +188,16 @@ class _Model:
         _check_part(self.place, "transformer", self.alone)
         _check_transformer(config, family)
         own_encoder = not self.alone and (self.arch == "flux" or (base / "text_encoder").exists())
-        if self.extras and family is FLUX and not own_encoder:
+        if self.extras is not None and family is FLUX and not own_encoder:
             base = Path(self.extras)
         self._check_others(base, family)
         for part, (key, takes, layers) in family.text_features.items():
-            theirs = _json(base / part / "config.json")
-            width, wanted = theirs.get(key, theirs.get("text_config", {}).get(key)), config.get(takes)
+            encoder = _json(base / part / "config.json")
+            width = encoder.get(key, encoder.get("text_config", {}).get(key))
+            wanted = config.get(takes)
             if width and wanted and layers * width != wanted:
-                times = f"{layers} x {width}" if layers > 1 else f"{width}"
-                raise _Refusal(f"{part} gives {times} features and the transformer takes {wanted}; give one model's")
+                features = f"{layers} x {width}" if layers > 1 else width
+                raise _Refusal(f"{part} gives {features} features and the transformer takes {wanted}; give one model's")
 
     def _check_others(self, base: Path, family: Family) -> None:
         if not base.is_dir():
@@ -244,27 +238,28 @@ class _Model:
         known = REPOSITORIES.get(repository) if owner == BFL else None
         fits = STANDALONE_ARCHS if self.alone else PIPELINE_ARCHS
         if known not in (None, self.arch) and key == "name_or_path" and (self.alone or self.arch in fits):
-            rule = f"is {str(known).replace('_', ' ')}, which"
             if known in fits:
-                raise refuse(f"{rule} does not fit arch {self.arch}; write model.arch: {known}")
-            raise refuse(f"{rule} is not trained here; write {DEV}")
+                rule = f"is {known.replace('_', ' ')}, which does not fit arch {self.arch}"
+                raise refuse(f"{rule}; write model.arch: {known}")
+            raise refuse(f"is {known}, which is not trained here; write {DEV}")
         if _cached(name):
             return
         if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
             rule = "is neither here nor in the hub's cache, and HF_HUB_OFFLINE forbids a download"
             raise refuse(f"{rule}; unset it, or give a folder")
         if known is not None and repository not in UNGATED:
-            if not _has_token(self.root):
-                rule = "asks for an agreement before the download, and there is no token here"
-                remedy = f"accept it on https://huggingface.co/{name}, then run `hf auth login`"
-                mirror = "huggingface.co" not in os.environ.get("HF_ENDPOINT", "huggingface.co")
-                raise refuse(f"{rule}; {remedy}", warns=mirror)
-            return
+            if _has_token(self.root):
+                return
+            rule = "asks for an agreement before the download, and there is no token here"
+            remedy = f"accept it on https://huggingface.co/{name}, then run `hf auth login`"
+            mirror = "huggingface.co" not in os.environ.get("HF_ENDPOINT", "huggingface.co")
+            raise refuse(f"{rule}; {remedy}", warns=mirror)
         if re.search("stable-diffusion|sdxl", name, re.IGNORECASE) and (self.alone or self.arch in FLUX_ARCHS):
             raise refuse(f"is Stable Diffusion by its name; write {DEV}, or its folder")
-        near = closest(repository, REPOSITORIES) if owner == BFL and known is None else None
-        if near:
-            raise refuse(f"no repository known here; did you mean {BFL}/{near}?", warns=True)
+        if owner == BFL and known is None:
+            near = closest(repository, REPOSITORIES)
+            if near:
+                raise refuse(f"no repository known here; did you mean {BFL}/{near}?", warns=True)
         raise refuse("no such folder here, so it is downloaded from the hub under this name", warns=True)
 
 

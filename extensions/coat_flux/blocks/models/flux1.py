@@ -96,42 +96,29 @@ FLUX_DEV_TRANSFORMER_CONFIG: dict[str, Any] = {
     "guidance_embeds": True,
     "axes_dims_rope": (16, 56, 56),
 }
-# of every FLUX.1 model: its VAE, CLIP-L and T5-XXL
+# of every FLUX.1 model: its VAE, CLIP-L and T5-XXL, where they differ from their classes' defaults
 OTHER_PARTS: dict[str, dict[str, Any]] = {
     "vae": {
-        "in_channels": 3,
-        "out_channels": 3,
         "down_block_types": ("DownEncoderBlock2D",) * 4,
         "up_block_types": ("UpDecoderBlock2D",) * 4,
         "block_out_channels": (128, 256, 512, 512),
         "layers_per_block": 2,
-        "act_fn": "silu",
         "latent_channels": 16,
-        "norm_num_groups": 32,
         "use_quant_conv": False,
         "use_post_quant_conv": False,
-        "mid_block_add_attention": True,
     },
     "text_encoder": {
-        "vocab_size": 49408,
         "hidden_size": 768,
         "intermediate_size": 3072,
         "projection_dim": 768,
-        "num_hidden_layers": 12,
         "num_attention_heads": 12,
-        "max_position_embeddings": 77,
-        "hidden_act": "quick_gelu",
     },
     "text_encoder_2": {
-        "vocab_size": 32128,
         "d_model": 4096,
-        "d_kv": 64,
         "d_ff": 10240,
         "num_layers": 24,
         "num_heads": 64,
         "feed_forward_proj": "gated-gelu",
-        "is_encoder_decoder": False,
-        "use_cache": False,
     },
 }
 
