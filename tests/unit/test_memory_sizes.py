@@ -10,7 +10,6 @@ from torch import nn
 
 from coat_core.activation import Saving
 from coat_core.granularity import Granularity, Storage, per_group
-from coat_flux.base.errors import UserError
 from coat_flux.blocks.decide import Given, flow_settings
 from coat_flux.blocks.sizes import (
     LINEARS,
@@ -25,7 +24,6 @@ from coat_flux.blocks.sizes import (
     gradient_bytes,
     kept_by_kind,
     largest_moment,
-    make_block,
     read_block,
     read_blocks,
 )
@@ -52,17 +50,16 @@ def per_element(kind: str, settings: FlowSettings, names: list[str] | None = Non
 @pytest.mark.parametrize(
     ("settings", "double", "single"),
     [
-        (FlowSettings(), 13, 11),
-        (FlowSettings(saving=Saving(attention="bf16")), 17, 15),
-        (FlowSettings(flow="generic"), 30, 26),
+        (FlowSettings(), 12.475, 10.398),
+        (FlowSettings(saving=Saving(attention="bf16")), 16.350, 14.273),
+        (FlowSettings(flow="generic"), 23.737, 19.611),
     ],
     ids=["fused", "fused, attention bf16", "generic"],
 )
-def test_kept_at_flux_width_stays_below_the_bounds(settings, double, single):
-    """Issue 3's bounds, adapters on the modulation included; above them are only the tensors of the list."""
-    for kind, bound in (("double", double), ("single", single)):
-        found = per_element(kind, settings, NAMES[kind])
-        assert bound - 10 < found <= bound
+def test_kept_at_flux_width(settings, double, single):
+    """Bytes per token and hidden element, adapters on the modulation included: RESULTS.md's 12.5 and 10.4."""
+    for kind, expected in (("double", double), ("single", single)):
+        assert per_element(kind, settings, NAMES[kind]) == pytest.approx(expected, abs=0.002)
 
 
 def test_the_fused_flow_keeps_the_list_and_no_more():
@@ -78,12 +75,8 @@ def test_the_fused_flow_keeps_the_list_and_no_more():
     )
 
 
-KINDS_OF = {
-    "fused": {"modulation", "inputs of norms", "LoRA middles", "q, k, v, out", "statistics", "MLP before GELU"},
-    "generic": {
-        "modulation", "inputs of norms", "LoRA inputs", "LoRA middles", "q, k, v, out", "statistics", "MLP before GELU",
-    },
-}  # fmt: skip
+KINDS_OF = {"fused": {"modulation", "inputs of norms", "LoRA middles", "q, k, v, out", "statistics", "MLP before GELU"}}
+KINDS_OF["generic"] = KINDS_OF["fused"] | {"LoRA inputs"}
 
 
 @pytest.mark.parametrize("flow", KINDS_OF)
@@ -151,35 +144,29 @@ def test_shapes_of_linears_are_the_models(kind):
     }
 
 
-def test_read_block_finds_pefts_adapters():
+class Adapter(nn.Module):
+    """Takes the place of a linear's forward, as ai-toolkit's do."""
+
+    def forward(self, x):
+        return x
+
+
+def test_read_block_finds_the_adapters_of_peft_and_of_ai_toolkit():
     model, _, _ = coat_flux_model({"memory": {"checkpointing": "none"}})
     block = read_block(model.single_transformer_blocks[0])
     assert dict(block.ranks) == dict.fromkeys(NAMES["single"], 4)
     own = [p for n, p in model.single_transformer_blocks[0].named_parameters() if ".lora_" in n]
     assert gradient_bytes(block, 2) == sum(p.nbytes for p in own)
-
-
-def test_read_block_finds_ai_toolkits_adapters():
-    block = tiny_flux().transformer_blocks[1]
-
-    class LoRAModule(nn.Module):
-        def forward(self, x):
-            return x
-
-    lora = LoRAModule()
+    block, lora = tiny_flux().transformer_blocks[1], Adapter()
     lora.lora_down = nn.Linear(64, 8, bias=False)
     block.attn.to_k.forward = lora.forward
     assert dict(read_block(block, trained_input=False).ranks) == {"attn.to_k": 8}
+    assert read_block(lora) is None
 
 
 def test_a_block_with_lokr_is_counted_as_one_that_nobody_listed():
     """And trained: next to a LoRA's it keeps more, and those above it have a gradient to hand on."""
-
-    class LokrModule(nn.Module):
-        def forward(self, x):
-            return x
-
-    blocks, lokr = tiny_flux().requires_grad_(False).transformer_blocks, LokrModule()
+    blocks, lokr = tiny_flux().requires_grad_(False).transformer_blocks, Adapter()
     lokr.lokr_w1 = nn.Parameter(torch.zeros(8, 8))
     blocks[0].attn.to_k.forward = lokr.forward
     assert read_block(blocks[0]) is None
@@ -221,7 +208,7 @@ def test_largest_moment():
     assert (first.kept, first.workspace, first.gradients) == (1, 500, 7)  # by then the second block's are made
 
 
-@pytest.mark.parametrize("free", [0, 109, 110, 150, 200, 330, 389, 390, 459, 460, 1000])
+@pytest.mark.parametrize("free", [0, 109, 110, 200, 389, 390, 459, 460])
 def test_fewest_recomputed_is_the_fewest(free):
     chosen = fewest_recomputed(BLOCKS, free)
     fits = largest_moment(BLOCKS, chosen).total <= free
@@ -238,16 +225,3 @@ def test_fewest_recomputed_is_the_fewest(free):
 def test_fewest_recomputed_takes_first_those_that_save_most():
     assert fewest_recomputed(BLOCKS, 459) == [0]
     assert fewest_recomputed([*BLOCKS[2:], *BLOCKS[:2]], 459) == [3]
-
-
-@pytest.mark.parametrize(("hidden", "heads"), [(3072, 24), (6144, 48)], ids=["klein-4B", "dev"])
-def test_flux2_keeps_little_more_than_flux1(hidden: int, heads: int) -> None:
-    """At most 1.2 times 12.5 and 10.4 bytes per token and hidden element."""
-    try:
-        make_block(Block("flux2_double", 256, 2, 768))
-    except (ImportError, UserError) as error:
-        pytest.skip(str(error))
-    for kind, bound in (("flux2_double", 15.0), ("flux2_single", 12.5)):
-        block = Block(kind, hidden, heads, 3 * hidden, tuple((name, 16) for name in NAMES[kind]))
-        found = block_bytes(block, TOKENS, FlowSettings()).kept / (TOKENS.rows * hidden)
-        assert bound - 3 < found < bound
