@@ -1,10 +1,12 @@
-"""The shipped mini-FLUX: small, whole, loads as FLUX.1-dev does, and it draws what its prompt says."""
+"""The shipped mini-FLUX: small, whole, loads as FLUX.1-dev does, and draws what its prompt says, by its scorer."""
 
 from __future__ import annotations
 
 import importlib
+import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKL, FluxPipeline, FluxTransformer2DModel
@@ -12,11 +14,18 @@ from safetensors import safe_open
 from transformers import CLIPTextModel, CLIPTokenizer, T5EncoderModel, T5TokenizerFast
 
 from coat_flux.mini_flux import EMBEDDED_MODEL, MARKER_NAME, MINI_FLUX, make_mini_flux, provide_embedded
-from tests.tolerances import MINI_FLUX_ACCURACY, MINI_FLUX_CHANCE
+from tests.tolerances import (
+    MINI_FLUX_ACCURACY,
+    MINI_FLUX_CHANCE,
+    SCORER_ACCURACY,
+    SCORER_ALL_FOUR,
+    SCORER_BY_CHANCE,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_BYTES = 25_000_000
 PROMPTS = 24
+SEED = 977  # of no picture that the scorer was trained on
 
 
 @pytest.fixture(scope="module")
@@ -64,19 +73,17 @@ def test_a_damaged_or_older_copy_is_made_again(tmp_path, name, content):
     assert [path.name for path in tmp_path.iterdir()] == ["mini"]
 
 
-def test_an_interrupted_copy_leaves_nothing_behind(tmp_path, monkeypatch):
+def test_an_interrupted_copy_leaves_nothing_behind_and_somebody_elses_folder_is_left_alone(tmp_path, monkeypatch):
     def killed(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("coat_flux.mini_flux.replace_folder", killed)
-    with pytest.raises(KeyboardInterrupt):
-        make_mini_flux(tmp_path / "mini")
+    with monkeypatch.context() as patch:
+        patch.setattr("coat_flux.mini_flux.replace_folder", killed)
+        with pytest.raises(KeyboardInterrupt):
+            make_mini_flux(tmp_path / "mini")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_somebody_elses_folder_is_left_alone(tmp_path):
     (tmp_path / "model.txt").write_text("mine")
-    with pytest.raises(FileExistsError, match="choose another folder"):
+    with pytest.raises(FileExistsError, match="out_dir"):
         make_mini_flux(tmp_path)
     assert (tmp_path / "model.txt").read_text() == "mine"
 
@@ -102,17 +109,17 @@ def test_the_pipeline_has_the_real_classes_and_every_linear_of_the_blocks_can_ru
             assert not module.out_features % 16, name
 
 
-@pytest.mark.parametrize("part", ["transformer", "vae", "text_encoder", "text_encoder_2"])
-def test_weights_are_bf16_on_disk_and_load_completely(folder, pipe, part):
-    (path,) = (folder / part).glob("*.safetensors")
-    with safe_open(path, "pt") as file:
-        stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
-    loaded = {name.removeprefix("text_model."): tensor for name, tensor in getattr(pipe, part).state_dict().items()}
-    for name, tensor in stored.items():
-        assert torch.equal(loaded[name.removeprefix("text_model.")], tensor.float()), name
-    if part == "text_encoder":  # transformers before 5.6 finds CLIP's tensors only with this prefix
-        assert all(name.startswith("text_model.") for name in stored)
+def test_weights_are_bf16_on_disk_and_load_completely(folder, pipe):
+    for part in ("transformer", "vae", "text_encoder", "text_encoder_2"):
+        (path,) = (folder / part).glob("*.safetensors")
+        with safe_open(path, "pt") as file:
+            stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
+        loaded = {name.removeprefix("text_model."): tensor for name, tensor in getattr(pipe, part).state_dict().items()}
+        for name, tensor in stored.items():
+            assert torch.equal(loaded[name.removeprefix("text_model.")], tensor.float()), name
+            # transformers before 5.6 finds CLIP's tensors only with this prefix
+            assert part != "text_encoder" or name.startswith("text_model.")
 
 
 def test_clip_spells_any_text_in_bytes_and_t5_marks_unknown_characters(pipe):
@@ -129,13 +136,45 @@ def test_clip_spells_any_text_in_bytes_and_t5_marks_unknown_characters(pipe):
     assert t5("№").input_ids.count(2) == 1
 
 
-def test_it_draws_what_unseen_prompts_say(folder):
+@pytest.fixture(scope="module")
+def world():
+    """The scripts' modules that draw pictures and prompts, and the scorer."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "scripts"))
-        samples, scorer = importlib.import_module("mini_flux.samples"), importlib.import_module("mini_flux.scorer")
+        return [importlib.import_module(f"mini_flux.{name}") for name in ("pictures", "samples", "scorer")]
+
+
+def test_it_draws_what_unseen_prompts_say(folder, world):
+    _, samples, scorer = world
     items = samples.unseen_items(PROMPTS, seed=1)
     pixels = samples.draw_prompts(samples.load_pipeline(folder), samples.prompts_of(items, seed=1))
     found = scorer.judge(scorer.load_scorer(), pixels)
     assert scorer.right(found, items).double().mean(0).min() >= MINI_FLUX_ACCURACY
     others = torch.roll(found, 1, dims=0)
     assert scorer.right(others, items).all(1).double().mean() <= MINI_FLUX_CHANCE
+
+
+def test_the_scorer_reads_fresh_pictures_and_is_wrong_about_those_of_other_items(world):
+    pictures, _, scorer = world
+    assert scorer.WEIGHTS.stat().st_size <= 500_000
+    for size, count in (((64, 64), 200), ((48, 80), 50)):
+        rng = random.Random(SEED)
+        items = [pictures.random_item(rng, tuple(pictures.GARMENTS)) for _ in range(count)]
+        pixels = np.stack([np.asarray(pictures.draw(item, size, rng)) for item in items])
+        found = scorer.judge(scorer.load_scorer(), torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous())
+        shares = scorer.accuracies(scorer.right(found, items))
+        assert shares["all four"] >= SCORER_ALL_FOUR, shares
+        if count == 200:
+            assert min(shares[name] for name in scorer.ATTRIBUTES) >= SCORER_ACCURACY, shares
+            shares = scorer.accuracies(scorer.right(found.roll(1, 0), items))
+            assert max(shares.values()) <= SCORER_BY_CHANCE, shares
+
+
+def test_right_compares_each_attribute(world):
+    pictures, _, scorer = world
+    item = pictures.Item("coat", "red", "dotted", "grey")
+    places = [table.index(name) for table, name in zip(scorer.ATTRIBUTES.values(), item, strict=True)]
+    found = torch.tensor([places, [places[0], places[1] + 1, places[2], places[3]]])
+    correct = scorer.right(found, [item, item])
+    assert correct.tolist() == [[True] * 4, [True, False, True, True]]
+    assert scorer.accuracies(correct)["all four"] == 0.5
