@@ -64,7 +64,7 @@ def unet_inputs(config: Any, batch: int) -> Inputs:
     sizes = torch.tensor([[1024.0, 1024.0, 0.0, 0.0, 1024.0, 1024.0]]).repeat(batch, 1)
     pooled = draw(batch, config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim)
     return {
-        "sample": draw(batch, 4, 64, 64),
+        "sample": draw(batch, 4, 32, 32),
         "timestep": torch.linspace(400.0, 600.0, batch),
         "encoder_hidden_states": draw(batch, 77, config.cross_attention_dim),
         "added_cond_kwargs": {"text_embeds": pooled, "time_ids": sizes},
