@@ -14,6 +14,7 @@ import pytest
 from torch import nn
 
 from coat_flux.blocks.apply import apply_coat
+from coat_flux.blocks.decide import Given, flow_settings
 from coat_flux.blocks.lora import attach_lora
 from coat_flux.blocks.report import CoatReport, treatments
 from coat_flux.blocks.runner import BlockRunner
@@ -25,7 +26,7 @@ from coat_flux.trainers.standalone.network import add_lora, lora_targets
 from scripts.bench_memory import kept_bytes as measured_kept_bytes
 from tests.architecture.sources import ROOT
 from tests.helpers.toolkit_lora import Network
-from tests.integration.test_plan_measured import flux_inputs, flux_model, predicted_kept
+from tests.integration.test_plan_measured import flux_inputs, flux_model, predicted
 from tests.tolerances import PLAN_KEPT_RTOL
 
 CONFIGS = sorted((ROOT / "configs").glob("flux_clothing_*.yaml"))  # those of LoRAs
@@ -77,7 +78,8 @@ def test_shipped_config_does_what_is_said_of_it(config: Path, caplog: pytest.Log
         for _ in range(2):  # weights are joined and adapters copied, in memory of their own
             model(**inputs)
         measured = measured_kept_bytes(lambda: model(**inputs))
-    assert predicted_kept(model, job.coat, tokens) == pytest.approx(measured, rel=PLAN_KEPT_RTOL)
+    kept, _ = predicted(model, tokens, flow_settings(job.coat, Given((), device="cpu")))
+    assert kept == pytest.approx(measured, rel=PLAN_KEPT_RTOL)
     if not job.coat.enabled:
         assert facts.settings.flow == "eager"
         return

@@ -21,9 +21,8 @@ from coat_core.granularity import Granularity, Storage
 from coat_core.ops import dispatch
 from coat_flux.blocks.fused.chooser import fused_block
 from tests.autograd.test_fused_flow import arguments, blocks, gradients
-from tests.helpers import flux2
 from tests.helpers.asserts import assert_sqnr
-from tests.helpers.families import made, results
+from tests.helpers.families import FAMILIES, made, results
 from tests.helpers.flux import coat_flux_model
 from tests.helpers.operators import check_layout
 from tests.tolerances import KERNEL_FLOW_FLOOR_DB
@@ -91,33 +90,27 @@ def test_a_block_by_kernels_is_the_block_by_references(kind: str, activation: di
         assert kernels.calls[name] > 0
 
 
-@pytest.mark.parametrize("kind", ["double", "single"])
-def test_flux2s_blocks_by_kernels_are_those_by_references(kind: str) -> None:
-    """One linear makes q, k, v and both halves of SwiGLU."""
-    block = flux2.in_fp8(flux2.make_block("diffusers", kind, 64, 2))
-    holder, call = flux2.adapt(block, "ai-toolkit's"), flux2.given("diffusers", kind, 64, 2, batch=1, tokens=(7, 17))
-    form = fused_block(block, call.args, Saving(Storage(granularity=Granularity("per_group", 32))))
-    expected = flux2.gradients(form, call, holder)
-    with Kernels() as kernels:
-        found = flux2.gradients(form, call, holder)
-    for name, wanted in expected.items():
-        assert_sqnr(wanted, found[name], KERNEL_FLOW_FLOOR_DB)
-    backward = "mlp_activation_backward" if kind == "double" else "qkv_mlp_backward"
-    assert all(kernels.calls[name] for name in ("mlp_activation_down", "mlp_down_gradient", backward))
+OF_EVERY_FAMILY = ("norm_modulate_quantize", "mlp_activation_down", "gated_sum", "mlp_down_gradient")
+BACKWARD = {  # z-image: RMSNorm on both sides of linears; flux2: one linear makes q, k, v and both halves of SwiGLU
+    "z-image": ("norm_modulate_backward", "gated_sum_backward", "qkv_rope_backward", "mlp_activation_backward"),
+    "flux2 double": ("mlp_activation_backward",),
+    "flux2 single": ("qkv_mlp_backward",),
+}
 
 
-def test_z_images_block_by_kernels_is_that_by_references() -> None:
-    """RMSNorm on both sides of linears, two linears that make SwiGLU's halves, angles and a mask of each image."""
-    of = made("z-image", hidden=48, tokens=(3, 7), fp8=FP8LinearConfig(), adapters="toolkit")
+@pytest.mark.parametrize("name", BACKWARD)
+def test_other_models_blocks_by_kernels_are_those_by_references(name: str) -> None:
+    if name not in FAMILIES:
+        pytest.skip("this diffusers has no FLUX.2")
+    hidden = 48 if name == "z-image" else 64
+    of = made(name, hidden=hidden, tokens=(3, 7), fp8=FP8LinearConfig(), adapters="toolkit")
     form = fused_block(of.block, of.args, Saving(Storage(granularity=Granularity("per_group", 16))))
     expected = results(form, of)
     with Kernels() as kernels:
-        found = results(form, of)
-    for name, wanted in expected.items():
-        assert_sqnr(wanted, found[name], KERNEL_FLOW_FLOOR_DB)
-    shared = ("norm_modulate_quantize", "mlp_activation_down", "gated_sum", "mlp_down_gradient")
-    backward = ("norm_modulate_backward", "gated_sum_backward", "qkv_rope_backward", "mlp_activation_backward")
-    assert all(kernels.calls[each] for each in (*shared, *backward))
+        actual = results(form, of)
+    for result, wanted in expected.items():
+        assert_sqnr(wanted, actual[result], KERNEL_FLOW_FLOOR_DB)
+    assert all(kernels.calls[operator] for operator in (*OF_EVERY_FAMILY, *BACKWARD[name]))
 
 
 def test_optimizer_steps_by_the_kernel_are_those_of_the_reference() -> None:
