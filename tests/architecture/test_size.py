@@ -12,13 +12,13 @@ SOURCES = library_sources()
 TEXTS = {source.module: source.path.read_text(encoding="utf-8") for source in SOURCES}
 # goals: 35,000 lines in 210 files, 41.7 characters a line, 350 short functions, 250 called once, 100 records
 LIMITS = {  # lower them when the house has become smaller
-    "lines": 41_200,
-    "files": 262,
-    "characters in 100 lines": 4_345,
-    "functions of four lines or fewer": 840,
-    "private functions called once in their file": 470,
-    "dataclasses and named tuples": 170,
-    "docstring lines": 4_450,
+    "lines": 39_600,
+    "files": 205,
+    "characters in 100 lines": 4_340,
+    "functions of four lines or fewer": 725,
+    "private functions called once in their file": 410,
+    "dataclasses and named tuples": 155,
+    "docstring lines": 4_300,
     "coat: options": 43,
 }
 
@@ -83,5 +83,5 @@ def _lines_below(folder: str) -> int:
 
 
 def test_scripts_and_tests_do_not_grow() -> None:
-    assert _lines_below("scripts") <= 4_810
-    assert _lines_below("tests") <= 45_900
+    assert _lines_below("scripts") <= 4_220
+    assert _lines_below("tests") <= 41_050
