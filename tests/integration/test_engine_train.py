@@ -153,7 +153,7 @@ def test_resume_from_an_ai_toolkit_save(copied: dict[str, Path], capsys: pytest.
     for path in final.parent.glob("four_*.safetensors"):
         path.unlink()
     shutil.rmtree(final.parent / "coat")
-    with pytest.raises(ResumeError, match=r"four\.safetensors: cannot be read .*restore it from a backup, or"):
+    with pytest.raises(ResumeError, match=r"four\.safetensors: cannot be read"):
         train("four", other, train={"steps": 6})
 
 

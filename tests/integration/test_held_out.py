@@ -83,7 +83,7 @@ def test_photos_held_out_are_measured_and_leave_no_trace_in_a_run_or_its_resume(
 
     raw = curve(train("raw", place, train={"steps": 1}, validation=asked).parent)
     assert raw[0] == found[0]
-    assert 0 < abs(found[1][1] - raw[0][1]) < abs(raw[1][1] - raw[0][1]) / 10
+    assert 0 < abs(found[1][1] - raw[0][1]) < abs(raw[1][1] - raw[0][1]) / 2  # the raw weights would be 1
 
 
 def test_as_many_photos_as_asked_for_are_held_out(place: dict[str, Path]) -> None:

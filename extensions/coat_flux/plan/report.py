@@ -37,14 +37,14 @@ def make_plan(job: JobConfig, gpu: Card | float | None = None) -> Plan:
 
 def as_text(plan: Plan) -> str:
     """The report as text."""
-    sections = [_head(plan), _phases(plan), _blocks(plan.speed), _cards(plan.verdicts)]
+    sections = [_head(plan), _phases(plan), _blocks(plan.facts), _cards(plan.verdicts)]
     if plan.prediction.assumptions:
         sections.append("\n".join(f"assumed: {line}" for line in plan.prediction.assumptions))
     return "\n\n".join(sections)
 
 
 def _head(plan: Plan) -> str:
-    facts, job, tokens = plan.speed, plan.speed.job, plan.speed.tokens
+    facts, job, tokens = plan.facts, plan.facts.job, plan.facts.tokens
     flows = dict.fromkeys(settings.flow for settings in facts.block_settings)
     kept = f"in FP8, {' and '.join(flows)} flow, attention {facts.settings.saving.attention}"
     if "eager" in flows:
@@ -72,7 +72,7 @@ def _phases(plan: Plan) -> str:
         if any(sizes):
             rows.append([part, *(f"{size / scale:.2f}" if size else "-" for size in sizes)])
     rows.append(["total on the device", *(f"{phase.total / scale:.2f}" for phase in phases)])
-    moments = offloaded_bytes(plan.speed)
+    moments = offloaded_bytes(plan.facts)
     offloaded = f", {moments / GB:.1f} of it the moments" if moments else ""
     memory = f"host memory {plan.prediction.ram_bytes / GB:.1f} GB{offloaded}"
     disk = f"disk {plan.prediction.disk_bytes / GB:.1f} GB for saves and caches, the model's own files not counted"
@@ -132,7 +132,7 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
 def as_json(plan: Plan) -> dict[str, Any]:
     """The report as plain values; sizes in bytes, times in seconds."""
-    facts, job = plan.speed, plan.speed.job
+    facts, job = plan.facts, plan.facts.job
     cards = [
         {
             "gb": verdict.card.gb,
