@@ -393,7 +393,8 @@ def generic_cost(config: COATConfig, given: Given, block: nn.Module, args: tuple
     tokens = Tokens(len(args[0]), args[1].shape[1], args[0].shape[1])
     given = replace(given, blocks=(described,), tokens=tokens, unfused={}, **shown_by(args))
     elements = tokens.rows * described.hidden
-    (in_generic,), (in_fused,) = (block_settings(config, given, fused=fused) for fused in (False, True))
+    (in_generic,) = block_settings(config, given, fused=False)
+    (in_fused,) = block_settings(config, replace(given, dropout=False))  # which the fused flow never has
     generic, fused = block_bytes(described, tokens, in_generic).kept, block_bytes(described, tokens, in_fused).kept
     return (
         f"; such a block keeps {generic / 1e6:.2f} MB instead of {fused / 1e6:.2f} MB "
