@@ -339,7 +339,7 @@ def test_red_tests_give_exit_code_1_and_no_figures(
     ("arguments", "words"),
     [
         (["--configs", "bf17"], "'bf17'"),
-        (["--resolution", "500"], "'500': must be a multiple of 16"),
+        (["--resolution", "500"], "a multiple of 16"),
         (["--rounds", "0"], "'0'"),
         (["--level", "optimizer", "--configs", "bf16", "--skip-tests"], "--configs bf16"),
         (["--level", "count", "--configs", "bf16"], "--configs bf16"),
