@@ -191,7 +191,7 @@ def test_the_page_fetches_nothing_and_escapes_what_is_the_users(tmp_path: Path) 
     text = write_page(verdict).read_text(encoding="utf-8")
     assert "Not lossless here: the COAT run of seed 8 died: &lt;i&gt;at once&lt;/i&gt;." in text
     assert "&lt;b&gt;0&lt;/b&gt;.jpg" in text
-    assert re.search(r">blocks.&lt;0&gt;.to_q</td><td[^>]*>input</td><td[^>]*>21.5</td>", text)
+    assert re.search(r">blocks.&lt;0&gt;.to_q</td><td[^>]*>input</td><td[^>]*>21.5 dB</td>", text)
     assert "<script" not in text
     assert not re.search(r"(src|href)\s*=\s*[\"']?\s*(https?:)?//", text)
     assert verdict.as_json()["in_bf16_model"] is None
