@@ -29,11 +29,12 @@ ALL_ONLY = (  # tests that take minutes on a busy machine: left to `python scrip
     "tests/integration/test_aitk_standin.py::test_linked_folder_needs_no_pip",
     "tests/integration/test_architectures.py::test_kept_bytes",
     "tests/integration/test_bench_memory.py::test_bytes_kept_by_loop_and_flow",
-    "tests/integration/test_bench_runs.py::test_steps_train_the_same_task",
+    "tests/integration/test_bench_runs.py",  # real runs of the benchmark
     "tests/integration/test_dry_gpu.py::test_the_whole_model",
     "tests/integration/test_engine_processes.py::test_under_fsdp2_one_two_and_three_processes_are_one_full_run",
     "tests/integration/test_engine_processes.py::test_a_killed_process_ends_all_with_one_message",
     "tests/integration/test_plan_measured.py::test_bytes_of_full_fine_tuning_are_as_predicted[on a CPU]",
+    "tests/integration/test_plan_measured.py::test_largest_moment_of_a_step_is_as_predicted",  # whole steps, on meta
     "tests/integration/test_verify_catches.py",  # three pairs of runs
     "tests/integration/test_verify_runs.py",
 )
