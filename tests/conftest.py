@@ -21,20 +21,20 @@ ALL_ONLY = (  # tests that take minutes on a busy machine: left to `python scrip
     "tests/kernels/test_compile.py",  # every kernel, compiled for GPUs that are not there
     "tests/optim/test_sharded.py::test_three_processes_resume_two",
     "tests/unit/test_gpu_check.py::test_a_dry_run_executes_every_stage",
-    "tests/unit/test_step_graph.py::test_each_shape_has_a_graph_of_its_own_up_to_a_limit",
-    "tests/unit/test_step_graph.py::test_memory_that_graphs_hold_is_the_first_to_be_given_back",
-    "tests/unit/test_step_graph.py::test_what_changes_in_the_blocks_is_captured_again",
-    "tests/unit/test_step_graph.py::test_with_micro_batches_pictures_and_a_step_that_is_not_finite",
+    "tests/unit/test_step_graph.py",  # steps of the trainer, captured by a stand-in of CUDA graphs
     "tests/integration/test_aitk_standin.py::test_copied_folder_says_what_to_run_and_other_jobs_do_not_notice",
     "tests/integration/test_aitk_standin.py::test_linked_folder_needs_no_pip",
     "tests/integration/test_architectures.py::test_kept_bytes",
     "tests/integration/test_bench_memory.py::test_bytes_kept_by_loop_and_flow",
     "tests/integration/test_bench_runs.py",  # real runs of the benchmark
     "tests/integration/test_dry_gpu.py::test_the_whole_model",
+    "tests/integration/test_engine_processes.py::test_one_two_and_three_processes_are_one_run",
     "tests/integration/test_engine_processes.py::test_under_fsdp2_one_two_and_three_processes_are_one_full_run",
     "tests/integration/test_engine_processes.py::test_a_killed_process_ends_all_with_one_message",
+    "tests/integration/test_options_visible.py",  # a step for each value of each option
     "tests/integration/test_plan_measured.py::test_bytes_of_full_fine_tuning_are_as_predicted[on a CPU]",
     "tests/integration/test_plan_measured.py::test_largest_moment_of_a_step_is_as_predicted",  # whole steps, on meta
+    "tests/integration/test_precision_runs.py::test_layers_below_the_minimum_multiply_in_bf16_and_a_resume_keeps_them",
     "tests/integration/test_verify_catches.py",  # three pairs of runs
     "tests/integration/test_verify_runs.py",
 )
