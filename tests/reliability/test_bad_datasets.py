@@ -118,7 +118,7 @@ ERRORS = [
     Bad("tracking pixel", image("bad.png", encoded(noise((64, 31)), "PNG")), "bad.png", "64x31 pixels"),
     Bad("all transparent", image("bad.png", cutout(0)), "bad.png", "transparent all over"),
     # files and folders that are none
-    Bad("no folder", shutil.rmtree, "photos", "there is no such folder"),
+    Bad("no folder", shutil.rmtree, "photos", "folder not found"),
     Bad("a file", file_instead, "photos", "this is a file, not a folder"),
     Bad("empty folder", emptied, "photos", "the folder has no images"),
     # captions

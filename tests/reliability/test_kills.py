@@ -125,7 +125,7 @@ def die() -> None:
 
 
 def every_operation(attempt: Callable[[int], bool]) -> int:
-    """Call `attempt` with 0, 1, ... until it says that there is no such operation; returns how many there are."""
+    """Call `attempt` with 0, 1, ... until it reports that the operation does not exist; returns how many there are."""
     return next(number for number in range(1000) if not attempt(number))
 
 

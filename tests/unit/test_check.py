@@ -328,7 +328,7 @@ def test_the_data_is_checked_unless_it_is_not_wanted(command: Any, monkeypatch: 
     policy = {"background": "grey", "transparency": "background", "reads_t5": True}
     assert calls == [(["photos", "details"], "coatwear", policy)]
     assert (code, err, out[0]) == (2, ["error: photos: nothing there; add photos"], "warning: small")
-    code, _, err = command({})  # a missing model is no reason not to look
+    code, _, err = command({})  # a missing model does not keep it from looking
     assert (code, len(err), len(calls)) == (2, 3, 2)
     assert command({"train.stpes": 1})[0] == 2
     assert command({}, *HERE)[0] == 0

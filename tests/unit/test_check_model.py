@@ -142,7 +142,7 @@ def test_a_model_behind_an_agreement_is_told_before_the_download(
     trainer: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (line,) = found(DEV, trainer)
-    assert line.startswith("error: model.name_or_path: asks for an agreement before the download")
+    assert line.startswith("error: model.name_or_path: must be agreed to before the download")
     assert f"https://huggingface.co/{DEV}" in line
     (tmp_path / ".env").write_text("A=1\nHF_TOKEN=hf_x\n")
     assert found(DEV, AITK, root=tmp_path) == []
@@ -199,7 +199,7 @@ def test_one_file_is_for_the_stand_alone_trainer(tmp_path: Path, model: Path) ->
     write_original(FluxTransformer2DModel.from_pretrained(model, subfolder="transformer"), path, fp8="cast")
     assert found(path, extras_name_or_path=str(model)) == []
     (line,) = found(path)
-    assert line.startswith("error: model.extras_name_or_path: asks for an agreement before the download")
+    assert line.startswith("error: model.extras_name_or_path: must be agreed to before the download")
     (line,) = found(path, AITK)
     assert "ai-toolkit loads FLUX from a folder" in line
     shutil.rmtree(model / "vae")

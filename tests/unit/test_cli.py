@@ -61,7 +61,7 @@ def test_check_says_what_the_run_would_be_what_has_no_effect_and_looks_at_the_ph
     assert err == ""
     monkeypatch.chdir(tmp_path)
     assert main(["check", str(job_file), "--elsewhere"]) == 2
-    assert "error: datasets[0].folder_path=photos: there is no such folder" in capsys.readouterr().err
+    assert "error: datasets[0].folder_path=photos: folder not found" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["check", "train"])

@@ -43,7 +43,7 @@ def test_errors_are_printed_counted_and_drawn(tmp_path, capsys, monkeypatch):
     assert "warning: " in captured.out
     assert (tmp_path / "output" / "data" / "photos.png").is_file()
     assert run(tmp_path / "nowhere") == 2
-    assert "there is no such folder" in capsys.readouterr().err
+    assert "folder not found" in capsys.readouterr().err
 
 
 def test_the_crop_is_darkened_and_framed(tmp_path):

@@ -245,7 +245,7 @@ def test_a_photo_that_two_datasets_hold_is_held_out_of_both(tmp_path: Path) -> N
 
 
 def test_photos_of_another_folder_are_validated_on_once(tmp_path: Path) -> None:
-    with pytest.raises(VerifyError, match=r"--validation .*no such folder"):
+    with pytest.raises(VerifyError, match=r"--validation .*folder not found"):
         validation_entry({}, tmp_path / "none")
     (tmp_path / "empty").mkdir()
     with pytest.raises(VerifyError, match=r"--validation .*no images"):

@@ -83,7 +83,7 @@ def _inspect(index: int, config: Any, trigger_word: str | None, step: int, reads
         f"{caption_file('photo.jpg', config.caption_ext)})"
     )
     if not folder.is_dir():
-        kind = "this is a file, not a folder" if folder.exists() else "there is no such folder"
+        kind = "this is a file, not a folder" if folder.exists() else "folder not found"
         report.errors.append(f"{where}: {kind}; make it and {wanted}, or correct the path")
         return
     listing = list_folder(folder)

@@ -245,7 +245,7 @@ class Watch:
                     return send_file(path, request.environ, max_age=86_400)  # its name has a timestamp
             case "POST", "commands", name:
                 return self._command(name, request.headers.get("X-Coat-Token", ""))
-        raise NotFound("there is no such page, sample or command")
+        raise NotFound("page, sample or command not found")
 
     def _is_ours(self, host: str) -> bool:
         """Whether a Host header names this machine."""
@@ -263,7 +263,7 @@ class Watch:
         if not hmac.compare_digest(token.encode(), self.token.encode()):
             raise Forbidden("the token is missing or wrong: open the address that coat-flux printed")
         if name not in COMMANDS:
-            raise NotFound("there is no such command")
+            raise NotFound("command not found")
         status = read_status(self.run_dir)
         if status is None or not status.alive:
             raise Conflict("the run is not going on")

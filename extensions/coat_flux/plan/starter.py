@@ -62,7 +62,7 @@ class Starter(NamedTuple):
 def look_at(folder: Path) -> Photos:
     """Read every photo of a folder; raises DatasetError if it has none, or one cannot be read."""
     if not folder.is_dir():
-        raise DatasetError(f"{folder}: there is no such folder; name the folder of your photos")
+        raise DatasetError(f"{folder}: folder not found; name the folder of your photos")
     paths = find_images(folder)
     if not paths:
         raise DatasetError(f"{folder}: has no photos (.jpg, .jpeg, .png, .webp); name the folder of your photos")

@@ -469,7 +469,7 @@ def _linked(photos: Sequence[Path], entry: Mapping[str, Any], place: Path) -> st
 def validation_entry(entry: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Photos of another folder to validate on, with the settings of a dataset."""
     if not folder.is_dir():
-        raise VerifyError(f"--validation {folder}: there is no such folder; give one with images and captions")
+        raise VerifyError(f"--validation {folder}: folder not found; give one with images and captions")
     if not find_images(folder):
         raise VerifyError(f"--validation {folder}: has no images; put some there, with captions as for training")
     return {**entry, **EACH_ONCE, **CACHED, "folder_path": str(folder)}

@@ -250,7 +250,7 @@ class _Model:
         if known is not None and repository not in UNGATED:
             if _has_token(self.root):
                 return
-            rule = "asks for an agreement before the download, and there is no token here"
+            rule = "must be agreed to before the download, and no access token was found"
             remedy = f"accept it on https://huggingface.co/{name}, then run `hf auth login`"
             mirror = "huggingface.co" not in os.environ.get("HF_ENDPOINT", "huggingface.co")
             raise refuse(f"{rule}; {remedy}", warns=mirror)

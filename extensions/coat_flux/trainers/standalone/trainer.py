@@ -252,7 +252,7 @@ def _stop(session: Session) -> None:
     if doubt is None:
         session.log.info(f"{where}, saved as {save(session, final=False)}")
     else:
-        newest, earlier = newest_set(session.job.folder), "there is no earlier save"
+        newest, earlier = newest_set(session.job.folder), "no earlier save was made"
         if newest is not None:
             earlier = f"the newest save is of step {set_step(newest)}"
         session.log.info(f"{where}, without a save: {doubt}; {earlier}")
