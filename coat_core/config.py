@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from coat_core.formats import FORMATS, INT8, M1_FORMATS, M2_FORMATS, WEIGHT_FORMATS
 
 GRANULARITIES = ("per_tensor", "per_row")
-INPUT_FORMATS = (*FORMATS, INT8.name)
-GRAD_FORMATS = (*INPUT_FORMATS, "bf16")
-FALLBACKS = ("bf16", "error")
-MOMENT_ROUNDINGS = ("nearest", "stochastic")
 
 
-def _check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name}={value!r}: must be one of {', '.join(map(str, allowed))}")
-
-
-def _check_bool(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"{name}={value!r}: must be True or False")
+def _check_choices(config: object, choices: Mapping[str, Collection[object]]) -> None:
+    for name, allowed in choices.items():
+        value = getattr(config, name)
+        if not isinstance(value, (str, bool)) or value not in allowed:
+            raise ValueError(f"{name}={value!r}: must be one of {', '.join(map(str, allowed))}")
 
 
 @dataclass(frozen=True)
@@ -66,8 +60,7 @@ class FP8QuantizationConfig:
         stochastic_rounding: write bf16/fp16 parameters back with stochastic rounding.
         moment_rounding: "stochastic" rounds exp_avg_sq at random, so that it does not drift; or "nearest".
 
-    Raises:
-        ValueError: an option has a value outside its range.
+    Raises ValueError for an option outside its range.
     """
 
     use_fp8_m1: bool = True
@@ -81,11 +74,16 @@ class FP8QuantizationConfig:
     expansion: ExpansionConfig = ExpansionConfig()
 
     def __post_init__(self) -> None:
-        for name in ("use_fp8_m1", "use_fp8_m2", "use_dynamic_range_expansion", "stochastic_rounding"):
-            _check_bool(name, getattr(self, name))
-        _check_choice("m1_format", self.m1_format, tuple(M1_FORMATS))
-        _check_choice("m2_format", self.m2_format, tuple(M2_FORMATS))
-        _check_choice("moment_rounding", self.moment_rounding, MOMENT_ROUNDINGS)
+        choices: Mapping[str, Collection[object]] = {
+            "use_fp8_m1": (True, False),
+            "use_fp8_m2": (True, False),
+            "m1_format": M1_FORMATS,
+            "m2_format": M2_FORMATS,
+            "use_dynamic_range_expansion": (True, False),
+            "stochastic_rounding": (True, False),
+            "moment_rounding": ("nearest", "stochastic"),
+        }
+        _check_choices(self, choices)
         size = self.block_size
         if isinstance(size, bool) or not isinstance(size, int) or size % 16 or not 16 <= size <= 4096:
             raise ValueError(f"block_size={size!r}: must be a multiple of 16 from 16 to 4096")
@@ -110,8 +108,7 @@ class FP8LinearConfig:
         use_fp8_gemm: False keeps the FP8 weight but multiplies in the input's own precision.
         fallback: without an FP8 GEMM on the device, "bf16" multiplies in high precision, "error" raises.
 
-    Raises:
-        ValueError: an option has a value outside its range.
+    Raises ValueError for an option outside its range.
     """
 
     weight_format: str = "e4m3"
@@ -125,22 +122,19 @@ class FP8LinearConfig:
     cache_weight: bool = False
 
     def __post_init__(self) -> None:
-        _check_choice("weight_format", self.weight_format, WEIGHT_FORMATS)
-        _check_choice("weight_granularity", self.weight_granularity, GRANULARITIES)
-        _check_choice("input_format", self.input_format, INPUT_FORMATS)
-        _check_choice("grad_format", self.grad_format, GRAD_FORMATS)
-        _check_choice("input_granularity", self.input_granularity, GRANULARITIES)
-        _check_choice("fallback", self.fallback, FALLBACKS)
-        _check_choice("wgrad_format", self.wgrad_format, (*FORMATS, "bf16"))
-        _check_bool("use_fp8_gemm", self.use_fp8_gemm)
-        _check_bool("cache_weight", self.cache_weight)
         in_int8 = self.weight_format == INT8.name
-        _check_choice("input_format", self.input_format, (INT8.name,) if in_int8 else tuple(FORMATS))
-        _check_choice("grad_format", self.grad_format, (INT8.name, "bf16") if in_int8 else (*FORMATS, "bf16"))
-        if in_int8:
-            _check_choice("input_granularity", self.input_granularity, ("per_row",))
-        if self.wgrad_format != "bf16" and in_int8:
-            raise ValueError(f"wgrad_format={self.wgrad_format!r}: not with int8 inputs; write bf16, or e4m3 inputs")
+        choices: Mapping[str, Collection[object]] = {
+            "weight_format": WEIGHT_FORMATS,
+            "weight_granularity": GRANULARITIES,
+            "input_format": (INT8.name,) if in_int8 else FORMATS,
+            "grad_format": (INT8.name, "bf16") if in_int8 else (*FORMATS, "bf16"),
+            "input_granularity": ("per_row",) if in_int8 else GRANULARITIES,
+            "wgrad_format": ("bf16",) if in_int8 else (*FORMATS, "bf16"),
+            "fallback": ("bf16", "error"),
+            "use_fp8_gemm": (True, False),
+            "cache_weight": (True, False),
+        }
+        _check_choices(self, choices)
 
     @property
     def weight_has_row_scales(self) -> bool:

@@ -25,11 +25,6 @@ def sqnr_db(x: Tensor, x_hat: Tensor) -> float:
     return float(20.0 * torch.log10(torch.tensor(signal_norm / noise_norm, dtype=torch.float64)))
 
 
-def cosine(x: Tensor, y: Tensor) -> float:
-    """Cosine of the angle between two tensors as vectors, −1 to 1."""
-    return torch.nn.functional.cosine_similarity(x.detach().double().flatten(), y.detach().double().flatten(), 0).item()
-
-
 def cast_losses(x: Tensor, codes: Tensor, x_hat: Tensor) -> Tensor:
     """Return fp32 [2] on x's device: share of all elements that are saturated, share of nonzero ones that are lost.
 

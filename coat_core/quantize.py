@@ -84,11 +84,6 @@ def split_groups(x: Tensor, group_size: int) -> Tensor:
     return groups
 
 
-def join_groups(groups: Tensor, size: int) -> Tensor:
-    """Inverse of `split_groups`: [..., n, G] to [..., size]."""
-    return groups.flatten(-2)[..., :size]
-
-
 def finite_abs(x: Tensor) -> Tensor:
     """Return abs(x) with 0 in place of NaN and inf, for scales."""
     magnitude = x.detach().abs()

@@ -17,6 +17,11 @@ def assert_sqnr(x: Tensor, x_hat: Tensor, floor_db: float) -> None:
     assert measured >= floor_db, f"SQNR {measured:.2f} dB is below the floor of {floor_db:.2f} dB"
 
 
+def cosine(x: Tensor, y: Tensor) -> float:
+    """Cosine of the angle between two tensors as vectors."""
+    return torch.nn.functional.cosine_similarity(x.detach().double().flatten(), y.detach().double().flatten(), 0).item()
+
+
 def assert_bitwise(a: Tensor, b: Tensor) -> None:
     """Assert same dtype, shape and bits (so -0.0 differs from 0.0), naming the first coordinate that differs."""
     assert a.dtype == b.dtype, f"dtype {a.dtype} != {b.dtype}"

@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 from coat_core.linear import FP8Linear, FP8TrainableLinear, restore_linear
-from coat_core.metrics import cosine
 from coat_flux.blocks.apply import apply_coat
 from coat_flux.config.coat import COATConfig
-from tests.helpers.asserts import assert_bitwise, assert_sqnr
+from tests.helpers.asserts import assert_bitwise, assert_sqnr, cosine
 from tests.helpers.flux import coat_flux_model, lora_gradients, loss_of, predict, tiny_flux, tiny_lora
 from tests.tolerances import FLUX_GRADIENT_COSINE, FLUX_GRADIENT_COSINE_MEAN, FLUX_OUTPUT_FLOOR_DB
 

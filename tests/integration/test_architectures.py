@@ -15,7 +15,6 @@ from peft import LoraConfig
 from torch import Tensor, nn
 
 from coat_core.linear import FP8Linear
-from coat_core.metrics import cosine
 from coat_flux.blocks.apply import apply_coat
 from coat_flux.blocks.hook import hook_of, own_forward
 from coat_flux.blocks.lora import attach_lora
@@ -25,7 +24,7 @@ from coat_flux.blocks.runner import BlockRunner
 from coat_flux.config.coat import COATConfig
 from coat_flux.trainers.optimizer import build_optimizer
 from scripts.bench_memory import kept_bytes
-from tests.helpers.asserts import assert_bitwise, assert_sqnr
+from tests.helpers.asserts import assert_bitwise, assert_sqnr, cosine
 from tests.helpers.saved_tensors import recording
 from tests.tolerances import (
     ARCHITECTURE_GRADIENT_COSINE,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from coat_core.formats import E4M3, E5M2
-from coat_core.metrics import cast_losses, cosine, sqnr_db
+from coat_core.metrics import cast_losses, sqnr_db
 
 
 def test_sqnr_of_a_tenth_is_twenty_db() -> None:
@@ -39,12 +39,6 @@ def test_sqnr_refuses_other_shapes() -> None:
 def test_sqnr_takes_tensors_that_need_grad() -> None:
     x = torch.ones(4, requires_grad=True)
     assert sqnr_db(x, x * 0.9) == pytest.approx(20.0, abs=1e-4)
-
-
-def test_cosine() -> None:
-    assert cosine(torch.tensor([1.0, 0.0]), torch.tensor([0.0, 2.0])) == pytest.approx(0.0)
-    assert cosine(torch.tensor([[1.0], [1.0]]), torch.tensor([[3.0], [3.0]])) == pytest.approx(1.0)
-    assert cosine(torch.tensor([1.0, 2.0]), torch.tensor([-1.0, -2.0])) == pytest.approx(-1.0)
 
 
 def test_lost_elements_are_counted_among_those_that_were_not_zero() -> None:
