@@ -26,7 +26,6 @@ Source: own; measured against the paper's formats on captured moments, RESULTS.m
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -91,17 +90,14 @@ def dequantize_log(codes: Tensor, scale: Tensor, exponent: Tensor) -> Tensor:
     return torch.where(codes == LOG_NAN, torch.nan, values)
 
 
-class Codec(NamedTuple):
-    """Encode and decode of one integer format."""
-
-    # fp32 [n, B] → QuantizedBlocks; for exp_avg_sq also `coat_core.rounding.uniform`, to round stochastically
-    encode: Callable[..., QuantizedBlocks]
-    # codes [n, B] and the format's numbers [n, 1], in their order → fp32 [n, B]. A new state has zero codes and
-    # numbers of 1, which must give 0
-    decode: Callable[..., Tensor]
-
-
-CODECS = {  # by the dtype of the codes
-    INT8_RATIO.dtype: Codec(quantize_ratio, dequantize_ratio),
-    UINT8_LOG.dtype: Codec(quantize_log, dequantize_log),
+# By the dtype of the codes. Encode: fp32 [n, B], and for exp_avg_sq `coat_core.rounding.uniform`, → QuantizedBlocks.
+ENCODERS: dict[torch.dtype, Callable[..., QuantizedBlocks]] = {
+    INT8_RATIO.dtype: quantize_ratio,
+    UINT8_LOG.dtype: quantize_log,
+}
+# Decode: codes [n, B] and the format's numbers [n, 1], in their order → fp32 [n, B]. A new state has zero codes and
+# numbers of 1, which must give 0.
+DECODERS: dict[torch.dtype, Callable[..., Tensor]] = {
+    INT8_RATIO.dtype: dequantize_ratio,
+    UINT8_LOG.dtype: dequantize_log,
 }

@@ -19,8 +19,6 @@ Source: OCP Microscaling formats 1.0 (E2M1); NVFP4 as cuDNN and cuBLAS describe 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -29,7 +27,6 @@ from coat_core.quantize import finite_abs, saturating_cast
 
 BLOCK = 16
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the three low bits of a code
-BITS_PER_WEIGHT = 4 + 8 / BLOCK
 LARGEST_SCALE = 256.0  # of the largest weight's block
 SHIFT = 8.0  # a decoded number is so much smaller than its magnitude times its scale
 # candidates for a block's scale, in E4M3's steps, of which an octave has eight: its largest number becomes 6, or 4
@@ -37,24 +34,18 @@ STEPS = (-1, 0, 1, 4, 5, 6)
 CHUNK = 1 << 22  # elements that are searched at a time
 
 
-class Packed(NamedTuple):
-    """A weight in NVFP4."""
-
-    codes: Tensor  # uint8 [N, K/2], two codes a byte
-    block_scales: Tensor  # uint8 [N, K/16], the bits of E4M3 numbers
-    scale: Tensor  # fp32 [], of the decoded e4m3 numbers
-
-
-def quantize(weight: Tensor) -> Packed:
+def quantize(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize a floating W [N, K], K a multiple of 16, to NVFP4, each block with the scale of least squared error.
 
+    Returns codes uint8 [N, K/2], two a byte, block scales uint8 [N, K/16], the bits of E4M3 numbers, and the scale
+    fp32 [] of the decoded e4m3 numbers.
     ±inf becomes the largest number of its block; a NaN makes the scale, and so all of the weight, NaN.
     Numerics: Gaussian weights come back at 21.5 dB or better; tests/tolerances.py.
     """
     if weight.is_meta:  # nothing to search, and plans make many
         sizes = (2, BLOCK)
         codes, scales = (weight.new_empty(len(weight), weight.shape[1] // n, dtype=torch.uint8) for n in sizes)
-        return Packed(codes, scales, weight.new_empty((), dtype=torch.float32))
+        return codes, scales, weight.new_empty((), dtype=torch.float32)
     blocks = weight.detach().unflatten(-1, (-1, BLOCK))
     block_amax = finite_abs(blocks).amax(-1).to(torch.float32)
     largest = block_amax.amax()
@@ -65,7 +56,7 @@ def quantize(weight: Tensor) -> Packed:
     found = [_search(part, amax, unit) for part, amax in parts]
     codes, scales = (torch.cat(each) for each in zip(*found, strict=True))
     scale = torch.where(weight.isnan().any(), torch.nan, unit * SHIFT)
-    return Packed(pack(codes.flatten(-2)), scales, scale)
+    return pack(codes.flatten(-2)), scales, scale
 
 
 def _search(blocks: Tensor, block_amax: Tensor, unit: Tensor) -> tuple[Tensor, Tensor]:

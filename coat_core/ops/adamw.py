@@ -30,7 +30,7 @@ from coat_core.casts import declares
 from coat_core.config import ExpansionConfig
 from coat_core.expansion import QuantizedBlocks, dequantize_blocks, quantize_blocks
 from coat_core.formats import INT8_RATIO, format_of
-from coat_core.moments import CODECS, update_ratio
+from coat_core.moments import DECODERS, ENCODERS, update_ratio
 from coat_core.ops.dispatch import run_by_triton
 from coat_core.ops.packing import Chunk, chunk_elements, chunks
 from coat_core.quantize import stochastic_cast
@@ -116,8 +116,8 @@ def _read(moment: Moment, rows: slice) -> Tensor:
     numbers = moment.numbers[:, rows, None]
     if not len(numbers):
         return codes
-    if codes.dtype in CODECS:
-        return CODECS[codes.dtype].decode(codes, *numbers)
+    if codes.dtype in DECODERS:
+        return DECODERS[codes.dtype](codes, *numbers)
     scale, exponent, center = numbers if len(numbers) == 3 else (numbers[0], None, None)
     return dequantize_blocks(QuantizedBlocks(codes, scale, center, exponent))
 
@@ -129,8 +129,8 @@ def _write(
     if not len(numbers):
         moment.codes[rows] = values
         return
-    if dtype in CODECS:
-        stored = CODECS[dtype].encode(values, *(() if uniform is None else (uniform,)))
+    if dtype in ENCODERS:
+        stored = ENCODERS[dtype](values, *(() if uniform is None else (uniform,)))
     else:
         stored = quantize_blocks(values, format_of(dtype), expansion if len(numbers) == 3 else None, uniform)
     moment.codes[rows] = stored.codes
