@@ -94,19 +94,17 @@ class FP8InputLinear(nn.Linear):
             base.hands_input_to_adapter = True
         return linear
 
-    def _fp8_input(self, x: Tensor) -> Quantized:
-        for base in self.source:
-            reference, base.adapter_input = getattr(base, "adapter_input", None), None
-            base_input = None if reference is None else reference()
-            if base_input is not None and _is_same_input(x, base_input):
-                return quantize_once(base_input, self.storage.format, self.storage.granularity)
-        return quantize_once(x, self.storage.format, self.storage.granularity)
-
     def forward(self, x: Tensor) -> Tensor:
         """Return x Aᵀ, [..., K] to [..., r]."""
         if not (torch.is_grad_enabled() and self.weight.requires_grad and x.numel()):
             return torch.nn.functional.linear(x, self.weight)
-        saved, weight = self._fp8_input(x), self.weight
+        saved_input, weight = x, self.weight
+        for base in self.source:
+            reference, base.adapter_input = getattr(base, "adapter_input", None), None
+            base_input = None if reference is None else reference()
+            if base_input is not None and _is_same_input(x, base_input):
+                saved_input = base_input
+        saved = quantize_once(saved_input, self.storage.format, self.storage.granularity)
         device = x.device.type
         if autocast_is_on(device):
             dtype = torch.get_autocast_dtype(device)

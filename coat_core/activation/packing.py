@@ -26,6 +26,7 @@ import threading
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -78,22 +79,16 @@ SAVED_IN_FP8 = Saving()
 
 
 @dataclass
-class _PackedStorage:
-    quantized: Quantized
-    dtype: torch.dtype
-
-
-@dataclass
 class _PackedView:
-    storage: _PackedStorage
+    quantized: Quantized  # of the whole storage, shared by its views
+    dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
 
     def unpack(self) -> Tensor:
         refuse_second_order()
-        flat = self.storage.quantized.dequantize(self.storage.dtype)
-        return flat.as_strided(self.size, self.stride, self.offset)
+        return self.quantized.dequantize(self.dtype).as_strided(self.size, self.stride, self.offset)
 
 
 class ExactTensor:
@@ -118,12 +113,10 @@ class ExactTensor:
         return self.tensor
 
 
-def unpack_saved(saved: ExactTensor | _PackedView) -> Tensor:
-    """The unpack hook."""
-    return saved.unpack()
+unpack_saved = methodcaller("unpack")
 
 
-class PackedSavedTensors:
+class PackedSavedTensors(TorchFunctionMode):
     """Context manager: tensors saved for backward inside it, in this thread, are stored in FP8.
 
     A nested one takes over and shares the outer one's packed storages and `keep`: frozen parameters, buffers and shared
@@ -131,9 +124,10 @@ class PackedSavedTensors:
     """
 
     def __init__(self, saving: Saving = SAVED_IN_FP8, keep: Iterable[Tensor] = ()) -> None:
+        super().__init__()
         self._saving = saving
         self._kept_storages = {tensor.untyped_storage()._cdata for tensor in keep}
-        self._packed: dict[tuple[Any, ...], tuple[StorageWeakRef, _PackedStorage]] = {}
+        self._packed: dict[tuple[Any, ...], tuple[StorageWeakRef, Quantized]] = {}
         self._before: tuple[torch.dtype, torch.Size] | None = None  # of the tensor saved just before
         self._open: list[ExitStack] = []
 
@@ -149,16 +143,27 @@ class PackedSavedTensors:
                     self._kept_storages |= outer._kept_storages
                 _thread.innermost = self
                 stack.enter_context(saved_tensors_hooks(self._pack, unpack_saved))
-                stack.enter_context(_AttentionMode(self))
+                super().__enter__()
+                stack.push(super().__exit__)
             self._open.append(stack.pop_all())
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
         self._open.pop().__exit__(*exc_info)
 
-    def _is_on_top(self) -> bool:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Open hooks of its own around each scaled_dot_product_attention while those of `__enter__` are on top."""
+        kwargs = kwargs or {}
         top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        return top is not None and top[0] == self._pack
+        if func is not torch.nn.functional.scaled_dot_product_attention or top is None or top[0] != self._pack:
+            return func(*args, **kwargs)
+        args, kwargs = _with_shared_mask(*args, **kwargs)
+        query, key, _, mask, *_ = args
+        ndim, mask_length = query.ndim, None if mask is None else key.shape[-2]
+        with saved_tensors_hooks(lambda tensor: self._pack_attention(tensor, ndim, mask_length), unpack_saved):
+            return func(*args, **kwargs)
 
     def _pack_attention(self, tensor: Tensor, ndim: int, mask_length: int | None) -> ExactTensor | _PackedView:
         """As `_pack`, for attention with inputs of `ndim` dimensions; FP8 has no −inf for masks."""
@@ -176,17 +181,21 @@ class PackedSavedTensors:
         key = (storage._cdata, tensor.dtype, tensor._version, storage_as)
         if key not in self._packed:
             flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage)
-            packed = _PackedStorage(quantize(flat, storage_as.format, storage_as.granularity), tensor.dtype)
+            packed = quantize(flat, storage_as.format, storage_as.granularity)
             self._packed[key] = (StorageWeakRef(storage), packed)  # the weak reference keeps the address from reuse
-        return _PackedView(self._packed[key][1], tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        place = tensor.size(), tensor.stride(), int(tensor.storage_offset())
+        return _PackedView(self._packed[key][1], tensor.dtype, *place)
 
     def _is_worth_packing(self, tensor: Tensor) -> bool:
         if tensor.dtype not in PACKED_DTYPES or tensor.layout != torch.strided or tensor.ndim == 0:
             return False
         storage = tensor.untyped_storage()
+        row_length = tensor.shape[-1]
+        if tensor.ndim >= 4 and row_length > 1:  # of convolutions [B, C, ..., H, W]: a row is a plane H×W
+            row_length *= tensor.shape[-2]
         return (
             min(tensor.numel(), storage.nbytes() // tensor.itemsize) >= self._saving.min_elements  # expanded: few
-            and _row_length(tensor) >= SHORTEST_ROW
+            and row_length >= SHORTEST_ROW
             and not self._is_statistics(tensor)
             and not _is_trained(tensor)
             and storage._cdata not in self._kept_storages
@@ -205,12 +214,6 @@ class PackedSavedTensors:
         return 0 <= padding < STATISTICS_PADDING * tensor.shape[:-1].numel()
 
 
-def _row_length(tensor: Tensor) -> int:
-    """Elements of one row; of one plane H×W where convolutions give four dimensions or more [B, C, ..., H, W]."""
-    width = tensor.shape[-1]
-    return width * tensor.shape[-2] if tensor.ndim >= 4 and width > 1 else width
-
-
 def _is_trained(tensor: Tensor) -> bool:
     """Whether this is a trainable parameter, an (autocast) cast of one or a view of either."""
     base = tensor._base if tensor._base is not None else tensor
@@ -218,25 +221,6 @@ def _is_trained(tensor: Tensor) -> bool:
         return base.requires_grad
     made_by, source = base.grad_fn.name(), base.grad_fn.next_functions[0][0] if base.grad_fn.next_functions else None
     return made_by == "ToCopyBackward0" and source is not None and source.name() == "torch::autograd::AccumulateGrad"
-
-
-class _AttentionMode(TorchFunctionMode):
-    """Opens hooks around each scaled_dot_product_attention call while `packing` is on top."""
-
-    def __init__(self, packing: PackedSavedTensors) -> None:
-        super().__init__()
-        self._packing = packing
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is not torch.nn.functional.scaled_dot_product_attention or not self._packing._is_on_top():
-            return func(*args, **kwargs)
-        shape = _attention_shape(*args, **kwargs)
-        args, kwargs = _with_shared_mask(*args, **kwargs)
-        with saved_tensors_hooks(lambda tensor: self._packing._pack_attention(tensor, *shape), unpack_saved):
-            return func(*args, **kwargs)
 
 
 _additive: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # bool mask → its additive form
@@ -258,12 +242,6 @@ def _with_shared_mask(
     return (query, key, value, attn_mask, *args), kwargs
 
 
-def _attention_shape(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any
-) -> tuple[int, int | None]:
-    return query.ndim, None if attn_mask is None else key.shape[-2]
-
-
 # -- recomputation ----------------------------------------------------------------------------------------------------
 
 
@@ -282,21 +260,12 @@ class _Keeper:
         return self._quantized.dequantize(self._dtype)
 
 
-class _Anchor(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.new_zeros(1).expand(x.shape)
+class _Replaced(torch.autograd.Function):
+    """Other values in place of x, through which the gradient of x flows."""
 
     @staticmethod
-    @first_order_only
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
-
-
-class _Read(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, keeper: _Keeper) -> Tensor:
-        return keeper.read()
+    def forward(ctx: Any, x: Tensor, values: Callable[[], Tensor]) -> Tensor:
+        return values()
 
     @staticmethod
     @first_order_only
@@ -331,10 +300,10 @@ def fp8_checkpoint(
             continue
         if x.dtype in PACKED_DTYPES and x.numel() >= max(min_elements, 1):
             keepers[i] = _Keeper(x, storage)
-            inputs[i] = _Anchor.apply(x)
+            inputs[i] = _Replaced.apply(x, lambda like=x: like.new_zeros(1).expand(like.shape))
 
     def run(*inputs: Any) -> Any:  # outlives this call: must not refer to args or kwargs
-        read = [_Read.apply(x, keepers[i]) if i in keepers else x for i, x in enumerate(inputs)]
+        read = [_Replaced.apply(x, keepers[i].read) if i in keepers else x for i, x in enumerate(inputs)]
         return function(*read[:positional], **dict(zip(names, read[positional:], strict=True)))
 
     with saved_tensors_hooks(ExactTensor, unpack_saved):  # exact, also inside PackedSavedTensors

@@ -34,7 +34,7 @@ class SavedTensors:
     alive: list[object] = field(default_factory=list)  # so that no address is used twice
 
     def add(self, tensor: Tensor, result: object) -> None:
-        packed = None if isinstance(result, ExactTensor) else result.storage.quantized
+        packed = None if isinstance(result, ExactTensor) else result.quantized
         parts = (tensor,) if packed is None else (packed.codes, packed.scale)
         storages = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts}
         self.tensors.append(Saved(tuple(tensor.shape), tensor.dtype, packed, storages))

@@ -621,8 +621,8 @@ def _saved_tensors(outputs: Iterable[Tensor], rank: int) -> Iterator[tuple[str, 
                     yield _kind_of(node, name, i, data.shape, rank), data
                     continue
                 kind = _kind_of(node, name, i, data.size, rank)
-                yield kind, data.storage.quantized.codes
-                yield kind, data.storage.quantized.scale
+                yield kind, data.quantized.codes
+                yield kind, data.quantized.scale
 
 
 def _kind_of(node: Any, name: str, i: int, shape: torch.Size, rank: int) -> str:
