@@ -2,7 +2,6 @@
 
 from coat_core.linear.function import forget_codes, fp8_linear, quantize_weight
 from coat_core.linear.module import (
-    ConversionReport,
     FP8Linear,
     FP8TrainableLinear,
     replace_linear_with_fp8,
@@ -10,7 +9,6 @@ from coat_core.linear.module import (
 )
 
 __all__ = [
-    "ConversionReport",
     "FP8Linear",
     "FP8TrainableLinear",
     "forget_codes",

@@ -109,8 +109,8 @@ class StoredWeight(NamedTuple):
 def quantize_weight(weight: Tensor, config: FP8LinearConfig) -> StoredWeight:
     """Quantize W [N, K] to FP8 codes with one scale in all or one per output feature."""
     if config.weight_format == NVFP4:
-        packed = nvfp4.quantize(weight)
-        return StoredWeight(packed.codes, packed.scale, None, packed.block_scales)
+        codes, block_scales, scale = nvfp4.quantize(weight)
+        return StoredWeight(codes, scale, None, block_scales)
     granularity = PER_ROW if config.weight_has_row_scales else PER_TENSOR
     codes, scale, _ = quantize(weight, config.weight_format, granularity)
     return StoredWeight(codes, scale)
@@ -211,13 +211,14 @@ class TrainedCodes:
         if not config.cache_weight:
             self.forget()
             return quantize_weight(weight, config)
-        if _is_recorded(weight) or torch.is_inference_mode_enabled() or weight.is_inference():
+        is_recorded = torch.compiler.is_compiling() or (weight.is_cuda and torch.cuda.is_current_stream_capturing())
+        if is_recorded or torch.is_inference_mode_enabled() or weight.is_inference():
             return quantize_weight(weight, config)  # inference tensors count no changes, and cannot be saved later
         storage = StorageWeakRef(weight.untyped_storage())  # of an address that is not used again while we hold it
         forms = config.weight_format, config.weight_granularity
         made_from = storage, weight.storage_offset(), weight._version, weight.dtype, forms
         if self.codes is None or self.scale is None or self._made_from != made_from:
-            _count_optimizer_steps()
+            _register_once(_count_optimizer_step)
             self.forget()  # the old codes first, so that there is never a second copy
             stored = quantize_weight(weight, config)
             self.codes, self.scale, self._made_from = stored.codes, stored.scale, made_from
@@ -240,17 +241,12 @@ def forget_codes(model: nn.Module) -> None:
             kept.forget()
 
 
-@functools.cache
-def _count_optimizer_steps() -> None:
-    def count(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for group in optimizer.param_groups:
-            increment_version([param for param in group["params"] if not param.is_inference()])
-
-    register_optimizer_step_post_hook(count)
+_register_once = functools.cache(register_optimizer_step_post_hook)
 
 
-def _is_recorded(weight: Tensor) -> bool:
-    return torch.compiler.is_compiling() or (weight.is_cuda and torch.cuda.is_current_stream_capturing())
+def _count_optimizer_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        increment_version([param for param in group["params"] if not param.is_inference()])
 
 
 # -- products ---------------------------------------------------------------------------------------------------------

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -209,22 +209,6 @@ def obstacle_to_conversion(linear: nn.Linear) -> str | None:
     return None
 
 
-@dataclass
-class ConversionReport:
-    """Layers converted and skipped, by full module name."""
-
-    converted: list[str] = field(default_factory=list)  # names of the layers that are FP8 now
-    skipped: dict[str, str] = field(default_factory=dict)  # name → reason, for the linear layers that are not
-
-    def summary(self) -> str:
-        """One line: counts, and the reasons with their counts."""
-        reasons: dict[str, int] = {}
-        for reason in self.skipped.values():
-            reasons[reason] = reasons.get(reason, 0) + 1
-        listed = "; ".join(f"{count} left: {reason}" for reason, count in reasons.items())
-        return f"{len(self.converted)} linear layers in FP8" + (f"; {listed}" if listed else "")
-
-
 def replace_linear_with_fp8(
     model: nn.Module,
     config: FP8LinearConfig | None = None,
@@ -235,28 +219,31 @@ def replace_linear_with_fp8(
     """Convert nn.Linear layers to FP8Linear in place, the model itself too if it is one; returns the model.
 
     `filter_fn(module, full_name)` returning False leaves a layer alone. `trainable` keeps high precision weights and
-    trains them (`FP8TrainableLinear`). Converted and skipped layers are logged, and in `model.fp8_report`.
+    trains them (`FP8TrainableLinear`). `model.fp8_report` has the names of converted layers, and of skipped ones with
+    the reason.
     """
     target = FP8TrainableLinear if trainable else FP8Linear
-    report = ConversionReport()
+    converted: list[str] = []
+    skipped: dict[str, str] = {}
     for name, module in list(model.named_modules()):
         if not isinstance(module, nn.Linear):
             continue
         if isinstance(module, (FP8Linear, FP8TrainableLinear)):
-            report.skipped[name] = "already FP8"
+            skipped[name] = "already FP8"
         elif not ADAPTER_PARTS.isdisjoint(name.split(".")):
-            report.skipped[name] = "a LoRA matrix: never quantized"
+            skipped[name] = "a LoRA matrix: never quantized"
         elif filter_fn is not None and not filter_fn(module, name):
-            report.skipped[name] = "excluded by the filter"
+            skipped[name] = "excluded by the filter"
         elif type(module) is not nn.Linear:
-            report.skipped[name] = f"a subclass of nn.Linear ({type(module).__name__})"
+            skipped[name] = f"a subclass of nn.Linear ({type(module).__name__})"
         elif (reason := obstacle_to_conversion(module)) is not None:
-            report.skipped[name] = reason
+            skipped[name] = reason
         else:
             target.from_linear(module, config)
-            report.converted.append(name)
-    model.fp8_report = report  # type: ignore[assignment]
-    logger.info("%s: %s", type(model).__name__, report.summary())
+            converted.append(name)
+    model.fp8_report = {"converted": converted, "skipped": skipped}  # type: ignore[assignment]
+    counts = "".join(f"; {count} left: {reason}" for reason, count in Counter(skipped.values()).items())
+    logger.info("%s: %d linear layers in FP8%s", type(model).__name__, len(converted), counts)
     return model
 
 

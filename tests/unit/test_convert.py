@@ -32,8 +32,8 @@ def test_report_names_every_linear_and_its_reason(caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.INFO):
         model = replace_linear_with_fp8(Model(), filter_fn=lambda module, name: name != "head")
     size = "in and out features must be multiples of 16"
-    assert model.fp8_report.converted == ["body.0", "body.2"]
-    assert model.fp8_report.skipped == {
+    assert model.fp8_report["converted"] == ["body.0", "body.2"]
+    assert model.fp8_report["skipped"] == {
         "odd_in": size,
         "odd_out": size,
         "special": "a subclass of nn.Linear (Special)",
@@ -52,8 +52,8 @@ def test_a_second_conversion_changes_nothing() -> None:
     model = replace_linear_with_fp8(Model())
     codes = model.body[0].weight_codes.clone()
     replace_linear_with_fp8(model, FP8LinearConfig(weight_format="e5m2"))
-    assert model.fp8_report.converted == []
-    assert model.fp8_report.skipped["body.0"] == "already FP8"
+    assert model.fp8_report["converted"] == []
+    assert model.fp8_report["skipped"]["body.0"] == "already FP8"
     assert_bitwise(model.body[0].weight_codes, codes)
     assert model.body[0].config.weight_format == "e4m3"
 
@@ -66,7 +66,7 @@ def test_a_model_that_is_itself_a_linear(trainable: bool) -> None:
     model = replace_linear_with_fp8(linear, trainable=trainable)
     assert model is linear
     assert type(model) is (FP8TrainableLinear if trainable else FP8Linear)
-    assert model.fp8_report.converted == [""]
+    assert model.fp8_report["converted"] == [""]
     assert_sqnr(expected, model(x), product_floor_db("e4m3", "e4m3"))
 
 
@@ -74,7 +74,7 @@ def test_one_layer_in_two_places_is_converted_once_and_stays_one() -> None:
     shared = nn.Linear(32, 32)
     model = replace_linear_with_fp8(nn.ModuleDict({"first": shared, "second": shared}))
     assert model["first"] is model["second"]
-    assert model.fp8_report.converted == ["first"]
+    assert model.fp8_report["converted"] == ["first"]
     x = torch.randn(4, 32)
     assert_bitwise(model["first"](x), model["second"](x))
 
@@ -86,7 +86,7 @@ def test_lora_matrices_are_never_quantized() -> None:
     layer = model.base_model.model["layer"]
     assert type(layer.base_layer) is FP8Linear
     assert type(layer.lora_A["default"]) is type(layer.lora_B["default"]) is nn.Linear
-    assert set(model.fp8_report.skipped.values()) == {"a LoRA matrix: never quantized"}
+    assert set(model.fp8_report["skipped"].values()) == {"a LoRA matrix: never quantized"}
     assert layer.lora_A["default"].weight.requires_grad
 
 
