@@ -1,4 +1,4 @@
-"""FP8AdamW for parameters that FSDP2 (`fully_shard`) has sharded, and its state for torch.distributed.checkpoint.
+"""FP8AdamW for parameters that FSDP2 (`fully_shard`) has sharded, and the state of the whole ones.
 
 Each process steps its own rows: the update is by element, and a block's scale is in the process that has its numbers,
 so no shard may cut a block. Blocks run over the flattened parameter, and FSDP2 gives N processes ceil(R / N) rows of R
@@ -9,10 +9,10 @@ each, so
 
 Other parameters (`cut_parameters`: small biases and norms) stay whole in every process, `fully_shard`'s
 `ignored_params`; the process that runs the model sums those gradients. So blocks, codes and scales are those of one
-process with the whole parameter, for any N, and checkpoints and `whole_state_dict` do not depend on N.
+process with the whole parameter, for any N, and `whole_state_dict` does not depend on N.
 
-Shapes: parameter [R, ...] with rows of K elements; numbers of blocks, flat in the optimizer, [R, K / B] or [R K / B, 1]
-in a checkpoint: sharded along dim 0, they are cut where the parameter is.
+Shapes: parameter [R, ...] with rows of K elements; numbers of blocks, flat in the optimizer, are gathered as [R, K / B]
+or [R K / B, 1]: sharded along dim 0, they are cut where the parameter is.
 Source: arXiv 2410.19313, section 3; torch.distributed.fsdp.fully_shard (rows by torch.chunk).
 """
 
@@ -27,8 +27,7 @@ from torch import Tensor, nn
 
 from coat_core.ops.packing import n_blocks
 from coat_core.optim.fp8_adamw import FP8AdamW
-from coat_core.optim.loading import check_groups
-from coat_core.optim.state import MOMENTS, storages
+from coat_core.optim.state import MOMENTS, check_groups
 
 if dist.is_available():  # not in every build of torch
     from torch.distributed.tensor import DTensor, Shard
@@ -82,10 +81,9 @@ def _fits(shape: torch.Size, processes: int, block_size: int) -> bool:
 class ShardedFP8AdamW(FP8AdamW):
     """FP8AdamW over this process's rows of parameters sharded by `fully_shard`, and over whole ones.
 
-    `params` maps a checkpoint's names to parameters, after `fully_shard`. `state_dict` and the state are those of the
-    local rows; `checkpoint_state` (torch.distributed.checkpoint) and `whole_state_dict` fit any number of processes.
-    Raises ValueError for a parameter sharded along another dimension than the first or over several, for a cut block,
-    and for `offload`: a checkpoint has the moments on the devices of the parameters.
+    `params` maps names to parameters, after `fully_shard`. `state_dict` and the state are those of the local rows;
+    `whole_state_dict` fits any number of processes. Raises ValueError for a parameter sharded along another dimension
+    than the first or over several, for a cut block, and for `offload`.
 
     Numerics: given the same gradient, the local rows get FP8AdamW's bits of the whole parameter, stochastic ones too.
     """
@@ -97,8 +95,18 @@ class ShardedFP8AdamW(FP8AdamW):
         self._own = {name: local_values(param).detach().requires_grad_() for name, param in self._whole.items()}
         super().__init__([param for param in self._own.values() if param.numel()], **options)
         for name, param in self._whole.items():
-            if is_sharded(param):
-                _check(name, param, self.fp8_config.block_size)
+            if not is_sharded(param):
+                continue
+            if len(param.placements) != 1 or param.placements[0] != Shard(0):
+                raise ValueError(
+                    f"{name} has placements {param.placements}: FP8AdamW takes Shard(0) over one mesh dimension"
+                )
+            if not _fits(param.shape, param.device_mesh.size(), self.fp8_config.block_size):
+                raise ValueError(
+                    f"{name} of shape {tuple(param.shape)} over {param.device_mesh.size()} processes: a shard cuts a "
+                    f"block of {self.fp8_config.block_size} moments; pass cut_parameters(...) to fully_shard as "
+                    "ignored_params"
+                )
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> float | None:  # type: ignore[override]
@@ -122,31 +130,34 @@ class ShardedFP8AdamW(FP8AdamW):
             param.grad = None
 
     @torch.no_grad()
-    def checkpoint_state(self) -> dict[str, dict[str, Tensor]]:
-        """Return the state of each parameter by name, zeros before the first step; loading into it loads the optimizer.
-
-        Moments have the parameter's shape and sharding; 8-bit ones as uint8, since gloo exchanges no FP8. Keys name the
-        storage, so loading a checkpoint stored otherwise is a missing key in torch.
-        """
-        every = [param for param in self._own.values() if param.numel()]
-        if every:
-            self._packed_state(every)
-        return {name: self._named_state(param, self._own[name]) for name, param in self._whole.items()}
-
-    @torch.no_grad()
     def whole_state_dict(self, keep: bool = True) -> dict[str, Any]:
-        """Return `state_dict` of an FP8AdamW over the whole parameters, in CPU memory; all processes call it."""
-        stored = storages(self.fp8_config)
+        """Return `state_dict` of an FP8AdamW over the whole parameters, in CPU memory; all processes call it.
+
+        Parameters without a step have zeros. A process without `keep` gets no states.
+        """
+        held = [param for param in self._own.values() if param.numel()]
+        if held:
+            self._packed_state(held)
+        block = self.fp8_config.block_size
         states: dict[int, dict[str, Tensor]] = {}
-        for index, named in enumerate(self.checkpoint_state().values()):
-            states[index] = {}
-            for described, value in gather(named, keep).items():
-                key = described.partition(" ")[0]
+        for index, (name, param) in enumerate(self._whole.items()):
+            state = self.state.get(self._own[name]) or self._empty_state(self._own[name])
+            width = param.shape[1:].numel()
+            each = 1 if width % block else width // block  # blocks of a row, or one of several rows
+            shape_of_numbers = torch.Size((n_blocks(param.numel(), block) // each, each))
+            sharded = {"step": state["step"]}
+            for key, value in state.items():
                 if key in MOMENTS:
-                    value = value.view(stored[key].dtype)
+                    bits = value.view(torch.uint8) if value.itemsize == 1 else value  # gloo exchanges no FP8
+                    sharded[key] = _sharded_like(param, bits, param.shape)
                 elif key != "step":
-                    value = value.flatten()
-                states[index][key] = value
+                    sharded[key] = _sharded_like(param, value.view(-1, each), shape_of_numbers)
+            states[index] = gather(sharded, keep)
+            for key, value in states[index].items():
+                if key in MOMENTS:
+                    states[index][key] = value.view(state[key].dtype)
+                elif key != "step":
+                    states[index][key] = value.flatten()
         groups = [{**group, "params": list(range(len(self._whole)))} for group in self.param_groups]
         return {"state": states if keep else {}, "param_groups": groups}
 
@@ -192,22 +203,6 @@ class ShardedFP8AdamW(FP8AdamW):
                 rows[key] = rows_like(param, value)
         return rows
 
-    def _named_state(self, param: Tensor, own: Tensor) -> dict[str, Tensor]:
-        state = self.state.get(own) or self._empty_state(own)
-        block = self.fp8_config.block_size
-        stored = storages(self.fp8_config)
-        rows, width = (param.shape[0], param.shape[1:].numel()) if param.ndim else (1, 1)
-        each = 1 if width % block else width // block  # blocks of a row, or one of several rows
-        whole = torch.Size((-(-rows * width // (block * each)), each))
-        found = {"step": state["step"]}
-        for key, value in state.items():
-            if key in MOMENTS:
-                bits = value.view(torch.uint8) if value.itemsize == 1 else value
-                found[f"{key} {stored[key].describe()}"] = _sharded_like(param, bits, param.shape)
-            elif key != "step":
-                found[key] = _sharded_like(param, value.view(-1, each), whole)
-        return found
-
     def _empty_state(self, own: Tensor) -> dict[str, Tensor]:
         other = next(iter(self.state.values()))
         sizes = {key: own.shape if key in MOMENTS else (0,) for key in other if key != "step"}
@@ -228,13 +223,3 @@ def _sharded_like(param: Tensor, own: Tensor, shape: torch.Size) -> Tensor:
         return own
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(own, param.device_mesh, param.placements, run_check=False, shape=shape, stride=stride)
-
-
-def _check(name: str, param: DTensor, block_size: int) -> None:
-    if len(param.placements) != 1 or param.placements[0] != Shard(0):
-        raise ValueError(f"{name} has placements {param.placements}: FP8AdamW takes Shard(0) over one mesh dimension")
-    if not _fits(param.shape, param.device_mesh.size(), block_size):
-        raise ValueError(
-            f"{name} of shape {tuple(param.shape)} over {param.device_mesh.size()} processes: a shard cuts a block of "
-            f"{block_size} moments; pass cut_parameters(...) to fully_shard as ignored_params"
-        )
