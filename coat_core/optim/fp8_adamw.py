@@ -6,25 +6,23 @@ import logging
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from coat_core.config import FP8QuantizationConfig
 from coat_core.ops.adamw import Hyper, fp8_adamw_step, hyper_of_step, hyper_table
-from coat_core.optim.loading import TORCH_ONLY_OPTIONS, adopt_group, check_groups, saved_states, write_state
 from coat_core.optim.packing import Batch, PackedState
-from coat_core.optim.state import Storage, storages
+from coat_core.optim.state import Storage, check_groups, saved_states, storages, write_state
 
 logger = logging.getLogger(__name__)
 
 OFFLOADS = ("none", "cpu")
+# options of torch.optim.AdamW without a meaning here, and its groups' other entries
+TORCH_ONLY_OPTIONS = ("amsgrad", "foreach", "differentiable", "fused")
+TORCH_GROUP_KEYS = (*TORCH_ONLY_OPTIONS, "decoupled_weight_decay")
 PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def _where(group_index: int, index: int, param: Tensor) -> str:
-    return f"param_groups[{group_index}]['params'][{index}] of shape {tuple(param.shape)}"
 
 
 def _check_torch_options(options: dict[str, Any]) -> None:
@@ -33,19 +31,6 @@ def _check_torch_options(options: dict[str, Any]) -> None:
             raise TypeError(f"{name}={value!r}: FP8AdamW has no such option; see torch.optim.AdamW and fp8_config")
         if value:
             raise ValueError(f"{name}={value!r}: not supported by FP8AdamW; leave it out or use torch.optim.AdamW")
-
-
-def _check_hyper(group: dict[str, Any]) -> None:
-    lr = group["lr"]
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError(f"lr of shape {tuple(lr.shape)}: a tensor lr must have one element")
-    for name in ("lr", "eps", "weight_decay"):
-        if not group[name] >= 0.0:
-            raise ValueError(f"{name}={group[name]!r}: must be 0 or more")
-    if isinstance(group["seed"], bool) or not isinstance(group["seed"], int) or group["seed"] < 0:
-        raise ValueError(f"seed={group['seed']!r}: must be a whole number, 0 or more")
-    if len(group["betas"]) != 2 or not all(0.0 <= beta < 1.0 for beta in group["betas"]):
-        raise ValueError(f"betas={group['betas']!r}: must be two numbers from 0 to below 1")
 
 
 class FP8AdamW(torch.optim.Optimizer):
@@ -126,7 +111,17 @@ class FP8AdamW(torch.optim.Optimizer):
                     f"param group has its own {key!r}: it is the same for all groups; pass {argument} instead"
                 )
         _check_torch_options({k: v for k, v in param_group.items() if k in TORCH_ONLY_OPTIONS})
-        _check_hyper({**self.defaults, **param_group})
+        options = {**self.defaults, **param_group}
+        lr, betas, seed = options["lr"], options["betas"], options["seed"]
+        if isinstance(lr, Tensor) and lr.numel() != 1:
+            raise ValueError(f"lr of shape {tuple(lr.shape)}: a tensor lr must have one element")
+        for name in ("lr", "eps", "weight_decay"):
+            if not options[name] >= 0.0:
+                raise ValueError(f"{name}={options[name]!r}: must be 0 or more")
+        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+            raise ValueError(f"seed={seed!r}: must be a whole number, 0 or more")
+        if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
+            raise ValueError(f"betas={betas!r}: must be two numbers from 0 to below 1")
         super().add_param_group(param_group)
         self._groups = {}
         group_index = len(self.param_groups) - 1
@@ -134,18 +129,12 @@ class FP8AdamW(torch.optim.Optimizer):
             if param.dtype not in PARAM_DTYPES:
                 del self.param_groups[-1]
                 raise ValueError(
-                    f"{_where(group_index, index, param)} has dtype {param.dtype}: FP8AdamW needs float32, bfloat16 "
-                    "or float16; convert it or use torch.optim.AdamW"
+                    f"param_groups[{group_index}]['params'][{index}] of shape {tuple(param.shape)} has dtype "
+                    f"{param.dtype}: FP8AdamW needs float32, bfloat16 or float16; convert it or use torch.optim.AdamW"
                 )
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Do one optimization step on every parameter that has a gradient; returns the closure's loss, or None.
 
         Raises ValueError for `found_inf` without `capturable`, RuntimeError for a sparse gradient or a CUDA graph
@@ -155,8 +144,19 @@ class FP8AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        active = [[param for param in group["params"] if param.grad is not None] for group in self.param_groups]
-        self._check_gradients()
+        active: list[list[Tensor]] = []
+        for group_index, group in enumerate(self.param_groups):
+            active.append([])
+            for index, param in enumerate(group["params"]):
+                if param.grad is None:
+                    continue
+                if param.grad.layout != torch.strided:
+                    raise RuntimeError(
+                        f"param_groups[{group_index}]['params'][{index}] of shape {tuple(param.shape)} has a sparse "
+                        "gradient: FP8AdamW needs dense gradients; make the layer with sparse=False or use "
+                        "torch.optim.SparseAdam for this parameter"
+                    )
+                active[-1].append(param)
         every = [param for params in active for param in params]
         if not every:
             return loss
@@ -216,19 +216,8 @@ class FP8AdamW(torch.optim.Optimizer):
         params = (param for group in self.param_groups for param in group["params"])
         return {id(param): (number, 0) for number, param in enumerate(params)}
 
-    def _check_gradients(self) -> None:
-        for group_index, group in enumerate(self.param_groups):
-            for index, param in enumerate(group["params"]):
-                if param.grad is not None and param.grad.layout != torch.strided:
-                    raise RuntimeError(
-                        f"{_where(group_index, index, param)} has a sparse gradient: FP8AdamW needs dense gradients; "
-                        "make the layer with sparse=False or use torch.optim.SparseAdam for this parameter"
-                    )
-
     def _step_batch(self, group: dict[str, Any], batch: Batch) -> None:
-        lr = group["lr"]
-        eps = group["eps"]
-        weight_decay = group["weight_decay"]
+        lr, eps, weight_decay = group["lr"], group["eps"], group["weight_decay"]
         betas = float(group["betas"][0]), float(group["betas"][1])
         on_device = isinstance(lr, Tensor) and lr.device == batch.params[0].device
         table = None
@@ -283,8 +272,12 @@ class FP8AdamW(torch.optim.Optimizer):
         @torch.no_grad()
         def install(_: torch.optim.Optimizer) -> None:
             self._packed, self._groups = None, {}
-            for group in self.param_groups:
-                adopt_group(group, self.defaults)
+            for group in self.param_groups:  # of the file
+                for key, value in self.defaults.items():
+                    group.setdefault(key, value)
+                for key in TORCH_GROUP_KEYS:  # torch itself adds `differentiable` to the defaults
+                    group.pop(key, None)
+                group.update(fp8=self.defaults["fp8"], capturable=self.defaults["capturable"])
             if saved:
                 self._packed = self._pack([param for param, _, _ in saved])
             for param, tensors, stored_there in saved:

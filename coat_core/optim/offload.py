@@ -43,6 +43,7 @@ class Staging:
         self._slots: list[dict[str, Moment]] = []
         for _ in range(SLOTS):
             self._slots.append({name: empty_moment(rows, storage, device) for name, storage in stored.items()})
+        self.tensors = [part for slot in self._slots for moment in slot.values() for part in moment]
         self._blocks: list[slice | None] = [None] * SLOTS  # that were last in each
         self._free: list[Any] = [None] * SLOTS  # torch.cuda.Event after which each is free
         self._turn = 0
@@ -56,15 +57,15 @@ class Staging:
                 pin(part, "optimizer.offload", "use a machine with more")
             weakref.finalize(self, _release, pinned, self._outward).atexit = False
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The slots."""
-        return [part for slot in self._slots for moment in slot.values() for part in moment]
-
     @contextmanager
     def blocks(self, rows: slice) -> Iterator[dict[str, Moment]]:
         """Bring rows of the packed moments, at most a slot's, to the device; final values return to CPU memory."""
-        number = self._next(rows)
+        if rows in self._blocks:  # they may still be leaving that slot
+            number = self._blocks.index(rows)
+        else:
+            number = self._turn
+            self._turn = (number + 1) % SLOTS
+            self._blocks[number] = rows
         count = rows.stop - rows.start
         here: dict[str, Moment] = {}
         staged: list[Tensor] = []
@@ -95,15 +96,6 @@ class Staging:
         """Wait until CPU memory has the last update's results."""
         if self._outward is not None:
             self._outward.synchronize()
-
-    def _next(self, rows: slice) -> int:
-        """Return the slot that last had these blocks, since they may still be leaving it; else the next one."""
-        if rows in self._blocks:
-            return self._blocks.index(rows)
-        number = self._turn
-        self._turn = (number + 1) % SLOTS
-        self._blocks[number] = rows
-        return number
 
 
 def staging_bytes(config: FP8QuantizationConfig, sizes: Iterable[int], device: torch.device) -> int:

@@ -14,8 +14,7 @@ Codes and numbers are on the parameters' device, or in CPU memory (`offload`), p
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, MutableMapping
-from itertools import accumulate, chain
-from operator import is_
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -34,11 +33,7 @@ class DeviceState:
         device = params[0].device
         block_size = next(iter(moments.values())).block_size
         self.params = params
-        self.first_blocks = []
-        blocks = 0
-        for param in params:
-            self.first_blocks.append(blocks)
-            blocks += n_blocks(param.numel(), block_size)
+        *self.first_blocks, blocks = accumulate((n_blocks(param.numel(), block_size) for param in params), initial=0)
         home = torch.device("cpu") if offload else device
         self.moments = {name: empty_moment(blocks, storage, home) for name, storage in moments.items()}
         self.staging = Staging(self.moments, moments, device) if offload else None
@@ -155,7 +150,7 @@ class PackedState:
                     views[key].copy_(values)
                 entry.clear()
                 entry.update(views)
-        self._addresses = _addresses(self._entries)
+        self._addresses = [tensor.data_ptr() for entry in self._entries for tensor in entry.values()]
 
     def number(self, seed: int, places: dict[int, tuple[int, int]], moments: bool, parameters: bool) -> None:
         """Draw from `seed` from now on, for exp_avg_sq, for parameters in bf16 and fp16, or for both.
@@ -172,10 +167,10 @@ class PackedState:
         entries = [entry for entry in state.values() if entry]
         return (
             len(entries) == len(self._entries)
-            and all(map(is_, entries, self._entries))
+            and all(entry is own for entry, own in zip(entries, self._entries, strict=True))
             and self._indices.keys() >= set(map(id, params))
             and [param.device for param in self._params] == self._devices
-            and _addresses(entries) == self._addresses
+            and [tensor.data_ptr() for entry in entries for tensor in entry.values()] == self._addresses
         )
 
     def count_step(self, params: list[Tensor], found_inf: Tensor | None = None) -> None:
@@ -188,15 +183,10 @@ class PackedState:
                 packed.steps += one
             return
         steps = [self.devices[param.device].views[self._indices[id(param)]]["step"] for param in params]
-        if len(steps) == 1:
-            steps[0] += one
-        else:
-            torch._foreach_add_(steps, one)
+        torch._foreach_add_(steps, one)
 
     def batches(self, params: list[Tensor]) -> Iterator[Batch]:
         """Group parameters with gradients by device, dtypes and, if on the CPU, step number."""
-        if not params:
-            return
         grads = [param.grad for param in params if param.grad is not None]
         indices = [self._indices[id(param)] for param in params]
         devices = [param.device for param in params]
@@ -205,18 +195,16 @@ class PackedState:
             counts = {device: packed.steps.tolist() for device, packed in self.devices.items()}
             steps = [counts[device][index] for device, index in zip(devices, indices, strict=True)]
         dtypes = [param.dtype for param in params], [grad.dtype for grad in grads]
-        kinds = list(zip(devices, *dtypes, steps, strict=True))
-        if kinds.count(kinds[0]) == len(kinds):
-            yield Batch(params, grads, indices, self.devices[devices[0]], steps[0])
-            return
-        for kind in dict.fromkeys(kinds):
-            alike = [i for i, other in enumerate(kinds) if other == kind]
+        kinds: dict[tuple[Any, ...], list[int]] = {}
+        for i, kind in enumerate(zip(devices, *dtypes, steps, strict=True)):
+            kinds.setdefault(kind, []).append(i)
+        for (device, _, _, step), alike in kinds.items():
             yield Batch(
                 [params[i] for i in alike],
                 [grads[i] for i in alike],
                 [indices[i] for i in alike],
-                self.devices[kind[0]],
-                kind[3],
+                self.devices[device],
+                step,
             )
 
 
@@ -225,7 +213,3 @@ def _draws(params: list[Tensor], seed: int, places: dict[int, tuple[int, int]]) 
     every = streams(seed, len(places), params[0].device)
     own = [places.get(id(param), (0, 0)) for param in params]  # one in no group has no step
     return torch.stack([torch.stack((every[i], torch.full_like(every[i], first))) for i, first in own])
-
-
-def _addresses(entries: list[State]) -> list[int]:
-    return list(map(Tensor.data_ptr, chain.from_iterable(map(dict.values, entries))))

@@ -1,4 +1,4 @@
-"""FP8AdamW's state per parameter, and reading and writing its moments.
+"""FP8AdamW's state per parameter: reading and writing its moments, and checking and converting a whole state file.
 
 | key                                             | dtype, shape                                   | present       |
 |-------------------------------------------------|------------------------------------------------|---------------|
@@ -14,9 +14,10 @@ last one may be shorter.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ from coat_core.config import ExpansionConfig, FP8QuantizationConfig
 from coat_core.formats import M1_FORMATS, M2_FORMATS, Format, IntegerFormat
 from coat_core.ops.adamw import Moment, read_moments, write_moments
 from coat_core.ops.packing import Layout, n_blocks
+
+logger = logging.getLogger(__name__)
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 State = dict[str, Tensor]
@@ -114,8 +117,15 @@ def read_state(state: State, moments: dict[str, Storage]) -> tuple[Tensor, Tenso
     return m.view(-1)[: shape.numel()].view(shape), v.view(-1)[: shape.numel()].view(shape)
 
 
+def _same_storage(old: Storage, new: Storage) -> bool:
+    """Whether codes can stay: reading them does not depend on the expansion's constants."""
+    if old.format is None or new.format is None:
+        return old.format is new.format
+    return (old.format, old.block_size, old.expansion is None) == (new.format, new.block_size, new.expansion is None)
+
+
 def convert_state(state: State, old: dict[str, Storage], new: dict[str, Storage]) -> State:
-    """Store both moments of one parameter in another way, through fp32 values on their device."""
+    """Return the moments of one parameter that are stored in another way, through fp32 values on their device."""
     values = read_state(state, old)
     shape, device = values[0].shape, values[0].device
     block_size = new["exp_avg"].block_size
@@ -126,5 +136,115 @@ def convert_state(state: State, old: dict[str, Storage], new: dict[str, Storage]
     write_moments(packed["exp_avg"], packed["exp_avg_sq"], slice(None), m, v, expansion or ExpansionConfig())
     views: State = {}
     for name, storage in new.items():
-        views.update(moment_views(name, packed[name], storage, 0, shape))
+        if not _same_storage(old[name], storage):
+            views.update(moment_views(name, packed[name], storage, 0, shape))
     return views
+
+
+# -- a state file -----------------------------------------------------------------------------------------------------
+
+UNQUANTIZED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ANOTHER_NETWORK = "use the network settings (rank, targets) of the saved run"
+ANOTHER_FILE = "load the optimizer state of this run, or start without one"
+
+
+def check_groups(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> None:
+    """Raise ValueError unless this is an optimizer's state with as many groups and parameters as `groups`."""
+    if not {"state", "param_groups"} <= state_dict.keys():
+        raise ValueError(f"keys {sorted(map(str, state_dict))}: must be 'state' and 'param_groups'; {ANOTHER_FILE}")
+    saved, own = ([len(group["params"]) for group in which] for which in (state_dict["param_groups"], groups))
+    if saved != own:
+        raise ValueError(
+            f"param_groups: the file has groups of {saved} parameters, the optimizer of {own}; {ANOTHER_NETWORK}, or "
+            f"{ANOTHER_FILE}"
+        )
+
+
+def saved_states(
+    state_dict: dict[str, Any], groups: list[dict[str, Any]], moments: dict[str, Storage]
+) -> list[tuple[Tensor, dict[str, Any], dict[str, Storage]]]:
+    """Return each parameter with its state in the file, and how each moment is stored there, all checked.
+
+    The file is one of FP8AdamW in any configuration (its groups' "fp8" entry) or of torch.optim.AdamW. A moment stored
+    otherwise than `moments` says is named in one log line.
+    """
+    saved = []
+    changes = set()
+    for saved_group, group in zip(state_dict["param_groups"], groups, strict=True):
+        for index, param in zip(saved_group["params"], group["params"], strict=True):
+            state = state_dict["state"].get(index)
+            if not state:
+                continue
+            stored = _storages_in_file(f"state[{index!r}]", state, param, saved_group.get("fp8"))
+            saved.append((param, state, stored))
+            for name, new in moments.items():
+                if not _same_storage(stored[name], new):
+                    change = "dequantized" if new.format is None else "re-quantized"
+                    changes.add(f"{name}: {stored[name].describe()} -> {new.describe()}, {change}")
+    if changes:
+        logger.warning("FP8AdamW: %s", "; ".join(sorted(changes)))
+    return saved
+
+
+def _storages_in_file(
+    where: str, saved: dict[str, Any], param: Tensor, fp8: dict[str, Any] | None
+) -> dict[str, Storage]:
+    """Return how the moments of one parameter were stored, after checking all of its entries."""
+    for key in ("step", *MOMENTS):
+        if key not in saved:
+            raise ValueError(f"{where}['{key}'] is missing: not a file of FP8AdamW or AdamW; {ANOTHER_FILE}")
+    if torch.as_tensor(saved["step"]).numel() != 1:
+        raise ValueError(f"{where}['step']={saved['step']!r}: must be one number; {ANOTHER_FILE}")
+    storages: dict[str, Storage] = {}
+    per_block: dict[str, int] = {}  # of each expected entry of numbers how many
+    for name, choices in zip(MOMENTS, (M1_FORMATS, M2_FORMATS), strict=True):
+        formats = {fmt.dtype: fmt for fmt in choices.values()}
+        tensor = saved[name]
+        dtype = tensor.dtype if isinstance(tensor, Tensor) else type(tensor)
+        if dtype in UNQUANTIZED_DTYPES:
+            storages[name] = Storage(None, 16, None)  # can be read in blocks of any size
+        elif dtype not in formats:
+            rule = f"must be floating or the codes of {', '.join(choices)}"
+            raise ValueError(f"{where}['{name}'] is {dtype}: {rule}; {ANOTHER_FILE}")
+        elif not fp8 or not {"block_size", "use_dynamic_range_expansion"} <= fp8.keys():
+            raise ValueError(
+                f"param_groups 'fp8'={fp8!r}: must give block_size and use_dynamic_range_expansion of the codes in the "
+                f"file; {ANOTHER_FILE}"
+            )
+        else:
+            config = FP8QuantizationConfig(block_size=fp8["block_size"])
+            expanded = isinstance(formats[dtype], Format) and fp8["use_dynamic_range_expansion"]
+            storages[name] = Storage(formats[dtype], config.block_size, config.expansion if expanded else None)
+        if tensor.shape != param.shape:
+            raise ValueError(
+                f"{where}['{name}'] has shape {tuple(tensor.shape)}: must be {tuple(param.shape)}, as the parameter; "
+                f"{ANOTHER_NETWORK}, or {ANOTHER_FILE}"
+            )
+        blocks = n_blocks(param.numel(), storages[name].block_size)
+        per_block.update({f"{name}_{suffix}": blocks for suffix in storages[name].per_block})
+    described = ", ".join(f"{name} in {storage.describe()}" for name, storage in storages.items())
+    unknown = saved.keys() - per_block.keys() - {"step", *MOMENTS}
+    if unknown:
+        raise ValueError(f"{where}['{min(unknown)}']: does not belong to {described}; {ANOTHER_FILE}")
+    for key, blocks in per_block.items():
+        numbers = saved.get(key)
+        if not isinstance(numbers, Tensor) or numbers.dtype != torch.float32 or numbers.shape != (blocks,):
+            rule = f"must be torch.float32 of shape ({blocks},) with {described}"
+            raise ValueError(f"{where}['{key}'] is missing, was cast or has another shape: {rule}; {ANOTHER_FILE}")
+    return storages
+
+
+def write_state(
+    state: State,
+    saved: dict[str, Any],
+    stored: dict[str, Storage],
+    moments: dict[str, Storage],
+    device: torch.device,
+) -> None:
+    """Copy a saved state into a parameter's own; tensors stored as configured are copied to the last bit."""
+    values = {**saved, "step": torch.as_tensor(saved["step"]).reshape(())}
+    if not all(_same_storage(stored[name], storage) for name, storage in moments.items()):
+        here = {key: tensor.detach().to(device) for key, tensor in saved.items() if key != "step"}
+        values.update(convert_state(here, stored, moments))
+    for key, own in state.items():
+        own.copy_(values[key].detach())  # an unquantized moment may come as bf16

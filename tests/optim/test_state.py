@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from coat_core.config import FP8QuantizationConfig
 from coat_core.expansion import QuantizedBlocks
 from coat_core.formats import M1_FORMATS, IntegerFormat
-from coat_core.moments import CODECS, Codec
+from coat_core.moments import DECODERS, ENCODERS
 from coat_core.ops import adamw
 from coat_core.ops.packing import chunks, spans
 from coat_core.optim import FP8AdamW
@@ -312,7 +312,8 @@ def int16_decode(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 @pytest.fixture
 def int16_config(monkeypatch: pytest.MonkeyPatch) -> FP8QuantizationConfig:
     monkeypatch.setitem(M1_FORMATS, INT16.name, INT16)
-    monkeypatch.setitem(CODECS, INT16.dtype, Codec(int16_encode, int16_decode))
+    monkeypatch.setitem(ENCODERS, INT16.dtype, int16_encode)
+    monkeypatch.setitem(DECODERS, INT16.dtype, int16_decode)
     return FP8QuantizationConfig(m1_format=INT16.name, use_fp8_m2=False)
 
 
