@@ -139,13 +139,13 @@ class FP8LinearConfig:
     @property
     def weight_has_row_scales(self) -> bool:
         """Whether a stored weight has one scale for each output feature."""
-        return self.weight_format == INT8.name or (
-            self.weight_format in FORMATS and self.weight_granularity == "per_row"
-        )
+        if self.weight_format not in FORMATS:
+            return self.weight_format == INT8.name
+        return self.weight_granularity == "per_row"
 
     @property
     def weight_stored_as(self) -> str:
         """Format and scaling of a stored weight, for messages."""
-        return (
-            f"{self.weight_format}/{self.weight_granularity}" if self.weight_format in FORMATS else self.weight_format
-        )
+        if self.weight_format not in FORMATS:
+            return self.weight_format
+        return f"{self.weight_format}/{self.weight_granularity}"

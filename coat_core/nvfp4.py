@@ -76,7 +76,8 @@ def _search(blocks: Tensor, block_amax: Tensor, unit: Tensor) -> tuple[Tensor, T
 
 def nearest(values: Tensor, scale_bits: Tensor) -> Tensor:
     """Round values [..., 16], in units of the tensor's scale, to ± `MAGNITUDES` of these block scales [...]."""
-    scaled = values / _numbers(scale_bits).unsqueeze(-1)
+    scale = scale_bits.view(E4M3.dtype).to(torch.float32)
+    scaled = values / scale.unsqueeze(-1)
     size = scaled.abs()
     step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
     return (scaled / step).round().mul(step).clamp(-MAGNITUDES[-1], MAGNITUDES[-1])  # halfway: to the even code
@@ -91,17 +92,14 @@ def encode(rounded: Tensor) -> Tensor:
 
 def as_e4m3(rounded: Tensor, scale_bits: Tensor) -> Tensor:
     """± `MAGNITUDES` [..., 16] of blocks with these scales [...], as e4m3 numbers of the same shape."""
-    return saturating_cast(rounded * (_numbers(scale_bits) / SHIFT).unsqueeze(-1), E4M3)
+    scale = scale_bits.view(E4M3.dtype).to(torch.float32)
+    return saturating_cast(rounded * (scale / SHIFT).unsqueeze(-1), E4M3)
 
 
 def decode(codes: Tensor, scale_bits: Tensor) -> Tensor:
     """Return codes [..., 16] of blocks with these scales [...] as e4m3 numbers."""
     both_signs = (*MAGNITUDES, *(-size for size in MAGNITUDES))
     return as_e4m3(torch.tensor(both_signs, device=codes.device)[codes.to(torch.int32)], scale_bits)
-
-
-def _numbers(scale_bits: Tensor) -> Tensor:
-    return scale_bits.view(E4M3.dtype).to(torch.float32)
 
 
 def pack(codes: Tensor) -> Tensor:

@@ -154,7 +154,7 @@ class PackedSavedTensors(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Open hooks of its own around each scaled_dot_product_attention while those of `__enter__` are on top."""
+        """Open hooks for each scaled_dot_product_attention while those of `__enter__` are on top."""
         kwargs = kwargs or {}
         top = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if func is not torch.nn.functional.scaled_dot_product_attention or top is None or top[0] != self._pack:
@@ -219,8 +219,10 @@ def _is_trained(tensor: Tensor) -> bool:
     base = tensor._base if tensor._base is not None else tensor
     if base.grad_fn is None:
         return base.requires_grad
-    made_by, source = base.grad_fn.name(), base.grad_fn.next_functions[0][0] if base.grad_fn.next_functions else None
-    return made_by == "ToCopyBackward0" and source is not None and source.name() == "torch::autograd::AccumulateGrad"
+    if base.grad_fn.name() != "ToCopyBackward0":
+        return False
+    source = base.grad_fn.next_functions[0][0]
+    return source is not None and source.name() == "torch::autograd::AccumulateGrad"
 
 
 _additive: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # bool mask → its additive form

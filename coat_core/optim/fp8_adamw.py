@@ -104,7 +104,7 @@ class FP8AdamW(torch.optim.Optimizer):
         return {**super().__getstate__(), **own}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group as torch.optim does; raises ValueError as the class does, and then does not add it."""
+        """Add a param group as torch.optim does, or raise ValueError as the class does."""
         for key, argument in (("fp8", "fp8_config"), ("capturable", "capturable"), ("seed", "seed")):
             if param_group.get(key, self.defaults[key]) != self.defaults[key]:
                 raise ValueError(
@@ -253,11 +253,10 @@ class FP8AdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a `state_dict` of FP8AdamW or torch.optim.AdamW; codes and scales come back untouched.
 
-        Everything is checked first; on an error the optimizer is unchanged. A moment stored otherwise than
-        `fp8_config` says is re-quantized, with one line of log. Hyper-parameters of the groups are those of the file,
-        as in torch.optim. Moments are copied parameter by parameter: no device holds them twice. Raises ValueError
-        for groups, indices, keys, dtypes or shapes that do not belong to these parameters; also logged at ERROR,
-        because ai-toolkit swallows the exception.
+        A moment stored otherwise than `fp8_config` says is re-quantized, with one line of log. Hyper-parameters of
+        the groups are those of the file, as in torch.optim. Moments are copied parameter by parameter: no device holds
+        them twice. Raises ValueError where the file does not fit these parameters, before anything has changed; also
+        logged at ERROR, because ai-toolkit swallows the exception.
         """
         saved: list[tuple[Tensor, dict[str, Any], dict[str, Storage]]] = []
         stored = storages(self.fp8_config)
@@ -290,8 +289,9 @@ class FP8AdamW(torch.optim.Optimizer):
             ):
                 super().load_state_dict(state_dict)
         except ValueError as error:
-            logger.error("FP8AdamW: the optimizer state was not loaded: %s", error)
-            raise
+            message = f"{error}; load the optimizer state of this run, or start without one"
+            logger.error("FP8AdamW: the optimizer state was not loaded: %s", message)
+            raise ValueError(message) from error
 
     def state_bytes(self) -> int:
         """Return the bytes of both moments, with their per-block numbers."""

@@ -33,7 +33,11 @@ class DeviceState:
         device = params[0].device
         block_size = next(iter(moments.values())).block_size
         self.params = params
-        *self.first_blocks, blocks = accumulate((n_blocks(param.numel(), block_size) for param in params), initial=0)
+        self.first_blocks = []
+        blocks = 0
+        for param in params:
+            self.first_blocks.append(blocks)
+            blocks += n_blocks(param.numel(), block_size)
         home = torch.device("cpu") if offload else device
         self.moments = {name: empty_moment(blocks, storage, home) for name, storage in moments.items()}
         self.staging = Staging(self.moments, moments, device) if offload else None
@@ -64,7 +68,7 @@ class Batch(NamedTuple):
         return self._chosen(self.packed.steps)
 
     def draws(self, of: Tensor | None) -> Tensor | None:
-        """Return stream, step and first element, int32 [n, 3], reading none; None without stochastic rounding."""
+        """Return stream, step and first element, int32 [n, 3], without reading any."""
         if of is None:
             return None
         stream, first = self._chosen(of).unbind(-1)
@@ -163,7 +167,7 @@ class PackedState:
             packed.param_draws = _draws(packed.params, seed ^ PARAMETERS, places) if parameters else None
 
     def holds(self, state: MutableMapping[Tensor, State], params: list[Tensor]) -> bool:
-        """Whether all parameters, `params` among them, still have their packed state: none loaded or replaced."""
+        """Whether all parameters, `params` among them, still have their packed state."""
         entries = [entry for entry in state.values() if entry]
         return (
             len(entries) == len(self._entries)

@@ -103,16 +103,15 @@ class ShardedFP8AdamW(FP8AdamW):
                 )
             if not _fits(param.shape, param.device_mesh.size(), self.fp8_config.block_size):
                 raise ValueError(
-                    f"{name} of shape {tuple(param.shape)} over {param.device_mesh.size()} processes: a shard cuts a "
-                    f"block of {self.fp8_config.block_size} moments; pass cut_parameters(...) to fully_shard as "
-                    "ignored_params"
+                    f"{name} of shape {tuple(param.shape)}: a shard cuts a block of {self.fp8_config.block_size} "
+                    "moments; pass cut_parameters(...) to fully_shard as ignored_params"
                 )
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> float | None:  # type: ignore[override]
         """Do one optimization step on the rows of every parameter that has a gradient; as FP8AdamW's."""
         if closure is not None:
-            raise ValueError("closure: is not supported with sharded parameters; compute the loss before the step")
+            raise ValueError("closure: not for sharded parameters; compute the loss before the step")
         for name, param in self._whole.items():
             self._own[name].grad = None if param.grad is None else local_values(param.grad)
         super().step()
@@ -162,7 +161,7 @@ class ShardedFP8AdamW(FP8AdamW):
         return {"state": states if keep else {}, "param_groups": groups}
 
     def load_whole_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the local rows of one process's `state_dict`, or `whole_state_dict`; errors as `load_state_dict`."""
+        """Load the local rows of a `whole_state_dict`, or of one process's `state_dict`."""
         check_groups(dict(state_dict), [{"params": list(self._whole)}])
         (group,) = state_dict["param_groups"]
         states: dict[int, dict[str, Any]] = {}
@@ -205,9 +204,11 @@ class ShardedFP8AdamW(FP8AdamW):
 
     def _empty_state(self, own: Tensor) -> dict[str, Tensor]:
         other = next(iter(self.state.values()))
-        sizes = {key: own.shape if key in MOMENTS else (0,) for key in other if key != "step"}
-        empty = {key: torch.empty(size, dtype=other[key].dtype, device=own.device) for key, size in sizes.items()}
-        return {"step": other["step"].clone(), **empty}
+        empty = {"step": other["step"].clone()}
+        for key, value in other.items():
+            if key != "step":
+                empty[key] = value.new_empty(own.shape if key in MOMENTS else (0,))
+        return empty
 
 
 def _first_element(param: Tensor) -> int:

@@ -1,12 +1,10 @@
-"""FP8AdamW's state per parameter: reading and writing its moments, and checking and converting a whole state file.
+"""FP8AdamW's state per parameter: reading and writing moments, checking and converting a state file.
 
-| key                                             | dtype, shape                                   | present       |
-|-------------------------------------------------|------------------------------------------------|---------------|
-| step                                            | fp32, []; on the CPU unless capturable         | always        |
-| exp_avg, exp_avg_sq                             | 8-bit codes, or fp32; the parameter's shape    | always        |
-| exp_avg_scale, exp_avg_sq_scale                 | fp32 [n_blocks]                                | 8-bit codes   |
-| exp_avg_exponent, _center; exp_avg_sq_exponent, _center | fp32 [n_blocks]                        | FP8, expanded |
-| exp_avg_sq_exponent                             | fp32 [n_blocks]                                | uint8_log     |
+    step                    fp32 []; on the CPU unless capturable
+    exp_avg, exp_avg_sq     8-bit codes, or fp32; the parameter's shape
+    …_scale                 fp32 [n_blocks]; of 8-bit codes
+    …_exponent, …_center    fp32 [n_blocks]; of FP8 with expansion
+    exp_avg_sq_exponent     fp32 [n_blocks]; of uint8_log
 
 Only plain tensors, so that `torch.load(weights_only=True)` reads them. Blocks run over the flattened parameter; the
 last one may be shorter.
@@ -141,22 +139,18 @@ def convert_state(state: State, old: dict[str, Storage], new: dict[str, Storage]
     return views
 
 
-# -- a state file -----------------------------------------------------------------------------------------------------
-
 UNQUANTIZED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ANOTHER_NETWORK = "use the network settings (rank, targets) of the saved run"
-ANOTHER_FILE = "load the optimizer state of this run, or start without one"
+SAME_NETWORK = "use the network settings (rank, targets) of the saved run"
 
 
 def check_groups(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> None:
     """Raise ValueError unless this is an optimizer's state with as many groups and parameters as `groups`."""
     if not {"state", "param_groups"} <= state_dict.keys():
-        raise ValueError(f"keys {sorted(map(str, state_dict))}: must be 'state' and 'param_groups'; {ANOTHER_FILE}")
+        raise ValueError(f"keys {sorted(map(str, state_dict))}: must be 'state' and 'param_groups'")
     saved, own = ([len(group["params"]) for group in which] for which in (state_dict["param_groups"], groups))
     if saved != own:
         raise ValueError(
-            f"param_groups: the file has groups of {saved} parameters, the optimizer of {own}; {ANOTHER_NETWORK}, or "
-            f"{ANOTHER_FILE}"
+            f"param_groups: the file has groups of {saved} parameters, the optimizer of {own}; {SAME_NETWORK}"
         )
 
 
@@ -192,9 +186,9 @@ def _storages_in_file(
     """Return how the moments of one parameter were stored, after checking all of its entries."""
     for key in ("step", *MOMENTS):
         if key not in saved:
-            raise ValueError(f"{where}['{key}'] is missing: not a file of FP8AdamW or AdamW; {ANOTHER_FILE}")
+            raise ValueError(f"{where}['{key}'] is missing: not a file of FP8AdamW or AdamW")
     if torch.as_tensor(saved["step"]).numel() != 1:
-        raise ValueError(f"{where}['step']={saved['step']!r}: must be one number; {ANOTHER_FILE}")
+        raise ValueError(f"{where}['step']={saved['step']!r}: must be one number")
     storages: dict[str, Storage] = {}
     per_block: dict[str, int] = {}  # of each expected entry of numbers how many
     for name, choices in zip(MOMENTS, (M1_FORMATS, M2_FORMATS), strict=True):
@@ -205,11 +199,10 @@ def _storages_in_file(
             storages[name] = Storage(None, 16, None)  # can be read in blocks of any size
         elif dtype not in formats:
             rule = f"must be floating or the codes of {', '.join(choices)}"
-            raise ValueError(f"{where}['{name}'] is {dtype}: {rule}; {ANOTHER_FILE}")
+            raise ValueError(f"{where}['{name}'] is {dtype}: {rule}")
         elif not fp8 or not {"block_size", "use_dynamic_range_expansion"} <= fp8.keys():
             raise ValueError(
-                f"param_groups 'fp8'={fp8!r}: must give block_size and use_dynamic_range_expansion of the codes in the "
-                f"file; {ANOTHER_FILE}"
+                f"param_groups 'fp8'={fp8!r}: must give block_size and use_dynamic_range_expansion of the codes"
             )
         else:
             config = FP8QuantizationConfig(block_size=fp8["block_size"])
@@ -217,20 +210,19 @@ def _storages_in_file(
             storages[name] = Storage(formats[dtype], config.block_size, config.expansion if expanded else None)
         if tensor.shape != param.shape:
             raise ValueError(
-                f"{where}['{name}'] has shape {tuple(tensor.shape)}: must be {tuple(param.shape)}, as the parameter; "
-                f"{ANOTHER_NETWORK}, or {ANOTHER_FILE}"
+                f"{where}['{name}'] has shape {tuple(tensor.shape)}: must be {tuple(param.shape)}; {SAME_NETWORK}"
             )
         blocks = n_blocks(param.numel(), storages[name].block_size)
         per_block.update({f"{name}_{suffix}": blocks for suffix in storages[name].per_block})
     described = ", ".join(f"{name} in {storage.describe()}" for name, storage in storages.items())
     unknown = saved.keys() - per_block.keys() - {"step", *MOMENTS}
     if unknown:
-        raise ValueError(f"{where}['{min(unknown)}']: does not belong to {described}; {ANOTHER_FILE}")
+        raise ValueError(f"{where}['{min(unknown)}']: does not belong to {described}")
     for key, blocks in per_block.items():
         numbers = saved.get(key)
         if not isinstance(numbers, Tensor) or numbers.dtype != torch.float32 or numbers.shape != (blocks,):
             rule = f"must be torch.float32 of shape ({blocks},) with {described}"
-            raise ValueError(f"{where}['{key}'] is missing, was cast or has another shape: {rule}; {ANOTHER_FILE}")
+            raise ValueError(f"{where}['{key}'] is missing, was cast or has another shape: {rule}")
     return storages
 
 
