@@ -16,7 +16,7 @@ import inspect
 import logging
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -49,7 +49,7 @@ class Operator(Generic[P, R]):
         self._opoverload = getattr(torch.ops.coat, self._name).default
         # where torch.compile runs a caller eager it would trace into the body, and Inductor rounds otherwise
         _library.impl(self._name, _disable_dynamo(body), "CompositeExplicitAutograd")
-        torch.library.register_fake(qualname, body, lib=_library)
+        torch.library.register_fake(qualname, functools.partial(_meta_results, body), lib=_library)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run it on the device of its arguments."""
@@ -96,6 +96,41 @@ def operator(qualname: str, triton: bool = True) -> Callable[[Callable[P, R]], O
         return op
 
     return register
+
+
+def _meta_results(body: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return the body's results on the meta device, where the same shapes are run once: a call is 3 ms of Python."""
+    values = (*args, *kwargs.values())
+    tensors = [x for value in values for x in (value if isinstance(value, list) else [value]) if isinstance(x, Tensor)]
+    if not all(type(x) in (Tensor, Parameter) and x.is_meta for x in tensors):  # fake tensors have symbolic shapes
+        return body(*args, **kwargs)
+    described = tuple(map(_described, args)), tuple((name, _described(value)) for name, value in kwargs.items())
+    return _on_meta(_described_results(body, *described))
+
+
+@functools.lru_cache(maxsize=4096)
+def _described_results(body: Callable[..., Any], args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> Any:
+    return _described(body(*map(_on_meta, args), **{name: _on_meta(value) for name, value in kwargs}))
+
+
+class _Described(NamedTuple):
+    """A tensor without its values."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return _Described(tuple(value.shape), value.stride(), value.dtype)
+    return tuple(map(_described, value)) if isinstance(value, list | tuple) else value
+
+
+def _on_meta(value: Any) -> Any:
+    if isinstance(value, _Described):
+        return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta")
+    return tuple(map(_on_meta, value)) if isinstance(value, tuple) else value
 
 
 class _WithoutGradient(torch.autograd.Function):
