@@ -366,8 +366,8 @@ def test_layers_below_the_minimum_leave_the_fp8_gemms(flow: str, weights: str) -
     minimum = sorted(rows.values())[4] + 1e-4
     below = {layer for layer, value in rows.items() if value < minimum}
     assert 5 <= len(below) < N_GEMMS  # layers that read one x have one value
-    watch = PrecisionWatch(made.model, minimum, made.report, said.append, lambda rows: None)
-    watch.record(probe.rows(2))
+    watch = PrecisionWatch(made.model, minimum, made.report, said.append)
+    watch.choose(probe.rows(2))
     with CastProbe(made.model, made.lora) as probe:
         made._step()
     for kind in ("input", "gradient"):

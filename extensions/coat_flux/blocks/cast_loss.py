@@ -1,18 +1,17 @@
 """How much one cast to 8 bits loses, in three numbers computed on the device without a synchronization.
 
+    saturation   share of elements beyond the largest code
+    underflow    share of nonzero elements cast to zero
+    noise        power of the errors over that of the values, the mean over segments of 128 neighbours
+
 SQNR of a whole tensor says little about FP8: a just-in-time scale stores the largest element exactly, so one
-outlier that drives all others to zero improves the ratio. Here it is *local*, averaged over segments of 128
-neighbours along the last dimension:
-
-    sqnr_db = −10·log10( mean over segments of ‖x − x̂‖² / ‖x‖² )
-
-A lost segment counts as 1, a zero segment not at all. For a Gaussian: e4m3 31.5 dB, e5m2 25.5 dB.
+outlier that drives all others to zero improves the ratio. Here it is *local*, −10·log10(noise): a lost segment counts
+as 1, a zero segment not at all. For a Gaussian: e4m3 31.5 dB, e5m2 25.5 dB.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,7 @@ from coat_core.linear.function import load_weight
 from coat_core.metrics import cast_losses
 from coat_core.quantize import dequantize, split_groups
 
-__all__ = ["SAMPLE", "WEIGHT_PRECISION", "Measures", "measure_cast", "noise_share", "note_weight", "sampled"]
+__all__ = ["SAMPLE", "WEIGHT_PRECISION", "decibels", "measure_cast", "noise_share", "note_weight", "sampled"]
 
 SAMPLE = 1 << 20  # elements measured per cast
 SEGMENT = 128
@@ -33,23 +32,15 @@ SEGMENT = 128
 WEIGHT_PRECISION = "coat_weight_precision"
 
 
-class Measures(NamedTuple):
-    """The losses of a cast."""
-
-    saturation: float  # share of elements beyond the largest code
-    underflow: float  # share of nonzero elements cast to zero
-    noise: float  # mean `noise_share` of the segments; nan where all are zero
-
-    @property
-    def sqnr_db(self) -> float:
-        """Local SQNR; inf for an exact cast, nan for no elements."""
-        if self.noise == 0:
-            return math.inf
-        return -10 * math.log10(self.noise) if self.noise > 0 else math.nan
+def decibels(noise: float) -> float:
+    """Local SQNR; inf for an exact cast, nan for no elements."""
+    if noise == 0:
+        return math.inf
+    return -10 * math.log10(noise) if noise > 0 else math.nan
 
 
 def measure_cast(x: Tensor, codes: Tensor, scale: Tensor, granularity: Granularity) -> Tensor:
-    """Measure the cast of x [..., K] to codes; returns `Measures` as fp32 [3] on the device of x."""
+    """Saturation, underflow and noise of the cast of x [..., K] to codes: fp32 [3] on the device of x."""
     values, x_hat = x.detach().to(torch.float32), dequantize(codes, scale, granularity)
     losses = cast_losses(values, codes, x_hat)
     finite = values.isfinite()

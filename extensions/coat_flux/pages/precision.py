@@ -1,4 +1,4 @@
-"""FP8 precision on a page: worst layers, what to write into `activation.exclude`, heat map, curves.
+"""FP8 precision on a page: worst layers, what to write into `activation.exclude`, heat map, a curve.
 
 A layer stands out when its SQNR is well below the median of its kind: gradients in e5m2 are 6 dB below inputs in e4m3
 by format, which is no defect. Where a whole kind is bad, no layer stands out and the kind is named.
@@ -49,40 +49,40 @@ def summaries(rows: Iterable[CastPrecision]) -> list[CastPrecision]:
     return summed
 
 
-def below_median(found: Sequence[CastPrecision]) -> list[tuple[float, CastPrecision]]:
+def below_median(layers: Sequence[CastPrecision]) -> list[tuple[float, CastPrecision]]:
     """Each row of a known layer after its distance to the median of its kind, in dB; the furthest below first."""
-    middles = {kind: median(row.sqnr_db for row in found if row.kind == kind) for kind in {row.kind for row in found}}
+    medians = {kind: median(row.sqnr_db for row in layers if row.kind == kind) for kind in {row.kind for row in layers}}
     distances = []
-    for row in found:
-        middle = middles[row.kind]
+    for row in layers:
+        middle = medians[row.kind]
         if row.layer:
             distances.append((0.0 if middle == row.sqnr_db else middle - row.sqnr_db, row))  # both may be inf
     return sorted(distances, key=lambda item: -item[0])
 
 
-def worst(found: Sequence[CastPrecision], count: int = 10) -> list[tuple[float, CastPrecision]]:
+def worst(layers: Sequence[CastPrecision], count: int = 10) -> list[tuple[float, CastPrecision]]:
     """The layers furthest below the median of a kind, each with its worst kind."""
     first: dict[str, tuple[float, CastPrecision]] = {}
-    for below, row in below_median(found):
+    for below, row in below_median(layers):
         first.setdefault(row.layer, (below, row))
     return list(first.values())[:count]
 
 
-def standing_out(found: Sequence[CastPrecision]) -> list[str]:
+def standing_out(layers: Sequence[CastPrecision]) -> list[str]:
     """Layers `activation.exclude` would help: an input or gradient far below its kind, or an input below 20 dB."""
-    layers = []
-    for below, row in below_median(found):
+    names = []
+    for below, row in below_median(layers):
         outlier = row.kind in (INPUT, GRADIENT) and below > OUTLIER_DB
         if outlier or (row.kind == INPUT and row.sqnr_db < LOW_DB):
-            layers.append(row.layer)
-    return list(dict.fromkeys(layers))
+            names.append(row.layer)
+    return list(dict.fromkeys(names))
 
 
-def as_grid(found: Sequence[CastPrecision]) -> tuple[list[str], list[str], list[list[float | None]]]:
+def as_grid(rows: Sequence[CastPrecision]) -> tuple[list[str], list[str], list[list[float | None]]]:
     """Layers, kinds, and SQNR [layers][kinds] (None if missing), in order of appearance."""
-    values = {(s.layer, s.kind): s.sqnr_db for s in found}
-    layers = list(dict.fromkeys(s.layer for s in found))
-    kinds = [kind for kind in KINDS if any(s.kind == kind for s in found)]
+    values = {(row.layer, row.kind): row.sqnr_db for row in rows}
+    layers = list(dict.fromkeys(row.layer for row in rows))
+    kinds = [kind for kind in KINDS if any(row.kind == kind for row in rows)]
     grid = [[values.get((layer, kind)) for kind in kinds] for layer in layers]
     return [layer or "(layer not known)" for layer in layers], kinds, grid
 
@@ -93,10 +93,9 @@ def as_grid(found: Sequence[CastPrecision]) -> tuple[list[str], list[str], list[
 def show_layers(page: Page, runs: Sequence[Path]) -> None:
     """The worst layers of several runs together, in short."""
     files = [run / FILE for run in runs]
-    found = summaries(row for path in files if path.exists() for row in read_rows(path))
-    if found:
-        _show_kinds(page, found)
-        _show_worst(page, found)
+    layers = summaries(row for path in files if path.exists() for row in read_rows(path))
+    if layers:
+        _show_tables(page, layers)
     else:
         page.missing(NOT_MEASURED)
 
@@ -104,72 +103,54 @@ def show_layers(page: Page, runs: Sequence[Path]) -> None:
 def show_precision(page: Page, run: RunFolder) -> None:
     """Add the section; OSError and ValueError for damaged files."""
     rows = read_rows(run.path / FILE) if (run.path / FILE).exists() else []
-    found = summaries(rows)
-    if not found:
+    layers = summaries(rows)
+    if not layers:
         page.missing(NOT_MEASURED)
         return
     page.paragraph(HOW_TO_READ)
-    page.heading("By kind of tensor", 3)
-    _show_kinds(page, found)
-    page.heading("The ten worst layers", 3)
-    _show_worst(page, found)
-    _show_advice(page, run, standing_out(found))
-    page.heat_map("Local SQNR by layer, median over the measured steps", *as_grid(found), unit="dB", ends=ENDS_DB)
-    _show_curves(page, rows)
-    page.paragraph(f"All numbers: {FILE.as_posix()} in the run.")
-
-
-def _show_worst(page: Page, found: Sequence[CastPrecision]) -> None:
-    table = []
-    for below, row in worst(found):
-        sizes = _db(row.sqnr_db), _db(below), _share(row.underflow), _share(row.saturation)
-        table.append([row.layer, row.kind, *sizes])
-    page.table(["layer", "kind", "SQNR", "below the kind's median", "underflow", "saturation"], table)
-
-
-def _show_curves(page: Page, rows: Sequence[CastPrecision]) -> None:
-    groups: dict[tuple[str, int], list[CastPrecision]] = {}
-    for row in rows:
-        if row.step and row.kind in KINDS and not math.isnan(row.sqnr_db):
-            groups.setdefault((row.kind, row.step), []).append(row)
-    kinds = [kind for kind in KINDS if any(kind == other for other, _ in groups)]
-    middle, lowest, lost = ({kind: [] for kind in kinds} for _ in range(3))
-    for (kind, step), group in sorted(groups.items()):
-        middle[kind].append((step, median(row.sqnr_db for row in group)))
-        lowest[kind].append((step, min(row.sqnr_db for row in group)))
-        lost[kind].append((step, 100 * max(row.underflow for row in group)))
-    page.curves("Local SQNR over the run, median of the layers", middle, x="step", y="dB")
-    page.curves("Local SQNR over the run, lowest layer", lowest, x="step", y="dB")
-    page.curves("Underflow in the worst layer", lost, x="step", y="% of the nonzero elements")
-
-
-def _show_kinds(page: Page, found: Sequence[CastPrecision]) -> None:
-    table: list[list[Any]] = []
-    for kind in KINDS:
-        own = [s for s in found if s.kind == kind]
-        if own:
-            middle, low = median(s.sqnr_db for s in own), min(own, key=lambda s: s.sqnr_db)
-            underflow = _share(max(s.underflow for s in own))
-            remedy = REMEDIES[kind] if middle < LOW_DB else ""
-            table.append([kind, len(own), _db(middle), f"{_db(low.sqnr_db)} {low.layer}", underflow, remedy])
-    page.table(["kind", "layers", "SQNR, median", "lowest", "underflow, highest", "change"], table)
-
-
-def _show_advice(page: Page, run: RunFolder, layers: Sequence[str]) -> None:
-    if not layers:
+    _show_tables(page, layers)
+    names = standing_out(layers)
+    if names:
+        page.paragraph(
+            f"{len(names)} layers stand out: an input or gradient more than {OUTLIER_DB:g} dB below the median of its "
+            f"kind, or an input below {LOW_DB:g} dB. To multiply them in bf16, paste this into the config's process "
+            "entry; activation.min_sqnr_db does that by itself for inputs, from a threshold in dB."
+        )
+        already = (run.block("coat").get("activation") or {}).get("exclude") or []
+        exclude = {"coat": {"activation": {"exclude": list(dict.fromkeys([*already, *names]))}}}
+        page.code(yaml.safe_dump(exclude, sort_keys=False, allow_unicode=True))
+    else:
         page.paragraph(
             f"No layer stands out: none is more than {OUTLIER_DB:g} dB below the median of its kind, and no input "
             f"is below {LOW_DB:g} dB. There is nothing to exclude."
         )
-        return
-    page.paragraph(
-        f"{len(layers)} layers stand out: an input or gradient more than {OUTLIER_DB:g} dB below the median of its "
-        f"kind, or an input below {LOW_DB:g} dB. To multiply them in bf16, paste this into the config's process entry:"
-    )
-    already = (run.block("coat").get("activation") or {}).get("exclude") or []
-    exclude = list(dict.fromkeys([*already, *layers]))
-    page.code(yaml.safe_dump({"coat": {"activation": {"exclude": exclude}}}, sort_keys=False, allow_unicode=True))
-    page.paragraph("activation.min_sqnr_db does that by itself for inputs, from a threshold in dB.")
+    page.heat_map("Local SQNR by layer, median over the measured steps", *as_grid(layers), unit="dB", ends=ENDS_DB)
+    lowest: dict[str, dict[int, float]] = {}
+    for row in rows:
+        if row.step and row.kind in KINDS and not math.isnan(row.sqnr_db):
+            steps = lowest.setdefault(row.kind, {})
+            steps[row.step] = min(row.sqnr_db, steps.get(row.step, math.inf))
+    curves = {kind: sorted(lowest[kind].items()) for kind in KINDS if kind in lowest}
+    page.curves("Local SQNR over the run, lowest layer", curves, x="step", y="dB")
+    page.paragraph(f"All numbers: {FILE.as_posix()} in the run.")
+
+
+def _show_tables(page: Page, layers: Sequence[CastPrecision]) -> None:
+    page.heading("By kind of tensor", 3)
+    table: list[list[Any]] = []
+    for kind in KINDS:
+        rows = [row for row in layers if row.kind == kind]
+        if rows:
+            middle, low = median(row.sqnr_db for row in rows), min(rows, key=lambda row: row.sqnr_db)
+            underflow = _share(max(row.underflow for row in rows))
+            remedy = REMEDIES[kind] if middle < LOW_DB else ""
+            table.append([kind, len(rows), _db(middle), f"{_db(low.sqnr_db)} {low.layer}", underflow, remedy])
+    page.table(["kind", "layers", "SQNR, median", "lowest", "underflow, highest", "change"], table)
+    page.heading("The ten worst layers", 3)
+    table = []
+    for below, row in worst(layers):
+        table.append([row.layer, row.kind, _db(row.sqnr_db), _db(below), _share(row.underflow), _share(row.saturation)])
+    page.table(["layer", "kind", "SQNR", "below the kind's median", "underflow", "saturation"], table)
 
 
 def _db(value: float) -> str:

@@ -27,7 +27,7 @@ from coat_core.linear.module import FP8TrainableLinear
 from coat_core.ops.adamw import Hyper, Moment, adamw_update_, read_moments
 from coat_core.optim.sharded import local_values
 
-from ..blocks.cast_loss import Measures, measure_cast, noise_share, sampled
+from ..blocks.cast_loss import decibels, measure_cast, noise_share, sampled
 from ..blocks.models import layer_of
 
 __all__ = ["GRADIENT", "INPUT", "SAVED", "CastPrecision", "CastProbe", "row_of"]
@@ -51,7 +51,7 @@ class CastPrecision(NamedTuple):
 @dataclass
 class _Observed:
     kind: str
-    measures: Tensor  # `Measures`
+    losses: Tensor  # of `measure_cast`
     elements: int
     block: str  # or layer, for codes that no product reads
     layers: list[str] = field(default_factory=list)  # that multiply the codes
@@ -62,10 +62,10 @@ class CastProbe(TorchDispatchMode):
 
     def __init__(self, model: nn.Module | None, lora: Mapping[str, Tensor]) -> None:
         super().__init__()
-        modules = () if model is None else model.named_modules()
-        linears = [(name.removesuffix(".base_layer"), module) for name, module in modules]
-        self._frozen = [(layer, module) for layer, module in linears if CODES in module._buffers]
-        self._trained = [(layer, module) for layer, module in linears if isinstance(module, FP8TrainableLinear)]
+        self._linears = []  # with codes of their weight, which is frozen or trained
+        for name, module in () if model is None else model.named_modules():
+            if CODES in module._buffers or isinstance(module, FP8TrainableLinear):
+                self._linears.append((name.removesuffix(".base_layer"), module))
         self._parameters = {local_values(param).data_ptr(): name for name, param in lora.items()}
         self._casts: list[_Observed] = []
         self._latest: dict[int, _Observed] = {}  # by address of the codes
@@ -85,12 +85,10 @@ class CastProbe(TorchDispatchMode):
         declared = declare(out, *args, **kwargs)
         if isinstance(declared, Product):
             self._add_product(declared)
-        elif isinstance(declared, Cast):
-            self._add(declared)
         elif isinstance(declared, Decoded):
             self._weights[_address(declared.codes)] = self._layers_of(declared.stored)
         else:
-            for cast in declared:
+            for cast in [declared] if isinstance(declared, Cast) else declared:
                 self._add(cast)
         return out
 
@@ -98,26 +96,27 @@ class CastProbe(TorchDispatchMode):
         """All casts by layer and kind, in one read-back; a cast read by several layers is in the row of each."""
         if not self._casts:
             return []
-        groups: dict[tuple[str, str], list[tuple[Measures, int]]] = {}
-        numbers = torch.stack([cast.measures for cast in self._casts]).tolist()
-        for cast, measures in zip(self._casts, numbers, strict=True):
+        groups: dict[tuple[str, str], list[tuple[list[float], int]]] = {}
+        numbers = torch.stack([cast.losses for cast in self._casts]).tolist()
+        for cast, losses in zip(self._casts, numbers, strict=True):
             for layer in cast.layers or [cast.block]:
-                groups.setdefault((layer, cast.kind), []).append((Measures(*measures), cast.elements))
+                groups.setdefault((layer, cast.kind), []).append((losses, cast.elements))
         return [row_of(step, layer, kind, group) for (layer, kind), group in groups.items()]
 
     def _add(self, cast: Cast) -> None:
         values, codes = _address(cast.values), _address(cast.codes)
         self._weights.pop(codes, None)
         if cast.kind is None:
-            trained = [layer for layer, module in self._trained if _address(module.weight) == values]
-            if trained:
-                self._weights[codes] = trained
+            trained = [(layer, module) for layer, module in self._linears if isinstance(module, FP8TrainableLinear)]
+            layers = [layer for layer, module in trained if _address(module.weight) == values]
+            if layers:
+                self._weights[codes] = layers
                 return
         sample, taken, scale = sampled(cast.values.detach(), cast.codes, cast.scale)
         if cast.factors is not None:
             sample = sample.to(torch.float32) * cast.factors
-        measures = measure_cast(sample, taken, scale, cast.granularity)
-        self._latest[codes] = _Observed(cast.kind or SAVED, measures, cast.values.numel(), self._block)
+        losses = measure_cast(sample, taken, scale, cast.granularity)
+        self._latest[codes] = _Observed(cast.kind or SAVED, losses, cast.values.numel(), self._block)
         self._casts.append(self._latest[codes])
 
     def _add_product(self, product: Product) -> None:
@@ -136,15 +135,13 @@ class CastProbe(TorchDispatchMode):
         """Layers whose weights these codes are now: the first forward pass joins weights, blocks may share storage."""
         start, end = codes.data_ptr(), codes.data_ptr() + codes.nbytes
         layers = []
-        for layer, module in self._frozen:
-            parts = module._buffers.get(CODES), module._buffers.get(TRANSPOSED)
+        for layer, module in self._linears:
+            parts = [module._buffers.get(CODES), module._buffers.get(TRANSPOSED)]
+            if isinstance(module, FP8TrainableLinear):
+                parts = [module.trained_codes.codes]
             is_inside = any(part is not None and start <= part.data_ptr() < end for part in parts)
             is_here = vars(module).get("codes_are_here")  # of a storage that several blocks share
             if is_inside and (is_here is None or is_here()):
-                layers.append(layer)
-        for layer, module in self._trained:
-            cached = module.trained_codes.codes
-            if cached is not None and start <= cached.data_ptr() < end:
                 layers.append(layer)
         return layers or self._weights.get(_address(codes), [])
 
@@ -163,11 +160,11 @@ class CastProbe(TorchDispatchMode):
             noise = noise_share(expected, expected - stored).split(counts)
             zero = (stored == 0).split(counts)
             for i, param in enumerate(update.params):
-                share = (moved[i] & zero[i]).sum() / moved[i].sum().clamp(min=1)
-                measures = torch.stack([torch.zeros_like(share), share, noise[i].nanmean()])
+                underflow = (moved[i] & zero[i]).sum() / moved[i].sum().clamp(min=1)
+                losses = torch.stack([torch.zeros_like(underflow), underflow, noise[i].nanmean()])
                 whole = param.untyped_storage().data_ptr()  # of a part that is updated separately
                 name = self._parameters.get(param.data_ptr()) or self._parameters.get(whole, "")
-                self._casts.append(_Observed(kind, measures, update.grads[i].numel(), layer_of(name)))
+                self._casts.append(_Observed(kind, losses, update.grads[i].numel(), layer_of(name)))
         return out
 
 
@@ -202,12 +199,13 @@ def _address(tensor: Tensor) -> int:
     return local_values(tensor).untyped_storage().data_ptr()
 
 
-def row_of(step: int, layer: str, kind: str, casts: Sequence[tuple[Measures, int]]) -> CastPrecision:
-    """Casts, each with its elements, as one row: noise is their mean, weighted by elements."""
-    known = [(measures.noise, elements) for measures, elements in casts if not math.isnan(measures.noise)]
-    total = sum(elements for _, elements in known)
-    noise = sum(noise * elements for noise, elements in known) / total if total else math.nan
-    underflow = max(measures.underflow for measures, _ in casts)
-    saturation = max(measures.saturation for measures, _ in casts)
-    mean = Measures(saturation, underflow, noise)
-    return CastPrecision(step, layer, kind, mean.sqnr_db, underflow, saturation, sum(n for _, n in casts))
+def row_of(step: int, layer: str, kind: str, casts: Sequence[tuple[Sequence[float], int]]) -> CastPrecision:
+    """Losses of casts, each with its elements, as one row: noise is their mean, weighted by elements."""
+    saturation = max(losses[0] for losses, _ in casts)
+    underflow = max(losses[1] for losses, _ in casts)
+    total, measured = 0.0, 0
+    for (_, _, noise), elements in casts:
+        if not math.isnan(noise):
+            total, measured = total + noise * elements, measured + elements
+    sqnr_db = decibels(total / measured) if measured else math.nan
+    return CastPrecision(step, layer, kind, sqnr_db, underflow, saturation, sum(elements for _, elements in casts))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from ..blocks.cast_loss import WEIGHT_PRECISION, Measures
+from ..blocks.cast_loss import WEIGHT_PRECISION
 from ..blocks.runner import BlockRunner
 from ..config.coat import GuardOptions
 from .casts import EXP_AVG, EXP_AVG_SQ, GRADIENT, INPUT, SAVED, CastPrecision, row_of
@@ -51,8 +52,8 @@ def weight_rows(model: nn.Module) -> list[CastPrecision]:
     for name, module in model.named_modules():
         text = vars(module).get(WEIGHT_PRECISION)
         if text is not None:
-            measured = Measures(*map(float, text.split())), module.in_features * module.out_features
-            rows.append(row_of(0, name.removesuffix(".base_layer"), WEIGHT, [measured]))
+            losses, elements = [float(number) for number in text.split()], module.in_features * module.out_features
+            rows.append(row_of(0, name.removesuffix(".base_layer"), WEIGHT, [(losses, elements)]))
     return rows
 
 
@@ -97,31 +98,26 @@ def health_line(rows: Sequence[CastPrecision]) -> str:
 
 def health_verdict(rows: Sequence[CastPrecision], options: GuardOptions) -> str | None:
     """The worst cast and what to change, where a share exceeds its threshold."""
-    beyond = max(rows, key=lambda row: row.saturation)
-    if beyond.saturation > options.max_saturation:
-        return (
-            f"{beyond.saturation:.1%} of the {KINDS[beyond.kind]} of {beyond.layer} lie beyond the largest FP8 code "
-            f"(limit: {options.max_saturation}): they overflowed before the cast; "
-            f"lower train.lr and check that train.dtype is bf16{_exclusion(beyond)}"
-        )
-    lost = max(rows, key=lambda row: row.underflow)
-    if lost.underflow > options.max_underflow:
-        return (
-            f"{lost.underflow:.1%} of the {KINDS[lost.kind]} of {lost.layer} that are not zero became zero in FP8 "
-            f"(limit: {options.max_underflow}): a few large values set the scale of all; "
-            f"set {REMEDIES[lost.kind]}{_exclusion(lost)}"
-        )
+    for share, limit in (("saturation", options.max_saturation), ("underflow", options.max_underflow)):
+        worst = max(rows, key=attrgetter(share))
+        lost = getattr(worst, share)
+        if lost <= limit:
+            continue
+        text = f"{lost:.1%} of the {KINDS[worst.kind]} of {worst.layer}"
+        if share == "saturation":
+            text += f" lie beyond the largest FP8 code (limit: {limit}): they overflowed before the cast; "
+            text += "lower train.lr and check that train.dtype is bf16"
+        else:
+            text += f" that are not zero became zero in FP8 (limit: {limit}): a few large values set the scale of all; "
+            text += f"set {REMEDIES[worst.kind]}"
+        if worst.kind in (INPUT, GRADIENT) and worst.layer:
+            text += f", or take the layer out of FP8 with coat.activation.exclude: [{worst.layer}]"
+        return text
     return None
 
 
-def _exclusion(row: CastPrecision) -> str:
-    if row.kind in (INPUT, GRADIENT) and row.layer:
-        return f", or take the layer out of FP8 with coat.activation.exclude: [{row.layer}]"
-    return ""
-
-
 class PrecisionWatch:
-    """Writes the precision rows of a run, and leaves layers below `activation.min_sqnr_db` in bf16.
+    """Leaves layers below `activation.min_sqnr_db` in bf16; `pending` until they are chosen.
 
     The choice is made once, from forward inputs in the first observed step (the second of a run), by the mean over its
     batches and processes; a resumed run reuses it. Gradients do not count: tokens far from the loss have small ones,
@@ -134,67 +130,57 @@ class PrecisionWatch:
         minimum: float | None,
         report: CoatReport | None,
         log: Callable[[str], None],
-        write: Callable[[Sequence[CastPrecision]], None],
-        *,
         mean: Callable[[Tensor], Tensor] = lambda value: value,
     ) -> None:
         self._model, self._minimum, self._report = model, minimum, report
-        self._log, self._write, self._mean = log, write, mean
-        self._left_out: list[str] | None = None
+        self._log, self._mean = log, mean
+        self._left_out: list[str] = []
+        self.pending = minimum is not None
 
-    @property
-    def pending(self) -> bool:
-        """Whether a step must be observed because the layers are not chosen yet."""
-        return self._minimum is not None and self._left_out is None
-
-    def begin(self) -> None:
-        """Write the rows of the weights, once the run's files are open."""
-        self._write(weight_rows(self._model))
-
-    def record(self, rows: Sequence[CastPrecision]) -> None:
-        """Record the rows of a finished step."""
-        self._write(rows)
-        if self.pending:
-            self._choose({row.layer: row.sqnr_db for row in rows if row.kind == INPUT and row.layer})
-
-    def _choose(self, measured: Mapping[str, float]) -> None:
+    def choose(self, rows: Sequence[CastPrecision]) -> None:
+        """Choose the layers by the rows of a finished step."""
+        measured = {row.layer: row.sqnr_db for row in rows if row.kind == INPUT and row.layer}
         names = sorted(measured)
         # means need finite values: exact casts count as very good
         local = torch.tensor([measured[name] for name in names]).nan_to_num(nan=EXACT_DB, posinf=EXACT_DB)
         values = dict(zip(names, self._mean(local).tolist() if names else [], strict=True))
-        self._left_out = [name for name, value in values.items() if value < self._minimum]
-        if self._left_out:
-            listed = ", ".join(f"{name} ({values[name]:.1f} dB)" for name in self._left_out)
-            text = f"{len(self._left_out)} of {len(names)} layers multiply in bf16 from here on: {listed}"
-            self._apply()
+        below = [name for name, value in values.items() if value < self._minimum]
+        if below:
+            listed = ", ".join(f"{name} ({values[name]:.1f} dB)" for name in below)
+            text = f"{len(below)} of {len(names)} layers multiply in bf16 from here on: {listed}"
         elif names:
             text = f"the lowest of {len(names)} layers has {min(values.values()):.1f} dB, none is left out"
         else:
             text = "no layer multiplies in FP8 here, none is left out"
-        self._log(f"{KEY}={self._minimum:g}: {text}")
+        self._leave_out(below, f"{KEY}={self._minimum:g}: {text}")
 
-    def _apply(self) -> None:
-        modules = dict(self._model.named_modules())
-        linears = [modules.get(f"{name}.base_layer", modules.get(name)) for name in self._left_out]
-        BlockRunner.of(self._model).multiply_in_bf16(linears)
-        if self._report is not None:
-            reason = f"input below activation.min_sqnr_db: {self._minimum:g}"
-            self._report.why.update(dict.fromkeys(self._left_out, reason))
+    def _leave_out(self, layers: list[str], line: str) -> None:
+        self.pending, self._left_out = False, layers
+        if layers:
+            modules = dict(self._model.named_modules())
+            linears = [modules.get(f"{name}.base_layer", modules.get(name)) for name in layers]
+            BlockRunner.of(self._model).multiply_in_bf16(linears)
+            if self._report is not None:
+                reason = f"input below activation.min_sqnr_db: {self._minimum:g}"
+                self._report.why.update(dict.fromkeys(layers, reason))
+        if line:
+            self._log(line)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON; empty without the option."""
-        return {} if self._minimum is None else {"minimum": self._minimum, "left_out": self._left_out}
+        if self._minimum is None:
+            return {}
+        return {"minimum": self._minimum, "left_out": None if self.pending else self._left_out}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Leave out the layers a saved run left out; with another threshold they are chosen again."""
         left_out = state.get("left_out")
-        if self._minimum is None or left_out is None or self._left_out is not None:
+        if left_out is None or not self.pending:
             return
         if state["minimum"] != self._minimum:
             self._log(f"{KEY}: {state['minimum']:g} -> {self._minimum:g}, layers are chosen again")
             return
         known = {name.removesuffix(".base_layer") for name, _ in self._model.named_modules()}
-        self._left_out = [name for name in left_out if name in known]
-        if self._left_out:
-            self._apply()
-            self._log(f"{KEY}: {len(self._left_out)} layers multiply in bf16 as before: {', '.join(self._left_out)}")
+        layers = [name for name in left_out if name in known]
+        line = f"{KEY}: {len(layers)} layers multiply in bf16 as before: {', '.join(layers)}"
+        self._leave_out(layers, line if layers else "")
