@@ -39,4 +39,4 @@ def step_watch(
     """The watch of a run on a CPU that writes no memory report."""
     config = coat if isinstance(coat, COATConfig) else COATConfig.from_dict(yaml.safe_load(coat))
     log, phases = KeptLog(), PhaseTracker(torch.device("cpu"), None, counts=False)
-    return StepWatch(config, model or nn.Identity(), lora or {}, log, phases, lambda: 1 / 0, **rest), log
+    return StepWatch(config, model or nn.Identity(), None, lora or {}, None, log, phases, lambda: 1 / 0, **rest), log

@@ -1,70 +1,78 @@
-"""`RunGuard`: each check by its values, thresholds, and what the messages name."""
+"""`RunGuard`: each check by its values and thresholds; runs that explode are doubted, then ended."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
+import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from coat_flux.config.coat import GuardOptions
-from coat_flux.watch.guard import DeadRunError, RunGuard
+from coat_flux.watch.guard import WINDOW, DeadRunError, RunGuard
 
 A, B = "transformer.block.to_q.lora_A.weight", "transformer.block.to_q.lora_B.weight"
 
 
-def guard_of(said: list[str] | None = None, **options: Any) -> RunGuard:
+def guard_of(lines: list[str] | None = None, **options: Any) -> RunGuard:
     """A guard over one adapter, A ones and B zeros, with these options."""
     lora = {A: torch.nn.Parameter(torch.ones(2, 4)), B: torch.nn.Parameter(torch.zeros(4, 2))}
-    return RunGuard(dataclasses.replace(GuardOptions(), **options), lora, [].append if said is None else said.append)
+    log = [].append if lines is None else lines.append
+    return RunGuard(dataclasses.replace(GuardOptions(), **options), lora, log)
 
 
 @pytest.mark.parametrize(("loss", "norm"), [(math.nan, 1.0), (math.inf, 1.0), (0.5, math.nan), (0.5, math.inf)])
 def test_a_single_step_that_is_not_finite_is_skipped_and_counted(loss: float, norm: float) -> None:
-    said: list[str] = []
-    guard = guard_of(said)
-    assert guard.allows_update(1, 0.5, 1.0) is True
-    assert guard.allows_update(2, loss, norm) is False
-    assert guard.allows_update(3, 0.4, 1.0) is True
-    assert guard.skipped == 1
-    assert said == [f"step 2: loss={loss}, gradient norm {norm}: not finite, the update is skipped (1 so far)"]
+    lines: list[str] = []
+    guard = guard_of(lines)
+    assert [guard.allows_update(*step) for step in ((1, 0.5, 1.0), (2, loss, norm), (3, 0.4, 1.0))] == [1, 0, 1]
+    assert (guard.skipped, guard.doubt) == (1, None)
+    assert len(lines) == 1
+    assert lines[0].startswith(f"step 2: loss={loss}, gradient norm {norm}: not finite")
 
 
-def test_steps_in_a_row_that_are_not_finite_end_the_run() -> None:
-    guard = guard_of(nonfinite_steps=3)
-    for step, loss in enumerate([math.nan, math.nan, 0.5, math.nan, math.nan], 1):
-        assert guard.allows_update(step, loss, 1.0) is (loss == 0.5)
-    with pytest.raises(DeadRunError, match=r"step 6: loss=nan, .* 3 steps in a row"):
-        guard.allows_update(6, math.nan, 1.0)
-    assert guard.skipped == 5
+STREAKS: dict[str, tuple[dict[str, int], list[tuple[float, float]], str]] = {
+    "not finite": (
+        {"nonfinite_steps": 3},
+        [(loss, 1.0) for loss in (math.nan, math.nan, 0.5, math.nan, math.inf, math.nan)],
+        r"step 6: loss=nan, .* 3 steps in a row",
+    ),
+    "zero gradients": (
+        {"zero_gradient_steps": 2},
+        [(0.1, 0.0), (0.2, 1e-30), (0.3, 0.0), (0.9, 0.0)],
+        r"step 4: gradient norm 0 for 2 steps in a row.*activation\.grad_format",
+    ),
+    "a pinned loss": (
+        {"pinned_loss_steps": 3},
+        [(loss, 1.0) for loss in (0.5, 0.5, math.nextafter(0.5, 1), 0.5, 0.5, 0.5)],
+        r"step 6: loss=0.5 for 3 steps in a row",
+    ),
+}
 
 
-def test_zero_gradients_in_a_row_end_the_run() -> None:
-    guard = guard_of(zero_gradient_steps=2)
-    for step, norm in enumerate([0.0, 1e-30, 0.0], 1):
-        assert guard.allows_update(step, 0.1 * step, norm)
-    with pytest.raises(DeadRunError, match=r"step 4: gradient norm 0 for 2 steps in a row.*activation\.grad_format"):
-        guard.allows_update(4, 0.9, 0.0)
-
-
-def test_a_pinned_loss_ends_the_run_and_its_neighbour_does_not() -> None:
-    guard = guard_of(pinned_loss_steps=3)
-    for step, loss in enumerate([0.5, 0.5, math.nextafter(0.5, 1), 0.5, 0.5], 1):
-        assert guard.allows_update(step, loss, 1.0)
-    with pytest.raises(DeadRunError, match=r"step 6: loss=0.5 for 3 steps in a row"):
-        guard.allows_update(6, 0.5, 1.0)
+@pytest.mark.parametrize("name", STREAKS)
+def test_a_streak_ends_the_run_and_an_interrupted_one_does_not(name: str) -> None:
+    options, steps, message = STREAKS[name]
+    guard = guard_of(**options)
+    for number, (loss, norm) in enumerate(steps[:-1], 1):
+        assert guard.allows_update(number, loss, norm) is math.isfinite(loss)
+    with pytest.raises(DeadRunError, match=message) as end:
+        guard.allows_update(len(steps), *steps[-1])
+    assert end.value.since == (4 if name == "not finite" else None)
+    assert guard.skipped == (5 if name == "not finite" else 0)
 
 
 @pytest.mark.parametrize("name", [B, "lora_unet_block_to_q.lora_up.weight", "transformer$$block$$to_q.lora_up.weight"])
-def test_a_lora_b_that_stays_zero_ends_the_run_in_either_hosts_names(name: str) -> None:
+def test_a_lora_b_that_stays_zero_ends_the_run_in_either_trainers_names(name: str) -> None:
     guard = guard_of(dead_lora_steps=3)
     guard.lora = {A: guard.lora[A], name: guard.lora[B]}
     guard.after_update(1)
     guard.after_update(2)
-    with pytest.raises(DeadRunError, match=r"step 3: every lora_B is still zero after 3 updates.*raise train\.lr"):
+    with pytest.raises(DeadRunError, match=r"step 3: every lora_B is still zero after 3 updates.*train\.lr"):
         guard.after_update(3)
 
 
@@ -90,33 +98,29 @@ def test_a_parameter_that_is_not_finite_is_found_before_a_save_and_at_intervals(
         guard.after_update(7)
 
 
-def test_the_end_of_a_run_is_checked_however_short_it_was() -> None:
-    guard = guard_of(enabled=False)
+def test_switched_off_it_skips_and_checks_the_end_and_nothing_else() -> None:
+    guard = guard_of(enabled=False, nonfinite_steps=1, zero_gradient_steps=1, pinned_loss_steps=2, dead_lora_steps=2)
     with pytest.raises(DeadRunError, match="every lora_B is still zero after 0 updates"):
         guard.check_end(1)
-    guard.lora[B].data[0, 0] = 1.0
-    guard.check_end(1)
-    assert not guard.lora[B].grad_fn
-
-
-def test_switched_off_it_skips_and_nothing_else() -> None:
-    guard = guard_of(enabled=False, nonfinite_steps=1, zero_gradient_steps=1, pinned_loss_steps=2, dead_lora_steps=2)
     guard.lora[A].data[0, 0] = math.nan
     for step in range(1, 6):
         assert guard.allows_update(step, 0.5, 0.0) is True
         guard.after_update(step)
     guard.check_now(5)
     assert [guard.allows_update(6, math.nan, 1.0), guard.allows_update(7, 0.5, math.inf)] == [False, False]
-    assert guard.skipped == 2
+    assert (guard.skipped, guard.doubt) == (2, None)
+    guard.lora[A].data.fill_(1e6)
+    guard.lora[B].data[0, 0] = 1.0
+    guard.check_end(7)
 
 
 def test_counters_go_on_after_a_resume() -> None:
-    first = guard_of(nonfinite_steps=3, pinned_loss_steps=4, zero_gradient_steps=4)
+    options = {"nonfinite_steps": 3, "pinned_loss_steps": 4, "zero_gradient_steps": 4}
+    first, second = guard_of(**options), guard_of(**options)
     for step, loss in enumerate([0.25, 0.25, math.nan, math.nan], 1):
         first.allows_update(step, loss, 0.0)
     state = json.loads(json.dumps(first.state_dict()))
     assert state["skipped"] == 2
-    second = guard_of(nonfinite_steps=3, pinned_loss_steps=4, zero_gradient_steps=4)
     second.load_state_dict(state)
     assert second.state_dict() == state
     with pytest.raises(DeadRunError, match="3 steps in a row"):
@@ -136,3 +140,100 @@ def test_parameters_are_read_back_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reads == []
     guard.after_update(1)
     assert reads == [9]
+
+
+# -- divergence ------------------------------------------------------------------------------------------------------
+
+
+def healthy_loss(rng: random.Random) -> float:
+    """Of one photo at a random noise level, as the mini-FLUX's at batch 1: 0.15 to 1.1, 0.35 on average."""
+    return min(max(rng.lognormvariate(-1.1, 0.5), 0.15), 1.1)
+
+
+def noise_loss(rng: random.Random) -> float:
+    """As of models that predict noise: rarely 45 times as large as usual."""
+    return (0.9 if rng.random() < 0.1 else 0.02) * rng.uniform(0.5, 1.5)
+
+
+def grown(guard: RunGuard, factor: float) -> RunGuard:
+    guard.lora[A].data.fill_(factor)
+    return guard
+
+
+@pytest.mark.parametrize("loss_of", [healthy_loss, noise_loss])
+def test_healthy_runs_are_never_doubted(loss_of: Callable[[random.Random], float]) -> None:
+    rng, guard = random.Random(0), guard_of()
+    for step in range(1, 1001):
+        assert grown(guard, 1 + step / 100).allows_update(step, loss_of(rng), 1.0)  # to 11-fold: B trained from zero
+        assert guard.doubt is None
+    guard.lora[B].data.fill_(1.0)
+    guard.check_end(1000)
+
+
+def test_an_explosion_is_doubted_within_the_window_and_ends_the_run() -> None:
+    rng, guard = random.Random(0), guard_of(diverging_steps=30)
+    for step in range(1, 101):
+        guard.allows_update(step, healthy_loss(rng), 1.0)
+    grown(guard, 5.0)
+    doubted: list[int] = []
+
+    def explode() -> None:
+        for step in range(101, 200):
+            guard.allows_update(step, rng.uniform(1.4, 2.5), 1.0)  # what the mini-FLUX shows at ten times its lr
+            doubted.extend([step] if guard.doubt else [])
+
+    with pytest.raises(DeadRunError, match=r"last 16 steps .*5\.0-fold.*train\.lr") as end:
+        explode()
+    assert doubted[0] <= 100 + WINDOW
+    assert end.value.since == doubted[0] - WINDOW + 1
+    assert doubted[-1] == end.value.since + 29
+    guard.lora[B].data.fill_(1.0)
+    with pytest.raises(DeadRunError, match="ends in doubt"):
+        guard.check_end(doubted[-1])
+
+
+def test_a_doubt_that_passes_leaves_the_run_alone_and_is_resumed_exactly() -> None:
+    rng, guard, other = random.Random(0), guard_of(diverging_steps=30), guard_of()
+    for step in range(1, 101):
+        guard.allows_update(step, healthy_loss(rng), 1.0)
+    grown(other, 5.0).load_state_dict(grown(guard, 5.0).state_dict())
+    seen = []
+    for step in range(101, 161):
+        for one in (guard, other):
+            one.allows_update(step, 2.0 if step <= 120 else 0.35, 1.0)
+        assert guard.doubt == other.doubt
+        seen.append(guard.doubt is not None)
+    assert any(seen)
+    assert not seen[-1]
+
+
+def test_high_losses_alone_are_no_explosion_nor_are_large_weights_alone() -> None:
+    guard = guard_of()
+    for step in range(1, 200):
+        guard.allows_update(step, (0.3 if step < 100 else 3.0) + step * 1e-6, 1.0)  # another expert's turn, say
+        assert guard.doubt is None
+    for factor, message in ((99.0, ""), (101.0, r"101-fold .*largest now 101.*train\.lr")):  # broken beyond 100-fold
+        guard = guard_of()
+        guard.allows_update(1, 0.3, 1.0)  # measures the weights before the first step
+        grown(guard, factor)
+        if not message:
+            guard.check_now(7)
+            continue
+        with pytest.raises(DeadRunError, match=message) as end:
+            guard.check_now(7)
+        assert end.value.since == 7
+
+
+def test_a_streak_that_is_not_finite_is_doubted_and_a_single_step_is_not() -> None:
+    guard = guard_of()
+    doubts = []
+    for step, loss in enumerate((0.3, math.nan, 0.3, math.inf, math.nan, 0.3), 1):
+        guard.allows_update(step, loss, 1.0)
+        doubts.append(guard.doubt)
+    assert doubts == [None, None, None, None, "the last 2 steps were not finite", None]
+    guard.lora[B].data.fill_(1.0)
+    for step in (7, 8):
+        guard.allows_update(step, math.nan, 1.0)
+    with pytest.raises(DeadRunError, match="last 2 steps were not finite") as end:
+        guard.check_end(8)
+    assert end.value.since == 7

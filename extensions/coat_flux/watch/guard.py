@@ -87,7 +87,17 @@ class RunGuard:
         if options.enabled and self._start is None:
             self._start = self._norm()
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            self._skip(step, f"loss={loss}, gradient norm {grad_norm}")
+            self.skipped += 1
+            self.nonfinite += 1
+            numbers = f"step {step}: loss={loss}, gradient norm {grad_norm}"
+            if options.enabled and self.nonfinite >= options.nonfinite_steps:
+                raise DeadRunError(
+                    f"{numbers}, not finite for {self.nonfinite} steps in a row: the run "
+                    "diverged, or values overflow; lower train.lr, or set coat.activation.linear_granularity: per_row "
+                    f"and grad_format: e5m2 where they are not; {KEPT}",
+                    step - self.nonfinite + 1,
+                )
+            self._log(f"{numbers}: not finite, the update is skipped ({self.skipped} so far)")
             return False
         self.nonfinite = 0
         if not options.enabled:
@@ -124,19 +134,6 @@ class RunGuard:
     def _growth(self) -> float:
         """Norm of the weights relative to the start; 1 where that was zero. Reads back one number."""
         return self._norm() / self._start if self._start else 1.0
-
-    def _skip(self, step: int, found: str) -> None:
-        self.skipped += 1
-        self.nonfinite += 1
-        limit = self._options.nonfinite_steps
-        if self._options.enabled and self.nonfinite >= limit:
-            raise DeadRunError(
-                f"step {step}: {found}, not finite for {limit} steps in a row: the run "
-                "diverged, or values overflow; lower train.lr, or set coat.activation.linear_granularity: per_row and "
-                f"grad_format: e5m2 where they are not; {KEPT}",
-                step - limit + 1,
-            )
-        self._log(f"step {step}: {found}: not finite, the update is skipped ({self.skipped} so far)")
 
     @property
     def doubt(self) -> str | None:

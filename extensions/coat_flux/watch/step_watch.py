@@ -17,7 +17,7 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -33,9 +33,9 @@ from .casts import CastProbe
 from .guard import KEPT, DeadRunError, Norms, RunGuard, tensor_norms
 from .oom import OutOfMemory, explain_oom, is_oom, recompute_more
 from .phases import PhaseTracker, used_bytes
-from .precision import PrecisionWatch, health_line, health_verdict
+from .precision import PrecisionWatch, health_line, health_verdict, weight_rows
 
-__all__ = ["CPU_NOTE", "SpillWatch", "StepWatch", "watch_steps"]
+__all__ = ["CPU_NOTE", "SpillWatch", "StepWatch"]
 
 FIRST_OBSERVED = 2  # the first observed step, where most initial faults show
 CPU_NOTE = "Memory lines on a CPU: Allocated is the process's resident memory, Reserved its peak so far."
@@ -47,33 +47,19 @@ NEAR_LIMIT = 0.90  # of the card's memory, reserved
 T = TypeVar("T")
 
 
-def watch_steps(
-    config: COATConfig,
-    transformer: nn.Module,
-    network: nn.Module | None,
-    lora: Mapping[str, Tensor],
-    optimizer: Any,
-    log: Any,
-    phases: PhaseTracker,
-    job: Callable[[], JobConfig],
-    **further: Any,
-) -> StepWatch:
-    """Build the watch of a run; its memory report counts adapters, gradients and optimizer."""
-    if network is not None:
-        phases.hold("lora", network, trained)
-        phases.hold("gradients", network, gradients)
-    phases.hold("optimizer", optimizer, state_tensors)
-    return StepWatch(config, transformer, lora, log, phases, job, **further)
-
-
 class StepWatch:
-    """The watch of one run, built by `watch_steps`. `mean` and `norms` are over all processes."""
+    """The watch of one run; its memory report counts adapters, gradients and optimizer.
+
+    `mean` and `norms` are over all processes; full fine-tuning has no `network`.
+    """
 
     def __init__(
         self,
         config: COATConfig,
         transformer: nn.Module,
+        network: nn.Module | None,
         lora: Mapping[str, Tensor],
+        optimizer: Any,
         log: Any,
         phases: PhaseTracker,
         job: Callable[[], JobConfig],
@@ -82,12 +68,17 @@ class StepWatch:
         mean: Callable[[Tensor], Tensor] = lambda value: value,
         norms: Norms = tensor_norms,
     ) -> None:
+        if network is not None:
+            phases.hold("lora", network, trained)
+            phases.hold("gradients", network, gradients)
+        if optimizer is not None:
+            phases.hold("optimizer", optimizer, state_tensors)
         self.phases = phases
         self.guard = RunGuard(config.guard, lora, log.info, norms)
         self._options, self._memory, self._report = config.guard, config.memory, report
         self._transformer, self._log, self._job = transformer, log, job
         minimum = config.activation.min_sqnr_db if config.enabled else None
-        self._precision = PrecisionWatch(transformer, minimum, report, log.info, log.precision, mean=mean)
+        self._precision = PrecisionWatch(transformer, minimum, report, log.info, mean)
         self._spill = SpillWatch()
         self._writes_lines = config.enabled and config.memory.log_memory_stats
         self._explained_lines = phases.device.type == "cuda"
@@ -102,7 +93,8 @@ class StepWatch:
     def _is_health_step(self, step: int) -> bool:
         return step == FIRST_OBSERVED or step % self._options.health_every == 0
 
-    def casts(self, step: int) -> AbstractContextManager[None]:
+    @contextmanager
+    def casts(self, step: int) -> Iterator[None]:
         """Observe the losses of casts to FP8 in the block, at health steps.
 
         Health steps are step 2 and every multiple of `health_every`, except a process's first step, which measures
@@ -114,22 +106,21 @@ class StepWatch:
         """
         first, self._began = not self._began, True
         if first:
-            self._precision.begin()
+            self._log.precision(weight_rows(self._transformer))
         due = self._is_health_step(step) and not first and self._options.enabled
         # a run stopped before its first observed step catches up where the whole run observed
         chooses = self._precision.pending and step >= FIRST_OBSERVED and (not first or step == FIRST_OBSERVED)
         if not (due or chooses):
-            return nullcontext()
-        return self._observe(step)
-
-    @contextmanager
-    def _observe(self, step: int) -> Iterator[None]:
+            yield
+            return
         probe = CastProbe(self._transformer, self.guard.lora)
         with probe:
             yield
         rows = probe.rows(step)
         if not self.guard.nonfinite:
-            self._precision.record(rows)
+            self._log.precision(rows)
+            if self._precision.pending:
+                self._precision.choose(rows)
         if not rows:
             return
         self._log.detail(f"step {step}: {health_line(rows)}")
@@ -189,9 +180,12 @@ class StepWatch:
             DeadRunError: a parameter is not finite, or every lora_B is still zero.
             RuntimeError: COAT was left out of blocks: `BlockRunner.check_step`.
         """
-        if not self._reported:
-            self._reported = True
-            self._report_first_step()
+        runner = None if self._reported else BlockRunner.of(self._transformer)
+        self._reported = True
+        if runner is not None:
+            runner.check_step()
+            if self._report is not None:
+                self._log.info(f"As the first step ran:\n{self._report.brief(shared=True)}")
         if self._updating:
             self.guard.after_update(step)
         device = self.phases.device
@@ -200,14 +194,6 @@ class StepWatch:
             warning = self._spill.on_step(seconds, reserved, torch.cuda.get_device_properties(device).total_memory)
             if warning is not None:
                 self._log.info(f"WARNING: {warning}")
-
-    def _report_first_step(self) -> None:
-        runner = BlockRunner.of(self._transformer)
-        if runner is None:
-            return
-        runner.check_step()
-        if self._report is not None:
-            self._log.info(f"As the first step ran:\n{self._report.brief(shared=True)}")
 
     # -- a resume ------------------------------------------------------------------------------------------------------
 

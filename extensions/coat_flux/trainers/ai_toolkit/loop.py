@@ -28,7 +28,7 @@ from ...saves.rng import rng_state, set_rng_state
 from ...watch.live import COMMANDS, LiveRun
 from ...watch.oom import OutOfMemory, explain_oom, is_oom
 from ...watch.run_tables import RunTables, StepStats
-from ...watch.step_watch import watch_steps
+from ...watch.step_watch import StepWatch
 from ..processes import STEP_LIMIT, WAIT_LIMIT, Processes
 from .data_order import draw_from
 from .host import ai_toolkit_version, detail, info, patched
@@ -60,7 +60,7 @@ class TrainingLoop:
             folder, device = Path(process.save_root), process.device_torch
             self._tables = RunTables(folder, self.done, device, trainer, info, validates=validates)
         write_precision = (lambda rows: None) if self._tables is None else self._tables.precision
-        self.watch = watch_steps(
+        self.watch = StepWatch(
             process.coat,
             process.sd.unet,
             process.network,

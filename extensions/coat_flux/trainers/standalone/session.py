@@ -38,7 +38,7 @@ from ...saves.rng import set_rng_state
 from ...saves.state import keep_execution, restore_tensors
 from ...watch.live import LiveRun
 from ...watch.phases import PhaseTracker
-from ...watch.step_watch import watch_steps
+from ...watch.step_watch import StepWatch
 from ..full import Chosen, UpdateInBackward, make_states
 from ..optimizer import advance, describe_optimizer, make_optimizer, make_scheduler
 from .flow_matching import Objective
@@ -135,7 +135,7 @@ class Session:
         if job.full:
             phases.hold("gradients", self.transformer, gradients)
             make_states(self.optimizer, self.transformer)
-        self.watch = watch_steps(
+        self.watch = StepWatch(
             job.coat,
             self.transformer,
             None if job.full else self.transformer,
