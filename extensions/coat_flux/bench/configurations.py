@@ -9,7 +9,7 @@ Nothing heavy is imported here.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..base.names import COAT_OPTIMIZER
@@ -28,10 +28,11 @@ class Configuration:
     Attributes:
         checkpointing: torch's recomputation of every block (baselines; COAT's is in its block).
         compile_mode: torch.compile's, for each block separately; "" compiles nothing.
-        quantizer: a key of `measure.QUANTIZERS`; "" none.
+        quantizer: of `measure.quantize_linears`; "" none.
         optimizer: the name of a row of that level.
         needs: import names of packages.
         full: the transformer itself is trained, each weight updated in backward.
+        captures: a whole step is one CUDA graph of ours.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Configuration:
     needs: tuple[str, ...] = ()
     gpu_only: bool = False
     full: bool = False
+    captures: bool = False
 
     @property
     def recomputes(self) -> bool:
@@ -60,11 +62,6 @@ class Configuration:
             return bool(self.coat.get("activation", {}).get("use_fp8", True))
         return self.quantizer.startswith("torchao")
 
-    @property
-    def captures(self) -> bool:
-        """Whether a whole step is one CUDA graph of ours."""
-        return self.coat is not None and self.coat["speed"] == REPLAYED
-
 
 KEPT = {"checkpointing": "none", "transposed_weights": "never"}
 COPIED = {"checkpointing": "none", "transposed_weights": "always"}
@@ -75,7 +72,9 @@ INT8 = {"weight": {"format": "int8"}, "activation": {"format": "int8", "grad_for
 TOOLKIT: dict[str, Any] = {"checkpointing": True, "autocast": False, "optimizer": "adamw8bit"}
 
 
-def _coat(name: str, about: str, *levels: str, speed: Mapping[str, Any] = EAGER, **coat: Any) -> Configuration:
+def _coat(
+    name: str, about: str, *levels: str, speed: Mapping[str, Any] = EAGER, full: bool = False, **coat: Any
+) -> Configuration:
     return Configuration(
         name,
         about,
@@ -84,11 +83,9 @@ def _coat(name: str, about: str, *levels: str, speed: Mapping[str, Any] = EAGER,
         autocast=False,
         optimizer=COAT_OPTIMIZER,
         gpu_only=speed is REPLAYED,
+        full=full,
+        captures=speed is REPLAYED,
     )
-
-
-def _full(name: str, about: str, **coat: Any) -> Configuration:
-    return replace(_coat(name, about, TRAINER, **coat), full=True)
 
 
 def _torchao(name: str, about: str, quantizer: str, compile_mode: str = "") -> Configuration:
@@ -163,9 +160,9 @@ CONFIGURATIONS = (
     _coat("coat_transposed", "COAT, with transposed weights", STEP, TRAINER, COUNT, memory=COPIED),
     _coat("coat_cudagraphs", "COAT, the step as a CUDA graph", STEP, TRAINER, memory=COPIED, speed=REPLAYED),
     _coat("coat_picked", "COAT, what its start-up measurement picks", STEP, TRAINER, memory=COPIED, speed={}),
-    _full("full", "full fine-tuning"),
-    _full("full_wgrad", "full fine-tuning, wgrad in e4m3", activation={"wgrad_format": "e4m3"}),
-    _full("full_offload", "full fine-tuning, moments in host memory", optimizer={"offload": "cpu"}),
+    _coat("full", "full fine-tuning", TRAINER, full=True),
+    _coat("full_wgrad", "full fine-tuning, wgrad in e4m3", TRAINER, full=True, activation={"wgrad_format": "e4m3"}),
+    _coat("full_offload", "full fine-tuning, moments in host memory", TRAINER, full=True, optimizer={"offload": "cpu"}),
     Configuration("adamw_fused", "torch AdamW, fused, fp32 moments", (OPTIMIZER,)),
     Configuration("adamw8bit", "bitsandbytes AdamW8bit", (OPTIMIZER,), needs=("bitsandbytes",)),
     Configuration("adamw_fp8_torchao", "torchao AdamWFp8", (OPTIMIZER,), needs=("torchao",)),

@@ -13,14 +13,12 @@ unchanged matrix products and attention, everything between fused as far as depe
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import repeat
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -36,7 +34,6 @@ from coat_core.ops.dispatch import launcher_of, launchers
 from coat_core.ops.launch import recorded_launches
 
 from ..base.errors import UserError
-from ..base.files import write_file
 from ..blocks.apply import apply_coat
 from ..blocks.fused.linears import LinearGroup
 from ..blocks.fused.parts import Modulation, modulate_ahead
@@ -140,14 +137,11 @@ class Recorder(TorchDispatchMode):
         if not self._operator:
             self._operator, self._args = name, args
         try:
-            with self, recorded_launches(self._of_triton):
+            # for the bytes it does not matter whether a kernel reads or writes a tensor
+            with self, recorded_launches(lambda kernel, _, tensors, __: self._add(kernel.__name__, tensors, [])):
                 return run(*args, **kwargs)
         finally:
             self._operator, self._args = outer
-
-    def _of_triton(self, kernel: Any, grid: Any, args: tuple[Any, ...], options: Any) -> None:
-        """Each tensor counts as read or written; for the bytes it does not matter which."""
-        self._add(kernel.__name__, list(tensors_in(args)), [])
 
     def _of_torch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = func._schema.name.removeprefix("aten::")
@@ -162,13 +156,14 @@ class Recorder(TorchDispatchMode):
             values = torch.zeros(given[0].shape, dtype=kwargs.get("dtype") or given[0].dtype)
             return values if name == "_to_copy" else values.item()
         result = func(*args, **kwargs)
-        made = list(tensors_in((result,)))
-        if not (on_device or any(x.device == META for x in made)) or name in ONLY_METADATA or _is_view(func):
+        made, returns = list(tensors_in((result,))), func._schema.returns
+        is_view = bool(returns) and all(x.alias_info is not None and not x.alias_info.is_write for x in returns)
+        if not (on_device or any(x.device == META for x in made)) or name in ONLY_METADATA or is_view:
             return result
         if name.startswith(("_foreach", "_fused")):
             lists = [x for x in args if isinstance(x, list | tuple) and x and isinstance(x[0], Tensor)]
             count = _foreach_launches(lists) + ("norm" in name)  # partial norms are added up by one more
-            reads = list(tensors_in(lists[1:])) if name in OVERWRITING else given
+            reads = [x for tensors in lists[1:] for x in tensors] if name in OVERWRITING else given
             self._add(name, reads, [*made, *(lists[0] if name.endswith("_") else ())], count=count)
         elif name in PRODUCTS:
             a, b = given[PRODUCTS[name] : PRODUCTS[name] + 2]
@@ -185,22 +180,22 @@ class Recorder(TorchDispatchMode):
             self._add(name, given[1:] if name in OVERWRITING else given, made)
         return result
 
-    def _add(self, part: str, reads: list[Tensor], writes: list[Tensor], *work: Any, count: int = 1) -> None:
+    def _add(self, part: str, reads: Iterable[Any], writes: Iterable[Any], *work: Any, count: int = 1) -> None:
         operator, read, written = self._operator or part, self._bytes(reads), self._bytes(writes)
         category = self._category(operator, part, work[-1] if work and isinstance(work[-1], tuple) else None)
         part = part if self._operator else ""
         launch = Launch(self.region, category, operator, part, read, written, *work)
         self.launches.append(launch._replace(count=count))
 
-    def _bytes(self, tensors: list[Tensor]) -> dict[int, int]:
-        found: dict[int, int] = {}
-        for x in tensors:
+    def _bytes(self, tensors: Iterable[Any]) -> dict[int, int]:
+        sizes: dict[int, int] = {}
+        for x in tensors_in(tensors):
             storage = x.untyped_storage()
             self._storages[storage._cdata] = storage
             # repeated (expanded) elements count once
             size = math.prod(size for size, step in zip(x.shape, x.stride(), strict=True) if step) * x.itemsize
-            found[storage._cdata] = min(found.get(storage._cdata, 0) + size, max(storage.nbytes(), size))
-        return found
+            sizes[storage._cdata] = min(sizes.get(storage._cdata, 0) + size, max(storage.nbytes(), size))
+        return sizes
 
     def _category(self, operator: str, part: str, shape: tuple[int, int, int] | None) -> str:
         if self.region in (UPDATE, OUTSIDE, MODULATION):
@@ -224,11 +219,6 @@ class Recorder(TorchDispatchMode):
         if self._operator:
             return FUSED
         return CAST if part == "_to_copy" else MOVE
-
-
-def _is_view(func: Any) -> bool:
-    results = func._schema.returns
-    return bool(results) and all(x.alias_info is not None and not x.alias_info.is_write for x in results)
 
 
 def _foreach_launches(lists: list[Any]) -> int:
@@ -307,13 +297,11 @@ class _Autocast(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func is torch.nn.functional.linear:
-            args = tuple(self._cast(x) if isinstance(x, Tensor) else x for x in args)
+            args = list(args)
+            for i, x in enumerate(args):
+                if isinstance(x, Tensor) and x.dtype != torch.bfloat16:
+                    args[i] = self._copies.setdefault(id(x), (x, x.to(torch.bfloat16)))[1]
         return func(*args, **(kwargs or {}))
-
-    def _cast(self, x: Tensor) -> Tensor:
-        if x.dtype == torch.bfloat16:
-            return x
-        return self._copies.setdefault(id(x), (x, x.to(torch.bfloat16)))[1]
 
 
 def count_step(config: COATConfig, geometry: Geometry, resolution: int) -> Recorder:
@@ -440,38 +428,34 @@ def _session(
 
 
 def _modulate(runner: BlockRunner, names: dict[nn.Module, tuple[str, int]], recorder: Recorder, temb: Tensor) -> None:
+    """Modulate ahead as many blocks as the whole model has: those that are not run have adapters of their own."""
     modulations: list[Modulation] = []
     for form, (_, number) in zip(runner.forms, names.values(), strict=True):
-        own = form.form.modulations
-        modulations += own
-        for _ in range(number - 1):
-            modulations += [_like(modulation) for modulation in own]
+        modulations += form.form.modulations
+        for linear in [modulation.linear for modulation in form.form.modulations] * (number - 1):
+            adapters = []
+            for group in linear.adapters:
+                copies = [(nn.Parameter(x.down.detach()), nn.Parameter(x.up.detach())) for x in group]
+                pairs = zip(group, copies, strict=True)
+                adapters.append(tuple(replace(x, down=down, up=up) for x, (down, up) in pairs))
+            other = LinearGroup(linear.bases, linear.widths, tuple(adapters), linear.parts)
+            other.copies = linear.copies
+            modulations.append(Modulation(other))
     modulate_ahead(modulations, temb)
     vectors = _Modulated.apply(recorder, *(modulation.vectors for modulation in modulations))
-    for modulation, found in zip(modulations, vectors, strict=True):
-        modulation.vectors = found
-
-
-def _like(modulation: Modulation) -> Modulation:
-    linear = modulation.linear
-    adapters = tuple(
-        tuple(replace(x, down=nn.Parameter(x.down.detach()), up=nn.Parameter(x.up.detach())) for x in found)
-        for found in linear.adapters
-    )
-    group = LinearGroup(linear.bases, linear.widths, adapters, linear.parts)
-    group.copies = linear.copies
-    return Modulation(group)
+    for modulation, own in zip(modulations, vectors, strict=True):
+        modulation.vectors = own
 
 
 def _places(model: Any, geometry: Geometry) -> dict[nn.Module, tuple[str, int]]:
     """Block → its region name, and the number of blocks in the whole model that it represents."""
-    found = {}
+    names = {}
     for blocks, kind in BLOCK_LISTS.items():
         places, number = PLACES[kind], getattr(geometry, kind)
         run = getattr(model, blocks)
         for place, block in zip(places if len(run) == len(places) else places[:1] + places[2:], run, strict=False):
-            found[block] = f"{place}{kind}", 1 if place else number - len(places) + 1
-    return found
+            names[block] = f"{place}{kind}", 1 if place else number - len(places) + 1
+    return names
 
 
 def _parameters(model: Any, geometry: Geometry) -> dict[str, nn.Parameter]:
@@ -610,22 +594,10 @@ def report(counts: dict[str, Any], verbose: bool) -> str:
             cards.append([card, size, f"{ours:.1f}", f"{theirs:.1f}", f"{theirs / ours:.2f}"])
     tables = ["\n".join(f"| {' | '.join(line)} |" for line in table) for table in (lines, cards)]
     parts = [f"modelled for {SHOWN}, not measured:", tables[0], f"host, {'; '.join(host)}", tables[1]]
-    return "\n\n".join([*parts, _operators(sizes)] if verbose else parts)
-
-
-def _operators(sizes: dict[str, Any]) -> str:
     first = next(iter(sizes.values()))["coat"]["operators"]
-    lines = []
-    for region, rows in first.items():
+    for region, rows in first.items() if verbose else ():
         if region.removeprefix("first ").removeprefix("last ") in first.keys() - {region}:
             continue  # a block between them is much the same
-        lines.append(f"\n{region}: {sum(row[0] for row in rows)} launches")
-        lines += [f"{n:6}  {category:26} {operator} {part}".rstrip() for n, category, operator, part in rows]
-    return "\n".join(lines)
-
-
-def write(folder: Path, counts: dict[str, Any]) -> Path:
-    """Write count.json."""
-    path = folder / "count.json"
-    write_file(path, json.dumps(counts, indent=1) + "\n")
-    return path
+        operators = [f"{n:6}  {category:26} {operator} {part}".rstrip() for n, category, operator, part in rows]
+        parts.append("\n".join([f"{region}: {sum(row[0] for row in rows)} launches", *operators]))
+    return "\n\n".join(parts)

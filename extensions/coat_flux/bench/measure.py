@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..base.names import COAT_OPTIMIZER
+from ..blocks.held import HeldParts, state_tensors
 from ..config.coat import COATConfig
 from ..watch.phases import peak_bytes
 from .configurations import OPTIMIZER, STEP, Configuration
@@ -22,9 +23,6 @@ BUILD_ROOM = 1.3  # a model is made on the GPU when so many times its bytes are 
 TORCHS_PRECISION = "highest"  # of fp32 products; the stand-alone trainer allows TF32 with COAT, ai-toolkit does not
 LEARNING_RATE, EPS = 1e-4, 1e-6  # ai-toolkit's eps
 PARAMETER_STD, GRADIENT_STD = 0.02, 1e-3
-# (in, out) over d of every linear: modulation; q, k, v and output; MLP
-STREAM = [(1, 6), *[(1, 1)] * 4, (1, 4), (4, 1)]  # a double block has two streams
-SINGLE = [(1, 3), *[(1, 1)] * 3, (1, 4), (5, 1)]
 
 
 def measure_steps(row: Configuration, setting: Setting) -> Iterator[dict[str, Any]]:
@@ -48,24 +46,20 @@ def measure_steps(row: Configuration, setting: Setting) -> Iterator[dict[str, An
             optimizer.zero_grad(set_to_none=True)
             losses.append(loss.detach())
 
-        call, capture_bytes = _captured(step, device) if row.captures else (step, 0)
+        call, capture_bytes = step, 0
+        if row.captures:  # the peak bytes of a step are known during the capture alone
+            from ..trainers.standalone.step_graph import capture
+
+            for _ in range(3):
+                step()
+            torch.cuda.reset_peak_memory_stats(device)
+            call, capture_bytes = capture(step)[0].replay, peak_bytes(device)
         timing = time_calls(call, device, *setting.calls(STEP))
         timing = timing._replace(peak_bytes=max(timing.peak_bytes, capture_bytes))
         loss = torch.stack(losses).tolist()
         if not all(map(math.isfinite, loss)):
             raise FloatingPointError(f"loss={loss}: not finite; figures of a run that does not train are worth nothing")
-        yield timing.of("step", resolution, batch, loss=loss, state_bytes=state_bytes(optimizer))
-
-
-def _captured(step: Callable[[], None], device: torch.device) -> tuple[Callable[[], None], int]:
-    """Capture the step as a CUDA graph; returns a replay and the peak bytes, known only during the capture."""
-    from ..trainers.standalone.step_graph import capture
-
-    for _ in range(3):
-        step()
-    torch.cuda.reset_peak_memory_stats(device)
-    graph, _ = capture(step)
-    return graph.replay, peak_bytes(device)
+        yield timing.of("step", resolution, batch, loss=loss, state_bytes=state_bytes(optimizer, device))
 
 
 def make_model(row: Configuration, geometry: Geometry, device: torch.device) -> tuple[Any, list[nn.Parameter]]:
@@ -76,12 +70,7 @@ def make_model(row: Configuration, geometry: Geometry, device: torch.device) -> 
     from ..trainers.standalone.network import add_lora, lora_parameters, lora_targets
 
     torch.set_float32_matmul_precision(TORCHS_PRECISION if row.coat is None else "high")
-    sizes = {
-        "num_layers": geometry.double,
-        "num_single_layers": geometry.single,
-        "num_attention_heads": geometry.heads,
-    }
-    place = device
+    sizes, place = _sizes(geometry), device
     if device.type == "cuda":  # a model that does not fit in bf16 is converted on the CPU first
         needed = 2 * sum(parameter.numel() for parameter in make_flux_dev_geometry("meta", **sizes).parameters())
         if BUILD_ROOM * needed > torch.cuda.mem_get_info(device)[0]:
@@ -91,7 +80,7 @@ def make_model(row: Configuration, geometry: Geometry, device: torch.device) -> 
     config = COATConfig.from_dict(dict(row.coat)) if row.coat is not None else COATConfig(enabled=False)
     apply_coat(model, config, device=device)
     if row.quantizer:
-        QUANTIZERS[row.quantizer](model)
+        quantize_linears(model, row.quantizer)
     model.to(device)
     add_lora(model, targets, geometry.rank, seed=SEED)
     attach_lora(model, config)
@@ -106,6 +95,14 @@ def make_model(row: Configuration, geometry: Geometry, device: torch.device) -> 
     if row.compile_mode:
         model.compile_repeated_blocks(mode=row.compile_mode)
     return model.train(), list(lora_parameters(model).values())
+
+
+def _sizes(geometry: Geometry) -> dict[str, int]:
+    return {
+        "num_layers": geometry.double,
+        "num_single_layers": geometry.single,
+        "num_attention_heads": geometry.heads,
+    }
 
 
 def model_inputs(resolution: int, batch: int, device: torch.device) -> tuple[dict[str, Tensor], Tensor]:
@@ -143,58 +140,43 @@ def release(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _to_quanto(model: nn.Module) -> None:
-    from optimum.quanto import freeze, qfloat8, quantize
+def quantize_linears(model: nn.Module, quantizer: str) -> None:
+    """Convert the linears of a baseline's model: `Configuration.quantizer`."""
+    if quantizer == "quanto":
+        from optimum.quanto import freeze, qfloat8, quantize
 
-    quantize(model, weights=qfloat8)
-    freeze(model)
+        quantize(model, weights=qfloat8)
+        freeze(model)
+    elif quantizer == "convrot8":
+        from ..trainers.ai_toolkit.quantizer import convert_linears
 
+        convert_linears(model, "convrot8")
+    else:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-def _to_torchao(model: nn.Module, recipe: str = "tensorwise") -> None:
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    def sees_tokens(_: nn.Module, name: str) -> bool:
-        """Linears of the blocks except modulation: torchao's GEMM needs at least 16 rows."""
-        return "transformer_blocks." in name and ".norm" not in name
-
-    config = Float8LinearConfig.from_recipe_name(recipe)
-    convert_to_float8_training(model, module_filter_fn=sees_tokens, config=config)
-
-
-def _to_convrot8(model: nn.Module) -> None:
-    from ..trainers.ai_toolkit.quantizer import convert_linears
-
-    convert_linears(model, "convrot8")
-
-
-# names of `Configuration.quantizer`
-QUANTIZERS: dict[str, Callable[[nn.Module], None]] = {
-    "quanto": _to_quanto,
-    "torchao": _to_torchao,
-    "torchao_rowwise": lambda model: _to_torchao(model, "rowwise"),
-    "convrot8": _to_convrot8,
-}
-
-
-def lora_shapes(geometry: Geometry) -> list[tuple[int, int]]:
-    """Shapes of A [r, in] and B [out, r] for every linear of the blocks."""
-    d, rank = geometry.hidden, geometry.rank
-    linears = STREAM * 2 * geometry.double + SINGLE * geometry.single
-    return [shape for k, n in linears for shape in ((rank, k * d), (n * d, rank))]
+        convert_to_float8_training(
+            model,  # its GEMM needs at least 16 rows, more than modulation has
+            module_filter_fn=lambda _, name: "transformer_blocks." in name and ".norm" not in name,
+            config=Float8LinearConfig.from_recipe_name("rowwise" if quantizer == "torchao_rowwise" else "tensorwise"),
+        )
 
 
 def measure_optimizer(row: Configuration, setting: Setting) -> Iterator[dict[str, Any]]:
     """One step over parameters of a LoRA's shapes, with constant gradients."""
-    draw = torch.Generator(setting.device).manual_seed(SEED)
+    from ..blocks.models.flux1 import make_flux_dev_geometry
+    from ..trainers.standalone.network import lora_targets
+
+    model = make_flux_dev_geometry("meta", **_sizes(setting.geometry))
+    draw, rank = torch.Generator(setting.device).manual_seed(SEED), setting.geometry.rank
     parameters = []
-    for shape in lora_shapes(setting.geometry):
-        parameter = nn.Parameter(torch.randn(shape, device=setting.device, generator=draw) * PARAMETER_STD)
-        parameter.grad = torch.randn(shape, device=setting.device, generator=draw) * GRADIENT_STD
-        parameters.append(parameter)
+    for linear in map(model.get_submodule, lora_targets(model)):
+        for shape in ((rank, linear.in_features), (linear.out_features, rank)):
+            parameter = nn.Parameter(torch.randn(shape, device=setting.device, generator=draw) * PARAMETER_STD)
+            parameter.grad = torch.randn(shape, device=setting.device, generator=draw) * GRADIENT_STD
+            parameters.append(parameter)
     optimizer = make_optimizer(row.name, parameters)
     timing = time_calls(optimizer.step, setting.device, *setting.calls(OPTIMIZER))
-    elements = sum(parameter.numel() for parameter in parameters)
-    state = state_bytes(optimizer)
+    elements, state = sum(parameter.numel() for parameter in parameters), state_bytes(optimizer, setting.device)
     yield timing.of("optimizer step", parameters=elements, tensors=len(parameters), state_bytes=state)
 
 
@@ -216,20 +198,8 @@ def make_optimizer(name: str, parameters: list[nn.Parameter], *, capturable: boo
     return torch.optim.AdamW(parameters, fused=True, **settings)
 
 
-def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+def state_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
     """Bytes of all tensors of the optimizer's state, each storage once."""
-    storages: dict[int, int] = {}
-    for state in optimizer.state.values():
-        for tensor in _plain_tensors(state.values()):
-            storage = tensor.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
-
-
-def _plain_tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among `values`; for a wrapper subclass its inner ones."""
-    for value in values:
-        if hasattr(value, "__tensor_flatten__"):
-            yield from _plain_tensors(getattr(value, name) for name in value.__tensor_flatten__()[0])
-        elif isinstance(value, Tensor):
-            yield value
+    parts = HeldParts(device)
+    parts.add("optimizer", optimizer, state_tensors)
+    return parts.count()["optimizer"]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..base.errors import UserError
 from ..base.files import write_file
@@ -36,21 +36,16 @@ class MachineError(UserError, RuntimeError):
     """The device cannot be used at all."""
 
 
-class TestResult(NamedTuple):
-    """Whether figures may be shown; which tests ran with which result, or why none; the output of failures."""
+def run_tests(levels: Sequence[str], repository: Path | None = None) -> tuple[bool, str, str]:
+    """Run this repository's tests of these levels; raises UserError if the test runner is not installed.
 
-    passed: bool
-    text: str
-    output: str = ""
-
-
-def run_tests(levels: Sequence[str], repository: Path | None = None) -> TestResult:
-    """Run this repository's tests of these levels; raises UserError if the test runner is not installed."""
+    Returns:
+        Whether figures may be shown; which tests ran with which result, or why none; the output of failures.
+    """
     root = repository or REPOSITORY
     folders = [folder for folder in (STEP_TESTS if STEP in levels else TESTS) if (root / folder).is_dir()]
     if not folders:
-        return TestResult(True, "no tests were run: this is an installation without the repository")
-    listed = " ".join(folders)
+        return True, "no tests were run: this is an installation without the repository", ""
     missing = [package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None]
     if missing:
         raise UserError(
@@ -60,9 +55,9 @@ def run_tests(levels: Sequence[str], repository: Path | None = None) -> TestResu
     command = [sys.executable, "-m", "pytest", "-q", "--no-header", *folders]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     summary = (done.stdout.strip().splitlines() or ["no output"])[-1].strip("= ")
-    if done.returncode:
-        return TestResult(False, f"{listed}: red ({summary})", done.stdout + done.stderr)
-    return TestResult(True, f"{listed}: green ({summary})")
+    passed = done.returncode == 0
+    text = f"{' '.join(folders)}: {'green' if passed else 'red'} ({summary})"
+    return passed, text, "" if passed else done.stdout + done.stderr
 
 
 def start_worker(spec: dict[str, Any], timeout_s: float) -> dict[str, Any]:
@@ -107,20 +102,19 @@ def run_cases(
             seconds = time.monotonic() - started
             if result["status"] != OK:
                 given_up.add(case)
+            if result["status"] == OK:
+                steps = [f"{each['what']} {median(each['samples_ms']):.2f} ms" for each in result["measurements"]]
+                outcome = ", ".join(steps)
+            elif result["status"] == OUT_OF_MEMORY:
+                outcome = OUT_OF_MEMORY
+            else:
+                outcome = "cannot run here" if result["status"] == CANNOT else "FAILED"
+                outcome += f": {result['reason']}"
             sizes = ", ".join(f"{resolution} px x {batch}" for resolution, batch in case.sizes)
             label = f"{case.level} {case.configuration}" + (f" at {sizes}" if sizes else "")
             count = f"{(number - 1) * len(cases) + place}/{len(cases) * options.rounds}"
-            log(f"[{count}] round {number}, {label}: {_outcome(result)} ({seconds:.0f} s)")
+            log(f"[{count}] round {number}, {label}: {outcome} ({seconds:.0f} s)")
             yield {"round": number, **asdict(case), "seconds": seconds, **result}
-
-
-def _outcome(result: dict[str, Any]) -> str:
-    if result["status"] == OK:
-        return ", ".join(f"{each['what']} {median(each['samples_ms']):.2f} ms" for each in result["measurements"])
-    if result["status"] == OUT_OF_MEMORY:
-        return OUT_OF_MEMORY
-    label = "cannot run here" if result["status"] == CANNOT else "FAILED"
-    return f"{label}: {result['reason']}"
 
 
 # -- figures ----------------------------------------------------------------------------------------------------------
@@ -146,11 +140,6 @@ class Result:
     figures: dict[str, Any] = field(default_factory=dict)  # others, of the last round
     status: str = OK
     reason: str = ""  # why there are no figures
-
-    @property
-    def size(self) -> str:
-        """Resolution and batch in words; empty for rows without."""
-        return f"{self.resolution} px x {self.batch}" if self.resolution else ""
 
 
 def summarize(runs: Sequence[Mapping[str, Any]], geometry: Geometry, limit: Limit | None) -> list[Result]:
@@ -178,11 +167,6 @@ def summarize(runs: Sequence[Mapping[str, Any]], geometry: Geometry, limit: Limi
             if rival is not None:
                 row.speedup[title] = rival.median_ms / row.median_ms
     return list(rows.values())
-
-
-def incomplete(rows: Sequence[Result]) -> list[Result]:
-    """Results without figures that should have had some."""
-    return [row for row in rows if row.status == FAILED]
 
 
 def limit_ms(row: Result, geometry: Geometry, limit: Limit) -> float:
@@ -238,7 +222,8 @@ def _table(level: str, rows: Sequence[Result]) -> str:
         header += ["planned GB", "steps a second"]
     lines = [header, ["---"] * len(header)]
     for row in sorted(rows, key=lambda row: (row.batch, row.resolution, row.what)):
-        cells = [row.configuration, f"{row.what} {row.size}".strip()]
+        size = f"{row.resolution} px x {row.batch}" if row.resolution else ""
+        cells = [row.configuration, f"{row.what} {size}".strip()]
         if row.status != OK:
             cells += [f"{row.status}: {row.reason.replace('|', '/')}", *[""] * (len(header) - 3)]
             lines.append(cells)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib.util
+import json
 import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
-from ..bench.configurations import COUNT, LEVELS, BenchOptions, named
+from ..base.files import write_file
+from ..bench.configurations import COUNT, FAILED, LEVELS, BenchOptions, named
 from ..bench.limits import Geometry, Limit
 from .common import EXIT_FAILED, UsageError, add_command, number, positive
 
@@ -70,10 +72,12 @@ def run(args: argparse.Namespace) -> int:
     )
     if not options.cases():
         raise UsageError(f"--configs {' '.join(args.configs)}: none is measured at --level {args.level}")
-    tests = runner.TestResult(True, "not run: --skip-tests") if args.skip_tests else runner.run_tests(options.levels)
-    print(f"tests: {tests.text}", flush=True)
-    if not tests.passed:
-        print(f"{tests.output}\nerror: no figures from code whose tests fail; fix it first", file=sys.stderr)
+    passed, tests, output = True, "not run: --skip-tests", ""
+    if not args.skip_tests:
+        passed, tests, output = runner.run_tests(options.levels)
+    print(f"tests: {tests}", flush=True)
+    if not passed:
+        print(f"{output}\nerror: no figures from code whose tests fail; fix it first", file=sys.stderr)
         return EXIT_FAILED
     machine = runner.describe(options)
     limit = None if machine["limit"] is None else Limit(*machine["limit"])
@@ -81,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     head = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join(["coat-flux", *args.given]),
-        "tests": tests.text,
+        "tests": tests,
         "machine": machine,
     }
     runs: list[dict[str, Any]] = []
@@ -91,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
         rows = runner.summarize(runs, options.geometry, limit)
         runner.write(args.out, options, head, runs, rows)
     print(f"\n{runner.markdown(options, head, rows)}\nwrote {args.out}: results.json, results.md")
-    return EXIT_FAILED if runner.incomplete(rows) else 0
+    return EXIT_FAILED if any(row.status == FAILED for row in rows) else 0
 
 
 def _count(args: argparse.Namespace) -> int:
@@ -105,8 +109,8 @@ def _count(args: argparse.Namespace) -> int:
     from ..config.coat import COATConfig
 
     config = COATConfig.from_dict(dict(known[name].coat or {}))
-    geometry = Geometry(args.double, args.single, args.heads, args.rank)
-    counts = count.count(config, geometry, args.resolution)
-    path = count.write(args.out, counts)
+    counts = count.count(config, Geometry(args.double, args.single, args.heads, args.rank), args.resolution)
+    path = args.out / "count.json"
+    write_file(path, json.dumps(counts, indent=1) + "\n")
     print(f"{known[name].about}; {count.report(counts, args.verbose)}\n\nwrote {path}")
     return 0
