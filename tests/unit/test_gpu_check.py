@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +13,13 @@ from typing import Any
 import psutil
 import pytest
 import torch
+
+from coat_flux.bench import worker
+from coat_flux.bench.configurations import named
+from coat_flux.bench.limits import Geometry, Limit
+from scripts import _gpu_kernels
+from scripts._gpu_trainer import measure_trainer
+from tests.helpers.kernel_cases import CASES
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTE = "import sys; open(sys.argv[1], 'a').write(sys.argv[2])"
@@ -78,8 +84,6 @@ def bench(script: ModuleType, tmp_path: Path) -> Bench:
 
 
 def test_stages_are_of_the_benchmarks_rows_the_most_informative_first(script: ModuleType) -> None:
-    from coat_flux.bench.configurations import named
-
     names = [stage.name for stage in script.STAGES]
     assert names == [*("versions", "tests", "kernels", "fp8", "bf16", "peers", "trainer", "plan", "full", "optimizer")]
     assert [stage.name for stage in script.STAGES if stage.needed] == ["versions"]
@@ -145,9 +149,9 @@ def test_where_our_kernels_are_refused_nothing_else_runs(bench: Bench) -> None:
 
 
 def test_a_kernel_that_fails_is_named_and_a_summary_is_only_text(bench: Bench) -> None:
-    found = {"one": {"us": 1.0, "percent_of_bandwidth": 2.0, "host_us": 3.0, "launches": 1}, "summary": "1 error"}
-    found["two"] = {"error": "CompilationError: no"}
-    code = f"open(sys.argv[3], 'w').write({json.dumps(found)!r})"
+    kernels = {"one": {"us": 1.0, "percent_of_bandwidth": 2.0, "host_us": 3.0, "launches": 1}, "summary": "1 error"}
+    kernels["two"] = {"error": "CompilationError: no"}
+    code = f"open(sys.argv[3], 'w').write({json.dumps(kernels)!r})"
     assert bench.run(bench.note("kernels", code)) == 1
     assert bench.stages["kernels"]["reason"] == "two: CompilationError: no"
 
@@ -200,62 +204,68 @@ def test_rows_of_a_killed_run_are_kept(bench: Bench, script: ModuleType, monkeyp
     assert sorted(path.name for path in bench.out.iterdir()) == ["gpu_check.json", "gpu_check.md"]
 
 
-def test_the_summary_of_pytest_is_kept_in_few_files(bench: Bench, script: ModuleType) -> None:
-    pytest_stage = script.Stage("tests", "", 60, (*script.PYTEST, "--version"))
-    assert bench.run(pytest_stage, bench.rows("step", "a no")) == 0
-    assert sorted(path.name for path in bench.out.iterdir()) == ["gpu_check.json", "gpu_check.md", "tests.txt"]
-    assert "pytest" in bench.stages["tests"]["results"]["summary"]
-    assert bench.stages["step"]["results"]["no"]["reason"] == "of no"
-
-
 def test_a_dry_run_and_a_real_one_do_not_mix(bench: Bench) -> None:
     assert bench.run(bench.note("one"), dry=True) == 0
     with pytest.raises(ValueError, match="holds a run with --dry-run"):
         bench.run(bench.note("one"))
 
 
-@pytest.mark.triton
-def test_every_listed_kernel_is_timed() -> None:
-    """On the meta device: the launchers run at FLUX.1's shapes, their kernels do not."""
-    from coat_flux.bench.limits import Limit
-    from scripts._gpu_kernels import measure_launchers, uncovered
-    from tests.helpers.kernel_cases import CASES
-
-    rows = dict(measure_launchers(CASES, torch.device("meta"), (1, 1), Limit(1.0, 1.0, 1e6)))
-    assert {name for name, figures in rows.items() if "us" in figures} == set(CASES)
-    quantized = rows["quantize per row e4m3"]
-    assert quantized["bytes"] == 4608 * (12288 * 3 + 4)  # bf16 read, codes and a scale for each row written
-    assert quantized["percent_of_bandwidth"] == pytest.approx(quantized["bytes"] / 1e7 / quantized["us"])
-    assert all(name.startswith("coat::") for name in uncovered(CASES))
-
-
 def test_rates_and_the_constants_they_replace() -> None:
-    from coat_flux.bench.limits import Geometry, Limit
-    from scripts._gpu_kernels import constants, measure_rates
-
     limit = Limit(100.0, 200.0, 1000.0)
-    rows = dict(measure_rates(Geometry(1, 1, 2, 4), 64, torch.device("cpu"), (1, 2), limit))
+    rows = dict(_gpu_kernels.measure_rates(Geometry(1, 1, 2, 4), 64, torch.device("cpu"), (1, 2), limit))
     product = rows["bf16 product 256 -> 256"]
     assert product["tflops"] == pytest.approx(2 * 528 * 256 * 256 / product["us"] / 1e6)
     best = max(row["tflops"] for name, row in rows.items() if name.startswith("bf16 product"))
-    lines = constants(rows, limit)
+    lines = _gpu_kernels.constants(rows, limit)
     assert f"RATE_SHARES bf16: {best / 100:.3f}" in lines
     assert {line.split(":")[0] for line in lines} >= {"RATE_SHARES fp8", "RATE_SHARES attention", "BANDWIDTH_SHARE"}
 
 
 @pytest.mark.triton
-def test_a_dry_run_executes_every_stage(script: ModuleType, tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "scripts" / "gpu_check.py"), "--dry-run", "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=580, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    state = json.loads((tmp_path / "gpu_check.json").read_text())
-    assert {name: known["status"] for name, known in state["stages"].items()} == {
-        stage.name: "ok" for stage in script.STAGES
+def test_every_listed_kernel_is_timed() -> None:
+    """On the meta device: the launchers run at FLUX.1's shapes, their kernels do not."""
+    rows = dict(_gpu_kernels.measure_launchers(CASES, torch.device("meta"), (1, 1), Limit(1.0, 1.0, 1e6)))
+    assert {name for name, figures in rows.items() if "us" in figures} == set(CASES)
+    quantized = rows["quantize per row e4m3"]
+    assert quantized["launches"] == 1
+    assert quantized["bytes"] == 4608 * (12288 * 3 + 4)  # bf16 read, codes and a scale for each row written
+    assert quantized["percent_of_bandwidth"] == pytest.approx(quantized["bytes"] / 1e7 / quantized["us"])
+    assert all(name.startswith("coat::") for name in _gpu_kernels.uncovered(CASES))
+
+
+@pytest.mark.triton
+def test_a_dry_run_executes_every_stage(
+    bench: Bench, script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The processes of stages run in this one, but for pytest's; kernels are those of one launcher."""
+    mains = {
+        script.WORKER: worker.main,
+        script.KERNELS: _gpu_kernels.main,
+        script.TRAINERS: lambda: worker.main(measure_trainer),
     }
-    results = {name: known["results"] for name, known in state["stages"].items()}
+    process = script.process
+
+    def here(check: Any, stage: Any, until: float, **spec: Any) -> tuple[str, str]:
+        if stage.command not in mains:
+            return process(check, stage, until, **spec)
+        spec |= {"geometry": script.TOY._asdict(), "sizes": script.TOY_SIZES, "repeats": 1, "device": "cpu"}
+        (tmp_path / "spec.json").write_text(json.dumps(spec))
+        monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "spec.json"), str(check.out / script.RUNNING)])
+        mains[stage.command]()
+        return "", ""
+
+    monkeypatch.setattr(script, "process", here)
+    monkeypatch.setattr("tests.helpers.kernel_cases.CASES", {"quantize per row e4m3": CASES["quantize per row e4m3"]})
+    tests = (*script.PYTEST, "tests/integration/test_gpu_step.py")
+    stages = [stage._replace(command=tests) if stage.name == "tests" else stage for stage in script.STAGES]
+    assert bench.run(*stages, dry=True, minutes=30) == 0
+    assert {name: known["status"] for name, known in bench.stages.items()} == {stage.name: "ok" for stage in stages}
+    results = {name: known["results"] for name, known in bench.stages.items()}
+    assert "skipped" in results["tests"]["summary"]
     assert results["kernels"]["quantize per row e4m3"]["launches"] == 1
     for stage, row in (("fp8", "coat_transposed"), ("bf16", "bf16"), ("trainer", "bf16")):
         assert min(results[stage][row]["measurements"][0]["samples_ms"]) > 0
     assert results["plan"]["coat_recomputed"]["measurements"][0]["figures"]["predicted_peak_bytes"] > 0
-    text = (tmp_path / "gpu_check.md").read_text()
+    text = (bench.out / "gpu_check.md").read_text()
     assert [part for part in ("planned GB", "## Each kernel", "nothing here is a mea") if part not in text] == []
+    assert sorted(path.name for path in bench.out.iterdir()) == ["gpu_check.json", "gpu_check.md", "tests.txt"]
