@@ -19,7 +19,6 @@ if not torch.cuda.is_available():
 
 ALL_ONLY = (  # tests that take minutes on a busy machine: left to `python scripts/test.py --all`; at most 20
     "tests/kernels/test_compile.py",  # every kernel, compiled for GPUs that are not there
-    "tests/unit/test_gpu_check.py::test_a_dry_run_executes_every_stage",
     "tests/unit/test_step_graph.py",  # steps of the trainer, captured by a stand-in of CUDA graphs
     "tests/integration/test_aitk_standin.py::test_copied_folder_says_what_to_run_and_other_jobs_do_not_notice",
     "tests/integration/test_aitk_standin.py::test_linked_folder_needs_no_pip",
