@@ -1,10 +1,9 @@
 """Files and folders, written so that a crash of process or machine leaves either the old or the new one.
 
-Unfinished work has a name that begins with `.writing-`, in the folder of its target: one rename on one file system
-completes it, and the next start can remove leftovers. Content is written under that name, flushed to disk (fsync) and
-renamed, and then the folder is flushed. Without the first flush a power failure can leave the new name without
-content, without the second the old file. `sync=False` skips both if a checksum guards recomputable content (caches),
-or if the content is on disk already (links).
+Unfinished work has a name that begins with `.writing-`, in the folder of its target: one rename completes it, and the
+next start can remove leftovers. Content is written under that name, flushed to disk (fsync) and renamed, and then the
+folder is flushed. Without the first flush a power failure can leave the new name without content, without the second
+the old file. `sync=False` skips both for caches, which a checksum guards, and for links.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class Lines(logging.Handler):
             self._flush(self._file)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Log a warning as a line, anything below as a detail; marks the record for `cli.common.show_warnings`."""
+        """Log a warning as a line, anything below as a detail."""
         record.coat_shown = True
         if record.levelno >= logging.WARNING:
             self.info(f"{record.levelname}: {record.getMessage()}")

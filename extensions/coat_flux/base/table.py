@@ -22,15 +22,14 @@ class GrowingTable:
 
     A table that another program has changed (a spreadsheet: semicolons, quotes, decimals) is moved to another name.
     File errors never end the run: rows that cannot be written now are written later, with one line to `log`. A link at
-    `path` is replaced, not followed; rows of an older file with fewer columns are padded. `kept` holds the rows of
-    earlier processes.
+    `path` is replaced, not followed. `kept` is the number of rows of earlier processes.
     """
 
     def __init__(self, path: Path, columns: Sequence[str], step: int, log: Callable[[str], None]):
         self._path, self._log = path, log
         rows = self._take_over(columns, step) if step > 0 else []
         self.kept = len(rows)
-        self._lines = [",".join([*row, *[""] * (len(columns) - len(row))]) + "\n" for row in [list(columns), *rows]]
+        self._lines = [",".join(row) + "\n" for row in [columns, *rows]]
         self._file: TextIO | None = None
         self._failed = False
         self._write([])
@@ -89,7 +88,7 @@ def _rows(path: Path, columns: Sequence[str], step: int) -> list[list[str]]:
         return []
     with path.open(newline="", encoding="utf-8") as old:
         header, *rows = [row for row in csv.reader(old) if row] or [[]]
-    if header != list(columns[: len(header)]):
+    if header and header != list(columns):
         raise ValueError(f"its first line is {','.join(header)[:40]!r}")
     if rows and len(rows[-1]) < len(header):
         rows.pop()  # torn when a machine went down

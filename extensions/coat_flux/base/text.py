@@ -9,13 +9,13 @@ UNITS = ((GB, "GB"), (MB, "MB"), (1e3, "kB"))
 
 
 def size_text(size: float, digits: int = 1, smallest: str = "kB") -> str:
-    """Bytes in the largest unit that gives at least 1, such as `12.5 GB`; never below the unit `smallest`."""
+    """Bytes in the largest unit that gives at least 1, such as `12.5 GB`."""
     unit, name = next((unit, name) for unit, name in UNITS if size >= unit or name == smallest)
     return f"{size / unit:.{digits}f} {name}"
 
 
 def columns(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:
-    """Rows of cells as lines of aligned columns, two spaces apart; the columns in `left` are left-aligned."""
+    """Rows of cells as lines of aligned columns; those in `left` are left-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(

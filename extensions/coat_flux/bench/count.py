@@ -3,12 +3,12 @@
 A dispatch mode sees every operator with its shapes. Operators of `coat_core` run their CUDA launchers, whose kernels
 are recorded instead of started: there is no separate list of launches to maintain.
 
-A transformer with a few blocks at full width, prepared as in a run, goes through the stand-alone engine's own
-`train_step`. The first and last block of a kind count once, one between them as often as the model has such; gradient
-clipping, optimizer and EMA run over as many parameters as the whole model trains.
+A transformer with a few blocks at full width goes through the stand-alone engine's own `train_step`. The first and
+last block of a kind count once, one between them as often as the model has such; gradient clipping, optimizer and EMA
+run over as many parameters as the whole model trains.
 
 `limits.CostModel` turns launches into milliseconds. COAT is compared with bf16 and torch.compile at the same costs:
-unchanged matrix products and attention, everything between fused as far as dependencies allow.
+everything between matrix products and attention is fused as far as dependencies allow.
 """
 
 from __future__ import annotations
@@ -377,7 +377,7 @@ def count_step(config: COATConfig, geometry: Geometry, resolution: int) -> Recor
 def _session(
     config: COATConfig, lora: dict[str, nn.Parameter], objective: Callable[..., Tensor], recorder: Recorder
 ) -> Any:
-    """A stand-in for the session, with the members that a step without logging uses in one process."""
+    """A stand-in for the session in one process, without logging."""
     optimizer, guard = (
         build_optimizer(lora.values(), 1e-4, config, capturable=True),
         RunGuard(config.guard, lora, print),
@@ -428,7 +428,7 @@ def _session(
 
 
 def _modulate(runner: BlockRunner, names: dict[nn.Module, tuple[str, int]], recorder: Recorder, temb: Tensor) -> None:
-    """Modulate ahead as many blocks as the whole model has: those that are not run have adapters of their own."""
+    """Modulate ahead as many blocks as the whole model has, each with its adapters."""
     modulations: list[Modulation] = []
     for form, (_, number) in zip(runner.forms, names.values(), strict=True):
         modulations += form.form.modulations
@@ -481,10 +481,9 @@ def count(config: COATConfig, geometry: Geometry, resolutions: Sequence[int]) ->
 
     Returns:
         Card ("h200") → resolution in pixels a side ("1024") → "coat" or "bf16_compile" → `launches`, `modelled_ms`,
-            `host_ops` (calls of torch's dispatcher, including those within our operators), `host_reads` (tensors that
-            the host reads from the device), `bytes`, `flops`; the same sums in `by_category`, `blocks` and `by_region`
-            (one block, or the once-per-step parts); and `operators`: region → lines of (count, category, operator,
-            part), the most frequent first.
+            `host_ops` (calls of torch's dispatcher), `host_reads` (of tensors on the device), `bytes`, `flops`;
+            the same sums in `by_category`, `blocks` and `by_region` (one block, or the once-per-step parts);
+            `operators`: region → lines of (count, category, operator, part), the most frequent first.
     """
     counts: dict[str, Any] = {card: {} for card in cost_models()}
     for resolution in resolutions:
@@ -526,7 +525,7 @@ def _costed(recorder: Recorder, model: CostModel) -> dict[str, Any]:
 
 
 def as_compiled(launches: Sequence[Launch]) -> list[Launch]:
-    """Fuse launches between products and attention that share a tensor: the best torch.compile could do."""
+    """Fuse launches between products that share a tensor: the best torch.compile could do."""
     groups: list[list[Launch]] = []
     for region in dict.fromkeys(launch.region for launch in launches):
         inside = [launch for launch in launches if launch.region == region]
@@ -572,7 +571,7 @@ def _fused(group: Sequence[Launch], number: int, readers: dict[int, set[int]]) -
 
 
 def report(counts: dict[str, Any], verbose: bool) -> str:
-    """A step on one card by category, the host's calls, its time on every card; verbose: every operator of a block."""
+    """A step by category, its time on every card; verbose: every operator of a block."""
     sizes = counts[SHOWN]
     columns = [(f"{name} {size} px: launches | ms", names[name]) for name in NAMES for size, names in sizes.items()]
     lines = [["ms a step", *(title for title, _ in columns)], ["---"] * (1 + 2 * len(columns))]

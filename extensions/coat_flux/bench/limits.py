@@ -7,13 +7,12 @@ Counted is the unavoidable work of a LoRA training step. Per token and block, d 
     attention   4 d L operations (q kᵀ and its product with v)
     adapters    r (in + out) products over those linears: 18 d r in a double block, 17 d r in a single one
 
-A LoRA step computes no gradient for frozen weights: linears twice (forward, dX), attention 3.5 times (its flash
-backward is 2.5 times its forward), adapters three times (forward, dX, dA and dB); full recomputation adds one forward.
-Modulation linears see one row per image and are bound by reading their weights; with norms, casts, embedders and the
-optimizer they are not counted.
+Linears count twice (forward, dX), attention 3.5 times (its flash backward is 2.5 times its forward), adapters three
+times (forward, dX, dA and dB); full recomputation adds one forward. Modulation, norms, casts, embedders and the
+optimizer are not counted.
 
-The rates are NVIDIA's dense peaks of the cards in `plan.speed.CARDS`. Names must equal `torch.cuda.get_device_name`:
-an "H200 NVL" or a "4090 Laptop GPU" is another card with other rates.
+The rates are NVIDIA's dense peaks of the cards in `plan.speed.CARDS`. An "H200 NVL" or a "4090 Laptop GPU" is another
+card with other rates.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ class Work(NamedTuple):
 
 
 class Limit(NamedTuple):
-    """Rates of a device: dense matrix products in 1e12 operations a second, memory traffic in 1e9 bytes a second."""
+    """Rates of a device: dense matrix products and memory traffic."""
 
     bf16_tflops: float
     fp8_tflops: float
@@ -92,7 +91,7 @@ def token_count(resolution: int) -> int:
 
 
 def step_work(geometry: Geometry, resolution: int, batch: int, *, recomputed: bool, full: bool = False) -> Work:
-    """Forward and backward pass of all blocks on `batch` images; `full` trains the linears' weights, not adapters."""
+    """Forward and backward pass of all blocks; `full` trains the linears' weights."""
     d, length, more = geometry.hidden, token_count(resolution), int(recomputed)
     rows, blocks = batch * length, geometry.double + geometry.single
     ranked = 0 if full else geometry.rank * d * (18 * geometry.double + 17 * geometry.single)
@@ -127,7 +126,7 @@ class CostModel(NamedTuple):
     def milliseconds(
         self, moved: float, flops: float, kind: str, shape: tuple[int, int, int] | None, kernels: int = 1
     ) -> float:
-        """Time of an operator of `kernels` kernels that moves `moved` bytes; `shape` is a product's (M, N, K)."""
+        """Time of an operator that moves `moved` bytes; `shape`: (M, N, K) of a product."""
         bandwidth, efficiency = self.gb_per_second, 1.0
         if shape is not None and min(shape[:2]) >= NARROW:
             efficiency = max(speed * self._used(shape, tile) for tile, speed in TILES)

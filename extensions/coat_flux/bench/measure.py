@@ -63,7 +63,7 @@ def measure_steps(row: Configuration, setting: Setting) -> Iterator[dict[str, An
 
 
 def make_model(row: Configuration, geometry: Geometry, device: torch.device) -> tuple[Any, list[nn.Parameter]]:
-    """Build the transformer of a row in training mode, converted as configured, and its trained parameters."""
+    """The transformer of a row, converted as configured, and its trained parameters."""
     from ..blocks.apply import apply_coat
     from ..blocks.lora import attach_lora
     from ..blocks.models.flux1 import make_flux_dev_geometry
@@ -181,7 +181,7 @@ def measure_optimizer(row: Configuration, setting: Setting) -> Iterator[dict[str
 
 
 def make_optimizer(name: str, parameters: list[nn.Parameter], *, capturable: bool = False) -> torch.optim.Optimizer:
-    """The optimizer of this name in `configurations.CONFIGURATIONS`, with the same settings for all."""
+    """The optimizer of this name, with the same settings for all."""
     settings = {"lr": LEARNING_RATE, "eps": EPS}
     if name == COAT_OPTIMIZER:
         from ..trainers.optimizer import build_optimizer

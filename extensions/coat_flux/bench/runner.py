@@ -37,7 +37,7 @@ class MachineError(UserError, RuntimeError):
 
 
 def run_tests(levels: Sequence[str], repository: Path | None = None) -> tuple[bool, str, str]:
-    """Run this repository's tests of these levels; raises UserError if the test runner is not installed.
+    """Run the tests of these levels; raises UserError without the test runner.
 
     Returns:
         Whether figures may be shown; which tests ran with which result, or why none; the output of failures.
@@ -79,7 +79,7 @@ def start_worker(spec: dict[str, Any], timeout_s: float) -> dict[str, Any]:
 
 
 def describe(options: BenchOptions, start: Start = start_worker) -> dict[str, Any]:
-    """Machine, versions and physical limit, from a separate process; raises MachineError if the device is unusable."""
+    """Machine, versions and limit, from a process; raises MachineError."""
     result = start({"level": "machine", "device": options.device}, options.timeout_s)
     if result["status"] != OK:
         raise MachineError(f"--device {options.device}: {result['reason']}; give a device that torch can use")
@@ -90,7 +90,7 @@ def describe(options: BenchOptions, start: Start = start_worker) -> dict[str, An
 def run_cases(
     options: BenchOptions, log: Callable[[str], None], start: Start = start_worker
 ) -> Iterator[dict[str, Any]]:
-    """Measure every case in every round and yield its figures; a case without figures is not tried again."""
+    """Yield the figures of every case in every round; one without is not tried again."""
     cases, given_up = options.cases(), set()
     common = {"geometry": options.geometry._asdict(), "device": options.device, "repeats": options.repeats}
     for number in range(1, options.rounds + 1):
@@ -187,7 +187,7 @@ def write(
     runs: Sequence[Mapping[str, Any]],
     rows: Sequence[Result],
 ) -> None:
-    """Write results.json, with every raw sample, and results.md; `head` has "date", "command", "tests", "machine"."""
+    """Write results.json, with every raw sample, and results.md."""
     plain = asdict(options) | {"geometry": options.geometry._asdict()}
     tree = {**head, "options": plain, "rows": [asdict(row) for row in rows], "runs": list(runs)}
     write_file(folder / "results.json", json.dumps(tree, indent=1) + "\n")

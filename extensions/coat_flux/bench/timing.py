@@ -40,7 +40,7 @@ class Timing(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """Device, (resolution, batch) pairs and repeats of a process's measurements; repeats None takes `CALLS`."""
+    """What a process measures with; repeats None takes `CALLS`."""
 
     geometry: Geometry
     sizes: tuple[tuple[int, int], ...]
@@ -56,7 +56,7 @@ class Setting(NamedTuple):
 def time_calls(
     call: Callable[[], object], device: torch.device, warmup: int, repeats: int, *, cold: bool = False
 ) -> Timing:
-    """Time `repeats` asynchronous calls after `warmup` others; `cold` writes a large buffer before each (GPU)."""
+    """Time `repeats` calls after `warmup` others; `cold`: with nothing in a GPU's cache."""
     started = time.perf_counter()
     call()
     wait(device)

@@ -133,7 +133,7 @@ def packages() -> Iterator[Line]:
 
 
 def requirements() -> list[Requirement]:
-    """The engine's packages besides torch: setup.py's bounds, or bare names if the folder is linked without pip."""
+    """setup.py's bounds besides torch's, or bare names if the folder is linked without pip."""
     from packaging.requirements import Requirement
 
     try:
@@ -277,7 +277,7 @@ def triton() -> Iterator[Line]:
 
 
 def attention() -> Iterator[Line]:
-    """Which attention kernels run on every GPU, forward and backward, and agree with plain matrix products."""
+    """Which attention kernels run on every GPU and agree with plain matrix products."""
     import torch
 
     from coat_core.ops.attention import chosen_kernel, kernel_obstacles
@@ -391,7 +391,7 @@ def _cache_folder() -> Path:
 
 
 def ai_toolkit(folder: Path | None) -> Iterator[Line]:
-    """Version of a checkout (`folder`, else AI_TOOLKIT_ROOT's, else the current one), and our extension in it."""
+    """Version of a checkout (`folder`, AI_TOOLKIT_ROOT or here), and our extension in it."""
     from ..trainers.ai_toolkit.host import TESTED_SERIES, TESTED_VERSION
     from ..trainers.ai_toolkit.install import CHECKOUT_PARTS, EXTENSION, PACKAGE
 

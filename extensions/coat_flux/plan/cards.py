@@ -56,7 +56,7 @@ class CardFit:
 
 
 def judge(facts: JobFacts, card: Card) -> CardFit:
-    """Decide whether a job fits a card, or find the cheapest change, else the fewest cheap ones, that make it fit."""
+    """Whether a job fits a card, or else the cheapest changes that make it fit."""
     memory = card.gb * 1e9
     prediction = predict_facts(facts, memory)
     verdict = CardFit(card, False, prediction)
@@ -110,7 +110,7 @@ def remedies(
 
 
 def _edits_that_fit(facts: JobFacts, memory: float, room: float) -> list[Edit]:
-    """The first edit that suffices alone; else edits in order until they suffice, less those then unnecessary."""
+    """The first edit that suffices alone; else as few as suffice, in order."""
 
     def peak(edits: Sequence[Edit]) -> float:
         changes = _applied(facts.job, edits)

@@ -50,7 +50,7 @@ Configs = Mapping[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear of the transformer [outputs, inputs]; if is_fp8, `weight.use_fp8` stores its weight as codes."""
+    """A linear of the transformer [outputs, inputs]; `is_fp8`: stored as codes."""
 
     name: str
     inputs: int
@@ -100,7 +100,7 @@ class ModelParts:
         return [f"{blocks.pattern}.{i}" for blocks in self.family.lists for i in range(self.config[blocks.count])]
 
     def transformer_bytes(self, coat: COATConfig, value_bytes: int, trained: Collection[str] = ()) -> int:
-        """Bytes of the model after `apply_coat`: codes and scales; the rest, and trained parameters, as loaded."""
+        """Bytes of the model after `apply_coat`; what is trained stays as loaded."""
         total = self.elements["transformer"] * value_bytes
         if coat.enabled and coat.weight.use_fp8:
             config = coat.linear_config()
@@ -119,7 +119,7 @@ class ModelParts:
 
 
 def find_model(name_or_path: str, where: str) -> ModelParts:
-    """Build a model's parts from a diffusers folder or a known name; raises ConfigError without configs."""
+    """The parts of a diffusers folder or a known name; ConfigError without configs."""
     folder, text_tokens = Path(name_or_path), TEXT_TOKENS
     if folder.is_dir():
         configs, text_tokens = _of_folder(folder, where)
@@ -290,14 +290,14 @@ class JobFacts:
 
     @property
     def gradient_bytes(self) -> int:
-        """Peak bytes of gradients outside of backward, each in its parameter's dtype."""
+        """Peak bytes of gradients outside of backward."""
         if self.frees_gradients:
             return 0
         return self.value_bytes * sum(self.adapter_sizes) if self.job.full else self.lora_bytes
 
 
 def job_facts(job: JobConfig, known: JobFacts | None = None) -> JobFacts:
-    """Gather a job's numbers, with unchanged images from `known`; raises ConfigError for unknown sizes."""
+    """A job's numbers, with unchanged images from `known`; ConfigError for unknown sizes."""
     model, train = find_model(job.model.name_or_path, _model_key(job)), job.train
     targets, trained = adapted(job, model), trained_sizes(job, model) if job.full else {}
     data = known.data if known is not None and _images(known.job) == _images(job) else _data(job)
@@ -335,13 +335,13 @@ def _model_key(job: JobConfig) -> str:
 
 
 def trained_sizes(job: JobConfig, model: ModelParts) -> dict[str, int]:
-    """Elements of each parameter that full fine-tuning trains, by name; raises ConfigError for unmatched patterns."""
+    """Elements of each trained parameter, by name; ConfigError for unmatched patterns."""
     names = trained_names(model.parameters, job.coat.include, job.coat.exclude)
     return {name: model.parameters[name] for name in names}
 
 
 def check_trained(job: JobConfig) -> None:
-    """Check `coat.include` and `coat.exclude` early, if the parameters are known; raises ConfigError."""
+    """Check `coat.include` and `coat.exclude` early; raises ConfigError."""
     if not job.full:
         return
     try:
@@ -448,7 +448,7 @@ BNB_BLOCK, BNB_SMALLEST = 256, 4096  # bitsandbytes: elements that share a scale
 
 
 def save_space(job: JobConfig, sizes: Sequence[int], whole: int = 0) -> SaveSpace:
-    """Disk space of the saves; `sizes` has the elements of A and B of each linear in turn, or of each parameter.
+    """Disk space of the saves; `sizes`: elements of A and B of each linear, or of each parameter.
 
     `whole` has the elements of the whole model, which full fine-tuning saves.
     """
@@ -466,7 +466,7 @@ def save_space(job: JobConfig, sizes: Sequence[int], whole: int = 0) -> SaveSpac
 
 
 def job_space(job: JobConfig) -> SaveSpace:
-    """The saves' space from the model's configs, without reading weights; raises ConfigError if sizes are unknown."""
+    """The saves' space without reading weights; ConfigError if sizes are unknown."""
     model = find_model(job.model.name_or_path, _model_key(job))
     if job.full:
         return save_space(job, list(trained_sizes(job, model).values()), model.elements["transformer"])
@@ -474,7 +474,7 @@ def job_space(job: JobConfig) -> SaveSpace:
 
 
 def moment_bytes(job: JobConfig, sizes: Sequence[int]) -> int:
-    """Bytes of both moments of every adapter, with scales, as stored by `train.optimizer`."""
+    """Bytes of what `train.optimizer` stores."""
     optimizer, params = job.train.optimizer, job.train.optimizer_params or {}
     if optimizer == COAT_OPTIMIZER:
         return state_bytes(job.coat.optimizer_config(job.train.optimizer_params)[0], sizes)

@@ -7,9 +7,8 @@
     save      the optimizer's state is present, activations are not
 
 The order is that of `standalone/session.py` and `standalone/trainer.py`. A GPU's own context and its allocator's gaps
-are not counted; `blocks.held.USABLE_FRACTION` leaves room for them, and for the driver's share of CUDA graphs: 10 KB
-per kernel (https://github.com/NVIDIA/cccl/pull/3768), 37 MB per captured shape. The graphs' pool is the step's memory
-itself, released before a phase that needs other memory (`standalone.step_graph`).
+are not counted; `blocks.held.USABLE_FRACTION` leaves room for them, and for the driver's share of CUDA graphs, 10 KB
+per kernel. The graphs' pool is the step's memory itself, released before other phases (`standalone.step_graph`).
 """
 
 from __future__ import annotations
@@ -84,14 +83,14 @@ class Prediction:
 
 
 def predict(job: JobConfig, *, device_bytes: float | None = None) -> Prediction:
-    """Predict a job's memory; checkpointing auto without `budget_gb` fits `device_bytes`. Raises ConfigError."""
+    """Predict a job's memory on a device of so many bytes; raises ConfigError."""
     return predict_facts(job_facts(job), device_bytes)
 
 
 def predict_facts(
     facts: JobFacts, device_bytes: float | None = None, recomputed: Sequence[int] | None = None
 ) -> Prediction:
-    """`predict` for gathered facts; `recomputed` overrides the config's choice of blocks."""
+    """As `predict`; `recomputed` overrides the config's choice."""
     plan = block_plan(facts, device_bytes, recomputed)
     phases = [_placed(_load(facts, plan), plan), _cache(facts, _budget(facts, device_bytes))]
     sample = _sample(facts)
@@ -144,7 +143,7 @@ def block_plan(
 
 
 def outside_bytes(facts: JobFacts) -> int:
-    """Peak device bytes of everything but the blocks, beyond what is held in every step."""
+    """Peak device bytes of all but the blocks, beyond what is always held."""
     sample, held = _sample(facts), sum(_held(facts).values())
     return max(0 if sample is None else sample.total - held, _update(facts).total)
 
@@ -202,7 +201,7 @@ def _load(facts: JobFacts, plan: BlockPlan) -> PhasePrediction:
 
 
 def _cache(facts: JobFacts, budget: float | None) -> PhasePrediction:
-    """The largest of: the VAE with an image, the text encoders with a prompt, the parts of both that training keeps."""
+    """The largest of: the VAE with an image, the encoders with a prompt, what training keeps of both."""
     model, a, job = facts.model, facts.value_bytes, facts.job
     encode = {"vae": _vae(facts), "workspace": int(model.encode_values * a * facts.data.pixels)}
     room = None if facts.on_cpu else budget
@@ -221,7 +220,7 @@ def _cache(facts: JobFacts, budget: float | None) -> PhasePrediction:
 
 
 def _sample(facts: JobFacts) -> PhasePrediction | None:
-    """Denoising or decoding the largest image after a step, whose gradients stay until the next one."""
+    """The largest image after a step, whose gradients stay."""
     if facts.sample_tokens is None:
         return None
     held = {**_held(facts), "vae": _vae(facts), "gradients": facts.gradient_bytes}
@@ -233,7 +232,7 @@ def _sample(facts: JobFacts) -> PhasePrediction | None:
 
 
 def optimizer_bytes(facts: JobFacts) -> int:
-    """Device bytes of both moments of all trained parameters, with scales; offloaded ones count as staging buffers."""
+    """Device bytes of the optimizer's state; where offloaded, of its staging buffers."""
     moments, job = moment_bytes(facts.job, facts.adapter_sizes), facts.job
     if not facts.offloads:
         return moments
@@ -243,7 +242,7 @@ def optimizer_bytes(facts: JobFacts) -> int:
 
 
 def _ram(facts: JobFacts, peak: int) -> int:
-    """CPU memory at its peak: encoders, loading weight by weight next to the VAE, streamed codes, or moments."""
+    """CPU memory at its peak: while loading, or in a step."""
     model, a = facts.model, facts.value_bytes
     vae = 0 if facts.sample_tokens is None else _vae(facts)
     streamed = sum(facts.given.stream_bytes)
@@ -258,7 +257,7 @@ def _ram(facts: JobFacts, peak: int) -> int:
 
 
 def offloaded_bytes(facts: JobFacts) -> int:
-    """Bytes of the moments that are in CPU memory and not on the device."""
+    """Bytes of the moments in CPU memory."""
     return moment_bytes(facts.job, facts.adapter_sizes) if facts.offloads and not facts.on_cpu else 0
 
 

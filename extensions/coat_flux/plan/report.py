@@ -17,7 +17,7 @@ from .speed import BF16_FRACTION, CARDS, FP8_FRACTION, Card
 
 
 class Plan(NamedTuple):
-    """A job in numbers, its prediction (on the one requested card, else without a limit), and a verdict per card."""
+    """A job, its prediction (without a limit if no card was asked for), and a verdict per card."""
 
     facts: JobFacts
     prediction: Prediction
@@ -25,7 +25,7 @@ class Plan(NamedTuple):
 
 
 def make_plan(job: JobConfig, gpu: Card | float | None = None) -> Plan:
-    """Plan a job for one card (or its GB), or for the usual ones; raises ConfigError if model sizes are unknown."""
+    """Plan a job for one card (or its GB), or for the usual ones; raises ConfigError."""
     facts = job_facts(job)
     on_gpu = job_facts(replace(job, device="cuda"), facts) if facts.on_cpu else facts
     if isinstance(gpu, (int, float)):

@@ -31,7 +31,7 @@ from .predict import Prediction, offloaded_bytes
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU memory size in 1e9 bytes, as cards are sold, and the rates of one GPU that has it."""
+    """A GPU memory size in 1e9 bytes, and the rates of one GPU that has it."""
 
     gb: float
     name: str = ""  # empty if no GPU is meant
@@ -80,7 +80,7 @@ BF16_FRACTION, FP8_FRACTION = 0.70, 0.65  # of peak, published for large matrix 
 
 
 def find_card(text: str) -> Card:
-    """Parse memory in GB, a name or both, such as `24`, `24GB`, `RTX 4090`, `A100 80GB`; raises UserError."""
+    """Parse memory in GB, a name or both, such as `24GB` or `A100 80GB`; raises UserError."""
     low = text.casefold().strip()
     size, name = _SIZE.search(low), _NO_NAME.sub("", _SIZE.sub("", low))
     if re.fullmatch(r"\d+(\.\d+)?", low) and name not in MEMORY:

@@ -86,7 +86,7 @@ def made_up_word(name: str) -> str:
 
 
 def make_starter(photos: Photos | None, card: Card, name: str, trigger: str, file: str) -> Starter:
-    """The best shipped config that fits the card with these photos, else the one that needs least, edited.
+    """The best shipped config that fits the card, else the one that needs least, edited.
 
     Without photos a placeholder is left, which `check` refuses. Raises ConfigError for an invalid name or trigger
     word.

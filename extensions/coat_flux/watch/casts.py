@@ -4,8 +4,7 @@ Operators declare their casts (`coat_core.casts`). Values and codes are compared
 (`measure_cast`), and read back once at the end. Results do not change. CUDA's backward thread inherits the mode.
 
 A product declares, by its weight, which layer reads the codes and in which pass. Codes that no product reads count as
-saved for backward, in the block of the linear that ran last; so do GEMM inputs with 1×G groups, FP8 only on CPUs.
-Casts of trained weights are not reported: they change at every step.
+saved for backward, in the block of the linear that ran last. Casts of trained weights are not reported.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ MOMENT_BLOCKS = 16  # measured per parameter and moment
 
 
 class CastPrecision(NamedTuple):
-    """Losses of the casts of one kind, in one step (0 for weights), by linear, or by block for saved activations."""
+    """Losses of casts of one kind, in one step (0: weights), of a linear, or of a block's saved activations."""
 
     step: int
     layer: str
@@ -58,7 +57,7 @@ class _Observed:
 
 
 class CastProbe(TorchDispatchMode):
-    """Context manager that observes the casts of one step; layers are named by `model`, moments by `lora`."""
+    """Observes the casts of one step; layers are named by `model`, moments by `lora`."""
 
     def __init__(self, model: nn.Module | None, lora: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -93,7 +92,7 @@ class CastProbe(TorchDispatchMode):
         return out
 
     def rows(self, step: int) -> list[CastPrecision]:
-        """All casts by layer and kind, in one read-back; a cast read by several layers is in the row of each."""
+        """All casts by layer and kind; one read by several layers is in the row of each."""
         if not self._casts:
             return []
         groups: dict[tuple[str, str], list[tuple[list[float], int]]] = {}
@@ -132,7 +131,7 @@ class CastProbe(TorchDispatchMode):
             self._block = ".".join(layers[0].split(".")[:2])
 
     def _layers_of(self, codes: Tensor) -> list[str]:
-        """Layers whose weights these codes are now: the first forward pass joins weights, blocks may share storage."""
+        """Layers with these codes now: the first pass joins weights, blocks may share storage."""
         start, end = codes.data_ptr(), codes.data_ptr() + codes.nbytes
         layers = []
         for layer, module in self._linears:
@@ -169,7 +168,7 @@ class CastProbe(TorchDispatchMode):
 
 
 def _sampled_blocks(update: SimpleNamespace) -> tuple[Tensor, list[int], Tensor]:
-    """Evenly spaced blocks of every parameter: their numbers, how many each has, their gradients fp32 [n, B]."""
+    """Some blocks of every parameter: their rows, how many each has, gradients fp32 [n, B]."""
     size = update.exp_avg.shape[1]
     rows: list[int] = []
     counts, grads = [], []
@@ -200,7 +199,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def row_of(step: int, layer: str, kind: str, casts: Sequence[tuple[Sequence[float], int]]) -> CastPrecision:
-    """Losses of casts, each with its elements, as one row: noise is their mean, weighted by elements."""
+    """Casts, each with its elements, as one row: noise is the mean by elements."""
     saturation = max(losses[0] for losses, _ in casts)
     underflow = max(losses[1] for losses, _ in casts)
     total, measured = 0.0, 0

@@ -5,8 +5,7 @@
     over many steps     loss and weights together far beyond their usual size (`Divergence`)  floats the caller has
 
 A single update from NaN or inf is skipped and counted; ten in a row end the run. With `guard.enabled: false` that
-skipping is the only check. From the second nonfinite step in a row, and while the run seems to diverge, trainers save
-nothing, so that existing saves stay good.
+is the only check. From the second in a row, and while the run seems to diverge, trainers save nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ BROKEN_GROWTH = 100.0
 
 
 class DeadRunError(UserError, RuntimeError):
-    """A run that cannot recover; `since` is the first doubtful step of a divergence, None if going back is no help."""
+    """A run that cannot recover; `since`: the first doubtful step, None if going back is no help."""
 
     def __init__(self, message: str, since: int | None = None):
         super().__init__(message)
@@ -222,15 +221,14 @@ class RunGuard:
 
 
 class Divergence:
-    """Detects a diverging run by two signs that no healthy run shows together; `since` is the step it began at.
+    """Two signs that no healthy run shows together; `since` is the step it began at.
 
         loss      12 of the last 16 above 2.5 times the usual one (a mean over at most the last 200 steps)
         weights   L2 norm of all trained parameters above 3 times that before the first step
 
     Loss alone cannot show it: FLUX's last layer normalizes its input, so the loss levels off at a few times its usual
-    value (0.35 -> 2.0 on the mini-FLUX, where noise levels alone move it from 0.15 to 1.1; hence steps are counted, not
-    averaged). Weights alone cannot either: a healthy LoRA's B grows from zero. At 100 times their norm, weights are
-    broken whatever the loss: with A's usual start that change exceeds the frozen weights.
+    value (0.35 -> 2.0 on the mini-FLUX, where noise levels alone move it from 0.15 to 1.1). Weights alone cannot either:
+    a healthy LoRA's B grows from zero. At 100 times their norm, weights are broken whatever the loss.
     """
 
     def __init__(self) -> None:
@@ -240,7 +238,7 @@ class Divergence:
         self._steps = 0
 
     def on_step(self, step: int, loss: float, growth: Callable[[], float]) -> None:
-        """Record the loss of a finite step; the growth is read only where the loss is far above the usual one."""
+        """Record the loss of a finite step; the growth is read only where it is high."""
         self._recent = [*self._recent, loss][-WINDOW:]
         usual = self._usual
         high = usual is not None and usual > 0 and sum(one > LOSS_FACTOR * usual for one in self._recent) >= HIGH

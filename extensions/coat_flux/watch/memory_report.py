@@ -37,7 +37,7 @@ def finish(
     log: Callable[[str], None],
     detail: Callable[[str], None] | None = None,
 ) -> None:
-    """End a run's tracking: JSON with the prediction, table, picture; nothing where the tracker writes no file."""
+    """End a run's tracking: JSON with the prediction, table, picture."""
     if tracker.path is not None:
         tracker.forecast = forecast(job, tracker.device)
     tracker.close()
@@ -125,7 +125,7 @@ def _verdict(record: Mapping[str, Any], size: Callable[[float], str], unit: str)
 
 
 def stacked(record: Mapping[str, Any]) -> tuple[str, dict[str, dict[str, float]], dict[str, float]]:
-    """Memory of each phase at its peak: unit, phase → part → size (on a CPU tensors only), phase → predicted size."""
+    """Memory of phases at their peak: unit, phase → part → size, phase → predicted size."""
     parts = [part for part in COLOURS if part != "rest" or not record["baseline"]]
     phases = {name: {part: phase["parts"].get(part, 0) for part in parts} for name, phase in record["phases"].items()}
     predicted = (record["prediction"] or {}).get("phases", {})
@@ -137,7 +137,7 @@ def stacked(record: Mapping[str, Any]) -> tuple[str, dict[str, dict[str, float]]
 
 
 def picture(record: Mapping[str, Any]) -> bytes:
-    """`stacked` as a PNG of stacked bars; dashed lines mark the prediction. ImportError without matplotlib."""
+    """`stacked` as a PNG; dashed lines mark the prediction. ImportError without matplotlib."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

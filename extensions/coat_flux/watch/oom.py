@@ -55,14 +55,13 @@ def is_oom(error: BaseException | None) -> bool:
 
 
 def recompute_more(transformer: nn.Module) -> str | None:
-    """Let the next step need less memory, where `memory.checkpointing` is auto; returns a line, or None if it cannot.
+    """Let the next step need less memory under `checkpointing: auto`; a line, or None if it cannot.
 
     Transposed copies of the weights go first, then every block recomputes. Call it outside the `except` clause, when
     nothing refers to the failed step.
 
     Numerics: results do not depend on the copies. A recomputed block has the same forward pass, but its gradients are
-    those of its input after a round trip through FP8, or of the exact input where `memory.enable_efficient_checkpoint`
-    is false; a block that keeps its activations uses those of packed tensors.
+    those of its input after a round trip through FP8 (exact without `memory.enable_efficient_checkpoint`).
     """
     runner = BlockRunner.of(transformer)
     line = None if runner is None else runner.recompute_more()
@@ -74,7 +73,7 @@ def recompute_more(transformer: nn.Module) -> str | None:
 
 
 def explain_oom(error: BaseException, phases: PhaseTracker, job: Callable[[], JobConfig] | None) -> str:
-    """What ran out of memory, what holds it, and remedies (given a job), cheapest first. Never raises."""
+    """What ran out of memory, what holds it, remedies (given a job). Never raises."""
     phase = phases.under_way or "step"
     message = next(iter(str(error).splitlines()), type(error).__name__)
     moment = f" ({phases.moment})" if phase == "step" and phases.moment else ""

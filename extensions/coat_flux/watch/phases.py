@@ -19,9 +19,8 @@
       "prediction": null until the end; then {"peak", "phases": {name: {part: bytes}}} or {"missing": the reason}
     }
 
-Parts are the tensors' storages on the run's device, each counted once. "rest" is the peak less baseline and parts
-(temporaries, libraries' workspaces, a CPU's other memory), at least 0: a CPU's weights may not be resident. A phase
-that recurs continues its entry. A resumed run writes a new file.
+Parts are the tensors' storages on the run's device, each counted once; "rest" is the peak less baseline and parts, at
+least 0: a CPU's weights may not be resident. A resumed run writes a new file.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ METHODS = {
 
 
 def used_bytes(device: torch.device) -> tuple[int, int]:
-    """(allocated, reserved) bytes now: of torch's CUDA allocator, or resident set and its peak on other devices."""
+    """(allocated, reserved) bytes now: of torch's CUDA allocator, or resident set and its peak."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
     resident = psutil.Process().memory_info().rss
@@ -90,7 +89,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Reset a GPU's peak, so that samples and saves do not count as training; a process's peak only grows."""
+    """Reset a GPU's peak for the next phase; a process's peak only grows."""
     if device.type == "cuda":
         torch.cuda.init()  # else the first phase has no statistics to reset
         torch.cuda.reset_peak_memory_stats(device)
@@ -119,9 +118,8 @@ class _Phase:
 class PhaseTracker:
     """Follows the memory of `device` through a run's phases.
 
-    `path` None (every process but the main one) writes nothing. `counts` is False for compiled models, whose operators
-    cannot be counted: without a GPU their saved activations are not known.
-    `baseline` is the memory in use before the run; `moment` names the current moment of the step.
+    `path` None (every process but the main one) writes nothing; `counts` is False for compiled models, whose operators
+    cannot be counted. `baseline` is the memory in use before the run; `moment` names that of the step.
     """
 
     def __init__(self, device: torch.device, path: Path | None, *, counts: bool = True):
@@ -309,7 +307,7 @@ class PhaseTracker:
         self._moments[name] = {**used, "peak": max(used["allocated"], self.peak)}
 
     def _count_parts(self, further: dict[str, int] | None = None, *, always: bool = False) -> None:
-        """Count the parts, if that was seldom done in this phase or if more is held than at earlier counts."""
+        """Count the parts, if seldom done in this phase or if more is held than before."""
         if self._now is None:
             return
         phase, allocated = self._phases[self._now], self._used()["allocated"]

@@ -87,7 +87,7 @@ class StepWatch:
     # -- a step, in the order of its moments ---------------------------------------------------------------------------
 
     def reads_at_once(self, step: int) -> bool:
-        """Whether this step reads something back before its update; others may call `allows_update` one step later."""
+        """Whether this step reads something back; others may call `allows_update` one step later."""
         return not self._began or self._is_health_step(step) or self._precision.pending or self.guard.checks_soon
 
     def _is_health_step(self, step: int) -> bool:
@@ -209,11 +209,10 @@ class StepWatch:
 
 
 class SpillWatch:
-    """Warns once that Windows' driver has spilled GPU memory to system memory, which raises no error but slows steps.
+    """Warns once that Windows' driver has spilled GPU memory to system memory, which slows steps.
 
-    Certain where torch holds more than the card has. Otherwise it takes two signs: several slow steps in a row, by the
-    median of the run's own first steps, and torch holding nearly all of the card. A single slow step (after a sample, a
-    save, or a new picture size) means nothing. Only on win32; elsewhere a lack of memory is an error.
+    Certain where torch holds more than the card has. Otherwise it takes several slow steps in a row, by the median of
+    the run's own first steps, and torch holding nearly all of the card. Only on win32.
     """
 
     def __init__(self, platform: str = sys.platform) -> None:
@@ -221,7 +220,7 @@ class SpillWatch:
         self._seconds: list[float] = []
 
     def on_step(self, seconds: float, reserved: int, total: int) -> str | None:
-        """Check a finished step by its seconds, bytes reserved by torch, and bytes of the card (0 without one)."""
+        """Check a finished step by its seconds, bytes reserved by torch, and bytes of the card."""
         if not self._active or total <= 0:
             return None
         sign = f"torch holds {reserved / GB:.1f} GB"
