@@ -227,7 +227,7 @@ class Divergence:
         weights   L2 norm of all trained parameters above 3 times that before the first step
 
     Loss alone cannot show it: FLUX's last layer normalizes its input, so the loss levels off at a few times its usual
-    value (0.35 -> 2.0 on the mini-FLUX, where noise levels alone move it from 0.15 to 1.1). Weights alone cannot either:
+    value (0.35 -> 2.0 on the mini-FLUX, where noise levels alone move it from 0.15 to 1.1). Nor can weights alone:
     a healthy LoRA's B grows from zero. At 100 times their norm, weights are broken whatever the loss.
     """
 
