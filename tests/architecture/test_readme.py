@@ -92,7 +92,7 @@ def test_promised_configs_are_there():
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
 def test_config_parses(path):
-    job = JobConfig.from_file(path)
+    job = JobConfig.load(path)
     assert job.file == str(path)
     assert job.name
     assert job.train.steps > 0
@@ -108,4 +108,4 @@ def test_config_names_every_option(name):
 
 
 def test_defaults_in_the_first_config_are_the_defaults():
-    assert JobConfig.from_file(CONFIGS / "flux_clothing_coat.yaml").coat == COATConfig()
+    assert JobConfig.load(CONFIGS / "flux_clothing_coat.yaml").coat == COATConfig()

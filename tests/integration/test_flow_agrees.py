@@ -68,7 +68,7 @@ def _flows(model: nn.Module) -> set[str]:
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_shipped_config_does_what_is_said_of_it(config: Path, caplog: pytest.LogCaptureFixture) -> None:
-    job = JobConfig.from_file(config)
+    job = JobConfig.load(config)
     facts = job_facts(job)
     tokens = Tokens(facts.tokens.batch, 32, 64)
     assert tokens.batch == job.train.batch_size
@@ -93,7 +93,7 @@ def test_shipped_config_does_what_is_said_of_it(config: Path, caplog: pytest.Log
 
 def test_what_cannot_be_fused_is_in_the_table_and_in_the_plan(caplog: pytest.LogCaptureFixture) -> None:
     """Dropout in the LoRA: said in the table, and at the first step with its bytes; the plan counts them."""
-    job = JobConfig.from_file(ROOT / "configs" / "flux_clothing_tiny.yaml")
+    job = JobConfig.load(ROOT / "configs" / "flux_clothing_tiny.yaml")
     dropped = replace(job, network=replace(job.network, dropout=0.1))
     kept = COATConfig.from_dict({"memory": {"checkpointing": "none"}})
     model, report = _model(kept, 4, dropout=0.1)

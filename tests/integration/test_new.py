@@ -11,8 +11,8 @@ import yaml
 from PIL import Image
 
 from coat_flux.cli.entry import main
-from coat_flux.config.check import check_job_file
 from coat_flux.plan.starter import PLACEHOLDER, made_up_word
+from tests.reliability.bad_configs import check_job_file
 
 SHAPES = ("long", "short", "wide", "slim")
 

@@ -13,15 +13,14 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from coat_flux.config.ai_toolkit_keys import KINDS, PROCESS
-from coat_flux.config.check import check_job_dict, check_job_file
+from coat_flux.config.check import check_job_dict
 from coat_flux.config.coat import ADAMW_OPTIONS, BY_KEY, OPTIONS, COATConfig
 from coat_flux.config.findings import ConfigError, Finding
 from coat_flux.config.job import AI_TOOLKIT_ROWS, JobConfig
 from coat_flux.config.job_file import load_job_yaml
 from coat_flux.config.job_sections import LR_PARAMS
 from coat_flux.config.options import config_fields
-from coat_flux.config.rules import TORCH_SWITCHES
-from tests.reliability.bad_configs import ALONE, BOTH, job_with, yaml_of
+from tests.reliability.bad_configs import ALONE, BOTH, check_job_file, job_with, yaml_of
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 JOBS: tuple[dict[str, Any], ...] = (job_with(), *(load_job_yaml(path) for path in CONFIGS))
@@ -127,7 +126,6 @@ PARAMS = {
     *(f"train.optimizer_params.{key.removeprefix('optimizer.')}" for key in BY_KEY if key.startswith("optimizer.")),
     *(f"train.lr_scheduler_params.{option.key}" for options in LR_PARAMS.values() for option in options),
     "train.lr_scheduler_params.last_epoch",
-    *(f"train.optimizer_params.{key}" for key in TORCH_SWITCHES),
 }
 READ = {
     "standalone": {*standalone_keys(), *coat_keys(), *PARAMS},

@@ -25,11 +25,11 @@ from coat_flux.config.ai_toolkit_keys import (
     read_toolkit,
     values_of,
 )
-from coat_flux.config.check import check_job_dict, check_job_file
+from coat_flux.config.check import check_job_dict
 from coat_flux.config.findings import Finding
 from coat_flux.config.job import AI_TOOLKIT_BLOCKS
 from coat_flux.config.options import config_fields
-from tests.reliability.bad_configs import BOTH, Changes, job_with, yaml_of
+from tests.reliability.bad_configs import BOTH, Changes, check_job_file, job_with, yaml_of
 
 AI_TOOLKIT = "ai-toolkit"
 HERE = ("--no-data", "--elsewhere")
@@ -69,12 +69,10 @@ WARNINGS: list[tuple[tuple[str, ...], Changes, str, str]] = [
     (BOTH, {"sample.prompts": ["[trigger] a", "a red shirt"]}, "sample.prompts[1]", "without the trigger word"),
     (BOTH, {"sample.prompts": ["[trigger] 红裙子在海边"]}, "sample.prompts[0]", "Chinese"),
     (BOTH, {"trigger_word": None, "sample.prompts": ["[trigger] a"]}, "sample.prompts[0]", "no trigger word"),
-    (BOTH, {"datasets.1.resolution": 1000}, "datasets[1].resolution", "write 992 or 1024"),
     (BOTH, {"train.lr": 0.0101}, "train.lr", "diverge"),
     (BOTH, {"train.lr": 1.9e-6}, "train.lr", "hardly learns"),
     (BOTH, {"train.lr": ...}, "train.lr", "which is the default"),
     (("standalone",), {"train.optimizer": "prodigy", "train.optimizer_params": {}, "coat": {}}, "train.lr", "it is 1"),
-    ((AI_TOOLKIT,), {"sample.width": 1000}, "sample.width", "FLUX draws 992"),
     ((AI_TOOLKIT,), {"model.qtype": "uint4"}, "model.qtype", "stay as ai-toolkit quantizes them"),
     ((AI_TOOLKIT,), {"train.optimizer": "prodigy", "coat": {}}, "train.optimizer", "not as COAT"),
     ((AI_TOOLKIT,), {"model.is_flux": ..., "model.quantize": False}, "model.is_flux", "Stable Diffusion 1"),

@@ -94,13 +94,13 @@ def test_a_variable_is_used_and_kept_unexpanded_in_what_is_stored(
     text = text.replace("steps: 250", "steps: ${MY_STEPS}")
     text = text.replace("trigger_word: dngrs", 'trigger_word: "${MY_TOKEN}"')
     text = text[: text.index("\nmeta:")] + "\nmeta:\n  author: '[name] ${MY_TOKEN}'\n"
-    job = JobConfig.from_file(write(tmp_path, text), name="mine")
+    job = JobConfig.load(write(tmp_path, text), name="mine")
     assert (job.train.steps, job.trigger_word, job.written["config"]["name"]) == (7, "hf_secret", "mine")
     assert job.meta == {"author": "mine ${MY_TOKEN}"}
     stored = yaml.safe_dump(job.written)
     assert "hf_secret" not in stored
     assert job.written["config"]["process"][0]["train"]["steps"] == "${MY_STEPS}"
-    assert JobConfig.from_file(write(tmp_path, stored)).trigger_word == job.trigger_word
+    assert JobConfig.load(write(tmp_path, stored)).trigger_word == job.trigger_word
 
 
 def test_json_a_byte_order_mark_windows_line_ends_and_merge_keys_are_read(tmp_path: Path) -> None:

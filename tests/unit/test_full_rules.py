@@ -14,12 +14,13 @@ from coat_core.linear.module import FP8TrainableLinear
 from coat_core.optim import FP8AdamW
 from coat_flux.blocks.gemms import set_transposed, transposed_bytes
 from coat_flux.blocks.models import trained_names
-from coat_flux.config.check import check_job_dict, check_job_file
+from coat_flux.config.check import check_job_dict
 from coat_flux.config.coat import COATConfig
 from coat_flux.config.findings import ConfigError
 from coat_flux.config.job import JobConfig, coat_of_entry
 from coat_flux.trainers.full import UpdateInBackward
 from tests.helpers.engine_job import engine_job
+from tests.reliability.bad_configs import check_job_file
 
 
 def job(changes: dict[str, Any] | None = None, network: bool = False, **coat: Any) -> dict[str, Any]:

@@ -275,7 +275,7 @@ def test_no_change_raises_the_peak(edit):
     dataset = {"cache_text_embeddings": False, "cache_latents_to_disk": False}
     job = job_of(coat=coat, network={"linear": 32}, dataset=dataset, train=train)
     if edit.__name__ in ("train.fused_backward", "_offloaded"):
-        job = JobConfig.from_file(ROOT / "configs" / "flux_full_80gb.yaml")
+        job = JobConfig.load(ROOT / "configs" / "flux_full_80gb.yaml")
         job = replace(job, train=replace(job.train, fused_backward=False))
     change = edit(job)
     assert change is not None
@@ -309,13 +309,13 @@ CARDS_GB = {
 
 @pytest.mark.parametrize(("name", "card_gb"), CARDS_GB.items())
 def test_config_fits_its_card(name: str, card_gb: int) -> None:
-    prediction = predict(JobConfig.from_file(ROOT / "configs" / name), device_bytes=card_gb * GB)
+    prediction = predict(JobConfig.load(ROOT / "configs" / name), device_bytes=card_gb * GB)
     assert prediction.peak <= USABLE_FRACTION * card_gb * 1e9
 
 
 def test_full_fine_tuning_of_flux_dev_fits_80_gb_and_48_gb_with_the_moments_in_host_memory() -> None:
     """Every weight, 1024 x 1024 pixels, batch 1; of gradients there is the largest, whatever else a step holds."""
-    jobs = [JobConfig.from_file(ROOT / "configs" / f"flux_full_{gb}gb.yaml") for gb in (80, 48)]
+    jobs = [JobConfig.load(ROOT / "configs" / f"flux_full_{gb}gb.yaml") for gb in (80, 48)]
     without, offloaded = (predict(job, device_bytes=gb * 1e9) for job, gb in zip(jobs, (80, 48), strict=True))
     before, step = without.phase("step"), offloaded.phase("step")
     assert without.peak == before.total <= 72e9
@@ -333,7 +333,7 @@ def test_full_fine_tuning_of_flux_dev_fits_80_gb_and_48_gb_with_the_moments_in_h
 @pytest.mark.parametrize("name", ["flux_clothing_coat.yaml", "flux_clothing_coat_3090.yaml"])
 def test_24_gb_hold_flux_dev_without_recomputation(name: str) -> None:
     """One of the photos is 1024 x 1024; 23.65 GiB are what PyTorch reports of an RTX 4090, 92 % of them are used."""
-    job = JobConfig.from_file(ROOT / "configs" / name)
+    job = JobConfig.load(ROOT / "configs" / name)
     prediction = predict(job, device_bytes=23.65 * 2**30)
     assert (prediction.recomputed, prediction.blocks) == ((), 57)
     assert prediction.peak < 24e9

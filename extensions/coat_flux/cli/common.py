@@ -76,6 +76,6 @@ def show_warnings() -> None:
 
 def load_job(args: argparse.Namespace) -> JobConfig:
     """Load the job of CONFIG; raises ConfigError."""
-    job = JobConfig.from_file(args.config, name=args.name)
+    job = JobConfig.load(args.config, name=args.name)
     require_packages(job)
     return job

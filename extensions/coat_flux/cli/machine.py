@@ -77,7 +77,7 @@ def plan(args: argparse.Namespace) -> None:
 
     Needs no GPU and downloads nothing.
     """
-    job = JobConfig.from_file(args.config, name=args.name)
+    job = JobConfig.load(args.config, name=args.name)
     from ..plan.report import as_json, as_text, make_plan
     from ..plan.speed import find_card
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,30 +11,12 @@ from .ai_toolkit_keys import Toolkit, check_keys, toolkit_of
 from .coat import COATConfig, check_combinations
 from .findings import ConfigError, Finding, Findings, closest
 from .job import JobConfig
-from .job_file import load_job_yaml, plain_job
+from .job_file import plain_job
 from .job_sections import OPTIMIZER_PACKAGES, PROCESS_TYPES, ValidationSection
 from .options import build
 from .rules import AI_TOOLKIT, STANDALONE, Entry, check_entry
 
 TRAINERS = (STANDALONE, AI_TOOLKIT)
-
-
-def check_job_file(
-    path: str | os.PathLike[str],
-    *,
-    name: str | None = None,
-    trainer: str = STANDALONE,
-    toolkit_root: Path | None = None,
-) -> list[Finding]:
-    """Check a job file for one of `TRAINERS` and return errors, then warnings; an unreadable file is one error.
-
-    `name` overrides `config.name`. The source of the ai-toolkit in `toolkit_root` may know newer keys than our table.
-    """
-    try:
-        raw = load_job_yaml(path, name=name)
-    except ConfigError as error:
-        return list(error.found)
-    return check_job_dict(raw, file=os.fspath(path), trainer=trainer, toolkit_root=toolkit_root)
 
 
 def check_job_dict(
@@ -46,7 +27,10 @@ def check_job_dict(
     toolkit_root: Path | None = None,
     num_processes: int = 1,
 ) -> list[Finding]:
-    """`check_job_file` for a job that is already parsed; raises ValueError for an unknown trainer."""
+    """Check a parsed job for one of `TRAINERS` and return errors, then warnings; raises ValueError for another trainer.
+
+    The source of the ai-toolkit in `toolkit_root` may know newer keys than our table.
+    """
     if trainer == STANDALONE:
         job, findings = JobConfig.examine(raw, file=file)
         missing = missing_packages(job) if job is not None and not findings.errors else []
@@ -108,7 +92,14 @@ def _check_process(process: Any, path: str, name: str, toolkit: Toolkit, finding
         findings.add(f"{path}.coat", text)
     entry = Entry(AI_TOOLKIT, process, path, findings, name, coat)
     if "validation" in process:
-        _check_validation(entry)
+        build(ValidationSection, process["validation"], f"{path}.validation", findings)
+        if not entry.enabled:
+            text = f"is measured with type: {COAT_TYPE} and coat.enabled: true only; write those, or remove the block"
+            entry.error("validation", text)
+        for i, dataset in enumerate(entry.blocks("datasets")):
+            if any(key.startswith("control_path") and dataset.raw[key] for key in dataset.raw):
+                text = f"cannot be measured with the control images of datasets[{i}]; remove the block"
+                entry.error("validation", text)
     check_entry(entry)
     if processes == 1:
         return
@@ -121,14 +112,3 @@ def _check_process(process: Any, path: str, name: str, toolkit: Toolkit, finding
     elif others or not process.get("network") or entry.get("train.merge_network_on_save"):
         text = "several processes train a network (a LoRA) and nothing else; start one"
         findings.add("num_processes", text, processes)
-
-
-def _check_validation(entry: Entry) -> None:
-    build(ValidationSection, entry.raw["validation"], f"{entry.path}.validation", entry.findings)
-    if not entry.enabled:
-        text = f"is measured with type: {COAT_TYPE} and coat.enabled: true only; write those, or remove the block"
-        entry.error("validation", text)
-    for i, dataset in enumerate(entry.entries("datasets")):
-        if any(key.startswith("control_path") and dataset.raw[key] for key in dataset.raw):
-            text = f"cannot be measured with the control images of datasets[{i}]; remove the block"
-            entry.error("validation", text)

@@ -14,7 +14,7 @@ from ..base.errors import UserError
 
 MAX_SHOWN, MAX_PATH = 60, 200  # characters of a value, of a key
 MAX_LISTED = 12
-_ABSENT = object()
+ABSENT = object()
 
 
 @dataclass(frozen=True)
@@ -58,17 +58,17 @@ class Findings:
         self.errors: list[Finding] = []
         self.warnings: list[Finding] = []
 
-    def add(self, path: str, text: str, value: Any = _ABSENT) -> None:
+    def add(self, path: str, text: str, value: Any = ABSENT) -> None:
         """Add an error `<rule>; <remedy>`, unless it follows from one of the same key or of a block around it."""
         if self.sound(path):
             self.refused.add(path)
-            shown = None if value is _ABSENT else show(value)
+            shown = None if value is ABSENT else show(value)
             self.errors.append(Finding("error", self.file, path, shown, text))
 
-    def warn(self, path: str, text: str, value: Any = _ABSENT) -> None:
+    def warn(self, path: str, text: str, value: Any = ABSENT) -> None:
         """Add a warning, unless the key was refused."""
         if self.sound(path):
-            shown = None if value is _ABSENT else show(value)
+            shown = None if value is ABSENT else show(value)
             self.warnings.append(Finding("warning", self.file, path, shown, text))
 
     def sound(self, *paths: str) -> bool:

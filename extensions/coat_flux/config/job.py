@@ -81,15 +81,15 @@ class JobConfig:
         return DEFAULT_SEED if self.training_seed is None else self.training_seed
 
     @classmethod
-    def load(cls, config: str | os.PathLike[str] | Mapping[str, Any]) -> JobConfig:
-        """`from_dict` of a mapping, `from_file` of a path."""
-        return cls.from_dict(config) if isinstance(config, Mapping) else cls.from_file(config)
+    def load(cls, config: str | os.PathLike[str] | Mapping[str, Any], *, name: str | None = None) -> JobConfig:
+        """Read and check a YAML or JSON file, or check a parsed job; `name` overrides a file's `config.name`.
 
-    @classmethod
-    def from_file(cls, path: str | os.PathLike[str], *, name: str | None = None) -> JobConfig:
-        """Read and check a YAML or JSON job; `name` overrides `config.name`. Raises ConfigError with every finding."""
-        job = cls.from_dict(load_job_yaml(path, name=name), file=os.fspath(path))
-        written = load_written(path, name=job.raw["config"]["name"])
+        Raises ConfigError with every finding.
+        """
+        if isinstance(config, Mapping):
+            return cls.from_dict(config)
+        job = cls.from_dict(load_job_yaml(config, name=name), file=os.fspath(config))
+        written = load_written(config, name=job.raw["config"]["name"])
         meta = written.get("meta")
         return replace(job, written=written, meta=dict(meta) if isinstance(meta, Mapping) else {})
 

@@ -180,9 +180,16 @@ def parse(text: str, file: str) -> Any:
     try:
         return _load_json(text) if file.lower().endswith(JSON_SUFFIXES) else yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        where = f"line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        rule = f"not YAML: {error.problem or error.context}; {_remedy(text, mark)}"
+        mark, lines, line = error.problem_mark or error.context_mark, text.splitlines(), ""
+        if mark:
+            where = f"line {mark.line + 1}, column {mark.column + 1}"
+            line = lines[mark.line] if mark.line < len(lines) else ""
+        remedy = "check the indentation, quotes and brackets of this line and the one before"
+        if "\t" in line[: len(line) - len(line.lstrip())]:
+            remedy = "indent with spaces, not tabs"
+        elif '"' in line and "\\" in line:
+            remedy = "in double quotes a backslash starts an escape: use single quotes, or / in paths"
+        rule = f"not YAML: {error.problem or error.context}; {remedy}"
     except json.JSONDecodeError as error:
         where, rule = f"line {error.lineno}, column {error.colno}", f"not JSON: {error.msg}; correct this place"
     except RecursionError:
@@ -191,16 +198,6 @@ def parse(text: str, file: str) -> Any:
         problem = " ".join(str(error).replace(";", ",").split())
         rule = f"cannot be read: {problem}; correct that value, or write it in quotes"
     raise ConfigError([Finding("error", file, where, None, rule)])
-
-
-def _remedy(text: str, mark: yaml.Mark | None) -> str:
-    lines = text.splitlines()
-    line = lines[mark.line] if mark and mark.line < len(lines) else ""
-    if "\t" in line[: len(line) - len(line.lstrip())]:
-        return "indent with spaces, not tabs"
-    if '"' in line and "\\" in line:
-        return "in double quotes a backslash starts an escape: use single quotes, or / in paths"
-    return "check the indentation, quotes and brackets of this line and the one before"
 
 
 class _Loader(yaml.SafeLoader):

@@ -122,10 +122,24 @@ class Option:
 
     def rule(self) -> str:
         """The allowed values, as a sentence: "must be …"."""
+        limits = []
+        if self.minimum is not None and self.maximum is not None:
+            limits.append(f"from {self.minimum:g} to {self.maximum:g}")
+        elif self.minimum is not None:
+            limits.append(f"of at least {self.minimum:g}")
+        elif self.maximum is not None:
+            limits.append(f"of at most {self.maximum:g}")
+        if self.above is not None:
+            limits.append(f"above {self.above:g}")
+        if self.below is not None:
+            limits.append(f"below {self.below:g}")
+        if self.multiple_of is not None:
+            limits.append(f"a multiple of {self.multiple_of}")
+        text = f"must be {_KINDS[self.kind][0]}"
         if self.choices:
             text = f"must be one of {', '.join(map(_bare, self.choices))}"
-        else:
-            text = f"must be {_KINDS[self.kind][0]}{self._range()}"
+        elif limits:
+            text += f" {' and '.join(limits)}"
         return f"{text}, or null" if self.nullable else text
 
     def error(self, remedy: str) -> OptionError:
@@ -160,22 +174,6 @@ class Option:
                 raise self.error(f"write {value} without quotes")
             near = closest(value, map(str, self.choices))
         raise self.error(f"did you mean '{near}'?" if near else f"write {_bare(self.choices[0])}, for example")
-
-    def _range(self) -> str:
-        parts = []
-        if self.minimum is not None and self.maximum is not None:
-            parts.append(f"from {self.minimum:g} to {self.maximum:g}")
-        elif self.minimum is not None:
-            parts.append(f"of at least {self.minimum:g}")
-        elif self.maximum is not None:
-            parts.append(f"of at most {self.maximum:g}")
-        if self.above is not None:
-            parts.append(f"above {self.above:g}")
-        if self.below is not None:
-            parts.append(f"below {self.below:g}")
-        if self.multiple_of is not None:
-            parts.append(f"a multiple of {self.multiple_of}")
-        return f" {' and '.join(parts)}" if parts else ""
 
 
 def key(default: Any, kind: str, doc: str = "", **rules: Any) -> Any:
@@ -273,8 +271,16 @@ def build(
         removed = REMOVED.get(option_key) or REMOVED.get(f"{option_key}={value}")
         if removed is not None:
             findings.add(where, removed, value)
+        elif item is None and row is not None and row["stand-alone"] == "no effect":
+            if isinstance(value, Mapping):
+                findings.add(where, "must not be a block, nothing reads what is in it; remove it", value)
+            elif value:
+                findings.warn(where, row["reason"])
         elif item is None and row is not None:
-            _check_other_key(value, where, row, findings)
+            default = json.loads(row["default"] or "null")
+            same_kind = isinstance(value, bool) == isinstance(default, bool)
+            if (value or default) and not (same_kind and value == default):
+                findings.add(where, f"{ONLY_AI_TOOLKIT}; remove it or run inside ai-toolkit", value)
         elif item is None:
             nested = []
             for block, block_field in known.items():
@@ -345,17 +351,3 @@ def _parse_into(
             choices = ", ".join(map(str, option.choices))
             text = f"{ONLY_AI_TOOLKIT}; run this config inside ai-toolkit, or write {choices}"
         findings.add(path, text, value)
-
-
-def _check_other_key(value: Any, path: str, row: Mapping[str, str], findings: Findings) -> None:
-    """Check a key of ai-toolkit that the stand-alone trainer does not have; `row` is of ai-toolkit's table."""
-    if row["stand-alone"] == "no effect":
-        if isinstance(value, Mapping):
-            findings.add(path, "must not be a block, nothing reads what is in it; remove it", value)
-        elif value:
-            findings.warn(path, row["reason"])
-        return
-    default = json.loads(row["default"] or "null")
-    same_kind = isinstance(value, bool) == isinstance(default, bool)
-    if (value or default) and not (same_kind and value == default):
-        findings.add(path, f"{ONLY_AI_TOOLKIT}; remove it or run inside ai-toolkit", value)

@@ -10,14 +10,13 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..base.names import COAT_OPTIMIZER, COAT_QTYPE, COAT_TYPE
 from .ai_toolkit_keys import ROWS
 from .coat import ADAMW_OPTIONS, COATConfig, parse_optimizer_params
-from .findings import Findings
+from .findings import ABSENT, Findings
 from .job_sections import DTYPES, LR_PARAMS, OPTIMIZER_PARAMS, PRODIGY_LOW_LR
 from .options import FORMATS, Option, parse_keys
 
@@ -30,15 +29,19 @@ UNQUANTIZED = ("sd1", "sd2", "sdxl", "ssd", "vega", "pixart", "pixart_sigma", "a
 
 HIGH_LR, LOW_LR = 1e-2, 2e-6  # for LoRAs of FLUX
 FINDS_LR = ("prodigy", "dadapt", "automagic")  # optimizers that choose their own steps
-OWN_EPS = ("adam", "adamw", "adam8", "adamw8", "adam8bit", "adamw8bit", "ademamix8bit", "prodigy", "prodigy8bit")
-TORCH_SWITCHES = ("amsgrad", "capturable", "differentiable", "foreach", "fused", "maximize")  # of adam and adamw
 FULL_OPTIMIZERS = (COAT_OPTIMIZER, "adamw", "adam", "adamw8bit", "lion")  # `plan` knows their memory
 OFFLOAD_KEYS = ("coat.optimizer.offload", "train.optimizer_params.offload")
-NETWORKS = ("lora", "lokr", "dora", "fullrank", "lorm")  # what finds layers in FLUX
 WRITTEN = ("coat", "config.yaml", "optimizer.pt", "samples")  # files that a run writes to its folder
+ALONE_IN_FULL = (  # features of ai-toolkit that full fine-tuning with COAT excludes
+    "train.train_text_encoder",
+    "train.diff_output_preservation",
+    "train.blank_prompt_preservation",
+    "train.inverted_mask_prior",
+    "model.compile",
+    "model.split_model_over_gpus",
+)
 
-BUCKET_STEP = 32  # FLUX.1: 8 (VAE) × 2 (packing) × 2
-SIDE_STEP, MIN_RESOLUTION = 16, 32
+BUCKET_STEP = 32  # FLUX.1: 8 (VAE) × 2 (packing) × 2; also the least resolution
 TRIGGER_TAG = "[trigger]"
 FOREIGN_SHARE = 0.1  # of a text's letters, from which on it is reported
 T5_BLIND = "FLUX's text encoder T5 reads {} characters as <unk>"
@@ -53,46 +56,40 @@ SIDE_FOLDERS = (  # pictures that belong to the photos
     "control_path_3",
 )
 _BAD_NAME = re.compile(r'[<>:"/\\|?*\x00-\x1f\[\]]|^[. ]|[. ]$')
-_CAPTION_EXT = re.compile(r"\.?\w+(\.\w+)*")
 _NO_CAPTIONS = ("json", "jsonl", "csv", "jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff")
 _PROMPT_FLAG = re.compile(r"\s--[a-z]")
 _SCRIPTS = {"CJK": "Chinese", "HIRAGANA": "Japanese", "KATAKANA": "Japanese", "HANGUL": "Korean"}
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A block of type-checked keys and its context; `coat` is None for ai-toolkit's process types inside ai-toolkit."""
+class Block:
+    """A block of type-checked keys, and where findings about it go."""
 
-    trainer: str
-    raw: Mapping[str, Any]
-    path: str
-    findings: Findings
-    name: str
-    coat: COATConfig | None = None
+    def __init__(self, raw: Mapping[str, Any], path: str, findings: Findings):
+        self.raw, self.path, self.findings = raw, path, findings
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value of a dotted key; the default if it is absent, null or refused."""
         value = self._written(key)
-        return default if value is None or value is ... or not self.sound(key) else value
+        return default if value is None or value is ABSENT or not self.sound(key) else value
 
-    def entries(self, key: str) -> list[Entry]:
+    def blocks(self, key: str) -> list[Block]:
         """The blocks of a list of blocks."""
-        blocks = self.get(key)
-        if not isinstance(blocks, list):
+        entries = self.get(key)
+        if not isinstance(entries, list):
             return []
-        paths = (f"{self.path}.{key}[{i}]" for i in range(len(blocks)))
-        pairs = zip(blocks, paths, strict=True)
-        return [replace(self, raw=block, path=path) for block, path in pairs if isinstance(block, Mapping)]
+        return [
+            Block(entry, f"{self.path}.{key}[{i}]", self.findings)
+            for i, entry in enumerate(entries)
+            if isinstance(entry, Mapping)
+        ]
 
     def error(self, key: str, text: str) -> None:
         """Add an error `<rule>; <remedy>` at a dotted key."""
-        value = self._written(key)
-        self.findings.add(f"{self.path}.{key}", text, *(() if value is ... else (value,)))
+        self.findings.add(f"{self.path}.{key}", text, self._written(key))
 
     def warn(self, key: str, text: str) -> None:
         """Add a warning at a dotted key."""
-        value = self._written(key)
-        self.findings.warn(f"{self.path}.{key}", text, *(() if value is ... else (value,)))
+        self.findings.warn(f"{self.path}.{key}", text, self._written(key))
 
     def forbid(self, key: str, text: str) -> None:
         """Add an error if the key is true or not empty."""
@@ -103,46 +100,49 @@ class Entry:
         """Whether none of these keys was refused."""
         return self.findings.sound(*(f"{self.path}.{key}" for key in keys))
 
-    def given(self, key: str) -> bool:
-        """Whether the key is present."""
-        return f"{self.path}.{key}" in self.findings.given
-
-    @property
-    def alone(self) -> bool:
-        """Whether the stand-alone trainer runs it, not ai-toolkit."""
-        return self.trainer == STANDALONE
-
-    @property
-    def enabled(self) -> bool:
-        """Whether COAT is enabled."""
-        return self.coat is not None and self.coat.enabled
-
-    @property
-    def full(self) -> bool:
-        """Whether the transformer itself is trained."""
-        return is_full(self.raw)
-
-    @property
-    def optimizer(self) -> str:
-        """The optimizer's name, normalized as in ai-toolkit."""
-        return self.get("train.optimizer", "adamw").lower()
-
-    @property
-    def qtype(self) -> str | None:
-        """How the transformer is quantized."""
-        return self.get("model.qtype", "qfloat8") if self.get("model.quantize") else None
-
-    @property
-    def is_flux(self) -> bool:
-        """Whether FLUX.1 is loaded; the stand-alone trainer applies FLUX.1's rules to FLUX.2, too."""
-        arch = self.get("model.arch", "").split(":")[0]
-        return self.alone or arch in ("flux", "flex1") or (not arch and bool(self.get("model.is_flux")))
-
     def _written(self, key: str) -> Any:
         value: Any = self.raw
         for part in key.split("."):
-            value = value.get(part, ...) if isinstance(value, Mapping) else ...
+            value = value.get(part, ABSENT) if isinstance(value, Mapping) else ABSENT
         return value
+
+
+class Entry(Block):
+    """An entry of `config.process`.
+
+    Attributes:
+        name: of the run.
+        coat: its options; None for ai-toolkit's process types inside ai-toolkit.
+        alone: the stand-alone trainer runs it, not ai-toolkit.
+        full: the transformer itself is trained.
+        optimizer: its name, normalized as in ai-toolkit.
+        qtype: how the transformer is quantized, or None.
+        is_flux: FLUX.1 is loaded; the stand-alone trainer applies FLUX.1's rules to FLUX.2, too.
+    """
+
+    def __init__(
+        self,
+        trainer: str,
+        raw: Mapping[str, Any],
+        path: str,
+        findings: Findings,
+        name: str,
+        coat: COATConfig | None,
+    ):
+        super().__init__(raw, path, findings)
+        arch = self.get("model.arch", "").split(":")[0]
+        self.name = self.get("name", name)
+        self.name_path = "config.name" if self.get("name") is None else f"{path}.name"
+        self.coat, self.enabled = coat, coat is not None and coat.enabled
+        self.alone = trainer == STANDALONE
+        self.full = is_full(raw)
+        self.optimizer = self.get("train.optimizer", "adamw").lower()
+        self.qtype = self.get("model.qtype", "qfloat8") if self.get("model.quantize") else None
+        self.is_flux = self.alone or arch in ("flux", "flex1") or (not arch and bool(self.get("model.is_flux")))
+
+    def given(self, key: str) -> bool:
+        """Whether the key is present."""
+        return f"{self.path}.{key}" in self.findings.given
 
 
 def arch_of(model: Mapping[str, Any]) -> str:
@@ -164,14 +164,11 @@ def check_entry(entry: Entry) -> None:
     """Check combinations of an entry's keys."""
     _check_datasets(entry)
     _check_places(entry)
-    _check_device(entry)
     if entry.full:
         _check_full(entry)
     else:
         _check_network(entry)
     _check_train(entry)
-    _check_learning_rate(entry)
-    _check_params(entry)
     _check_model(entry)
     _check_samples(entry)
     _check_coat(entry)
@@ -181,49 +178,42 @@ def check_entry(entry: Entry) -> None:
 
 
 def _check_places(entry: Entry) -> None:
-    """Name and folder of a run; its samples and charts must not land among its photos."""
-    name, name_path = entry.name, "config.name"
-    if entry.get("name") is not None:
-        name, name_path = entry.get("name"), f"{entry.path}.name"
+    """Name, folder and device of a run; its samples and charts must not land among its photos."""
+    name, device = entry.name, entry.get("device", "cuda")
     if not name or _BAD_NAME.search(name):
         text = "names the run's folder, without <>:\"/\\|?*[], a dot or a space at an end; write another"
-        entry.findings.add(name_path, text, name)
+        entry.findings.add(entry.name_path, text, name)
     if not entry.alone and entry.get("training_folder") is None:
         entry.error("training_folder", "is missing, must be a string; write output, for example")
     for key in ("training_folder", "log_dir", "model.name_or_path"):
         _check_path(entry, key)
     folder = entry.get("training_folder")
-    if folder is None or not entry.findings.sound(name_path):
-        return
-    run = Path(folder, name).resolve()
-    for dataset in entry.entries("datasets"):
-        photos = dataset.get("folder_path") or dataset.get("dataset_path")
-        if photos and (run / "x").is_relative_to(Path(photos).resolve()):
-            rule = f"is inside the data set {photos}, so samples and charts would be trained on as photos"
-            entry.error("training_folder", f"{rule}; write a folder outside")
-
-
-def _check_path(entry: Entry, key: str) -> None:
-    """Refuse `~`, unexpanded variables and escapes in a path."""
-    path = entry.get(key, "")
-    if path.startswith("~"):
-        entry.error(key, "~ is not replaced by the home folder; write the whole path, or ${HOME}/…")
-    elif re.match(r"\$\w|%\w+%", path):
-        text = "environment variables are replaced only as ${NAME}; write it so, or write the whole path"
-        entry.error(key, text)
-    elif re.search(r"[\x00-\x1f]", path):
-        text = "holds a tab or line break, as \\t and \\n make in double quotes; use single quotes, or / in paths"
-        entry.error(key, text)
-
-
-def _check_device(entry: Entry) -> None:
-    device = entry.get("device", "cuda")
+    if folder is not None and entry.findings.sound(entry.name_path):
+        run = Path(folder, name).resolve()
+        for dataset in entry.blocks("datasets"):
+            photos = dataset.get("folder_path") or dataset.get("dataset_path")
+            if photos and (run / "x").is_relative_to(Path(photos).resolve()):
+                rule = f"is inside the data set {photos}, so samples and charts would be trained on as photos"
+                entry.error("training_folder", f"{rule}; write a folder outside")
     if not re.fullmatch(r"cuda(:\d+)?|mps|cpu", device):
         entry.error("device", "must be cuda, cuda:0, mps or cpu; write cuda")
     elif not entry.alone and device.startswith("cuda:") and device != "cuda:0":
         number = device.removeprefix("cuda:")
         text = f"ai-toolkit trains on the first visible GPU; write cuda and set CUDA_VISIBLE_DEVICES={number}"
         entry.error("device", text)
+
+
+def _check_path(block: Block, key: str) -> None:
+    """Refuse `~`, unexpanded variables and escapes in a path."""
+    path = block.get(key, "")
+    if path.startswith("~"):
+        block.error(key, "~ is not replaced by the home folder; write the whole path, or ${HOME}/…")
+    elif re.match(r"\$\w|%\w+%", path):
+        text = "environment variables are replaced only as ${NAME}; write it so, or write the whole path"
+        block.error(key, text)
+    elif re.search(r"[\x00-\x1f]", path):
+        text = "holds a tab or line break, as \\t and \\n make in double quotes; use single quotes, or / in paths"
+        block.error(key, text)
 
 
 # -- the network, and full fine-tuning ---------------------------------------------------------------------------------
@@ -247,20 +237,18 @@ def _check_network(entry: Entry) -> None:
     linear, rank = get("network.linear"), get("network.rank")
     if linear is not None and rank is not None and rank != linear:
         entry.error("network.rank", "an old name of linear, which is given too; remove rank")
-    size = linear if rank is None else rank
+    size = 4 if linear is None else linear
+    if rank is not None:
+        size = rank
     alpha_key = "network.alpha" if get("network.linear_alpha") is None else "network.linear_alpha"
     sizes_sound = entry.sound("network.linear", "network.rank")
-    if entry.is_flux and sizes_sound and get(alpha_key) not in (None, 4 if size is None else size):
-        text = f"ai-toolkit ignores it on FLUX, alpha is the rank; write {4 if size is None else size}"
-        entry.error(alpha_key, f"{text}, and scale lr instead")
+    if entry.is_flux and sizes_sound and get(alpha_key) not in (None, size):
+        text = f"ai-toolkit ignores it on FLUX, alpha is the rank; write {size}, and scale lr instead"
+        entry.error(alpha_key, text)
     if get("network.network_kwargs.only_if_contains") == []:
         text = "an empty list leaves nothing to train; write null or some names"
         entry.error("network.network_kwargs.only_if_contains", text)
-    if entry.alone:
-        return
-    if entry.is_flux and get("network.type", "lora").lower() not in NETWORKS:
-        entry.error("network.type", "finds no layer of FLUX to adapt, and ai-toolkit stops; write lora or lokr")
-    if entry.enabled and get("network"):
+    if entry.enabled and get("network") and not entry.alone:
         text = "saves the whole model, which FP8 weights cannot give; write false, or coat: {enabled: false}"
         entry.forbid("train.merge_network_on_save", text)
         if get("save.dtype") in ("8bit", "e4m3fn", "float8"):
@@ -270,10 +258,9 @@ def _check_network(entry: Entry) -> None:
 def _check_full(entry: Entry) -> None:
     """What is trained is the transformer itself."""
     get, optimizer, remedy = entry.get, entry.optimizer, "or add network to train a LoRA"
-    name = get("name") or entry.name
-    if entry.alone and name in ("coat", "samples"):
-        text = "is the name of another folder in the run's folder; change it"
-        entry.findings.add(f"{entry.path}.name", text, name)
+    if any(file.startswith(entry.name) for file in WRITTEN):
+        text = "begins the name of a file or folder that a run writes beside its models; write a longer one"
+        entry.findings.add(entry.name_path, text, entry.name)
     if entry.alone and optimizer not in FULL_OPTIMIZERS:
         text = f"is not for whole models; write one of {', '.join(FULL_OPTIMIZERS)}, or add network"
         entry.error("train.optimizer", text)
@@ -301,19 +288,13 @@ def _check_full(entry: Entry) -> None:
     if get("coat.activation.flow") == "fused":
         text = "is for frozen weights, trained ones take the generic flow; write generic or remove it"
         entry.error("coat.activation.flow", f"{text}, {remedy}")
-    if not entry.alone:
-        _check_full_in_ai_toolkit(entry, remedy)
+    if entry.alone:
+        return
 
-
-def _check_full_in_ai_toolkit(entry: Entry, remedy: str) -> None:
-    """ai-toolkit's handling of whole models that rules out a resume, or COAT."""
-    get, name = entry.get, entry.get("name") or entry.name
+    # ai-toolkit's handling of whole models that rules out a resume, or COAT
     if arch_of(get("model", {})) != "flux":
         text = "its whole model is not trained with COAT, FLUX.1's is; write arch: flux"
         entry.error("model.arch", f"{text}, {remedy}")
-    if any(file.startswith(name) for file in WRITTEN):
-        text = "ai-toolkit takes what begins with it in the run's folder for its save; write a longer one"
-        entry.findings.add(f"{entry.path}.name", text, name)
     trained = DTYPES.get(get("train.dtype", "fp32"))
     if entry.given("save.dtype") and DTYPES.get(get("save.dtype")) != trained:
         text = f"ai-toolkit saves a whole FLUX as it is trained; write {trained}, or remove it"
@@ -325,14 +306,7 @@ def _check_full_in_ai_toolkit(entry: Entry, remedy: str) -> None:
         entry.forbid(key, "is added at each start, so a resumed run would have it twice; remove it")
     for key in ("model.only_if_contains", "model.ignore_if_contains"):
         entry.forbid(key, "coat.include and coat.exclude choose what is trained; write those instead")
-    for key in (
-        "train.train_text_encoder",
-        "train.diff_output_preservation",
-        "train.blank_prompt_preservation",
-        "train.inverted_mask_prior",
-        "model.compile",
-        "model.split_model_over_gpus",
-    ):
+    for key in ALONE_IN_FULL:
         text = "a whole model is trained with COAT alone, on one GPU, without the model as it was; write false"
         entry.forbid(key, text)
     entry.forbid("adapter", f"a whole model is trained without one; remove it, {remedy}")
@@ -347,7 +321,7 @@ def _check_full_in_ai_toolkit(entry: Entry, remedy: str) -> None:
 
 
 def _check_train(entry: Entry) -> None:
-    get = entry.get
+    get, optimizer = entry.get, entry.optimizer
     if get("train.gradient_accumulation_steps", 1) != 1:
         text = "in ai-toolkit only the last of these micro-steps counts; write gradient_accumulation instead"
         entry.error("train.gradient_accumulation_steps", text)
@@ -358,54 +332,35 @@ def _check_train(entry: Entry) -> None:
     if get("train.dtype") in ("fp16", "float16", "half"):
         add = entry.error if entry.is_flux or entry.coat is not None else entry.warn
         add("train.dtype", "FLUX overflows in fp16, and FP8 codes of it do too; use bf16")
-    if entry.alone:
-        return
-    if get("train.max_grad_norm", 1.0) <= 0 and entry.optimizer != "adafactor":  # which is not clipped
-        text = "gradients are scaled down to this norm, so nothing is learned; write 1.0"
-        entry.error("train.max_grad_norm", text)
-    if entry.is_flux and get("train.noise_scheduler") != "flowmatch":
-        text = "FLUX is trained by flowmatch, which is not ai-toolkit's default; write noise_scheduler: flowmatch"
-        entry.error("train.noise_scheduler", text)
+    if not entry.alone:
+        if get("train.max_grad_norm", 1.0) <= 0 and optimizer != "adafactor":  # which is not clipped
+            text = "gradients are scaled down to this norm, so nothing is learned; write 1.0"
+            entry.error("train.max_grad_norm", text)
+        if entry.is_flux and get("train.noise_scheduler") != "flowmatch":
+            text = "FLUX is trained by flowmatch, which is not ai-toolkit's default; write noise_scheduler: flowmatch"
+            entry.error("train.noise_scheduler", text)
 
-
-def _check_learning_rate(entry: Entry) -> None:
-    rate, optimizer = entry.get("train.lr", 1e-6), entry.optimizer
+    rate = get("train.lr", 1e-6)
     if entry.alone and optimizer == "prodigy" and rate < PRODIGY_LOW_LR:
         entry.warn("train.lr", "as in ai-toolkit it is 1 for prodigy where it is below 0.1; write 1.0")
-    if entry.full or optimizer.startswith(FINDS_LR):
-        return
-    if rate > HIGH_LR:
-        entry.warn("train.lr", f"LoRAs diverge with {optimizer} above about {HIGH_LR:g}; write 0.0001")
-    elif rate < LOW_LR:
-        default = "" if entry.given("train.lr") else ", which is the default"
-        entry.warn("train.lr", f"a LoRA hardly learns at so low a rate{default}; write 0.0001")
+    if not (entry.full or optimizer.startswith(FINDS_LR)):
+        if rate > HIGH_LR:
+            entry.warn("train.lr", f"LoRAs diverge with {optimizer} above about {HIGH_LR:g}; write 0.0001")
+        elif rate < LOW_LR:
+            default = "" if entry.given("train.lr") else ", which is the default"
+            entry.warn("train.lr", f"a LoRA hardly learns at so low a rate{default}; write 0.0001")
 
-
-def _check_params(entry: Entry) -> None:
-    """Check `train.optimizer_params` and `train.lr_scheduler_params`."""
-    params, optimizer = entry.get("train.optimizer_params", {}), entry.optimizer
-    path = f"{entry.path}.train.optimizer_params"
-    if not entry.sound("train.optimizer"):
-        pass
-    elif optimizer == COAT_OPTIMIZER:
-        parse_optimizer_params(params, path, entry.findings)
-    elif entry.alone:
-        parse_keys(OPTIMIZER_PARAMS.get(optimizer, ADAMW_OPTIONS), params, path, entry.findings)
-    elif optimizer in OWN_EPS:
-        for key in ("lr", "eps"):
-            if key in params:
-                text = f"ai-toolkit gives {key} to {optimizer} itself and fails on a second one; remove it"
-                entry.error(f"train.optimizer_params.{key}", text)
-        if optimizer in ("adam", "adamw"):
-            known = [option for option in ADAMW_OPTIONS if option.key != "eps"]
-            known += [Option(key, False, "bool") for key in TORCH_SWITCHES]
-            others = {key: value for key, value in params.items() if key not in ("lr", "eps")}
-            parse_keys(known, others, path, entry.findings)
-    options = LR_PARAMS.get(entry.get("train.lr_scheduler", "constant"))
+    if entry.sound("train.optimizer"):
+        params, path = get("train.optimizer_params", {}), f"{entry.path}.train.optimizer_params"
+        if optimizer == COAT_OPTIMIZER:
+            parse_optimizer_params(params, path, entry.findings)
+        elif entry.alone:
+            parse_keys(OPTIMIZER_PARAMS.get(optimizer, ADAMW_OPTIONS), params, path, entry.findings)
+    options = LR_PARAMS.get(get("train.lr_scheduler", "constant"))
     if options and entry.sound("train.lr_scheduler"):
         if not entry.alone:
             options = (*options, Option("last_epoch", -1, "int"))
-        params = entry.get("train.lr_scheduler_params", {})
+        params = get("train.lr_scheduler_params", {})
         parse_keys(options, params, f"{entry.path}.train.lr_scheduler_params", entry.findings)
 
 
@@ -471,10 +426,6 @@ def _check_coat(entry: Entry) -> None:
     if entry.get("train.gradient_checkpointing") is False and coat.memory.checkpointing == "all":
         text = "train.gradient_checkpointing: false forbids recomputation; write none or auto, or true there"
         entry.error("coat.memory.checkpointing", text)
-    device = entry.get("device")
-    if coat.speed.attention != "auto" and device in ("cpu", "mps"):
-        text = f"is a kernel for NVIDIA GPUs, and device is {device}; write auto"
-        entry.error("coat.speed.attention", text)
 
 
 # -- photos and prompts ------------------------------------------------------------------------------------------------
@@ -483,7 +434,7 @@ def _check_coat(entry: Entry) -> None:
 def _check_datasets(entry: Entry) -> None:
     if not entry.raw.get("datasets"):
         entry.error("datasets", "there is nothing to train on; write '- folder_path: …' below it")
-    datasets, everywhere = entry.entries("datasets"), bool(entry.get("train.cache_text_embeddings"))
+    datasets, everywhere = entry.blocks("datasets"), bool(entry.get("train.cache_text_embeddings"))
     cached = [everywhere or bool(dataset.get("cache_text_embeddings")) for dataset in datasets]
     if any(cached):
         if not all(cached):
@@ -492,23 +443,27 @@ def _check_datasets(entry: Entry) -> None:
         text = "has nothing to learn from cached captions; write false, or cache_text_embeddings: false"
         entry.forbid("train.train_text_encoder", text)
     for dataset, is_cached in zip(datasets, cached, strict=True):
-        _check_dataset(dataset, is_cached, entry.is_flux)
+        _check_dataset(dataset, is_cached, entry.alone)
 
 
-def _check_dataset(dataset: Entry, is_cached: bool, is_flux: bool) -> None:
+def _check_dataset(dataset: Block, is_cached: bool, alone: bool) -> None:
     if not (dataset.get("folder_path") or dataset.get("dataset_path")):
         dataset.error("folder_path", "is missing, must be a string; add it")
     for key in ("folder_path", "dataset_path"):
         _check_path(dataset, key)
-    extension = dataset.get("caption_ext", "txt").lower()
-    if not _CAPTION_EXT.fullmatch(extension) or extension.rpartition(".")[2] in _NO_CAPTIONS:
+    if dataset.get("caption_ext", "txt").lower().rpartition(".")[2] in _NO_CAPTIONS:
         text = "must be the end of a file name that holds a caption as plain text; write txt"
         dataset.error("caption_ext", text)
+    sizes = dataset.get("resolution", [512])
+    sizes = sizes if isinstance(sizes, list) else [sizes]
+    whole = all(isinstance(size, int) and not isinstance(size, bool) for size in sizes)
+    if not sizes or not whole or min(sizes) < BUCKET_STEP:
+        text = f"must be a whole number, or a list of them, each of at least {BUCKET_STEP}; write [512]"
+        dataset.error("resolution", text)
     if is_cached:
         text = "a cached caption is encoded once, in one order; write false, or cache_text_embeddings: false"
         dataset.forbid("shuffle_tokens", text)
-    _check_resolution(dataset, is_flux)
-    if dataset.alone:
+    if alone:
         return
     if is_cached:
         text = "ai-toolkit ignores it with cached text embeddings; write 0, or cache_text_embeddings: false"
@@ -524,55 +479,18 @@ def _check_dataset(dataset: Entry, is_cached: bool, is_flux: bool) -> None:
                 dataset.error(key, text)
 
 
-def _check_resolution(dataset: Entry, is_flux: bool) -> None:
-    """Warn of sizes that are not a multiple of the bucket step: photos train smaller than configured."""
-    value = dataset.get("resolution", [512])
-    sizes = value if isinstance(value, list) else [value]
-    whole = all(isinstance(size, int) and not isinstance(size, bool) for size in sizes)
-    if not sizes or not whole or min(sizes) < MIN_RESOLUTION:
-        text = f"must be a whole number, or a list of them, each of at least {MIN_RESOLUTION}; write [512]"
-        dataset.error("resolution", text)
-        return
-    for size in sizes if is_flux else ():
-        if size % BUCKET_STEP:
-            low = size // BUCKET_STEP * BUCKET_STEP
-            text = f"not a multiple of {BUCKET_STEP}, FLUX's bucket step, so a square photo is trained at {low}×{low}"
-            remedy = f"write {low} or {low + BUCKET_STEP}"
-            dataset.findings.warn(f"{dataset.path}.resolution", f"{text}; {remedy}", size)
-
-
 def _check_samples(entry: Entry) -> None:
-    prompts, items = entry.get("sample.prompts", []), entry.entries("sample.samples")
+    prompts, items = entry.get("sample.prompts", []), entry.blocks("sample.samples")
     if prompts and entry.get("sample.samples"):
         entry.error("sample.prompts", "ai-toolkit ignores it when there are samples; keep one of them")
     texts = {f"{entry.path}.sample.prompts[{i}]": text for i, text in enumerate(prompts)}
     for item in items:
         texts[f"{item.path}.prompt"] = item.get("prompt", "")
-    for path, text in texts.items():
-        if not isinstance(text, str):
-            entry.findings.add(path, "must be a string; write it in quotes", text)
-        elif entry.alone and _PROMPT_FLAG.search(text):
-            rule = "flags in a prompt are not supported by the stand-alone trainer"
-            entry.findings.add(path, f"{rule}; write an entry of samples instead", text)
-    _check_trigger(entry, {path: text for path, text in texts.items() if isinstance(text, str)})
-    if entry.alone or not entry.is_flux:
-        return
     draws = (prompts or items) and not entry.get("train.disable_sampling")
-    if draws and entry.get("sample.sampler") != "flowmatch":
+    if draws and entry.is_flux and not entry.alone and entry.get("sample.sampler") != "flowmatch":
         text = "FLUX is sampled by flowmatch, which is not ai-toolkit's default; write sampler: flowmatch"
         entry.error("sample.sampler", text)
-    for key in ("sample.width", "sample.height"):
-        pixels = entry.get(key, SIDE_STEP)
-        if pixels % SIDE_STEP:
-            drawn = pixels // SIDE_STEP * SIDE_STEP
-            entry.warn(key, f"not a multiple of {SIDE_STEP}, so FLUX draws {drawn}; write that")
-    for item in entry.entries("train.validation_config.validation_items"):
-        image = item.get("image_path")
-        if isinstance(image, str) and not Path(image).is_file():
-            item.error("image_path", f"no such image in {Path.cwd()}; write the path of one")
 
-
-def _check_trigger(entry: Entry, prompts: Mapping[str, str]) -> None:
     trigger = entry.get("trigger_word", "")
     if trigger == TRIGGER_TAG:
         entry.error("trigger_word", "is the placeholder for the trigger word; write the word itself")
@@ -581,18 +499,24 @@ def _check_trigger(entry: Entry, prompts: Mapping[str, str]) -> None:
     share, script = foreign_script(trigger)
     if share > FOREIGN_SHARE:
         entry.warn("trigger_word", f"{T5_BLIND.format(script)}; write a rare word in Latin letters")
-    if not entry.sound("trigger_word"):
-        return
-    for path, prompt in prompts.items():
+    trigger_sound, add, warn = entry.sound("trigger_word"), entry.findings.add, entry.findings.warn
+    for path, prompt in texts.items():
+        if not isinstance(prompt, str):
+            add(path, "must be a string; write it in quotes", prompt)
+            continue
+        if entry.alone and _PROMPT_FLAG.search(prompt):
+            rule = "flags in a prompt are not supported by the stand-alone trainer"
+            add(path, f"{rule}; write an entry of samples instead", prompt)
         share, script = foreign_script(prompt)
         if share > FOREIGN_SHARE:
-            entry.findings.warn(path, f"{T5_BLIND.format(script)}; write the prompt in English", prompt)
+            warn(path, f"{T5_BLIND.format(script)}; write the prompt in English", prompt)
+        if not trigger_sound:
+            continue
         if trigger and TRIGGER_TAG not in prompt and trigger not in prompt:
-            text = f"without the trigger word '{trigger}' it does not show the LoRA; write {TRIGGER_TAG}"
-            entry.findings.warn(path, text, prompt)
+            warn(path, f"without the trigger word '{trigger}' it does not show the LoRA; write {TRIGGER_TAG}", prompt)
         elif not trigger and TRIGGER_TAG in prompt:
             text = f"there is no trigger word for {TRIGGER_TAG}; write {entry.path}.trigger_word"
-            entry.findings.warn(path, text, prompt)
+            warn(path, text, prompt)
 
 
 def foreign_script(text: str) -> tuple[float, str]:

@@ -199,7 +199,7 @@ def _show_memory(page: Page, run: RunFolder) -> None:
         from ..config.job import JobConfig
 
         device = torch.device(record["device"])
-        record["prediction"] = forecast(lambda: JobConfig.from_file(run.path / "config.yaml"), device)
+        record["prediction"] = forecast(lambda: JobConfig.load(run.path / "config.yaml"), device)
     _show_phases(page, run, record)
 
 

@@ -207,7 +207,7 @@ class Sweep:
         for key, count in Counter(key for key, _ in axes).items():
             if count > 1:
                 raise SweepError(f"--set {key}: is given twice; write all of its values behind one =")
-        self.job = JobConfig.from_file(config, name=name)
+        self.job = JobConfig.load(config, name=name)
         errors, _ = check_data(self.job.raw)
         if errors:
             raise ConfigError(errors)
