@@ -29,7 +29,8 @@ from coat_flux.data.cache import (
 from coat_flux.data.captions import shuffle_tokens
 from coat_flux.data.files import DatasetError
 from coat_flux.data.images import read_photo, to_tensor
-from coat_flux.data.loader import Batch, BucketBatchSampler, LatentDataset, scan
+from coat_flux.data.loader import Batch, BucketBatchSampler, LatentDataset
+from coat_flux.data.preflight import inspect_datasets
 from tests import tolerances
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.tiny_flux import make_tiny_flux
@@ -75,7 +76,7 @@ def folder(tmp_path):
 
 def make(folder, vae, encoders, device="cpu", seed=0, **changes):
     configs = [DatasetSection(folder_path=str(folder), resolution=(96,), **changes)]
-    dataset = LatentDataset(scan(configs, "ohwx"), configs, vae, encoders, device, seed=seed)
+    dataset = LatentDataset(inspect_datasets(configs, "ohwx").usable(), configs, vae, encoders, device, seed=seed)
     dataset.fill(progress=False)
     return dataset
 
@@ -184,7 +185,7 @@ def test_flip_mirrors_the_photo(folder, vae, encoders):
     dataset = make(folder, vae, encoders, flip_x=True)
     plain, flipped = dataset.samples[0], dataset.samples[5]
     mirrored = to_tensor(read_photo(plain.image_path).image).flip(-1)[None]
-    assert_bitwise(dataset.image(flipped)["latents"], encode_latents(vae, mirrored)[0])
+    assert_bitwise(dataset.encoded(flipped, "")["latents"], encode_latents(vae, mirrored)[0])
 
 
 def test_models_are_let_go_exactly_when_everything_is_cached(folder, vae, encoders):
@@ -201,7 +202,7 @@ def test_models_are_let_go_exactly_when_everything_is_cached(folder, vae, encode
 
 def test_dropout_uses_the_trigger_word_prompt_at_the_set_rate_and_repeats(folder, vae, encoders):
     dataset = make(folder, vae, encoders, **CACHED, caption_dropout_rate=0.3)
-    dropped = dataset.text(0, "ohwx")["pooled"]
+    dropped = dataset.encoded(dataset.samples[0], "ohwx")["pooled"]
 
     def drops(from_draw, dataset=dataset):
         batches = (dataset.batch(Batch((0, 1), draw)) for draw in range(from_draw, 200))
@@ -248,7 +249,7 @@ def test_a_replaced_photo_of_same_name_size_and_date_is_encoded_again(folder, va
     os.utime(first, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     assert (first.stat().st_size, first.stat().st_mtime_ns) == (stat.st_size, stat.st_mtime_ns)
     new = make(folder, vae, encoders, **CACHED)
-    before, after = ([dataset.image(sample)["latents"] for sample in old.samples] for dataset in (old, new))
+    before, after = (dataset.batch(Batch((0, 1), 0))["latents"] for dataset in (old, new))
     assert not torch.equal(after[0], before[0])
     assert_bitwise(after[1], before[1])
 

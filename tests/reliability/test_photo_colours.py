@@ -13,7 +13,8 @@ from PIL import Image
 from coat_flux.config.job_sections import DatasetSection, TrainSection
 from coat_flux.data.cache import encode_latents
 from coat_flux.data.images import read_photo, to_tensor
-from coat_flux.data.loader import Batch, LatentDataset, scan
+from coat_flux.data.loader import Batch, LatentDataset
+from coat_flux.data.preflight import inspect_datasets
 from tests import tolerances
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.tiny_flux import make_tiny_flux
@@ -93,7 +94,7 @@ def test_a_cut_out_gets_the_chosen_background(tmp_path, vae, background, colour)
 
 def dataset(folder: Path, vae, *, cached: bool = False, flip: bool = False, **policy: str) -> LatentDataset:
     configs = [DatasetSection(folder_path=str(folder), resolution=(64,), cache_latents_to_disk=cached, flip_x=flip)]
-    found = LatentDataset(scan(configs, "ohwx", **policy), configs, vae, NoText(), **policy)
+    found = LatentDataset(inspect_datasets(configs, "ohwx", **policy).usable(), configs, vae, NoText(), **policy)
     if cached:
         found.fill(progress=False)
     return found
@@ -112,8 +113,8 @@ def test_the_mask_is_the_opacity_of_each_latent_with_mean_one(tmp_path, vae, cac
     assert torch.equal(batch["mask"][2, 0], half.flip(1))
     plain = dataset(tmp_path, vae)
     assert "mask" not in plain.batch(Batch((0,), 0))
-    assert "mask" not in plain.image(plain.samples[0])
-    assert_bitwise(batch["latents"][0], plain.image(plain.samples[0])["latents"])
+    assert "mask" not in plain.encoded(plain.samples[0], "")
+    assert_bitwise(batch["latents"][0], plain.encoded(plain.samples[0], "")["latents"])
 
 
 def test_the_mask_goes_through_resize_and_crop_like_the_photo(tmp_path, vae):
@@ -123,8 +124,8 @@ def test_the_mask_goes_through_resize_and_crop_like_the_photo(tmp_path, vae):
     picture.putalpha(opacity)
     picture.save(tmp_path / "a.png")
     found = dataset(tmp_path, vae, transparency="mask")
-    mask = found.image(found.samples[0])["mask"]
-    assert mask.shape[1:] == found.image(found.samples[0])["latents"].shape[1:]
+    mask = found.encoded(found.samples[0], "")["mask"]
+    assert mask.shape[1:] == found.encoded(found.samples[0], "")["latents"].shape[1:]
     columns = mask[0].mean(dim=0)
     middle = len(columns) // 2
     assert columns[: middle - 1].abs().max() < 0.1
@@ -135,19 +136,16 @@ def test_the_mask_goes_through_resize_and_crop_like_the_photo(tmp_path, vae):
 def test_caches_follow_the_photo_policy(tmp_path, vae):
     cut_out(tmp_path / "a.png")
 
-    def files() -> int:
-        return len(list(tmp_path.glob("_coat_cache/latents/*")))
+    def first(**policy: str) -> dict[str, torch.Tensor]:
+        data = dataset(tmp_path, vae, cached=True, **policy)
+        return data.encoded(data.samples[0], "") | {"files": len(list(tmp_path.glob("_coat_cache/latents/*")))}
 
-    white = dataset(tmp_path, vae, cached=True)
-    same = dataset(tmp_path, vae, cached=True, background="#ffffff")
-    assert files() == 1
-    assert_bitwise(same.image(same.samples[0])["latents"], white.image(white.samples[0])["latents"])
-    black = dataset(tmp_path, vae, cached=True, background="black")
-    assert files() == 2
-    assert not torch.equal(black.image(black.samples[0])["latents"], white.image(white.samples[0])["latents"])
-    masked = dataset(tmp_path, vae, cached=True, transparency="mask")
-    assert files() == 3
-    assert masked.image(masked.samples[0])["mask"].max() == 2
+    white, same, black = first(), first(background="#ffffff"), first(background="black")
+    masked = first(transparency="mask")
+    assert [entry["files"] for entry in (white, same, black, masked)] == [1, 1, 2, 3]
+    assert_bitwise(same["latents"], white["latents"])
+    assert not torch.equal(black["latents"], white["latents"])
+    assert masked["mask"].max() == 2
 
 
 class Constant(torch.nn.Module):

@@ -19,7 +19,8 @@ from PIL import Image
 from coat_flux.config.job_sections import DatasetSection
 from coat_flux.data.buckets import Bucket, Sample, bucket_for, fit_to_bucket
 from coat_flux.data.files import DatasetError, find_images
-from coat_flux.data.loader import Batch, BucketBatchSampler, scan
+from coat_flux.data.loader import Batch, BucketBatchSampler
+from coat_flux.data.preflight import inspect_datasets
 from tests.reliability.photos import noise
 
 SIDES = st.integers(1, 6000)
@@ -92,6 +93,10 @@ def test_buckets_are_ai_toolkits():
 
 def config(folder, **changes):
     return DatasetSection(**{"folder_path": str(folder), "resolution": (64,), **changes})
+
+
+def scan(configs, trigger=None):
+    return inspect_datasets(configs, trigger).usable()
 
 
 def photo(path, size=(64, 64), caption=None):

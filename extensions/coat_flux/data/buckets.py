@@ -83,11 +83,6 @@ class Sample:
     dropped_caption: str = ""
 
 
-def resolutions(config: Any) -> tuple[int, ...]:
-    """The resolutions of a dataset's settings, which may be a plain number."""
-    return (config.resolution,) if isinstance(config.resolution, int) else tuple(config.resolution)
-
-
 def training_size(size: tuple[int, int], resolution: int, config: Any, step: int) -> Bucket:
     """The bucket of an image of `size` (width, height) under a dataset's settings."""
     width, height = size if config.buckets else (resolution, resolution)
@@ -104,7 +99,7 @@ def make_samples(
 ) -> list[Sample]:
     """Every image of dataset `index` at every resolution, `num_repeats` times, and mirrored if `flip_x`."""
     plain = []
-    for resolution in resolutions(config):
+    for resolution in config.resolution:
         for path in list(sizes) * config.num_repeats:
             bucket = training_size(sizes[path], resolution, config, step)
             plain.append(Sample(path, captions[path], bucket, index, False, dropped_caption))

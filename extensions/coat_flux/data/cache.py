@@ -69,14 +69,12 @@ class TextEncoders:
             if length > self.max_length:
                 text = "caption of %d tokens: the last %d are cut (limit %d): %.60s..."
                 logger.warning(text, length, length - self.max_length, self.max_length, prompt)
-            pooled.append(self.clip(_tokens(self.clip_tokenizer, prompt, clip_length, self.clip)).pooler_output)
-            embeds.append(self.t5(_tokens(self.t5_tokenizer, prompt, self.max_length, self.t5)).last_hidden_state)
+            padded = {"padding": "max_length", "truncation": True, "return_tensors": "pt"}
+            clip_ids = self.clip_tokenizer([prompt], max_length=clip_length, **padded).input_ids
+            t5_ids = self.t5_tokenizer([prompt], max_length=self.max_length, **padded).input_ids
+            pooled.append(self.clip(clip_ids.to(input_device(self.clip))).pooler_output)
+            embeds.append(self.t5(t5_ids.to(input_device(self.t5))).last_hidden_state)
         return torch.cat(embeds).bfloat16(), torch.cat(pooled).bfloat16()
-
-
-def _tokens(tokenizer: Any, prompt: str, length: int, model: nn.Module) -> Tensor:
-    ids = tokenizer([prompt], padding="max_length", max_length=length, truncation=True, return_tensors="pt").input_ids
-    return ids.to(input_device(model))
 
 
 def input_device(model: nn.Module) -> torch.device:
@@ -166,12 +164,8 @@ class TensorCache:
 
     def __init__(self, folder: Path | None, keep_in_memory: bool) -> None:
         self.folder, self.keep_in_memory = folder, keep_in_memory
+        self.enabled = keep_in_memory or folder is not None
         self._memory: dict[str, dict[str, Tensor]] = {}
-
-    @property
-    def enabled(self) -> bool:
-        """Whether anything is cached."""
-        return self.keep_in_memory or self.folder is not None
 
     def load(self, key: str) -> dict[str, Tensor] | None:
         """The entry, or None if it is absent or its file is damaged (with a warning)."""

@@ -1,17 +1,12 @@
-"""Captions from sidecar text files, the trigger word, and token shuffling, with ai-toolkit's semantics.
-
-In a LoRA that is to learn one product by its trigger word, whatever the captions name is not attributed to the
-trigger: if all captions say "blue denim jacket", it learns nothing new. So captions should name what changes from
-photo to photo, not the product; `lint_captions` warns if they do not.
-"""
+"""Captions from sidecar text files, the trigger word, and token shuffling, with ai-toolkit's semantics."""
 
 from __future__ import annotations
 
 import os
 import random
 import re
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 from ..config.rules import FOREIGN_SHARE, T5_BLIND, foreign_script
@@ -19,25 +14,9 @@ from .files import DatasetError, Listing, counted, printable
 
 PLACEHOLDERS = ("[trigger]", "[name]")
 _MAX_BYTES = 1 << 20  # T5 takes 512 tokens, a few thousand characters
-SHARED_BY = 0.8
-_FEWEST = 4  # captions; fewer share words by chance
-_NAMED = 8
 _NO_CAPTION = "the trigger word alone, or nothing"
 _TEXT_EXTENSIONS = (".txt", ".caption", ".captions", ".cap", ".md", ".text", ".tag", ".tags", ".prompt")
 _LISTS = (".json", ".jsonl", ".csv", ".parquet")  # captions of many photos in one file, as other trainers read them
-_UNSPACED = re.compile(r"[\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff]")  # Thai, Lao, Japanese, Chinese
-_WORD = re.compile(r"[^\W\d_]{3,}")
-# English grammar, and the usual subjects of product photos besides the product, which captions should name.
-_USUAL = frozenset(
-    """
-    and angle are back backdrop background body both boy camera catalog catalogue close closeup detail facing flat
-    floor folded for from front girl hanger hanging has have her high his holding image indoor indoors into its laid
-    lay left light lighting looking low lying man mannequin men model natural near not one onto outdoor outdoors
-    over people person photo photograph photography picture plain posing product rear right shadow shot side sitting
-    soft some standing street studio table that the their this three two under view walking wall wearing wears which
-    while white who with without woman women worn
-    """.split()  # noqa: SIM905 (a list of words reads better so)
-)
 
 
 def caption_file(image_path: Path | str, caption_ext: str = ".txt") -> Path:
@@ -91,14 +70,27 @@ def lint_files(
     folder: Path, listing: Listing, caption_ext: str, default_caption: str | None
 ) -> tuple[list[str], list[str]]:
     """Errors and warnings about missing or stray captions, one line each; `caption_ext` without its dot."""
-    wrong = _wrong_extension(folder, listing, caption_ext)
-    if wrong and not default_caption:
-        return wrong, []
-    images = listing.images
-    missing = [path for path in images if not os.path.lexists(caption_file(path, caption_ext))]
-    text = f"of {len(images)} images have no .{caption_ext} caption (first: {{first}}); they train with "
-    lines = counted(folder, missing, text + ("default_caption" if default_caption else _NO_CAPTION))
-    return [], lines + _without_image(folder, listing, caption_ext)
+    images, others = listing.images, listing.others
+    sidecars = {path: caption_file(path, caption_ext) for path in images}
+    missing = [path for path, sidecar in sidecars.items() if not os.path.lexists(sidecar)]
+    if len(missing) == len(images) and not default_caption:
+        stems = {path.with_suffix("") for path in images}
+        texts = [path for path in others if path.suffix.lower() in _TEXT_EXTENSIONS]
+        extensions = Counter(path.suffix for path in texts if path.with_suffix("") in stems)
+        if extensions:
+            extension, count = extensions.most_common(1)[0]
+            text = f"no image has a .{caption_ext} caption, but {count} have one in {extension}"
+            return [f"{printable(folder)}: {text}; set caption_ext: {extension.lstrip('.')}"], []
+        lists = [path for path in others if path.suffix.lower() in _LISTS]
+        if lists:
+            text = f"files may hold captions (first: {{first}}), but only .{caption_ext} is read; write each caption "
+            return counted(folder, lists, f"{text}into a text file of its own, photo.{caption_ext}"), []
+    instead = "default_caption" if default_caption else _NO_CAPTION
+    text = f"of {len(images)} images have no .{caption_ext} caption (first: {{first}}); they train with {instead}"
+    warnings = counted(folder, missing, text)
+    orphans = [path for path in others if path.name.endswith(f".{caption_ext}") and path not in sidecars.values()]
+    text = "caption files belong to no image (first: {first}); rename them after their images (photo.jpg, "
+    return [], warnings + counted(folder, orphans, f"{text}photo.{caption_ext}), or remove them")
 
 
 def lint_captions(
@@ -112,115 +104,35 @@ def lint_captions(
     empty = [path for path, caption in raw.items() if not caption]
     instead = "default_caption" if default_caption else _NO_CAPTION
     lines = counted(folder, empty, f"captions are empty (first: that of {{first}}); they train with {instead}")
-    if reads_t5:
-        lines += _unread_letters(folder, raw)
-    if trigger_word:
-        return lines + _about_trigger(folder, raw, trigger_word) + _about_product(folder, raw, trigger_word)
-    return lines + _about_no_trigger(folder, raw)
-
-
-def _wrong_extension(folder: Path, listing: Listing, caption_ext: str) -> list[str]:
-    images, others = listing.images, listing.others
-    if any(os.path.lexists(caption_file(path, caption_ext)) for path in images):
-        return []
-    stems = {path.with_suffix("") for path in images}
-    extensions = Counter(
-        path.suffix for path in others if path.suffix.lower() in _TEXT_EXTENSIONS and path.with_suffix("") in stems
-    )
-    if not extensions:
-        lists = [path for path in others if path.suffix.lower() in _LISTS]
-        text = (
-            f"files may hold captions (first: {{first}}), but only .{caption_ext} is read; write each caption into a "
-        )
-        return counted(folder, lists, f"{text}text file of its own, photo.{caption_ext}")
-    extension, count = extensions.most_common(1)[0]
-    return [
-        f"{printable(folder)}: no image has a .{caption_ext} caption, but {count} have one in {extension}; "
-        f"set caption_ext: {extension.lstrip('.')}"
-    ]
-
-
-def _unread_letters(folder: Path, raw: Mapping[Path, str]) -> list[str]:
-    scripts = {path: foreign_script(caption) for path, caption in raw.items()}
+    scripts = {path: foreign_script(caption) for path, caption in raw.items()} if reads_t5 else {}
     unread = [path for path, (share, _) in scripts.items() if share > FOREIGN_SHARE]
-    if not unread:
-        return []
-    script = Counter(scripts[path][1] for path in unread).most_common(1)[0][0]
-    mean = sum(scripts[path][0] for path in unread) / len(unread)
-    line = f"captions are {mean:.0%} in {script} characters (first: that of {{first}}): "
-    return counted(folder, unread, f"{line}{T5_BLIND.format(script)}; write them in English")
+    if unread:
+        script = Counter(scripts[path][1] for path in unread).most_common(1)[0][0]
+        mean = sum(scripts[path][0] for path in unread) / len(unread)
+        text = f"captions are {mean:.0%} in {script} characters (first: that of {{first}}): {T5_BLIND.format(script)}"
+        lines += counted(folder, unread, f"{text}; write them in English")
+    if not trigger_word:
+        holders = [path for path, caption in raw.items() if any(holder in caption for holder in PLACEHOLDERS)]
+        text = "captions use [trigger] or [name] but trigger_word is not set; the placeholder is removed"
+        return lines + counted(folder, holders, f"{text}, set trigger_word")
 
-
-def _without_image(folder: Path, listing: Listing, caption_ext: str) -> list[str]:
-    wanted = {caption_file(path, caption_ext) for path in listing.images}
-    orphans = [path for path in listing.others if path.name.endswith(f".{caption_ext}") and path not in wanted]
-    text = "caption files belong to no image (first: {first}); rename them after their images (photo.jpg, "
-    return counted(folder, orphans, f"{text}photo.{caption_ext}), or remove them")
-
-
-def _about_no_trigger(folder: Path, raw: Mapping[Path, str]) -> list[str]:
-    holders = [path for path, caption in raw.items() if any(holder in caption for holder in PLACEHOLDERS)]
-    if holders:
-        return [
-            f"{printable(folder)}: {len(holders)} captions use [trigger] or [name] but trigger_word is not set; "
-            "the placeholder is removed, set trigger_word"
-        ]
-    captions = [caption for caption in raw.values() if caption]
-    spaced = not any(_UNSPACED.search(caption) for caption in captions)
-    if len(captions) >= _FEWEST and spaced and not _shared(captions):
-        return [
-            f"{printable(folder)}: the captions have no word in common and trigger_word is not set, so nothing will "
-            "call the product up; set trigger_word"
-        ]
-    return []
-
-
-def _about_trigger(folder: Path, raw: Mapping[Path, str], trigger: str) -> list[str]:
-    whole = re.compile(rf"(?<!\w){re.escape(trigger)}(?!\w)", re.ASCII)  # Chinese has no spaces between words
+    whole = re.compile(rf"(?<!\w){re.escape(trigger_word)}(?!\w)", re.ASCII)  # Chinese has no spaces between words
     inside, cased = [], []
     for path, caption in raw.items():
-        if trigger in caption and not whole.search(caption):
+        if trigger_word in caption and not whole.search(caption):
             inside.append(path)
-        elif trigger not in caption and trigger.lower() in caption.lower():
+        elif trigger_word not in caption and trigger_word.lower() in caption.lower():
             cased.append(path)
-    shown = printable(trigger)
-    return counted(
+    shown = printable(trigger_word)
+    lines += counted(
         folder,
         inside,
         f"captions hold the trigger word '{shown}' only within another word (first: {{first}}), so it is not put in "
         "front; choose a rarer trigger_word, or write [trigger] into them",
-    ) + counted(
+    )
+    return lines + counted(
         folder,
         cased,
         f"captions write the trigger word '{shown}' with other capitals (first: {{first}}) and get it a second time; "
         "write it alike",
     )
-
-
-def _about_product(folder: Path, raw: Mapping[Path, str], trigger: str) -> list[str]:
-    captions = [_trigger_marked(caption, trigger) for caption in raw.values() if caption]
-    words = _shared(captions) if len(captions) >= _FEWEST else []
-    if not words:
-        return []
-    named = ", ".join(f"'{printable(word)}'" for word in words[:_NAMED])
-    return [
-        f"{printable(folder)}: nearly all captions say {named}; what belongs to the product is learnt for these words "
-        f"and not for the trigger word, leave it out of the captions"
-    ]
-
-
-def _trigger_marked(caption: str, trigger: str) -> str:
-    """The caption without trigger word and the product noun that may follow it, as in 'ohwx jacket'."""
-    for holder in PLACEHOLDERS:
-        caption = caption.replace(holder, trigger)
-    return re.sub(rf"{re.escape(trigger)}(\s+\w+)?", " ", caption)
-
-
-def _shared(captions: Sequence[str]) -> list[str]:
-    """Words of at least three letters that nearly all captions share, the most frequent first."""
-    counts: defaultdict[str, int] = defaultdict(int)
-    for caption in captions:
-        for word in set(_WORD.findall(caption.lower())) - _USUAL:
-            counts[word] += 1
-    shared = [word for word, count in counts.items() if count >= SHARED_BY * len(captions)]
-    return sorted(shared, key=lambda word: (-counts[word], word))

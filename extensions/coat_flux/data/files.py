@@ -50,21 +50,27 @@ def find_images(folder: Path) -> list[Path]:
 
 def list_folder(folder: Path) -> Listing:
     """All files below a folder."""
-    listing, links = Listing(), []
-
-    def unlisted(error: OSError) -> None:
-        name = printable(error.filename)
-        listing.errors.append(f"{name}: the folder cannot be listed ({error.strerror}); make it readable, or remove it")
-
-    for root, names, files in os.walk(folder, onerror=unlisted):
+    listing, links, images = Listing(), [], []
+    unlisted: list[OSError] = []
+    for root, names, files in os.walk(folder, onerror=unlisted.append):
         names[:] = sorted(name for name in names if not name.startswith(".") and name not in _NOT_ENTERED)
         links += [Path(root, name) for name in names if Path(root, name).is_symlink()]
         for path in (Path(root, name) for name in files if not name.startswith(".")):
             is_image = path.name.lower().endswith(IMAGE_EXTENSIONS)
-            (listing.images if is_image else listing.others).append(path)
-    listing.images.sort(key=Path.as_posix)
+            (images if is_image else listing.others).append(path)
     listing.others.sort(key=Path.as_posix)
-    listing.images = [path for path in listing.images if _is_regular(path, listing)]
+    for error in unlisted:
+        text = f"the folder cannot be listed ({error.strerror}); make it readable, or remove it"
+        listing.errors.append(f"{printable(error.filename)}: {text}")
+    for path in sorted(images, key=Path.as_posix):
+        try:
+            if stat.S_ISREG(path.stat().st_mode):
+                listing.images.append(path)
+            else:
+                listing.errors.append(f"{printable(path)}: is not a regular file but a pipe or device; remove it")
+        except OSError as error:
+            kind = "is a link that leads nowhere" if path.is_symlink() else "cannot be opened"
+            listing.errors.append(f"{printable(path)}: {kind} ({error.strerror}); put the image there, or remove it")
     for path in links:
         text = "is a link to a folder, which is not entered"
         remedy = "copy the images here, or give that folder an entry of its own in datasets"
@@ -77,24 +83,12 @@ def list_folder(folder: Path) -> Listing:
     return listing
 
 
-def counted(folder: Path, found: list[Path], text: str) -> list[str]:
+def counted(folder: Path, paths: list[Path], text: str) -> list[str]:
     """One warning with the number of files, or none; `{first}` in `text` becomes the first file."""
-    if not found:
+    if not paths:
         return []
-    first = printable(os.path.relpath(found[0], folder))
-    return [f"{printable(folder)}: {len(found)} {text.replace('{first}', first)}"]
-
-
-def _is_regular(path: Path, listing: Listing) -> bool:
-    try:
-        regular = stat.S_ISREG(path.stat().st_mode)
-    except OSError as error:
-        kind = "is a link that leads nowhere" if path.is_symlink() else "cannot be opened"
-        listing.errors.append(f"{printable(path)}: {kind} ({error.strerror}); put the image there, or remove it")
-        return False
-    if not regular:
-        listing.errors.append(f"{printable(path)}: is not a regular file but a pipe or device; remove it")
-    return regular
+    first = printable(os.path.relpath(paths[0], folder))
+    return [f"{printable(folder)}: {len(paths)} {text.replace('{first}', first)}"]
 
 
 def _about_names(folder: Path, images: list[Path]) -> list[str]:

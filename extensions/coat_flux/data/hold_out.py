@@ -53,7 +53,7 @@ def choose_hold_out(
     if hold_out is None or not any(listed):  # a folder without photos is an error of its own
         return tuple(() for _ in folders)
     if isinstance(hold_out, int):
-        places = list(dict.fromkeys(path.resolve() for found in listed if len(found) > 1 for path in found))
+        places = list(dict.fromkeys(path.resolve() for paths in listed if len(paths) > 1 for path in paths))
         if hold_out >= len(places):
             most = max(len(places) - 1, 0)
             raise DatasetError(
@@ -64,29 +64,26 @@ def choose_hold_out(
         start = random.Random(f"{DEFAULT_SEED if seed is None else seed}/hold out").random()
         chosen = {places[int((i + start) * len(places) / hold_out)] for i in range(hold_out)}
     else:
-        chosen = {path for name in hold_out for path in _named(name, folders, listed)}
-    kept = tuple(tuple(path for path in found if path.resolve() in chosen) for found in listed)
-    for number, (held, found) in enumerate(zip(kept, listed, strict=True)):
-        if found and len(held) == len(found):
+        chosen = set()
+        for name in hold_out:
+            wanted, photos = name.replace("\\", "/"), set()
+            for folder, paths in zip(folders, listed, strict=True):
+                for path in paths:
+                    if wanted in (path.name, path.relative_to(folder).as_posix()):
+                        photos.add(path.resolve())
+            if not photos:
+                near = closest(name, [path.name for paths in listed for path in paths])
+                remedy = f"did you mean {near!r}?" if near else "write the name of a photo with its extension"
+                raise DatasetError(f"validation.hold_out: {printable(name)!r} is not a photo of any dataset; {remedy}")
+            chosen |= photos
+    held_out = tuple(tuple(path for path in paths if path.resolve() in chosen) for paths in listed)
+    for number, (held, paths) in enumerate(zip(held_out, listed, strict=True)):
+        if paths and len(held) == len(paths):
             raise DatasetError(
                 f"validation.hold_out: leaves no photo of datasets[{number}] to train on "
-                f"({printable(folders[number])}, {len(found)} photos); hold out fewer, or remove that dataset"
+                f"({printable(folders[number])}, {len(paths)} photos); hold out fewer, or remove that dataset"
             )
-    return kept
-
-
-def _named(name: str, folders: Sequence[Path | str], listed: Sequence[Sequence[Path]]) -> list[Path]:
-    wanted, found, known = name.replace("\\", "/"), [], []
-    for folder, paths in zip(folders, listed, strict=True):
-        for path in paths:
-            known.append(path.name)
-            if wanted in (path.name, path.relative_to(folder).as_posix()):
-                found.append(path.resolve())
-    if not found:
-        near = closest(name, known)
-        remedy = f"did you mean {near!r}?" if near else "write the name of a photo with its extension"
-        raise DatasetError(f"validation.hold_out: {printable(name)!r} is not a photo of any dataset; {remedy}")
-    return found
+    return held_out
 
 
 # -- the loss ----------------------------------------------------------------------------------------------------------
@@ -135,7 +132,11 @@ class FixedNoise:
     def drawn(self, points: Sequence[Point]) -> tuple[list[dict[str, Any]], Tensor, Tensor]:
         """The inputs of one forward of B points: photos, sigmas (B,) and noise (B, C, h, w), fp32 on the CPU."""
         photos = [self.photos[point.photo] for point in points]
-        noise = [_noise(point.index, photo["latents"].shape) for point, photo in zip(points, photos, strict=True)]
+        noise = []
+        for point, photo in zip(points, photos, strict=True):
+            sequence = np.random.SeedSequence([0, NOISE_STREAM, point.index])
+            seed = int(sequence.generate_state(1, np.uint64)[0]) >> 1
+            noise.append(torch.randn(photo["latents"].shape, generator=torch.Generator().manual_seed(seed)))
         return photos, torch.tensor([point.sigma for point in points]), torch.stack(noise)
 
     @torch.no_grad()
@@ -146,13 +147,8 @@ class FixedNoise:
         at_once: Callable[[torch.Size], int],
     ) -> float:
         """The mean over all forwards; `losses` computes losses (B,) from the result of `drawn`."""
-        found = [losses(*self.drawn(points)) for points in self.batches(levels, at_once)]
-        return torch.cat(found).double().mean().item()
-
-
-def _noise(index: int, shape: torch.Size) -> Tensor:
-    seed = int(np.random.SeedSequence([0, NOISE_STREAM, index]).generate_state(1, np.uint64)[0]) >> 1
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        all_losses = [losses(*self.drawn(points)) for points in self.batches(levels, at_once)]
+        return torch.cat(all_losses).double().mean().item()
 
 
 # -- the lowest --------------------------------------------------------------------------------------------------------
@@ -164,7 +160,12 @@ def describe_lowest(curve: Sequence[tuple[int, float]], run_dir: Path, name: str
     if not finite:
         return f"the {HELD_OUT} was never finite"
     step, loss = min(finite, key=lambda point: (point[1], point[0]))
-    saves = _saved_steps(run_dir, name)
+    saves: dict[int, Path] = {}  # steps done → LoRA file, or folder of a whole model
+    for path in sorted((*run_dir.glob("*.safetensors"), *run_dir.glob("*/transformer/*.safetensors"))):
+        save = path if path.parent == run_dir else path.parents[1]
+        if save.stem == name or save.stem.removeprefix(f"{name}_").isdecimal():
+            with suppress(OSError, SafetensorError, KeyError, ValueError, TypeError), safe_open(path, "pt") as file:
+                saves[int(json.loads((file.metadata() or {})["training_info"])["step"])] = save
     nearest = min(saves, key=lambda saved: (abs(saved - step), saved), default=None)
     if nearest is None:
         file = "nothing is saved"
@@ -175,14 +176,3 @@ def describe_lowest(curve: Sequence[tuple[int, float]], run_dir: Path, name: str
     last = finite[-1]
     rise = f"; {last[1]:.6f} at step {last[0]}" if last[0] != step else ""
     return f"lowest {HELD_OUT} {loss:.6f} at step {step} ({file}){rise}"
-
-
-def _saved_steps(run_dir: Path, name: str) -> dict[int, Path]:
-    """Steps done → LoRA file, or folder of a whole model, from the files' metadata."""
-    found: dict[int, Path] = {}
-    for path in sorted((*run_dir.glob("*.safetensors"), *run_dir.glob("*/transformer/*.safetensors"))):
-        save = path if path.parent == run_dir else path.parents[1]
-        if save.stem == name or save.stem.removeprefix(f"{name}_").isdecimal():
-            with suppress(OSError, SafetensorError, KeyError, ValueError, TypeError), safe_open(path, "pt") as file:
-                found[int(json.loads((file.metadata() or {})["training_info"])["step"])] = save
-    return found

@@ -45,7 +45,7 @@ TRAITS = (ROTATED, TAGGED, DEEP, CMYK, PALETTE, TRANSPARENT)
 
 # What Pillow raises on damaged or foreign files; anything else is a bug and must surface as itself.
 _READ_ERRORS = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, Image.DecompressionBombError)
-_EXIF_ORIENTATION, _EXIF_INTEROP, _INTEROP_INDEX, _ADOBE_RGB = 0x0112, 0xA005, 1, "R03"
+_EXIF_ORIENTATION = 0x0112
 _TURN = {  # EXIF orientation → the transpose that undoes it
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -132,7 +132,15 @@ def _opened(path: Path | str) -> Iterator[Image.Image]:
     except DatasetError:
         raise
     except _READ_ERRORS as error:
-        raise _unreadable(path, error) from error
+        why, remedy = printable(error), "open it and save it again as PNG or JPEG, or remove it"
+        if isinstance(error, Image.UnidentifiedImageError):
+            why = _kind(path)
+        text = f"cannot be read as an image ({why})"
+        if isinstance(error, Image.DecompressionBombError):
+            text, remedy = f"is too large to be read ({error})", "make it smaller, or remove it"
+        elif isinstance(error, OSError) and error.errno is not None:
+            text, remedy = f"cannot be opened ({error.strerror})", "make the file readable, or remove it"
+        raise DatasetError(f"{printable(path)}: {text}; {remedy}") from error
 
 
 def _turn_of(image: Image.Image) -> Image.Transpose | None:
@@ -154,8 +162,10 @@ def _traits_of(image: Image.Image, path: Path | str) -> tuple[frozenset[str], tu
         traits.add(CMYK)
     if image.mode == "P":
         traits.add(PALETTE)
-    if _is_transparent(image):
-        traits.add(TRANSPARENT)
+    if image.has_transparency_data:
+        alpha = image.getchannel("A") if image.mode in ("RGBA", "LA") else _split_alpha(image)[1]
+        if alpha is not None and alpha.getextrema()[0] < 255:
+            traits.add(TRANSPARENT)
     try:
         if profile and _transform(profile, _colour_mode(image))[0] is not None:
             traits.add(TAGGED)
@@ -163,12 +173,6 @@ def _traits_of(image: Image.Image, path: Path | str) -> tuple[frozenset[str], tu
         notes.append(f"its colour profile cannot be used ({error}), it is read as sRGB; save it again as sRGB")
     if image.mode == "CMYK" and TAGGED not in traits:
         notes.append("it is CMYK without a usable colour profile, its colours are a guess; save it again as sRGB")
-    interop = None
-    with contextlib.suppress(KeyError, TypeError, AttributeError):  # Pillow before 13, of a missing or damaged one
-        interop = image.getexif().get_ifd(_EXIF_INTEROP).get(_INTEROP_INDEX)
-    if not profile and interop == _ADOBE_RGB:
-        text = "its camera says Adobe RGB but no colour profile is embedded, it is read as sRGB; save it again as sRGB"
-        notes.append(text)
     return frozenset(traits), tuple(notes)
 
 
@@ -190,25 +194,6 @@ def _colour_mode(image: Image.Image) -> str:
     if image.mode in ("CMYK", "LA", "La", *_SIXTEEN_BIT):
         return "CMYK" if image.mode == "CMYK" else "L"
     return "L" if image.mode in ("1", "L") and not image.has_transparency_data else "RGB"
-
-
-def _is_transparent(image: Image.Image) -> bool:
-    if not image.has_transparency_data:
-        return False
-    alpha = image.getchannel("A") if image.mode in ("RGBA", "LA") else _split_alpha(image)[1]
-    return alpha is not None and alpha.getextrema()[0] < 255
-
-
-def _unreadable(path: Path | str, error: Exception) -> DatasetError:
-    name = printable(path)
-    if isinstance(error, Image.DecompressionBombError):
-        return DatasetError(f"{name}: is too large to be read ({error}); make it smaller, or remove it")
-    if isinstance(error, OSError) and error.errno is not None:
-        return DatasetError(f"{name}: cannot be opened ({error.strerror}); make the file readable, or remove it")
-    why = _kind(path) if isinstance(error, Image.UnidentifiedImageError) else printable(error)
-    return DatasetError(
-        f"{name}: cannot be read as an image ({why}); open it and save it again as PNG or JPEG, or remove it"
-    )
 
 
 def _kind(path: Path | str) -> str:
@@ -315,17 +300,12 @@ def _facts_of_state(path: Path, _state: tuple[int, ...]) -> PhotoFacts:
         opacity = 1.0 if alpha is None else ImageStat.Stat(alpha).mean[0] / 255
         sideways = image.getexif().get(_EXIF_ORIENTATION) in _SIDEWAYS
         size = image.size[::-1] if sideways else image.size
-        return PhotoFacts(size, traits, notes, opacity, *_look(colour, alpha))
-
-
-def _look(colour: Image.Image, alpha: Image.Image | None) -> tuple[bytes, tuple[float, float, float]]:
-    grid = (_HASH_SIDE + 1, _HASH_SIDE)
-    small = colour.resize(grid, Image.Resampling.BOX).convert("RGB")
-    if alpha is not None:
-        white = Image.new("RGB", grid, "white")
-        white.paste(small, mask=alpha.resize(grid, Image.Resampling.BOX))
-        small = white
-    grey = np.asarray(small.convert("L"), np.int16)
-    bits = np.diff(grey, axis=1) > _HASH_MARGIN
+        grid = (_HASH_SIDE + 1, _HASH_SIDE)
+        small = colour.resize(grid, Image.Resampling.BOX).convert("RGB")
+        if alpha is not None:
+            white = Image.new("RGB", grid, "white")
+            white.paste(small, mask=alpha.resize(grid, Image.Resampling.BOX))
+            small = white
+    bits = np.diff(np.asarray(small.convert("L"), np.int16), axis=1) > _HASH_MARGIN
     red, green, blue = np.asarray(small, np.float64).mean(axis=(0, 1)).tolist()
-    return np.packbits(bits).tobytes(), (red, green, blue)
+    return PhotoFacts(size, traits, notes, opacity, np.packbits(bits).tobytes(), (red, green, blue))

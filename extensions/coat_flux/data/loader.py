@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,36 +21,15 @@ from tqdm import tqdm
 
 from ..base.files import file_sha256
 from ..base.run_log import bar_options
-from .buckets import BUCKET_STEP, Bucket, Sample, fit_to_bucket
+from .buckets import Bucket, Sample, fit_to_bucket
 from .cache import TensorCache, encode_latents, latent_key, model_identity, on_device, text_key
 from .captions import shuffle_tokens
 from .files import CACHE_FOLDER, DatasetError, printable
-from .images import Photo, read_photo, rgb, to_tensor
-from .preflight import inspect_datasets
+from .images import read_photo, rgb, to_tensor
 
-__all__ = ["Batch", "BucketBatchSampler", "LatentDataset", "Sample", "scan", "to_device"]
+__all__ = ["Batch", "BucketBatchSampler", "LatentDataset", "Sample", "to_device"]
 
 logger = logging.getLogger(__name__)
-
-
-def scan(
-    dataset_configs: Sequence[Any],
-    trigger_word: str | None = None,
-    *,
-    background: str = "white",
-    transparency: str = "background",
-    step: int = BUCKET_STEP,
-    reads_t5: bool = True,
-) -> list[Sample]:
-    """All samples of all datasets in a fixed order; arguments as `inspect_datasets`. Raises DatasetError."""
-    report = inspect_datasets(
-        dataset_configs, trigger_word, background=background, transparency=transparency, step=step, reads_t5=reads_t5
-    )
-    if report.errors:
-        raise DatasetError(report.error_text())
-    for warning in report.warnings:
-        logger.warning("%s", warning)
-    return report.samples
 
 
 # --- the order of batches ---
@@ -113,13 +93,8 @@ class BucketBatchSampler:
     def state_dict(self) -> dict[str, int]:
         """The position of the next batch; equal on all ranks after equally many batches."""
         epoch, position = divmod(self._position, self.batches_per_epoch)
-        return {
-            "epoch": epoch,
-            "position": position,
-            "seed": self.seed,
-            "batch_size": self.batch_size,
-            "samples": self._sample_count,
-        }
+        fixed = {"seed": self.seed, "batch_size": self.batch_size, "samples": self._sample_count}
+        return {"epoch": epoch, "position": position, **fixed}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue from `state`; logs if changed data or settings change the order."""
@@ -139,7 +114,7 @@ class LatentDataset:
     """Samples as tensors.
 
     Args:
-        samples: from `scan`.
+        samples: from `inspect_datasets`.
         dataset_configs: their settings (folder_path, cache_latents, cache_latents_to_disk, cache_text_embeddings,
             caption_dropout_rate, shuffle_tokens).
         device: for batches, and for encoding in `fill`.
@@ -174,16 +149,9 @@ class LatentDataset:
             on_disk = root / "latents" if config.cache_latents_to_disk else None
             self._latents.append(TensorCache(on_disk, config.cache_latents))
             self._texts.append(TensorCache(root / "text" if config.cache_text_embeddings else None, False))
-
-    @property
-    def needs_vae(self) -> bool:
-        """Whether training reads images that are not cached."""
-        return not all(cache.enabled for cache in self._latents)
-
-    @property
-    def needs_encoders(self) -> bool:
-        """Whether training encodes prompts that are not cached."""
-        return not all(cache.enabled for cache in self._texts)
+        # whether training reads images, encodes prompts that are not cached
+        self.needs_vae = not all(cache.enabled for cache in self._latents)
+        self.needs_encoders = not all(cache.enabled for cache in self._texts)
 
     def fill(self, progress: bool = True) -> None:
         """Encode whatever the caches lack, then release the models that training no longer needs.
@@ -191,14 +159,15 @@ class LatentDataset:
         A model is moved to `device` only if something is missing, and back afterwards. With several processes, call it
         on one first, so that the others find everything cached.
         """
+        bar = partial(tqdm, disable=not progress, leave=False, **bar_options())
         cached = [sample for sample in self.samples if self._latents[sample.dataset_index].enabled]
         missing = []
-        for sample in _bar(list(dict.fromkeys(cached)), "Checking cached latents", progress):
+        for sample in bar(list(dict.fromkeys(cached)), desc="Checking cached latents"):
             if self._load_image(sample) is None:
                 missing.append(sample)
         if missing and self.vae is not None:
             with on_device([self.vae], self.device):
-                for sample in _bar(missing, "Caching latents", progress):
+                for sample in bar(missing, desc="Caching latents"):
                     self._encode_image(sample)
         prompts: dict[tuple[int, str], None] = {}
         for sample in self.samples:
@@ -210,7 +179,7 @@ class LatentDataset:
         uncached = [prompt for prompt in prompts if self._load_text(*prompt) is None]
         if uncached and self.encoders is not None:
             with on_device(self.encoders.models, self.device, self.room):
-                for index, prompt in _bar(uncached, "Caching text embeddings", progress):
+                for index, prompt in bar(uncached, desc="Caching text embeddings"):
                     self._encode_text(index, prompt)
         if not self.needs_vae:
             self.vae = None
@@ -226,32 +195,24 @@ class LatentDataset:
         rows = []
         for row, index in enumerate(batch.indices):
             sample = self.samples[index]
-            rows.append(self.encoded(sample, self._prompt(sample, batch.draw, row)))
+            config = self.configs[sample.dataset_index]
+            rng = random.Random(f"{self.seed}/{batch.draw}/{row}")  # of nothing else, so that a resumed run repeats it
+            prompt = sample.caption
+            if rng.random() < config.caption_dropout_rate:
+                prompt = sample.dropped_caption
+            elif config.shuffle_tokens and not config.cache_text_embeddings:
+                prompt = shuffle_tokens(prompt, rng)
+            rows.append(self.encoded(sample, prompt))
         return {name: to_device(torch.stack([row[name] for row in rows]), self.device) for name in rows[0]}
 
     def encoded(self, sample: Sample, prompt: str) -> dict[str, Tensor]:
-        """One row of a batch, on the CPU; raises DatasetError if unavailable or not finite."""
-        return {**self.image(sample), **self.text(sample.dataset_index, prompt)}
+        """One row of a batch, on the CPU; raises DatasetError if unavailable or not finite.
 
-    def image(self, sample: Sample) -> dict[str, Tensor]:
-        """Of one row: latents [C, h, w] fp32; masked also mask [1, h, w] fp32, mean 1."""
-        entry = self._load_image(sample)
-        return self._encode_image(sample) if entry is None else entry
-
-    def text(self, dataset_index: int, prompt: str) -> dict[str, Tensor]:
-        """Of one row: prompt_embeds [T, D] and pooled [P], bf16."""
-        entry = self._load_text(dataset_index, prompt)
-        return self._encode_text(dataset_index, prompt) if entry is None else entry
-
-    def _prompt(self, sample: Sample, draw: int, row: int) -> str:
-        """Caption for one draw; its randomness depends on (seed, draw, row) only, so a resumed run repeats it."""
-        config = self.configs[sample.dataset_index]
-        rng = random.Random(f"{self.seed}/{draw}/{row}")
-        if rng.random() < config.caption_dropout_rate:
-            return sample.dropped_caption
-        if config.shuffle_tokens and not config.cache_text_embeddings:
-            return shuffle_tokens(sample.caption, rng)
-        return sample.caption
+        latents [C, h, w] fp32, masked also mask [1, h, w] fp32, mean 1; prompt_embeds [T, D] and pooled [P], bf16.
+        """
+        index = sample.dataset_index
+        image = self._load_image(sample) or self._encode_image(sample)
+        return {**image, **(self._load_text(index, prompt) or self._encode_text(index, prompt))}
 
     def _load_image(self, sample: Sample) -> dict[str, Tensor] | None:
         cache = self._latents[sample.dataset_index]
@@ -267,8 +228,13 @@ class LatentDataset:
                 f"{printable(sample.image_path)}: the VAE returns NaN or inf for it; run the VAE in bf16 or fp32"
             )
         entry = {"latents": latents}
-        if self.masked:
-            entry["mask"] = _mask_of(photo, sample, latents)
+        height, width = latents.shape[-2:]
+        if self.masked and photo.alpha is None:
+            entry["mask"] = torch.ones(1, height, width)
+        elif self.masked:  # mean opacity of each latent's pixels, divided by its mean so that the loss keeps its size
+            opacity = _cut(photo.alpha, sample).resize((width, height), Image.Resampling.BOX)
+            mask = torch.from_numpy(np.array(opacity, dtype=np.float32))[None]
+            entry["mask"] = mask / mask.mean()  # not 0: `inspect_datasets` refuses photos of which nothing is visible
         cache = self._latents[sample.dataset_index]
         if cache.enabled:
             cache.store(self._latent_key(sample), entry, about=sample.image_path.name)
@@ -304,22 +270,8 @@ def _cut(image: Image.Image, sample: Sample) -> Image.Image:
     return fit_to_bucket(ImageOps.mirror(image) if sample.flip else image, sample.bucket)
 
 
-def _mask_of(photo: Photo, sample: Sample, latents: Tensor) -> Tensor:
-    """Mean opacity of the pixels of each latent, [1, h, w], divided by its mean so that the loss keeps its size."""
-    height, width = latents.shape[-2:]
-    if photo.alpha is None:
-        return torch.ones(1, height, width)
-    small = _cut(photo.alpha, sample).resize((width, height), Image.Resampling.BOX)
-    mask = torch.from_numpy(np.array(small, dtype=np.float32))[None]
-    return mask / mask.mean()  # not 0: `inspect_datasets` refuses photos of which nothing visible is left
-
-
 def _cache_gone(what: Path | str, kind: str) -> DatasetError:
     return DatasetError(
         f"{what}: its cached {kind} were removed or damaged after the start, and the encoder is no longer loaded; "
         "start the run again to recompute them"
     )
-
-
-def _bar(items: list[Any], description: str, progress: bool) -> Iterable[Any]:
-    return tqdm(items, desc=description, disable=not progress, leave=False, **bar_options())

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,13 @@ from ..config.coat import COATConfig
 from ..config.findings import Findings
 from ..config.job_sections import PROCESS_TYPES, DatasetSection, ValidationSection
 from ..config.options import build, config_fields
-from .buckets import BUCKET_STEP, Bucket, Sample, cropped_share, fit_to_bucket, make_samples, resolutions, training_size
+from .buckets import BUCKET_STEP, Bucket, Sample, cropped_share, fit_to_bucket, make_samples, training_size
 from .captions import caption_file, inject_trigger, lint_captions, lint_files, read_caption
-from .files import IMAGE_EXTENSIONS, DatasetError, Listing, counted, list_folder, printable
+from .files import IMAGE_EXTENSIONS, DatasetError, counted, list_folder, printable
 from .hold_out import choose_hold_out
 from .images import TRAITS, TRANSPARENT, PhotoFacts, near_duplicates, read_photo, survey
+
+logger = logging.getLogger(__name__)
 
 SMALL_SHARE = 0.75  # of the pixels a resolution asks for
 CROPPED_SHARE = 0.25
@@ -40,12 +43,16 @@ class DataReport:
     photos: dict[Path, PhotoFacts] = field(default_factory=dict)
     unreadable: list[Path] = field(default_factory=list)
 
-    def error_text(self) -> str:
-        """The first errors, a line each, and how many more there are."""
-        lines = self.errors[:_LISTED]
-        if len(self.errors) > _LISTED:
-            lines.append(f"... and {len(self.errors) - _LISTED} more; `coat-flux data` lists them all")
-        return "\n".join(lines)
+    def usable(self, warn: Callable[[str], None] = logger.warning) -> list[Sample]:
+        """The samples, after all warnings; raises DatasetError with the first errors and how many more there are."""
+        if self.errors:
+            lines = self.errors[:_LISTED]
+            if len(self.errors) > _LISTED:
+                lines.append(f"... and {len(self.errors) - _LISTED} more; `coat-flux data` lists them all")
+            raise DatasetError("\n".join(lines))
+        for line in self.warnings:
+            warn(line)
+        return self.samples
 
 
 def inspect_datasets(
@@ -59,7 +66,7 @@ def inspect_datasets(
 ) -> DataReport:
     """Read every image in full and every caption, and report.
 
-    `dataset_configs` have folder_path, caption_ext, default_caption, resolution (a number or several), num_repeats,
+    `dataset_configs` have folder_path, caption_ext, default_caption, resolution (several), num_repeats,
     flip_x, buckets, shuffle_tokens and cache_text_embeddings, with ai-toolkit's meaning. `background` and
     `transparency` are `coat.data`'s; bucket sides are multiples of `step` pixels; `reads_t5` as in `lint_captions`.
     """
@@ -68,8 +75,18 @@ def inspect_datasets(
         report.errors.append("datasets=[]: there is nothing to train on; add an entry with folder_path")
     for index, config in enumerate(dataset_configs):
         _inspect(index, config, trigger_word, step, reads_t5, report)
-    if transparency == "mask" and report.photos:
-        _check_masks(report)
+    transparent = {path for path, facts in report.photos.items() if TRANSPARENT in facts.traits}
+    if transparency == "mask" and report.photos and not transparent:
+        report.warnings.append("coat.data.transparency=mask: no photo has transparent parts; it has no effect")
+    for sample in dict.fromkeys(report.samples) if transparency == "mask" else ():
+        path, bucket = sample.image_path, sample.bucket
+        if path in transparent:
+            visible = fit_to_bucket(read_photo(path).alpha, bucket)
+            if ImageStat.Stat(visible).mean[0] / 255 < LEAST_VISIBLE:
+                report.errors.append(
+                    f"{printable(path)}: nothing visible is left in its crop to {bucket.width}x{bucket.height}; "
+                    "move the product to the middle of the picture, or remove it"
+                )
     report.errors = list(dict.fromkeys(report.errors))  # several entries may share a folder
     report.warnings = list(dict.fromkeys(report.warnings))
     return report
@@ -93,8 +110,35 @@ def _inspect(index: int, config: Any, trigger_word: str | None, step: int, reads
         if not listing.errors:
             report.errors.append(f"{where}: the folder has no images; {wanted}")
         return
-    photos = _photos_of(listing.images, report)
-    raw = _captions_of(listing, config, report)
+    photos = {}
+    for path, facts in survey(listing.images).items():
+        problem = None
+        if isinstance(facts, DatasetError):
+            problem = str(facts)
+        elif min(facts.size) < BUCKET_STEP:
+            text = f"is {facts.size[0]}x{facts.size[1]} pixels, sides of at least {BUCKET_STEP} are needed; remove it"
+            problem = f"{printable(path)}: {text}"
+        elif facts.opacity < INVISIBLE:
+            text = "is transparent all over, nothing is to be seen; export it again, or remove it"
+            problem = f"{printable(path)}: {text}"
+        if problem is None:
+            photos[path] = report.photos[path] = facts
+            report.warnings += [f"{printable(path)}: {note}" for note in facts.notes]
+        else:
+            report.errors.append(problem)
+            report.unreadable.append(path)
+    errors, warnings = lint_files(folder, listing, config.caption_ext.lstrip("."), config.default_caption)
+    report.errors += errors
+    report.warnings += warnings
+    raw = {}  # without images whose caption is missing or unreadable
+    for path in listing.images:
+        try:
+            caption = read_caption(path, config.caption_ext)
+        except DatasetError as error:
+            report.errors.append(str(error))
+        else:
+            if caption is not None:
+                raw[path] = caption
     report.warnings += lint_captions(folder, raw, trigger_word, config.default_caption, reads_t5)
     report.warnings += _about_photos(folder, photos, config, step)
     default = (config.default_caption or "").strip()
@@ -104,50 +148,9 @@ def _inspect(index: int, config: Any, trigger_word: str | None, step: int, reads
     report.tables.append(_table(where, photos, raw, config, step))
 
 
-def _photos_of(paths: list[Path], report: DataReport) -> dict[Path, PhotoFacts]:
-    photos = {}
-    for path, facts in survey(paths).items():
-        problem = str(facts) if isinstance(facts, DatasetError) else _unusable(path, facts)
-        if problem is None:
-            photos[path] = report.photos[path] = facts
-            report.warnings += [f"{printable(path)}: {note}" for note in facts.notes]
-        else:
-            report.errors.append(problem)
-            report.unreadable.append(path)
-    return photos
-
-
-def _unusable(path: Path, facts: PhotoFacts) -> str | None:
-    width, height = facts.size
-    if min(width, height) < BUCKET_STEP:
-        return f"{printable(path)}: is {width}x{height} pixels, sides of at least {BUCKET_STEP} are needed; remove it"
-    if facts.opacity < INVISIBLE:
-        return f"{printable(path)}: is transparent all over, nothing is to be seen; export it again, or remove it"
-    return None
-
-
-def _captions_of(listing: Listing, config: Any, report: DataReport) -> dict[Path, str]:
-    """Image → unprocessed caption; without images whose caption is missing or unreadable."""
-    errors, warnings = lint_files(
-        Path(config.folder_path), listing, config.caption_ext.lstrip("."), config.default_caption
-    )
-    report.errors += errors
-    report.warnings += warnings
-    raw = {}
-    for path in listing.images:
-        try:
-            caption = read_caption(path, config.caption_ext)
-        except DatasetError as error:
-            report.errors.append(str(error))
-        else:
-            if caption is not None:
-                raw[path] = caption
-    return raw
-
-
 def _about_photos(folder: Path, photos: dict[Path, PhotoFacts], config: Any, step: int) -> list[str]:
     """Warnings about small, cropped and repeated photos."""
-    resolution = max(resolutions(config))
+    resolution = max(config.resolution)
     buckets = {path: training_size(facts.size, resolution, config, step) for path, facts in photos.items()}
     pixels = {path: facts.size[0] * facts.size[1] for path, facts in photos.items()}
     small = sorted((path for path in photos if pixels[path] < SMALL_SHARE * resolution**2), key=pixels.__getitem__)
@@ -175,28 +178,13 @@ def _about_photos(folder: Path, photos: dict[Path, PhotoFacts], config: Any, ste
     return lines
 
 
-def _check_masks(report: DataReport) -> None:
-    if not any(TRANSPARENT in facts.traits for facts in report.photos.values()):
-        report.warnings.append("coat.data.transparency=mask: no photo has transparent parts; it has no effect")
-    for sample in dict.fromkeys(report.samples):
-        path, bucket = sample.image_path, sample.bucket
-        if TRANSPARENT not in report.photos[path].traits:
-            continue
-        visible = fit_to_bucket(read_photo(path).alpha, bucket)
-        if ImageStat.Stat(visible).mean[0] / 255 < LEAST_VISIBLE:
-            report.errors.append(
-                f"{printable(path)}: nothing visible is left in its crop to {bucket.width}x{bucket.height}; "
-                "move the product to the middle of the picture, or remove it"
-            )
-
-
 def _table(where: str, photos: dict[Path, PhotoFacts], raw: Mapping[Path, str], config: Any, step: int) -> str:
     captions = sum(bool(caption) for caption in raw.values())
     lines = [
         f"{where}: {len(photos)} images, {captions} captions",
         "  resolution      bucket  images  cropped  at most",
     ]
-    for resolution in resolutions(config):
+    for resolution in config.resolution:
         members: defaultdict[Bucket, list[float]] = defaultdict(list)
         for facts in photos.values():
             bucket = training_size(facts.size, resolution, config, step)

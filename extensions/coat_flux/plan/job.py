@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import json
-import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -35,8 +34,7 @@ from ..config.findings import ConfigError
 from ..config.job import JobConfig
 from ..config.job_sections import DatasetSection
 from ..data.cache import by_layer
-from ..data.files import DatasetError
-from ..data.loader import scan
+from ..data.preflight import inspect_datasets
 from ..mini_flux import EMBEDDED_MODEL, MINI_FLUX
 from ..saves.commit import SaveSpace
 
@@ -425,16 +423,11 @@ def _within_block(name: str) -> tuple[str, str]:
 
 def _data(job: JobConfig) -> Data:
     """The training images, or the largest possible ones if they are absent or refused."""
-    logger = logging.getLogger("coat_flux.data")
-    level = logger.level
-    logger.setLevel(logging.ERROR)  # `train` reports what is missing
-    try:
-        samples = scan(job.datasets, job.trigger_word)
-    except DatasetError:
+    report = inspect_datasets(job.datasets, job.trigger_word)
+    if report.errors:  # `train` reports them
         sizes = [resolution**2 for entry in job.datasets for resolution in entry.resolution]
         return Data(max(sizes), sum(sizes) / len(sizes), 0, 0, False)
-    finally:
-        logger.setLevel(level)
+    samples = report.samples
     pixels = [sample.bucket.width * sample.bucket.height for sample in samples]
     captions = {sample.caption for sample in samples}
     if any(entry.caption_dropout_rate > 0 for entry in job.datasets):

@@ -38,7 +38,8 @@ from ..config.job import JobConfig
 from ..data.captions import caption_file
 from ..data.files import find_images
 from ..data.hold_out import FixedNoise
-from ..data.loader import LatentDataset, scan
+from ..data.loader import LatentDataset
+from ..data.preflight import inspect_datasets
 from ..mini_flux import provide_embedded
 from ..pages.run import MEMORY_FILE, RunFolder
 from ..plan.report import make_plan
@@ -478,7 +479,8 @@ def validation_entry(entry: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 def encode_held_out(job: JobConfig, device: torch.device) -> FixedNoise:
     """Encode the photos of a job's datasets, each at one of its resolutions in turn."""
     photos = job.coat.data
-    samples = scan(job.datasets, job.trigger_word, background=photos.background, transparency=photos.transparency)
+    policy = {"background": photos.background, "transparency": photos.transparency}
+    samples = inspect_datasets(job.datasets, job.trigger_word, **policy).usable()
     encoders = load_encoders(job.model.name_or_path, TORCH_DTYPES[job.train.dtype], job.model.extras_name_or_path)
     chosen = one_each(samples)
     dataset = LatentDataset(

@@ -24,7 +24,7 @@ import torch
 from ...config.findings import Findings
 from ...config.job_sections import ValidationSection
 from ...config.options import build
-from ...data.files import DatasetError, find_images
+from ...data.files import find_images
 from ...data.hold_out import FixedNoise, choose_hold_out, levels_for
 from ...data.preflight import inspect_datasets, reads_t5
 from ...data.prepare import prepare_copy
@@ -68,10 +68,9 @@ def check_photos(process: Any) -> HeldOutPhotos | None:
         joined.folder_path, joined.resolution = folder, [config.resolution for config in configs]
         whole.append(joined)
     report = inspect_datasets(whole, process.trigger_word, **policy_of(process), reads_t5=reads_t5(process.config))
-    if report.errors:
-        raise DatasetError(report.error_text())
-    for line in (*report.warnings, *report.tables):
-        info(line)
+    report.usable(info)
+    for table in report.tables:
+        info(table)
     validation = build(ValidationSection, process.get_conf("validation", None), "validation", Findings(""))
     trained = [folder for folder, configs in by_folder.items() if not configs[0].is_reg]
     chosen = choose_hold_out(trained, validation.hold_out, process.training_seed)

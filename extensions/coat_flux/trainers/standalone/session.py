@@ -30,7 +30,8 @@ from ...blocks.runner import BlockRunner
 from ...config.findings import ConfigError
 from ...config.job import JobConfig
 from ...data.cache import on_device
-from ...data.loader import BucketBatchSampler, LatentDataset, scan
+from ...data.loader import BucketBatchSampler, LatentDataset
+from ...data.preflight import inspect_datasets
 from ...plan.job import job_facts
 from ...plan.predict import outside_bytes
 from ...saves.identity import model_identity
@@ -81,7 +82,8 @@ class Session:
         self.outstanding: Any = None  # a trainer.Outstanding
         is_flux1 = model.arch in (None, "", "flux")
         policy = {"background": photos.background, "transparency": photos.transparency}
-        samples = scan(job.datasets, job.trigger_word, **policy, reads_t5=is_flux1)
+        report = inspect_datasets(job.datasets, job.trigger_word, **policy, reads_t5=is_flux1)
+        samples = report.usable()
         held_out = {path for paths in held_out_of(job) for path in paths}
         trained = [sample for sample in samples if sample.image_path not in held_out]
         measured = [sample for sample in samples if sample.image_path in held_out]
