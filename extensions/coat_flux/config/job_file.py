@@ -98,7 +98,7 @@ def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
     return value
 
 
-# -- the shape of a job ------------------------------------------------------------------------------------------------
+# --- the shape of a job ---
 
 
 def check_shape(raw: Any, findings: Findings, *, name: str | None = None) -> None:
@@ -171,7 +171,7 @@ def _key_text(key: Any) -> str:
         return str(key)
 
 
-# -- text --------------------------------------------------------------------------------------------------------------
+# --- text ---
 
 
 def parse(text: str, file: str) -> Any:

@@ -218,7 +218,7 @@ def _bare(value: Any) -> str:
     return value if isinstance(value, str) else show(value)
 
 
-# -- blocks ------------------------------------------------------------------------------------------------------------
+# --- blocks ---
 
 
 def config_fields(cls: type) -> dict[str, Field[Any]]:

@@ -174,7 +174,7 @@ def check_entry(entry: Entry) -> None:
     _check_coat(entry)
 
 
-# -- places ------------------------------------------------------------------------------------------------------------
+# --- places ---
 
 
 def _check_places(entry: Entry) -> None:
@@ -193,13 +193,13 @@ def _check_places(entry: Entry) -> None:
         for dataset in entry.blocks("datasets"):
             photos = dataset.get("folder_path") or dataset.get("dataset_path")
             if photos and (run / "x").is_relative_to(Path(photos).resolve()):
-                rule = f"is inside the data set {photos}, so samples and charts would be trained on as photos"
-                entry.error("training_folder", f"{rule}; write a folder outside")
+                text = f"is inside the data set {photos}, so samples would be trained on; write a folder outside"
+                entry.error("training_folder", text)
     if not re.fullmatch(r"cuda(:\d+)?|mps|cpu", device):
         entry.error("device", "must be cuda, cuda:0, mps or cpu; write cuda")
     elif not entry.alone and device.startswith("cuda:") and device != "cuda:0":
         number = device.removeprefix("cuda:")
-        text = f"ai-toolkit trains on the first visible GPU; write cuda and set CUDA_VISIBLE_DEVICES={number}"
+        text = f"ai-toolkit takes the first visible GPU; write cuda and set CUDA_VISIBLE_DEVICES={number}"
         entry.error("device", text)
 
 
@@ -209,20 +209,18 @@ def _check_path(block: Block, key: str) -> None:
     if path.startswith("~"):
         block.error(key, "~ is not replaced by the home folder; write the whole path, or ${HOME}/…")
     elif re.match(r"\$\w|%\w+%", path):
-        text = "environment variables are replaced only as ${NAME}; write it so, or write the whole path"
-        block.error(key, text)
+        block.error(key, "variables are replaced only as ${NAME}; write it so, or the whole path")
     elif re.search(r"[\x00-\x1f]", path):
-        text = "holds a tab or line break, as \\t and \\n make in double quotes; use single quotes, or / in paths"
-        block.error(key, text)
+        block.error(key, "holds a tab or line break, as \\t in double quotes makes; use single quotes, or /")
 
 
-# -- the network, and full fine-tuning ---------------------------------------------------------------------------------
+# --- the network, and full fine-tuning ---
 
 
 def _check_network(entry: Entry) -> None:
     """What is trained is a network: a LoRA, mostly."""
     get = entry.get
-    full_only = "is for full fine-tuning, and network trains a LoRA; remove it, or network"
+    full_only = "is for full fine-tuning; remove it, or network"
     for key in OFFLOAD_KEYS:
         if get(key) == "cpu":
             entry.error(key, full_only)
@@ -231,8 +229,7 @@ def _check_network(entry: Entry) -> None:
         entry.error("coat.activation.wgrad_format", full_only)
     for key, default in (("coat.include", ["*"]), ("coat.exclude", [])):
         if list(get(key, default)) != default:
-            words = "network.network_kwargs.only_if_contains and ignore_if_contains choose its layers"
-            entry.error(key, f"{full_only} ({words})")
+            entry.error(key, f"{full_only} (network_kwargs.only_if_contains chooses the layers of a LoRA)")
 
     linear, rank = get("network.linear"), get("network.rank")
     if linear is not None and rank is not None and rank != linear:
@@ -246,10 +243,9 @@ def _check_network(entry: Entry) -> None:
         text = f"ai-toolkit ignores it on FLUX, alpha is the rank; write {size}, and scale lr instead"
         entry.error(alpha_key, text)
     if get("network.network_kwargs.only_if_contains") == []:
-        text = "an empty list leaves nothing to train; write null or some names"
-        entry.error("network.network_kwargs.only_if_contains", text)
+        entry.error("network.network_kwargs.only_if_contains", "leaves nothing to train; write null or names")
     if entry.enabled and get("network") and not entry.alone:
-        text = "saves the whole model, which FP8 weights cannot give; write false, or coat: {enabled: false}"
+        text = "saves the whole model, which FP8 weights cannot give; write false"
         entry.forbid("train.merge_network_on_save", text)
         if get("save.dtype") in ("8bit", "e4m3fn", "float8"):
             entry.error("save.dtype", "a LoRA in FP8 is read by no other program; write float16 or bf16")
@@ -259,57 +255,48 @@ def _check_full(entry: Entry) -> None:
     """What is trained is the transformer itself."""
     get, optimizer, remedy = entry.get, entry.optimizer, "or add network to train a LoRA"
     if any(file.startswith(entry.name) for file in WRITTEN):
-        text = "begins the name of a file or folder that a run writes beside its models; write a longer one"
+        text = "begins the name of another file of the run; write a longer one"
         entry.findings.add(entry.name_path, text, entry.name)
     if entry.alone and optimizer not in FULL_OPTIMIZERS:
-        text = f"is not for whole models; write one of {', '.join(FULL_OPTIMIZERS)}, or add network"
-        entry.error("train.optimizer", text)
+        entry.error("train.optimizer", f"is not for whole models; write one of {', '.join(FULL_OPTIMIZERS)}")
     if not entry.alone and not entry.enabled:
-        text = f"is read with type: {COAT_TYPE} and coat.enabled: true only; write those, or remove it"
+        text = f"is read with type: {COAT_TYPE} and coat.enabled: true only; remove it"
         entry.forbid("train.fused_backward", text)
     if optimizer != COAT_OPTIMIZER:
-        text = f"updates single weights, which only {COAT_OPTIMIZER} can; write optimizer: {COAT_OPTIMIZER}, or false"
-        entry.forbid("train.fused_backward", text)
+        entry.forbid("train.fused_backward", f"only {COAT_OPTIMIZER} updates in backward; write false")
         for key in OFFLOAD_KEYS:
             if get(key) == "cpu":
-                text = f"has the moments of {COAT_OPTIMIZER} in host memory"
-                entry.error(key, f"{text}; write optimizer: {COAT_OPTIMIZER}, or none")
+                entry.error(key, f"is for the moments of {COAT_OPTIMIZER}; write none")
     if entry.enabled or entry.alone:
-        text = "quantizes frozen weights, and here they are trained; write false, or add network"
-        entry.forbid("model.quantize", text)
+        entry.forbid("model.quantize", f"is for frozen weights; write false, {remedy}")
     if not entry.enabled:
         return
     if entry.coat.weight.format not in FORMATS:
-        text = "is for frozen weights, trained ones are cast to FP8 at each use; write e4m3 or e5m2"
-        entry.error("coat.weight.format", f"{text}, {remedy}")
+        entry.error("coat.weight.format", f"is for frozen weights; write e4m3 or e5m2, {remedy}")
     if entry.coat.memory.stream_blocks != 0:
-        text = "streams frozen codes, and without network the weights are trained; write 0"
-        entry.error("coat.memory.stream_blocks", f"{text}, {remedy}")
+        entry.error("coat.memory.stream_blocks", f"is for frozen weights; write 0, {remedy}")
     if get("coat.activation.flow") == "fused":
-        text = "is for frozen weights, trained ones take the generic flow; write generic or remove it"
-        entry.error("coat.activation.flow", f"{text}, {remedy}")
+        entry.error("coat.activation.flow", f"is for frozen weights; write generic, {remedy}")
     if entry.alone:
         return
 
     # ai-toolkit's handling of whole models that rules out a resume, or COAT
     if arch_of(get("model", {})) != "flux":
-        text = "its whole model is not trained with COAT, FLUX.1's is; write arch: flux"
-        entry.error("model.arch", f"{text}, {remedy}")
+        entry.error("model.arch", f"full fine-tuning with COAT is for FLUX.1; write arch: flux, {remedy}")
     trained = DTYPES.get(get("train.dtype", "fp32"))
     if entry.given("save.dtype") and DTYPES.get(get("save.dtype")) != trained:
         text = f"ai-toolkit saves a whole FLUX as it is trained; write {trained}, or remove it"
         entry.error("save.dtype", text)
     if get("train.ema_config.use_ema"):
-        text = "ai-toolkit's average changes weights unseen, so FP8 codes of them would be old; write use_ema: false"
+        text = "ai-toolkit's average changes weights unseen by their FP8 codes; write use_ema: false"
         entry.error("train.ema_config", text)
     for key in ("model.lora_path", "model.assistant_lora_path", "model.inference_lora_path"):
-        entry.forbid(key, "is added at each start, so a resumed run would have it twice; remove it")
+        entry.forbid(key, "is added at each start, so twice to a resumed run; remove it")
     for key in ("model.only_if_contains", "model.ignore_if_contains"):
-        entry.forbid(key, "coat.include and coat.exclude choose what is trained; write those instead")
+        entry.forbid(key, "coat.include and exclude choose what is trained; write those")
     for key in ALONE_IN_FULL:
-        text = "a whole model is trained with COAT alone, on one GPU, without the model as it was; write false"
-        entry.forbid(key, text)
-    entry.forbid("adapter", f"a whole model is trained without one; remove it, {remedy}")
+        entry.forbid(key, "full fine-tuning with COAT goes without it; write false")
+    entry.forbid("adapter", f"full fine-tuning with COAT goes without it; remove it, {remedy}")
     if get("train.fused_backward"):
         text = "goes backward several times, and fused_backward updates in one pass"
         entry.forbid("train.single_item_batching", f"{text}; write false")
@@ -317,13 +304,13 @@ def _check_full(entry: Entry) -> None:
             entry.error("train.loss_type", f"{text}; write mse")
 
 
-# -- training ----------------------------------------------------------------------------------------------------------
+# --- training ---
 
 
 def _check_train(entry: Entry) -> None:
     get, optimizer = entry.get, entry.optimizer
     if get("train.gradient_accumulation_steps", 1) != 1:
-        text = "in ai-toolkit only the last of these micro-steps counts; write gradient_accumulation instead"
+        text = "ai-toolkit counts the last of these steps only; write gradient_accumulation"
         entry.error("train.gradient_accumulation_steps", text)
     high = get("train.max_denoising_steps", 999)
     if get("train.min_denoising_steps", 0) > high:
@@ -334,11 +321,9 @@ def _check_train(entry: Entry) -> None:
         add("train.dtype", "FLUX overflows in fp16, and FP8 codes of it do too; use bf16")
     if not entry.alone:
         if get("train.max_grad_norm", 1.0) <= 0 and optimizer != "adafactor":  # which is not clipped
-            text = "gradients are scaled down to this norm, so nothing is learned; write 1.0"
-            entry.error("train.max_grad_norm", text)
+            entry.error("train.max_grad_norm", "scales gradients to 0, so nothing is learned; write 1.0")
         if entry.is_flux and get("train.noise_scheduler") != "flowmatch":
-            text = "FLUX is trained by flowmatch, which is not ai-toolkit's default; write noise_scheduler: flowmatch"
-            entry.error("train.noise_scheduler", text)
+            entry.error("train.noise_scheduler", "the default is not for FLUX; write flowmatch")
 
     rate = get("train.lr", 1e-6)
     if entry.alone and optimizer == "prodigy" and rate < PRODIGY_LOW_LR:
@@ -383,14 +368,13 @@ def _check_model(entry: Entry) -> None:
         entry.warn("model.is_flux", "without it ai-toolkit loads Stable Diffusion 1; write true")
     family = arch_of(get("model", {}))
     if qtype == COAT_QTYPE and family in UNQUANTIZED:
-        text = f"ai-toolkit does not quantize {family} while it loads, whatever the qtype; write quantize: false"
-        entry.error("model.qtype", text)
+        entry.error("model.qtype", f"ai-toolkit does not quantize {family}; write quantize: false")
     if get("model.compile") and not get("model.block_compile"):
         add = entry.error if entry.is_flux else entry.warn
-        add("model.compile", "without block_compile FLUX fails at the first step; write block_compile: true too")
+        add("model.compile", "without block_compile FLUX fails at the first step; write block_compile: true")
 
 
-# -- the `coat:` block -------------------------------------------------------------------------------------------------
+# --- the `coat:` block ---
 
 
 def _check_coat(entry: Entry) -> None:
@@ -411,24 +395,21 @@ def _check_coat(entry: Entry) -> None:
             entry.error("train.optimizer", f"{text}; write adamw, or coat.enabled: true")
         return
     if qtype == COAT_QTYPE and not coat.weight.use_fp8:
-        text = "coat.weight.use_fp8: false asks for bf16 weights; write quantize: false"
-        entry.error("model.qtype", text)
+        entry.error("model.qtype", "coat.weight.use_fp8: false asks for bf16 weights; write quantize: false")
     if not entry.alone and qtype not in (None, COAT_QTYPE):
-        text = f"linears stay as ai-toolkit quantizes them and multiply its way; write {COAT_QTYPE} for FP8 GEMMs"
-        entry.warn("model.qtype", text)
+        entry.warn("model.qtype", f"linears stay as ai-toolkit quantizes them; write {COAT_QTYPE} for FP8 GEMMs")
     if optimizer != COAT_OPTIMIZER:
         if coat.optimizer.use_fp8 and entry.given("coat.optimizer"):
             text = "the block coat.optimizer would have no effect"
             entry.error("train.optimizer", f"{text}; write {COAT_OPTIMIZER}, or coat.optimizer.use_fp8: false")
         elif coat.optimizer.use_fp8 or entry.alone:
-            text = f"stores the moments its own way, not as COAT; write {COAT_OPTIMIZER} for FP8 moments"
-            entry.warn("train.optimizer", text)
+            entry.warn("train.optimizer", f"stores moments not as COAT; write {COAT_OPTIMIZER} for FP8 moments")
     if entry.get("train.gradient_checkpointing") is False and coat.memory.checkpointing == "all":
-        text = "train.gradient_checkpointing: false forbids recomputation; write none or auto, or true there"
+        text = "train.gradient_checkpointing: false forbids it; write none or auto, or true there"
         entry.error("coat.memory.checkpointing", text)
 
 
-# -- photos and prompts ------------------------------------------------------------------------------------------------
+# --- photos and prompts ---
 
 
 def _check_datasets(entry: Entry) -> None:
@@ -438,10 +419,9 @@ def _check_datasets(entry: Entry) -> None:
     cached = [everywhere or bool(dataset.get("cache_text_embeddings")) for dataset in datasets]
     if any(cached):
         if not all(cached):
-            text = "must be the same in all datasets; write it in train: instead"
-            datasets[cached.index(False)].error("cache_text_embeddings", text)
-        text = "has nothing to learn from cached captions; write false, or cache_text_embeddings: false"
-        entry.forbid("train.train_text_encoder", text)
+            odd = datasets[cached.index(False)]
+            odd.error("cache_text_embeddings", "must be the same in all datasets; write it in train:")
+        entry.forbid("train.train_text_encoder", "learns nothing from cached captions; write false")
     for dataset, is_cached in zip(datasets, cached, strict=True):
         _check_dataset(dataset, is_cached, entry.alone)
 
@@ -452,8 +432,7 @@ def _check_dataset(dataset: Block, is_cached: bool, alone: bool) -> None:
     for key in ("folder_path", "dataset_path"):
         _check_path(dataset, key)
     if dataset.get("caption_ext", "txt").lower().rpartition(".")[2] in _NO_CAPTIONS:
-        text = "must be the end of a file name that holds a caption as plain text; write txt"
-        dataset.error("caption_ext", text)
+        dataset.error("caption_ext", "must be the end of names of plain text files; write txt")
     sizes = dataset.get("resolution", [512])
     sizes = sizes if isinstance(sizes, list) else [sizes]
     whole = all(isinstance(size, int) and not isinstance(size, bool) for size in sizes)
@@ -461,12 +440,12 @@ def _check_dataset(dataset: Block, is_cached: bool, alone: bool) -> None:
         text = f"must be a whole number, or a list of them, each of at least {BUCKET_STEP}; write [512]"
         dataset.error("resolution", text)
     if is_cached:
-        text = "a cached caption is encoded once, in one order; write false, or cache_text_embeddings: false"
+        text = "a cached caption has one order; write false, or cache_text_embeddings: false"
         dataset.forbid("shuffle_tokens", text)
     if alone:
         return
     if is_cached:
-        text = "ai-toolkit ignores it with cached text embeddings; write 0, or cache_text_embeddings: false"
+        text = "has no effect on cached captions; write 0, or cache_text_embeddings: false"
         dataset.forbid("token_dropout_rate", text)
     for key in SIDE_FOLDERS:
         folders = dataset.get(key, [])
@@ -475,7 +454,7 @@ def _check_dataset(dataset: Block, is_cached: bool, alone: bool) -> None:
             folders = [folders]
         for folder in folders:
             if isinstance(folder, str) and not Path(folder).is_dir():
-                text = f"no such folder in {Path.cwd()}, and ai-toolkit would go on without it; correct the path"
+                text = f"no such folder in {Path.cwd()}, and ai-toolkit would go on; correct the path"
                 dataset.error(key, text)
 
 
@@ -488,14 +467,13 @@ def _check_samples(entry: Entry) -> None:
         texts[f"{item.path}.prompt"] = item.get("prompt", "")
     draws = (prompts or items) and not entry.get("train.disable_sampling")
     if draws and entry.is_flux and not entry.alone and entry.get("sample.sampler") != "flowmatch":
-        text = "FLUX is sampled by flowmatch, which is not ai-toolkit's default; write sampler: flowmatch"
-        entry.error("sample.sampler", text)
+        entry.error("sample.sampler", "the default is not for FLUX; write flowmatch")
 
     trigger = entry.get("trigger_word", "")
     if trigger == TRIGGER_TAG:
-        entry.error("trigger_word", "is the placeholder for the trigger word; write the word itself")
+        entry.error("trigger_word", "is the placeholder; write the word itself")
     if trigger != trigger.strip():
-        entry.error("trigger_word", "starts or ends with a blank, so it is found in no caption; remove the blank")
+        entry.error("trigger_word", "starts or ends with a blank, which captions lack; remove it")
     share, script = foreign_script(trigger)
     if share > FOREIGN_SHARE:
         entry.warn("trigger_word", f"{T5_BLIND.format(script)}; write a rare word in Latin letters")
@@ -505,18 +483,16 @@ def _check_samples(entry: Entry) -> None:
             add(path, "must be a string; write it in quotes", prompt)
             continue
         if entry.alone and _PROMPT_FLAG.search(prompt):
-            rule = "flags in a prompt are not supported by the stand-alone trainer"
-            add(path, f"{rule}; write an entry of samples instead", prompt)
+            add(path, "has flags, which ai-toolkit alone reads; write an entry of samples instead", prompt)
         share, script = foreign_script(prompt)
         if share > FOREIGN_SHARE:
             warn(path, f"{T5_BLIND.format(script)}; write the prompt in English", prompt)
         if not trigger_sound:
             continue
         if trigger and TRIGGER_TAG not in prompt and trigger not in prompt:
-            warn(path, f"without the trigger word '{trigger}' it does not show the LoRA; write {TRIGGER_TAG}", prompt)
+            warn(path, f"without the trigger word it does not show the LoRA; write {TRIGGER_TAG}", prompt)
         elif not trigger and TRIGGER_TAG in prompt:
-            text = f"there is no trigger word for {TRIGGER_TAG}; write {entry.path}.trigger_word"
-            warn(path, text, prompt)
+            warn(path, f"there is no trigger word for {TRIGGER_TAG}; write trigger_word", prompt)
 
 
 def foreign_script(text: str) -> tuple[float, str]:

@@ -37,7 +37,7 @@ MOST_AT_ONCE = 32
 NOISE_STREAM = 4  # the number of these draws among the trainer's, `saves.rng.Stream`
 
 
-# -- which photos ------------------------------------------------------------------------------------------------------
+# --- which photos ---
 
 
 def choose_hold_out(
@@ -86,7 +86,7 @@ def choose_hold_out(
     return held_out
 
 
-# -- the loss ----------------------------------------------------------------------------------------------------------
+# --- the loss ---
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class FixedNoise:
         return torch.cat(all_losses).double().mean().item()
 
 
-# -- the lowest --------------------------------------------------------------------------------------------------------
+# --- the lowest ---
 
 
 def describe_lowest(curve: Sequence[tuple[int, float]], run_dir: Path, name: str) -> str:

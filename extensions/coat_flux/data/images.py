@@ -233,7 +233,7 @@ def _transform(profile: bytes, mode: str) -> tuple[ImageCms.ImageCmsTransform | 
     return (None if same else transform), wanted
 
 
-# -- facts of many photos ----------------------------------------------------------------------------------------------
+# --- facts of many photos ---
 
 
 @dataclass(frozen=True)

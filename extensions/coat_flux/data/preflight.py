@@ -199,7 +199,7 @@ def _table(where: str, photos: dict[Path, PhotoFacts], raw: Mapping[Path, str], 
     return "\n".join(lines)
 
 
-# -- the photos of a job -----------------------------------------------------------------------------------------------
+# --- the photos of a job ---
 
 
 def check_data(job: Mapping[str, Any]) -> tuple[list[str], list[str]]:

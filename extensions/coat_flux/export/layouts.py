@@ -92,7 +92,7 @@ class Pair:
         return self.alpha / self.rank
 
 
-# -- the linears under both names ------------------------------------------------------------------------------------
+# --- the linears under both names ---
 
 
 def _name_table() -> dict[str, dict[str, list[Place]]]:
@@ -136,7 +136,7 @@ def family_of(pairs: Mapping[str, Pair], layout: str) -> Family:
     return next(family for family in FAMILIES.values() if id(family) == best)
 
 
-# -- files ------------------------------------------------------------------------------------------------------------
+# --- files ---
 
 
 def read_file(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -230,7 +230,7 @@ def write_pairs(pairs: Mapping[str, Pair], layout: str) -> dict[str, Tensor]:
     return tensors
 
 
-# -- adapters of fused linears, and of their parts --------------------------------------------------------------------
+# --- adapters of fused linears, and of their parts ---
 
 
 def fuse_all(pairs: Mapping[str, Pair]) -> dict[str, Pair]:
