@@ -7,8 +7,8 @@ Only the probe calls it (`coat_flux.watch.casts`, a dispatch mode), so an unobse
 from __future__ import annotations
 
 import inspect
+from collections import namedtuple
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -45,21 +45,23 @@ class Decoded(NamedTuple):
 
 
 # an operator that updates moments in place declares its own arguments, and is asked before the call
-Declared = Cast | tuple[Cast, ...] | Product | Decoded | SimpleNamespace
+Declared = Cast | tuple[Any, ...] | Product | Decoded
 declarations: dict[str, Callable[..., Declared]] = {}  # name of the operator → (result, *arguments) → its casts
 
 
+def arguments_of(op: Any) -> Callable[..., Any]:
+    """Return the type of a call's arguments, as a named tuple with the names and defaults of the operator's body."""
+    parameters = inspect.signature(op._init_fn).parameters
+    defaults = [parameter.default for parameter in parameters.values() if parameter.default is not parameter.empty]
+    return namedtuple("Arguments", parameters, defaults=defaults)
+
+
 def declares(op: Any) -> Callable[[Callable[[Any, Any], Declared]], Callable[[Any, Any], Declared]]:
-    """Decorator: this function of the result and a namespace of arguments declares the casts of a call of `op`."""
-    signature = inspect.signature(op._init_fn)
+    """Decorator: this function of the result and the arguments by name declares the casts of a call of `op`."""
+    arguments = arguments_of(op)
 
     def register(declaration: Callable[[Any, Any], Declared]) -> Callable[[Any, Any], Declared]:
-        def declare(result: Any, *args: Any, **kwargs: Any) -> Declared:
-            bound = signature.bind(*args, **kwargs)
-            bound.apply_defaults()
-            return declaration(result, SimpleNamespace(**bound.arguments))
-
-        declarations[op._qualname] = declare
+        declarations[op._qualname] = lambda result, *args, **kwargs: declaration(result, arguments(*args, **kwargs))
         return declaration
 
     return register

@@ -21,7 +21,7 @@ results are equal to the last bit.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -171,40 +171,26 @@ def _fp8_adamw_step(
         moments = Moment(exp_avg, exp_avg_numbers), Moment(exp_avg_sq, exp_avg_sq_numbers)
         m, v = read_moments(*moments, chunk.rows)
         rows_table = None if table is None else _per_block(table, chunk)
-        before = None if rows_table is None else _copies(moments, chunk.rows, param)
+        updated = [param]
+        for codes, numbers in moments:
+            updated += [codes[chunk.rows].view(torch.uint8), numbers[:, chunk.rows].t()]
+        before = [] if rows_table is None else [tensor.clone() for tensor in updated]
         adamw_update_(param, -grad if maximize else grad, m, v, Hyper(*hyper), rows_table)
         rounding = None if draws is None else uniform(*_elements(draws, chunk))
         write_moments(*moments, chunk.rows, m, v, ExpansionConfig(*expansion), rounding)
+        if rows_table is not None:
+            skipped = rows_table[:, -1:].isnan()
+            for tensor, copy in zip(updated, before, strict=True):
+                tensor.copy_(torch.where(skipped, copy, tensor))
         if param_draws is not None and params[0].dtype != torch.float32:
             param = stochastic_cast(param, params[0].dtype, bits=random_bits(*_elements(param_draws, chunk)))
-        if before is not None and rows_table is not None:
-            param = _unless_skipped(rows_table[:, -1].isnan(), before, moments, chunk.rows, param)
         chunk.layout.scatter(param, pieces)
     for param, flat in zip(params, flat_params, strict=True):
         if not param.is_contiguous():
             param.copy_(flat.view(param.shape))
 
 
-def _copies(moments: tuple[Moment, Moment], rows: slice, param: Tensor) -> list[Tensor]:
-    return [tensor.clone() for codes, numbers in moments for tensor in (codes[rows], numbers[:, rows])] + [
-        param.clone()
-    ]
-
-
-def _unless_skipped(
-    skipped: Tensor, before: list[Tensor], moments: tuple[Moment, Moment], rows: slice, param: Tensor
-) -> Tensor:
-    """Restore the blocks whose row of the table is NaN; returns the parameters."""
-    for moment, (codes, numbers) in zip(moments, (before[:2], before[2:4]), strict=True):
-        bits = moment.codes[rows].view(torch.uint8)
-        bits.copy_(torch.where(skipped[:, None], codes.view(torch.uint8), bits))
-        moment.numbers[:, rows] = torch.where(skipped, numbers, moment.numbers[:, rows])
-    return torch.where(skipped[:, None], before[4].to(param.dtype), param)
-
-
-@declares(_fp8_adamw_step)
-def _(out: None, a: Any) -> Any:
-    return a
+declares(_fp8_adamw_step)(lambda out, a: a)
 
 
 def _cut(chunk: Chunk, flat: list[Tensor]) -> list[Tensor]:
@@ -260,14 +246,6 @@ def fp8_adamw_step(
         code off (measured 0.2), all others equal. Draws have the same bits everywhere.
     Source: arXiv 2410.19313, section 3.
     """
-    _check_sizes(params, grads, exp_avg.codes, first_blocks)
-    _fp8_adamw_step(
-        params, grads, *exp_avg, *exp_avg_sq, first_blocks, list(hyper), table, draws,
-        param_draws, [expansion.range_fraction, expansion.exponent_step, expansion.exponent_max], maximize,
-    )  # fmt: skip
-
-
-def _check_sizes(params: list[Tensor], grads: list[Tensor], codes: Tensor, first_blocks: list[int]) -> None:
     sizes = list(map(Tensor.numel, params))
     if list(map(Tensor.numel, grads)) != sizes:
         index = next(i for i, (grad, size) in enumerate(zip(grads, sizes, strict=True)) if grad.numel() != size)
@@ -275,10 +253,14 @@ def _check_sizes(params: list[Tensor], grads: list[Tensor], codes: Tensor, first
             f"grads[{index}] of shape {tuple(grads[index].shape)}: must have the shape {tuple(params[index].shape)} of "
             "its parameter"
         )
-    blocks, block_size = codes.shape
+    blocks, block_size = exp_avg.codes.shape
     ends = [first * block_size + size for first, size in zip(first_blocks, sizes, strict=True)]
     if ends and max(ends) > blocks * block_size:
         raise ValueError(f"exp_avg of {blocks} blocks: too few for the parameters; it must have all of their blocks")
+    _fp8_adamw_step(
+        params, grads, *exp_avg, *exp_avg_sq, first_blocks, list(hyper), table, draws,
+        param_draws, [expansion.range_fraction, expansion.exponent_step, expansion.exponent_max], maximize,
+    )  # fmt: skip
 
 
 run_by_triton(_fp8_adamw_step)

@@ -107,8 +107,10 @@ def _fp8_adamw_step_kernel(
     grad = tl.load(grad_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
     if MAXIMIZE:
         grad = -grad
-    v = read(exp_avg_sq_ptr, exp_avg_sq_numbers_ptr, places, inside, rows, in_rows, stride, FORM2, ON_GPU)
-    m = read(exp_avg_ptr, exp_avg_numbers_ptr, places, inside, rows, in_rows, stride, FORM1, ON_GPU)
+    where = places, inside, rows, in_rows
+    exp_avg, exp_avg_sq = (exp_avg_ptr, exp_avg_numbers_ptr, stride), (exp_avg_sq_ptr, exp_avg_sq_numbers_ptr, stride)
+    v = read(exp_avg_sq, where, FORM2, ON_GPU)
+    m = read(exp_avg, where, FORM1, ON_GPU)
     if FORM1 == RATIO:
         m *= tl.sqrt_rn(v)
     small = weight1 < 0.5  # as torch.lerp; it and addcmul round product and sum once
@@ -128,15 +130,13 @@ def _fp8_adamw_step_kernel(
     if FORM1 == RATIO:
         usable = (v > 0) & (v < float("inf"))
         m = tl.where(usable, m / tl.where(usable, sqrt_v, 1.0), 0.0)  # `coat_core.moments.update_ratio`
-    write(m, None, exp_avg_ptr, exp_avg_numbers_ptr, places, inside, rows, in_rows, stride,
-          FORM1, MAX1, BOUND1_LOG2, STEP, EXPONENT_MAX, ON_GPU)  # fmt: skip
+    write(m, None, exp_avg, where, FORM1, MAX1, BOUND1_LOG2, STEP, EXPONENT_MAX, ON_GPU)
     if draws_ptr is None:
         drawn = None
     else:
         stream, step = tl.load(draws_ptr + 3 * tensor), tl.load(draws_ptr + 3 * tensor + 1)
         drawn = uniform(stream, step, offsets + tl.load(draws_ptr + 3 * tensor + 2))
-    write(v, drawn, exp_avg_sq_ptr, exp_avg_sq_numbers_ptr, places, inside, rows, in_rows, stride,
-          FORM2, MAX2, BOUND2_LOG2, STEP, EXPONENT_MAX, ON_GPU)  # fmt: skip
+    write(v, drawn, exp_avg_sq, where, FORM2, MAX2, BOUND2_LOG2, STEP, EXPONENT_MAX, ON_GPU)
 
 
 @launcher(operators._fp8_adamw_step)

@@ -91,6 +91,7 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = Non
     mask is from `additive_mask`, [B, H, S, S] or with 1 in place of the first three. out is 0 for a query without keys.
     """
     kernel = chosen_kernel(q, k, v, mask)
+    whole = None if mask is None else mask.expand(*q.shape[:3], k.shape[2])
     if kernel == "flash_cpu":
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask)
         return out, AttentionContext(kernel, (lse,))
@@ -98,17 +99,13 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = Non
         out, lse, _, _, max_q, max_k, seed, offset, _ = aten._scaled_dot_product_flash_attention(q, k, v)
         return out, AttentionContext(kernel, (lse, seed, offset), (int(max_q), int(max_k)))
     if kernel == "efficient":
-        out, lse, seed, offset = aten._scaled_dot_product_efficient_attention(q, k, v, _whole(mask, q, k), True)
+        out, lse, seed, offset = aten._scaled_dot_product_efficient_attention(q, k, v, whole, True)
         return out, AttentionContext(kernel, (lse, seed, offset))
     if kernel == "cudnn":
-        found = aten._scaled_dot_product_cudnn_attention(q, k, v, _whole(mask, q, k), True)
-        out, lse, _, _, max_q, max_k, seed, offset, _ = found
+        results = aten._scaled_dot_product_cudnn_attention(q, k, v, whole, True)
+        out, lse, _, _, max_q, max_k, seed, offset, _ = results
         return out, AttentionContext(kernel, (lse, seed, offset), (int(max_q), int(max_k)))
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask), AttentionContext(kernel, ())
-
-
-def _whole(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    return None if mask is None else mask.expand(*q.shape[:3], k.shape[2])
 
 
 def attention_backward(
@@ -125,31 +122,25 @@ def attention_backward(
     Numerics: bit-equal to torch's own backward when fed the forward pass's tensors; 24 dB and more with E4M3 round
     trips of Gaussian q, k, v and out (tests/tolerances.py).
     """
+    whole = None if mask is None else mask.expand(*q.shape[:3], k.shape[2])
+    inputs, lse, random = (grad, q, k, v), context.tensors[:1], context.tensors[1:]
     if context.kernel == "plain":
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         with torch.enable_grad():
             again = torch.nn.functional.scaled_dot_product_attention(leaves[0], leaves[1], leaves[2], mask)
-        return _three(torch.autograd.grad(again, leaves, grad))
-    lse = context.tensors[0]
-    if context.kernel == "flash_cpu":
+        gradients: Any = torch.autograd.grad(again, leaves, grad)
+    elif context.kernel == "flash_cpu":
         backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
-        return _three(backward(grad, q, k, v, out, lse, 0.0, False, attn_mask=mask))
-    seed, offset = context.tensors[1:]
-    if context.kernel == "efficient":
+        gradients = backward(*inputs, out, *lse, 0.0, False, attn_mask=mask)
+    elif context.kernel == "efficient":
         backward = aten._scaled_dot_product_efficient_attention_backward
-        wanted = [True, True, True, False]
-        return _three(backward(grad, q, k, v, _whole(mask, q, k), out, lse, seed, offset, 0.0, wanted)[:3])
-    (max_q, max_k) = context.sizes
-    if context.kernel == "flash" or context.kernel in LIBRARIES:
+        *gradients, _ = backward(*inputs, whole, out, *lse, *random, 0.0, [True, True, True, False])
+    elif context.kernel == "flash" or context.kernel in LIBRARIES:
         backward = aten._scaled_dot_product_flash_attention_backward
-        return _three(backward(grad, q, k, v, out, lse, None, None, max_q, max_k, 0.0, False, seed, offset))
-    backward = aten._scaled_dot_product_cudnn_attention_backward
-    return _three(
-        backward(grad, q, k, v, out, lse, seed, offset, _whole(mask, q, k), None, None, max_q, max_k, 0.0, False)
-    )
-
-
-def _three(gradients: Any) -> tuple[Tensor, Tensor, Tensor]:
+        gradients = backward(*inputs, out, *lse, None, None, *context.sizes, 0.0, False, *random)
+    else:
+        backward = aten._scaled_dot_product_cudnn_attention_backward
+        gradients = backward(*inputs, out, *lse, *random, whole, None, None, *context.sizes, 0.0, False)
     dq, dk, dv = gradients
     return dq, dk, dv
 
@@ -183,41 +174,40 @@ class AttentionTrial:
     @torch.no_grad()
     def obstacle(self, kernel: str) -> str | None:
         """Select a kernel and run it; return why it cannot be used, or None, and then it stays selected."""
-        reason = self._tried(kernel)
+        try:
+            use_kernel(kernel, self.qkv[0])
+            worst = self._error(*self.run())
+            reason = None if worst <= LARGEST_ERROR else f"differs from plain matrix products by {worst:.1%}"
+        except ImportError as error:
+            reason = f"not installed ({error})"
+        except Exception as error:  # a library of others, or the driver, can raise anything
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         if reason is not None:
             use_kernel(None)
         return reason
 
-    def _tried(self, kernel: str) -> str | None:
-        try:
-            use_kernel(kernel, self.qkv[0])
-            found = self.run()
-            finite = torch.stack([x.isfinite().all() for x in found]).all()
-            pairs = zip(self._checked(found), self._wanted(), strict=True)
-            errors = torch.stack([(a.double() - b).norm() / b.norm() for a, b in pairs])
-            worst = float(torch.where(finite, errors.amax(), torch.inf))
-        except ImportError as error:
-            return f"not installed ({error})"
-        except Exception as error:  # a library of others, or the driver, can raise anything
-            return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        return None if worst <= LARGEST_ERROR else f"differs from plain matrix products by {worst:.1%}"
-
-    def _checked(self, found: tuple[Tensor, ...]) -> list[Tensor]:
-        out, dq, dk, dv = (x[-1, -1] for x in found)
-        return [out[:: self._step], dq[:: self._step], dk, dv]
-
-    def _wanted(self) -> list[Tensor]:
+    def _error(self, out: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> float:
+        """Return the largest relative error of the results of one head; inf where any of any head is not finite."""
+        finite = torch.stack([x.isfinite().all() for x in (out, dq, dk, dv)]).all()
         q, k, v, grad = (x[-1, -1].double() for x in (*self.qkv, self._grad))
         q, grad, scale = q[:: self._step], grad[:: self._step], q.shape[-1] ** -0.5
         p = (q @ k.t() * scale).softmax(-1)
-        out = p @ v
-        ds = p * (grad @ v.t() - (grad * out).sum(-1, keepdim=True)) * scale
-        return [out, ds @ k, ds.t() @ q, p.t() @ grad]
+        expected_out = p @ v
+        ds = p * (grad @ v.t() - (grad * expected_out).sum(-1, keepdim=True)) * scale
+        out, dq, dk, dv = (x[-1, -1].double() for x in (out, dq, dk, dv))
+        pairs = (
+            (out[:: self._step], expected_out),
+            (dq[:: self._step], ds @ k),
+            (dk, ds.t() @ q),
+            (dv, p.t() @ grad),
+        )
+        errors = torch.stack([(result - expected).norm() / expected.norm() for result, expected in pairs])
+        return float(torch.where(finite, errors.amax(), torch.inf))
 
 
 def kernel_obstacles(like: Tensor) -> dict[str, str | None]:
     """Return, for each GPU kernel, why it cannot be used for such tensors, or None; afterwards torch chooses again."""
     trial = AttentionTrial(like)
-    found = {kernel: trial.obstacle(kernel) for kernel in GPU_KERNELS}
+    obstacles = {kernel: trial.obstacle(kernel) for kernel in GPU_KERNELS}
     use_kernel(None)
-    return found
+    return obstacles

@@ -21,7 +21,7 @@ from coat_core.ops.launch import (
     blocks,
     dot_operand,
     empty,
-    empty_codes,
+    empty_values,
     finished,
     launch,
     nothing,
@@ -37,6 +37,7 @@ ELEMENTS_A_THREAD = 16
 WARPS_MAX = 16
 RANKS_AT_ONCE, FP32_RANKS_AT_ONCE = 64, 16  # fp32 is multiplied without tensor cores, from registers
 LOW_RANK_ROWS = 16  # the minimum of a tile of tl.dot
+HALF_INTEGERS = tl.constexpr(1.5 * 2.0**23)
 TL_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 # that share the rows where each leaves column sums, which are written and read again: two for each multiprocessor of a
 # large GPU, as many as fit there at once with the registers of LayerNorm's backward
@@ -58,9 +59,15 @@ def scale_from_amax(amax, FORMAT_MAX: tl.constexpr):
 
 
 @triton.jit
-def saturated(x, FORMAT_MAX: tl.constexpr):
-    """X clamped to ±max before the cast to FP8. NaN stays NaN."""
-    return tl.clamp(x, -FORMAT_MAX, FORMAT_MAX, propagate_nan=tl.PropagateNan.ALL)
+def saturated(x, limit):
+    """X clamped to ±limit. NaN stays NaN."""
+    return tl.clamp(x, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def nearest(x):
+    """X rounded to an integer, ties to even, for abs(x) < 2^22: fp32 has no bits left for a fraction up there."""
+    return (x + HALF_INTEGERS) - HALF_INTEGERS
 
 
 @triton.jit
@@ -79,6 +86,12 @@ def as_codes(x, codes_ptr):
     else:
         codes = x.to(codes_ptr.dtype.element_ty)
     return codes
+
+
+@triton.jit
+def quantized(x, scale, codes_ptr, FORMAT_MAX: tl.constexpr):
+    """X over its scale, in the pointer's code type."""
+    return as_codes(saturated(tl.div_rn(x, scale), FORMAT_MAX), codes_ptr)
 
 
 @triton.jit
@@ -110,8 +123,7 @@ def store_row_codes(values, codes_ptr, scale_ptr, rows, are_rows, offsets, insid
         else:
             scale = scale_from_amax(amax, FORMAT_MAX)
             tl.store(scale_ptr + rows, scale, mask=are_rows)
-            codes = saturated(tl.div_rn(values, scale[:, None]), FORMAT_MAX)
-            tl.store(codes_ptr + offsets, as_codes(codes, codes_ptr), mask=inside)
+            tl.store(codes_ptr + offsets, quantized(values, scale[:, None], codes_ptr, FORMAT_MAX), mask=inside)
 
 
 @triton.jit
@@ -129,15 +141,20 @@ def store_group_codes(
     R: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Quantize a tile, columns first to end of rows of `width`, in groups of G, a power of two up to BLOCK."""
-    groups = tl.reshape(values, (R, BLOCK // G, G))
-    scale = scale_from_amax(tl.max(finite_abs(groups), axis=2), FORMAT_MAX)
-    places = first // G + tl.arange(0, BLOCK // G)[None, :]
-    tl.store(scale_ptr + rows[:, None] * tl.cdiv(width, G) + places, scale, mask=are_rows[:, None] & (places * G < end))
-    codes = tl.reshape(saturated(tl.div_rn(groups, scale[:, :, None]), FORMAT_MAX), (R, BLOCK))
-    columns = first + tl.arange(0, BLOCK)[None, :]
-    inside = are_rows[:, None] & (columns < end)
-    tl.store(codes_ptr + rows[:, None] * width + columns, as_codes(codes, codes_ptr), mask=inside)
+    """Quantize a tile, columns first to end of rows of `width`, in groups of G, a power of two up to BLOCK.
+
+    Without codes do nothing.
+    """
+    if codes_ptr is not None:
+        groups = tl.reshape(values, (R, BLOCK // G, G))
+        scale = scale_from_amax(tl.max(finite_abs(groups), axis=2), FORMAT_MAX)
+        places = first // G + tl.arange(0, BLOCK // G)[None, :]
+        are_groups = are_rows[:, None] & (places * G < end)
+        tl.store(scale_ptr + rows[:, None] * tl.cdiv(width, G) + places, scale, mask=are_groups)
+        codes = tl.reshape(saturated(tl.div_rn(groups, scale[:, :, None]), FORMAT_MAX), (R, BLOCK))
+        columns = first + tl.arange(0, BLOCK)[None, :]
+        inside = are_rows[:, None] & (columns < end)
+        tl.store(codes_ptr + rows[:, None] * width + columns, as_codes(codes, codes_ptr), mask=inside)
 
 
 @triton.jit
@@ -208,8 +225,7 @@ def _cast_by_amax_fwd_kernel(
     offsets = block * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < total
     x = load_scaled(x_ptr, factor_ptr, offsets, offsets % K, inside)
-    codes = saturated(tl.div_rn(x, scale), FORMAT_MAX)
-    tl.store(codes_ptr + offsets, as_codes(codes, codes_ptr), mask=inside)
+    tl.store(codes_ptr + offsets, quantized(x, scale, codes_ptr, FORMAT_MAX), mask=inside)
 
 
 @triton.jit
@@ -233,16 +249,23 @@ def _cast_rows_by_amax_fwd_kernel(
         columns = start + tl.arange(0, BLOCK)
         offsets, inside = row * K + columns, columns < K
         x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-        codes = saturated(tl.div_rn(x, scale), FORMAT_MAX)
-        tl.store(codes_ptr + offsets, as_codes(codes, codes_ptr), mask=inside)
+        tl.store(codes_ptr + offsets, quantized(x, scale, codes_ptr, FORMAT_MAX), mask=inside)
 
 
-def cast_by_amax(x: Tensor, amax: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
-    """Quantize x per tensor, from the finite amax of any number of parts."""
+def cast_by_amax(x: Tensor, amax: Tensor, fmt: str, factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Quantize x, times its columns' factors, per tensor, from the finite amax of any number of parts."""
     form = get_format(fmt)
-    codes = empty_codes(tuple(x.shape), form, x.device)
+    codes = empty_values(tuple(x.shape), form.dtype, x.device)
     scale = empty((), torch.float32, x.device)
-    cast_all_by_amax(x, None, amax, codes, scale, form.max)
+    launch(
+        _cast_by_amax_fwd_kernel,
+        (blocks(x.numel(), SHARE_BLOCK),),
+        *(x, factors, amax, codes, scale),
+        *(x.shape[-1], x.numel(), amax.numel()),
+        FORMAT_MAX=form.max,
+        PARTS_BLOCK=SHARES_MAX,
+        BLOCK=SHARE_BLOCK,
+    )
     return finished(codes, form.dtype), scale
 
 
@@ -251,7 +274,7 @@ def cast_rows_by_amax(x: Tensor, amax: Tensor, fmt: str) -> tuple[Tensor, Tensor
     form = get_format(fmt)
     k = x.shape[-1]
     rows, parts = amax.shape
-    codes = empty_codes(tuple(x.shape), form, x.device)
+    codes = empty_values(tuple(x.shape), form.dtype, x.device)
     scale = empty((*x.shape[:-1], 1), torch.float32, x.device)
     launch(
         _cast_rows_by_amax_fwd_kernel,
@@ -262,21 +285,6 @@ def cast_rows_by_amax(x: Tensor, amax: Tensor, fmt: str) -> tuple[Tensor, Tensor
         BLOCK=row_block(k),
     )
     return finished(codes, form.dtype), scale
-
-
-def cast_all_by_amax(
-    x: Tensor, factors: Tensor | None, amax: Tensor, codes: Tensor, scale: Tensor, format_max: float
-) -> None:
-    """Write the codes of x, times its columns' factors, and their one scale."""
-    launch(
-        _cast_by_amax_fwd_kernel,
-        (blocks(x.numel(), SHARE_BLOCK),),
-        *(x, factors, amax, codes, scale),
-        *(x.shape[-1], x.numel(), amax.numel()),
-        FORMAT_MAX=format_max,
-        PARTS_BLOCK=SHARES_MAX,
-        BLOCK=SHARE_BLOCK,
-    )
 
 
 def row_block(k: int) -> int:
@@ -291,7 +299,7 @@ class RowCodes:
         check_granularity(granularity)
         self._fmt = form = E4M3 if fmt == "none" else get_format(fmt)
         self.format_max = form.max
-        self.codes = empty_codes(shape, form, device) if granularity == "per_row" else None
+        self.codes = empty_values(shape, form.dtype, device) if granularity == "per_row" else None
         self.scale = None if granularity == "none" else empty((*shape[:-1], 1), torch.float32, device)
 
     def results(self, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -314,7 +322,7 @@ class GroupCodes:
         if saved_format != "none":
             self._fmt = form = get_format(saved_format)
             self.format_max = form.max
-            self.codes = empty_codes(shape, form, device)
+            self.codes = empty_values(shape, form.dtype, device)
             self.scale = empty(per_group(group_size).scale_shape(shape), torch.float32, device)
 
     def results(self) -> tuple[Tensor, Tensor]:
@@ -373,15 +381,18 @@ def with_row_stride(x: Any) -> tuple[Any, int]:
     return x, rows
 
 
-def check_width(width: int) -> None:
-    """Raise ValueError where one program cannot hold a row."""
-    if width > WIDEST_ROW:
-        raise ValueError(f"x with rows of {width}: the Triton kernel holds at most {WIDEST_ROW}; split the rows")
-
-
 def tile_rows(block: int) -> int:
     """Return how many rows of `block` elements one program takes: several where they are short."""
     return max(TILE_ELEMENTS // block, 1)
+
+
+def whole_rows(width: int) -> dict[str, int]:
+    """Return the constants of a program that holds whole rows; raises ValueError where it cannot."""
+    if width > WIDEST_ROW:
+        raise ValueError(f"x with rows of {width}: the Triton kernel holds at most {WIDEST_ROW}; split the rows")
+    block = power_of_two(width)
+    tile = tile_rows(block)
+    return {"R": tile, "BLOCK": block, "num_warps": warps(tile * block)}
 
 
 @functools.cache

@@ -12,10 +12,8 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import inspect
 import logging
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -24,6 +22,8 @@ from torch._C import _len_torch_dispatch_stack
 from torch._C._autograd import _profiler_enabled
 from torch._compile import _disable_dynamo
 from torch.nn import Parameter
+
+from coat_core.casts import arguments_of
 
 logger = logging.getLogger(__name__)
 
@@ -68,9 +68,6 @@ class Operator(Generic[P, R]):
                         run = self.kernels.get(x.device.type, run)
                     break
         return run(*args, **kwargs)
-
-    def __repr__(self) -> str:
-        return f"<Operator {self._qualname}>"
 
     def register_kernel(self, device_type: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Decorator: this function runs in place of the body on such devices."""
@@ -147,21 +144,9 @@ class _WithoutGradient(torch.autograd.Function):
 
 
 def launcher(op: Any) -> Callable[[Callable[[Any], Any]], Callable[..., Any]]:
-    """Decorator: this function of a namespace of arguments is the CUDA launcher of `op`, and is called like it."""
-    parameters = inspect.signature(op._init_fn).parameters
-    names = tuple(parameters)
-    defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
-
-    def register(launch: Callable[[Any], Any]) -> Callable[..., Any]:
-        @functools.wraps(launch)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            by_name = dict(zip(names, args, strict=False))
-            return launch(SimpleNamespace(**(defaults | by_name | kwargs)))
-
-        call.operator = op  # type: ignore[attr-defined]
-        return call
-
-    return register
+    """Decorator: this function of the arguments by name is the CUDA launcher of `op`, and is called like it."""
+    arguments = arguments_of(op)
+    return lambda launch: functools.wraps(launch)(lambda *args, **kwargs: launch(arguments(*args, **kwargs)))
 
 
 def run_by_triton(op: Any) -> None:

@@ -24,7 +24,6 @@ from coat_core.ops.device import (
     RowCodes,
     adapter,
     add_low_rank,
-    check_width,
     contiguous,
     load_saved,
     rounded,
@@ -34,6 +33,7 @@ from coat_core.ops.device import (
     store_row_codes,
     tile_rows,
     warps,
+    whole_rows,
     with_row_stride,
 )
 from coat_core.ops.dispatch import launcher
@@ -94,10 +94,9 @@ def _gated_sum_fwd_kernel(
     inside = (place < S)[:, None] & (columns < D)[None, :]
     offsets = rows[:, None] * D + columns[None, :]
     result = _complete_tile(result_ptr, h_ptr, up_ptr, rows, place < S, columns, h_stride, D, RANK, RANK_BLOCK)
-    if saved_ptr is not None:
-        store_group_codes(
-            result, saved_ptr, saved_scale_ptr, rows, place < S, first, D, D, SAVED_MAX, SAVED_GROUP, R, BLOCK
-        )
+    store_group_codes(
+        result, saved_ptr, saved_scale_ptr, rows, place < S, first, D, D, SAVED_MAX, SAVED_GROUP, R, BLOCK
+    )
     gate = tl.load(gate_ptr + image * gate_stride + columns, mask=columns < D, other=0.0).to(tl.float32)
     product = gate[None, :] * result
     if gate_ptr.dtype.element_ty == result_ptr.dtype.element_ty:
@@ -135,10 +134,9 @@ def _gated_norm_fwd_kernel(
     for first in range(0, D, BLOCK):
         columns = first + tl.arange(0, BLOCK)
         result = _complete_tile(result_ptr, h_ptr, up_ptr, rows, place < S, columns, h_stride, D, RANK, RANK_BLOCK)
-        if saved_ptr is not None:
-            store_group_codes(
-                result, saved_ptr, saved_scale_ptr, rows, place < S, first, D, D, SAVED_MAX, SAVED_GROUP, R, BLOCK
-            )
+        store_group_codes(
+            result, saved_ptr, saved_scale_ptr, rows, place < S, first, D, D, SAVED_MAX, SAVED_GROUP, R, BLOCK
+        )
         squares += tl.sum(result * result, axis=1)
     rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(squares, D * 1.0) + eps))
     for first in range(0, D, BLOCK):
@@ -252,16 +250,13 @@ def gated_sum(a: Any) -> tuple[Tensor, ...]:
 def gated_sum_backward(a: Any) -> tuple[Tensor, ...]:
     images, s, d = a.grad.shape
     device = a.grad.device
-    check_width(d)
+    constants = whole_rows(d)
     operators.check_result(a.result, a.weight)
     grad = a.grad.contiguous()
-    result = contiguous(a.result)
-    weight = contiguous(a.weight)
+    result, weight = contiguous(a.result), contiguous(a.weight)
     gate, gate_stride = with_row_stride(a.gate)
     result_scale, per_row, group = saved_groups(a.result_scale, a.group_size, d)
-    block = power_of_two(d)
-    tile = tile_rows(block)
-    programs, rounds = shared_rows(images, s, tile)
+    programs, rounds = shared_rows(images, s, constants["R"])
     dy = empty_values(tuple(grad.shape), a.dtype, device)
     codes = RowCodes(tuple(grad.shape), a.fmt, a.granularity, device)
     dgate = None if result is None else empty((images, programs, d), torch.float32, device)
@@ -274,9 +269,7 @@ def gated_sum_backward(a: Any) -> tuple[Tensor, ...]:
         GROUP=group,
         DTYPE=TL_DTYPES[a.dtype],
         FORMAT_MAX=codes.format_max,
-        R=tile,
-        BLOCK=block,
-        num_warps=warps(tile * block),
+        **constants,
     )
     dy = finished(dy, a.dtype)
     total = grad.new_empty(0, dtype=torch.float32) if dgate is None else dgate.sum(1)

@@ -48,6 +48,7 @@ from coat_core.ops.dispatch import launcher
 from coat_core.ops.gelu import activated_width, columns_of_up
 from coat_core.ops.launch import blocks, dot_operand, empty, empty_values, finished, launch, power_of_two
 
+GATED = tl.constexpr("silu_and_mul")
 LOW_RANK_BLOCK = 128  # columns of LOW_RANK_ROWS rows
 
 # of the gradient of a down-projection
@@ -71,48 +72,24 @@ def gate_of_gelu(x):
 
 
 @triton.jit
-def gated(gate, up, DTYPE: tl.constexpr):
-    return (gate * sigmoid(gate)).to(DTYPE).to(tl.float32) * up
+def activated(gate, x, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
+    """GELU(x), or silu(gate)·x rounded as torch rounds it, in DTYPE."""
+    if ACTIVATION == GATED:
+        x = (gate * sigmoid(gate)).to(DTYPE).to(tl.float32) * x
+    else:
+        x = x * gate_of_gelu(x)
+    return x.to(DTYPE)
 
 
 @triton.jit
-def _store_tile(
-    x,
-    values_ptr,
-    amax_ptr,
-    rows,
-    are_rows,
+def values_tile(
+    source,
+    adapter,
+    saved,
+    tile,
     first,
-    end,
     width,
-    part,
-    parts,
-    BLOCK: tl.constexpr,
-):
-    columns = first + tl.arange(0, BLOCK)[None, :]
-    inside = are_rows[:, None] & (columns < end)
-    tl.store(values_ptr + rows[:, None] * width + columns, x.to(values_ptr.dtype.element_ty), mask=inside)
-    if amax_ptr is not None:
-        tl.store(amax_ptr + rows * parts + part, tl.max(finite_abs(x), axis=1), mask=are_rows)
-
-
-@triton.jit
-def _complete_tile(
-    x_ptr,
-    scale_ptr,
-    h_ptr,
-    up_ptr,
-    saved_ptr,
-    saved_scale_ptr,
-    row,
-    rows,
-    are_rows,
-    first,
-    end,
-    stride,
-    h_stride,
-    scales_per_row,
-    width,
+    ACTIVATION: tl.constexpr,
     DTYPE: tl.constexpr,
     GROUP: tl.constexpr,
     SAVED_MAX: tl.constexpr,
@@ -121,21 +98,58 @@ def _complete_tile(
     RANK_BLOCK: tl.constexpr,
     R: tl.constexpr,
     BLOCK: tl.constexpr,
+    TURNED: tl.constexpr = False,
 ):
-    in_row = first + tl.arange(0, BLOCK)
-    columns = in_row[None, :]
-    inside = are_rows[:, None] & (columns < end)
-    groups = (row + rows[:, None]) * scales_per_row + columns // GROUP
-    x = load_saved(x_ptr + row * stride, scale_ptr, rows[:, None] * stride + columns, groups, inside, DTYPE)
-    if h_ptr is not None:
-        h_row, h_rows, up_rows = h_ptr + row * h_stride, rows * h_stride, in_row * RANK
-        x = add_low_rank(x, h_row, up_ptr, h_rows, up_rows, 1, are_rows, in_row < end, RANK, RANK_BLOCK)
-    x = x.to(DTYPE).to(tl.float32)
-    if saved_ptr is not None:
+    """A tile [R, BLOCK] of the `width` values of attention or, of an ACTIVATION, of mlp with its adapter; save both.
+
+    `source` has values or codes, their scale, and the distances of rows and of their scales. TURNED computes the
+    adapter's product transposed: before a product with the values Triton would split both by rows alone, and spill.
+    """
+    x_ptr, scale_ptr, stride, scales_per_row = source
+    h_ptr, up_ptr, h_stride, second = adapter
+    saved_ptr, saved_scale_ptr = saved
+    row, rows, are_rows = tile
+    x = tl.zeros([R, BLOCK], tl.float32)
+    for half in tl.static_range(2 if ACTIVATION == GATED else 1):
+        gate, start, end = x, half * width + first, half * width + width
+        in_row = start + tl.arange(0, BLOCK)
+        columns = in_row[None, :]
+        inside = are_rows[:, None] & (columns < end)
+        groups = (row + rows[:, None]) * scales_per_row + columns // GROUP
+        x = load_saved(x_ptr + row * stride, scale_ptr, rows[:, None] * stride + columns, groups, inside, DTYPE)
+        if h_ptr is not None:
+            half_h_ptr, h_rows = h_ptr + half * second + row * h_stride, rows * h_stride
+            if TURNED:
+                for first_rank in tl.range(0, RANK, RANK_BLOCK, num_stages=1):
+                    rank = first_rank + tl.arange(0, RANK_BLOCK)
+                    of_h = (rank < RANK)[:, None] & are_rows[None, :]
+                    of_up = (in_row < end)[:, None] & (rank < RANK)[None, :]
+                    h = tl.load(half_h_ptr + h_rows[None, :] + rank[:, None], mask=of_h, other=0.0)
+                    up = tl.load(up_ptr + in_row[:, None] * RANK + rank[None, :], mask=of_up, other=0.0)
+                    x += tl.trans(tl.dot(up, h, input_precision="ieee"))
+            else:
+                up_rows = in_row * RANK
+                x = add_low_rank(x, half_h_ptr, up_ptr, h_rows, up_rows, 1, are_rows, in_row < end, RANK, RANK_BLOCK)
+        x = x.to(DTYPE).to(tl.float32)
+        all_columns = 2 * width if ACTIVATION == GATED else width
         store_group_codes(
-            x, saved_ptr, saved_scale_ptr, row + rows, are_rows, first, end, width, SAVED_MAX, G, R, BLOCK
+            x, saved_ptr, saved_scale_ptr, row + rows, are_rows, start, end, all_columns, SAVED_MAX, G, R, BLOCK
         )
+    if ACTIVATION is not None:
+        x = activated(gate, x, ACTIVATION, DTYPE).to(tl.float32)
     return x
+
+
+@triton.jit
+def _store_tile(x, values_ptr, amax_ptr, tile, first, end, width, BLOCK: tl.constexpr):
+    row, rows, are_rows = tile
+    columns = first + tl.arange(0, BLOCK)[None, :]
+    inside = are_rows[:, None] & (columns < end)
+    values_ptr += row * width
+    tl.store(values_ptr + rows[:, None] * width + columns, x.to(values_ptr.dtype.element_ty), mask=inside)
+    if amax_ptr is not None:
+        part, parts = tl.program_id(1), tl.num_programs(1)
+        tl.store(amax_ptr + row * parts + rows * parts + part, tl.max(finite_abs(x), axis=1), mask=are_rows)
 
 
 @triton.jit
@@ -161,7 +175,7 @@ def _mlp_activation_fwd_kernel(
     D,
     F,
     DTYPE: tl.constexpr,
-    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     ATTENTION_GROUP: tl.constexpr,
     MLP_GROUP: tl.constexpr,
     SAVED_MAX: tl.constexpr,
@@ -173,76 +187,26 @@ def _mlp_activation_fwd_kernel(
     BLOCK: tl.constexpr,
 ):
     """A tile of R rows of attention or of mlp a program; D is 0 without attention. Tile offsets fit 32 bits."""
-    row, part, parts = tl.program_id(0).to(tl.int64) * R, tl.program_id(1), tl.num_programs(1)
-    rows = tl.arange(0, R)
-    are_rows, before = row + rows < total, tl.cdiv(D, BLOCK)
-    values_ptr += row * (D + F)
-    if amax_ptr is not None:
-        amax_ptr += row * parts
+    row, part = tl.program_id(0).to(tl.int64) * R, tl.program_id(1)
+    rows, before = tl.arange(0, R), tl.cdiv(D, BLOCK)
+    tile = row, rows, row + rows < total
     if part < before:
         if attention_ptr is not None:
-            x = _complete_tile(
-                attention_ptr,
-                attention_scale_ptr,
-                None,
-                None,
-                saved_attention_ptr,
-                saved_attention_scale_ptr,
-                row,
-                rows,
-                are_rows,
-                part * BLOCK,
-                D,
-                attention_stride,
-                0,
-                attention_scales_per_row,
-                D,
-                DTYPE,
-                ATTENTION_GROUP,
-                SAVED_MAX,
-                G,
-                0,
-                0,
-                R,
-                BLOCK,
+            first, none = part * BLOCK, (None, None, 0, 0)
+            attention = attention_ptr, attention_scale_ptr, attention_stride, attention_scales_per_row
+            kept = saved_attention_ptr, saved_attention_scale_ptr
+            x = values_tile(
+                attention, none, kept, tile, first, D, None, DTYPE, ATTENTION_GROUP, SAVED_MAX, G, 0, 0, R, BLOCK
             )
-            _store_tile(x, values_ptr, amax_ptr, rows, are_rows, part * BLOCK, D, D + F, part, parts, BLOCK)
+            _store_tile(x, values_ptr, amax_ptr, tile, first, D, D + F, BLOCK)
     else:
-        first, width, x = (part - before) * BLOCK, F + F if GATED else F, tl.zeros([R, BLOCK], tl.float32)
-        for half in tl.static_range(2 if GATED else 1):
-            gate, half_h_ptr = x, h_ptr
-            if h_ptr is not None:
-                half_h_ptr += half * SECOND
-            x = _complete_tile(
-                mlp_ptr,
-                mlp_scale_ptr,
-                half_h_ptr,
-                up_ptr,
-                saved_mlp_ptr,
-                saved_mlp_scale_ptr,
-                row,
-                rows,
-                are_rows,
-                half * F + first,
-                half * F + F,
-                mlp_stride,
-                h_stride,
-                mlp_scales_per_row,
-                width,
-                DTYPE,
-                MLP_GROUP,
-                SAVED_MAX,
-                G,
-                RANK,
-                RANK_BLOCK,
-                R,
-                BLOCK,
-            )
-        if GATED:
-            x = gated(gate, x, DTYPE).to(DTYPE).to(tl.float32)
-        else:
-            x = (x * gate_of_gelu(x)).to(DTYPE).to(tl.float32)
-        _store_tile(x, values_ptr + D, amax_ptr, rows, are_rows, first, F, D + F, part, parts, BLOCK)
+        first = (part - before) * BLOCK
+        mlp, adapter = (mlp_ptr, mlp_scale_ptr, mlp_stride, mlp_scales_per_row), (h_ptr, up_ptr, h_stride, SECOND)
+        saved = saved_mlp_ptr, saved_mlp_scale_ptr
+        x = values_tile(
+            mlp, adapter, saved, tile, first, F, ACTIVATION, DTYPE, MLP_GROUP, SAVED_MAX, G, RANK, RANK_BLOCK, R, BLOCK
+        )
+        _store_tile(x, values_ptr + D, amax_ptr, tile, first, F, D + F, BLOCK)
 
 
 @launcher(operators.mlp_activation)
@@ -252,7 +216,7 @@ def mlp_activation(a: Any) -> tuple[Tensor, ...]:
     n = a.mlp.shape[-1]
     f = activated_width(a.mlp, a.activation)
     if a.saved_format != "none" and splits_groups(n, f, a.group_size):
-        return operators.mlp_activation._init_fn(**vars(a))
+        return operators.mlp_activation._init_fn(*a)
     device, shape = a.mlp.device, tuple(a.mlp.shape[:-1])
     rows = a.mlp.numel() // n
     block = max(LOW_RANK_BLOCK, a.group_size)
@@ -275,7 +239,7 @@ def mlp_activation(a: Any) -> tuple[Tensor, ...]:
         *(attention_stride, mlp_stride, h_stride, attention_scales, mlp_scales),
         *(rows, d, f),
         DTYPE=TL_DTYPES[a.dtype],
-        GATED=n > f,
+        ACTIVATION=a.activation,
         ATTENTION_GROUP=attention_group,
         MLP_GROUP=mlp_group,
         SAVED_MAX=saved_mlp.format_max,
@@ -319,7 +283,7 @@ def _mlp_activation_bwd_kernel(
     total,
     F,
     DTYPE: tl.constexpr,
-    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     GROUP: tl.constexpr,
     RANK: tl.constexpr,
     RANK_BLOCK: tl.constexpr,
@@ -340,7 +304,7 @@ def _mlp_activation_bwd_kernel(
     x = load_saved(mlp_ptr, mlp_scale_ptr, rows[:, None] * mlp_stride + columns, groups, inside, DTYPE)
     x = x.to(DTYPE).to(tl.float32)
     place = dmlp_ptr + rows[:, None] * dmlp_stride + columns
-    if GATED:
+    if ACTIVATION == GATED:
         s, groups = sigmoid(x), rows[:, None] * scales_per_row + (F + columns) // GROUP
         up = load_saved(mlp_ptr + F, mlp_scale_ptr, rows[:, None] * mlp_stride + columns, groups, inside, DTYPE)
         up = up.to(DTYPE).to(tl.float32)
@@ -383,7 +347,7 @@ def launch_mlp_backward(a: Any, grad: Tensor, dmlp: Tensor) -> None:
         *(grad_stride, dh_stride, down_stride, mlp_stride, dmlp.stride(-2), scales_per_row),
         *(rows, f),
         DTYPE=TL_DTYPES[a.dtype],
-        GATED=n > f,
+        ACTIVATION=a.activation,
         GROUP=group,
         **ranks,
         R=LOW_RANK_ROWS,
@@ -394,23 +358,16 @@ def launch_mlp_backward(a: Any, grad: Tensor, dmlp: Tensor) -> None:
 
 @triton.jit
 def _load_groups(
-    x_ptr,
-    scale_ptr,
-    stride,
-    scales_per_row,
-    first,
-    end,
-    places,
-    are_rows,
-    DTYPE: tl.constexpr,
-    GROUP: tl.constexpr,
-    SCALES: tl.constexpr,
-    R: tl.constexpr,
-    BLOCK: tl.constexpr,
+    source, tile, first, end, DTYPE: tl.constexpr, GROUP: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Read a tile [R, BLOCK] in columns first to end as `load_saved` does, each scale once: SCALES a row."""
-    if SCALES > 1:
-        groups = first // GROUP + tl.arange(0, SCALES)[None, :]
+    """Read a tile [R, BLOCK] in columns first to end as `load_saved` does, each scale once."""
+    x_ptr, scale_ptr, stride, scales_per_row = source
+    row, places, are_rows = tile
+    x_ptr += row * stride
+    if scale_ptr is not None:
+        scale_ptr += row * scales_per_row
+    if GROUP < BLOCK:
+        groups = first // GROUP + tl.arange(0, BLOCK // GROUP)[None, :]
         exist = are_rows[:, None] & (groups * GROUP < end)
         columns = groups[:, :, None] * GROUP + tl.arange(0, GROUP)[None, None, :]
         inside = are_rows[:, None, None] & (columns < end)
@@ -428,28 +385,22 @@ def _load_groups(
 
 @triton.jit
 def _down_product(
-    dh_ptr,
-    x_ptr,
-    scale_ptr,
-    parts_ptr,
-    dh_stride,
-    stride,
-    scales_per_row,
+    source,
+    gradient,
+    parts,
     first,
     width,
-    parts_width,
     total,
     rounds,
-    ACTIVATED: tl.constexpr,
-    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     DTYPE: tl.constexpr,
     GROUP: tl.constexpr,
-    SCALES: tl.constexpr,
     RANK: tl.constexpr,
     RANK_BLOCK: tl.constexpr,
     R: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    (dh_ptr, dh_stride), (parts_ptr, parts_width) = gradient, parts
     share, ranks = tl.program_id(1).to(tl.int64), tl.program_id(2) * RANK_BLOCK + tl.arange(0, RANK_BLOCK)
     in_row, places = first + tl.arange(0, BLOCK), tl.arange(0, R)
     columns = in_row[None, :]
@@ -457,31 +408,13 @@ def _down_product(
     for turn in range(rounds):
         row = (share * rounds + turn) * R
         are_rows = row + places < total
-        scales = scale_ptr
-        if scale_ptr is not None:
-            scales += row * scales_per_row
+        tile = row, places, are_rows
         x = tl.zeros([R, BLOCK], tl.float32)
-        for half in tl.static_range(2 if GATED else 1):
-            gate = x
-            x = _load_groups(
-                x_ptr + row * stride,
-                scales,
-                stride,
-                scales_per_row,
-                half * width + first,
-                half * width + width,
-                places,
-                are_rows,
-                DTYPE,
-                GROUP,
-                SCALES,
-                R,
-                BLOCK,
-            )
-        if GATED:
-            x = gated(gate, x, DTYPE).to(DTYPE)
-        elif ACTIVATED:
-            x = (x * gate_of_gelu(x)).to(DTYPE)
+        for half in tl.static_range(2 if ACTIVATION == GATED else 1):
+            gate, start, end = x, half * width + first, half * width + width
+            x = _load_groups(source, tile, start, end, DTYPE, GROUP, R, BLOCK)
+        if ACTIVATION is not None:
+            x = activated(gate, x, ACTIVATION, DTYPE)
         dh = tl.load(
             dh_ptr + row * dh_stride + places[None, :] * dh_stride + ranks[:, None],
             mask=are_rows[None, :] & (ranks < RANK)[:, None],
@@ -511,66 +444,28 @@ def _mlp_down_gradient_kernel(
     D,
     F,
     DTYPE: tl.constexpr,
-    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     ATTENTION_GROUP: tl.constexpr,
-    ATTENTION_SCALES: tl.constexpr,
     MLP_GROUP: tl.constexpr,
-    MLP_SCALES: tl.constexpr,
     RANK: tl.constexpr,
     RANK_BLOCK: tl.constexpr,
     R: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """BLOCK columns and a share of the rows a program. GROUP is at least BLOCK where a row has one scale or none."""
     stretch, before = tl.program_id(0), tl.cdiv(D, BLOCK)
+    dh, width = (dh_ptr, dh_stride), D + F
     if stretch < before:
         if attention_ptr is not None:
+            first, left = stretch * BLOCK, (parts_ptr, width)
+            attention = attention_ptr, attention_scale_ptr, attention_stride, attention_scales_per_row
             _down_product(
-                dh_ptr,
-                attention_ptr,
-                attention_scale_ptr,
-                parts_ptr,
-                dh_stride,
-                attention_stride,
-                attention_scales_per_row,
-                stretch * BLOCK,
-                D,
-                D + F,
-                total,
-                rounds,
-                False,
-                False,
-                DTYPE,
-                ATTENTION_GROUP,
-                ATTENTION_SCALES,
-                RANK,
-                RANK_BLOCK,
-                R,
-                BLOCK,
+                attention, dh, left, first, D, total, rounds, None, DTYPE, ATTENTION_GROUP, RANK, RANK_BLOCK, R, BLOCK
             )
     else:
-        _down_product(
-            dh_ptr,
-            mlp_ptr,
-            mlp_scale_ptr,
-            parts_ptr + D,
-            dh_stride,
-            mlp_stride,
-            mlp_scales_per_row,
-            (stretch - before) * BLOCK,
-            F,
-            D + F,
-            total,
-            rounds,
-            True,
-            GATED,
-            DTYPE,
-            MLP_GROUP,
-            MLP_SCALES,
-            RANK,
-            RANK_BLOCK,
-            R,
-            BLOCK,
-        )
+        first, right = (stretch - before) * BLOCK, (parts_ptr + D, width)
+        mlp = mlp_ptr, mlp_scale_ptr, mlp_stride, mlp_scales_per_row
+        _down_product(mlp, dh, right, first, F, total, rounds, ACTIVATION, DTYPE, MLP_GROUP, RANK, RANK_BLOCK, R, BLOCK)
 
 
 @functools.cache
@@ -581,10 +476,6 @@ def _shared(rows: int, rank: int, programs: int) -> tuple[int, int]:
     return blocks(tiles, rounds), rounds
 
 
-def _scales(group: int, per_row: int) -> int:
-    return 1 if per_row <= 1 else max(DOWN_BLOCK // group, 1)
-
-
 @launcher(operators.mlp_down_gradient)
 def mlp_down_gradient(a: Any) -> Tensor:
     rank = a.dh.shape[-1]
@@ -592,7 +483,7 @@ def mlp_down_gradient(a: Any) -> Tensor:
     n = a.mlp.shape[-1]
     f = activated_width(a.mlp, a.activation)
     if a.mlp_scale is not None and splits_groups(n, f, a.group_size):
-        return operators.mlp_down_gradient._init_fn(**vars(a))
+        return operators.mlp_down_gradient._init_fn(*a)
     rows = a.mlp.numel() // n
     ranks = rank_options(rank, a.dh.dtype)
     chunks = blocks(rank, ranks["RANK_BLOCK"])
@@ -601,8 +492,10 @@ def mlp_down_gradient(a: Any) -> Tensor:
     dh, dh_stride = with_row_stride(dot_operand(a.dh))
     mlp, mlp_stride = with_row_stride(a.mlp)
     attention, attention_stride = with_row_stride(a.attention)
-    attention_scale, attention_scales, attention_group = saved_groups(a.attention_scale, a.group_size, max(d, 1))
-    mlp_scale, mlp_scales, mlp_group = saved_groups(a.mlp_scale, a.group_size, n)
+    attention_scale, attention_scales, attention_group = saved_groups(
+        a.attention_scale, a.group_size, max(d, DOWN_BLOCK)
+    )
+    mlp_scale, mlp_scales, mlp_group = saved_groups(a.mlp_scale, a.group_size, max(n, DOWN_BLOCK))
     parts_dtype = a.dtype_down if shares == 1 else torch.float32
     parts = empty_values((shares, rank, d + f), parts_dtype, dh.device)
     launch(
@@ -612,11 +505,9 @@ def mlp_down_gradient(a: Any) -> Tensor:
         *(dh_stride, attention_stride, mlp_stride, attention_scales, mlp_scales),
         *(rows, rounds, d, f),
         DTYPE=TL_DTYPES[a.dtype],
-        GATED=n > f,
+        ACTIVATION=a.activation,
         ATTENTION_GROUP=attention_group,
-        ATTENTION_SCALES=_scales(attention_group, attention_scales),
         MLP_GROUP=mlp_group,
-        MLP_SCALES=_scales(mlp_group, mlp_scales),
         **ranks,
         R=DOWN_ROWS,
         BLOCK=DOWN_BLOCK,

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coat_core.formats import E4M3, FORMATS, Format, format_of
+from coat_core.formats import E4M3, FORMATS, format_of
 from coat_core.quantize import saturating_cast
 
 FIRST_E4M3_CAPABILITY = (8, 9)  # Ada; older cards have no instruction that converts to it, and Triton has no type
@@ -47,8 +47,13 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     if record is not None:
         record(kernel, grid, args, options)
         return
-    if _cards_without_e4m3():
-        args = tuple(_readable(arg) for arg in args)
+    as_bytes = _cards_without_e4m3()
+    if as_bytes:  # there Triton has no type e4m3
+        views = []
+        for arg in args:
+            is_e4m3 = isinstance(arg, Tensor) and arg.dtype == E4M3.dtype
+            views.append(arg.view(torch.uint8) if is_e4m3 and arg.device in as_bytes else arg)
+        args = tuple(views)
     kernel[grid](*args, **options)
 
 
@@ -56,12 +61,6 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
 def _cards_without_e4m3() -> frozenset[torch.device]:
     cards = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     return frozenset(card for card in cards if torch.cuda.get_device_capability(card) < FIRST_E4M3_CAPABILITY)
-
-
-def _readable(arg: Any) -> Any:
-    """An argument as the kernel of its card reads it: e4m3 as bytes where Triton has no such type."""
-    by_bytes = isinstance(arg, Tensor) and arg.dtype == E4M3.dtype and arg.device in _cards_without_e4m3()
-    return arg.view(torch.uint8) if by_bytes else arg
 
 
 @contextmanager
@@ -80,13 +79,8 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 
 
 def empty_values(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate floating values that become `dtype` through `finished`."""
+    """Allocate values or FP8 codes that become `dtype` through `finished`."""
     return empty(shape, torch.float32 if device.type == "cpu" else dtype, device)
-
-
-def empty_codes(shape: tuple[int, ...], fmt: Format, device: torch.device) -> Tensor:
-    """Allocate codes that become FP8 through `finished`."""
-    return empty(shape, torch.float32 if device.type == "cpu" else fmt.dtype, device)
 
 
 @functools.cache

@@ -129,7 +129,7 @@ def _add_lora_parts_kernel(
 def lora_up_gradients(a: Any) -> tuple[Tensor, Tensor]:
     n, rank = a.up.shape
     if rank > WIDEST_RANK:
-        return operators.lora_up_gradients._init_fn(**vars(a))
+        return operators.lora_up_gradients._init_fn(*a)
     operators.check_shapes(a.dy, a.h, a.up, a.widths)
     shape = tuple(a.h.shape)
     dtype = a.h.dtype

@@ -24,18 +24,16 @@ from coat_core.ops.device import (
     TL_DTYPES,
     GroupCodes,
     adapter,
-    as_codes,
     finite_abs,
-    saturated,
+    quantized,
     scale_from_amax,
-    store_group_codes,
     warps,
     with_row_stride,
 )
 from coat_core.ops.dispatch import launcher
 from coat_core.ops.gelu import activated_width, columns_of_up
-from coat_core.ops.gelu_kernel import LOW_RANK_BLOCK, gate_of_gelu, gated, mlp_activation, splits_groups
-from coat_core.ops.launch import blocks, dot_operand, empty, empty_codes, empty_values, finished, launch, power_of_two
+from coat_core.ops.gelu_kernel import LOW_RANK_BLOCK, mlp_activation, splits_groups, values_tile
+from coat_core.ops.launch import blocks, dot_operand, empty, empty_values, finished, launch, power_of_two
 
 TILE = 4096  # elements: the adapters' matrices are read from the cache once for its rows, 32 in most cases
 STRETCH = 1024  # columns of a row that one program goes over, at least
@@ -45,92 +43,21 @@ RANKS_AT_ONCE = 128  # of the down-projection; fewer where wide groups or fp32 t
 
 
 @triton.jit
-def _values_tile(
-    x_ptr,
-    h_ptr,
-    up_ptr,
-    saved_ptr,
-    saved_scale_ptr,
-    row,
-    rows,
-    are_rows,
-    first,
-    stride,
-    h_stride,
-    width,
-    IS_MLP: tl.constexpr,
-    GATED: tl.constexpr,
-    DTYPE: tl.constexpr,
-    SAVED_MAX: tl.constexpr,
-    G: tl.constexpr,
-    RANK: tl.constexpr,
-    RANK_BLOCK: tl.constexpr,
-    SECOND: tl.constexpr,
-    R: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """A tile [R, BLOCK] of the `width` values of attention or of the activation, from column `first` on.
-
-    The adapter's product is transposed: Triton would else see two chained products, split by rows alone, and spill.
-    """
-    x = tl.zeros([R, BLOCK], tl.float32)
-    for half in tl.static_range(2 if GATED else 1):
-        gate, in_row, end = x, half * width + first + tl.arange(0, BLOCK), half * width + width
-        inside = are_rows[:, None] & (in_row < end)[None, :]
-        places = x_ptr + row * stride + rows[:, None] * stride + in_row[None, :]
-        x = tl.load(places, mask=inside, other=0.0).to(tl.float32)
-        if h_ptr is not None:
-            half_h_ptr = h_ptr + half * SECOND + row * h_stride
-            for start in tl.range(0, RANK, RANK_BLOCK, num_stages=1):
-                rank = start + tl.arange(0, RANK_BLOCK)
-                of_h = (rank < RANK)[:, None] & are_rows[None, :]
-                of_up = (in_row < end)[:, None] & (rank < RANK)[None, :]
-                h = tl.load(half_h_ptr + rows[None, :] * h_stride + rank[:, None], mask=of_h, other=0.0)
-                up = tl.load(up_ptr + in_row[:, None] * RANK + rank[None, :], mask=of_up, other=0.0)
-                x += tl.trans(tl.dot(up, h, input_precision="ieee"))
-        x = x.to(DTYPE).to(tl.float32)
-        if saved_ptr is not None:
-            of_rows = width + width if GATED else width
-            start_column, all_rows = half * width + first, row + rows
-            store_group_codes(
-                x, saved_ptr, saved_scale_ptr, all_rows, are_rows, start_column, end, of_rows, SAVED_MAX, G, R, BLOCK
-            )
-    if IS_MLP and GATED:
-        x = gated(gate, x, DTYPE).to(DTYPE).to(tl.float32)
-    elif IS_MLP:
-        x = (x * gate_of_gelu(x)).to(DTYPE).to(tl.float32)
-    return x
-
-
-@triton.jit
 def _stretch(
-    x_ptr,
-    h_ptr,
-    up_ptr,
-    saved_ptr,
-    saved_scale_ptr,
-    down_ptr,
-    amax_ptr,
-    sums_ptr,
-    row,
-    rows,
-    are_rows,
-    ranks,
+    source,
+    adapter,
+    saved,
+    tile,
+    down,
+    results,
     first,
-    stride,
-    h_stride,
-    down_stride,
     width,
-    part,
-    parts,
-    IS_MLP: tl.constexpr,
-    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     DTYPE: tl.constexpr,
     SAVED_MAX: tl.constexpr,
     G: tl.constexpr,
     RANK: tl.constexpr,
     RANK_BLOCK: tl.constexpr,
-    SECOND: tl.constexpr,
     NEXT: tl.constexpr,
     NEXT_BLOCK: tl.constexpr,
     R: tl.constexpr,
@@ -141,54 +68,51 @@ def _stretch(
 
     On a GPU fp32 is multiplied as three products of TF32, within 2^-21 of each product: from registers it would spill.
     """
+    (down_ptr, down_stride), (amax_ptr, sums_ptr) = down, results
+    row, rows, are_rows = tile
+    part, parts = tl.program_id(1), tl.num_programs(1)
+    ranks = tl.program_id(2) * NEXT_BLOCK + tl.arange(0, NEXT_BLOCK)
     sums = tl.zeros([R, NEXT_BLOCK], tl.float32)
     largest = tl.zeros([R], tl.float32)
     for start in range(first, tl.minimum(first + LENGTH, width), BLOCK):
-        x = _values_tile(
-            x_ptr,
-            h_ptr,
-            up_ptr,
-            saved_ptr,
-            saved_scale_ptr,
-            row,
-            rows,
-            are_rows,
+        x = values_tile(
+            source,
+            adapter,
+            saved,
+            tile,
             start,
-            stride,
-            h_stride,
             width,
-            IS_MLP,
-            GATED,
+            ACTIVATION,
             DTYPE,
+            1,
             SAVED_MAX,
             G,
             RANK,
             RANK_BLOCK,
-            SECOND,
             R,
             BLOCK,
+            TURNED=True,
         )
         largest = tl.maximum(largest, tl.max(finite_abs(x), axis=1))
         columns = start + tl.arange(0, BLOCK)
-        down = tl.load(
+        down_tile = tl.load(
             down_ptr + columns[:, None] + ranks[None, :] * down_stride,
             mask=(columns < width)[:, None] & (ranks < NEXT)[None, :],
             other=0.0,
         )
-        sums = tl.dot(x.to(down_ptr.dtype.element_ty), down, acc=sums, input_precision="tf32x3")
+        sums = tl.dot(x.to(down_ptr.dtype.element_ty), down_tile, acc=sums, input_precision="tf32x3")
     tl.store(amax_ptr + row * parts + rows * parts + part, largest, mask=are_rows)
     places = (rows * parts + part)[:, None] * NEXT + ranks[None, :]
     tl.store(sums_ptr + row * parts * NEXT + places, sums, mask=are_rows[:, None] & (ranks < NEXT)[None, :])
 
 
 @triton.jit
-def _cast_tile(
-    x, codes_ptr, scale, row, rows, are_rows, first, end, width, FORMAT_MAX: tl.constexpr, BLOCK: tl.constexpr
-):
+def _store_codes(x, codes_ptr, scale, tile, first, end, width, FORMAT_MAX: tl.constexpr, BLOCK: tl.constexpr):
+    row, rows, are_rows = tile
     columns = first + tl.arange(0, BLOCK)[None, :]
-    codes = saturated(tl.div_rn(x, scale[:, None]), FORMAT_MAX)
     places = codes_ptr + row * width + rows[:, None] * width + columns
-    tl.store(places, as_codes(codes, codes_ptr), mask=are_rows[:, None] & (columns < end))
+    codes = quantized(x, scale[:, None], codes_ptr, FORMAT_MAX)
+    tl.store(places, codes, mask=are_rows[:, None] & (columns < end))
 
 
 @triton.jit
@@ -211,8 +135,8 @@ def _mlp_down_fwd_kernel(
     total,
     D,
     F,
+    ACTIVATION: tl.constexpr,
     DTYPE: tl.constexpr,
-    GATED: tl.constexpr,
     SAVED_MAX: tl.constexpr,
     G: tl.constexpr,
     RANK: tl.constexpr,
@@ -224,37 +148,24 @@ def _mlp_down_fwd_kernel(
     BLOCK: tl.constexpr,
     LENGTH: tl.constexpr,
 ):
-    row, part, parts = tl.program_id(0).to(tl.int64) * R, tl.program_id(1), tl.num_programs(1)
-    rows, ranks = tl.arange(0, R), tl.program_id(2) * NEXT_BLOCK + tl.arange(0, NEXT_BLOCK)
-    are_rows, before = tl.program_id(0) * R + rows < total, tl.cdiv(D, LENGTH)
+    part, before, rows = tl.program_id(1), tl.cdiv(D, LENGTH), tl.arange(0, R)
+    tile = tl.program_id(0).to(tl.int64) * R, rows, tl.program_id(0) * R + rows < total
+    results = amax_ptr, sums_ptr
     if part < before:
         if attention_ptr is not None:
             _stretch(
-                attention_ptr,
-                None,
-                None,
-                saved_attention_ptr,
-                saved_attention_scale_ptr,
-                down_ptr,
-                amax_ptr,
-                sums_ptr,
-                row,
-                rows,
-                are_rows,
-                ranks,
+                (attention_ptr, None, attention_stride, 0),
+                (None, None, 0, 0),
+                (saved_attention_ptr, saved_attention_scale_ptr),
+                tile,
+                (down_ptr, down_stride),
+                results,
                 part * LENGTH,
-                attention_stride,
-                0,
-                down_stride,
                 D,
-                part,
-                parts,
-                False,
-                False,
+                None,
                 DTYPE,
                 SAVED_MAX,
                 G,
-                0,
                 0,
                 0,
                 NEXT,
@@ -265,33 +176,20 @@ def _mlp_down_fwd_kernel(
             )
     else:
         _stretch(
-            mlp_ptr,
-            h_ptr,
-            up_ptr,
-            saved_mlp_ptr,
-            saved_mlp_scale_ptr,
-            down_ptr + D,
-            amax_ptr,
-            sums_ptr,
-            row,
-            rows,
-            are_rows,
-            ranks,
+            (mlp_ptr, None, mlp_stride, 0),
+            (h_ptr, up_ptr, h_stride, SECOND),
+            (saved_mlp_ptr, saved_mlp_scale_ptr),
+            tile,
+            (down_ptr + D, down_stride),
+            results,
             (part - before) * LENGTH,
-            mlp_stride,
-            h_stride,
-            down_stride,
             F,
-            part,
-            parts,
-            True,
-            GATED,
+            ACTIVATION,
             DTYPE,
             SAVED_MAX,
             G,
             RANK,
             RANK_BLOCK,
-            SECOND,
             NEXT,
             NEXT_BLOCK,
             R,
@@ -318,8 +216,8 @@ def _mlp_down_cast_fwd_kernel(
     D,
     F,
     parts,
+    ACTIVATION: tl.constexpr,
     DTYPE: tl.constexpr,
-    GATED: tl.constexpr,
     FORMAT_MAX: tl.constexpr,
     BY_ROW: tl.constexpr,
     PARTS_BLOCK: tl.constexpr,
@@ -331,7 +229,7 @@ def _mlp_down_cast_fwd_kernel(
     R: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row, tile = tl.program_id(0).to(tl.int64) * R, tl.program_id(1)
+    row, column_tile = tl.program_id(0).to(tl.int64) * R, tl.program_id(1)
     rows, place = tl.arange(0, R), tl.arange(0, PARTS_BLOCK)
     are_rows, before = tl.program_id(0) * R + rows < total, tl.cdiv(D, BLOCK)
     if BY_ROW:
@@ -340,62 +238,26 @@ def _mlp_down_cast_fwd_kernel(
     else:
         amax = tl.load(amax_ptr + rows * 0)
     scale = scale_from_amax(amax, FORMAT_MAX)
-    if tile < before:
+    tile, none = (row, rows, are_rows), (None, None)
+    if column_tile < before:
         if attention_ptr is not None:
-            first = tile * BLOCK
-            x = _values_tile(
-                attention_ptr,
-                None,
-                None,
-                None,
-                None,
-                row,
-                rows,
-                are_rows,
-                first,
-                attention_stride,
-                0,
-                D,
-                False,
-                False,
-                DTYPE,
-                0.0,
-                1,
-                0,
-                0,
-                0,
-                R,
-                BLOCK,
+            first, attention, no_adapter = (
+                column_tile * BLOCK,
+                (attention_ptr, None, attention_stride, 0),
+                (None, None, 0, 0),
             )
-            _cast_tile(x, codes_ptr, scale, row, rows, are_rows, first, D, D + F, FORMAT_MAX, BLOCK)
+            x = values_tile(
+                attention, no_adapter, none, tile, first, D, None, DTYPE, 1, 0.0, 1, 0, 0, R, BLOCK, TURNED=True
+            )
+            _store_codes(x, codes_ptr, scale, tile, first, D, D + F, FORMAT_MAX, BLOCK)
     else:
-        first = (tile - before) * BLOCK
-        x = _values_tile(
-            mlp_ptr,
-            h_ptr,
-            up_ptr,
-            None,
-            None,
-            row,
-            rows,
-            are_rows,
-            first,
-            mlp_stride,
-            h_stride,
-            F,
-            True,
-            GATED,
-            DTYPE,
-            0.0,
-            1,
-            RANK,
-            RANK_BLOCK,
-            SECOND,
-            R,
-            BLOCK,
+        first = (column_tile - before) * BLOCK
+        mlp, adapter = (mlp_ptr, None, mlp_stride, 0), (h_ptr, up_ptr, h_stride, SECOND)
+        x = values_tile(
+            mlp, adapter, none, tile, first, F, ACTIVATION, DTYPE, 1, 0.0, 1, RANK, RANK_BLOCK, R, BLOCK, TURNED=True
         )
-        _cast_tile(x, codes_ptr + D, scale, row, rows, are_rows, first, F, D + F, FORMAT_MAX, BLOCK)
-    if tile == 0:
+        _store_codes(x, codes_ptr + D, scale, tile, first, F, D + F, FORMAT_MAX, BLOCK)
+    if column_tile == 0:
         if BY_ROW:
             tl.store(scale_ptr + row + rows, scale, mask=are_rows)
         else:
@@ -419,7 +281,8 @@ def mlp_activation_down(a: Any) -> tuple[Tensor, ...]:
     is_gated, block = n > f, max(LOW_RANK_BLOCK, a.group_size)
     if is_gated and (block > LOW_RANK_BLOCK or splits_groups(n, f, a.group_size)):
         # two tiles of wide groups would spill registers here
-        arguments = {name: value for name, value in vars(a).items() if name != "down"}
+        arguments = a._asdict()
+        del arguments["down"]
         values, *codes = mlp_activation(attention_scale=None, mlp_scale=None, **arguments)
         with without_autocast(a.mlp.device):
             return torch.nn.functional.linear(values, a.down), *codes
@@ -435,7 +298,7 @@ def mlp_activation_down(a: Any) -> tuple[Tensor, ...]:
     sums = empty((rows, parts, next_rank), torch.float32, device)
     saved_mlp = GroupCodes((*shape, n), a.saved_format, a.group_size, device)
     saved_attention = GroupCodes((*shape, d), a.saved_format if d else "none", a.group_size, device)
-    codes = empty_codes((*shape, d + f), form, device)
+    codes = empty_values((*shape, d + f), form.dtype, device)
     scale = empty((*shape, 1) if by_row else (), torch.float32, device)
     h_next = empty_values((*shape, next_rank), a.dtype, device)
     mlp, mlp_stride = with_row_stride(a.mlp)
@@ -449,7 +312,7 @@ def mlp_activation_down(a: Any) -> tuple[Tensor, ...]:
     strides = (attention_stride, mlp_stride, h_stride)
     options = {
         "DTYPE": TL_DTYPES[a.dtype],
-        "GATED": is_gated,
+        "ACTIVATION": a.activation,
         "RANK": ranks["RANK"],
         "RANK_BLOCK": min(ranks["RANK_BLOCK"], ADAPTER_RANKS_AT_ONCE),
         "SECOND": columns_of_up(h, up),

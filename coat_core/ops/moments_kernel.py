@@ -17,7 +17,7 @@ import triton.language as tl
 from coat_core.expansion import EXPONENT_MIN
 from coat_core.formats import E4M3, E5M2, INT8_RATIO, UINT8_LOG
 from coat_core.moments import LOG_MAX, LOG_NAN, RATIO_MAX, RATIO_NAN
-from coat_core.ops.device import as_codes, as_values, finite_abs, saturated, scale_from_amax
+from coat_core.ops.device import as_codes, as_values, finite_abs, nearest, saturated, scale_from_amax
 from coat_core.rounding import MULTIPLIER_1, MULTIPLIER_2
 
 # how a moment is stored
@@ -34,7 +34,6 @@ LOG_NOT_A_NUMBER = tl.constexpr(LOG_NAN)
 E4M3_MAX, E4M3_SMALLEST, E4M3_BITS = map(tl.constexpr, (E4M3.max, E4M3.smallest_normal, E4M3.mantissa_bits))
 E5M2_SMALLEST = tl.constexpr(E5M2.smallest_normal)
 E5M2_BITS = tl.constexpr(E5M2.mantissa_bits)
-HALF_INTEGERS = tl.constexpr(1.5 * 2.0**23)
 FIRST_FACTOR = tl.constexpr(MULTIPLIER_1)
 SECOND_FACTOR = tl.constexpr(MULTIPLIER_2)
 
@@ -106,17 +105,6 @@ def _expansion_parameters(magnitude, high, BOUND_LOG2: tl.constexpr, STEP: tl.co
 
 
 @triton.jit
-def _nearest(x):
-    """X rounded to an integer, ties to even, for abs(x) < 2^22: fp32 has no bits left for a fraction up there."""
-    return (x + HALF_INTEGERS) - HALF_INTEGERS
-
-
-@triton.jit
-def _within(x, high):
-    return tl.clamp(x, -high, high, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
 def _largest(x):
     return tl.max(finite_abs(x), axis=1)[:, None]
 
@@ -140,11 +128,6 @@ def uniform(stream, step, elements):
 
 
 @triton.jit
-def _between(x, lower, upper, drawn):
-    return drawn * (upper - lower) < x - lower
-
-
-@triton.jit
 def _neighbours(x, MAX: tl.constexpr):
     SMALLEST: tl.constexpr = E4M3_SMALLEST if MAX == E4M3_MAX else E5M2_SMALLEST
     BITS: tl.constexpr = E4M3_BITS if MAX == E4M3_MAX else E5M2_BITS
@@ -161,18 +144,13 @@ def _log_values(codes, scale, exponent):
 
 
 @triton.jit
-def read(
-    codes_ptr,
-    numbers_ptr,
-    places,
-    inside,
-    rows,
-    in_rows,
-    stride,
-    FORM: tl.constexpr,
-    ON_GPU: tl.constexpr,
-):
-    """A moment in fp32 [R, P], from codes and their numbers per block; in RATIO its ratio to sqrt(exp_avg_sq)."""
+def read(moment, where, FORM: tl.constexpr, ON_GPU: tl.constexpr):
+    """A moment in fp32 [R, P], from codes and their numbers per block; in RATIO its ratio to sqrt(exp_avg_sq).
+
+    `moment`: its two pointers, and the distance of a block's numbers; `where`: places of a tile's codes, its blocks.
+    """
+    codes_ptr, numbers_ptr, stride = moment
+    places, inside, rows, in_rows = where
     codes = tl.load(codes_ptr + places, mask=inside, other=0.0)
     values = codes.to(tl.float32) if FORM == LOG else as_values(codes)
     if FORM != FP32:
@@ -193,14 +171,6 @@ def read(
 
 
 @triton.jit
-def _ratio_codes(values):
-    high = _largest(values)
-    scale = scale_from_amax(high, RATIO_TOP)
-    codes = _nearest(tl.div_rn(_within(values, tl.where(high > 0, high, 1.0)), scale))
-    return tl.where(values != values, RATIO_NOT_A_NUMBER, codes), scale
-
-
-@triton.jit
 def _log_codes(values, drawn):
     high = _largest(values)
     high = tl.where(high > 0, high, 1.0)
@@ -209,14 +179,14 @@ def _log_codes(values, drawn):
     high_log2 = _log2(high)
     exponent = tl.div_rn(high_log2 - _log2(tl.minimum(low, high)), LOG_TOP - 1.0)
     per_code = tl.div_rn(1.0, tl.where(exponent > 0, exponent, 1.0))
-    below = (high_log2 - _log2(tl.where(positive, _within(values, high), high))) * per_code
+    below = (high_log2 - _log2(tl.where(positive, saturated(values, high), high))) * per_code
     if drawn is None:
-        codes = tl.clamp(LOG_TOP - _nearest(below), 1.0, LOG_TOP)
+        codes = tl.clamp(LOG_TOP - nearest(below), 1.0, LOG_TOP)
     else:
         codes = tl.clamp(LOG_TOP - tl.ceil(below), 1.0, LOG_TOP)
         upper_code = tl.minimum(codes + 1.0, LOG_TOP)
         lower, upper = _log_values(codes, high, exponent), _log_values(upper_code, high, exponent)
-        codes = tl.where(_between(_within(values, high), lower, upper, drawn), upper_code, codes)
+        codes = tl.where(drawn * (upper - lower) < saturated(values, high) - lower, upper_code, codes)
     codes = tl.where(positive, codes, 0.0)
     return tl.where(values != values, LOG_NOT_A_NUMBER, codes), high, exponent
 
@@ -225,13 +195,8 @@ def _log_codes(values, drawn):
 def write(
     values,
     drawn,
-    codes_ptr,
-    numbers_ptr,
-    places,
-    inside,
-    rows,
-    in_rows,
-    stride,
+    moment,
+    where,
     FORM: tl.constexpr,
     MAX: tl.constexpr,
     BOUND_LOG2: tl.constexpr,
@@ -240,9 +205,14 @@ def write(
     ON_GPU: tl.constexpr,
 ):
     """Inverse of `read`; rounds to nearest or, with draws and values of 0 or more, stochastically."""
+    codes_ptr, numbers_ptr, stride = moment
+    places, inside, rows, in_rows = where
     rows, in_rows = rows[:, None], in_rows[:, None]
     if FORM == RATIO:
-        values, scale = _ratio_codes(values)
+        high = _largest(values)
+        scale = scale_from_amax(high, RATIO_TOP)
+        codes = nearest(tl.div_rn(saturated(values, tl.where(high > 0, high, 1.0)), scale))
+        values = tl.where(values != values, RATIO_NOT_A_NUMBER, codes)
         tl.store(numbers_ptr + rows, scale, mask=in_rows)
     elif FORM == LOG:
         values, scale, exponent = _log_codes(values, drawn)
@@ -250,7 +220,7 @@ def write(
         tl.store(numbers_ptr + stride + rows, exponent, mask=in_rows)
     elif FORM != FP32:
         limit = _largest(values)
-        values = _within(values, tl.where(limit > 0, limit, MAX))
+        values = saturated(values, tl.where(limit > 0, limit, MAX))
         exact, magnitude = values, finite_abs(values)
         high = tl.max(magnitude, axis=1)[:, None]
         if FORM == EXPANDED:
@@ -267,7 +237,7 @@ def write(
             lower, upper = values * scale, upper_code * scale
             if FORM == EXPANDED:
                 lower, upper = _contract(lower, center, exponent, ON_GPU), _contract(upper, center, exponent, ON_GPU)
-            values = tl.where(_between(exact, lower, upper, drawn), upper_code, values)
+            values = tl.where(drawn * (upper - lower) < exact - lower, upper_code, values)
     if FORM == LOG:
         codes = values.to(tl.uint8)
     else:

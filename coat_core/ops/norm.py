@@ -12,13 +12,11 @@ Shapes: x [B, S, D] tokens; scale, shift [B, D], one per image; weight [D]. `fmt
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from coat_core.autograd import without_autocast
-from coat_core.casts import INPUT, Cast, declares
+from coat_core.casts import INPUT, declares
 from coat_core.ops.codes import cast_of, codes_of, saved_cast_of, saved_codes_of, values_of
 from coat_core.ops.dispatch import operator
 
@@ -74,9 +72,9 @@ def norm_modulate_quantize(
     return n, *codes_of(n, fmt, granularity), *saved_codes_of(x, saved_format, group_size)
 
 
-@declares(norm_modulate_quantize)
-def _(out: Any, a: Any) -> tuple[Cast, ...]:
-    return *cast_of(INPUT, out, a.granularity), *saved_cast_of(a.x, out[3:], a.group_size)
+declares(norm_modulate_quantize)(
+    lambda out, a: (*cast_of(INPUT, out, a.granularity), *saved_cast_of(a.x, out[3:], a.group_size))
+)
 
 
 @operator("coat::norm_modulate")

@@ -20,7 +20,6 @@ from coat_core.ops.device import (
     TL_DTYPES,
     GroupCodes,
     RowCodes,
-    check_width,
     contiguous,
     load_saved,
     rounded,
@@ -28,12 +27,11 @@ from coat_core.ops.device import (
     shared_rows,
     store_group_codes,
     store_row_codes,
-    tile_rows,
-    warps,
+    whole_rows,
     with_row_stride,
 )
 from coat_core.ops.dispatch import launcher
-from coat_core.ops.launch import blocks, empty, empty_values, finished, launch, power_of_two
+from coat_core.ops.launch import blocks, empty, empty_values, finished, launch
 
 
 @triton.jit
@@ -81,8 +79,7 @@ def _norm_modulate_fwd_kernel(
     offsets = rows[:, None] * D + columns
     image = (rows // S)[:, None]
     x = load_saved(x_ptr, x_scale_ptr, offsets, rows[:, None] * scales_per_row + columns // GROUP, inside, DTYPE)
-    if saved_ptr is not None:
-        store_group_codes(x, saved_ptr, saved_scale_ptr, rows, rows < total, 0, D, D, SAVED_MAX, SAVED_GROUP, R, BLOCK)
+    store_group_codes(x, saved_ptr, saved_scale_ptr, rows, rows < total, 0, D, D, SAVED_MAX, SAVED_GROUP, R, BLOCK)
     scale = tl.load(scale_ptr + image * scale_stride + columns, mask=inside, other=0.0).to(tl.float32)
     normed = _normalized(x, inside, D, eps, weight_ptr is None)[0].to(NORMED).to(tl.float32)
     if weight_ptr is not None:
@@ -163,27 +160,25 @@ def norm_modulate_quantize(a: Any) -> tuple[Tensor, ...]:
 @launcher(operators.norm_modulate)
 def norm_modulate(a: Any) -> Tensor:
     shape, device = tuple(a.x.shape), a.x.device
-    no_codes = RowCodes(shape, "e4m3", "none", device)
-    not_saved = GroupCodes(shape, "none", 0, device)
+    no_codes, not_saved = RowCodes(shape, "e4m3", "none", device), GroupCodes(shape, "none", 0, device)
     return _modulated(a, a.x_scale, a.dtype, no_codes, not_saved)
 
 
 def _modulated(a: Any, x_scale: Tensor | None, dtype: torch.dtype, codes: RowCodes, saved: GroupCodes) -> Tensor:
     """Return n, of x that is or was of `dtype`, and fill the codes."""
     s, d = a.x.shape[1:]
-    check_width(d)
+    constants = whole_rows(d)
     x, weight = a.x.contiguous(), contiguous(a.weight)
     scale, scale_stride = with_row_stride(a.scale)
     shift, shift_stride = with_row_stride(a.shift)
     x_scale, per_row, group = saved_groups(x_scale, a.group_size, d)
-    rows, block = x.numel() // d, power_of_two(d)
-    tile = tile_rows(block)
+    rows = x.numel() // d
     normed = dtype if weight is None else weight.dtype
     n_dtype = torch.promote_types(normed, scale.dtype)
     n = empty_values(tuple(x.shape), n_dtype, x.device)
     launch(
         _norm_modulate_fwd_kernel,
-        (blocks(rows, tile),),
+        (blocks(rows, constants["R"]),),
         *(x, x_scale, scale, shift, weight),
         *(n, codes.codes, codes.scale, saved.codes, saved.scale),
         *(per_row, scale_stride, shift_stride, rows, s, d, a.eps),
@@ -192,10 +187,8 @@ def _modulated(a: Any, x_scale: Tensor | None, dtype: torch.dtype, codes: RowCod
         NORMED=TL_DTYPES[normed],
         FORMAT_MAX=codes.format_max,
         SAVED_MAX=saved.format_max,
-        SAVED_GROUP=min(a.group_size, block),
-        R=tile,
-        BLOCK=block,
-        num_warps=warps(tile * block),
+        SAVED_GROUP=min(a.group_size, constants["BLOCK"]),
+        **constants,
     )
     return finished(n, n_dtype)
 
@@ -203,15 +196,12 @@ def _modulated(a: Any, x_scale: Tensor | None, dtype: torch.dtype, codes: RowCod
 @launcher(operators.norm_modulate_backward)
 def norm_modulate_backward(a: Any) -> tuple[Tensor, Tensor]:
     images, s, d = a.x.shape
-    check_width(d)
+    constants = whole_rows(d)
     grad, x = a.grad.contiguous(), a.x.contiguous()
-    weight = contiguous(a.weight)
-    residual = contiguous(a.residual)
+    weight, residual = contiguous(a.weight), contiguous(a.residual)
     scale, scale_stride = with_row_stride(a.scale)
     x_scale, per_row, group = saved_groups(a.x_scale, a.group_size, d)
-    block = power_of_two(d)
-    tile = tile_rows(block)
-    programs, rounds = shared_rows(images, s, tile)
+    programs, rounds = shared_rows(images, s, constants["R"])
     dx = empty_values(tuple(x.shape), a.dtype, x.device)
     dmodulation = empty((images, programs, 2, d), torch.float32, x.device)
     launch(
@@ -221,8 +211,6 @@ def norm_modulate_backward(a: Any) -> tuple[Tensor, Tensor]:
         *(per_row, scale_stride, s, d, a.eps, rounds),
         GROUP=group,
         DTYPE=TL_DTYPES[a.dtype],
-        R=tile,
-        BLOCK=block,
-        num_warps=warps(tile * block),
+        **constants,
     )
     return finished(dx, a.dtype), dmodulation.sum(1)

@@ -62,11 +62,6 @@ def _spans(ys: list[Tensor]) -> Iterator[slice]:
         start += y.shape[1]
 
 
-def _by_head(y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = y.unflatten(-1, (3, -1, weight.shape[0])).unbind(2)
-    return q, k, v
-
-
 @operator("coat::qkv_rope")
 def qkv_rope(
     ys: list[Tensor],
@@ -101,7 +96,7 @@ def qkv_rope(
         y = complete_qkv(y, hs[i], ups[i]) if hs else y
         if saved_format != "none":
             saved += saved_codes_of(y, saved_format, group_size)
-        q, k, v = _by_head(y, weights[0])
+        q, k, v = y.unflatten(-1, (3, -1, weights[0].shape[0])).unbind(2)
         parts[0].append(norm_and_rotate(q, weights[2 * i], cos[..., span, :], sin[..., span, :], eps))
         parts[1].append(norm_and_rotate(k, weights[2 * i + 1], cos[..., span, :], sin[..., span, :], eps))
         parts[2].append(v)
@@ -141,7 +136,7 @@ def qkv_rope_backward(
     for i, span in enumerate(_spans(ys)):
         y = values_of(ys[i], y_scales[i] if y_scales else None, group_size, dtype)
         dq, dk, dv = (grad[:, span] for grad in grads)
-        q, k, _ = _by_head(y, weights[0])
+        q, k, _ = y.unflatten(-1, (3, -1, weights[0].shape[0])).unbind(2)
         dq = norm_and_rotate_backward(dq, q, weights[2 * i], cos[..., span, :], sin[..., span, :], eps)
         dk = norm_and_rotate_backward(dk, k, weights[2 * i + 1], cos[..., span, :], sin[..., span, :], eps)
         results.append(torch.stack([part.to(dtype) for part in (dq, dk, dv)], dim=2).flatten(2))

@@ -102,11 +102,7 @@ def _qkv_rope_fwd_kernel(
         codes_ptr += row * (3 * H * d)
         code_scale_ptr += row * (3 * H * d // G)
     for part in tl.static_range(3):
-        weight_ptr, out_ptr = q_weight_ptr, q_ptr
-        if part == 1:
-            weight_ptr, out_ptr = k_weight_ptr, k_ptr
-        elif part == 2:
-            out_ptr = v_ptr
+        weight_ptr, out_ptr = ((q_weight_ptr, q_ptr), (k_weight_ptr, k_ptr), (None, v_ptr))[part]
         for head in range(tl.program_id(1) * HEADS, tl.minimum(tl.program_id(1) * HEADS + HEADS, H)):
             start = (part * H + head) * d
             places = rows[:, None] * y_stride + columns[None, :]
@@ -120,12 +116,9 @@ def _qkv_rope_fwd_kernel(
             if complete_ptr is not None:
                 place = complete_ptr + start + rows[:, None] * (3 * H * d) + columns[None, :]
                 tl.store(place, x.to(complete_ptr.dtype.element_ty), mask=inside)
-            if codes_ptr is not None:
-                end, width = start + d, 3 * H * d
-                store_group_codes(
-                    x, codes_ptr, code_scale_ptr, rows, are_rows, start, end, width, FORMAT_MAX, G, R, BLOCK
-                )
-            if part < 2:
+            end, width = start + d, 3 * H * d
+            store_group_codes(x, codes_ptr, code_scale_ptr, rows, are_rows, start, end, width, FORMAT_MAX, G, R, BLOCK)
+            if weight_ptr is not None:
                 weight = tl.load(weight_ptr + columns, mask=are_columns, other=0.0).to(tl.float32)[None, :]
                 normed = (x * rstd_of(x, d, eps) * weight).to(DTYPE).to(tl.float32)
                 a, b = tl.split(tl.reshape(normed, (R, BLOCK // 2, 2)))
@@ -184,31 +177,25 @@ def _qkv_rope_bwd_kernel(
     angles, are_angles = (first + tokens) * d + pairs, (tokens < length) & (pairs < d)
     cos = tl.load(cos_ptr + angles, mask=are_angles, other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + angles, mask=are_angles, other=0.0).to(tl.float32)
+    q = q_weight_ptr, dq_ptr, dq_stride_b, dq_stride_s, dq_stride_h
+    k = k_weight_ptr, dk_ptr, dk_stride_b, dk_stride_s, dk_stride_h
+    v = None, dv_ptr, dv_stride_b, dv_stride_s, dv_stride_h
     for head in range(tl.program_id(1) * HEADS, tl.minimum(tl.program_id(1) * HEADS + HEADS, H)):
         for part in tl.static_range(3):
+            weight_ptr, grad_ptr, stride_b, stride_s, stride_h = (q, k, v)[part]
             start = (part * H + head) * d
-            place = dy_ptr + rows * dy_stride + start + columns
-            if part == 2:
-                grad = dv_ptr + image * dv_stride_b + (first + tokens).to(tl.int64) * dv_stride_s + head * dv_stride_h
-                dv = tl.load(grad + columns, mask=inside, other=0.0).to(tl.float32)
-                tl.store(place, dv.to(dy_ptr.dtype.element_ty), mask=inside)
-            else:
-                weight_ptr, grad = q_weight_ptr, dq_ptr + image * dq_stride_b + head * dq_stride_h
-                stride = dq_stride_s
-                if part == 1:
-                    weight_ptr, grad = k_weight_ptr, dk_ptr + image * dk_stride_b + head * dk_stride_h
-                    stride = dk_stride_s
-                g = tl.load(grad + (first + tokens).to(tl.int64) * stride + columns, mask=inside, other=0.0)
-                g = g.to(tl.float32)
+            grad = grad_ptr + image * stride_b + (first + tokens).to(tl.int64) * stride_s + head * stride_h
+            dx = tl.load(grad + columns, mask=inside, other=0.0).to(tl.float32)
+            if weight_ptr is not None:
                 groups = rows * scales_per_row + (start + columns) // GROUP
                 x = load_saved(y_ptr, y_scale_ptr, rows * y_stride + start + columns, groups, inside, DTYPE)
                 weight = tl.load(weight_ptr + columns, mask=columns < d, other=0.0).to(tl.float32)
-                a, b = tl.split(tl.reshape(g, (R, BLOCK // 2, 2)))
+                a, b = tl.split(tl.reshape(dx, (R, BLOCK // 2, 2)))
                 weighted = tl.reshape(tl.join(a * cos + b * sin, b * cos - a * sin), (R, BLOCK)) * weight
                 rstd = rstd_of(x, d, eps)
                 z = x * rstd
                 dx = rstd * (weighted - z * tl.div_rn(tl.sum(weighted * z, axis=1), d * 1.0)[:, None])
-                tl.store(place, dx.to(dy_ptr.dtype.element_ty), mask=inside)
+            tl.store(dy_ptr + rows * dy_stride + start + columns, dx.to(dy_ptr.dtype.element_ty), mask=inside)
 
 
 @launcher(operators.qkv_rope)

@@ -30,9 +30,7 @@ def _quantize(x: Tensor, fmt: str, granularity: str, group_size: int, factors: T
     return codes.contiguous(), scale.contiguous()
 
 
-@declares(_quantize)
-def _(out: Any, a: Any) -> Cast:
-    return Cast(None, a.x, out[0], out[1], Granularity(a.granularity, a.group_size), a.factors)
+declares(_quantize)(lambda out, a: Cast(None, a.x, out[0], out[1], Granularity(a.granularity, a.group_size), a.factors))
 
 
 @operator("coat::quantize_and_save")
@@ -98,9 +96,7 @@ def decode_nvfp4(codes: Tensor, block_scales: Tensor, transposed: bool) -> Tenso
     return (bits.t() if transposed else bits).contiguous().view(E4M3.dtype)
 
 
-@declares(decode_nvfp4)
-def _(out: Any, a: Any) -> Decoded:
-    return Decoded(a.codes, out)
+declares(decode_nvfp4)(lambda out, a: Decoded(a.codes, out))
 
 
 def quantize(

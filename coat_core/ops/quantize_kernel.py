@@ -28,20 +28,18 @@ from coat_core.ops.device import (
     SHARES_MAX,
     GroupCodes,
     RowCodes,
-    as_codes,
     as_values,
-    cast_all_by_amax,
-    check_width,
+    cast_by_amax,
     contiguous,
     finite_abs,
     load_scaled,
+    nearest,
+    quantized,
     row_block,
-    saturated,
     scale_from_amax,
     store_group_codes,
     store_row_codes,
-    tile_rows,
-    warps,
+    whole_rows,
     with_row_stride,
 )
 from coat_core.ops.dispatch import launcher
@@ -49,18 +47,15 @@ from coat_core.ops.launch import (
     blocks,
     device_table,
     empty,
-    empty_codes,
     empty_values,
     finished,
     launch,
-    power_of_two,
     waiting_allowed,
 )
 
 GROUPS_ELEMENTS = 2048
 TILE = 64
 LARGEST = tl.constexpr(INT8_MAX)
-HALF_INTEGERS = tl.constexpr(1.5 * 2.0**23)
 ROWS, BLOCKS = 32, 8  # of an NVFP4 weight that a program decodes; 8 blocks of 16
 NUMBERS = 128  # of E4M3's bits without a sign
 
@@ -82,8 +77,7 @@ def _quantize_rows_fwd_kernel(
         columns = start + in_block
         offsets, inside = row * K + columns, columns < K
         x = load_scaled(x_ptr, factor_ptr, offsets, columns, inside)
-        codes = saturated(tl.div_rn(x, scale), FORMAT_MAX)
-        tl.store(codes_ptr + offsets, as_codes(codes, codes_ptr), mask=inside)
+        tl.store(codes_ptr + offsets, quantized(x, scale, codes_ptr, FORMAT_MAX), mask=inside)
 
 
 @triton.jit
@@ -107,8 +101,7 @@ def _quantize_groups_fwd_kernel(
     x = load_scaled(x_ptr, factor_ptr, offsets, columns, inside)
     scale = scale_from_amax(tl.max(finite_abs(x), axis=1), FORMAT_MAX)
     tl.store(scale_ptr + group, scale, mask=group < total)
-    codes = saturated(tl.div_rn(x, scale[:, None]), FORMAT_MAX)
-    tl.store(codes_ptr + offsets, as_codes(codes, codes_ptr), mask=inside)
+    tl.store(codes_ptr + offsets, quantized(x, scale[:, None], codes_ptr, FORMAT_MAX), mask=inside)
 
 
 @triton.jit
@@ -128,30 +121,25 @@ def quantize(a: Any) -> tuple[Tensor, Tensor]:
     factors = contiguous(a.factors)
     form = get_format(a.fmt)
     shape, k = tuple(x.shape), x.shape[-1]
+    if a.granularity == "per_tensor":
+        rounds = blocks(blocks(x.numel(), SHARE_BLOCK), SHARES_MAX)
+        shares = blocks(x.numel(), rounds * SHARE_BLOCK)
+        amax = empty((shares,), torch.float32, x.device)
+        launch(_share_amax_fwd_kernel, (shares,), x, factors, amax, k, x.numel(), rounds, BLOCK=SHARE_BLOCK)
+        return cast_by_amax(x, amax, a.fmt, factors)
     rows = x.numel() // k
-    codes = empty_codes(shape, form, x.device)
+    codes = empty_values(shape, form.dtype, x.device)
     scale = empty(Granularity(a.granularity, a.group_size).scale_shape(shape), torch.float32, x.device)
     if a.granularity == "per_row":
         options = {"FORMAT_MAX": form.max, "BLOCK": row_block(k)}
         launch(_quantize_rows_fwd_kernel, (rows,), x, factors, codes, scale, k, **options)
-    elif a.granularity == "per_group":
+    else:
         per_row = blocks(k, a.group_size)
         n = GROUPS_ELEMENTS // a.group_size
         grid = (blocks(rows * per_row, n),)
         options = {"FORMAT_MAX": form.max, "G": a.group_size, "N": n}
         launch(_quantize_groups_fwd_kernel, grid, x, factors, codes, scale, k, per_row, rows * per_row, **options)
-    else:
-        cast_all_by_amax(x, factors, _share_amax(x, factors), codes, scale, form.max)
     return finished(codes, form.dtype), scale
-
-
-def _share_amax(x: Tensor, factors: Tensor | None) -> Tensor:
-    rounds = blocks(blocks(x.numel(), SHARE_BLOCK), SHARES_MAX)
-    shares = blocks(x.numel(), rounds * SHARE_BLOCK)
-    amax = empty((shares,), torch.float32, x.device)
-    k = x.shape[-1]
-    launch(_share_amax_fwd_kernel, (shares,), x, factors, amax, k, x.numel(), rounds, BLOCK=SHARE_BLOCK)
-    return amax
 
 
 @triton.jit
@@ -228,14 +216,13 @@ def _quantize_and_save_fwd_kernel(
     starts = rows // S * stride_b + rows % S * stride_s
     x = tl.load(x_ptr + starts[:, None] + columns, mask=inside, other=0.0).to(tl.float32)
     store_row_codes(x, codes_ptr, code_scale_ptr, rows, are_rows, rows[:, None] * K + columns, inside, FORMAT_MAX)
-    if saved_ptr is not None:
-        store_group_codes(x, saved_ptr, saved_scale_ptr, rows, are_rows, 0, K, K, SAVED_MAX, SAVED_GROUP, R, BLOCK)
+    store_group_codes(x, saved_ptr, saved_scale_ptr, rows, are_rows, 0, K, K, SAVED_MAX, SAVED_GROUP, R, BLOCK)
 
 
 @launcher(operators.quantize_and_save)
 def quantize_and_save(a: Any) -> tuple[Tensor, ...]:
     k = a.x.shape[-1]
-    check_width(k)
+    constants = whole_rows(k)
     x = a.x
     if x.stride(-1) != 1 or a.granularity == "per_tensor":  # its second pass reads x as one piece
         x = x.contiguous()
@@ -243,25 +230,24 @@ def quantize_and_save(a: Any) -> tuple[Tensor, ...]:
     by_image = x if x.ndim == 3 else x.reshape(1, -1, k)
     codes = RowCodes(shape, a.fmt, a.granularity, x.device)
     saved = GroupCodes(shape, a.saved_format, a.group_size, x.device)
-    block = power_of_two(k)
-    tile, rows = tile_rows(block), x.numel() // k
+    rows = x.numel() // k
     launch(
         _quantize_and_save_fwd_kernel,
-        (blocks(rows, tile),),
+        (blocks(rows, constants["R"]),),
         *(by_image, codes.codes, codes.scale, saved.codes, saved.scale),
         *(by_image.stride(0), by_image.stride(1), rows, by_image.shape[1], k),
         FORMAT_MAX=codes.format_max,
         SAVED_MAX=saved.format_max,
-        SAVED_GROUP=min(a.group_size, block),
-        R=tile,
-        BLOCK=block,
-        num_warps=warps(tile * block),
+        SAVED_GROUP=min(a.group_size, constants["BLOCK"]),
+        **constants,
     )
     return *codes.results(x), *saved.results()
 
 
 @triton.jit
-def _rotated(x, STAGES: tl.constexpr, BLOCK: tl.constexpr):
+def _load_rotated(row_ptr, factor_ptr, start, K, STAGES: tl.constexpr, BLOCK: tl.constexpr):
+    columns = start + tl.arange(0, BLOCK)
+    x = load_scaled(row_ptr, factor_ptr, columns, columns, columns < K)
     for stage in tl.static_range(STAGES):
         x = tl.reshape(x, (BLOCK // 4 ** (stage + 1), 2, 2, 4**stage))
         total = tl.sum(tl.sum(x, axis=2, keep_dims=True), axis=1, keep_dims=True)
@@ -286,19 +272,10 @@ def _quantize_int8_fwd_kernel(
     tl.store(scale_ptr + row, tl.where(amax < float("inf"), scale, float("nan")))
     for start in range(0, K, BLOCK):
         x = _load_rotated(x_ptr + row * x_stride, factor_ptr, start, K, STAGES, BLOCK)
-        codes = (tl.div_rn(x, scale) + HALF_INTEGERS) - HALF_INTEGERS
+        codes = nearest(tl.div_rn(x, scale))
         codes = tl.where(codes == codes, tl.clamp(codes, -LARGEST, LARGEST), 0.0)
         columns = start + tl.arange(0, BLOCK)
         tl.store(codes_ptr + row * K + columns, codes.to(tl.int8), mask=columns < K)
-
-
-@triton.jit
-def _load_rotated(row_ptr, factor_ptr, start, K, STAGES: tl.constexpr, BLOCK: tl.constexpr):
-    columns = start + tl.arange(0, BLOCK)
-    x = tl.load(row_ptr + columns, mask=columns < K, other=0.0).to(tl.float32)
-    if factor_ptr is not None:
-        x *= tl.load(factor_ptr + columns, mask=columns < K, other=0.0)
-    return _rotated(x, STAGES, BLOCK)
 
 
 @triton.jit
@@ -316,7 +293,7 @@ def quantize_int8(a: Any) -> tuple[Tensor, Tensor]:
     width = x.shape[-1]
     codes = empty(tuple(x.shape), torch.int8, x.device)
     scale = empty((*x.shape[:-1], 1), torch.float32, x.device)
-    options = {"STAGES": _stages(a.size), "BLOCK": row_block(width)}
+    options = {"STAGES": (a.size.bit_length() - 1) // 2, "BLOCK": row_block(width)}
     grid = (x.numel() // width,)
     launch(_quantize_int8_fwd_kernel, grid, x, contiguous(a.factors), codes, scale, width, stride, **options)
     return codes, scale
@@ -329,12 +306,8 @@ def rotate(a: Any) -> Tensor:
     y = empty_values(tuple(x.shape), x.dtype, x.device)
     block = row_block(width)
     grid = (x.numel() // width, blocks(width, block))
-    launch(_rotate_fwd_kernel, grid, x, y, width, STAGES=_stages(a.size), BLOCK=block)
+    launch(_rotate_fwd_kernel, grid, x, y, width, STAGES=(a.size.bit_length() - 1) // 2, BLOCK=block)
     return finished(y, x.dtype)
-
-
-def _stages(size: int) -> int:
-    return (size.bit_length() - 1) // 2
 
 
 @functools.cache

@@ -98,10 +98,8 @@ def int8_mm(
     return product.to(out_dtype, copy=True)
 
 
-@declares(scaled_mm)
-@declares(int8_mm)
-def _(out: Any, a: Any) -> Product:
-    return Product(a.b, a.a, INPUT if a.forward else GRADIENT)
+for gemm in (scaled_mm, int8_mm):
+    declares(gemm)(lambda out, a: Product(a.b, a.a, INPUT if a.forward else GRADIENT))
 
 
 @operator("coat::weight_only_linear")
@@ -115,9 +113,7 @@ def weight_only_linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | N
         return torch.nn.functional.linear(x.to(dtype), weight, None if bias is None else bias.to(dtype))
 
 
-@declares(weight_only_linear)
-def _(out: Any, a: Any) -> Product:
-    return Product(a.codes)
+declares(weight_only_linear)(lambda out, a: Product(a.codes))
 
 
 def rows_in_one_piece(b: Tensor) -> Tensor:
@@ -171,36 +167,26 @@ def _by_cublas(a: Any) -> Tensor:
 @functools.cache
 def unsupported_reason(device: torch.device, a_dtype: torch.dtype, b_dtype: torch.dtype, row_wise: bool) -> str | None:
     """Return why this device, CUDA and torch cannot multiply these FP8 dtypes, or None; found by one product."""
-
-    def multiply_once() -> None:
-        a = torch.zeros(ALIGNMENT, ALIGNMENT, device=device).to(a_dtype)
-        b = torch.zeros(ALIGNMENT, ALIGNMENT, device=device).to(b_dtype)
-        scale = torch.ones(ALIGNMENT, 1, device=device) if row_wise else torch.ones((), device=device)
-        scaled_mm(a, scale, b, scale, None, torch.bfloat16)
-
-    return _why_refused(device, multiply_once)
+    return _why_refused(scaled_mm, device, a_dtype, b_dtype, row_wise)
 
 
 @functools.cache
 def int8_unsupported_reason(device: torch.device) -> str | None:
     """Return why this device cannot multiply INT8, or None; found by one product."""
-
-    def multiply_once() -> None:
-        a = torch.zeros(ALIGNMENT, ALIGNMENT, dtype=torch.int8, device=device)
-        scale = torch.ones((), device=device)
-        int8_mm(a, scale.expand(ALIGNMENT, 1).contiguous(), a, scale, None, torch.bfloat16)
-
-    return _why_refused(device, multiply_once)
+    return _why_refused(int8_mm, device, torch.int8, torch.int8, True)
 
 
-def _why_refused(device: torch.device, multiply_once: Callable[[], object]) -> str | None:
-    """Return why a product cannot run on this device, or None; out of memory raises, since answers are cached."""
+def _why_refused(
+    gemm: Callable[..., Tensor], device: torch.device, a_dtype: torch.dtype, b_dtype: torch.dtype, row_wise: bool
+) -> str | None:
     if device.type == "cpu":
         return None
     try:
-        multiply_once()
+        a, b = (torch.zeros(ALIGNMENT, ALIGNMENT, device=device).to(dtype) for dtype in (a_dtype, b_dtype))
+        scale = torch.ones(ALIGNMENT, 1, device=device) if row_wise else torch.ones((), device=device)
+        gemm(a, scale, b, scale, None, torch.bfloat16)
     except torch.OutOfMemoryError:
-        raise
+        raise  # says nothing about the device, and answers are cached
     except (RuntimeError, ValueError, TypeError) as error:  # NotImplementedError is a RuntimeError; mps: TypeError
         return f"{device.type}: {str(error).splitlines()[0]}"
     return None

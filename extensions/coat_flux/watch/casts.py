@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -144,7 +143,7 @@ class CastProbe(TorchDispatchMode):
                 layers.append(layer)
         return layers or self._weights.get(_address(codes), [])
 
-    def _observe_update(self, update: SimpleNamespace, step: Callable[[], Any]) -> Any:
+    def _observe_update(self, update: Any, step: Callable[[], Any]) -> Any:
         """Do AdamW's step on packed moments, and in fp32 on sampled blocks of them to compare with."""
         moments = Moment(update.exp_avg, update.exp_avg_numbers), Moment(update.exp_avg_sq, update.exp_avg_sq_numbers)
         rows, counts, grads = _sampled_blocks(update)
@@ -167,7 +166,7 @@ class CastProbe(TorchDispatchMode):
         return out
 
 
-def _sampled_blocks(update: SimpleNamespace) -> tuple[Tensor, list[int], Tensor]:
+def _sampled_blocks(update: Any) -> tuple[Tensor, list[int], Tensor]:
     """Some blocks of every parameter: their rows, how many each has, gradients fp32 [n, B]."""
     size = update.exp_avg.shape[1]
     rows: list[int] = []

@@ -43,7 +43,7 @@ __all__ = ["DeviceError", "DryGPU", "HostWaits", "LaunchError", "RaceError", "St
 # In the first step of a process.
 FIRST = {
     "coat_core/ops/attention.py:__init__": 0.0,  # tensors to try attention with
-    "coat_core/ops/attention.py:_tried": 0.0,  # how far a kernel is from plain products
+    "coat_core/ops/attention.py:_error": 0.0,  # how far a kernel is from plain products
     "coat_flux/blocks/measure.py:timed": 0.0,  # how long a block takes
     "coat_flux/blocks/fused/chooser.py:relative_difference": 0.0,  # fused blocks against diffusers' own
     "coat_flux/blocks/streaming.py:_to_device": 0.0,  # what the first step finds need not be streamed
