@@ -2,62 +2,66 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import torch
 from diffusers.models.normalization import RMSNorm
 from torch import Tensor
 
 from coat_core.formats import get_format
 from coat_core.granularity import PER_ROW, PER_TENSOR, Granularity, per_group
+from coat_core.ops.dispatch import launcher_of
 from coat_core.quantize import quantize
 from tests.helpers.asserts import assert_bitwise
-from tests.tolerances import NORM_BACKWARD_BF16_FLOOR_DB, NORM_BACKWARD_FP32_FLOOR_DB
+from tests.helpers.operators import moved, reference, tensors_in
+from tests.tolerances import KERNEL_ROW_RTOL, NORM_BACKWARD_BF16_FLOOR_DB, NORM_BACKWARD_FP32_FLOOR_DB
 
 CPU = torch.device("cpu")
 FLOOR = {torch.float32: NORM_BACKWARD_FP32_FLOOR_DB, torch.bfloat16: NORM_BACKWARD_BF16_FLOOR_DB}
 GRANULARITIES = [PER_TENSOR, PER_ROW, per_group(16), per_group(128)]
 SAVED = [("none", 128), ("e4m3", 128), ("e5m2", 16), ("e4m3", 256)]
-SHAPES = [(2, 7, 48), (1, 19, 40), (3, 5, 130), (1, 3, 2100)]
-KINDS = ["plain", "zero row", "outlier", "heavy tails", "strided", "slice"]
 SPECS = [("e4m3", "none"), ("e4m3", "per_row"), ("e5m2", "per_row"), ("e4m3", "per_tensor"), ("e5m2", "per_tensor")]
-CASES = [(kind, "e4m3", "per_row") for kind in KINDS] + [("plain", *spec) for spec in SPECS if spec != SPECS[1]]
+LAYOUTS = ["dense", "strided", "slice"]
+CASES = [  # shape and layout of x, its codes, its saved codes: every one of each, and none of them twice together
+    ((2, 7, 48), "dense", SPECS[0], SAVED[2]),
+    ((1, 19, 40), "slice", SPECS[1], SAVED[1]),
+    ((3, 5, 130), "strided", SPECS[2], SAVED[3]),
+    ((1, 4, 2100), "strided", SPECS[3], SAVED[0]),
+    ((2, 5, 130), "slice", SPECS[4], SAVED[2]),
+]
 
 
-def extreme_values(kind: str, shape: tuple[int, ...]) -> Tensor:
-    """Draw x of `shape`, fp32, for a kernel that quantizes; "bf16" is that."""
-    x = torch.randn(shape)
-    if kind == "zeros":
-        x[0] = 0
-    elif kind == "outlier":
-        x.view(-1)[x.numel() // 2] = 1e9
-    elif kind == "heavy tails":
-        x = x / torch.rand(shape).clamp_min(1e-4)
-    elif kind == "tiny":
-        x = x * 1e-42
-    elif kind == "not finite":
-        x.view(-1)[0], x.view(-1)[-1] = float("inf"), float("nan")
-    elif kind == "strided":
-        x = torch.randn(*shape[:-1], 2 * shape[-1])[..., ::2]
-    elif kind == "rows apart":
-        x = torch.randn(*shape[:-1], 2 * shape[-1])[..., : shape[-1]]
-    elif kind == "bf16":
-        x = x.to(torch.bfloat16)
+def rows(shape: tuple[int, ...], layout: str = "slice") -> Tensor:
+    """fp32 [..., K], in turn a plain row, one of zeros, one with an outlier and one with heavy tails.
+
+    Strided, or the ends of wider rows, unless dense.
+    """
+    width = {"dense": shape[-1], "strided": 2 * shape[-1], "slice": shape[-1] + 16}[layout]
+    x = torch.randn(*shape[:-1], width)
+    x = x[..., ::2] if layout == "strided" else x[..., -shape[-1] :]
+    for number, place in enumerate(itertools.product(*map(range, shape[:-1]))):
+        if number % 4 == 1:
+            x[place] = 0.0
+        elif number % 4 == 2:
+            x[place][shape[-1] // 2] = -1e4
+        elif number % 4 == 3:
+            x[place] /= torch.rand(shape[-1]).clamp_min(1e-3)
     return x
 
 
-def rows_of_kind(kind: str, shape: tuple[int, ...]) -> Tensor:
-    """fp32 [..., K]: one row of zeros, one huge value, heavy tails, strided, or the end of wider rows."""
-    x = torch.randn(shape)
-    if kind == "zero row":
-        x[0, -1] = 0
-    elif kind == "outlier":
-        x.view(-1)[x.numel() // 2] = -1e4
-    elif kind == "heavy tails":
-        x = x / torch.rand(shape).clamp_min(1e-3)
-    elif kind == "strided":
-        x = torch.randn(*shape[:-1], 2 * shape[-1])[..., ::2]
-    elif kind == "slice":
-        x = torch.randn(*shape[:-1], shape[-1] + 16)[..., 16:]
-    return x
+def kernel_of(op: Any) -> Any:
+    """The launcher, which is interpreted on a CPU."""
+    return launcher_of(op._qualname)
+
+
+def assert_follows(op: Any, args: tuple[Any, ...], device: torch.device, rtol: float = KERNEL_ROW_RTOL) -> Any:
+    """Assert that the kernel's results are the reference's, but for codes up to `rtol` of a row; return them."""
+    results = kernel_of(op)(*moved(args, device))
+    for result, expected in zip(tensors_in(results), tensors_in(reference(op, *args)), strict=True):
+        if result.dtype.itemsize > 1 and result.numel():
+            assert_rows_close(result, expected, rtol)
+    return results
 
 
 def assert_codes_of(values: Tensor, codes: Tensor, scale: Tensor, fmt: str, granularity: str) -> None:

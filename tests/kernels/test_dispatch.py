@@ -25,8 +25,8 @@ for family in ops.FAMILIES:
 
 @pytest.mark.triton
 def test_every_operator_has_a_launcher() -> None:
-    for name, op in dispatch.launchers.items():
-        assert dispatch.launcher_of(name).operator is op
+    for name in dispatch.launchers:
+        assert dispatch.launcher_of(name).__name__ == name.removeprefix("coat::")
 
 
 def test_every_operator_of_ours_is_launched_by_triton_or_by_torch() -> None:

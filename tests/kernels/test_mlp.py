@@ -11,14 +11,13 @@ from torch import Tensor
 
 from coat_core.casts import declarations
 from coat_core.granularity import PER_ROW, PER_TENSOR, per_group
-from coat_core.ops.dispatch import launcher_of
 from coat_core.ops.gelu import mlp_activation, mlp_activation_backward, mlp_down_gradient
 from coat_core.ops.mlp_down import mlp_activation_down
 from coat_core.ops.qkv import qkv_mlp_backward, qkv_rope_backward
 from coat_core.quantize import dequantize, quantize
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.operators import bits, check_layout, moved, reference
-from tests.helpers.rows import CASES, KINDS, SPECS, assert_codes_of, assert_rows_close, assert_saved, rows_of_kind
+from tests.helpers.rows import SPECS, assert_codes_of, assert_follows, assert_rows_close, assert_saved, kernel_of, rows
 from tests.tolerances import BF16_ULP_RTOL, GELU_RELATIVE_RTOL, GELU_RTOL, KERNEL_ROW_RTOL, SILU_RTOL
 
 BF16, FP32, FP16 = torch.bfloat16, torch.float32, torch.float16
@@ -27,6 +26,9 @@ ACTIVATIONS = [GELU, SWIGLU]
 NOTHING_SAVED = ("none", "none", "none")
 # a huge negative x: exp overflows to inf, and sigmoid is 0 as it should be
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
+operator_and_kernel = pytest.mark.parametrize(
+    "by", [pytest.param(lambda op: op, id="operator"), pytest.param(kernel_of, marks=pytest.mark.triton, id="kernel")]
+)
 
 
 def act(x: Tensor, activation: str) -> Tensor:
@@ -83,7 +85,7 @@ def gradient(mlp: Tensor, g: Tensor, activation: str) -> Tensor:
 
 def assert_values(found: Tensor, mlp: Tensor, activation: str) -> None:
     """Assert act(mlp) within the kernel's tolerance."""
-    mlp = mlp.cpu().double()
+    mlp = mlp.double()
     allowed = GELU_RTOL * mlp.abs()
     if activation == SWIGLU:
         gate, up = mlp.chunk(2, dim=-1)
@@ -97,34 +99,22 @@ def assert_equal(found: Any, expected: Any) -> None:
         assert_bitwise(bits(a), bits(b))
 
 
-def kernel_of(op: Any) -> Any:
-    """The launcher, which is interpreted on a CPU."""
-    return launcher_of(op._qualname)
-
-
-operator_and_kernel = pytest.mark.parametrize(
-    "by", [pytest.param(lambda op: op, id="operator"), pytest.param(kernel_of, marks=pytest.mark.triton, id="kernel")]
-)
-
-
 @pytest.mark.parametrize("rank", [0, 24])
 @pytest.mark.parametrize("dtype", [BF16, FP32, FP16])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_operators_are_torchs_linear_and_activation(activation: str, dtype: torch.dtype, rank: int) -> None:
-    n = columns(65, activation)
-    for kind in KINDS:
-        attention, _, h, up = given(activation, 48, 65, rank, dtype)
-        attention, mlp = rows_of_kind(kind, (2, 7, 48)).to(dtype), 3 * rows_of_kind(kind, (2, 7, n)).to(dtype)
-        how = ("e5m2", "per_row", "e4m3", 32, dtype, activation)
-        values, *codes = mlp_activation(attention, None, mlp, None, h, up, *how)
-        assert_bitwise(values, torch.cat([attention, act(complete(mlp, h, up), activation)], dim=-1))
-        assert_codes_of(values, *codes[:2], "e5m2", "per_row")
-        assert_saved(attention, *codes[2:4], "e4m3", 32)
-        assert_saved(complete(mlp, h, up), *codes[4:], "e4m3", 32)
-        down = torch.randn(8, 121).to(dtype)[:, 8:]
-        h_next, *next_codes = mlp_activation_down(attention, mlp, h, up, down, *how)
-        assert_bitwise(h_next, torch.nn.functional.linear(values, down))
-        assert_equal(next_codes, codes)
+    _, _, h, up = given(activation, 48, 65, rank, dtype)
+    attention, mlp = rows((2, 7, 48)).to(dtype), (3 * rows((2, 7, columns(65, activation)))).to(dtype)
+    how = ("e5m2", "per_row", "e4m3", 32, dtype, activation)
+    values, *codes = mlp_activation(attention, None, mlp, None, h, up, *how)
+    assert_bitwise(values, torch.cat([attention, act(complete(mlp, h, up), activation)], dim=-1))
+    assert_codes_of(values, *codes[:2], "e5m2", "per_row")
+    assert_saved(attention, *codes[2:4], "e4m3", 32)
+    assert_saved(complete(mlp, h, up), *codes[4:], "e4m3", 32)
+    down = torch.randn(8, 121).to(dtype)[:, 8:]
+    h_next, *next_codes = mlp_activation_down(attention, mlp, h, up, down, *how)
+    assert_bitwise(h_next, torch.nn.functional.linear(values, down))
+    assert_equal(next_codes, codes)
     alone = mlp_activation(None, None, mlp, None, h, up, *NOTHING_SAVED, 32, dtype, activation)
     assert_bitwise(alone[0], values[..., 48:].contiguous())
     assert all(x.shape == (0,) for x in alone[1:])
@@ -158,13 +148,11 @@ def test_from_codes_all_are_those_of_the_values_they_stand_for(activation: str, 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_backward_is_the_gradient(activation: str, dtype: torch.dtype, rank: int) -> None:
-    for kind in KINDS:
-        mlp = 3 * rows_of_kind(kind, (2, 7, columns(65, activation))).to(dtype)
-        grad = torch.randn(2, 7, 100)[..., 35:]
-        dh, down = (torch.randn(2, 7, 4), torch.randn(4, 100)[:, 35:]) if rank else (None, None)
-        found = mlp_activation_backward(grad, dh, down, mlp, None, 128, dtype, activation)
-        g = complete(grad, dh, None if down is None else down.t())
-        torch.testing.assert_close(found, gradient(mlp, g, activation).to(dtype))
+    mlp, grad = 3 * rows((2, 7, columns(65, activation))).to(dtype), torch.randn(2, 7, 100)[..., 35:]
+    dh, down = (torch.randn(2, 7, 4), torch.randn(4, 100)[:, 35:]) if rank else (None, None)
+    found = mlp_activation_backward(grad, dh, down, mlp, None, 128, dtype, activation)
+    g = complete(grad, dh, None if down is None else down.t())
+    torch.testing.assert_close(found, gradient(mlp, g, activation).to(dtype))
 
 
 def test_the_gate_is_the_first_half() -> None:
@@ -174,8 +162,8 @@ def test_the_gate_is_the_first_half() -> None:
 
 
 @operator_and_kernel
-def test_half_precision_is_rounded_after_the_adapter(by: Any, device: torch.device) -> None:
-    """257 is between two numbers of bf16, and becomes 256 before all else."""
+def test_half_precision_is_rounded_where_torch_rounds(by: Any, device: torch.device) -> None:
+    """257 is between two numbers of bf16; silu(0.5)·3 rounded once is 0.9336, silu(0.5) alone becomes 0.3105 there."""
     y, h = torch.full((1, 1, 16), 256.0, dtype=BF16, device=device), torch.ones(1, 1, 2, dtype=BF16, device=device)
     matrix = torch.full((16, 2), 0.5, dtype=BF16, device=device)
     saved_scale = by(mlp_activation)(None, None, y, None, h, matrix, "none", "none", "e4m3", 16, BF16)[-1]
@@ -183,16 +171,12 @@ def test_half_precision_is_rounded_after_the_adapter(by: Any, device: torch.devi
     flat = torch.full((1, 1, 16), 50.0, device=device)  # GELU' is 1
     found = by(mlp_activation_backward)(y, h, matrix.t().contiguous(), flat, None, 128, FP32)
     assert found.unique().tolist() == [256.0]
-
-
-@operator_and_kernel
-def test_silu_is_rounded_before_it_multiplies(by: Any, device: torch.device) -> None:
-    """silu(0.5)·3 rounded once is 0.9336 in bf16; silu(0.5) alone becomes 0.3105 there."""
     mlp = torch.tensor([0.5, 3.0], dtype=BF16, device=device).view(1, 1, 2)
     values = by(mlp_activation)(None, None, mlp, None, None, None, *NOTHING_SAVED, 0, BF16, SWIGLU)[0]
     assert values.item() == 0.9296875
-    dh = torch.ones(1, 1, 1, device=device)
-    assert by(mlp_down_gradient)(dh, None, None, mlp, None, 0, BF16, FP32, SWIGLU).item() == 0.9296875
+    one, x = torch.ones(1, 1, 1, device=device), torch.full((1, 1, 1), 257.0, device=device)
+    assert by(mlp_down_gradient)(one, None, None, mlp, None, 0, BF16, FP32, SWIGLU).item() == 0.9296875
+    assert by(mlp_down_gradient)(one, x, None, x, None, 16, BF16, FP32).tolist() == [[256.0, 256.0]]
 
 
 @operator_and_kernel
@@ -239,35 +223,44 @@ def test_what_is_cast_is_declared(activation: str) -> None:
 
 @pytest.mark.triton
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("case", CASES, ids="-".join)
+@pytest.mark.parametrize(
+    ("spec", "layout", "d", "f", "group"),
+    [
+        (SPECS[0], "dense", 0, 160, 16),
+        (SPECS[1], "slice", 130, 512, 256),
+        (SPECS[2], "strided", 48, 160, 16),
+        (SPECS[3], "slice", 48, 160, 16),
+        (SPECS[4], "dense", 0, 160, 32),
+    ],
+)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_kernel_without_an_adapter(activation: str, case: tuple[str, str, str], device: torch.device) -> None:
-    kind, *spec = case
-    for b, s, d, f, group in ((2, 7, 48, 160, 16), (1, 1, 130, 1024, 256)):
-        attention = rows_of_kind(kind, (b, s, d)).to(device)
-        mlp = 3 * rows_of_kind(kind, (b, s, columns(f, activation))).to(device)
-        for out in (attention, None):
-            how = (*spec, "e5m2", group, FP32, activation)
-            values, codes, scale, *kept = kernel_of(mlp_activation)(out, None, mlp, None, None, None, *how)
-            if out is not None:
-                assert_bitwise(values[..., :d], attention)
-                assert_saved(attention, *kept[:2], "e5m2", group)
-            assert_values(values[..., -f:], mlp, activation)
-            assert_codes_of(values, codes, scale, *spec)
-            assert_saved(mlp, *kept[2:], "e5m2", group)
+def test_kernel_without_an_adapter(
+    activation: str, spec: tuple[str, str], layout: str, d: int, f: int, group: int, device: torch.device
+) -> None:
+    attention = rows((2, 4, d), layout) if d else None
+    mlp = 3 * rows((2, 4, columns(f, activation)), layout)
+    how = (*spec, "e5m2", group, FP32, activation)
+    arguments = moved((attention, None, mlp, None, None, None), device)
+    values, codes, scale, *kept = kernel_of(mlp_activation)(*arguments, *how)
+    if d:
+        assert_bitwise(values[..., :d].cpu(), attention.contiguous())
+        assert_saved(attention, *kept[:2], "e5m2", group)
+    assert_values(values[..., -f:], mlp, activation)
+    assert_codes_of(values, codes, scale, *spec)
+    assert_saved(mlp, *kept[2:], "e5m2", group)
 
 
 @pytest.mark.triton
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize(
-    ("activation", "rank"), [*((GELU, rank) for rank in (1, 4, 16, 24, 64, 72, 128)), (SWIGLU, 24), (SWIGLU, 128)]
+    ("activation", "rank", "s"), [(GELU, 1, 19), (GELU, 4, 7), (GELU, 24, 7), (GELU, 72, 7), (SWIGLU, 128, 7)]
 )
-def test_kernel_adds_the_adapter(activation: str, rank: int, device: torch.device) -> None:
-    attention, mlp, h, up = moved(given(activation, 48, 288, rank, s=19), device)
+def test_kernel_adds_the_adapter(activation: str, rank: int, s: int, device: torch.device) -> None:
+    attention, mlp, h, up = given(activation, 48, 160, rank, s=s)
     spec = ("e4m3", "per_tensor" if rank == 4 else "per_row")
-    how = (*spec, "e4m3", 32, FP32, activation)
-    values, codes, scale, *kept = kernel_of(mlp_activation)(attention, None, mlp, None, h, up, *how)
-    assert_bitwise(values[..., :48], attention.contiguous())
+    arguments = moved(of_values(attention, mlp, h, up), device)
+    values, codes, scale, *kept = kernel_of(mlp_activation)(*arguments, *spec, "e4m3", 32, FP32, activation)
+    assert_bitwise(values[..., :48].cpu(), attention.contiguous())
     assert_values(values[..., 48:], complete(mlp, h, up), activation)
     assert_codes_of(values, codes, scale, *spec)
     assert_saved(attention, *kept[:2], "e4m3", 32)
@@ -276,21 +269,18 @@ def test_kernel_adds_the_adapter(activation: str, rank: int, device: torch.devic
 
 @pytest.mark.triton
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("rank", [0, 4])
-@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(("dtype", "rank"), [(BF16, 4), (FP16, 0)])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_kernels_in_half_precision(activation: str, dtype: torch.dtype, rank: int, device: torch.device) -> None:
     inputs = [x if x is None else x / 4 for x in given(activation, 48, 96, rank, dtype)]
-    for granularity in ("per_row", "per_tensor"):
-        how = ("e4m3", granularity, "none", 16, dtype, activation)
-        values, codes, scale, *_ = kernel_of(mlp_activation)(*moved(of_values(*inputs), device), *how)
-        # two or three roundings, each to a neighbour that the interpreter's truncation may choose otherwise
-        assert_rows_close(values, reference(mlp_activation, *of_values(*inputs), *how)[0], 3 * BF16_ULP_RTOL)
-        assert_codes_of(values, codes, scale, "e4m3", granularity)
+    granularity = "per_row" if rank else "per_tensor"
+    arguments = (*of_values(*inputs), "e4m3", granularity, "none", 16, dtype, activation)
+    # two or three roundings, each to a neighbour that the interpreter's truncation may choose otherwise
+    values, codes, scale, *_ = assert_follows(mlp_activation, arguments, device, 3 * BF16_ULP_RTOL)
+    assert_codes_of(values, codes, scale, "e4m3", granularity)
     dh, down = (inputs[2], torch.randn(rank, 96).to(dtype)) if rank else (None, None)
     backward = (torch.randn(2, 7, 96).to(dtype), dh, down, inputs[1], None, 16, dtype, activation)
-    found = kernel_of(mlp_activation_backward)(*moved(backward, device))
-    assert_rows_close(found, reference(mlp_activation_backward, *backward), 2 * BF16_ULP_RTOL)
+    assert_follows(mlp_activation_backward, backward, device, 2 * BF16_ULP_RTOL)
 
 
 @pytest.mark.triton
@@ -330,29 +320,33 @@ def test_kernels_read_codes(activation: str, group: int, device: torch.device) -
         (mlp_down_gradient, (dh, *attention, *mlp, group, FP32, FP32, activation)),
     ):
         found, expected = kernel_of(op)(*moved(arguments, device)), reference(op, *arguments)
-        found, expected = (x[0] if isinstance(x, tuple) else x for x in (found, expected))
-        for start in range(0, expected.shape[-1], 76):  # so that small columns count
-            part = slice(start, start + 76)
-            assert_rows_close(found[..., part], expected[..., part], KERNEL_ROW_RTOL)
+        assert_stretches_close(*(x[0] if isinstance(x, tuple) else x for x in (found, expected)))
+
+
+def assert_stretches_close(found: Tensor, expected: Tensor, rtol: float = KERNEL_ROW_RTOL) -> None:
+    """`assert_rows_close` of some columns after the others, so that small ones count."""
+    for start in range(0, expected.shape[-1], 76):
+        assert_rows_close(found[..., start : start + 76], expected[..., start : start + 76], rtol)
 
 
 @pytest.mark.triton
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("s", "f", "rank", "layout"), [(7, 200, 0, "strided"), (19, 100, 24, "slice"), (1, 600, 128, "dense")]
+)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_backward_kernel(activation: str, kind: str, device: torch.device) -> None:
-    kernel = kernel_of(mlp_activation_backward)
-    for s, f, rank in ((7, 200, 0), (19, 100, 24), (1, 1100, 128)):
-        mlp, grad = 3 * rows_of_kind(kind, (2, s, columns(f, activation))), whole(2, s, f + 40)[..., 40:]
-        dh, down = (whole(2, s, 3 * rank)[..., rank : 2 * rank], whole(rank, f + 40)[:, 40:]) if rank else (None, None)
-        dmlp = kernel(*moved((grad, dh, down, mlp), device), None, 128, FP32, activation).cpu()
-        assert dmlp.is_contiguous()
-        g = complete(grad, dh, None if down is None else down.t())
-        allowed = GELU_RTOL * g.abs() * (1 + mlp.abs()) if activation == GELU else None
-        if activation == SWIGLU:
-            gate, up = mlp.abs().chunk(2, dim=-1)
-            allowed = SILU_RTOL * torch.cat([g.abs() * up * (1 + gate), g.abs() * gate], dim=-1)
-        assert bool(((dmlp - gradient(mlp, g, activation)).abs() <= allowed).all())
+def test_backward_kernel(activation: str, s: int, f: int, rank: int, layout: str, device: torch.device) -> None:
+    mlp, grad = 3 * rows((2, s, columns(f, activation)), layout), whole(2, s, f + 40)[..., 40:]
+    dh, down = (whole(2, s, 3 * rank)[..., rank : 2 * rank], whole(rank, f + 40)[:, 40:]) if rank else (None, None)
+    arguments = moved((grad, dh, down, mlp), device)
+    dmlp = kernel_of(mlp_activation_backward)(*arguments, None, 128, FP32, activation).cpu()
+    assert dmlp.is_contiguous()
+    g = complete(grad, dh, None if down is None else down.t())
+    allowed = GELU_RTOL * g.abs() * (1 + mlp.abs()) if activation == GELU else None
+    if activation == SWIGLU:
+        gate, up = mlp.abs().chunk(2, dim=-1)
+        allowed = SILU_RTOL * torch.cat([g.abs() * up * (1 + gate), g.abs() * gate], dim=-1)
+    assert bool(((dmlp - gradient(mlp, g, activation)).abs() <= allowed).all())
 
 
 def assert_down(inputs: tuple[Any, ...], down: Tensor, *how: Any, device: torch.device) -> None:
@@ -373,51 +367,53 @@ def assert_down(inputs: tuple[Any, ...], down: Tensor, *how: Any, device: torch.
 
 @pytest.mark.triton
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("kind", KINDS)
-def test_down_projection_kernel_takes_any_values(kind: str, device: torch.device) -> None:
-    shapes = ((7, 48, 200, 16), (1, 130, 1100, 256), (33, 0, 300, 32), (7, 48, 130, 64))
-    for spec, (s, d, f, group) in zip(SPECS[1:], shapes, strict=True):
-        attention = rows_of_kind(kind, (2, s, d)) if d else None
-        inputs = (attention, 3 * rows_of_kind(kind, (2, s, f)), None, None)
-        assert_down(inputs, (torch.randn(8, d + f + 8) / 16)[:, 8:], *spec, "e5m2", group, FP32, device=device)
+@pytest.mark.parametrize(
+    ("spec", "layout", "s", "d", "f", "group"),
+    [
+        (SPECS[1], "slice", 7, 48, 200, 16),
+        (SPECS[2], "dense", 2, 130, 1100, 256),
+        (SPECS[3], "strided", 33, 0, 130, 32),
+        (SPECS[4], "slice", 7, 48, 130, 64),
+    ],
+)
+def test_down_projection_kernel_takes_any_values(
+    spec: tuple[str, str], layout: str, s: int, d: int, f: int, group: int, device: torch.device
+) -> None:
+    inputs = (rows((2, s, d), layout) if d else None, 3 * rows((2, s, f), layout), None, None)
+    assert_down(inputs, (torch.randn(8, d + f + 8) / 16)[:, 8:], *spec, "e5m2", group, FP32, device=device)
 
 
 @pytest.mark.triton
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize(
-    ("rank", "next_rank", "s", "d", "f", "group", "activation"),
+    ("rank", "next_rank", "d", "f", "group", "activation"),
     [
-        (1, 1, 19, 48, 300, 32, GELU),
-        (24, 24, 19, 48, 300, 32, GELU),
-        (4, 16, 19, 48, 300, 32, GELU),
-        (16, 4, 19, 48, 300, 32, GELU),
-        (64, 40, 19, 48, 300, 32, GELU),
-        (128, 24, 19, 48, 300, 32, GELU),
-        (72, 256, 3, 48, 130, 32, GELU),
-        (4, 4, 3, 1100, 2200, 128, GELU),  # several stretches
-        (0, 4, 3, 48, 1088, 64, SWIGLU),
-        (4, 24, 3, 48, 96, 32, SWIGLU),
-        (24, 200, 3, 48, 96, 16, SWIGLU),
+        (1, 40, 48, 130, 32, GELU),
+        (24, 1, 48, 130, 32, GELU),
+        (72, 256, 48, 130, 32, GELU),
+        (4, 4, 1100, 1088, 128, GELU),  # several stretches
+        (0, 4, 48, 1088, 64, SWIGLU),
+        (24, 200, 48, 96, 16, SWIGLU),
     ],
 )
 def test_down_projection_kernel_with_adapters_of_every_rank(
-    rank: int, next_rank: int, s: int, d: int, f: int, group: int, activation: str, device: torch.device
+    rank: int, next_rank: int, d: int, f: int, group: int, activation: str, device: torch.device
 ) -> None:
     how = ("e4m3", "per_tensor" if rank == 4 else "per_row", "e4m3", group, FP32, activation)
-    inputs, down = given(activation, d, f, rank, s=s), torch.randn(next_rank, d + f) / 16
+    inputs, down = given(activation, d, f, rank, s=19 if rank == 1 else 3), torch.randn(next_rank, d + f) / 16
     assert_down(inputs, down, *how, device=device)
 
 
 @pytest.mark.triton
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("next_rank", [16, 200])
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_down_projection_kernel_in_half_precision(dtype: torch.dtype, next_rank: int, device: torch.device) -> None:
-    for rank in (0, 4):
-        attention, mlp, h, up = given(GELU, 48, 130, rank, dtype)
-        inputs = (attention, mlp + 0.25, h, None if up is None else 50 * up)  # sums that have to be rounded
-        down = (torch.randn(next_rank, 178) / 16).to(dtype)
-        assert_down(inputs, down, "e4m3", "per_row", "e4m3", 16, dtype, device=device)
+@pytest.mark.parametrize(("dtype", "rank", "next_rank"), [(BF16, 4, 200), (FP16, 0, 16)])
+def test_down_projection_kernel_in_half_precision(
+    dtype: torch.dtype, rank: int, next_rank: int, device: torch.device
+) -> None:
+    attention, mlp, h, up = given(GELU, 48, 130, rank, dtype)
+    inputs = (attention, mlp + 0.25, h, None if up is None else 50 * up)  # sums that have to be rounded
+    down = (torch.randn(next_rank, 178) / 16).to(dtype)
+    assert_down(inputs, down, "e4m3", "per_row", "e4m3", 16, dtype, device=device)
 
 
 @pytest.mark.triton
@@ -453,13 +449,11 @@ def gradient_arguments(
 
 
 def assert_gradient(arguments: tuple[Any, ...], device: torch.device, rtol: float = KERNEL_ROW_RTOL) -> None:
-    """Assert the launcher's result to be the reference's, by stretches of columns, so that small ones count."""
+    """Assert the launcher's result to be the reference's."""
     found = kernel_of(mlp_down_gradient)(*moved(arguments, device))
-    # on the CPU the reference multiplies in half precision
-    expected = reference(mlp_down_gradient, arguments[0].float(), *arguments[1:])
     assert found.is_contiguous()
-    for start in range(0, expected.shape[-1], 60):
-        assert_rows_close(found[:, start : start + 60], expected[:, start : start + 60], rtol)
+    # on the CPU the reference multiplies in half precision
+    assert_stretches_close(found, reference(mlp_down_gradient, arguments[0].float(), *arguments[1:]), rtol)
 
 
 @pytest.fixture(params=[1, 3], ids=["one share", "three shares"])
@@ -472,19 +466,14 @@ def shares(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> i
 
 @pytest.mark.triton
 @pytest.mark.usefixtures("poisoned", "shares")
-@pytest.mark.parametrize(
-    ("rank", "d", "f", "group"),
-    [(1, 48, 200, 0), (4, 0, 70, 128), (16, 130, 65, 16), (24, 48, 200, 0), (64, 0, 70, 128), (100, 70, 65, 16)],
-)
+@pytest.mark.parametrize(("rank", "d", "f", "group"), [(1, 48, 200, 0), (24, 0, 70, 128), (100, 70, 65, 16)])
 def test_down_gradient_kernel(rank: int, d: int, f: int, group: int, device: torch.device) -> None:
     assert_gradient(gradient_arguments(49, rank, d, f, group), device)
 
 
 @pytest.mark.triton
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize(
-    ("fmt", "group"), [("e4m3", 16), ("e5m2", 32), ("e4m3", 64), ("e5m2", 128), ("e4m3", 128), ("e4m3", 256)]
-)
+@pytest.mark.parametrize(("fmt", "group"), [("e4m3", 16), ("e5m2", 32), ("e4m3", 64), ("e5m2", 256)])
 def test_down_gradient_kernel_reads_codes_of_every_group(fmt: str, group: int, device: torch.device) -> None:
     x = torch.randn(2, 7, 300) * torch.logspace(-3, 3, 300)  # a scale of another group would show
     dh = torch.randn(2, 7, 4)
@@ -493,8 +482,9 @@ def test_down_gradient_kernel_reads_codes_of_every_group(fmt: str, group: int, d
 
 @pytest.mark.triton
 @pytest.mark.usefixtures("poisoned")
-def test_down_gradient_kernel_reads_scales_per_row_and_per_tensor(device: torch.device) -> None:
-    x = torch.randn(2, 7, 150) * torch.logspace(-2, 2, 14).view(2, 7, 1)
+@pytest.mark.parametrize("width", [20, 150])
+def test_down_gradient_kernel_reads_scales_per_row_and_per_tensor(width: int, device: torch.device) -> None:
+    x = torch.randn(2, 7, width) * torch.logspace(-2, 2, 14).view(2, 7, 1)
     for granularity in (PER_ROW, PER_TENSOR):
         pair = quantize(x, "e5m2", granularity)[:2]
         assert_gradient((torch.randn(2, 7, 4), *pair, *pair, 16, FP32, FP32), device)
@@ -502,20 +492,12 @@ def test_down_gradient_kernel_reads_scales_per_row_and_per_tensor(device: torch.
 
 @pytest.mark.triton
 @pytest.mark.usefixtures("poisoned", "shares")
-@pytest.mark.parametrize(("dtype", "dtype_down"), [(BF16, BF16), (BF16, FP32), (FP16, FP32)])
+@pytest.mark.parametrize(("dtype", "dtype_down", "group"), [(BF16, BF16, 0), (BF16, FP32, 64), (FP16, FP32, 64)])
 def test_down_gradient_kernel_in_half_precision(
-    dtype: torch.dtype, dtype_down: torch.dtype, device: torch.device
+    dtype: torch.dtype, dtype_down: torch.dtype, group: int, device: torch.device
 ) -> None:
-    for group in (0, 64):  # the interpreter truncates the values
-        assert_gradient(gradient_arguments(49, 16, 48, 130, group, dtype, dtype_down), device, 2 * BF16_ULP_RTOL)
-
-
-@pytest.mark.triton
-@pytest.mark.usefixtures("poisoned")
-def test_down_gradient_kernel_rounds_values_before_it_multiplies(device: torch.device) -> None:
-    dh, x = torch.ones(1, 1, 1, device=device), torch.full((1, 1, 1), 257.0, device=device)
-    found = kernel_of(mlp_down_gradient)(dh, x, None, x, None, 16, BF16, FP32)
-    assert found.tolist() == [[256.0, 256.0]]  # 257 is between two of bf16
+    # the interpreter truncates the values
+    assert_gradient(gradient_arguments(49, 16, 48, 130, group, dtype, dtype_down), device, 2 * BF16_ULP_RTOL)
 
 
 @pytest.mark.triton
@@ -529,9 +511,9 @@ def test_down_gradient_kernel_adds_the_parts_up(device: torch.device) -> None:
 
 def test_shares_of_rows() -> None:
     shared = pytest.importorskip("coat_core.ops.gelu_kernel")._shared
-    for rows, rank, programs in itertools.product((0, 1, 64, 512, 1536, 4608, 70000), (1, 16, 128), (1, 192, 240, 999)):
-        count, rounds = shared(rows, rank, programs)
-        assert (count - 1) * rounds * 32 < max(rows, 1) <= max(count * rounds * 32, 1)
-        assert count == 1 or (count * programs <= 512 and rows // count >= 64 * rank - 32)
+    for s, rank, programs in itertools.product((0, 1, 64, 512, 1536, 4608, 70000), (1, 16, 128), (1, 192, 240, 999)):
+        count, rounds = shared(s, rank, programs)
+        assert (count - 1) * rounds * 32 < max(s, 1) <= max(count * rounds * 32, 1)
+        assert count == 1 or (count * programs <= 512 and s // count >= 64 * rank - 32)
     assert shared(4608, 16, 240)[0] == 2
     assert shared(4096, 16, 192)[0] == 2

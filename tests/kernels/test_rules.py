@@ -35,21 +35,18 @@ def turned(*shape: int) -> Tensor:
 def quantize_cases() -> Iterator[Case]:
     for granularity in (PER_TENSOR, PER_ROW, per_group(16)):
         how = (granularity.name, granularity.group_size)
-        for x in (turned(3, 40).bfloat16(), torch.randn(2, 3, 40, dtype=FP16), torch.randn(1, 1)):
-            yield codes._quantize, (x, "e4m3", *how, None)
-            yield codes._quantize, (x, "e5m2", *how, torch.rand(x.shape[-1]))
+        yield codes._quantize, (turned(3, 40).bfloat16(), "e4m3", *how, None)
+        yield codes._quantize, (torch.randn(2, 3, 40, dtype=FP16), "e5m2", *how, torch.rand(40))
         stored, scale, _ = quantize(torch.randn(3, 40), "e4m3", granularity)
         yield codes._dequantize, (stored.t().contiguous().t(), scale, *how, BF16)
-    for how in (("e4m3", "per_row"), ("e5m2", "per_tensor"), ("none", "none")):
-        for saved in SAVED[:2]:
-            for x in (turned(3, 40).bfloat16(), torch.randn(2, 5, 48, dtype=FP16)[:, 2:, 8:], torch.randn(1, 1)):
-                yield codes.quantize_and_save, (x, *how, *saved)
+    for how, saved in zip((("e4m3", "per_row"), ("e5m2", "per_tensor"), ("none", "none")), SAVED, strict=False):
+        for x in (turned(3, 40).bfloat16(), torch.randn(2, 5, 48, dtype=FP16)[:, 2:, 8:], torch.randn(1, 1)):
+            yield codes.quantize_and_save, (x, *how, *saved)
     for shape in ((16, 48), (1, 32), (32, 1)):
         yield codes.transpose_codes, (torch.randn(shape).to(torch.float8_e4m3fn),)
-    for x in (turned(3, 64), torch.randn(2, 3, 96, dtype=BF16)[..., 32:]):
-        for factors in (None, torch.rand(64)):
-            yield codes.quantize_int8, (x, 16, factors)
-        yield codes.rotate, (x, 64)
+    for x, factors in ((turned(3, 64), None), (torch.randn(2, 3, 96, dtype=BF16)[..., 32:], torch.rand(64))):
+        yield codes.quantize_int8, (x, 16, factors)
+        yield codes.rotate, (x, 16)
     for transposed in (False, True):
         packed = torch.randint(0, 256, (32, 24), dtype=torch.uint8)
         yield codes.decode_nvfp4, (packed, torch.randint(1, 127, (32, 3), dtype=torch.uint8), transposed)
@@ -63,74 +60,68 @@ def read_cases(x: Tensor) -> Iterator[tuple[Tensor, Tensor | None, int]]:
 
 
 def norm_cases() -> Iterator[Case]:
-    for tokens, dtype, scale_dtype in ((7, BF16, BF16), (7, FP32, BF16), (1, FP16, BF16), (0, BF16, FP32)):
-        x, scale = turned(2, tokens, 48).to(dtype), torch.randn(2, 144).to(scale_dtype)[:, 48:96]
-        for weight in (None, torch.rand(48).to(scale_dtype)):
-            for spec, saved in zip(SPECS, SAVED, strict=True) if tokens else [(SPECS[0], SAVED[1])]:
-                yield norm.norm_modulate_quantize, (x, scale, scale, 1e-6, *spec, *saved, weight)
+    shapes = ((7, BF16, BF16), (7, FP32, BF16), (1, FP16, BF16), (3, FP32, FP32), (0, BF16, FP32))
+    for (tokens, dtype, other), spec, saved in zip(shapes, [*SPECS[1:], SPECS[0]], SAVED, strict=True):
+        x, scale = turned(2, tokens, 48).to(dtype), torch.randn(2, 144).to(other)[:, 48:96]
+        grad, residual = torch.randn(x.shape), torch.randn(x.shape) if tokens > 1 else None
+        for weight in (None, torch.rand(48).to(other)):
+            yield norm.norm_modulate_quantize, (x, scale, scale, 1e-6, *spec, *saved, weight)
             for given in read_cases(x):
                 yield norm.norm_modulate, (*given, scale, None, 1e-6, dtype, weight)
-                for residual in (None, torch.randn(x.shape)):
-                    grad = torch.randn(x.shape)
-                    yield norm.norm_modulate_backward, (grad, *given, scale, 1e-6, residual, dtype, weight)
+                yield norm.norm_modulate_backward, (grad, *given, scale, 1e-6, residual, dtype, weight)
 
 
 def gate_cases() -> Iterator[Case]:
-    for tokens, dtype in ((7, BF16), (7, FP32), (1, BF16), (0, FP32)):
+    shapes = ((7, BF16), (7, FP32), (1, BF16), (3, FP16), (0, FP32))
+    for (tokens, dtype), spec, saved in zip(shapes, [*SPECS[1:], SPECS[0]], SAVED, strict=True):
         x, scale = turned(2, tokens, 48), torch.randn(2, 144)[:, 48:96].to(dtype)
         h, up = torch.randn(2, tokens, 12).to(dtype)[..., 4:], torch.randn(48, 8).to(dtype)
-        for weight in (None, torch.rand(48)):
-            for saved in SAVED[:3] if tokens else SAVED[1:2]:
-                for adapter in ((None, None), (h, up)):
-                    yield gate.gated_sum, (x.bfloat16(), scale, x.to(dtype), *adapter, *saved, weight, 1e-6)
-            for spec in SPECS if tokens else SPECS[:1]:
-                yield gate.gated_sum_backward, (x, scale, x.bfloat16(), None, 128, BF16, *spec, weight, 1e-6)
+        for weight, adapter in ((None, (h, up)), (torch.rand(48), (None, None)), (torch.rand(48), (h, up))):
+            yield gate.gated_sum, (x.bfloat16(), scale, x.to(dtype), *adapter, *saved, weight, 1e-6)
             for given in read_cases(x.bfloat16()):
-                yield gate.gated_sum_backward, (x, scale, *given, BF16, *SPECS[0], weight, 1e-6)
-        yield gate.gated_sum_backward, (x, scale, None, None, 128, BF16, *SPECS[0])
+                yield gate.gated_sum_backward, (x, scale, *given, BF16, *spec, weight, 1e-6)
+        yield gate.gated_sum_backward, (x, scale, None, None, 128, BF16, *spec)
 
 
 def mlp_cases() -> Iterator[Case]:
-    for tokens in (7, 1, 0):
+    for (tokens, dtype, dtype_down), spec in zip(
+        ((7, BF16, FP32), (1, FP32, BF16), (3, FP16, FP16), (2, FP32, FP32), (0, BF16, FP32)), SPECS, strict=True
+    ):
         mlp, attention = turned(2, tokens, 130), torch.randn(2, tokens, 88)[..., 48:]
         pair = (torch.randn(2, tokens, 4), torch.randn(130, 4))
-        for spec in SPECS if tokens else ():
-            yield gelu.mlp_activation, (attention, None, mlp, None, *pair, *spec, "e4m3", 16, FP32)
-            yield gelu.mlp_activation, (None, None, mlp.bfloat16(), None, None, None, *spec, "none", 0, BF16, SWIGLU)
-        for spec in SPECS[1:] if tokens else ():
-            down = torch.randn(5, 178)[:, 8:]
+        wide, half = (attention, None, mlp, None, *pair), (None, None, mlp.bfloat16(), None, None, None)
+        down = torch.randn(5, 178)[:, 8:]
+        if tokens:
+            yield gelu.mlp_activation, (*wide, *spec, "e4m3", 16, FP32)
+            yield gelu.mlp_activation, (*half, *spec, "none", 0, BF16, SWIGLU)
+        if tokens and spec[1] != "none":
             yield mlp_down.mlp_activation_down, (attention, mlp, *pair, down, *spec, "e4m3", 16, FP32)
-            half = down.bfloat16()[:, 105:]
-            given = (None, mlp.bfloat16(), None, None, half, *spec, "none", 0, BF16, SWIGLU)
+            given = (None, mlp.bfloat16(), None, None, down.bfloat16()[:, 105:], *spec, "none", 0, BF16, SWIGLU)
             yield mlp_down.mlp_activation_down, given
         yield gelu.mlp_activation_backward, (mlp, pair[0], pair[1].t(), mlp, None, 0, BF16)
-        for dtype, dtype_down in ((BF16, FP32), (FP32, BF16), (FP16, FP16)):
-            dh = torch.randn(2, tokens, 12).to(dtype)[..., 4:]
-            for a, b in zip(read_cases(attention.to(dtype)), read_cases(mlp.to(dtype)), strict=True):
-                yield gelu.mlp_down_gradient, (dh, *a[:2], *b, dtype, dtype_down)
-                yield gelu.mlp_down_gradient, (dh, None, None, *b, dtype, dtype_down)
+        dh = torch.randn(2, tokens, 12).to(dtype)[..., 4:]
+        for a, b in zip(read_cases(attention.to(dtype)), read_cases(mlp.to(dtype)), strict=True):
+            yield gelu.mlp_down_gradient, (dh, *a[:2], *b, dtype, dtype_down)
+        yield gelu.mlp_down_gradient, (dh, None, None, *b, dtype, dtype_down)
 
 
 def qkv_cases() -> Iterator[Case]:
-    for tokens, dtype in ((7, BF16), (7, FP32), (1, BF16)):
-        y, h, up = torch.randn(2, tokens, 200)[..., :144].to(dtype), torch.randn(2, tokens, 12), torch.randn(144, 4)
+    for tokens, dtype, saved in ((7, BF16, "e5m2"), (7, FP32, "none"), (1, BF16, "e4m3")):
+        y, h, up = torch.randn(2, tokens, 120)[..., :96].to(dtype), torch.randn(2, tokens, 12), torch.randn(96, 4)
         rest = ([torch.randn(16).to(dtype)] * 2, *torch.randn(2, tokens, 16), 1e-6)
-        for saved in ("e5m2", "none"):
-            yield qkv.qkv_rope, ([y], [], [h.to(dtype)], [up.to(dtype)], *rest, saved, 16, dtype)
-            yield qkv.qkv_rope, ([y], [], [], [], *rest, saved, 32, dtype)
-        grads = [torch.randn(2, 3, tokens, 16).transpose(1, 2) for _ in range(3)]
+        yield qkv.qkv_rope, ([y], [], [h.to(dtype)], [up.to(dtype)], *rest, saved, 16, dtype)
+        yield qkv.qkv_rope, ([y], [], [], [], *rest, saved, 32, dtype)
+        grads = [torch.randn(2, 2, tokens, 16).transpose(1, 2) for _ in range(3)]
         yield qkv.qkv_rope_backward, (grads, [y], [], *rest, 16, dtype)
         mlp, dh, down = turned(2, tokens, 130).to(dtype), torch.randn(2, tokens, 4), torch.randn(4, 130)
         yield qkv.qkv_mlp_backward, (grads, y, None, *rest, mlp.float(), dh, down, mlp, None, 16, dtype)
 
 
 def lora_cases() -> Iterator[Case]:
-    for tokens, dtype, dtype_up in ((7, BF16, FP32), (1, FP32, FP32), (0, FP16, BF16)):
-        for rank in (4, 40):
-            dy, h = torch.randn(2, tokens, 64)[..., 8:], torch.randn(2, tokens, 3 * rank)[..., rank:]
-            rest = (h.to(dtype), torch.randn(56, rank).to(dtype), [48, 8], dtype_up)
-            yield lora.lora_up_gradients, (dy, *rest)
-            yield lora.lora_up_gradients, (torch.where(torch.arange(56) == 50, torch.nan, dy), *rest)
+    for tokens, dtype, dtype_up, rank in ((7, BF16, FP32, 4), (1, FP32, FP32, 40), (0, FP16, BF16, 4)):
+        dy, h = torch.randn(2, tokens, 64)[..., 8:], torch.randn(2, tokens, 3 * rank)[..., rank:]
+        rest = (h.to(dtype), torch.randn(56, rank).to(dtype), [48, 8], dtype_up)
+        yield lora.lora_up_gradients, (torch.where(torch.arange(56) == 50, torch.nan, dy), *rest)
 
 
 def product_cases() -> Iterator[Case]:
@@ -171,7 +162,7 @@ def test_launchers_return_what_the_fakes_promise(cases: Any, device: torch.devic
         check_layout(op, given, results)
         check_layout(op, given, references)
         for found, expected in zip(tensors_in(results), tensors_in(references), strict=True):
-            assert (found.float().isnan() == expected.float().isnan()).all(), op
+            assert (found.float().isnan() == expected.float().isnan()).all(), op._qualname
 
 
 @pytest.mark.parametrize("name", sorted(first_cases()))
@@ -184,7 +175,7 @@ def test_two_launches_agree(device: torch.device) -> None:
     for op, args in first_cases().values():
         given = moved(args, device)
         first, second = (tensors_in(dispatch.launcher_of(op._qualname)(*given)) for _ in range(2))
-        assert all(torch.equal(bits(a), bits(b)) for a, b in zip(first, second, strict=True)), op
+        assert all(torch.equal(bits(a), bits(b)) for a, b in zip(first, second, strict=True)), op._qualname
 
 
 def mlp_activation(width: int, granularity: str, activation: str) -> Case:
