@@ -25,9 +25,6 @@ GAUSSIAN_UNDERFLOW = 1e-4
 # One element 1e4 times the others spoils its own group only; all other groups must stay at the Gaussian floor.
 OUTLIER_REST_FLOOR_DB = GAUSSIAN_FLOOR_DB
 
-# Underflow counted over 262,144 elements at 1.74 %: standard deviation 1.5 % of the rate, times 5.
-OUTLIER_UNDERFLOW_REL = 0.075
-
 # Slack, relative to the element, of a bound worked out in float64 while the code scales in fp32: the division by the
 # scale and the multiplication back round by 2^-24 each; doubled.
 FP32_ROUNDING = 2.0**-22
@@ -58,8 +55,6 @@ ROUND_TRIP_REL = 2.0**-17
 # The number of round-ups among n draws is binomial; 5 standard deviations are exceeded by chance once in 1.7 million.
 STOCHASTIC_DRAWS = 100_000
 STOCHASTIC_SIGMAS = 5.0
-# Mean of 20,000 weights after 1000 updates of 1/78 ulp: standard deviation 0.2 % of the drift, times 5.
-STOCHASTIC_DRIFT = 0.01
 
 # --- data ----------------------------------------------------------------------------------------------------------
 # 8-bit levels of a flat black or white area through JPEG at quality 100, greyscale or CMYK: quantization steps are 1.

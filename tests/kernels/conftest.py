@@ -11,23 +11,13 @@ from torch import Tensor
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fill whatever a launcher allocates with NaN (0x7f in codes), so that an element nobody writes shows."""
     pytest.importorskip("triton")
-    from coat_core.ops import launch as runtime
+    from tests.helpers.kernel_cases import launcher_modules
 
     def poison(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         if dtype.itemsize == 1:
             return torch.full(shape, 0x7F, dtype=torch.uint8, device=device).view(dtype)
         return torch.full(shape, float("nan"), dtype=dtype, device=device)
 
-    for module in _launcher_modules():
+    for module in launcher_modules():
         if hasattr(module, "empty"):
             monkeypatch.setattr(module, "empty", poison)
-    monkeypatch.setattr(runtime, "empty", poison)
-
-
-def _launcher_modules() -> list[object]:
-    import importlib
-    import pkgutil
-
-    from coat_core import ops
-
-    return [importlib.import_module(f"{ops.__name__}.{found.name}") for found in pkgutil.iter_modules(ops.__path__)]

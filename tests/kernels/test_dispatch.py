@@ -48,21 +48,17 @@ def test_without_triton_the_reference_runs_with_one_warning(
 
 
 @pytest.mark.triton
-def test_a_card_older_than_triton_gets_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert dispatch._find_obstacle(CUDA) == "compute capability 7.5 is too old for Triton (8.0 and up are not)"
+def test_what_keeps_triton_from_a_card_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from coat_core.ops import quantize_kernel
 
-
-@pytest.mark.triton
-def test_a_triton_that_cannot_compile_is_an_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(device: torch.device) -> bool:
         raise FileNotFoundError("no C compiler\nand more")
 
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    capability = [(7, 5), (9, 0), (9, 0)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability.pop(0))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
-    from coat_core.ops import quantize_kernel
-
+    assert str(dispatch._find_obstacle(CUDA)).startswith("compute capability 7.5")
     monkeypatch.setattr(quantize_kernel, "agrees_with_reference", fails)
     assert dispatch._find_obstacle(CUDA) == "FileNotFoundError: no C compiler"
     monkeypatch.setattr(quantize_kernel, "agrees_with_reference", lambda device: False)
@@ -106,7 +102,7 @@ def test_the_trial_succeeds_where_waiting_is_an_error() -> None:
 
 
 @pytest.mark.triton
-def test_the_trial_is_the_same_whatever_torchs_defaults_are() -> None:
+def test_the_trial_agrees_whatever_torchs_defaults_are_and_sees_wrong_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     from coat_core.ops import quantize_kernel as quantize
 
     here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -117,14 +113,6 @@ def test_the_trial_is_the_same_whatever_torchs_defaults_are() -> None:
     finally:
         torch.set_default_dtype(torch.float32)
         torch.set_default_device(None)
-
-
-@pytest.mark.triton
-def test_the_trial_agrees_here_and_sees_wrong_codes(monkeypatch: pytest.MonkeyPatch) -> None:
-    from coat_core.ops import quantize_kernel as quantize
-
-    here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    assert quantize.agrees_with_reference(here)
     right = quantize.quantize
     monkeypatch.setattr(quantize, "quantize", lambda x, *how: right(x * 1.1, *how))
     assert not quantize.agrees_with_reference(here)

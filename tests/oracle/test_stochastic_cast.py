@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from coat_core.quantize import stochastic_cast
-from tests.tolerances import STOCHASTIC_DRAWS, STOCHASTIC_DRIFT, STOCHASTIC_SIGMAS
+from tests.tolerances import STOCHASTIC_DRAWS, STOCHASTIC_SIGMAS
 
 ALL_BITS = torch.arange(65536, dtype=torch.int32).to(torch.int16)
 DTYPES = [torch.bfloat16, torch.float16]
@@ -96,16 +96,6 @@ def test_generator_decides_the_draw(dtype: torch.dtype) -> None:
     other = stochastic_cast(x, dtype, torch.Generator().manual_seed(2))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
-
-
-def test_mean_of_many_small_updates_survives_in_bf16() -> None:
-    """What it is for: 1000 steps of 1e-4 on a weight of 1 are lost by nearest rounding and kept on average here."""
-    weight = torch.ones(20_000, dtype=torch.bfloat16)
-    for _ in range(1000):
-        weight = stochastic_cast(weight.float() + 1e-4, torch.bfloat16)
-    steps = (weight.float().mean().item() - 1.0) / 1e-4
-    assert abs(steps - 1000.0) < 1000.0 * STOCHASTIC_DRIFT
-    assert (torch.ones(1, dtype=torch.bfloat16) + 1e-4).item() == 1.0
 
 
 def test_non_contiguous_input() -> None:

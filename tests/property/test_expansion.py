@@ -24,32 +24,28 @@ configs = st.builds(
 @st.composite
 def blocks(draw: st.DrawFn) -> torch.Tensor:
     """fp32 [n, B]: every element anywhere in fp32, or a few magnitudes repeated, zeros and signs mixed in."""
-    size = draw(st.sampled_from([1, 16, 32, 128]))
-    pool = draw(st.lists(magnitudes, min_size=1, max_size=size))
-    rows = [[draw(st.sampled_from(pool)) for _ in range(size)] for _ in range(draw(st.integers(1, 2)))]
-    x = torch.tensor(rows, dtype=torch.int32).view(torch.float32)
+    shape = draw(st.integers(1, 2)), draw(st.sampled_from([1, 16, 32, 128]))
+    pool = torch.tensor(draw(st.lists(magnitudes, min_size=1, max_size=24)), dtype=torch.int32).view(torch.float32)
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    x = pool[torch.randint(0, len(pool), shape, generator=generator)]
     sign = torch.randint(0, 2, x.shape, generator=generator) * 2 - 1
     keep = torch.rand(x.shape, generator=generator) >= draw(st.sampled_from([0.0, 0.3]))
     return x * sign * keep
 
 
 @given(blocks(), formats, configs)
-def test_nothing_nonzero_comes_back_zero(x: torch.Tensor, fmt: Format, config: ExpansionConfig) -> None:
+def test_nothing_nonzero_comes_back_zero(
+    x: torch.Tensor, fmt: Format, config: ExpansionConfig
+) -> None:
     stored = quantize_blocks(x, fmt, config)
     back = dequantize_blocks(stored)
     assert back.isfinite().all()
     assert torch.equal(torch.sign(back), torch.sign(x))
     assert ((stored.codes.to(torch.float32) != 0) == (x != 0)).all()
-
-
-@given(blocks(), formats, configs)
-def test_parameters_are_finite_and_in_range(x: torch.Tensor, fmt: Format, config: ExpansionConfig) -> None:
     center, exponent = expansion_parameters(x, fmt, config)
     assert center.shape == exponent.shape == (x.shape[0], 1)
     assert (center.isfinite() & (center > 0)).all()
     assert ((exponent >= 1.0 / 16.0) & (exponent <= max(config.exponent_max, 1.0))).all()
-    stored = quantize_blocks(x, fmt, config)
     assert (stored.scale.isfinite() & (stored.scale > 0)).all()
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from coat_core.config import PAPER_EXPANSION, ExpansionConfig
-from coat_core.expansion import contract, dequantize_blocks, expand, expansion_parameters, quantize_blocks
+from coat_core.expansion import dequantize_blocks, expand, expansion_parameters, quantize_blocks
 from coat_core.formats import E4M3, FORMATS, Format
 from coat_core.quantize import split_groups
 from tests.helpers.asserts import assert_bitwise
@@ -69,31 +69,12 @@ def test_expanded_blocks_fill_the_range_that_was_asked_for(fmt: Format, step: fl
 
 @configs
 @formats
-def test_contract_is_the_inverse_of_expand(fmt: Format, config: ExpansionConfig) -> None:
-    x = _lognormal(100, 2.0) * torch.sign(torch.randn(100, 128))
-    center, exponent = expansion_parameters(x, fmt, config)
-    torch.testing.assert_close(
-        contract(expand(x, center, exponent), center, exponent), x, rtol=ROUND_TRIP_REL, atol=0.0
-    )
-
-
-@configs
-@formats
 @pytest.mark.parametrize("value", [1e-30, 3e-9, 1.0, -7.0, 1e30])
 def test_constant_blocks_come_back(fmt: Format, value: float, config: ExpansionConfig) -> None:
     x = torch.full((2, 128), value)
     stored = quantize_blocks(x, fmt, config)
     assert stored.exponent.tolist() == [[1.0], [1.0]]
     torch.testing.assert_close(dequantize_blocks(stored), x, rtol=CONSTANT_BLOCK_REL, atol=0.0)
-
-
-@configs
-@formats
-def test_all_zeros(fmt: Format, config: ExpansionConfig) -> None:
-    stored = quantize_blocks(torch.zeros(3, 64), fmt, config)
-    assert_bitwise(stored.codes.view(torch.uint8), torch.zeros(3, 64, dtype=torch.uint8))
-    assert stored.scale.tolist() == stored.exponent.tolist() == stored.center.tolist() == [[1.0]] * 3
-    assert_bitwise(dequantize_blocks(stored), torch.zeros(3, 64))
 
 
 @configs
@@ -159,18 +140,6 @@ def test_expansion_saves_what_plain_e4m3_loses(config: ExpansionConfig) -> None:
     assert (dequantize_blocks(quantize_blocks(x, E4M3, None)) == 0).float().mean() > 0.1
     assert (dequantize_blocks(quantize_blocks(x, E4M3, config)) > 0).all()
     assert _relative_error(x, E4M3, config) < _relative_error(x, E4M3, None)
-
-
-@configs
-@pytest.mark.parametrize("bits", [(0x3F800000, 0x3F800001), (0x00000001, 0x00000002), (0x7F7FFFFE, 0x7F7FFFFF)])
-def test_two_neighbouring_magnitudes(bits: tuple[int, int], config: ExpansionConfig) -> None:
-    """Nearly constant: log2(max/min) may round to 0 or to one ulp; k stays finite either way."""
-    x = torch.tensor([bits], dtype=torch.int32).view(torch.float32)
-    stored = quantize_blocks(x, E4M3, config)
-    assert stored.exponent.item() <= config.exponent_max
-    back = dequantize_blocks(stored)
-    assert back.isfinite().all()
-    assert (back > 0).all()
 
 
 @formats

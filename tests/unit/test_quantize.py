@@ -11,9 +11,9 @@ from coat_core.formats import E4M3, FORMATS
 from coat_core.granularity import PER_ROW, PER_TENSOR, Granularity, per_group
 from coat_core.metrics import cast_losses
 from coat_core.ops.quantize import quantize_once
-from coat_core.quantize import amax, dequantize, quantize, scale_from_amax, split_groups
+from coat_core.quantize import amax, quantize, scale_from_amax, split_groups
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
-from tests.tolerances import GAUSSIAN_FLOOR_DB, GAUSSIAN_UNDERFLOW, OUTLIER_REST_FLOOR_DB, OUTLIER_UNDERFLOW_REL
+from tests.tolerances import GAUSSIAN_FLOOR_DB, GAUSSIAN_UNDERFLOW, OUTLIER_REST_FLOOR_DB
 
 GRANULARITIES = [PER_TENSOR, PER_ROW, per_group(16), per_group(128)]
 granularities = pytest.mark.parametrize("granularity", GRANULARITIES, ids=lambda g: f"{g.name}{g.group_size}")
@@ -43,16 +43,6 @@ def test_an_outlier_spoils_only_its_own_group(fmt: str) -> None:
     assert back[3, 200].item() == pytest.approx(1e4, rel=1e-6)
 
 
-def test_underflow_shows_what_an_outlier_does_per_tensor() -> None:
-    """A scale of 1e4/448 sends e4m3 everything under 0.0218: P(abs(N(0,1)) < 0.0218) = 1.74 %."""
-    x = torch.randn(512, 512)
-    x[3, 200] = 1e4
-    per_tensor, grouped = (quantize(x, "e4m3", granularity) for granularity in (PER_TENSOR, per_group(128)))
-    lost = cast_losses(x, per_tensor.codes, per_tensor.dequantize())[1].item()
-    assert lost == pytest.approx(0.0174, rel=OUTLIER_UNDERFLOW_REL)
-    assert cast_losses(x, grouped.codes, grouped.dequantize())[1] < 1e-4
-
-
 def test_worked_example_per_group() -> None:
     x = torch.zeros(1, 40)
     x[0, 0], x[0, 1], x[0, 16], x[0, 39] = 448.0, -1.0, 0.5, -3.5
@@ -61,16 +51,6 @@ def test_worked_example_per_group() -> None:
     values = codes.to(torch.float32)[0]
     assert (values[0], values[1], values[16], values[39]) == (448.0, -1.0, 448.0, -448.0)
     assert values.count_nonzero() == 4
-
-
-@formats
-@granularities
-def test_all_zero_groups_give_zero_codes_and_scale_one(fmt: str, granularity: Granularity) -> None:
-    x = torch.zeros(3, 200)
-    codes, scale, _ = quantize(x, fmt, granularity)
-    assert_bitwise(codes.view(torch.uint8), torch.zeros(3, 200, dtype=torch.uint8))
-    assert_bitwise(scale, torch.ones(granularity.scale_shape((3, 200))))
-    assert_bitwise(dequantize(codes, scale, granularity), x)
 
 
 @granularities
@@ -153,11 +133,6 @@ def test_result_carries_no_gradient_and_leaves_x_alone() -> None:
 def test_refuses_what_cannot_be_scaled(x: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="must be floating, non-empty, with a last dimension"):
         quantize(x)
-
-
-def test_refuses_an_unknown_format() -> None:
-    with pytest.raises(ValueError, match="format='fp8': must be one of e4m3, e5m2"):
-        quantize(torch.ones(4), "fp8")
 
 
 def test_quantize_once_shares_one_copy_until_x_changes() -> None:
