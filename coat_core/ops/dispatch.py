@@ -14,7 +14,7 @@ import importlib
 import importlib.util
 import logging
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from torch._C import _len_torch_dispatch_stack
 from torch._C._autograd import _profiler_enabled
 from torch._compile import _disable_dynamo
 from torch.nn import Parameter
+from torch.utils._pytree import tree_flatten, tree_map
 
 from coat_core.casts import arguments_of
 
@@ -97,37 +98,20 @@ def operator(qualname: str, triton: bool = True) -> Callable[[Callable[P, R]], O
 
 def _meta_results(body: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return the body's results on the meta device, where the same shapes are run once: a call is 3 ms of Python."""
-    values = (*args, *kwargs.values())
-    tensors = [x for value in values for x in (value if isinstance(value, list) else [value]) if isinstance(x, Tensor)]
-    if not all(type(x) in (Tensor, Parameter) and x.is_meta for x in tensors):  # fake tensors have symbolic shapes
-        return body(*args, **kwargs)
-    described = tuple(map(_described, args)), tuple((name, _described(value)) for name, value in kwargs.items())
-    return _on_meta(_described_results(body, *described))
+    leaves, structure = tree_flatten((args, kwargs))
+    key: list[Any] = [body, repr(structure)]
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            if type(leaf) not in (Tensor, Parameter) or not leaf.is_meta:  # fake tensors have symbolic shapes
+                return body(*args, **kwargs)
+            leaf = (leaf.shape, leaf.stride(), leaf.dtype)
+        key.append(leaf)
+    if tuple(key) not in _on_meta:
+        _on_meta[tuple(key)] = body(*args, **kwargs)
+    return tree_map(torch.empty_like, _on_meta[tuple(key)])
 
 
-@functools.lru_cache(maxsize=4096)
-def _described_results(body: Callable[..., Any], args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> Any:
-    return _described(body(*map(_on_meta, args), **{name: _on_meta(value) for name, value in kwargs}))
-
-
-class _Described(NamedTuple):
-    """A tensor without its values."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-
-def _described(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return _Described(tuple(value.shape), value.stride(), value.dtype)
-    return tuple(map(_described, value)) if isinstance(value, list | tuple) else value
-
-
-def _on_meta(value: Any) -> Any:
-    if isinstance(value, _Described):
-        return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta")
-    return tuple(map(_on_meta, value)) if isinstance(value, tuple) else value
+_on_meta: dict[tuple[Any, ...], Any] = {}  # results by body, shapes and other arguments
 
 
 class _WithoutGradient(torch.autograd.Function):
