@@ -34,9 +34,7 @@ def blocks(draw: st.DrawFn) -> torch.Tensor:
 
 
 @given(blocks(), formats, configs)
-def test_nothing_nonzero_comes_back_zero(
-    x: torch.Tensor, fmt: Format, config: ExpansionConfig
-) -> None:
+def test_nothing_nonzero_comes_back_zero(x: torch.Tensor, fmt: Format, config: ExpansionConfig) -> None:
     stored = quantize_blocks(x, fmt, config)
     back = dequantize_blocks(stored)
     assert back.isfinite().all()
