@@ -31,15 +31,14 @@ from mini_flux.scorer import accuracies, judge, load_scorer, right
 from coat_flux.base.files import write_file
 from coat_flux.config.coat import WEIGHT_FORMATS
 from coat_flux.pages.html import Page
-from coat_flux.study import ArmResult, Settings, Verdict, open_study, verify
+from coat_flux.study import ArmResult, Study, Verdict, open_study, verify
 from coat_flux.study import judge as judge_gap
 from coat_flux.study.compare import TONES, WORDS, show_means
-from coat_flux.study.study import bf16_arm, run_name
+from coat_flux.study.study import bf16_arm
 from coat_flux.trainers.standalone.loading import load_transformer
 
 ROOT = Path(__file__).resolve().parents[1]
 FIRST_SEED = 1  # as in `make_job`
-CURVE_POINTS = 20
 SHOWN, SHOWN_COLUMNS = 6, 3  # pictures of each run on the page
 BASE = "no LoRA"
 GAPS = ["COAT minus bf16, same seed", "mean gap", "95% interval", "bf16's sd over seeds", "mean gap within", "verdict"]
@@ -72,8 +71,8 @@ def parse_arguments() -> argparse.Namespace:
     return options
 
 
-def comparison(options: argparse.Namespace) -> tuple[dict[str, Any], Settings]:
-    """The config of all runs, whose photos are drawn here, and how they are compared."""
+def comparison(options: argparse.Namespace) -> Study:
+    """All runs, on photos that are drawn here."""
     photos, validation = write_photos(options.out / "photos")
     coat: dict[str, Any] = {"memory": {"checkpointing": "none"}, "weight": {"format": options.weight}}
     if options.weight == "int8":  # on both sides of a product
@@ -84,14 +83,13 @@ def comparison(options: argparse.Namespace) -> tuple[dict[str, Any], Settings]:
     if options.full:
         process = job["config"]["process"][0]
         del process["network"], process["save"]["dtype"], process["model"]["quantize"], process["model"]["qtype"]
-    every = max(1, options.steps // CURVE_POINTS)
-    return job, Settings(validation=validation, every=every, curve_sigmas=1, final_sigmas=8)
+    return open_study(job, validation=validation, folder=options.out / "runs")
 
 
 def train(options: argparse.Namespace, arm: str, seed: int) -> str:
     """Trains one run, or goes on with it, or finds it done; a line to say."""
     torch.set_num_threads(1)
-    study = open_study(*comparison(options), folder=options.out / "runs")
+    study = comparison(options)
     run = study.train_arm(arm, bf16_arm(study.job) if arm == "bf16" else {}, seed)
     return f"{run.name}: loss {run.final_own:.6f}, {run.seconds:.0f} s"
 
@@ -128,7 +126,7 @@ def measures_of(verdict: Verdict, shares: Mapping[str, Mapping[str, float]]) -> 
         return {arm: [value(run) for run in verdict.arm(arm)] for arm in WORDS}
 
     return [
-        Measure("loss in the bf16 model", by_arm(lambda run: verdict.scores.losses[run.name]), ".6f"),
+        Measure("loss in the bf16 model", by_arm(lambda run: verdict.losses[run.name]), ".6f"),
         Measure("loss in its own precision", by_arm(lambda run: run.final_own), ".6f"),
         Measure("prompts drawn right", by_arm(lambda run: shares[run.name]["all four"]), ".1%"),
     ]
@@ -171,7 +169,7 @@ def setting_of(options: argparse.Namespace) -> str:
         f"{what} the mini-FLUX for a garment it has never seen (trigger word {TRIGGER}): "
         f"{TRAIN_PHOTOS} drawn photos of 64 px, batch {options.batch}, {options.steps} steps, lr {options.lr:g}, "
         f"{options.seeds} seeds; COAT with every part on, nothing recomputed. Validation: "
-        f"{VALIDATION_PHOTOS} photos of other combinations at 8 noise levels each, the same noise for all. Accuracy: "
+        f"{VALIDATION_PHOTOS} photos of other combinations at 4 noise levels each, the same noise for all. Accuracy: "
         f"{options.prompts} prompts of combinations that are in neither, 20 steps. A run's seed decides LoRA start, "
         f"order, noise, timesteps and dropped captions. torch {torch.__version__}, {platform.machine()} CPU."
     )
@@ -181,14 +179,15 @@ def write_page(path: Path, verdict: Verdict, measures: Sequence[Measure], pictur
     """One self-contained HTML page of it all; `texts` say what was run, `pictures` is the folder of `score`."""
     seeds = [run.seed for run in verdict.arm("bf16")]
     page = Page("Is COAT lossless?", f"scripts/prove_lossless.py: {len(seeds)} pairs of LoRAs of the mini-FLUX")
-    page.verdict(f"{verdict.sentence[:1].upper()}{verdict.sentence[1:]}.", TONES[verdict.judgement.outcome])
+    sentence = verdict.judgement.sentence
+    page.verdict(f"{sentence[:1].upper()}{sentence[1:]}.", TONES[verdict.judgement.outcome])
     header, *rows = gap_table(measures)
     page.table(header, rows)
     page.heading("The same prompts and noise, drawn with each LoRA")
     prompts = "; ".join(prompts_of(prompt_items(SHOWN), trigger=TRIGGER))
     page.paragraph(f"From left to right, top to bottom: {prompts}.")
     page.images("", [(BASE, pictures / f"{BASE}.png")], columns=1, width=420)
-    pairs = [(f"seed {seed}", pictures / f"{run_name(arm, seed)}.png") for seed in seeds for arm in WORDS]
+    pairs = [(f"seed {seed}", pictures / f"{arm}_seed{seed}.png") for seed in seeds for arm in WORDS]
     page.images("", pairs, columns=2, header=list(WORDS.values()), width=420)
     page.heading("Validation loss over the run")
     show_means(page, verdict)
@@ -206,38 +205,36 @@ def write_results(path: Path, setting: str, verdict: Verdict, shares: Mapping[st
     """All numbers as JSON, without a path of this machine."""
     runs = [
         {"arm": run.arm, "seed": run.seed, "curve": run.curve, "loss_own_precision": run.final_own}
-        | {"loss_in_bf16_model": verdict.scores.losses[run.name], "accuracy": shares[run.name]}
+        | {"loss_in_bf16_model": verdict.losses[run.name], "accuracy": shares[run.name]}
         for run in verdict.runs
     ]
-    base = {"loss": verdict.scores.base, "accuracy": shares[BASE]}
-    results = {"setting": setting, "sentence": verdict.sentence, "without_lora": base, "runs": runs}
-    results["cosines"] = verdict.as_json()["cosines"]
+    base = {"loss": verdict.base, "accuracy": shares[BASE]}
+    results = {"setting": setting, "sentence": verdict.judgement.sentence, "without_lora": base, "runs": runs}
     write_file(path, json.dumps(results, indent=1) + "\n")
 
 
 def main() -> None:
     """Trains, measures, writes."""
     options = parse_arguments()
-    job, settings = comparison(options)
-    open_study(job, settings, folder=options.out / "runs")  # written before processes read it
+    study = comparison(options)  # photos are drawn before processes read them
     seeds = range(FIRST_SEED, FIRST_SEED + options.seeds)
     tasks = [(options, arm, seed) for seed in seeds for arm in WORDS]
     with ProcessPoolExecutor(options.jobs, get_context("spawn"), max_tasks_per_child=1) as pool:
         for line in pool.map(train, *zip(*tasks, strict=True)):
             print(line, flush=True)
-    verdict = verify(job, seeds=options.seeds, settings=settings, folder=options.out / "runs")
-    if verdict.scores is None:
-        raise SystemExit(verdict.sentence)
+    verdict = verify(study, seeds=options.seeds)
+    if verdict.base is None:
+        raise SystemExit(verdict.judgement.sentence)
     shares = score(options, {run.name: run.lora for run in verdict.runs})
     measures = measures_of(verdict, shares)
     garment = fmean(shares[run.name]["garment"] for run in verdict.runs)
     base = (
-        f"Without a LoRA: loss {verdict.scores.base:.6f}, {shares[BASE]['all four']:.1%} of the prompts drawn right. "
+        f"Without a LoRA: loss {verdict.base:.6f}, {shares[BASE]['all four']:.1%} of the prompts drawn right. "
         f"A prompt is drawn right if all four attributes are; the garment is in {garment:.1%} of all pictures."
     )
     setting = setting_of(options)
     tables = [markdown(*gap_table(measures)), markdown(*seed_table(measures, seeds))]
-    text = "\n\n".join([setting, verdict.sentence, base, "\n".join(tables)])
+    text = "\n\n".join([setting, verdict.judgement.sentence, base, "\n".join(tables)])
     (options.out / "table.md").write_text(text, encoding="utf-8")
     write_results(options.out / "results.json", setting, verdict, shares)
     if options.page:

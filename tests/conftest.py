@@ -34,7 +34,6 @@ ALL_ONLY = (  # tests that take minutes on a busy machine: left to `python scrip
     "tests/integration/test_plan_measured.py::test_largest_moment_of_a_step_is_as_predicted",  # whole steps, on meta
     "tests/integration/test_precision_runs.py::test_layers_below_the_minimum_multiply_in_bf16_and_a_resume_keeps_them",
     "tests/integration/test_verify_catches.py",  # three pairs of runs
-    "tests/integration/test_verify_runs.py",
 )
 
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=150, print_blob=True)

@@ -142,19 +142,25 @@ def verify(args: argparse.Namespace) -> int:
     """
     job = load_job(args)
     show_warnings()
-    from ..study import Settings
-    from ..study import verify as run_study
+    from ..study import compare, open_study
 
-    settings = Settings(steps=args.steps, hold_out=args.hold_out, validation=args.validation, every=args.every)
+    study = open_study(
+        job,
+        steps=args.steps,
+        hold_out=args.hold_out,
+        validation=args.validation,
+        every=args.every,
+        folder=args.out,
+    )
     try:
-        verdict = run_study(job, seeds=args.seeds, settings=settings, folder=args.out)
+        verdict = compare.verify(study, seeds=args.seeds)
     except KeyboardInterrupt:
         print("To resume verify, start the same command again")
         raise
     for note in verdict.notes:
         print(note)
-    print(f"report: {verdict.page_path}\n{verdict.sentence}")
-    return 0 if verdict.lossless else EXIT_FAILED
+    print(f"report: {study.folder / compare.REPORT_FILE}\n{verdict.judgement.sentence}")
+    return 0 if verdict.judgement.outcome == compare.LOSSLESS else EXIT_FAILED
 
 
 def sweep(args: argparse.Namespace) -> int:
@@ -167,8 +173,7 @@ def sweep(args: argparse.Namespace) -> int:
     keep_streams()
     job = load_job(args)
     show_warnings()
-    from ..study.ranking import noise_text, rank, ranking_rows, sentence_of, write_sweep_page
-    from ..study.sweep import FINISHED, Sweep, find_axis
+    from ..study.sweep import FINISHED, Sweep, find_axis, noise_text, rank, ranking_rows, sentence_of, write_sweep_page
 
     folder = args.out or job.folder.with_name(f"{job.folder.name}_sweep")
     study = Sweep(

@@ -2,16 +2,13 @@
 
 from .compare import Verdict, verify
 from .judgement import Judgement, judge
-from .scoring import Scores, score_loras
-from .study import BF16, Arm, ArmResult, Settings, Study, VerifyError, open_study
+from .study import BF16, Arm, ArmResult, Study, VerifyError, open_study, score_loras
 
 __all__ = [
     "BF16",
     "Arm",
     "ArmResult",
     "Judgement",
-    "Scores",
-    "Settings",
     "Study",
     "Verdict",
     "VerifyError",

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import combinations
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -17,25 +15,23 @@ from tqdm import tqdm
 
 from .. import __version__
 from ..base.files import write_file
-from ..base.run_log import bar_options
 from ..config.job import JobConfig
 from ..data.captions import inject_trigger
 from ..pages.html import Page, Tone
 from ..pages.precision import show_layers
 from ..saves.repair import run_lock
 from ..watch.guard import DeadRunError
-from .judgement import LOSSLESS, NOT_LOSSLESS, UNDECIDED, Judgement, broken, judge
-from .scoring import Gram, Scores, mean_cosine, model_grams, score_loras, weight_grams
-from .study import BF16, Arm, ArmResult, Settings, Study, VerifyError, bf16_arm, open_study
+from .judgement import LOSSLESS, NOT_LOSSLESS, UNDECIDED, Judgement, judge
+from .study import BF16, Arm, ArmResult, Study, VerifyError, bf16_arm, score_loras
 
-__all__ = ["TONES", "WORDS", "Verdict", "mean_curve", "show_means", "verify", "write_page"]
+__all__ = ["REPORT_FILE", "RISE", "TONES", "VERDICT_FILE", "WORDS", "Verdict", "mean_curve", "show_means", "verify"]
 
+VERDICT_FILE, REPORT_FILE = "verdict.json", "report.html"  # in the study's folder
 WORDS = {"bf16": "bf16", "coat": "COAT"}  # of the two arms
 TONES: dict[str, Tone] = {LOSSLESS: "good", UNDECIDED: "open", NOT_LOSSLESS: "bad"}  # from best to worst
 FEW_PHOTOS = 4
 RISE = 1.01  # final over lowest held-out loss that is worth a note
 LISTED_PHOTOS = 8
-LISTED_LAYERS = 10
 SPREAD = "bf16's spread over seeds"
 HOW = (
     "Each seed was trained twice, in bf16 and with COAT, from the same start, on the same photos in the same "
@@ -45,91 +41,46 @@ HOW = (
     "confidence interval of the mean gap is within ± the standard deviation of bf16's own loss over its seeds. A loss "
     "that is lower than bf16's by more than that is a difference, too."
 )
-HOW_ALIKE = (
-    "Cosine of what bf16 and COAT of the same seed have changed, next to that of two bf16 runs that differ only in the "
-    "seed; 1 is the same direction. Where COAT is closer to its twin than another seed is, COAT changes less than the "
-    "seed does."
-)
 
 
 @dataclass(frozen=True)
 class Verdict:
     """The verdict of a comparison.
 
-    `judgement` is the worse of `in_bf16` (LoRAs in the bf16 model) and `in_own` (each run in its own precision);
-    `scores` and `weights` (inner products of weight changes by layer, "" for all) are empty where a COAT run died.
+    `judgement` is the worse of `in_bf16` (results in the bf16 model) and `in_own` (each run in its own precision).
+    `losses` are those in the bf16 model by run, `base` that before training; none where a COAT run died.
     """
 
     judgement: Judgement
     study: Study
     runs: tuple[ArmResult, ...]
-    scores: Scores | None = None
-    weights: Mapping[str, Gram] = field(default_factory=dict)
+    base: float | None = None
+    losses: Mapping[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     in_bf16: Judgement | None = None
     in_own: Judgement | None = None
-
-    @property
-    def lossless(self) -> bool:
-        """Whether the outcome is `lossless`."""
-        return self.judgement.outcome == LOSSLESS
-
-    @property
-    def sentence(self) -> str:
-        """The verdict in a sentence."""
-        return self.judgement.sentence
-
-    @property
-    def json_path(self) -> Path:
-        """`verdict.json`."""
-        return self.study.folder / "verdict.json"
-
-    @property
-    def page_path(self) -> Path:
-        """`report.html`."""
-        return self.study.folder / "report.html"
 
     def arm(self, name: str) -> list[ArmResult]:
         """The runs of one arm, by seed."""
         return [run for run in self.runs if run.arm == name]
 
-    def pairs(self) -> list[tuple[ArmResult, ArmResult]]:
-        """(bf16, COAT) of every seed with both runs finished."""
-        return list(zip(self.arm("bf16"), self.arm("coat"), strict=False))
-
-    def cosines(self, gram: Gram) -> dict[str, float | None]:
-        """Mean cosines of (bf16, COAT) pairs, and between bf16 seeds."""
-        pairs = [(bf16.name, coat.name) for bf16, coat in self.pairs()]
-        seeds = [run.name for run in self.arm("bf16")]
-        return {
-            "bf16_and_coat": mean_cosine(gram, pairs),
-            "bf16_seeds": mean_cosine(gram, combinations(seeds, 2)),
-        }
-
     def as_json(self) -> dict[str, Any]:
         """Plain values; losses are mean squared errors, nonfinite numbers are null."""
-        losses: Mapping[str, float] = {}
-        grams: dict[str, Gram] = {}
-        if self.scores is not None:
-            losses = self.scores.losses
-            grams = {"output": self.scores.outputs, "output_change": self.scores.changes, "weights": self.weights[""]}
-        return _plain(
-            {
-                "outcome": self.judgement.outcome,
-                "sentence": self.sentence,
-                "seeds": self.judgement.seeds,
-                "in_bf16_model": None if self.in_bf16 is None else asdict(self.in_bf16),
-                "in_own_precision": None if self.in_own is None else asdict(self.in_own),
-                "config": self.study.job.file,
-                "settings": asdict(self.study.settings),
-                "held_out": list(self.study.held_out.names),
-                "base_loss": None if self.scores is None else self.scores.base,
-                "runs": [asdict(run) | {"final_bf16_model": losses.get(run.name)} for run in self.runs],
-                "cosines": {name: self.cosines(gram) for name, gram in grams.items()},
-                "layer_cosines": {name: self.cosines(gram) for name, gram in self.weights.items() if name},
-                "notes": list(self.notes),
-            }
-        )
+        study = self.study
+        content = {
+            "outcome": self.judgement.outcome,
+            "sentence": self.judgement.sentence,
+            "seeds": self.judgement.seeds,
+            "in_bf16_model": None if self.in_bf16 is None else asdict(self.in_bf16),
+            "in_own_precision": None if self.in_own is None else asdict(self.in_own),
+            "config": study.job.file,
+            "settings": {"steps": study.steps, "every": study.every},
+            "held_out": study.held_out,
+            "base_loss": self.base,
+            "runs": [asdict(run) | {"final_bf16_model": self.losses.get(run.name)} for run in self.runs],
+            "notes": self.notes,
+        }
+        return _plain(content)
 
 
 def _plain(value: Any) -> Any:
@@ -143,108 +94,67 @@ def _plain(value: Any) -> Any:
 # -- the runs ----------------------------------------------------------------------------------------------------------
 
 
-def verify(
-    config: str | os.PathLike[str] | Mapping[str, Any] | JobConfig,
-    *,
-    seeds: int = 3,
-    settings: Settings | None = None,
-    arm: Arm | None = None,
-    folder: str | Path | None = None,
-    log: Callable[[str], None] = tqdm.write,
-) -> Verdict:
+def verify(study: Study, *, seeds: int = 3, arm: Arm | None = None, log: Callable[[str], None] = tqdm.write) -> Verdict:
     """Train with and without COAT from several seeds, and judge whether COAT loses anything; see `judgement`.
 
     Resumes an interrupted comparison in its folder, or adds missing seeds. Writes `verdict.json` and `report.html`. The
     first seed is the config's, the next ones follow; `arm` overrides the `coat:` block of the COAT runs.
 
     Raises:
-        UserError: see `open_study` and `COATTrainer.train`. A COAT run that dies is a verdict, not an error.
+        UserError: see `COATTrainer.train`. A COAT run that dies is a verdict, not an error.
     """
     if seeds < 2:
         raise VerifyError(f"--seeds {seeds}: must be at least 2: the spread over seeds is what COAT is measured by")
-    study = open_study(config, settings, folder=folder)
+    job, runs = study.job, list[ArmResult]()
+    arms = {"bf16": bf16_arm(job), "coat": arm or {}}
     with run_lock(study.folder):
-        names = study.held_out.names
-        more = f" and {len(names) - LISTED_PHOTOS} more" if len(names) > LISTED_PHOTOS else ""
+        photos = study.held_out
+        more = f" and {len(photos) - LISTED_PHOTOS} more" if len(photos) > LISTED_PHOTOS else ""
         log(
             f"verify: {seeds} seeds, each bf16 and COAT, {study.steps} steps, in {study.folder}; "
-            f"{len(names)} photos are not trained on: {', '.join(names[:LISTED_PHOTOS])}{more}"
+            f"{len(photos)} photos are not trained on: {', '.join(photos[:LISTED_PHOTOS])}{more}"
         )
-        runs: list[ArmResult] = []
         try:
-            _train(study, seeds, arm or {}, runs)
+            for seed in range(job.seed, job.seed + seeds):
+                for name, block in arms.items():
+                    log(f"verify: run {len(runs) + 1} of {2 * seeds}, {WORDS[name]} with seed {seed}")
+                    runs.append(study.train_arm(name, block, seed))
         except DeadRunError as error:
             if len(runs) % 2 == 0:  # of bf16: the config itself cannot be trained
                 raise
             reason = f"the COAT run of seed {runs[-1].seed} died: {error}"
-            verdict = Verdict(broken(reason, seeds), study, tuple(runs))
+            verdict = Verdict(Judgement(NOT_LOSSLESS, reason, seeds), study, tuple(runs))
         else:
             log("verify: loading each result into the bf16 model")
             verdict = _judge(study, runs)
-        write_file(verdict.json_path, json.dumps(verdict.as_json(), indent=1, default=str) + "\n")
+        write_file(study.folder / VERDICT_FILE, json.dumps(verdict.as_json(), indent=1, default=str) + "\n")
         write_page(verdict)
     return verdict
 
 
-def _train(study: Study, seeds: int, arm: Arm, runs: list[ArmResult]) -> None:
-    """Train the pairs one after the other, bf16 first, and add their results to `runs`."""
-    first, total = study.job.seed, 2 * seeds
-    with tqdm(total=total * study.steps, desc="all runs", unit="step", smoothing=0, **bar_options()) as bar:
-
-        def on_step(done: int) -> None:
-            bar.update(len(runs) * study.steps + done - bar.n)
-
-        for seed in range(first, first + seeds):
-            for name, block in (("bf16", bf16_arm(study.job)), ("coat", arm)):
-                bar.set_postfix_str(f"{len(runs) + 1} of {total} runs", refresh=False)
-                runs.append(study.train_arm(name, block, seed, on_step=on_step))
-
-
 def _judge(study: Study, runs: Sequence[ArmResult]) -> Verdict:
     job = JobConfig.from_dict(study.prepare("bf16", BF16, study.job.seed), file=study.job.file)
-    loras = {run.name: run.lora for run in runs}
-    with tqdm(desc="held-out photos", leave=False, **bar_options()) as bar:
-
-        def on_batch(done: int, batches: int) -> None:
-            bar.total = batches
-            bar.update(done - bar.n)
-
-        scores = score_loras(
-            job, loras, study.held_out, device=study.device, sigmas=study.settings.final_sigmas, on_batch=on_batch
-        )
+    base, losses = score_loras(job, {run.name: run.lora for run in runs}, study.device)
     bf16, coat = ([run for run in runs if run.arm == arm] for arm in WORDS)
-    in_bf16 = judge(
-        [scores.losses[run.name] for run in bf16],
-        [scores.losses[run.name] for run in coat],
-        scores.base,
-        where=" in the bf16 model",
-    )
-    in_own = judge(
-        [run.final_own for run in bf16],
-        [run.final_own for run in coat],
-        where=" with each run in its own precision",
-    )
+    in_model = [[losses[run.name] for run in arm] for arm in (bf16, coat)]
+    in_bf16 = judge(*in_model, base, where=" in the bf16 model")
+    where = " with each run in its own precision"
+    in_own = judge([run.final_own for run in bf16], [run.final_own for run in coat], where=where)
     worse = max((in_bf16, in_own), key=lambda judgement: list(TONES).index(judgement.outcome))
-    grams = model_grams(job.model.name_or_path, loras) if job.full else weight_grams(loras)
-    return Verdict(worse, study, tuple(runs), scores, grams, _notes(study, bf16, coat, scores), in_bf16, in_own)
-
-
-def _notes(study: Study, bf16: list[ArmResult], coat: list[ArmResult], scores: Scores) -> tuple[str, ...]:
     notes = []
-    count = len(study.held_out.names)
+    count = len(study.held_out)
     if count < FEW_PHOTOS:
         notes.append(f"Held-out photos: {count}. That is few to judge by; use --hold-out or --validation for more.")
-    if [scores.losses[run.name] for run in bf16] == [scores.losses[run.name] for run in coat]:
+    if in_model[0] == in_model[1]:
         notes.append("Every pair ends at exactly the same loss: these COAT options change nothing in this run.")
     mean = mean_curve([run.curve for run in bf16])
-    if mean:
-        lowest = min(mean, key=lambda point: point[1])
-        if mean[-1][1] > RISE * lowest[1]:
-            notes.append(
-                f"bf16's held-out loss is lowest at step {lowest[0]:.0f} and rises after that: the LoRA memorizes the "
-                "training photos (overfitting). The comparison holds, but fewer steps would make a better LoRA."
-            )
-    return tuple(notes)
+    lowest = min(mean, key=lambda point: point[1])
+    if mean[-1][1] > RISE * lowest[1]:
+        notes.append(
+            f"bf16's held-out loss is lowest at step {lowest[0]:.0f} and rises after that: the LoRA memorizes the "
+            "training photos (overfitting). The comparison holds, but fewer steps would make a better LoRA."
+        )
+    return Verdict(worse, study, tuple(runs), base, losses, tuple(notes), in_bf16, in_own)
 
 
 def mean_curve(curves: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float, float]]:
@@ -261,9 +171,10 @@ def mean_curve(curves: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[fl
 
 def write_page(verdict: Verdict) -> Path:
     """Write the page next to `verdict.json`."""
-    study, job = verdict.study, verdict.study.job
+    study, job, sentence = verdict.study, verdict.study.job, verdict.judgement.sentence
+    pairs = list(zip(verdict.arm("bf16"), verdict.arm("coat"), strict=False))  # of seeds with both runs finished
     page = Page(f"Is COAT lossless on {job.name}?", f"coat-flux verify, {job.file}, {study.steps} steps")
-    page.verdict(f"{verdict.sentence[:1].upper()}{verdict.sentence[1:]}.", TONES[verdict.judgement.outcome])
+    page.verdict(f"{sentence[:1].upper()}{sentence[1:]}.", TONES[verdict.judgement.outcome])
     for note in verdict.notes:
         page.paragraph(note)
     rows = []
@@ -274,7 +185,7 @@ def write_page(verdict: Verdict) -> Path:
             rows.append([where, f"{one.gap:+.6f}", interval, f"±{one.spread:.6f}", one.outcome])
     if rows:
         page.table(["held-out loss", "mean gap", "95% interval", SPREAD, "outcome"], rows)
-    runs = [run for pair in verdict.pairs() for run in pair]
+    runs = [run for pair in pairs for run in pair]
     if runs and all(run.samples for run in runs):
         page.heading("Samples")
         for number, item in enumerate(job.sample.items()):
@@ -288,23 +199,28 @@ def write_page(verdict: Verdict) -> Path:
             "were held out are not in it: coat-flux train makes one from all of them."
         )
         page.result(first.lora, job.model.name_or_path, job.trigger_word, job.model.arch)
-    _show_curves(page, verdict)
+    page.heading("Held-out loss over the run")
+    bands = show_means(page, verdict)
+    spread = [(step, (low - high) / 2, (high - low) / 2) for step, low, high in bands["bf16"]]
+    gaps: dict[str, Sequence[tuple[float, float]]] = {SPREAD: [(step, 0.0) for step, _, _ in spread]}
+    for bf16, coat in pairs:
+        both = zip(bf16.curve, coat.curve, strict=True)
+        gaps[f"seed {bf16.seed}"] = [(step, ours - theirs) for (step, theirs), (_, ours) in both]
+    title = "Gap: COAT's loss minus bf16's, same seed"
+    page.curves(title, gaps, x="step", y="loss difference", band={SPREAD: spread})
     page.heading("Details")
     with page.details("How it is judged"):
         page.paragraph(HOW)
     with page.details("Every run"):
-        _show_runs(page, verdict)
-    if verdict.scores is not None:
-        with page.details("How alike the results are"):
-            _show_cosines(page, verdict, verdict.scores)
+        _show_runs(page, verdict, pairs)
     with page.details("Precision of the FP8 tensors"):
         show_layers(page, [run.lora.parent for run in verdict.arm("coat")])
     with page.details("Photos not trained on"):
-        page.paragraph(", ".join(study.held_out.names))
+        page.paragraph(", ".join(study.held_out))
     with page.details("COAT options"):
         page.code(yaml.safe_dump({"coat": job.coat.to_dict()}, sort_keys=False, allow_unicode=True))
     page.missing(f"coat-flux {__version__}")
-    return page.write(verdict.page_path)
+    return page.write(study.folder / REPORT_FILE)
 
 
 def show_means(page: Page, verdict: Verdict) -> dict[str, list[tuple[float, float, float]]]:
@@ -319,53 +235,21 @@ def show_means(page: Page, verdict: Verdict) -> dict[str, list[tuple[float, floa
     return bands
 
 
-def _show_curves(page: Page, verdict: Verdict) -> None:
-    page.heading("Held-out loss over the run")
-    bands = show_means(page, verdict)
-    spread = [(step, (low - high) / 2, (high - low) / 2) for step, low, high in bands["bf16"]]
-    gaps: dict[str, Sequence[tuple[float, float]]] = {SPREAD: [(step, 0.0) for step, _, _ in spread]}
-    for bf16, coat in verdict.pairs():
-        both = zip(bf16.curve, coat.curve, strict=True)
-        gaps[f"seed {bf16.seed}"] = [(step, ours - theirs) for (step, theirs), (_, ours) in both]
-    title = "Gap: COAT's loss minus bf16's, same seed"
-    page.curves(title, gaps, x="step", y="loss difference", band={SPREAD: spread})
-
-
-def _show_runs(page: Page, verdict: Verdict) -> None:
+def _show_runs(page: Page, verdict: Verdict, pairs: Sequence[tuple[ArmResult, ArmResult]]) -> None:
     header = ["seed", "bf16", "COAT", "gap", "COAT, own precision", "bf16 s/it", "COAT s/it", "bf16 GB", "COAT GB"]
     rows: list[list[object]] = []
-    for pair in verdict.pairs():
+    for pair in pairs:
         finals: list[str | None] = [None, None, None]
-        if verdict.scores is not None:
-            theirs, ours = (verdict.scores.losses[run.name] for run in pair)
+        if verdict.losses:
+            theirs, ours = (verdict.losses[run.name] for run in pair)
             finals = [f"{theirs:.6f}", f"{ours:.6f}", f"{ours - theirs:+.6f}"]
         paces = [f"{1 / run.steps_per_s:.3f}" if run.steps_per_s else None for run in pair]
         peaks = [None if run.peak_bytes is None else f"{run.peak_bytes / 1e9:.2f}" for run in pair]
         rows.append([pair[0].seed, *finals, f"{pair[1].final_own:.6f}", *paces, *peaks])
     page.paragraph("Held-out loss at the end, of the results in the bf16 model unless it says otherwise.")
     page.table(header, rows)
-    if verdict.scores is not None:
-        page.paragraph(f"Loss of the model before training: {verdict.scores.base:.6f}.")
+    if verdict.base is not None:
+        page.paragraph(f"Loss of the model before training: {verdict.base:.6f}.")
     for arm, word in WORDS.items():
         curves = {f"seed {run.seed}": run.curve for run in verdict.arm(arm)}
         page.curves(f"Held-out loss of every {word} run", curves, x="step", y="loss")
-
-
-def _show_cosines(page: Page, verdict: Verdict, scores: Scores) -> None:
-    header = ["", "bf16 and COAT, same seed", "two bf16 seeds"]
-    grams = {
-        "weight changes, all layers": verdict.weights[""],
-        "what training adds to the model's output": scores.changes,
-        "the model's output": scores.outputs,
-    }
-    page.paragraph(HOW_ALIKE)
-    page.table(header, [_cosine_row(verdict, name, gram) for name, gram in grams.items()])
-    layers = [(verdict.cosines(gram)["bf16_and_coat"], name) for name, gram in verdict.weights.items() if name]
-    furthest = sorted(layer for layer in layers if layer[0] is not None)[:LISTED_LAYERS]
-    page.heading(f"The {len(furthest)} layers that differ most", 3)
-    page.table(["layer", *header[1:]], [_cosine_row(verdict, name, verdict.weights[name]) for _, name in furthest])
-
-
-def _cosine_row(verdict: Verdict, name: str, gram: Gram) -> list[str | None]:
-    cosines = verdict.cosines(gram).values()
-    return [name, *(None if cosine is None else f"{cosine:.5f}" for cosine in cosines)]

@@ -1,4 +1,4 @@
-"""`coat-flux sweep`: combinations of values chosen by Optuna, trained as ordinary runs, several at a time.
+"""`coat-flux sweep`: combinations of values chosen by Optuna, trained as ordinary runs, several at a time, and ranked.
 
     <training_folder>/<name>_sweep/
         trials.journal                  Optuna's storage: the combinations so far, and their losses
@@ -8,15 +8,23 @@
         lr0.0001_linear8_seed42/ …      its run folder
 
 A *trial* is one combination of values, with one run for each seed. A run differs from the config in the keys of
-`--set`, its seed, and what all runs share: photos held out by name, so that no seed changes them, samples at its end,
-and one checkpoint. A restarted sweep reuses finished runs, resumes the others, and waits for a run that outlived a
-killed sweep. `ranking.py` says which trial is best.
+`--set`, its seed, and what all runs share (`study.one_of_several`). A restarted sweep reuses finished runs and resumes
+the others.
+
+A run's loss is its last on the held-out photos, with the same noise in all runs; that of a trial is the mean over its
+seeds. Luck, s, is the pooled standard deviation of runs that differ in the seed alone:
+
+    s² = sum over trials of sum_i (loss_i - mean)² / sum of (n - 1)
+
+Trials tie with the best where their gap to it is at most 2 s · sqrt(1 / n + 1 / n_best); with one seed, unknown.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
+import random
 import re
 import signal
 import subprocess
@@ -33,6 +41,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from .. import __version__
 from ..base.errors import UserError
 from ..base.files import write_file
 from ..blocks.models.check import check_models
@@ -40,27 +49,28 @@ from ..config.check import check_job_dict
 from ..config.findings import ConfigError, show
 from ..config.job import JobConfig
 from ..config.job_file import load_job_yaml, load_written, parse
-from ..data.files import find_images
-from ..data.hold_out import choose_hold_out
+from ..data.captions import inject_trigger
 from ..data.preflight import check_data
 from ..mini_flux import provide_embedded
+from ..pages.charts import SERIES_COLOURS
+from ..pages.html import Page, Tone
 from ..pages.run import RunFolder, RunFolderError
-from ..saves.errors import ResumeError
 from ..saves.interrupts import Interrupts
 from ..saves.repair import run_lock
-from .study import POINTS_OF_CURVE, held_out_count, require_same_job
+from ..trainers.standalone.saving import save_name
+from .compare import REPORT_FILE, RISE, mean_curve
+from .study import POINTS_OF_CURVE, hold_out_names, one_of_several, require_same_job
 
 __all__ = [
-    "FAILED",
     "FINISHED",
-    "OPEN",
-    "Run",
     "Sweep",
     "SweepError",
-    "Trial",
     "find_axis",
-    "short_keys",
-    "value_text",
+    "noise_text",
+    "rank",
+    "ranking_rows",
+    "sentence_of",
+    "write_sweep_page",
 ]
 
 FINISHED, FAILED, OPEN = "finished", "failed", "not finished"
@@ -79,6 +89,13 @@ CLI = Path(__file__).resolve().parents[1] / "cli"
 POLL_SECONDS = 0.5
 END_SECONDS = 10.0  # grace period of a run that must end at once
 LOG_TAIL = 40  # lines searched for the reason of a failure
+SIGMAS = 2.0
+PICTURED = 6  # trials whose samples are shown, by their first seed
+HOW = (
+    "Each combination of settings was trained as an ordinary run. Its loss is measured on photos that no trial is "
+    "trained on, with noise and noise levels that are the same for all, each run in its own precision. Ranked by the "
+    "last loss of a run, over seeds its mean."
+)
 
 
 class SweepError(UserError, ValueError):
@@ -149,15 +166,6 @@ class Run:
         except (OSError, ValueError) as error:
             self.state, self.message = FAILED, failure or f"{folder / self.name}: {error}"
 
-    def describe(self) -> str:
-        """State and loss in a few words."""
-        if self.state == FAILED:
-            return f"failed: {self.message}"
-        if not self.curve:
-            return self.state
-        step, loss = self.curve[-1]
-        return f"{self.state}, held-out loss {loss:.6f} at step {step:.0f}"
-
 
 class Trial(NamedTuple):
     """One combination of values, and its run of each seed."""
@@ -211,7 +219,7 @@ class Sweep:
         errors, _ = check_data(self.job.raw)
         if errors:
             raise ConfigError(errors)
-        self.folder, self.held_out = folder, _hold_out(self.job)
+        self.folder, self.held_out = folder, hold_out_names(self.job)
         self._config, self._seeds, self._tpe = config, seeds, tpe
         self._values = {key: {show(value): value for value in values} for key, values in axes}
         combinations = math.prod(len(values) for values in self._values.values())
@@ -235,8 +243,6 @@ class Sweep:
         with run_lock(self.folder):
             provide_embedded(self.job.model.name_or_path)
             study = self._open_study()
-            for chosen in study.trials:
-                self._add(chosen.params)
             waiting = [run for run in self.runs if run.state != FINISHED]
             log(f"sweep: {self.total} trials, {len(self.runs) - len(waiting)} of them finished, in {self.folder}")
             on_result()
@@ -248,8 +254,11 @@ class Sweep:
                         failed = code != 0 and not interrupts.asked
                         with self._lock:
                             run.read(self.folder, _reason(self.folder / f"{run.name}.log", code) if failed else "")
+                            words = f"{run.state}: {run.message}" if run.message else run.state
+                            if run.curve:
+                                words += ", held-out loss {1:.6f} at step {0:.0f}".format(*run.curve[-1])
                             done = sum(one.state == FINISHED for one in self.runs)
-                            log(f"{run.name}: {run.describe()} ({done} of {self.total} finished)")
+                            log(f"{run.name}: {words} ({done} of {self.total} finished)")
                             self._tell(study)
                             on_result()
 
@@ -289,43 +298,40 @@ class Sweep:
         return [item.line() for item in check(raw, file=self.job.file) if item.severity == "error"]
 
     def _open_study(self) -> Any:
-        """Optuna's study of these keys and values; other values make another one, which finds the same runs."""
+        """Optuna's study of these keys and values, with its trials so far; other values make another study."""
         optuna, path = self._optuna, str(self.folder / "trials.journal")
         space = {key: list(values) for key, values in self._values.items()}
-
-        class Grid(optuna.samplers.GridSampler):  # type: ignore[misc]
-            def after_trial(self, *_: Any) -> None:
-                """Do nothing: it would stop Optuna's own loop, which is not used."""
-
-        sampler = Grid(space, seed=SAMPLER_SEED)
-        if self._tpe:
-            sampler = optuna.samplers.TPESampler(seed=SAMPLER_SEED, constant_liar=True)
         lock = optuna.storages.journal.JournalFileOpenLock(path)
         backend = optuna.storages.journal.JournalFileBackend(path, lock)
-        return optuna.create_study(
+        study = optuna.create_study(
             storage=optuna.storages.JournalStorage(backend),
-            sampler=sampler,
-            study_name=f"{type(sampler).__name__} {space}",
+            sampler=optuna.samplers.TPESampler(seed=SAMPLER_SEED, constant_liar=True),
+            study_name=f"{'TPE' if self._tpe else 'random'} {space}",
             load_if_exists=True,
         )
+        if not self._tpe:
+            combinations = list(itertools.product(*self._values.values()))
+            random.Random(SAMPLER_SEED).shuffle(combinations)
+            for shown in combinations[: self._most]:
+                study.enqueue_trial(dict(zip(self._values, shown, strict=True)), skip_if_exists=True)
+        for chosen in study.trials:
+            self._add(chosen.params)
+        return study
 
     def _next(self, study: Any, waiting: list[Run]) -> Run | None:
         """An unfinished run, of the next combination if none waits."""
         with self._lock:
             distribution = self._optuna.distributions.CategoricalDistribution
-            while not waiting and len(study.trials) < self._most:
+            while not waiting and sum(bool(chosen.params) for chosen in study.trials) < self._most:
                 chosen = study.ask({key: distribution(list(values)) for key, values in self._values.items()})
                 waiting += [run for run in self._add(chosen.params) if run.state != FINISHED]
                 self._tell(study)
             return waiting.pop(0) if waiting else None
 
-    def _settings(self, params: Mapping[str, str]) -> dict[str, Any]:
-        return {key: values[params[key]] for key, values in self._values.items()}
-
     def _add(self, params: Mapping[str, str]) -> list[Run]:
-        """The runs of a combination with their current state; none if TPE has chosen it before."""
-        settings = self._settings(params)
-        if any(trial.settings == settings for trial in self.trials):
+        """The runs of a combination with their current state; none if it is not chosen yet, or was chosen before."""
+        settings = {key: self._values[key][shown] for key, shown in params.items()}
+        if not settings or any(trial.settings == settings for trial in self.trials):
             return []
         words = [re.sub(r"\W+", "_", short) + _word(settings[key]) for key, short in short_keys(settings).items()]
         stem = "_".join(words)[:LONGEST_NAME]
@@ -344,21 +350,15 @@ class Sweep:
     def _tell(self, study: Any) -> None:
         """Report trials to Optuna once all of their runs are finished, or one failed."""
         for chosen in study.trials:
-            settings = self._settings(chosen.params)
-            trial = next(trial for trial in self.trials if trial.settings == settings)
-            states = {run.state for run in trial.runs}
-            if states == {FINISHED}:
-                study.tell(chosen.number, fmean(run.loss for run in trial.runs), skip_if_finished=True)
-            elif FAILED in states:
-                study.tell(chosen.number, state=self._optuna.trial.TrialState.FAIL, skip_if_finished=True)
+            settings = {key: self._values[key][shown] for key, shown in chosen.params.items()}
+            for trial in self.trials:
+                if trial.settings == settings and all(run.state == FINISHED for run in trial.runs):
+                    study.tell(chosen.number, fmean(run.loss for run in trial.runs), skip_if_finished=True)
+                elif trial.settings == settings and any(run.state == FAILED for run in trial.runs):
+                    study.tell(chosen.number, state=self._optuna.trial.TrialState.FAIL, skip_if_finished=True)
 
     def _change(self, process: dict[str, Any], settings: Mapping[str, Any], seed: int) -> int:
         """Turn the config's process entry into that of a run; returns its steps."""
-        for key in ("name", "log_dir"):
-            process.pop(key, None)
-        process.update(training_folder=str(self.folder), training_seed=seed)
-        process.setdefault("train", {})["skip_first_sample"] = True
-        process["save"] = {**(process.get("save") or {}), "max_step_saves_to_keep": 1}
         for key, value in settings.items():
             _set_value(process, key, value)
         rank = settings.get("network.linear", settings.get("network.rank"))
@@ -367,24 +367,22 @@ class Sweep:
                 if alpha in (process.get("network") or {}) and f"network.{alpha}" not in settings:
                     process["network"][alpha] = rank
         steps = self.job.train.steps
-        if isinstance(process["train"], dict) and isinstance(process["train"].get("steps"), int):
-            steps = process["train"]["steps"]
-        every = self.job.validation.every if self.job.validation.hold_out else max(1, steps // POINTS_OF_CURVE)
-        process["validation"] = {"hold_out": list(self.held_out), "every": every}
-        process["sample"] = {**(process.get("sample") or {}), "sample_every": steps}
+        train = process.get("train")
+        if isinstance(train, dict) and isinstance(train.get("steps"), int):
+            steps = train["steps"]
+        validation = self.job.validation
+        every = validation.every if validation.hold_out else max(1, steps // POINTS_OF_CURVE)
+        try:
+            one_of_several(process, self.folder, seed, steps, {"hold_out": self.held_out, "every": every})
+        except TypeError as error:
+            raise SweepError(f"--set {', '.join(settings)}: train, save and sample must be mappings") from error
         return steps
 
     # -- their processes -----------------------------------------------------------------------------------------------
 
     def _train(self, run: Run, jobs: int, interrupts: Interrupts, log: Callable[[str], None]) -> int:
         """Run `coat-flux train`, passing on interrupts; returns its exit code."""
-        folder, config = self.folder / run.name, self.folder / f"{run.name}.yaml"
-        if _is_taken(folder):
-            log(f"{run.name}: still trains in a process of an earlier sweep, which is waited for")
-        while _is_taken(folder):
-            time.sleep(POLL_SECONDS)
-            if interrupts.asked:
-                return 0
+        config = self.folder / f"{run.name}.yaml"
         write_file(config, yaml.safe_dump(dict(run.job), sort_keys=False, allow_unicode=True))
         environment = dict(os.environ)
         if jobs > 1:  # processes that each use every core slow each other down
@@ -398,7 +396,7 @@ class Sweep:
                 env=environment,
                 start_new_session=os.name == "posix",  # the terminal's Ctrl+C goes to the sweep, which passes it on
             )
-            log(f"{run.name}: started (coat-flux watch {folder})")
+            log(f"{run.name}: started (coat-flux watch {self.folder / run.name})")
             while process.poll() is None and not interrupts.asked:
                 time.sleep(POLL_SECONDS)
             if os.name == "posix":  # on Windows the console has already interrupted it
@@ -410,15 +408,6 @@ class Sweep:
             except subprocess.TimeoutExpired:
                 process.kill()
                 return process.wait()
-
-
-def _hold_out(job: JobConfig) -> list[str]:
-    """Names of held-out photos: as many as configured, else a tenth, as `verify` does."""
-    folders = [Path(entry.folder_path) for entry in job.datasets]
-    photos = {path.resolve() for folder in folders for path in find_images(folder)}
-    chosen = choose_hold_out(folders, job.validation.hold_out or held_out_count(len(photos)), job.training_seed)
-    names = [path.relative_to(folder) for folder, held in zip(folders, chosen, strict=True) for path in held]
-    return list(dict.fromkeys(path.as_posix() for path in names))
 
 
 def _word(value: Any) -> str:
@@ -442,19 +431,174 @@ def _set_value(process: Any, key: str, value: Any) -> None:
         ) from error
 
 
-def _is_taken(run: Path) -> bool:
-    if not run.exists():
-        return False
-    try:
-        with run_lock(run):
-            return False
-    except ResumeError:
-        return True
-
-
 def _reason(path: Path, code: int) -> str:
     """The last error of a log, or its last line."""
     lines = path.read_text(encoding="utf-8", errors="replace").replace("\r", "\n").splitlines()[-LOG_TAIL:]
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     last = errors or [line for line in lines if line.strip()] or ["no output"]
     return f"{last[-1]} (exit code {code}, {path.name})"
+
+
+# -- the ranking -------------------------------------------------------------------------------------------------------
+
+
+def rank(trials: Sequence[Trial]) -> tuple[list[Trial], float | None]:
+    """All trials, best first, those without a loss last; and s, None where seeds do not show it."""
+    squares, freedom = 0.0, 0
+    for trial in trials:
+        squares += sum((run.loss - trial.loss) ** 2 for run in trial.finished)
+        freedom += max(0, len(trial.finished) - 1)
+    ordered = sorted(trials, key=lambda trial: trial.loss if trial.finished else math.inf)
+    return ordered, math.sqrt(squares / freedom) if freedom else None
+
+
+def tie(trial: Trial, best: Trial, spread: float | None) -> bool:
+    """Whether a trial's gap to the best may be luck."""
+    if spread is None or not trial.finished:
+        return False
+    room = SIGMAS * spread * math.sqrt(1 / len(trial.finished) + 1 / len(best.finished))
+    return trial.loss - best.loss <= room
+
+
+def lowest(trial: Trial) -> tuple[float, float]:
+    """(step, loss) at the minimum of the mean curve of a trial's finished seeds."""
+    mean = mean_curve([run.curve for run in trial.finished])
+    return min(((step, loss) for step, loss, _ in mean), key=lambda point: point[1])
+
+
+def ranking_rows(trials: Sequence[Trial], spread: float | None) -> list[list[str]]:
+    """A header, and a row per trial, best first, as `rank` returns them."""
+    keys, seeds = _varied(trials), len(trials[0].runs)
+    header = ["place", *keys.values(), "held-out loss", "above the best", "more than luck", "lowest", "s/step"]
+    rows = [[*header, *([f"of {seeds} seeds"] if seeds > 1 else []), "state"]]
+    for number, trial in enumerate(trials, 1):
+        place = loss = gap = luck = minimum = pace = ""
+        if trial.finished:
+            place, loss = str(number), f"{trial.loss:.6f}"
+            minimum = "{1:.6f} at step {0:.0f}".format(*lowest(trial))
+        if trial.finished and number > 1:
+            gap = f"{trial.loss - trials[0].loss:+.6f}"
+            luck = "no" if tie(trial, trials[0], spread) else "yes"
+            if spread is None:
+                luck = "?"
+        paces = [run.seconds for run in trial.runs if run.seconds is not None]
+        if paces:
+            pace = f"{fmean(paces):.2f}"
+        row = [place, *(value_text(trial.settings[key]) for key in keys), loss, gap, luck, minimum, pace]
+        if seeds > 1:
+            row.append(str(len(trial.finished)))
+        states = {run.state for run in trial.runs}
+        mixed = FAILED if FAILED in states else "under way"
+        rows.append([*row, mixed if len(states) > 1 else states.pop()])
+    return rows
+
+
+def _varied(trials: Sequence[Trial]) -> dict[str, str]:
+    """Key → short name, of keys with several values; of all if there are none."""
+    short = short_keys(trials[0].settings)
+    several = {key: short[key] for key in short if len({value_text(trial.settings[key]) for trial in trials}) > 1}
+    return several or short
+
+
+def _words(trial: Trial, keys: Mapping[str, str]) -> str:
+    """Settings in words: `lr 0.0001, linear 8`."""
+    return ", ".join(f"{short} {value_text(trial.settings[key])}" for key, short in keys.items())
+
+
+def sentence_of(trials: Sequence[Trial], spread: float | None, total: int) -> tuple[str, Tone]:
+    """The ranking in one sentence, and its tone; `total` is the planned number of runs."""
+    best = trials[0]
+    left = total - sum(run.state == FINISHED for trial in trials for run in trial.runs)
+    rest = f"; {left} of {total} trials are not finished" if left else ""
+    if not best.finished:
+        return f"No trial is finished yet{rest}.", "plain"
+    tied = sum(tie(trial, best, spread) for trial in trials[1:])
+    text = f"Lowest held-out loss{' so far' if left else ''}: {best.loss:.6f} with {_words(best, _varied(trials))}"
+    if spread is not None and len(trials) > 1:
+        others = {0: "no other is", 1: "1 other is"}.get(tied, f"{tied} others are")
+        text += f"; {others} as good within the noise (±{spread:.2g} a run)"
+    if left:
+        return f"{text}{rest}.", "plain"
+    return f"{text}.", "open" if tied or spread is None else "good"
+
+
+def noise_text(spread: float | None) -> str:
+    """The source of the noise, and what it decides."""
+    if spread is None:
+        return "With one seed, how much of a lead is luck is not known: --seeds 3 measures it."
+    return (
+        f"Noise: ±{spread:.2g}, the standard deviation of runs that differ in the seed alone. A gap to the best of up "
+        f"to {SIGMAS:g} times that, times the root of 1/n + 1/n for n seeds each, may be luck."
+    )
+
+
+def write_sweep_page(sweep: Sweep) -> Path:
+    """Write `report.html` in the folder of the runs."""
+    job, path = sweep.job, sweep.folder / REPORT_FILE
+    page = Page(f"Sweep of {job.name}", f"coat-flux sweep, {job.file}, trials: {sweep.total}")
+    if not sweep.trials:
+        page.verdict("No trial has started yet.", "plain")
+        return page.write(path)
+    trials, spread = rank(sweep.trials)
+    keys, best = _varied(trials), trials[0]
+    page.verdict(*sentence_of(trials, spread, sweep.total))
+    header, *rows = ranking_rows(trials, spread)
+    page.table(header, rows)
+    same = {key: value for key, value in best.settings.items() if key not in keys}
+    if same:
+        page.paragraph(f"All trials: {', '.join(f'{key} {value_text(value)}' for key, value in same.items())}.")
+    page.paragraph(noise_text(spread))
+    if best.finished and best.loss > RISE * lowest(best)[1]:
+        page.paragraph(
+            f"The best run's loss was lowest after step {lowest(best)[0]:.0f} and has risen since: fewer steps may "
+            "make a better LoRA."
+        )
+    page.heading("Held-out loss over the runs")
+    curves = {}
+    for trial in trials:
+        points = mean_curve([run.curve for run in trial.finished or trial.runs if run.curve])
+        if points and len(curves) < SERIES_COLOURS:
+            curves[_words(trial, keys)] = [(step, loss) for step, loss, _ in points]
+    more = f", the best {SERIES_COLOURS}" if len(trials) > SERIES_COLOURS else ""
+    page.curves(f"Each run in its own precision{more}", curves, x="step", y="loss")
+    _show_samples(page, sweep, trials, keys)
+    if best.finished:
+        page.heading("The best result")
+        name = best.finished[0].name
+        result = sweep.folder / name / save_name(name, None, full=job.full)
+        page.result(result, job.model.name_or_path, job.trigger_word, job.model.arch)
+        page.paragraph("Photos that were held out are not in it. For one from all of them, write into the config:")
+        block: dict[str, Any] = {}
+        for key, value in best.settings.items():
+            *parents, leaf = key.split(".")
+            inner = block
+            for parent in parents:
+                inner = inner.setdefault(parent, {})
+            inner[leaf] = value
+        page.code(yaml.safe_dump(block, sort_keys=False, allow_unicode=True).rstrip())
+    failures = [[run.name, run.message] for run in sweep.runs if run.state == FAILED]
+    if failures:
+        page.heading("Failed trials")
+        page.table(["trial", "why"], failures)
+    page.heading("Details")
+    with page.details("How it is measured"):
+        page.paragraph(HOW)
+        page.paragraph(f"Photos not trained on: {', '.join(sweep.held_out)}.")
+    page.missing(f"coat-flux {__version__}")
+    return page.write(path)
+
+
+def _show_samples(page: Page, sweep: Sweep, trials: Sequence[Trial], keys: Mapping[str, str]) -> None:
+    """The last samples of the best trials, a row per prompt."""
+    pictures: dict[str, dict[int, Path]] = {}
+    for trial in trials[:PICTURED]:
+        for run in trial.finished[:1]:
+            samples = RunFolder(sweep.folder / run.name).samples()
+            last = max((step for step, _ in samples), default=None)
+            pictures[_words(trial, keys)] = {number: path for (step, number), path in samples.items() if step == last}
+    if any(pictures.values()):
+        page.heading("Samples")
+        for number, item in enumerate(sweep.job.sample.items()):
+            cells = [(words, paths[number]) for words, paths in pictures.items() if number in paths]
+            prompt = inject_trigger(item.prompt, sweep.job.trigger_word, add_if_missing=False)
+            page.images(prompt, cells, columns=len(pictures))
