@@ -79,6 +79,7 @@ setup(
     package_dir={"coat_flux": FLUX_DIR, **{f"coat_flux.{folder}": folder for folder in SHIPPED_FOLDERS}},
     package_data={
         "coat_flux.config": ["*.tsv"],
+        "coat_flux.pages": ["page.css", "live.js"],
         "coat_flux.mini_flux": ["files/*.json", "files/*/*"],
         "coat_flux.configs": ["*.yaml", "accelerate/*.yaml"],
         "coat_flux.datasets_example": ["*.md", "*/*.jpg", "*/*.png", "*/*.txt"],

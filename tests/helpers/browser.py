@@ -27,7 +27,10 @@ TIMEOUT_S = 120
 # Every page stands in a frame of each width; frames share the script's origin, so that it can look into them.
 SCRIPT = r"""
 const result = {};
-const parse = text => { const n = text.match(/[\d.]+/g).map(Number); return n.length > 3 ? n : [...n, 1]; };
+function parse(text) {  // rgb(r g b / a), or color(srgb r g b / a) with shares of 1
+  const n = text.match(/[\d.]+/g).map(Number), scale = text.startsWith('color(') ? 255 : 1;
+  return [...n.slice(0, 3).map(v => v * scale), n.length > 3 ? n[3] : 1];
+}
 const over = (a, b) => [0, 1, 2].map(i => a[i] * a[3] + b[i] * (1 - a[3])).concat(1);
 const light = c => [0, 1, 2].map(i => c[i] / 255).map(v => v <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4)
   .reduce((sum, v, i) => sum + v * [.2126, .7152, .0722][i], 0);

@@ -14,17 +14,15 @@ from coat_flux.pages.live import live_page
 from coat_flux.pages.report import write_report
 from coat_flux.study.compare import Verdict, write_page
 from coat_flux.study.judgement import judge
-from coat_flux.study.ranking import write_sweep_page
-from coat_flux.study.scoring import Gram, Scores
-from coat_flux.study.study import ArmResult, Settings, Study
-from coat_flux.study.sweep import FAILED, FINISHED, OPEN, Run, Sweep, Trial
+from coat_flux.study.study import ArmResult, Study
+from coat_flux.study.sweep import FAILED, FINISHED, OPEN, Run, Sweep, Trial, write_sweep_page
 from coat_flux.watch.live import LiveRun
 from coat_flux.watch.precision import COLUMNS
 from tests.helpers.browser import WIDTHS, inspect_pages
 from tests.unit.test_live import make_watched_run
 from tests.unit.test_page import full_page
 from tests.unit.test_run_report import add_samples, make_run
-from tests.unit.test_verify_parts import held_out_of, job_of
+from tests.unit.test_verify_parts import job_of
 
 LOSSLESS_PAGE = Path(__file__).parents[2] / "docs" / "lossless.html"
 LAYERS = [f"single_transformer_blocks.{block}.attn.to_added_output_projection" for block in range(40)]
@@ -39,7 +37,7 @@ def parts(picture: Path) -> str:
     with page.details("folded"):
         page.table([f"column {i}" for i in range(9)], [[long, *map(str, range(8))]] * 2)
         shades = [[i + 5.5 * j for i in range(6)] for j in range(5)]
-        page.heat_map("m", [long] * 5, [f"exp_avg{i}" for i in range(6)], shades, unit="dB", ends=(0.0, 27.0))
+        page.table(["layer", *(f"exp_avg{i}" for i in range(6))], [[long, *row] for row in shades], (0.0, 27.0))
         page.code(f"key: {long}")
     page.curves("c", {f"s{i}": [(step, step * i) for step in range(0, 90_000, 100)] for i in range(8)}, x="step", y="y")
     marks = {0: "first mark", 1e6: "last mark"}
@@ -75,23 +73,21 @@ def report(folder: Path) -> str:
 
 
 def comparison(folder: Path) -> str:
-    """The page of a comparison with samples, scores and cosines."""
+    """The page of a comparison with samples and scores."""
     folder.mkdir()
     job = job_of(folder, {}, sample={"prompts": ["a [trigger] on a very long prompt " * 5, "another"]})
     Image.new("RGB", (64, 64), "teal").save(folder / "a.png")
-    study = Study(job, folder, Settings(steps=4), [], held_out_of(*[(8, 8)] * 20), torch.device("cpu"))
+    study = Study(job, folder, 4, 1, [f"{i}.jpg" for i in range(20)], torch.device("cpu"))
     curve = tuple((step, 1 / (step + 1)) for step in range(0, 1001, 50))
+    samples = (folder / "a.png",) * 2
     runs = [
-        ArmResult(arm, seed, folder / arm / "x.safetensors", curve, 0.5, 2.0, 2.0, 10**9, (folder / "a.png",) * 2)
+        ArmResult(f"{arm}{seed}", arm, seed, folder / arm / "x.safetensors", curve, 0.5, 2.0, 2.0, 10**9, samples)
         for seed in (7, 8)
         for arm in ("bf16", "coat")
     ]
-    names = [run.name for run in runs]
-    gram = Gram(names, torch.eye(4, dtype=torch.float64) + 0.5)
-    scores = Scores(0.9, dict.fromkeys(names, 0.5), gram, gram)
+    losses = {run.name: 0.5 for run in runs}
     judgement = judge([0.5, 0.51], [0.501, 0.512], 0.9, where=" in the bf16 model")
-    weights = {"": gram, **dict.fromkeys(LAYERS, gram)}
-    verdict = Verdict(judgement, study, tuple(runs), scores, weights, ("A note.",), judgement, judgement)
+    verdict = Verdict(judgement, study, tuple(runs), 0.9, losses, ("A note.",), judgement, judgement)
     return write_page(verdict).read_text(encoding="utf-8")
 
 
@@ -107,10 +103,11 @@ def ranking(folder: Path) -> str:
         sweep.trials.append(Trial(settings, [run]))
     sweep.runs[10].state, sweep.runs[10].message = FAILED, "LoRA pinned: " + "the loss was exactly the same " * 5
     sweep.runs[11].state = OPEN
-    samples = folder / sweep.runs[9].name / "samples"
-    samples.mkdir(parents=True)
-    (samples.parent / "config.yaml").write_text("job: extension")
-    Image.new("RGB", (64, 64), "teal").save(samples / "1700000000__000001000_0.png")
+    for run in sweep.runs[:10]:
+        samples = folder / run.name / "samples"
+        samples.mkdir(parents=True)
+        (samples.parent / "config.yaml").write_text("job: extension")
+        Image.new("RGB", (64, 64), "teal").save(samples / "1700000000__000001000_0.png")
     return write_sweep_page(sweep).read_text(encoding="utf-8")
 
 

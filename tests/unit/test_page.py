@@ -52,7 +52,6 @@ def full_page(text: str, picture: Path) -> Page:
     page.code(text)
     page.table([text], [[text], [None]])
     page.curves(text, {text: [(0, 1.0), (1, 2.0)], "_" + text: [(0, 2.0)]}, x=text, y=text)
-    page.heat_map(text, [text], [text], [[1.0]], unit=text, ends=(0.0, 1.0))
     page.images(text, [(text, picture), (text, picture.parent / "none.png")])
     return page
 
@@ -151,13 +150,20 @@ def test_thinning_keeps_peaks_and_ends() -> None:
     assert len(thinned(points[:100])) == 100
 
 
-def test_heat_map_colours_low_red_and_high_blue() -> None:
+def test_shaded_cells_are_red_when_low_and_green_when_high() -> None:
     page = Page("t")
-    page.heat_map("m", ["r1", "r2"], ["c1", "c2"], [[10.0, 30.0], [None, math.inf]], unit="dB", ends=(10.0, 30.0))
-    text = page.html()
-    assert '<td style="background: rgb(178 24 43); color: #fff">10.0</td>' in text
-    assert '<td style="background: rgb(33 102 172); color: #fff">30.0</td>' in text
-    assert re.search(r"<td[^>]*>–</td><td[^>]*>inf</td>", text)
+    page.table(["layer", "c"], [["a", 10.0], ["b", 25.0], ["c", 99.0], ["d", None], ["e", 7]], (10.0, 30.0))
+    page.table(["layer", "c"], [["a", 10.0]])
+    shades = re.findall(r'<td class="[^"]*" data-label="c"(?: style="background: ([^"]*)")?>([^<]*)<', page.html())
+    mixed = "color-mix(in srgb, var(--{}-paper) {}%, var(--paper))"
+    assert shades == [
+        (mixed.format("bad", 100), "10.0"),
+        (mixed.format("good", 50), "25.0"),
+        (mixed.format("good", 100), "99.0"),
+        ("", "–"),
+        ("", "7"),
+        ("", "10.0"),
+    ]
 
 
 def test_pictures_small_as_they_are_large_made_small(tmp_path: Path, picture: Path) -> None:

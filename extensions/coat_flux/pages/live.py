@@ -57,59 +57,7 @@ BUTTONS = {
     "save": ("Save now", "write a checkpoint after this step; save.max_step_saves_to_keep holds for it, too"),
     "stop": ("Stop after this step", "save and end, as Ctrl+C does; the same command resumes from there"),
 }
-STYLE = """<style>
-progress { width: 100%; height: 1rem; accent-color: var(--c0); }
-.asks { display: flex; flex-wrap: wrap; gap: .5rem; margin: 1rem 0 .25rem; }
-button {
-  font: inherit; padding: .45rem .9rem; border: 1px solid var(--line); border-radius: .3rem; cursor: pointer;
-  color: var(--ink); background: var(--raised);
-}
-button:hover:enabled, button:focus-visible { border-color: var(--c0); outline: 1px solid var(--c0); }
-button:disabled { color: var(--quiet); cursor: default; border-style: dashed; }
-button[name=stop]:enabled { color: var(--bad); background: var(--bad-paper); }
-</style>"""
-SCRIPT = """
-const token = decodeURIComponent(location.hash.slice(1));
-const live = document.querySelector('main'), note = document.getElementById('note');
-const buttons = [...document.querySelectorAll('button')];
-const partsOf = page => [...page.querySelectorAll('main > section')].map(section => section.innerHTML);
-let shown = partsOf(document);
-function show(page) {
-  const parts = partsOf(page);
-  while (live.children.length < parts.length) live.append(document.createElement('section'));
-  [...live.children].forEach((section, i) => {
-    const part = parts[i] || '', folded = section.querySelector('details');
-    if (part === (shown[i] || '')) return;
-    section.innerHTML = part;
-    if (folded && section.querySelector('details')) section.querySelector('details').open = folded.open;
-  });
-  shown = parts;
-  document.title = page.title;
-  for (const button of buttons) button.disabled = !token || page.getElementsByName(button.name)[0].disabled;
-}
-async function refresh() {
-  try {
-    const answer = await fetch(location.pathname);
-    show(new DOMParser().parseFromString(await answer.text(), 'text/html'));
-    if (note.dataset.lost) { note.textContent = ''; delete note.dataset.lost; }
-  } catch {
-    note.dataset.lost = '1';
-    note.textContent = 'No answer: coat-flux watch, or the training it belongs to, has ended.';
-    buttons.forEach(button => button.disabled = true);
-  }
-  setTimeout(refresh, 2000);
-}
-for (const button of buttons) button.addEventListener('click', async () => {
-  button.disabled = true;
-  const answer = await fetch('commands/' + button.name, {method: 'POST', headers: {'X-Coat-Token': token}});
-  const text = note.textContent = await answer.text();
-  setTimeout(() => { if (note.textContent === text) note.textContent = ''; }, 8000);
-});
-if (!token) note.textContent = 'Read only. The buttons need the whole address that coat-flux printed, with its # part.';
-addEventListener('hashchange', () => location.reload());
-show(document);
-setTimeout(refresh, 2000);
-"""
+SCRIPT = (Path(__file__).parent / "live.js").read_text(encoding="utf-8")
 HEADERS = {
     "Cache-Control": "no-store",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -136,7 +84,24 @@ def live_page(run_dir: Path, nonce: str) -> str:
     page = Page(run_dir.name, str(run_dir), samples_at="samples")
     shell, page.parts = page.parts, []
     try:
-        _show_run(page, RunFolder(run_dir), status)
+        run = RunFolder(run_dir)
+        loss = run.metrics.get("loss", [])
+        done = int(loss[-1][0]) if loss else 0
+        steps = run.block("train").get("steps", done)
+        if status is not None:  # rows after a resumed run's first step are the previous run's
+            done, steps = max(done, status.first), status.steps
+        elif not isinstance(steps, int):
+            steps = done
+        page.title = f"{100 * done // max(steps, 1)} % {run.name}"
+        page.verdict(*_sentence(run, status, done, steps))
+        page.parts.append(f'<progress max="{max(steps, 1)}" value="{done}" aria-label="steps done"></progress>')
+        show_live(page, run)
+        log = ""
+        with suppress(OSError), (run.path / LOG_FILE).open("rb") as file:
+            file.seek(max(0, (run.path / LOG_FILE).stat().st_size - LOG_BYTES))
+            log = "\n".join(file.read().decode(errors="replace").splitlines()[-LOG_LINES:])
+        with page.details("Log", is_open=True):
+            page.code(log)
     except (RunFolderError, FileNotFoundError):
         page.verdict("The run has not written anything yet.", "plain")
     except (OSError, ValueError) as error:
@@ -149,58 +114,33 @@ def live_page(run_dir: Path, nonce: str) -> str:
         buttons.append(f'<button type="button" name="{name}" title="{html.escape(title)}"{state}>{text}</button>')
     shell += [f'<div class="asks">{"".join(buttons)}</div>', '<p id="note" class="missing" role="status"></p>']
     page.parts = [*shell, "<main>", *sections, "</main>", f'<script nonce="{nonce}">{SCRIPT}</script>']
-    return page.html(STYLE)
+    return page.html(head="")
 
 
-def _show_run(page: Page, run: RunFolder, status: RunStatus | None) -> None:
-    loss, pace = run.metrics.get("loss", []), run.metrics.get("s_per_it", [])
-    done = int(loss[-1][0]) if loss else 0
-    steps = run.block("train").get("steps", done)
-    if status is not None:  # rows after a resumed run's first step are the previous run's
-        done, steps = max(done, status.first), status.steps
-    elif not isinstance(steps, int):
-        steps = done
-    page.title = f"{100 * done // max(steps, 1)} % {run.name}"
-    page.verdict(*_sentence(run, status, done, steps, [value for _, value in pace[-PACE_STEPS:]]))
-    page.parts.append(f'<progress max="{max(steps, 1)}" value="{done}" aria-label="steps done"></progress>')
-    show_live(page, run)
-    log = ""
-    with suppress(OSError), (run.path / LOG_FILE).open("rb") as file:
-        file.seek(max(0, (run.path / LOG_FILE).stat().st_size - LOG_BYTES))
-        log = "\n".join(file.read().decode(errors="replace").splitlines()[-LOG_LINES:])
-    with page.details("Log", is_open=True):
-        page.code(log)
-
-
-def _sentence(run: RunFolder, status: RunStatus | None, done: int, steps: int, paces: list[float]) -> tuple[str, Tone]:
+def _sentence(run: RunFolder, status: RunStatus | None, done: int, steps: int) -> tuple[str, Tone]:
     place = f"step {done} of {steps}"
     if status is None:
         return f"{place}; this run does not say whether it is still going (COAT is off)", "open"
-    if status.alive:
-        seconds = median(paces) if paces else math.nan
-        left = ""
-        if math.isfinite(seconds) and done < steps:
-            left = f", {seconds:.3g} s per step, {timedelta(seconds=round(seconds * (steps - done)))} left"
-        return f"{_phase(run)}: {place}{left}", "plain"
     if status.ended == "finished":
         return f"Finished: {place}", "good"
     if status.ended == "stopped":
         return f"Stopped after {place}. To resume, start the same config again", "open"
     if status.ended is not None:
         return f"Ended at {place}: {status.ended}", "bad"
-    return f"The process ended at {place} without a message. To resume from the last save, start it again", "bad"
-
-
-def _phase(run: RunFolder) -> str:
-    """What the run does now."""
+    if not status.alive:
+        return f"The process ended at {place} without a message. To resume from the last save, start it again", "bad"
     try:
         phases = (run.json(MEMORY_FILE) or {})["phases"]
-        for name, words in PHASES.items():
-            if phases.get(name, {}).get("open"):
-                return words
-        return PHASES["step" if "step" in phases else "load"]
+        opened = [name for name in PHASES if phases.get(name, {}).get("open")]
+        phase = [*opened, "step" if "step" in phases else "load"][0]
     except (OSError, ValueError, KeyError, AttributeError):
-        return PHASES["load"]
+        phase = "load"
+    paces = [value for _, value in run.metrics.get("s_per_it", [])[-PACE_STEPS:]]
+    seconds = median(paces) if paces else math.nan
+    left = ""
+    if math.isfinite(seconds) and done < steps:
+        left = f", {seconds:.3g} s per step, {timedelta(seconds=round(seconds * (steps - done)))} left"
+    return f"{PHASES[phase]}: {place}{left}", "plain"
 
 
 # -- the server --------------------------------------------------------------------------------------------------------
@@ -244,7 +184,17 @@ class Watch:
                 if SAMPLE_NAME.fullmatch(name) and path.is_file() and not path.is_symlink():
                     return send_file(path, request.environ, max_age=86_400)  # its name has a timestamp
             case "POST", "commands", name:
-                return self._command(name, request.headers.get("X-Coat-Token", ""))
+                if not hmac.compare_digest(request.headers.get("X-Coat-Token", "").encode(), self.token.encode()):
+                    raise Forbidden("the token is missing or wrong: open the address that coat-flux printed")
+                if name not in COMMANDS:
+                    raise NotFound("command not found")
+                status = read_status(self.run_dir)
+                if status is None or not status.alive:
+                    raise Conflict("the run is not going on")
+                if name not in status.takes:
+                    raise Conflict(f"this run cannot {name}: its config has no prompts, or train.disable_sampling")
+                give_command(self.run_dir, name)
+                return Response(f"{name}: asked for, after the step under way\n", 202, mimetype="text/plain")
         raise NotFound("page, sample or command not found")
 
     def _is_ours(self, host: str) -> bool:
@@ -258,19 +208,6 @@ class Watch:
         with suppress(ValueError):
             return bool(ipaddress.ip_address(name))
         return name in (self.host.lower(), socket.gethostname().lower())
-
-    def _command(self, name: str, token: str) -> Response:
-        if not hmac.compare_digest(token.encode(), self.token.encode()):
-            raise Forbidden("the token is missing or wrong: open the address that coat-flux printed")
-        if name not in COMMANDS:
-            raise NotFound("command not found")
-        status = read_status(self.run_dir)
-        if status is None or not status.alive:
-            raise Conflict("the run is not going on")
-        if name not in status.takes:
-            raise Conflict(f"this run cannot {name}: its config has no prompts, or train.disable_sampling")
-        give_command(self.run_dir, name)
-        return Response(f"{name}: asked for, after the step under way\n", 202, mimetype="text/plain")
 
     def start(self, port: int | None = None) -> str:
         """Serve from a daemon thread, on the first free port from 8675 by default; returns the address with the token.

@@ -23,7 +23,7 @@ __all__ = ["as_grid", "show_layers", "show_precision", "standing_out", "summarie
 
 OUTLIER_DB = 6.0  # below the median of its kind: a bit of the mantissa
 LOW_DB = 20.0  # noise of a tenth of the signal
-ENDS_DB = (0.0, 2 * LOW_DB)  # of the heat map, red to blue: white at `LOW_DB`
+ENDS_DB = (0.0, 2 * LOW_DB)  # of the table, red to green: neither at `LOW_DB`
 NOT_MEASURED = (
     "No FP8 cast was measured: coat/precision.csv is missing. Runs with coat.enabled: true write it at their second "
     "step and every 100 steps."
@@ -124,7 +124,9 @@ def show_precision(page: Page, run: RunFolder) -> None:
             f"No layer stands out: none is more than {OUTLIER_DB:g} dB below the median of its kind, and no input "
             f"is below {LOW_DB:g} dB. There is nothing to exclude."
         )
-    page.heat_map("Local SQNR by layer, median over the measured steps", *as_grid(layers), unit="dB", ends=ENDS_DB)
+    grid, kinds, values = as_grid(layers)
+    page.heading("Local SQNR by layer in dB, median over the measured steps", 3)
+    page.table(["layer", *kinds], [[layer, *row] for layer, row in zip(grid, values, strict=True)], ENDS_DB)
     lowest: dict[str, dict[int, float]] = {}
     for row in rows:
         if row.step and row.kind in KINDS and not math.isnan(row.sqnr_db):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 from .. import __version__
 from ..saves.errors import SaveError
 from ..saves.identity import VERSIONS_FILE
-from ..watch.memory_report import forecast, stacked, tabulated
+from ..watch.memory_report import stacked, tabulated
 from .charts import bar_chart
 from .html import Page, Tone
 from .precision import show_precision
@@ -34,25 +34,13 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
     target = run.path / REPORT_FILE if out is None else out
     page = Page(run.name, f"Run report by coat-flux {__version__}: {run.path.resolve()}")
     _show(page, run, "Summary", _show_summary)
-    sections = {"Samples": _show_samples, "The result": _show_newest, "Loss": _show_loss}
-    for title, section in sections.items():
+    for title, section in (("Samples", _show_samples), ("The result", _show_newest), ("Loss", _show_loss)):
         page.heading(title)
         _show(page, run, title, section)
     page.heading("Details")
-    _fold(
-        page,
-        run,
-        {
-            "Speed and learning rate": _show_pace,
-            "Memory": _show_memory,
-            "Precision of FP8": show_precision,
-            "Guard": _show_guard,
-            "Asked, got, why": _show_treatment,
-            "Saves": _show_saves,
-            "Versions": _show_versions,
-            "Config": _show_config,
-        },
-    )
+    for title, section in DETAILS.items():
+        with page.details(title):
+            _show(page, run, title, section)
     try:
         return page.write(target)
     except OSError as error:
@@ -64,13 +52,9 @@ def show_live(page: Page, run: RunFolder) -> None:
     """The sections of a live run: those that take only a moment."""
     _show(page, run, "Samples", _show_samples)
     _show(page, run, "Loss", _show_loss)
-    _fold(page, run, {"Speed and learning rate": _show_pace, "Memory": _show_phases, "Guard": _show_guard})
-
-
-def _fold(page: Page, run: RunFolder, sections: Mapping[str, Section]) -> None:
-    for title, section in sections.items():
+    for title in ("Speed and learning rate", "Memory", "Guard"):
         with page.details(title):
-            _show(page, run, title, section)
+            _show(page, run, title, DETAILS[title])
 
 
 def _show(page: Page, run: RunFolder, title: str, section: Section) -> None:
@@ -170,14 +154,14 @@ def _show_samples(page: Page, run: RunFolder) -> None:
             reason = "the config has no prompts, or train.disable_sampling"
         page.missing(f"No samples: {reason}.")
         return
-    steps = sorted({sample.step for sample in samples})
+    steps = sorted({step for step, _ in samples})
     if len(steps) > SAMPLE_STEPS:  # evenly spaced, with the first and the last
         steps = [steps[round(i * (len(steps) - 1) / (SAMPLE_STEPS - 1))] for i in range(SAMPLE_STEPS)]
-    numbers = sorted({sample.number for sample in samples})[:SAMPLE_PROMPTS]
+    numbers = sorted({number for _, number in samples})[:SAMPLE_PROMPTS]
     for number in numbers:
-        row = [sample for sample in samples if sample.number == number and sample.step in steps]
+        row = [(f"step {step}", samples[step, number]) for step in steps if (step, number) in samples]
         title = prompts[number] if number < len(prompts) else f"prompt {number + 1}"
-        page.images(title, [(f"step {sample.step}", sample.path) for sample in row], columns=len(steps))
+        page.images(title, row, columns=len(steps))
     left = len(samples) - len(steps) * len(numbers)
     if left > 0:
         page.missing(f"{left} more are in samples/.")
@@ -193,18 +177,6 @@ def _show_pace(page: Page, run: RunFolder) -> None:
 
 def _show_memory(page: Page, run: RunFolder) -> None:
     record = run.json(MEMORY_FILE)
-    if record is not None and record["prediction"] is None and run.config_text:  # unfinished run: predicted now
-        import torch
-
-        from ..config.job import JobConfig
-
-        device = torch.device(record["device"])
-        record["prediction"] = forecast(lambda: JobConfig.load(run.path / "config.yaml"), device)
-    _show_phases(page, run, record)
-
-
-def _show_phases(page: Page, run: RunFolder, record: dict[str, Any] | None = None) -> None:
-    record = record or run.json(MEMORY_FILE)
     if record is None:
         page.missing(f"No {MEMORY_FILE.as_posix()}: COAT was off, or the run ended before it loaded a model.")
     else:
@@ -270,3 +242,15 @@ def _show_config(page: Page, run: RunFolder) -> None:
         page.code(run.config_text)
     else:
         page.missing("No config.yaml in the run's folder.")
+
+
+DETAILS: dict[str, Section] = {
+    "Speed and learning rate": _show_pace,
+    "Memory": _show_memory,
+    "Precision of FP8": show_precision,
+    "Guard": _show_guard,
+    "Asked, got, why": _show_treatment,
+    "Saves": _show_saves,
+    "Versions": _show_versions,
+    "Config": _show_config,
+}

@@ -21,7 +21,7 @@ from ..base.errors import UserError
 from ..base.table import METRICS_FILE, VALIDATION_FILE
 from ..data.captions import inject_trigger
 
-__all__ = ["MEMORY_FILE", "SAMPLE_NAME", "Curve", "RunFolder", "RunFolderError", "Sample", "Saved", "smoothed"]
+__all__ = ["MEMORY_FILE", "SAMPLE_NAME", "Curve", "RunFolder", "RunFolderError", "Saved", "smoothed"]
 
 Curve: TypeAlias = list[tuple[float, float]]
 
@@ -36,14 +36,6 @@ SMOOTHING_SHARE = 50  # one part in so many of a run's steps is averaged over
 
 class RunFolderError(UserError):
     """The folder is not that of a run."""
-
-
-class Sample(NamedTuple):
-    """A sample: steps done, number of its prompt, file."""
-
-    step: int
-    number: int
-    path: Path
 
 
 class Saved(NamedTuple):
@@ -65,7 +57,16 @@ class RunFolder:
     """A run's folder, read once per file: for a live run, make another. RunFolderError names runs inside a non-run."""
 
     def __init__(self, path: Path):
-        _require_run(path)
+        if not path.is_dir():
+            raise RunFolderError(f"RUN_DIR={path}: is not a folder; give that of a run, <training_folder>/<name>")
+        if not _is_run(path):
+            inside = sorted(folder.name for folder in path.iterdir() if folder.is_dir() and _is_run(folder))
+            remedy = "give the folder of a run, <training_folder>/<name>"
+            if inside:
+                remedy = f"it holds the runs {', '.join(inside[:5])}: give one of them"
+            raise RunFolderError(
+                f"RUN_DIR={path}: has neither a config.yaml next to files of a run nor {METRICS_FILE}; {remedy}"
+            )
         self.path = path
         config = path / "config.yaml"
         self.config_text = config.read_text(encoding="utf-8", errors="replace") if config.exists() else ""
@@ -109,14 +110,14 @@ class RunFolder:
         word = str(trigger) if trigger else None
         return [inject_trigger(str(prompt), word, add_if_missing=False) for prompt in prompts]
 
-    def samples(self) -> list[Sample]:
-        """Samples by step and prompt, the newest of each."""
+    def samples(self) -> dict[tuple[int, int], Path]:
+        """(Steps done, number of the prompt) → the newest sample, in that order."""
         newest: dict[tuple[int, int], Path] = {}
         for path in sorted((self.path / "samples").glob("*")):
             match = SAMPLE_NAME.fullmatch(path.name)
             if match is not None and not path.is_symlink():
                 newest[int(match["step"]), int(match["number"])] = path
-        return [Sample(step, number, path) for (step, number), path in sorted(newest.items())]
+        return dict(sorted(newest.items()))
 
     @cached_property
     def saves(self) -> list[Saved]:
@@ -152,20 +153,6 @@ class RunFolder:
 def _mapping(value: Any) -> dict[str, Any]:
     """A part of somebody's YAML, {} where it is of another kind."""
     return value if isinstance(value, dict) else {}
-
-
-def _require_run(path: Path) -> None:
-    if not path.is_dir():
-        raise RunFolderError(f"RUN_DIR={path}: is not a folder; give that of a run, <training_folder>/<name>")
-    if _is_run(path):
-        return
-    inside = sorted(folder.name for folder in path.iterdir() if folder.is_dir() and _is_run(folder))
-    remedy = "give the folder of a run, <training_folder>/<name>"
-    if inside:
-        remedy = f"it holds the runs {', '.join(inside[:5])}: give one of them"
-    raise RunFolderError(
-        f"RUN_DIR={path}: has neither a config.yaml next to files of a run nor {METRICS_FILE}; {remedy}"
-    )
 
 
 def _is_run(path: Path) -> bool:
