@@ -40,15 +40,14 @@ def test_wrong_options(
     assert " ".join(words) in capsys.readouterr().err
 
 
-def test_the_grid_has_a_headline_a_prompt_above_each_column_and_one_name_per_row(quickstart: ModuleType) -> None:
+def test_the_grid_has_a_row_of_pictures_for_each_name(quickstart: ModuleType) -> None:
     draws = torch.Generator().manual_seed(0)
     rows = {
         name: torch.randint(0, 200, (3, 3, 16, 16), generator=draws, dtype=torch.uint8)
         for name in ("without LoRA", "with LoRA")
     }
-    samples = sys.modules["mini_flux.samples"]
     prompts = ["a plain red dngrs on a white background", "short", "a dotted one"]
-    page = np.asarray(samples.grid(rows, prompts, "3 of 3", enlarged=SCALE)).astype(int)
+    page = np.asarray(sys.modules["mini_flux.samples"].grid(rows, prompts, "3 of 3", enlarged=SCALE)).astype(int)
     side, gap = 16 * SCALE, 8
     left, top = page.shape[1] - 3 * (side + gap), page.shape[0] - 2 * (side + gap)
     for row, pictures in enumerate(rows.values()):
@@ -57,11 +56,3 @@ def test_the_grid_has_a_headline_a_prompt_above_each_column_and_one_name_per_row
             x = left + column * (side + gap)
             shown = page[y : y + side : SCALE, x : x + side : SCALE]
             assert (shown == picture.permute(1, 2, 0).numpy()).all()
-        assert has_text(page[y : y + side, : left - 1])
-    assert all(has_text(page[top // 3 : top, left + c * (side + gap) :][:, :side]) for c in range(3))
-    assert has_text(page[: top // 3, left:])
-    assert not has_text(page[top + side + 1 : top + side + gap - 1])
-
-
-def has_text(pixels: np.ndarray) -> bool:
-    return bool((pixels < 100).all(axis=-1).any())

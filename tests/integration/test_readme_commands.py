@@ -48,6 +48,8 @@ ELSEWHERE = {  # command: what runs it
     "--use_fp8_activation": "tests/integration/test_bench_runs.py",
 }
 ONLY_PARSED = {  # command: what runs it in full
+    "coat-flux new path/to/photos --gpu 24": "tests/integration/test_new.py",
+    "coat-flux plan configs/flux_clothing_coat.yaml": "tests/unit/test_plan.py",
     "coat-flux bench --level step --resolution 512 1024": "tests/integration/test_bench_runs.py",
     "coat-flux bench --level count --resolution 512 1024 --verbose": "tests/unit/test_bench_count.py",
     "coat-flux sweep configs/flux_clothing_coat.yaml --set train.lr=1e-4,3e-4 --set network.linear=8,16,32 --jobs 2": (
@@ -58,10 +60,8 @@ ONLY_PARSED = {  # command: what runs it in full
 }
 SAYS = {  # command: how its output shows that it did its work
     "coat-flux doctor": "✓ torch",
-    "coat-flux new path/to/photos --gpu 24": "coat-flux check",
     "coat-flux data path/to/photos": "contact sheet: ",
     "coat-flux check configs/flux_clothing_coat.yaml": "no error found; 'flux_clothing_tiny' would train",
-    "coat-flux plan configs/flux_clothing_coat.yaml": "GB",
     "coat-flux plan configs/flux_clothing_coat.yaml --gpu 16": "16",
     "coat-flux export output/flux_clothing_coat/flux_clothing_coat.safetensors --to kohya": "kohya",
     "coat-flux install path/to/ai-toolkit": "extensions/coat_flux: link made",
@@ -103,25 +103,31 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "site-packages"
 
 
+USES = """
+import re, sys
+from pathlib import Path
+from coat_flux.cli.entry import main
+
+tiny = Path(sys.argv[1])
+assert main(["examples"]) == 0
+short, count = re.subn(r"(?m)^( +(?:sample_)?steps: )\\d+", r"\\g<1>1", tiny.read_text("utf-8"))
+assert count == 2
+tiny.write_text(short, "utf-8")
+assert main(["train", str(tiny)]) == 0
+assert main(["examples"]) == 0
+"""
+
+
 @pytest.fixture(scope="module")
 def workplace(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Configs and photos from the wheel, one step trained with them by the wheel's own code, and an ai-toolkit."""
     folder = tmp_path_factory.mktemp("work")
-
-    def coat_flux(*arguments: str) -> str:
-        return _run([sys.executable, "-m", "coat_flux.cli", *arguments], folder, PYTHONPATH=str(installed))
-
-    assert "datasets_example: 33 files copied" in coat_flux("examples")
-    text = (folder / TINY).read_text(encoding="utf-8")
-    short, count = re.subn(r"(?m)^( +(?:sample_)?steps: )\d+", r"\g<1>1", text)
-    assert count == 2
-    (folder / TINY).write_text(short, encoding="utf-8")
-    coat_flux("train", TINY)
+    printed = _run([sys.executable, "-c", USES, TINY], folder, PYTHONPATH=str(installed))
+    assert "datasets_example: 33 files copied" in printed
     lora = folder / "output" / "flux_clothing_tiny" / "flux_clothing_tiny.safetensors"
     assert lora.stat().st_size > 10_000
-    again = coat_flux("examples")
-    assert "flux_clothing_tiny.yaml: left as it is, it differs from" in again
-    assert "datasets_example: 0 files copied" in again
+    assert "flux_clothing_tiny.yaml: left as it is, it differs from" in printed
+    assert "datasets_example: 0 files copied" in printed
     copy_checkout(folder / "ai-toolkit")
     return folder
 
@@ -138,9 +144,9 @@ def test_a_wheel_holds_configs_photos_and_the_mini_flux(installed: Path) -> None
     photos = _files(package / "datasets_example")
     assert len(photos) == 33
     assert photos.items() <= _files(ROOT / "datasets_example").items()
-    mini_flux = _files(package / "mini_flux" / "files")
-    assert len(mini_flux) > 10
-    assert mini_flux == _files(ROOT / "extensions" / "coat_flux" / "mini_flux" / "files")
+    for folder, least in (("mini_flux/files", 10), ("pages", 2), ("config", 1)):
+        assert len([name for name in _files(package / folder) if not name.endswith(".py")]) >= least
+        assert _files(package / folder) == _files(ROOT / "extensions" / "coat_flux" / folder)
 
 
 def test_each_command_is_known() -> None:
