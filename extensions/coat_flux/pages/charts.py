@@ -1,4 +1,4 @@
-"""Charts as HTML: lines are an SVG that stretches, text keeps its size. The colours are those of the style sheet."""
+"""Charts as HTML: lines are an SVG that stretches, text keeps its size; colours are the style sheet's."""
 
 from __future__ import annotations
 
@@ -71,18 +71,28 @@ def line_chart(
             finite = [(at, value) for at, value in points if math.isfinite(value)]
             dots = "".join(f"M{across.place(at):g} {SIDE - up.place(value):g}h0" for at, value in finite)
             drawing.append(f'<path class="dots"{colour} d="{dots}"/>')
-    labels = [f'<span class="tick-y axis" style="bottom: {at / 10:g}%">{text}</span>' for at, text in ticks]
-    labels += [f'<span class="tick-x axis" style="left: {at / 10:g}%">{text}</span>' for at, text in across.ticks()]
+    labels = []
+    for at, text in ticks:
+        labels.append(f'<span class="tick-y axis" style="bottom: {at / 10:g}%">{text}</span>')
+    for at, text in across.ticks():
+        labels.append(f'<span class="tick-x axis" style="left: {at / 10:g}%">{text}</span>')
     for at, text in marks.items():
         place = across.place(at)
         drawing.append(f'<path class="mark" d="M{place:g} 0V{SIDE}"/>')
         side = " left" if place > SIDE / 2 else ""
         labels.append(f'<span class="note axis{side}" style="left: {place / 10:g}%">{html.escape(text)}</span>')
     room = max((len(text) for _, text in ticks), default=1) * 0.5 + 0.8
-    svg = f'<svg viewBox="0 0 {SIDE} {SIDE}" preserveAspectRatio="none" aria-hidden="true">{"".join(drawing)}</svg>'
-    plot = f'<div class="plot" style="--ticks: {room:g}rem">{svg}{"".join(labels)}</div>'
-    body = f'<div class="y axis">{html.escape(y)}</div>{plot}<div class="x axis">{html.escape(x)}</div>'
-    return _figure(title, legend if len(legend) > 1 or band else [], body)
+    body = [
+        f'<div class="y axis">{html.escape(y)}</div>',
+        f'<div class="plot" style="--ticks: {room:g}rem">',
+        f'<svg viewBox="0 0 {SIDE} {SIDE}" preserveAspectRatio="none" aria-hidden="true">',
+        *drawing,
+        "</svg>",
+        *labels,
+        "</div>",
+        f'<div class="x axis">{html.escape(x)}</div>',
+    ]
+    return _figure(title, legend if len(legend) > 1 or band else [], "".join(body))
 
 
 def thinned(points: Points) -> Points:
@@ -159,24 +169,28 @@ def bar_chart(
     """Return a `<figure>` of horizontal stacked bars: name → part → length; a line marks each `expected` length."""
     totals = {name: sum(parts.values()) for name, parts in bars.items()}
     scale = 100 / (max([*totals.values(), *expected.values()], default=0) or 1)
-    names = list(dict.fromkeys(part for parts in bars.values() for part, size in parts.items() if size))
-    colours = {name: f"--c: var(--c{i})" if i < SERIES_COLOURS else "--c: var(--quiet)" for i, name in enumerate(names)}
+    colours: dict[str, str] = {}
     rows = []
     for name, parts in bars.items():
-        sizes = {part: size * scale for part, size in parts.items() if size}
-        pieces = "".join(f'<i style="{colours[part]}; width: {size:.2f}%"></i>' for part, size in sizes.items())
+        rows.append(f'<span>{html.escape(name)}</span><div class="track">')
+        for part, size in parts.items():
+            if size:
+                number = len(colours)
+                fresh = f"var(--c{number})" if number < SERIES_COLOURS else "var(--quiet)"
+                colour = colours.setdefault(part, fresh)
+                rows.append(f'<i style="--c: {colour}; width: {size * scale:.2f}%"></i>')
         if name in expected:
-            pieces += f'<b style="left: {expected[name] * scale:.2f}%"></b>'
-        rows.append(f'<span>{html.escape(name)}</span><div class="track">{pieces}</div><span>{totals[name]:.2f}</span>')
-    legend = [f'<span style="{colours[name]}">{html.escape(name)}</span>' for name in names]
+            rows.append(f'<b style="left: {expected[name] * scale:.2f}%"></b>')
+        rows.append(f"</div><span>{totals[name]:.2f}</span>")
+    legend = [f'<span style="--c: {colour}">{html.escape(name)}</span>' for name, colour in colours.items()]
     if expected:
         legend.append(f'<span class="line">{html.escape(expected_name)}</span>')
     return _figure(f"{title}, {unit}", legend, f'<div class="bars">{"".join(rows)}</div>')
 
 
 def _figure(title: str, legend: Sequence[str], body: str) -> str:
-    names = f'<div class="legend">{"".join(legend)}</div>' if legend else ""
     label = html.escape(title)
-    return (
-        f'<figure class="chart" role="img" aria-label="{label}"><figcaption>{label}</figcaption>{names}{body}</figure>'
-    )
+    parts = [f'<figure class="chart" role="img" aria-label="{label}">', f"<figcaption>{label}</figcaption>"]
+    if legend:
+        parts += ['<div class="legend">', *legend, "</div>"]
+    return "".join([*parts, body, "</figure>"])

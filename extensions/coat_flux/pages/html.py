@@ -1,4 +1,4 @@
-"""One self-contained HTML file: text is escaped, a content security policy keeps browsers from fetching anything."""
+"""One self-contained HTML file: text is escaped, and a policy keeps browsers from fetching anything."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ STYLE = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
 
 
 class Page:
-    """A page built from top to bottom; pictures are at `samples_at`, or embedded. `parts` are its HTML so far."""
+    """A page built from top to bottom; pictures are at `samples_at`, or embedded."""
 
     def __init__(self, title: str, subtitle: str = "", samples_at: str | None = None):
         self.title, self._samples_at = title, samples_at
@@ -77,7 +77,7 @@ class Page:
         self.parts.append(f"<pre>{escape(text)}</pre>")
 
     def result(self, path: Path, model: str, trigger: str | None, arch: str | None = None) -> None:
-        """Name a LoRA's file, or a whole model's folder, and how to load it; diffusers finds `model` by name."""
+        """Name a LoRA's file, or a whole model's folder, and how to load it."""
         path = path.resolve()
         self.code(str(path))
         family = FLUX2 if any(arch in archs for archs in FLUX2.pipelines.values()) else FLUX
@@ -158,11 +158,14 @@ class Page:
         cells = "".join(f'<div class="head">{escape(name)}</div>' for name in header)
         for text, path in items:
             below = f"<figcaption>{escape(text)}</figcaption>" if text else ""
+            source = f"{self._samples_at}/{quote(path.name)}"
             try:
-                source = _data_uri(path) if self._samples_at is None else f"{self._samples_at}/{quote(path.name)}"
+                if self._samples_at is None:
+                    source = _data_uri(path)
                 picture = f'<img alt="{escape(text)}" src="{source}">{below}'
             except (OSError, ValueError) as error:
-                picture = f'<figcaption class="missing">{escape(f"{text}: cannot be read ({error})")}</figcaption>'
+                problem = escape(f"{text}: cannot be read ({error})")
+                picture = f'<figcaption class="missing">{problem}</figcaption>'
             cells += f"<figure>{picture}</figure>"
         caption = f"<figcaption>{escape(title)}</figcaption>" if title else ""
         wrapping = " wrapping" if columns > 1 and not header else ""

@@ -75,7 +75,7 @@ class WatchError(UserError):
     """The page cannot be served."""
 
 
-# -- the page ----------------------------------------------------------------------------------------------------------
+# -- the page
 
 
 def live_page(run_dir: Path, nonce: str) -> str:
@@ -143,7 +143,7 @@ def _sentence(run: RunFolder, status: RunStatus | None, done: int, steps: int) -
     return f"{PHASES[phase]}: {place}{left}", "plain"
 
 
-# -- the server --------------------------------------------------------------------------------------------------------
+# -- the server
 
 
 class _Quiet(WSGIRequestHandler):

@@ -1,7 +1,7 @@
 """FP8 precision on a page: worst layers, what to write into `activation.exclude`, heat map, a curve.
 
-A layer stands out when its SQNR is well below the median of its kind: gradients in e5m2 are 6 dB below inputs in e4m3
-by format, which is no defect. Where a whole kind is bad, no layer stands out and the kind is named.
+A layer stands out when its SQNR is well below the median of its kind: gradients in e5m2 are 6 dB below inputs
+in e4m3 by format, which is no defect.
 """
 
 from __future__ import annotations
@@ -24,14 +24,10 @@ __all__ = ["as_grid", "show_layers", "show_precision", "standing_out", "summarie
 OUTLIER_DB = 6.0  # below the median of its kind: a bit of the mantissa
 LOW_DB = 20.0  # noise of a tenth of the signal
 ENDS_DB = (0.0, 2 * LOW_DB)  # of the table, red to green: neither at `LOW_DB`
-NOT_MEASURED = (
-    "No FP8 cast was measured: coat/precision.csv is missing. Runs with coat.enabled: true write it at their second "
-    "step and every 100 steps."
-)
+NOT_MEASURED = "No FP8 cast was measured: coat/precision.csv is missing. Runs with coat.enabled: true write it."
 HOW_TO_READ = (
-    "Local SQNR: signal to quantization noise of 128 neighbours at a time, in dB, averaged as noise power. Gaussian "
-    "values have 31.5 dB in e4m3 and 25.5 dB in e5m2; 20 dB is a tenth of the size, at 0 dB everything is lost. "
-    "docs/report.md says more."
+    "Local SQNR: signal to quantization noise of 128 neighbours at a time. Gaussian values have 31.5 dB in e4m3 and "
+    "25.5 dB in e5m2; at 20 dB the noise is a tenth of the signal, at 0 dB as large. docs/report.md says more."
 )
 
 
@@ -50,7 +46,7 @@ def summaries(rows: Iterable[CastPrecision]) -> list[CastPrecision]:
 
 
 def below_median(layers: Sequence[CastPrecision]) -> list[tuple[float, CastPrecision]]:
-    """Each row of a known layer after its distance to the median of its kind, in dB; the furthest below first."""
+    """Each row of a known layer and how far it is below the median of its kind; the furthest first."""
     medians = {kind: median(row.sqnr_db for row in layers if row.kind == kind) for kind in {row.kind for row in layers}}
     distances = []
     for row in layers:
@@ -69,7 +65,7 @@ def worst(layers: Sequence[CastPrecision], count: int = 10) -> list[tuple[float,
 
 
 def standing_out(layers: Sequence[CastPrecision]) -> list[str]:
-    """Layers `activation.exclude` would help: an input or gradient far below its kind, or an input below 20 dB."""
+    """Layers with an input or gradient far below its kind, or an input below 20 dB."""
     names = []
     for below, row in below_median(layers):
         outlier = row.kind in (INPUT, GRADIENT) and below > OUTLIER_DB
@@ -87,7 +83,7 @@ def as_grid(rows: Sequence[CastPrecision]) -> tuple[list[str], list[str], list[l
     return [layer or "(layer not known)" for layer in layers], kinds, grid
 
 
-# -- the page ----------------------------------------------------------------------------------------------------------
+# -- the page
 
 
 def show_layers(page: Page, runs: Sequence[Path]) -> None:

@@ -54,7 +54,7 @@ class Saved(NamedTuple):
 
 
 class RunFolder:
-    """A run's folder, read once per file: for a live run, make another. RunFolderError names runs inside a non-run."""
+    """A run's folder, read once per file: for a live run, make another."""
 
     def __init__(self, path: Path):
         if not path.is_dir():
@@ -89,7 +89,7 @@ class RunFolder:
 
     @cached_property
     def metrics(self) -> dict[str, Curve]:
-        """Column of `coat/metrics.csv`, or of ai-toolkit's log, → curve over steps; OSError, ValueError if damaged."""
+        """Column → curve over steps; OSError, ValueError if damaged."""
         if (self.path / METRICS_FILE).exists():
             return _columns(self.path / METRICS_FILE)
         if (self.path / TOOLKIT_LOG).exists():

@@ -34,12 +34,11 @@ RISE = 1.01  # final over lowest held-out loss that is worth a note
 LISTED_PHOTOS = 8
 SPREAD = "bf16's spread over seeds"
 HOW = (
-    "Each seed was trained twice, in bf16 and with COAT, from the same start, on the same photos in the same "
-    "order, with the same noise. The loss was measured on photos that neither run was trained on, with noise that is "
-    "the same for all: at the end of training, each run in its own precision, and both results loaded into the bf16 "
-    "model, as other programs do. The gap is COAT's loss minus bf16's. Lossless means that in both cases the 95% "
-    "confidence interval of the mean gap is within ± the standard deviation of bf16's own loss over its seeds. A loss "
-    "that is lower than bf16's by more than that is a difference, too."
+    "Each seed was trained twice, in bf16 and with COAT: same start, photos, order and noise. The loss was measured on "
+    "photos that neither was trained on, with noise that is the same for all: each run in its own precision, and both "
+    "results loaded into the bf16 model, as other programs do. Lossless means that in both cases the 95% confidence "
+    "interval of the mean gap, COAT's loss minus bf16's, is within ± the standard deviation of bf16's own loss over "
+    "its seeds. A loss that is lower by more than that is a difference, too."
 )
 
 
@@ -91,17 +90,14 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-# -- the runs ----------------------------------------------------------------------------------------------------------
+# -- the runs
 
 
 def verify(study: Study, *, seeds: int = 3, arm: Arm | None = None, log: Callable[[str], None] = tqdm.write) -> Verdict:
     """Train with and without COAT from several seeds, and judge whether COAT loses anything; see `judgement`.
 
-    Resumes an interrupted comparison in its folder, or adds missing seeds. Writes `verdict.json` and `report.html`. The
-    first seed is the config's, the next ones follow; `arm` overrides the `coat:` block of the COAT runs.
-
-    Raises:
-        UserError: see `COATTrainer.train`. A COAT run that dies is a verdict, not an error.
+    Resumes an interrupted comparison, or adds missing seeds, from the config's on. Writes `verdict.json` and
+    `report.html`. `arm` overrides the `coat:` block of the COAT runs; one of them that dies is a verdict.
     """
     if seeds < 2:
         raise VerifyError(f"--seeds {seeds}: must be at least 2: the spread over seeds is what COAT is measured by")
@@ -144,9 +140,9 @@ def _judge(study: Study, runs: Sequence[ArmResult]) -> Verdict:
     notes = []
     count = len(study.held_out)
     if count < FEW_PHOTOS:
-        notes.append(f"Held-out photos: {count}. That is few to judge by; use --hold-out or --validation for more.")
+        notes.append(f"Held-out photos: {count}. That is few to judge by; see --hold-out and --validation.")
     if in_model[0] == in_model[1]:
-        notes.append("Every pair ends at exactly the same loss: these COAT options change nothing in this run.")
+        notes.append("Every pair ends at exactly the same loss: these COAT options change nothing here.")
     mean = mean_curve([run.curve for run in bf16])
     lowest = min(mean, key=lambda point: point[1])
     if mean[-1][1] > RISE * lowest[1]:
@@ -166,7 +162,7 @@ def mean_curve(curves: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[fl
     return points
 
 
-# -- the page ----------------------------------------------------------------------------------------------------------
+# -- the page
 
 
 def write_page(verdict: Verdict) -> Path:
@@ -195,8 +191,8 @@ def write_page(verdict: Verdict) -> Path:
     for first in verdict.arm("coat")[:1]:
         page.heading("The results")
         page.paragraph(
-            f"COAT's of seed {first.seed}; those of the other runs are in the folders next to it. Photos that "
-            "were held out are not in it: coat-flux train makes one from all of them."
+            f"COAT's of seed {first.seed}, next to those of the other runs. Photos that were held out are not in it: "
+            "coat-flux train makes one from all of them."
         )
         page.result(first.lora, job.model.name_or_path, job.trigger_word, job.model.arch)
     page.heading("Held-out loss over the run")
@@ -236,7 +232,8 @@ def show_means(page: Page, verdict: Verdict) -> dict[str, list[tuple[float, floa
 
 
 def _show_runs(page: Page, verdict: Verdict, pairs: Sequence[tuple[ArmResult, ArmResult]]) -> None:
-    header = ["seed", "bf16", "COAT", "gap", "COAT, own precision", "bf16 s/it", "COAT s/it", "bf16 GB", "COAT GB"]
+    header = ["seed", "bf16", "COAT", "gap", "COAT, own precision"]
+    header += ["bf16 s/it", "COAT s/it", "bf16 GB", "COAT GB"]
     rows: list[list[object]] = []
     for pair in pairs:
         finals: list[str | None] = [None, None, None]
@@ -246,7 +243,7 @@ def _show_runs(page: Page, verdict: Verdict, pairs: Sequence[tuple[ArmResult, Ar
         paces = [f"{1 / run.steps_per_s:.3f}" if run.steps_per_s else None for run in pair]
         peaks = [None if run.peak_bytes is None else f"{run.peak_bytes / 1e9:.2f}" for run in pair]
         rows.append([pair[0].seed, *finals, f"{pair[1].final_own:.6f}", *paces, *peaks])
-    page.paragraph("Held-out loss at the end, of the results in the bf16 model unless it says otherwise.")
+    page.paragraph("Held-out loss at the end, in the bf16 model unless it says otherwise.")
     page.table(header, rows)
     if verdict.base is not None:
         page.paragraph(f"Loss of the model before training: {verdict.base:.6f}.")

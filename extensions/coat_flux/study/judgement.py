@@ -28,10 +28,9 @@ MAX_SEEDS = len(QUANTILES) + 1  # beyond this, more seeds are no advice
 
 @dataclass(frozen=True)
 class Judgement:
-    """The verdict on the losses, which are mean squared errors.
+    """The mean `gap`, its interval from `low` to `high`, and s (`spread`); NaN if there is nothing to compare.
 
-    `gap` is the mean of COAT's loss less bf16's; `low` to `high` its 95% confidence interval; `spread` is s;
-    `more_seeds` would decide at the same gaps (None if decided, or too many). NaN if there is nothing to compare.
+    `more_seeds` would decide at the same gaps (None if decided, or too many).
     """
 
     outcome: str
@@ -52,14 +51,11 @@ class Judgement:
 def judge(bf16: Sequence[float], coat: Sequence[float], base: float | None = None, *, where: str = "") -> Judgement:
     """Compare paired final losses; `base` is the loss before training.
 
-    - *lossless*: the confidence interval of the mean gap is inside [-s, s];
-    - *not lossless*: it is wholly outside. On the lower side too: a run that learns less overfits less, so a held-out
-      loss below bf16's is a difference, not a merit;
-    - *undecided*: it crosses an end of the band; or bf16 gives no measure: its seeds end equal (s = 0), or one of
-      its runs did not improve on `base`.
-
-    Raises:
-        ValueError: fewer than two pairs, unequal numbers, or a bf16 loss that is not finite.
+    - *lossless*: the interval of the mean gap is inside [-s, s];
+    - *not lossless*: it is wholly outside. On the lower side too: a run that learns less overfits less, so
+      a held-out loss below bf16's is a difference, not a merit;
+    - *undecided*: it crosses an end of the band; or bf16 gives no measure: its seeds end equal (s = 0), or
+      one of its runs did not improve on `base`.
     """
     if len(bf16) != len(coat) or len(bf16) < 2:
         raise ValueError(f"bf16, coat: {len(bf16)} and {len(coat)} losses, must be as many, at least 2; run more seeds")
@@ -76,10 +72,9 @@ def judge(bf16: Sequence[float], coat: Sequence[float], base: float | None = Non
     if idle:
         outcome = UNDECIDED
         reason = (
-            f"{len(idle)} of {count} bf16 runs (first: number {idle[0]}, loss {bf16[idle[0] - 1]:.6f}) did not bring "
-            f"the held-out loss below that of the model before training, {base:.6f}, so there is nothing that could be "
-            "lost; train longer or with a higher lr, or where the training loss falls all the same (overfitting), "
-            "take fewer steps or more photos"
+            f"{len(idle)} of {count} bf16 runs (first: number {idle[0]}, loss {bf16[idle[0] - 1]:.6f}) did not "
+            f"bring the held-out loss below that before training, {base:.6f}, so there is nothing to lose; train "
+            "longer or with a higher lr, or, if the training loss fell (overfitting), shorter or on more photos"
         )
     elif spread == 0:
         outcome = UNDECIDED

@@ -4,11 +4,10 @@
         bf16_seed42/, coat_seed42/ …   ordinary run folders
         photos/                        with `validation` alone: links to the photos of both folders
 
-An *arm* overrides options of the config's `coat:` block: `{}` is the config itself, `BF16` the run without COAT,
-`{"optimizer": {"m1_format": "e5m2"}}` changes one option. All random draws (LoRA start, noise, timesteps, order,
-caption dropout) depend on the seed and the number of the draw, so runs of one seed get the same in all arms. All runs
-hold out the same photos, by name (`validation:`), and measure the loss on them with the same noise: only training
-differs. When restarted, finished runs are reused and others resume.
+An *arm* overrides options of the config's `coat:` block: `{}` is the config itself, `BF16` the run without
+COAT. All random draws depend on the seed and the number of the draw, so runs of one seed get the same in all
+arms. All runs hold out the same photos, by name (`validation:`), and measure the loss on them with the same
+noise: only training differs. When restarted, finished runs are reused and others resume.
 """
 
 from __future__ import annotations
@@ -87,10 +86,9 @@ class VerifyError(UserError, RuntimeError):
 
 @dataclass(frozen=True)
 class ArmResult:
-    """The result of one run.
+    """The result of one run: `curve` of (step, held-out loss) and its end `final_own`, in its own precision.
 
-    `curve` is (step, held-out loss) and `final_own` its end, in the run's own precision; `seconds` are those of all
-    steps without validation; `peak_bytes` is the most device memory of a step (None: not measured).
+    `seconds` are those of all steps without validation; `peak_bytes` of a step are None if not measured.
     """
 
     name: str
@@ -117,10 +115,9 @@ class Study:
     device: torch.device
 
     def prepare(self, arm_name: str, arm: Arm, seed: int) -> dict[str, Any]:
-        """The job of one run, which any command accepts; ConfigError if the arm's options contradict it.
+        """The job of one run; ConfigError if the arm's options contradict it.
 
-        Without COAT the optimizer is AdamW with the same lr, betas, eps and weight decay, and the model is not
-        quantized.
+        Without COAT the optimizer is AdamW with the same options, and the model is not quantized.
         """
         name, optimizer = f"{arm_name}_seed{seed}", self.job.train.optimizer
         raw = copy.deepcopy(self.job.raw)
@@ -144,7 +141,7 @@ class Study:
         return JobConfig.from_dict(raw, file=f"{self.job.file} ({name})").raw
 
     def train_arm(self, arm_name: str, arm: Arm, seed: int) -> ArmResult:
-        """Run or resume one run, or reuse it if finished; VerifyError if its folder has a run of other settings."""
+        """Run or resume one run, or reuse it if finished; VerifyError if it has other settings."""
         raw = self.prepare(arm_name, arm, seed)
         folder = self.folder / raw["config"]["name"]
         require_same_job(folder, raw)
@@ -174,13 +171,14 @@ class Study:
         )
 
 
-# -- the runs ----------------------------------------------------------------------------------------------------------
+# -- the runs
 
 
 def bf16_arm(job: JobConfig) -> Arm:
-    """The arm that a job's COAT runs are compared with; in full fine-tuning the config's optimizer with fp32 moments.
+    """The arm that COAT runs are compared with.
 
-    AdamW, rounding to nearest, would lose most updates of bf16 weights, which matters more than FP8 (RESULTS.md).
+    In full fine-tuning it keeps the config's optimizer, with fp32 moments: AdamW, rounding to nearest, would
+    lose most updates of bf16 weights, which matters more than FP8 (RESULTS.md).
     """
     return NOTHING_IN_FP8 if job.full and job.train.optimizer == COAT_OPTIMIZER else BF16
 
@@ -199,7 +197,7 @@ def _laid_over(block: Mapping[str, Any], arm: Arm) -> dict[str, Any]:
 
 
 def one_of_several(process: dict[str, Any], folder: Path, seed: int, steps: int, validation: Mapping[str, Any]) -> None:
-    """Turn a process entry into that of one of several runs in `folder`: samples at the end, one checkpoint."""
+    """Turn a process entry into that of a run in `folder`, with samples at its end and one checkpoint."""
     for key in ("name", "log_dir"):
         process.pop(key, None)
     process.update(training_folder=str(folder), training_seed=seed, validation=dict(validation))
@@ -231,7 +229,7 @@ def _differences(path: str, saved: Any, now: Any) -> Iterator[tuple[str, Any, An
         yield path, saved, now
 
 
-# -- opening a comparison ----------------------------------------------------------------------------------------------
+# -- opening a comparison
 
 
 def open_study(
@@ -251,9 +249,6 @@ def open_study(
         validation: a folder with photos and captions that replaces held-out ones.
         every: steps between points of the loss curves; None: a twentieth of the run.
         folder: of the runs.
-
-    Raises:
-        UserError: the config has no COAT to compare, the photos cannot be split, or the bf16 run does not fit the GPU.
     """
     job = config if isinstance(config, JobConfig) else JobConfig.load(config)
     if not job.coat.enabled:
@@ -280,7 +275,7 @@ def open_study(
 
 
 def require_room(bf16: JobConfig, gpu_gb: float) -> None:
-    """VerifyError, with the memory needed and remedies, if the plan finds the bf16 run too large for the GPU."""
+    """VerifyError with remedies if the plan finds the bf16 run too large for the GPU."""
     verdict = make_plan(bf16, gpu_gb).verdicts[0]
     if verdict.fits:
         return
@@ -299,7 +294,7 @@ def require_room(bf16: JobConfig, gpu_gb: float) -> None:
 
 
 def hold_out_names(job: JobConfig, count: int | None = None) -> list[str]:
-    """Photos to hold out, by name so that no seed changes them: `count`, else the config's, else a tenth up to 16."""
+    """Photos to hold out: `count`, else the config's, else a tenth; by name, so that no seed changes them."""
     folders = [Path(entry.folder_path) for entry in job.datasets]
     photos = {path.resolve() for folder in folders for path in find_images(folder)}
     tenth = min(max(1, round(len(photos) * HELD_OUT_SHARE)), MOST_HELD_OUT)
@@ -309,7 +304,7 @@ def hold_out_names(job: JobConfig, count: int | None = None) -> list[str]:
 
 
 def _with_photos_of(folder: Path, job: JobConfig, place: Path) -> tuple[JobConfig, list[str]]:
-    """The job with links to the photos of another folder in its first dataset, and the names of these to hold out."""
+    """The job with the photos of another folder linked into its first dataset, and their names to hold out."""
     raw = copy.deepcopy(job.raw)
     entry = raw["config"]["process"][0]["datasets"][0]
     names = [f"{OTHER_FOLDER}/{path.relative_to(folder).as_posix()}" for path in find_images(folder)]
@@ -329,7 +324,7 @@ def _with_photos_of(folder: Path, job: JobConfig, place: Path) -> tuple[JobConfi
     return JobConfig.from_dict(raw, file=job.file), names
 
 
-# -- their results in bf16 ---------------------------------------------------------------------------------------------
+# -- their results in bf16
 
 
 @torch.no_grad()

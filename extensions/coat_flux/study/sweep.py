@@ -1,4 +1,4 @@
-"""`coat-flux sweep`: combinations of values chosen by Optuna, trained as ordinary runs, several at a time, and ranked.
+"""`coat-flux sweep`: combinations of values chosen by Optuna, trained as ordinary runs, and ranked.
 
     <training_folder>/<name>_sweep/
         trials.journal                  Optuna's storage: the combinations so far, and their losses
@@ -7,9 +7,8 @@
         lr0.0001_linear8_seed42.log     the output of its `coat-flux train`
         lr0.0001_linear8_seed42/ …      its run folder
 
-A *trial* is one combination of values, with one run for each seed. A run differs from the config in the keys of
-`--set`, its seed, and what all runs share (`study.one_of_several`). A restarted sweep reuses finished runs and resumes
-the others.
+A *trial* is one combination of values, with one run for each seed. A restarted sweep reuses finished runs and
+resumes the others.
 
 A run's loss is its last on the held-out photos, with the same noise in all runs; that of a trial is the mean over its
 seeds. Luck, s, is the pooled standard deviation of runs that differ in the seed alone:
@@ -92,9 +91,8 @@ LOG_TAIL = 40  # lines searched for the reason of a failure
 SIGMAS = 2.0
 PICTURED = 6  # trials whose samples are shown, by their first seed
 HOW = (
-    "Each combination of settings was trained as an ordinary run. Its loss is measured on photos that no trial is "
-    "trained on, with noise and noise levels that are the same for all, each run in its own precision. Ranked by the "
-    "last loss of a run, over seeds its mean."
+    "Each combination was trained as an ordinary run. Its loss is measured on photos that no trial is trained on, with "
+    "noise that is the same for all, in its own precision. Ranked by the last loss of a run, over seeds its mean."
 )
 
 
@@ -187,12 +185,11 @@ class Trial(NamedTuple):
 class Sweep:
     """One sweep, of at most `most` combinations (None: all), `total` runs in all.
 
-    With `tpe`, Optuna's TPE sampler chooses them by the losses so far; else the order is random, without repetition.
+    With `tpe`, Optuna's TPE sampler chooses them by the losses so far; else the order is random.
 
     Raises:
         SweepError: a key is given twice, a value has no place in the config, or Optuna is not installed.
         ConfigError: all problems of the config, a value or the photos, as `coat-flux check` prints them.
-        DatasetError: the photos to hold out cannot be chosen.
     """
 
     def __init__(
@@ -237,8 +234,8 @@ class Sweep:
     def run(self, *, jobs: int, log: Callable[[str], None], on_result: Callable[[], None]) -> list[Trial]:
         """Train unfinished runs, `jobs` at a time; one that fails does not stop the others.
 
-        `on_result` is called at the start and after each run. Raises VerifyError if a folder has a run of other
-        settings, ResumeError if another sweep is using it, and KeyboardInterrupt once current runs are saved.
+        `on_result` is called at the start and after each run. KeyboardInterrupt is raised once current runs are
+        saved.
         """
         with run_lock(self.folder):
             provide_embedded(self.job.model.name_or_path)
@@ -252,8 +249,9 @@ class Sweep:
                     while not interrupts.asked and (run := self._next(study, waiting)) is not None:
                         code = self._train(run, jobs, interrupts, log)
                         failed = code != 0 and not interrupts.asked
+                        reason = _reason(self.folder / f"{run.name}.log", code) if failed else ""
                         with self._lock:
-                            run.read(self.folder, _reason(self.folder / f"{run.name}.log", code) if failed else "")
+                            run.read(self.folder, reason)
                             words = f"{run.state}: {run.message}" if run.message else run.state
                             if run.curve:
                                 words += ", held-out loss {1:.6f} at step {0:.0f}".format(*run.curve[-1])
@@ -276,7 +274,7 @@ class Sweep:
         self.total = len(self.runs)  # TPE may choose a combination twice
         return self.trials
 
-    # -- which trials --------------------------------------------------------------------------------------------------
+    # -- which trials
 
     def _check_values(self) -> None:
         """Check every value with the first ones of the other keys, before any run starts."""
@@ -329,11 +327,13 @@ class Sweep:
             return waiting.pop(0) if waiting else None
 
     def _add(self, params: Mapping[str, str]) -> list[Run]:
-        """The runs of a combination with their current state; none if it is not chosen yet, or was chosen before."""
+        """The runs of a combination with their state; none if it is not chosen yet, or was before."""
         settings = {key: self._values[key][shown] for key, shown in params.items()}
         if not settings or any(trial.settings == settings for trial in self.trials):
             return []
-        words = [re.sub(r"\W+", "_", short) + _word(settings[key]) for key, short in short_keys(settings).items()]
+        words = []
+        for key, short in short_keys(settings).items():
+            words.append(re.sub(r"\W+", "_", short) + _word(settings[key]))
         stem = "_".join(words)[:LONGEST_NAME]
         runs = []
         for seed in self._seeds:
@@ -378,7 +378,7 @@ class Sweep:
             raise SweepError(f"--set {', '.join(settings)}: train, save and sample must be mappings") from error
         return steps
 
-    # -- their processes -----------------------------------------------------------------------------------------------
+    # -- their processes
 
     def _train(self, run: Run, jobs: int, interrupts: Interrupts, log: Callable[[str], None]) -> int:
         """Run `coat-flux train`, passing on interrupts; returns its exit code."""
@@ -415,7 +415,10 @@ def _word(value: Any) -> str:
 
 
 def _set_value(process: Any, key: str, value: Any) -> None:
-    *parents, leaf = [int(step[1:-1]) if step[0] == "[" else step for step in re.findall(r"\[\d+\]|[^.\[\]]+", key)]
+    path: list[str | int] = []
+    for step in re.findall(r"\[\d+\]|[^.\[\]]+", key):
+        path.append(int(step[1:-1]) if step[0] == "[" else step)
+    *parents, leaf = path
     block = process
     try:
         for step in parents:
@@ -439,7 +442,7 @@ def _reason(path: Path, code: int) -> str:
     return f"{last[-1]} (exit code {code}, {path.name})"
 
 
-# -- the ranking -------------------------------------------------------------------------------------------------------
+# -- the ranking
 
 
 def rank(trials: Sequence[Trial]) -> tuple[list[Trial], float | None]:
@@ -496,7 +499,10 @@ def ranking_rows(trials: Sequence[Trial], spread: float | None) -> list[list[str
 def _varied(trials: Sequence[Trial]) -> dict[str, str]:
     """Key → short name, of keys with several values; of all if there are none."""
     short = short_keys(trials[0].settings)
-    several = {key: short[key] for key in short if len({value_text(trial.settings[key]) for trial in trials}) > 1}
+    several = {}
+    for key in short:
+        if len({value_text(trial.settings[key]) for trial in trials}) > 1:
+            several[key] = short[key]
     return several or short
 
 
@@ -527,8 +533,8 @@ def noise_text(spread: float | None) -> str:
     if spread is None:
         return "With one seed, how much of a lead is luck is not known: --seeds 3 measures it."
     return (
-        f"Noise: ±{spread:.2g}, the standard deviation of runs that differ in the seed alone. A gap to the best of up "
-        f"to {SIGMAS:g} times that, times the root of 1/n + 1/n for n seeds each, may be luck."
+        f"Noise: ±{spread:.2g}, the standard deviation of runs that differ in the seed alone. A gap to the best of "
+        f"up to {SIGMAS:g} times that, times the root of 2/n for n seeds each, may be luck."
     )
 
 
@@ -546,12 +552,12 @@ def write_sweep_page(sweep: Sweep) -> Path:
     page.table(header, rows)
     same = {key: value for key, value in best.settings.items() if key not in keys}
     if same:
-        page.paragraph(f"All trials: {', '.join(f'{key} {value_text(value)}' for key, value in same.items())}.")
+        words = [f"{key} {value_text(value)}" for key, value in same.items()]
+        page.paragraph(f"All trials: {', '.join(words)}.")
     page.paragraph(noise_text(spread))
     if best.finished and best.loss > RISE * lowest(best)[1]:
         page.paragraph(
-            f"The best run's loss was lowest after step {lowest(best)[0]:.0f} and has risen since: fewer steps may "
-            "make a better LoRA."
+            f"The best run's loss was lowest after step {lowest(best)[0]:.0f}: fewer steps may make a better LoRA."
         )
     page.heading("Held-out loss over the runs")
     curves = {}
@@ -567,7 +573,7 @@ def write_sweep_page(sweep: Sweep) -> Path:
         name = best.finished[0].name
         result = sweep.folder / name / save_name(name, None, full=job.full)
         page.result(result, job.model.name_or_path, job.trigger_word, job.model.arch)
-        page.paragraph("Photos that were held out are not in it. For one from all of them, write into the config:")
+        page.paragraph("Held-out photos are not in it. For one from all photos, write into the config:")
         block: dict[str, Any] = {}
         for key, value in best.settings.items():
             *parents, leaf = key.split(".")
@@ -595,7 +601,8 @@ def _show_samples(page: Page, sweep: Sweep, trials: Sequence[Trial], keys: Mappi
         for run in trial.finished[:1]:
             samples = RunFolder(sweep.folder / run.name).samples()
             last = max((step for step, _ in samples), default=None)
-            pictures[_words(trial, keys)] = {number: path for (step, number), path in samples.items() if step == last}
+            newest = {number: path for (step, number), path in samples.items() if step == last}
+            pictures[_words(trial, keys)] = newest
     if any(pictures.values()):
         page.heading("Samples")
         for number, item in enumerate(sweep.job.sample.items()):
