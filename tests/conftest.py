@@ -29,7 +29,6 @@ ALL_ONLY = (  # tests that take minutes on a busy machine: left to `python scrip
     "tests/integration/test_engine_processes.py::test_one_two_and_three_processes_are_one_run",
     "tests/integration/test_engine_processes.py::test_under_fsdp2_one_two_and_three_processes_are_one_full_run",
     "tests/integration/test_engine_processes.py::test_a_killed_process_ends_all_with_one_message",
-    "tests/integration/test_options_visible.py",  # a step for each value of each option
     "tests/integration/test_plan_measured.py::test_bytes_of_full_fine_tuning_are_as_predicted[on a CPU]",
     "tests/integration/test_plan_measured.py::test_largest_moment_of_a_step_is_as_predicted",  # whole steps, on meta
     "tests/integration/test_precision_runs.py::test_layers_below_the_minimum_multiply_in_bf16_and_a_resume_keeps_them",

@@ -113,7 +113,7 @@ def kept_at_real_width(name: str, trains_vectors: bool = True) -> tuple[float, M
     with recording_fused() as kept:
         form(*of.args)
     storages = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for _, tensors in kept for x in tensors}
-    return sum(storages.values()) / (sum(tokens) * hidden), of, type(form.form).__name__
+    return sum(storages.values()) / (sum(tokens) * hidden), of, type(form).__name__
 
 
 @pytest.mark.parametrize("name", FAMILIES)

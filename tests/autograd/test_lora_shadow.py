@@ -39,7 +39,7 @@ def gradients_of_three_passes(model: Any) -> list[dict[str, Tensor]]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_gradients_have_the_bits_of_casts_at_each_use(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     with_copies = gradients_of_three_passes(lora_model(dtype))
-    monkeypatch.setattr(BlockRunner, "share", lambda *_: None)
+    monkeypatch.setattr(BlockRunner, "_share", lambda *_: None)
     expected = gradients_of_three_passes(lora_model(dtype))
     for pass_expected, found in zip(expected, with_copies, strict=True):
         assert all(torch.equal(pass_expected[name], gradient) for name, gradient in found.items())
@@ -48,8 +48,8 @@ def test_gradients_have_the_bits_of_casts_at_each_use(dtype: torch.dtype, monkey
 def test_copies_are_one_buffer_that_follows_the_adapters() -> None:
     model = lora_model(torch.bfloat16)
     lora_gradients(model)
-    (*_, form) = BlockRunner.of(model).forms  # type: ignore[union-attr]
-    group = form.form.inputs.linears
+    (*_, form) = BlockRunner.of(model).forms.values()  # type: ignore[union-attr]
+    group = form.inputs.linears
     adapters, copies = group.all_adapters, group.copies
     with torch.no_grad():
         adapters[0].down.fill_(3.0)
@@ -64,10 +64,10 @@ def test_without_room_nothing_is_copied_and_what_was_is_dropped() -> None:
     model = lora_model(torch.bfloat16)
     runner: Any = BlockRunner.of(model)
     lora_gradients(model)
-    assert runner.forms[0].form.image.inputs.linears.copies is not None
+    assert runner.forms[0].image.inputs.linears.copies is not None
     runner.expect(adapter_elements=0)
     lora_gradients(model)
-    assert runner.forms[0].form.image.inputs.linears.copies is None
+    assert runner.forms[0].image.inputs.linears.copies is None
 
 
 def test_the_first_block_may_have_no_adapters() -> None:
@@ -78,4 +78,4 @@ def test_the_first_block_may_have_no_adapters() -> None:
     loss_of(predict(model)).backward()
     forms = BlockRunner.of(model).forms  # type: ignore[union-attr]
     assert len(forms) == 4
-    assert forms[-1].form.inputs.linears.copies is not None
+    assert forms[3].inputs.linears.copies is not None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from coat_flux.blocks.apply import apply_coat
-from coat_flux.blocks.lora import LoraReport, attach_lora
+from coat_flux.blocks.lora import attach_lora
 from coat_flux.blocks.report import CoatReport
 from coat_flux.config.coat import COATConfig
 from coat_flux.trainers.standalone.network import add_lora, lora_parameters, lora_targets
@@ -22,7 +22,7 @@ def tiny_flux(dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     return build_transformer(seed=0).to(dtype).requires_grad_(False).train()
 
 
-def tiny_lora(model: nn.Module, config: COATConfig, rank: int = 4, dropout: float = 0.0) -> LoraReport:
+def tiny_lora(model: nn.Module, config: COATConfig, rank: int = 4, dropout: float = 0.0) -> dict[str, str]:
     """Adapters on all linears of the blocks, B nonzero so that every gradient is, attached to COAT."""
     add_lora(model, lora_targets(model), rank, seed=0, dropout=dropout)
     generator = torch.Generator().manual_seed(1)
@@ -33,7 +33,9 @@ def tiny_lora(model: nn.Module, config: COATConfig, rank: int = 4, dropout: floa
     return attach_lora(model, config)
 
 
-def coat_flux_model(block: dict[str, Any] | None = None, **options: Any) -> tuple[nn.Module, CoatReport, LoraReport]:
+def coat_flux_model(
+    block: dict[str, Any] | None = None, **options: Any
+) -> tuple[nn.Module, CoatReport, dict[str, str]]:
     """Tiny FLUX under a coat block (None: no checkpointing, else the defaults) with its LoRA."""
     config = COATConfig.from_dict({"memory": {"checkpointing": "none"}} if block is None else block)
     model = tiny_flux(options.pop("dtype", torch.bfloat16))

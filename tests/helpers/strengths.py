@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from coat_flux.blocks.fused.chooser import fused_block
-from coat_flux.blocks.fused.reading import FusedBlock
+from coat_flux.blocks.fused.forms import Form
 from tests.helpers.flux import tiny_flux
 from tests.helpers.toolkit_lora import attach_network
 
@@ -69,9 +69,9 @@ def _outputs_and_gradients(run: Any, args: tuple[Any, ...], leaves: list[Tensor]
     return found
 
 
-def strengths_in(fused: FusedBlock) -> set[bool]:
+def strengths_in(fused: Form) -> set[bool]:
     """Whether adapters of a fused block have strengths per image."""
-    groups = [*fused.form.groups, *(modulation.linear for modulation in fused.form.modulations)]
+    groups = [*fused.groups, *(modulation.linear for modulation in fused.modulations)]
     return {group.strengths is not None for group in groups}
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from coat_core.linear import FP8Linear
 from coat_flux.blocks.apply import apply_coat
 from coat_flux.blocks.hook import hook_of, own_forward
-from coat_flux.blocks.lora import attach_lora
+from coat_flux.blocks.lora import OWN, SHARED, attach_lora
 from coat_flux.blocks.models import family_of
 from coat_flux.blocks.models.others import IN_AND_OUT
 from coat_flux.blocks.runner import BlockRunner
@@ -288,8 +288,9 @@ def test_the_blocks_that_are_listed_are_called_and_inference_never_reaches_the_r
 def test_a_lora_step_stays_near_bf16(name: str, memory: dict[str, Any], in_bf16: Any) -> None:
     """Whatever is recomputed: the forward values are the same, and the gradients near those of bf16."""
     model, _, attached = coat_model(name, {"memory": memory})
-    assert len(attached.shared) + len(attached.own) == len(lora_parameters(model)) // 2
-    assert set(attached.own) == matching(set(attached.own), {"*.proj_in.*", "*.proj_out.*"})  # outside a UNet's blocks
+    assert len(attached) == len(lora_parameters(model)) // 2
+    own = {key for key, x in attached.items() if x != SHARED}
+    assert own == matching(own, {"*.proj_in.*", "*.proj_out.*"})  # outside a UNet's blocks
     with torch.no_grad():
         without_gradients = predict(name, model)
     output, gradients = step(name, model)
@@ -363,8 +364,8 @@ def test_text_states_of_an_odd_width() -> None:
     model, report, attached = coat_model("SDXL", KEEP, cross_attention_dim=40)
     left = {name for name, why in report.skipped.items() if why.startswith("fallback: ")}
     assert left == {name for name in left | set(report.converted) if ".attn2.to_k" in name or ".attn2.to_v" in name}
-    projections = matching(set(attached.own), {"*.proj_in.*", "*.proj_out.*"})
-    assert len(set(attached.own) - projections) == len(left) > 0
+    own = {key for key, x in attached.items() if x == OWN}
+    assert len(own - matching(own, {"*.proj_in.*", "*.proj_out.*"})) == len(left) > 0
     _, gradients = step("SDXL", model)
     assert dead(gradients) == set()
     assert all(gradient.isfinite().all() for gradient in gradients.values())

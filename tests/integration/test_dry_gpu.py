@@ -360,7 +360,7 @@ def test_a_block_of_another_family(name: str, monkeypatch: pytest.MonkeyPatch) -
         with gpu.operators.step({"coat_flux/blocks/models/qwen_image.py:_mask": 0.0}):
             found = results(form, of)
     assert [found[each].shape for each in of.leaves] == [x.shape for x in of.leaves.values()]
-    kind = "last" if "last" in name else type(form.form).__name__
+    kind = "last" if "last" in name else type(form).__name__
     streams, norms, gates = LAUNCHES[kind]
     kernels = ("_qkv_rope_bwd_kernel", "_norm_modulate_bwd_kernel", "_gated_sum_bwd_kernel")
     assert [gpu.launches[kernel] for kernel in kernels] == [streams, norms, gates]

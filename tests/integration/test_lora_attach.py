@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from coat_core.linear import replace_linear_with_fp8
 from coat_core.quantize import quantize
-from coat_flux.blocks.lora import attach_lora
+from coat_flux.blocks.lora import OWN, SHARED, attach_lora
 from coat_flux.config.coat import COATConfig
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
 from tests.helpers.flux import coat_flux_model, lora_gradients
@@ -56,12 +56,7 @@ def some_x() -> Tensor:
 
 def test_peft_adapters_share_with_their_base() -> None:
     model = peft_model()
-    report = attach_lora(model, COAT)
-    assert len(report.shared) == 4
-    assert (report.own, report.skipped) == ([], {})
-    assert report.summary() == (
-        "LoRA inputs in FP8: 4 shared with their base linear, 0 of their own, 0 left in high precision"
-    )
+    assert list(attach_lora(model, COAT).values()) == [SHARED] * 4
     inputs = saved_inputs(lambda: model(some_x()))
     assert len(inputs) == 4
     assert len({t.untyped_storage().data_ptr() for t in inputs}) == 2  # one for q, k, v, one for to_out
@@ -86,13 +81,12 @@ def test_gradients_are_those_of_plain_adapters_from_the_fp8_input() -> None:
 
 @pytest.mark.parametrize(
     ("base_fp8", "lora", "group"),
-    [(False, {}, "own"), (True, {"lora_dropout": 0.5}, "own"), (True, {"use_dora": True}, "own"), (True, {}, "shared")],
+    [(False, {}, OWN), (True, {"lora_dropout": 0.5}, OWN), (True, {"use_dora": True}, OWN), (True, {}, SHARED)],
     ids=["plain base", "dropout", "dora", "vanilla"],
 )
 def test_who_shares_and_who_does_not(base_fp8: bool, lora: dict[str, Any], group: str) -> None:
     model = peft_model(base_fp8, **lora)
-    report = attach_lora(model, COAT)
-    assert len(getattr(report, group)) == 4
+    assert list(attach_lora(model, COAT).values()) == [group] * 4
     x = some_x()
     model(x).square().mean().backward()
     gradients = [p.grad for p in model.parameters() if p.requires_grad]
@@ -159,8 +153,7 @@ def toolkit_pair() -> tuple[nn.Module, Network]:
 
 def test_ai_toolkits_adapters_share_with_their_base_too() -> None:
     model, network = toolkit_pair()
-    report = attach_lora(network, COAT)
-    assert report.shared == [f"loras.{i}" for i in range(4)]
+    assert attach_lora(network, COAT) == {f"loras.{i}": SHARED for i in range(4)}
     inputs = saved_inputs(lambda: model(some_x()))
     assert len(inputs) == 4
     assert len({t.untyped_storage().data_ptr() for t in inputs}) == 2
@@ -172,7 +165,7 @@ def test_ai_toolkits_adapters_may_refer_to_their_base() -> None:
     for lora in network.loras:
         lora.orig_module_ref = weakref.ref(lora.org_module[0])
         del lora.org_module
-    assert attach_lora(network, COAT).shared == [f"loras.{i}" for i in range(4)]
+    assert attach_lora(network, COAT) == {f"loras.{i}": SHARED for i in range(4)}
     assert len(saved_inputs(lambda: model(some_x()))) == 4
 
 
@@ -180,11 +173,9 @@ def test_a_convolutions_adapter_is_skipped_by_name() -> None:
     _, network = toolkit_pair()
     network.loras[0].lora_down = nn.Conv2d(K, R, 1, bias=False)
     network.loras[1].lora_down = nn.Linear(K, R)
-    report = attach_lora(network, COAT)
-    assert report.skipped == {
-        "loras.0": "its down projection is a Conv2d",
-        "loras.1": "its down projection is a Linear",
-    }
+    inputs = attach_lora(network, COAT)
+    assert inputs["loras.0"] == "its down projection is a Conv2d"
+    assert inputs["loras.1"] == "its down projection is a Linear"
 
 
 def test_without_an_adapter_it_is_an_error() -> None:
@@ -194,7 +185,7 @@ def test_without_an_adapter_it_is_an_error() -> None:
 
 @pytest.mark.parametrize("checkpointing", ["none", "all"])
 def test_flux_adapters_share_and_train(checkpointing: str) -> None:
-    model, _, report = coat_flux_model({"memory": {"checkpointing": checkpointing}})
-    assert len(report.shared) == 40
+    model, _, inputs = coat_flux_model({"memory": {"checkpointing": checkpointing}})
+    assert list(inputs.values()) == [SHARED] * 40
     gradients = lora_gradients(model)
     assert all(g.isfinite().all() and g.abs().sum() > 0 for g in gradients.values())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -24,13 +24,6 @@ KEPT = "memory: {checkpointing: none}"
 N_LINEARS, N_GEMMS = 40, 34  # in the blocks; of these all but the modulation multiply in FP8
 
 
-class Case(NamedTuple):
-    key: str
-    yaml: str
-    probe: Callable[[Run], Any]
-    expected: Any
-
-
 def weight_dtype(r: Run) -> Any:
     return r.weight_dtype
 
@@ -46,9 +39,6 @@ def float_weights(r: Run) -> Any:
 def adapter_input(r: Run) -> Any:
     """(dtype of the x kept for dA, shape of its scale)."""
     return (r.saved_for_layer[0].dtype, tuple(r.saved_for_layer[1].shape)) if r.saved_for_layer else None
-
-
-ROW_SCALES = {(n, 1) for n in (TOKENS, TEXT_TOKENS, TOKENS + TEXT_TOKENS)}
 
 
 def forward_gemms(r: Run) -> Any:
@@ -94,14 +84,6 @@ def moment_dtypes(r: Run) -> Any:
     return r.state["exp_avg"].dtype, r.state["exp_avg_sq"].dtype
 
 
-def moment_scales(r: Run) -> Any:
-    return {name: t.numel() for name, t in r.state.items() if name.endswith("_scale")}
-
-
-def moment_expansion(r: Run) -> Any:
-    return sorted(name for name in r.state if name.endswith(("_exponent", "_center")))
-
-
 def fused_dtypes(r: Run) -> Any:
     """Of what the fused flow keeps of a block's own tensors."""
     return {tensors[0].dtype for _, tensors in r.fused_tensors()}
@@ -122,141 +104,120 @@ def packed_by_hooks(r: Run) -> Any:
     return len(r.saved.packed) > 0
 
 
-def fused(options: str = "") -> str:
-    return f"{{activation: {{flow: fused{options}}}, {KEPT}}}"
+def rows_in(dtype: torch.dtype) -> set[tuple[torch.dtype, tuple[int, ...]]]:
+    """FP8 GEMMs with a scale for each row."""
+    return {(dtype, (n, 1)) for n in (TOKENS, TEXT_TOKENS, TOKENS + TEXT_TOKENS)}
 
 
-FUSED = [
-    ("activation.flow", fused(), packed_by_hooks, False),
-    ("activation.flow", fused(), fused_dtypes, {E4M3}),
-    ("activation.flow", f"{{activation: {{flow: generic}}, {KEPT}}}", fused_dtypes, set()),
-    ("activation.flow", f"{{activation: {{flow: generic}}, {KEPT}}}", packed_by_hooks, True),
-    ("activation.use_fp8", fused(", use_fp8: false"), fused_dtypes, set()),
-    ("activation.format", fused(", format: e5m2"), fused_dtypes, {E5M2}),
-    ("activation.nonlinear_granularity", fused(", nonlinear_granularity: per_tensor"), fused_elements_per_scale, 0),
-    ("activation.group_size", fused(", group_size: 16"), fused_elements_per_scale, 16),
-    ("activation.group_size", fused(", group_size: 32"), fused_elements_per_scale, 32),
-    ("activation.attention", fused(), fused_attention, {E4M3}),
-    ("activation.attention", fused(", attention: bf16"), fused_attention, {BF16}),
-    ("activation.grad_format", fused(), backward_gemm_dtypes, {E5M2}),
-    ("activation.grad_format", fused(", grad_format: e4m3"), backward_gemm_dtypes, {E4M3}),
-    ("activation.linear_granularity", fused(), forward_gemms, {(E4M3, shape) for shape in ROW_SCALES}),
-    ("activation.linear_granularity", fused(", linear_granularity: per_tensor"), forward_gemms, {(E4M3, ())}),
-    ("weight.use_fp8", f"{{activation: {{flow: fused}}, weight: {{use_fp8: false}}, {KEPT}}}", float_weights, True),
-]
-CASES = [
-    Case("enabled", f"{{enabled: true, {KEPT}}}", float_weights, False),
-    Case("enabled", "{enabled: false}", float_weights, True),
-    Case("enabled", "{enabled: false}", forward_gemm_count, 0),
-    Case("enabled", "{enabled: false}", adapter_input, None),
-    Case("enabled", "{enabled: false}", moment_dtypes, (FP32, FP32)),
-    Case("enabled", "{enabled: false}", block_runs, 4),
-    # optimizer
-    Case("optimizer.use_fp8", KEPT, moment_dtypes, (E4M3, E4M3)),
-    Case("optimizer.use_fp8", f"{{optimizer: {{use_fp8: false}}, {KEPT}}}", moment_dtypes, (FP32, FP32)),
-    Case("optimizer.use_fp8", f"{{optimizer: {{use_fp8: false}}, {KEPT}}}", moment_scales, {}),
-    Case("optimizer.use_fp8_m1", f"{{optimizer: {{use_fp8_m1: false}}, {KEPT}}}", moment_dtypes, (FP32, E4M3)),
-    Case("optimizer.use_fp8_m2", f"{{optimizer: {{use_fp8_m2: false}}, {KEPT}}}", moment_dtypes, (E4M3, FP32)),
-    Case("optimizer.m1_format", f"{{optimizer: {{m1_format: e5m2}}, {KEPT}}}", moment_dtypes, (E5M2, E4M3)),
-    Case("optimizer.m2_format", f"{{optimizer: {{m2_format: e5m2}}, {KEPT}}}", moment_dtypes, (E4M3, E5M2)),
-    Case("optimizer.m1_format", f"{{optimizer: {{m1_format: int8_ratio}}, {KEPT}}}", moment_dtypes, (torch.int8, E4M3)),
-    Case("optimizer.m2_format", f"{{optimizer: {{m2_format: uint8_log}}, {KEPT}}}", moment_dtypes, (E4M3, torch.uint8)),
-    Case("optimizer.block_size", KEPT, moment_scales, {"exp_avg_scale": 2, "exp_avg_sq_scale": 2}),
-    Case(
-        "optimizer.block_size",
-        f"{{optimizer: {{block_size: 32}}, {KEPT}}}",
-        moment_scales,
-        {"exp_avg_scale": 8, "exp_avg_sq_scale": 8},
+def coat(weight: str = "", activation: str = "", memory: str = "checkpointing: none", flow: str = "generic") -> str:
+    parts = f"flow: {flow}" + (f", {activation}" if activation else "")
+    return f"{{weight: {{{weight}}}, activation: {{{parts}}}, memory: {{{memory}}}}}"
+
+
+Expected = dict[str, dict[Callable[[Run], Any], Any]]
+# a run → option → what it shows; options that meet in no tensor share a run
+CASES: dict[str, Expected] = {
+    coat(): {
+        "enabled": {float_weights: False},
+        "weight.use_fp8": {float_weights: False},
+        "weight.format": {weight_dtype: E4M3},
+        "weight.granularity": {weight_scale_shape: ()},
+        "activation.flow": {fused_dtypes: set(), packed_by_hooks: True},
+        "activation.use_fp8": {forward_gemm_count: N_GEMMS},
+        "activation.format": {
+            adapter_input: (E4M3, (1, TOKENS, 1)), packed_dtypes: {E4M3}, forward_gemms: rows_in(E4M3),
+        },
+        "activation.grad_format": {backward_gemm_dtypes: {E5M2}},
+        "activation.nonlinear_granularity": {elements_per_scale: {128}},
+        "activation.attention": {attention_inputs: {E4M3}},
+        "memory.checkpointing": {block_runs: 4},
+    },
+    "{enabled: false}": {
+        "enabled": {float_weights: True, forward_gemm_count: 0, adapter_input: None, block_runs: 4},
+        "optimizer.use_fp8": {moment_dtypes: (FP32, FP32)},
+    },
+    coat("use_fp8: false", "group_size: 16, grad_format: e4m3"): {
+        "weight.use_fp8": {float_weights: True},
+        "activation.group_size": {elements_per_scale: {16}},
+        "activation.grad_format": {backward_gemm_dtypes: {E4M3}},
+    },
+    coat("format: e5m2", "group_size: 32, grad_format: e4m3, attention: bf16"): {
+        "weight.format": {weight_dtype: E5M2},
+        "activation.group_size": {elements_per_scale: {32}},
+        "activation.attention": {attention_inputs: {BF16}},
+    },
+    coat("format: nvfp4", "nonlinear_granularity: per_tensor"): {
+        "weight.format": {weight_dtype: torch.uint8},
+        "activation.nonlinear_granularity": {elements_per_scale: {0}},
+    },
+    coat("granularity: per_row", "linear_granularity: per_tensor, include: ['single*'], group_size: 256"): {
+        "weight.granularity": {weight_scale_shape: (64, 1)},
+        "activation.linear_granularity": {adapter_input: (E4M3, ()), forward_gemms: {(E4M3, ())}},
+        "activation.include": {forward_gemm_count: 10},
+        "activation.group_size": {elements_per_scale: {256}},
+    },
+    coat(activation="use_fp8: false"): {
+        "activation.use_fp8": {forward_gemm_count: 0, adapter_input: None, packed_dtypes: set()},
+    },
+    coat(activation="format: e5m2, grad_format: bf16, exclude: ['single*'], group_size: 64"): {
+        "activation.format": {
+            adapter_input: (E5M2, (1, TOKENS, 1)), packed_dtypes: {E5M2},
+            forward_gemms: {gemm for gemm in rows_in(E5M2) if gemm[1] != (TOKENS + TEXT_TOKENS, 1)},
+        },
+        "activation.grad_format": {backward_gemm_dtypes: set()},
+        "activation.exclude": {forward_gemm_count: 24},
+        "activation.group_size": {elements_per_scale: {64}},
+    },
+    coat(activation="format: e5m2", memory="checkpointing: all"): {
+        "activation.format": {kept_block_inputs: ({False}, {E5M2})},
+        "memory.checkpointing": {block_runs: 8},
+    },
+    coat(memory="checkpointing: all"): {
+        "memory.enable_efficient_checkpoint": {kept_block_inputs: ({False}, {E4M3})},
+    },
+    coat(memory="checkpointing: all, enable_efficient_checkpoint: false"): {
+        "memory.enable_efficient_checkpoint": {kept_block_inputs: ({True}, set())},
+    },
+    coat(memory="budget_gb: 0.001"): {"memory.budget_gb": {block_runs: 8}},
+    coat(memory="checkpointing: auto, budget_gb: 1000.0"): {"memory.budget_gb": {block_runs: 4}},
+    coat(flow="fused"): {
+        "activation.flow": {packed_by_hooks: False, fused_dtypes: {E4M3}},
+        "activation.attention": {fused_attention: {E4M3}},
+        "activation.grad_format": {backward_gemm_dtypes: {E5M2}},
+        "activation.linear_granularity": {forward_gemms: rows_in(E4M3)},
+    },
+    coat(activation="use_fp8: false", flow="fused"): {"activation.use_fp8": {fused_dtypes: set()}},
+    coat(
+        activation="format: e5m2, group_size: 16, grad_format: e4m3, linear_granularity: per_tensor", flow="fused"
+    ): {
+        "activation.format": {fused_dtypes: {E5M2}},
+        "activation.group_size": {fused_elements_per_scale: 16},
+        "activation.grad_format": {backward_gemm_dtypes: {E4M3}},
+        "activation.linear_granularity": {forward_gemms: {(E5M2, ())}},
+    },
+    coat("use_fp8: false", "nonlinear_granularity: per_tensor, attention: bf16", flow="fused"): {
+        "weight.use_fp8": {float_weights: True},
+        "activation.nonlinear_granularity": {fused_elements_per_scale: 0},
+        "activation.attention": {fused_attention: {BF16}},
+    },
+}  # fmt: skip
+# options of the optimizer, which needs no model: → what its state shows
+STATES: dict[str, tuple[str, dict[str, Any]]] = {
+    "use_fp8": ("use_fp8: false", {"dtypes": (FP32, FP32), "scales": {}}),
+    "use_fp8_m1": ("use_fp8_m1: false", {"dtypes": (FP32, E4M3)}),
+    "use_fp8_m2": ("use_fp8_m2: false", {"dtypes": (E4M3, FP32)}),
+    "m1_format": ("m1_format: int8_ratio", {"dtypes": (torch.int8, E4M3)}),
+    "m2_format": ("m2_format: uint8_log", {"dtypes": (E4M3, torch.uint8)}),
+    "block_size": (
+        "block_size: 32, m1_format: e5m2",
+        {"dtypes": (E5M2, E4M3), "scales": {"exp_avg_scale": 8, "exp_avg_sq_scale": 8}},
     ),
-    Case(
-        "optimizer.use_dynamic_range_expansion",
-        KEPT,
-        moment_expansion,
-        ["exp_avg_center", "exp_avg_exponent", "exp_avg_sq_center", "exp_avg_sq_exponent"],
+    "use_dynamic_range_expansion": ("use_dynamic_range_expansion: false", {"expanded": False}),
+    "": (
+        "m2_format: e5m2",
+        {"dtypes": (E4M3, E5M2), "scales": {"exp_avg_scale": 2, "exp_avg_sq_scale": 2}, "expanded": True},
     ),
-    Case(
-        "optimizer.use_dynamic_range_expansion",
-        f"{{optimizer: {{use_dynamic_range_expansion: false}}, {KEPT}}}",
-        moment_expansion,
-        [],
-    ),
-    # weight
-    Case("weight.use_fp8", KEPT, float_weights, False),
-    Case("weight.use_fp8", f"{{weight: {{use_fp8: false}}, {KEPT}}}", float_weights, True),
-    Case("weight.format", f"{{weight: {{format: e4m3}}, {KEPT}}}", weight_dtype, E4M3),
-    Case(
-        "weight.format",
-        f"{{weight: {{format: e5m2}}, activation: {{grad_format: e4m3}}, {KEPT}}}",
-        weight_dtype,
-        E5M2,
-    ),
-    Case("weight.format", f"{{weight: {{format: nvfp4}}, {KEPT}}}", weight_dtype, torch.uint8),
-    Case("weight.granularity", f"{{weight: {{granularity: per_tensor}}, {KEPT}}}", weight_scale_shape, ()),
-    Case("weight.granularity", f"{{weight: {{granularity: per_row}}, {KEPT}}}", weight_scale_shape, (64, 1)),
-    # activation
-    Case("activation.use_fp8", KEPT, forward_gemm_count, N_GEMMS),
-    Case("activation.use_fp8", f"{{activation: {{use_fp8: false}}, {KEPT}}}", forward_gemm_count, 0),
-    Case("activation.use_fp8", f"{{activation: {{use_fp8: false}}, {KEPT}}}", adapter_input, None),
-    Case("activation.use_fp8", f"{{activation: {{use_fp8: false}}, {KEPT}}}", packed_dtypes, set()),
-    Case("activation.format", KEPT, adapter_input, (E4M3, (1, TOKENS, 1))),
-    Case("activation.format", KEPT, packed_dtypes, {E4M3}),
-    Case("activation.format", KEPT, forward_gemms, {(E4M3, shape) for shape in ROW_SCALES}),
-    Case("activation.format", f"{{activation: {{format: e5m2}}, {KEPT}}}", adapter_input, (E5M2, (1, TOKENS, 1))),
-    Case("activation.format", f"{{activation: {{format: e5m2}}, {KEPT}}}", packed_dtypes, {E5M2}),
-    Case(
-        "activation.format", f"{{activation: {{format: e5m2}}, {KEPT}}}", forward_gemms, {(E5M2, x) for x in ROW_SCALES}
-    ),
-    Case(
-        "activation.format",
-        "{activation: {format: e5m2}, memory: {checkpointing: all}}",
-        kept_block_inputs,
-        ({False}, {E5M2}),
-    ),
-    Case("activation.grad_format", KEPT, backward_gemm_dtypes, {E5M2}),
-    Case("activation.grad_format", f"{{activation: {{grad_format: e4m3}}, {KEPT}}}", backward_gemm_dtypes, {E4M3}),
-    Case("activation.grad_format", f"{{activation: {{grad_format: bf16}}, {KEPT}}}", backward_gemm_dtypes, set()),
-    Case(
-        "activation.linear_granularity",
-        f"{{activation: {{linear_granularity: per_tensor}}, {KEPT}}}",
-        adapter_input,
-        (E4M3, ()),
-    ),
-    Case(
-        "activation.linear_granularity",
-        f"{{activation: {{linear_granularity: per_tensor}}, {KEPT}}}",
-        forward_gemms,
-        {(E4M3, ())},
-    ),
-    Case("activation.nonlinear_granularity", KEPT, elements_per_scale, {128}),
-    Case(
-        "activation.nonlinear_granularity",
-        f"{{activation: {{nonlinear_granularity: per_tensor}}, {KEPT}}}",
-        elements_per_scale,
-        {0},
-    ),
-    *(
-        Case("activation.group_size", f"{{activation: {{group_size: {g}}}, {KEPT}}}", elements_per_scale, {g})
-        for g in (16, 32, 64, 128, 256)
-    ),
-    Case("activation.attention", KEPT, attention_inputs, {E4M3}),
-    Case("activation.attention", f"{{activation: {{attention: bf16}}, {KEPT}}}", attention_inputs, {BF16}),
-    *(Case(key, text, probe, expected) for key, text, probe, expected in FUSED),
-    Case("activation.include", f"{{activation: {{include: ['single*']}}, {KEPT}}}", forward_gemm_count, 10),
-    Case("activation.exclude", f"{{activation: {{exclude: ['single*']}}, {KEPT}}}", forward_gemm_count, 24),
-    # memory
-    Case("memory.enable_efficient_checkpoint", "memory: {checkpointing: all}", kept_block_inputs, ({False}, {E4M3})),
-    Case(
-        "memory.enable_efficient_checkpoint",
-        "memory: {checkpointing: all, enable_efficient_checkpoint: false}",
-        kept_block_inputs,
-        ({True}, set()),
-    ),
-    Case("memory.checkpointing", "memory: {checkpointing: none}", block_runs, 4),
-    Case("memory.checkpointing", "memory: {checkpointing: all}", block_runs, 8),
-    Case("memory.checkpointing", "memory: {checkpointing: auto}", block_runs, 4),
-    Case("memory.budget_gb", "memory: {budget_gb: 0.001}", block_runs, 8),
-    Case("memory.budget_gb", "memory: {budget_gb: 1000.0}", block_runs, 4),
-]
+}
 ROUNDING = {"optimizer.stochastic_rounding", "optimizer.moment_rounding"}  # below, and tests/optim
 SEPARATE = {*ROUNDING, "memory.log_memory_stats", "memory.log_every", "fallback"}
 # change no tensor of a step: test_compile.py, test_(speed_pick|attention_pick|transposed_weights|streaming).py
@@ -267,62 +228,73 @@ RELIABILITY = {key for key in BY_KEY if key.startswith(("data.", "guard.", "resu
 CHOSEN = {"activation.min_sqnr_db"}  # in a run's second step: test_precision_runs.py, and below
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.key}: {case.probe.__name__} of {case.yaml}")
-def test_option_is_visible_in_the_tensors(case: Case) -> None:
-    # a fresh model where the probe is about what lives after the forward pass
-    made = Run(case.yaml, find_inputs=True) if case.probe is kept_block_inputs else run(case.yaml)
-    assert case.probe(made) == case.expected
+@pytest.mark.parametrize("text", CASES)
+def test_options_are_visible_in_the_tensors(text: str) -> None:
+    alive = any(kept_block_inputs in shown for shown in CASES[text].values())
+    # a fresh model where a probe is about what lives after the forward pass
+    made = Run(text, find_inputs=True) if alive else run(text)
+    for key, shown in CASES[text].items():
+        assert {probe.__name__: probe(made) for probe in shown} == {p.__name__: value for p, value in shown.items()}, (
+            key
+        )
+
+
+@pytest.mark.parametrize("option", STATES)
+def test_options_of_the_optimizer_are_visible_in_its_state(option: str) -> None:
+    text, expected = STATES[option]
+    param = torch.nn.Parameter(torch.randn(64, 4))
+    param.grad = torch.randn(64, 4)
+    optimizer = build_optimizer([param], 1e-3, COATConfig.from_dict({"optimizer": yaml.safe_load(f"{{{text}}}")}))
+    optimizer.step()
+    state = optimizer.state[param]
+    found = {
+        "dtypes": (state["exp_avg"].dtype, state["exp_avg_sq"].dtype),
+        "scales": {
+            1 + name.startswith("exp_avg_sq"): t.numel() for name, t in state.items() if name.endswith("_scale")
+        },
+        "expanded": any(name.endswith(("_exponent", "_center")) for name in state),
+    }
+    assert {name: found[name] for name in expected} == expected
 
 
 def test_every_option_has_a_case() -> None:
-    assert {case.key for case in CASES} | SEPARATE | SPEED | RELIABILITY | CHOSEN == set(BY_KEY)
+    cases = {key for shown in CASES.values() for key in shown} | {f"optimizer.{key}" for key in STATES if key}
+    assert cases | SEPARATE | SPEED | RELIABILITY | CHOSEN == set(BY_KEY)
 
 
 def test_the_number_of_linears_is_what_the_cases_count_on() -> None:
-    assert len(run(KEPT).report.converted) == N_LINEARS
-    assert N_LINEARS - len(run(KEPT).report.why) == N_GEMMS
+    assert len(run(coat()).report.converted) == N_LINEARS
+    assert N_LINEARS - len(run(coat()).report.why) == N_GEMMS
 
 
-CHANGES_GRADIENTS = [
-    fused(),
-    "{activation: {grad_format: e4m3}, memory: {checkpointing: none}}",
-    "{activation: {grad_format: bf16}, memory: {checkpointing: none}}",
-    "{activation: {format: e5m2}, memory: {checkpointing: none}}",
-    "{activation: {attention: bf16}, memory: {checkpointing: none}}",
-    "{activation: {linear_granularity: per_tensor}, memory: {checkpointing: none}}",
-    "{activation: {nonlinear_granularity: per_tensor}, memory: {checkpointing: none}}",
-    "{weight: {format: e5m2}, activation: {grad_format: e4m3}, memory: {checkpointing: none}}",
-    "{weight: {granularity: per_row}, memory: {checkpointing: none}}",
-    "{memory: {checkpointing: all}}",
-]
-
-
-@pytest.mark.parametrize("text", CHANGES_GRADIENTS)
-def test_numerical_options_change_the_gradients(text: str) -> None:
+def test_numerical_options_change_the_gradients() -> None:
     """Each of them rounds something else, so no two runs agree."""
-    default, changed = run(KEPT).gradients, run(text).gradients
-    name = f"{LAYER}.lora_A.weight"
-    assert not torch.equal(default[name], changed[name])
-    assert torch.equal(default[name], Run(KEPT).gradients[name])
+    name, runs = f"{LAYER}.lora_A.weight", [text for text in CASES if "budget" not in text]
+    gradients = [run(text).gradients[name] for text in runs]
+    for i, one in enumerate(gradients):
+        assert not any(torch.equal(one, other) for other in gradients[:i]), runs[i]
+    assert torch.equal(gradients[0], Run(coat()).gradients[name])
 
 
 def test_bytes_kept_for_backward() -> None:
-    default = run(KEPT).saved.bytes()
-    assert run(f"{{activation: {{attention: bf16}}, {KEPT}}}").saved.bytes() > default
-    assert run(f"{{activation: {{group_size: 16}}, {KEPT}}}").saved.bytes() > default  # more scales
-    assert run(f"{{activation: {{nonlinear_granularity: per_tensor}}, {KEPT}}}").saved.bytes() < default
-
-
-def bf16_lora(rounding: bool, seed: int) -> torch.Tensor:
-    text = f"{{optimizer: {{stochastic_rounding: {str(rounding).lower()}}}, {KEPT}}}"
-    return run(text, BF16, seed).lora[f"{LAYER}.lora_A.weight"].detach()
+    default, fewer_scales = run(coat()), run(coat("format: nvfp4", "nonlinear_granularity: per_tensor"))
+    more = run(coat("format: e5m2", "group_size: 32, grad_format: e4m3, attention: bf16"))
+    assert fewer_scales.saved.bytes() < default.saved.bytes() < more.saved.bytes()
 
 
 def test_stochastic_rounding_is_visible_in_bf16_parameters() -> None:
     """optimizer.stochastic_rounding: the seed decides which way a parameter is rounded, or does not."""
-    assert bf16_lora(True, 0).dtype == BF16
-    assert torch.equal(bf16_lora(False, 0), bf16_lora(False, 1))
-    assert not torch.equal(bf16_lora(True, 0), bf16_lora(True, 1))
+
+    def updated(rounding: bool, seed: int) -> torch.Tensor:
+        torch.manual_seed(7)
+        param = torch.nn.Parameter(torch.randn(64, 4, dtype=BF16))
+        param.grad = torch.randn(64, 4, dtype=BF16)
+        config = COATConfig.from_dict({"optimizer": {"stochastic_rounding": rounding}})
+        build_optimizer([param], 1e-3, config, seed=seed).step()
+        return param.detach()
+
+    assert torch.equal(updated(False, 0), updated(False, 1))
+    assert not torch.equal(updated(True, 0), updated(True, 1))
 
 
 def memory_lines(text: str, steps: int = 6) -> list[str]:
@@ -352,12 +324,10 @@ def test_fallback_is_visible(monkeypatch: pytest.MonkeyPatch) -> None:
         apply_coat(tiny_flux(), config)
 
 
-@pytest.mark.parametrize("weights", ["true", "false"])
-@pytest.mark.parametrize("flow", ["fused", "generic"])
+@pytest.mark.parametrize(("flow", "weights"), [("fused", "true"), ("generic", "false")])
 def test_layers_below_the_minimum_leave_the_fp8_gemms(flow: str, weights: str) -> None:
     """activation.min_sqnr_db: after a look, those layers and no others multiply in high precision, in both passes."""
-    text = f"{{activation: {{flow: {flow}}}, weight: {{use_fp8: {weights}}}, {KEPT}}}"
-    made = Run(text)
+    made = Run(coat(f"use_fp8: {weights}", flow=flow))
     said: list[str] = []
     with CastProbe(made.model, made.lora) as probe:
         made._step()

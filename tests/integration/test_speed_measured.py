@@ -40,7 +40,7 @@ def test_the_run_goes_on_with_the_path_that_was_fastest(
     with caplog.at_level(logging.INFO, logger="coat_flux"):
         asked = {"activation": {"linear_granularity": "per_tensor"}}
         found, blocks = gradients({"speed": {"measure": "always"}, **asked})
-    assert blocks.picked.gemm == fastest
+    assert blocks.picked.name == fastest
     assert f"execution: {fastest} GEMM 4.0 ms (fastest, measured in" in caplog.text  # four blocks of 1 ms
     exclude = {"exclude": ["*"]} if fastest == "bf16" else {"linear_granularity": fastest}
     expected, _ = gradients({"speed": {"measure": "never"}, "activation": exclude})

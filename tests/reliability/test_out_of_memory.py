@@ -153,7 +153,7 @@ def test_transposed_weights_go_first_and_change_nothing() -> None:
     assert runner is not None
     training.step()
     copied = transposed_bytes(training.blocks())
-    runner._decide(device="cuda", free_bytes=1e12, transposed_bytes=copied)  # as on a GPU with room: dgrad reads them
+    runner.expect(device="cuda", free_bytes=1e12, transposed_bytes=copied)  # as on a GPU with room: dgrad reads them
     linears = [m for block in training.blocks() for m in block.modules() if isinstance(m, FP8Linear)]
     assert sum(load_weight(m, m.config).transposed is not None for m in linears) == 34
     line = recompute_more(training.model)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from coat_core.ops import attention
 from coat_flux.blocks import measure
-from coat_flux.blocks.measure import AttentionPick, PickedAttention
+from coat_flux.blocks.measure import AttentionPick, Picked
 from coat_flux.config.coat import COATConfig
 from coat_flux.saves.state import execution_of, keep_execution
 from tests.helpers.flux import coat_flux_model, lora_gradients
@@ -70,10 +70,9 @@ def like(tokens: int = 40) -> Tensor:
     return torch.empty(1, tokens, 2, 16, dtype=torch.bfloat16).transpose(1, 2)
 
 
-def pick(kept: str | None = None, tokens: int = 40, **speed: str) -> tuple[AttentionPick, PickedAttention]:
+def pick(kept: str | None = None, tokens: int = 40, **speed: str) -> tuple[AttentionPick, Picked]:
     chooses = AttentionPick(COATConfig.from_dict({"speed": {**speed}}))
-    if kept is not None:
-        chooses.keep(kept)
+    chooses.resumed = kept
     return chooses, chooses.choose(like(tokens))
 
 
@@ -87,11 +86,10 @@ def forced(kernel: str) -> AttentionPick:
 def test_the_fastest_that_is_right_is_taken(kernels: Kernels, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         chooses, picked = pick()
-    assert (picked.kernel, kernels.in_use, chooses.kernel) == ("quick", "quick", "quick")
+    assert (picked.name, kernels.in_use, chooses.kernel) == ("quick", "quick", "quick")
     assert picked.milliseconds == {OWN: 2.0, "quick": 1.0, "slow": 4.0}
     assert picked.refused["refused"] == "RuntimeError: CUDA error: not on this card"
     assert picked.refused["wrong"].startswith("differs from plain matrix products by")
-    assert picked.row == ("quick", "the fastest of those that were measured")
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith("attention: quick 1.00 ms (fastest at 40 tokens; flash_cpu 2.00 ms; slow 4.00 ms; wrong: ")
 
@@ -99,7 +97,7 @@ def test_the_fastest_that_is_right_is_taken(kernels: Kernels, caplog: pytest.Log
 @pytest.mark.parametrize(("ms", "taken"), [(1.96, OWN), (1.90, "quick"), (2.5, OWN)])
 def test_torchs_choice_stays_where_another_is_hardly_faster(kernels: Kernels, ms: float, taken: str) -> None:
     kernels.ms["quick"] = ms
-    assert pick()[1].kernel == taken
+    assert pick()[1].name == taken
     assert kernels.in_use == taken
 
 
@@ -108,9 +106,8 @@ def test_each_shape_is_measured_once_for_all_runs(kernels: Kernels) -> None:
     kernels.timed.clear()
     kernels.ms = dict.fromkeys(MS, 1.0)
     second = pick()[1]
-    assert (second.kernel, second.milliseconds, kernels.timed) == (first.kernel, first.milliseconds, [])
-    assert second.row == first.row  # the table at the start is the same
-    assert pick(tokens=48)[1].kernel == OWN
+    assert (second.name, second.milliseconds, kernels.timed) == (first.name, first.milliseconds, [])
+    assert pick(tokens=48)[1].name == OWN
     assert kernels.timed
 
 
@@ -119,13 +116,13 @@ def test_a_remembered_kernel_that_no_longer_runs_costs_a_measurement(kernels: Ke
     file = measure.cache_file()
     (key,) = json.loads(file.read_text())
     file.write_text(json.dumps({key: {"refused": 0.5, "quick": 1.0}}))
-    assert pick()[1].kernel == "quick"
+    assert pick()[1].name == "quick"
     assert json.loads(file.read_text())[key] == {OWN: 2.0, "quick": 1.0, "slow": 4.0}
 
 
 def test_nothing_is_tried_where_nothing_is_to_be_measured(kernels: Kernels) -> None:
     chooses, picked = pick(measure="never")
-    assert (picked.row, kernels.tried, kernels.in_use) == ((OWN, "torch's choice"), [], None)
+    assert (picked.name, picked.why, kernels.tried, kernels.in_use) == (OWN, "torch's choice", [], None)
     assert chooses.kernel == OWN
 
 
@@ -133,15 +130,16 @@ def test_a_run_that_no_kernel_suits_goes_on_with_torchs_choice(kernels: Kernels)
     kernels.forward = lambda *_: 1 / 0  # type: ignore[method-assign]
     attention.attention_forward = kernels.forward
     picked = pick()[1]
-    assert picked.row == (OWN, "torch's choice: no kernel passed the trial")
+    assert (picked.name, picked.why) == (OWN, "torch's choice: no kernel passed the trial")
     assert set(picked.refused) == {OWN, *NAMES}
     assert (kernels.in_use, measure.cache_file().exists()) == (None, False)
 
 
 def test_a_kernel_named_by_the_config_is_taken(kernels: Kernels) -> None:
     chooses = forced("slow")
-    chooses.keep("quick")
-    assert chooses.choose(like()).row == ("slow", "as configured: speed.attention")
+    chooses.resumed = "quick"
+    picked = chooses.choose(like())
+    assert (picked.name, picked.why) == ("slow", "as configured: speed.attention")
     assert (kernels.in_use, kernels.tried, kernels.timed) == ("slow", ["slow"], [])
 
 
@@ -154,7 +152,7 @@ def test_a_kernel_named_by_the_config_must_run(kernels: Kernels, kernel: str, re
 def test_a_resumed_run_keeps_its_kernel(kernels: Kernels, caplog: pytest.LogCaptureFixture) -> None:
     for speed in ({}, {"measure": "never"}):
         chooses, picked = pick(kept="slow", **speed)
-        assert picked.row == ("slow", "that of the resumed run")
+        assert (picked.name, picked.why) == ("slow", "that of the resumed run")
         assert (kernels.in_use, chooses.kernel, kernels.timed) == ("slow", "slow", [])
     assert not caplog.records
 
@@ -164,7 +162,7 @@ def test_a_resumed_run_that_cannot_keep_it_says_so(
     kernels: Kernels, caplog: pytest.LogCaptureFixture, measures: str, now: str
 ) -> None:
     chooses, picked = pick(kept="refused", measure=measures)
-    assert (picked.kernel, chooses.kernel) == (now, now)
+    assert (picked.name, chooses.kernel) == (now, now)
     (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     reason = "RuntimeError: CUDA error: not on this card"
     assert line == f"resume: attention kernel refused -> {now} ({reason}); results differ from here on by rounding"
@@ -178,7 +176,7 @@ def test_the_first_of_several_processes_chooses_for_all(kernels: Kernels, monkey
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "broadcast_object_list", lambda box, src: sent.append(box[0]))
-    assert pick()[1].kernel == "quick"
+    assert pick()[1].name == "quick"
     kernels.tried.clear()
     kernels.ms = {}
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
@@ -190,7 +188,7 @@ def test_the_first_of_several_processes_chooses_for_all(kernels: Kernels, monkey
 def test_on_a_cpu_torch_chooses(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         chooses, picked = pick(kept="cudnn", measure="always")
-    assert (picked.row, chooses.kernel) == ((OWN, "torch's choice"), None)
+    assert (picked.name, picked.why, chooses.kernel) == (OWN, "torch's choice", None)
     assert [record.getMessage() for record in caplog.records] == ["attention: flash_cpu (torch's choice)"]
     assert attention._in_use is None
 

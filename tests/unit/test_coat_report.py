@@ -33,11 +33,11 @@ def test_rows_count_parts_with_the_same_treatment() -> None:
         report.add(f"blocks.{i}.to_q", GEMM)
     report.add("blocks.0.norm", WEIGHT_ONLY, "one row per image")
     report.skipped = {"proj_out": OUTSIDE, "blocks.0.odd": "fallback: multiples of 16"}
-    assert report.rows() == [
+    assert [(row.part, row.count, row.got, row.why) for row in report.parts()] == [
         ("blocks.*", 3, GEMM, ""),
         ("blocks.*", 1, WEIGHT_ONLY, "one row per image"),
-        ("proj_out", 1, "high precision", OUTSIDE),
         ("blocks.*", 1, "high precision", "fallback: multiples of 16"),
+        ("outside", 1, "high precision", f"{OUTSIDE} (proj_out)"),
     ]
     assert report.converted == ["blocks.0.to_q", "blocks.1.to_q", "blocks.2.to_q", "blocks.0.norm"]
 
@@ -111,8 +111,8 @@ def test_metadata_is_flat_text_and_the_same_for_the_same_run() -> None:
 def test_the_path_that_was_picked_shows_in_the_layers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     current: list[str] = []
-    set_gemm = pick.BlockGemms.set
-    monkeypatch.setattr(pick.BlockGemms, "set", lambda self, gemm: (current.append(gemm), set_gemm(self, gemm)))
+    set_gemm = pick.GemmPick.set
+    monkeypatch.setattr(pick.GemmPick, "set", lambda self, gemm: (current.append(gemm), set_gemm(self, gemm)))
     monkeypatch.setattr(pick, "timed", lambda once, device: 1.0 if current[-1] == "per_row" else 2.0)
     found = after_a_step({**KEPT, "speed": {"measure": "always"}}).metadata()
     per_row = "W e4m3/per_tensor, x e4m3/per_row, dy e5m2"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from coat_flux.blocks.decide import BlockPlan, Given, decide, saving_of
-from coat_flux.blocks.measure import PickedGemm
+from coat_flux.blocks.measure import Picked
 from coat_flux.blocks.sizes import UNKNOWN, Block, Tokens, UnknownBlock
 from coat_flux.config.coat import COATConfig
 
@@ -36,7 +36,8 @@ def test_auto_recomputes_more_the_less_is_free() -> None:
     free = [peak, peak - 1, peak // 2, 0]
     counts = [len(plan_of(replace(STEP, free_bytes=float(size))).recomputed or ()) for size in free]
     assert counts[0] == 0 < counts[1] <= counts[2] <= counts[3] == 4
-    assert plan_of(replace(STEP, free_bytes=0.0)).excess_bytes > 0
+    short = plan_of(replace(STEP, free_bytes=0.0))
+    assert (short.free_bytes, short.peak_bytes > 0) == (0.0, True)
     accumulating = replace(STEP, free_bytes=float(peak), accumulates=True)
     assert plan_of(accumulating).recomputed != []
 
@@ -74,7 +75,7 @@ def test_steps_are_cuda_graphs_where_they_can_be(asked: str, obstacle: str, expe
 
 
 def test_what_the_first_step_picked_is_taken() -> None:
-    plan = plan_of(replace(STEP, picked=PickedGemm("bf16", {}, "fastest")))
+    plan = plan_of(replace(STEP, picked=Picked("bf16", "fastest")))
     assert plan.gemm == "bf16"
 
 

@@ -298,10 +298,10 @@ def test_a_saved_path_that_the_config_forbids_is_said_and_not_taken(caplog: pyte
     pick = GemmPick({}, config, lambda *a: ())
     pick.keep("per_tensor")
     assert "per_tensor" in caplog.text
-    assert pick.choose((torch.ones(1),)).gemm == "per_row"
+    assert pick.choose((torch.ones(1),)).name == "per_row"
     again = GemmPick({}, config, lambda *a: ())
     again.keep("bf16")
-    assert again.choose((torch.ones(1),)).gemm == "bf16"
+    assert again.choose((torch.ones(1),)).name == "bf16"
 
 
 def test_weights_come_only_from_safetensors(tmp_path: Path) -> None:

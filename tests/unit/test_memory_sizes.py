@@ -22,7 +22,6 @@ from coat_flux.blocks.sizes import (
     fewest_recomputed,
     forward_bytes,
     gradient_bytes,
-    kept_by_kind,
     largest_moment,
     read_block,
     read_blocks,
@@ -75,37 +74,18 @@ def test_the_fused_flow_keeps_the_list_and_no_more():
     )
 
 
-KINDS_OF = {"fused": {"modulation", "inputs of norms", "LoRA middles", "q, k, v, out", "statistics", "MLP before GELU"}}
-KINDS_OF["generic"] = KINDS_OF["fused"] | {"LoRA inputs"}
-
-
-@pytest.mark.parametrize("flow", KINDS_OF)
-@pytest.mark.parametrize("kind", ["double", "single"])
-def test_kinds_add_up(flow, kind):
-    """But for a few vectors that nobody saves under a name."""
-    block, settings = flux_block(kind), FlowSettings(flow=flow)
-    found = kept_by_kind(block, TOKENS, settings)
-    assert found.keys() == KINDS_OF[flow]
-    assert sum(found.values()) == pytest.approx(block_bytes(block, TOKENS, settings).kept, abs=200)
-    elements = TOKENS.rows * 3072
-    assert found["q, k, v, out"] == found["MLP before GELU"] == 4 * elements * (128 + 4) // 128
-
-
 def test_what_needs_no_gradient_keeps_nothing():
     untrained = flux_block("double", [], trained_input=False)
     forward = forward_bytes(untrained, TOKENS, FlowSettings())
     assert block_bytes(untrained, TOKENS, FlowSettings()) == BlockBytes(0, 0, forward, 0, 0)
     assert not untrained.trained_output
-    assert kept_by_kind(untrained, TOKENS, FlowSettings()) == {}
     frozen_part = flux_block("double", ["ff.net.2"], trained_input=False)
-    assert kept_by_kind(frozen_part, TOKENS, EAGER).keys() == {"modulation", "LoRA inputs", "LoRA middles"}
     assert frozen_part.trained_output
 
 
 def test_a_trained_embedding_gives_gates_a_gradient():
     plain, trained = flux_block("single"), flux_block("single", trained_embedding=True)
-    gates = kept_by_kind(trained, TOKENS, FlowSettings())["inputs of gates"]
-    assert gates == TOKENS.rows * 3072 * (128 + 4) // 128
+    gates = TOKENS.rows * 3072 * (128 + 4) // 128
     kept = [block_bytes(block, TOKENS, FlowSettings()).kept for block in (trained, plain)]
     assert kept[0] - kept[1] == pytest.approx(gates, abs=3072 * 2 + 2)
 

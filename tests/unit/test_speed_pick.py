@@ -15,7 +15,6 @@ from torch import nn
 from coat_core import FP8Linear
 from coat_flux.blocks import measure as cache
 from coat_flux.blocks import measure as pick
-from coat_flux.blocks.gemms import BlockGemms
 from coat_flux.blocks.measure import GemmPick
 from coat_flux.config.coat import COATConfig
 
@@ -104,24 +103,23 @@ def test_candidates_are_at_least_as_precise_as_asked() -> None:
 def test_a_resumed_gemm_is_taken_without_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch, config_of())
     bench.pick.keep("bf16")
-    assert (bench.pick.choose(bench.args).gemm, bench.gemm(), bench.runs) == ("bf16", "bf16", [])
+    assert (bench.pick.choose(bench.args).name, bench.gemm(), bench.runs) == ("bf16", "bf16", [])
 
 
 def test_the_fastest_is_taken_and_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch, config_of(activation={"linear_granularity": "per_tensor"}))
     picked = bench.pick.choose(bench.args)
-    assert picked.gemm == bench.gemm() == "per_row"
+    assert picked.name == bench.gemm() == "per_row"
     assert picked.milliseconds == {"per_tensor": 9.0, "per_row": 6.0, "bf16": 15.0}
-    assert picked.describe().startswith("execution: per_row GEMM 6.0 ms (fastest, measured in")
-    assert "per_tensor 9.0 ms" in picked.describe()
+    assert picked.describe("", 1).startswith(" 6.0 ms (fastest, measured in")
+    assert "per_tensor 9.0 ms" in picked.describe("", 1)
 
 
 def test_excluded_linears_stay_in_bf16_and_fp8_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of()
     bench = Bench(monkeypatch, config)
-    gemms = BlockGemms(bench.blocks.values(), config)
     for gemm in ("bf16", "per_row", "per_tensor"):
-        gemms.set(gemm)
+        bench.pick.set(gemm)
         assert bench.gemm() == gemm
         assert all(not block.excluded.config.use_fp8_gemm for block in bench.blocks.values())
 
@@ -148,7 +146,7 @@ def test_the_budget_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch, config_of(), pass_s=4.0)
     picked = bench.pick.choose(bench.args)
     assert list(picked.milliseconds) == ["per_row"]
-    assert picked.gemm == "per_row"
+    assert picked.name == "per_row"
 
 
 def test_the_second_run_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,8 +154,8 @@ def test_the_second_run_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     expected = first.pick.choose(first.args)
     second = Bench(monkeypatch, config_of())
     picked = second.pick.choose(second.args)
-    assert (picked.gemm, picked.milliseconds, second.runs) == (expected.gemm, expected.milliseconds, [])
-    assert "measured earlier" in picked.describe()
+    assert (picked.name, picked.milliseconds, second.runs) == (expected.name, expected.milliseconds, [])
+    assert "measured earlier" in picked.describe("", 1)
     other = Bench(monkeypatch, config_of())
     other.pick.choose((torch.randn(1, 8, HIDDEN), other.args[1]))
     assert other.runs, "another shape is measured"
@@ -168,7 +166,7 @@ def test_a_broken_cache_costs_a_measurement(monkeypatch: pytest.MonkeyPatch, con
     cache.cache_file().parent.mkdir(parents=True)
     cache.cache_file().write_text(content)
     bench = Bench(monkeypatch, config_of())
-    assert bench.pick.choose(bench.args).gemm == "per_row"
+    assert bench.pick.choose(bench.args).name == "per_row"
     assert len(json.loads(cache.cache_file().read_text())) == 1
 
 
@@ -184,7 +182,7 @@ def test_as_written_where_nothing_is_measured(monkeypatch: pytest.MonkeyPatch, c
     bench = Bench(monkeypatch, COATConfig.from_dict(coat))
     picked = bench.pick.choose(bench.args)
     assert (bench.runs, picked.milliseconds) == ([], {})
-    assert why in picked.describe()
+    assert why in picked.describe("", 1)
 
 
 def test_a_cached_answer_of_another_config_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -430,9 +430,9 @@ def _session(
 def _modulate(runner: BlockRunner, names: dict[nn.Module, tuple[str, int]], recorder: Recorder, temb: Tensor) -> None:
     """Modulate ahead as many blocks as the whole model has, each with its adapters."""
     modulations: list[Modulation] = []
-    for form, (_, number) in zip(runner.forms, names.values(), strict=True):
-        modulations += form.form.modulations
-        for linear in [modulation.linear for modulation in form.form.modulations] * (number - 1):
+    for form, (_, number) in zip(runner.forms.values(), names.values(), strict=True):
+        modulations += form.modulations
+        for linear in [modulation.linear for modulation in form.modulations] * (number - 1):
             adapters = []
             for group in linear.adapters:
                 copies = [(nn.Parameter(x.down.detach()), nn.Parameter(x.up.detach())) for x in group]

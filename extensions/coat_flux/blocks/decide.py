@@ -11,7 +11,7 @@ from coat_core.activation import Saving
 from coat_core.formats import INT8
 from coat_core.granularity import Granularity, Storage
 
-from .measure import PickedGemm, candidates
+from .measure import Picked, candidates
 from .sizes import (
     FP32,
     Block,
@@ -42,7 +42,7 @@ class Given:
 
     Attributes:
         free_bytes: the budget minus everything held throughout a step; None: no limit.
-        attention: kernel of the fused blocks' attention, and why; None before the first step.
+        picked, attention: GEMM, and kernel of the fused blocks' attention, of the first step; None before it.
         recomputed: indices of recomputed blocks, unless the config decides.
     """
 
@@ -64,8 +64,8 @@ class Given:
     adapter_elements: int = 0  # of the matrices that the fused flow copies in the blocks' dtype
     graph_obstacle: str = NOT_CAPTURED  # why whole steps cannot be CUDA graphs; empty where they can
     picks_later: bool = False  # the first step still has to pick a GEMM
-    picked: PickedGemm | None = None  # what it picked
-    attention: tuple[str, str] | None = None
+    picked: Picked | None = None
+    attention: Picked | None = None
     recomputed: tuple[int, ...] | None = None
     ran_out_with: int | None = None  # how many blocks recomputed when memory ran out; None where it did not
     without_copies: bool = False  # memory ran out with transposed copies
@@ -92,7 +92,10 @@ class BlockPlan:
     gemm: str  # of `measure.GEMMS`, or the config's own scaling
     captured: bool  # steps are CUDA graphs
     blocks: tuple[BlockChoice, ...]  # in forward order
+    recomputed: list[int] | None  # indices of the blocks that recompute; None before `auto` has chosen
+    streamed: list[int]  # indices of the blocks with codes in CPU memory
     moment: Moment | None  # the moment when blocks need most; None before the first step
+    peak_bytes: int  # then, including tensors saved outside the blocks
     kept_bytes: int  # what all blocks keep from the forward to the backward pass
     around_bytes: int  # what the model keeps outside its blocks
     copies: bool  # transposed copies of the weights are kept
@@ -100,60 +103,33 @@ class BlockPlan:
     shadow_bytes: int  # of the adapters' copies (`fused.linears`); 0 without
     freed_bytes: int  # what codes in host memory leave free on the device
     spare_bytes: float = field(compare=False)  # what a step leaves free, where `auto` recomputes nothing; else below 0
+    free_bytes: float | None = field(compare=False)  # for a step; None: no limit
     given: Given = field(compare=False, repr=False)  # what it was decided by
-
-    @property
-    def recomputed(self) -> list[int] | None:
-        """Indices of the blocks that recompute; None before `auto` has chosen."""
-        if any(choice.recomputed is None for choice in self.blocks):
-            return None
-        return [i for i, choice in enumerate(self.blocks) if choice.recomputed]
-
-    @property
-    def resident(self) -> list[int]:
-        """Indices of the fused blocks whose codes are always on the device."""
-        return [i for i, choice in enumerate(self.blocks) if choice.flow == "fused" and not choice.streamed]
-
-    @property
-    def streamed(self) -> list[int]:
-        """Indices of the blocks with codes in CPU memory."""
-        return [i for i, choice in enumerate(self.blocks) if choice.streamed]
-
-    @property
-    def peak_bytes(self) -> int:
-        """The largest moment, including tensors saved outside the blocks."""
-        return self.around_bytes + (0 if self.moment is None else self.moment.total)
-
-    @property
-    def excess_bytes(self) -> float:
-        """Bytes a step needs beyond the free ones; 0 if it fits or there is no limit."""
-        free = self.free_bytes
-        return 0.0 if free is None else max(0.0, self.peak_bytes - free)
-
-    @property
-    def free_bytes(self) -> float | None:
-        """Bytes free for a step; None: no limit."""
-        return None if self.given.free_bytes is None else self.given.free_bytes + self.freed_bytes
 
 
 def decide(config: COATConfig, given: Given) -> BlockPlan:
     """Decide what every block does; before the first step (`given.tokens` is None) `auto` has no choice yet."""
     checkpointing = checkpointing_mode(config, given.allow_recompute)
-    gemm = candidates(config)[0] if given.picked is None else given.picked.gemm
+    gemm = candidates(config)[0] if given.picked is None else given.picked.name
     in_fp8 = config.enabled and config.activation.use_fp8
     sizes: list[BlockBytes] = []
     around = 0
     if given.tokens is not None:
         settings = block_settings(config, given)
-        sizes = [block_bytes(block, given.tokens, s) for block, s in zip(given.blocks, settings, strict=True)]
         last = given.blocks[-1]
         around = around_bytes(last, given.tokens, settings[-1]) if isinstance(last, Block) else 0
+        forced = given.recomputed is not None
+        sizes = _sizes(given, settings, "recomputed" if checkpointing == "all" and not forced else "kept")
+        needed = largest_moment(sizes, (), given.accumulates).total + around
+        short = given.free_bytes is not None and (bool(given.stream_bytes) or needed > given.free_bytes)
+        if forced or (checkpointing == "auto" and short):  # counting takes seconds, so only what may be recomputed
+            sizes = _sizes(given, settings, "kept", "recomputed")
     streamed = _streamed(config, given, checkpointing, sizes, around)
     freed = _freed(given, streamed)
     free = None if given.free_bytes is None else given.free_bytes + freed
     recomputed = _recomputed(config, given, checkpointing, sizes, around, free)
 
-    moment, spare, shadow = None, -1.0, 0
+    moment, spare, shadow, mode = None, -1.0, 0, config.memory.transposed_weights
     if sizes:
         moment = largest_moment(sizes, recomputed or (), given.accumulates)
         left = math.inf if free is None else free - moment.total - around
@@ -162,7 +138,10 @@ def decide(config: COATConfig, given: Given) -> BlockPlan:
             shadow = copied
         if checkpointing == "auto" and not recomputed and free is not None and not streamed:
             spare = left - shadow
-    copies = not streamed and _keeps_transposed(config, given, spare)
+    # `auto` keeps transposed copies only if no block recomputes, which costs far more time
+    copies = config.enabled and given.tokens is not None and given.device == "cuda" and not streamed
+    copies = copies and not given.without_copies and given.transposed_bytes > 0
+    copies = copies and (mode == "always" or (mode == "auto" and given.transposed_bytes <= spare))
     blocks = []
     for i in range(len(given.blocks)):
         again = None if recomputed is None else i in recomputed
@@ -180,7 +159,10 @@ def decide(config: COATConfig, given: Given) -> BlockPlan:
         gemm=gemm if in_fp8 else "bf16",
         captured=config.speed.cuda_graphs == "auto" and not given.graph_obstacle,
         blocks=tuple(blocks),
+        recomputed=recomputed,
+        streamed=list(streamed),
         moment=moment,
+        peak_bytes=around + (0 if moment is None else moment.total),
         kept_bytes=sum(s.recomputed if i in (recomputed or ()) else s.kept for i, s in enumerate(sizes)),
         around_bytes=around,
         copies=copies,
@@ -188,6 +170,7 @@ def decide(config: COATConfig, given: Given) -> BlockPlan:
         shadow_bytes=shadow,
         freed_bytes=freed,
         spare_bytes=spare,
+        free_bytes=free,
         given=given,
     )
 
@@ -203,6 +186,11 @@ def checkpointing_mode(config: COATConfig, allow_recompute: bool) -> str:
     if not allow_recompute:
         return "none"
     return config.memory.checkpointing if config.enabled else "all"
+
+
+def _sizes(given: Given, settings: Sequence[FlowSettings], *ways: str) -> list[BlockBytes]:
+    assert given.tokens is not None
+    return [block_bytes(block, given.tokens, s, ways) for block, s in zip(given.blocks, settings, strict=True)]
 
 
 def _streamed(config: COATConfig, given: Given, mode: str, sizes: Sequence[BlockBytes], around: int) -> tuple[int, ...]:
@@ -236,7 +224,7 @@ def _recomputed(
     """Indices of the blocks that recompute with `free` bytes; None before `auto` can choose."""
     every = list(range(len(given.blocks)))
     if given.recomputed is not None:
-        return list(given.recomputed)
+        return sorted(given.recomputed)
     if mode == "all":
         return every
     if mode == "auto" and given.tokens is None:
@@ -244,16 +232,6 @@ def _recomputed(
     if mode == "none" or free is None:
         return []
     return fewest_recomputed(sizes, free - around, given.accumulates)
-
-
-def _keeps_transposed(config: COATConfig, given: Given, spare: float) -> bool:
-    """Whether all transposed weight copies are kept. `auto`: only if no block recomputes, which costs far more time."""
-    mode = config.memory.transposed_weights
-    if not config.enabled or given.tokens is None or given.device != "cuda" or given.without_copies:
-        return False
-    if mode == "never":
-        return False
-    return given.transposed_bytes > 0 and (mode == "always" or given.transposed_bytes <= spare)
 
 
 def saving_of(config: COATConfig) -> Saving:

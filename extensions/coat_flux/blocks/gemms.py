@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -18,14 +18,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from coat_core.activation import FP8InputLinear
 from coat_core.config import FP8LinearConfig
 from coat_core.formats import FORMATS, INT8
 from coat_core.linear.function import (
     drop_transposed,
     forget_codes,
     fp8_gemm_obstacle,
-    input_storage,
     keep_transposed,
     load_weight,
     wants_transposed,
@@ -56,31 +54,6 @@ def config_for(device: torch.device, config: COATConfig) -> COATConfig:
         weight=replace(config.weight, format=INT8.name, granularity="per_tensor"),
         activation=replace(config.activation, format=INT8.name, linear_granularity="per_row"),
     )
-
-
-class BlockGemms:
-    """The blocks' linears with FP8 GEMMs."""
-
-    def __init__(self, blocks: Iterable[nn.Module], config: COATConfig) -> None:
-        self._blocks, self._asked = list(blocks), config.linear_config()
-        stored = [found for block in self._blocks for found in stored_linears(block)]
-        self._linears = [(module, name) for module, name in stored if getattr(module, name).use_fp8_gemm]
-
-    def leave_out(self, linears: Collection[nn.Module]) -> None:
-        """Exclude these from further changes."""
-        ids = {id(module) for module in linears}
-        self._linears = [(module, name) for module, name in self._linears if id(module) not in ids]
-
-    def set(self, gemm: str) -> None:
-        """Switch to a GEMM of `execution.GEMMS`, or the config's own scaling; adapters save their inputs to match."""
-        scaling = self._asked.input_granularity if gemm == "bf16" else gemm
-        for module, name in self._linears:
-            own: FP8LinearConfig = getattr(module, name)
-            setattr(module, name, replace(own, use_fp8_gemm=gemm != "bf16", input_granularity=scaling))
-        for block in self._blocks:
-            for module in block.modules():
-                if isinstance(module, FP8InputLinear) and module.source:
-                    module.storage = input_storage(replace(self._asked, input_granularity=scaling))
 
 
 def stored_linears(block: nn.Module) -> Iterator[tuple[Any, str]]:

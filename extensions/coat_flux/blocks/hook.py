@@ -57,8 +57,8 @@ class BlockHook:
 
     @property
     def own(self) -> Callable[..., Any]:
-        """The forward that was there."""
-        return self.before or type(self._block).forward.__get__(self._block)  # type: ignore[attr-defined, no-any-return]
+        """The forward that was there; FSDP2 changes the block's class."""
+        return self.before or type(self._block).forward.__get__(self._block)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block."""
@@ -98,9 +98,9 @@ def take_over(
     for module in model.modules():
         if getattr(module, FLAG, False):
             setattr(module, FLAG, False)
-        for name in SWITCHES:
+        for name in SWITCHES:  # a trainer may turn them again
             if hasattr(module, name):
-                setattr(module, name, _stay_off)
+                setattr(module, name, lambda *_, **__: None)
 
 
 def release(block: nn.Module) -> None:
@@ -130,10 +130,6 @@ def own_forward(block: nn.Module) -> Callable[..., Any]:
     return block if hook is None else hook.own
 
 
-def _stay_off(*_: Any, **__: Any) -> None:
-    """In place of a model's switch for its own recomputation, which a trainer may turn again."""
-
-
 def check_reached(names: Sequence[str], ran: Mapping[int, str], *, strict: bool) -> None:
     """After the first step, warn of blocks that the runner did not get (`ran`: as in `BlockRunner`).
 
@@ -145,18 +141,26 @@ def check_reached(names: Sequence[str], ran: Mapping[int, str], *, strict: bool)
     lists: dict[str, list[str | None]] = {}
     for i, name in enumerate(names):
         lists.setdefault(name.rpartition(".")[0], []).append(ran.get(i))
-    found, partly, reached = [], False, 0
+    missed, partly, reached = [], False, 0
     for name, ways in lists.items():
         idle, host = ways.count(None), ways.count("host")
-        found += [f"{idle} of {len(ways)} {name} were not called"] * bool(idle)
-        found += [f"{host} of {len(ways)} {name} are in a checkpoint of the model's own"] * bool(host)
+        if idle:
+            missed.append(f"{idle} of {len(ways)} {name} were not called")
+        if host:
+            missed.append(f"{host} of {len(ways)} {name} are in a checkpoint of the model's own")
         partly = partly or bool(host) or 0 < idle < len(ways)
         reached += len(ways) - idle - host
-    text = "the first step left COAT out of blocks, whose activations stay in high precision: " + ", ".join(found)
-    if found and (not reached or (partly and strict)):
+    text = "the first step left COAT out of blocks, whose activations stay in high precision: " + ", ".join(missed)
+    if missed and (not reached or (partly and strict)):
         raise RuntimeError(f"{text}; set coat.enabled: false, or report this model's class")
-    if found:
+    if missed:
         logger.warning("%s", text)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether the module has hooks."""
+    forward = module._forward_hooks or module._forward_pre_hooks
+    return bool(forward or module._backward_hooks or module._backward_pre_hooks)
 
 
 def first_tensor(args: tuple[Any, ...]) -> Tensor:

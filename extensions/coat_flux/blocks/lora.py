@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -29,49 +29,38 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+SHARED, OWN = "x of the base linear", "an FP8 x of its own"  # what an adapter saves
 DROPOUT = "LoRA dropout"  # why a linear with an adapter cannot be fused
 
 
-@dataclass
-class LoraReport:
-    """Result of `attach_lora`, by adapter name; `own`: adapters that save an FP8 x of their own."""
-
-    shared: list[str] = field(default_factory=list)  # adapters that keep the FP8 x of their base linear
-    own: list[str] = field(default_factory=list)
-    skipped: dict[str, str] = field(default_factory=dict)  # name → reason
-
-    def summary(self) -> str:
-        """One line with the counts."""
-        return (
-            f"LoRA inputs in FP8: {len(self.shared)} shared with their base linear, {len(self.own)} of their own, "
-            f"{len(self.skipped)} left in high precision"
-        )
-
-
-def attach_lora(root: nn.Module, config: COATConfig) -> LoraReport:
+def attach_lora(root: nn.Module, config: COATConfig) -> dict[str, str]:
     """Convert the down projections of all adapters in a PEFT model or ai-toolkit's LoRA network, in place.
 
-    With `enabled` or `activation.use_fp8` off nothing is changed.
+    Returns adapter → `SHARED` or `OWN`, or why it is left in high precision. With `enabled` or `activation.use_fp8`
+    off nothing is changed.
 
     Raises:
         ValueError: COAT is on and there is no adapter below `root`.
     """
-    report = LoraReport()
+    inputs: dict[str, str] = {}
     if not (config.enabled and config.activation.use_fp8):
-        return report
+        return inputs
     linear_config = config.linear_config()
     for name, down, base, sees_base_input in _adapters(root):
         if type(down) is not nn.Linear or down.bias is not None:
-            report.skipped[name] = f"its down projection is a {type(down).__name__}"
+            inputs[name] = f"its down projection is a {type(down).__name__}"
             continue
         hands_over = isinstance(base, FP8Linear | FP8TrainableLinear) or hasattr(base, "coat_linear_config")
         shares = sees_base_input and (hands_over or is_adopted(base))
         FP8InputLinear.from_linear(down, input_storage(linear_config), base if shares else None)
-        (report.shared if shares else report.own).append(name)
-    if not (report.shared or report.own or report.skipped):
+        inputs[name] = SHARED if shares else OWN
+    if not inputs:
         raise ValueError(f"{type(root).__name__}: no LoRA adapter found; attach after the LoRA network is made")
-    logger.info(report.summary())
-    return report
+    ways = list(inputs.values())
+    shared, own = ways.count(SHARED), ways.count(OWN)
+    text = "LoRA inputs in FP8: %d shared with their base linear, %d of their own, %d left in high precision"
+    logger.info(text, shared, own, len(ways) - shared - own)
+    return inputs
 
 
 def _adapters(root: nn.Module) -> Iterator[tuple[str, Any, Any, bool]]:

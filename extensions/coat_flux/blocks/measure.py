@@ -22,18 +22,21 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from coat_core.activation import FP8InputLinear
+from coat_core.config import FP8LinearConfig
+from coat_core.linear.function import input_storage
 from coat_core.ops.attention import GPU_KERNELS, TAKES_MASK, AttentionTrial, chosen_kernel, use_kernel
 
 from ..base.files import write_file
 from .fused.parts import written_gradients
-from .gemms import BlockGemms
+from .gemms import stored_linears
 from .hook import argument_names
 from .lora import trained_parameters
 
@@ -44,24 +47,40 @@ logger = logging.getLogger(__name__)
 
 MEASURED = "the fastest of those that were measured"  # for the start table, which has no numbers of one run
 
+
+@dataclass(frozen=True)
+class Picked:
+    """A GEMM of the blocks' linears, or a kernel of their attention.
+
+    Attributes:
+        name: of `GEMMS` or the config's own scaling; or as `coat_core.ops.attention` names the kernel.
+        why: in words.
+        milliseconds: of all blocks by GEMM, or of one block by kernel, if measured.
+        refused: kernel → why it cannot be used here.
+    """
+
+    name: str
+    why: str = "torch's choice"
+    milliseconds: Mapping[str, float] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+    def describe(self, title: str, digits: int) -> str:
+        """One line for the log: its time; in brackets the reason, the times of the others, and those refused."""
+        own, others = "", [self.why]
+        for name, ms in self.milliseconds.items():
+            if name == self.name:
+                own = f" {ms:.{digits}f} ms"
+            else:
+                others.append(f"{name} {ms:.{digits}f} ms")
+        others += [f"{name}: {reason}" for name, reason in self.refused.items()]
+        return f"{title}{own} ({'; '.join(others)})"
+
+
 # -- the scaling of the GEMMs -----------------------------------------------------------------------------------------
 
 GEMMS = ("per_tensor", "per_row", "bf16")  # from coarse to exact
 BUDGET_S = 20.0
 WARM_UP, REPEATS = 2, 5
-
-
-@dataclass(frozen=True)
-class PickedGemm:
-    """The GEMM of the blocks' linears, and why; milliseconds of all blocks by candidate, if measured."""
-
-    gemm: str  # of `GEMMS`, or the config's own scaling
-    milliseconds: Mapping[str, float]
-    why: str  # in words
-
-    def describe(self) -> str:
-        """One line for the log."""
-        return f"execution: {self.gemm} GEMM{_in_words(self.gemm, self.why, self.milliseconds, '.1f')}"
 
 
 def candidates(config: COATConfig) -> tuple[str, ...]:
@@ -71,7 +90,7 @@ def candidates(config: COATConfig) -> tuple[str, ...]:
 
 
 class GemmPick:
-    """Chooses at the first forward pass; `form_of` returns what runs a block in a training step."""
+    """Chooses for the linears with FP8 GEMMs, at the first pass; `form_of` returns what runs a block in a step."""
 
     def __init__(
         self,
@@ -80,7 +99,8 @@ class GemmPick:
         form_of: Callable[[nn.Module], Callable[..., Any]],
     ) -> None:
         self._blocks, self._config, self._form_of = list(blocks.values()), config, form_of
-        self._gemms = BlockGemms(self._blocks, config)
+        stored = [each for block in self._blocks for each in stored_linears(block)]
+        self._linears = [(module, name) for module, name in stored if getattr(module, name).use_fp8_gemm]
         self._candidates = candidates(config)
         self._resumed: str | None = None
 
@@ -93,36 +113,46 @@ class GemmPick:
 
     def leave_out(self, linears: Collection[nn.Module]) -> None:
         """Exclude these linears from the pick."""
-        self._gemms.leave_out(linears)
+        ids = {id(module) for module in linears}
+        self._linears = [(module, name) for module, name in self._linears if id(module) not in ids]
 
-    def choose(self, args: tuple[Any, ...]) -> PickedGemm:
+    def set(self, gemm: str) -> None:
+        """Switch to one of `GEMMS`, or the config's own scaling; adapters save their inputs to match."""
+        asked = self._config.linear_config()
+        scaling = asked.input_granularity if gemm == "bf16" else gemm
+        for module, name in self._linears:
+            own: FP8LinearConfig = getattr(module, name)
+            setattr(module, name, replace(own, use_fp8_gemm=gemm != "bf16", input_granularity=scaling))
+        for block in self._blocks:
+            for module in block.modules():
+                if isinstance(module, FP8InputLinear) and module.source:
+                    module.storage = input_storage(replace(asked, input_granularity=scaling))
+
+    def choose(self, args: tuple[Any, ...]) -> Picked:
         """Pick a GEMM by the first block's coming `args`, and set the blocks' linears to it."""
         measure, device = self._config.speed.measure, args[0].device.type
         if self._resumed is not None:
-            picked = PickedGemm(self._resumed, {}, "that of the resumed run")
+            picked = Picked(self._resumed, "that of the resumed run")
         elif measure == "never":
-            picked = PickedGemm(self._candidates[0], {}, "as configured: speed.measure: never")
+            picked = Picked(self._candidates[0], "as configured: speed.measure: never")
         elif measure == "auto" and device != "cuda":
-            picked = PickedGemm(self._candidates[0], {}, f"as configured: nothing is measured on a {device}")
+            picked = Picked(self._candidates[0], f"as configured: nothing is measured on a {device}")
         elif len(self._candidates) == 1:
-            picked = PickedGemm(self._candidates[0], {}, "the only one that is as precise as configured")
+            picked = Picked(self._candidates[0], "the only one that is as precise as configured")
         else:
-            picked = self._measured(args)
-        self._gemms.set(picked.gemm)
-        logger.info(picked.describe())
+            key = key_of(args, self._blocks, self._config)
+            times = from_first_process(lambda: read_times(key))
+            why = "measured earlier on this GPU, these shapes"
+            if not set(times) & set(self._candidates):
+                started = time.monotonic()
+                times = from_first_process(lambda: self._time_all(args))
+                why = f"fastest, measured in {time.monotonic() - started:.1f} s"
+                write_times(key, times)
+            times = {gemm: ms for gemm, ms in times.items() if gemm in self._candidates}
+            picked = Picked(min(times, key=lambda gemm: times[gemm]), why, times)
+        self.set(picked.name)
+        logger.info(picked.describe(f"execution: {picked.name} GEMM", digits=1))
         return picked
-
-    def _measured(self, args: tuple[Any, ...]) -> PickedGemm:
-        key = key_of(args, self._blocks, self._config)
-        times = from_first_process(lambda: read_times(key))
-        why = "measured earlier on this GPU, these shapes"
-        if not set(times) & set(self._candidates):
-            started = time.monotonic()
-            times = from_first_process(lambda: self._time_all(args))
-            why = f"fastest, measured in {time.monotonic() - started:.1f} s"
-            write_times(key, times)
-        times = {gemm: ms for gemm, ms in times.items() if gemm in self._candidates}
-        return PickedGemm(min(times, key=lambda gemm: times[gemm]), times, why)
 
     def _time_all(self, args: tuple[Any, ...]) -> dict[str, float]:
         started = time.monotonic()
@@ -134,7 +164,7 @@ class GemmPick:
             if times and time.monotonic() - started > BUDGET_S:
                 logger.info("speed.measure: no time left for %s", gemm)
                 continue
-            self._gemms.set(gemm)
+            self.set(gemm)
             times[gemm] = sum(count * self._block_ms(first[kind], args, started) for kind, count in counts.items())
         return times
 
@@ -169,76 +199,56 @@ TIE = 1.03  # torch's choice is taken where another is not faster by more than t
 PACKAGES = ("flash-attn", "flash-attn-3", "flash-attn-4")
 
 
-@dataclass(frozen=True)
-class PickedAttention:
-    """The attention kernel of the run, and why; milliseconds per block and kernel, if measured."""
-
-    kernel: str  # as `coat_core.ops.attention` names it
-    why: str = "torch's choice"  # in words
-    milliseconds: Mapping[str, float] = field(default_factory=dict)
-    refused: Mapping[str, str] = field(default_factory=dict)  # kernel → why it cannot be used here
-
-    @property
-    def row(self) -> tuple[str, str]:
-        """Kernel and reason for the start table."""
-        return self.kernel, MEASURED if self.milliseconds else self.why
-
-    def describe(self) -> str:
-        """One line for the log."""
-        words = _in_words(self.kernel, self.why, self.milliseconds, ".2f", self.refused)
-        return f"attention: {self.kernel}{words}"
-
-
 class AttentionPick:
-    """Chooses once, at the first training pass."""
+    """Chooses once, at the first training pass.
+
+    Attributes:
+        resumed: the kernel of the run being resumed, taken if it can be used: another one rounds otherwise.
+        kernel: the one in use, of a GPU.
+    """
 
     def __init__(self, config: COATConfig) -> None:
         self._forced = None if config.speed.attention == "auto" else config.speed.attention
         self._measures = config.speed.measure != "never"
-        self._kept: str | None = None
+        self.resumed: str | None = None
         self.kernel: str | None = None
 
-    def keep(self, kernel: str) -> None:
-        """Take the kernel of the run being resumed, if it can be used: another one rounds otherwise."""
-        self._kept = kernel
-
-    def choose(self, like: Tensor, mask: Tensor | None = None) -> PickedAttention:
+    def choose(self, like: Tensor, mask: Tensor | None = None) -> Picked:
         """Pick a kernel for q [B, H, S, d] and a mask; RuntimeError if the configured one cannot be used."""
         use_kernel(None)
         own = chosen_kernel(like, like, like, mask)
         if mask is not None and self._forced not in (None, *TAKES_MASK):
             raise _cannot(self._forced, "takes no mask, which this model hands to attention")
         if mask is not None and self._forced is None:
-            picked = PickedAttention(own, "torch's choice of those that take this model's mask")
+            picked = Picked(own, "torch's choice of those that take this model's mask")
         elif like.device.type == DEVICE:
             picked = self._chosen(like, own)
-            self.kernel = picked.kernel
-            if self._kept not in (None, picked.kernel):
+            self.kernel = picked.name
+            if self.resumed not in (None, picked.name):
                 text = "resume: attention kernel %s -> %s (%s); results differ from here on by rounding"
-                why = picked.refused.get(self._kept or "", picked.why)
-                logger.warning(text, self._kept, picked.kernel, why)
+                logger.warning(text, self.resumed, picked.name, picked.refused.get(self.resumed, picked.why))
         elif self._forced is not None:
             raise _cannot(self._forced, f"needs a GPU, this is a {like.device.type}")
         else:
-            picked = PickedAttention(own)
-        use_kernel(None if picked.why.startswith("torch's choice") else picked.kernel, like)
-        logger.info(picked.describe())
+            picked = Picked(own)
+        use_kernel(None if picked.why.startswith("torch's choice") else picked.name, like)
+        logger.info(picked.describe(f"attention: {picked.name}", digits=2))
         return picked
 
-    def _chosen(self, like: Tensor, own: str) -> PickedAttention:
+    def _chosen(self, like: Tensor, own: str) -> Picked:
         refused = {}
         if self._forced is not None:
             reason = AttentionTrial(like).obstacle(self._forced)
             if reason is not None:
                 raise _cannot(self._forced, reason)
-            return PickedAttention(self._forced, "as configured: speed.attention")
-        if self._kept is not None:
-            reason = AttentionTrial(like).obstacle(self._kept)
+            return Picked(self._forced, "as configured: speed.attention")
+        if self.resumed is not None:
+            reason = AttentionTrial(like).obstacle(self.resumed)
             if reason is None:
-                return PickedAttention(self._kept, "that of the resumed run")
-            refused = {self._kept: reason}
+                return Picked(self.resumed, "that of the resumed run")
+            refused = {self.resumed: reason}
         if not self._measures:
-            return PickedAttention(own, refused=refused)
+            return Picked(own, refused=refused)
         return from_first_process(lambda: _measured_kernel(like, own, refused))
 
 
@@ -246,7 +256,7 @@ def _cannot(kernel: str, reason: str) -> RuntimeError:
     return RuntimeError(f"coat.speed.attention={kernel!r}: {reason}; set it to auto, or to a kernel that runs here")
 
 
-def _measured_kernel(like: Tensor, own: str, refused: Mapping[str, str]) -> PickedAttention:
+def _measured_kernel(like: Tensor, own: str, refused: Mapping[str, str]) -> Picked:
     facts = {
         "attention": [list(like.shape), str(like.dtype)],
         "cudnn": torch.backends.cudnn.version(),
@@ -256,7 +266,7 @@ def _measured_kernel(like: Tensor, own: str, refused: Mapping[str, str]) -> Pick
     times = read_times(key)
     if times and trial.obstacle(_fastest_kernel(times, own)) is None:
         why = "measured earlier on this GPU, this shape"
-        return PickedAttention(_fastest_kernel(times, own), why, times, refused)
+        return Picked(_fastest_kernel(times, own), why, times, refused)
     times = {}
     for kernel in dict.fromkeys((own, *GPU_KERNELS)):
         reason = trial.obstacle(kernel)
@@ -265,9 +275,9 @@ def _measured_kernel(like: Tensor, own: str, refused: Mapping[str, str]) -> Pick
         else:
             refused[kernel] = reason
     if not times:
-        return PickedAttention(own, "torch's choice: no kernel passed the trial", {}, refused)
+        return Picked(own, "torch's choice: no kernel passed the trial", refused=refused)
     write_times(key, times)
-    return PickedAttention(_fastest_kernel(times, own), f"fastest at {like.shape[2]} tokens", times, refused)
+    return Picked(_fastest_kernel(times, own), f"fastest at {like.shape[2]} tokens", times, refused)
 
 
 def _fastest_kernel(times: Mapping[str, float], own: str) -> str:
@@ -301,20 +311,6 @@ def from_first_process(make: Callable[[], Any]) -> Any:
     box = [make() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(box, src=0)
     return box[0]
-
-
-def _in_words(
-    chosen: str, why: str, milliseconds: Mapping[str, float], form: str, refused: Mapping[str, str] | None = None
-) -> str:
-    """Time of the chosen one; in brackets the reason, the times of the others, and why some cannot be used."""
-    own, others = "", [why]
-    for name, ms in milliseconds.items():
-        if name == chosen:
-            own = f" {ms:{form}} ms"
-        else:
-            others.append(f"{name} {ms:{form}} ms")
-    others += [f"{name}: {reason}" for name, reason in (refused or {}).items()]
-    return f"{own} ({'; '.join(others)})"
 
 
 # -- times of earlier runs --------------------------------------------------------------------------------------------

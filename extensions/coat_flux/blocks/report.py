@@ -21,7 +21,7 @@ from coat_core.linear.module import FP8TrainableLinear
 from coat_core.ops.dispatch import triton_obstacle
 
 from ..base.text import columns
-from .decide import BlockChoice, BlockPlan, Given, block_settings, saving_of
+from .decide import BlockPlan, Given, block_settings, saving_of
 from .measure import MEASURED
 from .models import READ_BLOCKS
 from .sizes import Block, Tokens, block_bytes, read_blocks, shown_by
@@ -96,8 +96,8 @@ class CoatReport:
         """Add or replace the row of a part unknown to `apply_coat`, such as the optimizer."""
         self._added[part] = TableRow(part, asked, got, why)
 
-    def rows(self) -> list[tuple[str, int, str, str]]:
-        """Return (part, layers, got, why), one row per part of the model and treatment, as it is now."""
+    def parts(self) -> list[TableRow]:
+        """Return all rows of the table, as it is now; what is outside the blocks is one of them."""
         counts: Counter[tuple[str, str, str]] = Counter()
         for name, got in self.got.items():
             module = self.linears.get(name)
@@ -110,12 +110,8 @@ class CoatReport:
             counts[_part(name), f"W {how}, {OWN_PRODUCTS}", QUANTIZED] += 1
         for name, reason in self.skipped.items():
             counts[_part(name), "high precision", reason] += 1
-        return [(part, count, got, why) for (part, got, why), count in counts.items()]
-
-    def parts(self) -> list[TableRow]:
-        """Return all rows of the table, as it is now; what is outside the blocks is one of them."""
         rows, outside = [], {}
-        for part, count, got, why in self.rows():
+        for (part, got, why), count in counts.items():
             if why == OUTSIDE:
                 outside[part] = count
             else:
@@ -193,7 +189,14 @@ def shared_rows(
     gemms = _gemms(plan, config, device)
     if own:
         gemms = gemms._replace(got=OWN_PRODUCTS, why=QUANTIZED)
-    rows = [gemms, _kernels(device), _saved(plan, config, ran), _attention(plan, config), _checkpointing(plan, config)]
+    kernels = TableRow("kernels", "Triton", "Triton")
+    obstacle: str | None = f"Triton kernels need a GPU, this is a {device.type}"
+    if device.type == "cuda":
+        here = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+        obstacle = triton_obstacle(here)
+    if obstacle is not None:
+        kernels = kernels._replace(got="PyTorch reference", why=obstacle)
+    rows = [gemms, kernels, _saved(plan, config, ran), _attention(plan, config), _checkpointing(plan, config)]
     if plan.given.stream_bytes:
         rows.append(_streamed(plan, config))
     if config.weight.use_fp8 and config.activation.use_fp8 and not own:
@@ -228,17 +231,6 @@ def _gemms(plan: BlockPlan, config: COATConfig, device: torch.device) -> TableRo
     return TableRow("GEMMs", asked, "int8_mm", why)
 
 
-def _kernels(device: torch.device) -> TableRow:
-    if device.type != "cuda":
-        why = f"Triton kernels need a GPU, this is a {device.type}"
-        return TableRow("kernels", "Triton", "PyTorch reference", why)
-    here = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
-    obstacle = triton_obstacle(here)
-    if obstacle is None:
-        return TableRow("kernels", "Triton", "Triton")
-    return TableRow("kernels", "Triton", "PyTorch reference", obstacle)
-
-
 def _saved(plan: BlockPlan, config: COATConfig, ran: Mapping[int, str]) -> TableRow:
     if not config.activation.use_fp8:
         return TableRow("saved tensors", "high precision", "high precision", "activation.use_fp8: false")
@@ -269,7 +261,8 @@ def _attention(plan: BlockPlan, config: COATConfig) -> TableRow:
     if plan.given.attention is None:
         kernel, why = LATER if _has_readers(plan) else "chosen by torch at each call", ""
     else:
-        kernel, why = plan.given.attention
+        picked = plan.given.attention
+        kernel, why = picked.name, MEASURED if picked.milliseconds else picked.why
     if kernel == "plain":
         why = "no fused kernel takes these tensors: backward runs it again"
     return TableRow("attention", asked, f"as asked; kernel {kernel}", why)
@@ -334,8 +327,7 @@ def _execution(plan: BlockPlan, config: COATConfig) -> TableRow:
     got = "steps as CUDA graphs" if plan.captured else "eager"
     picked = plan.given.picked
     if picked is not None:
-        got = f"{picked.gemm} GEMM, {got}"
-        why = MEASURED if picked.milliseconds else picked.why
+        got, why = f"{picked.name} GEMM, {got}", MEASURED if picked.milliseconds else picked.why
     else:
         why = "as configured" if _has_readers(plan) else f"as configured: {NO_READER}"
     if config.speed.cuda_graphs == "auto" and plan.given.graph_obstacle:
@@ -368,19 +360,18 @@ def treatments(plan: BlockPlan, ran: Mapping[int, str] | None = None) -> Counter
     """What the blocks do, in words → how many; `ran` as of `shared_rows`, None for what is planned."""
     counts: Counter[str] = Counter()
     for i, choice in enumerate(plan.blocks):
-        counts[_treatment(choice, choice.flow if ran is None else ran.get(i, "idle"))] += 1
+        way = choice.flow if ran is None else ran.get(i, "idle")
+        if way in NOT_REACHED:
+            words = NOT_REACHED[way]
+        elif choice.recomputed:
+            words = "recomputed"
+        elif choice.saved is None:
+            words = "kept in high precision"
+        else:
+            flow = "fused" if way == "fused" else "generic"
+            words = f"kept in FP8, {flow} flow, attention {choice.saved.attention}"
+        counts[words] += 1
     return counts
-
-
-def _treatment(choice: BlockChoice, way: str) -> str:
-    if way in NOT_REACHED:
-        return NOT_REACHED[way]
-    if choice.recomputed:
-        return "recomputed"
-    if choice.saved is None:
-        return "kept in high precision"
-    flow = "fused" if way == "fused" else "generic"
-    return f"kept in FP8, {flow} flow, attention {choice.saved.attention}"
 
 
 def generic_cost(config: COATConfig, given: Given, block: nn.Module, args: tuple[Any, ...]) -> str:
@@ -395,7 +386,7 @@ def generic_cost(config: COATConfig, given: Given, block: nn.Module, args: tuple
     elements = tokens.rows * described.hidden
     (in_generic,) = block_settings(config, given, fused=False)
     (in_fused,) = block_settings(config, replace(given, dropout=False))  # which the fused flow never has
-    generic, fused = block_bytes(described, tokens, in_generic).kept, block_bytes(described, tokens, in_fused).kept
+    generic, fused = (block_bytes(described, tokens, each, ("kept",)).kept for each in (in_generic, in_fused))
     return (
         f"; such a block keeps {generic / 1e6:.2f} MB instead of {fused / 1e6:.2f} MB "
         f"({generic / elements:.1f} instead of {fused / elements:.1f} bytes per token and channel)"

@@ -28,15 +28,15 @@ from coat_core.optim.state import state_bytes
 
 from . import report
 from .decide import BlockPlan, Given, budget_bytes, decide, saving_of
-from .fused.chooser import attention_query, check_agreement, fused_block
+from .fused.chooser import attention_query, disagreement, fused_block
+from .fused.forms import Form
 from .fused.linears import AdapterCopies, LinearGroup, NotFusable
 from .fused.parts import Modulation, modulate_ahead
-from .fused.reading import FusedBlock, has_hooks
 from .gemms import multiply_in_bf16, set_transposed, transposed_bytes
 from .held import held_bytes, usable_bytes
-from .hook import check_reached, first_tensor, frozen_tensors, hook_of, own_forward, take_over
+from .hook import check_reached, first_tensor, frozen_tensors, has_hooks, hook_of, own_forward, take_over
 from .lora import trained_parameters
-from .measure import AttentionPick, GemmPick, PickedGemm
+from .measure import AttentionPick, GemmPick, Picked
 from .models import block_name, listed_blocks, read_list
 from .quantized import has_adopted
 from .sizes import Tokens, read_blocks, shown_by
@@ -53,6 +53,10 @@ class BlockRunner:
 
     Attributes:
         ran: block index → "fused", "own" (its own code) or "host" (in a checkpoint of its model, without COAT).
+        forms: block index → the form of each block that runs fused.
+        gemms, attention: choose at the first step; `gemms` is None after it, or with nothing to choose.
+        picked: the GEMM that it chose.
+        generation: changes whenever a block would run differently, which invalidates captured graphs.
 
     Raises:
         ValueError: `memory.checkpointing` is all while recomputation is forbidden.
@@ -75,13 +79,14 @@ class BlockRunner:
         self._fuses = config.enabled and config.activation.use_fp8 and config.activation.flow == "fused"
         adopted = any(map(has_adopted, self._modules))
         measures = all(self._readable) and config.speed.measure != "never" and not adopted
-        self._pick = GemmPick(blocks, config, self._kept_form) if measures else None
+        self.gemms = GemmPick(blocks, config, self._kept_form) if measures else None
+        self.picked: Picked | None = None
         self.attention = AttentionPick(config)
         self.streaming: StreamedWeights | None = None
         self._place = len(self._modules)  # of the block that ran last
         self._state: BlockState | None = None  # of the blocks when they were read
-        self._read_forms: dict[int, FusedBlock] = {}  # index → a block that can be fused
-        self._forms: dict[int, FusedBlock] = {}  # those of them that the plan has run so
+        self._read_forms: dict[int, Form] = {}  # index → a block that can be fused
+        self.forms: dict[int, Form] = {}  # those of them that the plan has run so
         self._copies: AdapterCopies | None = None
         self._groups: list[LinearGroup] = []  # of all forms, modulations' among them
         self._modulations: list[Modulation] = []  # of the blocks whose vectors are made where a pass begins
@@ -94,11 +99,11 @@ class BlockRunner:
         self._logged: BlockPlan | None = None  # the plan that was logged last
         self._counts: Counter[str] | None = None  # of blocks by what they do, as logged
         self._plan: Any = None  # a BlockPlan, from the first decision on
-        self._checked, self._decisions, self._readings = False, 0, 0
+        self._checked, self.generation = False, 0
         names, sizes = (block_name(type(block)) for block in self._modules), read_blocks(self._modules, (), 0)
         facts = {"quantized": adopted, "picks_later": measures}
         self._given = Given(sizes, tuple(names), allow_recompute=allow_recompute, **facts)
-        self._decide(unfused=self._read_all(join=False)[1])
+        self.expect(unfused=self._read_all(join=False)[1])
 
     @classmethod
     def install(
@@ -116,7 +121,7 @@ class BlockRunner:
         if config.memory.stream_blocks != 0:
             here = next(model.parameters()).device if device is None else device
             streaming = runner.streaming = StreamedWeights(runner._modules, here)
-            runner._decide(stream_bytes=streaming.bytes)
+            runner.expect(stream_bytes=streaming.bytes)
             ready = streaming.ready
         take_over(model, blocks.values(), runner, runner._note_host, ready)
         return runner
@@ -131,39 +136,15 @@ class BlockRunner:
     def plan(self) -> BlockPlan:
         """What every block does; before the first step, as far as that is known."""
         if self._given.tokens is None:  # adapters may have been added since
-            self._decide(blocks=read_blocks(self._modules, (), 0), unfused=self._read_all(join=False)[1])
+            self.expect(blocks=read_blocks(self._modules, (), 0), unfused=self._read_all(join=False)[1])
         return self._plan
-
-    @property
-    def picked(self) -> PickedGemm | None:
-        """The first step's picks; None before it, or with nothing to pick."""
-        return self._given.picked
-
-    @property
-    def generation(self) -> tuple[int, int]:
-        """Changes whenever a block would run differently, which invalidates captured graphs."""
-        return self._decisions, self._readings
-
-    @property
-    def forms(self) -> list[FusedBlock]:
-        """Forms of the blocks that run fused."""
-        return list(self._forms.values())
-
-    def expect(self, **known: Any) -> None:
-        """Set fields of `decide.Given` that a trainer knows before the first step."""
-        self._decide(**known)
-
-    def keep_gemm(self, gemm: str) -> None:
-        """Let the first step take this one, where the config allows it: `GemmPick.keep`."""
-        if self._pick is not None:
-            self._pick.keep(gemm)
 
     def multiply_in_bf16(self, linears: Collection[nn.Module]) -> None:
         """Take FP8 linears of the blocks out of FP8 GEMMs for the rest of the run, as `activation.exclude` does."""
-        if self._pick is not None:
-            self._pick.leave_out(linears)
+        if self.gemms is not None:
+            self.gemms.leave_out(linears)
         multiply_in_bf16(linears)
-        self._decisions += 1
+        self.generation += 1
         for module in linears:
             drop_transposed(module)
 
@@ -174,12 +155,12 @@ class BlockRunner:
             return None
         if plan.copies and self._config.memory.transposed_weights == "auto":
             freed = transposed_bytes(self._modules)
-            self._decide(without_copies=True)
+            self.expect(without_copies=True)
             return f"transposed weights: {freed / 1e9:.2f} GB dropped for the rest of the run; results stay the same"
         before, every = len(plan.recomputed or ()), tuple(range(len(self._modules)))
         if before == len(every):
             return None
-        self._decide(recomputed=every, ran_out_with=before)
+        self.expect(recomputed=every, ran_out_with=before)
         inputs = "FP8" if self._config.memory.enable_efficient_checkpoint else "exact"
         return (
             f"checkpointing auto: from here on all {len(every)} blocks recompute, before {before} did; "
@@ -197,9 +178,9 @@ class BlockRunner:
         self._see_sizes(args)
         if self._state is None:  # copies of weights have changed
             self._read()
-        if begins and self._forms and args:
-            self.share(args)
-        form = self._forms.get(place)
+        if begins and self.forms and args:
+            self._share(args)
+        form = self.forms.get(place)
         if form is None:
             outputs = self._run_own(place, args, kwargs)
         else:
@@ -207,23 +188,27 @@ class BlockRunner:
         if self.streaming is not None:
             self.streaming.announce(block, outputs)
         if place == len(self._modules) - 1 and self._logged is not self._plan:
-            self._log_treatments()
+            self._logged = self._plan
+            counts = report.treatments(self._plan, self.ran)
+            if counts != self._counts:
+                self._counts = counts
+                logger.info("blocks: %s", "; ".join(f"{count} {what}" for what, count in counts.items()))
         return outputs
 
     def _begin_pass(self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Read changed blocks again, and pick kernels in the first pass; arguments are those of the first block."""
-        if self._state is None or self._state.changed():
+        if self._state is None or self._state.key() != self._state.before:
             self._read()
         if self._given.attention is None and place == 0 and all(self._readable) and len(args) > 1:
             with suppress(NotFusable):
                 query, mask = attention_query(self._modules[0], args)
-                self._decide(attention=self.attention.choose(query, mask).row)
-        if self._pick is not None and not kwargs:
-            picked, self._pick = self._pick.choose(args), None
+                self.expect(attention=self.attention.choose(query, mask))
+        if self.gemms is not None and not kwargs:
+            self.picked, self.gemms = self.gemms.choose(args), None
             self._forget()
-            self._decide(picked=picked, picks_later=False)
+            self.expect(picked=self.picked, picks_later=False)
 
-    def share(self, args: tuple[Any, ...]) -> None:
+    def _share(self, args: tuple[Any, ...]) -> None:
         """Copy the adapters' matrices and compute modulation vectors, for the first fused block's coming `args`."""
         if self._plan.shadow_bytes:
             dtype = compute_dtype(args[0])
@@ -234,29 +219,38 @@ class BlockRunner:
             self._copies.drop()
             self._copies = None
         with suppress(NotFusable):
-            temb = next(iter(self._forms.values())).reader.call(args).temb
+            temb = next(iter(self.forms.values())).reader.call(args).temb
             if temb is not None:
                 modulate_ahead(self._modulations, temb)
 
-    def _run_fused(self, place: int, form: FusedBlock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_fused(self, place: int, form: Form, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        kind = type(self._modules[place])
+        if kind not in self._differs and not kwargs:  # once for each class: where the two differ, none of it fuses
+            why = self._differs[kind] = disagreement(form, self._modules[place], args)
+            if why:
+                alike = [i for i, other in enumerate(self._modules) if type(other) is kind]
+                self._read_forms = {i: x for i, x in self._read_forms.items() if i not in alike}
+                self.expect(unfused={**self._given.unfused, **dict.fromkeys(alike, why)})
+                return self._run_own(place, args, kwargs)
         try:
-            if type(self._modules[place]) not in self._differs and not kwargs:
-                self._compare(place, form, args)
             outputs = form(*args, **kwargs)
         except NotFusable as error:
             self._refused[place] = str(error)
             if self._given.unfused.get(place) != str(error):
-                self._decide(unfused={**self._given.unfused, **self._refused})
+                self.expect(unfused={**self._given.unfused, **self._refused})
             return self._run_own(place, args, kwargs)
         if self._refused.pop(place, None) is not None:
-            self._decide(unfused={i: why for i, why in self._given.unfused.items() if i != place})
+            self.expect(unfused={i: why for i, why in self._given.unfused.items() if i != place})
         self.ran[place] = "fused"
         return outputs
 
     def _run_own(self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         block, choice = self._modules[place], self._plan.blocks[place]
         if choice.obstacle and self._readable[place]:
-            self._warn_of_generic(block, choice.obstacle, args)
+            warning = f"{block_name(type(block))}: {report.GENERIC}: {choice.obstacle}"
+            if warning not in self._warned:
+                self._warned.add(warning)
+                logger.warning("%s%s", warning, report.generic_cost(self._config, self._given, block, args))
         self.ran[place] = "own"
         own = own_forward(block)
         if not choice.recomputed:
@@ -278,7 +272,7 @@ class BlockRunner:
 
     # -- reading and deciding ---------------------------------------------------------------------------------------
 
-    def _read_all(self, join: bool) -> tuple[dict[int, FusedBlock], dict[int, str]]:
+    def _read_all(self, join: bool) -> tuple[dict[int, Form], dict[int, str]]:
         """Index → the fused form of each block that has one, and why for each of the others."""
         forms, unfused = {}, {}
         for i, block in enumerate(self._modules if self._fuses else ()):
@@ -293,11 +287,11 @@ class BlockRunner:
     def _read(self) -> None:
         self._forget()
         self._read_forms, unfused = self._read_all(join=True)
-        self._readings += 1
+        self.generation += 1
         readable = [block for block, known in zip(self._modules, self._readable, strict=True) if known and self._fuses]
         self._state = BlockState(readable, self._forget)
         if unfused != self._given.unfused:
-            self._decide(unfused=unfused)
+            self.expect(unfused=unfused)
         if self._state is None:  # other blocks are streamed now
             self._read()
         self._choose_forms()
@@ -305,29 +299,19 @@ class BlockRunner:
     def _choose_forms(self) -> None:
         """Keep the forms of the blocks that the plan has run so, with their linears and modulations."""
         forms = {i: form for i, form in self._read_forms.items() if self._plan.blocks[i].saved is not None}
-        if forms.keys() != self._forms.keys():
-            self._forms, self._copies = forms, None
-        self._groups = [group for form in forms.values() for group in form.form.groups]
-        self._groups += [modulation.linear for form in forms.values() for modulation in form.form.modulations]
-        resident = [forms[i].form for i in self._plan.resident if i in forms]
-        self._modulations = [modulation for form in resident for modulation in form.modulations]
+        if forms.keys() != self.forms.keys():
+            self.forms, self._copies = forms, None
+        self._groups = [group for form in forms.values() for group in form.groups]
+        self._groups += [modulation.linear for form in forms.values() for modulation in form.modulations]
+        self._modulations = []
+        for i, form in forms.items():
+            choice = self._plan.blocks[i]
+            if choice.flow == "fused" and not choice.streamed:
+                self._modulations += form.modulations
 
     def _forget(self) -> None:
-        self._state, self._read_forms, self._forms, self._copies, self._refused = None, {}, {}, None, {}
+        self._state, self._read_forms, self.forms, self._copies, self._refused = None, {}, {}, None, {}
         self._modulations, self._groups = [], []
-
-    def _compare(self, place: int, form: FusedBlock, args: tuple[Any, ...]) -> None:
-        """See that form and block agree, once for each class; NotFusable if not, and none of the class fuses."""
-        kind = type(self._modules[place])
-        try:
-            check_agreement(form, self._modules[place], args)
-        except NotFusable as error:
-            self._differs[kind] = str(error)
-            alike = [i for i, other in enumerate(self._modules) if type(other) is kind]
-            self._read_forms = {i: x for i, x in self._read_forms.items() if i not in alike}
-            self._decide(unfused={**self._given.unfused, **dict.fromkeys(alike, str(error))})
-            raise
-        self._differs[kind] = ""
 
     def _see_sizes(self, args: tuple[Any, ...]) -> None:
         """Decide at the first call, and again at a larger micro-batch or the first one that adds to gradients."""
@@ -353,7 +337,7 @@ class BlockRunner:
             states = state_bytes(self._config.optimizer_config()[0], [p.numel() for p in missing])
             self._held = held_bytes(device) + states + (0 if self.streaming is None else self._plan.freed_bytes)
         budget = budget_bytes(self._config, usable_bytes(device))
-        self._decide(
+        self.expect(
             blocks=read_blocks(self._modules, args, self._size),
             tokens=tokens,
             dropout=any(isinstance(m, nn.Dropout) and m.p for block in self._modules for m in block.modules()),
@@ -364,12 +348,13 @@ class BlockRunner:
             **shown_by(args),
         )
 
-    def _decide(self, **changed: Any) -> None:
+    def expect(self, **changed: Any) -> None:
+        """Decide again with other inputs, fields of `decide.Given`; a trainer knows some before the first step."""
         before = self._plan
-        self._decisions += 1
+        self.generation += 1
         self._given = replace(self._given, **changed)
         plan = self._plan = decide(self._config, self._given)
-        if self.streaming is not None and tuple(plan.streamed) != self.streaming.streamed:
+        if self.streaming is not None and plan.streamed != self.streaming.streamed:
             self.streaming.stream(plan.streamed)
         if plan.copies != (before is not None and before.copies):
             self._forget()
@@ -382,24 +367,9 @@ class BlockRunner:
         known = before is not None and report.auto_line(before, self._config)
         if line and not (known and sizes == (before.recomputed, before.streamed, before.peak_bytes)):
             logger.info(line)
-            if plan.excess_bytes > 0:
+            if plan.free_bytes is not None and plan.peak_bytes > plan.free_bytes:
                 text = "memory.budget_gb: even recomputing every block may exceed the budget by %.2f GB"
-                logger.warning(f"{text}; lower the resolution", plan.excess_bytes / 1e9)
-
-    # -- what is logged ---------------------------------------------------------------------------------------------
-
-    def _warn_of_generic(self, block: nn.Module, reason: str, args: tuple[Any, ...]) -> None:
-        warning = f"{block_name(type(block))}: {report.GENERIC}: {reason}"
-        if warning not in self._warned:
-            self._warned.add(warning)
-            logger.warning("%s%s", warning, report.generic_cost(self._config, self._given, block, args))
-
-    def _log_treatments(self) -> None:
-        self._logged = self._plan
-        counts = report.treatments(self._plan, self.ran)
-        if counts != self._counts:
-            self._counts = counts
-            logger.info("blocks: %s", "; ".join(f"{count} {what}" for what, count in counts.items()))
+                logger.warning(f"{text}; lower the resolution", (plan.peak_bytes - plan.free_bytes) / 1e9)
 
     def _note_host(self, block: nn.Module) -> None:
         self.ran[self._places[block]] = "host"
@@ -437,13 +407,10 @@ class BlockState:
                     owner = getattr(owner.org_forward, "__self__", None)
         self._modules = [each for each in self._modules if each._modules or each._parameters or each._buffers]
         self._networks = list(networks.values())
-        self._before = self._key()
+        self.before = self.key()
 
-    def changed(self) -> bool:
-        """Whether anything differs since construction."""
-        return self._key() != self._before
-
-    def _key(self) -> list[Any]:
+    def key(self) -> list[Any]:
+        """As it is now; `before` is that of construction."""
         key: list[Any] = []
         for module in self._modules:
             state = vars(module)

@@ -29,7 +29,6 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from coat_core.activation import SAVED_IN_FP8, FP8InputLinear, PackedSavedTensors, Saving, fp8_checkpoint
-from coat_core.activation.packing import ExactTensor
 from coat_core.autograd import autocast_is_on
 from coat_core.config import FP8LinearConfig
 from coat_core.granularity import PER_ROW, Granularity
@@ -85,16 +84,6 @@ class Block:
         """Whether the block's output requires a gradient."""
         return self.trained_input or self.trained_embedding or bool(self.ranks) or bool(self.trained)
 
-    @property
-    def streams(self) -> int:
-        """2 if text and image have separate linears."""
-        return 2 if self.kind.endswith("double") else 1
-
-    @property
-    def head_dim(self) -> int:
-        """Features of a head."""
-        return self.hidden // self.heads
-
     def shape(self, name: str) -> tuple[int, int]:
         """(in, out) features of a linear of the block."""
         inputs, outputs = (d * self.hidden + f * self.mlp for d, f in LINEARS[self.kind][name])
@@ -148,7 +137,7 @@ def make_block(block: Block) -> nn.Module:
         raise UserError(f"{cls.__name__} of this diffusers cannot be counted; pip install -U diffusers")
     options = {} if block.kind == "double" else {"mlp_ratio": block.mlp / block.hidden}
     with torch.device("meta"):
-        made: nn.Module = cls(block.hidden, block.heads, block.head_dim, **options)
+        made: nn.Module = cls(block.hidden, block.heads, block.hidden // block.heads, **options)
     return made
 
 
@@ -206,36 +195,51 @@ class BlockBytes(NamedTuple):
     gradients: int  # of what is trained in it; 0 where they are freed at once, and then in `workspace`
 
 
-@functools.lru_cache(maxsize=1024)
-@torch.inference_mode(False)  # `decide` may ask while images are drawn
-@torch.enable_grad()
-def flux_bytes(block: Block, tokens: Tokens, settings: FlowSettings) -> BlockBytes:
-    """All numbers of a block; 0 kept and no backward pass where nothing up to it is trained."""
+def flux_bytes(
+    block: Block, tokens: Tokens, settings: FlowSettings, ways: Sequence[str] = ("kept", "recomputed")
+) -> BlockBytes:
+    """All numbers of a block, 0 of a way that is not asked for; no backward pass where nothing up to it is trained."""
     if not block.trained_output:
         return BlockBytes(0, 0, forward_bytes(block, tokens, settings), 0, 0)
+    kept = workspace = inputs = recomputation = 0
+    if "kept" in ways:
+        kept, workspace = _counted(block, tokens, settings, False)
+    if "recomputed" in ways:
+        inputs, recomputation = _counted(block, tokens, settings, True)
+    gradients = 0 if settings.frees_gradients else gradient_bytes(block, settings.value_bytes)
+    return BlockBytes(kept, inputs, workspace, recomputation, gradients)
+
+
+@functools.lru_cache(maxsize=2048)
+@torch.inference_mode(False)  # `decide` may ask while images are drawn
+@torch.enable_grad()
+def _counted(block: Block, tokens: Tokens, settings: FlowSettings, recomputes: bool) -> tuple[int, int]:
+    """Bytes kept between a forward and a backward pass, outputs not counted, and the most that both need besides."""
     module = _module_for(block, settings)
-    eager = _run_of(module, replace(settings, flow="eager"))
-
-    def recomputed(*args: Any) -> Any:
-        if settings.fp8_checkpoint:
-            return fp8_checkpoint(eager, *args, storage=settings.saving.tensors)
-        return checkpoint(eager, *args, use_reentrant=False)
-
+    run = _run_of(module, replace(settings, flow="eager") if recomputes else settings)
+    if recomputes and settings.fp8_checkpoint:
+        run = functools.partial(fp8_checkpoint, run, storage=settings.saving.tensors)
+    elif recomputes:
+        run = functools.partial(checkpoint, run, use_reentrant=False)
     hooks = []
     if settings.frees_gradients:
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         hooks = [parameter.register_post_accumulate_grad_hook(_free) for parameter in trained]
-    kept, peak = _count(_run_of(module, settings), block, tokens, settings)
-    module.zero_grad()
-    inputs, highest = _count(recomputed, block, tokens, settings)
+    streams, shared = _arguments(block, tokens, settings)
+    with _counting(settings) as held:
+        outputs = tree_leaves(run(*streams(), *shared))
+        stays = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in outputs}
+        kept = held.now - sum(stays.values())
+        loss = _Loss.apply(*outputs)
+        del outputs
+        loss.backward()
     module.zero_grad()
     for hook in hooks:
         hook.remove()
-    if not settings.cuda:
-        inputs += torch.get_rng_state().nbytes  # kept by `checkpoint`, in CPU memory
-        highest += torch.get_rng_state().nbytes
-    gradients = 0 if settings.frees_gradients else gradient_bytes(block, settings.value_bytes)
-    return BlockBytes(kept, inputs, peak - kept, highest - inputs, gradients)
+    workspace = held.peak - kept
+    if recomputes and not settings.cuda:
+        kept += torch.get_rng_state().nbytes  # kept by `checkpoint`, in CPU memory
+    return kept, workspace
 
 
 @functools.lru_cache(maxsize=1024)
@@ -262,20 +266,7 @@ def around_bytes(block: Block, tokens: Tokens, settings: FlowSettings) -> int:
     """Bytes saved outside the blocks: the last output, rotary tables, final norm, prediction."""
     length, a = tokens.text + tokens.image, settings.value_bytes
     read = 2 * tokens.batch * tokens.image * block.hidden * a if block.trained else 0
-    return tokens.rows * (block.hidden * a + 2 * FP32) + 2 * FP32 * block.head_dim * length + read
-
-
-def _count(run: Callable[..., Any], block: Block, tokens: Tokens, settings: FlowSettings) -> tuple[int, int]:
-    """Bytes kept between a forward and a backward pass, outputs not counted, and the most at one moment of both."""
-    streams, shared = _arguments(block, tokens, settings)
-    with _counting(settings) as held:
-        outputs = tree_leaves(run(*streams(), *shared))
-        stays = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in outputs}
-        kept = held.now - sum(stays.values())
-        loss = _Loss.apply(*outputs)
-        del outputs
-        loss.backward()
-    return kept, held.peak
+    return tokens.rows * (block.hidden * a + 2 * FP32) + 2 * FP32 * (block.hidden // block.heads) * length + read
 
 
 @contextmanager
@@ -332,7 +323,7 @@ def _arguments(
     for count in LISTS[block.kind].vectors:
         shape = (tokens.batch, count * block.hidden)
         shared.append(torch.empty(shape, dtype=dtype, device="meta", requires_grad=block.trained_embedding))
-    shared.append(tuple(torch.empty(whole, block.head_dim, device="meta") for _ in range(2)))
+    shared.append(tuple(torch.empty(whole, block.hidden // block.heads, device="meta") for _ in range(2)))
     return streams, shared
 
 
@@ -410,10 +401,12 @@ class UnknownBlock:
     fused: float = 0.0  # bytes per element in the fused flow; 0: it has none
 
 
-def block_bytes(block: Block | UnknownBlock, tokens: Tokens, settings: FlowSettings) -> BlockBytes:
-    """All numbers of a block."""
+def block_bytes(
+    block: Block | UnknownBlock, tokens: Tokens, settings: FlowSettings, ways: Sequence[str] = ("kept", "recomputed")
+) -> BlockBytes:
+    """All numbers of a block; the two ways to run it are counted apart."""
     if isinstance(block, Block):
-        return flux_bytes(block, tokens, settings)
+        return flux_bytes(block, tokens, settings, ways)
     rates = RATES.get(block.kind, UNKNOWN)
     kept = rates.packed if settings.saving.attention == "fp8" else rates.attention_kept
     if settings.flow == "fused" and block.fused:
@@ -554,91 +547,10 @@ def products(block: Block, tokens: Tokens) -> int:
         if not modulates(name):
             inputs, outputs = block.shape(name)
             weights += inputs * outputs
-    return 2 * tokens.rows * (weights // block.streams)
+    streams = 2 if block.kind.endswith("double") else 1  # text and image have separate linears
+    return 2 * tokens.rows * (weights // streams)
 
 
 def attention(block: Block, tokens: Tokens) -> int:
     """Operations of a block's attention, forward."""
     return 4 * tokens.rows * (tokens.text + tokens.image) * block.hidden
-
-
-# -- what is kept, by kind of tensor, for `plan` ----------------------------------------------------------------------
-
-KINDS = (
-    "modulation", "inputs of norms", "LoRA inputs", "LoRA middles", "q, k, v, out", "statistics", "inputs of gates",
-    "MLP before GELU", "weights cast at each use", "inputs of trained linears",
-)  # fmt: skip
-MODULATION, NORMS, INPUTS, MIDDLES, ATTENTION, STATISTICS, GATES, MLP, WEIGHTS, LINEAR_INPUTS = KINDS
-# last part of the name under which a fused block saves it
-FUSED_KINDS = {
-    "x": NORMS,
-    "h": MIDDLES,
-    "mlp": MLP,
-    "result": GATES,
-    "qkv": ATTENTION,
-    "out": ATTENTION,
-    "statistics": STATISTICS,
-}
-NODE_KINDS = {"Gelu": MLP, "_LinearWithFP8Input": INPUTS, "NativeDropout": INPUTS, "_FrozenLinear": WEIGHTS}
-
-
-def kept_by_kind(block: Block, tokens: Tokens, settings: FlowSettings) -> dict[str, int]:
-    """What of `BlockBytes.kept` is inputs of norms, what q, k, v and so on."""
-    if not block.trained_output:
-        return {}
-    module = _module_for(block, settings)
-    streams, shared = _arguments(block, tokens, settings)
-    before = (*module.parameters(), *module.buffers(), *tree_leaves(shared))
-    counted = {x.untyped_storage()._cdata for x in before}
-    outputs = tree_leaves(_run_of(module, settings)(*streams(), *shared))
-    kept = dict.fromkeys(KINDS, 0)
-    for kind, tensor in _saved_tensors(outputs, max(dict(block.ranks).values(), default=0)):
-        storage = tensor.untyped_storage()
-        if storage._cdata not in counted:
-            counted.add(storage._cdata)
-            kept[kind] += storage.nbytes()
-    return {kind: size for kind, size in kept.items() if size}
-
-
-def _saved_tensors(outputs: Iterable[Tensor], rank: int) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor that the graph above `outputs` keeps, with its kind; of a packed one, codes and scales."""
-    nodes: dict[Any, None] = dict.fromkeys(x.grad_fn for x in outputs if x.requires_grad)
-    waiting = list(nodes)
-    while waiting:
-        node = waiting.pop(0)
-        following = [after for after, _ in node.next_functions if after is not None and after not in nodes]
-        nodes.update(dict.fromkeys(following))
-        waiting += following
-        for name in dir(node):
-            if not name.startswith("_raw_saved_"):
-                continue
-            saved = getattr(node, name)
-            for i, item in enumerate(saved if isinstance(saved, list | tuple) else (saved,)):
-                data = item.data.tensor if isinstance(item.data, ExactTensor) else item.data
-                if data is None:
-                    continue
-                if isinstance(data, Tensor):
-                    yield _kind_of(node, name, i, data.shape, rank), data
-                    continue
-                kind = _kind_of(node, name, i, data.size, rank)
-                yield kind, data.quantized.codes
-                yield kind, data.quantized.scale
-
-
-def _kind_of(node: Any, name: str, i: int, shape: torch.Size, rank: int) -> str:
-    operator, name = node.name().removesuffix("0").removesuffix("Backward"), name.removeprefix("_raw_saved_")
-    if hasattr(node, "kept"):
-        kept = next(name for name, place in node.kept.places.items() if place.start <= i < place.stop)
-        return FUSED_KINDS.get(kept.split("_")[-1].rstrip("01"), MODULATION)
-    if operator == "ScaledDotProductFlashAttention":
-        return ATTENTION if name in ("query", "key", "value", "output") else STATISTICS
-    if operator in ("NativeLayerNorm", "_RMSNorm"):
-        return NORMS if name == "input" or (name == "tensors" and i == 0) else STATISTICS
-    if operator == "_TrainableLinear":
-        return LINEAR_INPUTS if i < 2 else WEIGHTS  # codes and scale of x; then those of W
-    if operator in ("Mm", "Addmm", "Bmm"):
-        return MIDDLES if shape[-1] == rank else INPUTS
-    if operator == "Mul" and len(shape) == 3 and shape[1] > 1:
-        before = [after.name() for after, _ in node.next_functions if after is not None]
-        return NORMS if "NativeLayerNormBackward0" in before else GATES
-    return NODE_KINDS.get(operator, MODULATION)

@@ -68,7 +68,12 @@ class _Slot:
 
 
 class StreamedWeights:
-    """Keeps the codes of some blocks in CPU memory, and on the device when needed; `blocks` are in forward order."""
+    """Keeps the codes of some blocks in CPU memory, and on the device when needed; `blocks` are in forward order.
+
+    Attributes:
+        bytes: of each block's codes, as they were read.
+        streamed: indices of the blocks with codes in CPU memory.
+    """
 
     def __init__(self, blocks: Sequence[nn.Module], device: torch.device) -> None:
         self._blocks, self._device = list(blocks), device
@@ -77,7 +82,8 @@ class StreamedWeights:
                 fused_block(block)
         self._codes = [_read(block) for block in self._blocks]
         self._places: dict[nn.Module, int] = {}  # of streamed blocks, in forward order
-        self._order: list[int] = []
+        self.bytes = tuple(codes.bytes for codes in self._codes)
+        self.streamed: list[int] = []
         self._slots: list[_Slot] = []
         self._hooked: set[int] = set()  # places of blocks whose backward will be announced
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -85,39 +91,19 @@ class StreamedWeights:
         self._group: Any = None  # of the processes over which the codes are shared out
         self.stream(range(len(self._blocks)))
 
-    @property
-    def streamed(self) -> tuple[int, ...]:
-        """Indices of the blocks with codes in CPU memory."""
-        return tuple(self._order)
-
-    @property
-    def bytes(self) -> tuple[int, ...]:
-        """Bytes of each block's codes."""
-        return tuple(codes.bytes for codes in self._codes)
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of the slots on the device."""
-        return sum(slot.memory.numel() for slot in self._slots)
-
-    @property
-    def outside(self) -> tuple[int, ...]:
-        """Indices of the streamed blocks whose codes are in a slot, or on their way there."""
-        return tuple(slot.holds for slot in self._slots if slot.holds is not None)
-
     @torch.no_grad()
     def stream(self, chosen: Collection[int]) -> None:
         """Keep the codes of these blocks in CPU memory from now on, all others on the device."""
-        if self._stream is not None and self._order:
+        if self._stream is not None and self.streamed:
             torch.cuda.synchronize(self._device)
-        self._order = sorted(chosen)
-        self._places = {self._blocks[index]: place for place, index in enumerate(self._order)}
+        self.streamed = sorted(chosen)
+        self._places = {self._blocks[index]: place for place, index in enumerate(self.streamed)}
         self._slots, self._hooked = [], set()
-        for index in self._order:  # first what leaves the device
+        for index in self.streamed:  # first what leaves the device
             if self._codes[index].host is None:
                 self._codes[index] = _to_host(_read(self._blocks[index]), self._device)
-        largest = max((self._codes[index].bytes for index in self._order), default=0)
-        for _ in range(min(SLOTS, len(self._order))):
+        largest = max((self._codes[index].bytes for index in self.streamed), default=0)
+        for _ in range(min(SLOTS, len(self.streamed))):
             self._slots.append(_Slot(torch.zeros(largest, dtype=torch.uint8, device=self._device)))
         for block, codes in zip(self._blocks, self._codes, strict=True):
             place = self._places.get(block)
@@ -135,7 +121,7 @@ class StreamedWeights:
     def share_out(self, group: Any) -> int:
         """Keep one part of each streamed block's codes per process of the group, and return its bytes. Collective."""
         processes, rank = dist.get_world_size(group), dist.get_rank(group)
-        for index in self._order:
+        for index in self.streamed:
             codes = self._codes[index]
             assert codes.host is not None
             each = aligned(-(-codes.bytes // processes))
@@ -145,7 +131,7 @@ class StreamedWeights:
             codes.host = whole[rank * each :][:each].to(self._device, copy=True)
             codes.bytes = each * processes
         self._group = group
-        self.stream(self._order)
+        self.stream(self.streamed)
         return sum(codes.host.numel() for codes in self._codes if codes.host is not None)
 
     def ready(self, block: nn.Module, backward: bool = False) -> None:
@@ -163,7 +149,7 @@ class StreamedWeights:
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_event(self._slots[place % SLOTS].copied)
         after = place - 1 if backward else place + 1
-        if (after in self._hooked) if backward else after < len(self._order):
+        if (after in self._hooked) if backward else after < len(self.streamed):
             self._fetch(after)
 
     def announce(self, block: nn.Module, outputs: Any) -> None:
@@ -177,11 +163,11 @@ class StreamedWeights:
                 output.register_hook(lambda _: self.ready(block, backward=True))
 
     def _holds(self, place: int) -> bool:
-        return self._slots[place % SLOTS].holds == self._order[place]
+        return self._slots[place % SLOTS].holds == self.streamed[place]
 
     def _fetch(self, place: int) -> None:
         """Queue the copy of a block's codes, unless they are there; it waits for all that is queued so far."""
-        slot, index = self._slots[place % SLOTS], self._order[place]
+        slot, index = self._slots[place % SLOTS], self.streamed[place]
         if slot.holds == index:
             return
         codes = self._codes[index]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ..base.text import GB, MB, columns
 from ..blocks.held import USABLE_FRACTION
-from ..blocks.sizes import block_bytes, kept_by_kind
+from ..blocks.sizes import block_bytes
 from ..config.job import JobConfig
 from .cards import CardFit, judge
 from .job import JobFacts, job_facts
@@ -80,20 +80,19 @@ def _phases(plan: Plan) -> str:
 
 
 def _blocks(facts: JobFacts) -> str:
-    kept = _kept_by_kind(facts)
-    kinds = list(dict.fromkeys(kind for sizes in kept.values() for kind in sizes))
+    kept = _kept_per_block(facts)
     rows = [["MB kept for backward by one block", *kept]]
-    rows += [[kind, *(f"{sizes.get(kind, 0) / MB:.2f}" for sizes in kept.values())] for kind in kinds]
+    for row in ("all", "when recomputed"):
+        rows.append([row, *(f"{sizes[row] / MB:.2f}" for sizes in kept.values())])
     return _table(rows)
 
 
-def _kept_by_kind(facts: JobFacts) -> dict[str, dict[str, int]]:
+def _kept_per_block(facts: JobFacts) -> dict[str, dict[str, int]]:
     last = {block.kind: (block, settings) for block, settings in zip(facts.blocks, facts.block_settings, strict=True)}
     kept: dict[str, dict[str, int]] = {}
     for kind, (block, settings) in last.items():
         counted = block_bytes(block, facts.tokens, settings)
-        sizes = kept_by_kind(block, facts.tokens, settings)
-        kept[kind] = {**sizes, "all": counted.kept, "when recomputed": counted.recomputed}
+        kept[kind] = {"all": counted.kept, "when recomputed": counted.recomputed}
     return kept
 
 
@@ -152,7 +151,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "model": job.model.name_or_path,
         "tokens": {"batch": facts.tokens.batch, "text": facts.tokens.text, "image": facts.tokens.image},
         **_prediction_json(plan.prediction),
-        "kept_per_block": _kept_by_kind(facts),
+        "kept_per_block": _kept_per_block(facts),
         "assumptions": list(plan.prediction.assumptions),
         "time_assumption": {"bf16_fraction_of_peak": BF16_FRACTION, "fp8_fraction_of_peak": FP8_FRACTION},
         "cards": cards,

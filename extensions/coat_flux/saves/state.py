@@ -150,7 +150,7 @@ def execution_of(transformer: nn.Module, *, recomputed: bool = False) -> dict[st
     runner = BlockRunner.of(transformer)
     if runner is None:
         return {}
-    execution = {} if runner.picked is None else {"gemm": runner.picked.gemm}
+    execution = {} if runner.picked is None else {"gemm": runner.picked.name}
     if runner.attention.kernel is not None:
         execution["attention"] = runner.attention.kernel
     return {**execution, "recomputed": runner.plan.recomputed} if recomputed else execution
@@ -159,10 +159,10 @@ def execution_of(transformer: nn.Module, *, recomputed: bool = False) -> dict[st
 def keep_execution(transformer: nn.Module, saved: Mapping[str, str]) -> None:
     """Use a saved mode in the first step instead of measuring, if the config still allows it."""
     runner = BlockRunner.of(transformer)
-    if runner is not None and "gemm" in saved:
-        runner.keep_gemm(saved["gemm"])
-    if runner is not None and "attention" in saved:
-        runner.attention.keep(saved["attention"])
+    if runner is not None and runner.gemms is not None and "gemm" in saved:
+        runner.gemms.keep(saved["gemm"])
+    if runner is not None:
+        runner.attention.resumed = saved.get("attention")
 
 
 def execution_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -14,9 +14,10 @@ from coat_core.linear.function import compute_dtype
 from ..gemms import in_high_precision
 from ..models import read_list
 from ..quantized import has_adopted
+from .forms import Form
 from .linears import NotFusable
 from .parts import AS_THEY_ARE
-from .reading import FusedBlock, Reader, read_with
+from .reading import Reader, read_with
 
 # of a block's output between the fused flow and the model's own code, relative, in norms: with products in high
 # precision, and as it runs. Adapters in fp32, which the fused flow multiplies in bf16, make 0.5 % of the one; where
@@ -28,7 +29,7 @@ LARGEST_WITH_CODES = 0.1
 
 def fused_block(
     block: nn.Module, args: tuple[Any, ...] | None = None, saving: Saving = AS_THEY_ARE, join: bool = True
-) -> FusedBlock:
+) -> Form:
     """Return the block's fused form by the reader of its class; arguments and errors as `read_with`."""
     return read_with(_reader_of(block), block, args, saving, join)
 
@@ -51,20 +52,22 @@ def attention_query(block: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor, Te
     return like.transpose(1, 2), call.shared.mask
 
 
-def check_agreement(fused: FusedBlock, block: nn.Module, args: tuple[Any, ...]) -> None:
-    """Run a block both ways, to notice a diffusers version with other arithmetic; NotFusable if the outputs differ."""
+def disagreement(fused: Form, block: nn.Module, args: tuple[Any, ...]) -> str:
+    """Run a block both ways, to notice a diffusers version with other arithmetic; why it cannot be fused, or empty."""
     adopted = has_adopted(block)
-    difference, largest = relative_difference(fused, block, args), LARGEST_WITH_CODES if adopted else LARGEST_IN_FP8
-    if not adopted and difference <= largest:
-        with in_high_precision(block):
-            exact = fused_block(block, args, fused.form.saving, join=False)
-            difference, largest = relative_difference(exact, block, args), LARGEST_DIFFERENCE
-    if difference > largest:
-        raise NotFusable(f"its output differs from its own code's by {difference:.1%}")
+    try:
+        difference, largest = relative_difference(fused, block, args), LARGEST_WITH_CODES if adopted else LARGEST_IN_FP8
+        if not adopted and difference <= largest:
+            with in_high_precision(block):
+                exact = fused_block(block, args, fused.saving, join=False)
+                difference, largest = relative_difference(exact, block, args), LARGEST_DIFFERENCE
+    except NotFusable as error:
+        return str(error)
+    return f"its output differs from its own code's by {difference:.1%}" if difference > largest else ""
 
 
 @torch.no_grad()
-def relative_difference(fused: FusedBlock, block: nn.Module, args: tuple[Any, ...]) -> float:
+def relative_difference(fused: Form, block: nn.Module, args: tuple[Any, ...]) -> float:
     """Return how far the fused block's outputs are from the block's own, as a fraction of their norm."""
     expected, found = (
         torch.cat([x.float() for x in tree_leaves(run(*args)) if isinstance(x, Tensor)], dim=1)

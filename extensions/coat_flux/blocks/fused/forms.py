@@ -14,29 +14,31 @@ Stream block, with norms before and after its linears, as in Z-Image and Lumina:
     x1 = x + gate·RMSNorm(linear(attention(q, k, v))),   q, k, v = linears(RMSNorm(x)·(1 + scale))
     y = x1 + gate·RMSNorm(linear(silu(a)·b)),            a, b = linears(RMSNorm(x1)·(1 + scale))
 
-Each has a `Form`'s passes, forward and backward one below the other.
+Forward and backward stand one below the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from coat_core.activation import Saving
+from coat_core.autograd import first_order_only, without_autocast
+from coat_core.ops.gate import gated_sum
 from coat_core.ops.gelu import activated_width, mlp_activation_backward, mlp_down_gradient
 from coat_core.ops.qkv import qkv_mlp_backward, qkv_rope_backward
 from coat_core.ops.quantize import quantize, quantize_and_save
 from coat_core.quantize import Quantized
 
-from .linears import cast_by_kernel, quantized_by
+from .linears import LinearGroup, NotFusable, cast_by_kernel, quantized_by
 from .parts import (
     Activated,
     Attention,
-    GatedGradients,
     GatedLinear,
     Kept,
     Modulation,
@@ -44,10 +46,76 @@ from .parts import (
     Shared,
     activate,
     gradient_of_vectors,
+    leaves_of,
     packed_by_kernel,
+    returned,
 )
 
+FP16_LIMIT = 65504
 GELU, SWIGLU = "gelu_tanh", "silu_and_mul"  # as `coat_core.ops.gelu` names them
+
+
+class Form:
+    """A block as read, called with the block's own arguments; a subclass has the two passes.
+
+    `forward` returns the outputs and saves in `kept` what backward reads; `backward` returns the gradients of the
+    inputs and of `parameters`.
+
+    Attributes:
+        groups: all linears but the modulations'.
+        parameters: of their adapters.
+        modulations: the block's own.
+    """
+
+    reader: Any  # which knows the block's arguments and results (`reading.Reader`)
+    saving: Saving
+
+    def __post_init__(self) -> None:
+        self.groups: list[LinearGroup] = []
+        self.modulations: list[Modulation] = []
+        for part in list(vars(self).values()):
+            for each in vars(part).values() if isinstance(part, Stream) else (part,):
+                if isinstance(each, Modulation):
+                    self.modulations.append(each)
+                elif isinstance(each, NormLinears):
+                    self.groups.append(each.linears)
+                elif isinstance(each, GatedLinear):
+                    self.groups.append(each.linear)
+        self.parameters = [parameter for group in self.groups for parameter in group.parameters]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block; NotFusable for unknown arguments."""
+        if kwargs:
+            raise NotFusable(f"called with keywords ({', '.join(kwargs)})")
+        call = self.reader.call(args)
+        streams = [call.image] if call.text is None else [call.text, call.image]
+        inputs, keeps = [*streams, *call.vectors], torch.is_grad_enabled()
+        for modulation in self.modulations:
+            inputs.append(modulation(call.temb))
+        outputs = _Block.apply(self, call.shared, keeps, len(inputs), *inputs, *leaves_of(self.parameters))
+        return self.reader.results(None if call.text is None else outputs[0], outputs[-1])
+
+
+class _Block(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, form: Form, shared: Shared, keeps: bool, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        kept = Kept(form.saving, keeps)
+        outputs = form.forward(kept, shared, tensors[:count], ctx.needs_input_grad[4 : 4 + count])
+        leaves = tensors[count:]
+        kept.save(ctx, leaves if len(leaves) == len(form.parameters) else form.parameters)
+        ctx.form, ctx.shared, ctx.count, ctx.leaves = form, shared, count, len(leaves)
+        return outputs
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        needs = ctx.needs_input_grad[4 : 4 + ctx.count]
+        with without_autocast(grads[0].device):
+            of_inputs, of_parameters = ctx.form.backward(Kept.of(ctx), ctx.shared, grads, needs)
+        for i, needed in enumerate(needs):
+            if not needed:
+                of_inputs[i] = None
+        return None, None, None, None, *of_inputs, *returned(ctx.leaves, ctx.form.parameters, of_parameters)
 
 
 def _save_out(kept: Kept, out: Tensor, cast: tuple[str, str]) -> tuple[Tensor, Tensor]:
@@ -60,49 +128,40 @@ def _save_out(kept: Kept, out: Tensor, cast: tuple[str, str]) -> tuple[Tensor, T
 
 def _mlp_backward(
     kept: Kept, name: str, down: GatedLinear, activation: str, grad: Tensor, gate: Tensor
-) -> tuple[Tensor, GatedGradients]:
-    """Gradients of the MLP before its activation, and of its second linear."""
+) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+    """Gradients of the MLP before its activation, of its gate and of its second linear's adapters."""
     mlp, mlp_scale, size, dtype = kept.read(f"{name}mlp")
-
-    def down_gradient(dh: Tensor) -> Tensor:
-        return mlp_down_gradient(dh, None, None, mlp, mlp_scale, size, dtype, down.linear.dtype, activation)
-
-    of_down = down.backward(kept, f"{name}down_", grad, gate, down_gradient)
-    of_adapter = None if of_down.dh is None else down.linear.matrices(of_down.dh.dtype).down
-    dmlp = mlp_activation_backward(of_down.dx, of_down.dh, of_adapter, mlp, mlp_scale, size, dtype, activation)
-    return dmlp, of_down
+    reads, of_adapters = (mlp, mlp_scale, size, dtype), down.linear.dtype
+    dx, dh, dgate, adapters = down.backward(
+        kept, f"{name}down_", grad, gate, lambda dh: mlp_down_gradient(dh, None, None, *reads, of_adapters, activation)
+    )
+    matrix = None if dh is None else down.linear.matrices(dh.dtype).down
+    return mlp_activation_backward(dx, dh, matrix, *reads, activation), dgate, adapters
 
 
 # -- double blocks ----------------------------------------------------------------------------------------------------
 
 
-class RestGradients(NamedTuple):
-    """Result of `Stream.rest_backward`; `modulation`: fp32, of attention's gate, MLP shift and scale, MLP gate."""
-
-    dx: Tensor  # of the stream before attention's projection is added [B, S_i, D]
-    dout: Tensor  # of attention's out, for this stream's tokens
-    modulation: tuple[Tensor | None, ...]
-    adapters: list[Tensor]  # [dA, dB] of each, in the order of `Stream.groups` after the first
-
-
 @dataclass(eq=False)
 class Stream:
-    """One of a double block's two streams; `modulation` is None if the model passes in shift, scale and gate."""
+    """One of a double block's two streams; `modulation` is None if the model passes in shift, scale and gate.
+
+    A stream that ends with the block has inputs alone: image tokens attend to it.
+    """
 
     modulation: Modulation | None
     inputs: NormLinears  # to q, k and v
-    output: GatedLinear  # attention's projection
-    up: NormLinears  # the MLP's first linear
-    down: GatedLinear  # the MLP's second linear
+    output: GatedLinear | None = None  # attention's projection
+    up: NormLinears | None = None  # the MLP's first linear
+    down: GatedLinear | None = None  # the MLP's second linear
     activation: str = GELU
-
-    def __post_init__(self) -> None:
-        self.groups = [self.inputs.linears, self.output.linear, self.up.linears, self.down.linear]
 
     def rest(
         self, kept: Kept, name: str, x: Tensor, out: Activated, modulation: Sequence[Tensor], trains_gates: bool
     ) -> Tensor:
         """The stream after attention: projection, gate and residual, then the MLP with its own."""
+        if self.output is None or self.up is None or self.down is None:
+            return x.new_empty(0)
         _, _, gate, shift, scale, gate_mlp = modulation
         x = self.output.forward(kept, f"{name}out_", x, gate, out, trains_gates)
         projected = self.up.forward(kept, f"{name}up_", x, scale, shift)
@@ -112,66 +171,46 @@ class Stream:
 
     def rest_backward(
         self, kept: Kept, name: str, grad: Tensor, out: Tensor, modulation: Sequence[Tensor]
-    ) -> RestGradients:
-        """Gradients of `rest`."""
+    ) -> tuple[Tensor, Tensor, list[Tensor | None], list[Tensor]]:
+        """Gradients of `rest`.
+
+        They are dx [B, S_i, D] before attention's projection is added; that of attention's out for these tokens; fp32
+        those of attention's gate, the MLP's shift and scale, its gate; each adapter's [dA, dB].
+        """
+        if self.output is None or self.up is None or self.down is None:
+            zeros = torch.zeros_like(out)
+            return zeros, zeros, [], []
         _, _, gate, shift, scale, gate_mlp = modulation
-        dmlp, of_down = _mlp_backward(kept, name, self.down, self.activation, grad, gate_mlp)
-        dgate_mlp, adapters = of_down.dgate, of_down.adapters
-        del of_down
+        dmlp, dgate_mlp, adapters = _mlp_backward(kept, name, self.down, self.activation, grad, gate_mlp)
         dx, dnorm, of_up = self.up.backward(kept, f"{name}up_", dmlp, grad, scale, shift)
         del dmlp
-        assert dx is not None
         linear = self.output.linear
         dout, dh, dgate, of_output = self.output.backward(
             kept, f"{name}out_", dx, gate, lambda dh: linear.down_gradient(dh, out)
         )
         dout = linear.complete_dx(dout, dh)
-        return RestGradients(dx, dout, (dgate, dnorm, dgate_mlp), [*of_output, *of_up, *adapters])
+        return dx, dout, [dgate, dnorm, dgate_mlp], [*of_output, *of_up, *adapters]
 
 
 @dataclass(eq=False)
-class LastStream:
-    """A stream that ends with the block: image tokens attend to it, and it has no output."""
-
-    modulation: Modulation | None  # makes shift and scale; None where the model hands them in
-    inputs: NormLinears  # to q, k and v
-
-    def __post_init__(self) -> None:
-        self.groups = [self.inputs.linears]
-
-    def rest(self, kept: Kept, name: str, x: Tensor, *_: object) -> Tensor:
-        """Nothing."""
-        return x.new_empty(0)
-
-    def rest_backward(self, kept: Kept, name: str, grad: Tensor, out: Tensor, *_: object) -> RestGradients:
-        """Zeros: of attention's out for these tokens, and of the stream."""
-        zeros = torch.zeros_like(out)
-        return RestGradients(zeros, zeros, (), [])
-
-
-@dataclass(eq=False)
-class DoubleBlock:
+class DoubleBlock(Form):
     """Two streams and their joint attention; inputs: x [B, S_i, D] of text and image, then modulations [B, n·D]."""
 
     saving: Saving
     attention: Attention  # of both streams
-    text: Stream | LastStream
+    text: Stream
     image: Stream
-
-    def __post_init__(self) -> None:
-        self.groups = [*self.text.groups, *self.image.groups]
-        self.parameters = [parameter for group in self.groups for parameter in group.parameters]
-        self.modulations = [each for each in (self.text.modulation, self.image.modulation) if each is not None]
-        self._named = (("text_", self.text), ("image_", self.image))
 
     def forward(
         self, kept: Kept, shared: Shared, inputs: Sequence[Tensor], needs: Sequence[bool]
     ) -> tuple[Tensor, Tensor]:
         """As of `Form`."""
-        modulations = [x.split(inputs[1].shape[-1], dim=1) for x in inputs[2:]]
-        projected = []
-        for (name, stream), x, (shift, scale, *_) in zip(self._named, inputs[:2], modulations, strict=True):
-            projected.append(stream.inputs.forward(kept, f"{name}in_", x, scale, shift))
+        streams = (("text_", self.text), ("image_", self.image))
+        modulations, projected = [], []
+        for i, (name, stream) in enumerate(streams):
+            modulations.append(inputs[2 + i].split(inputs[1].shape[-1], dim=1))
+            shift, scale = modulations[i][:2]
+            projected.append(stream.inputs.forward(kept, f"{name}in_", inputs[i], scale, shift))
         out = self.attention.forward(kept, projected, shared)
         del projected
         storage = self.image.output.linear.input_storage
@@ -180,7 +219,7 @@ class DoubleBlock:
         codes, code_scale = _save_out(kept, out, cast)
         kept.add("modulation", *inputs[2:])
         results, start = [], 0
-        for i, (name, stream) in enumerate(self._named):
+        for i, (name, stream) in enumerate(streams):
             rows = slice(start, start + inputs[i].shape[1])
             part, start = out[:, rows], rows.stop
             quantized = None
@@ -197,12 +236,14 @@ class DoubleBlock:
     ) -> tuple[list[Tensor | None], list[Tensor]]:
         """As of `Form`."""
         out, vectors = kept.values("out"), kept.all("modulation")
-        modulations = [x.split(grads[1].shape[-1], dim=1) for x in vectors]
         outs = out.tensor_split([-grads[1].shape[1]], dim=1)
-        rest = []
-        for i, (name, stream) in enumerate(self._named):
+        streams = (("text_", self.text), ("image_", self.image))
+        modulations, rest = [], []
+        for i, (name, stream) in enumerate(streams):
+            modulations.append(vectors[i].split(grads[1].shape[-1], dim=1))
             rest.append(stream.rest_backward(kept, name, grads[i], outs[i], modulations[i]))
-        dout = torch.cat([gradients.dout for gradients in rest], dim=1)
+        dxs_of_rest, douts, of_gates, of_rest = zip(*rest, strict=True)
+        dout = torch.cat(douts, dim=1)
         joint, ys, y_scales, size, dtype = self.attention.backward(kept, dout, out, shared)
         del dout, out, outs
         norms, eps = list(self.attention.norms), self.attention.eps
@@ -211,14 +252,14 @@ class DoubleBlock:
         dxs: list[Tensor | None] = []
         of_modulations: list[Tensor | None] = []
         of_parameters: list[Tensor] = []
-        for i, (name, stream) in enumerate(self._named):
+        for i, (name, stream) in enumerate(streams):
             shift, scale = modulations[i][:2]
             dx, dmodulation, of_inputs = stream.inputs.backward(
-                kept, f"{name}in_", dys[i], rest[i].dx, scale, shift, needs[i] or needs[2 + i]
+                kept, f"{name}in_", dys[i], dxs_of_rest[i], scale, shift, needs[i] or needs[2 + i]
             )
             dxs.append(dx)
-            of_modulations.append(gradient_of_vectors(vectors[i], dmodulation, *rest[i].modulation))
-            of_parameters += [*of_inputs, *rest[i].adapters]
+            of_modulations.append(gradient_of_vectors(vectors[i], dmodulation, *of_gates[i]))
+            of_parameters += [*of_inputs, *of_rest[i]]
         return [*dxs, *of_modulations], of_parameters
 
 
@@ -226,7 +267,7 @@ class DoubleBlock:
 
 
 @dataclass(eq=False)
-class SingleBlock:
+class SingleBlock(Form):
     """A single block; inputs: text and image [B, S_i, D], or both as one, and modulation [B, 3·D]."""
 
     saving: Saving
@@ -235,11 +276,6 @@ class SingleBlock:
     attention: Attention  # of its one stream
     output: GatedLinear  # reads attention's out and the MLP
     activation: str = GELU
-
-    def __post_init__(self) -> None:
-        self.groups = [self.inputs.linears, self.output.linear]
-        self.parameters = [parameter for group in self.groups for parameter in group.parameters]
-        self.modulations = [] if self.modulation is None else [self.modulation]
 
     def forward(
         self, kept: Kept, shared: Shared, inputs: Sequence[Tensor], needs: Sequence[bool]
@@ -266,12 +302,10 @@ class SingleBlock:
         mlp, mlp_scale, size, dtype = kept.read("mlp")
         attended, attended_scale, *_ = kept.read("out")
         linear, width = self.output.linear, activated_width(mlp, self.activation)
-
-        def down_gradient(dh: Tensor) -> Tensor:
-            reads = (attended, attended_scale, mlp, mlp_scale, size, dtype)
-            return mlp_down_gradient(dh, *reads, linear.dtype, self.activation)
-
-        dx, dh, dgate, of_output = self.output.backward(kept, "out_", grad, gate, down_gradient)
+        reads = (attended, attended_scale, mlp, mlp_scale, size, dtype)
+        dx, dh, dgate, of_output = self.output.backward(
+            kept, "out_", grad, gate, lambda dh: mlp_down_gradient(dh, *reads, linear.dtype, self.activation)
+        )
         dout, dmlp, down = dx[..., :-width], dx[..., -width:], None
         if dh is not None:
             down = linear.matrices(dh.dtype).down
@@ -310,6 +344,11 @@ def join(text: Tensor, image: Tensor) -> Tensor:
     return torch.cat([text, image], dim=1)
 
 
+def clipped(x: Tensor) -> Tensor:
+    """Return x within the range of fp16, where it is fp16, as diffusers does."""
+    return x.clip(-FP16_LIMIT, FP16_LIMIT) if x.dtype == torch.float16 else x
+
+
 def split(joined: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     """Return text (the first `tokens`) and image, views of `joined`."""
     return joined[:, :tokens], joined[:, tokens:]
@@ -319,7 +358,7 @@ def split(joined: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(eq=False)
-class StreamBlock:
+class StreamBlock(Form):
     """A stream block; inputs: x [B, S, D], and modulation [B, 4·D] where there is one.
 
     The norms after linears need the linears' results in backward; with those and x, x1 is recomputed, not saved.
@@ -333,15 +372,9 @@ class StreamBlock:
     up: NormLinears  # the MLP's first two linears
     down: GatedLinear  # the MLP's last linear
 
-    def __post_init__(self) -> None:
-        self.groups = [self.inputs.linears, self.output.linear, self.up.linears, self.down.linear]
-        self.parameters = [parameter for group in self.groups for parameter in group.parameters]
-        self.modulations = [] if self.modulation is None else [self.modulation]
-
     def _vectors(self, x: Tensor, modulation: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Scale and gate [B, D] of attention, then of the MLP; without modulation those that change nothing."""
         if not modulation:
-            assert self.inputs.weight is not None
             ones = x.new_ones((len(x), x.shape[-1]), dtype=self.inputs.weight.dtype)
             return torch.zeros_like(ones), ones, torch.zeros_like(ones), ones
         scale, gate, scale_mlp, gate_mlp = modulation[0].chunk(4, dim=1)
@@ -371,18 +404,13 @@ class StreamBlock:
         """As of `Form`."""
         modulation, output = kept.all("modulation"), self.output.linear
         scale, gate, scale_mlp, gate_mlp = self._vectors(grads[0], modulation)
-        dmlp, of_down = _mlp_backward(kept, "", self.down, SWIGLU, grads[0], gate_mlp)
-        dgate_mlp, adapters = of_down.dgate, of_down.adapters
-        del of_down
-        x = self.output.again(kept, "out_", kept.values("in_x"), gate)
+        dmlp, dgate_mlp, adapters = _mlp_backward(kept, "", self.down, SWIGLU, grads[0], gate_mlp)
+        result = kept.values("out_result")
+        x = gated_sum(kept.values("in_x"), gate, result, None, None, *packed_by_kernel(None), *self.output.norm)[0]
         dx, of_norm, of_up = self.up.backward(kept, "up_", dmlp, grads[0], scale_mlp, None, x=x)
-        del dmlp, x
-        assert dx is not None
+        del dmlp, x, result
         out = kept.values("out")
-
-        def down_gradient(dh: Tensor, out: Tensor = out) -> Tensor:
-            return output.down_gradient(dh, out)
-
+        down_gradient = partial(output.down_gradient, x=out)
         dout, dh, dgate, of_output = self.output.backward(kept, "out_", dx, gate, down_gradient)
         del down_gradient
         dout = output.complete_dx(dout, dh)

@@ -163,31 +163,26 @@ def read_frozen(base: Any) -> Base:
     return FrozenLinear(base.weight, bias)
 
 
-def _joinable(bases: Sequence[Base]) -> bool:
-    """Whether linears can multiply by one matrix: FP8 weights of one config, in one place, with a row-wise GEMM."""
+def _joined(modules: Sequence[Any], bases: Sequence[Any]) -> Sequence[Any]:
+    """One base for several, where they are FP8 weights of one config, in one place, with a row-wise GEMM.
+
+    Weights and transposed copies are joined in place, scales and biases copied.
+    """
     first = bases[0]
-    if first.config is None:
-        return False
-    device = None
     for base in bases:
         if not isinstance(base, FrozenLinear) or not isinstance(base.weight, StoredWeight):
-            return False
+            return bases
         if base.config != first.config or base.in_fp8 != first.in_fp8 or (base.bias is None) != (first.bias is None):
-            return False
-        if device not in (None, base.weight.scale.device):
-            return False
-        device = base.weight.scale.device
+            return bases
+        if base.weight.scale.device != first.weight.scale.device:
+            return bases
     row_wise = replace(first.config, weight_granularity="per_row")  # each linear's scale is that of its rows
-    return not first.in_fp8 or fp8_gemm_obstacle(device, row_wise) is None
-
-
-def _join(modules: Sequence[Any], bases: Sequence[Any]) -> FrozenLinear:
-    """One base for several: weights and transposed copies in place, scales and biases copied."""
-    config, in_fp8 = bases[0].config, bases[0].in_fp8
+    if first.in_fp8 and fp8_gemm_obstacle(first.weight.scale.device, row_wise) is not None:
+        return bases
     buffers = {name: join_buffers(modules, name, dim) for name, dim in OUTPUT_DIM.items()}
     scales = [base.weight.scale.reshape(-1, 1).expand(base.weight.shape[0], 1) for base in bases]
-    bias = None if bases[0].bias is None else torch.cat([base.bias for base in bases])
-    return FrozenLinear(as_stored(buffers, torch.cat(scales), config), bias, config, in_fp8)
+    bias = None if first.bias is None else torch.cat([base.bias for base in bases])
+    return [FrozenLinear(as_stored(buffers, torch.cat(scales), first.config), bias, first.config, first.in_fp8)]
 
 
 def join_buffers(modules: Sequence[nn.Module], name: str, dim: int) -> Tensor | None:
@@ -195,25 +190,20 @@ def join_buffers(modules: Sequence[nn.Module], name: str, dim: int) -> Tensor | 
     parts: list[Any] = [module._buffers.get(name) for module in modules]
     if any(part is None for part in parts):
         return None
-    whole = _whole(parts, dim)
-    if whole is None:
-        whole = torch.cat(parts, dim=dim)
-        for module, view in zip(modules, whole.split([part.shape[dim] for part in parts], dim=dim), strict=True):
-            module._buffers[name] = view
-    return whole
-
-
-def _whole(parts: Sequence[Tensor], dim: int) -> Tensor | None:
-    """The contiguous matrix of which all parts are adjacent views, or None."""
     first, shape = parts[0], list(parts[0].shape)
-    shape[dim] = sum(part.shape[dim] for part in parts)
-    stride, offset = (shape[1], 1), first.storage_offset()
+    sizes = [part.shape[dim] for part in parts]
+    shape[dim] = sum(sizes)
+    stride, offset, is_joined = (shape[1], 1), first.storage_offset(), True
     for part in parts:
         same = part.untyped_storage()._cdata == first.untyped_storage()._cdata
-        if not same or part.stride() != stride or part.storage_offset() != offset:
-            return None
+        is_joined = is_joined and same and part.stride() == stride and part.storage_offset() == offset
         offset += part.shape[dim] * stride[dim]
-    return first.as_strided(tuple(shape), stride)
+    if is_joined:
+        return first.as_strided(tuple(shape), stride)
+    whole = torch.cat(parts, dim=dim)
+    for module, view in zip(modules, whole.split(sizes, dim=dim), strict=True):
+        module._buffers[name] = view
+    return whole
 
 
 def cast_by_kernel(storage: Storage | None, fmt: str = "e4m3") -> tuple[str, str]:
@@ -411,8 +401,8 @@ def read_group(modules: Sequence[Any], join: bool, parts: tuple[int, ...] = ()) 
     widths = tuple(base.out_features for base, _ in plain)
     if parts and (len(widths) > 1 or sum(parts) != widths[0]):
         raise NotFusable(f"linears of {sum(widths)} outputs in all, where {sum(parts)} are read")
-    if join and len(bases) > 1 and _joinable(bases):
-        bases = (_join([base for base, _ in plain], bases),)
+    if join and len(bases) > 1:
+        bases = tuple(_joined([base for base, _ in plain], bases))
     return LinearGroup(bases, widths, adapters, parts or widths)
 
 
@@ -446,17 +436,14 @@ class AdapterCopies:
                 start = 0
                 for adapter in adapters:
                     stop = start + len(adapter.down)
-                    self._add(adapter, of_downs[start:stop], of_ups[:, start:stop])
+                    self._copies.append(of_ups[:, start:stop])
+                    self._matrices.append(adapter.up)
+                    if adapter.factor == 1.0:
+                        self._copies.append(of_downs[start:stop])
+                        self._matrices.append(adapter.down)
+                    else:
+                        self._scaled.append((of_downs[start:stop], adapter))
                     start = stop
-
-    def _add(self, adapter: PlainAdapter, down: Tensor, up: Tensor) -> None:
-        self._copies.append(up)
-        self._matrices.append(adapter.up)
-        if adapter.factor == 1.0:
-            self._copies.append(down)
-            self._matrices.append(adapter.down)
-        else:
-            self._scaled.append((down, adapter))
 
     def drop(self) -> None:
         """Let the adapters be cast at each use again."""

@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -170,7 +170,7 @@ class Kept:
         return kept
 
 
-# -- the autograd function --------------------------------------------------------------------------------------------
+# -- gradients of adapters --------------------------------------------------------------------------------------------
 
 _written: ContextVar[bool] = ContextVar("written", default=False)
 _requires_grad = attrgetter("requires_grad")
@@ -209,68 +209,12 @@ def returned(count: int, parameters: Sequence[nn.Parameter], grads: Sequence[Ten
     return (None,)
 
 
-class Form(Protocol):
-    """A block with written-out passes; `backward` returns the gradients of `forward`'s inputs and of `parameters`."""
-
-    saving: Saving
-    groups: list[LinearGroup]  # all linears but the modulations'
-    parameters: list[nn.Parameter]  # of their adapters
-    modulations: list[Modulation]  # the block's own
-
-    def forward(
-        self, kept: Kept, shared: Shared, inputs: Sequence[Tensor], needs: Sequence[bool]
-    ) -> tuple[Tensor, ...]:
-        """Return the outputs, and save in `kept` the tensors that backward reads."""
-
-    def backward(
-        self, kept: Kept, shared: Shared, grads: Sequence[Tensor], needs: Sequence[bool]
-    ) -> tuple[list[Tensor | None], list[Tensor]]:
-        """Return the gradients of the inputs and of the parameters."""
-
-
-def run_form(form: Form, call: Call) -> tuple[Tensor, ...]:
-    """Run a block with gradients for its inputs and its adapters; inputs: text, if any, image, modulation vectors."""
-    streams = [call.image] if call.text is None else [call.text, call.image]
-    inputs, keeps = [*streams, *call.vectors], torch.is_grad_enabled()
-    for modulation in form.modulations:
-        inputs.append(modulation(call.temb))
-    outputs: tuple[Tensor, ...] = _Block.apply(
-        form, call.shared, keeps, len(inputs), *inputs, *leaves_of(form.parameters)
-    )
-    return outputs
-
-
-class _Block(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, form: Form, shared: Shared, keeps: bool, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        kept = Kept(form.saving, keeps)
-        outputs = form.forward(kept, shared, tensors[:count], ctx.needs_input_grad[4 : 4 + count])
-        leaves = tensors[count:]
-        kept.save(ctx, leaves if len(leaves) == len(form.parameters) else form.parameters)
-        ctx.form, ctx.shared, ctx.count, ctx.leaves = form, shared, count, len(leaves)
-        return outputs
-
-    @staticmethod
-    @first_order_only
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        needs = ctx.needs_input_grad[4 : 4 + ctx.count]
-        with without_autocast(grads[0].device):
-            of_inputs, of_parameters = ctx.form.backward(Kept.of(ctx), ctx.shared, grads, needs)
-        for i, needed in enumerate(needs):
-            if not needed:
-                of_inputs[i] = None
-        return None, None, None, None, *of_inputs, *returned(ctx.leaves, ctx.form.parameters, of_parameters)
-
-
 # -- the parts --------------------------------------------------------------------------------------------------------
 
 
-class Projected(NamedTuple):
-    """Outputs of one stream's linears, the first three for q, k and v."""
-
-    linears: LinearGroup
-    y: Tensor  # [B, S_i, ΣN] without the adapters' part
-    h: Tensor | None  # of the adapters; None without
+# outputs of one stream's linears, the first three for q, k and v: y [B, S_i, ΣN] without the adapters' part, and the
+# adapters' h, None without
+Projected = tuple[LinearGroup, Tensor, Tensor | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -293,7 +237,7 @@ class NormLinears:
             kept.pack(f"{name}x", x, storage, x_codes, x_scale)
         y, h = self.linears.forward(n, quantized_by(cast, n, codes, code_scale))
         kept.add(f"{name}h", h)
-        return Projected(self.linears, y, h)
+        return self.linears, y, h
 
     def backward(
         self,
@@ -327,16 +271,6 @@ class NormLinears:
         return dx, dmodulation, gradients
 
 
-class AttentionGradients(NamedTuple):
-    """Result of `Attention.backward`, as `qkv_rope_backward` takes it."""
-
-    joint: list[Tensor]  # dq, dk and dv [B, S, H, d]
-    ys: list[Tensor]  # q, k and v of each stream, as codes or values
-    y_scales: list[Tensor]  # of the codes; empty for values
-    group_size: int
-    dtype: torch.dtype
-
-
 @dataclass(frozen=True, eq=False)
 class Attention:
     """Attention over the tokens of one or two streams together."""
@@ -349,8 +283,8 @@ class Attention:
         """Return out [B, S, H·d] of streams, text first; y is completed in place if the kernels cannot."""
         packing = packed_by_kernel(kept.attention)
         in_kernel = packing[0] != "none"
-        for stream in streams:
-            in_kernel = in_kernel and stream.h is not None
+        for _, _, h in streams:
+            in_kernel = in_kernel and h is not None
         ys: list[Tensor] = []
         hs: list[Tensor] = []
         ups: list[Tensor] = []
@@ -374,8 +308,14 @@ class Attention:
         kept.context = context._replace(tensors=())
         return out.transpose(1, 2).flatten(2).to(dtype)
 
-    def backward(self, kept: Kept, grad: Tensor, out: Tensor, shared: Shared) -> AttentionGradients:
-        """Return the gradients of q, k and v after norm and rotation, for `grad` of out; out may be its FP8 copy."""
+    def backward(
+        self, kept: Kept, grad: Tensor, out: Tensor, shared: Shared
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor], int, torch.dtype]:
+        """Return arguments of `qkv_rope_backward`, for `grad` of out, which may be its FP8 copy.
+
+        They are dq, dk and dv [B, S, H, d] after norm and rotation; q, k and v of each stream, as codes or values;
+        scales of the codes, none for values; their group size and dtype.
+        """
         ys: list[Tensor] = []
         y_scales: list[Tensor] = []
         for i in range(len(self.norms) // 2):
@@ -398,16 +338,7 @@ class Attention:
             shared.mask,
         )
         joint = [dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)]
-        return AttentionGradients(joint, ys, y_scales, size, dtype)
-
-
-class GatedGradients(NamedTuple):
-    """Result of `GatedLinear.backward`."""
-
-    dx: Tensor  # of x without the adapters' part [B, S, K], in the dtype of the linear's result
-    dh: Tensor | None  # of h; None without adapters
-    dgate: Tensor | None  # fp32 [B, D]; None where the gate is not trained
-    adapters: list[Tensor]  # [dA, dB] of each
+        return joint, ys, y_scales, size, dtype
 
 
 class Activated(NamedTuple):
@@ -442,15 +373,14 @@ class GatedLinear:
         kept.add(f"{name}h", h)
         return y
 
-    def again(self, kept: Kept, name: str, residual: Tensor, gate: Tensor) -> Tensor:
-        """Recompute in backward the result of `forward`, from the linear's saved one."""
-        result = kept.values(f"{name}result")
-        return gated_sum(residual, gate, result, None, None, *packed_by_kernel(None), *self.norm)[0]
-
     def backward(
         self, kept: Kept, name: str, grad: Tensor, gate: Tensor, down_gradient: Callable[[Tensor], Tensor]
-    ) -> GatedGradients:
-        """Return gradients for `grad` of y [B, S, D], which is the residual's too."""
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, list[Tensor]]:
+        """Return gradients for `grad` of y [B, S, D], which is the residual's too.
+
+        They are dx [B, S, K] without the adapters' part, in the dtype of the linear's result; dh, None without
+        adapters; that of the gate, fp32 [B, D], None where it is not trained; each adapter's [dA, dB].
+        """
         saved, cast = kept.read(f"{name}result"), cast_by_kernel(self.linear.grad_storage, "e5m2")
         dy, codes, code_scale, dgate = gated_sum_backward(
             grad, gate, saved.x, saved.scale, saved.group_size, saved.dtype, *cast, *self.norm
@@ -460,7 +390,7 @@ class GatedLinear:
             quantized = Quantized(codes, code_scale, self.linear.grad_storage.granularity)
         dh, adapters = self.linear.adapter_gradients(dy, down_gradient, kept.first(f"{name}h"))
         dx = self.linear.dgrad(dy, quantized)
-        return GatedGradients(dx, dh, None if saved.x is None else dgate, adapters)
+        return dx, dh, None if saved.x is None else dgate, adapters
 
 
 def activate(
@@ -599,9 +529,10 @@ class _Together(torch.autograd.Function):
         with without_autocast(grads[0].device):
             kept, linears = Kept.of(ctx), ctx.linears
             (x,), (h,) = kept.all("rows"), kept.all("h")
-            dy = torch.stack(grads).to(h.dtype)
-            ups = torch.stack([linear.matrices(h.dtype).up for linear in linears])
-            dh = (dy @ ups).transpose(0, 1).flatten(1)
+            dy, ups = torch.stack(grads).to(h.dtype), []
+            for linear in linears:
+                ups.append(linear.matrices(h.dtype).up)
+            dh = (dy @ torch.stack(ups)).transpose(0, 1).flatten(1)
             downs = product(dh.t(), x.to(h.dtype), linears[0].dtype).split(linears[0].rank)
             of_ups = product(dy.transpose(1, 2), h, linears[0].dtype)
             gradients: list[Tensor] = []

@@ -16,12 +16,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from coat_core.activation import Saving
 
-from ..hook import argument_names, is_replaced
-from .forms import DoubleBlock, LastStream, SingleBlock, Stream
+from ..hook import argument_names, has_hooks, is_replaced
+from .forms import DoubleBlock, Form, SingleBlock, Stream
 from .linears import NotFusable, read_group, read_linear
-from .parts import Attention, Call, Form, GatedLinear, Modulation, NormLinears, Rotary, run_form
-
-FP16_LIMIT = 65504
+from .parts import Attention, Call, GatedLinear, Modulation, NormLinears, Rotary
 
 
 @dataclass(frozen=True)
@@ -35,23 +33,7 @@ class Reader:
     results: Callable[[Any, Tensor], Any]  # text, None where the streams are one, and image → the block's results
 
 
-@dataclass(frozen=True)
-class FusedBlock:
-    """A block as read."""
-
-    reader: Reader  # which knows its arguments and results
-    form: Form  # what runs
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it with the block's own arguments and results; NotFusable for unknown arguments."""
-        if kwargs:
-            raise NotFusable(f"called with keywords ({', '.join(kwargs)})")
-        call = self.reader.call(args)
-        outputs = run_form(self.form, call)
-        return self.reader.results(None if call.text is None else outputs[0], outputs[-1])
-
-
-def read_with(reader: Reader, block: nn.Module, args: tuple[Any, ...] | None, saving: Saving, join: bool) -> FusedBlock:
+def read_with(reader: Reader, block: nn.Module, args: tuple[Any, ...] | None, saving: Saving, join: bool) -> Form:
     """Return the fused form of a block; `args` are those of the coming call, if known.
 
     Raises:
@@ -67,13 +49,9 @@ def read_with(reader: Reader, block: nn.Module, args: tuple[Any, ...] | None, sa
         raise NotFusable(f"this diffusers' {type(block).__name__} takes {', '.join(names)}")
     if args is not None:
         reader.call(args)
-    return FusedBlock(reader, reader.read(block, saving, join))
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether the module has hooks."""
-    forward = module._forward_hooks or module._forward_pre_hooks
-    return bool(forward or module._backward_hooks or module._backward_pre_hooks)
+    form = reader.read(block, saving, join)
+    form.reader = reader
+    return form
 
 
 def check_norm(norm: nn.Module) -> float:
@@ -149,10 +127,9 @@ def read_double(attn: Any, head_dim: int, text: Outside, image: Outside, saving:
     if len(attn.to_out) != 2:
         raise NotFusable("an attention output of more than a linear and a dropout")
     check_dropout(attn.to_out[1])
-    of_text: Stream | LastStream
     inputs = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
     if text.ff is None:
-        of_text = LastStream(text.modulation, NormLinears(check_norm(text.norm1), read_group(inputs, join)))
+        of_text = Stream(text.modulation, NormLinears(check_norm(text.norm1), read_group(inputs, join)))
     else:
         of_text = _read_stream(text, inputs, attn.to_add_out, join)
     of_image = _read_stream(image, (attn.to_q, attn.to_k, attn.to_v), attn.to_out[0], join)
@@ -160,9 +137,9 @@ def read_double(attn: Any, head_dim: int, text: Outside, image: Outside, saving:
     return double_block(saving, Attention(head_dim, *qk_norm(*norms)), of_text, of_image)
 
 
-def double_block(saving: Saving, attention: Attention, text: Stream | LastStream, image: Stream) -> DoubleBlock:
+def double_block(saving: Saving, attention: Attention, text: Stream, image: Stream) -> DoubleBlock:
     """Put the parts together; attention's out is quantized once for both streams."""
-    if isinstance(text, Stream) and text.output.linear.input_storage != image.output.linear.input_storage:
+    if text.output is not None and text.output.linear.input_storage != image.output.linear.input_storage:
         raise NotFusable("the outputs of attention want it in different formats")
     return DoubleBlock(saving, attention, text, image)
 
@@ -236,9 +213,13 @@ def toolkit_rotary(*parts: Tensor) -> Rotary:
     return cos, sin
 
 
-def clipped(x: Tensor) -> Tensor:
-    """Return x within the range of fp16, where it is fp16, as diffusers does."""
-    return x.clip(-FP16_LIMIT, FP16_LIMIT) if x.dtype == torch.float16 else x
+@OncePerPass
+def complex_rotary(*parts: Tensor) -> Rotary:
+    """Cos and sin [S, d] of rotations, complex [S_i, d / 2] of text first, or [B, S, d] of [B, S, d / 2]."""
+    table = parts[0] if len(parts) == 1 else torch.cat(parts)
+    if table.ndim == 3 and len(table) == 1:  # the same for all images
+        table = table[0]
+    return table.real.repeat_interleave(2, dim=-1).contiguous(), table.imag.repeat_interleave(2, dim=-1).contiguous()
 
 
 def check_gelu(module: nn.Module) -> None:

@@ -17,7 +17,7 @@ from coat_core.activation import Saving
 from coat_core.linear.function import compute_dtype
 from coat_core.ops.attention import additive_mask
 
-from ..fused.forms import DoubleBlock, SingleBlock, Stream
+from ..fused.forms import DoubleBlock, SingleBlock, Stream, clipped
 from ..fused.linears import NotFusable, read_group, read_linear
 from ..fused.parts import Call, GatedLinear, NormLinears, Rotary, Shared
 from ..fused.reading import (
@@ -27,7 +27,6 @@ from ..fused.reading import (
     check_attention,
     check_gelu,
     check_norm,
-    clipped,
     double_block,
     read_double,
     read_single,
@@ -43,10 +42,8 @@ from .flux1 import PROCESSOR, heads_of
 OPTIONAL = ("image_rotary_emb", "attention_mask", "joint_attention_kwargs")
 
 
-@OncePerPass
-def _pairs(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """The mask of pairs of tokens [B, 1, S, S] of a mask of tokens [B, S], multiplied as diffusers does."""
-    return additive_mask(mask[:, None, None, :] * mask[:, None, :, None], dtype)
+# the mask of pairs of tokens [B, 1, S, S] of a mask of tokens [B, S], multiplied as diffusers does
+_pairs = OncePerPass(lambda mask, dtype: additive_mask(mask[:, None, None, :] * mask[:, None, :, None], dtype))
 
 
 def _shared(image: Tensor, rotary: Rotary | None = None, mask: Tensor | None = None, kwargs: Any = None) -> Shared:
@@ -70,8 +67,8 @@ def _call_single(args: tuple[Any, ...]) -> Call:
 
 def _read_double(block: Any, saving: Saving, join: bool) -> DoubleBlock:
     check_attention(block.attn, PROCESSOR)
-    _check_pruned(block.norm1)
-    _check_pruned(block.norm1_context)
+    if block.norm1.emb is not None or block.norm1_context.emb is not None:
+        raise NotFusable("class embeddings in adaLN")
     text = Outside(None, block.norm1_context.norm, block.norm2_context, block.ff_context)
     image = Outside(None, block.norm1.norm, block.norm2, block.ff)
     return read_double(block.attn, block.attn.head_dim, text, image, saving, join)
@@ -80,11 +77,6 @@ def _read_double(block: Any, saving: Saving, join: bool) -> DoubleBlock:
 def _read_single(block: Any, saving: Saving, join: bool) -> SingleBlock:
     check_attention(block.attn, PROCESSOR)
     return read_single(block, None, saving, join)
-
-
-def _check_pruned(norm: Any) -> None:
-    if norm.emb is not None:
-        raise NotFusable("class embeddings in adaLN")
 
 
 DOUBLE = Reader(
@@ -101,10 +93,8 @@ SINGLE = Reader(
 # -- ai-toolkit's class -----------------------------------------------------------------------------------------------
 
 
-@OncePerPass
-def _one_head(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """The additive mask of the first head, of a mask [B, H, S, S] that the model repeats for all of them."""
-    return additive_mask(mask[:, :1], dtype)
+# the additive mask of the first head, of a mask [B, H, S, S] that the model repeats for all of them
+_one_head = OncePerPass(lambda mask, dtype: additive_mask(mask[:, :1], dtype))
 
 
 def _toolkit_shared(image: Tensor, pe: Tensor, mask: Tensor | None) -> Shared:

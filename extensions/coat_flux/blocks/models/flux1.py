@@ -15,10 +15,10 @@ from torch import nn
 
 from coat_core.activation import Saving
 
-from ..fused.forms import DoubleBlock, SingleBlock
+from ..fused.forms import DoubleBlock, SingleBlock, clipped
 from ..fused.linears import NotFusable
 from ..fused.parts import Call, Shared
-from ..fused.reading import Outside, Reader, check_attention, clipped, read_double, read_modulation, read_single
+from ..fused.reading import Outside, Reader, check_attention, read_double, read_modulation, read_single
 from .family import ANY, DF, BlockList, D, F, Family, Linear, own_entries
 
 if TYPE_CHECKING:

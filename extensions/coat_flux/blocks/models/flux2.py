@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from coat_core.activation import Saving
 
 from ...data.cache import input_device, model_identity
-from ..fused.forms import DoubleBlock, SingleBlock, Stream
+from ..fused.forms import DoubleBlock, SingleBlock, Stream, clipped
 from ..fused.linears import LinearGroup, NotFusable, read_group, read_linear
 from ..fused.parts import Attention, Call, GatedLinear, NormLinears, Shared
 from ..fused.reading import (
@@ -28,7 +28,6 @@ from ..fused.reading import (
     check_attention,
     check_dropout,
     check_norm,
-    clipped,
     double_block,
     qk_norm,
     toolkit_attention,
@@ -104,18 +103,15 @@ def _call_single(args: tuple[Any, ...]) -> Call:
     return Call(args[0], None, _shared(args, 3), None, (_vectors(args[2], args[0]),))
 
 
-def _mlp(ff: Any) -> tuple[Any, Any, Any]:
-    return ff.linear_in, ff.act_fn, ff.linear_out
-
-
 def _read_double(block: Any, saving: Saving, join: bool) -> DoubleBlock:
     attn = block.attn
     check_attention(attn, "Flux2AttnProcessor")
     check_dropout(attn.to_out[1])
     of_text = read_group((attn.add_q_proj, attn.add_k_proj, attn.add_v_proj), join)
     of_image = read_group((attn.to_q, attn.to_k, attn.to_v), join)
-    text = _stream((block.norm1_context, block.norm2_context), of_text, attn.to_add_out, _mlp(block.ff_context))
-    image = _stream((block.norm1, block.norm2), of_image, attn.to_out[0], _mlp(block.ff))
+    mlps = [(ff.linear_in, ff.act_fn, ff.linear_out) for ff in (block.ff_context, block.ff)]
+    text = _stream((block.norm1_context, block.norm2_context), of_text, attn.to_add_out, mlps[0])
+    image = _stream((block.norm1, block.norm2), of_image, attn.to_out[0], mlps[1])
     norms = qk_norm(attn.norm_added_q, attn.norm_added_k, attn.norm_q, attn.norm_k)
     return double_block(saving, Attention(attn.head_dim, *norms), text, image)
 

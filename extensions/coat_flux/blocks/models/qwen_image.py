@@ -15,21 +15,14 @@ from coat_core.activation import Saving
 from coat_core.linear.function import compute_dtype
 from coat_core.ops.attention import additive_mask
 
-from ..fused.forms import DoubleBlock
+from ..fused.forms import DoubleBlock, clipped
 from ..fused.linears import NotFusable, read_linear
-from ..fused.parts import Call, Modulation, Rotary, Shared
-from ..fused.reading import OncePerPass, Outside, Reader, check_attention, clipped, read_double
+from ..fused.parts import Call, Modulation, Shared
+from ..fused.reading import OncePerPass, Outside, Reader, check_attention, complex_rotary, read_double
 from .family import BlockList, Family
 from .flux1 import heads_of
 
 PROCESSOR = "QwenDoubleStreamAttnProcessor2_0"
-
-
-@OncePerPass
-def _tables(image: Tensor, text: Tensor) -> Rotary:
-    """Cos and sin [T + S, d] of rotations of image and text, complex [S, d / 2] and [T, d / 2]."""
-    both = torch.cat([text, image])
-    return both.real.repeat_interleave(2, dim=1).contiguous(), both.imag.repeat_interleave(2, dim=1).contiguous()
 
 
 @OncePerPass
@@ -50,7 +43,8 @@ def _call(args: tuple[Any, ...]) -> Call:
     if index is not None:
         raise NotFusable("image tokens of one block with different modulations (zero_cond_t)")
     mask = None if seen is None else _mask(seen, image.shape[1], compute_dtype(image))
-    return Call(image, text, Shared(*_tables(*rotary), mask), temb)
+    of_image, of_text = rotary
+    return Call(image, text, Shared(*complex_rotary(of_text, of_image), mask), temb)
 
 
 def _read(block: Any, saving: Saving, join: bool) -> DoubleBlock:
@@ -62,10 +56,10 @@ def _read(block: Any, saving: Saving, join: bool) -> DoubleBlock:
     return read_double(block.attn, heads_of(block)[1], text, image, saving, join)
 
 
-def _modulation(found: Any) -> Modulation:
-    if len(found) != 2 or type(found[0]) is not nn.SiLU:
+def _modulation(layers: Any) -> Modulation:
+    if len(layers) != 2 or type(layers[0]) is not nn.SiLU:
         raise NotFusable("a modulation of more than SiLU and a linear")
-    return Modulation(read_linear(found[1]))
+    return Modulation(read_linear(layers[1]))
 
 
 BLOCK = Reader(

@@ -62,12 +62,12 @@ def _read(block: Any, saving: Saving, join: bool) -> DoubleBlock:
     return read_double(block.attn, HEAD_DIM, text, image, saving, join)
 
 
-def _results(text: Tensor, image: Tensor) -> tuple[Tensor | None, Tensor]:
-    return text if text.numel() else None, image
-
-
 BLOCK = Reader(
-    ("hidden_states", "encoder_hidden_states", "temb", "joint_attention_kwargs"), heads_of, _call, _read, _results
+    ("hidden_states", "encoder_hidden_states", "temb", "joint_attention_kwargs"),
+    heads_of,
+    _call,
+    _read,
+    lambda text, image: (text if text.numel() else None, image),
 )
 
 SD3 = Family(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from coat_core.activation import Saving
@@ -18,24 +17,15 @@ from coat_core.ops.attention import additive_mask
 
 from ..fused.forms import StreamBlock
 from ..fused.linears import NotFusable, read_group, read_linear
-from ..fused.parts import Attention, Call, GatedLinear, Modulation, NormLinears, Rotary, Shared
-from ..fused.reading import OncePerPass, Reader, check_attention, check_dropout, qk_norm
+from ..fused.parts import Attention, Call, GatedLinear, Modulation, NormLinears, Shared
+from ..fused.reading import OncePerPass, Reader, check_attention, check_dropout, complex_rotary, qk_norm
 from .family import BlockList, Family
 
 PROCESSOR = "ZSingleStreamAttnProcessor"
 
 
-@OncePerPass
-def _tables(rotations: Tensor) -> Rotary:
-    """Cos and sin [S, d] of rotations, complex [1, S, d / 2], or [B, S, d] of [B, S, d / 2]."""
-    found = rotations[0] if len(rotations) == 1 else rotations
-    return found.real.repeat_interleave(2, dim=-1).contiguous(), found.imag.repeat_interleave(2, dim=-1).contiguous()
-
-
-@OncePerPass
-def _mask(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """The additive mask [B, 1, 1, S] of a mask of tokens [B, S]."""
-    return additive_mask(seen[:, None, None, :], dtype)
+# the additive mask [B, 1, 1, S] of a mask of tokens [B, S]
+_mask = OncePerPass(lambda seen, dtype: additive_mask(seen[:, None, None, :], dtype))
 
 
 def _call(args: tuple[Any, ...]) -> Call:
@@ -45,11 +35,7 @@ def _call(args: tuple[Any, ...]) -> Call:
     if rotations is None:
         raise NotFusable("no rotary embedding is given")
     mask = None if seen is None else _mask(seen, compute_dtype(x))
-    return Call(x, None, Shared(*_tables(rotations), mask), temb)
-
-
-def _heads(block: Any) -> tuple[int, int]:
-    return block.attention.heads, block.head_dim
+    return Call(x, None, Shared(*complex_rotary(rotations), mask), temb)
 
 
 def _norm(norm: Any) -> tuple[Tensor, float]:
@@ -81,7 +67,7 @@ def _read(block: Any, saving: Saving, join: bool) -> StreamBlock:
 
 BLOCK = Reader(
     ("x", "attn_mask", "freqs_cis", "adaln_input", "noise_mask", "adaln_noisy", "adaln_clean"),
-    _heads,
+    lambda block: (block.attention.heads, block.head_dim),
     _call,
     _read,
     lambda _, image: image,
