@@ -201,18 +201,6 @@ def test_a_second_derivative_is_refused(kind: str) -> None:
         torch.autograd.grad(text.float().square().sum(), args[0], create_graph=True)
 
 
-def with_processor(block: Any) -> None:
-    block.attn.processor = type("OtherProcessor", (), {})()
-
-
-def with_hook(block: Any) -> None:
-    block.attn.to_q.register_forward_hook(lambda *_: None)
-
-
-def with_forward(block: Any) -> None:
-    block.forward = block.forward
-
-
 def with_replaced_linear(block: Any) -> None:
     block.attn.to_k.base_layer.forward = block.attn.to_k.base_layer.forward
     block.attn.to_k = block.attn.to_k.base_layer
@@ -225,42 +213,18 @@ def with_lokr(block: Any) -> None:
     linear.forward = lokr.forward
 
 
-def with_trained_weight(block: Any) -> None:
-    block.attn.to_v.base_layer.weight.requires_grad_(True)
-
-
-def with_trained_norm(block: Any) -> None:
-    block.attn.norm_q.weight.requires_grad_(True)
-
-
-def with_dropout(block: Any) -> None:
-    block.attn.to_q.lora_dropout["default"] = nn.Dropout(0.1)
-
-
-def with_merged_lora(block: Any) -> None:
-    block.attn.to_q.merge()
-
-
-def with_other_activation(block: Any) -> None:
-    block.act_mlp = nn.GELU()
-
-
-def with_activation_of_another_kind(block: Any) -> None:
-    block.act_mlp = nn.SiLU()
-
-
-UNFUSABLE = {
-    "its activation is a SiLU, not GELU-tanh": with_activation_of_another_kind,
-    "attention by OtherProcessor": with_processor,
-    "hooks on attn.to_q": with_hook,
-    "its forward was replaced": with_forward,
+UNFUSABLE: dict[str, Callable[[Any], Any]] = {
+    "attention by OtherProcessor": lambda block: setattr(block.attn, "processor", type("OtherProcessor", (), {})()),
+    "hooks on attn.to_q": lambda block: block.attn.to_q.register_forward_hook(lambda *_: None),
+    "its forward was replaced": lambda block: setattr(block, "forward", block.forward),
     "was replaced by something other than a LoRA": with_replaced_linear,
     "a LokrModule": with_lokr,
-    "a linear whose weight is trained": with_trained_weight,
-    "its QK norm is a RMSNorm that is trained": with_trained_norm,
-    "LoRA dropout": with_dropout,
-    "a LoRA is merged into its base": with_merged_lora,
-    "its activation is a GELU, not GELU-tanh": with_other_activation,
+    "a linear whose weight is trained": lambda block: block.attn.to_v.base_layer.weight.requires_grad_(True),
+    "its QK norm is a RMSNorm that is trained": lambda block: block.attn.norm_q.weight.requires_grad_(True),
+    "LoRA dropout": lambda block: block.attn.to_q.lora_dropout.update({"default": nn.Dropout(0.1)}),
+    "a LoRA is merged into its base": lambda block: block.attn.to_q.merge(),
+    "its activation is a GELU, not GELU-tanh": lambda block: setattr(block, "act_mlp", nn.GELU()),
+    "its activation is a SiLU, not GELU-tanh": lambda block: setattr(block, "act_mlp", nn.SiLU()),
 }
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from coat_core.linear import FP8Linear
 from coat_flux.blocks.apply import apply_coat
 from coat_flux.blocks.hook import hook_of, own_forward
-from coat_flux.blocks.lora import OWN, SHARED, attach_lora
+from coat_flux.blocks.lora import SHARED, attach_lora
 from coat_flux.blocks.models import family_of
 from coat_flux.blocks.models.others import IN_AND_OUT
 from coat_flux.blocks.runner import BlockRunner
@@ -278,12 +278,8 @@ def test_the_blocks_that_are_listed_are_called_and_inference_never_reaches_the_r
 @ALL
 @pytest.mark.parametrize(
     "memory",
-    [
-        {"checkpointing": "none"},
-        {"checkpointing": "all"},
-        {"checkpointing": "all", "enable_efficient_checkpoint": False},
-    ],
-    ids=lambda memory: "-".join(str(value) for value in memory.values()),
+    [{"checkpointing": "none"}, {"checkpointing": "all"}],
+    ids=lambda memory: memory["checkpointing"],
 )
 def test_a_lora_step_stays_near_bf16(name: str, memory: dict[str, Any], in_bf16: Any) -> None:
     """Whatever is recomputed: the forward values are the same, and the gradients near those of bf16."""
@@ -343,9 +339,9 @@ def test_kept_bytes(name: str) -> None:
     assert bf16 / recomputed >= floors[1], f"{bf16 / recomputed:.2f}"
 
 
-@pytest.mark.parametrize(("name", "mode"), [("SDXL", "all"), ("CogVideoX", "none")])
-def test_the_loss_goes_down(name: str, mode: str) -> None:
-    coat = {"memory": {"checkpointing": mode}}
+@pytest.mark.parametrize("name", ["CogVideoX"])
+def test_the_loss_goes_down(name: str) -> None:
+    coat = KEEP
     model, _, _ = coat_model(name, coat)
     optimizer = build_optimizer(lora_parameters(model).values(), 2e-2, COATConfig.from_dict(coat))
     losses = []
@@ -357,18 +353,6 @@ def test_the_loss_goes_down(name: str, mode: str) -> None:
         losses.append(loss.item())
     assert all(math.isfinite(loss) for loss in losses)
     assert losses[-1] < ARCHITECTURE_LOSS_FRACTION * losses[0], losses
-
-
-def test_text_states_of_an_odd_width() -> None:
-    """Linears whose K is no multiple of 16 are left alone, by name and reason, and the rest trains."""
-    model, report, attached = coat_model("SDXL", KEEP, cross_attention_dim=40)
-    left = {name for name, why in report.skipped.items() if why.startswith("fallback: ")}
-    assert left == {name for name in left | set(report.converted) if ".attn2.to_k" in name or ".attn2.to_v" in name}
-    own = {key for key, x in attached.items() if x == OWN}
-    assert len(own - matching(own, {"*.proj_in.*", "*.proj_out.*"})) == len(left) > 0
-    _, gradients = step("SDXL", model)
-    assert dead(gradients) == set()
-    assert all(gradient.isfinite().all() for gradient in gradients.values())
 
 
 class Unknown(nn.Module):

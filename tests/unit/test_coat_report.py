@@ -61,6 +61,12 @@ def rows_of(report: CoatReport) -> dict[str, TableRow]:
     return {row.part: row for row in report.parts() if not row.count}
 
 
+@pytest.fixture(scope="module")
+def stepped() -> CoatReport:
+    """Of a run with the defaults, after its first step."""
+    return after_a_step()
+
+
 def after_a_step(coat: dict[str, Any] | None = None, **options: Any) -> CoatReport:
     model, report, _ = coat_flux_model(coat or {}, **options)
     lora_gradients(model)
@@ -79,10 +85,9 @@ def test_at_the_start_it_says_what_the_first_step_decides() -> None:
     assert len(report.table().splitlines()) < 20
 
 
-def test_after_the_first_step_everything_is_known() -> None:
-    report = after_a_step()
-    rows = rows_of(report)
-    assert "first step" not in report.table()
+def test_after_the_first_step_everything_is_known(stepped: CoatReport) -> None:
+    rows = rows_of(stepped)
+    assert "first step" not in stepped.table()
     assert rows["GEMMs"].got == "fp32 products of the FP8 codes"
     assert rows["kernels"] == TableRow(
         "kernels", "Triton", "PyTorch reference", "Triton kernels need a GPU, this is a cpu"
@@ -96,8 +101,8 @@ def test_after_the_first_step_everything_is_known() -> None:
     assert rows["execution"].got == "per_row GEMM, eager"
 
 
-def test_metadata_is_flat_text_and_the_same_for_the_same_run() -> None:
-    found, again = after_a_step().metadata(), after_a_step().metadata()
+def test_metadata_is_flat_text_and_the_same_for_the_same_run(stepped: CoatReport) -> None:
+    found, again = stepped.metadata(), after_a_step().metadata()
     assert found == again  # no measured number is in it
     assert all(isinstance(text, str) and text and "\n" not in text for text in found.values())
     assert found["coat.asked.transformer_blocks"] == GEMM

@@ -56,7 +56,6 @@ def same(expected: dict[str, Tensor], found: dict[str, Tensor]) -> bool:
         (2, ("all",)),
         ("all", ("all", "generic")),
         ("all", ("none", "fused", "nvfp4")),
-        (1, ("all", "generic", "nvfp4")),
     ],
 )
 def test_bits_are_those_of_a_resident_run(stream: Any, how: tuple[str, ...], most_outside: list[int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable
@@ -69,10 +70,15 @@ def changed(state: BlockState) -> bool:
     return state.key() != state.before
 
 
+@pytest.fixture(scope="module")
+def made() -> nn.Module:
+    return coat_flux_model()[0]
+
+
 @pytest.fixture
-def coat() -> Any:
+def coat(made: nn.Module) -> Any:
     """A model with PEFT's adapters, and one of its blocks."""
-    model, _, _ = coat_flux_model()
+    model = copy.deepcopy(made)
     return model, model.single_transformer_blocks[0]
 
 
