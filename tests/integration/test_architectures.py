@@ -368,7 +368,7 @@ class Unknown(nn.Module):
 @pytest.mark.parametrize(("wrapped", "name"), [(False, "blocks"), (True, "inner.layers")])
 def test_unknown_class_gets_the_cautious_policy(wrapped: bool, name: str) -> None:
     family = family_of(Unknown(wrapped))
-    assert (family.convert, family.weight_only, family.blocks) == ((f"{name}.*",), (), (name,))
+    assert (family.convert, family.one_row, family.blocks) == ((f"{name}.*",), (), (name,))
 
 
 def test_a_class_without_block_lists_is_told_the_nearest_known_ones_and_a_known_one_what_it_lacks() -> None:

@@ -270,6 +270,7 @@ def test_the_number_of_linears_is_what_the_cases_count_on() -> None:
 def test_numerical_options_change_the_gradients() -> None:
     """Each of them rounds something else, so no two runs agree."""
     name, runs = f"{LAYER}.lora_A.weight", [text for text in CASES if "budget" not in text]
+    runs.remove(coat(activation="use_fp8: false", flow="fused"))  # which is that of the generic flow
     gradients = [run(text).gradients[name] for text in runs]
     for i, one in enumerate(gradients):
         assert not any(torch.equal(one, other) for other in gradients[:i]), runs[i]

@@ -23,7 +23,7 @@ from .models import Family, family_of, matches
 from .quantized import adopt, quantization_of
 from .report import OUTSIDE, CoatReport, describe_linear, shared_rows
 from .runner import BlockRunner
-from .streaming import codes_to_host, is_streamable, unpark
+from .streaming import codes_to_host, unpark
 
 if TYPE_CHECKING:
     from ..config.coat import COATConfig
@@ -83,7 +83,7 @@ def apply_coat(
         unpark(module)
     runner = BlockRunner.install(model, family.blocks, config, allow_recompute, run_device)
     for module in model.modules() if config.memory.stream_blocks != 0 else ():
-        if CODES in module._buffers and not is_streamable(module):
+        if CODES in module._buffers and "fetch_weight" not in vars(module):  # outside the streamed blocks
             module.to(run_device)
     own = bool(report.quantized) and not report.converted
     report.shared = lambda: shared_rows(runner.plan, config, run_device, runner.ran, own)

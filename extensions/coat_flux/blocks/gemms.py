@@ -127,6 +127,6 @@ def high_precision_reason(name: str, config: COATConfig, family: Family) -> str:
         return "activation.use_fp8: false"
     if not matches(name, tuple(activation.include)) or matches(name, tuple(activation.exclude)):
         return "activation.include / exclude"
-    if matches(name, family.weight_only):
+    if matches(name, tuple(f"*.{row}" for row in family.one_row)):
         return "one row per image: reading the weight is all the time there is"
     return ""

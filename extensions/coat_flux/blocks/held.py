@@ -69,7 +69,9 @@ class HeldParts:
             kinds = kinds or dict.fromkeys(KINDS, 0)
             for name, x in (*owner.named_parameters(), *owner.named_buffers()):
                 if not x.requires_grad:
-                    kinds[_kind(name, x)] += _new_bytes(x, self._device, seen)
+                    kind = "fp8 codes" if x.element_size() == 1 else "high precision"
+                    kind = "scales" if "scale" in name.rpartition(".")[2] else kind
+                    kinds[kind] += _new_bytes(x, self._device, seen)
         return kinds
 
     def _living(self) -> Iterator[tuple[str, Any, TensorsOf]]:
@@ -162,12 +164,6 @@ def largest_held(run: Callable[[], Any]) -> int:
     with AsOnGPU(), HeldTensors() as held:
         run()
     return held.peak
-
-
-def _kind(name: str, tensor: Tensor) -> str:
-    if "scale" in name.rpartition(".")[2]:
-        return "scales"
-    return "fp8 codes" if tensor.element_size() == 1 else "high precision"
 
 
 def _new_bytes(tensor: Tensor, device: torch.device, seen: set[int]) -> int:

@@ -98,18 +98,22 @@ class CoatReport:
 
     def parts(self) -> list[TableRow]:
         """Return all rows of the table, as it is now; what is outside the blocks is one of them."""
-        counts: Counter[tuple[str, str, str]] = Counter()
+        treated: list[tuple[str, str, str]] = []
         for name, got in self.got.items():
             module = self.linears.get(name)
             if module is not None:  # as it is configured now
                 config = getattr(module, "coat_linear_config", None) or module.config
                 stored = not isinstance(module, FP8TrainableLinear)
                 got = describe_linear(config, stored, high_precision=name in self.why)
-            counts[_part(name), got, self.why.get(name, "")] += 1
-        for name, how in self.quantized.items():
-            counts[_part(name), f"W {how}, {OWN_PRODUCTS}", QUANTIZED] += 1
+            treated.append((name, got, self.why.get(name, "")))
+        for name, quantization in self.quantized.items():
+            treated.append((name, f"W {quantization}, {OWN_PRODUCTS}", QUANTIZED))
         for name, reason in self.skipped.items():
-            counts[_part(name), "high precision", reason] += 1
+            treated.append((name, "high precision", reason))
+        counts: Counter[tuple[str, str, str]] = Counter()
+        for name, got, why in treated:
+            first, dot, _ = name.partition(".")
+            counts[f"{first}.*" if dot else first, got, why] += 1
         rows, outside = [], {}
         for (part, got, why), count in counts.items():
             if why == OUTSIDE:
@@ -161,11 +165,6 @@ def describe_linear(linear: FP8LinearConfig, stored: bool, high_precision: bool)
     if high_precision or not linear.use_fp8_gemm:
         return f"{weight}, high precision GEMM"
     return f"{weight}, x {linear.input_format}/{linear.input_granularity}, dy {linear.grad_format}"
-
-
-def _part(name: str) -> str:
-    part, _, rest = name.partition(".")
-    return f"{part}.*" if rest else part
 
 
 # -- what all blocks share --------------------------------------------------------------------------------------------

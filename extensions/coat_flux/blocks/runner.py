@@ -179,7 +179,7 @@ class BlockRunner:
         if self._state is None:  # copies of weights have changed
             self._read()
         if begins and self.forms and args:
-            self._share(args)
+            self.share(args)
         form = self.forms.get(place)
         if form is None:
             outputs = self._run_own(place, args, kwargs)
@@ -208,7 +208,7 @@ class BlockRunner:
             self._forget()
             self.expect(picked=self.picked, picks_later=False)
 
-    def _share(self, args: tuple[Any, ...]) -> None:
+    def share(self, args: tuple[Any, ...]) -> None:
         """Copy the adapters' matrices and compute modulation vectors, for the first fused block's coming `args`."""
         if self._plan.shadow_bytes:
             dtype = compute_dtype(args[0])

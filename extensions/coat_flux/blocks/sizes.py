@@ -360,7 +360,7 @@ def _module(block: Block, settings: FlowSettings) -> nn.Module:
         for name, linear in list(module.named_modules()):
             if not isinstance(linear, nn.Linear):
                 continue
-            multiplies = settings.fp8_gemms and not modulates(name)  # `Family.weight_only`
+            multiplies = settings.fp8_gemms and not modulates(name)  # `Family.one_row`
             if settings.fp8_weights and f"{name}.weight" not in block.trained:
                 stored = replace(gemms, use_fp8_gemm=multiplies, weight_format=settings.weight_format)
                 FP8Linear.from_linear(linear, stored)

@@ -40,24 +40,17 @@ PARKED = "parked_codes"
 
 
 @dataclass
-class _View:
-    module: nn.Module
-    name: str
-    like: Tensor  # on the meta device: shape and strides
-    start: int  # bytes
-
-    def of(self, memory: Tensor) -> Tensor:
-        """This buffer in memory of the block, uint8 [bytes]."""
-        return memory.as_strided(self.like.shape, self.like.stride(), memory.storage_offset() + self.start)
-
-
-@dataclass
 class _Codes:
     """One block's buffers and, while streamed, its CPU memory (shared out: this process's part, on the device)."""
 
-    views: list[_View]
+    views: list[tuple[nn.Module, str, Tensor, int]]  # module, buffer's name, its shape on the meta device, first byte
     bytes: int
     host: Tensor | None = None
+
+    def within(self, memory: Tensor) -> Iterator[tuple[nn.Module, str, Tensor]]:
+        """Module, name and view of each buffer in memory of the block, uint8 [bytes]."""
+        for module, name, like, start in self.views:
+            yield module, name, memory.as_strided(like.shape, like.stride(), memory.storage_offset() + start)
 
 
 @dataclass
@@ -109,13 +102,14 @@ class StreamedWeights:
             place = self._places.get(block)
             if place is None:
                 _to_device(codes, self._device)
-            for view in codes.views:
-                fetch = here = None
-                if place is not None:
-                    view.module._buffers[view.name] = view.of(self._slots[place % SLOTS].memory)
-                    fetch, here = functools.partial(self.ready, block), functools.partial(self._holds, place)
-                vars(view.module).update(fetch_weight=fetch, codes_are_here=here)
-                vars(view.module)["_apply"] = functools.partial(_apply_to_rest, view.module)
+            fetch = here = None
+            if place is not None:
+                fetch, here = functools.partial(self.ready, block), functools.partial(self._holds, place)
+                for module, name, view in codes.within(self._slots[place % SLOTS].memory):
+                    module._buffers[name] = view
+            for module, *_ in codes.views:
+                vars(module).update(fetch_weight=fetch, codes_are_here=here)
+                vars(module)["_apply"] = functools.partial(_apply_to_rest, module)
 
     @torch.no_grad()
     def share_out(self, group: Any) -> int:
@@ -201,7 +195,7 @@ def _read(block: nn.Module) -> _Codes:
             starts[storage._cdata] = total
             total += aligned(storage.nbytes())
         start = starts[storage._cdata] + buffer.storage_offset() * buffer.itemsize
-        views.append(_View(module, name, buffer.to("meta"), start))
+        views.append((module, name, buffer.to("meta"), start))
     return _Codes(views, total)
 
 
@@ -232,11 +226,6 @@ def unpark(module: nn.Module) -> bool:
     return bool(parked)
 
 
-def is_streamable(module: nn.Module) -> bool:
-    """Whether a linear is in a block whose codes `StreamedWeights` keeps, wherever they are now."""
-    return "fetch_weight" in vars(module)
-
-
 def _codes_of(module: nn.Module) -> dict[str, Tensor]:
     return {name: x for name in BUFFERS if (x := module._buffers.get(name)) is not None and x.dtype == torch.uint8}
 
@@ -245,18 +234,17 @@ def _to_host(codes: _Codes, device: torch.device) -> _Codes:
     codes.host = torch.empty(codes.bytes, dtype=torch.uint8)
     if device.type == "cuda":
         pin(codes.host, "memory.stream_blocks", "stream fewer blocks")
-    for view in codes.views:
-        view.of(codes.host).copy_(view.module._buffers[view.name])
-        view.module._buffers[view.name] = None  # the next block finds its memory free
+    for module, name, view in codes.within(codes.host):
+        view.copy_(module._buffers[name])
+        module._buffers[name] = None  # the next block finds its memory free
     return codes
 
 
 def _to_device(codes: _Codes, device: torch.device) -> None:
     if codes.host is None:
         return
-    memory = codes.host.to(device, copy=True)
-    for view in codes.views:
-        view.module._buffers[view.name] = view.of(memory)
+    for module, name, view in codes.within(codes.host.to(device, copy=True)):
+        module._buffers[name] = view
     unpin(codes.host)
     codes.host = None
 

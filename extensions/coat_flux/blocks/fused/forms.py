@@ -172,11 +172,7 @@ class Stream:
     def rest_backward(
         self, kept: Kept, name: str, grad: Tensor, out: Tensor, modulation: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor, list[Tensor | None], list[Tensor]]:
-        """Gradients of `rest`.
-
-        They are dx [B, S_i, D] before attention's projection is added; that of attention's out for these tokens; fp32
-        those of attention's gate, the MLP's shift and scale, its gate; each adapter's [dA, dB].
-        """
+        """Gradients of x, of attention's out, of gate, MLP shift, scale and gate (fp32), and of each adapter."""
         if self.output is None or self.up is None or self.down is None:
             zeros = torch.zeros_like(out)
             return zeros, zeros, [], []

@@ -71,7 +71,8 @@ class FrozenLinear:
     """The base: one of our FP8 linears, a plain frozen nn.Linear (`config` None), or several as one.
 
     Attributes:
-        weight: W [N, K] as it is stored, or its values.
+        weight: W [N, K] as it is stored, or its values; None for `adopted`.
+        adopted: a linear that ai-toolkit quantized its own way (`quantized.adopt`), and that multiplies so.
         in_fp8: whether this device multiplies so; False multiplies by the dequantized weight.
         input_storage: of x in the GEMM; None in high precision.
         grad_storage: of dy; None also if dy is multiplied by the weight's scales before the cast.
@@ -79,12 +80,13 @@ class FrozenLinear:
 
     def __init__(
         self,
-        weight: StoredWeight | Tensor,
+        weight: StoredWeight | Tensor | None,
         bias: Tensor | None,
         config: FP8LinearConfig | None = None,
         in_fp8: bool = False,
+        adopted: nn.Module | None = None,
     ) -> None:
-        self.weight, self.bias, self.config, self.in_fp8 = weight, bias, config, in_fp8
+        self.weight, self.bias, self.config, self.in_fp8, self.adopted = weight, bias, config, in_fp8, adopted
         self.input_storage: Storage | None = None
         self.grad_storage: Storage | None = None
         self._of_fprop = weight
@@ -105,6 +107,8 @@ class FrozenLinear:
 
     def forward(self, x: Tensor, quantized: Quantized | None) -> Tensor:
         """Return x Wᵀ + b; `quantized` is x by `input_storage`, None where that is."""
+        if self.adopted is not None:  # as in training; for rows x [B, K], which modulate, as x asks for it
+            return own_product(self.adopted, x, x.ndim > 2 or x.requires_grad)
         weight = self._of_fprop
         if isinstance(weight, Tensor):
             if self.config is None:
@@ -114,42 +118,23 @@ class FrozenLinear:
 
     def dgrad(self, grad: Tensor, quantized: Quantized | None = None) -> Tensor:
         """Return dy W; `quantized` is dy by `grad_storage`, if its producer quantized it."""
+        if self.adopted is not None:
+            return input_gradient(self.adopted, grad)
         weight = self.weight
         if isinstance(weight, Tensor):
             if self.config is None:
                 return grad @ weight.to(grad.dtype)
             weight = quantize_weight(weight, self.config)
-        assert self.config is not None
         return dgrad(grad, weight, self.config, self.in_fp8, quantized, self._unit)
 
 
-class AdoptedLinear:
-    """The base, quantized by ai-toolkit its own way (`quantized.adopt`); methods as those of `FrozenLinear`."""
-
-    config = input_storage = grad_storage = None
-
-    def __init__(self, module: Any) -> None:
-        self.module = module
-
-    def forward(self, x: Tensor, quantized: None) -> Tensor:
-        """Return x Wᵀ + b by its own code, as in training; for rows x [B, K], which modulate, as x asks for it."""
-        return own_product(self.module, x, x.ndim > 2 or x.requires_grad)
-
-    def dgrad(self, grad: Tensor, quantized: None = None) -> Tensor:
-        """Return dy W."""
-        return input_gradient(self.module, grad)
-
-
-Base = FrozenLinear | AdoptedLinear
-
-
-def read_frozen(base: Any) -> Base:
+def read_frozen(base: Any) -> FrozenLinear:
     """Read a linear; NotFusable if it is trained or of unknown quantization."""
     bias = base.bias
     if bias is not None and bias.requires_grad:
         raise NotFusable("a linear whose bias is trained")
     if is_adopted(base):
-        return AdoptedLinear(base)
+        return FrozenLinear(None, bias, adopted=base)
     config = base.config if isinstance(base, FP8Linear) else getattr(base, "coat_linear_config", None)
     if config is not None:
         weight = load_weight(base, config)
@@ -170,7 +155,7 @@ def _joined(modules: Sequence[Any], bases: Sequence[Any]) -> Sequence[Any]:
     """
     first = bases[0]
     for base in bases:
-        if not isinstance(base, FrozenLinear) or not isinstance(base.weight, StoredWeight):
+        if not isinstance(base.weight, StoredWeight):
             return bases
         if base.config != first.config or base.in_fp8 != first.in_fp8 or (base.bias is None) != (first.bias is None):
             return bases
@@ -248,7 +233,7 @@ class LinearGroup:
 
     def __init__(
         self,
-        bases: tuple[Base, ...],
+        bases: tuple[FrozenLinear, ...],
         widths: tuple[int, ...],
         adapters: tuple[tuple[PlainAdapter, ...], ...],
         parts: tuple[int, ...],
@@ -395,7 +380,7 @@ def read_group(modules: Sequence[Any], join: bool, parts: tuple[int, ...] = ()) 
     adapters = tuple(adapters for _, adapters in plain)
     if len({id(adapter.strengths) for adapter in chain.from_iterable(adapters)}) > 1:
         raise NotFusable("LoRAs whose strengths per image are not the same")
-    bases: tuple[Base, ...] = tuple(read_frozen(base) for base, _ in plain)
+    bases = tuple(read_frozen(base) for base, _ in plain)
     if len({base.input_storage for base in bases} - {None}) > 1:
         raise NotFusable("linears that read the same tensor want it in different formats")
     widths = tuple(base.out_features for base, _ in plain)

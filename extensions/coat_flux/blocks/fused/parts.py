@@ -311,11 +311,7 @@ class Attention:
     def backward(
         self, kept: Kept, grad: Tensor, out: Tensor, shared: Shared
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor], int, torch.dtype]:
-        """Return arguments of `qkv_rope_backward`, for `grad` of out, which may be its FP8 copy.
-
-        They are dq, dk and dv [B, S, H, d] after norm and rotation; q, k and v of each stream, as codes or values;
-        scales of the codes, none for values; their group size and dtype.
-        """
+        """Return [dq, dk, dv] after norm and rotation, and saved q, k, v with their scales; out may be its FP8 copy."""
         ys: list[Tensor] = []
         y_scales: list[Tensor] = []
         for i in range(len(self.norms) // 2):
@@ -376,11 +372,7 @@ class GatedLinear:
     def backward(
         self, kept: Kept, name: str, grad: Tensor, gate: Tensor, down_gradient: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor | None, Tensor | None, list[Tensor]]:
-        """Return gradients for `grad` of y [B, S, D], which is the residual's too.
-
-        They are dx [B, S, K] without the adapters' part, in the dtype of the linear's result; dh, None without
-        adapters; that of the gate, fp32 [B, D], None where it is not trained; each adapter's [dA, dB].
-        """
+        """Return dx without the adapters' part, dh, dgate (fp32, None if untrained) and each adapter's [dA, dB]."""
         saved, cast = kept.read(f"{name}result"), cast_by_kernel(self.linear.grad_storage, "e5m2")
         dy, codes, code_scale, dgate = gated_sum_backward(
             grad, gate, saved.x, saved.scale, saved.group_size, saved.dtype, *cast, *self.norm

@@ -7,7 +7,6 @@ Anything beyond a reader's knowledge (IP adapters, dropout, other attention back
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -22,15 +21,30 @@ from .linears import NotFusable, read_group, read_linear
 from .parts import Attention, Call, GatedLinear, Modulation, NormLinears, Rotary
 
 
-@dataclass(frozen=True)
 class Reader:
-    """Reads blocks of one class: `call` maps arguments to a `Call`, `read` a block to its fused form, or NotFusable."""
+    """Reads blocks of one class; `call` and `read` raise NotFusable.
 
-    arguments: tuple[str, ...]  # of the class's forward, by name; of another diffusers version they may differ
-    heads: Callable[[Any], tuple[int, int]]  # block → its number of heads and their size
-    call: Callable[[tuple[Any, ...]], Call]
-    read: Callable[[Any, Saving, bool], Form]  # `join` makes one matrix of weights that read the same tensor
-    results: Callable[[Any, Tensor], Any]  # text, None where the streams are one, and image → the block's results
+    Attributes:
+        arguments: of the class's forward, by name; of another diffusers version they may differ.
+    """
+
+    arguments: tuple[str, ...]
+
+    def heads(self, block: Any) -> tuple[int, int]:
+        """A block's number of heads and their size."""
+        return block.attn.heads, block.attn.inner_dim // block.attn.heads
+
+    def call(self, args: tuple[Any, ...]) -> Call:
+        """A call's arguments, as `Form` takes them."""
+        raise NotImplementedError
+
+    def read(self, block: Any, saving: Saving, join: bool) -> Form:
+        """A block's fused form; `join` makes one matrix of weights that read the same tensor."""
+        raise NotImplementedError
+
+    def results(self, text: Tensor | None, image: Tensor) -> Any:
+        """The block's results; text is None where the streams are one."""
+        return image
 
 
 def read_with(reader: Reader, block: nn.Module, args: tuple[Any, ...] | None, saving: Saving, join: bool) -> Form:
@@ -168,6 +182,9 @@ def read_single(block: Any, modulation: Modulation | None, saving: Saving, join:
     )
 
 
+TOOLKIT_EPS = 1e-6  # of the RMSNorm in ai-toolkit's blocks
+
+
 class OncePerPass:
     """Caches make(tensor, ...) for a tensor that a model passes to all its blocks, for as long as the tensor lives.
 
@@ -187,20 +204,23 @@ class OncePerPass:
         return found[1]
 
 
-TOOLKIT_EPS = 1e-6  # of the RMSNorm in ai-toolkit's blocks of BFL's layout
+class ToolkitReader(Reader):
+    """Reads ai-toolkit's blocks in BFL's layout."""
 
+    def heads(self, block: Any) -> tuple[int, int]:
+        """As of `Reader`."""
+        return block.num_heads, block.hidden_size // block.num_heads
 
-def toolkit_heads(block: Any) -> tuple[int, int]:
-    """Heads of such a block, and their size."""
-    return block.num_heads, block.hidden_size // block.num_heads
+    def attention(self, block: Any, *norms: Any) -> Attention:
+        """Attention with these QKNorms, of text first."""
+        weights = [each.scale for norm in norms for each in (norm.query_norm, norm.key_norm)]
+        if any(weight.requires_grad for weight in weights):
+            raise NotFusable("a QK norm that is trained")
+        return Attention(self.heads(block)[1], TOOLKIT_EPS, tuple(weights))
 
-
-def toolkit_attention(block: Any, *norms: Any) -> Attention:
-    """Attention of such a block with these QKNorms, of text first."""
-    weights = [each.scale for norm in norms for each in (norm.query_norm, norm.key_norm)]
-    if any(weight.requires_grad for weight in weights):
-        raise NotFusable("a QK norm that is trained")
-    return Attention(toolkit_heads(block)[1], TOOLKIT_EPS, tuple(weights))
+    def results(self, text: Tensor | None, image: Tensor) -> Any:
+        """As of `Reader`."""
+        return image if text is None else (image, text)
 
 
 @OncePerPass

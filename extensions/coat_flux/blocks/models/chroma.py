@@ -24,18 +24,17 @@ from ..fused.reading import (
     OncePerPass,
     Outside,
     Reader,
+    ToolkitReader,
     check_attention,
     check_gelu,
     check_norm,
     double_block,
     read_double,
     read_single,
-    toolkit_attention,
-    toolkit_heads,
     toolkit_rotary,
 )
 from .family import BlockList, Family
-from .flux1 import PROCESSOR, heads_of
+from .flux1 import PROCESSOR
 
 # -- diffusers' class -------------------------------------------------------------------------------------------------
 
@@ -54,41 +53,40 @@ def _shared(image: Tensor, rotary: Rotary | None = None, mask: Tensor | None = N
     return Shared(*rotary, None if mask is None else _pairs(mask, compute_dtype(image)))
 
 
-def _call_double(args: tuple[Any, ...]) -> Call:
-    image, text, temb, *others = args
-    of_image, of_text = temb.flatten(1, 2).chunk(2, dim=1)
-    return Call(image, text, _shared(image, *others), None, (of_text, of_image))
+class _Double(Reader):
+    arguments = ("hidden_states", "encoder_hidden_states", "temb", *OPTIONAL)
+
+    def call(self, args: tuple[Any, ...]) -> Call:
+        image, text, temb, *others = args
+        of_image, of_text = temb.flatten(1, 2).chunk(2, dim=1)
+        return Call(image, text, _shared(image, *others), None, (of_text, of_image))
+
+    def read(self, block: Any, saving: Saving, join: bool) -> DoubleBlock:
+        check_attention(block.attn, PROCESSOR)
+        if block.norm1.emb is not None or block.norm1_context.emb is not None:
+            raise NotFusable("class embeddings in adaLN")
+        text = Outside(None, block.norm1_context.norm, block.norm2_context, block.ff_context)
+        image = Outside(None, block.norm1.norm, block.norm2, block.ff)
+        return read_double(block.attn, block.attn.head_dim, text, image, saving, join)
+
+    def results(self, text: Tensor | None, image: Tensor) -> Any:
+        return clipped(text), image
 
 
-def _call_single(args: tuple[Any, ...]) -> Call:
-    x, temb, *others = args
-    return Call(x, None, _shared(x, *others), None, (temb.flatten(1, 2),))
+class _Single(Reader):
+    arguments = ("hidden_states", "temb", *OPTIONAL)
 
+    def call(self, args: tuple[Any, ...]) -> Call:
+        x, temb, *others = args
+        return Call(x, None, _shared(x, *others), None, (temb.flatten(1, 2),))
 
-def _read_double(block: Any, saving: Saving, join: bool) -> DoubleBlock:
-    check_attention(block.attn, PROCESSOR)
-    if block.norm1.emb is not None or block.norm1_context.emb is not None:
-        raise NotFusable("class embeddings in adaLN")
-    text = Outside(None, block.norm1_context.norm, block.norm2_context, block.ff_context)
-    image = Outside(None, block.norm1.norm, block.norm2, block.ff)
-    return read_double(block.attn, block.attn.head_dim, text, image, saving, join)
+    def read(self, block: Any, saving: Saving, join: bool) -> SingleBlock:
+        check_attention(block.attn, PROCESSOR)
+        return read_single(block, None, saving, join)
 
+    def results(self, text: Tensor | None, image: Tensor) -> Any:
+        return clipped(image)
 
-def _read_single(block: Any, saving: Saving, join: bool) -> SingleBlock:
-    check_attention(block.attn, PROCESSOR)
-    return read_single(block, None, saving, join)
-
-
-DOUBLE = Reader(
-    ("hidden_states", "encoder_hidden_states", "temb", *OPTIONAL),
-    heads_of,
-    _call_double,
-    _read_double,
-    lambda text, image: (clipped(text), image),
-)
-SINGLE = Reader(
-    ("hidden_states", "temb", *OPTIONAL), heads_of, _call_single, _read_single, lambda _, image: clipped(image)
-)
 
 # -- ai-toolkit's class -----------------------------------------------------------------------------------------------
 
@@ -106,22 +104,6 @@ def _vectors(*found: Any) -> Tensor:
     return torch.cat([part for each in found for part in (each.shift, each.scale, each.gate)], dim=1).flatten(1)
 
 
-def _call_toolkit_double(args: tuple[Any, ...]) -> Call:
-    image, text, pe, (of_image, of_text), mask = args
-    return Call(image, text, _toolkit_shared(image, pe, mask), None, (_vectors(*of_text), _vectors(*of_image)))
-
-
-def _call_toolkit_single(args: tuple[Any, ...]) -> Call:
-    x, pe, modulation, mask = args
-    return Call(x, None, _toolkit_shared(x, pe, mask), None, (_vectors(modulation),))
-
-
-def _read_toolkit_double(block: Any, saving: Saving, join: bool) -> DoubleBlock:
-    text = _toolkit_stream(block.txt_attn, block.txt_norm1, block.txt_norm2, block.txt_mlp, join)
-    image = _toolkit_stream(block.img_attn, block.img_norm1, block.img_norm2, block.img_mlp, join)
-    return double_block(saving, toolkit_attention(block, block.txt_attn.norm, block.img_attn.norm), text, image)
-
-
 def _toolkit_stream(attn: Any, norm1: Any, norm2: Any, mlp: Any, join: bool) -> Stream:
     if len(mlp) != 3:
         raise NotFusable("an MLP of more than two linears and GELU")
@@ -132,42 +114,47 @@ def _toolkit_stream(attn: Any, norm1: Any, norm2: Any, mlp: Any, join: bool) -> 
     return Stream(None, inputs, GatedLinear(output), NormLinears(check_norm(norm2), up), GatedLinear(down))
 
 
-def _read_toolkit_single(block: Any, saving: Saving, join: bool) -> SingleBlock:
-    check_gelu(block.mlp_act)
-    parts = (*[block.hidden_size] * 3, block.mlp_hidden_dim)
-    inputs = NormLinears(check_norm(block.pre_norm), read_group((block.linear1,), join, parts))
-    attention = toolkit_attention(block, block.norm)
-    return SingleBlock(saving, None, inputs, attention, GatedLinear(read_linear(block.linear2)))
+class _ToolkitDouble(ToolkitReader):
+    arguments = ("img", "txt", "pe", "distill_vec", "mask")
+
+    def call(self, args: tuple[Any, ...]) -> Call:
+        image, text, pe, (of_image, of_text), mask = args
+        return Call(image, text, _toolkit_shared(image, pe, mask), None, (_vectors(*of_text), _vectors(*of_image)))
+
+    def read(self, block: Any, saving: Saving, join: bool) -> DoubleBlock:
+        text = _toolkit_stream(block.txt_attn, block.txt_norm1, block.txt_norm2, block.txt_mlp, join)
+        image = _toolkit_stream(block.img_attn, block.img_norm1, block.img_norm2, block.img_mlp, join)
+        return double_block(saving, self.attention(block, block.txt_attn.norm, block.img_attn.norm), text, image)
 
 
-TOOLKIT_DOUBLE = Reader(
-    ("img", "txt", "pe", "distill_vec", "mask"),
-    toolkit_heads,
-    _call_toolkit_double,
-    _read_toolkit_double,
-    lambda text, image: (image, text),
-)
-TOOLKIT_SINGLE = Reader(
-    ("x", "pe", "distill_vec", "mask"),
-    toolkit_heads,
-    _call_toolkit_single,
-    _read_toolkit_single,
-    lambda _, image: image,
-)
+class _ToolkitSingle(ToolkitReader):
+    arguments = ("x", "pe", "distill_vec", "mask")
+
+    def call(self, args: tuple[Any, ...]) -> Call:
+        x, pe, modulation, mask = args
+        return Call(x, None, _toolkit_shared(x, pe, mask), None, (_vectors(modulation),))
+
+    def read(self, block: Any, saving: Saving, join: bool) -> SingleBlock:
+        check_gelu(block.mlp_act)
+        parts = (*[block.hidden_size] * 3, block.mlp_hidden_dim)
+        inputs = NormLinears(check_norm(block.pre_norm), read_group((block.linear1,), join, parts))
+        attention = self.attention(block, block.norm)
+        return SingleBlock(saving, None, inputs, attention, GatedLinear(read_linear(block.linear2)))
+
 
 CHROMA = Family(
     "ChromaTransformer2DModel",
     (
-        BlockList("transformer_blocks", "ChromaTransformerBlock", DOUBLE, fused_bytes=12.5),
-        BlockList("single_transformer_blocks", "ChromaSingleTransformerBlock", SINGLE, fused_bytes=10.4),
+        BlockList("transformer_blocks", "ChromaTransformerBlock", _Double(), fused_bytes=12.5),
+        BlockList("single_transformer_blocks", "ChromaSingleTransformerBlock", _Single(), fused_bytes=10.4),
     ),
     pipelines={"ChromaPipeline": ("chroma",)},
 )
 CHROMA_OF_TOOLKIT = Family(
     "Chroma",
     (
-        BlockList("double_blocks", "DoubleStreamBlock", TOOLKIT_DOUBLE, fused_bytes=12.5),
-        BlockList("single_blocks", "SingleStreamBlock", TOOLKIT_SINGLE, fused_bytes=10.4),
+        BlockList("double_blocks", "DoubleStreamBlock", _ToolkitDouble(), fused_bytes=12.5),
+        BlockList("single_blocks", "SingleStreamBlock", _ToolkitSingle(), fused_bytes=10.4),
     ),
     archs=("chroma", "chroma_radiance"),
 )

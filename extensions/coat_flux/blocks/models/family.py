@@ -150,11 +150,6 @@ class Family:
         """Patterns of the linears whose weights become FP8; all others stay in high precision."""
         return self.converted or tuple(f"{name}.*" for name in self.blocks)
 
-    @property
-    def weight_only(self) -> tuple[str, ...]:
-        """Patterns of those that multiply in high precision."""
-        return tuple(f"*.{name}" for name in self.one_row)
-
 
 def generic(transformer: str, lists: str, archs: str = "", one_row: str = "", **facts: Any) -> Family:
     """A family in the generic flow; patterns of its lists, archs and linears on one row are words."""

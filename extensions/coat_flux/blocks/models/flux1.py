@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from coat_core.activation import Saving
 
@@ -24,34 +24,39 @@ from .family import ANY, DF, BlockList, D, F, Family, Linear, own_entries
 if TYPE_CHECKING:
     from diffusers import FluxTransformer2DModel
 
-ARGUMENTS = ("hidden_states", "encoder_hidden_states", "temb", "image_rotary_emb", "joint_attention_kwargs")
 PROCESSOR = "FluxAttnProcessor"
 
 
-def _call(args: tuple[Any, ...]) -> Call:
-    if len(args) > 4 and args[4]:
-        raise NotFusable(f"joint_attention_kwargs {', '.join(map(str, args[4]))}")
-    if len(args) < 4 or args[3] is None:
-        raise NotFusable("no rotary embedding is given")
-    return Call(args[0], args[1], Shared(*args[3]), args[2])
+class _Reader(Reader):
+    arguments = ("hidden_states", "encoder_hidden_states", "temb", "image_rotary_emb", "joint_attention_kwargs")
+
+    def call(self, args: tuple[Any, ...]) -> Call:
+        if len(args) > 4 and args[4]:
+            raise NotFusable(f"joint_attention_kwargs {', '.join(map(str, args[4]))}")
+        if len(args) < 4 or args[3] is None:
+            raise NotFusable("no rotary embedding is given")
+        return Call(args[0], args[1], Shared(*args[3]), args[2])
 
 
-def heads_of(block: Any) -> tuple[int, int]:
-    """Heads of a block of diffusers, and their size."""
-    return block.attn.heads, block.attn.inner_dim // block.attn.heads
+class _Double(_Reader):
+    def read(self, block: Any, saving: Saving, join: bool) -> DoubleBlock:
+        check_attention(block.attn, PROCESSOR)
+        norm, of_text = block.norm1, block.norm1_context
+        text = Outside(read_modulation(of_text), of_text.norm, block.norm2_context, block.ff_context)
+        image = Outside(read_modulation(norm), norm.norm, block.norm2, block.ff)
+        return read_double(block.attn, block.attn.head_dim, text, image, saving, join)
+
+    def results(self, text: Tensor | None, image: Tensor) -> Any:
+        return clipped(text), image
 
 
-def _read_single(block: Any, saving: Saving, join: bool) -> SingleBlock:
-    check_attention(block.attn, PROCESSOR)
-    return read_single(block, read_modulation(block.norm), saving, join)
+class _Single(_Reader):
+    def read(self, block: Any, saving: Saving, join: bool) -> SingleBlock:
+        check_attention(block.attn, PROCESSOR)
+        return read_single(block, read_modulation(block.norm), saving, join)
 
-
-def _read_double(block: Any, saving: Saving, join: bool) -> DoubleBlock:
-    check_attention(block.attn, PROCESSOR)
-    norm, of_text = block.norm1, block.norm1_context
-    text = Outside(read_modulation(of_text), of_text.norm, block.norm2_context, block.ff_context)
-    image = Outside(read_modulation(norm), norm.norm, block.norm2, block.ff)
-    return read_double(block.attn, block.attn.head_dim, text, image, saving, join)
+    def results(self, text: Tensor | None, image: Tensor) -> Any:
+        return clipped(text), clipped(image)
 
 
 DOUBLE_LINEARS = (
@@ -168,7 +173,7 @@ FLUX = Family(
         BlockList(
             "transformer_blocks",
             "FluxTransformerBlock",
-            Reader(ARGUMENTS, heads_of, _call, _read_double, lambda text, image: (clipped(text), image)),
+            _Double(),
             kind="double",
             source="transformer_flux",
             count="num_layers",
@@ -184,7 +189,7 @@ FLUX = Family(
         BlockList(
             "single_transformer_blocks",
             "FluxSingleTransformerBlock",
-            Reader(ARGUMENTS, heads_of, _call, _read_single, lambda text, image: (clipped(text), clipped(image))),
+            _Single(),
             kind="single",
             source="transformer_flux",
             count="num_single_layers",

@@ -25,17 +25,15 @@ from ..fused.linears import LinearGroup, NotFusable, read_group, read_linear
 from ..fused.parts import Attention, Call, GatedLinear, NormLinears, Shared
 from ..fused.reading import (
     Reader,
+    ToolkitReader,
     check_attention,
     check_dropout,
     check_norm,
     double_block,
     qk_norm,
-    toolkit_attention,
-    toolkit_heads,
     toolkit_rotary,
 )
 from .family import ANY, DF, BlockList, D, F, Family, Linear, own_entries
-from .flux1 import heads_of
 
 logger = logging.getLogger(__name__)
 
@@ -92,87 +90,83 @@ def _shared(args: tuple[Any, ...], rotary: int) -> Shared:
     return Shared(*args[rotary])
 
 
-def _call_double(args: tuple[Any, ...]) -> Call:
-    image, text, of_image, of_text = args[:4]
-    return Call(image, text, _shared(args, 4), None, (_vectors(of_text, image), _vectors(of_image, image)))
+_ATTENDS = ("image_rotary_emb", "joint_attention_kwargs")
 
 
-def _call_single(args: tuple[Any, ...]) -> Call:
-    if args[1] is not None:
-        raise NotFusable("text and image are handed in apart")
-    return Call(args[0], None, _shared(args, 3), None, (_vectors(args[2], args[0]),))
+class _Double(Reader):
+    arguments = ("hidden_states", "encoder_hidden_states", "temb_mod_img", "temb_mod_txt", *_ATTENDS)
+
+    def call(self, args: tuple[Any, ...]) -> Call:
+        image, text, of_image, of_text = args[:4]
+        return Call(image, text, _shared(args, 4), None, (_vectors(of_text, image), _vectors(of_image, image)))
+
+    def read(self, block: Any, saving: Saving, join: bool) -> DoubleBlock:
+        attn = block.attn
+        check_attention(attn, "Flux2AttnProcessor")
+        check_dropout(attn.to_out[1])
+        of_text = read_group((attn.add_q_proj, attn.add_k_proj, attn.add_v_proj), join)
+        of_image = read_group((attn.to_q, attn.to_k, attn.to_v), join)
+        mlps = [(ff.linear_in, ff.act_fn, ff.linear_out) for ff in (block.ff_context, block.ff)]
+        text = _stream((block.norm1_context, block.norm2_context), of_text, attn.to_add_out, mlps[0])
+        image = _stream((block.norm1, block.norm2), of_image, attn.to_out[0], mlps[1])
+        norms = qk_norm(attn.norm_added_q, attn.norm_added_k, attn.norm_q, attn.norm_k)
+        return double_block(saving, Attention(attn.head_dim, *norms), text, image)
+
+    def results(self, text: Tensor | None, image: Tensor) -> Any:
+        return clipped(text), image
 
 
-def _read_double(block: Any, saving: Saving, join: bool) -> DoubleBlock:
-    attn = block.attn
-    check_attention(attn, "Flux2AttnProcessor")
-    check_dropout(attn.to_out[1])
-    of_text = read_group((attn.add_q_proj, attn.add_k_proj, attn.add_v_proj), join)
-    of_image = read_group((attn.to_q, attn.to_k, attn.to_v), join)
-    mlps = [(ff.linear_in, ff.act_fn, ff.linear_out) for ff in (block.ff_context, block.ff)]
-    text = _stream((block.norm1_context, block.norm2_context), of_text, attn.to_add_out, mlps[0])
-    image = _stream((block.norm1, block.norm2), of_image, attn.to_out[0], mlps[1])
-    norms = qk_norm(attn.norm_added_q, attn.norm_added_k, attn.norm_q, attn.norm_k)
-    return double_block(saving, Attention(attn.head_dim, *norms), text, image)
+class _Single(Reader):
+    arguments = (
+        "hidden_states", "encoder_hidden_states", "temb_mod", *_ATTENDS, "split_hidden_states", "text_seq_len",
+    )  # fmt: skip
 
+    def call(self, args: tuple[Any, ...]) -> Call:
+        if args[1] is not None:
+            raise NotFusable("text and image are handed in apart")
+        return Call(args[0], None, _shared(args, 3), None, (_vectors(args[2], args[0]),))
 
-def _read_single(block: Any, saving: Saving, join: bool) -> SingleBlock:
-    attn = block.attn
-    check_attention(attn, "Flux2ParallelSelfAttnProcessor")
-    attention = Attention(attn.head_dim, *qk_norm(attn.norm_q, attn.norm_k))
-    linears, width = (attn.to_qkv_mlp_proj, attn.to_out), attn.heads * attn.head_dim
-    return _single(saving, block.norm, linears, attn, attn.mlp_act_fn, attention, width)
+    def read(self, block: Any, saving: Saving, join: bool) -> SingleBlock:
+        attn = block.attn
+        check_attention(attn, "Flux2ParallelSelfAttnProcessor")
+        attention = Attention(attn.head_dim, *qk_norm(attn.norm_q, attn.norm_k))
+        linears, width = (attn.to_qkv_mlp_proj, attn.to_out), attn.heads * attn.head_dim
+        return _single(saving, block.norm, linears, attn, attn.mlp_act_fn, attention, width)
+
+    def results(self, text: Tensor | None, image: Tensor) -> Any:
+        return clipped(image)
 
 
 # -- ai-toolkit, in BFL's layout --------------------------------------------------------------------------------------
 
 
-def _call_bfl_double(args: tuple[Any, ...]) -> Call:
-    image, text, of_image, of_text = args[0], args[1], args[4], args[5]
-    vectors = (_vectors(torch.cat([*each[0], *each[1]], dim=-1), image) for each in (of_text, of_image))
-    return Call(image, text, Shared(*toolkit_rotary(args[3], args[2])), None, tuple(vectors))
+class _ToolkitDouble(ToolkitReader):
+    arguments = ("img", "txt", "pe", "pe_ctx", "mod_img", "mod_txt")
+
+    def call(self, args: tuple[Any, ...]) -> Call:
+        image, text, of_image, of_text = args[0], args[1], args[4], args[5]
+        vectors = (_vectors(torch.cat([*each[0], *each[1]], dim=-1), image) for each in (of_text, of_image))
+        return Call(image, text, Shared(*toolkit_rotary(args[3], args[2])), None, tuple(vectors))
+
+    def read(self, block: Any, saving: Saving, join: bool) -> DoubleBlock:
+        of_text, of_image, parts = block.txt_attn, block.img_attn, (block.hidden_size,) * 3
+        linears = [read_group((attn.qkv,), join, parts) for attn in (of_text, of_image)]
+        text = _stream((block.txt_norm1, block.txt_norm2), linears[0], of_text.proj, tuple(block.txt_mlp))
+        image = _stream((block.img_norm1, block.img_norm2), linears[1], of_image.proj, tuple(block.img_mlp))
+        return double_block(saving, self.attention(block, of_text.norm, of_image.norm), text, image)
 
 
-def _call_bfl_single(args: tuple[Any, ...]) -> Call:
-    return Call(args[0], None, Shared(*toolkit_rotary(args[1])), None, (_vectors(torch.cat(args[2], dim=-1), args[0]),))
+class _ToolkitSingle(ToolkitReader):
+    arguments = ("x", "pe", "mod")
 
+    def call(self, args: tuple[Any, ...]) -> Call:
+        x, pe, modulation = args
+        return Call(x, None, Shared(*toolkit_rotary(pe)), None, (_vectors(torch.cat(modulation, dim=-1), x),))
 
-def _read_bfl_double(block: Any, saving: Saving, join: bool) -> DoubleBlock:
-    of_text, of_image, parts = block.txt_attn, block.img_attn, (block.hidden_size,) * 3
-    linears = [read_group((attn.qkv,), join, parts) for attn in (of_text, of_image)]
-    text = _stream((block.txt_norm1, block.txt_norm2), linears[0], of_text.proj, tuple(block.txt_mlp))
-    image = _stream((block.img_norm1, block.img_norm2), linears[1], of_image.proj, tuple(block.img_mlp))
-    return double_block(saving, toolkit_attention(block, of_text.norm, of_image.norm), text, image)
+    def read(self, block: Any, saving: Saving, join: bool) -> SingleBlock:
+        attention, linears = self.attention(block, block.norm), (block.linear1, block.linear2)
+        return _single(saving, block.pre_norm, linears, block, block.mlp_act, attention, block.hidden_size)
 
-
-def _read_bfl_single(block: Any, saving: Saving, join: bool) -> SingleBlock:
-    attention, linears = toolkit_attention(block, block.norm), (block.linear1, block.linear2)
-    return _single(saving, block.pre_norm, linears, block, block.mlp_act, attention, block.hidden_size)
-
-
-_ATTENDS = ("image_rotary_emb", "joint_attention_kwargs")
-DOUBLE = Reader(
-    ("hidden_states", "encoder_hidden_states", "temb_mod_img", "temb_mod_txt", *_ATTENDS),
-    heads_of,
-    _call_double,
-    _read_double,
-    lambda text, image: (clipped(text), image),
-)
-SINGLE = Reader(
-    ("hidden_states", "encoder_hidden_states", "temb_mod", *_ATTENDS, "split_hidden_states", "text_seq_len"),
-    heads_of,
-    _call_single,
-    _read_single,
-    lambda _, image: clipped(image),
-)
-BFL_DOUBLE = Reader(
-    ("img", "txt", "pe", "pe_ctx", "mod_img", "mod_txt"),
-    toolkit_heads,
-    _call_bfl_double,
-    _read_bfl_double,
-    lambda text, image: (image, text),
-)
-BFL_SINGLE = Reader(("x", "pe", "mod"), toolkit_heads, _call_bfl_single, _read_bfl_single, lambda _, image: image)
 
 # -- the family -------------------------------------------------------------------------------------------------------
 
@@ -290,7 +284,7 @@ FLUX2 = Family(
         BlockList(
             "transformer_blocks",
             "Flux2TransformerBlock",
-            DOUBLE,
+            _Double(),
             kind="flux2_double",
             source="transformer_flux2",
             vectors=(6, 6),
@@ -301,7 +295,7 @@ FLUX2 = Family(
         BlockList(
             "single_transformer_blocks",
             "Flux2SingleTransformerBlock",
-            SINGLE,
+            _Single(),
             kind="flux2_single",
             source="transformer_flux2",
             vectors=(3,),
@@ -338,8 +332,8 @@ FLUX2 = Family(
 FLUX2_OF_TOOLKIT = Family(
     "Flux2",
     (
-        BlockList("double_blocks", "DoubleStreamBlock", BFL_DOUBLE, fused_bytes=14.6),
-        BlockList("single_blocks", "SingleStreamBlock", BFL_SINGLE, fused_bytes=12.5),
+        BlockList("double_blocks", "DoubleStreamBlock", _ToolkitDouble(), fused_bytes=14.6),
+        BlockList("single_blocks", "SingleStreamBlock", _ToolkitSingle(), fused_bytes=12.5),
     ),
     archs=("flux2", *KLEIN),
     files={

@@ -20,7 +20,6 @@ from ..fused.linears import NotFusable, read_linear
 from ..fused.parts import Call, Modulation, Shared
 from ..fused.reading import OncePerPass, Outside, Reader, check_attention, complex_rotary, read_double
 from .family import BlockList, Family
-from .flux1 import heads_of
 
 PROCESSOR = "QwenDoubleStreamAttnProcessor2_0"
 
@@ -34,53 +33,45 @@ def _mask(seen: Tensor, image_tokens: int, dtype: torch.dtype) -> Tensor | None:
     return additive_mask(keys[:, None, None, :], dtype)
 
 
-def _call(args: tuple[Any, ...]) -> Call:
-    image, text, seen, temb, rotary, kwargs, index = (*args, *[None] * (7 - len(args)))
-    if kwargs:
-        raise NotFusable(f"joint_attention_kwargs {', '.join(map(str, kwargs))}")
-    if rotary is None:
-        raise NotFusable("no rotary embedding is given")
-    if index is not None:
-        raise NotFusable("image tokens of one block with different modulations (zero_cond_t)")
-    mask = None if seen is None else _mask(seen, image.shape[1], compute_dtype(image))
-    of_image, of_text = rotary
-    return Call(image, text, Shared(*complex_rotary(of_text, of_image), mask), temb)
-
-
-def _read(block: Any, saving: Saving, join: bool) -> DoubleBlock:
-    check_attention(block.attn, PROCESSOR)
-    if block.zero_cond_t:
-        raise NotFusable("image tokens of one block with different modulations (zero_cond_t)")
-    text = Outside(_modulation(block.txt_mod), block.txt_norm1, block.txt_norm2, block.txt_mlp)
-    image = Outside(_modulation(block.img_mod), block.img_norm1, block.img_norm2, block.img_mlp)
-    return read_double(block.attn, heads_of(block)[1], text, image, saving, join)
-
-
 def _modulation(layers: Any) -> Modulation:
     if len(layers) != 2 or type(layers[0]) is not nn.SiLU:
         raise NotFusable("a modulation of more than SiLU and a linear")
     return Modulation(read_linear(layers[1]))
 
 
-BLOCK = Reader(
-    (
-        "hidden_states",
-        "encoder_hidden_states",
-        "encoder_hidden_states_mask",
-        "temb",
-        "image_rotary_emb",
-        "joint_attention_kwargs",
-        "modulate_index",
-    ),
-    heads_of,
-    _call,
-    _read,
-    lambda text, image: (clipped(text), clipped(image)),
-)
+class _Block(Reader):
+    arguments = (
+        "hidden_states", "encoder_hidden_states", "encoder_hidden_states_mask", "temb", "image_rotary_emb",
+        "joint_attention_kwargs", "modulate_index",
+    )  # fmt: skip
+
+    def call(self, args: tuple[Any, ...]) -> Call:
+        image, text, seen, temb, rotary, kwargs, index = (*args, *[None] * (7 - len(args)))
+        if kwargs:
+            raise NotFusable(f"joint_attention_kwargs {', '.join(map(str, kwargs))}")
+        if rotary is None:
+            raise NotFusable("no rotary embedding is given")
+        if index is not None:
+            raise NotFusable("image tokens of one block with different modulations (zero_cond_t)")
+        mask = None if seen is None else _mask(seen, image.shape[1], compute_dtype(image))
+        of_image, of_text = rotary
+        return Call(image, text, Shared(*complex_rotary(of_text, of_image), mask), temb)
+
+    def read(self, block: Any, saving: Saving, join: bool) -> DoubleBlock:
+        check_attention(block.attn, PROCESSOR)
+        if block.zero_cond_t:
+            raise NotFusable("image tokens of one block with different modulations (zero_cond_t)")
+        text = Outside(_modulation(block.txt_mod), block.txt_norm1, block.txt_norm2, block.txt_mlp)
+        image = Outside(_modulation(block.img_mod), block.img_norm1, block.img_norm2, block.img_mlp)
+        return read_double(block.attn, self.heads(block)[1], text, image, saving, join)
+
+    def results(self, text: Tensor | None, image: Tensor) -> Any:
+        return clipped(text), clipped(image)
+
 
 QWEN_IMAGE = Family(
     "QwenImageTransformer2DModel",
-    (BlockList("transformer_blocks", "QwenImageTransformerBlock", BLOCK, fused_bytes=12.5),),
+    (BlockList("transformer_blocks", "QwenImageTransformerBlock", _Block(), fused_bytes=12.5),),
     archs=("qwen_image", "qwen_image_edit", "qwen_image_edit_plus"),
     one_row=("img_mod.1", "txt_mod.1"),
     pipelines={"QwenImagePipeline": ("qwen_image",), "QwenImageEditPipeline": ("qwen_image_edit",)},

@@ -17,7 +17,6 @@ from ..fused.linears import NotFusable
 from ..fused.parts import Call, Modulation, Rotary, Shared
 from ..fused.reading import OncePerPass, Outside, Reader, check_attention, read_double, read_modulation
 from .family import BlockList, Family, Rates
-from .flux1 import heads_of
 
 PROCESSOR = "JointAttnProcessor2_0"
 HEAD_DIM = 64  # of all SD3 and SD3.5; a block's arguments do not show it
@@ -38,41 +37,38 @@ class _ScaleFirst(Modulation):
         return torch.cat([shift, scale], dim=1)
 
 
-def _call(args: tuple[Any, ...]) -> Call:
-    image, text, temb, *kwargs = args
-    if any(kwargs):
-        raise NotFusable(f"joint_attention_kwargs {', '.join(map(str, kwargs[0]))}")
-    return Call(image, text, Shared(*_unturned(temb, text.shape[1] + image.shape[1])), temb)
+class _Block(Reader):
+    arguments = ("hidden_states", "encoder_hidden_states", "temb", "joint_attention_kwargs")
 
+    def call(self, args: tuple[Any, ...]) -> Call:
+        image, text, temb, *kwargs = args
+        if any(kwargs):
+            raise NotFusable(f"joint_attention_kwargs {', '.join(map(str, kwargs[0]))}")
+        return Call(image, text, Shared(*_unturned(temb, text.shape[1] + image.shape[1])), temb)
 
-def _read(block: Any, saving: Saving, join: bool) -> DoubleBlock:
-    check_attention(block.attn, PROCESSOR)
-    if heads_of(block)[1] != HEAD_DIM:
-        raise NotFusable(f"heads of {heads_of(block)[1]}, where SD3's have {HEAD_DIM}")
-    if block._chunk_size is not None:
-        raise NotFusable("its feed-forward runs in chunks")
-    if block.use_dual_attention:
-        raise NotFusable("its image tokens attend to themselves a second time (use_dual_attention)")
-    norm, of_text = block.norm1, block.norm1_context
-    if block.context_pre_only:
-        text = Outside(_ScaleFirst(read_modulation(of_text).linear), of_text.norm)
-    else:
-        text = Outside(read_modulation(of_text), of_text.norm, block.norm2_context, block.ff_context)
-    image = Outside(read_modulation(norm), norm.norm, block.norm2, block.ff)
-    return read_double(block.attn, HEAD_DIM, text, image, saving, join)
+    def read(self, block: Any, saving: Saving, join: bool) -> DoubleBlock:
+        check_attention(block.attn, PROCESSOR)
+        if self.heads(block)[1] != HEAD_DIM:
+            raise NotFusable(f"heads of {self.heads(block)[1]}, where SD3's have {HEAD_DIM}")
+        if block._chunk_size is not None:
+            raise NotFusable("its feed-forward runs in chunks")
+        if block.use_dual_attention:
+            raise NotFusable("its image tokens attend to themselves a second time (use_dual_attention)")
+        norm, of_text = block.norm1, block.norm1_context
+        if block.context_pre_only:
+            text = Outside(_ScaleFirst(read_modulation(of_text).linear), of_text.norm)
+        else:
+            text = Outside(read_modulation(of_text), of_text.norm, block.norm2_context, block.ff_context)
+        image = Outside(read_modulation(norm), norm.norm, block.norm2, block.ff)
+        return read_double(block.attn, HEAD_DIM, text, image, saving, join)
 
+    def results(self, text: Tensor | None, image: Tensor) -> Any:
+        return text if text is not None and text.numel() else None, image
 
-BLOCK = Reader(
-    ("hidden_states", "encoder_hidden_states", "temb", "joint_attention_kwargs"),
-    heads_of,
-    _call,
-    _read,
-    lambda text, image: (text if text.numel() else None, image),
-)
 
 SD3 = Family(
     "SD3Transformer2DModel",
-    (BlockList("transformer_blocks", "JointTransformerBlock", BLOCK, fused_bytes=12.5),),
+    (BlockList("transformer_blocks", "JointTransformerBlock", _Block(), fused_bytes=12.5),),
     archs=("sd3",),
     one_row=("norm1.linear", "norm1_context.linear"),
     pipelines={"StableDiffusion3Pipeline": ("sd3",)},

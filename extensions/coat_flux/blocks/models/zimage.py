@@ -28,55 +28,52 @@ PROCESSOR = "ZSingleStreamAttnProcessor"
 _mask = OncePerPass(lambda seen, dtype: additive_mask(seen[:, None, None, :], dtype))
 
 
-def _call(args: tuple[Any, ...]) -> Call:
-    x, seen, rotations, temb, of_tokens, *_ = (*args, *[None] * 4)
-    if of_tokens is not None:
-        raise NotFusable("tokens of one block with different modulations (noise_mask)")
-    if rotations is None:
-        raise NotFusable("no rotary embedding is given")
-    mask = None if seen is None else _mask(seen, compute_dtype(x))
-    return Call(x, None, Shared(*complex_rotary(rotations), mask), temb)
-
-
 def _norm(norm: Any) -> tuple[Tensor, float]:
     eps, (weight,) = qk_norm(norm, name="norm")
     return weight, eps
 
 
-def _read(block: Any, saving: Saving, join: bool) -> StreamBlock:
-    attn, ff = block.attention, block.feed_forward
-    check_attention(attn, PROCESSOR)
-    if len(attn.to_out) > 1:
-        check_dropout(attn.to_out[1])
-    modulation = None
-    if block.modulation:
-        if len(block.adaLN_modulation) != 1:
-            raise NotFusable("a modulation of more than a linear")
-        modulation = Modulation(read_linear(block.adaLN_modulation[0]), silu=False)
-    (before, eps), (before_mlp, eps_mlp) = _norm(block.attention_norm1), _norm(block.ffn_norm1)
-    return StreamBlock(
-        saving,
-        modulation,
-        NormLinears(eps, read_group((attn.to_q, attn.to_k, attn.to_v), join), before),
-        Attention(block.head_dim, *qk_norm(attn.norm_q, attn.norm_k)),
-        GatedLinear(read_linear(attn.to_out[0]), _norm(block.attention_norm2)),
-        NormLinears(eps_mlp, read_group((ff.w1, ff.w3), join), before_mlp),
-        GatedLinear(read_linear(ff.w2), _norm(block.ffn_norm2)),
-    )
+class _Block(Reader):
+    arguments = ("x", "attn_mask", "freqs_cis", "adaln_input", "noise_mask", "adaln_noisy", "adaln_clean")
 
+    def heads(self, block: Any) -> tuple[int, int]:
+        return block.attention.heads, block.head_dim
 
-BLOCK = Reader(
-    ("x", "attn_mask", "freqs_cis", "adaln_input", "noise_mask", "adaln_noisy", "adaln_clean"),
-    lambda block: (block.attention.heads, block.head_dim),
-    _call,
-    _read,
-    lambda _, image: image,
-)
+    def call(self, args: tuple[Any, ...]) -> Call:
+        x, seen, rotations, temb, of_tokens, *_ = (*args, *[None] * 4)
+        if of_tokens is not None:
+            raise NotFusable("tokens of one block with different modulations (noise_mask)")
+        if rotations is None:
+            raise NotFusable("no rotary embedding is given")
+        mask = None if seen is None else _mask(seen, compute_dtype(x))
+        return Call(x, None, Shared(*complex_rotary(rotations), mask), temb)
+
+    def read(self, block: Any, saving: Saving, join: bool) -> StreamBlock:
+        attn, ff = block.attention, block.feed_forward
+        check_attention(attn, PROCESSOR)
+        if len(attn.to_out) > 1:
+            check_dropout(attn.to_out[1])
+        modulation = None
+        if block.modulation:
+            if len(block.adaLN_modulation) != 1:
+                raise NotFusable("a modulation of more than a linear")
+            modulation = Modulation(read_linear(block.adaLN_modulation[0]), silu=False)
+        (before, eps), (before_mlp, eps_mlp) = _norm(block.attention_norm1), _norm(block.ffn_norm1)
+        return StreamBlock(
+            saving,
+            modulation,
+            NormLinears(eps, read_group((attn.to_q, attn.to_k, attn.to_v), join), before),
+            Attention(block.head_dim, *qk_norm(attn.norm_q, attn.norm_k)),
+            GatedLinear(read_linear(attn.to_out[0]), _norm(block.attention_norm2)),
+            NormLinears(eps_mlp, read_group((ff.w1, ff.w3), join), before_mlp),
+            GatedLinear(read_linear(ff.w2), _norm(block.ffn_norm2)),
+        )
+
 
 Z_IMAGE = Family(
     "ZImageTransformer2DModel",
     tuple(
-        BlockList(name, "ZImageTransformerBlock", BLOCK, fused_bytes=12.8)
+        BlockList(name, "ZImageTransformerBlock", _Block(), fused_bytes=12.8)
         for name in ("noise_refiner", "context_refiner", "layers")
     ),
     archs=("zimage", "zimage_l2p"),
