@@ -51,15 +51,15 @@ def blocks(model: Any) -> dict[str, nn.Module]:
     return {"double": model.transformer_blocks[0], "single": model.single_transformer_blocks[0]}
 
 
-def arguments(model: Any, batch: int = 2, needs_grad: bool = True) -> tuple[Any, ...]:
+def arguments(
+    model: Any, batch: int = 2, needs_grad: bool = True, text: int = TEXT, image: int = IMAGE
+) -> tuple[Any, ...]:
     """hidden, encoder, temb, rotary as the model passes them."""
     dtype = model.dtype
-    hidden = torch.randn(batch, IMAGE, HIDDEN).to(dtype).requires_grad_(needs_grad)
-    text = torch.randn(batch, TEXT, HIDDEN).to(dtype).requires_grad_(needs_grad)
-    temb = torch.randn(batch, HIDDEN).to(dtype)
-    ids = torch.zeros(TEXT + IMAGE, 3)
-    ids[TEXT:, 1] = torch.arange(IMAGE)
-    return hidden, text, temb, model.pos_embed(ids), None
+    streams = [torch.randn(batch, tokens, HIDDEN).to(dtype).requires_grad_(needs_grad) for tokens in (image, text)]
+    ids = torch.zeros(text + image, 3)
+    ids[text:, 1] = torch.arange(image)
+    return *streams, torch.randn(batch, HIDDEN).to(dtype), model.pos_embed(ids), None
 
 
 def gradients(run: Callable[..., Any], block: nn.Module, args: tuple[Any, ...]) -> dict[str, Tensor]:

@@ -38,8 +38,7 @@ def diffusers_reader(mini: FluxTransformer2DModel):
     return namespace["convert_flux_transformer_checkpoint_to_diffusers"]
 
 
-@pytest.mark.parametrize("fp8", ["", "cast", "scaled"])
-@pytest.mark.parametrize("prefix", ["", PREFIX])
+@pytest.mark.parametrize(("prefix", "fp8"), [("", ""), (PREFIX, "cast"), ("", "scaled")])
 def test_every_layout_is_read_as_diffusers_reads_it(mini, diffusers_reader, tmp_path: Path, prefix, fp8) -> None:
     path = tmp_path / "flux1-dev.safetensors"
     meant = write_original(mini, path, prefix=prefix, fp8=fp8)

@@ -77,7 +77,7 @@ def test_a_block_by_kernels_is_the_block_by_references(kind: str, activation: di
     block = blocks(model)[kind]
     granularity = Granularity(activation.get("nonlinear_granularity", "per_group"), 32)
     packing = Saving(Storage(activation.get("format", "e4m3"), granularity), activation.get("attention", "fp8"))
-    args = arguments(model, batch=1)
+    args = arguments(model, batch=1, text=5, image=11)
     expected = gradients(fused_block(block, args, packing), block, args)
     with Kernels() as kernels:
         found = gradients(fused_block(block, args, packing), block, args)

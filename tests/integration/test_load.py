@@ -92,8 +92,7 @@ def whole(path: Path, dtype: torch.dtype, coat: COATConfig | None = None) -> nn.
 # -- what is loaded ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
-@pytest.mark.parametrize("name", ["shards", "one file", "FLUX.2"])
+@pytest.mark.parametrize(("name", "dtype"), [("shards", BF16), ("one file", FP32), ("FLUX.2", BF16)], ids=str)
 def test_every_tensor_is_what_diffusers_loads(models: dict[str, Path], name: str, dtype: torch.dtype) -> None:
     if name not in models:
         pytest.skip("this diffusers has no FLUX.2 klein; 0.37 has")
@@ -109,8 +108,9 @@ def test_every_tensor_is_what_diffusers_loads(models: dict[str, Path], name: str
     assert {**model.config, drop: None} == {**expected.config, drop: None}
 
 
-@pytest.mark.parametrize("name", ["shards", "original", "FLUX.2"])
-@pytest.mark.parametrize("coat", COATS)
+@pytest.mark.parametrize(
+    ("name", "coat"), [*(("shards", coat) for coat in COATS), ("original", "nvfp4"), ("FLUX.2", "defaults")]
+)
 def test_codes_are_those_of_a_model_loaded_whole(models: dict[str, Path], name: str, coat: str) -> None:
     if name not in models:
         pytest.skip("this diffusers has no FLUX.2 klein; 0.37 has")
