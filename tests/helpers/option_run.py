@@ -56,7 +56,7 @@ class Run:
         config = COATConfig.from_dict(block)
         self.model = tiny_flux()
         self.report = apply_coat(self.model, config)
-        self.lora_report = tiny_lora(self.model, config)
+        tiny_lora(self.model, config)
         self.lora = lora_parameters(self.model)
         for param in self.lora.values():
             param.data = param.data.to(lora_dtype)

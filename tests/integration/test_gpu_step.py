@@ -115,4 +115,4 @@ def test_the_start_up_measurement(tmp_path: Any, monkeypatch: pytest.MonkeyPatch
     picked = BlockRunner.of(training.model).picked
     assert picked is not None
     assert set(picked.milliseconds) == {"per_tensor", "per_row", "bf16"}
-    assert picked.milliseconds[picked.gemm] == min(picked.milliseconds.values()) > 0
+    assert picked.milliseconds[picked.name] == min(picked.milliseconds.values()) > 0

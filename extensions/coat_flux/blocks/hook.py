@@ -65,10 +65,7 @@ class BlockHook:
         compiling = torch.compiler.is_dynamo_compiling() or _compiler()
         if compiling and (torch.is_grad_enabled() or self._ready is not None):
             # the host has compiled the block around us: a runner decides by what it is given, which none can trace
-            return torch.compiler.disable(self._call)(*args, **kwargs)
-        return self._call(*args, **kwargs)
-
-    def _call(self, *args: Any, **kwargs: Any) -> Any:
+            return torch.compiler.disable(self)(*args, **kwargs)
         if self._ready is not None:
             self._ready(self._block)
         if not torch.is_grad_enabled():

@@ -141,7 +141,7 @@ class GemmPick:
             picked = Picked(self._candidates[0], "the only one that is as precise as configured")
         else:
             key = key_of(args, self._blocks, self._config)
-            times = from_first_process(lambda: read_times(key))
+            times = from_first_process(lambda: _all_times().get(key, {}))
             why = "measured earlier on this GPU, these shapes"
             if not set(times) & set(self._candidates):
                 started = time.monotonic()
@@ -263,7 +263,7 @@ def _measured_kernel(like: Tensor, own: str, refused: Mapping[str, str]) -> Pick
         "packages": [version_of(package) for package in PACKAGES],
     }
     key, trial, refused = key_on(like.device, facts), AttentionTrial(like), dict(refused)
-    times = read_times(key)
+    times = _all_times().get(key, {})
     if times and trial.obstacle(_fastest_kernel(times, own)) is None:
         why = "measured earlier on this GPU, this shape"
         return Picked(_fastest_kernel(times, own), why, times, refused)
@@ -355,11 +355,6 @@ def version_of(*packages: str) -> str | None:
         except importlib.metadata.PackageNotFoundError:
             continue
     return None
-
-
-def read_times(key: str) -> dict[str, float]:
-    """Return name → milliseconds, empty where nothing is known."""
-    return _all_times().get(key, {})
 
 
 def write_times(key: str, milliseconds: Mapping[str, float]) -> None:

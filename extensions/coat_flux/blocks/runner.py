@@ -30,7 +30,7 @@ from . import report
 from .decide import BlockPlan, Given, budget_bytes, decide, saving_of
 from .fused.chooser import attention_query, disagreement, fused_block
 from .fused.forms import Form
-from .fused.linears import AdapterCopies, LinearGroup, NotFusable
+from .fused.linears import AdapterCopies, NotFusable
 from .fused.parts import Modulation, modulate_ahead
 from .gemms import multiply_in_bf16, set_transposed, transposed_bytes
 from .held import held_bytes, usable_bytes
@@ -88,7 +88,6 @@ class BlockRunner:
         self._read_forms: dict[int, Form] = {}  # index → a block that can be fused
         self.forms: dict[int, Form] = {}  # those of them that the plan has run so
         self._copies: AdapterCopies | None = None
-        self._groups: list[LinearGroup] = []  # of all forms, modulations' among them
         self._modulations: list[Modulation] = []  # of the blocks whose vectors are made where a pass begins
         self._refused: dict[int, str] = {}  # index → why its form did not take what it was called with
         self._differs: dict[type, str] = {}  # kind of block → how its form's output differs; empty where it does not
@@ -213,7 +212,10 @@ class BlockRunner:
         if self._plan.shadow_bytes:
             dtype = compute_dtype(args[0])
             if self._copies is None or self._copies.dtype != dtype:
-                self._copies = AdapterCopies(self._groups, dtype)
+                forms = self.forms.values()
+                groups = [group for form in forms for group in form.groups]
+                groups += [modulation.linear for form in forms for modulation in form.modulations]
+                self._copies = AdapterCopies(groups, dtype)
             self._copies.refresh()
         elif self._copies is not None:
             self._copies.drop()
@@ -301,8 +303,6 @@ class BlockRunner:
         forms = {i: form for i, form in self._read_forms.items() if self._plan.blocks[i].saved is not None}
         if forms.keys() != self.forms.keys():
             self.forms, self._copies = forms, None
-        self._groups = [group for form in forms.values() for group in form.groups]
-        self._groups += [modulation.linear for form in forms.values() for modulation in form.modulations]
         self._modulations = []
         for i, form in forms.items():
             choice = self._plan.blocks[i]
@@ -311,7 +311,7 @@ class BlockRunner:
 
     def _forget(self) -> None:
         self._state, self._read_forms, self.forms, self._copies, self._refused = None, {}, {}, None, {}
-        self._modulations, self._groups = [], []
+        self._modulations = []
 
     def _see_sizes(self, args: tuple[Any, ...]) -> None:
         """Decide at the first call, and again at a larger micro-batch or the first one that adds to gradients."""

@@ -16,35 +16,37 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from coat_core.activation import Saving
 
 from ..hook import argument_names, has_hooks, is_replaced
-from .forms import DoubleBlock, Form, SingleBlock, Stream
+from .forms import DoubleBlock, Form, SingleBlock, Stream, clipped
 from .linears import NotFusable, read_group, read_linear
 from .parts import Attention, Call, GatedLinear, Modulation, NormLinears, Rotary
 
 
 class Reader:
-    """Reads blocks of one class; `call` and `read` raise NotFusable.
+    """Reads blocks of one class.
 
     Attributes:
         arguments: of the class's forward, by name; of another diffusers version they may differ.
+        clips: those of the streams whose results the block clips to the range of fp16.
+        call: a call's arguments → `Call`; or NotFusable.
+        read: a block → its fused form; or NotFusable. `join` makes one matrix of weights that read the same tensor.
     """
 
     arguments: tuple[str, ...]
+    clips: tuple[str, ...] = ()
+    call: Callable[[tuple[Any, ...]], Call]
+    read: Callable[[Any, Saving, bool], Form]
 
     def heads(self, block: Any) -> tuple[int, int]:
         """A block's number of heads and their size."""
         return block.attn.heads, block.attn.inner_dim // block.attn.heads
 
-    def call(self, args: tuple[Any, ...]) -> Call:
-        """A call's arguments, as `Form` takes them."""
-        raise NotImplementedError
-
-    def read(self, block: Any, saving: Saving, join: bool) -> Form:
-        """A block's fused form; `join` makes one matrix of weights that read the same tensor."""
-        raise NotImplementedError
-
     def results(self, text: Tensor | None, image: Tensor) -> Any:
         """The block's results; text is None where the streams are one."""
-        return image
+        if "image" in self.clips:
+            image = clipped(image)
+        if text is None:
+            return image
+        return clipped(text) if "text" in self.clips else text, image
 
 
 def read_with(reader: Reader, block: nn.Module, args: tuple[Any, ...] | None, saving: Saving, join: bool) -> Form:

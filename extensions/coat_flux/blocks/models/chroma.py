@@ -17,7 +17,7 @@ from coat_core.activation import Saving
 from coat_core.linear.function import compute_dtype
 from coat_core.ops.attention import additive_mask
 
-from ..fused.forms import DoubleBlock, SingleBlock, Stream, clipped
+from ..fused.forms import DoubleBlock, SingleBlock, Stream
 from ..fused.linears import NotFusable, read_group, read_linear
 from ..fused.parts import Call, GatedLinear, NormLinears, Rotary, Shared
 from ..fused.reading import (
@@ -55,6 +55,7 @@ def _shared(image: Tensor, rotary: Rotary | None = None, mask: Tensor | None = N
 
 class _Double(Reader):
     arguments = ("hidden_states", "encoder_hidden_states", "temb", *OPTIONAL)
+    clips = ("text",)
 
     def call(self, args: tuple[Any, ...]) -> Call:
         image, text, temb, *others = args
@@ -69,12 +70,10 @@ class _Double(Reader):
         image = Outside(None, block.norm1.norm, block.norm2, block.ff)
         return read_double(block.attn, block.attn.head_dim, text, image, saving, join)
 
-    def results(self, text: Tensor | None, image: Tensor) -> Any:
-        return clipped(text), image
-
 
 class _Single(Reader):
     arguments = ("hidden_states", "temb", *OPTIONAL)
+    clips = ("image",)
 
     def call(self, args: tuple[Any, ...]) -> Call:
         x, temb, *others = args
@@ -83,9 +82,6 @@ class _Single(Reader):
     def read(self, block: Any, saving: Saving, join: bool) -> SingleBlock:
         check_attention(block.attn, PROCESSOR)
         return read_single(block, None, saving, join)
-
-    def results(self, text: Tensor | None, image: Tensor) -> Any:
-        return clipped(image)
 
 
 # -- ai-toolkit's class -----------------------------------------------------------------------------------------------

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from coat_core.activation import Saving
 
-from ..fused.forms import DoubleBlock, SingleBlock, clipped
+from ..fused.forms import DoubleBlock, SingleBlock
 from ..fused.linears import NotFusable
 from ..fused.parts import Call, Shared
 from ..fused.reading import Outside, Reader, check_attention, read_double, read_modulation, read_single
@@ -39,6 +39,8 @@ class _Reader(Reader):
 
 
 class _Double(_Reader):
+    clips = ("text",)
+
     def read(self, block: Any, saving: Saving, join: bool) -> DoubleBlock:
         check_attention(block.attn, PROCESSOR)
         norm, of_text = block.norm1, block.norm1_context
@@ -46,17 +48,13 @@ class _Double(_Reader):
         image = Outside(read_modulation(norm), norm.norm, block.norm2, block.ff)
         return read_double(block.attn, block.attn.head_dim, text, image, saving, join)
 
-    def results(self, text: Tensor | None, image: Tensor) -> Any:
-        return clipped(text), image
-
 
 class _Single(_Reader):
+    clips = ("text", "image")
+
     def read(self, block: Any, saving: Saving, join: bool) -> SingleBlock:
         check_attention(block.attn, PROCESSOR)
         return read_single(block, read_modulation(block.norm), saving, join)
-
-    def results(self, text: Tensor | None, image: Tensor) -> Any:
-        return clipped(text), clipped(image)
 
 
 DOUBLE_LINEARS = (

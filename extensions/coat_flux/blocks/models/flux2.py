@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from coat_core.activation import Saving
 
 from ...data.cache import input_device, model_identity
-from ..fused.forms import DoubleBlock, SingleBlock, Stream, clipped
+from ..fused.forms import DoubleBlock, SingleBlock, Stream
 from ..fused.linears import LinearGroup, NotFusable, read_group, read_linear
 from ..fused.parts import Attention, Call, GatedLinear, NormLinears, Shared
 from ..fused.reading import (
@@ -95,6 +95,7 @@ _ATTENDS = ("image_rotary_emb", "joint_attention_kwargs")
 
 class _Double(Reader):
     arguments = ("hidden_states", "encoder_hidden_states", "temb_mod_img", "temb_mod_txt", *_ATTENDS)
+    clips = ("text",)
 
     def call(self, args: tuple[Any, ...]) -> Call:
         image, text, of_image, of_text = args[:4]
@@ -112,14 +113,12 @@ class _Double(Reader):
         norms = qk_norm(attn.norm_added_q, attn.norm_added_k, attn.norm_q, attn.norm_k)
         return double_block(saving, Attention(attn.head_dim, *norms), text, image)
 
-    def results(self, text: Tensor | None, image: Tensor) -> Any:
-        return clipped(text), image
-
 
 class _Single(Reader):
     arguments = (
         "hidden_states", "encoder_hidden_states", "temb_mod", *_ATTENDS, "split_hidden_states", "text_seq_len",
     )  # fmt: skip
+    clips = ("image",)
 
     def call(self, args: tuple[Any, ...]) -> Call:
         if args[1] is not None:
@@ -132,9 +131,6 @@ class _Single(Reader):
         attention = Attention(attn.head_dim, *qk_norm(attn.norm_q, attn.norm_k))
         linears, width = (attn.to_qkv_mlp_proj, attn.to_out), attn.heads * attn.head_dim
         return _single(saving, block.norm, linears, attn, attn.mlp_act_fn, attention, width)
-
-    def results(self, text: Tensor | None, image: Tensor) -> Any:
-        return clipped(image)
 
 
 # -- ai-toolkit, in BFL's layout --------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from coat_core.activation import Saving
 from coat_core.linear.function import compute_dtype
 from coat_core.ops.attention import additive_mask
 
-from ..fused.forms import DoubleBlock, clipped
+from ..fused.forms import DoubleBlock
 from ..fused.linears import NotFusable, read_linear
 from ..fused.parts import Call, Modulation, Shared
 from ..fused.reading import OncePerPass, Outside, Reader, check_attention, complex_rotary, read_double
@@ -44,6 +44,7 @@ class _Block(Reader):
         "hidden_states", "encoder_hidden_states", "encoder_hidden_states_mask", "temb", "image_rotary_emb",
         "joint_attention_kwargs", "modulate_index",
     )  # fmt: skip
+    clips = ("text", "image")
 
     def call(self, args: tuple[Any, ...]) -> Call:
         image, text, seen, temb, rotary, kwargs, index = (*args, *[None] * (7 - len(args)))
@@ -64,9 +65,6 @@ class _Block(Reader):
         text = Outside(_modulation(block.txt_mod), block.txt_norm1, block.txt_norm2, block.txt_mlp)
         image = Outside(_modulation(block.img_mod), block.img_norm1, block.img_norm2, block.img_mlp)
         return read_double(block.attn, self.heads(block)[1], text, image, saving, join)
-
-    def results(self, text: Tensor | None, image: Tensor) -> Any:
-        return clipped(text), clipped(image)
 
 
 QWEN_IMAGE = Family(
