@@ -95,6 +95,7 @@ TEXT_BOMB = with_chunk(PNG, b"zTXt", b"a\0\0" + zlib.compress(bytes(9**8)))
 BIG_ROWS = b"\0" * 1000
 HEIC = b"\0\0\0\x18ftypheic" + bytes(20)
 COPY = encoded(noise((128, 128), seed=100).resize((96, 96)), "PNG")
+GARMENT = [f"ohwx, blue denim jacket {where}" for where in ("at sea", "in rain", "on snow", "by night")]
 ERRORS = [
     # files that are no image, or damaged
     Bad("zero bytes", image("bad.jpg", b""), "bad.jpg", "the file is empty"),
@@ -133,8 +134,16 @@ WARNINGS = [
     Bad("empty caption", extra("good1.txt", ""), "photos", "1 captions are empty (first: that of good1.jpg)"),
     Bad("photo.jpg.txt", extra("good1.jpg.txt"), "photos", "belong to no image (first: good1.jpg.txt)"),
     Bad("[trigger]", captions("a [trigger]", "one [name]"), "photos", "2 captions use [trigger]", trigger=None),
+    Bad(
+        "nothing in common",
+        captions("red hat", "blue sky", "big tree", "old car"),
+        "photos",
+        "no word in common",
+        trigger=None,
+    ),
     Bad("trigger in a word", captions("a foxglove", "the fox runs"), "photos", "within another word", trigger="fox"),
     Bad("other capitals", captions("a photo of Ohwx", "ohwx by the sea"), "photos", "other capitals"),
+    Bad("captions of the garment", captions(*GARMENT), "photos", "'blue', 'denim', 'jacket'"),
     Bad("near duplicate", image("copy.png", COPY), "photos", "(first: good0.jpg, like copy.png)"),
     Bad("same stem", extra("good1.png", encoded(noise(seed=55), "PNG")), "photos", "good1.jpg and good1.png share"),
     Bad("too small", lambda f: None, "photos", "trains at 64x64", settings=(("resolution", (512,)),)),

@@ -68,14 +68,32 @@ def warnings(folder, captions, trigger="ohwx", **settings) -> list[str]:
     ("captions", "trigger"),
     [
         (["ohwx jacket at sea", "ohwx jacket in rain", "a man in ohwx jacket", "ohwx jacket, night"], "ohwx"),
+        (
+            ["[trigger], a red hat", "[trigger], a blue shoe", "[trigger], a green bag", "[trigger], a white belt"],
+            "ohwx",
+        ),
+        (["product photo, front view, white background"] * 4, "ohwx"),
         (["Señor Muñoz, Fjällräven, Łódź", "café, über, naïve"], "ohwx"),
         (["ohwx dress 🌸 “sakura”，2 m²"] * 2, "ohwx"),
         (["a blue hat", "blue sky and a hat", "the hat is blue", "hats are blue"], None),
+        (["blue denim jacket"] * 3, "ohwx"),
         (["{first} {0} %s"] * 2, "{first}"),
     ],
 )
 def test_sound_captions_are_left_alone(tmp_path, captions, trigger):
     assert warnings(tmp_path, captions, trigger) == []
+
+
+def test_words_that_most_captions_share_are_named_the_most_frequent_first(tmp_path):
+    captions = [
+        "ohwx, denim coat, sun",
+        "ohwx, denim coat, rain",
+        "ohwx, denim coat",
+        "ohwx, denim coat",
+        "ohwx, denim",
+    ]
+    (line,) = warnings(tmp_path, captions)
+    assert line.startswith("nearly all captions say 'denim', 'coat'; ")
 
 
 def test_a_default_caption_goes_on_without_sidecars(tmp_path):

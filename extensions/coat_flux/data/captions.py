@@ -1,4 +1,9 @@
-"""Captions from sidecar text files, the trigger word, and token shuffling, with ai-toolkit's semantics."""
+"""Captions from sidecar text files, the trigger word, and token shuffling, with ai-toolkit's semantics.
+
+In a LoRA that is to learn one product by its trigger word, whatever the captions name is not attributed to the
+trigger: if all captions say "blue denim jacket", it learns nothing new. So captions should name what changes from
+photo to photo, not the product; `lint_captions` warns if they do not.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,7 @@ import os
 import random
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..config.rules import FOREIGN_SHARE, T5_BLIND, foreign_script
@@ -17,6 +22,19 @@ _MAX_BYTES = 1 << 20  # T5 takes 512 tokens, a few thousand characters
 _NO_CAPTION = "the trigger word alone, or nothing"
 _TEXT_EXTENSIONS = (".txt", ".caption", ".captions", ".cap", ".md", ".text", ".tag", ".tags", ".prompt")
 _LISTS = (".json", ".jsonl", ".csv", ".parquet")  # captions of many photos in one file, as other trainers read them
+_FEWEST, SHARED_BY = 4, 0.8  # fewer captions share words by chance; of the captions that say a word
+_UNSPACED = re.compile(r"[\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff]")  # Thai, Lao, Japanese, Chinese
+# English grammar, and the usual subjects of product photos besides the product, which captions should name
+_USUAL = frozenset(
+    """
+    and angle are back backdrop background body both boy camera catalog catalogue close closeup detail facing flat
+    floor folded for from front girl hanger hanging has have her high his holding image indoor indoors into its laid
+    lay left light lighting looking low lying man mannequin men model natural near not one onto outdoor outdoors
+    over people person photo photograph photography picture plain posing product rear right shadow shot side sitting
+    soft some standing street studio table that the their this three two under view walking wall wearing wears which
+    while white who with without woman women worn
+    """.split()  # noqa: SIM905 (a list of words reads better so)
+)
 
 
 def caption_file(image_path: Path | str, caption_ext: str = ".txt") -> Path:
@@ -114,7 +132,13 @@ def lint_captions(
     if not trigger_word:
         holders = [path for path, caption in raw.items() if any(holder in caption for holder in PLACEHOLDERS)]
         text = "captions use [trigger] or [name] but trigger_word is not set; the placeholder is removed"
-        return lines + counted(folder, holders, f"{text}, set trigger_word")
+        lines += counted(folder, holders, f"{text}, set trigger_word")
+        captions = [caption for caption in raw.values() if caption]
+        spaced = not any(_UNSPACED.search(caption) for caption in captions)
+        if not holders and spaced and len(captions) >= _FEWEST and not _shared_words(captions):
+            text = "the captions have no word in common and trigger_word is not set"
+            lines.append(f"{printable(folder)}: {text}, so nothing will call the product up; set trigger_word")
+        return lines
 
     whole = re.compile(rf"(?<!\w){re.escape(trigger_word)}(?!\w)", re.ASCII)  # Chinese has no spaces between words
     inside, cased = [], []
@@ -130,9 +154,32 @@ def lint_captions(
         f"captions hold the trigger word '{shown}' only within another word (first: {{first}}), so it is not put in "
         "front; choose a rarer trigger_word, or write [trigger] into them",
     )
-    return lines + counted(
+    lines += counted(
         folder,
         cased,
         f"captions write the trigger word '{shown}' with other capitals (first: {{first}}) and get it a second time; "
         "write it alike",
     )
+
+    captions = []
+    for caption in filter(None, raw.values()):
+        for placeholder in PLACEHOLDERS:
+            caption = caption.replace(placeholder, trigger_word)
+        captions.append(re.sub(rf"{re.escape(trigger_word)}(\s+\w+)?", " ", caption))  # and a noun, as in "ohwx jacket"
+    words = _shared_words(captions) if len(captions) >= _FEWEST else []
+    if words:
+        named = ", ".join(f"'{printable(word)}'" for word in words[:8])
+        lines.append(
+            f"{printable(folder)}: nearly all captions say {named}; what belongs to the product is learnt for these "
+            "words and not for the trigger word, leave it out of the captions"
+        )
+    return lines
+
+
+def _shared_words(captions: Sequence[str]) -> list[str]:
+    """Words of three letters and more that nearly all captions share, the most frequent first."""
+    counts: Counter[str] = Counter()
+    for caption in captions:
+        counts.update(set(re.findall(r"[^\W\d_]{3,}", caption.lower())) - _USUAL)
+    shared = [word for word, count in counts.items() if count >= SHARED_BY * len(captions)]
+    return sorted(shared, key=lambda word: (-counts[word], word))
