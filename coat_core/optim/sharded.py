@@ -1,4 +1,4 @@
-"""FP8AdamW for parameters that FSDP2 (`fully_shard`) has sharded, and the state of the whole ones.
+"""FP8AdamW for parameters that FSDP2 (`fully_shard`) has sharded, and its state for torch.distributed.checkpoint.
 
 Each process steps its own rows: the update is by element, and a block's scale is in the process that has its numbers,
 so no shard may cut a block. Blocks run over the flattened parameter, and FSDP2 gives N processes ceil(R / N) rows of R
@@ -9,7 +9,7 @@ each, so
 
 Other parameters (`cut_parameters`: small biases and norms) stay whole in every process, `fully_shard`'s
 `ignored_params`; the process that runs the model sums those gradients. So blocks, codes and scales are those of one
-process with the whole parameter, for any N, and `whole_state_dict` does not depend on N.
+process with the whole parameter, for any N, and checkpoints and `whole_state_dict` do not depend on N.
 
 Shapes: parameter [R, ...] with rows of K elements; numbers of blocks, flat in the optimizer, are gathered as [R, K / B]
 or [R K / B, 1]: sharded along dim 0, they are cut where the parameter is.
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from coat_core.ops.packing import n_blocks
 from coat_core.optim.fp8_adamw import FP8AdamW
-from coat_core.optim.state import MOMENTS, check_groups
+from coat_core.optim.state import MOMENTS, check_groups, storages
 
 if dist.is_available():  # not in every build of torch
     from torch.distributed.tensor import DTensor, Shard
@@ -82,8 +82,8 @@ class ShardedFP8AdamW(FP8AdamW):
     """FP8AdamW over this process's rows of parameters sharded by `fully_shard`, and over whole ones.
 
     `params` maps names to parameters, after `fully_shard`. `state_dict` and the state are those of the local rows;
-    `whole_state_dict` fits any number of processes. Raises ValueError for a parameter sharded along another dimension
-    than the first or over several, for a cut block, and for `offload`.
+    `checkpoint_state` and `whole_state_dict` fit any number of processes. Raises ValueError for a parameter sharded
+    along another dimension than the first or over several, for a cut block, and for `offload`.
 
     Numerics: given the same gradient, the local rows get FP8AdamW's bits of the whole parameter, stochastic ones too.
     """
@@ -129,17 +129,19 @@ class ShardedFP8AdamW(FP8AdamW):
             param.grad = None
 
     @torch.no_grad()
-    def whole_state_dict(self, keep: bool = True) -> dict[str, Any]:
-        """Return `state_dict` of an FP8AdamW over the whole parameters, in CPU memory; all processes call it.
+    def checkpoint_state(self) -> dict[str, dict[str, Tensor]]:
+        """Return the state of each parameter by name, for torch.distributed.checkpoint; loading into it loads it here.
 
-        Parameters without a step have zeros. A process without `keep` gets no states.
+        Zeros before the first step. Moments have the parameter's shape and sharding, 8-bit ones as uint8, since gloo
+        exchanges no FP8. Keys name the storage, so loading a checkpoint stored otherwise is a missing key in torch.
         """
         held = [param for param in self._own.values() if param.numel()]
         if held:
             self._packed_state(held)
         block = self.fp8_config.block_size
-        states: dict[int, dict[str, Tensor]] = {}
-        for index, (name, param) in enumerate(self._whole.items()):
+        stored = storages(self.fp8_config)
+        states: dict[str, dict[str, Tensor]] = {}
+        for name, param in self._whole.items():
             state = self.state.get(self._own[name]) or self._empty_state(self._own[name])
             width = param.shape[1:].numel()
             each = 1 if width % block else width // block  # blocks of a row, or one of several rows
@@ -147,16 +149,30 @@ class ShardedFP8AdamW(FP8AdamW):
             sharded = {"step": state["step"]}
             for key, value in state.items():
                 if key in MOMENTS:
-                    bits = value.view(torch.uint8) if value.itemsize == 1 else value  # gloo exchanges no FP8
-                    sharded[key] = _sharded_like(param, bits, param.shape)
+                    bits = value.view(torch.uint8) if value.itemsize == 1 else value
+                    sharded[f"{key} {stored[key].describe()}"] = _sharded_like(param, bits, param.shape)
                 elif key != "step":
                     sharded[key] = _sharded_like(param, value.view(-1, each), shape_of_numbers)
-            states[index] = gather(sharded, keep)
-            for key, value in states[index].items():
+            states[name] = sharded
+        return states
+
+    @torch.no_grad()
+    def whole_state_dict(self, keep: bool = True) -> dict[str, Any]:
+        """Return `state_dict` of an FP8AdamW over the whole parameters, in CPU memory; all processes call it.
+
+        Parameters without a step have zeros. A process without `keep` gets no states.
+        """
+        stored = storages(self.fp8_config)
+        states: dict[int, dict[str, Tensor]] = {}
+        for index, sharded in enumerate(self.checkpoint_state().values()):
+            states[index] = {}
+            for described, value in gather(sharded, keep).items():
+                key = described.partition(" ")[0]
                 if key in MOMENTS:
-                    states[index][key] = value.view(state[key].dtype)
+                    value = value.view(stored[key].dtype)
                 elif key != "step":
-                    states[index][key] = value.flatten()
+                    value = value.flatten()
+                states[index][key] = value
         groups = [{**group, "params": list(range(len(self._whole)))} for group in self.param_groups]
         return {"state": states if keep else {}, "param_groups": groups}
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -98,11 +99,16 @@ def work(rank: int, processes: int, port: int, folder: Path, resumes: bool) -> N
     if resumes:
         optimizer.load_whole_state_dict(saved["optim"])
         assert_same(saved["optim"]["state"], optimizer.whole_state_dict()["state"])
+        other = make_optimizer(model)
+        dcp.load(other.checkpoint_state(), checkpoint_id=folder / "saved")
+        assert_same(saved["optim"]["state"], other.whole_state_dict()["state"])
         train_sharded(model, optimizer, whole, range(STEPS, STEPS + MORE))
     else:
         assert {type(param).__name__ for param in (model[0].codes, model[0].linear.weight)} == {"DTensor"}
         assert sum(param.numel() for param in whole) == 3 * 32
         train_sharded(model, optimizer, whole, range(STEPS))
+        dcp.save(state := optimizer.checkpoint_state(), checkpoint_id=folder / "saved")
+        assert state["0.linear.weight"]["exp_avg e4m3 (block 64, expanded)"].dtype == torch.uint8
         file = optimizer.whole_state_dict(keep=rank == 0)
         assert bool(file["state"]) == (rank == 0)
         group = {**file["param_groups"][0], "fp8": {"block_size": 32 * 1024}}  # as if written with longer blocks
