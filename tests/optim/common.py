@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,9 +14,9 @@ from coat_core.config import FP8QuantizationConfig
 from coat_core.expansion import QuantizedBlocks, dequantize_blocks, quantize_blocks
 from coat_core.formats import INT8_RATIO, UINT8_LOG, Format
 from coat_core.moments import dequantize_log, dequantize_ratio, quantize_log, quantize_ratio, update_ratio
-from coat_core.optim import FP8AdamW
 from coat_core.optim.state import MOMENTS, Storage, storages
 from coat_core.quantize import split_groups
+from tests.helpers.asserts import assert_bitwise
 
 # One element, 0 dimensions, tails shorter than any block, whole blocks, several dimensions, and no element at all.
 SHAPES = [(16, 64), (1,), (), (7,), (129,), (3, 5, 11), (128, 16), (0, 4)]
@@ -51,7 +53,7 @@ def set_grads(params: list[Parameter], step: int) -> None:
     generator = torch.Generator().manual_seed(1000 + step)
     for param in params:
         decade = torch.randint(-6, 1, (), generator=generator).item()
-        param.grad = (torch.randn(param.shape, generator=generator) * 10.0**decade).to(param.dtype)
+        param.grad = (torch.randn(param.shape, generator=generator) * 10.0**decade).to(param)
 
 
 def run(optimizer: torch.optim.Optimizer, params: list[Parameter], steps: range) -> None:
@@ -60,8 +62,28 @@ def run(optimizer: torch.optim.Optimizer, params: list[Parameter], steps: range)
         optimizer.step()
 
 
-def state_of(optimizer: FP8AdamW, param: Tensor) -> dict[str, Tensor]:
-    return optimizer.state[param]
+def params_of(optimizer: torch.optim.Optimizer) -> list[Parameter]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def copies(params: list[Parameter]) -> list[Parameter]:
+    return [Parameter(param.detach().clone()) for param in params]
+
+
+def through_file(state_dict: dict[str, Any]) -> dict[str, Any]:
+    buffer = io.BytesIO()
+    torch.save(state_dict, buffer)
+    return torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+
+
+def assert_same(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
+    """Parameters and states, to the bit."""
+    for a, b in zip(params_of(one), params_of(other), strict=True):
+        assert_bitwise(a.detach().contiguous(), b.detach().contiguous())
+        state, expected = one.state.get(a, {}), other.state.get(b, {})
+        assert state.keys() == expected.keys()
+        for key, value in state.items():
+            assert_bitwise(value, expected[key])
 
 
 def quantize_like(name: str, m: Tensor, v: Tensor, storage: Storage) -> QuantizedBlocks:

@@ -7,8 +7,7 @@ import torch
 from torch.nn import Parameter
 
 from coat_core.optim import FP8AdamW
-from tests.helpers.operators import bits
-from tests.optim.common import CONFIGS, make_params, run, set_grads
+from tests.optim.common import CONFIGS, assert_same, copies, make_params, params_of, run, set_grads
 from tests.tolerances import CAPTURABLE_PARAM_RTOL
 
 SHAPES = [(16, 20), (7,), (129,), ()]
@@ -16,20 +15,6 @@ SHAPES = [(16, 20), (7,), (129,), ()]
 
 def on(device: torch.device) -> list[Parameter]:
     return [Parameter(param.detach().to(device)) for param in make_params(SHAPES)]
-
-
-def give_grads(params: list[Parameter], step: int) -> None:
-    """The same gradients on every device, in new memory."""
-    twins = make_params(SHAPES)
-    set_grads(twins, step)
-    for param, twin in zip(params, twins, strict=True):
-        param.grad = twin.grad.to(param.device)
-
-
-def train(optimizer: FP8AdamW, params: list[Parameter], steps: range) -> None:
-    for step in steps:
-        give_grads(params, step)
-        optimizer.step()
 
 
 def assert_close(ours: list[Parameter], theirs: list[Parameter]) -> None:
@@ -43,8 +28,8 @@ def test_capturable_trains_as_without(name: str, tensor_lr: bool, device: torch.
     ours, theirs = on(device), on(device)
     lr = torch.tensor(1e-3, device=device) if tensor_lr else 1e-3
     optimizer = FP8AdamW(ours, lr=lr, capturable=True, fp8_config=CONFIGS[name])
-    train(optimizer, ours, range(4))
-    train(FP8AdamW(theirs, lr=1e-3, fp8_config=CONFIGS[name]), theirs, range(4))
+    run(optimizer, ours, range(4))
+    run(FP8AdamW(theirs, lr=1e-3, fp8_config=CONFIGS[name]), theirs, range(4))
     assert_close(ours, theirs)
     for param in ours:
         assert optimizer.state[param]["step"].device.type == device.type
@@ -53,24 +38,17 @@ def test_capturable_trains_as_without(name: str, tensor_lr: bool, device: torch.
 
 @pytest.mark.parametrize("name", ["unquantized", "default", "integers"])
 def test_a_step_is_skipped_where_the_device_says_so(name: str, device: torch.device) -> None:
-    params, twins = on(device), on(device)
-    optimizer = FP8AdamW(params, lr=1e-3, capturable=True, fp8_config=CONFIGS[name])
-    twin = FP8AdamW(twins, lr=1e-3, capturable=True, fp8_config=CONFIGS[name])
+    optimizer, twin = (FP8AdamW(on(device), lr=1e-3, capturable=True, fp8_config=CONFIGS[name]) for _ in range(2))
     for step, skipped in enumerate([1.0, 0.0, 1.0, 1.0, 0.0]):
         optimizer.found_inf = torch.tensor(skipped, device=device)
-        give_grads(params, step)
+        set_grads(params_of(optimizer), step)
         if skipped:
-            params[step % 2].grad.fill_(float("nan" if step else "inf"))
+            params_of(optimizer)[step % 2].grad.fill_(float("nan" if step else "inf"))
         optimizer.step()
         if not skipped:
-            give_grads(twins, step)
-            twin.step()
-    for param, other in zip(params, twins, strict=True):
-        state = optimizer.state[param]
-        for key, value in twin.state[other].items():
-            assert torch.equal(bits(state[key]), bits(value)), key
-        assert torch.equal(param, other)
-        assert state["step"].item() == 2.0
+            run(twin, params_of(twin), range(step, step + 1))
+    assert_same(optimizer, twin)
+    assert {state["step"].item() for state in optimizer.state.values()} == {2.0}
 
 
 def test_found_inf_needs_counters_on_the_device() -> None:
@@ -88,7 +66,7 @@ def test_each_parameter_counts_its_own_steps(device: torch.device) -> None:
         groups = [{"params": params[:1], "lr": 1e-2}, {"params": params[1:], "weight_decay": 0.3}]
         optimizer = FP8AdamW(groups, capturable=capturable, fp8_config=CONFIGS["unquantized"])
         for step in range(6):
-            give_grads(params, step)
+            set_grads(params, step)
             for param in params[step % 3 :: 3]:
                 param.grad = None
             optimizer.step()
@@ -100,13 +78,13 @@ def test_each_parameter_counts_its_own_steps(device: torch.device) -> None:
 def test_state_loads_across_both(saved: bool, device: torch.device) -> None:
     params = on(device)
     optimizer = FP8AdamW(params, capturable=saved, fp8_config=CONFIGS["plain"])
-    train(optimizer, params, range(3))
-    twins = [Parameter(param.detach().clone()) for param in params]
+    run(optimizer, params, range(3))
+    twins = copies(params)
     twin = FP8AdamW(twins, capturable=not saved, fp8_config=CONFIGS["plain"])
     twin.load_state_dict(optimizer.state_dict())
     assert twin.param_groups[0]["capturable"] is not saved
-    train(optimizer, params, range(3, 5))
-    train(twin, twins, range(3, 5))
+    run(optimizer, params, range(3, 5))
+    run(twin, twins, range(3, 5))
     assert_close(twins, params)
     assert twin.state[twins[0]]["step"].device.type == ("cpu" if saved else device.type)
     assert twin.state[twins[0]]["step"].item() == 5.0
@@ -121,7 +99,7 @@ def test_no_step_waits_for_the_gpu(capturable: bool, tensor_lr: bool) -> None:
     lr = torch.tensor(1e-3, device=device) if tensor_lr else 1e-3
     optimizer = FP8AdamW(params, lr=lr, capturable=capturable)
     for step in range(3):
-        give_grads(params, step)
+        set_grads(params, step)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -143,23 +121,23 @@ def test_a_replayed_graph_goes_on_as_steps_do(name: str) -> None:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        train(optimizer, ours, range(2))
+        run(optimizer, ours, range(2))
     torch.cuda.current_stream().wait_stream(side)
     for param in ours:
         param.grad = torch.zeros_like(param)  # new addresses: the capture needs a table of its own
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         optimizer.step()
-    train(eager, theirs, range(2))
+    run(eager, theirs, range(2))
     for step in range(2, 5):
         grads = on(device)
-        give_grads(grads, step)
+        set_grads(grads, step)
         for param, other in zip(ours, grads, strict=True):
             param.grad.copy_(other.grad)
         lr.fill_(1e-3 * step)
         eager.param_groups[0]["lr"] = 1e-3 * step
         graph.replay()
-        train(eager, theirs, range(step, step + 1))
+        run(eager, theirs, range(step, step + 1))
     assert_close(ours, theirs)
     assert optimizer.state[ours[0]]["step"].item() == 5.0
 
@@ -167,7 +145,7 @@ def test_a_replayed_graph_goes_on_as_steps_do(name: str) -> None:
 @pytest.mark.gpu
 def test_a_capture_needs_capturable_and_a_state() -> None:
     params = on(torch.device("cuda"))
-    give_grads(params, 0)
+    set_grads(params, 0)
     for optimizer, message in (
         (FP8AdamW(params), "capturable=False"),
         (FP8AdamW(params, capturable=True), "do a step before the capture"),
@@ -188,32 +166,28 @@ def _moved(state: dict[str, torch.Tensor], key: str) -> None:
 @pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq_scale", "step"])
 def test_a_state_tensor_that_somebody_replaced_counts(change, key: str) -> None:
     """The state lies packed, but what stands in `state` is what is used."""
-    name = "plain" if key.endswith("scale") else "unquantized"
-    found, expected = on(torch.device("cpu")), on(torch.device("cpu"))
-    for params, by in ((found, change), (expected, lambda state, key: state[key].mul_(2))):
-        optimizer = FP8AdamW(params, fp8_config=CONFIGS[name])
-        run(optimizer, params, range(2))
-        by(optimizer.state[params[0]], key)
-        run(optimizer, params, range(2, 4))
-    for a, b in zip(found, expected, strict=True):
-        assert torch.equal(a, b)
+    config = CONFIGS["plain" if key.endswith("scale") else "unquantized"]
+    made = []
+    for by in (change, lambda state, key: state[key].mul_(2)):
+        params = make_params(SHAPES)
+        made.append(FP8AdamW(params, fp8_config=config))
+        run(made[-1], params, range(2))
+        by(made[-1].state[params[0]], key)
+        run(made[-1], params, range(2, 4))
+    assert_same(*made)
 
 
 def test_parameters_that_join_later_keep_the_state_of_the_others() -> None:
     """A first gradient for more parameters makes a new packed state; what was read from it before stays in place."""
-    together, alone = on(torch.device("cpu")), on(torch.device("cpu"))
-    optimizer = FP8AdamW(together)
+    together, alone = make_params(SHAPES), make_params(SHAPES)
+    optimizer, first = FP8AdamW(together), FP8AdamW(alone[:2])
     run(optimizer, together[:2], range(2))
     entry = optimizer.state[together[0]]
     _ = optimizer.state[together[3]]  # an empty entry of torch's defaultdict
     run(optimizer, together, range(2, 4))
     assert optimizer.state[together[0]] is entry
-    first = FP8AdamW(alone[:2])
     run(first, alone[:2], range(2))
-    set_grads(alone, 2)
-    first.step()
-    set_grads(alone, 3)
-    first.step()
+    run(first, alone, range(2, 4))
     for a, b in zip(together[:2], alone[:2], strict=True):
         assert torch.equal(a, b)
     assert [optimizer.state[param]["step"].item() for param in together] == [4.0, 4.0, 2.0, 2.0]

@@ -15,7 +15,9 @@ from tests.optim.common import (
     SHAPES,
     UNQUANTIZED,
     ReferenceAdamW,
+    assert_same,
     make_params,
+    params_of,
     read_back,
     run,
     set_grads,
@@ -23,20 +25,10 @@ from tests.optim.common import (
 from tests.tolerances import CONVERGED_FRACTION, CONVERGED_LOSS_RATIO
 
 
-def pair(**options: object) -> tuple[list[Parameter], torch.optim.AdamW, list[Parameter], FP8AdamW]:
+def pair(**options: object) -> tuple[torch.optim.AdamW, FP8AdamW]:
     """The same parameters under torch's AdamW and under FP8AdamW without quantization."""
-    theirs, ours = make_params(), make_params()
-    return (
-        theirs,
-        torch.optim.AdamW(theirs, foreach=False, **options),
-        ours,
-        FP8AdamW(ours, fp8_config=UNQUANTIZED, **options),
-    )
-
-
-def assert_same(theirs: list[Parameter], ours: list[Parameter]) -> None:
-    for a, b in zip(theirs, ours, strict=True):
-        assert_bitwise(a.detach(), b.detach())
+    theirs = torch.optim.AdamW(make_params(), foreach=False, **options)
+    return theirs, FP8AdamW(make_params(), fp8_config=UNQUANTIZED, **options)
 
 
 @pytest.mark.parametrize(
@@ -54,13 +46,10 @@ def assert_same(theirs: list[Parameter], ours: list[Parameter]) -> None:
     ids=str,
 )
 def test_unquantized_is_bit_equal_to_adamw(options: dict[str, object]) -> None:
-    theirs, their_optimizer, ours, our_optimizer = pair(**options)
-    run(their_optimizer, theirs, range(30))
-    run(our_optimizer, ours, range(30))
-    assert_same(theirs, ours)
-    for a, b in zip(theirs, ours, strict=True):
-        for name in ("step", *MOMENTS):
-            assert_bitwise(their_optimizer.state[a][name], our_optimizer.state[b][name])
+    optimizers = pair(**options)
+    for optimizer in optimizers:
+        run(optimizer, params_of(optimizer), range(30))
+    assert_same(*optimizers)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -85,40 +74,33 @@ def test_low_precision_parameters_get_the_fp32_result_rounded_once(dtype: torch.
 
 
 def test_param_groups_keep_their_own_hyper_parameters() -> None:
-    theirs, ours = make_params(), make_params()
     optimizers = []
-    for params, cls, extra in (
-        (theirs, torch.optim.AdamW, {"foreach": False}),
-        (ours, FP8AdamW, {"fp8_config": UNQUANTIZED}),
-    ):
+    for cls, extra in ((torch.optim.AdamW, {"foreach": False}), (FP8AdamW, {"fp8_config": UNQUANTIZED})):
+        params = make_params()
         groups = [
             {"params": params[:3], "lr": 1e-2, "weight_decay": 0.3},
             {"params": params[3:5], "betas": (0.5, 0.9), "maximize": True},
         ]
-        optimizer = cls(groups, lr=1e-4, eps=1e-7, **extra)
-        run(optimizer, params[:5], range(3))
-        optimizer.add_param_group({"params": params[5:], "lr": 5e-3})  # later: its step counter starts at 0
-        run(optimizer, params, range(3, 9))
-        optimizers.append(optimizer)
-    assert_same(theirs, ours)
-    assert [optimizers[1].state[p]["step"].item() for p in (ours[0], ours[-1])] == [9.0, 6.0]
+        optimizers.append(cls(groups, lr=1e-4, eps=1e-7, **extra))
+        run(optimizers[-1], params[:5], range(3))
+        optimizers[-1].add_param_group({"params": params[5:], "lr": 5e-3})  # later: its step counter starts at 0
+        run(optimizers[-1], params, range(3, 9))
+    assert_same(*optimizers)
 
 
 def test_parameters_without_gradient_are_skipped_and_step_counters_drift_apart() -> None:
-    theirs, their_optimizer, ours, our_optimizer = pair()
-    for params, optimizer in ((theirs, their_optimizer), (ours, our_optimizer)):
+    optimizers = pair()
+    for optimizer in optimizers:
+        params = params_of(optimizer)
         for step in range(6):
             set_grads(params, step)
             for param in params[step % 3 :: 3]:
                 param.grad = None
             optimizer.step()
-    assert_same(theirs, ours)
-    assert {our_optimizer.state[p]["step"].item() for p in ours} == {4.0}
-    untouched = make_params()
-    optimizer = FP8AdamW(untouched)
-    optimizer.step()
-    assert_same(make_params(), untouched)
-    assert not optimizer.state
+    assert_same(*optimizers)
+    untouched = FP8AdamW(make_params())
+    untouched.step()
+    assert_same(untouched, FP8AdamW(make_params()))
 
 
 def test_closure_is_evaluated_with_gradients_and_its_value_returned() -> None:
@@ -139,24 +121,23 @@ def test_closure_is_evaluated_with_gradients_and_its_value_returned() -> None:
 
 @pytest.mark.parametrize("tensor_lr", [False, True])
 def test_lr_schedulers_drive_it_like_adamw(tensor_lr: bool) -> None:
-    results = []
-    for cls, extra in ((torch.optim.AdamW, {"foreach": False}), (FP8AdamW, {"fp8_config": UNQUANTIZED})):
-        params = make_params()
-        optimizer = cls(params, lr=torch.tensor(1e-2) if tensor_lr else 1e-2, **extra)
+    optimizers = pair(lr=1e-2)
+    for optimizer in optimizers:
+        if tensor_lr:
+            optimizer.param_groups[0]["lr"] = torch.tensor(1e-2)  # schedulers write into it
         warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 3)
         cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
         scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, cosine], [3])
         for step in range(10):
-            run(optimizer, params, range(step, step + 1))
+            run(optimizer, params_of(optimizer), range(step, step + 1))
             scheduler.step()
-        results.append((params, float(optimizer.param_groups[0]["lr"])))
-    assert_same(results[0][0], results[1][0])
-    assert results[0][1] == results[1][1]
+    assert_same(*optimizers)
+    assert len({float(optimizer.param_groups[0]["lr"]) for optimizer in optimizers}) == 1
 
 
 @pytest.mark.parametrize("inf_at", [None, 2])
 def test_grad_scaler_unscales_and_skips_steps_with_inf(inf_at: int | None) -> None:
-    results = []
+    made = []
     for cls, extra in ((torch.optim.AdamW, {"foreach": False}), (FP8AdamW, {"fp8_config": UNQUANTIZED})):
         param = Parameter(torch.tensor([1.0, -2.0, 3.0]))
         optimizer = cls([param], lr=0.1, **extra)
@@ -168,11 +149,11 @@ def test_grad_scaler_unscales_and_skips_steps_with_inf(inf_at: int | None) -> No
                 param.grad[0] = torch.inf
             scaler.step(optimizer)
             scaler.update()
-        results.append((param, optimizer.state[param]["step"].item(), scaler.get_scale()))
-    assert_same([results[0][0]], [results[1][0]])
-    assert results[0][1:] == results[1][1:]
-    assert results[1][1] == (5.0 if inf_at is None else 4.0)
-    assert results[1][0].isfinite().all()
+        made.append((optimizer, scaler.get_scale()))
+    assert_same(made[0][0], made[1][0])
+    assert made[0][1] == made[1][1]
+    assert made[1][0].state[param]["step"].item() == (5.0 if inf_at is None else 4.0)
+    assert param.isfinite().all()
 
 
 def test_grad_scaler_skip_leaves_quantized_state_untouched() -> None:
@@ -186,17 +167,6 @@ def test_grad_scaler_skip_leaves_quantized_state_untouched() -> None:
     scaler.step(optimizer)
     for key, tensor in before.items():
         assert_bitwise(tensor, optimizer.state[param][key])
-
-
-def on_device(device: torch.device, dtype: torch.dtype = torch.float32) -> list[Parameter]:
-    return [Parameter(param.detach().to(device)) for param in make_params(dtype=dtype)]
-
-
-def set_device_grads(params: list[Parameter], step: int) -> None:
-    twins = [Parameter(param.detach().cpu()) for param in params]
-    set_grads(twins, step)
-    for param, twin in zip(params, twins, strict=True):
-        param.grad = twin.grad.to(param.device)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -219,20 +189,16 @@ def test_equals_the_per_tensor_reference(name: str, dtype: torch.dtype) -> None:
 
 
 def test_state_lies_with_the_parameter_and_step_on_the_cpu(device: torch.device) -> None:
-    params = on_device(device)
-    optimizer = FP8AdamW(params)
-    set_device_grads(params, 0)
-    optimizer.step()
-    for param in params:
-        for key, tensor in optimizer.state[param].items():
-            assert tensor.device.type == ("cpu" if key == "step" else device.type)
-    moved = FP8AdamW(on_device(device))
-    moved.load_state_dict(
-        torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), optimizer.state_dict())
-    )
-    twin = moved.param_groups[0]["params"][0]
-    assert moved.state[twin]["step"].device.type == "cpu"
-    assert_bitwise(moved.state[twin]["exp_avg"], optimizer.state[params[0]]["exp_avg"])
+    optimizer, moved = (FP8AdamW([Parameter(param.detach().to(device)) for param in make_params()]) for _ in range(2))
+    run(optimizer, params_of(optimizer), range(1))
+    file = optimizer.state_dict()
+    moved.load_state_dict(torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), file))
+    for each in (optimizer, moved):
+        for state in each.state.values():
+            for key, tensor in state.items():
+                assert tensor.device.type == ("cpu" if key == "step" else device.type)
+    first, twin = params_of(optimizer)[0], params_of(moved)[0]
+    assert_bitwise(moved.state[twin]["exp_avg"], optimizer.state[first]["exp_avg"])
 
 
 @pytest.mark.gpu
@@ -267,12 +233,17 @@ def final_loss(make_optimizer, dtype: torch.dtype = torch.float32) -> tuple[floa
     return losses[0], losses[-1]
 
 
+@pytest.fixture(scope="module")
+def adamw_loss() -> float:
+    first, reached = final_loss(lambda params: torch.optim.AdamW(params, lr=1e-2))
+    assert reached < CONVERGED_FRACTION * first
+    return reached
+
+
 @pytest.mark.parametrize("name", ["default", "e4m3_e5m2", "integers", "block_16"])
-def test_loss_ends_near_adamw(name: str) -> None:
-    first, expected = final_loss(lambda params: torch.optim.AdamW(params, lr=1e-2))
+def test_loss_ends_near_adamw(name: str, adamw_loss: float) -> None:
     _, reached = final_loss(lambda params: FP8AdamW(params, lr=1e-2, fp8_config=CONFIGS[name]))
-    assert expected < CONVERGED_FRACTION * first
-    assert reached < CONVERGED_LOSS_RATIO * expected
+    assert reached < CONVERGED_LOSS_RATIO * adamw_loss
 
 
 def test_bf16_parameters_converge() -> None:

@@ -2,97 +2,82 @@
 
 from __future__ import annotations
 
-import io
 import logging
 from typing import Any
 
 import pytest
 import torch
-from torch.nn import Parameter
 
 from coat_core.config import ExpansionConfig, FP8QuantizationConfig
 from coat_core.optim import FP8AdamW
 from coat_core.optim.state import MOMENTS, storages
 from tests.helpers.asserts import assert_bitwise
-from tests.optim.common import CONFIGS, UNQUANTIZED, make_params, quantize_like, read_back, run
+from tests.optim.common import (
+    CONFIGS,
+    assert_same,
+    copies,
+    make_params,
+    params_of,
+    quantize_like,
+    read_back,
+    run,
+    through_file,
+)
 
 SHAPES = [(16, 20), (7,), (129,), (), (0, 4)]
 
 
-def through_file(state_dict: dict[str, Any]) -> dict[str, Any]:
-    buffer = io.BytesIO()
-    torch.save(state_dict, buffer)
-    return torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
-
-
-def trained(
-    config: FP8QuantizationConfig, dtype: torch.dtype = torch.float32, steps: int = 3
-) -> tuple[list[Parameter], FP8AdamW]:
+def trained(config: FP8QuantizationConfig, dtype: torch.dtype = torch.float32) -> FP8AdamW:
     params = make_params(SHAPES, dtype)
     optimizer = FP8AdamW(params, fp8_config=config)
-    run(optimizer, params, range(steps))
-    return params, optimizer
+    run(optimizer, params, range(3))
+    return optimizer
 
 
-def resumed(
-    params: list[Parameter], state_dict: dict[str, Any], config: FP8QuantizationConfig
-) -> tuple[list[Parameter], FP8AdamW]:
-    twins = [Parameter(param.detach().clone()) for param in params]
-    optimizer = FP8AdamW(twins, fp8_config=config)
-    optimizer.load_state_dict(through_file(state_dict))
-    return twins, optimizer
+def resumed(optimizer: torch.optim.Optimizer, config: FP8QuantizationConfig) -> FP8AdamW:
+    twin = FP8AdamW(copies(params_of(optimizer)), fp8_config=config)
+    twin.load_state_dict(through_file(optimizer.state_dict()))
+    return twin
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+def run_both(*optimizers: torch.optim.Optimizer) -> None:
+    for optimizer in optimizers:
+        run(optimizer, params_of(optimizer), range(3, 6))
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, "drawn"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_continuation_is_bitwise_equal(name: str, dtype: torch.dtype, caplog: pytest.LogCaptureFixture) -> None:
-    params, optimizer = trained(CONFIGS[name], dtype)
-    twins, twin = resumed(params, optimizer.state_dict(), CONFIGS[name])
+    config = CONFIGS.get(name, FP8QuantizationConfig(stochastic_rounding=True))
+    optimizer = trained(config, dtype)
+    twin = resumed(optimizer, config)
     twin.load_state_dict(twin.state_dict())  # as accelerate's prepare does
-    for a, b in zip(params, twins, strict=True):
-        assert set(optimizer.state[a]) == set(twin.state[b])
-        for key, tensor in optimizer.state[a].items():
-            assert_bitwise(tensor, twin.state[b][key])
-    run(optimizer, params, range(3, 7))
-    run(twin, twins, range(3, 7))
-    for a, b in zip(params, twins, strict=True):
-        assert_bitwise(a.detach(), b.detach())
-        for key, tensor in optimizer.state[a].items():
-            assert_bitwise(tensor, twin.state[b][key])
+    assert_same(optimizer, twin)
+    torch.manual_seed(123)  # of no use to draws
+    run_both(optimizer, twin)
+    assert_same(optimizer, twin)
     assert not caplog.records
 
 
-def test_continuation_with_stochastic_rounding_needs_no_generator() -> None:
-    config = FP8QuantizationConfig(stochastic_rounding=True)
-    params, optimizer = trained(config, torch.bfloat16)
-    twins, twin = resumed(params, optimizer.state_dict(), config)
-    run(optimizer, params, range(3, 6))
-    torch.manual_seed(123)
-    run(twin, twins, range(3, 6))
-    for a, b in zip(params, twins, strict=True):
-        assert_bitwise(a.detach(), b.detach())
-
-
 def test_loaded_state_shares_no_memory_with_the_file() -> None:
-    params, optimizer = trained(CONFIGS["default"])
+    optimizer = trained(CONFIGS["default"])
     state_dict = optimizer.state_dict()
     before = state_dict["state"][0]["exp_avg"].clone()
-    twins = [Parameter(param.detach().clone()) for param in params]
-    twin = FP8AdamW(twins)
+    twin = FP8AdamW(copies(params_of(optimizer)))
     twin.load_state_dict(state_dict)
-    run(twin, twins, range(3, 5))
+    run_both(twin)
     assert_bitwise(state_dict["state"][0]["exp_avg"], before)
-    assert optimizer.state[params[0]]["step"].item() == 3.0
+    assert optimizer.state[params_of(optimizer)[0]]["step"].item() == 3.0
 
 
 def test_group_values_come_from_the_file_but_fp8_and_parameters_do_not() -> None:
-    params, optimizer = trained(CONFIGS["block_16"])
+    optimizer = trained(CONFIGS["block_16"])
     optimizer.param_groups[0].update(lr=0.5, weight_decay=0.25)
-    twins, twin = resumed(params, optimizer.state_dict(), CONFIGS["default"])
+    twin = FP8AdamW(params := copies(params_of(optimizer)), fp8_config=CONFIGS["default"])
+    twin.load_state_dict(through_file(optimizer.state_dict()))
     group = twin.param_groups[0]
     assert (group["lr"], group["weight_decay"]) == (0.5, 0.25)
-    assert group["fp8"]["block_size"] == 128
-    assert group["params"][0] is twins[0]
+    assert group["params"][0] is params[0]
     assert twin.state_dict()["param_groups"][0]["fp8"]["block_size"] == 128
 
 
@@ -116,15 +101,14 @@ CHANGES = [
 
 @pytest.mark.parametrize(("old", "new"), CHANGES)
 def test_a_change_of_storage_requantizes_and_says_so_once(old: str, new: str, caplog: pytest.LogCaptureFixture) -> None:
-    params, optimizer = trained(CONFIGS[old])
-    twins, twin = resumed(params, optimizer.state_dict(), CONFIGS[new])
-    assert len(caplog.records) == 1
-    assert caplog.records[0].levelno == logging.WARNING
+    optimizer = trained(CONFIGS[old])
+    twin = resumed(optimizer, CONFIGS[new])
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
     before, after = storages(CONFIGS[old]), storages(CONFIGS[new])
     for name in MOMENTS:
         change = f"{name}: {before[name].describe()} -> {after[name].describe()}, "
         assert (change in caplog.text) == (before[name] != after[name])
-    for a, b in zip(params, twins, strict=True):
+    for a, b in zip(params_of(optimizer), params_of(twin), strict=True):
         values = {name: read_back(name, optimizer.state[a], before) for name in MOMENTS}
         for name in MOMENTS:
             if before[name] == after[name]:
@@ -136,57 +120,47 @@ def test_a_change_of_storage_requantizes_and_says_so_once(old: str, new: str, ca
                 expected = stored.codes.reshape(-1)[: a.numel()].reshape(a.shape)
             assert_bitwise(twin.state[b][name], expected)
         assert twin.state[b]["step"].item() == 3.0
-    run(twin, twins, range(3, 5))
-    assert all(param.isfinite().all() for param in twins)
+    run_both(twin)
+    assert all(param.isfinite().all() for param in params_of(twin))
     caplog.clear()
-    resumed(twins, twin.state_dict(), CONFIGS[new])
+    resumed(twin, CONFIGS[new])
     assert not caplog.records
 
 
 def test_other_expansion_constants_keep_the_codes(caplog: pytest.LogCaptureFixture) -> None:
-    params, optimizer = trained(CONFIGS["default"])
+    optimizer = trained(CONFIGS["default"])
     other = FP8QuantizationConfig(expansion=ExpansionConfig(range_fraction=1.0, exponent_step=0.0))
-    twins, twin = resumed(params, optimizer.state_dict(), other)
-    assert_bitwise(optimizer.state[params[0]]["exp_avg_sq"], twin.state[twins[0]]["exp_avg_sq"])
+    assert_same(optimizer, resumed(optimizer, other))
     assert not caplog.records
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["default", "unquantized"])
 def test_adamw_file_is_taken_over(dtype: torch.dtype, name: str, caplog: pytest.LogCaptureFixture) -> None:
-    params = make_params(SHAPES, dtype)
-    adamw = torch.optim.AdamW(params, lr=3e-4)
-    run(adamw, params, range(3))
-    twins, twin = resumed(params, adamw.state_dict(), CONFIGS[name])
-    if name == "default":
-        assert "exp_avg: fp32 -> e4m3 (block 128, expanded), re-quantized" in caplog.text
-    else:
-        assert not caplog.records
-        assert_bitwise(twin.state[twins[0]]["exp_avg"], adamw.state[params[0]]["exp_avg"].float())
+    adamw = torch.optim.AdamW(make_params(SHAPES, dtype), lr=3e-4, foreach=False)
+    run(adamw, params_of(adamw), range(3))
+    twin = resumed(adamw, CONFIGS[name])
+    assert ("exp_avg: fp32 -> e4m3 (block 128, expanded), re-quantized" in caplog.text) == (name == "default")
     assert set(twin.param_groups[0]) == set(FP8AdamW(make_params()).param_groups[0])
     assert twin.param_groups[0]["lr"] == 3e-4
-    run(twin, twins, range(3, 5))
-    assert twin.state[twins[0]]["step"].item() == 5.0
-
-
-def test_unquantized_continuation_of_an_adamw_run_is_bitwise_equal() -> None:
-    params = make_params(SHAPES)
-    adamw = torch.optim.AdamW(params, foreach=False)
-    run(adamw, params, range(3))
-    twins, twin = resumed(params, adamw.state_dict(), UNQUANTIZED)
-    run(adamw, params, range(3, 6))
-    run(twin, twins, range(3, 6))
-    for a, b in zip(params, twins, strict=True):
-        assert_bitwise(a.detach(), b.detach())
+    if name == "unquantized":
+        for a, b in zip(params_of(adamw), params_of(twin), strict=True):
+            assert_bitwise(twin.state[b]["exp_avg"], adamw.state[a]["exp_avg"].float())
+    run_both(adamw, twin)
+    assert twin.state[params_of(twin)[0]]["step"].item() == 6.0
+    if name == "unquantized":
+        assert not caplog.records
+        if dtype == torch.float32:
+            assert_same(adamw, twin)
 
 
 def test_state_of_parameters_that_had_no_gradient_may_be_missing() -> None:
     params = make_params(SHAPES)
     optimizer = FP8AdamW(params)
-    run(optimizer, params[:2], range(2))
-    twins, twin = resumed(params, optimizer.state_dict(), CONFIGS["default"])
-    run(twin, twins, range(2, 4))
-    assert [twin.state[param]["step"].item() for param in twins] == [4.0, 4.0, 2.0, 2.0, 2.0]
+    run(optimizer, params[:2], range(3))
+    twin = resumed(optimizer, CONFIGS["default"])
+    run_both(twin)
+    assert [twin.state[param]["step"].item() for param in params_of(twin)] == [6.0, 6.0, 3.0, 3.0, 3.0]
 
 
 def _drop(key: str):
@@ -239,38 +213,28 @@ DAMAGE = {  # what the message must name
 @pytest.mark.parametrize("case", DAMAGE)
 def test_a_file_that_does_not_fit_is_refused_and_nothing_changes(case: str, caplog: pytest.LogCaptureFixture) -> None:
     damage, message = DAMAGE[case]
-    _, optimizer = trained(CONFIGS["default"])
+    optimizer, before = trained(CONFIGS["default"]), trained(CONFIGS["default"])
     file = through_file(optimizer.state_dict())
     damage(file)
-    before = through_file(optimizer.state_dict())
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"{message}.*; load the optimizer state of this run"):
         optimizer.load_state_dict(file)
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
-    assert "was not loaded" in caplog.text
-    after = optimizer.state_dict()
-    assert after["param_groups"] == before["param_groups"]
-    for index, state in before["state"].items():
-        for key, tensor in state.items():
-            assert_bitwise(tensor, after["state"][index][key])
+    assert_same(optimizer, before)
+    assert optimizer.state_dict()["param_groups"] == before.state_dict()["param_groups"]
 
 
 def test_hooks_of_the_user_run_around_the_load() -> None:
-    params, optimizer = trained(CONFIGS["default"])
-    seen = []
-    twins = [Parameter(param.detach().clone()) for param in params]
-    twin = FP8AdamW(twins)
+    optimizer = trained(CONFIGS["default"])
+    twin = FP8AdamW(copies(params_of(optimizer)))
+    seen: list[float] = []
 
-    def renumber(_: FP8AdamW, state_dict: dict[str, Any]) -> dict[str, Any]:
-        groups = [{**state_dict["param_groups"][0], "params": list(range(5))}]
-        return {"state": {i - 10: state for i, state in state_dict["state"].items()}, "param_groups": groups}
+    def renumbered(file: dict[str, Any], by: int) -> dict[str, Any]:
+        (group,) = file["param_groups"]
+        groups = [{**group, "params": [index + by for index in group["params"]]}]
+        return {"state": {index + by: state for index, state in file["state"].items()}, "param_groups": groups}
 
-    twin.register_load_state_dict_pre_hook(renumber)
-    twin.register_load_state_dict_post_hook(lambda o: seen.append(o.state[twins[0]]["step"].item()))
-    file = optimizer.state_dict()
-    shifted = {
-        "state": {i + 10: state for i, state in file["state"].items()},
-        "param_groups": [{**file["param_groups"][0], "params": [i + 10 for i in range(5)]}],
-    }
-    twin.load_state_dict(shifted)
+    twin.register_load_state_dict_pre_hook(lambda _, file: renumbered(file, -10))
+    twin.register_load_state_dict_post_hook(lambda o: seen.append(o.state[params_of(o)[0]]["step"].item()))
+    twin.load_state_dict(renumbered(optimizer.state_dict(), 10))
     assert seen == [3.0]
-    assert_bitwise(twin.state[twins[2]]["exp_avg"], optimizer.state[params[2]]["exp_avg"])
+    assert_same(optimizer, twin)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import pytest
@@ -13,9 +12,18 @@ from coat_core.config import FP8QuantizationConfig
 from coat_core.ops import adamw
 from coat_core.optim import FP8AdamW
 from coat_core.optim.state import read_state, storages
-from tests.helpers.asserts import assert_bitwise
 from tests.helpers.operators import bits
-from tests.optim.common import SHAPES, UNQUANTIZED, make_params, run, set_grads
+from tests.optim.common import (
+    SHAPES,
+    UNQUANTIZED,
+    assert_same,
+    copies,
+    make_params,
+    params_of,
+    run,
+    set_grads,
+    through_file,
+)
 
 STORED: dict[str, dict[str, Any]] = {
     "e4m3": {},
@@ -29,34 +37,21 @@ def config(name: str, rounding: str = "stochastic") -> FP8QuantizationConfig:
     return FP8QuantizationConfig(**STORED[name], moment_rounding=rounding)
 
 
-def copies(params: list[Parameter]) -> list[Parameter]:
-    return [Parameter(param.detach().clone()) for param in params]
-
-
-def assert_same(ours: FP8AdamW, theirs: FP8AdamW, keys: tuple[str, ...] = ()) -> None:
-    """Every state, or these entries of it, to the bit."""
-    for group, other in zip(ours.param_groups, theirs.param_groups, strict=True):
-        for a, b in zip(group["params"], other["params"], strict=True):
-            assert ours.state[a].keys() == theirs.state[b].keys()
-            for key in keys or ours.state[a]:
-                assert torch.equal(bits(ours.state[a][key]), bits(theirs.state[b][key])), key
-
-
 def codes_differ(ours: FP8AdamW, theirs: FP8AdamW, key: str) -> bool:
-    pairs = zip(ours.param_groups[0]["params"], theirs.param_groups[0]["params"], strict=True)
+    pairs = zip(params_of(ours), params_of(theirs), strict=True)
     return any(not torch.equal(bits(ours.state[a][key]), bits(theirs.state[b][key])) for a, b in pairs)
 
 
 @pytest.mark.parametrize("name", ["e4m3", "integers"])
 def test_mean_of_exp_avg_sq_stays_where_nearest_drifts(name: str) -> None:
-    """200 steps of gradients that are each as large as ever: v is far from its end, and falls and rises."""
-    spread = torch.logspace(-3, 0, 32 * 128)[torch.randperm(32 * 128, generator=torch.Generator().manual_seed(0))]
-    params = [Parameter(torch.zeros(32, 128)) for _ in range(3)]
+    """100 steps of gradients that are each as large as ever: v is far from its end, and falls and rises."""
+    spread = torch.logspace(-3, 0, 16 * 128)[torch.randperm(16 * 128, generator=torch.Generator().manual_seed(0))]
+    params = [Parameter(torch.zeros(16, 128)) for _ in range(3)]
     kinds = [config(name), config(name, "nearest"), UNQUANTIZED]
     optimizers = [FP8AdamW([param], fp8_config=kind) for param, kind in zip(params, kinds, strict=True)]
     generator = torch.Generator().manual_seed(1)
-    for _ in range(200):
-        grad = torch.randn(32, 128, generator=generator) * spread.view(32, 128)
+    for _ in range(100):
+        grad = torch.randn(16, 128, generator=generator) * spread.view(16, 128)
         for param, optimizer in zip(params, optimizers, strict=True):
             param.grad = grad
             optimizer.step()
@@ -74,17 +69,11 @@ def test_a_resumed_run_draws_the_same(name: str) -> None:
     optimizer = FP8AdamW(params, seed=2**40 + 3, fp8_config=config(name))
     run(optimizer, params, range(3))
     assert torch.equal(torch.get_rng_state(), torch_generator)
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    twins = copies(params)
-    twin = FP8AdamW(twins, fp8_config=config(name))  # its seed is in the file
-    twin.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
+    twin = FP8AdamW(copies(params), fp8_config=config(name))  # its seed is in the file
+    twin.load_state_dict(through_file(optimizer.state_dict()))
+    for each in (optimizer, twin):
+        run(each, params_of(each), range(3, 6))
     assert_same(optimizer, twin)
-    run(optimizer, params, range(3, 6))
-    run(twin, twins, range(3, 6))
-    assert_same(optimizer, twin)
-    for a, b in zip(params, twins, strict=True):
-        assert_bitwise(a.detach(), b.detach())
 
 
 @pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
@@ -128,17 +117,6 @@ def test_a_parameter_draws_the_same_whoever_else_has_a_gradient(name: str) -> No
     assert_same(optimizer, other)
 
 
-def test_a_step_for_each_parameter_draws_as_one_for_all() -> None:
-    together, apart = make_params(), make_params()
-    optimizer, other = (FP8AdamW(params, fp8_config=config("integers")) for params in (together, apart))
-    run(optimizer, together, range(2))
-    for step in range(2):
-        set_grads(apart, step)
-        for param in apart:
-            other.step_parameter(param)
-    assert_same(optimizer, other)
-
-
 def test_a_parameter_cut_into_chunks_draws_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes, made = [(40, 70), (7,)], []
     for limit in (1 << 17, 256):
@@ -160,10 +138,4 @@ def test_counters_on_the_device_draw_the_same(device: torch.device) -> None:
             for param, twin in zip(params, twins, strict=True):
                 param.grad = twin.grad.to(device)
             made[-1].step()
-    assert_same(*made, keys=("exp_avg", "exp_avg_sq", "exp_avg_sq_scale"))
-
-
-@pytest.mark.parametrize("seed", [-1, 1.5, True])
-def test_a_seed_is_a_whole_number(seed: Any) -> None:
-    with pytest.raises(ValueError, match=r"seed=.*: must be a whole number, 0 or more"):
-        FP8AdamW(make_params(), seed=seed)
+    assert not any(codes_differ(*made, key) for key in ("exp_avg", "exp_avg_sq", "exp_avg_sq_scale"))

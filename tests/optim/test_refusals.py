@@ -49,6 +49,12 @@ def test_hyper_parameters_out_of_range(option: dict[str, object], message: str) 
     assert len(optimizer.param_groups) == 1
 
 
+@pytest.mark.parametrize("seed", [-1, 1.5, True])
+def test_a_seed_is_a_whole_number(seed: object) -> None:
+    with pytest.raises(ValueError, match=f"seed={seed}"):
+        FP8AdamW(make_params(), seed=seed)
+
+
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.float64])
 def test_other_dtypes_are_refused_by_position(dtype: torch.dtype) -> None:
     bad = Parameter(torch.zeros(3, 2, dtype=dtype))

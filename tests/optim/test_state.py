@@ -6,6 +6,7 @@ import copy
 import io
 import math
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,9 +21,20 @@ from coat_core.ops import adamw
 from coat_core.ops.packing import chunks, spans
 from coat_core.optim import FP8AdamW
 from tests.helpers.asserts import assert_bitwise
-from tests.optim.common import CONFIGS, UNQUANTIZED, make_params, nearest, run, set_grads
+from tests.optim.common import (
+    CONFIGS,
+    UNQUANTIZED,
+    assert_same,
+    copies,
+    make_params,
+    nearest,
+    params_of,
+    run,
+    set_grads,
+)
 from tests.tolerances import INT16_MOMENT_ATOL
 
+STOCHASTIC = FP8QuantizationConfig(stochastic_rounding=True)
 DTYPES = {
     "e4m3": torch.float8_e4m3fn,
     "e5m2": torch.float8_e5m2,
@@ -101,19 +113,15 @@ def test_state_bytes_counts_codes_and_per_block_numbers() -> None:
 
 @pytest.mark.parametrize("limit", [1, 128, 256, 1 << 20])
 def test_chunk_size_changes_no_bit(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
-    def trained() -> tuple[list[Parameter], FP8AdamW]:
+    def trained() -> FP8AdamW:
         params = make_params([(40, 33), (128,), (5,), (700,), (3, 128)])
-        optimizer = FP8AdamW(params)
+        optimizer = FP8AdamW(params, fp8_config=CONFIGS["integers"])
         run(optimizer, params, range(4))
-        return params, optimizer
+        return optimizer
 
-    expected_params, expected = trained()
+    expected = trained()
     monkeypatch.setattr(adamw, "chunk_elements", lambda _: limit)
-    params, optimizer = trained()
-    for a, b in zip(expected_params, params, strict=True):
-        assert_bitwise(a.detach(), b.detach())
-        for key, tensor in expected.state[a].items():
-            assert_bitwise(tensor, optimizer.state[b][key])
+    assert_same(expected, trained())
 
 
 def test_spans_cover_everything_once() -> None:
@@ -158,33 +166,21 @@ def test_non_contiguous_parameters_and_gradients(monkeypatch: pytest.MonkeyPatch
 def test_parameters_of_several_dtypes_in_one_group() -> None:
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     mixed = [Parameter(torch.randn(50, generator=torch.Generator().manual_seed(3)).to(dtype)) for dtype in dtypes]
-    alone = [Parameter(param.detach().clone()) for param in mixed]
-    together = FP8AdamW(mixed, fp8_config=nearest())
-    run(together, mixed, range(3))
-    for i, param in enumerate(alone):
-        optimizer = FP8AdamW([param], fp8_config=nearest())
-        for step in range(3):
-            set_grads(alone, step)
+    alone = copies(mixed)
+    run(FP8AdamW(mixed, fp8_config=nearest()), mixed, range(3))
+    optimizers = [FP8AdamW([param], fp8_config=nearest()) for param in alone]
+    for step in range(3):
+        set_grads(alone, step)
+        for optimizer in optimizers:
             optimizer.step()
-        assert_bitwise(mixed[i].detach(), param.detach())
-
-
-def test_same_run_twice_is_bitwise_equal_also_with_stochastic_rounding() -> None:
-    config = FP8QuantizationConfig(stochastic_rounding=True)
-    runs = []
-    for _ in range(2):
-        torch.manual_seed(7)
-        params = make_params(dtype=torch.bfloat16)
-        run(FP8AdamW(params, fp8_config=config), params, range(5))
-        runs.append(params)
-    for a, b in zip(*runs, strict=True):
-        assert_bitwise(a.detach(), b.detach())
+    for param, other in zip(mixed, alone, strict=True):
+        assert_bitwise(param.detach(), other.detach())
 
 
 def test_stochastic_rounding_moves_bf16_parameters_that_nearest_leaves() -> None:
     def mean_after(stochastic: bool) -> float:
         param = Parameter(torch.ones(20_000, dtype=torch.bfloat16))
-        config = FP8QuantizationConfig(stochastic_rounding=stochastic)
+        config = replace(STOCHASTIC, stochastic_rounding=stochastic)
         optimizer = FP8AdamW([param], lr=1e-4, weight_decay=0.0, fp8_config=config)  # 1/39 of an ulp below 1
         for _ in range(50):
             param.grad = torch.ones_like(param)
@@ -196,30 +192,24 @@ def test_stochastic_rounding_moves_bf16_parameters_that_nearest_leaves() -> None
 
 
 def test_stochastic_rounding_leaves_fp32_parameters_and_the_generator_alone() -> None:
-    exact, stochastic = make_params(), make_params()
-    run(FP8AdamW(exact), exact, range(3))
+    exact, stochastic = FP8AdamW(make_params()), FP8AdamW(make_params(), fp8_config=STOCHASTIC)
+    run(exact, params_of(exact), range(3))
     before = torch.get_rng_state()
-    run(FP8AdamW(stochastic, fp8_config=FP8QuantizationConfig(stochastic_rounding=True)), stochastic, range(3))
+    run(stochastic, params_of(stochastic), range(3))
     assert torch.equal(torch.get_rng_state(), before)
-    for a, b in zip(exact, stochastic, strict=True):
-        assert_bitwise(a.detach(), b.detach())
+    assert_same(exact, stochastic)
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_a_step_for_each_parameter_in_any_order_is_one_step_for_all(rounding: str) -> None:
-    config = FP8QuantizationConfig(stochastic_rounding=True, moment_rounding=rounding)
-    together, alone = make_params(dtype=torch.bfloat16), make_params(dtype=torch.bfloat16)
-    optimizers = [FP8AdamW(params, fp8_config=config, seed=5) for params in (together, alone)]
+    config = replace(STOCHASTIC, moment_rounding=rounding)
+    together, alone = (FP8AdamW(make_params(dtype=torch.bfloat16), fp8_config=config, seed=5) for _ in range(2))
     for step in range(3):
-        for params in (together, alone):
-            set_grads(params, step)
-        optimizers[0].step()
-        for param in reversed(alone):
-            optimizers[1].step_parameter(param)
-    for a, b in zip(together, alone, strict=True):
-        assert_bitwise(a.detach(), b.detach())
-        for key, value in optimizers[0].state[a].items():
-            assert_bitwise(value, optimizers[1].state[b][key])
+        run(together, params_of(together), range(step, step + 1))
+        set_grads(params_of(alone), step)
+        for param in reversed(params_of(alone)):
+            alone.step_parameter(param)
+    assert_same(together, alone)
 
 
 def _through_torch_save(optimizer: FP8AdamW) -> FP8AdamW:
@@ -230,16 +220,12 @@ def _through_torch_save(optimizer: FP8AdamW) -> FP8AdamW:
 
 @pytest.mark.parametrize("clone", [copy.deepcopy, _through_torch_save])
 def test_copies_of_the_optimizer_go_on_alike(clone) -> None:
-    params = make_params()
-    optimizer = FP8AdamW(params, fp8_config=CONFIGS["e4m3_e5m2"])
-    run(optimizer, params, range(3))
+    optimizer = FP8AdamW(make_params(), fp8_config=CONFIGS["e4m3_e5m2"])
+    run(optimizer, params_of(optimizer), range(3))
     twin = clone(optimizer)
-    twins = twin.param_groups[0]["params"]
-    assert twin.fp8_config == optimizer.fp8_config
-    run(optimizer, params, range(3, 6))
-    run(twin, twins, range(3, 6))
-    for a, b in zip(params, twins, strict=True):
-        assert_bitwise(a.detach(), b.detach())
+    for each in (optimizer, twin):
+        run(each, params_of(each), range(3, 6))
+    assert_same(optimizer, twin)
 
 
 class CountOps(TorchDispatchMode):
@@ -328,10 +314,8 @@ def test_a_new_format_trains_is_saved_and_resumed(int16_config: FP8QuantizationC
     for param, other in zip(params, exact, strict=True):
         torch.testing.assert_close(param, other, rtol=0.0, atol=INT16_MOMENT_ATOL)
 
-    resumed = [torch.nn.Parameter(param.detach().clone()) for param in params]
-    again = FP8AdamW(resumed, lr=1e-2, fp8_config=int16_config)
+    again = FP8AdamW(copies(params), lr=1e-2, fp8_config=int16_config)
     again.load_state_dict(optimizer.state_dict())
-    run(optimizer, params, range(3, 5))
-    run(again, resumed, range(3, 5))
-    for param, other in zip(params, resumed, strict=True):
-        assert_bitwise(other.detach(), param.detach())
+    for each in (optimizer, again):
+        run(each, params_of(each), range(3, 5))
+    assert_same(optimizer, again)
