@@ -1,4 +1,4 @@
-"""fp8_checkpoint: exact forward, recomputation from FP8 inputs that are really all that is kept."""
+"""fp8_checkpoint: exact forward, recomputation of what ran from FP8 inputs that are really all that is kept."""
 
 from __future__ import annotations
 
@@ -7,18 +7,45 @@ import weakref
 
 import pytest
 import torch
+from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from coat_core.activation import fp8_checkpoint
-from coat_core.activation.packing import _Keeper
+from coat_core.activation import PackedSavedTensors, fp8_checkpoint, packing
 from coat_core.granularity import PER_TENSOR, Storage, per_group
 from coat_core.quantize import quantize
+from tests.autograd.test_packing import SMALL as PACKS
 from tests.autograd.test_packing import Block, D, T, gradients
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
 from tests.tolerances import CHECKPOINT_GRADIENT_FLOOR_DB
 
 SMALL = {"min_elements": 64, "storage": Storage(granularity=per_group(32))}
+EXACT = {"min_elements": 10**9}
+
+
+def in_fp8(x: Tensor) -> Tensor:
+    return quantize(x, "e4m3", per_group(32)).dequantize()
+
+
+def lora_block(dropout: float) -> nn.Module:
+    """A frozen block with PEFT adapters, B nonzero so that every gradient is."""
+    config = LoraConfig(r=4, lora_dropout=dropout, target_modules=["qkv", "out", "up", "down"], init_lora_weights=False)
+    block: nn.Module = inject_adapter_in_model(config, Block().requires_grad_(False))
+    return block
+
+
+@pytest.fixture
+def keepers(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref]:
+    """What holds the inputs."""
+    made: list[weakref.ref] = []
+
+    class Recorded(packing._Keeper):
+        def __init__(self, x: Tensor, storage: Storage) -> None:
+            super().__init__(x, storage)
+            made.append(weakref.ref(self))
+
+    monkeypatch.setattr(packing, "_Keeper", Recorded)
+    return made
 
 
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
@@ -42,61 +69,113 @@ def test_recomputes_from_the_fp8_values_of_its_input() -> None:
         seen.append(x.detach().clone())
         return x.square()
 
-    fp8_checkpoint(block, x, **SMALL).sum().backward()
-    x_hat = quantize(x, "e4m3", per_group(32)).dequantize()
+    y = fp8_checkpoint(block, x * 1, **SMALL).sum()
+    (dx,) = torch.autograd.grad(y, x, retain_graph=True)
     assert_bitwise(seen[0], x.detach())
-    assert_bitwise(seen[1], x_hat)
-    assert_bitwise(x.grad, 2 * x_hat)
+    assert_bitwise(seen[1], in_fp8(x))
+    assert_bitwise(dx, 2 * in_fp8(x))
+    assert_bitwise(torch.autograd.grad(y, x)[0], dx)
+    with torch.no_grad():
+        assert_bitwise(fp8_checkpoint(block, x, **SMALL), x.square())
+    assert len(seen) == 4
 
 
-def test_small_inputs_are_exact_and_dropout_is_repeated() -> None:
-    """With inputs kept exactly it is torch's checkpoint, to the last bit, dropout masks and generator included."""
-    block, x = Block(dropout=0.5), torch.randn(2, T, D, requires_grad=True)
-    results = []
-    for run in (
-        lambda: checkpoint(block, x, use_reentrant=False),
-        lambda: fp8_checkpoint(block, x, min_elements=10**9),
-    ):
-        torch.manual_seed(7)
-        y = run()
-        state = torch.get_rng_state()
-        results.append((y.detach(), state, gradients(block, x, y)))
-    (y, state, expected), (ours, our_state, gradient) = results
-    assert_bitwise(ours, y)
-    assert_bitwise(our_state, state)
+@pytest.mark.parametrize("options", [SMALL, EXACT], ids=["fp8 input", "exact input"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_lora_dropout_draws_the_same_mask(options: dict, autocast: bool) -> None:
+    """With inputs kept exactly it is torch's checkpoint, to the last bit, masks and generator included."""
+    block, x = lora_block(0.3), torch.randn(2, T, D, requires_grad=True)
+    masks: list[Tensor] = []
+    block.up.lora_dropout["default"].register_forward_hook(lambda module, args, out: masks.append(out == 0))
+    outputs, states = [], []
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        for run in (block, lambda x: fp8_checkpoint(block, x, **options)):
+            torch.manual_seed(7)
+            outputs.append(run(x))
+            states.append(torch.get_rng_state())
+    assert_bitwise(*outputs)
+    assert_bitwise(*states)
+    expected, found = (gradients(block, x, y) for y in outputs)
+    assert len(masks) == 3
+    assert 0.2 < masks[0].float().mean() < 0.4
+    for mask in masks[1:]:
+        assert_bitwise(mask, masks[0])
     for name, value in expected.items():
-        assert_bitwise(gradient[name], value)
+        if options is EXACT:
+            assert_bitwise(found[name], value)
+        else:
+            assert_sqnr(value, found[name], CHECKPOINT_GRADIENT_FLOOR_DB["e4m3"])
 
 
-def test_dropout_is_repeated_with_fp8_inputs() -> None:
-    x = torch.ones(64, D, requires_grad=True)  # exact in FP8
-    y = fp8_checkpoint(lambda t: nn.functional.dropout(t, 0.5), x, **SMALL)
-    torch.rand(5)
-    (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
-    assert 0.3 < (y == 0).float().mean() < 0.7
-    assert_bitwise(dx, y.detach())
+def test_each_call_draws_its_own_mask_and_the_generator_is_left_where_it_was() -> None:
+    x, outputs = torch.ones(64, D, requires_grad=True), []  # ones are exact in FP8
+    for _ in range(2):
+        outputs.append(fp8_checkpoint(lambda t: nn.functional.dropout(t, 0.5), x, **SMALL))
+    assert not torch.equal(outputs[0], outputs[1])
+    assert 0.3 < (outputs[0] == 0).float().mean() < 0.7
+    torch.manual_seed(11)
+    state = torch.get_rng_state()
+    for y in reversed(outputs):
+        assert_bitwise(torch.autograd.grad(y, x, torch.ones_like(y))[0], y.detach())
+    assert_bitwise(torch.get_rng_state(), state)
 
 
-def test_the_input_is_really_freed() -> None:
-    block = Block()
-    x = torch.randn(2, T, D).bfloat16().requires_grad_()
-    block.bfloat16()
+@pytest.mark.parametrize("forward", [True, False])
+def test_autocast_is_that_of_the_forward_pass(forward: bool) -> None:
+    block, x, seen = Block(), torch.randn(2, T, D, requires_grad=True), []
+    block.up.register_forward_hook(lambda module, args, out: seen.append((out.dtype, out.requires_grad)))
+    with torch.autocast("cpu", torch.bfloat16, enabled=forward):
+        y = fp8_checkpoint(block, x, **SMALL)
+    with torch.autocast("cpu", torch.bfloat16, enabled=not forward):
+        y.sum().backward()
+    assert seen == [(torch.bfloat16 if forward else torch.float32, True)] * 2
+    assert x.grad.dtype == torch.float32
+
+
+# -- what is kept -----------------------------------------------------------------------------------------------------
+
+
+def test_the_input_is_really_freed(keepers: list[weakref.ref]) -> None:
+    block, x = Block().bfloat16(), torch.randn(2, T, D).bfloat16().requires_grad_()
     hidden = x * 1
     alive = weakref.ref(hidden.untyped_storage())
     y = fp8_checkpoint(block, hidden, **SMALL)
     del hidden
     gc.collect()
     assert alive() is None
-    keepers = [k for k in gc.get_objects() if type(k) is _Keeper and k._quantized.codes.shape == x.shape]
-    assert len(keepers) == 1
-    assert keepers[0]._exact is None
-    assert keepers[0]._quantized.codes.dtype == torch.float8_e4m3fn
-    kept = weakref.ref(keepers.pop())
+    (kept,) = keepers
+    assert kept()._exact is None
+    assert kept()._quantized.codes.dtype == torch.float8_e4m3fn
     y.sum().backward()
     assert x.grad.isfinite().all()
     del y
     gc.collect()
     assert kept() is None
+
+
+def test_a_graph_dropped_without_backward_is_freed(keepers: list[weakref.ref]) -> None:
+    block, x = Block(), torch.randn(2, T, D, requires_grad=True)
+    y = fp8_checkpoint(block, x * 1, **SMALL)
+    assert keepers[0]() is not None
+    del y
+    gc.collect()
+    assert keepers[0]() is None
+
+
+def test_an_exception_in_the_block_keeps_nothing() -> None:
+    refs = []
+
+    def fails(x: Tensor) -> None:
+        refs.append(weakref.ref(x.untyped_storage()))
+        raise ZeroDivisionError
+
+    x = torch.randn(8, D, requires_grad=True)
+    with pytest.raises(ZeroDivisionError):
+        fp8_checkpoint(fails, x * 1, **SMALL)
+    gc.collect()
+    assert [ref() for ref in refs] == [None]
+    (dx,) = torch.autograd.grad((x * x).sum(), x)  # no hooks are left
+    assert_bitwise(dx, 2 * x.detach())
 
 
 def test_constants_stay_as_they_are() -> None:
@@ -107,13 +186,47 @@ def test_constants_stay_as_they_are() -> None:
         seen.append((mask, scale, flags, none))
         return x.sigmoid() * mask * scale
 
-    y = fp8_checkpoint(block, x, mask, 2.5, {"flag": True}, None, **SMALL)
-    y.sum().backward()
+    fp8_checkpoint(block, x, mask, 2.5, {"flag": True}, None, **SMALL).sum().backward()
     for arguments in seen:
-        assert arguments[0] is mask or arguments[0].data_ptr() == mask.data_ptr()
+        assert arguments[0].data_ptr() == mask.data_ptr()
         assert arguments[1:] == (2.5, {"flag": True}, None)
-    x_hat = quantize(x, "e4m3", per_group(32)).dequantize().sigmoid()
+    x_hat = in_fp8(x).sigmoid()
     torch.testing.assert_close(x.grad, x_hat * (1 - x_hat) * mask * 2.5)
+
+
+def test_keywords_are_kept_as_positions_are() -> None:
+    calls = []
+
+    def block(x: Tensor, *, other: Tensor, scale: float) -> tuple[Tensor, float]:
+        calls.append(other.detach().clone())
+        return x.sigmoid() * other * scale, scale
+
+    x, other = torch.randn(8, D, requires_grad=True), torch.randn(8, D, requires_grad=True)
+    y, scale = fp8_checkpoint(block, x, other=other * 1, scale=2.0, **SMALL)
+    assert scale == 2.0
+    y.sum().backward()
+    assert_bitwise(calls[0], other.detach())
+    assert_bitwise(calls[1], in_fp8(other))
+    torch.testing.assert_close(other.grad, in_fp8(x).sigmoid() * 2)
+
+
+@pytest.mark.parametrize(
+    "x", [torch.randn(8, D, dtype=torch.float64), torch.randn(()), torch.randn(0, D)], ids=["fp64", "scalar", "empty"]
+)
+def test_what_fp8_has_no_place_for_is_kept_exactly(x: Tensor) -> None:
+    x = x.clone().requires_grad_()
+    (dx,) = torch.autograd.grad(fp8_checkpoint(torch.sigmoid, x, min_elements=0).sum(), x)
+    assert_bitwise(dx, torch.autograd.grad(x.sigmoid().sum(), x)[0])
+
+
+def test_a_change_of_the_input_in_place_after_the_block_is_not_seen() -> None:
+    x = torch.randn(8, D, requires_grad=True)
+    hidden = x * 1
+    y = fp8_checkpoint(torch.sigmoid, hidden, **SMALL)
+    hidden.detach().zero_()
+    y.sum().backward()
+    x_hat = in_fp8(x).sigmoid()
+    torch.testing.assert_close(x.grad, x_hat * (1 - x_hat))
 
 
 def test_tuples_in_and_out() -> None:
@@ -123,25 +236,53 @@ def test_tuples_in_and_out() -> None:
     def block(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         return first(a), second(b + a.mean(1, keepdim=True))
 
-    a, b = (torch.randn(2, T, D, requires_grad=True) for _ in range(2))
-    exact, ours = block(a, b), fp8_checkpoint(block, a, b, **SMALL)
-    da, db = torch.randn_like(a), torch.randn_like(b)
+    streams = [torch.randn(2, T, D, requires_grad=True) for _ in range(2)]
+    exact, ours = block(*streams), fp8_checkpoint(block, *streams, **SMALL)
+    grads = [torch.randn_like(x) for x in streams]
     for expected, y in zip(exact, ours, strict=True):
         assert_bitwise(y, expected)
-    for expected, gradient in zip(
-        torch.autograd.grad(exact, (a, b), (da, db)), torch.autograd.grad(ours, (a, b), (da, db)), strict=True
-    ):
+    pairs = zip(*(torch.autograd.grad(outputs, streams, grads) for outputs in (exact, ours)), strict=True)
+    for expected, gradient in pairs:
         assert_sqnr(expected, gradient, CHECKPOINT_GRADIENT_FLOOR_DB["e4m3"])
 
 
-def test_two_backward_passes_over_one_graph() -> None:
+# -- inside other contexts --------------------------------------------------------------------------------------------
+
+
+def test_inside_packed_saved_tensors() -> None:
+    """A recomputed part of a packed block: its constants are not packed, so that it recomputes from what ran."""
+    mask, x, dy = torch.randn(8, D), torch.randn(8, D, requires_grad=True), torch.randn(8, D)
+
+    def run() -> Tensor:
+        return fp8_checkpoint(lambda a, b: a.sigmoid() * b, x, mask, **SMALL)
+
+    with PackedSavedTensors(PACKS):
+        packed = run()
+    assert_bitwise(torch.autograd.grad(packed, x, dy)[0], torch.autograd.grad(run(), x, dy)[0])
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_inside_torch_checkpoint(reentrant: bool) -> None:
+    block, x = lora_block(0.3), torch.randn(2, T, D, requires_grad=True)
+    torch.manual_seed(7)
+    exact = gradients(block, x, block(x.tanh()))
+    torch.manual_seed(7)
+    y = checkpoint(lambda t: fp8_checkpoint(block, t.tanh(), **SMALL), x, use_reentrant=reentrant)
+    torch.manual_seed(3)
+    y.backward(torch.randn_like(y))
+    found = {name: p.grad for name, p in block.named_parameters() if p.requires_grad} | {"x": x.grad}
+    for name, value in exact.items():
+        assert_sqnr(value, found[name], CHECKPOINT_GRADIENT_FLOOR_DB["e4m3"])
+
+
+def test_around_a_packed_block() -> None:
+    """What is recomputed is used at once: packing it would only add an error."""
     block, x = Block(), torch.randn(2, T, D, requires_grad=True)
-    y = fp8_checkpoint(block, x, **SMALL).sum()
-    (first,) = torch.autograd.grad(y, x, retain_graph=True)
-    assert_bitwise(torch.autograd.grad(y, x)[0], first)
 
+    def packed(x: Tensor) -> Tensor:
+        with PackedSavedTensors(PACKS):
+            return block(x)
 
-def test_without_grad_it_is_the_block() -> None:
-    block, x = Block(), torch.randn(2, T, D)
-    with torch.no_grad():
-        assert_bitwise(fp8_checkpoint(block, x, **SMALL), block(x))
+    expected = gradients(block, x, fp8_checkpoint(block, x, **SMALL))
+    for name, gradient in gradients(block, x, fp8_checkpoint(packed, x, **SMALL)).items():
+        assert_bitwise(gradient, expected[name])
