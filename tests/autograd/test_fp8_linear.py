@@ -36,13 +36,6 @@ CONFIGS = [
 ]  # fmt: skip
 
 
-def name_of(config: FP8LinearConfig) -> str:
-    return "-".join(
-        (config.weight_format, config.weight_granularity, config.input_format, config.input_granularity,
-         config.grad_format)
-    )  # fmt: skip
-
-
 def fp8_values(x: Tensor, fmt: str, config: FP8LinearConfig) -> tuple[Tensor, Tensor]:
     """(values, scale): x ≈ values · scale with values exact FP8 numbers in fp32; scale 1 where values hold it."""
     quantized = quantize(x, fmt, Granularity(config.input_granularity))
@@ -80,7 +73,7 @@ def tensors(*lead: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Ten
     return x, torch.randn(N, K, dtype=dtype), torch.randn(N, dtype=dtype), torch.randn(*lead, N, dtype=dtype)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=name_of)
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: "-".join(map(str, vars(c).values())))
 def test_equals_the_formula_and_stays_near_high_precision(config: FP8LinearConfig) -> None:
     x, weight, bias, dy = tensors(2, 96)
     layer = layer_of(weight, bias, config)
@@ -167,14 +160,22 @@ def test_bias_gradient(use_fp8_gemm: bool) -> None:
     assert_bitwise(layer.bias.grad, dy.reshape(-1, N).sum(0))
 
 
-def test_without_fp8_gemm_it_multiplies_by_the_dequantized_weight() -> None:
+@pytest.mark.parametrize("why", ["use_fp8_gemm: false", "no FP8 on this device"])
+def test_without_fp8_gemm_it_multiplies_by_the_dequantized_weight(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight, bias, dy = tensors(3, 7)
-    layer = layer_of(weight, bias, FP8LinearConfig(use_fp8_gemm=False))
+    layer = layer_of(weight, bias, FP8LinearConfig(use_fp8_gemm=why != "use_fp8_gemm: false"))
+    if layer.config.use_fp8_gemm:
+        monkeypatch.setattr("coat_core.linear.function.unsupported_reason", lambda *_: "cuda: no FP8 here")
     w_hat = quantize(weight).dequantize()
     y = layer(x)
     (dx,) = torch.autograd.grad(y, x, dy)
     assert_bitwise(y.detach(), linear(x.detach(), w_hat, bias))
     assert_bitwise(dx, dy @ w_hat)
+    assert x not in _copies
+    if layer.config.use_fp8_gemm:
+        layer.config = FP8LinearConfig(fallback="error")
+        with pytest.raises(RuntimeError, match="fallback='error': cuda: no FP8 here; set fallback: bf16 or change"):
+            layer(x)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -199,26 +200,19 @@ def test_a_frozen_layer_saves_nothing_and_reads_its_weight_again_in_backward() -
     assert not torch.autograd.grad(y, x, dy)[0].any()
 
 
-def test_linears_share_one_quantized_input() -> None:
-    x, weight, bias, _ = tensors(2, 9)
-    config = FP8LinearConfig(input_granularity="per_row")
-    layers = [layer_of(weight, bias, config) for _ in range(3)]
-    kept = []
+def test_linears_share_one_quantized_input_until_it_changes() -> None:
+    x, weight, _, _ = tensors(2, 9)
+    x = x.detach()
+    layers = [layer_of(weight, None, FP8LinearConfig()) for _ in range(3)]
+    outputs, shared = [], set()
     for layer in layers:
-        layer(x)
-        kept.append(_copies[x][1].codes.data_ptr())
-    assert len(set(kept)) == 1
-    layer_of(weight, bias, FP8LinearConfig(input_format="e5m2"))(x)
-    assert _copies[x][1].codes.dtype == torch.float8_e5m2
-
-
-def test_a_change_in_place_is_seen() -> None:
-    x, layer = torch.randn(5, K), layer_of(torch.randn(N, K), None, FP8LinearConfig())
-    before = layer(x)
+        outputs.append(layer(x))
+        shared.add(_copies[x][1].codes.data_ptr())
+    assert len(shared) == 1
     x.mul_(2)
-    assert_bitwise(layer(x), 2 * before)
-    x[0].zero_()
-    assert_bitwise(layer(x)[0], torch.zeros(N))
+    assert_bitwise(layers[0](x), 2 * outputs[0])
+    layer_of(weight, None, FP8LinearConfig(input_format="e5m2"))(x)
+    assert _copies[x][1].codes.dtype == torch.float8_e5m2
 
 
 def test_the_shared_copy_is_no_part_of_the_tensor() -> None:
@@ -259,26 +253,3 @@ def test_nan_and_zeros(use_fp8_gemm: bool) -> None:
     assert_bitwise(layer(zeros).detach(), bias.expand(3, -1))
     layer(zeros).backward(torch.zeros(3, N))
     assert_bitwise(zeros.grad, torch.zeros(3, K))
-
-
-class TestFallback:
-    REASON = "cuda: no FP8 here"
-
-    @pytest.fixture(autouse=True)
-    def _no_fp8(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("coat_core.linear.function.unsupported_reason", lambda *_: self.REASON)
-
-    def test_bf16_multiplies_by_the_dequantized_weight(self) -> None:
-        x, weight, bias, dy = tensors(3, 7)
-        layer = layer_of(weight, bias, FP8LinearConfig())
-        y = layer(x)
-        (dx,) = torch.autograd.grad(y, x, dy)
-        assert_bitwise(y.detach(), linear(x.detach(), layer.weight, bias))
-        assert_bitwise(dx, dy @ layer.weight)
-        assert x not in _copies
-
-    def test_error_says_what_to_change(self) -> None:
-        x, weight, bias, _ = tensors(3)
-        layer = layer_of(weight, bias, FP8LinearConfig(fallback="error"))
-        with pytest.raises(RuntimeError, match="fallback='error': cuda: no FP8 here; set fallback: bf16 or change"):
-            layer(x)
