@@ -268,16 +268,18 @@ def fp8_gemm_obstacle(device: torch.device, config: FP8LinearConfig) -> str | No
         return None
     if config.weight_format == INT8.name:
         return int8_unsupported_reason(device)
-    row_wise = "per_row" in (config.input_granularity, config.weight_granularity)
-    weight_dtype = product_format(config.weight_format).dtype
-    reason = unsupported_reason(device, get_format(config.input_format).dtype, weight_dtype, row_wise)
-    if reason is None and config.grad_format != "bf16":
-        grad_row_wise = config.input_granularity == "per_row"
-        reason = unsupported_reason(device, get_format(config.grad_format).dtype, weight_dtype, grad_row_wise)
-    if reason is None and config.wgrad_format != "bf16":
-        formats = get_format(config.wgrad_format).dtype, get_format(config.input_format).dtype
-        reason = unsupported_reason(device, *formats, True)
-    return reason
+    x, weight = get_format(config.input_format), product_format(config.weight_format)
+    row_wise = config.input_granularity == "per_row"
+    products = [(x, weight, row_wise or config.weight_granularity == "per_row")]
+    if config.grad_format != "bf16":
+        products.append((get_format(config.grad_format), weight, row_wise))
+    if config.wgrad_format != "bf16":
+        products.append((get_format(config.wgrad_format), x, True))
+    for a, b, scaled_by_row in products:
+        reason = unsupported_reason(device, a.dtype, b.dtype, scaled_by_row)
+        if reason is not None:
+            return reason
+    return None
 
 
 def _rows(x: Tensor) -> Tensor:
