@@ -108,10 +108,20 @@ def check_tensors(tensors: Mapping[str, Tensor]) -> ExportReport:
             f"all {len(pairs)} adapters change nothing (lora_B is zero in every one): this LoRA has no effect; "
             "was anything trained? check train.lr and the log"
         )
-    programs, refusals = _programs(tensors, pairs, layout, family)
+    refusals = {}
+    why = _diffusers_refusal(tensors, pairs if layout == "diffusers" else split_all(pairs), family)
+    if why is not None:
+        refusals["diffusers"] = why
+        if layout == "diffusers" and not why.startswith("not checked"):
+            raise ExportError(f"diffusers does not load it: {why}; install the diffusers this was tested with")
+    programs = ["diffusers", *family.programs[layout]]
+    if "ai-toolkit" in programs and any(pair.scale != 1 for pair in pairs.values()):
+        refusals["ai-toolkit"] = "it ignores alpha; convert with --to diffusers"
+    if "sd-scripts" in programs and not all("_blocks." in module for module in pairs):
+        refusals["sd-scripts"] = "it has no adapters outside the blocks"
     return ExportReport(
         layout=layout,
-        programs=programs,
+        programs=tuple(program for program in programs if program not in refusals),
         refusals=refusals,
         layers=len(pairs),
         ranks=tuple(sorted({pair.rank for pair in pairs.values()})),
@@ -159,26 +169,8 @@ def _delta_norm(module: str, pair: Pair) -> float:
     return norm * math.sqrt(max(float(product.sum()), 0.0))
 
 
-def _programs(
-    tensors: Mapping[str, Tensor], pairs: Mapping[str, Pair], layout: str, family: Family
-) -> tuple[tuple[str, ...], dict[str, str]]:
-    """The programs that load the file, and why others do not."""
-    refusals: dict[str, str] = {}
-    programs = ["diffusers", *family.programs[layout]]
-    why = _diffusers_refusal(tensors, pairs if layout == "diffusers" else split_all(pairs), family)
-    if why is not None:
-        refusals["diffusers"] = why
-        if layout == "diffusers" and not why.startswith("not checked"):
-            raise ExportError(f"diffusers does not load it: {why}; install the diffusers this was tested with")
-    if "ai-toolkit" in programs and any(pair.scale != 1 for pair in pairs.values()):
-        refusals["ai-toolkit"] = "it ignores alpha; convert with --to diffusers"
-    if "sd-scripts" in programs and not all("_blocks." in module for module in pairs):
-        refusals["sd-scripts"] = "it has no adapters outside the blocks"
-    return tuple(program for program in programs if program not in refusals), refusals
-
-
 def _diffusers_refusal(tensors: Mapping[str, Tensor], wanted: Mapping[str, Pair], family: Family) -> str | None:
-    """Return why the pipeline's `load_lora_weights` (conversion, then PEFT) would not load the whole file, or None."""
+    """Why the pipeline's `load_lora_weights` (conversion, then PEFT) would not load the whole file, or None."""
     try:
         mixin = getattr(importlib.import_module("diffusers.loaders"), family.lora_loader)
     except (AttributeError, ImportError) as error:

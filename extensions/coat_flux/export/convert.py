@@ -73,7 +73,17 @@ def convert_pairs(
         back = fuse_all(converted)
     else:
         back = converted = _without_alpha(work) if layout == "diffusers" else work
-    _prove_equal(pairs, back)
+    odd = sorted(pairs.keys() ^ back.keys())
+    if odd:
+        raise ExportError(f"{odd[0]} ({len(odd)} in all): its adapter is all zero and would be lost; leave it out")
+    for name, pair in pairs.items():
+        other = back[name]
+        down = other.down if other.scale == pair.scale else other.down / pair.scale
+        if not (torch.equal(pair.down, down.to(pair.down.dtype)) and torch.equal(pair.up, other.up.to(pair.up.dtype))):
+            raise ExportError(
+                f"{name}: converted back it is not the same bit for bit (rank {pair.rank}, alpha {pair.alpha:g}, "
+                f"{pair.down.dtype}); give --dtype float32"
+            )
     return converted
 
 
@@ -88,21 +98,3 @@ def _without_alpha(pairs: Mapping[str, Pair]) -> dict[str, Pair]:
         name: pair if pair.scale == 1 else Pair(pair.down * pair.scale, pair.up, float(pair.rank))
         for name, pair in pairs.items()
     }
-
-
-def _prove_equal(source: Mapping[str, Pair], back: Mapping[str, Pair]) -> None:
-    """Refuse unless `back` is `source`, its scale multiplied into down if `back` has none."""
-    odd = sorted(source.keys() ^ back.keys())
-    if odd:
-        raise ExportError(
-            f"{odd[0]} ({len(odd)} in all): its adapter is all zero and would be lost on the way back; "
-            "leave it out of the file"
-        )
-    for name, pair in source.items():
-        other = back[name]
-        down = other.down if other.scale == pair.scale else other.down / pair.scale
-        if not (torch.equal(pair.down, down.to(pair.down.dtype)) and torch.equal(pair.up, other.up.to(pair.up.dtype))):
-            raise ExportError(
-                f"{name}: converted back it is not the same bit for bit (rank {pair.rank}, alpha {pair.alpha:g}, "
-                f"{pair.down.dtype}); give --dtype float32"
-            )

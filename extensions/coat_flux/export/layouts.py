@@ -31,7 +31,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -192,28 +192,23 @@ def read_pairs(tensors: Mapping[str, Tensor], layout: str) -> dict[str, Pair]:
         if part in halves.setdefault(name, {}):
             raise ExportError(f"{key}: there are two {part} matrices of {name}; save the LoRA again")
         halves[name][part] = tensor
-    return {name: _pair(name, parts) for name, parts in halves.items()}
-
-
-def _pair(module: str, parts: Mapping[str, Tensor]) -> Pair:
-    missing = [part for part in ("down", "up") if part not in parts]
-    if missing:
-        raise ExportError(f"{module}: its {missing[0]} matrix is missing; save the LoRA again")
-    down, up = parts["down"], parts["up"]
-    if down.ndim != 2 or up.ndim != 2 or down.shape[0] != up.shape[1] or down.shape[0] == 0:
-        raise ExportError(
-            f"{module}: down {tuple(down.shape)} and up {tuple(up.shape)}: must be [r, K] and [N, r]; "
-            "save the LoRA again"
-        )
-    odd = {down.dtype, up.dtype} - DTYPES
-    if odd:
-        raise ExportError(f"{module}: {odd.pop()}: must be float16, bfloat16 or float32; set save.dtype and save again")
-    if "alpha" not in parts:
-        return Pair(down, up, float(down.shape[0]))
-    alpha = float(parts["alpha"]) if parts["alpha"].numel() == 1 else math.nan
-    if not math.isfinite(alpha) or alpha <= 0:
-        raise ExportError(f"{module}: alpha={parts['alpha'].tolist()}: must be one number above 0")
-    return Pair(down, up, alpha)
+    pairs = {}
+    for name, parts in halves.items():
+        missing = [part for part in ("down", "up") if part not in parts]
+        if missing:
+            raise ExportError(f"{name}: its {missing[0]} matrix is missing; save the LoRA again")
+        down, up = parts["down"], parts["up"]
+        if down.ndim != 2 or up.ndim != 2 or down.shape[0] != up.shape[1] or down.shape[0] == 0:
+            shapes = f"down {tuple(down.shape)} and up {tuple(up.shape)}"
+            raise ExportError(f"{name}: {shapes}: must be [r, K] and [N, r]; save the LoRA again")
+        odd = {down.dtype, up.dtype} - DTYPES
+        if odd:
+            raise ExportError(f"{name}: {odd.pop()}: must be float16, bfloat16 or float32; set save.dtype")
+        alpha = parts.get("alpha", torch.tensor(float(down.shape[0])))
+        if alpha.numel() != 1 or not 0 < float(alpha) < math.inf:
+            raise ExportError(f"{name}: alpha={alpha.tolist()}: must be one number above 0")
+        pairs[name] = Pair(down, up, float(alpha))
+    return pairs
 
 
 def write_pairs(pairs: Mapping[str, Pair], layout: str) -> dict[str, Tensor]:
@@ -248,7 +243,7 @@ def _fuse(linear: Linear, members: Sequence[Pair | None]) -> Pair:
     present = [pair for pair in members if pair is not None]
     first = present[0]
     if len(members) == 1:
-        return Pair(first.down, _swap(first.up) if linear.swapped else first.up, first.alpha)
+        return _renamed(linear, first)
     if {pair.scale for pair in present} != {first.scale} or {pair.rank for pair in present} != {first.rank}:
         raise ExportError(
             f"{linear.name}: its parts have ranks {[pair.rank for pair in present]} and alphas "
@@ -274,24 +269,30 @@ def split_all(pairs: Mapping[str, Pair]) -> dict[str, Pair]:
     family = family_of(pairs, "comfyui")
     for name, pair in pairs.items():
         linear = place_of(name, "comfyui", family).linear
-        parts = zip(linear.members, _split(linear, pair), strict=True)
-        split |= {module: part for module, part in parts if part is not None}
+        members = linear.members
+        if len(members) == 1:
+            split[members[0]] = _renamed(linear, pair)
+            continue
+        heights = _heights(linear, {None: pair.up.shape[0]})
+        rows = pair.up.split(heights)
+        if not _is_block_diagonal(pair.up, heights):
+            for member, up in zip(members, rows, strict=True):
+                split[member] = Pair(pair.down.clone(), up.clone(), pair.alpha)
+            continue
+        rank = pair.rank // len(members)
+        for i, (member, down, up) in enumerate(zip(members, pair.down.split(rank), rows, strict=True)):
+            up = up[:, i * rank : (i + 1) * rank].contiguous()
+            if down.any() or up.any():
+                split[member] = Pair(down, up, pair.scale * rank)
     return split
 
 
-def _split(linear: Linear, pair: Pair) -> list[Pair | None]:
-    count = len(linear.members)
-    if count == 1:
-        return [Pair(pair.down, _swap(pair.up) if linear.swapped else pair.up, pair.alpha)]
-    heights = _heights(linear, {None: pair.up.shape[0]})
-    rows = pair.up.split(heights)
-    if not _is_block_diagonal(pair.up, heights):
-        return [Pair(pair.down.clone(), up.clone(), pair.alpha) for up in rows]
-    rank = pair.rank // count
-    downs = pair.down.split(rank)
-    ups = [up[:, i * rank : (i + 1) * rank].contiguous() for i, up in enumerate(rows)]
-    parts = [Pair(down, up, pair.scale * rank) for down, up in zip(downs, ups, strict=True)]
-    return [part if part.down.any() or part.up.any() else None for part in parts]
+def _renamed(linear: Linear, pair: Pair) -> Pair:
+    """The adapter of a linear that is not fused under its other name, which may swap the halves of its output."""
+    if not linear.swapped:
+        return pair
+    first, second = pair.up.chunk(2)
+    return replace(pair, up=torch.cat([second, first]))
 
 
 def _heights(linear: Linear, known: Mapping[int | None, int]) -> list[int]:
@@ -315,8 +316,3 @@ def _is_block_diagonal(up: Tensor, heights: list[int]) -> bool:
     rank = up.shape[1] // count
     others = ((rows[:, : i * rank], rows[:, (i + 1) * rank :]) for i, rows in enumerate(up.split(heights)))
     return not any(block.any() for pair in others for block in pair)
-
-
-def _swap(up: Tensor) -> Tensor:
-    first, second = up.chunk(2)
-    return torch.cat([second, first])

@@ -268,7 +268,7 @@ def _latent_bytes(facts: JobFacts) -> int:
 def _disk(facts: JobFacts) -> int:
     """Kept saves, the final one, the states to resume from, one being written, and caches."""
     job = facts.job
-    total = save_space(job, facts.adapter_sizes, facts.model.elements["transformer"]).all
+    total = save_space(job, facts.adapter_sizes, facts.model.elements["transformer"]).most
     if any(entry.cache_latents_to_disk for entry in job.datasets):
         total += facts.data.latents * _latent_bytes(facts)
     if facts.caches_text:

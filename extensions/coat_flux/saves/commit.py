@@ -275,14 +275,9 @@ class SaveSpace:
     loras: int
 
     @property
-    def one(self) -> int:
-        """Bytes of one save."""
-        return self.lora + self.state
-
-    @property
-    def all(self) -> int:
+    def most(self) -> int:
         """The most bytes at any time: LoRAs, kept states, and a save being written."""
-        return self.loras * self.lora + SETS_KEPT * self.state + self.one
+        return (self.loras + 1) * self.lora + (SETS_KEPT + 1) * self.state
 
 
 def check_output(run_dir: Path, space: SaveSpace | None = None) -> tuple[list[str], list[str]]:
@@ -304,15 +299,23 @@ def check_output(run_dir: Path, space: SaveSpace | None = None) -> tuple[list[st
         return errors, []
     if space is None:
         return errors, []
-    free, there, warnings = shutil.disk_usage(folder).free, _bytes_of(run_dir), []
-    if space.one + SPARE_BYTES > free and space.all > there:
-        errors.append(f"{folder}: one save takes {size_text(space.one)}, {size_text(free)} are free; {REMEDY_SPACE}")
-    elif space.all + SPARE_BYTES > free + there:
+    sizes = {}  # of the run's saves; files with several hard links count once
+    for pattern in ("*.safetensors", "*/transformer/*.safetensors", f"{COAT}/state-*/**/*"):
+        for path in run_dir.glob(pattern):
+            with suppress(OSError):
+                stat = path.stat()
+                if path.is_file():
+                    sizes[stat.st_dev, stat.st_ino] = stat.st_size
+    free, there, warnings = shutil.disk_usage(folder).free, sum(sizes.values()), []
+    one = space.lora + space.state
+    if one + SPARE_BYTES > free and space.most > there:
+        errors.append(f"{folder}: one save takes {size_text(one)}, {size_text(free)} are free; {REMEDY_SPACE}")
+    elif space.most + SPARE_BYTES > free + there:
         what = f"{space.loras} LoRAs of {size_text(space.lora)}, {SETS_KEPT} states, and a save being written"
         if there:
             what += f"; {size_text(there)} of it are there"
         warnings = [
-            f"{folder}: all that the run keeps takes {size_text(space.all)} ({what}), {size_text(free)} are free; "
+            f"{folder}: all that the run keeps takes {size_text(space.most)} ({what}), {size_text(free)} are free; "
             f"{REMEDY_SPACE}, or lower save.max_step_saves_to_keep"
         ]
     return errors, warnings
@@ -325,15 +328,3 @@ def require_room(run_dir: Path, space: SaveSpace | None = None, warn: Callable[[
         warn(line)
     if errors:
         raise SaveError("\n".join(errors))
-
-
-def _bytes_of(run_dir: Path) -> int:
-    """Bytes of the run's saves; of files with several hard links once."""
-    sizes = {}
-    for pattern in ("*.safetensors", "*/transformer/*.safetensors", f"{COAT}/state-*/**/*"):
-        for path in run_dir.glob(pattern):
-            with suppress(OSError):
-                stat = path.stat()
-                if path.is_file():
-                    sizes[stat.st_dev, stat.st_ino] = stat.st_size
-    return sum(sizes.values())

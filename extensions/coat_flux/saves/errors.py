@@ -43,14 +43,12 @@ def save_errors(run_dir: Path, what: str, state: str, needed_bytes: int = 0) -> 
         reason = getattr(cause, "strerror", None) or next(iter(text.splitlines()), type(error).__name__)
         where = getattr(cause, "filename", None) or run_dir
         sizes = f"needs {needed_bytes / 1e6:,.1f} MB, " if needed_bytes else ""
+        folder = run_dir
+        while not folder.is_dir() and folder != folder.parent:
+            folder = folder.parent
+        try:
+            free = f"{shutil.disk_usage(folder).free / 1e6:,.1f} MB are free"
+        except OSError as unknown:
+            free = f"free space is not known ({unknown.strerror})"
         remedy = REMEDY_FORBIDDEN if cause is not None and cause.errno in FORBIDDEN else REMEDY_SPACE
-        raise SaveError(f"{where}: {what} ({reason}); {sizes}{_free(run_dir)}; {remedy}; {state}") from error
-
-
-def _free(folder: Path) -> str:
-    while not folder.is_dir() and folder != folder.parent:
-        folder = folder.parent
-    try:
-        return f"{shutil.disk_usage(folder).free / 1e6:,.1f} MB are free"
-    except OSError as error:
-        return f"free space is not known ({error.strerror})"
+        raise SaveError(f"{where}: {what} ({reason}); {sizes}{free}; {remedy}; {state}") from error

@@ -15,6 +15,7 @@ import hashlib
 import json
 import platform
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -53,8 +54,15 @@ def run_identity(model: str, datasets: Sequence[Mapping[str, Any]], **parts: Any
 
 def model_identity(model: str) -> dict[str, Any]:
     """Path and fingerprint of a model's config and weights; the fingerprint is None if it is not on this machine."""
-    root = Path(model) if Path(model).exists() else _cached_by_hub(model)
-    parts = []
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    root, parts = Path(model), []
+    if not root.exists():
+        root = None
+        with suppress(HFValidationError):
+            index = try_to_load_from_cache(model, "model_index.json")
+            root = Path(index).parent if isinstance(index, str) else None
     if root is not None and root.is_file():
         parts = [["", file_digest(root)]]
     elif root is not None:
@@ -63,17 +71,6 @@ def model_identity(model: str) -> dict[str, Any]:
         parts = [[path.relative_to(root).as_posix(), file_digest(path)] for path in sorted(files) if path.is_file()]
     fingerprint = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32] if parts else None
     return {"path": str(model), "fingerprint": fingerprint}
-
-
-def _cached_by_hub(model: str) -> Path | None:
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        index = try_to_load_from_cache(model, "model_index.json")
-    except HFValidationError:
-        return None
-    return Path(index).parent if isinstance(index, str) else None
 
 
 def data_identity(datasets: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -125,13 +122,22 @@ def compare(
     saved: Mapping[str, Any], now: Mapping[str, Any], allow: Collection[str] = ()
 ) -> tuple[list[str], list[str]]:
     """Return differences that forbid a resume, with remedies, and harmless ones; one-sided parts are skipped."""
-    refusals, notes = [], []
-    same_step = _step_of(saved) == _step_of(now)
+    refusals, notes, steps = [], [], []
+    for identity in (saved, now):
+        batch = identity.get("batch", {})
+        micro_batches = batch.get("gradient_accumulation", 1) * identity.get("world_size", 1)
+        steps.append((batch.get("batch_size"), micro_batches))
+    same_step = steps[0] == steps[1]
     for part in (*STRICT, *FREE):
         if part not in saved or part not in now:
             continue
-        differences, harmless = _differences(part, saved[part], now[part])
-        notes += harmless
+        if part == "data":
+            differences = _data_differences(saved[part], now[part])
+        elif part == "model":
+            differences, harmless = _model_differences(saved[part], now[part])
+            notes += harmless
+        else:
+            differences = list(_walk(part, saved[part], now[part]))
         if part in FREE or part in allow or (part in SHARED and same_step):
             notes += differences
         else:
@@ -140,16 +146,8 @@ def compare(
     return refusals, notes
 
 
-def _step_of(identity: Mapping[str, Any]) -> tuple[Any, int]:
-    batch = identity.get("batch", {})
-    return batch.get("batch_size"), batch.get("gradient_accumulation", 1) * identity.get("world_size", 1)
-
-
-def _differences(part: str, saved: Any, now: Any) -> tuple[list[str], list[str]]:
-    if part == "data":
-        return _data_differences(saved, now), []
-    if part != "model":
-        return list(_walk(part, saved, now)), []
+def _model_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Differences, and harmless ones."""
     paths = f"model {saved['path']} -> {now['path']}"
     same_path = saved["path"] == now["path"]
     if None in (saved["fingerprint"], now["fingerprint"]):

@@ -22,7 +22,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
 
 import yaml
 from safetensors import SafetensorError, safe_open
@@ -62,7 +61,15 @@ def run_lock(run_dir: Path) -> Iterator[None]:
         file = path.open("a+", encoding="utf-8")
     with file:
         try:
-            _lock(file)
+            if sys.platform == "win32":
+                import msvcrt
+
+                file.seek(0)
+                msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+            else:
+                import fcntl
+
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of the process: no child of it holds it on
         except OSError as error:
             if error.errno in TAKEN:
                 owner = ""
@@ -78,18 +85,6 @@ def run_lock(run_dir: Path) -> Iterator[None]:
             file.write(str(os.getpid()))
             file.flush()
         yield
-
-
-def _lock(file: IO[str]) -> None:
-    if sys.platform == "win32":
-        import msvcrt
-
-        file.seek(0)
-        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
-    else:
-        import fcntl
-
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of the process: no child of it holds it on
 
 
 def repair(run_dir: Path) -> list[str]:
@@ -118,8 +113,12 @@ def repair(run_dir: Path) -> list[str]:
 
 def _choose_newest(run_dir: Path) -> list[str]:
     sets, problems = committed_sets(run_dir), []
-    if not sets or _another_program_went_on(run_dir, sets[0]):
+    if not sets:
         return []
+    own = {path.stat().st_size for path in sets[0].rglob("*.safetensors")}
+    for path in run_dir.glob("*.safetensors"):
+        if step_of(path) > set_step(sets[0]) and path.stat().st_size not in own:  # not a damaged file of ours
+            return []  # another program continued the run
     for newest in sets:
         problem = damage(newest)
         if problem is None:
@@ -138,18 +137,7 @@ def _choose_newest(run_dir: Path) -> list[str]:
         for path in differing:
             os.replace(path, where / path.name)
             lines.append(f"{path}: is not the file that was written; moved to {where}")
-    return lines + _put_back(run_dir, newest)
-
-
-def _put_back(run_dir: Path, folder: Path) -> list[str]:
-    return [f"{run_dir / name}: put back from {folder}" for name in publish_set(run_dir, folder)]
-
-
-def _another_program_went_on(run_dir: Path, newest: Path) -> bool:
-    """Whether a LoRA in the run's folder has more steps, and is not a damaged file of ours, which has its size."""
-    own = {path.stat().st_size for path in newest.rglob("*.safetensors")}
-    newer = (path for path in run_dir.glob("*.safetensors") if step_of(path) > set_step(newest))
-    return any(path.stat().st_size not in own for path in newer)
+    return lines + [f"{run_dir / name}: put back from {newest}" for name in publish_set(run_dir, newest)]
 
 
 def step_of(path: Path) -> int:
@@ -177,7 +165,8 @@ def go_back(run_dir: Path, step: int) -> list[str]:
     if problem is not None:
         raise ResumeError(f"step {step}: {problem}; the kept states are of step {steps}")
     with save_errors(run_dir, f"the run cannot go back to step {step}", "its checkpoints are whole"):
-        lines = _set_aside_newer(run_dir, target) + _put_back(run_dir, target)
+        lines = _set_aside_newer(run_dir, target)
+        lines += [f"{run_dir / name}: put back from {target}" for name in publish_set(run_dir, target)]
     return lines or [f"{run_dir}: step {step} is its newest state already"]
 
 
@@ -219,7 +208,15 @@ def _aside_folder(run_dir: Path, target: Path) -> Path:
 
 def good_step(run_dir: Path, doubt_since: int, apart: int) -> int | None:
     """Step of the newest kept state at least `apart` steps before `doubt_since`, the guard's first doubt, or None."""
-    good = [set_step(folder) for folder in committed_sets(run_dir) if _growth(folder) <= HEALTHY_GROWTH]
+    good = []
+    for folder in committed_sets(run_dir):
+        growth = 1.0
+        for name in RECORDS:
+            with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+                record = json.loads((folder / name).read_text(encoding="utf-8"))
+                growth = float(record["guard"].get("growth") or 1.0)
+        if growth <= HEALTHY_GROWTH:
+            good.append(set_step(folder))
     trusted = [step for step in good if step + apart <= doubt_since]
     older = [step for step in reversed(good) if step < doubt_since]
     return next(iter([*trusted, *older]), None)
@@ -239,13 +236,3 @@ def way_back(
     if not committed_sets(run_dir):
         return f"nothing has been saved yet: then {again}"
     return "no state from before that is kept: then choose another config.name to start over"
-
-
-def _growth(folder: Path) -> float:
-    for name in RECORDS:
-        try:
-            record = json.loads((folder / name).read_text(encoding="utf-8"))
-            return float(record["guard"].get("growth") or 1.0)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            continue
-    return 1.0

@@ -44,7 +44,6 @@ __all__ = [
 ]
 
 STANDALONE, AI_TOOLKIT = "", "aitk"  # folder of a trainer's state in a set
-LORA_FILE, EMA_FILE, RNG_FILE = "lora.safetensors", "ema.safetensors", "rng.safetensors"
 RECORD_FILE = "state.json"
 OPTIMIZER_FILE = "optimizer.pt"
 SHARD_BYTES = 5 * 10**9  # of a file of a whole model; one is made in CPU memory at a time
@@ -83,9 +82,9 @@ class RunState:
         """Write a state into a set's folder before its commit; `lora` is empty if the raw parameters are published."""
         target = folder / trainer
         target.mkdir(exist_ok=True)
-        for name, tensors in ((LORA_FILE, lora), (EMA_FILE, ema), (RNG_FILE, rng)):
+        for part, tensors in (("lora", lora), ("ema", ema), ("rng", rng)):
             if tensors:
-                save_tensors(target / name, tensors)
+                save_tensors(target / f"{part}.safetensors", tensors)
         (target / RECORD_FILE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
     @property
@@ -93,21 +92,10 @@ class RunState:
         """Optimizer steps done."""
         return int(self.record["step"])
 
-    def lora(self) -> dict[str, Tensor] | None:
-        """The raw parameters; None if the whole model is saved without averaging."""
-        return self._tensors(LORA_FILE)
-
-    def ema(self) -> dict[str, Tensor] | None:
-        """The average, or None."""
-        return self._tensors(EMA_FILE)
-
-    def rng(self) -> dict[str, Tensor]:
-        """States of the random generators."""
-        return load_tensors(self.folder / self.trainer / RNG_FILE)
-
-    def _tensors(self, file: str) -> dict[str, Tensor] | None:
-        path = self.folder / self.trainer / file
-        return load_tensors(path) if path.exists() else None
+    def tensors(self, part: str) -> dict[str, Tensor] | None:
+        """The raw parameters ("lora"), their average ("ema") or states of generators ("rng"), or None without such."""
+        path = self.folder / self.trainer / f"{part}.safetensors"
+        return load_tensors(path) if path.exists() or part == "rng" else None
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:

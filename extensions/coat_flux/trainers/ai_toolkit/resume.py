@@ -135,8 +135,8 @@ class Continuation:
         process.start_step = state.step - 1
         process.epoch_num = state.record["epoch"]
         if process.network is not None:
-            restore_tensors(dict(process.network.named_parameters()), state.lora(), state.folder)
-        average = state.ema()
+            restore_tensors(dict(process.network.named_parameters()), state.tensors("lora"), state.folder)
+        average = state.tensors("ema")
         if process.ema is not None and average is not None:
             restore_tensors(numbered(process.ema.shadow_params), average, state.folder)
         elif process.ema is not None:
@@ -166,7 +166,7 @@ class Continuation:
         elif now["_last_lr"] != saved["_last_lr"]:
             info(f"resume: lr is {now['_last_lr']} by the changed schedule, not {saved['_last_lr']}")
         if self._has_same_seed:
-            set_rng_state(self.state.rng())
+            set_rng_state(self.state.tensors("rng"))
 
     def write_state(
         self,

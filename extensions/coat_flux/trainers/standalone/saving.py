@@ -210,7 +210,7 @@ class ResumePoint:
 
     def restore(self, trained: Mapping[str, Tensor]) -> None:
         """Copy the raw parameters of our state, or else of the save, into a run's; ResumeError if they do not fit."""
-        raw = None if self.state is None else self.state.lora()
+        raw = None if self.state is None else self.state.tensors("lora")
         if raw is None and self.path.is_dir():
             restore_model(trained, self.path)
             return

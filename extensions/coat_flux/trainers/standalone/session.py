@@ -180,7 +180,7 @@ class Session:
             self._continue_from(point)
 
     def _continue_from(self, point: Any) -> None:
-        record, average = point.record, None if point.state is None else point.state.ema()
+        record, average = point.record, None if point.state is None else point.state.tensors("ema")
         self.step, self.saved_path = point.step, record.get("path", {})
         for key in ("validation_loss", "held_out_loss", "observed"):
             if key in record:
@@ -199,7 +199,7 @@ class Session:
             self.sampler.load_state_dict({**self.sampler.state_dict(), "epoch": epoch, "position": within})
         else:
             self.sampler.load_state_dict(record["sampler"])
-            set_rng_state(point.state.rng())
+            set_rng_state(point.state.tensors("rng"))
 
     @property
     def epoch(self) -> int:
