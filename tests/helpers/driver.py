@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import shutil
 import socket
@@ -16,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.browser import QUIET, SCHEMES, browser
+from tests.helpers.browser import QUIET, browser
 
 __all__ = ["Driver", "driven_browser", "until"]
 
@@ -65,29 +64,14 @@ class Driver:
         (element,) = self._call("POST", "/element", {"using": "css selector", "value": selector}).values()
         self._call("POST", f"/element/{element}/click", {})
 
-    def screenshot(self, path: Path, width: int) -> None:
-        """Write a PNG of the whole page at a width in pixels."""
-        metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-        self._call("POST", "/goog/cdp/execute", {"cmd": "Emulation.setDeviceMetricsOverride", "params": metrics})
-        height = self.run("document.documentElement.scrollHeight")
-        clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
-        params = {"captureBeyondViewport": True, "clip": clip}
-        shot = self._call("POST", "/goog/cdp/execute", {"cmd": "Page.captureScreenshot", "params": params})
-        path.write_bytes(base64.b64decode(shot["data"]))
-
     def close(self) -> None:
         """Close the window."""
         self._call("DELETE", "")
 
 
 @contextmanager
-def driven_browser(folder: Path, scheme: str = "light") -> Iterator[Driver]:
-    """A browser for a `with` block; skips the test where there is none.
-
-    Args:
-        folder: for the browser's files.
-        scheme: "light" or "dark".
-    """
+def driven_browser(folder: Path) -> Iterator[Driver]:
+    """A browser for a `with` block, its files in `folder`; skips the test where there is none."""
     browser()
     found = shutil.which("chromedriver")
     if found is None:
@@ -98,8 +82,7 @@ def driven_browser(folder: Path, scheme: str = "light") -> Iterator[Driver]:
     process = subprocess.Popen([found, f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         until(lambda: _answers(port), 60, "chromedriver")
-        options = [*QUIET.split(), f"--user-data-dir={folder / 'profile'}", "--window-size=1200,900"]
-        driver = Driver(server, [*options, f"--blink-settings=preferredColorScheme={SCHEMES[scheme]}"])
+        driver = Driver(server, [*QUIET.split(), f"--user-data-dir={folder / 'profile'}", "--window-size=1200,900"])
         try:
             yield driver
         finally:

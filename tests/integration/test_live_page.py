@@ -1,22 +1,22 @@
-"""`coat-flux train --watch` in a process of its own, its page in a headless browser: sample, save and stop by mouse."""
+"""`coat-flux train --watch`, its page in a headless browser: sample, save and stop by mouse."""
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 import urllib.error
 import urllib.request
+from functools import partial
 from pathlib import Path
 
 import pytest
 import yaml
 
+from coat_flux.cli.entry import main
+from coat_flux.trainers.standalone.session import Session
+from coat_flux.trainers.standalone.trainer import COATTrainer
 from coat_flux.watch.live import read_status
 from tests.helpers.driver import Driver, driven_browser, until
-from tests.helpers.engine_job import engine_job, write_images
-from tests.helpers.tiny_flux import make_tiny_flux
+from tests.helpers.engine_job import engine_job, tiny_place
 
 PATIENCE_S = 120
 
@@ -24,55 +24,43 @@ PATIENCE_S = 120
 def press(page: Driver, name: str) -> None:
     until(lambda: page.run(f"!document.querySelector('button[name={name}]').disabled"), PATIENCE_S, f"button {name}")
     page.click(f"button[name={name}]")
+    until(lambda: page.run("document.getElementById('note').textContent"), PATIENCE_S, "the answer")
 
 
-def sentence(page: Driver) -> str:
-    return page.run("(document.querySelector('.verdict') || document.body).textContent")
-
-
-def test_a_running_job_is_sampled_saved_and_stopped_by_mouse(tmp_path: Path) -> None:
-    job = engine_job(
-        "seen",
-        model=make_tiny_flux(tmp_path / "tiny"),
-        images=write_images(tmp_path / "images", 3),
-        out=tmp_path / "out",
-        train={"steps": 100_000, "disable_sampling": False, "skip_first_sample": True},
-        save={"save_every": 100_000},
-        sample={"sample_every": 100_000},
-    )
+def test_a_running_job_is_sampled_saved_and_stopped_by_mouse(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     config, run = tmp_path / "job.yaml", tmp_path / "out" / "seen"
-    config.write_text(yaml.safe_dump(job), encoding="utf-8")
-    with driven_browser(tmp_path / "browser") as page, (tmp_path / "said.txt").open("w+", encoding="utf-8") as said:
-        command = [sys.executable, "-m", "coat_flux.cli", "train", str(config), "--watch", "--port", "0"]
-        training = subprocess.Popen(command, stdout=said, stderr=said, env={**os.environ, "PYTHONUNBUFFERED": "1"})
-        try:
-            found = until(
-                lambda: re.search(r"watch: (http://127\.0\.0\.1:\d+/)#(\S{32})", (tmp_path / "said.txt").read_text()),
-                PATIENCE_S,
-                "the address",
-            )
-            page.open(found[1])  # without the token
-            until(lambda: re.search(r"step [1-9]", sentence(page)), PATIENCE_S, "a step")
+    train = {"steps": 100_000, "disable_sampling": False, "skip_first_sample": True}
+
+    def use(page: Driver, session: Session) -> None:
+        """Look at the page between two steps."""
+        if session.step == 1:
+            address, token = re.search(r"watch: (http://127\.0\.0\.1:\d+/)#(\S{32})", capsys.readouterr().out).groups()
+            page.open(address)  # without the token
+            assert "step 1 of" in page.run("document.querySelector('.verdict').textContent")
             assert page.run("[...document.querySelectorAll('button')].every(button => button.disabled)")
             with pytest.raises(urllib.error.HTTPError, match="403"):
-                urllib.request.urlopen(urllib.request.Request(found[1] + "commands/stop", method="POST"), timeout=30)
-            assert not (run / "samples").exists()
-
-            page.open(f"{found[1]}#{found[2]}")
+                urllib.request.urlopen(urllib.request.Request(address + "commands/stop", method="POST"), timeout=30)
+            page.open(f"{address}#{token}")
             press(page, "sample")
-            until(
-                lambda: page.run("[...document.images].some(image => image.naturalWidth > 0)"), PATIENCE_S, "a sample"
-            )
+            assert not (run / "samples").exists()
+        elif session.step == 2:
             press(page, "save")
-            until(lambda: list(run.glob("seen_*.safetensors")), PATIENCE_S, "a checkpoint")
-            assert training.poll() is None
+        elif session.step == 3:
+            look = "[...document.images].some(image => image.naturalWidth > 0)"
+            until(lambda: page.run(look), PATIENCE_S, "the sample")
+            assert [path.name for path in run.glob("*.safetensors")] == ["seen_000000003.safetensors"]
             press(page, "stop")
-            assert training.wait(timeout=PATIENCE_S) == 130
-            until(lambda: "has ended" in page.run("document.getElementById('note').textContent"), PATIENCE_S, "the end")
-        finally:
-            training.kill()
-            training.wait()
-        assert "Stopped after step" in (tmp_path / "said.txt").read_text(encoding="utf-8")
+
+    with tiny_place(tmp_path, 3) as place, driven_browser(tmp_path / "browser") as page:
+        job = engine_job("seen", **place, train=train, save={"save_every": 10**6}, sample={"sample_every": 10**6})
+        config.write_text(yaml.safe_dump(job), encoding="utf-8")
+        watched = partial(COATTrainer, observer=partial(use, page))
+        monkeypatch.setattr("coat_flux.trainers.standalone.trainer.COATTrainer", watched)
+        assert main(["train", str(config), "--watch", "--port", "0"]) == 130
+        until(lambda: "Stopped" in page.run("document.querySelector('.verdict').textContent"), PATIENCE_S, "the end")
+    assert "Stopped after step 4" in capsys.readouterr().out
     assert read_status(run).ended == "stopped"
     assert not (run / "coat" / "commands").exists()
     assert len(list((run / "samples").iterdir())) == 1

@@ -110,8 +110,8 @@ from coat_flux.cli.entry import main
 
 tiny = Path(sys.argv[1])
 assert main(["examples"]) == 0
-short, count = re.subn(r"(?m)^( +(?:sample_)?steps: )\\d+", r"\\g<1>1", tiny.read_text("utf-8"))
-assert count == 2
+short, count = re.subn(r"(?m)^( +)steps: \\d+", r"\\1disable_sampling: true\\n\\1steps: 1", tiny.read_text("utf-8"))
+assert count == 1
 tiny.write_text(short, "utf-8")
 assert main(["train", str(tiny)]) == 0
 assert main(["examples"]) == 0

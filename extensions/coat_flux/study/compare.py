@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -79,15 +78,7 @@ class Verdict:
             "runs": [asdict(run) | {"final_bf16_model": self.losses.get(run.name)} for run in self.runs],
             "notes": self.notes,
         }
-        return _plain(content)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return json.loads(json.dumps(content, default=str), parse_constant=lambda _: None)
 
 
 # -- the runs
@@ -123,7 +114,7 @@ def verify(study: Study, *, seeds: int = 3, arm: Arm | None = None, log: Callabl
         else:
             log("verify: loading each result into the bf16 model")
             verdict = _judge(study, runs)
-        write_file(study.folder / VERDICT_FILE, json.dumps(verdict.as_json(), indent=1, default=str) + "\n")
+        write_file(study.folder / VERDICT_FILE, json.dumps(verdict.as_json(), indent=1) + "\n")
         write_page(verdict)
     return verdict
 

@@ -16,7 +16,7 @@ import copy
 import gc
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -77,7 +77,6 @@ OPTIMIZER_KEYS = tuple(field.name for field in fields(OptimizerOptions))
 HELD_OUT_SHARE, MOST_HELD_OUT = 0.1, 16
 OTHER_FOLDER = "held_out"  # of photos that `validation` takes from elsewhere
 POINTS_OF_CURVE = 20
-LEAN = "train.gradient_checkpointing: true and train.cache_text_embeddings: true"
 
 
 class VerifyError(UserError, RuntimeError):
@@ -277,20 +276,13 @@ def open_study(
 def require_room(bf16: JobConfig, gpu_gb: float) -> None:
     """VerifyError with remedies if the plan finds the bf16 run too large for the GPU."""
     verdict = make_plan(bf16, gpu_gb).verdicts[0]
-    if verdict.fits:
-        return
-    train = replace(bf16.train, gradient_checkpointing=True)
-    entries = tuple(replace(entry, cache_text_embeddings=True, shuffle_tokens=False) for entry in bf16.datasets)
-    lean = make_plan(replace(bf16, train=train, datasets=entries), gpu_gb).verdicts[0]
-    needed, lean_needed = (one.prediction.peak / USABLE_FRACTION / 1e9 for one in (verdict, lean))
-    weights = verdict.prediction.phases[0].parts["transformer"] / 1e9
-    remedy = f"write {LEAN}: with both it fits"
-    if not lean.fits:
-        remedy = f"run verify once on a larger card, {lean_needed:.0f} GB are enough with {LEAN}"
-    raise VerifyError(
-        f"{bf16.file}: verify compares with a bf16 run, which needs a GPU of about {needed:.0f} GB (its weights alone "
-        f"{weights:.1f} GB); this one has {gpu_gb:.0f} GB\n{remedy}"
-    )
+    if not verdict.fits:
+        needed = verdict.prediction.peak / USABLE_FRACTION / 1e9
+        raise VerifyError(
+            f"{bf16.file}: verify compares with a bf16 run, which needs a GPU of about {needed:.0f} GB; this one has "
+            f"{gpu_gb:.0f} GB\nwrite train.gradient_checkpointing: true and train.cache_text_embeddings: true, or run "
+            "verify once on a larger card"
+        )
 
 
 def hold_out_names(job: JobConfig, count: int | None = None) -> list[str]:
