@@ -47,7 +47,7 @@ def test_a_running_job_is_sampled_saved_and_stopped_by_mouse(
             assert not (run / "samples").exists()
         elif session.step == 2:
             press(page, "save")
-        elif session.step == 3:
+        elif session.step == 4:
             look = "[...document.images].some(image => image.naturalWidth > 0)"
             until(lambda: page.run(look), PATIENCE_S, "the sample")
             assert [path.name for path in run.glob("*.safetensors")] == ["seen_000000003.safetensors"]
@@ -60,7 +60,7 @@ def test_a_running_job_is_sampled_saved_and_stopped_by_mouse(
         monkeypatch.setattr("coat_flux.trainers.standalone.trainer.COATTrainer", watched)
         assert main(["train", str(config), "--watch", "--port", "0"]) == 130
         until(lambda: "Stopped" in page.run("document.querySelector('.verdict').textContent"), PATIENCE_S, "the end")
-    assert "Stopped after step 4" in capsys.readouterr().out
+    assert "Stopped after step 5" in capsys.readouterr().out
     assert read_status(run).ended == "stopped"
     assert not (run / "coat" / "commands").exists()
     assert len(list((run / "samples").iterdir())) == 1

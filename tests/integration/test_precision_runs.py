@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from coat_flux.cli.entry import main
-from coat_flux.pages.precision import standing_out, summaries, worst
+from coat_flux.pages.report import standing_out, summaries, worst
 from coat_flux.trainers.standalone import session
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from coat_flux.watch.casts import CastPrecision

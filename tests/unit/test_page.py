@@ -14,8 +14,7 @@ from xml.etree import ElementTree
 import pytest
 from PIL import Image
 
-from coat_flux.pages.charts import line_chart, thinned
-from coat_flux.pages.html import LONGEST_SIDE, POLICY, Page
+from coat_flux.pages.html import LONGEST_SIDE, POLICY, Page, line_chart, thinned
 
 HOSTILE = '<script src="https://x.invalid/a.js">alert("1")</script> & $x_1$ \'"'
 

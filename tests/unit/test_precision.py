@@ -23,7 +23,7 @@ from coat_core.quantize import quantize
 from coat_flux.blocks.cast_loss import SAMPLE, measure_cast, note_weight
 from coat_flux.blocks.models import layer_of
 from coat_flux.config.coat import GuardOptions
-from coat_flux.pages.precision import as_grid, standing_out, summaries, worst
+from coat_flux.pages.report import as_grid, standing_out, summaries, worst
 from coat_flux.watch.casts import EXP_AVG, EXP_AVG_SQ, GRADIENT, INPUT, SAVED, CastPrecision, CastProbe, row_of
 from coat_flux.watch.precision import (
     COLUMNS,

@@ -17,7 +17,7 @@ from ..base.files import write_file
 from ..config.job import JobConfig
 from ..data.captions import inject_trigger
 from ..pages.html import Page, Tone
-from ..pages.precision import show_layers
+from ..pages.report import show_layers
 from ..saves.repair import run_lock
 from ..watch.guard import DeadRunError
 from .judgement import LOSSLESS, NOT_LOSSLESS, UNDECIDED, Judgement, judge

@@ -51,8 +51,7 @@ from ..config.job_file import load_job_yaml, load_written, parse
 from ..data.captions import inject_trigger
 from ..data.preflight import check_data
 from ..mini_flux import provide_embedded
-from ..pages.charts import SERIES_COLOURS
-from ..pages.html import Page, Tone
+from ..pages.html import SERIES_COLOURS, Page, Tone
 from ..pages.run import RunFolder, RunFolderError
 from ..saves.interrupts import Interrupts
 from ..saves.repair import run_lock
