@@ -158,4 +158,5 @@ def _backward(facts: JobFacts, block: Block, tokens: Tokens, card: Card) -> floa
 
 def _adapters(block: Block, tokens: Tokens) -> float:
     ranked = sum(rank * sum(block.shape(name)) for name, rank in block.ranks if "norm" not in name)
-    return 2 * tokens.rows * ranked / block.streams
+    streams = 2 if block.kind.endswith("double") else 1  # text and image have separate linears
+    return 2 * tokens.rows * ranked / streams
