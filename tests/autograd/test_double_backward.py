@@ -19,13 +19,9 @@ PACKS = Saving(Storage(granularity=per_group(32)), min_elements=64)
 REFUSAL = r"create_graph=True: .* coat\.activation\.use_fp8: false and coat\.memory\.enable_efficient_checkpoint: false"
 
 
-def packed(x: Tensor) -> Tensor:
-    with PackedSavedTensors(PACKS):
+def packed(x: Tensor, saving: Saving = PACKS) -> Tensor:
+    with PackedSavedTensors(saving):
         return x.sigmoid() * x
-
-
-def checkpointed(x: Tensor) -> Tensor:
-    return fp8_checkpoint(torch.sigmoid, x, min_elements=64)
 
 
 class Doubled(torch.autograd.Function):
@@ -39,22 +35,21 @@ class Doubled(torch.autograd.Function):
         return 2 * grad
 
 
-def functions() -> dict[str, object]:
-    return {
-        "decorated": Doubled.apply,
-        "packed": packed,
-        "checkpoint": checkpointed,
-        "linear": FP8Linear.from_linear(nn.Linear(D, D)),
-        "linear, bf16 gradients": FP8Linear.from_linear(nn.Linear(D, D), FP8LinearConfig(grad_format="bf16")),
-        "trainable linear": FP8TrainableLinear.from_linear(nn.Linear(D, D)),
-        "adapter": FP8InputLinear.from_linear(nn.Linear(D, 4, bias=False), Storage("e4m3", PER_TENSOR)),
-    }
+FUNCTIONS = {
+    "decorated": lambda: Doubled.apply,
+    "packed": lambda: packed,
+    "checkpoint": lambda: lambda x: fp8_checkpoint(torch.sigmoid, x, min_elements=64),
+    "linear": lambda: FP8Linear.from_linear(nn.Linear(D, D)),
+    "linear, bf16 gradients": lambda: FP8Linear.from_linear(nn.Linear(D, D), FP8LinearConfig(grad_format="bf16")),
+    "trainable linear": lambda: FP8TrainableLinear.from_linear(nn.Linear(D, D)),
+    "adapter": lambda: FP8InputLinear.from_linear(nn.Linear(D, 4, bias=False), Storage("e4m3", PER_TENSOR)),
+}
 
 
-@pytest.mark.parametrize("name", list(functions()))
+@pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("autocast", [False, True])
 def test_is_refused_at_once(name: str, autocast: bool) -> None:
-    function, x = functions()[name], torch.randn(8, D, requires_grad=True)
+    function, x = FUNCTIONS[name](), torch.randn(8, D, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         y = function(x * 1)
     loss = y.float().square().sum()
@@ -76,30 +71,25 @@ def test_is_refused_below_what_may_be_differentiated_twice() -> None:
         torch.autograd.grad(y, x, create_graph=True)  # the gradient that arrives requires no gradient
 
 
-def second_derivative(function, x: Tensor) -> Tensor:
-    (dx,) = torch.autograd.grad(function(x).square().sum(), x, create_graph=True)
-    return torch.autograd.grad(dx.square().sum(), x)[0]
-
-
-def test_weights_alone_in_fp8_are_differentiated_twice() -> None:
-    x, linear = torch.randn(8, D, requires_grad=True), nn.Linear(D, D)
-    layer = FP8Linear.from_linear(nn.Linear(D, D), FP8LinearConfig(use_fp8_gemm=False))
+def weights_alone() -> tuple[nn.Module, nn.Module]:
+    linear, layer = nn.Linear(D, D), FP8Linear.from_linear(nn.Linear(D, D), FP8LinearConfig(use_fp8_gemm=False))
     linear.weight.data, linear.bias.data = layer.weight.data, layer.bias.data
-    expected = second_derivative(linear, x)
-    assert expected.abs().min() > 0
-    assert_bitwise(second_derivative(layer, x), expected)
+    return layer, linear
 
 
-@pytest.mark.parametrize("kind", ["packing", "checkpoint"])
-def test_what_stays_exact_is_differentiated_twice(kind: str) -> None:
-    def function(x: Tensor) -> Tensor:
-        if kind == "checkpoint":
-            return fp8_checkpoint(torch.sigmoid, x, min_elements=10**9)
-        with PackedSavedTensors(Saving(min_elements=10**9)):
-            return torch.sigmoid(x)
-
-    x = torch.randn(8, D, requires_grad=True)
-    assert_bitwise(second_derivative(function, x), second_derivative(torch.sigmoid, x))
+@pytest.mark.parametrize("exact", ["weights alone in FP8", "packs nothing", "checkpoint of a small input"])
+def test_what_stays_exact_is_differentiated_twice(exact: str) -> None:
+    function, expected = {
+        "weights alone in FP8": weights_alone,
+        "packs nothing": lambda: (lambda x: packed(x, Saving(min_elements=10**9)), lambda x: x.sigmoid() * x),
+        "checkpoint of a small input": lambda: (lambda x: fp8_checkpoint(torch.sigmoid, x), torch.sigmoid),
+    }[exact]()
+    x, found = torch.randn(8, D, requires_grad=True), []
+    for each in (function, expected):
+        (dx,) = torch.autograd.grad(each(x).square().sum(), x, create_graph=True)
+        found.append(torch.autograd.grad(dx.square().sum(), x)[0])
+    assert_bitwise(*found)
+    assert found[0].abs().max() > 0
 
 
 def test_looking_at_a_saved_tensor_is_no_backward_pass() -> None:

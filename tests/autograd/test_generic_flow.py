@@ -16,21 +16,12 @@ from coat_core.activation import PackedSavedTensors, Saving
 from coat_core.activation.packing import _thread
 from coat_core.granularity import Storage, per_group
 from coat_core.quantize import quantize
-from tests.autograd.test_packing import HEADS, SMALL, Block, D, T, gradients
+from tests.autograd.test_packing import HEADS, SMALL, Block, D, T, draw, gradients, packed
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
 from tests.helpers.saved_tensors import recording
 from tests.tolerances import PACKED_GRADIENT_FLOOR_DB
 
 NOTHING = Saving(min_elements=10**9)
-
-
-def packed(block, *args, config: Saving = SMALL, keep: tuple[Tensor, ...] = ()):
-    with PackedSavedTensors(config, keep):
-        return block(*args)
-
-
-def draw(*shape: int, grad: bool = True) -> Tensor:
-    return torch.randn(shape).requires_grad_(grad)
 
 
 def assert_all_bitwise(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

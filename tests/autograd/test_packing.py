@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as attend
 
-from coat_core.activation import PackedSavedTensors, Saving
+from coat_core.activation import FP8InputLinear, PackedSavedTensors, Saving
 from coat_core.granularity import PER_ROW, PER_TENSOR, Storage, per_group
+from coat_core.linear import FP8Linear
 from coat_core.quantize import quantize
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
 from tests.helpers.saved_tensors import recording
@@ -35,6 +36,15 @@ class Block(nn.Module):
         q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, dim=-1))
         x = x + torch.tanh(self.gate) * self.out(attend(q, k, v).transpose(1, 2).flatten(2))
         return x + self.dropout(self.down(nn.functional.gelu(self.up(x), approximate="tanh")))
+
+
+def packed(block, *args, config: Saving = SMALL, keep: tuple[Tensor, ...] = ()):
+    with PackedSavedTensors(config, keep):
+        return block(*args)
+
+
+def draw(*shape: int, grad: bool = True) -> Tensor:
+    return torch.randn(shape).requires_grad_(grad)
 
 
 def gradients(block: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
@@ -97,16 +107,40 @@ def test_what_is_left_alone() -> None:
     assert not packs(nn.Parameter(torch.randn(64, 16)).t())
     assert not packs(big, keep=(big,))
     assert not packs(big[:, ::2], keep=(big,))
+    assert not packs(torch.randn(1, 32).expand(64, 32))  # few values
+    assert not packs(torch.randn(()), Saving(min_elements=1))
+    assert packs(torch.randn(2, 64, 8, 8))  # feature maps are large though their rows are short
+    assert packs(torch.randn(1, 16, 4, 8, 8))
+    assert not packs(torch.randn(1, 16, 4, 4, 4))  # planes of 16
+    assert not packs(torch.randn(2, 96, 16))
+    assert not packs(torch.randn(2, 4, 96, 1))  # statistics of rows by head
+
+
+def codes_of_a_wide_adapter() -> nn.Module:
+    """Its 1×G scales are as large as an activation: 8 tokens × 4096 / 16 groups."""
+    return FP8InputLinear.from_linear(nn.Linear(4096, 64, bias=False), Storage("e4m3", per_group(16)))
+
+
+@pytest.mark.parametrize("make", [codes_of_a_wide_adapter, lambda: FP8Linear.from_linear(nn.Linear(4096, 64))])
+def test_codes_and_scales_are_left_alone(make) -> None:
+    layer, x, dy = make(), draw(8, 4096), draw(8, 64, grad=False)
+    inputs = [x, *(p for p in layer.parameters() if p.requires_grad)]
+    exact, ours = (torch.autograd.grad(y, inputs, dy) for y in (layer(x), packed(layer, x)))
+    for expected, gradient in zip(exact, ours, strict=True):
+        assert_bitwise(gradient, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_lora_weights_are_never_packed_not_even_autocasts_copies(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("in_fp8", [False, True])
+def test_lora_weights_are_never_packed_not_even_autocasts_copies(dtype: torch.dtype, in_fp8: bool) -> None:
     """dx = dh A with the A that was multiplied by, whatever its size and whichever dtype it was cast to."""
     down, up = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
+    if in_fp8:
+        FP8InputLinear.from_linear(down, Storage("e4m3", per_group(16)))
     x = torch.randn(32, 64, requires_grad=True)
     with torch.autocast("cpu", dtype), recording() as saved, PackedSavedTensors(SMALL):
         y = up(down(x * 1))
-    assert [s.shape for s in saved.packed] == [(32, 64), (32, 64)]
+    assert [s.shape for s in saved.packed] == [(32, 64)] * (1 if in_fp8 else 2)
     (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
     dh = torch.ones_like(y) @ up.weight.to(dtype)
     assert_bitwise(dx, (dh @ down.weight.to(dtype)).float())
@@ -180,18 +214,31 @@ def test_an_address_used_again_is_not_taken_for_the_old_tensor() -> None:
     assert [gate.grad.mean().item() for gate in gates] == pytest.approx(values)
 
 
-def test_attention_statistics_stay_exact() -> None:
-    q, k, v = (torch.randn(1, HEADS, T, 32, requires_grad=True) for _ in range(3))
-    with recording() as saved, PackedSavedTensors(SMALL):
-        y = attend(q * 1, k * 1, v * 1)
-    statistics = [s for s in saved.tensors if s.shape == (1, HEADS, T)]
-    assert len(statistics) == 1
-    assert statistics[0].packed is None
-    assert sorted(s.shape for s in saved.packed) == [(1, HEADS, T, 32)] * 4
-    dy = torch.randn_like(y)
-    exact = torch.autograd.grad(attend(q, k, v), (q, k, v), dy)
-    for expected, gradient in zip(exact, torch.autograd.grad(y, (q, k, v), dy), strict=True):
+def near(found: Tensor, exact: Tensor, inputs: tuple[Tensor, ...]) -> None:
+    """Whether attention's gradients are."""
+    dy = torch.randn_like(exact)
+    pairs = zip(*(torch.autograd.grad(y, inputs, dy) for y in (exact, found)), strict=True)
+    for expected, gradient in pairs:
         assert_sqnr(expected, gradient, ATTENTION_GRADIENT_FLOOR_DB)
+
+
+@pytest.mark.parametrize("call", ["function", "operator", "multi-head module"])
+def test_log_sum_exp_stays_exact(call: str) -> None:
+    q, k, v = (draw(1, HEADS, T, 32) for _ in range(3))
+    module = nn.MultiheadAttention(HEADS * 32, HEADS, batch_first=True)
+
+    def run() -> Tensor:
+        if call == "function":
+            return attend(q * 1, k * 1, v * 1)
+        if call == "operator":
+            return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q * 1, k * 1, v * 1)[0]
+        return module(*(t.transpose(1, 2).flatten(2) for t in (q, k, v)), need_weights=False)[0]
+
+    with recording() as saved:
+        y = packed(run)
+    assert [s.packed for s in saved.tensors if s.shape == (1, HEADS, T)] == [None]
+    assert len([s for s in saved.packed if s.shape == (1, HEADS, T, 32)]) >= 4
+    near(y, run(), (q, k, v))
 
 
 def test_bf16_attention_keeps_q_k_v_out_as_they_are() -> None:
@@ -204,6 +251,76 @@ def test_bf16_attention_keeps_q_k_v_out_as_they_are() -> None:
         torch.autograd.grad(attend(q, k, v), (q, k, v), dy), torch.autograd.grad(y, (q, k, v), dy), strict=True
     ):
         assert_bitwise(gradient, exact)
+
+
+@pytest.mark.parametrize(
+    ("out", "statistics"),
+    [
+        ((2, 4, 48, 32), (2, 4, 48)),
+        ((2, 48, 4, 32), (2, 4, 48)),
+        ((2, 4, 50, 32), (2, 4, 64)),
+        ((96, 4, 32), (4, 96)),
+    ],
+    ids=["heads first", "tokens first", "padded", "packed sequences"],
+)
+def test_log_sum_exp_of_other_kernels(out: tuple[int, ...], statistics: tuple[int, ...]) -> None:
+    class Kernel(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x: Tensor, values: Tensor) -> Tensor:
+            ctx.save_for_backward(x, values)
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+            seen.extend(ctx.saved_tensors)
+            return grad, None
+
+    seen: list[Tensor] = []
+    x, values = draw(*out), draw(*statistics, grad=False)
+    packed(lambda: Kernel.apply(x * 1, values)).sum().backward()
+    assert_bitwise(seen[1], values)
+    assert not torch.equal(seen[0], x)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_masks_stay_exact(dtype: torch.dtype) -> None:
+    """−inf beside finite biases: in one FP8 group it would become the largest of these, and what is masked show."""
+    q, k, v = (draw(1, HEADS, T, 32) for _ in range(3))
+    mask = torch.rand(1, HEADS, T, T) < 0.5
+    mask[..., 0] = True
+    if dtype == torch.float32:
+        mask = torch.where(mask, 3 * torch.rand(1, HEADS, T, T), -torch.inf)
+    y = packed(lambda: attend(q * 1, k * 1, v * 1, attn_mask=mask.clone()))
+    near(y, attend(q, k, v, mask), (q, k, v))
+
+
+def test_layers_with_the_same_mask_keep_one() -> None:
+    """Attention makes what it adds of a bool mask, [B, heads, T, T] again for each layer; here once, and small."""
+    q = draw(1, HEADS, T, 32)
+    rows = torch.rand(1, 1, 1, T) < 0.5
+    rows[..., 0] = True
+    whole = (torch.rand(1, HEADS, T, T) < 0.5) | rows
+    for mask, kept in ((rows.expand(1, HEADS, T, T), T), (whole, HEADS * T * T)):
+        y = packed(lambda mask=mask: [attend(q * 1, q * 1, q * 1, attn_mask=mask) for _ in range(2)])
+        first, second = (each.grad_fn._saved_attn_mask for each in y)
+        assert first.data_ptr() == second.data_ptr()
+        assert first.untyped_storage().nbytes() == kept * q.element_size()
+        assert torch.equal(first == 0, mask)
+        assert_bitwise(y[0], attend(q, q, q, attn_mask=mask))
+    changed = whole.clone()
+    packed(lambda: attend(q * 1, q * 1, q * 1, attn_mask=changed))
+    changed[..., 1] = True  # in place
+    y = packed(lambda: attend(q * 1, q * 1, q * 1, attn_mask=changed))
+    assert torch.equal(y.grad_fn._saved_attn_mask == 0, changed)
+
+
+def test_heads_folded_into_the_batch() -> None:
+    """Three-dimensional q, k, v take torch's unfused path, whose probabilities are the largest tensor of all."""
+    q, k, v = (draw(HEADS, T, 32) for _ in range(3))
+    with recording() as saved:
+        y = packed(lambda: attend(q * 1, k * 1, v * 1))
+    assert (HEADS, T, T) in [s.shape for s in saved.packed]
+    near(y, attend(q, k, v), (q, k, v))
 
 
 def test_nothing_lives_on_after_backward() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from tests.helpers.asserts import assert_bitwise, assert_sqnr
 from tests.helpers.flux import coat_flux_model, predict
 from tests.helpers.linear_inputs import linear_inputs
 from tests.helpers.option_run import GemmLog
+from tests.helpers.tiny_flux import TINY_TRANSFORMER_CONFIG
 from tests.tolerances import (
     FP32_ORDER_ATOL,
     FP32_ORDER_FLOOR_DB,
@@ -165,9 +167,12 @@ def test_an_adapter_shares_int8_codes_and_turns_its_gradient_back() -> None:
 
 
 @pytest.fixture(scope="module")
-def exact() -> dict[str, Tensor]:
-    """Gradients of tiny FLUX without COAT."""
-    return flux_gradients({"enabled": False})[0]
+def exact() -> Iterator[dict[str, Tensor]]:
+    """Gradients of tiny FLUX without COAT; of one block of each kind, here and in the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        for blocks in ("num_layers", "num_single_layers"):
+            patch.setitem(TINY_TRANSFORMER_CONFIG, blocks, 1)
+        yield flux_gradients({"enabled": False})[0]
 
 
 def flux_gradients(options: dict[str, Any]) -> tuple[dict[str, Tensor], str]:

@@ -29,46 +29,53 @@ def gradients(model: Any, written: bool) -> dict[str, Tensor | None]:
     return {name: None if grad is None else grad.clone() for name, grad in found.items()}
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "all"])
-def test_bits_are_those_of_leaves(checkpointing: str) -> None:
-    model: Any = coat_flux_model({"memory": {"checkpointing": checkpointing}})[0]
+@pytest.fixture(scope="module")
+def model() -> Any:
+    model: Any = coat_flux_model()[0]
     predict(model).sum().backward()  # blocks are read, and compared with diffusers' own
+    return model
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "all"])
+def test_bits_are_those_of_leaves(checkpointing: str, model: Any) -> None:
+    if checkpointing == "all":
+        model = coat_flux_model({"memory": {"checkpointing": checkpointing}})[0]
+        predict(model).sum().backward()
     expected, found = gradients(model, False), gradients(model, True)
     assert all(torch.equal(expected[name], found[name]) for name in expected)  # type: ignore[arg-type]
 
 
-def test_no_leaf_is_visited() -> None:
-    model: Any = coat_flux_model()[0]
+def test_no_leaf_is_visited(model: Any) -> None:
     visited: list[Tensor] = []
-    for parameter in lora_parameters(model).values():
-        parameter.register_post_accumulate_grad_hook(visited.append)
+    hooks = [p.register_post_accumulate_grad_hook(visited.append) for p in lora_parameters(model).values()]
     gradients(model, True)
     assert not visited
     gradients(model, False)
-    assert len(visited) == 2 * len(lora_parameters(model))
+    assert len(visited) == 2 * len(hooks)
+    for hook in hooks:
+        hook.remove()
 
 
-def test_a_frozen_matrix_gets_no_gradient() -> None:
-    model: Any = coat_flux_model()[0]
-    name = next(name for name in lora_parameters(model) if "single" in name)
-    lora_parameters(model)[name].requires_grad_(False)
+def test_a_frozen_matrix_gets_no_gradient(model: Any) -> None:
+    name, frozen = next(item for item in lora_parameters(model).items() if "single" in item[0])
+    frozen.requires_grad_(False)
     expected, found = gradients(model, False), gradients(model, True)
+    frozen.requires_grad_()
     assert found[name] is None
     assert all(torch.equal(grad, found[other]) for other, grad in expected.items() if grad is not None)  # type: ignore[arg-type]
 
 
-def test_an_adapter_that_changes_before_backward_is_refused() -> None:
-    model: Any = coat_flux_model()[0]
+def test_an_adapter_that_changes_before_backward_is_refused(model: Any) -> None:
     with written_gradients():
         loss = loss_of(predict(model))
     with torch.no_grad():
         next(iter(lora_parameters(model).values())).mul_(2.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+    model.zero_grad(set_to_none=True)
 
 
-def test_the_measurement_at_the_start_leaves_no_gradients() -> None:
-    model: Any = coat_flux_model()[0]
+def test_the_measurement_at_the_start_leaves_no_gradients(model: Any) -> None:
     runner, seen = BlockRunner.of(model), {}
     assert runner is not None
     run = BlockRunner.__call__

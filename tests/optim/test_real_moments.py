@@ -2,95 +2,137 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+
 import pytest
 import torch
-from torch import Tensor
+from diffusers import FluxTransformer2DModel
+from peft import LoraConfig, inject_adapter_in_model
+from torch import Tensor, nn
 
-from coat_core.config import PAPER_EXPANSION
-from tests.helpers.moments import (
-    bitsandbytes_method,
-    build_flux,
-    build_lora_flux,
-    depth_of,
-    measure,
-    stored,
-    train_and_capture,
+from coat_core.config import PAPER_EXPANSION, FP8QuantizationConfig
+from coat_core.optim.state import MOMENTS, convert_state, read_state, storages
+from coat_flux.trainers.standalone.flow_matching import (
+    draw_sigmas,
+    noisy_latents,
+    predict_velocity,
+    sample_losses,
+    sigma_table,
 )
+from scripts.mini_flux.models import initialise
+from tests.helpers.tiny_flux import TINY_TRANSFORMER_CONFIG
 from tests.tolerances import EXPANSION_GAIN, INTEGER_FORMATS_GAIN
 
-STEPS = [1, 2, 10, 30]
+STEPS = [1, 2, 30]
+Moments = dict[str, Tensor]  # "<parameter>.exp_avg" and "<parameter>.exp_avg_sq", fp32
+Method = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # m, v -> both as they come back
+
+
+def stored(**options: object) -> Method:
+    """As FP8AdamW with these options stores the moments of one parameter."""
+    exact = storages(FP8QuantizationConfig(use_fp8_m1=False, use_fp8_m2=False))
+    asked = storages(FP8QuantizationConfig(**options))
+    return lambda m, v: read_state(convert_state({"exp_avg": m, "exp_avg_sq": v}, exact, asked), asked)
+
+
+def dynamic_8bit(m: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """As bitsandbytes' AdamW8bit does: signed map for m, unsigned for v, blocks of 256."""
+    functional = pytest.importorskip("bitsandbytes.functional", reason="needs bitsandbytes to compare with")
+    back = []
+    for x, signed in ((m, True), (v, False)):
+        code = functional.create_dynamic_map(signed=signed)
+        codes = functional.quantize_blockwise(x.contiguous(), code=code, blocksize=256)
+        back.append(functional.dequantize_blockwise(*codes).view_as(x))
+    return back[0], back[1]
+
+
 PLAIN = stored(use_dynamic_range_expansion=False)
 EXPANDED = stored()
+PAPER = stored(expansion=PAPER_EXPANSION)
 INTEGERS = stored(m1_format="int8_ratio", m2_format="uint8_log")
 
 
-def captured(model: torch.nn.Module) -> dict[int, dict[str, Tensor]]:
-    """Moments of a training on smooth latents."""
-    coarse = torch.randn(8, 16, 3, 3)
-    data = {
-        "latents": torch.nn.functional.interpolate(coarse, size=(8, 8), mode="bilinear"),
-        "prompt_embeds": torch.randn(8, 6, 64),
-        "pooled": torch.randn(8, 64),
-    }
-    return {step: moments for step, _, moments in train_and_capture(model, data, STEPS, lr=1e-3, batch=2)}
+def measure(moments: Moments, method: Method) -> tuple[float, float]:
+    """Return the mean squared error of AdamW's direction m/(sqrt(v) + ε), and the share of nonzero v that are lost."""
+    error, count, lost, nonzero = 0.0, 0, 0, 0
+    for key, m in moments.items():
+        if not key.endswith(".exp_avg"):
+            continue
+        v = moments[f"{key}_sq"]
+        m_hat, v_hat = method(m, v)
+        exact, found = (a.double() / (b.double().sqrt() + 1e-8) for a, b in ((m, v), (m_hat, v_hat)))
+        error += (exact - found).square().sum().item()
+        count += m.numel()
+        nonzero += int((v != 0).sum())
+        lost += int(((v != 0) & (v_hat == 0)).sum())
+    return error / count, lost / max(nonzero, 1)
 
 
-@pytest.fixture(scope="module")
-def captures() -> dict[int, dict[str, Tensor]]:
-    """Moments of a rank-16 LoRA on 1 + 1 blocks, B = 0 at the start."""
+def depth_of(key: str) -> str:
+    """Where in the transformer a parameter is: "transformer_blocks.0" or, of no block, "outside"."""
+    block = re.match(r"(single_)?transformer_blocks\.\d+", key)
+    return block[0] if block else "outside"
+
+
+def small_flux(rank: int) -> nn.Module:
+    """One double and one single block, with an adapter on every linear, B = 0; all of it trained where rank is 0."""
+    geometry = {"num_layers": 1, "num_single_layers": 1, "num_attention_heads": 2, "attention_head_dim": 32}
+    config = {**TINY_TRANSFORMER_CONFIG, **geometry, "axes_dims_rope": (8, 12, 12)}
+    model = initialise(FluxTransformer2DModel(**config), "moments-0").train()
+    if rank:
+        model.requires_grad_(False)
+        linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        targets = [name for name in linears if depth_of(name) != "outside"]
+        torch.manual_seed(0)
+        inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=rank, target_modules=targets), model)
+    return model
+
+
+@pytest.fixture(scope="module", params=["LoRA", "full"])
+def captures(request: pytest.FixtureRequest) -> dict[int, Moments]:
+    """Moments of a training with fp32 AdamW on smooth latents, at each of `STEPS`."""
     torch.manual_seed(0)
-    return captured(build_lora_flux(blocks=1, heads=2, head_dim=32, rank=16))
+    model = small_flux(rank=16 if request.param == "LoRA" else 0)
+    clean = torch.nn.functional.interpolate(torch.randn(8, 16, 3, 3), size=(8, 8), mode="bilinear")
+    embeds, pooled = torch.randn(8, 6, 64), torch.randn(8, 64)
+    named = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    optimizer = torch.optim.AdamW(named.values(), lr=1e-3, weight_decay=1e-4)
+    generator = torch.Generator().manual_seed(0)
+    captured: dict[int, Moments] = {}
+    for step in range(1, max(STEPS) + 1):
+        chosen = torch.randint(8, (2,), generator=generator)
+        _, sigmas = draw_sigmas(sigma_table("sigmoid", tokens=0, generator=generator), 2, generator=generator)
+        noise = torch.randn(clean[chosen].shape, generator=generator)
+        noisy = noisy_latents(clean[chosen], noise, sigmas)
+        velocity = predict_velocity(model, noisy, sigmas, embeds[chosen], pooled[chosen], dtype=torch.float32)
+        optimizer.zero_grad()
+        sample_losses(velocity, clean[chosen], noise, None).mean().backward()
+        optimizer.step()
+        if step in STEPS:
+            states = {f"{name}.{key}": optimizer.state[param][key] for name, param in named.items() for key in MOMENTS}
+            captured[step] = {key: value.clone() for key, value in states.items()}
+    if request.param == "LoRA":
+        zero = {key for key, tensor in captured[1].items() if not tensor.any()}
+        assert zero == {key for key in captured[1] if "lora_A" in key}
+    return captured
 
 
-@pytest.fixture(scope="module")
-def full_captures() -> dict[int, dict[str, Tensor]]:
-    """Moments of all parameters of the same blocks."""
-    torch.manual_seed(0)
-    return captured(build_flux(blocks=1, heads=2, head_dim=32).train())
-
-
-def test_first_step_has_zero_moments_for_every_lora_a(captures: dict[int, dict[str, Tensor]]) -> None:
-    first = captures[1]
-    zero = {key for key, tensor in first.items() if not tensor.any()}
-    assert zero == {key for key in first if "lora_A" in key}
-    assert len(zero) == len(first) / 2
-    assert all(tensor.any() for tensor in captures[10].values())
-
-
+@pytest.mark.parametrize("captures", ["LoRA"], indirect=True)
 @pytest.mark.parametrize("step", STEPS)
-def test_expansion_lowers_the_error_of_the_update_and_keeps_exp_avg_sq(
-    step: int, captures: dict[int, dict[str, Tensor]]
-) -> None:
-    plain, _ = measure(captures[step], PLAIN)
+def test_expansion_lowers_the_error_of_the_update_and_keeps_exp_avg_sq(step: int, captures: dict[int, Moments]) -> None:
+    plain, lost_by_plain = measure(captures[step], PLAIN)
     expanded, lost = measure(captures[step], EXPANDED)
     assert lost == 0.0
     assert expanded * EXPANSION_GAIN < plain
-
-
-def test_plain_e4m3_loses_part_of_exp_avg_sq(captures: dict[int, dict[str, Tensor]]) -> None:
-    assert measure(captures[1], PLAIN)[1] > 0
-
-
-@pytest.mark.parametrize("step", STEPS)
-def test_not_above_bitsandbytes(step: int, captures: dict[int, dict[str, Tensor]]) -> None:
-    pytest.importorskip("bitsandbytes", reason="needs bitsandbytes to compare with")
-    dynamic = bitsandbytes_method()
-    assert measure(captures[step], EXPANDED)[0] <= measure(captures[step], dynamic)[0]
+    assert expanded < measure(captures[step], PAPER)[0]
+    assert step > 1 or lost_by_plain > 0
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_fixed_point_constants_are_better_than_the_kernels(step: int, captures: dict[int, dict[str, Tensor]]) -> None:
-    paper = stored(expansion=PAPER_EXPANSION)
-    assert measure(captures[step], EXPANDED)[0] < measure(captures[step], paper)[0]
-
-
-@pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("trained", ["captures", "full_captures"])
-def test_integer_formats_are_better_than_expansion_at_every_depth(
-    trained: str, step: int, request: pytest.FixtureRequest
-) -> None:
+def test_integer_formats_are_better_than_expansion_at_every_depth(step: int, captures: dict[int, Moments]) -> None:
     """At the bytes of the codes, and with half of the numbers per block."""
-    moments = request.getfixturevalue(trained)[step]
+    moments = captures[step]
     for depth in {depth_of(key) for key in moments}:
         here = {key: tensor for key, tensor in moments.items() if depth_of(key) == depth}
         ours, lost = measure(here, INTEGERS)
@@ -98,9 +140,9 @@ def test_integer_formats_are_better_than_expansion_at_every_depth(
         assert ours * INTEGER_FORMATS_GAIN[step > 2] <= measure(here, EXPANDED)[0]
 
 
-@pytest.mark.parametrize("trained", ["captures", "full_captures"])
-def test_integer_formats_are_better_than_bitsandbytes(trained: str, request: pytest.FixtureRequest) -> None:
-    pytest.importorskip("bitsandbytes", reason="needs bitsandbytes to compare with")
-    dynamic = bitsandbytes_method()
-    for moments in request.getfixturevalue(trained).values():
-        assert measure(moments, INTEGERS)[0] < measure(moments, dynamic)[0]
+def test_not_above_bitsandbytes(captures: dict[int, Moments]) -> None:
+    for moments in captures.values():
+        theirs = measure(moments, dynamic_8bit)[0]
+        assert measure(moments, INTEGERS)[0] < theirs
+        if any("lora_A" in key for key in moments):
+            assert measure(moments, EXPANDED)[0] <= theirs
