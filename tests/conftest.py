@@ -22,10 +22,8 @@ ALL_ONLY = (  # tests that take minutes on a busy machine: left to `python scrip
     "tests/unit/test_step_graph.py",  # steps of the trainer, captured by a stand-in of CUDA graphs
     "tests/integration/test_aitk_standin.py::test_copied_folder_says_what_to_run_and_other_jobs_do_not_notice",
     "tests/integration/test_aitk_standin.py::test_linked_folder_needs_no_pip",
-    "tests/integration/test_architectures.py::test_kept_bytes",
     "tests/integration/test_bench_memory.py::test_bytes_kept_by_loop_and_flow",
     "tests/integration/test_bench_runs.py",  # real runs of the benchmark
-    "tests/integration/test_dry_gpu.py::test_the_whole_model",
     "tests/integration/test_engine_processes.py::test_one_two_and_three_processes_are_one_run",
     "tests/integration/test_engine_processes.py::test_under_fsdp2_one_two_and_three_processes_are_one_full_run",
     "tests/integration/test_engine_processes.py::test_a_killed_process_ends_all_with_one_message",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from coat_flux.blocks.hook import hook_of, is_replaced, release, take_over
+from coat_flux.blocks.hook import hook_of, release, take_over
 from coat_flux.blocks.report import shared_rows
 from coat_flux.blocks.runner import BlockRunner
 from coat_flux.config.coat import COATConfig
@@ -86,7 +86,7 @@ def test_without_gradients_and_after_release_a_block_is_as_it_was() -> None:
     expected = block(inputs())
     take_over(nn.ModuleList([block, other]), [block, other], lambda *_: None, lambda _: None)
     assert block(inputs()) is None
-    assert [is_replaced(each) for each in (block, other)] == [False, True]
+    assert [hook_of(each).before is None for each in (block, other)] == [True, False]
     with torch.no_grad():
         assert_bitwise(block(inputs()), expected)
         assert_bitwise(other(inputs()), inputs() + 1)

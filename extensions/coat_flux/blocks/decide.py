@@ -14,6 +14,7 @@ from coat_core.granularity import Granularity, Storage
 from .measure import Picked, candidates
 from .sizes import (
     FP32,
+    SLOTS,
     Block,
     BlockBytes,
     FlowSettings,
@@ -26,7 +27,6 @@ from .sizes import (
     fewest_recomputed,
     largest_moment,
     pass_seconds,
-    slot_bytes,
     spread,
 )
 
@@ -81,7 +81,6 @@ class BlockChoice:
     saved: Saving | None  # of a kept block's tensors; None: as they are
     flow: str
     obstacle: str  # why it is not fused, where it should be
-    streamed: bool  # its codes are in host memory
 
 
 @dataclass(frozen=True)
@@ -153,7 +152,7 @@ def decide(config: COATConfig, given: Given) -> BlockPlan:
         saved, inputs = saving_of(config), None
         if again and config.enabled and config.memory.enable_efficient_checkpoint:
             inputs = saved.tensors
-        blocks.append(BlockChoice(again, inputs, saved if packs else None, flow, obstacle, i in streamed))
+        blocks.append(BlockChoice(again, inputs, saved if packs else None, flow, obstacle))
     return BlockPlan(
         checkpointing=checkpointing,
         gemm=gemm if in_fp8 else "bf16",
@@ -214,8 +213,9 @@ def _streamed(config: COATConfig, given: Given, mode: str, sizes: Sequence[Block
 
 def _freed(given: Given, streamed: Collection[int]) -> int:
     """Bytes that streaming frees on the device; 0 on a CPU."""
-    slots = slot_bytes(given.stream_bytes, streamed)
-    return (0 if given.device == "cpu" else sum(given.stream_bytes[i] for i in streamed)) - slots
+    codes = [given.stream_bytes[i] for i in streamed]
+    slots = min(SLOTS, len(codes)) * max(codes, default=0)
+    return -slots if given.device == "cpu" else sum(codes) - slots
 
 
 def _recomputed(

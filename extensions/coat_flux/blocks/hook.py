@@ -115,12 +115,6 @@ def hook_of(block: nn.Module) -> BlockHook | None:
     return found if isinstance(found, BlockHook) else None
 
 
-def is_replaced(block: nn.Module) -> bool:
-    """Whether someone else has put another forward in place of the class's."""
-    hook = hook_of(block)
-    return "forward" in vars(block) if hook is None else hook.before is not None
-
-
 def own_forward(block: nn.Module) -> Callable[..., Any]:
     """The block's own forward under the hook, else the block."""
     hook = hook_of(block)

@@ -305,8 +305,7 @@ class BlockRunner:
             self.forms, self._copies = forms, None
         self._modulations = []
         for i, form in forms.items():
-            choice = self._plan.blocks[i]
-            if choice.flow == "fused" and not choice.streamed:
+            if self._plan.blocks[i].flow == "fused" and i not in self._plan.streamed:
                 self._modulations += form.modulations
 
     def _forget(self) -> None:

@@ -205,7 +205,7 @@ def flux_bytes(
     if "kept" in ways:
         kept, workspace = _counted(block, tokens, settings, False)
     if "recomputed" in ways:
-        inputs, recomputation = _counted(block, tokens, settings, True)
+        inputs, recomputation = _counted(block, tokens, replace(settings, flow="eager"), True)
     gradients = 0 if settings.frees_gradients else gradient_bytes(block, settings.value_bytes)
     return BlockBytes(kept, inputs, workspace, recomputation, gradients)
 
@@ -216,7 +216,7 @@ def flux_bytes(
 def _counted(block: Block, tokens: Tokens, settings: FlowSettings, recomputes: bool) -> tuple[int, int]:
     """Bytes kept between a forward and a backward pass, outputs not counted, and the most that both need besides."""
     module = _module_for(block, settings)
-    run = _run_of(module, replace(settings, flow="eager") if recomputes else settings)
+    run = _run_of(module, settings)
     if recomputes and settings.fp8_checkpoint:
         run = functools.partial(fp8_checkpoint, run, storage=settings.saving.tensors)
     elif recomputes:
@@ -508,11 +508,6 @@ def aligned(size: int) -> int:
 def spread(count: int, blocks: int) -> tuple[int, ...]:
     """Return `count` indices of `blocks`, evenly spaced: the more blocks between two, the longer a copy may take."""
     return tuple((2 * i + 1) * blocks // (2 * count) for i in range(count))
-
-
-def slot_bytes(codes: Sequence[int], streamed: Collection[int]) -> int:
-    """What the slots of streamed blocks take on the device; `codes` are bytes of all blocks."""
-    return min(SLOTS, len(streamed)) * max((codes[i] for i in streamed), default=0)
 
 
 def pass_seconds(

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from coat_core.activation import Saving
 
-from ..hook import argument_names, has_hooks, is_replaced
+from ..hook import argument_names, has_hooks, hook_of
 from .forms import DoubleBlock, Form, SingleBlock, Stream, clipped
 from .linears import NotFusable, read_group, read_linear
 from .parts import Attention, Call, GatedLinear, Modulation, NormLinears, Rotary
@@ -55,7 +55,8 @@ def read_with(reader: Reader, block: nn.Module, args: tuple[Any, ...] | None, sa
     Raises:
         NotFusable: the block does more than the fused functions.
     """
-    if is_replaced(block):
+    hook = hook_of(block)
+    if (vars(block).get("forward") if hook is None else hook.before) is not None:
         raise NotFusable("its forward was replaced")
     if any(map(has_hooks, block.modules())):  # names are made only where they are needed: this runs for every block
         hooked = next(name for name, module in block.named_modules() if has_hooks(module))

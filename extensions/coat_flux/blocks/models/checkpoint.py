@@ -15,7 +15,7 @@ from typing import Any
 
 from ...base.errors import UserError
 
-__all__ = ["IN_CHANNELS", "CheckpointError", "base_model", "flux_config", "kind_of", "read_header", "transformer_keys"]
+__all__ = ["IN_CHANNELS", "CheckpointError", "base_model", "flux_config", "read_header", "transformer_keys"]
 
 SUFFIXES = (".safetensors", ".sft")
 MAX_HEADER = 100_000_000  # bytes, the format's own limit
@@ -68,11 +68,6 @@ def read_header(path: Path) -> Header:
     return header
 
 
-def kind_of(header: Header) -> str:
-    """Which model's checkpoint it is, in words."""
-    return next((kind for sign, kind in _SIGNS if any(re.search(sign, key) for key in header)), "an unknown model")
-
-
 def transformer_keys(header: Header) -> dict[str, str]:
     """Black Forest Labs' name of each tensor of the transformer → its key in the file."""
     prefix = next(prefix for prefix in PREFIXES if f"{prefix}{_FIRST}.weight" in header)
@@ -81,7 +76,9 @@ def transformer_keys(header: Header) -> dict[str, str]:
 
 def flux_config(header: Header) -> dict[str, Any]:
     """The transformer's config in diffusers' terms, from tensor shapes; CheckpointError if not FLUX.1 or damaged."""
-    if (kind := kind_of(header)) != "FLUX.1":
+    kinds = (kind for sign, kind in _SIGNS if any(re.search(sign, key) for key in header))
+    kind = next(kinds, "an unknown model")
+    if kind != "FLUX.1":
         raise CheckpointError(f"is {kind}; give a FLUX.1 checkpoint, such as flux1-dev.safetensors")
     keys = transformer_keys(header)
 
