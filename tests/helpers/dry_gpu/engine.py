@@ -41,20 +41,17 @@ class DrySamples(LatentDataset):
         self.background, self.masked = "white", job.coat.data.transparency == "mask"
         self.vae = self.encoders = None
         channels, text, pooled = SIZES[job.model.arch]
-        self._image_entry = {"latents": torch.zeros(channels, side // 8, side // 8)}
-        if self.masked:
-            self._image_entry["mask"] = torch.ones(1, side // 8, side // 8)
         bf16 = torch.bfloat16
-        self._text_entry = {
+        self._row = {
+            "latents": torch.zeros(channels, side // 8, side // 8),
             "prompt_embeds": torch.zeros(TEXT_TOKENS, text, dtype=bf16),
             "pooled": torch.zeros(pooled, dtype=bf16),
         }
+        if self.masked:
+            self._row["mask"] = torch.ones(1, side // 8, side // 8)
 
-    def image(self, sample: Sample) -> dict[str, Tensor]:
-        return self._image_entry
-
-    def text(self, dataset_index: int, prompt: str) -> dict[str, Tensor]:
-        return self._text_entry
+    def encoded(self, sample: Sample, prompt: str) -> dict[str, Tensor]:
+        return self._row
 
 
 def dry_session(
@@ -118,7 +115,7 @@ def dry_session(
             model = Flux2Transformer2DModel(**counts)
         return model.to(torch.bfloat16).requires_grad_(False).eval()
 
-    patch.setattr(sessions, "scan", lambda *_, **__: samples)
+    patch.setattr(sessions, "inspect_datasets", lambda *_, **__: SimpleNamespace(usable=lambda: samples))
     patch.setattr(sessions, "load_encoders", lambda *_: encoders)
     patch.setattr(sessions, "load_transformer", transformer)
     patch.setattr(sessions, "_prepare_data", lambda *_: (DrySamples(job, samples, side), None))
