@@ -187,7 +187,10 @@ class PackedState:
                 packed.steps += one
             return
         steps = [self.devices[param.device].views[self._indices[id(param)]]["step"] for param in params]
-        torch._foreach_add_(steps, one)
+        if len(steps) == 1:  # in backward, where a foreach operator of one tensor reads the number
+            steps[0] += one
+        else:
+            torch._foreach_add_(steps, one)
 
     def batches(self, params: list[Tensor]) -> Iterator[Batch]:
         """Group parameters with gradients by device, dtypes and, if on the CPU, step number."""
