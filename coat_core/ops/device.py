@@ -158,6 +158,12 @@ def store_group_codes(
 
 
 @triton.jit
+def rstd_of(squares, width, eps):
+    """1/sqrt(mean + eps) from the sum of the squares of `width` elements."""
+    return tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(squares, width * 1.0) + eps))
+
+
+@triton.jit
 def load_saved(x_ptr, scale_ptr, offsets, groups, inside, DTYPE: tl.constexpr):
     """Read values, or codes and their scales, in fp32, 0 outside; code · scale is rounded to DTYPE."""
     x = as_values(tl.load(x_ptr + offsets, mask=inside, other=0.0))
@@ -229,8 +235,9 @@ def _cast_by_amax_fwd_kernel(
 
 
 @triton.jit
-def _cast_rows_by_amax_fwd_kernel(
+def _quantize_rows_fwd_kernel(
     x_ptr,
+    factor_ptr,
     amax_ptr,
     codes_ptr,
     scale_ptr,
@@ -240,15 +247,23 @@ def _cast_rows_by_amax_fwd_kernel(
     PARTS_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """One row a program; reads it once more where the amax of its parts is not there."""
     row = tl.program_id(0).to(tl.int64)
-    place = tl.arange(0, PARTS_BLOCK)
-    amax = tl.max(tl.load(amax_ptr + row * parts + place, mask=place < parts, other=0.0), axis=0)
-    scale = scale_from_amax(amax, FORMAT_MAX)
+    if amax_ptr is not None:
+        place = tl.arange(0, PARTS_BLOCK)
+        largest = tl.load(amax_ptr + row * parts + place, mask=place < parts, other=0.0)
+    else:
+        largest = tl.zeros([BLOCK], tl.float32)
+        for start in range(0, K, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            x = load_scaled(x_ptr, factor_ptr, row * K + columns, columns, columns < K)
+            largest = tl.maximum(largest, finite_abs(x))
+    scale = scale_from_amax(tl.max(largest, axis=0), FORMAT_MAX)
     tl.store(scale_ptr + row, scale)
     for start in range(0, K, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         offsets, inside = row * K + columns, columns < K
-        x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+        x = load_scaled(x_ptr, factor_ptr, offsets, columns, inside)
         tl.store(codes_ptr + offsets, quantized(x, scale, codes_ptr, FORMAT_MAX), mask=inside)
 
 
@@ -269,17 +284,17 @@ def cast_by_amax(x: Tensor, amax: Tensor, fmt: str, factors: Tensor | None = Non
     return finished(codes, form.dtype), scale
 
 
-def cast_rows_by_amax(x: Tensor, amax: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
-    """Quantize x per row, from the amax of each row's parts, fp32 [rows, parts]."""
+def quantize_rows(x: Tensor, fmt: str, factors: Tensor | None, amax: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Quantize x, times its columns' factors, per row; amax fp32 [rows, parts] is that of a row's parts, if known."""
     form = get_format(fmt)
     k = x.shape[-1]
-    rows, parts = amax.shape
+    parts = 1 if amax is None else amax.shape[1]
     codes = empty_values(tuple(x.shape), form.dtype, x.device)
     scale = empty((*x.shape[:-1], 1), torch.float32, x.device)
     launch(
-        _cast_rows_by_amax_fwd_kernel,
-        (rows,),
-        *(x, amax, codes, scale, k, parts),
+        _quantize_rows_fwd_kernel,
+        (x.numel() // k,),
+        *(x, factors, amax, codes, scale, k, parts),
         FORMAT_MAX=form.max,
         PARTS_BLOCK=power_of_two(parts),
         BLOCK=row_block(k),
@@ -381,17 +396,12 @@ def with_row_stride(x: Any) -> tuple[Any, int]:
     return x, rows
 
 
-def tile_rows(block: int) -> int:
-    """Return how many rows of `block` elements one program takes: several where they are short."""
-    return max(TILE_ELEMENTS // block, 1)
-
-
 def whole_rows(width: int) -> dict[str, int]:
-    """Return the constants of a program that holds whole rows; raises ValueError where it cannot."""
+    """Return the constants of a program that holds whole rows, several if short; raises ValueError where it cannot."""
     if width > WIDEST_ROW:
         raise ValueError(f"x with rows of {width}: the Triton kernel holds at most {WIDEST_ROW}; split the rows")
     block = power_of_two(width)
-    tile = tile_rows(block)
+    tile = max(TILE_ELEMENTS // block, 1)
     return {"R": tile, "BLOCK": block, "num_warps": warps(tile * block)}
 
 

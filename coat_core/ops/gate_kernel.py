@@ -19,6 +19,7 @@ from torch import Tensor
 from coat_core.ops import gate as operators
 from coat_core.ops.device import (
     LOW_RANK_ROWS,
+    TILE_ELEMENTS,
     TL_DTYPES,
     GroupCodes,
     RowCodes,
@@ -27,11 +28,11 @@ from coat_core.ops.device import (
     contiguous,
     load_saved,
     rounded,
+    rstd_of,
     saved_groups,
     shared_rows,
     store_group_codes,
     store_row_codes,
-    tile_rows,
     warps,
     whole_rows,
     with_row_stride,
@@ -138,7 +139,7 @@ def _gated_norm_fwd_kernel(
             result, saved_ptr, saved_scale_ptr, rows, place < S, first, D, D, SAVED_MAX, SAVED_GROUP, R, BLOCK
         )
         squares += tl.sum(result * result, axis=1)
-    rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(squares, D * 1.0) + eps))
+    rstd = rstd_of(squares, D, eps)
     for first in range(0, D, BLOCK):
         columns = first + tl.arange(0, BLOCK)
         inside = (place < S)[:, None] & (columns < D)[None, :]
@@ -195,7 +196,7 @@ def _gated_sum_bwd_kernel(
             if grad_ptr.dtype.element_ty == gate_ptr.dtype.element_ty:
                 dy = rounded(dy, grad_ptr)
         else:
-            rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tl.sum(normed * normed, axis=1), D * 1.0) + eps))[:, None]
+            rstd = rstd_of(tl.sum(normed * normed, axis=1), D, eps)[:, None]
             weight = tl.load(weight_ptr + columns, mask=columns < D, other=0.0).to(tl.float32)
             z, dz = normed * rstd, g * (gate * weight)
             dy = rstd * (dz - z * tl.div_rn(tl.sum(dz * z, axis=1), D * 1.0)[:, None])
@@ -223,7 +224,7 @@ def gated_sum(a: Any) -> tuple[Tensor, ...]:
     h, h_stride, up, ranks = adapter(a.h, a.up)
     is_narrow = h is not None or weight is not None
     block = min(power_of_two(d), WIDEST_LOW_RANK_BLOCK if is_narrow else WIDEST_BLOCK)
-    tile = max(tile_rows(block), LOW_RANK_ROWS) if is_narrow else tile_rows(block)
+    tile = max(TILE_ELEMENTS // block, LOW_RANK_ROWS if is_narrow else 1)
     y = empty_values(tuple(residual.shape), dtype, device)
     saved = GroupCodes(tuple(residual.shape), a.saved_format, a.group_size, device)
     tensors = (result, h, up, y, saved.codes, saved.scale)

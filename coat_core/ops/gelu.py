@@ -63,14 +63,6 @@ def complete_mlp(mlp: Tensor, h: Tensor | None, up: Tensor | None) -> Tensor:
     return torch.cat([with_adapter(*part) for part in parts], dim=-1)
 
 
-def _activated(mlp: Tensor, activation: str) -> Tensor:
-    """act(mlp), rounding as torch does: SwiGLU's silu by itself, then the product."""
-    if activated_width(mlp, activation) == mlp.shape[-1]:
-        return torch.nn.functional.gelu(mlp, approximate="tanh").contiguous()
-    gate, up = mlp.chunk(2, dim=-1)
-    return (torch.nn.functional.silu(gate) * up).contiguous()
-
-
 @operator("coat::mlp_activation")
 def mlp_activation(
     attention: Tensor | None,
@@ -100,7 +92,11 @@ def mlp_activation(
     Source: diffusers' transformer_flux.py and transformer_flux2.py (single blocks); arXiv 2410.19313, section 5.
     """
     mlp = complete_mlp(values_of(mlp, mlp_scale, group_size, dtype), h, up)
-    values = _activated(mlp, activation)
+    if activated_width(mlp, activation) == mlp.shape[-1]:
+        values = torch.nn.functional.gelu(mlp, approximate="tanh").contiguous()
+    else:  # SwiGLU's silu is rounded by itself
+        gate, up_half = mlp.chunk(2, dim=-1)
+        values = (torch.nn.functional.silu(gate) * up_half).contiguous()
     attention_saved = no_codes(mlp, "none")
     if attention is not None:
         attention = values_of(attention, attention_scale, group_size, dtype)

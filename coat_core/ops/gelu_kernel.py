@@ -34,9 +34,9 @@ from coat_core.ops.device import (
     add_low_rank,
     as_values,
     cast_by_amax,
-    cast_rows_by_amax,
     finite_abs,
     load_saved,
+    quantize_rows,
     rank_options,
     rounded,
     saved_groups,
@@ -257,7 +257,7 @@ def mlp_activation(a: Any) -> tuple[Tensor, ...]:
     elif a.granularity == "per_tensor":
         codes, scale = cast_by_amax(values, amax.view(-1).amax(0, keepdim=True), a.fmt)
     else:
-        codes, scale = cast_rows_by_amax(values, amax, a.fmt)
+        codes, scale = quantize_rows(values, a.fmt, None, amax)
     return values, codes, scale, *saved_attention.results(), *saved_mlp.results()
 
 

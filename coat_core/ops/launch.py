@@ -136,25 +136,21 @@ def device_table(content: Hashable, numbers: Callable[[], Iterable[int]], device
         _uploaded.move_to_end(key)
         if capturing:
             _read_by_graphs[key] = _uploaded[key]
-        else:
-            _keep_spare(_uploaded[key])
-        return _uploaded[key]
-    if capturing and key in _copied_by_graphs:
+            return _uploaded[key]
+    elif capturing and key in _copied_by_graphs:
         return _copied_by_graphs[key].to(device, non_blocking=True)
-    values = torch.frombuffer(array.array("q", numbers()), dtype=torch.int64)
-    if capturing:
-        spare = _spares.pop(len(values), None)
-        source = torch.empty_like(values, pin_memory=True) if spare is None else spare
-        _copied_by_graphs[key] = source.copy_(values)
-        return source.to(device, non_blocking=True)
-    source = torch.empty_like(values, pin_memory=device.type == "cuda").copy_(values)
-    _uploaded[key] = source.to(device, non_blocking=True)
-    _keep_spare(_uploaded[key])
-    if len(_uploaded) > KEPT_TABLES:
-        _uploaded.popitem(last=False)
-    return _uploaded[key]
-
-
-def _keep_spare(table: Tensor) -> None:
+    else:
+        values = torch.frombuffer(array.array("q", numbers()), dtype=torch.int64)
+        if capturing:
+            spare = _spares.pop(len(values), None)
+            source = torch.empty_like(values, pin_memory=True) if spare is None else spare
+            _copied_by_graphs[key] = source.copy_(values)
+            return source.to(device, non_blocking=True)
+        source = torch.empty_like(values, pin_memory=device.type == "cuda").copy_(values)
+        _uploaded[key] = source.to(device, non_blocking=True)
+        if len(_uploaded) > KEPT_TABLES:
+            _uploaded.popitem(last=False)
+    table = _uploaded[key]
     if table.is_cuda and len(table) not in _spares:
         _spares[len(table)] = torch.empty(len(table), dtype=table.dtype, pin_memory=True)
+    return table

@@ -23,6 +23,7 @@ from coat_core.ops.device import (
     contiguous,
     load_saved,
     rounded,
+    rstd_of,
     saved_groups,
     shared_rows,
     store_group_codes,
@@ -39,8 +40,7 @@ def _normalized(x, inside, D, eps, CENTRES: tl.constexpr):
     if CENTRES:
         mean = tl.div_rn(tl.sum(x, axis=1), D * 1.0)
         x = tl.where(inside, x - mean[:, None], 0.0)
-    variance = tl.div_rn(tl.sum(x * x, axis=1), D * 1.0)
-    rstd = tl.div_rn(1.0, tl.sqrt_rn(variance + eps))
+    rstd = rstd_of(tl.sum(x * x, axis=1), D, eps)
     return x * rstd[:, None], rstd
 
 

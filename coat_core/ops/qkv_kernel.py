@@ -23,6 +23,7 @@ from coat_core.ops.device import (
     adapter,
     add_low_rank,
     load_saved,
+    rstd_of,
     saved_groups,
     store_group_codes,
     warps,
@@ -34,11 +35,6 @@ from coat_core.ops.launch import blocks, empty_values, finished, launch, power_o
 from coat_core.ops.quantize_kernel import quantize
 
 HEADS = 2  # so few that the programs of 1536 tokens fill a large GPU evenly
-
-
-@triton.jit
-def rstd_of(x, d, eps):
-    return tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tl.sum(x * x, axis=1), d * 1.0) + eps))[:, None]
 
 
 @triton.jit
@@ -120,7 +116,8 @@ def _qkv_rope_fwd_kernel(
             store_group_codes(x, codes_ptr, code_scale_ptr, rows, are_rows, start, end, width, FORMAT_MAX, G, R, BLOCK)
             if weight_ptr is not None:
                 weight = tl.load(weight_ptr + columns, mask=are_columns, other=0.0).to(tl.float32)[None, :]
-                normed = (x * rstd_of(x, d, eps) * weight).to(DTYPE).to(tl.float32)
+                rstd = rstd_of(tl.sum(x * x, axis=1), d, eps)[:, None]
+                normed = (x * rstd * weight).to(DTYPE).to(tl.float32)
                 a, b = tl.split(tl.reshape(normed, (R, BLOCK // 2, 2)))
                 x = tl.reshape(tl.join(a * cos - b * sin, b * cos + a * sin), (R, BLOCK))
             place = out_ptr + (out_row * H + head) * d + rows[:, None] * (H * d) + columns[None, :]
@@ -192,7 +189,7 @@ def _qkv_rope_bwd_kernel(
                 weight = tl.load(weight_ptr + columns, mask=columns < d, other=0.0).to(tl.float32)
                 a, b = tl.split(tl.reshape(dx, (R, BLOCK // 2, 2)))
                 weighted = tl.reshape(tl.join(a * cos + b * sin, b * cos - a * sin), (R, BLOCK)) * weight
-                rstd = rstd_of(x, d, eps)
+                rstd = rstd_of(tl.sum(x * x, axis=1), d, eps)[:, None]
                 z = x * rstd
                 dx = rstd * (weighted - z * tl.div_rn(tl.sum(weighted * z, axis=1), d * 1.0)[:, None])
             tl.store(dy_ptr + rows * dy_stride + start + columns, dx.to(dy_ptr.dtype.element_ty), mask=inside)

@@ -34,6 +34,7 @@ from coat_core.ops.device import (
     finite_abs,
     load_scaled,
     nearest,
+    quantize_rows,
     quantized,
     row_block,
     scale_from_amax,
@@ -58,26 +59,6 @@ TILE = 64
 LARGEST = tl.constexpr(INT8_MAX)
 ROWS, BLOCKS = 32, 8  # of an NVFP4 weight that a program decodes; 8 blocks of 16
 NUMBERS = 128  # of E4M3's bits without a sign
-
-
-@triton.jit
-def _quantize_rows_fwd_kernel(
-    x_ptr, factor_ptr, codes_ptr, scale_ptr, K, FORMAT_MAX: tl.constexpr, BLOCK: tl.constexpr
-):
-    row = tl.program_id(0).to(tl.int64)
-    in_block = tl.arange(0, BLOCK)
-    largest = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, K, BLOCK):
-        columns = start + in_block
-        x = load_scaled(x_ptr, factor_ptr, row * K + columns, columns, columns < K)
-        largest = tl.maximum(largest, finite_abs(x))
-    scale = scale_from_amax(tl.max(largest, axis=0), FORMAT_MAX)
-    tl.store(scale_ptr + row, scale)
-    for start in range(0, K, BLOCK):
-        columns = start + in_block
-        offsets, inside = row * K + columns, columns < K
-        x = load_scaled(x_ptr, factor_ptr, offsets, columns, inside)
-        tl.store(codes_ptr + offsets, quantized(x, scale, codes_ptr, FORMAT_MAX), mask=inside)
 
 
 @triton.jit
@@ -127,18 +108,20 @@ def quantize(a: Any) -> tuple[Tensor, Tensor]:
         amax = empty((shares,), torch.float32, x.device)
         launch(_share_amax_fwd_kernel, (shares,), x, factors, amax, k, x.numel(), rounds, BLOCK=SHARE_BLOCK)
         return cast_by_amax(x, amax, a.fmt, factors)
-    rows = x.numel() // k
+    if a.granularity == "per_row":
+        return quantize_rows(x, a.fmt, factors, None)
+    per_row = blocks(k, a.group_size)
+    groups, n = x.numel() // k * per_row, GROUPS_ELEMENTS // a.group_size
     codes = empty_values(shape, form.dtype, x.device)
     scale = empty(Granularity(a.granularity, a.group_size).scale_shape(shape), torch.float32, x.device)
-    if a.granularity == "per_row":
-        options = {"FORMAT_MAX": form.max, "BLOCK": row_block(k)}
-        launch(_quantize_rows_fwd_kernel, (rows,), x, factors, codes, scale, k, **options)
-    else:
-        per_row = blocks(k, a.group_size)
-        n = GROUPS_ELEMENTS // a.group_size
-        grid = (blocks(rows * per_row, n),)
-        options = {"FORMAT_MAX": form.max, "G": a.group_size, "N": n}
-        launch(_quantize_groups_fwd_kernel, grid, x, factors, codes, scale, k, per_row, rows * per_row, **options)
+    launch(
+        _quantize_groups_fwd_kernel,
+        (blocks(groups, n),),
+        *(x, factors, codes, scale, k, per_row, groups),
+        FORMAT_MAX=form.max,
+        G=a.group_size,
+        N=n,
+    )
     return finished(codes, form.dtype), scale
 
 

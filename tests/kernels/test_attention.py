@@ -79,18 +79,6 @@ def torch_gradients(
     return out.detach(), torch.autograd.grad(out, leaves, grad)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("head_dim", [32, 20])
-def test_fed_the_originals_it_is_torchs(device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
-    inputs = qkv(device, dtype, head_dim)
-    out, context = attention_forward(*inputs)
-    grad = torch.randn_like(out)
-    expected, expected_grads = torch_gradients(inputs, grad)
-    assert_torchs(out, expected)
-    for found, wanted in zip(attention_backward(grad, *inputs, out, context), expected_grads, strict=True):
-        assert_torchs(found, wanted)
-
-
 def masks(device: torch.device) -> dict[str, Tensor]:
     """Of 65 tokens, two images of which the second has padding."""
     seen = torch.ones(2, 65, dtype=torch.bool)
@@ -100,19 +88,24 @@ def masks(device: torch.device) -> dict[str, Tensor]:
     return {name: mask.to(device) for name, mask in found.items()}
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("name", masks(torch.device("cpu")))
-def test_with_a_mask_it_is_torchs(device: torch.device, dtype: torch.dtype, name: str) -> None:
-    inputs, mask = qkv(device, dtype), masks(device)[name]
-    added = additive_mask(mask, dtype)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("mask", "head_dim"), [(None, 32), (None, 20), *((name, 32) for name in masks(torch.device("cpu")))]
+)
+def test_fed_the_originals_it_is_torchs(
+    mask: str | None, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    inputs = qkv(device, dtype, head_dim)
+    given = None if mask is None else masks(device)[mask]
+    added = None if given is None else additive_mask(given, dtype)
     out, context = attention_forward(*inputs, added)
     grad = torch.randn_like(out)
-    theirs = mask if mask.dtype == torch.bool else mask.to(dtype)
+    theirs = given if given is None or given.dtype == torch.bool else given.to(dtype)
     expected, expected_grads = torch_gradients(inputs, grad, theirs)
     assert_torchs(out, expected)
     for found, wanted in zip(attention_backward(grad, *inputs, out, context, added), expected_grads, strict=True):
         assert_torchs(found, wanted)
-    assert not torch.equal(out, attention_forward(*inputs)[0])
+    assert mask is None or not torch.equal(out, attention_forward(*inputs)[0])
 
 
 def test_a_kernel_that_takes_no_mask_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,6 +186,10 @@ def test_libraries_are_exchanged_in_torchs_registry(monkeypatch: pytest.MonkeyPa
         use_kernel(kernel, q)
         seen.append(registry.active)
     assert seen == ["FA3", "FA4", None, "FA3", None]
+    monkeypatch.setattr(attention, "registry", object())  # of an older torch
+    use_kernel("cudnn", q)
+    with pytest.raises(RuntimeError, match="cannot exchange its FlashAttention 2"):
+        use_kernel("fa3", q)
 
 
 @pytest.mark.skipif(not hasattr(attention.registry, "_fa3"), reason="this torch does not know FlashAttention 3")
@@ -213,17 +210,12 @@ def test_flash_attention_3_goes_through_torchs_own_registry(monkeypatch: pytest.
         assert (attention.registry.current_flash_attention_impl(), registered()) == (None, built_in)
 
 
-def test_a_torch_without_the_registry_refuses_libraries_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, _, _ = qkv(torch.device("cpu"))
-    monkeypatch.setattr(attention, "registry", object())
-    use_kernel("cudnn", q)
-    with pytest.raises(RuntimeError, match="cannot exchange its FlashAttention 2"):
-        use_kernel("fa3", q)
-
-
 @pytest.mark.parametrize("shape", [(1, 2, 300, 32), (2, 3, 65, 64)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_right_kernels_pass_the_trial_and_are_in_use(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_right_kernels_pass_the_trial_and_are_in_use(
+    shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "LARGEST_ERROR", attention.LARGEST_ERROR / 5)  # rounding alone is far from it
     batch, heads, tokens, head_dim = shape
     like = torch.empty(batch, tokens, heads, head_dim, dtype=dtype).transpose(1, 2)
     state, trial = torch.get_rng_state(), AttentionTrial(like)
@@ -232,11 +224,6 @@ def test_right_kernels_pass_the_trial_and_are_in_use(shape: tuple[int, ...], dty
     for kernel in ("flash_cpu", "plain"):
         assert trial.obstacle(kernel) is None
         assert chosen_kernel(like, like, like) == kernel
-
-
-def test_rounding_alone_is_far_from_the_limit_of_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "LARGEST_ERROR", attention.LARGEST_ERROR / 5)
-    assert AttentionTrial(qkv(torch.device("cpu"))[0]).obstacle("flash_cpu") is None
 
 
 def wrong(part: int, change: Any) -> Any:

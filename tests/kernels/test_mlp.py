@@ -224,47 +224,32 @@ def test_what_is_cast_is_declared(activation: str) -> None:
 @pytest.mark.triton
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize(
-    ("spec", "layout", "d", "f", "group"),
+    "case",
     [
-        (SPECS[0], "dense", 0, 160, 16),
-        (SPECS[1], "slice", 130, 512, 256),
-        (SPECS[2], "strided", 48, 160, 16),
-        (SPECS[3], "slice", 48, 160, 16),
-        (SPECS[4], "dense", 0, 160, 32),
+        *((activation, 0, SPECS[0], "dense", 0, 160, 16) for activation in ACTIVATIONS),
+        *((activation, 0, SPECS[1], "slice", 130, 512, 256) for activation in ACTIVATIONS),
+        *((activation, 0, SPECS[2], "strided", 48, 160, 16) for activation in ACTIVATIONS),
+        *((activation, 0, SPECS[3], "slice", 48, 160, 16) for activation in ACTIVATIONS),
+        (SWIGLU, 0, SPECS[4], "dense", 0, 160, 32),
+        *((GELU, rank, SPECS[1], "", 48, 160, 32) for rank in (1, 24, 72)),
+        (GELU, 4, SPECS[3], "", 48, 160, 32),
+        (SWIGLU, 128, SPECS[1], "", 48, 160, 32),
     ],
+    ids=str,
 )
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_kernel_without_an_adapter(
-    activation: str, spec: tuple[str, str], layout: str, d: int, f: int, group: int, device: torch.device
-) -> None:
-    attention = rows((2, 4, d), layout) if d else None
-    mlp = 3 * rows((2, 4, columns(f, activation)), layout)
-    how = (*spec, "e5m2", group, FP32, activation)
-    arguments = moved((attention, None, mlp, None, None, None), device)
-    values, codes, scale, *kept = kernel_of(mlp_activation)(*arguments, *how)
+def test_kernel(case: tuple[Any, ...], device: torch.device) -> None:
+    activation, rank, spec, layout, d, f, group = case
+    attention, mlp, h, up = given(activation, d, f, rank, s=19 if rank == 1 else 7)
+    if not rank:
+        attention, mlp = rows((2, 4, d), layout) if d else None, 3 * rows((2, 4, columns(f, activation)), layout)
+    arguments = moved((*of_values(attention, mlp, h, up), *spec, "e5m2", group, FP32, activation), device)
+    values, codes, scale, *kept = kernel_of(mlp_activation)(*arguments)
     if d:
         assert_bitwise(values[..., :d].cpu(), attention.contiguous())
         assert_saved(attention, *kept[:2], "e5m2", group)
-    assert_values(values[..., -f:], mlp, activation)
+    assert_values(values[..., -f:], complete(mlp, h, up), activation)
     assert_codes_of(values, codes, scale, *spec)
-    assert_saved(mlp, *kept[2:], "e5m2", group)
-
-
-@pytest.mark.triton
-@pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize(
-    ("activation", "rank", "s"), [(GELU, 1, 19), (GELU, 4, 7), (GELU, 24, 7), (GELU, 72, 7), (SWIGLU, 128, 7)]
-)
-def test_kernel_adds_the_adapter(activation: str, rank: int, s: int, device: torch.device) -> None:
-    attention, mlp, h, up = given(activation, 48, 160, rank, s=s)
-    spec = ("e4m3", "per_tensor" if rank == 4 else "per_row")
-    arguments = moved(of_values(attention, mlp, h, up), device)
-    values, codes, scale, *kept = kernel_of(mlp_activation)(*arguments, *spec, "e4m3", 32, FP32, activation)
-    assert_bitwise(values[..., :48].cpu(), attention.contiguous())
-    assert_values(values[..., 48:], complete(mlp, h, up), activation)
-    assert_codes_of(values, codes, scale, *spec)
-    assert_saved(attention, *kept[:2], "e4m3", 32)
-    assert_saved(complete(mlp, h, up), *kept[2:], "e4m3", 32)
+    assert_saved(complete(mlp, h, up), *kept[2:], "e5m2", group)
 
 
 @pytest.mark.triton
@@ -349,71 +334,47 @@ def test_backward_kernel(activation: str, s: int, f: int, rank: int, layout: str
     assert bool(((dmlp - gradient(mlp, g, activation)).abs() <= allowed).all())
 
 
-def assert_down(inputs: tuple[Any, ...], down: Tensor, *how: Any, device: torch.device) -> None:
-    """Assert codes to be those of `mlp_activation`'s launcher, and the product that of its values.
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize(
+    "case",
+    [
+        (0, 8, SPECS[1], 7, 48, 200, 16, FP32, GELU),
+        (0, 8, SPECS[2], 2, 130, 1100, 256, FP32, GELU),  # several stretches
+        (0, 8, SPECS[3], 33, 0, 130, 32, FP32, GELU),
+        (0, 8, SPECS[4], 7, 48, 130, 64, FP32, GELU),
+        (1, 20, SPECS[1], 19, 48, 130, 32, FP32, GELU),
+        (24, 1, SPECS[1], 3, 48, 130, 32, FP32, GELU),
+        (72, 40, SPECS[1], 3, 48, 130, 32, FP32, GELU),
+        (4, 4, SPECS[3], 3, 1100, 130, 128, FP32, GELU),
+        (0, 4, SPECS[1], 3, 48, 1088, 64, FP32, SWIGLU),
+        (24, 40, SPECS[1], 3, 48, 96, 16, FP32, SWIGLU),
+        (4, 200, SPECS[1], 7, 48, 130, 16, BF16, GELU),
+        (0, 16, SPECS[1], 7, 48, 130, 16, FP16, GELU),
+    ],
+    ids=str,
+)
+def test_down_projection_kernel(case: tuple[Any, ...], device: torch.device) -> None:
+    """Codes are those of `mlp_activation`'s launcher, and the product that of its values.
 
     It is summed in fp32 in any order and rounded once.
     """
-    inputs, down = moved(inputs, device), down.to(device)
-    h_next, *found = kernel_of(mlp_activation_down)(*inputs, down, *how)
+    rank, next_rank, spec, s, d, f, group, dtype, activation = case
+    attention, mlp, h, up = given(activation, d, f, rank, dtype, s)
+    if dtype != FP32:
+        mlp, up = mlp + 0.25, None if up is None else 50 * up  # sums that have to be rounded
+    elif not rank:
+        attention, mlp = rows((2, s, d)) if d else None, 3 * rows((2, s, columns(f, activation)))
+    down, how = (torch.randn(next_rank, d + f + 8) / 16).to(dtype)[:, 8:], (*spec, "e5m2", group, dtype, activation)
+    inputs = moved((attention, mlp, h, up), device)
+    h_next, *found = kernel_of(mlp_activation_down)(*inputs, down.to(device), *how)
     values, *expected = kernel_of(mlp_activation)(*of_values(*inputs), *how)
     assert_equal(found, expected)
-    values, down = values.cpu().double(), down.cpu().double()
+    values, down = values.cpu().double(), down.double()
     exact, magnitudes = values @ down.t(), values.abs() @ down.abs().t()
-    rounding = BF16_ULP_RTOL if h_next.dtype != FP32 else 0.0
+    rounding = BF16_ULP_RTOL if dtype != FP32 else 0.0
     off = (h_next.cpu().double() - exact).abs()
     assert bool((off <= KERNEL_ROW_RTOL * magnitudes + rounding * exact.abs()).all())
-
-
-@pytest.mark.triton
-@pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize(
-    ("spec", "layout", "s", "d", "f", "group"),
-    [
-        (SPECS[1], "slice", 7, 48, 200, 16),
-        (SPECS[2], "dense", 2, 130, 1100, 256),
-        (SPECS[3], "strided", 33, 0, 130, 32),
-        (SPECS[4], "slice", 7, 48, 130, 64),
-    ],
-)
-def test_down_projection_kernel_takes_any_values(
-    spec: tuple[str, str], layout: str, s: int, d: int, f: int, group: int, device: torch.device
-) -> None:
-    inputs = (rows((2, s, d), layout) if d else None, 3 * rows((2, s, f), layout), None, None)
-    assert_down(inputs, (torch.randn(8, d + f + 8) / 16)[:, 8:], *spec, "e5m2", group, FP32, device=device)
-
-
-@pytest.mark.triton
-@pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize(
-    ("rank", "next_rank", "d", "f", "group", "activation"),
-    [
-        (1, 20, 48, 130, 32, GELU),
-        (24, 1, 48, 130, 32, GELU),
-        (72, 40, 48, 130, 32, GELU),
-        (4, 4, 1100, 1088, 128, GELU),  # several stretches
-        (0, 4, 48, 1088, 64, SWIGLU),
-        (24, 40, 48, 96, 16, SWIGLU),
-    ],
-)
-def test_down_projection_kernel_with_adapters_of_every_rank(
-    rank: int, next_rank: int, d: int, f: int, group: int, activation: str, device: torch.device
-) -> None:
-    how = ("e4m3", "per_tensor" if rank == 4 else "per_row", "e4m3", group, FP32, activation)
-    inputs, down = given(activation, d, f, rank, s=19 if rank == 1 else 3), torch.randn(next_rank, d + f) / 16
-    assert_down(inputs, down, *how, device=device)
-
-
-@pytest.mark.triton
-@pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize(("dtype", "rank", "next_rank"), [(BF16, 4, 200), (FP16, 0, 16)])
-def test_down_projection_kernel_in_half_precision(
-    dtype: torch.dtype, rank: int, next_rank: int, device: torch.device
-) -> None:
-    attention, mlp, h, up = given(GELU, 48, 130, rank, dtype)
-    inputs = (attention, mlp + 0.25, h, None if up is None else 50 * up)  # sums that have to be rounded
-    down = (torch.randn(next_rank, 178) / 16).to(dtype)
-    assert_down(inputs, down, "e4m3", "per_row", "e4m3", 16, dtype, device=device)
 
 
 @pytest.mark.triton
@@ -448,56 +409,52 @@ def gradient_arguments(
     return dh, *pair, *saved(mlp, group), group, dtype, dtype_down
 
 
-def assert_gradient(arguments: tuple[Any, ...], device: torch.device, rtol: float = KERNEL_ROW_RTOL) -> None:
-    """Assert the launcher's result to be the reference's."""
+def assert_gradient(arguments: tuple[Any, ...], device: torch.device) -> None:
+    """Assert the launcher's result to be the reference's, but for values that the interpreter truncates."""
     found = kernel_of(mlp_down_gradient)(*moved(arguments, device))
     assert found.is_contiguous()
     # on the CPU the reference multiplies in half precision
-    assert_stretches_close(found, reference(mlp_down_gradient, arguments[0].float(), *arguments[1:]), rtol)
-
-
-@pytest.fixture(params=[1, 3], ids=["one share", "three shares"])
-def shares(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Rows are shared among so many programs, whatever their number."""
-    kernels = pytest.importorskip("coat_core.ops.gelu_kernel")
-    monkeypatch.setattr(kernels, "_shared", lambda rows, *_: (request.param, -(-rows // (32 * request.param))))
-    return request.param
-
-
-@pytest.mark.triton
-@pytest.mark.usefixtures("poisoned", "shares")
-@pytest.mark.parametrize(("rank", "d", "f", "group"), [(1, 48, 200, 0), (24, 0, 70, 128), (40, 70, 65, 16)])
-def test_down_gradient_kernel(rank: int, d: int, f: int, group: int, device: torch.device) -> None:
-    assert_gradient(gradient_arguments(49, rank, d, f, group), device)
+    expected = reference(mlp_down_gradient, arguments[0].float(), *arguments[1:])
+    assert_stretches_close(found, expected, KERNEL_ROW_RTOL if arguments[6] == FP32 else 2 * BF16_ULP_RTOL)
 
 
 @pytest.mark.triton
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize(("fmt", "group"), [("e4m3", 16), ("e5m2", 32), ("e4m3", 64), ("e5m2", 256)])
-def test_down_gradient_kernel_reads_codes_of_every_group(fmt: str, group: int, device: torch.device) -> None:
-    x = torch.randn(2, 7, 300) * torch.logspace(-3, 3, 300)  # a scale of another group would show
-    dh = torch.randn(2, 7, 4)
-    assert_gradient((dh, *saved(x, group, fmt), *saved(x, group, fmt), group, FP32, FP32), device)
-
-
-@pytest.mark.triton
-@pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("width", [20, 150])
-def test_down_gradient_kernel_reads_scales_per_row_and_per_tensor(width: int, device: torch.device) -> None:
-    x = torch.randn(2, 7, width) * torch.logspace(-2, 2, 14).view(2, 7, 1)
-    for granularity in (PER_ROW, PER_TENSOR):
-        pair = quantize(x, "e5m2", granularity)[:2]
-        assert_gradient((torch.randn(2, 7, 4), *pair, *pair, 16, FP32, FP32), device)
-
-
-@pytest.mark.triton
-@pytest.mark.usefixtures("poisoned", "shares")
-@pytest.mark.parametrize(("dtype", "dtype_down", "group"), [(BF16, BF16, 0), (BF16, FP32, 64), (FP16, FP32, 64)])
-def test_down_gradient_kernel_in_half_precision(
-    dtype: torch.dtype, dtype_down: torch.dtype, group: int, device: torch.device
+@pytest.mark.parametrize("shares", [1, 3])
+@pytest.mark.parametrize(
+    "case",
+    [
+        (1, 48, 200, 0),
+        (24, 0, 70, 128),
+        (40, 70, 65, 16),
+        (16, 48, 130, 0, BF16, BF16),
+        (16, 48, 130, 64, BF16, FP32),
+        (16, 48, 130, 64, FP16, FP32),
+    ],
+    ids=str,
+)
+def test_down_gradient_kernel(
+    case: tuple[Any, ...], shares: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # the interpreter truncates the values
-    assert_gradient(gradient_arguments(49, 16, 48, 130, group, dtype, dtype_down), device, 2 * BF16_ULP_RTOL)
+    """Of ranks and groups, with the rows shared among so many programs."""
+    kernels = pytest.importorskip("coat_core.ops.gelu_kernel")
+    monkeypatch.setattr(kernels, "_shared", lambda rows, *_: (shares, -(-rows // (32 * shares))))
+    assert_gradient(gradient_arguments(49, *case), device)
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("width", [20, 300])
+def test_down_gradient_kernel_reads_codes_of_every_granularity(width: int, device: torch.device) -> None:
+    x = torch.randn(2, 7, width) * torch.logspace(-3, 3, width)  # a scale of another group would show
+    by_row = torch.randn(2, 7, width) * torch.logspace(-2, 2, 14).view(2, 7, 1)
+    dh = torch.randn(2, 7, 4)
+    for fmt, group in (("e4m3", 16), ("e5m2", 32), ("e4m3", 64), ("e5m2", 256)):
+        pair = saved(x, group, fmt)
+        assert_gradient((dh, *pair, *pair, group, FP32, FP32), device)
+    for granularity in (PER_ROW, PER_TENSOR):
+        pair = quantize(by_row, "e5m2", granularity)[:2]
+        assert_gradient((dh, *pair, *pair, 16, FP32, FP32), device)
 
 
 @pytest.mark.triton
