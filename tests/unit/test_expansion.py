@@ -10,9 +10,8 @@ import torch
 from coat_core.config import PAPER_EXPANSION, ExpansionConfig
 from coat_core.expansion import dequantize_blocks, expand, expansion_parameters, quantize_blocks
 from coat_core.formats import E4M3, FORMATS, Format
-from coat_core.quantize import split_groups
 from tests.helpers.asserts import assert_bitwise
-from tests.tolerances import CONSTANT_BLOCK_REL, EXPONENT_BOUNDARY, ROUND_TRIP_REL
+from tests.tolerances import CONSTANT_BLOCK_REL, EXPONENT_BOUNDARY
 
 formats = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS.keys())
 PAPER = PAPER_EXPANSION
@@ -86,16 +85,6 @@ def test_a_single_nonzero_among_zeros(fmt: Format, value: float, config: Expansi
     back = dequantize_blocks(quantize_blocks(x, fmt, config))
     assert back.nonzero().tolist() == [[0, 77]]
     torch.testing.assert_close(back, x, rtol=CONSTANT_BLOCK_REL, atol=0.0)
-
-
-@configs
-@formats
-def test_zero_padding_leaves_a_tail_alone(fmt: Format, config: ExpansionConfig) -> None:
-    x = _lognormal(1, 1.0)[0, :70]
-    padded = dequantize_blocks(quantize_blocks(split_groups(x, 64), fmt, config))
-    tail = dequantize_blocks(quantize_blocks(x[None, 64:], fmt, config))
-    # not bitwise: torch's CPU pow takes another path for elements beyond the last full vector
-    torch.testing.assert_close(padded.flatten()[64:70], tail[0], rtol=ROUND_TRIP_REL, atol=0.0)
 
 
 @formats
