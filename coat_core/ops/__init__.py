@@ -10,7 +10,6 @@ FAMILIES = (  # the modules of operators
     "attention",
     "gate",
     "gelu",
-    "mlp_down",
     "lora",
     "norm",
     "qkv",

@@ -7,11 +7,17 @@ A program takes a tile of LOW_RANK_ROWS rows, so that tl.dot multiplies the adap
 columns; the cast is a second launch. (Programs over whole rows could cast too, but 288 at 1024 px and 32 for the text
 are too few to keep a GPU's memory busy.)
 
+The codes of [attention | act(mlp)] and its product with a down-projection, without the values in memory: the first
+kernel computes the values tile by tile, multiplies them, saves the codes for backward, and leaves each row's amax and
+its part of the product over a stretch of columns. The second recomputes the values, casts them, and adds up the parts.
+Both read every input once (the first once for each NEXT_BLOCK of the product's columns), where values in memory would
+be written once and read twice.
+
 The gradient of a down-projection, dhᵀ [attention | act(mlp)], recomputes the values from the saved tensors, tile by
 tile, once for up to 64 ranks. A program takes DOWN_BLOCK columns and a share of the rows. Torch adds up the shares,
 always in the same order.
 
-Shapes: attention [B, S, D], mlp [..., N], dh [..., r], each read as rows; N is F, and 2·F of SwiGLU.
+Shapes: attention [B, S, D], mlp [..., N], dh [..., r], each read as rows, N = F or, of SwiGLU, 2·F; down [NEXT, D + F].
 """
 
 from __future__ import annotations
@@ -24,6 +30,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from coat_core.autograd import without_autocast
+from coat_core.formats import get_format
 from coat_core.ops import gelu as operators
 from coat_core.ops.codes import check_granularity, no_codes
 from coat_core.ops.device import (
@@ -37,9 +45,11 @@ from coat_core.ops.device import (
     finite_abs,
     load_saved,
     quantize_rows,
+    quantized,
     rank_options,
     rounded,
     saved_groups,
+    scale_from_amax,
     store_group_codes,
     warps,
     with_row_stride,
@@ -50,6 +60,13 @@ from coat_core.ops.launch import blocks, dot_operand, empty, empty_values, finis
 
 GATED = tl.constexpr("silu_and_mul")
 LOW_RANK_BLOCK = 128  # columns of LOW_RANK_ROWS rows
+
+# of the product with a down-projection
+TILE = 4096  # elements: the adapters' matrices are read from the cache once for its rows, 32 in most cases
+STRETCH = 1024  # columns of a row that one program goes over, at least
+COLUMNS_A_SUM = 32  # of such a stretch for each fp32 sum that it leaves: a sixteenth of the bytes that it reads
+ADAPTER_RANKS_AT_ONCE = 32  # of mlp's adapter: with more, registers are few next to everything else
+RANKS_AT_ONCE = 128  # of the down-projection; fewer where wide groups or fp32 take the registers
 
 # of the gradient of a down-projection
 DOWN_ROWS = 32
@@ -267,6 +284,253 @@ def splits_groups(width: int, activated: int, group_size: int) -> bool:
 
 
 @triton.jit
+def _store_codes(x, codes_ptr, scale, tile, first, end, width, FORMAT_MAX: tl.constexpr, BLOCK: tl.constexpr):
+    row, rows, are_rows = tile
+    columns = first + tl.arange(0, BLOCK)[None, :]
+    places = codes_ptr + row * width + rows[:, None] * width + columns
+    codes = quantized(x, scale[:, None], codes_ptr, FORMAT_MAX)
+    tl.store(places, codes, mask=are_rows[:, None] & (columns < end))
+
+
+@triton.jit
+def _mlp_down_fwd_kernel(
+    attention_ptr,
+    mlp_ptr,
+    h_ptr,
+    up_ptr,
+    down_ptr,
+    amax_ptr,
+    sums_ptr,
+    saved_attention_ptr,
+    saved_attention_scale_ptr,
+    saved_mlp_ptr,
+    saved_mlp_scale_ptr,
+    attention_stride,
+    mlp_stride,
+    h_stride,
+    down_stride,
+    total,
+    D,
+    F,
+    ACTIVATION: tl.constexpr,
+    DTYPE: tl.constexpr,
+    SAVED_MAX: tl.constexpr,
+    G: tl.constexpr,
+    RANK: tl.constexpr,
+    RANK_BLOCK: tl.constexpr,
+    SECOND: tl.constexpr,
+    NEXT: tl.constexpr,
+    NEXT_BLOCK: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LENGTH: tl.constexpr,
+):
+    """LENGTH columns of R rows a program, NEXT_BLOCK of the product's: their amax, and the sums of their products.
+
+    On a GPU fp32 is multiplied as three products of TF32, within 2^-21 of each product: from registers it would spill.
+    """
+    row, part, parts = tl.program_id(0).to(tl.int64) * R, tl.program_id(1), tl.num_programs(1)
+    rows, before = tl.arange(0, R), tl.cdiv(D, LENGTH)
+    are_rows, ranks = tl.program_id(0) * R + rows < total, tl.program_id(2) * NEXT_BLOCK + tl.arange(0, NEXT_BLOCK)
+    attention, mlp = (attention_ptr, None, attention_stride, 0), (mlp_ptr, None, mlp_stride, 0)
+    adapter, no_adapter = (h_ptr, up_ptr, h_stride, SECOND), (None, None, 0, 0)
+    saved_attention, saved_mlp = (saved_attention_ptr, saved_attention_scale_ptr), (saved_mlp_ptr, saved_mlp_scale_ptr)
+    for of_mlp in tl.static_range(2):  # attention's columns, then the activation's
+        x_ptr, width = ((attention_ptr, D), (mlp_ptr, F))[of_mlp]
+        if x_ptr is not None and (part >= before) == of_mlp:
+            first = (part - of_mlp * before) * LENGTH
+            sums = tl.zeros([R, NEXT_BLOCK], tl.float32)
+            largest = tl.zeros([R], tl.float32)
+            for start in range(first, tl.minimum(first + LENGTH, width), BLOCK):
+                x = values_tile(
+                    (attention, mlp)[of_mlp],
+                    (no_adapter, adapter)[of_mlp],
+                    (saved_attention, saved_mlp)[of_mlp],
+                    (row, rows, are_rows),
+                    start,
+                    width,
+                    ACTIVATION if of_mlp else None,
+                    DTYPE,
+                    1,
+                    SAVED_MAX,
+                    G,
+                    RANK,
+                    RANK_BLOCK,
+                    R,
+                    BLOCK,
+                    TURNED=True,
+                )
+                largest = tl.maximum(largest, tl.max(finite_abs(x), axis=1))
+                columns = start + tl.arange(0, BLOCK)
+                down = tl.load(
+                    down_ptr + of_mlp * D + columns[:, None] + ranks[None, :] * down_stride,
+                    mask=(columns < width)[:, None] & (ranks < NEXT)[None, :],
+                    other=0.0,
+                )
+                sums = tl.dot(x.to(down_ptr.dtype.element_ty), down, acc=sums, input_precision="tf32x3")
+            tl.store(amax_ptr + row * parts + rows * parts + part, largest, mask=are_rows)
+            places = sums_ptr + row * parts * NEXT + (rows * parts + part)[:, None] * NEXT + ranks[None, :]
+            tl.store(places, sums, mask=are_rows[:, None] & (ranks < NEXT)[None, :])
+
+
+@triton.jit
+def _mlp_down_cast_fwd_kernel(
+    attention_ptr,
+    mlp_ptr,
+    h_ptr,
+    up_ptr,
+    amax_ptr,
+    sums_ptr,
+    codes_ptr,
+    scale_ptr,
+    h_next_ptr,
+    attention_stride,
+    mlp_stride,
+    h_stride,
+    total,
+    D,
+    F,
+    parts,
+    ACTIVATION: tl.constexpr,
+    DTYPE: tl.constexpr,
+    FORMAT_MAX: tl.constexpr,
+    BY_ROW: tl.constexpr,
+    PARTS_BLOCK: tl.constexpr,
+    RANK: tl.constexpr,
+    RANK_BLOCK: tl.constexpr,
+    SECOND: tl.constexpr,
+    NEXT: tl.constexpr,
+    NEXT_BLOCK: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row, column_tile = tl.program_id(0).to(tl.int64) * R, tl.program_id(1)
+    rows, place = tl.arange(0, R), tl.arange(0, PARTS_BLOCK)
+    are_rows, before = tl.program_id(0) * R + rows < total, tl.cdiv(D, BLOCK)
+    if BY_ROW:
+        amax_ptr += row * parts + rows[:, None] * parts + place[None, :]
+        amax = tl.max(tl.load(amax_ptr, mask=are_rows[:, None] & (place < parts)[None, :], other=0.0), axis=1)
+    else:
+        amax = tl.load(amax_ptr + rows * 0)
+    scale = scale_from_amax(amax, FORMAT_MAX)
+    tile, none = (row, rows, are_rows), (None, None)
+    if column_tile < before:
+        if attention_ptr is not None:
+            first, attention, no_adapter = (
+                column_tile * BLOCK,
+                (attention_ptr, None, attention_stride, 0),
+                (None, None, 0, 0),
+            )
+            x = values_tile(
+                attention, no_adapter, none, tile, first, D, None, DTYPE, 1, 0.0, 1, 0, 0, R, BLOCK, TURNED=True
+            )
+            _store_codes(x, codes_ptr, scale, tile, first, D, D + F, FORMAT_MAX, BLOCK)
+    else:
+        first = (column_tile - before) * BLOCK
+        mlp, adapter = (mlp_ptr, None, mlp_stride, 0), (h_ptr, up_ptr, h_stride, SECOND)
+        x = values_tile(
+            mlp, adapter, none, tile, first, F, ACTIVATION, DTYPE, 1, 0.0, 1, RANK, RANK_BLOCK, R, BLOCK, TURNED=True
+        )
+        _store_codes(x, codes_ptr + D, scale, tile, first, F, D + F, FORMAT_MAX, BLOCK)
+    if column_tile == 0:
+        if BY_ROW:
+            tl.store(scale_ptr + row + rows, scale, mask=are_rows)
+        else:
+            tl.store(scale_ptr + rows, scale, mask=row + rows == 0)
+        for start in range(0, NEXT, NEXT_BLOCK):
+            ranks = start + tl.arange(0, NEXT_BLOCK)[None, :]
+            inside = are_rows[:, None] & (ranks < NEXT)
+            sums = tl.zeros([R, NEXT_BLOCK], tl.float32)
+            for part in range(parts):
+                places = (rows * parts + part)[:, None] * NEXT + ranks
+                sums += tl.load(sums_ptr + row * parts * NEXT + places, mask=inside, other=0.0)
+            h_next = h_next_ptr + row * NEXT + rows[:, None] * NEXT + ranks
+            tl.store(h_next, sums.to(h_next_ptr.dtype.element_ty), mask=inside)
+
+
+@launcher(operators.mlp_activation_down)
+def mlp_activation_down(a: Any) -> tuple[Tensor, ...]:
+    operators.check_down(a.attention, a.mlp, a.down, a.granularity, a.activation)
+    n = a.mlp.shape[-1]
+    f = activated_width(a.mlp, a.activation)
+    is_gated, block = n > f, max(LOW_RANK_BLOCK, a.group_size)
+    if is_gated and (block > LOW_RANK_BLOCK or splits_groups(n, f, a.group_size)):
+        # two tiles of wide groups would spill registers here
+        arguments = a._asdict()
+        del arguments["down"]
+        values, *codes = mlp_activation(attention_scale=None, mlp_scale=None, **arguments)
+        with without_autocast(a.mlp.device):
+            return torch.nn.functional.linear(values, a.down), *codes
+    device = a.mlp.device
+    shape = tuple(a.mlp.shape[:-1])
+    form = get_format(a.fmt)
+    d = 0 if a.attention is None else a.attention.shape[-1]
+    rows, next_rank = a.mlp.numel() // n, len(a.down)
+    by_row = a.granularity == "per_row"
+    length = power_of_two(max(STRETCH, COLUMNS_A_SUM * next_rank))
+    parts = blocks(d, length) + blocks(f, length)
+    amax = empty((rows, parts), torch.float32, device)
+    sums = empty((rows, parts, next_rank), torch.float32, device)
+    saved_mlp = GroupCodes((*shape, n), a.saved_format, a.group_size, device)
+    saved_attention = GroupCodes((*shape, d), a.saved_format if d else "none", a.group_size, device)
+    codes = empty_values((*shape, d + f), form.dtype, device)
+    scale = empty((*shape, 1) if by_row else (), torch.float32, device)
+    h_next = empty_values((*shape, next_rank), a.dtype, device)
+    mlp, mlp_stride = with_row_stride(a.mlp)
+    attention, attention_stride = with_row_stride(a.attention)
+    h, h_stride, up, ranks = adapter(a.h, a.up)
+    down, down_stride = with_row_stride(dot_operand(a.down))
+    is_large = block > LOW_RANK_BLOCK or a.down.dtype == torch.float32
+    next_block = min(max(power_of_two(next_rank), 16), 16 if is_large else RANKS_AT_ONCE)
+    tile_rows = TILE // block
+    inputs = (attention, mlp, h, up)
+    strides = (attention_stride, mlp_stride, h_stride)
+    options = {
+        "DTYPE": TL_DTYPES[a.dtype],
+        "ACTIVATION": a.activation,
+        "RANK": ranks["RANK"],
+        "RANK_BLOCK": min(ranks["RANK_BLOCK"], ADAPTER_RANKS_AT_ONCE),
+        "SECOND": columns_of_up(h, up),
+        "NEXT": next_rank,
+        "R": tile_rows,
+        "BLOCK": block,
+        "num_warps": warps(TILE),
+        "num_stages": 1,
+    }
+    launch(
+        _mlp_down_fwd_kernel,
+        (blocks(rows, tile_rows), parts, blocks(next_rank, next_block)),
+        *inputs,
+        *(down, amax, sums),
+        *(saved_attention.codes, saved_attention.scale, saved_mlp.codes, saved_mlp.scale),
+        *strides,
+        *(down_stride, rows, d, f),
+        SAVED_MAX=saved_mlp.format_max,
+        G=a.group_size,
+        NEXT_BLOCK=next_block,
+        LENGTH=length,
+        **options,
+    )
+    launch(
+        _mlp_down_cast_fwd_kernel,
+        (blocks(rows, tile_rows), blocks(d, block) + blocks(f, block)),
+        *inputs,
+        amax if by_row else amax.amax(),
+        *(sums, codes, scale, h_next),
+        *strides,
+        *(rows, d, f, parts),
+        FORMAT_MAX=form.max,
+        BY_ROW=by_row,
+        PARTS_BLOCK=power_of_two(parts),
+        NEXT_BLOCK=min(next_block, 32),
+        **options,
+    )
+    h_next = finished(h_next, a.dtype)
+    codes = finished(codes, form.dtype)
+    return h_next, codes, scale, *saved_attention.results(), *saved_mlp.results()
+
+
+@triton.jit
 def _mlp_activation_bwd_kernel(
     grad_ptr,
     dh_ptr,
@@ -384,49 +648,6 @@ def _load_groups(
 
 
 @triton.jit
-def _down_product(
-    source,
-    gradient,
-    parts,
-    first,
-    width,
-    total,
-    rounds,
-    ACTIVATION: tl.constexpr,
-    DTYPE: tl.constexpr,
-    GROUP: tl.constexpr,
-    RANK: tl.constexpr,
-    RANK_BLOCK: tl.constexpr,
-    R: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    (dh_ptr, dh_stride), (parts_ptr, parts_width) = gradient, parts
-    share, ranks = tl.program_id(1).to(tl.int64), tl.program_id(2) * RANK_BLOCK + tl.arange(0, RANK_BLOCK)
-    in_row, places = first + tl.arange(0, BLOCK), tl.arange(0, R)
-    columns = in_row[None, :]
-    product = tl.zeros([RANK_BLOCK, BLOCK], tl.float32)
-    for turn in range(rounds):
-        row = (share * rounds + turn) * R
-        are_rows = row + places < total
-        tile = row, places, are_rows
-        x = tl.zeros([R, BLOCK], tl.float32)
-        for half in tl.static_range(2 if ACTIVATION == GATED else 1):
-            gate, start, end = x, half * width + first, half * width + width
-            x = _load_groups(source, tile, start, end, DTYPE, GROUP, R, BLOCK)
-        if ACTIVATION is not None:
-            x = activated(gate, x, ACTIVATION, DTYPE)
-        dh = tl.load(
-            dh_ptr + row * dh_stride + places[None, :] * dh_stride + ranks[:, None],
-            mask=are_rows[None, :] & (ranks < RANK)[:, None],
-            other=0.0,
-        )
-        product = tl.dot(dh, x.to(dh.dtype), acc=product, input_precision="ieee")
-    offsets = (share * RANK + ranks)[:, None] * parts_width + columns
-    inside = (ranks < RANK)[:, None] & (columns < width)
-    tl.store(parts_ptr + offsets, product.to(parts_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
 def _mlp_down_gradient_kernel(
     dh_ptr,
     attention_ptr,
@@ -453,19 +674,38 @@ def _mlp_down_gradient_kernel(
     BLOCK: tl.constexpr,
 ):
     """BLOCK columns and a share of the rows a program. GROUP is at least BLOCK where a row has one scale or none."""
-    stretch, before = tl.program_id(0), tl.cdiv(D, BLOCK)
-    dh, width = (dh_ptr, dh_stride), D + F
-    if stretch < before:
-        if attention_ptr is not None:
-            first, left = stretch * BLOCK, (parts_ptr, width)
-            attention = attention_ptr, attention_scale_ptr, attention_stride, attention_scales_per_row
-            _down_product(
-                attention, dh, left, first, D, total, rounds, None, DTYPE, ATTENTION_GROUP, RANK, RANK_BLOCK, R, BLOCK
-            )
-    else:
-        first, right = (stretch - before) * BLOCK, (parts_ptr + D, width)
-        mlp = mlp_ptr, mlp_scale_ptr, mlp_stride, mlp_scales_per_row
-        _down_product(mlp, dh, right, first, F, total, rounds, ACTIVATION, DTYPE, MLP_GROUP, RANK, RANK_BLOCK, R, BLOCK)
+    stretch, before, all_columns = tl.program_id(0), tl.cdiv(D, BLOCK), D + F
+    share, ranks = tl.program_id(1).to(tl.int64), tl.program_id(2) * RANK_BLOCK + tl.arange(0, RANK_BLOCK)
+    places = tl.arange(0, R)
+    attention = attention_ptr, attention_scale_ptr, attention_stride, attention_scales_per_row
+    mlp = mlp_ptr, mlp_scale_ptr, mlp_stride, mlp_scales_per_row
+    for of_mlp in tl.static_range(2):  # attention's columns, then the activation's
+        x_ptr, width = ((attention_ptr, D), (mlp_ptr, F))[of_mlp]
+        if x_ptr is not None and (stretch >= before) == of_mlp:
+            source, first = (attention, mlp)[of_mlp], (stretch - of_mlp * before) * BLOCK
+            product = tl.zeros([RANK_BLOCK, BLOCK], tl.float32)
+            for turn in range(rounds):
+                row = (share * rounds + turn) * R
+                are_rows = row + places < total
+                tile = row, places, are_rows
+                x = tl.zeros([R, BLOCK], tl.float32)
+                for half in tl.static_range(2 if of_mlp and ACTIVATION == GATED else 1):
+                    gate, start, end = x, half * width + first, half * width + width
+                    x = _load_groups(
+                        source, tile, start, end, DTYPE, MLP_GROUP if of_mlp else ATTENTION_GROUP, R, BLOCK
+                    )
+                if of_mlp:
+                    x = activated(gate, x, ACTIVATION, DTYPE)
+                dh = tl.load(
+                    dh_ptr + row * dh_stride + places[None, :] * dh_stride + ranks[:, None],
+                    mask=are_rows[None, :] & (ranks < RANK)[:, None],
+                    other=0.0,
+                )
+                product = tl.dot(dh, x.to(dh.dtype), acc=product, input_precision="ieee")
+            columns = (first + tl.arange(0, BLOCK))[None, :]
+            offsets = (share * RANK + ranks)[:, None] * all_columns + of_mlp * D + columns
+            inside = (ranks < RANK)[:, None] & (columns < width)
+            tl.store(parts_ptr + offsets, product.to(parts_ptr.dtype.element_ty), mask=inside)
 
 
 @functools.cache

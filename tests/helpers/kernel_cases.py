@@ -19,9 +19,8 @@ from coat_core.ops import qkv_kernel as qkv
 from coat_core.ops.adamw_kernel import fp8_adamw_step
 from coat_core.ops.device import cast_by_amax
 from coat_core.ops.gate_kernel import gated_sum, gated_sum_backward
-from coat_core.ops.gelu_kernel import mlp_activation_backward, mlp_down_gradient
+from coat_core.ops.gelu_kernel import mlp_activation_backward, mlp_activation_down, mlp_down_gradient
 from coat_core.ops.lora_kernel import lora_up_gradients
-from coat_core.ops.mlp_down_kernel import mlp_activation_down
 from coat_core.ops.norm_kernel import norm_modulate, norm_modulate_backward, norm_modulate_quantize
 from coat_core.ops.qkv_kernel import qkv_rope, qkv_rope_backward
 from coat_core.ops.quantize_kernel import (

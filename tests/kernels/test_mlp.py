@@ -11,8 +11,7 @@ from torch import Tensor
 
 from coat_core.casts import declarations
 from coat_core.granularity import PER_ROW, PER_TENSOR, per_group
-from coat_core.ops.gelu import mlp_activation, mlp_activation_backward, mlp_down_gradient
-from coat_core.ops.mlp_down import mlp_activation_down
+from coat_core.ops.gelu import mlp_activation, mlp_activation_backward, mlp_activation_down, mlp_down_gradient
 from coat_core.ops.qkv import qkv_mlp_backward, qkv_rope_backward
 from coat_core.quantize import dequantize, quantize
 from tests.helpers.asserts import assert_bitwise

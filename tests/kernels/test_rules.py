@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from coat_core.granularity import PER_ROW, PER_TENSOR, per_group
-from coat_core.ops import dispatch, gate, gelu, lora, mlp_down, norm, qkv, scaled_mm
+from coat_core.ops import dispatch, gate, gelu, lora, norm, qkv, scaled_mm
 from coat_core.ops import quantize as codes
 from coat_core.quantize import quantize
 from tests.helpers.operators import bits, check_layout, check_operator, moved, tensors_in
@@ -95,9 +95,9 @@ def mlp_cases() -> Iterator[Case]:
             yield gelu.mlp_activation, (*wide, *spec, "e4m3", 16, FP32)
             yield gelu.mlp_activation, (*half, *spec, "none", 0, BF16, SWIGLU)
         if tokens and spec[1] != "none":
-            yield mlp_down.mlp_activation_down, (attention, mlp, *pair, down, *spec, "e4m3", 16, FP32)
+            yield gelu.mlp_activation_down, (attention, mlp, *pair, down, *spec, "e4m3", 16, FP32)
             given = (None, mlp.bfloat16(), None, None, down.bfloat16()[:, 105:], *spec, "none", 0, BF16, SWIGLU)
-            yield mlp_down.mlp_activation_down, given
+            yield gelu.mlp_activation_down, given
         yield gelu.mlp_activation_backward, (mlp, pair[0], pair[1].t(), mlp, None, 0, BF16)
         dh = torch.randn(2, tokens, 12).to(dtype)[..., 4:]
         for a, b in zip(read_cases(attention.to(dtype)), read_cases(mlp.to(dtype)), strict=True):
@@ -185,7 +185,7 @@ def mlp_activation(width: int, granularity: str, activation: str) -> Case:
 
 def down_projection(columns: int, granularity: str) -> Case:
     mlp, down = torch.randn(1, 2, 16), torch.randn(8, columns)
-    return mlp_down.mlp_activation_down, (None, mlp, None, None, down, "e4m3", granularity, "none", 16, FP32, SWIGLU)
+    return gelu.mlp_activation_down, (None, mlp, None, None, down, "e4m3", granularity, "none", 16, FP32, SWIGLU)
 
 
 def lora_gradients(widths: list[int], rank: int) -> Case:

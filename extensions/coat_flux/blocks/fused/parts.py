@@ -38,8 +38,7 @@ from coat_core.granularity import PER_GROUP, Storage
 from coat_core.ops.attention import AttentionContext, attention_backward, attention_forward
 from coat_core.ops.codes import product
 from coat_core.ops.gate import gated_sum, gated_sum_backward
-from coat_core.ops.gelu import mlp_activation
-from coat_core.ops.mlp_down import mlp_activation_down
+from coat_core.ops.gelu import mlp_activation, mlp_activation_down
 from coat_core.ops.norm import norm_modulate, norm_modulate_backward, norm_modulate_quantize
 from coat_core.ops.qkv import qkv_rope
 from coat_core.ops.quantize import dequantize, quantize
