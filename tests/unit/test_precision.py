@@ -36,6 +36,7 @@ from coat_flux.watch.precision import (
     weight_rows,
 )
 from tests import tolerances
+from tests.helpers.flux import coat_flux_model, loss_of, predict
 
 GROUP_16 = Granularity("per_group", 16)
 LAYER = "transformer_blocks.{}.attn.to_q"
@@ -178,6 +179,20 @@ def test_rows_name_every_layer_that_reads_a_cast() -> None:
     assert rows["out", "input"].underflow > 0.9
     assert {row.step for row in rows.values()} == {5}
     assert rows["to_q", "input"].elements == 8 * 32
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_every_linear_of_a_block_has_a_row_of_its_input_and_gradient(batch: int) -> None:
+    """With two images a block's output projections multiply copies of rows of the attention's joint codes."""
+    model, _, _ = coat_flux_model({"memory": {"checkpointing": "none"}, "speed": {"measure": "never"}})
+    with CastProbe(model, {}) as probe, torch.autocast("cpu", torch.bfloat16):
+        loss_of(predict(model, batch=batch)).backward()
+    linears = {
+        name.removesuffix(".base_layer") for name, module in model.named_modules() if isinstance(module, FP8Linear)
+    }
+    blocks = {name for name in linears if ".norm" not in name}  # modulations multiply single vectors in bf16
+    rows = by_kind(probe)
+    assert {row.layer for row in rows[INPUT]} == {row.layer for row in rows[GRADIENT]} == blocks
 
 
 def test_a_weight_is_not_taken_for_what_was_in_its_memory_before() -> None:

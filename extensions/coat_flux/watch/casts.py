@@ -66,7 +66,7 @@ class CastProbe(TorchDispatchMode):
                 self._linears.append((name.removesuffix(".base_layer"), module))
         self._parameters = {local_values(param).data_ptr(): name for name, param in lora.items()}
         self._casts: list[_Observed] = []
-        self._latest: dict[int, _Observed] = {}  # by address of the codes
+        self._latest: dict[int, _Observed | None] = {}  # by address of the codes
         self._weights: dict[int, list[str]] = {}  # address of codes made for a product → layers
         self._block = ""
 
@@ -76,7 +76,12 @@ class CastProbe(TorchDispatchMode):
         kwargs = kwargs or {}
         declare = declarations.get(func.name())
         if declare is None:
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+            if (
+                func is torch.ops.aten.clone.default and out.itemsize == 1
+            ):  # a product reads rows of joint codes in one piece
+                self._latest[_address(out)] = self._latest.get(_address(args[0]))
+            return out
         if func._schema.is_mutable:
             return self._observe_update(declare(None, *args, **kwargs), partial(func, *args, **kwargs))
         out = func(*args, **kwargs)
@@ -114,8 +119,9 @@ class CastProbe(TorchDispatchMode):
         if cast.factors is not None:
             sample = sample.to(torch.float32) * cast.factors
         losses = measure_cast(sample, taken, scale, cast.granularity)
-        self._latest[codes] = _Observed(cast.kind or SAVED, losses, cast.values.numel(), self._block)
-        self._casts.append(self._latest[codes])
+        observed = _Observed(cast.kind or SAVED, losses, cast.values.numel(), self._block)
+        self._latest[codes] = observed
+        self._casts.append(observed)
 
     def _add_product(self, product: Product) -> None:
         layers = self._layers_of(product.weight)
