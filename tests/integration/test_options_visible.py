@@ -9,14 +9,12 @@ import pytest
 import torch
 import yaml
 
-from coat_flux.blocks.apply import apply_coat
 from coat_flux.config.coat import BY_KEY, COATConfig
 from coat_flux.trainers.optimizer import build_optimizer
 from coat_flux.watch.casts import CastProbe
 from coat_flux.watch.precision import PrecisionWatch
-from tests.helpers.flux import TEXT_TOKENS, tiny_flux
+from tests.helpers.flux import TEXT_TOKENS
 from tests.helpers.option_run import LAYER, Run, run
-from tests.helpers.step_watch import step_watch
 
 E4M3, E5M2, FP32, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float32, torch.bfloat16
 TOKENS = 64
@@ -219,7 +217,7 @@ STATES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 ROUNDING = {"optimizer.stochastic_rounding", "optimizer.moment_rounding"}  # below, and tests/optim
-SEPARATE = {*ROUNDING, "memory.log_memory_stats", "memory.log_every", "fallback"}
+SEPARATE = {*ROUNDING, "memory.log_memory_stats", "memory.log_every", "fallback"}  # test_memory.py, test_apply_coat.py
 # change no tensor of a step: test_compile.py, test_(speed_pick|attention_pick|transposed_weights|streaming).py
 SPEED = {"speed.cuda_graphs", "speed.measure", "speed.attention", "memory.transposed_weights", "memory.stream_blocks"}
 # of the run, not of a step: tests/reliability; of full fine-tuning: test_engine_full.py
@@ -294,33 +292,6 @@ def test_stochastic_rounding_is_visible_in_bf16_parameters() -> None:
 
     assert torch.equal(updated(False, 0), updated(False, 1))
     assert not torch.equal(updated(True, 0), updated(True, 1))
-
-
-def memory_lines(text: str, steps: int = 6) -> list[str]:
-    watch, log = step_watch(text)
-    for step in range(1, steps + 1):
-        watch.mark("after_forward", step)
-    return [line.split(": ")[0] for line in log.details if line.startswith("[")]
-
-
-def test_memory_lines_are_visible() -> None:
-    """memory.log_memory_stats and memory.log_every."""
-    assert memory_lines("memory: {log_every: 2}") == [f"[after_forward] Step {n}" for n in (2, 4, 6)]
-    assert memory_lines("memory: {log_every: 5}") == ["[after_forward] Step 5"]
-    assert memory_lines("memory: {log_every: 2, log_memory_stats: false}") == []
-    assert memory_lines("{}", steps=200) == ["[after_forward] Step 100", "[after_forward] Step 200"]
-
-
-def test_fallback_is_visible(monkeypatch: pytest.MonkeyPatch) -> None:
-    """fallback: on a device without FP8 GEMMs the run ends, or multiplies in high precision and says so."""
-    monkeypatch.setattr("coat_core.linear.function.unsupported_reason", lambda *_: "cuda: compute capability 8.0")
-    made = Run(f"{{fallback: bf16, {KEPT}}}")
-    assert made.forward_gemms.calls == []
-    assert made.saved_for_layer[0].dtype == E4M3  # the x kept for dA needs no GEMM
-    assert "fallback: cuda: compute capability 8.0" in made.report.table()
-    config = COATConfig.from_dict({"fallback": "error"})
-    with pytest.raises(RuntimeError, match=r"coat.fallback='error': 34 layers cannot be FP8"):
-        apply_coat(tiny_flux(), config)
 
 
 @pytest.mark.parametrize(("flow", "weights"), [("fused", "true"), ("generic", "false")])

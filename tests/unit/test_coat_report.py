@@ -14,7 +14,6 @@ from coat_flux.blocks.report import OUTSIDE, CoatReport, TableRow, shared_rows
 from coat_flux.blocks.runner import BlockRunner
 from coat_flux.blocks.sizes import Tokens
 from coat_flux.config.coat import COATConfig
-from coat_flux.watch.oom import recompute_more
 from tests.helpers.flux import coat_flux_model, lora_gradients
 
 GEMM = "W e4m3/per_tensor, x e4m3/per_row, dy e5m2"
@@ -127,16 +126,6 @@ def test_the_path_that_was_picked_shows_in_the_layers(monkeypatch: pytest.Monkey
     assert found["coat.why.execution"].startswith("the fastest of those that were measured")
 
 
-def test_a_block_that_is_not_fused_has_its_reason() -> None:
-    model, report, _ = coat_flux_model(KEPT)
-    model.transformer_blocks[0].register_forward_hook(lambda *_: None)
-    lora_gradients(model)
-    saved = rows_of(report)["saved tensors"]
-    assert saved.asked == "FP8 e4m3 per_group, fused flow"
-    assert saved.got == ("1 kept in FP8, generic flow, attention fp8; 3 kept in FP8, fused flow, attention fp8")
-    assert saved.why == "FluxTransformerBlock: hooks on the block"
-
-
 @pytest.mark.parametrize(
     ("coat", "allowed", "asked", "got", "why"),
     [
@@ -154,16 +143,6 @@ def test_checkpointing(coat: dict[str, Any], allowed: bool, asked: str, got: str
     assert (row.asked, row.got) == (asked, got)
     assert why in row.why
     assert bool(row.why) == bool(why)
-
-
-def test_more_recomputation_for_lack_of_memory_is_told() -> None:
-    model, report, _ = coat_flux_model({})
-    lora_gradients(model)
-    recompute_more(model)
-    lora_gradients(model)
-    rows = rows_of(report)
-    assert (rows["checkpointing"].asked, rows["checkpointing"].why) == ("auto", "memory ran out with 0")
-    assert rows["saved tensors"].got == "4 recomputed"
 
 
 def test_without_fp8_activations_nothing_is_claimed() -> None:

@@ -46,7 +46,9 @@ class Reader:
             image = clipped(image)
         if text is None:
             return image
-        return clipped(text) if "text" in self.clips else text, image
+        if "text" in self.clips:
+            text = clipped(text)
+        return text, image
 
 
 def read_with(reader: Reader, block: nn.Module, args: tuple[Any, ...] | None, saving: Saving, join: bool) -> Form:
