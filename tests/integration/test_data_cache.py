@@ -331,19 +331,6 @@ def test_a_failed_write_leaves_nothing_and_names_the_remedy(tmp_path, monkeypatc
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_damaged_cache_of_a_run_is_made_again(folder, vae, encoders, caplog):
-    before = first_batches(make(folder, vae, encoders, **CACHED))
-    damaged = [cache_files(folder, "latents")[2], cache_files(folder, "text")[1]]
-    for path in damaged:
-        path.write_bytes(path.read_bytes()[:-8])
-    after = make(folder, vae, encoders, **CACHED)
-    reported = [record.args[0].name for record in caplog.records if "damaged cache file" in record.msg]
-    assert reported == [path.name for path in damaged]
-    caplog.clear()
-    assert_same_batches(before, first_batches(after))
-    assert caplog.records == []
-
-
 @pytest.mark.parametrize(("kind", "what"), [("latents", "photo0.png"), ("text", "caption 'a ohwx dress, number 0")])
 def test_a_cache_removed_during_the_run_is_an_error_with_a_remedy(folder, vae, encoders, kind, what):
     dataset = make(folder, vae, encoders, **CACHED)

@@ -180,6 +180,8 @@ BAD_CONFIGS: list[Bad] = [
         ("sample.prompts", "a coatwear shirt", "must be a list"),
         ("coat", True, "must be a block of keys"),
         ("coat.optimizer.block_size", 24, "multiple of 16"),
+        ("coat.optimizer.block_size", 8, "from 16 to 4096"),
+        ("coat.optimizer.block_size", 4112, "from 16 to 4096"),
         ("coat.activation.exclude", "blocks.*", "must be a list of strings"),
         ("train.timestep_type", "sigmoi", "sigmoid"),
         ("train.optimizer", "coat_fp8_adam", "coat_fp8_adamw"),

@@ -60,11 +60,6 @@ def test_errors_come_before_warnings_and_what_follows_from_a_mistake_is_no_secon
     ]
 
 
-def test_only_two_trainers_are_known() -> None:
-    with pytest.raises(ValueError, match="trainer='comfy'"):
-        check_job_dict(job_with(), trainer="comfy")
-
-
 WARNINGS: list[tuple[tuple[str, ...], Changes, str, str]] = [
     (BOTH, {"sample.prompts": ["[trigger] a", "a red shirt"]}, "sample.prompts[1]", "without the trigger word"),
     (BOTH, {"sample.prompts": ["[trigger] 红裙子在海边"]}, "sample.prompts[0]", "Chinese"),

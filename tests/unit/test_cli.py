@@ -51,19 +51,6 @@ def raises(error: BaseException) -> Callable[[], None]:
     return run
 
 
-def test_check_says_what_the_run_would_be_what_has_no_effect_and_looks_at_the_photos(
-    job_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    assert main(["check", str(job_file), "--no-data", "--elsewhere"]) == 0
-    out, err = capsys.readouterr()
-    assert f"warning: {job_file}: config.process[0].sample.neg: " in out
-    assert f"{job_file}: no error found; 'run' would train 7 steps into " in out
-    assert err == ""
-    monkeypatch.chdir(tmp_path)
-    assert main(["check", str(job_file), "--elsewhere"]) == 2
-    assert "error: datasets[0].folder_path=photos: folder not found" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("command", ["check", "train"])
 def test_every_finding_goes_to_stderr_with_exit_code_2_and_no_traceback(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], trainer: SimpleNamespace
@@ -96,17 +83,6 @@ def test_errors_of_the_user_need_no_traceback_and_other_ones_keep_theirs(
     trainer.run = raises(RuntimeError("a bug"))
     with pytest.raises(RuntimeError, match="a bug"):
         main(["train", str(job_file)])
-
-
-def test_install_prints_what_was_done_and_passes_undo(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def install(folder: str, undo: bool = False) -> list[str]:
-        return [f"{folder} {undo}", "linked"]
-
-    monkeypatch.setitem(sys.modules, "coat_flux.trainers.ai_toolkit.install", SimpleNamespace(install=install))
-    assert main(["install", "ait"]) == main(["install", "ait", "--undo"]) == 0
-    assert capsys.readouterr().out == "ait False\nlinked\nait True\nlinked\n"
 
 
 @pytest.mark.parametrize("argv", [[], ["trian", "x"], ["train"]])

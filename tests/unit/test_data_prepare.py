@@ -180,14 +180,6 @@ def test_where_links_cannot_be_made_files_are_copied(folder, tmp_path, monkeypat
     assert copy.samefile(original) == (way != "copy")
 
 
-def test_a_damaged_record_makes_the_copy_again(folder, tmp_path):
-    copied = prepare_copy(folder, tmp_path / "copy")
-    whole = (tmp_path / "copy" / "prepared.json").read_text()
-    (tmp_path / "copy" / "prepared.json").write_text("{")
-    assert prepare_copy(folder, tmp_path / "copy") == copied
-    assert (tmp_path / "copy" / "prepared.json").read_text() == whole
-
-
 def test_what_cannot_be_copied_is_an_error(folder, tmp_path, monkeypatch):
     with pytest.raises(DatasetError, match="within the dataset"):
         prepare_copy(folder, folder / "run" / "data")

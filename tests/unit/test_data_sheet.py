@@ -82,15 +82,6 @@ def test_a_yaml_says_everything_itself(tmp_path, capsys):
     assert "from 32 to 8192" in capsys.readouterr().err
 
 
-def test_names_and_photos_of_every_kind_fit_into_a_cell(tmp_path):
-    folder = tmp_path / "photos"
-    for name, size in (("x" * 120, (400, 40)), ("一条红裙子", (40, 400)), ("a", (64, 64))):
-        write(folder / f"{name}.jpg", jpeg(size, seed=len(name)))
-    sheet = tmp_path / "sheet.png"
-    assert run(folder, "--sheet", sheet) == 0
-    assert Image.open(sheet).size == (3 * 252 + 12, 240 + 100 + 24)
-
-
 def test_captions_are_wrapped_to_their_cell():
     font = ImageFont.load_default()
     for caption in ("a red skirt, " * 40, "x" * 500, "short", ""):

@@ -25,19 +25,10 @@ COLOURS = {"white": "#ffffff", "grey": "#808080", "black": "#000000"}
 ONLY_AI_TOOLKIT = "not supported by the stand-alone trainer"
 BLOCK_WORDS = ("auto", "all")
 WHOLE = ("int", "sizes", "count or names", "blocks")  # kinds whose numbers are whole
-GUARD_LIMITS = "was removed, the guard has fixed limits; remove it, or write guard.enabled: false"
 # removed options of the `coat:` block: key, or key=value → reason; replacement
 REMOVED = {
     "activation.linear_granularity=per_group": "was removed, GPUs multiplied it in bf16; write per_row",
     "data.prepare": "was removed, photos that ai-toolkit would misread are always corrected; remove it",
-    "guard.nonfinite_steps": GUARD_LIMITS,
-    "guard.diverging_steps": GUARD_LIMITS,
-    "guard.zero_gradient_steps": GUARD_LIMITS,
-    "guard.dead_lora_steps": GUARD_LIMITS,
-    "guard.pinned_loss_steps": GUARD_LIMITS,
-    "guard.health_every": GUARD_LIMITS,
-    "guard.max_saturation": GUARD_LIMITS,
-    "guard.max_underflow": GUARD_LIMITS,
     "memory.checkpointing=every_n": "was removed; write auto with a budget_gb, or all",
     "memory.every_n": "was removed; write checkpointing: auto with a budget_gb instead, or checkpointing: all",
     "speed.attention=fa3": "is chosen automatically where it is installed; write auto",
@@ -45,6 +36,9 @@ REMOVED = {
     "speed.compile": "was removed; write speed.cuda_graphs: auto or never instead",
     "weight.cache": "was removed, quantized weights are no longer kept on disk; remove it",
 }
+_LIMITS = ("nonfinite_steps", "diverging_steps", "zero_gradient_steps", "dead_lora_steps", "pinned_loss_steps")
+for _limit in (*_LIMITS, "health_every", "max_saturation", "max_underflow"):
+    REMOVED[f"guard.{_limit}"] = "was removed, the guard has fixed limits; remove it, or write guard.enabled: false"
 
 
 class OptionError(Exception):
