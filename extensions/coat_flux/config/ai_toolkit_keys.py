@@ -25,7 +25,7 @@ from typing import Any
 
 from ..base.errors import UserError
 from .findings import Findings, suggest_key
-from .options import Option, as_mapping
+from .options import Option, as_entries, as_mapping
 
 TABLE = Path(__file__).with_suffix(".tsv")
 PROCESS, NETWORK_KWARGS = "process", "network_kwargs"
@@ -103,11 +103,6 @@ def is_toolkit(folder: Path) -> bool:
     return (folder / CLASSES_FILE).is_file()
 
 
-def standalone_rows(block: str) -> dict[str, dict[str, str]]:
-    """The rows of a block's keys that the stand-alone trainer knows: supported, unsupported or without effect."""
-    return {row["key"]: row for row in ROWS if row["block"] == block and row["stand-alone"]}
-
-
 def values_of(row: Mapping[str, str]) -> tuple[tuple[str, ...], dict[str, float]]:
     """The choices and the range in a row."""
     words = row["values"].split()
@@ -139,13 +134,11 @@ def check_keys(raw: Any, path: str, toolkit: Toolkit, findings: Findings, block:
                 findings.add(where, f"unknown key; {suggest_key(key, {*kinds, *own}, nested)}")
         elif kind.startswith("{"):
             check_keys(value, where, toolkit, findings, kind.strip("{}"))
-        elif not kind.startswith("["):
+        elif kind.startswith("["):
+            for at, entry in as_entries(value, where, findings):
+                check_keys(entry, at, toolkit, findings, kind.strip("[]"))
+        else:
             check_value(value, where, (block, key), kind, toolkit, findings)
-        elif isinstance(value, (list, tuple)):
-            for i, entry in enumerate(value):
-                check_keys(entry, f"{where}[{i}]", toolkit, findings, kind.strip("[]"))
-        elif value is not None:
-            findings.add(where, "must be a list; put '- ' before the first key of each entry", value)
 
 
 def check_value(value: Any, path: str, place: tuple[str, str], kind: str, toolkit: Toolkit, findings: Findings) -> None:

@@ -305,25 +305,19 @@ def check_combinations(config: COATConfig, path: str, findings: Findings) -> Non
         return f"{path}.{key}" in findings.given
 
     if memory.budget_gb is not None and memory.checkpointing != "auto":
-        text = f"only used with checkpointing: auto, which is {memory.checkpointing}"
-        refuse("memory.budget_gb", f"{text}; write null or checkpointing: auto")
+        refuse("memory.budget_gb", "is for checkpointing: auto; write null or checkpointing: auto")
     if memory.stream_blocks != 0 and not weight.use_fp8:
-        text = "streams FP8 codes, and weight.use_fp8 is false; write stream_blocks: 0 or use_fp8: true"
-        refuse("memory.stream_blocks", text)
+        refuse("memory.stream_blocks", "streams FP8 codes; write stream_blocks: 0 or weight.use_fp8: true")
     if memory.transposed_weights == "always":
         if memory.stream_blocks != 0:
-            text = "copies of weights stay on the GPU, which stream_blocks is to spare; write auto, or stream_blocks: 0"
-            refuse("memory.transposed_weights", text)
+            refuse("memory.transposed_weights", "keeps copies on the GPU; write auto, or stream_blocks: 0")
         if stored == "nvfp4":
-            text = "weights in nvfp4 are decoded to either layout, there is nothing to copy; write auto or never"
-            refuse("memory.transposed_weights", text)
+            refuse("memory.transposed_weights", "nvfp4 is decoded to either layout; write auto or never")
     expands = given("optimizer.use_dynamic_range_expansion") and optimizer.use_dynamic_range_expansion
     if expands and not optimizer.has_fp8_moment:
-        text = f"expands blocks of e4m3 and e5m2, not of {optimizer.m1_format} and {optimizer.m2_format}; remove it"
-        refuse("optimizer.use_dynamic_range_expansion", text)
+        refuse("optimizer.use_dynamic_range_expansion", "is for moments in e4m3 and e5m2; remove it")
     if stored not in FORMATS and not weight.use_fp8:
-        text = "is how weights are stored, and weight.use_fp8: false stores none; write e4m3, or weight.use_fp8: true"
-        refuse("weight.format", text)
+        refuse("weight.format", "is not used with weight.use_fp8: false; write e4m3, or weight.use_fp8: true")
     if stored == "nvfp4" and weight.granularity == "per_row":
         refuse("weight.granularity", "is for e4m3 and e5m2; nvfp4 has a scale for each 16 numbers; remove it")
     if stored == INT8 and activation.wgrad_format != "bf16":
@@ -336,13 +330,12 @@ def check_combinations(config: COATConfig, path: str, findings: Findings) -> Non
 
     if not activation.use_fp8:
         if activation.min_sqnr_db is not None:
-            refuse("activation.min_sqnr_db", "only used with activation.use_fp8: true; write null or use_fp8: true")
+            refuse("activation.min_sqnr_db", "is for activation.use_fp8: true; write null or use_fp8: true")
     elif stored == INT8:
         if activation.format != INT8:
-            refuse("activation.format", "weights in int8 multiply inputs in int8; write int8, or weight.format: e4m3")
+            refuse("activation.format", "weights in int8 need int8; write int8, or weight.format: e4m3")
         if given("activation.grad_format") and activation.grad_format in FORMATS:
-            text = "weights in int8 multiply gradients in int8 or bf16; write one of them"
-            refuse("activation.grad_format", text)
+            refuse("activation.grad_format", "weights in int8 need int8 or bf16; write one of them")
         if activation.linear_granularity != "per_row":
             refuse("activation.linear_granularity", "int8 has one scale per row; write per_row")
         if given("weight.granularity") and weight.granularity == "per_tensor":

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.names import COAT_OPTIMIZER, COAT_QTYPE, COAT_TYPE
-from .ai_toolkit_keys import NETWORK_KWARGS, PROCESS, standalone_rows
+from .ai_toolkit_keys import NETWORK_KWARGS, PROCESS, ROWS
 from .coat import COATConfig, check_combinations
 from .findings import Findings
 from .job_file import load_job_yaml, load_written, plain_job
@@ -138,7 +138,10 @@ AI_TOOLKIT_BLOCKS: dict[type, str] = {
     SampleItem: "SampleItem",
     LoggingSection: "LoggingConfig",
 }
-AI_TOOLKIT_ROWS = {cls: standalone_rows(block) for cls, block in AI_TOOLKIT_BLOCKS.items()}
+AI_TOOLKIT_ROWS = {  # of keys that the stand-alone trainer knows: supported, unsupported or without effect
+    cls: {row["key"]: row for row in ROWS if row["block"] == block and row["stand-alone"]}
+    for cls, block in AI_TOOLKIT_BLOCKS.items()
+}
 
 
 def coat_of_entry(process: Mapping[str, Any], file: str) -> COATConfig:

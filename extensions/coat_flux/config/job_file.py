@@ -117,7 +117,6 @@ def check_shape(raw: Any, findings: Findings, *, name: str | None = None) -> Non
         findings.add("job", "only jobs that train by a process type are run; write job: extension", raw["job"])
     if raw.get("meta") is not None and not isinstance(raw["meta"], Mapping):
         findings.add("meta", "must be a block of keys; write name: and version: below it", raw["meta"])
-    _check_names(raw, "", FRAME, findings)
     config = raw.get("config")
     if not isinstance(config, Mapping):
         findings.add("config", "must be a block with the keys name and process; start from one in configs/", config)
@@ -126,7 +125,10 @@ def check_shape(raw: Any, findings: Findings, *, name: str | None = None) -> Non
         findings.add("config.name", "must be a string; write one, in quotes if it is a number", config.get("name"))
     if "device" in config:
         findings.warn("config.device", "no effect, in ai-toolkit too; write it in config.process[0]")
-    _check_names(config, "config.", CONFIG, findings)
+    for block, prefix, known in ((raw, "", FRAME), (config, "config.", CONFIG)):
+        for key in block:
+            if key not in known:
+                findings.add(f"{prefix}{_key_text(key)}", f"unknown key; {suggest_key(key, known)}")
     processes = config.get("process")
     if not isinstance(processes, list) or not processes:
         findings.add("config.process", "must be a list; put '- ' before its first key, as in '- type: …'", processes)
@@ -134,12 +136,6 @@ def check_shape(raw: Any, findings: Findings, *, name: str | None = None) -> Non
     for i, process in enumerate(processes):
         if not isinstance(process, Mapping):
             findings.add(f"config.process[{i}]", "must be a block of keys; write type: coat_flux_trainer", process)
-
-
-def _check_names(block: Mapping[Any, Any], prefix: str, known: tuple[str, ...], findings: Findings) -> None:
-    for key in block:
-        if key not in known:
-            findings.add(f"{prefix}{_key_text(key)}", f"unknown key; {suggest_key(key, known)}")
 
 
 def plain_job(raw: Any, findings: Findings) -> dict[str, Any] | None:
@@ -158,8 +154,8 @@ def _check_plain(value: Any, findings: Findings, path: str) -> None:
         for i, item in enumerate(value):
             _check_plain(item, findings, f"{path}[{i}]")
     elif isinstance(value, str):
-        if found := _NOT_TEXT.search(value):
-            findings.add(_NOT_TEXT.sub("?", path), f"holds the character U+{ord(found[0]):04X}; remove it")
+        if character := _NOT_TEXT.search(value):
+            findings.add(_NOT_TEXT.sub("?", path), f"holds the character U+{ord(character[0]):04X}; remove it")
     elif not isinstance(value, (int, float, type(None))):
         findings.add(path, f"YAML reads this as a {type(value).__name__}; write it in quotes", str(value))
 

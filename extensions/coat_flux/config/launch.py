@@ -32,10 +32,8 @@ def launch_obstacle(environment: Mapping[str, str]) -> str | None:
     moments would span parameters, and neither guard, saves nor resume would see them.
     """
     if environment.get("ACCELERATE_USE_DEEPSPEED", "").lower() in ON:
-        return (
-            "accelerate launch with DeepSpeed: its engine updates one flat partition of all parameters, in which FP8 "
-            f"moments, guard and saves cannot tell them apart; {DDP}, or fsdp2.yaml where a model does not fit a GPU"
-        )
+        text = "accelerate launch with DeepSpeed: its engine, not FP8 AdamW, updates parameters"
+        return f"{text}; {DDP}, or fsdp2.yaml where a model does not fit a GPU"
     if shares_weights(environment) and environment.get("FSDP_VERSION", "1") != "2":
         return "accelerate launch with FSDP: only FSDP2 is supported; use --config_file configs/accelerate/fsdp2.yaml"
     for name, (value, why) in FSDP_SETTINGS.items() if shares_weights(environment) else ():

@@ -284,14 +284,19 @@ def build(
         elif nested_cls := block_of(item):
             values[name] = build(nested_cls, value, where, findings, rows=rows)
         elif "option" in item.metadata:
-            _parse_into(values, name, item.metadata["option"], value, where, findings, row)
-        elif isinstance(value, (list, tuple)):
-            entries = []
-            for i, entry in enumerate(value):
-                entries.append(build(item.metadata["blocks"], entry, f"{where}[{i}]", findings, rows=rows))
-            values[name] = tuple(entries)
-        elif value is not None:
-            findings.add(where, "must be a list; put '- ' before the first key of each entry", value)
+            option = item.metadata["option"]
+            try:
+                values[name] = option.parse(value)
+            except OptionError as error:
+                text = str(error)
+                if row is not None and isinstance(value, str) and value in row["values"].split():
+                    choices = ", ".join(map(str, option.choices))
+                    text = f"{ONLY_AI_TOOLKIT}; run this config inside ai-toolkit, or write {choices}"
+                findings.add(where, text, value)
+        else:
+            inside = item.metadata["blocks"]
+            entries = as_entries(value, where, findings)
+            values[name] = tuple(build(inside, entry, at, findings, rows=rows) for at, entry in entries)
     for name, item in known.items():
         option = item.metadata.get("option")
         if option is not None and option.required and name not in written:
@@ -304,10 +309,13 @@ def parse_keys(options: Iterable[Option], raw: Any, path: str, findings: Finding
     known = {option.key.rpartition(".")[2]: option for option in options}
     values: dict[str, Any] = {}
     for name, value in as_mapping(raw, path, findings).items():
-        if name in known:
-            _parse_into(values, name, known[name], value, f"{path}.{name}", findings)
-        else:
+        if name not in known:
             findings.add(f"{path}.{name}", f"unknown key; {suggest_key(name, known)}")
+            continue
+        try:
+            values[name] = known[name].parse(value)
+        except OptionError as error:
+            findings.add(f"{path}.{name}", str(error), value)
     return values
 
 
@@ -319,6 +327,15 @@ def as_mapping(raw: Any, path: str, findings: Findings) -> Mapping[Any, Any]:
     return {}
 
 
+def as_entries(raw: Any, path: str, findings: Findings) -> list[tuple[str, Any]]:
+    """The entries of a list with their paths; none if `raw` is not a list, with a finding unless null."""
+    if isinstance(raw, (list, tuple)):
+        return [(f"{path}[{i}]", entry) for i, entry in enumerate(raw)]
+    if raw is not None:
+        findings.add(path, "must be a list; put '- ' before the first key of each entry", raw)
+    return []
+
+
 def to_plain(value: Any) -> Any:
     """A config and its blocks as plain YAML types."""
     if is_dataclass(value):
@@ -326,22 +343,3 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return [to_plain(item) for item in value]
     return dict(value) if isinstance(value, Mapping) else value
-
-
-def _parse_into(
-    values: dict[str, Any],
-    name: str,
-    option: Option,
-    value: Any,
-    path: str,
-    findings: Findings,
-    row: Mapping[str, str] | None = None,
-) -> None:
-    try:
-        values[name] = option.parse(value)
-    except OptionError as error:
-        text = str(error)
-        if row is not None and isinstance(value, str) and value in row["values"].split():
-            choices = ", ".join(map(str, option.choices))
-            text = f"{ONLY_AI_TOOLKIT}; run this config inside ai-toolkit, or write {choices}"
-        findings.add(path, text, value)

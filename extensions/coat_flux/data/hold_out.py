@@ -28,8 +28,6 @@ from torch import Tensor
 from ..config.findings import closest
 from .files import DatasetError, find_images, printable
 
-__all__ = ["HELD_OUT", "FixedNoise", "Point", "choose_hold_out", "describe_lowest", "levels_for"]
-
 HELD_OUT = "held-out loss"
 DEFAULT_SEED = 42  # if the config has no training_seed: a resumed run must choose the same photos
 LEVELS, FEWEST_FORWARDS = 4, 16

@@ -27,8 +27,6 @@ from .captions import shuffle_tokens
 from .files import CACHE_FOLDER, DatasetError, printable
 from .images import read_photo, rgb, to_tensor
 
-__all__ = ["Batch", "BucketBatchSampler", "LatentDataset", "Sample", "to_device"]
-
 logger = logging.getLogger(__name__)
 
 

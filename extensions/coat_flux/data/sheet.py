@@ -85,11 +85,9 @@ def _picture(path: Path, sample: Sample | None, background: str, masked: bool) -
     if masked and photo.alpha is not None:
         tint = Image.new("RGB", image.size, _ALARM)
         image = Image.composite(image, Image.blend(image, tint, 0.4), photo.alpha.resize(image.size))
-    return image if sample is None else _framed(image, photo.image.size, sample)
-
-
-def _framed(image: Image.Image, size: tuple[int, int], sample: Sample) -> Image.Image:
-    covering = covering_size(size, sample.bucket)
+    if sample is None:
+        return image
+    covering = covering_size(photo.image.size, sample.bucket)
     width = round(image.width * sample.bucket.width / covering[0])
     height = round(image.height * sample.bucket.height / covering[1])
     left, top = (image.width - width) // 2, (image.height - height) // 2

@@ -45,25 +45,6 @@ from ..base.files import (
 from ..base.text import size_text
 from .errors import REMEDY_FORBIDDEN, REMEDY_SPACE, SaveError, save_errors
 
-__all__ = [
-    "COAT",
-    "SETS_KEPT",
-    "SaveSpace",
-    "check_output",
-    "commit",
-    "committed_sets",
-    "damage",
-    "is_known",
-    "manifest_of",
-    "newest_set",
-    "publish_set",
-    "published_names",
-    "replaced_sets",
-    "require_room",
-    "set_step",
-    "state_folder",
-]
-
 COAT = "coat"
 MANIFEST = Path("commit", "files.json")
 REPLACED_PREFIX = ".replaced-"

@@ -12,8 +12,6 @@ from safetensors import SafetensorError
 
 from ..base.errors import UserError
 
-__all__ = ["ResumeError", "SaveError", "save_errors"]
-
 TORCH_WRITE_ERRORS = ("inline_container", "iostream error", "PytorchStreamWriter")  # of torch.save on a full disk
 REMEDY_FORBIDDEN = "make the folder writable for this user, or set training_folder to one that is"
 REMEDY_SPACE = "free some of this disk, or set training_folder to another one"

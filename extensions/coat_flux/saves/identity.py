@@ -25,16 +25,6 @@ import torch
 from ..base.files import write_file
 from .errors import ResumeError
 
-__all__ = [
-    "VERSIONS_FILE",
-    "compare",
-    "data_identity",
-    "model_identity",
-    "require_same_run",
-    "run_identity",
-    "write_versions",
-]
-
 STRICT = ("model", "data", "network", "seed", "world_size", "batch")
 FREE = ("coat", "train")
 ALLOWABLE = ("data", "seed", "world_size")

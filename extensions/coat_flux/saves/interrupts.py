@@ -16,8 +16,6 @@ from typing import Any
 
 from ..base.streams import quiet_dead_outputs
 
-__all__ = ["SIGNALS", "Interrupts"]
-
 HANG_UP = getattr(signal, "SIGHUP", None)
 SIGNALS = tuple(number for number in (signal.SIGINT, signal.SIGTERM, HANG_UP) if number is not None)
 READER_SECONDS = 0.5  # that a reader of our output, which gets the hang-up as we do, may take to end

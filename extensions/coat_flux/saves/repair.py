@@ -41,8 +41,6 @@ from .commit import (
 )
 from .errors import ResumeError, save_errors
 
-__all__ = ["MODEL_META", "go_back", "good_step", "repair", "run_lock", "step_of", "way_back"]
-
 LOCK_FILE = Path("coat") / "lock"
 TAKEN = (errno.EACCES, errno.EAGAIN, errno.EDEADLK)
 MODEL_META = "aitk_meta.yaml"  # in the folder of a whole model; ai-toolkit resumes from the step it says

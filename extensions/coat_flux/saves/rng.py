@@ -17,8 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Stream", "generator_for", "kept_draws", "mixed_seed", "rng_state", "seed_global", "set_rng_state"]
-
 logger = logging.getLogger(__name__)
 
 CUDA = "cuda."

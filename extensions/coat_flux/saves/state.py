@@ -28,21 +28,6 @@ from coat_core.optim.sharded import local_values, rows_like
 from ..blocks.runner import BlockRunner
 from .errors import ResumeError
 
-__all__ = [
-    "AI_TOOLKIT",
-    "OPTIMIZER_FILE",
-    "REMEDY",
-    "SHARD_BYTES",
-    "STANDALONE",
-    "RunState",
-    "execution_changes",
-    "execution_of",
-    "keep_execution",
-    "load_tensors",
-    "restore_tensors",
-    "save_tensors",
-]
-
 STANDALONE, AI_TOOLKIT = "", "aitk"  # folder of a trainer's state in a set
 RECORD_FILE = "state.json"
 OPTIMIZER_FILE = "optimizer.pt"
