@@ -9,7 +9,7 @@ values          choices, or a range as `minimum=1 maximum=2`
 stand-alone     supported · unsupported (except the default) · no effect (noted) · empty (an unknown key)
 reason          why it has no effect
 
-A key that the table lacks but that is quoted in the source of an installed, possibly newer, ai-toolkit is accepted.
+A key that the table lacks but an installed ai-toolkit's source quotes is accepted.
 """
 
 from __future__ import annotations

@@ -176,8 +176,8 @@ def _coat_in_force(job: JobConfig, path: str, findings: Findings) -> COATConfig:
 def _coat_of_full(coat: COATConfig, path: str, given: Collection[str]) -> COATConfig:
     """The block as it applies to full fine-tuning; `given` holds the keys present in the job.
 
-    Trained weights change in every step, so blocks take the generic flow and run eager, and INT8 falls back to bf16.
-    bf16 weights are rounded stochastically by default, since most updates are smaller than half a bf16 step.
+    Trained weights change in every step, so blocks take the generic flow. bf16 weights are rounded stochastically by
+    default, since most updates are smaller than half a bf16 step.
     """
     optimizer = coat.optimizer
     if f"{path}.optimizer.stochastic_rounding" not in given:

@@ -50,8 +50,8 @@ def shares_weights(environment: Mapping[str, str]) -> bool:
 def joint_job(job: JobConfig, *, shares: bool) -> JobConfig:
     """Return the job adapted to several processes; raises LaunchError if it cannot run that way.
 
-    With FSDP2 a LoRA's frozen codes are gathered block by block in all processes, so no process may run blocks alone,
-    for example to measure. Trained weights are gathered into reused memory, so their codes cannot be cached.
+    With FSDP2 frozen codes are gathered block by block in all processes, so none may run blocks alone, as to measure.
+    Trained weights are gathered into reused memory, so their codes cannot be cached.
     """
     if job.train.fused_backward:
         raise LaunchError(

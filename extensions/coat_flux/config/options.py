@@ -1,8 +1,5 @@
 """One option of a config, declared once with its type, default, range and help; and the reader of config blocks.
 
-A value must have the YAML type of its kind; only whole numbers are converted, to floats, since guessing hides
-mistakes.
-
 A config is a dataclass: `key(...)` declares one key, a nested block is a `field(default_factory=ItsDataclass)`, a list
 of blocks `blocks(...)`; other fields are not keys of the config. `build` fills the dataclass from a YAML block.
 """
@@ -249,9 +246,8 @@ def build(
 ) -> T:
     """Build `cls` from a YAML block; null counts as empty. `extra` fills fields of `cls` that are not config keys.
 
-    Findings and present keys go into `findings`; a refused value is replaced by its default, so that the rest is still
-    checked. `rows` are ai-toolkit's for the keys of `cls` and its blocks, whether the stand-alone trainer has them or
-    not.
+    A refused value is replaced by its default, so that the rest is still checked. `rows` are ai-toolkit's for the keys
+    of `cls` and its blocks, whether the stand-alone trainer has them or not.
     """
     known = config_fields(cls)
     toolkit = (rows or {}).get(cls, {})

@@ -490,7 +490,7 @@ def _check_samples(entry: Entry) -> None:
         if not trigger_sound:
             continue
         if trigger and TRIGGER_TAG not in prompt and trigger not in prompt:
-            warn(path, f"without the trigger word it does not show the LoRA; write {TRIGGER_TAG}", prompt)
+            warn(path, f"without the trigger word it shows no LoRA; write {TRIGGER_TAG}", prompt)
         elif not trigger and TRIGGER_TAG in prompt:
             warn(path, f"there is no trigger word for {TRIGGER_TAG}; write trigger_word", prompt)
 

@@ -4,9 +4,8 @@ The rule is ai-toolkit's. An image is scaled down to the pixel budget resolution
 or up to a multiple of `step`, and the one of these four sizes is taken whose area is nearest to the target within the
 budget. An image smaller than the budget keeps its size up to that rounding; only sides shorter than one step grow.
 
-For FLUX.1 ai-toolkit replaces its `bucket_tolerance` setting (64) by 32: 8 (VAE) × 2 (packing) × 2. So 32 is the
-default here. One difference: for strips thinner than a step ai-toolkit may exceed the budget; here the long side is
-cut.
+For FLUX.1 a step is 32: 8 (VAE) × 2 (packing) × 2. One difference: for strips thinner than a step ai-toolkit may
+exceed the budget; here the long side is cut.
 """
 
 from __future__ import annotations
@@ -32,11 +31,7 @@ class Bucket:
 
 
 def bucket_for(width: int, height: int, resolution: int, step: int = BUCKET_STEP) -> Bucket:
-    """The bucket of an upright image: both sides multiples of `step` pixels and width·height <= resolution².
-
-    `step` is a multiple of 16, at most `resolution`. Before the crop each side differs from the ideal by less than
-    `step`, except in strips narrower than that.
-    """
+    """The bucket of an upright image: both sides multiples of `step` pixels and width·height <= resolution²."""
     budget = resolution * resolution
     target = min(width * height, budget)
     scale = (target / (width * height)) ** 0.5

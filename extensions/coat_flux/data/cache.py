@@ -218,9 +218,7 @@ def _checksum(tensors: dict[str, Tensor]) -> int:
 def encode_latents(vae: nn.Module, pixels_BCHW: Tensor) -> Tensor:
     """Training latents [B, C, H/8, W/8] fp32 of pixels [B, 3, H, W] in [-1, 1]: (mode - shift_factor)·scaling_factor.
 
-    For FLUX.2's VAE, `normalized`. ai-toolkit samples from the VAE's posterior once when it fills its cache; FLUX's
-    posterior is narrow, so its mode (mean) is used here, and an image has the same latents in every run, process and
-    cache.
+    The mode of the VAE's posterior, where ai-toolkit samples once: an image has the same latents in every run.
     """
     parameter = next(vae.parameters())
     mode = vae.encode(pixels_BCHW.to(parameter.device, parameter.dtype)).latent_dist.mode().float()

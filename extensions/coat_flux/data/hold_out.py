@@ -44,8 +44,7 @@ def choose_hold_out(
     """Choose the photos of each folder that are not trained on, sorted; none if `hold_out` is None.
 
     A number is spread evenly over all folders in the order of names, from a place set by the seed. A list has file
-    names or paths within the folder. A photo that several folders share is held out of all of them. Raises
-    DatasetError if a name is unknown, or nothing would be left to train on.
+    names or paths within the folder. Raises DatasetError if a name is unknown, or nothing is left to train on.
     """
     listed = [find_images(Path(folder)) for folder in folders]
     if hold_out is None or not any(listed):  # a folder without photos is an error of its own

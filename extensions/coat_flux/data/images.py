@@ -1,9 +1,8 @@
 """Reading image files as a photographer expects: upright, opaque, 8-bit sRGB.
 
-ai-toolkit does `Image.open`, EXIF transpose, `convert("RGB")`. That drops alpha (exposing the hidden colour, often
-black), clips 16-bit greyscale to white and ignores colour profiles (Display P3 phone photos lose saturation, CMYK
-scans shift). Here alpha is composited on a background, 16-bit is scaled, and an embedded ICC profile is converted to
-sRGB. (Of 16-bit colour, Pillow reads the high byte: at most one level of 255 is lost.)
+ai-toolkit does `Image.open`, EXIF transpose (not with `fast_image_size`), `convert("RGB")`. That drops alpha, clips
+16-bit greyscale to white and ignores colour profiles. Here alpha is composited on a background, 16-bit is scaled, and
+an embedded ICC profile is converted to sRGB.
 
 Only JPEG, PNG and WebP are decoded, regardless of the file name: some of Pillow's other readers start programs.
 
@@ -87,8 +86,7 @@ class Photo:
 def read_photo(path: Path | str, background: str = "white") -> Photo:
     """Read a JPEG, PNG or WebP file, by content, as upright, opaque, 8-bit sRGB.
 
-    Applies EXIF orientation and an embedded ICC profile, converts palette, greyscale, 16-bit and CMYK files to RGB,
-    and composites transparency on `background`, a name of `COLOURS` or "#rrggbb". Raises DatasetError.
+    Transparent parts become `background`, a name of `COLOURS` or "#rrggbb". Raises DatasetError.
     """
     with _opened(path) as image:
         image.load()

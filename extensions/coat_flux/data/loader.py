@@ -113,8 +113,7 @@ class LatentDataset:
 
     Args:
         samples: from `inspect_datasets`.
-        dataset_configs: their settings (folder_path, cache_latents, cache_latents_to_disk, cache_text_embeddings,
-            caption_dropout_rate, shuffle_tokens).
+        dataset_configs: their settings.
         device: for batches, and for encoding in `fill`.
         seed: of caption dropout and token shuffling.
         transparency: `mask` adds a loss mask from the photos' transparency to batches; else `background`.
@@ -154,8 +153,7 @@ class LatentDataset:
     def fill(self, progress: bool = True) -> None:
         """Encode whatever the caches lack, then release the models that training no longer needs.
 
-        A model is moved to `device` only if something is missing, and back afterwards. With several processes, call it
-        on one first, so that the others find everything cached.
+        With several processes, call it on one first, so that the others find everything cached.
         """
         bar = partial(tqdm, disable=not progress, leave=False, **bar_options())
         cached = [sample for sample in self.samples if self._latents[sample.dataset_index].enabled]

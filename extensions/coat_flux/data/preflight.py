@@ -66,9 +66,8 @@ def inspect_datasets(
 ) -> DataReport:
     """Read every image in full and every caption, and report.
 
-    `dataset_configs` have folder_path, caption_ext, default_caption, resolution (several), num_repeats,
-    flip_x, buckets, shuffle_tokens and cache_text_embeddings, with ai-toolkit's meaning. `background` and
-    `transparency` are `coat.data`'s; bucket sides are multiples of `step` pixels; `reads_t5` as in `lint_captions`.
+    `dataset_configs` are blocks of `datasets`; `background` and `transparency` are `coat.data`'s; bucket sides are
+    multiples of `step` pixels; `reads_t5` as in `lint_captions`.
     """
     report = DataReport()
     if not dataset_configs:

@@ -1,7 +1,6 @@
 """A copy of a dataset folder in which ai-toolkit reads every photo correctly.
 
-ai-toolkit drops alpha, clips 16-bit greyscale and ignores colour profiles; with `fast_image_size` it also takes a
-photo's size before EXIF rotation. Such photos are rewritten as upright, opaque 8-bit sRGB PNGs. All other files are
+What `data/images.py` says that ai-toolkit misreads is rewritten as upright, opaque 8-bit sRGB PNGs. All other files are
 linked (or copied), and the originals are only read.
 
     <target>/images/…           the folder to train on
@@ -55,8 +54,7 @@ def prepare_copy(
 ) -> PreparedCopy | None:
     """Create or refresh the copy at `target`; None if ai-toolkit reads every photo correctly, and nothing is written.
 
-    One process at a time may do it, after `inspect_datasets`. With `keep`, only these photos are copied, and always.
-    Raises DatasetError if a photo is unreadable, or `target` is inside `folder` or not writable.
+    One process at a time may do it. With `keep`, only these photos are copied, and always. Raises DatasetError.
     """
     folder, target = Path(folder), Path(target)
     if folder.resolve() in (target.resolve(), *target.resolve().parents):

@@ -74,8 +74,7 @@ class ExportReport:
 def check_export(path: str | Path, *, expected: Mapping[str, Sequence[int]] | None = None) -> ExportReport:
     """Read a LoRA file back and refuse it unless others can use it; `expected` has the shape of every tensor by key.
 
-    Raises ExportError if it is unreadable, a key or shape is not FLUX's or not `expected`, a value is not finite, no
-    adapter changes anything, or diffusers does not load its own layout.
+    Raises ExportError if it is unreadable, not FLUX's, not `expected`, not finite or without effect.
     """
     path = Path(path)
     tensors, _ = read_file(path)

@@ -29,9 +29,7 @@ STALE_HASHES = ("sshs_model_hash", "sshs_legacy_hash")  # of the tensors as they
 def convert_file(source: Path, target: Path, layout: str, dtype: torch.dtype | None = None) -> ExportReport:
     """Write a LoRA in another layout, dtype or both, and return the report of the check after a save.
 
-    Only a smaller `dtype` rounds. Metadata is kept, except hashes of the old tensors; `target` is replaced atomically.
-    Raises ExportError if it is not a valid LoRA, target is source, nothing would change, or converting back is not
-    exact.
+    Only a smaller `dtype` rounds. Metadata is kept, except hashes of the old tensors. Raises ExportError.
     """
     if layout not in LAYOUTS:
         raise ExportError(f"layout={layout!r}: must be one of {', '.join(LAYOUTS)}")

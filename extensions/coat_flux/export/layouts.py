@@ -7,9 +7,8 @@
 An adapter adds (alpha / rank) · up · down to its linear's weight; up [N, r], down [r, K]. alpha defaults to the rank,
 as in PEFT files without metadata and in sd-scripts.
 
-A linear of the transformer has two names: diffusers', and that of Black Forest Labs' checkpoint. diffusers splits the
-original's fused linears (q, k, v, and the MLP's first linear in FLUX.1's single blocks), so an original name maps to
-one or more of diffusers'. FLUX.1 and FLUX.2 share original names of linears whose shapes differ.
+A linear of the transformer has two names: diffusers', and that of Black Forest Labs' checkpoint, whose fused linears
+diffusers splits. FLUX.1 and FLUX.2 share original names of linears whose shapes differ.
 
 A fused linear's weight is its parts' weights stacked. Parts with separate adapters become one adapter with a
 block-diagonal up matrix, of the sum of the ranks:
@@ -19,10 +18,9 @@ block-diagonal up matrix, of the sum of the ranks:
     |           up_v    |   | down_v |
 
 Parts that share one down matrix (split from a fused adapter) are fused again: the same down, the ups stacked.
-Splitting does the reverse: block diagonal → one adapter per part, all-zero parts left out; else every part gets the
-down and its rows of the up. Only zeros are added or removed, so nothing is rounded.
+Splitting does the reverse. Only zeros are added or removed, so nothing is rounded.
 
-Source: sd-scripts' networks/convert_flux_lora.py for the block-diagonal form, which diffusers recognizes.
+diffusers recognizes the block-diagonal form (sd-scripts' networks/convert_flux_lora.py).
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ A process killed before the rename leaves the old set, after it the new one; unf
 next start (`repair`). A new set replaces an existing one of the same step, which waits meanwhile as
 `.replaced-state-…`.
 
-Two sets are kept. The guard blocks commits while it doubts the run, but its doubt may come a few steps after things
-went wrong. So the older set is one the run has passed by at least `apart` steps without a doubt.
+Two sets are kept. The guard's doubt may come a few steps after things went wrong, so the older set is one the run has
+passed by at least `apart` steps.
 """
 
 from __future__ import annotations
@@ -97,8 +97,7 @@ def commit(
         apart: minimum distance in steps of the older set, as soon as there is such a set.
 
     Raises:
-        SaveError: writing failed, and the previous set and its published files are unchanged; or publishing failed
-            after the commit, and the next start does it.
+        SaveError: writing failed, and the previous set is unchanged; or publishing, which the next start does.
     """
     target, what = state_folder(run_dir, step), f"the checkpoint of step {step} cannot be saved"
     staging, newest = staging_path(target), newest_set(run_dir)

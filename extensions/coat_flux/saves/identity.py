@@ -6,7 +6,7 @@
     seed, world_size, batch
     coat, train  everything else that shapes a run: may change, and the change is logged
 
-The digest of a large file covers its size and evenly spaced pieces: quick for 24 GB, and enough to detect edits.
+The digest of a large file covers its size and evenly spaced pieces, which is quick.
 """
 
 from __future__ import annotations
