@@ -68,11 +68,11 @@ class Run:
             epoch=0,
             step=0,
             outstanding=None,
+            skips_on_device=late,
             captures=False,
             fused=None,
             graphs=None,
         )
-        self.late = late
 
     def _loss(self, draw: int) -> Tensor:
         x = torch.randn(8, 4, generator=torch.Generator().manual_seed(draw))
@@ -83,9 +83,7 @@ class Run:
         self.rows.append(stats)
         self.read_at.append(self.session.step)
 
-    def train(self, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(steps, "_skips_on_device", lambda session: self.late)
-
+    def train(self, count: int) -> None:
         def batches() -> Iterator[Batch]:
             yield from map(Batch, range(self.session.step * 2, 1000))
 
@@ -99,10 +97,10 @@ class Run:
 
 
 @pytest.mark.parametrize("spoil", [{}, {9: math.nan}, {8: math.inf, 10: math.nan, 15: math.inf}], ids=str)
-def test_a_late_run_is_the_same_run(spoil: dict[int, float], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_run_is_the_same_run(spoil: dict[int, float]) -> None:
     late, prompt = Run(True, spoil), Run(False, spoil)
     for run in (late, prompt):
-        run.train(9, monkeypatch)
+        run.train(9)
     assert late.session.outstanding.step == 9
     assert late.read_at == [1, 2, 4, 5, 6, 7, 8, 9]  # the first two at once, the others when the next is under way
     settle(late.session)
@@ -128,17 +126,17 @@ def test_gradients_are_scaled_to_max_grad_norm_and_shorter_ones_stay(norm: float
     assert grads.norm().item() == pytest.approx(clipped, rel=1e-4)
 
 
-def test_a_dead_run_ends_under_the_right_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_run_ends_under_the_right_number() -> None:
     run = Run(True, {10: math.nan, 12: math.nan, 14: math.nan})
     with pytest.raises(DeadRunError, match=r"step 8: loss=nan.* for 3 steps in a row") as error:
-        run.train(12, monkeypatch)
+        run.train(12)
     assert (error.value.since, run.session.step) == (6, 9)
     assert run.watch.guard.doubt is not None
 
 
-def test_what_is_outstanding_is_judged_before_anything_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_outstanding_is_judged_before_anything_is_saved() -> None:
     run = Run(True, {10: math.nan, 12: math.nan})
-    run.train(7, monkeypatch)
+    run.train(7)
     assert run.watch.guard.doubt is None  # only step 6 is known
     settle(run.session)
     assert run.watch.guard.doubt == "the last 2 steps were not finite"
@@ -149,7 +147,7 @@ def test_parameters_are_checked_under_the_step_that_broke_them(monkeypatch: pyte
     for late in (True, False):
         run = Run(late, {})
         with suppress(DeadRunError):
-            run.train(38, monkeypatch)
+            run.train(38)
         monkeypatch.setattr(run.watch.guard, "_check", lambda step, dead: found.append((step, dead)))
-        run.train(4, monkeypatch)
+        run.train(4)
     assert found == [(40, True)] * 2

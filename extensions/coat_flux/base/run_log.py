@@ -27,15 +27,18 @@ NOISE = (  # library messages irrelevant to the user, quoted
 
 
 class Lines(logging.Handler):
-    """Takes the lines of a run, and our packages' log records; `write` writes to the console."""
+    """Takes the lines of a run, and our packages' log records, and drops them unless `active`.
 
-    def __init__(self, write: Callable[[str], None], *, verbose: bool = False):
+    `write` writes to the console.
+    """
+
+    def __init__(self, write: Callable[[str], None], *, verbose: bool = False, active: bool = True):
         super().__init__(logging.INFO)
         self.verbose = verbose
-        self._write = write
+        self._write = write if active else lambda line: None
         self._waiting: list[str] = []
         self._file: TextIO | None = None
-        self._given_up = False
+        self._given_up = not active
         self._levels: dict[str, int] = {}
 
     def info(self, line: str) -> None:

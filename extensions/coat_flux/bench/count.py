@@ -422,6 +422,7 @@ def _session(
         epoch=0,
         step=0,
         outstanding=None,
+        skips_on_device=optimizer.defaults["capturable"],
         captures=False,
         graphs=None,
     )

@@ -29,8 +29,6 @@ from ..saves.errors import ResumeError
 from ..saves.state import REMEDY, SHARD_BYTES, load_tensors, restore_tensors, save_tensors
 from .weights import INDEX, WEIGHTS, Weights
 
-__all__ = ["PART", "Chosen", "ModelFiles", "UpdateInBackward", "check_model", "make_states", "restore_model"]
-
 PART = "transformer"  # folder of the model in a save
 CLIP_EPS = 1e-6  # as torch's clip_grad_norm_
 
@@ -75,7 +73,8 @@ def make_states(optimizer: Any, transformer: nn.Module) -> None:
 class UpdateInBackward:
     """Updates parameters in backward, inside `updating`, each gradient clipped to `max_norm` by itself.
 
-    `begins` is called before the first update of a backward pass.
+    `begins` is called before the first update of a backward pass; `norm`, fp32 [], is the L2 norm of all gradients of
+    the last `updating`, before clipping.
     """
 
     def __init__(
@@ -88,6 +87,7 @@ class UpdateInBackward:
         self._optimizer, self._max_norm, self._begins = optimizer, max_norm, begins
         self._skip: Tensor | None = None  # fp32 []: 1 where the loss is not finite; None outside of `updating`
         self._squares: Tensor | None = None
+        self.norm = torch.zeros(())
         for param in params:
             param.register_post_accumulate_grad_hook(self._on_gradient)
 
@@ -99,10 +99,7 @@ class UpdateInBackward:
             yield
         finally:
             self._skip = self._optimizer.found_inf = None
-
-    def norm(self) -> Tensor:
-        """L2 norm of all gradients of the last `updating`, before clipping; fp32 []."""
-        return torch.zeros(()) if self._squares is None else self._squares.sqrt()
+            self.norm = torch.zeros(()) if self._squares is None else self._squares.sqrt()
 
     @torch.no_grad()
     def _on_gradient(self, param: nn.Parameter) -> None:
@@ -125,51 +122,46 @@ class UpdateInBackward:
 # --- saves ---
 
 
-class ModelFiles:
-    """Writes a transformer in diffusers' layout; `base` has all weights that the run started from, by name."""
+def write_model(
+    folder: Path,
+    model: Any,
+    base: Weights,
+    trained: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    metadata: Mapping[str, str],
+) -> None:
+    """Write a transformer in diffusers' layout into `folder`/`PART`: config, shards in `dtype` and index.
 
-    def __init__(self, model: Any, base: Weights) -> None:
-        self._model, self._base = model, base
-
-    def sizes(self, dtype: torch.dtype) -> dict[str, int]:
-        """Bytes of each tensor on disk."""
-        return {name: dtype.itemsize * math.prod(place.shape) for name, place in self._base.places.items()}
-
-    def write(
-        self,
-        folder: Path,
-        trained: Mapping[str, Tensor],
-        dtype: torch.dtype,
-        metadata: Mapping[str, str],
-    ) -> None:
-        """Write `folder`/`PART` with config, shards in `dtype` and index; CheckpointError if `base` is unreadable."""
-        target = folder / PART
-        target.mkdir(parents=True)
-        self._model.save_config(target)
-        sizes = self.sizes(dtype)
-        shards: list[list[str]] = [[]]
-        held = 0
-        for name, size in sizes.items():
-            if shards[-1] and held + size > SHARD_BYTES:
-                shards.append([])
-                held = 0
-            shards[-1].append(name)
-            held += size
-        stem, count, files = WEIGHTS.removesuffix(".safetensors"), len(shards), {}
-        for number, shard in enumerate(shards, 1):
-            file = WEIGHTS if count == 1 else f"{stem}-{number:05d}-of-{count:05d}.safetensors"
-            save_tensors(target / file, {name: self._tensor(name, trained, dtype) for name in shard}, metadata)
-            files |= dict.fromkeys(shard, file)
-        self._base.close()
-        if count > 1:
-            index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": files}
-            (target / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
-
-    def _tensor(self, name: str, trained: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        if name in trained:
-            return trained[name].detach().to("cpu", dtype)
-        tensor = self._base.read(name)
-        return tensor.to(dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
+    `base` has the weights that the run started from; CheckpointError if they are unreadable.
+    """
+    target = folder / PART
+    target.mkdir(parents=True)
+    model.save_config(target)
+    sizes = {name: dtype.itemsize * math.prod(place.shape) for name, place in base.places.items()}
+    shards: list[list[str]] = [[]]
+    held = 0
+    for name, size in sizes.items():
+        if shards[-1] and held + size > SHARD_BYTES:
+            shards.append([])
+            held = 0
+        shards[-1].append(name)
+        held += size
+    stem, count, files = WEIGHTS.removesuffix(".safetensors"), len(shards), {}
+    for number, shard in enumerate(shards, 1):
+        file = WEIGHTS if count == 1 else f"{stem}-{number:05d}-of-{count:05d}.safetensors"
+        tensors: dict[str, Tensor] = {}
+        for name in shard:
+            if name in trained:
+                tensors[name] = trained[name].detach().to("cpu", dtype)
+            else:
+                tensor = base.read(name)
+                tensors[name] = tensor.to(dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
+        save_tensors(target / file, tensors, metadata)
+        files |= dict.fromkeys(shard, file)
+    base.close()
+    if count > 1:
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": files}
+        (target / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
 
 
 def check_model(folder: Path, trained: Mapping[str, Tensor]) -> str:

@@ -29,16 +29,6 @@ from ..config.coat import ADAMW_OPTIONS, COATConfig
 from ..config.findings import ConfigError
 from ..config.job_sections import PRODIGY_LOW_LR
 
-__all__ = [
-    "advance",
-    "build_optimizer",
-    "describe_optimizer",
-    "learning_rate",
-    "make_optimizer",
-    "make_scheduler",
-    "restore_optimizer",
-]
-
 HOST_EPS = next(option.default for option in ADAMW_OPTIONS if option.key == "eps")
 DEFAULT_WARMUP_STEPS = 1000
 GROUP_STATE = ("d", "d_max", "d_numerator", "k")  # learned by Prodigy, stored with the hyper-parameters

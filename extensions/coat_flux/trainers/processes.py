@@ -20,17 +20,6 @@ from torch import Tensor, nn
 
 from ..base.errors import UserError
 
-__all__ = [
-    "EXIT_OTHER",
-    "STEP_LIMIT",
-    "WAIT_LIMIT",
-    "LostProcessError",
-    "Processes",
-    "exchange",
-    "first_to_fail",
-    "sum_gradients",
-]
-
 STEP_LIMIT = timedelta(minutes=30)  # between two exchanges of a step; the first one also measures and compiles
 WAIT_LIMIT = timedelta(hours=12)
 BUCKET_BYTES = 2**29  # of gradients per exchange: a LoRA's, or a few blocks'
@@ -98,26 +87,41 @@ class Processes:
         means = self.mean(torch.cat([numbers, torch.tensor(asked).to(numbers)]))
         return means[: len(numbers)], [share > 0 for share in means[len(numbers) :].tolist()]
 
+    @torch.no_grad()
     def sum_gradients(self, params: Iterable[nn.Parameter]) -> None:
-        """Sum every gradient over all processes; FSDP2 has done so with those of shards."""
-        if self.size > 1:
-            sum_gradients(_whole(params))
+        """Sum every gradient over all processes, in buckets, a missing one being zero; FSDP2 has summed its shards'."""
+        if self.size == 1:
+            return
+        from coat_core.optim.sharded import is_sharded  # ai-toolkit imports this module before coat_core is found
+
+        buckets: list[list[nn.Parameter]] = [[]]
+        for param in params:
+            if is_sharded(param):
+                continue
+            if buckets[-1] and sum(held.nbytes for held in buckets[-1]) + param.nbytes > BUCKET_BYTES:
+                buckets.append([])
+            buckets[-1].append(param)
+        for bucket in filter(None, buckets):
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+            flat = torch.cat([grad.flatten() for grad in grads])
+            with exchange():
+                dist.all_reduce(flat)
+            for param, part in zip(bucket, flat.split([grad.numel() for grad in grads]), strict=True):
+                param.grad = part.view_as(param).clone()
 
     @torch.no_grad()
     def share(self, params: Iterable[nn.Parameter]) -> None:
         """Copy the main process's unsharded values to every process."""
-        if self.size > 1:
-            with exchange():
-                for param in _whole(params):
+        if self.size == 1:
+            return
+        from coat_core.optim.sharded import is_sharded
+
+        with exchange():
+            for param in params:
+                if not is_sharded(param):
                     values = param.detach().to(self.device, copy=True)
                     dist.broadcast(values, src=0)
                     param.copy_(values)
-
-
-def _whole(params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    from coat_core.optim.sharded import is_sharded  # ai-toolkit imports this module before coat_core is found
-
-    return [param for param in params if not is_sharded(param)]
 
 
 @contextmanager
@@ -144,30 +148,3 @@ def first_to_fail() -> bool:
         return dist.distributed_c10d._get_default_store().add("coat_failed", 1) == 1
     except (RuntimeError, ValueError):  # the launcher, which counts, has ended too
         return True
-
-
-@torch.no_grad()
-def sum_gradients(params: Sequence[nn.Parameter], group: Any = None) -> None:
-    """Sum every gradient over all processes of `group`, in buckets; a missing one counts as zero.
-
-    Raises:
-        LostProcessError: a process has ended.
-    """
-    for bucket in _buckets(params):
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
-        flat = torch.cat([grad.flatten() for grad in grads])
-        with exchange():
-            dist.all_reduce(flat, group=group)
-        for param, part in zip(bucket, flat.split([grad.numel() for grad in grads]), strict=True):
-            param.grad = part.view_as(param).clone()
-
-
-def _buckets(params: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    bucket: list[nn.Parameter] = []
-    for param in params:
-        if bucket and sum(held.nbytes for held in bucket) + param.nbytes > BUCKET_BYTES:
-            yield bucket
-            bucket = []
-        bucket.append(param)
-    if bucket:
-        yield bucket

@@ -5,9 +5,8 @@ A file is mapped, and the map closed after every `MAPPED_BYTES` read, since page
 
 from __future__ import annotations
 
-import functools
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,8 +17,6 @@ from torch import Tensor, nn
 from ..blocks.models import FLUX
 from ..blocks.models.checkpoint import CheckpointError, flux_config, read_header, transformer_keys
 from ..export.layouts import place_of
-
-__all__ = ["Place", "Weights", "check_weights", "fill", "folder_weights", "local_folder", "original_weights"]
 
 MAPPED_BYTES = 64 * 2**20
 WEIGHTS = "diffusion_pytorch_model.safetensors"  # diffusers' names in a part's folder
@@ -131,7 +128,10 @@ def original_weights(path: Path) -> tuple[Weights, dict[str, Any]]:
         shape, stem = header[key]["shape"], name.removesuffix(".weight")
         scale = next((keys[stem + end] for end in SCALES if stem + end in keys), None)
         for member, rows in _parts(name, torch.arange(shape[0] if shape else 0), hidden).items():
-            places[member] = Place(path, key, (len(rows), *shape[1:]), _slices(rows), scale)
+            breaks = (rows.diff() != 1).nonzero().flatten() + 1
+            runs = [part for part in rows.tensor_split(breaks) if len(part)]
+            slices = tuple(slice(int(part[0]), int(part[-1]) + 1) for part in runs)
+            places[member] = Place(path, key, (len(rows), *shape[1:]), slices, scale)
     return Weights(places), config
 
 
@@ -152,11 +152,6 @@ def _parts(name: str, rows: Tensor, hidden: int) -> dict[str, Tensor]:
     if sum(heights) != len(rows):
         raise CheckpointError(f"has {len(rows)} rows in {name}, not {sum(heights)}; download it again")
     return {f"{member}.{kind}": part for member, part in zip(linear.members, rows.split(heights), strict=True)}
-
-
-def _slices(rows: Tensor) -> tuple[slice, ...]:
-    breaks = (rows.diff() != 1).nonzero().flatten() + 1
-    return tuple(slice(int(part[0]), int(part[-1]) + 1) for part in rows.tensor_split(breaks) if len(part))
 
 
 def check_weights(model: nn.Module, weights: Weights, what: str) -> None:
@@ -201,9 +196,5 @@ def fill(
             if on_filled is not None:
                 on_filled(name, module)
             # copy only what stays mapped: weights that became codes need none
-            module._apply(functools.partial(_copied, mapped), recurse=False)
+            module._apply(lambda x, mapped=mapped: x.clone() if x.data_ptr() in mapped else x, recurse=False)
     weights.close()
-
-
-def _copied(mapped: Collection[int], tensor: Tensor) -> Tensor:
-    return tensor.clone() if tensor.data_ptr() in mapped else tensor

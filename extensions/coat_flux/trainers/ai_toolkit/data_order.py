@@ -56,16 +56,10 @@ def _seed_cpu(seed: int) -> None:
 
 
 class _SeededItems(Dataset):
-    """A data set indexed by ((epoch, place), index)."""
+    """A data set indexed by ((epoch, place), index); ai-toolkit looks for its data sets in `datasets`."""
 
-    def __init__(self, inner: Dataset, seed: int):
-        self.inner = inner
-        self.seed = seed
-
-    @property
-    def datasets(self) -> list[Dataset]:
-        """Where ai-toolkit looks for the data sets."""
-        return self.inner.datasets
+    def __init__(self, inner: Any, seed: int):
+        self.inner, self.datasets, self.seed = inner, inner.datasets, seed
 
     def __len__(self) -> int:
         return len(self.inner)
@@ -98,7 +92,7 @@ class ResumableLoader(DataLoader):
     epoch = 0
     taken = 0
     rank = 0
-    _under_way: weakref.ref[Generator[Any, None, None]] | None = None
+    _under_way: weakref.ref[Generator[Any, None, None]] | None = None  # in a circle loader processes would stay
 
     def __iter__(self) -> Iterator[Any]:
         batches = self._epoch()

@@ -7,34 +7,36 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-from torch import Tensor, nn
+from torch import nn
 
 from ...blocks.held import gradients
 from ...blocks.runner import BlockRunner
 from ...saves.repair import MODEL_META
 from ...watch.step_watch import StepWatch
-from ..full import PART, Chosen, ModelFiles, UpdateInBackward, check_model, make_states
+from ..full import PART, Chosen, UpdateInBackward, make_states, write_model
 from ..weights import folder_weights, local_folder
 
 
 class FullModel:
-    """The transformer that a job trains; `linears` have trained weights, `trained` is full name → parameter."""
+    """The transformer that a job trains; `linears` have trained weights, `trained` is full name → parameter.
+
+    `fused` updates them in backward, if the job asks for it.
+    """
 
     def __init__(self, process: Any):
         self._model: nn.Module = process.sd.unet
         self._chosen = Chosen(process.coat)
-        self._files = ModelFiles(self._model, folder_weights(local_folder(process.model_config.name_or_path, PART)))
+        self._base = folder_weights(local_folder(process.model_config.name_or_path, PART))
         self.linears = self._chosen.find(self._model)
         self.size = sum(parameter.numel() for parameter in self._model.parameters())
         self.trained: dict[str, nn.Parameter] = {}
-        self._fused: UpdateInBackward | None = None
+        self.fused: UpdateInBackward | None = None
         process.sd.save = self.save
 
     def param_groups(self, lr: float) -> list[dict[str, Any]]:
@@ -50,20 +52,10 @@ class FullModel:
         if not (process.get_conf("train", None) or {}).get("fused_backward"):
             return
         params, norm = list(self.trained.values()), process.train_config.max_grad_norm
-        self._fused = UpdateInBackward(optimizer, params, norm, watch.begin_update)
+        self.fused = UpdateInBackward(optimizer, params, norm, watch.begin_update)
         runner = BlockRunner.of(self._model)
         if runner is not None:
             runner.expect(frees_gradients=True)
-
-    def updating(self, losses: Sequence[Tensor]) -> AbstractContextManager[None]:
-        """Around the backward pass that completes a step's gradients."""
-        if self._fused is None:
-            return nullcontext()
-        return self._fused.updating(1.0 - sum(losses).isfinite().float())
-
-    def grad_norm(self, norm: float) -> float:
-        """The gradient norm of a step; `norm` without updates in backward."""
-        return norm if self._fused is None else float(self._fused.norm())
 
     def save(
         self,
@@ -75,9 +67,5 @@ class FullModel:
         folder, dtype = Path(output_file), next(iter(self.trained.values())).dtype
         plain = json.loads(json.dumps(meta))
         text = {key: value if isinstance(value, str) else json.dumps(value) for key, value in plain.items()}
-        self._files.write(folder, self.trained, dtype, text | {"format": "pt"})
+        write_model(folder, self._model, self._base, self.trained, dtype, text | {"format": "pt"})
         (folder / MODEL_META).write_text(yaml.safe_dump(plain, sort_keys=False), encoding="utf-8")
-
-    def check(self, folder: Path) -> str:
-        """Read the saved model back; returns a log line."""
-        return check_model(next(path.parent for path in folder.glob(f"*/{MODEL_META}")), self.trained)

@@ -117,15 +117,13 @@ def _undo(root: Path, made: dict[str, str]) -> list[str]:
 
 
 def _is_copy(target: Path, source: Path) -> bool:
-    if source.is_dir() and target.is_dir():
-        names = _names(source)
-        return names == _names(target) and all(_is_copy(target / name, source / name) for name in names)
-    return source.is_file() and target.is_file() and filecmp.cmp(target, source, shallow=False)
-
-
-def _names(folder: Path) -> set[Path]:
-    files = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
-    return {name for name in files if "__pycache__" not in name.parts}
+    if not (source.is_dir() and target.is_dir()):
+        return source.is_file() and target.is_file() and filecmp.cmp(target, source, shallow=False)
+    files = []
+    for folder in (source, target):
+        inside = {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()}
+        files.append({path for path in inside if "__pycache__" not in path.parts})
+    return files[0] == files[1] and all(_is_copy(target / path, source / path) for path in files[0])
 
 
 def _link(source: Path, target: Path) -> str:

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -104,12 +104,30 @@ class TrainingLoop:
         quiet_dead_outputs()
         process, number, draws = self._process, self._process.step_num + 1, rng_state()
 
+        def attempt() -> dict[str, Any]:
+            self._losses, self._norms, self._measured = [], [], None
+            self._micro_batches, self._commands = 0, frozenset()
+            began = time.monotonic()
+            with self.watch.casts(number), self._observed(number):
+                # inside: on a CPU the memory report is a dispatch mode too, and modes must nest
+                self.watch.mark("before_forward", number)
+                shown = run()
+            self.watch.mark("after_optimizer_step", number)
+            seconds = time.monotonic() - began
+            if self._tables is not None and self._measured is not None:
+                skipped = self.watch.guard.skipped
+                self._tables.step(StepStats(number, process.epoch_num, *self._measured, seconds, skipped))
+            self.watch.end_step(number, seconds)
+            if self._team.size > 1 and self._measured is not None:
+                shown = shown | {"loss": self._measured[0]}
+            return shown
+
         def reset() -> None:
             process.optimizer.zero_grad(set_to_none=True)
             set_rng_state(draws)
 
         try:
-            shown = self.watch.retry(number, lambda: self._attempt(number, run), reset)
+            shown = self.watch.retry(number, attempt, reset)
         except OutOfMemory as error:
             info(str(error))
             # worded without CUDA: ai-toolkit drops the batch of errors that name it
@@ -117,7 +135,8 @@ class TrainingLoop:
         self.done = number
         if self._held_out is None:
             return shown
-        if self._held_out.is_due(process.step_num, process.train_config.steps):
+        before = process.step_num  # by which ai-toolkit decides to save the same LoRA
+        if number == process.train_config.steps or (before > 0 and before % self._held_out.every == 0):
             self.validate()
         if self._held_out.curve:
             shown = shown | {"held_out": self._held_out.curve[-1][1]}
@@ -139,24 +158,6 @@ class TrainingLoop:
             draw_from(self._continuation.seed, number)
         self._micro_batches += 1
 
-    def _attempt(self, number: int, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        self._losses, self._norms, self._measured = [], [], None
-        self._micro_batches, self._commands = 0, frozenset()
-        began = time.monotonic()
-        with self.watch.casts(number), self._observed(number):
-            # inside: on a CPU the memory report is a dispatch mode too, and modes must nest
-            self.watch.mark("before_forward", number)
-            shown = run()
-        self.watch.mark("after_optimizer_step", number)
-        seconds = time.monotonic() - began
-        if self._tables is not None and self._measured is not None:
-            skipped = self.watch.guard.skipped
-            self._tables.step(StepStats(number, self._process.epoch_num, *self._measured, seconds, skipped))
-        self.watch.end_step(number, seconds)
-        if self._team.size > 1 and self._measured is not None:
-            shown = shown | {"loss": self._measured[0]}
-        return shown
-
     @contextmanager
     def _observed(self, number: int) -> Iterator[None]:
         """Replace the methods of a step, on these instances; all jobs of a command share one accelerator."""
@@ -164,6 +165,7 @@ class TrainingLoop:
         accelerator, optimizer = process.accelerator, process.optimizer
         own_backward, own_clip, own_step = accelerator.backward, accelerator.clip_grad_norm_, optimizer.step
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        fused = None if self._full is None else self._full.fused
         is_complete = False
 
         def recorded(compute: Callable[..., Any]) -> Callable[..., Any]:
@@ -186,9 +188,10 @@ class TrainingLoop:
         def backward(*args: Any, **kwargs: Any) -> None:
             watch.mark("after_forward", number)
             is_last = self._micro_batches == process.train_config.gradient_accumulation
-            with ExitStack() as stack:
-                if self._full is not None and is_last:
-                    stack.enter_context(self._full.updating(self._losses))
+            update: Any = nullcontext()
+            if fused is not None and is_last:
+                update = fused.updating(1.0 - sum(self._losses).isfinite().float())
+            with update:
                 own_backward(*args, **kwargs)
             watch.mark("after_backward", number)
 
@@ -217,15 +220,18 @@ class TrainingLoop:
         loss = float(torch.stack(self._losses).mean()) if self._losses else 0.0
         norms = self._norms or [p.grad.norm() for p in parameters if p.grad is not None]
         norm = 0.0
-        if norms:
+        if self._full is not None and self._full.fused is not None:
+            norm = float(self._full.fused.norm)
+        elif norms:
             norm = float(torch.stack([norm.float() for norm in norms]).square().sum().sqrt())
-        if self._full is not None:
-            norm = self._full.grad_norm(norm)
         if self._team.size > 1:
             requested = self._process._live.poll()
             if self.stops:
                 requested |= {"stop"}
-            loss, flags = self._team.agree_on_loss(loss, [name in requested for name in COMMANDS])
+            device = self._team.device
+            own = torch.tensor([loss], dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
+            mean, flags = self._team.agree(own, [name in requested for name in COMMANDS])
+            loss = float(mean)
             flagged = zip(COMMANDS, flags, strict=True)
             self._commands = frozenset(name for name, is_set in flagged if is_set)
         return loss, float(self._process.optimizer.param_groups[0]["lr"]), norm
@@ -245,17 +251,17 @@ class TrainingLoop:
             return False
         self.check_lora(step)
         lines: list[str] = []
+        curve = [] if self._held_out is None else self._held_out.curve
 
         def write(folder: Path) -> None:
             write_host(folder)
             lines.extend(read_back(self._process, folder))
 
-        def write_state(folder: Path) -> None:
-            curve = [] if self._held_out is None else self._held_out.curve
-            self._continuation.write_state(folder, self.done, self.watch.state_dict(), curve)
-
         if self._team.is_main:
-            path = self._continuation.saves.commit(self.done, write, write_state)
+            guard = self.watch.state_dict()
+            path = self._continuation.saves.commit(
+                self.done, write, lambda folder: self._continuation.write_state(folder, self.done, guard, curve)
+            )
             info(f"saved {path} after {self.done} steps; {'; '.join(lines)}")
         self._saved, self._owes_save = self.done, False
         return True
@@ -271,26 +277,19 @@ class TrainingLoop:
         commands = process._live.poll() if alone else self._commands
         if "stop" in commands and not self.stops:
             self.ask_to_stop("the live page" if alone else "the live page, or another process,")
-        if commands and not self._ends_here(commands):
-            self._save_or_sample(commands)
-        if self._ends_here(commands):
+        stops = "stop" in commands  # in all processes
+        if commands and not stops and not (alone and self.stops):
+            if "save" in commands and self._saved != self.done:
+                process.save(self.done)
+            if "sample" in commands:
+                process.sample(self.done)
+                if process.train_config.unload_text_encoder:
+                    process.sd.text_encoder_to("cpu")
+            process.ensure_params_requires_grad()
+        if stops or (alone and self.stops):
             self._stop()
         if self._owes_save and self.watch.guard.doubt is None:
             process.save(self.done)
-
-    def _ends_here(self, commands: frozenset[str]) -> bool:
-        """Whether all processes stop now; alone, this one knows."""
-        return "stop" in commands or (self._team.size == 1 and self.stops)
-
-    def _save_or_sample(self, commands: frozenset[str]) -> None:
-        process = self._process
-        if "save" in commands and self._saved != self.done:
-            process.save(self.done)
-        if "sample" in commands:
-            process.sample(self.done)
-            if process.train_config.unload_text_encoder:
-                process.sd.text_encoder_to("cpu")
-        process.ensure_params_requires_grad()
 
     def _stop(self) -> None:
         process = self._process
@@ -304,7 +303,7 @@ class TrainingLoop:
         info(f"stopped {saved}; the same command resumes from here")
         reason: BaseException = KeyboardInterrupt()
         try:
-            process._stop_as_asked()
+            super(type(process), process).maybe_stop()
         except Exception as error:  # ai-toolkit's way to stop, once the web UI shows "stopped" or "queued"
             reason = error
         process.on_error(reason)
@@ -390,12 +389,6 @@ class Team(Processes):
         places = (process.step_num, process.start_step, process.epoch_num)
         process.step_num, process.start_step, process.epoch_num = self.from_main(places)
         _limit_waits(STEP_LIMIT)
-
-    def agree_on_loss(self, loss: float, requests: Sequence[bool]) -> tuple[float, list[bool]]:
-        """The mean loss of all processes, and the requests of any."""
-        dtype = torch.float64 if self.device.type == "cpu" else torch.float32
-        mean, flags = self.agree(torch.tensor([loss], dtype=dtype, device=self.device), requests)
-        return float(mean), flags
 
     def all_sample(self, process: Any) -> Any:
         """In this context every process samples, not only the main one."""

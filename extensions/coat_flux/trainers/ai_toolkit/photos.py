@@ -67,7 +67,14 @@ def check_photos(process: Any) -> HeldOutPhotos | None:
         joined = copy.copy(configs[0])
         joined.folder_path, joined.resolution = folder, [config.resolution for config in configs]
         whole.append(joined)
-    report = inspect_datasets(whole, process.trigger_word, **policy_of(process), reads_t5=reads_t5(process.config))
+    options = process.coat.data
+    report = inspect_datasets(
+        whole,
+        process.trigger_word,
+        background=options.background,
+        transparency=options.transparency,
+        reads_t5=reads_t5(process.config),
+    )
     report.usable(info)
     for table in report.tables:
         info(table)
@@ -86,12 +93,6 @@ def check_photos(process: Any) -> HeldOutPhotos | None:
     return held_out if any(chosen) else None
 
 
-def policy_of(process: Any) -> dict[str, str]:
-    """The options of `coat.data` that change pictures."""
-    options = process.coat.data
-    return {"background": options.background, "transparency": options.transparency}
-
-
 def read_copies(
     process: Any,
     folder: Path,
@@ -100,7 +101,8 @@ def read_copies(
     keep: frozenset[Path] | None,
 ) -> None:
     """Redirect the configs of a folder to `target`, which links `keep` (None: all) of its photos."""
-    copied = prepare_copy(folder, target, **policy_of(process), keep=keep)
+    options = process.coat.data
+    copied = prepare_copy(folder, target, background=options.background, transparency=options.transparency, keep=keep)
     if copied is None:
         return
     if copied.corrected:
@@ -118,7 +120,7 @@ class HeldOutPhotos:
     """The held-out photos of a run by data set's folder; `names` are relative, `curve` has (steps done, loss)."""
 
     def __init__(self, process: Any, photos: Mapping[str, tuple[Path, ...]], every: int):
-        self._process, self.photos, self._every = process, photos, every
+        self._process, self.photos, self.every = process, photos, every
         self._configs: list[Any] = []
         self._noise: FixedNoise | None = None
         self.names: dict[str, list[str]] = {}
@@ -145,41 +147,33 @@ class HeldOutPhotos:
         """Load and encode them, while VAE and text encoders are loaded."""
         from toolkit.data_loader import get_dataloader_from_datasets
 
-        process, photos = self._process, []
+        process, sd, photos = self._process, self._process.sd, []
         encoders = process._text_encoders()
-        homes, vae_home = [next(encoder.parameters()).device for encoder in encoders], process.sd.vae.device
-        process.sd.text_encoder_to(process.device_torch)
+        homes, vae_home = [next(encoder.parameters()).device for encoder in encoders], sd.vae.device
+        sd.text_encoder_to(process.device_torch)
         with kept_draws():
             torch.manual_seed(0)  # the VAE's latents are random
-            for batch in get_dataloader_from_datasets(self._configs, 1, process.sd):
-                photos.append((Path(batch.file_items[0].path).name, self._encoded(batch)))
+            for batch in get_dataloader_from_datasets(self._configs, 1, sd):
+                (caption,) = batch.get_caption_list()
+                if process.trigger_word is not None:
+                    trigger = process.trigger_word
+                    caption = sd.inject_trigger_into_prompt(caption, trigger=trigger, add_if_not_present=True)
+                latents = sd.encode_images(list(batch.tensor), device=process.device_torch)
+                latents = latents.to("cpu", torch.float32)[0]
+                embeds = sd.encode_prompt([caption]).to("cpu", dtype=torch.float32)
+                photo = {"latents": latents, "embeds": embeds.detach()}
+                if batch.mask_tensor is not None:
+                    mask = batch.mask_tensor[:, :1].float().cpu()
+                    mask = torch.nn.functional.interpolate(mask, size=latents.shape[-2:])[0]
+                    photo["mask"] = mask / mask.mean()
+                photos.append((Path(batch.file_items[0].path).name, photo))
         for encoder, home in zip(encoders, homes, strict=True):
             encoder.to(home)
-        process.sd.vae.to(vae_home)
+        sd.vae.to(vae_home)
         photos.sort(key=lambda photo: (photo[0], tuple(photo[1]["latents"].shape)))
         self._noise = FixedNoise([tensors for _, tensors in photos], [name for name, _ in photos])
         names = ", ".join(name for names in self.names.values() for name in names)
         info(f"{len(photos)} photos are held out of training: {names}")
-
-    def _encoded(self, batch: Any) -> dict[str, Any]:
-        process, sd = self._process, self._process.sd
-        (caption,) = batch.get_caption_list()
-        if process.trigger_word is not None:
-            trigger = process.trigger_word
-            caption = sd.inject_trigger_into_prompt(caption, trigger=trigger, add_if_not_present=True)
-        latents = sd.encode_images(list(batch.tensor), device=process.device_torch)
-        latents = latents.to("cpu", torch.float32)[0]
-        embeds = sd.encode_prompt([caption]).to("cpu", dtype=torch.float32)
-        photo = {"latents": latents, "embeds": embeds.detach()}
-        if batch.mask_tensor is not None:
-            mask = batch.mask_tensor[:, :1].float().cpu()
-            mask = torch.nn.functional.interpolate(mask, size=latents.shape[-2:])[0]
-            photo["mask"] = mask / mask.mean()
-        return photo
-
-    def is_due(self, step_num: int, steps: int) -> bool:
-        """Whether to measure after ai-toolkit's step number `step_num`, where it also saves the same LoRA."""
-        return step_num + 1 == steps or (step_num > 0 and step_num % self._every == 0)
 
     def measure(self, done: int) -> float:
         """The loss after `done` steps, of the EMA if there is one."""

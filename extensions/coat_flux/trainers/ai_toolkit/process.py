@@ -238,19 +238,15 @@ class CoatFluxTrainer(HostTrainer):
 
     def hook_train_loop(self, batch: Any) -> Any:
         """Run ai-toolkit's step, watched."""
-        if not self._begun:
-            self._begin()
+        if not self._begun:  # the first step, after the first samples
+            if self._full is not None:
+                self._full.begin(self, self._training.watch)
+            if self._continuation is not None:
+                self._continuation.restore_draws()
+            if self._held_out is not None and self._training.done == 0:
+                self._training.validate()
+            self._begun = True
         return self._training.step(lambda: super(CoatFluxTrainer, self).hook_train_loop(batch))
-
-    def _begin(self) -> None:
-        """Begin with the first step, after the first samples."""
-        if self._full is not None:
-            self._full.begin(self, self._training.watch)
-        if self._continuation is not None:
-            self._continuation.restore_draws()
-        if self._held_out is not None and self._training.done == 0:
-            self._training.validate()
-        self._begun = True
 
     def train_single_accumulation(self, batch: Any) -> Any:
         """Seed by the micro-batch's number."""
@@ -260,7 +256,8 @@ class CoatFluxTrainer(HostTrainer):
     def sample(self, *args: Any, **kwargs: Any) -> None:
         """Let ai-toolkit sample, without effect on training."""
         try:
-            self._leave_samples_out()
+            if self._training is not None and self._training.stops:
+                raise SamplingStopped
             with self._phases.during("sample"), kept_draws(), self._team.all_sample(self):
                 super().sample(*args, **kwargs)
         except SamplingStopped:
@@ -278,9 +275,6 @@ class CoatFluxTrainer(HostTrainer):
     def sample_step_hook(self, *args: Any, **kwargs: Any) -> None:
         """Called after each sample."""
         super().sample_step_hook(*args, **kwargs)
-        self._leave_samples_out()
-
-    def _leave_samples_out(self) -> None:
         if self._training is not None and self._training.stops:
             raise SamplingStopped
 
@@ -292,9 +286,6 @@ class CoatFluxTrainer(HostTrainer):
         is_asked = self.should_stop() or self.should_return_to_queue()
         if is_asked and self.is_ui_trainer and not self._training.stops:
             self._training.ask_to_stop("the web UI")
-
-    def _stop_as_asked(self) -> None:
-        super().maybe_stop()
 
     def end_step_hook(self) -> None:
         """Ctrl+C and the web UI's stop end the run here."""

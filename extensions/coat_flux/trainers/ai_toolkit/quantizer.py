@@ -159,18 +159,14 @@ def convert(model: nn.Module, names: list[str], config: FP8LinearConfig) -> None
             raise AIToolkitError(f"convert_linear_to_ostris did not convert {name}")
 
 
-def loads_fp8(process: Any) -> bool:
-    """Whether loading quantizes with our qtype."""
-    return bool(process.model_config.quantize) and process.model_config.qtype == COAT_QTYPE
-
-
 def choose_at_load(process: Any) -> None:
     """Let loading convert only the blocks."""
     from ...blocks.models import ARCHS
 
-    family = ARCHS.get(process.model_config.arch)
-    if loads_fp8(process) and family is not None:
-        process.model_config.quantize_kwargs.setdefault("include", list(family.convert))
+    model = process.model_config
+    family = ARCHS.get(model.arch)
+    if model.quantize and model.qtype == COAT_QTYPE and family is not None:
+        model.quantize_kwargs.setdefault("include", list(family.convert))
 
 
 def convert_model(process: Any, encoders: list[Any], trained: Collection[str] = ()) -> None:
@@ -180,9 +176,9 @@ def convert_model(process: Any, encoders: list[Any], trained: Collection[str] = 
     """
     from ...blocks.streaming import unpark
 
-    model = process.sd.unet
+    model, config = process.sd.unet, process.model_config
     at_load = sum(1 for _ in converted_linears(model))
-    if loads_fp8(process) and not at_load:
+    if config.quantize and config.qtype == COAT_QTYPE and not at_load:
         raise AIToolkitError(
             f"loading with qtype {COAT_QTYPE} converted no linear; see the lines 'Failed to quantize' above"
         )

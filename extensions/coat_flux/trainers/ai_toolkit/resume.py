@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import glob
 import os
 import random
 import shutil
 import sys
 import time
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from ...plan.job import save_space
 from ...saves.commit import commit, damage, newest_set, require_room, set_step
 from ...saves.errors import ResumeError
 from ...saves.identity import require_same_run, run_identity
-from ...saves.repair import repair, step_of, way_back
+from ...saves.repair import MODEL_META, repair, step_of, way_back
 from ...saves.rng import rng_state, set_rng_state
 from ...saves.state import (
     AI_TOOLKIT,
@@ -39,6 +40,7 @@ from ...saves.state import (
     restore_tensors,
 )
 from ...watch.guard import WINDOW
+from ..full import check_model
 from .data_order import LOADING, ResumableLoader, fingerprint, make_resumable, seeded
 from .host import AIToolkitError, info
 
@@ -57,47 +59,39 @@ def find_continuation(process: Any) -> Continuation | None:
     if merges or any(others):
         info("note: more than a LoRA is trained: saves and resumes are ai-toolkit's own")
         return None
-    return Continuation(process)
+    identity = identity_of(process)
+    saves = Saves(Path(process.save_root), process.job.name, process.save_config.save_every)
+    folder = saves.newest()
+    state = None if folder is None else RunState.read(folder, AI_TOOLKIT)
+    if state is not None:
+        notes = require_same_run(state.record["identity"], identity, process.coat.resume.allow, state.folder)
+        for note in notes:
+            info(f"resume: {note}")
+        start = process.train_config.start_step
+        if start is not None:
+            raise ResumeError(f"train.start_step={start}: the run resumes after step {state.step}; remove the key")
+        return Continuation(process, saves, identity, state)
+    other = process.get_latest_save_path() if process.network_config is None else None
+    if other is not None:  # the base of a whole model is unknown here
+        raise ResumeError(
+            f"{other}: is not a save of this trainer, and full fine-tuning resumes from its own; choose "
+            "another config.name to start a new run (all that is in this folder stays)"
+        )
+    if folder is not None:
+        info(f"note: {folder} is the stand-alone trainer's: order of data and random numbers start over")
+    return Continuation(process, saves, identity, None)
 
 
 class Continuation:
     """The position of a run; `seed` determines the order of the data, `state` is the resumed save's."""
 
-    def __init__(self, process: Any):
-        self._process = process
-        self._identity = identity_of(process)
+    def __init__(self, process: Any, saves: Saves, identity: dict[str, Any], state: RunState | None):
+        self._process, self.saves, self._identity, self.state = process, saves, identity, state
         self._loading = ExitStack()
         self._loaders: dict[str, ResumableLoader] = {}
         self._order: dict[str, str] = {}  # fingerprints, by the loader's name
-        self.saves = Saves(Path(process.save_root), process.job.name, process.save_config.save_every)
-        self.seed = random.getrandbits(63)
-        self.state = self._find()
-        self._has_same_seed = False
-        if self.state is not None:
-            self._has_same_seed = self.state.record["identity"]["seed"] == self._identity["seed"]
-        if self._has_same_seed:
-            self.seed = self.state.record["seed"]
-
-    def _find(self) -> RunState | None:
-        process, folder = self._process, self.saves.newest()
-        state = None if folder is None else RunState.read(folder, AI_TOOLKIT)
-        if state is None:
-            other = process.get_latest_save_path() if process.network_config is None else None
-            if other is not None:  # the base of a whole model is unknown here
-                raise ResumeError(
-                    f"{other}: is not a save of this trainer, and full fine-tuning resumes from its own; choose "
-                    "another config.name to start a new run (all that is in this folder stays)"
-                )
-            if folder is not None:
-                info(f"note: {folder} is the stand-alone trainer's: order of data and random numbers start over")
-            return None
-        saved = state.record["identity"]
-        for note in require_same_run(saved, self._identity, process.coat.resume.allow, state.folder):
-            info(f"resume: {note}")
-        start = process.train_config.start_step
-        if start is not None:
-            raise ResumeError(f"train.start_step={start}: the run resumes after step {state.step}; remove the key")
-        return state
+        self._has_same_seed = state is not None and state.record["identity"]["seed"] == identity["seed"]
+        self.seed = state.record["seed"] if self._has_same_seed else random.getrandbits(63)
 
     def begin_loading(self) -> None:
         """Seed the loading of data sets and caching of latents."""
@@ -138,7 +132,8 @@ class Continuation:
             restore_tensors(dict(process.network.named_parameters()), state.tensors("lora"), state.folder)
         average = state.tensors("ema")
         if process.ema is not None and average is not None:
-            restore_tensors(numbered(process.ema.shadow_params), average, state.folder)
+            averages = {str(index): tensor for index, tensor in enumerate(process.ema.shadow_params)}
+            restore_tensors(averages, average, state.folder)
         elif process.ema is not None:
             info("resume: no average was kept so far (train.ema_config); it begins with the LoRA as it is")
             parameters = (p for group in process.optimizer.param_groups for p in group["params"])
@@ -156,8 +151,9 @@ class Continuation:
         """Restore random generators and lr schedule (unless its settings changed), after all of ai-toolkit's start."""
         if self.state is None:
             return
-        schedule, saved = schedule_of(self._process), self.state.record["lr_scheduler"]
-        now = plain_values(schedule.state_dict())
+        wrapped = self._process.lr_scheduler  # by accelerate
+        schedule, saved = getattr(wrapped, "scheduler", wrapped), self.state.record["lr_scheduler"]
+        now = plain_values(schedule)
         uncounted = dict.fromkeys(COUNTERS)
         if {**now, **uncounted} == {**saved, **uncounted}:
             schedule.load_state_dict({**schedule.state_dict(), **saved})
@@ -186,38 +182,28 @@ class Continuation:
                 for name, loader in self._loaders.items()
             },
             "path": execution_of(process.sd.unet),
-            "lr_scheduler": plain_values(schedule_of(process).state_dict()),
+            "lr_scheduler": plain_values(getattr(process.lr_scheduler, "scheduler", process.lr_scheduler)),
             "guard": guard,
             "held_out_loss": held_out,
             "identity": self._identity,
         }
-        ema, raw = None, {}
-        if process.ema is not None:
-            ema = numbered(process.ema.shadow_params)
+        ema: dict[str, Tensor] = {}
+        raw: dict[str, Tensor] = {}
+        if process.ema is not None:  # in the optimizer's order
+            ema = {str(index): tensor for index, tensor in enumerate(process.ema.shadow_params)}
         if process.network is not None:
             raw = dict(process.network.named_parameters())
         RunState.write(folder, AI_TOOLKIT, record, raw, ema, rng_state())
 
 
-def numbered(tensors: list[Tensor]) -> dict[str, Tensor]:
-    """Averages, in the optimizer's order, under their names in a save."""
-    return {str(index): tensor for index, tensor in enumerate(tensors)}
-
-
-def schedule_of(process: Any) -> Any:
-    """Torch's lr schedule, without accelerate's wrapper."""
-    return getattr(process.lr_scheduler, "scheduler", process.lr_scheduler)
-
-
-def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that JSON can hold."""
-
-    def is_plain(value: Any) -> bool:
-        if isinstance(value, list):
-            return all(is_plain(item) for item in value)
-        return value is None or isinstance(value, (bool, int, float, str))
-
-    return {key: value for key, value in values.items() if is_plain(value)}
+def plain_values(schedule: Any) -> dict[str, Any]:
+    """The values of an lr schedule's state that JSON can hold."""
+    plain = {}
+    for key, value in schedule.state_dict().items():
+        items = value if isinstance(value, list) else [value]
+        if all(item is None or isinstance(item, (bool, int, float, str)) for item in items):
+            plain[key] = value
+    return plain
 
 
 def identity_of(process: Any) -> dict[str, Any]:
@@ -257,6 +243,7 @@ class Saves:
 
     def __init__(self, run_dir: Path, name: str, save_every: int):
         self._dir, self._name, self._apart = run_dir, name, min(save_every, WINDOW)
+        self._names = f"{glob.escape(name)}*"
 
     def newest(self) -> Path | None:
         """Repair the folder, and return the newest set's, unless another program has saved a later step."""
@@ -265,7 +252,7 @@ class Saves:
         folder = newest_set(self._dir)
         if folder is None:
             return None
-        newer = next((path for path in self._saves() if step_of(path) > set_step(folder)), None)
+        newer = next((path for path in self._dir.glob(self._names) if step_of(path) > set_step(folder)), None)
         if newer is not None:
             info(f"note: {newer.name} is newer than {folder}: order of data and random numbers start over")
             return None
@@ -325,14 +312,11 @@ class Saves:
             "start the job again",
         )
 
-    def _saves(self) -> list[Path]:
-        return [path for path in self._dir.iterdir() if path.name.startswith(self._name)]
-
     def _make_newest(self, folder: Path) -> None:
         """Make a set's published files the last changed, by a tick of the clock."""
         places = [self._dir / path.name for path in folder.iterdir()]
         own = [path for path in places if path.exists()]
-        others = [path.stat().st_ctime_ns for path in self._saves() if path not in own]
+        others = [path.stat().st_ctime_ns for path in self._dir.glob(self._names) if path not in own]
         newest = max(others, default=0)
         for path in own:
             for _ in range(TICKS):
@@ -345,7 +329,8 @@ class Saves:
 def read_back(process: Any, folder: Path) -> list[str]:
     """Read back a save, or raise ExportError; returns log lines."""
     if process._full is not None:
-        return [process._full.check(folder)]
+        model = next(path.parent for path in folder.glob(f"*/{MODEL_META}"))
+        return [check_model(model, process._full.trained)]
     if not process.model_config.is_flux or process.network_config.type.lower() != "lora":
         return ["not read back, which is for LoRAs of FLUX"]
     if not any(value.any() for name, value in process.network.named_parameters() if "lora_up" in name):

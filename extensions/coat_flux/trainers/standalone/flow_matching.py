@@ -28,18 +28,6 @@ from ...config.job_sections import TrainSection
 from ...data.loader import to_device
 from ...saves.rng import Stream, generator_for, seed_global
 
-__all__ = [
-    "Objective",
-    "bypassed_guidance",
-    "draw_sigmas",
-    "noisy_latents",
-    "predict_velocity",
-    "sample_losses",
-    "sigma_table",
-    "timestep_weights",
-    "weighted_timesteps",
-]
-
 TABLE_SIZE = 1000
 TRAIN_GUIDANCE = 1.0
 HUBER_WIDTH = 0.01
@@ -132,11 +120,8 @@ def sigma_table(
 ) -> Tensor:
     """The 1000 sigmas that one micro-batch draws from: (1000,) fp32 in [0, 1], descending.
 
-    Args:
-        timestep_type: as in `TrainSection`; the random tables are drawn for each micro-batch.
-        tokens: T, packed image tokens, for the shift.
-        scheduler: the model's scheduler, not modified; needed by `shift` and its synonyms.
-        generator: for the random tables.
+    `shift` and its synonyms need `tokens`, T, and the model's scheduler, which stays as it is; the random tables need
+    the generator.
     """
     if timestep_type in ("linear", "weighted", *FIXED_STEPS):
         return torch.linspace(1.0, 1.0 / TABLE_SIZE, TABLE_SIZE)
@@ -173,11 +158,8 @@ def draw_sigmas(
 ) -> tuple[Tensor, Tensor]:
     """Draw one sigma per sample from `table` (1000,): indices (B,) int64 and sigmas (B,) fp32.
 
-    Args:
-        timestep_type: only the `…_step` types change the draw, to that many evenly spaced indices.
-        content_or_style: `balanced` is uniform; `content` favours high noise (u³), `style` low noise (1 - u³).
-        min_step: smallest index (`train.min_denoising_steps`).
-        max_step: exclusive end (`train.max_denoising_steps`), except where it equals `min_step`.
+    The `…_step` types draw from that many evenly spaced indices, others from `min_step` up to, without, `max_step`;
+    `content` favours high noise (u³), `style` low noise (1 - u³).
     """
     low, high = max(min_step, 0), min(max_step, TABLE_SIZE - 1)
     if timestep_type in FIXED_STEPS:
@@ -223,7 +205,7 @@ def weighted_timesteps(indices: Tensor) -> Tensor:
 @contextmanager
 def bypassed_guidance(transformer: nn.Module, bypass: bool = True) -> Iterator[None]:
     """Leave the guidance embedding out of the conditioning (`train.bypass_guidance_embedding`): it embeds zeros."""
-    embed = getattr(transformer, "time_guidance_embed" if _is_flux2(transformer) else "time_text_embed", None)
+    embed = getattr(transformer, "time_guidance_embed", None) or getattr(transformer, "time_text_embed", None)
     embedder = getattr(embed, "guidance_embedder", None)
     if embedder is None or not bypass:
         yield
@@ -260,10 +242,6 @@ def _position_ids(
     return to_device(words, device), to_device(image.float(), device)
 
 
-def _is_flux2(transformer: nn.Module) -> bool:
-    return type(transformer).__name__ == "Flux2Transformer2DModel"
-
-
 def predict_velocity(
     transformer: nn.Module,
     x_t: Tensor,
@@ -279,7 +257,7 @@ def predict_velocity(
     x_t is (B, C, H, W), H and W even; sigmas (B,); prompt_embeds (B, L, D); pooled_embeds (B, P), not in FLUX.2.
     """
     batch, channels, height, width = x_t.shape
-    device, flux2 = x_t.device, _is_flux2(transformer)
+    device, flux2 = x_t.device, type(transformer).__name__ == "Flux2Transformer2DModel"
     text_ids, image_ids = _position_ids(flux2, prompt_embeds.shape[1], height // 2, width // 2, device)
     embedded = transformer.config.get("guidance_embeds", True) if flux2 else transformer.config.guidance_embeds
     inputs = {
@@ -308,13 +286,10 @@ def sample_losses(
     mask: Tensor | None = None,
     loss_type: str = "mse",
 ) -> Tensor:
-    """The mean error of each sample, (B,) fp32; the training loss is their mean.
+    """The mean error of each sample, (B,) fp32, times its weight; the training loss is their mean.
 
-    Args:
-        prediction, latents (x0), noise: (B, C, H, W).
-        weights: (B,) sample weights.
-        mask: (B, 1, H, W), weights of latents; mean 1 over a sample.
-        loss_type: of d = prediction - target: `mse` d², `mae` |d|, `pseudo_huber` sqrt(d² + c²) - c with c = 0.01.
+    prediction, latents and noise are (B, C, H, W), weights (B,), mask (B, 1, H, W) with mean 1 over a sample. Of
+    d = prediction - target `mse` is d², `mae` |d|, `pseudo_huber` sqrt(d² + c²) - c with c = 0.01.
     """
     difference = prediction.float() - (noise.float() - latents.float())
     if loss_type == "mse":

@@ -28,8 +28,6 @@ from ...config.coat import COATConfig
 from ...data.cache import TextEncoders
 from ..weights import Weights, check_weights, fill, folder_weights, local_folder, original_weights
 
-__all__ = ["TORCH_DTYPES", "Encoders", "ModelLoadError", "base_weights", "load_encoders", "load_transformer"]
-
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # of train and save
 MAX_TEXT_TOKENS = 512
 TRANSFORMERS = ("FluxTransformer2DModel", "Flux2Transformer2DModel")

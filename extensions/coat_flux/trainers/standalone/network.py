@@ -22,8 +22,6 @@ from ...blocks.models import KEY_PREFIX, target_names
 from ...config.findings import ConfigError
 from ...saves.rng import Stream, generator_for
 
-__all__ = ["LoraEMA", "add_lora", "lora_parameters", "lora_targets"]
-
 ADAPTER = "default"
 FEEDBACK = 10.0  # times the average's own step, as in ai-toolkit
 

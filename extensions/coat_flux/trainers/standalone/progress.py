@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import secrets
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,14 +23,16 @@ from ...config.job import JobConfig
 from ...watch.casts import CastPrecision
 from ...watch.run_tables import RunTables, StepStats
 
-__all__ = ["RunLog", "TensorBoard"]
-
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_inv_fmt}{postfix}]"
 WANDB_FILE = Path("coat") / "wandb.json"
 
 
 class RunLog:
-    """Progress bar, console, CSV, TensorBoard and W&B of one run; silent unless `active` (the main process)."""
+    """Progress bar, console, CSV, TensorBoard and W&B of one run; silent unless `active` (the main process).
+
+    `info` writes to the console and to `coat/log.txt`; `detail` to the console only with `logging.verbose`, `record`
+    never.
+    """
 
     def __init__(self, job: JobConfig, device: torch.device, *, active: bool):
         self.active = active
@@ -42,24 +43,10 @@ class RunLog:
         self._wandb: _Wandb | None = None
         self._seconds: list[float] = []
         self._held_out = ""
-        self._lines = Lines(tqdm.write, verbose=job.logging.verbose)
+        self._lines = Lines(tqdm.write, verbose=job.logging.verbose, active=active)
+        self.info, self.detail, self.record = self._lines.info, self._lines.detail, self._lines.record
         if active:
             self._lines.listen()
-
-    def info(self, line: str) -> None:
-        """Write to the console and to `coat/log.txt`."""
-        if self.active:
-            self._lines.info(line)
-
-    def detail(self, line: str) -> None:
-        """Write to `coat/log.txt`, and to the console with `logging.verbose`."""
-        if self.active:
-            self._lines.detail(line)
-
-    def record(self, line: str) -> None:
-        """Write to `coat/log.txt` alone."""
-        if self.active:
-            self._lines.record(line)
 
     def open(self, step: int) -> None:
         """Open the files, dropping rows of a crashed run after `step`."""
@@ -136,15 +123,13 @@ class TensorBoard:
     def __init__(self, folder: Path, step: int, log: Callable[[str], None]):
         self._folder, self._log, self._failed = folder, log, False
         self._writer: SummaryWriter | None = None
-        self._hook = threading.excepthook
-        threading.excepthook = self._quiet
         self.scalars({}, step + 1)
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """Add a point to each curve; the first failure is logged, and the next call begins with a new writer."""
         try:
             if self._writer is None or not self._folder.is_dir():
-                self._close_writer()
+                self.close()
                 self._writer = SummaryWriter(str(self._folder), purge_step=step)
             for tag, value in values.items():
                 self._writer.add_scalar(tag, value, step)
@@ -152,24 +137,14 @@ class TensorBoard:
             if not self._failed:
                 self._log(f"TensorBoard: {self._folder} cannot be written ({error}); the run goes on")
             self._failed = True
-            self._close_writer()
+            self.close()
 
     def close(self) -> None:
         """Close the files; idempotent."""
-        self._close_writer()
-        if threading.excepthook == self._quiet:
-            threading.excepthook = self._hook
-
-    def _close_writer(self) -> None:
         writer, self._writer = self._writer, None
         if writer is not None:
             with suppress(OSError):
                 writer.close()
-
-    def _quiet(self, failure: Any) -> None:
-        """TensorBoard's writer thread fails without a traceback: the next point raises the error."""
-        if not (type(failure.thread).__module__.startswith("tensorboard.") and isinstance(failure.exc_value, OSError)):
-            self._hook(failure)
 
 
 class _Wandb:

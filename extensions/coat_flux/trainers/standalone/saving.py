@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import glob
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -54,7 +55,7 @@ from ...saves.state import (
     save_tensors,
 )
 from ...watch.guard import WINDOW
-from ..full import PART, ModelFiles, check_model, restore_model
+from ..full import PART, check_model, restore_model, write_model
 from ..optimizer import restore_optimizer
 from ..processes import exchange
 from .loading import TORCH_DTYPES, base_weights
@@ -62,8 +63,6 @@ from .validation import held_out_of
 
 if TYPE_CHECKING:
     from .session import Session
-
-__all__ = ["ResumePoint", "check_same_run", "find_resume_point", "identity_of", "save", "save_name", "trusted_after"]
 
 PUBLISHED_FILE = "published.safetensors"
 MODEL_FOLDER = "published"
@@ -76,11 +75,6 @@ def save_name(name: str, step: int | None, *, full: bool = False) -> str:
     """Name of a save: `<name>_000000500.safetensors`, `<name>.safetensors` without a step; `full`: a folder's name."""
     ending = "" if full else ".safetensors"
     return f"{name}{ending}" if step is None else f"{name}_{step:09d}{ending}"
-
-
-def trusted_after(job: JobConfig) -> int:
-    """Steps after which a state is known to be good if no doubt arose: the guard's longest delay."""
-    return min(job.save.save_every, WINDOW)
 
 
 def save(session: Session, *, final: bool) -> Path:
@@ -129,37 +123,37 @@ def _write(
     job, rng, dtype = session.job, rng_state(), TORCH_DTYPES[session.job.save.dtype]
     published = average or trained
     metadata = _metadata(session)
-    model = ModelFiles(session.transformer, base_weights(job.model.name_or_path)) if job.full else None
+    base = base_weights(job.model.name_or_path) if job.full else None
     raw = trained
-    if model is not None and not average and all(tensor.dtype == dtype for tensor in trained.values()):
+    if base is not None and not average and all(tensor.dtype == dtype for tensor in trained.values()):
         raw = {}  # the model is saved as it is trained
-    inside = PUBLISHED_FILE if model is None else MODEL_FOLDER
+    inside = PUBLISHED_FILE if base is None else MODEL_FOLDER
 
     def write(folder: Path) -> None:
-        if model is None:
+        if base is None:
             save_tensors(folder / inside, {name: value.to(dtype) for name, value in published.items()}, metadata)
         else:
-            model.write(folder / inside, published, dtype, metadata)
+            write_model(folder / inside, session.transformer, base, published, dtype, metadata)
         with (folder / OPTIMIZER_FILE).open("wb") as file:
             torch.save(dict(states), file)
         RunState.write(folder, STANDALONE, record, raw, average, rng)
         session.log.info(f"{path.name}: {read_back(folder / inside)}")
 
     def read_back(file: Path) -> str:
-        if model is not None:
+        if base is not None:
             return check_model(file, session.lora)
         if not final and not any(up.any() for name, up in load_file(file).items() if ".lora_B." in name):
             return f"every lora_B is still zero in {job.save.dtype}, this LoRA has no effect yet"
         return check_export(file, expected={name: tuple(param.shape) for name, param in session.lora.items()}).line()
 
     needed = sum(tensor.numel() for tensor in trained.values()) * dtype.itemsize
-    if model is not None:
-        needed = sum(model.sizes(dtype).values())
+    if base is not None:
+        needed = sum(math.prod(place.shape) for place in base.places.values()) * dtype.itemsize
     for leaf in tree_leaves([states, rng, dict(raw), dict(average)]):
         if isinstance(leaf, Tensor):
             needed += leaf.nbytes
     publish = {path.name: inside, OPTIMIZER_FILE: OPTIMIZER_FILE}
-    commit(job.folder, session.step, write, publish, needed_bytes=needed, apart=trusted_after(job))
+    commit(job.folder, session.step, write, publish, needed_bytes=needed, apart=min(job.save.save_every, WINDOW))
     for old in _old_saves(job.folder, job.name, job.save.max_step_saves_to_keep):
         discard(old)
         session.log.detail(f"Removing old save: {old}")

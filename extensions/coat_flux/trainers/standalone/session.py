@@ -46,10 +46,8 @@ from .flow_matching import Objective
 from .loading import TORCH_DTYPES, Encoders, load_encoders, load_transformer
 from .network import LoraEMA, add_lora, lora_parameters, lora_targets
 from .progress import RunLog
-from .validation import ImageSampler, Validation, held_out_of
+from .validation import ImageSampler, fixed_noise, held_out_of
 from .workers import Workers, shard, whole_norms
-
-__all__ = ["Session"]
 
 
 class Session:
@@ -58,7 +56,8 @@ class Session:
     `step` counts optimizer steps; `outstanding` is the last one until its numbers are read; `owes_save`: a save was
     postponed by the guard's doubt; `identity` and `record` go into `state.json`; `report` is None without COAT;
     `lora` are the trained parameters by name, without `network` the transformer's; `fused` updates them in backward;
-    `captures`: steps are CUDA graphs, which `graphs` holds.
+    `skips_on_device`: the optimizer can; `captures`: steps are CUDA graphs, which `graphs` holds; `noise` and `levels`
+    are those of the validation loss, on photos held out if the job `holds_out` any.
     """
 
     def __init__(
@@ -93,7 +92,8 @@ class Session:
         encoders = load_encoders(model.name_or_path, self.dtype, model.extras_name_or_path)
         phases.hold_models(encoders.vae, encoders.text.models)
         self.dataset, self.images = _prepare_data(job, workers, encoders, [*trained, *measured])
-        self.validation = Validation(self.dataset, measured, trained)
+        self.holds_out = bool(measured)
+        self.noise, self.levels = fixed_noise(self.dataset, measured, trained)
         self.sampler = BucketBatchSampler(
             trained,
             train.batch_size,
@@ -126,6 +126,7 @@ class Session:
             train.optimizer_params,
             job.seed,
         )
+        self.skips_on_device = isinstance(self.optimizer, FP8AdamW) and self.optimizer.defaults["capturable"]
         if point is not None:
             point.restore_optimizer(self.optimizer, train.optimizer, log.info)
         self.lr_scheduler = make_scheduler(

@@ -23,8 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["MOST_GRAPHS", "StepGraphs", "capture"]
-
 MOST_GRAPHS = 8  # captured shapes: the driver keeps every node of each
 ROOM = 1.05  # memory of an eager step relative to the pool's
 # Relative tolerances of the loss and of an update's norm: attention's backward sums in any order.
@@ -228,11 +226,11 @@ def _difference(
     if not all(map(torch.equal, found["counters"], expected["counters"])):
         return "the optimizer counted another number of steps"
     for kind in ("parameters", "average"):
-        error, update = (_distance(a[kind], expected[kind]) for a in (found, before))
+        distances = []
+        for state in (found, before):
+            pairs = zip(state[kind], expected[kind], strict=True)
+            distances.append(math.hypot(*(float((x.float() - y.float()).norm()) for x, y in pairs)))
+        error, update = distances
         if error > LARGEST_DIFFERENCE * update:
             return f"update of the {kind} by {error / update if update else math.inf:.1%}"
     return ""
-
-
-def _distance(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
-    return math.hypot(*(float((x.float() - y.float()).norm()) for x, y in zip(a, b, strict=True)))

@@ -45,7 +45,7 @@ from ...saves.interrupts import Interrupts
 from ...saves.repair import go_back, repair, run_lock, way_back
 from ...saves.rng import Stream, seed_global
 from ...saves.state import execution_changes, execution_of
-from ...watch.guard import DeadRunError
+from ...watch.guard import WINDOW, DeadRunError
 from ...watch.live import COMMANDS, LiveRun
 from ...watch.memory_report import finish
 from ...watch.oom import OutOfMemory, explain_oom, is_oom
@@ -56,12 +56,11 @@ from ..optimizer import advance, learning_rate
 from ..processes import EXIT_OTHER, first_to_fail
 from .flow_matching import bypassed_guidance
 from .progress import RunLog
-from .saving import check_same_run, find_resume_point, identity_of, save, save_name, trusted_after
+from .saving import check_same_run, find_resume_point, identity_of, save, save_name
 from .session import Session
 from .step_graph import Drawn, StepGraphs
-from .workers import Reading, Workers, not_finite, whole_norms
-
-__all__ = ["COATTrainer", "settle", "train_step"]
+from .validation import loss_of
+from .workers import Workers, not_finite, start_reading, whole_norms
 
 Observer = Callable[[Session], None]
 
@@ -132,7 +131,7 @@ class COATTrainer:
         return way_back(
             job.folder,
             since,
-            trusted_after(job),
+            min(job.save.save_every, WINDOW),
             lambda step: f'resume from step {step}: coat-flux train "{job.file}"{option} --from-step {step}',
             "start the same config again",
         )
@@ -197,7 +196,7 @@ def _run(session: Session, observer: Observer | None) -> Path:
         session.watch.guard.check_end(session.step)
         path = save(session, final=True)
     _draw_samples(session)
-    if session.validation.held_out:
+    if session.holds_out:
         log.info(describe_lowest(session.record["held_out_loss"], job.folder, job.name))
     else:
         log.info(f"validation loss {session.record['validation_loss']:.6f} -> {_validate(session):.6f}")
@@ -228,7 +227,7 @@ def _train_steps(session: Session, interrupts: Interrupts, observer: Observer | 
                 log.info(line)
         if observer is not None:
             observer(session)
-        if session.validation.held_out and (last or validates):
+        if session.holds_out and (last or validates):
             _validate(session)
         if last:
             return
@@ -285,13 +284,15 @@ def _validate(session: Session) -> float:
         session.averaged(),
         bypassed_guidance(session.transformer, bypass),
     ):
-        loss = session.validation.loss(
+        loss = loss_of(
             session.transformer,
+            session.noise,
+            session.levels,
+            lambda _: session.job.train.batch_size,
             dtype=session.dtype,
             device=session.workers.device,
-            at_once=session.job.train.batch_size,
         )
-    if session.validation.held_out:
+    if session.holds_out:
         session.record["held_out_loss"] = [*session.record.get("held_out_loss", []), [session.step, loss]]
     session.log.validation(session.step, loss)
     return loss
@@ -307,7 +308,7 @@ class Outstanding:
     step: int
     epoch: int
     lr: float
-    numbers: Reading
+    read: Callable[[], list[float]]
     seconds: float = 0.0
 
 
@@ -318,7 +319,7 @@ def train_step(session: Session, batches: Iterator[Batch], interrupts: Interrupt
     """
     started = time.perf_counter()
     watch, number = session.watch, session.step + 1
-    late = _skips_on_device(session) and not watch.reads_at_once(number)
+    late = session.skips_on_device and not watch.reads_at_once(number)
     if not late:
         settle(session)
     lr = learning_rate(session.optimizer)
@@ -330,9 +331,9 @@ def train_step(session: Session, batches: Iterator[Batch], interrupts: Interrupt
         if interrupts.asked:
             commands |= {"stop"}
         numbers, asked = session.workers.agree(numbers, [name in commands for name in COMMANDS])
-        reading = Reading(numbers)
+        read = start_reading(numbers)
         if not late:
-            if watch.allows_update(number, *reading.read()):
+            if watch.allows_update(number, *read()):
                 _update(session, None)
         elif replayed is None:
             _update(session, not_finite(numbers))
@@ -340,7 +341,7 @@ def train_step(session: Session, batches: Iterator[Batch], interrupts: Interrupt
     advance(session.lr_scheduler, 1)
     session.step = number
     before = session.outstanding
-    session.outstanding = Outstanding(number, session.epoch, lr, reading)
+    session.outstanding = Outstanding(number, session.epoch, lr, read)
     if before is not None:
         _finish(session, before, judge=True)
     session.outstanding.seconds = time.perf_counter() - started
@@ -357,7 +358,7 @@ def settle(session: Session) -> None:
 
 def _finish(session: Session, done: Outstanding, *, judge: bool) -> None:
     """Report a step; `judge` it first unless done before its update."""
-    loss, norm = done.numbers.read()
+    loss, norm = done.read()
     if judge:
         session.watch.allows_update(done.step, loss, norm)
     if session.outstanding is done:
@@ -365,10 +366,6 @@ def _finish(session: Session, done: Outstanding, *, judge: bool) -> None:
     session.watch.end_step(done.step, done.seconds)
     skipped = session.watch.guard.skipped
     session.log.step(StepStats(done.step, done.epoch, loss, done.lr, norm, done.seconds, skipped))
-
-
-def _skips_on_device(session: Session) -> bool:
-    return isinstance(session.optimizer, FP8AdamW) and session.optimizer.defaults["capturable"]
 
 
 def _gradients(session: Session, number: int, batches: Sequence[Batch]) -> Tensor:
@@ -386,7 +383,7 @@ def _gradients(session: Session, number: int, batches: Sequence[Batch]) -> Tenso
     else:
         loss = session.watch.retry(number, lambda: _accumulate(session, batches), reset)
     if session.fused is not None:
-        return torch.stack([loss, session.fused.norm().to(loss)])
+        return torch.stack([loss, session.fused.norm.to(loss)])
     session.workers.sum_gradients(list(session.lora.values()))
     return _clipped(session, loss)
 
@@ -439,9 +436,19 @@ def _replay(session: Session, number: int, batches: Sequence[Batch]) -> Tensor |
         return None
     if session.graphs is None:
         runner = BlockRunner.of(session.transformer)
+
+        def state() -> dict[str, list[Tensor]]:
+            entries = [session.optimizer.state[parameter] for parameter in session.lora.values()]
+            return {
+                "parameters": list(session.lora.values()),
+                "average": [] if session.ema is None else list(session.ema.shadow.values()),
+                "counters": [entry["step"] for entry in entries],
+                "others": [x for entry in entries for name, x in entry.items() if name != "step"],
+            }
+
         session.graphs = StepGraphs(
             lambda drawn, rates: _whole_step(session, drawn, rates),
-            lambda: _state(session),
+            state,
             lambda: None if runner is None else runner.generation,
             session.log.info,
             strict=session.job.coat.fallback == "error",
@@ -484,13 +491,3 @@ def _whole_step(session: Session, drawn: Drawn, rates: Tensor) -> Tensor:
         optimizer.found_inf = None
         optimizer.zero_grad(set_to_none=True)
     return numbers
-
-
-def _state(session: Session) -> dict[str, list[Tensor]]:
-    entries = [session.optimizer.state[parameter] for parameter in session.lora.values()]
-    return {
-        "parameters": list(session.lora.values()),
-        "average": [] if session.ema is None else list(session.ema.shadow.values()),
-        "counters": [entry["step"] for entry in entries],
-        "others": [x for entry in entries for name, x in entry.items() if name != "step"],
-    }

@@ -32,8 +32,6 @@ from ...data.loader import LatentDataset
 from .flow_matching import noisy_latents, predict_velocity, sample_losses
 from .loading import Encoders
 
-__all__ = ["ImageSampler", "Validation", "held_out_of", "loss_of", "one_each", "predictions"]
-
 TRAINED_PHOTOS = 8
 FORMATS = {"jpg": "JPEG", "png": "PNG", "webp": "WEBP"}
 JPEG_QUALITY = 95
@@ -52,36 +50,21 @@ def one_each(samples: Sequence[Sample]) -> list[Sample]:
     return [sizes[i % len(sizes)] for i, sizes in enumerate(by_photo.values())]
 
 
-class Validation:
-    """The validation loss of a run: on `held_out` samples of any sizes, or else on `trained` ones."""
-
-    def __init__(
-        self,
-        dataset: LatentDataset,
-        held_out: Sequence[Sample],
-        trained: Sequence[Sample],
-    ):
-        self.held_out = bool(held_out)
-        if held_out:
-            samples = one_each(held_out)
-            self._levels = levels_for(len(samples))
-        else:
-            count, n = len(trained), TRAINED_PHOTOS
-            samples = [trained[i * count // n if count >= n else i % count] for i in range(n)]
-            self._levels = 1
-        photos = [dataset.encoded(sample, sample.caption) for sample in samples]
-        self._noise = FixedNoise(photos, [sample.image_path.name for sample in samples])
-
-    def loss(
-        self,
-        transformer: nn.Module,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        at_once: int,
-    ) -> float:
-        """The mean loss, leaving random generators alone; `at_once` is the batch size."""
-        return loss_of(transformer, self._noise, self._levels, lambda _: at_once, dtype=dtype, device=device)
+def fixed_noise(
+    dataset: LatentDataset,
+    held_out: Sequence[Sample],
+    trained: Sequence[Sample],
+) -> tuple[FixedNoise, int]:
+    """The photos of a run's validation loss, `held_out` of any sizes or else `trained` ones, and its noise levels."""
+    if held_out:
+        samples = one_each(held_out)
+        levels = levels_for(len(samples))
+    else:
+        count, n = len(trained), TRAINED_PHOTOS
+        samples = [trained[i * count // n if count >= n else i % count] for i in range(n)]
+        levels = 1
+    photos = [dataset.encoded(sample, sample.caption) for sample in samples]
+    return FixedNoise(photos, [sample.image_path.name for sample in samples]), levels
 
 
 def loss_of(
@@ -141,8 +124,26 @@ class ImageSampler:
         self.items = list(items)
         self._vae, self._scheduler = encoders.vae, encoders.scheduler
         self._device, self._extension = device, extension
+        self._pipeline: Callable[..., Any]  # without its encoders, and its arguments for each prompt in place of them
+        self._calls: list[dict[str, Tensor]]
+        text = encoders.text
+        assert text is not None
         prompts = [inject_trigger(item.prompt, trigger_word, add_if_missing=False) for item in self.items]
-        self._pipeline, self._embeds = _encode(encoders, prompts)
+        encoded = [tuple(x.cpu() for x in text.encode([prompt])) for prompt in prompts]
+        if not isinstance(text, Flux2Text):
+            none = dict.fromkeys(("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
+            self._pipeline = functools.partial(FluxPipeline, **none)
+            self._calls = [{"prompt_embeds": embeds, "pooled_prompt_embeds": pooled} for embeds, pooled in encoded]
+            return
+        self._pipeline = functools.partial(type(text.pipeline), text_encoder=None, tokenizer=None)
+        self._calls = [{"prompt_embeds": embeds} for embeds, _ in encoded]
+        if type(text.pipeline).__name__ == "Flux2Pipeline":
+            return
+        self._pipeline = functools.partial(self._pipeline, is_distilled=encoders.distilled)
+        if not encoders.distilled:
+            negative = text.encode([""])[0].cpu()
+            for call in self._calls:
+                call["negative_prompt_embeds"] = negative
 
     @torch.no_grad()
     def draw(self, transformer: nn.Module, step: int, folder: Path | None) -> list[Path]:
@@ -150,9 +151,22 @@ class ImageSampler:
         was_training, home = transformer.training, self._vae.device
         transformer.eval()
         self._vae.to(self._device)
+        images: list[Image] = []
         try:
             # draw all before writing: if that fails, no other process waits
-            images = [self._draw_one(transformer, number) for number in range(len(self.items))]
+            for item, call in zip(self.items, self._calls, strict=True):
+                scheduler = FlowMatchEulerDiscreteScheduler.from_config(self._scheduler.config)
+                pipeline = self._pipeline(scheduler=scheduler, vae=self._vae, transformer=transformer)
+                pipeline.set_progress_bar_config(disable=True)
+                result = pipeline(
+                    **{name: x.to(self._device, self._vae.dtype) for name, x in call.items()},
+                    width=item.width,
+                    height=item.height,
+                    guidance_scale=item.guidance_scale,
+                    num_inference_steps=item.sample_steps,
+                    generator=torch.Generator("cpu").manual_seed(item.seed),
+                )
+                images.append(result.images[0])
         finally:
             self._vae.to(home)
             transformer.train(was_training)
@@ -163,38 +177,3 @@ class ImageSampler:
                 image.save(temp, format=FORMATS[self._extension], quality=JPEG_QUALITY)
             paths.append(path)
         return paths
-
-    def _draw_one(self, transformer: nn.Module, number: int) -> Image:
-        item = self.items[number]
-        scheduler = FlowMatchEulerDiscreteScheduler.from_config(self._scheduler.config)
-        pipeline = self._pipeline(scheduler=scheduler, vae=self._vae, transformer=transformer)
-        pipeline.set_progress_bar_config(disable=True)
-        embeds = {name: x.to(self._device, self._vae.dtype) for name, x in self._embeds[number].items()}
-        image: Image = pipeline(
-            **embeds,
-            width=item.width,
-            height=item.height,
-            guidance_scale=item.guidance_scale,
-            num_inference_steps=item.sample_steps,
-            generator=torch.Generator("cpu").manual_seed(item.seed),
-        ).images[0]
-        return image
-
-
-def _encode(encoders: Encoders, prompts: Sequence[str]) -> tuple[Callable[..., Any], list[dict[str, Tensor]]]:
-    """What makes the pipeline without its encoders, and its arguments for each prompt instead of them."""
-    text = encoders.text
-    assert text is not None
-    encoded = [tuple(x.cpu() for x in text.encode([prompt])) for prompt in prompts]
-    if not isinstance(text, Flux2Text):
-        none = dict.fromkeys(("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
-        calls = [{"prompt_embeds": embeds, "pooled_prompt_embeds": pooled} for embeds, pooled in encoded]
-        return functools.partial(FluxPipeline, **none), calls
-    make = functools.partial(type(text.pipeline), text_encoder=None, tokenizer=None)
-    calls = [{"prompt_embeds": embeds} for embeds, _ in encoded]
-    if type(text.pipeline).__name__ == "Flux2Pipeline":
-        return make, calls
-    if not encoders.distilled:
-        negative = text.encode([""])[0].cpu()
-        calls = [{**call, "negative_prompt_embeds": negative} for call in calls]
-    return functools.partial(make, is_distilled=encoders.distilled), calls

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -27,8 +27,6 @@ from ...blocks.models import family_of, listed_blocks
 from ...config.launch import LaunchError, launch_obstacle, shares_weights
 from ...watch.guard import tensor_norms
 from ..processes import STEP_LIMIT, Processes, exchange
-
-__all__ = ["Reading", "Workers", "not_finite", "shard", "whole_norms"]
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +45,11 @@ class Workers(Processes):
         if (obstacle := launch_obstacle(os.environ)) is not None:
             raise LaunchError(obstacle)
         wanted = torch.device(device) if device is not None else None
-        missing = wanted is not None and not _available(wanted)
+        missing = False
+        if wanted is not None and wanted.type == "cuda":
+            missing = not torch.cuda.is_available() or (wanted.index or 0) >= torch.cuda.device_count()
+        elif wanted is not None and wanted.type != "cpu":
+            missing = not torch.backends.mps.is_available()
         if missing:
             logger.warning("device=%s: torch finds no such device here; training on the CPU", device)
         on_cpu = missing or (wanted is not None and wanted.type == "cpu")
@@ -74,31 +76,23 @@ class Workers(Processes):
         AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def _available(device: torch.device) -> bool:
-    if device.type == "cuda":
-        return torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()
-    return device.type == "cpu" or torch.backends.mps.is_available()
-
-
 # --- numbers of a step ---
 
 
-class Reading:
-    """A few numbers, fp32 [n], on their way from the device."""
+def start_reading(values: Tensor) -> Callable[[], list[float]]:
+    """Start to copy a few numbers, fp32 [n], from the device; the result waits for them."""
+    if not values.is_cuda:
+        return values.tolist
+    copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    copy.copy_(values, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
 
-    def __init__(self, values: Tensor) -> None:
-        self._copy, self._copied = values, None
-        if values.is_cuda:
-            self._copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            self._copy.copy_(values, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record()
+    def read() -> list[float]:
+        copied.synchronize()
+        return copy.tolist()
 
-    def read(self) -> list[float]:
-        """Wait for them."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        return self._copy.tolist()
+    return read
 
 
 def not_finite(values: Tensor) -> Tensor:
