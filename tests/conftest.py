@@ -19,13 +19,9 @@ if not torch.cuda.is_available():
 
 ALL_ONLY = (  # tests that take minutes on a busy machine: left to `python scripts/test.py --all`; at most 20
     "tests/kernels/test_compile.py",  # every kernel, compiled for GPUs that are not there
-    "tests/unit/test_step_graph.py",  # steps of the trainer, captured by a stand-in of CUDA graphs
-    "tests/integration/test_aitk_standin.py::test_copied_folder_says_what_to_run_and_other_jobs_do_not_notice",
-    "tests/integration/test_aitk_standin.py::test_linked_folder_needs_no_pip",
     "tests/integration/test_bench_memory.py::test_bytes_kept_by_loop_and_flow",
     "tests/integration/test_bench_runs.py",  # real runs of the benchmark
-    "tests/integration/test_engine_processes.py::test_one_two_and_three_processes_are_one_run",
-    "tests/integration/test_engine_processes.py::test_under_fsdp2_one_two_and_three_processes_are_one_full_run",
+    "tests/integration/test_engine_processes.py::test_under_fsdp2_three_processes_resume_the_full_run_of_two",
     "tests/integration/test_engine_processes.py::test_a_killed_process_ends_all_with_one_message",
     "tests/integration/test_plan_measured.py::test_bytes_of_full_fine_tuning_are_as_predicted[on a CPU]",
     "tests/integration/test_plan_measured.py::test_largest_moment_of_a_step_is_as_predicted",  # whole steps, on meta

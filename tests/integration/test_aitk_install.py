@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from coat_flux.trainers.ai_toolkit import install as module
 from coat_flux.trainers.ai_toolkit.install import MANIFEST, InstallError, install
 from tests.helpers.aitk_standin.host import CHECKOUT, PACKAGE, REPOSITORY, copy_checkout
 
@@ -81,26 +80,21 @@ def test_without_the_right_to_link_files_are_copied(checkout: Path, no_links: No
     assert _contents(checkout) == before
 
 
-def test_files_of_the_user_are_left_alone(checkout: Path) -> None:
-    name, mine = CONFIGS[0].name, {CONFIGS[0].name: "mine", "other.yaml": "mine too"}
-    (checkout / "configs").mkdir()
-    for file, text in mine.items():
-        (checkout / "configs" / file).write_text(text)
-    assert any(line.startswith(f"configs/{name}: left alone") for line in install(checkout))
-    install(checkout, undo=True)
-    assert {path.name: path.read_text() for path in (checkout / "configs").iterdir()} == mine
-
-
-def test_undo_keeps_what_was_added_or_changed_since(checkout: Path, no_links: None) -> None:
-    install(checkout)
-    config = checkout / "configs" / CONFIGS[0].name
-    config.write_text("edited by the user")
+def test_files_of_the_user_are_left_alone_as_is_what_was_added_or_changed_since(checkout: Path, no_links: None) -> None:
+    own, edited = (checkout / "configs" / config.name for config in CONFIGS[:2])
+    own.parent.mkdir()
+    own.write_text("mine")
+    assert any(line.startswith(f"configs/{own.name}: left alone") for line in install(checkout))
+    edited.write_text("edited by the user")
     cache = checkout / "datasets_example" / "clothing" / ".aitk_size.json"
     cache.write_text("{}")
     lines = install(checkout, undo=True)
-    assert config.read_text() == "edited by the user"
+    assert any(line.startswith(f"configs/{edited.name}: left") for line in lines)
+    assert {path.name: path.read_text() for path in own.parent.iterdir()} == {
+        own.name: "mine",
+        edited.name: "edited by the user",
+    }
     assert cache.exists()
-    assert any(line.startswith(f"configs/{config.name}: left") for line in lines)
     assert not (checkout / EXTENSION).exists()
 
 
@@ -114,9 +108,3 @@ def test_a_foreign_extension_folder_or_checkout_is_refused(checkout: Path, tmp_p
     with pytest.raises(InstallError, match=r"toolkit/extension\.py, extensions missing"):
         install(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"run.py", "ait"}
-
-
-def test_installed_without_a_checkout_says_what_is_missing(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "shipped_folder", lambda name: None)
-    assert any(line.startswith("configs: not part of this installation") for line in install(checkout))
-    assert not (checkout / "configs").exists()

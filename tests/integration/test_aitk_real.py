@@ -7,12 +7,14 @@ in a temporary folder of links to it.
 
 from __future__ import annotations
 
+import signal
 from typing import Any
 
 import pytest
 import torch
 
 from coat_flux.trainers.ai_toolkit.install import install
+from tests.helpers.aitk_standin.ends import assert_same_end
 from tests.helpers.aitk_standin.real import STEPS, Checkout, make_plain_entry, make_real_entry, real_checkout  # noqa: F401
 from tests.helpers.asserts import assert_bitwise
 from tests.tolerances import FLOW_DIRECTION_COSINE
@@ -128,6 +130,23 @@ def test_every_block_is_fused_with_several_images(checkout: Checkout, batch: int
     log = (checkout.folder(name) / "coat" / "log.txt").read_text(encoding="utf-8")
     assert "  blocks: 9 kept in FP8, fused flow, attention fp8\n" in log
     assert "flow in place of" not in out
+
+
+def test_a_killed_run_ends_as_the_one_that_was_not(checkout: Checkout) -> None:
+    """With all that has a state: average, schedule, accumulation, dropped captions in two loader processes."""
+    average = {"use_ema": True, "ema_decay": 0.9}
+    entry = make_real_entry(steps=9, gradient_accumulation=2, ema_config=average, lr_scheduler="cosine")
+    entry["datasets"][0].update(caption_dropout_rate=0.5, num_workers=2)
+    entry["logging"] = {"verbose": True}  # memory lines are printed, too
+    checkout.run("whole", entry)
+    for moment in ("Saving at step 6", "[after_backward] Step 6"):
+        name = f"killed_{len(moment)}"
+        code, _ = checkout.start(name, entry, at=moment, send=signal.SIGKILL)
+        assert code == -signal.SIGKILL
+        out = checkout.run(name, entry)
+        assert "[coat] resume: continues after step 4" in out or "[coat] resume: continues after step 7" in out
+        assert_same_end(checkout.folder("whole"), checkout.folder(name))
+        _assert_same_lora(checkout, "whole", name)
 
 
 def _assert_same_lora(checkout: Checkout, one: str, other: str) -> None:

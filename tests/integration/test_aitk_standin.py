@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests import tolerances
 from tests.helpers.aitk_standin.host import (  # noqa: F401
@@ -171,12 +172,15 @@ sys.meta_path.insert(0, Hide())
 """
 
 
-def _run_without_pip(root: Path, kind: str) -> subprocess.CompletedProcess[str]:
-    """Run a job in an interpreter in which COAT-FLUX is not installed."""
-    entry = root / "entry.json"
-    entry.write_text(json.dumps(make_entry(root, kind)))
-    code = f"{HIDE_PIP}\nimport runpy\nsys.argv = ['run.py', {str(entry)!r}]\n"
-    code += f"runpy.run_path({str(root / 'run.py')!r}, run_name='__main__')"
+def _run_without_pip(root: Path, *kinds: str) -> subprocess.CompletedProcess[str]:
+    """Run a job of each type, one after the other, in an interpreter in which COAT-FLUX is not installed."""
+    code = f"{HIDE_PIP}\nimport runpy\n"
+    for kind in kinds:
+        entry = root / f"{kind}.json"
+        entry.write_text(json.dumps(make_entry(root, kind)))
+        code += (
+            f"sys.argv = ['run.py', {str(entry)!r}]\nrunpy.run_path({str(root / 'run.py')!r}, run_name='__main__')\n"
+        )
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, timeout=120)
 
 
@@ -190,16 +194,18 @@ def test_linked_folder_needs_no_pip(tmp_path: Path) -> None:
 
 def test_copied_folder_says_what_to_run_and_other_jobs_do_not_notice(tmp_path: Path) -> None:
     root = copy_checkout(tmp_path / "ait")
-    copied = root / "extensions" / "coat_flux"
-    shutil.copytree(PACKAGE, copied, ignore=shutil.ignore_patterns("__pycache__"))
-    plain = _run_without_pip(root, "sd_trainer")
-    assert plain.returncode == 0, plain.stderr
-    assert "coat" not in plain.stdout + plain.stderr
-    ours = _run_without_pip(root, "coat_flux_trainer")
-    assert ours.returncode == 1
-    assert f"COAT-FLUX cannot run in ai-toolkit {VERSION}: coat_core cannot be imported" in ours.stderr
-    assert f"{sys.executable} -m pip install --no-deps" in ours.stderr
-    (copied / "trainers" / "ai_toolkit" / "extension.py").write_text("raise OSError('disk')")
-    broken = _run_without_pip(root, "sd_trainer")
-    assert broken.returncode == 0, broken.stderr
-    assert "COAT-FLUX could not start and is left out" in broken.stderr
+    shutil.copytree(PACKAGE, root / "extensions" / "coat_flux", ignore=shutil.ignore_patterns("__pycache__"))
+    both = _run_without_pip(root, "sd_trainer", "coat_flux_trainer")
+    assert both.returncode == 1
+    assert len(load_file(root / "out" / "standin_job" / "standin_job.safetensors")) > 0
+    assert "coat" not in both.stdout
+    assert f"COAT-FLUX cannot run in ai-toolkit {VERSION}: coat_core cannot be imported" in both.stderr
+    assert f"{sys.executable} -m pip install --no-deps" in both.stderr
+
+
+def test_extension_that_cannot_start_is_left_out(
+    host: Host, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "coat_flux.trainers.ai_toolkit.extension", None)
+    assert "coat_flux_trainer" not in host.start()
+    assert "COAT-FLUX could not start and is left out" in caplog.text + "".join(capsys.readouterr())
