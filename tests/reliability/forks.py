@@ -54,7 +54,8 @@ def fork(work: Callable[[], None], deadline_s: int = DEADLINE_S) -> int:
         return child
     code = FAILED
     try:
-        keep_locks_apart()
+        # tqdm's lock is shared with the parent, which would wait forever for that of a killed child
+        tqdm.set_lock(threading.RLock())
         signal.alarm(deadline_s)
         quiet = os.open(os.devnull, os.O_WRONLY)
         os.dup2(quiet, 1)
@@ -64,11 +65,6 @@ def fork(work: Callable[[], None], deadline_s: int = DEADLINE_S) -> int:
         traceback.print_exc()
     finally:
         os._exit(code)
-
-
-def keep_locks_apart() -> None:
-    """In a child: tqdm's lock is shared with the parent, which would wait forever for that of a killed child."""
-    tqdm.set_lock(threading.RLock())
 
 
 def wait(child: int) -> int:

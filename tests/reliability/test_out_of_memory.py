@@ -95,19 +95,6 @@ class Training:
         return [*self.model.transformer_blocks, *self.model.single_transformer_blocks]
 
 
-def fail_in(training: Training, where: str, after: int, job: Any = None) -> str:
-    """Let a step run out of memory; what is said of it. Its weights must not have changed."""
-    before = training.weights()
-    try:
-        with RunsOut(training.phases, where, after):
-            training.step()
-    except torch.OutOfMemoryError as error:
-        said = explain_oom(error, training.phases, job)
-    for name, value in training.weights().items():
-        assert_bitwise(value, before[name])
-    return said
-
-
 def big_job(**coat: Any) -> JobConfig:
     """FLUX.1-dev, batches of two, nothing cached: the plan's figures for it are in gigabytes."""
     return job_of(
@@ -120,31 +107,41 @@ def big_job(**coat: Any) -> JobConfig:
 # --- a step that fails, and is tried again ---
 
 
+@pytest.fixture(scope="module")
+def recomputing() -> Training:
+    """One step with every block recomputed."""
+    training = Training({"memory": {"checkpointing": "all"}})
+    training.step()
+    return training
+
+
 @pytest.mark.parametrize(("moment", "after"), [("forward pass", 3), ("backward pass", 300)])
-def test_the_step_is_explained_and_the_retry_recomputes_every_block(moment: str, after: int) -> None:
-    training, expected = Training({}), Training({"memory": {"checkpointing": "all"}})
-    said = fail_in(training, moment, after, job=big_job)
-    assert said.splitlines()[0] == f"Out of memory in the phase step ({moment}): {MESSAGE.splitlines()[0]}"
-    assert "plan for this phase: " in said
-    assert "train.cache_text_embeddings: true" in said
+def test_the_step_is_explained_and_the_retry_recomputes_every_block(
+    recomputing: Training, moment: str, after: int
+) -> None:
+    training = Training({})
+    before = training.weights()
+    with pytest.raises(torch.OutOfMemoryError) as error, RunsOut(training.phases, moment, after):
+        training.step()
+    for name, value in training.weights().items():
+        assert_bitwise(value, before[name])
+    said = explain_oom(error.value, training.phases, None).splitlines()
+    assert said[0] == f"Out of memory in the phase step ({moment}): {MESSAGE.splitlines()[0]}"
+    held = next(line for line in said if line.startswith("held now: "))
+    assert f"lora {sum(4 * p.numel() for p in training.lora.values()) / 1e6:.2f} MB" in held
+    assert "transformer " in held
+    kept = training.kept_bytes()
     line = recompute_more(training.model)
     assert line is not None
     assert line.startswith("checkpointing auto: from here on all 4 blocks recompute, before 0 did")
     assert "gradients are now those of FP8 inputs" in line
     assert recompute_more(training.model) is None
-    for run in (training, expected):
-        run.step()
-    for name, value in expected.weights().items():
+    training.step()
+    for name, value in recomputing.weights().items():
         assert_bitwise(training.weights()[name], value)
-
-
-def test_the_retry_keeps_less_for_backward() -> None:
-    training = Training({})
-    before = training.kept_bytes()
-    recompute_more(training.model)
-    after = training.kept_bytes()
-    assert after < 0.5 * before
-    assert after == Training({"memory": {"checkpointing": "all"}}).kept_bytes()
+    less = training.kept_bytes()
+    assert less < 0.5 * kept
+    assert less == recomputing.kept_bytes()
 
 
 def test_transposed_weights_go_first_and_change_nothing() -> None:
@@ -178,6 +175,9 @@ def test_what_the_config_fixes_is_left_as_it_is(mode: str) -> None:
     before = BlockRunner.of(training.model).plan.recomputed
     assert recompute_more(training.model) is None
     assert BlockRunner.of(training.model).plan.recomputed == before
+
+
+def test_a_model_that_may_not_recompute_or_has_no_blocks_is_left_as_it_is() -> None:
     assert recompute_more(coat_flux_model({}, allow_recompute=False)[0]) is None
     assert recompute_more(nn.Linear(2, 2)) is None
 
@@ -225,12 +225,14 @@ def freed(job: JobConfig, phase: str = "step") -> dict[str, int]:
 
 
 def test_remedies_have_their_megabytes_and_come_cheapest_first(card: dict[str, float]) -> None:
-    sizes = freed(big_job(memory={"checkpointing": "none"}, activation={"attention": "bf16"}))
+    memory = {"checkpointing": "none", "transposed_weights": "always"}
+    sizes = freed(big_job(memory=memory, activation={"attention": "bf16"}))
+    assert sizes.pop("coat.memory.transposed_weights: never") == round(912 * 3072**2 / 1e6)  # weights that see tokens
     assert list(sizes) == [
         "train.cache_text_embeddings: true",
         "datasets: cache_latents_to_disk: true",
         "coat.activation.attention: fp8",
-        "coat.memory.stream_blocks: auto",
+        "coat.memory.stream_blocks: auto, transposed_weights: auto",
         "coat.memory.checkpointing: auto",
         "coat.memory.checkpointing: all",
         "train.batch_size: 1, gradient_accumulation: 2",
@@ -244,8 +246,6 @@ def test_remedies_have_their_megabytes_and_come_cheapest_first(card: dict[str, f
     samples = freed(big_job(), phase="sample")
     assert samples["train.disable_sampling: true"] > samples["sample.width and height: at most 768"] > 100
     assert "coat.memory.checkpointing: all" not in samples
-    copies = freed(big_job(memory={"checkpointing": "all", "transposed_weights": "always"}))
-    assert copies["coat.memory.transposed_weights: never"] == round(912 * 3072**2 / 1e6)  # weights that see tokens
 
 
 def test_gaps_and_other_processes_are_named_with_what_to_do(card: dict[str, float]) -> None:
@@ -260,16 +260,6 @@ def test_gaps_and_other_processes_are_named_with_what_to_do(card: dict[str, floa
     text = "\n".join(explained(lambda: big_job()))
     assert "fragmentation" not in text
     assert "other processes" not in text
-
-
-def test_what_is_held_is_listed_by_part() -> None:
-    training = Training({})
-    training.step()
-    said = fail_in(training, "backward pass", 300)
-    held = next(line for line in said.splitlines() if line.startswith("held now: "))
-    bytes_of_lora = sum(4 * p.numel() for p in training.lora.values())
-    assert f"lora {bytes_of_lora / 1e6:.2f} MB" in held
-    assert all(f"{part} " in held for part in ("transformer", "optimizer", "gradients")), held
 
 
 def test_the_phase_is_the_one_that_the_error_left(card: dict[str, float]) -> None:
@@ -338,9 +328,10 @@ def test_a_run_goes_on_with_the_same_weights(
 ) -> None:
     expected = run_lora("fits", place, "auto")
     monkeypatch.setattr("coat_core.linear.function.dgrad", failing_dgrad(60))
+    monkeypatch.setattr("coat_flux.watch.step_watch.explain_oom", lambda error, *_: f"explained: {error}")
     weights = run_lora("failed", place, "auto")
     said = "".join(capsys.readouterr())
-    assert "Out of memory in the phase step (backward pass): CUDA out of memory" in said
+    assert f"explained: {MESSAGE.splitlines()[0]}" in said
     assert "Step 2 is tried again: checkpointing auto: from here on all 4 blocks recompute" in said
     for name, value in expected.items():
         assert_bitwise(weights[name], value)
