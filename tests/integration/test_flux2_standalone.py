@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -121,46 +120,22 @@ def test_other_layouts_and_back(place: dict[str, Path], tmp_path: Path, layout: 
     assert all(torch.equal(back[name], tensor) for name, tensor in tensors.items())
 
 
-def _as_flux1(job: dict[str, Any], folder: Path) -> None:
-    job["config"]["process"][0]["model"] |= {"arch": "flux"}
+def test_check_says_what_is_wrong(place: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def check(model: Path, **changes: Any) -> str:
+        job = job_of("damaged", {**place, "model": model})
+        job["config"]["process"][0]["model"] |= changes
+        (tmp_path / "job.yaml").write_text(yaml.safe_dump(job), encoding="utf-8")
+        assert main(["check", str(tmp_path / "job.yaml"), "--host", "standalone"]) == 2
+        return " ".join(capsys.readouterr().err.split())
 
-
-def _without_tokenizer(job: dict[str, Any], folder: Path) -> None:
-    shutil.rmtree(folder / "tokenizer")
-
-
-def _other_encoder(job: dict[str, Any], folder: Path) -> None:
-    path = folder / "text_encoder" / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"hidden_size": 48}), encoding="utf-8")
-
-
-def _one_file(job: dict[str, Any], folder: Path) -> None:
-    file = next((folder / "transformer").glob("*.safetensors"))
-    job["config"]["process"][0]["model"]["name_or_path"] = str(file)
-
-
-@pytest.mark.parametrize(
-    ("damage", "says"),
-    [
-        (_as_flux1, "write model.arch: flux2_klein_4b or flux2_klein_9b"),
-        (_without_tokenizer, "has no tokenizer/"),
-        (_other_encoder, "gives 3 x 48 features and the transformer takes 96"),
-        (_one_file, "FLUX.2 is loaded from a folder"),
-    ],
-)
-def test_check_says_what_is_wrong(
-    place: dict[str, Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    damage: Callable[[dict[str, Any], Path], None],
-    says: str,
-) -> None:
     folder = shutil.copytree(place["model"], tmp_path / "klein")
-    job = job_of("damaged", {**place, "model": folder})
-    damage(job, folder)
-    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job), encoding="utf-8")
-    assert main(["check", str(tmp_path / "job.yaml"), "--host", "standalone"]) == 2
-    assert says in " ".join(capsys.readouterr().err.split())
+    assert "write model.arch: flux2_klein_4b or flux2_klein_9b" in check(folder, arch="flux")
+    assert "FLUX.2 is loaded from a folder" in check(next((folder / "transformer").glob("*.safetensors")))
+    config = folder / "text_encoder" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"hidden_size": 48}), encoding="utf-8")
+    assert "gives 3 x 48 features and the transformer takes 96" in check(folder)
+    shutil.rmtree(folder / "tokenizer")
+    assert "has no tokenizer/" in check(folder)
 
 
 def test_plan_knows_it(place: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,18 +27,8 @@ from coat_flux.trainers.standalone import saving
 from coat_flux.trainers.standalone.loading import ModelLoadError, load_encoders
 from coat_flux.trainers.standalone.network import LoraEMA, add_lora, lora_parameters, lora_targets
 from coat_flux.trainers.standalone.workers import Workers
-from coat_flux.watch.phases import PhaseTracker
 from tests import tolerances
 from tests.helpers.asserts import assert_bitwise
-
-DOUBLE = (
-    *(f"attn.{part}" for part in ("add_k_proj", "add_q_proj", "add_v_proj", "to_add_out", "to_out.0")),
-    *(f"attn.to_{part}" for part in "qkv"),
-    *(f"{ff}.net.{part}" for ff in ("ff", "ff_context") for part in ("0.proj", "2")),
-    "norm1.linear",
-    "norm1_context.linear",
-)
-SINGLE = ("attn.to_k", "attn.to_q", "attn.to_v", "norm.linear", "proj_mlp", "proj_out")
 
 
 def param(*values: float) -> nn.Parameter:
@@ -68,10 +58,8 @@ def model() -> FluxTransformer2DModel:
 
 
 def test_targets_are_the_linears_of_the_blocks_or_all(model: FluxTransformer2DModel) -> None:
-    wanted = {f"transformer_blocks.{i}.{part}" for i in range(2) for part in DOUBLE}
-    wanted |= {f"single_transformer_blocks.0.{part}" for part in SINGLE}
-    assert set(lora_targets(model)) == wanted
     linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    assert set(lora_targets(model)) == {name for name in linears if "transformer_blocks." in name}
     assert set(lora_targets(model, transformer_only=False)) == linears
     assert {"x_embedder", "proj_out", "norm_out.linear"} <= linears
 
@@ -89,17 +77,18 @@ def test_targets_are_the_linears_of_the_blocks_or_all(model: FluxTransformer2DMo
 )
 def test_words_are_matched_as_in_ai_toolkit(model: FluxTransformer2DModel, only, ignore, count: int) -> None:
     assert len(lora_targets(model, only_if_contains=only, ignore_if_contains=ignore)) == count
-
-
-def test_nothing_left_is_an_error_that_shows_a_name(model: FluxTransformer2DModel) -> None:
     with pytest.raises(ValueError, match=r"only_if_contains.*34 linears.*transformer\.transformer_blocks\.0"):
         lora_targets(model, only_if_contains=["to_qq"])
 
 
 def test_only_the_adapters_train_in_fp32_and_start_as_the_identity(model: FluxTransformer2DModel) -> None:
-    add_lora(model, lora_targets(model), 4, seed=1)
+    """Of a target outside the blocks, proj_out, too, but not of all linears with that ending."""
+    targets = [name for name in lora_targets(model, transformer_only=False) if "single" not in name]
+    assert "proj_out" in targets
+    add_lora(model, targets, 4, seed=1)
     params = lora_parameters(model)
-    assert len(params) == 2 * 34
+    assert {name.rpartition(".lora_")[0].removeprefix("transformer.") for name in params} == set(targets)
+    assert len(params) == 2 * len(targets)
     assert {id(p) for p in model.parameters() if p.requires_grad} == {id(p) for p in params.values()}
     assert {p.dtype for p in params.values()} == {torch.float32}
     down = params["transformer.transformer_blocks.0.ff.net.2.lora_A.weight"]
@@ -138,28 +127,7 @@ def test_saved_tensors_come_back_and_misfits_are_refused(model: FluxTransformer2
         restore_tensors(params, tensors | {first: torch.zeros(8, 64)}, "x.safetensors")
 
 
-def test_a_target_outside_the_blocks_is_not_the_ending_of_others(model: FluxTransformer2DModel) -> None:
-    targets = lora_targets(model, transformer_only=False, ignore_if_contains=["transformer_blocks."])
-    assert "proj_out" in targets
-    add_lora(model, targets, 4, seed=1)
-    adapted = {name.rpartition(".lora_")[0].removeprefix("transformer.") for name in lora_parameters(model)}
-    assert adapted == set(targets)
-
-
 # -- its average -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_ema_is_applied_and_taken_back_bit_for_bit(dtype: torch.dtype) -> None:
-    weight = nn.Parameter(torch.tensor([1.0, 1e-8], dtype=dtype))
-    ema = LoraEMA({"w": weight}, 0.5)
-    with torch.no_grad():
-        weight.copy_(torch.tensor([3.0, 1.0 / 3]))
-    ema.update()
-    raw = weight.detach().clone()
-    with ema.applied():
-        assert_bitwise(weight.detach(), ema.shadow["w"].to(dtype))
-    assert_bitwise(weight.detach(), raw)
 
 
 def test_ema_feedback_and_multiplier_move_the_parameter() -> None:
@@ -173,8 +141,10 @@ def test_ema_feedback_and_multiplier_move_the_parameter() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("options", [{}, {"use_feedback": True}, {"use_feedback": True, "param_multiplier": 0.999}])
-def test_ema_has_the_bits_of_its_formula(dtype: torch.dtype, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{}, {"use_feedback": True, "param_multiplier": 0.999}])
+def test_ema_has_the_bits_of_its_formula_and_is_taken_back_bit_for_bit(
+    dtype: torch.dtype, options: dict[str, Any]
+) -> None:
     draw = torch.Generator().manual_seed(4)
     params = [nn.Parameter(torch.randn(shape, generator=draw).to(dtype)) for shape in ((16, 20), (7,), (129, 3))]
     ema = LoraEMA({str(i): one for i, one in enumerate(params)}, 0.997, **options)
@@ -193,6 +163,9 @@ def test_ema_has_the_bits_of_its_formula(dtype: torch.dtype, options: dict[str, 
         ema.update(skipped)
     for average, shadow, one, other in zip(ema.shadow.values(), shadows, params, copies, strict=True):
         assert_bitwise(average, shadow)
+        assert_bitwise(one.detach(), other)
+        with ema.applied():
+            assert_bitwise(one.detach(), shadow.to(dtype))
         assert_bitwise(one.detach(), other)
 
 
@@ -222,21 +195,12 @@ SCHEDULES = {
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedules_over_four_steps(name: str) -> None:
     params, wanted = SCHEDULES[name]
-
-    def learning_rates(start: int) -> list[float]:
+    rates = []
+    for step in range(5):
         optimizer = torch.optim.SGD([param(1.0)], lr=1.0)
-        scheduler = make_scheduler(name, optimizer, 4, params)
-        advance(scheduler, start)
-        rates = []
-        for _ in range(start, 5):
-            rates.append(optimizer.param_groups[0]["lr"])
-            optimizer.step()
-            scheduler.step()
-        return rates
-
-    whole = learning_rates(0)
-    assert whole == pytest.approx(wanted, abs=tolerances.SIGMA_ATOL)
-    assert learning_rates(3) == whole[3:]
+        advance(make_scheduler(name, optimizer, 4, params), step)
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == pytest.approx(wanted, abs=tolerances.SIGMA_ATOL)
 
 
 def test_restored_optimizer_keeps_state_and_the_configs_settings() -> None:
@@ -276,14 +240,6 @@ def test_metadata_values_are_strings_and_placeholders_are_filled() -> None:
     assert "ss_tag_frequency" not in saved
 
 
-def test_launch_of_several_that_started_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
-    Workers("cpu").close()
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    with pytest.raises(RuntimeError, match="--multi_gpu --num_processes N"):
-        Workers("cpu")
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the GPU that must be missing")
 def test_missing_gpu_is_said(caplog: pytest.LogCaptureFixture) -> None:
     workers = Workers("cuda:0")
@@ -309,11 +265,3 @@ def test_weights_come_only_from_safetensors(tmp_path: Path) -> None:
     (tmp_path / "vae" / "diffusion_pytorch_model.bin").touch()
     with pytest.raises(ModelLoadError, match=r"vae/.*pickle \(diffusion_pytorch_model\.bin\)"):
         load_encoders(str(tmp_path), torch.bfloat16)
-
-
-def test_a_report_that_the_disk_refuses_is_given_up_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "file").touch()
-    phases = PhaseTracker(torch.device("cpu"), tmp_path / "file" / "memory.json")
-    phases.write()
-    assert phases.path is None
-    assert "memory.json: cannot be written" in caplog.text

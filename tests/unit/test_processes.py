@@ -55,9 +55,15 @@ def test_launches_that_cannot_train_are_refused(environment: dict[str, str], wor
     assert all(word in str(obstacle) for word in words or ())
 
 
-def test_a_refused_launch_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_launch_is_an_error_as_is_one_of_several_that_started_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     with pytest.raises(LaunchError, match="DeepSpeed"):
+        Workers("cpu")
+    monkeypatch.delenv("ACCELERATE_USE_DEEPSPEED")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
+    Workers("cpu").close()
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with pytest.raises(LaunchError, match="--multi_gpu --num_processes N"):
         Workers("cpu")
 
 
@@ -97,7 +103,7 @@ def test_a_job_of_several_processes(tmp_path: Path) -> None:
 def test_gradients_are_summed_in_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
 
-    def double(flat: torch.Tensor, group: Any) -> None:
+    def double(flat: torch.Tensor) -> None:
         sizes.append(flat.numel())
         flat.mul_(2)
 
@@ -106,7 +112,9 @@ def test_gradients_are_summed_in_buckets(monkeypatch: pytest.MonkeyPatch) -> Non
     params = [torch.nn.Parameter(torch.full((n,), float(n))) for n in (4, 6, 1, 20, 3)]
     for param in params[:-1]:
         param.grad = param.detach().clone()
-    processes.sum_gradients(params)
+    team = object.__new__(processes.Processes)
+    team.size = 2
+    team.sum_gradients(params)
     assert sizes == [10, 1, 20, 3]
     assert [param.grad.tolist() for param in params] == [[2.0 * n] * n for n in (4, 6, 1, 20)] + [[0.0] * 3]
 
