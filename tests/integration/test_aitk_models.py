@@ -64,37 +64,6 @@ def entry_of(arch: str, qtype: str, steps: int) -> dict[str, Any]:
     return entry
 
 
-@pytest.mark.parametrize(
-    ("fmt", "words", "low", "high"),
-    [("nvfp4", "W nvfp4, x e4m3/per_row, dy e5m2", 18, 24), ("int8", "W int8, x int8/per_row, dy int8", 35, 50)],
-)
-def test_other_formats_of_weights_from_the_yaml_alone(
-    checkout: Checkout, fmt: str, words: str, low: float, high: float
-) -> None:
-    """`qtype: coat_fp8` with `coat.weight.format`, and a resumed job that ends with the same LoRA."""
-    jobs, name = [], f"flux_{fmt}"
-    for job, lengths in ((name, [STEPS]), (f"{name}_resumed", [STEPS // 2, STEPS])):
-        for steps in lengths:
-            entry = entry_of("flux", "coat_fp8", steps)
-            entry["coat"]["weight"] = {"format": fmt}
-            if fmt == "int8":
-                entry["coat"]["activation"].update(format=fmt, grad_format=fmt)
-            jobs.append((job, entry))
-    checkout.run_several(jobs)
-    lora, again = checkout.lora(name), checkout.lora(f"{name}_resumed")
-    assert lora
-    assert sum(bool(value.any()) for value in lora.values()) > 0.8 * len(lora)
-    log = (checkout.folder(name) / "coat" / "log.txt").read_text(encoding="utf-8")
-    assert words in log
-    rows = (checkout.folder(name) / "coat" / "precision.csv").read_text(encoding="utf-8").splitlines()
-    found = [float(row.split(",")[3]) for row in rows if ",weight," in row]
-    assert found
-    assert all(low < value < high for value in found)
-    assert again.keys() == lora.keys()
-    for key, value in lora.items():
-        assert_bitwise(again[key], value)
-
-
 def test_streamed_weights_change_no_bit(checkout: Checkout) -> None:
     """`coat.memory.stream_blocks`: quantized at load or after it, all or as memory needs it; and resumed."""
     asked: dict[str, Any] = {

@@ -121,13 +121,12 @@ def test_flows_and_recomputation_from_the_yaml_alone(checkout: Checkout, first_r
         assert similarity >= FLOW_DIRECTION_COSINE, f"{name}: {similarity:.4f}"
 
 
-@pytest.mark.parametrize("batch", [2, 4])
-def test_every_block_is_fused_with_several_images(checkout: Checkout, batch: int) -> None:
+def test_every_block_is_fused_with_several_images(checkout: Checkout) -> None:
     """ai-toolkit gives the network a multiplier for each image then."""
-    entry, name = make_real_entry(steps=2, batch_size=batch, disable_sampling=True), f"batch_{batch}"
+    entry = make_real_entry(steps=2, batch_size=2, disable_sampling=True)
     entry["coat"]["memory"] = {"checkpointing": "none"}
-    out = checkout.run(name, entry)
-    log = (checkout.folder(name) / "coat" / "log.txt").read_text(encoding="utf-8")
+    out = checkout.run("batch", entry)
+    log = (checkout.folder("batch") / "coat" / "log.txt").read_text(encoding="utf-8")
     assert "  blocks: 9 kept in FP8, fused flow, attention fp8\n" in log
     assert "flow in place of" not in out
 

@@ -91,7 +91,9 @@ class Continuation:
         self._loaders: dict[str, ResumableLoader] = {}
         self._order: dict[str, str] = {}  # fingerprints, by the loader's name
         self._has_same_seed = state is not None and state.record["identity"]["seed"] == identity["seed"]
-        self.seed = state.record["seed"] if self._has_same_seed else random.getrandbits(63)
+        self.seed = random.getrandbits(63)  # drawn by a resume, too: what is drawn after it is the same
+        if self._has_same_seed:
+            self.seed = state.record["seed"]
 
     def begin_loading(self) -> None:
         """Seed the loading of data sets and caching of latents."""
