@@ -122,7 +122,7 @@ def wrap_everywhere(name: str, original: Callable, wrapper: Callable) -> None:
 
 @contextmanager
 def patched(owner: Any, **values: Any) -> Iterator[None]:
-    """Set attributes of an object inside the block."""
+    """Set attributes of an object or class inside the block."""
     before = {name: vars(owner)[name] for name in values if name in vars(owner)}
     for name, value in values.items():
         setattr(owner, name, value)

@@ -394,7 +394,7 @@ class Team(Processes):
         """In this context every process samples, not only the main one."""
         if self.size == 1:
             return nullcontext()
-        return patched(process, accelerator=_AsMain(process.accelerator))
+        return patched(type(process.accelerator), is_main_process=True)
 
     def share_of(self, images: list[Any]) -> list[Any]:
         """This process's images, each with its number among all."""
@@ -405,16 +405,6 @@ class Team(Processes):
             image.output_filename_no_ext = image.output_filename_no_ext.replace("[count]", count)
             image.save_image_atomic = image.save_image  # ai-toolkit would move the other processes' images, too
         return images[self.rank :: self.size]
-
-
-class _AsMain:
-    is_main_process = True
-
-    def __init__(self, accelerator: Any):
-        self._accelerator = accelerator
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._accelerator, name)
 
 
 def _limit_waits(limit: Any) -> None:

@@ -152,7 +152,13 @@ class Session:
             norms=whole_norms,
         )
         self.watch.load_state_dict(saved.get("guard", {}))  # it names layers for the table below
-        self.captures = _allow_capture(job, self.transformer, workers)
+        runner, self.captures = BlockRunner.of(self.transformer), False
+        if runner is not None:
+            runner.expect(graph_obstacle=_capture_obstacle(job, workers), frees_gradients=train.fused_backward)
+            if job.coat.memory.stream_blocks == "auto":
+                with suppress(ConfigError):  # unknown model sizes
+                    runner.expect(reserve_bytes=outside_bytes(job_facts(job)))
+            self.captures = runner.plan.captured
         _log_start(job, self.report, self.optimizer, self.lora, log)
         if sharded:
             held = sum(local_values(x).nbytes for x in module_tensors(self.transformer))
@@ -288,17 +294,6 @@ def _prepare_transformer(
     if coat.enabled:
         attach_lora(transformer, coat)
     return transformer.train(), lora_parameters(transformer), report
-
-
-def _allow_capture(job: JobConfig, transformer: nn.Module, workers: Workers) -> bool:
-    runner = BlockRunner.of(transformer)
-    if runner is None:
-        return False
-    runner.expect(graph_obstacle=_capture_obstacle(job, workers), frees_gradients=job.train.fused_backward)
-    if job.coat.memory.stream_blocks == "auto":
-        with suppress(ConfigError):  # unknown model sizes
-            runner.expect(reserve_bytes=outside_bytes(job_facts(job)))
-    return runner.plan.captured
 
 
 def _capture_obstacle(job: JobConfig, workers: Workers) -> str:
