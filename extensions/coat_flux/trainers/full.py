@@ -84,7 +84,9 @@ class UpdateInBackward:
         max_norm: float,
         begins: Callable[[], None],
     ) -> None:
-        self._optimizer, self._max_norm, self._begins = optimizer, max_norm, begins
+        self._optimizer = optimizer
+        self._max_norm = max_norm
+        self._begins = begins
         self._skip: Tensor | None = None  # fp32 []: 1 where the loss is not finite; None outside of `updating`
         self._squares: Tensor | None = None
         self.norm = torch.zeros(())
@@ -146,7 +148,9 @@ def write_model(
             held = 0
         shards[-1].append(name)
         held += size
-    stem, count, files = WEIGHTS.removesuffix(".safetensors"), len(shards), {}
+    stem = WEIGHTS.removesuffix(".safetensors")
+    count = len(shards)
+    files = {}
     for number, shard in enumerate(shards, 1):
         file = WEIGHTS if count == 1 else f"{stem}-{number:05d}-of-{count:05d}.safetensors"
         tensors: dict[str, Tensor] = {}

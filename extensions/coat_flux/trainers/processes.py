@@ -34,7 +34,9 @@ class Processes:
     """The processes of a run, exchanging on `device`; rank 0 writes. With one process every method returns at once."""
 
     def __init__(self, size: int, rank: int, device: torch.device) -> None:
-        self.size, self.rank, self.device = size, rank, device
+        self.size = size
+        self.rank = rank
+        self.device = device
         self.is_main = rank == 0
         self._patient = dist.new_group(backend="gloo", timeout=WAIT_LIMIT) if size > 1 else None
 

@@ -119,13 +119,15 @@ def original_weights(path: Path) -> tuple[Weights, dict[str, Any]]:
     The names for LoRA export split fused q, k, v and MLP at any width. CheckpointError if not FLUX.1, or damaged.
     """
     header = read_header(path)
-    config, keys = flux_config(header), transformer_keys(header)
+    config = flux_config(header)
+    keys = transformer_keys(header)
     hidden = config["num_attention_heads"] * config["attention_head_dim"]
     places: dict[str, Place] = {}
     for name, key in keys.items():
         if name.endswith(NOT_WEIGHTS):
             continue
-        shape, stem = header[key]["shape"], name.removesuffix(".weight")
+        shape = header[key]["shape"]
+        stem = name.removesuffix(".weight")
         scale = next((keys[stem + end] for end in SCALES if stem + end in keys), None)
         for member, rows in _parts(name, torch.arange(shape[0] if shape else 0), hidden).items():
             breaks = (rows.diff() != 1).nonzero().flatten() + 1
@@ -161,7 +163,8 @@ def check_weights(model: nn.Module, weights: Weights, what: str) -> None:
         if name not in weights.places:
             raise CheckpointError(f"lacks {name}; download it again, or give another checkpoint")
         if weights.places[name].shape != tuple(tensor.shape):
-            found, wanted = list(weights.places[name].shape), list(tensor.shape)
+            found = list(weights.places[name].shape)
+            wanted = list(tensor.shape)
             raise CheckpointError(f"has {name} of shape {found}, not {wanted}; download it again")
     unexpected = next((name for name in weights.places if name not in expected), None)
     if unexpected is not None:

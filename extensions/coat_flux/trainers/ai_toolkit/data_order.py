@@ -59,7 +59,9 @@ class _SeededItems(Dataset):
     """A data set indexed by ((epoch, place), index); ai-toolkit looks for its data sets in `datasets`."""
 
     def __init__(self, inner: Any, seed: int):
-        self.inner, self.datasets, self.seed = inner, inner.datasets, seed
+        self.inner = inner
+        self.datasets = inner.datasets
+        self.seed = seed
 
     def __len__(self) -> int:
         return len(self.inner)
@@ -72,7 +74,10 @@ class _SeededItems(Dataset):
 
 class _EpochOrder(Sampler):
     def __init__(self, length: int, batch_size: int, seed: int, stride: int):
-        self.length, self.batch_size, self.seed, self.stride = length, batch_size, seed, stride
+        self.length = length
+        self.batch_size = batch_size
+        self.seed = seed
+        self.stride = stride
         self.epoch = self.batch = 0
 
     def __len__(self) -> int:
@@ -80,7 +85,8 @@ class _EpochOrder(Sampler):
 
     def __iter__(self) -> Iterator[tuple[tuple[int, int], int]]:
         generator = torch.Generator().manual_seed(mixed_seed(self.seed, ORDER, self.epoch))
-        order, size = torch.randperm(self.length, generator=generator).tolist(), self.batch_size
+        order = torch.randperm(self.length, generator=generator).tolist()
+        size = self.batch_size
         for start in range(self.batch * size, self.length, self.stride * size):
             for place in range(start, min(start + size, self.length)):
                 yield (self.epoch, place), order[place]
@@ -101,13 +107,15 @@ class ResumableLoader(DataLoader):
 
     def _epoch(self) -> Generator[Any, None, None]:
         order = self.sampler
-        order.epoch, order.batch = self.epoch, self.taken + self.rank
+        order.epoch = self.epoch
+        order.batch = self.taken + self.rank
         for batch in super().__iter__():
             self.taken += order.stride
             yield batch
         batches = -(-order.length // order.batch_size)
         passes = (self.taken + self.rank) // batches  # more than one where there are fewer batches than processes
-        self.epoch, self.taken = self.epoch + passes, self.taken - passes * batches
+        self.epoch = self.epoch + passes
+        self.taken = self.taken - passes * batches
 
     def close(self) -> None:
         """End the loader processes now; the collector waits 5 s for each."""

@@ -51,7 +51,8 @@ class FullModel:
         make_states(optimizer, self._model)
         if not (process.get_conf("train", None) or {}).get("fused_backward"):
             return
-        params, norm = list(self.trained.values()), process.train_config.max_grad_norm
+        params = list(self.trained.values())
+        norm = process.train_config.max_grad_norm
         self.fused = UpdateInBackward(optimizer, params, norm, watch.begin_update)
         runner = BlockRunner.of(self._model)
         if runner is not None:
@@ -64,7 +65,8 @@ class FullModel:
         save_dtype: torch.dtype | None = None,
     ) -> None:
         """Write the model, in place of ai-toolkit's method."""
-        folder, dtype = Path(output_file), next(iter(self.trained.values())).dtype
+        folder = Path(output_file)
+        dtype = next(iter(self.trained.values())).dtype
         plain = json.loads(json.dumps(meta))
         text = {key: value if isinstance(value, str) else json.dumps(value) for key, value in plain.items()}
         write_model(folder, self._model, self._base, self.trained, dtype, text | {"format": "pt"})

@@ -42,8 +42,12 @@ class TrainingLoop:
     """The loop of one job, from `hook_before_train_loop` on; `done` counts steps."""
 
     def __init__(self, process: Any):
-        self._process, self._continuation, self._team = process, process._continuation, process._team
-        self._full, self._held_out, phases = process._full, process._held_out, process._phases
+        self._process = process
+        self._continuation = process._continuation
+        self._team = process._team
+        self._full = process._full
+        self._held_out = process._held_out
+        phases = process._phases
         self._interrupts = Interrupts(info)
         self.done = self._saved = process.step_num  # what the newest save holds, or nothing was trained
         self._stop_requested = False  # by the web UI or the live page
@@ -56,8 +60,10 @@ class TrainingLoop:
         self._commands: frozenset[str] = frozenset()  # agreed on by all processes
         self._tables: RunTables | None = None
         if self._team.is_main:
-            trainer, validates = f"ai-toolkit {ai_toolkit_version()}", self._held_out is not None
-            folder, device = Path(process.save_root), process.device_torch
+            trainer = f"ai-toolkit {ai_toolkit_version()}"
+            validates = self._held_out is not None
+            folder = Path(process.save_root)
+            device = process.device_torch
             self._tables = RunTables(folder, self.done, device, trainer, info, validates=validates)
         write_precision = (lambda rows: None) if self._tables is None else self._tables.precision
         self.watch = StepWatch(
@@ -102,11 +108,16 @@ class TrainingLoop:
     def step(self, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Run a step of ai-toolkit; returns what it displays."""
         quiet_dead_outputs()
-        process, number, draws = self._process, self._process.step_num + 1, rng_state()
+        process = self._process
+        number = self._process.step_num + 1
+        draws = rng_state()
 
         def attempt() -> dict[str, Any]:
-            self._losses, self._norms, self._measured = [], [], None
-            self._micro_batches, self._commands = 0, frozenset()
+            self._losses = []
+            self._norms = []
+            self._measured = None
+            self._micro_batches = 0
+            self._commands = frozenset()
             began = time.monotonic()
             with self.watch.casts(number), self._observed(number):
                 # inside: on a CPU the memory report is a dispatch mode too, and modes must nest
@@ -162,8 +173,11 @@ class TrainingLoop:
     def _observed(self, number: int) -> Iterator[None]:
         """Replace the methods of a step, on these instances; all jobs of a command share one accelerator."""
         process, watch = self._process, self.watch
-        accelerator, optimizer = process.accelerator, process.optimizer
-        own_backward, own_clip, own_step = accelerator.backward, accelerator.clip_grad_norm_, optimizer.step
+        accelerator = process.accelerator
+        optimizer = process.optimizer
+        own_backward = accelerator.backward
+        own_clip = accelerator.clip_grad_norm_
+        own_step = optimizer.step
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         fused = None if self._full is None else self._full.fused
         is_complete = False
@@ -343,7 +357,8 @@ def explain_end(error: BaseException, process: Any) -> None:
         info(f"interrupted; what was saved before is whole in {process.save_root}")
         process.on_error(error)
         raise SystemExit(EXIT_CODE) from None
-    since, continuation = getattr(error, "since", None), process._continuation
+    since = getattr(error, "since", None)
+    continuation = process._continuation
     if since is not None and continuation is not None:  # a DeadRunError, which ai-toolkit shows
         error.args = (f"{error}; {continuation.saves.way_back(since)}",)
     if is_oom(error):
@@ -379,7 +394,8 @@ class Team(Processes):
         from accelerate import DistributedType
 
         state = process.accelerator.state
-        kind, state.distributed_type = state.distributed_type, DistributedType.NO
+        kind = state.distributed_type
+        state.distributed_type = DistributedType.NO
         try:
             yield
         finally:

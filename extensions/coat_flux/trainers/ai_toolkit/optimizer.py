@@ -77,7 +77,9 @@ def check_optimizer(process: Any) -> tuple[str, str, str]:
     """RuntimeError if `optimizer.pt` was not loaded; else (asked, got, why) for the start table."""
     from ..optimizer import describe_optimizer
 
-    name, optimizer, network = process.train_config.optimizer, process.optimizer, process.network
+    name = process.train_config.optimizer
+    optimizer = process.optimizer
+    network = process.network
     if name.lower() != COAT_OPTIMIZER:
         return name, name, f"moments in FP8 are for {COAT_OPTIMIZER}"
     path = os.path.join(process.save_root, "optimizer.pt")

@@ -65,7 +65,8 @@ def check_photos(process: Any) -> HeldOutPhotos | None:
     whole = []  # one config per folder with all its resolutions, as in the YAML
     for folder, configs in by_folder.items():
         joined = copy.copy(configs[0])
-        joined.folder_path, joined.resolution = folder, [config.resolution for config in configs]
+        joined.folder_path = folder
+        joined.resolution = [config.resolution for config in configs]
         whole.append(joined)
     options = process.coat.data
     report = inspect_datasets(
@@ -120,7 +121,9 @@ class HeldOutPhotos:
     """The held-out photos of a run by data set's folder; `names` are relative, `curve` has (steps done, loss)."""
 
     def __init__(self, process: Any, photos: Mapping[str, tuple[Path, ...]], every: int):
-        self._process, self.photos, self.every = process, photos, every
+        self._process = process
+        self.photos = photos
+        self.every = every
         self._configs: list[Any] = []
         self._noise: FixedNoise | None = None
         self.names: dict[str, list[str]] = {}
@@ -147,9 +150,12 @@ class HeldOutPhotos:
         """Load and encode them, while VAE and text encoders are loaded."""
         from toolkit.data_loader import get_dataloader_from_datasets
 
-        process, sd, photos = self._process, self._process.sd, []
+        process = self._process
+        sd = self._process.sd
+        photos = []
         encoders = process._text_encoders()
-        homes, vae_home = [next(encoder.parameters()).device for encoder in encoders], sd.vae.device
+        homes = [next(encoder.parameters()).device for encoder in encoders]
+        vae_home = sd.vae.device
         sd.text_encoder_to(process.device_torch)
         with kept_draws():
             torch.manual_seed(0)  # the VAE's latents are random
@@ -177,7 +183,8 @@ class HeldOutPhotos:
 
     def measure(self, done: int) -> float:
         """The loss after `done` steps, of the EMA if there is one."""
-        process, network = self._process, self._process.network
+        process = self._process
+        network = self._process.network
         modules = [module for module in (process.sd.unet, network) if module is not None]
         training = [module.training for module in modules]
         multiplier = getattr(network, "multiplier", 1.0)
@@ -212,9 +219,11 @@ class HeldOutPhotos:
         from toolkit.train_tools import get_torch_dtype
 
         process, sd = self._process, self._process.sd
-        device, dtype = process.device_torch, get_torch_dtype(process.train_config.dtype)
+        device = process.device_torch
+        dtype = get_torch_dtype(process.train_config.dtype)
         latents = torch.stack([photo["latents"] for photo in photos]).to(device, dtype)
-        noise, timesteps = noise.to(device, dtype), (sigmas * 1000).to(device)
+        noise = noise.to(device, dtype)
+        timesteps = (sigmas * 1000).to(device)
         if not sd.is_flow_matching:
             timesteps = timesteps.long()
         embeds = concat_prompt_embeds([photo["embeds"].clone() for photo in photos]).to(device, dtype=dtype)

@@ -339,7 +339,8 @@ class CoatFluxTrainer(HostTrainer):
         super().done_hook()
 
         finish(self._phases, self._job_config, info, detail if self.coat.memory.log_memory_stats else None)
-        peak, skipped = self._phases.peak / GB, self._training.watch.guard.skipped
+        peak = self._phases.peak / GB
+        skipped = self._training.watch.guard.skipped
         left_out = f", {skipped} updates skipped" if skipped else ""
         if self._held_out is not None:
             info(f"{describe_lowest(self._held_out.curve, Path(self.save_root), self.job.name)}")

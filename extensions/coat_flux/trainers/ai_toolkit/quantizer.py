@@ -38,7 +38,8 @@ def install_quantizer() -> None:
     """Make `qtype: coat_fp8` our backend; AIToolkitError if impossible."""
     try:
         module = importlib.import_module(QUANTIZER_MODULE)
-        backend, original = module.OstrisQuantizer, module.get_ostris_quantizer
+        backend = module.OstrisQuantizer
+        original = module.get_ostris_quantizer
     except (ImportError, AttributeError) as error:
         raise AIToolkitError(f"qtype {COAT_QTYPE} needs {QUANTIZER_MODULE} ({error})") from error
     missing = [name for name in BACKEND_METHODS if not hasattr(backend, name)]
@@ -86,7 +87,8 @@ def backend_class() -> type:
             return read_weight(module, self._config_of(module))
 
         def requantize_(self, module: nn.Linear, weight: Tensor) -> None:
-            config, coat = self._config_of(module), host.config
+            config = self._config_of(module)
+            coat = host.config
             # OstrisLinear's state_dict holds "weight" only, so loading must not expect the buffers
             store_weight(module, weight, config, persistent=False)
             note_weight(module, weight, config)

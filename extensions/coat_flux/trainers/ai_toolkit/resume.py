@@ -86,7 +86,10 @@ class Continuation:
     """The position of a run; `seed` determines the order of the data, `state` is the resumed save's."""
 
     def __init__(self, process: Any, saves: Saves, identity: dict[str, Any], state: RunState | None):
-        self._process, self.saves, self._identity, self.state = process, saves, identity, state
+        self._process = process
+        self.saves = saves
+        self._identity = identity
+        self.state = state
         self._loading = ExitStack()
         self._loaders: dict[str, ResumableLoader] = {}
         self._order: dict[str, str] = {}  # fingerprints, by the loader's name
@@ -145,7 +148,8 @@ class Continuation:
             if place is None or place["order"] != self._order[name]:
                 info(f"note: the photos ({name}) are others or are listed in another order: not bit for bit")
             if place is not None:
-                loader.epoch, loader.taken = place["epoch"], place["taken"]
+                loader.epoch = place["epoch"]
+                loader.taken = place["taken"]
         keep_execution(process.sd.unet, state.record["path"])
         info(f"resume: continues after step {state.step}, epoch {process.epoch_num + 1}, all states restored")
 
@@ -154,7 +158,8 @@ class Continuation:
         if self.state is None:
             return
         wrapped = self._process.lr_scheduler  # by accelerate
-        schedule, saved = getattr(wrapped, "scheduler", wrapped), self.state.record["lr_scheduler"]
+        schedule = getattr(wrapped, "scheduler", wrapped)
+        saved = self.state.record["lr_scheduler"]
         now = plain_values(schedule)
         uncounted = dict.fromkeys(COUNTERS)
         if {**now, **uncounted} == {**saved, **uncounted}:
@@ -210,8 +215,10 @@ def plain_values(schedule: Any) -> dict[str, Any]:
 
 def identity_of(process: Any) -> dict[str, Any]:
     """The identity of a run; its seed is None if each start draws one. File lists have no folder to inspect."""
-    network, train = process.network_config, dict(process.get_conf("train", {}))
-    seed, from_environment = process.training_seed, os.environ.get("SEED", "")
+    network = process.network_config
+    train = dict(process.get_conf("train", {}))
+    seed = process.training_seed
+    from_environment = os.environ.get("SEED", "")
     if seed is None and from_environment.lstrip("-").isdigit():
         seed = int(from_environment)
     held_out, datasets = process._held_out, []
@@ -244,7 +251,9 @@ class Saves:
     """
 
     def __init__(self, run_dir: Path, name: str, save_every: int):
-        self._dir, self._name, self._apart = run_dir, name, min(save_every, WINDOW)
+        self._dir = run_dir
+        self._name = name
+        self._apart = min(save_every, WINDOW)
         self._names = f"{glob.escape(name)}*"
 
     def newest(self) -> Path | None:
@@ -290,9 +299,11 @@ class Saves:
         """Warn or refuse if the disk has no room for saves."""
         full = process._full
         if full is None:
-            parameters, whole = process.network.parameters(), 0
+            parameters = process.network.parameters()
+            whole = 0
         else:
-            parameters, whole = full.trained.values(), full.size
+            parameters = full.trained.values()
+            whole = full.size
         sizes = [parameter.numel() for parameter in parameters]
         try:
             space = save_space(process._job_config(), sizes, whole)

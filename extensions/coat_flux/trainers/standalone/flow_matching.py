@@ -52,7 +52,9 @@ class Objective:
         seed: int,
         dtype: torch.dtype,
     ):
-        self._transformer, self._train, self._scheduler = transformer, train, scheduler
+        self._transformer = transformer
+        self._train = train
+        self._scheduler = scheduler
         self._seed, self._dtype = seed, dtype
 
     def __call__(self, batch: Mapping[str, Tensor], draw: int) -> Tensor:
@@ -97,7 +99,9 @@ class Objective:
 
     def loss(self, drawn: Mapping[str, Tensor]) -> Tensor:
         """The mean loss of `draw`'s result, with gradient; a scalar, fp32. Only dropout draws here."""
-        latents, noise, sigmas = drawn["latents"], drawn["noise"], drawn["sigmas"]
+        latents = drawn["latents"]
+        noise = drawn["noise"]
+        sigmas = drawn["sigmas"]
         x_t = noisy_latents(latents, noise, sigmas)
         bypass = self._train.bypass_guidance_embedding
         with written_gradients(), bypassed_guidance(self._transformer, bypass):
@@ -161,7 +165,8 @@ def draw_sigmas(
     The `…_step` types draw from that many evenly spaced indices, others from `min_step` up to, without, `max_step`;
     `content` favours high noise (u³), `style` low noise (1 - u³).
     """
-    low, high = max(min_step, 0), min(max_step, TABLE_SIZE - 1)
+    low = max(min_step, 0)
+    high = min(max_step, TABLE_SIZE - 1)
     if timestep_type in FIXED_STEPS:
         count = FIXED_STEPS[timestep_type]
         choices = torch.arange(count) * TABLE_SIZE // count
@@ -257,7 +262,8 @@ def predict_velocity(
     x_t is (B, C, H, W), H and W even; sigmas (B,); prompt_embeds (B, L, D); pooled_embeds (B, P), not in FLUX.2.
     """
     batch, channels, height, width = x_t.shape
-    device, flux2 = x_t.device, type(transformer).__name__ == "Flux2Transformer2DModel"
+    device = x_t.device
+    flux2 = type(transformer).__name__ == "Flux2Transformer2DModel"
     text_ids, image_ids = _position_ids(flux2, prompt_embeds.shape[1], height // 2, width // 2, device)
     embedded = transformer.config.get("guidance_embeds", True) if flux2 else transformer.config.guidance_embeds
     inputs = {

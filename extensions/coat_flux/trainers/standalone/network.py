@@ -98,7 +98,9 @@ class LoraEMA:
         use_feedback: bool = False,
         param_multiplier: float = 1.0,
     ):
-        self.decay, self.use_feedback, self.param_multiplier = decay, use_feedback, param_multiplier
+        self.decay = decay
+        self.use_feedback = use_feedback
+        self.param_multiplier = param_multiplier
         self.shadow = {name: param.detach().float().clone() for name, param in params.items()}
         self._params = [local_values(param.detach()) for param in params.values()]
         self._averages = [local_values(average) for average in self.shadow.values()]

@@ -44,7 +44,9 @@ class RunLog:
         self._seconds: list[float] = []
         self._held_out = ""
         self._lines = Lines(tqdm.write, verbose=job.logging.verbose, active=active)
-        self.info, self.detail, self.record = self._lines.info, self._lines.detail, self._lines.record
+        self.info = self._lines.info
+        self.detail = self._lines.detail
+        self.record = self._lines.record
         if active:
             self._lines.listen()
 
@@ -121,7 +123,9 @@ class TensorBoard:
     """Scalars for TensorBoard; a removed folder or a full disk costs points and one log line, never the run."""
 
     def __init__(self, folder: Path, step: int, log: Callable[[str], None]):
-        self._folder, self._log, self._failed = folder, log, False
+        self._folder = folder
+        self._log = log
+        self._failed = False
         self._writer: SummaryWriter | None = None
         self.scalars({}, step + 1)
 

@@ -83,7 +83,9 @@ def save(session: Session, *, final: bool) -> Path:
     All processes call it together, to exchange shards; the main process writes. One earlier set is kept. DeadRunError,
     ExportError (the LoRA cannot be read back) or SaveError leave the previous checkpoint intact.
     """
-    job, optimizer, is_main = session.job, session.optimizer, session.workers.is_main
+    job = session.job
+    optimizer = session.optimizer
+    is_main = session.workers.is_main
     path = job.folder / save_name(job.name, None if final else session.step, full=job.full)
     session.watch.guard.check_now(session.step)
     with session.watch.phases.during("save"):
@@ -100,7 +102,8 @@ def save(session: Session, *, final: bool) -> Path:
         average: Mapping[str, Tensor] = {} if session.ema is None else session.ema.shadow
         if isinstance(optimizer, ShardedFP8AdamW):
             with exchange():
-                trained, average = gather(trained, is_main), gather(average, is_main)
+                trained = gather(trained, is_main)
+                average = gather(average, is_main)
                 states = optimizer.whole_state_dict(is_main)
         else:
             states = optimizer.state_dict()
@@ -120,7 +123,9 @@ def _write(
     *,
     final: bool,
 ) -> None:
-    job, rng, dtype = session.job, rng_state(), TORCH_DTYPES[session.job.save.dtype]
+    job = session.job
+    rng = rng_state()
+    dtype = TORCH_DTYPES[session.job.save.dtype]
     published = average or trained
     metadata = _metadata(session)
     base = base_weights(job.model.name_or_path) if job.full else None
@@ -220,7 +225,8 @@ class ResumePoint:
     ) -> None:
         """Load the optimizer's state, converting changed formats, with the config's hyper-parameters."""
         folder = self.path.parent if self.state is None else self.state.folder
-        path, saved_with = folder / OPTIMIZER_FILE, self.record.get("optimizer", name)
+        path = folder / OPTIMIZER_FILE
+        saved_with = self.record.get("optimizer", name)
         if saved_with != name and not (name == COAT_OPTIMIZER and saved_with in ("adamw", "adam")):
             raise ResumeError(
                 f"{path}: was written by {saved_with}, which train.optimizer={name} cannot read; "
@@ -280,7 +286,9 @@ def find_resume_point(run_dir: Path, name: str) -> ResumePoint | None:
 
 def identity_of(job: JobConfig, world_size: int) -> dict[str, Any]:
     """The identity of a run, from its config and the files it names."""
-    network, train, photos = job.network, job.train, job.coat.data
+    network = job.network
+    train = job.train
+    photos = job.coat.data
     captions = {key: [getattr(dataset, key) for dataset in job.datasets] for key in CAPTION_SETTINGS}
     settings = {key: value for key, value in asdict(train).items() if key not in NOT_TRAINING}
     datasets = []

@@ -71,8 +71,13 @@ class Session:
         live: LiveRun,
     ) -> None:
         job = replace(job, coat=config_for(workers.device, job.coat))
-        train, photos, model = job.train, job.coat.data, job.model
-        self.job, self.workers, self.log, self.live = job, workers, log, live
+        train = job.train
+        photos = job.coat.data
+        model = job.model
+        self.job = job
+        self.workers = workers
+        self.log = log
+        self.live = live
         self.dtype = TORCH_DTYPES[train.dtype]
         self.step, self.owes_save = 0, False
         self.record: dict[str, Any] = {}
@@ -152,7 +157,8 @@ class Session:
             norms=whole_norms,
         )
         self.watch.load_state_dict(saved.get("guard", {}))  # it names layers for the table below
-        runner, self.captures = BlockRunner.of(self.transformer), False
+        runner = BlockRunner.of(self.transformer)
+        self.captures = False
         if runner is not None:
             runner.expect(graph_obstacle=_capture_obstacle(job, workers), frees_gradients=train.fused_backward)
             if job.coat.memory.stream_blocks == "auto":
@@ -187,8 +193,10 @@ class Session:
             self._continue_from(point)
 
     def _continue_from(self, point: Any) -> None:
-        record, average = point.record, None if point.state is None else point.state.tensors("ema")
-        self.step, self.saved_path = point.step, record.get("path", {})
+        record = point.record
+        average = None if point.state is None else point.state.tensors("ema")
+        self.step = point.step
+        self.saved_path = record.get("path", {})
         for key in ("validation_loss", "held_out_loss", "observed"):
             if key in record:
                 self.record[key] = record[key]
@@ -261,7 +269,9 @@ def _prepare_transformer(
     job: JobConfig, workers: Workers, dtype: torch.dtype, log: RunLog
 ) -> tuple[nn.Module, dict[str, nn.Parameter], CoatReport | None]:
     """The transformer, its trained parameters by saved name, and COAT's report."""
-    name, device, coat = job.model.name_or_path, workers.device, job.coat
+    name = job.model.name_or_path
+    device = workers.device
+    coat = job.coat
     chosen, report, targets = Chosen(coat), None, []
     transformer = load_transformer(name, dtype, coat, device, trained=chosen.find if job.full else None)
     if not job.full:

@@ -57,7 +57,9 @@ class StepGraphs:
         info: Callable[[str], None],
         strict: bool = False,
     ) -> None:
-        self._step, self._state, self._generation = step, state, generation
+        self._step = step
+        self._state = state
+        self._generation = generation
         self._info, self._strict = info, strict
         self._graphs: dict[Any, _Graph] = {}
         self._captured_in: Any = None
@@ -125,7 +127,8 @@ class StepGraphs:
             return None
         if self._generation() != generation:  # it ran differently from the steps before it
             return None
-        self._graphs[shape], self._captured_in = graph, generation
+        self._graphs[shape] = graph
+        self._captured_in = generation
         return graph.replay(drawn, rates)
 
     def _compared(

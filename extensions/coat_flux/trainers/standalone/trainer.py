@@ -178,7 +178,9 @@ class COATTrainer:
 
 
 def _run(session: Session, observer: Observer | None) -> Path:
-    job, log, phases = session.job, session.log, session.watch.phases
+    job = session.job
+    log = session.log
+    phases = session.watch.phases
     with save_errors(job.folder, "the run cannot write its files", "its checkpoints are as they were"):
         if session.workers.is_main:
             text = yaml.safe_dump(job.written, sort_keys=False, allow_unicode=True)
@@ -207,7 +209,9 @@ def _run(session: Session, observer: Observer | None) -> Path:
 
 def _train_steps(session: Session, interrupts: Interrupts, observer: Observer | None) -> None:
     """All remaining steps, with saves and samples between them; KeyboardInterrupt after an interrupted run's save."""
-    job, log, guard = session.job, session.log, session.watch.guard
+    job = session.job
+    log = session.log
+    guard = session.watch.guard
     batches, first = iter(session.sampler), session.step + 1
     log.start(session.step)
     session.watch.phases.enter("step")
@@ -251,7 +255,8 @@ def _stop(session: Session) -> None:
     if doubt is None:
         session.log.info(f"{where}, saved as {save(session, final=False)}")
     else:
-        newest, earlier = newest_set(session.job.folder), "no earlier save was made"
+        newest = newest_set(session.job.folder)
+        earlier = "no earlier save was made"
         if newest is not None:
             earlier = f"the newest save is of step {set_step(newest)}"
         session.log.info(f"{where}, without a save: {doubt}; {earlier}")

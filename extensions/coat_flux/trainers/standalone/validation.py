@@ -101,7 +101,9 @@ def predictions(
 ) -> tuple[Tensor, Tensor]:
     """Predict velocities (B, C, h, w) fp32 of `FixedNoise.drawn`, and their losses (B,) fp32, on `device`."""
     batch = {part: torch.stack([photo[part] for photo in photos]).to(device) for part in photos[0]}
-    latents, sigmas, noise = batch["latents"], sigmas.to(device), noise.to(device)
+    latents = batch["latents"]
+    sigmas = sigmas.to(device)
+    noise = noise.to(device)
     x_t = noisy_latents(latents, noise, sigmas)
     velocity = predict_velocity(transformer, x_t, sigmas, batch["prompt_embeds"], batch["pooled"], dtype=dtype)
     return velocity, sample_losses(velocity, latents, noise, mask=batch.get("mask"))
@@ -122,7 +124,8 @@ class ImageSampler:
         extension: str = "jpg",
     ):
         self.items = list(items)
-        self._vae, self._scheduler = encoders.vae, encoders.scheduler
+        self._vae = encoders.vae
+        self._scheduler = encoders.scheduler
         self._device, self._extension = device, extension
         self._pipeline: Callable[..., Any]  # without its encoders, and its arguments for each prompt in place of them
         self._calls: list[dict[str, Tensor]]
@@ -148,7 +151,8 @@ class ImageSampler:
     @torch.no_grad()
     def draw(self, transformer: nn.Module, step: int, folder: Path | None) -> list[Path]:
         """Draw and write all images; returns the files. Without a folder, draw only, for other processes' sake."""
-        was_training, home = transformer.training, self._vae.device
+        was_training = transformer.training
+        home = self._vae.device
         transformer.eval()
         self._vae.to(self._device)
         images: list[Image] = []
