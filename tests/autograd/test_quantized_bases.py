@@ -1,4 +1,10 @@
-"""Linears that ai-toolkit quantized its own way stay as they are, in the fused flow as in the generic one."""
+"""Linears that ai-toolkit quantized its own way stay as they are, in the fused flow as in the generic one.
+
+Here in the two forms that ai-toolkit's have, on torch alone:
+
+codes      a class swapped in place, whose backend holds the weight; casts x to 8 bits where x requires a gradient
+subclass   an nn.Linear whose weight is a tensor subclass
+"""
 
 from __future__ import annotations
 
@@ -7,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from coat_flux.blocks.apply import apply_coat
 from coat_flux.blocks.fused.chooser import fused_block
@@ -17,10 +24,85 @@ from coat_flux.config.coat import COATConfig
 from tests.autograd.test_fused_flow import arguments, blocks, gradients, make_model
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.flux import lora_gradients, predict, tiny_flux, tiny_lora
-from tests.helpers.quantized_linears import FORMS, OstrisLinear, quantize_linear
 from tests.tolerances import FUSED_FP32_RTOL
 
+FORMS = ("codes", "subclass")
 CONFIG = COATConfig.from_dict({"memory": {"checkpointing": "none"}, "fallback": "error"})
+
+
+class RotatedCodes:
+    """A backend like ai-toolkit's: W in 8 bits and in another basis, straight through the cast of x."""
+
+    qtype = "turned8"
+
+    def quantize_(self, module: nn.Module, weight: Tensor) -> None:
+        scale = weight.abs().amax(1, keepdim=True) / 127
+        module.register_buffer("codes", (weight.flip(1) / scale).round().to(torch.int8), persistent=False)
+        module.register_buffer("scale_bits", scale.float().view(torch.int32), persistent=False)
+
+    def turned(self, module: Any) -> Tensor:
+        return module.codes.float() * module.scale_bits.view(torch.float32)
+
+    def dequantize(self, module: Any) -> Tensor:
+        raise AssertionError("a weight that reads another basis than x")
+
+    def dequantize_folded(self, module: Any) -> Tensor:
+        return self.turned(module).flip(1)
+
+    def forward(self, module: Any, x: Tensor) -> Tensor:
+        turned = x.flip(-1)
+        if x.requires_grad:
+            step = turned.detach().abs().amax(-1, keepdim=True) / 127
+            turned = turned + ((turned / step).round() * step - turned).detach()
+        return linear(turned, self.turned(module).to(x.dtype), module.bias)
+
+
+class OstrisLinear(nn.Linear):
+    """Of ai-toolkit's name."""
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        quantizer: Any = self.ostris_quantizer
+        weight: Tensor = quantizer.dequantize_folded(self)
+        return weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.ostris_quantizer.forward(self, x)  # type: ignore[operator,union-attr]
+        return y
+
+
+class HalvedWeight(Tensor):
+    """A weight kept as something else, which torch's own linear accepts."""
+
+    @staticmethod
+    def __new__(cls, kept: Tensor, dtype: torch.dtype) -> HalvedWeight:
+        wrapper = Tensor._make_wrapper_subclass
+        return wrapper(cls, kept.shape, dtype=dtype)  # type: ignore[attr-defined,no-any-return]
+
+    def __init__(self, kept: Tensor, dtype: torch.dtype) -> None:
+        self.kept = kept
+
+    def dequantize(self) -> Tensor:
+        return self.kept.to(self.dtype) * 2
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return HalvedWeight(args[0].kept, args[0].dtype)
+        return func(*[x.dequantize() if isinstance(x, HalvedWeight) else x for x in args], **(kwargs or {}))
+
+
+@torch.no_grad()
+def quantize_linear(module: Any, form: str) -> None:
+    """Quantize a plain nn.Linear in place."""
+    weight = module.weight.detach()
+    if form == "subclass":
+        module.weight = nn.Parameter(HalvedWeight((weight / 2).to(torch.float16), weight.dtype), requires_grad=False)
+        return
+    module.ostris_quantizer = RotatedCodes()
+    module.ostris_quantizer.quantize_(module, weight)
+    del module.weight
+    module.__class__ = OstrisLinear
 
 
 def quantized(model: nn.Module, form: str) -> nn.Module:
@@ -33,16 +115,16 @@ def quantized(model: nn.Module, form: str) -> nn.Module:
 
 def quantized_linear(form: str = "codes") -> Any:
     torch.manual_seed(0)
-    linear = nn.Linear(64, 32).requires_grad_(False)
-    quantize_linear(linear, form)
-    return linear
+    module = nn.Linear(64, 32).requires_grad_(False)
+    quantize_linear(module, form)
+    return module
 
 
-def kept_of(linear: Any, x: Tensor) -> tuple[Tensor, list[torch.Size]]:
+def kept_of(module: Any, x: Tensor) -> tuple[Tensor, list[torch.Size]]:
     """Its output, and the shapes of what is kept for backward."""
     kept: list[torch.Size] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
-        return linear(x), kept
+        return module(x), kept
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -129,29 +211,29 @@ def test_what_ai_toolkit_left_plain_becomes_fp8() -> None:
 
 def test_an_adapter_that_is_on_one_already_calls_the_adopted_one() -> None:
     class Adapter:
-        def __init__(self, linear: Any) -> None:
-            self.org_forward, linear.forward = linear.forward, self.forward
+        def __init__(self, module: Any) -> None:
+            self.org_forward, module.forward = module.forward, self.forward
 
         def forward(self, x: Tensor) -> Tensor:
             y: Tensor = self.org_forward(x)
             return y
 
-    linear = quantized_linear()
-    Adapter(linear)
-    Adapter(linear)
-    adopt(linear, CONFIG.linear_config())
-    assert kept_of(linear, torch.randn(2, 4, 64, requires_grad=True))[1] == []
-    assert type(linear).__name__ == "OstrisLinear"
-    assert isinstance(linear, OstrisLinear)
+    module = quantized_linear()
+    Adapter(module)
+    Adapter(module)
+    adopt(module, CONFIG.linear_config())
+    assert kept_of(module, torch.randn(2, 4, 64, requires_grad=True))[1] == []
+    assert type(module).__name__ == "OstrisLinear"
+    assert isinstance(module, OstrisLinear)
 
 
 def test_adopting_again_changes_the_config_alone() -> None:
-    linear = quantized_linear()
-    adopt(linear, CONFIG.linear_config())
-    kind, other = type(linear), COATConfig.from_dict({"activation": {"format": "e5m2"}}).linear_config()
-    adopt(linear, other)
-    assert type(linear) is kind
-    assert linear.coat_input_config is other
+    module = quantized_linear()
+    adopt(module, CONFIG.linear_config())
+    kind, other = type(module), COATConfig.from_dict({"activation": {"format": "e5m2"}}).linear_config()
+    adopt(module, other)
+    assert type(module) is kind
+    assert module.coat_input_config is other
 
 
 def test_plain_and_our_own_linears_are_no_one_else_s() -> None:

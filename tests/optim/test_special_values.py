@@ -112,7 +112,7 @@ FIXED_POINT = ExpansionConfig()
 constants = st.sampled_from([FIXED_POINT, PAPER_EXPANSION, ExpansionConfig(1.0, 0.0, 1.0)])
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(
     values=st.lists(magnitudes, min_size=1, max_size=40),
     fmt=st.sampled_from(["e4m3", "e5m2", "uint8_log"]),
