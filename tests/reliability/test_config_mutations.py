@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from coat_flux.config.ai_toolkit_keys import KINDS, PROCESS
@@ -19,7 +19,7 @@ from coat_flux.config.job import AI_TOOLKIT_ROWS, JobConfig
 from coat_flux.config.job_file import load_job_yaml
 from coat_flux.config.job_sections import LR_PARAMS
 from coat_flux.config.options import config_fields
-from tests.reliability.bad_configs import ALONE, BOTH, check_job_file, job_with, yaml_of
+from tests.reliability.bad_configs import ALONE, BOTH, job_with
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 JOBS: tuple[dict[str, Any], ...] = (job_with(), *(load_job_yaml(path) for path in CONFIGS))
@@ -203,21 +203,3 @@ def mutate(job: dict[str, Any], data: st.DataObject) -> None:
         block[key][data.draw(st.sampled_from(["x", 5, None, "lr", "enabled", "type"]))] = copy.deepcopy(data.draw(junk))
     else:
         block[key] = copy.deepcopy(data.draw(junk))
-
-
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_a_file_with_damaged_lines_is_answered(tmp_path: Path, data: st.DataObject) -> None:
-    lines = yaml_of(job_with()).splitlines(keepends=True)
-    for _ in range(data.draw(st.integers(1, 4))):
-        i = data.draw(st.integers(0, len(lines) - 1))
-        column = data.draw(st.integers(0, len(lines[i])))
-        added = data.draw(
-            st.sampled_from(["", "\t", "  ", ": ", "- ", "[", "}", "'", "&a ", "*a", "!!x ", "<<: ", "\0", "#"])
-        )
-        lines[i] = lines[i][:column] + added + lines[i][column + data.draw(st.integers(0, 6)) :]
-    path = tmp_path / "job.yaml"
-    path.write_text("".join(lines), encoding="utf-8")
-    for item in check_job_file(path):
-        assert item.line().startswith(f"{path}: ")
-        assert "\n" not in item.line()

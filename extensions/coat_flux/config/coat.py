@@ -250,7 +250,7 @@ class COATConfig:
         from coat_core.config import FP8QuantizationConfig
 
         findings = Findings(file)
-        given = parse_optimizer_params(optimizer_params, key_path, findings)
+        given = parse_keys(COAT_PARAMS, optimizer_params, key_path, findings)
         findings.raise_if_any()
         values = to_plain(self.optimizer) | given
         adamw = {option.key: values.pop(option.key, option.default) for option in ADAMW_OPTIONS}
@@ -284,12 +284,8 @@ class COATConfig:
 
 OPTIONS = tuple(options_of(COATConfig))
 BY_KEY = {option.key: option for option in OPTIONS}
-
-
-def parse_optimizer_params(raw: Any, path: str, findings: Findings) -> dict[str, Any]:
-    """Check `train.optimizer_params` of coat_fp8_adamw; returns only the keys present."""
-    rows = [option for option in OPTIONS if option.key.startswith("optimizer.")]
-    return parse_keys([*rows, *ADAMW_OPTIONS], raw, path, findings)
+# keys of `train.optimizer_params` for coat_fp8_adamw
+COAT_PARAMS = (*(option for option in OPTIONS if option.key.startswith("optimizer.")), *ADAMW_OPTIONS)
 
 
 def check_combinations(config: COATConfig, path: str, findings: Findings) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..base.names import COAT_OPTIMIZER, COAT_QTYPE, COAT_TYPE
 from .ai_toolkit_keys import ROWS
-from .coat import ADAMW_OPTIONS, COATConfig, parse_optimizer_params
+from .coat import ADAMW_OPTIONS, COAT_PARAMS, COATConfig
 from .findings import ABSENT, Findings
 from .job_sections import DTYPES, LR_PARAMS, OPTIMIZER_PARAMS, PRODIGY_LOW_LR
 from .options import FORMATS, Option, parse_keys
@@ -338,7 +338,7 @@ def _check_train(entry: Entry) -> None:
     if entry.sound("train.optimizer"):
         params, path = get("train.optimizer_params", {}), f"{entry.path}.train.optimizer_params"
         if optimizer == COAT_OPTIMIZER:
-            parse_optimizer_params(params, path, entry.findings)
+            parse_keys(COAT_PARAMS, params, path, entry.findings)
         elif entry.alone:
             parse_keys(OPTIMIZER_PARAMS.get(optimizer, ADAMW_OPTIONS), params, path, entry.findings)
     options = LR_PARAMS.get(get("train.lr_scheduler", "constant"))
