@@ -72,16 +72,6 @@ def test_nonzero_exp_avg_sq_survives_huge_outliers_and_denormals(name: str) -> N
     assert param.isfinite().all()
 
 
-def test_without_expansion_small_exp_avg_sq_underflows() -> None:
-    """The counter-example that expansion is there for."""
-    param = Parameter(torch.zeros(128))
-    optimizer = FP8AdamW([param], fp8_config=FP8QuantizationConfig(use_dynamic_range_expansion=False))
-    param.grad = torch.logspace(-6, 0, 128)
-    optimizer.step()
-    lost = (moment(optimizer, param, "exp_avg_sq") == 0).sum()
-    assert lost > 40
-
-
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_non_finite_gradients_show_in_the_parameter(name: str, bad: float) -> None:
@@ -138,21 +128,11 @@ def test_nonzero_exp_avg_sq_never_becomes_zero(
     assert param.isfinite().all()
 
 
-def drift(fmt: str, expansion: ExpansionConfig, repeats: int = 100) -> float:
-    """Largest relative change of any element between the first and a much later round trip."""
-    generator = torch.Generator().manual_seed(0)
-    blocks = torch.randn(200, 128, generator=generator) * torch.exp(2 * torch.randn(200, 128, generator=generator))
-    once = values = dequantize_blocks(quantize_blocks(blocks, get_format(fmt), expansion))
-    for _ in range(repeats):
-        values = dequantize_blocks(quantize_blocks(values, get_format(fmt), expansion))
-    return (values / once - 1).abs().max().item()
-
-
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
 def test_with_both_ends_on_codes_repeated_round_trips_change_nothing(fmt: str) -> None:
-    assert drift(fmt, FIXED_POINT) < REPEATED_ROUND_TRIP_REL
-
-
-def test_with_the_small_end_between_codes_repeated_round_trips_drift() -> None:
-    """Why the constants matter: the smallest value is rounded down, the range found next is wider, and so on."""
-    assert drift("e4m3", ExpansionConfig(range_fraction=1.0, exponent_step=0.0)) > 0.9
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.randn(200, 128, generator=generator) * torch.exp(2 * torch.randn(200, 128, generator=generator))
+    once = values = dequantize_blocks(quantize_blocks(blocks, get_format(fmt), FIXED_POINT))
+    for _ in range(100):
+        values = dequantize_blocks(quantize_blocks(values, get_format(fmt), FIXED_POINT))
+    assert (values / once - 1).abs().max().item() < REPEATED_ROUND_TRIP_REL
