@@ -165,9 +165,11 @@ def test_photos_of_another_folder_are_held_out_and_all_others_trained_on(tmp_pat
     assert study.job.datasets[0].num_repeats == 3
     (photos / "01.jpg").unlink()
     (photos / "01.jpg").write_bytes(b"another photo")
+    (photos / "05.jpg").unlink()
     open_study(job, validation=other, folder=tmp_path / "out")
     assert trained[1].read_bytes() == b"another photo"
-    assert find_images(photos) == [photos / path.name for path in trained]
+    assert find_images(photos) == [photos / path.name for path in trained[:5]]
+    assert find_images(linked) == [*trained[:5], *held_out]
     with pytest.raises(VerifyError, match=r"--validation .*has no images"):
         open_study(job, validation=tmp_path / "none")
 

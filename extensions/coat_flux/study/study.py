@@ -304,14 +304,20 @@ def _with_photos_of(folder: Path, job: JobConfig, place: Path) -> tuple[JobConfi
         raise VerifyError(
             f"--validation {folder}: has no images; give a folder with some, and captions as for training"
         )
+    sources: dict[Path, Path] = {}
     for source, target in ((Path(entry["folder_path"]), place), (folder, place / OTHER_FOLDER)):
         for photo in find_images(source):
             for path in (photo, caption_file(photo, job.datasets[0].caption_ext)):
-                link = target / path.relative_to(source)
-                if path.is_file() and not (link.exists() and link.samefile(path)):
-                    link.parent.mkdir(parents=True, exist_ok=True)
-                    remove(link)
-                    link_or_copy(path.resolve(), link)
+                if path.is_file():
+                    sources[target / path.relative_to(source)] = path
+    for photo in find_images(place):
+        if photo not in sources:
+            photo.unlink()
+    for link, path in sources.items():
+        if not (link.exists() and link.samefile(path)):
+            link.parent.mkdir(parents=True, exist_ok=True)
+            remove(link)
+            link_or_copy(path.resolve(), link)
     entry["folder_path"] = str(place)
     return JobConfig.from_dict(raw, file=job.file), names
 

@@ -187,7 +187,7 @@ class Sweep:
     With `tpe`, Optuna's TPE sampler chooses them by the losses so far; else the order is random.
 
     Raises:
-        SweepError: a key is given twice, a value has no place in the config, or Optuna is not installed.
+        SweepError: a value has no place in the config, or Optuna is not installed.
         ConfigError: all problems of the config, a value or the photos, as `coat-flux check` prints them.
     """
 
@@ -208,16 +208,15 @@ class Sweep:
             raise SweepError(f"sweep needs Optuna ({error}): pip install 'coat-flux[sweep]'") from error
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._optuna: Any = optuna
-        for key, count in Counter(key for key, _ in axes).items():
-            if count > 1:
-                raise SweepError(f"--set {key}: is given twice; write all of its values behind one =")
         self.job = JobConfig.load(config, name=name)
         errors, _ = check_data(self.job.raw)
         if errors:
             raise ConfigError(errors)
         self.folder, self.held_out = folder, hold_out_names(self.job)
         self._config, self._seeds, self._tpe = config, seeds, tpe
-        self._values = {key: {show(value): value for value in values} for key, values in axes}
+        self._values: dict[str, dict[str, Any]] = {}
+        for key, values in axes:
+            self._values.setdefault(key, {}).update({show(value): value for value in values})
         combinations = math.prod(len(values) for values in self._values.values())
         self._most = combinations if most is None else min(most, combinations)
         self.trials: list[Trial] = []
@@ -233,15 +232,15 @@ class Sweep:
     def run(self, *, jobs: int, log: Callable[[str], None], on_result: Callable[[], None]) -> list[Trial]:
         """Train unfinished runs, `jobs` at a time; one that fails does not stop the others.
 
-        `on_result` is called at the start and after each run. KeyboardInterrupt is raised once current runs are
-        saved.
+        `on_result` is called after each run. KeyboardInterrupt is raised once current runs are saved.
         """
         with run_lock(self.folder):
             provide_embedded(self.job.model.name_or_path)
             study = self._open_study()
             waiting = [run for run in self.runs if run.state != FINISHED]
             log(f"sweep: {self.total} trials, {len(self.runs) - len(waiting)} of them finished, in {self.folder}")
-            on_result()
+            if self.trials:
+                on_result()
             with Interrupts(log) as interrupts, ThreadPoolExecutor(jobs) as pool:
 
                 def work() -> None:
@@ -280,8 +279,6 @@ class Sweep:
         first = {key: next(iter(values.values())) for key, values in self._values.items()}
         lines: dict[str, None] = {}
         for key, values in self._values.items():
-            if len({_word(value) for value in values.values()}) < len(values):
-                raise SweepError(f"--set {key}: trials would have the same folder; write values that differ more")
             for value in values.values():
                 lines |= dict.fromkeys(self._errors({**first, key: value}, check_job_dict))
         if not lines:
@@ -539,11 +536,8 @@ def noise_text(spread: float | None) -> str:
 
 def write_sweep_page(sweep: Sweep) -> Path:
     """Write `report.html` in the folder of the runs."""
-    job, path = sweep.job, sweep.folder / REPORT_FILE
+    job = sweep.job
     page = Page(f"Sweep of {job.name}", f"coat-flux sweep, {job.file}, trials: {sweep.total}")
-    if not sweep.trials:
-        page.verdict("No trial has started yet.", "plain")
-        return page.write(path)
     trials, spread = rank(sweep.trials)
     keys, best = _varied(trials), trials[0]
     page.verdict(*sentence_of(trials, spread, sweep.total))
@@ -590,7 +584,7 @@ def write_sweep_page(sweep: Sweep) -> Path:
         page.paragraph(HOW)
         page.paragraph(f"Photos not trained on: {', '.join(sweep.held_out)}.")
     page.missing(f"coat-flux {__version__}")
-    return page.write(path)
+    return page.write(sweep.folder / REPORT_FILE)
 
 
 def _show_samples(page: Page, sweep: Sweep, trials: Sequence[Trial], keys: Mapping[str, str]) -> None:

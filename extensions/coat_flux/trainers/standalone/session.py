@@ -197,7 +197,7 @@ class Session:
         average = None if point.state is None else point.state.tensors("ema")
         self.step = point.step
         self.saved_path = record.get("path", {})
-        for key in ("validation_loss", "held_out_loss", "observed"):
+        for key in ("validation_loss", "held_out_loss"):
             if key in record:
                 self.record[key] = record[key]
         advance(self.lr_scheduler, point.step)

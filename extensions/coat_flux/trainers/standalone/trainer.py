@@ -68,8 +68,7 @@ Observer = Callable[[Session], None]
 class COATTrainer:
     """Trains a FLUX LoRA, or without `network` the transformer itself, by a YAML's path, its content, or a `JobConfig`.
 
-    `observer` is called before the first step and after each, before a save. It may keep plain JSON in
-    `session.record["observed"]`, which a resume restores; it must not affect training.
+    `observer` is called before the first step and after each, before a save; it must not affect training.
 
     Raises:
         ConfigError: the config cannot be run.
