@@ -42,7 +42,10 @@ def add_parsers(commands: Any) -> None:
     pairs.add_argument("--steps", type=positive, metavar="N", help="of each run (default: the config's)")
     held_out = pairs.add_mutually_exclusive_group()
     held_out.add_argument(
-        "--hold-out", type=positive, metavar="K", help="photos kept out of training (default: a tenth, 1 to 16)"
+        "--hold-out",
+        type=positive,
+        metavar="K",
+        help="photos kept out of training (default: validation.hold_out, else a tenth)",
     )
     held_out.add_argument(
         "--validation", type=Path, metavar="DIR", help="photos and captions to validate on; then none is held out"

@@ -23,7 +23,7 @@ from ..watch.guard import DeadRunError
 from .judgement import LOSSLESS, NOT_LOSSLESS, UNDECIDED, Judgement, judge
 from .study import BF16, Arm, ArmResult, Study, VerifyError, bf16_arm, score_loras
 
-__all__ = ["REPORT_FILE", "RISE", "TONES", "VERDICT_FILE", "WORDS", "Verdict", "mean_curve", "show_means", "verify"]
+__all__ = ["REPORT_FILE", "RISE", "TONES", "WORDS", "Verdict", "mean_curve", "show_means", "verify"]
 
 VERDICT_FILE, REPORT_FILE = "verdict.json", "report.html"  # in the study's folder
 WORDS = {"bf16": "bf16", "coat": "COAT"}  # of the two arms
@@ -33,11 +33,10 @@ RISE = 1.01  # final over lowest held-out loss that is worth a note
 LISTED_PHOTOS = 8
 SPREAD = "bf16's spread over seeds"
 HOW = (
-    "Each seed was trained twice, in bf16 and with COAT: same start, photos, order and noise. The loss was measured on "
-    "photos that neither was trained on, with noise that is the same for all: each run in its own precision, and both "
-    "results loaded into the bf16 model, as other programs do. Lossless means that in both cases the 95% confidence "
-    "interval of the mean gap, COAT's loss minus bf16's, is within ± the standard deviation of bf16's own loss over "
-    "its seeds. A loss that is lower by more than that is a difference, too."
+    "Each seed was trained twice, in bf16 and with COAT: same start, photos, order and noise. The loss is that on "
+    "photos that neither was trained on, with noise that is the same for all. Lossless means that the 95% interval "
+    "of the mean gap is within ± the standard deviation of bf16's own loss over its seeds, both in each run's own "
+    "precision and with the results in the bf16 model, as other programs use them."
 )
 
 

@@ -348,10 +348,15 @@ class Sweep:
         for chosen in study.trials:
             settings = {key: self._values[key][shown] for key, shown in chosen.params.items()}
             for trial in self.trials:
-                if trial.settings == settings and all(run.state == FINISHED for run in trial.runs):
-                    study.tell(chosen.number, fmean(run.loss for run in trial.runs), skip_if_finished=True)
-                elif trial.settings == settings and any(run.state == FAILED for run in trial.runs):
-                    study.tell(chosen.number, state=self._optuna.trial.TrialState.FAIL, skip_if_finished=True)
+                if trial.settings != settings:
+                    continue
+                states = {run.state for run in trial.runs}
+                if states == {FINISHED}:
+                    loss = fmean(run.loss for run in trial.runs)
+                    study.tell(chosen.number, loss, skip_if_finished=True)
+                elif FAILED in states:
+                    failed = self._optuna.trial.TrialState.FAIL
+                    study.tell(chosen.number, state=failed, skip_if_finished=True)
 
     def _change(self, process: dict[str, Any], settings: Mapping[str, Any], seed: int) -> int:
         """Turn the config's process entry into that of a run; returns its steps."""
