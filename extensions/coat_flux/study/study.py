@@ -45,7 +45,7 @@ from ..saves.state import restore_tensors
 from ..trainers.standalone.loading import TORCH_DTYPES, load_encoders, load_transformer
 from ..trainers.standalone.network import add_lora, lora_parameters, lora_targets
 from ..trainers.standalone.trainer import COATTrainer
-from ..trainers.standalone.validation import Validation, held_out_of
+from ..trainers.standalone.validation import fixed_noise, held_out_of, loss_of
 from ..trainers.standalone.workers import Workers
 
 __all__ = [
@@ -339,7 +339,7 @@ def score_loras(job: JobConfig, loras: Mapping[str, Path], device: torch.device)
     if dataset.needs_vae or dataset.needs_encoders:
         for model in (encoders.vae, *encoders.text.models):
             model.to(device)
-    validation = Validation(dataset, samples, ())
+    noise, levels = fixed_noise(dataset, samples, ())
     del encoders, dataset
     transformer = load_transformer(job.model.name_or_path, dtype, device=device)
     if not job.full:
@@ -351,12 +351,11 @@ def score_loras(job: JobConfig, loras: Mapping[str, Path], device: torch.device)
             transformer_only=job.network.transformer_only,
         )
         add_lora(transformer, targets, job.network.linear, seed=0)  # which changes nothing yet: B is 0
-    losses = []
+    losses, at_once = [], job.train.batch_size
     for path in tqdm([None, *loras.values()], desc="held-out photos", leave=False, **bar_options()):
         if path is not None and job.full:
             transformer = load_transformer(str(path), dtype, device=device)
         elif path is not None:
             restore_tensors(lora_parameters(transformer), load_file(path), str(path))
-        loss = validation.loss(transformer, dtype=dtype, device=device, at_once=job.train.batch_size)
-        losses.append(loss)
+        losses.append(loss_of(transformer, noise, levels, lambda _: at_once, dtype=dtype, device=device))
     return losses[0], dict(zip(loras, losses[1:], strict=True))
