@@ -32,15 +32,7 @@ from coat_core.expansion import EXPONENT_MIN
 from coat_core.formats import E4M3, E5M2, INT8_RATIO, UINT8_LOG, format_of
 from coat_core.moments import LOG_MAX, LOG_NAN, RATIO_MAX, RATIO_NAN
 from coat_core.ops import adamw as operators
-from coat_core.ops.device import (
-    TL_DTYPES,
-    as_codes,
-    as_values,
-    finite_abs,
-    nearest,
-    saturated,
-    scale_from_amax,
-)
+from coat_core.ops.device import TL_DTYPES, as_codes, as_values, finite_abs, nearest, saturated, scale_from_amax
 from coat_core.ops.dispatch import launcher
 from coat_core.ops.launch import blocks, device_table, finished, launch, power_of_two
 from coat_core.rounding import MULTIPLIER_1, MULTIPLIER_2

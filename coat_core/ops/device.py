@@ -17,16 +17,7 @@ from torch import Tensor
 from coat_core.formats import E4M3, get_format
 from coat_core.granularity import per_group
 from coat_core.ops.codes import check_granularity
-from coat_core.ops.launch import (
-    blocks,
-    dot_operand,
-    empty,
-    empty_values,
-    finished,
-    launch,
-    nothing,
-    power_of_two,
-)
+from coat_core.ops.launch import blocks, dot_operand, empty, empty_values, finished, launch, nothing, power_of_two
 
 ROW_BLOCK = 2048
 SHARE_BLOCK = 2048  # elements that a program casts with a scale of all

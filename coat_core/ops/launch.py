@@ -103,20 +103,6 @@ def dot_operand(x: Tensor) -> Tensor:
     return x.to(torch.float32) if x.device.type == "cpu" else x
 
 
-@contextmanager
-def waiting_allowed(device: torch.device) -> Iterator[None]:
-    """Let the CPU wait for the device, even where the caller made that an error (set_sync_debug_mode)."""
-    if device.type != "cuda":
-        yield
-        return
-    mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("default")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
-
-
 def blocks(size: int, block: int) -> int:
     """Return how many blocks cover `size` elements."""
     return -(-size // block)

@@ -76,32 +76,6 @@ def test_a_capture_is_no_place_for_the_trial_and_gives_no_answer(monkeypatch: py
 
 
 @pytest.mark.triton
-def test_the_trial_may_wait_where_waiting_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    from coat_core.ops.launch import waiting_allowed
-
-    modes: list[object] = []
-    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    with pytest.raises(ZeroDivisionError), waiting_allowed(CUDA):
-        raise ZeroDivisionError
-    with waiting_allowed(torch.device("cpu")):
-        pass
-    assert modes == ["default", 2]
-
-
-@pytest.mark.gpu
-@pytest.mark.triton
-def test_the_trial_succeeds_where_waiting_is_an_error() -> None:
-    dispatch.triton_obstacle.cache_clear()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        assert dispatch.triton_obstacle(torch.device("cuda", torch.cuda.current_device())) is None
-        assert torch.cuda.get_sync_debug_mode() == 2
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.triton
 def test_the_trial_agrees_whatever_torchs_defaults_are_and_sees_wrong_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     from coat_core.ops import quantize_kernel as quantize
 

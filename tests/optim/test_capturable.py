@@ -101,7 +101,7 @@ def test_no_step_waits_for_the_gpu(capturable: bool, tensor_lr: bool) -> None:
     for step in range(3):
         set_grads(params, step)
         torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
+        torch.cuda.set_sync_debug_mode("error" if step else "default")  # a process's first operator tries Triton
         try:
             optimizer.step()
         finally:
