@@ -134,8 +134,8 @@ def _write(
     else:
         stored = quantize_blocks(values, format_of(dtype), expansion if len(numbers) == 3 else None, uniform)
     moment.codes[rows] = stored.codes
-    found = (number for number in (stored.scale, stored.exponent, stored.center) if number is not None)
-    for row, number in zip(numbers, found, strict=True):
+    stored_numbers = (number for number in (stored.scale, stored.exponent, stored.center) if number is not None)
+    for row, number in zip(numbers, stored_numbers, strict=True):
         row[rows] = number.squeeze(-1)
 
 

@@ -67,14 +67,14 @@ def use_kernel(kernel: str | None, like: Tensor | None = None) -> None:
     """
     global _in_use
     exchanges = hasattr(registry, "restore_flash_attention_impl")
-    wanted = LIBRARIES.get(kernel or "")
-    if wanted is not None and not exchanges:
+    library = LIBRARIES.get(kernel or "")
+    if library is not None and not exchanges:
         raise RuntimeError(f"torch {torch.__version__} cannot exchange its FlashAttention 2")
-    if exchanges and wanted != registry.current_flash_attention_impl():
-        if wanted is None:
+    if exchanges and library != registry.current_flash_attention_impl():
+        if library is None:
             registry.restore_flash_attention_impl()
         else:
-            registry.activate_flash_attention_impl(wanted)
+            registry.activate_flash_attention_impl(library)
     _in_use = None if kernel is None or like is None else (kernel, like.device.type, like.dtype, like.shape[-1])
 
 

@@ -211,9 +211,9 @@ def _mlp_activation_fwd_kernel(
         if attention_ptr is not None:
             first, none = part * BLOCK, (None, None, 0, 0)
             attention = attention_ptr, attention_scale_ptr, attention_stride, attention_scales_per_row
-            kept = saved_attention_ptr, saved_attention_scale_ptr
+            codes = saved_attention_ptr, saved_attention_scale_ptr
             x = values_tile(
-                attention, none, kept, tile, first, D, None, DTYPE, ATTENTION_GROUP, SAVED_MAX, G, 0, 0, R, BLOCK
+                attention, none, codes, tile, first, D, None, DTYPE, ATTENTION_GROUP, SAVED_MAX, G, 0, 0, R, BLOCK
             )
             _store_tile(x, values_ptr, amax_ptr, tile, first, D, D + F, BLOCK)
     else:

@@ -178,11 +178,11 @@ def _division(
     widths: tuple[int, ...], rows: int, rank: int, fitting: tuple[int, ...], programs: int
 ) -> tuple[int, int, int, int]:
     """Return columns of a stretch, stretches, shares of the rows, and tiles of ROWS rows in a share."""
-    found, tiles, n = [], blocks(rows, ROWS), sum(widths)
+    divisions, tiles, n = [], blocks(rows, ROWS), sum(widths)
     for block in fitting:
         stretches = sum(blocks(width, block) for width in widths)
         rounds = blocks(tiles, max(programs // stretches, 1))
         shares = max(blocks(tiles, max(rounds, 1)), 1)
         moved = 2 * rows * n + 8 * rank * (stretches * rows + shares * n)  # of dy, and parts written and read
-        found.append((moved * max(programs / (stretches * shares), 1.0), block, stretches, shares, rounds))
-    return min(found)[1:]
+        divisions.append((moved * max(programs / (stretches * shares), 1.0), block, stretches, shares, rounds))
+    return min(divisions)[1:]

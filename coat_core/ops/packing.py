@@ -76,22 +76,22 @@ class Chunk(NamedTuple):
 @functools.lru_cache(maxsize=32)  # a step asks for the same chunks as the one before
 def chunks(sizes: tuple[int, ...], first_blocks: tuple[int, ...], block_size: int, limit: int) -> list[Chunk]:
     """Cut flat tensors into chunks of at most `limit` elements whose blocks follow each other in the packed state."""
-    found: list[tuple[list[tuple[int, int, int]], int, int]] = []  # pieces, first row, row after the last
+    runs: list[tuple[list[tuple[int, int, int]], int, int]] = []  # pieces, first row, row after the last
     total = 0
     for index, (size, first) in enumerate(zip(sizes, first_blocks, strict=True)):
         for start, stop in spans(size, limit):
             row = first + start // block_size
             after = row + n_blocks(stop - start, block_size)
-            if found and found[-1][2] == row and total + stop - start <= limit:
-                pieces, first_row, _ = found[-1]
-                found[-1] = (pieces, first_row, after)
+            if runs and runs[-1][2] == row and total + stop - start <= limit:
+                pieces, first_row, _ = runs[-1]
+                runs[-1] = (pieces, first_row, after)
                 total += stop - start
             else:
                 pieces = []
-                found.append((pieces, row, after))
+                runs.append((pieces, row, after))
                 total = stop - start
             pieces.append((index, start, stop))
     return [
         Chunk(pieces, slice(row, after), Layout([stop - start for _, start, stop in pieces], block_size))
-        for pieces, row, after in found
+        for pieces, row, after in runs
     ]
