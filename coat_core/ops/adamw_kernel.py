@@ -151,7 +151,8 @@ def _neighbours(x, MAX: tl.constexpr):
     SMALLEST: tl.constexpr = E4M3_SMALLEST if MAX == E4M3_MAX else E5M2_SMALLEST
     BITS: tl.constexpr = E4M3_BITS if MAX == E4M3_MAX else E5M2_BITS
     exponent = (tl.maximum(x, SMALLEST).to(tl.int32, bitcast=True) & 0x7F800000) - (BITS << 23)
-    spacing, per_spacing = exponent.to(tl.float32, bitcast=True), (0x7F000000 - exponent).to(tl.float32, bitcast=True)
+    spacing = exponent.to(tl.float32, bitcast=True)
+    per_spacing = (0x7F000000 - exponent).to(tl.float32, bitcast=True)
     lower = tl.floor(x * per_spacing) * spacing
     return lower, tl.minimum(lower + spacing, MAX)
 
@@ -204,7 +205,8 @@ def _log_codes(values, drawn):
     else:
         codes = tl.clamp(LOG_TOP - tl.ceil(below), 1.0, LOG_TOP)
         upper_code = tl.minimum(codes + 1.0, LOG_TOP)
-        lower, upper = _log_values(codes, high, exponent), _log_values(upper_code, high, exponent)
+        lower = _log_values(codes, high, exponent)
+        upper = _log_values(upper_code, high, exponent)
         codes = tl.where(drawn * (upper - lower) < saturated(values, high) - lower, upper_code, codes)
     codes = tl.where(positive, codes, 0.0)
     return tl.where(values != values, LOG_NOT_A_NUMBER, codes), high, exponent
@@ -255,7 +257,8 @@ def _write(
             values, upper_code = _neighbours(values, MAX)
             lower, upper = values * scale, upper_code * scale
             if FORM == EXPANDED:
-                lower, upper = _contract(lower, center, exponent, ON_GPU), _contract(upper, center, exponent, ON_GPU)
+                lower = _contract(lower, center, exponent, ON_GPU)
+                upper = _contract(upper, center, exponent, ON_GPU)
             values = tl.where(drawn * (upper - lower) < exact - lower, upper_code, values)
     if FORM == LOG:
         codes = values.to(tl.uint8)
@@ -315,13 +318,16 @@ def _fp8_adamw_step_kernel(
 ):
     """R blocks of one tensor a program; EXACT where every moment's storage rounds as the reference does."""
     program = tl.program_id(0).to(tl.int64)
-    tensor, first = tl.load(programs_ptr + 4 * program), tl.load(programs_ptr + 4 * program + 1)
-    size, first_row = tl.load(programs_ptr + 4 * program + 2), tl.load(programs_ptr + 4 * program + 3)
+    tensor = tl.load(programs_ptr + 4 * program)
+    first = tl.load(programs_ptr + 4 * program + 1)
+    size = tl.load(programs_ptr + 4 * program + 2)
+    first_row = tl.load(programs_ptr + 4 * program + 3)
     param_ptr = tl.load(addresses_ptr + 2 * tensor).to(tl.pointer_type(PARAM_TYPE))
     grad_ptr = tl.load(addresses_ptr + 2 * tensor + 1).to(tl.pointer_type(GRAD_TYPE))
     if table_ptr is not None:
         decay = tl.load(table_ptr + 3 * tensor)
-        step_size, root = tl.load(table_ptr + 3 * tensor + 1), tl.load(table_ptr + 3 * tensor + 2)
+        step_size = tl.load(table_ptr + 3 * tensor + 1)
+        root = tl.load(table_ptr + 3 * tensor + 2)
         size = tl.where(root == root, size, 0)  # a row of NaN: this tensor is skipped
     if ALIGNED:
         size = tl.multiple_of(size, 16)
@@ -335,7 +341,8 @@ def _fp8_adamw_step_kernel(
     if MAXIMIZE:
         grad = -grad
     where = places, inside, rows, in_rows
-    exp_avg, exp_avg_sq = (exp_avg_ptr, exp_avg_numbers_ptr, stride), (exp_avg_sq_ptr, exp_avg_sq_numbers_ptr, stride)
+    exp_avg = (exp_avg_ptr, exp_avg_numbers_ptr, stride)
+    exp_avg_sq = (exp_avg_sq_ptr, exp_avg_sq_numbers_ptr, stride)
     v = _read(exp_avg_sq, where, FORM2, ON_GPU)
     m = _read(exp_avg, where, FORM1, ON_GPU)
     if FORM1 == RATIO:
@@ -350,7 +357,8 @@ def _fp8_adamw_step_kernel(
     else:
         param += m * -step_size / (sqrt_v * tl.div_rn(1.0, root) + eps)
     if DROPPED > 0:
-        stream, step = tl.load(param_draws_ptr + 3 * tensor), tl.load(param_draws_ptr + 3 * tensor + 1)
+        stream = tl.load(param_draws_ptr + 3 * tensor)
+        step = tl.load(param_draws_ptr + 3 * tensor + 1)
         element = offsets + tl.load(param_draws_ptr + 3 * tensor + 2)
         param = _rounded_stochastically(param, random_bits(stream, step, element), DROPPED)
     tl.store(param_ptr + offsets, param.to(PARAM_TYPE), mask=inside)

@@ -218,7 +218,8 @@ def _mlp_activation_fwd_kernel(
             _store_tile(x, values_ptr, amax_ptr, tile, first, D, D + F, BLOCK)
     else:
         first = (part - before) * BLOCK
-        mlp, adapter = (mlp_ptr, mlp_scale_ptr, mlp_stride, mlp_scales_per_row), (h_ptr, up_ptr, h_stride, SECOND)
+        mlp = (mlp_ptr, mlp_scale_ptr, mlp_stride, mlp_scales_per_row)
+        adapter = (h_ptr, up_ptr, h_stride, SECOND)
         saved = saved_mlp_ptr, saved_mlp_scale_ptr
         x = values_tile(
             mlp, adapter, saved, tile, first, F, ACTIVATION, DTYPE, MLP_GROUP, SAVED_MAX, G, RANK, RANK_BLOCK, R, BLOCK
@@ -329,12 +330,17 @@ def _mlp_down_fwd_kernel(
 
     On a GPU fp32 is multiplied as three products of TF32, within 2^-21 of each product: from registers it would spill.
     """
-    row, part, parts = tl.program_id(0).to(tl.int64) * R, tl.program_id(1), tl.num_programs(1)
+    row = tl.program_id(0).to(tl.int64) * R
+    part = tl.program_id(1)
+    parts = tl.num_programs(1)
     rows, before = tl.arange(0, R), tl.cdiv(D, LENGTH)
-    are_rows, ranks = tl.program_id(0) * R + rows < total, tl.program_id(2) * NEXT_BLOCK + tl.arange(0, NEXT_BLOCK)
-    attention, mlp = (attention_ptr, None, attention_stride, 0), (mlp_ptr, None, mlp_stride, 0)
+    are_rows = tl.program_id(0) * R + rows < total
+    ranks = tl.program_id(2) * NEXT_BLOCK + tl.arange(0, NEXT_BLOCK)
+    attention = (attention_ptr, None, attention_stride, 0)
+    mlp = (mlp_ptr, None, mlp_stride, 0)
     adapter, no_adapter = (h_ptr, up_ptr, h_stride, SECOND), (None, None, 0, 0)
-    saved_attention, saved_mlp = (saved_attention_ptr, saved_attention_scale_ptr), (saved_mlp_ptr, saved_mlp_scale_ptr)
+    saved_attention = (saved_attention_ptr, saved_attention_scale_ptr)
+    saved_mlp = (saved_mlp_ptr, saved_mlp_scale_ptr)
     for of_mlp in tl.static_range(2):  # attention's columns, then the activation's
         x_ptr, width = ((attention_ptr, D), (mlp_ptr, F))[of_mlp]
         if x_ptr is not None and (part >= before) == of_mlp:
@@ -675,7 +681,8 @@ def _mlp_down_gradient_kernel(
 ):
     """BLOCK columns and a share of the rows a program. GROUP is at least BLOCK where a row has one scale or none."""
     stretch, before, all_columns = tl.program_id(0), tl.cdiv(D, BLOCK), D + F
-    share, ranks = tl.program_id(1).to(tl.int64), tl.program_id(2) * RANK_BLOCK + tl.arange(0, RANK_BLOCK)
+    share = tl.program_id(1).to(tl.int64)
+    ranks = tl.program_id(2) * RANK_BLOCK + tl.arange(0, RANK_BLOCK)
     places = tl.arange(0, R)
     attention = attention_ptr, attention_scale_ptr, attention_stride, attention_scales_per_row
     mlp = mlp_ptr, mlp_scale_ptr, mlp_stride, mlp_scales_per_row

@@ -160,7 +160,8 @@ def norm_modulate_quantize(a: Any) -> tuple[Tensor, ...]:
 @launcher(operators.norm_modulate)
 def norm_modulate(a: Any) -> Tensor:
     shape, device = tuple(a.x.shape), a.x.device
-    no_codes, not_saved = RowCodes(shape, "e4m3", "none", device), GroupCodes(shape, "none", 0, device)
+    no_codes = RowCodes(shape, "e4m3", "none", device)
+    not_saved = GroupCodes(shape, "none", 0, device)
     return _modulated(a, a.x_scale, a.dtype, no_codes, not_saved)
 
 

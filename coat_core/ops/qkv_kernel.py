@@ -81,7 +81,8 @@ def _qkv_rope_fwd_kernel(
     are_rows, are_columns = token + rows < length, columns < d
     inside = are_rows[:, None] & are_columns[None, :]
     pairs = 2 * tl.arange(0, BLOCK // 2)
-    angles, are_angles = rows[:, None] * d + pairs[None, :], are_rows[:, None] & (pairs < d)[None, :]
+    angles = rows[:, None] * d + pairs[None, :]
+    are_angles = are_rows[:, None] & (pairs < d)[None, :]
     if OWN_ANGLES:
         cos_ptr += image * S * d
         sin_ptr += image * S * d

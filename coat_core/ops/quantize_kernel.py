@@ -297,7 +297,8 @@ def _words() -> tuple[int, ...]:
 def _decode_nvfp4_fwd_kernel(
     codes_ptr, scales_ptr, words_ptr, out_ptr, N, K, TRANSPOSED: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr
 ):
-    first_row, first_block = tl.program_id(0).to(tl.int64) * ROWS, tl.program_id(1).to(tl.int64) * BLOCKS
+    first_row = tl.program_id(0).to(tl.int64) * ROWS
+    first_block = tl.program_id(1).to(tl.int64) * BLOCKS
     rows, places = first_row + tl.arange(0, ROWS), first_block + tl.arange(0, BLOCKS)
     inside = (rows[:, None] < N) & (places[None, :] < K // 16)
     scales = tl.load(scales_ptr + rows[:, None] * (K // 16) + places[None, :], mask=inside, other=0)
