@@ -137,7 +137,8 @@ def _mix(x):
 
 @triton.jit
 def random_bits(stream, step, elements):
-    stream, step = stream.to(tl.uint32, bitcast=True), step.to(tl.uint32, bitcast=True)
+    stream = stream.to(tl.uint32, bitcast=True)
+    step = step.to(tl.uint32, bitcast=True)
     return _mix(_mix(elements.to(tl.uint32) ^ stream) + _mix(step ^ _mix(stream)))
 
 
@@ -331,7 +332,8 @@ def _fp8_adamw_step_kernel(
         size = tl.where(root == root, size, 0)  # a row of NaN: this tensor is skipped
     if ALIGNED:
         size = tl.multiple_of(size, 16)
-        param_ptr, grad_ptr = tl.multiple_of(param_ptr, 16), tl.multiple_of(grad_ptr, 16)
+        param_ptr = tl.multiple_of(param_ptr, 16)
+        grad_ptr = tl.multiple_of(grad_ptr, 16)
     block, column = first + tl.arange(0, R), tl.arange(0, P)
     offsets = block[:, None] * B + column[None, :]
     inside = (column[None, :] < B) & (offsets < size)
@@ -369,7 +371,8 @@ def _fp8_adamw_step_kernel(
     if draws_ptr is None:
         drawn = None
     else:
-        stream, step = tl.load(draws_ptr + 3 * tensor), tl.load(draws_ptr + 3 * tensor + 1)
+        stream = tl.load(draws_ptr + 3 * tensor)
+        step = tl.load(draws_ptr + 3 * tensor + 1)
         drawn = uniform(stream, step, offsets + tl.load(draws_ptr + 3 * tensor + 2))
     _write(v, drawn, exp_avg_sq, where, FORM2, MAX2, BOUND2_LOG2, STEP, EXPONENT_MAX, ON_GPU)
 

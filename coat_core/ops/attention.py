@@ -123,7 +123,9 @@ def attention_backward(
     trips of Gaussian q, k, v and out (tests/tolerances.py).
     """
     whole = None if mask is None else mask.expand(*q.shape[:3], k.shape[2])
-    inputs, lse, random = (grad, q, k, v), context.tensors[:1], context.tensors[1:]
+    inputs = (grad, q, k, v)
+    lse = context.tensors[:1]
+    random = context.tensors[1:]
     if context.kernel == "plain":
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         with torch.enable_grad():

@@ -89,7 +89,8 @@ def _gated_sum_fwd_kernel(
     R: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    image, place = tl.program_id(2).to(tl.int64), tl.program_id(0) * R + tl.arange(0, R)
+    image = tl.program_id(2).to(tl.int64)
+    place = tl.program_id(0) * R + tl.arange(0, R)
     rows, first = image * S + place, tl.program_id(1) * BLOCK
     columns = first + tl.arange(0, BLOCK)
     inside = (place < S)[:, None] & (columns < D)[None, :]
@@ -129,7 +130,8 @@ def _gated_norm_fwd_kernel(
     R: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    image, place = tl.program_id(1).to(tl.int64), tl.program_id(0) * R + tl.arange(0, R)
+    image = tl.program_id(1).to(tl.int64)
+    place = tl.program_id(0) * R + tl.arange(0, R)
     rows = image * S + place
     squares = tl.zeros([R], tl.float32)
     for first in range(0, D, BLOCK):
@@ -178,7 +180,8 @@ def _gated_sum_bwd_kernel(
     R: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    image, share = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    image = tl.program_id(0).to(tl.int64)
+    share = tl.program_id(1).to(tl.int64)
     columns = tl.arange(0, BLOCK)[None, :]
     gate = tl.load(gate_ptr + image * gate_stride + columns, mask=columns < D, other=0.0).to(tl.float32)
     dgate = tl.zeros([R, BLOCK], tl.float32)

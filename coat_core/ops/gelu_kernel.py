@@ -135,7 +135,8 @@ def values_tile(
         groups = (row + rows[:, None]) * scales_per_row + columns // GROUP
         x = load_saved(x_ptr + row * stride, scale_ptr, rows[:, None] * stride + columns, groups, inside, DTYPE)
         if h_ptr is not None:
-            half_h_ptr, h_rows = h_ptr + half * second + row * h_stride, rows * h_stride
+            half_h_ptr = h_ptr + half * second + row * h_stride
+            h_rows = rows * h_stride
             if TURNED:
                 for first_rank in tl.range(0, RANK, RANK_BLOCK, num_stages=1):
                     rank = first_rank + tl.arange(0, RANK_BLOCK)
@@ -338,7 +339,8 @@ def _mlp_down_fwd_kernel(
     ranks = tl.program_id(2) * NEXT_BLOCK + tl.arange(0, NEXT_BLOCK)
     attention = (attention_ptr, None, attention_stride, 0)
     mlp = (mlp_ptr, None, mlp_stride, 0)
-    adapter, no_adapter = (h_ptr, up_ptr, h_stride, SECOND), (None, None, 0, 0)
+    adapter = (h_ptr, up_ptr, h_stride, SECOND)
+    no_adapter = (None, None, 0, 0)
     saved_attention = (saved_attention_ptr, saved_attention_scale_ptr)
     saved_mlp = (saved_mlp_ptr, saved_mlp_scale_ptr)
     for of_mlp in tl.static_range(2):  # attention's columns, then the activation's
@@ -433,7 +435,8 @@ def _mlp_down_cast_fwd_kernel(
             _store_codes(x, codes_ptr, scale, tile, first, D, D + F, FORMAT_MAX, BLOCK)
     else:
         first = (column_tile - before) * BLOCK
-        mlp, adapter = (mlp_ptr, None, mlp_stride, 0), (h_ptr, up_ptr, h_stride, SECOND)
+        mlp = (mlp_ptr, None, mlp_stride, 0)
+        adapter = (h_ptr, up_ptr, h_stride, SECOND)
         x = values_tile(
             mlp, adapter, none, tile, first, F, ACTIVATION, DTYPE, 1, 0.0, 1, RANK, RANK_BLOCK, R, BLOCK, TURNED=True
         )
@@ -575,7 +578,8 @@ def _mlp_activation_bwd_kernel(
     x = x.to(DTYPE).to(tl.float32)
     place = dmlp_ptr + rows[:, None] * dmlp_stride + columns
     if ACTIVATION == GATED:
-        s, groups = sigmoid(x), rows[:, None] * scales_per_row + (F + columns) // GROUP
+        s = sigmoid(x)
+        groups = rows[:, None] * scales_per_row + (F + columns) // GROUP
         up = load_saved(mlp_ptr + F, mlp_scale_ptr, rows[:, None] * mlp_stride + columns, groups, inside, DTYPE)
         up = up.to(DTYPE).to(tl.float32)
         tl.store(place + F, (g * (x * s)).to(dmlp_ptr.dtype.element_ty), mask=inside)
@@ -689,7 +693,8 @@ def _mlp_down_gradient_kernel(
     for of_mlp in tl.static_range(2):  # attention's columns, then the activation's
         x_ptr, width = ((attention_ptr, D), (mlp_ptr, F))[of_mlp]
         if x_ptr is not None and (stretch >= before) == of_mlp:
-            source, first = (attention, mlp)[of_mlp], (stretch - of_mlp * before) * BLOCK
+            source = (attention, mlp)[of_mlp]
+            first = (stretch - of_mlp * before) * BLOCK
             product = tl.zeros([RANK_BLOCK, BLOCK], tl.float32)
             for turn in range(rounds):
                 row = (share * rounds + turn) * R
@@ -697,7 +702,9 @@ def _mlp_down_gradient_kernel(
                 tile = row, places, are_rows
                 x = tl.zeros([R, BLOCK], tl.float32)
                 for half in tl.static_range(2 if of_mlp and ACTIVATION == GATED else 1):
-                    gate, start, end = x, half * width + first, half * width + width
+                    gate = x
+                    start = half * width + first
+                    end = half * width + width
                     x = _load_groups(
                         source, tile, start, end, DTYPE, MLP_GROUP if of_mlp else ATTENTION_GROUP, R, BLOCK
                     )

@@ -108,7 +108,8 @@ def _add_lora_parts_kernel(
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    which, offsets = tl.program_id(1), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    which = tl.program_id(1)
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     first, count, before, columns = 0, 0, 0, 0
     for i in tl.static_range(len(WIDTHS)):
         of_this = (WIDTHS[i] + STRETCH - 1) // STRETCH

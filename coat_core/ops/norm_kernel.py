@@ -117,7 +117,8 @@ def _norm_modulate_bwd_kernel(
     R: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    image, share = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    image = tl.program_id(0).to(tl.int64)
+    share = tl.program_id(1).to(tl.int64)
     columns = tl.arange(0, BLOCK)[None, :]
     dscale = tl.zeros([R, BLOCK], tl.float32)
     dshift = tl.zeros([R, BLOCK], tl.float32)

@@ -75,7 +75,8 @@ def _qkv_rope_fwd_kernel(
 ):
     """R tokens of an image's stream, the first at `first` of S, and HEADS heads a program; tile offsets fit 32 bits."""
     tiles = tl.cdiv(length, R)
-    image, token = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles * R
+    image = (tl.program_id(0) // tiles).to(tl.int64)
+    token = tl.program_id(0) % tiles * R
     row, out_row = image * length + token, image * S + first + token
     rows, columns = tl.arange(0, R), tl.arange(0, BLOCK)
     are_rows, are_columns = token + rows < length, columns < d
@@ -163,7 +164,8 @@ def _qkv_rope_bwd_kernel(
     BLOCK: tl.constexpr,
 ):
     tiles = tl.cdiv(length, R)
-    image, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
+    image = (tl.program_id(0) // tiles).to(tl.int64)
+    tile = tl.program_id(0) % tiles
     tokens = tile * R + tl.arange(0, R)[:, None]
     rows = image * length + tokens
     columns = tl.arange(0, BLOCK)[None, :]
@@ -172,7 +174,8 @@ def _qkv_rope_bwd_kernel(
     if OWN_ANGLES:
         cos_ptr += image * S * d
         sin_ptr += image * S * d
-    angles, are_angles = (first + tokens) * d + pairs, (tokens < length) & (pairs < d)
+    angles = (first + tokens) * d + pairs
+    are_angles = (tokens < length) & (pairs < d)
     cos = tl.load(cos_ptr + angles, mask=are_angles, other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + angles, mask=are_angles, other=0.0).to(tl.float32)
     q = q_weight_ptr, dq_ptr, dq_stride_b, dq_stride_s, dq_stride_h

@@ -299,7 +299,8 @@ def _decode_nvfp4_fwd_kernel(
 ):
     first_row = tl.program_id(0).to(tl.int64) * ROWS
     first_block = tl.program_id(1).to(tl.int64) * BLOCKS
-    rows, places = first_row + tl.arange(0, ROWS), first_block + tl.arange(0, BLOCKS)
+    rows = first_row + tl.arange(0, ROWS)
+    places = first_block + tl.arange(0, BLOCKS)
     inside = (rows[:, None] < N) & (places[None, :] < K // 16)
     scales = tl.load(scales_ptr + rows[:, None] * (K // 16) + places[None, :], mask=inside, other=0)
     words = tl.load(words_ptr + scales.to(tl.int32))[:, :, None]

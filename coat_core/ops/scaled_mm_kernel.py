@@ -47,7 +47,9 @@ def _int8_mm_fwd_kernel(
     EVEN: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    program, down, across = tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    program = tl.program_id(0)
+    down = tl.cdiv(M, BLOCK_M)
+    across = tl.cdiv(N, BLOCK_N)
     first = program // (GROUP * across) * GROUP
     height = tl.minimum(down - first, GROUP)
     in_group = program % (GROUP * across)
