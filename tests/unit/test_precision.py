@@ -36,7 +36,7 @@ from coat_flux.watch.precision import (
     weight_rows,
 )
 from tests import tolerances
-from tests.helpers.flux import coat_flux_model, loss_of, predict
+from tests.helpers.flux import IMAGE_SIDE, TEXT_TOKENS, coat_flux_model, loss_of, predict
 
 GROUP_16 = Granularity("per_group", 16)
 LAYER = "transformer_blocks.{}.attn.to_q"
@@ -185,14 +185,19 @@ def test_rows_name_every_layer_that_reads_a_cast() -> None:
 def test_every_linear_of_a_block_has_a_row_of_its_input_and_gradient(batch: int) -> None:
     """With two images a block's output projections multiply copies of rows of the attention's joint codes."""
     model, _, _ = coat_flux_model({"memory": {"checkpointing": "none"}, "speed": {"measure": "never"}})
-    with CastProbe(model, {}) as probe, torch.autocast("cpu", torch.bfloat16):
-        loss_of(predict(model, batch=batch)).backward()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss_of(predict(model, batch=batch)).backward()  # the first pass compares two flows
+        with CastProbe(model, {}) as probe:
+            loss_of(predict(model, batch=batch)).backward()
     linears = {
         name.removesuffix(".base_layer") for name, module in model.named_modules() if isinstance(module, FP8Linear)
     }
     blocks = {name for name in linears if ".norm" not in name}  # modulations multiply single vectors in bf16
     rows = by_kind(probe)
     assert {row.layer for row in rows[INPUT]} == {row.layer for row in rows[GRADIENT]} == blocks
+    tokens = IMAGE_SIDE**2 + TEXT_TOKENS
+    joint = {row.elements for row in rows[INPUT] if row.layer.endswith(("to_out.0", "to_add_out"))}
+    assert joint == {batch * tokens * model.inner_dim}
 
 
 def test_a_weight_is_not_taken_for_what_was_in_its_memory_before() -> None:

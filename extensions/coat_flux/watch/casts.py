@@ -77,9 +77,8 @@ class CastProbe(TorchDispatchMode):
         declare = declarations.get(func.name())
         if declare is None:
             out = func(*args, **kwargs)
-            if (
-                func is torch.ops.aten.clone.default and out.itemsize == 1
-            ):  # a product reads rows of joint codes in one piece
+            # products read rows of an attention's joint codes in one piece, a copy with two images and more
+            if func is torch.ops.aten.clone.default and out.itemsize == 1:
                 self._latest[_address(out)] = self._latest.get(_address(args[0]))
             return out
         if func._schema.is_mutable:
