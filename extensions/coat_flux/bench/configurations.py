@@ -187,15 +187,6 @@ def rivals(level: str, name: str) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Case:
-    """The work of one process: one configuration at one size; optimizers have none."""
-
-    level: str
-    configuration: str
-    sizes: tuple[tuple[int, int], ...] = ()
-
-
-@dataclass(frozen=True)
 class BenchOptions:
     """A benchmark run: each case in a new process in every round; without names, all configurations."""
 
@@ -209,11 +200,11 @@ class BenchOptions:
     repeats: int | None = None
     timeout_s: float = 1800.0
 
-    def cases(self) -> list[Case]:
-        """Every case, sizes outermost so that rivals are measured next to each other."""
+    def cases(self) -> list[tuple[str, str, tuple[tuple[int, int], ...]]]:
+        """Level, configuration and sizes of every process; sizes outermost, so that rivals are next to each other."""
         pairs = [((resolution, batch),) for batch in self.batches for resolution in self.resolutions]
         cases = []
         for level in self.levels:
             names = [name for name in named(level) if not self.configurations or name in self.configurations]
-            cases += [Case(level, name, sizes) for sizes in ([()] if level == OPTIMIZER else pairs) for name in names]
+            cases += [(level, name, sizes) for sizes in ([()] if level == OPTIMIZER else pairs) for name in names]
         return cases

@@ -129,16 +129,16 @@ class CostModel(NamedTuple):
         """Time of an operator that moves `moved` bytes; `shape`: (M, N, K) of a product."""
         bandwidth, efficiency = self.gb_per_second, 1.0
         if shape is not None and min(shape[:2]) >= NARROW:
-            efficiency = max(speed * self._used(shape, tile) for tile, speed in TILES)
+            efficiency = 0.0
+            for (rows, columns), speed in TILES:
+                tiles = math.ceil(shape[0] / rows) * math.ceil(shape[1] / columns)
+                waves = math.ceil(tiles / self.multiprocessors)
+                used = shape[0] * shape[1] / (waves * self.multiprocessors * rows * columns)
+                efficiency = max(efficiency, speed * used)
         elif shape is not None and max(shape[:2]) >= NARROW:
             bandwidth *= NARROW_SHARE
         compute = flops / (self.tflops[kind] * efficiency) / 1e9 if flops else 0.0
         return max(moved / bandwidth / 1e6, compute) + kernels * LAUNCH_MS
-
-    def _used(self, shape: tuple[int, int, int], tile: tuple[int, int]) -> float:
-        tiles = math.ceil(shape[0] / tile[0]) * math.ceil(shape[1] / tile[1])
-        waves = math.ceil(tiles / self.multiprocessors)
-        return shape[0] * shape[1] / (waves * self.multiprocessors * tile[0] * tile[1])
 
 
 def cost_models() -> dict[str, CostModel]:

@@ -97,8 +97,10 @@ def run_cases(
         for place, case in enumerate(cases if number % 2 else reversed(cases), start=1):
             if case in given_up:
                 continue
+            level, name, pairs = case
+            spec = {"level": level, "configuration": name, "sizes": pairs}
             started = time.monotonic()
-            result = start({**asdict(case), **common}, options.timeout_s)
+            result = start(spec | common, options.timeout_s)
             seconds = time.monotonic() - started
             if result["status"] != OK:
                 given_up.add(case)
@@ -110,11 +112,11 @@ def run_cases(
             else:
                 outcome = "cannot run here" if result["status"] == CANNOT else "FAILED"
                 outcome += f": {result['reason']}"
-            sizes = ", ".join(f"{resolution} px x {batch}" for resolution, batch in case.sizes)
-            label = f"{case.level} {case.configuration}" + (f" at {sizes}" if sizes else "")
+            sizes = ", ".join(f"{resolution} px x {batch}" for resolution, batch in pairs)
+            label = f"{level} {name}" + (f" at {sizes}" if sizes else "")
             count = f"{(number - 1) * len(cases) + place}/{len(cases) * options.rounds}"
             log(f"[{count}] round {number}, {label}: {outcome} ({seconds:.0f} s)")
-            yield {"round": number, **asdict(case), "seconds": seconds, **result}
+            yield {"round": number, **spec, "seconds": seconds, **result}
 
 
 # -- figures ----------------------------------------------------------------------------------------------------------
