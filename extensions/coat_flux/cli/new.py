@@ -9,13 +9,10 @@ import re
 import shlex
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..config.job_file import shipped_folder
 from .common import UsageError, add_command
-
-if TYPE_CHECKING:
-    from ..plan.speed import Card
 
 
 def add_parsers(commands: Any) -> None:
@@ -42,19 +39,27 @@ def run(args: argparse.Namespace) -> None:
     out = args.out or Path(f"{name}.yaml")
     if out.exists() or out.is_symlink():
         raise UsageError(f"{out}: is there already and is left as it is; write --out with another file, or --name")
-    from ..plan.speed import find_card
+    from ..plan.speed import Card, find_card
     from ..plan.starter import PLACEHOLDER, look_at, made_up_word, make_starter
 
-    card = _own_card() if args.gpu is None else find_card(args.gpu)
+    if args.gpu is not None:
+        card = find_card(args.gpu)
+    else:
+        import torch
+
+        if not torch.cuda.is_available():
+            raise UsageError("--gpu: there is no CUDA GPU here to go by; name the card to train on, as --gpu 24")
+        properties = torch.cuda.get_device_properties(0)
+        card = Card(round(properties.total_memory / 1e9, 1), properties.name)
     photos = look_at(args.dir) if args.dir else None
-    made = make_starter(photos, card, name, args.trigger or made_up_word(name), out.as_posix())
+    trigger = args.trigger or made_up_word(name)
+    text, origin, verdict = make_starter(photos, card, name, trigger, out.as_posix())
     try:
         with out.open("x", encoding="utf-8", newline="\n") as file:
-            file.write(made.text)
+            file.write(text)
     except OSError as error:
         raise UsageError(f"--out {out}: cannot be written: {error.strerror}; give another file") from error
-    print(f"wrote {out}, from {made.origin}; trigger word: {made.trigger}")
-    verdict = made.verdict
+    print(f"wrote {out}, from {origin}; trigger word: {trigger}")
     peak, room, card_name = verdict.prediction.peak / 1e9, verdict.room / 1e9, f"{verdict.card.gb:g} GB card"
     if verdict.fits:
         print(f"It needs {peak:.1f} GB of the {room:.1f} GB that a {card_name} has for it")
@@ -69,17 +74,6 @@ def run(args: argparse.Namespace) -> None:
         print(f"{len(photos.sides)} photos; next:")
     for command in ("check", "train"):
         print(f"  coat-flux {command} {shlex.quote(str(out))}")
-
-
-def _own_card() -> Card:
-    import torch
-
-    from ..plan.speed import Card
-
-    if not torch.cuda.is_available():
-        raise UsageError("--gpu: there is no CUDA GPU here to go by; name the card to train on, as --gpu 24")
-    properties = torch.cuda.get_device_properties(0)
-    return Card(round(properties.total_memory / 1e9, 1), properties.name)
 
 
 def copy_examples(args: argparse.Namespace) -> None:

@@ -30,13 +30,6 @@ class Change(NamedTuple):
 Edit = Callable[[JobConfig], Change | None]  # None if it does not apply
 
 
-class Remedy(NamedTuple):
-    """A YAML change, and the bytes that it frees in a phase."""
-
-    change: Change
-    bytes: int
-
-
 @dataclass(frozen=True)
 class CardFit:
     """Whether and how a job fits a card."""
@@ -78,8 +71,8 @@ def judge(facts: JobFacts, card: Card) -> CardFit:
 
 def remedies(
     facts: JobFacts, phase: str, device_bytes: float | None, recomputed: Sequence[int] | None = None
-) -> list[Remedy]:
-    """Find the changes that free memory in one phase (or at the run's peak), each alone, the cheapest first.
+) -> list[tuple[Change, int]]:
+    """The changes that free memory in one phase (or at the run's peak), each alone with its bytes, the cheapest first.
 
     `recomputed` are the blocks that recompute now, by default those of `predict_facts`. They stay the same unless the
     change is about recomputation, or `auto` would fill the freed memory.
@@ -91,21 +84,20 @@ def remedies(
             return part.total
         return 0 if phase == "sample" else prediction.peak  # a change may leave samples out
 
-    def rule(job: JobConfig) -> tuple[Any, ...]:
-        memory = job.coat.memory
-        return job.coat.enabled, memory.checkpointing, memory.budget_gb, job.train.gradient_checkpointing
-
     before = predict_facts(facts, device_bytes, recomputed)
     freed = []
     for edit in EDITS:
         change = edit(facts.job)
         if change is None:
             continue
-        same = before.recomputed if rule(change.job) == rule(facts.job) else None
-        after = predict_facts(job_facts(change.job, facts), device_bytes, same)
-        size = held(before) - held(after)
+        rules = []
+        for job in (facts.job, change.job):
+            memory = job.coat.memory
+            rules.append((job.coat.enabled, memory.checkpointing, memory.budget_gb, job.train.gradient_checkpointing))
+        same = before.recomputed if rules[0] == rules[1] else None
+        size = held(before) - held(predict_facts(job_facts(change.job, facts), device_bytes, same))
         if size > 0:
-            freed.append(Remedy(change, size))
+            freed.append((change, size))
     return freed
 
 

@@ -296,7 +296,7 @@ class JobFacts:
 
 def job_facts(job: JobConfig, known: JobFacts | None = None) -> JobFacts:
     """A job's numbers, with unchanged images from `known`; ConfigError for unknown sizes."""
-    model, train = find_model(job.model.name_or_path, _model_key(job)), job.train
+    model, train = _model_of(job), job.train
     targets, trained = adapted(job, model), trained_sizes(job, model) if job.full else {}
     data = known.data if known is not None and _images(known.job) == _images(job) else _data(job)
     samples = () if train.disable_sampling else job.sample.items()
@@ -328,8 +328,9 @@ def job_facts(job: JobConfig, known: JobFacts | None = None) -> JobFacts:
     )
 
 
-def _model_key(job: JobConfig) -> str:
-    return ": ".join(filter(None, (job.file, "config.process[0].model.name_or_path")))
+def _model_of(job: JobConfig) -> ModelParts:
+    where = "config.process[0].model.name_or_path"
+    return find_model(job.model.name_or_path, f"{job.file}: {where}" if job.file else where)
 
 
 def trained_sizes(job: JobConfig, model: ModelParts) -> dict[str, int]:
@@ -460,7 +461,7 @@ def save_space(job: JobConfig, sizes: Sequence[int], whole: int = 0) -> SaveSpac
 
 def job_space(job: JobConfig) -> SaveSpace:
     """The saves' space without reading weights; ConfigError if sizes are unknown."""
-    model = find_model(job.model.name_or_path, _model_key(job))
+    model = _model_of(job)
     if job.full:
         return save_space(job, list(trained_sizes(job, model).values()), model.elements["transformer"])
     return save_space(job, _sizes_of_lora(adapted(job, model), job))

@@ -50,15 +50,6 @@ class Photos(NamedTuple):
     caption: str | None  # one of the captions, with `[trigger]` in it; None without captions
 
 
-class Starter(NamedTuple):
-    """A YAML's text, its shipped config, the card's verdict on it, and the trigger word."""
-
-    text: str
-    origin: str
-    verdict: CardFit
-    trigger: str
-
-
 def look_at(folder: Path) -> Photos:
     """Read every photo of a folder; raises DatasetError if it has none, or one cannot be read."""
     if not folder.is_dir():
@@ -85,8 +76,8 @@ def made_up_word(name: str) -> str:
     return letters + "".join(next(filler) for _ in range(WORD_LETTERS[0] - len(letters)))
 
 
-def make_starter(photos: Photos | None, card: Card, name: str, trigger: str, file: str) -> Starter:
-    """The best shipped config that fits the card, else the one that needs least, edited.
+def make_starter(photos: Photos | None, card: Card, name: str, trigger: str, file: str) -> tuple[str, str, CardFit]:
+    """The best shipped config that fits the card, else the one that needs least: edited text, its file, the verdict.
 
     Without photos a placeholder is left, which `check` refuses. Raises ConfigError for an invalid name or trigger
     word.
@@ -106,7 +97,7 @@ def make_starter(photos: Photos | None, card: Card, name: str, trigger: str, fil
     else:
         tried.sort(key=lambda made: -made[0])
     _, text, origin, facts = tried[-1]
-    return Starter(text, origin, judge(facts, card), trigger)
+    return text, origin, judge(facts, card)
 
 
 def _written(text: str, photos: Photos | None, card: Card, name: str, trigger: str, file: str) -> str:

@@ -7,6 +7,7 @@ error is being handled: once its traceback is gone, so are the activations.
 from __future__ import annotations
 
 import errno
+import functools
 import gc
 import sys
 from collections.abc import Callable
@@ -101,7 +102,6 @@ class _Explanation:
         self._phases, self._job, self._device = phases, job, phases.device
         self._phase = phases.under_way or "step"
         self._where = "this card" if self._device.type == "cuda" else "this machine"
-        self._known: JobFacts | None = None
         transformers = phases.held.owners("transformer")
         self._runner = next(filter(None, map(BlockRunner.of, transformers)), None)
         self._recomputed = None if self._runner is None else self._runner.plan.recomputed
@@ -123,7 +123,7 @@ class _Explanation:
         if self._job is not None:
             from ..plan.predict import predict_facts
 
-            facts = self._facts()
+            facts = self._facts
             needed = predict_facts(facts, self._room()[1], self._recomputed).ram_bytes
             lines.insert(0, f"plan: {_size(needed)} of CPU memory")
             if any(entry.cache_latents for entry in facts.job.datasets):
@@ -134,7 +134,7 @@ class _Explanation:
         from ..plan.predict import predict_facts
 
         total = self._room()[1]
-        prediction = predict_facts(self._facts(), total, self._recomputed)
+        prediction = predict_facts(self._facts, total, self._recomputed)
         phase = prediction.phase(self._phase)
         blocks = f"{len(prediction.recomputed)} of {prediction.blocks} blocks recompute"
         if phase is None:
@@ -173,26 +173,23 @@ class _Explanation:
     def remedies(self) -> list[str]:
         from ..plan.cards import remedies
 
-        items = remedies(self._facts(), self._phase, self._room()[1], self._recomputed)
+        items = remedies(self._facts, self._phase, self._room()[1], self._recomputed)
         if not items:
             return ["no change of the YAML frees memory in this phase; a card with more memory is needed"]
-        rows = [
-            (f"  {item.change.text}", f"frees {_megabytes(item.bytes)}", f"costs {item.change.cost}") for item in items
-        ]
+        rows = [(f"  {change.text}", f"frees {_megabytes(size)}", f"costs {change.cost}") for change, size in items]
         title = "change one of these, the cheapest first (coat-flux plan shows the whole picture):"
         return [title, *columns(rows, left=range(3))]
 
+    @functools.cached_property
     def _facts(self) -> JobFacts:
         """The job on this device, without copies that this run does not keep."""
-        if self._known is None:
-            from ..plan.job import job_facts
+        from ..plan.job import job_facts
 
-            job = replace(self._job(), device=str(self._device))
-            if self._runner is not None and not self._runner.plan.copies:
-                memory = replace(job.coat.memory, transposed_weights="never")
-                job = replace(job, coat=replace(job.coat, memory=memory))
-            self._known = job_facts(job)
-        return self._known
+        job = replace(self._job(), device=str(self._device))
+        if self._runner is not None and not self._runner.plan.copies:
+            memory = replace(job.coat.memory, transposed_weights="never")
+            job = replace(job, coat=replace(job.coat, memory=memory))
+        return job_facts(job)
 
 
 def _listed(parts: dict[str, int]) -> str:
