@@ -143,7 +143,16 @@ def data(args: argparse.Namespace) -> int:
     from ..data.sheet import MOST_PHOTOS, contact_sheet
 
     if args.data.is_file():
-        process = _process_of(args)
+        for flag in ("resolution", "caption_ext", "trigger"):
+            if getattr(args, flag) is not None:
+                text = f"{args.data} is a file that says so itself; leave the option out, or name a folder"
+                raise UsageError(f"--{flag.replace('_', '-')}: {text}")
+        job = load_job_yaml(args.data)
+        errors = [_errors(check_job_dict(job, file=str(args.data), trainer=host)) for host in TRAINERS]
+        if all(errors):  # refused by both trainers: the stand-alone one's findings
+            raise ConfigError(errors[0])
+        process = job["config"]["process"][0]
+        process["name"] = process.get("name") or job["config"]["name"]
         name, trigger, policy = process["name"], process.get("trigger_word"), photo_policy(process)
         report = inspect_datasets(list(datasets_of(process)), trigger, **policy, reads_t5=reads_t5(process))
     else:
@@ -165,17 +174,3 @@ def data(args: argparse.Namespace) -> int:
             raise UsageError(text) from error
         print(f"contact sheet: {sheet}" + (f" (the first {MOST_PHOTOS} of {count})" if count > MOST_PHOTOS else ""))
     return EXIT_REFUSED if print_findings(report.errors, ()) else 0
-
-
-def _process_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The first process entry of the YAML, with its name; raises ConfigError if no trainer would run it."""
-    for flag in ("resolution", "caption_ext", "trigger"):
-        if getattr(args, flag) is not None:
-            text = f"{args.data} is a file that says so itself; leave the option out, or name a folder"
-            raise UsageError(f"--{flag.replace('_', '-')}: {text}")
-    job = load_job_yaml(args.data)
-    errors = [_errors(check_job_dict(job, file=str(args.data), trainer=host)) for host in TRAINERS]
-    if all(errors):  # refused by both trainers: the stand-alone one's findings
-        raise ConfigError(errors[0])
-    process = job["config"]["process"][0]
-    return {**process, "name": process.get("name") or job["config"]["name"]}

@@ -109,11 +109,6 @@ class _Phase:
     most_held: int = 0  # at a count
     peak_before: int = 0  # of the process, on entry
 
-    def record(self, baseline: int) -> dict[str, Any]:
-        rest = self.peak["allocated"] - baseline - sum(self.parts.values())
-        plain = {key: getattr(self, key) for key in ("entered", "open", "start", "end", "peak", "exact")}
-        return {**plain, "parts": {**self.parts, "rest": max(0, rest)}, "most": self.most}
-
 
 class PhaseTracker:
     """Follows the memory of `device` through a run's phases.
@@ -253,13 +248,17 @@ class PhaseTracker:
 
     def record(self) -> dict[str, Any]:
         """The content of the JSON described above."""
-        peak = self.peak
+        peak, phases = self.peak, {}
+        for name, phase in sorted(self._phases.items(), key=lambda item: RUN_PHASES.index(item[0])):
+            phases[name] = {key: getattr(phase, key) for key in ("entered", "open", "start", "end", "peak", "exact")}
+            rest = phase.peak["allocated"] - self.baseline - sum(phase.parts.values())
+            phases[name] |= {"parts": {**phase.parts, "rest": max(0, rest)}, "most": phase.most}
         return {
             "device": str(self.device),
             "method": METHODS["cuda" if self.device.type == "cuda" else "cpu"],
             "baseline": self.baseline,
             "peak": peak,
-            "phases": {name: self._phases[name].record(self.baseline) for name in RUN_PHASES if name in self._phases},
+            "phases": phases,
             "moments": {name: self._moments[name] for name in MOMENTS if name in self._moments},
             "transformer": self._kinds,
             "prediction": self.forecast,
