@@ -158,10 +158,12 @@ def driver_names() -> list[str]:
     return [f"{name.strip()}, driver {version.strip()}" for name, version in rows]
 
 
-def _devices() -> list[torch.device]:
+def _gpus() -> list[torch.device]:
+    """The GPUs that torch can use."""
     import torch
 
-    return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [torch.device("cuda", index) for index in range(count)]
 
 
 def cards() -> Iterator[Line]:
@@ -183,7 +185,7 @@ def cards() -> Iterator[Line]:
             remedy = f"install a driver for CUDA {torch.version.cuda}, or torch for the CUDA that nvidia-smi names"
             yield Line(BAD, "GPU", f"{names[0]}, but torch cannot use it ({reason})", remedy, stops=True)
         return
-    for index, device in enumerate(_devices()):
+    for index, device in enumerate(_gpus()):
         name, (major, minor) = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
         free, total = torch.cuda.mem_get_info(device)
         driver = f", {names[index].rsplit(', ', 1)[1]}" if index < len(names) else ""
@@ -198,10 +200,9 @@ def fp8_gemms() -> Iterator[Line]:
     """A second of matrix products on every GPU: FP8 with both scalings, and bf16 to compare with."""
     import torch
 
-    if not torch.cuda.is_available():
+    if not _gpus():
         yield Line(ABSENT, "FP8", f"{NO_GPU}; on a CPU FP8 GEMMs are computed in fp32, which is slow")
-        return
-    for device in _devices():
+    for device in _gpus():
         subject, capability = f"FP8 on GPU {device.index}", torch.cuda.get_device_capability(device)
         if capability < FIRST_FP8_GEMM:
             text = f"compute capability {capability[0]}.{capability[1]} has no FP8 tensor cores (8.9 has)"
@@ -224,49 +225,46 @@ def rates(device: torch.device) -> dict[str, float | str]:
 
     from coat_core.ops.scaled_mm import scaled_mm, unsupported_reason
 
+    from ..bench.timing import time_calls
+
     side = SIDE[device.type]
     x = torch.randn(side, side, device=device)
     half, codes = x.to(torch.bfloat16), x.to(torch.float8_e4m3fn)
     one, ones = torch.ones((), device=device), torch.ones(side, 1, device=device)
-    kinds = {
-        "per_tensor": (codes, one),
-        "per_row": (codes, ones),
-        "per_tensor e5m2 x e4m3": (x.to(torch.float8_e5m2), one),
-    }
-    result: dict[str, float | str] = {}
-    for name, (first, scale) in kinds.items():
+    kinds: dict[str, tuple[Callable[[], object], str | None]] = {}
+    for name, first, scale in (
+        ("per_tensor", codes, one),
+        ("per_row", codes, ones),
+        ("per_tensor e5m2 x e4m3", x.to(torch.float8_e5m2), one),
+    ):
         product = partial(scaled_mm, first, scale, codes, scale, None, torch.bfloat16, True)
-        reason = unsupported_reason(device, first.dtype, codes.dtype, name == "per_row")
-        result[name] = reason or _tflops(product, side, device)
-    try:
-        result["bf16"] = _tflops(lambda: half @ half.t(), side, device)
-    except RuntimeError as error:  # such as a torch that was not built for this card
-        result["bf16"] = str(error).splitlines()[0]
+        kinds[name] = product, unsupported_reason(device, first.dtype, codes.dtype, name == "per_row")
+    kinds["bf16"] = lambda: half @ half.t(), None
+    result: dict[str, float | str] = {}
+    for name, (product, reason) in kinds.items():
+        if reason is not None:
+            result[name] = reason
+            continue
+        try:
+            once_ms = fmean(time_calls(product, device, 3, 3).samples_ms)
+            repeats = max(1, min(10_000, int(1e3 * SECONDS_EACH / max(once_ms, 1e-6))))
+            result[name] = 2.0 * side**3 / fmean(time_calls(product, device, 1, repeats).samples_ms) / 1e9
+        except RuntimeError as error:  # such as a torch that was not built for this card
+            result[name] = str(error).splitlines()[0]
     return result
-
-
-def _tflops(call: Callable[[], object], side: int, device: torch.device) -> float:
-    from ..bench.timing import time_calls
-
-    once_ms = fmean(time_calls(call, device, 3, 3).samples_ms)
-    repeats = max(1, min(10_000, int(1e3 * SECONDS_EACH / max(once_ms, 1e-6))))
-    return 2.0 * side**3 / fmean(time_calls(call, device, 1, repeats).samples_ms) / 1e9
 
 
 def triton() -> Iterator[Line]:
     """Whether a Triton kernel compiles, runs and agrees with its reference."""
-    import torch
-
     from coat_core.ops.dispatch import triton_obstacle
 
     version = None
     for package in TRITON_PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
             version = version or importlib.metadata.version(package)
-    if not torch.cuda.is_available():
+    if not _gpus():
         yield Line(ABSENT, "Triton", f"{version or 'not installed'}; {NO_GPU}, the reference in PyTorch runs")
-        return
-    for device in _devices():
+    for device in _gpus():
         subject, reason = f"Triton on GPU {device.index}", triton_obstacle(device)
         if reason is None:
             yield Line(GOOD, subject, f"{version}, a kernel compiles, runs and agrees with its reference")
@@ -282,10 +280,9 @@ def attention() -> Iterator[Line]:
 
     from coat_core.ops.attention import chosen_kernel, kernel_obstacles
 
-    if not torch.cuda.is_available():
+    if not _gpus():
         yield Line(ABSENT, "attention", f"{NO_GPU}; torch's kernel for a CPU runs")
-        return
-    for device in _devices():
+    for device in _gpus():
         q = torch.empty(ATTENTION_SHAPE, dtype=torch.bfloat16, device=device).transpose(1, 2)
         with torch.cuda.device(device):
             own, obstacles = chosen_kernel(q, q, q), kernel_obstacles(q)
@@ -323,7 +320,7 @@ def memory() -> Iterator[Line]:
 
 def disk() -> Iterator[Line]:
     """Free space and write permission, here and in the model cache."""
-    model_bytes = 0.0 if missing_files(_snapshot()) == [] else MODEL_BYTES
+    model_bytes = 0.0 if _cached_model()[1] == [] else MODEL_BYTES
     places = (
         ("disk here", Path.cwd(), RUN_BYTES, "a run writes about", "train in another folder"),
         ("disk of the model cache", _cache_folder(), model_bytes, "FLUX.1-dev takes", "set HF_HOME to another folder"),
@@ -344,8 +341,7 @@ def model() -> Iterator[Line]:
     """Whether FLUX.1-dev is in the cache and complete, or else could be downloaded."""
     from huggingface_hub import get_token
 
-    snapshot = _snapshot()
-    missing = missing_files(snapshot)
+    snapshot, missing = _cached_model()
     size = f"not in the cache, the first run downloads {MODEL_BYTES / 1e9:.0f} GB"
     if missing == []:
         yield Line(GOOD, "FLUX.1-dev", f"in the cache: {snapshot}")
@@ -363,22 +359,19 @@ def model() -> Iterator[Line]:
         yield Line(ABSENT, "FLUX.1-dev", text)
 
 
-def missing_files(snapshot: Path | None) -> list[str] | None:
-    """Files of the model that the snapshot lacks; None without a snapshot."""
-    if snapshot is None:
-        return None
+def _cached_model() -> tuple[Path | None, list[str] | None]:
+    """The newest snapshot of the model in the cache, and its files that are missing; None without one."""
+    folder = _cache_folder() / f"models--{MODEL.replace('/', '--')}" / "snapshots"
+    snapshots = [path for path in folder.glob("*") if path.is_dir()]
+    if not snapshots:
+        return None, None
+    snapshot = max(snapshots, key=lambda path: path.stat().st_mtime)
     index = snapshot / "transformer" / "diffusion_pytorch_model.safetensors.index.json"
     wanted = [snapshot / "model_index.json", snapshot / "vae" / "config.json", index]
     if index.is_file():
         names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
         wanted += [index.parent / name for name in sorted(set(names))]
-    return [path.relative_to(snapshot).as_posix() for path in wanted if not path.is_file()]
-
-
-def _snapshot() -> Path | None:
-    folder = _cache_folder() / f"models--{MODEL.replace('/', '--')}" / "snapshots"
-    snapshots = [path for path in folder.glob("*") if path.is_dir()]
-    return max(snapshots, key=lambda path: path.stat().st_mtime, default=None)
+    return snapshot, [path.relative_to(snapshot).as_posix() for path in wanted if not path.is_file()]
 
 
 def _cache_folder() -> Path:
