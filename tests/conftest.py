@@ -19,13 +19,8 @@ if not torch.cuda.is_available():
 
 ALL_ONLY = (  # tests that take minutes on a busy machine: left to `python scripts/test.py --all`; at most 20
     "tests/kernels/test_compile.py",  # every kernel, compiled for GPUs that are not there
-    "tests/integration/test_bench_memory.py::test_bytes_kept_by_loop_and_flow",
-    "tests/integration/test_bench_runs.py",  # real runs of the benchmark
     "tests/integration/test_engine_processes.py::test_under_fsdp2_three_processes_resume_the_full_run_of_two",
     "tests/integration/test_engine_processes.py::test_a_killed_process_ends_all_with_one_message",
-    "tests/integration/test_plan_measured.py::test_bytes_of_full_fine_tuning_are_as_predicted[on a CPU]",
-    "tests/integration/test_plan_measured.py::test_largest_moment_of_a_step_is_as_predicted",  # whole steps, on meta
-    "tests/integration/test_precision_runs.py::test_layers_below_the_minimum_multiply_in_bf16_and_a_resume_keeps_them",
     "tests/integration/test_verify_catches.py",  # three pairs of runs
 )
 

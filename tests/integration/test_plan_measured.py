@@ -89,55 +89,41 @@ def predicted(model: Any, tokens: Tokens, settings: FlowSettings) -> tuple[int, 
 
 
 NONE = {"checkpointing": "none"}
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Tokens]] = {
-    "bf16": (
-        {"enabled": False},
-        {"heads": 4, "head_dim": 64, "blocks": (1, 2), "rank": 8},
-        Tokens(1, 64, 192),
-    ),
-    "fused, rank 16, heads of 128, batch 2": (
-        {"memory": NONE},
-        {"heads": 3, "head_dim": 128, "blocks": (2, 2), "rank": 16},
-        Tokens(2, 48, 144),
-    ),
+BF16_ATTENTION = {"attention": "bf16", "group_size": 32}
+ROWS = {"flow": "generic", "attention": "bf16", "group_size": 16, "linear_granularity": "per_row"}
+# coat: → heads, their width, double and single blocks, rank, names of the linears with LoRA; the tokens
+CASES: dict[str, tuple[dict[str, Any], tuple[Any, ...], Tokens]] = {
+    "bf16": ({"enabled": False}, (4, 64, (1, 2), 8), Tokens(1, 16, 48)),
+    "fused, rank 16, heads of 128, batch 2": ({"memory": NONE}, (3, 128, (2, 2), 16), Tokens(2, 16, 48)),
     "fused, attention bf16, groups of 32, single blocks trained alone": (
-        {"memory": NONE, "activation": {"attention": "bf16", "group_size": 32}},
-        {"heads": 4, "head_dim": 64, "blocks": (1, 2), "rank": 32, "words": ["single_transformer_blocks"]},
-        Tokens(1, 64, 160),
+        {"memory": NONE, "activation": BF16_ATTENTION},
+        (4, 64, (1, 2), 32, ["single_transformer_blocks"]),
+        Tokens(1, 16, 40),
     ),
     "generic, attention bf16, groups of 16, rows": (
-        {
-            "memory": NONE,
-            "activation": {
-                "flow": "generic", "attention": "bf16", "group_size": 16, "linear_granularity": "per_row",
-            },
-        },
-        {"heads": 8, "head_dim": 64, "blocks": (1, 1), "rank": 16, "words": ["attn", "proj_out"]},
-        Tokens(1, 80, 240),
+        {"memory": NONE, "activation": ROWS}, (8, 64, (1, 1), 16, ["attn", "proj_out"]), Tokens(1, 20, 60),
     ),
     "generic, weights in bf16": (
         {"memory": NONE, "activation": {"flow": "generic"}, "weight": {"use_fp8": False}},
-        {"heads": 4, "head_dim": 64, "blocks": (1, 1), "rank": 8},
-        Tokens(1, 64, 192),
+        (4, 64, (1, 1), 8),
+        Tokens(1, 16, 48),
     ),
     "all recompute from FP8 inputs": (
-        {"memory": {"checkpointing": "all"}, "activation": {"group_size": 32}},
-        {"heads": 4, "head_dim": 128, "blocks": (1, 2), "rank": 8},
-        Tokens(2, 64, 144),
+        {"memory": {"checkpointing": "all"}, "activation": {"group_size": 32}}, (4, 128, (1, 2), 8), Tokens(2, 16, 36),
     ),
     "all recompute from bf16 inputs": (
         {"memory": {"checkpointing": "all", "enable_efficient_checkpoint": False}},
-        {"heads": 4, "head_dim": 64, "blocks": (1, 2), "rank": 8},
-        Tokens(2, 64, 256),
+        (4, 64, (1, 2), 8),
+        Tokens(2, 16, 64),
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_saved_activations_are_as_predicted(name):
-    block, options, tokens = CASES[name]
+    block, sizes, tokens = CASES[name]
     coat = COATConfig.from_dict(block)
-    model, inputs = flux_model(coat, **options), flux_inputs(tokens)
+    model, inputs = flux_model(coat, *sizes), flux_inputs(tokens)
     for _ in range(2):  # weights are joined and adapters copied, in memory of their own
         model(**inputs)
     measured = measured_kept_bytes(lambda: model(**inputs))

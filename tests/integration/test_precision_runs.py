@@ -30,9 +30,9 @@ PLANTED = "transformer_blocks.1.ff.net.2"
 
 @pytest.fixture(autouse=True, scope="module")
 def _limits() -> Iterator[None]:
-    """Casts are observed every four steps; what is planted would end the run."""
+    """Casts are observed every three steps; what is planted would end the run."""
     with pytest.MonkeyPatch.context() as patch:
-        set_limits(patch, max_underflow=1.0, health_every=4)
+        set_limits(patch, max_underflow=1.0, health_every=3)
         yield
 
 
@@ -112,15 +112,15 @@ def test_layers_below_the_minimum_multiply_in_bf16_and_a_resume_keeps_them(
     place: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     option = {"min_sqnr_db": 20.0}
-    whole = train("whole", place, 4, option)
+    whole = train("whole", place, 3, option)
     said = capsys.readouterr().out
     assert f"coat.activation.min_sqnr_db=20: 1 of 34 layers multiply in bf16 from here on: {PLANTED} (" in said
     assert PLANTED in inputs(whole, 2)
-    assert inputs(whole, 2).keys() - inputs(whole, 4).keys() == {PLANTED}
-    for steps in (1, 3, 4):  # cut before the choice, and after it
+    assert inputs(whole, 2).keys() - inputs(whole, 3).keys() == {PLANTED}
+    for steps in (1, 2, 3):  # cut before the choice, and after it
         run = train("cut", place, steps, option)
         said = capsys.readouterr().out
-        assert ("layers multiply in bf16 as before" in said) == (steps == 4)
+        assert ("layers multiply in bf16 as before" in said) == (steps == 3)
     assert inputs(run, 2).keys() == inputs(whole, 2).keys()
     left, right = (load_file(folder / f"{folder.name}.safetensors") for folder in (whole, run))
     for tensor in left:
@@ -142,7 +142,7 @@ def aitk_entry(host: Host, steps: int, minimum: float | None) -> dict[str, Any]:
 
 
 def test_ai_toolkit_writes_the_same_files_and_its_report(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
-    host.run(**aitk_entry(host, 4, None))
+    host.run(**aitk_entry(host, 3, None))
     run = host.save_folder
     rows = rows_of(run)
     layers = {
@@ -150,13 +150,13 @@ def test_ai_toolkit_writes_the_same_files_and_its_report(host: Host, capsys: pyt
         for block in ("transformer_blocks", "single_transformer_blocks")
         for leaf in ("to_q", "to_k")
     }
-    for kind, steps in {"weight": {0}, "input": {2, 4}, "exp_avg": {2, 4}, "exp_avg_sq": {2, 4}}.items():
+    for kind, steps in {"weight": {0}, "input": {2, 3}, "exp_avg": {2, 3}, "exp_avg_sq": {2, 3}}.items():
         assert {row.layer for row in rows if row.kind == kind} == layers
         assert {row.step for row in rows if row.kind == kind} == steps
     assert all(25 < row.sqnr_db < 40 for row in rows if row.kind in ("weight", "input"))
     assert main(["report", str(run)]) == 0
     text = text_of(run / "coat" / "report.html")
-    assert "4 of 4" in text
+    assert "3 of 3" in text
     assert "ai-toolkit 0.12.26" in text
     assert "cannot be shown" not in text
 
@@ -167,11 +167,11 @@ def test_ai_toolkit_leaves_layers_below_the_minimum_out_and_keeps_them(
     host.run(**aitk_entry(host, 2, 100.0))
     said = capsys.readouterr().out
     assert "[coat] coat.activation.min_sqnr_db=100: 4 of 4 layers multiply in bf16 from here on" in said
-    host.run(**aitk_entry(host, 4, 100.0))
+    host.run(**aitk_entry(host, 3, 100.0))
     said = capsys.readouterr().out
     assert "[coat] coat.activation.min_sqnr_db: 4 layers multiply in bf16 as before" in said
     assert "input below activation.min_sqnr_db: 100" in said  # the start table
     assert inputs(host.save_folder, 2).keys() != set()
-    assert inputs(host.save_folder, 4) == {}
+    assert inputs(host.save_folder, 3) == {}
     steps = [row.split(",")[0] for row in (host.save_folder / "coat" / "metrics.csv").read_text().splitlines()]
-    assert steps == ["step", "1", "2", "3", "4"]
+    assert steps == ["step", "1", "2", "3"]
