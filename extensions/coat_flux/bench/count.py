@@ -83,10 +83,18 @@ class Launch(NamedTuple):
         return sum(self.reads.values()) + sum(self.writes.values())
 
 
-GEMM_FP8, GEMM_BF16, ATTENTION, GEMM_LORA = "FP8 GEMM", "bf16 GEMM", "attention", "LoRA GEMM"
+GEMM_FP8 = "FP8 GEMM"
+GEMM_BF16 = "bf16 GEMM"
+ATTENTION = "attention"
+GEMM_LORA = "LoRA GEMM"
 FUSED = "norm, GELU, gate, rotary"
-QUANTIZE, MOVE, PACK, CAST = "quantize for GEMM", "cat, add, zero", "pack and unpack", "casts of LoRA"
-MODULATION, UPDATE, OUTSIDE = "modulation", "clip, optimizer, EMA", "embedders and loss"
+QUANTIZE = "quantize for GEMM"
+MOVE = "cat, add, zero"
+PACK = "pack and unpack"
+CAST = "casts of LoRA"
+MODULATION = "modulation"
+UPDATE = "clip, optimizer, EMA"
+OUTSIDE = "embedders and loss"
 CATEGORIES = (
     *(GEMM_FP8, GEMM_BF16, ATTENTION, GEMM_LORA, FUSED, QUANTIZE, MOVE, PACK, CAST, MODULATION, UPDATE, OUTSIDE),
 )
@@ -181,7 +189,9 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _add(self, part: str, reads: Iterable[Any], writes: Iterable[Any], *work: Any, count: int = 1) -> None:
-        operator, read, written = self._operator or part, self._bytes(reads), self._bytes(writes)
+        operator = self._operator or part
+        read = self._bytes(reads)
+        written = self._bytes(writes)
         category = self._category(operator, part, work[-1] if work and isinstance(work[-1], tuple) else None)
         part = part if self._operator else ""
         launch = Launch(self.region, category, operator, part, read, written, *work)
@@ -311,7 +321,9 @@ def count_step(config: COATConfig, geometry: Geometry, resolution: int) -> Recor
     update. The recorder's regions are "double forward", "first single backward" and so on, `OUTSIDE` and `UPDATE`.
     """
     model = make_model(config, geometry)
-    runner, recorder, names = BlockRunner.of(model), Recorder(OUTSIDE), _places(model, geometry)
+    runner = BlockRunner.of(model)
+    recorder = Recorder(OUTSIDE)
+    names = _places(model, geometry)
     recorder.times = {f"{name} {way}": n for name, n in names.values() for way in ("forward", "backward")}
 
     def run(block: nn.Module, *args: Any) -> Any:
@@ -349,7 +361,8 @@ def count_step(config: COATConfig, geometry: Geometry, resolution: int) -> Recor
         return objective(batch, draw)
 
     session = _session(config, lora, loss_of, recorder)
-    batches, nothing_asked = repeat(SimpleNamespace(draw=0)), SimpleNamespace(asked=False)
+    batches = repeat(SimpleNamespace(draw=0))
+    nothing_asked = SimpleNamespace(asked=False)
     # as a GPU, which has such kernels
     foreach = mock.patch.object(_foreach_utils, "_get_foreach_kernels_supported_devices", return_value=["meta"])
     with foreach:

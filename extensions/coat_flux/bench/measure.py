@@ -167,7 +167,8 @@ def measure_optimizer(row: Configuration, setting: Setting) -> Iterator[dict[str
     from ..trainers.standalone.network import lora_targets
 
     model = make_flux_dev_geometry("meta", **_sizes(setting.geometry))
-    draw, rank = torch.Generator(setting.device).manual_seed(SEED), setting.geometry.rank
+    draw = torch.Generator(setting.device).manual_seed(SEED)
+    rank = setting.geometry.rank
     parameters = []
     for linear in map(model.get_submodule, lora_targets(model)):
         for shape in ((rank, linear.in_features), (linear.out_features, rank)):
@@ -176,7 +177,8 @@ def measure_optimizer(row: Configuration, setting: Setting) -> Iterator[dict[str
             parameters.append(parameter)
     optimizer = make_optimizer(row.name, parameters)
     timing = time_calls(optimizer.step, setting.device, *setting.calls(OPTIMIZER))
-    elements, state = sum(parameter.numel() for parameter in parameters), state_bytes(optimizer, setting.device)
+    elements = sum(parameter.numel() for parameter in parameters)
+    state = state_bytes(optimizer, setting.device)
     yield timing.of("optimizer step", parameters=elements, tensors=len(parameters), state_bytes=state)
 
 

@@ -63,7 +63,8 @@ def run_tests(levels: Sequence[str], repository: Path | None = None) -> tuple[bo
 def start_worker(spec: dict[str, Any], timeout_s: float) -> dict[str, Any]:
     """Run one worker process and return its result; a process without a result has failed."""
     with tempfile.TemporaryDirectory() as folder:
-        spec_file, result_file = Path(folder) / "spec.json", Path(folder) / "result.json"
+        spec_file = Path(folder) / "spec.json"
+        result_file = Path(folder) / "result.json"
         spec_file.write_text(json.dumps(spec), encoding="utf-8")
         command = [sys.executable, "-m", WORKER, str(spec_file), str(result_file)]
         try:
@@ -235,7 +236,8 @@ def _table(level: str, rows: Sequence[Result]) -> str:
         cells += [f"{row.median_ms:.4g}", spread, share, f"{row.peak_bytes / 1e9:.2f}"]
         cells += [f"{row.speedup[title]:.2f}" if title in row.speedup else "–" for title in titles]
         if level == TRAINER:
-            planned, rate = row.figures["predicted_peak_bytes"], row.figures["steps_per_second"]
+            planned = row.figures["predicted_peak_bytes"]
+            rate = row.figures["steps_per_second"]
             cells += [f"{planned / 1e9:.2f}", f"{rate:.3f}"]
         lines.append(cells)
     measured = {row.configuration for row in rows}

@@ -88,7 +88,8 @@ def check(args: argparse.Namespace) -> int:
         return EXIT_REFUSED
     process, text = raw["config"]["process"][0], f"{file}: no error found"
     if process.get("type") in PROCESS_TYPES:
-        folder, steps = _run_folder(raw, process), (process.get("train") or {}).get("steps", 1000)
+        folder = _run_folder(raw, process)
+        steps = (process.get("train") or {}).get("steps", 1000)
         text += f"; '{folder.name}' would train {steps} steps into {folder}"
     print(text)
     return 0
@@ -153,7 +154,9 @@ def data(args: argparse.Namespace) -> int:
             raise ConfigError(errors[0])
         process = job["config"]["process"][0]
         process["name"] = process.get("name") or job["config"]["name"]
-        name, trigger, policy = process["name"], process.get("trigger_word"), photo_policy(process)
+        name = process["name"]
+        trigger = process.get("trigger_word")
+        policy = photo_policy(process)
         report = inspect_datasets(list(datasets_of(process)), trigger, **policy, reads_t5=reads_t5(process))
     else:
         name, policy = args.data.resolve().name, {}

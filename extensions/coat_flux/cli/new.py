@@ -60,7 +60,9 @@ def run(args: argparse.Namespace) -> None:
     except OSError as error:
         raise UsageError(f"--out {out}: cannot be written: {error.strerror}; give another file") from error
     print(f"wrote {out}, from {origin}; trigger word: {trigger}")
-    peak, room, card_name = verdict.prediction.peak / 1e9, verdict.room / 1e9, f"{verdict.card.gb:g} GB card"
+    peak = verdict.prediction.peak / 1e9
+    room = verdict.room / 1e9
+    card_name = f"{verdict.card.gb:g} GB card"
     if verdict.fits:
         print(f"It needs {peak:.1f} GB of the {room:.1f} GB that a {card_name} has for it")
     else:

@@ -186,7 +186,8 @@ def cards() -> Iterator[Line]:
             yield Line(BAD, "GPU", f"{names[0]}, but torch cannot use it ({reason})", remedy, stops=True)
         return
     for index, device in enumerate(_gpus()):
-        name, (major, minor) = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+        name = torch.cuda.get_device_name(device)
+        (major, minor) = torch.cuda.get_device_capability(device)
         free, total = torch.cuda.mem_get_info(device)
         driver = f", {names[index].rsplit(', ', 1)[1]}" if index < len(names) else ""
         text = f"{name}, compute capability {major}.{minor}{driver}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free"
@@ -203,7 +204,8 @@ def fp8_gemms() -> Iterator[Line]:
     if not _gpus():
         yield Line(ABSENT, "FP8", f"{NO_GPU}; on a CPU FP8 GEMMs are computed in fp32, which is slow")
     for device in _gpus():
-        subject, capability = f"FP8 on GPU {device.index}", torch.cuda.get_device_capability(device)
+        subject = f"FP8 on GPU {device.index}"
+        capability = torch.cuda.get_device_capability(device)
         if capability < FIRST_FP8_GEMM:
             text = f"compute capability {capability[0]}.{capability[1]} has no FP8 tensor cores (8.9 has)"
             yield Line(ABSENT, subject, f"{text}: {WITHOUT_FP8}")

@@ -65,7 +65,8 @@ def judge(facts: JobFacts, card: Card) -> CardFit:
         verdict = replace(verdict, changes=changes, changed=prediction)
     if not card.bf16_tflops:
         return verdict
-    step, run = step_seconds(facts, prediction.plan, card), run_seconds(facts, prediction, card)
+    step = step_seconds(facts, prediction.plan, card)
+    run = run_seconds(facts, prediction, card)
     return replace(verdict, step_seconds=step, run_seconds=run)
 
 

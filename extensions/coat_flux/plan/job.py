@@ -238,7 +238,9 @@ class JobFacts:
     @functools.cached_property
     def given(self) -> Given:
         """The inputs of the run's block plan; `predict` adds the budget."""
-        train, coat, dropout = self.job.train, self.job.coat, bool(self.job.network.dropout)
+        train = self.job.train
+        coat = self.job.coat
+        dropout = bool(self.job.network.dropout)
         in_codes, config = coat.enabled and coat.weight.use_fp8, coat.linear_config()
         all_copied = in_codes and wants_transposed(config)
         copied, codes = 0, dict.fromkeys(self.model.block_names, 0)
@@ -297,7 +299,8 @@ class JobFacts:
 def job_facts(job: JobConfig, known: JobFacts | None = None) -> JobFacts:
     """A job's numbers, with unchanged images from `known`; ConfigError for unknown sizes."""
     model, train = _model_of(job), job.train
-    targets, trained = adapted(job, model), trained_sizes(job, model) if job.full else {}
+    targets = adapted(job, model)
+    trained = trained_sizes(job, model) if job.full else {}
     data = known.data if known is not None and _images(known.job) == _images(job) else _data(job)
     samples = () if train.disable_sampling else job.sample.items()
     sample_tokens = None

@@ -163,7 +163,9 @@ def _placed(phase: PhasePrediction, plan: BlockPlan) -> PhasePrediction:
 
 
 def _step(facts: JobFacts, plan: BlockPlan) -> PhasePrediction:
-    moment, around, update = plan.moment or Moment(0, 0, 0), plan.around_bytes, _update(facts)
+    moment = plan.moment or Moment(0, 0, 0)
+    around = plan.around_bytes
+    update = _update(facts)
     if update.total > moment.total + around:
         moment, around = update, 0
     if facts.frees_gradients:  # they are made and used up while the blocks' backward passes run
@@ -236,7 +238,8 @@ def optimizer_bytes(facts: JobFacts) -> int:
     moments, job = moment_bytes(facts.job, facts.adapter_sizes), facts.job
     if not facts.offloads:
         return moments
-    stored, device = job.coat.optimizer_config(job.train.optimizer_params)[0], "cpu" if facts.on_cpu else "cuda"
+    stored = job.coat.optimizer_config(job.train.optimizer_params)[0]
+    device = "cpu" if facts.on_cpu else "cuda"
     staged = staging_bytes(stored, facts.adapter_sizes, torch.device(device))
     return staged + (moments if facts.on_cpu else 0)
 

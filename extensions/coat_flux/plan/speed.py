@@ -128,7 +128,8 @@ def run_seconds(facts: JobFacts, prediction: Prediction, card: Card) -> float:
 def _rates(facts: JobFacts, card: Card) -> tuple[float, float, float]:
     """Operations per second of linears forward, linears backward and all else."""
     settings = facts.settings
-    bf16, fp8 = card.bf16_tflops * 1e12 * BF16_FRACTION, card.fp8_tflops * 1e12 * FP8_FRACTION
+    bf16 = card.bf16_tflops * 1e12 * BF16_FRACTION
+    fp8 = card.fp8_tflops * 1e12 * FP8_FRACTION
     if not settings.fp8_gemms or not fp8 or settings.inputs.name == "per_group":
         return bf16, bf16, bf16
     return fp8, bf16 if facts.job.coat.activation.grad_format == "bf16" else fp8, bf16

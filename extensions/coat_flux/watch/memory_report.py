@@ -81,7 +81,8 @@ def tabulated(record: Mapping[str, Any]) -> tuple[str, list[list[str]], list[str
     """The table in parts: title, rows with the header first, and footnotes."""
     unit, scale = ("GB", GB) if record["peak"] >= 10 * GB else ("MB", MB)
     title = f"Memory by phase, {unit} (10^{9 if unit == 'GB' else 6} bytes), {record['method']['memory']}"
-    baseline, predicted = record["baseline"], (record["prediction"] or {}).get("phases", {})
+    baseline = record["baseline"]
+    predicted = (record["prediction"] or {}).get("phases", {})
     above = ["above start"] if baseline else []
 
     def size(nbytes: float) -> str:
@@ -101,7 +102,8 @@ def tabulated(record: Mapping[str, Any]) -> tuple[str, list[list[str]], list[str
         for name, at in record["moments"].items()
     ]
     if "step" in record["phases"]:
-        measured, expected = record["phases"]["step"]["parts"], predicted.get("step", {})
+        measured = record["phases"]["step"]["parts"]
+        expected = predicted.get("step", {})
         held = []
         for part in COLOURS:
             if measured.get(part) or expected.get(part):

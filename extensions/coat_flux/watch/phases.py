@@ -226,7 +226,10 @@ class PhaseTracker:
                 self._counted = 0
                 if self._now is not None:
                     phase = self._phases[self._now]
-                    phase.parts, phase.most, phase.counts, phase.most_held = {}, {}, 0, 0
+                    phase.parts = {}
+                    phase.most = {}
+                    phase.counts = 0
+                    phase.most_held = 0
             if self._counts and self._steps <= COUNTED:
                 self._counter = HeldTensors()
                 self._counter.__enter__()
@@ -284,7 +287,9 @@ class PhaseTracker:
     def _update(self) -> None:
         if self._now is None:
             return
-        phase, now, peak = self._phases[self._now], self._used(), peak_bytes(self.device)
+        phase = self._phases[self._now]
+        now = self._used()
+        peak = peak_bytes(self.device)
         on_gpu = self.device.type == "cuda"
         known = on_gpu or peak > phase.peak_before
         highest = max(peak, now["allocated"]) if known else now["allocated"]
@@ -313,7 +318,8 @@ class PhaseTracker:
         self._update()
         if not always and phase.counts >= COUNTS and allocated <= phase.most_held:
             return
-        phase.counts, phase.most_held = phase.counts + 1, max(allocated, phase.most_held)
+        phase.counts = phase.counts + 1
+        phase.most_held = max(allocated, phase.most_held)
         parts = self.held.count() | (further or {})
         self._kinds = self.held.transformer_kinds() or self._kinds
         phase.most = {part: max(size, phase.most.get(part, 0)) for part, size in parts.items()}

@@ -52,7 +52,8 @@ def weight_rows(model: nn.Module) -> list[CastPrecision]:
     for name, module in model.named_modules():
         text = vars(module).get(WEIGHT_PRECISION)
         if text is not None:
-            losses, elements = [float(number) for number in text.split()], module.in_features * module.out_features
+            losses = [float(number) for number in text.split()]
+            elements = module.in_features * module.out_features
             rows.append(row_of(0, name.removesuffix(".base_layer"), WEIGHT, [(losses, elements)]))
     return rows
 

@@ -226,7 +226,8 @@ class SpillWatch:
         sign = f"torch holds {reserved / GB:.1f} GB"
         if reserved <= total:
             self._seconds.append(seconds)
-            first, later = self._seconds[WARM_UP:][:BASELINE], self._seconds[WARM_UP + BASELINE :]
+            first = self._seconds[WARM_UP:][:BASELINE]
+            later = self._seconds[WARM_UP + BASELINE :]
             last = later[-IN_A_ROW:]
             if len(last) < IN_A_ROW or reserved < NEAR_LIMIT * total:
                 return None
