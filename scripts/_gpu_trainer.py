@@ -27,6 +27,7 @@ from coat_flux.bench.timing import SEED, Setting, Timing, wait
 from coat_flux.blocks.models.flux1 import make_flux_dev_geometry
 from coat_flux.config.job import JobConfig
 from coat_flux.mini_flux import MINI_FLUX
+from coat_flux.plan.job import JobFacts
 from coat_flux.plan.predict import predict
 from coat_flux.saves.interrupts import Interrupts
 from coat_flux.trainers.standalone import session as trainer
@@ -60,7 +61,7 @@ def _measured(row: Configuration, setting: Setting, resolution: int, batch: int,
     job = JobConfig.from_dict(_job(row, setting, resolution, batch, folder))
     on_gpu = setting.device.type == "cuda"
     total = torch.cuda.get_device_properties(setting.device).total_memory if on_gpu else None
-    predicted = next(phase.total for phase in predict(job, device_bytes=total).phases if phase.name == STEP)
+    predicted = sum(predict(JobFacts(job), total).phases[STEP].values())
     workers = Workers(job.device)
     log, phases = RunLog(job, workers.device, active=True), PhaseTracker(workers.device, None)
     live = LiveRun(job.folder, 0, job.train.steps, samples=False)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from coat_flux.cli.entry import main
 from coat_flux.config.findings import ConfigError
-from coat_flux.plan.job import job_facts
+from coat_flux.plan.job import JobFacts
 from coat_flux.plan.predict import optimizer_bytes
 from coat_flux.saves.commit import newest_set
 from coat_flux.saves.errors import ResumeError
@@ -87,7 +87,7 @@ def test_updates_in_backward_are_the_separate_step_to_the_bit_wherever_moments_a
         optimizer = session.optimizer
         assert all(param.grad is None for param in session.lora.values())
         slots = sum(x.nbytes for x in optimizer.staging)
-        assert optimizer.state_bytes() + slots == optimizer_bytes(job_facts(session.job))
+        assert optimizer.state_bytes() + slots == optimizer_bytes(JobFacts(session.job))
         seen.append((session.step, slots > 0))
         if kills and session.step == kills[0]:  # which is not saved yet
             kills.pop(0)

@@ -22,7 +22,7 @@ from coat_flux.blocks.runner import BlockRunner
 from coat_flux.blocks.sizes import Tokens
 from coat_flux.config.coat import COATConfig
 from coat_flux.config.job import JobConfig
-from coat_flux.plan.job import job_facts
+from coat_flux.plan.job import JobFacts
 from coat_flux.trainers.standalone.network import add_lora, lora_targets
 from scripts.bench_memory import kept_bytes as measured_kept_bytes
 from tests.architecture.sources import ROOT
@@ -71,7 +71,7 @@ def _flows(model: nn.Module) -> set[str]:
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_shipped_config_does_what_is_said_of_it(config: Path, caplog: pytest.LogCaptureFixture) -> None:
     job = JobConfig.load(config)
-    facts = job_facts(job)
+    facts = JobFacts(job)
     tokens = Tokens(facts.tokens.batch, 32, 64)
     assert tokens.batch == job.train.batch_size
     model, report = _model(job.coat, tokens.batch)
@@ -84,10 +84,10 @@ def test_shipped_config_does_what_is_said_of_it(config: Path, caplog: pytest.Log
     kept, _ = predicted(model, tokens, flow_settings(job.coat, Given((), device="cpu")))
     assert kept == pytest.approx(measured, rel=PLAN_KEPT_RTOL)
     if not job.coat.enabled:
-        assert facts.settings.flow == "eager"
+        assert facts.settings[-1].flow == "eager"
         return
     assert "flow in place of" not in caplog.text
-    assert facts.settings.flow == "fused"
+    assert facts.settings[-1].flow == "fused"
     assert _flows(model) == (set() if job.coat.memory.checkpointing == "all" else {"fused"})
     assert before == "decided at the first step, expected: as asked"
     assert "generic" not in _saved(report)
@@ -110,7 +110,7 @@ def test_what_cannot_be_fused_is_in_the_table_and_in_the_plan(caplog: pytest.Log
     for warning in warnings:
         generic, fused = re.search(r"\((\S+) instead of (\S+) bytes per token", warning).groups()
         assert float(generic) > float(fused)
-    assert _flows(model) == {job_facts(dropped).settings.flow} == {"generic"}
+    assert _flows(model) == {JobFacts(dropped).settings[-1].flow} == {"generic"}
 
 
 def test_auto_chooses_again_when_a_block_is_not_fused_any_more(caplog: pytest.LogCaptureFixture) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from coat_flux.blocks.held import PARTS
 from coat_flux.config.job import JobConfig
+from coat_flux.plan.job import JobFacts
 from coat_flux.plan.predict import predict
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from coat_flux.watch.memory_report import finish
@@ -98,8 +99,8 @@ def test_prediction_is_for_the_device_that_trained(place: dict[str, Path], tmp_p
     job = JobConfig.from_dict(raw)
     finish(PhaseTracker(torch.device("cpu"), tmp_path / "memory.json"), lambda: job, lambda _: None)
     found = read(tmp_path)["prediction"]["peak"]
-    assert found == predict(replace(job, device="cpu")).peak
-    assert found != predict(replace(job, device="cuda")).peak
+    assert found == predict(JobFacts(replace(job, device="cpu"))).peak
+    assert found != predict(JobFacts(replace(job, device="cuda"))).peak
 
 
 def test_process_in_ai_toolkit(host: Host, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from PIL import Image
 
 from coat_flux.cli.entry import main
 from coat_flux.plan.cards import CardFit
-from coat_flux.plan.predict import predict_facts
+from coat_flux.plan.predict import predict
 from coat_flux.plan.starter import PLACEHOLDER, made_up_word
 from tests.reliability.bad_configs import check_job_file
 
@@ -50,7 +50,7 @@ def test_writes_what_check_accepts(
     fits: bool,
 ) -> None:
     if not fits:  # without the long search for changes that fit
-        search = lambda facts, card: CardFit(card, False, predict_facts(facts, card.gb * 1e9))  # noqa: E731
+        search = lambda facts, card: CardFit(card, False, predict(facts, card.gb * 1e9))  # noqa: E731
         monkeypatch.setattr("coat_flux.plan.starter.judge", search)
     out = tmp_path / "first one.yaml"
     assert main(["new", str(folder), "--gpu", str(gb), "--out", str(out)]) == 0

@@ -22,7 +22,7 @@ from coat_flux.config.check import check_job_dict
 from coat_flux.config.coat import COATConfig
 from coat_flux.config.findings import ConfigError
 from coat_flux.config.job import JobConfig
-from coat_flux.plan.job import job_facts
+from coat_flux.plan.job import JobFacts
 from coat_flux.plan.predict import optimizer_bytes
 from coat_flux.saves.errors import ResumeError
 from coat_flux.trainers.optimizer import CLASSES, learning_rate, make_optimizer, restore_optimizer
@@ -72,7 +72,7 @@ def test_prodigy_trains_and_resumes_to_the_bit(place: dict[str, Path]) -> None:
     assert any(up.any() for name, up in found.items() if ".lora_B." in name)
     group = seen[-1].optimizer.param_groups[0]
     assert (len(seen), group["lr"]) == (2, 1.0)
-    assert optimizer_bytes(job_facts(seen[-1].job)) == state_bytes(seen[-1].optimizer)
+    assert optimizer_bytes(JobFacts(seen[-1].job)) == state_bytes(seen[-1].optimizer)
     with (final.parent / "coat" / "metrics.csv").open(encoding="utf-8") as file:
         rates = [float(row["lr"]) for row in csv.DictReader(file)]
     assert rates[0] == 1e-4
@@ -83,7 +83,7 @@ def test_adafactor_trains_and_its_state_is_not_anothers(place: dict[str, Path]) 
     seen: list[Any] = []
     final = COATTrainer(job("changed", place, "adafactor", steps=1), observer=seen.append).train()
     assert any(up.any() for name, up in load_file(final).items() if ".lora_B." in name)
-    assert optimizer_bytes(job_facts(seen[-1].job)) == state_bytes(seen[-1].optimizer)
+    assert optimizer_bytes(JobFacts(seen[-1].job)) == state_bytes(seen[-1].optimizer)
     with pytest.raises(ResumeError, match=r"written by adafactor, which train\.optimizer=adamw cannot read"):
         COATTrainer(job("changed", place, "adamw", optimizer_params={}, steps=2)).train()
 

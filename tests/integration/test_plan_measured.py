@@ -26,8 +26,8 @@ from coat_flux.blocks.runner import BlockRunner
 from coat_flux.blocks.sizes import FlowSettings, Tokens, around_bytes, block_bytes, largest_moment, read_block
 from coat_flux.config.coat import COATConfig
 from coat_flux.config.job import JobConfig
-from coat_flux.plan.job import job_facts
-from coat_flux.plan.predict import optimizer_bytes, predict_facts
+from coat_flux.plan.job import JobFacts
+from coat_flux.plan.predict import optimizer_bytes, predict
 from coat_flux.trainers.full import Chosen, UpdateInBackward
 from coat_flux.trainers.optimizer import make_optimizer
 from coat_flux.trainers.standalone.network import add_lora, lora_parameters, lora_targets
@@ -242,7 +242,7 @@ def test_exact_bytes_of_a_run(tiny_model, tmp_path, optimizer, coat):
         train={"optimizer": optimizer}, network={"linear": 6},
     )  # fmt: skip
     job = JobConfig.from_dict(raw)
-    facts = job_facts(job)
+    facts = JobFacts(job)
 
     from coat_flux.trainers.standalone.loading import load_transformer
 
@@ -252,7 +252,7 @@ def test_exact_bytes_of_a_run(tiny_model, tmp_path, optimizer, coat):
     if job.coat.enabled:
         apply_coat(model, job.coat)
     loaded = sum(x.nbytes for x in [*model.parameters(), *model.buffers()])
-    assert facts.model.transformer_bytes(job.coat, 2) == loaded
+    assert facts.transformer_bytes == loaded
 
     add_lora(model, targets, 6, seed=0)
     lora = list(lora_parameters(model).values())
@@ -275,8 +275,8 @@ def test_disk_of_a_run(tiny_model, tmp_path):
         dataset={"cache_latents_to_disk": True, "caption_dropout_rate": 0.5},
     )  # fmt: skip
     job = JobConfig.from_dict(yaml.safe_load(yaml.safe_dump(raw)))
-    facts = job_facts(job)
-    predicted_bytes = predict_facts(facts).disk_bytes
+    facts = JobFacts(job)
+    predicted_bytes = predict(facts).disk_bytes
     COATTrainer(job).train()
     files = [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix in (".safetensors", ".pt")]
     sizes = {path.stat().st_ino: path.stat().st_size for path in files}  # published files are links into the set

@@ -17,7 +17,7 @@ from coat_flux.blocks.decide import BlockPlan
 from coat_flux.blocks.lora import attach_lora
 from coat_flux.blocks.runner import BlockRunner
 from coat_flux.config.job import JobConfig
-from coat_flux.plan.job import JobFacts, job_facts
+from coat_flux.plan.job import JobFacts
 from coat_flux.plan.predict import block_plan, optimizer_bytes, outside_bytes
 from coat_flux.trainers.standalone.network import add_lora, lora_targets
 from tests.helpers.engine_job import engine_job
@@ -38,11 +38,11 @@ def frozen_model() -> Any:
 
 def planned(job: JobConfig, room: float) -> tuple[JobFacts, BlockPlan]:
     """The job within a budget that has this share of what a step without recomputation needs, and its plan."""
-    facts = job_facts(job)
+    facts = JobFacts(job)
     needs = block_plan(facts, recomputed=()).peak_bytes + facts.given.transposed_bytes // 2
     budget = HELD + optimizer_bytes(facts) + needs * room + 0.5  # no whole byte: floats round
     memory = replace(job.coat.memory, budget_gb=budget / 1e9)
-    facts = job_facts(replace(job, coat=replace(job.coat, memory=memory)), facts)
+    facts = JobFacts(replace(job, coat=replace(job.coat, memory=memory)), facts)
     return facts, block_plan(facts)
 
 

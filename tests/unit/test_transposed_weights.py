@@ -15,6 +15,7 @@ from coat_flux.blocks.gemms import set_transposed, transposed_bytes
 from coat_flux.blocks.runner import BlockRunner
 from coat_flux.blocks.sizes import Block, Tokens
 from coat_flux.config.coat import COATConfig
+from coat_flux.plan.job import JobFacts
 from coat_flux.plan.predict import predict
 from tests.helpers.flux import coat_flux_model, flux_inputs
 from tests.unit.test_plan import job_of
@@ -83,7 +84,7 @@ def test_the_plan_counts_copies_from_the_first_step_on() -> None:
     def totals(mode: str, gb: float = 80.0) -> dict[str, int]:
         memory = {"checkpointing": "auto", "transposed_weights": mode}
         job = job_of(coat={"memory": memory}, train={"gradient_checkpointing": True})
-        return {phase.name: phase.total for phase in predict(job, device_bytes=gb * 1e9).phases}
+        return {name: sum(parts.values()) for name, parts in predict(JobFacts(job), gb * 1e9).phases.items()}
 
     auto, never = totals("auto"), totals("never")
     extra = {name: auto[name] - never[name] for name in auto}

@@ -78,11 +78,11 @@ def plan(args: argparse.Namespace) -> None:
     Needs no GPU and downloads nothing.
     """
     job = JobConfig.load(args.config, name=args.name)
-    from ..plan.report import as_json, as_text, make_plan
+    from ..plan.report import Plan, as_json, as_text
     from ..plan.speed import find_card
 
     card = None if args.gpu is None else find_card(args.gpu)
-    prediction = make_plan(job, card)
+    prediction = Plan(job, card)
     if args.json == "-":
         print(json.dumps(as_json(prediction), indent=2))
     elif args.json is not None:

@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> None:
         raise UsageError(f"--out {out}: cannot be written: {error.strerror}; give another file") from error
     print(f"wrote {out}, from {origin}; trigger word: {trigger}")
     peak = verdict.prediction.peak / 1e9
-    room = verdict.room / 1e9
+    room = verdict.card.room / 1e9
     card_name = f"{verdict.card.gb:g} GB card"
     if verdict.fits:
         print(f"It needs {peak:.1f} GB of the {room:.1f} GB that a {card_name} has for it")

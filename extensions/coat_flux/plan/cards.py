@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 
 from ..base.names import COAT_OPTIMIZER
 from ..blocks.decide import checkpointing_mode
-from ..blocks.held import USABLE_FRACTION
 from ..config.job import JobConfig
-from .job import JobFacts, job_facts
-from .predict import Prediction, predict_facts
+from .job import JobFacts
+from .predict import Prediction, predict
 from .speed import Card, run_seconds, step_seconds
 
 REPEATS = 3  # times an edit may be made: a batch, a rank or a size halved and halved again
@@ -42,26 +41,19 @@ class CardFit:
     step_seconds: float | None = None  # of the job that fits; None if none does or the card's rates are unknown
     run_seconds: float | None = None
 
-    @property
-    def room(self) -> float:
-        """Bytes of the card that a run may use."""
-        return self.card.gb * 1e9 * USABLE_FRACTION
-
 
 def judge(facts: JobFacts, card: Card) -> CardFit:
     """Whether a job fits a card, or else the cheapest changes that make it fit."""
     memory = card.gb * 1e9
-    prediction = predict_facts(facts, memory)
-    verdict = CardFit(card, False, prediction)
-    if prediction.peak <= verdict.room:
-        verdict = replace(verdict, fits=True)
-    else:
-        edits = _edits_that_fit(facts, memory, verdict.room)
+    prediction = predict(facts, memory)
+    verdict = CardFit(card, prediction.peak <= card.room, prediction)
+    if not verdict.fits:
+        edits = _edits_that_fit(facts, card)
         if not edits:
             return verdict
         changes = tuple(_applied(facts.job, edits))
-        facts = job_facts(changes[-1].job, facts)
-        prediction = predict_facts(facts, memory)
+        facts = JobFacts(changes[-1].job, facts)
+        prediction = predict(facts, memory)
         verdict = replace(verdict, changes=changes, changed=prediction)
     if not card.bf16_tflops:
         return verdict
@@ -75,17 +67,16 @@ def remedies(
 ) -> list[tuple[Change, int]]:
     """The changes that free memory in one phase (or at the run's peak), each alone with its bytes, the cheapest first.
 
-    `recomputed` are the blocks that recompute now, by default those of `predict_facts`. They stay the same unless the
+    `recomputed` are the blocks that recompute now, by default those of `predict`. They stay the same unless the
     change is about recomputation, or `auto` would fill the freed memory.
     """
 
     def held(prediction: Prediction) -> int:
-        part = prediction.phase(phase)
-        if part is not None:
-            return part.total
+        if phase in prediction.phases:
+            return sum(prediction.phases[phase].values())
         return 0 if phase == "sample" else prediction.peak  # a change may leave samples out
 
-    before = predict_facts(facts, device_bytes, recomputed)
+    before = predict(facts, device_bytes, recomputed)
     freed = []
     for edit in EDITS:
         change = edit(facts.job)
@@ -96,37 +87,37 @@ def remedies(
             memory = job.coat.memory
             rules.append((job.coat.enabled, memory.checkpointing, memory.budget_gb, job.train.gradient_checkpointing))
         same = before.recomputed if rules[0] == rules[1] else None
-        size = held(before) - held(predict_facts(job_facts(change.job, facts), device_bytes, same))
+        size = held(before) - held(predict(JobFacts(change.job, facts), device_bytes, same))
         if size > 0:
             freed.append((change, size))
     return freed
 
 
-def _edits_that_fit(facts: JobFacts, memory: float, room: float) -> list[Edit]:
+def _edits_that_fit(facts: JobFacts, card: Card) -> list[Edit]:
     """The first edit that suffices alone; else as few as suffice, in order."""
 
     def peak(edits: Sequence[Edit]) -> float:
         changes = _applied(facts.job, edits)
-        changed = job_facts(changes[-1].job, facts) if changes else facts
-        return predict_facts(changed, memory).peak
+        changed = JobFacts(changes[-1].job, facts) if changes else facts
+        return predict(changed, card.gb * 1e9).peak
 
     for edit in EDITS:
-        if edit(facts.job) is not None and peak([edit]) <= room:
+        if edit(facts.job) is not None and peak([edit]) <= card.room:
             return [edit]
     taken: list[Edit] = []
     lowest = peak(taken)
     for edit in EDITS:
         for _ in range(REPEATS):
-            if lowest > room:
+            if lowest > card.room:
                 with_it = peak([*taken, edit])
                 if with_it < lowest:
                     taken.append(edit)
                     lowest = with_it
-    if lowest > room:
+    if lowest > card.room:
         return []
     for edit in reversed(EDITS):
         without = [other for other in taken if other is not edit]
-        if len(without) < len(taken) and peak(without) <= room:
+        if len(without) < len(taken) and peak(without) <= card.room:
             taken = without
     return taken
 
@@ -153,9 +144,11 @@ def _with(config: Any, values: dict[str, Any]) -> Any:
     return config
 
 
-def _setting(path: str, value: Any, cost: str, applies: Callable[[JobConfig], bool]) -> Edit:
+def _setting(path: str, value: Any, cost: str, applies: Callable[[JobConfig], bool], also: str = "") -> Edit:
+    """An edit of one key; the key `also` becomes true with it."""
+
     def edit(job: JobConfig) -> Change | None:
-        changed = _with(job, {path: value})
+        changed = _with(job, {path: value, also: True} if also else {path: value})
         if changed == job or not applies(job):
             return None
         shown = str(value).lower() if isinstance(value, bool) else value
@@ -184,13 +177,6 @@ def _cached_latents(job: JobConfig) -> Change | None:
         return None
     entries = tuple(replace(entry, cache_latents_to_disk=True) for entry in job.datasets)
     return Change("datasets: cache_latents_to_disk: true", "nothing", replace(job, datasets=entries))
-
-
-def _fp8_optimizer(job: JobConfig) -> Change | None:
-    if not job.coat.enabled or job.train.optimizer == COAT_OPTIMIZER:
-        return None
-    changed = _with(job, {"train.optimizer": COAT_OPTIMIZER, "coat.optimizer.use_fp8": True})
-    return Change(f"train.optimizer: {COAT_OPTIMIZER}", "FP8 moments", changed)
 
 
 def _fp8_weights(job: JobConfig) -> Change | None:
@@ -264,6 +250,7 @@ def _smaller_batch(job: JobConfig) -> Change | None:
 
 
 def _below(side: int) -> int | None:
+    """The next smaller one of the usual resolutions."""
     return next((lower for upper, lower in SMALLER if side >= upper), None)
 
 
@@ -280,12 +267,6 @@ def _smaller_samples(job: JobConfig) -> Change | None:
 
     sample = replace(capped(job.sample), samples=tuple(capped(item) for item in job.sample.samples))
     return Change(f"sample.width and height: at most {side}", "smaller previews", replace(job, sample=sample))
-
-
-def _no_samples(job: JobConfig) -> Change | None:
-    if job.train.disable_sampling or not job.sample.items():
-        return None
-    return Change("train.disable_sampling: true", "no previews", _with(job, {"train.disable_sampling": True}))
 
 
 def _smaller_rank(job: JobConfig) -> Change | None:
@@ -321,7 +302,13 @@ EDITS: tuple[Edit, ...] = (
         lambda job: job.coat.enabled and job.coat.memory.checkpointing != "none",
     ),
     _fp8_weights,
-    _fp8_optimizer,
+    _setting(
+        "train.optimizer",
+        COAT_OPTIMIZER,
+        "FP8 moments",
+        lambda job: job.coat.enabled and job.train.optimizer != COAT_OPTIMIZER,
+        also="coat.optimizer.use_fp8",
+    ),
     _setting(
         "train.fused_backward",
         True,
@@ -340,7 +327,7 @@ EDITS: tuple[Edit, ...] = (
     _full_checkpointing,
     _smaller_batch,
     _smaller_samples,
-    _no_samples,
+    _setting("train.disable_sampling", True, "no previews", lambda job: bool(job.sample.items())),
     _setting("train.ema_config.use_ema", False, "no averaged LoRA", lambda job: True),
     _smaller_rank,
     _smaller_images,

@@ -1,14 +1,11 @@
-"""A job in numbers: its model's parts, tokens, adapters, how blocks save activations, and what its saves take.
-
-A model's parts are built by their real classes on the meta device: exact bytes without a download.
-"""
+"""A job in numbers: its model's parts, tokens, adapters, how blocks save activations, and what its saves take."""
 
 from __future__ import annotations
 
 import functools
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,11 +22,10 @@ from ..blocks.decide import Given, block_settings
 from ..blocks.gemms import high_precision_reason
 from ..blocks.held import largest_held
 from ..blocks.lora import DROPOUT
-from ..blocks.models import FLUX, FLUX2, HUB_MODELS, Family, family_of, matches, target_names, trained_names
+from ..blocks.models import FLUX, FLUX2, HUB_MODELS, family_of, matches, target_names, trained_names
 from ..blocks.models.checkpoint import CheckpointError, flux_config, read_header
 from ..blocks.models.flux1 import OTHER_PARTS
-from ..blocks.sizes import FP32, Block, FlowSettings, Tokens, aligned
-from ..config.coat import COATConfig
+from ..blocks.sizes import FP32, Block, Tokens, aligned
 from ..config.findings import ConfigError
 from ..config.job import JobConfig
 from ..config.job_sections import DatasetSection
@@ -61,51 +57,59 @@ class Linear:
         return self.inputs * self.outputs
 
 
-@dataclass(frozen=True)
 class ModelParts:
-    """A FLUX model in elements and shapes.
+    """A FLUX model in elements and shapes, built by its real classes on the meta device.
 
     Attributes:
         config, linears, parameters: the transformer's; parameters by name, in elements.
         elements: parameters of each of its `MODEL_PARTS`.
+        hidden: width d of hidden states.
+        block_names: full names of the blocks, in forward order.
         text_tokens, text_width, pooled_width: of a prompt's embeddings; FLUX.2 has no pooled one.
         encode_values, decode_values: the VAE's peak, in values per pixel.
         text_values, text_layer: the largest text encoder's peak for one prompt, and its largest parameter.
     """
 
-    config: dict[str, Any] = field(hash=False)
-    family: Family = field(hash=False)
-    linears: tuple[Linear, ...]
-    parameters: dict[str, int] = field(hash=False)
-    elements: dict[str, int] = field(hash=False)
-    text_tokens: int
-    text_width: int
-    pooled_width: int
-    latent_channels: int
-    encode_values: float
-    decode_values: float
-    text_values: float
-    text_layer: int
+    def __init__(self, configs_json: str, text_tokens: int):
+        configs = json.loads(configs_json)
+        make = (FLUX if "text_encoder_2" in configs else FLUX2).parts
+        assert make is not None
+        with torch.device("meta"):
+            models = make(configs)
+        transformer, vae = models["transformer"], models["vae"]
+        self.config: dict[str, Any] = dict(transformer.config)
+        self.family = family_of(transformer)
+        self.linears: list[Linear] = []
+        for name, module in transformer.named_modules():
+            if isinstance(module, nn.Linear):
+                is_fp8 = matches(name, self.family.convert) and obstacle_to_conversion(module) is None
+                self.linears.append(Linear(name, module.in_features, module.out_features, is_fp8))
+        self.parameters = {name: p.numel() for name, p in transformer.named_parameters()}
+        self.elements = {part: sum(p.numel() for p in model.parameters()) for part, model in models.items()}
+        self.hidden = int(self.config["num_attention_heads"] * self.config["attention_head_dim"])
+        self.block_names: list[str] = []
+        for blocks in self.family.lists:
+            self.block_names += [f"{blocks.pattern}.{i}" for i in range(self.config[blocks.count])]
 
-    @property
-    def hidden(self) -> int:
-        """Width d of hidden states."""
-        return int(self.config["num_attention_heads"] * self.config["attention_head_dim"])
+        self.text_tokens = text_tokens
+        self.text_width = self.config["joint_attention_dim"]
+        prompt = torch.zeros((1, text_tokens), dtype=torch.long, device="meta")
+        if self.family is FLUX2:  # with a mask as its layers take it, which otherwise depends on the prompt's values
+            text, self.pooled_width = models["text_encoder"], 0
+            mask = torch.empty(1, 1, text_tokens, text_tokens, device="meta")
+            options = {"output_hidden_states": True, "use_cache": False, "attention_mask": mask}
+        else:
+            text, self.pooled_width = models["text_encoder_2"], models["text_encoder"].config.hidden_size
+            options = {}
+        self.text_layer = max(p.numel() for p in text.parameters())
+        self.text_values = largest_held(lambda: text(prompt, **options)) / FP32
 
-    @property
-    def block_names(self) -> list[str]:
-        """Full names of the blocks, in forward order."""
-        return [f"{blocks.pattern}.{i}" for blocks in self.family.lists for i in range(self.config[blocks.count])]
-
-    def transformer_bytes(self, coat: COATConfig, value_bytes: int, trained: Collection[str] = ()) -> int:
-        """Bytes of the model after `apply_coat`; what is trained stays as loaded."""
-        total = self.elements["transformer"] * value_bytes
-        if coat.enabled and coat.weight.use_fp8:
-            config = coat.linear_config()
-            for linear in self.linears:
-                if linear.is_fp8 and f"{linear.name}.weight" not in trained:
-                    total += stored_bytes(linear.outputs, linear.inputs, config) - linear.weights * value_bytes
-        return total
+        self.latent_channels = vae.config.latent_channels
+        side = PROBE_PIXELS // 2 ** (len(vae.config.block_out_channels) - 1)
+        photo = torch.empty(1, 3, PROBE_PIXELS, PROBE_PIXELS, device="meta")
+        latent = torch.empty(1, self.latent_channels, side, side, device="meta")
+        self.encode_values = largest_held(lambda: vae.encode(photo)) / (FP32 * PROBE_PIXELS**2)
+        self.decode_values = largest_held(lambda: vae.decode(latent)) / (FP32 * PROBE_PIXELS**2)
 
     def text_bytes(self, value_bytes: int, room: float | None = None) -> int:
         """Bytes of the text encoders while encoding; `room` as in `data.cache.by_layer`."""
@@ -119,6 +123,8 @@ class ModelParts:
 def find_model(name_or_path: str, where: str) -> ModelParts:
     """The parts of a diffusers folder or a known name; ConfigError without configs."""
     folder, text_tokens = Path(name_or_path), TEXT_TOKENS
+    if not folder.exists() and folder.name == Path(EMBEDDED_MODEL).name:
+        folder = MINI_FLUX
     if folder.is_dir():
         configs, text_tokens = _of_folder(folder, where)
     elif folder.is_file():
@@ -126,8 +132,6 @@ def find_model(name_or_path: str, where: str) -> ModelParts:
             configs = {"transformer": flux_config(read_header(folder)), **OTHER_PARTS}
         except CheckpointError as error:
             raise ConfigError(f"{where}={folder}: {error}") from error
-    elif folder.name == Path(EMBEDDED_MODEL).name:
-        configs, text_tokens = _of_folder(MINI_FLUX, where)
     elif name_or_path in HUB_MODELS:
         configs = HUB_MODELS[name_or_path]
     else:
@@ -135,7 +139,7 @@ def find_model(name_or_path: str, where: str) -> ModelParts:
             f"{where}={name_or_path!r}: plan downloads nothing; this is not a folder here, nor a model it knows "
             f"({', '.join(HUB_MODELS)}); give the folder of a downloaded model, or plan with one of these names"
         )
-    return _make(json.dumps(configs, sort_keys=True, default=list), text_tokens)
+    return _model_parts(json.dumps(configs, sort_keys=True, default=list), text_tokens)
 
 
 def _of_folder(folder: Path, where: str) -> tuple[Configs, int]:
@@ -157,44 +161,7 @@ def _of_folder(folder: Path, where: str) -> tuple[Configs, int]:
     return configs, min(TEXT_TOKENS, int(limit or TEXT_TOKENS))
 
 
-@functools.lru_cache(maxsize=8)
-def _make(configs_json: str, text_tokens: int) -> ModelParts:
-    configs = json.loads(configs_json)
-    make = (FLUX if "text_encoder_2" in configs else FLUX2).parts
-    assert make is not None
-    with torch.device("meta"):
-        models = make(configs)
-    transformer, vae = models["transformer"], models["vae"]
-    text: Any = models.get("text_encoder_2", models["text_encoder"])  # the larger one
-    family = family_of(transformer)
-    prompt, asks = torch.zeros((1, text_tokens), dtype=torch.long, device="meta"), {}
-    if family is FLUX2:  # with a mask as its layers take it, which otherwise depends on the values of the prompt
-        asks = {"output_hidden_states": True, "use_cache": False}
-        asks["attention_mask"] = torch.empty(1, 1, text_tokens, text_tokens, device="meta")
-    channels = vae.config.latent_channels
-    side = PROBE_PIXELS // 2 ** (len(vae.config.block_out_channels) - 1)
-    photo = torch.empty(1, 3, PROBE_PIXELS, PROBE_PIXELS, device="meta")
-    latent = torch.empty(1, channels, side, side, device="meta")
-    linears = []
-    for name, module in transformer.named_modules():
-        if isinstance(module, nn.Linear):
-            is_fp8 = matches(name, family.convert) and obstacle_to_conversion(module) is None
-            linears.append(Linear(name, module.in_features, module.out_features, is_fp8))
-    return ModelParts(
-        config=dict(transformer.config),
-        family=family,
-        linears=tuple(linears),
-        parameters={name: p.numel() for name, p in transformer.named_parameters()},
-        elements={part: sum(p.numel() for p in model.parameters()) for part, model in models.items()},
-        text_tokens=text_tokens,
-        text_width=transformer.config.joint_attention_dim,
-        pooled_width=0 if family is FLUX2 else models["text_encoder"].config.hidden_size,
-        latent_channels=channels,
-        encode_values=largest_held(lambda: vae.encode(photo)) / (FP32 * PROBE_PIXELS**2),
-        decode_values=largest_held(lambda: vae.decode(latent)) / (FP32 * PROBE_PIXELS**2),
-        text_values=largest_held(lambda: text(prompt, **asks)) / FP32,
-        text_layer=max(p.numel() for p in text.parameters()),
-    )
+_model_parts = functools.lru_cache(maxsize=8)(ModelParts)
 
 
 # -- the job ----------------------------------------------------------------------------------------------------------
@@ -214,32 +181,67 @@ class Data(NamedTuple):
     found: bool  # whether the folders are here
 
 
-@dataclass(frozen=True)
 class JobFacts:
-    """A job in numbers."""
+    """A job in numbers; unchanged images are taken from `known`. Raises ConfigError for unknown sizes.
 
-    job: JobConfig
-    model: ModelParts
-    data: Data
-    targets: tuple[Linear, ...]  # with an adapter
-    trained: Mapping[str, int]  # name → elements of the transformer's own parameters; empty with `network`
-    transformer_bytes: int  # of the transformer in training: codes and scales, the rest as loaded
-    adapter_sizes: Sequence[int]  # elements of A and B of every target, or of the transformer's trained parameters
-    blocks: tuple[Block, ...]  # in forward order, with their adapters
-    tokens: Tokens  # of the largest micro-batch
-    sample_tokens: Tokens | None  # of the largest sample image; None without samples
-    value_bytes: int  # per element of frozen models and hidden states
-    on_cpu: bool  # the job trains on a CPU: device memory is CPU memory
-    caches_latents: bool  # training does not need the VAE
-    caches_text: bool  # nor the text encoders
-    offloads: bool  # the moments are in CPU memory and pass through the device
-    frees_gradients: bool  # there are never more than one or two gradients
+    Attributes:
+        targets: linears with an adapter.
+        trained: name → elements of the transformer's own parameters; empty with `network`.
+        adapter_sizes: elements of A and B of every target, or of each trained parameter.
+        blocks: in forward order, with their adapters.
+        tokens, sample_tokens: of the largest micro-batch, of the largest sample image (None without samples).
+        value_bytes: per element of frozen models and hidden states.
+        on_cpu: the job trains on a CPU: device memory is CPU memory.
+        caches_latents, caches_text: training does not need the VAE, the text encoders.
+        transformer_bytes: of the transformer in training: codes and scales, the rest as loaded.
+        latent_bytes: of the cached latents.
+        offloads: the moments pass through the device; `offloaded_bytes` of them are in CPU memory.
+        frees_gradients: there are never more than one or two gradients.
+        gradient_bytes: the gradients' peak outside of backward.
+        given: inputs of the run's block plan; `predict` adds the budget.
+        settings: storage of each block's saved activations.
+    """
 
-    @functools.cached_property
-    def given(self) -> Given:
-        """The inputs of the run's block plan; `predict` adds the budget."""
-        train = self.job.train
-        coat = self.job.coat
+    def __init__(self, job: JobConfig, known: JobFacts | None = None):
+        train, coat, datasets = job.train, job.coat, job.datasets
+        self.job, self.on_cpu = job, job.device == "cpu"
+        self.model = model = _model_of(job)
+        self.data = known.data if known is not None and _images(known.job) == _images(job) else _data(job)
+        self.targets = _adapted(job, model)
+        self.trained = trained_sizes(job, model) if job.full else {}
+        self.adapter_sizes = list(self.trained.values()) if job.full else _sizes_of_lora(self.targets, job)
+        self.blocks = _blocks(model, self.targets, job.network.linear, self.trained)
+        self.tokens = Tokens(train.batch_size, model.text_tokens, self.data.pixels // PIXELS_PER_TOKEN)
+        self.sample_tokens = None
+        if not train.disable_sampling and job.sample.items():
+            pixels = max(item.width * item.height for item in job.sample.items())
+            self.sample_tokens = Tokens(1, model.text_tokens, pixels // PIXELS_PER_TOKEN)
+        self.caches_latents = all(entry.cache_latents or entry.cache_latents_to_disk for entry in datasets)
+        self.caches_text = all(entry.cache_text_embeddings for entry in datasets)
+
+        self.value_bytes = VALUE_BYTES[train.dtype]
+        self.latent_bytes = self.data.latents * int(self.data.mean_pixels / 64 * model.latent_channels * FP32)
+        self.vae_bytes = model.elements["vae"] * self.value_bytes
+        self.transformer_bytes = model.elements["transformer"] * self.value_bytes
+        if coat.enabled and coat.weight.use_fp8:
+            config = coat.linear_config()
+            for linear in filter(self.is_stored, model.linears):
+                self.transformer_bytes += stored_bytes(linear.outputs, linear.inputs, config)
+                self.transformer_bytes -= linear.weights * self.value_bytes
+        self.lora_bytes = 0 if job.full else FP32 * sum(self.adapter_sizes)
+        self.frees_gradients = train.fused_backward and train.gradient_accumulation == 1
+        self.gradient_bytes = self.value_bytes * sum(self.adapter_sizes) if job.full else self.lora_bytes
+        if self.frees_gradients:
+            self.gradient_bytes = 0
+        self.moment_bytes, self.offloads = moment_bytes(job, self.adapter_sizes), False
+        if train.optimizer == COAT_OPTIMIZER:
+            self.offloads = coat.optimizer_config(train.optimizer_params)[1]["offload"] == "cpu"
+        self.offloaded_bytes = self.moment_bytes if self.offloads and not self.on_cpu else 0
+        self.given = self._given()
+        self.settings = block_settings(coat, self.given)
+
+    def _given(self) -> Given:
+        train, coat = self.job.train, self.job.coat
         dropout = bool(self.job.network.dropout)
         in_codes, config = coat.enabled and coat.weight.use_fp8, coat.linear_config()
         all_copied = in_codes and wants_transposed(config)
@@ -273,63 +275,6 @@ class JobFacts:
         """Whether codes can replace the linear's weight."""
         return linear.is_fp8 and f"{linear.name}.weight" not in self.trained
 
-    @functools.cached_property
-    def block_settings(self) -> list[FlowSettings]:
-        """The storage of each block's saved activations."""
-        return block_settings(self.job.coat, self.given)
-
-    @property
-    def settings(self) -> FlowSettings:
-        """The last block's `block_settings`."""
-        return self.block_settings[-1]
-
-    @property
-    def lora_bytes(self) -> int:
-        """The adapters, fp32; none in full fine-tuning."""
-        return 0 if self.job.full else FP32 * sum(self.adapter_sizes)
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Peak bytes of gradients outside of backward."""
-        if self.frees_gradients:
-            return 0
-        return self.value_bytes * sum(self.adapter_sizes) if self.job.full else self.lora_bytes
-
-
-def job_facts(job: JobConfig, known: JobFacts | None = None) -> JobFacts:
-    """A job's numbers, with unchanged images from `known`; ConfigError for unknown sizes."""
-    model, train = _model_of(job), job.train
-    targets = adapted(job, model)
-    trained = trained_sizes(job, model) if job.full else {}
-    data = known.data if known is not None and _images(known.job) == _images(job) else _data(job)
-    samples = () if train.disable_sampling else job.sample.items()
-    sample_tokens = None
-    if samples:
-        pixels = max(item.width * item.height for item in samples)
-        sample_tokens = Tokens(1, model.text_tokens, pixels // PIXELS_PER_TOKEN)
-    offloads = False
-    if train.optimizer == COAT_OPTIMIZER:
-        _, options = job.coat.optimizer_config(train.optimizer_params)
-        offloads = options.get("offload") == "cpu"
-    return JobFacts(
-        job=job,
-        model=model,
-        data=data,
-        targets=targets,
-        trained=trained,
-        transformer_bytes=model.transformer_bytes(job.coat, VALUE_BYTES[train.dtype], trained),
-        adapter_sizes=list(trained.values()) if job.full else _sizes_of_lora(targets, job),
-        blocks=_blocks(model, targets, job.network.linear, trained),
-        tokens=Tokens(train.batch_size, model.text_tokens, data.pixels // PIXELS_PER_TOKEN),
-        sample_tokens=sample_tokens,
-        value_bytes=VALUE_BYTES[train.dtype],
-        on_cpu=job.device == "cpu",
-        caches_latents=all(entry.cache_latents or entry.cache_latents_to_disk for entry in job.datasets),
-        caches_text=all(entry.cache_text_embeddings for entry in job.datasets),
-        offloads=offloads,
-        frees_gradients=train.fused_backward and train.gradient_accumulation == 1,
-    )
-
 
 def _model_of(job: JobConfig) -> ModelParts:
     where = "config.process[0].model.name_or_path"
@@ -347,16 +292,16 @@ def check_trained(job: JobConfig) -> None:
     if not job.full:
         return
     try:
-        model = find_model(job.model.name_or_path, "model.name_or_path")
+        model = _model_of(job)
     except ConfigError:
         return
     trained_sizes(job, model)
 
 
-def adapted(job: JobConfig, model: ModelParts) -> tuple[Linear, ...]:
+def _adapted(job: JobConfig, model: ModelParts) -> list[Linear]:
     """The linears with an adapter; none in full fine-tuning."""
     if job.full:
-        return ()
+        return []
     kwargs = job.network.network_kwargs
     names = target_names(
         (linear.name for linear in model.linears),
@@ -365,7 +310,7 @@ def adapted(job: JobConfig, model: ModelParts) -> tuple[Linear, ...]:
         transformer_only=job.network.transformer_only,
     )
     chosen = set(names)
-    return tuple(linear for linear in model.linears if linear.name in chosen)
+    return [linear for linear in model.linears if linear.name in chosen]
 
 
 def _sizes_of_lora(targets: Sequence[Linear], job: JobConfig) -> list[int]:
@@ -380,9 +325,7 @@ def _images(job: JobConfig) -> list[DatasetSection]:
     return [replace(entry, **same, shuffle_tokens=False) for entry in job.datasets]
 
 
-def _blocks(
-    model: ModelParts, targets: tuple[Linear, ...], rank: int, parameters: Collection[str]
-) -> tuple[Block, ...]:
+def _blocks(model: ModelParts, targets: Sequence[Linear], rank: int, parameters: Collection[str]) -> tuple[Block, ...]:
     ranks: dict[str, list[tuple[str, int]]] = {name: [] for name in model.block_names}
     own: dict[str, list[str]] = {name: [] for name in model.block_names}
     outside = []
@@ -467,7 +410,7 @@ def job_space(job: JobConfig) -> SaveSpace:
     model = _model_of(job)
     if job.full:
         return save_space(job, list(trained_sizes(job, model).values()), model.elements["transformer"])
-    return save_space(job, _sizes_of_lora(adapted(job, model), job))
+    return save_space(job, _sizes_of_lora(_adapted(job, model), job))
 
 
 def moment_bytes(job: JobConfig, sizes: Sequence[int]) -> int:

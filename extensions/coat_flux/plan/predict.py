@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 
@@ -27,9 +26,8 @@ from ..base.names import COAT_OPTIMIZER
 from ..blocks.decide import BlockPlan, budget_bytes, decide
 from ..blocks.held import USABLE_FRACTION
 from ..blocks.sizes import FP32, Moment, forward_bytes
-from ..config.job import JobConfig
 from ..saves.state import SHARD_BYTES
-from .job import JobFacts, job_facts, moment_bytes, save_space
+from .job import JobFacts, save_space
 
 PARTS = (
     "transformer", "lora", "gradients", "optimizer", "ema", "saved activations", "text encoders", "vae", "workspace",
@@ -40,23 +38,11 @@ QUANTIZED_BYTES = 8  # per element while a weight becomes FP8: two fp32 copies
 PROCESS_RAM = {True: 0.6e9, False: 3e9}  # of Python and the libraries alone: on a CPU (measured), with CUDA's
 
 
-class PhasePrediction(NamedTuple):
-    """Peak device memory of one phase, in bytes by part."""
-
-    name: str
-    parts: dict[str, int]
-
-    @property
-    def total(self) -> int:
-        """All parts."""
-        return sum(self.parts.values())
-
-
 @dataclass(frozen=True)
 class Prediction:
     """Memory of a run."""
 
-    phases: list[PhasePrediction]  # load, cache, sample (if images are drawn), step and save
+    phases: dict[str, dict[str, int]]  # load, cache, sample (if images are drawn), step, save: peak bytes by part
     ram_bytes: int  # the most that the process holds in CPU memory
     disk_bytes: int  # of the run and its caches, without the model's own files
     plan: BlockPlan
@@ -68,48 +54,33 @@ class Prediction:
         return tuple(self.plan.recomputed or ())
 
     @property
-    def blocks(self) -> int:
-        """Number of blocks."""
-        return len(self.plan.blocks)
-
-    @property
     def peak(self) -> int:
         """The largest phase's total, bytes on the device."""
-        return max(phase.total for phase in self.phases)
-
-    def phase(self, name: str) -> PhasePrediction | None:
-        """The phase of this name, or None if the run has none."""
-        return next((phase for phase in self.phases if phase.name == name), None)
+        return max(sum(parts.values()) for parts in self.phases.values())
 
 
-def predict(job: JobConfig, *, device_bytes: float | None = None) -> Prediction:
-    """Predict a job's memory on a device of so many bytes; raises ConfigError."""
-    return predict_facts(job_facts(job), device_bytes)
-
-
-def predict_facts(
-    facts: JobFacts, device_bytes: float | None = None, recomputed: Sequence[int] | None = None
-) -> Prediction:
-    """As `predict`; `recomputed` overrides the config's choice."""
+def predict(facts: JobFacts, device_bytes: float | None = None, recomputed: Sequence[int] | None = None) -> Prediction:
+    """Predict a job's memory on a device of so many bytes; `recomputed` overrides the config's choice."""
     plan = block_plan(facts, device_bytes, recomputed)
-    phases = [_placed(_load(facts, plan), plan), _cache(facts, _budget(facts, device_bytes))]
-    sample = _sample(facts)
-    if sample is not None:
-        phases.append(_placed(sample, plan))
-    phases.append(_placed(_step(facts, plan), plan))
-    phases.append(_placed(_phase("save", _held(facts), {"gradients": facts.gradient_bytes}), plan))
+    # codes in CPU memory, and the copies of weights and adapters that steps keep
+    placed = {"transformer": plan.transposed_bytes - plan.freed_bytes, "workspace": plan.shadow_bytes}
+    phases = {"load": _load(facts, plan), "cache": _cache(facts, device_bytes)}
+    if sample := _sample(facts):
+        phases["sample"] = _sum(sample, placed)
+    phases["step"] = _sum(_step(facts, plan), placed)
+    phases["save"] = _sum(_held(facts), {"gradients": facts.gradient_bytes}, placed)
     assumptions = []
     if not facts.data.found:
         taken = "every one is taken at its full resolution; caches on disk are not counted"
         assumptions.append(f"the images are not here: {taken}")
-    if facts.job.coat.activation.flow == "fused" and "generic" in {each.flow for each in facts.block_settings}:
+    if facts.job.coat.activation.flow == "fused" and "generic" in {each.flow for each in facts.settings}:
         assumptions.append("network.dropout: blocks take the generic flow, which keeps more than the fused one")
-    ram = _ram(facts, max(phase.total for phase in phases))
+    ram = _ram(facts, max(sum(parts.values()) for parts in phases.values()))
     return Prediction(phases, ram, _disk(facts), plan, tuple(assumptions))
 
 
-def _phase(name: str, *held: Mapping[str, int]) -> PhasePrediction:
-    return PhasePrediction(name, {part: sum(parts.get(part, 0) for parts in held) for part in PARTS})
+def _sum(*held: Mapping[str, int]) -> dict[str, int]:
+    return {part: sum(parts.get(part, 0) for parts in held) for part in PARTS}
 
 
 def _resident(facts: JobFacts) -> dict[str, int]:
@@ -118,7 +89,7 @@ def _resident(facts: JobFacts) -> dict[str, int]:
         "transformer": facts.transformer_bytes,
         "lora": facts.lora_bytes,
         "text encoders": encoders,
-        "vae": 0 if facts.caches_latents else _vae(facts),
+        "vae": 0 if facts.caches_latents else facts.vae_bytes,
     }
 
 
@@ -127,14 +98,10 @@ def _held(facts: JobFacts) -> dict[str, int]:
     return {**_resident(facts), "optimizer": optimizer_bytes(facts), "ema": ema}
 
 
-def _vae(facts: JobFacts) -> int:
-    return facts.model.elements["vae"] * facts.value_bytes
-
-
 def block_plan(
     facts: JobFacts, device_bytes: float | None = None, recomputed: Sequence[int] | None = None
 ) -> BlockPlan:
-    """The run's plan for its blocks; arguments as `predict_facts`."""
+    """The run's plan for its blocks; arguments as `predict`."""
     budget = _budget(facts, device_bytes)
     free = None if budget is None else budget - sum(_held(facts).values()) - LIBRARY_WORKSPACE[facts.on_cpu]
     chosen = None if recomputed is None else tuple(recomputed)
@@ -144,8 +111,8 @@ def block_plan(
 
 def outside_bytes(facts: JobFacts) -> int:
     """Peak device bytes of all but the blocks, beyond what is always held."""
-    sample, held = _sample(facts), sum(_held(facts).values())
-    return max(0 if sample is None else sample.total - held, _update(facts).total)
+    sample = sum(_sample(facts).values()) - sum(_held(facts).values())
+    return max(sample, _update(facts).total)
 
 
 def _budget(facts: JobFacts, device_bytes: float | None) -> float | None:
@@ -153,16 +120,7 @@ def _budget(facts: JobFacts, device_bytes: float | None) -> float | None:
     return budget_bytes(facts.job.coat, usable)
 
 
-def _placed(phase: PhasePrediction, plan: BlockPlan) -> PhasePrediction:
-    """The phase with codes in CPU memory and slots for them, and with the steps' copies of weights and adapters."""
-    made = {"transformer": -plan.freed_bytes}
-    if phase.name != "load":
-        made["transformer"] += plan.transposed_bytes
-        made["workspace"] = plan.shadow_bytes
-    return _phase(phase.name, phase.parts, made)
-
-
-def _step(facts: JobFacts, plan: BlockPlan) -> PhasePrediction:
+def _step(facts: JobFacts, plan: BlockPlan) -> dict[str, int]:
     moment = plan.moment or Moment(0, 0, 0)
     around = plan.around_bytes
     update = _update(facts)
@@ -176,7 +134,7 @@ def _step(facts: JobFacts, plan: BlockPlan) -> PhasePrediction:
         "workspace": moment.workspace + LIBRARY_WORKSPACE[facts.on_cpu],
         "gradients": moment.gradients,
     }
-    return _phase("step", _held(facts), needs)
+    return _sum(_held(facts), needs)
 
 
 def _update(facts: JobFacts) -> Moment:
@@ -186,27 +144,26 @@ def _update(facts: JobFacts) -> Moment:
     return Moment(0, FP32 * OPTIMIZER_BUFFERS * updated, facts.gradient_bytes)
 
 
-def _load(facts: JobFacts, plan: BlockPlan) -> PhasePrediction:
+def _load(facts: JobFacts, plan: BlockPlan) -> dict[str, int]:
     """Weight by weight: one in high precision next to the codes so far; streamed codes leave at once."""
     resident = _resident(facts)
     stays = resident["transformer"] - plan.freed_bytes + resident["lora"]
     coat, value_bytes = facts.job.coat, facts.value_bytes
     workspace, there, config = 0, 0, coat.linear_config()
     if coat.enabled and coat.weight.use_fp8:
-        for linear in facts.model.linears:
-            if facts.is_stored(linear):
-                workspace = max(workspace, there + linear.weights * (value_bytes + QUANTIZED_BYTES))
-                stored = stored_bytes(linear.outputs, linear.inputs, config)
-                there += 0 if facts.given.stream_bytes and not facts.on_cpu else stored
+        for linear in filter(facts.is_stored, facts.model.linears):
+            workspace = max(workspace, there + linear.weights * (value_bytes + QUANTIZED_BYTES))
+            if facts.on_cpu or not facts.given.stream_bytes:
+                there += stored_bytes(linear.outputs, linear.inputs, config)
         workspace -= stays
-    return _phase("load", resident, {"workspace": max(0, workspace)})
+    return _sum(resident, {"transformer": -plan.freed_bytes, "workspace": max(0, workspace)})
 
 
-def _cache(facts: JobFacts, budget: float | None) -> PhasePrediction:
+def _cache(facts: JobFacts, device_bytes: float | None) -> dict[str, int]:
     """The largest of: the VAE with an image, the encoders with a prompt, what training keeps of both."""
     model, a, job = facts.model, facts.value_bytes, facts.job
-    encode = {"vae": _vae(facts), "workspace": int(model.encode_values * a * facts.data.pixels)}
-    room = None if facts.on_cpu else budget
+    encode = {"vae": facts.vae_bytes, "workspace": int(model.encode_values * a * facts.data.pixels)}
+    room = None if facts.on_cpu else _budget(facts, device_bytes)
     prompt = {"text encoders": model.text_bytes(a, room), "workspace": int(model.text_values * a)}
     resident = _resident(facts)
     stays = {part: resident[part] for part in ("text encoders", "vae")}
@@ -218,54 +175,44 @@ def _cache(facts: JobFacts, budget: float | None) -> PhasePrediction:
     if facts.on_cpu:  # both are in memory all along
         both = {"vae": encode["vae"], "text encoders": prompt["text encoders"]}
         moments = [{**moment, **both} for moment in moments]
-    return _phase("cache", max(moments, key=lambda moment: sum(moment.values())))
+    return _sum(max(moments, key=lambda moment: sum(moment.values())))
 
 
-def _sample(facts: JobFacts) -> PhasePrediction | None:
-    """The largest image after a step, whose gradients stay."""
+def _sample(facts: JobFacts) -> dict[str, int]:
+    """The largest image after a step, whose gradients stay; empty if none is drawn."""
     if facts.sample_tokens is None:
-        return None
-    held = {**_held(facts), "vae": _vae(facts), "gradients": facts.gradient_bytes}
+        return {}
+    held = {**_held(facts), "vae": facts.vae_bytes, "gradients": facts.gradient_bytes}
     held["ema"] *= 2
-    denoise = max(forward_bytes(block, facts.sample_tokens, facts.settings) for block in facts.blocks)
+    denoise = max(forward_bytes(block, facts.sample_tokens, facts.settings[-1]) for block in facts.blocks)
     pixels = max(item.width * item.height for item in facts.job.sample.items())
     decode = int(facts.model.decode_values * facts.value_bytes * pixels)
-    return _phase("sample", held, {"workspace": max(denoise, decode) + LIBRARY_WORKSPACE[facts.on_cpu]})
+    return _sum(held, {"workspace": max(denoise, decode) + LIBRARY_WORKSPACE[facts.on_cpu]})
 
 
 def optimizer_bytes(facts: JobFacts) -> int:
     """Device bytes of the optimizer's state; where offloaded, of its staging buffers."""
-    moments, job = moment_bytes(facts.job, facts.adapter_sizes), facts.job
+    job, moments = facts.job, facts.moment_bytes - facts.offloaded_bytes
     if not facts.offloads:
         return moments
     stored = job.coat.optimizer_config(job.train.optimizer_params)[0]
-    device = "cpu" if facts.on_cpu else "cuda"
-    staged = staging_bytes(stored, facts.adapter_sizes, torch.device(device))
-    return staged + (moments if facts.on_cpu else 0)
+    device = torch.device("cpu" if facts.on_cpu else "cuda")
+    return moments + staging_bytes(stored, facts.adapter_sizes, device)
 
 
 def _ram(facts: JobFacts, peak: int) -> int:
     """CPU memory at its peak: while loading, or in a step."""
     model, a = facts.model, facts.value_bytes
-    vae = 0 if facts.sample_tokens is None else _vae(facts)
+    vae = 0 if facts.sample_tokens is None else facts.vae_bytes
     streamed = sum(facts.given.stream_bytes)
     passing = 2 * a * max(linear.weights for linear in model.linears)  # as stored on disk, and in `train.dtype`
-    staged = max(_vae(facts) + model.text_bytes(a), streamed + passing + vae)
+    staged = max(facts.vae_bytes + model.text_bytes(a), streamed + passing + vae)
     written = min(SHARD_BYTES, a * model.elements["transformer"]) if facts.job.full else 0
-    kept = peak if facts.on_cpu else streamed + vae + offloaded_bytes(facts) + written
+    kept = peak if facts.on_cpu else streamed + vae + facts.offloaded_bytes + written
     total = PROCESS_RAM[facts.on_cpu] + max(staged, kept)
     if any(entry.cache_latents for entry in facts.job.datasets):
-        total += facts.data.latents * _latent_bytes(facts)
+        total += facts.latent_bytes
     return int(total)
-
-
-def offloaded_bytes(facts: JobFacts) -> int:
-    """Bytes of the moments in CPU memory."""
-    return moment_bytes(facts.job, facts.adapter_sizes) if facts.offloads and not facts.on_cpu else 0
-
-
-def _latent_bytes(facts: JobFacts) -> int:
-    return int(facts.data.mean_pixels / 64 * facts.model.latent_channels * FP32)
 
 
 def _disk(facts: JobFacts) -> int:
@@ -273,7 +220,7 @@ def _disk(facts: JobFacts) -> int:
     job = facts.job
     total = save_space(job, facts.adapter_sizes, facts.model.elements["transformer"]).most
     if any(entry.cache_latents_to_disk for entry in job.datasets):
-        total += facts.data.latents * _latent_bytes(facts)
+        total += facts.latent_bytes
     if facts.caches_text:
         total += facts.data.captions * 2 * (facts.model.text_tokens * facts.model.text_width + facts.model.pooled_width)
     return total

@@ -4,35 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..base.text import GB, MB, columns
 from ..blocks.held import USABLE_FRACTION
 from ..blocks.sizes import block_bytes
 from ..config.job import JobConfig
 from .cards import CardFit, judge
-from .job import JobFacts, job_facts
-from .predict import PARTS, Prediction, offloaded_bytes, predict_facts
+from .job import JobFacts
+from .predict import PARTS, Prediction, predict
 from .speed import BF16_FRACTION, CARDS, FP8_FRACTION, Card
 
 
-class Plan(NamedTuple):
-    """A job, its prediction (without a limit if no card was asked for), and a verdict per card."""
+class Plan:
+    """A job's prediction (without a limit if no card was asked for), and a verdict for one card or each usual one.
 
-    facts: JobFacts
-    prediction: Prediction
-    verdicts: tuple[CardFit, ...]
+    `gpu` is a card, or its GB. Raises ConfigError.
+    """
 
-
-def make_plan(job: JobConfig, gpu: Card | float | None = None) -> Plan:
-    """Plan a job for one card (or its GB), or for the usual ones; raises ConfigError."""
-    facts = job_facts(job)
-    on_gpu = job_facts(replace(job, device="cuda"), facts) if facts.on_cpu else facts
-    if isinstance(gpu, (int, float)):
-        gpu = next((card for card in CARDS if card.gb == gpu), Card(gpu))
-    cards = CARDS if gpu is None else (gpu,)
-    limit = None if gpu is None or facts.on_cpu else gpu.gb * GB
-    return Plan(facts, predict_facts(facts, limit), tuple(judge(on_gpu, card) for card in cards))
+    def __init__(self, job: JobConfig, gpu: Card | float | None = None):
+        self.facts = facts = JobFacts(job)
+        if isinstance(gpu, (int, float)):
+            gpu = next((card for card in CARDS if card.gb == gpu), Card(gpu))
+        limit = None if gpu is None or facts.on_cpu else gpu.gb * GB
+        self.prediction = predict(facts, limit)
+        on_gpu = JobFacts(replace(job, device="cuda"), facts) if facts.on_cpu else facts
+        self.verdicts = [judge(on_gpu, card) for card in (CARDS if gpu is None else (gpu,))]
 
 
 def as_text(plan: Plan) -> str:
@@ -45,8 +42,8 @@ def as_text(plan: Plan) -> str:
 
 def _head(plan: Plan) -> str:
     facts, job, tokens = plan.facts, plan.facts.job, plan.facts.tokens
-    flows = dict.fromkeys(settings.flow for settings in facts.block_settings)
-    kept = f"in FP8, {' and '.join(flows)} flow, attention {facts.settings.saving.attention}"
+    flows = dict.fromkeys(settings.flow for settings in facts.settings)
+    kept = f"in FP8, {' and '.join(flows)} flow, attention {facts.settings[-1].saving.attention}"
     if "eager" in flows:
         kept = "in high precision"
     if job.full:
@@ -55,7 +52,7 @@ def _head(plan: Plan) -> str:
     else:
         trained = f"LoRA rank {job.network.linear} on {len(facts.targets)} linears"
     model = f"{job.model.name_or_path}, {facts.model.elements['transformer'] / GB:.2f} B parameters"
-    recomputed = f"{len(plan.prediction.recomputed)} of {plan.prediction.blocks} blocks recompute"
+    recomputed = f"{len(plan.prediction.recomputed)} of {len(facts.blocks)} blocks recompute"
     return (
         f"{job.file}{': ' if job.file else ''}'{job.name}' on {model}\n"
         f"largest micro-batch: {tokens.batch} x ({tokens.text} text + {tokens.image} image tokens); {trained}\n"
@@ -64,15 +61,15 @@ def _head(plan: Plan) -> str:
 
 
 def _phases(plan: Plan) -> str:
-    phases = plan.prediction.phases
+    phases = plan.prediction.phases.values()
     unit, scale = ("GB (10^9 bytes)", GB) if plan.prediction.peak >= GB else ("MB (10^6 bytes)", MB)
-    rows = [[f"{unit} at the peak of", *(phase.name for phase in phases)]]
+    rows = [[f"{unit} at the peak of", *plan.prediction.phases]]
     for part in PARTS:
-        sizes = [phase.parts[part] for phase in phases]
+        sizes = [parts[part] for parts in phases]
         if any(sizes):
             rows.append([part, *(f"{size / scale:.2f}" if size else "-" for size in sizes)])
-    rows.append(["total on the device", *(f"{phase.total / scale:.2f}" for phase in phases)])
-    moments = offloaded_bytes(plan.facts)
+    rows.append(["total on the device", *(f"{sum(parts.values()) / scale:.2f}" for parts in phases)])
+    moments = plan.facts.offloaded_bytes
     offloaded = f", {moments / GB:.1f} of it the moments" if moments else ""
     memory = f"host memory {plan.prediction.ram_bytes / GB:.1f} GB{offloaded}"
     disk = f"disk {plan.prediction.disk_bytes / GB:.1f} GB for saves and caches, the model's own files not counted"
@@ -88,7 +85,7 @@ def _blocks(facts: JobFacts) -> str:
 
 
 def _kept_per_block(facts: JobFacts) -> dict[str, dict[str, int]]:
-    last = {block.kind: (block, settings) for block, settings in zip(facts.blocks, facts.block_settings, strict=True)}
+    last = {block.kind: (block, settings) for block, settings in zip(facts.blocks, facts.settings, strict=True)}
     kept: dict[str, dict[str, int]] = {}
     for kind, (block, settings) in last.items():
         counted = block_bytes(block, facts.tokens, settings)
@@ -106,7 +103,7 @@ def _cards(verdicts: Sequence[CardFit]) -> str:
             step, minutes = f"{verdict.step_seconds:.3f}", verdict.run_seconds / 60
             run = f"{minutes:.0f} min" if minutes < 90 else f"{minutes / 60:.1f} h"
         row = [f"{verdict.card.gb:g} GB", "with" if changes else "no", f"{shown.peak / GB:.1f}"]
-        row += [f"{len(shown.recomputed)}/{shown.blocks}", step, run, changes or "none"]
+        row += [f"{len(shown.recomputed)}/{len(shown.plan.blocks)}", step, run, changes or "none"]
         if verdict.fits:
             row[1], row[-1] = "yes", ""
         rows.append(row)
@@ -160,10 +157,10 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 def _prediction_json(prediction: Prediction) -> dict[str, Any]:
     return {
-        "phases": {phase.name: phase.parts | {"total": phase.total} for phase in prediction.phases},
+        "phases": {name: parts | {"total": sum(parts.values())} for name, parts in prediction.phases.items()},
         "peak": prediction.peak,
         "ram": prediction.ram_bytes,
         "disk": prediction.disk_bytes,
         "recomputed": list(prediction.recomputed),
-        "blocks": prediction.blocks,
+        "blocks": len(prediction.plan.blocks),
     }

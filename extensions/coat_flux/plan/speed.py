@@ -23,10 +23,11 @@ from dataclasses import dataclass, replace
 
 from ..base.errors import UserError
 from ..blocks.decide import BlockPlan
+from ..blocks.held import USABLE_FRACTION
 from ..blocks.sizes import BACKWARD_OF_ATTENTION, LINEARS, Block, Tokens, attention, modulates, products
 from ..config.findings import closest
 from .job import PIXELS_PER_TOKEN, JobFacts
-from .predict import Prediction, offloaded_bytes
+from .predict import Prediction
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,11 @@ class Card:
     copied_gb: float = 25.0  # 1e9 bytes a second from pinned CPU memory: four fifths of its PCIe link's rate
     gb_per_second: float = 0.0  # memory traffic; 0 if not needed
     multiprocessors: int = 0  # likewise
+
+    @property
+    def room(self) -> float:
+        """Bytes that a run may use."""
+        return self.gb * 1e9 * USABLE_FRACTION
 
 
 CARDS = (
@@ -105,7 +111,7 @@ def step_seconds(facts: JobFacts, plan: BlockPlan, card: Card, tokens: Tokens | 
     backward = sum(_backward(facts, block, size, card) for block in facts.blocks)
     backward += sum(forward[i] for i in plan.recomputed or ())
     copies = sum(facts.given.stream_bytes[i] for i in plan.streamed) / (card.copied_gb * 1e9)
-    moments = offloaded_bytes(facts) / (card.copied_gb * 1e9)
+    moments = facts.offloaded_bytes / (card.copied_gb * 1e9)
     if facts.job.train.fused_backward:
         moments = max(0.0, moments - backward)
     return (max(sum(forward), copies) + max(backward, copies)) * facts.job.train.gradient_accumulation + moments
@@ -127,7 +133,7 @@ def run_seconds(facts: JobFacts, prediction: Prediction, card: Card) -> float:
 
 def _rates(facts: JobFacts, card: Card) -> tuple[float, float, float]:
     """Operations per second of linears forward, linears backward and all else."""
-    settings = facts.settings
+    settings = facts.settings[-1]
     bf16 = card.bf16_tflops * 1e12 * BF16_FRACTION
     fp8 = card.fp8_tflops * 1e12 * FP8_FRACTION
     if not settings.fp8_gemms or not fp8 or settings.inputs.name == "per_group":

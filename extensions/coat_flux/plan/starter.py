@@ -19,8 +19,8 @@ from ..data.captions import PLACEHOLDERS, read_caption
 from ..data.files import DatasetError, find_images
 from ..data.images import PhotoFacts, survey
 from .cards import CardFit, judge
-from .job import job_facts
-from .predict import predict_facts
+from .job import JobFacts
+from .predict import predict
 from .speed import Card
 
 PLACEHOLDER = "PUT_THE_FOLDER_OF_YOUR_PHOTOS_HERE"
@@ -89,10 +89,10 @@ def make_starter(photos: Photos | None, card: Card, name: str, trigger: str, fil
         if origin not in shipped():
             raise ConfigError(f"{origin}: not part of this installation; install coat-flux from a wheel or a checkout")
         text = _written(shipped()[origin].read_text(encoding="utf-8"), photos, card, name, trigger, file)
-        facts = job_facts(JobConfig.from_dict(parse(text, file), file=file))
-        quick = CardFit(card, False, predict_facts(facts, card.gb * 1e9))
-        tried.append((quick.prediction.peak, text, origin, facts))
-        if quick.prediction.peak <= quick.room:
+        facts = JobFacts(JobConfig.from_dict(parse(text, file), file=file))
+        peak = predict(facts, card.gb * 1e9).peak
+        tried.append((peak, text, origin, facts))
+        if peak <= card.room:
             break
     else:
         tried.sort(key=lambda made: -made[0])

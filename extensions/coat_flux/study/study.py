@@ -40,7 +40,7 @@ from ..data.loader import LatentDataset
 from ..data.preflight import inspect_datasets
 from ..mini_flux import provide_embedded
 from ..pages.run import MEMORY_FILE, RunFolder
-from ..plan.report import make_plan
+from ..plan.report import Plan
 from ..saves.state import restore_tensors
 from ..trainers.standalone.loading import TORCH_DTYPES, load_encoders, load_transformer
 from ..trainers.standalone.network import add_lora, lora_parameters, lora_targets
@@ -275,7 +275,7 @@ def open_study(
 
 def require_room(bf16: JobConfig, gpu_gb: float) -> None:
     """VerifyError with remedies if the plan finds the bf16 run too large for the GPU."""
-    verdict = make_plan(bf16, gpu_gb).verdicts[0]
+    verdict = Plan(bf16, gpu_gb).verdicts[0]
     if not verdict.fits:
         needed = verdict.prediction.peak / USABLE_FRACTION / 1e9
         raise VerifyError(

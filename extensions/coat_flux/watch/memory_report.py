@@ -59,16 +59,17 @@ def finish(
 def forecast(make_job: Callable[[], JobConfig], device: torch.device) -> dict[str, Any]:
     """The plan's prediction, or why there is none; a device not in this machine has no limit."""
     try:
+        from ..plan.job import JobFacts
         from ..plan.predict import predict
 
         known = device.type == "cuda" and torch.cuda.is_available()
         room = float(torch.cuda.mem_get_info(device)[1]) if known else None
         job = replace(make_job(), device=str(device))  # the run's device, where its config leaves it open
-        prediction = predict(job, device_bytes=room)
+        prediction = predict(JobFacts(job), room)
     except Exception as error:  # a finished run must not fail for its forecast
         reason = " ".join(str(error).split())
         return {"missing": f"{type(error).__name__}: {reason}"}
-    return {"peak": prediction.peak, "phases": {phase.name: phase.parts for phase in prediction.phases}}
+    return {"peak": prediction.peak, "phases": prediction.phases}
 
 
 def as_table(record: Mapping[str, Any]) -> str:

@@ -121,26 +121,26 @@ class _Explanation:
             "close other programs, or enlarge the page file or swap: loading needs it for a moment only",
         ]
         if self._job is not None:
-            from ..plan.predict import predict_facts
+            from ..plan.predict import predict
 
             facts = self._facts
-            needed = predict_facts(facts, self._room()[1], self._recomputed).ram_bytes
+            needed = predict(facts, self._room()[1], self._recomputed).ram_bytes
             lines.insert(0, f"plan: {_size(needed)} of CPU memory")
             if any(entry.cache_latents for entry in facts.job.datasets):
                 lines.append("write datasets: cache_latents_to_disk: true in place of cache_latents")
         return lines
 
     def plan(self) -> list[str]:
-        from ..plan.predict import predict_facts
+        from ..plan.predict import predict
 
         total = self._room()[1]
-        prediction = predict_facts(self._facts, total, self._recomputed)
-        phase = prediction.phase(self._phase)
-        blocks = f"{len(prediction.recomputed)} of {prediction.blocks} blocks recompute"
-        if phase is None:
+        prediction = predict(self._facts, total, self._recomputed)
+        parts = prediction.phases.get(self._phase)
+        blocks = f"{len(prediction.recomputed)} of {len(prediction.plan.blocks)} blocks recompute"
+        if parts is None:
             return [f"plan: no figure for this phase; for the run's peak {_size(prediction.peak)} ({blocks})"]
-        share = f"{_size(phase.total)} on {self._where} of {_size(total)} ({blocks})"
-        return [f"plan for this phase: {share}: {_listed(phase.parts)}"]
+        share = f"{_size(sum(parts.values()))} on {self._where} of {_size(total)} ({blocks})"
+        return [f"plan for this phase: {share}: {_listed(parts)}"]
 
     def held(self) -> list[str]:
         parts = self._phases.held.count()
@@ -183,13 +183,13 @@ class _Explanation:
     @functools.cached_property
     def _facts(self) -> JobFacts:
         """The job on this device, without copies that this run does not keep."""
-        from ..plan.job import job_facts
+        from ..plan.job import JobFacts
 
         job = replace(self._job(), device=str(self._device))
         if self._runner is not None and not self._runner.plan.copies:
             memory = replace(job.coat.memory, transposed_weights="never")
             job = replace(job, coat=replace(job.coat, memory=memory))
-        return job_facts(job)
+        return JobFacts(job)
 
 
 def _listed(parts: dict[str, int]) -> str:

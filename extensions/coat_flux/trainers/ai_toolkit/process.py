@@ -27,7 +27,7 @@ from ...config.job_file import load_job_yaml
 from ...config.launch import DDP, LaunchError, launch_obstacle, shares_weights
 from ...data.hold_out import describe_lowest
 from ...mini_flux import provide_embedded
-from ...plan.job import job_facts
+from ...plan.job import JobFacts
 from ...plan.predict import outside_bytes
 from ...saves.repair import run_lock
 from ...saves.rng import kept_draws
@@ -178,7 +178,7 @@ class CoatFluxTrainer(HostTrainer):
         )
         if self.coat.memory.stream_blocks == "auto":
             try:
-                reserve = outside_bytes(job_facts(self._job_config()))  # for sampling
+                reserve = outside_bytes(JobFacts(self._job_config()))  # for sampling
             except ConfigError:
                 pass
             else:

@@ -32,7 +32,7 @@ from ...config.job import JobConfig
 from ...data.cache import on_device
 from ...data.loader import BucketBatchSampler, LatentDataset
 from ...data.preflight import inspect_datasets
-from ...plan.job import job_facts
+from ...plan.job import JobFacts
 from ...plan.predict import outside_bytes
 from ...saves.identity import model_identity
 from ...saves.rng import set_rng_state
@@ -163,7 +163,7 @@ class Session:
             runner.expect(graph_obstacle=_capture_obstacle(job, workers), frees_gradients=train.fused_backward)
             if job.coat.memory.stream_blocks == "auto":
                 with suppress(ConfigError):  # unknown model sizes
-                    runner.expect(reserve_bytes=outside_bytes(job_facts(job)))
+                    runner.expect(reserve_bytes=outside_bytes(JobFacts(job)))
             self.captures = runner.plan.captured
         _log_start(job, self.report, self.optimizer, self.lora, log)
         if sharded:
