@@ -20,13 +20,12 @@ from coat_flux.config.ai_toolkit_keys import (
     ROWS,
     SOURCES,
     VERSION,
-    NoToolkitError,
+    Toolkit,
     find_toolkit,
-    read_toolkit,
     values_of,
 )
 from coat_flux.config.check import check_job_dict
-from coat_flux.config.findings import Finding
+from coat_flux.config.findings import ConfigError, Finding
 from coat_flux.config.job import AI_TOOLKIT_BLOCKS
 from coat_flux.config.options import config_fields
 from tests.reliability.bad_configs import BOTH, Changes, check_job_file, job_with, yaml_of
@@ -164,8 +163,7 @@ def test_a_newer_ai_toolkit_may_have_newer_keys_and_values(tmp_path: Path) -> No
 def test_a_source_that_cannot_be_read_leaves_the_table(tmp_path: Path) -> None:
     root = checkout(tmp_path)
     (root / SOURCES[-1]).unlink()
-    with pytest.raises(NoToolkitError, match="cannot be read"):
-        read_toolkit(root)
+    assert "cannot be read" in Toolkit(root).problem
     items = findings({"train.stpes": 1}, AI_TOOLKIT, toolkit_root=root)
     assert [item[:2] for item in items] == [("error", "train.stpes"), ("warning", "ai-toolkit")]
 
@@ -180,7 +178,7 @@ def test_ai_toolkit_is_found_by_option_variable_and_folder(tmp_path: Path, monke
     monkeypatch.setenv("AI_TOOLKIT_ROOT", str(variable))
     assert find_toolkit() == variable
     assert find_toolkit(given) == given
-    with pytest.raises(NoToolkitError, match="nowhere"):
+    with pytest.raises(ConfigError, match="nowhere"):
         find_toolkit(tmp_path / "nowhere")
 
 
@@ -225,8 +223,8 @@ def test_supported_keys_are_those_the_stand_alone_trainer_declares_with_ai_toolk
 @pytest.mark.aitk
 def test_the_checkout_reads_the_keys_of_the_table_and_its_config_classes_no_other_ones() -> None:
     root = Path(os.environ["AI_TOOLKIT_ROOT"])
-    if read_toolkit(root).version != VERSION:
-        pytest.skip(f"the checkout is {read_toolkit(root).version}")
+    if Toolkit(root).version != VERSION:
+        pytest.skip(f"the checkout is {Toolkit(root).version}")
     classes = re.split(r"^class (\w+)", (root / SOURCES[0]).read_text(encoding="utf-8"), flags=re.MULTILINE)
     for block, text in zip(classes[1::2], classes[2::2], strict=True):
         if block in KINDS:

@@ -116,7 +116,7 @@ def test_json_a_byte_order_mark_windows_line_ends_and_merge_keys_are_read(tmp_pa
 
 def test_files_that_are_not_there_say_so(tmp_path: Path) -> None:
     (tmp_path / "folder.yaml").mkdir()
-    for name, says in (("missing.yaml", "no such file"), ("folder.yaml", "not a file")):
+    for name, says in (("missing.yaml", "no such file"), ("folder.yaml", "cannot be read")):
         with pytest.raises(ConfigError, match=says):
             load_job_yaml(tmp_path / name)
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..config.ai_toolkit_keys import find_toolkit, is_toolkit, toolkit_of
+from ..config.ai_toolkit_keys import Toolkit, find_toolkit, is_toolkit
 from ..config.check import TRAINERS, check_job_dict
 from ..config.findings import ConfigError, Finding
 from ..config.job import JobConfig
@@ -82,7 +82,7 @@ def check(args: argparse.Namespace) -> int:
         failed = check_outputs(raw, file)
     if args.host != AI_TOOLKIT:
         other = STANDALONE if host == AI_TOOLKIT else AI_TOOLKIT
-        name = "the stand-alone trainer" if other == STANDALONE else f"{AI_TOOLKIT} {toolkit_of(root).version}"
+        name = "the stand-alone trainer" if other == STANDALONE else f"{AI_TOOLKIT} {Toolkit(root).version}"
         _print_other_host(name, errors, _errors(findings[other]))
     if failed:
         return EXIT_REFUSED

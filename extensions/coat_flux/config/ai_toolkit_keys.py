@@ -18,13 +18,10 @@ import csv
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ..base.errors import UserError
-from .findings import Findings, suggest_key
+from .findings import ConfigError, Findings, suggest_key
 from .options import Option, as_entries, as_mapping
 
 TABLE = Path(__file__).with_suffix(".tsv")
@@ -54,47 +51,34 @@ for row in ROWS:
 KNOWN = {row["key"] for row in ROWS}
 
 
-class NoToolkitError(UserError, ValueError):
-    """The folder is not an ai-toolkit checkout; the message says what is missing."""
-
-
-@dataclass(frozen=True)
 class Toolkit:
-    """An ai-toolkit: its version, and every string in its source that may be a key."""
+    """The ai-toolkit in `root`, read as text (importing it needs all of its packages), or else that of the table.
 
-    version: str = VERSION
-    strings: frozenset[str] = frozenset()
+    `strings` are those in its source that may be keys; `problem` says why it could not be read.
+    """
 
-
-@lru_cache(maxsize=8)
-def read_toolkit(root: Path) -> Toolkit:
-    """Read an ai-toolkit checkout as text (importing it needs all of its packages); raises NoToolkitError."""
-    try:
-        texts = [(root / file).read_text(encoding="utf-8") for file in ("version.py", *SOURCES)]
-    except (OSError, UnicodeDecodeError) as error:
-        raise NoToolkitError(f"{root}: cannot be read ({error})") from error
-    version = re.search(r"VERSION\s*=\s*[\"']([^\"']+)", texts[0])
-    strings = frozenset(re.findall(r"[\"'](\w+)[\"']", "\n".join(texts)))
-    return Toolkit(version[1] if version else "of an unknown version", strings)
-
-
-def toolkit_of(root: Path | None, findings: Findings | None = None) -> Toolkit:
-    """The ai-toolkit in `root`; if its source cannot be read, the table's, with a warning."""
-    try:
-        return Toolkit() if root is None else read_toolkit(Path(root).resolve())
-    except NoToolkitError as error:
-        if findings is not None:
-            findings.warn("ai-toolkit", f"{error}; the list of {VERSION} is used")
-        return Toolkit()
+    def __init__(self, root: Path | None = None):
+        self.version, self.strings, self.problem = VERSION, set[str](), ""
+        if root is None:
+            return
+        try:
+            version, *sources = ((root / file).read_text(encoding="utf-8") for file in ("version.py", *SOURCES))
+        except (OSError, UnicodeDecodeError) as error:
+            self.problem = f"{root}: cannot be read ({error}); the list of {VERSION} is used"
+            return
+        match = re.search(r"VERSION\s*=\s*[\"']([^\"']+)", version)
+        self.version = match[1] if match else "of an unknown version"
+        self.strings = set(re.findall(r"[\"'](\w+)[\"']", "\n".join(sources)))
 
 
 def find_toolkit(given: str | os.PathLike[str] | None = None) -> Path | None:
-    """The checkout `given` or AI_TOOLKIT_ROOT (raises NoToolkitError), else the working directory if it is one."""
-    for place, name in ((given, "--ai-toolkit"), (os.environ.get(ROOT_VARIABLE), ROOT_VARIABLE)):
-        if place:
-            if not is_toolkit(Path(place)):
-                raise NoToolkitError(f"{name}={place}: has no {CLASSES_FILE}; give the folder with ai-toolkit's run.py")
-            return Path(place)
+    """The checkout `given` or AI_TOOLKIT_ROOT (raises ConfigError), else the working directory if it is one."""
+    place = given or os.environ.get(ROOT_VARIABLE)
+    if place and not is_toolkit(Path(place)):
+        name = "--ai-toolkit" if given else ROOT_VARIABLE
+        raise ConfigError(f"{name}={place}: has no {CLASSES_FILE}; give the folder with ai-toolkit's run.py")
+    if place:
+        return Path(place)
     return Path.cwd() if is_toolkit(Path.cwd()) else None
 
 
@@ -144,8 +128,7 @@ def check_keys(raw: Any, path: str, toolkit: Toolkit, findings: Findings, block:
 def check_value(value: Any, path: str, place: tuple[str, str], kind: str, toolkit: Toolkit, findings: Findings) -> None:
     """Check one value against its kind, its range and its choices; `place` is its block and key."""
     choices, limits = VALUES.get(place, ((), {}))
-    refusal = wrong_kind(value, kind, limits)
-    if refusal is not None:
+    if refusal := wrong_kind(value, kind, limits):
         findings.add(path, refusal, value)
         return
     word = value
@@ -168,10 +151,7 @@ def wrong_kind(value: Any, kind: str, limits: Mapping[str, float]) -> str | None
     if value is None and nullable:
         return None
     if kinds == ["any"]:
-        rule = "must be a single value, not a block; write one value after the colon"
-        return rule if isinstance(value, Mapping) else None
-    if value is None and "list" in kinds:
-        return "has no value; write [] or remove the line"
+        return "must not be a block; write one value after the colon" if isinstance(value, Mapping) else None
     if len(kinds) == 1 and kinds[0] in OPTION_KINDS:
         return Option("", None, OPTION_KINDS[kinds[0]], nullable=nullable, **limits).refusal(value)
     for single in kinds:

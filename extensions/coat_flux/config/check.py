@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.names import COAT_OPTIMIZER, COAT_TYPE
-from .ai_toolkit_keys import Toolkit, check_keys, toolkit_of
+from .ai_toolkit_keys import Toolkit, check_keys
 from .coat import COATConfig, check_combinations
 from .findings import ConfigError, Finding, Findings, closest
 from .job import JobConfig
@@ -37,29 +37,29 @@ def check_job_dict(
         return [*missing, *findings.all]
     if trainer != AI_TOOLKIT:
         raise ValueError(f"trainer={trainer!r}: must be one of {', '.join(TRAINERS)}; write {AI_TOOLKIT}")
-    findings = Findings(file)
-    toolkit, plain = toolkit_of(toolkit_root, findings), plain_job(raw, findings)
-    if plain is None:
-        return findings.all
-    name = plain["config"]["name"]
-    for i, process in enumerate(plain["config"]["process"]):
-        _check_process(process, f"config.process[{i}]", name, toolkit, findings, num_processes)
+    findings, toolkit = Findings(file), Toolkit(toolkit_root)
+    if toolkit.problem:
+        findings.warn("ai-toolkit", toolkit.problem)
+    plain = plain_job(raw, findings)
+    if plain is not None:
+        name = plain["config"]["name"]
+        for i, process in enumerate(plain["config"]["process"]):
+            _check_process(process, f"config.process[{i}]", name, toolkit, findings, num_processes)
     return findings.all
 
 
 def missing_packages(job: JobConfig) -> list[Finding]:
     """Optional packages that the job needs and that are not installed."""
-    wanted = []
-    if job.train.optimizer in OPTIMIZER_PACKAGES:
-        module, package = OPTIMIZER_PACKAGES[job.train.optimizer]
-        wanted.append((module, package, "train.optimizer", job.train.optimizer, f"write {COAT_OPTIMIZER} or adamw"))
-    if job.logging.use_wandb:
-        wanted.append(("wandb", "wandb", "logging.use_wandb", True, "write false"))
-    findings = Findings(job.file)
-    for module, package, key, value, remedy in wanted:
-        spec = importlib.util.find_spec(module)
-        if spec is None or spec.origin is None:  # a folder that only has its name, as wandb makes one for its files
-            text = f"needs the package {package}; pip install {package}, or {remedy}"
+    optimizer, findings = job.train.optimizer, Findings(job.file)
+    package_of_optimizer, wandb = OPTIMIZER_PACKAGES.get(optimizer), "wandb" if job.logging.use_wandb else None
+    for key, value, package, other in (
+        ("train.optimizer", optimizer, package_of_optimizer, f"{COAT_OPTIMIZER} or adamw"),
+        ("logging.use_wandb", True, wandb, "false"),
+    ):
+        spec = None if package is None else importlib.util.find_spec(package.replace("-", "_"))
+        # a folder that only has its name, as wandb makes one for its files, has no origin
+        if package is not None and (spec is None or spec.origin is None):
+            text = f"needs the package {package}; pip install {package}, or write {other}"
             findings.add(f"config.process[0].{key}", text, value)
     return findings.errors
 
@@ -78,9 +78,9 @@ def _check_process(process: Any, path: str, name: str, toolkit: Toolkit, finding
     elif kind not in PROCESS_TYPES:
         near = closest(kind, PROCESS_TYPES, cutoff=0.8)
         if near or not isinstance(kind, str):
-            findings.add(f"{path}.type", f"not a process type of ai-toolkit; did you mean '{near or COAT_TYPE}'?", kind)
+            findings.add(f"{path}.type", f"not a process type; did you mean '{near or COAT_TYPE}'?", kind)
         else:
-            findings.warn(f"{path}.type", "a process type of another extension, which is not checked here", kind)
+            findings.warn(f"{path}.type", "a process type of another extension, not checked here", kind)
         return
     check_keys(process, path, toolkit, findings)
     coat = None
@@ -88,26 +88,22 @@ def _check_process(process: Any, path: str, name: str, toolkit: Toolkit, finding
         coat = build(COATConfig, process.get("coat"), f"{path}.coat", findings)
         check_combinations(coat, f"{path}.coat", findings)
     elif "coat" in process:
-        text = f"ai-toolkit reads this block with type: {COAT_TYPE} only, not with {kind}; write that type"
-        findings.add(f"{path}.coat", text)
+        findings.add(f"{path}.coat", f"is not read with type: {kind}; write type: {COAT_TYPE}")
     entry = Entry(AI_TOOLKIT, process, path, findings, name, coat)
     if "validation" in process:
         build(ValidationSection, process["validation"], f"{path}.validation", findings)
         if not entry.enabled:
-            text = f"is measured with type: {COAT_TYPE} and coat.enabled: true only; write those, or remove the block"
-            entry.error("validation", text)
+            entry.error("validation", f"needs type: {COAT_TYPE} and coat.enabled: true; write those, or remove it")
         for i, dataset in enumerate(entry.blocks("datasets")):
             if any(key.startswith("control_path") and dataset.raw[key] for key in dataset.raw):
-                text = f"cannot be measured with the control images of datasets[{i}]; remove the block"
-                entry.error("validation", text)
+                entry.error("validation", f"cannot use the control images of datasets[{i}]; remove the block")
     check_entry(entry)
     if processes == 1:
         return
     # our loop inside ai-toolkit sums the gradients of a network, and of nothing else
     others = any(process.get(key) for key in ("embedding", "adapter", "decorator"))
     if not entry.enabled:
-        text = "ai-toolkit does not synchronize LoRA gradients between processes"
-        text += f"; write type: {COAT_TYPE}, with coat.enabled: true, or start one"
+        text = f"ai-toolkit does not sum their gradients; write type: {COAT_TYPE}, coat.enabled: true, or start one"
         findings.add("num_processes", text, processes)
     elif others or not process.get("network") or entry.get("train.merge_network_on_save"):
         text = "several processes train a network (a LoRA) and nothing else; start one"

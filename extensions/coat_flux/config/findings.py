@@ -49,7 +49,7 @@ class ConfigError(UserError, ValueError):
 
 
 class Findings:
-    """Collects findings, and which keys are present (`given`) and refused (`refused`)."""
+    """Collects findings, and which keys are present (`given`) and refused."""
 
     def __init__(self, file: str):
         self.file = file

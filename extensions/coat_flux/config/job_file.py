@@ -69,14 +69,13 @@ def load_written(path: str | os.PathLike[str], *, name: str) -> dict[str, Any]:
     """A job file that `load_job_yaml` accepted, with every `${VARIABLE}` unexpanded, for storage."""
     file = os.fspath(path)
     text = _read_text(Path(file))
-    variables = list(dict.fromkeys(_ENV.findall(text)))
-    marks = {f"COATVARIABLE{number}X": f"${{{variable}}}" for number, variable in enumerate(variables)}
-    mark_of = {variable: mark for mark, variable in marks.items()}
-    raw = parse(_ENV.sub(lambda match: mark_of[match[0]], text), file)
+    marks: dict[str, str] = {}  # variable → a word in its place while YAML is read
+    text = _ENV.sub(lambda match: marks.setdefault(match[0], f"COATVARIABLE{len(marks)}X"), text)
+    raw = parse(text, file)
     raw["config"]["name"] = name
 
     def put_back(value: str) -> str:
-        for mark, variable in marks.items():
+        for variable, mark in marks.items():
             value = value.replace(mark, variable)
         return value.replace(NAME_TAG, name)
 
@@ -106,23 +105,23 @@ def check_shape(raw: Any, findings: Findings, *, name: str | None = None) -> Non
     try:
         _check_plain(raw, findings, "")
     except RecursionError:
-        findings.add("", "an alias contains itself, or the file is nested too deeply; check its aliases and brackets")
+        findings.add("", "an alias contains itself, or the file is nested too deeply; check both")
         return
     if not isinstance(raw, Mapping):
-        findings.add("the file", "must be a block with the keys job and config; start from one in configs/", raw)
+        findings.add("the file", "must be a block with job and config; start from one in configs/", raw)
         return
     if "job" not in raw:
         findings.add("job", "is missing; write job: extension")
     elif raw["job"] != "extension":
-        findings.add("job", "only jobs that train by a process type are run; write job: extension", raw["job"])
+        findings.add("job", "must be extension; write job: extension", raw["job"])
     if raw.get("meta") is not None and not isinstance(raw["meta"], Mapping):
-        findings.add("meta", "must be a block of keys; write name: and version: below it", raw["meta"])
+        findings.add("meta", "must be a block of keys; remove it", raw["meta"])
     config = raw.get("config")
     if not isinstance(config, Mapping):
-        findings.add("config", "must be a block with the keys name and process; start from one in configs/", config)
+        findings.add("config", "must be a block with name and process; start from one in configs/", config)
         return
     if name is None and not isinstance(config.get("name"), str):
-        findings.add("config.name", "must be a string; write one, in quotes if it is a number", config.get("name"))
+        findings.add("config.name", "must be a string; write one, in quotes", config.get("name"))
     if "device" in config:
         findings.warn("config.device", "no effect, in ai-toolkit too; write it in config.process[0]")
     for block, prefix, known in ((raw, "", FRAME), (config, "config.", CONFIG)):
@@ -131,7 +130,7 @@ def check_shape(raw: Any, findings: Findings, *, name: str | None = None) -> Non
                 findings.add(f"{prefix}{_key_text(key)}", f"unknown key; {suggest_key(key, known)}")
     processes = config.get("process")
     if not isinstance(processes, list) or not processes:
-        findings.add("config.process", "must be a list; put '- ' before its first key, as in '- type: …'", processes)
+        findings.add("config.process", "must be a list; put '- ' before its first key", processes)
         return
     for i, process in enumerate(processes):
         if not isinstance(process, Mapping):
@@ -176,15 +175,15 @@ def parse(text: str, file: str) -> Any:
     try:
         return _load_json(text) if file.lower().endswith(JSON_SUFFIXES) else yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
-        mark, lines, line = error.problem_mark or error.context_mark, text.splitlines(), ""
+        mark, line = error.problem_mark or error.context_mark, ""
         if mark:
             where = f"line {mark.line + 1}, column {mark.column + 1}"
-            line = lines[mark.line] if mark.line < len(lines) else ""
-        remedy = "check the indentation, quotes and brackets of this line and the one before"
+            line = "".join(text.splitlines()[mark.line : mark.line + 1])
+        remedy = "check indentation, quotes and brackets of this line and the one before"
         if "\t" in line[: len(line) - len(line.lstrip())]:
             remedy = "indent with spaces, not tabs"
         elif '"' in line and "\\" in line:
-            remedy = "in double quotes a backslash starts an escape: use single quotes, or / in paths"
+            remedy = "a backslash in double quotes starts an escape: use single quotes, or / in paths"
         rule = f"not YAML: {error.problem or error.context}; {remedy}"
     except json.JSONDecodeError as error:
         where, rule = f"line {error.lineno}, column {error.colno}", f"not JSON: {error.msg}; correct this place"
@@ -224,18 +223,15 @@ def _load_json(text: str) -> Any:
 
 
 def _read_text(path: Path) -> str:
-    known = ", ".join(YAML_SUFFIXES + JSON_SUFFIXES)
+    known = YAML_SUFFIXES + JSON_SUFFIXES
     try:
-        if path.suffix.lower() not in YAML_SUFFIXES + JSON_SUFFIXES:
-            wrong = f"a job file ends in {known}; rename it or give the path of the YAML"
-        elif not path.exists():
-            wrong = f"no such file in {Path.cwd()}; give a path that exists"
-        elif not path.is_file():
-            wrong = "not a file; give the path of the YAML itself"
-        else:
+        if path.suffix.lower() in known:
             return path.read_text(encoding="utf-8-sig")
+        wrong = f"a job file ends in {', '.join(known)}; rename it or give the path of the YAML"
     except UnicodeDecodeError as error:
         wrong = f"not UTF-8 text (byte {error.start}); save the file as UTF-8"
+    except FileNotFoundError:
+        wrong = f"no such file in {Path.cwd()}; give a path that exists"
     except OSError as error:
-        wrong = f"cannot be read: {error.strerror}; check its permissions"
+        wrong = f"cannot be read: {error.strerror}; give the path of the YAML, and check its permissions"
     raise ConfigError([Finding("error", str(path), "", None, wrong)])

@@ -13,17 +13,9 @@ from typing import Any
 from ..base.names import COAT_OPTIMIZER, COAT_QTYPE, COAT_TYPE
 from .options import Option, blocks, choice, key, switch
 
-DTYPES = {
-    "float16": "fp16",
-    "fp16": "fp16",
-    "half": "fp16",
-    "bf16": "bf16",
-    "bfloat16": "bf16",
-    "fp32": "fp32",
-    "float32": "fp32",
-    "float": "fp32",
-    "single": "fp32",
-}
+DTYPES = dict.fromkeys(("float16", "fp16", "half"), "fp16")
+DTYPES |= dict.fromkeys(("bf16", "bfloat16"), "bf16")
+DTYPES |= dict.fromkeys(("fp32", "float32", "float", "single"), "fp32")
 # optimizer of another package → its `train.optimizer_params`, with the defaults ai-toolkit gives it
 OPTIMIZER_PARAMS: dict[str, tuple[Option, ...]] = {
     "prodigy": (
@@ -57,12 +49,7 @@ OPTIMIZER_PARAMS: dict[str, tuple[Option, ...]] = {
     ),
 }
 
-# optimizer → module, and its pip package
-OPTIMIZER_PACKAGES = {
-    "adamw8bit": ("bitsandbytes", "bitsandbytes"),
-    "prodigy": ("prodigyopt", "prodigyopt"),
-    "lion": ("lion_pytorch", "lion-pytorch"),
-}
+OPTIMIZER_PACKAGES = {"adamw8bit": "bitsandbytes", "prodigy": "prodigyopt", "lion": "lion-pytorch"}
 PRODIGY_LOW_LR = 0.1  # below it lr is 1, as in ai-toolkit
 # learning-rate scheduler → its `train.lr_scheduler_params`
 LR_PARAMS: dict[str, tuple[Option, ...]] = {
@@ -78,6 +65,10 @@ LR_PARAMS: dict[str, tuple[Option, ...]] = {
         Option("T_mult", 1, "int", minimum=1),
     ),
 }
+
+
+TIMESTEP_TYPES = ("sigmoid", "linear", "weighted", "shift", "flux_shift", "lumina2_shift", "lognorm_blend")
+TIMESTEP_TYPES += ("one_step", "two_step", "four_step", "eight_step")
 
 
 @dataclass(frozen=True)
@@ -159,21 +150,7 @@ class TrainSection:
         False, "without network: a weight is updated in backward as soon as its gradient is there, which is then freed"
     )
     noise_scheduler: str = choice(("flowmatch",))
-    timestep_type: str = choice(
-        (
-            "sigmoid",
-            "linear",
-            "weighted",
-            "shift",
-            "flux_shift",
-            "lumina2_shift",
-            "lognorm_blend",
-            "one_step",
-            "two_step",
-            "four_step",
-            "eight_step",
-        )
-    )
+    timestep_type: str = choice(TIMESTEP_TYPES)
     content_or_style: str = choice(("balanced", "content", "style"))
     min_denoising_steps: int = key(0, "int", minimum=0, maximum=999)
     max_denoising_steps: int = key(999, "int", minimum=0, maximum=999)

@@ -32,8 +32,8 @@ def launch_obstacle(environment: Mapping[str, str]) -> str | None:
     moments would span parameters, and neither guard, saves nor resume would see them.
     """
     if environment.get("ACCELERATE_USE_DEEPSPEED", "").lower() in ON:
-        text = "accelerate launch with DeepSpeed: its engine, not FP8 AdamW, updates parameters"
-        return f"{text}; {DDP}, or fsdp2.yaml where a model does not fit a GPU"
+        rule = "its engine, not FP8 AdamW, updates parameters"
+        return f"accelerate launch with DeepSpeed: {rule}; {DDP}, or fsdp2.yaml where a model does not fit a GPU"
     if shares_weights(environment) and environment.get("FSDP_VERSION", "1") != "2":
         return "accelerate launch with FSDP: only FSDP2 is supported; use --config_file configs/accelerate/fsdp2.yaml"
     for name, (value, why) in FSDP_SETTINGS.items() if shares_weights(environment) else ():
@@ -53,29 +53,25 @@ def joint_job(job: JobConfig, *, shares: bool) -> JobConfig:
     With FSDP2 frozen codes are gathered block by block in all processes, so none may run blocks alone, as to measure.
     Trained weights are gathered into reused memory, so their codes cannot be cached.
     """
+    coat, optimizer = job.coat, job.train.optimizer
     if job.train.fused_backward:
         raise LaunchError(
-            "train.fused_backward: true: updates in backward are for one process; write false (with "
-            "configs/accelerate/fsdp2.yaml each process keeps only its share of the gradients)"
+            "train.fused_backward: true: updates in backward are for one process; write false (with fsdp2.yaml each "
+            "process keeps only its share of the gradients)"
         )
     if not shares:
         return job
-    coat, always = job.coat, job.coat.memory.transposed_weights == "always"
-    if always and coat.enabled:
+    if coat.enabled and coat.memory.transposed_weights == "always":
         raise LaunchError("coat.memory.transposed_weights='always': copies are not shared out with FSDP2; write auto")
-    if job.full and job.train.optimizer.lower() != COAT_OPTIMIZER:
-        raise LaunchError(
-            f"accelerate launch with FSDP2: of an optimizer only {COAT_OPTIMIZER} steps shared out weights, not "
-            f"{job.train.optimizer}; write optimizer: {COAT_OPTIMIZER}, or {DDP}"
-        )
+    if job.full and optimizer.lower() != COAT_OPTIMIZER:
+        rule = f"with FSDP2 only {COAT_OPTIMIZER} updates trained weights; write it, or {DDP}"
+        raise LaunchError(f"train.optimizer={optimizer!r}: {rule}")
     if job.full and coat.enabled and coat.optimizer_config(job.train.optimizer_params)[1]["offload"] != "none":
-        raise LaunchError(
-            "coat.optimizer.offload='cpu': with FSDP2 moments are shared out already; write none, or start one process"
-        )
+        rule = "with FSDP2 moments are shared out already; write none, or start one process"
+        raise LaunchError(f"coat.optimizer.offload='cpu': {rule}")
     if not job.full and not (coat.enabled and coat.weight.use_fp8):
-        raise LaunchError(
-            f"accelerate launch with FSDP2: shares out FP8 codes; set coat.weight.use_fp8: true, or {DDP}"
-        )
+        text = "accelerate launch with FSDP2: shares out FP8 codes"
+        raise LaunchError(f"{text}; set coat.weight.use_fp8: true, or {DDP}")
     changed = {"transposed_weights": "never"} if job.full else {"stream_blocks": "all"}
     memory, speed = replace(coat.memory, **changed), replace(coat.speed, measure="never")
     return replace(job, coat=replace(coat, memory=memory, speed=speed))

@@ -74,14 +74,11 @@ class Block:
 
     def blocks(self, key: str) -> list[Block]:
         """The blocks of a list of blocks."""
-        entries = self.get(key)
-        if not isinstance(entries, list):
-            return []
-        return [
-            Block(entry, f"{self.path}.{key}[{i}]", self.findings)
-            for i, entry in enumerate(entries)
-            if isinstance(entry, Mapping)
-        ]
+        blocks, entries = [], self.get(key)
+        for i, entry in enumerate(entries if isinstance(entries, list) else ()):
+            if isinstance(entry, Mapping):
+                blocks.append(Block(entry, f"{self.path}.{key}[{i}]", self.findings))
+        return blocks
 
     def error(self, key: str, text: str) -> None:
         """Add an error `<rule>; <remedy>` at a dotted key."""
@@ -181,10 +178,10 @@ def _check_places(entry: Entry) -> None:
     """Name, folder and device of a run; its samples and charts must not land among its photos."""
     name, device = entry.name, entry.get("device", "cuda")
     if not name or _BAD_NAME.search(name):
-        text = "names the run's folder, without <>:\"/\\|?*[], a dot or a space at an end; write another"
+        text = "names the run's folder, so without <>:\"/\\|?*[] and a dot or blank at an end; write another"
         entry.findings.add(entry.name_path, text, name)
     if not entry.alone and entry.get("training_folder") is None:
-        entry.error("training_folder", "is missing, must be a string; write output, for example")
+        entry.error("training_folder", "is missing; write output, for example")
     for key in ("training_folder", "log_dir", "model.name_or_path"):
         _check_path(entry, key)
     folder = entry.get("training_folder")
@@ -193,25 +190,23 @@ def _check_places(entry: Entry) -> None:
         for dataset in entry.blocks("datasets"):
             photos = dataset.get("folder_path") or dataset.get("dataset_path")
             if photos and (run / "x").is_relative_to(Path(photos).resolve()):
-                text = f"is inside the data set {photos}, so samples would be trained on; write a folder outside"
-                entry.error("training_folder", text)
+                entry.error("training_folder", f"is inside the data set {photos}; write a folder outside")
     if not re.fullmatch(r"cuda(:\d+)?|mps|cpu", device):
         entry.error("device", "must be cuda, cuda:0, mps or cpu; write cuda")
     elif not entry.alone and device.startswith("cuda:") and device != "cuda:0":
-        number = device.removeprefix("cuda:")
-        text = f"ai-toolkit takes the first visible GPU; write cuda and set CUDA_VISIBLE_DEVICES={number}"
-        entry.error("device", text)
+        remedy = f"write cuda and set CUDA_VISIBLE_DEVICES={device.removeprefix('cuda:')}"
+        entry.error("device", f"ai-toolkit takes the first visible GPU; {remedy}")
 
 
 def _check_path(block: Block, key: str) -> None:
     """Refuse `~`, unexpanded variables and escapes in a path."""
     path = block.get(key, "")
     if path.startswith("~"):
-        block.error(key, "~ is not replaced by the home folder; write the whole path, or ${HOME}/…")
+        block.error(key, "~ is not replaced by the home folder; write ${HOME}/…")
     elif re.match(r"\$\w|%\w+%", path):
-        block.error(key, "variables are replaced only as ${NAME}; write it so, or the whole path")
+        block.error(key, "variables are replaced only as ${NAME}; write it so")
     elif re.search(r"[\x00-\x1f]", path):
-        block.error(key, "holds a tab or line break, as \\t in double quotes makes; use single quotes, or /")
+        block.error(key, "has a tab or line break, as \\t in double quotes is; use single quotes, or /")
 
 
 # --- the network, and full fine-tuning ---
@@ -229,39 +224,35 @@ def _check_network(entry: Entry) -> None:
         entry.error("coat.activation.wgrad_format", full_only)
     for key, default in (("coat.include", ["*"]), ("coat.exclude", [])):
         if list(get(key, default)) != default:
-            entry.error(key, f"{full_only} (network_kwargs.only_if_contains chooses the layers of a LoRA)")
+            entry.error(key, f"{full_only} (a LoRA has network_kwargs.only_if_contains)")
 
     linear, rank = get("network.linear"), get("network.rank")
     if linear is not None and rank is not None and rank != linear:
-        entry.error("network.rank", "an old name of linear, which is given too; remove rank")
+        entry.error("network.rank", "contradicts linear, its new name; remove rank")
     size = 4 if linear is None else linear
     if rank is not None:
         size = rank
     alpha_key = "network.alpha" if get("network.linear_alpha") is None else "network.linear_alpha"
     sizes_sound = entry.sound("network.linear", "network.rank")
     if entry.is_flux and sizes_sound and get(alpha_key) not in (None, size):
-        text = f"ai-toolkit ignores it on FLUX, alpha is the rank; write {size}, and scale lr instead"
-        entry.error(alpha_key, text)
+        entry.error(alpha_key, f"on FLUX alpha is the rank; write {size}, and scale lr instead")
     if get("network.network_kwargs.only_if_contains") == []:
         entry.error("network.network_kwargs.only_if_contains", "leaves nothing to train; write null or names")
     if entry.enabled and get("network") and not entry.alone:
-        text = "saves the whole model, which FP8 weights cannot give; write false"
-        entry.forbid("train.merge_network_on_save", text)
+        entry.forbid("train.merge_network_on_save", "saves the whole model, which is in FP8; write false")
         if get("save.dtype") in ("8bit", "e4m3fn", "float8"):
-            entry.error("save.dtype", "a LoRA in FP8 is read by no other program; write float16 or bf16")
+            entry.error("save.dtype", "no other program reads a LoRA in FP8; write float16 or bf16")
 
 
 def _check_full(entry: Entry) -> None:
     """What is trained is the transformer itself."""
     get, optimizer, remedy = entry.get, entry.optimizer, "or add network to train a LoRA"
     if any(file.startswith(entry.name) for file in WRITTEN):
-        text = "begins the name of another file of the run; write a longer one"
-        entry.findings.add(entry.name_path, text, entry.name)
+        entry.findings.add(entry.name_path, "begins another file's name of the run; write a longer one", entry.name)
     if entry.alone and optimizer not in FULL_OPTIMIZERS:
         entry.error("train.optimizer", f"is not for whole models; write one of {', '.join(FULL_OPTIMIZERS)}")
     if not entry.alone and not entry.enabled:
-        text = f"is read with type: {COAT_TYPE} and coat.enabled: true only; remove it"
-        entry.forbid("train.fused_backward", text)
+        entry.forbid("train.fused_backward", f"needs type: {COAT_TYPE} and coat.enabled: true; remove it")
     if optimizer != COAT_OPTIMIZER:
         entry.forbid("train.fused_backward", f"only {COAT_OPTIMIZER} updates in backward; write false")
         for key in OFFLOAD_KEYS:
@@ -282,23 +273,21 @@ def _check_full(entry: Entry) -> None:
 
     # ai-toolkit's handling of whole models that rules out a resume, or COAT
     if arch_of(get("model", {})) != "flux":
-        entry.error("model.arch", f"full fine-tuning with COAT is for FLUX.1; write arch: flux, {remedy}")
+        entry.error("model.arch", f"is not trained as a whole with COAT; write arch: flux, {remedy}")
     trained = DTYPES.get(get("train.dtype", "fp32"))
     if entry.given("save.dtype") and DTYPES.get(get("save.dtype")) != trained:
-        text = f"ai-toolkit saves a whole FLUX as it is trained; write {trained}, or remove it"
-        entry.error("save.dtype", text)
+        entry.error("save.dtype", f"ai-toolkit saves a whole FLUX as it is trained; write {trained}")
     if get("train.ema_config.use_ema"):
-        text = "ai-toolkit's average changes weights unseen by their FP8 codes; write use_ema: false"
-        entry.error("train.ema_config", text)
+        entry.error("train.ema_config", "the average changes weights behind their codes; write use_ema: false")
     for key in ("model.lora_path", "model.assistant_lora_path", "model.inference_lora_path"):
         entry.forbid(key, "is added at each start, so twice to a resumed run; remove it")
     for key in ("model.only_if_contains", "model.ignore_if_contains"):
         entry.forbid(key, "coat.include and exclude choose what is trained; write those")
     for key in ALONE_IN_FULL:
-        entry.forbid(key, "full fine-tuning with COAT goes without it; write false")
-    entry.forbid("adapter", f"full fine-tuning with COAT goes without it; remove it, {remedy}")
+        entry.forbid(key, "is not for full fine-tuning with COAT; write false")
+    entry.forbid("adapter", f"is not for full fine-tuning with COAT; remove it, {remedy}")
     if get("train.fused_backward"):
-        text = "goes backward several times, and fused_backward updates in one pass"
+        text = "goes backward several times, fused_backward once"
         entry.forbid("train.single_item_batching", f"{text}; write false")
         if get("train.loss_type") == "mean_flow":
             entry.error("train.loss_type", f"{text}; write mse")
@@ -318,7 +307,7 @@ def _check_train(entry: Entry) -> None:
         entry.error("train.min_denoising_steps", text)
     if get("train.dtype") in ("fp16", "float16", "half"):
         add = entry.error if entry.is_flux or entry.coat is not None else entry.warn
-        add("train.dtype", "FLUX overflows in fp16, and FP8 codes of it do too; use bf16")
+        add("train.dtype", "FLUX and FP8 codes overflow in fp16; use bf16")
     if not entry.alone:
         if get("train.max_grad_norm", 1.0) <= 0 and optimizer != "adafactor":  # which is not clipped
             entry.error("train.max_grad_norm", "scales gradients to 0, so nothing is learned; write 1.0")
@@ -327,7 +316,7 @@ def _check_train(entry: Entry) -> None:
 
     rate = get("train.lr", 1e-6)
     if entry.alone and optimizer == "prodigy" and rate < PRODIGY_LOW_LR:
-        entry.warn("train.lr", "as in ai-toolkit it is 1 for prodigy where it is below 0.1; write 1.0")
+        entry.warn("train.lr", "for prodigy it is 1 where it is below 0.1, as in ai-toolkit; write 1.0")
     if not (entry.full or optimizer.startswith(FINDS_LR)):
         if rate > HIGH_LR:
             entry.warn("train.lr", f"LoRAs diverge with {optimizer} above about {HIGH_LR:g}; write 0.0001")
@@ -335,18 +324,18 @@ def _check_train(entry: Entry) -> None:
             default = "" if entry.given("train.lr") else ", which is the default"
             entry.warn("train.lr", f"a LoRA hardly learns at so low a rate{default}; write 0.0001")
 
+    path = f"{entry.path}.train"
     if entry.sound("train.optimizer"):
-        params, path = get("train.optimizer_params", {}), f"{entry.path}.train.optimizer_params"
-        if optimizer == COAT_OPTIMIZER:
-            parse_keys(COAT_PARAMS, params, path, entry.findings)
-        elif entry.alone:
-            parse_keys(OPTIMIZER_PARAMS.get(optimizer, ADAMW_OPTIONS), params, path, entry.findings)
+        options = COAT_PARAMS if optimizer == COAT_OPTIMIZER else None
+        if options is None and entry.alone:
+            options = OPTIMIZER_PARAMS.get(optimizer, ADAMW_OPTIONS)
+        if options is not None:
+            parse_keys(options, get("train.optimizer_params", {}), f"{path}.optimizer_params", entry.findings)
     options = LR_PARAMS.get(get("train.lr_scheduler", "constant"))
     if options and entry.sound("train.lr_scheduler"):
         if not entry.alone:
             options = (*options, Option("last_epoch", -1, "int"))
-        params = get("train.lr_scheduler_params", {})
-        parse_keys(options, params, f"{entry.path}.train.lr_scheduler_params", entry.findings)
+        parse_keys(options, get("train.lr_scheduler_params", {}), f"{path}.lr_scheduler_params", entry.findings)
 
 
 def _check_model(entry: Entry) -> None:
@@ -359,8 +348,8 @@ def _check_model(entry: Entry) -> None:
         if not arch and not get("model.is_flux"):
             entry.error("model.is_flux", f"{trains}; write true, or arch: flux2")
         if qtype not in (None, COAT_QTYPE):
-            text = f"the stand-alone trainer quantizes as {COAT_QTYPE} only"
-            entry.error("model.qtype", f"{text}; write qtype: {COAT_QTYPE} or quantize: false")
+            remedy = f"write {COAT_QTYPE}, or quantize: false"
+            entry.error("model.qtype", f"not supported by the stand-alone trainer; {remedy}")
         return
     if get("model.name_or_path") is None:
         entry.error("model.name_or_path", "is missing; write a folder in diffusers layout or a hub name")
@@ -385,27 +374,26 @@ def _check_coat(entry: Entry) -> None:
         return
     kind = entry.get("type", COAT_TYPE)
     if entry.alone and entry.given("coat") and kind != COAT_TYPE:
-        text = f"ai-toolkit reads this block with type: {COAT_TYPE} only, not with {kind}"
-        entry.findings.warn(f"{entry.path}.coat", text)
+        entry.findings.warn(f"{entry.path}.coat", f"ai-toolkit reads this block with type: {COAT_TYPE} only")
     if not coat.enabled:
-        text = "coat.enabled: false asks for a run without COAT"
+        text = "contradicts coat.enabled: false"
         if entry.given("coat") and qtype == COAT_QTYPE:
             entry.error("model.qtype", f"{text}; write quantize: false, or coat.enabled: true")
         if entry.given("coat") and optimizer == COAT_OPTIMIZER:
             entry.error("train.optimizer", f"{text}; write adamw, or coat.enabled: true")
         return
     if qtype == COAT_QTYPE and not coat.weight.use_fp8:
-        entry.error("model.qtype", "coat.weight.use_fp8: false asks for bf16 weights; write quantize: false")
+        entry.error("model.qtype", "contradicts coat.weight.use_fp8: false; write quantize: false")
     if not entry.alone and qtype not in (None, COAT_QTYPE):
         entry.warn("model.qtype", f"linears stay as ai-toolkit quantizes them; write {COAT_QTYPE} for FP8 GEMMs")
     if optimizer != COAT_OPTIMIZER:
         if coat.optimizer.use_fp8 and entry.given("coat.optimizer"):
-            text = "the block coat.optimizer would have no effect"
-            entry.error("train.optimizer", f"{text}; write {COAT_OPTIMIZER}, or coat.optimizer.use_fp8: false")
+            text = f"does not read coat.optimizer; write {COAT_OPTIMIZER}, or coat.optimizer.use_fp8: false"
+            entry.error("train.optimizer", text)
         elif coat.optimizer.use_fp8 or entry.alone:
             entry.warn("train.optimizer", f"stores moments not as COAT; write {COAT_OPTIMIZER} for FP8 moments")
     if entry.get("train.gradient_checkpointing") is False and coat.memory.checkpointing == "all":
-        text = "train.gradient_checkpointing: false forbids it; write none or auto, or true there"
+        text = "contradicts train.gradient_checkpointing: false; write none or auto, or true there"
         entry.error("coat.memory.checkpointing", text)
 
 
@@ -428,24 +416,23 @@ def _check_datasets(entry: Entry) -> None:
 
 def _check_dataset(dataset: Block, is_cached: bool, alone: bool) -> None:
     if not (dataset.get("folder_path") or dataset.get("dataset_path")):
-        dataset.error("folder_path", "is missing, must be a string; add it")
+        dataset.error("folder_path", "is missing; add it")
     for key in ("folder_path", "dataset_path"):
         _check_path(dataset, key)
     if dataset.get("caption_ext", "txt").lower().rpartition(".")[2] in _NO_CAPTIONS:
-        dataset.error("caption_ext", "must be the end of names of plain text files; write txt")
+        dataset.error("caption_ext", "is not of plain text files; write txt")
     sizes = dataset.get("resolution", [512])
     sizes = sizes if isinstance(sizes, list) else [sizes]
     whole = all(isinstance(size, int) and not isinstance(size, bool) for size in sizes)
     if not sizes or not whole or min(sizes) < BUCKET_STEP:
-        text = f"must be a whole number, or a list of them, each of at least {BUCKET_STEP}; write [512]"
+        text = f"must be a whole number of at least {BUCKET_STEP}, or a list of them; write [512]"
         dataset.error("resolution", text)
     if is_cached:
-        text = "a cached caption has one order; write false, or cache_text_embeddings: false"
-        dataset.forbid("shuffle_tokens", text)
+        dataset.forbid("shuffle_tokens", "a cached caption has one order; write cache_text_embeddings: false")
     if alone:
         return
     if is_cached:
-        text = "has no effect on cached captions; write 0, or cache_text_embeddings: false"
+        text = "has no effect on cached captions; write cache_text_embeddings: false"
         dataset.forbid("token_dropout_rate", text)
     for key in SIDE_FOLDERS:
         folders = dataset.get(key, [])
@@ -454,8 +441,7 @@ def _check_dataset(dataset: Block, is_cached: bool, alone: bool) -> None:
             folders = [folders]
         for folder in folders:
             if isinstance(folder, str) and not Path(folder).is_dir():
-                text = f"no such folder in {Path.cwd()}, and ai-toolkit would go on; correct the path"
-                dataset.error(key, text)
+                dataset.error(key, f"no such folder in {Path.cwd()}; correct the path")
 
 
 def _check_samples(entry: Entry) -> None:
@@ -483,7 +469,7 @@ def _check_samples(entry: Entry) -> None:
             add(path, "must be a string; write it in quotes", prompt)
             continue
         if entry.alone and _PROMPT_FLAG.search(prompt):
-            add(path, "has flags, which ai-toolkit alone reads; write an entry of samples instead", prompt)
+            add(path, "has flags, which only ai-toolkit reads; write an entry of samples", prompt)
         share, script = foreign_script(prompt)
         if share > FOREIGN_SHARE:
             warn(path, f"{T5_BLIND.format(script)}; write the prompt in English", prompt)
