@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import io
-import json
 import os
+import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -21,6 +21,7 @@ from coat_core.ops import attention, dispatch, scaled_mm
 from coat_flux.cli.machine import add_parsers
 from coat_flux.doctor import probes
 from coat_flux.doctor.probes import ABSENT, BAD, GOOD, PROBES, Line, ai_toolkit, diagnose, verdict
+from coat_flux.mini_flux import MINI_FLUX
 from tests.helpers.aitk_standin.host import PACKAGE, copy_checkout
 
 
@@ -172,22 +173,19 @@ def test_memory_of_a_container_counts(monkeypatch, tmp_path, limit, text, mark):
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """The model cache, with one shard of the transformer missing."""
+    """The model cache, with one part missing."""
     monkeypatch.setattr(probes, "_cache_folder", lambda: tmp_path / "hub")
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     snapshot = tmp_path / "hub" / "models--black-forest-labs--FLUX.1-dev" / "snapshots" / "0a1b"
-    index = {"weight_map": {"a": "part-1.safetensors", "b": "part-2.safetensors", "c": "part-1.safetensors"}}
-    index_name = "transformer/diffusion_pytorch_model.safetensors.index.json"
-    for name in ("model_index.json", "vae/config.json", "transformer/part-1.safetensors", index_name):
-        (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
-        (snapshot / name).write_text(json.dumps(index))
+    shutil.copytree(MINI_FLUX, snapshot)
+    (snapshot / "vae").rename(tmp_path / "vae")
     return snapshot
 
 
-def test_the_model_in_the_cache(cache):
+def test_the_model_in_the_cache(cache, tmp_path):
     (line,) = probes.model()
-    assert line.text == "torn download, transformer/part-2.safetensors is missing"
-    (cache / "transformer" / "part-2.safetensors").write_text("")
+    assert (line.mark, "has no vae/" in line.text) == ("✗", True)
+    (tmp_path / "vae").rename(cache / "vae")
     assert [str(line) for line in probes.model()] == [f"✓ FLUX.1-dev: in the cache: {cache}"]
 
 
@@ -197,6 +195,7 @@ def test_the_model_in_the_cache(cache):
 )
 def test_the_model_is_not_in_the_cache(cache, monkeypatch, token, offline, mark, word):
     cache.rename(cache.parents[1] / "elsewhere")
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: None)
     monkeypatch.setattr("huggingface_hub.get_token", lambda: token)
     monkeypatch.setenv("HF_HUB_OFFLINE", offline)
     (line,) = probes.model()
@@ -204,14 +203,14 @@ def test_the_model_is_not_in_the_cache(cache, monkeypatch, token, offline, mark,
     assert word in str(line)
 
 
-def test_disk(cache, monkeypatch):
+def test_disk(cache, tmp_path, monkeypatch):
     free = {"here": 50e9, "cache": 20e9}
     usage = lambda path: SimpleNamespace(free=free["cache" if "hub" in str(path) else "here"])  # noqa: E731
     monkeypatch.setattr(probes.shutil, "disk_usage", usage)
     here, there = probes.disk()
     assert str(here) == f"✓ disk here: 50.0 GB free in {Path.cwd()}"
     assert there.remedy == "FLUX.1-dev takes 34 GB: free that, or set HF_HOME to another folder"
-    (cache / "transformer" / "part-2.safetensors").write_text("")
+    (tmp_path / "vae").rename(cache / "vae")
     free["here"] = 1e9
     assert [line.mark for line in probes.disk()] == ["✗", "✓"]
     monkeypatch.setattr(os, "access", lambda *_: False)
@@ -306,21 +305,22 @@ def test_rates_are_operations_over_seconds(monkeypatch):
     real = scaled_mm.scaled_mm
 
     def look():
-        clock.now += 1e-7
+        clock.now += 1e-5
         return clock.now
 
     def product(*args):
+        if args[1].ndim:
+            raise RuntimeError("no\nkernel")
         clock.now += 1e-3
         return real(*args)
 
     monkeypatch.setattr("coat_flux.bench.timing.time", SimpleNamespace(perf_counter=look))
-    monkeypatch.setattr(probes, "SECONDS_EACH", 0.01)
+    monkeypatch.setattr(probes, "SECONDS_EACH", 1e-3)
     monkeypatch.setattr(scaled_mm, "scaled_mm", product)
-    monkeypatch.setattr(scaled_mm, "unsupported_reason", lambda _, a, b, row_wise: "no" if row_wise else None)
     found = probes.rates(torch.device("cpu"))
-    assert found["per_tensor"] == pytest.approx(2 * 64**3 / 1e-3 / 1e12, rel=1e-3)
+    assert found["per_tensor"] == pytest.approx(2 * 64**3 / 1e-3 / 1e12, rel=0.02)
     assert found["per_row"] == "no"
-    assert found["bf16"] > 100 * found["per_tensor"]
+    assert found["bf16"] > 50 * found["per_tensor"]
 
 
 def test_attention_kernels_by_name(card, monkeypatch):

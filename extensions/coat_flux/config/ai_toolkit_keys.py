@@ -62,13 +62,18 @@ class Toolkit:
         if root is None:
             return
         try:
-            version, *sources = ((root / file).read_text(encoding="utf-8") for file in ("version.py", *SOURCES))
+            sources = [(root / file).read_text(encoding="utf-8") for file in SOURCES]
         except (OSError, UnicodeDecodeError) as error:
             self.problem = f"{root}: cannot be read ({error}); the list of {VERSION} is used"
             return
-        match = re.search(r"VERSION\s*=\s*[\"']([^\"']+)", version)
-        self.version = match[1] if match else "of an unknown version"
-        self.strings = set(re.findall(r"[\"'](\w+)[\"']", "\n".join(sources)))
+        self.version, self.strings = version_of(root), set(re.findall(r"[\"'](\w+)[\"']", "\n".join(sources)))
+
+
+def version_of(root: Path) -> str:
+    """The version of a checkout of ai-toolkit, as its version.py says; nothing is imported."""
+    file = root / "version.py"
+    match = re.search(r"VERSION\s*=\s*[\"']([^\"']+)", file.read_text(encoding="utf-8") if file.is_file() else "")
+    return match[1] if match else "of unknown version"
 
 
 def find_toolkit(given: str | os.PathLike[str] | None = None) -> Path | None:

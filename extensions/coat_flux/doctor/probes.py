@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
     import torch
     from packaging.requirements import Requirement
 
-__all__ = ["Line", "diagnose", "verdict"]
+    from ..config.findings import Finding
 
 GOOD, BAD, ABSENT = "✓", "✗", "-"
 NEEDED = ("Python", "torch", "packages", "GPU")  # training cannot work if these probes fail
@@ -38,7 +36,7 @@ MODEL_BYTES = 33.8e9  # transformer 23.8, T5-XXL 9.5, CLIP-L and VAE 0.5
 RAM_BYTES, RUN_BYTES = 13e9, 3e9  # `coat-flux plan configs/flux_clothing_coat.yaml`: CPU memory; saves, caches
 CGROUP = Path("/sys/fs/cgroup")
 FIRST_FP8_GEMM = (8, 9)
-WITHOUT_FP8 = "weights and products are INT8 (coat.fallback; from 7.5 on), with fallback: bf16 products run in bf16"
+WITHOUT_FP8 = "products run in INT8 (from 7.5 on), or in bf16 with coat.fallback: bf16"
 SIDE = {"cuda": 4096, "cpu": 64}  # of the square matrices
 ATTENTION_SHAPE = (1, 512, 4, 128)  # images, tokens, heads, width of a head
 SECONDS_EACH = 0.25  # of multiplying, for each kind
@@ -104,13 +102,11 @@ def torch_build() -> Iterator[Line]:
     version, names = torch.__version__, driver_names()
     if torch.version.cuda:
         yield Line(GOOD, "torch", f"{version}, built for CUDA {torch.version.cuda}")
-    elif getattr(torch.version, "hip", None):
-        remedy = "COAT-FLUX is tested on NVIDIA only; FP8 may not work"
-        yield Line(BAD, "torch", f"{version}, built for AMD's ROCm", remedy)
+    elif torch.version.hip:
+        yield Line(BAD, "torch", f"{version}, built for AMD's ROCm", "use an NVIDIA GPU: FP8 is tested on those only")
     elif names:
-        text = f"{version} is built without CUDA, but this machine has {names[0]}"
-        wheel = f"torch=={version.split('+')[0]} --index-url {TORCH_WHEELS}"
-        yield Line(BAD, "torch", text, f"pip install --force-reinstall {wheel}", stops=True)
+        remedy = f"pip install --force-reinstall torch=={version.split('+')[0]} --index-url {TORCH_WHEELS}"
+        yield Line(BAD, "torch", f"{version} is built without CUDA, but there is {names[0]}", remedy, stops=True)
     else:
         yield Line(GOOD, "torch", f"{version}, built for the CPU")
 
@@ -171,30 +167,29 @@ def cards() -> Iterator[Line]:
     import torch
 
     names = driver_names()
-    if not torch.cuda.is_available():
-        if not (names and torch.version.cuda):
-            yield Line(ABSENT, "GPU", NO_GPU)
-        elif os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
-            yield Line(BAD, "GPU", f"{names[0]}, hidden by CUDA_VISIBLE_DEVICES", "unset it to train there")
-        else:
-            reason = "no reason given"
-            try:
-                torch.cuda.init()
-            except (RuntimeError, AssertionError) as error:
-                reason = " ".join(str(error).split())[:200]
-            remedy = f"install a driver for CUDA {torch.version.cuda}, or torch for the CUDA that nvidia-smi names"
-            yield Line(BAD, "GPU", f"{names[0]}, but torch cannot use it ({reason})", remedy, stops=True)
-        return
-    for index, device in enumerate(_gpus()):
-        name = torch.cuda.get_device_name(device)
-        (major, minor) = torch.cuda.get_device_capability(device)
+    for device in _gpus():
+        name, (major, minor) = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
         free, total = torch.cuda.mem_get_info(device)
-        driver = f", {names[index].rsplit(', ', 1)[1]}" if index < len(names) else ""
+        driver = f", {names[device.index].rsplit(', ', 1)[1]}" if device.index < len(names) else ""
         text = f"{name}, compute capability {major}.{minor}{driver}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free"
         if free < total / 2:
-            yield Line(BAD, f"GPU {index}", text, "end what else uses it: nvidia-smi lists it")
+            yield Line(BAD, f"GPU {device.index}", text, "end what else uses it: nvidia-smi lists it")
         else:
-            yield Line(GOOD, f"GPU {index}", text)
+            yield Line(GOOD, f"GPU {device.index}", text)
+    if torch.cuda.is_available():
+        return
+    if not (names and torch.version.cuda):
+        yield Line(ABSENT, "GPU", NO_GPU)
+    elif os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
+        yield Line(BAD, "GPU", f"{names[0]}, hidden by CUDA_VISIBLE_DEVICES", "unset it to train there")
+    else:
+        reason = "no reason given"
+        try:
+            torch.cuda.init()
+        except (RuntimeError, AssertionError) as error:
+            reason = " ".join(str(error).split())[:200]
+        remedy = f"install a driver for CUDA {torch.version.cuda}, or torch for the CUDA that nvidia-smi names"
+        yield Line(BAD, "GPU", f"{names[0]}, but torch cannot use it ({reason})", remedy, stops=True)
 
 
 def fp8_gemms() -> Iterator[Line]:
@@ -207,7 +202,7 @@ def fp8_gemms() -> Iterator[Line]:
         subject = f"FP8 on GPU {device.index}"
         capability = torch.cuda.get_device_capability(device)
         if capability < FIRST_FP8_GEMM:
-            text = f"compute capability {capability[0]}.{capability[1]} has no FP8 tensor cores (8.9 has)"
+            text = f"compute capability {capability[0]}.{capability[1]} has no FP8 tensor cores"
             yield Line(ABSENT, subject, f"{text}: {WITHOUT_FP8}")
             continue
         speeds = []
@@ -225,33 +220,27 @@ def rates(device: torch.device) -> dict[str, float | str]:
     """TFLOP/s of square matrix products by kind, or why a kind does not run."""
     import torch
 
-    from coat_core.ops.scaled_mm import scaled_mm, unsupported_reason
+    from coat_core.ops.scaled_mm import scaled_mm
 
     from ..bench.timing import time_calls
 
     side = SIDE[device.type]
     x = torch.randn(side, side, device=device)
-    half, codes = x.to(torch.bfloat16), x.to(torch.float8_e4m3fn)
+    half, codes, e5m2 = x.to(torch.bfloat16), x.to(torch.float8_e4m3fn), x.to(torch.float8_e5m2)
     one, ones = torch.ones((), device=device), torch.ones(side, 1, device=device)
-    kinds: dict[str, tuple[Callable[[], object], str | None]] = {}
-    for name, first, scale in (
-        ("per_tensor", codes, one),
-        ("per_row", codes, ones),
-        ("per_tensor e5m2 x e4m3", x.to(torch.float8_e5m2), one),
-    ):
-        product = partial(scaled_mm, first, scale, codes, scale, None, torch.bfloat16, True)
-        kinds[name] = product, unsupported_reason(device, first.dtype, codes.dtype, name == "per_row")
-    kinds["bf16"] = lambda: half @ half.t(), None
+    kinds: dict[str, Callable[[], object]] = {
+        "per_tensor": lambda: scaled_mm(codes, one, codes, one, None, torch.bfloat16, True),
+        "per_row": lambda: scaled_mm(codes, ones, codes, ones, None, torch.bfloat16, True),
+        "per_tensor e5m2 x e4m3": lambda: scaled_mm(e5m2, one, codes, one, None, torch.bfloat16, True),
+        "bf16": lambda: half @ half.t(),
+    }
     result: dict[str, float | str] = {}
-    for name, (product, reason) in kinds.items():
-        if reason is not None:
-            result[name] = reason
-            continue
+    for name, product in kinds.items():
         try:
             once_ms = fmean(time_calls(product, device, 3, 3).samples_ms)
             repeats = max(1, min(10_000, int(1e3 * SECONDS_EACH / max(once_ms, 1e-6))))
             result[name] = 2.0 * side**3 / fmean(time_calls(product, device, 1, repeats).samples_ms) / 1e9
-        except RuntimeError as error:  # such as a torch that was not built for this card
+        except (RuntimeError, ValueError) as error:  # such as a torch that was not built for this card
             result[name] = str(error).splitlines()[0]
     return result
 
@@ -322,7 +311,8 @@ def memory() -> Iterator[Line]:
 
 def disk() -> Iterator[Line]:
     """Free space and write permission, here and in the model cache."""
-    model_bytes = 0.0 if _cached_model()[1] == [] else MODEL_BYTES
+    snapshot, problems = _cached_model()
+    model_bytes = MODEL_BYTES if snapshot is None or problems else 0.0
     places = (
         ("disk here", Path.cwd(), RUN_BYTES, "a run writes about", "train in another folder"),
         ("disk of the model cache", _cache_folder(), model_bytes, "FLUX.1-dev takes", "set HF_HOME to another folder"),
@@ -341,39 +331,28 @@ def disk() -> Iterator[Line]:
 
 def model() -> Iterator[Line]:
     """Whether FLUX.1-dev is in the cache and complete, or else could be downloaded."""
-    from huggingface_hub import get_token
-
-    snapshot, missing = _cached_model()
-    size = f"not in the cache, the first run downloads {MODEL_BYTES / 1e9:.0f} GB"
-    if missing == []:
+    snapshot, problems = _cached_model()
+    if problems:
+        text, _, remedy = problems[0].text.partition("; ")
+        yield Line(BAD, "FLUX.1-dev", text, remedy)
+    elif snapshot is not None:
         yield Line(GOOD, "FLUX.1-dev", f"in the cache: {snapshot}")
-    elif missing:
-        yield Line(BAD, "FLUX.1-dev", f"torn download, {missing[0]} is missing", f"hf download {MODEL}")
-    elif os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
-        text = "not in the cache, and HF_HUB_OFFLINE forbids downloads"
-        yield Line(BAD, "FLUX.1-dev", text, "unset it, or give a folder")
-    elif get_token() is None:
-        licence = f"accept the licence at https://huggingface.co/{MODEL}"
-        remedy = f"{licence}, then `hf auth login`; a local folder needs neither"
-        yield Line(BAD, "FLUX.1-dev", f"{size}, and there is no Hugging Face token", remedy)
     else:
-        text = f"{size}; a token is set, the licence must have been accepted with it"
+        text = f"not in the cache, the first run downloads {MODEL_BYTES / 1e9:.0f} GB; a token is set"
         yield Line(ABSENT, "FLUX.1-dev", text)
 
 
-def _cached_model() -> tuple[Path | None, list[str] | None]:
-    """The newest snapshot of the model in the cache, and its files that are missing; None without one."""
+def _cached_model() -> tuple[Path | None, list[Finding]]:
+    """The newest snapshot of the model in the cache, and what a run would find wrong with it, or with a download."""
+    from ..blocks.models.check import check_model
+    from ..config.findings import Findings
+    from ..config.rules import STANDALONE
+
     folder = _cache_folder() / f"models--{MODEL.replace('/', '--')}" / "snapshots"
-    snapshots = [path for path in folder.glob("*") if path.is_dir()]
-    if not snapshots:
-        return None, None
-    snapshot = max(snapshots, key=lambda path: path.stat().st_mtime)
-    index = snapshot / "transformer" / "diffusion_pytorch_model.safetensors.index.json"
-    wanted = [snapshot / "model_index.json", snapshot / "vae" / "config.json", index]
-    if index.is_file():
-        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-        wanted += [index.parent / name for name in sorted(set(names))]
-    return snapshot, [path.relative_to(snapshot).as_posix() for path in wanted if not path.is_file()]
+    snapshot = max(folder.glob("*"), key=lambda path: path.stat().st_mtime, default=None)
+    findings = Findings("")
+    check_model({"name_or_path": str(snapshot or MODEL), "is_flux": True}, "model", findings, STANDALONE)
+    return snapshot, findings.all
 
 
 def _cache_folder() -> Path:
@@ -387,6 +366,7 @@ def _cache_folder() -> Path:
 
 def ai_toolkit(folder: Path | None) -> Iterator[Line]:
     """Version of a checkout (`folder`, AI_TOOLKIT_ROOT or here), and our extension in it."""
+    from ..config.ai_toolkit_keys import version_of
     from ..trainers.ai_toolkit.host import TESTED_SERIES, TESTED_VERSION
     from ..trainers.ai_toolkit.install import CHECKOUT_PARTS, EXTENSION, PACKAGE
 
@@ -394,22 +374,17 @@ def ai_toolkit(folder: Path | None) -> Iterator[Line]:
     root = Path(place or Path.cwd())
     missing = [part for part in CHECKOUT_PARTS if not (root / part).exists()]
     if missing and not place:
-        text = "not here; `coat-flux train` does not need it (--ai-toolkit DIR checks one)"
-        yield Line(ABSENT, "ai-toolkit", text)
+        yield Line(ABSENT, "ai-toolkit", "not here; `coat-flux train` does not need it (--ai-toolkit DIR checks one)")
         return
     if missing:
         text = f"{root} is not a checkout of it: no {', '.join(missing)}"
         yield Line(BAD, "ai-toolkit", text, "give the folder of run.py", stops=True)
         return
-    file = root / "version.py"
-    source = file.read_text(encoding="utf-8") if file.is_file() else ""
-    match = re.search(r"VERSION\s*=\s*[\"']([^\"']+)", source)
-    version = match[1] if match else "of unknown version"
+    version = version_of(root)
     if version.startswith(TESTED_SERIES):
         yield Line(GOOD, "ai-toolkit", f"{version} in {root}")
     else:
-        text = f"{version} in {root} is not tested with COAT-FLUX"
-        yield Line(BAD, "ai-toolkit", text, f"use {TESTED_VERSION}")
+        yield Line(BAD, "ai-toolkit", f"{version} in {root} is not tested with COAT-FLUX", f"use {TESTED_VERSION}")
     link, command = root / EXTENSION, f"coat-flux install {root}"
     if not link.exists():
         yield Line(ABSENT, "extension", f"not in that checkout; `{command}` links it")
