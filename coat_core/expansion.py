@@ -21,7 +21,6 @@ Source: arXiv 2410.19313, section 4; the constants of its CUDA kernel are `PAPER
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,15 +35,6 @@ EXPONENT_MIN = 1.0 / 16.0
 
 FP32_SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 FP32_MAX = torch.finfo(torch.float32).max
-
-
-class QuantizedBlocks(NamedTuple):
-    """Blocks stored in 8 bits."""
-
-    codes: Tensor  # FP8 [n, B], or the integers of `coat_core.moments`
-    scale: Tensor  # fp32 [n, 1]
-    center: Tensor | None = None  # fp32 [n, 1], or None without expansion
-    exponent: Tensor | None = None  # fp32 [n, 1], or None where the format has none
 
 
 def expansion_parameters(blocks: Tensor, fmt: Format, config: ExpansionConfig) -> tuple[Tensor, Tensor]:
@@ -86,25 +76,30 @@ def clamp_infinities(blocks: Tensor, without_finite: float) -> Tensor:
 
 def quantize_blocks(
     blocks: Tensor, fmt: Format, expansion: ExpansionConfig | None, uniform: Tensor | None = None
-) -> QuantizedBlocks:
-    """Quantize each row of fp32 [n, B] with one scale; with `expansion` no nonzero element gets a zero code."""
-    center = exponent = None
+) -> tuple[Tensor, ...]:
+    """Quantize each row of fp32 [n, B] with one scale; with `expansion` no nonzero element gets a zero code.
+
+    Returns codes FP8 [n, B], scale fp32 [n, 1] and, with `expansion`, exponent and center, fp32 [n, 1].
+    """
+    numbers: tuple[Tensor, ...] = ()
     blocks = expanded = clamp_infinities(blocks, fmt.max)
     if expansion is not None:
         center, exponent = expansion_parameters(blocks, fmt, expansion)
+        numbers = (exponent, center)
         expanded = expand(blocks, center, exponent)
     scale = scale_from_amax(finite_abs(expanded).amax(dim=-1, keepdim=True), fmt.max)
     codes = expanded / scale
     if uniform is not None:
-        pair = neighbours(codes, fmt)
-        lower, upper = (dequantize_blocks(QuantizedBlocks(code, scale, center, exponent)) for code in pair)
-        codes = torch.where(between(blocks, lower, upper, uniform), pair[1], pair[0])
-    return QuantizedBlocks(saturating_cast(codes, fmt), scale, center, exponent)
+        below, above = neighbours(codes, fmt)
+        lower = dequantize_blocks(below, scale, *numbers)
+        upper = dequantize_blocks(above, scale, *numbers)
+        codes = torch.where(between(blocks, lower, upper, uniform), above, below)
+    return saturating_cast(codes, fmt), scale, *numbers
 
 
-def dequantize_blocks(stored: QuantizedBlocks) -> Tensor:
+def dequantize_blocks(
+    codes: Tensor, scale: Tensor, exponent: Tensor | None = None, center: Tensor | None = None
+) -> Tensor:
     """Inverse of `quantize_blocks`, fp32 [n, B]."""
-    values = stored.codes.to(torch.float32) * stored.scale
-    if stored.center is None or stored.exponent is None:
-        return values
-    return contract(values, stored.center, stored.exponent)
+    values = codes.to(torch.float32) * scale
+    return values if exponent is None or center is None else contract(values, center, exponent)

@@ -21,39 +21,29 @@ import torch
 class Format:
     """An 8-bit format: its name, torch dtype and limits."""
 
-    name: str
-    dtype: torch.dtype
+    name: str  # as in the options
+    dtype: torch.dtype  # of its codes, which identifies a moment's format
     max: float
-    smallest_normal: float
-    smallest_subnormal: float
-    mantissa_bits: int
+    smallest_normal: float = 1.0
+    mantissa_bits: int = 6
+    numbers: tuple[str, ...] = ("scale",)  # that a block of a moment has besides its codes, without expansion
 
 
-E4M3 = Format("e4m3", torch.float8_e4m3fn, 448.0, 2.0**-6, 2.0**-9, 3)
-E5M2 = Format("e5m2", torch.float8_e5m2, 57344.0, 2.0**-14, 2.0**-16, 2)
+E4M3 = Format("e4m3", torch.float8_e4m3fn, 448.0, 2.0**-6, 3)
+E5M2 = Format("e5m2", torch.float8_e5m2, 57344.0, 2.0**-14, 2)
 
 FORMATS: dict[str, Format] = {fmt.name: fmt for fmt in (E4M3, E5M2)}
 
-
-@dataclass(frozen=True)
-class IntegerFormat:
-    """An 8-bit format of one of AdamW's moments."""
-
-    name: str  # as in the options
-    dtype: torch.dtype  # of its codes; no other format has it, so it identifies the format
-    numbers: tuple[str, ...]  # fields of `QuantizedBlocks` that a block has besides its codes
-
-
-INT8_RATIO = IntegerFormat("int8_ratio", torch.int8, ("scale",))
-UINT8_LOG = IntegerFormat("uint8_log", torch.uint8, ("scale", "exponent"))
+INT8_RATIO = Format("int8_ratio", torch.int8, 127.0)
+UINT8_LOG = Format("uint8_log", torch.uint8, 254.0, numbers=("scale", "exponent"))
 
 # What exp_avg and exp_avg_sq may be stored in. How to add a format: coat_core/README.md.
-M1_FORMATS: dict[str, Format | IntegerFormat] = {**FORMATS, INT8_RATIO.name: INT8_RATIO}
-M2_FORMATS: dict[str, Format | IntegerFormat] = {**FORMATS, UINT8_LOG.name: UINT8_LOG}
+M1_FORMATS: dict[str, Format] = {**FORMATS, INT8_RATIO.name: INT8_RATIO}
+M2_FORMATS: dict[str, Format] = {**FORMATS, UINT8_LOG.name: UINT8_LOG}
 
 # What a frozen weight may be stored in; `coat_core.linear.function` says how.
 NVFP4 = "nvfp4"
-INT8 = Format("int8", torch.int8, 127.0, 1.0, 1.0, 6)  # of x and W in products: `coat_core.int8`
+INT8 = Format("int8", torch.int8, 127.0)  # of x and W in products: `coat_core.int8`
 WEIGHT_FORMATS = (*FORMATS, NVFP4, INT8.name)
 
 

@@ -30,7 +30,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from coat_core.expansion import FP32_MAX, FP32_SMALLEST_NORMAL, QuantizedBlocks, clamp_infinities
+from coat_core.expansion import FP32_MAX, FP32_SMALLEST_NORMAL, clamp_infinities
 from coat_core.formats import INT8_RATIO, UINT8_LOG
 from coat_core.quantize import finite_abs, scale_from_amax
 from coat_core.rounding import between
@@ -45,12 +45,12 @@ def update_ratio(exp_avg: Tensor, exp_avg_sq: Tensor) -> Tensor:
     return torch.where(usable, exp_avg / exp_avg_sq.sqrt(), 0.0)
 
 
-def quantize_ratio(blocks: Tensor) -> QuantizedBlocks:
+def quantize_ratio(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize each row of fp32 [n, B] to int8 with one scale, largest magnitude / 127; 1 in a row of zeros."""
     blocks = clamp_infinities(blocks, 1.0)
     scale = scale_from_amax(finite_abs(blocks).amax(dim=-1, keepdim=True), RATIO_MAX)
     codes = torch.round(blocks / scale).clamp(-RATIO_MAX, RATIO_MAX)
-    return QuantizedBlocks(torch.where(blocks.isnan(), RATIO_NAN, codes).to(torch.int8), scale)
+    return torch.where(blocks.isnan(), RATIO_NAN, codes).to(torch.int8), scale
 
 
 def dequantize_ratio(codes: Tensor, scale: Tensor) -> Tensor:
@@ -58,9 +58,10 @@ def dequantize_ratio(codes: Tensor, scale: Tensor) -> Tensor:
     return torch.where(codes == RATIO_NAN, torch.nan, codes.to(torch.float32) * scale)
 
 
-def quantize_log(blocks: Tensor, uniform: Tensor | None = None) -> QuantizedBlocks:
+def quantize_log(blocks: Tensor, uniform: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize each row of fp32 [n, B], values of 0 or more, to uint8 with codes evenly spaced in the logarithm.
 
+    Returns codes, scale and exponent.
     Numerics: a value comes back within a factor of (largest / smallest nonzero)^(±1/506).
     """
     blocks = clamp_infinities(blocks, 1.0)
@@ -79,7 +80,7 @@ def quantize_log(blocks: Tensor, uniform: Tensor | None = None) -> QuantizedBloc
         lower, upper = (dequantize_log(code, high, exponent) for code in pair)
         codes = torch.where(between(blocks, lower, upper, uniform), pair[1], pair[0])
     codes = torch.where(blocks.isnan(), LOG_NAN, torch.where(positive, codes, 0))
-    return QuantizedBlocks(codes.to(torch.uint8), high, exponent=exponent)
+    return codes.to(torch.uint8), high, exponent
 
 
 def dequantize_log(codes: Tensor, scale: Tensor, exponent: Tensor) -> Tensor:
@@ -90,8 +91,9 @@ def dequantize_log(codes: Tensor, scale: Tensor, exponent: Tensor) -> Tensor:
     return torch.where(codes == LOG_NAN, torch.nan, values)
 
 
-# By the dtype of the codes. Encode: fp32 [n, B], and for exp_avg_sq `coat_core.rounding.uniform`, → QuantizedBlocks.
-ENCODERS: dict[torch.dtype, Callable[..., QuantizedBlocks]] = {
+# By the dtype of the codes. Encode: fp32 [n, B], and for exp_avg_sq `coat_core.rounding.uniform`, → codes [n, B] and
+# the format's numbers, fp32 [n, 1].
+ENCODERS: dict[torch.dtype, Callable[..., tuple[Tensor, ...]]] = {
     INT8_RATIO.dtype: quantize_ratio,
     UINT8_LOG.dtype: quantize_log,
 }

@@ -52,16 +52,16 @@ def streams(seed: int, count: int, device: torch.device | None = None) -> Tensor
     return mix(mix(low ^ mix(high)) + torch.arange(count, dtype=torch.int32, device=device))
 
 
-def random_bits(draws: Tensor, first_elements: Tensor, block_size: int) -> Tensor:
-    """Return 32 bits for each element of blocks, int32 [n, B]."""
+def random_bits(draws: Tensor, block_size: int) -> Tensor:
+    """Return 32 bits for each element of blocks, int32 [n, B]; draws int32 [n, 3]: stream, step, first element."""
     stream, step, first = draws[:, :, None].unbind(1)
-    element = first + first_elements[:, None] + torch.arange(block_size, dtype=torch.int32, device=draws.device)
+    element = first + torch.arange(block_size, dtype=torch.int32, device=draws.device)
     return mix(mix(element ^ stream) + mix(step ^ mix(stream)))
 
 
-def uniform(draws: Tensor, first_elements: Tensor, block_size: int) -> Tensor:
+def uniform(draws: Tensor, block_size: int) -> Tensor:
     """Return a number for each element: fp32 [n, B], from 0 to below 1 in steps of 2^-24."""
-    return _shifted_right(random_bits(draws, first_elements, block_size), 8).to(torch.float32) * 2.0**-24
+    return _shifted_right(random_bits(draws, block_size), 8).to(torch.float32) * 2.0**-24
 
 
 def between(x: Tensor, lower: Tensor, upper: Tensor, uniform: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ results are equal to the last bit.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from coat_core.casts import declares
 from coat_core.config import ExpansionConfig
-from coat_core.expansion import QuantizedBlocks, dequantize_blocks, quantize_blocks
+from coat_core.expansion import dequantize_blocks, quantize_blocks
 from coat_core.formats import INT8_RATIO, format_of
 from coat_core.moments import DECODERS, ENCODERS, update_ratio
 from coat_core.ops.dispatch import run_by_triton
@@ -89,7 +90,12 @@ def adamw_update_(
 
 def read_moments(exp_avg: Moment, exp_avg_sq: Moment, rows: slice) -> tuple[Tensor, Tensor]:
     """Dequantize some blocks into m and v, fp32 [n, B]; a moment in fp32 is not copied."""
-    m, v = _read(exp_avg, rows), _read(exp_avg_sq, rows)
+    values = []
+    for moment in (exp_avg, exp_avg_sq):
+        codes, numbers = moment.codes[rows], moment.numbers[:, rows, None]
+        decode = DECODERS.get(codes.dtype, dequantize_blocks)
+        values.append(decode(codes, *numbers) if len(numbers) else codes)
+    m, v = values
     if exp_avg.codes.dtype == INT8_RATIO.dtype:
         m *= v.sqrt()
     return m, v
@@ -107,36 +113,16 @@ def write_moments(
     """Inverse of `read_moments`, in place; with `uniform` (of `coat_core.rounding`), v is rounded stochastically."""
     if exp_avg.codes.dtype == INT8_RATIO.dtype:
         m = update_ratio(m, v)
-    _write(exp_avg, rows, m, expansion)
-    _write(exp_avg_sq, rows, v, expansion, uniform)
-
-
-def _read(moment: Moment, rows: slice) -> Tensor:
-    codes = moment.codes[rows]
-    numbers = moment.numbers[:, rows, None]
-    if not len(numbers):
-        return codes
-    if codes.dtype in DECODERS:
-        return DECODERS[codes.dtype](codes, *numbers)
-    scale, exponent, center = numbers if len(numbers) == 3 else (numbers[0], None, None)
-    return dequantize_blocks(QuantizedBlocks(codes, scale, center, exponent))
-
-
-def _write(
-    moment: Moment, rows: slice, values: Tensor, expansion: ExpansionConfig, uniform: Tensor | None = None
-) -> None:
-    dtype, numbers = moment.codes.dtype, moment.numbers
-    if not len(numbers):
-        moment.codes[rows] = values
-        return
-    if dtype in ENCODERS:
-        stored = ENCODERS[dtype](values, *(() if uniform is None else (uniform,)))
-    else:
-        stored = quantize_blocks(values, format_of(dtype), expansion if len(numbers) == 3 else None, uniform)
-    moment.codes[rows] = stored.codes
-    stored_numbers = (number for number in (stored.scale, stored.exponent, stored.center) if number is not None)
-    for row, number in zip(numbers, stored_numbers, strict=True):
-        row[rows] = number.squeeze(-1)
+    for (codes, numbers), values, draws in ((exp_avg, m, None), (exp_avg_sq, v, uniform)):
+        if not len(numbers):
+            codes[rows] = values
+            continue
+        if codes.dtype in ENCODERS:
+            encoded = ENCODERS[codes.dtype](values, *(() if draws is None else (draws,)))
+        else:
+            encoded = quantize_blocks(values, format_of(codes.dtype), expansion if len(numbers) == 3 else None, draws)
+        codes[rows] = encoded[0]
+        numbers[:, rows] = torch.cat(encoded[1:], dim=1).t()
 
 
 @torch.library.custom_op(
@@ -161,61 +147,47 @@ def _fp8_adamw_step(
     # non-contiguous parameters are updated in a flat copy and written back
     flat_params = [param.detach().reshape(-1) for param in params]
     flat_grads = [grad.reshape(-1) for grad in grads]
+    moments = (Moment(exp_avg, exp_avg_numbers), Moment(exp_avg_sq, exp_avg_sq_numbers))
     block_size = exp_avg.shape[1]
     limit = max(chunk_elements(exp_avg.device) // block_size, 1) * block_size
-    sizes = tuple(flat.numel() for flat in flat_params)
-    for chunk in chunks(sizes, tuple(first_blocks), block_size, limit):
-        pieces = _cut(chunk, flat_params)
-        param = chunk.layout.gather(pieces, torch.float32)
-        grad = chunk.layout.gather(_cut(chunk, flat_grads), torch.float32)
-        moments = Moment(exp_avg, exp_avg_numbers), Moment(exp_avg_sq, exp_avg_sq_numbers)
-        m, v = read_moments(*moments, chunk.rows)
-        rows_table = None if table is None else _per_block(table, chunk)
-        updated = [param]
+    for chunk in chunks(tuple(map(Tensor.numel, flat_params)), tuple(first_blocks), block_size, limit):
+        rows = chunk.rows
+        w = chunk.gather(flat_params)
+        g = chunk.gather(flat_grads)
+        m, v = read_moments(*moments, rows)
+        scalars = None if table is None else chunk.per_block(table)
+        stored = [w]
         for codes, numbers in moments:
-            updated += [codes[chunk.rows].view(torch.uint8), numbers[:, chunk.rows].t()]
-        before = [] if rows_table is None else [tensor.clone() for tensor in updated]
-        adamw_update_(param, -grad if maximize else grad, m, v, Hyper(*hyper), rows_table)
-        rounding = None if draws is None else uniform(*_elements(draws, chunk))
-        write_moments(*moments, chunk.rows, m, v, ExpansionConfig(*expansion), rounding)
-        if rows_table is not None:
-            skipped = rows_table[:, -1:].isnan()
-            for tensor, copy in zip(updated, before, strict=True):
+            stored += [codes[rows].view(torch.uint8), numbers[:, rows].t()]
+        before = [] if scalars is None else list(map(torch.clone, stored))
+        adamw_update_(w, -g if maximize else g, m, v, Hyper(*hyper), scalars)
+        rounding = None if draws is None else uniform(_draws(draws, chunk), block_size)
+        write_moments(*moments, rows, m, v, _expansion_of(*expansion), rounding)
+        if scalars is not None:
+            skipped = scalars[:, -1:].isnan()
+            for tensor, copy in zip(stored, before, strict=True):
                 tensor.copy_(torch.where(skipped, copy, tensor))
         if param_draws is not None and params[0].dtype != torch.float32:
-            param = stochastic_cast(param, params[0].dtype, bits=random_bits(*_elements(param_draws, chunk)))
-        chunk.layout.scatter(param, pieces)
+            w = stochastic_cast(w, params[0].dtype, bits=random_bits(_draws(param_draws, chunk), block_size))
+        chunk.scatter(w, flat_params)
     for param, flat in zip(params, flat_params, strict=True):
         if not param.is_contiguous():
             param.copy_(flat.view(param.shape))
 
 
 declares(_fp8_adamw_step)(lambda out, a: a)
+_expansion_of = functools.cache(ExpansionConfig)  # the same few at every step
 
 
-def _cut(chunk: Chunk, flat: list[Tensor]) -> list[Tensor]:
-    return [
-        flat[index] if stop - start == flat[index].numel() else flat[index][start:stop]
-        for index, start, stop in chunk.pieces
-    ]
-
-
-def _per_block(table: Tensor, chunk: Chunk) -> Tensor:
-    return torch.cat(
-        [
-            table[index].expand(blocks, -1)
-            for (index, _, _), blocks in zip(chunk.pieces, chunk.layout.blocks, strict=True)
-        ]
-    )
-
-
-def _elements(draws: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor, int]:
-    """Return draws and first element of each block, and the block size; elements count from their parameter's start."""
-    starts = [
-        torch.arange(blocks, dtype=torch.int32, device=draws.device) * chunk.layout.shape[1] + start
-        for (_, start, _), blocks in zip(chunk.pieces, chunk.layout.blocks, strict=True)
-    ]
-    return _per_block(draws, chunk), torch.cat(starts), chunk.layout.shape[1]
+def _draws(table: Tensor, chunk: Chunk) -> Tensor:
+    """Return stream, step and first element of each block, which counts from its parameter's start."""
+    rows = chunk.per_block(table)
+    starts = []
+    for (_, start, _), blocks in zip(chunk.pieces, chunk.blocks, strict=True):
+        own = torch.arange(blocks, dtype=torch.int32, device=table.device)
+        starts.append(own * chunk.block_size + start)
+    rows[:, 2] += torch.cat(starts)
+    return rows
 
 
 def fp8_adamw_step(
@@ -246,17 +218,12 @@ def fp8_adamw_step(
         code off (measured 0.2), all others equal. Draws have the same bits everywhere.
     Source: arXiv 2410.19313, section 3.
     """
-    sizes = list(map(Tensor.numel, params))
-    if list(map(Tensor.numel, grads)) != sizes:
-        index = next(i for i, (grad, size) in enumerate(zip(grads, sizes, strict=True)) if grad.numel() != size)
-        raise ValueError(
-            f"grads[{index}] of shape {tuple(grads[index].shape)}: must have the shape {tuple(params[index].shape)} of "
-            "its parameter"
-        )
     blocks, block_size = exp_avg.codes.shape
-    ends = [first * block_size + size for first, size in zip(first_blocks, sizes, strict=True)]
-    if ends and max(ends) > blocks * block_size:
-        raise ValueError(f"exp_avg of {blocks} blocks: too few for the parameters; it must have all of their blocks")
+    for i, (param, grad, first) in enumerate(zip(params, grads, first_blocks, strict=True)):
+        if grad.numel() != param.numel():
+            raise ValueError(f"grads[{i}] of shape {tuple(grad.shape)}: must be {tuple(param.shape)}, as its parameter")
+        if first * block_size + param.numel() > blocks * block_size:
+            raise ValueError(f"exp_avg of {blocks} blocks: too few for params[{i}] from block {first} on")
     _fp8_adamw_step(
         params, grads, *exp_avg, *exp_avg_sq, first_blocks, list(hyper), table, draws,
         param_draws, [expansion.range_fraction, expansion.exponent_step, expansion.exponent_max], maximize,

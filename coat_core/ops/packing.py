@@ -11,8 +11,6 @@ Shapes: a piece [size]; buffer [n_blocks, B].
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,65 +31,60 @@ def n_blocks(size: int, block_size: int) -> int:
     return -(-size // block_size)
 
 
-def spans(size: int, limit: int) -> Iterator[tuple[int, int]]:
-    """Cut 0 … size into (start, stop) of at most `limit` elements; an empty range gives one empty span."""
-    for start in range(0, max(size, 1), limit):
-        yield start, min(start + limit, size)
+class Chunk:
+    """Pieces of flat tensors that are worked on together, in a buffer [n_blocks, B] of their own."""
 
+    def __init__(self, first_row: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.pieces: list[tuple[int, int, int]] = []  # index of the tensor, start and stop in elements
+        self.blocks: list[int] = []  # of each piece
+        self.rows = slice(first_row, first_row)  # of the packed state: one after the other
+        self._cuts: list[int] = []  # of the buffer: a piece, its padding, the next piece, ...
 
-class Layout:
-    """Where each of a list of flat pieces is in a packed buffer [n_blocks, block_size]."""
+    def add(self, index: int, start: int, stop: int) -> None:
+        """Add elements `start` to `stop` of tensor `index`, whose blocks are the next rows of the packed state."""
+        blocks = n_blocks(stop - start, self.block_size)
+        self.pieces.append((index, start, stop))
+        self.blocks.append(blocks)
+        self.rows = slice(self.rows.start, self.rows.stop + blocks)
+        self._cuts += [stop - start, blocks * self.block_size - (stop - start)]
 
-    def __init__(self, sizes: Sequence[int], block_size: int) -> None:
-        self.blocks = [n_blocks(size, block_size) for size in sizes]
-        self.shape = (sum(self.blocks), block_size)
-        self.padded = any(size % block_size for size in sizes)
-        padding = [blocks * block_size - size for blocks, size in zip(self.blocks, sizes, strict=True)]
-        self._cuts = [cut for pair in zip(sizes, padding, strict=True) for cut in pair] if self.padded else list(sizes)
+    def cut(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Return the pieces of flat tensors, as views."""
+        return [tensors[index][start:stop] for index, start, stop in self.pieces]
 
-    def _pieces_of(self, buffer: Tensor) -> list[Tensor]:
-        return list(buffer.view(-1).split(self._cuts))[:: 2 if self.padded else 1]
-
-    def gather(self, pieces: list[Tensor], dtype: torch.dtype) -> Tensor:
-        """Copy flat pieces into a new buffer [n_blocks, block_size] of `dtype`, zeros in the padding."""
-        if not self.padded:
-            return torch.cat(pieces).to(dtype).view(self.shape)
-        buffer = torch.zeros(self.shape, dtype=dtype, device=pieces[0].device)
-        torch._foreach_copy_(self._pieces_of(buffer), pieces)
+    def gather(self, tensors: list[Tensor]) -> Tensor:
+        """Copy the pieces of flat tensors into a new fp32 buffer, zeros in the padding."""
+        shape = (self.rows.stop - self.rows.start, self.block_size)
+        buffer = torch.zeros(shape, dtype=torch.float32, device=tensors[0].device)
+        torch._foreach_copy_(list(buffer.view(-1).split(self._cuts))[::2], self.cut(tensors))
         return buffer
 
-    def scatter(self, buffer: Tensor, pieces: list[Tensor]) -> None:
-        """Copy a buffer [n_blocks, block_size] back into the flat pieces, converting to their dtype."""
-        torch._foreach_copy_(pieces, self._pieces_of(buffer))
+    def scatter(self, buffer: Tensor, tensors: list[Tensor]) -> None:
+        """Copy a buffer back into the flat tensors, converting to their dtype."""
+        torch._foreach_copy_(self.cut(tensors), list(buffer.view(-1).split(self._cuts))[::2])
 
-
-class Chunk(NamedTuple):
-    """Pieces that are worked on together."""
-
-    pieces: list[tuple[int, int, int]]  # (index of the tensor, start, stop) of each, in elements
-    rows: slice  # the blocks they take of the packed state, one after the other
-    layout: Layout  # the same pieces in a buffer of their own
+    def per_block(self, table: Tensor) -> Tensor:
+        """Return for each block the row of its tensor in a table."""
+        counts = zip(self.pieces, self.blocks, strict=True)
+        return torch.cat([table[index].expand(blocks, -1) for (index, _, _), blocks in counts])
 
 
 @functools.lru_cache(maxsize=32)  # a step asks for the same chunks as the one before
 def chunks(sizes: tuple[int, ...], first_blocks: tuple[int, ...], block_size: int, limit: int) -> list[Chunk]:
-    """Cut flat tensors into chunks of at most `limit` elements whose blocks follow each other in the packed state."""
-    runs: list[tuple[list[tuple[int, int, int]], int, int]] = []  # pieces, first row, row after the last
-    total = 0
+    """Cut flat tensors into chunks whose blocks follow each other in the packed state, of at most `limit` elements.
+
+    `limit` is a multiple of the block size, and padding counts. A tensor without elements is an empty piece.
+    """
+    made: list[Chunk] = []
     for index, (size, first) in enumerate(zip(sizes, first_blocks, strict=True)):
-        for start, stop in spans(size, limit):
+        for start in range(0, max(size, 1), limit):
+            stop = min(start + limit, size)
             row = first + start // block_size
             after = row + n_blocks(stop - start, block_size)
-            if runs and runs[-1][2] == row and total + stop - start <= limit:
-                pieces, first_row, _ = runs[-1]
-                runs[-1] = (pieces, first_row, after)
-                total += stop - start
-            else:
-                pieces = []
-                runs.append((pieces, row, after))
-                total = stop - start
-            pieces.append((index, start, stop))
-    return [
-        Chunk(pieces, slice(row, after), Layout([stop - start for _, start, stop in pieces], block_size))
-        for pieces, row, after in runs
-    ]
+            chunk = made[-1] if made else None
+            if chunk is None or chunk.rows.stop != row or (after - chunk.rows.start) * block_size > limit:
+                chunk = Chunk(row, block_size)
+                made.append(chunk)
+            chunk.add(index, start, stop)
+    return made

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from torch import Tensor
 
 from coat_core.config import FP8QuantizationConfig
 from coat_core.ops.adamw import Hyper, fp8_adamw_step, hyper_of_step, hyper_table
-from coat_core.optim.packing import Batch, PackedState
+from coat_core.optim.offload import Staging
+from coat_core.optim.packing import DeviceState, PackedState
 from coat_core.optim.state import Storage, check_groups, saved_states, storages, write_state
 
 logger = logging.getLogger(__name__)
@@ -157,14 +159,14 @@ class FP8AdamW(torch.optim.Optimizer):
                         "torch.optim.SparseAdam for this parameter"
                     )
                 active[-1].append(param)
-        every = [param for params in active for param in params]
+        every = list(chain.from_iterable(active))
         if not every:
             return loss
         packed = self._packed_state(every)
         packed.count_step(every, self.found_inf)
         for group, params in zip(self.param_groups, active, strict=True):
             for batch in packed.batches(params):
-                self._step_batch(group, batch)
+                self._update(group, *batch)
         return loss
 
     @torch.no_grad()
@@ -181,11 +183,11 @@ class FP8AdamW(torch.optim.Optimizer):
         assert self._packed is not None
         self._packed.count_step([param], self.found_inf)
         for batch in self._packed.batches([param]):
-            self._step_batch(self._groups[id(param)], batch)
+            self._update(self._groups[id(param)], *batch)
 
     def _packed_state(self, params: list[Tensor]) -> PackedState:
         known = self._packed is not None and self._packed.holds(self.state, params)
-        if any(param.is_cuda for param in params) and torch.cuda.is_current_stream_capturing():
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             if not self.defaults["capturable"]:
                 raise RuntimeError(
                     "capturable=False: a CUDA graph needs step counters on the GPU; pass capturable=True"
@@ -216,34 +218,38 @@ class FP8AdamW(torch.optim.Optimizer):
         params = (param for group in self.param_groups for param in group["params"])
         return {id(param): (number, 0) for number, param in enumerate(params)}
 
-    def _step_batch(self, group: dict[str, Any], batch: Batch) -> None:
+    def _update(self, group: dict[str, Any], packed: DeviceState, indices: list[int], step: float | None) -> None:
+        """Update parameters of one device and dtype that are at the same step; None where only the device has it."""
         lr, eps, weight_decay = group["lr"], group["eps"], group["weight_decay"]
         betas = float(group["betas"][0]), float(group["betas"][1])
-        on_device = isinstance(lr, Tensor) and lr.device == batch.params[0].device
+        on_device = isinstance(lr, Tensor) and lr.device == packed.params[0].device
         table = None
-        if batch.step is not None and not (on_device and lr.device.type != "cpu"):
-            hyper = hyper_of_step(lr, batch.step, betas, eps, weight_decay)
+        if step is not None and not (on_device and lr.device.type != "cpu"):
+            hyper = hyper_of_step(lr, step, betas, eps, weight_decay)
         else:  # the scalars that are on the device come in a table
             hyper = Hyper(1 - betas[0], betas[1], 1 - betas[1], eps, math.nan, math.nan, math.nan)
-            table = hyper_table(lr if on_device else float(lr), batch.steps(), betas, weight_decay)
+            steps = packed.step_numbers(indices, step)
+            table = hyper_table(lr if on_device else float(lr), steps, betas, weight_decay)
             if self.found_inf is not None:
                 table = table.masked_fill(self.found_inf > 0, math.nan)
-        draws = batch.draws(batch.packed.draws)
-        param_draws = batch.draws(batch.packed.param_draws)
-        for call in batch.calls(table=table, draws=draws, param_draws=param_draws):
+        draws = packed.draws_of(packed.draws, indices, step)
+        param_draws = packed.draws_of(packed.param_draws, indices, step)
+        for call in packed.calls(indices, table=table, draws=draws, param_draws=param_draws):
             fp8_adamw_step(**call, hyper=hyper, expansion=self.fp8_config.expansion, maximize=group["maximize"])
+
+    def _stagings(self) -> list[Staging]:
+        devices = () if self._packed is None else self._packed.devices
+        return [packed.staging for packed in devices if packed.staging is not None]
 
     def synchronize(self) -> None:
         """Wait for the last step's copies of moments to CPU memory (`offload`)."""
-        for packed in () if self._packed is None else self._packed.devices.values():
-            if packed.staging is not None:
-                packed.staging.synchronize()
+        for staging in self._stagings():
+            staging.synchronize()
 
     @property
     def staging(self) -> list[Tensor]:
         """Buffers on the parameters' device that offloaded moments pass through; empty without `offload`."""
-        devices = () if self._packed is None else self._packed.devices.values()
-        return [x for packed in devices if packed.staging is not None for x in packed.staging.tensors]
+        return [tensor for staging in self._stagings() for tensor in staging.tensors]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as torch.optim does; the tensors are those of the optimizer."""

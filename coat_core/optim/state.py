@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from coat_core.config import ExpansionConfig, FP8QuantizationConfig
-from coat_core.formats import M1_FORMATS, M2_FORMATS, Format, IntegerFormat
+from coat_core.formats import M1_FORMATS, M2_FORMATS, Format
 from coat_core.ops.adamw import Moment, read_moments, write_moments
-from coat_core.ops.packing import Layout, n_blocks
+from coat_core.ops.packing import Chunk, n_blocks
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ State = dict[str, Tensor]
 class Storage(NamedTuple):
     """How one moment is stored."""
 
-    format: Format | IntegerFormat | None  # None for fp32
+    format: Format | None  # None for fp32
     block_size: int  # elements that share a scale
     # constants of dynamic range expansion, or None without it; always None for integer formats
     expansion: ExpansionConfig | None
@@ -49,17 +49,16 @@ class Storage(NamedTuple):
         """Suffixes of the fp32 [n_blocks] tensors beside the codes."""
         if self.format is None:
             return ()
-        if isinstance(self.format, IntegerFormat):
-            return self.format.numbers
-        return ("scale",) if self.expansion is None else ("scale", "exponent", "center")
+        return self.format.numbers if self.expansion is None else ("scale", "exponent", "center")
 
     def describe(self) -> str:
         """Return e.g. "fp32", "e4m3 (block 128, expanded)" or "int8_ratio (block 128)"."""
         if self.format is None:
             return "fp32"
-        if isinstance(self.format, IntegerFormat):
-            return f"{self.format.name} (block {self.block_size})"
-        return f"{self.format.name} (block {self.block_size}, {'expanded' if self.expansion else 'plain'})"
+        scaling = ""
+        if self.format.dtype.is_floating_point:
+            scaling = ", plain" if self.expansion is None else ", expanded"
+        return f"{self.format.name} (block {self.block_size}{scaling})"
 
 
 def storages(config: FP8QuantizationConfig) -> dict[str, Storage]:
@@ -70,7 +69,7 @@ def storages(config: FP8QuantizationConfig) -> dict[str, Storage]:
     )
     expansion = config.expansion if config.use_dynamic_range_expansion else None
     return {
-        name: Storage(fmt, config.block_size, expansion if isinstance(fmt, Format) else None)
+        name: Storage(fmt, config.block_size, expansion if fmt is not None and fmt.dtype.is_floating_point else None)
         for name, fmt in zip(MOMENTS, formats, strict=True)
     }
 
@@ -128,9 +127,10 @@ def convert_state(state: State, old: dict[str, Storage], new: dict[str, Storage]
     shape, device = values[0].shape, values[0].device
     block_size = new["exp_avg"].block_size
     expansion = new["exp_avg"].expansion or new["exp_avg_sq"].expansion
-    layout = Layout([shape.numel()], block_size)
-    m, v = (layout.gather([moment.reshape(-1)], torch.float32) for moment in values)
-    packed = {name: empty_moment(sum(layout.blocks), storage, device) for name, storage in new.items()}
+    chunk = Chunk(0, block_size)
+    chunk.add(0, 0, shape.numel())
+    m, v = (chunk.gather([moment.reshape(-1)]) for moment in values)
+    packed = {name: empty_moment(chunk.blocks[0], storage, device) for name, storage in new.items()}
     write_moments(packed["exp_avg"], packed["exp_avg_sq"], slice(None), m, v, expansion or ExpansionConfig())
     views: State = {}
     for name, storage in new.items():
@@ -206,7 +206,7 @@ def _storages_in_file(
             )
         else:
             config = FP8QuantizationConfig(block_size=fp8["block_size"])
-            expanded = isinstance(formats[dtype], Format) and fp8["use_dynamic_range_expansion"]
+            expanded = dtype.is_floating_point and fp8["use_dynamic_range_expansion"]
             storages[name] = Storage(formats[dtype], config.block_size, config.expansion if expanded else None)
         if tensor.shape != param.shape:
             raise ValueError(

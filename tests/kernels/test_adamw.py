@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from coat_core.config import PAPER_EXPANSION, ExpansionConfig
-from coat_core.formats import M1_FORMATS, M2_FORMATS, Format
+from coat_core.formats import M1_FORMATS, M2_FORMATS
 from coat_core.ops import adamw
 from coat_core.ops.adamw import fp8_adamw_step, hyper_of_step, hyper_table
 from coat_core.ops.packing import n_blocks
@@ -55,7 +55,7 @@ class Problem:
         self.moments = []
         for name in formats:
             fmt = {None: None, **M1_FORMATS, **M2_FORMATS}[name]
-            expansion = ExpansionConfig() if expanded and isinstance(fmt, Format) else None
+            expansion = ExpansionConfig() if expanded and fmt is not None and fmt.dtype.is_floating_point else None
             self.moments.append(empty_moment(sum(sizes), Storage(fmt, block_size, expansion), device))
 
     def grads(self, step: int) -> list[Tensor]:

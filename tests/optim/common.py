@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -11,8 +12,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from coat_core.config import FP8QuantizationConfig
-from coat_core.expansion import QuantizedBlocks, dequantize_blocks, quantize_blocks
-from coat_core.formats import INT8_RATIO, UINT8_LOG, Format
+from coat_core.expansion import dequantize_blocks, quantize_blocks
+from coat_core.formats import INT8_RATIO, UINT8_LOG
 from coat_core.moments import dequantize_log, dequantize_ratio, quantize_log, quantize_ratio, update_ratio
 from coat_core.optim.state import MOMENTS, Storage, storages
 from coat_core.quantize import split_groups
@@ -86,7 +87,7 @@ def assert_same(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> Non
             assert_bitwise(value, expected[key])
 
 
-def quantize_like(name: str, m: Tensor, v: Tensor, storage: Storage) -> QuantizedBlocks:
+def quantize_like(name: str, m: Tensor, v: Tensor, storage: Storage) -> tuple[Tensor, ...]:
     """Quantize one moment of one tensor by itself, without any packing."""
     values = {"exp_avg": m, "exp_avg_sq": v}[name]
     if storage.format is INT8_RATIO:
@@ -94,17 +95,15 @@ def quantize_like(name: str, m: Tensor, v: Tensor, storage: Storage) -> Quantize
     blocks = split_groups(values.reshape(-1), storage.block_size)
     if storage.format is UINT8_LOG:
         return quantize_log(blocks)
-    assert isinstance(storage.format, Format)
+    assert storage.format is not None
     return quantize_blocks(blocks, storage.format, storage.expansion)
 
 
-def dequantize(stored: QuantizedBlocks, storage: Storage) -> Tensor:
+def dequantize(stored: Sequence[Tensor], storage: Storage) -> Tensor:
     """Inverse of `quantize_like`, [n, B]; of a ratio the ratio."""
     if storage.format is INT8_RATIO:
-        return dequantize_ratio(stored.codes, stored.scale)
-    if storage.format is UINT8_LOG:
-        return dequantize_log(stored.codes, stored.scale, stored.exponent)
-    return dequantize_blocks(stored)
+        return dequantize_ratio(*stored)
+    return dequantize_log(*stored) if storage.format is UINT8_LOG else dequantize_blocks(*stored)
 
 
 def read_back(name: str, state: dict[str, Tensor], kinds: dict[str, Storage]) -> Tensor:
@@ -113,8 +112,8 @@ def read_back(name: str, state: dict[str, Tensor], kinds: dict[str, Storage]) ->
     if storage.format is None:
         return codes
     blocks = split_groups(codes.reshape(-1).to(torch.float32), storage.block_size).to(storage.dtype)
-    columns = {suffix: state[f"{name}_{suffix}"][:, None] for suffix in storage.per_block}
-    values = dequantize(QuantizedBlocks(blocks, **columns), storage)
+    columns = [state[f"{name}_{suffix}"][:, None] for suffix in storage.per_block]
+    values = dequantize([blocks, *columns], storage)
     values = values.reshape(-1)[: codes.numel()].reshape(codes.shape)
     return values * read_back("exp_avg_sq", state, kinds).sqrt() if storage.format is INT8_RATIO else values
 

@@ -132,7 +132,7 @@ def test_nonzero_exp_avg_sq_never_becomes_zero(
 def test_with_both_ends_on_codes_repeated_round_trips_change_nothing(fmt: str) -> None:
     generator = torch.Generator().manual_seed(0)
     blocks = torch.randn(200, 128, generator=generator) * torch.exp(2 * torch.randn(200, 128, generator=generator))
-    once = values = dequantize_blocks(quantize_blocks(blocks, get_format(fmt), FIXED_POINT))
+    once = values = dequantize_blocks(*quantize_blocks(blocks, get_format(fmt), FIXED_POINT))
     for _ in range(100):
-        values = dequantize_blocks(quantize_blocks(values, get_format(fmt), FIXED_POINT))
+        values = dequantize_blocks(*quantize_blocks(values, get_format(fmt), FIXED_POINT))
     assert (values / once - 1).abs().max().item() < REPEATED_ROUND_TRIP_REL

@@ -40,7 +40,7 @@ def round_to_format(value: float, fmt: Format) -> float:
 
 def positive_values(fmt: Format) -> list[float]:
     """Every nonnegative finite value of the format, ascending: zero, subnormals, normals."""
-    values = [step * fmt.smallest_subnormal for step in range(2**fmt.mantissa_bits)]
+    values = [step * fmt.smallest_normal * 2.0**-fmt.mantissa_bits for step in range(2**fmt.mantissa_bits)]
     base = fmt.smallest_normal
     while base <= fmt.max:
         values += [base * (1 + step / 2**fmt.mantissa_bits) for step in range(2**fmt.mantissa_bits)]

@@ -38,7 +38,10 @@ def test_each_group_has_its_scale_and_each_element_is_within_half_a_step(case: C
         amax = np.abs(elements).max()
         assert scale[index].item() == float(amax / np.float32(case.fmt.max) if amax > 0 else np.float32(1.0))
         x, step = elements.astype(np.float64), float(scale[index])
-        half_step = np.maximum(np.abs(x) * 2.0 ** -(case.fmt.mantissa_bits + 1), step * case.fmt.smallest_subnormal / 2)
+        half_step = np.maximum(
+            np.abs(x) * 2.0 ** -(case.fmt.mantissa_bits + 1),
+            step * case.fmt.smallest_normal * 2.0 ** -(case.fmt.mantissa_bits + 1),
+        )
         assert (np.abs(x - back) <= half_step + np.abs(x) * FP32_ROUNDING).all()
         assert (back[x == 0] == 0).all()
         assert (np.sign(back) * np.sign(x) >= 0).all()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from coat_core.config import ExpansionConfig
-from coat_core.expansion import QuantizedBlocks, dequantize_blocks, quantize_blocks
+from coat_core.expansion import dequantize_blocks, quantize_blocks
 from coat_core.formats import get_format
 from coat_core.moments import dequantize_log, quantize_log
 from coat_core.rounding import streams, uniform
@@ -21,9 +21,8 @@ FORMATS = ["e4m3", "e4m3 expanded", "e5m2", "e5m2 expanded", "uint8_log"]
 def draws_of(stream: int, steps: range, seed: int = 5, blocks: int = 1) -> Tensor:
     """What the elements of a parameter draw, fp32 [steps, blocks · BLOCK]."""
     number = streams(seed, stream + 1)[stream].item()
-    table = torch.tensor([[number, step, 0] for step in steps for _ in range(blocks)], dtype=torch.int32)
-    starts = torch.arange(blocks, dtype=torch.int32).repeat(len(steps)) * BLOCK
-    return uniform(table, starts, BLOCK).view(len(steps), -1)
+    table = [[number, step, block * BLOCK] for step in steps for block in range(blocks)]
+    return uniform(torch.tensor(table, dtype=torch.int32), BLOCK).view(len(steps), -1)
 
 
 def scalar_mix(x: int) -> int:
@@ -43,9 +42,8 @@ def test_draws_are_those_of_whole_numbers(seed: int, device: torch.device) -> No
     """So they are the same bits wherever they are computed."""
     places = [(number, step, first) for number in (0, 1, 977) for step in (1, 2000) for first in (0, 128, 3 * 2**20)]
     every = streams(seed, 978).tolist()
-    table = torch.tensor([[every[number], step, first - 48] for number, step, first in places], dtype=torch.int32)
-    starts = torch.full((len(places),), 48, dtype=torch.int32, device=device)
-    found = uniform(table.to(device), starts, 16)
+    table = torch.tensor([[every[number], step, first] for number, step, first in places], dtype=torch.int32)
+    found = uniform(table.to(device), 16)
     expected = [[scalar_uniform(seed, number, step, first + i) for i in range(16)] for number, step, first in places]
     assert streams(seed, 978, device).tolist() == every
     assert found.tolist() == expected
@@ -85,10 +83,10 @@ def round_trip(fmt: str, blocks: Tensor, drawn: Tensor | None) -> tuple[Tensor, 
     """Codes and what they are read back as."""
     if fmt == "uint8_log":
         stored = quantize_log(blocks, drawn)
-        return stored.codes, dequantize_log(stored.codes, stored.scale, stored.exponent)
+        return stored[0], dequantize_log(*stored)
     name, _, expanded = fmt.partition(" ")
-    stored = quantize_blocks(blocks, get_format(name), ExpansionConfig() if expanded else None, drawn)
-    return stored.codes, dequantize_blocks(QuantizedBlocks(*stored))
+    codes, *numbers = quantize_blocks(blocks, get_format(name), ExpansionConfig() if expanded else None, drawn)
+    return codes, dequantize_blocks(codes, *numbers)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
