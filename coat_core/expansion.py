@@ -28,7 +28,6 @@ from torch import Tensor
 from coat_core.config import ExpansionConfig
 from coat_core.formats import Format
 from coat_core.quantize import finite_abs, neighbours, saturating_cast, scale_from_amax
-from coat_core.rounding import between
 
 # The smallest exponent. fp32 magnitudes span 2^-149 … 2^128; (2^277)^(1/16) = 2^17.3 is inside e4m3's 2^17.8.
 EXPONENT_MIN = 1.0 / 16.0
@@ -93,7 +92,7 @@ def quantize_blocks(
         below, above = neighbours(codes, fmt)
         lower = dequantize_blocks(below, scale, *numbers)
         upper = dequantize_blocks(above, scale, *numbers)
-        codes = torch.where(between(blocks, lower, upper, uniform), above, below)
+        codes = torch.where(uniform * (upper - lower) < blocks - lower, above, below)  # `coat_core.rounding`
     return saturating_cast(codes, fmt), scale, *numbers
 
 

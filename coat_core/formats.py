@@ -12,6 +12,7 @@ Source: OCP 8-bit floating point specification (OFP8) 1.0; the values are checke
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -52,6 +53,7 @@ def product_format(weight_format: str) -> Format:
     return {NVFP4: E4M3, INT8.name: INT8}.get(weight_format) or get_format(weight_format)
 
 
+@functools.cache
 def get_format(name: str) -> Format:
     """Return the format called `name`; raises ValueError unless that is "e4m3" or "e5m2"."""
     try:
@@ -60,6 +62,7 @@ def get_format(name: str) -> Format:
         raise ValueError(f"format={name!r}: must be one of {', '.join(FORMATS)}") from None
 
 
+@functools.cache
 def format_of(dtype: torch.dtype) -> Format:
     """Return the format whose codes have this torch dtype; raises ValueError unless FP8 as used here, or INT8."""
     for fmt in (*FORMATS.values(), INT8):

@@ -33,7 +33,6 @@ from torch import Tensor
 from coat_core.expansion import FP32_MAX, FP32_SMALLEST_NORMAL, clamp_infinities
 from coat_core.formats import INT8_RATIO, UINT8_LOG
 from coat_core.quantize import finite_abs, scale_from_amax
-from coat_core.rounding import between
 
 RATIO_MAX, RATIO_NAN = 127, -128
 LOG_MAX, LOG_NAN = 254, 255
@@ -76,9 +75,11 @@ def quantize_log(blocks: Tensor, uniform: Tensor | None = None) -> tuple[Tensor,
     if uniform is None:
         codes = (LOG_MAX - torch.round(below)).clamp(1, LOG_MAX)
     else:
-        pair = [(LOG_MAX - torch.ceil(below) + more).clamp(1, LOG_MAX) for more in (0, 1)]
-        lower, upper = (dequantize_log(code, high, exponent) for code in pair)
-        codes = torch.where(between(blocks, lower, upper, uniform), pair[1], pair[0])
+        lower_code = (LOG_MAX - torch.ceil(below)).clamp(1, LOG_MAX)
+        upper_code = (LOG_MAX - torch.ceil(below) + 1).clamp(1, LOG_MAX)
+        lower = dequantize_log(lower_code, high, exponent)
+        upper = dequantize_log(upper_code, high, exponent)
+        codes = torch.where(uniform * (upper - lower) < blocks - lower, upper_code, lower_code)
     codes = torch.where(blocks.isnan(), LOG_NAN, torch.where(positive, codes, 0))
     return codes.to(torch.uint8), high, exponent
 

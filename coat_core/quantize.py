@@ -47,23 +47,14 @@ def neighbours(x: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
     return lower.clamp(max=fmt.max), (lower + spacing).clamp(max=fmt.max)
 
 
-def stochastic_cast(
-    x: Tensor, dtype: torch.dtype, generator: torch.Generator | None = None, bits: Tensor | None = None
-) -> Tensor:
-    """Round fp32 up or down to bf16 or fp16 at random so that the mean is x.
+def stochastic_cast(x: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
+    """Round fp32 up or down to bf16 or fp16 by uniform random `bits`, int32 like x, so that the mean is x.
 
-    Adds uniform random bits below the target's last mantissa bit and truncates the fp32 bit pattern; fp16 values
-    below its normal range (abs(x) < 2^-14) are rounded on their grid of 2^-24 instead. Exactly representable values,
-    ±inf and NaN come back unchanged; other fp16 values are clamped to ±65504. `bits`, int32 like x, replaces the
-    generator; its lowest bits are used. Raises ValueError if `dtype` is neither bf16 nor fp16, or x is not fp32.
+    Adds the lowest bits below the target's last mantissa bit and truncates the fp32 bit pattern; fp16 values below its
+    normal range (abs(x) < 2^-14) are rounded on their grid of 2^-24 instead. Exactly representable values, ±inf and NaN
+    come back unchanged; other fp16 values are clamped to ±65504.
     """
-    if dtype not in (torch.bfloat16, torch.float16):
-        raise ValueError(f"dtype={dtype}: stochastic rounding needs torch.bfloat16 or torch.float16")
-    if x.dtype != torch.float32:
-        raise ValueError(f"x of dtype {x.dtype}: must be torch.float32; convert it first")
     dropped_bits = 16 if dtype == torch.bfloat16 else 13
-    if bits is None:
-        bits = torch.randint(0, 1 << dropped_bits, x.shape, dtype=torch.int32, device=x.device, generator=generator)
     noise = bits & ((1 << dropped_bits) - 1)
     mask = -1 << dropped_bits
     rounded = ((x.view(torch.int32) + noise) & mask).view(torch.float32)
@@ -91,18 +82,14 @@ def finite_abs(x: Tensor) -> Tensor:
 
 
 def amax(x: Tensor, granularity: Granularity) -> Tensor:
-    """Return the largest finite magnitude per group, fp32 in `granularity.scale_shape(x.shape)`; 0 without one."""
+    """Return the largest finite magnitude per group, fp32 in `granularity.scale_shape(x.shape)`; 0 without one.
+
+    In two stages, of which the first is by groups for every granularity.
+    """
     group_amax = split_groups(finite_abs(x), granularity.group_size).amax(dim=-1).to(torch.float32)
-    return amax_from_groups(group_amax, granularity)
-
-
-def amax_from_groups(group_amax: Tensor, granularity: Granularity) -> Tensor:
-    """Second stage of `amax`: reduce [..., n_groups] to the granularity's scale shape."""
     if granularity.name == "per_group":
         return group_amax
-    if granularity.name == "per_row":
-        return group_amax.amax(dim=-1, keepdim=True)
-    return group_amax.amax()
+    return group_amax.amax() if granularity.name == "per_tensor" else group_amax.amax(dim=-1, keepdim=True)
 
 
 def scale_from_amax(group_amax: Tensor, largest: float) -> Tensor:

@@ -5,8 +5,8 @@ code, and one that a gradient lifts past the middle stays up. Rounded to the upp
 
     (x − lower) / (upper − lower),   lower ≤ x ≤ upper as the two codes are dequantized
 
-the stored value is x on average. exp_avg changes by 10 % a step, so to nearest it does not drift, and at random its
-error doubles (measured: RESULTS.md).
+the stored value is x on average: the upper one where uniform · (upper − lower) < x − lower. exp_avg changes by 10 % a
+step, so to nearest it does not drift, and at random its error doubles (measured: RESULTS.md).
 
 The draws are a hash of a counter, so they need no generator state, are the same bits in PyTorch, in Triton's
 interpreter and on a GPU, and depend on no other parameter. All modulo 2^32:
@@ -39,10 +39,13 @@ def _wrapped(x: int) -> int:
     return (x + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
+SIGNED_1, SIGNED_2 = _wrapped(MULTIPLIER_1), _wrapped(MULTIPLIER_2)
+
+
 def mix(x: Tensor) -> Tensor:
     """Return 32 well mixed bits of each int32."""
-    x = (x ^ _shifted_right(x, 16)) * _wrapped(MULTIPLIER_1)
-    x = (x ^ _shifted_right(x, 13)) * _wrapped(MULTIPLIER_2)
+    x = (x ^ _shifted_right(x, 16)) * SIGNED_1
+    x = (x ^ _shifted_right(x, 13)) * SIGNED_2
     return x ^ _shifted_right(x, 16)
 
 
@@ -62,8 +65,3 @@ def random_bits(draws: Tensor, block_size: int) -> Tensor:
 def uniform(draws: Tensor, block_size: int) -> Tensor:
     """Return a number for each element: fp32 [n, B], from 0 to below 1 in steps of 2^-24."""
     return _shifted_right(random_bits(draws, block_size), 8).to(torch.float32) * 2.0**-24
-
-
-def between(x: Tensor, lower: Tensor, upper: Tensor, uniform: Tensor) -> Tensor:
-    """Whether x becomes `upper` instead of `lower`, for a `uniform` draw; x on average."""
-    return uniform * (upper - lower) < x - lower

@@ -115,16 +115,16 @@ class FP8InputLinear(nn.Linear):
 
 class _FrozenConvolution(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, convolve: Callable[..., Tensor], weight: Tensor, bias: Any, *how: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, convolve: Callable[..., Tensor], weight: Tensor, bias: Any, *sizes: Any) -> Tensor:
         ctx.save_for_backward(weight)
-        ctx.shape, ctx.strides, ctx.how = x.shape, x.stride(), how
-        return convolve(x, weight, bias, *how)
+        ctx.shape, ctx.strides, ctx.sizes = x.shape, x.stride(), sizes
+        return convolve(x, weight, bias, *sizes)
 
     @staticmethod
     @first_order_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (weight,) = ctx.saved_tensors
-        *sizes, groups = ctx.how
+        *sizes, groups = ctx.sizes
         x = grad.new_empty_strided(ctx.shape, ctx.strides)  # never read; its layout is that of dx
         weight, wanted = weight.to(grad.dtype), (True, False, False)  # autocast multiplied by a copy
         dx = torch.ops.aten.convolution_backward(grad, x, weight, None, *sizes, False, [0], groups, wanted)[0]
@@ -144,9 +144,10 @@ def keep_no_input(layer: Any) -> None:
 
 
 def _forward(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    convolve, how = CONVOLUTIONS[weight.ndim - 3], (layer.stride, layer.padding, layer.dilation, layer.groups)
+    convolve = CONVOLUTIONS[weight.ndim - 3]
+    sizes = (layer.stride, layer.padding, layer.dilation, layer.groups)
     trained = weight.requires_grad or (bias is not None and bias.requires_grad)
     if trained or x.ndim != weight.ndim or not (x.requires_grad and torch.is_grad_enabled()):
-        return convolve(x, weight, bias, *how)
-    result: Tensor = _FrozenConvolution.apply(x, convolve, weight, bias, *how)
+        return convolve(x, weight, bias, *sizes)
+    result: Tensor = _FrozenConvolution.apply(x, convolve, weight, bias, *sizes)
     return result

@@ -168,7 +168,7 @@ def _fp8_adamw_step(
             for tensor, copy in zip(stored, before, strict=True):
                 tensor.copy_(torch.where(skipped, copy, tensor))
         if param_draws is not None and params[0].dtype != torch.float32:
-            w = stochastic_cast(w, params[0].dtype, bits=random_bits(_draws(param_draws, chunk), block_size))
+            w = stochastic_cast(w, params[0].dtype, random_bits(_draws(param_draws, chunk), block_size))
         chunk.scatter(w, flat_params)
     for param, flat in zip(params, flat_params, strict=True):
         if not param.is_contiguous():

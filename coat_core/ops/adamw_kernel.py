@@ -34,7 +34,8 @@ from coat_core.moments import LOG_MAX, LOG_NAN, RATIO_MAX, RATIO_NAN
 from coat_core.ops import adamw as operators
 from coat_core.ops.device import TL_DTYPES, as_codes, as_values, finite_abs, nearest, saturated, scale_from_amax
 from coat_core.ops.dispatch import launcher
-from coat_core.ops.launch import blocks, device_table, finished, launch, power_of_two
+from coat_core.ops.launch import device_table, finished, launch, power_of_two
+from coat_core.ops.packing import n_blocks
 from coat_core.rounding import MULTIPLIER_1, MULTIPLIER_2
 
 TILE_ELEMENTS = 1024
@@ -140,11 +141,6 @@ def random_bits(stream, step, elements):
     stream = stream.to(tl.uint32, bitcast=True)
     step = step.to(tl.uint32, bitcast=True)
     return _mix(_mix(elements.to(tl.uint32) ^ stream) + _mix(step ^ _mix(stream)))
-
-
-@triton.jit
-def uniform(stream, step, elements):
-    return (random_bits(stream, step, elements) >> 8).to(tl.int32).to(tl.float32) * 2.0**-24
 
 
 @triton.jit
@@ -373,7 +369,8 @@ def _fp8_adamw_step_kernel(
     else:
         stream = tl.load(draws_ptr + 3 * tensor)
         step = tl.load(draws_ptr + 3 * tensor + 1)
-        drawn = uniform(stream, step, offsets + tl.load(draws_ptr + 3 * tensor + 2))
+        bits = random_bits(stream, step, offsets + tl.load(draws_ptr + 3 * tensor + 2))
+        drawn = (bits >> 8).to(tl.int32).to(tl.float32) * 2.0**-24  # `coat_core.rounding.uniform`
     _write(v, drawn, exp_avg_sq, where, FORM2, MAX2, BOUND2_LOG2, STEP, EXPONENT_MAX, ON_GPU)
 
 
@@ -389,7 +386,7 @@ def fp8_adamw_step(a: Any) -> None:
     numbers = a.exp_avg_numbers
     sq_numbers = a.exp_avg_sq_numbers
     if len(a.params) == 1:  # from its own blocks on, so that tensors of equal size share a table
-        rows = slice(first_blocks[0], first_blocks[0] + blocks(sizes[0], block_size))
+        rows = slice(first_blocks[0], first_blocks[0] + n_blocks(sizes[0], block_size))
         first_blocks = [0]
         exp_avg, exp_avg_sq = exp_avg[rows], exp_avg_sq[rows]
         numbers = numbers[:, rows]
@@ -459,7 +456,7 @@ def _programs(
     """Return tensor, first block of it, size and first row of the tensor, for each program; as columns of numbers."""
     table = array.array("q")
     for tensor, (size, row) in enumerate(zip(sizes, first_blocks, strict=True)):
-        firsts = array.array("q", range(0, blocks(size, block_size), per_program))
+        firsts = array.array("q", range(0, n_blocks(size, block_size), per_program))
         part = array.array("q", bytes(4 * firsts.itemsize * len(firsts)))
         for column, value in ((0, tensor), (2, size), (3, row)):
             part[column::4] = array.array("q", [value]) * len(firsts)

@@ -1,13 +1,15 @@
 """Codes along with values: operators that quantize their results, and how they read codes back.
 
 Such an operator takes `fmt` and `granularity` and returns (values, codes, code_scale), where codes, code_scale =
-quantize(values, fmt, granularity) to the bit. With granularity "none" both have shape [0].
+quantize(values, fmt, granularity) to the bit. With granularity "none" both have shape [0]. Unknown formats,
+granularities and group sizes raise ValueError.
 
 An operator that also saves its input x for backward takes `saved_format` and `group_size` and returns (x_codes,
 x_scale) of 1×G groups, to the bit; with saved_format "none" both have shape [0]. Operators of the backward pass take x
 as values, in their dtype, or as such codes with their scale.
 
 An operator that completes the result y of a linear adds its LoRA: y + h upᵀ, h [..., r], up [N, r], rounded once.
+Where y is of n linears of equal width, h has n·r columns: r for each.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from torch import Tensor
 from coat_core.autograd import without_autocast
 from coat_core.casts import Cast
 from coat_core.formats import E4M3, get_format
-from coat_core.granularity import PER_ROW, PER_TENSOR, Granularity, per_group
+from coat_core.granularity import PER_ROW, PER_TENSOR, granularity_named, per_group
 from coat_core.quantize import dequantize, quantize
 
 GRANULARITIES = ("none", "per_row", "per_tensor")
@@ -35,7 +37,7 @@ def codes_of(values: Tensor, fmt: str, granularity: str) -> tuple[Tensor, Tensor
     check_granularity(granularity)
     if granularity == "none":
         return no_codes(values, fmt)
-    codes, scale, _ = quantize(values, fmt, Granularity(granularity))
+    codes, scale, _ = quantize(values, fmt, granularity_named(granularity))
     return codes, scale
 
 
@@ -48,7 +50,7 @@ def no_codes(values: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
 def cast_of(kind: str, out: tuple[Tensor, ...], granularity: str) -> tuple[Cast, ...]:
     """Return the declared casts of such an operator; none without codes."""
     values, codes, scale = out[:3]
-    return () if granularity == "none" else (Cast(kind, values, codes, scale, Granularity(granularity)),)
+    return () if granularity == "none" else (Cast(kind, values, codes, scale, granularity_named(granularity)),)
 
 
 def saved_codes_of(values: Tensor, saved_format: str, group_size: int) -> tuple[Tensor, Tensor]:
@@ -69,22 +71,26 @@ def values_of(x: Tensor, scale: Tensor | None, group_size: int, dtype: torch.dty
     """Return x [..., K] in `dtype`, dequantized where it has a scale, of the shape of any granularity."""
     if scale is None:
         return x.to(dtype)
-    return dequantize(x, scale, granularity_of(scale, group_size), dtype)
-
-
-def granularity_of(scale: Tensor, group_size: int) -> Granularity:
-    """Return the granularity of a scale of this shape; one group per row is per_row."""
-    if scale.ndim == 0:
-        return PER_TENSOR
-    return PER_ROW if scale.shape[-1] == 1 else per_group(group_size)
+    granularity = PER_TENSOR
+    if scale.ndim:
+        granularity = PER_ROW if scale.shape[-1] == 1 else per_group(group_size)
+    return dequantize(x, scale, granularity, dtype)
 
 
 def with_adapter(y: Tensor, h: Tensor | None, up: Tensor | None) -> Tensor:
-    """Return y + h upᵀ in the dtype of y [..., N], all in that dtype; y itself without an adapter."""
+    """Return y + h upᵀ in the dtype of y [..., N], all in that dtype; y itself without an adapter.
+
+    h [..., n·r] and up [N, r] are of n adapters, each of an equal part of y.
+    """
     if h is None or up is None:
         return y
+    parts = h.shape[-1] // up.shape[-1]
+    completed = []
     with without_autocast(y.device):
-        return torch.addmm(y.reshape(-1, y.shape[-1]), h.reshape(-1, h.shape[-1]), up.t()).view(y.shape)
+        for base, own_h, own_up in zip(y.chunk(parts, -1), h.chunk(parts, -1), up.chunk(parts), strict=True):
+            rows = torch.addmm(base.reshape(-1, base.shape[-1]), own_h.reshape(-1, own_h.shape[-1]), own_up.t())
+            completed.append(rows.view(base.shape))
+    return completed[0] if parts == 1 else torch.cat(completed, dim=-1)
 
 
 def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

@@ -17,7 +17,8 @@ from torch import Tensor
 from coat_core.formats import E4M3, get_format
 from coat_core.granularity import per_group
 from coat_core.ops.codes import check_granularity
-from coat_core.ops.launch import blocks, dot_operand, empty, empty_values, finished, launch, nothing, power_of_two
+from coat_core.ops.launch import dot_operand, empty, empty_values, finished, launch, nothing, power_of_two
+from coat_core.ops.packing import n_blocks
 
 ROW_BLOCK = 2048
 SHARE_BLOCK = 2048  # elements that a program casts with a scale of all
@@ -265,7 +266,7 @@ def cast_by_amax(x: Tensor, amax: Tensor, fmt: str, factors: Tensor | None = Non
     scale = empty((), torch.float32, x.device)
     launch(
         _cast_by_amax_fwd_kernel,
-        (blocks(x.numel(), SHARE_BLOCK),),
+        (n_blocks(x.numel(), SHARE_BLOCK),),
         *(x, factors, amax, codes, scale),
         *(x.shape[-1], x.numel(), amax.numel()),
         FORMAT_MAX=form.max,
@@ -404,6 +405,6 @@ def warps(elements: int) -> int:
 
 def shared_rows(images: int, rows: int, tile: int) -> tuple[int, int]:
     """Return how many programs share an image's rows, each leaving column sums, and how many tiles each takes."""
-    tiles = blocks(rows, tile)
-    rounds = max(blocks(tiles, max(PROGRAMS // max(images, 1), 1)), 1)
-    return blocks(tiles, rounds), rounds
+    tiles = n_blocks(rows, tile)
+    rounds = max(n_blocks(tiles, max(PROGRAMS // max(images, 1), 1)), 1)
+    return n_blocks(tiles, rounds), rounds

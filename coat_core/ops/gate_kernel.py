@@ -38,7 +38,8 @@ from coat_core.ops.device import (
     with_row_stride,
 )
 from coat_core.ops.dispatch import launcher
-from coat_core.ops.launch import blocks, empty, empty_values, finished, launch, power_of_two
+from coat_core.ops.launch import empty, empty_values, finished, launch, power_of_two
+from coat_core.ops.packing import n_blocks
 
 WIDEST_BLOCK = 1024
 WIDEST_LOW_RANK_BLOCK = 256  # also the largest group
@@ -241,10 +242,10 @@ def gated_sum(a: Any) -> tuple[Tensor, ...]:
         "num_warps": warps(tile * block),
     }
     if weight is None:
-        rows_and_columns = (blocks(s, tile), blocks(d, block), images)
+        rows_and_columns = (n_blocks(s, tile), n_blocks(d, block), images)
         launch(_gated_sum_fwd_kernel, rows_and_columns, residual, gate, *tensors, *sizes, **options)
     else:
-        whole_rows = (blocks(s, tile), images)
+        whole_rows = (n_blocks(s, tile), images)
         inputs = (residual, gate, weight)
         launch(_gated_norm_fwd_kernel, whole_rows, *inputs, *tensors, *sizes, a.eps, **options, num_stages=1)
     return finished(y, dtype), *saved.results()

@@ -34,34 +34,16 @@ from coat_core.ops.dispatch import operator
 ACTIVATIONS = ("gelu_tanh", "silu_and_mul")
 
 
-def is_gated(activation: str) -> bool:
-    """Return whether an activation reads two halves of its input; raises ValueError for an unknown one."""
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation={activation!r}: must be one of {', '.join(ACTIVATIONS)}")
-    return activation == "silu_and_mul"
-
-
 def activated_width(mlp: Tensor, activation: str) -> int:
     """Return F of mlp [..., N]; raises ValueError for an unknown activation, or an odd N where it has two halves."""
     width = mlp.shape[-1]
-    if not is_gated(activation):
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation={activation!r}: must be one of {', '.join(ACTIVATIONS)}")
+    if activation == "gelu_tanh":
         return width
     if width % 2:
         raise ValueError(f"mlp of width {width}: must be even, a gate and as much that it multiplies")
     return width // 2
-
-
-def columns_of_up(h: Tensor | None, up: Tensor | None) -> int:
-    """Return the first column of h that the second half of mlp reads: 0 where both halves share one adapter."""
-    return 0 if h is None or up is None or h.shape[-1] == up.shape[-1] else up.shape[-1]
-
-
-def complete_mlp(mlp: Tensor, h: Tensor | None, up: Tensor | None) -> Tensor:
-    """Return mlp with its adapter, or with those of its halves."""
-    if h is None or up is None or not columns_of_up(h, up):
-        return with_adapter(mlp, h, up)
-    parts = zip(mlp.chunk(2, dim=-1), h.chunk(2, dim=-1), up.chunk(2), strict=True)
-    return torch.cat([with_adapter(*part) for part in parts], dim=-1)
 
 
 @operator("coat::mlp_activation")
@@ -85,14 +67,14 @@ def mlp_activation(
     scales fp32 [B, S, ceil(D / G)] and [B, S, ceil(N / G)]; h and up are None without an adapter, and for codes.
     Returns values [B, S, D + F] of `dtype`; their codes; the scale of the codes; attention's saved codes, of shape
     [0] without attention, and their scale; the saved codes of mlp + h upᵀ, and their scale. Raises ValueError for an
-    unknown format, granularity, group size or activation, and for SwiGLU of an odd width.
+    unknown activation, and for SwiGLU of an odd width.
 
     Numerics: the reference has the bits of torch's GELU, or of its SiLU and product. The kernel takes sigmoid(2u) for
     (1 + tanh(u))/2, which differs by at most tests/tolerances.py's GELU_RTOL times abs(x), and rounds SiLU as torch
     does, within SILU_RTOL.
     Source: diffusers' transformer_flux.py and transformer_flux2.py (single blocks); arXiv 2410.19313, section 5.
     """
-    mlp = complete_mlp(values_of(mlp, mlp_scale, group_size, dtype), h, up)
+    mlp = with_adapter(values_of(mlp, mlp_scale, group_size, dtype), h, up)
     if activated_width(mlp, activation) == mlp.shape[-1]:
         values = torch.nn.functional.gelu(mlp, approximate="tanh").contiguous()
     else:  # SwiGLU's silu is rounded by itself
@@ -113,7 +95,7 @@ def _(out: Any, a: Any) -> tuple[Cast, ...]:
     if a.saved_format == "none":
         return casts
     attention = () if a.attention is None else saved_cast_of(a.attention, out[3:5], a.group_size)
-    return *casts, *attention, *saved_cast_of(complete_mlp(a.mlp, a.h, a.up), out[5:], a.group_size)
+    return *casts, *attention, *saved_cast_of(with_adapter(a.mlp, a.h, a.up), out[5:], a.group_size)
 
 
 @operator("coat::mlp_activation_down")
@@ -136,7 +118,7 @@ def mlp_activation_down(
 
     down is [R, D + F], R from 1 to 256, in `dtype`; granularity "per_row" or "per_tensor"; attention and mlp are
     values; all else as in `mlp_activation`. Returns h_next [B, S, R] of `dtype`; then as `mlp_activation` without its
-    values. Raises ValueError as `mlp_activation`, and for another granularity or a down-projection of another width.
+    values. Raises ValueError for another granularity or a down-projection of another width.
 
     Numerics: codes as `mlp_activation`. The kernel sums h_next in fp32 in an order that depends on the shapes alone and
     rounds once; the reference has the bits of torch's linear.
@@ -184,7 +166,7 @@ def mlp_activation_backward(
 
     grad [B, S, F] is without that adapter, dh [B, S, r] and down [r, F] (possibly a slice) are its gradient and
     down-projection. `mlp` is x [B, S, N], values or codes of 1×G groups with their scale. Returns dmlp [B, S, N] of
-    `dtype`, computed in fp32 and rounded once; g is rounded to grad's dtype. Raises ValueError as `mlp_activation`.
+    `dtype`, computed in fp32 and rounded once; g is rounded to grad's dtype.
     """
     mlp = values_of(mlp, mlp_scale, group_size, dtype).to(torch.float32)
     g = with_adapter(grad, dh, None if down is None else down.t()).to(torch.float32)

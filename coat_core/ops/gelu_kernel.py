@@ -55,8 +55,9 @@ from coat_core.ops.device import (
     with_row_stride,
 )
 from coat_core.ops.dispatch import launcher
-from coat_core.ops.gelu import activated_width, columns_of_up
-from coat_core.ops.launch import blocks, dot_operand, empty, empty_values, finished, launch, power_of_two
+from coat_core.ops.gelu import activated_width
+from coat_core.ops.launch import dot_operand, empty, empty_values, finished, launch, power_of_two
+from coat_core.ops.packing import n_blocks
 
 GATED = tl.constexpr("silu_and_mul")
 LOW_RANK_BLOCK = 128  # columns of LOW_RANK_ROWS rows
@@ -239,7 +240,7 @@ def mlp_activation(a: Any) -> tuple[Tensor, ...]:
     device, shape = a.mlp.device, tuple(a.mlp.shape[:-1])
     rows = a.mlp.numel() // n
     block = max(LOW_RANK_BLOCK, a.group_size)
-    parts = blocks(d, block) + blocks(f, block)
+    parts = n_blocks(d, block) + n_blocks(f, block)
     values = empty_values((*shape, d + f), a.dtype, device)
     amax = None if a.granularity == "none" else empty((rows, parts), torch.float32, device)
     saved_mlp = GroupCodes((*shape, n), a.saved_format, a.group_size, device)
@@ -251,7 +252,7 @@ def mlp_activation(a: Any) -> tuple[Tensor, ...]:
     mlp_scale, mlp_scales, mlp_group = saved_groups(a.mlp_scale, a.group_size, n)
     launch(
         _mlp_activation_fwd_kernel,
-        (blocks(rows, LOW_RANK_ROWS), parts),
+        (n_blocks(rows, LOW_RANK_ROWS), parts),
         *(attention, attention_scale, mlp, mlp_scale, h, up),
         *(values, amax),
         *(saved_attention.codes, saved_attention.scale, saved_mlp.codes, saved_mlp.scale),
@@ -278,6 +279,11 @@ def mlp_activation(a: Any) -> tuple[Tensor, ...]:
     else:
         codes, scale = quantize_rows(values, a.fmt, None, amax)
     return values, codes, scale, *saved_attention.results(), *saved_mlp.results()
+
+
+def columns_of_up(h: Tensor | None, up: Tensor | None) -> int:
+    """Return the first column of h that the second half of mlp reads: 0 where both halves share one adapter."""
+    return 0 if h is None or up is None or h.shape[-1] == up.shape[-1] else up.shape[-1]
 
 
 def splits_groups(width: int, activated: int, group_size: int) -> bool:
@@ -424,11 +430,9 @@ def _mlp_down_cast_fwd_kernel(
     tile, none = (row, rows, are_rows), (None, None)
     if column_tile < before:
         if attention_ptr is not None:
-            first, attention, no_adapter = (
-                column_tile * BLOCK,
-                (attention_ptr, None, attention_stride, 0),
-                (None, None, 0, 0),
-            )
+            first = column_tile * BLOCK
+            attention = (attention_ptr, None, attention_stride, 0)
+            no_adapter = (None, None, 0, 0)
             x = values_tile(
                 attention, no_adapter, none, tile, first, D, None, DTYPE, 1, 0.0, 1, 0, 0, R, BLOCK, TURNED=True
             )
@@ -477,7 +481,7 @@ def mlp_activation_down(a: Any) -> tuple[Tensor, ...]:
     rows, next_rank = a.mlp.numel() // n, len(a.down)
     by_row = a.granularity == "per_row"
     length = power_of_two(max(STRETCH, COLUMNS_A_SUM * next_rank))
-    parts = blocks(d, length) + blocks(f, length)
+    parts = n_blocks(d, length) + n_blocks(f, length)
     amax = empty((rows, parts), torch.float32, device)
     sums = empty((rows, parts, next_rank), torch.float32, device)
     saved_mlp = GroupCodes((*shape, n), a.saved_format, a.group_size, device)
@@ -508,7 +512,7 @@ def mlp_activation_down(a: Any) -> tuple[Tensor, ...]:
     }
     launch(
         _mlp_down_fwd_kernel,
-        (blocks(rows, tile_rows), parts, blocks(next_rank, next_block)),
+        (n_blocks(rows, tile_rows), parts, n_blocks(next_rank, next_block)),
         *inputs,
         *(down, amax, sums),
         *(saved_attention.codes, saved_attention.scale, saved_mlp.codes, saved_mlp.scale),
@@ -522,7 +526,7 @@ def mlp_activation_down(a: Any) -> tuple[Tensor, ...]:
     )
     launch(
         _mlp_down_cast_fwd_kernel,
-        (blocks(rows, tile_rows), blocks(d, block) + blocks(f, block)),
+        (n_blocks(rows, tile_rows), n_blocks(d, block) + n_blocks(f, block)),
         *inputs,
         amax if by_row else amax.amax(),
         *(sums, codes, scale, h_next),
@@ -616,7 +620,7 @@ def launch_mlp_backward(a: Any, grad: Tensor, dmlp: Tensor) -> None:
     mlp_scale, scales_per_row, group = saved_groups(a.mlp_scale, a.group_size, n)
     launch(
         _mlp_activation_bwd_kernel,
-        (blocks(rows, LOW_RANK_ROWS), blocks(f, block)),
+        (n_blocks(rows, LOW_RANK_ROWS), n_blocks(f, block)),
         *(grad, dh, down, mlp, mlp_scale, dmlp),
         *(grad_stride, dh_stride, down_stride, mlp_stride, dmlp.stride(-2), scales_per_row),
         *(rows, f),
@@ -725,9 +729,9 @@ def _mlp_down_gradient_kernel(
 @functools.cache
 def _shared(rows: int, rank: int, programs: int) -> tuple[int, int]:
     most = max(rows // (ROWS_OF_A_RANK * rank), 1)
-    tiles = max(blocks(rows, DOWN_ROWS), 1)
-    rounds = blocks(tiles, min(max(PROGRAMS // programs, 1), most))
-    return blocks(tiles, rounds), rounds
+    tiles = max(n_blocks(rows, DOWN_ROWS), 1)
+    rounds = n_blocks(tiles, min(max(PROGRAMS // programs, 1), most))
+    return n_blocks(tiles, rounds), rounds
 
 
 @launcher(operators.mlp_down_gradient)
@@ -740,8 +744,8 @@ def mlp_down_gradient(a: Any) -> Tensor:
         return operators.mlp_down_gradient._init_fn(*a)
     rows = a.mlp.numel() // n
     ranks = rank_options(rank, a.dh.dtype)
-    chunks = blocks(rank, ranks["RANK_BLOCK"])
-    stretches = blocks(d, DOWN_BLOCK) + blocks(f, DOWN_BLOCK)
+    chunks = n_blocks(rank, ranks["RANK_BLOCK"])
+    stretches = n_blocks(d, DOWN_BLOCK) + n_blocks(f, DOWN_BLOCK)
     shares, rounds = _shared(rows, rank, stretches * chunks)
     dh, dh_stride = with_row_stride(dot_operand(a.dh))
     mlp, mlp_stride = with_row_stride(a.mlp)

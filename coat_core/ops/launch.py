@@ -103,11 +103,6 @@ def dot_operand(x: Tensor) -> Tensor:
     return x.to(torch.float32) if x.device.type == "cpu" else x
 
 
-def blocks(size: int, block: int) -> int:
-    """Return how many blocks cover `size` elements."""
-    return -(-size // block)
-
-
 @functools.cache
 def power_of_two(size: int) -> int:
     """Return the smallest power of two that is at least `size`."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import accumulate, pairwise
-
 import torch
 from torch import Tensor
 
@@ -27,14 +25,12 @@ def lora_up_gradients(
     check_shapes(dy, h, up, widths)
     rows = dy.to(h.dtype).reshape(-1, dy.shape[-1])
     flat_h = h.reshape(-1, h.shape[-1])
-    r = up.shape[1]
-    columns = list(pairwise(accumulate(widths, initial=0)))
+    linears = zip(rows.split(widths, dim=1), flat_h.split(up.shape[1], dim=1), up.split(widths), strict=True)
+    dhs, dups = [], []
     with without_autocast(dy.device):
-        dhs = [rows[:, start:stop] @ up[start:stop] for start, stop in columns]
-        dups = [
-            product(rows[:, start:stop].t(), flat_h[:, i * r : (i + 1) * r], dtype_up)
-            for i, (start, stop) in enumerate(columns)
-        ]
+        for own_dy, own_h, own_up in linears:
+            dhs.append(own_dy @ own_up)
+            dups.append(product(own_dy.t(), own_h, dtype_up))
     dh, dup = (dhs[0], dups[0]) if len(widths) == 1 else (torch.cat(dhs, dim=1), torch.cat(dups))
     return dh.view(h.shape), dup
 

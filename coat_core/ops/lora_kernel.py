@@ -23,7 +23,8 @@ from torch import Tensor
 from coat_core.ops import lora as operators
 from coat_core.ops.device import with_row_stride
 from coat_core.ops.dispatch import launcher
-from coat_core.ops.launch import blocks, dot_operand, empty, empty_values, finished, launch, power_of_two
+from coat_core.ops.launch import dot_operand, empty, empty_values, finished, launch, power_of_two
+from coat_core.ops.packing import n_blocks
 
 ROWS = 64  # that a program multiplies at once
 STRETCHES = (512, 256, 128)  # columns of a program
@@ -162,7 +163,7 @@ def lora_up_gradients(a: Any) -> tuple[Tensor, Tensor]:
     dup = empty_values((n, rank), a.dtype_up, device)
     launch(
         _add_lora_parts_kernel,
-        (blocks(max(m, n) * rank, ELEMENTS), len(widths) + 1),
+        (n_blocks(max(m, n) * rank, ELEMENTS), len(widths) + 1),
         *(dh_parts, dup_parts, dh, dup),
         *(m, shares),
         WIDTHS=widths,
@@ -179,11 +180,11 @@ def _division(
     widths: tuple[int, ...], rows: int, rank: int, fitting: tuple[int, ...], programs: int
 ) -> tuple[int, int, int, int]:
     """Return columns of a stretch, stretches, shares of the rows, and tiles of ROWS rows in a share."""
-    divisions, tiles, n = [], blocks(rows, ROWS), sum(widths)
+    divisions, tiles, n = [], n_blocks(rows, ROWS), sum(widths)
     for block in fitting:
-        stretches = sum(blocks(width, block) for width in widths)
-        rounds = blocks(tiles, max(programs // stretches, 1))
-        shares = max(blocks(tiles, max(rounds, 1)), 1)
+        stretches = sum(n_blocks(width, block) for width in widths)
+        rounds = n_blocks(tiles, max(programs // stretches, 1))
+        shares = max(n_blocks(tiles, max(rounds, 1)), 1)
         moved = 2 * rows * n + 8 * rank * (stretches * rows + shares * n)  # of dy, and parts written and read
         divisions.append((moved * max(programs / (stretches * shares), 1.0), block, stretches, shares, rounds))
     return min(divisions)[1:]

@@ -61,8 +61,7 @@ def norm_modulate_quantize(
 
     Without a weight norm is LayerNorm, else RMSNorm. A shift of None is zero. eps is added to the variance or mean
     square. Returns n [B, S, D], in the dtype that scale and x, or scale and weight, promote to; its codes; their
-    scale; codes of x [B, S, D]; their scale [B, S, ceil(D/G)]. Raises ValueError for an unknown format, granularity
-    or group size.
+    scale; codes of x [B, S, D]; their scale [B, S, ceil(D/G)].
 
     Numerics: on a CPU bit-equal to diffusers' AdaLayerNormZero, or to its RMSNorm times 1 + scale.
     Source: FLUX's adaLN-Zero, diffusers models/normalization.py; Z-Image's, its transformer_z_image.py; saved codes:

@@ -32,7 +32,8 @@ from coat_core.ops.device import (
     with_row_stride,
 )
 from coat_core.ops.dispatch import launcher
-from coat_core.ops.launch import blocks, empty, empty_values, finished, launch
+from coat_core.ops.launch import empty, empty_values, finished, launch
+from coat_core.ops.packing import n_blocks
 
 
 @triton.jit
@@ -180,7 +181,7 @@ def _modulated(a: Any, x_scale: Tensor | None, dtype: torch.dtype, codes: RowCod
     n = empty_values(tuple(x.shape), n_dtype, x.device)
     launch(
         _norm_modulate_fwd_kernel,
-        (blocks(rows, constants["R"]),),
+        (n_blocks(rows, constants["R"]),),
         *(x, x_scale, scale, shift, weight),
         *(n, codes.codes, codes.scale, saved.codes, saved.scale),
         *(per_row, scale_stride, shift_stride, rows, s, d, a.eps),

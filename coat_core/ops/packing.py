@@ -51,7 +51,10 @@ class Chunk:
 
     def cut(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return the pieces of flat tensors, as views."""
-        return [tensors[index][start:stop] for index, start, stop in self.pieces]
+        views = []
+        for index, start, stop in self.pieces:
+            views.append(tensors[index][start:stop])
+        return views
 
     def gather(self, tensors: list[Tensor]) -> Tensor:
         """Copy the pieces of flat tensors into a new fp32 buffer, zeros in the padding."""
@@ -66,8 +69,10 @@ class Chunk:
 
     def per_block(self, table: Tensor) -> Tensor:
         """Return for each block the row of its tensor in a table."""
-        counts = zip(self.pieces, self.blocks, strict=True)
-        return torch.cat([table[index].expand(blocks, -1) for (index, _, _), blocks in counts])
+        rows = []
+        for (index, _, _), blocks in zip(self.pieces, self.blocks, strict=True):
+            rows.append(table[index].expand(blocks, -1))
+        return torch.cat(rows)
 
 
 @functools.lru_cache(maxsize=32)  # a step asks for the same chunks as the one before

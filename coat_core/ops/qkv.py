@@ -10,7 +10,6 @@ sin [S, d], or [B, S, d] where images have their own, each rotary angle repeated
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,14 +20,6 @@ from coat_core.casts import Cast, declares
 from coat_core.ops.codes import saved_cast_of, saved_codes_of, values_of, with_adapter
 from coat_core.ops.dispatch import operator
 from coat_core.ops.gelu import mlp_activation_backward
-
-
-def complete_qkv(y: Tensor, h: Tensor | None, ups: Tensor | None) -> Tensor:
-    """Return a stream's [q|k|v] with its adapters."""
-    if h is None or ups is None:
-        return y
-    parts = zip(y.chunk(3, dim=-1), h.chunk(3, dim=-1), ups.chunk(3), strict=True)
-    return torch.cat([with_adapter(*part) for part in parts], dim=-1)
 
 
 def _turned(x: Tensor) -> Tensor:
@@ -55,13 +46,6 @@ def norm_and_rotate_backward(grad: Tensor, x: Tensor, weight: Tensor, cos: Tenso
     return rstd * (weighted - z * (weighted * z).mean(-1, keepdim=True))
 
 
-def _spans(ys: list[Tensor]) -> Iterator[slice]:
-    start = 0
-    for y in ys:
-        yield slice(start, start + y.shape[1])
-        start += y.shape[1]
-
-
 @operator("coat::qkv_rope")
 def qkv_rope(
     ys: list[Tensor],
@@ -84,33 +68,36 @@ def qkv_rope(
     y_scales fp32 [B, S_i, ceil(3·H·d / G)]; hs [B, S_i, 3·r] and ups [3·H·d, r], empty without adapters, and for
     codes; norm_q's and norm_k's weights [d]. cos, sin: fp32 [S, d] or [B, S, d], of the tokens of all streams.
     Returns q, k, v [B, S, H, d] of `dtype`; then, unless the format is "none", for each stream the codes and scale of
-    the complete [q|k|v] before the norm. Raises ValueError for an unknown format or group size.
+    the complete [q|k|v] before the norm.
 
     Numerics: on a CPU bit-equal to addmm, torch.nn.RMSNorm and diffusers' apply_rotary_emb in sequence.
     Source: diffusers' transformer_flux.py (QK norm, rotary embedding); saved codes: arXiv 2410.19313, section 5.
     """
-    parts: tuple[list[Tensor], ...] = ([], [], [])
+    qkv: tuple[list[Tensor], ...] = ([], [], [])
     saved: list[Tensor] = []
-    for i, span in enumerate(_spans(ys)):
-        y = values_of(ys[i], y_scales[i] if y_scales else None, group_size, dtype)
-        y = complete_qkv(y, hs[i], ups[i]) if hs else y
+    start = 0
+    for i, y in enumerate(ys):
+        tokens = slice(start, start + y.shape[1])
+        start = tokens.stop
+        angles = (cos[..., tokens, :], sin[..., tokens, :])
+        y = values_of(y, y_scales[i] if y_scales else None, group_size, dtype)
+        y = with_adapter(y, hs[i], ups[i]) if hs else y
         if saved_format != "none":
             saved += saved_codes_of(y, saved_format, group_size)
         q, k, v = y.unflatten(-1, (3, -1, weights[0].shape[0])).unbind(2)
-        parts[0].append(norm_and_rotate(q, weights[2 * i], cos[..., span, :], sin[..., span, :], eps))
-        parts[1].append(norm_and_rotate(k, weights[2 * i + 1], cos[..., span, :], sin[..., span, :], eps))
-        parts[2].append(v)
-    return [*(torch.cat(part, dim=1) for part in parts), *saved]
+        qkv[0].append(norm_and_rotate(q, weights[2 * i], *angles, eps))
+        qkv[1].append(norm_and_rotate(k, weights[2 * i + 1], *angles, eps))
+        qkv[2].append(v)
+    return [torch.cat(qkv[0], dim=1), torch.cat(qkv[1], dim=1), torch.cat(qkv[2], dim=1), *saved]
 
 
 @declares(qkv_rope)
 def _(out: Any, a: Any) -> tuple[Cast, ...]:
-    if a.saved_format == "none":
-        return ()
     casts: list[Cast] = []
-    for i, y in enumerate(a.ys):
-        y = complete_qkv(y, a.hs[i], a.ups[i]) if a.hs else y
-        casts += saved_cast_of(y, (out[3 + 2 * i], out[4 + 2 * i]), a.group_size)
+    if a.saved_format != "none":
+        for i, y in enumerate(a.ys):
+            y = with_adapter(y, a.hs[i], a.ups[i]) if a.hs else y
+            casts += saved_cast_of(y, (out[3 + 2 * i], out[4 + 2 * i]), a.group_size)
     return tuple(casts)
 
 
@@ -132,14 +119,18 @@ def qkv_rope_backward(
 
     grads are of q, k, v [B, S, H, d]; ys the complete [q|k|v], values or codes with y_scales.
     """
+    grad_q, grad_k, grad_v = grads
     results = []
-    for i, span in enumerate(_spans(ys)):
-        y = values_of(ys[i], y_scales[i] if y_scales else None, group_size, dtype)
-        dq, dk, dv = (grad[:, span] for grad in grads)
+    start = 0
+    for i, y in enumerate(ys):
+        tokens = slice(start, start + y.shape[1])
+        start = tokens.stop
+        angles = (cos[..., tokens, :], sin[..., tokens, :])
+        y = values_of(y, y_scales[i] if y_scales else None, group_size, dtype)
         q, k, _ = y.unflatten(-1, (3, -1, weights[0].shape[0])).unbind(2)
-        dq = norm_and_rotate_backward(dq, q, weights[2 * i], cos[..., span, :], sin[..., span, :], eps)
-        dk = norm_and_rotate_backward(dk, k, weights[2 * i + 1], cos[..., span, :], sin[..., span, :], eps)
-        results.append(torch.stack([part.to(dtype) for part in (dq, dk, dv)], dim=2).flatten(2))
+        dq = norm_and_rotate_backward(grad_q[:, tokens], q, weights[2 * i], *angles, eps).to(dtype)
+        dk = norm_and_rotate_backward(grad_k[:, tokens], k, weights[2 * i + 1], *angles, eps).to(dtype)
+        results.append(torch.stack([dq, dk, grad_v[:, tokens].to(dtype)], dim=2).flatten(2))
     return results
 
 

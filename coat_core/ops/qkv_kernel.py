@@ -31,7 +31,8 @@ from coat_core.ops.device import (
 )
 from coat_core.ops.dispatch import launcher
 from coat_core.ops.gelu_kernel import launch_mlp_backward
-from coat_core.ops.launch import blocks, empty_values, finished, launch, power_of_two
+from coat_core.ops.launch import empty_values, finished, launch, power_of_two
+from coat_core.ops.packing import n_blocks
 from coat_core.ops.quantize_kernel import quantize
 
 HEADS = 2  # so few that the programs of 1536 tokens fill a large GPU evenly
@@ -294,4 +295,4 @@ def _geometry(shape: tuple[int, ...], heads: int, d: int) -> tuple[tuple[int, in
     block = power_of_two(d)
     rows = LOW_RANK_ROWS
     options = {"HEADS": tile, "R": rows, "BLOCK": block, "num_warps": warps(2 * rows * block), "num_stages": 1}
-    return (shape[0] * blocks(shape[1], rows), blocks(heads, tile)), options
+    return (shape[0] * n_blocks(shape[1], rows), n_blocks(heads, tile)), options

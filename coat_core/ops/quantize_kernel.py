@@ -20,7 +20,7 @@ from torch import Tensor
 
 from coat_core import nvfp4
 from coat_core.formats import E4M3, get_format
-from coat_core.granularity import Granularity
+from coat_core.granularity import PER_ROW
 from coat_core.int8 import INT8_MAX, check_rotation
 from coat_core.ops import quantize as operators
 from coat_core.ops.device import (
@@ -44,7 +44,8 @@ from coat_core.ops.device import (
     with_row_stride,
 )
 from coat_core.ops.dispatch import launcher
-from coat_core.ops.launch import blocks, device_table, empty, empty_values, finished, launch
+from coat_core.ops.launch import device_table, empty, empty_values, finished, launch
+from coat_core.ops.packing import n_blocks
 
 GROUPS_ELEMENTS = 2048
 TILE = 64
@@ -95,20 +96,20 @@ def quantize(a: Any) -> tuple[Tensor, Tensor]:
     form = get_format(a.fmt)
     shape, k = tuple(x.shape), x.shape[-1]
     if a.granularity == "per_tensor":
-        rounds = blocks(blocks(x.numel(), SHARE_BLOCK), SHARES_MAX)
-        shares = blocks(x.numel(), rounds * SHARE_BLOCK)
+        rounds = n_blocks(n_blocks(x.numel(), SHARE_BLOCK), SHARES_MAX)
+        shares = n_blocks(x.numel(), rounds * SHARE_BLOCK)
         amax = empty((shares,), torch.float32, x.device)
         launch(_share_amax_fwd_kernel, (shares,), x, factors, amax, k, x.numel(), rounds, BLOCK=SHARE_BLOCK)
         return cast_by_amax(x, amax, a.fmt, factors)
     if a.granularity == "per_row":
         return quantize_rows(x, a.fmt, factors, None)
-    per_row = blocks(k, a.group_size)
+    per_row = n_blocks(k, a.group_size)
     groups, n = x.numel() // k * per_row, GROUPS_ELEMENTS // a.group_size
     codes = empty_values(shape, form.dtype, x.device)
-    scale = empty(Granularity(a.granularity, a.group_size).scale_shape(shape), torch.float32, x.device)
+    scale = empty((*shape[:-1], per_row), torch.float32, x.device)
     launch(
         _quantize_groups_fwd_kernel,
-        (blocks(groups, n),),
+        (n_blocks(groups, n),),
         *(x, factors, codes, scale, k, per_row, groups),
         FORMAT_MAX=form.max,
         G=a.group_size,
@@ -139,11 +140,11 @@ def dequantize(a: Any) -> Tensor:
     out = empty_values(tuple(codes.shape), a.dtype, codes.device)
     per_row, group = 0, 0
     if a.granularity == "per_group":
-        per_row, group = blocks(k, a.group_size), a.group_size
+        per_row, group = n_blocks(k, a.group_size), a.group_size
     elif a.granularity == "per_row":
         per_row = 1
     block = row_block(k)
-    grid = (codes.numel() // k, blocks(k, block))
+    grid = (codes.numel() // k, n_blocks(k, block))
     launch(_dequantize_fwd_kernel, grid, codes, scale, out, k, per_row, GROUP=group, BLOCK=block)
     return finished(out, a.dtype)
 
@@ -162,7 +163,7 @@ def transpose_codes(a: Any) -> Tensor:
     bits = a.codes.contiguous().view(torch.uint8)
     n, k = bits.shape
     out = empty((k, n), torch.uint8, bits.device)
-    launch(_transpose_codes_fwd_kernel, (blocks(n, TILE), blocks(k, TILE)), bits, out, n, k, TILE=TILE)
+    launch(_transpose_codes_fwd_kernel, (n_blocks(n, TILE), n_blocks(k, TILE)), bits, out, n, k, TILE=TILE)
     return out.view(a.codes.dtype)
 
 
@@ -208,7 +209,7 @@ def quantize_and_save(a: Any) -> tuple[Tensor, ...]:
     rows = x.numel() // k
     launch(
         _quantize_and_save_fwd_kernel,
-        (blocks(rows, constants["R"]),),
+        (n_blocks(rows, constants["R"]),),
         *(by_image, codes.codes, codes.scale, saved.codes, saved.scale),
         *(by_image.stride(0), by_image.stride(1), rows, by_image.shape[1], k),
         FORMAT_MAX=codes.format_max,
@@ -280,7 +281,7 @@ def rotate(a: Any) -> Tensor:
     x, width = a.x.contiguous(), a.x.shape[-1]
     y = empty_values(tuple(x.shape), x.dtype, x.device)
     block = row_block(width)
-    grid = (x.numel() // width, blocks(width, block))
+    grid = (x.numel() // width, n_blocks(width, block))
     launch(_rotate_fwd_kernel, grid, x, y, width, STAGES=(a.size.bit_length() - 1) // 2, BLOCK=block)
     return finished(y, x.dtype)
 
@@ -327,7 +328,7 @@ def decode_nvfp4(a: Any) -> Tensor:
     out = empty((k, n) if a.transposed else (n, k), torch.uint8, device)
     launch(
         _decode_nvfp4_fwd_kernel,
-        (blocks(n, ROWS), blocks(k, BLOCKS * nvfp4.BLOCK)),
+        (n_blocks(n, ROWS), n_blocks(k, BLOCKS * nvfp4.BLOCK)),
         *(codes, block_scales, words, out, n, k),
         TRANSPOSED=a.transposed,
         ROWS=ROWS,
@@ -340,6 +341,6 @@ def agrees_with_reference(device: torch.device) -> bool:
     from coat_core.quantize import quantize as reference
 
     x = torch.linspace(-3.0, 3.0, 300, dtype=torch.float32, device="cpu").exp().view(3, 100)  # whatever the defaults
-    expected = reference(x, E4M3, Granularity("per_row"))
+    expected = reference(x, E4M3, PER_ROW)
     codes, scale = (tensor.cpu() for tensor in quantize(x.to(device), E4M3.name, "per_row", 128, None))
     return torch.equal(codes.view(torch.uint8), expected.codes.view(torch.uint8)) and torch.equal(scale, expected.scale)

@@ -166,21 +166,10 @@ def _by_cublas(a: Any) -> Tensor:
 
 @functools.cache
 def unsupported_reason(device: torch.device, a_dtype: torch.dtype, b_dtype: torch.dtype, row_wise: bool) -> str | None:
-    """Return why this device, CUDA and torch cannot multiply these FP8 dtypes, or None; found by one product."""
-    return _why_refused(scaled_mm, device, a_dtype, b_dtype, row_wise)
-
-
-@functools.cache
-def int8_unsupported_reason(device: torch.device) -> str | None:
-    """Return why this device cannot multiply INT8, or None; found by one product."""
-    return _why_refused(int8_mm, device, torch.int8, torch.int8, True)
-
-
-def _why_refused(
-    gemm: Callable[..., Tensor], device: torch.device, a_dtype: torch.dtype, b_dtype: torch.dtype, row_wise: bool
-) -> str | None:
+    """Return why this device, CUDA and torch cannot multiply codes of these dtypes, or None; found by one product."""
     if device.type == "cpu":
         return None
+    gemm: Callable[..., Tensor] = int8_mm if a_dtype == torch.int8 else scaled_mm
     try:
         a, b = (torch.zeros(ALIGNMENT, ALIGNMENT, device=device).to(dtype) for dtype in (a_dtype, b_dtype))
         scale = torch.ones(ALIGNMENT, 1, device=device) if row_wise else torch.ones((), device=device)
@@ -190,3 +179,9 @@ def _why_refused(
     except (RuntimeError, ValueError, TypeError) as error:  # NotImplementedError is a RuntimeError; mps: TypeError
         return f"{device.type}: {str(error).splitlines()[0]}"
     return None
+
+
+@functools.cache
+def int8_unsupported_reason(device: torch.device) -> str | None:
+    """Return why this device cannot multiply INT8, or None; found by one product."""
+    return unsupported_reason(device, torch.int8, torch.int8, True)

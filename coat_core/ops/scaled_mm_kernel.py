@@ -19,7 +19,8 @@ from coat_core.autograd import without_autocast
 from coat_core.ops import scaled_mm as operators
 from coat_core.ops.device import as_values
 from coat_core.ops.dispatch import launcher
-from coat_core.ops.launch import blocks, empty_values, finished, launch
+from coat_core.ops.launch import empty_values, finished, launch
+from coat_core.ops.packing import n_blocks
 from coat_core.ops.quantize_kernel import dequantize
 
 FEW_ROWS, FEW_ROWS_N, FEW_ROWS_K = 16, 32, 128  # of a tile of few rows: M, N and K
@@ -86,11 +87,11 @@ def int8_mm(a: Any) -> Tensor:
     right = operators.rows_in_one_piece(a.b)
     (m, k), n = left.shape, len(right)
     y = empty_values((m, n), a.out_dtype, left.device)
-    is_wide = blocks(m, WIDE[0]) * blocks(n, WIDE[1]) >= PROGRAMS
+    is_wide = n_blocks(m, WIDE[0]) * n_blocks(n, WIDE[1]) >= PROGRAMS
     block_m, block_n, block_k, num_warps, num_stages = WIDE if is_wide else NARROW
     launch(
         _int8_mm_fwd_kernel,
-        (blocks(m, block_m) * blocks(n, block_n),),
+        (n_blocks(m, block_m) * n_blocks(n, block_n),),
         *(left, a.a_scale.contiguous(), right, a.b_scale.contiguous(), a.bias, y),
         *(m, n, k, a.b_scale.ndim // 2),
         BLOCK_M=block_m,
@@ -152,7 +153,7 @@ def weight_only_linear(a: Any) -> Tensor:
     y = empty_values((m, n), dtype, a.x.device)
     launch(
         _weight_only_linear_fwd_kernel,
-        (blocks(n, FEW_ROWS_N),),
+        (n_blocks(n, FEW_ROWS_N),),
         *(rows, a.codes.contiguous(), a.scale, a.bias, y),
         *(m, n, k, a.scale.ndim // 2),
         ROWS=FEW_ROWS,

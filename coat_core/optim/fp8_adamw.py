@@ -14,7 +14,6 @@ from torch import Tensor
 
 from coat_core.config import FP8QuantizationConfig
 from coat_core.ops.adamw import Hyper, fp8_adamw_step, hyper_of_step, hyper_table
-from coat_core.optim.offload import Staging
 from coat_core.optim.packing import DeviceState, PackedState
 from coat_core.optim.state import Storage, check_groups, saved_states, storages, write_state
 
@@ -237,19 +236,16 @@ class FP8AdamW(torch.optim.Optimizer):
         for call in packed.calls(indices, table=table, draws=draws, param_draws=param_draws):
             fp8_adamw_step(**call, hyper=hyper, expansion=self.fp8_config.expansion, maximize=group["maximize"])
 
-    def _stagings(self) -> list[Staging]:
-        devices = () if self._packed is None else self._packed.devices
-        return [packed.staging for packed in devices if packed.staging is not None]
-
     def synchronize(self) -> None:
         """Wait for the last step's copies of moments to CPU memory (`offload`)."""
-        for staging in self._stagings():
+        for staging in () if self._packed is None else self._packed.stagings:
             staging.synchronize()
 
     @property
     def staging(self) -> list[Tensor]:
         """Buffers on the parameters' device that offloaded moments pass through; empty without `offload`."""
-        return [tensor for staging in self._stagings() for tensor in staging.tensors]
+        stagings = () if self._packed is None else self._packed.stagings
+        return [tensor for staging in stagings for tensor in staging.tensors]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as torch.optim does; the tensors are those of the optimizer."""

@@ -72,9 +72,13 @@ class DeviceState:
 
         `tables` have a row for each parameter; those of draws are int32.
         """
-        params = [self.params[index] for index in indices]
-        grads: list[Any] = [param.grad for param in params]
-        first_blocks = [self.first_blocks[index] for index in indices]
+        params: list[Tensor] = []
+        grads: list[Any] = []
+        first_blocks: list[int] = []
+        for index in indices:
+            params.append(self.params[index])
+            grads.append(self.params[index].grad)
+            first_blocks.append(self.first_blocks[index])
         if self.staging is None:
             yield {"params": params, "grads": grads, "first_blocks": first_blocks, **self.moments, **tables}
             return
@@ -141,6 +145,7 @@ class PackedState:
                     views[key].copy_(values)
                 entry.clear()
                 entry.update(views)
+        self.stagings = [packed.staging for packed in self.devices if packed.staging is not None]
         self._key = _key_of(state)
 
     def number(self, seed: int, places: dict[int, tuple[int, int]], moments: bool, parameters: bool) -> None:

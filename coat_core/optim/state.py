@@ -187,14 +187,12 @@ def _storages_in_file(
     for key in ("step", *MOMENTS):
         if key not in saved:
             raise ValueError(f"{where}['{key}'] is missing: not a file of FP8AdamW or AdamW")
-    if torch.as_tensor(saved["step"]).numel() != 1:
-        raise ValueError(f"{where}['step']={saved['step']!r}: must be one number")
     storages: dict[str, Storage] = {}
     per_block: dict[str, int] = {}  # of each expected entry of numbers how many
     for name, choices in zip(MOMENTS, (M1_FORMATS, M2_FORMATS), strict=True):
         formats = {fmt.dtype: fmt for fmt in choices.values()}
         tensor = saved[name]
-        dtype = tensor.dtype if isinstance(tensor, Tensor) else type(tensor)
+        dtype = tensor.dtype
         if dtype in UNQUANTIZED_DTYPES:
             storages[name] = Storage(None, 16, None)  # can be read in blocks of any size
         elif dtype not in formats:

@@ -47,12 +47,9 @@ FUNCTIONS = {
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize("autocast", [False, True])
-def test_is_refused_at_once(name: str, autocast: bool) -> None:
+def test_is_refused_at_once(name: str) -> None:
     function, x = FUNCTIONS[name](), torch.randn(8, D, requires_grad=True)
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        y = function(x * 1)
-    loss = y.float().square().sum()
+    loss = function(x * 1).square().sum()
     with pytest.raises(RuntimeError, match=REFUSAL):
         torch.autograd.grad(loss, x, create_graph=True, retain_graph=True)
     with pytest.raises(RuntimeError, match=REFUSAL):
@@ -92,14 +89,8 @@ def test_what_stays_exact_is_differentiated_twice(exact: str) -> None:
     assert found[0].abs().max() > 0
 
 
-def test_looking_at_a_saved_tensor_is_no_backward_pass() -> None:
-    y = packed(torch.randn(8, D, requires_grad=True) * 1)
-    assert y.grad_fn._saved_other.shape == (8, D)
-
-
-@pytest.mark.parametrize(("flow", "checkpointing"), [("fused", "none"), ("generic", "none"), ("generic", "all")])
-def test_flux_refuses(flow: str, checkpointing: str) -> None:
-    model, _, _ = coat_flux_model({"activation": {"flow": flow}, "memory": {"checkpointing": checkpointing}})
+def test_flux_refuses() -> None:
+    model, _, _ = coat_flux_model({"memory": {"checkpointing": "none"}})
     weights = [p for p in model.parameters() if p.requires_grad]
     with pytest.raises(RuntimeError, match=REFUSAL):
         torch.autograd.grad(loss_of(predict(model)), weights, create_graph=True)

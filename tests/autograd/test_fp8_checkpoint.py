@@ -48,9 +48,9 @@ def keepers(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref]:
     return made
 
 
-@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
-@pytest.mark.parametrize("granularity", [per_group(32), PER_TENSOR], ids=str)
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(
+    ("fmt", "granularity", "autocast"), [("e4m3", per_group(32), True), ("e5m2", PER_TENSOR, False)], ids=str
+)
 def test_forward_is_exact_and_gradients_are_near(device, fmt, granularity, autocast) -> None:
     block, x = Block().to(device), torch.randn(2, T, D, device=device, requires_grad=True)
     with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
@@ -107,31 +107,6 @@ def test_lora_dropout_draws_the_same_mask(options: dict, autocast: bool) -> None
             assert_sqnr(value, found[name], CHECKPOINT_GRADIENT_FLOOR_DB["e4m3"])
 
 
-def test_each_call_draws_its_own_mask_and_the_generator_is_left_where_it_was() -> None:
-    x, outputs = torch.ones(64, D, requires_grad=True), []  # ones are exact in FP8
-    for _ in range(2):
-        outputs.append(fp8_checkpoint(lambda t: nn.functional.dropout(t, 0.5), x, **SMALL))
-    assert not torch.equal(outputs[0], outputs[1])
-    assert 0.3 < (outputs[0] == 0).float().mean() < 0.7
-    torch.manual_seed(11)
-    state = torch.get_rng_state()
-    for y in reversed(outputs):
-        assert_bitwise(torch.autograd.grad(y, x, torch.ones_like(y))[0], y.detach())
-    assert_bitwise(torch.get_rng_state(), state)
-
-
-@pytest.mark.parametrize("forward", [True, False])
-def test_autocast_is_that_of_the_forward_pass(forward: bool) -> None:
-    block, x, seen = Block(), torch.randn(2, T, D, requires_grad=True), []
-    block.up.register_forward_hook(lambda module, args, out: seen.append((out.dtype, out.requires_grad)))
-    with torch.autocast("cpu", torch.bfloat16, enabled=forward):
-        y = fp8_checkpoint(block, x, **SMALL)
-    with torch.autocast("cpu", torch.bfloat16, enabled=not forward):
-        y.sum().backward()
-    assert seen == [(torch.bfloat16 if forward else torch.float32, True)] * 2
-    assert x.grad.dtype == torch.float32
-
-
 # -- what is kept -----------------------------------------------------------------------------------------------------
 
 
@@ -160,22 +135,6 @@ def test_a_graph_dropped_without_backward_is_freed(keepers: list[weakref.ref]) -
     del y
     gc.collect()
     assert keepers[0]() is None
-
-
-def test_an_exception_in_the_block_keeps_nothing() -> None:
-    refs = []
-
-    def fails(x: Tensor) -> None:
-        refs.append(weakref.ref(x.untyped_storage()))
-        raise ZeroDivisionError
-
-    x = torch.randn(8, D, requires_grad=True)
-    with pytest.raises(ZeroDivisionError):
-        fp8_checkpoint(fails, x * 1, **SMALL)
-    gc.collect()
-    assert [ref() for ref in refs] == [None]
-    (dx,) = torch.autograd.grad((x * x).sum(), x)  # no hooks are left
-    assert_bitwise(dx, 2 * x.detach())
 
 
 def test_constants_stay_as_they_are() -> None:
@@ -227,23 +186,6 @@ def test_a_change_of_the_input_in_place_after_the_block_is_not_seen() -> None:
     y.sum().backward()
     x_hat = in_fp8(x).sigmoid()
     torch.testing.assert_close(x.grad, x_hat * (1 - x_hat))
-
-
-def test_tuples_in_and_out() -> None:
-    """As FLUX's double block: two streams in, two out."""
-    first, second = Block(), Block()
-
-    def block(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        return first(a), second(b + a.mean(1, keepdim=True))
-
-    streams = [torch.randn(2, T, D, requires_grad=True) for _ in range(2)]
-    exact, ours = block(*streams), fp8_checkpoint(block, *streams, **SMALL)
-    grads = [torch.randn_like(x) for x in streams]
-    for expected, y in zip(exact, ours, strict=True):
-        assert_bitwise(y, expected)
-    pairs = zip(*(torch.autograd.grad(outputs, streams, grads) for outputs in (exact, ours)), strict=True)
-    for expected, gradient in pairs:
-        assert_sqnr(expected, gradient, CHECKPOINT_GRADIENT_FLOOR_DB["e4m3"])
 
 
 # -- inside other contexts --------------------------------------------------------------------------------------------

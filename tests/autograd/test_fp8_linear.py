@@ -98,7 +98,7 @@ def test_scales_that_a_caller_keeps_change_nothing(weight_granularity: str) -> N
     assert_bitwise(dgrad(dy, stored, config, True, unit=kept[1]), dgrad(dy, stored, config, True))
 
 
-@pytest.mark.parametrize("lead", [(), (1,), (17,), (2, 5), (2, 3, 4)], ids=str)
+@pytest.mark.parametrize("lead", [(), (1,), (17,), (2, 3, 4)], ids=str)
 @pytest.mark.parametrize("granularity", ["per_tensor", "per_row"])
 def test_leading_shapes_are_rows(device: torch.device, lead: tuple[int, ...], granularity: str) -> None:
     config = FP8LinearConfig(input_granularity=granularity, grad_format="bf16")
@@ -238,18 +238,3 @@ def test_inference_mode() -> None:
         x.mul_(2)
         assert_bitwise(layer(x), 2 * first)
         assert_bitwise(layer(outside), first)
-
-
-@pytest.mark.parametrize("use_fp8_gemm", [True, False])
-def test_nan_and_zeros(use_fp8_gemm: bool) -> None:
-    _, weight, bias, _ = tensors()
-    layer = layer_of(weight, bias, FP8LinearConfig(use_fp8_gemm=use_fp8_gemm))
-    x = torch.randn(3, K)
-    x[1, 2] = torch.nan
-    y = layer(x)
-    assert y.isnan().sum() == N
-    assert y[1].isnan().all()
-    zeros = torch.zeros(3, K, requires_grad=True)
-    assert_bitwise(layer(zeros).detach(), bias.expand(3, -1))
-    layer(zeros).backward(torch.zeros(3, N))
-    assert_bitwise(zeros.grad, torch.zeros(3, K))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -74,17 +72,6 @@ def test_to_meta_and_empty(granularity: str) -> None:
     twin = make(input_granularity=granularity)
     twin.load_state_dict(expected)
     assert_bitwise(layer(x), twin(x))
-
-
-@pytest.mark.parametrize("rows", ["per_tensor", "per_row"])
-def test_state_dict_round_trip(rows: str) -> None:
-    layer, twin = make(weight_granularity=rows), make(weight_granularity=rows)
-    file = io.BytesIO()
-    torch.save(layer.state_dict(), file)
-    file.seek(0)
-    twin.load_state_dict(torch.load(file, weights_only=True))
-    x = torch.randn(3, K)
-    assert_bitwise(twin(x), layer(x))
 
 
 def test_state_of_another_format_is_refused_by_name() -> None:

@@ -39,9 +39,10 @@ def make(dtype: torch.dtype = torch.float32, **config: object) -> FP8TrainableLi
     return FP8TrainableLinear.from_linear(nn.Linear(K, N, dtype=dtype), FP8LinearConfig(**config))
 
 
-@pytest.mark.parametrize("input_format", ["e4m3", "e5m2"])
-@pytest.mark.parametrize("granularity", ["per_tensor", "per_row"])
-@pytest.mark.parametrize("rows", ["per_tensor", "per_row"])
+@pytest.mark.parametrize(
+    ("input_format", "granularity", "rows"),
+    [("e4m3", "per_row", "per_tensor"), ("e4m3", "per_tensor", "per_row"), ("e5m2", "per_row", "per_row")],
+)
 def test_gradients(input_format: str, granularity: str, rows: str) -> None:
     layer = make(input_format=input_format, input_granularity=granularity, weight_granularity=rows)
     frozen = FP8Linear.from_linear(copy.deepcopy(layer).to_linear(), layer.config)
@@ -133,15 +134,14 @@ CHANGES: dict[str, Callable[[FP8TrainableLinear], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_cast_again_after_every_change(casts: list[Tensor], dtype: torch.dtype, change: str) -> None:
-    layer = make(dtype, cache_weight=True)
+def test_cast_again_after_every_change(casts: list[Tensor], change: str) -> None:
+    layer = make(torch.bfloat16, cache_weight=True)
     micro_batches(layer)
     CHANGES[change](layer)
-    x = torch.randn(8, K, dtype=dtype)
+    x = torch.randn(8, K, dtype=torch.bfloat16)
     y = layer(x)
     assert len(casts) == 2
-    fresh = make(dtype)
+    fresh = make(torch.bfloat16)
     fresh.load_state_dict(layer.state_dict())
     assert_bitwise(y.detach(), fresh(x).detach())
 
@@ -191,14 +191,6 @@ def test_compiled_whole_it_casts_the_weight_it_has() -> None:
             layer.weight.mul_(1.5)
 
 
-def test_a_recorded_graph_casts_for_itself(casts: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = make(cache_weight=True)
-    micro_batches(layer, steps=1)
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    micro_batches(layer, steps=1)
-    assert len(casts) == 3
-
-
 # -- wgrad in FP8 ----------------------------------------------------------------------------------------------------
 
 
@@ -210,9 +202,10 @@ def spread(rows: int, columns: int, across: str, seed: int) -> Tensor:
     return x if sizes is None else x * torch.exp(2 * torch.randn(*sizes, generator=generator))
 
 
-@pytest.mark.parametrize("across", ["nothing", "tokens", "features"])
-@pytest.mark.parametrize("granularity", ["per_tensor", "per_row"])
-@pytest.mark.parametrize("wgrad_format", ["e4m3", "e5m2"])
+@pytest.mark.parametrize(
+    ("wgrad_format", "granularity", "across"),
+    [("e4m3", "per_row", "tokens"), ("e4m3", "per_tensor", "features"), ("e5m2", "per_row", "features")],
+)
 def test_wgrad_in_fp8_adds_the_rounding_of_dy(wgrad_format: str, granularity: str, across: str) -> None:
     config = FP8LinearConfig(wgrad_format=wgrad_format, input_granularity=granularity)
     x = quantize(spread(509, K, across, 0), "e4m3", Granularity(granularity))  # not a multiple of 16 tokens

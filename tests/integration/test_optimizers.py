@@ -21,7 +21,6 @@ from coat_flux.config import job_sections
 from coat_flux.config.check import check_job_dict
 from coat_flux.config.coat import COATConfig
 from coat_flux.config.findings import ConfigError
-from coat_flux.config.job import JobConfig
 from coat_flux.plan.job import JobFacts
 from coat_flux.plan.predict import optimizer_bytes
 from coat_flux.saves.errors import ResumeError
@@ -150,16 +149,6 @@ def test_wrong_parameters(place: dict[str, Path], optimizer: str, params: dict[s
     need(optimizer)
     found = check_job_dict(job("wrong", place, optimizer, optimizer_params=params, lr=1e-3))
     assert said in next(item.line() for item in found if item.severity == "error")
-
-
-def test_low_lr_of_prodigy_and_names_of_ai_toolkit(place: dict[str, Path]) -> None:
-    _, findings = JobConfig.examine(job("low", place, "prodigy"))
-    assert [item.key for item in findings.warnings] == ["config.process[0].train.lr"]
-    assert findings.warnings[0].line().endswith("it is 1 for prodigy where it is below 0.1; write 1.0")
-    _, findings = JobConfig.examine(job("other", place, "automagic"))
-    assert (
-        "train.optimizer='automagic': not supported by the stand-alone trainer; run this" in findings.errors[0].line()
-    )
 
 
 @pytest.mark.parametrize(("optimizer", "package"), [("prodigy", "prodigyopt"), ("lion", "lion-pytorch")])

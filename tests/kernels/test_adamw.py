@@ -155,16 +155,14 @@ LONG = [(5,), (40, 5), (), (5000,)]
 @pytest.mark.parametrize(
     "options",
     [
-        *({"formats": pair} for pair in (("e5m2", "e4m3"), ("e4m3", None), (None, "e5m2"), (None, None))),
-        *({"formats": pair, "expanded": False} for pair in (("e4m3", "e5m2"), ("e5m2", None), (None, "e4m3"))),
-        *({"formats": pair} for pair in (INTEGERS, ("int8_ratio", "e4m3"), ("int8_ratio", None))),
-        *({"formats": pair} for pair in (("e4m3", "uint8_log"), (None, "uint8_log"))),
+        *({"formats": pair} for pair in (("e5m2", "e4m3"), ("e4m3", None), (None, "e5m2"), INTEGERS)),
+        *({"formats": pair} for pair in (("int8_ratio", "e4m3"), ("int8_ratio", None), (None, "uint8_log"))),
         *({"block_size": size, "shapes": LONG} for size in (48, 4096)),
-        *({"block_size": size, "expanded": False, "shapes": LONG} for size in (16, 1008)),
-        *({"block_size": size, "formats": INTEGERS, "shapes": LONG} for size in (16, 4096)),
+        {"block_size": 16, "expanded": False, "shapes": LONG},
+        {"block_size": 4096, "formats": INTEGERS, "shapes": LONG},
         *({"dtype": dtype, "shapes": SHAPES} for dtype in (torch.bfloat16, torch.float16)),
         *({"expansion": ex} for ex in (PAPER_EXPANSION, ExpansionConfig(range_fraction=1.0, exponent_max=2.0))),
-        *({"maximize": True}, {"betas": (0.0, 0.0)}, {"betas": (0.4, 0.95)}),
+        *({"maximize": True}, {"betas": (0.4, 0.95)}),
         *({"drawn": True}, {"drawn": True, "formats": INTEGERS, "block_size": 48}),
         {"drawn": True, "formats": ("e4m3", "e5m2"), "expanded": False},
     ],
@@ -206,7 +204,7 @@ def _zeros_and_extremes(grads: list[Tensor]) -> None:
 @pytest.mark.parametrize(
     "stored",
     [
-        *({}, {"expanded": False, "steps": 1}, {"formats": INTEGERS}),
+        {"expanded": False, "steps": 1},
         *({"drawn": True, "steps": 1}, {"drawn": True, "formats": INTEGERS, "steps": 1}),
     ],
     ids=str,
@@ -288,11 +286,8 @@ def test_kernel_rounds_stochastically_without_bias(dtype: torch.dtype, device: t
     assert (found[1:] > low).double().sub((found[:-1] > low).double()).abs().sum() > n * share * (1 - share)
 
 
-@pytest.mark.parametrize(
-    ("formats", "expanded"), [(("e4m3", "e5m2"), True), (("e4m3", None), False), (INTEGERS, False)]
-)
-def test_operator_passes_opcheck_and_changes_what_it_says(formats: tuple[str, str | None], expanded: bool) -> None:
-    problem = Problem(torch.device("cpu"), formats, expanded=expanded, shapes=[(40,), (3, 50)])
+def test_operator_passes_opcheck_and_changes_what_it_says() -> None:
+    problem = Problem(torch.device("cpu"), ("e4m3", "e5m2"), shapes=[(40,), (3, 50)])
     hyper, draws = list(hyper_of_step(LR, 1, BETAS, EPS, DECAY)), torch.zeros((2, 3), dtype=torch.int32)
     m, v = problem.moments
     grads = problem.grads(2)
@@ -307,7 +302,7 @@ def test_operator_passes_opcheck_and_changes_what_it_says(formats: tuple[str, st
 def test_sizes_that_do_not_fit_are_refused() -> None:
     problem = Problem(torch.device("cpu"), shapes=[(40,), (130,)])
     grads = problem.grads(1)
-    with pytest.raises(ValueError, match=r"grads\[1\] of shape \(129,\): must have the shape \(130,\)"):
+    with pytest.raises(ValueError, match=r"grads\[1\] of shape \(129,\): must be \(130,\)"):
         problem.step(1, [grads[0], grads[1][:-1]], reference)
     problem.first_blocks = [0, 2]
     with pytest.raises(ValueError, match=r"exp_avg of 3 blocks: too few"):
@@ -315,19 +310,18 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("formats", [("e4m3", "e5m2"), INTEGERS, (None, None)])
-@pytest.mark.parametrize("by", ["kernel", "reference"])
-def test_a_row_of_nan_skips_its_tensor(formats: tuple[str | None, str | None], by: str, device: torch.device) -> None:
-    run = kernel if by == "kernel" else reference
+@pytest.mark.parametrize("formats", [("e4m3", "e5m2"), (None, None)])
+def test_a_row_of_nan_skips_its_tensor(formats: tuple[str | None, str | None], device: torch.device) -> None:
+    """The reference: tests/optim/test_capturable.py."""
     shapes = [(40,), (300,), (128, 3)]
     before, after = (Problem(device, formats, shapes=shapes) for _ in range(2))
-    before.step(1, before.grads(2), run)
+    before.step(1, before.grads(2), kernel)
     copy_state(before, after)
     table = hyper_table(LR, torch.tensor([2.0] * 3), BETAS, DECAY).to(device)
     table[1] = math.nan
     grads = after.grads(3)
     grads[1].fill_(math.inf)
-    after.step(2, grads, run, table=table)
+    after.step(2, grads, kernel, table=table)
     rows = slice(before.first_blocks[1], before.first_blocks[2])
     for mine, other in zip(after.moments, before.moments, strict=True):
         assert torch.equal(bits(mine.codes[rows]), bits(other.codes[rows]))
@@ -339,9 +333,8 @@ def test_a_row_of_nan_skips_its_tensor(formats: tuple[str | None, str | None], b
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("formats", [("e4m3", "e4m3"), ("int8_ratio", "uint8_log"), (None, None)])
 def test_tensors_one_by_one_have_the_bits_of_one_launch_and_equal_sizes_share_a_table(
-    formats: tuple[str | None, str | None], device: torch.device, monkeypatch: pytest.MonkeyPatch
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from coat_core.ops import adamw_kernel as kernels
     from coat_core.ops import launch as tables
@@ -352,7 +345,7 @@ def test_tensors_one_by_one_have_the_bits_of_one_launch_and_equal_sizes_share_a_
     monkeypatch.setattr(kernels, "launch", lambda *args, **kwargs: (launches.append(args[0]), launch(*args, **kwargs)))
     monkeypatch.setattr(kernels, "_programs", lambda *args: (made.append(args[0]), programs(*args))[1])
     monkeypatch.setattr(tables, "_uploaded", type(tables._uploaded)())
-    together, apart = (Problem(device, formats, shapes=[(40, 25), (300,), (40, 25), (25, 40)]) for _ in range(2))
+    together, apart = (Problem(device, INTEGERS, shapes=[(40, 25), (300,), (40, 25), (25, 40)]) for _ in range(2))
     for step in (1, 2):
         grads = together.grads(step)
         together.step(step, grads, kernel)

@@ -146,7 +146,7 @@ def test_kernel_has_the_references_bits(case: Any, device: torch.device) -> None
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize(
     ("rank", "shape"),
-    [(1, (2, 17, 48)), (4, (1, 7, 40)), (24, (3, 5, 130)), (64, (1, 4, 600)), (100, (2, 7, 48)), (256, (1, 7, 40))],
+    [(1, (2, 17, 48)), (24, (3, 5, 130)), (100, (1, 4, 300))],
 )
 @pytest.mark.parametrize("normed", NORMS)
 def test_kernel_completes_the_result(normed: bool, rank: int, shape: tuple[int, ...], device: torch.device) -> None:
@@ -211,18 +211,18 @@ def test_backward_kernel(normed: bool, case: Any, device: torch.device) -> None:
 @pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
 @pytest.mark.parametrize("normed", NORMS)
 def test_backward_kernel_reads_codes(normed: bool, granularity: Granularity, device: torch.device) -> None:
-    for shape, fmt, dtype in (((2, 7, 48), "e4m3", FP32), ((1, 4, 300), "e5m2", FP32 if normed else BF16)):
-        grad, gate, result = tensors(shape, dtype=dtype)
-        norm = (weight_of(result), EPS) if normed else ()
-        saved = (*quantize(result, fmt, granularity)[:2], granularity.group_size)
-        # the interpreter truncates the values to bf16
-        allowed = KERNEL_ROW_RTOL if dtype == FP32 else 2 * BF16_ULP_RTOL
-        assert_follows(gated_sum_backward, (grad, gate, *saved, dtype, "e5m2", "per_row", *norm), device, allowed)
+    dtype = FP32 if normed else BF16
+    grad, gate, result = tensors((1, 4, 300) if normed else SHAPE, dtype=dtype)
+    norm = (weight_of(result), EPS) if normed else ()
+    saved = (*quantize(result, "e5m2" if normed else "e4m3", granularity)[:2], granularity.group_size)
+    # the interpreter truncates the values to bf16
+    allowed = KERNEL_ROW_RTOL if normed else 2 * BF16_ULP_RTOL
+    assert_follows(gated_sum_backward, (grad, gate, *saved, dtype, "e5m2", "per_row", *norm), device, allowed)
 
 
 @pytest.mark.triton
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("programs", [1, 2, 5])
+@pytest.mark.parametrize("programs", [2, 5])
 @pytest.mark.parametrize("normed", NORMS)
 def test_each_program_takes_its_share_of_the_rows(
     normed: bool, programs: int, device: torch.device, monkeypatch: pytest.MonkeyPatch

@@ -225,14 +225,13 @@ def test_what_is_cast_is_declared(activation: str) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        *((activation, 0, SPECS[0], "dense", 0, 160, 16) for activation in ACTIVATIONS),
+        (GELU, 0, SPECS[0], "dense", 0, 160, 16),
         *((activation, 0, SPECS[1], "slice", 130, 512, 256) for activation in ACTIVATIONS),
         *((activation, 0, SPECS[2], "strided", 48, 160, 16) for activation in ACTIVATIONS),
-        *((activation, 0, SPECS[3], "slice", 48, 160, 16) for activation in ACTIVATIONS),
         (SWIGLU, 0, SPECS[4], "dense", 0, 160, 32),
-        *((GELU, rank, SPECS[1], "", 48, 160, 32) for rank in (1, 24, 72)),
+        *((GELU, rank, SPECS[1], "", 48, 160, 32) for rank in (1, 72)),
         (GELU, 4, SPECS[3], "", 48, 160, 32),
-        (SWIGLU, 128, SPECS[1], "", 48, 160, 32),
+        (SWIGLU, 24, SPECS[1], "", 48, 160, 32),
     ],
     ids=str,
 )
@@ -291,7 +290,7 @@ def test_kernels_match_the_reference_in_bf16() -> None:
 
 @pytest.mark.triton
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("group", [16, 128, 256, 0], ids=["1x16", "1x128", "wider than a row", "per tensor"])
+@pytest.mark.parametrize("group", [16, 256, 0], ids=["1x16", "wider than a row", "per tensor"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_kernels_read_codes(activation: str, group: int, device: torch.device) -> None:
     n = columns(128 if group == 256 else 256, activation)
@@ -315,9 +314,7 @@ def assert_stretches_close(found: Tensor, expected: Tensor, rtol: float = KERNEL
 
 @pytest.mark.triton
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize(
-    ("s", "f", "rank", "layout"), [(7, 200, 0, "strided"), (19, 100, 24, "slice"), (1, 600, 128, "dense")]
-)
+@pytest.mark.parametrize(("s", "f", "rank", "layout"), [(7, 200, 0, "strided"), (19, 100, 72, "slice")])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_backward_kernel(activation: str, s: int, f: int, rank: int, layout: str, device: torch.device) -> None:
     mlp, grad = 3 * rows((2, s, columns(f, activation)), layout), whole(2, s, f + 40)[..., 40:]
@@ -338,18 +335,14 @@ def test_backward_kernel(activation: str, s: int, f: int, rank: int, layout: str
 @pytest.mark.parametrize(
     "case",
     [
-        (0, 8, SPECS[1], 7, 48, 200, 16, FP32, GELU),
         (0, 8, SPECS[2], 2, 130, 1100, 256, FP32, GELU),  # several stretches
         (0, 8, SPECS[3], 33, 0, 130, 32, FP32, GELU),
-        (0, 8, SPECS[4], 7, 48, 130, 64, FP32, GELU),
         (1, 20, SPECS[1], 19, 48, 130, 32, FP32, GELU),
-        (24, 1, SPECS[1], 3, 48, 130, 32, FP32, GELU),
-        (72, 40, SPECS[1], 3, 48, 130, 32, FP32, GELU),
-        (4, 4, SPECS[3], 3, 1100, 130, 128, FP32, GELU),
+        (72, 1, SPECS[1], 3, 48, 130, 32, FP32, GELU),
+        (4, 4, SPECS[4], 3, 1100, 130, 128, FP32, GELU),
         (0, 4, SPECS[1], 3, 48, 1088, 64, FP32, SWIGLU),
         (24, 40, SPECS[1], 3, 48, 96, 16, FP32, SWIGLU),
         (4, 200, SPECS[1], 7, 48, 130, 16, BF16, GELU),
-        (0, 16, SPECS[1], 7, 48, 130, 16, FP16, GELU),
     ],
     ids=str,
 )
@@ -419,21 +412,13 @@ def assert_gradient(arguments: tuple[Any, ...], device: torch.device) -> None:
 
 @pytest.mark.triton
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("shares", [1, 3])
 @pytest.mark.parametrize(
-    "case",
-    [
-        (1, 48, 200, 0),
-        (24, 0, 70, 128),
-        (40, 70, 65, 16),
-        (16, 48, 130, 0, BF16, BF16),
-        (16, 48, 130, 64, BF16, FP32),
-        (16, 48, 130, 64, FP16, FP32),
-    ],
+    ("shares", "case"),
+    [(3, (1, 48, 200, 0)), (1, (24, 0, 70, 128)), (3, (40, 70, 65, 16)), (1, (16, 48, 130, 64, BF16, BF16))],
     ids=str,
 )
 def test_down_gradient_kernel(
-    case: tuple[Any, ...], shares: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    shares: int, case: tuple[Any, ...], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of ranks and groups, with the rows shared among so many programs."""
     kernels = pytest.importorskip("coat_core.ops.gelu_kernel")
@@ -454,15 +439,6 @@ def test_down_gradient_kernel_reads_codes_of_every_granularity(width: int, devic
     for granularity in (PER_ROW, PER_TENSOR):
         pair = quantize(by_row, "e5m2", granularity)[:2]
         assert_gradient((dh, *pair, *pair, 16, FP32, FP32), device)
-
-
-@pytest.mark.triton
-@pytest.mark.usefixtures("poisoned")
-def test_down_gradient_kernel_adds_the_parts_up(device: torch.device) -> None:
-    from coat_core.ops.gelu_kernel import _shared
-
-    assert _shared(194, 1, 4) == (3, 3)
-    assert_gradient(gradient_arguments(97, 1, 48, 130, 16), device)
 
 
 def test_shares_of_rows() -> None:

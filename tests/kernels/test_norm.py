@@ -183,17 +183,17 @@ def test_kernels_in_half_precision(norm: str, dtype: torch.dtype, other: torch.d
 @pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
 @pytest.mark.parametrize("norm", NORMS)
 def test_kernels_read_codes(norm: str, granularity: Granularity, device: torch.device) -> None:
-    for shape, fmt in (((2, 7, 48), "e4m3"), ((1, 4, 300), "e5m2")):
-        x = rows(shape)
-        scale, shift, weight = vectors(norm, x)
-        saved = (*quantize(x, fmt, granularity)[:2], granularity.group_size)
-        assert_follows(norm_modulate, (*saved, scale, shift, EPS, FP32, weight), device)
-        assert_follows(norm_modulate_backward, (torch.randn_like(x), *saved, scale, EPS, None, FP32, weight), device)
+    shape, fmt = ((2, 7, 48), "e4m3") if norm == "layer" else ((1, 4, 300), "e5m2")
+    x = rows(shape)
+    scale, shift, weight = vectors(norm, x)
+    saved = (*quantize(x, fmt, granularity)[:2], granularity.group_size)
+    assert_follows(norm_modulate, (*saved, scale, shift, EPS, FP32, weight), device)
+    assert_follows(norm_modulate_backward, (torch.randn_like(x), *saved, scale, EPS, None, FP32, weight), device)
 
 
 @pytest.mark.triton
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("programs", [1, 2, 5])
+@pytest.mark.parametrize("programs", [2, 5])
 def test_backward_shares_rows_among_programs(
     programs: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

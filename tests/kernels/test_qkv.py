@@ -88,7 +88,7 @@ def assert_all_saved(ys: list[Tensor], saved: list[Tensor], form: str, group: in
         assert_saved(y, codes, scale, form, group)
 
 
-@pytest.mark.parametrize("rank", [0, 1, 24])
+@pytest.mark.parametrize("rank", [0, 24])
 @pytest.mark.parametrize("lengths", [(7,), (3, 5)], ids=["one stream", "two"])
 @pytest.mark.parametrize("dtype", [BF16, FP32, FP16])
 def test_qkv_rope_has_the_bits_of_linear_norm_and_rotary(
@@ -177,9 +177,7 @@ def test_images_may_have_angles_of_their_own(by: Any, device: torch.device) -> N
     [
         (18, 3, 16, "e4m3", 16),
         (2, 2, 48, "e5m2", 16),
-        (2, 1, 64, "e4m3", 32),
         (2, 3, 24, "e5m2", 32),  # groups that reach over heads
-        (2, 1, 16, "e4m3", 128),
         (2, 1, 128, "e4m3", 128),
         (2, 1, 2, "e4m3", 16),
     ],
@@ -209,7 +207,7 @@ def test_qkv_rope_kernels_without_adapters(
 
 @pytest.mark.triton
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("rank", [1, 4, 24, 64, 72])
+@pytest.mark.parametrize("rank", [1, 24, 72])
 def test_qkv_rope_kernel_adds_the_adapters(rank: int, device: torch.device) -> None:
     x = streams((3, 5), 2, rank=rank, hard=False)
     q, k, v, *saved = moved(kernel_of(qkv_rope)(*moved(forward_arguments(x, "e4m3", 16), device)), "cpu")

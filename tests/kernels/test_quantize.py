@@ -26,8 +26,7 @@ with suppress(ImportError):  # without triton
     from coat_core.ops import quantize_kernel as kernels
 
 GRANULARITIES = [PER_TENSOR, PER_ROW, per_group(16), per_group(128), per_group(256)]
-SHAPES = [(5, 40), (2, 4, 300), (1, 4100), (1, 1)]
-KINDS = ["rows", "tiny", "not finite"]
+SHAPES = [(2, 4, 40), (1, 4100), (1, 1)]
 
 
 def values(kind: str, shape: tuple[int, ...]) -> Tensor:
@@ -56,8 +55,9 @@ def assert_quantized(x: Tensor, codes: Tensor, scale: Tensor, fmt: str, granular
 @pytest.mark.triton
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
-@pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "fmt"), [("rows", "e4m3"), ("rows", "e5m2"), ("tiny", "e4m3"), ("not finite", "e5m2")]
+)
 def test_quantize_kernel_has_the_references_bits(
     kind: str, fmt: str, granularity: Granularity, device: torch.device
 ) -> None:
@@ -69,11 +69,8 @@ def test_quantize_kernel_has_the_references_bits(
 
 @pytest.mark.triton
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_quantize_kernel_reads_half_precision_and_multiplies_columns_first(
-    dtype: torch.dtype, device: torch.device
-) -> None:
-    x, factors = torch.randn(5, 200, device=device).to(dtype), torch.rand(400, device=device)[::2]
+def test_quantize_kernel_reads_half_precision_and_multiplies_columns_first(device: torch.device) -> None:
+    x, factors = torch.randn(5, 200, device=device).bfloat16(), torch.rand(400, device=device)[::2]
     for granularity in GRANULARITIES:
         how = (granularity.name, granularity.group_size)
         assert_quantized(x, *kernels.quantize(x, "e4m3", *how, None), "e4m3", granularity)
@@ -94,16 +91,6 @@ def test_per_tensor_amax_covers_more_than_one_share_a_program(
         spiked[place] = -1000.0
         _, scale = kernels.quantize(spiked, "e4m3", "per_tensor", 128, None)
         assert scale.item() == pytest.approx(1000.0 / 448.0)
-
-
-@pytest.mark.triton
-@pytest.mark.usefixtures("poisoned")
-def test_cast_by_amax_is_per_tensor_quantization_from_rows(device: torch.device) -> None:
-    from coat_core.ops.device import cast_by_amax
-
-    x = torch.randn(37, 130, device=device)
-    codes, scale = cast_by_amax(x, x.abs().amax(1), "e5m2")
-    assert_quantized(x, codes, scale, "e5m2", PER_TENSOR)
 
 
 @pytest.mark.triton
@@ -160,14 +147,6 @@ def test_transpose_kernel(shape: tuple[int, int], device: torch.device) -> None:
     assert torch.equal(found.view(torch.uint8), codes.view(torch.uint8).t())
 
 
-def test_the_wrappers_are_the_reference_on_a_cpu() -> None:
-    x = torch.randn(3, 70, dtype=torch.bfloat16)
-    found, expected = ops.quantize(x, "e5m2", per_group(32)), quantize_reference(x, "e5m2", per_group(32))
-    assert_same_codes(found.codes, expected.codes)
-    assert_bitwise(found.scale, expected.scale)
-    assert_bitwise(ops.dequantize(*found[:2], per_group(32)), expected.dequantize())
-
-
 HOW = [(*spec, "e4m3", 16) for spec in SPECS] + [("e4m3", "per_row", "none", 128), ("none", "none", "e5m2", 128)]
 
 
@@ -207,9 +186,7 @@ def test_quantize_and_save_kernel(layout: str, how: tuple[str, str, str, int], d
 
 @pytest.mark.triton
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize(
-    ("shape", "size"), [((4, 64), 64), ((1, 4, 320), 64), ((1, 4096), 256), ((4, 16), 16), ((4, 6), 1)]
-)
+@pytest.mark.parametrize(("shape", "size"), [((1, 4, 320), 64), ((1, 4096), 256), ((4, 6), 1)])
 def test_int8_kernels_have_the_references_bits(shape: tuple[int, ...], size: int, device: torch.device) -> None:
     factors = torch.rand(shape[-1]) + 0.5
     for x in (values("tiny", shape), values("not finite", shape), rows(shape), rows(shape).bfloat16()):
@@ -226,7 +203,7 @@ def test_int8_kernels_have_the_references_bits(shape: tuple[int, ...], size: int
 @pytest.mark.triton
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize(("n", "k"), [(1, 16), (32, 144), (70, 272)])
+@pytest.mark.parametrize(("n", "k"), [(1, 16), (70, 272)])
 def test_nvfp4_kernel_is_the_reference(n: int, k: int, transposed: bool, device: torch.device) -> None:
     """No E4M3 number is NaN in a weight that was quantized."""
     codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=device)

@@ -66,10 +66,14 @@ def test_agrees_with_a_float64_product(
     assert_sqnr(expected, scaled_mm(a, a_scale, b, b_scale, None, torch.bfloat16), SCALED_MM_BF16_FLOOR_DB)
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize(("a_scaling", "b_scaling"), [("tensor", "tensor"), ("row", "row"), ("row", "tensor")])
+@pytest.mark.parametrize(
+    ("a_scaling", "b_scaling", "dtype", "bias", "transposed"),
+    [
+        *(("tensor", "tensor", dtype, True, False) for dtype in (torch.bfloat16, torch.float16, torch.float32)),
+        *(("row", "row", dtype, True, True) for dtype in (torch.bfloat16, torch.float32)),
+        ("row", "tensor", torch.bfloat16, False, False),
+    ],
+)
 def test_gpu_path_calls_torchs_operator_rightly(
     a_scaling: str, b_scaling: str, dtype: torch.dtype, bias: bool, transposed: bool
 ) -> None:
@@ -150,13 +154,6 @@ def test_special_values() -> None:
     assert scaled_mm(a, torch.tensor(1e30), b, b_scale, None, torch.float16).isinf().any()
 
 
-def test_ends_of_what_it_multiplies() -> None:
-    a, a_scale, b, b_scale = operands(torch.device("cpu"))
-    assert scaled_mm(a[:0], a_scale, b, b_scale, None, torch.bfloat16).shape == (0, 32)
-    largest, one = torch.full((1, 512), get_format("e5m2").max).to(torch.float8_e5m2), torch.tensor(1.0)
-    assert scaled_mm(largest, one, largest.expand(16, -1), one, None, torch.float32).eq(512 * 57344.0**2).all()
-
-
 def test_autocast_does_not_change_it(device: torch.device) -> None:
     args = operands(device)
     plain = scaled_mm(*args, None, torch.float32)
@@ -182,13 +179,11 @@ def test_it_keeps_torch_library_rules(device: torch.device) -> None:
         ((4, 32), (16, 32), (), (), (4,), r"bias \(4,\)"),
     ],
 )
-@pytest.mark.parametrize("where", ["cpu", "meta"])
-def test_shape_errors(where, a, b, a_scale, b_scale, bias, message) -> None:
-    codes = [torch.zeros(shape, device=where).to(torch.float8_e4m3fn) for shape in (a, b)]
-    a_scale, b_scale = torch.ones(a_scale, device=where), torch.ones(b_scale, device=where)
-    bias = None if bias is None else torch.zeros(bias, device=where)
+def test_shape_errors(a, b, a_scale, b_scale, bias, message) -> None:
+    codes = [torch.zeros(shape).to(torch.float8_e4m3fn) for shape in (a, b)]
+    bias = None if bias is None else torch.zeros(bias)
     with pytest.raises(ValueError, match=message):
-        scaled_mm(codes[0], a_scale, codes[1], b_scale, bias, torch.bfloat16)
+        scaled_mm(codes[0], torch.ones(a_scale), codes[1], torch.ones(b_scale), bias, torch.bfloat16)
 
 
 def test_a_cpu_multiplies_everything_and_a_broken_device_says_why() -> None:
@@ -221,9 +216,8 @@ def int8_operands(m: int, n: int, k: int, one_scale: bool = False) -> tuple[Tens
 @pytest.mark.parametrize(
     ("shape", "one_scale", "dtype"),
     [
-        ((3, 48, 80), False, torch.float32),
         ((65, 144, 16), True, torch.bfloat16),
-        ((130, 272, 160), False, torch.float32),
+        ((130, 272, 80), False, torch.float32),
     ],
 )
 def test_int8_gemm_kernel_has_the_references_bits(
@@ -250,9 +244,7 @@ def test_the_int8_gemm_is_exact() -> None:
 @pytest.mark.triton
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("granularity", [PER_TENSOR, PER_ROW], ids=str)
-@pytest.mark.parametrize(
-    ("shape", "n", "k"), [((1,), 48, 80), ((4,), 33, 16), ((2, 3), 64, 300), ((16,), 16, 128), ((17,), 48, 32)]
-)
+@pytest.mark.parametrize(("shape", "n", "k"), [((4,), 33, 16), ((2, 3), 64, 300), ((17,), 48, 32)])
 def test_few_rows_kernel_sums_in_another_order(
     shape: tuple[int, ...], n: int, k: int, granularity: Granularity, device: torch.device
 ) -> None:

@@ -22,8 +22,7 @@ def assert_close(ours: list[Parameter], theirs: list[Parameter]) -> None:
         torch.testing.assert_close(a.detach(), b.detach(), rtol=CAPTURABLE_PARAM_RTOL, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["unquantized", "plain", "default", "integers"])
-@pytest.mark.parametrize("tensor_lr", [False, True])
+@pytest.mark.parametrize(("name", "tensor_lr"), [("unquantized", False), ("default", True), ("integers", True)])
 def test_capturable_trains_as_without(name: str, tensor_lr: bool, device: torch.device) -> None:
     ours, theirs = on(device), on(device)
     lr = torch.tensor(1e-3, device=device) if tensor_lr else 1e-3

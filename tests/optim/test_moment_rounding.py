@@ -9,7 +9,6 @@ import torch
 from torch.nn import Parameter
 
 from coat_core.config import FP8QuantizationConfig
-from coat_core.ops import adamw
 from coat_core.optim import FP8AdamW
 from coat_core.optim.state import read_state, storages
 from tests.helpers.operators import bits
@@ -44,13 +43,13 @@ def codes_differ(ours: FP8AdamW, theirs: FP8AdamW, key: str) -> bool:
 
 @pytest.mark.parametrize("name", ["e4m3", "integers"])
 def test_mean_of_exp_avg_sq_stays_where_nearest_drifts(name: str) -> None:
-    """100 steps of gradients that are each as large as ever: v is far from its end, and falls and rises."""
+    """60 steps of gradients that are each as large as ever: v is far from its end, and falls and rises."""
     spread = torch.logspace(-3, 0, 16 * 128)[torch.randperm(16 * 128, generator=torch.Generator().manual_seed(0))]
     params = [Parameter(torch.zeros(16, 128)) for _ in range(3)]
     kinds = [config(name), config(name, "nearest"), UNQUANTIZED]
     optimizers = [FP8AdamW([param], fp8_config=kind) for param, kind in zip(params, kinds, strict=True)]
     generator = torch.Generator().manual_seed(1)
-    for _ in range(100):
+    for _ in range(60):
         grad = torch.randn(16, 128, generator=generator) * spread.view(16, 128)
         for param, optimizer in zip(params, optimizers, strict=True):
             param.grad = grad
@@ -115,16 +114,6 @@ def test_a_parameter_draws_the_same_whoever_else_has_a_gradient(name: str) -> No
                     param.grad = None
             other.step()
     assert_same(optimizer, other)
-
-
-def test_a_parameter_cut_into_chunks_draws_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes, made = [(40, 70), (7,)], []
-    for limit in (1 << 17, 256):
-        monkeypatch.setattr(adamw, "chunk_elements", lambda _, limit=limit: limit)
-        params = make_params(shapes)
-        made.append(FP8AdamW(params, fp8_config=config("integers")))
-        run(made[-1], params, range(3))
-    assert_same(*made)
 
 
 def test_counters_on_the_device_draw_the_same(device: torch.device) -> None:

@@ -23,7 +23,8 @@ from coat_flux.watch.casts import CastProbe
 from tests.optim.common import CONFIGS, assert_same, copies, make_params, params_of, set_grads, through_file
 
 LIMIT = 4096  # elements of a slot
-SHAPES = [(16, 64), (1,), (), (129,), (0, 4), (3, 5, 11), (70, 100), (7,)]  # 7,000 elements do not fit a slot
+# 7,000 elements do not fit a slot, and with its padding the last one does not fit beside the rest of them
+SHAPES = [(16, 64), (1,), (), (129,), (0, 4), (3, 5, 11), (70, 100), (1100,), (7,)]
 DRAWN = FP8QuantizationConfig(moment_rounding="stochastic", stochastic_rounding=True)
 KINDS = {name: CONFIGS[name] for name in ("default", "unquantized", "only_m1", "integers_block_48")} | {
     "drawn": DRAWN,
@@ -56,12 +57,11 @@ def train(optimizer: FP8AdamW, steps: range, fused: bool) -> FP8AdamW:
 
 
 @each_way
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", KINDS)
-def test_every_bit_is_that_of_moments_on_the_device(name: str, dtype: torch.dtype, fused: bool) -> None:
+def test_every_bit_is_that_of_moments_on_the_device(name: str, fused: bool) -> None:
     made = []
     for offload in ("none", "cpu"):
-        params = make_params(SHAPES, dtype)
+        params = make_params(SHAPES, torch.bfloat16 if "drawn" in name else torch.float32)
         groups = [{"params": params[:3], "lr": 1e-2}, {"params": params[3:], "weight_decay": 0.3}]
         optimizer = FP8AdamW(groups, fp8_config=KINDS[name], seed=5, offload=offload)
         made.append(train(optimizer, range(3), fused and offload == "cpu"))
@@ -92,8 +92,8 @@ def test_two_dtypes_a_skipped_step_parameters_without_gradient_and_one_not_conti
 
 
 @each_way
-@pytest.mark.parametrize("name", ["drawn", "integers, drawn"])
-def test_a_run_goes_on_with_and_without_offload(name: str, fused: bool) -> None:
+def test_a_run_goes_on_with_and_without_offload(fused: bool) -> None:
+    name = "integers, drawn"
     whole = FP8AdamW(make_params(SHAPES, torch.bfloat16), fp8_config=KINDS[name])
     last = copy.deepcopy(whole)
     train(whole, range(6), False)
@@ -112,8 +112,7 @@ def test_a_copy_of_the_optimizer_is_offloaded_too() -> None:
     assert len(twin.staging) == 4 * SLOTS
 
 
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("size", [1000, 3 * LIMIT])
+@pytest.mark.parametrize(("name", "size"), [("default", 1000), ("integers, drawn", 3 * LIMIT)])
 def test_what_the_slots_take_is_known(name: str, size: int) -> None:
     params = [Parameter(torch.zeros(size)), Parameter(torch.zeros(5))]
     optimizer = FP8AdamW(params, fp8_config=KINDS[name], offload="cpu")
@@ -124,7 +123,7 @@ def test_what_the_slots_take_is_known(name: str, size: int) -> None:
     assert FP8AdamW(params, fp8_config=KINDS[name]).staging == []
     parts = HeldParts(CPU)  # as a run's ledger of memory counts
     parts.add("optimizer", optimizer, state_tensors)
-    moments = sum(part.nbytes for moment in optimizer._packed.devices[CPU].moments.values() for part in moment)
+    moments = sum(part.nbytes for moment in optimizer._packed.devices[0].moments.values() for part in moment)
     assert parts.count()["optimizer"] == moments + slots + 2 * 4  # and steps
 
 
@@ -132,7 +131,7 @@ def test_what_the_slots_take_is_known(name: str, size: int) -> None:
 @pytest.mark.parametrize("changed", [False, True], ids=["as it was", "another format"])
 def test_a_load_holds_the_moments_once(offload: str, changed: bool) -> None:
     """The packed buffers, what one parameter's conversion takes, and nothing else."""
-    shapes = [(8, 64)] * 80
+    shapes = [(8, 64)] * 30
     saved = FP8AdamW(make_params(shapes), fp8_config=CONFIGS["integers"] if changed else DRAWN)
     file = through_file(train(saved, range(1), False).state_dict())
     optimizer = FP8AdamW(copies(params_of(saved)), fp8_config=DRAWN, offload=offload)
@@ -143,7 +142,7 @@ def test_a_load_holds_the_moments_once(offload: str, changed: bool) -> None:
         after = held.now
         optimizer.make_states()
         assert held.peak < 2 * optimizer.state_bytes()
-        assert held.now - after <= 80 * 2 * 8  # streams of the draws
+        assert held.now - after <= 30 * 2 * 8  # streams of the draws
     if not changed:
         assert_same(saved, optimizer)
 

@@ -78,13 +78,3 @@ def test_sparse_gradient_is_refused_by_position_before_anything_moves() -> None:
 def test_what_is_the_same_for_all_groups(key: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"'{key}': it is the same for all groups"):
         FP8AdamW([{"params": make_params(), key: value}])
-
-
-def test_empty_and_repeated_parameters_fail_as_in_torch() -> None:
-    with pytest.raises(ValueError, match="empty parameter list"):
-        FP8AdamW([])
-    params = make_params()
-    with pytest.raises(ValueError, match="more than one parameter group"):
-        FP8AdamW([{"params": params}, {"params": params[:1]}])
-    with pytest.raises(TypeError, match="iterable of Tensors"):
-        FP8AdamW(params[0])

@@ -14,15 +14,12 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from coat_core.config import FP8QuantizationConfig
-from coat_core.formats import M1_FORMATS, Format
-from coat_core.moments import DECODERS, ENCODERS
 from coat_core.ops import adamw
 from coat_core.ops.packing import chunks
 from coat_core.optim import FP8AdamW
 from tests.helpers.asserts import assert_bitwise
 from tests.optim.common import (
     CONFIGS,
-    UNQUANTIZED,
     assert_same,
     copies,
     make_params,
@@ -31,7 +28,6 @@ from tests.optim.common import (
     run,
     set_grads,
 )
-from tests.tolerances import INT16_MOMENT_ATOL
 
 STOCHASTIC = FP8QuantizationConfig(stochastic_rounding=True)
 DTYPES = {
@@ -110,11 +106,13 @@ def test_state_bytes_counts_codes_and_per_block_numbers() -> None:
     }
 
 
-@pytest.mark.parametrize("limit", [1, 128, 256, 1 << 20])
+@pytest.mark.parametrize("limit", [1, 256])
 def test_chunk_size_changes_no_bit(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    config = replace(CONFIGS["integers"], moment_rounding="stochastic")
+
     def trained() -> FP8AdamW:
         params = make_params([(40, 33), (128,), (5,), (700,), (3, 128)])
-        optimizer = FP8AdamW(params, fp8_config=CONFIGS["integers"])
+        optimizer = FP8AdamW(params, fp8_config=config)
         run(optimizer, params, range(4))
         return optimizer
 
@@ -138,9 +136,8 @@ def test_chunks_end_at_the_limit_and_where_the_packed_state_does_not_go_on() -> 
     assert found((), ()) == []
 
 
-@pytest.mark.parametrize("limit", [128, 1 << 20])
-def test_non_contiguous_parameters_and_gradients(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
-    monkeypatch.setattr(adamw, "chunk_elements", lambda _: limit)
+def test_non_contiguous_parameters_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adamw, "chunk_elements", lambda _: 128)
     dense = Parameter(torch.randn(40, 24))
     strided = Parameter(dense.detach().t().contiguous().t())
     sliced = Parameter(torch.stack([dense.detach(), dense.detach()], -1)[..., 0])
@@ -195,10 +192,8 @@ def test_stochastic_rounding_leaves_fp32_parameters_and_the_generator_alone() ->
     assert_same(exact, stochastic)
 
 
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-def test_a_step_for_each_parameter_in_any_order_is_one_step_for_all(rounding: str) -> None:
-    config = replace(STOCHASTIC, moment_rounding=rounding)
-    together, alone = (FP8AdamW(make_params(dtype=torch.bfloat16), fp8_config=config, seed=5) for _ in range(2))
+def test_a_step_for_each_parameter_in_any_order_is_one_step_for_all() -> None:
+    together, alone = (FP8AdamW(make_params(dtype=torch.bfloat16), fp8_config=STOCHASTIC, seed=5) for _ in range(2))
     for step in range(3):
         run(together, params_of(together), range(step, step + 1))
         set_grads(params_of(alone), step)
@@ -258,41 +253,3 @@ def test_the_cost_of_a_step_does_not_grow_with_the_parameters(monkeypatch: pytes
     assert few == many
     assert few.total() < 250
     assert sum(few[read] for read in READS) <= 1
-
-
-INT16 = Format("int16_even", torch.int16, 32767.0)
-
-
-def int16_encode(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    scale = (blocks.abs().amax(dim=-1, keepdim=True) / 32767).clamp(min=1e-30)
-    return (blocks / scale).round().to(torch.int16), scale
-
-
-def int16_decode(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return codes.float() * scale
-
-
-@pytest.fixture
-def int16_config(monkeypatch: pytest.MonkeyPatch) -> FP8QuantizationConfig:
-    monkeypatch.setitem(M1_FORMATS, INT16.name, INT16)
-    monkeypatch.setitem(ENCODERS, INT16.dtype, int16_encode)
-    monkeypatch.setitem(DECODERS, INT16.dtype, int16_decode)
-    return FP8QuantizationConfig(m1_format=INT16.name, use_fp8_m2=False)
-
-
-def test_a_new_format_trains_is_saved_and_resumed(int16_config: FP8QuantizationConfig) -> None:
-    params, exact = make_params(), make_params()
-    optimizer = FP8AdamW(params, lr=1e-2, fp8_config=int16_config)
-    run(optimizer, params, range(3))
-    run(FP8AdamW(exact, lr=1e-2, fp8_config=UNQUANTIZED), exact, range(3))
-    state = optimizer.state[params[0]]
-    assert state["exp_avg"].dtype == torch.int16
-    assert "exp_avg_scale" in state
-    for param, other in zip(params, exact, strict=True):
-        torch.testing.assert_close(param, other, rtol=0.0, atol=INT16_MOMENT_ATOL)
-
-    again = FP8AdamW(copies(params), lr=1e-2, fp8_config=int16_config)
-    again.load_state_dict(optimizer.state_dict())
-    for each in (optimizer, again):
-        run(each, params_of(each), range(3, 5))
-    assert_same(optimizer, again)

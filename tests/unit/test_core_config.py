@@ -46,11 +46,6 @@ def test_defaults_are_the_documented_ones(config: Any, values: dict[str, Any]) -
     assert {key: getattr(config, key) for key in values} == values
 
 
-@pytest.mark.parametrize("size", [16, 48, 4096])
-def test_block_sizes_that_are_allowed(size: int) -> None:
-    assert FP8QuantizationConfig(block_size=size).block_size == size
-
-
 @pytest.mark.parametrize(("config", "key", "value"), [(c, k, v) for c, k, values in REFUSED for v in values])
 def test_values_outside_their_range_are_refused_by_name(config: Any, key: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"^{key}={value!r}: must be ".replace("(", r"\(")):

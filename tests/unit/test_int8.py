@@ -66,9 +66,3 @@ def test_rows_of_zeros_tiny_numbers_and_none() -> None:
     assert scale[2:4].isnan().all()  # no code says so: the whole row becomes NaN
     assert codes[4, :4].tolist() == [127, -127, -127, -127]
     assert not codes[4, 4:].any()
-
-
-def test_factors_multiply_first() -> None:
-    x, factors = torch.randn(4, 64), torch.rand(64)
-    for found, expected in zip(quantize_int8(x, 16, factors)[:2], quantize_int8(x * factors, 16)[:2], strict=True):
-        assert_bitwise(found, expected)

@@ -24,21 +24,9 @@ def test_sqnr_of_equal_and_of_zero_tensors() -> None:
     assert math.isnan(sqnr_db(torch.zeros(3), torch.ones(3)))
 
 
-def test_sqnr_does_not_overflow_or_underflow_in_low_precision() -> None:
-    big = torch.full((4096,), 6e4, dtype=torch.float16)
-    assert sqnr_db(big, big * 0.5) == pytest.approx(6.0206, abs=1e-3)
-    tiny = torch.full((8,), 1e-30)
-    assert sqnr_db(tiny, tiny * 0.5) == pytest.approx(6.0206, abs=1e-3)
-
-
 def test_sqnr_refuses_other_shapes() -> None:
     with pytest.raises(ValueError, match=r"x_hat of shape \(3,\): must have the shape of x, \(1, 3\)"):
         sqnr_db(torch.ones(1, 3), torch.ones(3))
-
-
-def test_sqnr_takes_tensors_that_need_grad() -> None:
-    x = torch.ones(4, requires_grad=True)
-    assert sqnr_db(x, x * 0.9) == pytest.approx(20.0, abs=1e-4)
 
 
 def test_lost_elements_are_counted_among_those_that_were_not_zero() -> None:

@@ -62,18 +62,6 @@ def test_decoded_numbers_are_the_product_of_magnitude_and_scale_to_four_signific
     assert float(found.max()) == 320  # 6 · 448 / 8 = 336 to four bits, halfway
 
 
-def test_no_scale_that_was_not_tried_is_much_better() -> None:
-    weight = weights("gauss", rows=1)[:, :512]
-    packed = nvfp4.quantize(weight)
-    unit = packed[2] / nvfp4.SHIFT
-    blocks = weight.unflatten(-1, (-1, nvfp4.BLOCK)) / unit
-    every = torch.arange(1, 127, dtype=torch.uint8)[:, None, None].expand(126, *blocks.shape[:-1])
-    tried = nvfp4.as_e4m3(nvfp4.nearest(blocks.expand(126, *blocks.shape), every), every).float() * nvfp4.SHIFT
-    best = (tried - blocks).square().sum(-1).amin(0).sum()
-    found = (decoded(packed) - weight).square().sum() / unit.square()
-    assert best <= found <= 1.02 * best
-
-
 def test_pairs_are_packed_with_the_first_in_the_low_half() -> None:
     codes = torch.randint(0, 16, (3, 64), dtype=torch.uint8)
     packed = nvfp4.pack(codes)
@@ -102,11 +90,8 @@ def test_special_weights() -> None:
     assert decoded(nvfp4.quantize(outlier))[0, 1:16].eq(0).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_rows_searched_apart_and_other_dtypes_give_the_same(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    weight = torch.randn(48, 64).to(dtype)
+def test_rows_searched_apart_in_bf16_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(48, 64).bfloat16()
     expected = nvfp4.quantize(weight.float())
     monkeypatch.setattr(nvfp4, "CHUNK", 5 * 64)
     for found, wanted in zip(nvfp4.quantize(weight), expected, strict=True):

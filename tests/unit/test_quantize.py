@@ -13,8 +13,7 @@ import torch
 from coat_core.formats import E4M3, FORMATS, Format, format_of, get_format
 from coat_core.granularity import PER_ROW, PER_TENSOR, Granularity, per_group
 from coat_core.metrics import cast_losses
-from coat_core.ops.quantize import quantize_once
-from coat_core.quantize import amax, quantize, scale_from_amax, split_groups
+from coat_core.quantize import amax, quantize, scale_from_amax
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
 from tests.tolerances import GAUSSIAN_FLOOR_DB, GAUSSIAN_UNDERFLOW, OUTLIER_REST_FLOOR_DB
 
@@ -71,9 +70,8 @@ def test_refuses_unknown_names_and_sizes() -> None:
 
 @formats
 @granularities
-@dtypes
-def test_gaussian_floor(fmt: str, granularity: Granularity, dtype: torch.dtype, device: torch.device) -> None:
-    x = torch.randn(256, 384, device=device).to(dtype)
+def test_gaussian_floor(fmt: str, granularity: Granularity, device: torch.device) -> None:
+    x = torch.randn(256, 384, device=device)
     quantized = quantize(x, fmt, granularity)
     assert_sqnr(x, quantized.dequantize(), GAUSSIAN_FLOOR_DB[fmt])
     assert cast_losses(x, quantized.codes, quantized.dequantize())[1] < GAUSSIAN_UNDERFLOW
@@ -120,12 +118,6 @@ def test_nonfinite_elements_touch_nothing_else(granularity: Granularity, fmt: st
     assert_bitwise(actual.codes.view(torch.uint8)[same], expected.codes.view(torch.uint8)[same])
 
 
-def test_a_group_of_nothing_finite_is_finite_after_clamping() -> None:
-    codes, scale, _ = quantize(torch.tensor([[math.inf, -math.inf]]), "e5m2", PER_ROW)
-    assert scale.tolist() == [[1.0]]
-    assert codes.to(torch.float32).tolist() == [[57344.0, -57344.0]]
-
-
 @pytest.mark.parametrize("size", [1, 15, 16, 17, 48, 250])
 def test_amax_in_two_stages_is_the_plain_one(size: int) -> None:
     x = torch.randn(3, 5, size)
@@ -153,52 +145,7 @@ def test_ends_of_fp32_stay_finite(magnitude: float, fmt: str) -> None:
         assert (back.abs() <= x.abs().max() * 1.0625).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@formats
-def test_dequantize_rounds_once(dtype: torch.dtype, fmt: str) -> None:
-    quantized = quantize(torch.randn(64, 100), fmt, per_group(32))
-    assert_bitwise(quantized.dequantize(dtype), quantized.dequantize().to(dtype))
-
-
-def test_groups_are_padded_with_zeros() -> None:
-    x = torch.randn(2, 3, 50)
-    groups = split_groups(x, 16)
-    assert groups.shape == (2, 3, 4, 16)
-    assert groups[..., 3, 2:].count_nonzero() == 0
-    assert_bitwise(groups.flatten(-2)[..., :50].contiguous(), x)
-
-
-def test_result_carries_no_gradient_and_leaves_x_alone() -> None:
-    x = torch.randn(4, 32, requires_grad=True)
-    before = x.detach().clone()
-    quantized = quantize(x)
-    assert not quantized.scale.requires_grad
-    assert not quantized.codes.requires_grad
-    assert_bitwise(x.detach(), before)
-
-
 @pytest.mark.parametrize("x", [torch.tensor(1.0), torch.ones(0, 4), torch.ones(3, 0), torch.ones(4, dtype=torch.int64)])
 def test_refuses_what_cannot_be_scaled(x: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="must be floating, non-empty, with a last dimension"):
         quantize(x)
-
-
-def test_quantize_once_shares_one_copy_until_x_changes() -> None:
-    x = torch.randn(8, 64)
-    first = quantize_once(x, "e4m3", PER_ROW)
-    assert_bitwise(first.codes.view(torch.uint8), quantize(x, "e4m3", PER_ROW).codes.view(torch.uint8))
-    assert quantize_once(x, "e4m3", PER_ROW).codes is first.codes
-    assert quantize_once(x, "e5m2", PER_ROW).codes.dtype == torch.float8_e5m2
-    assert quantize_once(x, "e4m3", PER_TENSOR).scale.shape == ()
-    x.mul_(-1.0)
-    again = quantize_once(x, "e4m3", PER_ROW)
-    assert torch.equal(again.dequantize(), -first.dequantize())
-    assert quantize_once(x.clone(), "e4m3", PER_ROW).codes is not again.codes
-
-
-def test_quantize_once_in_inference_mode_never_goes_stale() -> None:
-    with torch.inference_mode():
-        x = torch.randn(4, 32)
-        first = quantize_once(x, "e4m3", PER_TENSOR).dequantize()
-        x.mul_(2.0)
-        assert torch.equal(quantize_once(x, "e4m3", PER_TENSOR).dequantize(), 2.0 * first)

@@ -63,7 +63,7 @@ def assert_uncorrelated(a: Tensor, b: Tensor) -> None:
     assert abs(correlation) < STOCHASTIC_SIGMAS / a.numel() ** 0.5
 
 
-@pytest.mark.parametrize("lag", [1, 2, 16, 128])
+@pytest.mark.parametrize("lag", [1, 128])
 def test_steps_and_elements_are_uncorrelated(lag: int) -> None:
     found = draws_of(0, range(1, STEPS + 1), blocks=8)
     assert_uncorrelated(found[:-lag], found[lag:])
