@@ -53,8 +53,8 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     unit = torch.where(unit > 0, unit, torch.ones_like(unit))
     rows = max(1, CHUNK // weight.shape[1])
     parts = zip(blocks.split(rows), block_amax.split(rows), strict=True)
-    found = [_search(part, amax, unit) for part, amax in parts]
-    codes, scales = (torch.cat(each) for each in zip(*found, strict=True))
+    encoded = [_search(part, amax, unit) for part, amax in parts]
+    codes, scales = (torch.cat(each) for each in zip(*encoded, strict=True))
     scale = torch.where(weight.isnan().any(), torch.nan, unit * SHIFT)
     return pack(codes.flatten(-2)), scales, scale
 
@@ -62,11 +62,11 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _search(blocks: Tensor, block_amax: Tensor, unit: Tensor) -> tuple[Tensor, Tensor]:
     limit = MAGNITUDES[-1] * LARGEST_SCALE  # of finite values
     values = (blocks.to(torch.float32) / unit).nan_to_num(nan=0.0).clamp(-limit, limit)
-    asked = saturating_cast(block_amax / (MAGNITUDES[-1] * unit), E4M3).view(torch.uint8).to(torch.int16)
+    exact_fit = saturating_cast(block_amax / (MAGNITUDES[-1] * unit), E4M3).view(torch.uint8).to(torch.int16)
     best = torch.full_like(block_amax, torch.inf)
-    scales = torch.ones_like(asked, dtype=torch.uint8)
+    scales = torch.ones_like(exact_fit, dtype=torch.uint8)
     for step in STEPS:
-        bits = (asked + step).clamp(1, 0x7E).to(torch.uint8)  # from the smallest number to the largest
+        bits = (exact_fit + step).clamp(1, 0x7E).to(torch.uint8)  # from the smallest number to the largest
         error = (values - as_e4m3(nearest(values, bits), bits).to(torch.float32) * SHIFT).square().sum(-1)
         better = error < best
         best = torch.where(better, error, best)

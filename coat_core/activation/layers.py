@@ -63,7 +63,7 @@ class _LinearWithFP8Input(torch.autograd.Function):
 
 
 def _is_same_input(x: Tensor, base_input: Tensor) -> bool:
-    """Whether x is the base linear's input, or its cast by the autograd graph (without a graph casts are not found)."""
+    """Whether x is the base linear's input, or its cast by the autograd graph."""
     if x is base_input:
         return True
     if x.grad_fn is None or x.grad_fn.name() != "ToCopyBackward0" or not base_input.requires_grad:
@@ -135,9 +135,7 @@ def keep_no_input(layer: Any) -> None:
     """Make an nn.Conv1d, Conv2d or Conv3d save no input for backward while its weights are frozen.
 
     Patches the instance, so trainers still find a layer of its class. Padding given as a string or by reflection, and
-    inputs without a batch, run torch's own code.
-
-    Numerics: output and dx are torch's own, bit for bit. A second backward pass through dx raises RuntimeError.
+    inputs without a batch, run torch's own code. Output and dx are torch's own, bit for bit.
     """
     if layer.padding_mode == "zeros" and not isinstance(layer.padding, str):
         layer._conv_forward = functools.partial(_forward, layer)

@@ -119,8 +119,8 @@ unpack_saved = methodcaller("unpack")
 class PackedSavedTensors(TorchFunctionMode):
     """Context manager: tensors saved for backward inside it, in this thread, are stored in FP8.
 
-    A nested one takes over and shares the outer one's packed storages and `keep`: frozen parameters, buffers and shared
-    constants, which are saved exactly with all views of them (trainable parameters always are).
+    `keep`: tensors that are saved exactly with all views of them, as trainable parameters always are. A nested one
+    takes over and shares the outer one's packed storages and `keep`.
     """
 
     def __init__(self, saving: Saving = SAVED_IN_FP8, keep: Iterable[Tensor] = ()) -> None:
@@ -290,8 +290,7 @@ def fp8_checkpoint(
     """Run `function(*args, **kwargs)` under checkpointing, saving its large floating tensor arguments in FP8.
 
     fp32/bf16/fp16 tensors of at least `min_elements` that require a gradient are saved in FP8, others exactly (masks
-    and rotary tables are shared constants that stay alive anyway). `function` returns a tensor or a tuple of tensors;
-    its forward values are those of the exact inputs.
+    and rotary tables are shared constants that stay alive anyway). `function` returns a tensor or a tuple of tensors.
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)

@@ -107,7 +107,7 @@ class StoredWeight(NamedTuple):
 
 
 def quantize_weight(weight: Tensor, config: FP8LinearConfig) -> StoredWeight:
-    """Quantize W [N, K] to FP8 codes with one scale in all or one per output feature."""
+    """Quantize W [N, K] as the configuration says."""
     if config.weight_format == NVFP4:
         codes, block_scales, scale = nvfp4.quantize(weight)
         return StoredWeight(codes, scale, None, block_scales)
@@ -234,7 +234,7 @@ class TrainedCodes:
 
 
 def forget_codes(model: nn.Module) -> None:
-    """Free the codes of a model's trained FP8 linears after uncounted changes (see the module); the next use casts."""
+    """Free the codes of a model's trained FP8 linears after changes that `TrainedCodes` does not count."""
     for module in model.modules():
         kept = vars(module).get("trained_codes")
         if isinstance(kept, TrainedCodes):
@@ -449,11 +449,9 @@ def fp8_linear(
     """Linear layer with a frozen weight stored in few bits: y = x Wᵀ + b.
 
     x: fp32, bf16 or fp16 [..., K]; y [..., N] in the dtype of x (autocast's under autocast). A callable `weight` is
-    called again in backward, so nothing keeps W [N, K] alive in between. Raises RuntimeError if the device has no
-    such FP8 GEMM and `config.fallback` is "error".
+    called again in backward, so nothing keeps W [N, K] alive in between. Raises RuntimeError as `wants_fp8_gemm`.
 
     Numerics: forward e4m3 × e4m3 of Gaussian data at 28 dB, dgrad e5m2 × e4m3 at 24 dB or better; tests/tolerances.py.
-    Source: arXiv 2410.19313, section 5.
     """
     quantized = quantized_input(x, config) if wants_fp8_gemm(x.device, config) and x.numel() else None
     result: Tensor = _FrozenLinear.apply(x, quantized, weight, bias, config, compute_dtype(x))
@@ -465,8 +463,7 @@ def fp8_trainable_linear(
 ) -> Tensor:
     """Linear layer whose high precision weight [N, K] is trained: FP8 fprop and dgrad, wgrad from the FP8 x.
 
-    Without FP8 it is torch's own linear. A weight that requires no gradient saves no x. `codes` caches the weight's
-    codes if `config.cache_weight`. Shapes, dtypes and errors as in `fp8_linear`.
+    Without FP8 it is torch's own linear. A weight that requires no gradient saves no x. All else as in `fp8_linear`.
     """
     if not wants_fp8_gemm(x.device, config) or not x.numel():
         return torch.nn.functional.linear(x, weight, bias)

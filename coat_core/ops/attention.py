@@ -61,7 +61,7 @@ def chosen_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -
 
 
 def use_kernel(kernel: str | None, like: Tensor | None = None) -> None:
-    """Use this kernel for tensors like `like` in the whole process; raises any Exception if it is unavailable.
+    """Use this kernel for tensors like `like` in the whole process; any Exception if it is unavailable.
 
     FlashAttention 3 or 4 then replaces FlashAttention 2 everywhere in torch's attention: its registry holds one.
     """

@@ -40,8 +40,8 @@ def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
 
 def cut_parameters(model: nn.Module, processes: int, block_size: int) -> set[nn.Parameter]:
     """Return the trained parameters whose blocks a shard would cut: `fully_shard`'s `ignored_params`."""
-    trained = (param for param in model.parameters() if param.requires_grad)
-    return {param for param in trained if not _fits(param.shape, processes, block_size)}
+    params = model.parameters()
+    return {param for param in params if param.requires_grad and not _fits(param.shape, processes, block_size)}
 
 
 def local_values(tensor: Tensor) -> Tensor:
@@ -60,13 +60,13 @@ def rows_like(tensor: Tensor, whole: Tensor) -> Tensor:
 @torch.no_grad()
 def gather(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
     """Return CPU copies of whole tensors, gathered one by one; all processes call it together."""
-    found = {}
+    copies = {}
     for name, tensor in tensors.items():
         own = tensor.detach()
         whole = own.full_tensor() if is_sharded(own) else own
         if keep:
-            found[name] = whole.to("cpu", copy=True)
-    return found
+            copies[name] = whole.to("cpu", copy=True)
+    return copies
 
 
 def _fits(shape: torch.Size, processes: int, block_size: int) -> bool:

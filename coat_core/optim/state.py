@@ -183,7 +183,7 @@ def saved_states(
 def _storages_in_file(
     where: str, saved: dict[str, Any], param: Tensor, fp8: dict[str, Any] | None
 ) -> dict[str, Storage]:
-    """Return how the moments of one parameter were stored, after checking all of its entries."""
+    """Return how the moments of one parameter were stored; ValueError unless all entries belong together."""
     for key in ("step", *MOMENTS):
         if key not in saved:
             raise ValueError(f"{where}['{key}'] is missing: not a file of FP8AdamW or AdamW")

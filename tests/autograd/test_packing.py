@@ -146,15 +146,6 @@ def test_lora_weights_are_never_packed_not_even_autocasts_copies(dtype: torch.dt
     assert_bitwise(dx, (dh @ down.weight.to(dtype)).float())
 
 
-def test_packs_the_values_it_was_given() -> None:
-    x, scale = torch.randn(4, 64), torch.ones((), requires_grad=True)
-    with PackedSavedTensors(SMALL):
-        y = x * scale
-    x_hat = quantize(x, "e4m3", per_group(32)).dequantize()
-    y.backward(torch.ones_like(y))
-    assert scale.grad.item() == pytest.approx(x_hat.double().sum().item(), rel=1e-5)
-
-
 def saved_by_product(make) -> tuple[Tensor, Tensor, int]:
     """(gradient of w, the gradient from packed groups along the storage, packed storages) of make(x)·w, twice saved."""
     x = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))

@@ -21,7 +21,6 @@ from coat_flux.blocks.fused.linears import join_buffers, read_group
 from coat_flux.trainers.standalone.network import lora_parameters
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
 from tests.helpers.flux import coat_flux_model, predict
-from tests.helpers.linear_inputs import linear_inputs
 from tests.helpers.option_run import GemmLog
 from tests.helpers.tiny_flux import TINY_TRANSFORMER_CONFIG
 from tests.tolerances import (
@@ -83,6 +82,18 @@ def test_products_are_those_of_the_dequantized_operands(config: FP8LinearConfig)
         dy_hat = quantize(dy, config.grad_format, granularity).dequantize()
     assert_sqnr(x_hat @ weight.t() + layer.bias.detach(), y.detach(), FP32_ORDER_FLOOR_DB)
     assert_sqnr(dy_hat @ weight, x.grad, FP32_ORDER_FLOOR_DB)
+
+
+def linear_inputs(kind: str, m: int, k: int, n: int) -> tuple[Tensor, Tensor]:
+    """x [m, k], Gaussian or with the outliers that transformers have, and W [n, k], with the values of bf16."""
+    x, weight = torch.randn(m, k), torch.randn(n, k) / k**0.5
+    hundredth = torch.randperm(k)[: k // 100]
+    if kind == "outlier channels":
+        x[:, hundredth] *= 30
+    if kind == "after GELU":
+        x[:, hundredth] += 10
+        x = torch.nn.functional.gelu(1.5 * x)
+    return x.bfloat16().float(), weight.bfloat16().float()
 
 
 @pytest.mark.parametrize("kind", ["gaussian", "outlier channels", "after GELU"])

@@ -48,10 +48,9 @@ def expected_keys(name: str, fmt: str | None, expanded: bool) -> set[str]:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_each_option_is_visible_in_the_stored_tensors(name: str, dtype: torch.dtype) -> None:
+def test_each_option_is_visible_in_the_stored_tensors(name: str) -> None:
     config = CONFIGS[name]
-    params = make_params(dtype=dtype)
+    params = make_params(dtype=torch.bfloat16)
     optimizer = FP8AdamW(params, fp8_config=config)
     run(optimizer, params, range(2))
     asked = {
