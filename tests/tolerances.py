@@ -30,7 +30,7 @@ OUTLIER_REST_FLOOR_DB = GAUSSIAN_FLOOR_DB
 FP32_ROUNDING = 2.0**-22
 
 # A linear's product with x and W in INT8 per row, rotated in blocks of 256, K = 3072: measured 36.0 to 42.1 dB over 12
-# seeds of each of the inputs of tests/helpers/linear_inputs.py, where e4m3 per row has 27.8 to 31.0.
+# seeds of each kind of input, where e4m3 per row has 27.8 to 31.0.
 INT8_FLOOR_DB = 35.5
 # dgrad of Gaussian dy by such a weight: dy is not rotated. Measured 37 to 39 dB.
 INT8_GRADIENT_FLOOR_DB = 36.0

@@ -30,8 +30,8 @@ from tests.tolerances import (
 with suppress(ImportError):  # without triton
     from coat_core.ops.adamw_kernel import fp8_adamw_step as kernel
 
-SHAPES = [(1,), (5,), (128,), (40, 25), (16, 64), (0, 3), (), (3, 5, 11)]
-FEW = [(5,), (40, 25), (0, 3), (), (3, 5, 11)]
+SHAPES = [(1,), (), (128,), (40, 25), (16, 64), (0, 3)]
+FEW = [(), (40, 25), (0, 3), (3, 5, 11)]
 LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.999), 1e-8, 0.05
 
 
