@@ -186,7 +186,7 @@ class FP8AdamW(torch.optim.Optimizer):
 
     def _packed_state(self, params: list[Tensor]) -> PackedState:
         known = self._packed is not None and self._packed.holds(self.state, params)
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        if params[0].is_cuda and torch.cuda.is_current_stream_capturing():
             if not self.defaults["capturable"]:
                 raise RuntimeError(
                     "capturable=False: a CUDA graph needs step counters on the GPU; pass capturable=True"
