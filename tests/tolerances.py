@@ -22,9 +22,6 @@ NVFP4_FLOOR_DB = {"gauss": 21.5, "student": 21.2, "outlier columns": 21.7}
 # bf16 inputs are no coarser than that. Measured at most 1e-5.
 GAUSSIAN_UNDERFLOW = 1e-4
 
-# One element 1e4 times the others spoils its own group only; all other groups must stay at the Gaussian floor.
-OUTLIER_REST_FLOOR_DB = GAUSSIAN_FLOOR_DB
-
 # Slack, relative to the element, of a bound worked out in float64 while the code scales in fp32: the division by the
 # scale and the multiplication back round by 2^-24 each; doubled.
 FP32_ROUNDING = 2.0**-22
@@ -79,10 +76,6 @@ SPECIAL_UPDATE_REL = 40 * 2.0**-20
 # anything; the final loss of FP8 moments may be above AdamW's by the noise of 3 mantissa bits.
 CONVERGED_FRACTION = 0.05
 CONVERGED_LOSS_RATIO = 1.5
-
-# Parameters after three steps of at most 1e-2 with exp_avg in 15 bits of its block's largest value: a small moment next
-# to a large one may lose a tenth of its step.
-INT16_MOMENT_ATOL = 1e-3
 
 # --- engine: two processes against one with accumulation 2 ---------------------------------------------------------
 # The same micro-batches with the same draws; only (g0 + g1)/2 is summed as g0/2 + g1/2. Losses agree to fp32 rounding
