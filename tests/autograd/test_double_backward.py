@@ -89,6 +89,11 @@ def test_what_stays_exact_is_differentiated_twice(exact: str) -> None:
     assert found[0].abs().max() > 0
 
 
+def test_looking_at_a_saved_tensor_is_no_backward_pass() -> None:
+    y = packed(torch.randn(8, D, requires_grad=True) * 1)
+    assert y.grad_fn._saved_other.shape == (8, D)
+
+
 def test_flux_refuses() -> None:
     model, _, _ = coat_flux_model({"memory": {"checkpointing": "none"}})
     weights = [p for p in model.parameters() if p.requires_grad]

@@ -102,3 +102,9 @@ def test_ends_of_fp32_stay_finite(magnitude: float, fmt: str) -> None:
 def test_refuses_what_cannot_be_scaled(x: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="must be floating, non-empty, with a last dimension"):
         quantize(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_dequantize_rounds_once(dtype: torch.dtype) -> None:
+    quantized = quantize(torch.randn(64, 100), "e4m3", per_group(32))
+    assert_bitwise(quantized.dequantize(dtype), quantized.dequantize().to(dtype))
