@@ -40,12 +40,6 @@ class DeviceState:
         self.steps = torch.zeros(len(params), dtype=torch.float32, device=device if steps_on_device else "cpu")
         self.draws: Tensor | None = None
         self.param_draws: Tensor | None = None
-        self.views: list[State] = []
-        for step, param, first in zip(self.steps.unbind(), params, self.first_blocks, strict=True):
-            state: State = {"step": step}
-            for name, storage in moments.items():
-                state.update(moment_views(name, self.moments[name], storage, first, param.shape))
-            self.views.append(state)
 
     def rows(self, table: Tensor, indices: list[int]) -> Tensor:
         """Return rows of a table of all parameters, without reading any."""
@@ -138,8 +132,11 @@ class PackedState:
         for params in by_device.values():
             packed = DeviceState(params, moments, steps_on_device, offload)
             self.devices.append(packed)
-            for index, (param, views) in enumerate(zip(params, packed.views, strict=True)):
+            for index, param in enumerate(params):
                 self._places[id(param)] = (packed, index)
+                views = {"step": packed.steps[index]}
+                for name, storage in moments.items():
+                    views |= moment_views(name, packed.moments[name], storage, packed.first_blocks[index], param.shape)
                 entry = state[param]
                 for key, values in entry.items():
                     views[key].copy_(values)
@@ -174,7 +171,7 @@ class PackedState:
         steps = []
         for param in params:
             packed, index = self._places[id(param)]
-            steps.append(packed.views[index]["step"])
+            steps.append(packed.steps[index])
         if len(steps) == 1:  # in backward, where a foreach operator of one tensor reads the number
             steps[0] += one
         else:
