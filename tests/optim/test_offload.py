@@ -131,7 +131,7 @@ def test_what_the_slots_take_is_known(name: str, size: int) -> None:
 @pytest.mark.parametrize("changed", [False, True], ids=["as it was", "another format"])
 def test_a_load_holds_the_moments_once(offload: str, changed: bool) -> None:
     """The packed buffers, what one parameter's conversion takes, and nothing else."""
-    shapes = [(8, 64)] * 30
+    shapes = [(8, 64)] * 80
     saved = FP8AdamW(make_params(shapes), fp8_config=CONFIGS["integers"] if changed else DRAWN)
     file = through_file(train(saved, range(1), False).state_dict())
     optimizer = FP8AdamW(copies(params_of(saved)), fp8_config=DRAWN, offload=offload)
@@ -142,7 +142,7 @@ def test_a_load_holds_the_moments_once(offload: str, changed: bool) -> None:
         after = held.now
         optimizer.make_states()
         assert held.peak < 2 * optimizer.state_bytes()
-        assert held.now - after <= 30 * 2 * 8  # streams of the draws
+        assert held.now - after <= 80 * 2 * 8  # streams of the draws
     if not changed:
         assert_same(saved, optimizer)
 
