@@ -60,7 +60,7 @@ def test_the_copy_is_the_shipped_one_and_is_made_once(folder):
 
 @pytest.mark.parametrize(
     ("name", "content"),
-    [(MARKER_NAME, b'{"mini_flux": "another"}'), ("vae/config.json", None), ("model_index.json", b"{")],
+    [("vae/config.json", None), ("model_index.json", b"{")],
 )
 def test_a_damaged_or_older_copy_is_made_again(tmp_path, name, content):
     folder = make_mini_flux(tmp_path / "mini")

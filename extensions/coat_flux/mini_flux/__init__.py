@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
+import filecmp
 import logging
 import shutil
-import tempfile
 from pathlib import Path
 
-from ..base.files import replace_folder
+from ..base.files import discard, replace_folder, staging_path
 
 logger = logging.getLogger(__name__)
 
-MARKER_NAME = "coat_tiny_flux.json"
+MARKER_NAME = "coat_tiny_flux.json"  # a file in folders that were made here
 EMBEDDED_MODEL = "models/coat_mini_flux"  # how configs name it, below the working directory
 MINI_FLUX = Path(__file__).parent / "files"  # made by scripts/pretrain_mini_flux.py
 
@@ -21,31 +19,29 @@ MINI_FLUX = Path(__file__).parent / "files"  # made by scripts/pretrain_mini_flu
 def make_mini_flux(out_dir: Path | str) -> Path:
     """Copy the mini-FLUX unless a complete copy is there, and return the absolute path.
 
-    The copy is made next to `out_dir` and renamed; a marker file names the model, so partial or older copies are
-    replaced.
-
     Raises:
         FileExistsError: `out_dir` exists and was not made here; it is left untouched.
     """
-    out_dir, marker = Path(out_dir).resolve(), _marker()
-    if _is_complete(out_dir, marker):
+    out_dir = Path(out_dir).resolve()
+    if _is_complete(out_dir):
         return out_dir
     if out_dir.exists() and not (out_dir / MARKER_NAME).is_file() and (out_dir.is_file() or any(out_dir.iterdir())):
         raise FileExistsError(
-            f"out_dir={out_dir}: must be new, empty or a folder made by coat_flux.mini_flux (has no {MARKER_NAME}); "
-            "choose another folder or delete this one"
+            f"out_dir={out_dir}: must be new, empty or made by coat_flux.mini_flux (has no {MARKER_NAME}); choose "
+            "another folder or delete this one"
         )
     out_dir.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{out_dir.name}-", dir=out_dir.parent) as scratch:
-        made = Path(scratch) / out_dir.name
+    made, aside = staging_path(out_dir), staging_path(out_dir)
+    try:
         shutil.copytree(MINI_FLUX, made)
-        (made / MARKER_NAME).write_text(marker, encoding="utf-8")
-        try:
-            if not _is_complete(out_dir, marker):
-                replace_folder(made, out_dir, Path(scratch) / "replaced")
-        except OSError:
-            if not _is_complete(out_dir, marker):  # another process has been faster
-                raise
+        (made / MARKER_NAME).write_text("{}", encoding="utf-8")
+        replace_folder(made, out_dir, aside)
+    except OSError:
+        if not _is_complete(out_dir):  # another process has been faster
+            raise
+    finally:
+        discard(made)
+        discard(aside)
     logger.info("copied the embedded FLUX model to %s", out_dir)
     return out_dir
 
@@ -56,19 +52,9 @@ def provide_embedded(name_or_path: str) -> None:
         make_mini_flux(name_or_path)
 
 
-def _marker() -> str:
-    digest = hashlib.sha256()
-    for path in sorted(path for path in MINI_FLUX.rglob("*") if path.is_file()):
-        digest.update(path.read_bytes())
-    return json.dumps({"mini_flux": digest.hexdigest()})
-
-
-def _is_complete(folder: Path, marker: str) -> bool:
-    path = folder / MARKER_NAME
-    if not path.is_file() or path.read_text(encoding="utf-8", errors="replace") != marker:
-        return False
+def _is_complete(folder: Path) -> bool:
     for shipped in MINI_FLUX.rglob("*.*"):
         copied = folder / shipped.relative_to(MINI_FLUX)
-        if not copied.is_file() or copied.stat().st_size != shipped.stat().st_size:
+        if not (copied.is_file() and filecmp.cmp(shipped, copied, shallow=False)):
             return False
-    return True
+    return (folder / MARKER_NAME).is_file()
