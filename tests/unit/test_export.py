@@ -110,14 +110,12 @@ def test_idle_layers_text_encoders_and_alpha_are_told(check, tensors):
     )
 
 
-@pytest.mark.parametrize("half", ["lora_A", "lora_B"])
-def test_a_lora_without_effect_is_refused(check, tensors, half):
+def test_a_lora_without_effect_is_refused(check, tensors):
     with pytest.raises(ExportError, match=r"lora\.safetensors: all 20 adapters"):
-        check({key: tensor * 0 if half in key else tensor for key, tensor in tensors.items()})
+        check({key: tensor * 0 if "lora_B" in key else tensor for key, tensor in tensors.items()})
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("half", ["lora_A", "lora_B"])
+@pytest.mark.parametrize(("half", "value"), [("lora_A", math.nan), ("lora_B", -math.inf)])
 def test_values_that_are_not_finite_are_refused(check, tensors, half, value):
     tensors[f"{Q}.{half}.weight"][1, 1] = value
     with pytest.raises(ExportError, match=r"0\.attn\.to_q: .*NaN"):
@@ -140,10 +138,8 @@ DELETED = object()
         (f"{Q}.lora_down.weight", torch.ones(2, HIDDEN), "two down matrices"),
         (f"{Q}.dora_scale", torch.ones(1), "dora_scale: .*plain LoRA"),
         ("transformer.blocks.0.q.lora_A.weight", torch.ones(2, 64), "no such linear"),
-        ("transformer.single_transformer_blocks.00.proj_mlp.lora_A.weight", torch.ones(2, 64), "no such linear"),
         ("unet.x.lora_down.weight", torch.ones(2, 4), r"1 of 41 keys .*'unet\.x"),
         (f"{Q}.alpha", torch.zeros(1), r"alpha=\[0\.0\]"),
-        (f"{Q}.alpha", torch.ones(2), r"alpha=\[1\.0, 1\.0\]"),
     ],
 )
 def test_what_is_not_a_lora_of_flux_is_refused(check, tensors, key, value, message):
@@ -155,7 +151,6 @@ def test_what_is_not_a_lora_of_flux_is_refused(check, tensors, key, value, messa
     ("key", "value", "message"),
     [
         (f"{Q}.lora_B.weight", DELETED, r"to_q\.lora_B\.weight is missing"),
-        ("transformer.x_embedder.lora_A.weight", torch.ones(2, 64), "x_embedder.* is unexpected"),
         (f"{Q}.lora_A.weight", torch.ones(4, HIDDEN), r"shape \(4, 64\), trained was \(2, 64\)"),
     ],
 )
@@ -165,7 +160,7 @@ def test_what_is_not_what_was_trained_is_refused(check, tensors, key, value, mes
         check(saved, expected={name: tuple(tensor.shape) for name, tensor in tensors.items()})
 
 
-@pytest.mark.parametrize("content", [b"", pickle.dumps({"a": 1}), b"\xff" * 64, "torn", None])
+@pytest.mark.parametrize("content", [b"", pickle.dumps({"a": 1}), "torn", None])
 def test_files_of_other_kinds_are_refused(tmp_path, tensors, content):
     path = tmp_path / "lora.safetensors"
     if content == "torn":
@@ -220,7 +215,7 @@ def test_names_of_the_checkpoint_and_kohyas_spelling_of_them():
     assert_same(converted(comfyui, "kohya"), kohya)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     modules=st.sets(st.sampled_from([*module_names(2, 3), *OUTSIDE]), min_size=1),
     rank=st.integers(1, 7),
@@ -268,7 +263,7 @@ def with_alpha(alpha):
     return kohya | {key: tensor * alpha / 8 for key, tensor in kohya.items() if key.endswith("alpha")}
 
 
-@pytest.mark.parametrize(("alpha", "dtype"), [(4.0, None), (16.0, None), (1.0, torch.float32), (3.0, torch.float32)])
+@pytest.mark.parametrize(("alpha", "dtype"), [(16.0, None), (3.0, torch.float32)])
 def test_alpha_is_multiplied_into_the_weights_where_that_can_be_undone(alpha, dtype):
     split = converted(with_alpha(alpha), "diffusers", dtype)
     assert {tensor.dtype for tensor in split.values()} == {dtype or torch.float16}
@@ -276,10 +271,9 @@ def test_alpha_is_multiplied_into_the_weights_where_that_can_be_undone(alpha, dt
     assert torch.equal(change, whole[2 * HIDDEN :])
 
 
-@pytest.mark.parametrize("alpha", [1.0, 5.0])  # an eighth makes fp16's smallest values smaller than it has
-def test_alpha_that_cannot_be_undone_is_refused(alpha):
+def test_alpha_that_cannot_be_undone_is_refused():
     with pytest.raises(ExportError, match="give --dtype float32"):
-        converted(with_alpha(alpha), "diffusers")
+        converted(with_alpha(5.0), "diffusers")
 
 
 def test_alpha_of_a_high_rank_is_exact_in_bf16():

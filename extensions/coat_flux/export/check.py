@@ -1,7 +1,7 @@
-"""Is a saved LoRA complete, effective and loadable? Checked after every save, on the file itself, in about one pass.
+"""Is a saved LoRA complete, effective and loadable? Checked after every save, on the file itself.
 
-The size of a layer's change of its weight is the Frobenius norm of scale · up · down, from ‖up · down‖² = trace((upᵀ
-up) (down downᵀ)), two r x r matrices instead of one [N, K].
+The size of an adapter is the Frobenius norm of scale · up · down: ‖up · down‖² = trace((upᵀ up) (down downᵀ)), two r x
+r matrices instead of one [N, K].
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class ExportReport:
 
     Attributes:
         programs: those that load it.
-        refusals: why another one does not, by its name.
+        refusals: program → why it does not load it.
         layers: number of adapters.
-        largest, largest_norm: the adapter with the largest change of its weight, and its Frobenius norm.
+        largest: the adapter of largest norm.
         idle: adapters that change nothing.
         others: tensors of text encoders, which are not checked.
     """
@@ -67,12 +67,12 @@ class ExportReport:
         if self.idle:
             text += f"; {len(self.idle)} layers change nothing, first {self.idle[0]}"
         if self.others:
-            text += f"; {self.others} tensors of text encoders were not looked at"
+            text += f"; {self.others} tensors of text encoders are not checked"
         return text + "".join(f"; not in {program}: {why}" for program, why in self.refusals.items())
 
 
 def check_export(path: str | Path, *, expected: Mapping[str, Sequence[int]] | None = None) -> ExportReport:
-    """Read a LoRA file back and refuse it unless others can use it; `expected` has the shape of every tensor by key.
+    """Read a LoRA file back; `expected` has the shape of every tensor by key.
 
     Raises ExportError if it is unreadable, not FLUX's, not `expected`, not finite or without effect.
     """
@@ -81,14 +81,12 @@ def check_export(path: str | Path, *, expected: Mapping[str, Sequence[int]] | No
     with naming(path):
         odd = [] if expected is None else sorted(tensors.keys() ^ expected.keys())
         if odd:
-            where = "missing from" if odd[0] in expected else "unexpected in"
-            raise ExportError(f"{odd[0]} is {where} the file ({len(odd)} such keys); the save is not what was trained")
+            state = "missing" if odd[0] in expected else "unexpected"
+            raise ExportError(f"{odd[0]} is {state} ({len(odd)} such keys); the save is not what was trained")
         for key, shape in (expected or {}).items():
             if tuple(tensors[key].shape) != tuple(shape):
-                raise ExportError(
-                    f"{key} has shape {tuple(tensors[key].shape)}, trained was {tuple(shape)}; "
-                    "the save is not what was trained"
-                )
+                shapes = f"{tuple(tensors[key].shape)}, trained was {tuple(shape)}"
+                raise ExportError(f"{key} has shape {shapes}; the save is not what was trained")
         return check_tensors(tensors)
 
 
@@ -104,8 +102,7 @@ def check_tensors(tensors: Mapping[str, Tensor]) -> ExportReport:
     largest = max(norms, key=lambda module: norms[module])
     if norms[largest] == 0:
         raise ExportError(
-            f"all {len(pairs)} adapters change nothing (lora_B is zero in every one): this LoRA has no effect; "
-            "was anything trained? check train.lr and the log"
+            f"all {len(pairs)} adapters are zero: this LoRA has no effect; was anything trained? check train.lr"
         )
     refusals = {}
     why = _diffusers_refusal(tensors, pairs if layout == "diffusers" else split_all(pairs), family)
@@ -144,8 +141,8 @@ def _check_sizes(pairs: Mapping[str, Pair], layout: str, family: Family) -> None
         if hidden - {common}:
             pair = pairs[module]
             raise ExportError(
-                f"{module}: down {tuple(pair.down.shape)}, up {tuple(pair.up.shape)} do not fit hidden size "
-                f"{common:g}, which most layers have; save the LoRA again"
+                f"{module}: down {tuple(pair.down.shape)}, up {tuple(pair.up.shape)} do not fit hidden size {common:g} "
+                "of most layers; save the LoRA again"
             )
 
 
@@ -157,7 +154,7 @@ def _delta_norm(module: str, pair: Pair) -> float:
         if not math.isfinite(amax):
             raise ExportError(
                 f"{module}: its {name} matrix holds NaN or infinity; take an earlier save, and lower train.lr, or set "
-                "save.dtype to bf16 where fp16 overflowed"
+                "save.dtype to bf16 if fp16 overflowed"
             )
         if amax == 0:
             norm = 0.0
@@ -169,7 +166,7 @@ def _delta_norm(module: str, pair: Pair) -> float:
 
 
 def _diffusers_refusal(tensors: Mapping[str, Tensor], wanted: Mapping[str, Pair], family: Family) -> str | None:
-    """Why the pipeline's `load_lora_weights` (conversion, then PEFT) would not load the whole file, or None."""
+    """Why the pipeline's `load_lora_weights` would not load the whole file, or None."""
     try:
         mixin = getattr(importlib.import_module("diffusers.loaders"), family.lora_loader)
     except (AttributeError, ImportError) as error:

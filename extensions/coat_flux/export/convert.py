@@ -1,4 +1,4 @@
-"""Exact conversion of a LoRA file between key layouts, proved by converting back before anything is written."""
+"""Exact conversion of a LoRA file between key layouts, proved by converting back."""
 
 from __future__ import annotations
 
@@ -23,28 +23,27 @@ from .layouts import (
     write_pairs,
 )
 
-STALE_HASHES = ("sshs_model_hash", "sshs_legacy_hash")  # of the tensors as they were before a conversion
+STALE_HASHES = ("sshs_model_hash", "sshs_legacy_hash")  # metadata: of the tensors before a conversion
 
 
 def convert_file(source: Path, target: Path, layout: str, dtype: torch.dtype | None = None) -> ExportReport:
-    """Write a LoRA in another layout, dtype or both, and return the report of the check after a save.
-
-    Only a smaller `dtype` rounds. Metadata is kept, except hashes of the old tensors. Raises ExportError.
-    """
+    """Write a LoRA in another layout, dtype or both, and check it; only a smaller dtype rounds. Raises ExportError."""
     if layout not in LAYOUTS:
         raise ExportError(f"layout={layout!r}: must be one of {', '.join(LAYOUTS)}")
     if target.exists() and target.samefile(source):
-        raise ExportError(f"{target}: the result may not take the place of what it is made from; give another --out")
+        raise ExportError(f"{target}: is the file to convert; give another --out")
     tensors, metadata = read_file(source)
     with naming(source):
         report = check_tensors(tensors)
         if report.others:
-            raise ExportError(f"it holds {report.others} tensors of text encoders, which have no other layout here")
+            raise ExportError(f"it holds {report.others} tensors of text encoders, which cannot be converted")
         pairs = read_pairs(tensors, report.layout)
         if report.layout == layout and dtype in (None, *{pair.down.dtype for pair in pairs.values()}):
-            raise ExportError(f"it is in the {layout} layout already, and no other dtype is asked for")
+            raise ExportError(f"it is in the {layout} layout already; give another --to or --dtype")
         converted = convert_pairs(pairs, report.layout, layout, dtype)
-    new = {key: value.contiguous() for key, value in write_pairs(_cast(converted, dtype), layout).items()}
+    if dtype is not None:
+        converted = _cast(converted, dtype)
+    new = {key: value.contiguous() for key, value in write_pairs(converted, layout).items()}
     metadata = {key: value for key, value in metadata.items() if key not in STALE_HASHES}
     try:
         with replacing(target) as temp:
@@ -53,7 +52,7 @@ def convert_file(source: Path, target: Path, layout: str, dtype: torch.dtype | N
             with naming(target):
                 return check_tensors(written)
     except (OSError, SafetensorError) as error:
-        raise ExportError(f"{target}: cannot be written ({error}); free space or give another --out") from error
+        raise ExportError(f"{target}: cannot be written ({error}); give another --out") from error
 
 
 def convert_pairs(
@@ -62,37 +61,30 @@ def convert_pairs(
     """Adapters in another layout and, if wider, `dtype`; raises ExportError if converting back is not exact."""
     dtypes = {matrix.dtype for pair in pairs.values() for matrix in (pair.down, pair.up)}
     holds_all = dtype is not None and all(torch.promote_types(dtype, own) == dtype for own in dtypes)
-    work = _cast(pairs, dtype if holds_all else None)
+    work = _cast(pairs, dtype) if holds_all else pairs
     if source == "diffusers" and layout != "diffusers":
         converted = fuse_all(work)
         back = split_all(converted)
     elif source != "diffusers" and layout == "diffusers":
-        converted = _without_alpha(split_all(work))
+        converted = _without_scale(split_all(work))
         back = fuse_all(converted)
     else:
-        back = converted = _without_alpha(work) if layout == "diffusers" else work
-    odd = sorted(pairs.keys() ^ back.keys())
-    if odd:
-        raise ExportError(f"{odd[0]} ({len(odd)} in all): its adapter is all zero and would be lost; leave it out")
+        back = converted = _without_scale(work) if layout == "diffusers" else work
+    lost = sorted(pairs.keys() ^ back.keys())
+    if lost:
+        raise ExportError(f"{lost[0]} ({len(lost)} in all): its adapter is all zero and would be lost; leave it out")
     for name, pair in pairs.items():
         other = back[name]
         down = other.down if other.scale == pair.scale else other.down / pair.scale
         if not (torch.equal(pair.down, down.to(pair.down.dtype)) and torch.equal(pair.up, other.up.to(pair.up.dtype))):
-            raise ExportError(
-                f"{name}: converted back it is not the same bit for bit (rank {pair.rank}, alpha {pair.alpha:g}, "
-                f"{pair.down.dtype}); give --dtype float32"
-            )
+            numbers = f"alpha / rank = {pair.scale:g}, {pair.down.dtype}"
+            raise ExportError(f"{name}: converted back it is not the same to the bit ({numbers}); give --dtype float32")
     return converted
 
 
 def _cast(pairs: Mapping[str, Pair], dtype: torch.dtype | None) -> dict[str, Pair]:
-    if dtype is None:
-        return dict(pairs)
-    return {name: Pair(pair.down.to(dtype), pair.up.to(dtype), pair.alpha) for name, pair in pairs.items()}
+    return {name: Pair(pair.down.to(dtype), pair.up.to(dtype), pair.scale) for name, pair in pairs.items()}
 
 
-def _without_alpha(pairs: Mapping[str, Pair]) -> dict[str, Pair]:
-    return {
-        name: pair if pair.scale == 1 else Pair(pair.down * pair.scale, pair.up, float(pair.rank))
-        for name, pair in pairs.items()
-    }
+def _without_scale(pairs: Mapping[str, Pair]) -> dict[str, Pair]:
+    return {name: Pair(pair.down * pair.scale, pair.up, 1.0) for name, pair in pairs.items()}

@@ -1,32 +1,30 @@
-"""The key layouts of a FLUX LoRA file, and adapters in each of them.
+"""The key layouts of a FLUX LoRA file.
 
     diffusers   transformer.transformer_blocks.0.attn.to_q.lora_A.weight             (PEFT's; what ai-toolkit saves)
     kohya       lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight, .alpha      (sd-scripts')
     comfyui     diffusion_model.double_blocks.0.img_attn.qkv.lora_down.weight, .alpha  (the checkpoint's own names)
 
-An adapter adds (alpha / rank) · up · down to its linear's weight; up [N, r], down [r, K]. alpha defaults to the rank,
-as in PEFT files without metadata and in sd-scripts.
+An adapter adds (alpha / rank) · up · down to its linear's weight; up [N, r], down [r, K]; alpha defaults to the rank.
 
 A linear of the transformer has two names: diffusers', and that of Black Forest Labs' checkpoint, whose fused linears
 diffusers splits. FLUX.1 and FLUX.2 share original names of linears whose shapes differ.
 
-A fused linear's weight is its parts' weights stacked. Parts with separate adapters become one adapter with a
-block-diagonal up matrix, of the sum of the ranks:
+A fused linear's weight is its parts' weights stacked. Parts with separate adapters become one with a block-diagonal up
+matrix, of the sum of the ranks:
 
     | up_q              |   | down_q |
     |      up_k         | · | down_k |        a part without an adapter is a block of zeros
     |           up_v    |   | down_v |
 
-Parts that share one down matrix (split from a fused adapter) are fused again: the same down, the ups stacked.
-Splitting does the reverse. Only zeros are added or removed, so nothing is rounded.
-
-diffusers recognizes the block-diagonal form (sd-scripts' networks/convert_flux_lora.py).
+diffusers recognizes this form (sd-scripts' networks/convert_flux_lora.py). Parts that share one down matrix (split from
+a fused adapter) keep it: their ups are stacked. Nothing is rounded.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -55,7 +53,7 @@ _NUMBER = re.compile(r"(?<=blocks[._])(?:0|[1-9]\d*)(?=[._])")
 
 
 class ExportError(UserError, ValueError):
-    """A LoRA file that others cannot load, or that cannot be converted; the message has the reason and the remedy."""
+    """A LoRA file that others cannot load, or that cannot be converted."""
 
 
 class Place(NamedTuple):
@@ -73,21 +71,16 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Pair:
-    """One adapter: down [r, K], up [N, r], and its alpha."""
+    """One adapter: down [r, K], up [N, r], and scale = alpha / r."""
 
     down: Tensor
     up: Tensor
-    alpha: float
+    scale: float
 
     @property
     def rank(self) -> int:
         """Rows of `down`."""
         return self.down.shape[0]
-
-    @property
-    def scale(self) -> float:
-        """The factor of up · down: alpha / rank."""
-        return self.alpha / self.rank
 
 
 # --- the linears under both names ---
@@ -114,7 +107,7 @@ _NAMES = _name_table()
 
 
 def place_of(name: str, layout: str = "diffusers", family: Family | None = None) -> Place:
-    """The linear that a layout calls `name`, of `family` if several have one; raises KeyError if FLUX has none."""
+    """The linear that a layout calls `name`, of `family` if several have one; raises KeyError if none has."""
     number = _NUMBER.search(name)
     places = _NAMES[layout][_NUMBER.sub("#", name, count=1)]
     place = next((each for each in places if each.family is family), places[0])
@@ -123,29 +116,27 @@ def place_of(name: str, layout: str = "diffusers", family: Family | None = None)
 
 def family_of(pairs: Mapping[str, Pair], layout: str) -> Family:
     """The model that most of a file's adapters fit; FLUX.1 if undecided."""
-    counts = {id(FLUX): 0}
+    counts = Counter({FLUX.transformer: 0})
     for name, pair in pairs.items():
         for place in _NAMES[layout][_NUMBER.sub("#", name, count=1)]:
             height, width = place.height, place.linear.width
             of_any_size = layout == "diffusers" or not (height and width)
             fits = of_any_size or pair.up.shape[0] * width == pair.down.shape[1] * height
-            counts[id(place.family)] = counts.get(id(place.family), 0) + fits
-    best = max(counts, key=lambda family: counts[family])
-    return next(family for family in FAMILIES.values() if id(family) == best)
+            counts[place.family.transformer] += fits
+    return FAMILIES[max(counts, key=counts.__getitem__)]
 
 
 # --- files ---
 
 
 def read_file(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors and metadata of a safetensors file; raises ExportError if it is missing, truncated or of another kind."""
+    """Tensors and metadata of a safetensors file; raises ExportError."""
     try:
         with safe_open(path, framework="pt") as file:
             return {key: file.get_tensor(key) for key in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118  # not a dict
     except (OSError, SafetensorError) as error:
         raise ExportError(
-            f"{path}: cannot be read as safetensors ({error}); give the .safetensors file of a LoRA, "
-            "and if it is one, it is damaged: take an earlier save"
+            f"{path}: cannot be read as safetensors ({error}); give the .safetensors file of a LoRA, or an earlier save"
         ) from error
 
 
@@ -159,23 +150,23 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def layout_of(tensors: Mapping[str, Tensor]) -> str:
-    """The layout whose prefix all keys have; raises ExportError if there is none, or no keys."""
+    """The layout whose prefix all keys have; raises ExportError."""
     if not tensors:
-        raise ExportError("it holds nothing of a transformer; train and save again")
+        raise ExportError("it holds nothing of a transformer; save it again")
     counts = {layout: sum(key.startswith(prefix) for key in tensors) for layout, prefix in PREFIXES.items()}
     layout = max(counts, key=lambda name: counts[name])
     odd = [key for key in tensors if not key.startswith(PREFIXES[layout])]
     if odd:
         known = ", ".join(f"{prefix}…" for prefix in PREFIXES.values())
         raise ExportError(
-            f"{len(odd)} of {len(tensors)} keys are of no known layout ({known}), first {odd[0]!r}; only LoRAs of "
-            "a FLUX transformer are understood, all keys in one layout"
+            f"{len(odd)} of {len(tensors)} keys are of no known layout ({known}), first {odd[0]!r}; give a LoRA of a "
+            "FLUX transformer, all keys in one layout"
         )
     return layout
 
 
 def read_pairs(tensors: Mapping[str, Tensor], layout: str) -> dict[str, Pair]:
-    """Adapters by diffusers' module name, or the original's in other layouts; raises ExportError for invalid files."""
+    """Adapters by diffusers' module name, or the original's in other layouts; raises ExportError."""
     halves: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         suffix = next((suffix for suffix in PARTS if key.endswith(f".{suffix}")), None)
@@ -185,7 +176,7 @@ def read_pairs(tensors: Mapping[str, Tensor], layout: str) -> dict[str, Pair]:
         try:
             place = place_of(name, layout)
         except KeyError as error:
-            raise ExportError(f"{key}: FLUX has no such linear; it would be ignored by what loads the file") from error
+            raise ExportError(f"{key}: FLUX has no such linear; leave it out") from error
         name = name if layout == "diffusers" else place.linear.name
         if part in halves.setdefault(name, {}):
             raise ExportError(f"{key}: there are two {part} matrices of {name}; save the LoRA again")
@@ -199,18 +190,18 @@ def read_pairs(tensors: Mapping[str, Tensor], layout: str) -> dict[str, Pair]:
         if down.ndim != 2 or up.ndim != 2 or down.shape[0] != up.shape[1] or down.shape[0] == 0:
             shapes = f"down {tuple(down.shape)} and up {tuple(up.shape)}"
             raise ExportError(f"{name}: {shapes}: must be [r, K] and [N, r]; save the LoRA again")
-        odd = {down.dtype, up.dtype} - DTYPES
-        if odd:
-            raise ExportError(f"{name}: {odd.pop()}: must be float16, bfloat16 or float32; set save.dtype")
+        unknown = {down.dtype, up.dtype} - DTYPES
+        if unknown:
+            raise ExportError(f"{name}: {unknown.pop()}: must be float16, bfloat16 or float32; set save.dtype")
         alpha = parts.get("alpha", torch.tensor(float(down.shape[0])))
         if alpha.numel() != 1 or not 0 < float(alpha) < math.inf:
             raise ExportError(f"{name}: alpha={alpha.tolist()}: must be one number above 0")
-        pairs[name] = Pair(down, up, float(alpha))
+        pairs[name] = Pair(down, up, float(alpha) / down.shape[0])
     return pairs
 
 
 def write_pairs(pairs: Mapping[str, Pair], layout: str) -> dict[str, Tensor]:
-    """Tensors of a file in a layout, which `read_pairs` reads; diffusers' has no alpha: the scale must be 1."""
+    """Tensors of a file in a layout; diffusers' has no alpha: the scale must be 1."""
     tensors: dict[str, Tensor] = {}
     for module, pair in pairs.items():
         name = PREFIXES[layout] + (module.replace(".", "_") if layout == "kohya" else module)
@@ -218,8 +209,8 @@ def write_pairs(pairs: Mapping[str, Pair], layout: str) -> dict[str, Tensor]:
             tensors |= {f"{name}.lora_A.weight": pair.down, f"{name}.lora_B.weight": pair.up}
         else:
             tensors |= {f"{name}.lora_down.weight": pair.down, f"{name}.lora_up.weight": pair.up}
-            # fp32: in bf16 an alpha above 256 would be rounded, and with it the LoRA's strength
-            tensors[f"{name}.alpha"] = torch.tensor(pair.alpha, dtype=torch.float32)
+            # fp32: bf16 would round an alpha above 256
+            tensors[f"{name}.alpha"] = torch.tensor(pair.scale * pair.rank, dtype=torch.float32)
     return tensors
 
 
@@ -227,7 +218,7 @@ def write_pairs(pairs: Mapping[str, Pair], layout: str) -> dict[str, Tensor]:
 
 
 def fuse_all(pairs: Mapping[str, Pair]) -> dict[str, Pair]:
-    """Convert adapters from diffusers' names to the original's; raises ExportError if parts differ in rank or scale."""
+    """Adapters by the original's names in place of diffusers'; raises ExportError if parts differ in rank or scale."""
     grouped: dict[str, tuple[Linear, list[Pair | None]]] = {}
     for module, pair in pairs.items():
         _, linear, index = place_of(module)
@@ -244,25 +235,25 @@ def _fuse(linear: Linear, members: Sequence[Pair | None]) -> Pair:
         return _renamed(linear, first)
     if {pair.scale for pair in present} != {first.scale} or {pair.rank for pair in present} != {first.rank}:
         raise ExportError(
-            f"{linear.name}: its parts have ranks {[pair.rank for pair in present]} and alphas "
-            f"{[pair.alpha for pair in present]}: one adapter holds them only if these are equal; train with one rank"
+            f"{linear.name}: its parts have ranks {[pair.rank for pair in present]} and alpha / rank "
+            f"{[pair.scale for pair in present]}, which must be equal; train with one rank"
         )
     heights = _heights(linear, {i: pair.up.shape[0] for i, pair in enumerate(members) if pair is not None})
     if len(present) == len(members) and all(torch.equal(pair.down, first.down) for pair in present):
         up = torch.cat([pair.up for pair in present])
         if not _is_block_diagonal(up, heights):
-            return Pair(first.down, up, first.alpha)
+            return Pair(first.down, up, first.scale)
     rank = first.rank
     down = torch.cat([torch.zeros_like(first.down) if pair is None else pair.down for pair in members])
     up = first.up.new_zeros(sum(heights), rank * len(members))
     for i, (pair, rows) in enumerate(zip(members, up.split(heights), strict=True)):
         if pair is not None:
             rows[:, i * rank : (i + 1) * rank] = pair.up
-    return Pair(down, up, first.scale * down.shape[0])
+    return Pair(down, up, first.scale)
 
 
 def split_all(pairs: Mapping[str, Pair]) -> dict[str, Pair]:
-    """Convert adapters from the original's names to diffusers'; raises ExportError if a height fits no hidden size."""
+    """Adapters by diffusers' names in place of the original's; raises ExportError if a height fits no hidden size."""
     split: dict[str, Pair] = {}
     family = family_of(pairs, "comfyui")
     for name, pair in pairs.items():
@@ -275,18 +266,18 @@ def split_all(pairs: Mapping[str, Pair]) -> dict[str, Pair]:
         rows = pair.up.split(heights)
         if not _is_block_diagonal(pair.up, heights):
             for member, up in zip(members, rows, strict=True):
-                split[member] = Pair(pair.down.clone(), up.clone(), pair.alpha)
+                split[member] = Pair(pair.down.clone(), up.clone(), pair.scale)
             continue
         rank = pair.rank // len(members)
         for i, (member, down, up) in enumerate(zip(members, pair.down.split(rank), rows, strict=True)):
             up = up[:, i * rank : (i + 1) * rank].contiguous()
             if down.any() or up.any():
-                split[member] = Pair(down, up, pair.scale * rank)
+                split[member] = Pair(down, up, pair.scale)
     return split
 
 
 def _renamed(linear: Linear, pair: Pair) -> Pair:
-    """The adapter of a linear that is not fused under its other name, which may swap the halves of its output."""
+    """The adapter of a linear that is not fused, under its other name."""
     if not linear.swapped:
         return pair
     first, second = pair.up.chunk(2)
@@ -294,20 +285,19 @@ def _renamed(linear: Linear, pair: Pair) -> Pair:
 
 
 def _heights(linear: Linear, known: Mapping[int | None, int]) -> list[int]:
-    """Output features of all parts, from those known (None: of all together)."""
+    """Output features of all parts, from known ones (None: of all together)."""
     units = {i: sum(linear.heights) if i is None else linear.heights[i] for i in known}
     sizes = {rows / units[i] for i, rows in known.items()}
     size = min(sizes)
     if len(sizes) > 1 or not size.is_integer():
         raise ExportError(
-            f"{linear.name}: outputs of {sorted(known.values())} features are not in the ratio {linear.heights}; "
-            "this is not a LoRA of a FLUX transformer"
+            f"{linear.name}: {sorted(known.values())} output features are not in the ratio {linear.heights}; give a "
+            "LoRA of a FLUX transformer"
         )
     return [int(size) * height for height in linear.heights]
 
 
 def _is_block_diagonal(up: Tensor, heights: list[int]) -> bool:
-    """Whether each part's rows use only their own range of columns, all ranges equally wide."""
     count = len(heights)
     if up.shape[1] % count:
         return False
