@@ -155,7 +155,7 @@ def test_batch_shapes_and_contents(folder, vae, encoders):
         for row, index in enumerate(order.indices):
             sample = dataset.samples[index]
             assert sample.caption == f"a ohwx dress, number {sample.image_path.stem[-1]}, red"
-            pixels = to_tensor(read_photo(sample.image_path).image)[None]
+            pixels = to_tensor(read_photo(sample.image_path)[0])[None]
             assert_bitwise(batch["latents"][row], encode_latents(vae, pixels)[0])
             assert_bitwise(batch["pooled"][row], encoders.encode([sample.caption])[1][0])
         assert batch["prompt_embeds"].shape == (2, 32, encoders.t5.config.d_model)
@@ -184,7 +184,7 @@ def test_batches_are_on_the_device_and_models_return_home(folder, vae, encoders,
 def test_flip_mirrors_the_photo(folder, vae, encoders):
     dataset = make(folder, vae, encoders, flip_x=True)
     plain, flipped = dataset.samples[0], dataset.samples[5]
-    mirrored = to_tensor(read_photo(plain.image_path).image).flip(-1)[None]
+    mirrored = to_tensor(read_photo(plain.image_path)[0]).flip(-1)[None]
     assert_bitwise(dataset.encoded(flipped, "")["latents"], encode_latents(vae, mirrored)[0])
 
 

@@ -27,12 +27,10 @@ def noise(size: tuple[int, int] = (64, 64), seed: int = 0) -> Image.Image:
 
 
 def jpeg(size: tuple[int, int] = (64, 64), seed: int = 0, **options: object) -> bytes:
-    """Bytes of a JPEG."""
     return encoded(noise(size, seed), "JPEG", quality=95, **options)
 
 
 def encoded(image: Image.Image, kind: str, **options: object) -> bytes:
-    """Bytes of an image file."""
     buffer = io.BytesIO()
     image.save(buffer, kind, **options)
     return buffer.getvalue()
@@ -124,7 +122,6 @@ def _xyz(values: Sequence[float]) -> bytes:
 
 
 def write(path: Path, content: bytes | str) -> Path:
-    """A file and the folders above it; text as UTF-8."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content.encode() if isinstance(content, str) else content)
     return path

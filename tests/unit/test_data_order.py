@@ -18,7 +18,7 @@ from PIL import Image
 
 from coat_flux.config.job_sections import DatasetSection
 from coat_flux.data.buckets import Bucket, Sample, bucket_for, fit_to_bucket
-from coat_flux.data.files import DatasetError, find_images
+from coat_flux.data.files import find_images
 from coat_flux.data.loader import Batch, BucketBatchSampler
 from coat_flux.data.preflight import inspect_datasets
 from tests.reliability.photos import noise
@@ -135,11 +135,6 @@ def test_repeats_flips_and_several_datasets(tmp_path):
     samples = scan([config(tmp_path / "one", num_repeats=2, flip_x=True), config(tmp_path / "two")])
     one = [(0, "a.png", False)] * 2 + [(0, "a.png", True)] * 2
     assert [(s.dataset_index, s.image_path.name, s.flip) for s in samples] == [*one, (1, "b.png", False)]
-
-
-def test_no_datasets():
-    with pytest.raises(DatasetError, match=r"datasets=\[\]"):
-        scan([])
 
 
 # -- the order of batches ----------------------------------------------------------------------------------------------

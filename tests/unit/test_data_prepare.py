@@ -64,23 +64,24 @@ def as_the_host_reads(path: Path) -> np.ndarray:
 
 def test_the_host_reads_from_the_copy_what_we_read_from_the_originals(folder, tmp_path):
     before = content_of(folder)
-    copied = prepare_copy(folder, tmp_path / "run" / "data", background="grey")
-    assert copied.folder == tmp_path / "run" / "data" / "images"
-    assert copied.mask_folder is None
-    assert [path.name for path in copied.corrected] == ["cut.png", "phone.jpg", "sideways.jpg", "scan.png"]
-    assert copied.traits == {"16 bit": 1, "EXIF orientation": 2, "colour profile": 1, "transparency": 1}
-    names = {path.relative_to(copied.folder).as_posix() for path in copied.folder.rglob("*") if path.is_file()}
-    assert {name for name in names if not name.endswith(".txt")} == {
+    corrected = prepare_copy(folder, tmp_path / "run" / "data", background="grey")
+    assert {path.name: sorted(traits) for path, traits in corrected.items()} == {
+        "cut.png": ["transparency"],
+        "phone.jpg": ["EXIF orientation", "colour profile"],
+        "sideways.jpg": ["EXIF orientation"],
+        "scan.png": ["16 bit"],
+    }
+    images = tmp_path / "run" / "data" / "images"
+    assert not images.with_name("masks").exists()
+    copies = {path.relative_to(images).as_posix() for path in images.rglob("*.*") if path.suffix != ".txt"}
+    assert copies == {
         *("good0.jpg", "good1.jpg", "srgb.jpg", "phone.png", "sideways.png", "cut.png"),
         *("sub/scan.png", "sub/plain.webp"),
     }
-    for original in [path for path in folder.rglob("*") if path.suffix != ".txt" and path.is_file()]:
-        (copy,) = [
-            p
-            for p in (copied.folder / original.relative_to(folder)).parent.glob(f"{original.stem}.*")
-            if p.suffix != ".txt"
-        ]
-        assert np.array_equal(as_the_host_reads(copy), np.asarray(read_photo(original, "grey").image)), original.name
+    for name in copies:
+        copy = images / name
+        (original,) = [path for path in (folder / name).parent.glob(f"{copy.stem}.*") if path.suffix != ".txt"]
+        assert np.array_equal(as_the_host_reads(copy), np.asarray(read_photo(original, "grey")[0])), name
         assert copy.with_suffix(".txt").read_text() == original.with_suffix(".txt").read_text()
     assert content_of(folder) == before
 
@@ -93,13 +94,13 @@ def test_nothing_is_made_where_nothing_needs_correcting(tmp_path):
 def test_every_image_has_a_mask_under_its_own_name(folder, tmp_path):
     write(folder / "sub" / "cut.jpg", jpeg(seed=9))
     write(folder / "sub" / "cut.txt", "another cut")
-    copied = prepare_copy(folder, tmp_path / "copy", transparency="mask")
-    images = [path for path in copied.folder.rglob("*") if path.suffix != ".txt" and path.is_file()]
-    assert {path.stem for path in images} == {path.stem for path in copied.mask_folder.iterdir()}
-    assert len(images) == len(list(copied.mask_folder.iterdir())) == 9
-    other = copied.folder / "sub" / "sub_cut_jpg.jpg"
-    assert other.with_suffix(".txt").read_text() == "another cut"
-    levels = {path.stem: np.unique(np.asarray(Image.open(path))).tolist() for path in copied.mask_folder.iterdir()}
+    prepare_copy(folder, tmp_path / "copy", transparency="mask")
+    copied, masks = tmp_path / "copy" / "images", list((tmp_path / "copy" / "masks").iterdir())
+    images = [path for path in copied.rglob("*") if path.suffix != ".txt" and path.is_file()]
+    assert {path.stem for path in images} == {path.stem for path in masks}
+    assert len(images) == len(masks) == 9
+    assert (copied / "sub" / "sub_cut_jpg.txt").read_text() == "another cut"
+    levels = {path.stem: np.unique(np.asarray(Image.open(path))).tolist() for path in masks}
     assert levels.pop("cut") == [100]
     assert set(map(tuple, levels.values())) == {(255,)}
 
@@ -109,10 +110,10 @@ def test_images_of_one_stem_keep_a_caption_each(tmp_path):
     write(folder / "a.jpg", jpeg(seed=1, exif=turned(6)))
     write(folder / "a.png", encoded(noise(seed=2), "PNG"))
     write(folder / "a.txt", "of both")
-    copied = prepare_copy(folder, tmp_path / "copy")
-    images = sorted(path.name for path in copied.folder.iterdir() if path.suffix != ".txt")
-    assert images == ["a.png", "a_png.png"]
-    assert [(copied.folder / name).with_suffix(".txt").read_text() for name in images] == ["of both"] * 2
+    prepare_copy(folder, tmp_path / "copy")
+    copied = tmp_path / "copy" / "images"
+    assert sorted(path.name for path in copied.iterdir()) == ["a.png", "a.txt", "a_png.png", "a_png.txt"]
+    assert [path.read_text() for path in copied.glob("*.txt")] == ["of both"] * 2
 
 
 def test_the_copy_is_used_again_while_photos_and_policy_are_the_same(folder, tmp_path, monkeypatch):
@@ -120,16 +121,17 @@ def test_the_copy_is_used_again_while_photos_and_policy_are_the_same(folder, tmp
     make = prepare_module._make
     monkeypatch.setattr(prepare_module, "_make", lambda path, *rest: (made.append(path.name), make(path, *rest)))
     target = tmp_path / "copy"
-    copied = prepare_copy(folder, target)
+    images = target / "images"
+    corrected = prepare_copy(folder, target)
     assert len(made) == 8
-    cache = write(copied.folder / "_latent_cache" / "cut_x.safetensors", b"")
+    cache = write(images / "_latent_cache" / "cut_x.safetensors", b"")
     write(folder / "cut.txt", "another caption")
     (folder / "sideways.txt").unlink()
-    assert prepare_copy(folder, target) == copied
+    assert prepare_copy(folder, target) == corrected
     assert len(made) == 8
     assert cache.exists()
-    assert (copied.folder / "cut.txt").read_text() == "another caption"
-    assert not os.path.lexists(copied.folder / "sideways.txt")
+    assert (images / "cut.txt").read_text() == "another caption"
+    assert not os.path.lexists(images / "sideways.txt")
     prepare_copy(folder, target, background="black")
     assert len(made) == 16
     assert not cache.exists()
@@ -137,12 +139,12 @@ def test_the_copy_is_used_again_while_photos_and_policy_are_the_same(folder, tmp
     (folder / "sideways.jpg").unlink()
     prepare_copy(folder, target, background="black")
     assert len(made) == 16 + 7
-    assert not (copied.folder / "sideways.png").exists()
+    assert not (images / "sideways.png").exists()
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
 def test_a_run_that_was_killed_leaves_the_old_copy_and_is_finished_by_the_next(folder, tmp_path, monkeypatch):
-    whole = prepare_copy(folder, tmp_path / "whole", background="black")
+    prepare_copy(folder, tmp_path / "whole", background="black")
     target = tmp_path / "copy"
     prepare_copy(folder, target)
     before = content_of(target)
@@ -160,9 +162,9 @@ def test_a_run_that_was_killed_leaves_the_old_copy_and_is_finished_by_the_next(f
         with pytest.raises(KeyboardInterrupt):
             prepare_copy(folder, target, background="black")
     assert content_of(target) == before
-    copied = prepare_copy(folder, target, background="black")
-    expected = {name: content for name, (content, _) in content_of(whole.folder).items()}
-    assert {name: content for name, (content, _) in content_of(copied.folder).items()} == expected
+    prepare_copy(folder, target, background="black")
+    expected = {name: content for name, (content, _) in content_of(tmp_path / "whole").items()}
+    assert {name: content for name, (content, _) in content_of(target).items()} == expected
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy", "photos", "whole"]
 
 
@@ -173,8 +175,8 @@ def test_where_links_cannot_be_made_files_are_copied(folder, tmp_path, monkeypat
 
     monkeypatch.setattr(prepare_module.os, "symlink", os.symlink if way == "symlink" else refused)
     monkeypatch.setattr(prepare_module.os, "link", refused if way == "copy" else os.link)
-    copied = prepare_copy(folder, tmp_path / "copy")
-    copy, original = copied.folder / "good0.jpg", folder / "good0.jpg"
+    prepare_copy(folder, tmp_path / "copy")
+    copy, original = tmp_path / "copy" / "images" / "good0.jpg", folder / "good0.jpg"
     assert copy.read_bytes() == original.read_bytes()
     assert copy.is_symlink() == (way == "symlink")
     assert copy.samefile(original) == (way != "copy")

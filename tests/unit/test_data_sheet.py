@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import yaml
-from PIL import Image, ImageFont
+from PIL import Image
 
 from coat_flux.cli.entry import main
-from coat_flux.data.sheet import _caption_lines
 from tests.helpers.engine_job import engine_job
 from tests.reliability.photos import good_folder, jpeg, write
 
@@ -39,7 +38,7 @@ def test_errors_are_printed_counted_and_drawn(tmp_path, capsys, monkeypatch):
     assert run(folder) == 2
     captured = capsys.readouterr()
     (line,) = captured.err.splitlines()
-    assert line.startswith(f"error: {folder / 'bad.jpg'}: cannot be read as an image (the file is empty)")
+    assert line.startswith(f"error: {folder / 'bad.jpg'}: cannot be read as an image (it is not JPEG, PNG or WebP")
     assert "warning: " in captured.out
     assert (tmp_path / "output" / "data" / "photos.png").is_file()
     assert run(tmp_path / "nowhere") == 2
@@ -80,15 +79,3 @@ def test_a_yaml_says_everything_itself(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         run(folder, "--resolution", "12")
     assert "from 32 to 8192" in capsys.readouterr().err
-
-
-def test_captions_are_wrapped_to_their_cell():
-    font = ImageFont.load_default()
-    for caption in ("a red skirt, " * 40, "x" * 500, "short", ""):
-        lines = _caption_lines(caption, font)
-        assert 1 <= len(lines) <= 4
-        assert all(font.getlength(line) <= 240 for line in lines)
-    assert _caption_lines("", font) == ["(no caption)"]
-    text = "a red skirt on a white background, product photo"
-    assert " ".join(_caption_lines(text, font)) == text
-    assert _caption_lines("a red skirt, " * 40, font)[-1].endswith("...")

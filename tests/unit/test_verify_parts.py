@@ -176,23 +176,20 @@ def test_photos_of_another_folder_are_held_out_and_all_others_trained_on(tmp_pat
 
 def held_out_of(*sizes: tuple[int, int]) -> FixedNoise:
     photos = [{"latents": torch.zeros(16, *size)} for size in sizes]
-    return FixedNoise(photos, ["a.jpg"] * len(sizes))
+    return FixedNoise(photos)
 
 
-def test_points_cover_the_noise_levels_evenly_and_every_one_is_new() -> None:
-    points = held_out_of((8, 8), (8, 12), (8, 8)).points(4)
-    sigmas = sorted(point.sigma for point in points)
-    assert sigmas == pytest.approx([(i + 0.5) / 12 for i in range(12)])
-    assert len({point.index for point in points}) == 12
-    for photo in range(3):
-        own = [point.sigma for point in points if point.photo == photo]
-        assert [int(sigma * 4) for sigma in own] == [0, 1, 2, 3]
+def test_draws_cover_the_noise_levels_evenly() -> None:
+    held_out = held_out_of((8, 8), (8, 12), (8, 8))
+    sigmas = [held_out.sigma(draw, 4) for draw in range(12)]
+    assert sorted(sigmas) == pytest.approx([(i + 0.5) / 12 for i in range(12)])
+    assert [int(sigma * 4) for sigma in sigmas] == [0, 1, 2, 3] * 3
 
 
 def test_batches_have_one_size_and_no_more_photos_than_fit() -> None:
     held_out = held_out_of((128, 128), (64, 64), (128, 128))
     batches = list(held_out.batches(8, lambda shape: 4 * 64 * 64 // shape[1:].numel()))
-    assert sorted(point.index for batch in batches for point in batch) == list(range(24))
+    assert sorted(draw for batch in batches for draw in batch) == list(range(24))
     assert [len(batch) for batch in batches] == [1] * 16 + [4, 4]
 
 

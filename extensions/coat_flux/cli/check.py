@@ -140,7 +140,7 @@ def data(args: argparse.Namespace) -> int:
     Nothing in the folder is changed. The contact sheet shows the photos as they are read, with the frames of their
     crops. Exit code 2 where training would be refused.
     """
-    from ..data.preflight import datasets_of, inspect_datasets, photo_policy, reads_t5
+    from ..data.preflight import inspect_datasets, inspect_process
     from ..data.sheet import MOST_PHOTOS, contact_sheet
 
     if args.data.is_file():
@@ -155,11 +155,9 @@ def data(args: argparse.Namespace) -> int:
         process = job["config"]["process"][0]
         process["name"] = process.get("name") or job["config"]["name"]
         name = process["name"]
-        trigger = process.get("trigger_word")
-        policy = photo_policy(process)
-        report = inspect_datasets(list(datasets_of(process)), trigger, **policy, reads_t5=reads_t5(process))
+        report = inspect_process(process)
     else:
-        name, policy = args.data.resolve().name, {}
+        name = args.data.resolve().name
         resolution = tuple(args.resolution or (512, 768, 1024))
         section = DatasetSection(str(args.data), caption_ext=args.caption_ext or "txt", resolution=resolution)
         report = inspect_datasets([section], args.trigger)
@@ -171,7 +169,7 @@ def data(args: argparse.Namespace) -> int:
         sheet = args.sheet or Path("output") / "data" / f"{name}.png"
         try:
             sheet.parent.mkdir(parents=True, exist_ok=True)
-            contact_sheet(report, **policy).save(sheet)
+            contact_sheet(report).save(sheet)
         except (OSError, ValueError) as error:
             text = f"--sheet {sheet}: cannot be written ({error}); name another file ending in .png"
             raise UsageError(text) from error

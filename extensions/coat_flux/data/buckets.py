@@ -1,8 +1,8 @@
 """Aspect-ratio buckets: the training size of an image, resize and crop to it, and the samples.
 
 The rule is ai-toolkit's. An image is scaled down to the pixel budget resolution² (never up), each side is rounded down
-or up to a multiple of `step`, and the one of these four sizes is taken whose area is nearest to the target within the
-budget. An image smaller than the budget keeps its size up to that rounding; only sides shorter than one step grow.
+or up to a multiple of `step`, and the size within the budget is taken whose area is nearest to the target. Only sides
+shorter than one step grow.
 
 For FLUX.1 a step is 32: 8 (VAE) × 2 (packing) × 2. One difference: for strips thinner than a step ai-toolkit may
 exceed the budget; here the long side is cut.
@@ -31,7 +31,7 @@ class Bucket:
 
 
 def bucket_for(width: int, height: int, resolution: int, step: int = BUCKET_STEP) -> Bucket:
-    """The bucket of an upright image: both sides multiples of `step` pixels and width·height <= resolution²."""
+    """The bucket of an upright image."""
     budget = resolution * resolution
     target = min(width * height, budget)
     scale = (target / (width * height)) ** 0.5
@@ -45,7 +45,7 @@ def bucket_for(width: int, height: int, resolution: int, step: int = BUCKET_STEP
 
 
 def fit_to_bucket(image: Image.Image, bucket: Bucket) -> Image.Image:
-    """Resize (bicubic, same aspect ratio) so that the image just covers the bucket, then crop its centre."""
+    """Resize (bicubic) so that the image just covers the bucket, then crop its centre."""
     covering = covering_size(image.size, bucket)
     left, top = (covering[0] - bucket.width) // 2, (covering[1] - bucket.height) // 2
     resized = image.resize(covering, Image.Resampling.BICUBIC)
@@ -53,7 +53,7 @@ def fit_to_bucket(image: Image.Image, bucket: Bucket) -> Image.Image:
 
 
 def covering_size(size: tuple[int, int], bucket: Bucket) -> tuple[int, int]:
-    """The smallest width and height in pixels, at the image's aspect ratio, that cover the bucket."""
+    """The smallest width and height in pixels at the image's aspect ratio that cover the bucket."""
     width, height = size
     if bucket.width * height >= bucket.height * width:
         return bucket.width, -(-height * bucket.width // width)
@@ -61,7 +61,7 @@ def covering_size(size: tuple[int, int], bucket: Bucket) -> tuple[int, int]:
 
 
 def cropped_share(size: tuple[int, int], bucket: Bucket) -> float:
-    """The fraction of an image's area, from 0 to 1, that the crop to its bucket cuts off."""
+    """The fraction of an image's area that the crop to its bucket cuts off."""
     width, height = covering_size(size, bucket)
     return 1.0 - bucket.width * bucket.height / (width * height)
 

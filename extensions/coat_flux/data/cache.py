@@ -1,8 +1,7 @@
 """Encoding images and prompts with FLUX's frozen models, and caching the results on disk or in memory.
 
-Cache keys contain everything that determines a tensor: for latents the image file's bytes, bucket, flip, VAE and
-treatment of transparent parts; for text embeddings the prompt, text encoders and token length. File names, sizes and
-dates play no part, so a replaced photo or edited caption is never stale, and a renamed one is not encoded twice.
+Cache keys contain everything that determines a tensor, such as the image file's bytes, and no file's name or date: a
+replaced photo or edited caption is never stale, and a renamed one is not encoded twice.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import logging
 import math
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,36 +29,39 @@ from .files import DatasetError, printable
 logger = logging.getLogger(__name__)
 
 PROMPT_BYTES = 3e8  # upper bound for encoding one prompt, besides the weights: T5-XXL 0.1 GB
-_VERSION = 2  # of an entry's content and the preparation of images; raise it when either changes
+_VERSION = 2  # of an entry's content; raise it when that changes
 _PROBED_ELEMENTS = 16
 _CHECKSUM = "crc32"
 
 
-@dataclass(frozen=True)
 class TextEncoders:
-    """FLUX's frozen text encoders; captions of more than `max_length` T5 tokens are truncated."""
+    """FLUX's frozen text encoders; captions of more than `max_length` T5 tokens are cut, with a warning."""
 
-    clip: nn.Module
-    t5: nn.Module
-    clip_tokenizer: Any
-    t5_tokenizer: Any
-    max_length: int = 512
-
-    @property
-    def models(self) -> list[nn.Module]:
-        """Both encoders."""
-        return [self.clip, self.t5]
+    def __init__(
+        self,
+        clip: nn.Module,
+        t5: nn.Module,
+        clip_tokenizer: Any,
+        t5_tokenizer: Any,
+        max_length: int = 512,
+    ) -> None:
+        self.clip = clip
+        self.t5 = t5
+        self.models = [clip, t5]
+        self.clip_tokenizer = clip_tokenizer
+        self.t5_tokenizer = t5_tokenizer
+        self.max_length = max_length
 
     @property
     def identity(self) -> str:
-        """A hash that changes whenever the embeddings of a prompt would."""
-        return _digest([model_identity(self.clip), model_identity(self.t5), self.max_length])
+        """Changes whenever the embeddings of a prompt would."""
+        return _digest([*map(model_identity, self.models), self.max_length])
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
         """T5 embeddings [B, T, D] and CLIP pooled [B, P] in bf16, as FluxPipeline.encode_prompt computes them.
 
-        Prompts are encoded one by one, so that batching changes no bit; the end of a long one is cut, with a warning.
+        Prompts are encoded one by one, so that batching changes no bit.
         """
         clip_length = min(self.clip_tokenizer.model_max_length, self.clip.config.max_position_embeddings)
         embeds, pooled = [], []
@@ -78,13 +79,13 @@ class TextEncoders:
 
 
 def input_device(model: nn.Module) -> torch.device:
-    """The device of a model's inputs; the CPU for a model whose layers are moved one by one."""
+    """The device of a model's inputs: the CPU if layers are moved one by one."""
     device = next(model.parameters()).device
     return torch.device("cpu") if device.type == "meta" else device
 
 
 def by_layer(sizes: Sequence[int], room: float | None) -> list[bool]:
-    """Whether each model's layers move to the device one by one: the largest models', if all exceed `room` bytes."""
+    """Whether each model's layers move to the device one by one: the largest, if all exceed `room` bytes."""
     left = math.inf if room is None else room - PROMPT_BYTES
     layers = [False] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: sizes[index]):
@@ -103,7 +104,7 @@ def on_device(
     *,
     last: bool = False,
 ) -> Iterator[None]:
-    """Move models to `device` for the block and back afterwards, unless `last`; `room` as in `by_layer`, same bits."""
+    """Move models to `device` for the block and back afterwards, unless `last`; `room` as in `by_layer`."""
     from accelerate import cpu_offload
     from accelerate.hooks import remove_hook_from_submodules
 
@@ -126,7 +127,7 @@ def on_device(
 
 
 def model_identity(model: Any) -> str:
-    """A short hash of a model's class and config, and of name, shape, dtype and up to 31 elements of each tensor."""
+    """A hash of a model's class and config, and of name, shape, dtype and some elements of each tensor."""
     config = model.config.to_dict() if hasattr(model.config, "to_dict") else dict(model.config)
     settings = {key: str(value) for key, value in config.items() if key[0] != "_" and key != "transformers_version"}
     parts: list[Any] = [type(model).__name__, settings]
@@ -160,7 +161,7 @@ def _digest(parts: Any) -> str:
 
 
 class TensorCache:
-    """Named tensors by key, in memory or as safetensors with a checksum, renamed into place, or both, or neither."""
+    """Named tensors by key, in memory or as safetensors with a checksum, or both, or neither."""
 
     def __init__(self, folder: Path | None, keep_in_memory: bool) -> None:
         self.folder, self.keep_in_memory = folder, keep_in_memory
@@ -168,14 +169,10 @@ class TensorCache:
         self._memory: dict[str, dict[str, Tensor]] = {}
 
     def load(self, key: str) -> dict[str, Tensor] | None:
-        """The entry, or None if it is absent or its file is damaged (with a warning)."""
-        if key in self._memory:
-            return self._memory[key]
-        if self.folder is None:
-            return None
-        path = self.folder / f"{key}.safetensors"
-        if not path.is_file():
-            return None
+        """The entry, or None if it is absent, or damaged (with a warning)."""
+        path = None if self.folder is None else self.folder / f"{key}.safetensors"
+        if key in self._memory or path is None or not path.is_file():
+            return self._memory.get(key)
         try:
             with safe_open(path, framework="pt") as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
@@ -190,7 +187,7 @@ class TensorCache:
         return tensors
 
     def store(self, key: str, tensors: dict[str, Tensor], about: str) -> None:
-        """Store CPU tensors, with their source in `about`; raises DatasetError if the folder is not writable."""
+        """Store CPU tensors, with their source in `about`; raises DatasetError."""
         if self.keep_in_memory:
             self._memory[key] = tensors
         if self.folder is None:
@@ -218,7 +215,7 @@ def _checksum(tensors: dict[str, Tensor]) -> int:
 def encode_latents(vae: nn.Module, pixels_BCHW: Tensor) -> Tensor:
     """Training latents [B, C, H/8, W/8] fp32 of pixels [B, 3, H, W] in [-1, 1]: (mode - shift_factor)·scaling_factor.
 
-    The mode of the VAE's posterior, where ai-toolkit samples once: an image has the same latents in every run.
+    ai-toolkit samples the VAE's posterior once; by its mode an image has the same latents in every run.
     """
     parameter = next(vae.parameters())
     mode = vae.encode(pixels_BCHW.to(parameter.device, parameter.dtype)).latent_dist.mode().float()
@@ -228,7 +225,7 @@ def encode_latents(vae: nn.Module, pixels_BCHW: Tensor) -> Tensor:
 
 
 def normalized(vae: Any, latents: Tensor) -> Tensor:
-    """FLUX.2's training latents, fp32 [B, C, H/8, W/8]: mean 0 and variance 1 at each position in a 2 x 2 patch."""
+    """FLUX.2's: mean 0 and variance 1 at each position in a 2 x 2 patch."""
     patches = pixel_unshuffle(latents, 2)  # channels (c, row, column), as the pipeline has them
     mean = vae.bn.running_mean.to(patches).view(1, -1, 1, 1)
     variance = vae.bn.running_var.to(patches).view(1, -1, 1, 1)

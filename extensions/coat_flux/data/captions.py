@@ -1,8 +1,7 @@
 """Captions from sidecar text files, the trigger word, and token shuffling, with ai-toolkit's semantics.
 
-In a LoRA that is to learn one product by its trigger word, whatever the captions name is not attributed to the
-trigger: if all captions say "blue denim jacket", it learns nothing new. So captions should name what changes from
-photo to photo, not the product; `lint_captions` warns if they do not.
+Whatever captions name is not attributed to the trigger word: if all say "blue denim jacket", it stands for nothing
+new. So they should name what changes from photo to photo, not the product.
 """
 
 from __future__ import annotations
@@ -44,13 +43,11 @@ def caption_file(image_path: Path | str, caption_ext: str = ".txt") -> Path:
 
 
 def read_caption(image_path: Path | str, caption_ext: str = ".txt") -> str | None:
-    """The stripped caption of an image, None without sidecar; raises DatasetError if it is unreadable or not UTF-8."""
+    """The stripped caption of an image, None without sidecar; raises DatasetError if it is not UTF-8 text."""
     path = caption_file(image_path, caption_ext)
     if not os.path.lexists(path):
         return None
     name = printable(path)
-    if path.exists() and not path.is_file():
-        raise DatasetError(f"{name}: is not a file, but has a caption's name; remove it, or rename it")
     try:
         if path.stat().st_size > _MAX_BYTES:
             raise DatasetError(f"{name}: is too large for a caption ({path.stat().st_size} bytes); remove it")
@@ -63,12 +60,12 @@ def read_caption(image_path: Path | str, caption_ext: str = ".txt") -> str | Non
     except OSError as error:
         raise DatasetError(f"{name}: cannot be read ({error.strerror}); make the caption file readable") from error
     if "\0" in text:
-        raise DatasetError(f"{name}: contains zero bytes, it is UTF-16 or not text; save the caption as UTF-8 text")
+        raise DatasetError(f"{name}: contains zero bytes; save the caption as UTF-8 text")
     return text.strip()
 
 
 def inject_trigger(caption: str, trigger_word: str | None, add_if_missing: bool = True) -> str:
-    """Replace `[trigger]` and `[name]` by the trigger word (or nothing); prepend it if missing and `add_if_missing`."""
+    """Replace placeholders by the trigger word (or nothing); prepend it if missing and `add_if_missing`."""
     trigger = trigger_word or ""
     for placeholder in PLACEHOLDERS:
         caption = caption.replace(placeholder, trigger)
@@ -101,14 +98,14 @@ def lint_files(
             return [f"{printable(folder)}: {text}; set caption_ext: {extension.lstrip('.')}"], []
         lists = [path for path in others if path.suffix.lower() in _LISTS]
         if lists:
-            text = f"files may hold captions (first: {{first}}), but only .{caption_ext} is read; write each caption "
-            return counted(folder, lists, f"{text}into a text file of its own, photo.{caption_ext}"), []
+            text = f"files may hold captions (first: {{first}}); write each caption to its own photo.{caption_ext}"
+            return counted(folder, lists, text), []
     instead = "default_caption" if default_caption else _NO_CAPTION
     text = f"of {len(images)} images have no .{caption_ext} caption (first: {{first}}); they train with {instead}"
     warnings = counted(folder, missing, text)
     orphans = [path for path in others if path.name.endswith(f".{caption_ext}") and path not in sidecars.values()]
-    text = "caption files belong to no image (first: {first}); rename them after their images (photo.jpg, "
-    return [], warnings + counted(folder, orphans, f"{text}photo.{caption_ext}), or remove them")
+    text = f"caption files belong to no image (first: {{first}}); name them photo.{caption_ext} after photo.jpg"
+    return [], warnings + counted(folder, orphans, text)
 
 
 def lint_captions(
@@ -131,53 +128,42 @@ def lint_captions(
         lines += counted(folder, unread, f"{text}; write them in English")
     if not trigger_word:
         holders = [path for path, caption in raw.items() if any(holder in caption for holder in PLACEHOLDERS)]
-        text = "captions use [trigger] or [name] but trigger_word is not set; the placeholder is removed"
-        lines += counted(folder, holders, f"{text}, set trigger_word")
+        text = "captions use [trigger] or [name], which is removed; set trigger_word"
+        lines += counted(folder, holders, text)
         captions = [caption for caption in raw.values() if caption]
         spaced = not any(_UNSPACED.search(caption) for caption in captions)
         if not holders and spaced and len(captions) >= _FEWEST and not _shared_words(captions):
-            text = "the captions have no word in common and trigger_word is not set"
-            lines.append(f"{printable(folder)}: {text}, so nothing will call the product up; set trigger_word")
+            text = "the captions have no word in common, so nothing will call the product up; set trigger_word"
+            lines.append(f"{printable(folder)}: {text}")
         return lines
 
     whole = re.compile(rf"(?<!\w){re.escape(trigger_word)}(?!\w)", re.ASCII)  # Chinese has no spaces between words
-    inside, cased = [], []
+    unlike = []
     for path, caption in raw.items():
-        if trigger_word in caption and not whole.search(caption):
-            inside.append(path)
-        elif trigger_word not in caption and trigger_word.lower() in caption.lower():
-            cased.append(path)
-    shown = printable(trigger_word)
-    lines += counted(
-        folder,
-        inside,
-        f"captions hold the trigger word '{shown}' only within another word (first: {{first}}), so it is not put in "
-        "front; choose a rarer trigger_word, or write [trigger] into them",
+        if trigger_word.lower() in caption.lower() and not whole.search(caption):
+            unlike.append(path)
+    text = (
+        f"captions have the trigger word '{printable(trigger_word)}' only within another word or with other capitals "
+        "(first: {first}); write [trigger] in its place, or choose a rarer trigger_word"
     )
-    lines += counted(
-        folder,
-        cased,
-        f"captions write the trigger word '{shown}' with other capitals (first: {{first}}) and get it a second time; "
-        "write it alike",
-    )
+    lines += counted(folder, unlike, text)
 
     captions = []
     for caption in filter(None, raw.values()):
-        for placeholder in PLACEHOLDERS:
-            caption = caption.replace(placeholder, trigger_word)
+        caption = inject_trigger(caption, trigger_word, add_if_missing=False)
         captions.append(re.sub(rf"{re.escape(trigger_word)}(\s+\w+)?", " ", caption))  # and a noun, as in "ohwx jacket"
     words = _shared_words(captions) if len(captions) >= _FEWEST else []
     if words:
         named = ", ".join(f"'{printable(word)}'" for word in words[:8])
         lines.append(
-            f"{printable(folder)}: nearly all captions say {named}; what belongs to the product is learnt for these "
-            "words and not for the trigger word, leave it out of the captions"
+            f"{printable(folder)}: nearly all captions say {named}; leave out what belongs to the product, or it is "
+            "learnt for these words and not for the trigger word"
         )
     return lines
 
 
 def _shared_words(captions: Sequence[str]) -> list[str]:
-    """Words of three letters and more that nearly all captions share, the most frequent first."""
+    """Words of three letters or more in nearly all captions, the most frequent first."""
     counts: Counter[str] = Counter()
     for caption in captions:
         counts.update(set(re.findall(r"[^\W\d_]{3,}", caption.lower())) - _USUAL)

@@ -1,7 +1,7 @@
-"""The contents of a dataset folder: images to train on, and warnings about ignored, blocking or misplaced files.
+"""The contents of a dataset folder: images to train on, and findings about all other files.
 
 The walk is ai-toolkit's: .jpg .jpeg .png .webp, recursively, without hidden files and folders, `_controls` and cache
-folders. Linked folders are not entered, to avoid cycles. Only regular files are opened: a pipe or device would block.
+folders. Linked folders are not entered: they may form cycles. Only regular files are opened: a pipe would block.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _OTHER_IMAGES = (
 
 
 class DatasetError(UserError, ValueError):
-    """A problem with a dataset folder, image, caption or cache file; the message names it and the remedy."""
+    """A dataset folder, image, caption or cache file that cannot be used."""
 
 
 def printable(name: object) -> str:
-    """A path or text with control characters, marks of the writing direction and undecodable bytes escaped."""
+    """A path or text with all that cannot be printed escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(name))
 
 
 @dataclass
 class Listing:
-    """A folder's content, sorted: regular image files, other visible files, and one line per finding."""
+    """A folder's regular image files, other visible files, and one line per finding; sorted."""
 
     images: list[Path] = field(default_factory=list)
     others: list[Path] = field(default_factory=list)
@@ -60,8 +60,7 @@ def list_folder(folder: Path) -> Listing:
             (images if is_image else listing.others).append(path)
     listing.others.sort(key=Path.as_posix)
     for error in unlisted:
-        text = f"the folder cannot be listed ({error.strerror}); make it readable, or remove it"
-        listing.errors.append(f"{printable(error.filename)}: {text}")
+        listing.errors.append(f"{printable(error.filename)}: cannot be listed ({error.strerror}); make it readable")
     for path in sorted(images, key=Path.as_posix):
         try:
             if stat.S_ISREG(path.stat().st_mode):
@@ -72,14 +71,20 @@ def list_folder(folder: Path) -> Listing:
             kind = "is a link that leads nowhere" if path.is_symlink() else "cannot be opened"
             listing.errors.append(f"{printable(path)}: {kind} ({error.strerror}); put the image there, or remove it")
     for path in links:
-        text = "is a link to a folder, which is not entered"
-        remedy = "copy the images here, or give that folder an entry of its own in datasets"
-        listing.warnings.append(f"{printable(path)}: {text}; {remedy}")
+        text = "is a link to a folder, which is not entered; give that folder an entry of its own in datasets"
+        listing.warnings.append(f"{printable(path)}: {text}")
     # unread photo formats, such as a phone's HEIC, would be missed silently
     unread = [path for path in listing.others if path.suffix.lower() in _OTHER_IMAGES]
     remedy = f"save them as one of {', '.join(IMAGE_EXTENSIONS)} to train on them"
     listing.warnings += counted(folder, unread, f"images are not read (first: {{first}}); {remedy}")
-    listing.warnings += _about_names(folder, listing.images)
+    by_stem = defaultdict(list)
+    for path in listing.images:
+        by_stem[path.parent, path.stem].append(path)
+    for (parent, _), paths in by_stem.items():
+        if len(paths) > 1:
+            names = " and ".join(printable(path.name) for path in paths)
+            text = "share one caption and one name in ai-toolkit's caches; rename all but one"
+            listing.warnings.append(f"{printable(parent)}: {names} {text}")
     return listing
 
 
@@ -89,16 +94,3 @@ def counted(folder: Path, paths: list[Path], text: str) -> list[str]:
         return []
     first = printable(os.path.relpath(paths[0], folder))
     return [f"{printable(folder)}: {len(paths)} {text.replace('{first}', first)}"]
-
-
-def _about_names(folder: Path, images: list[Path]) -> list[str]:
-    by_stem = defaultdict(list)
-    for path in images:
-        by_stem[path.parent, path.stem].append(path)
-    lines = []
-    for (parent, _), paths in by_stem.items():
-        if len(paths) > 1:
-            names = " and ".join(printable(path.name) for path in paths)
-            text = "share one caption and one name in ai-toolkit's caches; rename all but one"
-            lines.append(f"{printable(parent)}: {names} {text}")
-    return lines

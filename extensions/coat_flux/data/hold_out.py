@@ -15,7 +15,6 @@ import json
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from math import ceil, isfinite
 from pathlib import Path
 from typing import Any
@@ -43,8 +42,8 @@ def choose_hold_out(
 ) -> tuple[tuple[Path, ...], ...]:
     """Choose the photos of each folder that are not trained on, sorted; none if `hold_out` is None.
 
-    A number is spread evenly over all folders in the order of names, from a place set by the seed. A list has file
-    names or paths within the folder. Raises DatasetError if a name is unknown, or nothing is left to train on.
+    A number is spread evenly over the sorted photos of all folders, from a place set by the seed. A list has file names
+    or paths within the folder. Raises DatasetError if a name is unknown, or nothing is left to train on.
     """
     listed = [find_images(Path(folder)) for folder in folders]
     if hold_out is None or not any(listed):  # a folder without photos is an error of its own
@@ -53,10 +52,10 @@ def choose_hold_out(
         places = list(dict.fromkeys(path.resolve() for paths in listed if len(paths) > 1 for path in paths))
         if hold_out >= len(places):
             most = max(len(places) - 1, 0)
+            remedy = f"write at most {most}" if most else "add photos"
             raise DatasetError(
-                f"validation.hold_out={hold_out}: of {sum(map(len, listed))} photos at most {most} can be held out, so "
-                f"that something is left to train on; {f'write at most {most}' if most else 'add photos'}, or remove "
-                "the block"
+                f"validation.hold_out={hold_out}: at most {most} of {sum(map(len, listed))} photos can be held out of "
+                f"training; {remedy}, or remove the block"
             )
         start = random.Random(f"{DEFAULT_SEED if seed is None else seed}/hold out").random()
         chosen = {places[int((i + start) * len(places) / hold_out)] for i in range(hold_out)}
@@ -78,21 +77,12 @@ def choose_hold_out(
         if paths and len(held) == len(paths):
             raise DatasetError(
                 f"validation.hold_out: leaves no photo of datasets[{number}] to train on "
-                f"({printable(folders[number])}, {len(paths)} photos); hold out fewer, or remove that dataset"
+                f"({printable(folders[number])}); hold out fewer, or remove that dataset"
             )
     return held_out
 
 
 # --- the loss ---
-
-
-@dataclass(frozen=True)
-class Point:
-    """One forward: photo i at sigma, with the noise of draw number `index`."""
-
-    photo: int
-    sigma: float
-    index: int
 
 
 def levels_for(photos: int) -> int:
@@ -103,48 +93,42 @@ def levels_for(photos: int) -> int:
 class FixedNoise:
     """Encoded photos with "latents" (C, h, w) fp32 on the CPU and other inputs, and the loss on them."""
 
-    def __init__(self, photos: Sequence[Mapping[str, Any]], names: Sequence[str]):
-        self.photos = [dict(photo) for photo in photos]
-        self.names = tuple(names)
+    def __init__(self, photos: Sequence[Mapping[str, Any]]):
+        self.photos = photos
 
-    def points(self, levels: int) -> list[Point]:
-        """All forwards of one loss, `levels` noise levels per photo."""
-        count = len(self.photos)
-        return [
-            Point(photo, (level + (photo + 0.5) / count) / levels, photo * levels + level)
-            for photo in range(count)
-            for level in range(levels)
-        ]
+    def sigma(self, draw: int, levels: int) -> float:
+        """Noise level of a draw, i · L + j for photo i."""
+        photo, level = divmod(draw, levels)
+        return (level + (photo + 0.5) / len(self.photos)) / levels
 
-    def batches(self, levels: int, at_once: Callable[[torch.Size], int]) -> Iterator[list[Point]]:
-        """The same forwards grouped by picture size; `at_once` returns the batch size for a shape (C, h, w)."""
-        by_shape: dict[torch.Size, list[Point]] = {}
-        for point in self.points(levels):
-            by_shape.setdefault(self.photos[point.photo]["latents"].shape, []).append(point)
-        for shape, points in by_shape.items():
+    def batches(self, levels: int, at_once: Callable[[torch.Size], int]) -> Iterator[list[int]]:
+        """All draws grouped by picture size; `at_once` returns the batch size for a shape (C, h, w)."""
+        by_shape: dict[torch.Size, list[int]] = {}
+        for draw in range(len(self.photos) * levels):
+            by_shape.setdefault(self.photos[draw // levels]["latents"].shape, []).append(draw)
+        for shape, draws in by_shape.items():
             most = min(max(1, at_once(shape)), MOST_AT_ONCE)
-            for start in range(0, len(points), most):
-                yield points[start : start + most]
-
-    def drawn(self, points: Sequence[Point]) -> tuple[list[dict[str, Any]], Tensor, Tensor]:
-        """The inputs of one forward of B points: photos, sigmas (B,) and noise (B, C, h, w), fp32 on the CPU."""
-        photos = [self.photos[point.photo] for point in points]
-        noise = []
-        for point, photo in zip(points, photos, strict=True):
-            sequence = np.random.SeedSequence([0, NOISE_STREAM, point.index])
-            seed = int(sequence.generate_state(1, np.uint64)[0]) >> 1
-            noise.append(torch.randn(photo["latents"].shape, generator=torch.Generator().manual_seed(seed)))
-        return photos, torch.tensor([point.sigma for point in points]), torch.stack(noise)
+            for start in range(0, len(draws), most):
+                yield draws[start : start + most]
 
     @torch.no_grad()
     def mean_loss(
         self,
-        losses: Callable[[list[dict[str, Any]], Tensor, Tensor], Tensor],
+        losses: Callable[[list[Mapping[str, Any]], Tensor, Tensor], Tensor],
         levels: int,
         at_once: Callable[[torch.Size], int],
     ) -> float:
-        """The mean over all forwards; `losses` computes losses (B,) from the result of `drawn`."""
-        all_losses = [losses(*self.drawn(points)) for points in self.batches(levels, at_once)]
+        """The mean over all draws; `losses` (B,) of B photos, sigmas (B,) and noise (B, C, h, w) fp32 on the CPU."""
+        all_losses = []
+        for draws in self.batches(levels, at_once):
+            photos = [self.photos[draw // levels] for draw in draws]
+            noise = []
+            for draw, photo in zip(draws, photos, strict=True):
+                sequence = np.random.SeedSequence([0, NOISE_STREAM, draw])
+                seed = int(sequence.generate_state(1, np.uint64)[0]) >> 1
+                noise.append(torch.randn(photo["latents"].shape, generator=torch.Generator().manual_seed(seed)))
+            sigmas = torch.tensor([self.sigma(draw, levels) for draw in draws])
+            all_losses.append(losses(photos, sigmas, torch.stack(noise)))
         return torch.cat(all_losses).double().mean().item()
 
 

@@ -1,12 +1,10 @@
 """Reading image files as a photographer expects: upright, opaque, 8-bit sRGB.
 
-ai-toolkit does `Image.open`, EXIF transpose (not with `fast_image_size`), `convert("RGB")`. That drops alpha, clips
-16-bit greyscale to white and ignores colour profiles. Here alpha is composited on a background, 16-bit is scaled, and
-an embedded ICC profile is converted to sRGB.
+ai-toolkit does `Image.open`, EXIF transpose, `convert("RGB")`: that drops alpha, clips 16-bit greyscale to white and
+ignores colour profiles. Here alpha is composited on a background, 16-bit is scaled, and an ICC profile is converted to
+sRGB.
 
 Only JPEG, PNG and WebP are decoded, regardless of the file name: some of Pillow's other readers start programs.
-
-`read_photo` reads one photo for training; `survey` reads many for the facts that the pre-flight judges.
 """
 
 from __future__ import annotations
@@ -32,17 +30,10 @@ from .files import DatasetError, printable
 
 FORMATS = ("JPEG", "PNG", "WEBP")
 _SEVERAL_JPEGS = "MPO"  # Pillow's name for a phone's JPEG with further pictures appended; the first counts
-ROTATED, TAGGED, DEEP, CMYK, PALETTE, TRANSPARENT = (
-    "EXIF orientation",
-    "colour profile",
-    "16 bit",
-    "CMYK",
-    "palette",
-    "transparency",
-)
-TRAITS = (ROTATED, TAGGED, DEEP, CMYK, PALETTE, TRANSPARENT)
+TRAITS = ("EXIF orientation", "colour profile", "16 bit", "CMYK", "palette", "transparency")
+ROTATED, TAGGED, DEEP, CMYK, PALETTE, TRANSPARENT = TRAITS
 
-# What Pillow raises on damaged or foreign files; anything else is a bug and must surface as itself.
+# Pillow's on damaged or foreign files; anything else is a bug
 _READ_ERRORS = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, Image.DecompressionBombError)
 _EXIF_ORIENTATION = 0x0112
 _TURN = {  # EXIF orientation → the transpose that undoes it
@@ -57,12 +48,7 @@ _TURN = {  # EXIF orientation → the transpose that undoes it
 _SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations that exchange width and height
 _SIXTEEN_BIT = ("I", "I;16", "I;16B", "I;16L", "I;16N")
 _PNG_DEPTH_AT = 24
-_STARTS = (  # signatures of files often misnamed as images
-    (b"GIF8", "a GIF"),
-    (b"<", "a web page or an SVG drawing"),
-    (b"version https://git-lfs", "a Git LFS pointer, the image itself was not fetched"),
-)
-SAME_LEVELS = 2  # of 255; one comes from rounding, one from the differing white points of sRGB profiles in use
+SAME_LEVELS = 2  # of 255: rounding, and the differing white points of sRGB profiles
 _PROBES_PER_CHANNEL = 9
 _THREADS, _CACHED, _QUIET_SECONDS = 4, 20_000, 2
 _HASH_SIDE = 16
@@ -73,25 +59,15 @@ _SAME_COLOUR = 12  # levels; the same cut in another colour is another photo
 _MODES = {"RGB": "RGB", "GRAY": "L", "CMYK": "CMYK"}
 
 
-@dataclass(frozen=True)
-class Photo:
-    """A decoded photo: upright opaque sRGB (mode "RGB"), and its opacity (mode "L", or None)."""
-
-    image: Image.Image
-    alpha: Image.Image | None
-    traits: frozenset[str]
-    notes: tuple[str, ...]
-
-
-def read_photo(path: Path | str, background: str = "white") -> Photo:
-    """Read a JPEG, PNG or WebP file, by content, as upright, opaque, 8-bit sRGB.
+def read_photo(path: Path | str, background: str = "white") -> tuple[Image.Image, Image.Image | None]:
+    """Read a photo as upright, opaque, 8-bit sRGB (mode "RGB"), and its opacity (mode "L"), None if opaque.
 
     Transparent parts become `background`, a name of `COLOURS` or "#rrggbb". Raises DatasetError.
     """
     with _opened(path) as image:
         image.load()
-        traits, notes = _traits_of(image, path)
-        turn = _turn_of(image)
+        traits, _ = _traits_of(image, path)
+        turn = _TURN.get(image.getexif().get(_EXIF_ORIENTATION))
         profile = image.info.get("icc_profile")
         colour, alpha = _split_alpha(image if turn is None else image.transpose(turn))
     if TAGGED in traits:
@@ -99,10 +75,10 @@ def read_photo(path: Path | str, background: str = "white") -> Photo:
         colour = ImageCms.applyTransform(colour.convert(mode), transform)
     colour = colour.convert("RGB")
     if TRANSPARENT not in traits:
-        return Photo(colour, None, traits, notes)
+        return colour, None
     ground = Image.new("RGB", colour.size, rgb(background))
     ground.paste(colour, mask=alpha)
-    return Photo(ground, alpha, traits, notes)
+    return ground, alpha
 
 
 def to_tensor(image: Image.Image) -> torch.Tensor:
@@ -130,27 +106,19 @@ def _opened(path: Path | str) -> Iterator[Image.Image]:
     except DatasetError:
         raise
     except _READ_ERRORS as error:
-        why, remedy = printable(error), "open it and save it again as PNG or JPEG, or remove it"
-        if isinstance(error, Image.UnidentifiedImageError):
-            why = _kind(path)
-        text = f"cannot be read as an image ({why})"
-        if isinstance(error, Image.DecompressionBombError):
-            text, remedy = f"is too large to be read ({error})", "make it smaller, or remove it"
-        elif isinstance(error, OSError) and error.errno is not None:
-            text, remedy = f"cannot be opened ({error.strerror})", "make the file readable, or remove it"
-        raise DatasetError(f"{printable(path)}: {text}; {remedy}") from error
-
-
-def _turn_of(image: Image.Image) -> Image.Transpose | None:
-    """The transpose that makes a file's pixels upright, or None."""
-    return _TURN.get(image.getexif().get(_EXIF_ORIENTATION))
+        why = printable(error)
+        if isinstance(error, Image.UnidentifiedImageError):  # such as GIF, HEIC, a web page, a Git LFS pointer
+            with open(path, "rb") as file:
+                why = f"it is not JPEG, PNG or WebP, but begins with {file.read(24)!r}"
+        remedy = "save it again as a readable PNG or JPEG, or remove it"
+        raise DatasetError(f"{printable(path)}: cannot be read as an image ({why}); {remedy}") from error
 
 
 def _traits_of(image: Image.Image, path: Path | str) -> tuple[frozenset[str], tuple[str, ...]]:
-    """Which of `TRAITS` a decoded file has, and notes on what cannot be known."""
+    """Which of `TRAITS` a decoded file has, and notes on doubts."""
     traits, notes = set(), []
     profile = image.info.get("icc_profile")
-    if _turn_of(image) is not None:
+    if image.getexif().get(_EXIF_ORIENTATION) in _TURN:
         traits.add(ROTATED)
     with open(path, "rb") as file:
         start = file.read(_PNG_DEPTH_AT + 1)
@@ -161,21 +129,21 @@ def _traits_of(image: Image.Image, path: Path | str) -> tuple[frozenset[str], tu
     if image.mode == "P":
         traits.add(PALETTE)
     if image.has_transparency_data:
-        alpha = image.getchannel("A") if image.mode in ("RGBA", "LA") else _split_alpha(image)[1]
+        _, alpha = _split_alpha(image)
         if alpha is not None and alpha.getextrema()[0] < 255:
             traits.add(TRANSPARENT)
     try:
         if profile and _transform(profile, _colour_mode(image))[0] is not None:
             traits.add(TAGGED)
     except ProfileError as error:
-        notes.append(f"its colour profile cannot be used ({error}), it is read as sRGB; save it again as sRGB")
+        notes.append(f"its colour profile cannot be used ({error}); save it again as sRGB")
     if image.mode == "CMYK" and TAGGED not in traits:
         notes.append("it is CMYK without a usable colour profile, its colours are a guess; save it again as sRGB")
     return frozenset(traits), tuple(notes)
 
 
 def _split_alpha(image: Image.Image) -> tuple[Image.Image, Image.Image | None]:
-    """Colour part in mode L, RGB or CMYK, and the alpha channel (mode L) or None."""
+    """Colours in mode L, RGB or CMYK, and the alpha channel (mode L) or None."""
     if image.mode in _SIXTEEN_BIT:
         values = np.asarray(image).astype(np.int64).clip(0, 65535)
         return Image.fromarray(((values + 128) // 257).astype(np.uint8)), None
@@ -194,26 +162,13 @@ def _colour_mode(image: Image.Image) -> str:
     return "L" if image.mode in ("1", "L") and not image.has_transparency_data else "RGB"
 
 
-def _kind(path: Path | str) -> str:
-    with open(path, "rb") as file:
-        start = file.read(256)
-    if not start:
-        return "the file is empty"
-    if start[4:8] == b"ftyp":
-        return f"it is a phone's {start[8:12].decode('ascii', 'replace').strip().upper()} file"
-    for magic, kind in _STARTS:
-        if start.startswith(magic):
-            return f"it is {kind}"
-    return "it is not JPEG, PNG or WebP, or its beginning is damaged"
-
-
 class ProfileError(ValueError):
     """A profile cannot be used for an image; the message says why."""
 
 
 @lru_cache(maxsize=64)
 def _transform(profile: bytes, mode: str) -> tuple[ImageCms.ImageCmsTransform | None, str]:
-    """The transform to sRGB (None if it is the identity) and its input mode; raises ProfileError."""
+    """The transform to sRGB, None if it changes nothing, and its input mode; raises ProfileError."""
     try:
         source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
         space = source.profile.xcolor_space.strip()
@@ -236,15 +191,7 @@ def _transform(profile: bytes, mode: str) -> tuple[ImageCms.ImageCmsTransform | 
 
 @dataclass(frozen=True)
 class PhotoFacts:
-    """Facts of a decoded photo.
-
-    Attributes:
-        size: width and height in pixels, upright.
-        notes: doubts about its colours.
-        opacity: mean alpha from 0 to 1.
-        look: difference hash, 256 bits as bytes.
-        colour: mean red, green and blue, 0 to 255.
-    """
+    """Upright size in pixels, `TRAITS`, doubts about colours, mean alpha 0 to 1, difference hash, mean RGB 0 to 255."""
 
     size: tuple[int, int]
     traits: frozenset[str]
@@ -255,17 +202,14 @@ class PhotoFacts:
 
 
 def survey(paths: Sequence[Path]) -> dict[Path, PhotoFacts | DatasetError]:
-    """Facts of each photo, or why it cannot be read; unchanged files are read once per process."""
+    """Facts of each photo, or why it cannot be read; each version of a file is read once per process."""
     with ThreadPoolExecutor(_THREADS) as pool:
         facts = tqdm(pool.map(_facts_of, paths), "Reading photos", len(paths), delay=_QUIET_SECONDS)
         return dict(zip(paths, facts, strict=True))
 
 
 def near_duplicates(facts: Mapping[Path, PhotoFacts]) -> list[tuple[Path, Path]]:
-    """Pairs of photos that show the same, each photo with the first like it.
-
-    Their 16×16 difference hashes differ in at most 16 of 256 bits, their mean colours in at most 12 of 255 levels.
-    """
+    """Pairs of a photo and the first one that shows the same: close 16×16 difference hashes and mean colours."""
     paths = list(facts)
     looks = np.array([list(facts[path].look) for path in paths], np.uint8)
     colours = np.array([facts[path].colour for path in paths])
@@ -284,7 +228,7 @@ def _facts_of(path: Path) -> PhotoFacts | DatasetError:
         status = os.stat(path)
         return _facts_of_state(path, (status.st_size, status.st_mtime_ns, status.st_ctime_ns))
     except OSError as error:
-        return DatasetError(f"{printable(path)}: cannot be opened ({error.strerror}); put it back, or remove it")
+        return DatasetError(f"{printable(path)}: cannot be opened ({error.strerror}); put it back")
     except DatasetError as error:
         return error
 

@@ -1,7 +1,4 @@
-"""From dataset settings to batches: samples, their resumable order, and tensors, cached or encoded one at a time.
-
-Cached tensors and those encoded on the fly have the same bits.
-"""
+"""From samples to batches: their resumable order, and tensors, cached or encoded on the fly with the same bits."""
 
 from __future__ import annotations
 
@@ -28,6 +25,7 @@ from .files import CACHE_FOLDER, DatasetError, printable
 from .images import read_photo, rgb, to_tensor
 
 logger = logging.getLogger(__name__)
+_CACHE_GONE = "{}: its cached {} were removed or damaged since the start; start the run again to recompute them"
 
 
 # --- the order of batches ---
@@ -35,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Batch:
-    """Indices of samples that share a bucket size, and the number of the draw since the start of training."""
+    """Indices of samples of one bucket size, and the number of the draw since the start of training."""
 
     indices: tuple[int, ...]
     draw: int
@@ -45,9 +43,8 @@ class BucketBatchSampler:
     """Endless order of batches of equal image size, one shuffle per epoch.
 
     The order of epoch e depends on (samples, batch_size, seed, e) only. Rank r of `world_size` takes batches r, r +
-    world_size, ... of that sequence, across epoch borders, so that N processes see together what one process sees with
-    N accumulation steps. The last batch of a bucket is filled up with the bucket's first samples: no image is left out
-    and every batch has the same weight.
+    world_size, ... across epoch borders: N processes see what one sees with N accumulation steps. The last batch of a
+    bucket is filled up with the bucket's first samples, so that every batch has the same weight.
     """
 
     def __init__(
@@ -68,7 +65,7 @@ class BucketBatchSampler:
         self._epoch, self._order = -1, []  # the last epoch asked for, and its batches
 
     def epoch_batches(self, epoch: int) -> list[tuple[int, ...]]:
-        """All batches of an epoch, all ranks together, in order."""
+        """All batches of an epoch, of all ranks."""
         rng = random.Random(f"{self.seed}/{epoch}")
         batches = []
         for members in self._buckets.values():
@@ -89,7 +86,7 @@ class BucketBatchSampler:
             yield Batch(self._order[position], draw)
 
     def state_dict(self) -> dict[str, int]:
-        """The position of the next batch; equal on all ranks after equally many batches."""
+        """The position of the next batch, the same on all ranks."""
         epoch, position = divmod(self._position, self.batches_per_epoch)
         fixed = {"seed": self.seed, "batch_size": self.batch_size, "samples": self._sample_count}
         return {"epoch": epoch, "position": position, **fixed}
@@ -113,10 +110,10 @@ class LatentDataset:
 
     Args:
         samples: from `inspect_datasets`.
-        dataset_configs: their settings.
+        encoders: TextEncoders, or a family's counterpart.
         device: for batches, and for encoding in `fill`.
         seed: of caption dropout and token shuffling.
-        transparency: `mask` adds a loss mask from the photos' transparency to batches; else `background`.
+        transparency: `mask` adds a loss mask from the photos' transparency to batches.
         room: bytes that text encoders may take on `device`; None: any.
     """
 
@@ -135,10 +132,14 @@ class LatentDataset:
     ) -> None:
         self.samples, self.configs = list(samples), list(dataset_configs)
         self.vae: nn.Module | None = vae
-        self.encoders: Any = encoders  # TextEncoders, or a family's counterpart; None once released
-        self.device, self.seed, self.room = torch.device(device), seed, room
-        self.background, self.masked = background, transparency == "mask"
-        self._vae_identity, self._text_identity = model_identity(vae), encoders.identity
+        self.encoders: Any = encoders  # None once released
+        self.device = torch.device(device)
+        self.seed = seed
+        self.room = room
+        self.background = background
+        self.masked = transparency == "mask"
+        self._vae_identity = model_identity(vae)
+        self._text_identity = encoders.identity
         self._digests: dict[Path, str] = {}
         self._latents, self._texts = [], []
         for config in self.configs:
@@ -151,28 +152,31 @@ class LatentDataset:
         self.needs_encoders = not all(cache.enabled for cache in self._texts)
 
     def fill(self, progress: bool = True) -> None:
-        """Encode whatever the caches lack, then release the models that training no longer needs.
+        """Encode what the caches lack, then release the models that training does not need.
 
-        With several processes, call it on one first, so that the others find everything cached.
+        Of several processes call it in one first: the others find everything cached.
         """
         bar = partial(tqdm, disable=not progress, leave=False, **bar_options())
         cached = [sample for sample in self.samples if self._latents[sample.dataset_index].enabled]
         missing = []
         for sample in bar(list(dict.fromkeys(cached)), desc="Checking cached latents"):
-            if self._load_image(sample) is None:
+            if self._latents[sample.dataset_index].load(self._latent_key(sample)) is None:
                 missing.append(sample)
         if missing and self.vae is not None:
             with on_device([self.vae], self.device):
                 for sample in bar(missing, desc="Caching latents"):
                     self._encode_image(sample)
-        prompts: dict[tuple[int, str], None] = {}
+        prompts = []
         for sample in self.samples:
             index = sample.dataset_index
             if self._texts[index].enabled:
-                prompts[index, sample.caption] = None
+                prompts.append((index, sample.caption))
                 if self.configs[index].caption_dropout_rate > 0:
-                    prompts[index, sample.dropped_caption] = None
-        uncached = [prompt for prompt in prompts if self._load_text(*prompt) is None]
+                    prompts.append((index, sample.dropped_caption))
+        uncached = []
+        for index, prompt in dict.fromkeys(prompts):
+            if self._texts[index].load(text_key(prompt, self._text_identity)) is None:
+                uncached.append((index, prompt))
         if uncached and self.encoders is not None:
             with on_device(self.encoders.models, self.device, self.room):
                 for index, prompt in bar(uncached, desc="Caching text embeddings"):
@@ -183,16 +187,12 @@ class LatentDataset:
             self.encoders = None
 
     def batch(self, batch: Batch) -> dict[str, Tensor]:
-        """Tensors of a batch on `device`.
-
-        latents [B, C, h, w] fp32, prompt_embeds [B, T, D] and pooled [B, P] bf16; with `transparency="mask"` mask [B,
-        1, h, w] fp32.
-        """
+        """Tensors of a batch on `device`: rows of `encoded`, stacked."""
         rows = []
         for row, index in enumerate(batch.indices):
             sample = self.samples[index]
             config = self.configs[sample.dataset_index]
-            rng = random.Random(f"{self.seed}/{batch.draw}/{row}")  # of nothing else, so that a resumed run repeats it
+            rng = random.Random(f"{self.seed}/{batch.draw}/{row}")
             prompt = sample.caption
             if rng.random() < config.caption_dropout_rate:
                 prompt = sample.dropped_caption
@@ -202,38 +202,34 @@ class LatentDataset:
         return {name: to_device(torch.stack([row[name] for row in rows]), self.device) for name in rows[0]}
 
     def encoded(self, sample: Sample, prompt: str) -> dict[str, Tensor]:
-        """One row of a batch, on the CPU; raises DatasetError if unavailable or not finite.
+        """One row of a batch, on the CPU.
 
-        latents [C, h, w] fp32, masked also mask [1, h, w] fp32, mean 1; prompt_embeds [T, D] and pooled [P], bf16.
+        latents [C, h, w] fp32, with `transparency="mask"` also mask [1, h, w] fp32 of mean 1; prompt_embeds [T, D] and
+        pooled [P], bf16. Raises DatasetError if they are not finite, or cannot be encoded any more.
         """
         index = sample.dataset_index
-        image = self._load_image(sample) or self._encode_image(sample)
-        return {**image, **(self._load_text(index, prompt) or self._encode_text(index, prompt))}
-
-    def _load_image(self, sample: Sample) -> dict[str, Tensor] | None:
-        cache = self._latents[sample.dataset_index]
-        return cache.load(self._latent_key(sample)) if cache.enabled else None
+        image = self._latents[index].load(self._latent_key(sample)) or self._encode_image(sample)
+        text = self._texts[index].load(text_key(prompt, self._text_identity)) or self._encode_text(index, prompt)
+        return {**image, **text}
 
     def _encode_image(self, sample: Sample) -> dict[str, Tensor]:
         if self.vae is None:
-            raise _cache_gone(printable(sample.image_path), "latents")
-        photo = read_photo(sample.image_path, self.background)
-        latents = encode_latents(self.vae, to_tensor(_cut(photo.image, sample))[None])[0].cpu()
+            raise DatasetError(_CACHE_GONE.format(printable(sample.image_path), "latents"))
+        image, alpha = read_photo(sample.image_path, self.background)
+        latents = encode_latents(self.vae, to_tensor(_cut(image, sample))[None])[0].cpu()
         if not torch.isfinite(latents).all():
             raise DatasetError(
                 f"{printable(sample.image_path)}: the VAE returns NaN or inf for it; run the VAE in bf16 or fp32"
             )
         entry = {"latents": latents}
         height, width = latents.shape[-2:]
-        if self.masked and photo.alpha is None:
+        if self.masked and alpha is None:
             entry["mask"] = torch.ones(1, height, width)
         elif self.masked:  # mean opacity of each latent's pixels, divided by its mean so that the loss keeps its size
-            opacity = _cut(photo.alpha, sample).resize((width, height), Image.Resampling.BOX)
+            opacity = _cut(alpha, sample).resize((width, height), Image.Resampling.BOX)
             mask = torch.from_numpy(np.array(opacity, dtype=np.float32))[None]
-            entry["mask"] = mask / mask.mean()  # not 0: `inspect_datasets` refuses photos of which nothing is visible
-        cache = self._latents[sample.dataset_index]
-        if cache.enabled:
-            cache.store(self._latent_key(sample), entry, about=sample.image_path.name)
+            entry["mask"] = mask / mask.mean()  # not 0: `inspect_datasets` refuses such photos
+        self._latents[sample.dataset_index].store(self._latent_key(sample), entry, about=sample.image_path.name)
         return entry
 
     def _latent_key(self, sample: Sample) -> str:
@@ -243,12 +239,9 @@ class LatentDataset:
         ground = rgb(self.background)
         return latent_key(self._digests[path], sample.bucket, sample.flip, self._vae_identity, ground, self.masked)
 
-    def _load_text(self, dataset_index: int, prompt: str) -> dict[str, Tensor] | None:
-        return self._texts[dataset_index].load(text_key(prompt, self._text_identity))
-
     def _encode_text(self, dataset_index: int, prompt: str) -> dict[str, Tensor]:
         if self.encoders is None:
-            raise _cache_gone(f"caption {prompt!r}", "text embeddings")
+            raise DatasetError(_CACHE_GONE.format(f"caption {prompt!r}", "text embeddings"))
         embeds, pooled = self.encoders.encode([prompt])
         entry = {"prompt_embeds": embeds[0].cpu(), "pooled": pooled[0].cpu()}
         if not all(torch.isfinite(value).all() for value in entry.values()):
@@ -258,16 +251,9 @@ class LatentDataset:
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Copy a CPU tensor to a device without synchronizing."""
+    """Copy a CPU tensor without synchronizing."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 def _cut(image: Image.Image, sample: Sample) -> Image.Image:
     return fit_to_bucket(ImageOps.mirror(image) if sample.flip else image, sample.bucket)
-
-
-def _cache_gone(what: Path | str, kind: str) -> DatasetError:
-    return DatasetError(
-        f"{what}: its cached {kind} were removed or damaged after the start, and the encoder is no longer loaded; "
-        "start the run again to recompute them"
-    )

@@ -1,4 +1,4 @@
-"""Pre-flight of the data before a model is loaded: the one set of rules for `check`, `data` and both trainers."""
+"""The check of the data before a model is loaded, for `check`, `data` and both trainers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..config.findings import Findings
 from ..config.job_sections import PROCESS_TYPES, DatasetSection, ValidationSection
 from ..config.options import build, config_fields
 from .buckets import BUCKET_STEP, Bucket, Sample, cropped_share, fit_to_bucket, make_samples, training_size
-from .captions import caption_file, inject_trigger, lint_captions, lint_files, read_caption
+from .captions import inject_trigger, lint_captions, lint_files, read_caption
 from .files import IMAGE_EXTENSIONS, DatasetError, counted, list_folder, printable
 from .hold_out import choose_hold_out
 from .images import TRAITS, TRANSPARENT, PhotoFacts, near_duplicates, read_photo, survey
@@ -34,8 +34,10 @@ _LISTED = 5
 
 @dataclass
 class DataReport:
-    """Errors (which stop training), warnings, tables of buckets and corrections, and the trainable samples."""
+    """Findings, tables of buckets and corrections, and the trainable samples, under a policy of `coat.data`."""
 
+    background: str = "white"
+    transparency: str = "background"
     errors: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     tables: list[str] = field(default_factory=list)
@@ -44,7 +46,7 @@ class DataReport:
     unreadable: list[Path] = field(default_factory=list)
 
     def usable(self, warn: Callable[[str], None] = logger.warning) -> list[Sample]:
-        """The samples, after all warnings; raises DatasetError with the first errors and how many more there are."""
+        """The samples, after all warnings; raises DatasetError with the first errors."""
         if self.errors:
             lines = self.errors[:_LISTED]
             if len(self.errors) > _LISTED:
@@ -66,12 +68,10 @@ def inspect_datasets(
 ) -> DataReport:
     """Read every image in full and every caption, and report.
 
-    `dataset_configs` are blocks of `datasets`; `background` and `transparency` are `coat.data`'s; bucket sides are
-    multiples of `step` pixels; `reads_t5` as in `lint_captions`.
+    `dataset_configs` are blocks of `datasets`; bucket sides are multiples of `step` pixels; `reads_t5` as in
+    `lint_captions`.
     """
-    report = DataReport()
-    if not dataset_configs:
-        report.errors.append("datasets=[]: there is nothing to train on; add an entry with folder_path")
+    report = DataReport(background, transparency)
     for index, config in enumerate(dataset_configs):
         _inspect(index, config, trigger_word, step, reads_t5, report)
     transparent = {path for path, facts in report.photos.items() if TRANSPARENT in facts.traits}
@@ -80,11 +80,12 @@ def inspect_datasets(
     for sample in dict.fromkeys(report.samples) if transparency == "mask" else ():
         path, bucket = sample.image_path, sample.bucket
         if path in transparent:
-            visible = fit_to_bucket(read_photo(path).alpha, bucket)
+            _, alpha = read_photo(path)
+            visible = fit_to_bucket(alpha, bucket)
             if ImageStat.Stat(visible).mean[0] / 255 < LEAST_VISIBLE:
                 report.errors.append(
-                    f"{printable(path)}: nothing visible is left in its crop to {bucket.width}x{bucket.height}; "
-                    "move the product to the middle of the picture, or remove it"
+                    f"{printable(path)}: nothing visible is left in its crop to {bucket.width}x{bucket.height}; move "
+                    "the product to the middle, or remove it"
                 )
     report.errors = list(dict.fromkeys(report.errors))  # several entries may share a folder
     report.warnings = list(dict.fromkeys(report.warnings))
@@ -94,10 +95,8 @@ def inspect_datasets(
 def _inspect(index: int, config: Any, trigger_word: str | None, step: int, reads_t5: bool, report: DataReport) -> None:
     folder = Path(config.folder_path)
     where = f"datasets[{index}].folder_path={printable(folder)}"
-    wanted = (
-        f"put images ({', '.join(IMAGE_EXTENSIONS)}) there, each with a caption of the same name (photo.jpg, "
-        f"{caption_file('photo.jpg', config.caption_ext)})"
-    )
+    ext = config.caption_ext.lstrip(".")
+    wanted = f"put images there (photo{', photo'.join(IMAGE_EXTENSIONS)}), each with its caption (photo.{ext})"
     if not folder.is_dir():
         kind = "this is a file, not a folder" if folder.exists() else "folder not found"
         report.errors.append(f"{where}: {kind}; make it and {wanted}, or correct the path")
@@ -111,22 +110,20 @@ def _inspect(index: int, config: Any, trigger_word: str | None, step: int, reads
         return
     photos = {}
     for path, facts in survey(listing.images).items():
-        problem = None
+        name = printable(path)
         if isinstance(facts, DatasetError):
-            problem = str(facts)
+            report.errors.append(str(facts))
         elif min(facts.size) < BUCKET_STEP:
-            text = f"is {facts.size[0]}x{facts.size[1]} pixels, sides of at least {BUCKET_STEP} are needed; remove it"
-            problem = f"{printable(path)}: {text}"
+            size = f"{facts.size[0]}x{facts.size[1]}"
+            report.errors.append(f"{name}: is {size} pixels, each side must have at least {BUCKET_STEP}; remove it")
         elif facts.opacity < INVISIBLE:
-            text = "is transparent all over, nothing is to be seen; export it again, or remove it"
-            problem = f"{printable(path)}: {text}"
-        if problem is None:
-            photos[path] = report.photos[path] = facts
-            report.warnings += [f"{printable(path)}: {note}" for note in facts.notes]
+            report.errors.append(f"{name}: is transparent all over; export it again, or remove it")
         else:
-            report.errors.append(problem)
-            report.unreadable.append(path)
-    errors, warnings = lint_files(folder, listing, config.caption_ext.lstrip("."), config.default_caption)
+            photos[path] = facts
+            report.warnings += [f"{name}: {note}" for note in facts.notes]
+    report.photos |= photos
+    report.unreadable += [path for path in listing.images if path not in photos]
+    errors, warnings = lint_files(folder, listing, ext, config.default_caption)
     report.errors += errors
     report.warnings += warnings
     raw = {}  # without images whose caption is missing or unreadable
@@ -157,22 +154,18 @@ def _about_photos(folder: Path, photos: dict[Path, PhotoFacts], config: Any, ste
     if small:
         width, height = photos[small[0]].size
         bucket = buckets[small[0]]
-        grown = "not enlarged" if config.buckets else "enlarged"
         text = (
-            f"images are small for resolution {resolution} and are {grown}: the smallest, {{first}} of "
-            f"{width}x{height}, trains at {bucket.width}x{bucket.height}; take larger photos, or a lower resolution"
+            f"images are small for resolution {resolution}: the smallest, {{first}} of {width}x{height}, trains at "
+            f"{bucket.width}x{bucket.height}; take larger photos, or a lower resolution"
         )
         lines += counted(folder, small, text)
     cut = [path for path, bucket in buckets.items() if cropped_share(photos[path].size, bucket) > CROPPED_SHARE]
-    text = (
-        f"images lose more than {CROPPED_SHARE:.0%} of their area to the crop (first: {{first}}); cut them to a shape "
-        "less long yourself, or pad them"
-    )
+    text = f"images lose more than {CROPPED_SHARE:.0%} of their area to the crop (first: {{first}}); crop or pad them"
     lines += counted(folder, cut, text)
     pairs = near_duplicates(photos)
     if pairs:
         alike = printable(pairs[0][0].name)
-        text = f"images show nearly the same as another (first: {{first}}, like {alike}) and weigh double; remove them"
+        text = f"images show nearly the same as another (first: {{first}}, like {alike}); remove them"
         lines += counted(folder, [second for _, second in pairs], text)
     return lines
 
@@ -193,8 +186,8 @@ def _table(where: str, photos: dict[Path, PhotoFacts], raw: Mapping[Path, str], 
             mean = sum(shares) / len(shares)
             lines.append(f"  {resolution:>10}  {size:>10}  {len(shares):>6}  {mean:>6.1%}  {max(shares):>7.1%}")
     counts = Counter(trait for facts in photos.values() for trait in facts.traits)
-    found = [f"{counts[trait]} {trait}" for trait in TRAITS if counts[trait]]
-    lines.append(f"  corrected while reading: {', '.join(found) or 'nothing'}")
+    corrections = [f"{counts[trait]} {trait}" for trait in TRAITS if counts[trait]]
+    lines.append(f"  corrected while reading: {', '.join(corrections) or 'nothing'}")
     return "\n".join(lines)
 
 
@@ -202,15 +195,13 @@ def _table(where: str, photos: dict[Path, PhotoFacts], raw: Mapping[Path, str], 
 
 
 def check_data(job: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Inspect photos and captions of a job (from `load_job_yaml`) without config errors; returns (errors, warnings)."""
+    """Errors and warnings about photos and captions of a job (from `load_job_yaml`) without config errors."""
     errors: list[str] = []
     warnings: list[str] = []
     for process in job["config"]["process"]:
-        datasets = list(datasets_of(process)) if process.get("type") in PROCESS_TYPES else []
-        if not datasets:
+        if process.get("type") not in PROCESS_TYPES or not any(datasets_of(process)):
             continue
-        policy = photo_policy(process)
-        report = inspect_datasets(datasets, process.get("trigger_word"), **policy, reads_t5=reads_t5(process))
+        report = inspect_process(process)
         errors += report.errors
         warnings += report.warnings
         validation = build(ValidationSection, process.get("validation"), "validation", Findings(""))
@@ -223,24 +214,27 @@ def check_data(job: Mapping[str, Any]) -> tuple[list[str], list[str]]:
 
 
 def datasets_of(process: Mapping[str, Any], *, regularization: bool = True) -> Iterator[DatasetSection]:
-    """A process entry's datasets for the stand-alone trainer, without JSON captions, which only ai-toolkit reads."""
+    """A process entry's datasets, without the JSON lists that only ai-toolkit reads."""
     known = config_fields(DatasetSection)
     for entry in process.get("datasets") or []:
         place = entry.get("folder_path") or entry.get("dataset_path")
         wanted = regularization or not entry.get("is_reg")
         if wanted and isinstance(place, str) and os.path.splitext(place)[1].lower() != ".json":
             keys = {key: value for key, value in entry.items() if key in known and value is not None}
+            if entry.get("caption_type"):  # ai-toolkit's older name
+                keys["caption_ext"] = entry["caption_type"]
             yield build(DatasetSection, {**keys, "folder_path": place}, "datasets", Findings(""))
 
 
-def photo_policy(process: Mapping[str, Any]) -> dict[str, str]:
-    """`background` and `transparency` of a process entry's `coat.data`."""
-    options = build(COATConfig, process.get("coat"), "coat", Findings("")).data
-    return {"background": options.background, "transparency": options.transparency}
-
-
-def reads_t5(process: Mapping[str, Any]) -> bool:
-    """Whether FLUX's T5 encodes the captions of a process entry."""
+def inspect_process(process: Mapping[str, Any]) -> DataReport:
+    """`inspect_datasets` of a process entry."""
     model = process.get("model") or {}
     arch = str(model.get("arch") or ("flux" if model.get("is_flux") else "")).split(":")[0]
-    return arch in T5_ARCHS
+    policy = build(COATConfig, process.get("coat"), "coat", Findings("")).data
+    return inspect_datasets(
+        list(datasets_of(process)),
+        process.get("trigger_word"),
+        background=policy.background,
+        transparency=policy.transparency,
+        reads_t5=arch in T5_ARCHS,
+    )

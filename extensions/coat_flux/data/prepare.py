@@ -1,12 +1,11 @@
 """A copy of a dataset folder in which ai-toolkit reads every photo correctly.
 
-What `data/images.py` says that ai-toolkit misreads is rewritten as upright, opaque 8-bit sRGB PNGs. All other files are
-linked (or copied), and the originals are only read.
+What it misreads (`data/images.py`) is rewritten as upright, opaque 8-bit sRGB PNGs, other files are linked or copied.
 
     <target>/images/…           the folder to train on
-    <target>/masks/<name>.png   with `transparency="mask"`: opacity of every image, white if opaque: ai-toolkit looks
-                                masks up by name alone, in one folder, and takes black for a missing one. Images of
-                                the same name in several sub-folders get distinct names for that.
+    <target>/masks/<name>.png   with `transparency="mask"`: opacity of every image, white if opaque. ai-toolkit finds
+                                masks by name alone, in one folder, and takes black for a missing one; so no two images
+                                have the same name.
     <target>/prepared.json      the source photos: while they are unchanged, the next run reuses the copy with the
                                 latents that ai-toolkit cached in it
 
@@ -17,8 +16,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections import Counter, defaultdict
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Collection
 from pathlib import Path
 
 from PIL import Image
@@ -27,21 +26,12 @@ from ..base.files import TEMP_PREFIX, discard, file_sha256, link_or_copy, replac
 from .files import IMAGE_EXTENSIONS, DatasetError, Listing, list_folder, printable
 from .images import DEEP, ROTATED, TAGGED, TRANSPARENT, read_photo, rgb, survey
 
+IMAGES, MASKS = "images", "masks"  # folders of a copy
 MISREAD = frozenset({ROTATED, TAGGED, DEEP, TRANSPARENT})
 _VERSION = 3  # of the files written; raise it when they change
 _RECORD = "prepared.json"
 _PNG_EFFORT = 1  # of zlib: a photo gets little smaller with more
 _NO_MASK = Image.new("L", (64, 64), 255)  # ai-toolkit brings masks to the image's size
-
-
-@dataclass(frozen=True)
-class PreparedCopy:
-    """A folder for ai-toolkit, its masks, the originals that were corrected, and how many have each trait."""
-
-    folder: Path
-    mask_folder: Path | None
-    corrected: tuple[Path, ...]
-    traits: dict[str, int]
 
 
 def prepare_copy(
@@ -51,44 +41,41 @@ def prepare_copy(
     background: str = "white",
     transparency: str = "background",
     keep: frozenset[Path] | None = None,
-) -> PreparedCopy | None:
-    """Create or refresh the copy at `target`; None if ai-toolkit reads every photo correctly, and nothing is written.
+) -> dict[Path, frozenset[str]] | None:
+    """Create or refresh the copy at `target`; returns the photos that it corrects, with their traits.
 
-    One process at a time may do it. With `keep`, only these photos are copied, and always. Raises DatasetError.
+    Without `keep`, the photos to copy, nothing is written if ai-toolkit reads all of them correctly: returns None. One
+    process at a time may do it. Raises DatasetError.
     """
     folder, target = Path(folder), Path(target)
     if folder.resolve() in (target.resolve(), *target.resolve().parents):
         raise DatasetError(
-            f"{printable(target)}: the corrected copies would lie within the dataset {printable(folder)}; "
-            "choose a training_folder outside of it"
+            f"{printable(target)}: is within the dataset {printable(folder)}; choose a training_folder outside of it"
         )
     listing = list_folder(folder)
     listing.images = [path for path in listing.images if keep is None or path in keep]
-    traits = {}
+    corrected = {}
     for path, facts in survey(listing.images).items():
         if isinstance(facts, DatasetError):
             raise facts
-        traits[path] = facts.traits & MISREAD
-    corrected = tuple(path for path in traits if traits[path])
+        if facts.traits & MISREAD:
+            corrected[path] = facts.traits & MISREAD
     if not corrected and keep is None:
         return None
-    masked = transparency == "mask"
     names = _names(folder, listing.images)
     try:
-        _refresh(target, names, frozenset(corrected), background, masked)
-        _link_captions(target / "images", names, listing)
+        _refresh(target, names, corrected, background, transparency == "mask")
+        _link_captions(target / IMAGES, names, listing)
     except OSError as error:
         raise DatasetError(
-            f"{printable(target)}: the corrected copies cannot be written ({error.strerror or error}); make the folder "
-            "writable and free some disk"
+            f"{printable(target)}: cannot be written ({error.strerror or error}); make the folder writable and free "
+            "some disk"
         ) from error
-    counts = Counter(trait for path in corrected for trait in traits[path])
-    mask_folder = target / "masks" if masked else None
-    return PreparedCopy(target / "images", mask_folder, corrected, dict(sorted(counts.items())))
+    return corrected
 
 
 def _names(folder: Path, images: list[Path]) -> dict[Path, str]:
-    """Path of each image in the copy, without its extension; no two images have the same stem, as masks need it."""
+    """Path of each image in the copy, without its extension; no two have the same stem."""
     names: dict[Path, str] = {}
     taken: set[str] = set()
     for path in images:
@@ -104,8 +91,7 @@ def _names(folder: Path, images: list[Path]) -> dict[Path, str]:
     return names
 
 
-def _refresh(target: Path, names: dict[Path, str], corrected: frozenset[Path], background: str, masked: bool) -> None:
-    """Write the images and masks of the copy, unless they are up to date."""
+def _refresh(target: Path, names: dict[Path, str], corrected: Collection[Path], background: str, masked: bool) -> None:
     photos = {name: [file_sha256(path), path in corrected] for path, name in names.items()}
     record = json.dumps({"version": _VERSION, "background": rgb(background), "masked": masked, "photos": photos})
     for left in target.parent.glob(f"{TEMP_PREFIX}*{target.name}"):  # by a run that was killed
@@ -114,9 +100,9 @@ def _refresh(target: Path, names: dict[Path, str], corrected: frozenset[Path], b
         return
     made, aside = staging_path(target), staging_path(target)
     try:
+        (made / IMAGES).mkdir(parents=True)
         for path, name in names.items():
             _make(path, made, name, path in corrected, background, masked)
-        (made / "images").mkdir(parents=True, exist_ok=True)
         (made / _RECORD).write_text(record, encoding="utf-8")
         replace_folder(made, target, aside)
     finally:
@@ -125,22 +111,21 @@ def _refresh(target: Path, names: dict[Path, str], corrected: frozenset[Path], b
 
 
 def _make(path: Path, made: Path, name: str, corrected: bool, background: str, masked: bool) -> None:
-    image = made / "images" / f"{name}{'.png' if corrected else path.suffix}"
-    image.parent.mkdir(parents=True, exist_ok=True)
-    mask = _NO_MASK
+    place = made / IMAGES / f"{name}{'.png' if corrected else path.suffix}"
+    place.parent.mkdir(parents=True, exist_ok=True)
+    alpha = None
     if corrected:
-        photo = read_photo(path, background)
-        photo.image.save(image, format="PNG", compress_level=_PNG_EFFORT, icc_profile=None)
-        mask = photo.alpha or _NO_MASK
+        image, alpha = read_photo(path, background)
+        image.save(place, format="PNG", compress_level=_PNG_EFFORT, icc_profile=None)
     else:
-        _link(path, image)
+        _link(path, place)
     if masked:
-        (made / "masks").mkdir(exist_ok=True)
-        mask.save(made / "masks" / f"{Path(name).name}.png", format="PNG", compress_level=_PNG_EFFORT)
+        (made / MASKS).mkdir(exist_ok=True)
+        mask = alpha or _NO_MASK
+        mask.save(made / MASKS / f"{Path(name).name}.png", format="PNG", compress_level=_PNG_EFFORT)
 
 
 def _link_captions(images: Path, names: dict[Path, str], listing: Listing) -> None:
-    """Link the sidecars of each image under its name in the copy; remove stale ones."""
     sidecars = defaultdict(list)
     for path in listing.others:
         sidecars[path.parent, path.stem].append(path)

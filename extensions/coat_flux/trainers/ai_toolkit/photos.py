@@ -1,19 +1,19 @@
 """The photos of a job: inspected, corrected, held out; the loss on the latter.
 
-ai-toolkit opens the folders of `process.dataset_configs`, one config for each resolution. The photos are divided by
-folders of links in the run's own:
+ai-toolkit opens the folders of `process.dataset_configs`, one config for each resolution. Photos are divided by folders
+of links in the run's own:
 
     coat/photos/<i>          trained on, with corrected copies of misread photos
     coat/held_out/<i>/<r>    held out, measured at the r-th resolution of set i
 
-The latter are loaded by ai-toolkit's data sets, without repeats, flips and dropout, and encoded once. Their noise is
-that of `data.hold_out`, so losses are comparable between runs.
+The latter are loaded by ai-toolkit's data sets, and encoded once.
 """
 
 from __future__ import annotations
 
 import copy
 import os
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -26,8 +26,8 @@ from ...config.job_sections import ValidationSection
 from ...config.options import build
 from ...data.files import find_images
 from ...data.hold_out import FixedNoise, choose_hold_out, levels_for
-from ...data.preflight import inspect_datasets, reads_t5
-from ...data.prepare import prepare_copy
+from ...data.preflight import inspect_process
+from ...data.prepare import IMAGES, MASKS, prepare_copy
 from ...saves.rng import kept_draws
 from .host import info
 
@@ -54,28 +54,15 @@ AS_SHOWN_ONCE = {
 
 
 def check_photos(process: Any) -> HeldOutPhotos | None:
-    """Inspect the data sets, correct and hold out photos; returns the latter."""
+    """Inspect the data sets, correct photos; returns those held out."""
     by_folder: dict[str, list[Any]] = {}
     for config in process.dataset_configs:
         folder = config.dataset_path or config.folder_path
         if config.dataset_path and os.path.isfile(config.dataset_path):
-            info(f"note: dataset_path={folder} is a list of files; its photos are not checked")
+            info(f"note: dataset_path={folder} is a list; its photos are not checked")
         else:
             by_folder.setdefault(folder, []).append(config)
-    whole = []  # one config per folder with all its resolutions, as in the YAML
-    for folder, configs in by_folder.items():
-        joined = copy.copy(configs[0])
-        joined.folder_path = folder
-        joined.resolution = [config.resolution for config in configs]
-        whole.append(joined)
-    options = process.coat.data
-    report = inspect_datasets(
-        whole,
-        process.trigger_word,
-        background=options.background,
-        transparency=options.transparency,
-        reads_t5=reads_t5(process.config),
-    )
+    report = inspect_process(process.config)
     report.usable(info)
     for table in report.tables:
         info(table)
@@ -90,35 +77,34 @@ def check_photos(process: Any) -> HeldOutPhotos | None:
             held_out.add(folder, configs)
             keep = frozenset(path for path in find_images(Path(folder)) if path not in out)
         target = Path(process.save_root) / TRAINED_FOLDER / str(index)
-        read_copies(process, Path(folder), target, configs, keep)
+        read_copies(process.coat.data, Path(folder), target, configs, keep)
     return held_out if any(chosen) else None
 
 
-def read_copies(
-    process: Any,
-    folder: Path,
-    target: Path,
-    configs: list[Any],
-    keep: frozenset[Path] | None,
-) -> None:
+def read_copies(policy: Any, folder: Path, target: Path, configs: list[Any], keep: frozenset[Path] | None) -> None:
     """Redirect the configs of a folder to `target`, which links `keep` (None: all) of its photos."""
-    options = process.coat.data
-    copied = prepare_copy(folder, target, background=options.background, transparency=options.transparency, keep=keep)
-    if copied is None:
+    corrected = prepare_copy(
+        folder,
+        target,
+        background=policy.background,
+        transparency=policy.transparency,
+        keep=keep,
+    )
+    if corrected is None:
         return
-    if copied.corrected:
-        traits = ", ".join(f"{count} {trait}" for trait, count in copied.traits.items())
-        count = len(copied.corrected)
-        info(f"{folder}: {count} photos are read from corrected copies in {copied.folder} ({traits})")
+    if corrected:
+        counts = Counter(trait for traits in corrected.values() for trait in traits)
+        traits = ", ".join(f"{count} {trait}" for trait, count in sorted(counts.items()))
+        info(f"{folder}: {len(corrected)} photos are read from corrected copies in {target / IMAGES} ({traits})")
     for config in configs:
-        config.folder_path = str(copied.folder)
+        config.folder_path = str(target / IMAGES)
         config.dataset_path = None
-        if copied.mask_folder is not None and config.mask_path is None:
-            config.mask_path = str(copied.mask_folder)
+        if policy.transparency == "mask" and config.mask_path is None:
+            config.mask_path = str(target / MASKS)
 
 
 class HeldOutPhotos:
-    """The held-out photos of a run by data set's folder; `names` are relative, `curve` has (steps done, loss)."""
+    """The held-out photos of a run by data set; `curve` has (steps done, loss)."""
 
     def __init__(self, process: Any, photos: Mapping[str, tuple[Path, ...]], every: int):
         self._process = process
@@ -132,7 +118,7 @@ class HeldOutPhotos:
         self.curve: list[tuple[int, float]] = []
 
     def add(self, folder: str, configs: list[Any]) -> None:
-        """Make the folders of links of one data set, for each of its configs."""
+        """Make the folders of links of one data set."""
         root = Path(self._process.save_root) / HELD_OUT_FOLDER / str(list(self.names).index(folder))
         for place, config in enumerate(configs):
             share = frozenset(self.photos[folder][place :: len(configs)])
@@ -142,16 +128,15 @@ class HeldOutPhotos:
             for name, value in AS_SHOWN_ONCE.items():
                 if hasattr(once, name):
                     setattr(once, name, value)
-            read_copies(self._process, Path(folder), root / str(place), [once], share)
+            read_copies(self._process.coat.data, Path(folder), root / str(place), [once], share)
             self._configs.append(once)
 
     @torch.no_grad()
     def encode(self) -> None:
-        """Load and encode them, while VAE and text encoders are loaded."""
+        """Encode them, while VAE and text encoders are loaded."""
         from toolkit.data_loader import get_dataloader_from_datasets
 
-        process = self._process
-        sd = self._process.sd
+        process, sd = self._process, self._process.sd
         photos = []
         encoders = process._text_encoders()
         homes = [next(encoder.parameters()).device for encoder in encoders]
@@ -177,14 +162,13 @@ class HeldOutPhotos:
             encoder.to(home)
         sd.vae.to(vae_home)
         photos.sort(key=lambda photo: (photo[0], tuple(photo[1]["latents"].shape)))
-        self._noise = FixedNoise([tensors for _, tensors in photos], [name for name, _ in photos])
+        self._noise = FixedNoise([tensors for _, tensors in photos])
         names = ", ".join(name for names in self.names.values() for name in names)
         info(f"{len(photos)} photos are held out of training: {names}")
 
     def measure(self, done: int) -> float:
         """The loss after `done` steps, of the EMA if there is one."""
-        process = self._process
-        network = self._process.network
+        process, network = self._process, self._process.network
         modules = [module for module in (process.sd.unet, network) if module is not None]
         training = [module.training for module in modules]
         multiplier = getattr(network, "multiplier", 1.0)
@@ -209,12 +193,7 @@ class HeldOutPhotos:
         self.curve.append((done, loss))
         return loss
 
-    def _losses(
-        self,
-        photos: list[dict[str, Any]],
-        sigmas: torch.Tensor,
-        noise: torch.Tensor,
-    ) -> torch.Tensor:
+    def _losses(self, photos: list[Mapping[str, Any]], sigmas: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
         from toolkit.prompt_utils import concat_prompt_embeds
         from toolkit.train_tools import get_torch_dtype
 

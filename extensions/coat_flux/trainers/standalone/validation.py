@@ -64,7 +64,7 @@ def fixed_noise(
         samples = [trained[i * count // n if count >= n else i % count] for i in range(n)]
         levels = 1
     photos = [dataset.encoded(sample, sample.caption) for sample in samples]
-    return FixedNoise(photos, [sample.image_path.name for sample in samples]), levels
+    return FixedNoise(photos), levels
 
 
 def loss_of(
@@ -78,7 +78,7 @@ def loss_of(
 ) -> float:
     """`FixedNoise.mean_loss` of a transformer, in eval mode meanwhile."""
 
-    def losses(photos: list[dict[str, Any]], sigmas: Tensor, drawn: Tensor) -> Tensor:
+    def losses(photos: list[Mapping[str, Any]], sigmas: Tensor, drawn: Tensor) -> Tensor:
         return predictions(transformer, photos, sigmas, drawn, dtype=dtype, device=device)[1]
 
     was_training = transformer.training
@@ -99,7 +99,7 @@ def predictions(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
-    """Predict velocities (B, C, h, w) fp32 of `FixedNoise.drawn`, and their losses (B,) fp32, on `device`."""
+    """Predict velocities (B, C, h, w) fp32 of photos of `FixedNoise`, and their losses (B,) fp32, on `device`."""
     batch = {part: torch.stack([photo[part] for photo in photos]).to(device) for part in photos[0]}
     latents = batch["latents"]
     sigmas = sigmas.to(device)
