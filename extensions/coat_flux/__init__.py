@@ -1,10 +1,10 @@
 """COAT for FLUX: one folder with two names.
 
 `coat_flux` is the package that pip installs; ai-toolkit imports the same folder as `extensions.coat_flux`. Submodules
-under both names would give two copies of every class and its state, so the second name is only a door: it loads
-`coat_flux` from its own real folder, asks it for the list ai-toolkit wants, and has no submodules of its own.
+under both names would give two copies of every class, so the second name only loads `coat_flux` from its own real
+folder and returns its extensions; it has no submodules.
 
-Importing this module needs neither torch nor diffusers; the public names are loaded on first use.
+Importing this module needs neither torch nor diffusers; public names are loaded on first use.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _load_package(name: str, folder: Path) -> ModuleType:
 
 
 def _as_ai_toolkit_extension() -> list[type]:
-    """Return ai-toolkit's AI_TOOLKIT_EXTENSIONS. Never raises: that would end every job of the user."""
+    """AI_TOOLKIT_EXTENSIONS. Never raises: that would end every job of the user."""
     if "toolkit.extension" not in sys.modules:
         return []
     try:

@@ -96,7 +96,7 @@ def test_a_folder_is_published_as_the_newest_and_another_programs_is_not_passed_
         torch.save({}, folder / "optimizer.pt")
 
     for step in (2, 4):
-        path = saves.commit(step, lambda folder, step=step: write_all(folder, step), lambda folder: None)
+        path = saves.commit(step, lambda folder, step=step: write_all(folder, step))
         assert path == tmp_path / f"run_{step:09d}"
     time.sleep(0.01)
     (tmp_path / "run_000000002" / "touched").write_text("")  # by now the last changed

@@ -62,7 +62,7 @@ def test_links_extension_configs_and_images_and_undo_leaves_the_checkout_as_it_w
     assert all("already there" in line for line in install(checkout))
     assert _contents(checkout) == installed
     made = len(json.loads((checkout / MANIFEST).read_text())["made"])
-    assert install(checkout, undo=True) == [f"removed {made} of {made} things that install had made"]
+    assert install(checkout, undo=True) == [f"removed {made} of {made} entries"]
     assert _contents(checkout) == before
     assert install(checkout, undo=True)[0].startswith("nothing to undo")
 

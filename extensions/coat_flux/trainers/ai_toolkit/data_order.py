@@ -5,10 +5,9 @@ ai-toolkit shuffles with global generators, also in loader processes, which run 
     batches    are grouped by generators seeded while data sets load
     order      of an epoch depends on (seed, epoch)
     photo      its random draws depend on (seed, epoch, place)
-    draws      of a micro-batch depend on its number, where a step has several
+    draws      of a micro-batch depend on its number, if a step has several
 
-so (epoch, batches taken) is the position of a run. Each of N processes takes every N-th batch: together they see
-the data of one process with accumulation N.
+so (epoch, batches taken) is the position of a run. N processes see the data of one with accumulation N.
 """
 
 from __future__ import annotations
@@ -34,25 +33,20 @@ from ...saves.rng import kept_draws, mixed_seed
 LOADING, ORDER, ITEM, DRAWS = range(4)  # the first number after the run's seed: what is drawn with it
 
 
-def draw_from(seed: int, number: int) -> None:
-    """Seed all devices' generators by a micro-batch's number."""
-    mixed = mixed_seed(seed, DRAWS, number)
-    _seed_cpu(mixed)
-    torch.manual_seed(mixed)
+def draw_from(*numbers: int) -> None:
+    """Seed the CPU's generators by (numbers)."""
+    seed = mixed_seed(*numbers)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002
+    torch.default_generator.manual_seed(seed)
 
 
 @contextmanager
 def seeded(*numbers: int) -> Iterator[None]:
-    """Draw from (numbers) on the CPU inside the block; the generators are restored after it."""
+    """Draw from (numbers) on the CPU inside the block."""
     with kept_draws():
-        _seed_cpu(mixed_seed(*numbers))
+        draw_from(*numbers)
         yield
-
-
-def _seed_cpu(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002
-    torch.default_generator.manual_seed(seed)
 
 
 class _SeededItems(Dataset):
@@ -93,7 +87,7 @@ class _EpochOrder(Sampler):
 
 
 class ResumableLoader(DataLoader):
-    """A DataLoader that counts `epoch` passes and the batches `taken` since (below 0: another process is ahead)."""
+    """Counts passes and batches taken since (below 0: another process is ahead)."""
 
     epoch = 0
     taken = 0
@@ -113,7 +107,7 @@ class ResumableLoader(DataLoader):
             self.taken += order.stride
             yield batch
         batches = -(-order.length // order.batch_size)
-        passes = (self.taken + self.rank) // batches  # more than one where there are fewer batches than processes
+        passes = (self.taken + self.rank) // batches  # several, if there are fewer batches than processes
         self.epoch = self.epoch + passes
         self.taken = self.taken - passes * batches
 
@@ -128,7 +122,7 @@ class ResumableLoader(DataLoader):
 def make_resumable(loader: DataLoader, seed: int, rank: int = 0, processes: int = 1) -> ResumableLoader:
     """A loader over the same data in our order."""
     if loader.num_workers and multiprocessing.get_start_method() != "fork":
-        # loader processes that start from scratch (Windows, macOS) get a copy of sys.path, and must find coat_flux
+        # loader processes that start from scratch get a copy of sys.path, and must find coat_flux
         parent = str(Path(__file__).resolve().parents[3])
         if parent not in sys.path:
             sys.path.append(parent)
@@ -150,7 +144,7 @@ def make_resumable(loader: DataLoader, seed: int, rank: int = 0, processes: int 
 
 
 def _ignore_interrupts(worker: int) -> None:
-    """Keep loaders alive until the save: a terminal's signals reach them, too."""
+    """Keep loaders alive until the save: a terminal's signals reach them too."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
@@ -158,9 +152,8 @@ def _ignore_interrupts(worker: int) -> None:
 def fingerprint(loader: DataLoader) -> str:
     """A hash of the photos in each batch."""
     digest = hashlib.sha256()
-    for dataset in getattr(loader.dataset, "datasets", [loader.dataset]):
-        names = [Path(item.path).name for item in getattr(dataset, "file_list", [])]
-        groups = getattr(dataset, "batch_indices", None) or range(len(names))
-        batches = [list(group) if isinstance(group, list) else group for group in groups]
+    for dataset in loader.dataset.datasets:
+        names = [Path(item.path).name for item in dataset.file_list]
+        batches = getattr(dataset, "batch_indices", None)  # without buckets there are none
         digest.update(repr([len(dataset), names, batches]).encode())
     return digest.hexdigest()

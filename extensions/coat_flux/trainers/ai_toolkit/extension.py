@@ -1,6 +1,6 @@
-"""What ai-toolkit finds: an extension class, an optimizer and a qtype.
+"""The extension class that ai-toolkit finds.
 
-It imports every extension for every job, so errors are only recorded, until a job of our type ends with them.
+It imports every extension for every job, so errors wait until a job of our type ends with them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class RefusingProcess:
-    """Replaces our process: a job of our type ends with the reason when it runs."""
+    """In place of our process: the job ends with the reason when it runs."""
 
     def __init__(self, process_id: int, reason: AIToolkitError):
         self.process_id, self._reason = process_id, reason
@@ -31,7 +31,7 @@ class RefusingProcess:
 
 
 def make_process(process_id: int, job: Any, config: Any, **kwargs: Any) -> Any:
-    """The process of our job type; other jobs do not import its modules."""
+    """The process of our job type, whose modules other jobs do not import."""
     try:
         load_core()
         from .process import CoatFluxTrainer

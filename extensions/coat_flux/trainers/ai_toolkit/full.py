@@ -24,10 +24,7 @@ from ..weights import folder_weights, local_folder
 
 
 class FullModel:
-    """The transformer that a job trains; `linears` have trained weights, `trained` is full name → parameter.
-
-    `fused` updates them in backward, if the job asks for it.
-    """
+    """The transformer that a job trains: its `linears`, and `trained` name → parameter, in backward by `fused`."""
 
     def __init__(self, process: Any):
         self._model: nn.Module = process.sd.unet
@@ -40,12 +37,12 @@ class FullModel:
         process.sd.save = self.save
 
     def param_groups(self, lr: float) -> list[dict[str, Any]]:
-        """Train the chosen parameters, and no others."""
+        """Train the chosen parameters only."""
         self.trained = self._chosen.train(self._model)
         return [{"params": list(self.trained.values()), "lr": lr}]
 
     def begin(self, process: Any, watch: StepWatch) -> None:
-        """Create the optimizer's states before the first step: until then ai-toolkit moves the model."""
+        """Create the optimizer's states at the first step: until then ai-toolkit moves the model."""
         watch.phases.hold("gradients", self._model, gradients)
         optimizer = getattr(process.optimizer, "optimizer", process.optimizer)  # without accelerate's wrapper
         make_states(optimizer, self._model)
@@ -58,12 +55,7 @@ class FullModel:
         if runner is not None:
             runner.expect(frees_gradients=True)
 
-    def save(
-        self,
-        output_file: str,
-        meta: Mapping[str, Any],
-        save_dtype: torch.dtype | None = None,
-    ) -> None:
+    def save(self, output_file: str, meta: Mapping[str, Any], save_dtype: torch.dtype | None = None) -> None:
         """Write the model, in place of ai-toolkit's method."""
         folder = Path(output_file)
         dtype = next(iter(self.trained.values())).dtype

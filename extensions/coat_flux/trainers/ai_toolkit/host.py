@@ -1,4 +1,4 @@
-"""Our interface to ai-toolkit, imported for every job of a user: needs neither coat_core nor diffusers."""
+"""Our interface to ai-toolkit. Imported for every job of a user, it needs neither coat_core nor diffusers."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ QUANTIZER_MODULE = "toolkit.util.ostris_quant"
 LORA_MODULES = ("toolkit.lora_special", "toolkit.network_mixins")
 OPTIMIZER_PARAMETERS = ("params", "optimizer_type", "learning_rate", "optimizer_params")
 
-# Location of coat_core relative to this folder: in a checkout, or in site-packages
+# in a checkout, or in site-packages
 CORE_FOLDERS = tuple(Path(__file__).resolve().parents[up] / "coat_core" for up in (4, 3))
 MARK = "_coat_flux_original"  # attribute of a wrapper: ai-toolkit's original function
 
 
 class AIToolkitError(RuntimeError):
-    """COAT-FLUX does not fit this ai-toolkit; names version and piece."""
+    """COAT-FLUX does not fit this ai-toolkit."""
 
     def __init__(self, piece: str):
         self.piece = piece
@@ -43,16 +43,15 @@ class AIToolkitError(RuntimeError):
 
 
 def ai_toolkit_version() -> str:
-    """Return ai-toolkit's version, or "of unknown version"."""
+    """ai-toolkit's version."""
     try:
-        version = importlib.import_module("version")
-    except ImportError:
+        return str(importlib.import_module("version").VERSION)
+    except (ImportError, AttributeError):
         return "of unknown version"
-    return str(getattr(version, "VERSION", "of unknown version"))
 
 
 def load_core() -> None:
-    """Make `import coat_core` work: from next to this folder (through links), else as installed."""
+    """Make `import coat_core` work: from beside this folder (through links), else as installed."""
     folder = next((folder for folder in CORE_FOLDERS if (folder / "__init__.py").is_file()), None)
     try:
         if folder is None:
@@ -61,9 +60,8 @@ def load_core() -> None:
             _load_package("coat_core", folder)
     except ImportError as error:
         raise AIToolkitError(
-            f"coat_core cannot be imported ({error}); "
-            f"run `{sys.executable} -m pip install --no-deps <COAT-FLUX folder>` "
-            f"or replace the copy in {Path(__file__).resolve().parents[2]} by a link with `coat-flux install`"
+            f"coat_core cannot be imported ({error}); run `{sys.executable} -m pip install --no-deps <its folder>`, or "
+            f"replace {Path(__file__).resolve().parents[2]} by a link with `coat-flux install`"
         ) from error
 
 
@@ -108,14 +106,14 @@ def check_network(network: nn.Module) -> None:
 
 
 def wrap_everywhere(name: str, original: Callable, wrapper: Callable) -> None:
-    """Replace `original` in every loaded module, once, by `vars`: getattr would load lazy ones."""
+    """Replace `original` in every loaded module, once."""
     if hasattr(original, MARK):
         original, wrapper = getattr(original, MARK), original
     else:
         functools.update_wrapper(wrapper, original)
         setattr(wrapper, MARK, original)
     for module in list(sys.modules.values()):
-        namespace = getattr(module, "__dict__", None)
+        namespace = getattr(module, "__dict__", None)  # getattr(module, name) would load lazy ones
         if isinstance(namespace, dict) and namespace.get(name) is original:
             namespace[name] = wrapper
 
@@ -152,7 +150,7 @@ _lines = Lines(_write, verbose=True)
 
 @contextmanager
 def job_scope() -> Iterator[None]:
-    """Forget the job when it ends: the next one must not inherit its config and log."""
+    """Forget config and log of the job when it ends."""
     global config
     try:
         yield
@@ -182,12 +180,12 @@ def info(message: str) -> None:
 
 
 def detail(message: str) -> None:
-    """Write to `coat/log.txt`; print with `logging.verbose`, or in other jobs than ours."""
+    """Write to `coat/log.txt`; print if verbose, as other jobs are."""
     _lines.detail(message)
 
 
 def show_logs() -> None:
-    """Send both packages' log records to our lines, despite ai-toolkit's captioners' `logging.disable(WARNING)`."""
+    """Send our log records to our lines, despite `logging.disable(WARNING)` of ai-toolkit's captioners."""
     _lines.listen()
     manager = logging.Manager(logging.getLogger())
     for root in PACKAGES:

@@ -1,7 +1,7 @@
 """`coat-flux install`: put COAT-FLUX into an ai-toolkit checkout, or remove it.
 
-The extension folder becomes one link, configs and example images a link each, next to a user's own files. Where links
-are not allowed (Windows) a folder becomes a junction and a file a copy. Undo removes the manifest's unchanged entries.
+The extension folder becomes one link, configs and example images a link each; where links are not allowed (Windows) a
+folder becomes a junction and a file a copy. Undo removes the manifest's unchanged entries.
 """
 
 from __future__ import annotations
@@ -26,15 +26,11 @@ FOLDER = "folder"  # in the manifest, in place of a source
 
 
 class InstallError(UserError, RuntimeError):
-    """Not an ai-toolkit checkout, or something of the user's is in the way."""
+    """Not an ai-toolkit checkout, or a user's file is in the way."""
 
 
 def install(ai_toolkit_dir: str | os.PathLike[str], undo: bool = False) -> list[str]:
-    """Install into the folder of ai-toolkit's run.py, or undo that; returns what was done, line by line.
-
-    Raises:
-        InstallError: not a checkout, or a foreign file is in the way.
-    """
+    """Install into the folder of ai-toolkit's run.py, or undo that; returns log lines. Raises InstallError."""
     root = Path(ai_toolkit_dir).expanduser().resolve()
     missing = [part for part in CHECKOUT_PARTS if not (root / part).exists()]
     if missing:
@@ -57,7 +53,7 @@ def _install(root: Path, made: dict[str, str]) -> list[str]:
     """Link everything into `root`; `made` gets each path with its source."""
     result = _put(root, made, EXTENSION, PACKAGE)
     if result == "foreign":
-        raise InstallError(f"{root / EXTENSION} was not made by coat-flux; move it away and install again")
+        raise InstallError(f"{root / EXTENSION} was not made by coat-flux; move it away")
     lines = [f"{EXTENSION}: {result}"]
     for folder in LINKED_FOLDERS:
         origin = shipped_folder(folder)
@@ -73,7 +69,7 @@ def _install(root: Path, made: dict[str, str]) -> list[str]:
             result = _put(root, made, path, source)
             results[result] += 1
             if result == "foreign":
-                lines.append(f"{path}: left alone, it is a file of yours; ours is {source}")
+                lines.append(f"{path}: left alone, it is yours; ours is {source}")
         counts = ", ".join(f"{result} ({count} files)" for result, count in results.items())
         lines.append(f"{folder}/: {counts}")
     return lines
@@ -111,9 +107,9 @@ def _undo(root: Path, made: dict[str, str]) -> list[str]:
             _remove(target)
             removed += 1
         else:
-            left.append(f"{path}: left, it holds or is something that install did not make")
+            left.append(f"{path}: left, it was changed since")
     (root / MANIFEST).unlink()
-    return [f"removed {removed} of {len(made)} things that install had made", *sorted(left)]
+    return [f"removed {removed} of {len(made)} entries", *sorted(left)]
 
 
 def _is_copy(target: Path, source: Path) -> bool:

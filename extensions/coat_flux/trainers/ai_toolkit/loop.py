@@ -1,14 +1,15 @@
 """The training loop of a job: each step of ai-toolkit runs inside `TrainingLoop.step`, each save is a whole set.
 
-ai-toolkit itself would turn a NaN loss into 0, and drop a batch that ran out of memory; here it is retried.
+ai-toolkit itself would turn a NaN loss into 0, and drop a batch that ran out of memory.
 
-Of several processes (`Team`), started by `accelerate launch run.py`, ai-toolkit averages nothing. Each takes every N-th
-batch of one order, gradients are summed before clipping, and all agree on one loss and on the action after the step.
-Each samples every N-th prompt; one saves.
+Of several processes (`Team`, started by `accelerate launch run.py`) ai-toolkit averages nothing. Each takes every N-th
+batch of one order, gradients are summed before clipping, and all agree on one loss and on what follows the step. Each
+samples every N-th prompt; one saves.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -24,17 +25,17 @@ from torch import Tensor
 from ...base.errors import UserError
 from ...base.streams import quiet_dead_outputs
 from ...saves.interrupts import Interrupts
-from ...saves.rng import rng_state, set_rng_state
+from ...saves.rng import mixed_seed, rng_state, set_rng_state
 from ...watch.live import COMMANDS, LiveRun
 from ...watch.oom import OutOfMemory, explain_oom, is_oom
 from ...watch.run_tables import RunTables, StepStats
 from ...watch.step_watch import StepWatch
 from ..processes import STEP_LIMIT, WAIT_LIMIT, Processes
-from .data_order import draw_from
+from .data_order import DRAWS, draw_from
 from .host import ai_toolkit_version, detail, info, patched
 from .resume import read_back
 
-EXIT_CODE = 130  # of an interrupted process; run.py itself exits with 0
+EXIT_CODE = 130  # of an interrupted process
 LOSSES = ("calculate_loss", "get_guided_loss", "get_mean_flow_loss")  # methods that return a micro-batch's loss
 
 
@@ -49,22 +50,25 @@ class TrainingLoop:
         self._held_out = process._held_out
         phases = process._phases
         self._interrupts = Interrupts(info)
-        self.done = self._saved = process.step_num  # what the newest save holds, or nothing was trained
+        self.done = self._saved = process.step_num
         self._stop_requested = False  # by the web UI or the live page
         self._owes_save = False
         # of the current step:
-        self._losses: list[Tensor] = []  # of its micro-batches, fp32 []
+        self._losses: list[Tensor] = []  # of micro-batches, fp32 []
         self._norms: list[Tensor] = []  # before clipping, by parameter group
         self._measured: tuple[float, float, float] | None = None  # loss, lr, norm
         self._micro_batches = 0
         self._commands: frozenset[str] = frozenset()  # agreed on by all processes
         self._tables: RunTables | None = None
         if self._team.is_main:
-            trainer = f"ai-toolkit {ai_toolkit_version()}"
-            validates = self._held_out is not None
-            folder = Path(process.save_root)
-            device = process.device_torch
-            self._tables = RunTables(folder, self.done, device, trainer, info, validates=validates)
+            self._tables = RunTables(
+                Path(process.save_root),
+                self.done,
+                process.device_torch,
+                f"ai-toolkit {ai_toolkit_version()}",
+                info,
+                validates=self._held_out is not None,
+            )
         write_precision = (lambda rows: None) if self._tables is None else self._tables.precision
         self.watch = StepWatch(
             process.coat,
@@ -89,13 +93,13 @@ class TrainingLoop:
 
     @property
     def stops(self) -> bool:
-        """Whether this process is asked to stop; others may not know yet."""
+        """Whether this process is asked to stop."""
         return self._stop_requested or self._interrupts.asked
 
     def ask_to_stop(self, who: str) -> None:
-        """End the run after the current step, as Ctrl+C does."""
+        """Stop after the current step."""
         self._stop_requested = True
-        info(f"{who} asks to stop: this step is finished and saved")
+        info(f"{who} asks to stop: after this step the run is saved")
 
     def close(self) -> None:
         """Restore interrupt handling and close the tables."""
@@ -109,7 +113,7 @@ class TrainingLoop:
         """Run a step of ai-toolkit; returns what it displays."""
         quiet_dead_outputs()
         process = self._process
-        number = self._process.step_num + 1
+        number = process.step_num + 1
         draws = rng_state()
 
         def attempt() -> dict[str, Any]:
@@ -141,12 +145,12 @@ class TrainingLoop:
             shown = self.watch.retry(number, attempt, reset)
         except OutOfMemory as error:
             info(str(error))
-            # worded without CUDA: ai-toolkit drops the batch of errors that name it
+            # without "CUDA": ai-toolkit drops the batch of errors that name it
             raise OutOfMemory(f"step {number}: out of memory, see above") from None
         self.done = number
         if self._held_out is None:
             return shown
-        before = process.step_num  # by which ai-toolkit decides to save the same LoRA
+        before = process.step_num  # ai-toolkit saves by it
         if number == process.train_config.steps or (before > 0 and before % self._held_out.every == 0):
             self.validate()
         if self._held_out.curve:
@@ -166,12 +170,14 @@ class TrainingLoop:
         count = process.train_config.gradient_accumulation
         if self._continuation is not None and count * team.size > 1:
             number = (process.step_num * count + self._micro_batches) * team.size + team.rank
-            draw_from(self._continuation.seed, number)
+            numbers = self._continuation.seed, DRAWS, number
+            draw_from(*numbers)
+            torch.manual_seed(mixed_seed(*numbers))  # of all devices
         self._micro_batches += 1
 
     @contextmanager
     def _observed(self, number: int) -> Iterator[None]:
-        """Replace the methods of a step, on these instances; all jobs of a command share one accelerator."""
+        """Replace the methods of a step, meanwhile: all jobs of a command share one accelerator."""
         process, watch = self._process, self.watch
         accelerator = process.accelerator
         optimizer = process.optimizer
@@ -183,7 +189,7 @@ class TrainingLoop:
         is_complete = False
 
         def recorded(compute: Callable[..., Any]) -> Callable[..., Any]:
-            """`compute`, whose loss is recorded before ai-toolkit turns NaN into 0."""
+            """`compute`, recorded before ai-toolkit turns NaN into 0."""
 
             def compute_loss(*args: Any, **kwargs: Any) -> Any:
                 loss = compute(*args, **kwargs)
@@ -246,14 +252,13 @@ class TrainingLoop:
             own = torch.tensor([loss], dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
             mean, flags = self._team.agree(own, [name in requested for name in COMMANDS])
             loss = float(mean)
-            flagged = zip(COMMANDS, flags, strict=True)
-            self._commands = frozenset(name for name, is_set in flagged if is_set)
+            self._commands = frozenset(itertools.compress(COMMANDS, flags))
         return loss, float(self._process.optimizer.param_groups[0]["lr"]), norm
 
     # -- between two steps
 
     def save(self, step: int | None, write_host: Callable[[Path], None]) -> bool:
-        """Save a set, into which `write_host` lets ai-toolkit save; False if the guard is in doubt: it is postponed.
+        """Save a set, into which `write_host` lets ai-toolkit save; False: postponed, the guard is in doubt.
 
         Raises:
             DeadRunError: what is trained is not worth saving.
@@ -261,7 +266,7 @@ class TrainingLoop:
         doubt = self.watch.guard.doubt
         if step is not None and doubt is not None:
             self._owes_save = True
-            info(f"step {self.done}: not saved, {doubt}; it is saved when that is over")
+            info(f"step {self.done}: the save is postponed, {doubt}")
             return False
         self.check_lora(step)
         lines: list[str] = []
@@ -270,18 +275,16 @@ class TrainingLoop:
         def write(folder: Path) -> None:
             write_host(folder)
             lines.extend(read_back(self._process, folder))
+            self._continuation.write_state(folder, self.done, self.watch.state_dict(), curve)
 
         if self._team.is_main:
-            guard = self.watch.state_dict()
-            path = self._continuation.saves.commit(
-                self.done, write, lambda folder: self._continuation.write_state(folder, self.done, guard, curve)
-            )
+            path = self._continuation.saves.commit(self.done, write)
             info(f"saved {path} after {self.done} steps; {'; '.join(lines)}")
         self._saved, self._owes_save = self.done, False
         return True
 
     def check_lora(self, step: int | None) -> None:
-        """Raise DeadRunError if the LoRA is not worth saving; without a step it is the last save."""
+        """Raise DeadRunError if the LoRA is not worth saving; step None: the last save."""
         check = self.watch.guard.check_end if step is None else self.watch.guard.check_now
         check(self.done)
 
@@ -314,11 +317,11 @@ class TrainingLoop:
             saved = f"after {self.done} steps, saved in {process.save_root}"
         if self._saved != self.done and self._continuation is not None:
             saved = f"after {self.done} steps; those after step {self._saved} are not saved"
-        info(f"stopped {saved}; the same command resumes from here")
+        info(f"stopped {saved}; the same command resumes it")
         reason: BaseException = KeyboardInterrupt()
         try:
             super(type(process), process).maybe_stop()
-        except Exception as error:  # ai-toolkit's way to stop, once the web UI shows "stopped" or "queued"
+        except Exception as error:  # ai-toolkit's way to stop
             reason = error
         process.on_error(reason)
         raise SystemExit(EXIT_CODE)
@@ -352,14 +355,14 @@ def live_run(process: Any) -> LiveRun:
 
 
 def explain_end(error: BaseException, process: Any) -> None:
-    """Report what ends a run; Ctrl+C gets a nonzero exit code."""
+    """Report what ends a run; Ctrl+C exits with `EXIT_CODE`."""
     if isinstance(error, KeyboardInterrupt):
-        info(f"interrupted; what was saved before is whole in {process.save_root}")
+        info(f"interrupted; earlier saves are whole in {process.save_root}")
         process.on_error(error)
         raise SystemExit(EXIT_CODE) from None
     since = getattr(error, "since", None)
     continuation = process._continuation
-    if since is not None and continuation is not None:  # a DeadRunError, which ai-toolkit shows
+    if since is not None and continuation is not None:  # a DeadRunError
         error.args = (f"{error}; {continuation.saves.way_back(since)}",)
     if is_oom(error):
         info(f"{explain_oom(error, process._phases, process._job_config)}")
@@ -369,25 +372,25 @@ def explain_end(error: BaseException, process: Any) -> None:
 
 
 class Team(Processes):
-    """The processes of a job; UserError if several were started without accelerate's knowledge."""
+    """The processes of a job; UserError if accelerate does not know of several."""
 
     def __init__(self, accelerator: Any):
         size = accelerator.num_processes
         if size == 1:
             if int(os.environ.get("WORLD_SIZE", "1")) > 1:
                 raise UserError(
-                    f"{os.environ['WORLD_SIZE']} processes were started, and each takes itself for the only one; where "
-                    "there is no GPU, set ACCELERATE_USE_CPU=true, or start one process"
+                    f"{os.environ['WORLD_SIZE']} processes were started, and each takes itself for the only one; start "
+                    "one process, or without a GPU set ACCELERATE_USE_CPU=true"
                 )
             super().__init__(1, 0, torch.device("cpu"))
             return
         super().__init__(size, accelerator.process_index, accelerator.device)
-        _limit_waits(WAIT_LIMIT)  # ai-toolkit's waits, while the main process fills the caches
+        _limit_waits(WAIT_LIMIT)  # while the main process fills the caches
         self.wait()
 
     @contextmanager
     def unwrapped(self, process: Any) -> Iterator[None]:
-        """Let ai-toolkit prepare the run as for one process: nothing calls DDP's forward, so it would not reduce."""
+        """Let ai-toolkit prepare the run as for one process: DDP would not reduce, as nothing calls its forward."""
         if self.size == 1:
             yield
             return
@@ -407,7 +410,7 @@ class Team(Processes):
         _limit_waits(STEP_LIMIT)
 
     def all_sample(self, process: Any) -> Any:
-        """In this context every process samples, not only the main one."""
+        """A context in which every process samples."""
         if self.size == 1:
             return nullcontext()
         return patched(type(process.accelerator), is_main_process=True)
@@ -419,7 +422,7 @@ class Team(Processes):
         for number, image in enumerate(images):
             count = str(number).zfill(len(str(len(images))))
             image.output_filename_no_ext = image.output_filename_no_ext.replace("[count]", count)
-            image.save_image_atomic = image.save_image  # ai-toolkit would move the other processes' images, too
+            image.save_image_atomic = image.save_image  # it would move the other processes' images too
         return images[self.rank :: self.size]
 
 

@@ -1,4 +1,4 @@
-"""The optimizer name `coat_fp8_adamw`, understood wherever ai-toolkit takes an optimizer name."""
+"""The optimizer name `coat_fp8_adamw` in ai-toolkit."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .quantizer import report_stored_linears
 if TYPE_CHECKING:
     import torch
 
-LOAD_ERROR = "_coat_flux_load_error"  # attribute of our optimizer: the error of the last `load_state_dict`
+LOAD_ERROR = "_coat_flux_load_error"  # attribute of our optimizer: of the last `load_state_dict`
 logger = logging.getLogger(__name__)
 
 
 def install_optimizer() -> None:
-    """Wrap ai-toolkit's `get_optimizer`; AIToolkitError if it is unknown."""
+    """Wrap ai-toolkit's `get_optimizer`; raises AIToolkitError."""
     try:
         original = importlib.import_module(OPTIMIZER_MODULE).get_optimizer
     except (ImportError, AttributeError) as error:
@@ -62,9 +62,8 @@ def make_optimizer(params: Any, lr: float, optimizer_params: dict | None) -> tor
                 changes = restore_optimizer(optimizer, state_dict)
         except Exception as error:
             setattr(optimizer, LOAD_ERROR, error)
-            logger.error("the optimizer state was refused, its moments would start fresh: %s", error)
+            logger.error("the optimizer state cannot be loaded: %s", error)
             raise
-        setattr(optimizer, LOAD_ERROR, None)
         for change in changes:
             info(f"resume: the config's optimizer settings replace the saved ones: {change}")
 
@@ -90,8 +89,8 @@ def check_optimizer(process: Any) -> tuple[str, str, str]:
         error = getattr(optimizer, LOAD_ERROR, None)
         if error is not None:
             raise RuntimeError(f"resume: {path} could not be loaded ({error}); {remedy}")
-        if not optimizer.state and not (network is not None and network.did_change_weights):
-            raise RuntimeError(f"resume: {path} exists but ai-toolkit did not load it; {remedy}")
         if not optimizer.state:
+            if network is None or not network.did_change_weights:
+                raise RuntimeError(f"resume: {path} exists but ai-toolkit did not load it; {remedy}")
             info(f"note: the LoRA's shape changed, so {path} was not loaded: moments start fresh")
     return name, describe_optimizer(optimizer), ""

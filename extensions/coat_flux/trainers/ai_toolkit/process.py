@@ -1,4 +1,4 @@
-"""Process type `coat_flux_trainer`: ai-toolkit's trainer with COAT in its hooks, in the order of their calls."""
+"""Process type `coat_flux_trainer`: ai-toolkit's trainer with COAT in its hooks, in order of their calls."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ from .photos import HeldOutPhotos, check_photos
 from .quantizer import choose_at_load, convert_model, install_quantizer
 from .resume import Continuation, find_continuation
 
-INHERITED = ("get_conf", "get_latest_save_path", "on_error", *LOSSES)
+INHERITED = ("get_conf", "get_latest_save_path", "on_error", "clean_up_saves", "post_save_hook", *LOSSES)
 
 
 class SamplingStopped(Exception):
-    """Raised between two samples, caught around all of them, to end the run."""
+    """Raised between two samples, to end the run."""
 
 
 class CoatFluxTrainer(HostTrainer):
@@ -64,7 +64,7 @@ class CoatFluxTrainer(HostTrainer):
     _begun = False
 
     def run(self) -> None:
-        """Run the job, and report what ended it."""
+        """Run the job; report what ended it."""
         own = vars(CoatFluxTrainer).items()
         hooks = [name for name, value in own if callable(value) and not name.startswith("_")]
         missing = [name for name in (*hooks, *INHERITED) if not hasattr(HostTrainer, name)]
@@ -85,7 +85,7 @@ class CoatFluxTrainer(HostTrainer):
                         part.close()
 
     def hook_before_model_load(self) -> None:
-        """Check all that needs no model; find the save to resume from."""
+        """Check what needs no model; find the save to resume from."""
         super().hook_before_model_load()
 
         steady.keep_streams()
@@ -125,10 +125,10 @@ class CoatFluxTrainer(HostTrainer):
         self._phases.enter("load")
 
     def _check_job(self) -> None:
-        """Check the whole job by the rules of `coat-flux check`: ai-toolkit accepts unknown and ineffective keys."""
+        """Check the whole job as `coat-flux check` does: ai-toolkit accepts unknown and ineffective keys."""
         import toolkit
 
-        # ai-toolkit's own reading: the process has changed its entry since
+        # the process has changed its own entry since
         raw = load_job_yaml(os.path.join(self.save_root, "config.yaml"))
         root = Path(next(iter(toolkit.__path__))).parent
         place = {"file": self._config_file(), "trainer": "ai-toolkit", "toolkit_root": root}
@@ -149,9 +149,7 @@ class CoatFluxTrainer(HostTrainer):
 
     def _config_file(self) -> str:
         files = [word for word in sys.argv[1:] if word.endswith((".yaml", ".yml", ".json", ".jsonc"))]
-        if len(files) == 1:
-            return files[0]
-        return os.path.join(self.save_root, "config.yaml")
+        return files[0] if len(files) == 1 else os.path.join(self.save_root, "config.yaml")
 
     def _job_config(self) -> Any:
         entry = copy.deepcopy(dict(self.config))
@@ -193,13 +191,13 @@ class CoatFluxTrainer(HostTrainer):
         return [encoder for encoder in encoders if encoder is not None]
 
     def hook_add_extra_train_params(self, params: Any) -> Any:
-        """Let adapters share their base linear's FP8 input, or choose trained parameters."""
+        """Attach adapters to their FP8 linears, or choose trained parameters."""
         params = super().hook_add_extra_train_params(params)
         if self._full is not None:
             return self._full.param_groups(self.train_config.lr)
         if self.network is None:
             return params
-        # sampling would merge the LoRA into a base without bf16 weights, or cause one with them to drift
+        # sampling would merge the LoRA into a base without bf16 weights, or let one with them drift
         self.network.can_merge_in = False
         self._team.share(self.network.parameters())
         if self.network_config.type.lower() == "lora":
@@ -224,8 +222,7 @@ class CoatFluxTrainer(HostTrainer):
         with ExitStack() as stack:
             stack.enter_context(self._team.unwrapped(self))
             if self._full is not None:
-                # accelerate would move a whole model's state to the GPU, even CPU-resident parts, and
-                # load it from there: twice
+                # accelerate would move a whole model's state to the GPU and load it from there
                 stack.enter_context(patched(self.optimizer, state_dict=dict, load_state_dict=lambda state: None))
             super().hook_before_train_loop()
         if self._continuation is not None:
@@ -254,7 +251,7 @@ class CoatFluxTrainer(HostTrainer):
         return super().train_single_accumulation(batch)
 
     def sample(self, *args: Any, **kwargs: Any) -> None:
-        """Let ai-toolkit sample, without effect on training."""
+        """Sample without effect on training."""
         try:
             if self._training is not None and self._training.stops:
                 raise SamplingStopped
@@ -263,9 +260,9 @@ class CoatFluxTrainer(HostTrainer):
         except SamplingStopped:
             info("samples are left out: the run ends here")
             if self.ema is not None:
-                self.ema.train()  # back from the EMA, which is sampled
+                self.ema.train()
             if not self._begun:
-                self._training.end_step()  # nothing was trained; ai-toolkit would begin with a step
+                self._training.end_step()  # ai-toolkit would begin with a step
         self._team.wait()
 
     def post_process_generate_image_config_list(self, images: list[Any]) -> list[Any]:
@@ -279,7 +276,7 @@ class CoatFluxTrainer(HostTrainer):
             raise SamplingStopped
 
     def maybe_stop(self) -> None:
-        """Delay the web UI's stop until the end of the step."""
+        """Delay a stop until the end of the step."""
         if self._training is None:
             super().maybe_stop()
             return
@@ -288,7 +285,7 @@ class CoatFluxTrainer(HostTrainer):
             self._training.ask_to_stop("the web UI")
 
     def end_step_hook(self) -> None:
-        """Ctrl+C and the web UI's stop end the run here."""
+        """Stop here, if asked to."""
         super().end_step_hook()
         self._training.end_step()
 
@@ -296,7 +293,8 @@ class CoatFluxTrainer(HostTrainer):
         """Save a whole set, or as ai-toolkit does."""
 
         def write_host(folder: Path) -> None:
-            with patched(self, save_root=str(folder)):
+            after_commit = dict.fromkeys(("clean_up_saves", "post_save_hook"), lambda *args: None)
+            with patched(self, save_root=str(folder), **after_commit):
                 super(CoatFluxTrainer, self).save(step)
 
         with self._phases.during("save"):
@@ -306,21 +304,12 @@ class CoatFluxTrainer(HostTrainer):
                 return
             if not self._training.save(step, write_host):
                 return
-            super().clean_up_saves()
+            self.clean_up_saves()
             if self._team.is_main:
-                super().post_save_hook(os.path.join(self.save_root, "optimizer.pt"))
+                self.post_save_hook(os.path.join(self.save_root, "optimizer.pt"))
             if step is not None:  # the last one is in the main process alone
                 self._team.wait()
-            self.last_save_step = self._training.done  # shown by the web UI once the run has stopped
-
-    def clean_up_saves(self) -> Any:
-        """Leave it to the commit, if saves are sets."""
-        return super().clean_up_saves() if self._continuation is None else None
-
-    def post_save_hook(self, save_path: str) -> None:
-        """Leave it to the commit, if saves are sets."""
-        if self._continuation is None:
-            super().post_save_hook(save_path)
+            self.last_save_step = self._training.done  # for the web UI
 
     def update_training_metadata(self) -> None:
         """Add the layers' formats."""
@@ -341,7 +330,7 @@ class CoatFluxTrainer(HostTrainer):
         finish(self._phases, self._job_config, info, detail if self.coat.memory.log_memory_stats else None)
         peak = self._phases.peak / GB
         skipped = self._training.watch.guard.skipped
-        left_out = f", {skipped} updates skipped" if skipped else ""
+        skips = f", {skipped} updates skipped" if skipped else ""
         if self._held_out is not None:
-            info(f"{describe_lowest(self._held_out.curve, Path(self.save_root), self.job.name)}")
-        info(f"done: {self.step_num} steps{left_out}, peak memory {peak:.2f}GB, files in {self.save_root}")
+            info(describe_lowest(self._held_out.curve, Path(self.save_root), self.job.name))
+        info(f"done: {self.step_num} steps{skips}, peak memory {peak:.2f}GB, files in {self.save_root}")

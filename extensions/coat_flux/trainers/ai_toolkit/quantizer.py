@@ -1,8 +1,7 @@
 """The qtype `coat_fp8`: an ai-toolkit weight backend that multiplies in FP8.
 
-LoRA detection, merge guards and low-VRAM loading know `OstrisLinear`, so our linears are such modules with
-`CoatFp8Quantizer` as their backend. Casts after each sample would turn FP8 and fp32 buffers into bf16, but not
-integers. So:
+LoRA detection, merge guards and low-VRAM loading know `OstrisLinear`, so our linears are such modules. Casts after each
+sample would turn FP8 and fp32 buffers into bf16, but not integers. So:
 
     weight_codes, weight_scale_bits   from `store_weight` of coat_core
     coat_weight_format, ..._granularity   strings, which ai-toolkit saves too
@@ -17,7 +16,7 @@ import importlib
 import os
 import sys
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from ...base.names import COAT_QTYPE
@@ -35,7 +34,7 @@ _stored: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # linears quantized at 
 
 
 def install_quantizer() -> None:
-    """Make `qtype: coat_fp8` our backend; AIToolkitError if impossible."""
+    """Make `qtype: coat_fp8` our backend; raises AIToolkitError."""
     try:
         module = importlib.import_module(QUANTIZER_MODULE)
         backend = module.OstrisQuantizer
@@ -57,7 +56,7 @@ def install_quantizer() -> None:
 
 @functools.cache
 def backend_class() -> type:
-    """The class of our backend: FP8 weights with FP8 GEMMs; one instance serves many modules."""
+    """The class of our backend; one instance serves many modules."""
     from toolkit.util.ostris_quant import OstrisQuantizer
 
     from coat_core.linear.function import read_weight, store_weight
@@ -100,7 +99,7 @@ def backend_class() -> type:
 
         def _config_of(self, module: nn.Linear) -> FP8LinearConfig:
             if not hasattr(module, "coat_linear_config"):
-                # ai-toolkit's load_quantized_layers restores buffers and plain attributes, not our config object
+                # load_quantized_layers restores buffers and plain attributes only
                 module.coat_linear_config = dataclasses.replace(
                     self.config,
                     weight_format=module.coat_weight_format,
@@ -112,7 +111,7 @@ def backend_class() -> type:
 
 
 def report_stored_linears() -> None:
-    """Log linears quantized since the last call; our jobs have a table."""
+    """Log linears quantized since the last call, but for our jobs, which have a table."""
     linears = list(_stored)
     _stored.clear()
     if not linears or host.config is not None:
@@ -128,15 +127,8 @@ def report_stored_linears() -> None:
     info(f"qtype {COAT_QTYPE}: {len(linears)} linears hold FP8, {formats}{products}")
 
 
-def converted_linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield name and module of every linear in our backend."""
-    for name, module in model.named_modules():
-        if getattr(getattr(module, "ostris_quantizer", None), "qtype", None) == COAT_QTYPE:
-            yield name, module
-
-
 def plain_linears(model: nn.Module) -> list[str]:
-    """Names of the linears that COAT has yet to convert."""
+    """Names of the linears that are not converted yet."""
     from torch import nn
 
     from coat_core.linear.module import obstacle_to_conversion
@@ -152,7 +144,7 @@ def plain_linears(model: nn.Module) -> list[str]:
 
 
 def convert(model: nn.Module, names: list[str], config: FP8LinearConfig) -> None:
-    """Convert the named linears in place, as loading would have."""
+    """Convert the named linears in place."""
     from toolkit.util.ostris_quant import convert_linear_to_ostris
 
     quantizer = backend_class()(config)
@@ -161,8 +153,14 @@ def convert(model: nn.Module, names: list[str], config: FP8LinearConfig) -> None
             raise AIToolkitError(f"convert_linear_to_ostris did not convert {name}")
 
 
+def converted_linears(model: nn.Module) -> list[nn.Module]:
+    """The linears in our backend."""
+    backend = backend_class()
+    return [module for module in model.modules() if isinstance(getattr(module, "ostris_quantizer", None), backend)]
+
+
 def choose_at_load(process: Any) -> None:
-    """Let loading convert only the blocks."""
+    """Let loading convert the blocks only."""
     from ...blocks.models import ARCHS
 
     model = process.model_config
@@ -172,21 +170,16 @@ def choose_at_load(process: Any) -> None:
 
 
 def convert_model(process: Any, encoders: list[Any], trained: Collection[str] = ()) -> None:
-    """Convert what loading did not: ai-toolkit continues after "Failed to quantize".
-
-    Text encoders multiply in the input's precision: their outliers suffer from per-tensor inputs.
-    """
+    """Convert what loading did not; text encoders multiply in the input's precision, for their outliers."""
     from ...blocks.streaming import unpark
 
     model, config = process.sd.unet, process.model_config
-    at_load = sum(1 for _ in converted_linears(model))
+    at_load = len(converted_linears(model))
     if config.quantize and config.qtype == COAT_QTYPE and not at_load:
-        raise AIToolkitError(
-            f"loading with qtype {COAT_QTYPE} converted no linear; see the lines 'Failed to quantize' above"
-        )
+        raise AIToolkitError(f"loading with qtype {COAT_QTYPE} converted no linear; see 'Failed to quantize' above")
     names = [name for name in plain_linears(model) if name not in trained]
     convert(model, names, process.coat.linear_config())
-    in_encoders = [module for encoder in encoders for _, module in converted_linears(encoder)]
+    in_encoders = [module for encoder in encoders for module in converted_linears(encoder)]
     for module in in_encoders:
         if unpark(module):
             module.to(module.weight_scale_bits.device)

@@ -50,10 +50,11 @@ READING = ("num_workers", "prefetch_factor", "dataset_path", "cache_")  # beginn
 COUNTERS = ("last_epoch", "_step_count", "_last_lr", "_get_lr_called_within_step", "_is_initial")
 LOADERS = {"data": "data_loader", "regularization": "data_loader_reg"}
 TICKS, TICK_SECONDS = 100, 0.001
+START_OVER = "order of data and random numbers start over"
 
 
 def find_continuation(process: Any) -> Continuation | None:
-    """Find the save to resume from; ResumeError if another run's, None where ai-toolkit saves and resumes by itself."""
+    """Find the save to resume from; ResumeError if another run's, None if saves are ai-toolkit's own."""
     others = (process.embed_config, process.adapter_config, process.decorator_config)
     merges = process.network_config is not None and process.train_config.merge_network_on_save
     if merges or any(others):
@@ -64,8 +65,7 @@ def find_continuation(process: Any) -> Continuation | None:
     folder = saves.newest()
     state = None if folder is None else RunState.read(folder, AI_TOOLKIT)
     if state is not None:
-        notes = require_same_run(state.record["identity"], identity, process.coat.resume.allow, state.folder)
-        for note in notes:
+        for note in require_same_run(state.record["identity"], identity, process.coat.resume.allow, state.folder):
             info(f"resume: {note}")
         start = process.train_config.start_step
         if start is not None:
@@ -73,12 +73,9 @@ def find_continuation(process: Any) -> Continuation | None:
         return Continuation(process, saves, identity, state)
     other = process.get_latest_save_path() if process.network_config is None else None
     if other is not None:  # the base of a whole model is unknown here
-        raise ResumeError(
-            f"{other}: is not a save of this trainer, and full fine-tuning resumes from its own; choose "
-            "another config.name to start a new run (all that is in this folder stays)"
-        )
+        raise ResumeError(f"{other}: is not a save of this trainer; start a new run: another config.name")
     if folder is not None:
-        info(f"note: {folder} is the stand-alone trainer's: order of data and random numbers start over")
+        info(f"note: {folder} is the stand-alone trainer's: {START_OVER}")
     return Continuation(process, saves, identity, None)
 
 
@@ -92,20 +89,20 @@ class Continuation:
         self.state = state
         self._loading = ExitStack()
         self._loaders: dict[str, ResumableLoader] = {}
-        self._order: dict[str, str] = {}  # fingerprints, by the loader's name
+        self._order: dict[str, str] = {}  # loader → fingerprint
         self._has_same_seed = state is not None and state.record["identity"]["seed"] == identity["seed"]
-        self.seed = random.getrandbits(63)  # drawn by a resume, too: what is drawn after it is the same
+        self.seed = random.getrandbits(63)  # a resume draws it too, so that later draws are the same
         if self._has_same_seed:
             self.seed = state.record["seed"]
 
     def begin_loading(self) -> None:
-        """Seed the loading of data sets and caching of latents."""
+        """Seed the loading of data sets."""
         self._loading.enter_context(seeded(self.seed, LOADING))
         if self._process.device_torch.type == "cuda":
             torch.cuda.manual_seed(self.seed)
 
     def end_loading(self) -> None:
-        """Restore the generators; take over the order of the data."""
+        """Restore the generators; replace the loaders."""
         self._loading.close()
         team = self._process._team
         for number, (name, attribute) in enumerate(LOADERS.items()):
@@ -114,7 +111,7 @@ class Continuation:
                 continue
             self._order[name] = fingerprint(loader)
             if self._order[name] != team.from_main(self._order[name]):
-                raise AIToolkitError("the processes put the photos into batches in different ways")
+                raise AIToolkitError("the processes batch the photos differently")
             self._loaders[name] = make_resumable(loader, self.seed ^ number, team.rank, team.size)
             setattr(self._process, attribute, self._loaders[name])
 
@@ -125,7 +122,7 @@ class Continuation:
             loader.close()
 
     def restore(self) -> None:
-        """Restore the state the loop starts with."""
+        """Restore what the loop starts with."""
         if self.state is None:
             return
         process, state = self._process, self.state
@@ -140,13 +137,13 @@ class Continuation:
             averages = {str(index): tensor for index, tensor in enumerate(process.ema.shadow_params)}
             restore_tensors(averages, average, state.folder)
         elif process.ema is not None:
-            info("resume: no average was kept so far (train.ema_config); it begins with the LoRA as it is")
+            info("resume: train.ema_config is new, the average starts with the LoRA")
             parameters = (p for group in process.optimizer.param_groups for p in group["params"])
             process.ema.shadow_params = [p.detach().clone() for p in parameters]
         for name, loader in self._loaders.items():
             place = state.record["data"].get(name)
             if place is None or place["order"] != self._order[name]:
-                info(f"note: the photos ({name}) are others or are listed in another order: not bit for bit")
+                info(f"note: the photos ({name}) or their order changed: not bit for bit")
             if place is not None:
                 loader.epoch = place["epoch"]
                 loader.taken = place["taken"]
@@ -154,7 +151,7 @@ class Continuation:
         info(f"resume: continues after step {state.step}, epoch {process.epoch_num + 1}, all states restored")
 
     def restore_draws(self) -> None:
-        """Restore random generators and lr schedule (unless its settings changed), after all of ai-toolkit's start."""
+        """Restore random generators, and lr schedule unless its settings changed."""
         if self.state is None:
             return
         wrapped = self._process.lr_scheduler  # by accelerate
@@ -171,13 +168,7 @@ class Continuation:
         if self._has_same_seed:
             set_rng_state(self.state.tensors("rng"))
 
-    def write_state(
-        self,
-        folder: Path,
-        step: int,
-        guard: dict[str, Any],
-        held_out: list[tuple[int, float]],
-    ) -> None:
+    def write_state(self, folder: Path, step: int, guard: dict[str, Any], held_out: list[tuple[int, float]]) -> None:
         """Write the state after `step` steps into the folder of a set."""
         process = self._process
         record = {
@@ -195,16 +186,16 @@ class Continuation:
             "identity": self._identity,
         }
         ema: dict[str, Tensor] = {}
-        raw: dict[str, Tensor] = {}
+        lora: dict[str, Tensor] = {}
         if process.ema is not None:  # in the optimizer's order
             ema = {str(index): tensor for index, tensor in enumerate(process.ema.shadow_params)}
         if process.network is not None:
-            raw = dict(process.network.named_parameters())
-        RunState.write(folder, AI_TOOLKIT, record, raw, ema, rng_state())
+            lora = dict(process.network.named_parameters())
+        RunState.write(folder, AI_TOOLKIT, record, lora, ema, rng_state())
 
 
 def plain_values(schedule: Any) -> dict[str, Any]:
-    """The values of an lr schedule's state that JSON can hold."""
+    """What JSON can hold of an lr schedule's state."""
     plain = {}
     for key, value in schedule.state_dict().items():
         items = value if isinstance(value, list) else [value]
@@ -214,7 +205,7 @@ def plain_values(schedule: Any) -> dict[str, Any]:
 
 
 def identity_of(process: Any) -> dict[str, Any]:
-    """The identity of a run; its seed is None if each start draws one. File lists have no folder to inspect."""
+    """The identity of a run; its seed is None if each start draws one."""
     network = process.network_config
     train = dict(process.get_conf("train", {}))
     seed = process.training_seed
@@ -245,10 +236,7 @@ def identity_of(process: Any) -> dict[str, Any]:
 
 
 class Saves:
-    """The committed saves of a run, written by ai-toolkit into a staging folder: it would ignore failures.
-
-    It takes the save changed last (`getctime`) for the newest, which hard links affect: see `_make_newest`.
-    """
+    """The committed saves of a run, written by ai-toolkit into a staging folder: it would ignore failures."""
 
     def __init__(self, run_dir: Path, name: str, save_every: int):
         self._dir = run_dir
@@ -257,7 +245,7 @@ class Saves:
         self._names = f"{glob.escape(name)}*"
 
     def newest(self) -> Path | None:
-        """Repair the folder, and return the newest set's, unless another program has saved a later step."""
+        """Repair the folder and return that of the newest set, unless another program saved a later step."""
         for line in repair(self._dir):
             info(line)
         folder = newest_set(self._dir)
@@ -265,54 +253,42 @@ class Saves:
             return None
         newer = next((path for path in self._dir.glob(self._names) if step_of(path) > set_step(folder)), None)
         if newer is not None:
-            info(f"note: {newer.name} is newer than {folder}: order of data and random numbers start over")
+            info(f"note: {newer.name} is newer than {folder}: {START_OVER}")
             return None
         problem = damage(folder)
         if problem is not None:
-            raise ResumeError(f"{problem}; no other state of this run is whole: {REMEDY}")
+            raise ResumeError(f"{problem}; no other state is whole: {REMEDY}")
         self._make_newest(folder)
         return folder
 
-    def commit(
-        self,
-        step: int,
-        write_host: Callable[[Path], None],
-        write_state: Callable[[Path], None],
-    ) -> Path:
-        """Write and publish a set; returns the published LoRA or model folder."""
+    def commit(self, step: int, write: Callable[[Path], None]) -> Path:
+        """Write and publish a set; returns the LoRA or model folder."""
         published: dict[str, str] = {}
 
-        def write(folder: Path) -> None:
-            write_host(folder)
-            # torch's files end with a directory: without one, writing failed and ai-toolkit continued
+        def write_checked(folder: Path) -> None:
+            write(folder)
+            # a file without torch's directory at its end: writing failed and ai-toolkit continued
             if not zipfile.is_zipfile(folder / OPTIMIZER_FILE):
-                reason = "ai-toolkit could not write it, see its message above"
-                raise OSError(errno.EIO, reason, str(folder / OPTIMIZER_FILE))
-            published.update({path.name: path.name for path in folder.iterdir()})
-            write_state(folder)
+                raise OSError(errno.EIO, "not written, see above", str(folder / OPTIMIZER_FILE))
+            published.update({path.name: path.name for path in folder.iterdir() if path.name != AI_TOOLKIT})
 
-        self._make_newest(commit(self._dir, step, write, published, apart=self._apart))
+        self._make_newest(commit(self._dir, step, write_checked, published, apart=self._apart))
         published.pop(OPTIMIZER_FILE)
         return self._dir / next(name for name in published if name.startswith(self._name))
 
     def check_room(self, process: Any) -> None:
-        """Warn or refuse if the disk has no room for saves."""
+        """Warn, or raise SaveError, if the disk has no room for saves."""
         full = process._full
-        if full is None:
-            parameters = process.network.parameters()
-            whole = 0
-        else:
-            parameters = full.trained.values()
-            whole = full.size
-        sizes = [parameter.numel() for parameter in parameters]
+        whole = 0 if full is None else full.size
+        parameters = process.network.parameters() if full is None else full.trained.values()
         try:
-            space = save_space(process._job_config(), sizes, whole)
+            space = save_space(process._job_config(), [parameter.numel() for parameter in parameters], whole)
         except ConfigError:  # a job only ai-toolkit can run
             space = None
         require_room(self._dir, space, lambda line: info(f"WARNING: {line}"))
 
     def way_back(self, since: int) -> str:
-        """The command to continue with after a divergence; `since`: the first step in doubt."""
+        """How to continue after a divergence; `since`: the first step in doubt."""
         program = "coat-flux"
         if not shutil.which(program):
             program = f'"{sys.executable}" "{Path(__file__).resolve().parents[2] / "cli"}"'
@@ -326,7 +302,7 @@ class Saves:
         )
 
     def _make_newest(self, folder: Path) -> None:
-        """Make a set's published files the last changed, by a tick of the clock."""
+        """Change a set's published files last: ai-toolkit resumes from the newest by `getctime`, which links change."""
         places = [self._dir / path.name for path in folder.iterdir()]
         own = [path for path in places if path.exists()]
         others = [path.stat().st_ctime_ns for path in self._dir.glob(self._names) if path not in own]
@@ -340,12 +316,12 @@ class Saves:
 
 
 def read_back(process: Any, folder: Path) -> list[str]:
-    """Read back a save, or raise ExportError; returns log lines."""
+    """Read back a save; returns log lines. Raises ExportError."""
     if process._full is not None:
         model = next(path.parent for path in folder.glob(f"*/{MODEL_META}"))
         return [check_model(model, process._full.trained)]
     if not process.model_config.is_flux or process.network_config.type.lower() != "lora":
-        return ["not read back, which is for LoRAs of FLUX"]
+        return ["not read back: not a LoRA of FLUX"]
     if not any(value.any() for name, value in process.network.named_parameters() if "lora_up" in name):
         return ["the LoRA is still zero"]
     return [check_export(path).line() for path in sorted(folder.glob("*.safetensors"))]
