@@ -6,14 +6,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from coat_flux.saves.interrupts import Interrupts
 from tests.helpers.aitk_standin.ends import assert_same_end
-from tests.helpers.aitk_standin.host import COAT_ENTRY, Host, standin_host  # noqa: F401
+from tests.helpers.aitk_standin.host import COAT_ENTRY, Host, run_whole, standin_host  # noqa: F401
 
 STEPS, AT = 6, 3  # stopped in the fourth step, which saves and samples
 ENTRY = {
@@ -36,86 +36,79 @@ MOMENTS = {
     "between two steps": ("jobs.process.BaseSDTrainProcess", "BaseSDTrainProcess", "end_step_hook"),
 }
 
+WAYS = {
+    "before forward": "SIGTERM",
+    "in backward": "SIGINT",
+    "in the optimizer": "SIGHUP",
+    "in the save": "stop",
+    "while sampling": "stop",
+    "between two steps": "return_to_queue",
+}
 
-class Stopped:
-    """A stand-in whose job is stopped, once, when a method is called in a step."""
 
-    def __init__(self, host: Host, patch: pytest.MonkeyPatch) -> None:
-        self.host, self.patch = host, patch
-        host.start()
-        self.trainer = host.load("extensions_built_in.sd_trainer.DiffusionTrainer").DiffusionTrainer
-        self.process: Any = None
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_whole(tmp_path_factory.mktemp("whole") / "ait", **ENTRY)
 
-    def run(self, moment: str, stop: Callable[[], Any], folder: str, at: int = AT) -> int:
-        """Run the job until it is stopped; returns its exit code."""
-        module, kind, method = MOMENTS[moment]
-        owner = getattr(self.host.load(module), kind)
-        original, init = getattr(owner, method), self.trainer.__init__
-        stops = [stop]
 
-        def made(process: Any, *args: Any, **kwargs: Any) -> None:
-            init(process, *args, **kwargs)
-            self.process = process
+def run_stopped(host: Host, moment: str, way: str, at: int = AT) -> Any:
+    """Run a job that is stopped, once, when a method is called in a step; returns its process."""
+    host.start()
+    trainer = host.load("extensions_built_in.sd_trainer.DiffusionTrainer").DiffusionTrainer
+    module, kind, method = MOMENTS[moment]
+    owner = getattr(host.load(module), kind)
+    original, init = getattr(owner, method), trainer.__init__
+    processes: list[Any] = []
+    stops = [way]
+
+    def made(process: Any, *args: Any, **kwargs: Any) -> None:
+        init(process, *args, **kwargs)
+        processes.append(process)
+
+    with pytest.MonkeyPatch.context() as patch:
 
         def stopping(*args: Any, **kwargs: Any) -> Any:
-            if (
-                stops
-                and self.process.step_num - (method == "end_step_hook") == at
-                and hasattr(self.process, "optimizer")
-            ):
-                stops.pop()()
+            process = processes[0]
+            is_now = process.step_num - (method == "end_step_hook") == at and hasattr(process, "optimizer")
+            if is_now and stops:
+                stops.clear()
+                if way.startswith("SIG"):
+                    signal.raise_signal(getattr(signal, way, signal.SIGINT))  # Windows has no SIGHUP
+                else:  # as a button of the web UI does
+                    patch.setattr(trainer, "requests", frozenset({way}))
             return original(*args, **kwargs)
 
-        with self.patch.context() as patch:
-            patch.setattr(self.trainer, "__init__", made)
-            patch.setattr(self.trainer, "is_ui_trainer", True)
-            patch.setattr(owner, method, stopping)
-            with pytest.raises(SystemExit) as ended:
-                self.host.run(training_folder=str(self.host.root / folder), **ENTRY)
-        self.patch.setattr(self.trainer, "requests", frozenset())
-        assert not stops
-        return int(ended.value.code)
-
-    def ask(self, what: str) -> Callable[[], None]:
-        """As a button of the web UI does."""
-        return lambda: self.patch.setattr(self.trainer, "requests", frozenset({what}))
-
-    def resume(self, folder: str) -> None:
-        self.host.run(training_folder=str(self.host.root / folder), **ENTRY)
-        assert_same_end(*(self.host.root / name / "standin_job" for name in ("whole", folder)))
+        patch.setattr(trainer, "__init__", made)
+        patch.setattr(trainer, "is_ui_trainer", True)
+        patch.setattr(owner, method, stopping)
+        with pytest.raises(SystemExit) as ended:
+            host.run(**ENTRY)
+    assert not stops
+    assert ended.value.code == 130
+    return processes[0]
 
 
-@pytest.fixture
-def stopped(host: Host, monkeypatch: pytest.MonkeyPatch) -> Stopped:
-    made = Stopped(host, monkeypatch)
-    host.run(training_folder=str(host.root / "whole"), **ENTRY)
-    return made
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_job_stopped_at_any_moment_of_a_step_ends_as_the_one_that_was_not(
+    host: Host, capsys: pytest.CaptureFixture[str], whole: Path, moment: str
+) -> None:
+    way = WAYS[moment]
+    before = signal.getsignal(signal.SIGTERM)
+    assert run_stopped(host, moment, way).status == ("queued" if way == "return_to_queue" else "stopped")
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert f"[coat] stopped after {AT + 1} steps, saved in" in capsys.readouterr().out
+    host.run(**ENTRY)
+    assert_same_end(whole, host.save_folder)
 
 
-def test_stop_of_the_web_ui_at_every_moment_of_a_step(stopped: Stopped, capsys: pytest.CaptureFixture[str]) -> None:
-    for moment in MOMENTS:
-        assert stopped.run(moment, stopped.ask("stop"), moment) == 130
-        assert stopped.process.status == "stopped"
-        assert f"[coat] stopped after {AT + 1} steps, saved in" in capsys.readouterr().out, moment
-        stopped.resume(moment)
-
-
-def test_other_ways_to_stop(stopped: Stopped, capsys: pytest.CaptureFixture[str]) -> None:
-    assert stopped.run("in the save", stopped.ask("return_to_queue"), "queue") == 130
-    assert stopped.process.status == "queued"
-    stopped.resume("queue")
-    for name, moment in (("SIGINT", "in backward"), ("SIGHUP", "in the save"), ("SIGTERM", "while sampling")):
-        number = getattr(signal, name, signal.SIGINT)  # Windows has no SIGHUP
-        before = signal.getsignal(number)
-        assert stopped.run(moment, lambda number=number: signal.raise_signal(number), name) == 130
-        assert signal.getsignal(number) == before
-        assert stopped.process.status == "stopped"
-        stopped.resume(name)
-    capsys.readouterr()
-    assert stopped.run("while sampling", stopped.ask("stop"), "first", at=0) == 130  # of the samples before training
+def test_a_stop_while_the_samples_before_training_are_made(
+    host: Host, capsys: pytest.CaptureFixture[str], whole: Path
+) -> None:
+    run_stopped(host, "while sampling", "stop", at=0)
     assert "[coat] stopped before the first step" in capsys.readouterr().out
-    assert not list((stopped.host.root / "first" / "standin_job").glob("*.safetensors"))
-    stopped.resume("first")
+    assert not list(host.save_folder.glob("*.safetensors"))
+    host.run(**ENTRY)
+    assert_same_end(whole, host.save_folder)
 
 
 # -- signals ---------------------------------------------------------------------------------------------------------

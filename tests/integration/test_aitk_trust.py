@@ -22,7 +22,7 @@ from coat_flux.watch.guard import DeadRunError
 from coat_flux.watch.live import give_command, read_status
 from coat_flux.watch.oom import OutOfMemory
 from tests.helpers.aitk_standin.ends import assert_same_end, newest_state
-from tests.helpers.aitk_standin.host import COAT_ENTRY, Host, make_entry, standin_host  # noqa: F401
+from tests.helpers.aitk_standin.host import COAT_ENTRY, Host, make_entry, run_whole, standin_host  # noqa: F401
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.guard_limits import set_limits
 from tests.helpers.locks import held_by_another_process
@@ -83,10 +83,9 @@ def _updates(host: Host) -> set[float]:
     return {float(state["step"]) for state in host.optimizer()["state"].values()}
 
 
-def _run_whole(host: Host, **blocks: Any) -> Callable[[], None]:
-    """Run the job that nothing stops; returns the comparison of the other one's end with its."""
-    host.run(training_folder=str(host.root / "whole"), **_entry(), **blocks)
-    return lambda: assert_same_end(host.root / "whole" / "standin_job", host.save_folder)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_whole(tmp_path_factory.mktemp("whole") / "ait", **_entry())
 
 
 # -- resume ----------------------------------------------------------------------------------------------------------
@@ -94,10 +93,9 @@ def _run_whole(host: Host, **blocks: Any) -> Callable[[], None]:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_run_that_was_cut_ends_as_the_one_that_was_not(
-    host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], workers: int
+    host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], whole: Path, workers: int
 ) -> None:
     datasets = [{**make_entry(host.root, "any")["datasets"][0], "num_workers": workers}]
-    assert_ends_so = _run_whole(host, datasets=datasets)
     with monkeypatch.context() as patch:
         _at_step(host, patch, 6, _fail)
         with pytest.raises(ZeroDivisionError):
@@ -105,7 +103,7 @@ def test_run_that_was_cut_ends_as_the_one_that_was_not(
     assert _state(host).name == "state-000000004"  # ai-toolkit's save at step 3 comes after 4 updates
     host.run(**_entry(), datasets=datasets)
     assert "[coat] resume: continues after step 4, epoch 3" in capsys.readouterr().out
-    assert_ends_so()
+    assert_same_end(whole, host.save_folder)
 
 
 def test_without_a_seed_the_batches_are_the_same_after_a_resume(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,11 +164,10 @@ def test_save_of_another_program_is_gone_on_from_as_it_is(host: Host, capsys: py
 
 
 def test_a_diverged_run_goes_back_by_the_command_it_prints_and_ends_as_the_good_one(
-    host: Host, capsys: pytest.CaptureFixture[str]
+    host: Host, capsys: pytest.CaptureFixture[str], whole: Path
 ) -> None:
     from coat_flux.cli.entry import main
 
-    assert_ends_so = _run_whole(host)
     host.run(**_entry(steps=6))
     with pytest.raises(DeadRunError, match=r"lower train\.lr.*then go back to step 4 and") as end:
         host.run(**_entry(lr=1e4))
@@ -180,11 +177,12 @@ def test_a_diverged_run_goes_back_by_the_command_it_prints_and_ends_as_the_good_
     assert "moved to" in capsys.readouterr().out
     host.run(**_entry())
     assert "[coat] resume: continues after step 4" in capsys.readouterr().out
-    assert_ends_so()
+    assert_same_end(whole, host.save_folder)
 
 
-def test_a_damaged_byte_falls_back_to_the_older_state(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
-    assert_ends_so = _run_whole(host)
+def test_a_damaged_byte_falls_back_to_the_older_state(
+    host: Host, capsys: pytest.CaptureFixture[str], whole: Path
+) -> None:
     host.run(**_entry(steps=6))
     file = _state(host) / "aitk" / "rng.safetensors"
     damaged = bytearray(file.read_bytes())
@@ -194,7 +192,7 @@ def test_a_damaged_byte_falls_back_to_the_older_state(host: Host, capsys: pytest
     assert "the run resumes from step 4" in capsys.readouterr().out
     aside = host.save_folder / "coat" / "set-aside-000000004" / "state-000000006"
     assert (aside / "aitk" / "rng.safetensors").read_bytes() == damaged
-    assert_ends_so()
+    assert_same_end(whole, host.save_folder)
 
 
 # -- saves -----------------------------------------------------------------------------------------------------------
@@ -356,9 +354,8 @@ def test_photos_held_out_are_in_no_data_set_and_measured_when_due(
 
 
 def test_the_live_page_samples_saves_and_stops_between_steps(
-    host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], whole: Path
 ) -> None:
-    assert_ends_so = _run_whole(host)
     prompts = {"sample": {"sampler": "flowmatch", "prompts": ["a sks shirt"], "sample_every": 100}}
 
     def press(*names: str) -> None:
@@ -381,4 +378,4 @@ def test_the_live_page_samples_saves_and_stops_between_steps(
     assert (_state(host).name, read_status(host.save_folder).ended) == ("state-000000006", "stopped")
     host.run(**_entry(), **prompts)
     assert read_status(host.save_folder).ended == "finished"
-    assert_ends_so()
+    assert_same_end(whole, host.save_folder)

@@ -21,13 +21,7 @@ def newest_state(run: Path) -> Path:
 
 
 def assert_same_end(one: Path, other: Path, *, records: bool = True) -> None:
-    """Raw LoRA, average, random numbers, moments, place and counters of two runs are the same, to the last bit.
-
-    Args:
-        one: folder of a run.
-        other: of the other.
-        records: compare `state.json` as well.
-    """
+    """Raw LoRA, average, random numbers, moments and, with `records`, `state.json` of two runs are the same."""
     left, right = newest_state(one), newest_state(other)
     assert left.name == right.name
     files = {path.name for path in (left / "aitk").glob("*.safetensors")}

@@ -7,6 +7,7 @@ import logging
 import shutil
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -73,59 +74,49 @@ class Host:
         self.root = root
 
     def edit(self, file: str, old: str, new: str) -> None:
-        """Change the stand-in before it is imported."""
         text = (self.root / file).read_text()
         assert old in text
         (self.root / file).write_text(text.replace(old, new))
 
     def load(self, name: str) -> ModuleType:
-        """Import a module of the stand-in or of ours."""
         return importlib.import_module(name)
 
     def start(self) -> dict[str, Any]:
-        """Import all extensions as for a job; returns the process classes by type."""
         self.load("jobs.process")
         return self.load("toolkit.extension").process_classes()
 
     def run(self, kind: str = "coat_flux_trainer", **entry: Any) -> Any:
-        """Run a job to its end; returns its process."""
         job = self.load("jobs.process.job").Job(make_entry(self.root, kind, **entry))
         job.run()
         return job.process[0]
 
     def optimizer(self, folder: str = "out") -> Any:
-        """The optimizer state of a job that saved below `folder`."""
         return torch.load(self.root / folder / "standin_job" / "optimizer.pt", weights_only=True)
 
     def lora(self, folder: str = "out") -> dict[str, torch.Tensor]:
-        """The LoRA of a job that saved below `folder`."""
         return load_file(self.root / folder / "standin_job" / "standin_job.safetensors")
 
     @property
     def save_folder(self) -> Path:
-        """Where jobs save."""
         return self.root / "out" / "standin_job"
 
 
-@pytest.fixture(name="host")
-def standin_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
-    """A fresh stand-in with the extension linked; nothing of it stays in sys.modules or in our loggers."""
-    root = copy_checkout(tmp_path / "ait")
+@contextmanager
+def fresh_host(root: Path) -> Iterator[Host]:
+    """A stand-in in `root` with the extension linked; nothing of it stays in sys.modules or in our loggers."""
+
+    def loaded() -> list[str]:
+        return [name for name in sys.modules if any(name == top or name.startswith(f"{top}.") for top in HOST_MODULES)]
+
+    copy_checkout(root)
     (root / "extensions" / "coat_flux").symlink_to(PACKAGE, target_is_directory=True)
-    kept = {name: sys.modules.pop(name) for name in _host_modules()}
-    monkeypatch.syspath_prepend(str(root))
-    yield Host(root)
-    for name in _host_modules():
+    before = {name: sys.modules.pop(name) for name in loaded()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(root))
+        yield Host(root)
+    for name in loaded():
         del sys.modules[name]
-    sys.modules.update(kept)
-    _restore_logging()
-
-
-def _host_modules() -> list[str]:
-    return [name for name in sys.modules if any(name == top or name.startswith(f"{top}.") for top in HOST_MODULES)]
-
-
-def _restore_logging() -> None:
+    sys.modules.update(before)
     logging.disable(logging.NOTSET)
     for name, logger in list(logging.Logger.manager.loggerDict.items()):
         if name.split(".")[0] in ("coat_core", "coat_flux") and isinstance(logger, logging.Logger):
@@ -133,3 +124,16 @@ def _restore_logging() -> None:
             logger.handlers.clear()
             logger.propagate = True
             logger.setLevel(logging.NOTSET)
+
+
+@pytest.fixture(name="host")
+def standin_host(tmp_path: Path) -> Iterator[Host]:
+    with fresh_host(tmp_path / "ait") as host:
+        yield host
+
+
+def run_whole(root: Path, **entry: Any) -> Path:
+    """The folder of a job that nothing stops, in a stand-in of its own."""
+    with fresh_host(root) as host:
+        host.run(**entry)
+        return host.save_folder

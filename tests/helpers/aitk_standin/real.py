@@ -45,7 +45,6 @@ class Checkout:
         (root / "extensions").mkdir()
 
     def run(self, name: str, entry: dict[str, Any], processes: int = 1) -> str:
-        """Run a job to its end through run.py; returns what it printed."""
         code, out = self.start(name, entry, processes=processes)
         assert code == 0, f"{name}: {out[-6000:]}"
         return out
@@ -85,7 +84,6 @@ class Checkout:
         return process.wait(timeout=600), "".join(lines)
 
     def _write(self, stem: str, name: str, entry: dict[str, Any], *, as_json: bool) -> Path:
-        """The config of a job."""
         config = {
             "job": "extension",
             "config": {"name": name, "process": [entry]},
@@ -128,7 +126,6 @@ class Checkout:
 
 @pytest.fixture(scope="module", name="checkout")
 def real_checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
-    """A checkout with COAT-FLUX installed."""
     checkout = Checkout(tmp_path_factory.mktemp("aitk") / "ait")
     install(checkout.root)
     make_mini_flux(checkout.root / EMBEDDED_MODEL)  # jobs of ours would make it
@@ -136,7 +133,6 @@ def real_checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
 
 
 def as_kontext(flux: Path, folder: Path) -> None:
-    """The same model by the name of another pipeline."""
     folder.mkdir()
     for path in flux.iterdir():
         if path.is_dir():
@@ -146,7 +142,6 @@ def as_kontext(flux: Path, folder: Path) -> None:
 
 
 def make_real_entry(**train: Any) -> dict[str, Any]:
-    """The shipped process entry, shortened."""
     entry = load_job_yaml(REPOSITORY / "configs" / "flux_clothing_tiny.yaml")["config"]["process"][0]
     entry["save"]["save_every"] = STEPS // 2
     entry["sample"].update(sample_every=STEPS // 2, sample_steps=2)
@@ -157,7 +152,6 @@ def make_real_entry(**train: Any) -> dict[str, Any]:
 
 
 def make_plain_entry(kind: str) -> dict[str, Any]:
-    """The same job without a part of ours."""
     entry = make_real_entry(optimizer="adamw")
     entry["model"] = {"name_or_path": entry["model"]["name_or_path"], "is_flux": True, "quantize": False}
     entry["datasets"][0]["cache_latents_to_disk"] = False  # who finds a cache draws fewer random numbers
