@@ -96,7 +96,6 @@ def with_lora(model: nn.Module, blocks: tuple[str, ...]) -> Any:
 
 
 def prepare(arch: str, setting: dict[str, Any], qtype: str = "") -> tuple[nn.Module, dict[str, Any], Any, Any]:
-    """Model, inputs, network and COAT's report, as the process makes them."""
     from coat_flux.blocks.apply import apply_coat
     from coat_flux.blocks.lora import attach_lora
     from coat_flux.blocks.models import family_of
@@ -117,13 +116,11 @@ def prepare(arch: str, setting: dict[str, Any], qtype: str = "") -> tuple[nn.Mod
 
 
 def output_of(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-    """The model's output, flat."""
     parts = [x for x in tree_leaves(model(**inputs)) if isinstance(x, Tensor) and x.is_floating_point()]
     return torch.cat([x.float().flatten() for x in parts])
 
 
 def gradients(model: nn.Module, inputs: dict[str, Any], network: Any) -> dict[str, Tensor]:
-    """Of the mean square of the output against a fixed target."""
     output = output_of(model, inputs)
     target = torch.randn(output.shape, generator=torch.Generator().manual_seed(3))
     (output - target).square().mean().backward()
@@ -180,12 +177,10 @@ def alive_bytes(model: nn.Module, inputs: dict[str, Any]) -> int:
 
 
 def cosine(a: Tensor, b: Tensor) -> float:
-    """Of two tensors, flat."""
     return float(nn.functional.cosine_similarity(a.flatten().double(), b.flatten().double(), dim=0))
 
 
 def measure(arch: str, qtype: str = "") -> dict[str, Any]:
-    """Class, treatment as it ran, cosines and bytes."""
     from coat_flux.blocks.models import family_of, listed_blocks
     from coat_flux.blocks.runner import BlockRunner
 
@@ -218,7 +213,6 @@ def measure(arch: str, qtype: str = "") -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure what is asked for; archs with the same model share their figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("archs", nargs="*", metavar="ARCH", help=f"of {', '.join(MODELS)} (default: all)")
     parser.add_argument("--qtype", action="append", help="of ai-toolkit's own, such as uint4; may be given again")

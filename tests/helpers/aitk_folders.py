@@ -53,7 +53,6 @@ def flux2_vae_params() -> Any:
 
 
 def substitute() -> None:
-    """Put the sizes of the tiny checkpoints in place of those in ai-toolkit's code."""
     from extensions_built_in.diffusion_models.flux2 import flux2_klein_model, flux2_model
 
     flux2_klein_model.Flux2Klein4BModel.get_flux2_params = lambda self: flux2_params()
@@ -71,7 +70,6 @@ def drawn(model: nn.Module) -> nn.Module:
 
 
 def checkpoint(model: nn.Module, path: Path) -> None:
-    """One file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file({key: value.contiguous() for key, value in drawn(model).state_dict().items()}, path)
 
@@ -100,7 +98,6 @@ def tokenizer(folder: Path) -> None:
 
 
 def zimage(folder: Path, flux: Path) -> None:
-    """Transformer and text encoder of Z-Image; FLUX.1's VAE is its own."""
     from diffusers import ZImageTransformer2DModel
 
     transformer = ZImageTransformer2DModel(
@@ -121,7 +118,6 @@ def zimage(folder: Path, flux: Path) -> None:
 
 
 def make(root: Path) -> None:
-    """Everything below `root`."""
     from extensions_built_in.diffusion_models.flux2.src.autoencoder import AutoEncoder
     from extensions_built_in.diffusion_models.flux2.src.model import Flux2
 

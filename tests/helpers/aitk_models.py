@@ -25,7 +25,6 @@ Z_IMAGE |= {"cap_feat_dim": TEXT_WIDTH, "axes_dims": AXES, "axes_lens": [512, 64
 
 
 def draw(*shape: int) -> Tensor:
-    """Values that depend on the shape alone."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
@@ -49,13 +48,11 @@ SOME_TEXT = (torch.arange(TEXT) < TEXT - 16)[None]
 
 
 def of_diffusers(name: str, inputs: dict[str, Any], **options: Any) -> Made:
-    """A class of diffusers; `inputs` besides text states and time."""
     model = getattr(importlib.import_module("diffusers"), name)(**options)
     return model, {"encoder_hidden_states": STATES, "timestep": TIME, **inputs, "return_dict": False}
 
 
 def module(path: str) -> Any:
-    """A module of ai-toolkit's diffusion models."""
     return importlib.import_module(f"extensions_built_in.diffusion_models.{path}")
 
 
@@ -113,7 +110,6 @@ def chroma_radiance() -> Made:
 
 
 def qwen_image(images: int = 1) -> Made:
-    """Qwen-Image; its editing models have several images."""
     inputs = {
         "hidden_states": draw(1, images * IMAGE, 16),
         "encoder_hidden_states_mask": SOME_TEXT.long(),
@@ -192,7 +188,6 @@ def wan(image: bool = False) -> Made:
 
 
 def wan22_14b() -> Made:
-    """Wan 2.2's two transformers, of which the noise level chooses one."""
     (first, inputs), (second, _) = wan(), wan()
     dual = module("wan22.wan22_14b_model").DualWanTransformer3DModel
     return dual(first, second, torch_dtype=torch.bfloat16, device=torch.device("cpu")), inputs
@@ -222,7 +217,6 @@ def minimax_h3() -> Made:
 
 
 def mageflow() -> Made:
-    """Mage-Flow: samples packed one after the other."""
     host = module("mageflow.src.transformer")
     params = host.MageFlowParams(in_channels=16, out_channels=16, axes_dim=AXES, checkpoint=False, **HIDDEN)
     return host.MageFlow(params), {
@@ -245,7 +239,6 @@ def anima() -> Made:
 
 
 def with_reference(model: nn.Module, rotary: Any, text: str) -> Made:
-    """OmniGen2 or Boogu-Image, with a reference image."""
     return model, {
         "hidden_states": LATENTS,
         "timestep": TIME,
@@ -321,7 +314,6 @@ def cogview4() -> Made:
 
 
 def ltx2() -> Made:
-    """LTX-2: video and audio side by side."""
     inputs = {
         "hidden_states": TOKENS,
         "audio_hidden_states": draw(1, 64, 16),
@@ -339,7 +331,6 @@ def ltx2() -> Made:
 
 
 def nucleus_image() -> Made:
-    """Nucleus-Image: experts."""
     inputs = {
         "hidden_states": TOKENS,
         "img_shapes": [(1, SIDE, SIDE)],
@@ -374,7 +365,6 @@ def sd3() -> Made:
 
 
 def unet(extra: bool = False) -> Made:
-    """A UNet of two levels; with the conditions of SDXL, or as Stable Diffusion 1 and 2."""
     sizes = {"block_out_channels": (64, 128), "layers_per_block": 1, "attention_head_dim": (1, 2)}
     down, up = ("DownBlock2D", "CrossAttnDownBlock2D"), ("CrossAttnUpBlock2D", "UpBlock2D")
     kinds = {"down_block_types": down, "up_block_types": up, "cross_attention_dim": TEXT_WIDTH}

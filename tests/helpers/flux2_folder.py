@@ -27,7 +27,6 @@ TEMPLATE = (
 
 
 def write_flux2(folder: Path, **transformer: Any) -> Path:
-    """Write the model; keywords change the transformer's config."""
     import diffusers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -56,7 +55,6 @@ def write_flux2(folder: Path, **transformer: Any) -> Path:
 
 
 def _bytes_tokenizer() -> Any:
-    """Each byte a token."""
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -39,7 +39,6 @@ _OUTSIDE = {
 
 
 def original_state(model: nn.Module) -> dict[str, Tensor]:
-    """The weights of a diffusers FLUX transformer under the original's names."""
     state = {name: value.detach().clone() for name, value in model.state_dict().items()}
     return dict(_renamed(state, len(model.transformer_blocks), len(model.single_transformer_blocks)))
 
@@ -75,16 +74,9 @@ def _renamed(state: dict[str, Tensor], doubles: int, singles: int) -> Iterator[t
 
 
 def write_original(model: nn.Module, path: Path, *, prefix: str = "", fp8: str = "") -> dict[str, Tensor]:
-    """Write a transformer as one file.
+    """Write diffusers' transformer as one file; returns the weights that it stands for, under the original's names.
 
-    Args:
-        model: diffusers' FLUX transformer.
-        path: of the file.
-        prefix: before every name, as `model.diffusion_model.`.
-        fp8: "" as it is; "cast" matrices as float8_e4m3fn; "scaled" with `scale_weight`, as ComfyUI writes them.
-
-    Returns:
-        The weights that the file stands for, under the original's names.
+    `fp8`: "cast" matrices as float8_e4m3fn, or "scaled" with `scale_weight`, as ComfyUI writes them.
     """
     file: dict[str, Tensor] = {}
     meant = original_state(model)

@@ -25,13 +25,7 @@ def toolkit_is_real() -> bool:
 
 
 class LoRAModule(nn.Module):
-    """y = linear(x) + (lora_up(lora_down(x)) · scale · strength), the second term in fp32 until it is added.
-
-    Args:
-        linear: whose `forward` becomes this module's.
-        rank: r.
-        network: holds the strength.
-    """
+    """y = linear(x) + (lora_up(lora_down(x)) · scale · strength), the second term in fp32 until it is added."""
 
     dropout = rank_dropout = module_dropout = None
 
@@ -78,14 +72,7 @@ class Network(nn.Module):
 
 
 def attach_network(model: nn.Module, names: list[str], rank: int) -> Any:
-    """Put an fp32 adapter on each of the linears called `names`, or (ai-toolkit's own) on all in the blocks.
-
-    Returns:
-        The network; the model does not hold it.
-
-    Raises:
-        RuntimeError: ai-toolkit put adapters on another number of linears.
-    """
+    """Put an fp32 adapter on each of the linears called `names`, or (ai-toolkit's own) on all in the blocks."""
     if not toolkit_is_real():
         return Network([model.get_submodule(name) for name in names], rank).train()  # type: ignore[misc]
     sys.path.insert(0, os.environ[ROOT_VARIABLE])
@@ -100,8 +87,7 @@ def attach_network(model: nn.Module, names: list[str], rank: int) -> Any:
         network.force_to(torch.device("cpu"), torch.float32)
     network._update_torch_multiplier()
     network.is_active = True
-    if len(network.unet_loras) != len(names):
-        raise RuntimeError(f"ai-toolkit made {len(network.unet_loras)} adapters for {len(names)} linears of the blocks")
+    assert len(network.unet_loras) == len(names)
     return network.train()
 
 

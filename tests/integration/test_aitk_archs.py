@@ -39,18 +39,15 @@ FUSED = {
 MODEL_OF_TWO_PARTS = {"wan22_14b", "wan22_14b_i2v"}  # the noise level chooses one
 HOST = Path(os.environ.get("AI_TOOLKIT_ROOT", "."))
 ALL = sorted(set(archs_of(HOST)) - NO_MODELS | LEGACY) if "AI_TOOLKIT_ROOT" in os.environ else []
-QUANTO, TORCHAO = ("qfloat8", "qfloat8_e5m2", "qint8", "qint2"), ("float8", "int8")
-UINT = tuple(f"uint{bits}" for bits in range(2, 8))
-CONVROT = ("convrot8", "convrot4", "convrotbitnet", "convrotcomfyw4a4", *(f"convrotint{bits}" for bits in range(2, 9)))
-ORBIT = ("orbit2", "orbit3", "orbit4", "orbitvq2", "orbitvq3", "orbitvq4")
-QTYPES = (*QUANTO, *TORCHAO, *UINT, *CONVROT, "nvfp4", *ORBIT)
+QUANTO, TORCHAO, UINT = ("qfloat8", "qint8", "qint2"), ("float8", "int8"), ("uint2", "uint4", "uint7")
+CONVROT = ("convrot8", "convrot4", "convrotbitnet", "convrotcomfyw4a4", "convrotint2", "convrotint8")
+QTYPES = (*QUANTO, *TORCHAO, *UINT, *CONVROT, "nvfp4", "orbit2", "orbit4", "orbitvq2")
 QTYPES_OF_OTHERS = ("qfloat8", "uint4")  # a base of 8 bits and one of 4
 OTHERS = ("flux2_klein_4b", "chroma", "qwen_image", "sd3", "zimage")
 
 
 @functools.cache
 def measured(*arguments: str) -> dict[tuple[str, str], dict[str, Any]]:
-    """What the script prints, by arch and qtype."""
     command = [os.environ.get("AI_TOOLKIT_PYTHON", sys.executable), str(ROOT / "tests" / "helpers" / "aitk_archs.py")]
     done = subprocess.run([*command, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=3000, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -60,7 +57,6 @@ def measured(*arguments: str) -> dict[tuple[str, str], dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def archs(request: pytest.FixtureRequest) -> dict[tuple[str, str], dict[str, Any]]:
-    """Of those whose tests are to run."""
     items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
     names = {item.callspec.params["arch"] for item in items if "qtype" not in item.callspec.params}
     return measured(*sorted(names - REFUSED.keys()))

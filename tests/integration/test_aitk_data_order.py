@@ -54,8 +54,7 @@ def _take(loader: ResumableLoader, count: int) -> list:
     return taken
 
 
-@pytest.mark.parametrize("batch_size", [None, 2])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("workers", "batch_size"), [(0, None), (2, 2)])
 def test_taken_up_anywhere_it_goes_on_as_if_it_had_not_stopped(workers: int, batch_size: int | None) -> None:
     per_epoch = _per_epoch(batch_size)
     whole = _take(_loader(0, batch_size), 3 * per_epoch)
@@ -67,8 +66,7 @@ def test_taken_up_anywhere_it_goes_on_as_if_it_had_not_stopped(workers: int, bat
         assert begun + _take(again, 3 * per_epoch - stop) == whole
 
 
-@pytest.mark.parametrize("batch_size", [None, 2])
-@pytest.mark.parametrize("processes", [2, 3, LENGTH + 2])
+@pytest.mark.parametrize(("processes", "batch_size"), [(2, None), (3, 2), (LENGTH + 2, 2)])
 def test_processes_share_the_batches_of_one_and_any_number_goes_on(processes: int, batch_size: int | None) -> None:
     """Also where an epoch has fewer batches than there are processes."""
     whole, steps = _take(_loader(0, batch_size), 5 * processes + 3), 3

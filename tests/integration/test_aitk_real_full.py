@@ -75,7 +75,6 @@ def _column(checkout: Checkout, name: str, table: str, column: str) -> list[floa
 
 
 def _assert_same_end(checkout: Checkout, name: str) -> None:
-    """Weights, moments, random numbers and counters."""
     ours, theirs = _saved(checkout, name), _saved(checkout, WHOLE)
     assert ours.keys() == theirs.keys()
     for key, value in ours.items():

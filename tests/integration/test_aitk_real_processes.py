@@ -87,6 +87,5 @@ def test_a_killed_process_ends_all_with_one_message(checkout: Checkout) -> None:
 
 
 def kill_second(process: Any) -> None:
-    """Kill the process of rank 1."""
     (victim,) = [p for p in psutil.Process(process.pid).children() if p.environ().get("RANK") == "1"]
     victim.kill()

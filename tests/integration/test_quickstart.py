@@ -30,16 +30,6 @@ def test_one_seed_is_that_of_training_and_pictures(quickstart: ModuleType) -> No
     assert (as_configured["training_seed"], as_configured["sample"]["seed"]) == (42, 42)
 
 
-@pytest.mark.parametrize("words", [["--seed", "-1"], ["--steps", "0"], ["--picture", "a.gif"]])
-def test_wrong_options(
-    quickstart: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["quickstart.py", *words])
-    with pytest.raises(SystemExit, match="2"):
-        quickstart.parse_arguments()
-    assert " ".join(words) in capsys.readouterr().err
-
-
 def test_the_grid_has_a_row_of_pictures_for_each_name(quickstart: ModuleType) -> None:
     draws = torch.Generator().manual_seed(0)
     rows = {
