@@ -22,7 +22,6 @@ EXTENSION = "extensions/coat_flux"
 LINKED_FOLDERS = ("configs", "datasets_example")
 MANIFEST = "extensions/.coat_flux_install.json"
 CHECKOUT_PARTS = ("run.py", "toolkit/extension.py", "extensions")
-FOLDER = "folder"  # in the manifest, in place of a source
 
 
 class InstallError(UserError, RuntimeError):
@@ -83,10 +82,7 @@ def _put(root: Path, made: dict[str, str], path: str, source: Path) -> str:
         if path not in made:
             return "foreign"
         _remove(target)
-    for folder in reversed(target.relative_to(root).parents[:-1]):
-        if not (root / folder).exists():
-            (root / folder).mkdir()
-            made[folder.as_posix()] = FOLDER
+    target.parent.mkdir(parents=True, exist_ok=True)
     made[path] = str(source)
     return f"{_link(source, target)} made"
 
@@ -95,19 +91,18 @@ def _undo(root: Path, made: dict[str, str]) -> list[str]:
     if not made:
         return [f"nothing to undo: no {MANIFEST} in {root}"]
     removed, left = 0, []
-    for path, source in sorted(made.items(), reverse=True):
+    for path, source in made.items():
         target = root / path
         if not os.path.lexists(target):
             continue
-        if source == FOLDER:
-            as_made = target.is_dir() and not any(target.iterdir())
-        else:
-            as_made = target.resolve() == Path(source).resolve() or _is_copy(target, Path(source))
-        if as_made:
+        if target.resolve() == Path(source).resolve() or _is_copy(target, Path(source)):
             _remove(target)
             removed += 1
         else:
             left.append(f"{path}: left, it was changed since")
+        for folder in target.relative_to(root).parents[:-1]:
+            if folder.as_posix() not in CHECKOUT_PARTS and not any((root / folder).iterdir()):
+                (root / folder).rmdir()
     (root / MANIFEST).unlink()
     return [f"removed {removed} of {len(made)} entries", *sorted(left)]
 
