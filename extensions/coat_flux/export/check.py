@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..blocks.models import Family
 from .layouts import (
+    DTYPES,
     PREFIXES,
     ExportError,
     Pair,
@@ -31,7 +32,6 @@ from .layouts import (
 )
 
 TEXT_ENCODERS = ("lora_te", "text_encoder")  # prefixes of other models' adapters
-SHORT_DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def check_tensors(tensors: Mapping[str, Tensor]) -> ExportReport:
         refusals=refusals,
         layers=len(pairs),
         ranks=tuple(sorted({pair.rank for pair in pairs.values()})),
-        dtypes=tuple(sorted({SHORT_DTYPES[pair.down.dtype] for pair in pairs.values()})),
+        dtypes=tuple(sorted({DTYPES[pair.down.dtype] for pair in pairs.values()})),
         largest=PREFIXES["diffusers"] + largest if layout == "diffusers" else largest,
         largest_norm=norms[largest],
         idle=tuple(module for module, norm in norms.items() if norm == 0),

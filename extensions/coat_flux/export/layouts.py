@@ -41,7 +41,7 @@ from ..blocks.models.family import Linear
 
 PREFIXES = {"diffusers": "transformer.", "kohya": "lora_unet_", "comfyui": "diffusion_model."}
 LAYOUTS = tuple(PREFIXES)
-DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 PARTS = {
     "lora_A.weight": "down",
     "lora_B.weight": "up",
@@ -190,7 +190,7 @@ def read_pairs(tensors: Mapping[str, Tensor], layout: str) -> dict[str, Pair]:
         if down.ndim != 2 or up.ndim != 2 or down.shape[0] != up.shape[1] or down.shape[0] == 0:
             shapes = f"down {tuple(down.shape)} and up {tuple(up.shape)}"
             raise ExportError(f"{name}: {shapes}: must be [r, K] and [N, r]; save the LoRA again")
-        unknown = {down.dtype, up.dtype} - DTYPES
+        unknown = {down.dtype, up.dtype} - DTYPES.keys()
         if unknown:
             raise ExportError(f"{name}: {unknown.pop()}: must be float16, bfloat16 or float32; set save.dtype")
         alpha = parts.get("alpha", torch.tensor(float(down.shape[0])))
