@@ -125,9 +125,7 @@ class HeldOutPhotos:
             if not share:
                 continue
             once = copy.copy(config)
-            for name, value in AS_SHOWN_ONCE.items():
-                if hasattr(once, name):
-                    setattr(once, name, value)
+            vars(once).update(AS_SHOWN_ONCE)
             read_copies(self._process.coat.data, Path(folder), root / str(place), [once], share)
             self._configs.append(once)
 
