@@ -117,7 +117,6 @@ ERRORS = [
     # captions
     Bad("latin-1", captions("a", "robe d'été".encode("latin-1")), "good1.txt", "0xe9 at offset 7"),
     Bad("utf-16 without mark", captions("a", "ohwx".encode("utf-16-le")), "good1.txt", "zero bytes"),
-    Bad("a book as caption", captions("a", "ohwx " * 300_000), "good1.txt", "too large for a caption"),
     Bad("folder as caption", folder_as_caption, "good1.txt", "cannot be read"),
     Bad("all captions .caption", renamed(".caption"), "photos", "caption_ext: caption"),
     Bad("captions in a list", lambda f: renamed(".jsonl")(f), "photos", "may hold captions"),
@@ -154,8 +153,8 @@ WARNINGS = [
 ]
 if sys.platform != "win32":
     ERRORS += [
-        Bad("broken link", lambda f: (f / "bad.jpg").symlink_to("nowhere.jpg"), "bad.jpg", "leads nowhere"),
-        Bad("pipe", lambda f: os.mkfifo(f / "bad.jpg"), "bad.jpg", "not a regular file"),
+        Bad("broken link", lambda f: (f / "bad.jpg").symlink_to("nowhere.jpg"), "bad.jpg", "broken link"),
+        Bad("pipe", lambda f: os.mkfifo(f / "bad.jpg"), "bad.jpg", "not a file"),
     ]
     WARNINGS += [Bad("linked folder", linked_folder, "more", "which is not entered")]
 CASES = [*ERRORS, *(case._replace(is_error=False) for case in WARNINGS)]
@@ -250,18 +249,3 @@ def test_the_table_shows_buckets_crops_and_corrections(tmp_path):
         ["128", "128x64", "1", "0.0%", "0.0%"],
     ]
     assert table.splitlines()[-1] == "  corrected while reading: 1 EXIF orientation, 1 transparency"
-
-
-def test_nothing_visible_in_a_crop_is_an_error_if_transparency_is_the_mask(tmp_path):
-    picture = noise((640, 64), seed=1).convert("RGBA")
-    opacity = Image.new("L", (640, 64), 0)
-    opacity.paste(255, (0, 0, 20, 64))
-    picture.putalpha(opacity)
-    picture.save(tmp_path / "a.png")
-    (line,) = inspect(tmp_path, buckets=False, transparency="mask").errors
-    assert "a.png: nothing visible is left in its crop to 64x64" in line
-    assert inspect(tmp_path, buckets=False).errors == []
-    opacity.paste(255, (310, 0, 330, 64))
-    picture.putalpha(opacity)
-    picture.save(tmp_path / "a.png")
-    assert inspect(tmp_path, buckets=False, transparency="mask").errors == []

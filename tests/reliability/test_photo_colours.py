@@ -12,6 +12,7 @@ from PIL import Image
 
 from coat_flux.config.job_sections import DatasetSection, TrainSection
 from coat_flux.data.cache import encode_latents
+from coat_flux.data.files import DatasetError
 from coat_flux.data.images import read_photo, to_tensor
 from coat_flux.data.loader import Batch, LatentDataset
 from coat_flux.data.preflight import inspect_datasets
@@ -92,8 +93,9 @@ def test_a_cut_out_gets_the_chosen_background(tmp_path, vae, background, colour)
     assert_bitwise(latents_of(tmp_path / "cut.png", vae, background), latents_of(tmp_path / "flat.png", vae))
 
 
-def dataset(folder: Path, vae, *, cached: bool = False, flip: bool = False, **policy: str) -> LatentDataset:
-    configs = [DatasetSection(folder_path=str(folder), resolution=(64,), cache_latents_to_disk=cached, flip_x=flip)]
+def dataset(folder: Path, vae, *, cached: bool = False, flip=False, buckets=True, **policy: str) -> LatentDataset:
+    settings = {"cache_latents_to_disk": cached, "flip_x": flip, "buckets": buckets}
+    configs = [DatasetSection(folder_path=str(folder), resolution=(64,), **settings)]
     found = LatentDataset(inspect_datasets(configs, "ohwx", **policy).usable(), configs, vae, NoText(), **policy)
     if cached:
         found.fill(progress=False)
@@ -131,6 +133,12 @@ def test_the_mask_goes_through_resize_and_crop_like_the_photo(tmp_path, vae):
     assert columns[: middle - 1].abs().max() < 0.1
     assert (columns[middle + 1 :] - 2).abs().max() < 0.1
     assert mask.mean().item() == pytest.approx(1)
+    opacity.paste(0, (100, 0, 190, 100))
+    picture.putalpha(opacity)
+    picture.save(tmp_path / "a.png")
+    cropped = dataset(tmp_path, vae, transparency="mask", buckets=False)
+    with pytest.raises(DatasetError, match="nothing visible"):
+        cropped.encoded(cropped.samples[0], "")
 
 
 def test_caches_follow_the_photo_policy(tmp_path, vae):

@@ -17,7 +17,6 @@ from ..config.rules import FOREIGN_SHARE, T5_BLIND, foreign_script
 from .files import DatasetError, Listing, counted, printable
 
 PLACEHOLDERS = ("[trigger]", "[name]")
-_MAX_BYTES = 1 << 20  # T5 takes 512 tokens, a few thousand characters
 _NO_CAPTION = "the trigger word alone, or nothing"
 _TEXT_EXTENSIONS = (".txt", ".caption", ".captions", ".cap", ".md", ".text", ".tag", ".tags", ".prompt")
 _LISTS = (".json", ".jsonl", ".csv", ".parquet")  # captions of many photos in one file, as other trainers read them
@@ -49,8 +48,6 @@ def read_caption(image_path: Path | str, caption_ext: str = ".txt") -> str | Non
         return None
     name = printable(path)
     try:
-        if path.stat().st_size > _MAX_BYTES:
-            raise DatasetError(f"{name}: is too large for a caption ({path.stat().st_size} bytes); remove it")
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise DatasetError(

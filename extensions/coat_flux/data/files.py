@@ -1,13 +1,12 @@
 """The contents of a dataset folder: images to train on, and findings about all other files.
 
 The walk is ai-toolkit's: .jpg .jpeg .png .webp, recursively, without hidden files and folders, `_controls` and cache
-folders. Linked folders are not entered: they may form cycles. Only regular files are opened: a pipe would block.
+folders. Linked folders are not entered: they may form cycles.
 """
 
 from __future__ import annotations
 
 import os
-import stat
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,14 +61,10 @@ def list_folder(folder: Path) -> Listing:
     for error in unlisted:
         listing.errors.append(f"{printable(error.filename)}: cannot be listed ({error.strerror}); make it readable")
     for path in sorted(images, key=Path.as_posix):
-        try:
-            if stat.S_ISREG(path.stat().st_mode):
-                listing.images.append(path)
-            else:
-                listing.errors.append(f"{printable(path)}: is not a regular file but a pipe or device; remove it")
-        except OSError as error:
-            kind = "is a link that leads nowhere" if path.is_symlink() else "cannot be opened"
-            listing.errors.append(f"{printable(path)}: {kind} ({error.strerror}); put the image there, or remove it")
+        if os.path.isfile(path):
+            listing.images.append(path)
+        else:
+            listing.errors.append(f"{printable(path)}: is a broken link, or not a file; put the image there")
     for path in links:
         text = "is a link to a folder, which is not entered; give that folder an entry of its own in datasets"
         listing.warnings.append(f"{printable(path)}: {text}")
