@@ -6,7 +6,7 @@ import copy
 import os
 import sys
 from collections import OrderedDict
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -175,11 +175,8 @@ class CoatFluxTrainer(HostTrainer):
             trained=trained,
         )
         if self.coat.memory.stream_blocks == "auto":
-            try:
+            with suppress(ConfigError):  # a job only ai-toolkit can run
                 reserve = outside_bytes(JobFacts(self._job_config()))  # for sampling
-            except ConfigError:
-                pass
-            else:
                 BlockRunner.of(self.sd.unet).expect(reserve_bytes=reserve)
         self._phases.hold("transformer", self.sd.unet, module_tensors)
         self._phases.hold_models(getattr(self.sd, "vae", None), self._text_encoders())

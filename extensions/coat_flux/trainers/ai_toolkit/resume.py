@@ -15,7 +15,7 @@ import sys
 import time
 import zipfile
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -281,10 +281,9 @@ class Saves:
         full = process._full
         whole = 0 if full is None else full.size
         parameters = process.network.parameters() if full is None else full.trained.values()
-        try:
+        space = None
+        with suppress(ConfigError):  # a job only ai-toolkit can run
             space = save_space(process._job_config(), [parameter.numel() for parameter in parameters], whole)
-        except ConfigError:  # a job only ai-toolkit can run
-            space = None
         require_room(self._dir, space, lambda line: info(f"WARNING: {line}"))
 
     def way_back(self, since: int) -> str:
