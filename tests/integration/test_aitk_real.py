@@ -131,21 +131,27 @@ def test_every_block_is_fused_with_several_images(checkout: Checkout) -> None:
     assert "flow in place of" not in out
 
 
-def test_a_killed_run_ends_as_the_one_that_was_not(checkout: Checkout) -> None:
-    """With all that has a state: average, schedule, accumulation, dropped captions in two loader processes."""
+@pytest.fixture(scope="module")
+def whole(checkout: Checkout) -> dict[str, Any]:
+    """All that has a state: average, schedule, accumulation, dropped captions in two loader processes."""
     average = {"use_ema": True, "ema_decay": 0.9}
-    entry = make_real_entry(steps=9, gradient_accumulation=2, ema_config=average, lr_scheduler="cosine")
+    entry = make_real_entry(steps=8, gradient_accumulation=2, ema_config=average, lr_scheduler="cosine")
     entry["datasets"][0].update(caption_dropout_rate=0.5, num_workers=2)
+    entry["sample"].update(prompts=entry["sample"]["prompts"][:1], sample_steps=1)
     entry["logging"] = {"verbose": True}  # memory lines are printed, too
     checkout.run("whole", entry)
-    for moment in ("Saving at step 6", "[after_backward] Step 6"):
-        name = f"killed_{len(moment)}"
-        code, _ = checkout.start(name, entry, at=moment, send=signal.SIGKILL)
-        assert code == -signal.SIGKILL
-        out = checkout.run(name, entry)
-        assert "[coat] resume: continues after step 4" in out or "[coat] resume: continues after step 7" in out
-        assert_same_end(checkout.folder("whole"), checkout.folder(name))
-        _assert_same_lora(checkout, "whole", name)
+    return entry
+
+
+@pytest.mark.parametrize("moment", ["Saving at step 6", "[after_backward] Step 6"])
+def test_a_killed_run_ends_as_the_one_that_was_not(checkout: Checkout, whole: dict[str, Any], moment: str) -> None:
+    name = f"killed_{len(moment)}"
+    code, _ = checkout.start(name, whole, at=moment, send=signal.SIGKILL)
+    assert code == -signal.SIGKILL
+    out = checkout.run(name, whole)
+    assert "[coat] resume: continues after step 4" in out or "[coat] resume: continues after step 7" in out
+    assert_same_end(checkout.folder("whole"), checkout.folder(name))
+    _assert_same_lora(checkout, "whole", name)
 
 
 def _assert_same_lora(checkout: Checkout, one: str, other: str) -> None:
