@@ -32,8 +32,8 @@ def gated_sum(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return y = residual + gate·norm(result'), result' = result + h upᵀ, and the saved codes of result'.
 
-    Without a weight norm(x) = x. Returns y [B, S, D], in the dtype residual, gate and result (or weight) promote to;
-    codes of result' [B, S, D]; their scale [B, S, ceil(D/G)].
+    Without a weight norm(x) = x. Returns y in the dtype residual, gate and result (or weight) promote to; codes of
+    result', and their scale.
 
     Numerics: result' is rounded once, the product before the sum, as eager PyTorch does; without adapter and norm
     kernel and reference have the same bits, and the reference has those of diffusers' RMSNorm on a CPU.
@@ -66,9 +66,9 @@ def gated_sum_backward(
         RMSNorm   z = result'·rstd,   dz = grad·gate·weight,   dgate = Σ_S grad·z·weight
                   dy = rstd·(dz - z·mean(dz·z))
 
-    result' [B, S, D] is values of `dtype`, or FP8 codes with a scale of any granularity; None where neither dgate nor
-    a norm needs it. Returns dy [B, S, D] of `dtype`, with a norm computed in fp32 and rounded once; its codes; their
-    scale; dgate fp32 [B, D], or of shape [0] without result. Raises ValueError for a norm without result.
+    result' is values of `dtype`, or FP8 codes with a scale of any granularity; None where neither dgate nor a norm
+    needs it: ValueError with a norm. Returns dy of `dtype`, with a norm computed in fp32 and rounded once; its codes;
+    their scale; dgate fp32 [B, D], or of shape [0] without result.
     """
     check_result(result, weight)
     if result is None:

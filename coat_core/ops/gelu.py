@@ -63,10 +63,9 @@ def mlp_activation(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return [attention | act(mlp + h upᵀ)] along the features, its codes, and the codes saved for backward.
 
-    attention [B, S, D] (None for the activation alone) and mlp [B, S, N] are values, or codes of 1×G groups with
-    scales fp32 [B, S, ceil(D / G)] and [B, S, ceil(N / G)]; h and up are None without an adapter, and for codes.
-    Returns values [B, S, D + F] of `dtype`; their codes; the scale of the codes; attention's saved codes, of shape
-    [0] without attention, and their scale; the saved codes of mlp + h upᵀ, and their scale. Raises ValueError for an
+    attention [B, S, D] (None for the activation alone) and mlp [B, S, N] are values, or codes of 1×G groups with their
+    scales; h and up are None without an adapter, and for codes. Returns values [B, S, D + F] of `dtype`; their codes
+    and scale; the saved codes of attention and their scale; those of mlp + h upᵀ and theirs. Raises ValueError for an
     unknown activation, and for SwiGLU of an odd width.
 
     Numerics: the reference has the bits of torch's GELU, or of its SiLU and product. The kernel takes sigmoid(2u) for
@@ -192,8 +191,7 @@ def mlp_down_gradient(
 ) -> Tensor:
     """Return dhᵀ [attention | act(mlp)], [r, D + F] of `dtype_down`, summed over all rows of all images.
 
-    dh: floating [B, S, r]. attention [B, S, D] (or None) and mlp [B, S, N]: values, or codes of 1×G groups with scales
-    fp32 [B, S, ceil(D / G)] and [B, S, ceil(N / G)]. Values are of `dtype`, cast to dh's before the product.
+    dh: floating [B, S, r]; attention and mlp as in `mlp_activation`, their values cast to dh's dtype.
 
     Numerics: the values are those of `mlp_activation`; the kernel sums in fp32 and rounds once, always in the same
     order. The reference has the bits of torch's matrix product of the values.

@@ -60,8 +60,8 @@ def norm_modulate_quantize(
     """Return n = norm(x)·(1 + scale) + shift, its codes for the next linears, and x's codes saved for backward.
 
     Without a weight norm is LayerNorm, else RMSNorm. A shift of None is zero. eps is added to the variance or mean
-    square. Returns n [B, S, D], in the dtype that scale and x, or scale and weight, promote to; its codes; their
-    scale; codes of x [B, S, D]; their scale [B, S, ceil(D/G)].
+    square. Returns n, in the dtype that scale and x, or scale and weight, promote to; its codes; their scale; codes of
+    x; their scale.
 
     Numerics: on a CPU bit-equal to diffusers' AdaLayerNormZero, or to its RMSNorm times 1 + scale.
     Source: FLUX's adaLN-Zero, diffusers models/normalization.py; Z-Image's, its transformer_z_image.py; saved codes:

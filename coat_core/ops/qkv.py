@@ -65,10 +65,9 @@ def qkv_rope(
         [q|k|v] = y + h upᵀ of each third,   q ← rotate(RMSNorm(q)·weight), k likewise, v unchanged
 
     Per stream ys [B, S_i, 3·H·d] (rows may be the beginning of wider ones), values, or codes of 1×G groups with
-    y_scales fp32 [B, S_i, ceil(3·H·d / G)]; hs [B, S_i, 3·r] and ups [3·H·d, r], empty without adapters, and for
-    codes; norm_q's and norm_k's weights [d]. cos, sin: fp32 [S, d] or [B, S, d], of the tokens of all streams.
-    Returns q, k, v [B, S, H, d] of `dtype`; then, unless the format is "none", for each stream the codes and scale of
-    the complete [q|k|v] before the norm.
+    y_scales; hs [B, S_i, 3·r] and ups [3·H·d, r], empty without adapters, and for codes; norm_q's and norm_k's weights
+    [d]. cos, sin: fp32, of the tokens of all streams. Returns q, k, v [B, S, H, d] of `dtype`; then, unless the format
+    is "none", for each stream the codes and scale of the complete [q|k|v] before the norm.
 
     Numerics: on a CPU bit-equal to addmm, torch.nn.RMSNorm and diffusers' apply_rotary_emb in sequence.
     Source: diffusers' transformer_flux.py (QK norm, rotary embedding); saved codes: arXiv 2410.19313, section 5.
