@@ -31,8 +31,9 @@ from coat_core.ops.scaled_mm import scaled_mm, unsupported_reason
 from coat_flux.base.files import write_file
 from coat_flux.bench import worker
 from coat_flux.bench.configurations import OK
-from coat_flux.bench.limits import ATTENTION_STEP, HEAD_DIM, Geometry, Limit, token_count
-from coat_flux.bench.timing import CPU_CALLS, SEED, Timing, time_calls
+from coat_flux.bench.limits import ATTENTION_STEP, HEAD_DIM, Geometry, known_card, token_count
+from coat_flux.bench.timing import CPU_CALLS, SEED, time_calls
+from coat_flux.plan.speed import Card
 
 Case = functools.partial[Any]
 Call = Callable[[], object]
@@ -46,7 +47,7 @@ RATE_CALLS, LAUNCHER_CALLS = (10, 50), (5, 20)  # for warm-up, and timed
 
 
 def measure_rates(
-    geometry: Geometry, resolution: int, device: torch.device, calls: tuple[int, int], limit: Limit | None
+    geometry: Geometry, resolution: int, device: torch.device, calls: tuple[int, int], card: Card | None
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Time products, attention by every kernel, a copy and launches; one that cannot run here has "note".
 
@@ -66,10 +67,10 @@ def measure_rates(
     source = torch.ones(COPIED_BYTES[device.type] // 4, device=device)
     target = torch.empty_like(source)
     timing = time_calls(lambda: target.copy_(source), device, *calls)
-    yield "copy", _figures(timing, moved=2 * source.nbytes, limit=limit)
+    yield "copy", _figures(timing, moved=2 * source.nbytes, card=card)
     if device.type == "cuda":
         timing = time_calls(_many_small_kernels(device), device, *calls)
-        yield "launch", {**_figures(timing), "us_per_launch": 1e3 * median(timing.samples_ms) / SMALL_KERNELS}
+        yield "launch", {**_figures(timing), "us_per_launch": 1e3 * median(timing["samples_ms"]) / SMALL_KERNELS}
 
 
 def _normal(device: torch.device, *shape: int) -> Tensor:
@@ -120,17 +121,17 @@ def _many_small_kernels(device: torch.device) -> Call:
     return graph.replay
 
 
-def constants(rates: Mapping[str, Mapping[str, Any]], limit: Limit) -> list[str]:
+def constants(rates: Mapping[str, Mapping[str, Any]], card: Card) -> list[str]:
     """What replaces the assumptions in `bench/limits.py`: the best share of all shapes, bandwidth, a launch."""
 
     def best(start: str, peak: float) -> float:
         return max((row["tflops"] / peak for name, row in rates.items() if name.startswith(start)), default=0.0)
 
     shares = {
-        "bf16": best("bf16 product", limit.bf16_tflops),
-        "fp8": best("fp8 product", limit.fp8_tflops),
-        "attention": best("attention, chosen", limit.bf16_tflops),
-        "attention_backward": best("attention backward, chosen", limit.bf16_tflops),
+        "bf16": best("bf16 product", card.bf16_tflops),
+        "fp8": best("fp8 product", card.fp8_tflops),
+        "attention": best("attention, chosen", card.bf16_tflops),
+        "attention_backward": best("attention backward, chosen", card.bf16_tflops),
     }
     lines = [f"RATE_SHARES {name}: {share:.3f}" for name, share in shares.items() if share]
     if "copy" in rates:
@@ -149,7 +150,7 @@ def uncovered(cases: Mapping[str, Case]) -> list[str]:
 
 
 def measure_launchers(
-    cases: Mapping[str, Case], device: torch.device, calls: tuple[int, int], limit: Limit | None
+    cases: Mapping[str, Case], device: torch.device, calls: tuple[int, int], card: Card | None
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Time each launcher; one that fails has "error" and no figures.
 
@@ -157,19 +158,19 @@ def measure_launchers(
         cases: name → launcher with its arguments on the meta device.
         device: where it runs.
         calls: for warm-up, and timed.
-        limit: the device's.
+        card: the device, if its rates are known.
 
     Yields:
         (name, {"us": median, "host_us": shortest call, "launches", "bytes", "percent_of_bandwidth"}).
     """
     for name, case in cases.items():
         try:
-            yield name, _launched(case, device, calls, limit)
+            yield name, _launched(case, device, calls, card)
         except Exception as error:  # of a kernel or its compiler; the others are still worth their time
             yield name, {"error": _first_line(error)}
 
 
-def _launched(case: Case, device: torch.device, calls: tuple[int, int], limit: Limit | None) -> dict[str, Any]:
+def _launched(case: Case, device: torch.device, calls: tuple[int, int], card: Card | None) -> dict[str, Any]:
     launched: list[Any] = []
     arguments = (case.args, case.keywords)
     with recorded_launches(lambda kernel, *_: launched.append(kernel)):
@@ -183,7 +184,7 @@ def _launched(case: Case, device: torch.device, calls: tuple[int, int], limit: L
     else:
         args, keywords = tree_map(lambda x: _filled(x, device) if isinstance(x, Tensor) else x, arguments)
         timing = time_calls(functools.partial(case.func, *args, **keywords), device, *calls, cold=True)
-    return {**_figures(timing, moved=moved, limit=limit), "launches": number, "bytes": moved}
+    return {**_figures(timing, moved=moved, card=card), "launches": number, "bytes": moved}
 
 
 def _filled(x: Tensor, device: torch.device) -> Tensor:
@@ -194,13 +195,13 @@ def _filled(x: Tensor, device: torch.device) -> Tensor:
     return filled.copy_(torch.randint(0, 100, x.shape, device=device))
 
 
-def _figures(timing: Timing, *, flops: float = 0.0, moved: int = 0, limit: Limit | None = None) -> dict[str, Any]:
-    ms = median(timing.samples_ms)
-    figures = {"us": 1e3 * ms, "host_us": 1e3 * timing.host_ms}
+def _figures(timing: dict[str, Any], *, flops: float = 0.0, moved: int = 0, card: Card | None = None) -> dict[str, Any]:
+    ms = median(timing["samples_ms"])
+    figures = {"us": 1e3 * ms, "host_us": 1e3 * timing["host_ms"]}
     if flops:
         figures["tflops"] = flops / ms / 1e9
-    if moved and limit is not None:
-        figures["percent_of_bandwidth"] = 100 * moved / limit.gb_per_second / 1e6 / ms
+    if moved and card is not None:
+        figures["percent_of_bandwidth"] = 100 * moved / card.gb_per_second / 1e6 / ms
     return figures
 
 
@@ -250,15 +251,15 @@ def main() -> None:
             result["machine"] |= choices(torch.device("cuda", 0))
         write_file(result_file, json.dumps(result))
         return
-    limit = None if spec["limit"] is None else Limit(*spec["limit"])
+    card = known_card(spec["device_name"])
     calls = RATE_CALLS if device.type == "cuda" else CPU_CALLS
     results: dict[str, Any] = {}
-    for name, figures in measure_rates(Geometry(**spec["geometry"]), spec["sizes"][0][0], device, calls, limit):
+    for name, figures in measure_rates(Geometry(**spec["geometry"]), spec["sizes"][0][0], device, calls, card):
         results[name] = figures
         write_file(result_file, json.dumps(results))
     meta = torch.device("meta") if device.type == "cpu" else device
     results |= {name: {"note": "no case in tests/helpers/kernel_cases.py"} for name in uncovered(CASES)}
-    for name, figures in measure_launchers(CASES, meta, LAUNCHER_CALLS, limit):
+    for name, figures in measure_launchers(CASES, meta, LAUNCHER_CALLS, card):
         results[name] = figures
         write_file(result_file, json.dumps(results))
 

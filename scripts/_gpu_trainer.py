@@ -21,9 +21,10 @@ from PIL import Image
 
 from coat_flux.base.names import COAT_OPTIMIZER
 from coat_flux.bench import worker
-from coat_flux.bench.configurations import STEP, TRAINER, Configuration
-from coat_flux.bench.measure import TORCHS_PRECISION, release
-from coat_flux.bench.timing import SEED, Setting, Timing, wait
+from coat_flux.bench.configurations import STEP, Configuration
+from coat_flux.bench.limits import Geometry
+from coat_flux.bench.measure import TORCHS_PRECISION, Sizes, release
+from coat_flux.bench.timing import SEED, wait
 from coat_flux.blocks.models.flux1 import make_flux_dev_geometry
 from coat_flux.config.job import JobConfig
 from coat_flux.mini_flux import MINI_FLUX
@@ -41,33 +42,42 @@ from coat_flux.watch.phases import PhaseTracker, peak_bytes
 BATCHES = 2  # of photos: a pass over them ends, and the next begins, while steps are timed
 
 
-def measure_trainer(row: Configuration, setting: Setting) -> Iterator[dict[str, Any]]:
+def measure_trainer(
+    row: Configuration, geometry: Geometry, sizes: Sizes, device: torch.device, calls: tuple[int, int]
+) -> Iterator[dict[str, Any]]:
     """Optimizer steps of the stand-alone trainer, from data to EMA, after those of the warm-up."""
-    for resolution, batch in setting.sizes:
-        release(setting.device)
+    for resolution, batch in sizes:
+        release(device)
         torch.set_float32_matmul_precision(TORCHS_PRECISION)  # the session changes it, for a run of its own
         with tempfile.TemporaryDirectory() as folder:
-            yield _measured(row, setting, resolution, batch, Path(folder))
+            yield _measured(row, geometry, resolution, batch, device, calls, Path(folder))
 
 
-def _measured(row: Configuration, setting: Setting, resolution: int, batch: int, folder: Path) -> dict[str, Any]:
-    sizes = _write_model(folder, setting)
+def _measured(
+    row: Configuration,
+    geometry: Geometry,
+    resolution: int,
+    batch: int,
+    device: torch.device,
+    calls: tuple[int, int],
+    folder: Path,
+) -> dict[str, Any]:
+    sizes = _write_model(folder, geometry)
     draw = np.random.default_rng(SEED)
     (folder / "photos").mkdir()
     for i in range(BATCHES * batch):
         pixels = draw.integers(0, 255, (resolution, resolution, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(folder / "photos" / f"{i}.png")
         (folder / "photos" / f"{i}.txt").write_text(f"noise, number {i}", encoding="utf-8")
-    job = JobConfig.from_dict(_job(row, setting, resolution, batch, folder))
-    on_gpu = setting.device.type == "cuda"
-    total = torch.cuda.get_device_properties(setting.device).total_memory if on_gpu else None
+    job = _job(row, geometry.rank, resolution, batch, device, sum(calls), folder)
+    total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     predicted = sum(predict(JobFacts(job), total).phases[STEP].values())
     workers = Workers(job.device)
     log, phases = RunLog(job, workers.device, active=True), PhaseTracker(workers.device, None)
     live = LiveRun(job.folder, 0, job.train.steps, samples=False)
 
     def transformer(_: str, dtype: torch.dtype, *__: Any, trained: Any = None, **___: Any) -> Any:
-        model = make_flux_dev_geometry(setting.device, dtype, seed=SEED, **sizes)
+        model = make_flux_dev_geometry(device, dtype, seed=SEED, **sizes)
         if trained is not None:
             trained(model)
         return model
@@ -79,17 +89,17 @@ def _measured(row: Configuration, setting: Setting, resolution: int, batch: int,
         with live:
             log.start(0)
             phases.enter(STEP)
-            timing = _timed(session, *setting.calls(TRAINER))
+            timing = _timed(session, *calls)
     finally:
         phases.close()
         log.close()
         workers.close()
-    rate = 1e3 / timing.samples_ms[0]
-    return timing.of(STEP, resolution, batch, steps_per_second=rate, predicted_peak_bytes=predicted)
+    figures = {"steps_per_second": 1e3 / timing["samples_ms"][0], "predicted_peak_bytes": predicted}
+    return {**timing, "what": STEP, "resolution": resolution, "batch": batch, "figures": figures}
 
 
-def _timed(session: trainer.Session, warmup: int, steps: int) -> Timing:
-    """Time whole steps, also those whose numbers are read late; one sample, their mean."""
+def _timed(session: trainer.Session, warmup: int, steps: int) -> dict[str, Any]:
+    """Time whole steps, as `time_calls` does, also those whose numbers are read late; one sample, their mean."""
     batches, interrupts, device = iter(session.sampler), Interrupts(session.log.info), session.workers.device
 
     def run(count: int) -> tuple[float, float]:
@@ -107,10 +117,15 @@ def _timed(session: trainer.Session, warmup: int, steps: int) -> Timing:
         torch.cuda.reset_peak_memory_stats(device)
     total_ms, called_ms = run(steps)
     pool = 0 if session.graphs is None else session.graphs.bytes
-    return Timing([total_ms / steps], peak_bytes(device) + pool, first_ms, called_ms / steps)
+    return {
+        "samples_ms": [total_ms / steps],
+        "peak_bytes": peak_bytes(device) + pool,
+        "first_ms": first_ms,
+        "host_ms": called_ms / steps,
+    }
 
 
-def _write_model(folder: Path, setting: Setting) -> dict[str, int]:
+def _write_model(folder: Path, geometry: Geometry) -> dict[str, int]:
     """Make a model folder, without the weights of its transformer; return how that differs from FLUX.1-dev's."""
     model = folder / "model"
     shutil.copytree(MINI_FLUX, model, ignore=shutil.ignore_patterns("transformer"))
@@ -119,9 +134,9 @@ def _write_model(folder: Path, setting: Setting) -> dict[str, int]:
     tokenizer.write_text(json.dumps({**settings, "model_max_length": 512}), encoding="utf-8")
     clip, t5 = (json.loads((model / part / "config.json").read_text()) for part in ("text_encoder", "text_encoder_2"))
     sizes = {
-        "num_layers": setting.geometry.double,
-        "num_single_layers": setting.geometry.single,
-        "num_attention_heads": setting.geometry.heads,
+        "num_layers": geometry.double,
+        "num_single_layers": geometry.single,
+        "num_attention_heads": geometry.heads,
         "joint_attention_dim": t5["d_model"],
         "pooled_projection_dim": clip["hidden_size"],
     }
@@ -129,16 +144,18 @@ def _write_model(folder: Path, setting: Setting) -> dict[str, int]:
     return sizes
 
 
-def _job(row: Configuration, setting: Setting, resolution: int, batch: int, folder: Path) -> dict[str, Any]:
+def _job(
+    row: Configuration, rank: int, resolution: int, batch: int, device: torch.device, steps: int, folder: Path
+) -> JobConfig:
     cached = {"cache_latents": True, "cache_text_embeddings": True}
     process = {
         "type": "coat_flux_trainer",
         "training_folder": str(folder / "output"),
-        "device": str(setting.device),
+        "device": str(device),
         "training_seed": SEED,
         "datasets": [{"folder_path": str(folder / "photos"), "resolution": resolution, **cached}],
         "train": {
-            "steps": sum(setting.calls(TRAINER)),
+            "steps": steps,
             "batch_size": batch,
             "lr": 1e-4,
             "dtype": "bf16",
@@ -152,8 +169,8 @@ def _job(row: Configuration, setting: Setting, resolution: int, batch: int, fold
         "coat": {"enabled": False} if row.coat is None else dict(row.coat),
     }
     if not row.full:
-        process["network"] = {"type": "lora", "linear": setting.geometry.rank}
-    return {"job": "extension", "config": {"name": "bench", "process": [process]}}
+        process["network"] = {"type": "lora", "linear": rank}
+    return JobConfig.from_dict({"job": "extension", "config": {"name": "bench", "process": [process]}})
 
 
 if __name__ == "__main__":

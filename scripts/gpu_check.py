@@ -37,7 +37,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "extensions"))
 from coat_flux.base.files import TEMP_PREFIX, write_file
 from coat_flux.bench import runner
 from coat_flux.bench.configurations import OPTIMIZER, STEP, TRAINER, BenchOptions
-from coat_flux.bench.limits import Geometry, Limit
+from coat_flux.bench.limits import Geometry, known_card
+from coat_flux.plan.speed import Card
 
 ROOT = Path(__file__).resolve().parents[1]
 STATE, TABLES, TESTS, RUNNING = "gpu_check.json", "gpu_check.md", "tests.txt", "running.json"
@@ -245,7 +246,7 @@ def run_rows(check: Check, stage: Stage, until: float, cut: str) -> tuple[str, s
 def run_command(check: Check, stage: Stage, until: float, cut: str) -> tuple[str, str, str, dict[str, Any]]:
     """Run a stage that is one process; likewise."""
     machine = check.state.get("machine") or {}
-    ended, output = process(check, stage, until, level=stage.level, limit=machine.get("limit"))
+    ended, output = process(check, stage, until, level=stage.level, device_name=machine.get("device"))
     results = _read(check.out / RUNNING)
     if stage.command[: len(PYTEST)] == PYTEST:
         write_file(check.out / TESTS, output)
@@ -320,7 +321,7 @@ def tables(check: Check) -> str:
     machine = check.state.get("machine")
     if machine is None:
         return "\n\n".join(parts) + "\n"
-    limit = None if machine["limit"] is None else Limit(*machine["limit"])
+    card = known_card(machine["device"])
     geometry = TOY if check.dry else Geometry()
     keys = ("attention", "attention_kernels", "fp8_products", "kernels_refused")
     parts.append("\n".join(f"* {key}: {machine[key]}" for key in keys if key in machine))
@@ -331,20 +332,20 @@ def tables(check: Check) -> str:
         "tests": check.state["stages"].get("tests", {}).get("results", {}).get("summary", "not run"),
         "machine": machine,
     }
-    parts.append(runner.markdown(options, head, runner.summarize(runs, geometry, limit)))
+    parts.append(runner.markdown(options, head, runner.summarize(runs, geometry, card)))
     kernels = check.state["stages"].get("kernels", {}).get("results", {})
     if kernels:
-        parts.append(kernels_table(kernels, limit))
+        parts.append(kernels_table(kernels, card))
     return "\n\n".join(parts) + "\n"
 
 
-def kernels_table(kernels: Mapping[str, Mapping[str, Any]], limit: Limit | None) -> str:
+def kernels_table(kernels: Mapping[str, Mapping[str, Any]], card: Card | None) -> str:
     """What replaces the assumptions in `bench/limits.py`, and every kernel, the slowest first, as Markdown."""
     from _gpu_kernels import constants
 
     lines = ["## Each kernel", ""]
-    if limit is not None:
-        lines += [f"* for bench/limits.py: {line}" for line in constants(kernels, limit)]
+    if card is not None:
+        lines += [f"* for bench/limits.py: {line}" for line in constants(kernels, card)]
     lines += ["", "| kernel | us | of bandwidth | TFLOP/s | host us | launches |", "|---|---|---|---|---|---|"]
     for name, row in sorted(kernels.items(), key=lambda item: -item[1].get("us", 0.0)):
         if "us" not in row:

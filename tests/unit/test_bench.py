@@ -10,16 +10,16 @@ import pytest
 
 from coat_flux.bench import measure, runner, worker
 from coat_flux.bench.configurations import CONFIGURATIONS, COUNT, LEVELS, TRAINER, BenchOptions, named, rivals
-from coat_flux.bench.limits import DEVICE_NAMES, Geometry, Limit, known_limit, step_work, token_count
+from coat_flux.bench.limits import DEVICE_NAMES, Geometry, known_card, least_ms, step_work, token_count
 from coat_flux.bench.runner import summarize, write
 from coat_flux.cli.entry import main
 from coat_flux.config.coat import COATConfig
-from coat_flux.plan.speed import CARDS
+from coat_flux.plan.speed import CARDS, Card
 from tests.tolerances import ANCHOR_TIME_RTOL
 
 ARGUMENTS = ["--double", "1", "--single", "1", "--heads", "2", "--rank", "4", "--device", "cpu"]
 FLUX, TINY = Geometry(), Geometry(1, 1, 2, 4)
-H200 = Limit(989.4, 1978.9, 4800.0)
+H200 = CARDS[-1]
 # least milliseconds of an H200, batch 1, rank 16: step, step with full recomputation
 BF16_MS = {512: (46.4, 68.2), 768: (94.0, 136.6), 1024: (174.2, 249.8)}
 FP8_MS = {512: (26.3, 38.2), 768: (57.2, 81.5), 1024: (114.1, 159.6)}
@@ -31,28 +31,29 @@ FP8_MS = {512: (26.3, 38.2), 768: (57.2, 81.5), 1024: (114.1, 159.6)}
 )
 def test_operations_of_a_step(resolution: int, tokens: int, linear: float, attention: float) -> None:
     work = step_work(FLUX, resolution, 1, recomputed=False)
+    linears, attended, adapters = work
     assert token_count(resolution) == tokens
-    assert work.linear / 1e12 == pytest.approx(linear, abs=0.01)
-    assert work.attention / 1e12 == pytest.approx(attention, abs=0.02)
-    assert work.adapters / 3 / (work.linear / 2) == pytest.approx(0.0075, abs=5e-5)
+    assert linears / 1e12 == pytest.approx(linear, abs=0.01)
+    assert attended / 1e12 == pytest.approx(attention, abs=0.02)
+    assert adapters / 3 / (linears / 2) == pytest.approx(0.0075, abs=5e-5)
     batch = step_work(FLUX, resolution, 4, recomputed=False)
-    assert tuple(batch) == pytest.approx([4 * part for part in work])
+    assert batch == pytest.approx([4 * part for part in work])
     full = step_work(FLUX, resolution, 1, recomputed=False, full=True)
-    assert (full.linear, full.adapters) == (pytest.approx(1.5 * work.linear), 0)
+    assert full == (pytest.approx(1.5 * linears), attended, 0)
 
 
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("resolution", [512, 768, 1024])
 def test_least_times(resolution: int, fp8: bool) -> None:
     works = [step_work(FLUX, resolution, 1, recomputed=recomputed) for recomputed in (False, True)]
-    times = [H200.milliseconds(work, fp8_linears=fp8) for work in works]
+    times = [least_ms(H200, work, fp8_linears=fp8) for work in works]
     assert times == pytest.approx((FP8_MS if fp8 else BF16_MS)[resolution], rel=ANCHOR_TIME_RTOL)
 
 
 def test_cards_are_matched_by_their_whole_name() -> None:
-    assert known_limit("NVIDIA H200") == H200
-    assert known_limit("NVIDIA H200 NVL") is None
-    assert known_limit("NVIDIA GeForce RTX 4090 Laptop GPU") is None
+    assert known_card("NVIDIA H200") == H200
+    assert known_card("NVIDIA H200 NVL") is None
+    assert known_card("NVIDIA GeForce RTX 4090 Laptop GPU") is None
     assert set(DEVICE_NAMES.values()) == {card.name for card in CARDS if card.gb_per_second}
 
 
@@ -219,11 +220,11 @@ RUNS = [
     ran(3, "bf16_compiled", [13.0]),
     ran(3, "coat", [5.0]),
 ]
-LIMIT = Limit(10.0, 20.0, 10.0)
+CARD = Card(1, "", 10.0, 20.0, gb_per_second=10.0)
 
 
 def test_medians_spread_and_speed() -> None:
-    compiled, coat, toolkit, recomputed = summarize(RUNS, TINY, LIMIT)
+    compiled, coat, toolkit, recomputed = summarize(RUNS, TINY, CARD)
     assert compiled.rounds_ms == [9.0, 11.0, 13.0]
     assert coat.rounds_ms == [4.0, 6.5, 5.0]
     assert (compiled.median_ms, coat.median_ms) == (11.0, 5.0)
@@ -234,30 +235,30 @@ def test_medians_spread_and_speed() -> None:
 
 
 def test_share_of_the_limit_counts_the_rows_own_work() -> None:
-    rows = {row.configuration: row for row in summarize(RUNS, TINY, LIMIT)}
+    rows = {row.configuration: row for row in summarize(RUNS, TINY, CARD)}
     work = step_work(TINY, 64, 2, recomputed=False)
     assert rows["bf16_compiled"].percent_of_limit == pytest.approx(sum(work) / 1e8 / 11.0)
-    assert rows["coat"].percent_of_limit == pytest.approx((sum(work) - work.linear / 2) / 1e8 / 5.0)
+    assert rows["coat"].percent_of_limit == pytest.approx((sum(work) - work[0] / 2) / 1e8 / 5.0)
     runs = [
         ran(1, "bf16_checkpointed", [1.0]),
         ran(1, "adamw_fused", [1.0], "optimizer", parameters=1000, state_bytes=8000),
     ]
-    recomputed, optimizer = summarize(runs, TINY, LIMIT)
+    recomputed, optimizer = summarize(runs, TINY, CARD)
     assert recomputed.percent_of_limit == pytest.approx(sum(step_work(TINY, 64, 2, recomputed=True)) / 1e8)
     assert optimizer.percent_of_limit == pytest.approx((12 * 1000 + 2 * 8000) / 10 / 1e4)
     assert summarize(runs, TINY, None)[0].percent_of_limit is None
 
 
 def test_an_error_in_a_later_round_takes_the_place_of_figures() -> None:
-    rows = summarize([*RUNS, broke(4, "coat", "failed", "late")], TINY, LIMIT)
+    rows = summarize([*RUNS, broke(4, "coat", "failed", "late")], TINY, CARD)
     assert [(row.configuration, row.reason) for row in rows if row.status == "failed"] == [("coat", "late (round 4)")]
 
 
 def test_the_table_shows_every_row(tmp_path: Path) -> None:
     machine = {"device": "a card", "system": "an OS", "python": "3", "versions": {"torch": "2", "torchao": None}}
-    machine |= {"limit": LIMIT, "memory": "allocated"}
+    machine |= {"limit": [10.0, 20.0, 10.0], "memory": "allocated"}
     head = {"date": "today", "command": "coat-flux bench", "tests": "green", "machine": machine}
-    write(tmp_path, BenchOptions(("step",)), head, RUNS, summarize(RUNS, TINY, LIMIT))
+    write(tmp_path, BenchOptions(("step",)), head, RUNS, summarize(RUNS, TINY, CARD))
     lines = (tmp_path / "results.md").read_text(encoding="utf-8").splitlines()
     assert "| coat | step 64 px x 2 | 5 | 4 .. 6.5 | 15.1 % | 0.00 | 2.20 |" in lines
     assert "| toolkit_default | 64 px x 2 | cannot: needs / a package (round 1) |  |  |  |  |" in lines

@@ -17,9 +17,17 @@ from coat_core.ops.norm_kernel import norm_modulate_backward, norm_modulate_quan
 from coat_core.ops.quantize_kernel import quantize
 from coat_flux.bench.configurations import COUNT, named
 from coat_flux.bench.count import MODULATION, OUTSIDE, UPDATE, Launch, Recorder, as_compiled, count_step
-from coat_flux.bench.limits import LAUNCH_MS, CostModel, Geometry, cost_models
+from coat_flux.bench.limits import (
+    BANDWIDTH_SHARE,
+    LAUNCH_MS,
+    RATE_SHARES,
+    Geometry,
+    kernel_ms,
+    modelled_cards,
+)
 from coat_flux.cli import main
 from coat_flux.config.coat import COATConfig
+from coat_flux.plan.speed import Card
 
 pytestmark = pytest.mark.triton
 
@@ -56,10 +64,9 @@ def test_a_step_has_no_more_launches_than_before(step: Recorder) -> None:
 
 
 def test_a_step_is_modelled_to_take_no_longer(step: Recorder) -> None:
-    model = cost_models()["h200"]
+    card = modelled_cards()["h200"]
     ms = (
-        model.milliseconds(x.bytes, x.flops, x.kind, x.shape, x.count) * step.times.get(x.region, 1)
-        for x in step.launches
+        kernel_ms(card, x.bytes, x.flops, x.kind, x.shape, x.count) * step.times.get(x.region, 1) for x in step.launches
     )
     assert sum(ms) <= HELD_MS
 
@@ -111,14 +118,14 @@ def test_launchers_start_as_many_kernels_on_any_device(name: str, device: str) -
 
 
 def test_a_launch_takes_the_longer_of_memory_and_arithmetic() -> None:
-    model = CostModel(1000.0, {"bf16": 100.0}, 132)
-    assert model.milliseconds(2e9, 0.0, "", None) == pytest.approx(2.0 + LAUNCH_MS)
-    assert set(cost_models()) == {"h100", "h200", "rtx4090", "rtx5090"}
+    card = Card(1, "", 100.0 / RATE_SHARES["bf16"], gb_per_second=1000.0 / BANDWIDTH_SHARE, multiprocessors=132)
+    assert kernel_ms(card, 2e9, 0.0, "", None) == pytest.approx(2.0 + LAUNCH_MS)
+    assert set(modelled_cards()) == {"h100", "h200", "rtx4090", "rtx5090"}
     full = (128 * 132, 256, 64)
-    assert model.milliseconds(1.0, 5e11, "bf16", full) == pytest.approx(5.0 + LAUNCH_MS)
+    assert kernel_ms(card, 1.0, 5e11, "bf16", full) == pytest.approx(5.0 + LAUNCH_MS)
     one_tile_more = (128 * 133, 256, 64)
     flops = 5e11 * 133 / 132
-    assert model.milliseconds(1.0, flops, "bf16", one_tile_more) == pytest.approx(2 * 5.0 * 3 / 4 / 0.9 + LAUNCH_MS)
+    assert kernel_ms(card, 1.0, flops, "bf16", one_tile_more) == pytest.approx(2 * 5.0 * 3 / 4 / 0.9 + LAUNCH_MS)
 
 
 def test_what_lies_between_products_is_fused() -> None:

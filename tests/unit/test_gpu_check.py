@@ -16,7 +16,8 @@ import torch
 
 from coat_flux.bench import worker
 from coat_flux.bench.configurations import named
-from coat_flux.bench.limits import Geometry, Limit
+from coat_flux.bench.limits import Geometry
+from coat_flux.plan.speed import Card
 from scripts import _gpu_kernels
 from scripts._gpu_trainer import measure_trainer
 from tests.helpers.kernel_cases import CASES
@@ -184,12 +185,12 @@ def test_a_dry_run_and_a_real_one_do_not_mix(bench: Bench) -> None:
 
 
 def test_rates_and_the_constants_they_replace() -> None:
-    limit = Limit(100.0, 200.0, 1000.0)
-    rows = dict(_gpu_kernels.measure_rates(Geometry(1, 1, 2, 4), 64, torch.device("cpu"), (1, 2), limit))
+    card = Card(1, "", 100.0, 200.0, gb_per_second=1000.0)
+    rows = dict(_gpu_kernels.measure_rates(Geometry(1, 1, 2, 4), 64, torch.device("cpu"), (1, 2), card))
     product = rows["bf16 product 256 -> 256"]
     assert product["tflops"] == pytest.approx(2 * 528 * 256 * 256 / product["us"] / 1e6)
     best = max(row["tflops"] for name, row in rows.items() if name.startswith("bf16 product"))
-    lines = _gpu_kernels.constants(rows, limit)
+    lines = _gpu_kernels.constants(rows, card)
     assert f"RATE_SHARES bf16: {best / 100:.3f}" in lines
     assert {line.split(":")[0] for line in lines} >= {"RATE_SHARES fp8", "RATE_SHARES attention", "BANDWIDTH_SHARE"}
 
@@ -197,7 +198,7 @@ def test_rates_and_the_constants_they_replace() -> None:
 @pytest.mark.triton
 def test_every_listed_kernel_is_timed() -> None:
     """On the meta device: the launchers run at FLUX.1's shapes, their kernels do not."""
-    rows = dict(_gpu_kernels.measure_launchers(CASES, torch.device("meta"), (1, 1), Limit(1.0, 1.0, 1e6)))
+    rows = dict(_gpu_kernels.measure_launchers(CASES, torch.device("meta"), (1, 1), Card(1, gb_per_second=1e6)))
     assert {name for name, figures in rows.items() if "us" in figures} == set(CASES)
     quantized = rows["quantize per row e4m3"]
     assert quantized["launches"] == 1

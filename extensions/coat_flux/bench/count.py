@@ -7,7 +7,7 @@ A transformer with a few blocks at full width goes through the stand-alone engin
 last block of a kind count once, one between them as often as the model has such; gradient clipping, optimizer and EMA
 run over as many parameters as the whole model trains.
 
-`limits.CostModel` turns launches into milliseconds. COAT is compared with bf16 and torch.compile at the same costs:
+`limits.kernel_ms` turns launches into milliseconds. COAT is compared with bf16 and torch.compile at the same costs:
 everything between matrix products and attention is fused as far as dependencies allow.
 """
 
@@ -45,12 +45,13 @@ from ..blocks.models.flux1 import FLUX_DEV_TRANSFORMER_CONFIG, make_flux_dev_geo
 from ..blocks.runner import BlockRunner
 from ..config.coat import COATConfig
 from ..config.job_sections import TrainSection
+from ..plan.speed import Card
 from ..trainers.optimizer import build_optimizer
 from ..trainers.standalone.flow_matching import Objective
 from ..trainers.standalone.network import LoraEMA, add_lora, lora_parameters, lora_targets
 from ..trainers.standalone.trainer import train_step
 from ..watch.guard import RunGuard
-from .limits import NARROW, TEXT_TOKENS, CostModel, Geometry, cost_models
+from .limits import NARROW, TEXT_TOKENS, Geometry, kernel_ms, modelled_cards
 
 META = torch.device("meta")
 
@@ -499,24 +500,23 @@ def count(config: COATConfig, geometry: Geometry, resolutions: Sequence[int]) ->
             the same sums in `by_category`, `blocks` and `by_region` (one block, or the once-per-step parts);
             `operators`: region → lines of (count, category, operator, part), the most frequent first.
     """
-    counts: dict[str, Any] = {card: {} for card in cost_models()}
+    counts: dict[str, Any] = {name: {} for name in modelled_cards()}
     for resolution in resolutions:
         coat = count_step(config, geometry, resolution)
         plain = count_step(COATConfig(enabled=False), geometry, resolution)
         plain.launches = as_compiled(plain.launches)
-        for card, model in cost_models().items():
-            both = zip(NAMES, (coat, plain), strict=True)
-            counts[card][str(resolution)] = {name: _costed(recorder, model) for name, recorder in both}
+        for name, card in modelled_cards().items():
+            counts[name][str(resolution)] = {"coat": _costed(coat, card), "bf16_compile": _costed(plain, card)}
     return counts
 
 
-def _costed(recorder: Recorder, model: CostModel) -> dict[str, Any]:
+def _costed(recorder: Recorder, card: Card) -> dict[str, Any]:
     whole, blocks = dict.fromkeys(FIGURES, 0), dict.fromkeys(FIGURES, 0)
     categories: dict[str, dict[str, float]] = {}
     regions: dict[str, dict[str, float]] = {}
     operators: dict[str, Counter[tuple[str, str, str]]] = {}
     for launch in recorder.launches:
-        ms = model.milliseconds(launch.bytes, launch.flops, launch.kind, launch.shape, launch.count)
+        ms = kernel_ms(card, launch.bytes, launch.flops, launch.kind, launch.shape, launch.count)
         figures = dict(zip(FIGURES, (launch.count, ms, launch.bytes, launch.flops), strict=True))
         times = recorder.times.get(launch.region, 1)
         sums = [(categories.setdefault(launch.category, dict.fromkeys(FIGURES, 0)), times), (whole, times)]

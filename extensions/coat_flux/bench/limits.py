@@ -18,8 +18,10 @@ card with other rates.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from ..plan.speed import Card
 
 HEAD_DIM = 128
 TEXT_TOKENS = 512
@@ -33,8 +35,8 @@ DEVICE_NAMES = {
     "NVIDIA GeForce RTX 5090": "RTX 5090",
 }
 
-# What large kernels are assumed to reach of the peak: on an H200 3.95 of 4.8 TB/s and, in TFLOPS, bf16 740, FP8 1380,
-# cuDNN attention 609 forward and 499 backward; the same shares on other cards. To be replaced by measurements.
+# Assumed shares of the peak that large kernels reach, from an H200's 3.95 of 4.8 TB/s and, in TFLOPS, bf16 740, FP8
+# 1380, cuDNN attention 609 forward and 499 backward. To be replaced by measurements.
 BANDWIDTH_SHARE = 3950.0 / 4800.0
 RATE_SHARES = {
     "bf16": 740.0 / 989.4,
@@ -64,92 +66,67 @@ class Geometry(NamedTuple):
         return self.heads * HEAD_DIM
 
 
-class Work(NamedTuple):
-    """Operations (a product and its sum are two), by kind."""
-
-    linear: float
-    attention: float
-    adapters: float
-
-
-class Limit(NamedTuple):
-    """Rates of a device: dense matrix products and memory traffic."""
-
-    bf16_tflops: float
-    fp8_tflops: float
-    gb_per_second: float
-
-    def milliseconds(self, work: Work, *, fp8_linears: bool) -> float:
-        """The least time for `work`: linears in FP8 if asked, attention and adapters in bf16."""
-        linear = self.fp8_tflops if fp8_linears else self.bf16_tflops
-        return (work.linear / linear + (work.attention + work.adapters) / self.bf16_tflops) / 1e9
-
-
 def token_count(resolution: int) -> int:
     """Tokens of one square image of `resolution` pixels a side, and of its text."""
     return (resolution // PIXELS_PER_TOKEN) ** 2 + TEXT_TOKENS
 
 
-def step_work(geometry: Geometry, resolution: int, batch: int, *, recomputed: bool, full: bool = False) -> Work:
-    """Forward and backward pass of all blocks; `full` trains the linears' weights."""
+def step_work(
+    geometry: Geometry, resolution: int, batch: int, *, recomputed: bool, full: bool = False
+) -> tuple[float, float, float]:
+    """Operations of linears, attention and adapters, a product and its sum being two; `full` trains the linears."""
     d, length, more = geometry.hidden, token_count(resolution), int(recomputed)
     rows, blocks = batch * length, geometry.double + geometry.single
     ranked = 0 if full else geometry.rank * d * (18 * geometry.double + 17 * geometry.single)
-    return Work(
-        linear=(2 + full + more) * 2.0 * rows * blocks * 12 * d * d,
-        attention=(ATTENTION_STEP + more) * 4.0 * rows * blocks * d * length,
-        adapters=(3 + more) * 2.0 * rows * ranked,
-    )
+    linear = (2 + full + more) * 2.0 * rows * blocks * 12 * d * d
+    attention = (ATTENTION_STEP + more) * 4.0 * rows * blocks * d * length
+    return linear, attention, (3 + more) * 2.0 * rows * ranked
 
 
-def known_limit(device_name: str) -> Limit | None:
-    """The published rates of the card of this name, or None."""
+def least_ms(card: Card, work: tuple[float, float, float], *, fp8_linears: bool) -> float:
+    """The least time for `step_work`'s operations: linears in FP8 if asked, the others in bf16."""
+    linear, attention, adapters = work
+    rate = card.fp8_tflops if fp8_linears else card.bf16_tflops
+    return (linear / rate + (attention + adapters) / card.bf16_tflops) / 1e9
+
+
+def known_card(device_name: str) -> Card | None:
+    """The card that torch calls by this name, if its rates are published."""
     from ..plan.speed import CARDS
 
-    for card in CARDS:
-        if card.name == DEVICE_NAMES.get(device_name):
-            return Limit(card.bf16_tflops, card.fp8_tflops, card.gb_per_second)
-    return None
+    return next((card for card in CARDS if card.name == DEVICE_NAMES.get(device_name)), None)
 
 
-class CostModel(NamedTuple):
-    """Estimated kernel times: ms = max(bytes / bandwidth, operations / (rate · efficiency)) + launch.
+def modelled_cards() -> dict[str, Card]:
+    """Short name ("h200", "rtx4090") → card, of those that `kernel_ms` can model."""
+    from ..plan.speed import CARDS
 
-    The efficiency of a matrix product is the used share of its tiles and of their last wave on the multiprocessors.
-    `gb_per_second` and `tflops` (by kind "bf16", "fp8", "attention", "attention_backward") are the rates reached.
+    return {card.name.lower().replace(" ", ""): card for card in CARDS if card.multiprocessors}
+
+
+def kernel_ms(
+    card: Card, moved: float, flops: float, kind: str, shape: tuple[int, int, int] | None, kernels: int = 1
+) -> float:
+    """Estimated time of an operator: max(bytes / bandwidth, operations / (rate · efficiency)) + launches.
+
+    Args:
+        moved: bytes.
+        kind: of `RATE_SHARES`.
+        shape: (M, N, K) of a matrix product, whose efficiency is the used share of its tiles, and of their last wave
+            on the multiprocessors.
     """
-
-    gb_per_second: float
-    tflops: Mapping[str, float]
-    multiprocessors: int
-
-    def milliseconds(
-        self, moved: float, flops: float, kind: str, shape: tuple[int, int, int] | None, kernels: int = 1
-    ) -> float:
-        """Time of an operator that moves `moved` bytes; `shape`: (M, N, K) of a product."""
-        bandwidth, efficiency = self.gb_per_second, 1.0
-        if shape is not None and min(shape[:2]) >= NARROW:
-            efficiency = 0.0
-            for (rows, columns), speed in TILES:
-                tiles = math.ceil(shape[0] / rows) * math.ceil(shape[1] / columns)
-                waves = math.ceil(tiles / self.multiprocessors)
-                used = shape[0] * shape[1] / (waves * self.multiprocessors * rows * columns)
-                efficiency = max(efficiency, speed * used)
-        elif shape is not None and max(shape[:2]) >= NARROW:
-            bandwidth *= NARROW_SHARE
-        compute = flops / (self.tflops[kind] * efficiency) / 1e9 if flops else 0.0
-        return max(moved / bandwidth / 1e6, compute) + kernels * LAUNCH_MS
-
-
-def cost_models() -> dict[str, CostModel]:
-    """Short name of each card ("h200", "rtx4090") → its model."""
-    from ..plan.speed import CARDS
-
-    models = {}
-    for card in CARDS:
-        if card.multiprocessors:
-            peaks = {"fp8": card.fp8_tflops}
-            rates = {kind: share * peaks.get(kind, card.bf16_tflops) for kind, share in RATE_SHARES.items()}
-            bandwidth = card.gb_per_second * BANDWIDTH_SHARE
-            models[card.name.lower().replace(" ", "")] = CostModel(bandwidth, rates, card.multiprocessors)
-    return models
+    bandwidth, efficiency = card.gb_per_second * BANDWIDTH_SHARE, 1.0
+    if shape is not None and min(shape[:2]) >= NARROW:
+        efficiency = 0.0
+        for (rows, columns), speed in TILES:
+            tiles = math.ceil(shape[0] / rows) * math.ceil(shape[1] / columns)
+            waves = math.ceil(tiles / card.multiprocessors)
+            used = shape[0] * shape[1] / (waves * card.multiprocessors * rows * columns)
+            efficiency = max(efficiency, speed * used)
+    elif shape is not None and max(shape[:2]) >= NARROW:
+        bandwidth *= NARROW_SHARE
+    compute = 0.0
+    if flops:
+        peak = card.fp8_tflops if kind == "fp8" else card.bf16_tflops
+        compute = flops / (RATE_SHARES[kind] * peak * efficiency) / 1e9
+    return max(moved / bandwidth / 1e6, compute) + kernels * LAUNCH_MS

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -14,23 +14,25 @@ from ..base.names import COAT_OPTIMIZER
 from ..blocks.held import HeldParts, state_tensors
 from ..config.coat import COATConfig
 from ..watch.phases import peak_bytes
-from .configurations import OPTIMIZER, STEP, Configuration
+from .configurations import Configuration
 from .limits import PIXELS_PER_TOKEN, TEXT_TOKENS, Geometry
-from .timing import SEED, Setting, time_calls
+from .timing import SEED, time_calls
 
 B_STD = 0.02  # of the adapters' B: with zeros half of the backward pass would multiply them
 BUILD_ROOM = 1.3  # a model is made on the GPU when so many times its bytes are free there
 TORCHS_PRECISION = "highest"  # of fp32 products; the stand-alone trainer allows TF32 with COAT, ai-toolkit does not
 LEARNING_RATE, EPS = 1e-4, 1e-6  # ai-toolkit's eps
 PARAMETER_STD, GRADIENT_STD = 0.02, 1e-3
+Sizes: TypeAlias = Sequence[tuple[int, int]]  # (resolution, batch)
 
 
-def measure_steps(row: Configuration, setting: Setting) -> Iterator[dict[str, Any]]:
+def measure_steps(
+    row: Configuration, geometry: Geometry, sizes: Sizes, device: torch.device, calls: tuple[int, int]
+) -> Iterator[dict[str, Any]]:
     """Training steps of the whole transformer: forward, loss, backward, optimizer."""
-    device = setting.device
-    model, trained = make_model(row, setting.geometry, device)
+    model, trained = make_model(row, geometry, device)
     optimizer = make_optimizer(row.optimizer, trained, capturable=row.captures)
-    for resolution, batch in setting.sizes:
+    for resolution, batch in sizes:
         release(device)
         inputs, target = model_inputs(resolution, batch, device)
         losses: list[Tensor] = []
@@ -47,19 +49,20 @@ def measure_steps(row: Configuration, setting: Setting) -> Iterator[dict[str, An
             losses.append(loss.detach())
 
         call, capture_bytes = step, 0
-        if row.captures:  # the peak bytes of a step are known during the capture alone
+        if row.captures:  # only the capture shows a step's peak bytes
             from ..trainers.standalone.step_graph import capture
 
             for _ in range(3):
                 step()
             torch.cuda.reset_peak_memory_stats(device)
             call, capture_bytes = capture(step)[0].replay, peak_bytes(device)
-        timing = time_calls(call, device, *setting.calls(STEP))
-        timing = timing._replace(peak_bytes=max(timing.peak_bytes, capture_bytes))
+        timing = time_calls(call, device, *calls)
+        timing["peak_bytes"] = max(timing["peak_bytes"], capture_bytes)
         loss = torch.stack(losses).tolist()
         if not all(map(math.isfinite, loss)):
             raise FloatingPointError(f"loss={loss}: not finite; figures of a run that does not train are worth nothing")
-        yield timing.of("step", resolution, batch, loss=loss, state_bytes=state_bytes(optimizer, device))
+        figures = {"loss": loss, "state_bytes": state_bytes(optimizer, device)}
+        yield {**timing, "what": "step", "resolution": resolution, "batch": batch, "figures": figures}
 
 
 def make_model(row: Configuration, geometry: Geometry, device: torch.device) -> tuple[Any, list[nn.Parameter]]:
@@ -161,25 +164,29 @@ def quantize_linears(model: nn.Module, quantizer: str) -> None:
         )
 
 
-def measure_optimizer(row: Configuration, setting: Setting) -> Iterator[dict[str, Any]]:
+def measure_optimizer(
+    row: Configuration, geometry: Geometry, sizes: Sizes, device: torch.device, calls: tuple[int, int]
+) -> Iterator[dict[str, Any]]:
     """One step over parameters of a LoRA's shapes, with constant gradients."""
     from ..blocks.models.flux1 import make_flux_dev_geometry
     from ..trainers.standalone.network import lora_targets
 
-    model = make_flux_dev_geometry("meta", **_sizes(setting.geometry))
-    draw = torch.Generator(setting.device).manual_seed(SEED)
-    rank = setting.geometry.rank
+    model = make_flux_dev_geometry("meta", **_sizes(geometry))
+    draw = torch.Generator(device).manual_seed(SEED)
     parameters = []
     for linear in map(model.get_submodule, lora_targets(model)):
-        for shape in ((rank, linear.in_features), (linear.out_features, rank)):
-            parameter = nn.Parameter(torch.randn(shape, device=setting.device, generator=draw) * PARAMETER_STD)
-            parameter.grad = torch.randn(shape, device=setting.device, generator=draw) * GRADIENT_STD
+        for shape in ((geometry.rank, linear.in_features), (linear.out_features, geometry.rank)):
+            parameter = nn.Parameter(torch.randn(shape, device=device, generator=draw) * PARAMETER_STD)
+            parameter.grad = torch.randn(shape, device=device, generator=draw) * GRADIENT_STD
             parameters.append(parameter)
     optimizer = make_optimizer(row.name, parameters)
-    timing = time_calls(optimizer.step, setting.device, *setting.calls(OPTIMIZER))
-    elements = sum(parameter.numel() for parameter in parameters)
-    state = state_bytes(optimizer, setting.device)
-    yield timing.of("optimizer step", parameters=elements, tensors=len(parameters), state_bytes=state)
+    timing = time_calls(optimizer.step, device, *calls)
+    figures = {
+        "parameters": sum(parameter.numel() for parameter in parameters),
+        "tensors": len(parameters),
+        "state_bytes": state_bytes(optimizer, device),
+    }
+    yield {**timing, "what": "optimizer step", "resolution": 0, "batch": 0, "figures": figures}
 
 
 def make_optimizer(name: str, parameters: list[nn.Parameter], *, capturable: bool = False) -> torch.optim.Optimizer:

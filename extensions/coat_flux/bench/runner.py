@@ -16,12 +16,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..base.errors import UserError
 from ..base.files import write_file
 from .configurations import CANNOT, FAILED, OK, OPTIMIZER, OUT_OF_MEMORY, STEP, TRAINER, BenchOptions, named, rivals
-from .limits import Geometry, Limit, step_work
+from .limits import Geometry, least_ms, step_work
+
+if TYPE_CHECKING:
+    from ..plan.speed import Card
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 TESTS = ("tests/kernels", "tests/optim")
@@ -145,7 +148,7 @@ class Result:
     reason: str = ""  # why there are no figures
 
 
-def summarize(runs: Sequence[Mapping[str, Any]], geometry: Geometry, limit: Limit | None) -> list[Result]:
+def summarize(runs: Sequence[Mapping[str, Any]], geometry: Geometry, card: Card | None) -> list[Result]:
     """One row per measurement and one per case without figures, in the order of first appearance."""
     rows: dict[tuple[Any, ...], Result] = {}
     for run in runs:
@@ -162,8 +165,8 @@ def summarize(runs: Sequence[Mapping[str, Any]], geometry: Geometry, limit: Limi
             row.median_ms = median(row.rounds_ms)
             row.peak_bytes = max(row.peak_bytes, measured["peak_bytes"])
             row.figures = measured["figures"]
-            if limit is not None:
-                row.percent_of_limit = 100 * limit_ms(row, geometry, limit) / row.median_ms
+            if card is not None:
+                row.percent_of_limit = 100 * limit_ms(row, geometry, card) / row.median_ms
     for row in rows.values():
         for title, name in rivals(row.level, row.configuration).items() if row.status == OK else ():
             rival = rows.get((row.level, name, row.what, row.resolution, row.batch))
@@ -172,15 +175,15 @@ def summarize(runs: Sequence[Mapping[str, Any]], geometry: Geometry, limit: Limi
     return list(rows.values())
 
 
-def limit_ms(row: Result, geometry: Geometry, limit: Limit) -> float:
+def limit_ms(row: Result, geometry: Geometry, card: Card) -> float:
     """The device's lower bound on the row's time."""
     if row.level == OPTIMIZER:
         traffic = row.figures["parameters"] * OTHER_TRAFFIC_BYTES + MOMENTS_TRAFFIC * row.figures["state_bytes"]
-        return float(traffic / limit.gb_per_second / 1e6)
+        return float(traffic / card.gb_per_second / 1e6)
     configuration = named(row.level)[row.configuration]
     treatment = {"recomputed": configuration.recomputes, "full": configuration.full}
     work = step_work(geometry, row.resolution, row.batch, **treatment)
-    return limit.milliseconds(work, fp8_linears=configuration.fp8_linears)
+    return least_ms(card, work, fp8_linears=configuration.fp8_linears)
 
 
 def write(

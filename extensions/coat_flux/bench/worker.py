@@ -28,10 +28,10 @@ from coat_core.ops.dispatch import triton_obstacle
 
 from ..base.names import COAT_OPTIMIZER
 from .configurations import CANNOT, FAILED, OK, OPTIMIZER, OUT_OF_MEMORY, Configuration, named
-from .limits import Geometry, known_limit
-from .timing import Setting
+from .limits import Geometry, known_card
+from .timing import CALLS, CPU_CALLS
 
-Measure = Callable[[Configuration, Setting], Iterable[dict[str, Any]]]
+Measure = Callable[..., Iterable[dict[str, Any]]]
 
 REASON_LENGTH = 300
 PACKAGES = (
@@ -59,9 +59,7 @@ def run(spec: dict[str, Any], measure: Measure | None = None) -> dict[str, Any]:
         status = FAILED
         if isinstance(error, MissingError):
             status, reason = CANNOT, str(error)
-        elif (
-            isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower()
-        ):  # other allocators' too
+        elif "out of memory" in str(error).lower():  # of any allocator
             status = OUT_OF_MEMORY
         elif row is not None and row.coat is None and (row.needs or row.compile_mode):
             status = CANNOT  # a baseline of others, which need not run on every machine
@@ -82,13 +80,13 @@ def _measured(
         if obstacle is not None:
             raise RuntimeError(f"{obstacle}; the references of our kernels would be timed as COAT")
     torch.manual_seed(0)
-    sizes = tuple((resolution, batch) for resolution, batch in spec["sizes"])
-    setting = Setting(Geometry(**spec["geometry"]), sizes, device, spec["repeats"])
+    warmup, repeats = CALLS[spec["level"]] if device.type == "cuda" else CPU_CALLS
     if measure is None:
         from .measure import measure_optimizer, measure_steps
 
         measure = measure_optimizer if spec["level"] == OPTIMIZER else measure_steps
-    return list(measure(row, setting))
+    calls = warmup, spec["repeats"] or repeats
+    return list(measure(row, Geometry(**spec["geometry"]), spec["sizes"], device, calls))
 
 
 def _is_installed(package: str) -> bool:
@@ -116,10 +114,11 @@ def _machine(device: torch.device) -> dict[str, Any]:
     if device.type != "cuda":
         return about
     properties = torch.cuda.get_device_properties(device)
+    card = known_card(properties.name)
     return about | {
         "device": properties.name,
         "memory": "allocated on the device",
-        "limit": known_limit(properties.name),
+        "limit": card and [card.bf16_tflops, card.fp8_tflops, card.gb_per_second],
         "device_memory_bytes": properties.total_memory,
         "capability": f"sm_{properties.major}{properties.minor}",
         "cuda": torch.version.cuda,

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..base.files import write_file
 from ..bench.configurations import COUNT, FAILED, LEVELS, BenchOptions, named
-from ..bench.limits import Geometry, Limit
+from ..bench.limits import Geometry, known_card
 from .common import EXIT_FAILED, UsageError, add_command, number, positive
 
 FLUX_DEV = Geometry()
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"{output}\nerror: no figures from code whose tests fail; fix it first", file=sys.stderr)
         return EXIT_FAILED
     machine = runner.describe(options)
-    limit = None if machine["limit"] is None else Limit(*machine["limit"])
+    card = known_card(machine["device"])
     print(machine["device"], flush=True)
     head = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     rows: list[runner.Result] = []
     for result in runner.run_cases(options, lambda line: print(line, flush=True)):
         runs.append(result)
-        rows = runner.summarize(runs, options.geometry, limit)
+        rows = runner.summarize(runs, options.geometry, card)
         runner.write(args.out, options, head, runs, rows)
     print(f"\n{runner.markdown(options, head, rows)}\nwrote {args.out}: results.json, results.md")
     return EXIT_FAILED if any(row.status == FAILED for row in rows) else 0

@@ -237,9 +237,10 @@ def rates(device: torch.device) -> dict[str, float | str]:
     result: dict[str, float | str] = {}
     for name, product in kinds.items():
         try:
-            once_ms = fmean(time_calls(product, device, 3, 3).samples_ms)
+            once_ms = fmean(time_calls(product, device, 3, 3)["samples_ms"])
             repeats = max(1, min(10_000, int(1e3 * SECONDS_EACH / max(once_ms, 1e-6))))
-            result[name] = 2.0 * side**3 / fmean(time_calls(product, device, 1, repeats).samples_ms) / 1e9
+            seconds = 1e-3 * fmean(time_calls(product, device, 1, repeats)["samples_ms"])
+            result[name] = 2.0 * side**3 / seconds / 1e12
         except (RuntimeError, ValueError) as error:  # such as a torch that was not built for this card
             result[name] = str(error).splitlines()[0]
     return result
