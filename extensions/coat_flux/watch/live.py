@@ -13,7 +13,6 @@ import platform
 import time
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import psutil
@@ -69,9 +68,7 @@ class LiveRun:
             self._commands.rmdir()
         return frozenset(asked)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if self._active:
             self._status["ended"] = "finished" if error is None else str(error)
             if isinstance(error, KeyboardInterrupt | SystemExit):
@@ -98,10 +95,10 @@ class RunStatus(NamedTuple):
 def read_status(run_dir: Path) -> RunStatus | None:
     """The status of a run; None if missing or damaged."""
     try:
-        found = json.loads((run_dir / STATUS_FILE).read_text(encoding="utf-8"))
-        takes = tuple(name for name in COMMANDS if name in found["takes"])
-        alive = found["ended"] is None and _is_alive(run_dir, found)
-        return RunStatus(alive, int(found["first"]), int(found["steps"]), takes, found["ended"])
+        status = json.loads((run_dir / STATUS_FILE).read_text(encoding="utf-8"))
+        takes = tuple(name for name in COMMANDS if name in status["takes"])
+        alive = status["ended"] is None and _is_alive(run_dir, status)
+        return RunStatus(alive, int(status["first"]), int(status["steps"]), takes, status["ended"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

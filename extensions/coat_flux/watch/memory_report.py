@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..base.files import replacing
+from ..base.files import write_file
 from ..base.text import GB, MB, columns
 from .phases import PhaseTracker
 
 if TYPE_CHECKING:
     from ..config.job import JobConfig
 
-__all__ = ["as_table", "finish", "forecast", "picture", "stacked", "tabulated"]
+__all__ = ["finish", "forecast", "picture", "stacked", "tabulated"]
 
 COLOURS = {  # in the order of the bars, from below
     "transformer": "#4c72b0",
@@ -45,11 +45,11 @@ def finish(
         return
     record = tracker.record()
     if detail is not None:
-        detail(as_table(record))
+        title, rows, notes = tabulated(record)
+        detail("\n".join([title, *columns(rows), *notes]))
     target = tracker.path.with_suffix(".png")
     try:
-        with replacing(target) as temp:
-            temp.write_bytes(picture(record))
+        write_file(target, picture(record))
     except ImportError as error:
         log(f"Memory report: coat/{target.name} is left out: {error}; pip install matplotlib")
     except OSError as error:
@@ -72,12 +72,6 @@ def forecast(make_job: Callable[[], JobConfig], device: torch.device) -> dict[st
     return {"peak": prediction.peak, "phases": prediction.phases}
 
 
-def as_table(record: Mapping[str, Any]) -> str:
-    """The text table of a run's JSON."""
-    title, rows, notes = tabulated(record)
-    return "\n".join([title, *columns(rows), *notes])
-
-
 def tabulated(record: Mapping[str, Any]) -> tuple[str, list[list[str]], list[str]]:
     """The table in parts: title, rows with the header first, and footnotes."""
     unit, scale = ("GB", GB) if record["peak"] >= 10 * GB else ("MB", MB)
@@ -98,10 +92,9 @@ def tabulated(record: Mapping[str, Any]) -> tuple[str, list[list[str]], list[str
         if baseline:
             row.append(sign + size(max(0, peak["allocated"] - baseline)))
         rows.append([*row, size(sum(predicted[name].values())) if name in predicted else "-"])
-    notes = [
-        f"{name.replace('_', ' ')}: {size(at['allocated'])}, peak until then {size(at['peak'])}"
-        for name, at in record["moments"].items()
-    ]
+    notes = []
+    for name, at in record["moments"].items():
+        notes.append(f"{name.replace('_', ' ')}: {size(at['allocated'])}, peak until then {size(at['peak'])}")
     if "step" in record["phases"]:
         measured = record["phases"]["step"]["parts"]
         expected = predicted.get("step", {})
@@ -111,20 +104,18 @@ def tabulated(record: Mapping[str, Any]) -> tuple[str, list[list[str]], list[str
                 beside = f" ({size(expected[part])})" if part in expected else ""
                 held.append(f"{part} {size(measured.get(part, 0))}{beside}")
         notes.append(f"held in a step{' (predicted)' if expected else ''}: {', '.join(held)}")
-    return title, rows, [*notes, _verdict(record, size, unit)]
-
-
-def _verdict(record: Mapping[str, Any], size: Callable[[float], str], unit: str) -> str:
-    prediction = record["prediction"]
-    if prediction is None:
-        return "prediction: none, the run did not come to its end"
-    if "missing" in prediction:
-        return f"prediction: none for this run ({prediction['missing']})"
-    peak, measured = prediction["peak"], record["peak"] - record["baseline"]
-    line = f"prediction: peak {size(peak)} {unit}; measured {size(measured)} {unit}"
-    if record["baseline"]:
-        return f"{line} of resident memory above the start, libraries included"
-    return f"{line}, {(measured - peak) / peak:+.1%} of the prediction"
+    if record["prediction"] is None:
+        line = "prediction: none, the run did not come to its end"
+    elif "missing" in record["prediction"]:
+        line = f"prediction: none for this run ({record['prediction']['missing']})"
+    else:
+        expected_peak, measured_peak = record["prediction"]["peak"], record["peak"] - baseline
+        line = f"prediction: peak {size(expected_peak)} {unit}; measured {size(measured_peak)} {unit}"
+        if baseline:
+            line += " of resident memory above the start, libraries included"
+        else:
+            line += f", {(measured_peak - expected_peak) / expected_peak:+.1%} of the prediction"
+    return title, rows, [*notes, line]
 
 
 def stacked(record: Mapping[str, Any]) -> tuple[str, dict[str, dict[str, float]], dict[str, float]]:

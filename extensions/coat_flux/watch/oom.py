@@ -33,10 +33,7 @@ CPU_MESSAGES = ("defaultcpuallocator", "can't allocate memory", "not enough memo
 MESSAGES = ("out of memory", "alloc_failed", *CPU_MESSAGES)  # cuBLAS's status; Windows' small paging file
 CUDA_CONTEXT = 0.6e9  # of a process, outside of torch's allocator
 WORTH_A_LINE = 0.02  # share of the device's memory below which gaps and other processes are not the cause
-GAPS = {
-    "win32": "PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:512",  # no expandable segments on Windows
-    "linux": "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
-}
+GAPS = {"win32": "max_split_size_mb:512"}  # which has no expandable segments
 
 
 class OutOfMemory(UserError, RuntimeError):
@@ -51,8 +48,8 @@ def is_oom(error: BaseException | None) -> bool:
         return True
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return True
-    named = isinstance(error, RuntimeError | OSError) and any(message in str(error).lower() for message in MESSAGES)
-    return named or is_oom(error.__cause__)
+    is_named = isinstance(error, RuntimeError | OSError) and any(text in str(error).lower() for text in MESSAGES)
+    return is_named or is_oom(error.__cause__)
 
 
 def recompute_more(transformer: nn.Module) -> str | None:
@@ -61,8 +58,8 @@ def recompute_more(transformer: nn.Module) -> str | None:
     Transposed copies of the weights go first, then every block recomputes. Call it outside the `except` clause, when
     nothing refers to the failed step.
 
-    Numerics: results do not depend on the copies. A recomputed block has the same forward pass, but its gradients are
-    those of its input after a round trip through FP8 (exact without `memory.enable_efficient_checkpoint`).
+    Numerics: a recomputed block's gradients are those of its input after a round trip through FP8 (exact without
+    `memory.enable_efficient_checkpoint`).
     """
     runner = BlockRunner.of(transformer)
     line = None if runner is None else runner.recompute_more()
@@ -106,12 +103,13 @@ class _Explanation:
         self._runner = next(filter(None, map(BlockRunner.of, transformers)), None)
         self._recomputed = None if self._runner is None else self._runner.plan.recomputed
 
+    @functools.cached_property
     def _room(self) -> tuple[float, float]:
+        """(free, total) bytes of the device."""
         if self._device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(self._device)
-            return float(free), float(total)
+            return torch.cuda.mem_get_info(self._device)
         memory = psutil.virtual_memory()
-        return float(memory.available), float(memory.total)
+        return memory.available, memory.total
 
     def cpu_memory(self) -> list[str]:
         """A CPU out of memory during a run on a GPU: all that is known."""
@@ -123,17 +121,16 @@ class _Explanation:
         if self._job is not None:
             from ..plan.predict import predict
 
-            facts = self._facts
-            needed = predict(facts, self._room()[1], self._recomputed).ram_bytes
+            needed = predict(self._facts, self._room[1], self._recomputed).ram_bytes
             lines.insert(0, f"plan: {_size(needed)} of CPU memory")
-            if any(entry.cache_latents for entry in facts.job.datasets):
+            if any(entry.cache_latents for entry in self._facts.job.datasets):
                 lines.append("write datasets: cache_latents_to_disk: true in place of cache_latents")
         return lines
 
     def plan(self) -> list[str]:
         from ..plan.predict import predict
 
-        total = self._room()[1]
+        total = self._room[1]
         prediction = predict(self._facts, total, self._recomputed)
         parts = prediction.phases.get(self._phase)
         blocks = f"{len(prediction.recomputed)} of {len(prediction.plan.blocks)} blocks recompute"
@@ -144,40 +141,38 @@ class _Explanation:
 
     def held(self) -> list[str]:
         parts = self._phases.held.count()
-        (allocated, reserved), (free, total) = used_bytes(self._device), self._room()
+        (allocated, reserved), (free, total) = used_bytes(self._device), self._room
         rest = allocated - self._phases.baseline - sum(parts.values())
         parts = {**parts, "activations and workspace": max(0, rest)}
         totals = f"allocated {_size(allocated)}, reserved {_size(reserved)}, free {_size(free)}"
         lines = [f"held now: {_listed(parts)}", f"{self._device}: {totals} of {_size(total)}"]
         gap = reserved - allocated
         if self._device.type == "cuda" and gap >= WORTH_A_LINE * total:
-            setting = GAPS.get(sys.platform, GAPS["linux"])
-            lines.append(
-                f"fragmentation: {_megabytes(gap)} are reserved and in no tensor; start the run with {setting}"
-            )
+            words = f"fragmentation: {_megabytes(gap)} are reserved and in no tensor; start the run with"
+            lines.append(f"{words} PYTORCH_CUDA_ALLOC_CONF={GAPS.get(sys.platform, 'expandable_segments:True')}")
         return lines
 
     def others(self) -> list[str]:
-        (allocated, reserved), (free, total) = used_bytes(self._device), self._room()
+        (allocated, reserved), (free, total) = used_bytes(self._device), self._room
         ours = reserved + CUDA_CONTEXT if self._device.type == "cuda" else allocated
         taken = max(0.0, total - free - ours)
         if taken < WORTH_A_LINE * total:
             return []
         left = (total - taken) / GB
-        list_them = "nvidia-smi lists them" if self._device.type == "cuda" else "the system's task list shows them"
+        lister = "nvidia-smi lists them" if self._device.type == "cuda" else "the system's task list shows them"
         return [
-            f"other processes hold {_megabytes(taken)} of {self._where}: end them ({list_them}), or let "
-            f"coat.memory.budget_gb be below the {left:.1f} GB that are left"
+            f"other processes hold {_megabytes(taken)} of {self._where}: end them ({lister}), or set "
+            f"coat.memory.budget_gb below the {left:.1f} GB that are left"
         ]
 
     def remedies(self) -> list[str]:
         from ..plan.cards import remedies
 
-        items = remedies(self._facts, self._phase, self._room()[1], self._recomputed)
+        items = remedies(self._facts, self._phase, self._room[1], self._recomputed)
         if not items:
             return ["no change of the YAML frees memory in this phase; a card with more memory is needed"]
         rows = [(f"  {change.text}", f"frees {_megabytes(size)}", f"costs {change.cost}") for change, size in items]
-        title = "change one of these, the cheapest first (coat-flux plan shows the whole picture):"
+        title = "change one of these, the cheapest first (coat-flux plan shows all):"
         return [title, *columns(rows, left=range(3))]
 
     @functools.cached_property

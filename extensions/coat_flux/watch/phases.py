@@ -30,7 +30,6 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from ..base.files import replacing
+from ..base.files import write_file
 from ..blocks.held import SAVED, HeldParts, HeldTensors, module_tensors
 
 __all__ = ["MEMORY_FILE", "RUN_PHASES", "STEP_MOMENTS", "PhaseTracker", "peak_bytes", "used_bytes"]
@@ -95,21 +94,6 @@ def reset_peak(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-@dataclass
-class _Phase:
-    entered: int = 0
-    open: bool = False
-    start: dict[str, int] = field(default_factory=dict)
-    end: dict[str, int] = field(default_factory=dict)
-    peak: dict[str, int] = field(default_factory=lambda: {"allocated": 0, "reserved": 0})
-    exact: bool = True
-    parts: dict[str, int] = field(default_factory=dict)
-    most: dict[str, int] = field(default_factory=dict)
-    counts: int = 0
-    most_held: int = 0  # at a count
-    peak_before: int = 0  # of the process, on entry
-
-
 class PhaseTracker:
     """Follows the memory of `device` through a run's phases.
 
@@ -123,13 +107,15 @@ class PhaseTracker:
         self.baseline = 0 if device.type == "cuda" else used_bytes(device)[0]
         self.held = HeldParts(device)
         self.moment = ""
-        self._phases: dict[str, _Phase] = {}
+        self._phases: dict[str, dict[str, Any]] = {}  # as in the JSON, but for "rest"
+        self._counts: dict[str, tuple[int, int]] = {}  # phase → counts of its parts, the most allocated at one
         self._moments: dict[str, dict[str, int]] = {}
         self._kinds: dict[str, int] = {}
         self._now: str | None = None
         self._broken: str | None = None
+        self._peak_before = 0  # of the process, before the phase
         self._before_forward = (0, 0)
-        self._counts = counts and device.type != "cuda"
+        self._counts_operators = counts and device.type != "cuda"
         self._counter: HeldTensors | None = None  # while it counts
         self._counted = 0
         self._steps = 0
@@ -157,13 +143,11 @@ class PhaseTracker:
         """Count the tensors of `owner`, for as long as it lives, under `part`: `HeldParts.add`."""
         self.held.add(part, owner, tensors)
 
-    # -- the run's course ----------------------------------------------------------------------------------------------
-
     @property
     def peak(self) -> int:
         """Peak bytes so far."""
         self._update()
-        return max((phase.peak["allocated"] for phase in self._phases.values()), default=0)
+        return max((phase["peak"]["allocated"] for phase in self._phases.values()), default=0)
 
     @property
     def under_way(self) -> str | None:
@@ -177,16 +161,15 @@ class PhaseTracker:
         if name == "step" and name not in self._phases:
             self._record_moment("before_training")
         self._continue(name)
-        self._phases[name].entered += 1
+        self._phases[name]["entered"] += 1
         self.write()
 
     def _continue(self, name: str) -> None:
         reset_peak(self.device)
-        phase = self._phases.setdefault(name, _Phase())
-        phase.open = True
-        phase.peak_before = peak_bytes(self.device)
-        phase.start = phase.start or self._used()
-        self._now = name
+        peak = {"allocated": 0, "reserved": 0}
+        phase = {"entered": 0, "open": True, "start": self._used(), "end": {}, "peak": peak, "exact": True}
+        self._phases.setdefault(name, {**phase, "parts": {}, "most": {}})["open"] = True
+        self._now, self._peak_before = name, peak_bytes(self.device)
 
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
@@ -225,12 +208,9 @@ class PhaseTracker:
             if self._steps == 2:  # in the first, libraries warm up and weights are joined
                 self._counted = 0
                 if self._now is not None:
-                    phase = self._phases[self._now]
-                    phase.parts = {}
-                    phase.most = {}
-                    phase.counts = 0
-                    phase.most_held = 0
-            if self._counts and self._steps <= COUNTED:
+                    self._phases[self._now] |= {"parts": {}, "most": {}}
+                    self._counts.pop(self._now, None)
+            if self._counts_operators and self._steps <= COUNTED:
                 self._counter = HeldTensors()
                 self._counter.__enter__()
         elif moment == "after_forward":
@@ -252,10 +232,10 @@ class PhaseTracker:
     def record(self) -> dict[str, Any]:
         """The content of the JSON described above."""
         peak, phases = self.peak, {}
-        for name, phase in sorted(self._phases.items(), key=lambda item: RUN_PHASES.index(item[0])):
-            phases[name] = {key: getattr(phase, key) for key in ("entered", "open", "start", "end", "peak", "exact")}
-            rest = phase.peak["allocated"] - self.baseline - sum(phase.parts.values())
-            phases[name] |= {"parts": {**phase.parts, "rest": max(0, rest)}, "most": phase.most}
+        for name in sorted(self._phases, key=RUN_PHASES.index):
+            phase = self._phases[name]
+            rest = phase["peak"]["allocated"] - self.baseline - sum(phase["parts"].values())
+            phases[name] = {**phase, "parts": {**phase["parts"], "rest": max(0, rest)}}
         return {
             "device": str(self.device),
             "method": METHODS["cuda" if self.device.type == "cuda" else "cpu"],
@@ -272,39 +252,33 @@ class PhaseTracker:
         if self.path is None:
             return
         try:
-            with replacing(self.path) as temp:
-                temp.write_text(json.dumps(self.record(), indent=2) + "\n", encoding="utf-8")
+            write_file(self.path, json.dumps(self.record(), indent=2) + "\n")
         except OSError as error:
             logger.warning("%s: cannot be written (%s); the run goes on without it", self.path, error)
             self.path = None
-
-    # -- counting ------------------------------------------------------------------------------------------------------
 
     def _used(self) -> dict[str, int]:
         allocated, reserved = used_bytes(self.device)
         return {"allocated": allocated, "reserved": reserved}
 
     def _update(self) -> None:
+        """Raise the phase's peak; that of a CPU is known only where the process's rose."""
         if self._now is None:
             return
-        phase = self._phases[self._now]
-        now = self._used()
-        peak = peak_bytes(self.device)
+        phase, now, peak = self._phases[self._now], self._used(), peak_bytes(self.device)
         on_gpu = self.device.type == "cuda"
-        known = on_gpu or peak > phase.peak_before
+        known = on_gpu or peak > self._peak_before
         highest = max(peak, now["allocated"]) if known else now["allocated"]
-        if highest > phase.peak["allocated"]:
-            phase.peak["allocated"], phase.exact = highest, known
+        if highest > phase["peak"]["allocated"]:
+            phase["peak"]["allocated"], phase["exact"] = highest, known
         reserved = torch.cuda.max_memory_reserved(self.device) if on_gpu else now["reserved"]
-        phase.peak["reserved"] = max(phase.peak["reserved"], reserved)
+        phase["peak"]["reserved"] = max(phase["peak"]["reserved"], reserved)
 
     def _end(self) -> None:
-        if self._now is None:
-            return
-        self._count_parts(always=True)
-        phase = self._phases[self._now]
-        phase.end, phase.open = self._used(), False
-        self._now = None
+        if self._now is not None:
+            self._count_parts(always=True)
+            self._phases[self._now] |= {"end": self._used(), "open": False}
+            self._now = None
 
     def _record_moment(self, name: str) -> None:
         used = self._used()
@@ -314,16 +288,16 @@ class PhaseTracker:
         """Count the parts, if seldom done in this phase or if more is held than before."""
         if self._now is None:
             return
-        phase, allocated = self._phases[self._now], self._used()["allocated"]
         self._update()
-        if not always and phase.counts >= COUNTS and allocated <= phase.most_held:
+        phase, allocated = self._phases[self._now], self._used()["allocated"]
+        count, most_held = self._counts.get(self._now, (0, 0))
+        if not always and count >= COUNTS and allocated <= most_held:
             return
-        phase.counts = phase.counts + 1
-        phase.most_held = max(allocated, phase.most_held)
+        self._counts[self._now] = count + 1, max(allocated, most_held)
         parts = self.held.count() | (further or {})
         self._kinds = self.held.transformer_kinds() or self._kinds
-        phase.most = {part: max(size, phase.most.get(part, 0)) for part, size in parts.items()}
-        if sum(parts.values()) >= sum(phase.parts.values()):
-            phase.parts = parts
+        phase["most"] = {part: max(size, phase["most"].get(part, 0)) for part, size in parts.items()}
+        if sum(parts.values()) >= sum(phase["parts"].values()):
+            phase["parts"] = parts
         if not always:
             self.write()

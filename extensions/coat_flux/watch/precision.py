@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,11 +51,10 @@ def weight_rows(model: nn.Module) -> list[CastPrecision]:
     """Rows of all measured weights of a model."""
     rows = []
     for name, module in model.named_modules():
-        text = vars(module).get(WEIGHT_PRECISION)
-        if text is not None:
-            losses = [float(number) for number in text.split()]
-            elements = module.in_features * module.out_features
-            rows.append(row_of(0, name.removesuffix(".base_layer"), WEIGHT, [(losses, elements)]))
+        losses = vars(module).get(WEIGHT_PRECISION)
+        if losses is not None:
+            cast = list(map(float, losses.split())), module.in_features * module.out_features
+            rows.append(row_of(0, name.removesuffix(".base_layer"), WEIGHT, [cast]))
     return rows
 
 
@@ -86,9 +86,9 @@ def health_line(rows: Sequence[CastPrecision]) -> str:
     for kind, name in KINDS.items():
         own = [row for row in rows if row.kind == kind]
         if own:
-            lost = max(own, key=lambda row: row.underflow)
-            beyond = max(own, key=lambda row: row.saturation)
-            text = f"{name} {sum(row.underflow for row in own) / len(own):.2%}"
+            lost = max(own, key=attrgetter("underflow"))
+            beyond = max(own, key=attrgetter("saturation"))
+            text = f"{name} {fmean(row.underflow for row in own):.2%}"
             if lost.underflow:
                 text += f" ({lost.underflow:.2%} in {lost.layer})"
             if beyond.saturation:

@@ -84,10 +84,8 @@ class StepWatch:
         self._explained_lines = phases.device.type == "cuda"
         self._began = self._updating = self._reported = False
 
-    # -- a step, in the order of its moments ---------------------------------------------------------------------------
-
     def reads_at_once(self, step: int) -> bool:
-        """Whether this step reads something back; others may call `allows_update` one step later."""
+        """Whether this step reads something back; after others `allows_update` may be called one step later."""
         return not self._began or self._is_health_step(step) or self._precision.pending or self.guard.checks_soon
 
     def _is_health_step(self, step: int) -> bool:
@@ -113,19 +111,18 @@ class StepWatch:
         if not (due or chooses):
             yield
             return
-        probe = CastProbe(self._transformer, self.guard.lora)
-        with probe:
+        with CastProbe(self._transformer, self.guard.lora) as probe:
             yield
         rows = probe.rows(step)
-        if not self.guard.nonfinite:
-            self._log.precision(rows)
-            if self._precision.pending:
-                self._precision.choose(rows)
-        if not rows:
+        if rows:
+            self._log.detail(f"step {step}: {health_line(rows)}")
+        if self.guard.nonfinite:
             return
-        self._log.detail(f"step {step}: {health_line(rows)}")
-        verdict = health_verdict(rows, self._options)
-        if verdict is not None and self._options.enabled and not self.guard.nonfinite:
+        self._log.precision(rows)
+        if self._precision.pending:
+            self._precision.choose(rows)
+        verdict = health_verdict(rows, self._options) if rows and self._options.enabled else None
+        if verdict is not None:
             raise DeadRunError(f"step {step}: {verdict}; {KEPT}")
 
     def retry(self, step: int, attempt: Callable[[], T], reset: Callable[[], str | None]) -> T:
@@ -195,8 +192,6 @@ class StepWatch:
             if warning is not None:
                 self._log.info(f"WARNING: {warning}")
 
-    # -- a resume ------------------------------------------------------------------------------------------------------
-
     def state_dict(self) -> dict[str, Any]:
         """The guard's counters and the layers that `activation.min_sqnr_db` left out; plain JSON."""
         chosen = self._precision.state_dict()
@@ -211,8 +206,8 @@ class StepWatch:
 class SpillWatch:
     """Warns once that Windows' driver has spilled GPU memory to system memory, which slows steps.
 
-    Certain where torch holds more than the card has. Otherwise it takes several slow steps in a row, by the median of
-    the run's own first steps, and torch holding nearly all of the card. Only on win32.
+    The signs: torch holds more than the card has; or nearly all of it, and several steps in a row are much slower than
+    the median of the run's first steps.
     """
 
     def __init__(self, platform: str = sys.platform) -> None:
@@ -220,7 +215,7 @@ class SpillWatch:
         self._seconds: list[float] = []
 
     def on_step(self, seconds: float, reserved: int, total: int) -> str | None:
-        """Check a finished step by its seconds, bytes reserved by torch, and bytes of the card."""
+        """The warning after a step of so many seconds, with `reserved` bytes of the card's `total` held by torch."""
         if not self._active or total <= 0:
             return None
         sign = f"torch holds {reserved / GB:.1f} GB"
@@ -239,6 +234,6 @@ class SpillWatch:
         return (
             f"{sign} of a card of {total / GB:.1f} GB: the Windows driver has moved memory of this run to "
             "system memory, which is many times slower. Set coat.memory.checkpointing: all or a smaller "
-            "coat.memory.budget_gb, or close other programs on this card. To have an error instead: NVIDIA Control "
+            "coat.memory.budget_gb, or close other programs on this card. For an error instead: NVIDIA Control "
             "Panel, Manage 3D settings, CUDA - Sysmem Fallback Policy, Prefer No Sysmem Fallback"
         )
