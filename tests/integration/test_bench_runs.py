@@ -17,10 +17,10 @@ import torch
 
 from coat_flux.bench import runner, worker
 from coat_flux.cli.entry import main
+from scripts import benchmark_coat
 from tests.tolerances import BENCH_LOSS_RTOL
 
-ROOT = Path(__file__).resolve().parents[2]
-GEOMETRY = {"double": 1, "single": 1, "heads": 2, "rank": 4}
+GEOMETRY = {"double": 1, "single": 1, "heads": 1, "rank": 4}
 TINY = [word for name, value in GEOMETRY.items() for word in (f"--{name}", str(value))]
 
 
@@ -34,8 +34,7 @@ def figures_of(level: str, configuration: str) -> dict[str, Any]:
 
 
 def test_steps_train_the_same_task() -> None:
-    steps = {name: figures_of("step", name) for name in ("bf16", "bf16_checkpointed", "coat")}
-    assert steps["bf16_checkpointed"]["loss"] == steps["bf16"]["loss"]
+    steps = {name: figures_of("step", name) for name in ("bf16", "coat")}
     for name, step in steps.items():
         assert step["loss"][-1] < step["loss"][0]
         assert step["loss"] == pytest.approx(steps["bf16"]["loss"], rel=BENCH_LOSS_RTOL), name
@@ -67,20 +66,19 @@ def test_results_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], mo
     fused, coat = results["rows"]
     assert fused["figures"]["tensors"] == 2 * (14 + 6)
     features = 2 * (7 + 4 * 2 + 5 + 5) + 4 + 3 * 2 + 5 + 6  # in and out, over d, of two streams and a single block
-    assert coat["figures"]["parameters"] == fused["figures"]["parameters"] == 4 * 256 * features
+    assert coat["figures"]["parameters"] == fused["figures"]["parameters"] == 4 * 128 * features
     assert fused["figures"]["state_bytes"] >= 8 * fused["figures"]["parameters"]
     assert coat["figures"]["state_bytes"] < 0.3 * fused["figures"]["state_bytes"]
     assert coat["speedup"] == {"torch fused": fused["median_ms"] / coat["median_ms"]}
     assert "| adamw_fused | optimizer step | " in (tmp_path / "results.md").read_text(encoding="utf-8")
 
 
-def test_benchmark_coat(tmp_path: Path) -> None:
+def test_benchmark_coat(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "results.json"
     sizes = ["--hidden_size", "128", "--num_layers", "2", "--batch_size", "2", "--num_steps", "12", "--rounds", "5"]
-    command = [sys.executable, str(ROOT / "scripts" / "benchmark_coat.py"), *sizes, "--output", str(out)]
-    command += ["--device", "cpu", "--use_fp8_activation"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
+    options = ["--output", str(out), "--device", "cpu", "--use_fp8_activation"]
+    monkeypatch.setattr(sys, "argv", ["benchmark_coat.py", *sizes, *options])
+    benchmark_coat.main()
     results = json.loads(out.read_text(encoding="utf-8"))
     standard, coat, against = results["standard"], results["coat"], results["comparison"]
     parameters = 2 * (128 * 128 + 128 + 2 * 128)
@@ -107,4 +105,4 @@ def test_benchmark_coat(tmp_path: Path) -> None:
     rounds = [ours / theirs for ours, theirs in zip(coat["round_ms"], standard["round_ms"], strict=True)]
     assert (against["ms_per_step_ratio"], against["speedup"]) == (ratio, pytest.approx(1 / ratio))
     assert (against["ms_per_step_ratio_min"], against["ms_per_step_ratio_max"]) == (min(rounds), max(rounds))
-    assert f"A step of COAT takes {ratio:.3f} times as long as a standard step" in done.stdout
+    assert f"A step of COAT takes {ratio:.3f} times as long as a standard step" in capsys.readouterr().out

@@ -141,6 +141,7 @@ def test_what_the_files_of_a_run_hold_is_shown(tmp_path: Path) -> None:
         "min_sqnr_db: 20\nblocks.1.proj",
         "updates done at the newest save\n3\n",
         "exclude:\n- x_block.*\n- blocks.1.proj\n",
+        "\nlayer\ninput\ngradient\nblocks.0.proj\n31.0\n31.0\nblocks.1.proj\n4.0\n4.0\n",
         "25.00%",
     ):
         assert shown in text, shown

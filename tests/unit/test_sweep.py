@@ -170,7 +170,7 @@ def trial_of(lr: float, *curves: list[float], state: str = FINISHED) -> Trial:
     for seed, losses in enumerate(curves, 7):
         curve = [(10.0 * i, loss) for i, loss in enumerate(losses, 1)]
         runs.append(Run(f"lr{lr:g}_seed{seed}", 20, {}, state, curve, 0.5))
-    return Trial({"train.lr": lr}, runs)
+    return Trial({"train.lr": lr}, runs, [])
 
 
 def test_ranked_by_the_mean_of_the_last_losses() -> None:
@@ -185,7 +185,8 @@ def test_ranked_by_the_mean_of_the_last_losses() -> None:
     assert [tie(trial, ranked[0], spread) for trial in ranked] == [True, False, False, False, False]
     assert lowest(ranked[0]) == (20.0, pytest.approx(0.42))
     sentence, tone = sentence_of(ranked, spread, 7)
-    assert "lr 2; no other is as good" in sentence
+    assert "lr 2; others as good within the noise" in sentence
+    assert sentence.split("(±")[1].startswith("0.028 a run): none; 3 of 7")
     assert tone == "plain"  # three are not finished
     assert sentence_of(ranked, spread, 5)[1] == "good"
     near, _ = rank([*trials, trial_of(6, [0.45])])  # 0.03 < 2 · 0.0283 · sqrt(1 + 1/2)

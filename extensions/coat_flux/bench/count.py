@@ -1,7 +1,7 @@
 """The launches of a training step of FLUX.1-dev, counted on the meta device without a GPU, and what they should take.
 
 A dispatch mode sees every operator with its shapes. Operators of `coat_core` run their CUDA launchers, whose kernels
-are recorded instead of started: there is no separate list of launches to maintain.
+are recorded instead of started.
 
 A transformer with a few blocks at full width goes through the stand-alone engine's own `train_step`. The first and
 last block of a kind count once, one between them as often as the model has such; gradient clipping, optimizer and EMA
@@ -100,10 +100,14 @@ CATEGORIES = (
     *(GEMM_FP8, GEMM_BF16, ATTENTION, GEMM_LORA, FUSED, QUANTIZE, MOVE, PACK, CAST, MODULATION, UPDATE, OUTSIDE),
 )
 ONLY_METADATA = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh"}
-LORA_GRADIENTS = {"coat::lora_up_gradients", "coat::mlp_down_gradient"}
+OTHERS = {  # operators of ours that are not `FUSED`
+    "coat::weight_only_linear": MODULATION,
+    "coat::lora_up_gradients": GEMM_LORA,
+    "coat::mlp_down_gradient": GEMM_LORA,
+}
 PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "_scaled_mm": 0}  # index of the first factor
 ATTENTION_PREFIX = "_scaled_dot_product_"
-ATTENTION_KERNELS = {False: (1, 1.0), True: (3, 2.5)}  # backward: kernels of cuDNN's, and operations over 4·B·H·S²·d
+ATTENTION_KERNELS = {"attention": (1, 1.0), "attention_backward": (3, 2.5)}  # of cuDNN; operations over 4·B·H·S²·d
 OVERWRITING = {"copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_"}  # do not read their outputs
 FOREACH_TENSORS, FOREACH_CHUNKS, FOREACH_CHUNK = (110, 64, 48, 36, 30), 320, 65536  # of a launch, by number of lists
 
@@ -154,49 +158,54 @@ class Recorder(TorchDispatchMode):
 
     def _of_torch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = func._schema.name.removeprefix("aten::")
-        given = list(tensors_in((*args, *kwargs.values())))
-        on_device = any(x.device == META for x in given)
+        inputs = list(tensors_in((*args, *kwargs.values())))
+        on_device = any(x.device == META for x in inputs)
         is_read = name == "_local_scalar_dense" or (name == "_to_copy" and kwargs.get("device") == torch.device("cpu"))
         if on_device and is_read:  # answered with zeros in place of a tensor without memory
-            if given[0].untyped_storage()._cdata not in self._read:
+            if inputs[0].untyped_storage()._cdata not in self._read:
                 self.reads[self.region] += 1
-                self._add("copy to the host", given, [])
+                self._add("copy to the host", inputs, [])
                 self._read.update(self.launches[-1].reads)
-            values = torch.zeros(given[0].shape, dtype=kwargs.get("dtype") or given[0].dtype)
+            values = torch.zeros(inputs[0].shape, dtype=kwargs.get("dtype") or inputs[0].dtype)
             return values if name == "_to_copy" else values.item()
         result = func(*args, **kwargs)
-        made, returns = list(tensors_in((result,))), func._schema.returns
+        outputs, returns = list(tensors_in((result,))), func._schema.returns
         is_view = bool(returns) and all(x.alias_info is not None and not x.alias_info.is_write for x in returns)
-        if not (on_device or any(x.device == META for x in made)) or name in ONLY_METADATA or is_view:
+        if not (on_device or any(x.device == META for x in outputs)) or name in ONLY_METADATA or is_view:
             return result
         if name.startswith(("_foreach", "_fused")):
             lists = [x for x in args if isinstance(x, list | tuple) and x and isinstance(x[0], Tensor)]
             count = _foreach_launches(lists) + ("norm" in name)  # partial norms are added up by one more
-            reads = [x for tensors in lists[1:] for x in tensors] if name in OVERWRITING else given
-            self._add(name, reads, [*made, *(lists[0] if name.endswith("_") else ())], count=count)
+            reads = [x for tensors in lists[1:] for x in tensors] if name in OVERWRITING else inputs
+            self._add(name, reads, [*outputs, *(lists[0] if name.endswith("_") else ())], count=count)
         elif name in PRODUCTS:
-            a, b = given[PRODUCTS[name] : PRODUCTS[name] + 2]
+            a, b = inputs[PRODUCTS[name] : PRODUCTS[name] + 2]
             shape = math.prod(a.shape[:-1]), b.shape[-1], a.shape[-1]
             kind = "fp8" if name == "_scaled_mm" else "bf16"
-            self._add(name, given, made, 2.0 * math.prod(shape), kind, shape)
+            self._add(name, inputs, outputs, 2.0 * math.prod(shape), kind, shape)
         elif name.startswith(ATTENTION_PREFIX):
-            backward = name.endswith("_backward")
-            count, share = ATTENTION_KERNELS[backward]
-            batch, heads, length, width = given[0].shape
-            kind = "attention_backward" if backward else "attention"
-            self._add(name, given, made, share * 4.0 * batch * heads * length**2 * width, kind, count=count)
+            kind = "attention_backward" if name.endswith("_backward") else "attention"
+            count, share = ATTENTION_KERNELS[kind]
+            batch, heads, length, width = inputs[0].shape
+            self._add(name, inputs, outputs, share * 4.0 * batch * heads * length**2 * width, kind, count=count)
         else:
-            self._add(name, given[1:] if name in OVERWRITING else given, made)
+            self._add(name, inputs[1:] if name in OVERWRITING else inputs, outputs)
         return result
 
-    def _add(self, part: str, reads: Iterable[Any], writes: Iterable[Any], *work: Any, count: int = 1) -> None:
-        operator = self._operator or part
-        read = self._bytes(reads)
-        written = self._bytes(writes)
-        category = self._category(operator, part, work[-1] if work and isinstance(work[-1], tuple) else None)
+    def _add(
+        self,
+        part: str,
+        reads: Iterable[Any],
+        writes: Iterable[Any],
+        flops: float = 0.0,
+        kind: str = "",
+        shape: tuple[int, int, int] | None = None,
+        count: int = 1,
+    ) -> None:
+        operator, category = self._operator or part, self._category(part, shape)
         part = part if self._operator else ""
-        launch = Launch(self.region, category, operator, part, read, written, *work)
-        self.launches.append(launch._replace(count=count))
+        sizes = self._bytes(reads), self._bytes(writes)
+        self.launches.append(Launch(self.region, category, operator, part, *sizes, flops, kind, shape, count))
 
     def _bytes(self, tensors: Iterable[Any]) -> dict[int, int]:
         sizes: dict[int, int] = {}
@@ -208,7 +217,8 @@ class Recorder(TorchDispatchMode):
             sizes[storage._cdata] = min(sizes.get(storage._cdata, 0) + size, max(storage.nbytes(), size))
         return sizes
 
-    def _category(self, operator: str, part: str, shape: tuple[int, int, int] | None) -> str:
+    def _category(self, part: str, shape: tuple[int, int, int] | None) -> str:
+        operator = self._operator
         if self.region in (UPDATE, OUTSIDE, MODULATION):
             return self.region
         if part.startswith(ATTENTION_PREFIX):
@@ -223,13 +233,9 @@ class Recorder(TorchDispatchMode):
             return PACK
         if operator in ("coat::quantize", "coat::fp8_mm") or "amax" in part:
             return QUANTIZE
-        if operator == "coat::weight_only_linear":
-            return MODULATION
-        if operator in LORA_GRADIENTS:
-            return GEMM_LORA
-        if self._operator:
-            return FUSED
-        return CAST if part == "_to_copy" else MOVE
+        if not operator:
+            return CAST if part == "_to_copy" else MOVE
+        return OTHERS.get(operator, FUSED)
 
 
 def _foreach_launches(lists: list[Any]) -> int:
@@ -244,8 +250,6 @@ def _foreach_launches(lists: list[Any]) -> int:
             launches, chunks, tensors = launches + bool(chunks), 0, 0
     return launches + bool(chunks)
 
-
-# -- the step ---------------------------------------------------------------------------------------------------------
 
 LATENT_CHANNELS, PIXELS_PER_LATENT = 16, 8
 BLOCK_LISTS = {"transformer_blocks": "double", "single_transformer_blocks": "single"}
@@ -392,10 +396,8 @@ def _session(
     config: COATConfig, lora: dict[str, nn.Parameter], objective: Callable[..., Tensor], recorder: Recorder
 ) -> Any:
     """A stand-in for the session in one process, without logging."""
-    optimizer, guard = (
-        build_optimizer(lora.values(), 1e-4, config, capturable=True),
-        RunGuard(config.guard, lora, print),
-    )
+    optimizer = build_optimizer(lora.values(), 1e-4, config, capturable=True)
+    guard = RunGuard(config.guard, lora, print)
     with Recorder(UPDATE):
         guard.allows_update(0, 1.0, 1.0)  # at the start of a run it measures the parameters
 
@@ -482,12 +484,8 @@ def _parameters(model: Any, geometry: Geometry) -> dict[str, nn.Parameter]:
     }
 
 
-# -- what it should take ----------------------------------------------------------------------------------------------
-
 POINTWISE = "fused pointwise"
-COMPILED = "torch.compile"  # the operator that fused launches are listed as
 SHOWN = "h200"
-NAMES = ("coat", "bf16_compile")
 FIGURES = ("launches", "modelled_ms", "bytes", "flops")
 
 
@@ -581,29 +579,30 @@ def _fused(group: Sequence[Launch], number: int, readers: dict[int, set[int]]) -
                 reads[storage] = max(size, reads.get(storage, 0))
         written.update(launch.writes)
     writes = {storage: size for storage, size in written.items() if readers.get(storage, {number, -1}) != {number}}
-    return Launch(group[0].region, POINTWISE, COMPILED, "", reads, writes)
+    return Launch(group[0].region, POINTWISE, "torch.compile", "", reads, writes)
 
 
 def report(counts: dict[str, Any], verbose: bool) -> str:
     """A step by category, its time on every card; verbose: every operator of a block."""
     sizes = counts[SHOWN]
-    columns = [(f"{name} {size} px: launches | ms", names[name]) for name in NAMES for size, names in sizes.items()]
-    lines = [["ms a step", *(title for title, _ in columns)], ["---"] * (1 + 2 * len(columns))]
-    rows = [(name, [row["by_category"].get(name) for _, row in columns]) for name in (*CATEGORIES, POINTWISE)]
-    rows += [("blocks", [row["blocks"] for _, row in columns]), ("whole step", [row for _, row in columns])]
-    for label, cells in rows:
+    columns, titles = [], []
+    for name in ("coat", "bf16_compile"):
+        columns += [names[name] for names in sizes.values()]
+        titles += [f"{name} {size} px: launches | ms" for size in sizes]
+    lines = [["ms a step", *titles], ["---"] * (1 + 2 * len(columns))]
+    rows = {name: [column["by_category"].get(name) for column in columns] for name in (*CATEGORIES, POINTWISE)}
+    for label, cells in {**rows, "blocks": [column["blocks"] for column in columns], "whole step": columns}.items():
         if any(cells):
             shown = [f"{cell['launches']:,} | {cell['modelled_ms']:.1f}" if cell else " | " for cell in cells]
             lines.append([label, *shown])
-    host = [
-        f"{size} px: {names['coat']['host_ops']:,} calls of torch's dispatcher, "
-        f"{names['coat']['host_reads']} reads from the device"
-        for size, names in sizes.items()
-    ]
+    host = []
+    for size, names in sizes.items():
+        calls, reads = names["coat"]["host_ops"], names["coat"]["host_reads"]
+        host.append(f"{size} px: {calls:,} calls of torch's dispatcher, {reads} reads from the device")
     cards = [["card", "px", "coat ms", "bf16 + compile ms", "ratio"], ["---"] * 5]
     for card, by_size in counts.items():
         for size, names in by_size.items():
-            ours, theirs = (names[name]["modelled_ms"] for name in NAMES)
+            ours, theirs = names["coat"]["modelled_ms"], names["bf16_compile"]["modelled_ms"]
             cards.append([card, size, f"{ours:.1f}", f"{theirs:.1f}", f"{theirs / ours:.2f}"])
     tables = ["\n".join(f"| {' | '.join(line)} |" for line in table) for table in (lines, cards)]
     parts = [f"modelled for {SHOWN}, not measured:", tables[0], f"host, {'; '.join(host)}", tables[1]]

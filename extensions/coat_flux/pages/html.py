@@ -22,8 +22,6 @@ from PIL import Image, ImageOps
 from ..base.files import write_file
 from ..blocks.models import FLUX, FLUX2
 
-__all__ = ["SERIES_COLOURS", "Band", "Page", "Points", "Tone", "bar_chart", "line_chart"]
-
 Tone: TypeAlias = Literal["good", "bad", "open", "plain"]
 Points: TypeAlias = Sequence[tuple[float, float]]
 Band: TypeAlias = Sequence[tuple[float, float, float]]
@@ -74,10 +72,8 @@ class Page:
         try:
             yield
         finally:
-            inside = "\n".join(self.parts)
-            opened = " open" if is_open else ""
-            folded = f"<details{opened}><summary>{escape(title)}</summary>\n{inside}\n</details>"
-            self.parts = [*before, folded]
+            head = f"<details{' open' if is_open else ''}><summary>{escape(title)}</summary>"
+            self.parts = [*before, "\n".join([head, *self.parts, "</details>"])]
 
     def missing(self, text: str) -> None:
         """Say what could not be shown, and why."""
@@ -119,16 +115,14 @@ class Page:
 
         With `shades`, numbers of type float are shaded from red at the first to green at the second.
         """
-        heads = []
-        for name in header:
-            whole = ' class="short"' if max(map(len, name.split()), default=0) <= SHORT else ""
-            heads.append(f"<th{whole}>{escape(name)}</th>")
-        head, kind = f"<thead><tr>{''.join(heads)}</tr></thead>", ""
-        if not any(header):
-            head, kind = "", ' class="facts"'
-        elif len(header) >= STACKED_COLUMNS:
-            kind = ' class="stacking"'
-        lines = []
+        head, kind = "", ' class="facts"'
+        if any(header):
+            kind = ' class="stacking"' if len(header) >= STACKED_COLUMNS else ""
+            for name in header:
+                whole = ' class="short"' if max(map(len, name.split()), default=0) <= SHORT else ""
+                head += f"<th{whole}>{escape(name)}</th>"
+            head = f"<thead><tr>{head}</tr></thead>"
+        body = ""
         for row in rows:
             cells = ""
             for value, column in zip(row, header, strict=True):
@@ -142,12 +136,11 @@ class Page:
                 kinds += ["number"] if NUMBER.fullmatch(text) else []
                 label = f' data-label="{escape(column)}"' if column else ""
                 cells += f'<td class="{" ".join(kinds)}"{label}{style}>{escape(text)}</td>'
-            lines.append(f"<tr>{cells}</tr>")
-        body = "".join(lines)
+            body += f"<tr>{cells}</tr>"
         self.parts.append(f'<div class="wide"><table{kind}>{head}<tbody>{body}</tbody></table></div>')
 
     def curves(self, title: str, series: Mapping[str, Points], **options: Any) -> None:
-        """Add a `charts.line_chart`."""
+        """Add a `line_chart`, or say that it is empty."""
         if any(math.isfinite(value) for points in series.values() for _, value in points):
             self.parts.append(line_chart(title, series, **options))
         else:
@@ -168,15 +161,12 @@ class Page:
         """
         cells = "".join(f'<div class="head">{escape(name)}</div>' for name in header)
         for text, path in items:
-            below = f"<figcaption>{escape(text)}</figcaption>" if text else ""
-            source = f"{self._samples_at}/{quote(path.name)}"
             try:
-                if self._samples_at is None:
-                    source = _data_uri(path)
+                source = _data_uri(path) if self._samples_at is None else f"{self._samples_at}/{quote(path.name)}"
+                below = f"<figcaption>{escape(text)}</figcaption>" if text else ""
                 picture = f'<img alt="{escape(text)}" src="{source}">{below}'
             except (OSError, ValueError) as error:
-                problem = escape(f"{text}: cannot be read ({error})")
-                picture = f'<figcaption class="missing">{problem}</figcaption>'
+                picture = f'<figcaption class="missing">{escape(f"{text}: cannot be read ({error})")}</figcaption>'
             cells += f"<figure>{picture}</figure>"
         caption = f"<figcaption>{escape(title)}</figcaption>" if title else ""
         wrapping = " wrapping" if columns > 1 and not header else ""
@@ -214,9 +204,6 @@ def _data_uri(path: Path) -> str:
     return f"data:image/jpeg;base64,{base64.b64encode(jpeg.getvalue()).decode()}"
 
 
-# -- charts
-
-
 def line_chart(
     title: str,
     series: Mapping[str, Points],
@@ -242,9 +229,9 @@ def line_chart(
     lines: dict[str, Points] = {}
     xs, ys = list(marks), []
     for name, points in series.items():
-        drawable = [(at, value) for at, value in points if math.isfinite(value) and (value > 0 or not log_y)]
+        gaps = [(at, math.nan if value <= 0 and log_y else value) for at, value in points]
+        drawable = [point for point in gaps if math.isfinite(point[1])]
         if drawable:
-            gaps = [(at, math.nan if value <= 0 and log_y else value) for at, value in points]
             lines[name] = thinned(gaps)
             xs += [at for at, _ in drawable]
             ys += [value for _, value in drawable]
@@ -279,17 +266,10 @@ def line_chart(
         side = " left" if place > SIDE / 2 else ""
         labels.append(f'<span class="note axis{side}" style="left: {place / 10:g}%">{escape(text)}</span>')
     room = max((len(text) for _, text in ticks), default=1) * 0.5 + 0.8
-    body = [
-        f'<div class="y axis">{escape(y)}</div>',
-        f'<div class="plot" style="--ticks: {room:g}rem">',
-        f'<svg viewBox="0 0 {SIDE} {SIDE}" preserveAspectRatio="none" aria-hidden="true">',
-        *drawing,
-        "</svg>",
-        *labels,
-        "</div>",
-        f'<div class="x axis">{escape(x)}</div>',
-    ]
-    return _figure(title, legend if len(legend) > 1 or band else [], "".join(body))
+    svg = f'<svg viewBox="0 0 {SIDE} {SIDE}" preserveAspectRatio="none" aria-hidden="true">{"".join(drawing)}</svg>'
+    plot = f'<div class="plot" style="--ticks: {room:g}rem">{svg}{"".join(labels)}</div>'
+    body = f'<div class="y axis">{escape(y)}</div>{plot}<div class="x axis">{escape(x)}</div>'
+    return _figure(title, legend if len(legend) > 1 or band else [], body)
 
 
 def thinned(points: Points) -> Points:
@@ -387,7 +367,6 @@ def bar_chart(
 
 def _figure(title: str, legend: Sequence[str], body: str) -> str:
     label = escape(title)
-    parts = [f'<figure class="chart" role="img" aria-label="{label}">', f"<figcaption>{label}</figcaption>"]
-    if legend:
-        parts += ['<div class="legend">', *legend, "</div>"]
-    return "".join([*parts, body, "</figure>"])
+    names = f'<div class="legend">{"".join(legend)}</div>' if legend else ""
+    head = f'<figure class="chart" role="img" aria-label="{label}"><figcaption>{label}</figcaption>'
+    return f"{head}{names}{body}</figure>"

@@ -38,8 +38,6 @@ from .html import Page, Tone
 from .report import show_live
 from .run import MEMORY_FILE, SAMPLE_NAME, RunFolder, RunFolderError
 
-__all__ = ["Watch", "WatchError", "live_page"]
-
 LOOPBACK = "127.0.0.1"
 PORT, PORTS_TRIED = 8675, 20
 LOG_BYTES, LOG_LINES = 16_384, 24
@@ -75,9 +73,6 @@ class WatchError(UserError):
     """The page cannot be served."""
 
 
-# -- the page
-
-
 def live_page(run_dir: Path, nonce: str) -> str:
     """The page of a run, whose folder need not exist yet; the nonce lets its script run, and no other."""
     status = read_status(run_dir)
@@ -96,12 +91,9 @@ def live_page(run_dir: Path, nonce: str) -> str:
         page.verdict(*_sentence(run, status, done, steps))
         page.parts.append(f'<progress max="{max(steps, 1)}" value="{done}" aria-label="steps done"></progress>')
         show_live(page, run)
-        log = ""
-        with suppress(OSError), (run.path / LOG_FILE).open("rb") as file:
+        with page.details("Log", is_open=True), suppress(OSError), (run.path / LOG_FILE).open("rb") as file:
             file.seek(max(0, (run.path / LOG_FILE).stat().st_size - LOG_BYTES))
-            log = "\n".join(file.read().decode(errors="replace").splitlines()[-LOG_LINES:])
-        with page.details("Log", is_open=True):
-            page.code(log)
+            page.code("\n".join(file.read().decode(errors="replace").splitlines()[-LOG_LINES:]))
     except (RunFolderError, FileNotFoundError):
         page.verdict("The run has not written anything yet.", "plain")
     except (OSError, ValueError) as error:
@@ -141,9 +133,6 @@ def _sentence(run: RunFolder, status: RunStatus | None, done: int, steps: int) -
     if math.isfinite(seconds) and done < steps:
         left = f", {seconds:.3g} s per step, {timedelta(seconds=round(seconds * (steps - done)))} left"
     return f"{PHASES[phase]}: {place}{left}", "plain"
-
-
-# -- the server
 
 
 class _Quiet(WSGIRequestHandler):

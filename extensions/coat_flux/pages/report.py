@@ -11,16 +11,16 @@ from typing import Any, TypeAlias
 
 import yaml
 
+from coat_core.casts import GRADIENT, INPUT
+
 from .. import __version__
 from ..saves.errors import SaveError
 from ..saves.identity import VERSIONS_FILE
-from ..watch.casts import GRADIENT, INPUT, CastPrecision
+from ..watch.casts import CastPrecision
 from ..watch.memory_report import stacked, tabulated
 from ..watch.precision import FILE, KINDS, REMEDIES, read_rows
 from .html import Page, Tone, bar_chart
 from .run import MEMORY_FILE, RunFolder, smoothed
-
-__all__ = ["REPORT_FILE", "show_layers", "show_live", "write_report"]
 
 Section: TypeAlias = Callable[[Page, RunFolder], None]
 
@@ -41,7 +41,7 @@ HOW_TO_READ = (
 def write_report(run_dir: Path, out: Path | None = None) -> Path:
     """Write the page of a run; RunFolderError if it is not a run, SaveError if the page cannot be written."""
     run = RunFolder(run_dir)
-    target = run.path / REPORT_FILE if out is None else out
+    target = out or run.path / REPORT_FILE
     page = Page(run.name, f"Run report by coat-flux {__version__}: {run.path.resolve()}")
     _show(page, run, "Summary", _show_summary)
     for title, section in (("Samples", _show_samples), ("The result", _show_newest), ("Loss", _show_loss)):
@@ -301,15 +301,6 @@ def standing_out(layers: Sequence[CastPrecision]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def as_grid(rows: Sequence[CastPrecision]) -> tuple[list[str], list[str], list[list[float | None]]]:
-    """Layers, kinds, and SQNR [layers][kinds] (None if missing), in order of appearance."""
-    values = {(row.layer, row.kind): row.sqnr_db for row in rows}
-    layers = list(dict.fromkeys(row.layer for row in rows))
-    kinds = [kind for kind in KINDS if any(row.kind == kind for row in rows)]
-    grid = [[values.get((layer, kind)) for kind in kinds] for layer in layers]
-    return [layer or "(layer not known)" for layer in layers], kinds, grid
-
-
 def show_layers(page: Page, runs: Sequence[Path]) -> None:
     """The worst layers of several runs together, in short."""
     files = [run / FILE for run in runs]
@@ -344,35 +335,39 @@ def _show_precision(page: Page, run: RunFolder) -> None:
             f"No layer stands out: none is more than {OUTLIER_DB:g} dB below the median of its kind, and no input "
             f"is below {LOW_DB:g} dB. There is nothing to exclude."
         )
-    grid, kinds, values = as_grid(layers)
+    kinds = [kind for kind in KINDS if any(row.kind == kind for row in layers)]
+    values: dict[str, dict[str, float]] = {}
+    for row in layers:
+        values.setdefault(row.layer or "(layer not known)", {})[row.kind] = row.sqnr_db
     page.heading("Local SQNR by layer in dB, median over the measured steps", 3)
-    page.table(["layer", *kinds], [[layer, *row] for layer, row in zip(grid, values, strict=True)], ENDS_DB)
-    lowest: dict[str, dict[int, float]] = {}
+    page.table(["layer", *kinds], [[layer, *map(own.get, kinds)] for layer, own in values.items()], ENDS_DB)
+    lowest: dict[str, dict[int, float]] = {kind: {} for kind in kinds}
     for row in rows:
         if row.step and row.kind in KINDS and not math.isnan(row.sqnr_db):
-            steps = lowest.setdefault(row.kind, {})
+            steps = lowest[row.kind]
             steps[row.step] = min(row.sqnr_db, steps.get(row.step, math.inf))
-    curves = {kind: sorted(lowest[kind].items()) for kind in KINDS if kind in lowest}
+    curves = {kind: sorted(steps.items()) for kind, steps in lowest.items()}
     page.curves("Local SQNR over the run, lowest layer", curves, x="step", y="dB")
     page.paragraph(f"All numbers: {FILE.as_posix()} in the run.")
 
 
 def _show_tables(page: Page, layers: Sequence[CastPrecision]) -> None:
-    page.heading("By kind of tensor", 3)
-    table: list[list[Any]] = []
+    kinds: list[list[Any]] = []
     for kind in KINDS:
         rows = [row for row in layers if row.kind == kind]
         if rows:
             middle, low = median(row.sqnr_db for row in rows), min(rows, key=lambda row: row.sqnr_db)
             underflow = _share(max(row.underflow for row in rows))
             remedy = REMEDIES[kind] if middle < LOW_DB else ""
-            table.append([kind, len(rows), _db(middle), f"{_db(low.sqnr_db)} {low.layer}", underflow, remedy])
-    page.table(["kind", "layers", "SQNR, median", "lowest", "underflow, highest", "change"], table)
-    page.heading("The ten worst layers", 3)
-    table = []
+            kinds.append([kind, len(rows), _db(middle), f"{_db(low.sqnr_db)} {low.layer}", underflow, remedy])
+    page.heading("By kind of tensor", 3)
+    page.table(["kind", "layers", "SQNR, median", "lowest", "underflow, highest", "change"], kinds)
+    lowest = []
     for below, row in worst(layers):
-        table.append([row.layer, row.kind, _db(row.sqnr_db), _db(below), _share(row.underflow), _share(row.saturation)])
-    page.table(["layer", "kind", "SQNR", "below the kind's median", "underflow", "saturation"], table)
+        shares = _share(row.underflow), _share(row.saturation)
+        lowest.append([row.layer, row.kind, _db(row.sqnr_db), _db(below), *shares])
+    page.heading("The ten worst layers", 3)
+    page.table(["layer", "kind", "SQNR", "below the kind's median", "underflow", "saturation"], lowest)
 
 
 def _db(value: float) -> str:

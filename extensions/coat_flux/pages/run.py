@@ -21,8 +21,6 @@ from ..base.errors import UserError
 from ..base.table import METRICS_FILE, VALIDATION_FILE
 from ..data.captions import inject_trigger
 
-__all__ = ["MEMORY_FILE", "SAMPLE_NAME", "Curve", "RunFolder", "RunFolderError", "Saved", "smoothed"]
-
 Curve: TypeAlias = list[tuple[float, float]]
 
 MEMORY_FILE = Path("coat") / "memory.json"

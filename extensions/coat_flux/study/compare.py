@@ -23,8 +23,6 @@ from ..watch.guard import DeadRunError
 from .judgement import LOSSLESS, NOT_LOSSLESS, UNDECIDED, Judgement, judge
 from .study import BF16, Arm, ArmResult, Study, VerifyError, bf16_arm, score_loras
 
-__all__ = ["REPORT_FILE", "RISE", "TONES", "WORDS", "Verdict", "mean_curve", "show_means", "verify"]
-
 VERDICT_FILE, REPORT_FILE = "verdict.json", "report.html"  # in the study's folder
 WORDS = {"bf16": "bf16", "coat": "COAT"}  # of the two arms
 TONES: dict[str, Tone] = {LOSSLESS: "good", UNDECIDED: "open", NOT_LOSSLESS: "bad"}  # from best to worst
@@ -34,9 +32,9 @@ LISTED_PHOTOS = 8
 SPREAD = "bf16's spread over seeds"
 HOW = (
     "Each seed was trained twice, in bf16 and with COAT: same start, photos, order and noise. The loss is that on "
-    "photos that neither was trained on, with noise that is the same for all. Lossless means that the 95% interval "
-    "of the mean gap is within ± the standard deviation of bf16's own loss over its seeds, both in each run's own "
-    "precision and with the results in the bf16 model, as other programs use them."
+    "photos that no run was trained on, with the same noise for all. Lossless means that the 95% interval of the mean "
+    "gap is within ± the standard deviation of bf16's loss over its seeds, both in each run's own precision and with "
+    "the results in the bf16 model, as other programs use them."
 )
 
 
@@ -68,8 +66,8 @@ class Verdict:
             "outcome": self.judgement.outcome,
             "sentence": self.judgement.sentence,
             "seeds": self.judgement.seeds,
-            "in_bf16_model": None if self.in_bf16 is None else asdict(self.in_bf16),
-            "in_own_precision": None if self.in_own is None else asdict(self.in_own),
+            "in_bf16_model": self.in_bf16 and asdict(self.in_bf16),
+            "in_own_precision": self.in_own and asdict(self.in_own),
             "config": study.job.file,
             "settings": {"steps": study.steps, "every": study.every},
             "held_out": study.held_out,
@@ -78,9 +76,6 @@ class Verdict:
             "notes": self.notes,
         }
         return json.loads(json.dumps(content, default=str), parse_constant=lambda _: None)
-
-
-# -- the runs
 
 
 def verify(study: Study, *, seeds: int = 3, arm: Arm | None = None, log: Callable[[str], None] = tqdm.write) -> Verdict:
@@ -152,9 +147,6 @@ def mean_curve(curves: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[fl
     return points
 
 
-# -- the page
-
-
 def write_page(verdict: Verdict) -> Path:
     """Write the page next to `verdict.json`."""
     study, job, sentence = verdict.study, verdict.study.job, verdict.judgement.sentence
@@ -186,8 +178,7 @@ def write_page(verdict: Verdict) -> Path:
         )
         page.result(first.lora, job.model.name_or_path, job.trigger_word, job.model.arch)
     page.heading("Held-out loss over the run")
-    bands = show_means(page, verdict)
-    spread = [(step, (low - high) / 2, (high - low) / 2) for step, low, high in bands["bf16"]]
+    spread = [(step, (low - high) / 2, (high - low) / 2) for step, low, high in show_means(page, verdict)["bf16"]]
     gaps: dict[str, Sequence[tuple[float, float]]] = {SPREAD: [(step, 0.0) for step, _, _ in spread]}
     for bf16, coat in pairs:
         both = zip(bf16.curve, coat.curve, strict=True)

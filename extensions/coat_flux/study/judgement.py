@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
-__all__ = ["LOSSLESS", "NOT_LOSSLESS", "UNDECIDED", "Judgement", "judge"]
-
 LOSSLESS, NOT_LOSSLESS, UNDECIDED = "lossless", "not lossless", "undecided"
 PLACES = {LOSSLESS: "within", NOT_LOSSLESS: "outside", UNDECIDED: "partly outside"}
 QUANTILES = (  # of Student's distribution, from one degree of freedom on; more than 30 are judged as 30
@@ -51,10 +49,10 @@ def judge(bf16: Sequence[float], coat: Sequence[float], base: float | None = Non
     """Compare paired final losses; `base` is the loss before training.
 
     - *lossless*: the interval of the mean gap is inside [-s, s];
-    - *not lossless*: it is wholly outside. On the lower side too: a run that learns less overfits less, so
-      a held-out loss below bf16's is a difference, not a merit;
-    - *undecided*: it crosses an end of the band; or bf16 gives no measure: its seeds end equal (s = 0), or
-      one of its runs did not improve on `base`.
+    - *not lossless*: it is wholly outside. On the lower side too: a run that learns less overfits less, so a lower
+      held-out loss is a difference, not a merit;
+    - *undecided*: it crosses an end of the band; or bf16's seeds end equal (s = 0), or one of its runs did not improve
+      on `base`.
     """
     if len(bf16) != len(coat) or len(bf16) < 2:
         raise ValueError(f"bf16, coat: {len(bf16)} and {len(coat)} losses, must be as many, at least 2; run more seeds")

@@ -4,10 +4,9 @@
         bf16_seed42/, coat_seed42/ …   ordinary run folders
         photos/                        with `validation` alone: links to the photos of both folders
 
-An *arm* overrides options of the config's `coat:` block: `{}` is the config itself, `BF16` the run without
-COAT. All random draws depend on the seed and the number of the draw, so runs of one seed get the same in all
-arms. All runs hold out the same photos, by name (`validation:`), and measure the loss on them with the same
-noise: only training differs. When restarted, finished runs are reused and others resume.
+An *arm* overrides options of the config's `coat:` block: `{}` is the config itself, `BF16` the run without COAT. Runs
+of one seed have the same random draws, and all runs measure the loss on the same held-out photos with the same noise:
+only training differs. When restarted, finished runs are reused and others resume.
 """
 
 from __future__ import annotations
@@ -48,20 +47,6 @@ from ..trainers.standalone.trainer import COATTrainer
 from ..trainers.standalone.validation import fixed_noise, held_out_of, loss_of
 from ..trainers.standalone.workers import Workers
 
-__all__ = [
-    "BF16",
-    "Arm",
-    "ArmResult",
-    "Study",
-    "VerifyError",
-    "bf16_arm",
-    "hold_out_names",
-    "one_of_several",
-    "open_study",
-    "require_same_job",
-    "score_loras",
-]
-
 Arm: TypeAlias = Mapping[str, Any]
 
 BF16: Arm = {"enabled": False}
@@ -72,8 +57,6 @@ NOTHING_IN_FP8: Arm = {
     "memory": {"enable_efficient_checkpoint": False},
 }
 EIGHT_BIT = (COAT_OPTIMIZER, "adamw8bit")
-ADAMW_KEYS = tuple(option.key for option in ADAMW_OPTIONS)
-OPTIMIZER_KEYS = tuple(field.name for field in fields(OptimizerOptions))
 HELD_OUT_SHARE, MOST_HELD_OUT = 0.1, 16
 OTHER_FOLDER = "held_out"  # of photos that `validation` takes from elsewhere
 POINTS_OF_CURVE = 20
@@ -118,20 +101,20 @@ class Study:
 
         Without COAT the optimizer is AdamW with the same options, and the model is not quantized.
         """
-        name, optimizer = f"{arm_name}_seed{seed}", self.job.train.optimizer
+        name = f"{arm_name}_seed{seed}"
         raw = copy.deepcopy(self.job.raw)
         raw["config"]["name"] = name
         process = raw["config"]["process"][0]
         one_of_several(process, self.folder, seed, self.steps, {"hold_out": self.held_out, "every": self.every})
         params = dict(self.job.train.optimizer_params or {})
-        moments = {key: value for key, value in params.items() if key in OPTIMIZER_KEYS}
+        moments = {field.name: params[field.name] for field in fields(OptimizerOptions) if field.name in params}
         coat = _laid_over(_laid_over(process.get("coat") or {}, {"optimizer": moments}), arm)
         train = process["train"]
         train["steps"] = self.steps
-        train["optimizer_params"] = {key: value for key, value in params.items() if key in ADAMW_KEYS}
+        train["optimizer_params"] = {option.key: params[option.key] for option in ADAMW_OPTIONS if option.key in params}
         process.update(type=COAT_TYPE, coat=coat)
         enabled = coat.get("enabled", True)
-        if not enabled and optimizer in EIGHT_BIT:
+        if not enabled and self.job.train.optimizer in EIGHT_BIT:
             train["optimizer"] = "adamw"
             train.pop("fused_backward", None)
         codes = enabled and coat.get("weight", {}).get("use_fp8", True)
@@ -168,9 +151,6 @@ class Study:
             peak_bytes=phases["step"]["peak"]["allocated"] if "step" in phases else None,
             samples=tuple(path for (step, _), path in run.samples().items() if step == self.steps),
         )
-
-
-# -- the runs
 
 
 def bf16_arm(job: JobConfig) -> Arm:
@@ -226,9 +206,6 @@ def _differences(path: str, saved: Any, now: Any) -> Iterator[tuple[str, Any, An
             yield from _differences(f"{path}[{number}]", old, new)
     elif saved != now:
         yield path, saved, now
-
-
-# -- opening a comparison
 
 
 def open_study(
@@ -291,8 +268,10 @@ def hold_out_names(job: JobConfig, count: int | None = None) -> list[str]:
     photos = {path.resolve() for folder in folders for path in find_images(folder)}
     tenth = min(max(1, round(len(photos) * HELD_OUT_SHARE)), MOST_HELD_OUT)
     chosen = choose_hold_out(folders, count or job.validation.hold_out or tenth, job.training_seed)
-    names = [path.relative_to(folder) for folder, held in zip(folders, chosen, strict=True) for path in held]
-    return list(dict.fromkeys(path.as_posix() for path in names))
+    names: dict[str, None] = {}
+    for folder, paths in zip(folders, chosen, strict=True):
+        names |= dict.fromkeys(path.relative_to(folder).as_posix() for path in paths)
+    return list(names)
 
 
 def _with_photos_of(folder: Path, job: JobConfig, place: Path) -> tuple[JobConfig, list[str]]:
@@ -320,9 +299,6 @@ def _with_photos_of(folder: Path, job: JobConfig, place: Path) -> tuple[JobConfi
             link_or_copy(path.resolve(), link)
     entry["folder_path"] = str(place)
     return JobConfig.from_dict(raw, file=job.file), names
-
-
-# -- their results in bf16
 
 
 @torch.no_grad()

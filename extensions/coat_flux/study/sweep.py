@@ -59,27 +59,15 @@ from ..trainers.standalone.saving import save_name
 from .compare import REPORT_FILE, RISE, mean_curve
 from .study import POINTS_OF_CURVE, hold_out_names, one_of_several, require_same_job
 
-__all__ = [
-    "FINISHED",
-    "Sweep",
-    "SweepError",
-    "find_axis",
-    "noise_text",
-    "rank",
-    "ranking_rows",
-    "sentence_of",
-    "write_sweep_page",
-]
-
 FINISHED, FAILED, OPEN = "finished", "failed", "not finished"
 KEY = re.compile(r"[^.\[\]\s]+(\[\d+\])*(\.[^.\[\]\s]+(\[\d+\])*)*")
 FRAME = "config.process[0]."  # prefix of a key in findings
-SAME = "is what trials are measured on, so their losses would not compare; change it in the config"
 FIXED = {
     r"name|type|training_folder|log_dir": "every trial has its own; remove it",
     r"training_seed": "is set by --seeds K, which trains each combination from K seeds; write that",
-    r"validation(\..*)?|trigger_word|model(\.(name_or_path|extras_name_or_path|arch|is_flux))?": SAME,
-    r"datasets(\[\d+\](\.(folder_path|resolution|caption_ext|default_caption))?)?": SAME,
+    r"validation(\..*)?|trigger_word|model(\.(name_or_path|extras_name_or_path|arch|is_flux))?|"
+    r"datasets(\[\d+\](\.(folder_path|resolution|caption_ext|default_caption))?)?": "losses of different trials would "
+    "not compare; change it in the config",
 }
 LONGEST_VALUE, LONGEST_NAME = 24, 100  # characters, of a folder's name
 SAMPLER_SEED = 0
@@ -91,7 +79,7 @@ SIGMAS = 2.0
 PICTURED = 6  # trials whose samples are shown, by their first seed
 HOW = (
     "Each combination was trained as an ordinary run. Its loss is measured on photos that no trial is trained on, with "
-    "noise that is the same for all, in its own precision. Ranked by the last loss of a run, over seeds its mean."
+    "the same noise for all, in its own precision. Ranked by the last loss, the mean over seeds."
 )
 
 
@@ -100,7 +88,7 @@ class SweepError(UserError, ValueError):
 
 
 def find_axis(text: str) -> tuple[str, list[Any]]:
-    """Parse `KEY=VALUE,VALUE` into the key and its values, which are YAML's, `[512, 768]` being one.
+    """Parse `KEY=VALUE,VALUE` into the key and its YAML values, `[512, 768]` being one.
 
     Raises:
         SweepError: malformed, or the key cannot be varied.
@@ -126,9 +114,9 @@ def short_keys(keys: Iterable[str]) -> dict[str, str]:
 
 def value_text(value: Any) -> str:
     """A value for people."""
-    if isinstance(value, float):
-        return f"{value:g}"
-    return value if isinstance(value, str) else show(value)
+    if isinstance(value, str):
+        return value
+    return f"{value:g}" if isinstance(value, float) else show(value)
 
 
 @dataclass
@@ -149,7 +137,7 @@ class Run:
         return self.curve[-1][1] if self.state == FINISHED and self.curve else math.nan
 
     def read(self, folder: Path, failure: str = "") -> None:
-        """Read the results of its folder in the sweep's; `failure` is the reason of a failure."""
+        """Read the results in the sweep's folder; `failure` is the reason of a failure."""
         self.state, self.message = (FAILED, failure) if failure else (OPEN, "")
         try:
             run = RunFolder(folder / self.name)
@@ -158,17 +146,18 @@ class Run:
             paces = [seconds for _, seconds in run.metrics.get("s_per_it", [])]
             self.seconds = median(paces) if paces else None
             self.curve = run.validation
-        except RunFolderError:
+        except RunFolderError:  # not begun
             return
         except (OSError, ValueError) as error:
             self.state, self.message = FAILED, failure or f"{folder / self.name}: {error}"
 
 
 class Trial(NamedTuple):
-    """One combination of values, and its run of each seed."""
+    """One combination of values, its run of each seed, and its numbers in Optuna: TPE may choose it twice."""
 
     settings: Mapping[str, Any]
     runs: list[Run]
+    numbers: list[int]
 
     @property
     def finished(self) -> list[Run]:
@@ -184,7 +173,7 @@ class Trial(NamedTuple):
 class Sweep:
     """One sweep, of at most `most` combinations (None: all), `total` runs in all.
 
-    With `tpe`, Optuna's TPE sampler chooses them by the losses so far; else the order is random.
+    Their order is random, or with `tpe` chosen by Optuna's TPE sampler from the losses so far.
 
     Raises:
         SweepError: a value has no place in the config, or Optuna is not installed.
@@ -222,7 +211,14 @@ class Sweep:
         self.trials: list[Trial] = []
         self.total = self._most * len(seeds)
         self._lock, self._ends_at_once = threading.Lock(), False
-        self._check_values()
+        # every value is checked with the first ones of the other keys, before any run starts
+        first = {key: next(iter(values.values())) for key, values in self._values.items()}
+        lines: dict[str, None] = {}
+        for key, values in self._values.items():
+            for value in values.values():
+                lines |= dict.fromkeys(self._errors({**first, key: value}, check_job_dict))
+        if lines or (lines := dict.fromkeys(self._errors(first, check_models))):
+            raise ConfigError(list(lines))
 
     @property
     def runs(self) -> list[Run]:
@@ -272,20 +268,6 @@ class Sweep:
         self.total = len(self.runs)  # TPE may choose a combination twice
         return self.trials
 
-    # -- which trials
-
-    def _check_values(self) -> None:
-        """Check every value with the first ones of the other keys, before any run starts."""
-        first = {key: next(iter(values.values())) for key, values in self._values.items()}
-        lines: dict[str, None] = {}
-        for key, values in self._values.items():
-            for value in values.values():
-                lines |= dict.fromkeys(self._errors({**first, key: value}, check_job_dict))
-        if not lines:
-            lines |= dict.fromkeys(self._errors(first, check_models))
-        if lines:
-            raise ConfigError(list(lines))
-
     def _errors(self, settings: Mapping[str, Any], check: Callable[..., Any]) -> list[str]:
         raw = load_job_yaml(self._config, name="trial")
         self._change(raw["config"]["process"][0], settings, self._seeds[0])
@@ -309,7 +291,7 @@ class Sweep:
             for shown in combinations[: self._most]:
                 study.enqueue_trial(dict(zip(self._values, shown, strict=True)), skip_if_exists=True)
         for chosen in study.trials:
-            self._add(chosen.params)
+            self._add(chosen)
         return study
 
     def _next(self, study: Any, waiting: list[Run]) -> Run | None:
@@ -318,18 +300,22 @@ class Sweep:
             distribution = self._optuna.distributions.CategoricalDistribution
             while not waiting and sum(bool(chosen.params) for chosen in study.trials) < self._most:
                 chosen = study.ask({key: distribution(list(values)) for key, values in self._values.items()})
-                waiting += [run for run in self._add(chosen.params) if run.state != FINISHED]
+                waiting += [run for run in self._add(chosen) if run.state != FINISHED]
                 self._tell(study)
             return waiting.pop(0) if waiting else None
 
-    def _add(self, params: Mapping[str, str]) -> list[Run]:
-        """The runs of a combination with their state; none if it is not chosen yet, or was before."""
-        settings = {key: self._values[key][shown] for key, shown in params.items()}
-        if not settings or any(trial.settings == settings for trial in self.trials):
+    def _add(self, chosen: Any) -> list[Run]:
+        """The runs of an Optuna trial with their state; none if it has no values yet, or those of an earlier one."""
+        settings = {key: self._values[key][shown] for key, shown in chosen.params.items()}
+        known = [trial for trial in self.trials if trial.settings == settings]
+        for trial in known:
+            trial.numbers.append(chosen.number)
+        if known or not settings:
             return []
         words = []
         for key, short in short_keys(settings).items():
-            words.append(re.sub(r"\W+", "_", short) + _word(settings[key]))
+            word = re.sub(r"[^\w.+-]+", "-", value_text(settings[key])).strip("-.")
+            words.append(re.sub(r"\W+", "_", short) + word[:LONGEST_VALUE].lower())
         stem = "_".join(words)[:LONGEST_NAME]
         runs = []
         for seed in self._seeds:
@@ -340,23 +326,19 @@ class Sweep:
             run = Run(name, steps, job)
             run.read(self.folder)
             runs.append(run)
-        self.trials.append(Trial(settings, runs))
+        self.trials.append(Trial(settings, runs, [chosen.number]))
         return runs
 
     def _tell(self, study: Any) -> None:
         """Report trials to Optuna once all of their runs are finished, or one failed."""
-        for chosen in study.trials:
-            settings = {key: self._values[key][shown] for key, shown in chosen.params.items()}
-            for trial in self.trials:
-                if trial.settings != settings:
-                    continue
-                states = {run.state for run in trial.runs}
+        failed = self._optuna.trial.TrialState.FAIL
+        for trial in self.trials:
+            states = {run.state for run in trial.runs}
+            for number in trial.numbers:
                 if states == {FINISHED}:
-                    loss = fmean(run.loss for run in trial.runs)
-                    study.tell(chosen.number, loss, skip_if_finished=True)
+                    study.tell(number, trial.loss, skip_if_finished=True)
                 elif FAILED in states:
-                    failed = self._optuna.trial.TrialState.FAIL
-                    study.tell(chosen.number, state=failed, skip_if_finished=True)
+                    study.tell(number, state=failed, skip_if_finished=True)
 
     def _change(self, process: dict[str, Any], settings: Mapping[str, Any], seed: int) -> int:
         """Turn the config's process entry into that of a run; returns its steps."""
@@ -367,19 +349,16 @@ class Sweep:
             for alpha in ("linear_alpha", "alpha"):
                 if alpha in (process.get("network") or {}) and f"network.{alpha}" not in settings:
                     process["network"][alpha] = rank
-        steps = self.job.train.steps
-        train = process.get("train")
-        if isinstance(train, dict) and isinstance(train.get("steps"), int):
-            steps = train["steps"]
         validation = self.job.validation
-        every = validation.every if validation.hold_out else max(1, steps // POINTS_OF_CURVE)
         try:
+            steps = process.get("train", {}).get("steps", self.job.train.steps)
+            every = validation.every if validation.hold_out else max(1, steps // POINTS_OF_CURVE)
             one_of_several(process, self.folder, seed, steps, {"hold_out": self.held_out, "every": every})
-        except TypeError as error:
-            raise SweepError(f"--set {', '.join(settings)}: train, save and sample must be mappings") from error
+        except (AttributeError, TypeError) as error:
+            raise SweepError(
+                f"--set {', '.join(settings)}: train, save and sample must be mappings, steps a number"
+            ) from error
         return steps
-
-    # -- their processes
 
     def _train(self, run: Run, jobs: int, interrupts: Interrupts, log: Callable[[str], None]) -> int:
         """Run `coat-flux train`, passing on interrupts; returns its exit code."""
@@ -411,10 +390,6 @@ class Sweep:
                 return process.wait()
 
 
-def _word(value: Any) -> str:
-    return re.sub(r"[^\w.+-]+", "-", value_text(value)).strip("-.")[:LONGEST_VALUE].lower()
-
-
 def _set_value(process: Any, key: str, value: Any) -> None:
     path: list[str | int] = []
     for step in re.findall(r"\[\d+\]|[^.\[\]]+", key):
@@ -438,12 +413,9 @@ def _set_value(process: Any, key: str, value: Any) -> None:
 def _reason(path: Path, code: int) -> str:
     """The last error of a log, or its last line."""
     lines = path.read_text(encoding="utf-8", errors="replace").replace("\r", "\n").splitlines()[-LOG_TAIL:]
-    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    last = errors or [line for line in lines if line.strip()] or ["no output"]
-    return f"{last[-1]} (exit code {code}, {path.name})"
-
-
-# -- the ranking
+    lines = [line for line in lines if line.strip()] or ["no output"]
+    last = [line for line in lines if line.startswith("error: ")] or lines
+    return f"{last[-1].removeprefix('error: ')} (exit code {code}, {path.name})"
 
 
 def rank(trials: Sequence[Trial]) -> tuple[list[Trial], float | None]:
@@ -472,23 +444,22 @@ def lowest(trial: Trial) -> tuple[float, float]:
 
 def ranking_rows(trials: Sequence[Trial], spread: float | None) -> list[list[str]]:
     """A header, and a row per trial, best first, as `rank` returns them."""
-    keys, seeds = _varied(trials), len(trials[0].runs)
+    keys, seeds, best = _varied(trials), len(trials[0].runs), trials[0]
     header = ["place", *keys.values(), "held-out loss", "above the best", "more than luck", "lowest", "s/step"]
     rows = [[*header, *([f"of {seeds} seeds"] if seeds > 1 else []), "state"]]
     for number, trial in enumerate(trials, 1):
-        place = loss = gap = luck = minimum = pace = ""
+        place = loss = gap = luck = minimum = ""
         if trial.finished:
             place, loss = str(number), f"{trial.loss:.6f}"
             minimum = "{1:.6f} at step {0:.0f}".format(*lowest(trial))
-        if trial.finished and number > 1:
-            gap = f"{trial.loss - trials[0].loss:+.6f}"
-            luck = "no" if tie(trial, trials[0], spread) else "yes"
+        if trial.finished and trial is not best:
+            gap = f"{trial.loss - best.loss:+.6f}"
+            luck = "no" if tie(trial, best, spread) else "yes"
             if spread is None:
                 luck = "?"
         paces = [run.seconds for run in trial.runs if run.seconds is not None]
-        if paces:
-            pace = f"{fmean(paces):.2f}"
-        row = [place, *(value_text(trial.settings[key]) for key in keys), loss, gap, luck, minimum, pace]
+        row = [place, *(value_text(trial.settings[key]) for key in keys), loss, gap, luck, minimum]
+        row.append(f"{fmean(paces):.2f}" if paces else "")
         if seeds > 1:
             row.append(str(len(trial.finished)))
         states = {run.state for run in trial.runs}
@@ -522,8 +493,7 @@ def sentence_of(trials: Sequence[Trial], spread: float | None, total: int) -> tu
     tied = sum(tie(trial, best, spread) for trial in trials[1:])
     text = f"Lowest held-out loss{' so far' if left else ''}: {best.loss:.6f} with {_words(best, _varied(trials))}"
     if spread is not None and len(trials) > 1:
-        others = {0: "no other is", 1: "1 other is"}.get(tied, f"{tied} others are")
-        text += f"; {others} as good within the noise (±{spread:.2g} a run)"
+        text += f"; others as good within the noise (±{spread:.2g} a run): {tied or 'none'}"
     if left:
         return f"{text}{rest}.", "plain"
     return f"{text}.", "open" if tied or spread is None else "good"
@@ -534,8 +504,8 @@ def noise_text(spread: float | None) -> str:
     if spread is None:
         return "With one seed, how much of a lead is luck is not known: --seeds 3 measures it."
     return (
-        f"Noise: ±{spread:.2g}, the standard deviation of runs that differ in the seed alone. A gap to the best of "
-        f"up to {SIGMAS:g} times that, times the root of 2/n for n seeds each, may be luck."
+        f"Noise: ±{spread:.2g}, the standard deviation of runs that differ in the seed alone. A gap to the best of up "
+        f"to {SIGMAS:g} times that, times the root of 2/n for n seeds each, may be luck."
     )
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from coat_core.casts import GRADIENT, INPUT, Cast, Decoded, Product, declarations
+from coat_core.casts import INPUT, Cast, Decoded, Product, declarations
 from coat_core.linear.function import CODES, TRANSPOSED
 from coat_core.linear.module import FP8TrainableLinear
 from coat_core.ops.adamw import Hyper, Moment, adamw_update_, read_moments
@@ -27,8 +27,6 @@ from coat_core.optim.sharded import local_values
 
 from ..blocks.cast_loss import decibels, measure_cast, noise_share, sampled
 from ..blocks.models import layer_of
-
-__all__ = ["GRADIENT", "INPUT", "SAVED", "CastPrecision", "CastProbe", "row_of"]
 
 SAVED, EXP_AVG, EXP_AVG_SQ = "saved", "exp_avg", "exp_avg_sq"
 MOMENT_BLOCKS = 16  # measured per parameter and moment

@@ -2,10 +2,19 @@
 
     before an update    loss and gradient norm finite, gradient not zero, loss not constant   floats the caller has
     after it            parameters finite, growth bounded, some lora_B not zero               one read-back, rarely
-    over many steps     loss and weights together far beyond their usual size (`Divergence`)  floats the caller has
+    over many steps     loss and weights together far beyond their usual size                 floats the caller has
 
 A single update from NaN or inf is skipped and counted; ten in a row end the run. With `guard.enabled: false` that
 is the only check. From the second in a row, and while the run seems to diverge, trainers save nothing.
+
+Divergence is two signs that no healthy run shows together:
+
+    loss      12 of the last 16 above 2.5 times the usual one (a mean over at most the last 200 steps)
+    weights   L2 norm of all trained parameters above 3 times that before the first step
+
+Loss alone cannot show it: FLUX's last layer normalizes its input, so the loss levels off at a few times its usual value
+(0.35 -> 2.0 on the mini-FLUX, where noise levels alone move it from 0.15 to 1.1). Nor can weights alone: a healthy
+LoRA's B grows from zero. At 100 times their norm, weights are broken whatever the loss.
 """
 
 from __future__ import annotations
@@ -19,8 +28,6 @@ from torch import Tensor
 
 from ..base.errors import UserError
 from ..config.coat import GuardOptions
-
-__all__ = ["KEPT", "WINDOW", "DeadRunError", "Divergence", "Norms", "RunGuard", "tensor_norms"]
 
 KEPT = "the last good save is kept"
 UP_MATRICES = (".lora_B.", "lora_up")  # names of PEFT and ai-toolkit
@@ -70,7 +77,10 @@ class RunGuard:
         self._zero_gradients = self._same_losses = 0
         self._last_loss: float | None = None
         self._start: float | None = None  # norm of all weights before the first step
-        self._divergence = Divergence()
+        self._recent: list[float] = []  # losses of the last finite steps
+        self._usual: float | None = None
+        self._usual_steps = 0
+        self._diverging_since: int | None = None
         self._living_update = max(options.dead_lora_steps, FIRST_LIVING_UPDATE)
 
     def allows_update(self, step: int, loss: float, grad_norm: float) -> bool:
@@ -117,15 +127,31 @@ class RunGuard:
                 "the last bit, though noise and timesteps change: the model's output no longer depends on its input; "
                 f"lower train.lr and check the dataset's images; {KEPT}"
             )
-        self._divergence.on_step(step, loss, self._growth)
-        since = self._divergence.since
-        if since is not None and step - since >= options.diverging_steps:
-            raise DeadRunError(
-                f"step {step}: {self._divergence.describe()}, and the trained weights have grown "
-                f"{self._growth():.1f}-fold: the run diverged; lower train.lr; {KEPT}",
-                since,
-            )
+        self._check_divergence(step, loss)
         return True
+
+    def _check_divergence(self, step: int, loss: float) -> None:
+        """Record the loss of a finite step; the growth is read only where it is high."""
+        self._recent = [*self._recent, loss][-WINDOW:]
+        usual, since = self._usual, self._diverging_since
+        high = usual is not None and usual > 0 and sum(one > LOSS_FACTOR * usual for one in self._recent) >= HIGH
+        if not (high and (since is not None or self._growth() > GROWTH)):
+            self._diverging_since = None
+            self._usual_steps += 1
+            share = 1 / min(self._usual_steps, MEMORY)
+            self._usual = loss if usual is None else usual + share * (loss - usual)
+            return
+        self._diverging_since = since or step - WINDOW + 1
+        if step - self._diverging_since >= self._options.diverging_steps:
+            raise DeadRunError(
+                f"step {step}: {self._loss_text()}, and the trained weights have grown "
+                f"{self._growth():.1f}-fold: the run diverged; lower train.lr; {KEPT}",
+                self._diverging_since,
+            )
+
+    def _loss_text(self) -> str:
+        mean = sum(self._recent) / max(len(self._recent), 1)
+        return f"the loss of the last {WINDOW} steps is {mean:.3g} on average, the usual one {self._usual:.3g}"
 
     def _norm(self) -> float:
         return float(torch.linalg.vector_norm(self._norms(list(self.lora.values()))))
@@ -141,7 +167,7 @@ class RunGuard:
             return None
         if self.nonfinite >= DOUBTED_STREAK:
             return f"the last {self.nonfinite} steps were not finite"
-        return None if self._divergence.since is None else f"{self._divergence.describe()}: it may be diverging"
+        return None if self._diverging_since is None else f"{self._loss_text()}: it may be diverging"
 
     def after_update(self, step: int) -> None:
         """Count an update and, when due, check the parameters.
@@ -174,7 +200,7 @@ class RunGuard:
         """
         self._check(step, dead=True)
         if self.doubt is not None:
-            since = step - self.nonfinite + 1 if self.nonfinite else self._divergence.since
+            since = step - self.nonfinite + 1 if self.nonfinite else self._diverging_since
             raise DeadRunError(f"step {step}: the run ends in doubt: {self.doubt}; lower train.lr; {KEPT}", since)
 
     @torch.no_grad()
@@ -209,58 +235,15 @@ class RunGuard:
         """The counters; plain JSON."""
         counters = {name.strip("_"): getattr(self, name) for name in COUNTERS}
         growth = self._growth() if self.lora else 1.0
-        return counters | {"growth": growth, "divergence": {**self._divergence.state_dict(), "start": self._start}}
+        losses = {"recent": self._recent, "usual": self._usual, "steps": self._usual_steps, "start": self._start}
+        return counters | {"growth": growth, "divergence": losses}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved run's counters; missing ones stay."""
         for name in COUNTERS:
             setattr(self, name, state.get(name.strip("_"), getattr(self, name)))
-        divergence = state.get("divergence", {})
-        self._start = divergence.get("start", self._start)
-        self._divergence.load_state_dict(divergence)
-
-
-class Divergence:
-    """Two signs that no healthy run shows together; `since` is the step it began at.
-
-        loss      12 of the last 16 above 2.5 times the usual one (a mean over at most the last 200 steps)
-        weights   L2 norm of all trained parameters above 3 times that before the first step
-
-    Loss alone cannot show it: FLUX's last layer normalizes its input, so the loss levels off at a few times its usual
-    value (0.35 -> 2.0 on the mini-FLUX, where noise levels alone move it from 0.15 to 1.1). Nor can weights alone:
-    a healthy LoRA's B grows from zero. At 100 times their norm, weights are broken whatever the loss.
-    """
-
-    def __init__(self) -> None:
-        self.since: int | None = None
-        self._recent: list[float] = []
-        self._usual: float | None = None
-        self._steps = 0
-
-    def on_step(self, step: int, loss: float, growth: Callable[[], float]) -> None:
-        """Record the loss of a finite step; the growth is read only where it is high."""
-        self._recent = [*self._recent, loss][-WINDOW:]
-        usual = self._usual
-        high = usual is not None and usual > 0 and sum(one > LOSS_FACTOR * usual for one in self._recent) >= HIGH
-        if high and (self.since is not None or growth() > GROWTH):
-            self.since = self.since or step - WINDOW + 1
-            return  # excluded from the usual loss
-        self.since = None
-        self._steps += 1
-        share = 1 / min(self._steps, MEMORY)
-        self._usual = loss if usual is None else usual + share * (loss - usual)
-
-    def describe(self) -> str:
-        """The recent loss and the usual one, in words."""
-        mean = sum(self._recent) / max(len(self._recent), 1)
-        return f"the loss of the last {WINDOW} steps is {mean:.3g} on average, the usual one {self._usual:.3g}"
-
-    def state_dict(self) -> dict[str, Any]:
-        """Plain JSON."""
-        return {"recent": self._recent, "usual": self._usual, "steps": self._steps}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a saved state, which was not in doubt."""
-        self._recent = [float(loss) for loss in state.get("recent", [])]
-        self._usual = state.get("usual")
-        self._steps = int(state.get("steps", 0))
+        losses = state.get("divergence", {})  # of a run that was not in doubt
+        self._start = losses.get("start", self._start)
+        self._recent = [float(loss) for loss in losses.get("recent", [])]
+        self._usual = losses.get("usual")
+        self._usual_steps = int(losses.get("steps", 0))

@@ -20,8 +20,6 @@ import psutil
 from ..base.files import discard, write_file
 from ..base.table import METRICS_FILE
 
-__all__ = ["COMMANDS", "LiveRun", "RunStatus", "give_command", "read_status"]
-
 logger = logging.getLogger(__name__)
 
 COMMANDS = ("sample", "save", "stop")

@@ -16,8 +16,6 @@ from .phases import PhaseTracker
 if TYPE_CHECKING:
     from ..config.job import JobConfig
 
-__all__ = ["finish", "forecast", "picture", "stacked", "tabulated"]
-
 COLOURS = {  # in the order of the bars, from below
     "transformer": "#4c72b0",
     "lora": "#dd8452",

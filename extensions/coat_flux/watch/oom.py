@@ -27,13 +27,14 @@ if TYPE_CHECKING:
     from ..config.job import JobConfig
     from ..plan.job import JobFacts
 
-__all__ = ["OutOfMemory", "explain_oom", "is_oom", "recompute_more"]
-
 CPU_MESSAGES = ("defaultcpuallocator", "can't allocate memory", "not enough memory", "os error 1455")
 MESSAGES = ("out of memory", "alloc_failed", *CPU_MESSAGES)  # cuBLAS's status; Windows' small paging file
 CUDA_CONTEXT = 0.6e9  # of a process, outside of torch's allocator
 WORTH_A_LINE = 0.02  # share of the device's memory below which gaps and other processes are not the cause
 GAPS = {"win32": "max_split_size_mb:512"}  # which has no expandable segments
+
+
+_size = functools.partial(size_text, digits=2, smallest="MB")
 
 
 class OutOfMemory(UserError, RuntimeError):
@@ -190,10 +191,6 @@ class _Explanation:
 def _listed(parts: dict[str, int]) -> str:
     ordered = sorted(parts.items(), key=lambda item: -item[1])
     return ", ".join(f"{part} {_size(size)}" for part, size in ordered if size)
-
-
-def _size(size: float) -> str:
-    return size_text(size, digits=2, smallest="MB")
 
 
 def _megabytes(size: float) -> str:

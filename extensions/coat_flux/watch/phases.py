@@ -40,8 +40,6 @@ from torch import Tensor, nn
 from ..base.files import write_file
 from ..blocks.held import SAVED, HeldParts, HeldTensors, module_tensors
 
-__all__ = ["MEMORY_FILE", "RUN_PHASES", "STEP_MOMENTS", "PhaseTracker", "peak_bytes", "used_bytes"]
-
 logger = logging.getLogger(__name__)
 
 MEMORY_FILE = Path("coat") / "memory.json"

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from coat_core.casts import GRADIENT, INPUT
+
 from ..blocks.cast_loss import WEIGHT_PRECISION
 from ..blocks.runner import BlockRunner
 from ..config.coat import GuardOptions
-from .casts import EXP_AVG, EXP_AVG_SQ, GRADIENT, INPUT, SAVED, CastPrecision, row_of
+from .casts import EXP_AVG, EXP_AVG_SQ, SAVED, CastPrecision, row_of
 
 if TYPE_CHECKING:
     from ..blocks.report import CoatReport
-
-__all__ = ["COLUMNS", "FILE", "KINDS", "REMEDIES", "PrecisionWatch", "as_cells", "health_line", "health_verdict"]
 
 FILE = Path("coat") / "precision.csv"
 COLUMNS = CastPrecision._fields

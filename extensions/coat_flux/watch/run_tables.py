@@ -15,8 +15,6 @@ from .casts import CastPrecision
 from .phases import peak_bytes
 from .precision import COLUMNS, FILE, as_cells
 
-__all__ = ["RunTables", "StepStats"]
-
 
 @dataclass(frozen=True)
 class StepStats:

@@ -35,8 +35,6 @@ from .oom import OutOfMemory, explain_oom, is_oom, recompute_more
 from .phases import PhaseTracker, used_bytes
 from .precision import PrecisionWatch, health_line, health_verdict, weight_rows
 
-__all__ = ["CPU_NOTE", "SpillWatch", "StepWatch"]
-
 FIRST_OBSERVED = 2  # the first observed step, where most initial faults show
 CPU_NOTE = "Memory lines on a CPU: Allocated is the process's resident memory, Reserved its peak so far."
 WARM_UP = 3  # first steps: measurement of execution modes, allocator
