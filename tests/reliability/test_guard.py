@@ -22,14 +22,7 @@ KEPT = {"memory": {"checkpointing": "none"}}
 
 
 class Run:
-    """A training loop around the tiny FLUX: the guard is called as the hosts call it.
-
-    Args:
-        lr: constant.
-        block: the coat block.
-        zero_b: start with B zero, as real runs do.
-        **guard: options of the guard.
-    """
+    """A training loop around the tiny FLUX, which calls the guard as trainers do; real runs start with `zero_b`."""
 
     def __init__(self, lr: float, block: dict[str, Any] | None = None, *, zero_b: bool = False, **guard: Any) -> None:
         block = KEPT | (block or {})
@@ -83,12 +76,11 @@ def test_a_learning_rate_of_a_million_ends_the_run() -> None:
     assert run.step < 40
 
 
-@pytest.mark.parametrize("factor", [math.nan, math.inf])
-def test_one_bad_step_is_skipped_and_the_parameters_keep_every_bit(factor: float) -> None:
+def test_one_bad_step_is_skipped_and_the_parameters_keep_every_bit() -> None:
     run = Run(1e-3, health_every=3)
     run.train(2)
     weights, state = _copies(run.lora), _copies(_moments(run))
-    run.train(1, lambda step, loss: loss * factor)  # a health step, too
+    run.train(1, lambda step, loss: loss * math.nan)  # a health step, too
     for before, now in ((weights, run.lora), (state, _moments(run))):
         assert all(torch.equal(before[name].view(torch.uint8), now[name].view(torch.uint8)) for name in before)
     assert run.guard.skipped == 1

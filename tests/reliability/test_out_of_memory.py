@@ -255,7 +255,7 @@ def test_gaps_and_other_processes_are_named_with_what_to_do(card: dict[str, floa
     assert "fragmentation: 3,000 MB" in text
     assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in text
     assert "other processes hold 1,900 MB" in text
-    assert "coat.memory.budget_gb be below the 22.1 GB" in text
+    assert "coat.memory.budget_gb below the 22.1 GB" in text
     card.update(allocated=17.9e9, free=5.5e9)
     text = "\n".join(explained(lambda: big_job()))
     assert "fragmentation" not in text

@@ -109,7 +109,7 @@ def test_lines_go_up_where_values_do_and_have_gaps(log_y: bool) -> None:
     assert 0 < heights[-1] < heights[0] < 1000
 
 
-@pytest.mark.parametrize("values", [[0.0], [5.0, 5.0], [-1e-9, 1e-9], [1e30, 2e30], [3.14159], [-7.0, 1e6]])
+@pytest.mark.parametrize("values", [[0.0], [5.0, 5.0], [-1e-9, 1e-9], [1e30, 2e30], [-7.0, 1e6]])
 @pytest.mark.parametrize("log_y", [False, True])
 def test_axes_hold_any_values(values: list[float], log_y: bool) -> None:
     text = line_chart("c", {"a": list(enumerate(values))}, x="x", y="y", log_y=log_y)
@@ -130,15 +130,12 @@ def test_sections_fold_and_close_after_an_error() -> None:
     assert re.search(r"<details><summary>Memory</summary>\n<p>inside</p>\n</details>\n<p>after</p>", page.html())
 
 
-@pytest.mark.parametrize("points", [[], [(0, math.nan)], [(1, math.inf)]])
-def test_an_empty_chart_says_so(points: list[tuple[float, float]]) -> None:
-    page = Page("t")
-    page.curves("loss", {"a": points}, x="step", y="loss")
-    assert "loss: there is nothing to show" in _Parsed(page).texts
-    assert "<svg" not in page.html()
-
-
-def test_thinning_keeps_peaks_and_ends() -> None:
+def test_an_empty_chart_says_so_and_thinning_keeps_peaks() -> None:
+    for values in ([], [(0, math.nan)]):
+        page = Page("t")
+        page.curves("loss", {"a": values}, x="step", y="loss")
+        assert "loss: there is nothing to show" in _Parsed(page).texts
+        assert "<svg" not in page.html()
     points = [(float(step), math.sin(step / 100)) for step in range(20_000)]
     points[7_777] = (7_777.0, 50.0)
     points[123] = (123.0, math.nan)
@@ -155,14 +152,8 @@ def test_shaded_cells_are_red_when_low_and_green_when_high() -> None:
     page.table(["layer", "c"], [["a", 10.0]])
     shades = re.findall(r'<td class="[^"]*" data-label="c"(?: style="background: ([^"]*)")?>([^<]*)<', page.html())
     mixed = "color-mix(in srgb, var(--{}-paper) {}%, var(--paper))"
-    assert shades == [
-        (mixed.format("bad", 100), "10.0"),
-        (mixed.format("good", 50), "25.0"),
-        (mixed.format("good", 100), "99.0"),
-        ("", "–"),
-        ("", "7"),
-        ("", "10.0"),
-    ]
+    papers = [mixed.format("bad", 100), mixed.format("good", 50), mixed.format("good", 100), "", "", ""]
+    assert shades == list(zip(papers, ["10.0", "25.0", "99.0", "–", "7", "10.0"], strict=True))
 
 
 def test_pictures_small_as_they_are_large_made_small(tmp_path: Path, picture: Path) -> None:

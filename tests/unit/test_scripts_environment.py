@@ -55,7 +55,6 @@ CPU_BUILD, DEFAULT_BUILD = f"torch=={VERSION}+cpu", f"torch=={VERSION}"
         ({"gpu": False, "torch": (2, 8)}, None, [[CPU_BUILD]], None),
         ({"gpu": False, "missing": (CPU_BUILD, DEFAULT_BUILD)}, None, [[CPU_BUILD], [DEFAULT_BUILD]], "pip failed"),
         ({"gpu": True, "torch": (2, 9), "cuda": [True]}, None, [], None),
-        ({"gpu": True, "cuda": [True]}, None, [[DEFAULT_BUILD]], None),
         ({"gpu": True, "cuda": [False]}, None, [[DEFAULT_BUILD]], "--torch-index-url"),
         ({"gpu": True, "torch": (2, 13), "cuda": [False, False]}, None, [], "--torch-index-url"),
         (
