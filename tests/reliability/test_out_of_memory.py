@@ -27,6 +27,7 @@ from coat_flux.blocks.held import HeldTensors, gradients, module_tensors, state_
 from coat_flux.blocks.runner import BlockRunner
 from coat_flux.config.findings import ConfigError
 from coat_flux.config.job import JobConfig
+from coat_flux.plan import cards
 from coat_flux.trainers.standalone.network import lora_parameters
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from coat_flux.watch.oom import OutOfMemory, explain_oom, recompute_more
@@ -169,16 +170,11 @@ def test_transposed_weights_go_first_and_change_nothing() -> None:
     assert "all 4 blocks recompute" in again
 
 
-@pytest.mark.parametrize("mode", ["none", "all"])
-def test_what_the_config_fixes_is_left_as_it_is(mode: str) -> None:
-    training = Training({"memory": {"checkpointing": mode}})
-    before = BlockRunner.of(training.model).plan.recomputed
-    assert recompute_more(training.model) is None
-    assert BlockRunner.of(training.model).plan.recomputed == before
-
-
-def test_a_model_that_may_not_recompute_or_has_no_blocks_is_left_as_it_is() -> None:
-    assert recompute_more(coat_flux_model({}, allow_recompute=False)[0]) is None
+def test_what_config_or_trainer_fix_and_a_model_without_blocks_stay_unchanged() -> None:
+    for coat, allows in (({"memory": {"checkpointing": "none"}}, True), ({}, False)):
+        model, _, _ = coat_flux_model(coat, allow_recompute=allows)
+        assert recompute_more(model) is None
+        assert not BlockRunner.of(model).plan.recomputed
     assert recompute_more(nn.Linear(2, 2)) is None
 
 
@@ -224,7 +220,9 @@ def freed(job: JobConfig, phase: str = "step") -> dict[str, int]:
     return sizes
 
 
-def test_remedies_have_their_megabytes_and_come_cheapest_first(card: dict[str, float]) -> None:
+def test_remedies_have_their_megabytes_and_come_cheapest_first(
+    card: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     memory = {"checkpointing": "none", "transposed_weights": "always"}
     sizes = freed(big_job(memory=memory, activation={"attention": "bf16"}))
     assert sizes.pop("coat.memory.transposed_weights: never") == round(912 * 3072**2 / 1e6)  # weights that see tokens
@@ -243,12 +241,16 @@ def test_remedies_have_their_megabytes_and_come_cheapest_first(card: dict[str, f
     assert sizes["datasets: cache_latents_to_disk: true"] == round(2 * 83_819_683 / 1e6)
     assert sizes["coat.memory.checkpointing: all"] > sizes["coat.activation.attention: fp8"] > 1000
     assert sizes["network.linear: 8"] > 85_917_696 * 4 / 2e6  # half of the adapters, their gradients and moments
+    monkeypatch.setattr(cards, "EDITS", (cards._full_checkpointing, cards._smaller_samples, cards._no_samples))
     samples = freed(big_job(), phase="sample")
     assert samples["train.disable_sampling: true"] > samples["sample.width and height: at most 768"] > 100
     assert "coat.memory.checkpointing: all" not in samples
 
 
-def test_gaps_and_other_processes_are_named_with_what_to_do(card: dict[str, float]) -> None:
+def test_gaps_and_other_processes_are_named_with_what_to_do(
+    card: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cards, "EDITS", ())
     text = "\n".join(explained(lambda: big_job()))
     assert "held now: activations and workspace 15.00 GB" in text  # nothing else is known of this run
     assert "allocated 15.00 GB, reserved 18.00 GB, free 3.50 GB of 24.00 GB" in text
@@ -341,6 +343,7 @@ def test_a_run_that_may_not_recompute_more_ends_with_the_explanation(
     place: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("coat_core.linear.function.dgrad", failing_dgrad(60))
+    monkeypatch.setattr(cards, "EDITS", ())
     with pytest.raises(OutOfMemory, match=r"in the phase step \(backward pass\): CUDA out of memory") as error:
         run_lora("ended", place, "none")
     assert "plan for this phase: " in str(error.value)

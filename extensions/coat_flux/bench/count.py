@@ -62,9 +62,7 @@ class Launch(NamedTuple):
     Attributes:
         part: Triton kernel, or torch operator, inside an operator of ours; else empty.
         reads, writes: storage → bytes, each once.
-        flops: operations of matrix products.
-        kind: "fp8" or "bf16" matrix product, "attention", "attention_backward"; empty if only bytes count.
-        shape: (M, N, K) of a matrix product.
+        flops, kind, shape: of matrix products and attention, see `kernel_ms`; empty if only bytes count.
     """
 
     region: str
@@ -322,8 +320,8 @@ class _Autocast(TorchFunctionMode):
 def count_step(config: COATConfig, geometry: Geometry, resolution: int) -> Recorder:
     """Record one training step of batch 1 in the stand-alone engine, nothing recomputed.
 
-    If `config` is not enabled: diffusers' blocks in bf16 under autocast. The block counts of `geometry` size the
-    update. The recorder's regions are "double forward", "first single backward" and so on, `OUTSIDE` and `UPDATE`.
+    If `config` is not enabled: diffusers' blocks in bf16 under autocast. Regions are "double forward", "first single
+    backward" and so on, `OUTSIDE`, `MODULATION` and `UPDATE`.
     """
     model = make_model(config, geometry)
     runner = BlockRunner.of(model)
@@ -493,10 +491,9 @@ def count(config: COATConfig, geometry: Geometry, resolutions: Sequence[int]) ->
     """Count COAT and bf16 + torch.compile, and cost them on each card.
 
     Returns:
-        Card ("h200") → resolution in pixels a side ("1024") → "coat" or "bf16_compile" → `launches`, `modelled_ms`,
-            `host_ops` (calls of torch's dispatcher), `host_reads` (of tensors on the device), `bytes`, `flops`;
-            the same sums in `by_category`, `blocks` and `by_region` (one block, or the once-per-step parts);
-            `operators`: region → lines of (count, category, operator, part), the most frequent first.
+        Card ("h200") → resolution in pixels a side ("1024") → "coat" or "bf16_compile" → sums (`FIGURES`, `host_ops`:
+            calls of torch's dispatcher, `host_reads`: of tensors on the device) of the step, `by_category`, of all
+            `blocks`, `by_region` (once); `operators`: region → lines of (count, category, operator, part).
     """
     counts: dict[str, Any] = {name: {} for name in modelled_cards()}
     for resolution in resolutions:

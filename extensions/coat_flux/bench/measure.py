@@ -109,11 +109,7 @@ def _sizes(geometry: Geometry) -> dict[str, int]:
 
 
 def model_inputs(resolution: int, batch: int, device: torch.device) -> tuple[dict[str, Tensor], Tensor]:
-    """Random inputs of the transformer for square images, and a target fp32 [B, T, 64].
-
-    The keyword arguments are hidden_states bf16 [B, T, 64], encoder_hidden_states bf16 [B, 512, 4096],
-    pooled_projections bf16 [B, 768], timestep and guidance [B], ids [tokens, 3].
-    """
+    """Random keyword arguments of the transformer for square images, and a target fp32 [B, T, 64]."""
     from ..blocks.models.flux1 import FLUX_DEV_TRANSFORMER_CONFIG as SIZES
 
     draw = torch.Generator(device).manual_seed(SEED + 2)

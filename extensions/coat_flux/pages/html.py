@@ -62,7 +62,7 @@ class Page:
         self.parts.append(f"<p>{escape(text).replace(chr(10), '<br>')}</p>")
 
     def verdict(self, text: str, tone: Tone) -> None:
-        """Add the result in one sentence, on green (good), red (bad), yellow (open) or blue (plain)."""
+        """Add the result in one sentence."""
         self.parts.append(f'<p class="verdict {tone}" role="status">{escape(text)}</p>')
 
     @contextmanager
@@ -155,9 +155,9 @@ class Page:
         header: Sequence[str] = (),
         width: int = 160,
     ) -> None:
-        """Add a grid of reduced pictures (caption, file), row by row; unreadable ones are named.
+        """Add a grid of reduced pictures (caption, file), in columns of `width` pixels; unreadable ones are named.
 
-        Columns are `width` pixels wide. On a narrow screen rows wrap, unless there is a header or a single column.
+        On a narrow screen rows wrap, unless there is a header or a single column.
         """
         cells = "".join(f'<div class="head">{escape(name)}</div>' for name in header)
         for text, path in items:
@@ -220,9 +220,9 @@ def line_chart(
     Args:
         series: name → points (x, y), x ascending. Points that are not finite, or not positive on a logarithmic axis,
             leave gaps. Long series are thinned, keeping their peaks.
-        x, y: labels of the axes, with their units; steps are whole numbers.
+        x, y: labels of the axes; steps are whole numbers.
         band: name → (x, low, high), filled in the colour of that series.
-        faint: name of a series drawn thin: the noisy values behind a smoothed line.
+        faint: the series drawn thin, behind its smoothed line.
         marks: x → label of a dashed vertical line.
     """
     band, marks = band or {}, marks or {}

@@ -54,10 +54,8 @@ def judge(bf16: Sequence[float], coat: Sequence[float], base: float | None = Non
     - *undecided*: it crosses an end of the band; or bf16's seeds end equal (s = 0), or one of its runs did not improve
       on `base`.
     """
-    if len(bf16) != len(coat) or len(bf16) < 2:
-        raise ValueError(f"bf16, coat: {len(bf16)} and {len(coat)} losses, must be as many, at least 2; run more seeds")
-    if not all(map(math.isfinite, bf16)):
-        raise ValueError(f"bf16={list(bf16)}: must be finite; without that there is nothing to compare with")
+    if not all(map(math.isfinite, bf16)) or len(bf16) < 2:
+        raise ValueError(f"bf16={list(bf16)}: must be at least 2 finite losses; run more seeds")
     count = len(bf16)
     if not all(map(math.isfinite, coat)):
         return Judgement(NOT_LOSSLESS, f"COAT's held-out loss{where} is not finite", count)
@@ -69,13 +67,13 @@ def judge(bf16: Sequence[float], coat: Sequence[float], base: float | None = Non
     if idle:
         outcome = UNDECIDED
         reason = (
-            f"{len(idle)} of {count} bf16 runs (first: number {idle[0]}, loss {bf16[idle[0] - 1]:.6f}) did not "
-            f"bring the held-out loss below that before training, {base:.6f}, so there is nothing to lose; train "
-            "longer or with a higher lr, or, if the training loss fell (overfitting), shorter or on more photos"
+            f"{len(idle)} of {count} bf16 runs (first: number {idle[0]}, loss {bf16[idle[0] - 1]:.6f}) did not bring "
+            f"the held-out loss below that before training, {base:.6f}; train longer or with a higher lr, or, if the "
+            "training loss fell (overfitting), shorter or on more photos"
         )
     elif spread == 0:
         outcome = UNDECIDED
-        reason = "the bf16 runs of all seeds end at exactly the same loss, so there is no spread to compare with"
+        reason = "the bf16 runs of all seeds end at exactly the same loss: there is no spread to compare with"
     else:
         reason = (
             f"over {count} seeds, COAT's held-out loss{where} is on average {abs(gap):.2g} "

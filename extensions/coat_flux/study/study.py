@@ -68,9 +68,9 @@ class VerifyError(UserError, RuntimeError):
 
 @dataclass(frozen=True)
 class ArmResult:
-    """The result of one run: `curve` of (step, held-out loss) and its end `final_own`, in its own precision.
+    """The result of one run: `curve` of (step, held-out loss) and its end, `final_own`, in its own precision.
 
-    `seconds` are those of all steps without validation; `peak_bytes` of a step are None if not measured.
+    `seconds` of all steps without validation; `peak_bytes` of a step, None if not measured.
     """
 
     name: str
@@ -156,8 +156,8 @@ class Study:
 def bf16_arm(job: JobConfig) -> Arm:
     """The arm that COAT runs are compared with.
 
-    In full fine-tuning it keeps the config's optimizer, with fp32 moments: AdamW, rounding to nearest, would
-    lose most updates of bf16 weights, which matters more than FP8 (RESULTS.md).
+    In full fine-tuning it keeps the config's optimizer, with fp32 moments: AdamW, which rounds to nearest, would lose
+    most updates of bf16 weights (RESULTS.md).
     """
     return NOTHING_IN_FP8 if job.full and job.train.optimizer == COAT_OPTIMIZER else BF16
 
@@ -176,7 +176,7 @@ def _laid_over(block: Mapping[str, Any], arm: Arm) -> dict[str, Any]:
 
 
 def one_of_several(process: dict[str, Any], folder: Path, seed: int, steps: int, validation: Mapping[str, Any]) -> None:
-    """Turn a process entry into that of a run in `folder`, with samples at its end and one checkpoint."""
+    """Turn a process entry into a run's in `folder`, with samples at its end and one checkpoint."""
     for key in ("name", "log_dir"):
         process.pop(key, None)
     process.update(training_folder=str(folder), training_seed=seed, validation=dict(validation))
@@ -221,16 +221,16 @@ def open_study(
 
     Args:
         steps: of each run; None: the config's.
-        hold_out: how many photos; None: those of the config's `validation`, else a tenth.
-        validation: a folder with photos and captions that replaces held-out ones.
+        hold_out: number of photos; None: the config's `validation`, else a tenth.
+        validation: a folder with photos and captions in place of held-out ones.
         every: steps between points of the loss curves; None: a twentieth of the run.
         folder: of the runs.
     """
     job = config if isinstance(config, JobConfig) else JobConfig.load(config)
     if not job.coat.enabled:
         raise ConfigError(
-            f"{job.file}: config.process[0].coat.enabled=false: verify compares COAT with bf16; "
-            f"give the config you mean to train with, with type: {COAT_TYPE} and coat.enabled: true"
+            f"{job.file}: config.process[0].coat.enabled=false: verify compares COAT with bf16; give a config with "
+            f"type: {COAT_TYPE} and coat.enabled: true"
         )
     workers = Workers(job.device)
     workers.close()
@@ -256,9 +256,8 @@ def require_room(bf16: JobConfig, gpu_gb: float) -> None:
     if not verdict.fits:
         needed = verdict.prediction.peak / USABLE_FRACTION / 1e9
         raise VerifyError(
-            f"{bf16.file}: verify compares with a bf16 run, which needs a GPU of about {needed:.0f} GB; this one has "
-            f"{gpu_gb:.0f} GB\nwrite train.gradient_checkpointing: true and train.cache_text_embeddings: true, or run "
-            "verify once on a larger card"
+            f"{bf16.file}: verify's bf16 run needs a GPU of about {needed:.0f} GB; this one has {gpu_gb:.0f} GB\n"
+            "write train.gradient_checkpointing: true and train.cache_text_embeddings: true, or use a larger card"
         )
 
 

@@ -8,10 +8,8 @@
         lr0.0001_linear8_seed42/ …      its run folder
 
 A *trial* is one combination of values, with one run for each seed. A restarted sweep reuses finished runs and
-resumes the others.
-
-A run's loss is its last on the held-out photos, with the same noise in all runs; that of a trial is the mean over its
-seeds. Luck, s, is the pooled standard deviation of runs that differ in the seed alone:
+resumes the others. A run's loss is its last on the held-out photos, with the same noise in all runs; that of a trial is
+the mean over its seeds. Luck, s, is the pooled standard deviation of runs that differ in the seed alone:
 
     s² = sum over trials of sum_i (loss_i - mean)² / sum of (n - 1)
 
@@ -121,7 +119,7 @@ def value_text(value: Any) -> str:
 
 @dataclass
 class Run:
-    """One run of a sweep, and its results so far: `curve` of (step, held-out loss), median `seconds` per step."""
+    """One run and its results so far: `curve` of (step, held-out loss), median `seconds` per step."""
 
     name: str
     steps: int
@@ -226,9 +224,10 @@ class Sweep:
         return [run for trial in self.trials for run in trial.runs]
 
     def run(self, *, jobs: int, log: Callable[[str], None], on_result: Callable[[], None]) -> list[Trial]:
-        """Train unfinished runs, `jobs` at a time; one that fails does not stop the others.
+        """Train unfinished runs, `jobs` at a time; a failure does not stop the others, `on_result` follows each run.
 
-        `on_result` is called after each run. KeyboardInterrupt is raised once current runs are saved.
+        Raises:
+            KeyboardInterrupt: once current runs are saved.
         """
         with run_lock(self.folder):
             provide_embedded(self.job.model.name_or_path)
@@ -341,7 +340,7 @@ class Sweep:
                     study.tell(number, state=failed, skip_if_finished=True)
 
     def _change(self, process: dict[str, Any], settings: Mapping[str, Any], seed: int) -> int:
-        """Turn the config's process entry into that of a run; returns its steps."""
+        """Turn the config's process entry into a run's; returns its steps."""
         for key, value in settings.items():
             _set_value(process, key, value)
         rank = settings.get("network.linear", settings.get("network.rank"))
@@ -469,7 +468,7 @@ def ranking_rows(trials: Sequence[Trial], spread: float | None) -> list[list[str
 
 
 def _varied(trials: Sequence[Trial]) -> dict[str, str]:
-    """Key → short name, of keys with several values; of all if there are none."""
+    """Key → short name, of keys with several values, or of all."""
     short = short_keys(trials[0].settings)
     several = {}
     for key in short:
@@ -484,7 +483,7 @@ def _words(trial: Trial, keys: Mapping[str, str]) -> str:
 
 
 def sentence_of(trials: Sequence[Trial], spread: float | None, total: int) -> tuple[str, Tone]:
-    """The ranking in one sentence, and its tone; `total` is the planned number of runs."""
+    """The ranking in one sentence and its tone; `total`: of planned runs."""
     best = trials[0]
     left = total - sum(run.state == FINISHED for trial in trials for run in trial.runs)
     rest = f"; {left} of {total} trials are not finished" if left else ""

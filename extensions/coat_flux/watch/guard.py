@@ -101,9 +101,8 @@ class RunGuard:
             numbers = f"step {step}: loss={loss}, gradient norm {grad_norm}"
             if options.enabled and self.nonfinite >= options.nonfinite_steps:
                 raise DeadRunError(
-                    f"{numbers}, not finite for {self.nonfinite} steps in a row: the run "
-                    "diverged, or values overflow; lower train.lr, or set coat.activation.linear_granularity: per_row "
-                    f"and grad_format: e5m2 where they are not; {KEPT}",
+                    f"{numbers}, not finite for {self.nonfinite} steps in a row; lower train.lr, or set "
+                    f"coat.activation.linear_granularity: per_row and grad_format: e5m2; {KEPT}",
                     step - self.nonfinite + 1,
                 )
             self._log(f"{numbers}: not finite, the update is skipped ({self.skipped} so far)")
@@ -114,18 +113,16 @@ class RunGuard:
         self._zero_gradients = 0 if grad_norm else self._zero_gradients + 1
         if self._zero_gradients >= options.zero_gradient_steps:
             raise DeadRunError(
-                f"step {step}: gradient norm 0 for {self._zero_gradients} steps in a row: no "
-                "gradient reaches what is trained; check that network, or "
-                "coat.include, chooses layers of the transformer, and set coat.activation.grad_format: e5m2 (its "
-                f"smallest values reach further down) or bf16; {KEPT}"
+                f"step {step}: gradient norm 0 for {self._zero_gradients} steps in a row; check that network, or "
+                "coat.include, chooses layers of the transformer, and set coat.activation.grad_format: e5m2 or bf16; "
+                f"{KEPT}"
             )
         self._same_losses = self._same_losses + 1 if loss == self._last_loss else 1
         self._last_loss = loss
         if self._same_losses >= options.pinned_loss_steps:
             raise DeadRunError(
-                f"step {step}: loss={loss} for {self._same_losses} steps in a row, to "
-                "the last bit, though noise and timesteps change: the model's output no longer depends on its input; "
-                f"lower train.lr and check the dataset's images; {KEPT}"
+                f"step {step}: loss={loss} for {self._same_losses} steps in a row, to the last bit: the model's output "
+                f"no longer depends on its input; lower train.lr and check the dataset's images; {KEPT}"
             )
         self._check_divergence(step, loss)
         return True
@@ -143,9 +140,9 @@ class RunGuard:
             return
         self._diverging_since = since or step - WINDOW + 1
         if step - self._diverging_since >= self._options.diverging_steps:
+            grown = f"the trained weights have grown {self._growth():.1f}-fold"
             raise DeadRunError(
-                f"step {step}: {self._loss_text()}, and the trained weights have grown "
-                f"{self._growth():.1f}-fold: the run diverged; lower train.lr; {KEPT}",
+                f"step {step}: {self._loss_text()}, and {grown}: the run diverged; lower train.lr; {KEPT}",
                 self._diverging_since,
             )
 
@@ -226,9 +223,8 @@ class RunGuard:
         ups = [value for name, value in largest.items() if any(mark in name for mark in UP_MATRICES)]
         if dead and ups and not any(ups):
             raise DeadRunError(
-                f"step {step}: every lora_B is still zero after {self.updates} updates, "
-                "so the LoRA has no effect: nothing updates it; raise train.lr, shorten "
-                f"its warm-up, and check that network trains layers of the transformer; {KEPT}"
+                f"step {step}: every lora_B is still zero after {self.updates} updates, so the LoRA has no effect; "
+                f"raise train.lr, shorten its warm-up, and check that network trains layers of the transformer; {KEPT}"
             )
 
     def state_dict(self) -> dict[str, Any]:

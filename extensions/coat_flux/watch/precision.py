@@ -37,7 +37,7 @@ KINDS = {
 EXPANSION = "coat.optimizer.use_dynamic_range_expansion: true, or a smaller coat.optimizer.block_size"
 REMEDIES = {
     WEIGHT: "coat.weight.granularity: per_row",
-    INPUT: "coat.activation.linear_granularity: per_row, or where it is so already coat.activation.format: e5m2",
+    INPUT: "coat.activation.linear_granularity: per_row, or coat.activation.format: e5m2",
     GRADIENT: "coat.activation.grad_format: e5m2 or bf16, or coat.activation.linear_granularity: per_row",
     SAVED: "coat.activation.nonlinear_granularity: per_group, a smaller group_size, or coat.activation.format: e5m2",
     EXP_AVG: EXPANSION,
@@ -106,11 +106,11 @@ def health_verdict(rows: Sequence[CastPrecision], options: GuardOptions) -> str 
             continue
         text = f"{lost:.1%} of the {KINDS[worst.kind]} of {worst.layer}"
         if share == "saturation":
-            text += f" lie beyond the largest FP8 code (limit: {limit}): they overflowed before the cast; "
-            text += "lower train.lr and check that train.dtype is bf16"
+            text += (
+                f" lie beyond the largest FP8 code (limit: {limit}); lower train.lr and check that train.dtype is bf16"
+            )
         else:
-            text += f" that are not zero became zero in FP8 (limit: {limit}): a few large values set the scale of all; "
-            text += f"set {REMEDIES[worst.kind]}"
+            text += f" that are not zero became zero in FP8 (limit: {limit}); set {REMEDIES[worst.kind]}"
         if worst.kind in (INPUT, GRADIENT) and worst.layer:
             text += f", or take the layer out of FP8 with coat.activation.exclude: [{worst.layer}]"
         return text

@@ -46,10 +46,7 @@ T = TypeVar("T")
 
 
 class StepWatch:
-    """The watch of one run; its memory report counts adapters, gradients and optimizer.
-
-    `mean` and `norms` are over all processes; full fine-tuning has no `network`.
-    """
+    """The watch of one run; `mean` and `norms` are over all processes, full fine-tuning has no `network`."""
 
     def __init__(
         self,
@@ -94,11 +91,11 @@ class StepWatch:
         """Observe the losses of casts to FP8 in the block, at health steps.
 
         Health steps are step 2 and every multiple of `health_every`, except a process's first step, which measures
-        execution modes. Nonfinite steps are logged but not judged: infinities saturate. While `activation.min_sqnr_db`
-        has layers to choose, the next step from step 2 on is observed too, even with `guard.enabled: false`.
+        execution modes. Nonfinite steps are not judged: infinities saturate. While `activation.min_sqnr_db` has layers
+        to choose, the next step from step 2 on is observed too, even with `guard.enabled: false`.
 
         Raises:
-            DeadRunError: at the block's end, a share exceeds `max_saturation` or `max_underflow`.
+            DeadRunError: a share exceeds `max_saturation` or `max_underflow`.
         """
         first, self._began = not self._began, True
         if first:
@@ -126,7 +123,7 @@ class StepWatch:
     def retry(self, step: int, attempt: Callable[[], T], reset: Callable[[], str | None]) -> T:
         """Run `attempt`; if it runs out of memory, again with more recomputation, unless its update has begun.
 
-        `reset` undoes a failed attempt and returns in words the memory it freed. OutOfMemory explains a final failure.
+        `reset` undoes a failed attempt and names the memory it freed. OutOfMemory explains a final failure.
         """
         while True:
             self._updating = False
@@ -145,7 +142,7 @@ class StepWatch:
             self._log.info(f"Step {step} is tried again: {change}")
 
     def measures_memory(self, step: int) -> bool:
-        """Whether memory lines are due at this step's moments, which a replayed step does not pass."""
+        """Whether memory lines are due in this step, which then cannot be replayed."""
         return self._writes_lines and step % self._memory.log_every == 0
 
     def mark(self, moment: str, step: int) -> None:
@@ -230,8 +227,8 @@ class SpillWatch:
             sign = f"steps take {statistics.median(last):.1f} s instead of {usual:.1f} s, and {sign}"
         self._active = False
         return (
-            f"{sign} of a card of {total / GB:.1f} GB: the Windows driver has moved memory of this run to "
-            "system memory, which is many times slower. Set coat.memory.checkpointing: all or a smaller "
-            "coat.memory.budget_gb, or close other programs on this card. For an error instead: NVIDIA Control "
-            "Panel, Manage 3D settings, CUDA - Sysmem Fallback Policy, Prefer No Sysmem Fallback"
+            f"{sign} of a card of {total / GB:.1f} GB: the Windows driver has moved memory of this run to slow system "
+            "memory. Set coat.memory.checkpointing: all or a smaller coat.memory.budget_gb, or close other programs on "
+            "this card. For an error instead: NVIDIA Control Panel, Manage 3D settings, CUDA - Sysmem Fallback Policy, "
+            "Prefer No Sysmem Fallback"
         )
