@@ -23,7 +23,7 @@ from coat_flux.watch.guard import DeadRunError
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.engine_job import engine_job, tiny_place
 
-STEPS, SEED, PHOTOS = 4, 7, 5
+STEPS, SEED, PHOTOS = 3, 7, 5
 
 
 @pytest.fixture(scope="module")
@@ -39,15 +39,15 @@ def job_of(place: dict[str, Path], name: str = "mine", **train: Any) -> dict[str
 
 
 def opened(place: dict[str, Path], name: str = "mine", **train: Any) -> Study:
-    return open_study(job_of(place, name, **train), steps=STEPS, hold_out=2, every=2)
+    return open_study(job_of(place, name, **train), steps=STEPS, hold_out=1, every=STEPS)
 
 
 @pytest.fixture(scope="module")
 def verdict(place: dict[str, Path]) -> Verdict:
-    """Two seeds of four steps; the first run is interrupted after its third step, and the command started again."""
+    """Two seeds of three steps; the first run is interrupted after its second step, and the command started again."""
 
     def stop(session: Session) -> None:
-        if session.step == 3:
+        if session.step == 2:
             raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
@@ -61,12 +61,12 @@ def test_runs_are_ordinary_runs_on_the_photos_that_are_left(verdict: Verdict, pl
     folder = place["out"] / "mine_verify"
     assert [run.name for run in verdict.runs] == ["bf16_seed7", "coat_seed7", "bf16_seed8", "coat_seed8"]
     assert not (place["out"] / "mine").exists()
-    assert len(verdict.study.held_out) == 2
+    assert len(verdict.study.held_out) == 1
     for run in verdict.runs:
         job = yaml.safe_load((folder / run.name / "config.yaml").read_text(encoding="utf-8"))
         process = job["config"]["process"][0]
         assert run.lora == folder / run.name / f"{run.name}.safetensors"
-        assert process["validation"] == {"hold_out": verdict.study.held_out, "every": 2}
+        assert process["validation"] == {"hold_out": verdict.study.held_out, "every": STEPS}
         assert process["training_seed"] == run.seed
         assert process["train"]["optimizer"] == ("adamw" if run.arm == "bf16" else "coat_fp8_adamw")
         assert len(run.samples) == 1
@@ -83,7 +83,7 @@ def test_pairs_are_twins_whose_losses_fall(verdict: Verdict) -> None:
     assert first_loss("bf16_seed7") == pytest.approx(first_loss("coat_seed7"), rel=0.02)
     assert first_loss("bf16_seed7") != pytest.approx(first_loss("bf16_seed8"), rel=0.02)
     for run in verdict.runs:
-        assert [step for step, _ in run.curve] == [0, 2, 4]
+        assert [step for step, _ in run.curve] == [0, STEPS]
         assert run.final_own == run.curve[-1][1] < run.curve[0][1]
         final = verdict.losses[run.name]
         assert final < verdict.base

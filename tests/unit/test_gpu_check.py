@@ -195,10 +195,11 @@ def test_every_listed_kernel_is_timed() -> None:
 
 
 @pytest.mark.triton
-def test_a_dry_run_executes_every_stage(
+def test_a_dry_run_executes_every_kind_of_stage(
     bench: Bench, script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The processes of stages run in this one, but for pytest's; kernels are those of one launcher."""
+    monkeypatch.setattr(script, "TOY", Geometry(1, 1, 1, 4))
     mains = {
         script.WORKER: worker.main,
         script.KERNELS: _gpu_kernels.main,
@@ -221,15 +222,15 @@ def test_a_dry_run_executes_every_stage(
     tests, stages = (*script.PYTEST, "--version"), []
     for stage in script.STAGES:
         assert not stage.rows or set(stage.rows) <= named(stage.level).keys(), stage.name
-        stages.append(stage._replace(command=tests) if stage.name == "tests" else stage)
+        if stage.name not in ("fp8", "plan"):  # of kinds that others are of, too
+            stages.append(stage._replace(command=tests) if stage.name == "tests" else stage)
     assert bench.run(*stages, dry=True, minutes=30) == 0
     assert {name: known["status"] for name, known in bench.stages.items()} == {stage.name: "ok" for stage in stages}
     results = {name: known["results"] for name, known in bench.stages.items()}
     assert "pytest" in results["tests"]["summary"]
     assert results["kernels"]["quantize per row e4m3"]["launches"] == 1
-    for stage, row in (("fp8", "coat_transposed"), ("bf16", "bf16"), ("trainer", "bf16")):
-        assert min(results[stage][row]["measurements"][0]["samples_ms"]) > 0
-    for stage, row in (("trainer", "bf16"), ("plan", "coat_recomputed"), ("full", "full_offload")):
+    assert min(results["bf16"]["bf16"]["measurements"][0]["samples_ms"]) > 0
+    for stage, row in (("trainer", "bf16"), ("full", "full_offload")):
         (step,) = results[stage][row]["measurements"]
         assert step["figures"]["steps_per_second"] == pytest.approx(1e3 / step["samples_ms"][0])
         assert 0 < step["figures"]["predicted_peak_bytes"] < step["peak_bytes"]

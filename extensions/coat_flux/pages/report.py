@@ -303,8 +303,7 @@ def standing_out(layers: Sequence[CastPrecision]) -> list[str]:
 
 def show_layers(page: Page, runs: Sequence[Path]) -> None:
     """The worst layers of several runs together, in short."""
-    files = [run / FILE for run in runs]
-    layers = summaries(row for path in files if path.exists() for row in read_rows(path))
+    layers = summaries(row for run in runs for row in read_rows(run / FILE))
     if layers:
         _show_tables(page, layers)
     else:
@@ -313,7 +312,7 @@ def show_layers(page: Page, runs: Sequence[Path]) -> None:
 
 def _show_precision(page: Page, run: RunFolder) -> None:
     """Add the section; OSError and ValueError for damaged files."""
-    rows = read_rows(run.path / FILE) if (run.path / FILE).exists() else []
+    rows = read_rows(run.path / FILE)
     layers = summaries(rows)
     if not layers:
         page.missing(NOT_MEASURED)

@@ -33,7 +33,7 @@ SMOOTHING_SHARE = 50  # one part in so many of a run's steps is averaged over
 
 
 class RunFolderError(UserError):
-    """The folder is not that of a run."""
+    """Not the folder of a run."""
 
 
 class Saved(NamedTuple):
@@ -88,17 +88,12 @@ class RunFolder:
     @cached_property
     def metrics(self) -> dict[str, Curve]:
         """Column → curve over steps; OSError, ValueError if damaged."""
-        if (self.path / METRICS_FILE).exists():
-            return _columns(self.path / METRICS_FILE)
-        if (self.path / TOOLKIT_LOG).exists():
-            return _toolkit_log(self.path / TOOLKIT_LOG)
-        return {}
+        return _columns(self.path / METRICS_FILE) or _toolkit_log(self.path / TOOLKIT_LOG)
 
     @cached_property
     def validation(self) -> Curve:
         """Validation loss over steps, perhaps empty; errors as of `metrics`."""
-        path = self.path / VALIDATION_FILE
-        return _columns(path).get("loss", []) if path.exists() else []
+        return _columns(self.path / VALIDATION_FILE).get("loss", [])
 
     def prompts(self) -> list[str]:
         """Prompts of the samples, in order, with the trigger word filled in."""
@@ -161,6 +156,8 @@ def _is_run(path: Path) -> bool:
 
 def _columns(path: Path) -> dict[str, Curve]:
     curves: dict[str, Curve] = {}
+    if not path.exists():
+        return curves
     with path.open(newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)
         try:
@@ -176,6 +173,8 @@ def _columns(path: Path) -> dict[str, Curve]:
 
 def _toolkit_log(path: Path) -> dict[str, Curve]:
     curves: dict[str, Curve] = {}
+    if not path.exists():
+        return curves
     try:
         with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as log:
             values = log.execute("SELECT step, key, value_real FROM metrics WHERE value_real IS NOT NULL ORDER BY step")

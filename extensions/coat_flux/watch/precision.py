@@ -66,8 +66,10 @@ def as_cells(row: CastPrecision) -> list[str]:
 
 
 def read_rows(path: Path) -> list[CastPrecision]:
-    """Read `precision.csv`; OSError if unreadable, ValueError (with file and line) if malformed."""
-    rows = []
+    """Rows of `precision.csv`, if there is one; OSError if unreadable, ValueError (with file and line) if malformed."""
+    rows: list[CastPrecision] = []
+    if not path.exists():
+        return rows
     with path.open(newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)
         try:
