@@ -50,26 +50,12 @@ def measure_trainer(
         release(device)
         torch.set_float32_matmul_precision(TORCHS_PRECISION)  # the session changes it, for a run of its own
         with tempfile.TemporaryDirectory() as folder:
-            yield _measured(row, geometry, resolution, batch, device, calls, Path(folder))
+            model_sizes = _write_model(Path(folder), geometry)
+            job = _job(row, geometry.rank, resolution, batch, device, sum(calls), Path(folder))
+            yield {**_measured(job, model_sizes, device, calls), "resolution": resolution, "batch": batch}
 
 
-def _measured(
-    row: Configuration,
-    geometry: Geometry,
-    resolution: int,
-    batch: int,
-    device: torch.device,
-    calls: tuple[int, int],
-    folder: Path,
-) -> dict[str, Any]:
-    sizes = _write_model(folder, geometry)
-    draw = np.random.default_rng(SEED)
-    (folder / "photos").mkdir()
-    for i in range(BATCHES * batch):
-        pixels = draw.integers(0, 255, (resolution, resolution, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(folder / "photos" / f"{i}.png")
-        (folder / "photos" / f"{i}.txt").write_text(f"noise, number {i}", encoding="utf-8")
-    job = _job(row, geometry.rank, resolution, batch, device, sum(calls), folder)
+def _measured(job: JobConfig, sizes: dict[str, int], device: torch.device, calls: tuple[int, int]) -> dict[str, Any]:
     total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     predicted = sum(predict(JobFacts(job), total).phases[STEP].values())
     workers = Workers(job.device)
@@ -95,7 +81,7 @@ def _measured(
         log.close()
         workers.close()
     figures = {"steps_per_second": 1e3 / timing["samples_ms"][0], "predicted_peak_bytes": predicted}
-    return {**timing, "what": STEP, "resolution": resolution, "batch": batch, "figures": figures}
+    return {**timing, "what": STEP, "figures": figures}
 
 
 def _timed(session: trainer.Session, warmup: int, steps: int) -> dict[str, Any]:
@@ -117,12 +103,8 @@ def _timed(session: trainer.Session, warmup: int, steps: int) -> dict[str, Any]:
         torch.cuda.reset_peak_memory_stats(device)
     total_ms, called_ms = run(steps)
     pool = 0 if session.graphs is None else session.graphs.bytes
-    return {
-        "samples_ms": [total_ms / steps],
-        "peak_bytes": peak_bytes(device) + pool,
-        "first_ms": first_ms,
-        "host_ms": called_ms / steps,
-    }
+    timing = {"samples_ms": [total_ms / steps], "first_ms": first_ms, "host_ms": called_ms / steps}
+    return {**timing, "peak_bytes": peak_bytes(device) + pool}
 
 
 def _write_model(folder: Path, geometry: Geometry) -> dict[str, int]:
@@ -147,6 +129,13 @@ def _write_model(folder: Path, geometry: Geometry) -> dict[str, int]:
 def _job(
     row: Configuration, rank: int, resolution: int, batch: int, device: torch.device, steps: int, folder: Path
 ) -> JobConfig:
+    """The job of a row; its photos are written."""
+    draw = np.random.default_rng(SEED)
+    (folder / "photos").mkdir()
+    for i in range(BATCHES * batch):
+        pixels = draw.integers(0, 255, (resolution, resolution, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / "photos" / f"{i}.png")
+        (folder / "photos" / f"{i}.txt").write_text(f"noise, number {i}", encoding="utf-8")
     cached = {"cache_latents": True, "cache_text_embeddings": True}
     process = {
         "type": "coat_flux_trainer",
