@@ -82,7 +82,7 @@ def test_in_fp8_every_gradient_is_within_flux1s_bounds(name: str) -> None:
     exact = made(name, torch.bfloat16, width, (32, 96), adapters=adapters, rank=16)
     fp8 = made(name, torch.bfloat16, width, (32, 96), PER_ROW, adapters, rank=16)
     expected = results(exact.block, exact)
-    found = results(fused_block(fp8.block, fp8.args, Saving()), fp8)
+    found = results(fused_block(fp8.block, Saving()), fp8)
     with torch.no_grad():
         own = [x for x in tree_leaves(fp8.block(*fp8.args)) if x is not None]
     decibels, flat = [], ([], [])
@@ -108,7 +108,7 @@ def kept_at_real_width(name: str, trains_vectors: bool = True) -> tuple[float, M
     """Bytes per token and hidden element with rank 16 on every linear, on the meta device; and the form's class."""
     hidden, tokens = FAMILIES[name].hidden, (FAMILIES[name].text, IMAGE_TOKENS)
     of = made(name, torch.bfloat16, hidden, tokens, PER_ROW, rank=16, device="meta", trains_vectors=trains_vectors)
-    form = fused_block(of.block, of.args, Saving())
+    form = fused_block(of.block, Saving())
     with recording_fused() as kept:
         form(*of.args)
     storages = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for _, tensors in kept for x in tensors}
@@ -226,13 +226,13 @@ def test_what_a_block_does_beyond_is_not_fused(name: str, change: Callable[[Made
     of = made(name)
     change(of)
     with pytest.raises(NotFusable, match=reason):
-        fused_block(of.block, of.args)
+        fused_block(of.block)(*of.args)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_blocks_of_a_pass_share_tables_and_mask(name: str) -> None:
     of = made(name)
-    one, other = (fused_block(of.block, of.args).reader.call(of.args).shared for _ in range(2))
+    one, other = (fused_block(of.block).reader.call(of.args).shared for _ in range(2))
     assert (one.mask is None) == name.startswith(("sd3", "flux2"))  # they have none
     assert one.mask is other.mask
     assert one.cos is other.cos
@@ -243,7 +243,7 @@ def test_a_mask_that_hides_nothing_is_left_out() -> None:
     if "qwen image" not in FAMILIES:
         pytest.skip("this diffusers' block has no reader")
     of = made("qwen image")
-    form = fused_block(of.block, of.args)
+    form = fused_block(of.block)
     seen = torch.ones_like(of.args[2])
     args = (*of.args[:2], seen, *of.args[3:])
     assert form.reader.call(args).shared.mask is None
@@ -272,7 +272,7 @@ def test_one_row_of_vectors_for_all_images(name: str) -> None:
     of.leaves["vectors"] = row
     vectors = row.flatten(1).chunk(2, dim=1) if name == "flux2 double" else (row.flatten(1),)
     of.args = (*of.args[:2], *vectors, *of.args[2 + len(vectors) :])
-    form = fused_block(of.block, of.args)
+    form = fused_block(of.block)
     assert all(len(each) == 2 for each in form.reader.call(of.args).vectors)  # kernels read each image's
     found = results(form, of)
     for key, wanted in results(of.block, of).items():

@@ -94,7 +94,7 @@ def test_gradients_are_autograds(kind: str, targets: tuple[str, ...], needs_grad
     model = make_model(targets)
     block, args = blocks(model)[kind], arguments(model, needs_grad=needs_grad)
     expected = gradients(block, block, args)
-    found = gradients(fused_block(block, args, EXACT), block, args)
+    found = gradients(fused_block(block, EXACT), block, args)
     assert_equal_gradients(found, expected, FUSED_FP32_RTOL)
     assert len(found) >= 4  # two outputs and an adapter at least
 
@@ -105,7 +105,7 @@ def test_bf16_and_autocast(kind: str) -> None:
     for parameter in model.parameters():
         parameter.data = parameter.data.float() if parameter.requires_grad else parameter.data
     block, args = blocks(model)[kind], arguments(model)
-    fused = fused_block(block, args, EXACT)
+    fused = fused_block(block, EXACT)
     assert_equal_gradients(gradients(fused, block, args), gradients(block, block, args), FUSED_BF16_RTOL)
     with torch.autocast("cpu", torch.bfloat16):
         expected, found = gradients(block, block, args), gradients(fused, block, args)
@@ -119,7 +119,7 @@ def test_forward_values_are_diffusers_to_the_bit(kind: str, attention_as: str) -
     model = tiny_flux()
     apply_coat(model, COATConfig.from_dict({"memory": {"checkpointing": "none"}}))
     block, args = blocks(model)[kind], arguments(model)
-    fused = fused_block(block, args, Saving(attention=attention_as))
+    fused = fused_block(block, Saving(attention=attention_as))
     for found, expected in zip(fused(*args), block(*args), strict=True):
         assert_bitwise(found, expected)
 
@@ -129,7 +129,7 @@ def kept_by(kind: str, targets: tuple[str, ...] = ALL, config: Saving = PACKING)
     model = make_model(targets, torch.bfloat16)
     block, args = blocks(model)[kind], arguments(model)
     with recording_fused() as kept:
-        fused_block(block, args, config)(*args)
+        fused_block(block, config)(*args)
     large: dict[str, int] = {}
     for name, tensors in kept:
         kind = name.split("_")[-1].rstrip("01")
@@ -159,7 +159,7 @@ def test_the_gates_result_is_kept_only_where_the_gate_is_trained() -> None:
 def test_a_second_backward_pass_and_accumulation(kind: str) -> None:
     model = make_model(dtype=torch.bfloat16)
     block, args = blocks(model)[kind], arguments(model)
-    text, hidden = fused_block(block, args, PACKING)(*args)
+    text, hidden = fused_block(block, PACKING)(*args)
     loss = text.float().square().mean() + hidden.float().square().mean()
     parameters = [p for p in block.parameters() if p.requires_grad]
     loss.backward(retain_graph=True)
@@ -175,7 +175,7 @@ def test_a_second_backward_pass_and_accumulation(kind: str) -> None:
 def test_inside_torchs_checkpoint(kind: str) -> None:
     model = make_model(dtype=torch.bfloat16)
     block, args = blocks(model)[kind], arguments(model)
-    fused = fused_block(block, args, PACKING)
+    fused = fused_block(block, PACKING)
     expected = gradients(fused, block, args)
     found = gradients(lambda *inputs: checkpoint(fused, *inputs, use_reentrant=False), block, args)
     for name, wanted in expected.items():
@@ -185,7 +185,7 @@ def test_inside_torchs_checkpoint(kind: str) -> None:
 def test_changing_an_adapter_before_backward_is_an_error() -> None:
     model = make_model(dtype=torch.bfloat16)
     block, args = blocks(model)["single"], arguments(model)
-    text, _ = fused_block(block, args, PACKING)(*args)
+    text, _ = fused_block(block, PACKING)(*args)
     with torch.no_grad():
         block.attn.to_q.lora_B["default"].weight.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -196,7 +196,7 @@ def test_changing_an_adapter_before_backward_is_an_error() -> None:
 def test_a_second_derivative_is_refused(kind: str) -> None:
     model = make_model(dtype=torch.bfloat16)
     block, args = blocks(model)[kind], arguments(model)
-    text, _ = fused_block(block, args, PACKING)(*args)
+    text, _ = fused_block(block, PACKING)(*args)
     with pytest.raises(RuntimeError, match=r"create_graph=True.*coat.activation.use_fp8: false"):
         torch.autograd.grad(text.float().square().sum(), args[0], create_graph=True)
 
@@ -231,30 +231,30 @@ UNFUSABLE: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("reason", UNFUSABLE)
 def test_what_a_block_does_beyond_is_not_fused(reason: str) -> None:
     model = make_model()
-    block, args = blocks(model)["single"], arguments(model)
+    block = blocks(model)["single"]
     UNFUSABLE[reason](block)
     with pytest.raises(NotFusable, match=reason):
-        fused_block(block, args, PACKING)
+        fused_block(block, PACKING)
 
 
 def test_calls_and_adapters_that_are_not_fused() -> None:
     model = make_model()
     block, args = blocks(model)["single"], arguments(model)
     with pytest.raises(NotFusable, match="joint_attention_kwargs ip_hidden_states"):
-        fused_block(block, (*args[:4], {"ip_hidden_states": 1}), PACKING)
+        fused_block(block, PACKING)(*args[:4], {"ip_hidden_states": 1})
     with pytest.raises(NotFusable, match="no rotary embedding"):
-        fused_block(block, (*args[:3], None), PACKING)
+        fused_block(block, PACKING)(*args[:3], None)
     with pytest.raises(NotFusable, match="a Linear has no reader"):
-        fused_block(nn.Linear(2, 2), args, PACKING)
+        fused_block(nn.Linear(2, 2), PACKING)
     dora = make_model(use_dora=True)
     with pytest.raises(NotFusable, match="a LoRA variant"):
-        fused_block(blocks(dora)["single"], args, PACKING)
+        fused_block(blocks(dora)["single"], PACKING)
 
 
 def test_adapters_that_are_switched_off_are_left_out() -> None:
     model = make_model()
     block, args = blocks(model)["single"], arguments(model)
     model.disable_adapters()
-    found = fused_block(block, args, PACKING)(*args)
+    found = fused_block(block, PACKING)(*args)
     for one, other in zip(found, block(*args), strict=True):
         assert_bitwise(one, other)

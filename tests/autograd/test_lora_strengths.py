@@ -68,7 +68,7 @@ def test_equal_strengths_are_one_number(strengths: Any, differ: bool) -> None:
     network._multiplier = strengths
     network.torch_multiplier = torch.as_tensor(strengths) if differ else None
     for block in (model.transformer_blocks[0], model.single_transformer_blocks[0]):
-        assert strengths_in(fused_block(block, arguments(model, 2))) == {differ}
+        assert strengths_in(fused_block(block)) == {differ}
 
 
 def test_strengths_that_do_not_fit_the_batch_are_an_error() -> None:
@@ -76,10 +76,10 @@ def test_strengths_that_do_not_fit_the_batch_are_an_error() -> None:
     network.multiplier = [1.0, 0.5]
     args = arguments(model, 3)
     with pytest.raises(ValueError, match="2 LoRA strengths for a batch of 3: must be one per image"):
-        fused_block(model.single_transformer_blocks[0], args)(*args)
+        fused_block(model.single_transformer_blocks[0])(*args)
     network.torch_multiplier, network._multiplier = torch.ones(2, 1), [[1.0], [0.5]]
     with pytest.raises(NotFusable, match=r"LoRA strengths of shape \(2, 1\), not one per image"):
-        fused_block(model.single_transformer_blocks[0], args)
+        fused_block(model.single_transformer_blocks[0])
 
 
 def test_a_lora_below_the_trained_one_counts() -> None:
@@ -91,12 +91,12 @@ def test_a_lora_below_the_trained_one_counts() -> None:
     torch.nn.init.normal_(trained.unet_loras[0].lora_up.weight)
     args = arguments(model, 2)
     with torch.no_grad():
-        for ours, theirs in zip(fused_block(block, args)(*args), block(*args), strict=True):
+        for ours, theirs in zip(fused_block(block)(*args), block(*args), strict=True):
             assert float((ours - theirs).norm() / theirs.norm()) < FUSED_FP32_RTOL
     assert [len(plain_adapters(linear)[1]) for linear in linears] == [2, 2]
     trained.multiplier = [1.0, 0.5]  # those below have one strength for all
     with pytest.raises(NotFusable, match="LoRAs whose strengths per image are not the same"):
-        fused_block(block, args)
+        fused_block(block)
 
 
 def test_a_forward_below_the_lora_is_not_passed_over() -> None:
@@ -109,4 +109,4 @@ def test_a_forward_below_the_lora_is_not_passed_over() -> None:
     network = Network([linear], 2)
     assert isinstance(network.unet_loras[0], LoRAModule)
     with pytest.raises(NotFusable, match="was replaced by something other than a LoRA"):
-        fused_block(block, arguments(model, 1))
+        fused_block(block)

@@ -139,7 +139,7 @@ def test_a_fused_block_is_autograd_s(form: str, kind: str) -> None:
         if isinstance(module, nn.Linear) and quantization_of(module) is not None:
             adopt(module, CONFIG.linear_config())
     args, block = arguments(plain), blocks(plain)[kind]
-    fused = fused_block(blocks(adopted)[kind], args)
+    fused = fused_block(blocks(adopted)[kind])
     expected = gradients(block, block, args)
     found = gradients(fused, blocks(adopted)[kind], args)
     assert found.keys() == expected.keys()

@@ -307,7 +307,7 @@ def _relative(expected: Tensor, found: Tensor) -> float:
 def largest_difference(name: str, dtype: torch.dtype, adapters: str = "peft") -> tuple[float, str]:
     """Of outputs and gradients between the block and its fused form, everything kept as it is: relative, in norms."""
     of = made(name, dtype, adapters=adapters)
-    expected, found = results(of.block, of), results(fused_block(of.block, of.args), of)
+    expected, found = results(of.block, of), results(fused_block(of.block), of)
     errors = {key: _relative(x.double(), found[key].double()) for key, x in expected.items()}
     worst = max(errors, key=errors.__getitem__)
     return errors[worst], worst

@@ -315,7 +315,7 @@ def test_a_block_of_another_family(name: str, monkeypatch: pytest.MonkeyPatch) -
     with dry_gpu(monkeypatch) as gpu:
         size, tokens = FAMILIES[name].hidden, (FAMILIES[name].text, 1024)
         of = made(name, torch.bfloat16, size, tokens, FP8LinearConfig(), "toolkit", 16, "cuda")
-        form = fused_block(of.block, of.args, Saving())
+        form = fused_block(of.block, Saving())
         with gpu.operators.step({"coat_flux/blocks/models/qwen_image.py:_mask": 0.0}):
             found = results(form, of)
     assert [found[each].shape for each in of.leaves] == [x.shape for x in of.leaves.values()]

@@ -78,9 +78,9 @@ def test_a_block_by_kernels_is_the_block_by_references(kind: str, activation: di
     granularity = Granularity(activation.get("nonlinear_granularity", "per_group"), 32)
     packing = Saving(Storage(activation.get("format", "e4m3"), granularity), activation.get("attention", "fp8"))
     args = arguments(model, batch=1, text=5, image=11)
-    expected = gradients(fused_block(block, args, packing), block, args)
+    expected = gradients(fused_block(block, packing), block, args)
     with Kernels() as kernels:
-        found = gradients(fused_block(block, args, packing), block, args)
+        found = gradients(fused_block(block, packing), block, args)
     assert found.keys() == expected.keys()
     for name, wanted in expected.items():
         assert_sqnr(wanted, found[name], KERNEL_FLOW_FLOOR_DB)
@@ -104,7 +104,7 @@ def test_other_models_blocks_by_kernels_are_those_by_references(name: str) -> No
         pytest.skip("this diffusers has no FLUX.2")
     hidden = 48 if name == "z-image" else 64
     of = made(name, hidden=hidden, tokens=(3, 7), fp8=FP8LinearConfig(), adapters="toolkit")
-    form = fused_block(of.block, of.args, Saving(Storage(granularity=Granularity("per_group", 16))))
+    form = fused_block(of.block, Saving(Storage(granularity=Granularity("per_group", 16))))
     expected = results(form, of)
     with Kernels() as kernels:
         actual = results(form, of)

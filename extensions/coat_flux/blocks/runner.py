@@ -269,7 +269,7 @@ class BlockRunner:
         """What runs a block that is not recomputed, as it is now, for the start-up measurement."""
         if self._fuses:
             with suppress(NotFusable):
-                return fused_block(block, None, saving_of(self._config))
+                return fused_block(block, saving_of(self._config))
         return lambda *args: self._packed(block, args, {})
 
     # -- reading and deciding ---------------------------------------------------------------------------------------
@@ -281,7 +281,7 @@ class BlockRunner:
             try:
                 if self._differs.get(type(block)):
                     raise NotFusable(self._differs[type(block)])
-                forms[i] = fused_block(block, None, saving_of(self._config), join)
+                forms[i] = fused_block(block, saving_of(self._config), join)
             except NotFusable as error:
                 unfused[i] = str(error)
         return forms, unfused
@@ -302,7 +302,10 @@ class BlockRunner:
         """Keep the forms of the blocks that the plan has run so, with their linears and modulations."""
         forms = {i: form for i, form in self._read_forms.items() if self._plan.blocks[i].saved is not None}
         if forms.keys() != self.forms.keys():
-            self.forms, self._copies = forms, None
+            self.forms = forms
+            if self._copies is not None:  # of blocks that stay fused, too
+                self._copies.drop()
+                self._copies = None
         self._modulations = []
         for i, form in forms.items():
             if self._plan.blocks[i].flow == "fused" and i not in self._plan.streamed:

@@ -330,7 +330,7 @@ def _arguments(
 def _run_of(module: nn.Module, settings: FlowSettings) -> Callable[..., Any]:
     if settings.flow == "fused":
         with suppress(NotFusable):  # with such a version of diffusers a run takes the generic flow, too
-            return fused_block(module, None, settings.saving)
+            return fused_block(module, settings.saving)
 
     def run(*args: Any) -> Any:
         keep = [*module.parameters(), *module.buffers(), *tree_leaves(args[2:])]

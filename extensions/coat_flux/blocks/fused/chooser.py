@@ -12,12 +12,12 @@ from coat_core.activation import Saving
 from coat_core.linear.function import compute_dtype
 
 from ..gemms import in_high_precision
+from ..hook import argument_names, has_hooks, hook_of
 from ..models import read_list
 from ..quantized import has_adopted
-from .forms import Form
+from .forms import Form, Reader
 from .linears import NotFusable
 from .parts import AS_THEY_ARE
-from .reading import Reader, read_with
 
 # of a block's output between the fused flow and the model's own code, relative, in norms: with products in high
 # precision, and as it runs. Adapters in fp32, which the fused flow multiplies in bf16, make 0.5 % of the one; where
@@ -27,11 +27,21 @@ LARGEST_DIFFERENCE, LARGEST_IN_FP8 = 0.02, 0.05
 LARGEST_WITH_CODES = 0.1
 
 
-def fused_block(
-    block: nn.Module, args: tuple[Any, ...] | None = None, saving: Saving = AS_THEY_ARE, join: bool = True
-) -> Form:
-    """Return the block's fused form by the reader of its class; arguments and errors as `read_with`."""
-    return read_with(_reader_of(block), block, args, saving, join)
+def fused_block(block: nn.Module, saving: Saving = AS_THEY_ARE, join: bool = True) -> Form:
+    """Return the block's fused form; NotFusable where it does more than the fused functions, or has no reader."""
+    reader = _reader_of(block)
+    hook = hook_of(block)
+    if (vars(block).get("forward") if hook is None else hook.before) is not None:
+        raise NotFusable("its forward was replaced")
+    for name, module in block.named_modules():
+        if has_hooks(module):
+            raise NotFusable(f"hooks on {name or 'the block'}")
+    names = argument_names(type(block))
+    if names != reader.arguments:
+        raise NotFusable(f"this diffusers' {type(block).__name__} takes {', '.join(names)}")
+    form = reader.read(block, saving, join)
+    form.reader = reader
+    return form
 
 
 def _reader_of(block: nn.Module) -> Reader:
@@ -45,21 +55,20 @@ def attention_query(block: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor, Te
     """Return a tensor shaped like q in a block's attention [B, H, T + S, d], and its mask, or raise NotFusable."""
     reader = _reader_of(block)
     call = reader.call(args)
-    tokens = call.image.shape[1] + (0 if call.text is None else call.text.shape[1])
-    like = torch.empty(
-        (len(call.image), tokens, *reader.heads(block)), dtype=compute_dtype(call.image), device=call.image.device
-    )
-    return like.transpose(1, 2), call.shared.mask
+    image, tokens = call.image, call.image.shape[1] + (0 if call.text is None else call.text.shape[1])
+    shape = len(image), tokens, *reader.heads(block)
+    return torch.empty(shape, dtype=compute_dtype(image), device=image.device).transpose(1, 2), call.shared.mask
 
 
 def disagreement(fused: Form, block: nn.Module, args: tuple[Any, ...]) -> str:
     """Run a block both ways, to notice a diffusers version with other arithmetic; why it cannot be fused, or empty."""
     adopted = has_adopted(block)
+    largest = LARGEST_WITH_CODES if adopted else LARGEST_IN_FP8
     try:
-        difference, largest = relative_difference(fused, block, args), LARGEST_WITH_CODES if adopted else LARGEST_IN_FP8
+        difference = relative_difference(fused, block, args)
         if not adopted and difference <= largest:
             with in_high_precision(block):
-                exact = fused_block(block, args, fused.saving, join=False)
+                exact = fused_block(block, fused.saving, join=False)
                 difference, largest = relative_difference(exact, block, args), LARGEST_DIFFERENCE
     except NotFusable as error:
         return str(error)

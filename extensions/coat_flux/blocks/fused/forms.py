@@ -19,9 +19,8 @@ Forward and backward stand one below the other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -39,6 +38,7 @@ from .linears import LinearGroup, NotFusable, cast_by_kernel, quantized_by
 from .parts import (
     Activated,
     Attention,
+    Call,
     GatedLinear,
     Kept,
     Modulation,
@@ -55,6 +55,34 @@ FP16_LIMIT = 65504
 GELU, SWIGLU = "gelu_tanh", "silu_and_mul"  # as `coat_core.ops.gelu` names them
 
 
+class Reader:
+    """Knows the blocks of one class.
+
+    Attributes:
+        arguments: of the class's forward, by name; of another diffusers version they may differ.
+        clips: those of the streams whose results the block clips to the range of fp16.
+        call: a call's arguments → `Call`; or NotFusable.
+        read: a block → its fused form; or NotFusable. `join` makes one matrix of weights that read the same tensor.
+    """
+
+    arguments: tuple[str, ...]
+    clips: tuple[str, ...] = ()
+    call: Callable[[tuple[Any, ...]], Call]
+    read: Callable[[Any, Saving, bool], Form]
+
+    def heads(self, block: Any) -> tuple[int, int]:
+        """A block's number of heads and their size."""
+        return block.attn.heads, block.attn.inner_dim // block.attn.heads
+
+    def results(self, text: Tensor | None, image: Tensor) -> Any:
+        """The block's results; text is None where the streams are one."""
+        if image.dtype == torch.float16 and "image" in self.clips:
+            image = image.clip(-FP16_LIMIT, FP16_LIMIT)
+        if text is not None and text.dtype == torch.float16 and "text" in self.clips:
+            text = text.clip(-FP16_LIMIT, FP16_LIMIT)
+        return image if text is None else (text, image)
+
+
 class Form:
     """A block as read, called with the block's own arguments; a subclass has the two passes.
 
@@ -67,7 +95,7 @@ class Form:
         modulations: the block's own.
     """
 
-    reader: Any  # which knows the block's arguments and results (`reading.Reader`)
+    reader: Reader
     saving: Saving
 
     def __post_init__(self) -> None:
@@ -130,13 +158,24 @@ def _mlp_backward(
     kept: Kept, name: str, down: GatedLinear, activation: str, grad: Tensor, gate: Tensor
 ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
     """Gradients of the MLP before its activation, of its gate and of its second linear's adapters."""
-    mlp, mlp_scale, size, dtype = kept.read(f"{name}mlp")
-    reads, of_adapters = (mlp, mlp_scale, size, dtype), down.linear.dtype
-    dx, dh, dgate, adapters = down.backward(
-        kept, f"{name}down_", grad, gate, lambda dh: mlp_down_gradient(dh, None, None, *reads, of_adapters, activation)
-    )
-    matrix = None if dh is None else down.linear.matrices(dh.dtype).down
+    reads, linear = kept.read(f"{name}mlp"), down.linear
+    dx, dh, ups, dgate = down.backward(kept, f"{name}down_", grad, gate)
+    matrix = downs = None
+    if dh is not None:
+        matrix = linear.matrices(dh.dtype).down
+        downs = mlp_down_gradient(dh, None, None, *reads, linear.dtype, activation)
+    adapters = linear.adapter_gradients(downs, ups)
     return mlp_activation_backward(dx, dh, matrix, *reads, activation), dgate, adapters
+
+
+def _output_backward(
+    kept: Kept, name: str, output: GatedLinear, grad: Tensor, gate: Tensor, out: Tensor
+) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+    """Gradients of attention's out, of the gate of its projection, and of the projection's adapters."""
+    linear = output.linear
+    dout, dh, ups, dgate = output.backward(kept, name, grad, gate)
+    adapters = linear.adapter_gradients(linear.down_gradients(dh, out), ups)
+    return linear.complete_dx(dout, dh), dgate, adapters
 
 
 # -- double blocks ----------------------------------------------------------------------------------------------------
@@ -180,11 +219,7 @@ class Stream:
         dmlp, dgate_mlp, adapters = _mlp_backward(kept, name, self.down, self.activation, grad, gate_mlp)
         dx, dnorm, of_up = self.up.backward(kept, f"{name}up_", dmlp, grad, scale, shift)
         del dmlp
-        linear = self.output.linear
-        dout, dh, dgate, of_output = self.output.backward(
-            kept, f"{name}out_", dx, gate, lambda dh: linear.down_gradient(dh, out)
-        )
-        dout = linear.complete_dx(dout, dh)
+        dout, dgate, of_output = _output_backward(kept, f"{name}out_", self.output, dx, gate, out)
         return dx, dout, [dgate, dnorm, dgate_mlp], [*of_output, *of_up, *adapters]
 
 
@@ -298,15 +333,15 @@ class SingleBlock(Form):
         mlp, mlp_scale, size, dtype = kept.read("mlp")
         attended, attended_scale, *_ = kept.read("out")
         linear, width = self.output.linear, activated_width(mlp, self.activation)
-        reads = (attended, attended_scale, mlp, mlp_scale, size, dtype)
-        dx, dh, dgate, of_output = self.output.backward(
-            kept, "out_", grad, gate, lambda dh: mlp_down_gradient(dh, *reads, linear.dtype, self.activation)
-        )
-        dout, dmlp, down = dx[..., :-width], dx[..., -width:], None
+        dx, dh, ups, dgate = self.output.backward(kept, "out_", grad, gate)
+        dout, dmlp, down, downs = dx[..., :-width], dx[..., -width:], None, None
         if dh is not None:
+            reads = (attended, attended_scale, mlp, mlp_scale, size, dtype)
+            downs = mlp_down_gradient(dh, *reads, linear.dtype, self.activation)
             down = linear.matrices(dh.dtype).down
             dout = torch.addmm(dout.flatten(0, -2), dh.flatten(0, -2), down[:, :-width]).view(dout.shape)
             down = down[:, -width:]
+        of_output = linear.adapter_gradients(downs, ups)
         out = kept.values("out")
         joint, ys, y_scales, *_ = self.attention.backward(kept, dout, out, shared)
         del out, dout
@@ -338,11 +373,6 @@ def join(text: Tensor, image: Tensor) -> Tensor:
     if follows:
         return text.as_strided((batch, rows, width), text.stride())
     return torch.cat([text, image], dim=1)
-
-
-def clipped(x: Tensor) -> Tensor:
-    """Return x within the range of fp16, where it is fp16, as diffusers does."""
-    return x.clip(-FP16_LIMIT, FP16_LIMIT) if x.dtype == torch.float16 else x
 
 
 def split(joined: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
@@ -398,7 +428,7 @@ class StreamBlock(Form):
         self, kept: Kept, shared: Shared, grads: Sequence[Tensor], needs: Sequence[bool]
     ) -> tuple[list[Tensor | None], list[Tensor]]:
         """As of `Form`."""
-        modulation, output = kept.all("modulation"), self.output.linear
+        modulation = kept.all("modulation")
         scale, gate, scale_mlp, gate_mlp = self._vectors(grads[0], modulation)
         dmlp, dgate_mlp, adapters = _mlp_backward(kept, "", self.down, SWIGLU, grads[0], gate_mlp)
         result = kept.values("out_result")
@@ -406,10 +436,7 @@ class StreamBlock(Form):
         dx, of_norm, of_up = self.up.backward(kept, "up_", dmlp, grads[0], scale_mlp, None, x=x)
         del dmlp, x, result
         out = kept.values("out")
-        down_gradient = partial(output.down_gradient, x=out)
-        dout, dh, dgate, of_output = self.output.backward(kept, "out_", dx, gate, down_gradient)
-        del down_gradient
-        dout = output.complete_dx(dout, dh)
+        dout, dgate, of_output = _output_backward(kept, "out_", self.output, dx, gate, out)
         joint, ys, y_scales, size, dtype = self.attention.backward(kept, dout, out, shared)
         del dout, out
         norms, eps = list(self.attention.norms), self.attention.eps

@@ -25,7 +25,7 @@ Shapes: x [..., K], y [..., ΣN], W [N, K], A [r, K], B [N, r], h [..., n·r] wi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple
@@ -248,12 +248,6 @@ class LinearGroup:
         self.grad_storage = bases[0].grad_storage if len(bases) == 1 else None  # else dy is split before its cast
         self.copies: Copies | None = None
         self._places = list(pairwise(accumulate(parts, initial=0)))
-        self._one_each = all(len(of_linear) == 1 for of_linear in adapters) and all(
-            adapter.factor == 1.0
-            and len(adapter.down) == self.rank
-            and adapter.down.dtype == adapter.up.dtype == self.dtype
-            for adapter in self.all_adapters
-        )
 
     def forward(
         self, x: Tensor, quantized: Quantized | None, product: Tensor | None = None
@@ -292,26 +286,25 @@ class LinearGroup:
                 flat[:, start:stop].addmm_(rows[:, linear * r : (linear + 1) * r], up[start:stop].t())
         return y
 
-    def adapter_gradients(
-        self, dy: Tensor, down_gradient: Callable[[Tensor], Tensor], h: Tensor | None
-    ) -> tuple[Tensor | None, list[Tensor]]:
-        """Return dh [..., n·r] in the dtype of h, and [dA, dB] of each adapter in turn, for dy [..., ΣN].
-
-        `down_gradient` computes dhᵀ x [n·r, K] from dh, in the dtype of the matrices.
-        """
+    def up_gradients(self, dy: Tensor, h: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """Return dh [..., n·r] in the dtype of h, and dyᵀ h [ΣN, r], for dy [..., ΣN]; None without adapters."""
         if h is None:
-            return None, []
+            return None, None
         dh, ups = lora_up_gradients(dy, h, self.matrices(h.dtype).up, list(self.widths), self.dtype)
-        if self.strengths is not None:
-            dh = self._times_strengths(dh)
-        downs = down_gradient(dh)
+        return dh if self.strengths is None else self._times_strengths(dh), ups
+
+    def down_gradients(self, dh: Tensor | None, x: Tensor) -> Tensor | None:
+        """Return dhᵀ x [n·r, K] in the dtype of the matrices, for x [..., K]."""
+        if dh is None:
+            return None
+        return product(dh.flatten(0, -2).t(), x.to(dh.dtype).flatten(0, -2), self.dtype)
+
+    def adapter_gradients(self, downs: Tensor | None, ups: Tensor | None) -> list[Tensor]:
+        """Return [dA, dB] of each adapter in turn, from dhᵀ x [n·r, K] and dyᵀ h [ΣN, r]."""
         gradients: list[Tensor] = []
-        if len(self.widths) == 1 and self._one_each:
-            return dh, [downs, ups]
+        if downs is None or ups is None:
+            return gradients
         for down, up, adapters in zip(downs.split(self.rank), ups.split(self.widths), self.adapters, strict=True):
-            if self._one_each:
-                gradients += [down, up]
-                continue
             first = 0
             for adapter in adapters:
                 last = first + len(adapter.down)
@@ -319,11 +312,7 @@ class LinearGroup:
                 gradients.append(of_down if adapter.factor == 1.0 else of_down * adapter.factor)
                 gradients.append(up[:, first:last].to(adapter.up.dtype).contiguous())
                 first = last
-        return dh, gradients
-
-    def down_gradient(self, dh: Tensor, x: Tensor) -> Tensor:
-        """Return dhᵀ x [n·r, K] in the dtype of the matrices, for x [..., K] that is there."""
-        return product(dh.flatten(0, -2).t(), x.to(dh.dtype).flatten(0, -2), self.dtype)
+        return gradients
 
     def dgrad(self, dy: Tensor, quantized: Quantized | None = None) -> Tensor:
         """Return dx [..., K] in the dtype of dy [..., ΣN], without the adapters' part."""

@@ -22,7 +22,7 @@ to FLUX's blocks.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -98,17 +98,16 @@ class Kept:
         self.storage = saving.tensors if wanted else None
         self.attention = self.storage if saving.attention == "fp8" else None
         self.context: AttentionContext | None = None  # of attention, without its tensors
-        self.places: dict[str, slice] = {}
+        self._places: dict[str, slice] = {}
         self._stored: dict[str, tuple[Storage | None, torch.dtype]] = {}
-        self._tensors: list[Tensor] = []
+        self._tensors: list[Any] = []  # Tensor | None
 
     def add(self, name: str, *tensors: Tensor | None) -> None:
-        """Save these tensors exactly, None left out, under one name."""
+        """Save these tensors exactly under one name."""
         start = len(self._tensors)
-        for tensor in tensors if self.wanted else ():
-            if tensor is not None:
-                self._tensors.append(tensor)
-        self.places[name] = slice(start, len(self._tensors))
+        if self.wanted:
+            self._tensors += tensors
+        self._places[name] = slice(start, len(self._tensors))
 
     def pack(
         self, name: str, x: Tensor, storage: Storage | None, codes: Tensor, scale: Tensor, saves: bool = True
@@ -125,19 +124,13 @@ class Kept:
             packed = quantize(x, storage.format, storage.granularity)
             self.add(name, packed.codes, packed.scale)
 
-    def all(self, name: str) -> list[Tensor]:
+    def all(self, name: str) -> list[Any]:
         """The tensors of `add`, in backward."""
-        return self._tensors[self.places[name]]
-
-    def first(self, name: str) -> Tensor | None:
-        """The first of them, or None."""
-        place = self.places[name]
-        return self._tensors[place.start] if place.stop > place.start else None
+        return self._tensors[self._places[name]]
 
     def read(self, name: str) -> Saved:
         """A tensor of `pack` for kernels, in backward."""
-        storage, dtype = self._stored[name]
-        tensors = self._tensors[self.places[name]]
+        (storage, dtype), tensors = self._stored[name], self._tensors[self._places[name]]
         if not tensors:
             return Saved(None, None, PER_GROUP.group_size, dtype)
         if storage is not None and storage.granularity.name == "per_group":
@@ -146,8 +139,7 @@ class Kept:
 
     def values(self, name: str) -> Tensor:
         """The values of a tensor of `pack`, in backward."""
-        storage, dtype = self._stored[name]
-        tensors = self._tensors[self.places[name]]
+        (storage, dtype), tensors = self._stored[name], self._tensors[self._places[name]]
         return tensors[0] if storage is None else dequantize(tensors[0], tensors[1], storage.granularity, dtype)
 
     def save(self, ctx: Any, watched: Sequence[Tensor]) -> None:
@@ -256,11 +248,14 @@ class NormLinears:
         """
         saved = kept.read(f"{name}x") if x is None else Saved(x, None, PER_GROUP.group_size, x.dtype)
 
-        def down_gradient(dh: Tensor) -> Tensor:
+        (h,) = kept.all(f"{name}h")
+        dh, ups = self.linears.up_gradients(dy, h)
+        downs = None
+        if dh is not None:
             n = norm_modulate(saved.x, saved.scale, saved.group_size, scale, shift, self.eps, saved.dtype, self.weight)
-            return self.linears.down_gradient(dh, n)
-
-        dh, gradients = self.linears.adapter_gradients(dy, down_gradient, kept.first(f"{name}h"))
+            downs = self.linears.down_gradients(dh, n)
+            del n  # as large as x
+        gradients = self.linears.adapter_gradients(downs, ups)
         if not needs_dx:
             return None, None, gradients
         dn = self.linears.complete_dx(self.linears.dgrad(dy), dh)
@@ -369,9 +364,9 @@ class GatedLinear:
         return y
 
     def backward(
-        self, kept: Kept, name: str, grad: Tensor, gate: Tensor, down_gradient: Callable[[Tensor], Tensor]
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, list[Tensor]]:
-        """Return dx without the adapters' part, dh, dgate (fp32, None if untrained) and each adapter's [dA, dB]."""
+        self, kept: Kept, name: str, grad: Tensor, gate: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """Return dx without the adapters' part, dh, every dB, and dgate (fp32, None if untrained)."""
         saved, cast = kept.read(f"{name}result"), cast_by_kernel(self.linear.grad_storage, "e5m2")
         dy, codes, code_scale, dgate = gated_sum_backward(
             grad, gate, saved.x, saved.scale, saved.group_size, saved.dtype, *cast, *self.norm
@@ -379,9 +374,9 @@ class GatedLinear:
         quantized = None
         if self.linear.grad_storage is not None and cast[1] != "none":
             quantized = Quantized(codes, code_scale, self.linear.grad_storage.granularity)
-        dh, adapters = self.linear.adapter_gradients(dy, down_gradient, kept.first(f"{name}h"))
-        dx = self.linear.dgrad(dy, quantized)
-        return dx, dh, None if saved.x is None else dgate, adapters
+        (h,) = kept.all(f"{name}h")
+        dh, ups = self.linear.up_gradients(dy, h)
+        return self.linear.dgrad(dy, quantized), dh, ups, None if saved.x is None else dgate
 
 
 def activate(
@@ -472,8 +467,7 @@ class _Rows(torch.autograd.Function):
         storage = linear.input_storage
         y, h = linear.forward(x, None if storage is None else quantize(x, storage.format, storage.granularity))
         kept = Kept()
-        kept.add("rows", x)
-        kept.add("h", h)
+        kept.add("rows", x, h)
         kept.save(ctx, linear.parameters)
         ctx.linear, ctx.leaves = linear, len(leaves)
         return linear.complete(y, h)
@@ -483,8 +477,9 @@ class _Rows(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         with without_autocast(grad.device):
             kept, linear, dx = Kept.of(ctx), ctx.linear, None
-            (x,) = kept.all("rows")
-            dh, gradients = linear.adapter_gradients(grad, lambda dh: linear.down_gradient(dh, x), kept.first("h"))
+            x, h = kept.all("rows")
+            dh, ups = linear.up_gradients(grad, h)
+            gradients = linear.adapter_gradients(linear.down_gradients(dh, x), ups)
             if ctx.needs_input_grad[0]:
                 dx = linear.complete_dx(linear.dgrad(grad), dh).to(x.dtype)
         return dx, None, *returned(ctx.leaves, linear.parameters, gradients)
@@ -508,8 +503,7 @@ class _Together(torch.autograd.Function):
             parameters += linear.parameters
         h = (x.to(y.dtype) @ torch.cat(downs).t()).unflatten(1, (-1, linears[0].rank)).transpose(0, 1)
         kept = Kept()
-        kept.add("rows", x)
-        kept.add("h", h)
+        kept.add("rows", x, h)
         kept.save(ctx, parameters)
         ctx.linears, ctx.parameters, ctx.leaves = linears, parameters, len(leaves)
         return torch.baddbmm(torch.stack(ys), h, torch.stack(ups).transpose(1, 2)).unbind()
@@ -519,7 +513,7 @@ class _Together(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         with without_autocast(grads[0].device):
             kept, linears = Kept.of(ctx), ctx.linears
-            (x,), (h,) = kept.all("rows"), kept.all("h")
+            x, h = kept.all("rows")
             dy, ups = torch.stack(grads).to(h.dtype), []
             for linear in linears:
                 ups.append(linear.matrices(h.dtype).up)

@@ -1,12 +1,12 @@
-"""The interface of block readers, and their common checks.
+"""What the readers of all models share (`forms.Reader`): checks of a block's parts, and how streams are read.
 
 Anything beyond a reader's knowledge (IP adapters, dropout, other attention backends, a trained norm) raises
-`NotFusable`, and the caller runs diffusers' own code with packed saved tensors instead.
+`NotFusable`, and the runner runs the model's own code with packed saved tensors instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,62 +15,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from coat_core.activation import Saving
 
-from ..hook import argument_names, has_hooks, hook_of
-from .forms import DoubleBlock, Form, SingleBlock, Stream, clipped
-from .linears import NotFusable, read_group, read_linear
-from .parts import Attention, Call, GatedLinear, Modulation, NormLinears, Rotary
-
-
-class Reader:
-    """Reads blocks of one class.
-
-    Attributes:
-        arguments: of the class's forward, by name; of another diffusers version they may differ.
-        clips: those of the streams whose results the block clips to the range of fp16.
-        call: a call's arguments → `Call`; or NotFusable.
-        read: a block → its fused form; or NotFusable. `join` makes one matrix of weights that read the same tensor.
-    """
-
-    arguments: tuple[str, ...]
-    clips: tuple[str, ...] = ()
-    call: Callable[[tuple[Any, ...]], Call]
-    read: Callable[[Any, Saving, bool], Form]
-
-    def heads(self, block: Any) -> tuple[int, int]:
-        """A block's number of heads and their size."""
-        return block.attn.heads, block.attn.inner_dim // block.attn.heads
-
-    def results(self, text: Tensor | None, image: Tensor) -> Any:
-        """The block's results; text is None where the streams are one."""
-        if "image" in self.clips:
-            image = clipped(image)
-        if text is None:
-            return image
-        if "text" in self.clips:
-            text = clipped(text)
-        return text, image
-
-
-def read_with(reader: Reader, block: nn.Module, args: tuple[Any, ...] | None, saving: Saving, join: bool) -> Form:
-    """Return the fused form of a block; `args` are those of the coming call, if known.
-
-    Raises:
-        NotFusable: the block does more than the fused functions.
-    """
-    hook = hook_of(block)
-    if (vars(block).get("forward") if hook is None else hook.before) is not None:
-        raise NotFusable("its forward was replaced")
-    if any(map(has_hooks, block.modules())):  # names are made only where they are needed: this runs for every block
-        hooked = next(name for name, module in block.named_modules() if has_hooks(module))
-        raise NotFusable(f"hooks on {hooked or 'the block'}")
-    names = argument_names(type(block))
-    if names != reader.arguments:
-        raise NotFusable(f"this diffusers' {type(block).__name__} takes {', '.join(names)}")
-    if args is not None:
-        reader.call(args)
-    form = reader.read(block, saving, join)
-    form.reader = reader
-    return form
+from .forms import GELU, DoubleBlock, Reader, SingleBlock, Stream
+from .linears import LinearGroup, NotFusable, read_group, read_linear
+from .parts import Attention, GatedLinear, Modulation, NormLinears, Rotary
 
 
 def check_norm(norm: nn.Module) -> float:
@@ -138,22 +85,29 @@ class Outside(NamedTuple):
     modulation: Modulation | None  # as of `Stream`
     norm1: nn.Module  # before attention
     norm2: nn.Module | None = None  # before the MLP; None where the stream ends with the block
-    ff: Any = None  # the MLP, a FeedForward; likewise
+    mlp: tuple[Any, Any] | None = None  # its two linears; likewise
 
 
-def read_double(attn: Any, head_dim: int, text: Outside, image: Outside, saving: Saving, join: bool) -> DoubleBlock:
+def read_double(
+    attn: Any, head_dim: int, text: Outside, image: Outside, saving: Saving, join: bool, activation: str = GELU
+) -> DoubleBlock:
     """Read a double block around an attention of diffusers, which was checked; `saving` and `join` as of `Reader`."""
     if len(attn.to_out) != 2:
         raise NotFusable("an attention output of more than a linear and a dropout")
     check_dropout(attn.to_out[1])
-    inputs = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
-    if text.ff is None:
-        of_text = Stream(text.modulation, NormLinears(check_norm(text.norm1), read_group(inputs, join)))
-    else:
-        of_text = _read_stream(text, inputs, attn.to_add_out, join)
-    of_image = _read_stream(image, (attn.to_q, attn.to_k, attn.to_v), attn.to_out[0], join)
+    streams = []
+    for outside, linears, output in (
+        (text, (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj), attn.to_add_out),
+        (image, (attn.to_q, attn.to_k, attn.to_v), attn.to_out[0]),
+    ):
+        inputs = read_group(linears, join)
+        if outside.norm2 is None or outside.mlp is None:
+            streams.append(Stream(outside.modulation, NormLinears(check_norm(outside.norm1), inputs)))
+        else:
+            norms = outside.norm1, outside.norm2
+            streams.append(read_stream(outside.modulation, norms, inputs, (output, *outside.mlp), activation))
     norms = attn.norm_added_q, attn.norm_added_k, attn.norm_q, attn.norm_k
-    return double_block(saving, Attention(head_dim, *qk_norm(*norms)), of_text, of_image)
+    return double_block(saving, Attention(head_dim, *qk_norm(*norms)), *streams)
 
 
 def double_block(saving: Saving, attention: Attention, text: Stream, image: Stream) -> DoubleBlock:
@@ -163,15 +117,23 @@ def double_block(saving: Saving, attention: Attention, text: Stream, image: Stre
     return DoubleBlock(saving, attention, text, image)
 
 
-def _read_stream(outside: Outside, linears: tuple[Any, ...], out: Any, join: bool) -> Stream:
-    modulation, norm1, norm2, ff = outside
-    if norm2 is None or len(ff.net) != 3:
+def read_stream(
+    modulation: Modulation | None, norms: Sequence[Any], inputs: LinearGroup, linears: tuple[Any, ...], activation: str
+) -> Stream:
+    """Read a double block's stream; `linears` are attention's output and the MLP's two."""
+    output, up, down = map(read_linear, linears)
+    first, second = map(check_norm, norms)
+    mlp = NormLinears(second, up), GatedLinear(down)
+    return Stream(modulation, NormLinears(first, inputs), GatedLinear(output), *mlp, activation)
+
+
+def feed_forward(ff: Any) -> tuple[Any, Any]:
+    """The two linears of diffusers' FeedForward with GELU."""
+    if len(ff.net) != 3:
         raise NotFusable("a feed-forward of more than GELU, dropout and a linear")
     check_gelu(ff.net[0])
     check_dropout(ff.net[1])
-    output, up, down = (read_linear(module) for module in (out, ff.net[0].proj, ff.net[2]))
-    inputs = NormLinears(check_norm(norm1), read_group(linears, join))
-    return Stream(modulation, inputs, GatedLinear(output), NormLinears(check_norm(norm2), up), GatedLinear(down))
+    return ff.net[0].proj, ff.net[2]
 
 
 def read_single(block: Any, modulation: Modulation | None, saving: Saving, join: bool) -> SingleBlock:

@@ -17,20 +17,21 @@ from coat_core.activation import Saving
 from coat_core.linear.function import compute_dtype
 from coat_core.ops.attention import additive_mask
 
-from ..fused.forms import DoubleBlock, SingleBlock, Stream
+from ..fused.forms import GELU, DoubleBlock, Reader, SingleBlock, Stream
 from ..fused.linears import NotFusable, read_group, read_linear
 from ..fused.parts import Call, GatedLinear, NormLinears, Rotary, Shared
 from ..fused.reading import (
     OncePerPass,
     Outside,
-    Reader,
     ToolkitReader,
     check_attention,
     check_gelu,
     check_norm,
     double_block,
+    feed_forward,
     read_double,
     read_single,
+    read_stream,
     toolkit_rotary,
 )
 from .family import BlockList, Family
@@ -66,8 +67,8 @@ class _Double(Reader):
         check_attention(block.attn, PROCESSOR)
         if block.norm1.emb is not None or block.norm1_context.emb is not None:
             raise NotFusable("class embeddings in adaLN")
-        text = Outside(None, block.norm1_context.norm, block.norm2_context, block.ff_context)
-        image = Outside(None, block.norm1.norm, block.norm2, block.ff)
+        text = Outside(None, block.norm1_context.norm, block.norm2_context, feed_forward(block.ff_context))
+        image = Outside(None, block.norm1.norm, block.norm2, feed_forward(block.ff))
         return read_double(block.attn, block.attn.head_dim, text, image, saving, join)
 
 
@@ -104,10 +105,8 @@ def _toolkit_stream(attn: Any, norm1: Any, norm2: Any, mlp: Any, join: bool) -> 
     if len(mlp) != 3:
         raise NotFusable("an MLP of more than two linears and GELU")
     check_gelu(mlp[1])
-    output, up, down = (read_linear(module) for module in (attn.proj, mlp[0], mlp[2]))
-    width = sum(output.widths)
-    inputs = NormLinears(check_norm(norm1), read_group((attn.qkv,), join, (width, width, width)))
-    return Stream(None, inputs, GatedLinear(output), NormLinears(check_norm(norm2), up), GatedLinear(down))
+    inputs = read_group((attn.qkv,), join, (attn.proj.out_features,) * 3)
+    return read_stream(None, (norm1, norm2), inputs, (attn.proj, mlp[0], mlp[2]), GELU)
 
 
 class _ToolkitDouble(ToolkitReader):

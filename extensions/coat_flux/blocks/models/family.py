@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from ..fused.reading import Reader
+from ..fused.forms import Reader
 
 Size = tuple[int, int]  # features as so many hidden sizes d and so many MLP widths F
 D, F, DF = (1, 0), (0, 1), (1, 1)

@@ -15,10 +15,10 @@ from torch import nn
 
 from coat_core.activation import Saving
 
-from ..fused.forms import DoubleBlock, SingleBlock
+from ..fused.forms import DoubleBlock, Reader, SingleBlock
 from ..fused.linears import NotFusable
 from ..fused.parts import Call, Shared
-from ..fused.reading import Outside, Reader, check_attention, read_double, read_modulation, read_single
+from ..fused.reading import Outside, check_attention, feed_forward, read_double, read_modulation, read_single
 from .family import ANY, DF, BlockList, D, F, Family, Linear, own_entries
 
 if TYPE_CHECKING:
@@ -44,8 +44,8 @@ class _Double(_Reader):
     def read(self, block: Any, saving: Saving, join: bool) -> DoubleBlock:
         check_attention(block.attn, PROCESSOR)
         norm, of_text = block.norm1, block.norm1_context
-        text = Outside(read_modulation(of_text), of_text.norm, block.norm2_context, block.ff_context)
-        image = Outside(read_modulation(norm), norm.norm, block.norm2, block.ff)
+        text = Outside(read_modulation(of_text), of_text.norm, block.norm2_context, feed_forward(block.ff_context))
+        image = Outside(read_modulation(norm), norm.norm, block.norm2, feed_forward(block.ff))
         return read_double(block.attn, block.attn.head_dim, text, image, saving, join)
 
 

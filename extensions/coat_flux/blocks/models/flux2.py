@@ -20,40 +20,30 @@ from torch import Tensor, nn
 from coat_core.activation import Saving
 
 from ...data.cache import input_device, model_identity
-from ..fused.forms import DoubleBlock, SingleBlock, Stream
-from ..fused.linears import LinearGroup, NotFusable, read_group, read_linear
+from ..fused.forms import SWIGLU, DoubleBlock, Reader, SingleBlock
+from ..fused.linears import NotFusable, read_group, read_linear
 from ..fused.parts import Attention, Call, GatedLinear, NormLinears, Shared
 from ..fused.reading import (
-    Reader,
+    Outside,
     ToolkitReader,
     check_attention,
-    check_dropout,
     check_norm,
     double_block,
     qk_norm,
+    read_double,
+    read_stream,
     toolkit_rotary,
 )
 from .family import ANY, DF, BlockList, D, F, Family, Linear, own_entries
 
 logger = logging.getLogger(__name__)
 
-SWIGLU = "silu_and_mul"
 ACTIVATIONS = ("Flux2SwiGLU", "SiLUActivation")  # of diffusers and of ai-toolkit
 
 
 def _check_swiglu(module: Any) -> None:
     if type(module).__name__ not in ACTIVATIONS or type(module.gate_fn) is not nn.SiLU:
         raise NotFusable(f"its activation is a {type(module).__name__}, not FLUX.2's SwiGLU")
-
-
-def _stream(norms: tuple[Any, Any], inputs: LinearGroup, out: Any, mlp: tuple[Any, Any, Any]) -> Stream:
-    """Read a stream of a double block; `mlp` are its first linear, its activation and its second linear."""
-    _check_swiglu(mlp[1])
-    output, up, down = (read_linear(module) for module in (out, mlp[0], mlp[2]))
-    before, after = map(check_norm, norms)
-    return Stream(
-        None, NormLinears(before, inputs), GatedLinear(output), NormLinears(after, up), GatedLinear(down), SWIGLU
-    )
 
 
 def _single(
@@ -102,16 +92,14 @@ class _Double(Reader):
         return Call(image, text, _shared(args, 4), None, (_vectors(of_text, image), _vectors(of_image, image)))
 
     def read(self, block: Any, saving: Saving, join: bool) -> DoubleBlock:
-        attn = block.attn
+        attn, of_text, of_image = block.attn, block.ff_context, block.ff
         check_attention(attn, "Flux2AttnProcessor")
-        check_dropout(attn.to_out[1])
-        of_text = read_group((attn.add_q_proj, attn.add_k_proj, attn.add_v_proj), join)
-        of_image = read_group((attn.to_q, attn.to_k, attn.to_v), join)
-        mlps = [(ff.linear_in, ff.act_fn, ff.linear_out) for ff in (block.ff_context, block.ff)]
-        text = _stream((block.norm1_context, block.norm2_context), of_text, attn.to_add_out, mlps[0])
-        image = _stream((block.norm1, block.norm2), of_image, attn.to_out[0], mlps[1])
-        norms = qk_norm(attn.norm_added_q, attn.norm_added_k, attn.norm_q, attn.norm_k)
-        return double_block(saving, Attention(attn.head_dim, *norms), text, image)
+        _check_swiglu(of_text.act_fn)
+        _check_swiglu(of_image.act_fn)
+        mlps = (of_text.linear_in, of_text.linear_out), (of_image.linear_in, of_image.linear_out)
+        text = Outside(None, block.norm1_context, block.norm2_context, mlps[0])
+        image = Outside(None, block.norm1, block.norm2, mlps[1])
+        return read_double(attn, attn.head_dim, text, image, saving, join, SWIGLU)
 
 
 class _Single(Reader):
@@ -145,11 +133,15 @@ class _ToolkitDouble(ToolkitReader):
         return Call(image, text, Shared(*toolkit_rotary(args[3], args[2])), None, tuple(vectors))
 
     def read(self, block: Any, saving: Saving, join: bool) -> DoubleBlock:
-        of_text, of_image, parts = block.txt_attn, block.img_attn, (block.hidden_size,) * 3
-        linears = [read_group((attn.qkv,), join, parts) for attn in (of_text, of_image)]
-        text = _stream((block.txt_norm1, block.txt_norm2), linears[0], of_text.proj, tuple(block.txt_mlp))
-        image = _stream((block.img_norm1, block.img_norm2), linears[1], of_image.proj, tuple(block.img_mlp))
-        return double_block(saving, self.attention(block, of_text.norm, of_image.norm), text, image)
+        streams = []
+        for attn, (up, act, down), *norms in (
+            (block.txt_attn, block.txt_mlp, block.txt_norm1, block.txt_norm2),
+            (block.img_attn, block.img_mlp, block.img_norm1, block.img_norm2),
+        ):
+            _check_swiglu(act)
+            inputs = read_group((attn.qkv,), join, (block.hidden_size,) * 3)
+            streams.append(read_stream(None, norms, inputs, (attn.proj, up, down), SWIGLU))
+        return double_block(saving, self.attention(block, block.txt_attn.norm, block.img_attn.norm), *streams)
 
 
 class _ToolkitSingle(ToolkitReader):

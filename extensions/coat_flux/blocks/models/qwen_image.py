@@ -15,10 +15,10 @@ from coat_core.activation import Saving
 from coat_core.linear.function import compute_dtype
 from coat_core.ops.attention import additive_mask
 
-from ..fused.forms import DoubleBlock
+from ..fused.forms import DoubleBlock, Reader
 from ..fused.linears import NotFusable, read_linear
 from ..fused.parts import Call, Modulation, Shared
-from ..fused.reading import OncePerPass, Outside, Reader, check_attention, complex_rotary, read_double
+from ..fused.reading import OncePerPass, Outside, check_attention, complex_rotary, feed_forward, read_double
 from .family import BlockList, Family
 
 PROCESSOR = "QwenDoubleStreamAttnProcessor2_0"
@@ -62,8 +62,9 @@ class _Block(Reader):
         check_attention(block.attn, PROCESSOR)
         if block.zero_cond_t:
             raise NotFusable("image tokens of one block with different modulations (zero_cond_t)")
-        text = Outside(_modulation(block.txt_mod), block.txt_norm1, block.txt_norm2, block.txt_mlp)
-        image = Outside(_modulation(block.img_mod), block.img_norm1, block.img_norm2, block.img_mlp)
+        mlps = feed_forward(block.txt_mlp), feed_forward(block.img_mlp)
+        text = Outside(_modulation(block.txt_mod), block.txt_norm1, block.txt_norm2, mlps[0])
+        image = Outside(_modulation(block.img_mod), block.img_norm1, block.img_norm2, mlps[1])
         return read_double(block.attn, self.heads(block)[1], text, image, saving, join)
 
 

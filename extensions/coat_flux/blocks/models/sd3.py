@@ -12,10 +12,10 @@ from torch import Tensor
 
 from coat_core.activation import Saving
 
-from ..fused.forms import DoubleBlock
+from ..fused.forms import DoubleBlock, Reader
 from ..fused.linears import NotFusable
 from ..fused.parts import Call, Modulation, Rotary, Shared
-from ..fused.reading import OncePerPass, Outside, Reader, check_attention, read_double, read_modulation
+from ..fused.reading import OncePerPass, Outside, check_attention, feed_forward, read_double, read_modulation
 from .family import BlockList, Family, Rates
 
 PROCESSOR = "JointAttnProcessor2_0"
@@ -58,8 +58,9 @@ class _Block(Reader):
         if block.context_pre_only:
             text = Outside(_ScaleFirst(read_modulation(of_text).linear), of_text.norm)
         else:
-            text = Outside(read_modulation(of_text), of_text.norm, block.norm2_context, block.ff_context)
-        image = Outside(read_modulation(norm), norm.norm, block.norm2, block.ff)
+            mlp = feed_forward(block.ff_context)
+            text = Outside(read_modulation(of_text), of_text.norm, block.norm2_context, mlp)
+        image = Outside(read_modulation(norm), norm.norm, block.norm2, feed_forward(block.ff))
         return read_double(block.attn, HEAD_DIM, text, image, saving, join)
 
     def results(self, text: Tensor | None, image: Tensor) -> Any:

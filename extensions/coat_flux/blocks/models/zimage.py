@@ -15,10 +15,10 @@ from coat_core.activation import Saving
 from coat_core.linear.function import compute_dtype
 from coat_core.ops.attention import additive_mask
 
-from ..fused.forms import StreamBlock
+from ..fused.forms import Reader, StreamBlock
 from ..fused.linears import NotFusable, read_group, read_linear
 from ..fused.parts import Attention, Call, GatedLinear, Modulation, NormLinears, Shared
-from ..fused.reading import OncePerPass, Reader, check_attention, check_dropout, complex_rotary, qk_norm
+from ..fused.reading import OncePerPass, check_attention, check_dropout, complex_rotary, qk_norm
 from .family import BlockList, Family
 
 PROCESSOR = "ZSingleStreamAttnProcessor"
