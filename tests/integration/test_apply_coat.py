@@ -69,7 +69,7 @@ def test_weights_in_fp8_leave_no_copy() -> None:
 def test_disabled_is_a_bit_exact_no_op() -> None:
     plain, model = tiny_flux(), tiny_flux()
     report = apply_coat(model, COATConfig.from_dict({"enabled": False, "activation": {"include": ["nothing.*"]}}))
-    assert (report.converted, report.skipped) == ([], {})
+    assert (report.converted, report.skipped) == ({}, {})
     assert not model.is_gradient_checkpointing
     disabled = COATConfig.from_dict({"enabled": False})
     tiny_lora(plain, disabled)
@@ -114,7 +114,7 @@ def test_weight_and_activation_switches(weight: bool, activation: bool, kind: ty
         reason = "weight.use_fp8: false; activation.use_fp8: false"
         assert report.skipped["transformer_blocks.0.attn.to_q"] == reason
     else:
-        got = report.got["transformer_blocks.0.attn.to_q"]
+        got = max(report.parts(), key=lambda row: row.count).got  # the other rows are the modulations'
         assert ("cast at each use" in got) == (not weight)
         assert ("high precision GEMM" in got) == (not activation)
 

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from coat_core.linear.module import FP8Linear
 from coat_flux.blocks import measure as pick
 from coat_flux.blocks import report as shared
 from coat_flux.blocks.report import OUTSIDE, CoatReport, TableRow, shared_rows
@@ -28,9 +30,10 @@ CUDA = torch.device("cuda", 0)
 
 def test_rows_count_parts_with_the_same_treatment() -> None:
     report = CoatReport()
-    for i in range(3):
-        report.add(f"blocks.{i}.to_q", GEMM)
-    report.add("blocks.0.norm", WEIGHT_ONLY, "one row per image")
+    with torch.device("meta"):
+        for name in ("blocks.0.to_q", "blocks.1.to_q", "blocks.2.to_q", "blocks.0.norm"):
+            report.converted[name] = FP8Linear.from_linear(nn.Linear(16, 16), COATConfig().linear_config())
+    report.why["blocks.0.norm"] = "one row per image"
     report.skipped = {"proj_out": OUTSIDE, "blocks.0.odd": "fallback: multiples of 16"}
     assert [(row.part, row.count, row.got, row.why) for row in report.parts()] == [
         ("blocks.*", 3, GEMM, ""),
@@ -38,7 +41,6 @@ def test_rows_count_parts_with_the_same_treatment() -> None:
         ("blocks.*", 1, "high precision", "fallback: multiples of 16"),
         ("outside", 1, "high precision", f"{OUTSIDE} (proj_out)"),
     ]
-    assert report.converted == ["blocks.0.to_q", "blocks.1.to_q", "blocks.2.to_q", "blocks.0.norm"]
 
 
 def test_a_row_can_be_added_and_replaced() -> None:

@@ -87,8 +87,6 @@ def apply_coat(
             module.to(run_device)
     own = bool(report.quantized) and not report.converted
     report.shared = lambda: shared_rows(runner.plan, config, run_device, runner.ran, own)
-    modules = dict(model.named_modules())
-    report.linears = {name: modules[name] for name in report.converted}
     logger.info(
         "%s: %d linears converted, %d as ai-toolkit quantized them, %d layers left",
         type(model).__name__,
@@ -183,7 +181,9 @@ def _convert_one(
     else:
         report.skipped[name] = f"weight.use_fp8: false; {why}"
         return
-    report.add(name, describe_linear(linear_config, not isinstance(module, FP8TrainableLinear), bool(why)), why)
+    report.converted[name] = module
+    if why:
+        report.why[name] = why
 
 
 def _check_stored(name: str, stored: FP8LinearConfig, asked: FP8LinearConfig) -> None:

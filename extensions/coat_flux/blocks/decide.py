@@ -242,10 +242,10 @@ def saving_of(config: COATConfig) -> Saving:
     return Saving(Storage(fmt, granularity), activation.attention)
 
 
-def block_settings(config: COATConfig, given: Given, *, fused: bool = True) -> list[FlowSettings]:
-    """How each block saves tensors without recomputation; with `fused` False, in the generic flow."""
-    by_flow = [flow_settings(config, given, fuses) for fuses in (False, fused)]
-    return [by_flow[i not in given.unfused] for i in range(len(given.blocks))]
+def block_settings(config: COATConfig, given: Given) -> list[FlowSettings]:
+    """How each block saves tensors without recomputation."""
+    generic, fused = flow_settings(config, given, False), flow_settings(config, given)
+    return [generic if i in given.unfused else fused for i in range(len(given.blocks))]
 
 
 def flow_settings(config: COATConfig, given: Given, fused: bool = True) -> FlowSettings:

@@ -9,17 +9,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_iter
 
 from coat_core.autograd import checkpoint_records
-
-logger = logging.getLogger(__name__)
 
 SWITCHES = ("enable_gradient_checkpointing", "gradient_checkpointing_enable")
 FLAG = "gradient_checkpointing"
@@ -46,8 +42,8 @@ class BlockHook:
         self,
         block: nn.Module,
         run: Callable[..., Any],
-        on_host: Callable[[nn.Module], None] = lambda _: None,
-        ready: Callable[[nn.Module], None] | None = None,
+        on_host: Callable[[nn.Module], None],
+        ready: Callable[[nn.Module], None] | None,
     ):
         self.before = vars(block).get("forward")
         self.run, self._block, self._on_host, self._ready = run, block, on_host, ready
@@ -55,24 +51,19 @@ class BlockHook:
         parameters = inspect.signature(block.forward).parameters.values()
         self._named = [(each.name, each.default) for each in parameters if each.kind in places]
 
-    @property
-    def own(self) -> Callable[..., Any]:
-        """The forward that was there; FSDP2 changes the block's class."""
-        return self.before or type(self._block).forward.__get__(self._block)
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block."""
         compiling = torch.compiler.is_dynamo_compiling() or _compiler()
         if compiling and (torch.is_grad_enabled() or self._ready is not None):
-            # the host has compiled the block around us: a runner decides by what it is given, which none can trace
+            # the trainer has compiled the block around us: a runner's decisions cannot be traced
             return torch.compiler.disable(self)(*args, **kwargs)
         if self._ready is not None:
             self._ready(self._block)
         if not torch.is_grad_enabled():
-            return self.own(*args, **kwargs)
+            return own_forward(self._block)(*args, **kwargs)
         if checkpoint_records():
             self._on_host(self._block)
-            return self.own(*args, **kwargs)
+            return own_forward(self._block)(*args, **kwargs)
         for name, default in self._named[len(args) :]:
             if not kwargs or (name not in kwargs and default is inspect.Parameter.empty):
                 break
@@ -111,45 +102,20 @@ def release(block: nn.Module) -> None:
 
 def hook_of(block: nn.Module) -> BlockHook | None:
     """The hook on a block; None where there is none."""
-    found = vars(block).get("forward")
-    return found if isinstance(found, BlockHook) else None
+    forward = vars(block).get("forward")
+    return forward if isinstance(forward, BlockHook) else None
 
 
 def own_forward(block: nn.Module) -> Callable[..., Any]:
     """The block's own forward under the hook, else the block."""
     hook = hook_of(block)
-    return block if hook is None else hook.own
-
-
-def check_reached(names: Sequence[str], ran: Mapping[int, str], *, strict: bool) -> None:
-    """After the first step, warn of blocks that the runner did not get (`ran`: as in `BlockRunner`).
-
-    A whole list may belong to another part of the model, such as Wan 2.2's second transformer.
-
-    Raises:
-        RuntimeError: no block arrived, or with `strict` only some of a list.
-    """
-    lists: dict[str, list[str | None]] = {}
-    for i, name in enumerate(names):
-        lists.setdefault(name.rpartition(".")[0], []).append(ran.get(i))
-    missed, partly, reached = [], False, 0
-    for name, ways in lists.items():
-        idle, host = ways.count(None), ways.count("host")
-        if idle:
-            missed.append(f"{idle} of {len(ways)} {name} were not called")
-        if host:
-            missed.append(f"{host} of {len(ways)} {name} are in a checkpoint of the model's own")
-        partly = partly or bool(host) or 0 < idle < len(ways)
-        reached += len(ways) - idle - host
-    text = "the first step left COAT out of blocks, whose activations stay in high precision: " + ", ".join(missed)
-    if missed and (not reached or (partly and strict)):
-        raise RuntimeError(f"{text}; set coat.enabled: false, or report this model's class")
-    if missed:
-        logger.warning("%s", text)
+    if hook is None:
+        return block
+    return hook.before or type(block).forward.__get__(block)  # FSDP2 changes the block's class
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether the module has hooks."""
+    """Whether the module has hooks of its own."""
     forward = module._forward_hooks or module._forward_pre_hooks
     return bool(forward or module._backward_hooks or module._backward_pre_hooks)
 
@@ -157,10 +123,3 @@ def has_hooks(module: nn.Module) -> bool:
 def first_tensor(args: tuple[Any, ...]) -> Tensor:
     """The first of a block's arguments that is a tensor: hidden states."""
     return next((x for x in args if isinstance(x, Tensor)), torch.empty(0))
-
-
-def frozen_tensors(block: nn.Module, args: tuple[Any, ...]) -> Iterator[Tensor]:
-    """Parameters and buffers of the block, and constants given to it that all blocks share (rotary tables)."""
-    yield from block.parameters()
-    yield from block.buffers()
-    yield from (x for x in tree_iter(args) if isinstance(x, Tensor) and not x.requires_grad)

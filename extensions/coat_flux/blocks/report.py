@@ -8,11 +8,10 @@ from __future__ import annotations
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
 
 from coat_core.config import FP8LinearConfig
 from coat_core.formats import INT8
@@ -21,10 +20,9 @@ from coat_core.linear.module import FP8TrainableLinear
 from coat_core.ops.dispatch import triton_obstacle
 
 from ..base.text import columns
-from .decide import BlockPlan, Given, block_settings, saving_of
+from .decide import BlockPlan, saving_of
 from .measure import MEASURED
 from .models import READ_BLOCKS
-from .sizes import Block, Tokens, block_bytes, read_blocks, shown_by
 
 if TYPE_CHECKING:
     from ..config.coat import COATConfig
@@ -64,33 +62,20 @@ class CoatReport:
     """Result of `apply_coat`, by full module name; the first step fills in its own decisions.
 
     Attributes:
-        got: what each linear does when the run starts, of those whose weight is FP8 or whose GEMMs are.
+        converted: the linears whose weight is FP8 or whose GEMMs are.
         why: reason, where a layer got less than the config asks for.
         quantized: how, for linears that ai-toolkit quantized its own way.
         skipped: reason, for linears left in high precision.
-        linears: the modules of `got`.
         shared: returns the current rows on what the blocks share.
     """
 
     asked: str = ""  # what the config asks of a linear of the blocks, in words
-    got: dict[str, str] = field(default_factory=dict)
+    converted: dict[str, Any] = field(default_factory=dict, repr=False)
     why: dict[str, str] = field(default_factory=dict)
     quantized: dict[str, str] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
-    linears: Mapping[str, Any] = field(default_factory=dict, repr=False)
     shared: Callable[[], Iterable[TableRow]] = field(default=tuple, repr=False)
     _added: dict[str, TableRow] = field(default_factory=dict, repr=False)
-
-    @property
-    def converted(self) -> list[str]:
-        """Names of the linears whose weight is FP8 or whose GEMMs are."""
-        return list(self.got)
-
-    def add(self, name: str, got: str, why: str = "") -> None:
-        """Note a converted layer."""
-        self.got[name] = got
-        if why:
-            self.why[name] = why
 
     def add_row(self, part: str, asked: str, got: str, why: str = "") -> None:
         """Add or replace the row of a part unknown to `apply_coat`, such as the optimizer."""
@@ -99,12 +84,10 @@ class CoatReport:
     def parts(self) -> list[TableRow]:
         """Return all rows of the table, as it is now; what is outside the blocks is one of them."""
         treated: list[tuple[str, str, str]] = []
-        for name, got in self.got.items():
-            module = self.linears.get(name)
-            if module is not None:  # as it is configured now
-                config = getattr(module, "coat_linear_config", None) or module.config
-                stored = not isinstance(module, FP8TrainableLinear)
-                got = describe_linear(config, stored, high_precision=name in self.why)
+        for name, module in self.converted.items():
+            config = getattr(module, "coat_linear_config", None) or module.config
+            stored = not isinstance(module, FP8TrainableLinear)
+            got = describe_linear(config, stored, high_precision=name in self.why)
             treated.append((name, got, self.why.get(name, "")))
         for name, quantization in self.quantized.items():
             treated.append((name, f"W {quantization}, {OWN_PRODUCTS}", QUANTIZED))
@@ -170,7 +153,6 @@ def describe_linear(linear: FP8LinearConfig, stored: bool, high_precision: bool)
 # -- what all blocks share --------------------------------------------------------------------------------------------
 
 NO_READER = "blocks without a reader"
-GENERIC = "generic flow in place of the fused one, which keeps less"
 NOT_REACHED = {"idle": "untouched, not called", "host": "untouched, in a checkpoint of the model's own"}
 LATER = "decided at the first step"
 DEQUANTIZED = "products of dequantized weights"
@@ -371,22 +353,3 @@ def treatments(plan: BlockPlan, ran: Mapping[int, str] | None = None) -> Counter
             words = f"kept in FP8, {flow} flow, attention {choice.saved.attention}"
         counts[words] += 1
     return counts
-
-
-def generic_cost(config: COATConfig, given: Given, block: nn.Module, args: tuple[Any, ...]) -> str:
-    """What the generic flow saves of a block instead of the fused one; empty if unknown."""
-    if len(args) < 2 or not isinstance(args[1], Tensor):
-        return ""
-    (described,) = read_blocks([block], args, 0)
-    if not isinstance(described, Block):
-        return ""
-    tokens = Tokens(len(args[0]), args[1].shape[1], args[0].shape[1])
-    given = replace(given, blocks=(described,), tokens=tokens, unfused={}, **shown_by(args))
-    elements = tokens.rows * described.hidden
-    (in_generic,) = block_settings(config, given, fused=False)
-    (in_fused,) = block_settings(config, replace(given, dropout=False))  # which the fused flow never has
-    generic, fused = (block_bytes(described, tokens, each, ("kept",)).kept for each in (in_generic, in_fused))
-    return (
-        f"; such a block keeps {generic / 1e6:.2f} MB instead of {fused / 1e6:.2f} MB "
-        f"({generic / elements:.1f} instead of {fused / elements:.1f} bytes per token and channel)"
-    )

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from coat_core.activation import PackedSavedTensors, fp8_checkpoint, may_draw
@@ -34,7 +35,7 @@ from .fused.linears import AdapterCopies, NotFusable
 from .fused.parts import Modulation, modulate_ahead
 from .gemms import multiply_in_bf16, set_transposed, transposed_bytes
 from .held import held_bytes, usable_bytes
-from .hook import check_reached, first_tensor, frozen_tensors, has_hooks, hook_of, own_forward, take_over
+from .hook import first_tensor, has_hooks, hook_of, own_forward, take_over
 from .lora import trained_parameters
 from .measure import AttentionPick, GemmPick, Picked
 from .models import block_name, listed_blocks, read_list
@@ -94,7 +95,7 @@ class BlockRunner:
         self._size = 0  # elements of hidden states in the largest micro-batch
         self._held: float | None = None  # bytes, before anything of a step is there
         self._trained: list[nn.Parameter] = []
-        self._warned: set[str] = set()
+        self._warned: set[tuple[str, str]] = set()
         self._logged: BlockPlan | None = None  # the plan that was logged last
         self._counts: Counter[str] | None = None  # of blocks by what they do, as logged
         self._plan: Any = None  # a BlockPlan, from the first decision on
@@ -249,10 +250,10 @@ class BlockRunner:
     def _run_own(self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         block, choice = self._modules[place], self._plan.blocks[place]
         if choice.obstacle and self._readable[place]:
-            warning = f"{block_name(type(block))}: {report.GENERIC}: {choice.obstacle}"
+            warning = block_name(type(block)), choice.obstacle
             if warning not in self._warned:
                 self._warned.add(warning)
-                logger.warning("%s%s", warning, report.generic_cost(self._config, self._given, block, args))
+                logger.warning("%s: generic flow in place of the fused one, which keeps less: %s", *warning)
         self.ran[place] = "own"
         own = own_forward(block)
         if not choice.recomputed:
@@ -262,7 +263,11 @@ class BlockRunner:
         return fp8_checkpoint(own, *args, storage=choice.inputs, **kwargs)
 
     def _packed(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with PackedSavedTensors(saving_of(self._config), keep=frozen_tensors(block, (args, kwargs))):
+        keep = [*block.parameters(), *block.buffers()]
+        for x in tree_leaves((args, kwargs)):  # constants that all blocks share, such as rotary tables
+            if isinstance(x, Tensor) and not x.requires_grad:
+                keep.append(x)
+        with PackedSavedTensors(saving_of(self._config), keep):
             return own_forward(block)(*args, **kwargs)
 
     def _kept_form(self, block: nn.Module) -> Callable[..., Any]:
@@ -377,10 +382,33 @@ class BlockRunner:
         self.ran[self._places[block]] = "host"
 
     def check_step(self) -> None:
-        """After the first step, raise RuntimeError if no block ran here, or with `fallback: error` not all."""
-        if not self._checked:
-            self._checked = True
-            check_reached(list(self.blocks), self.ran, strict=self._config.fallback == "error")
+        """After the first step, warn of blocks that were not called, or in a checkpoint of their model.
+
+        A whole list may belong to another part of the model, such as Wan 2.2's second transformer.
+
+        Raises:
+            RuntimeError: no block ran here, or with `fallback: error` only some of a list.
+        """
+        if self._checked:
+            return
+        self._checked = True
+        lists: dict[str, list[str | None]] = {}
+        for i, name in enumerate(self.blocks):
+            lists.setdefault(name.rpartition(".")[0], []).append(self.ran.get(i))
+        missed, partly, reached = [], False, 0
+        for name, ways in lists.items():
+            idle, host = ways.count(None), ways.count("host")
+            if idle:
+                missed.append(f"{idle} of {len(ways)} {name} were not called")
+            if host:
+                missed.append(f"{host} of {len(ways)} {name} are in a checkpoint of the model's own")
+            partly = partly or host > 0 or 0 < idle < len(ways)
+            reached += len(ways) - idle - host
+        text = "the first step left COAT out of blocks, whose activations stay in high precision: " + ", ".join(missed)
+        if missed and (not reached or (partly and self._config.fallback == "error")):
+            raise RuntimeError(f"{text}; set coat.enabled: false, or report this model's class")
+        if missed:
+            logger.warning("%s", text)
 
 
 class BlockState:
