@@ -225,8 +225,6 @@ ARCHITECTURE_KEPT_RATIO = {"UNet": (2.5, 10.5), "transformer": (2.5, 13.0)}
 ARCH_GRADIENT_COSINE = 0.99
 ARCH_LOWEST_COSINE = {"UNet": 0.98, "transformer": 0.9}
 ARCH_FEWER_BYTES = {"UNet": 2.6, "transformer": 2.5}
-# Loss of the fourth step at lr 2e-2 over the first. Measured 0.87 (Wan) to 0.958 (CogVideoX).
-ARCHITECTURE_LOSS_FRACTION = 0.98
 
 # --- plan ----------------------------------------------------------------------------------------------------------
 # Predicted bytes that a whole model keeps for backward against the profiler's count on a CPU: 5 % is what was promised.

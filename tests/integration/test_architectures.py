@@ -1,8 +1,7 @@
-"""COAT on diffusers models other than FLUX, through the generic flow: SDXL's UNet, SD3, CogVideoX, Wan."""
+"""COAT on diffusers models other than FLUX, through the generic flow: SDXL's UNet, SD3, CogVideoX."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -22,14 +21,12 @@ from coat_flux.blocks.models import family_of
 from coat_flux.blocks.models.others import IN_AND_OUT
 from coat_flux.blocks.runner import BlockRunner
 from coat_flux.config.coat import COATConfig
-from coat_flux.trainers.optimizer import build_optimizer
 from scripts.bench_memory import kept_bytes
 from tests.helpers.asserts import assert_bitwise, assert_sqnr, cosine
 from tests.helpers.saved_tensors import recording
 from tests.tolerances import (
     ARCHITECTURE_GRADIENT_COSINE,
     ARCHITECTURE_KEPT_RATIO,
-    ARCHITECTURE_LOSS_FRACTION,
     ARCHITECTURE_OUTPUT_FLOOR_DB,
     PACKED_GRADIENT_COSINE,
 )
@@ -91,16 +88,6 @@ def cogvideox_inputs(config: Any, batch: int) -> Inputs:
     }
 
 
-def wan_inputs(config: Any, batch: int) -> Inputs:
-    """Latents of three frames and text tokens."""
-    generator = torch.Generator().manual_seed(16)
-    return {
-        "hidden_states": torch.randn(batch, 4, 3, 16, 16, generator=generator),
-        "encoder_hidden_states": torch.randn(batch, 32, config.text_dim, generator=generator),
-        "timestep": torch.full((batch,), 500),
-    }
-
-
 ARCHITECTURES = {
     # no attention at the first level, linear projections, size and pooled text added to the time's
     "SDXL": Architecture(
@@ -139,16 +126,6 @@ ARCHITECTURES = {
         cogvideox_inputs,
         {"time_embedding.*", "patch_embed.text_proj", "norm_out.linear", "proj_out"},
         {"*.norm1.linear", "*.norm2.linear"},
-    ),
-    "Wan": Architecture(
-        "WanTransformer3DModel",
-        {
-            "num_attention_heads": 2, "attention_head_dim": 64, "in_channels": 4, "out_channels": 4, "text_dim": 64,
-            "freq_dim": 32, "ffn_dim": 256, "num_layers": 2,
-        },
-        wan_inputs,
-        {"condition_embedder.*", "proj_out"},
-        set(),
     ),
 }  # fmt: skip
 ALL = pytest.mark.parametrize("name", ARCHITECTURES)
@@ -337,22 +314,6 @@ def test_kept_bytes(name: str) -> None:
     floors = ARCHITECTURE_KEPT_RATIO["UNet" if name == "SDXL" else "transformer"]
     assert bf16 / packed >= floors[0], f"{bf16 / packed:.2f}"
     assert bf16 / recomputed >= floors[1], f"{bf16 / recomputed:.2f}"
-
-
-@pytest.mark.parametrize("name", ["CogVideoX"])
-def test_the_loss_goes_down(name: str) -> None:
-    coat = KEEP
-    model, _, _ = coat_model(name, coat)
-    optimizer = build_optimizer(lora_parameters(model).values(), 2e-2, COATConfig.from_dict(coat))
-    losses = []
-    for _ in range(4):
-        loss = loss_of(predict(name, model, batch=2))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        losses.append(loss.item())
-    assert all(math.isfinite(loss) for loss in losses)
-    assert losses[-1] < ARCHITECTURE_LOSS_FRACTION * losses[0], losses
 
 
 class Unknown(nn.Module):

@@ -6,7 +6,6 @@ Each shipped config's `coat:` block and batch on a FLUX of 1 + 2 narrow blocks, 
 from __future__ import annotations
 
 import logging
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -94,7 +93,7 @@ def test_shipped_config_does_what_is_said_of_it(config: Path, caplog: pytest.Log
 
 
 def test_what_cannot_be_fused_is_in_the_table_and_in_the_plan(caplog: pytest.LogCaptureFixture) -> None:
-    """Dropout in the LoRA: said in the table, and at the first step with its bytes; the plan counts them."""
+    """Dropout in the LoRA: in the table, and logged at the first step."""
     job = JobConfig.load(ROOT / "configs" / "flux_clothing_tiny.yaml")
     dropped = replace(job, network=replace(job.network, dropout=0.1))
     kept = COATConfig.from_dict({"memory": {"checkpointing": "none"}})
@@ -107,9 +106,7 @@ def test_what_cannot_be_fused_is_in_the_table_and_in_the_plan(caplog: pytest.Log
             model(**inputs)[0].sum().backward()
     warnings = [record.getMessage() for record in caplog.records if "in place of" in record.getMessage()]
     assert len(warnings) == 2  # once for each kind of block
-    for warning in warnings:
-        generic, fused = re.search(r"\((\S+) instead of (\S+) bytes per token", warning).groups()
-        assert float(generic) > float(fused)
+    assert all(warning.endswith("LoRA dropout") for warning in warnings)
     assert _flows(model) == {JobFacts(dropped).settings[-1].flow} == {"generic"}
 
 

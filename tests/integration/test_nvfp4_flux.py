@@ -11,7 +11,7 @@ from coat_core import FP8Linear, restore_linear
 from coat_core.formats import NVFP4
 from coat_core.metrics import sqnr_db
 from coat_flux.blocks.runner import BlockRunner
-from coat_flux.blocks.sizes import Block, FlowSettings, Tokens, flux_bytes
+from coat_flux.blocks.sizes import Block, FlowSettings, Tokens, block_bytes
 from coat_flux.watch.casts import CastProbe
 from coat_flux.watch.precision import INPUT, weight_rows
 from tests.helpers.asserts import assert_bitwise
@@ -42,7 +42,7 @@ def test_layers_are_fused_and_have_names() -> None:
 def test_a_plan_counts_the_weight_that_is_decoded_for_a_product() -> None:
     """With few tokens that is the largest thing of a moment: q, k, v and the MLP's first linear, joined."""
     single, tokens = Block("single", 768, 6, 3072, (("attn.to_q", 4),)), Tokens(1, 8, 8)
-    e4m3, four_bits = (flux_bytes(single, tokens, FlowSettings(weight_format=name)) for name in ("e4m3", "nvfp4"))
+    e4m3, four_bits = (block_bytes(single, tokens, FlowSettings(weight_format=name)) for name in ("e4m3", "nvfp4"))
     joined = 768 * (3 * 768 + 3072)
     assert 0.9 * joined < four_bits.workspace - e4m3.workspace <= joined
     assert four_bits.kept == e4m3.kept

@@ -21,7 +21,7 @@ import pathlib
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -105,7 +105,7 @@ class GemmPick:
         self._resumed: str | None = None
 
     def keep(self, gemm: str) -> None:
-        """Reuse the GEMM of the resumed run, for equal rounding; one that the config forbids is logged and ignored."""
+        """Reuse the GEMM of the resumed run, for equal rounding, unless the config forbids it now."""
         if gemm in self._candidates:
             self._resumed = gemm
         else:
@@ -216,32 +216,35 @@ class AttentionPick:
     def choose(self, like: Tensor, mask: Tensor | None = None) -> Picked:
         """Pick a kernel for q [B, H, S, d] and a mask; RuntimeError if the configured one cannot be used."""
         use_kernel(None)
-        own = chosen_kernel(like, like, like, mask)
-        if mask is not None and self._forced not in (None, *TAKES_MASK):
-            raise _cannot(self._forced, "takes no mask, which this model hands to attention")
-        if mask is not None and self._forced is None:
+        own, on_gpu = chosen_kernel(like, like, like, mask), like.device.type == DEVICE
+        if self._forced is not None:
+            if mask is not None and self._forced not in TAKES_MASK:
+                reason: str | None = "takes no mask, which this model hands to attention"
+            elif on_gpu:
+                reason = AttentionTrial(like).obstacle(self._forced)
+            else:
+                reason = f"needs a GPU, this is a {like.device.type}"
+            if reason is not None:
+                name = f"coat.speed.attention={self._forced!r}"
+                raise RuntimeError(f"{name}: {reason}; set it to auto, or to a kernel that runs here")
+            picked = Picked(self._forced, "as configured: speed.attention")
+        elif mask is not None:
             picked = Picked(own, "torch's choice of those that take this model's mask")
-        elif like.device.type == DEVICE:
-            picked = self._chosen(like, own)
+        elif on_gpu:
+            picked = self._automatic(like, own)
+        else:
+            picked = Picked(own)
+        if on_gpu and (mask is None or self._forced is not None):
             self.kernel = picked.name
             if self.resumed not in (None, picked.name):
                 text = "resume: attention kernel %s -> %s (%s); results differ from here on by rounding"
                 logger.warning(text, self.resumed, picked.name, picked.refused.get(self.resumed, picked.why))
-        elif self._forced is not None:
-            raise _cannot(self._forced, f"needs a GPU, this is a {like.device.type}")
-        else:
-            picked = Picked(own)
         use_kernel(None if picked.why.startswith("torch's choice") else picked.name, like)
         logger.info(picked.describe(f"attention: {picked.name}", digits=2))
         return picked
 
-    def _chosen(self, like: Tensor, own: str) -> Picked:
+    def _automatic(self, like: Tensor, own: str) -> Picked:
         refused = {}
-        if self._forced is not None:
-            reason = AttentionTrial(like).obstacle(self._forced)
-            if reason is not None:
-                raise _cannot(self._forced, reason)
-            return Picked(self._forced, "as configured: speed.attention")
         if self.resumed is not None:
             reason = AttentionTrial(like).obstacle(self.resumed)
             if reason is None:
@@ -250,10 +253,6 @@ class AttentionPick:
         if not self._measures:
             return Picked(own, refused=refused)
         return from_first_process(lambda: _measured_kernel(like, own, refused))
-
-
-def _cannot(kernel: str, reason: str) -> RuntimeError:
-    return RuntimeError(f"coat.speed.attention={kernel!r}: {reason}; set it to auto, or to a kernel that runs here")
 
 
 def _measured_kernel(like: Tensor, own: str, refused: Mapping[str, str]) -> Picked:
@@ -317,15 +316,14 @@ def from_first_process(make: Callable[[], Any]) -> Any:
 
 
 def cache_file() -> pathlib.Path:
-    """Return the file: in XDG_CACHE_HOME, or ~/.cache."""
+    """In XDG_CACHE_HOME, or ~/.cache."""
     folder = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     return pathlib.Path(folder) / "coat_flux" / "speed.json"
 
 
-def key_of(args: tuple[Any, ...], blocks: Iterable[nn.Module], config: COATConfig) -> str:
+def key_of(args: tuple[Any, ...], blocks: Sequence[nn.Module], config: COATConfig) -> str:
     """Return a key of all that speed depends on: device, versions, shapes, blocks, adapters, config."""
     device = args[0].device
-    blocks = list(blocks)
     facts = {
         "triton": version_of("triton", "triton-windows"),
         "autocast": torch.is_autocast_enabled(device.type),

@@ -195,21 +195,6 @@ class BlockBytes(NamedTuple):
     gradients: int  # of what is trained in it; 0 where they are freed at once, and then in `workspace`
 
 
-def flux_bytes(
-    block: Block, tokens: Tokens, settings: FlowSettings, ways: Sequence[str] = ("kept", "recomputed")
-) -> BlockBytes:
-    """All numbers of a block, 0 of a way that is not asked for; no backward pass where nothing up to it is trained."""
-    if not block.trained_output:
-        return BlockBytes(0, 0, forward_bytes(block, tokens, settings), 0, 0)
-    kept = workspace = inputs = recomputation = 0
-    if "kept" in ways:
-        kept, workspace = _counted(block, tokens, settings, False)
-    if "recomputed" in ways:
-        inputs, recomputation = _counted(block, tokens, replace(settings, flow="eager"), True)
-    gradients = 0 if settings.frees_gradients else gradient_bytes(block, settings.value_bytes)
-    return BlockBytes(kept, inputs, workspace, recomputation, gradients)
-
-
 @functools.lru_cache(maxsize=2048)
 @torch.inference_mode(False)  # `decide` may ask while images are drawn
 @torch.enable_grad()
@@ -404,18 +389,26 @@ class UnknownBlock:
 def block_bytes(
     block: Block | UnknownBlock, tokens: Tokens, settings: FlowSettings, ways: Sequence[str] = ("kept", "recomputed")
 ) -> BlockBytes:
-    """All numbers of a block; the two ways to run it are counted apart."""
+    """All numbers of a block, 0 of a way that is not asked for; no backward pass where nothing up to it is trained."""
     if isinstance(block, Block):
-        return flux_bytes(block, tokens, settings, ways)
-    rates = RATES.get(block.kind, UNKNOWN)
-    kept = rates.packed if settings.saving.attention == "fp8" else rates.attention_kept
+        if not block.trained_output:
+            return BlockBytes(0, 0, forward_bytes(block, tokens, settings), 0, 0)
+        kept = workspace = inputs = recomputation = 0
+        if "kept" in ways:
+            kept, workspace = _counted(block, tokens, settings, False)
+        if "recomputed" in ways:
+            inputs, recomputation = _counted(block, tokens, replace(settings, flow="eager"), True)
+        gradients = 0 if settings.frees_gradients else gradient_bytes(block, settings.value_bytes)
+        return BlockBytes(kept, inputs, workspace, recomputation, gradients)
+    rates, packs_attention = RATES.get(block.kind, UNKNOWN), settings.saving.attention == "fp8"
+    rate = rates.packed if packs_attention else rates.attention_kept
     if settings.flow == "fused" and block.fused:
-        kept = block.fused + (0.0 if settings.saving.attention == "fp8" else ATTENTION_IN_BF16)
+        rate = block.fused + (0.0 if packs_attention else ATTENTION_IN_BF16)
     elif settings.flow == "eager":
-        kept = rates.high_precision
+        rate = rates.high_precision
     recomputed = FP8_INPUT if settings.fp8_checkpoint else BF16_INPUT
     whole = int(rates.high_precision * block.elements)
-    return BlockBytes(int(kept * block.elements), int(recomputed * block.elements), whole, whole, block.gradients)
+    return BlockBytes(int(rate * block.elements), int(recomputed * block.elements), whole, whole, block.gradients)
 
 
 def read_blocks(modules: Iterable[nn.Module], args: tuple[Any, ...], elements: int) -> tuple[Block | UnknownBlock, ...]:

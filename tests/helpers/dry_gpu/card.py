@@ -7,6 +7,7 @@ new ones (`device="cuda"`) is translated. torch's own C++ still sees the meta de
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -183,22 +184,23 @@ def address(x: Tensor) -> int:
 @contextmanager
 def card_view(patch: pytest.MonkeyPatch) -> Iterator[CardView]:
     """Show meta tensors as the card's inside the `with` block, in backward passes too."""
-    view, run_backward, flux_bytes = CardView(), torch.autograd._engine_run_backward, sizes.flux_bytes
+    view, run_backward = CardView(), torch.autograd._engine_run_backward
 
     def backward(*args: Any, **kwargs: Any) -> Any:  # `Tensor.backward` itself runs with the view put aside
         with view.again():
             return run_backward(*args, **kwargs)
 
-    def counted(*args: Any) -> Any:  # what a block keeps is counted on meta tensors as such
+    def counted(count: Any, *args: Any) -> Any:  # what a block keeps is counted on meta tensors as such
         view.hidden = True
         try:
             with _disable_current_modes(), _pop_mode_temporarily():
-                return flux_bytes(*args)
+                return count(*args)
         finally:
             view.hidden = False
 
     patch.setattr(torch.autograd, "_engine_run_backward", backward)
-    patch.setattr(sizes, "flux_bytes", counted)
+    for name in ("_counted", "forward_bytes"):
+        patch.setattr(sizes, name, functools.partial(counted, getattr(sizes, name)))
     # what is recomputed is compared with the first pass, where saved-tensor hooks run with the view put aside
     patch.setitem(_allowed_determinism_checks_to_fns, "default", lambda x: {"shape": x.shape, "dtype": x.dtype})
     for name, value in CUDA.items():

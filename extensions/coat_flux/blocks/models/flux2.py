@@ -46,19 +46,11 @@ def _check_swiglu(module: Any) -> None:
         raise NotFusable(f"its activation is a {type(module).__name__}, not FLUX.2's SwiGLU")
 
 
-def _single(
-    saving: Saving,
-    norm: Any,
-    linears: tuple[Any, Any],
-    mlp: Any,
-    activation: Any,
-    attention: Attention,
-    width: int,
-) -> SingleBlock:
-    _check_swiglu(activation)
-    inputs = read_group(linears[:1], False, (width, width, width, mlp.mlp_hidden_dim * mlp.mlp_mult_factor))
-    output = GatedLinear(read_linear(linears[1]))
-    return SingleBlock(saving, None, NormLinears(check_norm(norm), inputs), attention, output, SWIGLU)
+def _single(saving: Saving, norm: Any, linears: tuple[Any, Any], width: int, attention: Attention) -> SingleBlock:
+    """Read a single block; `width` is that of its hidden states."""
+    mlp = linears[0].out_features - 3 * width
+    inputs = NormLinears(check_norm(norm), read_group(linears[:1], False, (width, width, width, mlp)))
+    return SingleBlock(saving, None, inputs, attention, GatedLinear(read_linear(linears[1])), SWIGLU)
 
 
 def _vectors(modulation: Tensor, image: Tensor) -> Tensor:
@@ -116,9 +108,10 @@ class _Single(Reader):
     def read(self, block: Any, saving: Saving, join: bool) -> SingleBlock:
         attn = block.attn
         check_attention(attn, "Flux2ParallelSelfAttnProcessor")
+        _check_swiglu(attn.mlp_act_fn)
         attention = Attention(attn.head_dim, *qk_norm(attn.norm_q, attn.norm_k))
         linears, width = (attn.to_qkv_mlp_proj, attn.to_out), attn.heads * attn.head_dim
-        return _single(saving, block.norm, linears, attn, attn.mlp_act_fn, attention, width)
+        return _single(saving, block.norm, linears, width, attention)
 
 
 # -- ai-toolkit, in BFL's layout --------------------------------------------------------------------------------------
@@ -152,8 +145,9 @@ class _ToolkitSingle(ToolkitReader):
         return Call(x, None, Shared(*toolkit_rotary(pe)), None, (_vectors(torch.cat(modulation, dim=-1), x),))
 
     def read(self, block: Any, saving: Saving, join: bool) -> SingleBlock:
-        attention, linears = self.attention(block, block.norm), (block.linear1, block.linear2)
-        return _single(saving, block.pre_norm, linears, block, block.mlp_act, attention, block.hidden_size)
+        _check_swiglu(block.mlp_act)
+        linears, attention = (block.linear1, block.linear2), self.attention(block, block.norm)
+        return _single(saving, block.pre_norm, linears, block.hidden_size, attention)
 
 
 # -- the family -------------------------------------------------------------------------------------------------------
