@@ -17,7 +17,7 @@ from ..models import read_list
 from ..quantized import has_adopted
 from .forms import Form, Reader
 from .linears import NotFusable
-from .parts import AS_THEY_ARE
+from .parts import EXACT
 
 # of a block's output between the fused flow and the model's own code, relative, in norms: with products in high
 # precision, and as it runs. Adapters in fp32, which the fused flow multiplies in bf16, make 0.5 % of the one; where
@@ -27,7 +27,7 @@ LARGEST_DIFFERENCE, LARGEST_IN_FP8 = 0.02, 0.05
 LARGEST_WITH_CODES = 0.1
 
 
-def fused_block(block: nn.Module, saving: Saving = AS_THEY_ARE, join: bool = True) -> Form:
+def fused_block(block: nn.Module, saving: Saving = EXACT, join: bool = True) -> Form:
     """Return the block's fused form; NotFusable where it does more than the fused functions, or has no reader."""
     reader = _reader_of(block)
     hook = hook_of(block)

@@ -154,38 +154,15 @@ def _save_out(kept: Kept, out: Tensor, cast: tuple[str, str]) -> tuple[Tensor, T
     return codes, code_scale
 
 
-def _mlp_backward(
-    kept: Kept, name: str, down: GatedLinear, activation: str, grad: Tensor, gate: Tensor
-) -> tuple[Tensor, Tensor | None, list[Tensor]]:
-    """Gradients of the MLP before its activation, of its gate and of its second linear's adapters."""
-    reads, linear = kept.read(f"{name}mlp"), down.linear
-    dx, dh, ups, dgate = down.backward(kept, f"{name}down_", grad, gate)
-    matrix = downs = None
-    if dh is not None:
-        matrix = linear.matrices(dh.dtype).down
-        downs = mlp_down_gradient(dh, None, None, *reads, linear.dtype, activation)
-    adapters = linear.adapter_gradients(downs, ups)
-    return mlp_activation_backward(dx, dh, matrix, *reads, activation), dgate, adapters
-
-
-def _output_backward(
-    kept: Kept, name: str, output: GatedLinear, grad: Tensor, gate: Tensor, out: Tensor
-) -> tuple[Tensor, Tensor | None, list[Tensor]]:
-    """Gradients of attention's out, of the gate of its projection, and of the projection's adapters."""
-    linear = output.linear
-    dout, dh, ups, dgate = output.backward(kept, name, grad, gate)
-    adapters = linear.adapter_gradients(linear.down_gradients(dh, out), ups)
-    return linear.complete_dx(dout, dh), dgate, adapters
-
-
 # -- double blocks ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
 class Stream:
-    """One of a double block's two streams; `modulation` is None if the model passes in shift, scale and gate.
+    """The stream of a stream block, or one of a double block's two.
 
-    A stream that ends with the block has inputs alone: image tokens attend to it.
+    `modulation` is None if the model passes in shift, scale and gate. A stream that ends with the block has inputs
+    alone: image tokens attend to it. With norms after its linears, whose results backward needs, x1 is recomputed.
     """
 
     modulation: Modulation | None
@@ -203,24 +180,43 @@ class Stream:
             return x.new_empty(0)
         _, _, gate, shift, scale, gate_mlp = modulation
         x = self.output.forward(kept, f"{name}out_", x, gate, out, trains_gates)
-        projected = self.up.forward(kept, f"{name}up_", x, scale, shift)
+        projected = self.up.forward(kept, f"{name}up_", x, scale, shift, saves_x=not self.output.norm)
         activated = activate(kept, projected, None, self.down.linear, self.activation, name)
         del projected
         return self.down.forward(kept, f"{name}down_", x, gate_mlp, activated, trains_gates)
 
     def rest_backward(
-        self, kept: Kept, name: str, grad: Tensor, out: Tensor, modulation: Sequence[Tensor]
+        self, kept: Kept, name: str, grad: Tensor, out: Tensor | None, modulation: Sequence[Any]
     ) -> tuple[Tensor, Tensor, list[Tensor | None], list[Tensor]]:
-        """Gradients of x, of attention's out, of gate, MLP shift, scale and gate (fp32), and of each adapter."""
+        """Gradients of x, of attention's out, of gate, MLP shift and scale, MLP gate (fp32), and of each adapter.
+
+        `out` is None if the stream is the block's only one.
+        """
         if self.output is None or self.up is None or self.down is None:
             zeros = torch.zeros_like(out)
             return zeros, zeros, [], []
         _, _, gate, shift, scale, gate_mlp = modulation
-        dmlp, dgate_mlp, adapters = _mlp_backward(kept, name, self.down, self.activation, grad, gate_mlp)
-        dx, dnorm, of_up = self.up.backward(kept, f"{name}up_", dmlp, grad, scale, shift)
-        del dmlp
-        dout, dgate, of_output = _output_backward(kept, f"{name}out_", self.output, dx, gate, out)
-        return dx, dout, [dgate, dnorm, dgate_mlp], [*of_output, *of_up, *adapters]
+        reads, linear = kept.read(f"{name}mlp"), self.down.linear
+        dx, dh, ups, dgate_mlp = self.down.backward(kept, f"{name}down_", grad, gate_mlp)
+        matrix = downs = x = None
+        if dh is not None:
+            matrix = linear.matrices(dh.dtype).down
+            downs = mlp_down_gradient(dh, None, None, *reads, linear.dtype, self.activation)
+        of_down = linear.adapter_gradients(downs, ups)
+        dmlp = mlp_activation_backward(dx, dh, matrix, *reads, self.activation)
+        del dx, dh, reads
+        if self.output.norm:
+            x, result = kept.values(f"{name}in_x"), kept.values(f"{name}out_result")
+            x = gated_sum(x, gate, result, None, None, *packed_by_kernel(None), *self.output.norm)[0]
+            del result
+        dx, dnorm, of_up = self.up.backward(kept, f"{name}up_", dmlp, grad, scale, shift, x=x)
+        del dmlp, x
+        out = kept.values("out") if out is None else out
+        linear = self.output.linear
+        dout, dh, ups, dgate = self.output.backward(kept, f"{name}out_", dx, gate)
+        of_output = linear.adapter_gradients(linear.down_gradients(dh, out), ups)
+        dout = linear.complete_dx(dout, dh)
+        return dx, dout, [dgate, dnorm, dgate_mlp], [*of_output, *of_up, *of_down]
 
 
 @dataclass(eq=False)
@@ -385,71 +381,55 @@ def split(joined: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(eq=False)
 class StreamBlock(Form):
-    """A stream block; inputs: x [B, S, D], and modulation [B, 4·D] where there is one.
-
-    The norms after linears need the linears' results in backward; with those and x, x1 is recomputed, not saved.
-    """
+    """A stream block; inputs: x [B, S, D], and modulation [B, 4·D] where there is one: scale and gate before tanh."""
 
     saving: Saving
-    modulation: Modulation | None  # gives scale and gate (before tanh) of attention and MLP
-    inputs: NormLinears  # to q, k and v
-    attention: Attention  # of its one stream
-    output: GatedLinear  # attention's projection
-    up: NormLinears  # the MLP's first two linears
-    down: GatedLinear  # the MLP's last linear
+    attention: Attention
+    stream: Stream
 
-    def _vectors(self, x: Tensor, modulation: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Scale and gate [B, D] of attention, then of the MLP; without modulation those that change nothing."""
+    def _vectors(self, x: Tensor, modulation: Sequence[Tensor]) -> tuple[Any, ...]:
+        """Shift (none), scale and gate [B, D] of attention, then of the MLP; by default those that change nothing."""
         if not modulation:
-            ones = x.new_ones((len(x), x.shape[-1]), dtype=self.inputs.weight.dtype)
-            return torch.zeros_like(ones), ones, torch.zeros_like(ones), ones
+            ones = x.new_ones((len(x), x.shape[-1]), dtype=self.stream.inputs.weight.dtype)
+            return None, torch.zeros_like(ones), ones, None, torch.zeros_like(ones), ones
         scale, gate, scale_mlp, gate_mlp = modulation[0].chunk(4, dim=1)
-        return scale, gate.tanh(), scale_mlp, gate_mlp.tanh()
+        return None, scale, gate.tanh(), None, scale_mlp, gate_mlp.tanh()
 
     def forward(
         self, kept: Kept, shared: Shared, inputs: Sequence[Tensor], needs: Sequence[bool]
     ) -> tuple[Tensor, ...]:
         """As of `Form`."""
         x, *modulation = inputs
-        scale, gate, scale_mlp, gate_mlp = self._vectors(x, modulation)
-        projected = self.inputs.forward(kept, "in_", x, scale, None)
+        vectors = self._vectors(x, modulation)
+        projected = self.stream.inputs.forward(kept, "in_", x, vectors[1], None)
         out = self.attention.forward(kept, [projected], shared)
-        storage = self.output.linear.input_storage
+        del projected
+        storage = self.stream.output.linear.input_storage
         codes, code_scale = _save_out(kept, out, cast_by_kernel(storage))
         kept.add("modulation", *modulation)
         read = Activated(out, quantized_by(storage, out, codes, code_scale))
-        x = self.output.forward(kept, "out_", x, gate, read, True)
-        projected = self.up.forward(kept, "up_", x, scale_mlp, None, saves_x=False)
-        activated = activate(kept, projected, None, self.down.linear, SWIGLU)
-        del projected, out, read  # not needed any more, and large
-        return (self.down.forward(kept, "down_", x, gate_mlp, activated, True),)
+        return (self.stream.rest(kept, "", x, read, vectors, True),)
 
     def backward(
         self, kept: Kept, shared: Shared, grads: Sequence[Tensor], needs: Sequence[bool]
     ) -> tuple[list[Tensor | None], list[Tensor]]:
         """As of `Form`."""
-        modulation = kept.all("modulation")
-        scale, gate, scale_mlp, gate_mlp = self._vectors(grads[0], modulation)
-        dmlp, dgate_mlp, adapters = _mlp_backward(kept, "", self.down, SWIGLU, grads[0], gate_mlp)
-        result = kept.values("out_result")
-        x = gated_sum(kept.values("in_x"), gate, result, None, None, *packed_by_kernel(None), *self.output.norm)[0]
-        dx, of_norm, of_up = self.up.backward(kept, "up_", dmlp, grads[0], scale_mlp, None, x=x)
-        del dmlp, x, result
-        out = kept.values("out")
-        dout, dgate, of_output = _output_backward(kept, "out_", self.output, dx, gate, out)
-        joint, ys, y_scales, size, dtype = self.attention.backward(kept, dout, out, shared)
-        del dout, out
+        modulation, stream = kept.all("modulation"), self.stream
+        vectors = self._vectors(grads[0], modulation)
+        dx, dout, of_rest, adapters = stream.rest_backward(kept, "", grads[0], None, vectors)
+        joint, ys, y_scales, size, dtype = self.attention.backward(kept, dout, kept.values("out"), shared)
+        del dout
         norms, eps = list(self.attention.norms), self.attention.eps
         (dy,) = qkv_rope_backward(joint, ys, y_scales, norms, shared.cos, shared.sin, eps, size, dtype)
         del joint
-        dx, of_first, of_inputs = self.inputs.backward(kept, "in_", dy, dx, scale, None, any(needs))
+        dx, dscale, of_inputs = stream.inputs.backward(kept, "in_", dy, dx, vectors[1], None, any(needs))
         dxs = [dx]
         if modulation:
+            dgate, dscale_mlp, dgate_mlp = of_rest
             parts: list[Tensor | None] = []
-            pairs = ((of_first, dgate, gate), (of_norm, dgate_mlp, gate_mlp))
-            for of_scale, of_gate, after_tanh in pairs:
+            for of_scale, of_gate, gate in ((dscale, dgate, vectors[2]), (dscale_mlp, dgate_mlp, vectors[5])):
                 parts.append(None if of_scale is None else of_scale[:, 1])
-                slope = 1 - after_tanh.to(torch.float32).square()
+                slope = 1 - gate.to(torch.float32).square()
                 parts.append(None if of_gate is None else of_gate * slope)
             dxs.append(gradient_of_vectors(modulation[0], *parts))
-        return dxs, [*of_inputs, *of_output, *of_up, *adapters]
+        return dxs, [*of_inputs, *adapters]

@@ -47,7 +47,7 @@ from coat_core.quantize import Quantized
 from .linears import LinearGroup, cast_by_kernel, quantized_by
 
 Rotary = tuple[Tensor, Tensor]
-AS_THEY_ARE = Saving(None)
+EXACT = Saving(None)
 
 
 class Shared(NamedTuple):
@@ -93,14 +93,14 @@ _version = attrgetter("_version")
 class Kept:
     """Collects tensors by name for `ctx.save_for_backward` and finds them in backward; `wanted=False` saves nothing."""
 
-    def __init__(self, saving: Saving = AS_THEY_ARE, wanted: bool = True) -> None:
+    def __init__(self, saving: Saving = EXACT, wanted: bool = True) -> None:
         self.wanted = wanted
         self.storage = saving.tensors if wanted else None
         self.attention = self.storage if saving.attention == "fp8" else None
         self.context: AttentionContext | None = None  # of attention, without its tensors
         self._places: dict[str, slice] = {}
         self._stored: dict[str, tuple[Storage | None, torch.dtype]] = {}
-        self._tensors: list[Any] = []  # Tensor | None
+        self._tensors: list[Any] = []
 
     def add(self, name: str, *tensors: Tensor | None) -> None:
         """Save these tensors exactly under one name."""
@@ -138,12 +138,12 @@ class Kept:
         return Saved(self.values(name), None, PER_GROUP.group_size, dtype)
 
     def values(self, name: str) -> Tensor:
-        """The values of a tensor of `pack`, in backward."""
+        """Its values."""
         (storage, dtype), tensors = self._stored[name], self._tensors[self._places[name]]
         return tensors[0] if storage is None else dequantize(tensors[0], tensors[1], storage.granularity, dtype)
 
     def save(self, ctx: Any, watched: Sequence[Tensor]) -> None:
-        """Hand everything to autograd, which detects in-place changes; `watched` parameters are compared by version."""
+        """Hand all tensors to autograd, which detects in-place changes, as versions do those of `watched`."""
         ctx.save_for_backward(*self._tensors)
         self._tensors = []
         ctx.kept, ctx.watched, ctx.versions = self, watched, list(map(_version, watched))
@@ -152,10 +152,8 @@ class Kept:
     def of(cls, ctx: Any) -> Kept:
         """The saved tensors, in backward; RuntimeError if one was changed in place since."""
         if list(map(_version, ctx.watched)) != ctx.versions:
-            raise RuntimeError(
-                "an adapter that the backward pass needs has been modified by an inplace operation: change adapters "
-                "after it"
-            )
+            text = "an adapter that backward needs has been modified by an inplace operation: change adapters after it"
+            raise RuntimeError(text)
         kept = copy.copy(ctx.kept)
         kept._tensors = list(ctx.saved_tensors)
         return kept
@@ -170,10 +168,9 @@ _STAND_IN = torch.zeros((), requires_grad=True)
 
 @contextmanager
 def written_gradients(on: bool = True) -> Iterator[None]:
-    """Let blocks called in here write their adapters' gradients, for a trainer that reads `.grad` after `backward()`.
+    """Let blocks write their adapters' gradients, for a trainer that reads `.grad` after `backward()`.
 
-    `torch.autograd.grad` finds no adapter in such a graph, and hooks on adapters (DistributedDataParallel) do not
-    run.
+    Not for `torch.autograd.grad`, nor with hooks on adapters (DistributedDataParallel).
     """
     token = _written.set(on)
     try:
@@ -243,8 +240,7 @@ class NormLinears:
     ) -> tuple[Tensor | None, Tensor | None, list[Tensor]]:
         """Return dx [B, S, D] in the dtype of x; those of shift and scale, fp32 [B, 2, D]; each adapter's [dA, dB].
 
-        `dy` [B, S, ΣN] includes the adapters' part; `residual` [B, S, D] is added to dx; `x` is there if it was not
-        saved.
+        `residual` [B, S, D] is added to dx; `x` is given if it was not saved.
         """
         saved = kept.read(f"{name}x") if x is None else Saved(x, None, PER_GROUP.group_size, x.dtype)
 
@@ -429,9 +425,8 @@ class Modulation:
 def modulate_ahead(modulations: Sequence[Modulation], temb: Tensor) -> None:
     """Compute the vectors that these modulations return if their next call is for this temb [B, D].
 
-    They depend on the time step and the prompt alone: frozen weights multiply one by one, adapters of equal shape as
-    one batched product. Only for blocks that are not recomputed, since the graph is built here, and a temb without a
-    gradient.
+    Frozen weights multiply one by one, adapters of equal shape as one batched product. Only for blocks that are not
+    recomputed, since the graph is built here, and a temb without a gradient.
     """
     if temb.requires_grad or not modulations:
         return

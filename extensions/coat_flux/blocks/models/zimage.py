@@ -15,7 +15,7 @@ from coat_core.activation import Saving
 from coat_core.linear.function import compute_dtype
 from coat_core.ops.attention import additive_mask
 
-from ..fused.forms import Reader, StreamBlock
+from ..fused.forms import SWIGLU, Reader, Stream, StreamBlock
 from ..fused.linears import NotFusable, read_group, read_linear
 from ..fused.parts import Attention, Call, GatedLinear, Modulation, NormLinears, Shared
 from ..fused.reading import OncePerPass, check_attention, check_dropout, complex_rotary, qk_norm
@@ -59,15 +59,15 @@ class _Block(Reader):
                 raise NotFusable("a modulation of more than a linear")
             modulation = Modulation(read_linear(block.adaLN_modulation[0]), silu=False)
         (before, eps), (before_mlp, eps_mlp) = _norm(block.attention_norm1), _norm(block.ffn_norm1)
-        return StreamBlock(
-            saving,
+        stream = Stream(
             modulation,
             NormLinears(eps, read_group((attn.to_q, attn.to_k, attn.to_v), join), before),
-            Attention(block.head_dim, *qk_norm(attn.norm_q, attn.norm_k)),
             GatedLinear(read_linear(attn.to_out[0]), _norm(block.attention_norm2)),
             NormLinears(eps_mlp, read_group((ff.w1, ff.w3), join), before_mlp),
             GatedLinear(read_linear(ff.w2), _norm(block.ffn_norm2)),
+            SWIGLU,
         )
+        return StreamBlock(saving, Attention(block.head_dim, *qk_norm(attn.norm_q, attn.norm_k)), stream)
 
 
 Z_IMAGE = Family(
