@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from coat_core.linear.function import CODES, fp8_gemm_obstacle
 from coat_core.linear.module import FP8Linear, FP8TrainableLinear, obstacle_to_conversion
 
 from ..base.errors import UserError
+from ..config.coat import COATConfig
 from ..config.findings import ConfigError
 from .cast_loss import note_weight
 from .gemms import config_for, high_precision_reason
@@ -24,9 +25,6 @@ from .quantized import adopt, quantization_of
 from .report import OUTSIDE, CoatReport, describe_linear, shared_rows
 from .runner import BlockRunner
 from .streaming import codes_to_host, unpark
-
-if TYPE_CHECKING:
-    from ..config.coat import COATConfig
 
 logger = logging.getLogger(__name__)
 

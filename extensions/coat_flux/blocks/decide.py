@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from coat_core.activation import Saving
 from coat_core.formats import INT8
 from coat_core.granularity import Granularity, Storage
 
+from ..config.coat import COATConfig
 from .measure import Picked, candidates
 from .sizes import (
     FP32,
@@ -29,9 +29,6 @@ from .sizes import (
     pass_seconds,
     spread,
 )
-
-if TYPE_CHECKING:
-    from ..config.coat import COATConfig
 
 NOT_CAPTURED = "only the stand-alone trainer captures steps"
 
@@ -118,11 +115,13 @@ def decide(config: COATConfig, given: Given) -> BlockPlan:
         last = given.blocks[-1]
         around = around_bytes(last, given.tokens, settings[-1]) if isinstance(last, Block) else 0
         forced = given.recomputed is not None
-        sizes = _sizes(given, settings, "recomputed" if checkpointing == "all" and not forced else "kept")
+        ways: tuple[str, ...] = ("recomputed",) if checkpointing == "all" and not forced else ("kept",)
+        pairs = list(zip(given.blocks, settings, strict=True))
+        sizes = [block_bytes(block, given.tokens, each, ways) for block, each in pairs]
         needed = largest_moment(sizes, (), given.accumulates).total + around
         short = given.free_bytes is not None and (bool(given.stream_bytes) or needed > given.free_bytes)
         if forced or (checkpointing == "auto" and short):  # counting takes seconds, so only what may be recomputed
-            sizes = _sizes(given, settings, "kept", "recomputed")
+            sizes = [block_bytes(block, given.tokens, each) for block, each in pairs]
     streamed = _streamed(config, given, checkpointing, sizes, around)
     freed = _freed(given, streamed)
     free = None if given.free_bytes is None else given.free_bytes + freed
@@ -185,11 +184,6 @@ def checkpointing_mode(config: COATConfig, allow_recompute: bool) -> str:
     if not allow_recompute:
         return "none"
     return config.memory.checkpointing if config.enabled else "all"
-
-
-def _sizes(given: Given, settings: Sequence[FlowSettings], *ways: str) -> list[BlockBytes]:
-    assert given.tokens is not None
-    return [block_bytes(block, given.tokens, s, ways) for block, s in zip(given.blocks, settings, strict=True)]
 
 
 def _streamed(config: COATConfig, given: Given, mode: str, sizes: Sequence[BlockBytes], around: int) -> tuple[int, ...]:

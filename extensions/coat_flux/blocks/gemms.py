@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,11 +31,8 @@ from coat_core.linear.function import (
 from coat_core.linear.module import FP8Linear, FP8TrainableLinear
 from coat_core.ops.scaled_mm import int8_unsupported_reason as int8_obstacle
 
-from .models import matches
-
-if TYPE_CHECKING:
-    from ..config.coat import COATConfig
-    from .models import Family
+from ..config.coat import COATConfig
+from .models import Family, matches
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -22,10 +22,8 @@ from coat_core.activation import FP8InputLinear
 from coat_core.linear.function import input_storage
 from coat_core.linear.module import FP8Linear, FP8TrainableLinear
 
+from ..config.coat import COATConfig
 from .quantized import is_adopted
-
-if TYPE_CHECKING:
-    from ..config.coat import COATConfig
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,13 +35,11 @@ from coat_core.linear.function import input_storage
 from coat_core.ops.attention import GPU_KERNELS, TAKES_MASK, AttentionTrial, chosen_kernel, use_kernel
 
 from ..base.files import write_file
+from ..config.coat import COATConfig
 from .fused.parts import written_gradients
 from .gemms import stored_linears
 from .hook import argument_names
 from .lora import trained_parameters
-
-if TYPE_CHECKING:
-    from ..config.coat import COATConfig
 
 logger = logging.getLogger(__name__)
 

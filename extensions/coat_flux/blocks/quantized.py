@@ -11,17 +11,15 @@ Shapes: x [..., K], W [N, K], y and dy [..., N].
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from coat_core.config import FP8LinearConfig
 from coat_core.linear.module import hand_over_input
 
 from ..base.names import COAT_QTYPE
-
-if TYPE_CHECKING:
-    from coat_core.config import FP8LinearConfig
 
 __all__ = ["adopt", "has_adopted", "input_gradient", "is_adopted", "own_product", "quantization_of"]
 

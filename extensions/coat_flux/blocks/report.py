@@ -9,7 +9,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,12 +20,10 @@ from coat_core.linear.module import FP8TrainableLinear
 from coat_core.ops.dispatch import triton_obstacle
 
 from ..base.text import columns
+from ..config.coat import COATConfig
 from .decide import BlockPlan, saving_of
 from .measure import MEASURED
 from .models import READ_BLOCKS
-
-if TYPE_CHECKING:
-    from ..config.coat import COATConfig
 
 OUTSIDE = "outside the blocks: kept in high precision"
 UNASKED = "-"

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from coat_core.activation import PackedSavedTensors, fp8_checkpoint, may_draw
 from coat_core.linear.function import compute_dtype, drop_transposed
 from coat_core.optim.state import state_bytes
 
+from ..config.coat import COATConfig
 from . import report
 from .decide import BlockPlan, Given, budget_bytes, decide, saving_of
 from .fused.chooser import attention_query, disagreement, fused_block
@@ -42,9 +43,6 @@ from .models import block_name, listed_blocks, read_list
 from .quantized import has_adopted
 from .sizes import Tokens, read_blocks, shown_by
 from .streaming import StreamedWeights
-
-if TYPE_CHECKING:
-    from ..config.coat import COATConfig
 
 logger = logging.getLogger(__name__)
 

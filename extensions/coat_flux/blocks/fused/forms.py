@@ -317,7 +317,8 @@ class SingleBlock(Form):
         del projected, out  # not needed any more, and large
         kept.add("modulation", modulation)
         y = self.output.forward(kept, "out_", x, gate, activated, needs[-1])
-        return (y,) if len(streams) == 1 else split(y, streams[0].shape[1])
+        tokens = streams[0].shape[1]  # views of one tensor, which the next block joins without a copy
+        return (y,) if len(streams) == 1 else (y[:, :tokens], y[:, tokens:])
 
     def backward(
         self, kept: Kept, shared: Shared, grads: Sequence[Tensor], needs: Sequence[bool]
@@ -349,7 +350,8 @@ class SingleBlock(Form):
         dx, dmodulation, of_inputs = self.inputs.backward(kept, "", dy, grad, scale, shift, any(needs))
         dxs: Sequence[Tensor | None] = [dx] * len(grads)
         if dx is not None and len(grads) == 2:
-            dxs = split(dx, grads[0].shape[1])
+            tokens = grads[0].shape[1]
+            dxs = dx[:, :tokens], dx[:, tokens:]
         return [*dxs, gradient_of_vectors(modulation, dmodulation, dgate)], [*of_inputs, *of_output]
 
 
@@ -369,11 +371,6 @@ def join(text: Tensor, image: Tensor) -> Tensor:
     if follows:
         return text.as_strided((batch, rows, width), text.stride())
     return torch.cat([text, image], dim=1)
-
-
-def split(joined: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """Return text (the first `tokens`) and image, views of `joined`."""
-    return joined[:, :tokens], joined[:, tokens:]
 
 
 # -- stream blocks ----------------------------------------------------------------------------------------------------
