@@ -186,28 +186,26 @@ def shared_rows(
 
 def _gemms(plan: BlockPlan, config: COATConfig, device: torch.device) -> TableRow:
     if not config.activation.use_fp8:
-        weights = DEQUANTIZED if config.weight.use_fp8 else "products of the weights"
-        return TableRow("GEMMs", "high precision", weights, "activation.use_fp8: false")
+        got = DEQUANTIZED if config.weight.use_fp8 else "products of the weights"
+        return TableRow("GEMMs", "high precision", got, "activation.use_fp8: false")
     linear = config.linear_config()
-    backward = "dequantized weights" if linear.grad_format == "bf16" else linear.grad_format
     in_int8 = linear.input_format == INT8.name
-    kind = "INT8" if in_int8 else "FP8"
-    asked = f"{kind}, forward {linear.input_format}, backward {backward}"
-    obstacle = fp8_gemm_obstacle(device, linear)
+    backward = "dequantized weights" if linear.grad_format == "bf16" else linear.grad_format
+    asked = f"{'INT8' if in_int8 else 'FP8'}, forward {linear.input_format}, backward {backward}"
+    obstacle, got = fp8_gemm_obstacle(device, linear), DEQUANTIZED
     if obstacle is not None:
-        return TableRow("GEMMs", asked, DEQUANTIZED, f"fallback: {obstacle}")
-    if plan.gemm == "bf16":
-        return TableRow("GEMMs", asked, DEQUANTIZED, "faster here, and at least as precise; see execution")
-    if device.type == "cpu":
+        why = f"fallback: {obstacle}"
+    elif plan.gemm == "bf16":
+        why = "faster here, and at least as precise; see execution"
+    elif device.type == "cpu":
         got = "int32 products of the INT8 codes" if in_int8 else "fp32 products of the FP8 codes"
-        return TableRow("GEMMs", asked, got, "a cpu: a GPU's values, not its speed")
-    why = f"a trial on {device} ran"
-    if not in_int8:
-        return TableRow("GEMMs", asked, "torch._scaled_mm", why)
-    obstacle = fp8_gemm_obstacle(device, FP8LinearConfig())
-    if obstacle is not None:
-        why += f"; no FP8 products: {obstacle}"
-    return TableRow("GEMMs", asked, "int8_mm", why)
+        why = "a cpu: a GPU's values, not its speed"
+    else:
+        got, why = "int8_mm" if in_int8 else "torch._scaled_mm", f"a trial on {device} ran"
+        obstacle = fp8_gemm_obstacle(device, FP8LinearConfig()) if in_int8 else None
+        if obstacle is not None:
+            why += f"; no FP8 products: {obstacle}"
+    return TableRow("GEMMs", asked, got, why)
 
 
 def _saved(plan: BlockPlan, config: COATConfig, ran: Mapping[int, str]) -> TableRow:
