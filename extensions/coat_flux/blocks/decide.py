@@ -60,7 +60,6 @@ class Given:
     transposed_bytes: int = 0  # of transposed copies of the weights, if they are made
     adapter_elements: int = 0  # of the matrices that the fused flow copies in the blocks' dtype
     graph_obstacle: str = NOT_CAPTURED  # why whole steps cannot be CUDA graphs; empty where they can
-    picks_later: bool = False  # the first step still has to pick a GEMM
     picked: Picked | None = None
     attention: Picked | None = None
     recomputed: tuple[int, ...] | None = None

@@ -41,19 +41,6 @@ class TableRow(NamedTuple):
     why: str = ""  # the reason, where they differ or where the config leaves the choice
     count: int = 0  # layers; 0 where none are counted
 
-    def in_words(self) -> str:
-        """Got, and in brackets what was asked where it differs, and why."""
-        if self.got == self.asked:
-            return f"{self.got} ({self.why})" if self.why else self.got
-        got, behind = self.got, []
-        if got.startswith("as asked"):
-            got = got.replace("as asked", self.asked, 1)
-        elif self.asked != UNASKED:
-            behind.append(f"asked: {self.asked}")
-        if self.why:
-            behind.append(self.why)
-        return f"{got} ({'; '.join(behind)})" if behind else got
-
 
 @dataclass
 class CoatReport:
@@ -115,11 +102,21 @@ class CoatReport:
         return "\n".join(columns(cells, left=range(len(HEADER))))
 
     def brief(self, width: int = 100, *, shared: bool = False) -> str:
-        """Return a table in `width` columns: parts, got, asked, why; with `shared` only what the first step decides."""
+        """Return a table in `width` columns: part, got, and in brackets what was asked where it differs, and why.
+
+        With `shared` only what the first step decides.
+        """
         rows = []
         for row in self.shared() if shared else self.parts():
+            got, behind = row.got, []
+            if got.startswith("as asked"):
+                got = got.replace("as asked", row.asked, 1)
+            elif row.asked not in (got, UNASKED):
+                behind.append(f"asked: {row.asked}")
+            if row.why:
+                behind.append(row.why)
             part = f"{row.part} ({row.count})" if row.count else row.part
-            rows.append((part, row.in_words()))
+            rows.append((part, f"{got} ({'; '.join(behind)})" if behind else got))
         left = max((len(part) for part, _ in rows), default=0) + 2
         lines = []
         for part, text in rows:
@@ -299,16 +296,16 @@ def _transposed(plan: BlockPlan, config: COATConfig) -> TableRow:
 
 def _execution(plan: BlockPlan, config: COATConfig) -> TableRow:
     asked = f"CUDA graphs {config.speed.cuda_graphs}, measure {config.speed.measure}"
-    if plan.given.picks_later:
+    given, readers = plan.given, _has_readers(plan)
+    if given.tokens is None and readers and config.speed.measure != "never" and not given.quantized:
         return TableRow("execution", asked, LATER)
-    got = "steps as CUDA graphs" if plan.captured else "eager"
-    picked = plan.given.picked
+    got, picked = "steps as CUDA graphs" if plan.captured else "eager", given.picked
     if picked is not None:
         got, why = f"{picked.name} GEMM, {got}", MEASURED if picked.milliseconds else picked.why
     else:
-        why = "as configured" if _has_readers(plan) else f"as configured: {NO_READER}"
-    if config.speed.cuda_graphs == "auto" and plan.given.graph_obstacle:
-        why = f"{why}; {plan.given.graph_obstacle}"
+        why = "as configured" if readers else f"as configured: {NO_READER}"
+    if config.speed.cuda_graphs == "auto" and given.graph_obstacle:
+        why = f"{why}; {given.graph_obstacle}"
     return TableRow("execution", asked, got, why)
 
 

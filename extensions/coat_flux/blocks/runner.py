@@ -99,8 +99,7 @@ class BlockRunner:
         self._plan: Any = None  # a BlockPlan, from the first decision on
         self._checked, self.generation = False, 0
         names, sizes = (block_name(type(block)) for block in self._modules), read_blocks(self._modules, (), 0)
-        facts = {"quantized": adopted, "picks_later": measures}
-        self._given = Given(sizes, tuple(names), allow_recompute=allow_recompute, **facts)
+        self._given = Given(sizes, tuple(names), allow_recompute=allow_recompute, quantized=adopted)
         self.expect(unfused=self._read_all(join=False)[1])
 
     @classmethod
@@ -204,7 +203,7 @@ class BlockRunner:
         if self.gemms is not None and not kwargs:
             self.picked, self.gemms = self.gemms.choose(args), None
             self._forget()
-            self.expect(picked=self.picked, picks_later=False)
+            self.expect(picked=self.picked)
 
     def share(self, args: tuple[Any, ...]) -> None:
         """Copy the adapters' matrices and compute modulation vectors, for the first fused block's coming `args`."""

@@ -208,8 +208,9 @@ def _counted(block: Block, tokens: Tokens, settings: FlowSettings, recomputes: b
         run = functools.partial(checkpoint, run, use_reentrant=False)
     hooks = []
     if settings.frees_gradients:
-        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        hooks = [parameter.register_post_accumulate_grad_hook(_free) for parameter in trained]
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                hooks.append(parameter.register_post_accumulate_grad_hook(lambda freed: setattr(freed, "grad", None)))
     streams, shared = _arguments(block, tokens, settings)
     with _counting(settings) as held:
         outputs = tree_leaves(run(*streams(), *shared))
@@ -266,10 +267,6 @@ class _WithoutKernels(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         operator = launchers.get(func._schema.name)
         return func(*args, **(kwargs or {})) if operator is None else operator._init_fn(*args, **(kwargs or {}))
-
-
-def _free(param: Tensor) -> None:
-    param.grad = None
 
 
 class _Loss(torch.autograd.Function):

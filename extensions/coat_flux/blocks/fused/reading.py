@@ -149,6 +149,15 @@ def read_single(block: Any, modulation: Modulation | None, saving: Saving, join:
     )
 
 
+def read_joined_single(
+    saving: Saving, norm: Any, linears: tuple[Any, Any], width: int, attention: Attention, activation: str
+) -> SingleBlock:
+    """Read a single block whose first linear makes q, k and v of this width, and what the MLP reads."""
+    parts = (width, width, width, linears[0].out_features - 3 * width)
+    inputs = NormLinears(check_norm(norm), read_group(linears[:1], False, parts))
+    return SingleBlock(saving, None, inputs, attention, GatedLinear(read_linear(linears[1])), activation)
+
+
 TOOLKIT_EPS = 1e-6  # of the RMSNorm in ai-toolkit's blocks
 
 
@@ -188,6 +197,22 @@ class ToolkitReader(Reader):
     def results(self, text: Tensor | None, image: Tensor) -> Any:
         """As of `Reader`."""
         return image if text is None else (image, text)
+
+    def double(
+        self, block: Any, saving: Saving, join: bool, check: Callable[[Any], None], activation: str
+    ) -> DoubleBlock:
+        """Read a double block; `check` raises NotFusable if its MLP has another activation."""
+        streams = []
+        for attn, mlp, *norms in (
+            (block.txt_attn, block.txt_mlp, block.txt_norm1, block.txt_norm2),
+            (block.img_attn, block.img_mlp, block.img_norm1, block.img_norm2),
+        ):
+            if len(mlp) != 3:
+                raise NotFusable("an MLP of more than two linears and an activation")
+            check(mlp[1])
+            inputs = read_group((attn.qkv,), join, (block.hidden_size,) * 3)
+            streams.append(read_stream(None, norms, inputs, (attn.proj, mlp[0], mlp[2]), activation))
+        return double_block(saving, self.attention(block, block.txt_attn.norm, block.img_attn.norm), *streams)
 
 
 @OncePerPass

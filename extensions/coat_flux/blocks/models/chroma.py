@@ -17,21 +17,19 @@ from coat_core.activation import Saving
 from coat_core.linear.function import compute_dtype
 from coat_core.ops.attention import additive_mask
 
-from ..fused.forms import GELU, DoubleBlock, Reader, SingleBlock, Stream
-from ..fused.linears import NotFusable, read_group, read_linear
-from ..fused.parts import Call, GatedLinear, NormLinears, Rotary, Shared
+from ..fused.forms import GELU, DoubleBlock, Reader, SingleBlock
+from ..fused.linears import NotFusable
+from ..fused.parts import Call, Rotary, Shared
 from ..fused.reading import (
     OncePerPass,
     Outside,
     ToolkitReader,
     check_attention,
     check_gelu,
-    check_norm,
-    double_block,
     feed_forward,
     read_double,
+    read_joined_single,
     read_single,
-    read_stream,
     toolkit_rotary,
 )
 from .family import BlockList, Family
@@ -101,14 +99,6 @@ def _vectors(*found: Any) -> Tensor:
     return torch.cat([part for each in found for part in (each.shift, each.scale, each.gate)], dim=1).flatten(1)
 
 
-def _toolkit_stream(attn: Any, norm1: Any, norm2: Any, mlp: Any, join: bool) -> Stream:
-    if len(mlp) != 3:
-        raise NotFusable("an MLP of more than two linears and GELU")
-    check_gelu(mlp[1])
-    inputs = read_group((attn.qkv,), join, (attn.proj.out_features,) * 3)
-    return read_stream(None, (norm1, norm2), inputs, (attn.proj, mlp[0], mlp[2]), GELU)
-
-
 class _ToolkitDouble(ToolkitReader):
     arguments = ("img", "txt", "pe", "distill_vec", "mask")
 
@@ -117,9 +107,7 @@ class _ToolkitDouble(ToolkitReader):
         return Call(image, text, _toolkit_shared(image, pe, mask), None, (_vectors(*of_text), _vectors(*of_image)))
 
     def read(self, block: Any, saving: Saving, join: bool) -> DoubleBlock:
-        text = _toolkit_stream(block.txt_attn, block.txt_norm1, block.txt_norm2, block.txt_mlp, join)
-        image = _toolkit_stream(block.img_attn, block.img_norm1, block.img_norm2, block.img_mlp, join)
-        return double_block(saving, self.attention(block, block.txt_attn.norm, block.img_attn.norm), text, image)
+        return self.double(block, saving, join, check_gelu, GELU)
 
 
 class _ToolkitSingle(ToolkitReader):
@@ -131,10 +119,8 @@ class _ToolkitSingle(ToolkitReader):
 
     def read(self, block: Any, saving: Saving, join: bool) -> SingleBlock:
         check_gelu(block.mlp_act)
-        parts = (*[block.hidden_size] * 3, block.mlp_hidden_dim)
-        inputs = NormLinears(check_norm(block.pre_norm), read_group((block.linear1,), join, parts))
-        attention = self.attention(block, block.norm)
-        return SingleBlock(saving, None, inputs, attention, GatedLinear(read_linear(block.linear2)))
+        linears, attention = (block.linear1, block.linear2), self.attention(block, block.norm)
+        return read_joined_single(saving, block.pre_norm, linears, block.hidden_size, attention, GELU)
 
 
 CHROMA = Family(

@@ -21,17 +21,15 @@ from coat_core.activation import Saving
 
 from ...data.cache import input_device, model_identity
 from ..fused.forms import SWIGLU, DoubleBlock, Reader, SingleBlock
-from ..fused.linears import NotFusable, read_group, read_linear
-from ..fused.parts import Attention, Call, GatedLinear, NormLinears, Shared
+from ..fused.linears import NotFusable
+from ..fused.parts import Attention, Call, Shared
 from ..fused.reading import (
     Outside,
     ToolkitReader,
     check_attention,
-    check_norm,
-    double_block,
     qk_norm,
     read_double,
-    read_stream,
+    read_joined_single,
     toolkit_rotary,
 )
 from .family import ANY, DF, BlockList, D, F, Family, Linear, own_entries
@@ -44,13 +42,6 @@ ACTIVATIONS = ("Flux2SwiGLU", "SiLUActivation")  # of diffusers and of ai-toolki
 def _check_swiglu(module: Any) -> None:
     if type(module).__name__ not in ACTIVATIONS or type(module.gate_fn) is not nn.SiLU:
         raise NotFusable(f"its activation is a {type(module).__name__}, not FLUX.2's SwiGLU")
-
-
-def _single(saving: Saving, norm: Any, linears: tuple[Any, Any], width: int, attention: Attention) -> SingleBlock:
-    """Read a single block; `width` is that of its hidden states."""
-    mlp = linears[0].out_features - 3 * width
-    inputs = NormLinears(check_norm(norm), read_group(linears[:1], False, (width, width, width, mlp)))
-    return SingleBlock(saving, None, inputs, attention, GatedLinear(read_linear(linears[1])), SWIGLU)
 
 
 def _vectors(modulation: Tensor, image: Tensor) -> Tensor:
@@ -111,7 +102,7 @@ class _Single(Reader):
         _check_swiglu(attn.mlp_act_fn)
         attention = Attention(attn.head_dim, *qk_norm(attn.norm_q, attn.norm_k))
         linears, width = (attn.to_qkv_mlp_proj, attn.to_out), attn.heads * attn.head_dim
-        return _single(saving, block.norm, linears, width, attention)
+        return read_joined_single(saving, block.norm, linears, width, attention, SWIGLU)
 
 
 # -- ai-toolkit, in BFL's layout --------------------------------------------------------------------------------------
@@ -126,15 +117,7 @@ class _ToolkitDouble(ToolkitReader):
         return Call(image, text, Shared(*toolkit_rotary(args[3], args[2])), None, tuple(vectors))
 
     def read(self, block: Any, saving: Saving, join: bool) -> DoubleBlock:
-        streams = []
-        for attn, (up, act, down), *norms in (
-            (block.txt_attn, block.txt_mlp, block.txt_norm1, block.txt_norm2),
-            (block.img_attn, block.img_mlp, block.img_norm1, block.img_norm2),
-        ):
-            _check_swiglu(act)
-            inputs = read_group((attn.qkv,), join, (block.hidden_size,) * 3)
-            streams.append(read_stream(None, norms, inputs, (attn.proj, up, down), SWIGLU))
-        return double_block(saving, self.attention(block, block.txt_attn.norm, block.img_attn.norm), *streams)
+        return self.double(block, saving, join, _check_swiglu, SWIGLU)
 
 
 class _ToolkitSingle(ToolkitReader):
@@ -147,7 +130,7 @@ class _ToolkitSingle(ToolkitReader):
     def read(self, block: Any, saving: Saving, join: bool) -> SingleBlock:
         _check_swiglu(block.mlp_act)
         linears, attention = (block.linear1, block.linear2), self.attention(block, block.norm)
-        return _single(saving, block.pre_norm, linears, block.hidden_size, attention)
+        return read_joined_single(saving, block.pre_norm, linears, block.hidden_size, attention, SWIGLU)
 
 
 # -- the family -------------------------------------------------------------------------------------------------------
