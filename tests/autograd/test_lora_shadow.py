@@ -22,13 +22,13 @@ def lora_model(dtype: torch.dtype) -> Any:
     return model
 
 
-def gradients_of_three_passes(model: Any) -> list[dict[str, Tensor]]:
+def gradients_of_two_passes(model: Any) -> list[dict[str, Tensor]]:
     """Parameters change between passes, in a way that their version counters do not show; adapters come and go."""
     found = []
-    for step in range(3):
+    for _ in range(2):
         found.append(lora_gradients(model))
         for parameter in lora_parameters(model).values():
-            parameter.data.mul_(1.0 + 0.25 * step)
+            parameter.data.mul_(1.25)
         model.disable_adapters()
         with torch.no_grad():
             predict(model)
@@ -38,9 +38,9 @@ def gradients_of_three_passes(model: Any) -> list[dict[str, Tensor]]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_gradients_have_the_bits_of_casts_at_each_use(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    with_copies = gradients_of_three_passes(lora_model(dtype))
+    with_copies = gradients_of_two_passes(lora_model(dtype))
     monkeypatch.setattr(BlockRunner, "share", lambda *_: None)
-    expected = gradients_of_three_passes(lora_model(dtype))
+    expected = gradients_of_two_passes(lora_model(dtype))
     for pass_expected, found in zip(expected, with_copies, strict=True):
         assert all(torch.equal(pass_expected[name], gradient) for name, gradient in found.items())
 
@@ -65,9 +65,12 @@ def test_without_room_nothing_is_copied_and_what_was_is_dropped() -> None:
     runner: Any = BlockRunner.of(model)
     lora_gradients(model)
     assert runner.forms[0].image.inputs.linears.copies is not None
-    runner.expect(adapter_elements=0)
+    forms = runner.forms
+    runner.expect(recomputed=(3,), adapter_elements=0)  # other blocks are fused now: stale copies would be used
     lora_gradients(model)
-    assert runner.forms[0].image.inputs.linears.copies is None
+    assert runner.forms.keys() == {0, 1, 2}
+    assert runner.forms[0] is forms[0]
+    assert forms[0].image.inputs.linears.copies is None
 
 
 def test_the_first_block_may_have_no_adapters() -> None:
