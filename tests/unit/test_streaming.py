@@ -61,16 +61,16 @@ def test_bits_are_those_of_a_resident_run(stream: Any, how: tuple[str, ...], mos
     resident, streamed = made(0, *how), made(stream, *how)
     count = len(BlockRunner.of(resident).blocks)  # type: ignore[union-attr]
     assert len(streaming_of(streamed).streamed) == (count if stream == "all" else stream)
-    for batch in (1, 2):
+    for batch in (1,) if "nvfp4" in how else (1, 2):
         assert same(lora_gradients(resident, batch=batch), lora_gradients(streamed, batch=batch))
-        with torch.no_grad():
-            assert torch.equal(predict(resident), predict(streamed))
+    with torch.no_grad():
+        assert torch.equal(predict(resident), predict(streamed))
     assert 0 < max(most_outside) <= 2
 
 
 def test_codes_shared_out_over_processes_are_gathered_to_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three processes in turn, each with its own model; what one gathers is taken from where the others keep it."""
-    resident, models, gathered = made(0), [made("all") for _ in range(3)], []
+    """Two processes in turn, each with its own model; what one gathers is taken from where the other keeps it."""
+    resident, models, gathered = made(0), [made("all") for _ in range(2)], []
     whole = sum(streaming_of(models[0]).bytes)
 
     def gather(target: Tensor, source: Tensor, group: str) -> None:
@@ -85,7 +85,7 @@ def test_codes_shared_out_over_processes_are_gathered_to_the_same_bits(monkeypat
     for rank, model in enumerate(models):
         monkeypatch.setattr(streaming.dist, "get_rank", lambda group, rank=rank: rank)
         kept = streaming_of(model).share_out("group")
-        assert whole / 3 <= kept <= whole / 3 + 256 * len(streaming_of(model).streamed)
+        assert whole / 2 <= kept <= whole / 2 + 256 * len(streaming_of(model).streamed)
     assert same(lora_gradients(resident), lora_gradients(model))
     order = list(range(len(streaming_of(model).streamed)))
     assert gathered == [*order, *order[-3::-1]]  # the last two are still there when backward begins
