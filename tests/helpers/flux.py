@@ -73,7 +73,13 @@ def loss_of(prediction: Tensor) -> Tensor:
 
 def lora_gradients(model: nn.Module, **options: Any) -> dict[str, Tensor]:
     """Gradients of one step, by saved LoRA name."""
-    loss_of(predict(model, **options)).backward()
+    return step_of(model, **options)[1]
+
+
+def step_of(model: nn.Module, **options: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Output and gradients of one step."""
+    output = predict(model, **options)
+    loss_of(output).backward()
     gradients = {name: param.grad.detach().clone() for name, param in lora_parameters(model).items()}
     model.zero_grad(set_to_none=True)
-    return gradients
+    return output.detach(), gradients

@@ -13,7 +13,7 @@ from coat_core.linear import FP8Linear, FP8TrainableLinear
 from coat_flux.blocks.apply import apply_coat
 from coat_flux.config.coat import COATConfig
 from tests.helpers.asserts import assert_bitwise, assert_sqnr, cosine
-from tests.helpers.flux import coat_flux_model, lora_gradients, loss_of, predict, tiny_flux, tiny_lora
+from tests.helpers.flux import coat_flux_model, lora_gradients, loss_of, predict, step_of, tiny_flux, tiny_lora
 from tests.tolerances import FLUX_GRADIENT_COSINE, FLUX_GRADIENT_COSINE_MEAN, FLUX_OUTPUT_FLOOR_DB
 
 KEEP = {"checkpointing": "none"}
@@ -75,8 +75,8 @@ def test_disabled_is_a_bit_exact_no_op() -> None:
     tiny_lora(plain, disabled)
     tiny_lora(model, disabled)
     assert {type(m) for m in model.modules()} == {type(m) for m in plain.modules()}
-    assert_bitwise(predict(model), predict(plain))
-    expected, gradients = lora_gradients(plain), lora_gradients(model)
+    (output, expected), (found, gradients) = step_of(plain), step_of(model)
+    assert_bitwise(found, output)
     for name, gradient in gradients.items():
         assert_bitwise(gradient, expected[name])
 
@@ -166,20 +166,18 @@ def test_fallback_for_a_device(monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
     assert report.why["transformer_blocks.0.attn.to_q"] == "fallback: cuda: compute capability 8.0"
     assert "34 layers stay in high precision: fallback: cuda: compute capability 8.0" in caplog.text
     assert "fallback: cuda: compute capability 8.0" in report.table()
-    assert all(gradient.isfinite().all() for gradient in lora_gradients(model).values())
+    assert predict(model).isfinite().all()
 
 
 def test_without_fp8_products_all_is_int8(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """`fallback: int8` is the run that asks for INT8, to the bit, and the table at the start says why."""
     int8 = {"weight": {"format": "int8"}, "activation": {"format": "int8"}}
-    asked, _, _ = coat_flux_model({"memory": KEEP, **int8})
-    expected = lora_gradients(asked)
+    expected = predict(coat_flux_model({"memory": KEEP, **int8})[0])
     monkeypatch.setattr("coat_core.linear.function.unsupported_reason", lambda *_: "cuda: compute capability 8.6")
     model, report, _ = coat_flux_model({"memory": KEEP, "activation": {"linear_granularity": "per_tensor"}})
     assert "no FP8 products here (cuda: compute capability 8.6), so weights and products are INT8" in caplog.text
     assert "INT8, forward int8, backward int8" in report.table()
-    for name, gradient in lora_gradients(model).items():
-        assert_bitwise(gradient, expected[name])
+    assert_bitwise(predict(model), expected)
     monkeypatch.setattr("coat_flux.blocks.gemms.int8_obstacle", lambda _: "no INT8 either")
     assert coat_flux_model({"memory": KEEP})[1].why["transformer_blocks.0.attn.to_q"].startswith("fallback: cuda")
 
@@ -189,7 +187,7 @@ def in_bf16() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Output and gradients of the same LoRA without COAT."""
     plain = tiny_flux()
     tiny_lora(plain, COATConfig.from_dict({"enabled": False}))
-    return predict(plain).detach(), lora_gradients(plain)
+    return step_of(plain)
 
 
 @pytest.mark.parametrize(
@@ -207,8 +205,8 @@ def in_bf16() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 )
 def test_a_training_step_stays_near_bf16(block: dict[str, Any], in_bf16: Any) -> None:
     model, _, _ = coat_flux_model(block)
-    (output, expected), gradients = in_bf16, lora_gradients(model)
-    assert_sqnr(output, predict(model), FLUX_OUTPUT_FLOOR_DB)
+    (expected_output, expected), (output, gradients) = in_bf16, step_of(model)
+    assert_sqnr(expected_output, output, FLUX_OUTPUT_FLOOR_DB)
     similarity = {name: cosine(expected[name], gradient) for name, gradient in gradients.items()}
     assert len(similarity) == 80
     assert min(similarity.values()) > FLUX_GRADIENT_COSINE
