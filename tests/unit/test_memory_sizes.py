@@ -31,7 +31,7 @@ from tests.helpers.flux import coat_flux_model, tiny_flux
 
 TOKENS = Tokens(1, 512, 4096)
 NAMES = {kind: list(linears) for kind, linears in LINEARS.items()}
-EAGER = FlowSettings(flow="eager", fp8_adapters=False, fp8_gemms=False, fp8_weights=False)
+EAGER = FlowSettings(flow="eager", fp8_gemms=False, fp8_weights=False)
 
 
 def flux_block(kind: str, names: list[str] | None = None, **options) -> Block:
@@ -172,7 +172,7 @@ def test_settings_of_a_config():
     assert flow_settings(COATConfig(), Given(())) == FlowSettings()
     assert flow_settings(COATConfig(enabled=False), Given(())) == replace(EAGER, fp8_checkpoint=False)
     weights_alone = flow_settings(COATConfig.from_dict({"activation": {"use_fp8": False}}), Given(()))
-    assert (weights_alone.flow, weights_alone.fp8_weights, weights_alone.fp8_adapters) == ("eager", True, False)
+    assert (weights_alone.flow, weights_alone.fp8_weights) == ("eager", True)
 
 
 BLOCKS = [BlockBytes(100, 10, 20, 60, 3)] * 2 + [BlockBytes(80, 10, 20, 60, 2)] * 3

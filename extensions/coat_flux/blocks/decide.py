@@ -249,7 +249,6 @@ def flow_settings(config: COATConfig, given: Given, fused: bool = True) -> FlowS
         flow=(activation.flow if fused else "generic") if in_fp8 else "eager",
         saving=saving_of(config),
         inputs=Granularity(activation.linear_granularity, activation.group_size),
-        fp8_adapters=in_fp8,
         fp8_checkpoint=config.enabled and config.memory.enable_efficient_checkpoint,
         value_bytes=given.value_bytes,
         lora_bytes=given.lora_bytes,

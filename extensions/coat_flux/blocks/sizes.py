@@ -163,7 +163,6 @@ class FlowSettings:
     """How blocks save tensors.
 
     Attributes:
-        fp8_adapters: adapters save x in FP8 (`attach_lora`); in the eager flow only in recomputed blocks.
         lora_bytes: per element of an adapter's x and h outside the fused flow: 4 for fp32 adapters without autocast.
         cuda: torch's CUDA operators; on a CPU RMSNorm saves an fp32 copy and LayerNorm its statistics in bf16.
         fp8_weights: linears hold codes; else GEMMs cast at each use, and the generic flow saves the codes.
@@ -172,7 +171,6 @@ class FlowSettings:
     flow: str = "fused"  # "eager", "generic" or "fused"
     saving: Saving = SAVED_IN_FP8  # of packed tensors, and of recomputed blocks' inputs
     inputs: Granularity = PER_ROW  # scaling of the FP8 x of adapters in the generic flow and in recomputed blocks
-    fp8_adapters: bool = True
     fp8_checkpoint: bool = True  # recomputed blocks keep FP8 inputs
     value_bytes: int = 2  # of an element of hidden states, 2 for bf16
     lora_bytes: int = FP32
@@ -201,7 +199,7 @@ class BlockBytes(NamedTuple):
 def _counted(block: Block, tokens: Tokens, settings: FlowSettings, recomputes: bool) -> tuple[int, int]:
     """Bytes kept between a forward and a backward pass, outputs not counted, and the most that both need besides."""
     module = _module_for(block, settings)
-    run = _run_of(module, settings)
+    run = _run_of(module, settings, recomputes)
     if recomputes and settings.fp8_checkpoint:
         run = functools.partial(fp8_checkpoint, run, storage=settings.saving.tensors)
     elif recomputes:
@@ -309,14 +307,15 @@ def _arguments(
     return streams, shared
 
 
-def _run_of(module: nn.Module, settings: FlowSettings) -> Callable[..., Any]:
-    if settings.flow == "fused":
+def _run_of(module: nn.Module, settings: FlowSettings, recomputes: bool = False) -> Callable[..., Any]:
+    if settings.flow == "fused" and not recomputes:
         with suppress(NotFusable):  # with such a version of diffusers a run takes the generic flow, too
             return fused_block(module, settings.saving)
 
     def run(*args: Any) -> Any:
         keep = [*module.parameters(), *module.buffers(), *tree_leaves(args[2:])]
-        packs = nullcontext() if settings.flow == "eager" else PackedSavedTensors(settings.saving, keep)
+        saves_all = recomputes or settings.flow == "eager"
+        packs = nullcontext() if saves_all else PackedSavedTensors(settings.saving, keep)
         with AsOnGPU(settings.cuda), packs:
             return module(*args)
 
@@ -324,8 +323,9 @@ def _run_of(module: nn.Module, settings: FlowSettings) -> Callable[..., Any]:
 
 
 def _module_for(block: Block, settings: FlowSettings) -> nn.Module:
-    fixed = {"saving": SAVED_IN_FP8, "fp8_checkpoint": True, "cuda": True, "kernels": True}
-    settings = replace(settings, flow="eager", frees_gradients=False, **fixed)
+    """The module of these settings, as far as they matter to it; of others it is the same."""
+    fixed = {"saving": SAVED_IN_FP8, "fp8_checkpoint": True, "cuda": True, "kernels": True, "frees_gradients": False}
+    settings = replace(settings, flow="eager" if settings.flow == "eager" else "fused", **fixed)
     return _module(replace(block, trained_input=True, trained_embedding=False), settings)
 
 
@@ -358,8 +358,8 @@ def _module(block: Block, settings: FlowSettings) -> nn.Module:
             parameter.requires_grad_()
         elif name in block.trained:
             parameter.requires_grad_()
-    for layer in module.modules() if settings.fp8_adapters else ():
-        if hasattr(layer, "lora_A"):
+    for layer in module.modules():
+        if settings.flow != "eager" and hasattr(layer, "lora_A"):
             shares = isinstance(layer.base_layer, FP8Linear | FP8TrainableLinear) and not settings.dropout
             source = layer.base_layer if shares else None
             FP8InputLinear.from_linear(layer.lora_A["default"], input_storage(gemms), source)
@@ -394,7 +394,7 @@ def block_bytes(
         if "kept" in ways:
             kept, workspace = _counted(block, tokens, settings, False)
         if "recomputed" in ways:
-            inputs, recomputation = _counted(block, tokens, replace(settings, flow="eager"), True)
+            inputs, recomputation = _counted(block, tokens, settings, True)
         gradients = 0 if settings.frees_gradients else gradient_bytes(block, settings.value_bytes)
         return BlockBytes(kept, inputs, workspace, recomputation, gradients)
     rates, packs_attention = RATES.get(block.kind, UNKNOWN), settings.saving.attention == "fp8"
