@@ -63,7 +63,7 @@ def test_a_block_that_cannot_be_fused_is_generic_and_keeps_more() -> None:
     plan = plan_of(replace(STEP, unfused={2: "hooks"}))
     assert [choice.flow for choice in plan.blocks] == ["fused", "fused", "generic", "fused"]
     assert [choice.obstacle for choice in plan.blocks] == ["", "", "hooks", ""]
-    assert plan.kept_bytes > plan_of().kept_bytes
+    assert plan.moment.kept > plan_of().moment.kept
 
 
 @pytest.mark.parametrize(
@@ -90,5 +90,5 @@ def test_blocks_nobody_listed_have_measured_rates() -> None:
     given = Given((UnknownBlock("Odd", 1000, 64),) * 2, tokens=Tokens(0, 0, 0), unfused={0: "odd", 1: "odd"})
     plan = plan_of(given)
     assert all_of(plan, "flow") == {"generic"}
-    assert plan.kept_bytes == 2 * int(UNKNOWN.packed * 1000)
+    assert plan.moment.kept == 2 * int(UNKNOWN.packed * 1000)
     assert plan.around_bytes == 0

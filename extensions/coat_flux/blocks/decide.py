@@ -91,7 +91,6 @@ class BlockPlan:
     streamed: list[int]  # indices of the blocks with codes in CPU memory
     moment: Moment | None  # the moment when blocks need most; None before the first step
     peak_bytes: int  # then, including tensors saved outside the blocks
-    kept_bytes: int  # what all blocks keep from the forward to the backward pass
     around_bytes: int  # what the model keeps outside its blocks
     copies: bool  # transposed copies of the weights are kept
     transposed_bytes: int  # of the transposed copies; 0 without
@@ -160,7 +159,6 @@ def decide(config: COATConfig, given: Given) -> BlockPlan:
         streamed=list(streamed),
         moment=moment,
         peak_bytes=around + (0 if moment is None else moment.total),
-        kept_bytes=sum(s.recomputed if i in (recomputed or ()) else s.kept for i, s in enumerate(sizes)),
         around_bytes=around,
         copies=copies,
         transposed_bytes=given.transposed_bytes if copies else 0,
