@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from coat_flux.blocks.runner import BlockRunner
-from tests.helpers.flux import coat_flux_model, flux_inputs, lora_gradients
+from tests.helpers.flux import coat_flux_model, flux_inputs, predict
 
 
 class FluxSingleTransformerBlock(transformer_flux.FluxSingleTransformerBlock):
@@ -34,8 +34,8 @@ def test_it_is_warned_of_once_and_trained_through_diffusers_code(caplog: pytest.
     model.single_transformer_blocks[0].__class__ = FluxSingleTransformerBlock
     caplog.clear()  # diffusers' own
     with caplog.at_level(logging.WARNING, logger="coat_flux"):
-        lora_gradients(model)
-        lora_gradients(model)
+        predict(model)
+        predict(model)
     (warning,) = caplog.messages
     assert warning.startswith(
         "FluxSingleTransformerBlock: generic flow in place of the fused one, which keeps less: its output differs from "
@@ -67,8 +67,8 @@ def test_a_block_whose_hook_goes_is_fused_again() -> None:
     runner = BlockRunner.of(model)
     for flow in ("generic", "fused"):
         hook = model.transformer_blocks[0].register_forward_hook(lambda *_: None) if flow == "generic" else None
-        lora_gradients(model)
-        lora_gradients(model)
+        predict(model)
+        predict(model)
         assert [choice.flow for choice in runner.plan.blocks] == [flow, "fused", "fused", "fused"]
         if hook is not None:
             hook.remove()
@@ -77,10 +77,10 @@ def test_a_block_whose_hook_goes_is_fused_again() -> None:
 def test_a_run_says_what_its_blocks_got(caplog: pytest.LogCaptureFixture) -> None:
     model, _, _ = coat_flux_model()
     with caplog.at_level(logging.INFO, logger="coat_flux"):
-        lora_gradients(model)
-        lora_gradients(model)
+        predict(model)
+        predict(model)
         model.transformer_blocks[1].register_forward_hook(lambda *_: None)
-        lora_gradients(model)
+        predict(model)
     lines = [r.getMessage() for r in caplog.records if "blocks:" in r.getMessage() or "in place of" in r.getMessage()]
     assert lines == [
         "blocks: 4 kept in FP8, fused flow, attention fp8",
