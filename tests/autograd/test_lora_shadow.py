@@ -47,13 +47,13 @@ def test_gradients_have_the_bits_of_casts_at_each_use(dtype: torch.dtype, monkey
 
 def test_copies_are_one_buffer_that_follows_the_adapters() -> None:
     model = lora_model(torch.bfloat16)
-    lora_gradients(model)
+    predict(model)
     (*_, form) = BlockRunner.of(model).forms.values()  # type: ignore[union-attr]
     group = form.inputs.linears
     adapters, copies = group.all_adapters, group.copies
     with torch.no_grad():
         adapters[0].down.fill_(3.0)
-    lora_gradients(model)
+    predict(model)
     assert group.copies is copies
     assert torch.equal(copies.down[: len(adapters[0].down)], torch.full_like(adapters[0].down, 6.0).bfloat16())
     buffers = {x.untyped_storage().data_ptr() for x in copies}
@@ -63,11 +63,11 @@ def test_copies_are_one_buffer_that_follows_the_adapters() -> None:
 def test_without_room_nothing_is_copied_and_what_was_is_dropped() -> None:
     model = lora_model(torch.bfloat16)
     runner: Any = BlockRunner.of(model)
-    lora_gradients(model)
+    predict(model)
     assert runner.forms[0].image.inputs.linears.copies is not None
     forms = runner.forms
     runner.expect(recomputed=(3,), adapter_elements=0)  # other blocks are fused now: stale copies would be used
-    lora_gradients(model)
+    predict(model)
     assert runner.forms.keys() == {0, 1, 2}
     assert runner.forms[0] is forms[0]
     assert forms[0].image.inputs.linears.copies is None

@@ -17,7 +17,7 @@ from coat_flux.blocks import measure
 from coat_flux.blocks.measure import AttentionPick, Picked
 from coat_flux.config.coat import COATConfig
 from coat_flux.saves.state import execution_of, keep_execution
-from tests.helpers.flux import coat_flux_model, lora_gradients
+from tests.helpers.flux import coat_flux_model, predict
 
 OWN = "flash_cpu"  # what torch chooses here
 NAMES = ("quick", "slow", "wrong", "refused")
@@ -204,10 +204,10 @@ def test_a_kernel_for_gpus_is_refused_on_a_cpu() -> None:
 def test_blocks_run_the_kernel_that_was_chosen_and_a_save_names_it(kernels: Kernels) -> None:
     models = [coat_flux_model({"memory": {"checkpointing": "none"}})[0] for _ in range(2)]
     assert "attention" not in execution_of(models[0])
-    lora_gradients(models[0])
+    predict(models[0])
     saved = execution_of(models[0])
     assert saved["attention"] == "quick" == kernels.in_use
     kernels.timed.clear()
     keep_execution(models[1], {**saved, "attention": "slow"})
-    lora_gradients(models[1])
+    predict(models[1])
     assert (execution_of(models[1])["attention"], kernels.in_use, kernels.timed) == ("slow", "slow", [])

@@ -17,7 +17,7 @@ from coat_flux.blocks.decide import Given, decide
 from coat_flux.blocks.report import OUTSIDE, CoatReport, TableRow, shared_rows
 from coat_flux.blocks.sizes import Block, Tokens
 from coat_flux.config.coat import COATConfig
-from tests.helpers.flux import coat_flux_model, lora_gradients
+from tests.helpers.flux import coat_flux_model, predict
 
 GEMM = "W e4m3/per_tensor, x e4m3/per_row, dy e5m2"
 WEIGHT_ONLY = "W e4m3/per_tensor, high precision GEMM"
@@ -71,7 +71,7 @@ def stepped() -> CoatReport:
 
 def after_a_step(coat: dict[str, Any] | None = None) -> CoatReport:
     model, report, _ = coat_flux_model(coat or {})
-    lora_gradients(model)
+    predict(model)
     return report
 
 

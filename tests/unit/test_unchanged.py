@@ -19,7 +19,7 @@ from coat_core.linear.function import drop_transposed, keep_transposed, store_we
 from coat_flux.blocks.gemms import multiply_in_bf16
 from coat_flux.blocks.runner import BlockRunner, BlockState
 from tests.helpers.asserts import assert_bitwise
-from tests.helpers.flux import coat_flux_model, lora_gradients, predict, tiny_flux
+from tests.helpers.flux import coat_flux_model, predict, tiny_flux
 from tests.helpers.toolkit_lora import Network
 
 Change = Callable[[Any, Any], Any]
@@ -102,14 +102,14 @@ def test_a_dropped_copy_is_noticed(coat: Any) -> None:
 
 def test_nothing_keeps_the_codes_of_a_model_that_moved(coat: Any) -> None:
     model, block = coat
-    lora_gradients(model)
+    predict(model)
     runner = BlockRunner.of(model)
     gc.collect()
     codes = [weakref.ref(x.untyped_storage()) for x in block.buffers()]
     assert len(runner.forms) == 4
     block._apply(lambda x: x.clone())
     assert [found() for found in codes] == [None] * len(codes)
-    lora_gradients(model)
+    predict(model)
     assert len(runner.forms) == 4
 
 
