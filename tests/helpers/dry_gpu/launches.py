@@ -11,6 +11,7 @@ import functools
 import inspect
 import itertools
 import re
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -21,28 +22,12 @@ from tests.helpers.kernel_cases import CASES, launcher_modules
 from .card import address
 
 LARGEST_GRID = (2**31 - 1, 65535, 65535)
-LARGEST_TILE = 1 << 20  # elements of a block, Triton's limit
+TILES = [1 << power for power in range(21)]  # elements of a block, up to Triton's limit
 VECTOR = 16  # bytes that one thread reads at once
 
 
 class LaunchError(AssertionError):
     """A launch that a GPU would refuse, or that would read what is not the tensor's."""
-
-
-class Launch(NamedTuple):
-    """One kernel launch.
-
-    Attributes:
-        kernel: its name.
-        grid: programs in each direction.
-        given: name of each argument → what it got.
-        options: for the compiler and the launch.
-    """
-
-    kernel: str
-    grid: tuple[int, ...]
-    given: dict[str, Any]
-    options: dict[str, Any]
 
 
 class Signature(NamedTuple):
@@ -77,46 +62,23 @@ def signature_of(kernel: Any) -> Signature:
     return Signature(inspect.signature(kernel.fn), constants, ranges, strides)
 
 
-def check_launch(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], keywords: dict[str, Any]) -> Launch:
-    """Return the launch.
-
-    Raises:
-        LaunchError: it could not run, or would read something else than its arguments.
-    """
+def check_launch(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], keywords: dict[str, Any]) -> str:
+    """Return the kernel's name; LaunchError if it could not run, or would read something else than its arguments."""
     name, signature = kernel.fn.__name__, signature_of(kernel)
-    launch = _bound(name, signature, grid, args, keywords)
-    try:
-        _check_grid(grid)
-        _check_options(launch.options)
-        for argument, value in launch.given.items():
-            if argument in signature.constants:
-                _check_constant(argument, value, signature)
-            elif argument not in signature.strides:
-                _check_scalar(argument, value)
-        for argument in signature.strides:
-            _check_pointer(argument, launch.given[argument], launch, signature)
-    except LaunchError as error:
-        raise LaunchError(f"{name}: {error}") from None
-    return launch
+    given, options = _bound(kernel, args, keywords)
+    for fault in _faults(name, signature, grid, given, options):
+        raise LaunchError(f"{name}: {fault}")
+    return name
 
 
-def _bound(
-    name: str, signature: Signature, grid: tuple[int, ...], args: tuple[Any, ...], keywords: dict[str, Any]
-) -> Launch:
-    known = signature.names.parameters
+def _bound(kernel: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Name of each argument → what it got, and the options for the compiler and the launch."""
+    names = signature_of(kernel).names
     try:
-        given = signature.names.bind(*args, **{k: v for k, v in keywords.items() if k in known}).arguments
+        given = names.bind(*args, **{k: v for k, v in keywords.items() if k in names.parameters}).arguments
     except TypeError as error:
-        raise LaunchError(f"{name}: {error}") from None
-    return Launch(name, grid, dict(given), {k: v for k, v in keywords.items() if k not in known})
-
-
-def _check_grid(grid: tuple[int, ...]) -> None:
-    fits = 1 <= len(grid) <= 3 and all(
-        type(size) is int and 0 < size <= limit for size, limit in zip(grid, LARGEST_GRID, strict=False)
-    )
-    if not fits:
-        raise LaunchError(f"grid {grid}: must be 1 to 3 whole numbers from 1 to {LARGEST_GRID}")
+        raise LaunchError(f"{kernel.fn.__name__}: {error}") from None
+    return dict(given), {k: v for k, v in keywords.items() if k not in names.parameters}
 
 
 @functools.cache
@@ -126,53 +88,51 @@ def _known_options() -> frozenset[str]:
     return frozenset(inspect.signature(CUDAOptions).parameters)
 
 
-def _check_options(options: dict[str, Any]) -> None:
+def _faults(
+    kernel: str, signature: Signature, grid: tuple[int, ...], given: dict[str, Any], options: dict[str, Any]
+) -> Iterator[str]:
+    sizes = zip(grid, LARGEST_GRID, strict=False)
+    if not (1 <= len(grid) <= 3 and all(type(size) is int and 0 < size <= limit for size, limit in sizes)):
+        yield f"grid {grid}: must be 1 to 3 whole numbers from 1 to {LARGEST_GRID}"
     unknown = options.keys() - _known_options()
     if unknown:
-        raise LaunchError(f"{', '.join(sorted(unknown))}: neither an argument of the kernel nor an option of Triton")
-    warps = options.get("num_warps", 4)
-    if warps not in (1, 2, 4, 8, 16, 32):
-        raise LaunchError(f"num_warps={warps}: must be a power of two up to 32")
+        yield f"{', '.join(sorted(unknown))}: neither an argument of the kernel nor an option of Triton"
+    if options.get("num_warps", 4) not in (1, 2, 4, 8, 16, 32):
+        yield f"num_warps={options['num_warps']}: must be a power of two up to 32"
+    for name, value in given.items():
+        if name in signature.strides:
+            yield from _pointer_faults(kernel, name, value, [given[stride] for stride in signature.strides[name]])
+        elif name not in signature.constants:
+            if type(value) not in (int, float, bool):
+                yield f"{name} is a {type(value).__name__}: must be an int, a float or a bool"
+            elif type(value) is int and not -(2**63) <= value < 2**63:
+                yield f"{name}={value}: does not fit 64 bits"
+        elif isinstance(value, Tensor):
+            yield f"{name} is a tensor, and a constant of the kernel: Triton would read it back and compile"
+        elif name in signature.ranges and not (type(value) is int and value in TILES):
+            yield f"{name}={value}: tl.arange takes a power of two up to {TILES[-1]}"
+        elif name == "ALIGNED" and not value:
+            yield "ALIGNED=False: threads would read one element at a time"
 
 
-def _check_constant(name: str, value: Any, signature: Signature) -> None:
-    if isinstance(value, Tensor):
-        raise LaunchError(f"{name} is a tensor, and a constant of the kernel: Triton would read it back and compile")
-    if name in signature.ranges and not (type(value) is int and 0 < value <= LARGEST_TILE and value & (value - 1) == 0):
-        raise LaunchError(f"{name}={value}: tl.arange takes a power of two up to {LARGEST_TILE}")
-    if name == "ALIGNED" and not value:
-        raise LaunchError("ALIGNED=False: threads would read one element at a time")
-
-
-def _check_scalar(name: str, value: Any) -> None:
-    if type(value) not in (int, float, bool):
-        raise LaunchError(f"{name} is a {type(value).__name__}: must be an int, a float or a bool")
-    if type(value) is int and not -(2**63) <= value < 2**63:
-        raise LaunchError(f"{name}={value}: does not fit 64 bits")
-
-
-def _check_pointer(name: str, value: Any, launch: Launch, signature: Signature) -> None:
-    kinds = compiled_for().get((launch.kernel, name), frozenset())
+def _pointer_faults(kernel: str, name: str, value: Any, strides: list[int]) -> Iterator[str]:
+    kinds = compiled_for().get((kernel, name), frozenset())
     kind = None if value is None else getattr(value, "dtype", type(value))
     if kind not in kinds:
-        listed = ", ".join(sorted(map(str, kinds)))
-        raise LaunchError(f"{name} is {kind}: compiled for {listed} (tests/helpers/kernel_cases.py)")
+        yield f"{name} is {kind}: compiled for {', '.join(sorted(map(str, kinds)))} (tests/helpers/kernel_cases.py)"
     if value is None:
         return
     if not value.is_meta:
-        raise LaunchError(f"{name} is on the {value.device.type}: a kernel reads the GPU's memory only")
+        yield f"{name} is on the {value.device.type}: a kernel reads the GPU's memory only"
     if address(value) % VECTOR:
-        raise LaunchError(f"{name} starts {address(value) % VECTOR} bytes after a multiple of {VECTOR}")
-    strides = [launch.given[stride] for stride in signature.strides[name]]
+        yield f"{name} starts {address(value) % VECTOR} bytes after a multiple of {VECTOR}"
     if not strides:
         if not value.is_contiguous():
-            raise LaunchError(f"{name} has strides {value.stride()} for shape {tuple(value.shape)}: read as one piece")
+            yield f"{name} has strides {value.stride()} for shape {tuple(value.shape)}: read as one piece"
         return
     expected = value.stride()[:-1] if len(strides) > 1 else _row_stride(value)
     if tuple(strides) != tuple(expected) or (value.ndim > 1 and value.shape[-1] != 1 and value.stride(-1) != 1):
-        raise LaunchError(
-            f"{name} has strides {value.stride()} for shape {tuple(value.shape)}, and is read by {strides}"
-        )
+        yield f"{name} has strides {value.stride()} for shape {tuple(value.shape)}, and is read by {strides}"
 
 
 def _row_stride(x: Tensor) -> tuple[int, ...]:
@@ -191,9 +151,9 @@ def compiled_for() -> dict[tuple[str, str], frozenset[torch.dtype | None]]:
     found: dict[tuple[str, str], set[torch.dtype | None]] = {}
 
     def record(kernel: Any, grid: tuple[int, ...], *args: Any, **keywords: Any) -> None:
-        launch = _bound(kernel.fn.__name__, signature_of(kernel), grid, args, keywords)
+        given, _ = _bound(kernel, args, keywords)
         for name in signature_of(kernel).strides:
-            found.setdefault((launch.kernel, name), set()).add(getattr(launch.given[name], "dtype", None))
+            found.setdefault((kernel.fn.__name__, name), set()).add(getattr(given[name], "dtype", None))
 
     modules = [(module, module.launch) for module in launcher_modules() if hasattr(module, "launch")]
     try:
