@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import importlib.util
 import os
+from collections.abc import Iterator
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything imports huggingface_hub
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
@@ -89,6 +91,14 @@ def _device_of(item: pytest.Item) -> object:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def young_heap() -> Iterator[None]:
+    """Let the collector pass over all objects made before the test: a collection then takes no time."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
