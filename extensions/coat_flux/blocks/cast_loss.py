@@ -23,8 +23,6 @@ from coat_core.linear.function import load_weight
 from coat_core.metrics import cast_losses
 from coat_core.quantize import dequantize, split_groups
 
-__all__ = ["SAMPLE", "WEIGHT_PRECISION", "decibels", "measure_cast", "noise_share", "note_weight", "sampled"]
-
 SAMPLE = 1 << 20  # elements measured per cast
 SEGMENT = 128
 # attribute of a layer: the three numbers of its weight as one string, which ai-toolkit stores with the codes when it

@@ -15,11 +15,6 @@ from torch.utils._pytree import tree_iter
 
 from coat_core.optim.sharded import local_values
 
-__all__ = [
-    "PARTS", "SAVED", "USABLE_FRACTION", "AsOnGPU", "HeldParts", "HeldTensors", "gradients", "held_bytes",
-    "largest_held", "module_tensors", "state_tensors", "tensors_in", "trained", "usable_bytes",
-]  # fmt: skip
-
 # of a GPU's memory; the rest is left to the driver, CUDA's context and fragmentation
 USABLE_FRACTION = 0.92
 SAVED = "saved activations"

@@ -21,8 +21,6 @@ from coat_core.linear.module import hand_over_input
 
 from ..base.names import COAT_QTYPE
 
-__all__ = ["adopt", "has_adopted", "input_gradient", "is_adopted", "own_product", "quantization_of"]
-
 
 def quantization_of(module: nn.Module) -> str | None:
     """Name how someone else quantized a linear ("uint4", "qfloat8_e4m3fn"); None where it is plain or ours."""

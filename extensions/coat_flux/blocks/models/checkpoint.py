@@ -15,8 +15,6 @@ from typing import Any
 
 from ...base.errors import UserError
 
-__all__ = ["IN_CHANNELS", "CheckpointError", "base_model", "flux_config", "read_header", "transformer_keys"]
-
 SUFFIXES = (".safetensors", ".sft")
 MAX_HEADER = 100_000_000  # bytes, the format's own limit
 PREFIXES = ("model.diffusion_model.", "diffusion_model.", "")
