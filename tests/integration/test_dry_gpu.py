@@ -192,7 +192,7 @@ def test_the_first_step_tries_and_times_attention(
     assert execution_of(session.transformer)["attention"] == "cudnn"
 
 
-# -- FP8 GEMMs --------------------------------------------------------------------------------------------------------
+# --- FP8 GEMMs ---
 
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 LAYOUTS = {
@@ -234,7 +234,7 @@ def test_every_fp8_gemm_of_a_config_is_one_that_torch_takes(
     assert (reason is None) == exists
 
 
-# -- blocks of other models -------------------------------------------------------------------------------------------
+# --- blocks of other models ---
 
 
 LAUNCHES = {"SingleBlock": (1, 1, 1), "StreamBlock": (1, 2, 2), "last": (2, 3, 2), "DoubleBlock": (2, 4, 4)}

@@ -198,7 +198,7 @@ def test_a_kernel_for_gpus_is_refused_on_a_cpu() -> None:
         pick(attention="cudnn")
 
 
-# -- in a model -------------------------------------------------------------------------------------------------------
+# --- in a model ---
 
 
 def test_blocks_run_the_kernel_that_was_chosen_and_a_save_names_it(kernels: Kernels) -> None:

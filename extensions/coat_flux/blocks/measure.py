@@ -74,7 +74,7 @@ class Picked:
         return f"{title}{own} ({'; '.join(others)})"
 
 
-# -- the scaling of the GEMMs -----------------------------------------------------------------------------------------
+# --- the scaling of the GEMMs ---
 
 GEMMS = ("per_tensor", "per_row", "bf16")  # from coarse to exact
 BUDGET_S = 20.0
@@ -189,7 +189,7 @@ class GemmPick:
         return statistics.median(times)
 
 
-# -- the attention kernel ---------------------------------------------------------------------------------------------
+# --- the attention kernel ---
 
 DEVICE = "cuda"  # where there is something to choose
 ATTENTION_REPEATS = 7
@@ -282,7 +282,7 @@ def _fastest_kernel(times: Mapping[str, float], own: str) -> str:
     return own if own in times and times[own] <= TIE * times[best] else best
 
 
-# -- measuring --------------------------------------------------------------------------------------------------------
+# --- measuring ---
 
 
 def timed(once: Callable[[], None], device: torch.device) -> float:
@@ -310,7 +310,7 @@ def from_first_process(make: Callable[[], Any]) -> Any:
     return box[0]
 
 
-# -- times of earlier runs --------------------------------------------------------------------------------------------
+# --- times of earlier runs ---
 
 
 def cache_file() -> pathlib.Path:

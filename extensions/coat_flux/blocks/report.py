@@ -145,7 +145,7 @@ def describe_linear(linear: FP8LinearConfig, stored: bool, high_precision: bool)
     return f"{weight}, x {linear.input_format}/{linear.input_granularity}, dy {linear.grad_format}"
 
 
-# -- what all blocks share --------------------------------------------------------------------------------------------
+# --- what all blocks share ---
 
 NO_READER = "blocks without a reader"
 NOT_REACHED = {"idle": "untouched, not called", "host": "untouched, in a checkpoint of the model's own"}
@@ -313,7 +313,7 @@ def _has_readers(plan: BlockPlan) -> bool:
     return all(name in READ_BLOCKS for name in plan.given.classes)
 
 
-# -- lines of the log -------------------------------------------------------------------------------------------------
+# --- lines of the log ---
 
 
 def auto_line(plan: BlockPlan, config: COATConfig) -> str:

@@ -164,7 +164,7 @@ class BlockRunner:
             f"their gradients are now those of {inputs} inputs"
         )
 
-    # -- a pass ---------------------------------------------------------------------------------------------------
+    # --- a pass ---
 
     def __call__(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run one block as the plan has it."""
@@ -274,7 +274,7 @@ class BlockRunner:
                 return fused_block(block, saving_of(self._config))
         return lambda *args: self._packed(block, args, {})
 
-    # -- reading and deciding ---------------------------------------------------------------------------------------
+    # --- reading and deciding ---
 
     def _read_all(self, join: bool) -> tuple[dict[int, Form], dict[int, str]]:
         """Index → the fused form of each block that has one, and why for each of the others."""

@@ -48,7 +48,7 @@ from .models.family import Rates, Size
 FP32 = 4
 VALUES = {2: torch.bfloat16, 4: torch.float32}
 
-# -- a block by its sizes ---------------------------------------------------------------------------------------------
+# --- a block by its sizes ---
 
 # kind of block → its list in the model
 LISTS = {blocks.kind: blocks for family in FAMILIES.values() for blocks in family.lists if blocks.kind}
@@ -141,7 +141,7 @@ def make_block(block: Block) -> nn.Module:
     return made
 
 
-# -- its bytes --------------------------------------------------------------------------------------------------------
+# --- its bytes ---
 
 
 @dataclass(frozen=True)
@@ -366,7 +366,7 @@ def _module(block: Block, settings: FlowSettings) -> nn.Module:
     return module.train()
 
 
-# -- blocks of a model, known and unknown -----------------------------------------------------------------------------
+# --- blocks of a model, known and unknown ---
 
 UNKNOWN = Rates(96.0, 38.0, 42.0)  # of classes nobody measured
 FP8_INPUT, BF16_INPUT = 1.03, 2.0  # bytes that a recomputed block keeps per element
@@ -436,7 +436,7 @@ def shown_by(args: tuple[Any, ...]) -> dict[str, Any]:
     return {"device": kind, "value_bytes": first.element_size(), "lora_bytes": lora.itemsize}
 
 
-# -- all blocks of a step ---------------------------------------------------------------------------------------------
+# --- all blocks of a step ---
 
 
 class Moment(NamedTuple):
@@ -478,7 +478,7 @@ def fewest_recomputed(blocks: Sequence[BlockBytes], free: float, accumulates: bo
     return list(range(len(blocks)))
 
 
-# -- blocks with codes in CPU memory, weighed against recomputation by modelled time ----------------------------------
+# --- blocks with codes in CPU memory, weighed against recomputation by modelled time ---
 # A streamed block's codes cross the bus in forward and backward, while other blocks multiply; a recomputed block costs
 # one more forward pass, during which codes can be copied too. The rates are those of an RTX 4090 with PCIe 4.0 x16;
 # their ratio is half of it on a 4060 Ti, a third below on a 5090.

@@ -154,7 +154,7 @@ def _save_out(kept: Kept, out: Tensor, cast: tuple[str, str]) -> tuple[Tensor, T
     return codes, code_scale
 
 
-# -- double blocks ----------------------------------------------------------------------------------------------------
+# --- double blocks ---
 
 
 @dataclass(eq=False)
@@ -290,7 +290,7 @@ class DoubleBlock(Form):
         return [*dxs, *of_modulations], of_parameters
 
 
-# -- single blocks ----------------------------------------------------------------------------------------------------
+# --- single blocks ---
 
 
 @dataclass(eq=False)
@@ -373,7 +373,7 @@ def join(text: Tensor, image: Tensor) -> Tensor:
     return torch.cat([text, image], dim=1)
 
 
-# -- stream blocks ----------------------------------------------------------------------------------------------------
+# --- stream blocks ---
 
 
 @dataclass(eq=False)

@@ -64,7 +64,7 @@ class NotFusable(Exception):
     """A block cannot run through the fused flow; the message says why."""
 
 
-# -- the frozen part --------------------------------------------------------------------------------------------------
+# --- the frozen part ---
 
 
 class FrozenLinear:
@@ -207,7 +207,7 @@ def quantized_by(storage: Storage | None, x: Tensor, codes: Tensor, scale: Tenso
     return Quantized(codes, scale, storage.granularity)
 
 
-# -- with adapters ----------------------------------------------------------------------------------------------------
+# --- with adapters ---
 
 
 class Copies(NamedTuple):

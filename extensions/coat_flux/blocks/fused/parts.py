@@ -68,7 +68,7 @@ class Call(NamedTuple):
     vectors: tuple[Tensor, ...] = ()  # these [B, n·D], of each stream, text first
 
 
-# -- saved tensors ----------------------------------------------------------------------------------------------------
+# --- saved tensors ---
 
 
 class Saved(NamedTuple):
@@ -159,7 +159,7 @@ class Kept:
         return kept
 
 
-# -- gradients of adapters --------------------------------------------------------------------------------------------
+# --- gradients of adapters ---
 
 _written: ContextVar[bool] = ContextVar("written", default=False)
 _requires_grad = attrgetter("requires_grad")
@@ -197,7 +197,7 @@ def returned(count: int, parameters: Sequence[nn.Parameter], grads: Sequence[Ten
     return (None,)
 
 
-# -- the parts --------------------------------------------------------------------------------------------------------
+# --- the parts ---
 
 
 # outputs of one stream's linears, the first three for q, k and v: y [B, S_i, ΣN] without the adapters' part, and the
@@ -400,7 +400,7 @@ def activate(
     return Activated(values, quantized_by(reader.input_storage, values, codes, scale), product)
 
 
-# -- adaLN ------------------------------------------------------------------------------------------------------------
+# --- adaLN ---
 
 
 class Modulation:

@@ -55,7 +55,7 @@ KEY_PREFIX = "transformer."  # of saved LoRA names, and of the names that words 
 MATRICES = (".lora_A.", ".lora_B.", ".lora_down.", ".lora_up.")  # in names of parameters, of PEFT and of ai-toolkit
 
 
-# -- a model ----------------------------------------------------------------------------------------------------------
+# --- a model ---
 
 
 def family_of(model: nn.Module) -> Family:
@@ -94,7 +94,7 @@ def listed_blocks(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Mod
     return blocks
 
 
-# -- a block ----------------------------------------------------------------------------------------------------------
+# --- a block ---
 
 
 @functools.cache
@@ -120,7 +120,7 @@ def block_name(kind: type[nn.Module]) -> str:
     return name
 
 
-# -- linears and parameters by name -----------------------------------------------------------------------------------
+# --- linears and parameters by name ---
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:

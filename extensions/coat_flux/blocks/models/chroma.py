@@ -35,7 +35,7 @@ from ..fused.reading import (
 from .family import BlockList, Family
 from .flux1 import PROCESSOR
 
-# -- diffusers' class -------------------------------------------------------------------------------------------------
+# --- diffusers' class ---
 
 OPTIONAL = ("image_rotary_emb", "attention_mask", "joint_attention_kwargs")
 
@@ -83,7 +83,7 @@ class _Single(Reader):
         return read_single(block, None, saving, join)
 
 
-# -- ai-toolkit's class -----------------------------------------------------------------------------------------------
+# --- ai-toolkit's class ---
 
 
 # the additive mask of the first head, of a mask [B, H, S, S] that the model repeats for all of them

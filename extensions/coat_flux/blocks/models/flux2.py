@@ -52,7 +52,7 @@ def _vectors(modulation: Tensor, image: Tensor) -> Tensor:
     return flat.expand(len(image), -1)
 
 
-# -- diffusers --------------------------------------------------------------------------------------------------------
+# --- diffusers ---
 
 
 def _shared(args: tuple[Any, ...], rotary: int) -> Shared:
@@ -105,7 +105,7 @@ class _Single(Reader):
         return read_joined_single(saving, block.norm, linears, width, attention, SWIGLU)
 
 
-# -- ai-toolkit, in BFL's layout --------------------------------------------------------------------------------------
+# --- ai-toolkit, in BFL's layout ---
 
 
 class _ToolkitDouble(ToolkitReader):
@@ -133,7 +133,7 @@ class _ToolkitSingle(ToolkitReader):
         return read_joined_single(saving, block.pre_norm, linears, block.hidden_size, attention, SWIGLU)
 
 
-# -- the family -------------------------------------------------------------------------------------------------------
+# --- the family ---
 
 _linear = functools.partial(Linear, mlp_ratio=3)
 DOUBLE_LINEARS = tuple(
