@@ -74,6 +74,13 @@ class Reader:
         """A block's number of heads and their size."""
         return block.attn.heads, block.attn.inner_dim // block.attn.heads
 
+    def check_call(self, rotary: Any, kwargs: Any = None) -> None:
+        """Refuse a call without rotary tables, or with further arguments of attention."""
+        if kwargs:
+            raise NotFusable(f"joint_attention_kwargs {', '.join(map(str, kwargs))}")
+        if rotary is None:
+            raise NotFusable("no rotary embedding is given")
+
     def results(self, text: Tensor | None, image: Tensor) -> Any:
         """The block's results; text is None where the streams are one."""
         if image.dtype == torch.float16 and "image" in self.clips:

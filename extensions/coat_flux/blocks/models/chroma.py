@@ -19,7 +19,7 @@ from coat_core.ops.attention import additive_mask
 
 from ..fused.forms import GELU, DoubleBlock, Reader, SingleBlock
 from ..fused.linears import NotFusable
-from ..fused.parts import Call, Rotary, Shared
+from ..fused.parts import Call, Shared
 from ..fused.reading import (
     OncePerPass,
     Outside,
@@ -44,22 +44,20 @@ OPTIONAL = ("image_rotary_emb", "attention_mask", "joint_attention_kwargs")
 _pairs = OncePerPass(lambda mask, dtype: additive_mask(mask[:, None, None, :] * mask[:, None, :, None], dtype))
 
 
-def _shared(image: Tensor, rotary: Rotary | None = None, mask: Tensor | None = None, kwargs: Any = None) -> Shared:
-    if kwargs:
-        raise NotFusable(f"joint_attention_kwargs {', '.join(map(str, kwargs))}")
-    if rotary is None:
-        raise NotFusable("no rotary embedding is given")
-    return Shared(*rotary, None if mask is None else _pairs(mask, compute_dtype(image)))
+class _Reader(Reader):
+    def shared(self, image: Tensor, rotary: Any = None, mask: Tensor | None = None, kwargs: Any = None) -> Shared:
+        self.check_call(rotary, kwargs)
+        return Shared(*rotary, None if mask is None else _pairs(mask, compute_dtype(image)))
 
 
-class _Double(Reader):
+class _Double(_Reader):
     arguments = ("hidden_states", "encoder_hidden_states", "temb", *OPTIONAL)
     clips = ("text",)
 
     def call(self, args: tuple[Any, ...]) -> Call:
         image, text, temb, *others = args
         of_image, of_text = temb.flatten(1, 2).chunk(2, dim=1)
-        return Call(image, text, _shared(image, *others), None, (of_text, of_image))
+        return Call(image, text, self.shared(image, *others), None, (of_text, of_image))
 
     def read(self, block: Any, saving: Saving, join: bool) -> DoubleBlock:
         check_attention(block.attn, PROCESSOR)
@@ -70,13 +68,13 @@ class _Double(Reader):
         return read_double(block.attn, block.attn.head_dim, text, image, saving, join)
 
 
-class _Single(Reader):
+class _Single(_Reader):
     arguments = ("hidden_states", "temb", *OPTIONAL)
     clips = ("image",)
 
     def call(self, args: tuple[Any, ...]) -> Call:
         x, temb, *others = args
-        return Call(x, None, _shared(x, *others), None, (temb.flatten(1, 2),))
+        return Call(x, None, self.shared(x, *others), None, (temb.flatten(1, 2),))
 
     def read(self, block: Any, saving: Saving, join: bool) -> SingleBlock:
         check_attention(block.attn, PROCESSOR)

@@ -16,7 +16,6 @@ from torch import nn
 from coat_core.activation import Saving
 
 from ..fused.forms import DoubleBlock, Reader, SingleBlock
-from ..fused.linears import NotFusable
 from ..fused.parts import Call, Shared
 from ..fused.reading import Outside, check_attention, feed_forward, read_double, read_modulation, read_single
 from .family import ANY, DF, BlockList, D, F, Family, Linear, own_entries
@@ -31,11 +30,9 @@ class _Reader(Reader):
     arguments = ("hidden_states", "encoder_hidden_states", "temb", "image_rotary_emb", "joint_attention_kwargs")
 
     def call(self, args: tuple[Any, ...]) -> Call:
-        if len(args) > 4 and args[4]:
-            raise NotFusable(f"joint_attention_kwargs {', '.join(map(str, args[4]))}")
-        if len(args) < 4 or args[3] is None:
-            raise NotFusable("no rotary embedding is given")
-        return Call(args[0], args[1], Shared(*args[3]), args[2])
+        image, text, temb, rotary, kwargs = (*args, *[None] * (5 - len(args)))
+        self.check_call(rotary, kwargs)
+        return Call(image, text, Shared(*rotary), temb)
 
 
 class _Double(_Reader):

@@ -48,10 +48,7 @@ class _Block(Reader):
 
     def call(self, args: tuple[Any, ...]) -> Call:
         image, text, seen, temb, rotary, kwargs, index = (*args, *[None] * (7 - len(args)))
-        if kwargs:
-            raise NotFusable(f"joint_attention_kwargs {', '.join(map(str, kwargs))}")
-        if rotary is None:
-            raise NotFusable("no rotary embedding is given")
+        self.check_call(rotary, kwargs)
         if index is not None:
             raise NotFusable("image tokens of one block with different modulations (zero_cond_t)")
         mask = None if seen is None else _mask(seen, image.shape[1], compute_dtype(image))

@@ -41,10 +41,10 @@ class _Block(Reader):
     arguments = ("hidden_states", "encoder_hidden_states", "temb", "joint_attention_kwargs")
 
     def call(self, args: tuple[Any, ...]) -> Call:
-        image, text, temb, *kwargs = args
-        if any(kwargs):
-            raise NotFusable(f"joint_attention_kwargs {', '.join(map(str, kwargs[0]))}")
-        return Call(image, text, Shared(*_unturned(temb, text.shape[1] + image.shape[1])), temb)
+        image, text, temb, kwargs = (*args, *[None] * (4 - len(args)))
+        rotary = _unturned(temb, text.shape[1] + image.shape[1])
+        self.check_call(rotary, kwargs)
+        return Call(image, text, Shared(*rotary), temb)
 
     def read(self, block: Any, saving: Saving, join: bool) -> DoubleBlock:
         check_attention(block.attn, PROCESSOR)

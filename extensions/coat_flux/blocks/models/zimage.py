@@ -43,8 +43,7 @@ class _Block(Reader):
         x, seen, rotations, temb, of_tokens, *_ = (*args, *[None] * 4)
         if of_tokens is not None:
             raise NotFusable("tokens of one block with different modulations (noise_mask)")
-        if rotations is None:
-            raise NotFusable("no rotary embedding is given")
+        self.check_call(rotations)
         mask = None if seen is None else _mask(seen, compute_dtype(x))
         return Call(x, None, Shared(*complex_rotary(rotations), mask), temb)
 
