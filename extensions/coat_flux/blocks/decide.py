@@ -73,8 +73,8 @@ class BlockChoice:
     """What one block does: `flow` is "fused" (`fused/`), "generic" (saved tensors packed) or "diffusers"."""
 
     recomputed: bool | None  # it is run again in backward; else what it saves is kept. None: decided at the first step
-    inputs: Storage | None  # of a recomputed block's inputs; None: as they are
-    saved: Saving | None  # of a kept block's tensors; None: as they are
+    inputs: Storage | None  # of a recomputed block's inputs; None: high precision
+    saved: Saving | None  # of a kept block's tensors; None: high precision
     flow: str
     obstacle: str  # why it is not fused, where it should be
 

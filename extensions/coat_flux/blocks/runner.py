@@ -131,7 +131,7 @@ class BlockRunner:
 
     @property
     def plan(self) -> BlockPlan:
-        """What every block does; before the first step, as far as that is known."""
+        """What every block does; before the first step, what is known of it."""
         if self._given.tokens is None:  # adapters may have been added since
             self.expect(blocks=read_blocks(self._modules, (), 0), unfused=self._read_all(join=False)[1])
         return self._plan
@@ -268,7 +268,7 @@ class BlockRunner:
             return own_forward(block)(*args, **kwargs)
 
     def _kept_form(self, block: nn.Module) -> Callable[..., Any]:
-        """What runs a block that is not recomputed, as it is now, for the start-up measurement."""
+        """The function that runs a block without recomputation now, for the start-up measurement."""
         if self._fuses:
             with suppress(NotFusable):
                 return fused_block(block, saving_of(self._config))

@@ -268,7 +268,7 @@ class _WithoutKernels(TorchDispatchMode):
 
 
 class _Loss(torch.autograd.Function):
-    """Lets its inputs go; backward makes their gradients, which belong to nobody else."""
+    """Frees its inputs; backward makes their gradients."""
 
     @staticmethod
     def forward(ctx: Any, *outputs: Tensor) -> Tensor:
@@ -323,7 +323,7 @@ def _run_of(module: nn.Module, settings: FlowSettings, recomputes: bool = False)
 
 
 def _module_for(block: Block, settings: FlowSettings) -> nn.Module:
-    """The module of these settings, as far as they matter to it; of others it is the same."""
+    """The module of these settings; one module for all that do not change it."""
     fixed = {"saving": SAVED_IN_FP8, "fp8_checkpoint": True, "cuda": True, "kernels": True, "frees_gradients": False}
     settings = replace(settings, flow="eager" if settings.flow == "eager" else "fused", **fixed)
     return _module(replace(block, trained_input=True, trained_embedding=False), settings)

@@ -78,8 +78,8 @@ def disagreement(fused: Form, block: nn.Module, args: tuple[Any, ...]) -> str:
 @torch.no_grad()
 def relative_difference(fused: Form, block: nn.Module, args: tuple[Any, ...]) -> float:
     """Return how far the fused block's outputs are from the block's own, as a fraction of their norm."""
-    expected, found = (
+    expected, actual = (
         torch.cat([x.float() for x in tree_leaves(run(*args)) if isinstance(x, Tensor)], dim=1)
         for run in (block, fused)
     )
-    return float((expected - found).norm() / expected.norm())
+    return float((expected - actual).norm() / expected.norm())

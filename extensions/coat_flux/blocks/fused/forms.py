@@ -238,7 +238,7 @@ class DoubleBlock(Form):
     def forward(
         self, kept: Kept, shared: Shared, inputs: Sequence[Tensor], needs: Sequence[bool]
     ) -> tuple[Tensor, Tensor]:
-        """As of `Form`."""
+        """See `Form`."""
         streams = (("text_", self.text), ("image_", self.image))
         modulations, projected = [], []
         for i, (name, stream) in enumerate(streams):
@@ -268,7 +268,7 @@ class DoubleBlock(Form):
     def backward(
         self, kept: Kept, shared: Shared, grads: Sequence[Tensor], needs: Sequence[bool]
     ) -> tuple[list[Tensor | None], list[Tensor]]:
-        """As of `Form`."""
+        """See `Form`."""
         out, vectors = kept.values("out"), kept.all("modulation")
         outs = out.tensor_split([-grads[1].shape[1]], dim=1)
         streams = (("text_", self.text), ("image_", self.image))
@@ -314,7 +314,7 @@ class SingleBlock(Form):
     def forward(
         self, kept: Kept, shared: Shared, inputs: Sequence[Tensor], needs: Sequence[bool]
     ) -> tuple[Tensor, ...]:
-        """As of `Form`."""
+        """See `Form`."""
         *streams, modulation = inputs
         x = streams[0] if len(streams) == 1 else join(streams[0], streams[1])
         shift, scale, gate = modulation.chunk(3, dim=1)
@@ -330,7 +330,7 @@ class SingleBlock(Form):
     def backward(
         self, kept: Kept, shared: Shared, grads: Sequence[Tensor], needs: Sequence[bool]
     ) -> tuple[list[Tensor | None], list[Tensor]]:
-        """As of `Form`."""
+        """See `Form`."""
         grad = grads[0] if len(grads) == 1 else join(grads[0], grads[1])
         (modulation,) = kept.all("modulation")
         shift, scale, gate = modulation.chunk(3, dim=1)
@@ -402,7 +402,7 @@ class StreamBlock(Form):
     def forward(
         self, kept: Kept, shared: Shared, inputs: Sequence[Tensor], needs: Sequence[bool]
     ) -> tuple[Tensor, ...]:
-        """As of `Form`."""
+        """See `Form`."""
         x, *modulation = inputs
         vectors = self._vectors(x, modulation)
         projected = self.stream.inputs.forward(kept, "in_", x, vectors[1], None)
@@ -417,7 +417,7 @@ class StreamBlock(Form):
     def backward(
         self, kept: Kept, shared: Shared, grads: Sequence[Tensor], needs: Sequence[bool]
     ) -> tuple[list[Tensor | None], list[Tensor]]:
-        """As of `Form`."""
+        """See `Form`."""
         modulation, stream = kept.all("modulation"), self.stream
         vectors = self._vectors(grads[0], modulation)
         dx, dout, of_rest, adapters = stream.rest_backward(kept, "", grads[0], None, vectors)

@@ -36,8 +36,8 @@ def check_dropout(module: nn.Module) -> None:
 
 
 def qk_norm(*norms: Any, name: str = "QK norm") -> tuple[float, tuple[Tensor, ...]]:
-    """Return the eps and the weights of RMSNorms of q and k, or others of that name, which have the same eps."""
-    weights, found = [], set()
+    """Return the common eps and the weights of RMSNorms of q and k, or of other norms with that name."""
+    weights, all_eps = [], set()
     for norm in norms:
         kind = type(norm)
         known = kind is nn.RMSNorm or (kind.__name__, kind.__module__) == ("RMSNorm", "diffusers.models.normalization")
@@ -45,15 +45,15 @@ def qk_norm(*norms: Any, name: str = "QK norm") -> tuple[float, tuple[Tensor, ..
             raise NotFusable("q and k are not normed")
         if not known or norm.weight is None or norm.weight.requires_grad or getattr(norm, "bias", None) is not None:
             raise NotFusable(f"its {name} is a {kind.__name__} that is trained, has a bias or no weight")
-        found.add(torch.finfo(norm.weight.dtype).eps if norm.eps is None else norm.eps)
+        all_eps.add(torch.finfo(norm.weight.dtype).eps if norm.eps is None else norm.eps)
         weights.append(norm.weight)
-    if len(found) > 1:
+    if len(all_eps) > 1:
         raise NotFusable("QK norms with different eps")
-    return found.pop(), tuple(weights)
+    return all_eps.pop(), tuple(weights)
 
 
 def check_attention(attn: Any, expected: str) -> None:
-    """Only diffusers' processor of that class name, with torch's own attention."""
+    """Refuse all but diffusers' processor of that class name, with torch's own attention."""
     processor = attn.processor
     if type(processor).__name__ != expected or attn.fused_projections:
         raise NotFusable(f"attention by {type(processor).__name__}, or with fused projections")
@@ -82,16 +82,16 @@ def read_modulation(norm: Any) -> Modulation:
 class Outside(NamedTuple):
     """Parts of a double block's stream outside diffusers' attention."""
 
-    modulation: Modulation | None  # as of `Stream`
+    modulation: Modulation | None  # see `Stream`
     norm1: nn.Module  # before attention
     norm2: nn.Module | None = None  # before the MLP; None where the stream ends with the block
-    mlp: tuple[Any, Any] | None = None  # its two linears; likewise
+    mlp: tuple[Any, Any] | None = None  # its two linears
 
 
 def read_double(
     attn: Any, head_dim: int, text: Outside, image: Outside, saving: Saving, join: bool, activation: str = GELU
 ) -> DoubleBlock:
-    """Read a double block around an attention of diffusers, which was checked; `saving` and `join` as of `Reader`."""
+    """Read a double block around diffusers' attention, which the caller has checked."""
     if len(attn.to_out) != 2:
         raise NotFusable("an attention output of more than a linear and a dropout")
     check_dropout(attn.to_out[1])
@@ -137,7 +137,7 @@ def feed_forward(ff: Any) -> tuple[Any, Any]:
 
 
 def read_single(block: Any, modulation: Modulation | None, saving: Saving, join: bool) -> SingleBlock:
-    """Read a single block with diffusers' names, whose attention was checked; arguments as `read_double`."""
+    """Read a single block with diffusers' names; the caller has checked its attention."""
     attn, eps = block.attn, check_norm(block.norm.norm)
     check_gelu(block.act_mlp)
     return SingleBlock(
@@ -174,17 +174,17 @@ class OncePerPass:
     def __call__(self, source: Tensor, *others: Any) -> Any:
         """What `make` returns, or returned for the same arguments."""
         key = source._version, *(id(x) if isinstance(x, Tensor) else x for x in others)
-        found = self._made.get(source)
-        if found is None or found[0] != key:
-            found = self._made[source] = key, self._make(source, *others), others  # whose ids stay theirs
-        return found[1]
+        entry = self._made.get(source)
+        if entry is None or entry[0] != key:
+            entry = self._made[source] = key, self._make(source, *others), others  # kept: their ids stay unique
+        return entry[1]
 
 
 class ToolkitReader(Reader):
     """Reads ai-toolkit's blocks in BFL's layout."""
 
     def heads(self, block: Any) -> tuple[int, int]:
-        """As of `Reader`."""
+        """See `Reader`."""
         return block.num_heads, block.hidden_size // block.num_heads
 
     def attention(self, block: Any, *norms: Any) -> Attention:
@@ -195,7 +195,7 @@ class ToolkitReader(Reader):
         return Attention(self.heads(block)[1], TOOLKIT_EPS, tuple(weights))
 
     def results(self, text: Tensor | None, image: Tensor) -> Any:
-        """As of `Reader`."""
+        """See `Reader`."""
         return image if text is None else (image, text)
 
     def double(
@@ -235,6 +235,6 @@ def complex_rotary(*parts: Tensor) -> Rotary:
 
 
 def check_gelu(module: nn.Module) -> None:
-    """Only GELU-tanh."""
+    """Refuse all but GELU-tanh."""
     if type(module).__name__ != "GELU" or getattr(module, "approximate", None) != "tanh":
         raise NotFusable(f"its activation is a {type(module).__name__}, not GELU-tanh")
