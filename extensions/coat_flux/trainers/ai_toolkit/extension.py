@@ -6,6 +6,7 @@ It imports every extension for every job, so errors wait until a job of our type
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 from ...base.names import COAT_OPTIMIZER, COAT_QTYPE, COAT_TYPE
@@ -16,30 +17,20 @@ from .quantizer import install_quantizer
 logger = logging.getLogger(__name__)
 
 
-class RefusingProcess:
-    """In place of our process: the job ends with the reason when it runs."""
-
-    def __init__(self, process_id: int, reason: AIToolkitError):
-        self.process_id, self._reason = process_id, reason
-
-    def run(self) -> None:
-        """End the job."""
-        raise self._reason
-
-    def on_error(self, error: BaseException) -> None:
-        """Nothing to clean up."""
-
-
 def make_process(process_id: int, job: Any, config: Any, **kwargs: Any) -> Any:
     """The process of our job type, whose modules other jobs do not import."""
     try:
         load_core()
         from .process import CoatFluxTrainer
-    except AIToolkitError as error:
-        return RefusingProcess(process_id, error)
     except Exception as error:
-        why = f"its trainer could not be extended ({type(error).__name__}: {error})"
-        return RefusingProcess(process_id, AIToolkitError(why))
+        reason = error
+        if not isinstance(error, AIToolkitError):
+            reason = AIToolkitError(f"its trainer could not be extended ({type(error).__name__}: {error})")
+
+        def run() -> None:  # ai-toolkit would hide an error before the job runs
+            raise reason
+
+        return SimpleNamespace(process_id=process_id, run=run, on_error=lambda error: None)
     return CoatFluxTrainer(process_id, job, config, **kwargs)
 
 
