@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from coat_flux.export.layouts import place_of
+from coat_flux.export.layouts import height_of, place_of
 
 HIDDEN = 64
 OTHER_SIZE = 48  # of what is no multiple of the hidden size: embedders' inputs, the final layer's outputs
@@ -38,8 +38,8 @@ def lora_tensors(
     draw = torch.Generator().manual_seed(seed)
     tensors = {}
     for module in modules:
-        place = place_of(module)
-        width, height = place.linear.width * hidden or OTHER_SIZE, place.height * hidden or OTHER_SIZE
+        linear, part = place_of(module)
+        width, height = linear.width * hidden or OTHER_SIZE, height_of(linear, part) * hidden or OTHER_SIZE
         tensors[f"transformer.{module}.lora_A.weight"] = torch.randn(rank, width, generator=draw).to(dtype)
         tensors[f"transformer.{module}.lora_B.weight"] = torch.randn(height, rank, generator=draw).to(dtype)
     return tensors

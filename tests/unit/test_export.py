@@ -21,7 +21,7 @@ from coat_flux.cli.machine import add_parsers
 from coat_flux.export import convert as convert_module
 from coat_flux.export.check import check_export
 from coat_flux.export.convert import convert_file, convert_pairs
-from coat_flux.export.layouts import ExportError, layout_of, place_of, read_pairs, write_pairs
+from coat_flux.export.layouts import ExportError, height_of, layout_of, place_of, read_pairs, write_pairs
 from tests.helpers.lora_files import HIDDEN, OUTSIDE, lora_tensors, module_names
 from tests.tolerances import LORA_DELTA_RTOL, LORA_NORM_RTOL
 
@@ -367,14 +367,14 @@ def linears(model):
 def test_every_linear_of_flux_has_its_two_names_and_its_size():
     flux_dev = linears(make_flux_dev_geometry("meta"))
     for name, module in flux_dev.items():
-        _, linear, part = place = place_of(name)
+        linear, part = place_of(name)
         assert linear.members[part] == name
-        assert place_of(linear.name, "comfyui").linear == linear
-        assert place_of(linear.name.replace(".", "_"), "kohya").linear == linear
-        assert place.height in (0, module.out_features / FLUX_HIDDEN), name
+        assert place_of(linear.name, "comfyui") == (linear, None)
+        assert place_of(linear.name.replace(".", "_"), "kohya") == (linear, None)
+        assert height_of(linear, part) in (0, module.out_features / FLUX_HIDDEN), name
         assert linear.width in (0, module.in_features / FLUX_HIDDEN), name
     assert len(flux_dev) == 504
-    assert len({place_of(name).linear.name for name in flux_dev}) == 19 * 10 + 38 * 3 + 10
+    assert len({place_of(name)[0].name for name in flux_dev}) == 19 * 10 + 38 * 3 + 10
 
 
 def effect(tensors, module, probe):

@@ -23,6 +23,7 @@ from .layouts import (
     ExportError,
     Pair,
     family_of,
+    height_of,
     layout_of,
     naming,
     place_of,
@@ -132,8 +133,8 @@ def check_tensors(tensors: Mapping[str, Tensor]) -> ExportReport:
 def _check_sizes(pairs: Mapping[str, Pair], layout: str, family: Family) -> None:
     sizes: dict[str, set[float]] = {}
     for module, pair in pairs.items():
-        place = place_of(module, "diffusers" if layout == "diffusers" else "comfyui", family)
-        features = ((pair.up.shape[0], place.height), (pair.down.shape[1], place.linear.width))
+        linear, part = place_of(module, "diffusers" if layout == "diffusers" else "comfyui", family)
+        features = ((pair.up.shape[0], height_of(linear, part)), (pair.down.shape[1], linear.width))
         sizes[module] = {count / units for count, units in features if units}
     counts = Counter(size for hidden in sizes.values() for size in hidden)
     common = counts.most_common(1)[0][0] if counts else 0

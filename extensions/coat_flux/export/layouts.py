@@ -29,7 +29,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -56,19 +55,6 @@ class ExportError(UserError, ValueError):
     """A LoRA file that others cannot load, or that cannot be converted."""
 
 
-class Place(NamedTuple):
-    """A linear by its full names, and the index of its part; None: all of it."""
-
-    family: Family
-    linear: Linear
-    part: int | None
-
-    @property
-    def height(self) -> int:
-        """Output features in units of the hidden size; 0: another size."""
-        return sum(self.linear.heights) if self.part is None else self.linear.heights[self.part]
-
-
 @dataclass(frozen=True)
 class Pair:
     """One adapter: down [r, K], up [N, r], and scale = alpha / r."""
@@ -86,9 +72,9 @@ class Pair:
 # --- the linears under both names ---
 
 
-def _name_table() -> dict[str, dict[str, list[Place]]]:
-    """Layout → name with # for a block's number → the linears of that name, FLUX.1's first."""
-    table: dict[str, dict[str, list[Place]]] = {layout: {} for layout in LAYOUTS}
+def _name_table() -> dict[str, dict[str, list[tuple[Family, Linear, int | None]]]]:
+    """Layout → name with # for a block's number → families, linears of that name, parts (None: all), FLUX.1's first."""
+    table: dict[str, dict[str, list[tuple[Family, Linear, int | None]]]] = {layout: {} for layout in LAYOUTS}
     for family in FAMILIES.values():
         inside = [
             linear.within(f"{blocks.pattern}.#", f"{blocks.original}.#")
@@ -97,32 +83,40 @@ def _name_table() -> dict[str, dict[str, list[Place]]]:
         ]
         for linear in (*inside, *family.outside):
             for part, member in enumerate(linear.members):
-                table["diffusers"].setdefault(member, []).append(Place(family, linear, part))
-            table["comfyui"].setdefault(linear.name, []).append(Place(family, linear, None))
-            table["kohya"].setdefault(linear.name.replace(".", "_"), []).append(Place(family, linear, None))
+                table["diffusers"].setdefault(member, []).append((family, linear, part))
+            table["comfyui"].setdefault(linear.name, []).append((family, linear, None))
+            table["kohya"].setdefault(linear.name.replace(".", "_"), []).append((family, linear, None))
     return table
 
 
 _NAMES = _name_table()
 
 
-def place_of(name: str, layout: str = "diffusers", family: Family | None = None) -> Place:
-    """The linear that a layout calls `name`, of `family` if several have one; raises KeyError if none has."""
+def place_of(name: str, layout: str = "diffusers", family: Family | None = None) -> tuple[Linear, int | None]:
+    """The linear that a layout calls `name`, and which part of it (None: all); raises KeyError.
+
+    Of `family`, if several have one.
+    """
     number = _NUMBER.search(name)
     places = _NAMES[layout][_NUMBER.sub("#", name, count=1)]
-    place = next((each for each in places if each.family is family), places[0])
-    return place if number is None else place._replace(linear=place.linear.numbered(number[0]))
+    _, linear, part = next((place for place in places if place[0] is family), places[0])
+    return linear if number is None else linear.numbered(number[0]), part
+
+
+def height_of(linear: Linear, part: int | None) -> int:
+    """Output features in units of the hidden size; 0: another size."""
+    return sum(linear.heights) if part is None else linear.heights[part]
 
 
 def family_of(pairs: Mapping[str, Pair], layout: str) -> Family:
     """The model that most of a file's adapters fit; FLUX.1 if undecided."""
     counts = Counter({FLUX.transformer: 0})
     for name, pair in pairs.items():
-        for place in _NAMES[layout][_NUMBER.sub("#", name, count=1)]:
-            height, width = place.height, place.linear.width
+        for family, linear, part in _NAMES[layout][_NUMBER.sub("#", name, count=1)]:
+            height, width = height_of(linear, part), linear.width
             of_any_size = layout == "diffusers" or not (height and width)
             fits = of_any_size or pair.up.shape[0] * width == pair.down.shape[1] * height
-            counts[place.family.transformer] += fits
+            counts[family.transformer] += fits
     return FAMILIES[max(counts, key=counts.__getitem__)]
 
 
@@ -174,10 +168,10 @@ def read_pairs(tensors: Mapping[str, Tensor], layout: str) -> dict[str, Pair]:
             raise ExportError(f"{key}: ends in none of {', '.join(PARTS)}; only plain LoRA is understood")
         name, part = key.removeprefix(PREFIXES[layout]).removesuffix(f".{suffix}"), PARTS[suffix]
         try:
-            place = place_of(name, layout)
+            linear, _ = place_of(name, layout)
         except KeyError as error:
             raise ExportError(f"{key}: FLUX has no such linear; leave it out") from error
-        name = name if layout == "diffusers" else place.linear.name
+        name = name if layout == "diffusers" else linear.name
         if part in halves.setdefault(name, {}):
             raise ExportError(f"{key}: there are two {part} matrices of {name}; save the LoRA again")
         halves[name][part] = tensor
@@ -221,7 +215,7 @@ def fuse_all(pairs: Mapping[str, Pair]) -> dict[str, Pair]:
     """Adapters by the original's names in place of diffusers'; raises ExportError if parts differ in rank or scale."""
     grouped: dict[str, tuple[Linear, list[Pair | None]]] = {}
     for module, pair in pairs.items():
-        _, linear, index = place_of(module)
+        linear, index = place_of(module)
         assert index is not None
         _, members = grouped.setdefault(linear.name, (linear, [None] * len(linear.members)))
         members[index] = pair
@@ -257,7 +251,7 @@ def split_all(pairs: Mapping[str, Pair]) -> dict[str, Pair]:
     split: dict[str, Pair] = {}
     family = family_of(pairs, "comfyui")
     for name, pair in pairs.items():
-        linear = place_of(name, "comfyui", family).linear
+        linear, _ = place_of(name, "comfyui", family)
         members = linear.members
         if len(members) == 1:
             split[members[0]] = _renamed(linear, pair)

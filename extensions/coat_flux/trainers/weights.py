@@ -145,7 +145,7 @@ def _parts(name: str, rows: Tensor, hidden: int) -> dict[str, Tensor]:
         return {f"{ours.pattern}.{number}.{ours.norms[rest]}": rows}
     stem, _, kind = name.rpartition(".")
     try:
-        linear = place_of(stem, "comfyui", FLUX).linear
+        linear, _ = place_of(stem, "comfyui", FLUX)
     except KeyError as error:
         raise CheckpointError(f"has a tensor {name}, which FLUX.1 does not have; give another checkpoint") from error
     if linear.swapped:
