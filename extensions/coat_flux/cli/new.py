@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> None:
     if out.exists() or out.is_symlink():
         raise UsageError(f"{out}: is there already and is left as it is; write --out with another file, or --name")
     from ..plan.speed import Card, find_card
-    from ..plan.starter import PLACEHOLDER, look_at, made_up_word, make_starter
+    from ..plan.starter import PLACEHOLDER, Photos, made_up_word, make_starter
 
     if args.gpu is not None:
         card = find_card(args.gpu)
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> None:
             raise UsageError("--gpu: there is no CUDA GPU here to go by; name the card to train on, as --gpu 24")
         properties = torch.cuda.get_device_properties(0)
         card = Card(round(properties.total_memory / 1e9, 1), properties.name)
-    photos = look_at(args.dir) if args.dir else None
+    photos = Photos(args.dir) if args.dir else None
     trigger = args.trigger or made_up_word(name)
     text, origin, verdict = make_starter(photos, card, name, trigger, out.as_posix())
     try:

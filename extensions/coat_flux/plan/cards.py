@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ..base.names import COAT_OPTIMIZER
@@ -29,37 +29,35 @@ class Change(NamedTuple):
 Edit = Callable[[JobConfig], Change | None]  # None if it does not apply
 
 
-@dataclass(frozen=True)
 class CardFit:
-    """Whether and how a job fits a card."""
+    """Whether a job fits a card, or else the cheapest changes that make it fit.
 
-    card: Card
-    fits: bool  # the unchanged job
-    prediction: Prediction  # of the unchanged job
-    changes: tuple[Change, ...] = ()  # that together make it fit; empty if it fits, or none do
-    changed: Prediction | None = None  # with them
-    step_seconds: float | None = None  # of the job that fits; None if none does or the card's rates are unknown
-    run_seconds: float | None = None
+    Attributes:
+        prediction: of the unchanged job, which `fits` or not.
+        changes: that together make it fit; empty if it fits, or none do.
+        changed: the prediction with them.
+        step_seconds, run_seconds: of the job that fits; None if none does or the card's rates are unknown.
+    """
 
-
-def judge(facts: JobFacts, card: Card) -> CardFit:
-    """Whether a job fits a card, or else the cheapest changes that make it fit."""
-    memory = card.gb * 1e9
-    prediction = predict(facts, memory)
-    verdict = CardFit(card, prediction.peak <= card.room, prediction)
-    if not verdict.fits:
-        edits = _edits_that_fit(facts, card)
-        if not edits:
-            return verdict
-        changes = tuple(_applied(facts.job, edits))
-        facts = JobFacts(changes[-1].job, facts)
-        prediction = predict(facts, memory)
-        verdict = replace(verdict, changes=changes, changed=prediction)
-    if not card.bf16_tflops:
-        return verdict
-    step = step_seconds(facts, prediction.plan, card)
-    run = run_seconds(facts, prediction, card)
-    return replace(verdict, step_seconds=step, run_seconds=run)
+    def __init__(self, facts: JobFacts, card: Card):
+        memory = card.gb * 1e9
+        self.card, self.prediction = card, predict(facts, memory)
+        self.fits = self.prediction.peak <= card.room
+        self.changes: list[Change] = []
+        self.changed: Prediction | None = None
+        self.step_seconds: float | None = None
+        self.run_seconds: float | None = None
+        prediction = self.prediction
+        if not self.fits:
+            edits = _edits_that_fit(facts, card)
+            if not edits:
+                return
+            self.changes = _applied(facts.job, edits)
+            facts = JobFacts(self.changes[-1].job, facts)
+            prediction = self.changed = predict(facts, memory)
+        if card.bf16_tflops:
+            self.step_seconds = step_seconds(facts, prediction.plan, card)
+            self.run_seconds = run_seconds(facts, prediction, card)
 
 
 def remedies(

@@ -7,7 +7,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ from ..blocks.lora import DROPOUT
 from ..blocks.models import FLUX, FLUX2, HUB_MODELS, family_of, matches, target_names, trained_names
 from ..blocks.models.checkpoint import CheckpointError, flux_config, read_header
 from ..blocks.models.flux1 import OTHER_PARTS
-from ..blocks.sizes import FP32, Block, Tokens, aligned
+from ..blocks.sizes import FP32, LINEARS, Block, Tokens, aligned
 from ..config.findings import ConfigError
 from ..config.job import JobConfig
 from ..config.job_sections import DatasetSection
@@ -171,14 +171,29 @@ FLUX1_MLP_RATIO = 4
 VALUE_BYTES = {"bf16": 2, "fp32": FP32}
 
 
-class Data(NamedTuple):
-    """The training images."""
+class Data:
+    """The training images, or the largest possible ones if they are absent or refused.
 
-    pixels: int  # of the largest bucket
-    mean_pixels: float  # over an epoch
-    latents: int  # distinct (image, size, mirrored); 0 if the images are not here
-    captions: int  # distinct prompts, a dropped caption included
-    found: bool  # whether the folders are here
+    Attributes:
+        found: whether the folders are here.
+        pixels, mean_pixels: of the largest bucket, over an epoch.
+        latents: distinct (image, size, mirrored); 0 if the images are not here.
+        captions: distinct prompts, a dropped caption included.
+    """
+
+    def __init__(self, job: JobConfig):
+        report = inspect_datasets(job.datasets, job.trigger_word)
+        self.found = not report.errors  # `train` reports them
+        self.latents = self.captions = 0
+        if self.found:
+            pixels = [sample.bucket.width * sample.bucket.height for sample in report.samples]
+            captions = {sample.caption for sample in report.samples}
+            if any(entry.caption_dropout_rate > 0 for entry in job.datasets):
+                captions |= {sample.dropped_caption for sample in report.samples}
+            self.latents, self.captions = len(set(report.samples)), len(captions)
+        else:
+            pixels = [resolution**2 for entry in job.datasets for resolution in entry.resolution]
+        self.pixels, self.mean_pixels = max(pixels), sum(pixels) / len(pixels)
 
 
 class JobFacts:
@@ -206,7 +221,7 @@ class JobFacts:
         train, coat, datasets = job.train, job.coat, job.datasets
         self.job, self.on_cpu = job, job.device == "cpu"
         self.model = model = _model_of(job)
-        self.data = known.data if known is not None and _images(known.job) == _images(job) else _data(job)
+        self.data = known.data if known is not None and _images(known.job) == _images(job) else Data(job)
         self.targets = _adapted(job, model)
         self.trained = trained_sizes(job, model) if job.full else {}
         self.adapter_sizes = list(self.trained.values()) if job.full else _sizes_of_lora(self.targets, job)
@@ -326,60 +341,34 @@ def _images(job: JobConfig) -> list[DatasetSection]:
 
 
 def _blocks(model: ModelParts, targets: Sequence[Linear], rank: int, parameters: Collection[str]) -> tuple[Block, ...]:
-    ranks: dict[str, list[tuple[str, int]]] = {name: [] for name in model.block_names}
-    own: dict[str, list[str]] = {name: [] for name in model.block_names}
+    """The blocks as `read_block` describes those of a run, so that their bytes are counted once for both."""
+    inside: dict[str, list[str]] = {name: [] for name in model.block_names}
     outside = []
-    for linear in targets:
-        block, name = _within_block(linear.name)
-        if block in ranks:
-            ranks[block].append((name, rank))
+    for name in [*(linear.name for linear in targets), *parameters]:
+        block = ".".join(name.split(".", 2)[:2])
+        if block in inside:
+            inside[block].append(name.removeprefix(f"{block}."))
         else:
-            outside.append(linear.name)
-    for parameter in parameters:
-        block, name = _within_block(parameter)
-        if block in own:
-            own[block].append(name)
-        else:
-            outside.append(parameter.rpartition(".")[0])
+            outside.append(name.removesuffix(".weight").removesuffix(".bias"))
     embedding = any(name.split(".")[0] in model.family.conditioning for name in outside)
     trained = any(name in model.family.inputs for name in outside)
     kinds = {blocks.pattern: blocks.kind for blocks in model.family.lists}
     blocks = []
-    for name in model.block_names:
+    for name, names in inside.items():
+        kind = kinds[name.partition(".")[0]]
         block = Block(
-            kind=kinds[name.partition(".")[0]],
+            kind=kind,
             hidden=model.hidden,
             heads=model.config["num_attention_heads"],
             mlp=int(model.config.get("mlp_ratio", FLUX1_MLP_RATIO) * model.hidden),
-            ranks=tuple(ranks[name]),
+            ranks=tuple((linear, rank) for linear in LINEARS[kind] if linear in names),
             trained_input=trained,
             trained_embedding=embedding,
-            trained=tuple(own[name]),
+            trained=tuple(names) if parameters else (),
         )
         blocks.append(block)
         trained = block.trained_output
     return tuple(blocks)
-
-
-def _within_block(name: str) -> tuple[str, str]:
-    """`single_transformer_blocks.3.norm.linear` → `single_transformer_blocks.3`, `norm.linear`."""
-    pattern, _, rest = name.partition(".")
-    place, _, inside = rest.partition(".")
-    return f"{pattern}.{place}", inside
-
-
-def _data(job: JobConfig) -> Data:
-    """The training images, or the largest possible ones if they are absent or refused."""
-    report = inspect_datasets(job.datasets, job.trigger_word)
-    if report.errors:  # `train` reports them
-        sizes = [resolution**2 for entry in job.datasets for resolution in entry.resolution]
-        return Data(max(sizes), sum(sizes) / len(sizes), 0, 0, False)
-    samples = report.samples
-    pixels = [sample.bucket.width * sample.bucket.height for sample in samples]
-    captions = {sample.caption for sample in samples}
-    if any(entry.caption_dropout_rate > 0 for entry in job.datasets):
-        captions |= {sample.dropped_caption for sample in samples}
-    return Data(max(pixels), sum(pixels) / len(pixels), len(set(samples)), len(captions), True)
 
 
 # -- its saves --------------------------------------------------------------------------------------------------------

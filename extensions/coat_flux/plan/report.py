@@ -10,7 +10,7 @@ from ..base.text import GB, MB, columns
 from ..blocks.held import USABLE_FRACTION
 from ..blocks.sizes import block_bytes
 from ..config.job import JobConfig
-from .cards import CardFit, judge
+from .cards import CardFit
 from .job import JobFacts
 from .predict import PARTS, Prediction, predict
 from .speed import BF16_FRACTION, CARDS, FP8_FRACTION, Card
@@ -29,7 +29,7 @@ class Plan:
         limit = None if gpu is None or facts.on_cpu else gpu.gb * GB
         self.prediction = predict(facts, limit)
         on_gpu = JobFacts(replace(job, device="cuda"), facts) if facts.on_cpu else facts
-        self.verdicts = [judge(on_gpu, card) for card in (CARDS if gpu is None else (gpu,))]
+        self.verdicts = [CardFit(on_gpu, card) for card in (CARDS if gpu is None else (gpu,))]
 
 
 def as_text(plan: Plan) -> str:

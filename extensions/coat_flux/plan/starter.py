@@ -9,7 +9,6 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
 
 from ..config.findings import ConfigError
 from ..config.job import JobConfig
@@ -18,7 +17,7 @@ from ..config.rules import BUCKET_STEP
 from ..data.captions import PLACEHOLDERS, read_caption
 from ..data.files import DatasetError, find_images
 from ..data.images import PhotoFacts, survey
-from .cards import CardFit, judge
+from .cards import CardFit
 from .job import JobFacts
 from .predict import predict
 from .speed import Card
@@ -42,31 +41,28 @@ SMALLEST = 256
 MAX_PROMPT = 200
 
 
-class Photos(NamedTuple):
-    """The relevant properties of a folder of photos."""
+class Photos:
+    """A folder of photos, each of which is read; raises DatasetError if there is none, or one cannot be read.
 
-    folder: Path  # absolute
-    sides: tuple[float, ...]  # sqrt(width · height) of each photo, pixels
-    caption: str | None  # one of the captions, with `[trigger]` in it; None without captions
+    `sides`: sqrt(width · height) of each, pixels. `caption`: one of the captions, or None.
+    """
 
-
-def look_at(folder: Path) -> Photos:
-    """Read every photo of a folder; raises DatasetError if it has none, or one cannot be read."""
-    if not folder.is_dir():
-        raise DatasetError(f"{folder}: folder not found; name the folder of your photos")
-    paths = find_images(folder)
-    if not paths:
-        raise DatasetError(f"{folder}: has no photos (.jpg, .jpeg, .png, .webp); name the folder of your photos")
-    sides, errors = [], []
-    for photo in survey(paths).values():
-        if isinstance(photo, DatasetError):
-            errors.append(str(photo))
-        elif isinstance(photo, PhotoFacts):
-            sides.append(math.sqrt(math.prod(photo.size)))
-    if errors:
-        raise DatasetError("\n".join(errors))
-    caption = next((text for text in map(read_caption, paths) if text), None)
-    return Photos(folder.resolve(), tuple(sides), caption)
+    def __init__(self, folder: Path):
+        if not folder.is_dir():
+            raise DatasetError(f"{folder}: folder not found; name the folder of your photos")
+        paths = find_images(folder)
+        if not paths:
+            raise DatasetError(f"{folder}: has no photos (.jpg, .jpeg, .png, .webp); name the folder of your photos")
+        self.folder, self.sides = folder.resolve(), list[float]()
+        errors = []
+        for photo in survey(paths).values():
+            if isinstance(photo, DatasetError):
+                errors.append(str(photo))
+            elif isinstance(photo, PhotoFacts):
+                self.sides.append(math.sqrt(math.prod(photo.size)))
+        if errors:
+            raise DatasetError("\n".join(errors))
+        self.caption = next((text for text in map(read_caption, paths) if text), None)
 
 
 def made_up_word(name: str) -> str:
@@ -97,7 +93,7 @@ def make_starter(photos: Photos | None, card: Card, name: str, trigger: str, fil
     else:
         tried.sort(key=lambda made: -made[0])
     _, text, origin, facts = tried[-1]
-    return text, origin, judge(facts, card)
+    return text, origin, CardFit(facts, card)
 
 
 def _written(text: str, photos: Photos | None, card: Card, name: str, trigger: str, file: str) -> str:
