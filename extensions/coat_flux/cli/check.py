@@ -72,8 +72,8 @@ def check(args: argparse.Namespace) -> int:
     elif host is None:
         host = able[0] if able else STANDALONE
     errors = _errors(findings[host])
-    warnings = [item.line() for item in findings[host] if item.severity != "error"]
-    failed = print_findings([item.line() for item in errors], warnings)
+    warnings = [item for item in findings[host] if item.severity != "error"]
+    failed = print_findings([item.line() for item in errors], [item.line() for item in warnings])
     if host in sound and not args.no_data:
         from ..data.preflight import check_data
 
@@ -146,15 +146,14 @@ def data(args: argparse.Namespace) -> int:
     if args.data.is_file():
         for flag in ("resolution", "caption_ext", "trigger"):
             if getattr(args, flag) is not None:
-                text = f"{args.data} is a file that says so itself; leave the option out, or name a folder"
+                text = f"is what {args.data} says; leave the option out, or name a folder"
                 raise UsageError(f"--{flag.replace('_', '-')}: {text}")
         job = load_job_yaml(args.data)
         errors = [_errors(check_job_dict(job, file=str(args.data), trainer=host)) for host in TRAINERS]
         if all(errors):  # refused by both trainers: the stand-alone one's findings
             raise ConfigError(errors[0])
         process = job["config"]["process"][0]
-        process["name"] = process.get("name") or job["config"]["name"]
-        name = process["name"]
+        name = process["name"] = process.get("name") or job["config"]["name"]
         report = inspect_process(process)
     else:
         name = args.data.resolve().name

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .findings import Findings, closest
+from .findings import Findings
 from .options import FORMATS, INT8, Option, build, choice, key, options_of, parse_keys, switch, to_plain
 
 if TYPE_CHECKING:
@@ -318,11 +318,10 @@ def check_combinations(config: COATConfig, path: str, findings: Findings) -> Non
         refuse("weight.granularity", "is for e4m3 and e5m2; nvfp4 has a scale for each 16 numbers; remove it")
     if stored == INT8 and activation.wgrad_format != "bf16":
         refuse("activation.wgrad_format", "is not for int8; write bf16, or inputs in e4m3")
+    parts = Option("", None, "choice", choices=RESUME_PARTS)
     for part in config.resume.allow:
-        if part not in RESUME_PARTS:
-            near = closest(part, RESUME_PARTS)
-            remedy = f"did you mean '{near}'?" if near else f"write {RESUME_PARTS[0]}, for example"
-            findings.add(f"{path}.resume.allow", f"each must be one of {', '.join(RESUME_PARTS)}; {remedy}", part)
+        if refusal := parts.refusal(part):
+            findings.add(f"{path}.resume.allow", refusal, part)
 
     if not activation.use_fp8:
         if activation.min_sqnr_db is not None:
@@ -337,13 +336,10 @@ def check_combinations(config: COATConfig, path: str, findings: Findings) -> Non
         if given("weight.granularity") and weight.granularity == "per_tensor":
             refuse("weight.granularity", "int8 has one scale per row; remove it")
     else:
-        text = f"is for weights in int8, and weight.format is {stored}"
         if activation.format == INT8:
-            refuse("activation.format", f"{text}; write int8 there too, or another format")
+            refuse("activation.format", "is for weight.format: int8; write int8 there too, or another format")
         if activation.grad_format == INT8:
-            refuse("activation.grad_format", f"{text}; write e5m2, e4m3 or bf16")
-        formats = {"activation.format": activation.format, "activation.grad_format": activation.grad_format}
-        keys = " and ".join(key for key, value in formats.items() if value == "e5m2")
-        if stored == "e5m2" and keys:
-            text = f"no GPU multiplies e5m2 by e5m2, as in {keys}; write e4m3, or {keys}: e4m3"
-            refuse("weight.format", text)
+            refuse("activation.grad_format", "is for weight.format: int8; write e5m2, e4m3 or bf16")
+        for key in ("activation.format", "activation.grad_format"):
+            if stored == getattr(activation, key.partition(".")[2]) == "e5m2":
+                refuse("weight.format", f"no GPU multiplies e5m2 by e5m2, as in {key}; write e4m3, or {key}: e4m3")

@@ -132,14 +132,7 @@ class EMASection:
 
 @dataclass(frozen=True)
 class TrainSection:
-    """`train`.
-
-    `timestep_type` names the table of 1000 noise levels, high to low, from which a step draws: `sigmoid` draws 1 -
-    sigmoid(N(0, 1)); `linear` is even; `weighted` too, with a loss weight per level; `shift`, `flux_shift` and
-    `lumina2_shift` are the scheduler's shift (by resolution if dynamic); `lognorm_blend` is 3/4 log-normal and 1/4
-    even; `one_step` … `eight_step` use that many evenly spaced levels. `content_or_style` bends the draw: `content` to
-    high noise, `style` to low.
-    """
+    """`train`; what `timestep_type` and `content_or_style` draw: `trainers/standalone/flow_matching.py`."""
 
     batch_size: int = key(1, "int", minimum=1)
     steps: int = key(1000, "int", minimum=1)
