@@ -9,7 +9,6 @@ import ast
 import sys
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
-from pathlib import Path
 
 from tests.architecture.sources import ROOT, Import, Source, library_sources, repository_files
 
@@ -91,21 +90,7 @@ def _place(source: Source, found: Import) -> str:
     return f"{source.name}:{found.line} imports {found.module}"
 
 
-def test_the_import_reader_sees_every_form() -> None:
-    """A rule that never fires protects nothing."""
-    text = (
-        "import torch.nn\nfrom ...config.values import x\ndef f():\n    from toolkit.config import load\n"
-        "    importlib.import_module('.a.b', __package__)\n"
-    )
-    inside = "coat_flux.trainers.standalone"
-    for module, file in ((f"{inside}.trainer", "trainer.py"), (inside, "__init__.py")):
-        found = Source(Path(file), module, ast.parse(text)).imports()
-        assert sorted((one.line, one.module, one.relative) for one in found) == [
-            (1, "torch.nn", False),
-            (2, "coat_flux.config.values.x", True),
-            (4, "toolkit.config.load", False),
-            (5, f"{inside}.a.b", True),
-        ]
+def test_every_module_has_its_place() -> None:
     assert {_unit(source.module) for source in MODULES} == set(LAYERS), "give every module its place in ORDER"
 
 

@@ -11,8 +11,6 @@ import yaml
 from PIL import Image
 
 from coat_flux.cli.entry import main
-from coat_flux.plan.cards import CardFit
-from coat_flux.plan.predict import predict
 from coat_flux.plan.starter import PLACEHOLDER, made_up_word
 from tests.reliability.bad_configs import check_job_file
 
@@ -50,8 +48,9 @@ def test_writes_what_check_accepts(
     fits: bool,
 ) -> None:
     if not fits:  # without the long search for changes that fit
-        search = lambda facts, card: CardFit(card, False, predict(facts, card.gb * 1e9))  # noqa: E731
-        monkeypatch.setattr("coat_flux.plan.starter.judge", search)
+        candidates = {f"flux_clothing_coat_{gb}gb.yaml": 0 for gb in (16, 8)}
+        monkeypatch.setattr("coat_flux.plan.starter.CANDIDATES", candidates)
+        monkeypatch.setattr("coat_flux.plan.cards._edits_that_fit", lambda *_: [])
     out = tmp_path / "first one.yaml"
     assert main(["new", str(folder), "--gpu", str(gb), "--out", str(out)]) == 0
     text = capsys.readouterr().out
@@ -78,7 +77,7 @@ def test_never_overwrites(folder: Path, tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_without_photos_check_asks_for_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "empty.yaml"
-    assert main(["new", "--gpu", "24", "--trigger", "zxq", "--name", "skirt", "--out", str(out)]) == 0
+    assert main(["new", "--gpu", "16", "--trigger", "zxq", "--name", "skirt", "--out", str(out)]) == 0
     assert f"Put your photos' folder in place of {PLACEHOLDER}" in capsys.readouterr().out
     assert (process(out)["trigger_word"], process(out)["train"]["steps"]) == ("zxq", 1500)
     assert process(out)["datasets"][0]["folder_path"] == PLACEHOLDER

@@ -125,6 +125,7 @@ def test_the_plan_is_the_run(folder: Path, name: str) -> None:
     raw["config"]["process"][0]["device"] = device
     facts_of = runner_module.shown_by
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("coat_flux.plan.job.TEXT_TOKENS", 112)
         patch.setattr("coat_flux.plan.predict._held", lambda facts: {"all": HELD, "optimizer": optimizer_bytes(facts)})
         patch.setattr("coat_flux.plan.predict.LIBRARY_WORKSPACE", {True: 0, False: 0})
         patch.setattr(runner_module, "shown_by", lambda args: {**facts_of(args), "device": device})

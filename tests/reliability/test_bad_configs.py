@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -58,13 +56,3 @@ def test_the_config_they_are_made_from_has_no_finding(
     assert main(["check", str(path), "--host", trainer, "--no-data", "--elsewhere"]) == 0
     out, err = capsys.readouterr()
     assert (err, "'run' would train 1500 steps into output" in out) == ("", True)
-
-
-def test_the_real_command_answers_with_exit_code_2(tmp_path: Path) -> None:
-    path = tmp_path / "job.yaml"
-    path.write_text(yaml_of(job_with({"train.stpes": 1})), encoding="utf-8")
-    command = [sys.executable, "-m", "coat_flux.cli", "check", str(path), "--host", "standalone"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert "config.process[0].train.stpes: unknown key; did you mean" in line

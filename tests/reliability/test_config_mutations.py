@@ -154,7 +154,7 @@ def test_the_known_keys_are_many_and_the_configs_have_no_error() -> None:
 
 
 @pytest.mark.parametrize("trainer", BOTH)
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(place=st.sampled_from(KEYS), how=st.integers(0, 7), where=st.integers(0, 40))
 def test_a_renamed_key_is_always_named(trainer: str, place: tuple[int, Path_], how: int, where: int) -> None:
     i, path = place
@@ -170,7 +170,7 @@ def test_a_renamed_key_is_always_named(trainer: str, place: tuple[int, Path_], h
 
 
 @pytest.mark.parametrize("trainer", BOTH)
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(data=st.data())
 def test_mutated_jobs_are_answered_and_no_key_of_an_accepted_one_is_ignored(trainer: str, data: st.DataObject) -> None:
     job = copy.deepcopy(data.draw(st.sampled_from(JOBS)))
