@@ -43,20 +43,12 @@ class Prediction:
     """Memory of a run."""
 
     phases: dict[str, dict[str, int]]  # load, cache, sample (if images are drawn), step, save: peak bytes by part
+    peak: int  # the largest phase's total, bytes on the device
     ram_bytes: int  # the most that the process holds in CPU memory
     disk_bytes: int  # of the run and its caches, without the model's own files
     plan: BlockPlan
+    recomputed: tuple[int, ...]  # indices of the blocks that recompute
     assumptions: tuple[str, ...] = ()
-
-    @property
-    def recomputed(self) -> tuple[int, ...]:
-        """Indices of the blocks that recompute."""
-        return tuple(self.plan.recomputed or ())
-
-    @property
-    def peak(self) -> int:
-        """The largest phase's total, bytes on the device."""
-        return max(sum(parts.values()) for parts in self.phases.values())
 
 
 def predict(facts: JobFacts, device_bytes: float | None = None, recomputed: Sequence[int] | None = None) -> Prediction:
@@ -75,8 +67,9 @@ def predict(facts: JobFacts, device_bytes: float | None = None, recomputed: Sequ
         assumptions.append(f"the images are not here: {taken}")
     if facts.job.coat.activation.flow == "fused" and "generic" in {each.flow for each in facts.settings}:
         assumptions.append("network.dropout: blocks take the generic flow, which keeps more than the fused one")
-    ram = _ram(facts, max(sum(parts.values()) for parts in phases.values()))
-    return Prediction(phases, ram, _disk(facts), plan, tuple(assumptions))
+    peak = max(sum(parts.values()) for parts in phases.values())
+    disk, recomputes = _disk(facts), tuple(plan.recomputed or ())
+    return Prediction(phases, peak, _ram(facts, peak), disk, plan, recomputes, tuple(assumptions))
 
 
 def _sum(*held: Mapping[str, int]) -> dict[str, int]:
