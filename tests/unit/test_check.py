@@ -293,11 +293,7 @@ def test_whoever_is_meant_judges(command: Any, tmp_path: Path) -> None:
     [
         {"datasets.0.mask_path": "."},
         {"model.is_flux": False, "model.arch": "flux_kontext", "datasets.0.control_path": "."},
-        {
-            "model": {"name_or_path": "models/sdxl", "is_xl": True},
-            "train.noise_scheduler": "ddpm",
-            "sample.sampler": "ddpm",
-        },
+        {"model": {"name_or_path": "sdxl", "is_xl": True}, "train.noise_scheduler": "ddpm", "sample.sampler": "ddpm"},
         {"type": "concept_slider", "training_folder": ..., "datasets": "x", "train": 5},
     ],
 )

