@@ -84,7 +84,7 @@ def check_job_file(path: Path, **keywords: Any) -> list[Finding]:
     try:
         return check_job_dict(load_job_yaml(path), file=str(path), **keywords)
     except ConfigError as error:
-        return list(error.found)
+        return list(error.findings)
 
 
 def yaml_of(job: dict[str, Any]) -> str:

@@ -51,7 +51,7 @@ def block_with(key: str, value: object) -> dict[str, Any]:
 def findings(block: object) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         COATConfig.from_dict(block, file="f.yaml")
-    return list(caught.value.findings)
+    return str(caught.value).splitlines()
 
 
 # -- single options ----------------------------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ def test_use_fp8_is_the_master_switch(block: dict, params: dict, expected: tuple
 def test_optimizer_params_are_checked_as_strictly(params: Any, key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         COATConfig().optimizer_config(params, file="f.yaml")
-    (item,) = caught.value.found
+    (item,) = caught.value.findings
     assert item.key == f"train.optimizer_params{key}"
 
 

@@ -221,7 +221,7 @@ def test_samples_are_filled_in_as_ai_toolkit_does() -> None:
 def keys_refused(raw: dict[str, Any]) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         JobConfig.from_dict(raw)
-    return [item.key.removeprefix("config.process[0].") for item in caught.value.found]
+    return [item.key.removeprefix("config.process[0].") for item in caught.value.findings]
 
 
 def test_all_errors_of_a_job_come_together_and_it_has_one_entry() -> None:

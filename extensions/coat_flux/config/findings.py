@@ -39,13 +39,11 @@ class Finding:
 
 
 class ConfigError(UserError, ValueError):
-    """A config that cannot be run; the message has a line per finding (`findings`; as objects: `found`)."""
+    """A config that cannot be run; the message has a line per finding."""
 
-    def __init__(self, found: str | Iterable[str | Finding]):
-        items = (found,) if isinstance(found, str) else tuple(found)
-        self.found = tuple(item for item in items if isinstance(item, Finding))
-        self.findings = tuple(item.line() if isinstance(item, Finding) else item for item in items)
-        super().__init__("\n".join(self.findings))
+    def __init__(self, problem: str | Iterable[Finding]):
+        self.findings = () if isinstance(problem, str) else tuple(problem)
+        super().__init__(problem if isinstance(problem, str) else "\n".join(item.line() for item in self.findings))
 
 
 class Findings:
