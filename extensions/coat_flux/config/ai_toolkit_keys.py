@@ -22,16 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from .findings import ConfigError, Findings, suggest_key
-from .options import Option, as_entries, as_mapping
+from .options import OPTION_KINDS, Option, as_entries, as_mapping
 
 TABLE = Path(__file__).with_suffix(".tsv")
 PROCESS, NETWORK_KWARGS = "process", "network_kwargs"
 ANY_CASE = ("optimizer", "type")  # ai-toolkit lowers these before it compares
 OWN_KEYS = ("coat", "validation")  # of the process entry; read by this package
 OWN_KINDS = {("TrainConfig", "fused_backward"): "bool"}  # of keys in ai-toolkit's blocks; read by this package
-OPTION_KINDS = {"bool": "bool", "int": "int", "number": "float", "str": "str", "dict": "mapping"}
-WORDS = {"int": "a whole number", "number": "a number", "str": "a string", "list": "a list"}
-WORDS |= {"bool": "true or false", "dict": "a block of keys"}
+KIND_OF_OPTION = {"number": "float", "dict": "mapping"}  # the table's word for a kind → that of `Option`
 ROOT_VARIABLE = "AI_TOOLKIT_ROOT"
 CLASSES_FILE = "toolkit/config_modules.py"
 SOURCES = (
@@ -133,8 +131,12 @@ def check_keys(raw: Any, path: str, toolkit: Toolkit, findings: Findings, block:
 def check_value(value: Any, path: str, place: tuple[str, str], kind: str, toolkit: Toolkit, findings: Findings) -> None:
     """Check one value against its kind, its range and its choices; `place` is its block and key."""
     choices, limits = VALUES.get(place, ((), {}))
-    if refusal := wrong_kind(value, kind, limits):
-        findings.add(path, refusal, value)
+    kinds = [KIND_OF_OPTION.get(each, each) for each in kind.removesuffix("?").split("|")]
+    nullable = kind.endswith("?") or kind == "any"
+    refusals = [Option("", None, each, nullable=nullable, **limits).refusal(value) for each in kinds]
+    if None not in refusals:
+        names = " or ".join(OPTION_KINDS[each][0] for each in kinds)
+        findings.add(path, f"must be {names}; write one" if len(kinds) > 1 else refusals[0], value)
         return
     word = value
     if isinstance(value, str) and place[1] in ANY_CASE:
@@ -143,25 +145,8 @@ def check_value(value: Any, path: str, place: tuple[str, str], kind: str, toolki
         word = value.partition("|")[0]  # uint3|a/recovery/adapter
     if not choices or word is None:
         return
-    refusal = Option(place[1], None, "choice", choices=choices).refusal(word)
+    refusal = Option("", None, "choice", choices=choices).refusal(word)
     if refusal is not None and toolkit.version == VERSION:
         findings.add(path, refusal, value)
     elif refusal is not None:
         findings.warn(path, f"not a value of the ai-toolkit we know, yours is {toolkit.version}: {refusal}", value)
-
-
-def wrong_kind(value: Any, kind: str, limits: Mapping[str, float]) -> str | None:
-    """Return why `value` is not of `kind`, as `<rule>; <remedy>`, or None."""
-    kinds, nullable = kind.removesuffix("?").split("|"), kind.endswith("?")
-    if value is None and nullable:
-        return None
-    if kinds == ["any"]:
-        return "must not be a block; write one value after the colon" if isinstance(value, Mapping) else None
-    if len(kinds) == 1 and kinds[0] in OPTION_KINDS:
-        return Option("", None, OPTION_KINDS[kinds[0]], nullable=nullable, **limits).refusal(value)
-    for single in kinds:
-        if single == "list" and isinstance(value, (list, tuple)):
-            return None
-        if single != "list" and wrong_kind(value, single, {}) is None:
-            return None
-    return f"must be {' or '.join(WORDS[single] for single in kinds)}; write one"

@@ -48,7 +48,7 @@ class Option:
 
     Args:
         key: dotted if nested.
-        kind: one of `_KINDS`.
+        kind: one of `OPTION_KINDS`.
         choices: allowed values, the default first.
         example: a typical value for an option without default; suggested in place of a wrong one.
     """
@@ -86,6 +86,8 @@ class Option:
             return value
         if kind == "mapping" and isinstance(value, Mapping):
             return dict(value)
+        if (kind == "list" and is_list) or (kind == "any" and not isinstance(value, Mapping)):
+            return value
         if kind == "colour" and isinstance(value, str):
             colour = value.lower()
             if colour in COLOURS or re.fullmatch("#[0-9a-f]{6}", colour):
@@ -101,7 +103,7 @@ class Option:
         are_names = is_list and all(isinstance(item, str) and item for item in value)
         if are_names and (kind == "strings" or (kind == "count or names" and value)):
             return tuple(value)
-        raise self.error(_KINDS[kind][1])
+        raise self.error(OPTION_KINDS[kind][1])
 
     def refusal(self, value: Any) -> str | None:
         """Return why `value` is refused, as `<rule>; <remedy>`, or None."""
@@ -126,7 +128,7 @@ class Option:
             limits.append(f"below {self.below:g}")
         if self.multiple_of is not None:
             limits.append(f"a multiple of {self.multiple_of}")
-        text = f"must be {_KINDS[self.kind][0]}"
+        text = f"must be {OPTION_KINDS[self.kind][0]}"
         if self.choices:
             text = f"must be one of {', '.join(map(_bare, self.choices))}"
         elif limits:
@@ -189,7 +191,7 @@ def blocks(cls: type) -> Any:
 
 
 # kind → its name in a rule, and the remedy for another kind
-_KINDS = {
+OPTION_KINDS = {
     "bool": ("true or false", "write true or false, without quotes"),
     "int": ("a whole number", "write a number"),
     "float": ("a number", "write a number"),
@@ -202,6 +204,8 @@ _KINDS = {
     "blocks": (f"{', '.join(BLOCK_WORDS)}, or a whole number", "write a number"),
     "betas": ("a list of two numbers, each", "write [0.9, 0.999], for example"),
     "mapping": ("a block of keys", "write its keys below it, indented"),
+    "list": ("a list", "write one in brackets"),  # this and the next only in ai-toolkit's blocks
+    "any": ("a single value", "write one value after the colon"),
 }
 
 
