@@ -1,4 +1,4 @@
-"""Pages and configs: the option table is the code's, files named exist, and every YAML in configs/ is one to run."""
+"""Pages and configs: the option table is the code's, files named exist, configs name every option."""
 
 from __future__ import annotations
 
@@ -70,14 +70,6 @@ def test_every_file_of_the_maps_exists():
         bases = [ROOT, ROOT / folder, ROOT / folder / "ops"]
         assert len(named) > 10
         assert sorted(name for name in named if not any((base / name).exists() for base in bases)) == []
-
-
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
-def test_config_parses(path):
-    job = JobConfig.load(path)
-    assert job.file == str(path)
-    assert job.name
-    assert job.train.steps > 0
 
 
 @pytest.mark.parametrize("name", ["flux_clothing_coat.yaml", "flux_clothing_tiny.yaml"])
