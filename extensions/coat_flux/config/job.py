@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -114,10 +114,8 @@ class JobConfig:
             findings.add("config.process", text)
         process, name = processes[0], plain["config"]["name"]
         meta = plain["meta"] if isinstance(plain.get("meta"), Mapping) else {}
-        job = build(
-            cls, process, path, findings, rows=AI_TOOLKIT_ROWS, file=file, meta=dict(meta), raw=plain, written=plain
-        )
-        job = replace(job, full=is_full(process))
+        own = {"file": file, "meta": dict(meta), "raw": plain, "written": plain, "full": is_full(process)}
+        job = build(cls, process, path, findings, rows=AI_TOOLKIT_ROWS, **own)
         coat = _coat_in_force(job, f"{path}.coat", findings)
         job = replace(_completed(job, name, path, findings), coat=coat)
         check_combinations(job.coat, f"{path}.coat", findings)
@@ -146,11 +144,11 @@ AI_TOOLKIT_ROWS = {  # of keys that the stand-alone trainer knows: supported, un
 
 def coat_of_entry(process: Mapping[str, Any], file: str) -> COATConfig:
     """The `coat:` block of a process entry as it applies inside ai-toolkit; raises ConfigError."""
-    path, findings = "config.process[0].coat", Findings(file)
-    coat = build(COATConfig, process.get("coat"), path, findings)
-    check_combinations(coat, path, findings)
-    findings.raise_if_any()
-    return _coat_of_full(coat, path, findings.given) if is_full(process) else coat
+    coat = COATConfig.from_dict(process.get("coat"), file=file, key_path="config.process[0].coat")
+    if not is_full(process):
+        return coat
+    optimizer = (process.get("coat") or {}).get("optimizer") or {}
+    return _coat_of_full(coat, keeps_rounding="stochastic_rounding" in optimizer)
 
 
 def _coat_in_force(job: JobConfig, path: str, findings: Findings) -> COATConfig:
@@ -170,21 +168,21 @@ def _coat_in_force(job: JobConfig, path: str, findings: Findings) -> COATConfig:
         )
     elif f"{path}.optimizer" not in findings.given and not optimizer:
         coat = replace(coat, optimizer=replace(coat.optimizer, use_fp8=False))
-    return _coat_of_full(coat, path, findings.given) if job.full else coat
+    if not job.full:
+        return coat
+    return _coat_of_full(coat, keeps_rounding=f"{path}.optimizer.stochastic_rounding" in findings.given)
 
 
-def _coat_of_full(coat: COATConfig, path: str, given: Collection[str]) -> COATConfig:
-    """The block as it applies to full fine-tuning; `given` holds the keys present in the job.
+def _coat_of_full(coat: COATConfig, *, keeps_rounding: bool) -> COATConfig:
+    """The block as it applies to full fine-tuning.
 
     Trained weights change in every step, so blocks take the generic flow. bf16 weights are rounded stochastically by
     default, since most updates are smaller than half a bf16 step.
     """
     optimizer = coat.optimizer
-    if f"{path}.optimizer.stochastic_rounding" not in given:
-        optimizer = replace(optimizer, stochastic_rounding=True)
     return replace(
         coat,
-        optimizer=optimizer,
+        optimizer=optimizer if keeps_rounding else replace(optimizer, stochastic_rounding=True),
         activation=replace(coat.activation, flow="generic"),
         speed=replace(coat.speed, cuda_graphs="never", measure="never"),
         fallback="error" if coat.fallback == "error" else "bf16",
