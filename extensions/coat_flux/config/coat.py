@@ -340,6 +340,7 @@ def check_combinations(config: COATConfig, path: str, findings: Findings) -> Non
             refuse("activation.format", "is for weight.format: int8; write int8 there too, or another format")
         if activation.grad_format == INT8:
             refuse("activation.grad_format", "is for weight.format: int8; write e5m2, e4m3 or bf16")
-        for key in ("activation.format", "activation.grad_format"):
-            if stored == getattr(activation, key.partition(".")[2]) == "e5m2":
-                refuse("weight.format", f"no GPU multiplies e5m2 by e5m2, as in {key}; write e4m3, or {key}: e4m3")
+        formats = {"activation.format": activation.format, "activation.grad_format": activation.grad_format}
+        keys = " and ".join(key for key, value in formats.items() if value == "e5m2")
+        if stored == "e5m2" and keys:
+            refuse("weight.format", f"no GPU multiplies e5m2 by e5m2, as in {keys}; write e4m3, or {keys}: e4m3")
