@@ -112,7 +112,8 @@ def test_the_update_is_in_backward_and_a_loss_that_is_not_finite_changes_nothing
     process.optimizer = SimpleNamespace(optimizer=FP8AdamW(group["params"], lr=1e-2))  # as accelerate wraps it
     process.train_config = SimpleNamespace(max_grad_norm=1e9)
     process.get_conf = lambda key, default=None: {"fused_backward": True}
-    watch: Any = SimpleNamespace(phases=SimpleNamespace(hold=lambda *_: None), begin_update=lambda: None)
+    phases = SimpleNamespace(held=SimpleNamespace(add=lambda *_: None))
+    watch: Any = SimpleNamespace(phases=phases, begin_update=lambda: None)
     full.begin(process, watch)
     inner = process.optimizer.optimizer
     assert len(inner.state_dict()["state"]) == len(full.trained)

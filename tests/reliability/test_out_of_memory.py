@@ -64,10 +64,10 @@ class Training:
         self.lora = lora_parameters(self.model)
         self.optimizer = FP8AdamW(self.lora.values(), lr=1e-3)
         self.phases = PhaseTracker(CPU, None, counts=False)
-        self.phases.hold("transformer", self.model, module_tensors)
-        self.phases.hold("lora", self.model, trained)
-        self.phases.hold("gradients", self.model, gradients)
-        self.phases.hold("optimizer", self.optimizer, state_tensors)
+        self.phases.held.add("transformer", self.model, module_tensors)
+        self.phases.held.add("lora", self.model, trained)
+        self.phases.held.add("gradients", self.model, gradients)
+        self.phases.held.add("optimizer", self.optimizer, state_tensors)
         self.phases.enter("step")
 
     def step(self) -> None:

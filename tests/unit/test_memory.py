@@ -120,8 +120,8 @@ def test_saved_activations_are_what_a_forward_pass_added_but_gradients(gpu: Fake
     model = nn.Linear(16, 16, bias=False)
     tracker = PhaseTracker(torch.device("cuda"), tmp_path / "memory.json")
     tracker.held = HeldParts(CPU)  # the tensors are on the CPU, the numbers are the fake's
-    tracker.hold("lora", model, trained)
-    tracker.hold("gradients", model, gradients)
+    tracker.held.add("lora", model, trained)
+    tracker.held.add("gradients", model, gradients)
     tracker.enter("step")
     model.weight.grad = torch.zeros_like(model.weight)
     gpu.take(2 * 1024)

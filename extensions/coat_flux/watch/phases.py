@@ -28,14 +28,14 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..base.files import write_file
 from ..blocks.held import SAVED, HeldParts, HeldTensors, module_tensors
@@ -96,7 +96,7 @@ class PhaseTracker:
     """Follows the memory of `device` through a run's phases.
 
     `path` None (every process but the main one) writes nothing; `counts` is False for compiled models, whose operators
-    cannot be counted. `baseline` is the memory in use before the run; `moment` names that of the step.
+    cannot be counted. `held` counts by part; `baseline` is the memory in use before the run, `moment` the step's.
     """
 
     def __init__(self, device: torch.device, path: Path | None, *, counts: bool = True):
@@ -123,9 +123,9 @@ class PhaseTracker:
         """Count models that come and go; all parts are counted whenever one of them first runs in a phase."""
         watched = list(text_encoders)
         for encoder in watched:
-            self.hold("text encoders", encoder, module_tensors)
+            self.held.add("text encoders", encoder, module_tensors)
         if vae is not None:
-            self.hold("vae", vae, module_tensors)
+            self.held.add("vae", vae, module_tensors)
             halves = (getattr(vae, name, None) for name in ("encoder", "decoder"))
             watched += [half for half in halves if isinstance(half, nn.Module)]
 
@@ -136,10 +136,6 @@ class PhaseTracker:
 
         for module in watched:
             module.register_forward_pre_hook(count)
-
-    def hold(self, part: str, owner: Any, tensors: Callable[[Any], Iterable[Tensor]]) -> None:
-        """Count the tensors of `owner`, for as long as it lives, under `part`: `HeldParts.add`."""
-        self.held.add(part, owner, tensors)
 
     @property
     def peak(self) -> int:

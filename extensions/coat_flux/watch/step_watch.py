@@ -64,10 +64,10 @@ class StepWatch:
         norms: Norms = tensor_norms,
     ) -> None:
         if network is not None:
-            phases.hold("lora", network, trained)
-            phases.hold("gradients", network, gradients)
+            phases.held.add("lora", network, trained)
+            phases.held.add("gradients", network, gradients)
         if optimizer is not None:
-            phases.hold("optimizer", optimizer, state_tensors)
+            phases.held.add("optimizer", optimizer, state_tensors)
         self.phases = phases
         self.guard = RunGuard(config.guard, lora, log.info, norms)
         self._options, self._memory, self._report = config.guard, config.memory, report

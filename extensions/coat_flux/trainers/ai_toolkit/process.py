@@ -178,7 +178,7 @@ class CoatFluxTrainer(HostTrainer):
             with suppress(ConfigError):  # a job only ai-toolkit can run
                 reserve = outside_bytes(JobFacts(self._job_config()))  # for sampling
                 BlockRunner.of(self.sd.unet).expect(reserve_bytes=reserve)
-        self._phases.hold("transformer", self.sd.unet, module_tensors)
+        self._phases.held.add("transformer", self.sd.unet, module_tensors)
         self._phases.hold_models(getattr(self.sd, "vae", None), self._text_encoders())
 
     def _text_encoders(self) -> list[Any]:

@@ -111,7 +111,7 @@ class Session:
         log.info(f"Loading the transformer of {model.name_or_path}")
         self.transformer, self.lora, self.report = _prepare_transformer(job, workers, self.dtype, log)
         self.objective = Objective(self.transformer, train, encoders.scheduler, job.seed, self.dtype)
-        phases.hold("transformer", self.transformer, module_tensors)
+        phases.held.add("transformer", self.transformer, module_tensors)
         self.identity = identity
         if identity["model"]["fingerprint"] is None:  # downloaded just now
             self.identity = {**identity, "model": model_identity(model.name_or_path)}
@@ -141,7 +141,7 @@ class Session:
             train.lr_scheduler_params,
         )
         if job.full:
-            phases.hold("gradients", self.transformer, gradients)
+            phases.held.add("gradients", self.transformer, gradients)
             make_states(self.optimizer, self.transformer)
         self.watch = StepWatch(
             job.coat,
@@ -180,7 +180,7 @@ class Session:
                 use_feedback=train.ema_config.use_feedback,
                 param_multiplier=train.ema_config.param_multiplier,
             )
-            phases.hold("ema", self.ema, lambda average: average.shadow.values())
+            phases.held.add("ema", self.ema, lambda average: average.shadow.values())
         self.fused: UpdateInBackward | None = None
         if train.fused_backward:
             self.fused = UpdateInBackward(
