@@ -30,9 +30,9 @@ from coat_core.ops.launch import recorded_launches
 from coat_core.ops.scaled_mm import scaled_mm, unsupported_reason
 from coat_flux.base.files import write_file
 from coat_flux.bench import worker
-from coat_flux.bench.configurations import OK
+from coat_flux.bench.configurations import CPU_CALLS, OK
 from coat_flux.bench.limits import ATTENTION_STEP, HEAD_DIM, Geometry, known_card, token_count
-from coat_flux.bench.timing import CPU_CALLS, SEED, time_calls
+from coat_flux.bench.measure import SEED, time_calls
 from coat_flux.plan.speed import Card
 
 Case = functools.partial[Any]

@@ -23,8 +23,7 @@ from coat_flux.base.names import COAT_OPTIMIZER
 from coat_flux.bench import worker
 from coat_flux.bench.configurations import STEP, Configuration
 from coat_flux.bench.limits import Geometry
-from coat_flux.bench.measure import TORCHS_PRECISION, Sizes, release
-from coat_flux.bench.timing import SEED, wait
+from coat_flux.bench.measure import SEED, TORCHS_PRECISION, Sizes, release, wait
 from coat_flux.blocks.models.flux1 import make_flux_dev_geometry
 from coat_flux.config.job import JobConfig
 from coat_flux.mini_flux import MINI_FLUX

@@ -309,7 +309,7 @@ def test_rates_are_operations_over_seconds(monkeypatch):
         clock.now += 1e-3
         return real(*args)
 
-    monkeypatch.setattr("coat_flux.bench.timing.time", SimpleNamespace(perf_counter=look))
+    monkeypatch.setattr("coat_flux.bench.measure.time", SimpleNamespace(perf_counter=look))
     monkeypatch.setattr(probes, "SECONDS_EACH", 1e-3)
     monkeypatch.setattr(scaled_mm, "scaled_mm", product)
     found = probes.rates(torch.device("cpu"))

@@ -19,6 +19,8 @@ OK, CANNOT, OUT_OF_MEMORY, FAILED = "ok", "cannot", "out of memory", "failed"  #
 STEP, TRAINER, OPTIMIZER = "step", "trainer", "optimizer"
 LEVELS = (STEP, OPTIMIZER)
 COUNT = "count"  # of operators, on no device: `count.py`
+CALLS = {STEP: (3, 10), TRAINER: (5, 20), OPTIMIZER: (5, 20)}  # (warm-up, timed), on a GPU
+CPU_CALLS = (1, 3)
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,15 @@
-"""A process's measurements: training steps of a transformer with random weights and fixed seeds, or an optimizer."""
+"""A process's measurements: training steps of a transformer with random weights and fixed seeds, or an optimizer.
+
+GPU calls are timed by two events each without synchronizing until all are queued, so launches may run ahead as in
+training.
+"""
 
 from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -16,8 +21,9 @@ from ..config.coat import COATConfig
 from ..watch.phases import peak_bytes
 from .configurations import Configuration
 from .limits import PIXELS_PER_TOKEN, TEXT_TOKENS, Geometry
-from .timing import SEED, time_calls
 
+SEED = 0
+FLUSHED_BYTES = 1 << 28  # more than an L2 cache
 B_STD = 0.02  # of the adapters' B: with zeros half of the backward pass would multiply them
 BUILD_ROOM = 1.3  # a model is made on the GPU when so many times its bytes are free there
 TORCHS_PRECISION = "highest"  # of fp32 products; the stand-alone trainer allows TF32 with COAT, ai-toolkit does not
@@ -208,3 +214,48 @@ def state_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
     parts = HeldParts(device)
     parts.add("optimizer", optimizer, state_tensors)
     return parts.count()["optimizer"]
+
+
+def time_calls(
+    call: Callable[[], object], device: torch.device, warmup: int, repeats: int, *, cold: bool = False
+) -> dict[str, Any]:
+    """Time `repeats` calls after `warmup` others.
+
+    With `cold` a GPU's cache is overwritten before each call, so that weights come from memory, as after other layers.
+
+    Returns:
+        `samples_ms`; `peak_bytes`, of the allocator on a GPU, of the process on a CPU; `first_ms`, the first warm-up
+            call with compilation and allocation; `host_ms`, the shortest time until a call returned, GPU work still
+            queued.
+    """
+    started = time.perf_counter()
+    call()
+    wait(device)
+    first_ms = 1e3 * (time.perf_counter() - started)
+    for _ in range(warmup - 1):
+        call()
+    wait(device)
+    host, flushed, events = [], torch.empty(0), []
+    if device.type == "cuda":
+        flushed = torch.empty(FLUSHED_BYTES if cold else 0, dtype=torch.uint8, device=device)
+        torch.cuda.reset_peak_memory_stats(device)
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+    for number in range(repeats):
+        if events:
+            flushed.fill_(1)
+            events[number][0].record()
+        started = time.perf_counter()
+        call()
+        host.append(1e3 * (time.perf_counter() - started))
+        if events:
+            events[number][1].record()
+    wait(device)
+    samples = [start.elapsed_time(stop) for start, stop in events] or host
+    peak = peak_bytes(device) - flushed.nbytes
+    return {"samples_ms": samples, "peak_bytes": peak, "first_ms": first_ms, "host_ms": min(host)}
+
+
+def wait(device: torch.device) -> None:
+    """Synchronize with the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -27,9 +27,8 @@ import torch
 from coat_core.ops.dispatch import triton_obstacle
 
 from ..base.names import COAT_OPTIMIZER
-from .configurations import CANNOT, FAILED, OK, OPTIMIZER, OUT_OF_MEMORY, Configuration, named
+from .configurations import CALLS, CANNOT, CPU_CALLS, FAILED, OK, OPTIMIZER, OUT_OF_MEMORY, Configuration, named
 from .limits import Geometry, known_card
-from .timing import CALLS, CPU_CALLS
 
 Measure = Callable[..., Iterable[dict[str, Any]]]
 

@@ -222,7 +222,7 @@ def rates(device: torch.device) -> dict[str, float | str]:
 
     from coat_core.ops.scaled_mm import scaled_mm
 
-    from ..bench.timing import time_calls
+    from ..bench.measure import time_calls
 
     side = SIDE[device.type]
     x = torch.randn(side, side, device=device)
