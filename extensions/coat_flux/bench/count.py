@@ -284,8 +284,8 @@ class _Modulated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         ctx.recorder.region = MODULATION
-        made = (torch.empty(shape, dtype=dtype, device=META) for shape, dtype in ctx.like)
-        return None, *(empty if grad is None else grad for grad, empty in zip(grads, made, strict=True))
+        stand_ins = (torch.empty(shape, dtype=dtype, device=META) for shape, dtype in ctx.like)
+        return None, *(empty if grad is None else grad for grad, empty in zip(grads, stand_ins, strict=True))
 
 
 def make_model(config: COATConfig, geometry: Geometry) -> Any:
@@ -365,12 +365,12 @@ def count_step(config: COATConfig, geometry: Geometry, resolution: int) -> Recor
 
     session = _session(config, lora, loss_of, recorder)
     batches = repeat(SimpleNamespace(draw=0))
-    nothing_asked = SimpleNamespace(asked=False)
+    interrupts = SimpleNamespace(asked=False)
     # as a GPU, which has such kernels
     foreach = mock.patch.object(_foreach_utils, "_get_foreach_kernels_supported_devices", return_value=["meta"])
     with foreach:
         with Recorder(OUTSIDE):  # blocks are decided on, and compared with diffusers' own code; the optimizer's state
-            train_step(session, batches, nothing_asked)  # type: ignore[arg-type]
+            train_step(session, batches, interrupts)  # type: ignore[arg-type]
         if runner is not None:
             others = {choice.flow for choice in runner.plan.blocks} - {"fused"}
             if others:
@@ -379,14 +379,14 @@ def count_step(config: COATConfig, geometry: Geometry, resolution: int) -> Recor
                 set_transposed([*model.transformer_blocks, *model.single_transformer_blocks], True)
             with Recorder(OUTSIDE):
                 for _ in range(2):  # the first pass reads the blocks, the second copies their adapters
-                    train_step(session, batches, nothing_asked)  # type: ignore[arg-type]
+                    train_step(session, batches, interrupts)  # type: ignore[arg-type]
         for block in names if runner is not None else ():
             hook_of(block).run = run
         if runner is None:
             model.enable_gradient_checkpointing(run)
         recorder.region = OUTSIDE
         with mock.patch.object(BlockRunner, "share", share), recorder:
-            train_step(session, batches, nothing_asked)  # type: ignore[arg-type]
+            train_step(session, batches, interrupts)  # type: ignore[arg-type]
     return recorder
 
 

@@ -306,9 +306,9 @@ class _Axis:
         """(position, label) of round numbers: powers of 10 if at least two fit, else 1, 2 or 5 times one apart."""
         if self.log:
             exponents = range(math.ceil(self.low - 1e-9), math.floor(self.high + 1e-9) + 1)
-            shown = [e for e in exponents if e % math.ceil(len(exponents) / TICKS) == 0]
-            if len(shown) > 1:
-                return [(self.place(10.0**e), _label(10.0**e, 10.0**e, max(0, -e))) for e in shown]
+            labelled = [e for e in exponents if e % math.ceil(len(exponents) / TICKS) == 0]
+            if len(labelled) > 1:
+                return [(self.place(10.0**e), _label(10.0**e, 10.0**e, max(0, -e))) for e in labelled]
         low, high = (10**self.low, 10**self.high) if self.log else (self.low, self.high)
         rough = (high - low) / TICKS
         exponent = math.floor(math.log10(rough))

@@ -339,7 +339,7 @@ def _show_precision(page: Page, run: RunFolder) -> None:
     for row in layers:
         values.setdefault(row.layer or "(layer not known)", {})[row.kind] = row.sqnr_db
     page.heading("Local SQNR by layer in dB, median over the measured steps", 3)
-    page.table(["layer", *kinds], [[layer, *map(own.get, kinds)] for layer, own in values.items()], ENDS_DB)
+    page.table(["layer", *kinds], [[layer, *map(row.get, kinds)] for layer, row in values.items()], ENDS_DB)
     lowest: dict[str, dict[int, float]] = {kind: {} for kind in kinds}
     for row in rows:
         if row.step and row.kind in KINDS and not math.isnan(row.sqnr_db):

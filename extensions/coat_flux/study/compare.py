@@ -157,10 +157,10 @@ def write_page(verdict: Verdict) -> Path:
         page.paragraph(note)
     rows = []
     places = {"result in the bf16 model": verdict.in_bf16, "each run in its own precision": verdict.in_own}
-    for where, one in places.items():
-        if one is not None:
-            interval = f"{one.low:+.6f} to {one.high:+.6f}"
-            rows.append([where, f"{one.gap:+.6f}", interval, f"±{one.spread:.6f}", one.outcome])
+    for where, judgement in places.items():
+        if judgement is not None:
+            interval = f"{judgement.low:+.6f} to {judgement.high:+.6f}"
+            rows.append([where, f"{judgement.gap:+.6f}", interval, f"±{judgement.spread:.6f}", judgement.outcome])
     if rows:
         page.table(["held-out loss", "mean gap", "95% interval", SPREAD, "outcome"], rows)
     runs = [run for pair in pairs for run in pair]

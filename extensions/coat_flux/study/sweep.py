@@ -248,7 +248,7 @@ class Sweep:
                             words = f"{run.state}: {run.message}" if run.message else run.state
                             if run.curve:
                                 words += ", held-out loss {1:.6f} at step {0:.0f}".format(*run.curve[-1])
-                            done = sum(one.state == FINISHED for one in self.runs)
+                            done = sum(run.state == FINISHED for run in self.runs)
                             log(f"{run.name}: {words} ({done} of {self.total} finished)")
                             self._tell(study)
                             on_result()
@@ -287,8 +287,8 @@ class Sweep:
         if not self._tpe:
             combinations = list(itertools.product(*self._values.values()))
             random.Random(SAMPLER_SEED).shuffle(combinations)
-            for shown in combinations[: self._most]:
-                study.enqueue_trial(dict(zip(self._values, shown, strict=True)), skip_if_exists=True)
+            for combination in combinations[: self._most]:
+                study.enqueue_trial(dict(zip(self._values, combination, strict=True)), skip_if_exists=True)
         for chosen in study.trials:
             self._add(chosen)
         return study
@@ -306,10 +306,10 @@ class Sweep:
     def _add(self, chosen: Any) -> list[Run]:
         """The runs of an Optuna trial with their state; none if it has no values yet, or those of an earlier one."""
         settings = {key: self._values[key][shown] for key, shown in chosen.params.items()}
-        known = [trial for trial in self.trials if trial.settings == settings]
-        for trial in known:
+        earlier = [trial for trial in self.trials if trial.settings == settings]
+        for trial in earlier:
             trial.numbers.append(chosen.number)
-        if known or not settings:
+        if earlier or not settings:
             return []
         words = []
         for key, short in short_keys(settings).items():

@@ -131,7 +131,7 @@ class RunGuard:
         """Record the loss of a finite step; the growth is read only where it is high."""
         self._recent = [*self._recent, loss][-WINDOW:]
         usual, since = self._usual, self._diverging_since
-        high = usual is not None and usual > 0 and sum(one > LOSS_FACTOR * usual for one in self._recent) >= HIGH
+        high = usual is not None and usual > 0 and sum(recent > LOSS_FACTOR * usual for recent in self._recent) >= HIGH
         if not (high and (since is not None or self._growth() > GROWTH)):
             self._diverging_since = None
             self._usual_steps += 1

@@ -57,14 +57,14 @@ class LiveRun:
         """Commands given since the last call; one `stat` if there are none."""
         if not self._active or not self._commands.is_dir():
             return frozenset()
-        asked = set()
+        commands = set()
         for name in COMMANDS:
             with suppress(OSError):
                 (self._commands / name).unlink()
-                asked.add(name)
+                commands.add(name)
         with suppress(OSError):  # another command has arrived: the next call finds it
             self._commands.rmdir()
-        return frozenset(asked)
+        return frozenset(commands)
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if self._active:

@@ -114,9 +114,9 @@ class _Explanation:
 
     def cpu_memory(self) -> list[str]:
         """A CPU out of memory during a run on a GPU: all that is known."""
-        memory, own = psutil.virtual_memory(), psutil.Process().memory_info().rss
+        memory, resident = psutil.virtual_memory(), psutil.Process().memory_info().rss
         lines = [
-            f"CPU memory: this process has {_size(own)}, free {_size(memory.available)} of {_size(memory.total)}",
+            f"CPU memory: this process has {_size(resident)}, free {_size(memory.available)} of {_size(memory.total)}",
             "close other programs, or enlarge the page file or swap: loading needs it for a moment only",
         ]
         if self._job is not None:
@@ -156,13 +156,13 @@ class _Explanation:
     def others(self) -> list[str]:
         (allocated, reserved), (free, total) = used_bytes(self._device), self._room
         ours = reserved + CUDA_CONTEXT if self._device.type == "cuda" else allocated
-        taken = max(0.0, total - free - ours)
-        if taken < WORTH_A_LINE * total:
+        others = max(0.0, total - free - ours)
+        if others < WORTH_A_LINE * total:
             return []
-        left = (total - taken) / GB
+        left = (total - others) / GB
         lister = "nvidia-smi lists them" if self._device.type == "cuda" else "the system's task list shows them"
         return [
-            f"other processes hold {_megabytes(taken)} of {self._where}: end them ({lister}), or set "
+            f"other processes hold {_megabytes(others)} of {self._where}: end them ({lister}), or set "
             f"coat.memory.budget_gb below the {left:.1f} GB that are left"
         ]
 

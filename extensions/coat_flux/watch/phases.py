@@ -261,10 +261,10 @@ class PhaseTracker:
             return
         phase, now, peak = self._phases[self._now], self._used(), peak_bytes(self.device)
         on_gpu = self.device.type == "cuda"
-        known = on_gpu or peak > self._peak_before
-        highest = max(peak, now["allocated"]) if known else now["allocated"]
+        exact = on_gpu or peak > self._peak_before
+        highest = max(peak, now["allocated"]) if exact else now["allocated"]
         if highest > phase["peak"]["allocated"]:
-            phase["peak"]["allocated"], phase["exact"] = highest, known
+            phase["peak"]["allocated"], phase["exact"] = highest, exact
         reserved = torch.cuda.max_memory_reserved(self.device) if on_gpu else now["reserved"]
         phase["peak"]["reserved"] = max(phase["peak"]["reserved"], reserved)
 

@@ -86,11 +86,11 @@ def health_line(rows: Sequence[CastPrecision]) -> str:
     """One line: per kind the share cast to zero, mean and worst, and any saturation."""
     texts = []
     for kind, name in KINDS.items():
-        own = [row for row in rows if row.kind == kind]
-        if own:
-            lost = max(own, key=attrgetter("underflow"))
-            beyond = max(own, key=attrgetter("saturation"))
-            text = f"{name} {fmean(row.underflow for row in own):.2%}"
+        of_kind = [row for row in rows if row.kind == kind]
+        if of_kind:
+            lost = max(of_kind, key=attrgetter("underflow"))
+            beyond = max(of_kind, key=attrgetter("saturation"))
+            text = f"{name} {fmean(row.underflow for row in of_kind):.2%}"
             if lost.underflow:
                 text += f" ({lost.underflow:.2%} in {lost.layer})"
             if beyond.saturation:
@@ -183,7 +183,7 @@ class PrecisionWatch:
         if state["minimum"] != self._minimum:
             self._log(f"{KEY}: {state['minimum']:g} -> {self._minimum:g}, layers are chosen again")
             return
-        known = {name.removesuffix(".base_layer") for name, _ in self._model.named_modules()}
-        layers = [name for name in left_out if name in known]
+        names = {name.removesuffix(".base_layer") for name, _ in self._model.named_modules()}
+        layers = [name for name in left_out if name in names]
         line = f"{KEY}: {len(layers)} layers multiply in bf16 as before: {', '.join(layers)}"
         self._leave_out(layers, line if layers else "")
