@@ -198,7 +198,7 @@ class Sweep:
         self.job = JobConfig.load(config, name=name)
         errors, _ = check_data(self.job.raw)
         if errors:
-            raise ConfigError(errors)
+            raise ConfigError("\n".join(errors))
         self.folder, self.held_out = folder, hold_out_names(self.job)
         self._config, self._seeds, self._tpe = config, seeds, tpe
         self._values: dict[str, dict[str, Any]] = {}
@@ -216,7 +216,7 @@ class Sweep:
             for value in values.values():
                 lines |= dict.fromkeys(self._errors({**first, key: value}, check_job_dict))
         if lines or (lines := dict.fromkeys(self._errors(first, check_models))):
-            raise ConfigError(list(lines))
+            raise ConfigError("\n".join(lines))
 
     @property
     def runs(self) -> list[Run]:
