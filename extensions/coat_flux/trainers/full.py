@@ -42,11 +42,7 @@ class Chosen:
         self.linears: set[str] = set()
 
     def find(self, model: nn.Module) -> set[str]:
-        """Choose from a model, perhaps on the meta device; returns `linears`.
-
-        Raises:
-            ConfigError: a pattern matches nothing, or nothing is left to train.
-        """
+        """Choose from a model, perhaps on the meta device; returns `linears`. ConfigError if there is none to train."""
         names = [name for name, _ in model.named_parameters()]
         self.parameters = trained_names(names, self._coat.include, self._coat.exclude)
         chosen = set(self.parameters)
@@ -78,11 +74,7 @@ class UpdateInBackward:
     """
 
     def __init__(
-        self,
-        optimizer: FP8AdamW,
-        params: list[nn.Parameter],
-        max_norm: float,
-        begins: Callable[[], None],
+        self, optimizer: FP8AdamW, params: list[nn.Parameter], max_norm: float, begins: Callable[[], None]
     ) -> None:
         self._optimizer = optimizer
         self._max_norm = max_norm
@@ -141,13 +133,10 @@ def write_model(
     model.save_config(target)
     sizes = {name: dtype.itemsize * math.prod(place.shape) for name, place in base.places.items()}
     shards: list[list[str]] = [[]]
-    held = 0
     for name, size in sizes.items():
-        if shards[-1] and held + size > SHARD_BYTES:
+        if shards[-1] and sum(sizes[other] for other in shards[-1]) + size > SHARD_BYTES:
             shards.append([])
-            held = 0
         shards[-1].append(name)
-        held += size
     stem = WEIGHTS.removesuffix(".safetensors")
     count = len(shards)
     files = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
 from importlib import import_module
@@ -62,10 +62,7 @@ def build_optimizer(
     `optimizer.use_fp8: false`, like `enabled: false`, keeps both moments in fp32: torch.optim.AdamW to the last bit.
     eps defaults to 1e-6, as in ai-toolkit (torch: 1e-8): sqrt(v) of LoRA moments is itself near 1e-6 at the start.
     `params` are parameters or groups, or by name if FSDP2 has sharded them; `seed` is for stochastic rounding.
-
-    Raises:
-        ConfigError: unknown keys or invalid values in `optimizer_params`.
-        ValueError: lr or a parameter that FP8AdamW refuses.
+    ConfigError for `optimizer_params`, ValueError for lr or parameters that FP8AdamW refuses.
     """
     fp8_config, adamw = config.optimizer_config(optimizer_params)
     if not config.enabled:
@@ -125,26 +122,20 @@ def learning_rate(optimizer: Optimizer) -> float:
     return float(group["lr"]) * float(group.get("d", 1.0))
 
 
-def make_scheduler(
-    name: str,
-    optimizer: Optimizer,
-    steps: int,
-    params: Mapping[str, Any],
-) -> LRScheduler:
+def make_scheduler(name: str, optimizer: Optimizer, steps: int, params: Mapping[str, Any]) -> LRScheduler:
     """The schedule `train.lr_scheduler` names, over the `steps` of the whole run, as in ai-toolkit.
 
     `linear` is torch's LinearLR: a ramp from 1/3 up to lr.
     """
     from diffusers.optimization import get_constant_schedule_with_warmup
 
-    schedules: dict[str, tuple[Callable[..., LRScheduler], dict[str, Any]]] = {
+    make, defaults = {
         "constant": (ConstantLR, {"factor": 1.0, "total_iters": steps}),
         "constant_with_warmup": (get_constant_schedule_with_warmup, {"num_warmup_steps": DEFAULT_WARMUP_STEPS}),
         "linear": (LinearLR, {"total_iters": steps}),
         "cosine": (CosineAnnealingLR, {"T_max": steps}),
         "cosine_with_restarts": (CosineAnnealingWarmRestarts, {"T_0": steps}),
-    }
-    make, defaults = schedules[name]
+    }[name]
     return make(optimizer, **{**defaults, **params})
 
 

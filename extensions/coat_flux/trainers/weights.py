@@ -89,11 +89,11 @@ def local_folder(name_or_path: str, part: str) -> Path:
 
 
 def _file_names(folder: Path) -> list[str]:
-    index = folder / INDEX
-    if not index.is_file():
-        return [WEIGHTS]
     try:
-        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        return sorted(set(index["weight_map"].values()))
+    except FileNotFoundError:
+        return [WEIGHTS]
     except (ValueError, KeyError, AttributeError) as error:
         raise CheckpointError(f"has a damaged {INDEX}; download it again") from error
 
@@ -141,7 +141,7 @@ def _parts(name: str, rows: Tensor, hidden: int) -> dict[str, Tensor]:
     """Rows of each diffusers linear fused in a tensor of the original; CheckpointError if FLUX.1 has no such tensor."""
     if name.endswith(".scale"):
         blocks, number, rest = name.split(".", 2)
-        ours = next(found for found in FLUX.lists if found.original == blocks)
+        ours = next(block_list for block_list in FLUX.lists if block_list.original == blocks)
         return {f"{ours.pattern}.{number}.{ours.norms[rest]}": rows}
     stem, _, kind = name.rpartition(".")
     try:
@@ -158,17 +158,16 @@ def _parts(name: str, rows: Tensor, hidden: int) -> dict[str, Tensor]:
 
 def check_weights(model: nn.Module, weights: Weights, what: str) -> None:
     """CheckpointError unless names and shapes are those of a model called `what`."""
-    expected = model.state_dict()
-    for name, tensor in expected.items():
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    for name, shape in expected.items():
         if name not in weights.places:
             raise CheckpointError(f"lacks {name}; download it again, or give another checkpoint")
-        if weights.places[name].shape != tuple(tensor.shape):
-            found = list(weights.places[name].shape)
-            wanted = list(tensor.shape)
-            raise CheckpointError(f"has {name} of shape {found}, not {wanted}; download it again")
-    unexpected = next((name for name in weights.places if name not in expected), None)
-    if unexpected is not None:
-        raise CheckpointError(f"has {unexpected}, which {what} does not have; give another checkpoint")
+        stored = weights.places[name].shape
+        if stored != shape:
+            raise CheckpointError(f"has {name} of shape {list(stored)}, not {list(shape)}; download it again")
+    unexpected = weights.places.keys() - expected.keys()
+    if unexpected:
+        raise CheckpointError(f"has {min(unexpected)}, which {what} does not have; give another checkpoint")
 
 
 @torch.no_grad()

@@ -55,11 +55,7 @@ class Encoders:
 
 
 def load_encoders(name_or_path: str, dtype: torch.dtype, extras: str | None = None) -> Encoders:
-    """VAE, text encoders, tokenizers and scheduler in `train.dtype`, of FLUX.1 or FLUX.2.
-
-    Raises:
-        ModelLoadError: a part is missing or cannot be read.
-    """
+    """VAE, text encoders, tokenizers and scheduler of FLUX.1 or FLUX.2; ModelLoadError if a part cannot be read."""
     name_or_path = base_model(name_or_path, extras)
     vae = _load_frozen(AutoModel, name_or_path, "vae", torch_dtype=dtype)
     scheduler = _load(FlowMatchEulerDiscreteScheduler, name_or_path, "scheduler")
@@ -74,20 +70,15 @@ def load_encoders(name_or_path: str, dtype: torch.dtype, extras: str | None = No
 
 
 def _flux2_encoders(
-    name_or_path: str,
-    dtype: torch.dtype,
-    vae: nn.Module,
-    scheduler: FlowMatchEulerDiscreteScheduler,
+    name_or_path: str, dtype: torch.dtype, vae: nn.Module, scheduler: FlowMatchEulerDiscreteScheduler
 ) -> Encoders:
     with _explained(name_or_path, "model_index.json"):
         index = diffusers.DiffusionPipeline.load_config(name_or_path)
-    name = index.get("_class_name", "")
-    if name not in TEXT_PARTS or not hasattr(diffusers, name):
-        wanted = " or ".join(TEXT_PARTS)
-        known = f"; diffusers {diffusers.__version__} has none of that name, update it" if name in TEXT_PARTS else ""
-        raise ModelLoadError(
-            f"model.name_or_path={name_or_path}: is a {name or 'folder of no pipeline'}, not {wanted}{known}"
-        )
+        name = index.get("_class_name", "")
+        if name not in TEXT_PARTS:
+            raise CheckpointError(f"is a {name or 'folder of no pipeline'}, not {' or '.join(TEXT_PARTS)}")
+        if not hasattr(diffusers, name):
+            raise CheckpointError(f"is a {name}, which diffusers {diffusers.__version__} does not have; update it")
     encoder, tokenizer = (getattr(transformers, each) for each in TEXT_PARTS[name])
     text = _load_frozen(encoder, name_or_path, "text_encoder", dtype=dtype)
     parts = {"scheduler": None, "vae": None, "transformer": None}
@@ -109,18 +100,16 @@ def load_transformer(
     """The transformer of FLUX.1 or FLUX.2, frozen, in eval mode, on `device`; never in CPU memory as a whole.
 
     Each weight is read from disk, cast to `dtype`, moved to `device` and, with `coat.weight.use_fp8`, quantized before
-    the next is read, by the functions `apply_coat` uses. For full fine-tuning `trained` returns the full names of the
-    trained linears, given the model on the meta device.
+    the next is read. For full fine-tuning `trained` maps the model on the meta device to the full names of the linears
+    to train.
 
     Raises:
         ModelLoadError: missing, unreadable or of another model.
         ConfigError: an include/exclude pattern of `coat` matches no layer.
     """
     device = torch.device(device)
-    with _named(name_or_path):
-        cls, config, weights = _find_transformer(name_or_path)
-        if weights is None and trained is not None:
-            raise CheckpointError(QUANTIZED)
+    with _explained(name_or_path, "transformer"):
+        cls, config, weights = _find_transformer(name_or_path, whole=trained is not None)
         if weights is None:  # another library quantized it
             return _load_frozen(AutoModel, name_or_path, "transformer", torch_dtype=dtype)
         default = torch.get_default_dtype()
@@ -139,26 +128,27 @@ def load_transformer(
 
 def base_weights(name_or_path: str) -> Weights:
     """The transformer's original weights; ModelLoadError if missing, or quantized by another library."""
-    with _named(name_or_path):
-        weights = _find_transformer(name_or_path)[2]
-        if weights is None:
-            raise CheckpointError(QUANTIZED)
-        return weights
+    with _explained(name_or_path, "transformer"):
+        weights: Any = _find_transformer(name_or_path, whole=True)[2]
+    return weights
 
 
-def _find_transformer(name_or_path: str) -> tuple[Any, Mapping[str, Any], Weights | None]:
+def _find_transformer(name_or_path: str, *, whole: bool) -> tuple[Any, Mapping[str, Any], Weights | None]:
+    """Class, config and weights, None if another library quantized them: CheckpointError if to be trained `whole`."""
     path = Path(name_or_path)
     if path.suffix.lower() in SUFFIXES and path.is_file():
         weights, config = original_weights(path)
         return FluxTransformer2DModel, config, weights
     _check_folder(name_or_path, "transformer")
-    with _explained(name_or_path, "transformer"):
-        folder = local_folder(name_or_path, "transformer")
-        config = FluxTransformer2DModel.load_config(folder)
+    folder = local_folder(name_or_path, "transformer")
+    config = FluxTransformer2DModel.load_config(folder)
     name = config.get("_class_name", "FluxTransformer2DModel")
     if name not in TRANSFORMERS or not hasattr(diffusers, name):
         raise CheckpointError(f"transformer/ holds a {name}; give a FLUX.1 or FLUX.2 model")
-    return getattr(diffusers, name), config, None if config.get("quantization_config") else folder_weights(folder)
+    quantized = bool(config.get("quantization_config"))
+    if quantized and whole:
+        raise CheckpointError(QUANTIZED)
+    return getattr(diffusers, name), config, None if quantized else folder_weights(folder)
 
 
 def _load_frozen(cls: Any, name_or_path: str, subfolder: str, **keywords: Any) -> Any:
@@ -166,8 +156,8 @@ def _load_frozen(cls: Any, name_or_path: str, subfolder: str, **keywords: Any) -
 
 
 def _load(cls: Any, name_or_path: str, subfolder: str, **keywords: Any) -> Any:
-    _check_folder(name_or_path, subfolder)
     with _explained(name_or_path, subfolder):
+        _check_folder(name_or_path, subfolder)
         return cls.from_pretrained(name_or_path, subfolder=subfolder, **keywords)
 
 
@@ -177,30 +167,23 @@ def _check_folder(name_or_path: str, subfolder: str) -> None:
     if folder.is_dir() and not any(folder.glob("*.safetensors")):
         pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
         if pickles:
-            raise ModelLoadError(
-                f"model.name_or_path={name_or_path}: {subfolder}/ has its weights only as a pickle ({pickles[0]}), "
-                "which can run code when it is read; give a copy with .safetensors files, or convert it with "
-                "diffusers' save_pretrained on a machine you can lose"
+            raise CheckpointError(
+                f"{subfolder}/ has its weights only as a pickle ({pickles[0]}), which can run code when it is read; "
+                "give a copy with .safetensors files, or convert it with diffusers' save_pretrained on a machine you "
+                "can lose"
             )
     if Path(name_or_path).is_dir() and not folder.is_dir():
-        raise ModelLoadError(
-            f"model.name_or_path={name_or_path}: has no {subfolder}/; give a complete diffusers folder or a hub id"
-        )
-
-
-@contextmanager
-def _named(name_or_path: str) -> Iterator[None]:
-    try:
-        yield
-    except CheckpointError as error:
-        raise ModelLoadError(f"model.name_or_path={name_or_path}: {error}") from error
+        raise CheckpointError(f"has no {subfolder}/; give a complete diffusers folder or a hub id")
 
 
 @contextmanager
 def _explained(name_or_path: str, part: str) -> Iterator[None]:
+    """Turn errors of a file, or of a library that reads it, into a ModelLoadError."""
     try:
         yield
-    except CheckpointError:
+    except CheckpointError as error:
+        raise ModelLoadError(f"model.name_or_path={name_or_path}: {error}") from error
+    except UserError:
         raise
     except (OSError, ValueError) as error:
         raise ModelLoadError(

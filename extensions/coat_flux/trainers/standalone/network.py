@@ -33,19 +33,11 @@ def lora_targets(
     ignore_if_contains: Sequence[str] | None = None,
     transformer_only: bool = True,
 ) -> list[str]:
-    """Full names of the linears that get an adapter, in module order, by the rule of `coat_flux.blocks.models`.
-
-    Raises:
-        ConfigError: nothing is left to train.
-    """
+    """Full names of the linears that get an adapter, in module order; ConfigError if nothing is left to train."""
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     names = target_names(linears, transformer_only=transformer_only)
-    chosen = target_names(
-        names,
-        only_if_contains=only_if_contains,
-        ignore_if_contains=ignore_if_contains,
-        transformer_only=transformer_only,
-    )
+    words = {"only_if_contains": only_if_contains, "ignore_if_contains": ignore_if_contains}
+    chosen = target_names(names, transformer_only=transformer_only, **words)
     if not chosen:
         raise ConfigError(
             f"network.network_kwargs: only_if_contains={only_if_contains}, ignore_if_contains={ignore_if_contains}: "
@@ -54,14 +46,7 @@ def lora_targets(
     return chosen
 
 
-def add_lora(
-    model: nn.Module,
-    targets: Sequence[str],
-    rank: int,
-    *,
-    seed: int,
-    dropout: float = 0.0,
-) -> None:
+def add_lora(model: nn.Module, targets: Sequence[str], rank: int, *, seed: int, dropout: float = 0.0) -> None:
     """Add PEFT adapters (alpha is `rank`) to the named linears, A drawn from `seed`; only they require gradients."""
     model.requires_grad_(False)
     exactly = "|".join(map(re.escape, targets))  # PEFT matches a list as suffixes: proj_out would be every block's, too

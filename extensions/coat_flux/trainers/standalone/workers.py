@@ -35,24 +35,21 @@ class Workers(Processes):
     """The processes of a stand-alone run, as started by accelerate.
 
     `device` is cpu, mps, cuda, cuda:<n>, or None for the best; a missing one becomes the CPU, with a warning. With
-    `shares_weights` (accelerate's FSDP2) all processes run the transformer together or not at all.
-
-    Raises:
-        LaunchError: `accelerate launch` was asked for several processes and started one, or for DeepSpeed.
+    `shares_weights` (accelerate's FSDP2) all processes run the transformer together or not at all. LaunchError if
+    `accelerate launch` was asked for several processes and started one, or for DeepSpeed.
     """
 
     def __init__(self, device: str | None = None):
         if (obstacle := launch_obstacle(os.environ)) is not None:
             raise LaunchError(obstacle)
-        wanted = torch.device(device) if device is not None else None
-        missing = False
-        if wanted is not None and wanted.type == "cuda":
-            missing = not torch.cuda.is_available() or (wanted.index or 0) >= torch.cuda.device_count()
-        elif wanted is not None and wanted.type != "cpu":
-            missing = not torch.backends.mps.is_available()
+        wanted = None if device is None else torch.device(device)
+        kind = None if wanted is None else wanted.type
+        missing = kind == "mps" and not torch.backends.mps.is_available()
+        if kind == "cuda":
+            missing = (wanted.index or 0) >= torch.cuda.device_count()
         if missing:
             logger.warning("device=%s: torch finds no such device here; training on the CPU", device)
-        on_cpu = missing or (wanted is not None and wanted.type == "cpu")
+        on_cpu = missing or kind == "cpu"
         patience = InitProcessGroupKwargs(timeout=STEP_LIMIT)
         self._accelerator = Accelerator(cpu=on_cpu, mixed_precision="no", kwargs_handlers=[patience])
         size = self._accelerator.num_processes
@@ -122,12 +119,7 @@ def whole_norms(tensors: Sequence[Tensor], order: float = 2.0) -> Tensor:
 # --- weights shared out by FSDP2 ---
 
 
-def shard(
-    model: nn.Module,
-    trained: Iterable[str],
-    device: torch.device,
-    block_size: int,
-) -> dict[str, nn.Parameter]:
+def shard(model: nn.Module, trained: Iterable[str], device: torch.device, block_size: int) -> dict[str, nn.Parameter]:
     """Shard a model over all processes, block by block; returns the trained parameters by name, DTensors or whole.
 
     Weights are gathered block by block, in forward and again in backward, which sums gradients over the processes
@@ -149,10 +141,8 @@ def shard(
         sharded.set_custom_all_gather(_Exchange("all_gather_single", "all_gather_into_tensor"))
         sharded.set_custom_reduce_scatter(_Exchange("reduce_scatter_single", "reduce_scatter_tensor"))
         # plans, readers and saved configs know the original class by name
-        kind = type(module)
-        kind.__name__ = own.__name__
-        kind.__qualname__ = own.__qualname__
-        kind.__module__ = own.__module__
+        for attribute in ("__name__", "__qualname__", "__module__"):
+            setattr(type(module), attribute, getattr(own, attribute))
     params = dict(model.named_parameters())
     return {name: params[name] for name in trained}
 
@@ -163,13 +153,7 @@ class _Exchange:
     def __init__(self, name: str, before: str) -> None:
         self._run: Any = getattr(dist, name, None) or getattr(dist, before)
 
-    def allocate(
-        self,
-        size: Sequence[int],
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> Tensor:
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, **options: Any) -> Any:
