@@ -63,15 +63,15 @@ def set_step(folder: Path) -> int:
     return int(folder.name.removeprefix("state-"))
 
 
-def newest_set(run_dir: Path) -> Path | None:
-    """Folder of the newest committed set, or None."""
-    return next(iter(committed_sets(run_dir)), None)
-
-
 def committed_sets(run_dir: Path) -> list[Path]:
     """Folders of the committed sets, newest first."""
     sets = [path for path in (run_dir / COAT).glob("state-*") if SET_NAME.fullmatch(path.name) and path.is_dir()]
     return sorted(sets, key=set_step, reverse=True)
+
+
+def newest_set(run_dir: Path) -> Path | None:
+    """Folder of the newest committed set, or None."""
+    return next(iter(committed_sets(run_dir)), None)
 
 
 def replaced_sets(run_dir: Path) -> list[Path]:
@@ -88,26 +88,25 @@ def commit(
     needed_bytes: int | None = None,
     apart: int = 1,
 ) -> Path:
-    """Write a set, commit it, publish files of it in the run's folder, and remove all sets but it and one before it.
+    """Write a set, commit it, publish its files in the run's folder, and remove all sets but it and one before it.
 
     Args:
         write: fills the empty folder passed to it.
         publish: name in the run's folder → name in the set; read after `write`, which may fill it.
-        needed_bytes: size of the set, checked before writing; None takes the size of the previous set.
-        apart: minimum distance in steps of the older set, as soon as there is such a set.
+        needed_bytes: size of the set, checked before writing; None: that of the previous set.
+        apart: distance in steps of the older set, as soon as there is such a set.
 
     Raises:
         SaveError: writing failed, and the previous set is unchanged; or publishing, which the next start does.
     """
     target, what = state_folder(run_dir, step), f"the checkpoint of step {step} cannot be saved"
-    staging, newest = staging_path(target), newest_set(run_dir)
+    staging, before = staging_path(target), committed_sets(run_dir)
+    if needed_bytes is None:
+        needed_bytes = sum(path.stat().st_size for folder in before[:1] for path in folder.rglob("*"))
     try:
-        if needed_bytes is None and newest is not None:
-            needed_bytes = sum(path.stat().st_size for path in newest.rglob("*") if path.is_file())
-        needed = needed_bytes or 0
-        with save_errors(run_dir, what, "the previous checkpoint is as it was", needed):
+        with save_errors(run_dir, what, "the previous checkpoint is as it was", needed_bytes):
             target.parent.mkdir(parents=True, exist_ok=True)
-            if needed and shutil.disk_usage(run_dir).free < needed + SPARE_BYTES:
+            if needed_bytes and shutil.disk_usage(run_dir).free < needed_bytes + SPARE_BYTES:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(run_dir))
             staging.mkdir()
             write(staging)
@@ -118,7 +117,7 @@ def commit(
     with save_errors(run_dir, what, f"it is whole in {target} and published at the next start"):
         sync_folder(target.parent)
         publish_set(run_dir, target)
-    before = [folder for folder in committed_sets(run_dir) if folder != target]
+    before = [folder for folder in before if folder != target]
     far = [folder for folder in before if step - set_step(folder) >= apart]
     trusted = next(iter([*far, *reversed(before)]), None)
     for old in [*before, *replaced_sets(run_dir)]:
@@ -145,17 +144,16 @@ def _seal(folder: Path, publish: Mapping[str, str]) -> None:
     sync_folder(folder)
 
 
-def _digest(manifest: Mapping[str, Any]) -> str:
-    content = {key: value for key, value in manifest.items() if key != "sha256"}
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
 def manifest_of(folder: Path) -> dict[str, Any]:
     """The manifest of a set: "files" and "publish"; raises OSError if unreadable, ValueError if damaged."""
     manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    if not isinstance(manifest, dict) or manifest.get("sha256") != _digest(manifest):
+    if not isinstance(manifest, dict) or manifest.pop("sha256", None) != _digest(manifest):
         raise ValueError("it is not what was written")
     return manifest
+
+
+def _digest(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def published_names(folder: Path) -> list[str]:
@@ -190,7 +188,10 @@ def is_known(path: Path, sets: Iterable[Path]) -> bool:
     return False
 
 
-def _is_as_written(path: Path, entry: Mapping[str, Any]) -> bool:
+def _is_as_written(path: Path, entry: Mapping[str, Any], source: Path | None = None) -> bool:
+    """Whether a file has an entry's content; a link to `source` is known to."""
+    if source is not None and path.is_file() and path.samefile(source):
+        return True
     return path.is_file() and path.stat().st_size == entry["bytes"] and file_sha256(path) == entry["sha256"]
 
 
@@ -218,7 +219,7 @@ def publish_set(run_dir: Path, folder: Path) -> list[str]:
                 rule = "must be the name of a file, without a folder; nothing is written there"
                 raise SaveError(f"{MANIFEST}: {each!r}: {rule}")
         source, target, entries = folder / inside, run_dir / name, _entries_of(manifest, inside)
-        if all(_is_published(target / part, source / part, entry) for part, entry in entries.items()):
+        if all(_is_as_written(target / part, entry, source / part) for part, entry in entries.items()):
             continue
         if source.is_dir():
             staging, aside = staging_path(target), target.with_name(f"{TEMP_PREFIX}{name}")
@@ -239,10 +240,6 @@ def publish_set(run_dir: Path, folder: Path) -> list[str]:
     return done
 
 
-def _is_published(path: Path, source: Path, entry: Mapping[str, Any]) -> bool:
-    return path.is_file() and (os.path.samefile(path, source) or _is_as_written(path, entry))
-
-
 # --- the disk ---
 
 
@@ -261,7 +258,7 @@ class SaveSpace:
 
 
 def check_output(run_dir: Path, space: SaveSpace | None = None) -> tuple[list[str], list[str]]:
-    """Return (errors, warnings) about a run's output folder, which need not exist, and its free space."""
+    """Return errors and warnings about a run's output folder, which need not exist, and its free space."""
     errors = [
         f"{path}: is a link to a folder, and a run writes through no links in its folder; remove it, or let the whole "
         "run folder be a link"
@@ -301,10 +298,9 @@ def check_output(run_dir: Path, space: SaveSpace | None = None) -> tuple[list[st
     return errors, warnings
 
 
-def require_room(run_dir: Path, space: SaveSpace | None = None, warn: Callable[[str], None] | None = None) -> None:
-    """`check_output` at the start of a run; raises SaveError if no save fits or the folder is not writable."""
+def require_room(run_dir: Path, space: SaveSpace | None = None) -> list[str]:
+    """Return the warnings of `check_output`; SaveError if no save fits or the folder is not writable."""
     errors, warnings = check_output(run_dir, space)
-    for line in warnings if warn is not None else ():
-        warn(line)
     if errors:
         raise SaveError("\n".join(errors))
+    return warnings

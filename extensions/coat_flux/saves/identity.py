@@ -100,18 +100,10 @@ def file_digest(path: Path) -> str:
 def require_same_run(
     saved: Mapping[str, Any], now: Mapping[str, Any], allow: Collection[str], where: Path | str
 ) -> list[str]:
-    """`compare` with the save in `where`; raises ResumeError, or returns the harmless differences, a line each."""
-    refusals, notes = compare(saved, now, allow)
-    if refusals:
-        lines = "\n".join(f"  {line}" for line in refusals)
-        raise ResumeError(f"{where}: is a save of another run:\n{lines}")
-    return notes
+    """Return harmless differences from the save in `where`, a line each; ResumeError if others forbid a resume.
 
-
-def compare(
-    saved: Mapping[str, Any], now: Mapping[str, Any], allow: Collection[str] = ()
-) -> tuple[list[str], list[str]]:
-    """Return differences that forbid a resume, with remedies, and harmless ones; one-sided parts are skipped."""
+    Parts that only one of the two identities has are skipped.
+    """
     refusals, notes, steps = [], [], []
     for identity in (saved, now):
         batch = identity.get("batch", {})
@@ -121,30 +113,32 @@ def compare(
     for part in (*STRICT, *FREE):
         if part not in saved or part not in now:
             continue
+        old, new = saved[part], now[part]
         if part == "data":
-            differences = _data_differences(saved[part], now[part])
+            differences = _data_differences(old, new)
         elif part == "model":
-            differences, harmless = _model_differences(saved[part], now[part])
-            notes += harmless
+            differences = _model_differences(old, new)
         else:
-            differences = list(_walk(part, saved[part], now[part]))
-        if part in FREE or part in allow or (part in SHARED and same_step):
+            differences = list(_walk(part, old, new))
+        same_model = part == "model" and old["fingerprint"] == new["fingerprint"] is not None
+        if part in FREE or part in allow or (part in SHARED and same_step) or same_model:
             notes += differences
         else:
             way_out = f", or set coat.resume.allow: [{part}]" if part in ALLOWABLE else ""
-            refusals += [f"{line}; {NOT_A_RUN}{way_out}" for line in differences]
-    return refusals, notes
+            refusals += [f"  {line}; {NOT_A_RUN}{way_out}" for line in differences]
+    if refusals:
+        raise ResumeError("\n".join([f"{where}: is a save of another run:", *refusals]))
+    return notes
 
 
-def _model_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Differences, and harmless ones."""
-    paths = f"model {saved['path']} -> {now['path']}"
-    same_path = saved["path"] == now["path"]
-    if None in (saved["fingerprint"], now["fingerprint"]):
-        return ([] if same_path else [paths]), []
-    if saved["fingerprint"] != now["fingerprint"]:
-        return [f"model {now['path']}: its files were changed" if same_path else paths], []
-    return [], ([] if same_path else [f"{paths}, the same files"])
+def _model_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    same_files = saved["fingerprint"] == now["fingerprint"]
+    if saved["path"] != now["path"]:
+        note = ", the same files" if same_files and now["fingerprint"] is not None else ""
+        return [f"model {saved['path']} -> {now['path']}{note}"]
+    if same_files or None in (saved["fingerprint"], now["fingerprint"]):
+        return []
+    return [f"model {now['path']}: its files were changed"]
 
 
 def _walk(path: str, saved: Any, now: Any) -> Iterator[str]:
@@ -188,9 +182,13 @@ def write_versions(run_dir: Path, trainer: str, device: torch.device) -> None:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     versions = {"trained by": trainer, "device": f"{device.type}: {name}", "system": platform.platform(terse=True)}
     versions["python"] = platform.python_version()
-    for package in PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = "not installed as a package"
+    versions |= {package: installed_version(package) for package in PACKAGES}
     write_file(run_dir / VERSIONS_FILE, json.dumps(versions, indent=1))
+
+
+def installed_version(package: str) -> str:
+    """The version of an installed package, for people."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed as a package"

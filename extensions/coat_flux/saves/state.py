@@ -118,24 +118,27 @@ def restore_tensors(targets: Mapping[str, Tensor], saved: Mapping[str, Tensor], 
 # --- the execution mode, measured at a run's first step; rounding depends on it ---
 
 
-def execution_of(transformer: nn.Module, *, recomputed: bool = False) -> dict[str, Any]:
-    """GEMMs, attention kernel and recomputed blocks in use; empty before the first step, or without COAT."""
+def execution_of(transformer: nn.Module) -> dict[str, Any]:
+    """Recomputed blocks, and from the first step on GEMMs and attention kernel; empty without COAT."""
     runner = BlockRunner.of(transformer)
     if runner is None:
         return {}
-    execution = {} if runner.picked is None else {"gemm": runner.picked.name}
+    execution: dict[str, Any] = {"recomputed": runner.plan.recomputed}
+    if runner.picked is not None:
+        execution["gemm"] = runner.picked.name
     if runner.attention.kernel is not None:
         execution["attention"] = runner.attention.kernel
-    return {**execution, "recomputed": runner.plan.recomputed} if recomputed else execution
+    return execution
 
 
-def keep_execution(transformer: nn.Module, saved: Mapping[str, str]) -> None:
+def keep_execution(transformer: nn.Module, saved: Mapping[str, Any]) -> None:
     """Use a saved mode in the first step instead of measuring, if the config still allows it."""
     runner = BlockRunner.of(transformer)
-    if runner is not None and runner.gemms is not None and "gemm" in saved:
+    if runner is None:
+        return
+    if runner.gemms is not None and "gemm" in saved:
         runner.gemms.keep(saved["gemm"])
-    if runner is not None:
-        runner.attention.resumed = saved.get("attention")
+    runner.attention.resumed = saved.get("attention")
 
 
 def execution_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -284,7 +284,8 @@ class Saves:
         space = None
         with suppress(ConfigError):  # a job only ai-toolkit can run
             space = save_space(process._job_config(), [parameter.numel() for parameter in parameters], whole)
-        require_room(self._dir, space, lambda line: info(f"WARNING: {line}"))
+        for line in require_room(self._dir, space):
+            info(f"WARNING: {line}")
 
     def way_back(self, since: int) -> str:
         """How to continue after a divergence; `since`: the first step in doubt."""

@@ -60,8 +60,8 @@ class Objective:
     def __call__(self, batch: Mapping[str, Tensor], draw: int) -> Tensor:
         """The mean loss of a batch, the `draw`-th of the run, with gradient: a scalar, fp32.
 
-        Batches have latents (B, C, H, W), prompt_embeds (B, L, D), pooled (B, P), on the transformer's device; with
-        transparent parts of photos also mask (B, 1, H, W) with mean 1 over each sample.
+        Batches have latents (B, C, H, W), prompt_embeds (B, L, D), pooled (B, P), on the transformer's device; where
+        photos are transparent also mask (B, 1, H, W) with mean 1 over each sample.
         """
         drawn = self.draw(batch, draw)
         seed_global(self._seed, Stream.MODEL, draw)
@@ -71,45 +71,26 @@ class Objective:
         """Inputs of a batch's loss: `batch`, noise, sigmas (B,), and weights (B,) fp32 if weighted, on the device."""
         train, latents = self._train, batch["latents"]
         generator = generator_for(self._seed, Stream.NOISE, draw)
-        bell = train.linear_timesteps or train.linear_timesteps2
-        kind = "linear" if bell else train.timestep_type
+        kind = "linear" if train.linear_timesteps or train.linear_timesteps2 else train.timestep_type
         tokens = latents.shape[2] * latents.shape[3] // 4
         table = sigma_table(kind, tokens=tokens, scheduler=self._scheduler, generator=generator)
-        indices, sigmas = draw_sigmas(
-            table,
-            latents.shape[0],
-            timestep_type=train.timestep_type,
-            content_or_style=train.content_or_style,
-            min_step=train.min_denoising_steps,
-            max_step=train.max_denoising_steps,
-            generator=generator,
-        )
+        indices = draw_indices(train, latents.shape[0], generator)
         if latents.is_cuda:  # drawn there, from the same counter
             seed_global(self._seed, Stream.NOISE, draw)
             noise = torch.randn(latents.shape, device=latents.device)
         else:
             noise = torch.randn(latents.shape, generator=generator).to(latents.device)
-        drawn = {**batch, "noise": noise, "sigmas": to_device(sigmas, latents.device)}
-        if train.timestep_type == "weighted":
-            drawn["weights"] = to_device(weighted_timesteps(indices), latents.device)
-        elif bell:
-            weights = timestep_weights(indices, half_bell=train.linear_timesteps2)
-            drawn["weights"] = to_device(weights, latents.device)
+        drawn = {**batch, "noise": noise, "sigmas": to_device(table[indices], latents.device)}
+        weights = timestep_weights(train)
+        if weights is not None:
+            drawn["weights"] = to_device(weights[indices], latents.device)
         return drawn
 
     def loss(self, drawn: Mapping[str, Tensor]) -> Tensor:
         """The mean loss of `draw`'s result, with gradient; a scalar, fp32. Only dropout draws here."""
-        latents = drawn["latents"]
-        noise = drawn["noise"]
-        sigmas = drawn["sigmas"]
-        x_t = noisy_latents(latents, noise, sigmas)
         bypass = self._train.bypass_guidance_embedding
         with written_gradients(), bypassed_guidance(self._transformer, bypass):
-            prediction = predict_velocity(
-                self._transformer, x_t, sigmas, drawn["prompt_embeds"], drawn["pooled"], dtype=self._dtype
-            )
-        kind = self._train.loss_type
-        return sample_losses(prediction, latents, noise, drawn.get("weights"), drawn.get("mask"), kind).mean()
+            return losses_of(self._transformer, drawn, self._dtype, self._train.loss_type).mean()
 
 
 # --- noise levels ---
@@ -124,8 +105,7 @@ def sigma_table(
 ) -> Tensor:
     """The 1000 sigmas that one micro-batch draws from: (1000,) fp32 in [0, 1], descending.
 
-    `shift` and its synonyms need `tokens`, T, and the model's scheduler, which stays as it is; the random tables need
-    the generator.
+    `shift` and its synonyms need `tokens`, T, and the model's scheduler, random tables the generator.
     """
     if timestep_type in ("linear", "weighted", *FIXED_STEPS):
         return torch.linspace(1.0, 1.0 / TABLE_SIZE, TABLE_SIZE)
@@ -150,58 +130,45 @@ def sigma_table(
     return own.sigmas[:TABLE_SIZE].float()
 
 
-def draw_sigmas(
-    table: Tensor,
-    batch_size: int,
-    *,
-    timestep_type: str = "sigmoid",
-    content_or_style: str = "balanced",
-    min_step: int = 0,
-    max_step: int = TABLE_SIZE - 1,
-    generator: torch.Generator | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Draw one sigma per sample from `table` (1000,): indices (B,) int64 and sigmas (B,) fp32.
+def draw_indices(train: TrainSection, count: int, generator: torch.Generator | None = None) -> Tensor:
+    """Draw an index into the table for each of `count` samples, int64 (B,).
 
-    The `…_step` types draw from that many evenly spaced indices, others from `min_step` up to, without, `max_step`;
-    `content` favours high noise (u³), `style` low noise (1 - u³).
+    The `…_step` types draw from that many evenly spaced ones, others from `min_denoising_steps` up to, without,
+    `max_denoising_steps`; `content` favours high noise (u³), `style` low noise (1 - u³).
     """
-    low = max(min_step, 0)
-    high = min(max_step, TABLE_SIZE - 1)
-    if timestep_type in FIXED_STEPS:
-        count = FIXED_STEPS[timestep_type]
-        choices = torch.arange(count) * TABLE_SIZE // count
-        indices = choices[torch.randint(count, (batch_size,), generator=generator)]
-    elif content_or_style == "balanced":
-        indices = torch.randint(low, max(high, low + 1), (batch_size,), generator=generator)
-    else:
-        cubed = torch.rand(batch_size, generator=generator) ** 3
-        place = cubed if content_or_style == "content" else 1 - cubed
-        indices = (low + place * TABLE_SIZE / (TABLE_SIZE - 1) * (high - low)).long().clamp(low, high)
-    return indices, table[indices]
+    low = max(train.min_denoising_steps, 0)
+    high = min(train.max_denoising_steps, TABLE_SIZE - 1)
+    if train.timestep_type in FIXED_STEPS:
+        places = FIXED_STEPS[train.timestep_type]
+        choices = torch.arange(places) * TABLE_SIZE // places
+        return choices[torch.randint(places, (count,), generator=generator)]
+    if train.content_or_style == "balanced":
+        return torch.randint(low, max(high, low + 1), (count,), generator=generator)
+    cubed = torch.rand(count, generator=generator) ** 3
+    place = cubed if train.content_or_style == "content" else 1 - cubed
+    return (low + place * TABLE_SIZE / (TABLE_SIZE - 1) * (high - low)).long().clamp(low, high)
 
 
-def timestep_weights(indices: Tensor, *, half_bell: bool) -> Tensor:
-    """Loss weights (B,) fp32 of `train.linear_timesteps` (bell), `linear_timesteps2` (flat on its low-noise half).
+def timestep_weights(train: TrainSection) -> Tensor | None:
+    """Weights of the loss at each index, (1000,) fp32 with mean 1; None where all are 1.
 
-    w(i) = exp(-2 (i/1000 - 1/2)²), shifted to minimum 0 and scaled to mean 1 over the bell.
+    `timestep_type: weighted` is high where FLUX's loss is small but matters, `linear_timesteps` a bell,
+    w(i) = exp(-2 (i/1000 - 1/2)²) shifted to minimum 0, `linear_timesteps2` the same, flat on its low-noise half.
+
+    Numerics: `weighted` is within 1.5 % of ai-toolkit's at each index, 0.2 % on average.
     """
+    if train.timestep_type == "weighted":
+        at, values = zip(*WEIGHTED, strict=True)
+        return torch.from_numpy(np.interp(np.arange(TABLE_SIZE), at, values)).float()
+    if not (train.linear_timesteps or train.linear_timesteps2):
+        return None
     place = torch.arange(TABLE_SIZE, dtype=torch.float32) / TABLE_SIZE
     bell = torch.exp(-2 * (place - 0.5) ** 2)
     bell = bell - bell.min()
     bell = bell / bell.mean()
-    if half_bell:
+    if train.linear_timesteps2:
         bell[TABLE_SIZE // 2 :] = bell.max()
-    return bell[indices]
-
-
-def weighted_timesteps(indices: Tensor) -> Tensor:
-    """Loss weights (B,) fp32 of `timestep_type: weighted`: high where FLUX's loss is small but matters.
-
-    Numerics: mean 1 over the table; within 1.5 % of ai-toolkit's at each of the 1000 indices, 0.2 % on average.
-    """
-    at, values = zip(*WEIGHTED, strict=True)
-    table = np.interp(np.arange(TABLE_SIZE), at, values)
-    return torch.from_numpy(table).float()[indices]
+    return bell
 
 
 # --- the transformer and the loss ---
@@ -222,10 +189,15 @@ def bypassed_guidance(transformer: nn.Module, bypass: bool = True) -> Iterator[N
         hook.remove()
 
 
-def noisy_latents(latents: Tensor, noise: Tensor, sigmas: Tensor) -> Tensor:
-    """x_t = (1 - sigma) x0 + sigma · noise, all (B, C, H, W) fp32; sigmas (B,)."""
+def losses_of(
+    transformer: nn.Module, drawn: Mapping[str, Tensor], dtype: torch.dtype, loss_type: str = "mse"
+) -> Tensor:
+    """The loss of each sample of `Objective.draw`'s result, (B,) fp32."""
+    latents, noise, sigmas = drawn["latents"], drawn["noise"], drawn["sigmas"]
     sigma = sigmas.view(-1, 1, 1, 1)
-    return (1.0 - sigma) * latents + sigma * noise
+    x_t = (1.0 - sigma) * latents + sigma * noise
+    prediction = predict_velocity(transformer, x_t, sigmas, drawn["prompt_embeds"], drawn["pooled"], dtype=dtype)
+    return sample_losses(prediction, latents, noise, drawn.get("weights"), drawn.get("mask"), loss_type)
 
 
 @functools.cache  # the same for all steps of a bucket; captured steps need fixed addresses
@@ -255,7 +227,6 @@ def predict_velocity(
     pooled_embeds: Tensor,
     *,
     dtype: torch.dtype,
-    guidance: float = TRAIN_GUIDANCE,
 ) -> Tensor:
     """Run a transformer of FLUX.1 or FLUX.2 on noisy latents; returns the predicted noise - x0, (B, C, H, W) fp32.
 
@@ -271,7 +242,7 @@ def predict_velocity(
         "encoder_hidden_states": prompt_embeds.to(device, dtype),
         "txt_ids": text_ids,
         "img_ids": image_ids,
-        "guidance": torch.full((batch,), guidance, device=device) if embedded else None,
+        "guidance": torch.full((batch,), TRAIN_GUIDANCE, device=device) if embedded else None,
         "return_dict": False,
     }
     if flux2:

@@ -28,11 +28,7 @@ WANDB_FILE = Path("coat") / "wandb.json"
 
 
 class RunLog:
-    """Progress bar, console, CSV, TensorBoard and W&B of one run; silent unless `active` (the main process).
-
-    `info` writes to the console and to `coat/log.txt`; `detail` to the console only with `logging.verbose`, `record`
-    never.
-    """
+    """Progress bar, console, CSV, TensorBoard and W&B of one run; silent unless `active` (the main process)."""
 
     def __init__(self, job: JobConfig, device: torch.device, *, active: bool):
         self.active = active
@@ -44,9 +40,7 @@ class RunLog:
         self._seconds: list[float] = []
         self._held_out = ""
         self._lines = Lines(tqdm.write, verbose=job.logging.verbose, active=active)
-        self.info = self._lines.info
-        self.detail = self._lines.detail
-        self.record = self._lines.record
+        self.info, self.detail, self.record = self._lines.info, self._lines.detail, self._lines.record
         if active:
             self._lines.listen()
 
@@ -64,10 +58,8 @@ class RunLog:
     def start(self, step: int) -> None:
         """Show the bar."""
         if self.active:
-            job, options = self._job, bar_options()
-            self._bar = tqdm(
-                total=job.train.steps, initial=step, desc=job.name, bar_format=BAR, smoothing=0.1, **options
-            )
+            shown = {"desc": self._job.name, "bar_format": BAR, "smoothing": 0.1, **bar_options()}
+            self._bar = tqdm(total=self._job.train.steps, initial=step, **shown)
 
     def step(self, stats: StepStats) -> None:
         """Record one optimizer step."""
@@ -90,10 +82,12 @@ class RunLog:
             if self._wandb is not None:  # names as ai-toolkit's
                 self._wandb.log({"learning_rate": stats.lr, "loss/loss": stats.loss}, stats.step)
 
-    def images(self, paths: Sequence[Path], prompts: Sequence[str], step: int) -> None:
-        """Record the samples of a step, in W&B only: the files are in `samples`."""
+    def samples(self, paths: Sequence[Path], prompts: Sequence[str], step: int) -> None:
+        """Record the samples of a step, whose files are in `samples`."""
+        self.info(f"Samples of step {step} are in {self._job.folder / 'samples'}")
         if self._wandb is not None:
-            self._wandb.images(paths, prompts, step)
+            pictures = enumerate(zip(paths, prompts, strict=True))
+            self._wandb.log({f"sample_{i}": picture for i, picture in pictures}, step)
 
     def validation(self, step: int, loss: float) -> None:
         """Record a fixed-noise loss in `coat/validation.csv` and TensorBoard; a held-out one in the bar."""
@@ -112,11 +106,10 @@ class RunLog:
             self._tables.precision(rows)
 
     def close(self) -> None:
-        """Close bar and files; idempotent."""
+        """Close bar and files."""
         for part in (self._bar, self._tables, self._board, self._wandb, self._lines):
             if part is not None:
                 part.close()
-        self._bar = self._tables = self._board = self._wandb = None
 
 
 class TensorBoard:
@@ -173,18 +166,17 @@ class _Wandb:
             write_file(path, json.dumps({"id": known}) + "\n")
             log(f"W&B: {self._run.url or self._run.dir}")
 
-    def log(self, values: dict[str, Any], step: int) -> None:
+    def log(self, values: Mapping[str, Any], step: int) -> None:
+        """Log numbers, and pictures as (file, caption)."""
         if self._run is not None:
             with self._guarded():
-                self._run.log(values, step=step)
+                from wandb import Image
 
-    def images(self, paths: Sequence[Path], captions: Sequence[str], step: int) -> None:
-        if self._run is not None:
-            with self._guarded():
-                import wandb
-
-                pairs = enumerate(zip(paths, captions, strict=True))
-                self.log({f"sample_{i}": wandb.Image(str(path), caption=text) for i, (path, text) in pairs}, step)
+                logged = {
+                    name: Image(str(value[0]), caption=value[1]) if isinstance(value, tuple) else value
+                    for name, value in values.items()
+                }
+                self._run.log(logged, step=step)
 
     def close(self) -> None:
         if self._run is not None:

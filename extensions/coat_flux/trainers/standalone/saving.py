@@ -20,9 +20,8 @@ import glob
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
@@ -41,7 +40,7 @@ from ...config.job import JobConfig
 from ...export.check import check_export
 from ...saves.commit import commit, damage, newest_set, published_names, state_folder
 from ...saves.errors import ResumeError
-from ...saves.identity import require_same_run, run_identity
+from ...saves.identity import installed_version, require_same_run, run_identity
 from ...saves.repair import MODEL_META, step_of
 from ...saves.rng import rng_state
 from ...saves.state import (
@@ -80,8 +79,8 @@ def save_name(name: str, step: int | None, *, full: bool = False) -> str:
 def save(session: Session, *, final: bool) -> Path:
     """Write and commit a set, publish its LoRA or model and `optimizer.pt`; returns the published path.
 
-    All processes call it together, to exchange shards; the main process writes. One earlier set is kept. DeadRunError,
-    ExportError (the LoRA cannot be read back) or SaveError leave the previous checkpoint intact.
+    All processes call it together, to exchange shards; the main process writes. DeadRunError, ExportError (the LoRA
+    cannot be read back) or SaveError leave the previous checkpoint intact.
     """
     job = session.job
     optimizer = session.optimizer
@@ -93,8 +92,8 @@ def save(session: Session, *, final: bool) -> Path:
             **session.record,
             "optimizer": job.train.optimizer,
             "sampler": session.sampler.state_dict(),
-            "guard": session.watch.state_dict(),
-            "path": execution_of(session.transformer, recomputed=True),
+            "guard": session.watch.state_dict(),  # its norms are over all processes
+            "path": execution_of(session.transformer),
             "identity": session.identity,
             "step": session.step,
         }
@@ -125,7 +124,7 @@ def _write(
 ) -> None:
     job = session.job
     rng = rng_state()
-    dtype = TORCH_DTYPES[session.job.save.dtype]
+    dtype = TORCH_DTYPES[job.save.dtype]
     published = average or trained
     metadata = _metadata(session)
     base = base_weights(job.model.name_or_path) if job.full else None
@@ -167,17 +166,13 @@ def _write(
 def _metadata(session: Session) -> dict[str, str]:
     """Metadata of a saved LoRA, keys and form as ai-toolkit's; `[name]` in the config's `meta` is replaced."""
     job, report = session.job, session.report
-    try:
-        software = version("coat-flux")
-    except PackageNotFoundError:
-        software = "unknown"
     fields: dict[str, Any] = json.loads(json.dumps(job.meta).replace("[name]", job.name))
     fields["training_info"] = {"step": session.step, "epoch": session.epoch}
     fields["ss_base_model_version"] = "flux.1"
     fields["ss_output_name"] = job.name
     if job.trigger_word:
         fields["ss_tag_frequency"] = {f"1_{job.trigger_word}": {job.trigger_word: 1}}
-    fields["software"] = {"name": "coat-flux", "version": software}
+    fields["software"] = {"name": "coat-flux", "version": installed_version("coat-flux")}
     fields["coat"] = job.coat.to_dict()
     text = {key: value if isinstance(value, str) else json.dumps(value) for key, value in fields.items()}
     return text | ({} if report is None else report.metadata()) | {"format": "pt"}
@@ -217,15 +212,9 @@ class ResumePoint:
             raw = {name: x.float() for name, x in load_tensors(self.path).items()}
         restore_tensors(trained, raw, self.path)
 
-    def restore_optimizer(
-        self,
-        optimizer: Optimizer,
-        name: str,
-        log: Callable[[str], None],
-    ) -> None:
-        """Load the optimizer's state, converting changed formats, with the config's hyper-parameters."""
-        folder = self.path.parent if self.state is None else self.state.folder
-        path = folder / OPTIMIZER_FILE
+    def restore_optimizer(self, optimizer: Optimizer, name: str) -> list[str]:
+        """Load the state of the optimizer `name`, but keep the config's hyper-parameters; a line for each change."""
+        path = (self.path.parent if self.state is None else self.state.folder) / OPTIMIZER_FILE
         saved_with = self.record.get("optimizer", name)
         if saved_with != name and not (name == COAT_OPTIMIZER and saved_with in ("adamw", "adam")):
             raise ResumeError(
@@ -238,19 +227,16 @@ class ResumePoint:
         except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
             raise ResumeError(f"{path}: cannot be read ({error}); {REMEDY}") from error
         try:
-            changes = restore_optimizer(optimizer, saved)
+            return restore_optimizer(optimizer, saved)
         except (ValueError, KeyError, TypeError) as error:
             raise ResumeError(f"{path}: does not fit this run's LoRA ({error})") from error
-        for change in changes:
-            log(f"Resume: the config's optimizer settings replace the saved ones: {change}")
 
 
 def find_resume_point(run_dir: Path, name: str) -> ResumePoint | None:
-    """The newest save of a run that `saves.repair` has repaired, or None.
+    """The newest save of a repaired run, or None: by its steps, then without a step in its name.
 
-    Newest by steps in the metadata, then without a step in its name. An unreadable LoRA is skipped if another is there.
-    ResumeError if no save is readable, the newest state is damaged and no other is whole, or a save is ai-toolkit's
-    whole model.
+    An unreadable LoRA is skipped if another is there. ResumeError if no save is readable, the newest state is damaged
+    and no other is whole, or a save is ai-toolkit's whole model.
     """
     other = next(run_dir.glob(f"{glob.escape(name)}*/{MODEL_META}"), None)
     if other is not None:
@@ -288,50 +274,35 @@ def identity_of(job: JobConfig, world_size: int) -> dict[str, Any]:
     """The identity of a run, from its config and the files it names."""
     network = job.network
     train = job.train
-    photos = job.coat.data
     captions = {key: [getattr(dataset, key) for dataset in job.datasets] for key in CAPTION_SETTINGS}
     settings = {key: value for key, value in asdict(train).items() if key not in NOT_TRAINING}
     datasets = []
     for dataset, paths in zip(job.datasets, held_out_of(job), strict=True):
         entry = {key: getattr(dataset, key) for key in DATA_SETTINGS}
         entry["trigger_word"] = job.trigger_word
-        entry["background"] = photos.background
-        entry["transparency"] = photos.transparency
+        entry["background"] = job.coat.data.background
+        entry["transparency"] = job.coat.data.transparency
         entry["held_out"] = [path.relative_to(dataset.folder_path).as_posix() for path in paths]
         datasets.append(entry)
-    targets = {
-        "linear": network.linear,
-        "transformer_only": network.transformer_only,
-        "only_if_contains": network.network_kwargs.only_if_contains,
-        "ignore_if_contains": network.network_kwargs.ignore_if_contains,
-    }
     if job.full:
-        targets = {
-            "linear": None,
-            "include": list(job.coat.include),
-            "exclude": list(job.coat.exclude),
-        }
+        targets = {"linear": None, "include": list(job.coat.include), "exclude": list(job.coat.exclude)}
+    else:
+        targets = {"linear": network.linear, "transformer_only": network.transformer_only}
+        targets |= {key: getattr(network.network_kwargs, key) for key in ("only_if_contains", "ignore_if_contains")}
     return run_identity(
         job.model.name_or_path,
         datasets,
         network=targets,
         seed=job.seed,
         world_size=world_size,
-        batch={
-            "batch_size": train.batch_size,
-            "gradient_accumulation": train.gradient_accumulation,
-        },
+        batch={"batch_size": train.batch_size, "gradient_accumulation": train.gradient_accumulation},
         coat={key: value for key, value in job.coat.to_dict().items() if key != "resume"},
         train={**settings, **captions, "dropout": network.dropout},
     )
 
 
 def check_same_run(job: JobConfig, point: ResumePoint, identity: Mapping[str, Any]) -> list[str]:
-    """Return permitted changes of the config since the save, a line each.
-
-    Raises:
-        ResumeError: model, data, network, seed, number of processes or batch differ, or the run is past its steps.
-    """
+    """Return permitted changes of the config since the save, a line each; ResumeError for others, or too few steps."""
     if point.step > job.train.steps:
         raise ResumeError(
             f"train.steps={job.train.steps}: {point.path} has {point.step} steps already; raise train.steps to go on, "

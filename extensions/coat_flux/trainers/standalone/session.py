@@ -6,7 +6,8 @@ Encoders come first, fill the caches and leave; the transformer then has an empt
 from __future__ import annotations
 
 import gc
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -36,7 +37,7 @@ from ...plan.job import JobFacts
 from ...plan.predict import outside_bytes
 from ...saves.identity import model_identity
 from ...saves.rng import set_rng_state
-from ...saves.state import keep_execution, restore_tensors
+from ...saves.state import RunState, keep_execution, restore_tensors
 from ...watch.live import LiveRun
 from ...watch.phases import PhaseTracker
 from ...watch.step_watch import StepWatch
@@ -53,11 +54,11 @@ from .workers import Workers, shard, whole_norms
 class Session:
     """The parts of the run with this `identity`, which resumes from `point`, a `saving.ResumePoint` or None.
 
-    `step` counts optimizer steps; `outstanding` is the last one until its numbers are read; `owes_save`: a save was
-    postponed by the guard's doubt; `identity` and `record` go into `state.json`; `report` is None without COAT;
-    `lora` are the trained parameters by name, without `network` the transformer's; `fused` updates them in backward;
-    `skips_on_device`: the optimizer can; `captures`: steps are CUDA graphs, which `graphs` holds; `noise` and `levels`
-    are those of the validation loss, on photos held out if the job `holds_out` any.
+    `step` counts optimizer steps; `outstanding` is the last one until its numbers are read; `identity` and `record` go
+    into `state.json`, `saved` is that of `point`; `report` is None without COAT; `lora` are the trained parameters by
+    name, without `network` the transformer's; `fused` updates them in backward; `skips_on_device`: the optimizer can;
+    `captures`: steps are CUDA graphs, which `graphs` holds; `noise` and `levels` are those of the validation loss, on
+    photos held out if the job `holds_out` any.
     """
 
     def __init__(
@@ -71,23 +72,25 @@ class Session:
         live: LiveRun,
     ) -> None:
         job = replace(job, coat=config_for(workers.device, job.coat))
-        train = job.train
-        photos = job.coat.data
-        model = job.model
+        train, model = job.train, job.model
         self.job = job
         self.workers = workers
         self.log = log
         self.live = live
         self.dtype = TORCH_DTYPES[train.dtype]
-        self.step, self.owes_save = 0, False
-        self.record: dict[str, Any] = {}
-        self.saved_path: dict[str, Any] = {}  # execution mode of the resumed save
+        self.step = 0 if point is None else point.step
+        self.saved: Mapping[str, Any] = {} if point is None else point.record
+        self.record = {key: self.saved[key] for key in ("validation_loss", "held_out_loss") if key in self.saved}
         self.graphs: Any = None  # a step_graph.StepGraphs
         self.outstanding: Any = None  # a trainer.Outstanding
-        is_flux1 = model.arch in (None, "", "flux")
-        policy = {"background": photos.background, "transparency": photos.transparency}
-        report = inspect_datasets(job.datasets, job.trigger_word, **policy, reads_t5=is_flux1)
-        samples = report.usable()
+        photos = inspect_datasets(
+            job.datasets,
+            job.trigger_word,
+            background=job.coat.data.background,
+            transparency=job.coat.data.transparency,
+            reads_t5=model.arch in (None, "", "flux"),
+        )
+        samples = photos.usable()
         held_out = {path for paths in held_out_of(job) for path in paths}
         trained = [sample for sample in samples if sample.image_path not in held_out]
         measured = [sample for sample in samples if sample.image_path in held_out]
@@ -99,13 +102,7 @@ class Session:
         self.dataset, self.images = _prepare_data(job, workers, encoders, [*trained, *measured])
         self.holds_out = bool(measured)
         self.noise, self.levels = fixed_noise(self.dataset, measured, trained)
-        self.sampler = BucketBatchSampler(
-            trained,
-            train.batch_size,
-            job.seed,
-            workers.rank,
-            workers.size,
-        )
+        self.sampler = BucketBatchSampler(trained, train.batch_size, job.seed, workers.rank, workers.size)
 
         phases.enter("load")
         log.info(f"Loading the transformer of {model.name_or_path}")
@@ -115,10 +112,9 @@ class Session:
         self.identity = identity
         if identity["model"]["fingerprint"] is None:  # downloaded just now
             self.identity = {**identity, "model": model_identity(model.name_or_path)}
-        saved = {} if point is None else point.record
         if point is not None:
             point.restore(self.lora)
-            keep_execution(self.transformer, saved.get("path", {}))
+            keep_execution(self.transformer, self.saved.get("path", {}))
         params = list(self.lora.values())
         workers.share(params)
 
@@ -133,13 +129,10 @@ class Session:
         )
         self.skips_on_device = isinstance(self.optimizer, FP8AdamW) and self.optimizer.defaults["capturable"]
         if point is not None:
-            point.restore_optimizer(self.optimizer, train.optimizer, log.info)
-        self.lr_scheduler = make_scheduler(
-            train.lr_scheduler,
-            self.optimizer,
-            train.steps,
-            train.lr_scheduler_params,
-        )
+            for change in point.restore_optimizer(self.optimizer, train.optimizer):
+                log.info(f"Resume: the config's optimizer settings replace the saved ones: {change}")
+        self.lr_scheduler = make_scheduler(train.lr_scheduler, self.optimizer, train.steps, train.lr_scheduler_params)
+        advance(self.lr_scheduler, self.step)
         if job.full:
             phases.held.add("gradients", self.transformer, gradients)
             make_states(self.optimizer, self.transformer)
@@ -156,7 +149,7 @@ class Session:
             mean=workers.mean,
             norms=whole_norms,
         )
-        self.watch.load_state_dict(saved.get("guard", {}))  # it names layers for the table below
+        self.watch.load_state_dict(self.saved.get("guard", {}))  # it names layers for the table below
         runner = BlockRunner.of(self.transformer)
         self.captures = False
         if runner is not None:
@@ -173,61 +166,51 @@ class Session:
                 f"{size_text(self.optimizer.state_bytes())} of moments"
             )
         self.ema: LoraEMA | None = None
-        if train.ema_config.use_ema:
-            self.ema = LoraEMA(
-                self.lora,
-                train.ema_config.ema_decay,
-                use_feedback=train.ema_config.use_feedback,
-                param_multiplier=train.ema_config.param_multiplier,
-            )
+        average = train.ema_config
+        if average.use_ema:
+            options = {"use_feedback": average.use_feedback, "param_multiplier": average.param_multiplier}
+            self.ema = LoraEMA(self.lora, average.ema_decay, **options)
             phases.held.add("ema", self.ema, lambda average: average.shadow.values())
         self.fused: UpdateInBackward | None = None
         if train.fused_backward:
-            self.fused = UpdateInBackward(
-                self.optimizer,
-                params,
-                train.max_grad_norm,
-                self.watch.begin_update,
-            )
+            self.fused = UpdateInBackward(self.optimizer, params, train.max_grad_norm, self.watch.begin_update)
         if point is not None:
-            self._continue_from(point)
+            self._continue_from(point.state)
 
-    def _continue_from(self, point: Any) -> None:
-        record = point.record
-        average = None if point.state is None else point.state.tensors("ema")
-        self.step = point.step
-        self.saved_path = record.get("path", {})
-        for key in ("validation_loss", "held_out_loss"):
-            if key in record:
-                self.record[key] = record[key]
-        advance(self.lr_scheduler, point.step)
+    def _continue_from(self, state: RunState | None) -> None:
+        """Restore average, place in the data and random generators, as far as a save has them."""
+        average = None if state is None else state.tensors("ema")
         if self.ema is not None and average is not None:
             restore_tensors(self.ema.shadow, average, "saved EMA")
         elif self.ema is not None:
             self.log.info("Resume: no average was kept with this save; the EMA starts again from its weights")
-        if point.state is None:
+        if state is None:
             self.log.info(
                 "Resume: this save is ai-toolkit's; weights continue in its save.dtype, data order by step count"
             )
-            draws = point.step * self.job.train.gradient_accumulation * self.workers.size
+            draws = self.step * self.job.train.gradient_accumulation * self.workers.size
             epoch, within = divmod(draws, self.sampler.batches_per_epoch)
             self.sampler.load_state_dict({**self.sampler.state_dict(), "epoch": epoch, "position": within})
         else:
-            self.sampler.load_state_dict(record["sampler"])
-            set_rng_state(point.state.tensors("rng"))
+            self.sampler.load_state_dict(state.record["sampler"])
+            set_rng_state(state.tensors("rng"))
 
     @property
     def epoch(self) -> int:
         """Passes over the data done."""
         return self.sampler.state_dict()["epoch"]
 
-    def drop_graphs(self) -> bool:
-        """Give back the memory of captured steps; returns whether there were any."""
-        return self.graphs is not None and self.graphs.drop()
-
-    def averaged(self) -> AbstractContextManager[None]:
-        """Run the block with the EMA, if any, in the transformer: for saving, sampling, validation."""
-        return nullcontext() if self.ema is None else self.ema.applied()
+    @contextmanager
+    def between_steps(self, phase: str) -> Iterator[None]:
+        """In this block the transformer is in eval mode, with the EMA, if any, and without memory of captured steps."""
+        if self.graphs is not None:
+            self.graphs.drop()
+        with self.watch.phases.during(phase), nullcontext() if self.ema is None else self.ema.applied():
+            self.transformer.eval()
+            try:
+                yield
+            finally:
+                self.transformer.train()
 
 
 def _prepare_data(
@@ -249,10 +232,10 @@ def _prepare_data(
             room=room,
         )
         dataset.fill(progress=workers.is_main)
-    images, items = None, job.sample.items()
-    if items and not job.train.disable_sampling and (workers.is_main or workers.shares_weights):
+    images = None
+    if job.sample.items() and not job.train.disable_sampling and (workers.is_main or workers.shares_weights):
         with on_device(encoders.text.models, device, room, last=True):
-            images = ImageSampler(items, job.trigger_word, encoders, device, job.sample.format)
+            images = ImageSampler(job, encoders, device)
     if dataset.needs_encoders:
         for model in encoders.text.models:
             model.to(device)

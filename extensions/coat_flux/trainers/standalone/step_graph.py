@@ -18,10 +18,15 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from ...blocks.runner import BlockRunner
+
+if TYPE_CHECKING:
+    from .session import Session
 
 MOST_GRAPHS = 8  # captured shapes: the driver keeps every node of each
 ROOM = 1.05  # memory of an eager step relative to the pool's
@@ -42,45 +47,30 @@ def capture(call: Callable[[], Any], pool: Any = None) -> tuple[Any, Any]:
 
 
 class StepGraphs:
-    """Captures and replays the steps of one run; once `failed`, all run eagerly (an error if `strict`).
+    """Captures and replays the steps of a session; once `failed`, all run eagerly (an error with `fallback: error`).
 
     `step` maps draws and learning rates fp64 [param groups] to fp32 [2], loss and gradient norm; it must not read from
-    the device, draw random numbers or depend on its number. `state` has the tensors it changes: "parameters", "average"
-    and "counters", which are compared, and "others". `generation` changes when a capture would.
+    the device, draw random numbers or depend on its number.
     """
 
-    def __init__(
-        self,
-        step: Callable[[Drawn, Tensor], Tensor],
-        state: Callable[[], State],
-        generation: Callable[[], Any],
-        info: Callable[[str], None],
-        strict: bool = False,
-    ) -> None:
+    def __init__(self, session: Session, step: Callable[[Drawn, Tensor], Tensor]) -> None:
+        self._session = session
         self._step = step
-        self._state = state
-        self._generation = generation
-        self._info, self._strict = info, strict
+        self._runner: Any = BlockRunner.of(session.transformer)  # whose `generation` changes when a capture would
         self._graphs: dict[Any, _Graph] = {}
         self._captured_in: Any = None
         self._ran: set[Any] = set()
         self._trusted: set[Any] = set()
         self.failed = self._full = False
 
-    def run(
-        self,
-        drawn: Drawn,
-        rates: Sequence[float],
-        eager: Callable[[], Tensor],
-    ) -> Tensor | None:
+    def run(self, drawn: Drawn, eager: Callable[[], Tensor]) -> Tensor | None:
         """Replay a step; returns loss and gradient norm, fp32 [2], or None if it must be run eagerly.
 
-        `eager` does the same step and returns the same numbers. RuntimeError if `strict` and it cannot be replayed.
+        `eager` does the same step and returns the same numbers. RuntimeError with `fallback: error` on failure.
         """
-        if self.failed:
-            return None
         shape = tuple(tuple((name, x.shape, x.dtype) for name, x in each.items()) for each in drawn)
-        if self._captured_in != self._generation():
+        rates = [float(group["lr"]) for group in self._session.optimizer.param_groups]
+        if self._captured_in != self._runner.generation:
             self.drop()
         if shape in self._graphs:
             return self._graphs[shape].replay(drawn, rates)
@@ -89,12 +79,25 @@ class StepGraphs:
             return None
         if len(self._graphs) == MOST_GRAPHS:
             if not self._full:
-                self._info(f"CUDA graphs: {MOST_GRAPHS} shapes of batches are captured, further ones run eagerly")
+                text = f"CUDA graphs: {MOST_GRAPHS} shapes of batches are captured, further ones run eagerly"
+                self._session.log.info(text)
             self._full = True
             return None
         if shape in self._trusted:
             return self._captured(shape, drawn, rates)
         return self._compared(shape, drawn, rates, eager)
+
+    def _state(self) -> State:
+        """The tensors that a step changes."""
+        session = self._session
+        parameters = list(session.lora.values())
+        entries = [session.optimizer.state[parameter] for parameter in parameters]
+        return {
+            "parameters": parameters,
+            "average": [] if session.ema is None else list(session.ema.shadow.values()),
+            "counters": [entry["step"] for entry in entries],
+            "others": [x for entry in entries for name, x in entry.items() if name != "step"],
+        }
 
     @property
     def bytes(self) -> int:
@@ -119,25 +122,19 @@ class StepGraphs:
         return had
 
     def _captured(self, shape: Any, drawn: Drawn, rates: Sequence[float]) -> Tensor | None:
-        generation = self._generation()
+        generation = self._runner.generation
         try:
             graph = _Graph(self._step, drawn, len(rates), next(iter(self._graphs.values()), None))
         except Exception as error:
             self._fail(f"a step cannot be captured: {next(iter(str(error).splitlines()), type(error).__name__)}", error)
             return None
-        if self._generation() != generation:  # it ran differently from the steps before it
+        if self._runner.generation != generation:  # it ran differently from the steps before it
             return None
         self._graphs[shape] = graph
         self._captured_in = generation
         return graph.replay(drawn, rates)
 
-    def _compared(
-        self,
-        shape: Any,
-        drawn: Drawn,
-        rates: Sequence[float],
-        eager: Callable[[], Tensor],
-    ) -> Tensor:
+    def _compared(self, shape: Any, drawn: Drawn, rates: Sequence[float], eager: Callable[[], Tensor]) -> Tensor:
         """Do the step eagerly, then by a replay from the same state, and compare."""
         before = _copied(self._state())
         numbers = eager()
@@ -149,7 +146,8 @@ class StepGraphs:
                 difference = _difference(before, expected, _copied(self._state()), numbers, replayed)
                 if not difference:
                     if not self._trusted:
-                        self._info("CUDA graphs: from here on steps are replayed; the first agrees with an eager step")
+                        text = "CUDA graphs: from here on steps are replayed; the first agrees with an eager step"
+                        self._session.log.info(text)
                     self._trusted.add(shape)
                     return replayed
                 self._fail(f"a replayed step differs from the same step run eagerly: {difference}")
@@ -168,21 +166,17 @@ class StepGraphs:
     def _fail(self, reason: str, error: Exception | None = None) -> None:
         self.failed = True
         self.drop()
-        if self._strict:
+        if self._session.job.coat.fallback == "error":
             raise RuntimeError(f"fallback='error': CUDA graphs: {reason}; set coat.speed.cuda_graphs: never") from error
-        self._info(f"CUDA graphs: {reason}; steps run eagerly")
+        self._session.log.info(f"CUDA graphs: {reason}; steps run eagerly")
 
 
 class _Graph:
     """A captured step, its inputs and result; `bytes` is the growth of the pool shared with `other`."""
 
     def __init__(
-        self,
-        step: Callable[[Drawn, Tensor], Tensor],
-        drawn: Drawn,
-        groups: int,
-        other: _Graph | None,
-    ):
+        self, step: Callable[[Drawn, Tensor], Tensor], drawn: Drawn, groups: int, other: _Graph | None
+    ) -> None:
         device = drawn[0]["latents"].device
         self._inputs = [{name: torch.empty_like(x) for name, x in each.items()} for each in drawn]
         self._rates = torch.full((groups,), math.nan, dtype=torch.float64, device=device)
@@ -194,9 +188,9 @@ class _Graph:
 
     @torch.no_grad()
     def replay(self, drawn: Drawn, rates: Sequence[float]) -> Tensor:
-        for own, given in zip(self._inputs, drawn, strict=True):
-            for name, x in own.items():
-                x.copy_(given[name])
+        for inputs, batch in zip(self._inputs, drawn, strict=True):
+            for name, x in inputs.items():
+                x.copy_(batch[name])
         for own_rate, rate in zip(self._rates, rates, strict=True):
             own_rate.fill_(rate)
         self._graph.replay()
@@ -213,25 +207,19 @@ def _copied(state: State) -> State:
     return {kind: [x.detach().to("cpu", copy=True) for x in tensors] for kind, tensors in state.items()}
 
 
-def _difference(
-    before: State,
-    expected: State,
-    found: State,
-    numbers: Tensor,
-    replayed: Tensor,
-) -> str:
-    wanted, got = numbers.tolist(), replayed.tolist()
-    finite = list(map(math.isfinite, (*wanted, *got)))
+def _difference(before: State, eager: State, replayed: State, numbers: Tensor, replayed_numbers: Tensor) -> str:
+    expected, got = numbers.tolist(), replayed_numbers.tolist()
+    finite = list(map(math.isfinite, (*expected, *got)))
     if not all(finite):
-        return "" if finite[:2] == finite[2:] else f"loss and gradient norm {got}, eagerly {wanted}"
-    if not math.isclose(got[0], wanted[0], rel_tol=LARGEST_LOSS_DIFFERENCE):
-        return f"loss {got[0]:.6g}, eagerly {wanted[0]:.6g}"
-    if not all(map(torch.equal, found["counters"], expected["counters"])):
+        return "" if finite[:2] == finite[2:] else f"loss and gradient norm {got}, eagerly {expected}"
+    if not math.isclose(got[0], expected[0], rel_tol=LARGEST_LOSS_DIFFERENCE):
+        return f"loss {got[0]:.6g}, eagerly {expected[0]:.6g}"
+    if not all(map(torch.equal, replayed["counters"], eager["counters"])):
         return "the optimizer counted another number of steps"
     for kind in ("parameters", "average"):
         distances = []
-        for state in (found, before):
-            pairs = zip(state[kind], expected[kind], strict=True)
+        for state in (replayed, before):
+            pairs = zip(state[kind], eager[kind], strict=True)
             distances.append(math.hypot(*(float((x.float() - y.float()).norm()) for x, y in pairs)))
         error, update = distances
         if error > LARGEST_DIFFERENCE * update:

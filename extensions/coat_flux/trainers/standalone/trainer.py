@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,6 @@ from coat_core.optim.sharded import local_values
 
 from ...base.files import write_file
 from ...blocks.models.check import require_here
-from ...blocks.runner import BlockRunner
 from ...config.findings import ConfigError
 from ...config.job import JobConfig
 from ...config.job_file import load_job_yaml
@@ -135,13 +135,7 @@ class COATTrainer:
             "start the same config again",
         )
 
-    def _train(
-        self,
-        workers: Workers,
-        log: RunLog,
-        phases: PhaseTracker,
-        from_step: int | None,
-    ) -> Path:
+    def _train(self, workers: Workers, log: RunLog, phases: PhaseTracker, from_step: int | None) -> Path:
         job, is_main = self.job, workers.is_main
         for note in job.notes:
             log.info(f"Note: {note}")
@@ -171,7 +165,7 @@ class COATTrainer:
             if point is None:
                 running.enter_context(live)
             session = Session(job, workers, log, phases, point, identity, live)
-            if point is not None:  # only now: a run that cannot be resumed stays unchanged
+            if point is not None:  # a run that cannot be resumed stays unchanged
                 running.enter_context(live)
             return _run(session, self._observer)
 
@@ -186,7 +180,8 @@ def _run(session: Session, observer: Observer | None) -> Path:
             write_file(job.folder / "config.yaml", text)
             phases.path = job.folder / MEMORY_FILE
             space = save_space(job, [p.numel() for p in session.lora.values()])
-            require_room(job.folder, space, lambda line: log.info(f"Warning: {line}"))
+            for line in require_room(job.folder, space):
+                log.info(f"Warning: {line}")
         log.open(session.step)
     if "validation_loss" not in session.record:
         session.record["validation_loss"] = _validate(session)
@@ -211,7 +206,7 @@ def _train_steps(session: Session, interrupts: Interrupts, observer: Observer | 
     job = session.job
     log = session.log
     guard = session.watch.guard
-    batches, first = iter(session.sampler), session.step + 1
+    batches, first, owes_save = iter(session.sampler), session.step + 1, False
     log.start(session.step)
     session.watch.phases.enter("step")
     if observer is not None:
@@ -223,10 +218,10 @@ def _train_steps(session: Session, interrupts: Interrupts, observer: Observer | 
         validates = step % job.validation.every == 0
         saves = step % job.save.save_every == 0
         samples = step % job.sample.sample_every == 0
-        if asked or observer is not None or session.owes_save or last or validates or saves or samples:
+        if asked or observer is not None or owes_save or last or validates or saves or samples:
             settle(session)
         if step == first:
-            for line in execution_changes(session.saved_path, execution_of(session.transformer, recomputed=True)):
+            for line in execution_changes(session.saved.get("path", {}), execution_of(session.transformer)):
                 log.info(line)
         if observer is not None:
             observer(session)
@@ -239,11 +234,11 @@ def _train_steps(session: Session, interrupts: Interrupts, observer: Observer | 
         due = saves or "save" in asked
         if due and guard.doubt is not None:
             log.info(f"Step {step}: not saved, {guard.doubt}; it is saved when that is over")
-            session.owes_save = True
-        elif due or (session.owes_save and guard.doubt is None):
+            owes_save = True
+        elif due or (owes_save and guard.doubt is None):
             log.detail(f"Saving at step {step}")
             log.info(f"Saved checkpoint to {save(session, final=False)}")
-            session.owes_save = False
+            owes_save = False
         if "sample" in asked or (samples and step >= job.sample.sample_start_step):
             _draw_samples(session)
 
@@ -255,44 +250,37 @@ def _stop(session: Session) -> None:
         session.log.info(f"{where}, saved as {save(session, final=False)}")
     else:
         newest = newest_set(session.job.folder)
-        earlier = "no earlier save was made"
-        if newest is not None:
-            earlier = f"the newest save is of step {set_step(newest)}"
+        earlier = "no earlier save was made" if newest is None else f"the newest save is of step {set_step(newest)}"
         session.log.info(f"{where}, without a save: {doubt}; {earlier}")
     session.log.info("To resume, start the same config again")
     raise KeyboardInterrupt
 
 
 def _draw_samples(session: Session) -> None:
-    if session.images is not None:
+    images, step, log = session.images, session.step, session.log
+    if images is not None:
         folder = session.job.folder / "samples" if session.workers.is_main else None
-        session.drop_graphs()
-        with session.watch.phases.during("sample"), session.averaged():
+        with session.between_steps("sample"):
             try:
-                paths = session.images.draw(session.transformer, session.step, folder)
+                paths = images.draw(session.transformer, step, folder)
                 if folder is not None:
-                    session.log.images(paths, [item.prompt for item in session.images.items], session.step)
-                    session.log.info(f"Samples of step {session.step} are in {folder}")
+                    log.samples(paths, [item.prompt for item in images.items], step)
             except OSError as error:
-                session.log.info(
-                    f"{folder}: samples of step {session.step} cannot be written ({error}); the run goes on"
-                )
+                log.info(f"{folder}: samples of step {step} cannot be written ({error}); the run goes on")
     session.workers.wait()
 
 
 def _validate(session: Session) -> float:
-    bypass = session.job.train.bypass_guidance_embedding
-    session.drop_graphs()
+    train = session.job.train
     with (
-        session.watch.phases.during("validate"),
-        session.averaged(),
-        bypassed_guidance(session.transformer, bypass),
+        session.between_steps("validate"),
+        bypassed_guidance(session.transformer, train.bypass_guidance_embedding),
     ):
         loss = loss_of(
             session.transformer,
             session.noise,
             session.levels,
-            lambda _: session.job.train.batch_size,
+            lambda _: train.batch_size,
             dtype=session.dtype,
             device=session.workers.device,
         )
@@ -374,12 +362,14 @@ def _finish(session: Session, done: Outstanding, *, judge: bool) -> None:
 
 def _gradients(session: Session, number: int, batches: Sequence[Batch]) -> Tensor:
     """Compute clipped gradients (fused: and apply them); returns fp32 [2]: loss and norm."""
-    if session.graphs is not None:
-        session.graphs.make_room()
+    graphs = session.graphs
+    if graphs is not None:
+        graphs.make_room()
 
     def reset() -> str | None:
         session.optimizer.zero_grad(set_to_none=True)
-        return "CUDA graphs: their memory was given back" if session.drop_graphs() else None
+        freed = graphs is not None and graphs.drop()
+        return "CUDA graphs: their memory was given back" if freed else None
 
     session.optimizer.zero_grad(set_to_none=True)
     if session.workers.shares_weights:  # a process that retries alone would wait for the others' weights
@@ -439,24 +429,7 @@ def _replay(session: Session, number: int, batches: Sequence[Batch]) -> Tensor |
     if not session.captures or session.watch.measures_memory(number):
         return None
     if session.graphs is None:
-        runner = BlockRunner.of(session.transformer)
-
-        def state() -> dict[str, list[Tensor]]:
-            entries = [session.optimizer.state[parameter] for parameter in session.lora.values()]
-            return {
-                "parameters": list(session.lora.values()),
-                "average": [] if session.ema is None else list(session.ema.shadow.values()),
-                "counters": [entry["step"] for entry in entries],
-                "others": [x for entry in entries for name, x in entry.items() if name != "step"],
-            }
-
-        session.graphs = StepGraphs(
-            lambda drawn, rates: _whole_step(session, drawn, rates),
-            state,
-            lambda: None if runner is None else runner.generation,
-            session.log.info,
-            strict=session.job.coat.fallback == "error",
-        )
+        session.graphs = StepGraphs(session, partial(_whole_step, session))
     if session.graphs.failed:
         return None
     drawn = [session.objective.draw(session.dataset.batch(batch), batch.draw) for batch in batches]
@@ -466,8 +439,7 @@ def _replay(session: Session, number: int, batches: Sequence[Batch]) -> Tensor |
         _update(session, not_finite(numbers))
         return numbers
 
-    rates = [float(group["lr"]) for group in session.optimizer.param_groups]
-    return session.graphs.run(drawn, rates, eager)
+    return session.graphs.run(drawn, eager)
 
 
 def _whole_step(session: Session, drawn: Drawn, rates: Tensor) -> Tensor:

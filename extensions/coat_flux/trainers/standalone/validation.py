@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,11 @@ from torch import Tensor, nn
 from ...base.files import replacing
 from ...blocks.models.flux2 import Flux2Text
 from ...config.job import JobConfig
-from ...config.job_sections import SampleItem
 from ...data.buckets import Sample
 from ...data.captions import inject_trigger
 from ...data.hold_out import FixedNoise, choose_hold_out, levels_for
 from ...data.loader import LatentDataset
-from .flow_matching import noisy_latents, predict_velocity, sample_losses
+from .flow_matching import losses_of
 from .loading import Encoders
 
 TRAINED_PHOTOS = 8
@@ -76,37 +75,13 @@ def loss_of(
     dtype: torch.dtype,
     device: torch.device,
 ) -> float:
-    """`FixedNoise.mean_loss` of a transformer, in eval mode meanwhile."""
+    """`FixedNoise.mean_loss` of a transformer in eval mode."""
 
-    def losses(photos: list[Mapping[str, Any]], sigmas: Tensor, drawn: Tensor) -> Tensor:
-        return predictions(transformer, photos, sigmas, drawn, dtype=dtype, device=device)[1]
+    def losses(photos: list[dict[str, Any]], sigmas: Tensor, drawn: Tensor) -> Tensor:
+        batch = {part: torch.stack([photo[part] for photo in photos]).to(device) for part in photos[0]}
+        return losses_of(transformer, {**batch, "sigmas": sigmas.to(device), "noise": drawn.to(device)}, dtype)
 
-    was_training = transformer.training
-    transformer.eval()
-    try:
-        return noise.mean_loss(losses, levels, at_once)
-    finally:
-        transformer.train(was_training)
-
-
-@torch.no_grad()
-def predictions(
-    transformer: nn.Module,
-    photos: Sequence[Mapping[str, Tensor]],
-    sigmas: Tensor,
-    noise: Tensor,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> tuple[Tensor, Tensor]:
-    """Predict velocities (B, C, h, w) fp32 of photos of `FixedNoise`, and their losses (B,) fp32, on `device`."""
-    batch = {part: torch.stack([photo[part] for photo in photos]).to(device) for part in photos[0]}
-    latents = batch["latents"]
-    sigmas = sigmas.to(device)
-    noise = noise.to(device)
-    x_t = noisy_latents(latents, noise, sigmas)
-    velocity = predict_velocity(transformer, x_t, sigmas, batch["prompt_embeds"], batch["pooled"], dtype=dtype)
-    return velocity, sample_losses(velocity, latents, noise, mask=batch.get("mask"))
+    return noise.mean_loss(losses, levels, at_once)
 
 
 # --- samples ---
@@ -115,23 +90,15 @@ def predictions(
 class ImageSampler:
     """Draws the images of the `sample` block; the VAE is on `device` only while drawing, text encoders are not kept."""
 
-    def __init__(
-        self,
-        items: Sequence[SampleItem],
-        trigger_word: str | None,
-        encoders: Encoders,
-        device: torch.device,
-        extension: str = "jpg",
-    ):
-        self.items = list(items)
+    def __init__(self, job: JobConfig, encoders: Encoders, device: torch.device):
+        self.items = job.sample.items()
         self._vae = encoders.vae
         self._scheduler = encoders.scheduler
-        self._device, self._extension = device, extension
+        self._device, self._extension = device, job.sample.format
         self._pipeline: Callable[..., Any]  # without its encoders, and its arguments for each prompt in place of them
         self._calls: list[dict[str, Tensor]]
-        text = encoders.text
-        assert text is not None
-        prompts = [inject_trigger(item.prompt, trigger_word, add_if_missing=False) for item in self.items]
+        text: Any = encoders.text
+        prompts = [inject_trigger(item.prompt, job.trigger_word, add_if_missing=False) for item in self.items]
         encoded = [tuple(x.cpu() for x in text.encode([prompt])) for prompt in prompts]
         if not isinstance(text, Flux2Text):
             none = dict.fromkeys(("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
@@ -151,9 +118,7 @@ class ImageSampler:
     @torch.no_grad()
     def draw(self, transformer: nn.Module, step: int, folder: Path | None) -> list[Path]:
         """Draw and write all images; returns the files. Without a folder, draw only, for other processes' sake."""
-        was_training = transformer.training
         home = self._vae.device
-        transformer.eval()
         self._vae.to(self._device)
         images: list[Image] = []
         try:
@@ -173,7 +138,6 @@ class ImageSampler:
                 images.append(result.images[0])
         finally:
             self._vae.to(home)
-            transformer.train(was_training)
         paths = []
         for number, image in enumerate(images if folder is not None else []):
             path = folder / f"{int(time.time() * 1000)}__{step:09d}_{number}.{self._extension}"
