@@ -60,10 +60,6 @@ JPEG_LEVELS = 2
 # 8-bit levels of sRGB through lcms (to sRGB, or with two primaries exchanged): rounding in and out; measured 0-1.
 ICC_LEVELS = 2
 
-# decode(encode(x)) of one flat colour by the tiny VAE, in [-1, 1], away from the border (its convolutions pad with
-# zeros): its own docstring promises 0.01, measured 8e-4.
-TINY_VAE_COLOUR = 0.01
-
 # Standard deviations of an observed caption dropout rate; exceeded by chance once in 16,000, and the seed is fixed.
 DROPOUT_SIGMAS = 4.0
 

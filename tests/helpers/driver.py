@@ -31,12 +31,7 @@ def until(look: Callable[[], Any], seconds: float, what: str) -> Any:
 
 
 class Driver:
-    """One window.
-
-    Args:
-        server: address of chromedriver.
-        options: command line of the browser.
-    """
+    """One window, opened by the chromedriver at `server`; `options` are the browser's command line."""
 
     def __init__(self, server: str, options: list[str]):
         self._at = f"{server}/session"

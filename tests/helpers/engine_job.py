@@ -67,16 +67,9 @@ def engine_job(
     coat: Mapping[str, Any] | None = None,
     **blocks: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The job as a dictionary.
+    """The job as a dictionary, on the folders of `tiny_place`; without `coat` it is `enabled: false`.
 
-    Args:
-        name: of the run.
-        model: from `make_tiny_flux`.
-        images: from `write_images`.
-        out: the training folder.
-        coat: the coat block; None is `enabled: false`.
-        **blocks: further keys of train, save, sample, network, dataset (the one entry), laid over the defaults; a
-            validation block.
+    `blocks` are further keys of train, save, sample, network, dataset (the one entry), and a validation block.
     """
     train = {"steps": 4, "lr": 1e-3, "dtype": "bf16", "gradient_checkpointing": False, "disable_sampling": True}
     train["optimizer"] = "adamw" if coat is None else "coat_fp8_adamw"

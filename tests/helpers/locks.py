@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 HOLD = """
 import sys
@@ -21,11 +22,8 @@ with run_lock(Path(sys.argv[1])):
 @contextmanager
 def held_by_another_process(run_dir: Path) -> Iterator[None]:
     """Let another process hold the lock inside the block; it is killed at the end, not asked to let go."""
-    other = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(run_dir)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    with other:
-        assert other.stdout is not None
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(run_dir)], **pipes) as other:
         assert other.stdout.readline() == "locked\n"
         try:
             yield

@@ -15,12 +15,13 @@ import tempfile
 from pathlib import Path
 
 import torch
+from diffusers import AutoencoderKL, FluxTransformer2DModel
 from torch import nn
 from transformers import T5Config, T5EncoderModel
 
+from coat_flux.mini_flux import MINI_FLUX
 from scripts.mini_flux.folder import write_flux
-from scripts.mini_flux.models import TRANSFORMER_CONFIG, build_clip, clip_config, initialise, t5_config
-from tests.helpers.tiny_vae import VAE_CONFIG, build_vae
+from scripts.mini_flux.models import TRANSFORMER_CONFIG, VAE_CONFIG, build_clip, clip_config, initialise, t5_config
 
 T5_WIDTH = 64
 TINY_TRANSFORMER_CONFIG = {
@@ -38,8 +39,6 @@ FASTEST_TIME, FASTEST_GUIDANCE = 10.0, 1.0
 
 def build_transformer(seed: int) -> nn.Module:
     """The transformer in fp32: 2 double and 2 single blocks, 2 heads of 32, guidance embedding."""
-    from diffusers import FluxTransformer2DModel
-
     model = FluxTransformer2DModel(**TINY_TRANSFORMER_CONFIG)
     initialise(model, f"transformer-{seed}")
     with torch.no_grad():
@@ -63,11 +62,12 @@ def make_tiny_flux(folder: Path | str, seed: int = 0) -> Path:
 def _made(seed: int) -> tempfile.TemporaryDirectory[str]:
     texts = t5_config(T5_WIDTH, 2)
     t5 = initialise(T5EncoderModel(T5Config(**texts)), f"text_encoder_2-{seed}").eval()
+    vae = AutoencoderKL.from_pretrained(MINI_FLUX, subfolder="vae")
     scratch = tempfile.TemporaryDirectory(prefix="tiny-flux-")
     write_flux(
         Path(scratch.name) / "model",
         transformer=(build_transformer(seed), TINY_TRANSFORMER_CONFIG),
-        vae=(build_vae(), VAE_CONFIG),
+        vae=(vae, {key: vae.config[key] for key in VAE_CONFIG}),
         clip=(build_clip(seed), clip_config()),
         t5=(t5, texts),
     )

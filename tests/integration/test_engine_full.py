@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -34,7 +35,7 @@ COAT: dict[str, Any] = {}  # weights and exp_avg_sq rounded as they are by defau
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
     """With shards of 300 kB."""
-    with tiny_place(tmp_path_factory.mktemp("full"), 4) as place, pytest.MonkeyPatch.context() as patch:
+    with tiny_place(tmp_path_factory.mktemp("full"), 3) as place, pytest.MonkeyPatch.context() as patch:
         patch.setattr(full, "SHARD_BYTES", 300_000)
         yield place
 
@@ -46,10 +47,8 @@ def full_job(name: str, place: dict[str, Path], **blocks: Any) -> dict[str, Any]
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for path in sorted((folder / full.PART).glob("*.safetensors")):
-        found |= load_file(path)
-    return found
+    files = sorted((folder / full.PART).glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 @pytest.fixture(scope="module")
@@ -124,23 +123,18 @@ def test_the_saved_model_loads_with_diffusers_and_everything_was_trained(
 
 def test_saves_are_rotated_gone_back_to_and_belong_to_their_run(place: dict[str, Path], separate: Path) -> None:
     run = separate.parent
-    assert sorted(path.name for path in run.glob("separate*")) == [
-        "separate", "separate_000000001", "separate_000000002",
-    ]  # fmt: skip
+    assert {path.name for path in run.glob("separate*")} == {"separate", "separate_000000001", "separate_000000002"}
     lora = engine_job("separate", **place, coat=COAT, train=WHOLE)
     with pytest.raises(ResumeError, match=r"network\.linear null -> 4"):
         COATTrainer(lora).train()
     final = tensors(separate)
-    lines = go_back(run, 2)
-    assert "separate" in lines[0]
+    go_back(run, 2)
     assert not separate.exists()
     job = full_job("separate", place, coat=COAT, train=WHOLE, save={"dtype": "bf16", "save_every": 1})
     again = tensors(COATTrainer(job).train())
     for name, value in again.items():
         assert_bitwise(value, final[name])
     (separate / full.PART / "config.json").unlink()  # a published folder that lost a file is put back
-    newest = newest_set(run)
-    assert newest is not None
     assert COATTrainer(job).train() == separate
     assert (separate / full.PART / "config.json").is_file()
 
@@ -150,19 +144,14 @@ def test_include_and_exclude_choose_what_is_trained(place: dict[str, Path]) -> N
     job = full_job("some", place, coat=coat, train={"steps": 2, "ema_config": {"use_ema": True, "ema_decay": 0.5}})
     final = COATTrainer(job).train()
     start = FluxTransformer2DModel.from_pretrained(place["model"], subfolder="transformer", torch_dtype=torch.bfloat16)
+    start = dict(start.named_parameters())
     saved = tensors(final)
     assert {x.dtype for x in saved.values()} == {torch.float16}
-    changed = {name for name, param in start.named_parameters() if not torch.equal(param.half(), saved[name])}
-    wanted = {
-        name
-        for name, _ in start.named_parameters()
-        if name.endswith("weight")
-        and (name.startswith("x_embedder") or (name.startswith("transformer_blocks") and ".attn." in name))
-    }
+    changed = {name for name, param in start.items() if not torch.equal(param.half(), saved[name])}
+    wanted = {name for name in start if re.fullmatch(r"(x_embedder|transformer_blocks\..*\.attn\..*)\.weight", name)}
     assert changed <= wanted
     assert {name for name in wanted if "norm" not in name} <= changed
     state = newest_set(final.parent)
-    assert state is not None
     raw, average = load_file(state / "lora.safetensors"), load_file(state / "ema.safetensors")
     assert raw.keys() == average.keys() == wanted
     assert {x.dtype for x in raw.values()} == {torch.bfloat16}

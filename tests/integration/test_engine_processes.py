@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import os
 import shutil
 import signal
@@ -123,12 +122,6 @@ def watched(place: dict[str, Path], name: str, steps: int, accumulation: int, **
     return full_job(place, name, steps, accumulation, train=train, coat=coat, validation={"hold_out": 1, "every": 2})
 
 
-def set_of(run: Path) -> Path:
-    folder = newest_set(run)
-    assert folder is not None
-    return folder
-
-
 def copies_of(place: dict[str, Path], name: str) -> list[dict[str, Path]]:
     """Two places with a copy each of a run."""
     places = [{**place, "out": place["out"].with_name(f"{name}_{part}")} for part in ("three", "alone")]
@@ -139,7 +132,7 @@ def copies_of(place: dict[str, Path], name: str) -> list[dict[str, Path]]:
 
 def check_saved_step(run: Path) -> int:
     """The step of the newest set of a killed run: its last, or the one before."""
-    done, step = len(losses(run)), int(set_of(run).name.partition("-")[2])
+    done, step = len(losses(run)), int(newest_set(run).name.partition("-")[2])
     assert step in (done, done - 1)
     return step
 
@@ -219,16 +212,13 @@ def test_a_killed_process_ends_all_with_one_message(place: dict[str, Path]) -> N
 # -- full fine-tuning --------------------------------------------------------------------------------------------------
 
 
-def model_of(run: Path) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = {}
-    for path in sorted((run / run.name / PART).glob("*.safetensors")):
-        tensors |= load_file(path)
-    return tensors
+def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
 def state_of(run: Path) -> dict[str, torch.Tensor]:
     """Raw weights, their average and the optimizer's state, by what they are, of the newest set."""
-    folder = set_of(run)
+    folder = newest_set(run)
     files = [path for path in folder.glob("*.safetensors") if path.name != "rng.safetensors"]
     tensors = {f"{path.name} {key}": x for path in files for key, x in load_file(path).items()}
     saved = torch.load(folder / "optimizer.pt", weights_only=True)
@@ -237,10 +227,10 @@ def state_of(run: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same_files(run: Path, other: Path) -> None:
-    folders = set_of(run), set_of(other)
+    folders = newest_set(run), newest_set(other)
     names = [sorted(path.relative_to(folder) for path in folder.rglob("*")) for folder in folders]
     assert names[0] == names[1]
-    configs = [json.loads((folder / "published" / PART / "config.json").read_text()) for folder in folders]
+    configs = [(folder / "published" / PART / "config.json").read_text() for folder in folders]
     assert configs[0] == configs[1]
 
 
@@ -257,10 +247,8 @@ def layers_observed(run: Path) -> set[tuple[str, ...]]:
 
 def distance(place: dict[str, Path], run: Path, other: Path) -> float:
     """Between the raw weights of two runs, relative to what training has changed in the second."""
-    left, right = (load_file(set_of(folder) / "lora.safetensors") for folder in (run, other))
-    start: dict[str, torch.Tensor] = {}
-    for path in (place["model"] / PART).glob("*.safetensors"):
-        start |= load_file(path)
+    left, right = (load_file(newest_set(folder) / "lora.safetensors") for folder in (run, other))
+    start = tensors_in(place["model"] / PART)
     assert left.keys() == right.keys()
     difference = sum(float((left[name].float() - right[name].float()).square().sum()) for name in left)
     change = sum(float((right[name].float() - start[name].bfloat16().float()).square().sum()) for name in left)
@@ -287,7 +275,7 @@ def test_under_fsdp2_two_processes_are_one_full_run(place: dict[str, Path], full
     assert tables[0] == tables[1]
     assert layers_observed(two) == layers_observed(one)
     assert len(list((two / "samples").glob("*.jpg"))) == 2
-    assert_to_the_bit(model_of(two), model_of(one))
+    assert_to_the_bit(tensors_in(two / two.name / PART), tensors_in(one / one.name / PART))
     for name in ("full_two", "full_one"):
         COATTrainer(watched(place, name, 3, 2)).train()
     assert losses(two) == losses(one)

@@ -65,17 +65,9 @@ def test_trains_resumes_to_the_bit_and_diffusers_loads_the_lora(place: dict[str,
     for name, tensor in whole.items():
         assert_bitwise(again[name], tensor)
 
-    shape = {"width": 64, "height": 64, "num_inference_steps": 1, "output_type": "pt"}
-
-    def draw() -> torch.Tensor:
-        found: torch.Tensor = pipeline(prompt="a shirt", generator=torch.Generator().manual_seed(0), **shape).images
-        return found
-
-    before = draw()
     pipeline.load_lora_weights(final)
     loaded = [name for name, _ in pipeline.transformer.named_parameters() if ".lora_A." in name]
     assert 2 * len(loaded) == len(whole)
-    assert not torch.equal(before, draw())
     pipeline.unload_lora_weights()
 
 
@@ -136,13 +128,3 @@ def test_check_says_what_is_wrong(place: dict[str, Path], tmp_path: Path, capsys
     assert "gives 3 x 48 features and the transformer takes 96" in check(folder)
     shutil.rmtree(folder / "tokenizer")
     assert "has no tokenizer/" in check(folder)
-
-
-def test_plan_knows_it(place: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    job = job_of("planned", place)
-    job["config"]["process"][0]["model"]["name_or_path"] = "black-forest-labs/FLUX.2-klein-4B"
-    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job), encoding="utf-8")
-    assert main(["plan", str(tmp_path / "job.yaml"), "--gpu", "24"]) == 0
-    out = capsys.readouterr().out
-    assert "3.88 B parameters" in out
-    assert re.search(r"flux2_double +flux2_single", out)

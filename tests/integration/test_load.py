@@ -34,11 +34,9 @@ BF16, FP32 = torch.bfloat16, torch.float32
 SHARDS = 4
 COATS: dict[str, dict[str, Any]] = {
     "defaults": {},
-    "a scale for each row": {"weight": {"granularity": "per_row"}},
-    "e5m2": {"weight": {"format": "e5m2"}, "activation": {"grad_format": "bf16"}},
     "nvfp4": {"weight": {"format": "nvfp4"}},
-    "codes that are streamed": {"memory": {"stream_blocks": "all"}},
-    "weights stay as they are": {"weight": {"use_fp8": False}},
+    "codes that are streamed": {"weight": {"granularity": "per_row"}, "memory": {"stream_blocks": "all"}},
+    "weights in bf16": {"weight": {"use_fp8": False}},
 }
 
 
@@ -118,8 +116,7 @@ def test_codes_are_those_of_a_model_loaded_whole(models: dict[str, Path], name: 
     model, expected = load_transformer(str(models[name]), BF16, config), whole(models[name], BF16)
     reports = [apply_coat(each, config) for each in (model, expected)]
     assert_same(model, expected)
-    one, other = ((list(each.converted), each.skipped, each.why, each.table()) for each in reports)
-    assert one == other
+    assert reports[0].table() == reports[1].table()
 
 
 def test_a_pattern_that_matches_nothing_is_found_before_a_weight_is_read(models, monkeypatch) -> None:
@@ -214,11 +211,6 @@ BAD: dict[str, tuple[str, Callable[[Path], Any], str]] = {
         r"has proj_out\.bias of shape \[3\], not \[64\]; download it again",
     ),
     "cut": ("shards", cut, r"transformer/diffusion\S+-00002-of-\S+ has .* so it is not whole; download it again"),
-    "header": (
-        "shards",
-        lambda f: shard(f).write_bytes(b"\xff" * 64),
-        "is not a safetensors file, or only the start of one",
-    ),
     "no shard": ("shards", lambda f: shard(f).unlink(), r"has no transformer/diffusion\S+-00002-of-\S+; download"),
     "index": (
         "shards",

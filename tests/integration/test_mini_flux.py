@@ -42,58 +42,33 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_it_is_small_and_holds_no_pickle():
-    files = files_of(MINI_FLUX)
-    assert sum(map(len, files.values())) < MOST_BYTES
-    assert {Path(name).suffix for name in files} == {".safetensors", ".json", ".txt"}
-    assert len([name for name in files if name.endswith(".safetensors")]) == 4
-
-
-def test_the_copy_is_the_shipped_one_and_is_made_once(folder):
+def test_the_copy_is_the_shipped_one_small_without_pickles_and_is_made_once(folder):
     copied = files_of(folder)
     copied.pop(MARKER_NAME)
     assert copied == files_of(MINI_FLUX)
+    assert sum(map(len, copied.values())) < MOST_BYTES
+    assert {Path(name).suffix for name in copied} == {".safetensors", ".json", ".txt"}
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     assert make_mini_flux(folder) == folder
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [("vae/config.json", None), ("model_index.json", b"{")],
-)
-def test_a_damaged_or_older_copy_is_made_again(tmp_path, name, content):
-    folder = make_mini_flux(tmp_path / "mini")
-    whole = files_of(folder)
-    (folder / name).unlink()
-    if content is not None:
-        (folder / name).write_bytes(content)
-    make_mini_flux(folder)
-    assert files_of(folder) == whole
-    assert [path.name for path in tmp_path.iterdir()] == ["mini"]
-
-
-def test_an_interrupted_copy_leaves_nothing_behind_and_somebody_elses_folder_is_left_alone(tmp_path, monkeypatch):
-    def killed(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr("coat_flux.mini_flux.replace_folder", killed)
-        with pytest.raises(KeyboardInterrupt):
-            make_mini_flux(tmp_path / "mini")
-    assert list(tmp_path.iterdir()) == []
-    (tmp_path / "model.txt").write_text("mine")
-    with pytest.raises(FileExistsError, match="out_dir"):
-        make_mini_flux(tmp_path)
-    assert (tmp_path / "model.txt").read_text() == "mine"
-
-
-def test_a_config_that_names_it_gets_it(tmp_path, monkeypatch):
+def test_an_older_or_damaged_copy_is_made_again_and_somebody_elses_folder_is_left_alone(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     provide_embedded("models/another")
     assert not (tmp_path / "models").exists()
     provide_embedded(EMBEDDED_MODEL)
-    assert (tmp_path / EMBEDDED_MODEL / "model_index.json").is_file()
+    folder = tmp_path / EMBEDDED_MODEL
+    whole = files_of(folder)
+    for name, content in (("vae/config.json", b""), ("model_index.json", b"{")):
+        (folder / name).write_bytes(content)
+        make_mini_flux(folder)
+        assert files_of(folder) == whole
+    assert list(folder.parent.iterdir()) == [folder]
+    (tmp_path / "model.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="out_dir"):
+        make_mini_flux(tmp_path)
+    assert (tmp_path / "model.txt").read_text() == "mine"
 
 
 def test_the_pipeline_has_the_real_classes_and_every_linear_of_the_blocks_can_run_in_fp8(pipe):

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from coat_flux.config.check import check_job_dict
 from coat_flux.config.findings import ConfigError
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from tests.helpers.engine_job import engine_job, write_images
@@ -43,26 +42,20 @@ def test_offline_run_and_its_resume(
         assert text in content
     assert "W&B: " in capsys.readouterr().out
     assert not (tmp_path / "wandb").exists()
-    job["config"]["process"][0]["train"]["steps"] = 3
+    job["config"]["process"][0]["train"] |= {"steps": 3, "disable_sampling": True}
     COATTrainer(job).train()
     assert json.loads((tmp_path / "run" / "coat" / "wandb.json").read_text(encoding="utf-8"))["id"] == known
 
 
-def test_a_failure_of_wandb_ends_no_run(
+def test_a_failure_of_wandb_ends_no_run_and_a_missing_one_is_told_before_the_model(
     job: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     job["config"]["process"][0]["logging"]["project_name"] = "a/b"  # which W&B refuses
     assert COATTrainer(job).train().is_file()
-    out = capsys.readouterr().out
-    assert out.count("; the run goes on without it") == 1
-    assert "Traceback" not in out
-
-
-def test_missing_wandb_is_told_before_the_model(job: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert capsys.readouterr().out.count("; the run goes on without it") == 1
     find = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None if name == "wandb" else find(name, *rest))
-    assert "logging.use_wandb=true" in check_job_dict(job)[0].line()
     with pytest.raises(ConfigError, match="pip install wandb"):
         COATTrainer(job).train()

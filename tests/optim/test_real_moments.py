@@ -13,13 +13,8 @@ from torch import Tensor, nn
 
 from coat_core.config import PAPER_EXPANSION, FP8QuantizationConfig
 from coat_core.optim.state import MOMENTS, convert_state, read_state, storages
-from coat_flux.trainers.standalone.flow_matching import (
-    draw_sigmas,
-    noisy_latents,
-    predict_velocity,
-    sample_losses,
-    sigma_table,
-)
+from coat_flux.config.job_sections import TrainSection
+from coat_flux.trainers.standalone.flow_matching import draw_indices, losses_of, sigma_table
 from scripts.mini_flux.models import initialise
 from tests.helpers.tiny_flux import TINY_TRANSFORMER_CONFIG
 from tests.tolerances import EXPANSION_GAIN, INTEGER_FORMATS_GAIN
@@ -100,12 +95,13 @@ def captures() -> dict[int, Moments]:
     captured: dict[int, Moments] = {}
     for step in range(1, max(STEPS) + 1):
         chosen = torch.randint(8, (2,), generator=generator)
-        _, sigmas = draw_sigmas(sigma_table("sigmoid", tokens=0, generator=generator), 2, generator=generator)
+        table = sigma_table("sigmoid", tokens=0, generator=generator)
+        sigmas = table[draw_indices(TrainSection(), 2, generator)]
         noise = torch.randn(clean[chosen].shape, generator=generator)
-        noisy = noisy_latents(clean[chosen], noise, sigmas)
-        velocity = predict_velocity(model, noisy, sigmas, embeds[chosen], pooled[chosen], dtype=torch.float32)
+        drawn = {"latents": clean[chosen], "noise": noise, "sigmas": sigmas}
+        drawn |= {"prompt_embeds": embeds[chosen], "pooled": pooled[chosen]}
         optimizer.zero_grad()
-        sample_losses(velocity, clean[chosen], noise, None).mean().backward()
+        losses_of(model, drawn, torch.float32).mean().backward()
         optimizer.step()
         if step in STEPS:
             states = {f"{name}.{key}": optimizer.state[param][key] for name, param in named.items() for key in MOMENTS}

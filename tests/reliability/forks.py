@@ -8,6 +8,7 @@ them is not seen, but a kill there leaves the same as a kill at the next one.
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import os
 import signal
@@ -73,22 +74,19 @@ def wait(child: int) -> int:
 
 
 def at_operation(number: int, folder: Path, act: Callable[[], None]) -> None:
-    """From here on in this process, which cannot be undone: `act` just before that operation on files of `folder`.
+    """From here on in this process, which cannot be undone: `act` just before an operation, counted from 0.
 
-    Args:
-        number: of the operation, from 0.
-        folder: whose files count; also names that are relative to an open folder, as `shutil.rmtree` uses.
-        act: may end the process, or raise what the operation then raises.
+    Those on files of `folder` count, also with names relative to an open folder, as `shutil.rmtree` uses. `act` may end
+    the process, or raise what the operation then raises.
     """
-    counter = iter(range(1 << 30))
+    counter = itertools.count()
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
-        if event in OPERATIONS and _concerns(args, str(folder)) and next(counter) == number:
+        if event not in OPERATIONS:
+            return
+        paths = [os.fsdecode(arg) for arg in args if isinstance(arg, str | bytes | os.PathLike)]
+        relative = any(path and os.sep not in path for path in paths[:1])
+        if (relative or any(path.startswith(str(folder)) for path in paths)) and next(counter) == number:
             act()
 
     sys.addaudithook(hook)
-
-
-def _concerns(args: tuple[Any, ...], folder: str) -> bool:
-    paths = [os.fsdecode(arg) for arg in args if isinstance(arg, str | bytes | os.PathLike)]
-    return any(path.startswith(folder) for path in paths) or any(path and os.sep not in path for path in paths[:1])

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +16,6 @@ from coat_flux.trainers.standalone.progress import TensorBoard
 COLUMNS = ("step", "loss", "lr")
 PLAIN = "step,loss,lr\n1,0.5,0.001\n2,0.25,0.001\n"
 TOUCHED = {
-    "semicolons": PLAIN.replace(",", ";").encode(),
     "another encoding": PLAIN.encode("utf-16"),
     "a lost column": b"step,loss\n1,0.5,1\n",
     "steps as decimals": b"step,loss,lr\n1.0,0.5,0.001\n",
@@ -41,11 +40,11 @@ def test_a_table_changed_by_a_spreadsheet_is_kept_and_a_new_one_begins(tmp_path:
     grown.close()
     assert text(path) == "step,loss,lr\n3,0.1,0.001\n"
     aside = tmp_path / "metrics-changed-1.csv"
-    if kind not in ("emptied",):
+    if TOUCHED[kind]:
         assert aside.read_bytes() == TOUCHED[kind]
-        assert len(said) == 1
-        assert "was changed by another program" in said[0]
-        assert str(aside) in said[0]
+        (line,) = said
+        assert "was changed by another program" in line
+        assert str(aside) in line
 
 
 def test_other_line_ends_and_quotes_are_read(tmp_path: Path) -> None:
@@ -84,16 +83,16 @@ def test_a_table_that_cannot_be_written_is_written_when_it_can_be(tmp_path: Path
 def test_a_removed_folder_of_tensorboard_is_made_again(tmp_path: Path) -> None:
     folder, said = tmp_path / "board", []
     board = TensorBoard(folder, 0, said.append)
-    for step in range(1, 60):
-        if step in (20, 40):
+    for step in range(1, 9):
+        if step in (3, 6):
             while folder.exists():  # TensorBoard's own thread may write into it meanwhile
                 shutil.rmtree(folder, ignore_errors=True)
-        if step == 40:
+        if step == 6:
             folder.write_text("in the way")
         board.scalars({"loss": 0.5}, step)
     assert len(said) == 1
     folder.unlink()
-    board.scalars({"loss": 0.5}, 60)
+    board.scalars({"loss": 0.5}, 9)
     board.close()
     assert list(folder.glob("events.*"))
 
@@ -111,11 +110,8 @@ open(sys.argv[1], "w").write("done")
 
 def test_output_whose_reader_has_gone_ends_nothing(tmp_path: Path) -> None:
     done = tmp_path / "done"
-    process = subprocess.Popen(
-        [sys.executable, "-c", PRINTS, str(done)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ
-    )
-    assert process.stdout is not None
-    assert process.stderr is not None
+    command = [sys.executable, "-c", PRINTS, str(done)]
+    process: Any = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.readline()
     process.stdout.close()
     process.stderr.close()

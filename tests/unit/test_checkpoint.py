@@ -7,6 +7,7 @@ import json
 import os
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from coat_flux.base import files
 from coat_flux.base.files import replacing, write_file
 from coat_flux.saves.commit import commit, committed_sets, damage, newest_set, set_step
 from coat_flux.saves.errors import ResumeError, SaveError
-from coat_flux.saves.identity import compare, file_digest, model_identity, require_same_run, run_identity
+from coat_flux.saves.identity import file_digest, model_identity, require_same_run, run_identity
 from coat_flux.saves.repair import go_back, good_step, repair, run_lock
 from coat_flux.saves.rng import rng_state, set_rng_state
 from tests.helpers.locks import held_by_another_process
@@ -43,23 +44,7 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def _write_half(target: Path) -> None:
-    with replacing(target) as temp:
-        temp.write_text("tw")
-        raise OSError("disk full")
-
-
-def test_replacing_is_whole_or_not_at_all(tmp_path: Path) -> None:
-    target = tmp_path / "deep" / "file"
-    with replacing(target) as temp:
-        temp.write_text("one")
-    with pytest.raises(OSError, match="disk full"):
-        _write_half(target)
-    assert target.read_text() == "one"
-    assert names(target.parent) == {"file"}
-
-
-def test_a_replaced_file_is_flushed_then_renamed_then_its_folder_flushed(
+def test_a_replaced_file_is_flushed_then_renamed_then_its_folder_flushed_or_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / "file"
@@ -80,6 +65,10 @@ def test_a_replaced_file_is_flushed_then_renamed_then_its_folder_flushed(
         assert reader.read() == "one"
     assert target.read_text() == "two"
     assert calls == ["sync_file .writing", "replace file", f"sync_folder {tmp_path.name}"]
+    with suppress(ZeroDivisionError), replacing(target) as temp:
+        temp.write_text(str(1 / 0))
+    assert target.read_text() == "two"
+    assert names(tmp_path) == {"file"}
 
 
 def test_a_set_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
@@ -97,10 +86,7 @@ def test_a_set_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
 
 
 def test_published_files_are_copies_where_links_are_impossible(tmp_path: Path, monkeypatch: Any) -> None:
-    def no_links(*args: Any) -> None:
-        raise OSError(errno.EPERM, "Operation not permitted")
-
-    monkeypatch.setattr(os, "link", no_links)
+    monkeypatch.setattr(os, "link", lambda *_: os.rmdir(tmp_path))  # an OSError: it is not empty
     folder = commit(tmp_path, 1, writer("one"), PUBLISH)
     assert published(tmp_path) == ["lora one", "optimizer one"]
     assert not os.path.samefile(tmp_path / "optimizer.pt", folder / "optimizer")
@@ -112,16 +98,12 @@ def _disk_full(folder: Path) -> None:
     raise OSError(errno.ENOSPC, "No space left on device", str(folder / "optimizer"))
 
 
-def _wrong(folder: Path) -> None:
-    raise RuntimeError("not the disk")
-
-
 @pytest.mark.parametrize(
     ("write", "needed", "kind", "words"),
     [
         (_disk_full, None, SaveError, "optimizer: the checkpoint of step 2 cannot be saved (No space left on device)"),
         (writer("two"), 10**18, SaveError, "needs 1,000,000,000,000.0 MB"),
-        (_wrong, None, RuntimeError, "not the disk"),
+        (lambda folder: 1 / 0, None, ZeroDivisionError, "division by zero"),
     ],
     ids=["while writing", "before", "another error"],
 )
@@ -154,19 +136,16 @@ def test_repair_finishes_what_a_kill_left(tmp_path: Path) -> None:
     assert repair(tmp_path) == []
 
 
-def test_repair_takes_back_a_set_whose_replacement_never_came(tmp_path: Path) -> None:
+def test_repair_takes_back_a_set_whose_replacement_never_came_and_puts_back_torn_and_missing_files(
+    tmp_path: Path,
+) -> None:
     folder = commit(tmp_path, 1, writer("one"), PUBLISH)
     folder.rename(folder.with_name(f".replaced-{folder.name}"))
-    repair(tmp_path)
-    assert newest_set(tmp_path) == folder
-
-
-def test_repair_puts_back_torn_and_missing_files(tmp_path: Path) -> None:
-    commit(tmp_path, 1, writer("one"), PUBLISH)
     (tmp_path / "run.safetensors").unlink()
     (tmp_path / "optimizer.pt").unlink()
     (tmp_path / "optimizer.pt").write_text("opt", encoding="utf-8")
     assert len(repair(tmp_path)) == 3
+    assert newest_set(tmp_path) == folder
     assert published(tmp_path) == ["lora one", "optimizer one"]
     assert (tmp_path / "coat" / "set-aside-000000001" / "optimizer.pt").read_text(encoding="utf-8") == "opt"
 
@@ -204,7 +183,7 @@ def test_a_damaged_byte_in_any_file_of_the_newest_set_moves_it_aside(tmp_path: P
     assert len(files) == 3
     for file in files:
         size = (whole / file).stat().st_size
-        for place in range(0, size, 1 + size // 10):
+        for place in range(0, size, 1 + size // 4):
             run = two_sets(tmp_path / f"{file.name}{place}")
             damaged = bytearray((run / file).read_bytes())
             damaged[place] ^= 1
@@ -298,67 +277,77 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_same_run_has_the_same_identity(root: Path) -> None:
-    first = identity(root)
-    assert json.loads(json.dumps(first)) == first
-    assert compare(first, identity(root)) == ([], [])
-    assert sorted(first["data"]["files"]) == ["0/a.png", "0/a.txt", "0/b.png", "0/b.txt"]
+def refused(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """The lines of a refused resume."""
+    with pytest.raises(ResumeError, match="is a save of another run") as error:
+        require_same_run(saved, now, (), "here")
+    return [line.strip() for line in str(error.value).splitlines()[1:]]
 
 
-def test_another_run_is_refused_where_it_is_not_allowed(root: Path) -> None:
+def test_the_same_run_has_the_same_identity_and_another_is_refused_unless_allowed(root: Path) -> None:
     before, now = identity(root), identity(root, world_size=2)
-    (refusal,), notes = compare(before, now)
-    assert refusal.startswith("world_size 1 -> 2; restore it, or choose another config.name to start a new run")
-    assert "coat.resume.allow: [world_size]" in refusal
-    assert notes == []
-    assert compare(before, now, ["world_size"]) == ([], ["world_size 1 -> 2"])
-    with pytest.raises(ResumeError, match="is a save of another run"):
-        require_same_run(before, now, (), "here")
+    assert json.loads(json.dumps(before)) == before
+    assert sorted(before["data"]["files"]) == ["0/a.png", "0/a.txt", "0/b.png", "0/b.txt"]
+    assert require_same_run(before, identity(root), (), "here") == []
+    (line,) = refused(before, now)
+    assert line.startswith("world_size 1 -> 2; ")
+    assert "coat.resume.allow: [world_size]" in line
+    assert require_same_run(before, now, ["world_size"], "here") == ["world_size 1 -> 2"]
     now = identity(root, coat={"optimizer": {"block_size": 64}, "new": 1}, train={"lr": 2e-4})
-    assert compare(before, now) == ([], ["coat.optimizer.block_size 128 -> 64", "train.lr 0.0001 -> 0.0002"])
+    changes = ["coat.optimizer.block_size 128 -> 64", "train.lr 0.0001 -> 0.0002"]
+    assert require_same_run(before, now, (), "here") == changes
+
+
+def test_two_processes_are_the_same_run_as_accumulation_two() -> None:
+    def divided(processes: int, accumulation: int, batch_size: int = 1) -> dict[str, Any]:
+        return {"world_size": processes, "batch": {"batch_size": batch_size, "gradient_accumulation": accumulation}}
+
+    notes = ["world_size 1 -> 2", "batch.gradient_accumulation 4 -> 2"]
+    assert require_same_run(divided(1, 4), divided(2, 2), (), "here") == notes
+    assert len(refused(divided(1, 4), divided(2, 4))) == 1
+    assert len(refused(divided(1, 4), divided(2, 2, batch_size=2))) == 3
 
 
 def test_changed_images_and_captions_are_counted_and_named(root: Path) -> None:
     before = identity(root)
     (root / "images" / "b.txt").write_text("another", encoding="utf-8")
     (root / "images" / "c.png").write_bytes(b"c")
-    (refusal,), _ = compare(before, identity(root))
-    assert refusal.startswith(
-        "data: 2 of 4 images and captions differ, 5 are there now; first: datasets[0] b.txt (changed)"
-    )
-    assert "coat.resume.allow: [data]" in refusal
-    (refusal,), _ = compare(identity(root), identity(root, datasets=[]))
-    assert refusal.startswith("data: 1 -> 0 datasets")
+    (line,) = refused(before, identity(root))
+    changed = "2 of 4 images and captions differ, 5 are there now; first: datasets[0] b.txt (changed)"
+    assert line.startswith(f"data: {changed}")
+    assert "coat.resume.allow: [data]" in line
+    (line,) = refused(before, identity(root, datasets=[]))
+    assert line.startswith("data: 1 -> 0 datasets")
 
 
 def test_a_moved_model_is_the_same_and_a_changed_one_is_not(root: Path) -> None:
     before = identity(root)
     (root / "model").rename(root / "moved")
-    refusals, (note,) = compare(before, identity(root, model=str(root / "moved")))
-    assert refusals == []
+    moved = str(root / "moved")
+    (note,) = require_same_run(before, identity(root, model=moved), (), "here")
     assert note.endswith("moved, the same files")
     weights = torch.zeros(400_000)
     weights[0] = 1e-3
     save_file({"w": weights}, root / "moved" / "transformer" / "model.safetensors")
-    (refusal,), _ = compare(before, identity(root, model=str(root / "moved")))
-    assert refusal.startswith(f"model {root / 'model'} -> {root / 'moved'}; ")
-
-
-def test_a_model_that_is_not_here_is_known_by_its_path() -> None:
-    assert model_identity("nobody/has-this") == {"path": "nobody/has-this", "fingerprint": None}
+    (line,) = refused(before, identity(root, model=moved))
+    assert line.startswith(f"model {root / 'model'} -> {moved}; ")
+    (root / "moved").rename(root / "model")
+    (line,) = refused(before, identity(root))
+    assert line.startswith(f"model {root / 'model'}: its files were changed; ")
+    unknown = {"model": {"path": "nobody/has-this", "fingerprint": None}}
+    assert model_identity("nobody/has-this") == unknown["model"]
     assert model_identity("C:\\none\\has:this")["fingerprint"] is None
+    assert require_same_run(unknown, unknown, (), "here") == []
+    assert len(refused(unknown, {"model": {"path": "other", "fingerprint": None}})) == 1
 
 
 def test_large_files_are_told_apart_by_their_ends(tmp_path: Path) -> None:
+    contents = [bytes(1 << 22), bytes((1 << 22) + 1), b"1" + bytes((1 << 22) - 1), bytes((1 << 22) - 1) + b"1"]
     digests = set()
-    for position in (None, 0, (1 << 22) - 1):
-        content = bytearray(1 << 22)
-        if position is not None:
-            content[position] = 1
+    for content in contents:
         (tmp_path / "file").write_bytes(content)
         digests.add(file_digest(tmp_path / "file"))
-    (tmp_path / "file").write_bytes(bytes((1 << 22) + 1))
-    assert len({*digests, file_digest(tmp_path / "file")}) == 4
+    assert len(digests) == 4
 
 
 def test_a_folder_takes_one_process_at_a_time_and_a_killed_one_leaves_it_free(tmp_path: Path) -> None:

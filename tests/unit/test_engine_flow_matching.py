@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,12 @@ from coat_flux.config.job_sections import TrainSection
 from coat_flux.trainers.standalone.flow_matching import (
     Objective,
     bypassed_guidance,
-    draw_sigmas,
-    noisy_latents,
+    draw_indices,
+    losses_of,
     predict_velocity,
     sample_losses,
     sigma_table,
     timestep_weights,
-    weighted_timesteps,
 )
 from tests import tolerances
 from tests.helpers.asserts import assert_bitwise
@@ -57,8 +55,7 @@ def test_linear_table_is_the_schedulers_training_schedule() -> None:
     torch.testing.assert_close(table, FlowMatchEulerDiscreteScheduler().sigmas, rtol=0, atol=tolerances.SIGMA_ATOL)
 
 
-@pytest.mark.parametrize("tokens", [256, 1024, 4096])
-@pytest.mark.parametrize("kind", ["shift", "flux_shift", "lumina2_shift"])
+@pytest.mark.parametrize(("kind", "tokens"), [("shift", 256), ("flux_shift", 1024), ("lumina2_shift", 4096)])
 def test_shift_is_inferences_own_shift_by_resolution(kind: str, tokens: int) -> None:
     scheduler = FlowMatchEulerDiscreteScheduler(**FLUX_SCHEDULER)
     before = scheduler.sigmas.clone()
@@ -86,55 +83,55 @@ def test_sigmoid_is_the_logit_normal_distribution() -> None:
 
 
 def test_balanced_draw_is_uniform_below_max_and_that_index_where_min_is_max() -> None:
-    table = sigma_table("linear", tokens=1)
-    indices, sigmas = draw_sigmas(table, 20_000, min_step=100, max_step=200, generator=generator())
+    train = TrainSection(min_denoising_steps=100, max_denoising_steps=200)
+    indices = draw_indices(train, 20_000, generator())
     assert (indices.min(), indices.max()) == (100, 199)
-    assert_bitwise(sigmas, table[indices])
     counts = torch.bincount(indices - 100, minlength=100).double()
     assert (counts - 200).abs().max() < tolerances.STOCHASTIC_SIGMAS * 200**0.5
-    assert draw_sigmas(table, 5, min_step=300, max_step=300)[0].tolist() == [300] * 5
+    train = TrainSection(min_denoising_steps=300, max_denoising_steps=300)
+    assert draw_indices(train, 5).tolist() == [300] * 5
 
 
 def test_content_draws_high_noise_and_style_low_within_the_range() -> None:
     table = sigma_table("linear", tokens=1)
     for kind, mean in (("content", 0.75), ("style", 0.25)):
-        _, sigmas = draw_sigmas(table, 20_000, content_or_style=kind, generator=generator())
-        assert sigmas.mean() == pytest.approx(mean, abs=tolerances.CUBIC_MEAN_ATOL)
-        indices, _ = draw_sigmas(
-            table, 20_000, content_or_style=kind, min_step=100, max_step=200, generator=generator()
-        )
+        indices = draw_indices(TrainSection(content_or_style=kind), 20_000, generator())
+        assert table[indices].mean() == pytest.approx(mean, abs=tolerances.CUBIC_MEAN_ATOL)
+        train = TrainSection(content_or_style=kind, min_denoising_steps=100, max_denoising_steps=200)
+        indices = draw_indices(train, 20_000, generator())
         assert (indices.min(), indices.max()) == (100, 200)
 
 
 @pytest.mark.parametrize(("kind", "wanted"), [("one_step", [0]), ("four_step", [0, 250, 500, 750])])
 def test_step_types_use_evenly_spaced_indices(kind: str, wanted: list[int]) -> None:
-    indices, _ = draw_sigmas(sigma_table(kind, tokens=1), 200, timestep_type=kind, generator=generator())
+    indices = draw_indices(TrainSection(timestep_type=kind), 200, generator())
     assert sorted(set(indices.tolist())) == wanted
 
 
 def test_weights_are_a_bell_of_mean_one_or_its_half() -> None:
-    every = torch.arange(1000)
-    bell, half = timestep_weights(every, half_bell=False), timestep_weights(every, half_bell=True)
+    bell = timestep_weights(TrainSection(linear_timesteps=True))
+    half = timestep_weights(TrainSection(linear_timesteps2=True))
     assert bell.mean() == pytest.approx(1)
     assert bell.argmax() == 500
     assert bell[0] == 0
     assert_bitwise(half[:500], bell[:500])
     assert (half[500:] == bell.max()).all()
-    weights = weighted_timesteps(every)
+    weights = timestep_weights(TrainSection(timestep_type="weighted"))
     assert weights.mean() == pytest.approx(1, abs=1e-3)
     assert weights.argmax() == 124
 
 
-@pytest.mark.parametrize(
-    ("loss_type", "formula"),
-    [("mse", lambda d: d**2), ("mae", torch.abs), ("pseudo_huber", lambda d: (d**2 + 1e-4).sqrt() - 0.01)],
-)
-def test_loss_types(loss_type: str, formula: Callable[[torch.Tensor], torch.Tensor]) -> None:
+LOSSES = {"mse": lambda d: d**2, "mae": torch.abs, "pseudo_huber": lambda d: (d**2 + 1e-4).sqrt() - 0.01}
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_losses_are_per_sample_weighted_and_masked(kind: str) -> None:
     prediction, latents, noise = torch.randn(3, 2, 4, 8, 8)
-    wanted = formula(prediction - (noise - latents)).mean(dim=(1, 2, 3))
-    found = sample_losses(prediction, latents, noise, loss_type=loss_type)
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
-    assert found.unique().numel() == 2
+    weights, mask = torch.tensor([0.5, 2.0]), torch.rand(2, 1, 8, 8)
+    errors = LOSSES[kind](prediction - (noise - latents))
+    for options, factor in (({}, 1), ({"weights": weights}, weights.view(2, 1, 1, 1)), ({"mask": mask}, mask)):
+        losses = sample_losses(prediction, latents, noise, loss_type=kind, **options)
+        torch.testing.assert_close(losses, (errors * factor).mean(dim=(1, 2, 3)), rtol=1e-5, atol=1e-7)
 
 
 def objective_loss(model: FluxTransformer2DModel, **train: Any) -> float:
@@ -152,6 +149,7 @@ def test_settings_of_the_loss_reach_it() -> None:
         {"loss_type": "pseudo_huber"},
         {"timestep_type": "linear"},
         {"timestep_type": "weighted"},
+        {"linear_timesteps": True},
         {"bypass_guidance_embedding": True},
     ]
     assert len({objective_loss(model, **train) for train in settings}) == len(settings)
@@ -195,7 +193,7 @@ def test_weighted_and_bypass_are_ai_toolkits(tmp_path: Path) -> None:
     subprocess.run(command, cwd=os.environ["AI_TOOLKIT_ROOT"], check=True, capture_output=True)
     times, counts, expected = torch.load(tmp_path / "out.pt")
     torch.testing.assert_close(sigma_table("weighted", tokens=1), times, rtol=2**-23, atol=0)
-    error = weighted_timesteps(torch.arange(1000)) / counts - 1
+    error = timestep_weights(TrainSection(timestep_type="weighted")) / counts - 1
     assert error.abs().max() < tolerances.WEIGHTED_TIMESTEPS_MAX
     assert error.square().mean().sqrt() < tolerances.WEIGHTED_TIMESTEPS_RMS
     with torch.no_grad(), bypassed_guidance(model):
@@ -206,22 +204,23 @@ def test_weighted_and_bypass_are_ai_toolkits(tmp_path: Path) -> None:
     assert not torch.equal(guided, expected)
 
 
-def test_noisy_latents_are_the_schedulers_scale_noise() -> None:
-    scheduler = FlowMatchEulerDiscreteScheduler()
-    latents, noise = torch.randn(3, 4, 8, 8), torch.randn(3, 4, 8, 8)
-    timesteps = scheduler.timesteps[[10, 500, 999]]
-    wanted = scheduler.scale_noise(latents, timesteps, noise)
-    x_t = noisy_latents(latents, noise, scheduler.sigmas[[10, 500, 999]])
-    torch.testing.assert_close(x_t, wanted, rtol=tolerances.FP32_ORDER_RTOL, atol=tolerances.FP32_ORDER_ATOL)
-
-
-def test_losses_are_per_sample_weighted_and_masked() -> None:
-    latents = torch.zeros(2, 1, 2, 2)
-    prediction = torch.stack([torch.full((1, 2, 2), 2.0), torch.full((1, 2, 2), 3.0)])
-    assert sample_losses(prediction, latents, latents).tolist() == [4, 9]
-    assert sample_losses(prediction, latents, latents, torch.tensor([0.5, 2.0])).tolist() == [2, 18]
-    mask = torch.tensor([1.0, 0.0, 0.0, 0.0]).view(1, 1, 2, 2).expand(2, 1, 2, 2)
-    assert sample_losses(prediction, latents, latents, mask=mask).tolist() == [1, 2.25]
+@torch.no_grad()
+def test_the_prediction_sees_the_schedulers_scale_noise() -> None:
+    scheduler, model = FlowMatchEulerDiscreteScheduler(), tiny_transformer()
+    latents, noise, texts = (
+        torch.randn(3, 4, 8, 8),
+        torch.randn(3, 4, 8, 8),
+        (torch.randn(3, 5, 32), torch.randn(3, 16)),
+    )
+    indices = [10, 500, 999]
+    x_t, sigmas = scheduler.scale_noise(latents, scheduler.timesteps[indices], noise), scheduler.sigmas[indices]
+    velocity = predict_velocity(model, x_t, sigmas, *texts, dtype=torch.float32)
+    drawn = {"latents": latents, "noise": noise, "sigmas": sigmas, "prompt_embeds": texts[0], "pooled": texts[1]}
+    bounds = {"rtol": tolerances.FP32_ORDER_RTOL, "atol": tolerances.FP32_ORDER_ATOL}
+    losses = losses_of(model, {**drawn, "mask": torch.ones(3, 1, 8, 8)}, torch.float32)
+    torch.testing.assert_close(losses, sample_losses(velocity, latents, noise), **bounds)
+    weighted = losses_of(model, {**drawn, "weights": torch.full((3,), 2.0)}, torch.float32)
+    torch.testing.assert_close(weighted, 2 * losses, **bounds)
 
 
 @pytest.mark.parametrize("guidance", [True, False])

@@ -39,12 +39,8 @@ def test_seeds_differ_by_seed_stream_and_index() -> None:
     seeds = {mixed_seed(s, stream, i) for s in range(4) for stream in Stream for i in range(50)}
     assert len(seeds) == 4 * len(Stream) * 50
     assert all(0 <= seed < 2**63 for seed in seeds)
-    again = torch.randn(3, generator=generator_for(1, Stream.NOISE, 5))
-    assert_bitwise(torch.randn(3, generator=generator_for(1, Stream.NOISE, 5)), again)
     seed_global(1, Stream.MODEL, 5)
-    first = torch.rand(2)
-    seed_global(1, Stream.MODEL, 5)
-    assert_bitwise(torch.rand(2), first)
+    assert_bitwise(torch.rand(2), torch.rand(2, generator=generator_for(1, Stream.MODEL, 5)))
 
 
 # -- the LoRA ----------------------------------------------------------------------------------------------------------
@@ -57,13 +53,6 @@ def model() -> FluxTransformer2DModel:
     return FluxTransformer2DModel(**sizes, **widths, guidance_embeds=True).bfloat16()
 
 
-def test_targets_are_the_linears_of_the_blocks_or_all(model: FluxTransformer2DModel) -> None:
-    linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    assert set(lora_targets(model)) == {name for name in linears if "transformer_blocks." in name}
-    assert set(lora_targets(model, transformer_only=False)) == linears
-    assert {"x_embedder", "proj_out", "norm_out.linear"} <= linears
-
-
 @pytest.mark.parametrize(
     ("only", "ignore", "count"),
     [
@@ -72,10 +61,14 @@ def test_targets_are_the_linears_of_the_blocks_or_all(model: FluxTransformer2DMo
         (["proj_out"], None, 1),
         (None, ["attn"], 28 + 6 - 16 - 3),
         (["to_q", "to_k"], ["single"], 4),
-        (None, [], 34),
     ],
 )
-def test_words_are_matched_as_in_ai_toolkit(model: FluxTransformer2DModel, only, ignore, count: int) -> None:
+def test_targets_are_the_linears_of_the_blocks_or_all_by_words_as_in_ai_toolkit(
+    model: FluxTransformer2DModel, only, ignore, count: int
+) -> None:
+    linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    assert set(lora_targets(model)) == {name for name in linears if "transformer_blocks." in name}
+    assert set(lora_targets(model, transformer_only=False)) == linears
     assert len(lora_targets(model, only_if_contains=only, ignore_if_contains=ignore)) == count
     with pytest.raises(ValueError, match=r"only_if_contains.*34 linears.*transformer\.transformer_blocks\.0"):
         lora_targets(model, only_if_contains=["to_qq"])
@@ -113,35 +106,26 @@ def test_start_values_follow_the_seed_and_peft_wraps_fp8_linears(model: FluxTran
     assert_bitwise(layer(x), layer.base_layer(x))
 
 
-def test_saved_tensors_come_back_and_misfits_are_refused(model: FluxTransformer2DModel) -> None:
-    add_lora(model, lora_targets(model, only_if_contains=["to_q"]), 4, seed=0)
-    params = lora_parameters(model)
-    tensors = {name: torch.randn_like(p) for name, p in params.items()}
-    restore_tensors(params, tensors, "x.safetensors")
-    for name, tensor in params.items():
-        assert_bitwise(tensor.detach(), tensors[name])
-    first = next(iter(tensors))
+def test_saved_tensors_that_do_not_fit_are_refused_before_any_is_copied() -> None:
+    own = {name: param(1.0, 2.0) for name in "ab"}
+    saved = {name: torch.zeros(2) for name in "ab"}
     with pytest.raises(ResumeError, match=r"x\.safetensors: 1 LoRA names differ"):
-        restore_tensors(params, {k: v for k, v in tensors.items() if k != first}, "x.safetensors")
-    with pytest.raises(ResumeError, match=r"\(8, 64\).*\(4, 64\)"):
-        restore_tensors(params, tensors | {first: torch.zeros(8, 64)}, "x.safetensors")
+        restore_tensors(own, {"a": saved["a"]}, "x.safetensors")
+    with pytest.raises(ResumeError, match=r"\(3,\).*\(2,\)"):
+        restore_tensors(own, saved | {"b": torch.zeros(3)}, "x.safetensors")
+    assert all(tensor.all() for tensor in own.values())
+    restore_tensors(own, saved, "x.safetensors")
+    assert not any(tensor.any() for tensor in own.values())
 
 
 # -- its average -------------------------------------------------------------------------------------------------------
 
 
-def test_ema_feedback_and_multiplier_move_the_parameter() -> None:
-    weight = param(1.0)
-    ema = LoraEMA({"w": weight}, 0.9, use_feedback=True, param_multiplier=0.5)
-    with torch.no_grad():
-        weight.fill_(2.0)
-    ema.update()
-    assert ema.shadow["w"].item() == pytest.approx(1.1)
-    assert weight.item() == pytest.approx((2.0 + 10 * (1.0 - 2.0) * 0.1) * 0.5)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("options", [{}, {"use_feedback": True, "param_multiplier": 0.999}])
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [(torch.float32, {}), (torch.bfloat16, {"use_feedback": True, "param_multiplier": 0.999})],
+    ids=str,
+)
 def test_ema_has_the_bits_of_its_formula_and_is_taken_back_bit_for_bit(
     dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
@@ -255,9 +239,6 @@ def test_a_saved_path_that_the_config_forbids_is_said_and_not_taken(caplog: pyte
     pick.keep("per_tensor")
     assert "per_tensor" in caplog.text
     assert pick.choose((torch.ones(1),)).name == "per_row"
-    again = GemmPick({}, config, lambda *a: ())
-    again.keep("bf16")
-    assert again.choose((torch.ones(1),)).name == "bf16"
 
 
 def test_weights_come_only_from_safetensors(tmp_path: Path) -> None:

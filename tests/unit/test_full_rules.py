@@ -123,10 +123,8 @@ def test_inside_ai_toolkit_a_job_without_network_is_as_in_the_stand_alone_traine
 
 
 def test_what_a_lora_cannot_do_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"train\.fused_backward=true"):
-        JobConfig.from_dict(job({"train.fused_backward": True}, network=True))
-    with pytest.raises(ConfigError, match=r"coat\.include=.*only_if_contains"):
-        JobConfig.from_dict(job(network=True, include=["*.attn.*"]))
+    with pytest.raises(ConfigError, match=r"train\.fused_backward=true(.|\n)*coat\.include=.*only_if_contains"):
+        JobConfig.from_dict(job({"train.fused_backward": True}, network=True, include=["*.attn.*"]))
     for trainer in ("standalone", "ai-toolkit"):
         for changes, coat in (({}, {"offload": "cpu"}), ({"train.optimizer_params": {"offload": "cpu"}}, {})):
             items = check_job_dict(job(changes, network=True, optimizer=coat), trainer=trainer)

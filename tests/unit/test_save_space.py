@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 
+from coat_flux.cli.check import check_outputs
+from coat_flux.config.job_file import load_job_yaml
 from coat_flux.saves.commit import SaveSpace, check_output, commit
 from coat_flux.saves.repair import run_lock
+from tests.architecture.sources import ROOT
 
 SPACE = SaveSpace(lora=100_000_000, state=300_000_000, loras=4)
 
@@ -83,17 +86,11 @@ def test_links_inside_a_run_folder_are_refused_or_replaced_and_one_to_it_is_fine
     assert error.startswith(f"{run / 'samples'}: is a link to a folder")
 
 
-def test_check_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    from coat_flux.cli.check import check_outputs
-    from coat_flux.config.job_file import load_job_yaml
-    from tests.architecture.sources import ROOT
-
+def test_check_prints_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     raw = load_job_yaml(ROOT / "configs" / "flux_clothing_tiny.yaml")
     raw["config"]["process"][0]["training_folder"] = str(tmp_path)
     raw["config"]["process"][0]["model"]["name_or_path"] = "black-forest-labs/FLUX.1-dev"
-    disk(monkeypatch, 1_000_000_000)
-    assert not check_outputs(raw, "file")
-    assert "all that the run keeps takes" in capsys.readouterr().out
-    disk(monkeypatch, 10_000_000)
-    assert check_outputs(raw, "file")
-    assert "one save takes" in capsys.readouterr().err
+    for free, failed, line in ((1_000_000_000, False, "all that the run keeps"), (10_000_000, True, "one save takes")):
+        disk(monkeypatch, free)
+        assert check_outputs(raw, "file") == failed
+        assert line in "".join(capsys.readouterr())

@@ -26,7 +26,7 @@ from tests.helpers.recorded_graph import RecordedGraph, recording
 
 COAT = {"memory": {"log_memory_stats": False}}
 TRAIN = {"steps": 8, "lr_scheduler": "linear", "ema_config": {"use_ema": True, "ema_decay": 0.9}}
-SHORT = {**TRAIN, "steps": 4}
+SHORT = {**TRAIN, "steps": 4}  # of which the third would be compared, the fourth replayed
 BLOCKS = {"coat": COAT, "train": TRAIN, "network": FEW_LINEARS, "dataset": ON_DISK}
 
 
@@ -37,7 +37,7 @@ def _limits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
-    with tiny_place(tmp_path_factory.mktemp("graphs"), 4) as place:
+    with tiny_place(tmp_path_factory.mktemp("graphs"), 2) as place:
         yield {name: place[name] for name in ("model", "images")}
 
 
@@ -83,18 +83,14 @@ class Run:
 
 
 @pytest.fixture(scope="module")
-def plain(place: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Tensor], list[Any]]:
-    """State and metrics at the end of a run without graphs."""
-    run = Run("plain", place, tmp_path_factory.mktemp("plain"))
-    state = run.train(captures=False)
-    assert not run.graphs
-    return state, run.numbers()
-
-
-@pytest.fixture(scope="module")
-def short(place: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
-    """State at the end of a run of four steps without graphs: the third would be compared, the fourth replayed."""
-    return Run("short", place, tmp_path_factory.mktemp("short"), train=SHORT).train(captures=False)
+def eager_runs(place: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
+    """Steps → state and metrics at the end of a run without graphs."""
+    ends = {}
+    for train in (TRAIN, SHORT):
+        run = Run(f"eager {train['steps']}", place, tmp_path_factory.mktemp("eager"), train=train)
+        ends[train["steps"]] = run.train(captures=False), run.numbers()
+        assert not run.graphs
+    return ends
 
 
 @pytest.fixture
@@ -106,15 +102,6 @@ def assert_same_run(state: dict[str, Tensor], expected: dict[str, Tensor]) -> No
     assert expected.keys() == state.keys()
     for name, value in expected.items():
         assert torch.equal(bits(value), bits(state[name])), name
-
-
-def test_a_replayed_run_is_the_same_run(run: Callable[..., Run], plain: Any) -> None:
-    """Through a schedule of the learning rate, noise, EMA, and health steps between replays."""
-    replayed = run("replayed")
-    assert_same_run(replayed.train(captures=True), plain[0])
-    assert replayed.numbers() == plain[1]
-    assert [graph.replays for graph in replayed.graphs] == [3]
-    assert replayed.log().count("agrees with an eager step") == 1
 
 
 def test_with_micro_batches_pictures_and_a_step_that_is_not_finite(run: Callable[..., Run]) -> None:
@@ -147,12 +134,11 @@ def test_each_shape_has_a_graph_of_its_own_up_to_a_limit(
     set_limits(monkeypatch, health_every=50, dead_lora_steps=2)
     job = {"dataset": {"resolution": [64, 48, 32]}, "train": {**TRAIN, "steps": 14}}
     monkeypatch.setattr(step_graph, "MOST_GRAPHS", 2)
-    eager, replayed = run("eager", **job), run("replayed", **job)
-    expected, state = eager.train(captures=False), replayed.train(captures=True)
+    replayed = run("replayed", **job)
+    replayed.train(captures=True)
     assert [graph.pool_of for graph in replayed.graphs] == [None, "pool"]
     assert all(graph.replays > 1 for graph in replayed.graphs)
     assert replayed.log().count("2 shapes of batches are captured, further ones run eagerly") == 1
-    assert_same_run(state, expected)
 
 
 BROKEN = {
@@ -164,7 +150,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("broken", BROKEN)
 def test_what_cannot_be_replayed_runs_eagerly(
-    run: Callable[..., Run], short: Any, broken: str, monkeypatch: pytest.MonkeyPatch
+    run: Callable[..., Run], eager_runs: Any, broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run is the one without graphs, bit by bit, and a line says why; `fallback: error` raises."""
     replay, record = RecordedGraph.replay, RecordedGraph.__enter__
@@ -186,7 +172,7 @@ def test_what_cannot_be_replayed_runs_eagerly(
     replayed = run("replayed", train=SHORT)
     monkeypatch.setattr(RecordedGraph, "replay", changed)
     monkeypatch.setattr(RecordedGraph, "__enter__", refused)
-    assert_same_run(replayed.train(captures=True), short)
+    assert_same_run(replayed.train(captures=True), eager_runs[4][0])
     assert f"CUDA graphs: {BROKEN[broken]}" in replayed.log()
     if broken == "capture":
         strict = run("strict", train=SHORT, coat={**COAT, "fallback": "error", "speed": {"cuda_graphs": "auto"}})
@@ -208,20 +194,25 @@ def test_what_changes_in_the_blocks_is_captured_again(run: Callable[..., Run]) -
     assert len(replayed.graphs) == 2
 
 
-def test_a_resumed_run_replays_to_the_same_end(run: Callable[..., Run], plain: Any) -> None:
-    stopped = run("stopped", save={"save_every": 4})
+def test_a_replayed_and_resumed_run_is_the_same_run(run: Callable[..., Run], eager_runs: Any) -> None:
+    """Through a schedule of the learning rate, noise, EMA, and health steps between replays."""
+    replayed = run("replayed", save={"save_every": 4})
 
     def stop(session: Any) -> None:
-        if session.step == 5:
+        if session.step == 5 and not stopped:
+            stopped.append(True)
             raise KeyboardInterrupt
 
+    stopped: list[bool] = []
     with pytest.raises(KeyboardInterrupt):
-        stopped.train(captures=True, observer=stop)
-    assert_same_run(stopped.train(captures=True), plain[0])
-    assert stopped.sessions[0].step == 8
+        replayed.train(captures=True, observer=stop)
+    assert_same_run(replayed.train(captures=True, observer=stop), eager_runs[8][0])
+    assert replayed.numbers() == eager_runs[8][1]
+    assert [graph.replays for graph in replayed.graphs] == [1, 1]
+    assert replayed.log().count("agrees with an eager step") == 2
 
 
-def test_memory_that_graphs_hold_is_the_first_to_be_given_back(run: Callable[..., Run], plain: Any) -> None:
+def test_memory_that_graphs_hold_is_the_first_to_be_given_back(run: Callable[..., Run], eager_runs: Any) -> None:
     """A health step, run eagerly next to graphs, runs out of memory once: it is tried again as it was."""
     failed = []
 
@@ -242,11 +233,11 @@ def test_memory_that_graphs_hold_is_the_first_to_be_given_back(run: Callable[...
     assert failed == [1]
     assert "Step 5 is tried again: CUDA graphs: their memory was given back" in replayed.log()
     assert len(replayed.graphs) == 2
-    assert_same_run(state, plain[0])
+    assert_same_run(state, eager_runs[8][0])
 
 
 def test_graphs_make_room_where_an_eager_step_would_find_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    graphs = step_graph.StepGraphs(lambda *_: torch.zeros(2), dict, lambda: 0, print)
+    graphs = step_graph.StepGraphs(SimpleNamespace(transformer=torch.nn.Identity()), lambda *_: torch.zeros(2))
     figures = {"memory_reserved": lambda: 60, "memory_allocated": lambda: 20, "mem_get_info": lambda: (30, 80)}
     for name, value in figures.items():
         monkeypatch.setattr(torch.cuda, name, value)
