@@ -9,9 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from diffusers import AutoencoderKL, FluxPipeline, FluxTransformer2DModel
-from safetensors import safe_open
-from transformers import CLIPTextModel, CLIPTokenizer, T5EncoderModel, T5TokenizerFast
+from diffusers import FluxPipeline
+from safetensors.torch import load_file
 
 from coat_flux.mini_flux import EMBEDDED_MODEL, MARKER_NAME, MINI_FLUX, make_mini_flux, provide_embedded
 from tests.tolerances import (
@@ -71,10 +70,7 @@ def test_an_older_or_damaged_copy_is_made_again_and_somebody_elses_folder_is_lef
     assert (tmp_path / "model.txt").read_text() == "mine"
 
 
-def test_the_pipeline_has_the_real_classes_and_every_linear_of_the_blocks_can_run_in_fp8(pipe):
-    classes = (FluxTransformer2DModel, AutoencoderKL, CLIPTextModel, T5EncoderModel, CLIPTokenizer, T5TokenizerFast)
-    parts = (pipe.transformer, pipe.vae, pipe.text_encoder, pipe.text_encoder_2, pipe.tokenizer, pipe.tokenizer_2)
-    assert all(isinstance(part, cls) for part, cls in zip(parts, classes, strict=True))
+def test_vocabularies_and_schedule_fit_and_every_linear_of_the_blocks_can_run_in_fp8(pipe):
     assert len(pipe.tokenizer) == pipe.text_encoder.config.vocab_size
     assert len(pipe.tokenizer_2) == pipe.text_encoder_2.config.vocab_size
     assert (pipe.scheduler.config.shift, pipe.scheduler.config.use_dynamic_shifting) == (3.0, True)
@@ -87,8 +83,7 @@ def test_the_pipeline_has_the_real_classes_and_every_linear_of_the_blocks_can_ru
 def test_weights_are_bf16_on_disk_and_load_completely(folder, pipe):
     for part in ("transformer", "vae", "text_encoder", "text_encoder_2"):
         (path,) = (folder / part).glob("*.safetensors")
-        with safe_open(path, "pt") as file:
-            stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        stored = load_file(path)
         assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
         loaded = {name.removeprefix("text_model."): tensor for name, tensor in getattr(pipe, part).state_dict().items()}
         for name, tensor in stored.items():

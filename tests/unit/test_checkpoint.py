@@ -120,22 +120,6 @@ def test_a_failed_save_leaves_the_old_set(tmp_path: Path, write: Any, needed: An
     assert names(tmp_path / "coat") == {"state-000000001"}
 
 
-def test_repair_finishes_what_a_kill_left(tmp_path: Path) -> None:
-    """Committed, but neither published nor the old one removed, and files half written."""
-    commit(tmp_path, 1, writer("one"), PUBLISH)
-    other = tmp_path / "other"
-    commit(other, 2, writer("two"), PUBLISH)
-    (other / "coat" / "state-000000002").rename(tmp_path / "coat" / "state-000000002")
-    (tmp_path / ".writing-7-run.safetensors").touch()
-    (tmp_path / "coat" / ".writing-7-state-000000003" / "commit").mkdir(parents=True)
-    lines = repair(tmp_path)
-    assert published(tmp_path) == ["lora two", "optimizer two"]
-    assert names(tmp_path / "coat") == {"state-000000001", "state-000000002"}
-    assert sum("removed, a process was ended while it wrote it" in line for line in lines) == 2
-    assert sum("put back from" in line for line in lines) == 2
-    assert repair(tmp_path) == []
-
-
 def test_repair_takes_back_a_set_whose_replacement_never_came_and_puts_back_torn_and_missing_files(
     tmp_path: Path,
 ) -> None:

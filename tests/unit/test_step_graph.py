@@ -117,8 +117,9 @@ def test_with_micro_batches_pictures_and_a_step_that_is_not_finite(run: Callable
         if session.step == 0:
             session.objective.draw = poisoned
 
-    train = {**TRAIN, "gradient_accumulation": 2, "timestep_type": "weighted", "disable_sampling": False}
-    job = {"train": train, "sample": {"sample_every": 5}}
+    train = {**TRAIN, "gradient_accumulation": 2, "timestep_type": "weighted"}
+    train |= {"disable_sampling": False, "skip_first_sample": True}
+    job = {"train": train, "sample": {"sample_every": 5, "sample_steps": 1}}
     eager, replayed = run("eager", **job), run("replayed", **job)
     expected, state = eager.train(captures=False, observer=poison), replayed.train(captures=True, observer=poison)
     assert_same_run(state, expected)

@@ -174,23 +174,13 @@ def test_photos_of_another_folder_are_held_out_and_all_others_trained_on(tmp_pat
         open_study(job, validation=tmp_path / "none")
 
 
-def held_out_of(*sizes: tuple[int, int]) -> FixedNoise:
-    photos = [{"latents": torch.zeros(16, *size)} for size in sizes]
-    return FixedNoise(photos)
-
-
-def test_draws_cover_the_noise_levels_evenly() -> None:
-    held_out = held_out_of((8, 8), (8, 12), (8, 8))
-    sigmas = [held_out.sigma(draw, 4) for draw in range(12)]
+def test_draws_cover_the_noise_levels_evenly_and_batches_have_one_size() -> None:
+    noise = FixedNoise([{"latents": torch.zeros(16, 8, width)} for width in (8, 12, 8)], 4)
+    sigmas = [noise.sigma(draw) for draw in range(12)]
     assert sorted(sigmas) == pytest.approx([(i + 0.5) / 12 for i in range(12)])
     assert [int(sigma * 4) for sigma in sigmas] == [0, 1, 2, 3] * 3
-
-
-def test_batches_have_one_size_and_no_more_photos_than_fit() -> None:
-    held_out = held_out_of((128, 128), (64, 64), (128, 128))
-    batches = list(held_out.batches(8, lambda shape: 4 * 64 * 64 // shape[1:].numel()))
-    assert sorted(draw for batch in batches for draw in batch) == list(range(24))
-    assert [len(batch) for batch in batches] == [1] * 16 + [4, 4]
+    assert list(noise.batches(3)) == [[0, 1, 2], [3, 8, 9], [10, 11], [4, 5, 6], [7]]
+    assert [FixedNoise(noise.photos[:count]).levels for count in (1, 3)] == [16, 6]
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------

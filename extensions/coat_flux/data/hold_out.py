@@ -85,49 +85,43 @@ def choose_hold_out(
 # --- the loss ---
 
 
-def levels_for(photos: int) -> int:
-    """Noise levels per photo: 4, or more if the photos are so few that the loss would be coarse."""
-    return max(LEVELS, ceil(FEWEST_FORWARDS / photos))
-
-
 class FixedNoise:
-    """Encoded photos with "latents" (C, h, w) fp32 on the CPU and other inputs, and the loss on them."""
+    """Encoded photos with "latents" (C, h, w) fp32 on the CPU and other inputs, and the loss on them.
 
-    def __init__(self, photos: Sequence[Mapping[str, Any]]):
+    Each has 4 noise levels if `levels` is None, or more if the photos are so few that the loss would be coarse.
+    """
+
+    def __init__(self, photos: Sequence[Mapping[str, Any]], levels: int | None = None):
         self.photos = photos
+        self.levels = max(LEVELS, ceil(FEWEST_FORWARDS / len(photos))) if levels is None else levels
 
-    def sigma(self, draw: int, levels: int) -> float:
+    def sigma(self, draw: int) -> float:
         """Noise level of a draw, i · L + j for photo i."""
-        photo, level = divmod(draw, levels)
-        return (level + (photo + 0.5) / len(self.photos)) / levels
+        photo, level = divmod(draw, self.levels)
+        return (level + (photo + 0.5) / len(self.photos)) / self.levels
 
-    def batches(self, levels: int, at_once: Callable[[torch.Size], int]) -> Iterator[list[int]]:
-        """All draws grouped by picture size; `at_once` returns the batch size for a shape (C, h, w)."""
+    def batches(self, at_once: int) -> Iterator[list[int]]:
+        """All draws grouped by picture size, at most `at_once`."""
         by_shape: dict[torch.Size, list[int]] = {}
-        for draw in range(len(self.photos) * levels):
-            by_shape.setdefault(self.photos[draw // levels]["latents"].shape, []).append(draw)
-        for shape, draws in by_shape.items():
-            most = min(max(1, at_once(shape)), MOST_AT_ONCE)
+        for draw in range(len(self.photos) * self.levels):
+            by_shape.setdefault(self.photos[draw // self.levels]["latents"].shape, []).append(draw)
+        most = min(at_once, MOST_AT_ONCE)
+        for draws in by_shape.values():
             for start in range(0, len(draws), most):
                 yield draws[start : start + most]
 
     @torch.no_grad()
-    def mean_loss(
-        self,
-        losses: Callable[[list[Mapping[str, Any]], Tensor, Tensor], Tensor],
-        levels: int,
-        at_once: Callable[[torch.Size], int],
-    ) -> float:
+    def mean_loss(self, losses: Callable[[list[Mapping[str, Any]], Tensor, Tensor], Tensor], at_once: int) -> float:
         """The mean over all draws; `losses` (B,) of B photos, sigmas (B,) and noise (B, C, h, w) fp32 on the CPU."""
         all_losses = []
-        for draws in self.batches(levels, at_once):
-            photos = [self.photos[draw // levels] for draw in draws]
+        for draws in self.batches(at_once):
+            photos = [self.photos[draw // self.levels] for draw in draws]
             noise = []
             for draw, photo in zip(draws, photos, strict=True):
                 sequence = np.random.SeedSequence([0, NOISE_STREAM, draw])
                 seed = int(sequence.generate_state(1, np.uint64)[0]) >> 1
                 noise.append(torch.randn(photo["latents"].shape, generator=torch.Generator().manual_seed(seed)))
-            sigmas = torch.tensor([self.sigma(draw, levels) for draw in draws])
+            sigmas = torch.tensor([self.sigma(draw) for draw in draws])
             all_losses.append(losses(photos, sigmas, torch.stack(noise)))
         return torch.cat(all_losses).double().mean().item()
 

@@ -314,7 +314,7 @@ def score_loras(job: JobConfig, loras: Mapping[str, Path], device: torch.device)
     if dataset.needs_vae or dataset.needs_encoders:
         for model in (encoders.vae, *encoders.text.models):
             model.to(device)
-    noise, levels = fixed_noise(dataset, samples, ())
+    noise = fixed_noise(dataset, samples, ())
     del encoders, dataset
     transformer = load_transformer(job.model.name_or_path, dtype, device=device)
     if not job.full:
@@ -326,11 +326,11 @@ def score_loras(job: JobConfig, loras: Mapping[str, Path], device: torch.device)
             transformer_only=job.network.transformer_only,
         )
         add_lora(transformer, targets, job.network.linear, seed=0)  # which changes nothing yet: B is 0
-    losses, at_once = [], job.train.batch_size
+    losses = []
     for path in tqdm([None, *loras.values()], desc="held-out photos", leave=False, **bar_options()):
         if path is not None and job.full:
             transformer = load_transformer(str(path), dtype, device=device)
         elif path is not None:
             restore_tensors(lora_parameters(transformer), load_file(path), str(path))
-        losses.append(loss_of(transformer, noise, levels, lambda _: at_once, dtype=dtype, device=device))
+        losses.append(loss_of(transformer, noise, job.train.batch_size, dtype=dtype, device=device))
     return losses[0], dict(zip(loras, losses[1:], strict=True))

@@ -25,7 +25,7 @@ from ...config.findings import Findings
 from ...config.job_sections import ValidationSection
 from ...config.options import build
 from ...data.files import find_images
-from ...data.hold_out import FixedNoise, choose_hold_out, levels_for
+from ...data.hold_out import FixedNoise, choose_hold_out
 from ...data.preflight import inspect_process
 from ...data.prepare import IMAGES, MASKS, prepare_copy
 from ...saves.rng import kept_draws
@@ -178,9 +178,7 @@ class HeldOutPhotos:
             with kept_draws(), network if network is not None else nullcontext():
                 if network is not None:
                     network.multiplier = 1.0
-                at_once = process.train_config.batch_size
-                levels = levels_for(len(self._noise.photos))
-                loss = self._noise.mean_loss(self._losses, levels, lambda _: at_once)
+                loss = self._noise.mean_loss(self._losses, process.train_config.batch_size)
         finally:
             if network is not None:
                 network.multiplier = multiplier

@@ -57,8 +57,8 @@ class Session:
     `step` counts optimizer steps; `outstanding` is the last one until its numbers are read; `identity` and `record` go
     into `state.json`, `saved` is that of `point`; `report` is None without COAT; `lora` are the trained parameters by
     name, without `network` the transformer's; `fused` updates them in backward; `skips_on_device`: the optimizer can;
-    `captures`: steps are CUDA graphs, which `graphs` holds; `noise` and `levels` are those of the validation loss, on
-    photos held out if the job `holds_out` any.
+    `captures`: steps are CUDA graphs, which `graphs` holds; `noise` is that of the validation loss, on photos held out
+    if the job `holds_out` any.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Session:
         phases.hold_models(encoders.vae, encoders.text.models)
         self.dataset, self.images = _prepare_data(job, workers, encoders, [*trained, *measured])
         self.holds_out = bool(measured)
-        self.noise, self.levels = fixed_noise(self.dataset, measured, trained)
+        self.noise = fixed_noise(self.dataset, measured, trained)
         self.sampler = BucketBatchSampler(trained, train.batch_size, job.seed, workers.rank, workers.size)
 
         phases.enter("load")

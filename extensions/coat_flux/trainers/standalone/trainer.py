@@ -276,14 +276,8 @@ def _validate(session: Session) -> float:
         session.between_steps("validate"),
         bypassed_guidance(session.transformer, train.bypass_guidance_embedding),
     ):
-        loss = loss_of(
-            session.transformer,
-            session.noise,
-            session.levels,
-            lambda _: train.batch_size,
-            dtype=session.dtype,
-            device=session.workers.device,
-        )
+        model, device = session.transformer, session.workers.device
+        loss = loss_of(model, session.noise, train.batch_size, dtype=session.dtype, device=device)
     if session.holds_out:
         session.record["held_out_loss"] = [*session.record.get("held_out_loss", []), [session.step, loss]]
     session.log.validation(session.step, loss)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from ...blocks.models.flux2 import Flux2Text
 from ...config.job import JobConfig
 from ...data.buckets import Sample
 from ...data.captions import inject_trigger
-from ...data.hold_out import FixedNoise, choose_hold_out, levels_for
+from ...data.hold_out import FixedNoise, choose_hold_out
 from ...data.loader import LatentDataset
 from .flow_matching import losses_of
 from .loading import Encoders
@@ -49,39 +49,26 @@ def one_each(samples: Sequence[Sample]) -> list[Sample]:
     return [sizes[i % len(sizes)] for i, sizes in enumerate(by_photo.values())]
 
 
-def fixed_noise(
-    dataset: LatentDataset,
-    held_out: Sequence[Sample],
-    trained: Sequence[Sample],
-) -> tuple[FixedNoise, int]:
-    """The photos of a run's validation loss, `held_out` of any sizes or else `trained` ones, and its noise levels."""
-    if held_out:
-        samples = one_each(held_out)
-        levels = levels_for(len(samples))
-    else:
+def fixed_noise(dataset: LatentDataset, held_out: Sequence[Sample], trained: Sequence[Sample]) -> FixedNoise:
+    """The photos of a run's validation loss: `held_out`, of any sizes, or else `trained` ones at one noise level."""
+    samples, levels = one_each(held_out), None
+    if not held_out:
         count, n = len(trained), TRAINED_PHOTOS
         samples = [trained[i * count // n if count >= n else i % count] for i in range(n)]
         levels = 1
-    photos = [dataset.encoded(sample, sample.caption) for sample in samples]
-    return FixedNoise(photos), levels
+    return FixedNoise([dataset.encoded(sample, sample.caption) for sample in samples], levels)
 
 
 def loss_of(
-    transformer: nn.Module,
-    noise: FixedNoise,
-    levels: int,
-    at_once: Callable[[torch.Size], int],
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
+    transformer: nn.Module, noise: FixedNoise, at_once: int, *, dtype: torch.dtype, device: torch.device
 ) -> float:
     """`FixedNoise.mean_loss` of a transformer in eval mode."""
 
-    def losses(photos: list[dict[str, Any]], sigmas: Tensor, drawn: Tensor) -> Tensor:
+    def losses(photos: list[Mapping[str, Any]], sigmas: Tensor, drawn: Tensor) -> Tensor:
         batch = {part: torch.stack([photo[part] for photo in photos]).to(device) for part in photos[0]}
         return losses_of(transformer, {**batch, "sigmas": sigmas.to(device), "noise": drawn.to(device)}, dtype)
 
-    return noise.mean_loss(losses, levels, at_once)
+    return noise.mean_loss(losses, at_once)
 
 
 # --- samples ---
