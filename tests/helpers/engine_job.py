@@ -35,9 +35,12 @@ def write_images(folder: Path, count: int = 5) -> Path:
 def tiny_place(root: Path, images: int = 5, *, tokens: int = 16) -> Iterator[dict[str, Path]]:
     """Model, images and output folder of runs below `root`, for `engine_job`.
 
-    For speed prompts have few tokens instead of 512, and runs draw no picture of their memory.
+    For speed prompts have few tokens instead of 512, losses on photos held out few forwards instead of 16, and runs
+    draw no picture of their memory.
     """
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("coat_flux.data.hold_out.LEVELS", 2)
+        patch.setattr("coat_flux.data.hold_out.FEWEST_FORWARDS", 2)
         patch.setattr("coat_flux.trainers.standalone.loading.MAX_TEXT_TOKENS", tokens)
         patch.setattr("coat_flux.trainers.standalone.trainer.finish", lambda *_: None)
         yield {
@@ -75,7 +78,7 @@ def engine_job(
     train["optimizer"] = "adamw" if coat is None else "coat_fp8_adamw"
     dataset = {"folder_path": str(images), "resolution": IMAGE_SIZE, "caption_dropout_rate": 0.2}
     dataset |= {"cache_latents": True, "cache_text_embeddings": True}
-    sample = {"prompts": ["[trigger] shirt"], "width": IMAGE_SIZE, "height": IMAGE_SIZE, "sample_steps": 2}
+    sample = {"prompts": ["[trigger] shirt"], "width": IMAGE_SIZE, "height": IMAGE_SIZE, "sample_steps": 1}
     process = {
         "type": "coat_flux_trainer",
         "training_folder": str(out),

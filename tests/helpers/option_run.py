@@ -53,6 +53,8 @@ class Run:
         self.fused = block["activation"]["flow"] == "fused"
         config = COATConfig.from_dict(block)
         self.model = tiny_flux()
+        for blocks in (self.model.transformer_blocks, self.model.single_transformer_blocks):
+            del blocks[1:]
         self.report = apply_coat(self.model, config)
         tiny_lora(self.model, config)
         self.lora = lora_parameters(self.model)

@@ -96,7 +96,7 @@ AVERAGED = {"max_grad_norm": 0.05, "ema_config": {"use_ema": True, "ema_decay": 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
-    with tiny_place(tmp_path_factory.mktemp("processes")) as place:
+    with tiny_place(tmp_path_factory.mktemp("processes"), 4) as place:
         yield place
 
 

@@ -28,9 +28,7 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
-    with tiny_place(tmp_path_factory.mktemp("held_out")) as place, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("coat_flux.data.hold_out.LEVELS", 2)
-        patch.setattr("coat_flux.data.hold_out.FEWEST_FORWARDS", 4)
+    with tiny_place(tmp_path_factory.mktemp("held_out")) as place:
         yield place
 
 
