@@ -10,7 +10,7 @@ import torch
 
 from coat_flux.base.errors import UserError
 from coat_flux.config.findings import ConfigError
-from tests.helpers.aitk_standin.host import COAT_ENTRY, VERSION, Host, standin_host  # noqa: F401
+from tests.helpers.aitk_standin.host import COAT_ENTRY, VERSION, Host, Patch, Printed, standin_host  # noqa: F401
 from tests.helpers.asserts import assert_bitwise
 
 BLOCK_LINEARS = {
@@ -22,7 +22,7 @@ PHASES = ["before_forward", "after_forward", "after_backward", "after_optimizer_
 PLAIN: dict[str, Any] = {"train": {"optimizer": "adamw"}}
 
 
-def _spy(host: Host, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def _spy(host: Host, monkeypatch: Patch) -> dict[str, Any]:
     """Record what the model and the LoRA are made of when training begins."""
     seen: dict[str, Any] = {}
     host.start()
@@ -46,9 +46,7 @@ def _spy(host: Host, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("at_load", [True, False])
-def test_job_trains_in_fp8(
-    host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], at_load: bool
-) -> None:
+def test_job_trains_in_fp8(host: Host, monkeypatch: Patch, capsys: Printed, at_load: bool) -> None:
     seen = _spy(host, monkeypatch)
     entry = {**COAT_ENTRY, "model": COAT_ENTRY["model"] if at_load else {}, "coat": {"memory": {"log_every": 2}}}
     process = host.run(**entry)
@@ -72,7 +70,7 @@ def test_job_trains_in_fp8(
     assert any("LoRA inputs in FP8: 4 shared with their base linear" in line for line in lines)
 
 
-def test_fp8_gemms_without_fp8_weights_still_get_adapters(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_gemms_without_fp8_weights_still_get_adapters(host: Host, monkeypatch: Patch) -> None:
     seen = _spy(host, monkeypatch)
     host.run(train=COAT_ENTRY["train"], coat={"weight": {"use_fp8": False}})
     assert (seen["converted"], len(seen["adapters"])) == (set(), 4)
@@ -94,7 +92,7 @@ def test_disabled_is_the_hosts_own_run_which_is_the_same_without_the_extension(h
 
 
 def test_config_of_a_job_does_not_reach_the_next_which_says_in_one_line_each_what_is_in_force(
-    host: Host, capsys: pytest.CaptureFixture[str]
+    host: Host, capsys: Printed
 ) -> None:
     host.run(**COAT_ENTRY, coat={"optimizer": {"block_size": 32}})
     assert host.optimizer()["param_groups"][0]["fp8"]["block_size"] == 32
@@ -113,7 +111,7 @@ def test_config_of_a_job_does_not_reach_the_next_which_says_in_one_line_each_wha
 # -- the optimizer of a resume ---------------------------------------------------------------------------------------
 
 
-def test_changed_optimizer_params_count_after_a_resume(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+def test_changed_optimizer_params_count_after_a_resume(host: Host, capsys: Printed) -> None:
     host.run(**COAT_ENTRY)
     train = {**COAT_ENTRY["train"], "optimizer_params": {"weight_decay": 0.5, "block_size": 32}}
     host.run(**{**COAT_ENTRY, "train": train})
@@ -124,9 +122,7 @@ def test_changed_optimizer_params_count_after_a_resume(host: Host, capsys: pytes
     assert "re-quantized" in out
 
 
-def test_failed_resume_ends_the_run(
-    host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_failed_resume_ends_the_run(host: Host, monkeypatch: Patch, capsys: Printed) -> None:
     from coat_core.optim import FP8AdamW
 
     def refuse(self: Any, state: Any) -> None:
@@ -153,7 +149,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_setting_is_refused_before_the_model_loads(host: Host, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_setting_is_refused_before_the_model_loads(host: Host, monkeypatch: Patch, name: str) -> None:
     change, message = REFUSED[name]
     module = host.load("jobs.process.BaseSDTrainProcess")
     monkeypatch.setattr(module, "FluxTransformer2DModel", lambda: pytest.fail("the model was loaded"))
@@ -162,7 +158,7 @@ def test_setting_is_refused_before_the_model_loads(host: Host, monkeypatch: pyte
         host.run(**{**COAT_ENTRY, **change})
 
 
-def test_processes_that_do_not_know_of_each_other_are_refused(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_do_not_know_of_each_other_are_refused(host: Host, monkeypatch: Patch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="ACCELERATE_USE_CPU"):
         host.run(**COAT_ENTRY)
@@ -172,7 +168,7 @@ def test_processes_that_do_not_know_of_each_other_are_refused(host: Host, monkey
         host.run(**COAT_ENTRY)
 
 
-def test_surprises_are_printed(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+def test_surprises_are_printed(host: Host, capsys: Printed) -> None:
     host.edit("version.py", VERSION, "0.13.0")
     host.run(train={"optimizer": "adamw", "lr": 0.1})
     notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("[coat] note: ")]
@@ -233,7 +229,7 @@ def test_host_that_does_not_fit(host: Host, name: str) -> None:
     assert len(host.run("sd_trainer", **PLAIN).losses) == 3
 
 
-def test_host_without_a_trainer_to_extend(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_without_a_trainer_to_extend(host: Host, monkeypatch: Patch) -> None:
     host.start()
     for name in ("DiffusionTrainer", "SDTrainer"):
         monkeypatch.setitem(sys.modules, f"extensions_built_in.sd_trainer.{name}", None)

@@ -19,6 +19,8 @@ from tests.helpers.aitk_standin.host import (  # noqa: F401
     PACKAGE,
     VERSION,
     Host,
+    Patch,
+    Printed,
     copy_checkout,
     make_entry,
     standin_host,
@@ -201,7 +203,7 @@ def test_copied_folder_says_what_to_run_and_other_jobs_do_not_notice(tmp_path: P
 
 
 def test_extension_that_cannot_start_is_left_out(
-    host: Host, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+    host: Host, monkeypatch: Patch, caplog: pytest.LogCaptureFixture, capsys: Printed
 ) -> None:
     monkeypatch.setitem(sys.modules, "coat_flux.trainers.ai_toolkit.extension", None)
     assert "coat_flux_trainer" not in host.start()

@@ -13,7 +13,7 @@ import pytest
 
 from coat_flux.saves.interrupts import Interrupts
 from tests.helpers.aitk_standin.ends import assert_same_end
-from tests.helpers.aitk_standin.host import COAT_ENTRY, Host, run_whole, standin_host  # noqa: F401
+from tests.helpers.aitk_standin.host import COAT_ENTRY, Host, Patch, Printed, run_whole, standin_host  # noqa: F401
 
 STEPS, AT = 6, 3  # stopped in the fourth step, which saves and samples
 ENTRY = {
@@ -90,7 +90,7 @@ def run_stopped(host: Host, moment: str, way: str, at: int = AT) -> Any:
 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_job_stopped_at_any_moment_of_a_step_ends_as_the_one_that_was_not(
-    host: Host, capsys: pytest.CaptureFixture[str], whole: Path, moment: str
+    host: Host, capsys: Printed, whole: Path, moment: str
 ) -> None:
     way = WAYS[moment]
     before = signal.getsignal(signal.SIGTERM)
@@ -101,9 +101,7 @@ def test_a_job_stopped_at_any_moment_of_a_step_ends_as_the_one_that_was_not(
     assert_same_end(whole, host.save_folder)
 
 
-def test_a_stop_while_the_samples_before_training_are_made(
-    host: Host, capsys: pytest.CaptureFixture[str], whole: Path
-) -> None:
+def test_a_stop_while_the_samples_before_training_are_made(host: Host, capsys: Printed, whole: Path) -> None:
     run_stopped(host, "while sampling", "stop", at=0)
     assert "[coat] stopped before the first step" in capsys.readouterr().out
     assert not list(host.save_folder.glob("*.safetensors"))
@@ -115,7 +113,7 @@ def test_a_stop_while_the_samples_before_training_are_made(
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows has no SIGHUP")
-def test_a_hang_up_never_ends_the_save_and_stays_ignored_under_nohup(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hang_up_never_ends_the_save_and_stays_ignored_under_nohup(monkeypatch: Patch) -> None:
     monkeypatch.setattr("coat_flux.saves.interrupts.ONE_PRESS_SECONDS", -1.0)
     monkeypatch.setattr("coat_flux.saves.interrupts.READER_SECONDS", 0.0)
     lines: list[str] = []

@@ -22,7 +22,7 @@ from coat_flux.watch.guard import DeadRunError
 from coat_flux.watch.live import give_command, read_status
 from coat_flux.watch.oom import OutOfMemory
 from tests.helpers.aitk_standin.ends import assert_same_end, newest_state
-from tests.helpers.aitk_standin.host import COAT_ENTRY, Host, make_entry, run_whole, standin_host  # noqa: F401
+from tests.helpers.aitk_standin.host import COAT_ENTRY, Host, Patch, Printed, make_entry, run_whole, standin_host  # noqa: F401
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.guard_limits import set_limits
 from tests.helpers.locks import held_by_another_process
@@ -43,7 +43,7 @@ def _entry(**train: Any) -> dict[str, Any]:
     return {"model": COAT_ENTRY["model"], "train": {**TRAIN, **train}, "save": SAVE}
 
 
-def _at_step(host: Host, monkeypatch: pytest.MonkeyPatch, step: int, act: Callable[[torch.Tensor], Any]) -> None:
+def _at_step(host: Host, monkeypatch: Patch, step: int, act: Callable[[torch.Tensor], Any]) -> None:
     """Let `act` look at the loss of a step (from 1), or replace it, once."""
     host.start()
     trainer = host.load("extensions_built_in.sd_trainer.SDTrainer").SDTrainer
@@ -60,7 +60,7 @@ def _at_step(host: Host, monkeypatch: pytest.MonkeyPatch, step: int, act: Callab
     monkeypatch.setattr(trainer, "calculate_loss", calculate_loss)
 
 
-def _always(host: Host, monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
+def _always(host: Host, monkeypatch: Patch, factor: float) -> None:
     """Let every loss be the prediction's sum times `factor`."""
     host.start()
     trainer = host.load("extensions_built_in.sd_trainer.SDTrainer").SDTrainer
@@ -93,7 +93,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_run_that_was_cut_ends_as_the_one_that_was_not(
-    host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], whole: Path, workers: int
+    host: Host, monkeypatch: Patch, capsys: Printed, whole: Path, workers: int
 ) -> None:
     datasets = [{**make_entry(host.root, "any")["datasets"][0], "num_workers": workers}]
     with monkeypatch.context() as patch:
@@ -106,7 +106,7 @@ def test_run_that_was_cut_ends_as_the_one_that_was_not(
     assert_same_end(whole, host.save_folder)
 
 
-def test_without_a_seed_the_batches_are_the_same_after_a_resume(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_seed_the_batches_are_the_same_after_a_resume(host: Host, capsys: Printed) -> None:
     seeds = []
     for steps in (2, 3):
         host.run(**_entry(steps=steps), training_seed=None)
@@ -123,9 +123,7 @@ def test_folder_in_which_another_process_trains_is_left_alone(host: Host) -> Non
     assert not list(host.save_folder.glob("*.safetensors"))
 
 
-def test_another_run_is_not_resumed_and_changed_coat_options_are_said(
-    host: Host, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_run_is_not_resumed_and_changed_coat_options_are_said(host: Host, capsys: Printed) -> None:
     host.run(**_entry(steps=2))
     for change, message in (
         ({"network": {"type": "lora", "linear": 8}}, r"network\.linear 4 -> 8"),
@@ -155,7 +153,7 @@ def test_average_that_is_new_begins_with_the_raw_lora(host: Host) -> None:
         assert_bitwise(averages[str(index)], raw[name])
 
 
-def test_save_of_another_program_is_gone_on_from_as_it_is(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+def test_save_of_another_program_is_gone_on_from_as_it_is(host: Host, capsys: Printed) -> None:
     host.run(**_entry(steps=2))
     host.run("sd_trainer", **_entry(steps=4))
     host.run(**_entry(steps=6))
@@ -164,7 +162,7 @@ def test_save_of_another_program_is_gone_on_from_as_it_is(host: Host, capsys: py
 
 
 def test_a_diverged_run_goes_back_by_the_command_it_prints_and_ends_as_the_good_one(
-    host: Host, capsys: pytest.CaptureFixture[str], whole: Path
+    host: Host, capsys: Printed, whole: Path
 ) -> None:
     from coat_flux.cli.entry import main
 
@@ -180,9 +178,7 @@ def test_a_diverged_run_goes_back_by_the_command_it_prints_and_ends_as_the_good_
     assert_same_end(whole, host.save_folder)
 
 
-def test_a_damaged_byte_falls_back_to_the_older_state(
-    host: Host, capsys: pytest.CaptureFixture[str], whole: Path
-) -> None:
+def test_a_damaged_byte_falls_back_to_the_older_state(host: Host, capsys: Printed, whole: Path) -> None:
     host.run(**_entry(steps=6))
     file = _state(host) / "aitk" / "rng.safetensors"
     damaged = bytearray(file.read_bytes())
@@ -198,7 +194,7 @@ def test_a_damaged_byte_falls_back_to_the_older_state(
 # -- saves -----------------------------------------------------------------------------------------------------------
 
 
-def test_save_that_fails_leaves_the_one_before(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_that_fails_leaves_the_one_before(host: Host, monkeypatch: Patch) -> None:
     write, calls = torch.save, []
 
     def disk_is_full(*args: Any, **kwargs: Any) -> None:
@@ -228,7 +224,7 @@ def test_a_disk_without_room_for_a_save_ends_the_run_before_its_first_step(
     assert not list(host.save_folder.glob("*.safetensors"))
 
 
-def test_old_saves_are_cleaned_up_and_the_newest_is_found(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+def test_old_saves_are_cleaned_up_and_the_newest_is_found(host: Host, capsys: Printed) -> None:
     host.run(**_entry())
     names = ["standin_job.safetensors", "standin_job_000000006.safetensors"]
     assert sorted(path.name for path in host.save_folder.glob("*.safetensors")) == names
@@ -247,9 +243,7 @@ def test_old_saves_are_cleaned_up_and_the_newest_is_found(host: Host, capsys: py
 # -- guard and memory ------------------------------------------------------------------------------------------------
 
 
-def test_one_nan_is_skipped_and_counted(
-    host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_nan_is_skipped_and_counted(host: Host, monkeypatch: Patch, capsys: Printed) -> None:
     _at_step(host, monkeypatch, 2, lambda loss: loss * torch.nan)
     host.run(**_entry())
     out = capsys.readouterr().out
@@ -258,7 +252,7 @@ def test_one_nan_is_skipped_and_counted(
     assert _updates(host) == {STEPS - 1.0}
 
 
-def test_nan_for_good_ends_the_run_and_keeps_the_last_save(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_for_good_ends_the_run_and_keeps_the_last_save(host: Host, monkeypatch: Patch) -> None:
     set_limits(monkeypatch, nonfinite_steps=2)
     host.run(**_entry(steps=2))
     before = _files(_state(host))
@@ -268,7 +262,7 @@ def test_nan_for_good_ends_the_run_and_keeps_the_last_save(host: Host, monkeypat
     assert _files(_state(host)) == before
 
 
-def test_lora_that_never_moves_is_not_saved_as_the_result(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lora_that_never_moves_is_not_saved_as_the_result(host: Host, monkeypatch: Patch) -> None:
     _always(host, monkeypatch, 1e-38)
     with pytest.raises(DeadRunError):
         host.run(**_entry(lr=1e-30, steps=3))
@@ -277,7 +271,7 @@ def test_lora_that_never_moves_is_not_saved_as_the_result(host: Host, monkeypatc
 
 @pytest.mark.parametrize("checkpointing", ["none", "auto"])
 def test_out_of_memory_is_tried_again_with_more_recomputation_or_ends_the_run(
-    host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], checkpointing: str
+    host: Host, monkeypatch: Patch, capsys: Printed, checkpointing: str
 ) -> None:
     def too_large(loss: torch.Tensor) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
@@ -324,7 +318,7 @@ def test_misread_photos_are_read_from_corrected_copies_and_others_end_the_run_be
 
 
 def test_photos_held_out_are_in_no_data_set_and_measured_when_due(
-    host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    host: Host, monkeypatch: Patch, capsys: Printed
 ) -> None:
     measured: list[int] = []
 
@@ -354,7 +348,7 @@ def test_photos_held_out_are_in_no_data_set_and_measured_when_due(
 
 
 def test_the_live_page_samples_saves_and_stops_between_steps(
-    host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], whole: Path
+    host: Host, monkeypatch: Patch, capsys: Printed, whole: Path
 ) -> None:
     prompts = {"sample": {"sampler": "flowmatch", "prompts": ["a sks shirt"], "sample_every": 100}}
 

@@ -37,27 +37,18 @@ TEXT_ENCODERS = ("lora_te", "text_encoder")  # prefixes of other models' adapter
 
 @dataclass(frozen=True)
 class ExportReport:
-    """Contents of a valid LoRA file.
-
-    Attributes:
-        programs: those that load it.
-        refusals: program → why it does not load it.
-        layers: number of adapters.
-        largest: the adapter of largest norm.
-        idle: adapters that change nothing.
-        others: tensors of text encoders, which are not checked.
-    """
+    """Contents of a valid LoRA file."""
 
     layout: str
-    programs: tuple[str, ...]
-    refusals: Mapping[str, str]
+    programs: tuple[str, ...]  # that load it
+    refusals: Mapping[str, str]  # program → why it does not load it
     layers: int
     ranks: tuple[int, ...]
     dtypes: tuple[str, ...]
-    largest: str
+    largest: str  # the adapter of largest norm
     largest_norm: float
-    idle: tuple[str, ...]
-    others: int
+    idle: tuple[str, ...]  # adapters that change nothing
+    others: int  # tensors of text encoders, which are not checked
 
     def line(self) -> str:
         """One line for the log."""

@@ -31,6 +31,8 @@ HOST_MODULES = (
     "coat_flux.trainers.ai_toolkit",
 )
 PHOTOS = 5
+Patch = pytest.MonkeyPatch
+Printed = pytest.CaptureFixture[str]
 COAT_ENTRY = {
     "model": {"quantize": True, "qtype": "coat_fp8"},
     "train": {"optimizer": "coat_fp8_adamw", "lr": 1e-3},

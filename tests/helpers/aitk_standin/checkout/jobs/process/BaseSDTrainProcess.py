@@ -125,13 +125,6 @@ class BaseSDTrainProcess:
                 {**raw, "resolution": resolution},
                 dataset_path=None,
                 mask_path=None,
-                caption_ext="txt",
-                default_caption=None,
-                num_repeats=1,
-                flip_x=False,
-                buckets=True,
-                shuffle_tokens=False,
-                cache_text_embeddings=False,
                 is_reg=False,
                 num_workers=0,
             )

@@ -12,12 +12,10 @@ def get_qtype(qtype):
     return quantizer
 
 
-def quantize(model, weights, include=None, exclude=None):
+def quantize(model, weights, include=None):
     """Swallows what goes wrong with a layer, as ai-toolkit does."""
     for name, module in list(model.named_modules()):
         if include is not None and not any(fnmatch(name, pattern) for pattern in include):
-            continue
-        if any(fnmatch(name, pattern) for pattern in exclude or []):
             continue
         try:
             if isinstance(module, nn.Linear):
