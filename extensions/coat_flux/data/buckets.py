@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -82,20 +81,3 @@ def training_size(size: tuple[int, int], resolution: int, config: Any, step: int
     """The bucket of an image of `size` (width, height) under a dataset's settings."""
     width, height = size if config.buckets else (resolution, resolution)
     return bucket_for(width, height, resolution, step)
-
-
-def make_samples(
-    index: int,
-    config: Any,
-    sizes: Mapping[Path, tuple[int, int]],
-    captions: Mapping[Path, str],
-    dropped_caption: str,
-    step: int,
-) -> list[Sample]:
-    """Every image of dataset `index` at every resolution, `num_repeats` times, and mirrored if `flip_x`."""
-    plain = []
-    for resolution in config.resolution:
-        for path in list(sizes) * config.num_repeats:
-            bucket = training_size(sizes[path], resolution, config, step)
-            plain.append(Sample(path, captions[path], bucket, index, False, dropped_caption))
-    return plain + [replace(sample, flip=True) for sample in plain if config.flip_x]

@@ -6,7 +6,7 @@ import logging
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from ..config.coat import COATConfig
 from ..config.findings import Findings
 from ..config.job_sections import PROCESS_TYPES, DatasetSection, ValidationSection
 from ..config.options import build, config_fields
-from .buckets import BUCKET_STEP, Bucket, Sample, cropped_share, make_samples, training_size
+from .buckets import BUCKET_STEP, Bucket, Sample, cropped_share, training_size
 from .captions import inject_trigger, lint_captions, lint_files, read_caption
 from .files import IMAGE_EXTENSIONS, DatasetError, counted, list_folder, printable
 from .hold_out import choose_hold_out
@@ -125,9 +125,16 @@ def _inspect(index: int, config: Any, trigger_word: str | None, step: int, reads
     report.warnings += lint_captions(folder, raw, trigger_word, config.default_caption, reads_t5)
     report.warnings += _about_photos(folder, photos, config, step)
     default = (config.default_caption or "").strip()
-    captions = {path: inject_trigger(raw.get(path) or default, trigger_word) for path in photos}
-    sizes = {path: facts.size for path, facts in photos.items()}
-    report.samples += make_samples(index, config, sizes, captions, inject_trigger("", trigger_word), step)
+    dropped = inject_trigger("", trigger_word)
+    samples = []
+    for resolution in config.resolution:
+        for path in list(photos) * config.num_repeats:
+            caption = inject_trigger(raw.get(path) or default, trigger_word)
+            bucket = training_size(photos[path].size, resolution, config, step)
+            samples.append(Sample(path, caption, bucket, index, False, dropped))
+    report.samples += samples
+    if config.flip_x:
+        report.samples += [replace(sample, flip=True) for sample in samples]
     report.tables.append(_table(where, photos, raw, config, step))
 
 
