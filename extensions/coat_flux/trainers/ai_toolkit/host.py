@@ -105,6 +105,14 @@ def check_network(network: nn.Module) -> None:
             raise AIToolkitError(f"{module.lora_name}, a LoRA module, has no lora_down, or does not say its linear")
 
 
+def required(module: str, name: str) -> Any:
+    """An attribute of a module of ai-toolkit's; raises AIToolkitError."""
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise AIToolkitError(f"{module}.{name} is missing ({error})") from error
+
+
 def wrap_everywhere(name: str, original: Callable, wrapper: Callable) -> None:
     """Replace `original` in every loaded module, once."""
     if hasattr(original, MARK):

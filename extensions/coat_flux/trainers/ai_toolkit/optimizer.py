@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import logging
 import os
@@ -22,10 +21,7 @@ logger = logging.getLogger(__name__)
 
 def install_optimizer() -> None:
     """Wrap ai-toolkit's `get_optimizer`; raises AIToolkitError."""
-    try:
-        original = importlib.import_module(OPTIMIZER_MODULE).get_optimizer
-    except (ImportError, AttributeError) as error:
-        raise AIToolkitError(f"{OPTIMIZER_MODULE}.get_optimizer is missing ({error})") from error
+    original = host.required(OPTIMIZER_MODULE, "get_optimizer")
     signature = inspect.signature(original)
     names = tuple(signature.parameters)[:4]
     if names != host.OPTIMIZER_PARAMETERS:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import os
 import sys
 import weakref
@@ -35,12 +34,8 @@ _stored: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # linears quantized at 
 
 def install_quantizer() -> None:
     """Make `qtype: coat_fp8` our backend; raises AIToolkitError."""
-    try:
-        module = importlib.import_module(QUANTIZER_MODULE)
-        backend = module.OstrisQuantizer
-        original = module.get_ostris_quantizer
-    except (ImportError, AttributeError) as error:
-        raise AIToolkitError(f"qtype {COAT_QTYPE} needs {QUANTIZER_MODULE} ({error})") from error
+    backend = host.required(QUANTIZER_MODULE, "OstrisQuantizer")
+    original = host.required(QUANTIZER_MODULE, "get_ostris_quantizer")
     missing = [name for name in BACKEND_METHODS if not hasattr(backend, name)]
     if missing:
         raise AIToolkitError(f"{QUANTIZER_MODULE}.OstrisQuantizer has no {', '.join(missing)}")
