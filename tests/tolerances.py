@@ -306,14 +306,6 @@ LORA_DELTA_RTOL = 1e-12
 # A malformed folder of three or four small photos: answered in under 0.1 s; the rest is for a busy machine.
 BAD_DATASET_SECONDS = 2.0
 
-# --- colours of photos ---------------------------------------------------------------------------------------------
-# Display P3 or Adobe RGB to sRGB from 8-bit files against a computation in fp64: each rounds, and in the dark channel
-# of a strong colour a level of Adobe's power curve is several of sRGB's. Measured 2 and 6.
-TAGGED_PHOTO_LEVELS = 8
-# Latents of the tiny VAE from a tagged photo and its sRGB twin, relative: 0.008 from JPEG, 0.003 from PNG; without the
-# profile 0.2 and more.
-TAGGED_PHOTO_LATENTS = 0.02
-
 # --- integer formats of AdamW's moments ----------------------------------------------------------------------------
 # uint8_log in natural logarithms beyond half a code: log2 of up to 149 in fp32 is known to 2^-17, twice, and exp2 of as
 # much is too. Only blocks whose values span all of fp32 come near.

@@ -13,9 +13,7 @@ from PIL import Image
 
 # CIE xy of red, green, blue; both spaces have the white point D65
 DISPLAY_P3 = ((0.680, 0.320), (0.265, 0.690), (0.150, 0.060))
-ADOBE_RGB = ((0.640, 0.330), (0.210, 0.710), (0.150, 0.060))
 SRGB = ((0.640, 0.330), (0.300, 0.600), (0.150, 0.060))
-ADOBE_GAMMA = 563 / 256
 _D65, _D50 = (0.3127, 0.3290), (0.9642, 1.0, 0.8249)
 _BRADFORD = np.array([[0.8951, 0.2664, -0.1614], [-0.7502, 1.7135, 0.0367], [0.0389, -0.0685, 1.0296]])
 
@@ -59,16 +57,13 @@ def with_chunk(content: bytes, name: bytes, data: bytes) -> bytes:
     return content[:33] + _chunk(name, data) + content[33:]
 
 
-def matrix_profile(primaries: Sequence[tuple[float, float]], gamma: float | None = None) -> bytes:
-    """A version 2 ICC display profile of CIE xy primaries, white point D65, and a curve (None: sRGB's)."""
+def matrix_profile(primaries: Sequence[tuple[float, float]]) -> bytes:
+    """A version 2 ICC display profile of CIE xy primaries, white point D65, and sRGB's curve."""
     columns = _adapted(primaries).T
     values = np.linspace(0, 1, 1024)
     linear = np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
     samples = (linear * 65535).round().astype(">u2").tobytes()
-    if gamma is None:
-        curve = b"curv" + struct.pack(">II", 0, 1024) + samples
-    else:
-        curve = b"curv" + struct.pack(">IIH", 0, 1, round(gamma * 256)) + b"\0\0"
+    curve = b"curv" + struct.pack(">II", 0, 1024) + samples
     name = b"test\0"
     tags = {
         b"desc": b"desc" + struct.pack(">II", 0, len(name)) + name + bytes(78),
@@ -85,19 +80,6 @@ def matrix_profile(primaries: Sequence[tuple[float, float]], gamma: float | None
     head = struct.pack(">I4sI4s4s4s", offset + len(body), bytes(4), 0x02400000, b"mntr", b"RGB ", b"XYZ ")
     head += bytes(12) + b"acsp" + bytes(28) + _fixed(_D50)
     return head.ljust(128, b"\0") + struct.pack(">I", len(tags)) + table + body
-
-
-def from_srgb(image: Image.Image, primaries: Sequence[tuple[float, float]], gamma: float | None = None) -> Image.Image:
-    """The same colours as numbers of another space, computed apart from any colour management."""
-    values = np.asarray(image, np.float64) / 255
-    linear = np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
-    matrix = np.linalg.inv(_adapted(primaries)) @ _adapted(SRGB)
-    linear = (linear @ matrix.T).clip(0, 1)
-    if gamma is None:
-        stored = np.where(linear <= 0.0031308, linear * 12.92, 1.055 * linear ** (1 / 2.4) - 0.055)
-    else:
-        stored = linear ** (1 / gamma)
-    return Image.fromarray((stored * 255).round().astype(np.uint8))
 
 
 def _adapted(primaries: Sequence[tuple[float, float]]) -> np.ndarray:
