@@ -309,16 +309,11 @@ class CoatFluxTrainer(HostTrainer):
             self.last_save_step = self._training.done  # for the web UI
 
     def update_training_metadata(self) -> None:
-        """Add the layers' formats."""
+        """Add the layers' formats, and correct the steps: ai-toolkit may be one behind."""
         super().update_training_metadata()
         self.add_meta(OrderedDict(self._report.metadata()))
-
-    def get_training_info(self) -> Any:
-        """Count the steps done; ai-toolkit may be one behind."""
-        training = super().get_training_info()
         if self._continuation is not None:
-            training["step"] = self._training.done
-        return training
+            self.meta["training_info"]["step"] = self._training.done
 
     def done_hook(self) -> None:
         """Print the summary."""
