@@ -48,6 +48,7 @@ PARTS = {
     "lora_up.weight": "up",
     "alpha": "alpha",
 }
+Place = tuple[Family, Linear, int | None]  # a linear by its full names, and the index of its part; None: all of it
 _NUMBER = re.compile(r"(?<=blocks[._])(?:0|[1-9]\d*)(?=[._])")
 
 
@@ -72,9 +73,9 @@ class Pair:
 # --- the linears under both names ---
 
 
-def _name_table() -> dict[str, dict[str, list[tuple[Family, Linear, int | None]]]]:
-    """Layout → name with # for a block's number → families, linears of that name, parts (None: all), FLUX.1's first."""
-    table: dict[str, dict[str, list[tuple[Family, Linear, int | None]]]] = {layout: {} for layout in LAYOUTS}
+def _name_table() -> dict[str, dict[str, list[Place]]]:
+    """Layout → name with # for a block's number → the linears of that name, FLUX.1's first."""
+    table: dict[str, dict[str, list[Place]]] = {layout: {} for layout in LAYOUTS}
     for family in FAMILIES.values():
         inside = [
             linear.within(f"{blocks.pattern}.#", f"{blocks.original}.#")
