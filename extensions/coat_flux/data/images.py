@@ -30,8 +30,8 @@ from .files import DatasetError, printable
 
 FORMATS = ("JPEG", "PNG", "WEBP")
 _SEVERAL_JPEGS = "MPO"  # Pillow's name for a phone's JPEG with further pictures appended; the first counts
-TRAITS = ("EXIF orientation", "colour profile", "16 bit", "CMYK", "palette", "transparency")
-ROTATED, TAGGED, DEEP, CMYK, PALETTE, TRANSPARENT = TRAITS
+TRAITS = ("EXIF orientation", "colour profile", "16 bit", "CMYK", "transparency")
+ROTATED, TAGGED, DEEP, CMYK, TRANSPARENT = TRAITS
 
 # Pillow's on damaged or foreign files; anything else is a bug
 _READ_ERRORS = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, Image.DecompressionBombError)
@@ -126,8 +126,6 @@ def _traits_of(image: Image.Image, path: Path | str) -> tuple[frozenset[str], tu
         traits.add(DEEP)
     if image.mode == "CMYK":
         traits.add(CMYK)
-    if image.mode == "P":
-        traits.add(PALETTE)
     if image.has_transparency_data:
         _, alpha = _split_alpha(image)
         if alpha is not None and alpha.getextrema()[0] < 255:
