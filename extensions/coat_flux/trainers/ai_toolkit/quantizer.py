@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from coat_core.config import FP8LinearConfig
 
-ROOT_VARIABLE = "AI_TOOLKIT_ROOT"
 BACKEND_METHODS = ("can_quantize", "quantize_", "dequantize", "requantize_", "forward")
 _stored: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # linears quantized at load and not reported yet
 
@@ -185,6 +184,8 @@ def convert_model(process: Any, encoders: list[Any], trained: Collection[str] = 
 def convert_linears(model: nn.Module, qtype: str) -> None:
     """Quantize every linear with ai-toolkit's qtype, outside of it."""
     from torch import nn
+
+    from ...config.ai_toolkit_keys import ROOT_VARIABLE
 
     root = os.environ.get(ROOT_VARIABLE)
     if not root:
