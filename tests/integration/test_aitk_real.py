@@ -16,7 +16,6 @@ import torch
 from coat_flux.trainers.ai_toolkit.install import install
 from tests.helpers.aitk_standin.ends import assert_same_end
 from tests.helpers.aitk_standin.real import STEPS, Checkout, make_plain_entry, make_real_entry, real_checkout  # noqa: F401
-from tests.helpers.asserts import assert_bitwise
 from tests.tolerances import FLOW_DIRECTION_COSINE
 
 pytestmark = [pytest.mark.aitk, pytest.mark.timeout(3600)]
@@ -81,13 +80,13 @@ def test_plain_job_beside_it_is_untouched(checkout: Checkout) -> None:
         checkout.run("without", make_plain_entry("sd_trainer"))
     finally:
         install(checkout.root)
-    _assert_same_lora(checkout, "beside", "without")
+    checkout.assert_same_lora("beside", "without")
 
 
 def test_disabled_is_ai_toolkits_own_run(checkout: Checkout) -> None:
     checkout.run("own", make_plain_entry("diffusion_trainer"))
     checkout.run("disabled", {**make_plain_entry("coat_flux_trainer"), "coat": {"enabled": False}})
-    _assert_same_lora(checkout, "own", "disabled")
+    checkout.assert_same_lora("own", "disabled")
 
 
 FLOWS = {
@@ -151,12 +150,4 @@ def test_a_killed_run_ends_as_the_one_that_was_not(checkout: Checkout, whole: di
     out = checkout.run(name, whole)
     assert "[coat] resume: continues after step 4" in out or "[coat] resume: continues after step 7" in out
     assert_same_end(checkout.folder("whole"), checkout.folder(name))
-    _assert_same_lora(checkout, "whole", name)
-
-
-def _assert_same_lora(checkout: Checkout, one: str, other: str) -> None:
-    left, right = checkout.lora(one), checkout.lora(other)
-    assert left.keys() == right.keys()
-    assert any(value.any() for key, value in left.items() if ".lora_B." in key)
-    for key, value in left.items():
-        assert_bitwise(right[key], value)
+    checkout.assert_same_lora("whole", name)
