@@ -200,6 +200,7 @@ def test_a_dry_run_executes_every_kind_of_stage(
 ) -> None:
     """The processes of stages run in this one, but for pytest's; kernels are those of one launcher."""
     monkeypatch.setattr(script, "TOY", Geometry(1, 1, 1, 4))
+    monkeypatch.setitem(script.TOY_ROWS, "bf16", ("bf16",))
     mains = {
         script.WORKER: worker.main,
         script.KERNELS: _gpu_kernels.main,
@@ -222,7 +223,7 @@ def test_a_dry_run_executes_every_kind_of_stage(
     tests, stages = (*script.PYTEST, "--version"), []
     for stage in script.STAGES:
         assert not stage.rows or set(stage.rows) <= named(stage.level).keys(), stage.name
-        if stage.name not in ("fp8", "plan"):  # of kinds that others are of, too
+        if stage.name not in ("fp8", "peers", "plan"):  # of kinds that others are of, too
             stages.append(stage._replace(command=tests) if stage.name == "tests" else stage)
     assert bench.run(*stages, dry=True, minutes=30) == 0
     assert {name: known["status"] for name, known in bench.stages.items()} == {stage.name: "ok" for stage in stages}
