@@ -86,19 +86,6 @@ def test_every_bad_value_is_refused_with_file_key_value_and_remedy(option: Optio
         assert "; " in line
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "near"),
-    [
-        ("optimizer.m1_format", "E4M3", "e4m3"),
-        ("Enabled", True, "enabled"),
-        ("block_size", 64, "optimizer: {block_size: …}"),
-    ],
-)
-def test_the_nearest_key_or_value_is_named(key: str, value: Any, near: str) -> None:
-    (line,) = findings(block_with(key, value))
-    assert line.endswith(f"; did you mean '{near}'?")
-
-
 def test_a_key_without_a_near_one_names_all_also_of_a_disabled_block() -> None:
     lines = findings({"enabled": False, "weight": {"zzz": 1}, "optimizer.block_size": 64, None: 2})
     assert lines[0] == "f.yaml: coat.weight.zzz: unknown key; known here: format, granularity, use_fp8"
@@ -221,23 +208,6 @@ def test_the_optimizer_gets_the_block_s_values_and_optimizer_params_override_the
 def test_use_fp8_is_the_master_switch(block: dict, params: dict, expected: tuple[bool, bool]) -> None:
     fp8, _ = COATConfig.from_dict({"optimizer": block}).optimizer_config(params)
     assert (fp8.use_fp8_m1, fp8.use_fp8_m2) == expected
-
-
-@pytest.mark.parametrize(
-    ("params", "key"),
-    [
-        ({"betas": 0.9}, ".betas"),
-        ({"betas": [0.9, 1.0]}, ".betas"),
-        ({"eps": 0}, ".eps"),
-        ({"block_size": 24}, ".block_size"),
-        ([], ""),
-    ],
-)
-def test_optimizer_params_are_checked_as_strictly(params: Any, key: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        COATConfig().optimizer_config(params, file="f.yaml")
-    (item,) = caught.value.findings
-    assert item.key == f"train.optimizer_params{key}"
 
 
 def test_the_linear_gets_weight_and_activation_options() -> None:
