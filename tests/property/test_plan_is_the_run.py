@@ -97,7 +97,6 @@ SOME = {"network_kwargs": {"ignore_if_contains": ["norm", "transformer_blocks.0.
 # the job, its budget as a share of what a step needs that recomputes nothing, and the device
 JOBS = {
     "blocks with dropout are not fused": (job(NONE, network={"dropout": 0.1}), 1.6, "cuda"),
-    "some recompute": (job(AUTO), 0.6, "cuda"),
     "some recompute from bf16 inputs": (job({**AUTO, "enable_efficient_checkpoint": False}, batch_size=2), 0.5, "cuda"),
     "copies are kept": (job({**AUTO, "transposed_weights": "auto"}), 1.6, "cuda"),
     "all recompute in the generic flow": (job(ALL, {"flow": "generic"}), 1.6, "cpu"),
