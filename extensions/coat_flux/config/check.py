@@ -51,14 +51,15 @@ def check_job_dict(
 def missing_packages(job: JobConfig) -> list[Finding]:
     """Optional packages that the job needs and that are not installed."""
     optimizer, findings = job.train.optimizer, Findings(job.file)
-    package_of_optimizer, wandb = OPTIMIZER_PACKAGES.get(optimizer), "wandb" if job.logging.use_wandb else None
-    for key, value, package, other in (
-        ("train.optimizer", optimizer, package_of_optimizer, f"{COAT_OPTIMIZER} or adamw"),
-        ("logging.use_wandb", True, wandb, "false"),
-    ):
-        spec = None if package is None else importlib.util.find_spec(package.replace("-", "_"))
+    needs: list[tuple[str, Any, str, str]] = []
+    if optimizer in OPTIMIZER_PACKAGES:
+        needs.append(("train.optimizer", optimizer, OPTIMIZER_PACKAGES[optimizer], f"{COAT_OPTIMIZER} or adamw"))
+    if job.logging.use_wandb:
+        needs.append(("logging.use_wandb", True, "wandb", "false"))
+    for key, value, package, other in needs:
+        spec = importlib.util.find_spec(package.replace("-", "_"))
         # a folder that only has its name, as wandb makes one for its files, has no origin
-        if package is not None and (spec is None or spec.origin is None):
+        if spec is None or spec.origin is None:
             text = f"needs the package {package}; pip install {package}, or write {other}"
             findings.add(f"config.process[0].{key}", text, value)
     return findings.errors

@@ -58,6 +58,11 @@ class Line:
         return f"{self.mark} {self.subject}: {self.text}" + (f" -> {self.remedy}" if self.remedy else "")
 
 
+def judged(fine: bool, subject: str, text: str, remedy: str, stops: bool = False) -> Line:
+    """A good line, or a bad one with its remedy."""
+    return Line(GOOD, subject, text) if fine else Line(BAD, subject, text, remedy, stops)
+
+
 def diagnose(toolkit_dir: Path | None = None) -> Iterator[Line]:
     """Yield the lines, each as soon as it is known; a probe's exception becomes a line, too."""
     for subject, probe in (*PROBES, ("ai-toolkit", partial(ai_toolkit, toolkit_dir))):
@@ -84,11 +89,9 @@ def verdict(lines: Sequence[Line]) -> tuple[bool, str]:
 
 def python() -> Iterator[Line]:
     """Version and path of the interpreter."""
-    version = ".".join(map(str, sys.version_info[:3]))
-    if sys.version_info[:2] < FIRST_PYTHON:
-        yield Line(BAD, "Python", version, f"use {'.'.join(map(str, FIRST_PYTHON))} or newer", stops=True)
-    else:
-        yield Line(GOOD, "Python", f"{version}, {sys.executable}")
+    version, fine = ".".join(map(str, sys.version_info[:3])), sys.version_info[:2] >= FIRST_PYTHON
+    oldest = ".".join(map(str, FIRST_PYTHON))
+    yield judged(fine, "Python", f"{version}, {sys.executable}", f"use {oldest} or newer", stops=True)
 
 
 def torch_build() -> Iterator[Line]:
@@ -172,10 +175,8 @@ def cards() -> Iterator[Line]:
         free, total = torch.cuda.mem_get_info(device)
         driver = f", {names[device.index].rsplit(', ', 1)[1]}" if device.index < len(names) else ""
         text = f"{name}, compute capability {major}.{minor}{driver}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free"
-        if free < total / 2:
-            yield Line(BAD, f"GPU {device.index}", text, "end what else uses it: nvidia-smi lists it")
-        else:
-            yield Line(GOOD, f"GPU {device.index}", text)
+        remedy = "end what else uses it: nvidia-smi lists it"
+        yield judged(free >= total / 2, f"GPU {device.index}", text, remedy)
     if torch.cuda.is_available():
         return
     if not (names and torch.version.cuda):
@@ -303,11 +304,8 @@ def memory() -> Iterator[Line]:
         available = min(available, float(limit) - float(used) + cached_files)
         total, place = float(limit), " (the container's limit)"
     text = f"{available / 1e9:.1f} of {total / 1e9:.1f} GB RAM free{place}"
-    if available < RAM_BYTES:
-        needs = f"FLUX.1 takes about {RAM_BYTES / 1e9:.0f} GB (`coat-flux plan CONFIG` has your job's figure)"
-        yield Line(BAD, "memory", text, f"{needs}: end other programs, or add swap")
-    else:
-        yield Line(GOOD, "memory", text)
+    needs = f"FLUX.1 takes about {RAM_BYTES / 1e9:.0f} GB (`coat-flux plan CONFIG` has your job's figure)"
+    yield judged(available >= RAM_BYTES, "memory", text, f"{needs}: end other programs, or add swap")
 
 
 def disk() -> Iterator[Line]:
@@ -324,10 +322,8 @@ def disk() -> Iterator[Line]:
         text = f"{free / 1e9:.1f} GB free in {folder}"
         if not os.access(there, os.W_OK):
             yield Line(BAD, name, f"{text}, which this user may not write", other)
-        elif free < needed:
-            yield Line(BAD, name, text, f"{reason} {needed / 1e9:.0f} GB: free that, or {other}")
         else:
-            yield Line(GOOD, name, text)
+            yield judged(free >= needed, name, text, f"{reason} {needed / 1e9:.0f} GB: free that, or {other}")
 
 
 def model() -> Iterator[Line]:
@@ -382,10 +378,8 @@ def ai_toolkit(folder: Path | None) -> Iterator[Line]:
         yield Line(BAD, "ai-toolkit", text, "give the folder of run.py", stops=True)
         return
     version = version_of(root)
-    if version.startswith(TESTED_SERIES):
-        yield Line(GOOD, "ai-toolkit", f"{version} in {root}")
-    else:
-        yield Line(BAD, "ai-toolkit", f"{version} in {root} is not tested with COAT-FLUX", f"use {TESTED_VERSION}")
+    tested, remedy = version.startswith(TESTED_SERIES), f"COAT-FLUX is tested with {TESTED_VERSION}: use that"
+    yield judged(tested, "ai-toolkit", f"{version} in {root}", remedy)
     link, command = root / EXTENSION, f"coat-flux install {root}"
     if not link.exists():
         yield Line(ABSENT, "extension", f"not in that checkout; `{command}` links it")
