@@ -89,7 +89,7 @@ def test_without_photos_check_asks_for_them(tmp_path: Path, capsys: pytest.Captu
         (["nowhere", "--gpu", "24"], "nowhere: folder not found"),
         (["photos", "--gpu", "24"], "photos: has no photos"),
         (["--gpu", "24", "--name", "a/b", "--out", "x.yaml"], "config.name='a/b'"),
-        (["--gpu", "24", "--out", "no/such/x.yaml"], "cannot be written: No such file or directory; give another file"),
+        (["--gpu", "24", "--out", "no/such/x.yaml"], "--out no/such/x.yaml: cannot be written (No such file"),
         (["--gpu", "nonsense"], "nonsense"),
     ],
 )

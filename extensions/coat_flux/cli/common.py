@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from ..base.errors import UserError
@@ -52,6 +53,15 @@ def number(smallest: int, largest: int | None = None, step: int = 1) -> Callable
 
 
 positive = number(1)
+
+
+@contextmanager
+def writing(name: str) -> Iterator[None]:
+    """Turn an error of writing the file of an argument into a UsageError."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"{name}: cannot be written ({error.strerror or error}); give another path") from error
 
 
 def print_findings(errors: Iterable[str], warnings: Iterable[str]) -> bool:

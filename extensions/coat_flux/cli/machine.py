@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config.job import JobConfig
-from .common import EXIT_FAILED, UsageError, add_command, add_config
+from .common import EXIT_FAILED, add_command, add_config, writing
 
 PLAIN = str.maketrans({"✓": "+", "✗": "x"})  # for a console whose code page has no such signs
 LAYOUTS = ("diffusers", "kohya", "comfyui")
@@ -86,10 +86,8 @@ def plan(args: argparse.Namespace) -> None:
     if args.json == "-":
         print(json.dumps(as_json(prediction), indent=2))
     elif args.json is not None:
-        try:
+        with writing(f"--json {args.json}"):
             Path(args.json).write_text(json.dumps(as_json(prediction), indent=2) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"--json {args.json}: cannot be written: {error.strerror}; give another path") from error
         print(f"wrote {args.json}")
     else:
         print(as_text(prediction))

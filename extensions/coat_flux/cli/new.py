@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config.job_file import shipped_folder
-from .common import UsageError, add_command
+from .common import UsageError, add_command, writing
 
 
 def add_parsers(commands: Any) -> None:
@@ -54,11 +54,8 @@ def run(args: argparse.Namespace) -> None:
     photos = Photos(args.dir) if args.dir else None
     trigger = args.trigger or made_up_word(name)
     text, origin, verdict = make_starter(photos, card, name, trigger, out.as_posix())
-    try:
-        with out.open("x", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-    except OSError as error:
-        raise UsageError(f"--out {out}: cannot be written: {error.strerror}; give another file") from error
+    with writing(f"--out {out}"), out.open("x", encoding="utf-8", newline="\n") as file:
+        file.write(text)
     print(f"wrote {out}, from {origin}; trigger word: {trigger}")
     peak = verdict.prediction.peak / 1e9
     room = verdict.card.room / 1e9
@@ -97,10 +94,8 @@ def copy_examples(args: argparse.Namespace) -> None:
         if origin is None:
             raise UsageError(f"{name}: not part of this installation; install coat-flux from a wheel or a checkout")
         caches = shutil.ignore_patterns(".*", "_*")
-        try:
+        with writing(str(target)):
             shutil.copytree(origin, target, ignore=caches, copy_function=copy, dirs_exist_ok=True)
-        except OSError as error:
-            raise UsageError(f"{target}: cannot be written ({error}); name another folder") from error
         print(f"{target}: {len(copied)} files copied")
         copied.clear()
 

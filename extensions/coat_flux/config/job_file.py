@@ -34,12 +34,6 @@ def shipped_folder(name: str) -> Path | None:
     return next((path for path in (_PACKAGE / name, _PACKAGE.parents[1] / name) if path.is_dir()), None)
 
 
-def shipped() -> dict[str, Path]:
-    """The ready-made configs, by file name; empty if only the extension's own folder was copied."""
-    folder = shipped_folder("configs")
-    return {path.name: path for path in sorted(folder.glob("*.yaml"))} if folder else {}
-
-
 def load_job_yaml(path: str | os.PathLike[str], *, name: str | None = None) -> dict[str, Any]:
     """Read a job (`job`, `config` with `name` and `process`, optional `meta`) from a UTF-8 YAML or JSON file.
 
@@ -58,11 +52,9 @@ def load_job_yaml(path: str | os.PathLike[str], *, name: str | None = None) -> d
         raise ConfigError(errors)
     raw = parse(_ENV.sub(lambda match: os.environ[match[1]], text), file)
     findings = Findings(file)
-    check_shape(raw, findings, name=name)
+    job = plain_job(raw, findings, name=name)
     findings.raise_if_any()
-    if name is not None:
-        raw["config"]["name"] = name
-    return replace_name(raw, raw["config"]["name"])
+    return job
 
 
 def load_written(path: str | os.PathLike[str], *, name: str) -> dict[str, Any]:
@@ -82,12 +74,8 @@ def load_written(path: str | os.PathLike[str], *, name: str) -> dict[str, Any]:
     return _map_strings(raw, put_back)
 
 
-def replace_name(value: Any, name: str) -> Any:
-    """A copy of `value` with `[name]` replaced in every string, and string keys."""
-    return _map_strings(value, lambda text: text.replace(NAME_TAG, name))
-
-
 def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
+    """A copy of a job with all its strings changed, and string keys."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -137,10 +125,18 @@ def check_shape(raw: Any, findings: Findings, *, name: str | None = None) -> Non
             findings.add(f"config.process[{i}]", "must be a block of keys; write type: coat_flux_trainer", process)
 
 
-def plain_job(raw: Any, findings: Findings) -> dict[str, Any] | None:
-    """The job with `[name]` replaced and the keys around its process entries checked; None if it is not a job."""
-    check_shape(raw, findings)
-    return None if findings.errors else replace_name(raw, raw["config"]["name"])
+def plain_job(raw: Any, findings: Findings, *, name: str | None = None) -> Any:
+    """The job with `[name]` replaced and the keys around its process entries checked; None if it is not a job.
+
+    `name` overrides `config.name`.
+    """
+    check_shape(raw, findings, name=name)
+    if findings.errors:
+        return None
+    if name is not None:
+        raw["config"]["name"] = name
+    own = raw["config"]["name"]
+    return _map_strings(raw, lambda text: text.replace(NAME_TAG, own))
 
 
 def _check_plain(value: Any, findings: Findings, path: str) -> None:

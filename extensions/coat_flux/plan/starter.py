@@ -12,7 +12,7 @@ from statistics import median
 
 from ..config.findings import ConfigError
 from ..config.job import JobConfig
-from ..config.job_file import parse, shipped
+from ..config.job_file import parse, shipped_folder
 from ..config.rules import BUCKET_STEP
 from ..data.captions import PLACEHOLDERS, read_caption
 from ..data.files import DatasetError, find_images
@@ -78,13 +78,13 @@ def make_starter(photos: Photos | None, card: Card, name: str, trigger: str, fil
     Without photos a placeholder is left, which `check` refuses. Raises ConfigError for an invalid name or trigger
     word.
     """
-    tried = []
+    tried, configs = [], shipped_folder("configs")
     for origin, smallest in CANDIDATES.items():
         if card.gb < smallest:
             continue
-        if origin not in shipped():
+        if configs is None or not (configs / origin).is_file():
             raise ConfigError(f"{origin}: not part of this installation; install coat-flux from a wheel or a checkout")
-        text = _written(shipped()[origin].read_text(encoding="utf-8"), photos, card, name, trigger, file)
+        text = _written((configs / origin).read_text(encoding="utf-8"), photos, card, name, trigger, file)
         facts = JobFacts(JobConfig.from_dict(parse(text, file), file=file))
         peak = predict(facts, card.gb * 1e9).peak
         tried.append((peak, text, origin, facts))
