@@ -95,7 +95,7 @@ def mangled(word: str, how: int, where: int) -> str:
     )[how % 8]
 
 
-# -- which keys are read, without the code under test ------------------------------------------------------------------
+# --- which keys are read, without the code under test ---
 
 
 def coat_keys() -> Iterator[str]:
@@ -150,7 +150,7 @@ def test_the_known_keys_are_many_and_the_configs_have_no_error() -> None:
             assert all(is_read(path, trainer) for path in places(job) if isinstance(path[-1], str))
 
 
-# -- properties --------------------------------------------------------------------------------------------------------
+# --- properties ---
 
 
 @pytest.mark.parametrize("trainer", BOTH)

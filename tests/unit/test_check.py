@@ -40,7 +40,7 @@ def findings(changes: Changes, trainer: str = "standalone", **keywords: Any) -> 
     return [(item.severity, item.key.removeprefix("config.process[0]."), item.text) for item in items]
 
 
-# -- findings ----------------------------------------------------------------------------------------------------------
+# --- findings ---
 
 
 def test_a_finding_is_one_line_with_file_key_value_rule_and_remedy() -> None:
@@ -137,7 +137,7 @@ def test_a_validation_block_is_checked_in_both_and_measured_in_our_process_alone
     assert ["datasets[1]" in text for _, key, text in controls if key == "validation"] == [True]
 
 
-# -- ai-toolkit's table of keys, and an ai-toolkit that is there -------------------------------------------------------
+# --- ai-toolkit's table of keys, and an ai-toolkit that is there ---
 
 
 def checkout(root: Path, *, train: str = "steps", version: str = VERSION) -> Path:
@@ -245,7 +245,7 @@ def test_ai_toolkit_s_own_flux_examples_have_no_error() -> None:
         assert [line for line in errors if "control_path='/path/to/control/folder': no such folder" not in line] == []
 
 
-# -- the command -------------------------------------------------------------------------------------------------------
+# --- the command ---
 
 
 @pytest.fixture

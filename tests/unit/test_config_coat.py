@@ -54,7 +54,7 @@ def findings(block: object) -> list[str]:
     return str(caught.value).splitlines()
 
 
-# -- single options ----------------------------------------------------------------------------------------------------
+# --- single options ---
 
 
 def test_an_empty_block_has_every_default() -> None:
@@ -107,7 +107,7 @@ def test_the_moments_formats_are_those_of_the_optimizer() -> None:
     assert BY_KEY["optimizer.m2_format"].choices == tuple(M2_FORMATS)
 
 
-# -- combinations ------------------------------------------------------------------------------------------------------
+# --- combinations ---
 
 INT8 = {"format": "int8"}
 INTEGER_MOMENTS = {"m1_format": "int8_ratio", "m2_format": "uint8_log"}
@@ -181,7 +181,7 @@ def test_to_dict_holds_every_option_and_reads_back(block: dict[str, Any]) -> Non
     assert (stored.m1_format, stored.m2_format) == (config.optimizer.m1_format, config.optimizer.m2_format)
 
 
-# -- what the numerics get ---------------------------------------------------------------------------------------------
+# --- what the numerics get ---
 
 
 def test_the_optimizer_gets_the_block_s_values_and_optimizer_params_override_them() -> None:

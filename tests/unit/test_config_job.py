@@ -40,7 +40,7 @@ def parse(changes: dict[str, Any] | None = None) -> JobConfig:
     return JobConfig.from_dict(job_with(SMALL | (changes or {})), file="f.yaml")
 
 
-# -- the file ----------------------------------------------------------------------------------------------------------
+# --- the file ---
 
 
 def write(folder: Path, text: str, name: str = "job.yaml", encoding: str = "utf-8") -> Path:
@@ -118,7 +118,7 @@ def test_raw_is_the_job_as_read_and_load_takes_a_path_or_a_mapping(tmp_path: Pat
     assert (again.file, again.train, again.coat) == (str(path), job.train, job.coat)
 
 
-# -- the job -----------------------------------------------------------------------------------------------------------
+# --- the job ---
 
 
 def test_a_job_is_typed_and_has_ai_toolkit_s_defaults() -> None:

@@ -84,7 +84,7 @@ def verdict(lines: Sequence[Line]) -> tuple[bool, str]:
     return True, "training works here"
 
 
-# -- software ----------------------------------------------------------------------------------------------------------
+# --- software ---
 
 
 def python() -> Iterator[Line]:
@@ -143,7 +143,7 @@ def requirements() -> list[Requirement]:
     return [one for one in bounds if one.name != "torch" and (one.marker is None or one.marker.evaluate({"extra": ""}))]
 
 
-# -- GPUs --------------------------------------------------------------------------------------------------------------
+# --- GPUs ---
 
 
 def driver_names() -> list[str]:
@@ -285,7 +285,7 @@ def attention() -> Iterator[Line]:
         yield Line(GOOD, f"attention on GPU {device.index}", text)
 
 
-# -- memory, disk, the model -------------------------------------------------------------------------------------------
+# --- memory, disk, the model ---
 
 
 def memory() -> Iterator[Line]:
@@ -358,7 +358,7 @@ def _cache_folder() -> Path:
     return Path(constants.HF_HUB_CACHE)
 
 
-# -- ai-toolkit --------------------------------------------------------------------------------------------------------
+# --- ai-toolkit ---
 
 
 def ai_toolkit(folder: Path | None) -> Iterator[Line]:

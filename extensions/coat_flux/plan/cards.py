@@ -132,7 +132,7 @@ def _applied(job: JobConfig, edits: Sequence[Edit]) -> list[Change]:
     return list(changes.values())
 
 
-# --- edits ------------------------------------------------------------------------------------------------------------
+# --- edits ---
 
 
 def _with(config: Any, values: dict[str, Any]) -> Any:

@@ -34,7 +34,7 @@ from ..data.preflight import inspect_datasets
 from ..mini_flux import EMBEDDED_MODEL, MINI_FLUX
 from ..saves.commit import SaveSpace
 
-# -- the model --------------------------------------------------------------------------------------------------------
+# --- the model ---
 
 TEXT_TOKENS = 512
 MODEL_PARTS = ("transformer", "vae", "text_encoder", "text_encoder_2")
@@ -164,7 +164,7 @@ def _of_folder(folder: Path, where: str) -> tuple[Configs, int]:
 _model_parts = functools.lru_cache(maxsize=8)(ModelParts)
 
 
-# -- the job ----------------------------------------------------------------------------------------------------------
+# --- the job ---
 
 PIXELS_PER_TOKEN = 256  # the VAE takes 8 × 8 pixels to a latent, FLUX packs 2 × 2 of them
 FLUX1_MLP_RATIO = 4
@@ -371,7 +371,7 @@ def _blocks(model: ModelParts, targets: Sequence[Linear], rank: int, parameters:
     return tuple(blocks)
 
 
-# -- its saves --------------------------------------------------------------------------------------------------------
+# --- its saves ---
 
 BNB_BLOCK, BNB_SMALLEST = 256, 4096  # bitsandbytes: elements that share a scale; smaller tensors keep fp32 moments
 
