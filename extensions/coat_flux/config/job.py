@@ -46,14 +46,14 @@ class JobConfig:
         written: the same with `${VARIABLE}` unexpanded, for storage.
     """
 
-    name: str | None = key(None, "str", "name of the run", nullable=True)
-    type: str = choice(PROCESS_TYPES, "process type", required=True)
-    training_folder: str = key(None, "str", "where runs are saved", required=True)
+    name: str | None = key(None, "str", nullable=True)
+    type: str = choice(PROCESS_TYPES, required=True)
+    training_folder: str = key(None, "str", required=True)
     device: str | None = key(None, "str", "cuda, cuda:0, mps or cpu; null: the best there is", nullable=True)
     trigger_word: str | None = key(None, "str", "goes into every caption", nullable=True)
-    training_seed: int | None = key(None, "int", "seed of the run", nullable=True, minimum=0)
+    training_seed: int | None = key(None, "int", nullable=True, minimum=0)
     log_dir: str | None = key(None, "str", "folder for TensorBoard", nullable=True)
-    performance_log_every: int = key(0, "int", "steps from one timing line to the next; 0: never", minimum=0)
+    performance_log_every: int = key(0, "int", "0: never", minimum=0)
     network: NetworkSection = field(default_factory=NetworkSection)
     save: SaveSection = field(default_factory=SaveSection)
     datasets: tuple[DatasetSection, ...] = blocks(DatasetSection)

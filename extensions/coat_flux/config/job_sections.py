@@ -98,7 +98,7 @@ class SaveSection:
     """`save`: checkpoints."""
 
     dtype: str = choice(DTYPES)
-    save_every: int = key(1000, "int", "steps from one checkpoint to the next", minimum=1)
+    save_every: int = key(1000, "int", minimum=1)
     max_step_saves_to_keep: int = key(5, "int", minimum=1)
 
 
@@ -115,7 +115,7 @@ class DatasetSection:
     cache_latents_to_disk: bool = switch(False)
     cache_text_embeddings: bool = switch(False)
     resolution: tuple[int, ...] = key((512,), "sizes", minimum=32, maximum=8192)
-    num_repeats: int = key(1, "int", "times each image is seen in an epoch", minimum=1)
+    num_repeats: int = key(1, "int", minimum=1)
     flip_x: bool = switch(False)
     buckets: bool = switch(True, "keep aspect ratios; false: square crops")
 
@@ -126,7 +126,7 @@ class EMASection:
 
     use_ema: bool = switch(False)
     ema_decay: float = key(0.999, "float", minimum=0, maximum=1)
-    use_feedback: bool = switch(False, "feed the average back into the parameters")
+    use_feedback: bool = switch(False)
     param_multiplier: float = key(1.0, "float", above=0)
 
 
@@ -139,9 +139,7 @@ class TrainSection:
     gradient_accumulation: int = key(1, "int", minimum=1)
     gradient_accumulation_steps: int = key(1, "int", "old name, only 1; see gradient_accumulation")
     gradient_checkpointing: bool = switch(True)
-    fused_backward: bool = switch(
-        False, "without network: a weight is updated in backward as soon as its gradient is there, which is then freed"
-    )
+    fused_backward: bool = switch(False, "full fine-tuning: weights are updated in backward, gradients freed at once")
     noise_scheduler: str = choice(("flowmatch",))
     timestep_type: str = choice(TIMESTEP_TYPES)
     content_or_style: str = choice(("balanced", "content", "style"))
@@ -156,9 +154,7 @@ class TrainSection:
     lr: float = key(1e-6, "float", above=0, example=1e-4)
     lr_scheduler: str = choice(LR_PARAMS)
     lr_scheduler_params: Mapping[str, Any] | None = key(None, "mapping", nullable=True)
-    max_grad_norm: float = key(
-        1.0, "float", "gradients are clipped to this norm; with fused_backward each weight's by itself", above=0
-    )
+    max_grad_norm: float = key(1.0, "float", "with fused_backward each weight's gradient by itself", above=0)
     ema_config: EMASection = field(default_factory=EMASection)
     dtype: str = key("fp32", "choice", choices=tuple(DTYPES))
     skip_first_sample: bool = switch(False)
@@ -173,9 +169,7 @@ class ModelSection:
     name_or_path: str = key(None, "str", "a diffusers folder, a hub name, or a FLUX.1 .safetensors file", required=True)
     extras_name_or_path: str | None = key(None, "str", "where VAE and text encoders come from", nullable=True)
     is_flux: bool = switch(False)
-    arch: str | None = key(
-        None, "str", "flux, as is_flux: true; flux2, flux2_klein_4b or flux2_klein_9b", nullable=True
-    )
+    arch: str | None = key(None, "str", "`rules.STANDALONE_ARCHS`; flux: as is_flux", nullable=True)
     quantize: bool = switch(False)
     qtype: str = key("qfloat8", "str", COAT_QTYPE)
 
@@ -197,7 +191,7 @@ class SampleSection:
     """`sample`: images drawn during the run."""
 
     sampler: str = choice(("flowmatch",))
-    sample_every: int = key(100, "int", "steps from one set of samples to the next", minimum=1)
+    sample_every: int = key(100, "int", minimum=1)
     sample_start_step: int = key(0, "int", minimum=0)
     width: int = key(512, "int", minimum=16, maximum=8192, multiple_of=16)
     height: int = key(512, "int", minimum=16, maximum=8192, multiple_of=16)
@@ -227,23 +221,21 @@ class SampleSection:
 
 @dataclass(frozen=True)
 class ValidationSection:
-    """`validation`: photos held out of training, and how often the loss on them is measured; also in ai-toolkit."""
+    """`validation`: photos not trained on, and the steps between measurements of their loss; also in ai-toolkit."""
 
-    hold_out: int | tuple[str, ...] | None = key(
-        None, "count or names", "photos not trained on", minimum=1, required=True
-    )
-    every: int = key(100, "int", "steps from one measurement to the next", minimum=1)
+    hold_out: int | tuple[str, ...] | None = key(None, "count or names", minimum=1, required=True)
+    every: int = key(100, "int", minimum=1)
 
 
 @dataclass(frozen=True)
 class LoggingSection:
     """`logging`."""
 
-    log_every: int = key(100, "int", "steps from one log entry to the next", minimum=1)
-    verbose: bool = switch(False, "what goes to coat/log.txt is shown on the console, too")
-    use_wandb: bool = switch(False, "log to Weights & Biases as well")
+    log_every: int = key(100, "int", minimum=1)
+    verbose: bool = switch(False, "coat/log.txt on the console, too")
+    use_wandb: bool = switch(False)
     project_name: str = key("ai-toolkit", "str")
-    run_name: str | None = key(None, "str", "name of the run there; null: W&B makes one up", nullable=True)
+    run_name: str | None = key(None, "str", "in W&B; null: made up there", nullable=True)
 
 
 PROCESS_TYPES = (COAT_TYPE, "sd_trainer", "diffusion_trainer", "ui_trainer")
