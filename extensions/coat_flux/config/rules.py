@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from ..base.names import COAT_OPTIMIZER, COAT_QTYPE, COAT_TYPE
-from .ai_toolkit_keys import ROWS
 from .coat import ADAMW_OPTIONS, COAT_PARAMS, COATConfig
 from .findings import ABSENT, Findings
 from .job_sections import DTYPES, LR_PARAMS, OPTIMIZER_PARAMS, PRODIGY_LOW_LR
@@ -24,7 +23,6 @@ STANDALONE, AI_TOOLKIT = "standalone", "ai-toolkit"
 STANDALONE_ARCHS = ("flux", "flux2", "flux2_klein_4b", "flux2_klein_9b")  # that our own trainer trains
 FLAGS = ("pixart_sigma", "auraflow", "lumina2", "vega", "ssd", "pixart")
 _LEGACY = {"is_flux": "flux", "is_xl": "sdxl", "is_v2": "sd2", "is_v3": "sd3", **{f"is_{name}": name for name in FLAGS}}
-MODEL_FLAGS = tuple(row["key"] for row in ROWS if row["block"] == "ModelConfig" and row["key"].startswith("is_"))
 UNQUANTIZED = ("sd1", "sd2", "sdxl", "ssd", "vega", "pixart", "pixart_sigma", "auraflow")
 
 HIGH_LR, LOW_LR = 1e-2, 2e-6  # for LoRAs of FLUX
@@ -127,7 +125,6 @@ class Entry(Block):
         coat: COATConfig | None,
     ):
         super().__init__(raw, path, findings)
-        arch = self.get("model.arch", "").split(":")[0]
         self.name = self.get("name", name)
         self.name_path = "config.name" if self.get("name") is None else f"{path}.name"
         self.coat, self.enabled = coat, coat is not None and coat.enabled
@@ -135,7 +132,7 @@ class Entry(Block):
         self.full = is_full(raw)
         self.optimizer = self.get("train.optimizer", "adamw").lower()
         self.qtype = self.get("model.qtype", "qfloat8") if self.get("model.quantize") else None
-        self.is_flux = self.alone or arch in ("flux", "flex1") or (not arch and bool(self.get("model.is_flux")))
+        self.is_flux = self.alone or arch_of(self.get("model", {})) == "flux"
 
     def given(self, key: str) -> bool:
         """Whether the key is present."""
@@ -351,11 +348,11 @@ def _check_model(entry: Entry) -> None:
             remedy = f"write {COAT_QTYPE}, or quantize: false"
             entry.error("model.qtype", f"not supported by the stand-alone trainer; {remedy}")
         return
+    family = arch_of(get("model", {}))
     if get("model.name_or_path") is None:
         entry.error("model.name_or_path", "is missing; write a folder in diffusers layout or a hub name")
-    elif not arch and not any(get(f"model.{flag}") for flag in MODEL_FLAGS):
+    elif family == "sd1" and not arch:
         entry.warn("model.is_flux", "without it ai-toolkit loads Stable Diffusion 1; write true")
-    family = arch_of(get("model", {}))
     if qtype == COAT_QTYPE and family in UNQUANTIZED:
         entry.error("model.qtype", f"ai-toolkit does not quantize {family}; write quantize: false")
     if get("model.compile") and not get("model.block_compile"):
