@@ -94,30 +94,3 @@ def test_the_package_is_installed_once_per_setup_py(monkeypatch, environment, tm
     assert environment._install_package("test")  # what failed is tried again
     assert not environment._install_package("test")
     assert len(pip.calls) == 3
-
-
-@pytest.mark.parametrize(
-    ("base", "no_venv", "installs", "reruns"),
-    [
-        ("here", "", False, [Path("of the venv")]),
-        ("here", "1", False, []),
-        ("elsewhere", "", False, []),
-        ("elsewhere", "", True, [Path("python")]),
-    ],
-)
-def test_when_the_script_starts_over(monkeypatch, environment, base: str, no_venv: str, installs: bool, reruns) -> None:
-    """Outside an environment, and after an installation: in the test `_rerun_in` returns."""
-    started = []
-    monkeypatch.setattr(sys, "prefix", "here")
-    monkeypatch.setattr(sys, "base_prefix", base)
-    monkeypatch.setattr(sys, "executable", "python")
-    monkeypatch.setenv(environment.NO_VENV_VARIABLE, no_venv)
-    monkeypatch.setattr(environment, "_create_venv", lambda: Path("of the venv"))
-    monkeypatch.setattr(environment, "_install_torch", lambda index_url: None)
-    monkeypatch.setattr(environment, "_install_package", lambda extra: installs)
-    monkeypatch.setattr(environment, "_rerun_in", started.append)
-    environment.prepare(None)
-    assert started == reruns
-    monkeypatch.setattr(environment, "PYTHON_MINIMUM", (99, 0))
-    with pytest.raises(SystemExit, match=r"must be 3.10 or newer"):
-        environment.prepare(None)
