@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +15,8 @@ from coat_flux.config.findings import ConfigError
 from coat_flux.config.job import JobConfig
 from coat_flux.data.files import find_images
 from coat_flux.data.hold_out import FixedNoise
-from coat_flux.plan.report import Plan
+from coat_flux.plan.job import JobFacts
+from coat_flux.plan.predict import predict
 from coat_flux.study.compare import Verdict, write_page
 from coat_flux.study.judgement import LOSSLESS, NOT_LOSSLESS, UNDECIDED, Judgement, judge
 from coat_flux.study.study import (
@@ -108,13 +108,11 @@ def test_a_config_without_coat_has_nothing_to_compare(tmp_path: Path) -> None:
         open_study(job_of(tmp_path, None))
 
 
-def test_a_bf16_run_that_cannot_fit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bf16_run_that_cannot_fit_is_refused(tmp_path: Path) -> None:
     raw = job_of(tmp_path, None, train={"gradient_checkpointing": True}, dataset={"resolution": 512}).raw
     raw["config"]["process"][0]["model"]["name_or_path"] = "black-forest-labs/FLUX.1-dev"
     job = JobConfig.from_dict(raw, file="job.yaml")
-    plan, fits = Plan(job, 24), SimpleNamespace(verdicts=[SimpleNamespace(fits=True)])
-    monkeypatch.setattr("coat_flux.study.study.Plan", lambda *asked: {24: plan, 50: fits}[asked[1]])
-    needed = plan.verdicts[0].prediction.peak / USABLE_FRACTION / 1e9
+    needed = predict(JobFacts(job), 24e9).peak / USABLE_FRACTION / 1e9
     assert 24 < needed < 40
     with pytest.raises(VerifyError, match=rf"GPU of about {needed:.0f} GB; this one has 24 GB\n.*a larger card"):
         require_room(job, 24)

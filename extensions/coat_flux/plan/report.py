@@ -19,17 +19,14 @@ from .speed import BF16_FRACTION, CARDS, FP8_FRACTION, Card
 class Plan:
     """A job's prediction (without a limit if no card was asked for), and a verdict for one card or each usual one.
 
-    `gpu` is a card, or its GB. Raises ConfigError.
+    Raises ConfigError.
     """
 
-    def __init__(self, job: JobConfig, gpu: Card | float | None = None):
+    def __init__(self, job: JobConfig, card: Card | None = None):
         self.facts = facts = JobFacts(job)
-        if isinstance(gpu, (int, float)):
-            gpu = next((card for card in CARDS if card.gb == gpu), Card(gpu))
-        limit = None if gpu is None or facts.on_cpu else gpu.gb * GB
-        self.prediction = predict(facts, limit)
+        self.prediction = predict(facts, None if card is None or facts.on_cpu else card.gb * GB)
         on_gpu = JobFacts(replace(job, device="cuda"), facts) if facts.on_cpu else facts
-        self.verdicts = [CardFit(on_gpu, card) for card in (CARDS if gpu is None else (gpu,))]
+        self.verdicts = [CardFit(on_gpu, each) for each in (CARDS if card is None else (card,))]
 
 
 def as_text(plan: Plan) -> str:

@@ -39,7 +39,8 @@ from ..data.loader import LatentDataset
 from ..data.preflight import inspect_datasets
 from ..mini_flux import provide_embedded
 from ..pages.run import MEMORY_FILE, RunFolder
-from ..plan.report import Plan
+from ..plan.job import JobFacts
+from ..plan.predict import predict
 from ..saves.state import restore_tensors
 from ..trainers.standalone.loading import TORCH_DTYPES, load_encoders, load_transformer
 from ..trainers.standalone.network import add_lora, lora_parameters, lora_targets
@@ -252,9 +253,8 @@ def open_study(
 
 def require_room(bf16: JobConfig, gpu_gb: float) -> None:
     """VerifyError with remedies if the plan finds the bf16 run too large for the GPU."""
-    verdict = Plan(bf16, gpu_gb).verdicts[0]
-    if not verdict.fits:
-        needed = verdict.prediction.peak / USABLE_FRACTION / 1e9
+    needed = predict(JobFacts(bf16), gpu_gb * 1e9).peak / USABLE_FRACTION / 1e9
+    if needed > gpu_gb:
         raise VerifyError(
             f"{bf16.file}: verify's bf16 run needs a GPU of about {needed:.0f} GB; this one has {gpu_gb:.0f} GB\n"
             "write train.gradient_checkpointing: true and train.cache_text_embeddings: true, or use a larger card"
