@@ -69,8 +69,9 @@ class Toolkit:
 
 def version_of(root: Path) -> str:
     """The version of a checkout of ai-toolkit, as its version.py says; nothing is imported."""
-    file = root / "version.py"
-    match = re.search(r"VERSION\s*=\s*[\"']([^\"']+)", file.read_text(encoding="utf-8") if file.is_file() else "")
+    file, match = root / "version.py", None
+    if file.is_file():
+        match = re.search(r"VERSION\s*=\s*[\"']([^\"']+)", file.read_text(encoding="utf-8"))
     return match[1] if match else "of unknown version"
 
 

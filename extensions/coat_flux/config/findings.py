@@ -42,8 +42,11 @@ class ConfigError(UserError, ValueError):
     """A config that cannot be run; the message has a line per finding."""
 
     def __init__(self, problem: str | Iterable[Finding]):
-        self.findings = () if isinstance(problem, str) else tuple(problem)
-        super().__init__(problem if isinstance(problem, str) else "\n".join(item.line() for item in self.findings))
+        self.findings: tuple[Finding, ...] = ()
+        if not isinstance(problem, str):
+            self.findings = tuple(problem)
+            problem = "\n".join(item.line() for item in self.findings)
+        super().__init__(problem)
 
 
 class Findings:

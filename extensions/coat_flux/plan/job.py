@@ -136,29 +136,34 @@ def find_model(name_or_path: str, where: str) -> ModelParts:
         configs = HUB_MODELS[name_or_path]
     else:
         raise ConfigError(
-            f"{where}={name_or_path!r}: plan downloads nothing; this is not a folder here, nor a model it knows "
-            f"({', '.join(HUB_MODELS)}); give the folder of a downloaded model, or plan with one of these names"
+            f"{where}={name_or_path!r}: plan downloads nothing, and this is not a folder here; give the folder of a "
+            f"downloaded model, or plan with one of {', '.join(HUB_MODELS)}"
         )
     return _model_parts(json.dumps(configs, sort_keys=True, default=list), text_tokens)
 
 
 def _of_folder(folder: Path, where: str) -> tuple[Configs, int]:
     index = folder / "model_index.json"
-    pipeline = json.loads(index.read_text(encoding="utf-8")).get("_class_name") if index.is_file() else None
-    family = FLUX2 if pipeline in FLUX2.pipelines else FLUX
+    family, limit = FLUX, TEXT_TOKENS
+    if index.is_file() and _read_json(index).get("_class_name") in FLUX2.pipelines:
+        family = FLUX2
     configs = {}
     for part in MODEL_PARTS:
         if part not in family.folders:
             continue
         file = folder / part / "config.json"
         if not file.is_file():
-            raise ConfigError(
-                f"{where}={folder}: has no {part}/config.json; give a complete diffusers folder, as training needs it"
-            )
-        configs[part] = json.loads(file.read_text(encoding="utf-8"))
+            raise ConfigError(f"{where}={folder}: has no {part}/config.json; give a complete diffusers folder")
+        configs[part] = _read_json(file)
     tokenizer = folder / ("tokenizer" if family is FLUX2 else "tokenizer_2") / "tokenizer_config.json"
-    limit = json.loads(tokenizer.read_text(encoding="utf-8")).get("model_max_length") if tokenizer.is_file() else None
-    return configs, min(TEXT_TOKENS, int(limit or TEXT_TOKENS))
+    if tokenizer.is_file():
+        limit = _read_json(tokenizer).get("model_max_length") or TEXT_TOKENS
+    return configs, min(TEXT_TOKENS, int(limit))
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return content
 
 
 _model_parts = functools.lru_cache(maxsize=8)(ModelParts)

@@ -94,16 +94,17 @@ def _cards(verdicts: Sequence[CardFit]) -> str:
     rows = [["card", "fits", "peak GB", "recomputed", "s/step >=", "run >=", "cheapest change that makes it fit"]]
     for verdict in verdicts:
         shown = verdict.changed or verdict.prediction
-        changes = "; ".join(f"{change.text} (costs {change.cost})" for change in verdict.changes)
+        fits, changes = "with", "; ".join(f"{change.text} (costs {change.cost})" for change in verdict.changes)
+        if verdict.fits:
+            fits = "yes"
+        elif not changes:
+            fits, changes = "no", "none"
         step, run = "-", "-"
         if verdict.step_seconds is not None and verdict.run_seconds is not None:
             step, minutes = f"{verdict.step_seconds:.3f}", verdict.run_seconds / 60
             run = f"{minutes:.0f} min" if minutes < 90 else f"{minutes / 60:.1f} h"
-        row = [f"{verdict.card.gb:g} GB", "with" if changes else "no", f"{shown.peak / GB:.1f}"]
-        row += [f"{len(shown.recomputed)}/{len(shown.plan.blocks)}", step, run, changes or "none"]
-        if verdict.fits:
-            row[1], row[-1] = "yes", ""
-        rows.append(row)
+        recomputed = f"{len(shown.recomputed)}/{len(shown.plan.blocks)}"
+        rows.append([f"{verdict.card.gb:g} GB", fits, f"{shown.peak / GB:.1f}", recomputed, step, run, changes])
     lines = [
         _table(rows),
         f"fits: the peak is at most {USABLE_FRACTION:.0%} of the card; numbers are those with the change",

@@ -133,12 +133,13 @@ def run_seconds(facts: JobFacts, prediction: Prediction, card: Card) -> float:
 
 def _rates(facts: JobFacts, card: Card) -> tuple[float, float, float]:
     """Operations per second of linears forward, linears backward and all else."""
-    settings = facts.settings[-1]
     bf16 = card.bf16_tflops * 1e12 * BF16_FRACTION
     fp8 = card.fp8_tflops * 1e12 * FP8_FRACTION
-    if not settings.fp8_gemms or not fp8 or settings.inputs.name == "per_group":
+    if not facts.settings[-1].fp8_gemms or not fp8:
         return bf16, bf16, bf16
-    return fp8, bf16 if facts.job.coat.activation.grad_format == "bf16" else fp8, bf16
+    if facts.job.coat.activation.grad_format == "bf16":
+        return fp8, bf16, bf16
+    return fp8, fp8, bf16
 
 
 def _forward(facts: JobFacts, block: Block, tokens: Tokens, card: Card) -> float:
