@@ -69,11 +69,15 @@ class Lines(logging.Handler):
         except OSError as error:
             self._give_up(error)
 
-    def _give_up(self, error: OSError) -> None:
-        file, self._file, self._given_up, self._waiting = self._file, None, True, []
+    def _shut(self) -> None:
+        file, self._file = self._file, None
         if file is not None:
             with suppress(OSError):
                 file.close()
+
+    def _give_up(self, error: OSError) -> None:
+        self._shut()
+        self._given_up, self._waiting = True, []
         self._write(f"{LOG_FILE.as_posix()}: cannot be written ({error}); the run goes on without it")
 
     def open(self, run: Path) -> None:
@@ -109,10 +113,7 @@ class Lines(logging.Handler):
             logging.getLogger(name).removeHandler(self)
             logging.getLogger(name).setLevel(level)
         self._levels = {}
-        file, self._file = self._file, None
-        if file is not None:
-            with suppress(OSError):
-                file.close()
+        self._shut()
         super().close()
 
 

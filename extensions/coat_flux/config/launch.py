@@ -34,9 +34,11 @@ def launch_obstacle(environment: Mapping[str, str]) -> str | None:
     if environment.get("ACCELERATE_USE_DEEPSPEED", "").lower() in ON:
         rule = "its engine, not FP8 AdamW, updates parameters"
         return f"accelerate launch with DeepSpeed: {rule}; {DDP}, or fsdp2.yaml where a model does not fit a GPU"
-    if shares_weights(environment) and environment.get("FSDP_VERSION", "1") != "2":
+    if not shares_weights(environment):
+        return None
+    if environment.get("FSDP_VERSION", "1") != "2":
         return "accelerate launch with FSDP: only FSDP2 is supported; use --config_file configs/accelerate/fsdp2.yaml"
-    for name, (value, why) in FSDP_SETTINGS.items() if shares_weights(environment) else ():
+    for name, (value, why) in FSDP_SETTINGS.items():
         if environment.get(f"FSDP_{name.upper()}", "").lower() == value:
             return f"accelerate launch with FSDP2, fsdp_{name}: {value}: {why}"
     return None
@@ -55,10 +57,7 @@ def joint_job(job: JobConfig, *, shares: bool) -> JobConfig:
     """
     coat, optimizer = job.coat, job.train.optimizer
     if job.train.fused_backward:
-        raise LaunchError(
-            "train.fused_backward: true: updates in backward are for one process; write false (with fsdp2.yaml each "
-            "process keeps only its share of the gradients)"
-        )
+        raise LaunchError("train.fused_backward: true: is for one process; write false (fsdp2.yaml shares gradients)")
     if not shares:
         return job
     if coat.enabled and coat.memory.transposed_weights == "always":
