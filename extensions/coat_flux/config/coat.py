@@ -16,7 +16,7 @@ RESUME_PARTS = ("data", "seed", "world_size")  # parts of the identity that `all
 WEIGHT_FORMATS = (*FORMATS, "nvfp4", INT8)
 ADAMW_OPTIONS: tuple[Option, ...] = (
     Option("betas", (0.9, 0.999), "betas", "decay of the two moments", minimum=0, below=1),
-    Option("eps", 1e-6, "float", "added to sqrt(exp_avg_sq); the default is ai-toolkit's for every AdamW", above=0),
+    Option("eps", 1e-6, "float", "added to sqrt(exp_avg_sq); the default is ai-toolkit's", above=0),
     Option("weight_decay", 1e-2, "float", "decoupled weight decay", minimum=0),
 )
 
@@ -39,13 +39,12 @@ class OptimizerOptions:
     stochastic_rounding: bool = switch(False, "bf16/fp16 parameters are updated with stochastic rounding")
     moment_rounding: str = choice(
         ("stochastic", "nearest"),
-        "stochastic: exp_avg_sq in 8 bits goes to one of its two neighbouring codes at random, so it stays right on "
-        "average; nearest lets it drift upwards, by more than 20 % in 2,000 steps",
+        "stochastic: exp_avg_sq in 8 bits is rounded up or down at random and stays right on average; nearest drifts "
+        "upwards, by more than 20 % in 2,000 steps",
     )
     offload: str = choice(
         ("none", "cpu"),
-        "full fine-tuning: cpu keeps the moments in pinned host memory (FLUX.1: 26 GB) and copies them to the GPU and "
-        "back at each update; same results",
+        "full fine-tuning: cpu keeps the moments in host memory (FLUX.1: 26 GB), copied at each update; same results",
     )
 
     @property
@@ -81,8 +80,7 @@ class ActivationOptions:
     )
     wgrad_format: str = choice(
         ("bf16", *FORMATS),
-        "full fine-tuning: format of the output's gradient in the product that makes a weight's gradient, by the FP8 "
-        "input; bf16: by the input's dequantized values",
+        "full fine-tuning: format of the output's gradient in wgrad, with the FP8 input; bf16: with it dequantized",
     )
     linear_granularity: str = choice(("per_row", "per_tensor"), "scaling of GEMM inputs")
     nonlinear_granularity: str = choice(
@@ -100,13 +98,12 @@ class ActivationOptions:
     exclude: tuple[str, ...] = key(
         (),
         "strings",
-        "fnmatch patterns over full module names: linears that multiply in bf16 (weights still follow weight.use_fp8)",
+        "likewise, the linears that multiply in bf16 (weights still follow weight.use_fp8)",
     )
     min_sqnr_db: float | None = key(
         None,
         "float",
-        "linears whose FP8 input has a lower SQNR than this (dB, measured in step 2) multiply in bf16 from then on; "
-        "null: none do",
+        "linears whose FP8 input has a lower SQNR (dB, measured in step 2) multiply in bf16 from then on",
         above=0,
         nullable=True,
     )
@@ -130,8 +127,8 @@ class MemoryOptions:
     )
     transposed_weights: str = choice(
         ("auto", "always", "never"),
-        "a second FP8 copy of the weights for backward (8.6 GB for FLUX.1); in full fine-tuning the codes of trained "
-        "weights, kept from one update to the next; auto: if nothing is recomputed and it fits",
+        "a second FP8 copy of the weights for backward (8.6 GB for FLUX.1; in full fine-tuning the codes of trained "
+        "weights between updates); auto: if nothing is recomputed and it fits",
     )
     stream_blocks: int | str = key(
         0,
@@ -158,8 +155,8 @@ class SpeedOptions:
     )
     attention: str = choice(
         ("auto", "cudnn", "flash", "efficient"),
-        "the attention kernel of FLUX blocks on a GPU; auto: the fastest by speed.measure (FlashAttention 3 and 4 too, "
-        "where they are installed), else torch's choice",
+        "attention kernel of FLUX blocks on a GPU; auto: fastest by speed.measure (also FlashAttention 3 and 4), "
+        "else torch's choice",
     )
 
 
@@ -201,10 +198,10 @@ class COATConfig:
     include: tuple[str, ...] = key(
         ("*",),
         "strings",
-        "full fine-tuning (no network:): fnmatch patterns over full names of modules and parameters: what is trained",
+        "full fine-tuning (no network:): fnmatch patterns over names of modules and parameters that are trained",
     )
     exclude: tuple[str, ...] = key(
-        (), "strings", "full fine-tuning: fnmatch patterns of what is not; its linears are stored as weight.* says"
+        (), "strings", "full fine-tuning: likewise, of what is frozen; its linears are stored as weight.* says"
     )
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
     weight: WeightOptions = field(default_factory=WeightOptions)
