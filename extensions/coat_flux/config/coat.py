@@ -237,17 +237,13 @@ class COATConfig:
         return tree
 
     def optimizer_config(
-        self,
-        optimizer_params: Mapping[str, Any] | None = None,
-        *,
-        file: str = "",
-        key_path: str = "train.optimizer_params",
+        self, optimizer_params: Mapping[str, Any] | None = None
     ) -> tuple[FP8QuantizationConfig, dict[str, Any]]:
-        """Return FP8AdamW's config and keyword arguments; `optimizer_params` override the block. Raises ConfigError."""
+        """FP8AdamW's config and keyword arguments; `optimizer_params` override the block. Raises ConfigError."""
         from coat_core.config import FP8QuantizationConfig
 
-        findings = Findings(file)
-        given = parse_keys(COAT_PARAMS, optimizer_params, key_path, findings)
+        findings = Findings("")
+        given = parse_keys(COAT_PARAMS, optimizer_params, "train.optimizer_params", findings)
         findings.raise_if_any()
         values = to_plain(self.optimizer) | given
         adamw = {option.key: values.pop(option.key, option.default) for option in ADAMW_OPTIONS}

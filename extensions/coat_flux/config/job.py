@@ -40,7 +40,6 @@ class JobConfig:
 
     Attributes:
         full: without `network`, the transformer itself is trained.
-        meta: the user's own metadata.
         notes: lines to show the user.
         raw: the parsed job.
         written: the same with `${VARIABLE}` unexpanded, for storage.
@@ -65,7 +64,6 @@ class JobConfig:
     coat: COATConfig = field(default_factory=COATConfig)
     full: bool = False
     file: str = ""
-    meta: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     raw: dict[str, Any] = field(default_factory=dict)
     written: dict[str, Any] = field(default_factory=dict)
@@ -80,6 +78,11 @@ class JobConfig:
         """`training_seed`, or a fixed default: every run is reproducible."""
         return DEFAULT_SEED if self.training_seed is None else self.training_seed
 
+    @property
+    def meta(self) -> dict[str, Any]:
+        """The user's own metadata."""
+        return dict(self.written.get("meta") or {})
+
     @classmethod
     def load(cls, config: str | os.PathLike[str] | Mapping[str, Any], *, name: str | None = None) -> JobConfig:
         """Read and check a YAML or JSON file, or check a parsed job; `name` overrides a file's `config.name`.
@@ -89,9 +92,7 @@ class JobConfig:
         if isinstance(config, Mapping):
             return cls.from_dict(config)
         job = cls.from_dict(load_job_yaml(config, name=name), file=os.fspath(config))
-        written = load_written(config, name=job.raw["config"]["name"])
-        meta = written.get("meta")
-        return replace(job, written=written, meta=dict(meta) if isinstance(meta, Mapping) else {})
+        return replace(job, written=load_written(config, name=job.raw["config"]["name"]))
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], *, file: str = "") -> JobConfig:
@@ -113,8 +114,7 @@ class JobConfig:
             text = f"has {len(processes)} entries, the stand-alone trainer runs one; make a file for each"
             findings.add("config.process", text)
         process, name = processes[0], plain["config"]["name"]
-        meta = plain["meta"] if isinstance(plain.get("meta"), Mapping) else {}
-        own = {"file": file, "meta": dict(meta), "raw": plain, "written": plain, "full": is_full(process)}
+        own = {"file": file, "raw": plain, "written": plain, "full": is_full(process)}
         job = build(cls, process, path, findings, rows=AI_TOOLKIT_ROWS, **own)
         coat = _coat_in_force(job, f"{path}.coat", findings)
         job = replace(_completed(job, name, path, findings), coat=coat)
