@@ -8,10 +8,10 @@ GB, MB = 1e9, 1e6  # as everywhere here: memory.budget_gb, metrics.csv, RESULTS.
 UNITS = ((GB, "GB"), (MB, "MB"), (1e3, "kB"))
 
 
-def size_text(size: float, digits: int = 1, smallest: str = "kB") -> str:
+def size_text(size: float) -> str:
     """Bytes in the largest unit that gives at least 1, such as `12.5 GB`."""
-    unit, name = next((unit, name) for unit, name in UNITS if size >= unit or name == smallest)
-    return f"{size / unit:.{digits}f} {name}"
+    unit, name = next((known for known in UNITS if size >= known[0]), UNITS[-1])
+    return f"{size / unit:.1f} {name}"
 
 
 def columns(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:
