@@ -6,10 +6,10 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -43,13 +43,6 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return seen
 
 
-def raises(error: BaseException) -> Callable[[], None]:
-    def run() -> None:
-        raise error
-
-    return run
-
-
 @pytest.mark.parametrize("command", ["check", "train"])
 def test_every_finding_goes_to_stderr_with_exit_code_2_and_no_traceback(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], trainer: SimpleNamespace
@@ -73,16 +66,15 @@ def test_train_hands_the_checked_job_to_the_engine(job_file: Path, trainer: Simp
 def test_errors_of_the_user_need_no_traceback_and_other_ones_keep_theirs(
     job_file: Path, trainer: SimpleNamespace, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trainer.run = raises(UserError("photos: no images; put some there"))
-    assert main(["train", str(job_file)]) == 2
-    assert capsys.readouterr().err == "error: photos: no images; put some there\n"
-    trainer.run = raises(MemoryError())
-    assert main(["train", str(job_file)]) == 2
-    assert capsys.readouterr().err.startswith("error: out of CPU memory")
-    trainer.run = raises(KeyboardInterrupt())
-    assert main(["train", str(job_file)]) == 130
-    assert capsys.readouterr().err == "interrupted\n"
-    trainer.run = raises(RuntimeError("a bug"))
+    for error, code, text in (
+        (UserError("photos: no images; put some there"), 2, "error: photos: no images; put some there\n"),
+        (MemoryError(), 2, "error: out of CPU memory"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+    ):
+        trainer.run = Mock(side_effect=error)
+        assert main(["train", str(job_file)]) == code
+        assert capsys.readouterr().err.startswith(text)
+    trainer.run = Mock(side_effect=RuntimeError("a bug"))
     with pytest.raises(RuntimeError, match="a bug"):
         main(["train", str(job_file)])
 

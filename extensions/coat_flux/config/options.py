@@ -265,22 +265,22 @@ def build(
         removed = REMOVED.get(option_key) or REMOVED.get(f"{option_key}={value}")
         if removed is not None:
             findings.add(where, removed, value)
-        elif item is None and row is not None and row["stand-alone"] == "no effect":
-            if isinstance(value, Mapping):
-                findings.add(where, "must not be a block, nothing reads what is in it; remove it", value)
-            elif value:
-                findings.warn(where, row["reason"])
-        elif item is None and row is not None:
-            default = json.loads(row["default"] or "null")
-            same_kind = isinstance(value, bool) == isinstance(default, bool)
-            if (value or default) and not (same_kind and value == default):
-                findings.add(where, f"{ONLY_AI_TOOLKIT}; remove it or run inside ai-toolkit", value)
-        elif item is None:
+        elif item is None and row is None:
             nested = []
             for block, block_field in known.items():
                 if inner := block_of(block_field):
                     nested += [f"{block}.{leaf}" for leaf in config_fields(inner)]
             findings.add(where, f"unknown key; {suggest_key(name, {*known, *toolkit}, nested)}")
+        elif item is None and row["stand-alone"] == "no effect":
+            if isinstance(value, Mapping):
+                findings.add(where, "must not be a block, nothing reads what is in it; remove it", value)
+            elif value:
+                findings.warn(where, row["reason"])
+        elif item is None:
+            default = json.loads(row["default"] or "null")
+            same_kind = isinstance(value, bool) == isinstance(default, bool)
+            if (value or default) and not (same_kind and value == default):
+                findings.add(where, f"{ONLY_AI_TOOLKIT}; remove it or run inside ai-toolkit", value)
         elif nested_cls := block_of(item):
             values[name] = build(nested_cls, value, where, findings, rows=rows)
         elif "option" in item.metadata:
