@@ -50,7 +50,7 @@ def test_writes_what_check_accepts(
     if not fits:  # without the long search for changes that fit
         candidates = {f"flux_clothing_coat_{gb}gb.yaml": 0 for gb in (16, 8)}
         monkeypatch.setattr("coat_flux.plan.starter.CANDIDATES", candidates)
-        monkeypatch.setattr("coat_flux.plan.cards._edits_that_fit", lambda *_: [])
+        monkeypatch.setattr("coat_flux.plan.cards.cheapest_changes", lambda *_: [])
     out = tmp_path / "first one.yaml"
     assert main(["new", str(folder), "--gpu", str(gb), "--out", str(out)]) == 0
     text = capsys.readouterr().out

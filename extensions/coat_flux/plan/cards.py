@@ -49,10 +49,9 @@ class CardFit:
         self.run_seconds: float | None = None
         prediction = self.prediction
         if not self.fits:
-            edits = _edits_that_fit(facts, card)
-            if not edits:
+            self.changes = cheapest_changes(facts, card)
+            if not self.changes:
                 return
-            self.changes = _applied(facts.job, edits)
             facts = JobFacts(self.changes[-1].job, facts)
             prediction = self.changed = predict(facts, memory)
         if card.bf16_tflops:
@@ -91,8 +90,8 @@ def remedies(
     return freed
 
 
-def _edits_that_fit(facts: JobFacts, card: Card) -> list[Edit]:
-    """The first edit that suffices alone; else as few as suffice, in order."""
+def cheapest_changes(facts: JobFacts, card: Card) -> list[Change]:
+    """The first that suffices alone; else as few as suffice, in order; empty if none do."""
 
     def peak(edits: Sequence[Edit]) -> float:
         changes = _applied(facts.job, edits)
@@ -101,7 +100,7 @@ def _edits_that_fit(facts: JobFacts, card: Card) -> list[Edit]:
 
     for edit in EDITS:
         if edit(facts.job) is not None and peak([edit]) <= card.room:
-            return [edit]
+            return _applied(facts.job, [edit])
     taken: list[Edit] = []
     lowest = peak(taken)
     for edit in EDITS:
@@ -117,7 +116,7 @@ def _edits_that_fit(facts: JobFacts, card: Card) -> list[Edit]:
         without = [other for other in taken if other is not edit]
         if len(without) < len(taken) and peak(without) <= card.room:
             taken = without
-    return taken
+    return _applied(facts.job, taken)
 
 
 def _applied(job: JobConfig, edits: Sequence[Edit]) -> list[Change]:
