@@ -105,11 +105,13 @@ def cheapest_changes(facts: JobFacts, card: Card) -> list[Change]:
     lowest = peak(taken)
     for edit in EDITS:
         for _ in range(REPEATS):
-            if lowest > card.room:
-                with_it = peak([*taken, edit])
-                if with_it < lowest:
-                    taken.append(edit)
-                    lowest = with_it
+            if lowest <= card.room:
+                break
+            with_it = peak([*taken, edit])
+            if with_it >= lowest:
+                break
+            taken.append(edit)
+            lowest = with_it
     if lowest > card.room:
         return []
     for edit in reversed(EDITS):
