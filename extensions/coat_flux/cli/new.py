@@ -35,7 +35,10 @@ def run(args: argparse.Namespace) -> None:
 
     Resolutions follow the photos' sizes and steps their number. Nothing is downloaded.
     """
-    name = args.name or (args.dir and re.sub(r"[^\w-]+", "_", args.dir.resolve().name).strip("_")) or "my_lora"
+    name = args.name
+    if not name and args.dir:
+        name = re.sub(r"[^\w-]+", "_", args.dir.resolve().name).strip("_")
+    name = name or "my_lora"
     out = args.out or Path(f"{name}.yaml")
     if out.exists() or out.is_symlink():
         raise UsageError(f"{out}: is there already and is left as it is; write --out with another file, or --name")

@@ -139,8 +139,12 @@ def requirements() -> list[Requirement]:
         lines = importlib.metadata.requires("coat-flux") or []
     except importlib.metadata.PackageNotFoundError:
         return [Requirement(name) for name in REQUIRED]
-    bounds = map(Requirement, lines)
-    return [one for one in bounds if one.name != "torch" and (one.marker is None or one.marker.evaluate({"extra": ""}))]
+    bounds = []
+    for requirement in map(Requirement, lines):
+        marker = requirement.marker
+        if requirement.name != "torch" and (marker is None or marker.evaluate({"extra": ""})):
+            bounds.append(requirement)
+    return bounds
 
 
 # --- GPUs ---
@@ -295,7 +299,8 @@ def memory() -> Iterator[Line]:
     now, place = psutil.virtual_memory(), ""
     available, total = float(now.available), float(now.total)
     try:
-        limit, used = ((CGROUP / name).read_text(encoding="ascii").strip() for name in ("memory.max", "memory.current"))
+        limit = (CGROUP / "memory.max").read_text(encoding="ascii").strip()
+        used = (CGROUP / "memory.current").read_text(encoding="ascii")
         rows = dict(row.split() for row in (CGROUP / "memory.stat").read_text(encoding="ascii").splitlines())
     except OSError:
         limit = "max"

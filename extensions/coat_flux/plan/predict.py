@@ -131,9 +131,10 @@ def _step(facts: JobFacts, plan: BlockPlan) -> dict[str, int]:
 
 
 def _update(facts: JobFacts) -> Moment:
-    chunk = CHUNK_ELEMENTS_CPU if facts.on_cpu else CHUNK_ELEMENTS_GPU
     elements = sum(facts.adapter_sizes)
-    updated = min(chunk, elements) if facts.job.train.optimizer == COAT_OPTIMIZER else elements // OPTIMIZER_BUFFERS
+    updated = elements // OPTIMIZER_BUFFERS
+    if facts.job.train.optimizer == COAT_OPTIMIZER:
+        updated = min(elements, CHUNK_ELEMENTS_CPU if facts.on_cpu else CHUNK_ELEMENTS_GPU)
     return Moment(0, FP32 * OPTIMIZER_BUFFERS * updated, facts.gradient_bytes)
 
 
@@ -210,10 +211,10 @@ def _ram(facts: JobFacts, peak: int) -> int:
 
 def _disk(facts: JobFacts) -> int:
     """Kept saves, the final one, the states to resume from, one being written, and caches."""
-    job = facts.job
-    total = save_space(job, facts.adapter_sizes, facts.model.elements["transformer"]).most
+    job, model = facts.job, facts.model
+    total = save_space(job, facts.adapter_sizes, model.elements["transformer"]).most
     if any(entry.cache_latents_to_disk for entry in job.datasets):
         total += facts.latent_bytes
     if facts.caches_text:
-        total += facts.data.captions * 2 * (facts.model.text_tokens * facts.model.text_width + facts.model.pooled_width)
+        total += 2 * facts.data.captions * (model.text_tokens * model.text_width + model.pooled_width)
     return total
