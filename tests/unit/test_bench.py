@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from coat_flux.base.errors import UserError
 from coat_flux.bench import measure, runner, worker
 from coat_flux.bench.configurations import CONFIGURATIONS, COUNT, LEVELS, TRAINER, BenchOptions, named, rivals
 from coat_flux.bench.limits import DEVICE_NAMES, Geometry, known_card, least_ms, step_work, token_count
@@ -143,7 +144,7 @@ def test_a_process_without_a_result_has_failed(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_an_unusable_device_is_an_error() -> None:
-    with pytest.raises(runner.MachineError, match="--device nonsense"):
+    with pytest.raises(UserError, match="--device nonsense"):
         runner.describe(BenchOptions(device="nonsense"), lambda asked, _: worker.run(asked))
 
 

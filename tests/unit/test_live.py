@@ -16,8 +16,9 @@ import pytest
 from PIL import Image
 from werkzeug.test import Client, create_environ, run_wsgi_app
 
+from coat_flux.base.errors import UserError
 from coat_flux.cli.runs import serve
-from coat_flux.pages.live import Watch, WatchError
+from coat_flux.pages.live import Watch
 from coat_flux.watch.live import COMMANDS, LiveRun, give_command, read_status
 
 PICTURE = "1700000000000__000000002_0.png"
@@ -158,7 +159,7 @@ def test_it_listens_on_the_loopback_address_only(run: Path, capsys: pytest.Captu
     if sys.platform == "linux":
         with socket.socket() as elsewhere:  # were it bound to all addresses, this one would be taken
             elsewhere.bind(("127.0.0.2", address.port))
-    with pytest.raises(WatchError, match="--port"):
+    with pytest.raises(UserError, match="--port"):
         Watch(run).start(address.port)
     assert urlsplit(Watch(run).start()).port != address.port
     assert Watch(run).is_private

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from coat_flux.base.errors import UserError
 from coat_flux.config.findings import ConfigError
 from coat_flux.study import sweep as sweep_module
 from coat_flux.study.study import VerifyError
@@ -20,7 +21,6 @@ from coat_flux.study.sweep import (
     OPEN,
     Run,
     Sweep,
-    SweepError,
     Trial,
     find_axis,
     lowest,
@@ -129,7 +129,7 @@ def test_tpe_chooses_by_the_losses_so_far(config: Path, tmp_path: Path) -> None:
 
 def test_without_optuna_the_extra_is_named(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "optuna", None)
-    with pytest.raises(SweepError, match=r"pip install 'coat-flux\[sweep\]'"):
+    with pytest.raises(UserError, match=r"pip install 'coat-flux\[sweep\]'"):
         make(config, "train.lr=1e-4")
 
 
@@ -156,7 +156,7 @@ def test_everything_wrong_is_said_at_once_as_check_does(config: Path) -> None:
     ],
 )
 def test_settings_that_make_no_sense(config: Path, texts: list[str], rule: str) -> None:
-    with pytest.raises(SweepError, match=rule):
+    with pytest.raises(UserError, match=rule):
         make(config, *texts)
 
 

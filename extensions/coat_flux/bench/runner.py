@@ -35,10 +35,6 @@ STDERR_LINES = 5
 Start = Callable[[dict[str, Any], float], dict[str, Any]]
 
 
-class MachineError(UserError, RuntimeError):
-    """The device cannot be used at all."""
-
-
 def run_tests(levels: Sequence[str], repository: Path | None = None) -> tuple[bool, str, str]:
     """Run the tests of these levels; raises UserError without the test runner.
 
@@ -83,10 +79,10 @@ def start_worker(spec: dict[str, Any], timeout_s: float) -> dict[str, Any]:
 
 
 def describe(options: BenchOptions, start: Start = start_worker) -> dict[str, Any]:
-    """Machine, versions and limit, from a process; raises MachineError."""
+    """Machine, versions and limit, from a process; raises UserError where it cannot be used."""
     result = start({"level": "machine", "device": options.device}, options.timeout_s)
     if result["status"] != OK:
-        raise MachineError(f"--device {options.device}: {result['reason']}; give a device that torch can use")
+        raise UserError(f"--device {options.device}: {result['reason']}; give a device that torch can use")
     machine: dict[str, Any] = result["machine"]
     return machine
 

@@ -69,10 +69,6 @@ POLICY = (
 )
 
 
-class WatchError(UserError):
-    """The page cannot be served."""
-
-
 def live_page(run_dir: Path, nonce: str) -> str:
     """The page of a run, whose folder need not exist yet; the nonce lets its script run, and no other."""
     status = read_status(run_dir)
@@ -202,7 +198,7 @@ class Watch:
         """Serve from a daemon thread, on the first free port from 8675 by default; returns the address with the token.
 
         Raises:
-            WatchError: the port is taken, or the host is not this machine's.
+            UserError: the port is taken, or the host is not this machine's.
         """
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         ports = [*range(PORT, PORT + PORTS_TRIED), 0] if port is None else [port]
@@ -213,7 +209,7 @@ class Watch:
             except OSError as error:
                 problem = error
         else:
-            raise WatchError(f"--host {self.host} --port {ports[0]}: cannot listen there ({problem}); choose another")
+            raise UserError(f"--host {self.host} --port {ports[0]}: cannot listen there ({problem}); choose another")
         # given a listening socket, werkzeug does not print and exit if the port is taken
         server = make_server(self.host, 0, self, threaded=True, request_handler=_Quiet, fd=listening.fileno())
         threading.Thread(target=server.serve_forever, name="coat-flux watch", daemon=True).start()

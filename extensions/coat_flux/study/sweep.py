@@ -81,24 +81,20 @@ HOW = (
 )
 
 
-class SweepError(UserError, ValueError):
-    """A sweep cannot be run as requested."""
-
-
 def find_axis(text: str) -> tuple[str, list[Any]]:
     """Parse `KEY=VALUE,VALUE` into the key and its YAML values, `[512, 768]` being one.
 
     Raises:
-        SweepError: malformed, or the key cannot be varied.
+        UserError: malformed, or the key cannot be varied.
         ConfigError: the values are not YAML.
     """
     key, _, values = (part.strip() for part in text.partition("="))
     key = key.removeprefix(FRAME)
     if not KEY.fullmatch(key) or not values:
-        raise SweepError(f"--set {text}: must be KEY=VALUE,VALUE; write train.lr=1e-4,3e-4, for example")
+        raise UserError(f"--set {text}: must be KEY=VALUE,VALUE; write train.lr=1e-4,3e-4, for example")
     for pattern, rule in FIXED.items():
         if re.fullmatch(pattern, key):
-            raise SweepError(f"--set {key}: {rule}")
+            raise UserError(f"--set {key}: {rule}")
     parsed = parse(f"[{values}]", f"--set {key}")
     return key, list({show(value): value for value in parsed}.values())
 
@@ -174,7 +170,7 @@ class Sweep:
     Their order is random, or with `tpe` chosen by Optuna's TPE sampler from the losses so far.
 
     Raises:
-        SweepError: a value has no place in the config, or Optuna is not installed.
+        UserError: a value has no place in the config, or Optuna is not installed.
         ConfigError: all problems of the config, a value or the photos, as `coat-flux check` prints them.
     """
 
@@ -192,7 +188,7 @@ class Sweep:
         try:
             import optuna
         except ImportError as error:
-            raise SweepError(f"sweep needs Optuna ({error}): pip install 'coat-flux[sweep]'") from error
+            raise UserError(f"sweep needs Optuna ({error}): pip install 'coat-flux[sweep]'") from error
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._optuna: Any = optuna
         self.job = JobConfig.load(config, name=name)
@@ -354,7 +350,7 @@ class Sweep:
             every = validation.every if validation.hold_out else max(1, steps // POINTS_OF_CURVE)
             one_of_several(process, self.folder, seed, steps, {"hold_out": self.held_out, "every": every})
         except (AttributeError, TypeError) as error:
-            raise SweepError(
+            raise UserError(
                 f"--set {', '.join(settings)}: train, save and sample must be mappings, steps a number"
             ) from error
         return steps
@@ -404,7 +400,7 @@ def _set_value(process: Any, key: str, value: Any) -> None:
             raise IndexError(leaf)
         block[leaf] = value
     except (AttributeError, IndexError, KeyError, TypeError) as error:
-        raise SweepError(
+        raise UserError(
             f"--set {key}: the config has no such place; write a key as the errors of coat-flux check name it"
         ) from error
 
