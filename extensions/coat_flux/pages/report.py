@@ -283,12 +283,12 @@ def below_median(layers: Sequence[CastPrecision]) -> list[tuple[float, CastPreci
     return sorted(distances, key=lambda item: -item[0])
 
 
-def worst(layers: Sequence[CastPrecision], count: int = 10) -> list[tuple[float, CastPrecision]]:
-    """The layers furthest below the median of a kind, each with its worst kind."""
+def worst(layers: Sequence[CastPrecision]) -> list[tuple[float, CastPrecision]]:
+    """The ten layers furthest below the median of a kind, each with its worst kind."""
     first: dict[str, tuple[float, CastPrecision]] = {}
     for below, row in below_median(layers):
         first.setdefault(row.layer, (below, row))
-    return list(first.values())[:count]
+    return list(first.values())[:10]
 
 
 def standing_out(layers: Sequence[CastPrecision]) -> list[str]:
