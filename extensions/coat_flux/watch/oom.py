@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ..base.errors import UserError
-from ..base.text import GB, MB, columns, size_text
+from ..base.text import GB, MB, columns
 from ..blocks.runner import BlockRunner
 from .phases import PhaseTracker, used_bytes
 
@@ -32,9 +32,6 @@ MESSAGES = ("out of memory", "alloc_failed", *CPU_MESSAGES)  # cuBLAS's status; 
 CUDA_CONTEXT = 0.6e9  # of a process, outside of torch's allocator
 WORTH_A_LINE = 0.02  # share of the device's memory below which gaps and other processes are not the cause
 GAPS = {"win32": "max_split_size_mb:512"}  # which has no expandable segments
-
-
-_size = functools.partial(size_text, digits=2, smallest="MB")
 
 
 class OutOfMemory(UserError, RuntimeError):
@@ -191,6 +188,10 @@ class _Explanation:
 def _listed(parts: dict[str, int]) -> str:
     ordered = sorted(parts.items(), key=lambda item: -item[1])
     return ", ".join(f"{part} {_size(size)}" for part, size in ordered if size)
+
+
+def _size(size: float) -> str:
+    return f"{size / GB:.2f} GB" if size >= GB else f"{size / MB:.2f} MB"
 
 
 def _megabytes(size: float) -> str:
