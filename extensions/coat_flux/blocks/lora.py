@@ -85,8 +85,8 @@ def base_of(lora: Any) -> nn.Module | None:
     return None if reference is None else reference()
 
 
-class NotPlain(Exception):
-    """This module does more than linear plus LoRA; the message says what."""
+class NotFusable(Exception):
+    """A block cannot run through the fused flow; the message says why."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +100,7 @@ class PlainAdapter:
 
 
 def plain_adapters(module: Any) -> tuple[nn.Module, tuple[PlainAdapter, ...]]:
-    """Return the base linear and active adapters of a linear, PEFT layer or ai-toolkit LoRA; NotPlain for others."""
+    """Return the base linear and active adapters of a linear, PEFT layer or ai-toolkit LoRA; NotFusable for others."""
     if hasattr(module, "base_layer"):
         base, below = plain_adapters(module.base_layer)
         return base, (*below, *_of_peft(module))
@@ -113,9 +113,9 @@ def plain_adapters(module: Any) -> tuple[nn.Module, tuple[PlainAdapter, ...]]:
         adapters, forward = (*_of_toolkit(owner), *adapters), owner.org_forward
         owner = getattr(forward, "__self__", None)
     if isinstance(owner, nn.Module) and owner is not module:  # LoKr, LoHa
-        raise NotPlain(f"a {type(owner).__name__}")
+        raise NotFusable(f"a {type(owner).__name__}")
     if owner is not module or forward.__func__ is not type(module).forward or forward is vars(module)["forward"]:
-        raise NotPlain(f"the forward of a {type(module).__name__} was replaced by something other than a LoRA")
+        raise NotFusable(f"the forward of a {type(module).__name__} was replaced by something other than a LoRA")
     return module, adapters
 
 
@@ -135,15 +135,15 @@ def _of_peft(layer: Any) -> tuple[PlainAdapter, ...]:
     if layer.disable_adapters:
         return ()
     if layer.merged:
-        raise NotPlain("a LoRA is merged into its base")
+        raise NotFusable("a LoRA is merged into its base")
     adapters = []
     for name in layer.active_adapters:
         if name not in layer.lora_A:
             continue
         if name in layer.lora_variant:
-            raise NotPlain(f"a LoRA variant ({type(layer.lora_variant[name]).__name__})")
+            raise NotFusable(f"a LoRA variant ({type(layer.lora_variant[name]).__name__})")
         if layer.training and getattr(layer.lora_dropout[name], "p", 0.0):
-            raise NotPlain(DROPOUT)
+            raise NotFusable(DROPOUT)
         down, up = layer.lora_A[name], layer.lora_B[name]
         _check_matrices(down, up)
         adapters.append(PlainAdapter(down.weight, up.weight, float(layer.scaling[name])))
@@ -155,12 +155,12 @@ def _of_toolkit(lora: Any) -> tuple[PlainAdapter, ...]:
     if not network.is_active or network.is_merged_in or network._multiplier == 0:
         return ()
     if type(lora).__name__ != "LoRAModule" or network.is_lorm:
-        raise NotPlain(f"a {type(lora).__name__}")
+        raise NotFusable(f"a {type(lora).__name__}")
     dropout = getattr(lora.dropout, "p", 0.0) if isinstance(lora.dropout, nn.Module) else lora.dropout
     if lora.training and (dropout or lora.rank_dropout or lora.module_dropout):
-        raise NotPlain(DROPOUT)
+        raise NotFusable(DROPOUT)
     if hasattr(lora, "scalar") or getattr(lora, "lora_mid", None) is not None:
-        raise NotPlain("a LoRA with a scalar or a middle matrix")
+        raise NotFusable("a LoRA with a scalar or a middle matrix")
     _check_matrices(lora.lora_down, lora.lora_up)
     # the trainer's list of strengths is compared, not its tensor, which would synchronize for every adapter
     entries = network._multiplier if isinstance(network._multiplier, list) else [network._multiplier]
@@ -170,13 +170,13 @@ def _of_toolkit(lora: Any) -> tuple[PlainAdapter, ...]:
     else:
         strengths = network.torch_multiplier
         if strengths.ndim != 1:
-            raise NotPlain(f"LoRA strengths of shape {tuple(strengths.shape)}, not one per image")
+            raise NotFusable(f"LoRA strengths of shape {tuple(strengths.shape)}, not one per image")
     return (PlainAdapter(lora.lora_down.weight, lora.lora_up.weight, factor, strengths),)
 
 
 def _check_matrices(down: Any, up: Any) -> None:
     for part in (down, up):
         if not isinstance(part, nn.Linear):
-            raise NotPlain(f"a LoRA made of a {type(part).__name__}")
+            raise NotFusable(f"a LoRA made of a {type(part).__name__}")
         if part.bias is not None:
-            raise NotPlain("a LoRA with a bias")
+            raise NotFusable("a LoRA with a bias")

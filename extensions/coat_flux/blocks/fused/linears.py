@@ -56,12 +56,8 @@ from coat_core.ops.quantize import quantize
 from coat_core.ops.scaled_mm import row_scale
 from coat_core.quantize import Quantized
 
-from ..lora import NotPlain, PlainAdapter, plain_adapters
+from ..lora import NotFusable, PlainAdapter, plain_adapters
 from ..quantized import input_gradient, is_adopted, own_product
-
-
-class NotFusable(Exception):
-    """A block cannot run through the fused flow; the message says why."""
 
 
 # --- the frozen part ---
@@ -362,10 +358,7 @@ class LinearGroup:
 
 def read_group(modules: Sequence[Any], join: bool, parts: tuple[int, ...] = ()) -> LinearGroup:
     """Read linears that share x, with LoRAs; `join` makes one matrix of FP8 weights. NotFusable if they differ."""
-    try:
-        plain = [plain_adapters(module) for module in modules]
-    except NotPlain as error:
-        raise NotFusable(str(error)) from error
+    plain = [plain_adapters(module) for module in modules]
     adapters = tuple(adapters for _, adapters in plain)
     if len({id(adapter.strengths) for adapter in chain.from_iterable(adapters)}) > 1:
         raise NotFusable("LoRAs whose strengths per image are not the same")
