@@ -54,11 +54,6 @@ def is_adopted(module: nn.Module) -> bool:
     return hasattr(type(module), "adopted_from")
 
 
-def has_adopted(block: nn.Module) -> bool:
-    """Whether one of its linears is."""
-    return any(map(is_adopted, block.modules()))
-
-
 @torch.no_grad()
 def own_product(module: Any, x: Tensor, trains: bool) -> Tensor:
     """Return y of an adopted linear by its own code, without a graph; `trains`: x is quantized as in training."""

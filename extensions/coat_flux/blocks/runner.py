@@ -40,7 +40,7 @@ from .hook import first_tensor, has_hooks, hook_of, own_forward, take_over
 from .lora import trained_parameters
 from .measure import AttentionPick, GemmPick, Picked
 from .models import block_name, listed_blocks, read_list
-from .quantized import has_adopted
+from .quantized import is_adopted
 from .sizes import Tokens, read_blocks, shown_by
 from .streaming import StreamedWeights
 
@@ -76,7 +76,7 @@ class BlockRunner:
         self._places = {block: i for i, block in enumerate(self._modules)}
         self._readable = [read_list(type(block)) is not None for block in self._modules]
         self._fuses = config.enabled and config.activation.use_fp8 and config.activation.flow == "fused"
-        adopted = any(map(has_adopted, self._modules))
+        adopted = any(is_adopted(module) for block in self._modules for module in block.modules())
         measures = all(self._readable) and config.speed.measure != "never" and not adopted
         self.gemms = GemmPick(blocks, config, self._kept_form) if measures else None
         self.picked: Picked | None = None

@@ -14,7 +14,7 @@ from coat_core.linear.function import compute_dtype
 from ..gemms import in_high_precision
 from ..hook import argument_names, has_hooks, hook_of
 from ..models import read_list
-from ..quantized import has_adopted
+from ..quantized import is_adopted
 from .forms import Form, Reader
 from .linears import NotFusable
 from .parts import EXACT
@@ -62,7 +62,7 @@ def attention_query(block: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor, Te
 
 def disagreement(fused: Form, block: nn.Module, args: tuple[Any, ...]) -> str:
     """Run a block both ways, to notice a diffusers version with other arithmetic; why it cannot be fused, or empty."""
-    adopted = has_adopted(block)
+    adopted = any(map(is_adopted, block.modules()))
     largest = LARGEST_WITH_CODES if adopted else LARGEST_IN_FP8
     try:
         difference = relative_difference(fused, block, args)

@@ -54,22 +54,18 @@ def qk_norm(*norms: Any, name: str = "QK norm") -> tuple[float, tuple[Tensor, ..
 
 def check_attention(attn: Any, expected: str) -> None:
     """Refuse all but diffusers' processor of that class name, with torch's own attention."""
+    from diffusers.models.attention_dispatch import _AttentionBackendRegistry
+
     processor = attn.processor
     if type(processor).__name__ != expected or attn.fused_projections:
         raise NotFusable(f"attention by {type(processor).__name__}, or with fused projections")
     if any(getattr(processor, name, None) is not None for name in ("_attention_backend", "_parallel_config")):
         raise NotFusable("an attention backend of its own")
-    if active_backend() != "native":
-        raise NotFusable(f"diffusers' attention backend {active_backend()}")
-
-
-def active_backend() -> str:
-    """Name the attention backend that diffusers' own processors use now."""
-    from diffusers.models.attention_dispatch import _AttentionBackendRegistry
-
     active = _AttentionBackendRegistry.get_active_backend()
-    name = active[0] if isinstance(active, tuple) else active
-    return str(getattr(name, "value", name))
+    backend = active[0] if isinstance(active, tuple) else active
+    name = getattr(backend, "value", backend)
+    if name != "native":
+        raise NotFusable(f"diffusers' attention backend {name}")
 
 
 def read_modulation(norm: Any) -> Modulation:
