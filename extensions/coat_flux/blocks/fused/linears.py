@@ -59,7 +59,6 @@ from coat_core.quantize import Quantized
 from ..lora import NotFusable, PlainAdapter, plain_adapters
 from ..quantized import input_gradient, is_adopted, own_product
 
-
 # --- the frozen part ---
 
 
