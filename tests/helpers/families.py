@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import diffusers
@@ -37,8 +38,8 @@ class Family:
 
     Attributes:
         make: (hidden size, heads) → the block, its weights at their initialization.
-        call: (streams of text, image and both, a vector source, angles [S, d / 2], mask of tokens) → the block's
-            arguments; vectors are of `vectors` times the hidden size.
+        call: an object with `text`, `image`, `both`, `vectors`, `angles` [S, d / 2] and `seen`, a mask of tokens → the
+            block's arguments; vectors are of `vectors` times the hidden size.
         vectors: how many; None of a block without modulation.
         hidden: size at the model's real width.
         text: its text tokens.
@@ -47,7 +48,7 @@ class Family:
     """
 
     make: Callable[[int, int], nn.Module]
-    call: Callable[..., tuple[Any, ...]]
+    call: Callable[[Any], tuple[Any, ...]]
     vectors: int | None
     hidden: int = 3072
     text: int = 512
@@ -87,28 +88,30 @@ def _toolkit_double(hidden: int, heads: int) -> nn.Module:
     return toolkit_layers().DoubleStreamBlock(hidden, heads, **own)
 
 
-def _pe(angles: Tensor, batch: int) -> Tensor:
-    cos, sin = angles.cos(), angles.sin()
+def _pe(of: Any) -> Tensor:
+    cos, sin = of.angles.cos(), of.angles.sin()
     pe = torch.stack([cos, -sin, sin, cos], dim=-1).unflatten(-1, (2, 2))
-    return pe.expand(batch, 1, *pe.shape)
+    return pe.expand(len(of.both), 1, *pe.shape)
 
 
 def _modulation(vectors: Tensor) -> Any:
     return toolkit_layers().ModulationOut(*vectors.split(1, dim=1))
 
 
-def _call_toolkit_double(text: Tensor, image: Tensor, both: Tensor, vectors: Tensor, angles: Tensor, seen: Tensor):
-    of = [_modulation(three) for three in vectors.split(3, dim=1)]
-    return image, text, _pe(angles, len(text)), [of[:2], of[2:]], _of_all_heads(seen, image, angles)
+def _mask_of_all_heads(of: Any) -> Tensor:
+    pairs = of.seen[:, None, None] & of.seen[:, None, :, None]
+    return pairs.expand(-1, of.both.shape[-1] // (2 * of.angles.shape[1]), -1, -1)
 
 
-def _call_toolkit_single(text: Tensor, image: Tensor, both: Tensor, vectors: Tensor, angles: Tensor, seen: Tensor):
-    return both, _pe(angles, len(both)), _modulation(vectors), _of_all_heads(seen, both, angles)
+def _call_toolkit_double(of: Any) -> tuple[Any, ...]:
+    parts = [_modulation(three) for three in of.vectors.split(3, dim=1)]
+    return of.image, of.text, _pe(of), [parts[:2], parts[2:]], _mask_of_all_heads(of)
 
 
-def _call_qwen_image(text: Tensor, image: Tensor, both: Tensor, vectors: Tensor, angles: Tensor, seen: Tensor):
-    of_text, of_image = torch.polar(torch.ones_like(angles), angles).split([text.shape[1], image.shape[1]])
-    return image, text, seen[:, : text.shape[1]], vectors, (of_image, of_text), None, None
+def _call_qwen_image(of: Any) -> tuple[Any, ...]:
+    sizes = [of.text.shape[1], of.image.shape[1]]
+    of_text, of_image = torch.polar(torch.ones_like(of.angles), of.angles).split(sizes)
+    return of.image, of.text, of.seen[:, : sizes[0]], of.vectors, (of_image, of_text), None, None
 
 
 def _joint(hidden: int, heads: int, **options: Any) -> nn.Module:
@@ -117,8 +120,8 @@ def _joint(hidden: int, heads: int, **options: Any) -> nn.Module:
     return JointTransformerBlock(hidden, heads, hidden // heads, qk_norm="rms_norm", **options)
 
 
-def _call_sd3(text: Tensor, image: Tensor, both: Tensor, vectors: Tensor, angles: Tensor, seen: Tensor):
-    return image, text, vectors, None
+def _call_sd3(of: Any) -> tuple[Any, ...]:
+    return of.image, of.text, of.vectors, None
 
 
 def _z_image(modulation: bool) -> Callable[[int, int], nn.Module]:
@@ -132,64 +135,46 @@ def _z_image(modulation: bool) -> Callable[[int, int], nn.Module]:
     return make
 
 
-def _call_z_image(text: Tensor, image: Tensor, both: Tensor, vectors: Tensor, angles: Tensor, seen: Tensor):
+def _call_z_image(of: Any) -> tuple[Any, ...]:
     """Images at positions of their own: tokens of the second are twice as far from each other."""
-    angles = angles * torch.arange(1, len(both) + 1, device=angles.device)[:, None, None]
-    return both, seen, torch.polar(torch.ones_like(angles), angles), vectors[:, :256], None, None, None
+    angles = of.angles * torch.arange(1, len(of.both) + 1, device=of.angles.device)[:, None, None]
+    return of.both, of.seen, torch.polar(torch.ones_like(angles), angles), of.vectors[:, :256], None, None, None
 
 
-def _call_flux2_double(text: Tensor, image: Tensor, both: Tensor, vectors: Tensor, angles: Tensor, seen: Tensor):
-    of_image, of_text = vectors.flatten(1).chunk(2, dim=1)
-    return image, text, of_image, of_text, _tables(angles), None
-
-
-def _call_flux2_single(text: Tensor, image: Tensor, both: Tensor, vectors: Tensor, angles: Tensor, seen: Tensor):
-    return both, None, vectors.flatten(1), _tables(angles), None
+def _call_flux2_double(of: Any) -> tuple[Any, ...]:
+    of_image, of_text = of.vectors.flatten(1).chunk(2, dim=1)
+    return of.image, of.text, of_image, of_text, _tables(of.angles), None
 
 
 def _of_toolkits_flux2(name: str) -> Callable[[int, int], nn.Module]:
     return lambda hidden, heads: getattr(importlib.import_module(TOOLKIT_FLUX2), name)(hidden, heads, mlp_ratio=3.0)
 
 
-def _call_toolkits_flux2_double(
-    text: Tensor, image: Tensor, both: Tensor, vectors: Tensor, angles: Tensor, seen: Tensor
-):
-    pe, parts = _pe(angles, len(text)), vectors.split(1, dim=1)
+def _call_toolkits_flux2_double(of: Any) -> tuple[Any, ...]:
+    pe, parts, text = _pe(of), of.vectors.split(1, dim=1), of.text.shape[1]
     modulations = [(parts[start : start + 3], parts[start + 3 : start + 6]) for start in (0, 6)]
-    return image, text, pe[:, :, text.shape[1] :], pe[:, :, : text.shape[1]], *modulations
-
-
-def _call_toolkits_flux2_single(
-    text: Tensor, image: Tensor, both: Tensor, vectors: Tensor, angles: Tensor, seen: Tensor
-):
-    return both, _pe(angles, len(both)), vectors.split(1, dim=1)
-
-
-def _of_all_heads(seen: Tensor, x: Tensor, angles: Tensor) -> Tensor:
-    return _pairs(seen).expand(-1, x.shape[-1] // (2 * angles.shape[1]), -1, -1)
-
-
-def _pairs(seen: Tensor) -> Tensor:
-    return seen[:, None, None] & seen[:, None, :, None]
+    return of.image, of.text, pe[:, :, text:], pe[:, :, :text], *modulations
 
 
 FAMILIES = {
     "chroma double": Family(
         _of_diffusers("ChromaTransformerBlock", "transformer_chroma"),
-        lambda text, image, both, vectors, angles, seen: (image, text, vectors, _tables(angles), seen, None),
+        lambda of: (of.image, of.text, of.vectors, _tables(of.angles), of.seen, None),
         12,
     ),
     "chroma single": Family(
         _of_diffusers("ChromaSingleTransformerBlock", "transformer_chroma"),
-        lambda text, image, both, vectors, angles, seen: (both, vectors, _tables(angles), seen, None),
+        lambda of: (of.both, of.vectors, _tables(of.angles), of.seen, None),
         3,
     ),
     "qwen image": Family(_of_diffusers("QwenImageTransformerBlock", "transformer_qwenimage"), _call_qwen_image, 0),
     "z-image": Family(_z_image(True), _call_z_image, 0, hidden=3840, small=384),
-    "z-image refiner": Family(_z_image(False), lambda *given: _call_z_image(*given)[:3], None, hidden=3840, small=384),
+    "z-image refiner": Family(_z_image(False), lambda of: _call_z_image(of)[:3], None, hidden=3840, small=384),
     "toolkit's chroma double": Family(_toolkit_double, _call_toolkit_double, 12),
     "toolkit's chroma single": Family(
-        lambda hidden, heads: toolkit_layers().SingleStreamBlock(hidden, heads), _call_toolkit_single, 3
+        lambda hidden, heads: toolkit_layers().SingleStreamBlock(hidden, heads),
+        lambda of: (of.both, _pe(of), _modulation(of.vectors), _mask_of_all_heads(of)),
+        3,
     ),
     "sd3": Family(_joint, _call_sd3, 0, 2432, 333, 64),
     "sd3's last": Family(partial(_joint, context_pre_only=True), _call_sd3, 0, 2432, 333, 64),
@@ -202,11 +187,18 @@ if tuple(int(part) for part in diffusers.__version__.split(".")[:2]) < QWEN_IMAG
 if hasattr(diffusers, "Flux2Transformer2DModel"):
     double, single = "Flux2TransformerBlock", "Flux2SingleTransformerBlock"
     FAMILIES["flux2 double"] = Family(_of_diffusers(double, "transformer_flux2"), _call_flux2_double, 12, hidden=6144)
-    FAMILIES["flux2 single"] = Family(_of_diffusers(single, "transformer_flux2"), _call_flux2_single, 3, hidden=6144)
+    FAMILIES["flux2 single"] = Family(
+        _of_diffusers(single, "transformer_flux2"),
+        lambda of: (of.both, None, of.vectors.flatten(1), _tables(of.angles), None),
+        3,
+        hidden=6144,
+    )
 # which have no stand-in
 TOOLKITS_FLUX2 = {
     "toolkit's flux2 double": Family(_of_toolkits_flux2("DoubleStreamBlock"), _call_toolkits_flux2_double, 12),
-    "toolkit's flux2 single": Family(_of_toolkits_flux2("SingleStreamBlock"), _call_toolkits_flux2_single, 3),
+    "toolkit's flux2 single": Family(
+        _of_toolkits_flux2("SingleStreamBlock"), lambda of: (of.both, _pe(of), of.vectors.split(1, dim=1)), 3
+    ),
 }
 
 
@@ -268,7 +260,7 @@ def made(
     angles = torch.outer(torch.arange(sum(tokens)), 1e4 ** -torch.linspace(0, 1, hidden // heads // 2)).to(device)
     seen = torch.ones(batch, sum(tokens), dtype=torch.bool)
     seen[-1, tokens[0] - PADDING : tokens[0]] = False
-    args = family.call(*inputs.values(), angles, seen.to(device))
+    args = family.call(SimpleNamespace(**inputs, angles=angles, seen=seen.to(device)))
     given = {id(x) for x in tree_leaves(args)}
     trains_vectors = trains_vectors and family.vectors is not None
     used = {each: x for each, x in inputs.items() if id(x) in given or (each == "vectors" and trains_vectors)}
