@@ -106,14 +106,17 @@ class CardView(TorchFunctionMode):
         self.pinned: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        view = VIEWS.get(func)
-        if view is not None:
-            return view(self, func, args, kwargs or {})
-        pins = False
-        if kwargs:
-            kwargs = {name: _on_meta(value) for name, value in kwargs.items()}
-            pins = bool(kwargs.pop("pin_memory", False))
-        result = func(*map(_on_meta, args), **(kwargs or {}))
+        if func in VIEWS:
+            return VIEWS[func](args[0])
+        if func is torch.device:  # a name becomes a device: no tensor is made
+            return func(*args, **(kwargs or {}))
+        if func is Tensor.is_pinned:
+            return self.is_pinned(args[0])
+        kwargs = {name: _on_meta(value) for name, value in (kwargs or {}).items()}
+        pins = bool(kwargs.pop("pin_memory", False))
+        if func is Tensor.pin_memory:
+            func, pins = Tensor.clone, True
+        result = func(*map(_on_meta, args), **kwargs)
         if pins:
             self.pinned.add(result.untyped_storage())
         return result
@@ -134,45 +137,12 @@ def _on_meta(value: Any) -> Any:
     return META if kind is str and (value == "cuda" or value.startswith("cuda:")) else value
 
 
-def _device(view: CardView, func: Any, args: tuple[Any, ...], kwargs: Any) -> torch.device:
-    found: torch.device = func(*args)
-    return CARD if found.type == "meta" else found
-
-
-def _is_cuda(view: CardView, func: Any, args: tuple[Any, ...], kwargs: Any) -> bool:
-    return args[0].is_meta
-
-
-def _get_device(view: CardView, func: Any, args: tuple[Any, ...], kwargs: Any) -> int:
-    return CARD.index if args[0].is_meta else func(*args)
-
-
-def _data_ptr(view: CardView, func: Any, args: tuple[Any, ...], kwargs: Any) -> int:
-    return address(args[0]) if args[0].is_meta else func(*args)
-
-
-def _pin_memory(view: CardView, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor:
-    result = args[0].clone()
-    view.pinned.add(result.untyped_storage())
-    return result
-
-
-def _is_pinned(view: CardView, func: Any, args: tuple[Any, ...], kwargs: Any) -> bool:
-    return view.is_pinned(args[0])
-
-
-def _plain(view: CardView, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    return func(*args, **kwargs)
-
-
+# what Python reads of a tensor that is on the meta device
 VIEWS: dict[Any, Callable[..., Any]] = {
-    torch.device: _plain,  # a name becomes a device: no tensor is made
-    Tensor.device.__get__: _device,  # type: ignore[attr-defined]
-    Tensor.is_cuda.__get__: _is_cuda,  # type: ignore[attr-defined]
-    Tensor.get_device: _get_device,
-    Tensor.data_ptr: _data_ptr,
-    Tensor.pin_memory: _pin_memory,
-    Tensor.is_pinned: _is_pinned,
+    Tensor.device.__get__: lambda x: CARD if x.is_meta else x.device,  # type: ignore[attr-defined]
+    Tensor.is_cuda.__get__: lambda x: x.is_meta,  # type: ignore[attr-defined]
+    Tensor.get_device: lambda x: CARD.index if x.is_meta else x.get_device(),
+    Tensor.data_ptr: lambda x: address(x) if x.is_meta else x.data_ptr(),
 }
 
 
