@@ -29,8 +29,8 @@ from tests.helpers.flux_block import (
     loop_context,
     make_model,
     prepare,
-    toolkit_is_real,
 )
+from tests.helpers.toolkit_lora import toolkit_is_real
 
 RANK = 16
 FLUX_BLOCKS = {"double": 19, "single": 38}

@@ -192,7 +192,6 @@ NOT_FUSED = [
     ("sd3", lambda of: of.block.set_chunk_feed_forward(1), "its feed-forward runs in chunks"),
     ("sd3", attribute("attn.norm_q", None), "q and k are not normed"),
     ("sd3", attribute("attn.heads", 2), "heads of 32, where SD3's have 64"),
-    ("sd3's last", trained("to_q"), "a linear whose weight is trained"),
     ("qwen image", args(lambda *given: (*given[:6], torch.zeros(2, 40, dtype=torch.int))), ZERO_COND),
     ("qwen image", attribute("zero_cond_t", True), ZERO_COND),
     ("qwen image", attribute("txt_mod.0", nn.GELU()), "a modulation of more than SiLU and a linear"),
@@ -204,7 +203,6 @@ NOT_FUSED = [
     ("toolkit's chroma double", trained("norm"), "a QK norm that is trained"),
     ("toolkit's chroma double", of_two_positions, "images of one batch at different positions"),
     ("toolkit's chroma single", with_other_activation, "its activation is a GELU, not GELU-tanh"),
-    ("toolkit's chroma single", trained("linear1"), "a linear whose weight is trained"),
     ("flux2 double", args(lambda *given: (*given[:5], {"kv_cache_mode": "cached"})), "joint_attention_kwargs"),
     ("flux2 single", args(lambda *given: (*given, True)), "streams that come apart"),
     ("flux2 single", args(lambda x, _, *rest: (x[:, 24:], x[:, :24], *rest)), "handed in apart"),
@@ -215,7 +213,6 @@ NOT_FUSED = [
     ("flux2 double", attribute("ff_context.act_fn.gate_fn", nn.GELU()), "not FLUX.2's SwiGLU"),
     ("flux2 double", attribute("attn.processor", nn.Identity()), "attention by Identity"),
     ("flux2 double", trained("norm"), "trained"),
-    ("flux2 double", trained("to_k"), "weight is trained"),
 ]
 
 

@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 
 from coat_flux.blocks.apply import apply_coat
 from coat_flux.blocks.fused.chooser import fused_block
-from coat_flux.blocks.lora import SHARED, attach_lora
+from coat_flux.blocks.lora import SHARED
 from coat_flux.blocks.quantized import adopt, input_gradient, quantization_of
 from coat_flux.blocks.runner import BlockRunner
 from coat_flux.config.coat import COATConfig
@@ -239,5 +239,3 @@ def test_plain_and_our_own_linears_are_no_one_else_s() -> None:
     model = tiny_flux()
     apply_coat(model, CONFIG)
     assert {quantization_of(module) for module in model.modules()} == {None}
-    with pytest.raises(ValueError, match="no LoRA adapter"):
-        attach_lora(model, CONFIG)

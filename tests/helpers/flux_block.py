@@ -16,18 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from coat_flux.blocks.runner import BlockRunner
-from tests.helpers.toolkit_lora import attach_network, convert_linears, toolkit_is_real
-
-__all__ = [
-    "HEAD_DIM",
-    "block_call",
-    "block_inputs",
-    "loop_context",
-    "lora_parameters",
-    "make_model",
-    "prepare",
-    "toolkit_is_real",
-]
+from tests.helpers.toolkit_lora import attach_network, convert_linears
 
 HEAD_DIM = 128  # FLUX.1's
 OUTLIERS_EVERY = 256  # channels
@@ -53,14 +42,7 @@ def make_model(heads: int) -> nn.Module:
 
 
 def prepare(model: nn.Module, coat: dict[str, Any], loop: str, rank: int) -> nn.Module:
-    """Return a copy of the model with COAT and an adapter, B nonzero, on every linear of the blocks.
-
-    Args:
-        model: from `make_model`.
-        coat: the `coat:` block.
-        loop: "autocast", "peft" or "toolkit".
-        rank: of the adapters.
-    """
+    """A copy of the model with COAT and an adapter, B nonzero, on every linear of the blocks."""
     from coat_flux.blocks.apply import apply_coat
     from coat_flux.blocks.lora import attach_lora
     from coat_flux.config.coat import COATConfig
@@ -116,12 +98,7 @@ def block_inputs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Draw image [batch, image, d], text [batch, text, d] and time embedding [batch, d], the same at each call.
 
-    Args:
-        model: gives d and the dtype.
-        text: text tokens.
-        image: image tokens.
-        outliers: factor on one of `OUTLIERS_EVERY` channels, drawn at random, of image and text.
-        batch: images.
+    `outliers` is a factor on one of `OUTLIERS_EVERY` channels, drawn at random, of image and text.
     """
     draw = torch.Generator().manual_seed(4)
     hidden: int = model.inner_dim

@@ -12,9 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from coat_core import FP8AdamW
 from coat_core.activation import Saving
 from coat_core.config import FP8LinearConfig
 from coat_core.granularity import Granularity, Storage
@@ -108,22 +106,3 @@ def test_other_models_blocks_by_kernels_are_those_by_references(name: str) -> No
     for result, wanted in expected.items():
         assert_sqnr(wanted, actual[result], KERNEL_FLOW_FLOOR_DB)
     assert all(kernels.calls[operator] for operator in (*OF_EVERY_FAMILY, *BACKWARD[name]))
-
-
-def test_optimizer_steps_by_the_kernel_are_those_of_the_reference() -> None:
-    def train() -> list[torch.Tensor]:
-        torch.manual_seed(3)
-        parameters = [nn.Parameter(torch.randn(*shape)) for shape in ((4, 64), (33, 7), (5,))]
-        optimizer = FP8AdamW(parameters, lr=1e-2)
-        for _ in range(3):
-            for parameter in parameters:
-                parameter.grad = torch.randn_like(parameter)
-            optimizer.step()
-        return [parameter.detach() for parameter in parameters]
-
-    expected = train()
-    with Kernels() as kernels:
-        found = train()
-    assert kernels.calls["fp8_adamw_step"] == 3
-    for wanted, parameter in zip(expected, found, strict=True):
-        assert_sqnr(wanted, parameter, KERNEL_FLOW_FLOOR_DB)

@@ -12,11 +12,10 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from coat_core.linear import replace_linear_with_fp8
-from coat_core.quantize import quantize
 from coat_flux.blocks.lora import OWN, SHARED, attach_lora
 from coat_flux.config.coat import COATConfig
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
-from tests.tolerances import BF16_ORDER_FLOOR_DB, product_floor_db
+from tests.tolerances import product_floor_db
 
 K, R = 64, 8
 COAT = COATConfig.from_dict({"activation": {"linear_granularity": "per_row"}})
@@ -83,19 +82,6 @@ def test_who_shares_and_who_does_not(base_fp8: bool, lora: dict[str, Any], group
     model(some_x()).square().mean().backward()
     gradients = [p.grad for p in model.parameters() if p.requires_grad]
     assert all(g is not None and g.isfinite().all() for g in gradients)
-
-
-def test_dropout_uses_the_dropped_x() -> None:
-    model = peft_model(lora_dropout=0.5)
-    attach_lora(model, COAT)
-    layer, seen = model.base_model.model.to_q, []
-    down = layer.lora_A["default"]
-    down.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))
-    layer(some_x()).sum().backward()
-    dh = torch.ones(18, K) @ layer.lora_B["default"].weight * layer.scaling["default"]
-    x_hat = quantize(seen[0], "e4m3", down.storage.granularity).dequantize().reshape(-1, K)
-    assert 0.3 < (seen[0] == 0).float().mean() < 0.7
-    assert_sqnr(dh.t() @ x_hat, down.weight.grad, BF16_ORDER_FLOOR_DB)
 
 
 class ToolkitLora(nn.Module):

@@ -62,18 +62,6 @@ def test_arguments_that_a_reader_does_not_know_run_the_blocks_own_code_in_that_p
     assert sum("joint_attention_kwargs unknown" in line for line in caplog.messages) == 2  # once for each kind
 
 
-def test_a_block_whose_hook_goes_is_fused_again() -> None:
-    model, _, _ = coat_flux_model()
-    runner = BlockRunner.of(model)
-    for flow in ("generic", "fused"):
-        hook = model.transformer_blocks[0].register_forward_hook(lambda *_: None) if flow == "generic" else None
-        predict(model)
-        predict(model)
-        assert [choice.flow for choice in runner.plan.blocks] == [flow, "fused", "fused", "fused"]
-        if hook is not None:
-            hook.remove()
-
-
 def test_a_run_says_what_its_blocks_got(caplog: pytest.LogCaptureFixture) -> None:
     model, _, _ = coat_flux_model()
     with caplog.at_level(logging.INFO, logger="coat_flux"):
