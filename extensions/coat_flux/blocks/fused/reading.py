@@ -6,7 +6,7 @@ Anything beyond a reader's knowledge (IP adapters, dropout, other attention back
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from coat_core.activation import Saving
 
-from .forms import GELU, DoubleBlock, Reader, SingleBlock, Stream
+from .forms import GELU, SWIGLU, DoubleBlock, Reader, SingleBlock, Stream
 from .linears import LinearGroup, NotFusable, read_group, read_linear
 from .parts import Attention, GatedLinear, Modulation, NormLinears, Rotary
 
@@ -81,12 +81,10 @@ class Outside(NamedTuple):
     modulation: Modulation | None  # see `Stream`
     norm1: nn.Module  # before attention
     norm2: nn.Module | None = None  # before the MLP; None where the stream ends with the block
-    mlp: tuple[Any, Any] | None = None  # its two linears
+    mlp: tuple[Any, Any, str] | None = None  # its two linears and activation
 
 
-def read_double(
-    attn: Any, head_dim: int, text: Outside, image: Outside, saving: Saving, join: bool, activation: str = GELU
-) -> DoubleBlock:
+def read_double(attn: Any, head_dim: int, text: Outside, image: Outside, saving: Saving, join: bool) -> DoubleBlock:
     """Read a double block around diffusers' attention, which the caller has checked."""
     if len(attn.to_out) != 2:
         raise NotFusable("an attention output of more than a linear and a dropout")
@@ -101,7 +99,7 @@ def read_double(
             streams.append(Stream(outside.modulation, NormLinears(check_norm(outside.norm1), inputs)))
         else:
             norms = outside.norm1, outside.norm2
-            streams.append(read_stream(outside.modulation, norms, inputs, (output, *outside.mlp), activation))
+            streams.append(read_stream(outside.modulation, norms, inputs, output, outside.mlp))
     norms = attn.norm_added_q, attn.norm_added_k, attn.norm_q, attn.norm_k
     return double_block(saving, Attention(head_dim, *qk_norm(*norms)), *streams)
 
@@ -114,34 +112,47 @@ def double_block(saving: Saving, attention: Attention, text: Stream, image: Stre
 
 
 def read_stream(
-    modulation: Modulation | None, norms: Sequence[Any], inputs: LinearGroup, linears: tuple[Any, ...], activation: str
+    modulation: Modulation | None,
+    norms: tuple[Any, Any],
+    inputs: LinearGroup,
+    output: Any,
+    mlp: tuple[Any, Any, str],
 ) -> Stream:
-    """Read a double block's stream; `linears` are attention's output and the MLP's two."""
-    output, up, down = map(read_linear, linears)
+    """Read a double block's stream; `output` is attention's, `mlp` two linears and their activation."""
     first, second = map(check_norm, norms)
-    mlp = NormLinears(second, up), GatedLinear(down)
-    return Stream(modulation, NormLinears(first, inputs), GatedLinear(output), *mlp, activation)
+    up, down = NormLinears(second, read_linear(mlp[0])), GatedLinear(read_linear(mlp[1]))
+    return Stream(modulation, NormLinears(first, inputs), GatedLinear(read_linear(output)), up, down, mlp[2])
 
 
-def feed_forward(ff: Any) -> tuple[Any, Any]:
-    """The two linears of diffusers' FeedForward with GELU."""
+def feed_forward(ff: Any) -> tuple[Any, Any, str]:
+    """The two linears and the activation of diffusers' FeedForward with GELU."""
     if len(ff.net) != 3:
         raise NotFusable("a feed-forward of more than GELU, dropout and a linear")
-    check_gelu(ff.net[0])
+    activation = read_activation(ff.net[0])
     check_dropout(ff.net[1])
-    return ff.net[0].proj, ff.net[2]
+    return ff.net[0].proj, ff.net[2], activation
+
+
+def read_activation(module: Any) -> str:
+    """Which one it is of GELU-tanh and SwiGLU, in diffusers' or ai-toolkit's class."""
+    name = type(module).__name__
+    if name == "GELU" and getattr(module, "approximate", None) == "tanh":
+        return GELU
+    if name in SWIGLU_CLASSES and type(module.gate_fn) is nn.SiLU:
+        return SWIGLU
+    raise NotFusable(f"its activation is a {name}, not GELU-tanh or SwiGLU")
 
 
 def read_single(block: Any, modulation: Modulation | None, saving: Saving, join: bool) -> SingleBlock:
     """Read a single block with diffusers' names; the caller has checked its attention."""
     attn, eps = block.attn, check_norm(block.norm.norm)
-    check_gelu(block.act_mlp)
     return SingleBlock(
         saving,
         modulation,
         NormLinears(eps, read_group((attn.to_q, attn.to_k, attn.to_v, block.proj_mlp), join)),
         Attention(attn.head_dim, *qk_norm(attn.norm_q, attn.norm_k)),
         GatedLinear(read_linear(block.proj_out)),
+        read_activation(block.act_mlp),
     )
 
 
@@ -154,6 +165,7 @@ def read_joined_single(
     return SingleBlock(saving, None, inputs, attention, GatedLinear(read_linear(linears[1])), activation)
 
 
+SWIGLU_CLASSES = ("Flux2SwiGLU", "SiLUActivation")  # of diffusers and of ai-toolkit
 TOOLKIT_EPS = 1e-6  # of the RMSNorm in ai-toolkit's blocks
 
 
@@ -194,21 +206,32 @@ class ToolkitReader(Reader):
         """See `Reader`."""
         return image if text is None else (image, text)
 
-    def double(
-        self, block: Any, saving: Saving, join: bool, check: Callable[[Any], None], activation: str
-    ) -> DoubleBlock:
-        """Read a double block; `check` raises NotFusable if its MLP has another activation."""
+
+class ToolkitDouble(ToolkitReader):
+    """Reads double blocks; a subclass knows their call."""
+
+    def read(self, block: Any, saving: Saving, join: bool) -> DoubleBlock:
+        """See `Reader`."""
         streams = []
-        for attn, mlp, *norms in (
-            (block.txt_attn, block.txt_mlp, block.txt_norm1, block.txt_norm2),
-            (block.img_attn, block.img_mlp, block.img_norm1, block.img_norm2),
+        for attn, mlp, norms in (
+            (block.txt_attn, block.txt_mlp, (block.txt_norm1, block.txt_norm2)),
+            (block.img_attn, block.img_mlp, (block.img_norm1, block.img_norm2)),
         ):
             if len(mlp) != 3:
                 raise NotFusable("an MLP of more than two linears and an activation")
-            check(mlp[1])
             inputs = read_group((attn.qkv,), join, (block.hidden_size,) * 3)
-            streams.append(read_stream(None, norms, inputs, (attn.proj, mlp[0], mlp[2]), activation))
+            streams.append(read_stream(None, norms, inputs, attn.proj, (mlp[0], mlp[2], read_activation(mlp[1]))))
         return double_block(saving, self.attention(block, block.txt_attn.norm, block.img_attn.norm), *streams)
+
+
+class ToolkitSingle(ToolkitReader):
+    """Reads single blocks; a subclass knows their call."""
+
+    def read(self, block: Any, saving: Saving, join: bool) -> SingleBlock:
+        """See `Reader`."""
+        linears, attention = (block.linear1, block.linear2), self.attention(block, block.norm)
+        activation = read_activation(block.mlp_act)
+        return read_joined_single(saving, block.pre_norm, linears, block.hidden_size, attention, activation)
 
 
 @OncePerPass
@@ -228,9 +251,3 @@ def complex_rotary(*parts: Tensor) -> Rotary:
     if table.ndim == 3 and len(table) == 1:  # the same for all images
         table = table[0]
     return table.real.repeat_interleave(2, dim=-1).contiguous(), table.imag.repeat_interleave(2, dim=-1).contiguous()
-
-
-def check_gelu(module: nn.Module) -> None:
-    """Refuse all but GELU-tanh."""
-    if type(module).__name__ != "GELU" or getattr(module, "approximate", None) != "tanh":
-        raise NotFusable(f"its activation is a {type(module).__name__}, not GELU-tanh")

@@ -17,18 +17,17 @@ from coat_core.activation import Saving
 from coat_core.linear.function import compute_dtype
 from coat_core.ops.attention import additive_mask
 
-from ..fused.forms import GELU, DoubleBlock, Reader, SingleBlock
+from ..fused.forms import DoubleBlock, Reader, SingleBlock
 from ..fused.linears import NotFusable
 from ..fused.parts import Call, Shared
 from ..fused.reading import (
     OncePerPass,
     Outside,
-    ToolkitReader,
+    ToolkitDouble,
+    ToolkitSingle,
     check_attention,
-    check_gelu,
     feed_forward,
     read_double,
-    read_joined_single,
     read_single,
     toolkit_rotary,
 )
@@ -97,28 +96,20 @@ def _vectors(*found: Any) -> Tensor:
     return torch.cat([part for each in found for part in (each.shift, each.scale, each.gate)], dim=1).flatten(1)
 
 
-class _ToolkitDouble(ToolkitReader):
+class _ToolkitDouble(ToolkitDouble):
     arguments = ("img", "txt", "pe", "distill_vec", "mask")
 
     def call(self, args: tuple[Any, ...]) -> Call:
         image, text, pe, (of_image, of_text), mask = args
         return Call(image, text, _toolkit_shared(image, pe, mask), None, (_vectors(*of_text), _vectors(*of_image)))
 
-    def read(self, block: Any, saving: Saving, join: bool) -> DoubleBlock:
-        return self.double(block, saving, join, check_gelu, GELU)
 
-
-class _ToolkitSingle(ToolkitReader):
+class _ToolkitSingle(ToolkitSingle):
     arguments = ("x", "pe", "distill_vec", "mask")
 
     def call(self, args: tuple[Any, ...]) -> Call:
         x, pe, modulation, mask = args
         return Call(x, None, _toolkit_shared(x, pe, mask), None, (_vectors(modulation),))
-
-    def read(self, block: Any, saving: Saving, join: bool) -> SingleBlock:
-        check_gelu(block.mlp_act)
-        linears, attention = (block.linear1, block.linear2), self.attention(block, block.norm)
-        return read_joined_single(saving, block.pre_norm, linears, block.hidden_size, attention, GELU)
 
 
 CHROMA = Family(

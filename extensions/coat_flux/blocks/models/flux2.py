@@ -15,19 +15,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from coat_core.activation import Saving
 
 from ...data.cache import input_device, model_identity
-from ..fused.forms import SWIGLU, DoubleBlock, Reader, SingleBlock
+from ..fused.forms import DoubleBlock, Reader, SingleBlock
 from ..fused.linears import NotFusable
 from ..fused.parts import Attention, Call, Shared
 from ..fused.reading import (
     Outside,
-    ToolkitReader,
+    ToolkitDouble,
+    ToolkitSingle,
     check_attention,
     qk_norm,
+    read_activation,
     read_double,
     read_joined_single,
     toolkit_rotary,
@@ -35,13 +37,6 @@ from ..fused.reading import (
 from .family import ANY, DF, BlockList, D, F, Family, Linear, own_entries
 
 logger = logging.getLogger(__name__)
-
-ACTIVATIONS = ("Flux2SwiGLU", "SiLUActivation")  # of diffusers and of ai-toolkit
-
-
-def _check_swiglu(module: Any) -> None:
-    if type(module).__name__ not in ACTIVATIONS or type(module.gate_fn) is not nn.SiLU:
-        raise NotFusable(f"its activation is a {type(module).__name__}, not FLUX.2's SwiGLU")
 
 
 def _vectors(modulation: Tensor, image: Tensor) -> Tensor:
@@ -55,14 +50,6 @@ def _vectors(modulation: Tensor, image: Tensor) -> Tensor:
 # --- diffusers ---
 
 
-def _shared(args: tuple[Any, ...], rotary: int) -> Shared:
-    if len(args) <= rotary or args[rotary] is None:
-        raise NotFusable("no rotary embedding is given")
-    if any(args[rotary + 1 :]):
-        raise NotFusable("joint_attention_kwargs, or streams that come apart")
-    return Shared(*args[rotary])
-
-
 _ATTENDS = ("image_rotary_emb", "joint_attention_kwargs")
 
 
@@ -71,18 +58,18 @@ class _Double(Reader):
     clips = ("text",)
 
     def call(self, args: tuple[Any, ...]) -> Call:
-        image, text, of_image, of_text = args[:4]
-        return Call(image, text, _shared(args, 4), None, (_vectors(of_text, image), _vectors(of_image, image)))
+        image, text, of_image, of_text, rotary, kwargs = (*args, *[None] * (6 - len(args)))
+        self.check_call(rotary, kwargs)
+        return Call(image, text, Shared(*rotary), None, (_vectors(of_text, image), _vectors(of_image, image)))
 
     def read(self, block: Any, saving: Saving, join: bool) -> DoubleBlock:
         attn, of_text, of_image = block.attn, block.ff_context, block.ff
         check_attention(attn, "Flux2AttnProcessor")
-        _check_swiglu(of_text.act_fn)
-        _check_swiglu(of_image.act_fn)
-        mlps = (of_text.linear_in, of_text.linear_out), (of_image.linear_in, of_image.linear_out)
-        text = Outside(None, block.norm1_context, block.norm2_context, mlps[0])
-        image = Outside(None, block.norm1, block.norm2, mlps[1])
-        return read_double(attn, attn.head_dim, text, image, saving, join, SWIGLU)
+        mlp = of_text.linear_in, of_text.linear_out, read_activation(of_text.act_fn)
+        text = Outside(None, block.norm1_context, block.norm2_context, mlp)
+        mlp = of_image.linear_in, of_image.linear_out, read_activation(of_image.act_fn)
+        image = Outside(None, block.norm1, block.norm2, mlp)
+        return read_double(attn, attn.head_dim, text, image, saving, join)
 
 
 class _Single(Reader):
@@ -92,23 +79,24 @@ class _Single(Reader):
     clips = ("image",)
 
     def call(self, args: tuple[Any, ...]) -> Call:
-        if args[1] is not None:
-            raise NotFusable("text and image are handed in apart")
-        return Call(args[0], None, _shared(args, 3), None, (_vectors(args[2], args[0]),))
+        x, text, vectors, rotary, kwargs, *apart = (*args, *[None] * (5 - len(args)))
+        if text is not None or any(apart):
+            raise NotFusable("streams that are handed in apart, or come apart")
+        self.check_call(rotary, kwargs)
+        return Call(x, None, Shared(*rotary), None, (_vectors(vectors, x),))
 
     def read(self, block: Any, saving: Saving, join: bool) -> SingleBlock:
         attn = block.attn
         check_attention(attn, "Flux2ParallelSelfAttnProcessor")
-        _check_swiglu(attn.mlp_act_fn)
         attention = Attention(attn.head_dim, *qk_norm(attn.norm_q, attn.norm_k))
         linears, width = (attn.to_qkv_mlp_proj, attn.to_out), attn.heads * attn.head_dim
-        return read_joined_single(saving, block.norm, linears, width, attention, SWIGLU)
+        return read_joined_single(saving, block.norm, linears, width, attention, read_activation(attn.mlp_act_fn))
 
 
 # --- ai-toolkit, in BFL's layout ---
 
 
-class _ToolkitDouble(ToolkitReader):
+class _ToolkitDouble(ToolkitDouble):
     arguments = ("img", "txt", "pe", "pe_ctx", "mod_img", "mod_txt")
 
     def call(self, args: tuple[Any, ...]) -> Call:
@@ -116,21 +104,13 @@ class _ToolkitDouble(ToolkitReader):
         vectors = (_vectors(torch.cat([*each[0], *each[1]], dim=-1), image) for each in (of_text, of_image))
         return Call(image, text, Shared(*toolkit_rotary(args[3], args[2])), None, tuple(vectors))
 
-    def read(self, block: Any, saving: Saving, join: bool) -> DoubleBlock:
-        return self.double(block, saving, join, _check_swiglu, SWIGLU)
 
-
-class _ToolkitSingle(ToolkitReader):
+class _ToolkitSingle(ToolkitSingle):
     arguments = ("x", "pe", "mod")
 
     def call(self, args: tuple[Any, ...]) -> Call:
         x, pe, modulation = args
         return Call(x, None, Shared(*toolkit_rotary(pe)), None, (_vectors(torch.cat(modulation, dim=-1), x),))
-
-    def read(self, block: Any, saving: Saving, join: bool) -> SingleBlock:
-        _check_swiglu(block.mlp_act)
-        linears, attention = (block.linear1, block.linear2), self.attention(block, block.norm)
-        return read_joined_single(saving, block.pre_norm, linears, block.hidden_size, attention, SWIGLU)
 
 
 # --- the family ---
