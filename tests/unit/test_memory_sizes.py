@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from coat_core.activation import Saving
-from coat_core.granularity import Granularity, Storage, per_group
+from coat_core.granularity import Storage, per_group
 from coat_flux.blocks.decide import Given, flow_settings
 from coat_flux.blocks.sizes import (
     LINEARS,
@@ -165,7 +165,7 @@ def test_settings_of_a_config():
         }
     )
     expected = FlowSettings(
-        flow="generic", saving=Saving(Storage(granularity=per_group(32)), "bf16"), inputs=Granularity("per_row", 32),
+        flow="generic", saving=Saving(Storage(granularity=per_group(32)), "bf16"), inputs="per_row",
         fp8_checkpoint=False, value_bytes=4, cuda=False, fp8_weights=False, kernels=False,
     )  # fmt: skip
     assert flow_settings(coat, Given((), value_bytes=4, device="cpu")) == expected

@@ -246,7 +246,7 @@ def flow_settings(config: COATConfig, given: Given, fused: bool = True) -> FlowS
     return FlowSettings(
         flow=(activation.flow if fused else "generic") if in_fp8 else "eager",
         saving=saving_of(config),
-        inputs=Granularity(activation.linear_granularity, activation.group_size),
+        inputs=activation.linear_granularity,
         fp8_checkpoint=config.enabled and config.memory.enable_efficient_checkpoint,
         value_bytes=given.value_bytes,
         lora_bytes=given.lora_bytes,

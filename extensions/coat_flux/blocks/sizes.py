@@ -31,7 +31,6 @@ from torch.utils.checkpoint import checkpoint
 from coat_core.activation import SAVED_IN_FP8, FP8InputLinear, PackedSavedTensors, Saving, fp8_checkpoint
 from coat_core.autograd import autocast_is_on
 from coat_core.config import FP8LinearConfig
-from coat_core.granularity import PER_ROW, Granularity
 from coat_core.linear.function import input_storage
 from coat_core.linear.module import FP8Linear, FP8TrainableLinear
 from coat_core.ops.dispatch import launchers
@@ -170,7 +169,7 @@ class FlowSettings:
 
     flow: str = "fused"  # "eager", "generic" or "fused"
     saving: Saving = SAVED_IN_FP8  # of packed tensors, and of recomputed blocks' inputs
-    inputs: Granularity = PER_ROW  # scaling of the FP8 x of adapters in the generic flow and in recomputed blocks
+    inputs: str = "per_row"  # granularity of the FP8 x of adapters in the generic flow and in recomputed blocks
     fp8_checkpoint: bool = True  # recomputed blocks keep FP8 inputs
     value_bytes: int = 2  # of an element of hidden states, 2 for bf16
     lora_bytes: int = FP32
@@ -334,7 +333,7 @@ def _module_for(block: Block, settings: FlowSettings) -> nn.Module:
 def _module(block: Block, settings: FlowSettings) -> nn.Module:
     from peft import LoraConfig, inject_adapter_in_model
 
-    gemms = FP8LinearConfig(input_granularity=settings.inputs.name, use_fp8_gemm=settings.fp8_gemms)
+    gemms = FP8LinearConfig(input_granularity=settings.inputs, use_fp8_gemm=settings.fp8_gemms)
     if settings.weight_format == "int8":
         gemms = replace(gemms, weight_format="int8", input_format="int8", grad_format="int8")
     with torch.device("meta"):
