@@ -36,24 +36,17 @@ TOOLKIT_FLUX2 = "extensions_built_in.diffusion_models.flux2.src.model"
 class Family:
     """A kind of block.
 
-    Attributes:
-        make: (hidden size, heads) → the block, its weights at their initialization.
-        call: an object with `text`, `image`, `both`, `vectors`, `angles` [S, d / 2] and `seen`, a mask of tokens → the
-            block's arguments; vectors are of `vectors` times the hidden size.
-        vectors: how many; None of a block without modulation.
-        hidden: size at the model's real width.
-        text: its text tokens.
-        head: size of its heads; 0 for 128, and less in small blocks.
-        small: hidden size of a small block whose linears become FP8: their widths must be multiples of 16.
+    `call` makes a block's arguments of an object with `text`, `image`, `both`, `vectors`, `angles` [S, d / 2] and
+    `seen`, a mask of tokens.
     """
 
-    make: Callable[[int, int], nn.Module]
+    make: Callable[[int, int], nn.Module]  # of hidden size and heads, its weights at their initialization
     call: Callable[[Any], tuple[Any, ...]]
-    vectors: int | None
-    hidden: int = 3072
-    text: int = 512
-    head: int = 0
-    small: int = 256
+    vectors: int | None  # that it takes, of the hidden size; None of a block without modulation
+    hidden: int = 3072  # at the model's real width
+    text: int = 512  # tokens
+    head: int = 0  # size; 0 for 128, and less in small blocks
+    small: int = 256  # hidden size of a block whose linears become FP8: their widths must be multiples of 16
 
     def heads(self, hidden: int) -> int:
         """How many a block of this size has."""
@@ -204,19 +197,12 @@ TOOLKITS_FLUX2 = {
 
 @dataclass
 class Made:
-    """A block and its call.
-
-    Attributes:
-        block: with or without adapters.
-        args: of its call.
-        leaves: what has gradients, by name.
-        network: ai-toolkit's adapters, where it has those.
-    """
+    """A block and its call."""
 
     block: nn.Module
     args: tuple[Any, ...]
-    leaves: dict[str, Tensor]
-    network: Any = None
+    leaves: dict[str, Tensor]  # what has gradients, by name
+    network: Any = None  # ai-toolkit's adapters, where it has those
 
 
 def linears(block: nn.Module) -> list[str]:

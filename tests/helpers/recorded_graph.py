@@ -20,18 +20,13 @@ DRAWS = ("aten.rand", "aten.normal", "aten.bernoulli", "aten.native_dropout", "a
 
 
 class RecordedGraph(TorchDispatchMode):
-    """Records while it is entered.
-
-    Attributes:
-        replays: how often it was replayed.
-        pool_of: the memory it was given.
-    """
+    """Records while it is entered."""
 
     def __init__(self) -> None:
         super().__init__()
         self._calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], list[Tensor]]] = []
         self.replays = 0
-        self.pool_of: str | None = None
+        self.pool_of: str | None = None  # the memory that it got
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func in READS:
@@ -57,12 +52,7 @@ class RecordedGraph(TorchDispatchMode):
 
 
 def recording(state: Callable[[], list[Tensor]], graphs: list[RecordedGraph]) -> Callable[..., Any]:
-    """Make what stands in for `step_graph.capture`.
-
-    Args:
-        state: all tensors that the call changes.
-        graphs: gets every graph.
-    """
+    """Make what stands in for `step_graph.capture`; `state` has all tensors that the call changes."""
 
     def capture(call: Callable[[], Any], pool: Any = None) -> tuple[Any, Any]:
         kept = [x.detach().clone() for x in state()]

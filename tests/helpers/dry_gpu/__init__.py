@@ -70,18 +70,12 @@ CACHES = (
 
 
 class DryGPU:
-    """A card that is not there.
-
-    Attributes:
-        operators: runs them.
-        launches: of kernels so far, by name.
-        captures: CUDA graphs so far.
-    """
+    """A card that is not there."""
 
     def __init__(self, operators: GPUOperators) -> None:
         self.operators = operators
-        self.launches: Counter[str] = Counter()
-        self.captures = 0
+        self.launches: Counter[str] = Counter()  # of kernels so far, by name
+        self.captures = 0  # CUDA graphs so far
         self._captures_now = False
 
     def capture(self, call: Callable[[], Any], pool: Any = None) -> tuple[Any, Any]:
@@ -101,18 +95,7 @@ class DryGPU:
         self.launches[check_launch(kernel, grid, args, keywords)] += 1
 
     def steps(self, session: Any, count: int, closer: Mapping[str, float] = CLOSER) -> None:
-        """Do whole steps of the engine, from the batch to AdamW and EMA.
-
-        Args:
-            session: from `dry_session`.
-            count: of steps.
-            closer: where the host may wait besides.
-
-        Raises:
-            HostWaits: the host waits for the GPU at another place.
-            LaunchError: a kernel is launched wrongly.
-            DeviceError: tensors of two devices meet.
-        """
+        """Do whole steps of the engine, from the batch to AdamW and EMA; `closer`: where the host may wait besides."""
         batches = iter(session.sampler)
         for _ in range(count):
             allowed = {**closer, **({} if session.step else FIRST)}
@@ -122,12 +105,7 @@ class DryGPU:
 
 @contextmanager
 def dry_gpu(patch: pytest.MonkeyPatch, attention: str = "cudnn") -> Iterator[DryGPU]:
-    """Let everything inside the `with` block run as on a GPU.
-
-    Args:
-        patch: ends with the test.
-        attention: the kernel that torch's attention chooses, a key of `operators.ATTENTION`.
-    """
+    """Let all of the `with` block run as on a GPU whose torch chooses `attention`, a key of `operators.ATTENTION`."""
     from coat_core.ops import launch as tables
     from coat_core.ops import quantize_kernel as quantize
     from coat_flux.trainers.standalone import step_graph

@@ -33,15 +33,10 @@ ALLOCATION = 512  # bytes that torch's CUDA allocator aligns to
 
 
 class Event:
-    """torch.cuda.Event of a GPU on which everything takes a millisecond; a step's work is done when the step is.
+    """torch.cuda.Event of a GPU on which everything takes a millisecond; a step's work is done when the step is."""
 
-    Attributes:
-        step: the number of the step under way.
-        on_wait: called where the host waits for work of this very step.
-    """
-
-    step = 0
-    on_wait: Callable[[str], Any] = staticmethod(lambda what: None)
+    step = 0  # the number of the one under way
+    on_wait: Callable[[str], Any] = staticmethod(lambda what: None)  # where the host waits for work of this very step
 
     def __init__(self, **_: Any) -> None:
         self._recorded, self.done = -1, Counter[Stream]()
@@ -94,15 +89,12 @@ CUDA: dict[str, Any] = {
 
 
 class CardView(TorchFunctionMode):
-    """Shows meta tensors as tensors of the card.
-
-    Attributes:
-        pinned: storages of CPU tensors in pinned memory, which a copy need not wait for.
-    """
+    """Shows meta tensors as tensors of the card."""
 
     def __init__(self) -> None:
         super().__init__()
         self.hidden = False
+        # storages of CPU tensors that a copy need not wait for
         self.pinned: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:

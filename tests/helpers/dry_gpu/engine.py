@@ -66,14 +66,7 @@ def dry_session(
 ) -> Session:
     """Open a session of a run at FLUX.1-dev's or FLUX.2-dev's geometry, rank 16, with an EMA.
 
-    Args:
-        coat: the `coat:` block.
-        patch: ends with the test.
-        blocks: how many double and single blocks.
-        side: of the images, pixels.
-        train: further keys of `train`.
-        arch: "flux2"; None for FLUX.1.
-        full: without `network:`.
+    `blocks`: double and single; `arch`: "flux2", or None for FLUX.1; `full`: without `network:`.
     """
     folder = Path(tempfile.mkdtemp())
     patch.setenv("XDG_CACHE_HOME", str(folder))  # what the first step measures is kept there

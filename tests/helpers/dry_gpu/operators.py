@@ -55,24 +55,14 @@ class DeviceError(AssertionError):
 
 
 class GPUOperators(TorchDispatchMode):
-    """Runs operators on meta tensors as on the card.
-
-    Args:
-        view: what shows the card to Python.
-        attention: the kernel that torch's attention chooses, a key of `ATTENTION`.
-
-    Attributes:
-        waits: how often the host waited inside a step, by place.
-        calls: of our operators, by name.
-        memory: that streams share.
-    """
+    """Runs operators on meta tensors as on the card."""
 
     def __init__(self, view: CardView, attention: str) -> None:
         super().__init__()
         self._allowed: Mapping[str, float] | None = None
-        self.waits: Counter[str] = Counter()
-        self.calls: Counter[str] = Counter()
-        self.memory = Memory()
+        self.waits: Counter[str] = Counter()  # of the host inside a step, by place
+        self.calls: Counter[str] = Counter()  # of our operators, by name
+        self.memory = Memory()  # that streams share
         self._view, self._attention = view, ATTENTION[attention].value
         self._captures = False
 
@@ -167,15 +157,9 @@ def described(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
 
 @functools.cache
 def check_scaled_mm(arguments: tuple[tuple[str, Any], ...]) -> None:
-    """Ask torch whether a GPU takes such a GEMM: on fake CUDA tensors of the same shapes and strides.
+    """Ask torch, by RuntimeError, whether a GPU takes such a GEMM: on fake CUDA tensors of these shapes and strides.
 
     What torch checks in C++ alone is added here, by the strictest of its kernels.
-
-    Args:
-        arguments: of `torch._scaled_mm`, from `described`.
-
-    Raises:
-        RuntimeError: it does not; as torch.
     """
     given = dict(arguments)
     (_, _, a), (_, _, b), out, bias = given["self"], given["mat2"], given.get("out_dtype"), given.get("bias")

@@ -19,15 +19,10 @@ class RaceError(AssertionError):
 
 
 class Stream:
-    """torch.cuda.Stream: how much of each stream is done before what is queued on this one next.
+    """torch.cuda.Stream: how much of each stream is done before what is queued on this one next."""
 
-    Attributes:
-        current: the one that work is queued on.
-        on_wait: called where the host waits for all of a stream.
-    """
-
-    current: Stream
-    on_wait: Callable[[str], Any] = staticmethod(lambda what: None)
+    current: Stream  # that work is queued on
+    on_wait: Callable[[str], Any] = staticmethod(lambda what: None)  # where the host waits for all of a stream
 
     def __init__(self, *_: Any) -> None:
         self.done: Counter[Stream] = Counter()
@@ -43,17 +38,13 @@ class Stream:
 
 
 class Memory:
-    """Uses of storages that a second stream has written: by storage, the last writing and all reading since.
-
-    Attributes:
-        copies: writings by other streams than the first.
-    """
+    """Uses of storages that a second stream has written: by storage, the last writing and all reading since."""
 
     def __init__(self) -> None:
         self.first = Stream.current = Stream()
         self._written: dict[int, tuple[Stream, int]] = {}
         self._read: dict[int, Counter[Stream]] = {}
-        self.copies = 0
+        self.copies = 0  # writings by other streams than the first
 
     def write(self, x: Tensor) -> None:
         """Something is about to be queued that writes a tensor."""
