@@ -31,19 +31,12 @@ class LaunchError(AssertionError):
 
 
 class Signature(NamedTuple):
-    """What a kernel's source says about its arguments.
-
-    Attributes:
-        names: of the arguments.
-        constants: those that are compiled in.
-        ranges: constants that `tl.arange` is given.
-        strides: pointer → its strides; empty where the kernel reads it as one piece.
-    """
+    """What a kernel's source says about its arguments."""
 
     names: inspect.Signature
-    constants: frozenset[str]
-    ranges: frozenset[str]
-    strides: dict[str, tuple[str, ...]]
+    constants: frozenset[str]  # that are compiled in
+    ranges: frozenset[str]  # constants of `tl.arange`
+    strides: dict[str, tuple[str, ...]]  # of each pointer; empty where the kernel reads it as one piece
 
 
 @functools.cache
