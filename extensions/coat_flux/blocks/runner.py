@@ -170,8 +170,10 @@ class BlockRunner:
         """Run one block as the plan has it."""
         place = self._places[block]
         begins, self._place = place <= self._place, place
-        if begins:
-            self._begin_pass(place, args, kwargs)
+        if begins and (self._state is None or self._state.key() != self._state.before):  # a block has changed
+            self._read()
+        if begins and (self._given.attention is None or self.gemms is not None):
+            self._pick_kernels(place, args, kwargs)
         self._see_sizes(args)
         if self._state is None:  # copies of weights have changed
             self._read()
@@ -192,10 +194,8 @@ class BlockRunner:
                 logger.info("blocks: %s", "; ".join(f"{count} {what}" for what, count in counts.items()))
         return outputs
 
-    def _begin_pass(self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Read changed blocks again, and pick kernels in the first pass; arguments are those of the first block."""
-        if self._state is None or self._state.key() != self._state.before:
-            self._read()
+    def _pick_kernels(self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Pick what is still to be picked, in the first pass, for the first block's arguments."""
         if self._given.attention is None and place == 0 and all(self._readable) and len(args) > 1:
             with suppress(NotFusable):
                 query, mask = attention_query(self._modules[0], args)

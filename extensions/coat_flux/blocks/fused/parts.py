@@ -243,7 +243,6 @@ class NormLinears:
         `residual` [B, S, D] is added to dx; `x` is given if it was not saved.
         """
         saved = kept.read(f"{name}x") if x is None else Saved(x, None, PER_GROUP.group_size, x.dtype)
-
         (h,) = kept.all(f"{name}h")
         dh, ups = self.linears.up_gradients(dy, h)
         downs = None
