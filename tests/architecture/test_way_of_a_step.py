@@ -18,7 +18,7 @@ from tests.architecture.sources import ROOT
 from tests.helpers.flux import coat_flux_model, flux_inputs, loss_of
 
 ROOMS = tuple(f"{ROOT / folder}{os.sep}" for folder in ("coat_core", "extensions/coat_flux"))
-MOST_FILES, MOST_FUNCTIONS, MOST_LINES = 26, 156, 2_000  # one file less where no other test has run before
+MOST_FILES, MOST_FUNCTIONS, MOST_LINES = 26, 160, 2_000  # one file less where no other test has run before
 
 
 def entered(step: Any) -> set[CodeType]:

@@ -215,13 +215,8 @@ class BlockRunner:
                 groups += [modulation.linear for form in forms for modulation in form.modulations]
                 self._copies = AdapterCopies(groups, dtype)
             self._copies.refresh()
-        elif self._copies is not None:
-            self._copies.drop()
-            self._copies = None
         with suppress(NotFusable):
-            temb = next(iter(self.forms.values())).reader.call(args).temb
-            if temb is not None:
-                modulate_ahead(self._modulations, temb)
+            modulate_ahead(self._modulations, next(iter(self.forms.values())).reader.call(args).temb)
 
     def _run_fused(self, place: int, form: Form, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kind = type(self._modules[place])
@@ -303,12 +298,10 @@ class BlockRunner:
     def _choose_forms(self) -> None:
         """Keep the forms of the blocks that the plan has run so, with their linears and modulations."""
         forms = {i: form for i, form in self._read_forms.items() if self._plan.blocks[i].saved is not None}
-        if forms.keys() != self.forms.keys():
-            self.forms = forms
-            if self._copies is not None:  # of blocks that stay fused, too
-                self._copies.drop()
-                self._copies = None
-        self._modulations = []
+        if self._copies is not None and (forms.keys() != self.forms.keys() or not self._plan.shadow_bytes):
+            self._copies.drop()  # of blocks that stay fused, too
+            self._copies = None
+        self.forms, self._modulations = forms, []
         for i, form in forms.items():
             if self._plan.blocks[i].flow == "fused" and i not in self._plan.streamed:
                 self._modulations += form.modulations

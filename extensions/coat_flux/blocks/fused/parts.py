@@ -421,13 +421,13 @@ class Modulation:
         return result
 
 
-def modulate_ahead(modulations: Sequence[Modulation], temb: Tensor) -> None:
+def modulate_ahead(modulations: Sequence[Modulation], temb: Tensor | None) -> None:
     """Compute the vectors that these modulations return if their next call is for this temb [B, D].
 
     Frozen weights multiply one by one, adapters of equal shape as one batched product. Only for blocks that are not
     recomputed, since the graph is built here, and a temb without a gradient.
     """
-    if temb.requires_grad or not modulations:
+    if temb is None or temb.requires_grad or not modulations:
         return
     x = torch.nn.functional.silu(temb) if modulations[0].silu else temb  # of all blocks of a model, or of none
     groups: dict[Any, list[Modulation]] = {}
