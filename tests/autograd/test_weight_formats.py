@@ -186,7 +186,7 @@ def flux_gradients(options: dict[str, Any]) -> tuple[dict[str, Tensor], str]:
     for log in (forward, backward):
         assert {dtype for dtype, _ in log.calls} == ({torch.int8} if "weight" in options else set())
     grads = {name: parameter.grad for name, parameter in lora_parameters(model).items()}
-    return {"prediction": prediction.detach(), **grads}, report.table()
+    return {"prediction": prediction.detach(), **grads}, report.table(1000)
 
 
 def test_gradients_of_tiny_flux_in_int8_come_near_those_without_coat(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -165,7 +165,7 @@ def test_fallback_for_a_device(monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
     model, report, _ = coat_flux_model({"memory": KEEP, "fallback": "bf16"})
     assert report.why["transformer_blocks.0.attn.to_q"] == "fallback: cuda: compute capability 8.0"
     assert "34 layers stay in high precision: fallback: cuda: compute capability 8.0" in caplog.text
-    assert "fallback: cuda: compute capability 8.0" in report.table()
+    assert "fallback: cuda: compute capability 8.0" in report.table(1000)
     assert predict(model).isfinite().all()
 
 
@@ -176,7 +176,7 @@ def test_without_fp8_products_all_is_int8(monkeypatch: pytest.MonkeyPatch, caplo
     monkeypatch.setattr("coat_core.linear.function.unsupported_reason", lambda *_: "cuda: compute capability 8.6")
     model, report, _ = coat_flux_model({"memory": KEEP, "activation": {"linear_granularity": "per_tensor"}})
     assert "no FP8 products here (cuda: compute capability 8.6), so weights and products are INT8" in caplog.text
-    assert "INT8, forward int8, backward int8" in report.table()
+    assert "INT8, forward int8, backward int8" in report.table(1000)
     assert_bitwise(predict(model), expected)
     monkeypatch.setattr("coat_flux.blocks.gemms.int8_obstacle", lambda _: "no INT8 either")
     assert coat_flux_model({"memory": KEEP})[1].why["transformer_blocks.0.attn.to_q"].startswith("fallback: cuda")

@@ -96,7 +96,7 @@ def test_what_cannot_be_fused_is_in_the_table_and_in_the_plan(caplog: pytest.Log
     kept = COATConfig.from_dict({"memory": {"checkpointing": "none"}})
     model, report = _model(kept, 4, dropout=0.1)
     assert _saved(report) == "decided at the first step, expected: FP8 e4m3 per_group, generic flow"
-    assert "LoRA dropout" in report.table()
+    assert "LoRA dropout" in report.table(1000)
     inputs = flux_inputs(Tokens(4, 32, 64))
     with caplog.at_level(logging.WARNING, logger="coat_flux"):
         for _ in range(2):

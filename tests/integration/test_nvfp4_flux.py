@@ -27,7 +27,7 @@ def test_layers_are_fused_and_have_names() -> None:
     assert all(choice.flow == "fused" for choice in BlockRunner.of(model).plan.blocks)
     linears = {name.removesuffix(".base_layer"): m for name, m in model.named_modules() if isinstance(m, FP8Linear)}
     assert {m.config.weight_format for m in linears.values()} == {NVFP4}
-    assert "W nvfp4, x e4m3/per_row, dy e5m2" in report.table()
+    assert "W nvfp4, x e4m3/per_row, dy e5m2" in report.table(1000)
     with CastProbe(model, {}) as probe:
         loss_of(model(**flux_inputs())[0]).backward()
     layers = {row.layer for row in probe.rows(2) if row.kind == INPUT}

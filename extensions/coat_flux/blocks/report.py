@@ -19,7 +19,6 @@ from coat_core.linear.function import fp8_gemm_obstacle
 from coat_core.linear.module import FP8TrainableLinear
 from coat_core.ops.dispatch import triton_obstacle
 
-from ..base.text import columns
 from ..config.coat import COATConfig
 from .decide import BlockPlan, saving_of
 from .measure import MEASURED
@@ -29,7 +28,6 @@ OUTSIDE = "outside the blocks: kept in high precision"
 UNASKED = "-"
 QUANTIZED = "quantized by ai-toolkit"
 OWN_PRODUCTS = "its own products, gradients by the dequantized weight"
-HEADER = ("part", "count", "asked", "got", "why")
 
 
 class TableRow(NamedTuple):
@@ -93,16 +91,8 @@ class CoatReport:
             rows.append(TableRow("outside", UNASKED, "high precision", why, sum(outside.values())))
         return [*rows, *self.shared(), *self._added.values()]
 
-    def table(self) -> str:
-        """Return the table as text."""
-        cells = [HEADER]
-        for row in self.parts():
-            got = "as asked" if row.got == row.asked else row.got
-            cells.append((row.part, str(row.count or ""), row.asked, got, row.why))
-        return "\n".join(columns(cells, left=range(len(HEADER))))
-
-    def brief(self, width: int = 100, *, shared: bool = False) -> str:
-        """Return a table in `width` columns: part, got, and in brackets what was asked where it differs, and why.
+    def table(self, width: int = 100, *, shared: bool = False) -> str:
+        """Return the table in `width` columns: part, got, and in brackets what was asked where it differs, and why.
 
         With `shared` only what the first step decides.
         """

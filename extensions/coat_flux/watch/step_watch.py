@@ -177,7 +177,7 @@ class StepWatch:
         if runner is not None:
             runner.check_step()
             if self._report is not None:
-                self._log.info(f"As the first step ran:\n{self._report.brief(shared=True)}")
+                self._log.info(f"As the first step ran:\n{self._report.table(shared=True)}")
         if self._updating:
             self.guard.after_update(step)
         device = self.phases.device

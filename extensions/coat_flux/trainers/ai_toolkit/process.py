@@ -226,8 +226,7 @@ class CoatFluxTrainer(HostTrainer):
             self._continuation.restore()
             self._continuation.saves.check_room(self)
         self._training = TrainingLoop(self)
-        info(f"blocks, as planned:\n{self._report.brief()}")
-        detail(f"blocks, in full:\n{self._report.table()}")
+        info(f"blocks, as planned:\n{self._report.table()}")
         self._phases.enter("step")
 
     def hook_train_loop(self, batch: Any) -> Any:

@@ -316,8 +316,7 @@ def _log_start(
     if report is not None:
         why = "" if ours else "moments in FP8 are for coat_fp8_adamw"
         report.add_row("optimizer", job.train.optimizer, stored, why)
-        log.info(report.brief())
-        log.record(report.table())
+        log.info(report.table())
     elif ours:
         log.info(f"optimizer {job.train.optimizer}: {stored}")
     if job.full:
