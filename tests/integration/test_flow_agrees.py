@@ -63,7 +63,7 @@ def _flows(model: nn.Module) -> set[str]:
     """Of the blocks that keep what they save, after a forward pass."""
     policy = BlockRunner.of(model)
     assert policy is not None
-    kept = [what for what in treatments(policy.plan) if not what.startswith("recomputed")]
+    kept = [what for what in treatments(policy.plan, policy.ran) if not what.startswith("recomputed")]
     return {"fused" if "fused flow" in what else "generic" if "generic flow" in what else "eager" for what in kept}
 
 

@@ -320,11 +320,11 @@ def auto_line(plan: BlockPlan, config: COATConfig) -> str:
     return "; ".join(chosen) + sizes if chosen else ""
 
 
-def treatments(plan: BlockPlan, ran: Mapping[int, str] | None = None) -> Counter[str]:
-    """What the blocks do, in words → how many; `ran` as of `shared_rows`, None for what is planned."""
+def treatments(plan: BlockPlan, ran: Mapping[int, str]) -> Counter[str]:
+    """What the blocks do, in words → how many; `ran` as of `shared_rows`."""
     counts: Counter[str] = Counter()
     for i, choice in enumerate(plan.blocks):
-        way = choice.flow if ran is None else ran.get(i, "idle")
+        way = ran.get(i, "idle")
         if way in NOT_REACHED:
             words = NOT_REACHED[way]
         elif choice.recomputed:
