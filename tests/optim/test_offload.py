@@ -18,7 +18,7 @@ from coat_core.optim import FP8AdamW
 from coat_core.optim.offload import SLOTS, Staging, pin, staging_bytes
 from coat_core.optim.sharded import ShardedFP8AdamW
 from coat_core.optim.state import empty_moment, storages
-from coat_flux.blocks.held import HeldParts, HeldTensors, state_tensors
+from coat_flux.blocks.held import HeldParts, HeldTensors
 from coat_flux.watch.casts import CastProbe
 from tests.optim.common import CONFIGS, assert_same, copies, make_params, params_of, set_grads, through_file
 
@@ -122,7 +122,7 @@ def test_what_the_slots_take_is_known(name: str, size: int) -> None:
     assert sum(x.nbytes for x in optimizer.staging) == slots
     assert FP8AdamW(params, fp8_config=KINDS[name]).staging == []
     parts = HeldParts(CPU)  # as a run's ledger of memory counts
-    parts.add("optimizer", optimizer, state_tensors)
+    parts.add("optimizer", optimizer)
     moments = sum(part.nbytes for moment in optimizer._packed.devices[0].moments.values() for part in moment)
     assert parts.count()["optimizer"] == moments + slots + 2 * 4  # and steps
 

@@ -23,7 +23,7 @@ from coat_core import FP8AdamW, FP8Linear
 from coat_core.linear import function
 from coat_core.linear.function import load_weight
 from coat_flux.blocks.gemms import transposed_bytes
-from coat_flux.blocks.held import HeldTensors, gradients, module_tensors, state_tensors, trained
+from coat_flux.blocks.held import HeldTensors
 from coat_flux.blocks.runner import BlockRunner
 from coat_flux.config.findings import ConfigError
 from coat_flux.config.job import JobConfig
@@ -64,10 +64,10 @@ class Training:
         self.lora = lora_parameters(self.model)
         self.optimizer = FP8AdamW(self.lora.values(), lr=1e-3)
         self.phases = PhaseTracker(CPU, None, counts=False)
-        self.phases.held.add("transformer", self.model, module_tensors)
-        self.phases.held.add("lora", self.model, trained)
-        self.phases.held.add("gradients", self.model, gradients)
-        self.phases.held.add("optimizer", self.optimizer, state_tensors)
+        self.phases.held.add("transformer", self.model)
+        self.phases.held.add("lora", self.model)
+        self.phases.held.add("gradients", self.model)
+        self.phases.held.add("optimizer", self.optimizer)
         self.phases.enter("step")
 
     def step(self) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from coat_flux.blocks.held import HeldParts, gradients, module_tensors, state_tensors, trained
+from coat_flux.blocks.held import HeldParts
 from coat_flux.config.findings import ConfigError
 from coat_flux.watch import phases as phases_module
 from coat_flux.watch.memory_report import finish, tabulated
@@ -60,10 +60,10 @@ def test_parts_count_each_storage_once_and_adapters_before_the_transformer() -> 
     model[0].register_buffer("weight_scale", torch.zeros(8))
     model[0].register_buffer("again", model[0].weight_codes.view(torch.uint8))
     held = HeldParts(CPU)
-    for part, tensors in (("transformer", module_tensors), ("lora", trained), ("gradients", gradients)):
-        held.add(part, model, tensors)
-    optimizer = torch.optim.AdamW(trained(model))
-    held.add("optimizer", optimizer, state_tensors)
+    for part in ("transformer", "lora", "gradients"):
+        held.add(part, model)
+    optimizer = torch.optim.AdamW(model[1].parameters())
+    held.add("optimizer", optimizer)
     model(torch.ones(2, 8)).sum().backward()
     optimizer.step()
     parts = held.count()
@@ -77,12 +77,12 @@ def test_parts_count_each_storage_once_and_adapters_before_the_transformer() -> 
 
 def test_parts_do_not_keep_their_owners_alive() -> None:
     held, model = HeldParts(CPU), nn.Linear(4, 4)
-    held.add("vae", model, module_tensors)
+    held.add("vae", model)
     assert held.count()["vae"] == 80
     del model
     assert held.count()["vae"] == 0
     with pytest.raises(ValueError, match=r"part='unet': must be one of lora"):
-        held.add("unet", nn.Linear(1, 1), module_tensors)
+        held.add("unet", nn.Linear(1, 1))
 
 
 def test_each_phase_has_its_own_peak_and_goes_on_after_a_sample(gpu: FakeDevice, tmp_path: Path) -> None:
@@ -121,8 +121,8 @@ def test_saved_activations_are_what_a_forward_pass_added_but_gradients(gpu: Fake
     model = nn.Linear(16, 16, bias=False)
     tracker = PhaseTracker(torch.device("cuda"), tmp_path / "memory.json")
     tracker.held = HeldParts(CPU)  # the tensors are on the CPU, the numbers are the fake's
-    tracker.held.add("lora", model, trained)
-    tracker.held.add("gradients", model, gradients)
+    tracker.held.add("lora", model)
+    tracker.held.add("gradients", model)
     tracker.enter("step")
     model.weight.grad = torch.zeros_like(model.weight)
     gpu.take(2 * 1024)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base.names import COAT_OPTIMIZER
-from ..blocks.held import HeldParts, state_tensors
+from ..blocks.held import HeldParts
 from ..config.coat import COATConfig
 from ..watch.phases import peak_bytes
 from .configurations import Configuration
@@ -212,7 +212,7 @@ def make_optimizer(name: str, parameters: list[nn.Parameter], *, capturable: boo
 def state_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
     """Bytes of all tensors of the optimizer's state, each storage once."""
     parts = HeldParts(device)
-    parts.add("optimizer", optimizer, state_tensors)
+    parts.add("optimizer", optimizer)
     return parts.count()["optimizer"]
 
 

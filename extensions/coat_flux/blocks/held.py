@@ -18,10 +18,33 @@ from coat_core.optim.sharded import local_values
 # of a GPU's memory; the rest is left to the driver, CUDA's context and fragmentation
 USABLE_FRACTION = 0.92
 SAVED = "saved activations"
-# adapters may be part of the transformer, so they are counted before it
-PARTS = ("lora", "gradients", "optimizer", "ema", "transformer", "text encoders", "vae", SAVED)
 KINDS = ("fp8 codes", "scales", "high precision")
-TensorsOf = Callable[[Any], Iterable[Tensor]]
+
+
+def module_tensors(module: nn.Module) -> Iterator[Tensor]:
+    """Parameters and buffers."""
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _state_tensors(optimizer: Any) -> Iterator[Tensor]:
+    """An optimizer's state per parameter, with the staging buffers of an offloaded state."""
+    for state in optimizer.state.values():
+        yield from (x for x in tree_iter(state) if isinstance(x, Tensor))
+    yield from getattr(optimizer, "staging", ())
+
+
+# part → the tensors of its owner, in the order of counting: adapters may be part of the transformer
+PARTS: dict[str, Callable[[Any], Iterable[Tensor]]] = {
+    "lora": lambda module: [p for p in module.parameters() if p.requires_grad],
+    "gradients": lambda module: [p.grad for p in module.parameters() if p.grad is not None],
+    "optimizer": _state_tensors,
+    "ema": lambda average: average.shadow.values() if hasattr(average, "shadow") else average.shadow_params,
+    "transformer": module_tensors,
+    "text encoders": module_tensors,
+    "vae": module_tensors,
+    SAVED: lambda _: (),
+}
 
 
 class HeldParts:
@@ -29,38 +52,39 @@ class HeldParts:
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._owners: list[tuple[str, weakref.ref[Any], TensorsOf]] = []
+        self._owners: dict[str, list[weakref.ref[Any]]] = {part: [] for part in PARTS}
 
-    def add(self, part: str, owner: Any, tensors: TensorsOf) -> None:
+    def add(self, part: str, owner: Any) -> None:
         """Count the tensors of `owner`, as long as it lives, under `part`; ValueError for an unknown part."""
         if part not in PARTS:
             raise ValueError(f"part={part!r}: must be one of {', '.join(PARTS)}")
-        self._owners.append((part, weakref.ref(owner), tensors))
-        self._owners.sort(key=lambda item: PARTS.index(item[0]))
+        self._owners[part].append(weakref.ref(owner))
 
     def count(self) -> dict[str, int]:
         """Bytes of every part now."""
         seen: set[int] = set()
         parts = dict.fromkeys(PARTS, 0)
-        for part, owner, tensors in self._living():
-            parts[part] += sum(_new_bytes(x, self._device, seen) for x in tensors(owner))
+        for part, tensors in PARTS.items():
+            for owner in self.owners(part):
+                parts[part] += sum(_new_bytes(x, self._device, seen) for x in tensors(owner))
         return parts
 
     def owners(self, part: str) -> list[Any]:
         """Those counted under `part` that live."""
-        return [owner for name, owner, _ in self._living() if name == part]
+        owners = [reference() for reference in self._owners[part]]
+        return [owner for owner in owners if owner is not None]
 
     def gradient_bytes(self) -> int:
         """Bytes of gradients alone."""
         seen: set[int] = set()
-        found = (x for part, owner, get in self._living() if part == "gradients" for x in get(owner))
-        return sum(_new_bytes(x, self._device, seen) for x in found)
+        grads = (x for owner in self.owners("gradients") for x in PARTS["gradients"](owner))
+        return sum(_new_bytes(x, self._device, seen) for x in grads)
 
     def transformer_kinds(self) -> dict[str, int]:
         """The transformer's parameters and buffers, on the device and not trained, by kind; empty without one."""
         kinds: dict[str, int] = {}
         seen: set[int] = set()
-        for owner in (owner for part, owner, _ in self._living() if part == "transformer"):
+        for owner in self.owners("transformer"):
             kinds = kinds or dict.fromkeys(KINDS, 0)
             for name, x in (*owner.named_parameters(), *owner.named_buffers()):
                 if not x.requires_grad:
@@ -68,12 +92,6 @@ class HeldParts:
                     kind = "scales" if "scale" in name.rpartition(".")[2] else kind
                     kinds[kind] += _new_bytes(x, self._device, seen)
         return kinds
-
-    def _living(self) -> Iterator[tuple[str, Any, TensorsOf]]:
-        for part, reference, tensors in self._owners:
-            owner = reference()
-            if owner is not None:
-                yield part, owner, tensors
 
 
 class HeldTensors(TorchDispatchMode):
@@ -173,29 +191,6 @@ def _new_bytes(tensor: Tensor, device: torch.device, seen: set[int]) -> int:
         return 0
     seen.add(storage.data_ptr())
     return storage.nbytes()
-
-
-def module_tensors(module: nn.Module) -> Iterator[Tensor]:
-    """Parameters and buffers."""
-    yield from module.parameters()
-    yield from module.buffers()
-
-
-def trained(module: nn.Module) -> Iterator[Tensor]:
-    """Parameters that are trained."""
-    return (p for p in module.parameters() if p.requires_grad)
-
-
-def gradients(module: nn.Module) -> Iterator[Tensor]:
-    """Gradients of a module's parameters, as far as there are any."""
-    return (p.grad for p in module.parameters() if p.grad is not None)
-
-
-def state_tensors(optimizer: Any) -> Iterator[Tensor]:
-    """An optimizer's state per parameter, with the staging buffers of an offloaded state."""
-    for state in optimizer.state.values():
-        yield from (x for x in tree_iter(state) if isinstance(x, Tensor))
-    yield from getattr(optimizer, "staging", ())
 
 
 def usable_bytes(device: torch.device) -> float:

@@ -38,7 +38,7 @@ import torch
 from torch import nn
 
 from ..base.files import write_file
-from ..blocks.held import SAVED, HeldParts, HeldTensors, module_tensors
+from ..blocks.held import SAVED, HeldParts, HeldTensors
 
 logger = logging.getLogger(__name__)
 
@@ -123,9 +123,9 @@ class PhaseTracker:
         """Count models that come and go; all parts are counted whenever one of them first runs in a phase."""
         watched = list(text_encoders)
         for encoder in watched:
-            self.held.add("text encoders", encoder, module_tensors)
+            self.held.add("text encoders", encoder)
         if vae is not None:
-            self.held.add("vae", vae, module_tensors)
+            self.held.add("vae", vae)
             halves = (getattr(vae, name, None) for name in ("encoder", "decoder"))
             watched += [half for half in halves if isinstance(half, nn.Module)]
 

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 
 from ..base.text import GB
-from ..blocks.held import gradients, state_tensors, trained
 from ..blocks.report import CoatReport
 from ..blocks.runner import BlockRunner
 from ..config.coat import COATConfig
@@ -64,10 +63,10 @@ class StepWatch:
         norms: Norms = tensor_norms,
     ) -> None:
         if network is not None:
-            phases.held.add("lora", network, trained)
-            phases.held.add("gradients", network, gradients)
+            phases.held.add("lora", network)
+            phases.held.add("gradients", network)
         if optimizer is not None:
-            phases.held.add("optimizer", optimizer, state_tensors)
+            phases.held.add("optimizer", optimizer)
         self.phases = phases
         self.guard = RunGuard(config.guard, lora, log.info, norms)
         self._options, self._memory, self._report = config.guard, config.memory, report

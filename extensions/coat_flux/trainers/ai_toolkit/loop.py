@@ -83,7 +83,7 @@ class TrainingLoop:
             mean=self._team.mean,
         )
         if process.ema is not None:
-            phases.held.add("ema", process.ema, lambda average: average.shadow_params)
+            phases.held.add("ema", process.ema)
         state = None if self._continuation is None else self._continuation.state
         if state is not None:
             self.watch.load_state_dict(state.record["guard"])

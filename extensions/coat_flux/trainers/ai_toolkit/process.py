@@ -16,7 +16,6 @@ from ...base import streams as steady
 from ...base.text import GB
 from ...blocks.apply import apply_coat
 from ...blocks.gemms import config_for
-from ...blocks.held import module_tensors
 from ...blocks.lora import attach_lora
 from ...blocks.models.check import check_models
 from ...blocks.runner import BlockRunner
@@ -178,7 +177,7 @@ class CoatFluxTrainer(HostTrainer):
             with suppress(ConfigError):  # a job only ai-toolkit can run
                 reserve = outside_bytes(JobFacts(self._job_config()))  # for sampling
                 BlockRunner.of(self.sd.unet).expect(reserve_bytes=reserve)
-        self._phases.held.add("transformer", self.sd.unet, module_tensors)
+        self._phases.held.add("transformer", self.sd.unet)
         self._phases.hold_models(getattr(self.sd, "vae", None), self._text_encoders())
 
     def _text_encoders(self) -> list[Any]:

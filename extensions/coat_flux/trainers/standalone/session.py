@@ -24,7 +24,7 @@ from ...base.text import size_text
 from ...blocks.apply import apply_coat
 from ...blocks.decide import budget_bytes
 from ...blocks.gemms import config_for
-from ...blocks.held import gradients, held_bytes, module_tensors, usable_bytes
+from ...blocks.held import held_bytes, module_tensors, usable_bytes
 from ...blocks.lora import attach_lora
 from ...blocks.report import CoatReport
 from ...blocks.runner import BlockRunner
@@ -108,7 +108,7 @@ class Session:
         log.info(f"Loading the transformer of {model.name_or_path}")
         self.transformer, self.lora, self.report = _prepare_transformer(job, workers, self.dtype, log)
         self.objective = Objective(self.transformer, train, encoders.scheduler, job.seed, self.dtype)
-        phases.held.add("transformer", self.transformer, module_tensors)
+        phases.held.add("transformer", self.transformer)
         self.identity = identity
         if identity["model"]["fingerprint"] is None:  # downloaded just now
             self.identity = {**identity, "model": model_identity(model.name_or_path)}
@@ -134,7 +134,7 @@ class Session:
         self.lr_scheduler = make_scheduler(train.lr_scheduler, self.optimizer, train.steps, train.lr_scheduler_params)
         advance(self.lr_scheduler, self.step)
         if job.full:
-            phases.held.add("gradients", self.transformer, gradients)
+            phases.held.add("gradients", self.transformer)
             make_states(self.optimizer, self.transformer)
         self.watch = StepWatch(
             job.coat,
@@ -170,7 +170,7 @@ class Session:
         if average.use_ema:
             options = {"use_feedback": average.use_feedback, "param_multiplier": average.param_multiplier}
             self.ema = LoraEMA(self.lora, average.ema_decay, **options)
-            phases.held.add("ema", self.ema, lambda average: average.shadow.values())
+            phases.held.add("ema", self.ema)
         self.fused: UpdateInBackward | None = None
         if train.fused_backward:
             self.fused = UpdateInBackward(self.optimizer, params, train.max_grad_norm, self.watch.begin_update)
