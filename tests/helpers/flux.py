@@ -11,7 +11,8 @@ from coat_flux.blocks.apply import apply_coat
 from coat_flux.blocks.lora import attach_lora
 from coat_flux.blocks.report import CoatReport
 from coat_flux.config.coat import COATConfig
-from coat_flux.trainers.standalone.network import add_lora, lora_parameters, lora_targets
+from coat_flux.config.job_sections import NetworkSection
+from coat_flux.trainers.standalone.network import add_lora, lora_parameters
 from tests.helpers.tiny_flux import build_transformer
 
 IMAGE_SIDE, TEXT_TOKENS = 8, 64  # 64 tokens of 64 channels per stream: what a block saves is large enough to be packed
@@ -24,10 +25,10 @@ def tiny_flux(dtype: torch.dtype = torch.bfloat16) -> nn.Module:
 
 def tiny_lora(model: nn.Module, config: COATConfig, rank: int = 4, dropout: float = 0.0) -> dict[str, str]:
     """Adapters on all linears of the blocks, B nonzero so that every gradient is, attached to COAT."""
-    add_lora(model, lora_targets(model), rank, seed=0, dropout=dropout)
+    parameters = add_lora(model, NetworkSection(linear=rank, dropout=dropout), 0)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for name, param in lora_parameters(model).items():
+        for name, param in parameters.items():
             if ".lora_B." in name:
                 param.normal_(0.0, 0.05, generator=generator)
     return attach_lora(model, config)

@@ -21,6 +21,7 @@ from coat_flux.blocks.runner import BlockRunner
 from coat_flux.blocks.sizes import Tokens
 from coat_flux.config.coat import COATConfig
 from coat_flux.config.job import JobConfig
+from coat_flux.config.job_sections import NetworkSection
 from coat_flux.plan.job import JobFacts
 from coat_flux.trainers.standalone.network import add_lora, lora_targets
 from scripts.bench_memory import kept_bytes as measured_kept_bytes
@@ -42,11 +43,11 @@ def _model(coat: COATConfig, batch: int, dropout: float = 0.0) -> tuple[Any, Coa
     """
     model = flux_model(OFF, heads=2, head_dim=64, blocks=(1, 2), rank=16, words=["transformer_blocks.0.norm1.linear"])
     model.unload_lora()
-    targets = lora_targets(model)
+    targets = lora_targets(model, NetworkSection())
     report = apply_coat(model, coat)
     root: Any = model
     if dropout:
-        add_lora(model, targets, 16, seed=0, dropout=dropout)
+        add_lora(model, NetworkSection(linear=16, dropout=dropout), 0)
     else:
         root = Network([model.get_submodule(name) for name in targets], 16).train()
         root.multiplier = [1.0] * batch

@@ -26,11 +26,12 @@ from coat_flux.blocks.runner import BlockRunner
 from coat_flux.blocks.sizes import FlowSettings, Tokens, around_bytes, block_bytes, largest_moment, read_block
 from coat_flux.config.coat import COATConfig
 from coat_flux.config.job import JobConfig
+from coat_flux.config.job_sections import NetworkKwargs, NetworkSection
 from coat_flux.plan.job import JobFacts
 from coat_flux.plan.predict import optimizer_bytes, predict
 from coat_flux.trainers.full import Chosen, UpdateInBackward
 from coat_flux.trainers.optimizer import make_optimizer
-from coat_flux.trainers.standalone.network import add_lora, lora_parameters, lora_targets
+from coat_flux.trainers.standalone.network import add_lora, lora_targets
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from scripts.bench_memory import kept_bytes as measured_kept_bytes
 from tests.helpers.engine_job import engine_job, write_images
@@ -43,9 +44,9 @@ def flux_model(
 ) -> nn.Module:
     """A FLUX transformer with random weights under COAT, LoRA on the linears whose names contain one of the words."""
     model = flux_transformer(heads, head_dim, blocks).to(torch.bfloat16).requires_grad_(False)
-    targets = lora_targets(model, only_if_contains=words)
     apply_coat(model, coat)
-    add_lora(model, targets, rank, seed=0)
+    only = None if words is None else tuple(words)
+    add_lora(model, NetworkSection(linear=rank, network_kwargs=NetworkKwargs(only_if_contains=only)), 0)
     if coat.enabled:
         attach_lora(model, coat)
     return model.train()
@@ -247,15 +248,13 @@ def test_exact_bytes_of_a_run(tiny_model, tmp_path, optimizer, coat):
     from coat_flux.trainers.standalone.loading import load_transformer
 
     model = load_transformer(str(tiny_model), torch.bfloat16)
-    targets = lora_targets(model)
-    assert [linear.name for linear in facts.targets] == targets
+    assert [linear.name for linear in facts.targets] == lora_targets(model, job.network)
     if job.coat.enabled:
         apply_coat(model, job.coat)
     loaded = sum(x.nbytes for x in [*model.parameters(), *model.buffers()])
     assert facts.transformer_bytes == loaded
 
-    add_lora(model, targets, 6, seed=0)
-    lora = list(lora_parameters(model).values())
+    lora = list(add_lora(model, job.network, 0).values())
     assert facts.lora_bytes == sum(param.nbytes for param in lora)
 
     made = make_optimizer(optimizer, lora, 1e-3, job.coat, {})

@@ -19,7 +19,7 @@ from coat_flux.blocks.runner import BlockRunner
 from coat_flux.config.job import JobConfig
 from coat_flux.plan.job import JobFacts
 from coat_flux.plan.predict import block_plan, optimizer_bytes, outside_bytes
-from coat_flux.trainers.standalone.network import add_lora, lora_targets
+from coat_flux.trainers.standalone.network import add_lora
 from tests.helpers.engine_job import engine_job
 from tests.helpers.tiny_flux import build_transformer, make_tiny_flux
 
@@ -50,20 +50,13 @@ def run(facts: JobFacts, patch: pytest.MonkeyPatch) -> BlockPlan:
     """The plan of a real model after as many micro-batches as the job accumulates."""
     job, tokens = facts.job, facts.tokens
     model = copy.deepcopy(frozen_model())
-    kwargs = job.network.network_kwargs
-    targets = lora_targets(
-        model,
-        only_if_contains=kwargs.only_if_contains,
-        ignore_if_contains=kwargs.ignore_if_contains,
-        transformer_only=job.network.transformer_only,
-    )
     apply_coat(model, job.coat, allow_recompute=job.train.gradient_checkpointing)
     runner = BlockRunner.of(model)
     assert runner is not None
     if job.coat.memory.stream_blocks == "auto":
         runner.expect(reserve_bytes=outside_bytes(facts))
     patch.setattr(runner_module, "held_bytes", lambda _: float(HELD - runner.plan.freed_bytes))
-    add_lora(model, targets, job.network.linear, seed=0, dropout=job.network.dropout)
+    add_lora(model, job.network, 0)
     attach_lora(model, job.coat)
     inputs = {
         "hidden_states": torch.zeros(tokens.batch, tokens.image, 64, dtype=model.dtype),

@@ -19,13 +19,14 @@ from coat_core.optim import FP8AdamW
 from coat_flux.blocks.apply import apply_coat
 from coat_flux.blocks.measure import GemmPick
 from coat_flux.config.coat import COATConfig
+from coat_flux.config.job_sections import NetworkKwargs, NetworkSection
 from coat_flux.saves.errors import ResumeError
 from coat_flux.saves.rng import Stream, generator_for, mixed_seed, seed_global
 from coat_flux.saves.state import restore_tensors
 from coat_flux.trainers.optimizer import advance, make_optimizer, make_scheduler, restore_optimizer
 from coat_flux.trainers.standalone import saving
 from coat_flux.trainers.standalone.loading import ModelLoadError, load_encoders
-from coat_flux.trainers.standalone.network import LoraEMA, add_lora, lora_parameters, lora_targets
+from coat_flux.trainers.standalone.network import LoraEMA, add_lora, lora_targets
 from coat_flux.trainers.standalone.workers import Workers
 from tests import tolerances
 from tests.helpers.asserts import assert_bitwise
@@ -53,33 +54,37 @@ def model() -> FluxTransformer2DModel:
     return FluxTransformer2DModel(**sizes, **widths, guidance_embeds=True).bfloat16()
 
 
+def network(only: Any = None, ignore: Any = (), **keys: Any) -> NetworkSection:
+    return NetworkSection(network_kwargs=NetworkKwargs(only, ignore), **keys)
+
+
 @pytest.mark.parametrize(
     ("only", "ignore", "count"),
     [
-        (["transformer.single_transformer_blocks.0."], None, 6),
-        (["transformer_blocks$$1$$attn$$to_q"], None, 1),
-        (["proj_out"], None, 1),
-        (None, ["attn"], 28 + 6 - 16 - 3),
-        (["to_q", "to_k"], ["single"], 4),
+        (("transformer.single_transformer_blocks.0.",), (), 6),
+        (("transformer_blocks$$1$$attn$$to_q",), (), 1),
+        (("proj_out",), (), 1),
+        (None, ("attn",), 28 + 6 - 16 - 3),
+        (("to_q", "to_k"), ("single",), 4),
     ],
 )
 def test_targets_are_the_linears_of_the_blocks_or_all_by_words_as_in_ai_toolkit(
     model: FluxTransformer2DModel, only, ignore, count: int
 ) -> None:
     linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    assert set(lora_targets(model)) == {name for name in linears if "transformer_blocks." in name}
-    assert set(lora_targets(model, transformer_only=False)) == linears
-    assert len(lora_targets(model, only_if_contains=only, ignore_if_contains=ignore)) == count
+    assert set(lora_targets(model, network())) == {name for name in linears if "transformer_blocks." in name}
+    assert set(lora_targets(model, network(transformer_only=False))) == linears
+    assert len(lora_targets(model, network(only, ignore))) == count
     with pytest.raises(ValueError, match=r"only_if_contains.*34 linears.*transformer\.transformer_blocks\.0"):
-        lora_targets(model, only_if_contains=["to_qq"])
+        lora_targets(model, network(("to_qq",)))
 
 
 def test_only_the_adapters_train_in_fp32_and_start_as_the_identity(model: FluxTransformer2DModel) -> None:
     """Of a target outside the blocks, proj_out, too, but not of all linears with that ending."""
-    targets = [name for name in lora_targets(model, transformer_only=False) if "single" not in name]
+    section = network(ignore=("single",), transformer_only=False)
+    targets = lora_targets(model, section)
     assert "proj_out" in targets
-    add_lora(model, targets, 4, seed=1)
-    params = lora_parameters(model)
+    params = add_lora(model, section, 1)
     assert {name.rpartition(".lora_")[0].removeprefix("transformer.") for name in params} == set(targets)
     assert len(params) == 2 * len(targets)
     assert {id(p) for p in model.parameters() if p.requires_grad} == {id(p) for p in params.values()}
@@ -93,13 +98,13 @@ def test_only_the_adapters_train_in_fp32_and_start_as_the_identity(model: FluxTr
 def test_start_values_follow_the_seed_and_peft_wraps_fp8_linears(model: FluxTransformer2DModel) -> None:
     fp8, other = copy.deepcopy(model), copy.deepcopy(model)
     apply_coat(fp8, COATConfig())
-    targets = lora_targets(model)
-    assert lora_targets(fp8) == targets
-    for base, seed in ((model, 3), (fp8, 3), (other, 4)):
-        add_lora(base, targets, 4, seed=seed)
+    assert lora_targets(fp8, network()) == lora_targets(model, network())
     name = "transformer.transformer_blocks.1.attn.to_v.lora_A.weight"
-    assert_bitwise(lora_parameters(fp8)[name], lora_parameters(model)[name])
-    assert not torch.equal(lora_parameters(other)[name], lora_parameters(model)[name])
+    plain = add_lora(model, network(), 3)[name]
+    converted = add_lora(fp8, network(), 3)[name]
+    reseeded = add_lora(other, network(), 4)[name]
+    assert_bitwise(converted, plain)
+    assert not torch.equal(reseeded, plain)
     layer = fp8.transformer_blocks[0].attn.to_q
     assert type(layer.base_layer) is FP8Linear
     x = torch.randn(3, 64, dtype=torch.bfloat16)

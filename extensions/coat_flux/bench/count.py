@@ -44,11 +44,11 @@ from ..blocks.lora import attach_lora
 from ..blocks.models.flux1 import FLUX_DEV_TRANSFORMER_CONFIG, make_flux_dev_geometry
 from ..blocks.runner import BlockRunner
 from ..config.coat import COATConfig
-from ..config.job_sections import TrainSection
+from ..config.job_sections import NetworkSection, TrainSection
 from ..plan.speed import Card
 from ..trainers.optimizer import build_optimizer
 from ..trainers.standalone.flow_matching import Objective
-from ..trainers.standalone.network import LoraEMA, add_lora, lora_parameters, lora_targets
+from ..trainers.standalone.network import LoraEMA, add_lora, lora_parameters
 from ..trainers.standalone.trainer import train_step
 from ..watch.guard import RunGuard
 from .limits import NARROW, TEXT_TOKENS, Geometry, kernel_ms, modelled_cards
@@ -293,9 +293,8 @@ def make_model(config: COATConfig, geometry: Geometry) -> Any:
     double, single = (min(getattr(geometry, kind), len(places)) for kind, places in PLACES.items())
     sizes = {"num_layers": double, "num_single_layers": single, "num_attention_heads": geometry.heads}
     model = make_flux_dev_geometry("meta", torch.bfloat16, **sizes)
-    targets = lora_targets(model)
     apply_coat(model, config, device=META)
-    add_lora(model, targets, geometry.rank, seed=0)
+    add_lora(model, NetworkSection(linear=geometry.rank), 0)
     if config.enabled:
         attach_lora(model, config)
     return model.train()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..base.names import COAT_OPTIMIZER
 from ..blocks.held import HeldParts
 from ..config.coat import COATConfig
+from ..config.job_sections import NetworkSection
 from ..watch.phases import peak_bytes
 from .configurations import Configuration
 from .limits import PIXELS_PER_TOKEN, TEXT_TOKENS, Geometry
@@ -76,7 +77,7 @@ def make_model(row: Configuration, geometry: Geometry, device: torch.device) -> 
     from ..blocks.apply import apply_coat
     from ..blocks.lora import attach_lora
     from ..blocks.models.flux1 import make_flux_dev_geometry
-    from ..trainers.standalone.network import add_lora, lora_parameters, lora_targets
+    from ..trainers.standalone.network import add_lora
 
     torch.set_float32_matmul_precision(TORCHS_PRECISION if row.coat is None else "high")
     sizes, place = _sizes(geometry), device
@@ -85,16 +86,15 @@ def make_model(row: Configuration, geometry: Geometry, device: torch.device) -> 
         if BUILD_ROOM * needed > torch.cuda.mem_get_info(device)[0]:
             place = torch.device("cpu")
     model: Any = make_flux_dev_geometry(place, torch.bfloat16, seed=SEED, **sizes)
-    targets = lora_targets(model)
     config = COATConfig.from_dict(dict(row.coat)) if row.coat is not None else COATConfig(enabled=False)
     apply_coat(model, config, device=device)
     if row.quantizer:
         quantize_linears(model, row.quantizer)
     model.to(device)
-    add_lora(model, targets, geometry.rank, seed=SEED)
+    parameters = add_lora(model, NetworkSection(linear=geometry.rank), SEED)
     attach_lora(model, config)
     draw = torch.Generator(device).manual_seed(SEED + 1)
-    for name, parameter in lora_parameters(model).items():
+    for name, parameter in parameters.items():
         if ".lora_B." in name:
             nn.init.normal_(parameter, 0.0, B_STD, generator=draw)
         if row.adapters == "bf16":
@@ -103,7 +103,7 @@ def make_model(row: Configuration, geometry: Geometry, device: torch.device) -> 
         model.enable_gradient_checkpointing()
     if row.compile_mode:
         model.compile_repeated_blocks(mode=row.compile_mode)
-    return model.train(), list(lora_parameters(model).values())
+    return model.train(), list(parameters.values())
 
 
 def _sizes(geometry: Geometry) -> dict[str, int]:
@@ -176,7 +176,7 @@ def measure_optimizer(
     model = make_flux_dev_geometry("meta", **_sizes(geometry))
     draw = torch.Generator(device).manual_seed(SEED)
     parameters = []
-    for linear in map(model.get_submodule, lora_targets(model)):
+    for linear in map(model.get_submodule, lora_targets(model, NetworkSection())):
         for shape in ((geometry.rank, linear.in_features), (linear.out_features, geometry.rank)):
             parameter = nn.Parameter(torch.randn(shape, device=device, generator=draw) * PARAMETER_STD)
             parameter.grad = torch.randn(shape, device=device, generator=draw) * GRADIENT_STD

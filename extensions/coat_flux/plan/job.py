@@ -322,14 +322,7 @@ def _adapted(job: JobConfig, model: ModelParts) -> list[Linear]:
     """The linears with an adapter; none in full fine-tuning."""
     if job.full:
         return []
-    kwargs = job.network.network_kwargs
-    names = target_names(
-        (linear.name for linear in model.linears),
-        only_if_contains=kwargs.only_if_contains,
-        ignore_if_contains=kwargs.ignore_if_contains,
-        transformer_only=job.network.transformer_only,
-    )
-    chosen = set(names)
+    chosen = set(target_names((linear.name for linear in model.linears), job.network))
     return [linear for linear in model.linears if linear.name in chosen]
 
 

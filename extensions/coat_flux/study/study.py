@@ -15,7 +15,7 @@ import copy
 import gc
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -43,7 +43,7 @@ from ..plan.job import JobFacts
 from ..plan.predict import predict
 from ..saves.state import restore_tensors
 from ..trainers.standalone.loading import TORCH_DTYPES, load_encoders, load_transformer
-from ..trainers.standalone.network import add_lora, lora_parameters, lora_targets
+from ..trainers.standalone.network import add_lora
 from ..trainers.standalone.trainer import COATTrainer
 from ..trainers.standalone.validation import fixed_noise, held_out_of, loss_of
 from ..trainers.standalone.workers import Workers
@@ -318,19 +318,12 @@ def score_loras(job: JobConfig, loras: Mapping[str, Path], device: torch.device)
     del encoders, dataset
     transformer = load_transformer(job.model.name_or_path, dtype, device=device)
     if not job.full:
-        kwargs = job.network.network_kwargs
-        targets = lora_targets(
-            transformer,
-            only_if_contains=kwargs.only_if_contains,
-            ignore_if_contains=kwargs.ignore_if_contains,
-            transformer_only=job.network.transformer_only,
-        )
-        add_lora(transformer, targets, job.network.linear, seed=0)  # which changes nothing yet: B is 0
+        adapters = add_lora(transformer, replace(job.network, dropout=None), 0)  # changes nothing yet: B is 0
     losses = []
     for path in tqdm([None, *loras.values()], desc="held-out photos", leave=False, **bar_options()):
         if path is not None and job.full:
             transformer = load_transformer(str(path), dtype, device=device)
         elif path is not None:
-            restore_tensors(lora_parameters(transformer), load_file(path), str(path))
+            restore_tensors(adapters, load_file(path), str(path))
         losses.append(loss_of(transformer, noise, job.train.batch_size, dtype=dtype, device=device))
     return losses[0], dict(zip(loras, losses[1:], strict=True))

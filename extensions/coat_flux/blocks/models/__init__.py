@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from ...config.findings import ConfigError
+from ...config.job_sections import NetworkSection
 from ..hook import argument_names
 from .chroma import CHROMA, CHROMA_OF_TOOLKIT
 from .family import BlockList, Family, Rates, generic
@@ -136,23 +137,19 @@ def layer_of(parameter: str) -> str:
     return name.removeprefix(KEY_PREFIX)
 
 
-def target_names(
-    names: Iterable[str],
-    *,
-    only_if_contains: Sequence[str] | None = None,
-    ignore_if_contains: Sequence[str] | None = None,
-    transformer_only: bool = True,
-) -> list[str]:
+def target_names(names: Iterable[str], network: NetworkSection) -> list[str]:
     """Those of the linears' full names that get an adapter, in their order; by default those inside the blocks."""
+    words = network.network_kwargs
     chosen = []
     for name in names:
         key = KEY_PREFIX + name
-        if transformer_only and name.split(".")[0] not in FLUX.blocks:
+        if network.transformer_only and name.split(".")[0] not in FLUX.blocks:
             continue
-        if any(word in key for word in ignore_if_contains or ()):
+        if any(word in key for word in words.ignore_if_contains):
             continue
         spellings = (key, key.replace(".", "$$"))
-        if only_if_contains is None or any(word in each for word in only_if_contains for each in spellings):
+        only = words.only_if_contains
+        if only is None or any(word in each for word in only for each in spellings):
             chosen.append(name)
     return chosen
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from peft import LoraConfig
@@ -20,43 +21,44 @@ from coat_core.optim.sharded import local_values
 
 from ...blocks.models import KEY_PREFIX, target_names
 from ...config.findings import ConfigError
+from ...config.job_sections import NetworkKwargs, NetworkSection
 from ...saves.rng import Stream, generator_for
 
 ADAPTER = "default"
 FEEDBACK = 10.0  # times the average's own step, as in ai-toolkit
 
 
-def lora_targets(
-    model: nn.Module,
-    *,
-    only_if_contains: Sequence[str] | None = None,
-    ignore_if_contains: Sequence[str] | None = None,
-    transformer_only: bool = True,
-) -> list[str]:
+def lora_targets(model: nn.Module, network: NetworkSection) -> list[str]:
     """Full names of the linears that get an adapter, in module order; ConfigError if nothing is left to train."""
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    names = target_names(linears, transformer_only=transformer_only)
-    words = {"only_if_contains": only_if_contains, "ignore_if_contains": ignore_if_contains}
-    chosen = target_names(names, transformer_only=transformer_only, **words)
+    chosen = target_names(linears, network)
     if not chosen:
+        words = network.network_kwargs
+        names = target_names(linears, replace(network, network_kwargs=NetworkKwargs()))
         raise ConfigError(
-            f"network.network_kwargs: only_if_contains={only_if_contains}, ignore_if_contains={ignore_if_contains}: "
-            f"none of the model's {len(names)} linears is left to train; a name looks like {KEY_PREFIX}{names[0]}"
+            f"network.network_kwargs: only_if_contains={words.only_if_contains}, "
+            f"ignore_if_contains={words.ignore_if_contains}: none of the model's {len(names)} linears is left to "
+            f"train; a name looks like {KEY_PREFIX}{names[0]}"
         )
     return chosen
 
 
-def add_lora(model: nn.Module, targets: Sequence[str], rank: int, *, seed: int, dropout: float = 0.0) -> None:
-    """Add PEFT adapters (alpha is `rank`) to the named linears, A drawn from `seed`; only they require gradients."""
+def add_lora(model: nn.Module, network: NetworkSection, seed: int) -> dict[str, nn.Parameter]:
+    """Add PEFT adapters, A drawn from `seed`, which alone require gradients; returns their `lora_parameters`."""
     model.requires_grad_(False)
-    exactly = "|".join(map(re.escape, targets))  # PEFT matches a list as suffixes: proj_out would be every block's, too
-    model.add_adapter(LoraConfig(r=rank, lora_alpha=rank, lora_dropout=dropout, target_modules=exactly), ADAPTER)
+    # PEFT matches a list as suffixes: proj_out would be every block's, too
+    targets = "|".join(map(re.escape, lora_targets(model, network)))
+    rank = network.linear
+    config = LoraConfig(r=rank, lora_alpha=rank, lora_dropout=network.dropout or 0.0, target_modules=targets)
+    model.add_adapter(config, ADAPTER)
     generator = generator_for(seed, Stream.LORA_INIT, 0)
-    for name, param in lora_parameters(model).items():
+    params = lora_parameters(model)
+    for name, param in params.items():
         start = torch.zeros(param.shape)
         if ".lora_A." in name:
             nn.init.kaiming_uniform_(start, a=math.sqrt(5), generator=generator)
         param.data = start.to(param.device)
+    return params
 
 
 def lora_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -45,7 +45,7 @@ from ..full import Chosen, UpdateInBackward, make_states
 from ..optimizer import advance, describe_optimizer, make_optimizer, make_scheduler
 from .flow_matching import Objective
 from .loading import TORCH_DTYPES, Encoders, load_encoders, load_transformer
-from .network import LoraEMA, add_lora, lora_parameters, lora_targets
+from .network import LoraEMA, add_lora
 from .progress import RunLog
 from .validation import ImageSampler, fixed_noise, held_out_of
 from .workers import Workers, shard, whole_norms
@@ -255,15 +255,8 @@ def _prepare_transformer(
     name = job.model.name_or_path
     device = workers.device
     coat = job.coat
-    chosen, report, targets = Chosen(coat), None, []
+    chosen, report = Chosen(coat), None
     transformer = load_transformer(name, dtype, coat, device, trained=chosen.find if job.full else None)
-    if not job.full:
-        targets = lora_targets(
-            transformer,
-            only_if_contains=job.network.network_kwargs.only_if_contains,
-            ignore_if_contains=job.network.network_kwargs.ignore_if_contains,
-            transformer_only=job.network.transformer_only,
-        )
     if coat.enabled:
         allowed = job.train.gradient_checkpointing
         report = apply_coat(transformer, coat, allow_recompute=allowed, device=device, trained=chosen.linears)
@@ -283,10 +276,10 @@ def _prepare_transformer(
             block_size = coat.optimizer_config(job.train.optimizer_params)[0].block_size
             trained = shard(transformer, list(trained), device, block_size)
         return transformer, trained, report
-    add_lora(transformer, targets, job.network.linear, seed=job.seed, dropout=job.network.dropout or 0.0)
+    trained = add_lora(transformer, job.network, job.seed)
     if coat.enabled:
         attach_lora(transformer, coat)
-    return transformer.train(), lora_parameters(transformer), report
+    return transformer.train(), trained, report
 
 
 def _capture_obstacle(job: JobConfig, workers: Workers) -> str:
