@@ -23,7 +23,7 @@ ONE_PRESS_SECONDS = 1.0  # a launcher forwards signals that the terminal has sen
 
 
 class Interrupts:
-    """Sets `asked` on a first signal, from `listen` to `close` or in a `with` block; only in the main thread."""
+    """Sets `asked` on a first signal inside a `with` block; only in the main thread."""
 
     def __init__(self, log: Callable[[str], None]):
         self.asked = False
@@ -31,25 +31,16 @@ class Interrupts:
         self._first = 0.0
         self._before: dict[int, Any] = {}
 
-    def listen(self) -> None:
-        """Install the signal handlers."""
+    def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
             ignored = {HANG_UP} if HANG_UP and signal.getsignal(HANG_UP) is signal.SIG_IGN else set()
             self._before = {number: signal.signal(number, self._note) for number in SIGNALS if number not in ignored}
-
-    def close(self) -> None:
-        """Restore the handlers, except those that others have replaced; may be called twice."""
-        for number, handler in self._before.items():
-            if signal.getsignal(number) == self._note:
-                signal.signal(number, handler)
-        self._before = {}
-
-    def __enter__(self) -> Interrupts:
-        self.listen()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
+        for number, handler in self._before.items():
+            if signal.getsignal(number) == self._note:  # others may have replaced it
+                signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == HANG_UP:

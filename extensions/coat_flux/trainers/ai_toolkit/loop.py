@@ -13,7 +13,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,7 +49,7 @@ class TrainingLoop:
         self._full = process._full
         self._held_out = process._held_out
         phases = process._phases
-        self._interrupts = Interrupts(info)
+        self._open = ExitStack()  # the tables and interrupt handling
         self.done = self._saved = process.step_num
         self._stop_requested = False  # by the web UI or the live page
         self._owes_save = False
@@ -69,6 +69,7 @@ class TrainingLoop:
                 info,
                 validates=self._held_out is not None,
             )
+            self._open.callback(self._tables.close)
         write_precision = (lambda rows: None) if self._tables is None else self._tables.precision
         self.watch = StepWatch(
             process.coat,
@@ -89,7 +90,7 @@ class TrainingLoop:
             self.watch.load_state_dict(state.record["guard"])
             if self._held_out is not None:
                 self._held_out.curve = list(state.record["held_out_loss"])
-        self._interrupts.listen()
+        self._interrupts = self._open.enter_context(Interrupts(info))
 
     @property
     def stops(self) -> bool:
@@ -103,9 +104,7 @@ class TrainingLoop:
 
     def close(self) -> None:
         """Restore interrupt handling and close the tables."""
-        self._interrupts.close()
-        if self._tables is not None:
-            self._tables.close()
+        self._open.close()
 
     # -- a step
 
