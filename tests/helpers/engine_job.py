@@ -35,12 +35,13 @@ def write_images(folder: Path, count: int = 5) -> Path:
 def tiny_place(root: Path, images: int = 5, *, tokens: int = 16) -> Iterator[dict[str, Path]]:
     """Model, images and output folder of runs below `root`, for `engine_job`.
 
-    For speed prompts have few tokens instead of 512, losses on photos held out few forwards instead of 16, and runs
-    draw no picture of their memory.
+    For speed prompts have few tokens instead of 512, validation losses take few forwards, and runs draw no picture of
+    their memory.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("coat_flux.data.hold_out.LEVELS", 2)
         patch.setattr("coat_flux.data.hold_out.FEWEST_FORWARDS", 2)
+        patch.setattr("coat_flux.trainers.standalone.validation.TRAINED_PHOTOS", 2)
         patch.setattr("coat_flux.trainers.standalone.loading.MAX_TEXT_TOKENS", tokens)
         patch.setattr("coat_flux.trainers.standalone.trainer.finish", lambda *_: None)
         yield {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +13,18 @@ import pytest
 
 from coat_flux.config.findings import ConfigError
 from coat_flux.trainers.standalone.trainer import COATTrainer
-from tests.helpers.engine_job import engine_job, write_images
-from tests.helpers.tiny_flux import make_tiny_flux
+from tests.helpers.engine_job import FEW_LINEARS, engine_job, tiny_place
 
 
 @pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    monkeypatch.setattr("coat_flux.trainers.standalone.loading.MAX_TEXT_TOKENS", 48)
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     monkeypatch.chdir(tmp_path)
-    place = {"model": make_tiny_flux(tmp_path / "tiny"), "images": write_images(tmp_path / "images", 2)}
-    made = engine_job("run", **place, out=tmp_path, train={"steps": 2, "disable_sampling": False})
-    logging = {"use_wandb": True, "project_name": "clothes", "run_name": "first", "log_every": 1}
-    made["config"]["process"][0]["logging"] = logging
-    return made
+    with tiny_place(tmp_path, 1) as place:
+        train = {"steps": 1, "disable_sampling": False}
+        made = engine_job("run", **{**place, "out": tmp_path}, train=train, network=FEW_LINEARS)
+        logging = {"use_wandb": True, "project_name": "clothes", "run_name": "first", "log_every": 1}
+        made["config"]["process"][0]["logging"] = logging
+        yield made
 
 
 def test_offline_run_and_its_resume(
@@ -42,7 +42,7 @@ def test_offline_run_and_its_resume(
         assert text in content
     assert "W&B: " in capsys.readouterr().out
     assert not (tmp_path / "wandb").exists()
-    job["config"]["process"][0]["train"] |= {"steps": 3, "disable_sampling": True}
+    job["config"]["process"][0]["train"] |= {"steps": 2, "disable_sampling": True}
     COATTrainer(job).train()
     assert json.loads((tmp_path / "run" / "coat" / "wandb.json").read_text(encoding="utf-8"))["id"] == known
 
