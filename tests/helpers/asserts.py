@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -34,3 +36,13 @@ def assert_bitwise(a: Tensor, b: Tensor) -> None:
         first = tuple(different.nonzero()[0].tolist())
         left, right = a.detach()[first].cpu().to(torch.float64).item(), b.detach()[first].cpu().to(torch.float64).item()
         raise AssertionError(f"{count} of {a.numel()} elements differ, first at {first}: {left!r} != {right!r}")
+
+
+def assert_all_bitwise(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
+    """Assert the same names and bits, naming the first tensor that differs."""
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        try:
+            assert_bitwise(tensor, other[name])
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from None

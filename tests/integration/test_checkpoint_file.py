@@ -16,7 +16,7 @@ from coat_flux.blocks.models.flux1 import FLUX_DEV_TRANSFORMER_CONFIG, make_flux
 from coat_flux.mini_flux import MINI_FLUX
 from coat_flux.trainers.standalone.loading import ModelLoadError, load_encoders, load_transformer
 from coat_flux.trainers.standalone.trainer import COATTrainer
-from tests.helpers.asserts import assert_bitwise
+from tests.helpers.asserts import assert_all_bitwise
 from tests.helpers.engine_job import engine_job, write_images
 from tests.helpers.original_layout import original_state, write_original
 
@@ -45,13 +45,10 @@ def test_every_layout_is_read_as_diffusers_reads_it(mini, diffusers_reader, tmp_
     expected = diffusers_reader(dict(meant))
     model = load_transformer(str(path), torch.bfloat16)
     state = model.state_dict()
-    assert state.keys() == expected.keys() == mini.state_dict().keys()
-    for name, value in expected.items():
-        assert_bitwise(state[name], value)
+    assert_all_bitwise(state, expected)
     assert not any(parameter.requires_grad or parameter.is_meta for parameter in model.parameters())
     if not fp8:
-        for name, value in mini.state_dict().items():
-            assert_bitwise(state[name], value)
+        assert_all_bitwise(state, mini.state_dict())
 
 
 def test_flux_dev_s_own_shapes_give_its_config() -> None:

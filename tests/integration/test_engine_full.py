@@ -24,9 +24,8 @@ from coat_flux.saves.repair import go_back
 from coat_flux.trainers import full
 from coat_flux.trainers.standalone import session
 from coat_flux.trainers.standalone.trainer import COATTrainer
-from tests.helpers.asserts import assert_bitwise
+from tests.helpers.asserts import assert_all_bitwise, assert_bitwise
 from tests.helpers.engine_job import engine_job, losses, tiny_place
-from tests.helpers.operators import bits
 
 WHOLE = {"steps": 3, "gradient_accumulation": 2, "max_grad_norm": 1e9}  # which no gradient reaches
 COAT: dict[str, Any] = {}  # weights and exp_avg_sq rounded as they are by default
@@ -65,14 +64,10 @@ class Killed(BaseException):
 def assert_same(final: Path, other: Path) -> None:
     """Two runs have the same losses, weights and states of the optimizer."""
     assert losses(final.parent) == losses(other.parent)
-    ours, theirs = tensors(final), tensors(other)
-    assert ours.keys() == theirs.keys()
-    for name in ours:
-        assert_bitwise(ours[name], theirs[name])
+    assert_all_bitwise(tensors(final), tensors(other))
     states = [torch.load(path.parent / "optimizer.pt", weights_only=True)["state"] for path in (final, other)]
     for index, state in states[0].items():
-        for key, value in state.items():
-            assert torch.equal(bits(value), bits(states[1][index][key])), (index, key)
+        assert_all_bitwise(state, states[1][index])
 
 
 def test_updates_in_backward_are_the_separate_step_to_the_bit_wherever_moments_are(
@@ -115,8 +110,7 @@ def test_the_saved_model_loads_with_diffusers_and_everything_was_trained(
     saved, start = tensors(separate), FluxTransformer2DModel.from_pretrained(place["model"], subfolder="transformer")
     assert len(list((separate / full.PART).glob("*.safetensors"))) > 1
     loaded = FluxTransformer2DModel.from_pretrained(separate, subfolder=full.PART, torch_dtype=torch.bfloat16)
-    for name, param in loaded.named_parameters():
-        assert_bitwise(param, saved[name])
+    assert_all_bitwise(dict(loaded.named_parameters()), saved)
     linears = [name for name, param in start.named_parameters() if param.ndim > 1]
     same = [name for name in linears if torch.equal(dict(start.named_parameters())[name].bfloat16(), saved[name])]
     assert same == []
@@ -133,9 +127,7 @@ def test_saves_are_rotated_gone_back_to_and_belong_to_their_run(place: dict[str,
     go_back(run, 2)
     assert not separate.exists()
     job = full_job("separate", place, coat=COAT, train=WHOLE, save={"dtype": "bf16", "save_every": 1})
-    again = tensors(COATTrainer(job).train())
-    for name, value in again.items():
-        assert_bitwise(value, final[name])
+    assert_all_bitwise(tensors(COATTrainer(job).train()), final)
     (separate / full.PART / "config.json").unlink()  # a published folder that lost a file is put back
     assert COATTrainer(job).train() == separate
     assert (separate / full.PART / "config.json").is_file()

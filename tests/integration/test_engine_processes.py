@@ -26,9 +26,9 @@ from coat_flux.trainers.full import PART
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from tests import tolerances
 from tests.architecture.sources import ROOT
+from tests.helpers.asserts import assert_all_bitwise
 from tests.helpers.driver import until
 from tests.helpers.engine_job import FEW_LINEARS, ON_DISK, engine_job, losses, tiny_place
-from tests.helpers.operators import bits
 from tests.reliability.forks import fork, wait
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork, with which processes start at once")
@@ -234,11 +234,6 @@ def assert_same_files(run: Path, other: Path) -> None:
     assert configs[0] == configs[1]
 
 
-def assert_to_the_bit(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
-    assert left.keys() == right.keys()
-    assert [name for name, tensor in left.items() if not torch.equal(bits(tensor), bits(right[name]))] == []
-
-
 def layers_observed(run: Path) -> set[tuple[str, ...]]:
     """Step, layer and kind of the casts of a health step."""
     with (run / "coat" / "precision.csv").open(encoding="utf-8") as file:
@@ -275,11 +270,11 @@ def test_under_fsdp2_two_processes_are_one_full_run(place: dict[str, Path], full
     assert tables[0] == tables[1]
     assert layers_observed(two) == layers_observed(one)
     assert len(list((two / "samples").glob("*.jpg"))) == 2
-    assert_to_the_bit(tensors_in(two / two.name / PART), tensors_in(one / one.name / PART))
+    assert_all_bitwise(tensors_in(two / two.name / PART), tensors_in(one / one.name / PART))
     for name in ("full_two", "full_one"):
         COATTrainer(watched(place, name, 3, 2)).train()
     assert losses(two) == losses(one)
-    assert_to_the_bit(state_of(two), state_of(one))
+    assert_all_bitwise(state_of(two), state_of(one))
 
 
 @needs_fork

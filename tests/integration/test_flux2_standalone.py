@@ -21,7 +21,7 @@ from coat_flux.export.convert import convert_file
 from coat_flux.trainers.standalone.flow_matching import predict_velocity
 from coat_flux.trainers.standalone.loading import load_encoders, load_transformer
 from coat_flux.trainers.standalone.trainer import COATTrainer
-from tests.helpers.asserts import assert_bitwise
+from tests.helpers.asserts import assert_all_bitwise, assert_bitwise
 from tests.helpers.engine_job import engine_job, write_images
 from tests.helpers.flux2_folder import TOKENS, write_flux2
 
@@ -62,8 +62,7 @@ def test_trains_resumes_to_the_bit_and_diffusers_loads_the_lora(place: dict[str,
     whole = load_file(final)
     assert main(["rewind", str(final.parent), "--to-step", "11"]) == 0
     again = load_file(COATTrainer(job_of("klein", place, train=train, save={"save_every": 11})).train())
-    for name, tensor in whole.items():
-        assert_bitwise(again[name], tensor)
+    assert_all_bitwise(again, whole)
 
     pipeline.load_lora_weights(final)
     loaded = [name for name, _ in pipeline.transformer.named_parameters() if ".lora_A." in name]
@@ -108,8 +107,7 @@ def test_other_layouts_and_back(place: dict[str, Path], tmp_path: Path, layout: 
     assert "ComfyUI" in report.programs
     convert_file(tmp_path / "other.safetensors", tmp_path / "back.safetensors", "diffusers")
     back = load_file(tmp_path / "back.safetensors")
-    assert back.keys() == tensors.keys()
-    assert all(torch.equal(back[name], tensor) for name, tensor in tensors.items())
+    assert_all_bitwise(back, tensors)
 
 
 def test_check_says_what_is_wrong(place: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,7 +32,7 @@ from coat_flux.trainers.standalone.network import lora_parameters
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from coat_flux.watch.oom import OutOfMemory, explain_oom, recompute_more
 from coat_flux.watch.phases import PhaseTracker
-from tests.helpers.asserts import assert_bitwise
+from tests.helpers.asserts import assert_all_bitwise
 from tests.helpers.engine_job import engine_job, tiny_place
 from tests.helpers.flux import coat_flux_model, loss_of, predict
 from tests.unit.test_plan import job_of
@@ -124,8 +124,7 @@ def test_the_step_is_explained_and_the_retry_recomputes_every_block(
     before = training.weights()
     with pytest.raises(torch.OutOfMemoryError) as error, RunsOut(training.phases, moment, after):
         training.step()
-    for name, value in training.weights().items():
-        assert_bitwise(value, before[name])
+    assert_all_bitwise(training.weights(), before)
     said = explain_oom(error.value, training.phases, None).splitlines()
     assert said[0] == f"Out of memory in the phase step ({moment}): {MESSAGE.splitlines()[0]}"
     held = next(line for line in said if line.startswith("held now: "))
@@ -138,8 +137,7 @@ def test_the_step_is_explained_and_the_retry_recomputes_every_block(
     assert "gradients are now those of FP8 inputs" in line
     assert recompute_more(training.model) is None
     training.step()
-    for name, value in recomputing.weights().items():
-        assert_bitwise(training.weights()[name], value)
+    assert_all_bitwise(training.weights(), recomputing.weights())
     less = training.kept_bytes()
     assert less < 0.5 * kept
     assert less == recomputing.kept_bytes()
@@ -163,8 +161,7 @@ def test_transposed_weights_go_first_and_change_nothing() -> None:
     training.step()
     expected.step()
     expected.step()
-    for name, value in expected.weights().items():
-        assert_bitwise(training.weights()[name], value)
+    assert_all_bitwise(training.weights(), expected.weights())
     again = recompute_more(training.model)
     assert again is not None
     assert "all 4 blocks recompute" in again
@@ -336,8 +333,7 @@ def test_a_run_goes_on_with_the_same_weights(
     said = "".join(capsys.readouterr())
     assert f"explained: {MESSAGE.splitlines()[0]}" in said
     assert "Step 2 is tried again: checkpointing auto: from here on all 4 blocks recompute" in said
-    for name, value in expected.items():
-        assert_bitwise(weights[name], value)
+    assert_all_bitwise(weights, expected)
 
 
 def test_a_run_that_may_not_recompute_more_ends_with_the_explanation(

@@ -28,7 +28,7 @@ from coat_flux.saves.errors import ResumeError
 from coat_flux.trainers.standalone import trainer
 from coat_flux.trainers.standalone.flow_matching import Objective
 from coat_flux.trainers.standalone.trainer import COATTrainer
-from tests.helpers.asserts import assert_bitwise
+from tests.helpers.asserts import assert_all_bitwise
 from tests.helpers.engine_job import FEW_LINEARS, ON_DISK, engine_job, losses, rows, tiny_place
 from tests.helpers.tiny_flux import make_tiny_flux
 
@@ -76,10 +76,7 @@ def assert_same_end(left: Path, right: Path) -> None:
     assert files[0] == files[1]
     assert (one / "optimizer.pt").read_bytes() == (other / "optimizer.pt").read_bytes()
     for file in one.glob("*.safetensors"):
-        tensors, others = load_file(file), load_file(other / file.name)
-        assert tensors.keys() == others.keys()
-        for name in tensors:
-            assert_bitwise(tensors[name], others[name])
+        assert_all_bitwise(load_file(file), load_file(other / file.name))
     assert losses(left) == losses(right)
 
 

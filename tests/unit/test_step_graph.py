@@ -19,9 +19,9 @@ from coat_flux.trainers import optimizer as optim
 from coat_flux.trainers.standalone import session as sessions
 from coat_flux.trainers.standalone import step_graph
 from coat_flux.trainers.standalone.trainer import COATTrainer
+from tests.helpers.asserts import assert_all_bitwise
 from tests.helpers.engine_job import FEW_LINEARS, ON_DISK, engine_job, rows, tiny_place
 from tests.helpers.guard_limits import set_limits
-from tests.helpers.operators import bits
 from tests.helpers.recorded_graph import RecordedGraph, recording
 
 COAT = {"memory": {"log_memory_stats": False}}
@@ -98,12 +98,6 @@ def run(place: dict[str, Path], tmp_path: Path) -> Callable[..., Run]:
     return lambda name, **job: Run(name, place, tmp_path, **job)
 
 
-def assert_same_run(state: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert expected.keys() == state.keys()
-    for name, value in expected.items():
-        assert torch.equal(bits(value), bits(state[name])), name
-
-
 def test_with_micro_batches_pictures_and_a_step_that_is_not_finite(run: Callable[..., Run]) -> None:
     """The 7th step is skipped, on the device; pictures need the memory of the graphs."""
 
@@ -122,7 +116,7 @@ def test_with_micro_batches_pictures_and_a_step_that_is_not_finite(run: Callable
     job = {"train": train, "sample": {"sample_every": 5, "sample_steps": 1}}
     eager, replayed = run("eager", **job), run("replayed", **job)
     expected, state = eager.train(captures=False, observer=poison), replayed.train(captures=True, observer=poison)
-    assert_same_run(state, expected)
+    assert_all_bitwise(state, expected)
     assert replayed.numbers() == eager.numbers()
     assert "step 7: loss=nan" in replayed.log()
     assert len(replayed.graphs) == 2
@@ -173,7 +167,7 @@ def test_what_cannot_be_replayed_runs_eagerly(
     replayed = run("replayed", train=SHORT)
     monkeypatch.setattr(RecordedGraph, "replay", changed)
     monkeypatch.setattr(RecordedGraph, "__enter__", refused)
-    assert_same_run(replayed.train(captures=True), eager_runs[4][0])
+    assert_all_bitwise(replayed.train(captures=True), eager_runs[4][0])
     assert f"CUDA graphs: {BROKEN[broken]}" in replayed.log()
     if broken == "capture":
         strict = run("strict", train=SHORT, coat={**COAT, "fallback": "error", "speed": {"cuda_graphs": "auto"}})
@@ -191,7 +185,7 @@ def test_what_changes_in_the_blocks_is_captured_again(run: Callable[..., Run]) -
 
     eager, replayed = run("eager"), run("replayed")
     expected, state = eager.train(captures=False, observer=exclude), replayed.train(captures=True, observer=exclude)
-    assert_same_run(state, expected)
+    assert_all_bitwise(state, expected)
     assert len(replayed.graphs) == 2
 
 
@@ -207,7 +201,7 @@ def test_a_replayed_and_resumed_run_is_the_same_run(run: Callable[..., Run], eag
     stopped: list[bool] = []
     with pytest.raises(KeyboardInterrupt):
         replayed.train(captures=True, observer=stop)
-    assert_same_run(replayed.train(captures=True, observer=stop), eager_runs[8][0])
+    assert_all_bitwise(replayed.train(captures=True, observer=stop), eager_runs[8][0])
     assert replayed.numbers() == eager_runs[8][1]
     assert [graph.replays for graph in replayed.graphs] == [1, 1]
     assert replayed.log().count("agrees with an eager step") == 2
@@ -234,7 +228,7 @@ def test_memory_that_graphs_hold_is_the_first_to_be_given_back(run: Callable[...
     assert failed == [1]
     assert "Step 5 is tried again: CUDA graphs: their memory was given back" in replayed.log()
     assert len(replayed.graphs) == 2
-    assert_same_run(state, eager_runs[8][0])
+    assert_all_bitwise(state, eager_runs[8][0])
 
 
 def test_graphs_make_room_where_an_eager_step_would_find_none(monkeypatch: pytest.MonkeyPatch) -> None:

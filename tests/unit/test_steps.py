@@ -19,8 +19,8 @@ from coat_flux.trainers.standalone.trainer import settle, train_step
 from coat_flux.trainers.standalone.workers import Workers
 from coat_flux.watch.guard import DeadRunError
 from coat_flux.watch.run_tables import StepStats
+from tests.helpers.asserts import assert_all_bitwise
 from tests.helpers.guard_limits import set_limits
-from tests.helpers.operators import bits
 from tests.helpers.step_watch import step_watch
 
 NAMES = ("transformer.a.lora_A.weight", "transformer.a.lora_B.weight")
@@ -80,9 +80,14 @@ class Run:
         for _ in range(count):
             train_step(self.session, batches, SimpleNamespace(asked=False))
 
-    def tensors(self) -> list[Tensor]:
-        states = [value for one in self.lora.values() for value in self.session.optimizer.state[one].values()]
-        return [*self.lora.values(), *states, *self.session.ema.shadow.values()]
+    def tensors(self) -> dict[str, Tensor]:
+        averages = {f"average {name}": x for name, x in self.session.ema.shadow.items()}
+        states = {
+            f"{key} of {name}": value
+            for name, parameter in self.lora.items()
+            for key, value in self.session.optimizer.state[parameter].items()
+        }
+        return {**self.lora, **averages, **states}
 
 
 @pytest.mark.parametrize("spoil", [{}, {9: math.nan}, {8: math.inf, 10: math.nan, 15: math.inf}], ids=str)
@@ -94,8 +99,7 @@ def test_a_late_run_is_the_same_run(spoil: dict[int, float]) -> None:
     assert late.read_at == [1, 2, 4, 5, 6, 7, 8, 9]  # the first two at once, the others when the next is under way
     settle(late.session)
     assert late.session.outstanding is None
-    for mine, other in zip(late.tensors(), prompt.tensors(), strict=True):
-        assert torch.equal(bits(mine), bits(other))
+    assert_all_bitwise(late.tensors(), prompt.tensors())
     exact = [[repr(replace(row, seconds=0.0)) for row in run.rows] for run in (late, prompt)]
     assert exact[0] == exact[1]
     assert late.lines.said == prompt.lines.said
