@@ -329,11 +329,6 @@ FP32_SUM_RTOL = 1e-5
 # that chance alone lets pass for another prompt's: 1 in 1440 if all were equally likely.
 MINI_FLUX_ACCURACY = 0.9
 MINI_FLUX_CHANCE = 0.1
-# The scorer on drawn pictures: share right of each attribute, and of all four together at another shape.
-SCORER_ACCURACY = 0.99
-SCORER_ALL_FOUR = 0.96
-# Against another picture's labels: a quarter of the patterns agree by chance; 200 pictures, 5 standard deviations.
-SCORER_BY_CHANCE = 0.4
 
 # Our 27 points against the 1000 of ai-toolkit's `timestep_type: weighted`: its first 60 zigzag by a percent.
 WEIGHTED_TIMESTEPS_MAX = 0.015

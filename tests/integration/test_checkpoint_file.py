@@ -115,14 +115,10 @@ def test_a_file_that_is_not_whole_is_told_from_its_header(tmp_path: Path) -> Non
             read_header(path)
 
 
-def test_a_tensor_too_many_or_too_few_is_named(mini, tmp_path: Path) -> None:
+def test_a_tensor_too_many_is_named(mini, tmp_path: Path) -> None:
     path, state = tmp_path / "a.safetensors", original_state(mini)
     save_file({**state, "img_out.weight": torch.zeros(1)}, path)
     with pytest.raises(ModelLoadError, match=r"has a tensor img_out\.weight, which FLUX\.1 does not have"):
-        load_transformer(str(path), torch.bfloat16)
-    del state["single_blocks.0.linear2.bias"]
-    save_file(state, path)
-    with pytest.raises(ModelLoadError, match=r"lacks single_transformer_blocks\.0\.proj_out\.bias; download it again"):
         load_transformer(str(path), torch.bfloat16)
 
 
@@ -139,14 +135,3 @@ def test_flux_dev_geometry_has_its_parameters_and_is_filled_on_the_device():
     assert weight.float().std().item() == pytest.approx(128**-0.5, rel=0.02)
     assert torch.equal(model.transformer_blocks[0].attn.norm_q.weight, torch.ones(128, dtype=torch.bfloat16))
     assert torch.equal(weight, make_flux_dev_geometry("cpu", **small).transformer_blocks[0].ff.net[0].proj.weight)
-    with torch.no_grad():
-        output = model(
-            hidden_states=torch.randn(1, 16, 64, dtype=torch.bfloat16),
-            encoder_hidden_states=torch.randn(1, 8, 32, dtype=torch.bfloat16),
-            pooled_projections=torch.randn(1, 768, dtype=torch.bfloat16),
-            timestep=torch.tensor([0.5]),
-            guidance=torch.tensor([3.5]),
-            img_ids=torch.zeros(16, 3),
-            txt_ids=torch.zeros(8, 3),
-        ).sample
-    assert 0.1 < output.float().std().item() < 10

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from coat_flux.trainers.standalone.flow_matching import predict_velocity
 from coat_flux.trainers.standalone.loading import load_encoders, load_transformer
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from tests.helpers.asserts import assert_all_bitwise, assert_bitwise
-from tests.helpers.engine_job import engine_job, write_images
+from tests.helpers.engine_job import engine_job, tiny_place
 from tests.helpers.flux2_folder import TOKENS, write_flux2
 
 pytestmark = pytest.mark.skipif(
@@ -31,9 +32,10 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
     root = tmp_path_factory.mktemp("flux2")
-    return {"model": write_flux2(root / "klein"), "images": write_images(root / "images", 2), "out": root / "out"}
+    with tiny_place(root, 2, tokens=TOKENS) as place:
+        yield {**place, "model": write_flux2(root / "klein")}
 
 
 @pytest.fixture(scope="module")

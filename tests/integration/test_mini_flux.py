@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import importlib
-import random
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from diffusers import FluxPipeline
 from safetensors.torch import load_file
 
 from coat_flux.mini_flux import EMBEDDED_MODEL, MARKER_NAME, MINI_FLUX, make_mini_flux, provide_embedded
-from tests.tolerances import (
-    MINI_FLUX_ACCURACY,
-    MINI_FLUX_CHANCE,
-    SCORER_ACCURACY,
-    SCORER_ALL_FOUR,
-    SCORER_BY_CHANCE,
-)
+from tests.tolerances import MINI_FLUX_ACCURACY, MINI_FLUX_CHANCE
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_BYTES = 25_000_000
 PROMPTS = 12
-SEED = 977  # of no picture that the scorer was trained on
 
 
 @pytest.fixture(scope="module")
@@ -94,33 +85,17 @@ def test_weights_are_bf16_on_disk_and_load_completely(folder, pipe):
 
 @pytest.fixture(scope="module")
 def world():
-    """The scripts' modules that draw pictures and prompts, and the scorer."""
+    """The scripts' modules of prompts and the scorer."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "scripts"))
-        return [importlib.import_module(f"mini_flux.{name}") for name in ("pictures", "samples", "scorer")]
+        return [importlib.import_module(f"mini_flux.{name}") for name in ("samples", "scorer")]
 
 
 def test_it_draws_what_unseen_prompts_say(folder, world):
-    _, samples, scorer = world
+    samples, scorer = world
     items = samples.unseen_items(PROMPTS, seed=1)
     pixels = samples.draw_prompts(samples.load_pipeline(folder), samples.prompts_of(items, seed=1))
     found = scorer.judge(scorer.load_scorer(), pixels)
     assert scorer.right(found, items).double().mean(0).min() >= MINI_FLUX_ACCURACY
     others = torch.roll(found, 1, dims=0)
     assert scorer.right(others, items).all(1).double().mean() <= MINI_FLUX_CHANCE
-
-
-def test_the_scorer_reads_fresh_pictures_and_is_wrong_about_those_of_other_items(world):
-    pictures, _, scorer = world
-    assert scorer.WEIGHTS.stat().st_size <= 500_000
-    for size, count in (((64, 64), 100), ((48, 80), 20)):
-        rng = random.Random(SEED)
-        items = [pictures.random_item(rng, tuple(pictures.GARMENTS)) for _ in range(count)]
-        pixels = np.stack([np.asarray(pictures.draw(item, size, rng)) for item in items])
-        found = scorer.judge(scorer.load_scorer(), torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous())
-        shares = scorer.accuracies(scorer.right(found, items))
-        assert shares["all four"] >= SCORER_ALL_FOUR, shares
-        if count == 100:
-            assert min(shares[name] for name in scorer.ATTRIBUTES) >= SCORER_ACCURACY, shares
-            shares = scorer.accuracies(scorer.right(found.roll(1, 0), items))
-            assert max(shares.values()) <= SCORER_BY_CHANCE, shares

@@ -27,8 +27,7 @@ from coat_flux.saves.errors import ResumeError
 from coat_flux.trainers.optimizer import CLASSES, learning_rate, make_optimizer, restore_optimizer
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from tests.helpers.asserts import assert_bitwise
-from tests.helpers.engine_job import engine_job, write_images
-from tests.helpers.tiny_flux import make_tiny_flux
+from tests.helpers.engine_job import engine_job, tiny_place
 
 OTHERS = ("prodigy", "adafactor", "lion")
 PARAMS: dict[str, dict[str, Any]] = {
@@ -40,11 +39,8 @@ PARAMS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
-    """Model, images and output folder; prompts of 48 tokens instead of 512 for speed."""
-    root = tmp_path_factory.mktemp("optimizers")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("coat_flux.trainers.standalone.loading.MAX_TEXT_TOKENS", 48)
-        yield {"model": make_tiny_flux(root / "tiny"), "images": write_images(root / "images", 2), "out": root / "out"}
+    with tiny_place(tmp_path_factory.mktemp("optimizers"), 2) as place:
+        yield place
 
 
 def need(optimizer: str) -> None:
