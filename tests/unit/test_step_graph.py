@@ -23,10 +23,10 @@ from tests.helpers.asserts import assert_all_bitwise
 from tests.helpers.engine_job import FEW_LINEARS, ON_DISK, engine_job, rows, tiny_place
 from tests.helpers.guard_limits import set_limits
 from tests.helpers.recorded_graph import RecordedGraph, recording
+from tests.unit import test_steps
 
 COAT = {"memory": {"log_memory_stats": False}}
 TRAIN = {"steps": 8, "lr_scheduler": "linear", "ema_config": {"use_ema": True, "ema_decay": 0.9}}
-SHORT = {**TRAIN, "steps": 4}  # of which the third would be compared, the fourth replayed
 BLOCKS = {"coat": COAT, "train": TRAIN, "network": FEW_LINEARS, "dataset": ON_DISK}
 
 
@@ -83,14 +83,12 @@ class Run:
 
 
 @pytest.fixture(scope="module")
-def eager_runs(place: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
-    """Steps → state and metrics at the end of a run without graphs."""
-    ends = {}
-    for train in (TRAIN, SHORT):
-        run = Run(f"eager {train['steps']}", place, tmp_path_factory.mktemp("eager"), train=train)
-        ends[train["steps"]] = run.train(captures=False), run.numbers()
-        assert not run.graphs
-    return ends
+def eager_run(place: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Tensor], Any]:
+    """State and numbers at the end of a run without graphs."""
+    run = Run("eager", place, tmp_path_factory.mktemp("eager"))
+    state = run.train(captures=False)
+    assert not run.graphs
+    return state, run.numbers()
 
 
 @pytest.fixture
@@ -123,58 +121,6 @@ def test_with_micro_batches_pictures_and_a_step_that_is_not_finite(run: Callable
     assert replayed.log().count("agrees with an eager step") == 1
 
 
-def test_each_shape_has_a_graph_of_its_own_up_to_a_limit(
-    run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    set_limits(monkeypatch, health_every=50, dead_lora_steps=2)
-    job = {"dataset": {"resolution": [64, 48, 32]}, "train": {**TRAIN, "steps": 14}}
-    monkeypatch.setattr(step_graph, "MOST_GRAPHS", 2)
-    replayed = run("replayed", **job)
-    replayed.train(captures=True)
-    assert [graph.pool_of for graph in replayed.graphs] == [None, "pool"]
-    assert all(graph.replays > 1 for graph in replayed.graphs)
-    assert replayed.log().count("2 shapes of batches are captured, further ones run eagerly") == 1
-
-
-BROKEN = {
-    "other loss": "a replayed step differs from the same step run eagerly: loss",
-    "other update": "a replayed step differs from the same step run eagerly: update of the parameters by",
-    "capture": "a step cannot be captured: no graph today",
-}
-
-
-@pytest.mark.parametrize("broken", BROKEN)
-def test_what_cannot_be_replayed_runs_eagerly(
-    run: Callable[..., Run], eager_runs: Any, broken: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The run is the one without graphs, bit by bit, and a line says why; `fallback: error` raises."""
-    replay, record = RecordedGraph.replay, RecordedGraph.__enter__
-
-    def changed(graph: RecordedGraph) -> None:
-        replay(graph)
-        session = replayed.sessions[0]
-        if broken == "other loss":
-            next(iter(session.graphs._graphs.values()))._numbers.mul_(1.1)
-        if broken == "other update":
-            with torch.no_grad():
-                next(iter(session.lora.values())).add_(1e-2)
-
-    def refused(graph: RecordedGraph) -> Any:
-        if broken == "capture":
-            raise RuntimeError("no graph today")
-        return record(graph)
-
-    replayed = run("replayed", train=SHORT)
-    monkeypatch.setattr(RecordedGraph, "replay", changed)
-    monkeypatch.setattr(RecordedGraph, "__enter__", refused)
-    assert_all_bitwise(replayed.train(captures=True), eager_runs[4][0])
-    assert f"CUDA graphs: {BROKEN[broken]}" in replayed.log()
-    if broken == "capture":
-        strict = run("strict", train=SHORT, coat={**COAT, "fallback": "error", "speed": {"cuda_graphs": "auto"}})
-        with pytest.raises(RuntimeError, match=r"fallback='error': CUDA graphs: .*coat\.speed\.cuda_graphs: never"):
-            strict.train(captures=True)
-
-
 def test_what_changes_in_the_blocks_is_captured_again(run: Callable[..., Run]) -> None:
     def exclude(session: Any) -> None:
         if session.step == 4:
@@ -189,7 +135,7 @@ def test_what_changes_in_the_blocks_is_captured_again(run: Callable[..., Run]) -
     assert len(replayed.graphs) == 2
 
 
-def test_a_replayed_and_resumed_run_is_the_same_run(run: Callable[..., Run], eager_runs: Any) -> None:
+def test_a_replayed_and_resumed_run_is_the_same_run(run: Callable[..., Run], eager_run: Any) -> None:
     """Through a schedule of the learning rate, noise, EMA, and health steps between replays."""
     replayed = run("replayed", save={"save_every": 4})
 
@@ -201,13 +147,13 @@ def test_a_replayed_and_resumed_run_is_the_same_run(run: Callable[..., Run], eag
     stopped: list[bool] = []
     with pytest.raises(KeyboardInterrupt):
         replayed.train(captures=True, observer=stop)
-    assert_all_bitwise(replayed.train(captures=True, observer=stop), eager_runs[8][0])
-    assert replayed.numbers() == eager_runs[8][1]
+    assert_all_bitwise(replayed.train(captures=True, observer=stop), eager_run[0])
+    assert replayed.numbers() == eager_run[1]
     assert [graph.replays for graph in replayed.graphs] == [1, 1]
     assert replayed.log().count("agrees with an eager step") == 2
 
 
-def test_memory_that_graphs_hold_is_the_first_to_be_given_back(run: Callable[..., Run], eager_runs: Any) -> None:
+def test_memory_that_graphs_hold_is_the_first_to_be_given_back(run: Callable[..., Run], eager_run: Any) -> None:
     """A health step, run eagerly next to graphs, runs out of memory once: it is tried again as it was."""
     failed = []
 
@@ -228,7 +174,82 @@ def test_memory_that_graphs_hold_is_the_first_to_be_given_back(run: Callable[...
     assert failed == [1]
     assert "Step 5 is tried again: CUDA graphs: their memory was given back" in replayed.log()
     assert len(replayed.graphs) == 2
-    assert_all_bitwise(state, eager_runs[8][0])
+    assert_all_bitwise(state, eager_run[0])
+
+
+# --- around two matrices ---
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[RecordedGraph]:
+    """The graphs that `small` runs record; their fourth step is compared, the fifth replayed."""
+    set_limits(monkeypatch, health_every=50, dead_lora_steps=40)
+    monkeypatch.setattr(step_graph, "BlockRunner", SimpleNamespace(of=lambda model: SimpleNamespace(generation=0)))
+    return []
+
+
+def small(graphs: list[RecordedGraph], patch: pytest.MonkeyPatch, **options: Any) -> test_steps.Run:
+    made = test_steps.Run(True, {}, captures=True, **options)
+
+    def changed() -> list[Tensor]:
+        return [x for kind in made.session.graphs._state().values() for x in kind]
+
+    patch.setattr(step_graph, "capture", recording(changed, graphs))
+    return made
+
+
+def test_each_shape_has_a_graph_of_its_own_up_to_a_limit(
+    graphs: list[RecordedGraph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_graph, "MOST_GRAPHS", 2)
+    replayed = small(graphs, monkeypatch, tokens=(8, 4, 2))
+    eager = test_steps.Run(True, {}, tokens=(8, 4, 2))
+    for run in (replayed, eager):
+        run.train(14)
+    assert_all_bitwise(replayed.tensors(), eager.tensors())
+    assert [graph.pool_of for graph in graphs] == [None, "pool"]
+    assert all(graph.replays > 1 for graph in graphs)
+    assert sum("2 shapes of batches are captured, further ones run eagerly" in x for x in replayed.lines.said) == 1
+
+
+BROKEN = {
+    "other loss": "a replayed step differs from the same step run eagerly: loss",
+    "other update": "a replayed step differs from the same step run eagerly: update of the parameters by",
+    "capture": "a step cannot be captured: no graph today",
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_what_cannot_be_replayed_runs_eagerly(
+    graphs: list[RecordedGraph], broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run is the one without graphs, bit by bit, and a line says why; `fallback: error` raises."""
+    replay, record = RecordedGraph.replay, RecordedGraph.__enter__
+
+    def changed(graph: RecordedGraph) -> None:
+        replay(graph)
+        if broken == "other loss":
+            next(iter(replayed.session.graphs._graphs.values()))._numbers.mul_(1.1)
+        if broken == "other update":
+            with torch.no_grad():
+                next(iter(replayed.lora.values())).add_(1e-2)
+
+    def refused(graph: RecordedGraph) -> Any:
+        if broken == "capture":
+            raise RuntimeError("no graph today")
+        return record(graph)
+
+    monkeypatch.setattr(RecordedGraph, "replay", changed)
+    monkeypatch.setattr(RecordedGraph, "__enter__", refused)
+    replayed, eager = small(graphs, monkeypatch), test_steps.Run(True, {})
+    for run in (replayed, eager):
+        run.train(6)
+    assert_all_bitwise(replayed.tensors(), eager.tensors())
+    assert any(f"CUDA graphs: {BROKEN[broken]}" in line for line in replayed.lines.said)
+    replayed = small(graphs, monkeypatch)
+    replayed.session.job.coat.fallback = "error"
+    with pytest.raises(RuntimeError, match=r"fallback='error': CUDA graphs: .*coat\.speed\.cuda_graphs: never"):
+        replayed.train(6)
 
 
 def test_graphs_make_room_where_an_eager_step_would_find_none(monkeypatch: pytest.MonkeyPatch) -> None:

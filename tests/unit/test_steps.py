@@ -33,12 +33,17 @@ def _limits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Run:
-    """The parts of a session that a step touches, around two matrices.
+    """The parts of a session that a step touches, around two matrices; it is its own objective.
 
-    Numbers are read one step late if `late`; `spoil`: draw → a factor of its loss.
+    Numbers are read one step late if `late`, and steps are replayed if `captures`; `spoil`: draw → a factor of its
+    loss; `tokens`: rows of a batch's latents, of each step in turn.
     """
 
-    def __init__(self, late: bool, spoil: dict[int, float]) -> None:
+    def __init__(
+        self, late: bool, spoil: dict[int, float], *, captures: bool = False, tokens: tuple[int, ...] = (8,)
+    ) -> None:
+        self._spoil = spoil
+        self._tokens = tokens
         draw = torch.Generator().manual_seed(0)
         self.lora = {name: nn.Parameter(torch.randn(4, 4, generator=draw)) for name in NAMES}
         self.watch, self.lines = step_watch(COAT, lora=self.lora)
@@ -46,30 +51,43 @@ class Run:
         self.read_at: list[int] = []  # steps done when each row came
         optimizer = FP8AdamW(self.lora.values(), lr=1e-3, capturable=True)
         self.session: Any = SimpleNamespace(
-            job=SimpleNamespace(train=SimpleNamespace(gradient_accumulation=2, max_grad_norm=1.0), seed=3),
+            job=SimpleNamespace(
+                train=SimpleNamespace(gradient_accumulation=2, max_grad_norm=1.0),
+                seed=3,
+                coat=SimpleNamespace(fallback="auto"),
+            ),
+            transformer=nn.Identity(),
             workers=Workers("cpu"),
             watch=self.watch,
             lora=self.lora,
             dataset=SimpleNamespace(batch=lambda batch: {}),
-            objective=lambda tensors, draw: self._loss(draw) * spoil.get(draw, 1.0),
+            objective=self,
             optimizer=optimizer,
             lr_scheduler=torch.optim.lr_scheduler.ConstantLR(optimizer),
             ema=LoraEMA(self.lora, 0.9),
             live=SimpleNamespace(poll=frozenset),
-            log=SimpleNamespace(step=self._record),
+            log=SimpleNamespace(step=self._record, info=self.lines.info),
             epoch=0,
             step=0,
             outstanding=None,
             skips_on_device=late,
-            captures=False,
+            captures=captures,
             fused=None,
             graphs=None,
         )
 
-    def _loss(self, draw: int) -> Tensor:
-        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(draw))
+    def draw(self, batch: dict[str, Tensor], draw: int) -> dict[str, Tensor]:
+        tokens = self._tokens[draw // 2 % len(self._tokens)]
+        x = torch.randn(tokens, 4, generator=torch.Generator().manual_seed(draw))
+        return {"latents": x, "factor": torch.tensor(self._spoil.get(draw, 1.0))}
+
+    def loss(self, drawn: dict[str, Tensor]) -> Tensor:
+        x = drawn["latents"]
         down, up = self.lora.values()
-        return (x @ down.t() @ up.t() - x).square().mean()
+        return (x @ down.t() @ up.t() - x).square().mean() * drawn["factor"]
+
+    def __call__(self, batch: dict[str, Tensor], draw: int) -> Tensor:
+        return self.loss(self.draw(batch, draw))
 
     def _record(self, stats: StepStats) -> None:
         self.rows.append(stats)
