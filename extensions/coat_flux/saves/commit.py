@@ -99,8 +99,10 @@ def commit(
     Raises:
         SaveError: writing failed, and the previous set is unchanged; or publishing, which the next start does.
     """
-    target, what = state_folder(run_dir, step), f"the checkpoint of step {step} cannot be saved"
-    staging, before = staging_path(target), committed_sets(run_dir)
+    what = f"the checkpoint of step {step} cannot be saved"
+    target = state_folder(run_dir, step)
+    staging = staging_path(target)
+    before = committed_sets(run_dir)
     if needed_bytes is None:
         needed_bytes = sum(path.stat().st_size for folder in before[:1] for path in folder.rglob("*"))
     try:
@@ -212,7 +214,8 @@ def _entries_of(manifest: Mapping[str, Any], inside: str) -> dict[str, Any]:
 
 def publish_set(run_dir: Path, folder: Path) -> list[str]:
     """Publish what the run's folder lacks; returns the names."""
-    manifest, done = manifest_of(folder), []
+    manifest = manifest_of(folder)
+    done = []
     for name, inside in manifest["publish"].items():
         for each in (name, inside):
             if each in ("", ".", "..") or re.search(r"[/\\:]", each):
@@ -283,7 +286,9 @@ def check_output(run_dir: Path, space: SaveSpace | None = None) -> tuple[list[st
                 stat = path.stat()
                 if path.is_file():
                     sizes[stat.st_dev, stat.st_ino] = stat.st_size
-    free, there, warnings = shutil.disk_usage(folder).free, sum(sizes.values()), []
+    free = shutil.disk_usage(folder).free
+    there = sum(sizes.values())
+    warnings = []
     one = space.lora + space.state
     if one + SPARE_BYTES > free and space.most > there:
         errors.append(f"{folder}: one save takes {size_text(one)}, {size_text(free)} are free; {REMEDY_SPACE}")

@@ -159,7 +159,8 @@ def write_model(
 
 def check_model(folder: Path, trained: Mapping[str, Tensor]) -> str:
     """Check that every trained tensor of a save is there and finite; returns a line, or raises ResumeError."""
-    missing, size = dict(trained), 0
+    missing = dict(trained)
+    size = 0
     for file in sorted((folder / PART).glob("*.safetensors")):
         size += file.stat().st_size
         for name, tensor in load_tensors(file).items():

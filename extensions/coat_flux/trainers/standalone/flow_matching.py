@@ -55,7 +55,8 @@ class Objective:
         self._transformer = transformer
         self._train = train
         self._scheduler = scheduler
-        self._seed, self._dtype = seed, dtype
+        self._seed = seed
+        self._dtype = dtype
 
     def __call__(self, batch: Mapping[str, Tensor], draw: int) -> Tensor:
         """The mean loss of a batch, the `draw`-th of the run, with gradient: a scalar, fp32.

@@ -32,7 +32,8 @@ class RunLog:
 
     def __init__(self, job: JobConfig, device: torch.device, *, active: bool):
         self.active = active
-        self._job, self._device = job, device
+        self._job = job
+        self._device = device
         self._bar: tqdm | None = None
         self._tables: RunTables | None = None
         self._board: TensorBoard | None = None

@@ -216,7 +216,8 @@ class Session:
 def _prepare_data(
     job: JobConfig, workers: Workers, encoders: Encoders, samples: list[Any]
 ) -> tuple[LatentDataset, ImageSampler | None]:
-    device, room = workers.device, None
+    device = workers.device
+    room = None
     if device.type == "cuda":
         room = (budget_bytes(job.coat, usable_bytes(device)) or 0) - held_bytes(device)
     with workers.main_first():
@@ -255,7 +256,8 @@ def _prepare_transformer(
     name = job.model.name_or_path
     device = workers.device
     coat = job.coat
-    chosen, report = Chosen(coat), None
+    chosen = Chosen(coat)
+    report = None
     transformer = load_transformer(name, dtype, coat, device, trained=chosen.find if job.full else None)
     if coat.enabled:
         allowed = job.train.gradient_checkpointing

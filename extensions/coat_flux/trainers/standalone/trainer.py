@@ -206,7 +206,9 @@ def _train_steps(session: Session, interrupts: Interrupts, observer: Observer | 
     job = session.job
     log = session.log
     guard = session.watch.guard
-    batches, first, owes_save = iter(session.sampler), session.step + 1, False
+    batches = iter(session.sampler)
+    first = session.step + 1
+    owes_save = False
     log.start(session.step)
     session.watch.phases.enter("step")
     if observer is not None:
@@ -304,7 +306,8 @@ def train_step(session: Session, batches: Iterator[Batch], interrupts: Interrupt
     Its numbers go to `session.log`, now or in the next step or `settle`.
     """
     started = time.perf_counter()
-    watch, number = session.watch, session.step + 1
+    watch = session.watch
+    number = session.step + 1
     late = session.skips_on_device and not watch.reads_at_once(number)
     if not late:
         settle(session)

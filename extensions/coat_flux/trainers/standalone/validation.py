@@ -81,7 +81,8 @@ class ImageSampler:
         self.items = job.sample.items()
         self._vae = encoders.vae
         self._scheduler = encoders.scheduler
-        self._device, self._extension = device, job.sample.format
+        self._device = device
+        self._extension = job.sample.format
         self._pipeline: Callable[..., Any]  # without its encoders, and its arguments for each prompt in place of them
         self._calls: list[dict[str, Tensor]]
         text: Any = encoders.text
