@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -20,6 +20,14 @@ E4M3, E5M2, FP32, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float32, 
 TOKENS = 64
 KEPT = "memory: {checkpointing: none}"
 N_LINEARS, N_GEMMS = 20, 17  # in two blocks; of these all but the modulation multiply in FP8
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _sizes() -> Iterator[None]:
+    """Rough sizes of blocks: counting them takes longer than a step, and test_plan_measured.py counts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("coat_flux.blocks.sizes._counted", lambda *of_block: (2**18 if of_block[-1] else 2**22, 2**20))
+        yield
 
 
 def dtypes_of_hooks(r: Run, shape: tuple[int, ...]) -> set[torch.dtype]:
