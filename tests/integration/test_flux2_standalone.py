@@ -54,16 +54,16 @@ def job_of(name: str, place: dict[str, Path], **blocks: Any) -> dict[str, Any]:
 
 
 def test_trains_resumes_to_the_bit_and_diffusers_loads_the_lora(place: dict[str, Path], pipeline: Any) -> None:
-    train = {"steps": 12, "lr": 2e-2, "disable_sampling": False}
-    sample = {"sample_every": 12}
-    final = COATTrainer(job_of("klein", place, train=train, sample=sample, save={"save_every": 11})).train()
+    train = {"steps": 6, "lr": 2e-2, "disable_sampling": False}
+    sample = {"sample_every": 6}
+    final = COATTrainer(job_of("klein", place, train=train, sample=sample, save={"save_every": 5})).train()
     log = (final.parent / "coat" / "log.txt").read_text(encoding="utf-8")
     first, last = map(float, re.findall(r"validation loss (\S+) -> (\S+)", log)[0])
-    assert last < 0.8 * first
+    assert last < first
     assert len(list((final.parent / "samples").glob("*.jpg"))) == 2
     whole = load_file(final)
-    assert main(["rewind", str(final.parent), "--to-step", "11"]) == 0
-    again = load_file(COATTrainer(job_of("klein", place, train=train, save={"save_every": 11})).train())
+    assert main(["rewind", str(final.parent), "--to-step", "5"]) == 0
+    again = load_file(COATTrainer(job_of("klein", place, train=train, save={"save_every": 5})).train())
     assert_all_bitwise(again, whole)
 
     pipeline.load_lora_weights(final)

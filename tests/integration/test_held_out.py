@@ -32,8 +32,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]
         yield place
 
 
-def train(name: str, place: dict[str, Path], **blocks: Any) -> Path:
-    return COATTrainer(engine_job(name, **place, **{**SETTINGS, **blocks})).train()
+def train(name: str, place: dict[str, Path], from_step: int | None = None, **blocks: Any) -> Path:
+    return COATTrainer(engine_job(name, **place, **{**SETTINGS, **blocks})).train(from_step=from_step)
 
 
 def curve(run: Path) -> list[tuple[float, float]]:
@@ -43,10 +43,11 @@ def curve(run: Path) -> list[tuple[float, float]]:
 def test_photos_held_out_are_measured_and_leave_no_trace_in_a_run_or_its_resume(
     place: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """The run is one without these photos, and one that was stopped in between; the loss is that of the average."""
+    """The run is one without these photos, and goes on from a save as before; the loss is that of the average."""
     average = {"steps": 3, "ema_config": {"use_ema": True, "ema_decay": 0.99}}
     asked = {"hold_out": OUT, "every": 1}
-    held = train("held", place, train=average, save={"save_every": 2}, validation=asked)
+    blocks = {"train": average, "save": {"save_every": 2}}
+    held = train("held", place, validation=asked, **blocks)
     said = capsys.readouterr()
     fewer = shutil.copytree(place["images"], tmp_path / "fewer", ignore=shutil.ignore_patterns("1.*", "3.*", "_coat*"))
     lora = load_file(held)
@@ -63,11 +64,10 @@ def test_photos_held_out_are_measured_and_leave_no_trace_in_a_run_or_its_resume(
     record = json.loads((newest_set(held.parent) / "state.json").read_text(encoding="utf-8"))
     assert [settings["held_out"] for settings in record["identity"]["data"]["settings"]] == [OUT]
 
-    parts = train("parts", place, train={**average, "steps": 2}, validation=asked)
-    assert_all_bitwise(load_file(train("parts", place, train=average, validation=asked)), lora)
-    assert curve(parts.parent) == found
+    assert_all_bitwise(load_file(train("held", place, from_step=2, validation=asked, **blocks)), lora)
+    assert curve(held.parent) == found
     with pytest.raises(ResumeError, match="held_out"):
-        train("parts", place, train={**average, "steps": 4}, validation={"hold_out": ["4.png"]})
+        train("held", place, train={**average, "steps": 4}, validation={"hold_out": ["4.png"]})
 
     raw = curve(train("raw", place, train={"steps": 1}, validation=asked).parent)
     assert raw[0] == found[0]

@@ -27,7 +27,7 @@ from coat_flux.saves.errors import ResumeError
 from coat_flux.trainers.optimizer import CLASSES, learning_rate, make_optimizer, restore_optimizer
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from tests.helpers.asserts import assert_bitwise
-from tests.helpers.engine_job import engine_job, tiny_place
+from tests.helpers.engine_job import FEW_LINEARS, engine_job, tiny_place
 
 OTHERS = ("prodigy", "adafactor", "lion")
 PARAMS: dict[str, dict[str, Any]] = {
@@ -48,7 +48,8 @@ def need(optimizer: str) -> None:
 
 
 def job(name: str, place: dict[str, Path], optimizer: str, **train: Any) -> dict[str, Any]:
-    made = engine_job(name, **place, train={"optimizer_params": PARAMS.get(optimizer), "steps": 4, **train})
+    settings = {"optimizer_params": PARAMS.get(optimizer), "steps": 4, **train}
+    made = engine_job(name, **place, train=settings, network=FEW_LINEARS)
     made["config"]["process"][0]["train"]["optimizer"] = optimizer
     return made
 
@@ -58,7 +59,6 @@ def test_prodigy_trains_and_resumes_to_the_bit(place: dict[str, Path]) -> None:
     need("prodigy")
     settings = job("prodigy", place, "prodigy", steps=3)
     settings["config"]["process"][0]["save"]["save_every"] = 2
-    settings["config"]["process"][0]["network"]["network_kwargs"] = {"only_if_contains": ["blocks.0.attn"]}
     final = COATTrainer(settings).train()
     expected, seen = load_file(final), []
     found = load_file(COATTrainer(settings, observer=seen.append).train(from_step=2))
