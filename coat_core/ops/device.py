@@ -262,7 +262,7 @@ def _quantize_rows_fwd_kernel(
 def cast_by_amax(x: Tensor, amax: Tensor, fmt: str, factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Quantize x, times its columns' factors, per tensor, from the finite amax of any number of parts."""
     form = get_format(fmt)
-    codes = empty_values(tuple(x.shape), form.dtype, x.device)
+    codes = empty_values(x.shape, form.dtype, x.device)
     scale = empty((), torch.float32, x.device)
     launch(
         _cast_by_amax_fwd_kernel,
@@ -281,7 +281,7 @@ def quantize_rows(x: Tensor, fmt: str, factors: Tensor | None, amax: Tensor | No
     form = get_format(fmt)
     k = x.shape[-1]
     parts = 1 if amax is None else amax.shape[1]
-    codes = empty_values(tuple(x.shape), form.dtype, x.device)
+    codes = empty_values(x.shape, form.dtype, x.device)
     scale = empty((*x.shape[:-1], 1), torch.float32, x.device)
     launch(
         _quantize_rows_fwd_kernel,
@@ -323,12 +323,10 @@ class GroupCodes:
 
     def __init__(self, shape: tuple[int, ...], saved_format: str, group_size: int, device: torch.device) -> None:
         self._device = device
-        self._fmt = E4M3
-        self.format_max = 0.0
+        self._fmt = form = E4M3 if saved_format == "none" else get_format(saved_format)
+        self.format_max = form.max
         self.codes = self.scale = None
         if saved_format != "none":
-            self._fmt = form = get_format(saved_format)
-            self.format_max = form.max
             self.codes = empty_values(shape, form.dtype, device)
             self.scale = empty(per_group(group_size).scale_shape(shape), torch.float32, device)
 

@@ -229,8 +229,8 @@ def gated_sum(a: Any) -> tuple[Tensor, ...]:
     is_narrow = h is not None or weight is not None
     block = min(power_of_two(d), WIDEST_LOW_RANK_BLOCK if is_narrow else WIDEST_BLOCK)
     tile = max(TILE_ELEMENTS // block, LOW_RANK_ROWS if is_narrow else 1)
-    y = empty_values(tuple(residual.shape), dtype, device)
-    saved = GroupCodes(tuple(residual.shape), a.saved_format, a.group_size, device)
+    y = empty_values(residual.shape, dtype, device)
+    saved = GroupCodes(residual.shape, a.saved_format, a.group_size, device)
     tensors = (result, h, up, y, saved.codes, saved.scale)
     sizes = (gate_stride, h_stride, s, d)
     options = {
@@ -262,8 +262,8 @@ def gated_sum_backward(a: Any) -> tuple[Tensor, ...]:
     gate, gate_stride = with_row_stride(a.gate)
     result_scale, per_row, group = saved_groups(a.result_scale, a.group_size, d)
     programs, rounds = shared_rows(images, s, constants["R"])
-    dy = empty_values(tuple(grad.shape), a.dtype, device)
-    codes = RowCodes(tuple(grad.shape), a.fmt, a.granularity, device)
+    dy = empty_values(grad.shape, a.dtype, device)
+    codes = RowCodes(grad.shape, a.fmt, a.granularity, device)
     dgate = None if result is None else empty((images, programs, d), torch.float32, device)
     launch(
         _gated_sum_bwd_kernel,

@@ -237,7 +237,7 @@ def mlp_activation(a: Any) -> tuple[Tensor, ...]:
     f = activated_width(a.mlp, a.activation)
     if a.saved_format != "none" and splits_groups(n, f, a.group_size):
         return operators.mlp_activation._init_fn(*a)
-    device, shape = a.mlp.device, tuple(a.mlp.shape[:-1])
+    device, shape = a.mlp.device, a.mlp.shape[:-1]
     rows = a.mlp.numel() // n
     block = max(LOW_RANK_BLOCK, a.group_size)
     parts = n_blocks(d, block) + n_blocks(f, block)
@@ -475,7 +475,7 @@ def mlp_activation_down(a: Any) -> tuple[Tensor, ...]:
         with without_autocast(a.mlp.device):
             return torch.nn.functional.linear(values, a.down), *codes
     device = a.mlp.device
-    shape = tuple(a.mlp.shape[:-1])
+    shape = a.mlp.shape[:-1]
     form = get_format(a.fmt)
     d = 0 if a.attention is None else a.attention.shape[-1]
     rows, next_rank = a.mlp.numel() // n, len(a.down)
@@ -597,7 +597,7 @@ def _mlp_activation_bwd_kernel(
 
 @launcher(operators.mlp_activation_backward)
 def mlp_activation_backward(a: Any) -> Tensor:
-    dmlp = empty_values(tuple(a.mlp.shape), a.dtype, a.mlp.device)
+    dmlp = empty_values(a.mlp.shape, a.dtype, a.mlp.device)
     launch_mlp_backward(a, a.grad, dmlp)
     return finished(dmlp, a.dtype)
 

@@ -133,7 +133,7 @@ def lora_up_gradients(a: Any) -> tuple[Tensor, Tensor]:
     if rank > WIDEST_RANK:
         return operators.lora_up_gradients._init_fn(*a)
     operators.check_shapes(a.dy, a.h, a.up, a.widths)
-    shape = tuple(a.h.shape)
+    shape = a.h.shape
     dtype = a.h.dtype
     device = a.h.device
     m = a.h.numel() // shape[-1]

@@ -152,7 +152,7 @@ def _norm_modulate_bwd_kernel(
 
 @launcher(operators.norm_modulate_quantize)
 def norm_modulate_quantize(a: Any) -> tuple[Tensor, ...]:
-    shape, device = tuple(a.x.shape), a.x.device
+    shape, device = a.x.shape, a.x.device
     codes = RowCodes(shape, a.fmt, a.granularity, device)
     saved = GroupCodes(shape, a.saved_format, a.group_size, device)
     n = _modulated(a, None, a.x.dtype, codes, saved)
@@ -161,7 +161,7 @@ def norm_modulate_quantize(a: Any) -> tuple[Tensor, ...]:
 
 @launcher(operators.norm_modulate)
 def norm_modulate(a: Any) -> Tensor:
-    shape, device = tuple(a.x.shape), a.x.device
+    shape, device = a.x.shape, a.x.device
     no_codes = RowCodes(shape, "e4m3", "none", device)
     not_saved = GroupCodes(shape, "none", 0, device)
     return _modulated(a, a.x_scale, a.dtype, no_codes, not_saved)
@@ -178,7 +178,7 @@ def _modulated(a: Any, x_scale: Tensor | None, dtype: torch.dtype, codes: RowCod
     rows = x.numel() // d
     normed = dtype if weight is None else weight.dtype
     n_dtype = torch.promote_types(normed, scale.dtype)
-    n = empty_values(tuple(x.shape), n_dtype, x.device)
+    n = empty_values(x.shape, n_dtype, x.device)
     launch(
         _norm_modulate_fwd_kernel,
         (n_blocks(rows, constants["R"]),),
@@ -205,7 +205,7 @@ def norm_modulate_backward(a: Any) -> tuple[Tensor, Tensor]:
     scale, scale_stride = with_row_stride(a.scale)
     x_scale, per_row, group = saved_groups(a.x_scale, a.group_size, d)
     programs, rounds = shared_rows(images, s, constants["R"])
-    dx = empty_values(tuple(x.shape), a.dtype, x.device)
+    dx = empty_values(x.shape, a.dtype, x.device)
     dmodulation = empty((images, programs, 2, d), torch.float32, x.device)
     launch(
         _norm_modulate_bwd_kernel,

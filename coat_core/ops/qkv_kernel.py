@@ -213,7 +213,7 @@ def qkv_rope(a: Any) -> list[Tensor]:
     saved: list[Tensor] = []
     first = 0
     for i, y in enumerate(a.ys):
-        shape = tuple(y.shape)
+        shape = y.shape
         codes = GroupCodes(shape, a.saved_format if fits else "none", a.group_size, device)
         complete = empty_values(shape, a.dtype, device) if saves and not fits else None
         y, y_stride = with_row_stride(y)
@@ -249,7 +249,7 @@ def qkv_rope(a: Any) -> list[Tensor]:
 def qkv_rope_backward(a: Any) -> list[Tensor]:
     results, first = [], 0
     for i, y in enumerate(a.ys):
-        dy = empty_values(tuple(y.shape), a.dtype, y.device)
+        dy = empty_values(y.shape, a.dtype, y.device)
         y_scale = a.y_scales[i] if a.y_scales else None
         _launch_backward(a, y, y_scale, a.weights[2 * i : 2 * i + 2], first, dy)
         results.append(finished(dy, a.dtype))
@@ -269,7 +269,7 @@ def qkv_mlp_backward(a: Any) -> Tensor:
 def _launch_backward(a: Any, y: Tensor, y_scale: Tensor | None, weights: list[Tensor], first: int, dy: Tensor) -> None:
     """Write dy of one stream, whose tokens are `first` and the following ones of all."""
     dq, dk, dv = (grad if grad.stride(-1) == 1 else grad.contiguous() for grad in a.grads)
-    shape, (heads, d) = tuple(y.shape), dq.shape[2:]
+    shape, (heads, d) = y.shape, dq.shape[2:]
     y, y_stride = with_row_stride(y)
     scale, scales_per_row, group = saved_groups(y_scale, a.group_size, shape[-1])
     q_weight, k_weight = (weight.contiguous() for weight in weights)

@@ -94,7 +94,7 @@ def quantize(a: Any) -> tuple[Tensor, Tensor]:
     x = a.x.contiguous()
     factors = contiguous(a.factors)
     form = get_format(a.fmt)
-    shape, k = tuple(x.shape), x.shape[-1]
+    shape, k = x.shape, x.shape[-1]
     if a.granularity == "per_tensor":
         rounds = n_blocks(n_blocks(x.numel(), SHARE_BLOCK), SHARES_MAX)
         shares = n_blocks(x.numel(), rounds * SHARE_BLOCK)
@@ -137,7 +137,7 @@ def dequantize(a: Any) -> Tensor:
     codes = a.codes.contiguous()
     scale = a.scale.contiguous()
     k = a.codes.shape[-1]
-    out = empty_values(tuple(codes.shape), a.dtype, codes.device)
+    out = empty_values(codes.shape, a.dtype, codes.device)
     per_row, group = 0, 0
     if a.granularity == "per_group":
         per_row, group = n_blocks(k, a.group_size), a.group_size
@@ -202,7 +202,7 @@ def quantize_and_save(a: Any) -> tuple[Tensor, ...]:
     x = a.x
     if x.stride(-1) != 1 or a.granularity == "per_tensor":  # its second pass reads x as one piece
         x = x.contiguous()
-    shape = tuple(x.shape)
+    shape = x.shape
     by_image = x if x.ndim == 3 else x.reshape(1, -1, k)
     codes = RowCodes(shape, a.fmt, a.granularity, x.device)
     saved = GroupCodes(shape, a.saved_format, a.group_size, x.device)
@@ -267,7 +267,7 @@ def quantize_int8(a: Any) -> tuple[Tensor, Tensor]:
     check_rotation(a.x, a.size)
     x, stride = with_row_stride(a.x)
     width = x.shape[-1]
-    codes = empty(tuple(x.shape), torch.int8, x.device)
+    codes = empty(x.shape, torch.int8, x.device)
     scale = empty((*x.shape[:-1], 1), torch.float32, x.device)
     options = {"STAGES": (a.size.bit_length() - 1) // 2, "BLOCK": row_block(width)}
     grid = (x.numel() // width,)
@@ -279,7 +279,7 @@ def quantize_int8(a: Any) -> tuple[Tensor, Tensor]:
 def rotate(a: Any) -> Tensor:
     check_rotation(a.x, a.size)
     x, width = a.x.contiguous(), a.x.shape[-1]
-    y = empty_values(tuple(x.shape), x.dtype, x.device)
+    y = empty_values(x.shape, x.dtype, x.device)
     block = row_block(width)
     grid = (x.numel() // width, n_blocks(width, block))
     launch(_rotate_fwd_kernel, grid, x, y, width, STAGES=(a.size.bit_length() - 1) // 2, BLOCK=block)
