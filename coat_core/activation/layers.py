@@ -104,7 +104,7 @@ class FP8InputLinear(nn.Linear):
             base_input = None if reference is None else reference()
             if base_input is not None and _is_same_input(x, base_input):
                 saved_input = base_input
-        saved = quantize_once(saved_input, self.storage.format, self.storage.granularity)
+        saved = quantize_once(saved_input, self.storage)
         device = x.device.type
         if autocast_is_on(device):
             dtype = torch.get_autocast_dtype(device)

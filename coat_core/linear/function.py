@@ -252,14 +252,10 @@ def _count_optimizer_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 # -- products ---------------------------------------------------------------------------------------------------------
 
 
+@functools.cache
 def input_storage(config: FP8LinearConfig) -> Storage:
-    """How the GEMM's input x is stored."""
+    """Return how the GEMM's input x is stored; linears that read the same tensor share one copy (`quantize_once`)."""
     return Storage(config.input_format, granularity_named(config.input_granularity))
-
-
-def quantized_input(x: Tensor, config: FP8LinearConfig) -> Quantized:
-    """Quantize x [..., K] as a GEMM input, once for all linears that read the same tensor."""
-    return quantize_once(x, config.input_format, granularity_named(config.input_granularity))
 
 
 def fp8_gemm_obstacle(device: torch.device, config: FP8LinearConfig) -> str | None:
@@ -453,7 +449,8 @@ def fp8_linear(
 
     Numerics: forward e4m3 × e4m3 of Gaussian data at 28 dB, dgrad e5m2 × e4m3 at 24 dB or better; tests/tolerances.py.
     """
-    quantized = quantized_input(x, config) if wants_fp8_gemm(x.device, config) and x.numel() else None
+    in_fp8 = wants_fp8_gemm(x.device, config) and x.numel() > 0
+    quantized = quantize_once(x, input_storage(config)) if in_fp8 else None
     result: Tensor = _FrozenLinear.apply(x, quantized, weight, bias, config, compute_dtype(x))
     return result
 
@@ -470,8 +467,8 @@ def fp8_trainable_linear(
     codes = TrainedCodes() if codes is None else codes
     if not weight.requires_grad:
         return fp8_linear(x, codes.cast(weight, config), bias, config)
-    quantized, dtype = quantized_input(x, config), compute_dtype(x)
-    result: Tensor = _TrainableLinear.apply(x, quantized, weight, bias, config, dtype, codes)
+    quantized = quantize_once(x, input_storage(config))
+    result: Tensor = _TrainableLinear.apply(x, quantized, weight, bias, config, compute_dtype(x), codes)
     return result
 
 

@@ -20,11 +20,12 @@ from coat_core.linear.function import (
     drop_weight,
     fp8_linear,
     fp8_trainable_linear,
+    input_storage,
     load_weight,
-    quantized_input,
     read_weight,
     store_weight,
 )
+from coat_core.ops.quantize import quantize_once
 from coat_core.ops.scaled_mm import ALIGNMENT
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ def hand_over_input(module: nn.Module, x: Tensor, config: FP8LinearConfig) -> No
     saves_for_backward = torch.is_grad_enabled() and x.numel() > 0
     module.adapter_input = weakref.ref(x) if saves_for_backward else None  # type: ignore[assignment]
     if saves_for_backward:
-        quantized_input(x, config)
+        quantize_once(x, input_storage(config))
 
 
 _LOST = (

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from coat_core import int8, nvfp4
 from coat_core.casts import Cast, Decoded, declares
 from coat_core.formats import E4M3, INT8, Format, get_format
-from coat_core.granularity import PER_ROW, PER_TENSOR, Granularity, granularity_named
+from coat_core.granularity import PER_ROW, PER_TENSOR, Granularity, Storage, granularity_named
 from coat_core.ops.codes import codes_of, saved_cast_of, saved_codes_of
 from coat_core.ops.dispatch import operator
 from coat_core.quantize import Quantized, check_input
@@ -110,19 +110,19 @@ def quantize(
     return Quantized(codes, scale, granularity)
 
 
-def quantize_once(x: Tensor, fmt: str, granularity: Granularity) -> Quantized:
+def quantize_once(x: Tensor, storage: Storage) -> Quantized:
     """`quantize`, once per tensor object and version: q, k, v and their adapters share one copy."""
     if torch.compiler.is_compiling() or x.is_inference():  # such tensors count no in-place changes
-        return quantize(x, fmt, granularity)
-    key = (fmt, granularity, x._version)
+        return quantize(x, storage.format, storage.granularity)
+    key = (storage, x._version)
     copy = _copies.get(x)
     if copy is None or copy[0] != key:
-        copy = _copies[x] = key, quantize(x, fmt, granularity)
+        copy = _copies[x] = key, quantize(x, storage.format, storage.granularity)
     return copy[1]
 
 
 # a dictionary and not an attribute of the tensors, which torch.save and copy.deepcopy would take along
-_copies: MutableMapping[Tensor, tuple[tuple[str, Granularity, int], Quantized]] = WeakTensorKeyDictionary()
+_copies: MutableMapping[Tensor, tuple[tuple[Storage, int], Quantized]] = WeakTensorKeyDictionary()
 
 
 def dequantize(
