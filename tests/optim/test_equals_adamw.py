@@ -169,18 +169,17 @@ def test_equals_the_per_tensor_reference(name: str, dtype: torch.dtype) -> None:
             assert_bitwise(found, reference.moments[moment][i])
 
 
-def final_loss(make_optimizer, dtype: torch.dtype = torch.float32) -> tuple[float, float]:
+def final_loss(make_optimizer) -> tuple[float, float]:
     """First and last loss of a LoRA-shaped regression (B starts at 0) in 200 steps."""
     generator = torch.Generator().manual_seed(0)
     x, target = torch.randn(256, 64, generator=generator), torch.randn(64, 4, generator=generator)
     y = x @ target @ torch.randn(4, 48, generator=generator) / 16
-    a = torch.nn.Parameter((torch.randn(8, 64, generator=generator) / 8).to(dtype))
-    b = torch.nn.Parameter(torch.zeros(48, 8, dtype=dtype))
+    a, b = Parameter(torch.randn(8, 64, generator=generator) / 8), Parameter(torch.zeros(48, 8))
     optimizer = make_optimizer([a, b])
     losses = []
     for _ in range(200):
         optimizer.zero_grad()
-        loss = ((x @ a.float().t() @ b.float().t() - y) ** 2).mean()
+        loss = ((x @ a.t() @ b.t() - y) ** 2).mean()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -198,8 +197,3 @@ def adamw_loss() -> float:
 def test_loss_ends_near_adamw(name: str, adamw_loss: float) -> None:
     _, reached = final_loss(lambda params: FP8AdamW(params, lr=1e-2, fp8_config=CONFIGS[name]))
     assert reached < CONVERGED_LOSS_RATIO * adamw_loss
-
-
-def test_bf16_parameters_converge() -> None:
-    first, reached = final_loss(lambda params: FP8AdamW(params, lr=1e-2), torch.bfloat16)
-    assert reached < CONVERGED_FRACTION * first
