@@ -43,7 +43,9 @@ def rotation_size(width: int) -> int:
 
 def rotate(x: Tensor, size: int) -> Tensor:
     """Return x H in fp32, H of `size` neighbours, with the kernel's bits; ValueError where `size` does not fit."""
-    check_rotation(x, size)
+    is_power = size > 0 and size & (size - 1) == 0 and size.bit_length() % 2 == 1
+    if not is_power or size > LARGEST_ROTATION or x.shape[-1] % size:
+        raise ValueError(f"size={size}: must be a power of 4 up to {LARGEST_ROTATION} that divides {x.shape[-1]}")
     values, stride = x.to(torch.float32), 1
     while stride < size:
         pairs = values.reshape(-1, 2, 2, stride)
@@ -51,13 +53,6 @@ def rotate(x: Tensor, size: int) -> Tensor:
         total = (sums[:, 0] + sums[:, 1])[:, None, None]
         values, stride = total * 0.5 - pairs, 4 * stride
     return values.reshape(x.shape)
-
-
-def check_rotation(x: Tensor, size: int) -> None:
-    """Raise ValueError unless rows of x can be rotated in blocks of `size`."""
-    is_power = size > 0 and size & (size - 1) == 0 and size.bit_length() % 2 == 1
-    if not is_power or size > LARGEST_ROTATION or x.shape[-1] % size:
-        raise ValueError(f"size={size}: must be a power of 4 up to {LARGEST_ROTATION} that divides {x.shape[-1]}")
 
 
 def quantize_int8(x: Tensor, size: int, factors: Tensor | None = None) -> Quantized:

@@ -44,10 +44,6 @@ CONSTANT_BLOCK_REL = 2.0**-20
 # fall on the other side. log2 of magnitudes near 2^-26 errs by 2^-20, on spreads of 0.7 and more: 3e-6, times 7.
 EXPONENT_BOUNDARY = 2e-5
 
-# expand then contract without a cast: pow(k) errs by k·2^-23 relative, pow(1/k) takes 1/k of that and adds 2 ulp;
-# magnitudes of 2^±26 add the rounding of x/center.
-ROUND_TRIP_REL = 2.0**-17
-
 # --- stochastic rounding -------------------------------------------------------------------------------------------
 # The number of round-ups among n draws is binomial; 5 standard deviations are exceeded by chance once in 1.7 million.
 STOCHASTIC_DRAWS = 100_000

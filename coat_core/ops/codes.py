@@ -1,8 +1,8 @@
 """Codes along with values: operators that quantize their results, and how they read codes back.
 
 Such an operator takes `fmt` and `granularity` and returns (values, codes, code_scale), where codes, code_scale =
-quantize(values, fmt, granularity) to the bit. With granularity "none" both have shape [0]. Unknown formats,
-granularities and group sizes raise ValueError.
+quantize(values, fmt, granularity) to the bit, per_row or per_tensor. With granularity "none" both have shape [0].
+Unknown formats and group sizes raise ValueError.
 
 An operator that also saves its input x for backward takes `saved_format` and `group_size` and returns (x_codes,
 x_scale) of 1×G groups, to the bit; with saved_format "none" both have shape [0]. Operators of the backward pass take x
@@ -23,18 +23,9 @@ from coat_core.formats import E4M3, get_format
 from coat_core.granularity import PER_ROW, PER_TENSOR, granularity_named, per_group
 from coat_core.quantize import dequantize, quantize
 
-GRANULARITIES = ("none", "per_row", "per_tensor")
-
-
-def check_granularity(granularity: str) -> None:
-    """Raise ValueError unless the granularity is per_row, per_tensor or "none"."""
-    if granularity not in GRANULARITIES:
-        raise ValueError(f"granularity={granularity!r}: must be one of {', '.join(GRANULARITIES)}")
-
 
 def codes_of(values: Tensor, fmt: str, granularity: str) -> tuple[Tensor, Tensor]:
     """Return the codes and scale of values [..., K], both of shape [0] where the granularity is "none"."""
-    check_granularity(granularity)
     if granularity == "none":
         return no_codes(values, fmt)
     codes, scale, _ = quantize(values, fmt, granularity_named(granularity))

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from coat_core.formats import E4M3, get_format
 from coat_core.granularity import per_group
-from coat_core.ops.codes import check_granularity
 from coat_core.ops.launch import dot_operand, empty, empty_values, finished, launch, nothing, power_of_two
 from coat_core.ops.packing import n_blocks
 
@@ -303,7 +302,6 @@ class RowCodes:
     """Buffers for the codes of values [..., K], as a kernel's arguments `codes_ptr`, `scale_ptr` and FORMAT_MAX."""
 
     def __init__(self, shape: tuple[int, ...], fmt: str, granularity: str, device: torch.device) -> None:
-        check_granularity(granularity)
         self._fmt = form = E4M3 if fmt == "none" else get_format(fmt)
         self.format_max = form.max
         self.codes = empty_values(shape, form.dtype, device) if granularity == "per_row" else None

@@ -67,11 +67,11 @@ def gated_sum_backward(
                   dy = rstd·(dz - z·mean(dz·z))
 
     result' is values of `dtype`, or FP8 codes with a scale of any granularity; None where neither dgate nor a norm
-    needs it: ValueError with a norm. Returns dy of `dtype`, with a norm computed in fp32 and rounded once; its codes;
-    their scale; dgate fp32 [B, D], or of shape [0] without result.
+    needs it. Returns dy of `dtype`, with a norm computed in fp32 and rounded once; its codes; their scale; dgate fp32
+    [B, D], or of shape [0] without result.
     """
-    check_result(result, weight)
     if result is None:
+        assert weight is None, "the gradient of a norm needs what it normed"
         dy = (grad * gate[:, None]).to(dtype).contiguous()
         dgate = gate.new_empty(0, dtype=torch.float32)
         return dy, *codes_of(dy, fmt, granularity), dgate
@@ -88,9 +88,3 @@ def gated_sum_backward(
 
 
 declares(gated_sum_backward)(lambda out, a: cast_of(GRADIENT, out, a.granularity))
-
-
-def check_result(result: Tensor | None, weight: Tensor | None) -> None:
-    """Raise ValueError where a norm's gradient is asked for without the norm's input."""
-    if weight is not None and result is None:
-        raise ValueError("result=None: the gradient of a norm needs what it normed; save it in the forward pass")

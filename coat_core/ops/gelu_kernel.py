@@ -33,7 +33,7 @@ from torch import Tensor
 from coat_core.autograd import without_autocast
 from coat_core.formats import get_format
 from coat_core.ops import gelu as operators
-from coat_core.ops.codes import check_granularity, no_codes
+from coat_core.ops.codes import no_codes
 from coat_core.ops.device import (
     LOW_RANK_ROWS,
     TL_DTYPES,
@@ -231,7 +231,6 @@ def _mlp_activation_fwd_kernel(
 
 @launcher(operators.mlp_activation)
 def mlp_activation(a: Any) -> tuple[Tensor, ...]:
-    check_granularity(a.granularity)
     d = 0 if a.attention is None else a.attention.shape[-1]
     n = a.mlp.shape[-1]
     f = activated_width(a.mlp, a.activation)
@@ -463,7 +462,6 @@ def _mlp_down_cast_fwd_kernel(
 
 @launcher(operators.mlp_activation_down)
 def mlp_activation_down(a: Any) -> tuple[Tensor, ...]:
-    operators.check_down(a.attention, a.mlp, a.down, a.granularity, a.activation)
     n = a.mlp.shape[-1]
     f = activated_width(a.mlp, a.activation)
     is_gated, block = n > f, max(LOW_RANK_BLOCK, a.group_size)

@@ -17,12 +17,11 @@ def lora_up_gradients(
     """Return dh_i = dy_i up_i and dup_i = dy_iᵀ h_i for n linears y_i = h_i up_iᵀ that read one x, reading dy once.
 
     dy [..., ΣN]; h [..., n·r], r at most 256; up [ΣN, r], in the dtype of h; `widths` are the N. Returns dh [...,
-    n·r] in the dtype of h; dup [ΣN, r] of `dtype_up`. Raises ValueError where the shapes do not fit.
+    n·r] in the dtype of h; dup [ΣN, r] of `dtype_up`.
 
     Numerics: dy is rounded to the dtype of h; products are summed in fp32 and rounded once, except for dup on a CPU,
     which is rounded to the dtype of h first.
     """
-    check_shapes(dy, h, up, widths)
     rows = dy.to(h.dtype).reshape(-1, dy.shape[-1])
     flat_h = h.reshape(-1, h.shape[-1])
     linears = zip(rows.split(widths, dim=1), flat_h.split(up.shape[1], dim=1), up.split(widths), strict=True)
@@ -33,16 +32,3 @@ def lora_up_gradients(
             dups.append(product(own_dy.t(), own_h, dtype_up))
     dh, dup = (dhs[0], dups[0]) if len(widths) == 1 else (torch.cat(dhs, dim=1), torch.cat(dups))
     return dh.view(h.shape), dup
-
-
-def check_shapes(dy: Tensor, h: Tensor, up: Tensor, widths: list[int]) -> None:
-    """Raise ValueError unless dy [..., ΣN], h [..., n·r] and up [ΣN, r] go with these widths."""
-    if not sum(widths) == dy.shape[-1] == up.shape[0]:
-        raise ValueError(
-            f"widths={widths}: must add up to the columns of dy ({dy.shape[-1]}) and rows of up ({len(up)})"
-        )
-    if h.shape != (*dy.shape[:-1], len(widths) * up.shape[1]):
-        raise ValueError(
-            f"h of shape {tuple(h.shape)}: must have the rows of dy {tuple(dy.shape)}, and {up.shape[1]} columns for "
-            f"each of {len(widths)} linears"
-        )
