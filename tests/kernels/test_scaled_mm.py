@@ -167,23 +167,11 @@ def test_it_keeps_torch_library_rules(device: torch.device) -> None:
     torch.library.opcheck(scaled_mm._opoverload, args, test_utils="test_aot_dispatch_dynamic")
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "a_scale", "b_scale", "bias", "message"),
-    [
-        ((4, 32), (16, 48), (), (), None, r"a \(4, 32\) and b \(16, 48\)"),
-        ((2, 2, 32), (16, 32), (), (), None, r"a \(2, 2, 32\) and b \(16, 32\)"),
-        ((4, 24), (16, 24), (), (), None, "K=24, N=16"),
-        ((4, 32), (20, 32), (), (), None, "K=32, N=20"),
-        ((4, 32), (16, 32), (4,), (), None, r"a_scale \(4,\)"),
-        ((4, 32), (16, 32), (), (1, 16), None, r"b_scale \(1, 16\)"),
-        ((4, 32), (16, 32), (), (), (4,), r"bias \(4,\)"),
-    ],
-)
-def test_shape_errors(a, b, a_scale, b_scale, bias, message) -> None:
-    codes = [torch.zeros(shape).to(torch.float8_e4m3fn) for shape in (a, b)]
-    bias = None if bias is None else torch.zeros(bias)
-    with pytest.raises(ValueError, match=message):
-        scaled_mm(codes[0], torch.ones(a_scale), codes[1], torch.ones(b_scale), bias, torch.bfloat16)
+@pytest.mark.parametrize(("k", "n"), [(24, 16), (32, 20)])
+def test_sizes_that_a_gpu_does_not_take_are_an_error(k: int, n: int) -> None:
+    a, b = (torch.zeros(rows, k).to(torch.float8_e4m3fn) for rows in (4, n))
+    with pytest.raises(ValueError, match=f"K={k}, N={n}: must be multiples of 16"):
+        scaled_mm(a, torch.ones(()), b, torch.ones(()), None, torch.bfloat16)
 
 
 def test_a_cpu_multiplies_everything_and_a_broken_device_says_why() -> None:
