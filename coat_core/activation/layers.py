@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from coat_core.autograd import autocast_is_on, first_order_only
-from coat_core.formats import INT8, get_format
+from coat_core.formats import INT8
 from coat_core.granularity import Storage
 from coat_core.int8 import rotation_size
 from coat_core.ops.quantize import dequantize, quantize_once, rotate
@@ -82,8 +82,6 @@ class FP8InputLinear(nn.Linear):
     @staticmethod
     def from_linear(linear: nn.Linear, storage: Storage, base: Any = None) -> FP8InputLinear:
         """Convert in place, keeping the parameter; raises ValueError if the layer has a bias."""
-        if storage.format != INT8.name:
-            get_format(storage.format)
         if linear.bias is not None:
             raise ValueError(f"{type(linear).__name__} with a bias: an adapter's down projection must have none")
         linear.__class__ = FP8InputLinear
