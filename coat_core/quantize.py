@@ -112,7 +112,7 @@ def check_input(x: Tensor) -> None:
         )
 
 
-def quantize(x: Tensor, fmt: str | Format = "e4m3", granularity: Granularity = PER_TENSOR) -> Quantized:
+def quantize(x: Tensor, fmt: str = "e4m3", granularity: Granularity = PER_TENSOR) -> Quantized:
     """Quantize floating x [..., K] to FP8 with just-in-time scales: codes like x, scale fp32, x ≈ codes · scale.
 
     Raises:
@@ -122,9 +122,9 @@ def quantize(x: Tensor, fmt: str | Format = "e4m3", granularity: Granularity = P
     Source: arXiv 2410.19313, section 3.
     """
     check_input(x)
-    fmt = get_format(fmt) if isinstance(fmt, str) else fmt
-    scale = scale_from_amax(amax(x, granularity), fmt.max)
-    codes = saturating_cast(x.detach().to(torch.float32) / _spread(scale, granularity, x.shape[-1]), fmt)
+    form = get_format(fmt)
+    scale = scale_from_amax(amax(x, granularity), form.max)
+    codes = saturating_cast(x.detach().to(torch.float32) / _spread(scale, granularity, x.shape[-1]), form)
     return Quantized(codes, scale, granularity)
 
 

@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from coat_core import int8, nvfp4
 from coat_core.casts import Cast, Decoded, declares
-from coat_core.formats import E4M3, INT8, Format, get_format
+from coat_core.formats import E4M3, INT8
 from coat_core.granularity import PER_ROW, PER_TENSOR, Granularity, Storage, granularity_named
 from coat_core.ops.codes import codes_of, saved_cast_of, saved_codes_of
 from coat_core.ops.dispatch import operator
@@ -99,14 +99,13 @@ declares(decode_nvfp4)(lambda out, a: Decoded(a.codes, out))
 
 
 def quantize(
-    x: Tensor, fmt: str | Format = "e4m3", granularity: Granularity = PER_TENSOR, factors: Tensor | None = None
+    x: Tensor, fmt: str = "e4m3", granularity: Granularity = PER_TENSOR, factors: Tensor | None = None
 ) -> Quantized:
     """`coat_core.quantize.quantize` to the bit by the device's kernel, or "int8"; factors fp32 [K] multiply x first."""
     check_input(x)
     if fmt == INT8.name:
         return Quantized(*quantize_int8(x.detach(), int8.rotation_size(x.shape[-1]), factors), PER_ROW)
-    name = get_format(fmt).name if isinstance(fmt, str) else fmt.name
-    codes, scale = _quantize(x.detach(), name, granularity.name, granularity.group_size, factors)
+    codes, scale = _quantize(x.detach(), fmt, granularity.name, granularity.group_size, factors)
     return Quantized(codes, scale, granularity)
 
 
