@@ -20,7 +20,7 @@ from torch import Tensor
 from coat_core.autograd import without_autocast
 from coat_core.casts import Cast
 from coat_core.formats import E4M3, get_format
-from coat_core.granularity import PER_ROW, PER_TENSOR, granularity_named, per_group
+from coat_core.granularity import PER_TENSOR, granularity_named, per_group
 from coat_core.quantize import dequantize, quantize
 
 
@@ -59,13 +59,10 @@ def saved_cast_of(values: Tensor, saved: tuple[Tensor, ...], group_size: int) ->
 
 
 def values_of(x: Tensor, scale: Tensor | None, group_size: int, dtype: torch.dtype) -> Tensor:
-    """Return x [..., K] in `dtype`, dequantized where it has a scale, of the shape of any granularity."""
+    """Return x [..., K] in `dtype`, dequantized where it has a scale, of 1×G groups or of all."""
     if scale is None:
         return x.to(dtype)
-    granularity = PER_TENSOR
-    if scale.ndim:
-        granularity = PER_ROW if scale.shape[-1] == 1 else per_group(group_size)
-    return dequantize(x, scale, granularity, dtype)
+    return dequantize(x, scale, per_group(group_size) if scale.ndim else PER_TENSOR, dtype)
 
 
 def with_adapter(y: Tensor, h: Tensor | None, up: Tensor | None) -> Tensor:

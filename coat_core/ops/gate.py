@@ -66,9 +66,9 @@ def gated_sum_backward(
         RMSNorm   z = result'·rstd,   dz = grad·gate·weight,   dgate = Σ_S grad·z·weight
                   dy = rstd·(dz - z·mean(dz·z))
 
-    result' is values of `dtype`, or FP8 codes with a scale of any granularity; None where neither dgate nor a norm
-    needs it. Returns dy of `dtype`, with a norm computed in fp32 and rounded once; its codes; their scale; dgate fp32
-    [B, D], or of shape [0] without result.
+    result' is values of `dtype`, or FP8 codes with the scale of 1×G groups or of all; None where neither dgate nor a
+    norm needs it. Returns dy of `dtype`, with a norm computed in fp32 and rounded once; its codes; their scale; dgate
+    fp32 [B, D], or of shape [0] without result.
     """
     if result is None:
         assert weight is None, "the gradient of a norm needs what it normed"

@@ -87,10 +87,9 @@ def norm_modulate(
     dtype: torch.dtype,
     weight: Tensor | None = None,
 ) -> Tensor:
-    """Return n [B, S, D] of `norm_modulate_quantize`, from x or its saved codes.
+    """Return n [B, S, D] of `norm_modulate_quantize`, from x or its codes with x_scale, of 1×G groups or of all.
 
-    Codes come with x_scale, fp32 in the shape of any granularity; `group_size` counts where each row has several
-    scales. `dtype` is x's before it was quantized.
+    `dtype` is x's before it was quantized.
     """
     return _modulated(values_of(x, x_scale, group_size, dtype), scale, shift, eps, weight)
 

@@ -79,7 +79,7 @@ def test_n_comes_with_its_codes_and_those_of_x_give_it_again(norm: str) -> None:
         assert_bitwise(n, norm_modulate(x, None, 0, *modulation, EPS, BF16, weight))
         assert_codes_of(n, codes, code_scale, *spec)
         assert_saved(x, *x_codes, *saved)
-    for granularity in GRANULARITIES[:3]:
+    for granularity in GRANULARITIES[:2]:
         saved_codes, saved_scale, _ = quantize(x, "e4m3", granularity)
         again = norm_modulate(saved_codes, saved_scale, 16, *modulation, EPS, BF16, weight)
         values = dequantize(saved_codes, saved_scale, granularity, BF16)
