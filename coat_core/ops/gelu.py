@@ -41,9 +41,7 @@ def activated_width(mlp: Tensor, activation: str) -> int:
 @operator("coat::mlp_activation")
 def mlp_activation(
     attention: Tensor | None,
-    attention_scale: Tensor | None,
     mlp: Tensor,
-    mlp_scale: Tensor | None,
     h: Tensor | None,
     up: Tensor | None,
     fmt: str,
@@ -55,16 +53,16 @@ def mlp_activation(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return [attention | act(mlp + h upᵀ)] along the features, its codes, and the codes saved for backward.
 
-    attention [B, S, D] (None for the activation alone) and mlp [B, S, N] are values, or codes of 1×G groups with their
-    scales; h and up are None without an adapter, and for codes. Returns values [B, S, D + F] of `dtype`; their codes
-    and scale; the saved codes of attention and their scale; those of mlp + h upᵀ and theirs.
+    attention [B, S, D], None for the activation alone; mlp [B, S, N]; h and up are None without an adapter. Returns
+    values [B, S, D + F] of `dtype`; their codes and scale; the saved codes of attention and their scale; those of mlp +
+    h upᵀ and theirs.
 
     Numerics: the reference has the bits of torch's GELU, or of its SiLU and product. The kernel takes sigmoid(2u) for
     (1 + tanh(u))/2, which differs by at most tests/tolerances.py's GELU_RTOL times abs(x), and rounds SiLU as torch
     does, within SILU_RTOL.
     Source: diffusers' transformer_flux.py and transformer_flux2.py (single blocks); arXiv 2410.19313, section 5.
     """
-    mlp = with_adapter(values_of(mlp, mlp_scale, group_size, dtype), h, up)
+    mlp = with_adapter(mlp.to(dtype), h, up)
     if activated_width(mlp, activation) == mlp.shape[-1]:
         values = torch.nn.functional.gelu(mlp, approximate="tanh").contiguous()
     else:  # SwiGLU's silu is rounded by itself
@@ -72,7 +70,7 @@ def mlp_activation(
         values = (torch.nn.functional.silu(gate) * up_half).contiguous()
     attention_saved = no_codes(mlp, "none")
     if attention is not None:
-        attention = values_of(attention, attention_scale, group_size, dtype)
+        attention = attention.to(dtype)
         values = torch.cat([attention, values], dim=-1)
         attention_saved = saved_codes_of(attention, saved_format, group_size)
     codes = codes_of(values, fmt, granularity)
@@ -106,22 +104,21 @@ def mlp_activation_down(
 
         values = [attention | act(mlp + h upᵀ)],   h_next = values downᵀ
 
-    down is [R, D + F], R from 1 to 256, in `dtype`; granularity "per_row" or "per_tensor"; attention and mlp are
-    values; all else as in `mlp_activation`. Returns h_next [B, S, R] of `dtype`; then as `mlp_activation` without its
-    values.
+    down is [R, D + F], R from 1 to 256, in `dtype`; granularity "per_row" or "per_tensor"; all else as in
+    `mlp_activation`. Returns h_next [B, S, R] of `dtype`; then as `mlp_activation` without its values.
 
     Numerics: codes as `mlp_activation`. The kernel sums h_next in fp32 in an order that depends on the shapes alone and
     rounds once; the reference has the bits of torch's linear.
     """
     storage = (fmt, granularity, saved_format, group_size, dtype, activation)
-    made = mlp_activation._init_fn(attention, None, mlp, None, h, up, *storage)
+    made = mlp_activation._init_fn(attention, mlp, h, up, *storage)
     with without_autocast(mlp.device):
         return torch.nn.functional.linear(made[0], down), *made[1:]
 
 
 @declares(mlp_activation_down)
 def _(out: Any, a: Any) -> Declared:
-    inputs = (a.attention, None, a.mlp, None, a.h, a.up)
+    inputs = (a.attention, a.mlp, a.h, a.up)
     values = mlp_activation._init_fn(*inputs, "none", "none", "none", a.group_size, a.dtype, a.activation)[0]
     storage = (a.fmt, a.granularity, a.saved_format, a.group_size, a.dtype, a.activation)
     return declarations["coat::mlp_activation"]((values, *out[1:]), *inputs, *storage)
@@ -172,11 +169,15 @@ def mlp_down_gradient(
 ) -> Tensor:
     """Return dhᵀ [attention | act(mlp)], [r, D + F] of `dtype_down`, summed over all rows of all images.
 
-    dh: floating [B, S, r]; attention and mlp as in `mlp_activation`, their values cast to dh's dtype.
+    dh: floating [B, S, r]; attention (or None) and mlp as in `mlp_activation`, or codes of 1×G groups with their
+    scales; the values are cast to dh's dtype.
 
     Numerics: the values are those of `mlp_activation`; the kernel sums in fp32 and rounds once, always in the same
     order. The reference has the bits of torch's matrix product of the values.
     """
+    if attention is not None:
+        attention = values_of(attention, attention_scale, group_size, dtype)
+    mlp = values_of(mlp, mlp_scale, group_size, dtype)
     storage = (None, None, "none", "none", "none", group_size, dtype, activation)
-    values = mlp_activation._init_fn(attention, attention_scale, mlp, mlp_scale, *storage)[0]
+    values = mlp_activation._init_fn(attention, mlp, *storage)[0]
     return product(dh.flatten(0, -2).t(), values.to(dh.dtype).flatten(0, -2), dtype_down)

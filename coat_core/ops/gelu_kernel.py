@@ -109,7 +109,6 @@ def values_tile(
     width,
     ACTIVATION: tl.constexpr,
     DTYPE: tl.constexpr,
-    GROUP: tl.constexpr,
     SAVED_MAX: tl.constexpr,
     G: tl.constexpr,
     RANK: tl.constexpr,
@@ -120,10 +119,10 @@ def values_tile(
 ):
     """A tile [R, BLOCK] of the `width` values of attention or, of an ACTIVATION, of mlp with its adapter; save both.
 
-    `source` has values or codes, their scale, and the distances of rows and of their scales. TURNED computes the
-    adapter's product transposed: before a product with the values Triton would split both by rows alone, and spill.
+    `source` has the tensor and the distance of its rows. TURNED computes the adapter's product transposed: before a
+    product with the values Triton would split both by rows alone, and spill.
     """
-    x_ptr, scale_ptr, stride, scales_per_row = source
+    x_ptr, stride = source
     h_ptr, up_ptr, h_stride, second = adapter
     saved_ptr, saved_scale_ptr = saved
     row, rows, are_rows = tile
@@ -133,8 +132,7 @@ def values_tile(
         in_row = start + tl.arange(0, BLOCK)
         columns = in_row[None, :]
         inside = are_rows[:, None] & (columns < end)
-        groups = (row + rows[:, None]) * scales_per_row + columns // GROUP
-        x = load_saved(x_ptr + row * stride, scale_ptr, rows[:, None] * stride + columns, groups, inside, DTYPE)
+        x = tl.load(x_ptr + row * stride + (rows[:, None] * stride + columns), mask=inside, other=0.0).to(tl.float32)
         if h_ptr is not None:
             half_h_ptr = h_ptr + half * second + row * h_stride
             h_rows = rows * h_stride
@@ -174,9 +172,7 @@ def _store_tile(x, values_ptr, amax_ptr, tile, first, end, width, BLOCK: tl.cons
 @triton.jit
 def _mlp_activation_fwd_kernel(
     attention_ptr,
-    attention_scale_ptr,
     mlp_ptr,
-    mlp_scale_ptr,
     h_ptr,
     up_ptr,
     values_ptr,
@@ -188,15 +184,11 @@ def _mlp_activation_fwd_kernel(
     attention_stride,
     mlp_stride,
     h_stride,
-    attention_scales_per_row,
-    mlp_scales_per_row,
     total,
     D,
     F,
     DTYPE: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    ATTENTION_GROUP: tl.constexpr,
-    MLP_GROUP: tl.constexpr,
     SAVED_MAX: tl.constexpr,
     G: tl.constexpr,
     RANK: tl.constexpr,
@@ -212,19 +204,17 @@ def _mlp_activation_fwd_kernel(
     if part < before:
         if attention_ptr is not None:
             first, none = part * BLOCK, (None, None, 0, 0)
-            attention = attention_ptr, attention_scale_ptr, attention_stride, attention_scales_per_row
+            attention = attention_ptr, attention_stride
             codes = saved_attention_ptr, saved_attention_scale_ptr
-            x = values_tile(
-                attention, none, codes, tile, first, D, None, DTYPE, ATTENTION_GROUP, SAVED_MAX, G, 0, 0, R, BLOCK
-            )
+            x = values_tile(attention, none, codes, tile, first, D, None, DTYPE, SAVED_MAX, G, 0, 0, R, BLOCK)
             _store_tile(x, values_ptr, amax_ptr, tile, first, D, D + F, BLOCK)
     else:
         first = (part - before) * BLOCK
-        mlp = (mlp_ptr, mlp_scale_ptr, mlp_stride, mlp_scales_per_row)
+        mlp = (mlp_ptr, mlp_stride)
         adapter = (h_ptr, up_ptr, h_stride, SECOND)
         saved = saved_mlp_ptr, saved_mlp_scale_ptr
         x = values_tile(
-            mlp, adapter, saved, tile, first, F, ACTIVATION, DTYPE, MLP_GROUP, SAVED_MAX, G, RANK, RANK_BLOCK, R, BLOCK
+            mlp, adapter, saved, tile, first, F, ACTIVATION, DTYPE, SAVED_MAX, G, RANK, RANK_BLOCK, R, BLOCK
         )
         _store_tile(x, values_ptr + D, amax_ptr, tile, first, F, D + F, BLOCK)
 
@@ -247,20 +237,15 @@ def mlp_activation(a: Any) -> tuple[Tensor, ...]:
     mlp, mlp_stride = with_row_stride(a.mlp)
     attention, attention_stride = with_row_stride(a.attention)
     h, h_stride, up, ranks = adapter(a.h, a.up)
-    attention_scale, attention_scales, attention_group = saved_groups(a.attention_scale, a.group_size, max(d, 1))
-    mlp_scale, mlp_scales, mlp_group = saved_groups(a.mlp_scale, a.group_size, n)
     launch(
         _mlp_activation_fwd_kernel,
         (n_blocks(rows, LOW_RANK_ROWS), parts),
-        *(attention, attention_scale, mlp, mlp_scale, h, up),
-        *(values, amax),
+        *(attention, mlp, h, up, values, amax),
         *(saved_attention.codes, saved_attention.scale, saved_mlp.codes, saved_mlp.scale),
-        *(attention_stride, mlp_stride, h_stride, attention_scales, mlp_scales),
+        *(attention_stride, mlp_stride, h_stride),
         *(rows, d, f),
         DTYPE=TL_DTYPES[a.dtype],
         ACTIVATION=a.activation,
-        ATTENTION_GROUP=attention_group,
-        MLP_GROUP=mlp_group,
         SAVED_MAX=saved_mlp.format_max,
         G=a.group_size,
         **ranks,
@@ -342,8 +327,8 @@ def _mlp_down_fwd_kernel(
     rows, before = tl.arange(0, R), tl.cdiv(D, LENGTH)
     are_rows = tl.program_id(0) * R + rows < total
     ranks = tl.program_id(2) * NEXT_BLOCK + tl.arange(0, NEXT_BLOCK)
-    attention = (attention_ptr, None, attention_stride, 0)
-    mlp = (mlp_ptr, None, mlp_stride, 0)
+    attention = (attention_ptr, attention_stride)
+    mlp = (mlp_ptr, mlp_stride)
     adapter = (h_ptr, up_ptr, h_stride, SECOND)
     no_adapter = (None, None, 0, 0)
     saved_attention = (saved_attention_ptr, saved_attention_scale_ptr)
@@ -364,7 +349,6 @@ def _mlp_down_fwd_kernel(
                     width,
                     ACTIVATION if of_mlp else None,
                     DTYPE,
-                    1,
                     SAVED_MAX,
                     G,
                     RANK,
@@ -430,18 +414,18 @@ def _mlp_down_cast_fwd_kernel(
     if column_tile < before:
         if attention_ptr is not None:
             first = column_tile * BLOCK
-            attention = (attention_ptr, None, attention_stride, 0)
+            attention = (attention_ptr, attention_stride)
             no_adapter = (None, None, 0, 0)
             x = values_tile(
-                attention, no_adapter, none, tile, first, D, None, DTYPE, 1, 0.0, 1, 0, 0, R, BLOCK, TURNED=True
+                attention, no_adapter, none, tile, first, D, None, DTYPE, 0.0, 1, 0, 0, R, BLOCK, TURNED=True
             )
             _store_codes(x, codes_ptr, scale, tile, first, D, D + F, FORMAT_MAX, BLOCK)
     else:
         first = (column_tile - before) * BLOCK
-        mlp = (mlp_ptr, None, mlp_stride, 0)
+        mlp = (mlp_ptr, mlp_stride)
         adapter = (h_ptr, up_ptr, h_stride, SECOND)
         x = values_tile(
-            mlp, adapter, none, tile, first, F, ACTIVATION, DTYPE, 1, 0.0, 1, RANK, RANK_BLOCK, R, BLOCK, TURNED=True
+            mlp, adapter, none, tile, first, F, ACTIVATION, DTYPE, 0.0, 1, RANK, RANK_BLOCK, R, BLOCK, TURNED=True
         )
         _store_codes(x, codes_ptr + D, scale, tile, first, F, D + F, FORMAT_MAX, BLOCK)
     if column_tile == 0:
@@ -469,7 +453,7 @@ def mlp_activation_down(a: Any) -> tuple[Tensor, ...]:
         # two tiles of wide groups would spill registers here
         arguments = a._asdict()
         del arguments["down"]
-        values, *codes = mlp_activation(attention_scale=None, mlp_scale=None, **arguments)
+        values, *codes = mlp_activation(**arguments)
         with without_autocast(a.mlp.device):
             return torch.nn.functional.linear(values, a.down), *codes
     device = a.mlp.device

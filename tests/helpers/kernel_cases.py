@@ -176,7 +176,7 @@ def _qkv_cases() -> None:
     y, mlp, heads = wide[..., : 3 * HIDDEN], wide[..., 3 * HIDDEN :], _empty(1, TOKENS, 24, 128)
     y_codes, y_scale = _empty(*y.shape, dtype=fp8), _empty(1, TOKENS, 72, dtype=torch.float32)
     mlp_codes, mlp_scale = _empty(*mlp.shape, dtype=fp8), _empty(1, TOKENS, 96, dtype=torch.float32)
-    out, out_scale = _empty(1, TOKENS, HIDDEN), _empty(1, TOKENS, 24, dtype=torch.float32)
+    out = _empty(1, TOKENS, HIDDEN)
     weights, angles = [_empty(128)] * 4, _empty(TOKENS, 128, dtype=torch.float32)
     norm = (weights, angles, angles, 1e-6)
     streams = [_empty(1, 512, 3 * HIDDEN), _empty(1, 4096, 3 * HIDDEN)]
@@ -189,7 +189,7 @@ def _qkv_cases() -> None:
         case(f"qkv, single block, rank {rank}, {form}", qkv.qkv_rope)(
             [y], [], [_empty(1, TOKENS, 4 * rank)[..., : 3 * rank]], ups[:1], *norm, *how
         )
-        case(f"mlp, rank {rank}, {form}", gelu.mlp_activation)(out, None, mlp, None, h, up, "e4m3", "per_row", *how)
+        case(f"mlp, rank {rank}, {form}", gelu.mlp_activation)(out, mlp, h, up, "e4m3", "per_row", *how)
         case(f"mlp and down-projection, rank {rank}, {form}", mlp_activation_down)(
             out, mlp, h, up, _empty(rank, HIDDEN + MLP), "e4m3", "per_row", *how
         )
@@ -197,7 +197,7 @@ def _qkv_cases() -> None:
     for group in (16, 256):
         case(f"qkv, groups of {group}", qkv.qkv_rope)([y], [], [], [], *norm, "e4m3", group, bf16)
         case(f"mlp, groups of {group}", gelu.mlp_activation)(
-            out, None, mlp, None, None, None, "e4m3", "per_tensor", "e4m3", group, bf16
+            out, mlp, None, None, "e4m3", "per_tensor", "e4m3", group, bf16
         )
         case(f"mlp and down-projection alone, groups of {group}", mlp_activation_down)(
             *(None, mlp, None, None), _empty(256, MLP), "e5m2", "per_tensor", "e5m2", group, bf16
@@ -211,15 +211,12 @@ def _qkv_cases() -> None:
         )
     fp32 = [_empty(*x.shape, dtype=torch.float32) for x in (out, mlp, h, up, _empty(128, HIDDEN + MLP))]
     case("mlp and down-projection in fp32", mlp_activation_down)(*fp32, "e4m3", "per_row", "e4m3", 128, torch.float32)
-    no_adapter, nothing = (None, None), ("none", "none", "none", 128, bf16)
+    no_adapter = (None, None)
     for name, fmt in FORMATS.items():
-        y_codes, mlp_codes, out_codes = (_empty(*x.shape, dtype=fmt.dtype) for x in (y, mlp, out))
+        y_codes, mlp_codes = (_empty(*x.shape, dtype=fmt.dtype) for x in (y, mlp))
         case(f"qkv from codes {name}", qkv.qkv_rope)([y_codes], [y_scale], [], [], *norm, "none", 128, bf16)
         case(f"qkv backward from codes {name}", qkv.qkv_rope_backward)(
             [heads] * 3, [y_codes], [y_scale], *norm, 128, bf16
-        )
-        case(f"mlp from codes {name}", gelu.mlp_activation)(
-            out_codes, out_scale, mlp_codes, mlp_scale, *no_adapter, *nothing
         )
         case(f"mlp backward from codes {name}", mlp_activation_backward)(
             mlp, *no_adapter, mlp_codes, mlp_scale, 128, bf16
@@ -228,9 +225,7 @@ def _qkv_cases() -> None:
     case("qkv and mlp backward", qkv.qkv_mlp_backward)(
         [heads] * 3, y_codes, y_scale, weights[:2], *norm[1:], mlp, dh, down, mlp_codes, mlp_scale, 128, bf16
     )
-    case("mlp alone, no adapter", gelu.mlp_activation)(
-        None, None, mlp, None, *no_adapter, "e5m2", "per_row", "e4m3", 128, bf16
-    )
+    case("mlp alone, no adapter", gelu.mlp_activation)(None, mlp, *no_adapter, "e5m2", "per_row", "e4m3", 128, bf16)
     case("mlp backward, no adapter", mlp_activation_backward)(mlp, *no_adapter, mlp, None, 128, bf16)
 
 

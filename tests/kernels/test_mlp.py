@@ -64,11 +64,6 @@ def given(
     return attention if d else None, mlp, h if rank else None, up if rank else None
 
 
-def of_values(attention: Tensor | None, mlp: Tensor, h: Tensor | None, up: Tensor | None) -> tuple[Any, ...]:
-    """The first arguments of `mlp_activation`."""
-    return attention, None, mlp, None, h, up
-
-
 def saved(x: Tensor, group: int, fmt: str = "e4m3") -> tuple[Tensor, Tensor]:
     """Codes and scale of groups, or of all where the group is 0."""
     codes, scale, _ = quantize(x, fmt, per_group(group) if group else PER_TENSOR)
@@ -105,7 +100,7 @@ def test_operators_are_torchs_linear_and_activation(activation: str, dtype: torc
     _, _, h, up = given(activation, 48, 65, rank, dtype)
     attention, mlp = rows((2, 7, 48)).to(dtype), (3 * rows((2, 7, columns(65, activation)))).to(dtype)
     how = ("e5m2", "per_row", "e4m3", 32, dtype, activation)
-    values, *codes = mlp_activation(attention, None, mlp, None, h, up, *how)
+    values, *codes = mlp_activation(attention, mlp, h, up, *how)
     assert_bitwise(values, torch.cat([attention, act(complete(mlp, h, up), activation)], dim=-1))
     assert_codes_of(values, *codes[:2], "e5m2", "per_row")
     assert_saved(attention, *codes[2:4], "e4m3", 32)
@@ -114,7 +109,7 @@ def test_operators_are_torchs_linear_and_activation(activation: str, dtype: torc
     h_next, *next_codes = mlp_activation_down(attention, mlp, h, up, down, *how)
     assert_bitwise(h_next, torch.nn.functional.linear(values, down))
     assert_equal(next_codes, codes)
-    alone = mlp_activation(None, None, mlp, None, h, up, *NOTHING_SAVED, 32, dtype, activation)
+    alone = mlp_activation(None, mlp, h, up, *NOTHING_SAVED, 32, dtype, activation)
     assert_bitwise(alone[0], values[..., 48:].contiguous())
     assert all(x.shape == (0,) for x in alone[1:])
 
@@ -125,9 +120,7 @@ def test_from_codes_all_are_those_of_the_values_they_stand_for(activation: str, 
     n = columns(65, activation)
     attention, mlp = saved(torch.randn(2, 7, 48), group, "e5m2"), saved(3 * torch.randn(2, 7, n), group, "e5m2")
     values = [dequantize(*x, per_group(group), BF16) for x in (attention, mlp)]
-    rest = (None, None, *NOTHING_SAVED, group, BF16, activation)
-    of_all = mlp_activation(values[0], None, values[1], None, *rest)[0]
-    assert_bitwise(mlp_activation(*attention, *mlp, *rest)[0], of_all)
+    of_all = mlp_activation(*values, None, None, *NOTHING_SAVED, group, BF16, activation)[0]
     grad, dh, down = torch.randn(2, 7, 65), torch.randn(2, 7, 12).bfloat16()[..., 8:], torch.randn(4, 65)
     backward = (grad, dh.float(), down)
     dmlp = mlp_activation_backward(*backward, *mlp, group, BF16, activation)
@@ -156,7 +149,7 @@ def test_backward_is_the_gradient(activation: str, dtype: torch.dtype, rank: int
 
 def test_the_gate_is_the_first_half() -> None:
     mlp = torch.tensor([0.0, 2.0, 3.0, 5.0]).view(1, 1, 4)
-    values = mlp_activation(None, None, mlp, None, None, None, *NOTHING_SAVED, 0, FP32, SWIGLU)[0]
+    values = mlp_activation(None, mlp, None, None, *NOTHING_SAVED, 0, FP32, SWIGLU)[0]
     torch.testing.assert_close(values.flatten(), torch.tensor([0.0, 10 / (1 + torch.e**-2)]))
 
 
@@ -165,13 +158,13 @@ def test_half_precision_is_rounded_where_torch_rounds(by: Any, device: torch.dev
     """257 is between two numbers of bf16; silu(0.5)·3 rounded once is 0.9336, silu(0.5) alone becomes 0.3105 there."""
     y, h = torch.full((1, 1, 16), 256.0, dtype=BF16, device=device), torch.ones(1, 1, 2, dtype=BF16, device=device)
     matrix = torch.full((16, 2), 0.5, dtype=BF16, device=device)
-    saved_scale = by(mlp_activation)(None, None, y, None, h, matrix, "none", "none", "e4m3", 16, BF16)[-1]
+    saved_scale = by(mlp_activation)(None, y, h, matrix, "none", "none", "e4m3", 16, BF16)[-1]
     assert saved_scale.item() * 448 == pytest.approx(256)
     flat = torch.full((1, 1, 16), 50.0, device=device)  # GELU' is 1
     found = by(mlp_activation_backward)(y, h, matrix.t().contiguous(), flat, None, 128, FP32)
     assert found.unique().tolist() == [256.0]
     mlp = torch.tensor([0.5, 3.0], dtype=BF16, device=device).view(1, 1, 2)
-    values = by(mlp_activation)(None, None, mlp, None, None, None, *NOTHING_SAVED, 0, BF16, SWIGLU)[0]
+    values = by(mlp_activation)(None, mlp, None, None, *NOTHING_SAVED, 0, BF16, SWIGLU)[0]
     assert values.item() == 0.9296875
     one, x = torch.ones(1, 1, 1, device=device), torch.full((1, 1, 1), 257.0, device=device)
     assert by(mlp_down_gradient)(one, None, None, mlp, None, 0, BF16, FP32, SWIGLU).item() == 0.9296875
@@ -186,14 +179,11 @@ def test_halves_of_two_linears_have_adapters_of_their_own(rank: int, by: Any, de
     h, zeros = whole(2, 7, 3 * rank)[..., rank:], torch.zeros(96, rank)
     as_one = torch.cat([torch.cat([up[:96], zeros]), torch.cat([zeros, up[96:]])], dim=1)
     down, how = whole(8, 144), ("e4m3", "per_row", "e4m3", 16, FP32, SWIGLU)
-    for op, before, after in (
-        (mlp_activation, (attention, None, mlp, None), ()),
-        (mlp_activation_down, (attention, mlp), (down,)),
-    ):
-        one = by(op)(*moved((*before, h, up, *after), device), *how)
-        assert_equal(one, by(op)(*moved((*before, h, as_one, *after), device), *how))
-        check_layout(op, (*before, h, up, *after, *how), one)
-    arguments = (attention, None, mlp, None, h, up, *how)
+    for op, after in ((mlp_activation, ()), (mlp_activation_down, (down,))):
+        one = by(op)(*moved((attention, mlp, h, up, *after), device), *how)
+        assert_equal(one, by(op)(*moved((attention, mlp, h, as_one, *after), device), *how))
+        check_layout(op, (attention, mlp, h, up, *after, *how), one)
+    arguments = (attention, mlp, h, up, *how)
     casts = declarations["coat::mlp_activation"](mlp_activation(*arguments), *arguments)
     assert_bitwise(casts[-1].values, complete(mlp, h, as_one))
 
@@ -201,7 +191,7 @@ def test_halves_of_two_linears_have_adapters_of_their_own(rank: int, by: Any, de
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_what_is_cast_is_declared(activation: str) -> None:
     inputs, how = given(activation, 48, 65, 4), ("e4m3", "per_row", "e4m3", 16, FP32, activation)
-    arguments = (*of_values(*inputs), *how)
+    arguments = (*inputs, *how)
     out = mlp_activation(*arguments)
     casts = declarations["coat::mlp_activation"](out, *arguments)
     assert [cast.kind for cast in casts] == ["input", None, None]
@@ -213,7 +203,7 @@ def test_what_is_cast_is_declared(activation: str) -> None:
     assert [cast.kind for cast in of_down] == ["input", None, None]
     for cast, other in zip(of_down, casts, strict=True):
         assert_bitwise(cast.values, other.values)
-    nothing = (*of_values(*inputs), *NOTHING_SAVED, 16, FP32, activation)
+    nothing = (*inputs, *NOTHING_SAVED, 16, FP32, activation)
     assert declarations["coat::mlp_activation"](mlp_activation(*nothing), *nothing) == ()
 
 
@@ -240,7 +230,7 @@ def test_kernel(case: tuple[Any, ...], device: torch.device) -> None:
     attention, mlp, h, up = given(activation, d, f, rank, s=19 if rank == 1 else 7)
     if not rank:
         attention, mlp = rows((2, 4, d), layout) if d else None, 3 * rows((2, 4, columns(f, activation)), layout)
-    arguments = moved((*of_values(attention, mlp, h, up), *spec, "e5m2", group, FP32, activation), device)
+    arguments = moved((attention, mlp, h, up, *spec, "e5m2", group, FP32, activation), device)
     values, codes, scale, *kept = kernel_of(mlp_activation)(*arguments)
     if d:
         assert_bitwise(values[..., :d].cpu(), attention.contiguous())
@@ -257,7 +247,7 @@ def test_kernel(case: tuple[Any, ...], device: torch.device) -> None:
 def test_kernels_in_half_precision(activation: str, dtype: torch.dtype, rank: int, device: torch.device) -> None:
     inputs = [x if x is None else x / 4 for x in given(activation, 48, 96, rank, dtype)]
     granularity = "per_row" if rank else "per_tensor"
-    arguments = (*of_values(*inputs), "e4m3", granularity, "none", 16, dtype, activation)
+    arguments = (*inputs, "e4m3", granularity, "none", 16, dtype, activation)
     # two or three roundings, each to a neighbour that the interpreter's truncation may choose otherwise
     values, codes, scale, *_ = assert_follows(mlp_activation, arguments, device, 3 * BF16_ULP_RTOL)
     assert_codes_of(values, codes, scale, "e4m3", granularity)
@@ -271,7 +261,7 @@ def test_kernels_in_half_precision(activation: str, dtype: torch.dtype, rank: in
 def test_gelu_keeps_its_relative_precision_at_negative_x(device: torch.device) -> None:
     x = torch.linspace(-5.0, 5.0, 1000, device=device).view(1, 1, -1)
     cubic = (2 / torch.pi) ** 0.5 * (x.double() + 0.044715 * x.double() ** 3)
-    found = kernel_of(mlp_activation)(None, None, x, None, None, None, *NOTHING_SAVED, 16, FP32)[0].double()
+    found = kernel_of(mlp_activation)(None, x, None, None, *NOTHING_SAVED, 16, FP32)[0].double()
     torch.testing.assert_close(found, x * torch.sigmoid(2 * cubic), rtol=GELU_RELATIVE_RTOL, atol=0)
 
 
@@ -281,7 +271,7 @@ def test_kernels_match_the_reference_in_bf16() -> None:
     mlp, grad = 3 * torch.randn(2, 64, 12288, device="cuda").bfloat16(), torch.randn(2, 64, 12288, device="cuda")
     attention = torch.randn(2, 64, 3072, device="cuda").bfloat16()
     how = ("e4m3", "per_row", "none", 128, BF16)
-    values = kernel_of(mlp_activation)(attention, None, mlp, None, None, None, *how)[0]
+    values = kernel_of(mlp_activation)(attention, mlp, None, None, *how)[0]
     expected = torch.cat([attention, act(mlp.double(), GELU).to(BF16)], dim=-1)
     torch.testing.assert_close(values, expected, rtol=BF16_ULP_RTOL, atol=GELU_RTOL * 15)
     dmlp = kernel_of(mlp_activation_backward)(grad, None, None, mlp, None, 128, BF16)
@@ -298,12 +288,10 @@ def test_kernels_read_codes(activation: str, group: int, device: torch.device) -
     attention = saved(torch.randn(2, 7, 48), group)
     grad, dh = torch.randn(2, 7, n if activation == GELU else n // 2), torch.randn(2, 7, 4)
     for op, arguments in (
-        (mlp_activation, (*attention, *mlp, None, None, *NOTHING_SAVED, group, FP32, activation)),
         (mlp_activation_backward, (grad, None, None, *mlp, group, FP32, activation)),
         (mlp_down_gradient, (dh, *attention, *mlp, group, FP32, FP32, activation)),
     ):
-        found, expected = kernel_of(op)(*moved(arguments, device)), reference(op, *arguments)
-        assert_stretches_close(*(x[0] if isinstance(x, tuple) else x for x in (found, expected)))
+        assert_stretches_close(kernel_of(op)(*moved(arguments, device)), reference(op, *arguments))
 
 
 def assert_stretches_close(found: Tensor, expected: Tensor, rtol: float = KERNEL_ROW_RTOL) -> None:
@@ -360,7 +348,7 @@ def test_down_projection_kernel(case: tuple[Any, ...], device: torch.device) -> 
     down, how = (torch.randn(next_rank, d + f + 8) / 16).to(dtype)[:, 8:], (*spec, "e5m2", group, dtype, activation)
     inputs = moved((attention, mlp, h, up), device)
     h_next, *found = kernel_of(mlp_activation_down)(*inputs, down.to(device), *how)
-    values, *expected = kernel_of(mlp_activation)(*of_values(*inputs), *how)
+    values, *expected = kernel_of(mlp_activation)(*inputs, *how)
     assert_equal(found, expected)
     values, down = values.cpu().double(), down.double()
     exact, magnitudes = values @ down.t(), values.abs() @ down.abs().t()
@@ -375,7 +363,7 @@ def test_groups_across_the_halves_are_the_references(device: torch.device) -> No
     attention, mlp, h, up = given(SWIGLU, 48, 65, 4)
     codes, how = saved(mlp, 16), ("e4m3", "per_row", "e4m3", 16, FP32, SWIGLU)
     for op, arguments in (
-        (mlp_activation, (attention, None, mlp, None, h, up, *how)),
+        (mlp_activation, (attention, mlp, h, up, *how)),
         (mlp_activation_down, (attention, mlp, h, up, torch.randn(4, 113), *how)),
         (mlp_down_gradient, (h, attention, None, *codes, 16, FP32, FP32, SWIGLU)),
         (mlp_activation_backward, (torch.randn(2, 7, 65), None, None, *codes, 16, FP32, SWIGLU)),

@@ -91,7 +91,7 @@ def mlp_cases() -> Iterator[Case]:
     ):
         mlp, attention = turned(2, tokens, 34), torch.randn(2, tokens, 88)[..., 48:]
         pair = (torch.randn(2, tokens, 4), torch.randn(34, 4))
-        wide, half = (attention, None, mlp, None, *pair), (None, None, mlp.bfloat16(), None, None, None)
+        wide, half = (attention, mlp, *pair), (None, mlp.bfloat16(), None, None)
         down = torch.randn(5, 82)[:, 8:]
         if tokens:
             yield gelu.mlp_activation, (*wide, *spec, "e4m3", 16, FP32)

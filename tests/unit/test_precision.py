@@ -204,7 +204,7 @@ def test_rows_of_trained_weights(wgrad: str, cache: bool) -> None:
 def test_fused_operators_are_seen_and_those_that_quantize_nothing_are_not() -> None:
     mlp = torch.full((1, 2, 64), -30.0)  # GELU gives -0
     mlp[0, 0, 0] = math.inf
-    args, rest = (None, None, mlp, None, None, None), ("none", 16, torch.float32)
+    args, rest = (None, mlp, None, None), ("none", 16, torch.float32)
     with CastProbe(None, {}) as probe:
         mlp_activation(*args, "e4m3", "none", *rest)
     assert probe.rows(1) == []

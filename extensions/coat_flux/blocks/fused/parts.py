@@ -391,7 +391,7 @@ def activate(
         product, *packed = mlp_activation_down(out, mlp, rows, up, reader.matrices(y.dtype).down, *options)
         values = y.new_empty(0)
     else:
-        values, *packed = mlp_activation(out, None, mlp, None, rows, up, *options)
+        values, *packed = mlp_activation(out, mlp, rows, up, *options)
     codes, scale, out_codes, out_scale, mlp_codes, mlp_scale = packed
     if out is not None:
         kept.pack(f"{name}out", out, kept.attention, out_codes, out_scale)
