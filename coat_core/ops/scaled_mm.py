@@ -165,7 +165,4 @@ def unsupported_reason(device: torch.device, a_dtype: torch.dtype, b_dtype: torc
     return None
 
 
-@functools.cache
-def int8_unsupported_reason(device: torch.device) -> str | None:
-    """Return why this device cannot multiply INT8, or None; found by one product."""
-    return unsupported_reason(device, torch.int8, torch.int8, True)
+int8_unsupported_reason = functools.partial(unsupported_reason, a_dtype=torch.int8, b_dtype=torch.int8, row_wise=True)

@@ -65,7 +65,6 @@ CACHES = (
     dispatch.triton_obstacle,
     dispatch.launcher_of,
     scaled_mm.unsupported_reason,
-    scaled_mm.int8_unsupported_reason,
 )
 
 
