@@ -225,6 +225,7 @@ def _qkv_cases() -> None:
     case("qkv and mlp backward", qkv.qkv_mlp_backward)(
         [heads] * 3, y_codes, y_scale, weights[:2], *norm[1:], mlp, dh, down, mlp_codes, mlp_scale, 128, bf16
     )
+    case("mlp, values alone", gelu.mlp_activation)(out, mlp, *no_adapter, "none", "none", "none", 128, bf16)
     case("mlp alone, no adapter", gelu.mlp_activation)(None, mlp, *no_adapter, "e5m2", "per_row", "e4m3", 128, bf16)
     case("mlp backward, no adapter", mlp_activation_backward)(mlp, *no_adapter, mlp, None, 128, bf16)
 
