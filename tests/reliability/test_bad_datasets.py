@@ -16,6 +16,7 @@ from PIL import Image
 
 from coat_flux.config.job_sections import DatasetSection
 from coat_flux.data.files import DatasetError
+from coat_flux.data.images import survey
 from coat_flux.data.preflight import DataReport, inspect_datasets
 from tests.reliability.photos import animation, cutout, encoded, good_folder, half, jpeg, noise, png, with_chunk, write
 from tests.tolerances import BAD_DATASET_SECONDS
@@ -249,3 +250,14 @@ def test_the_table_shows_buckets_crops_and_corrections(tmp_path):
         ["128", "128x64", "1", "0.0%", "0.0%"],
     ]
     assert table.splitlines()[-1] == "  corrected while reading: 1 EXIF orientation, 1 transparency"
+
+
+def test_without_an_entry_there_is_nothing_to_train_on():
+    (line,) = inspect_datasets([], TRIGGER).errors
+    assert line.startswith("datasets=[]: ")
+
+
+def test_a_photo_that_is_gone_since_it_was_listed_is_an_error(tmp_path):
+    (error,) = survey([tmp_path / "gone.jpg"]).values()
+    assert isinstance(error, DatasetError)
+    assert "gone.jpg: cannot be opened" in str(error)

@@ -113,9 +113,9 @@ def test_the_mask_goes_through_resize_and_crop_like_the_photo(tmp_path, vae):
     opacity.paste(0, (100, 0, 190, 100))
     picture.putalpha(opacity)
     picture.save(tmp_path / "a.png")
-    cropped = dataset(tmp_path, vae, transparency="mask", buckets=False)
-    with pytest.raises(DatasetError, match="nothing visible"):
-        cropped.encoded(cropped.samples[0], "")
+    with pytest.raises(DatasetError, match="nothing visible"):  # before a model is loaded
+        dataset(tmp_path, vae, transparency="mask", buckets=False)
+    assert dataset(tmp_path, vae, buckets=False).samples
 
 
 def test_caches_follow_the_photo_policy(tmp_path, vae):

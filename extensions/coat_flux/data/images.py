@@ -225,6 +225,8 @@ def _facts_of(path: Path) -> PhotoFacts | DatasetError:
     try:
         status = os.stat(path)
         return _facts_of_state(path, (status.st_size, status.st_mtime_ns, status.st_ctime_ns))
+    except OSError as error:
+        return DatasetError(f"{printable(path)}: cannot be opened ({error.strerror}); put it back, or remove it")
     except DatasetError as error:
         return error
 

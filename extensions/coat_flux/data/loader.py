@@ -228,9 +228,7 @@ class LatentDataset:
         elif self.masked:  # mean opacity of each latent's pixels, divided by its mean so that the loss keeps its size
             opacity = _cut(alpha, sample).resize((width, height), Image.Resampling.BOX)
             mask = torch.from_numpy(np.array(opacity, dtype=np.float32))[None]
-            if not mask.any():
-                raise DatasetError(f"{printable(sample.image_path)}: its crop shows nothing visible; remove it")
-            entry["mask"] = mask / mask.mean()
+            entry["mask"] = mask / mask.mean()  # not 0: `inspect_datasets` refuses such photos
         self._latents[sample.dataset_index].store(self._latent_key(sample), entry, about=sample.image_path.name)
         return entry
 

@@ -10,21 +10,24 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from PIL import ImageStat
+
 from ..config.coat import COATConfig
 from ..config.findings import Findings
 from ..config.job_sections import PROCESS_TYPES, DatasetSection, ValidationSection
 from ..config.options import build, config_fields
-from .buckets import BUCKET_STEP, Bucket, Sample, cropped_share, training_size
+from .buckets import BUCKET_STEP, Bucket, Sample, cropped_share, fit_to_bucket, training_size
 from .captions import inject_trigger, lint_captions, lint_files, read_caption
 from .files import IMAGE_EXTENSIONS, DatasetError, counted, list_folder, printable
 from .hold_out import choose_hold_out
-from .images import TRAITS, TRANSPARENT, PhotoFacts, near_duplicates, survey
+from .images import TRAITS, TRANSPARENT, PhotoFacts, near_duplicates, read_photo, survey
 
 logger = logging.getLogger(__name__)
 
 SMALL_SHARE = 0.75  # of the pixels a resolution asks for
 CROPPED_SHARE = 0.25
 INVISIBLE = 0.002  # mean alpha
+LEAST_VISIBLE = 0.01  # mean alpha in the crop, if alpha is the loss mask
 T5_ARCHS = ("flux", "flex1", "flux_kontext", "chroma", "chroma_radiance")
 _LISTED = 5
 
@@ -69,14 +72,30 @@ def inspect_datasets(
     `lint_captions`.
     """
     report = DataReport(background, transparency)
+    if not dataset_configs:
+        report.errors.append("datasets=[]: there is nothing to train on; add an entry with folder_path")
     for index, config in enumerate(dataset_configs):
         _inspect(index, config, trigger_word, step, reads_t5, report)
-    is_transparent = [TRANSPARENT in facts.traits for facts in report.photos.values()]
-    if transparency == "mask" and is_transparent and not any(is_transparent):
-        report.warnings.append("coat.data.transparency=mask: no photo has transparent parts; it has no effect")
+    if transparency == "mask" and report.photos:
+        _check_masks(report)
     report.errors = list(dict.fromkeys(report.errors))  # several entries may share a folder
     report.warnings = list(dict.fromkeys(report.warnings))
     return report
+
+
+def _check_masks(report: DataReport) -> None:
+    """Report photos whose crop is transparent all over: their loss would have no pixels."""
+    transparent = {path for path, facts in report.photos.items() if TRANSPARENT in facts.traits}
+    if not transparent:
+        report.warnings.append("coat.data.transparency=mask: no photo has transparent parts; it has no effect")
+    crops = {(sample.image_path, sample.bucket) for sample in report.samples if sample.image_path in transparent}
+    for path, bucket in sorted(crops, key=str):
+        _, alpha = read_photo(path)
+        if ImageStat.Stat(fit_to_bucket(alpha, bucket)).mean[0] / 255 < LEAST_VISIBLE:
+            report.errors.append(
+                f"{printable(path)}: nothing visible is left in its crop to {bucket.width}x{bucket.height}; move the "
+                "product to the middle, or remove it"
+            )
 
 
 def _inspect(index: int, config: Any, trigger_word: str | None, step: int, reads_t5: bool, report: DataReport) -> None:
