@@ -125,7 +125,10 @@ def decide(config: COATConfig, given: Given) -> BlockPlan:
     free = None if given.free_bytes is None else given.free_bytes + freed
     recomputed = _recomputed(config, given, checkpointing, sizes, around, free)
 
-    moment, spare, shadow, mode = None, -1.0, 0, config.memory.transposed_weights
+    moment = None
+    spare = -1.0
+    shadow = 0
+    mode = config.memory.transposed_weights
     if sizes:
         moment = largest_moment(sizes, recomputed or (), given.accumulates)
         left = math.inf if free is None else free - moment.total - around
@@ -141,7 +144,9 @@ def decide(config: COATConfig, given: Given) -> BlockPlan:
     blocks = []
     for i in range(len(given.blocks)):
         again = None if recomputed is None else i in recomputed
-        packs, obstacle, flow = in_fp8 and not again, "", "diffusers"
+        packs = in_fp8 and not again
+        obstacle = ""
+        flow = "diffusers"
         if packs and config.activation.flow == "fused":
             obstacle = given.unfused.get(i, "")
         if packs:

@@ -143,7 +143,9 @@ def _load(facts: JobFacts, plan: BlockPlan) -> dict[str, int]:
     resident = _resident(facts)
     stays = resident["transformer"] - plan.freed_bytes + resident["lora"]
     coat, value_bytes = facts.job.coat, facts.value_bytes
-    workspace, there, config = 0, 0, coat.linear_config()
+    workspace = 0
+    there = 0  # bytes of codes on the device
+    config = coat.linear_config()
     if coat.enabled and coat.weight.use_fp8:
         for linear in filter(facts.is_stored, facts.model.linears):
             workspace = max(workspace, there + linear.weights * (value_bytes + QUANTIZED_BYTES))

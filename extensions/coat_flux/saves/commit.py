@@ -191,7 +191,7 @@ def is_known(path: Path, sets: Iterable[Path]) -> bool:
 
 
 def _is_as_written(path: Path, entry: Mapping[str, Any], source: Path | None = None) -> bool:
-    """Whether a file has an entry's content; a link to `source` is known to."""
+    """Whether a file has an entry's content, as a link to `source` must have."""
     if source is not None and path.is_file() and path.samefile(source):
         return True
     return path.is_file() and path.stat().st_size == entry["bytes"] and file_sha256(path) == entry["sha256"]
