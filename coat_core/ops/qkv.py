@@ -10,6 +10,7 @@ sin [S, d], or [B, S, d] where images have their own, each rotary angle repeated
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -46,6 +47,18 @@ def norm_and_rotate_backward(grad: Tensor, x: Tensor, weight: Tensor, cos: Tenso
     return rstd * (weighted - z * (weighted * z).mean(-1, keepdim=True))
 
 
+def _streams(
+    ys: list[Tensor], y_scales: list[Tensor], cos: Tensor, sin: Tensor, group_size: int, dtype: torch.dtype
+) -> Iterator[tuple[slice, Tensor, tuple[Tensor, Tensor]]]:
+    """Yield each stream's place among all tokens, its [q|k|v] [B, S_i, 3·H·d] of `dtype`, and its rotary tables."""
+    start = 0
+    for i, y in enumerate(ys):
+        tokens = slice(start, start + y.shape[1])
+        start = tokens.stop
+        values = values_of(y, y_scales[i] if y_scales else None, group_size, dtype)
+        yield tokens, values, (cos[..., tokens, :], sin[..., tokens, :])
+
+
 @operator("coat::qkv_rope")
 def qkv_rope(
     ys: list[Tensor],
@@ -74,12 +87,7 @@ def qkv_rope(
     """
     qkv: tuple[list[Tensor], ...] = ([], [], [])
     saved: list[Tensor] = []
-    start = 0
-    for i, y in enumerate(ys):
-        tokens = slice(start, start + y.shape[1])
-        start = tokens.stop
-        angles = (cos[..., tokens, :], sin[..., tokens, :])
-        y = values_of(y, y_scales[i] if y_scales else None, group_size, dtype)
+    for i, (_, y, angles) in enumerate(_streams(ys, y_scales, cos, sin, group_size, dtype)):
         y = with_adapter(y, hs[i], ups[i]) if hs else y
         if saved_format != "none":
             saved += saved_codes_of(y, saved_format, group_size)
@@ -120,12 +128,7 @@ def qkv_rope_backward(
     """
     grad_q, grad_k, grad_v = grads
     results = []
-    start = 0
-    for i, y in enumerate(ys):
-        tokens = slice(start, start + y.shape[1])
-        start = tokens.stop
-        angles = (cos[..., tokens, :], sin[..., tokens, :])
-        y = values_of(y, y_scales[i] if y_scales else None, group_size, dtype)
+    for i, (tokens, y, angles) in enumerate(_streams(ys, y_scales, cos, sin, group_size, dtype)):
         q, k, _ = y.unflatten(-1, (3, -1, weights[0].shape[0])).unbind(2)
         dq = norm_and_rotate_backward(grad_q[:, tokens], q, weights[2 * i], *angles, eps).to(dtype)
         dk = norm_and_rotate_backward(grad_k[:, tokens], k, weights[2 * i + 1], *angles, eps).to(dtype)

@@ -43,7 +43,7 @@ def curve(run: Path) -> list[tuple[float, float]]:
 def test_photos_held_out_are_measured_and_leave_no_trace_in_a_run_or_its_resume(
     place: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """The run is one without these photos, and goes on from a save as before; the loss is that of the average."""
+    """The run is one without these photos, and resumes from a save as before; the loss is that of the average."""
     average = {"steps": 3, "ema_config": {"use_ema": True, "ema_decay": 0.99}}
     asked = {"hold_out": OUT, "every": 1}
     blocks = {"train": average, "save": {"save_every": 2}}

@@ -1,7 +1,7 @@
 """A process that is killed, or whose disk is full or forbidden, at any moment loses no committed checkpoint.
 
 Every file operation of a save is tried, and random moments of whole runs. Afterwards the run folder holds the set
-before or the new one, whole, and the run that goes on from it ends bit for bit as the one that was never stopped.
+before or the new one, whole, and a resumed run ends bit for bit as the one that was never stopped.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class OneSave:
         return wait(fork(child))
 
     def check(self) -> str:
-        """The folder goes on from the set before or the new one, whole and published; which, "before" or "after"."""
+        """The folder resumes from the previous or the new set, whole and published: "before" or "after"."""
         repair(self.run)
         point = find_resume_point(self.run, "save")
         assert point is not None

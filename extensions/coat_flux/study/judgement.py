@@ -73,7 +73,7 @@ def judge(bf16: Sequence[float], coat: Sequence[float], base: float | None = Non
         )
     elif spread == 0:
         outcome = UNDECIDED
-        reason = "the bf16 runs of all seeds end at exactly the same loss: there is no spread to compare with"
+        reason = "the bf16 runs of all seeds end at exactly the same loss, so the spread over seeds is zero"
     else:
         reason = (
             f"over {count} seeds, COAT's held-out loss{where} is on average {abs(gap):.2g} "
