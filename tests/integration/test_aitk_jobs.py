@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -49,7 +51,9 @@ def _spy(host: Host, monkeypatch: Patch) -> dict[str, Any]:
 def test_job_trains_in_fp8(host: Host, monkeypatch: Patch, capsys: Printed, at_load: bool) -> None:
     seen = _spy(host, monkeypatch)
     entry = {**COAT_ENTRY, "model": COAT_ENTRY["model"] if at_load else {}, "coat": {"memory": {"log_every": 2}}}
+    began = time.monotonic()
     process = host.run(**entry)
+    elapsed = time.monotonic() - began
     assert seen["converted"] == BLOCK_LINEARS
     assert seen["encoder_gemms"] == ([False] if at_load else [])
     assert seen["can_merge_in"] is False
@@ -60,6 +64,10 @@ def test_job_trains_in_fp8(host: Host, monkeypatch: Patch, capsys: Printed, at_l
     state = host.optimizer()["state"][1]
     assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.float8_e4m3fn
     assert state["exp_avg"].view(torch.uint8).any()
+    with (host.save_folder / "coat" / "metrics.csv").open(encoding="utf-8") as file:
+        seconds = [float(row["s_per_it"]) for row in csv.DictReader(file)]
+    assert len(seconds) == 3
+    assert 0 < sum(seconds) < elapsed
     printed = capsys.readouterr().out
     assert "[coat] FP8 weights: {} linears at load, {} after it".format(*((4, 0) if at_load else (0, 4))) in printed
     assert "Allocated" not in printed
