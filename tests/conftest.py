@@ -6,7 +6,6 @@ import gc
 import importlib.metadata
 import importlib.util
 import os
-from collections.abc import Iterator
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything imports huggingface_hub
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
@@ -59,6 +58,17 @@ def _version(package: str) -> tuple[int, ...]:
         return (999,)
 
 
+def pytest_collection_finish() -> None:
+    """Let the collector pass over what importing has made: a short run, which collects once, takes half the time."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """Let Python free all of it, or nanobind reports leaks."""
+    gc.unfreeze()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--all`: also the tests of `ALL_ONLY`."""
     parser.addoption("--all", action="store_true", help="also the tests that take minutes each")
@@ -91,14 +101,6 @@ def _device_of(item: pytest.Item) -> object:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
-
-
-@pytest.fixture
-def young_heap() -> Iterator[None]:
-    """Let the collector pass over all objects made before the test: a collection then takes no time."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -164,7 +164,6 @@ def test_x_changed_in_place_after_the_base_is_quantized_again() -> None:
     assert_bitwise(used_gradient(down, x), grad_from(x, torch.ones(9, R)))
 
 
-@pytest.mark.usefixtures("young_heap")
 def test_nothing_is_left_behind() -> None:
     base = base_linear()
     down = adapter(base)

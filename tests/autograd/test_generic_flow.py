@@ -37,7 +37,6 @@ class TestTrainingLoops:
         for expected, x, y in zip(single, batches, outputs, strict=True):
             assert_all_bitwise(gradients(block, x, y), expected)
 
-    @pytest.mark.usefixtures("young_heap")
     def test_backward_one_after_the_other_frees_as_it_goes(self) -> None:
         block, x = Block(), draw(2, T, D)
         with recording() as saved:
@@ -82,7 +81,6 @@ class TestCheckpoint:
         y.backward(torch.randn_like(y))
         assert_all_bitwise({name: p.grad for name, p in block.named_parameters()} | {"x": x.grad}, expected)
 
-    @pytest.mark.usefixtures("young_heap")
     def test_inside_non_reentrant_checkpoint_it_leaves_all_to_checkpoint(self) -> None:
         """Its hooks would take the tensors away from checkpoint's, which would then keep all of them."""
         block, x = Block(dropout=0.3), draw(2, T, D)

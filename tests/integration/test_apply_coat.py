@@ -241,7 +241,6 @@ def live_objects(*names: str) -> int:
     return sum(type(o).__name__ in names for o in gc.get_objects())
 
 
-@pytest.mark.usefixtures("young_heap")
 @pytest.mark.parametrize("mode", ["none", "all"])
 def test_a_forward_pass_without_backward_leaves_nothing(mode: str) -> None:
     model, _, _ = coat_flux_model({"memory": {"checkpointing": mode}})

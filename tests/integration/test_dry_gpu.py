@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -31,15 +29,6 @@ pytestmark = [
     pytest.mark.triton,
     pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: tests/integration/test_gpu_step.py"),
 ]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def imports_are_no_garbage() -> Iterator[None]:
-    """Let the collector pass over what importing has made: a fifth of the time of these cases."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 # a value of each option that is neither a choice nor a switch

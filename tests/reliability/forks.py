@@ -7,7 +7,6 @@ them is not seen, but a kill there leaves the same as a kill at the next one.
 
 from __future__ import annotations
 
-import gc
 import itertools
 import json
 import os
@@ -30,12 +29,10 @@ DEADLINE_S = 60
 
 @contextmanager
 def quick_forks() -> Iterator[None]:
-    """A fork of a process with threads may wait for ever for a lock; one that collects garbage copies all memory."""
+    """A fork of a process with threads may wait for ever for a lock."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    gc.freeze()
     yield
-    gc.unfreeze()
     torch.set_num_threads(before)
 
 

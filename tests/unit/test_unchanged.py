@@ -100,7 +100,6 @@ def test_a_dropped_copy_is_noticed(coat: Any) -> None:
     assert changed(state)
 
 
-@pytest.mark.usefixtures("young_heap")
 def test_nothing_keeps_the_codes_of_a_model_that_moved(coat: Any) -> None:
     model, block = coat
     predict(model)
