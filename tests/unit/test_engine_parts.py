@@ -17,7 +17,6 @@ from torch import nn
 from coat_core.linear.module import FP8Linear
 from coat_core.optim import FP8AdamW
 from coat_flux.blocks.apply import apply_coat
-from coat_flux.blocks.measure import GemmPick
 from coat_flux.config.coat import COATConfig
 from coat_flux.config.job_sections import NetworkKwargs, NetworkSection
 from coat_flux.saves.errors import ResumeError
@@ -236,14 +235,6 @@ def test_missing_gpu_is_said(caplog: pytest.LogCaptureFixture) -> None:
     assert "device=cuda:0" in caplog.text
     assert (workers.rank, workers.size, workers.is_main) == (0, 1, True)
     workers.close()
-
-
-def test_a_saved_path_that_the_config_forbids_is_said_and_not_taken(caplog: pytest.LogCaptureFixture) -> None:
-    config = COATConfig.from_dict({"activation": {"linear_granularity": "per_row"}})
-    pick = GemmPick({}, config, lambda *a: ())
-    pick.keep("per_tensor")
-    assert "per_tensor" in caplog.text
-    assert pick.choose((torch.ones(1),)).name == "per_row"
 
 
 def test_weights_come_only_from_safetensors(tmp_path: Path) -> None:
