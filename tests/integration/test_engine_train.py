@@ -1,12 +1,14 @@
-"""The stand-alone trainer on the embedded model: output folder, LoRA file, resume, EMA, samples, sampling names."""
+"""The stand-alone trainer on the embedded model: output folder, resume, EMA, samples, held-out photos, W&B."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
 import shutil
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from coat_flux.blocks.streaming import StreamedWeights
+from coat_flux.config.findings import ConfigError
+from coat_flux.pages.run import RunFolder
+from coat_flux.saves.commit import newest_set
 from coat_flux.saves.errors import ResumeError
 from coat_flux.trainers.standalone import session
 from coat_flux.trainers.standalone.flow_matching import Objective
@@ -38,8 +43,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]
         yield place
 
 
-def train(name: str, place: dict[str, Path], **blocks: Any) -> Path:
-    return COATTrainer(engine_job(name, **place, **blocks)).train()
+def train(name: str, place: dict[str, Path], from_step: int | None = None, **blocks: Any) -> Path:
+    return COATTrainer(engine_job(name, **place, **blocks)).train(from_step=from_step)
 
 
 @pytest.fixture(scope="module")
@@ -198,6 +203,45 @@ def test_validation_loss_falls_and_diffusers_loads_the_lora(
     assert not torch.equal(draw(), before)
 
 
+def test_photos_held_out_are_measured_and_leave_no_trace_in_a_run_or_its_resume(
+    place: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """The run is one without these photos, and resumes from a save as before; the loss is that of the average."""
+    average = {"steps": 3, "lr": 0.1, "ema_config": {"use_ema": True, "ema_decay": 0.9}}
+    asked = {"hold_out": ["1.png", "3.png"], "every": 1}
+    noisy: dict[str, Any] = {
+        "coat": {"optimizer": {"stochastic_rounding": True}, "memory": {"log_memory_stats": False}},
+        "network": FEW_LINEARS | {"dropout": 0.1}, "dataset": {"num_repeats": 2, "flip_x": True},
+    }  # fmt: skip
+    blocks = {"train": average, "save": {"save_every": 2}, **noisy}
+    held = train("held", place, validation=asked, **blocks)
+    said = capsys.readouterr()
+    fewer = shutil.copytree(place["images"], tmp_path / "fewer", ignore=shutil.ignore_patterns("1.*", "3.*", "_coat*"))
+    lora = load_file(held)
+    assert_all_bitwise(load_file(train("fewer", {**place, "images": fewer}, train=average, **noisy)), lora)
+
+    found = RunFolder(held.parent).validation
+    assert [step for step, _ in found] == [0, 1, 2, 3]
+    assert len({loss for _, loss in found}) == 4
+    step, loss = min(found, key=lambda point: point[1])
+    names = {2: "held_000000002.safetensors", 3: "held.safetensors"}
+    file = names.get(int(step), "not saved; the nearest is held_000000002.safetensors, step 2")
+    assert f"lowest held-out loss {loss:.6f} at step {int(step)} ({file})" in said.out
+    assert f"held-out: {found[2][1]:.3e}" in said.err  # the bar
+    record = json.loads((newest_set(held.parent) / "state.json").read_text(encoding="utf-8"))
+    assert [settings["held_out"] for settings in record["identity"]["data"]["settings"]] == [asked["hold_out"]]
+
+    assert_all_bitwise(load_file(train("held", place, from_step=2, validation=asked, **blocks)), lora)
+    assert RunFolder(held.parent).validation == found
+    with pytest.raises(ResumeError, match="held_out"):
+        train("held", place, **noisy, train={**average, "steps": 4}, validation={"hold_out": ["2.png"]})
+
+    raw_run = train("raw", place, train={"steps": 1, "lr": 0.1}, validation=asked, **noisy).parent
+    raw = RunFolder(raw_run).validation
+    assert raw[0] == found[0]
+    assert 0 < abs(found[1][1] - raw[0][1]) < abs(raw[1][1] - raw[0][1]) / 2  # the raw weights would be 1
+
+
 COAT = {"optimizer": {"stochastic_rounding": True}, "memory": {"log_every": 2}}
 
 
@@ -278,3 +322,49 @@ def test_streamed_weights_change_no_bit_of_a_run_that_is_killed_and_resumed(
     assert losses(resident.parent) == losses(streamed.parent)
     pictures = [sorted((path.parent / "samples").iterdir()) for path in (resident, streamed)]
     assert [path.read_bytes() for path in pictures[0]] == [path.read_bytes() for path in pictures[1]]
+
+
+# -- Weights & Biases: offline for real, missing, and broken --------------------------------------------------------
+
+
+@pytest.fixture
+def logged(place: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A job that logs to W&B, offline."""
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.chdir(tmp_path)
+    train = {"steps": 1, "disable_sampling": False}
+    job = engine_job("run", **{**place, "out": tmp_path}, train=train, network=FEW_LINEARS)
+    logging = {"use_wandb": True, "project_name": "clothes", "run_name": "first", "log_every": 1}
+    job["config"]["process"][0]["logging"] = logging
+    return job
+
+
+def test_an_offline_run_of_wandb_and_its_resume(
+    logged: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    COATTrainer(logged).train()
+    known = json.loads((tmp_path / "run" / "coat" / "wandb.json").read_text(encoding="utf-8"))["id"]
+    [written] = (tmp_path / "run" / "coat" / "wandb").glob(f"offline-run-*/run-{known}.wandb")
+    until = time.monotonic() + 20  # its own process writes
+    while b"sample_0" not in (content := written.read_bytes()) and time.monotonic() < until:
+        time.sleep(0.1)
+    for text in (b"loss/loss", b"learning_rate", b"validation_loss", b"sample_0", b"clothes", b"first"):
+        assert text in content
+    assert "W&B: " in capsys.readouterr().out
+    assert not (tmp_path / "wandb").exists()
+    logged["config"]["process"][0]["train"] |= {"steps": 2, "disable_sampling": True}
+    COATTrainer(logged).train()
+    assert json.loads((tmp_path / "run" / "coat" / "wandb.json").read_text(encoding="utf-8"))["id"] == known
+
+
+def test_a_failure_of_wandb_ends_no_run_and_a_missing_one_is_told_before_the_model(
+    logged: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logged["config"]["process"][0]["logging"]["project_name"] = "a/b"  # which W&B refuses
+    assert COATTrainer(logged).train().is_file()
+    assert capsys.readouterr().out.count("; the run goes on without it") == 1
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None if name == "wandb" else find(name, *rest))
+    with pytest.raises(ConfigError, match="pip install wandb"):
+        COATTrainer(logged).train()
