@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
-from coat_flux.config.coat import BY_KEY, COATConfig
-from coat_flux.trainers.optimizer import build_optimizer
+from coat_flux.config.coat import BY_KEY
 from coat_flux.watch.casts import CastProbe
 from coat_flux.watch.precision import PrecisionWatch
 from tests.helpers.flux import TEXT_TOKENS
@@ -163,25 +161,8 @@ CASES: dict[str, Expected] = {
         "activation.attention": {"fused_attention": {BF16}},
     },
 }  # fmt: skip
-# options of the optimizer, which needs no model: → what its state shows
-STATES: dict[str, tuple[str, dict[str, Any]]] = {
-    "use_fp8": ("use_fp8: false", {"dtypes": (FP32, FP32), "scales": {}}),
-    "use_fp8_m1": ("use_fp8_m1: false", {"dtypes": (FP32, E4M3)}),
-    "use_fp8_m2": ("use_fp8_m2: false", {"dtypes": (E4M3, FP32)}),
-    "m1_format": ("m1_format: int8_ratio", {"dtypes": (torch.int8, E4M3)}),
-    "m2_format": ("m2_format: uint8_log", {"dtypes": (E4M3, torch.uint8)}),
-    "block_size": (
-        "block_size: 32, m1_format: e5m2",
-        {"dtypes": (E5M2, E4M3), "scales": {"exp_avg_scale": 8, "exp_avg_sq_scale": 8}},
-    ),
-    "use_dynamic_range_expansion": ("use_dynamic_range_expansion: false", {"expanded": False}),
-    "": (
-        "m2_format: e5m2",
-        {"dtypes": (E4M3, E5M2), "scales": {"exp_avg_scale": 2, "exp_avg_sq_scale": 2}, "expanded": True},
-    ),
-}
-ROUNDING = {"optimizer.stochastic_rounding", "optimizer.moment_rounding"}  # below, and tests/optim
-SEPARATE = {*ROUNDING, "memory.log_memory_stats", "memory.log_every", "fallback"}  # test_memory.py, test_apply_coat.py
+OPTIMIZER = {key for key in BY_KEY if key.startswith("optimizer.")}  # tests/optim
+SEPARATE = {"memory.log_memory_stats", "memory.log_every", "fallback"}  # test_memory.py, test_apply_coat.py
 # change no tensor of a step: test_compile.py, test_(speed_pick|attention_pick|transposed_weights|streaming).py
 SPEED = {"speed.cuda_graphs", "speed.measure", "speed.attention", "memory.transposed_weights", "memory.stream_blocks"}
 # of the run, not of a step: tests/reliability; of full fine-tuning: test_engine_full.py
@@ -199,25 +180,9 @@ def test_options_are_visible_in_the_tensors(text: str) -> None:
         assert {name: PROBES[name](made) for name in shown} == shown, key
 
 
-@pytest.mark.parametrize("option", STATES)
-def test_options_of_the_optimizer_are_visible_in_its_state(option: str) -> None:
-    text, expected = STATES[option]
-    param = torch.nn.Parameter(torch.randn(64, 4))
-    param.grad = torch.randn(64, 4)
-    optimizer = build_optimizer([param], 1e-3, COATConfig.from_dict({"optimizer": yaml.safe_load(f"{{{text}}}")}))
-    optimizer.step()
-    state = optimizer.state[param]
-    found = {
-        "dtypes": (state["exp_avg"].dtype, state["exp_avg_sq"].dtype),
-        "scales": {name: t.numel() for name, t in state.items() if name.endswith("_scale")},
-        "expanded": any(name.endswith(("_exponent", "_center")) for name in state),
-    }
-    assert {name: found[name] for name in expected} == expected
-
-
 def test_every_option_has_a_case() -> None:
-    cases = {key for shown in CASES.values() for key in shown} | {f"optimizer.{key}" for key in STATES if key}
-    assert cases | SEPARATE | SPEED | RELIABILITY | CHOSEN == set(BY_KEY)
+    cases = {key for shown in CASES.values() for key in shown}
+    assert cases | OPTIMIZER | SEPARATE | SPEED | RELIABILITY | CHOSEN == set(BY_KEY)
 
 
 def test_the_number_of_linears_is_what_the_cases_count_on() -> None:
@@ -232,20 +197,6 @@ def test_numerical_options_change_the_gradients() -> None:
     gradients = [run(text).gradients[name] for text in runs]
     for i, one in enumerate(gradients):
         assert not any(torch.equal(one, other) for other in gradients[:i]), runs[i]
-
-
-def test_stochastic_rounding_is_visible_in_bf16_parameters() -> None:
-    """optimizer.stochastic_rounding: the seed decides which way a parameter is rounded, or does not."""
-
-    def updated(rounding: bool, seed: int) -> torch.Tensor:
-        param = torch.nn.Parameter(torch.linspace(-2, 2, 256, dtype=BF16))
-        param.grad = torch.ones(256, dtype=BF16)
-        config = COATConfig.from_dict({"optimizer": {"stochastic_rounding": rounding}})
-        build_optimizer([param], 1e-3, config, seed=seed).step()
-        return param.detach()
-
-    assert torch.equal(updated(False, 0), updated(False, 1))
-    assert not torch.equal(updated(True, 0), updated(True, 1))
 
 
 def test_layers_below_the_minimum_leave_the_fp8_gemms() -> None:

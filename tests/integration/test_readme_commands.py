@@ -86,7 +86,7 @@ tiny = Path(sys.argv[1])
 assert main(["examples"]) == 0
 short, count = re.subn(r"(?m)^( +)steps: \\d+", r"\\1disable_sampling: true\\n\\1steps: 1", tiny.read_text("utf-8"))
 assert count == 1
-tiny.write_text(short, "utf-8")
+tiny.write_text(short.replace("batch_size: 4", "batch_size: 1"), "utf-8")
 assert main(["train", str(tiny)]) == 0
 assert main(["examples"]) == 0
 """

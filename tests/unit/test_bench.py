@@ -50,9 +50,8 @@ def test_least_times(resolution: int, fp8: bool) -> None:
 
 
 def test_cards_are_matched_by_their_whole_name() -> None:
-    assert known_card("NVIDIA H200") == H200
-    assert known_card("NVIDIA H200 NVL") is None
-    assert known_card("NVIDIA GeForce RTX 4090 Laptop GPU") is None
+    names = ("NVIDIA H200", "NVIDIA H200 NVL", "NVIDIA GeForce RTX 4090 Laptop GPU")
+    assert [known_card(name) for name in names] == [H200, None, None]
     assert set(DEVICE_NAMES.values()) == {card.name for card in CARDS if card.gb_per_second}
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from coat_core.config import FP8LinearConfig, FP8QuantizationConfig
-from coat_core.formats import M1_FORMATS, M2_FORMATS
 from coat_flux.config.coat import BY_KEY, OPTIONS, COATConfig
 from coat_flux.config.findings import ConfigError
 from coat_flux.config.options import REMOVED, Option
@@ -100,11 +99,6 @@ def test_a_removed_option_is_named_with_what_replaces_it(name: str) -> None:
     assert line.startswith(f"f.yaml: coat.{key}=")
     assert line.endswith(REMOVED[name])
     assert "; write " in line or "; remove" in line
-
-
-def test_the_moments_formats_are_those_of_the_optimizer() -> None:
-    assert BY_KEY["optimizer.m1_format"].choices == tuple(M1_FORMATS)
-    assert BY_KEY["optimizer.m2_format"].choices == tuple(M2_FORMATS)
 
 
 # --- combinations ---

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import struct
-
 import numpy as np
 import pytest
 import torch
-from PIL import Image, ImageCms
+from PIL import Image
 
 from coat_flux.data.files import DatasetError
 from coat_flux.data.images import near_duplicates, read_photo, survey, to_tensor
 from tests import tolerances
-from tests.reliability.photos import deep_png, encoded, noise, write
+from tests.reliability.photos import SRGB, deep_png, encoded, matrix_profile, noise, write
 
 RED, BLUE, WHITE = (200, 30, 40), (20, 60, 180), (255, 255, 255)
 
@@ -95,32 +93,21 @@ def test_other_modes_become_rgb(tmp_path, mode):
     assert pixels[10, 35].max() <= tolerances.JPEG_LEVELS
 
 
-def srgb_profile(swap_red_and_blue=False):
-    profile = bytearray(ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes())
-    if swap_red_and_blue:  # exchange where the two primaries' tags point to
-        count = struct.unpack_from(">I", profile, 128)[0]
-        entries = {bytes(profile[p : p + 4]): p + 4 for p in range(132, 132 + 12 * count, 12)}
-        red, blue = entries[b"rXYZ"], entries[b"bXYZ"]
-        profile[red : red + 8], profile[blue : blue + 8] = profile[blue : blue + 8], profile[red : red + 8]
-    return bytes(profile)
+PROFILE = matrix_profile(SRGB)
+SWAPPED = matrix_profile(SRGB[::-1])  # the primaries of red and blue
 
 
 @pytest.mark.parametrize(("mode", "swapped"), [("RGB", False), ("RGB", True), ("P", True), ("RGBA", True)])
 def test_embedded_profile_is_converted_to_srgb(tmp_path, swapped, mode):
     image = halves().quantize(2) if mode == "P" else halves().convert(mode)
-    image.save(tmp_path / "photo.png", icc_profile=srgb_profile(swapped))
+    image.save(tmp_path / "photo.png", icc_profile=SWAPPED if swapped else PROFILE)
     expected = np.asarray(halves()).astype(int)
     loaded = np.asarray(load_image(tmp_path / "photo.png")).astype(int)
     assert np.abs(loaded - (expected[..., ::-1] if swapped else expected)).max() <= tolerances.ICC_LEVELS
 
 
-def grey_profile():
-    """sRGB's own, turned into one for grey images that nothing can be computed with."""
-    return srgb_profile().replace(b"RGB XYZ ", b"GRAYXYZ ", 1)
-
-
 @pytest.mark.parametrize(
-    "profile", [b"not a profile", grey_profile(), srgb_profile().replace(b"RGB XYZ ", b"CMYKXYZ ", 1)]
+    "profile", [b"not a profile", *(PROFILE.replace(b"RGB XYZ ", kind + b"XYZ ", 1) for kind in (b"GRAY", b"CMYK"))]
 )
 def test_a_profile_that_does_not_fit_is_noted_and_left_out(tmp_path, profile):
     halves().save(tmp_path / "broken.png", icc_profile=profile)
@@ -129,7 +116,7 @@ def test_a_profile_that_does_not_fit_is_noted_and_left_out(tmp_path, profile):
 
 
 def test_a_grey_photo_may_have_an_rgb_profile(tmp_path):
-    halves().convert("L").save(tmp_path / "grey.png", icc_profile=srgb_profile())
+    halves().convert("L").save(tmp_path / "grey.png", icc_profile=PROFILE)
     assert facts(tmp_path / "grey.png").notes == ()
     assert np.array_equal(
         np.asarray(load_image(tmp_path / "grey.png")), np.asarray(halves().convert("L").convert("RGB"))
@@ -143,10 +130,10 @@ def test_what_a_photo_needs_is_known_from_reading_it(tmp_path):
     cutout.putpixel((0, 0), (1, 2, 3, 0))
     cases = {
         "plain.jpg": (halves(), {}, set()),
-        "srgb.jpg": (halves(), {"icc_profile": srgb_profile()}, set()),
+        "srgb.jpg": (halves(), {"icc_profile": PROFILE}, set()),
         "opaque.png": (halves().convert("RGBA"), {}, set()),
         "turned.jpg": (halves(), {"exif": exif}, {"EXIF orientation"}),
-        "tagged.jpg": (halves(), {"icc_profile": srgb_profile(True)}, {"colour profile"}),
+        "tagged.jpg": (halves(), {"icc_profile": SWAPPED}, {"colour profile"}),
         "cutout.png": (cutout, {}, {"transparency"}),
         "scan.png": (Image.fromarray(np.full((40, 40), 999, np.uint16)), {}, {"16 bit"}),
         "press.jpg": (halves().convert("CMYK"), {}, {"CMYK"}),

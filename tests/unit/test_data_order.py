@@ -188,12 +188,6 @@ def test_ranks_share_out_the_sequence_of_one_process_and_a_resume_continues_it(c
     assert take(resumed, 6) == whole[taken * before :: after]
 
 
-def test_state_is_plain_and_names_epoch_and_position():
-    sampler = BucketBatchSampler(make_samples([4]), 1, seed=3)
-    take(sampler, 6)
-    assert sampler.state_dict() == {"epoch": 1, "position": 2, "seed": 3, "batch_size": 1, "samples": 4}
-
-
 def test_resume_with_other_photos_goes_on_and_says_so(caplog):
     before = BucketBatchSampler(make_samples([8]), 1)
     take(before, 15)
