@@ -26,7 +26,8 @@ LIMIT = 4096  # elements of a slot
 # 7,000 elements do not fit a slot, and with its padding the last one does not fit beside the rest of them
 SHAPES = [(16, 64), (1,), (), (129,), (0, 4), (3, 5, 11), (70, 100), (1100,), (7,)]
 DRAWN = FP8QuantizationConfig(moment_rounding="stochastic", stochastic_rounding=True)
-KINDS = {name: CONFIGS[name] for name in ("default", "unquantized", "only_m1", "integers_block_48")} | {
+KINDS = {name: CONFIGS[name] for name in ("default", "unquantized", "only_m1")} | {
+    "integers_block_96": replace(CONFIGS["integers"], block_size=96),  # torch's vector loops take 32 elements at once
     "drawn": DRAWN,
     "integers, drawn": replace(CONFIGS["integers"], moment_rounding="stochastic", stochastic_rounding=True),
 }

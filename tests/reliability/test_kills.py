@@ -94,9 +94,9 @@ class OneSave:
             resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
             message.write_text(str(error), encoding="utf-8")
 
-    def reset(self) -> None:
+    def reset(self, folder: Path | None = None) -> None:
         shutil.rmtree(self.run)
-        shutil.copytree(self.kept, self.run)
+        shutil.copytree(folder or self.kept, self.run)
 
     def in_child(self, number: int, act: Callable[[], None], work: Callable[[], None]) -> int:
         def child() -> None:
@@ -184,23 +184,22 @@ def test_a_kill_while_a_step_is_saved_again_leaves_one_of_the_two(place: dict[st
 
 def test_a_kill_at_any_file_operation_of_a_repair_is_repaired(one_save: OneSave) -> None:
     """The save is killed right after its commit, and then the start that would have put it right."""
+    replace = os.replace
+
+    def commit_and_die(source: Any, target: Any) -> None:
+        replace(source, target)
+        os._exit(KILLED)
 
     def killed_save() -> None:
-        one_save.reset()
-        replace = os.replace
+        os.replace = commit_and_die
+        one_save.save()
 
-        def commit_and_die(source: Any, target: Any) -> None:
-            replace(source, target)
-            os._exit(KILLED)
-
-        def child() -> None:
-            os.replace = commit_and_die
-            one_save.save()
-
-        assert wait(fork(child)) == KILLED
+    one_save.reset()
+    assert wait(fork(killed_save)) == KILLED
+    committed = shutil.copytree(one_save.run, one_save.run.with_name("committed"))
 
     def attempt(number: int) -> bool:
-        killed_save()
+        one_save.reset(committed)
         code = one_save.in_child(number, die, lambda: repair(one_save.run) and None)
         assert code in (0, KILLED)
         assert one_save.check() == "after"
