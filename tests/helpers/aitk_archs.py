@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from aitk_models import MODELS
+from aitk_models import MODELS, draw_weights
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -36,15 +36,7 @@ def made(arch: str, qtype: str = "") -> tuple[nn.Module, dict[str, Any]]:
     """The model in bf16, or as ai-toolkit quantizes it, and frozen, with drawn weights, and its inputs."""
     torch.manual_seed(0)
     model, inputs = MODELS[arch]()
-    draw = torch.Generator().manual_seed(1)
-    for parameter in model.parameters():
-        noise = torch.randn(parameter.shape, generator=draw)
-        if parameter.ndim > 1:  # kaiming's for what is linear, so that activations keep their size
-            noise *= parameter[0].numel() ** -0.5
-        else:
-            noise = noise * 0.1 + parameter.data.nan_to_num().clamp(0, 1)  # of norms and biases
-        parameter.data = noise
-    nn.Module.to(model, torch.bfloat16)
+    draw_weights(model)
     if qtype:
         from optimum.quanto import freeze
         from toolkit.util.quantize import get_qtype, quantize

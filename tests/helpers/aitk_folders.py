@@ -2,7 +2,7 @@
 
 Run in ai-toolkit's environment with AI_TOOLKIT_ROOT. Below FOLDER, the working directory of the jobs to come:
 
-    models/flux, models/zimage     whole folders in diffusers layout
+    models/flux, flux_kontext, zimage     whole folders in diffusers layout
     models/flux2_klein_4b          a checkpoint in BFL's layout
     Qwen/Qwen3-4B                  what flux2_klein_4b names on the hub, which is found here first
     extensions/tiny_geometries     calls `substitute` at the start of each job
@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from aitk_models import TEXT_WIDTH, Z_IMAGE, draw_weights, flux2_params
 from safetensors.torch import save_file
 from torch import nn
 
-TEXT_WIDTH, HEADS, HEAD_DIM = 64, 2, 64
-AXES = [16, 24, 24]
 EXTENSION = """import sys
 
 sys.path.append({folder!r})
@@ -35,14 +34,9 @@ AI_TOOLKIT_EXTENSIONS = []
 CHAT = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
 
 
-def flux2_params() -> Any:
-    """Of klein: three layers of its text encoder side by side."""
-    from extensions_built_in.diffusion_models.flux2.src.model import Flux2Params
-
-    sizes = {"hidden_size": HEADS * HEAD_DIM, "num_heads": HEADS, "depth": 2, "depth_single_blocks": 2}
-    return Flux2Params(
-        in_channels=128, context_in_dim=3 * TEXT_WIDTH, axes_dim=[16] * 4, use_guidance_embed=False, **sizes
-    )
+def klein_params() -> Any:
+    """Three layers of its text encoder are side by side."""
+    return flux2_params(guidance=False, in_channels=128, context_in_dim=3 * TEXT_WIDTH)
 
 
 def flux2_vae_params() -> Any:
@@ -55,23 +49,13 @@ def flux2_vae_params() -> Any:
 def substitute() -> None:
     from extensions_built_in.diffusion_models.flux2 import flux2_klein_model, flux2_model
 
-    flux2_klein_model.Flux2Klein4BModel.get_flux2_params = lambda self: flux2_params()
+    flux2_klein_model.Flux2Klein4BModel.get_flux2_params = lambda self: klein_params()
     flux2_model.AutoEncoderParams = flux2_vae_params
-
-
-def drawn(model: nn.Module) -> nn.Module:
-    """The model in bf16; what is linear has kaiming's spread, norms and biases are near what they were."""
-    draw = torch.Generator().manual_seed(1)
-    for parameter in model.parameters():
-        noise = torch.randn(parameter.shape, generator=draw)
-        small = parameter.data.nan_to_num().clamp(0, 1) + 0.1 * noise
-        parameter.data = noise * parameter[0].numel() ** -0.5 if parameter.ndim > 1 else small
-    return model.to(torch.bfloat16)
 
 
 def checkpoint(model: nn.Module, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_file({key: value.contiguous() for key, value in drawn(model).state_dict().items()}, path)
+    save_file({key: value.contiguous() for key, value in draw_weights(model).state_dict().items()}, path)
 
 
 def qwen3(folder: Path) -> None:
@@ -80,7 +64,7 @@ def qwen3(folder: Path) -> None:
 
     sizes = {"vocab_size": 512, "hidden_size": TEXT_WIDTH, "intermediate_size": 2 * TEXT_WIDTH, "head_dim": 16}
     heads = {"num_hidden_layers": 28, "num_attention_heads": 4, "num_key_value_heads": 2}
-    drawn(Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, max_position_embeddings=2048))).save_pretrained(folder)
+    draw_weights(Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, max_position_embeddings=2048))).save_pretrained(folder)
     tokenizer(folder)
 
 
@@ -97,21 +81,20 @@ def tokenizer(folder: Path) -> None:
     made.save_pretrained(folder)
 
 
+def kontext(folder: Path, flux: Path) -> None:
+    folder.mkdir()
+    for path in flux.iterdir():
+        if path.is_dir():
+            (folder / path.name).symlink_to(path, target_is_directory=True)
+    index = (flux / "model_index.json").read_text(encoding="utf-8").replace('"FluxPipeline"', '"FluxKontextPipeline"')
+    (folder / "model_index.json").write_text(index, encoding="utf-8")
+
+
 def zimage(folder: Path, flux: Path) -> None:
     from diffusers import ZImageTransformer2DModel
 
-    transformer = ZImageTransformer2DModel(
-        in_channels=16,
-        dim=HEADS * HEAD_DIM,
-        n_layers=2,
-        n_refiner_layers=1,
-        n_heads=HEADS,
-        n_kv_heads=HEADS,
-        cap_feat_dim=TEXT_WIDTH,
-        axes_dims=AXES,
-        axes_lens=[1536, 128, 128],
-    )
-    drawn(transformer).save_pretrained(folder / "transformer")
+    transformer = ZImageTransformer2DModel(in_channels=16, **{**Z_IMAGE, "axes_lens": [1536, 128, 128]})
+    draw_weights(transformer).save_pretrained(folder / "transformer")
     qwen3(folder / "text_encoder")
     (folder / "tokenizer").symlink_to(folder / "text_encoder", target_is_directory=True)
     (folder / "vae").symlink_to(flux / "vae", target_is_directory=True)
@@ -126,7 +109,8 @@ def make(root: Path) -> None:
     torch.manual_seed(0)
     models = root / "models"
     flux = make_tiny_flux(models / "flux")
-    checkpoint(Flux2(flux2_params()), models / "flux2_klein_4b" / "flux-2-klein-base-4b.safetensors")
+    kontext(models / "flux_kontext", flux)
+    checkpoint(Flux2(klein_params()), models / "flux2_klein_4b" / "flux-2-klein-base-4b.safetensors")
     checkpoint(AutoEncoder(flux2_vae_params()), models / "flux2_klein_4b" / "ae.safetensors")
     qwen3(root / "Qwen" / "Qwen3-4B")
     zimage(models / "zimage", flux)

@@ -1,7 +1,7 @@
 """Small models of ai-toolkit's own classes, one for each `arch`, with inputs: imported in ai-toolkit's environment.
 
 Widths of 256 in four heads of 64, two blocks of each kind, 256 image tokens and 64 text tokens where the class allows
-it; weights are drawn by the caller. Classes are imported where they are built: each has its own needs.
+it; `draw_weights` is up to the caller. Classes are imported where they are built: each has its own needs.
 """
 
 from __future__ import annotations
@@ -26,6 +26,19 @@ Z_IMAGE |= {"cap_feat_dim": TEXT_WIDTH, "axes_dims": AXES, "axes_lens": [512, 64
 
 def draw(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def draw_weights(model: nn.Module) -> nn.Module:
+    """In bf16; what is linear has kaiming's spread, which keeps the size of activations, and norms are near theirs."""
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.ndim > 1:
+            noise *= parameter[0].numel() ** -0.5
+        else:
+            noise = noise * 0.1 + parameter.data.nan_to_num().clamp(0, 1)
+        parameter.data = noise
+    return nn.Module.to(model, torch.bfloat16)
 
 
 def grid(axes: int = 3) -> Tensor:
@@ -73,11 +86,14 @@ def flux(references: int = 0) -> Made:
     return of_diffusers("FluxTransformer2DModel", inputs, **BLOCKS, **widths, **counts)
 
 
+def flux2_params(guidance: bool, **sizes: int) -> Any:
+    own = {"in_channels": 16, "depth_single_blocks": 2, "axes_dim": [16] * 4, "use_guidance_embed": guidance}
+    return module("flux2.src.model").Flux2Params(**(HIDDEN | own | sizes))
+
+
 def flux2(guidance: bool = True) -> Made:
     """FLUX.2 in BFL's layout; klein has no guidance."""
-    host = module("flux2.src.model")
-    own = {"in_channels": 16, "depth_single_blocks": 2, "axes_dim": [16] * 4, "use_guidance_embed": guidance}
-    return host.Flux2(host.Flux2Params(**HIDDEN, **own)), {
+    return module("flux2.src.model").Flux2(flux2_params(guidance)), {
         "x": TOKENS,
         "x_ids": grid(axes=4)[None],
         "timesteps": TIME,

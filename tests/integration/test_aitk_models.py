@@ -1,11 +1,10 @@
-"""Jobs of other models than FLUX.1 in the real ai-toolkit: from start to saved LoRA, on its own bases, resumed.
+"""Other models and options than the clothing config's, as jobs of the real ai-toolkit, from start to saved LoRA.
 
 Tiny models with random weights that ai-toolkit's own loaders read; tests/helpers/aitk_folders.py has the substitutes.
 """
 
 from __future__ import annotations
 
-import copy
 import os
 import re
 import subprocess
@@ -15,85 +14,71 @@ from typing import Any
 import pytest
 import torch
 
-from coat_flux.trainers.ai_toolkit.install import install
 from tests.architecture.sources import ROOT
-from tests.helpers.aitk_standin.real import Checkout, as_kontext, make_real_entry
+from tests.helpers.aitk_standin.real import Checkout, make_real_entry
 from tests.helpers.asserts import assert_bitwise
 
 pytestmark = [pytest.mark.aitk, pytest.mark.timeout(3600)]
 
 STEPS = 4
-PLACES = {
-    "flux": "models/flux",
-    "flux_kontext": "models/flux_kontext",
-    "flux2_klein_4b": "models/flux2_klein_4b",
-    "zimage": "models/zimage",
-}
+ARCHS = ("flux", "flux_kontext", "flux2_klein_4b", "zimage")
 NO_SAMPLES = ("flux_kontext",)  # its pipeline wants a control image
 BASES = ("coat_fp8", "qfloat8", "uint4")
+PHOTOS = "datasets_example/clothing"
+KEEP = {"checkpointing": "none"}
 
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
     """A checkout with the tiny models, and the extension that substitutes sizes, in place."""
     checkout = Checkout(tmp_path_factory.mktemp("aitk") / "ait")
-    install(checkout.root)
     command = [os.environ.get("AI_TOOLKIT_PYTHON", sys.executable), str(ROOT / "tests" / "helpers" / "aitk_folders.py")]
     done = subprocess.run([*command, str(checkout.root)], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    as_kontext(checkout.root / "models" / "flux", checkout.root / "models" / "flux_kontext")
     return checkout
 
 
-def entry_of(arch: str, qtype: str, steps: int) -> dict[str, Any]:
-    entry = make_real_entry(steps=steps, batch_size=1)
-    entry["model"] = {
-        "name_or_path": PLACES[arch],
-        "arch": arch,
-        "quantize": True,
-        "qtype": qtype,
-        "quantize_te": False,
+def entry_of(arch: str, qtype: str, steps: int = STEPS, **changes: Any) -> dict[str, Any]:
+    model = {"name_or_path": f"models/{arch}", "arch": arch, "quantize": True, "qtype": qtype, "quantize_te": False}
+    settings = {
+        "model": model,
+        "train.lr_scheduler": "constant",
+        "save.save_every": STEPS // 2,
+        "save.dtype": "float32",
+        "sample.sample_every": STEPS,
+        "sample.prompts": ["a plain red [trigger]"],
+        "train.disable_sampling": arch in NO_SAMPLES,
+        "datasets.0.cache_latents_to_disk": False,
     }
-    entry["train"]["lr_scheduler"] = "constant"
-    entry["save"].update(save_every=STEPS // 2, dtype="float32")
-    entry["sample"].update(sample_every=STEPS, sample_steps=2, prompts=["a plain red [trigger]"])
-    entry["train"]["disable_sampling"] = arch in NO_SAMPLES
-    entry["datasets"][0].update(resolution=[64], cache_latents_to_disk=False)
     if arch == "flux_kontext":
-        entry["datasets"][0]["control_path"] = entry["datasets"][0]["folder_path"]
-    return entry
+        settings["datasets.0.control_path"] = PHOTOS
+    return make_real_entry(settings | changes, steps=steps)
 
 
 def test_streamed_weights_change_no_bit(checkout: Checkout) -> None:
     """`coat.memory.stream_blocks`: quantized at load or after it, all or as memory needs it; and resumed."""
-    asked: dict[str, Any] = {
-        "resident": (0, True),
-        "all": ("all", True),
-        "auto": ("auto", True),
-        "late": ("all", False),
-    }
-    jobs = []
-    for name, (stream, at_load) in asked.items():
-        entry = entry_of("flux", "coat_fp8", STEPS)
-        entry["coat"]["memory"] = {"checkpointing": "none", "stream_blocks": stream}
-        entry["model"].update(quantize=at_load, quantize_te=at_load)
-        jobs.append((f"streamed_{name}", entry))
-    half = copy.deepcopy(jobs[1][1])
-    half["train"]["steps"] = STEPS // 2
-    checkout.run_several([*jobs, ("streamed_resumed", half), ("streamed_resumed", jobs[1][1])])
-    expected = checkout.lora("streamed_resident")
+
+    def streamed(stream: Any, at_load: bool = True, steps: int = STEPS) -> dict[str, Any]:
+        changes = {"coat.memory": {**KEEP, "stream_blocks": stream}}
+        changes |= dict.fromkeys(("model.quantize", "model.quantize_te"), at_load)
+        return entry_of("flux", "coat_fp8", steps, **changes)
+
+    jobs = {"resident": streamed(0), "all": streamed("all"), "auto": streamed("auto"), "late": streamed("all", False)}
+    resumed = [streamed("all", steps=steps) for steps in (STEPS // 2, STEPS)]
+    checkout.run_several(
+        [(f"streamed_{name}", entry) for name, entry in (*jobs.items(), *(("resumed", entry) for entry in resumed))]
+    )
     for name in ("all", "auto", "resumed"):
         checkout.assert_same_lora("streamed_resident", f"streamed_{name}")
-    assert checkout.lora("streamed_late").keys() == expected.keys()
-    log = (checkout.folder("streamed_all") / "coat" / "log.txt").read_text(encoding="utf-8")
-    assert re.search(r"streamed weights +all +4 of 4 blocks", log)
+    assert checkout.lora("streamed_late").keys() == checkout.lora("streamed_resident").keys()
+    assert re.search(r"streamed weights +all +4 of 4 blocks", checkout.log("streamed_all"))
 
 
-@pytest.mark.parametrize("arch", PLACES)
+@pytest.mark.parametrize("arch", ARCHS)
 def test_jobs_run_to_their_loras_and_resumed_ones_end_with_the_same(checkout: Checkout, arch: str) -> None:
     jobs = []
     for qtype in BASES:
-        jobs.append((f"{arch}_{qtype}", entry_of(arch, qtype, STEPS)))
+        jobs.append((f"{arch}_{qtype}", entry_of(arch, qtype)))
         jobs += [(f"{arch}_{qtype}_resumed", entry_of(arch, qtype, steps)) for steps in (STEPS // 2, STEPS)]
     out = checkout.run_several(jobs)
     assert out.count(f"Found step {STEPS // 2} in metadata") == len(BASES)
@@ -105,7 +90,7 @@ def test_jobs_run_to_their_loras_and_resumed_ones_end_with_the_same(checkout: Ch
         assert sum(bool(value.any()) for value in lora.values()) > 0.8 * len(lora)  # a last block's text leads nowhere
         samples = list((checkout.folder(whole) / "samples").glob("*.jpg"))
         assert bool(samples) == (arch not in NO_SAMPLES)
-        log = (checkout.folder(whole) / "coat" / "log.txt").read_text(encoding="utf-8")
+        log = checkout.log(whole)
         assert "kept in FP8" in log
         assert ("its own products, gradients by the dequantized weight" in log) == (qtype != "coat_fp8")
         checkout.assert_same_lora(whole, resumed)
@@ -113,3 +98,72 @@ def test_jobs_run_to_their_loras_and_resumed_ones_end_with_the_same(checkout: Ch
         for index, state in states[0].items():
             for key, value in state.items():
                 assert_bitwise(torch.as_tensor(states[1][index][key]), torch.as_tensor(value))
+
+
+# -- what users combine with COAT: the table of docs/ai-toolkit.md has the same rows ----------------------------------
+
+# name → (changes of the job, flow of its blocks, words that the job prints)
+COMBINATIONS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "LoKr": (
+        {"network": {"type": "lokr", "linear": 4, "lokr_full_rank": False, "lokr_factor": 8}},
+        "generic",
+        "a LokrModule",
+    ),
+    "full-rank LoKr": ({"network": {"type": "lokr", "lokr_factor": 8}}, "generic", "a LokrModule"),
+    "DoRA": ({"network": {"type": "dora", "linear": 4}}, "generic", "dora"),
+    "EMA": ({"train.ema_config": {"use_ema": True, "ema_decay": 0.9}}, "fused", ""),
+    "masks": ({"datasets.0.mask_path": PHOTOS}, "fused", ""),
+    "regularization images": (
+        {"datasets.1": {"folder_path": PHOTOS, "caption_ext": "txt", "is_reg": True, "resolution": [64]}},
+        "fused",
+        "",
+    ),
+    "several data sets": (
+        {"datasets.1": {"folder_path": PHOTOS, "caption_ext": "txt", "resolution": [96]}},
+        "fused",
+        "",
+    ),
+    "control images": ({}, "fused", ""),  # of FLUX.1 Kontext
+    "text-encoder caching": (
+        {"train.cache_text_embeddings": True, "datasets.0.caption_dropout_rate": 0.0},
+        "fused",
+        "",
+    ),
+    "low_vram": ({"model.low_vram": True}, "fused", ""),
+    "layer_offloading": ({"model.layer_offloading": True}, "fused", ""),
+    "train_text_encoder": ({"train.train_text_encoder": True}, "fused", ""),
+    "differential output preservation": (
+        {"train.diff_output_preservation": True, "train.diff_output_preservation_class": "dungarees"},
+        "fused",
+        "",
+    ),
+}
+
+
+def job_name(combination: str) -> str:
+    return combination.lower().replace(" ", "_")
+
+
+@pytest.fixture(scope="module")
+def printed(checkout: Checkout) -> str:
+    """What all combinations print, run one after the other."""
+    jobs = []
+    for name, (changes, _, _) in COMBINATIONS.items():
+        arch = "flux_kontext" if name == "control images" else "flux"
+        settings = {"save.dtype": "float16", "coat.memory": KEEP, "train.disable_sampling": True}
+        jobs.append((job_name(name), entry_of(arch, "coat_fp8", 2, **settings, **changes)))
+    return checkout.run_several(jobs, recover=True)
+
+
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_a_combination_runs(name: str, checkout: Checkout, printed: str) -> None:
+    _, flow, words = COMBINATIONS[name]
+    job = job_name(name)
+    of_job = printed.partition(f"# Running job: {job}\n")[2].partition("# Running job: ")[0]
+    assert (checkout.folder(job) / f"{job}.safetensors").exists(), of_job[-4000:]
+    lora = checkout.lora(job)
+    assert lora
+    # of full-rank LoKr ai-toolkit saves alpha 9999999999, which float16 has not
+    assert all(value.isfinite().all() for key, value in lora.items() if not key.endswith(".alpha"))
+    assert f"kept in FP8, {flow} flow" in checkout.log(job)
+    assert words in of_job

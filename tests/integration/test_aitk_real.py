@@ -8,14 +8,18 @@ in a temporary folder of links to it.
 from __future__ import annotations
 
 import signal
+import sqlite3
+import threading
+import time
 from typing import Any
 
 import pytest
 import torch
 
 from coat_flux.trainers.ai_toolkit.install import install
+from coat_flux.watch.live import give_command, read_status
 from tests.helpers.aitk_standin.ends import assert_same_end
-from tests.helpers.aitk_standin.real import STEPS, Checkout, make_plain_entry, make_real_entry, real_checkout  # noqa: F401
+from tests.helpers.aitk_standin.real import STEPS, Checkout, make_real_entry, real_checkout  # noqa: F401
 from tests.tolerances import FLOW_DIRECTION_COSINE
 
 pytestmark = [pytest.mark.aitk, pytest.mark.timeout(3600)]
@@ -43,7 +47,7 @@ def test_job_runs_from_start_to_lora_and_samples(checkout: Checkout, first_run: 
     assert {state[i][key].dtype for i in state for key in ("exp_avg", "exp_avg_sq")} == {torch.float8_e4m3fn}
     assert f"[coat] FP8 weights: {LINEARS} linears at load, 0 after it" in first_run
     assert "[coat] optimizer coat_fp8_adamw: FP8AdamW" in first_run
-    log = (checkout.folder("coat_job") / "coat" / "log.txt").read_text(encoding="utf-8")
+    log = checkout.log("coat_job")
     assert "outside the blocks: kept in high precision" in log
     for phase in ("before_forward", "after_forward", "after_backward", "after_optimizer_step"):
         assert f"[{phase}] Step {STEPS}: Allocated: " in log
@@ -60,10 +64,9 @@ def test_saved_lora_loads_in_diffusers(checkout: Checkout, first_run: str) -> No
 
 
 def test_names_work_in_a_job_of_ai_toolkits_own_type(checkout: Checkout) -> None:
-    entry = make_real_entry()
-    del entry["coat"]
-    entry["train"]["optimizer_params"] = {"weight_decay": 1e-4, "m2_format": "e5m2", "block_size": 64}
-    out = checkout.run("own_type", {**entry, "type": "sd_trainer"})
+    params = {"weight_decay": 1e-4, "m2_format": "e5m2", "block_size": 64}
+    entry = make_real_entry({"coat": ..., "type": "sd_trainer"}, optimizer_params=params)
+    out = checkout.run("own_type", entry)
     assert f"[coat] qtype coat_fp8: {AROUND + LINEARS} linears hold FP8, W e4m3/per_tensor, x e4m3/per_row" in out
     assert "[coat] optimizer coat_fp8_adamw: FP8AdamW over" in out
     assert "exp_avg e4m3 (block 64, expanded), exp_avg_sq e5m2 (block 64, expanded)" in out
@@ -73,19 +76,25 @@ def test_names_work_in_a_job_of_ai_toolkits_own_type(checkout: Checkout) -> None
     assert any(value.any() for key, value in checkout.lora("own_type").items() if ".lora_B." in key)
 
 
+def plain_entry(kind: str, **changes: Any) -> dict[str, Any]:
+    """Without COAT; who finds a cache of latents draws fewer random numbers."""
+    plain = {"type": kind, "model.quantize": False, "model.qtype": ..., "coat": ..., **changes}
+    return make_real_entry({**plain, "datasets.0.cache_latents_to_disk": False}, optimizer="adamw")
+
+
 def test_plain_job_beside_it_is_untouched(checkout: Checkout) -> None:
-    checkout.run("beside", make_plain_entry("sd_trainer"))
+    checkout.run("beside", plain_entry("sd_trainer"))
     (checkout.root / EXTENSION).unlink()
     try:
-        checkout.run("without", make_plain_entry("sd_trainer"))
+        checkout.run("without", plain_entry("sd_trainer"))
     finally:
         install(checkout.root)
     checkout.assert_same_lora("beside", "without")
 
 
 def test_disabled_is_ai_toolkits_own_run(checkout: Checkout) -> None:
-    checkout.run("own", make_plain_entry("diffusion_trainer"))
-    checkout.run("disabled", {**make_plain_entry("coat_flux_trainer"), "coat": {"enabled": False}})
+    checkout.run("own", plain_entry("diffusion_trainer"))
+    checkout.run("disabled", plain_entry("coat_flux_trainer", coat={"enabled": False}))
     checkout.assert_same_lora("own", "disabled")
 
 
@@ -98,20 +107,13 @@ FLOWS = {
 }
 
 
-def _flow_entry(activation: dict[str, Any], checkpointing: str) -> dict[str, Any]:
-    entry = make_real_entry()
-    entry["coat"] = {**entry["coat"], "activation": activation}
-    entry["coat"]["memory"] = {"checkpointing": checkpointing}
-    return entry
-
-
 def test_flows_and_recomputation_from_the_yaml_alone(checkout: Checkout, first_run: str) -> None:
     """After `first_run`, whose caching of latents draws random numbers, all runs see the same noise."""
     directions = {}
     for name, (activation, checkpointing, got) in FLOWS.items():
-        out = checkout.run(f"flow_{name}", _flow_entry(activation, checkpointing))
-        log = (checkout.folder(f"flow_{name}") / "coat" / "log.txt").read_text(encoding="utf-8")
-        assert f"  blocks: {got}\n" in log
+        changes = {"coat.activation": activation, "coat.memory": {"checkpointing": checkpointing}}
+        out = checkout.run(f"flow_{name}", make_real_entry(changes))
+        assert f"  blocks: {got}\n" in checkout.log(f"flow_{name}")
         assert "generic flow in place of" not in out
         lora = checkout.lora(f"flow_{name}")
         directions[name] = torch.cat([lora[key].float().flatten() for key in lora if ".lora_B." in key])
@@ -122,22 +124,28 @@ def test_flows_and_recomputation_from_the_yaml_alone(checkout: Checkout, first_r
 
 def test_every_block_is_fused_with_several_images(checkout: Checkout) -> None:
     """ai-toolkit gives the network a multiplier for each image then."""
-    entry = make_real_entry(steps=2, batch_size=2, disable_sampling=True)
-    entry["coat"]["memory"] = {"checkpointing": "none"}
-    out = checkout.run("batch", entry)
-    log = (checkout.folder("batch") / "coat" / "log.txt").read_text(encoding="utf-8")
-    assert "  blocks: 9 kept in FP8, fused flow, attention fp8\n" in log
+    changes = {"coat.memory": {"checkpointing": "none"}}
+    out = checkout.run("batch", make_real_entry(changes, steps=2, batch_size=2, disable_sampling=True))
+    assert "  blocks: 9 kept in FP8, fused flow, attention fp8\n" in checkout.log("batch")
     assert "flow in place of" not in out
+
+
+# -- kills and stops -------------------------------------------------------------------------------------------------
+
+AVERAGE = {"use_ema": True, "ema_decay": 0.9}
 
 
 @pytest.fixture(scope="module")
 def whole(checkout: Checkout) -> dict[str, Any]:
     """All that has a state: average, schedule, accumulation, dropped captions in two loader processes."""
-    average = {"use_ema": True, "ema_decay": 0.9}
-    entry = make_real_entry(steps=8, gradient_accumulation=2, ema_config=average, lr_scheduler="cosine")
-    entry["datasets"][0].update(caption_dropout_rate=0.5, num_workers=2)
-    entry["sample"].update(prompts=entry["sample"]["prompts"][:1], sample_steps=1)
-    entry["logging"] = {"verbose": True}  # memory lines are printed, too
+    changes = {
+        "datasets.0.caption_dropout_rate": 0.5,
+        "datasets.0.num_workers": 2,
+        "sample.prompts": ["a plain [trigger]"],
+        "sample.sample_steps": 1,
+        "logging": {"verbose": True},  # memory lines are printed, too
+    }
+    entry = make_real_entry(changes, steps=8, gradient_accumulation=2, ema_config=AVERAGE, lr_scheduler="cosine")
     checkout.run("whole", entry)
     return entry
 
@@ -151,3 +159,160 @@ def test_a_killed_run_ends_as_the_one_that_was_not(checkout: Checkout, whole: di
     assert "[coat] resume: continues after step 4" in out or "[coat] resume: continues after step 7" in out
     assert_same_end(checkout.folder("whole"), checkout.folder(name))
     checkout.assert_same_lora("whole", name)
+
+
+JOB_TABLE = """CREATE TABLE Job (id TEXT PRIMARY KEY, name TEXT, status TEXT, stop INTEGER DEFAULT 0,
+    return_to_queue INTEGER DEFAULT 0, step INTEGER DEFAULT 0, total_steps INTEGER, info TEXT DEFAULT '',
+    speed_string TEXT DEFAULT '', save_now INTEGER DEFAULT 0, sample_now INTEGER DEFAULT 0)"""
+MOMENTS = {  # moment → class of ai-toolkit or of its libraries, method, and how the run is stopped there
+    "before forward": ("toolkit.stable_diffusion_model:StableDiffusion.predict_noise", "button"),
+    "in backward": ("accelerate:Accelerator.backward", "button"),
+    "in the optimizer": ("accelerate.optimizer:AcceleratedOptimizer.step", "hang-up"),
+    "in the save": ("toolkit.network_mixins:ToolkitNetworkMixin.save_weights", "flag"),
+    "in the validation": ("jobs.process.BaseSDTrainProcess:BaseSDTrainProcess.validate", "button"),
+    "while sampling": ("toolkit.stable_diffusion_model:StableDiffusion._after_sample_image", "button"),
+    "between two steps": ("jobs.process.BaseSDTrainProcess:BaseSDTrainProcess.end_step_hook", "queue"),
+}
+LAST = len(MOMENTS) + 2  # stopped in the second and in each step after it, but for the last
+SAVE_EVERY, VALIDATE_EVERY, SAMPLE_EVERY = 4, 5, 6  # ai-toolkit counts from 0: in the fifth, sixth and seventh step
+STOPPER = """
+import importlib, os, signal, sqlite3
+
+if "STOP" in os.environ:
+    where, how, at = os.environ["STOP"].split(",")
+    module, _, name = where.partition(":")
+    kind, _, method = name.partition(".")
+    owner, state = getattr(importlib.import_module(module), kind), {"step": 0, "stops": 1}
+    original = getattr(owner, method)
+    from extensions_built_in.sd_trainer.SDTrainer import SDTrainer
+    train = SDTrainer.hook_train_loop
+
+    def counting(self, batch):
+        state["step"] = self.step_num + 1
+        return train(self, batch)
+
+    def stopping(*args, **kwargs):
+        if state["step"] == int(at) and state["stops"]:
+            state["stops"] = 0
+            if how != "hang-up":
+                with sqlite3.connect(os.environ["DATABASE"]) as table:
+                    table.execute("UPDATE Job SET %s = 1" % ("return_to_queue" if how == "queue" else "stop"))
+            if how in ("button", "hang-up"):
+                os.kill(os.getpid(), signal.SIGINT if how == "button" else signal.SIGHUP)
+        return original(*args, **kwargs)
+
+    setattr(owner, method, stopping)
+    SDTrainer.hook_train_loop = counting
+"""
+
+
+def stopped_entry(checkout: Checkout) -> dict[str, Any]:
+    photo = min((checkout.root / "datasets_example" / "clothing").glob("*.png"))
+    validation = {
+        "resolution": 64,
+        "validate_every_n_steps": VALIDATE_EVERY,
+        "validation_items": [{"image_path": str(photo), "prompt": "dungarees"}],
+    }
+    changes = {
+        "sqlite_db_path": str(checkout.root / "jobs.db"),
+        "save.save_every": SAVE_EVERY,
+        "sample.sample_every": SAMPLE_EVERY,
+        "sample.prompts": ["a plain [trigger]", "a dotted [trigger]"],
+        "sample.sample_steps": 1,
+        "train.validation_config": validation,
+    }
+    return make_real_entry(changes, steps=LAST, ema_config=AVERAGE, skip_first_sample=True)
+
+
+def run_from_ui(checkout: Checkout, name: str, stop: str = "") -> tuple[int, str, dict[str, Any]]:
+    """Run a job as the web UI does: a JSON config with the path of its database, the job's id in the environment.
+
+    Returns exit code, output and the job's row.
+    """
+    database = checkout.root / "jobs.db"
+    with sqlite3.connect(database) as table:
+        table.execute(JOB_TABLE.replace("CREATE TABLE", "CREATE TABLE IF NOT EXISTS"))
+        table.execute("INSERT OR REPLACE INTO Job (id, name, status) VALUES (?, ?, 'running')", (name, name))
+    environment = {"AITK_JOB_ID": name, "DATABASE": str(database)} | ({"STOP": stop} if stop else {})
+    code, out = checkout.start(name, stopped_entry(checkout), environment=environment)
+    with sqlite3.connect(database) as table:
+        table.row_factory = sqlite3.Row
+        row = dict(table.execute("SELECT * FROM Job WHERE id = ?", (name,)).fetchone())
+    return code, out, row
+
+
+def test_a_job_stopped_at_every_moment_of_a_step_ends_as_the_one_that_was_not(checkout: Checkout) -> None:
+    (checkout.root / "extensions" / "stopper.py").write_text(STOPPER)
+    code, out, row = run_from_ui(checkout, "never_stopped")
+    assert (code, row["status"]) == (0, "completed"), out[-4000:]
+    for step, (moment, (where, how)) in enumerate(MOMENTS.items(), start=2):
+        code, out, row = run_from_ui(checkout, "stopped", f"{where},{how},{step}")
+        assert code == 130, f"{moment}: {out[-4000:]}"
+        assert f"[coat] stopped after {step} steps, saved in" in out, moment
+        assert (row["status"], row["step"]) == ("queued" if how == "queue" else "stopped", step), moment
+        if step > 2:
+            assert f"[coat] resume: continues after step {step - 1}," in out, moment
+    code, out, row = run_from_ui(checkout, "stopped")
+    assert (code, row["status"]) == (0, "completed"), out[-4000:]
+    assert_same_end(checkout.folder("never_stopped"), checkout.folder("stopped"), records=False)
+    checkout.assert_same_lora("never_stopped", "stopped")
+
+
+# -- held-out photos and the live page -------------------------------------------------------------------------------
+
+OUT = ["01_striped_red.jpg", "07_plain_orange.jpg"]
+
+
+def held_out_entry(every: int) -> dict[str, Any]:
+    changes = {
+        "save.save_every": 3,
+        "sample.sample_every": 1000,
+        "sample.prompts": ["a plain [trigger]"],
+        "training_seed": 11,
+        "validation": {"hold_out": OUT, "every": every},
+    }
+    return make_real_entry(changes, steps=8, ema_config={"use_ema": True, "ema_decay": 0.5}, skip_first_sample=True)
+
+
+def when_at(checkout: Checkout, name: str, step: int, *commands: str) -> None:
+    """Give commands once a run has done so many steps."""
+    run = checkout.folder(name)
+    while not (run / "coat" / "metrics.csv").exists() or len(checkout.column(name, "step")) < step:
+        time.sleep(0.1)
+    for command in commands:
+        give_command(run, command)
+
+
+def test_held_out_photos_and_the_live_page(checkout: Checkout) -> None:
+    said = checkout.run("seldom", held_out_entry(1000))
+    assert f"2 photos are held out of training: {', '.join(OUT)}" in said
+    assert "Found 14 images" in said
+    often = checkout.folder("often")
+    asking = [
+        threading.Thread(target=when_at, args=(checkout, "often", *what))
+        for what in ((2, "sample", "save"), (5, "stop"))
+    ]
+    for thread in asking:
+        thread.start()
+    code, stopped = checkout.start("often", held_out_entry(3))
+    for thread in asking:
+        thread.join()
+    if code != 0:  # else it was done before the command came, on a fast machine
+        assert code == 130, stopped[-3000:]
+        assert read_status(often).ended == "stopped"
+        ended = checkout.run("often", held_out_entry(3))
+    else:
+        ended = stopped
+    assert read_status(often).ended == "finished"
+    samples = {path.name.split("__")[1][:9] for path in (often / "samples").glob("*.jpg")}
+    assert len(samples) == 2, samples  # when asked for, at the end
+    checkout.assert_same_lora("seldom", "often")  # measuring, sampling, saving and stopping left no trace
+    found, ends = (
+        dict(zip(*(checkout.column(name, column, "validation.csv") for column in ("step", "loss")), strict=True))
+        for name in ("often", "seldom")
+    )
+    assert sorted(found) == [0, 4, 7, 8]
+    assert ends == {0: found[0], 8: found[8]}
+    assert len(set(found.values())) == 4
+    lowest = min(found, key=found.get)
+    assert f"lowest held-out loss {found[lowest]:.6f} at step {lowest:.0f} (" in ended

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import signal
@@ -16,11 +15,10 @@ from safetensors.torch import load_file
 
 from coat_flux.config.job_file import load_job_yaml
 from coat_flux.saves.errors import ResumeError
-from coat_flux.trainers.ai_toolkit.install import install
 from coat_flux.trainers.standalone.saving import find_resume_point
 from tests.helpers.aitk_standin.ends import assert_same_end
 from tests.helpers.aitk_standin.host import REPOSITORY
-from tests.helpers.aitk_standin.real import Checkout, make_real_entry
+from tests.helpers.aitk_standin.real import Checkout, make_real_entry, real_checkout  # noqa: F401
 from tests.helpers.asserts import assert_bitwise
 
 pytestmark = [pytest.mark.aitk, pytest.mark.timeout(3600)]
@@ -31,26 +29,27 @@ WHOLE = "whole"
 
 def _entry(**train: Any) -> dict[str, Any]:
     """All that has a state: schedule, accumulation, dropped captions in two loader processes, a photo held out."""
+    lora_keys = ("network", "save.dtype", "model.qtype", "coat.activation.flow", "coat.optimizer.stochastic_rounding")
+    changes = {
+        **dict.fromkeys(lora_keys, ...),
+        "model.quantize": False,
+        "save.save_every": 2,
+        "sample.prompts": ["a plain [trigger]"],
+        "sample.sample_every": 4,
+        "sample.sample_steps": 1,
+        "datasets.0.caption_dropout_rate": 0.5,
+        "datasets.0.num_workers": 2,
+        "validation": {"hold_out": 1, "every": 100},
+        "logging": {"verbose": True},  # memory lines are printed, too
+        "coat.memory.log_every": 2,
+    }
     train = {"steps": STEPS, "gradient_accumulation": 2, "lr": 2e-4, "max_grad_norm": 1e9, **train}
-    entry = make_real_entry(**train)
-    del entry["network"], entry["save"]["dtype"], entry["model"]["qtype"], entry["coat"]["activation"]["flow"]
-    del entry["coat"]["optimizer"]["stochastic_rounding"]
-    entry["model"]["quantize"] = False
-    entry["save"]["save_every"] = 2
-    entry["sample"].update(prompts=entry["sample"]["prompts"][:1], sample_every=4, sample_steps=1)
-    entry["datasets"][0].update(caption_dropout_rate=0.5, num_workers=2)
-    entry["validation"] = {"hold_out": 1, "every": 100}
-    entry["logging"] = {"verbose": True}  # memory lines are printed, too
-    entry["coat"]["memory"]["log_every"] = 2
-    return entry
+    return make_real_entry(changes, **train)
 
 
-@pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
-    checkout = Checkout(tmp_path_factory.mktemp("aitk_full") / "ait")
-    install(checkout.root)
+@pytest.fixture(scope="module", autouse=True)
+def _whole(checkout: Checkout) -> None:
     checkout.run(WHOLE, _entry())
-    return checkout
 
 
 def _tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -67,11 +66,6 @@ def _saved(checkout: Checkout, name: str) -> dict[str, torch.Tensor]:
 def _original(checkout: Checkout) -> dict[str, torch.Tensor]:
     tensors = _tensors(checkout.root / "models" / "coat_mini_flux")
     return {name: tensor.bfloat16() for name, tensor in tensors.items()}
-
-
-def _column(checkout: Checkout, name: str, table: str, column: str) -> list[float]:
-    with (checkout.folder(name) / "coat" / table).open(encoding="utf-8") as file:
-        return [float(row[column]) for row in csv.DictReader(file)]
 
 
 def _assert_same_end(checkout: Checkout, name: str) -> None:
@@ -98,7 +92,7 @@ def test_every_weight_is_trained_and_the_save_is_ai_toolkits_and_loads_with_diff
     loaded = FluxTransformer2DModel.from_pretrained(folder / WHOLE, subfolder="transformer", torch_dtype=torch.bfloat16)
     for name, parameter in loaded.named_parameters():
         assert_bitwise(parameter.detach(), saved[name])
-    losses, held_out = _column(checkout, WHOLE, "metrics.csv", "loss"), _records(checkout, WHOLE)["held_out_loss"]
+    losses, held_out = checkout.column(WHOLE, "loss"), _records(checkout, WHOLE)["held_out_loss"]
     assert len(losses) == STEPS
     assert all(map(math.isfinite, losses))
     assert held_out[-1][1] < held_out[0][1]
@@ -125,8 +119,7 @@ def test_updates_in_backward_are_the_separate_step_to_the_bit(checkout: Checkout
     entry["coat"]["optimizer"]["offload"] = "cpu"  # from here on the moments are in host memory
     assert "expanded), in host memory" in checkout.run("fused", entry)
     _assert_same_end(checkout, "fused")
-    losses = [_column(checkout, name, "metrics.csv", "loss") for name in ("fused", WHOLE)]
-    assert losses[0] == losses[1]
+    assert checkout.column("fused", "loss") == checkout.column(WHOLE, "loss")
 
 
 def test_the_shipped_config_runs_with_captions_encoded_once(checkout: Checkout) -> None:
@@ -141,7 +134,7 @@ def test_the_shipped_config_runs_with_captions_encoded_once(checkout: Checkout) 
     assert "UNLOADING TEXT ENCODER" in out
     saved, start = _saved(checkout, "shipped"), _original(checkout)
     assert [name for name in start if start[name].ndim > 1 and torch.equal(start[name], saved[name])] == []
-    assert all(map(math.isfinite, _column(checkout, "shipped", "metrics.csv", "grad_norm")))
+    assert all(map(math.isfinite, checkout.column("shipped", "grad_norm")))
     assert sorted(path.name for path in checkout.folder("shipped").glob("shipped*")) == ["shipped", "shipped_000000002"]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import re
 import signal
 from typing import Any
@@ -17,13 +16,13 @@ from tests.helpers.aitk_standin.real import Checkout, make_real_entry, real_chec
 pytestmark = [pytest.mark.aitk, pytest.mark.timeout(3600)]
 
 
-def entry_of(accumulation: int, *, steps: int = 4, **blocks: Any) -> dict[str, Any]:
-    entry = make_real_entry(gradient_accumulation=accumulation, steps=steps, lr_scheduler="constant")
-    entry["sample"]["prompts"] = entry["sample"]["prompts"][:3]
-    entry["logging"] = {**entry.get("logging", {}), "verbose": True}  # memory lines are printed, too
-    for name, changes in blocks.items():
-        entry[name] = {**entry[name], **changes}
-    return entry
+def entry_of(accumulation: int, *, steps: int = 4, **changes: Any) -> dict[str, Any]:
+    changes = {
+        "sample.prompts": [f"a {look} [trigger]" for look in ("plain", "dotted", "striped")],
+        "logging": {"verbose": True},  # memory lines are printed, too
+        **changes,
+    }
+    return make_real_entry(changes, gradient_accumulation=accumulation, steps=steps, lr_scheduler="constant")
 
 
 def assert_same(checkout: Checkout, name: str, other: str) -> None:
@@ -33,13 +32,8 @@ def assert_same(checkout: Checkout, name: str, other: str) -> None:
     one, two = (torch.cat([lora[key].float().flatten() for key in left]) for lora in (left, right))
     assert (one - two).norm() <= tolerances.PROCESSES_LORA_DISTANCE * two.norm()
     first = slice(tolerances.PROCESSES_FIRST_STEPS)
-    ours, theirs = losses(checkout, name)[first], losses(checkout, other)[first]
+    ours, theirs = checkout.column(name, "loss")[first], checkout.column(other, "loss")[first]
     assert ours == pytest.approx(theirs, rel=tolerances.PROCESSES_LOSS_RTOL)
-
-
-def losses(checkout: Checkout, name: str) -> list[float]:
-    with (checkout.folder(name) / "coat" / "metrics.csv").open(encoding="utf-8") as file:
-        return [float(row["loss"]) for row in csv.DictReader(file)]
 
 
 @pytest.mark.parametrize("processes", [2, 3])
@@ -55,11 +49,11 @@ def test_processes_train_as_one_with_accumulation(checkout: Checkout, processes:
 
 
 def test_a_run_of_two_is_resumed_by_one_and_by_three(checkout: Checkout) -> None:
-    allowed = {"coat": {"resume": {"allow": ["world_size"]}}}
+    allowed = {"coat.resume.allow": ["world_size"]}
     for name, processes, accumulation in (("by_one", 1, 2), ("by_three", 3, 1)):
         checkout.run(name, entry_of(1), processes=2)
         checkout.run(name, entry_of(accumulation, steps=6, **allowed), processes=processes)
-        assert len(losses(checkout, name)) == 6
+        assert len(checkout.column(name, "loss")) == 6
     checkout.run("never_stopped", entry_of(2, steps=6))
     assert_same(checkout, "by_one", "never_stopped")
 

@@ -12,6 +12,7 @@ import yaml
 from coat_flux.config.check import check_job_dict
 from coat_flux.config.findings import ConfigError, Finding
 from coat_flux.config.job_file import load_job_yaml
+from tests.helpers.changes import change
 
 BOTH = ("standalone", "ai-toolkit")
 ALONE, AITK = ("standalone",), ("ai-toolkit",)
@@ -67,15 +68,8 @@ def job_with(changes: Changes | None = None) -> dict[str, Any]:
         "config": {"name": "run", "process": [copy.deepcopy(PROCESS)]},
         "meta": {"name": "[name]", "version": "1.0"},
     }
-    for dotted, value in (changes or {}).items():
-        place: Any = job if dotted.startswith("/") else job["config"]["process"][0]
-        *parents, leaf = dotted.lstrip("/").split(".")
-        for parent in parents:
-            place = place[int(parent)] if isinstance(place, list) else place.setdefault(parent, {})
-        if value is ...:
-            place.pop(leaf, None)
-        else:
-            place[int(leaf) if isinstance(place, list) else leaf] = copy.deepcopy(value)
+    for key, value in (changes or {}).items():
+        change(job, {key[1:] if key.startswith("/") else f"config.process.0.{key}": value})
     return job
 
 

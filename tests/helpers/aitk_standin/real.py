@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import shutil
@@ -22,6 +23,7 @@ from coat_flux.mini_flux import EMBEDDED_MODEL, make_mini_flux
 from coat_flux.trainers.ai_toolkit.install import install
 from tests.helpers.aitk_standin.host import REPOSITORY
 from tests.helpers.asserts import assert_bitwise
+from tests.helpers.changes import change
 
 STEPS = 6
 FIXED = {"HF_HUB_OFFLINE": "1", "SEED": "7", "PYTHONHASHSEED": "0"}
@@ -30,7 +32,7 @@ OWN_FOLDERS = ("extensions", "configs", "datasets_example", "models", "output", 
 
 
 class Checkout:
-    """A folder of links to AI_TOOLKIT_ROOT with folders of its own for all that a job writes."""
+    """A folder of links to AI_TOOLKIT_ROOT, with folders of its own for what a job writes, and COAT-FLUX installed."""
 
     def __init__(self, root: Path):
         self.root = root
@@ -44,6 +46,7 @@ class Checkout:
             else:
                 shutil.copy2(path, root / path.name)
         (root / "extensions").mkdir()
+        install(root)
 
     def run(self, name: str, entry: dict[str, Any], processes: int = 1) -> str:
         code, out = self.start(name, entry, processes=processes)
@@ -118,6 +121,13 @@ class Checkout:
     def folder(self, name: str) -> Path:
         return self.root / "output" / name
 
+    def log(self, name: str) -> str:
+        return (self.folder(name) / "coat" / "log.txt").read_text(encoding="utf-8")
+
+    def column(self, name: str, column: str, table: str = "metrics.csv") -> list[float]:
+        with (self.folder(name) / "coat" / table).open(encoding="utf-8") as file:
+            return [float(row[column]) for row in csv.DictReader(file)]
+
     def lora(self, name: str) -> dict[str, torch.Tensor]:
         return load_file(self.folder(name) / f"{name}.safetensors")
 
@@ -135,33 +145,14 @@ class Checkout:
 @pytest.fixture(scope="module", name="checkout")
 def real_checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
     checkout = Checkout(tmp_path_factory.mktemp("aitk") / "ait")
-    install(checkout.root)
     make_mini_flux(checkout.root / EMBEDDED_MODEL)  # jobs of ours would make it
     return checkout
 
 
-def as_kontext(flux: Path, folder: Path) -> None:
-    folder.mkdir()
-    for path in flux.iterdir():
-        if path.is_dir():
-            (folder / path.name).symlink_to(path, target_is_directory=True)
-    index = (flux / "model_index.json").read_text(encoding="utf-8").replace('"FluxPipeline"', '"FluxKontextPipeline"')
-    (folder / "model_index.json").write_text(index, encoding="utf-8")
-
-
-def make_real_entry(**train: Any) -> dict[str, Any]:
+def make_real_entry(changes: dict[str, Any] | None = None, **train: Any) -> dict[str, Any]:
+    """The process entry of the shortened config, with changes by dotted keys."""
     entry = load_job_yaml(REPOSITORY / "configs" / "flux_clothing_tiny.yaml")["config"]["process"][0]
-    entry["save"]["save_every"] = STEPS // 2
-    entry["sample"].update(sample_every=STEPS // 2, sample_steps=2)
-    entry["coat"]["memory"]["log_every"] = STEPS // 2
-    entry["datasets"][0]["resolution"] = [64]
     entry["train"].update({"steps": STEPS, "batch_size": 1, **train})
+    every = dict.fromkeys(("save.save_every", "sample.sample_every", "coat.memory.log_every"), STEPS // 2)
+    change(entry, {**every, "sample.sample_steps": 2, **(changes or {})})
     return entry
-
-
-def make_plain_entry(kind: str) -> dict[str, Any]:
-    entry = make_real_entry(optimizer="adamw")
-    entry["model"] = {"name_or_path": entry["model"]["name_or_path"], "is_flux": True, "quantize": False}
-    entry["datasets"][0]["cache_latents_to_disk"] = False  # who finds a cache draws fewer random numbers
-    del entry["coat"]
-    return {**entry, "type": kind}
