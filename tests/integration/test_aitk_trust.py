@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -188,6 +189,83 @@ def test_a_damaged_byte_falls_back_to_the_older_state(host: Host, capsys: Printe
     assert "the run resumes from step 4" in capsys.readouterr().out
     aside = host.save_folder / "coat" / "set-aside-000000004" / "state-000000006"
     assert (aside / "aitk" / "rng.safetensors").read_bytes() == damaged
+    assert_same_end(whole, host.save_folder)
+
+
+# -- stops: by whom and whenever, as Ctrl+C ends a run ----------------------------------------------------------------
+
+AT = 3  # stopped in the fourth step, which saves and samples
+SAMPLES = {"sample": {"sample_every": AT}}
+MOMENTS = {  # moment → module, class, method, and how the run is stopped when it is called
+    "before forward": ("extensions_built_in.sd_trainer.SDTrainer", "SDTrainer", "hook_train_loop", "SIGTERM"),
+    "in backward": ("jobs.process.BaseSDTrainProcess", "Accelerator", "backward", "SIGINT"),
+    "in the optimizer": ("coat_core.optim", "FP8AdamW", "step", "SIGHUP"),
+    "in the save": ("toolkit.lora_special", "LoRASpecialNetwork", "save_weights", "stop"),
+    "while sampling": ("jobs.process.BaseSDTrainProcess", "BaseSDTrainProcess", "sample_step_hook", "stop"),
+    "between two steps": (
+        "jobs.process.BaseSDTrainProcess",
+        "BaseSDTrainProcess",
+        "end_step_hook",
+        "return_to_queue",
+    ),
+}
+
+
+def run_stopped(host: Host, moment: str, at: int = AT) -> Any:
+    """Run a job that is stopped once; returns its process."""
+    host.start()
+    trainer = host.load("extensions_built_in.sd_trainer.DiffusionTrainer").DiffusionTrainer
+    module, kind, method, way = MOMENTS[moment]
+    owner = getattr(host.load(module), kind)
+    original, init = getattr(owner, method), trainer.__init__
+    processes: list[Any] = []
+    stops = [way]
+
+    def made(process: Any, *args: Any, **kwargs: Any) -> None:
+        init(process, *args, **kwargs)
+        processes.append(process)
+
+    with pytest.MonkeyPatch.context() as patch:
+
+        def stopping(*args: Any, **kwargs: Any) -> Any:
+            process = processes[0]
+            is_now = process.step_num - (method == "end_step_hook") == at and hasattr(process, "optimizer")
+            if is_now and stops:
+                stops.clear()
+                if way.startswith("SIG"):
+                    signal.raise_signal(getattr(signal, way, signal.SIGINT))  # Windows has no SIGHUP
+                else:  # as a button of the web UI does
+                    patch.setattr(trainer, "requests", frozenset({way}))
+            return original(*args, **kwargs)
+
+        patch.setattr(trainer, "__init__", made)
+        patch.setattr(trainer, "is_ui_trainer", True)
+        patch.setattr(owner, method, stopping)
+        with pytest.raises(SystemExit) as ended:
+            host.run(**_entry(), **SAMPLES)
+    assert not stops
+    assert ended.value.code == 130
+    return processes[0]
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_job_stopped_at_any_moment_of_a_step_ends_as_the_one_that_was_not(
+    host: Host, capsys: Printed, whole: Path, moment: str
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    is_queued = MOMENTS[moment][-1] == "return_to_queue"
+    assert run_stopped(host, moment).status == ("queued" if is_queued else "stopped")
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert f"[coat] stopped after {AT + 1} steps, saved in" in capsys.readouterr().out
+    host.run(**_entry(), **SAMPLES)
+    assert_same_end(whole, host.save_folder)
+
+
+def test_a_stop_while_the_samples_before_training_are_made(host: Host, capsys: Printed, whole: Path) -> None:
+    run_stopped(host, "while sampling", at=0)
+    assert "[coat] stopped before the first step" in capsys.readouterr().out
+    assert not list(host.save_folder.glob("*.safetensors"))
+    host.run(**_entry(), **SAMPLES)
     assert_same_end(whole, host.save_folder)
 
 

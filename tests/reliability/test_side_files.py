@@ -1,8 +1,10 @@
-"""What happens to files beside the training (tables, charts, output) never ends a run."""
+"""What happens to files beside the training, to its output and its terminal ends no run and costs no save."""
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 
 from coat_flux.base.table import GrowingTable
+from coat_flux.saves.interrupts import Interrupts
 from coat_flux.trainers.standalone.progress import TensorBoard
 
 COLUMNS = ("step", "loss", "lr")
@@ -117,3 +120,63 @@ def test_output_whose_reader_has_gone_ends_nothing(tmp_path: Path) -> None:
     process.stderr.close()
     assert process.wait(timeout=60) == 0
     assert done.read_text() == "done"
+
+
+HANG_UP = pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows has no SIGHUP")
+
+
+@HANG_UP
+def test_a_hang_up_never_ends_the_save_and_stays_ignored_under_nohup(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coat_flux.saves.interrupts.ONE_PRESS_SECONDS", -1.0)
+    monkeypatch.setattr("coat_flux.saves.interrupts.READER_SECONDS", 0.0)
+    lines: list[str] = []
+    with Interrupts(lines.append) as interrupts:
+        signal.raise_signal(signal.SIGINT)  # Ctrl+C, and while the run saves its terminal is closed
+        signal.raise_signal(signal.SIGHUP)
+        assert interrupts.asked
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+    assert len(lines) == 1
+    ignored = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interrupts(lines.append) as interrupts:
+            signal.raise_signal(signal.SIGHUP)
+            assert not interrupts.asked
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, ignored)
+
+
+PRINTING = """
+import signal, sys, time
+from coat_flux.saves.interrupts import Interrupts
+with Interrupts(print) as interrupts:
+    print("ready", flush=True)
+    while not interrupts.asked:
+        time.sleep(0.05)
+    for _ in range(3):
+        print("a save is written", flush=True)
+        print("and said", file=sys.stderr, flush=True)
+    open(sys.argv[1], "w").write("saved")
+sys.exit(130)
+"""
+
+
+@HANG_UP
+def test_output_that_nobody_reads_any_more_does_not_cost_the_save(tmp_path: Path) -> None:
+    """Standard output is a terminal that is closed, standard error a pipe whose reader has ended."""
+    import pty
+
+    (terminal, out), (reader, error) = pty.openpty(), os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-c", PRINTING, str(tmp_path / "saved")],
+        stdin=subprocess.DEVNULL, stdout=out, stderr=error, start_new_session=True,
+    )  # fmt: skip
+    os.close(out), os.close(error)
+    said = b""
+    while not said.endswith(b"\n"):  # the end of the line is a write of its own: closed before it, `print` fails
+        said += os.read(terminal, 16)
+    os.close(terminal), os.close(reader)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(timeout=60) == 130
+    assert (tmp_path / "saved").read_text() == "saved"
