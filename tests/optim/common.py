@@ -57,9 +57,12 @@ def set_grads(params: list[Parameter], step: int) -> None:
         param.grad = (torch.randn(param.shape, generator=generator) * 10.0**decade).to(param)
 
 
-def run(optimizer: torch.optim.Optimizer, params: list[Parameter], steps: range) -> None:
+def run(optimizer: torch.optim.Optimizer, params: list[Parameter], steps: range, gaps: bool = False) -> None:
+    """Some steps; with `gaps` every third parameter, others each time, has no gradient."""
     for step in steps:
         set_grads(params, step)
+        for param in params[step % 3 :: 3] if gaps else ():
+            param.grad = None
         optimizer.step()
 
 

@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils._pytree import tree_map
 
 from coat_core.config import FP8LinearConfig, FP8QuantizationConfig
 from coat_core.linear.module import FP8TrainableLinear
@@ -131,18 +132,9 @@ def run(processes: int, folder: Path, *, resumes: bool = False) -> dict[str, Any
     return torch.load(folder / f"end_of_{processes}.pt", weights_only=True)
 
 
-def flat(tree: dict[Any, Any], path: str = "") -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for name, value in tree.items():
-        found |= flat(value, f"{path}{name}.") if isinstance(value, dict) else {f"{path}{name}": value}
-    return found
-
-
 def assert_same(left: dict[Any, Any], right: dict[Any, Any]) -> None:
-    one, other = flat(left), flat(right)
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert_bitwise(other[name], value)
+    """Trees of the same keys and bits."""
+    tree_map(assert_bitwise, left, right)
 
 
 @pytest.fixture(scope="module")

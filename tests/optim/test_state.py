@@ -191,16 +191,6 @@ def test_stochastic_rounding_leaves_fp32_parameters_and_the_generator_alone() ->
     assert_same(exact, stochastic)
 
 
-def test_a_step_for_each_parameter_in_any_order_is_one_step_for_all() -> None:
-    together, alone = (FP8AdamW(make_params(dtype=torch.bfloat16), fp8_config=STOCHASTIC, seed=5) for _ in range(2))
-    for step in range(3):
-        run(together, params_of(together), range(step, step + 1))
-        set_grads(params_of(alone), step)
-        for param in reversed(params_of(alone)):
-            alone.step_parameter(param)
-    assert_same(together, alone)
-
-
 def _through_torch_save(optimizer: FP8AdamW) -> FP8AdamW:
     buffer = io.BytesIO()
     torch.save(optimizer, buffer)
