@@ -9,13 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageCms
 
-# CIE xy of red, green, blue; both spaces have the white point D65
-DISPLAY_P3 = ((0.680, 0.320), (0.265, 0.690), (0.150, 0.060))
-SRGB = ((0.640, 0.330), (0.300, 0.600), (0.150, 0.060))
-_D65, _D50 = (0.3127, 0.3290), (0.9642, 1.0, 0.8249)
-_BRADFORD = np.array([[0.8951, 0.2664, -0.1614], [-0.7502, 1.7135, 0.0367], [0.0389, -0.0685, 1.0296]])
+# XYZ of red, green and blue, adapted to D50, as camera makers' profiles have them
+DISPLAY_P3 = ((0.51512, 0.24120, -0.00105), (0.29198, 0.69225, 0.04189), (0.15710, 0.06657, 0.78407))
+SRGB = ((0.43607, 0.22249, 0.01392), (0.38515, 0.71687, 0.09708), (0.14307, 0.06061, 0.71410))
 
 
 def noise(size: tuple[int, int] = (64, 64), seed: int = 0) -> Image.Image:
@@ -57,50 +55,14 @@ def with_chunk(content: bytes, name: bytes, data: bytes) -> bytes:
     return content[:33] + _chunk(name, data) + content[33:]
 
 
-def matrix_profile(primaries: Sequence[tuple[float, float]]) -> bytes:
-    """A version 2 ICC display profile of CIE xy primaries, white point D65, and sRGB's curve."""
-    columns = _adapted(primaries).T
-    values = np.linspace(0, 1, 1024)
-    linear = np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
-    samples = (linear * 65535).round().astype(">u2").tobytes()
-    curve = b"curv" + struct.pack(">II", 0, 1024) + samples
-    name = b"test\0"
-    tags = {
-        b"desc": b"desc" + struct.pack(">II", 0, len(name)) + name + bytes(78),
-        b"cprt": b"text" + bytes(4) + name,
-        b"wtpt": _xyz(_D50),
-        **{tag: _xyz(column) for tag, column in zip((b"rXYZ", b"gXYZ", b"bXYZ"), columns, strict=True)},
-        **dict.fromkeys((b"rTRC", b"gTRC", b"bTRC"), curve),
-    }
-    table, body, offset = b"", b"", 132 + 12 * len(tags)
-    for tag, content in tags.items():
-        content += bytes(-len(content) % 4)
-        table += tag + struct.pack(">II", offset + len(body), len(content))
-        body += content
-    head = struct.pack(">I4sI4s4s4s", offset + len(body), bytes(4), 0x02400000, b"mntr", b"RGB ", b"XYZ ")
-    head += bytes(12) + b"acsp" + bytes(28) + _fixed(_D50)
-    return head.ljust(128, b"\0") + struct.pack(">I", len(tags)) + table + body
-
-
-def _adapted(primaries: Sequence[tuple[float, float]]) -> np.ndarray:
-    """[3, 3] matrix from linear RGB to XYZ under D50."""
-    points = np.array([_to_xyz(*xy) for xy in primaries]).T
-    white = np.array(_to_xyz(*_D65))
-    matrix = points * np.linalg.solve(points, white)
-    ratio = (_BRADFORD @ np.array(_D50)) / (_BRADFORD @ white)
-    return np.linalg.inv(_BRADFORD) @ np.diag(ratio) @ _BRADFORD @ matrix
-
-
-def _to_xyz(x: float, y: float) -> tuple[float, float, float]:
-    return x / y, 1.0, (1 - x - y) / y
-
-
-def _fixed(values: Sequence[float]) -> bytes:
-    return struct.pack(">3i", *(round(value * 65536) for value in values))
-
-
-def _xyz(values: Sequence[float]) -> bytes:
-    return b"XYZ " + bytes(4) + _fixed(values)
+def matrix_profile(primaries: Sequence[tuple[float, float, float]]) -> bytes:
+    """An ICC display profile with sRGB's curve and these primaries, XYZ under D50."""
+    profile = bytearray(ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes())
+    for tag, values in zip((b"rXYZ", b"gXYZ", b"bXYZ"), primaries, strict=True):
+        entry = profile.index(tag)  # of the table: name, offset, size
+        (offset,) = struct.unpack_from(">I", profile, entry + 4)
+        struct.pack_into(">3i", profile, offset + 8, *(round(value * 65536) for value in values))
+    return bytes(profile)
 
 
 def write(path: Path, content: bytes | str) -> Path:
