@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from aitk_models import MODELS, draw_weights
+from toolkit_lora import real_network
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -59,32 +60,24 @@ def in_bf16(value: Any) -> Any:
 def with_lora(model: nn.Module, blocks: tuple[str, ...]) -> Any:
     """ai-toolkit's fp32 LoRA on the linears of the blocks, drawn so that every gradient is there."""
     from toolkit.config_modules import NetworkConfig
-    from toolkit.lora_special import LoRASpecialNetwork
 
-    network = LoRASpecialNetwork(
-        [],
+    network = real_network(
         model,
-        lora_dim=RANK,
-        alpha=RANK,
+        RANK,
         network_type="lora",
         network_config=NetworkConfig(type="lora", linear=RANK),
         target_lin_modules=[type(model).__name__],
         is_transformer=True,
-        train_text_encoder=False,
         only_if_contains=None if "UNet" in type(model).__name__ else list(blocks),
     )
-    network.force_to(torch.device("cpu"), torch.float32)
-    network._update_torch_multiplier()
-    network.apply_to([], model, False, True)
     draw = torch.Generator().manual_seed(2)
     for name, parameter in network.named_parameters():
         spread = 0.05 if "lora_up" in name else parameter[0].numel() ** -0.5
         if parameter.ndim > 1:
             parameter.data = torch.randn(parameter.shape, generator=draw) * spread
         parameter.requires_grad_(True)
-    network.is_active = True
     network.multiplier = 1.0
-    return network.train()
+    return network
 
 
 def prepare(arch: str, setting: dict[str, Any], qtype: str = "") -> tuple[nn.Module, dict[str, Any], Any, Any]:

@@ -76,18 +76,21 @@ def attach_network(model: nn.Module, names: list[str], rank: int) -> Any:
     if not toolkit_is_real():
         return Network([model.get_submodule(name) for name in names], rank).train()  # type: ignore[misc]
     sys.path.insert(0, os.environ[ROOT_VARIABLE])
+    network = real_network(model, rank, is_flux=True, transformer_only=True)
+    assert len(network.unet_loras) == len(names)
+    return network
+
+
+def real_network(model: nn.Module, rank: int, **options: Any) -> Any:
+    """ai-toolkit's own adapters of a model."""
     from toolkit.lora_special import LoRASpecialNetwork
 
     with contextlib.redirect_stdout(io.StringIO()):  # it prints what it makes
-        network = LoRASpecialNetwork(
-            [], model, lora_dim=rank, alpha=rank, is_flux=True, transformer_only=True, train_text_encoder=False
-        )
-        network.force_to(torch.device("cpu"), torch.float32)
+        network = LoRASpecialNetwork([], model, lora_dim=rank, alpha=rank, train_text_encoder=False, **options)
         network.apply_to([], model, False, True)
         network.force_to(torch.device("cpu"), torch.float32)
     network._update_torch_multiplier()
     network.is_active = True
-    assert len(network.unet_loras) == len(names)
     return network.train()
 
 
