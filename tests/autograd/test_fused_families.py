@@ -1,4 +1,4 @@
-"""Blocks of other families than FLUX.1: their reader's form computes and keeps what FLUX.1's does."""
+"""Blocks of every family: their fused form computes what the block's own code does, and keeps what FLUX.1's keeps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,17 @@ from coat_flux.blocks.models import block_name, read_list
 from coat_flux.blocks.report import CoatReport
 from coat_flux.blocks.sizes import LINEARS, Block, FlowSettings, Tokens, block_bytes
 from coat_flux.config.coat import COATConfig
-from tests.helpers.families import FAMILIES, TOOLKITS_FLUX2, Made, largest_difference, made, results
+from tests.helpers.families import (
+    FAMILIES,
+    FLUX1,
+    OTHERS,
+    STRENGTHS,
+    TOOLKITS_FLUX2,
+    Made,
+    largest_difference,
+    made,
+    results,
+)
 from tests.helpers.saved_tensors import recording_fused
 from tests.helpers.toolkit_lora import ROOT_VARIABLE
 from tests.tolerances import (
@@ -53,12 +63,12 @@ IMAGE_TOKENS = 4096  # at 1024 x 1024
 def test_outputs_and_gradients_are_those_of_the_blocks_own_code(name: str) -> None:
     in_bf16 = FUSED_NORMED_BF16_RTOL if name.startswith("z-image") else FUSED_BF16_RTOL
     for adapters, dtype, rtol in (("peft", torch.float32, FUSED_FP32_RTOL), ("toolkit", torch.bfloat16, in_bf16)):
-        error, worst = largest_difference(name, dtype, adapters)
+        error, worst = largest_difference(made(name, dtype, adapters=adapters))
         assert error < rtol, (adapters, worst)
 
 
 @pytest.mark.aitk
-def test_ai_toolkits_own_blocks() -> None:
+def test_ai_toolkits_own_blocks_and_lora() -> None:
     done = subprocess.run(
         [os.environ["AI_TOOLKIT_PYTHON"], "-m", "tests.helpers.families"],
         cwd=os.environ[ROOT_VARIABLE],
@@ -69,7 +79,8 @@ def test_ai_toolkits_own_blocks() -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found.keys() == {name for name in FAMILIES if name.startswith("toolkit")} | TOOLKITS_FLUX2.keys()
+    blocks = {name for name in FAMILIES if name.startswith("toolkit")} | TOOLKITS_FLUX2.keys()
+    assert found.keys() == blocks | {f"{name}, {case}" for name in FLUX1 for case in STRENGTHS}
     for name, (error, worst) in found.items():
         assert error < FUSED_FP32_RTOL, (name, worst)
 
@@ -104,10 +115,11 @@ def test_in_fp8_every_gradient_is_within_flux1s_bounds(name: str) -> None:
     assert cosine > ARCH_GRADIENT_COSINE
 
 
-def kept_at_real_width(name: str, trains_vectors: bool = True) -> tuple[float, Made, str]:
+def kept_at_real_width(name: str, trained: bool = True) -> tuple[float, Made, str]:
     """Bytes per token and hidden element with rank 16 on every linear, on the meta device; and the form's class."""
     hidden, tokens = FAMILIES[name].hidden, (FAMILIES[name].text, IMAGE_TOKENS)
-    of = made(name, torch.bfloat16, hidden, tokens, PER_ROW, rank=16, device="meta", trains_vectors=trains_vectors)
+    trains = ("text", "image", "both", "vectors")[: None if trained else -1]
+    of = made(name, torch.bfloat16, hidden, tokens, PER_ROW, rank=16, device="meta", trains=trains)
     form = fused_block(of.block, Saving())
     with recording_fused() as kept:
         form(*of.args)
@@ -115,7 +127,7 @@ def kept_at_real_width(name: str, trains_vectors: bool = True) -> tuple[float, M
     return sum(storages.values()) / (sum(tokens) * hidden), of, type(form).__name__
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", OTHERS)
 def test_kept_bytes_at_real_width(name: str) -> None:
     """At most a fifth above FLUX.1; and what `checkpointing: auto` and `plan` count with."""
     per_element, of, form = kept_at_real_width(name)
@@ -177,9 +189,35 @@ def of_two_positions(of: Made) -> None:
 
 no_rotary = args(lambda *given: tuple(None if isinstance(x, tuple) else x for x in given))
 kwargs = args(lambda *given: tuple({"ip_hidden_states": 1} if i == 5 else x for i, x in enumerate(given)))
+
+
+def without_lora(of: Made) -> None:
+    linear = of.block.attn.to_k = of.block.attn.to_k.base_layer
+    linear.forward = linear.forward
+
+
+def with_lokr(of: Made) -> None:
+    """As ai-toolkit's, which has other matrices than a LoRA."""
+    linear = of.block.attn.to_k = of.block.attn.to_k.base_layer
+    linear.forward = type("LokrModule", (nn.Module,), {"forward": lambda self, x: x})().forward
+
+
 NOISY = r"tokens of one block with different modulations \(noise_mask\)"
 ZERO_COND = r"different modulations \(zero_cond_t\)"
 NOT_FUSED = [
+    ("flux single", args(lambda *given: (*given[:4], {"ip_hidden_states": 1})), "joint_attention_kwargs ip_hidden"),
+    ("flux single", no_rotary, "no rotary embedding"),
+    ("flux single", attribute("attn.processor", type("OtherProcessor", (), {})()), "attention by OtherProcessor"),
+    ("flux single", lambda of: of.block.attn.to_q.register_forward_hook(lambda *_: None), "hooks on attn.to_q"),
+    ("flux single", lambda of: setattr(of.block, "forward", of.block.forward), "its forward was replaced"),
+    ("flux single", without_lora, "was replaced by something other than a LoRA"),
+    ("flux single", with_lokr, "a LokrModule"),
+    ("flux single", trained("to_v.base_layer.weight"), "a linear whose weight is trained"),
+    ("flux single", trained("norm_q"), "its QK norm is a RMSNorm that is trained"),
+    ("flux single", attribute("attn.to_q.lora_dropout.default", nn.Dropout(0.1)), "LoRA dropout"),
+    ("flux single", lambda of: of.block.attn.to_q.merge(), "a LoRA is merged into its base"),
+    ("flux single", attribute("act_mlp", nn.GELU()), "its activation is a GELU, not GELU-tanh"),
+    ("flux single", attribute("act_mlp", nn.SiLU()), "its activation is a SiLU, not GELU-tanh"),
     ("z-image", args(lambda x, m, r, t, *_: (x, m, r, t, torch.zeros(2, 64, dtype=torch.long), t, t)), NOISY),
     ("z-image", args(lambda x, mask, _, *rest: (x, mask, None, *rest)), "no rotary embedding"),
     ("z-image", trained("norm"), "its QK norm is a RMSNorm that is trained"),
@@ -226,11 +264,18 @@ def test_what_a_block_does_beyond_is_not_fused(name: str, change: Callable[[Made
         fused_block(of.block)(*of.args)
 
 
+def test_other_modules_and_variants_of_lora_are_not_fused() -> None:
+    with pytest.raises(NotFusable, match="a Linear has no reader"):
+        fused_block(nn.Linear(2, 2))
+    with pytest.raises(NotFusable, match="a LoRA variant"):
+        fused_block(made("flux single", use_dora=True).block)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_blocks_of_a_pass_share_tables_and_mask(name: str) -> None:
     of = made(name)
     one, other = (fused_block(of.block).reader.call(of.args).shared for _ in range(2))
-    assert (one.mask is None) == name.startswith(("sd3", "flux2"))  # they have none
+    assert (one.mask is None) == name.startswith(("sd3", "flux"))  # they have none
     assert one.mask is other.mask
     assert one.cos is other.cos
 

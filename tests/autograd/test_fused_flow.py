@@ -1,168 +1,94 @@
-"""The fused flow's gradients are autograd's when nothing is rounded, and what it keeps is what it says."""
+"""A fused block of FLUX.1 as autograd sees it, and what it keeps; other families: test_fused_families.py."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from peft import LoraConfig
-from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from coat_core.activation import Saving
 from coat_core.granularity import Granularity, Storage
-from coat_flux.blocks.apply import apply_coat
 from coat_flux.blocks.fused.chooser import fused_block
-from coat_flux.blocks.fused.linears import NotFusable
 from coat_flux.config.coat import COATConfig
-from tests.helpers.asserts import assert_bitwise
-from tests.helpers.flux import tiny_flux
+from tests.helpers.asserts import assert_all_bitwise, assert_bitwise
+from tests.helpers.families import BATCH, FLUX1, IMAGE, TEXT, Made, largest_difference, made, results
 from tests.helpers.saved_tensors import recording_fused
 from tests.tolerances import FUSED_BF16_RTOL, FUSED_FP32_RTOL
 
-HIDDEN, TEXT, IMAGE, RANK, HEADS = 64, 24, 40, 4, 2
+HIDDEN, HEADS = 64, 2
 PACKING = Saving(Storage(granularity=Granularity("per_group", 32)))
-ALL = ("attn.", "ff", "proj", "norm")
-MODIFIED = {
-    "lora": ALL,
-    "no lora on modulation": ("attn.", "ff", "proj"),
-    "only attention": ("attn.to_q", "attn.to_out"),
-}
+STREAMS = ("text", "image")
+BUT_MODULATION = ("attn.", "ff", "proj")
 
 
-def make_model(targets: tuple[str, ...] = ALL, dtype: torch.dtype = torch.float32, **lora: Any) -> nn.Module:
-    """Tiny FLUX with nonzero LoRA matrices on the linears whose names within a block start so."""
-    model = tiny_flux(dtype)
-    names = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and "blocks." in name and name.split(".", 2)[2].startswith(targets)
-    ]
-    model.add_adapter(LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=names, **lora))
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            nn.init.normal_(parameter, std=0.1)
-    return model.train()
+def in_bf16(kind: str, adapted: tuple[str, ...] = ("",)) -> Made:
+    return made(kind, torch.bfloat16, trains=STREAMS, adapted=adapted)
 
 
-def blocks(model: Any) -> dict[str, nn.Module]:
-    return {"double": model.transformer_blocks[0], "single": model.single_transformer_blocks[0]}
-
-
-def arguments(
-    model: Any, batch: int = 2, needs_grad: bool = True, text: int = TEXT, image: int = IMAGE
-) -> tuple[Any, ...]:
-    """hidden, encoder, temb, rotary as the model passes them."""
-    dtype = model.dtype
-    streams = [torch.randn(batch, tokens, HIDDEN).to(dtype).requires_grad_(needs_grad) for tokens in (image, text)]
-    ids = torch.zeros(text + image, 3)
-    ids[text:, 1] = torch.arange(image)
-    return *streams, torch.randn(batch, HIDDEN).to(dtype), model.pos_embed(ids), None
-
-
-def gradients(run: Callable[..., Any], block: nn.Module, args: tuple[Any, ...]) -> dict[str, Tensor]:
-    """Outputs, and gradients of both streams and of every adapter, for fixed output gradients."""
-    text, hidden = run(*args)
-    draw = torch.Generator().manual_seed(5)
-    torch.autograd.backward(
-        (text, hidden), [torch.randn(x.shape, generator=draw).to(x.dtype) for x in (text, hidden)], retain_graph=True
-    )
-    found = {"text out": text.detach(), "image out": hidden.detach()}
-    for name, leaf in {"image": args[0], "text": args[1], **dict(block.named_parameters())}.items():
-        if leaf.requires_grad:
-            assert leaf.grad is not None, name
-            found[name], leaf.grad = leaf.grad.clone(), None
-    return found
-
-
-EXACT = Saving(None)
-
-
-def assert_equal_gradients(found: dict[str, Tensor], expected: dict[str, Tensor], rtol: float) -> None:
-    assert found.keys() == expected.keys()
-    for name, wanted in expected.items():
-        error = float((found[name].double() - wanted.double()).norm() / wanted.double().norm())
-        assert error <= rtol, f"{name}: relative error {error:.1e} above {rtol:.0e}"
-
-
-@pytest.mark.parametrize("kind", ["double", "single"])
+@pytest.mark.parametrize("kind", FLUX1)
 @pytest.mark.parametrize(
-    ("case", "needs_grad"), [("lora", True), ("no lora on modulation", False), ("only attention", True)]
+    ("adapted", "trains"), [(BUT_MODULATION, ()), (("attn.to_q", "attn.to_out"), STREAMS)], ids=str
 )
-def test_gradients_are_autograds(kind: str, case: str, needs_grad: bool) -> None:
-    model = make_model(MODIFIED[case])
-    block, args = blocks(model)[kind], arguments(model, needs_grad=needs_grad)
-    expected = gradients(block, block, args)
-    found = gradients(fused_block(block, EXACT), block, args)
-    assert_equal_gradients(found, expected, FUSED_FP32_RTOL)
-    assert len(found) >= 4  # two outputs and an adapter at least
+def test_gradients_of_some_adapters_are_autograds(kind: str, adapted: tuple[str, ...], trains: tuple[str, ...]) -> None:
+    of = made(kind, trains=trains, adapted=adapted)
+    assert len(of.leaves) >= 2 + len(trains)
+    error, worst = largest_difference(of)
+    assert error < FUSED_FP32_RTOL, worst
 
 
-@pytest.mark.parametrize("kind", ["double", "single"])
-def test_bf16_and_autocast(kind: str) -> None:
-    model = make_model(dtype=torch.bfloat16)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.float() if parameter.requires_grad else parameter.data
-    block, args = blocks(model)[kind], arguments(model)
-    fused = fused_block(block, EXACT)
-    assert_equal_gradients(gradients(fused, block, args), gradients(block, block, args), FUSED_BF16_RTOL)
-    with torch.autocast("cpu", torch.bfloat16):
-        expected, found = gradients(block, block, args), gradients(fused, block, args)
-    assert_equal_gradients(found, expected, FUSED_BF16_RTOL)
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("kind", FLUX1)
+def test_adapters_in_fp32_on_a_block_in_bf16(kind: str, autocast: bool) -> None:
+    of = in_bf16(kind)
+    for name, leaf in of.leaves.items():
+        if "lora" in name:
+            leaf.data = leaf.data.float()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        error, worst = largest_difference(of)
+    assert error < FUSED_BF16_RTOL, worst
 
 
-@pytest.mark.parametrize("kind", ["double", "single"])
+@pytest.mark.parametrize("kind", FLUX1)
 @pytest.mark.parametrize("attention_as", ["fp8", "bf16"])
 def test_forward_values_are_diffusers_to_the_bit(kind: str, attention_as: str) -> None:
     """Whatever is kept: with FP8 weights and GEMMs too."""
-    model = tiny_flux()
-    apply_coat(model, COATConfig.from_dict({"memory": {"checkpointing": "none"}}))
-    block, args = blocks(model)[kind], arguments(model)
-    fused = fused_block(block, Saving(attention=attention_as))
-    for found, expected in zip(fused(*args), block(*args), strict=True):
+    of = made(kind, torch.bfloat16, fp8=COATConfig().linear_config(), adapters="none")
+    fused = fused_block(of.block, Saving(attention=attention_as))
+    for found, expected in zip(fused(*of.args), of.block(*of.args), strict=True):
         assert_bitwise(found, expected)
 
 
-def kept_by(kind: str, targets: tuple[str, ...] = ALL, config: Saving = PACKING) -> dict[str, int]:
+def kept_by(kind: str, adapted: tuple[str, ...] = ("",)) -> dict[str, float]:
     """Elements kept per token and hidden element, by the name they are kept under, after a pass of one block."""
-    model = make_model(targets, torch.bfloat16)
-    block, args = blocks(model)[kind], arguments(model)
+    of = in_bf16(kind, adapted)
     with recording_fused() as kept:
-        fused_block(block, config)(*args)
+        fused_block(of.block, PACKING)(*of.args)
     large: dict[str, int] = {}
     for name, tensors in kept:
-        kind = name.split("_")[-1].rstrip("01")
-        if tensors and kind not in ("modulation", "rows", "h"):
-            large[kind] = large.get(kind, 0) + tensors[0].numel()
-    return {name: count / (2 * (TEXT + IMAGE) * HIDDEN) for name, count in large.items()}
+        part = name.split("_")[-1].rstrip("01")
+        if tensors and part not in ("modulation", "rows", "h"):
+            large[part] = large.get(part, 0) + tensors[0].numel()
+    return {name: count / (BATCH * (TEXT + IMAGE) * HIDDEN) for name, count in large.items()}
 
 
-def test_a_single_block_keeps_ten_elements() -> None:
-    kept = kept_by("single")
-    assert kept.pop("statistics") == HEADS / HIDDEN  # the log-sum-exp
-    assert kept == {"qkv": 3, "out": 1, "x": 1, "mlp": 4, "result": 1}
-
-
-def test_a_double_block_keeps_twelve_elements() -> None:
-    kept = kept_by("double")
-    del kept["statistics"]
-    assert kept == {"qkv": 3, "out": 1, "x": 2, "mlp": 4, "result": 2}
+def test_ten_and_twelve_elements_are_kept() -> None:
+    """And the log-sum-exp."""
+    single = {"qkv": 3, "out": 1, "x": 1, "mlp": 4, "result": 1, "statistics": HEADS / HIDDEN}
+    assert kept_by("flux single") == single
+    assert kept_by("flux double") == {**single, "x": 2, "result": 2}
 
 
 def test_the_gates_result_is_kept_only_where_the_gate_is_trained() -> None:
-    assert "result" not in kept_by("single", ("attn.", "proj"))
-    assert "result" not in kept_by("double", ("attn.", "ff"))
+    for kind in FLUX1:
+        assert "result" not in kept_by(kind, BUT_MODULATION)
 
 
-@pytest.mark.parametrize("kind", ["double", "single"])
+@pytest.mark.parametrize("kind", FLUX1)
 def test_a_second_backward_pass_and_accumulation(kind: str) -> None:
-    model = make_model(dtype=torch.bfloat16)
-    block, args = blocks(model)[kind], arguments(model)
-    text, hidden = fused_block(block, PACKING)(*args)
+    of = in_bf16(kind)
+    text, hidden = fused_block(of.block, PACKING)(*of.args)
     loss = text.float().square().mean() + hidden.float().square().mean()
-    parameters = [p for p in block.parameters() if p.requires_grad]
+    parameters = [p for p in of.block.parameters() if p.requires_grad]
     loss.backward(retain_graph=True)
     once = [p.grad.clone() for p in parameters]
     loss.backward()
@@ -172,81 +98,27 @@ def test_a_second_backward_pass_and_accumulation(kind: str) -> None:
         loss.backward()
 
 
-@pytest.mark.parametrize("kind", ["double", "single"])
+@pytest.mark.parametrize("kind", FLUX1)
 def test_inside_torchs_checkpoint(kind: str) -> None:
-    model = make_model(dtype=torch.bfloat16)
-    block, args = blocks(model)[kind], arguments(model)
-    fused = fused_block(block, PACKING)
-    expected = gradients(fused, block, args)
-    found = gradients(lambda *inputs: checkpoint(fused, *inputs, use_reentrant=False), block, args)
-    for name, wanted in expected.items():
-        assert_bitwise(found[name], wanted)
+    of = in_bf16(kind)
+    fused = fused_block(of.block, PACKING)
+    found = results(lambda *inputs: checkpoint(fused, *inputs, use_reentrant=False), of)
+    assert_all_bitwise(found, results(fused, of))
 
 
 def test_changing_an_adapter_before_backward_is_an_error() -> None:
-    model = make_model(dtype=torch.bfloat16)
-    block, args = blocks(model)["single"], arguments(model)
-    text, _ = fused_block(block, PACKING)(*args)
+    of = in_bf16("flux single")
+    text, _ = fused_block(of.block, PACKING)(*of.args)
     with torch.no_grad():
-        block.attn.to_q.lora_B["default"].weight.add_(1)
+        of.block.attn.to_q.lora_B["default"].weight.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         text.float().sum().backward()
 
 
-def with_replaced_linear(block: Any) -> None:
-    block.attn.to_k.base_layer.forward = block.attn.to_k.base_layer.forward
-    block.attn.to_k = block.attn.to_k.base_layer
-
-
-def with_lokr(block: Any) -> None:
-    """As ai-toolkit's, which has other matrices than a LoRA."""
-    linear = block.attn.to_k = block.attn.to_k.base_layer
-    lokr = type("LokrModule", (nn.Module,), {"forward": lambda self, x: x})()
-    linear.forward = lokr.forward
-
-
-UNFUSABLE: dict[str, Callable[[Any], Any]] = {
-    "attention by OtherProcessor": lambda block: setattr(block.attn, "processor", type("OtherProcessor", (), {})()),
-    "hooks on attn.to_q": lambda block: block.attn.to_q.register_forward_hook(lambda *_: None),
-    "its forward was replaced": lambda block: setattr(block, "forward", block.forward),
-    "was replaced by something other than a LoRA": with_replaced_linear,
-    "a LokrModule": with_lokr,
-    "a linear whose weight is trained": lambda block: block.attn.to_v.base_layer.weight.requires_grad_(True),
-    "its QK norm is a RMSNorm that is trained": lambda block: block.attn.norm_q.weight.requires_grad_(True),
-    "LoRA dropout": lambda block: block.attn.to_q.lora_dropout.update({"default": nn.Dropout(0.1)}),
-    "a LoRA is merged into its base": lambda block: block.attn.to_q.merge(),
-    "its activation is a GELU, not GELU-tanh": lambda block: setattr(block, "act_mlp", nn.GELU()),
-    "its activation is a SiLU, not GELU-tanh": lambda block: setattr(block, "act_mlp", nn.SiLU()),
-}
-
-
-@pytest.mark.parametrize("reason", UNFUSABLE)
-def test_what_a_block_does_beyond_is_not_fused(reason: str) -> None:
-    model = make_model()
-    block = blocks(model)["single"]
-    UNFUSABLE[reason](block)
-    with pytest.raises(NotFusable, match=reason):
-        fused_block(block, PACKING)
-
-
-def test_calls_and_adapters_that_are_not_fused() -> None:
-    model = make_model()
-    block, args = blocks(model)["single"], arguments(model)
-    with pytest.raises(NotFusable, match="joint_attention_kwargs ip_hidden_states"):
-        fused_block(block, PACKING)(*args[:4], {"ip_hidden_states": 1})
-    with pytest.raises(NotFusable, match="no rotary embedding"):
-        fused_block(block, PACKING)(*args[:3], None)
-    with pytest.raises(NotFusable, match="a Linear has no reader"):
-        fused_block(nn.Linear(2, 2), PACKING)
-    dora = make_model(use_dora=True)
-    with pytest.raises(NotFusable, match="a LoRA variant"):
-        fused_block(blocks(dora)["single"], PACKING)
-
-
 def test_adapters_that_are_switched_off_are_left_out() -> None:
-    model = make_model()
-    block, args = blocks(model)["single"], arguments(model)
-    model.disable_adapters()
-    found = fused_block(block, PACKING)(*args)
-    for one, other in zip(found, block(*args), strict=True):
+    of = made("flux single")
+    for module in of.block.modules():
+        if hasattr(module, "lora_A"):
+            module.enable_adapters(False)
+    for one, other in zip(fused_block(of.block, PACKING)(*of.args), of.block(*of.args), strict=True):
         assert_bitwise(one, other)

@@ -21,8 +21,8 @@ from coat_flux.blocks.lora import SHARED
 from coat_flux.blocks.quantized import adopt, input_gradient, quantization_of
 from coat_flux.blocks.runner import BlockRunner
 from coat_flux.config.coat import COATConfig
-from tests.autograd.test_fused_flow import arguments, blocks, gradients, make_model
 from tests.helpers.asserts import assert_bitwise
+from tests.helpers.families import FLUX1, made, results
 from tests.helpers.flux import lora_gradients, predict, tiny_flux, tiny_lora
 from tests.tolerances import FUSED_FP32_RTOL
 
@@ -105,10 +105,10 @@ def quantize_linear(module: Any, form: str) -> None:
     module.__class__ = OstrisLinear
 
 
-def quantized(model: nn.Module, form: str) -> nn.Module:
-    """The model with every linear of its blocks quantized; adapters left alone."""
+def quantized(model: nn.Module, form: str, part: str = "") -> nn.Module:
+    """The model with every linear below `part` quantized; adapters left alone."""
     for name, module in list(model.named_modules()):
-        if type(module) is nn.Linear and "blocks." in name and ".lora_" not in name:
+        if type(module) is nn.Linear and part in name and ".lora_" not in name:
             quantize_linear(module, form)
     return model
 
@@ -128,20 +128,15 @@ def kept_of(module: Any, x: Tensor) -> tuple[Tensor, list[torch.Size]]:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("kind", ["double", "single"])
+@pytest.mark.parametrize("kind", FLUX1)
 def test_a_fused_block_is_autograd_s(form: str, kind: str) -> None:
-    models = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        models.append(quantized(make_model(), form))
-    plain, adopted = models
-    for module in adopted.modules():
+    plain, adopted = made(kind), made(kind)
+    for of in (plain, adopted):
+        quantized(of.block, form)
+    for module in adopted.block.modules():
         if isinstance(module, nn.Linear) and quantization_of(module) is not None:
             adopt(module, CONFIG.linear_config())
-    args, block = arguments(plain), blocks(plain)[kind]
-    fused = fused_block(blocks(adopted)[kind])
-    expected = gradients(block, block, args)
-    found = gradients(fused, blocks(adopted)[kind], args)
+    expected, found = results(plain.block, plain), results(fused_block(adopted.block), adopted)
     assert found.keys() == expected.keys()
     # x is cast where its last bit differs: a code more or less
     rtol = FUSED_FP32_RTOL if form == "subclass" else 100 * FUSED_FP32_RTOL
@@ -173,7 +168,7 @@ def test_a_model_trains_on_them(form: str, flow: str) -> None:
     )
     found: list[dict[str, Tensor]] = []
     for with_coat in (False, True):
-        model = quantized(tiny_flux(), form)
+        model = quantized(tiny_flux(), form, "blocks.")
         names = {name for name, module in model.named_modules() if quantization_of(module) is not None}
         if with_coat:
             report = apply_coat(model, config)

@@ -1,7 +1,7 @@
-"""One block of each family that a reader knows besides FLUX.1, with adapters, and what it is called with.
+"""One block of each kind that a reader knows, with adapters, and what it is called with.
 
-Run as a program inside ai-toolkit's environment it compares ai-toolkit's own blocks with what their reader makes of
-them, and prints the largest differences as JSON.
+Run as a program inside ai-toolkit's environment it compares ai-toolkit's own blocks, and FLUX.1's with ai-toolkit's
+own LoRA, with what their readers make of them, and prints the largest differences as JSON.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from torch.utils._pytree import tree_leaves
 from coat_core.config import FP8LinearConfig
 from coat_core.linear.module import FP8Linear
 from coat_flux.blocks.fused.chooser import fused_block
-from tests.helpers.toolkit_lora import Network
+from tests.helpers.flux import tiny_flux
+from tests.helpers.toolkit_lora import Network, attach_network
 
 TEXT, IMAGE, PADDING, BATCH, RANK = 24, 40, 7, 2, 4
 TOOLKIT_LAYERS = "extensions_built_in.diffusion_models.chroma.src.layers"
@@ -96,6 +97,10 @@ def _mask_of_all_heads(of: Any) -> Tensor:
     return pairs.expand(-1, of.both.shape[-1] // (2 * of.angles.shape[1]), -1, -1)
 
 
+def _call_flux(of: Any) -> tuple[Any, ...]:
+    return of.image, of.text, of.vectors, _tables(of.angles), None
+
+
 def _call_toolkit_double(of: Any) -> tuple[Any, ...]:
     parts = [_modulation(three) for three in of.vectors.split(3, dim=1)]
     return of.image, of.text, _pe(of), [parts[:2], parts[2:]], _mask_of_all_heads(of)
@@ -150,6 +155,8 @@ def _call_toolkits_flux2_double(of: Any) -> tuple[Any, ...]:
 
 
 FAMILIES = {
+    "flux double": Family(_of_diffusers("FluxTransformerBlock", "transformer_flux"), _call_flux, 0),
+    "flux single": Family(_of_diffusers("FluxSingleTransformerBlock", "transformer_flux"), _call_flux, 0),
     "chroma double": Family(
         _of_diffusers("ChromaTransformerBlock", "transformer_chroma"),
         lambda of: (of.image, of.text, of.vectors, _tables(of.angles), of.seen, None),
@@ -195,6 +202,10 @@ TOOLKITS_FLUX2 = {
 }
 
 
+FLUX1 = ("flux double", "flux single")
+OTHERS = [name for name in FAMILIES if name not in FLUX1]
+
+
 @dataclass
 class Made:
     """A block and its call."""
@@ -205,8 +216,10 @@ class Made:
     network: Any = None  # ai-toolkit's adapters, where it has those
 
 
-def linears(block: nn.Module) -> list[str]:
-    return [name for name, module in block.named_modules() if isinstance(module, nn.Linear)]
+def linears(block: nn.Module, start: tuple[str, ...] = ("",)) -> list[str]:
+    """Names of those that begin so."""
+    modules = block.named_modules()
+    return [name for name, module in modules if isinstance(module, nn.Linear) and name.startswith(start)]
 
 
 def made(
@@ -218,50 +231,86 @@ def made(
     adapters: str = "peft",
     rank: int = RANK,
     device: str = "cpu",
-    trains_vectors: bool = True,
+    trains: tuple[str, ...] = ("text", "image", "both", "vectors"),
+    adapted: tuple[str, ...] = ("",),
+    batch: int = BATCH,
+    block: nn.Module | None = None,
+    **lora: Any,
 ) -> Made:
-    """The block frozen, with adapters on every linear, B nonzero, and the last text tokens of an image padded."""
+    """The block frozen, with adapters on its linears, B nonzero, and the last text tokens of an image padded.
+
+    `trains`: inputs that have gradients; `adapted`: what names of linears with adapters begin with; `block`: a
+    frozen one instead of one that is made here; `lora`: options of PEFT's adapters.
+    """
     draw = torch.Generator().manual_seed(0)
     family = FAMILIES[name]
     torch.manual_seed(0)
     heads = family.heads(hidden)
     with torch.device(device):
-        block = family.make(hidden, heads).to(dtype).requires_grad_(False).train()
+        if block is None:
+            block = family.make(hidden, heads).to(dtype).requires_grad_(False).train()
         for linear in linears(block) if fp8 is not None else ():
             FP8Linear.from_linear(block.get_submodule(linear), fp8)
-        network = _adapted(block, adapters, rank)
+        network = _adapted(block, adapters, linears(block, adapted), rank, lora)
     leaves = {} if network is None else dict(network.named_parameters())
     leaves |= {each: p for each, p in block.named_parameters() if p.requires_grad}
     for each, parameter in leaves.items() if device == "cpu" else ():  # elsewhere nobody has values
-        spread = 0.1 if "lora_B" in each or "lora_up" in each else parameter.shape[1] ** -0.5
+        spread = 0.1 if "lora_B" in each or "lora_up" in each else parameter.shape[-1] ** -0.5
         parameter.data = (torch.randn(parameter.shape, generator=draw) * spread).to(parameter.dtype)
-    batch = BATCH if device == "cpu" else 1
+    batch = batch if device == "cpu" else 1
     shapes = {"text": (batch, tokens[0], hidden), "image": (batch, tokens[1], hidden)}
     shapes |= {"both": (batch, sum(tokens), hidden)}
     shapes |= {"vectors": (batch, family.vectors, hidden) if family.vectors else (batch, hidden)}
     draws = {} if device != "cpu" else {"generator": draw}
     inputs = {each: torch.randn(shape, device=device, **draws).to(dtype) for each, shape in shapes.items()}
     for each, x in inputs.items():
-        x.requires_grad_(trains_vectors or each != "vectors")
+        x.requires_grad_(each in trains)
     angles = torch.outer(torch.arange(sum(tokens)), 1e4 ** -torch.linspace(0, 1, hidden // heads // 2)).to(device)
     seen = torch.ones(batch, sum(tokens), dtype=torch.bool)
     seen[-1, tokens[0] - PADDING : tokens[0]] = False
     args = family.call(SimpleNamespace(**inputs, angles=angles, seen=seen.to(device)))
     given = {id(x) for x in tree_leaves(args)}
-    trains_vectors = trains_vectors and family.vectors is not None
-    used = {each: x for each, x in inputs.items() if id(x) in given or (each == "vectors" and trains_vectors)}
+    if family.vectors is not None:
+        given.add(id(inputs["vectors"]))
+    used = {each: x for each, x in inputs.items() if id(x) in given and each in trains}
     return Made(block, args, used | leaves, network)
 
 
-def _adapted(block: nn.Module, adapters: str, rank: int) -> Any:
+def _adapted(block: nn.Module, adapters: str, names: list[str], rank: int, lora: dict[str, Any]) -> Any:
     """PEFT's in the block; or ai-toolkit's next to it, which are returned."""
     if adapters == "toolkit":
-        return Network([block.get_submodule(name) for name in linears(block)], rank).train()
+        return Network([block.get_submodule(name) for name in names], rank).train()
     if adapters == "peft":
         from peft import LoraConfig, inject_adapter_in_model
 
-        inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=linears(block)), block)
+        config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names, **lora)
+        inject_adapter_in_model(config, block)
     return None
+
+
+STRENGTHS = {  # as ai-toolkit sets them, and the batch; guidance doubles it
+    "one image": ([1.0], 1),
+    "the same for all": ([0.7, 0.7, 0.7, 0.7], 4),
+    "others": ([1.0, 0.25], 2),
+    "others, doubled batch": ([1.0, -0.5], 4),
+}
+
+
+def with_strengths(
+    name: str, strengths: float | list[float] = 1.0, batch: int = BATCH, dtype: torch.dtype = torch.float32
+) -> Made:
+    """A block of the tiny FLUX with ai-toolkit's LoRA, where it is installed its own, at a strength per image."""
+    model = tiny_flux(dtype)
+    network = attach_network(model, [each for each in linears(model) if "transformer_blocks." in each], RANK)
+    network.multiplier = strengths
+    block = (model.transformer_blocks if name == "flux double" else model.single_transformer_blocks)[0]
+    of = made(name, dtype, adapters="none", batch=batch, block=block)
+    own = set(block.modules())
+    for i, lora in enumerate(each for each in network.unet_loras if each.org_module[0] in own):
+        nn.init.normal_(lora.lora_up.weight, std=0.1)
+        of.leaves |= {f"{i}.{each}": parameter for each, parameter in lora.named_parameters()}
+    of.network = network
+    return of
 
 
 def results(run: Callable[..., Any], of: Made) -> dict[str, Tensor]:
@@ -282,9 +331,8 @@ def _relative(expected: Tensor, found: Tensor) -> float:
     return error / norm
 
 
-def largest_difference(name: str, dtype: torch.dtype, adapters: str = "peft") -> tuple[float, str]:
+def largest_difference(of: Made) -> tuple[float, str]:
     """Of outputs and gradients between the block and its fused form, everything kept as it is: relative, in norms."""
-    of = made(name, dtype, adapters=adapters)
     expected, found = results(of.block, of), results(fused_block(of.block), of)
     errors = {key: _relative(x.double(), found[key].double()) for key, x in expected.items()}
     worst = max(errors, key=errors.__getitem__)
@@ -293,6 +341,12 @@ def largest_difference(name: str, dtype: torch.dtype, adapters: str = "peft") ->
 
 if __name__ == "__main__":
     FAMILIES.update(TOOLKITS_FLUX2)
-    own = [name for name in FAMILIES if name.startswith("toolkit")]
+    differences = {}
+    for name in FAMILIES:
+        if name.startswith("toolkit"):
+            differences[name] = largest_difference(made(name, adapters="toolkit"))
+        elif name in FLUX1:
+            for case, of in STRENGTHS.items():
+                differences[f"{name}, {case}"] = largest_difference(with_strengths(name, *of))
     assert toolkit_layers().__name__ == TOOLKIT_LAYERS
-    json.dump({name: largest_difference(name, torch.float32, "toolkit") for name in own}, sys.stdout)
+    json.dump(differences, sys.stdout)

@@ -22,7 +22,7 @@ pytest.importorskip("triton", reason="the kernels' signatures are Triton's")
 from coat_core.ops import scaled_mm
 from tests.helpers.dry_gpu import COMPARED, dry_gpu, dry_session
 from tests.helpers.dry_gpu.card import CARD
-from tests.helpers.families import FAMILIES, made, results
+from tests.helpers.families import FAMILIES, OTHERS, made, results
 from tests.helpers.guard_limits import set_limits
 
 pytestmark = [
@@ -229,7 +229,7 @@ def test_every_fp8_gemm_of_a_config_is_one_that_torch_takes(
 LAUNCHES = {"SingleBlock": (1, 1, 1), "StreamBlock": (1, 2, 2), "last": (2, 3, 2), "DoubleBlock": (2, 4, 4)}
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", OTHERS)
 def test_a_block_of_another_family(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward through the launchers, with a mask, at the models' width."""
     with dry_gpu(monkeypatch) as gpu:
