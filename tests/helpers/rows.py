@@ -9,12 +9,13 @@ import torch
 from diffusers.models.normalization import RMSNorm
 from torch import Tensor
 
-from coat_core.formats import get_format
+from coat_core.casts import declarations
+from coat_core.formats import FORMATS, get_format
 from coat_core.granularity import PER_TENSOR, Granularity, per_group
 from coat_core.ops.dispatch import launcher_of
 from coat_core.quantize import quantize
 from tests.helpers.asserts import assert_bitwise
-from tests.helpers.operators import moved, reference, tensors_in
+from tests.helpers.operators import check_layout, moved, reference, tensors_in
 from tests.tolerances import KERNEL_ROW_RTOL, NORM_BACKWARD_BF16_FLOOR_DB, NORM_BACKWARD_FP32_FLOOR_DB
 
 CPU = torch.device("cpu")
@@ -56,11 +57,23 @@ def kernel_of(op: Any) -> Any:
 
 
 def assert_follows(op: Any, args: tuple[Any, ...], device: torch.device, rtol: float = KERNEL_ROW_RTOL) -> Any:
-    """Assert that the kernel's results are the reference's, but for codes up to `rtol` of a row; return them."""
-    results = kernel_of(op)(*moved(args, device))
+    """Assert what a kernel returns, and return it.
+
+    Values are the reference's, up to `rtol` of a row; codes are those of the values that the operator declares to
+    have cast, to the bit; all is laid out as on the meta device.
+    """
+    given = moved(args, device)
+    results = kernel_of(op)(*given)
+    check_layout(op, given, results)
     for result, expected in zip(tensors_in(results), tensors_in(reference(op, *args)), strict=True):
         if result.dtype.itemsize > 1 and result.numel():
             assert_rows_close(result, expected, rtol)
+    declared = declarations.get(op._qualname)
+    for cast in () if declared is None else declared(moved(results, "cpu"), *args):
+        fmt = next(name for name, form in FORMATS.items() if form.dtype == cast.codes.dtype)
+        expected = quantize(cast.values, fmt, cast.granularity)
+        assert_bitwise(cast.scale, expected.scale)
+        assert_bitwise(cast.codes.view(torch.uint8), expected.codes.view(torch.uint8))
     return results
 
 

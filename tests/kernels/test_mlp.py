@@ -249,8 +249,7 @@ def test_kernels_in_half_precision(activation: str, dtype: torch.dtype, rank: in
     granularity = "per_row" if rank else "per_tensor"
     arguments = (*inputs, "e4m3", granularity, "none", 16, dtype, activation)
     # two or three roundings, each to a neighbour that the interpreter's truncation may choose otherwise
-    values, codes, scale, *_ = assert_follows(mlp_activation, arguments, device, 3 * BF16_ULP_RTOL)
-    assert_codes_of(values, codes, scale, "e4m3", granularity)
+    assert_follows(mlp_activation, arguments, device, 3 * BF16_ULP_RTOL)
     dh, down = (inputs[2], torch.randn(rank, 96).to(dtype)) if rank else (None, None)
     backward = (torch.randn(2, 7, 96).to(dtype), dh, down, inputs[1], None, 16, dtype, activation)
     assert_follows(mlp_activation_backward, backward, device, 2 * BF16_ULP_RTOL)

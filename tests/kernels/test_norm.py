@@ -5,6 +5,7 @@ Their Triton kernels, in the interpreter, against the operators in fp32: the int
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,11 +13,10 @@ import torch
 from diffusers.models.normalization import AdaLayerNormZero
 from torch import Tensor
 
-from coat_core.granularity import Granularity, per_group
+from coat_core.granularity import per_group
 from coat_core.ops.norm import norm_modulate, norm_modulate_backward, norm_modulate_quantize
 from coat_core.quantize import dequantize, quantize
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
-from tests.helpers.operators import moved
 from tests.helpers.rows import (
     CASES,
     FLOOR,
@@ -29,7 +29,6 @@ from tests.helpers.rows import (
     assert_rows_close,
     assert_saved,
     diffusers_norm,
-    kernel_of,
     rows,
 )
 from tests.tolerances import BF16_ULP_RTOL, KERNEL_ROW_RTOL, NORM_BACKWARD_FP32_FLOOR_DB
@@ -136,59 +135,50 @@ def test_the_residuals_gradient_is_added_before_the_one_rounding() -> None:
 # -- kernels: interpreted on a CPU ------------------------------------------------------------------------------------
 
 
-@pytest.mark.triton
-@pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("norm", NORMS)
-def test_kernels(norm: str, case: Any, device: torch.device) -> None:
-    shape, layout, spec, saved = case
-    x = rows(shape, layout)
-    scale, shift, weight = vectors(norm, x)
-    args = moved((x, scale, shift, EPS, *spec, *saved, weight), device)
-    n, codes, code_scale, *x_codes = kernel_of(norm_modulate_quantize)(*args)
-    assert_codes_of(n, codes, code_scale, *spec)
-    assert_saved(x, *x_codes, *saved)
-    assert_bitwise(assert_follows(norm_modulate, (x, None, 0, scale, shift, EPS, FP32, weight), device), n)
-    grad, residual = torch.randn(*shape, 2)[..., 0], rows(shape) if shape[0] == 2 else None
-    assert_follows(norm_modulate_backward, (grad, x, None, 0, scale, EPS, residual, FP32, weight), device)
+def calls(norm: str) -> Iterator[tuple[Any, tuple[Any, ...], float]]:
+    """Of the three kernels, and how far of a row their results may be from the references'.
+
+    The interpreter truncates to half precision where a GPU rounds: up to four times.
+    """
+    for shape, layout, spec, saved in CASES:
+        x = rows(shape, layout)
+        *modulation, weight = vectors(norm, x)
+        grad, residual = torch.randn(*shape, 2)[..., 0], rows(shape) if shape[0] == 2 else None
+        yield norm_modulate_quantize, (x, *modulation, EPS, *spec, *saved, weight), KERNEL_ROW_RTOL
+        yield norm_modulate, (x, None, 0, *modulation, EPS, FP32, weight), KERNEL_ROW_RTOL
+        back = (grad, x, None, 0, modulation[0], EPS, residual, FP32, weight)
+        yield norm_modulate_backward, back, KERNEL_ROW_RTOL
+    for granularity in GRANULARITIES:
+        for fmt, shape in (("e4m3", (2, 7, 48)), ("e5m2", (1, 4, 300))):
+            x = rows(shape)
+            *modulation, weight = vectors(norm, x)
+            codes = (*quantize(x, fmt, granularity)[:2], granularity.group_size)
+            yield norm_modulate, (*codes, *modulation, EPS, FP32, weight), KERNEL_ROW_RTOL
+            back = (torch.randn_like(x), *codes, modulation[0], EPS, None, FP32, weight)
+            yield norm_modulate_backward, back, KERNEL_ROW_RTOL
+    for dtype, other in ((BF16, BF16), (BF16, FP32), (FP16, FP16)):  # of the modulation or of the weight
+        x = rows((2, 7, 48)).to(dtype)
+        *modulation, weight = (v if v is None else v.to(other) for v in vectors(norm, x))
+        how = (EPS, "e4m3", "per_row" if other == dtype else "per_tensor", "e4m3", 16, weight)
+        yield norm_modulate_quantize, (x, *modulation, *how), 4 * BF16_ULP_RTOL
+        grad, residual = torch.randn(2, *x.shape).to(other)
+        for given in ((x, None), quantize(x, "e4m3", per_group(16))[:2]):
+            yield norm_modulate, (*given, 16, *modulation, EPS, dtype, weight), 4 * BF16_ULP_RTOL
+            back = (grad, *given, 16, modulation[0], EPS, residual, dtype, weight)
+            yield norm_modulate_backward, back, 3 * BF16_ULP_RTOL
 
 
 @pytest.mark.triton
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize(("dtype", "other"), [(BF16, BF16), (BF16, FP32), (FP16, FP16)])
 @pytest.mark.parametrize("norm", NORMS)
-def test_kernels_in_half_precision(norm: str, dtype: torch.dtype, other: torch.dtype, device: torch.device) -> None:
-    """`other` is the dtype of the modulation, or of the weight."""
-    x = rows((2, 7, 48)).to(dtype)
-    *modulation, weight = (v if v is None else v.to(other) for v in vectors(norm, x))
-    granularity = "per_row" if other == dtype else "per_tensor"
-    args = moved((x, *modulation, EPS, "e4m3", granularity, "e4m3", 16, weight), device)
-    n, codes, code_scale, *x_codes = kernel_of(norm_modulate_quantize)(*args)
-    assert_codes_of(n, codes, code_scale, "e4m3", granularity)
-    assert_saved(x, *x_codes, "e4m3", 16)
-    # the interpreter truncates where a GPU rounds, three times or four
-    rest = (*modulation, EPS, dtype, weight)
-    assert_rows_close(
-        assert_follows(norm_modulate, (x, None, 0, *rest), device, 4 * BF16_ULP_RTOL), n, 3 * BF16_ULP_RTOL
-    )
-    assert_follows(norm_modulate, (*x_codes, 16, *rest), device, 4 * BF16_ULP_RTOL)
-    grad, residual = torch.randn(2, *x.shape).to(other)
-    for given in ((x, None), x_codes):  # codes are rounded once more
-        args = (grad, *given, 16, modulation[0], EPS, residual, dtype, weight)
-        assert_follows(norm_modulate_backward, args, device, 3 * BF16_ULP_RTOL)
-
-
-@pytest.mark.triton
-@pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
-@pytest.mark.parametrize("norm", NORMS)
-def test_kernels_read_codes(norm: str, granularity: Granularity, device: torch.device) -> None:
-    shape, fmt = ((2, 7, 48), "e4m3") if norm == "layer" else ((1, 4, 300), "e5m2")
-    x = rows(shape)
-    scale, shift, weight = vectors(norm, x)
-    saved = (*quantize(x, fmt, granularity)[:2], granularity.group_size)
-    assert_follows(norm_modulate, (*saved, scale, shift, EPS, FP32, weight), device)
-    assert_follows(norm_modulate_backward, (torch.randn_like(x), *saved, scale, EPS, None, FP32, weight), device)
+def test_kernels_follow_the_references(norm: str, device: torch.device) -> None:
+    n = None
+    for op, args, rtol in calls(norm):
+        result = assert_follows(op, args, device, rtol)
+        if op is norm_modulate_quantize:
+            n = result[0]
+        elif op is norm_modulate and args[1] is None and rtol == KERNEL_ROW_RTOL:  # n has the same bits without codes
+            assert_bitwise(result, n)
 
 
 @pytest.mark.triton
