@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -49,6 +50,18 @@ def rows(shape: tuple[int, ...], layout: str = "slice") -> Tensor:
         elif number % 4 == 3:
             x[place] /= torch.rand(shape[-1]).clamp_min(1e-3)
     return x
+
+
+def turned(*shape: int) -> Tensor:
+    """fp32 [..., n, m], dense, with the strides of its transpose."""
+    return torch.randn(*shape[:-2], shape[-1], shape[-2]).transpose(-1, -2)
+
+
+def read_cases(x: Tensor) -> Iterator[tuple[Tensor, Tensor | None, int]]:
+    """x as an operator of the backward pass reads it: as it is, and as codes with their scale; and the group size."""
+    yield x, None, 16
+    if x.numel():
+        yield *quantize(x, "e4m3", per_group(16))[:2], 16
 
 
 def kernel_of(op: Any) -> Any:

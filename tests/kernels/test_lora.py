@@ -47,7 +47,6 @@ def test_products_are_torchs_in_the_dtype_of_h() -> None:
 
 
 @pytest.mark.triton
-@pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize(
     ("rank", "widths", "dtype", "dtype_up"),
     [

@@ -211,7 +211,6 @@ def test_what_is_cast_is_declared(activation: str) -> None:
 
 
 @pytest.mark.triton
-@pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize(
     "case",
     [
@@ -241,7 +240,6 @@ def test_kernel(case: tuple[Any, ...], device: torch.device) -> None:
 
 
 @pytest.mark.triton
-@pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize(("dtype", "rank"), [(BF16, 4), (FP16, 0)])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_kernels_in_half_precision(activation: str, dtype: torch.dtype, rank: int, device: torch.device) -> None:
@@ -256,7 +254,6 @@ def test_kernels_in_half_precision(activation: str, dtype: torch.dtype, rank: in
 
 
 @pytest.mark.triton
-@pytest.mark.usefixtures("poisoned")
 def test_gelu_keeps_its_relative_precision_at_negative_x(device: torch.device) -> None:
     x = torch.linspace(-5.0, 5.0, 1000, device=device).view(1, 1, -1)
     cubic = (2 / torch.pi) ** 0.5 * (x.double() + 0.044715 * x.double() ** 3)
@@ -278,7 +275,6 @@ def test_kernels_match_the_reference_in_bf16() -> None:
 
 
 @pytest.mark.triton
-@pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("group", [16, 256, 0], ids=["1x16", "wider than a row", "per tensor"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_kernels_read_codes(activation: str, group: int, device: torch.device) -> None:
@@ -300,7 +296,6 @@ def assert_stretches_close(found: Tensor, expected: Tensor, rtol: float = KERNEL
 
 
 @pytest.mark.triton
-@pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize(("s", "f", "rank", "layout"), [(7, 200, 0, "strided"), (19, 100, 72, "slice")])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_backward_kernel(activation: str, s: int, f: int, rank: int, layout: str, device: torch.device) -> None:
@@ -318,7 +313,6 @@ def test_backward_kernel(activation: str, s: int, f: int, rank: int, layout: str
 
 
 @pytest.mark.triton
-@pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize(
     "case",
     [
@@ -357,7 +351,6 @@ def test_down_projection_kernel(case: tuple[Any, ...], device: torch.device) -> 
 
 
 @pytest.mark.triton
-@pytest.mark.usefixtures("poisoned")
 def test_groups_across_the_halves_are_the_references(device: torch.device) -> None:
     attention, mlp, h, up = given(SWIGLU, 48, 65, 4)
     codes, how = saved(mlp, 16), ("e4m3", "per_row", "e4m3", 16, FP32, SWIGLU)
@@ -398,7 +391,6 @@ def assert_gradient(arguments: tuple[Any, ...], device: torch.device) -> None:
 
 
 @pytest.mark.triton
-@pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize(
     ("shares", "case"),
     [(3, (1, 48, 200, 0)), (1, (24, 0, 70, 128)), (3, (40, 70, 65, 16)), (1, (16, 48, 130, 64, BF16, BF16))],
@@ -414,7 +406,6 @@ def test_down_gradient_kernel(
 
 
 @pytest.mark.triton
-@pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("width", [20, 300])
 def test_down_gradient_kernel_reads_codes_of_every_granularity(width: int, device: torch.device) -> None:
     x = torch.randn(2, 7, width) * torch.logspace(-3, 3, width)  # a scale of another group would show

@@ -29,7 +29,9 @@ from tests.helpers.rows import (
     assert_rows_close,
     assert_saved,
     diffusers_norm,
+    read_cases,
     rows,
+    turned,
 )
 from tests.tolerances import BF16_ULP_RTOL, KERNEL_ROW_RTOL, NORM_BACKWARD_FP32_FLOOR_DB
 
@@ -156,20 +158,24 @@ def calls(norm: str) -> Iterator[tuple[Any, tuple[Any, ...], float]]:
             yield norm_modulate, (*codes, *modulation, EPS, FP32, weight), KERNEL_ROW_RTOL
             back = (torch.randn_like(x), *codes, modulation[0], EPS, None, FP32, weight)
             yield norm_modulate_backward, back, KERNEL_ROW_RTOL
-    for dtype, other in ((BF16, BF16), (BF16, FP32), (FP16, FP16)):  # of the modulation or of the weight
-        x = rows((2, 7, 48)).to(dtype)
+    for x, dtype, other, granularity in (  # `other`: of the modulation or of the weight
+        (rows((2, 7, 48)), BF16, BF16, "per_row"),
+        (turned(2, 7, 48), BF16, FP32, "per_tensor"),
+        (turned(2, 1, 48), FP16, FP16, "per_row"),
+        (turned(2, 0, 48), BF16, FP32, "none"),
+    ):
+        x = x.to(dtype)
         *modulation, weight = (v if v is None else v.to(other) for v in vectors(norm, x))
-        how = (EPS, "e4m3", "per_row" if other == dtype else "per_tensor", "e4m3", 16, weight)
-        yield norm_modulate_quantize, (x, *modulation, *how), 4 * BF16_ULP_RTOL
+        saved = ("e4m3", 16) if x.numel() else ("none", 0)
+        yield norm_modulate_quantize, (x, *modulation, EPS, "e4m3", granularity, *saved, weight), 4 * BF16_ULP_RTOL
         grad, residual = torch.randn(2, *x.shape).to(other)
-        for given in ((x, None), quantize(x, "e4m3", per_group(16))[:2]):
-            yield norm_modulate, (*given, 16, *modulation, EPS, dtype, weight), 4 * BF16_ULP_RTOL
-            back = (grad, *given, 16, modulation[0], EPS, residual, dtype, weight)
+        for given in read_cases(x):
+            yield norm_modulate, (*given, *modulation, EPS, dtype, weight), 4 * BF16_ULP_RTOL
+            back = (grad, *given, modulation[0], EPS, residual, dtype, weight)
             yield norm_modulate_backward, back, 3 * BF16_ULP_RTOL
 
 
 @pytest.mark.triton
-@pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("norm", NORMS)
 def test_kernels_follow_the_references(norm: str, device: torch.device) -> None:
     n = None
@@ -182,7 +188,6 @@ def test_kernels_follow_the_references(norm: str, device: torch.device) -> None:
 
 
 @pytest.mark.triton
-@pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("programs", [2, 5])
 def test_backward_shares_rows_among_programs(
     programs: int, device: torch.device, monkeypatch: pytest.MonkeyPatch

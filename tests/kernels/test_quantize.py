@@ -53,7 +53,6 @@ def assert_quantized(x: Tensor, codes: Tensor, scale: Tensor, fmt: str, granular
 
 
 @pytest.mark.triton
-@pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
 @pytest.mark.parametrize(
     ("kind", "fmt"), [("rows", "e4m3"), ("rows", "e5m2"), ("tiny", "e4m3"), ("not finite", "e5m2")]
@@ -68,7 +67,6 @@ def test_quantize_kernel_has_the_references_bits(
 
 
 @pytest.mark.triton
-@pytest.mark.usefixtures("poisoned")
 def test_quantize_kernel_reads_half_precision_and_multiplies_columns_first(device: torch.device) -> None:
     x, factors = torch.randn(5, 200, device=device).bfloat16(), torch.rand(400, device=device)[::2]
     for granularity in GRANULARITIES:
@@ -80,7 +78,6 @@ def test_quantize_kernel_reads_half_precision_and_multiplies_columns_first(devic
 
 
 @pytest.mark.triton
-@pytest.mark.usefixtures("poisoned")
 def test_per_tensor_amax_covers_more_than_one_share_a_program(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,7 +91,6 @@ def test_per_tensor_amax_covers_more_than_one_share_a_program(
 
 
 @pytest.mark.triton
-@pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_dequantize_kernel_has_the_references_bits(fmt: str, granularity: Granularity, device: torch.device) -> None:
@@ -138,7 +134,6 @@ def test_a_card_without_e4m3_gets_bytes(monkeypatch: pytest.MonkeyPatch, device:
 
 
 @pytest.mark.triton
-@pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("shape", [(48, 80), (130, 16), (1, 16)])
 def test_transpose_kernel(shape: tuple[int, int], device: torch.device) -> None:
     codes = torch.randint(0, 255, shape, dtype=torch.uint8, device=device).view(get_format("e4m3").dtype)
@@ -170,7 +165,6 @@ def test_both_are_the_codes_of_x(how: tuple[str, str, str, int]) -> None:
 
 
 @pytest.mark.triton
-@pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("layout", [*LAYOUTS, "of an image", "heads"])
 @pytest.mark.parametrize("how", HOW, ids=str)
 def test_quantize_and_save_kernel(layout: str, how: tuple[str, str, str, int], device: torch.device) -> None:
@@ -185,7 +179,6 @@ def test_quantize_and_save_kernel(layout: str, how: tuple[str, str, str, int], d
 
 
 @pytest.mark.triton
-@pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize(("shape", "size"), [((1, 4, 320), 64), ((1, 4096), 256), ((4, 6), 1)])
 def test_int8_kernels_have_the_references_bits(shape: tuple[int, ...], size: int, device: torch.device) -> None:
     factors = torch.rand(shape[-1]) + 0.5
@@ -201,7 +194,6 @@ def test_int8_kernels_have_the_references_bits(shape: tuple[int, ...], size: int
 
 
 @pytest.mark.triton
-@pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("n", "k"), [(1, 16), (70, 272)])
 def test_nvfp4_kernel_is_the_reference(n: int, k: int, transposed: bool, device: torch.device) -> None:

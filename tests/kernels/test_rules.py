@@ -12,24 +12,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from coat_core.granularity import PER_ROW, PER_TENSOR, per_group
-from coat_core.ops import dispatch, gate, gelu, lora, norm, qkv, scaled_mm
+from coat_core.ops import dispatch, gate, gelu, lora, norm, scaled_mm
 from coat_core.ops import quantize as codes
 from coat_core.quantize import quantize
 from tests.helpers.operators import bits, check_layout, check_operator, moved, tensors_in
-from tests.helpers.rows import SPECS
+from tests.helpers.rows import SPECS, read_cases, turned
+from tests.kernels import test_gate, test_norm, test_qkv
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 Case = tuple[Any, tuple[Any, ...]]
 SAVED = [("e4m3", 128), ("none", 0), ("e5m2", 16), ("e4m3", 32), ("none", 0)]  # one for each of SPECS
 SWIGLU = "silu_and_mul"
-
-
-def turned(*shape: int) -> Tensor:
-    """fp32 [..., n, m], dense, with the strides of its transpose."""
-    return torch.randn(*shape[:-2], shape[-1], shape[-2]).transpose(-1, -2)
 
 
 def quantize_cases() -> Iterator[Case]:
@@ -50,39 +45,6 @@ def quantize_cases() -> Iterator[Case]:
     for transposed in (False, True):
         packed = torch.randint(0, 256, (32, 24), dtype=torch.uint8)
         yield codes.decode_nvfp4, (packed, torch.randint(1, 127, (32, 3), dtype=torch.uint8), transposed)
-
-
-def read_cases(x: Tensor) -> Iterator[tuple[Tensor, Tensor | None, int]]:
-    """x as an operator of the backward pass reads it: as it is, and as codes with their scale; and the group size."""
-    yield x, None, 16
-    if x.numel():
-        yield *quantize(x, "e4m3", per_group(16))[:2], 16
-
-
-def norm_cases() -> Iterator[Case]:
-    shapes = ((7, BF16, BF16), (7, FP32, BF16), (1, FP16, BF16), (3, FP32, FP32), (0, BF16, FP32))
-    weights = (None, torch.rand(48), torch.rand(48), None, None)
-    for (tokens, dtype, other), spec, saved, weight in zip(shapes, [*SPECS[1:], SPECS[0]], SAVED, weights, strict=True):
-        x, scale = turned(2, tokens, 48).to(dtype), torch.randn(2, 144).to(other)[:, 48:96]
-        grad, residual = torch.randn(x.shape), torch.randn(x.shape) if tokens > 1 else None
-        weight = None if weight is None else weight.to(other)
-        yield norm.norm_modulate_quantize, (x, scale, scale, 1e-6, *spec, *saved, weight)
-        for given in read_cases(x):
-            yield norm.norm_modulate, (*given, scale, None, 1e-6, dtype, weight)
-            yield norm.norm_modulate_backward, (grad, *given, scale, 1e-6, residual, dtype, weight)
-
-
-def gate_cases() -> Iterator[Case]:
-    shapes = ((7, BF16), (7, FP32), (1, BF16), (3, FP16), (0, FP32))
-    weights = (None, torch.rand(48), torch.rand(48), None, None)
-    for (tokens, dtype), spec, saved, weight in zip(shapes, [*SPECS[1:], SPECS[0]], SAVED, weights, strict=True):
-        x, scale = turned(2, tokens, 48), torch.randn(2, 144)[:, 48:96].to(dtype)
-        h, up = torch.randn(2, tokens, 12).to(dtype)[..., 4:], torch.randn(48, 8).to(dtype)
-        adapter = (None, None) if dtype == FP32 else (h, up)
-        yield gate.gated_sum, (x.bfloat16(), scale, x.to(dtype), *adapter, *saved, weight, 1e-6)
-        for given in read_cases(x.bfloat16()):
-            yield gate.gated_sum_backward, (x, scale, *given, BF16, *spec, weight, 1e-6)
-        yield gate.gated_sum_backward, (x, scale, None, None, 128, BF16, *spec)
 
 
 def mlp_cases() -> Iterator[Case]:
@@ -107,18 +69,6 @@ def mlp_cases() -> Iterator[Case]:
         yield gelu.mlp_down_gradient, (dh, None, None, *b, dtype, dtype_down)
 
 
-def qkv_cases() -> Iterator[Case]:
-    for tokens, dtype, saved in ((7, BF16, "e5m2"), (7, FP32, "none"), (1, BF16, "e4m3")):
-        y, h, up = torch.randn(2, tokens, 120)[..., :96].to(dtype), torch.randn(2, tokens, 12), torch.randn(96, 4)
-        rest = ([torch.randn(16).to(dtype)] * 2, *torch.randn(2, tokens, 16), 1e-6)
-        yield qkv.qkv_rope, ([y], [], [h.to(dtype)], [up.to(dtype)], *rest, saved, 16, dtype)
-        yield qkv.qkv_rope, ([y], [], [], [], *rest, saved, 32, dtype)
-        grads = [torch.randn(2, 2, tokens, 16).transpose(1, 2) for _ in range(3)]
-        yield qkv.qkv_rope_backward, (grads, [y], [], *rest, 16, dtype)
-        mlp, dh, down = turned(2, tokens, 34).to(dtype), torch.randn(2, tokens, 4), torch.randn(4, 34)
-        yield qkv.qkv_mlp_backward, (grads, y, None, *rest, mlp.float(), dh, down, mlp, None, 16, dtype)
-
-
 def lora_cases() -> Iterator[Case]:
     for tokens, dtype, dtype_up, rank in ((7, BF16, FP32, 4), (1, FP32, FP32, 40), (0, FP16, BF16, 4)):
         dy, h = torch.randn(2, tokens, 64)[..., 8:], torch.randn(2, tokens, 3 * rank)[..., rank:]
@@ -137,14 +87,15 @@ def product_cases() -> Iterator[Case]:
         yield scaled_mm.int8_mm, (a, torch.rand(17, 1), b, torch.rand(32, 1), bias, BF16, True)
 
 
-GROUPS = [quantize_cases, norm_cases, gate_cases, mlp_cases, qkv_cases, lora_cases, product_cases]
+GROUPS = [quantize_cases, mlp_cases, lora_cases, product_cases]
 
 
 def first_cases() -> dict[str, Case]:
     """The first call of each operator."""
     found: dict[str, Case] = {}
-    for cases in GROUPS:
-        for op, args in cases():
+    elsewhere = (test_norm.calls("rms"), test_gate.calls(True), test_qkv.calls())  # which check all that is below
+    for cases in (*(cases() for cases in GROUPS), *elsewhere):
+        for op, args, *_ in cases:
             found.setdefault(op._qualname, (op, args))
     return found
 
@@ -154,7 +105,6 @@ def test_every_operator_has_a_case() -> None:
 
 
 @pytest.mark.triton
-@pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("cases", GROUPS)
 def test_launchers_return_what_the_fakes_promise(cases: Any, device: torch.device) -> None:
     for op, args in cases():

@@ -200,7 +200,6 @@ def int8_operands(m: int, n: int, k: int, one_scale: bool = False) -> tuple[Tens
 
 
 @pytest.mark.triton
-@pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize(
     ("shape", "one_scale", "dtype"),
     [
@@ -230,7 +229,6 @@ def test_the_int8_gemm_is_exact() -> None:
 
 
 @pytest.mark.triton
-@pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("granularity", [PER_TENSOR, PER_ROW], ids=str)
 @pytest.mark.parametrize(("shape", "n", "k"), [((4,), 33, 16), ((2, 3), 64, 300), ((17,), 48, 32)])
 def test_few_rows_kernel_sums_in_another_order(
