@@ -19,6 +19,7 @@ from coat_core.granularity import PER_ROW, Granularity, Storage
 from coat_core.linear import FP8Linear, FP8TrainableLinear
 from coat_core.ops.quantize import _copies, quantize
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
+from tests.helpers.saved_tensors import saved_by
 from tests.tolerances import product_floor_db
 
 K, N, R = 64, 48, 8
@@ -34,9 +35,7 @@ def base_linear(**config: object) -> FP8Linear:
 
 def saved_codes(forward) -> list[Tensor]:
     """FP8 tensors of K columns that `forward` saves for backward."""
-    saved: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        forward()
+    _, saved = saved_by(forward)
     return [t for t in saved if t.element_size() == 1 and t.shape[0] != N]
 
 

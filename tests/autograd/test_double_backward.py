@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from coat_core.activation import FP8InputLinear, PackedSavedTensors, Saving, fp8_checkpoint
+from coat_core.activation.layers import keep_no_input
 from coat_core.autograd import first_order_only
 from coat_core.config import FP8LinearConfig
 from coat_core.granularity import PER_TENSOR, Storage, per_group
@@ -35,6 +38,12 @@ class Doubled(torch.autograd.Function):
         return 2 * grad
 
 
+def frozen_convolution() -> Callable[[Tensor], Tensor]:
+    layer = nn.Conv1d(D, D, 1).requires_grad_(False)
+    keep_no_input(layer)
+    return lambda x: layer(x.t()[None])
+
+
 FUNCTIONS = {
     "decorated": lambda: Doubled.apply,
     "packed": lambda: packed,
@@ -42,6 +51,7 @@ FUNCTIONS = {
     "linear": lambda: FP8Linear.from_linear(nn.Linear(D, D)),
     "linear, bf16 gradients": lambda: FP8Linear.from_linear(nn.Linear(D, D), FP8LinearConfig(grad_format="bf16")),
     "trainable linear": lambda: FP8TrainableLinear.from_linear(nn.Linear(D, D)),
+    "frozen convolution": frozen_convolution,
     "adapter": lambda: FP8InputLinear.from_linear(nn.Linear(D, 4, bias=False), Storage("e4m3", PER_TENSOR)),
 }
 

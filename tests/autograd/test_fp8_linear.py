@@ -18,6 +18,7 @@ from coat_core.granularity import Granularity
 from coat_core.linear import FP8Linear
 from coat_core.ops.quantize import _copies, quantize
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
+from tests.helpers.saved_tensors import saved_by
 from tests.tolerances import BF16_ORDER_FLOOR_DB, product_floor_db
 
 FORMATS = ("e4m3", "e5m2")
@@ -174,9 +175,7 @@ def test_torch_checkpoint_gives_the_same_gradients(reentrant: bool) -> None:
 def test_a_frozen_layer_saves_nothing_and_reads_its_weight_again_in_backward() -> None:
     x, weight, bias, dy = tensors(2, 9)
     layer = layer_of(weight, bias, FP8LinearConfig())
-    saved: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        y = layer(x)
+    y, saved = saved_by(lambda: layer(x))
     assert not saved
     codes = weakref.ref(layer.weight_codes)
     layer.weight_codes = layer.weight_codes * 0  # elsewhere from here on, as when weights are moved

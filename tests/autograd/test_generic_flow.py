@@ -17,16 +17,11 @@ from coat_core.activation.packing import _thread
 from coat_core.granularity import Storage, per_group
 from coat_core.quantize import quantize
 from tests.autograd.test_packing import HEADS, SMALL, Block, D, T, draw, gradients, packed
-from tests.helpers.asserts import assert_bitwise, assert_sqnr
+from tests.helpers.asserts import assert_all_bitwise, assert_bitwise, assert_sqnr
 from tests.helpers.saved_tensors import recording
 from tests.tolerances import PACKED_GRADIENT_FLOOR_DB
 
 NOTHING = Saving(min_elements=10**9)
-
-
-def assert_all_bitwise(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    for name, value in expected.items():
-        assert_bitwise(found[name], value)
 
 
 class TestTrainingLoops:
@@ -50,6 +45,8 @@ class TestTrainingLoops:
         gc.collect()
         assert [ref() is None for ref in codes] == [True] * count + [False] * (len(codes) - count)
         second.sum().backward()
+        del first, second
+        assert all(ref() is None for ref in codes)
 
     @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
     def test_nothing_is_packed_without_grad(self, mode) -> None:
@@ -184,18 +181,6 @@ class TestErrors:
 
 
 class TestInPlace:
-    def test_a_change_after_packing_is_not_seen(self) -> None:
-        x, w, v = draw(8, 64, grad=False), draw(8, 64), draw(8, 64)
-        before, after = (quantize(t, "e4m3", per_group(32)).dequantize() for t in (x, 2 * x))
-        with PackedSavedTensors(SMALL):
-            y = x * w
-            x.mul_(2)
-            y = y + x * v
-        x.zero_()
-        y.sum().backward()
-        assert_bitwise(w.grad, before)
-        assert_bitwise(v.grad, after)
-
     @pytest.mark.parametrize("changes", [lambda t: t.mul_(2), lambda t: t.view(-1)[0].zero_()], ids=["whole", "view"])
     def test_a_change_of_what_was_left_alone_is_an_error_as_without_hooks(self, changes) -> None:
         for run in (lambda f: f(), lambda f: packed(f)):

@@ -183,10 +183,12 @@ def test_a_change_in_place_makes_a_second_copy_and_the_first_stays_right() -> No
         before = x.clone()
         x.mul_(-3)
         y = y + x * second
+        changed = x.clone()
+    x.zero_()
     y.sum().backward()
     assert len({id(s.packed) for s in saved.packed}) == 2
     assert_bitwise(first.grad, quantize(before, "e4m3", per_group(32)).dequantize())
-    assert_bitwise(second.grad, quantize(x, "e4m3", per_group(32)).dequantize())
+    assert_bitwise(second.grad, quantize(changed, "e4m3", per_group(32)).dequantize())
 
 
 def test_an_address_used_again_is_not_taken_for_the_old_tensor() -> None:
@@ -309,20 +311,6 @@ def test_heads_folded_into_the_batch() -> None:
         y = packed(lambda: attend(q * 1, k * 1, v * 1))
     assert (HEADS, T, T) in [s.shape for s in saved.packed]
     near(y, attend(q, k, v), (q, k, v))
-
-
-def test_nothing_lives_on_after_backward() -> None:
-    block, x = Block(), torch.randn(2, T, D, requires_grad=True)
-    with recording() as saved, PackedSavedTensors(SMALL) as packing:
-        y = block(x * 1)
-    codes = [weakref.ref(s.packed.codes) for s in saved.packed]
-    saved.tensors.clear()
-    saved.alive.clear()
-    assert packing._packed == {}
-    assert all(ref() is not None for ref in codes)
-    y.sum().backward()
-    del y
-    assert [ref() for ref in codes] == [None] * len(codes)
 
 
 @pytest.mark.parametrize("config", [SMALL, Saving(min_elements=10**9)], ids=["packs", "packs nothing"])

@@ -24,6 +24,7 @@ from coat_flux.config.coat import COATConfig
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.families import FLUX1, made, results
 from tests.helpers.flux import lora_gradients, predict, tiny_flux, tiny_lora
+from tests.helpers.saved_tensors import saved_by
 from tests.tolerances import FUSED_FP32_RTOL
 
 FORMS = ("codes", "subclass")
@@ -120,13 +121,6 @@ def quantized_linear(form: str = "codes") -> Any:
     return module
 
 
-def kept_of(module: Any, x: Tensor) -> tuple[Tensor, list[torch.Size]]:
-    """Its output, and the shapes of what is kept for backward."""
-    kept: list[torch.Size] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
-        return module(x), kept
-
-
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", FLUX1)
 def test_a_fused_block_is_autograd_s(form: str, kind: str) -> None:
@@ -149,8 +143,8 @@ def test_by_itself_it_has_its_own_output_and_gradient_and_keeps_nothing(form: st
     plain, adopted = quantized_linear(form), quantized_linear(form)
     adopt(adopted, CONFIG.linear_config())
     x = torch.randn(3, 5, 64, requires_grad=True)
-    expected, kept_by_plain = kept_of(plain, x)
-    y, kept = kept_of(adopted, x)
+    expected, kept_by_plain = saved_by(lambda: plain(x))
+    y, kept = saved_by(lambda: adopted(x))
     assert_bitwise(y, expected)
     assert kept_by_plain
     assert kept == []
@@ -216,7 +210,7 @@ def test_an_adapter_that_is_on_one_already_calls_the_adopted_one() -> None:
     Adapter(module)
     Adapter(module)
     adopt(module, CONFIG.linear_config())
-    assert kept_of(module, torch.randn(2, 4, 64, requires_grad=True))[1] == []
+    assert saved_by(lambda: module(torch.randn(2, 4, 64, requires_grad=True)))[1] == []
     assert type(module).__name__ == "OstrisLinear"
     assert isinstance(module, OstrisLinear)
 

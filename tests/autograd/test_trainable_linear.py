@@ -24,6 +24,7 @@ from coat_core.linear import (
 from coat_core.linear.function import wgrad
 from coat_core.quantize import quantize
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
+from tests.helpers.saved_tensors import saved_by
 from tests.tolerances import (
     FP32_ORDER_FLOOR_DB,
     WGRAD_FEATURE_FLOOR_DB,
@@ -59,11 +60,8 @@ def test_gradients(input_format: str, granularity: str, rows: str) -> None:
 
 @pytest.mark.parametrize("cache", [False, True])
 def test_keeps_x_as_codes_and_the_weight_itself(cache: bool) -> None:
-    layer, saved = make(cache_weight=cache), []
-    x = torch.randn(4, K, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        layer(x)
-    codes, scale, weight = saved
+    layer, x = make(cache_weight=cache), torch.randn(4, K, requires_grad=True)
+    codes, scale, weight = saved_by(lambda: layer(x))[1]
     assert (codes.dtype, codes.shape, scale.shape) == (torch.float8_e4m3fn, (4, K), (4, 1))
     assert weight.untyped_storage().data_ptr() == layer.weight.data_ptr()
     assert (layer.trained_codes.codes is None) == (not cache)
@@ -240,10 +238,8 @@ def test_where_wgrad_cannot_be_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_frozen_weight_keeps_no_x() -> None:
-    layer, saved = make().requires_grad_(False), []
-    x = torch.randn(4, K, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        y = layer(x)
+    layer, x = make().requires_grad_(False), torch.randn(4, K, requires_grad=True)
+    y, saved = saved_by(lambda: layer(x))
     assert [tuple(t.shape) for t in saved] == [(N, K), ()]
     assert_bitwise(y.detach(), layer.requires_grad_(True)(x).detach())
 

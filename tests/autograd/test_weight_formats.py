@@ -18,9 +18,10 @@ from coat_core.metrics import sqnr_db
 from coat_core.ops.quantize import quantize
 from coat_flux.blocks.fused.linears import join_buffers, read_group
 from coat_flux.trainers.standalone.network import lora_parameters
-from tests.helpers.asserts import assert_bitwise, assert_sqnr
+from tests.helpers.asserts import assert_all_bitwise, assert_bitwise, assert_sqnr
 from tests.helpers.flux import coat_flux_model, predict
 from tests.helpers.option_run import GemmLog
+from tests.helpers.saved_tensors import saved_by
 from tests.helpers.tiny_flux import TINY_TRANSFORMER_CONFIG
 from tests.tolerances import (
     FP32_ORDER_ATOL,
@@ -34,6 +35,7 @@ from tests.tolerances import (
 
 N, K = 48, 320  # INT8 rotates blocks of 64
 E4M3, NVFP4 = FP8LinearConfig(), FP8LinearConfig(weight_format="nvfp4")
+E5M2 = FP8LinearConfig(weight_format="e5m2", weight_granularity="per_row")
 INT8 = FP8LinearConfig(weight_format="int8", input_format="int8", grad_format="int8")
 CODES, TRANSPOSED = "weight_codes", "weight_codes_transposed"
 
@@ -41,7 +43,9 @@ CODES, TRANSPOSED = "weight_codes", "weight_codes_transposed"
 def make(config: FP8LinearConfig, n: int = N, bias: bool = True) -> tuple[FP8Linear, Tensor]:
     linear = nn.Linear(K, n, bias)
     weight = linear.weight.detach().clone()
-    return FP8Linear.from_linear(linear, config), weight
+    layer = FP8Linear.from_linear(linear, config)
+    assert layer is linear
+    return layer, weight
 
 
 def rotated(x: Tensor, size: int) -> Tensor:
@@ -112,7 +116,8 @@ def test_int8_is_nearer_to_high_precision_than_e4m3(kind: str) -> None:
     assert dx_int8 > max(INT8_GRADIENT_FLOOR_DB, dx_e4m3 + 6)
 
 
-INT8_BUFFERS = {CODES: ((N, K), torch.uint8), "weight_scale_bits": ((N, 1), torch.int32)}
+ONE_SCALE = {CODES: ((N, K), torch.uint8), "weight_scale_bits": ((), torch.int32)}
+ROW_SCALES = {CODES: ((N, K), torch.uint8), "weight_scale_bits": ((N, 1), torch.int32)}
 NVFP4_BUFFERS = {
     CODES: ((N, K // 2), torch.uint8),
     "weight_scale_bits": ((), torch.int32),
@@ -121,47 +126,63 @@ NVFP4_BUFFERS = {
 
 
 @pytest.mark.parametrize(
-    ("config", "buffers", "size"),
-    [(INT8, INT8_BUFFERS, N * K + 4 * N), (NVFP4, NVFP4_BUFFERS, N * K * 9 // 16 + 4)],
-    ids=["int8", "nvfp4"],
+    ("config", "stored", "buffers", "size"),
+    [
+        (E4M3, "e4m3/per_tensor", ONE_SCALE, N * K + 4),
+        (E5M2, "e5m2/per_row", ROW_SCALES, N * K + 4 * N),
+        (INT8, "int8", ROW_SCALES, N * K + 4 * N),
+        (NVFP4, "nvfp4", NVFP4_BUFFERS, N * K * 9 // 16 + 4),
+    ],
+    ids=["e4m3", "e5m2", "int8", "nvfp4"],
 )
-def test_what_a_layer_holds_saves_and_restores(config: FP8LinearConfig, buffers: dict[str, Any], size: int) -> None:
+def test_what_a_layer_holds_saves_and_restores(
+    config: FP8LinearConfig, stored: str, buffers: dict[str, Any], size: int
+) -> None:
     layer, original = make(config)
+    assert [name for name, _ in layer.named_parameters()] == ["bias"]
     assert {name: (tuple(x.shape), x.dtype) for name, x in layer.named_buffers()} == buffers
     assert set(buffers) < set(BUFFERS)
     assert stored_bytes(N, K, config) == sum(x.nbytes for x in layer.buffers()) == size
     if config is NVFP4:
         assert_bitwise(layer.weight_codes, nvfp4.quantize(original)[0])
-    before = layer.weight.data
-    in_bf16 = layer.to(torch.bfloat16).weight.data
-    assert in_bf16.dtype == torch.bfloat16
-    if config is NVFP4:
-        assert_bitwise(in_bf16, before.to(torch.bfloat16))
+    before, kept = layer.weight.data, {name: x.clone() for name, x in layer.named_buffers()}
+    for dtype in (torch.float64, torch.float16, torch.bfloat16):  # casts reach neither codes nor scales
+        cast = layer.to(dtype).weight.data
+        assert layer.bias.dtype == cast.dtype == dtype
+        if config is not INT8:
+            assert_bitwise(cast, before.to(dtype))
+    assert_all_bitwise(dict(layer.named_buffers()), kept)
     twin, _ = make(config)
     twin.load_state_dict(layer.state_dict())
     assert_bitwise(twin.weight.data, before)
-    with pytest.raises(ValueError, match=f"weight_format='e4m3': the loaded weight is '{config.weight_format}'"):
-        make(E4M3)[0].set_extra_state(layer.get_extra_state())
-    assert f"weight={config.weight_format}, input={config.input_format}/per_row" in repr(layer)
+    other = FP8LinearConfig(weight_format="e5m2" if config is E4M3 else "e4m3")
+    refusal = f"weight_format='{other.weight_format}': the loaded weight is '{config.weight_format}'; convert"
+    with pytest.raises(ValueError, match=refusal):
+        make(other)[0].set_extra_state(layer.get_extra_state())
+    assert f"weight={stored}, input={config.input_format}/per_row" in repr(layer)
     restored = layer.to_linear()
+    assert restored is layer
     assert type(restored) is nn.Linear
+    assert type(restored.weight) is nn.Parameter
+    assert not restored.weight.requires_grad
     assert not list(restored.buffers())
-    assert_bitwise(restored.weight.detach(), in_bf16)
+    assert_bitwise(restored.weight.detach(), cast)
     meta = FP8Linear.from_linear(nn.Linear(K, N, device="meta"), config)
     assert load_weight(meta, config).shape == meta.weight.shape == (N, K)
+    assert meta(torch.empty(3, K, device="meta")).shape == (3, N)
     assert sum(x.nbytes for x in meta.buffers()) == size
-    with pytest.raises(ValueError, match=f"weight_format='{config.weight_format}': is for frozen weights"):
-        FP8TrainableLinear.from_linear(nn.Linear(K, N), config)
+    meta.to_empty(device="cpu").load_state_dict(twin.state_dict())
+    assert_bitwise(meta.weight.data, before)
+    if config in (INT8, NVFP4):
+        with pytest.raises(ValueError, match=f"weight_format='{config.weight_format}': is for frozen weights"):
+            FP8TrainableLinear.from_linear(nn.Linear(K, N), config)
 
 
 def test_an_adapter_shares_int8_codes_and_turns_its_gradient_back() -> None:
     base, down = make(INT8)[0], nn.Linear(K, 4, False)
     FP8InputLinear.from_linear(down, Storage("int8", PER_ROW), base)
     x, dh = torch.randn(7, K, requires_grad=True), torch.randn(7, 4)
-    saved: list[Any] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        base(x)
-        h = down(x)
+    (_, h), saved = saved_by(lambda: (base(x), down(x)))
     h.backward(dh)
     assert [t.dtype for t in saved if t.shape == (7, K)] == [torch.int8]
     assert_sqnr(dh.t() @ rotated(x, 64), down.weight.grad, FP32_ORDER_FLOOR_DB)

@@ -78,7 +78,9 @@ def assert_follows(op: Any, args: tuple[Any, ...], device: torch.device, rtol: f
     given = moved(args, device)
     results = kernel_of(op)(*given)
     check_layout(op, given, results)
-    for result, expected in zip(tensors_in(results), tensors_in(reference(op, *args)), strict=True):
+    expected_results = reference(op, *args)
+    check_layout(op, args, expected_results)
+    for result, expected in zip(tensors_in(results), tensors_in(expected_results), strict=True):
         if result.dtype.itemsize > 1 and result.numel():
             assert_rows_close(result, expected, rtol)
     declared = declarations.get(op._qualname)

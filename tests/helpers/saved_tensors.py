@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,13 @@ from coat_core.activation import PackedSavedTensors
 from coat_core.activation.packing import ExactTensor
 from coat_core.quantize import Quantized
 from coat_flux.blocks.fused.parts import Kept
+
+
+def saved_by(run: Callable[[], Any]) -> tuple[Any, list[Tensor]]:
+    """What `run` returns, and the tensors that it saves for backward."""
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        return run(), saved
 
 
 @dataclass
