@@ -22,6 +22,9 @@ from coat_flux.trainers.full import UpdateInBackward
 from tests.helpers.engine_job import engine_job
 from tests.reliability.bad_configs import check_job_file
 
+FUSED = {"train.fused_backward": True}
+CPU, INT8 = {"offload": "cpu"}, {"format": "int8"}
+
 
 def job(changes: dict[str, Any] | None = None, network: bool = False, **coat: Any) -> dict[str, Any]:
     raw = engine_job("run", model=Path("model"), images=Path("photos"), out=Path("out"), coat=coat)
@@ -47,106 +50,72 @@ def test_without_network_the_model_is_trained_and_saved_as_it_is_trained() -> No
     lora = JobConfig.from_dict(job(network=True))
     assert (lora.full, lora.coat.activation.flow, lora.coat.optimizer.stochastic_rounding) == (False, "fused", False)
     assert not [item for item in check_job_dict(job({"train.lr": 1e-6})) if "lr" in item.line()]
+    wgrad = JobConfig.from_dict(job(activation={"wgrad_format": "e4m3"})).coat.linear_config()
+    assert wgrad.wgrad_format == "e4m3"
+    assert JobConfig.from_dict(job(network=True, include=["*"], exclude=[])).coat.include == ("*",)
 
 
-# changes of the job, of its coat block, and the key that is refused with what to write instead
-REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({}, {"memory": {"stream_blocks": 4}}, r"coat\.memory\.stream_blocks=4: .*write 0"),
-    ({}, {"weight": {"format": "nvfp4"}}, r"coat\.weight\.format='nvfp4': .*write e4m3"),
-    ({}, {"activation": {"flow": "fused"}}, r"coat\.activation\.flow='fused': .*write generic"),
-    ({"model.quantize": True, "model.qtype": "coat_fp8"}, {}, r"model\.quantize=true"),
-    ({"train.optimizer": "adamw", "train.fused_backward": True}, {}, r"train\.fused_backward=true"),
-    (
-        {"train.optimizer": "adamw"},
-        {"optimizer": {"use_fp8": False, "offload": "cpu"}},
-        r"optimizer\.offload='cpu'",
-    ),
+BOTH, ALONE, INSIDE = ("standalone", "ai-toolkit"), ("standalone",), ("ai-toolkit",)
+FULL, LORA = False, True  # whether there is a network
+# trainers, network, changes of the job and of its coat block, and the error
+REFUSED: list[tuple[tuple[str, ...], bool, dict[str, Any], dict[str, Any], str]] = [
+    (BOTH, FULL, {}, {"memory": {"stream_blocks": 4}}, r"coat\.memory\.stream_blocks=4: .*write 0"),
+    (BOTH, FULL, {}, {"weight": {"format": "nvfp4"}}, r"coat\.weight\.format='nvfp4': .*write e4m3"),
+    (BOTH, FULL, {}, {"activation": {"flow": "fused"}}, r"coat\.activation\.flow='fused': .*write generic"),
+    (BOTH, FULL, {"model.quantize": True, "model.qtype": "coat_fp8"}, {}, r"model\.quantize=true"),
+    (BOTH, FULL, {"train.optimizer": "adamw", "train.fused_backward": True}, {}, r"train\.fused_backward=true"),
+    (BOTH, FULL, {"train.optimizer": "adamw"}, {"optimizer": {"use_fp8": False, **CPU}}, r"optimizer\.offload='cpu'"),
+    (BOTH, FULL, {}, {"activation": {"wgrad_format": "e4m3", **INT8}, "weight": INT8}, "wgrad_format='e4m3'.*int8"),
+    (ALONE, FULL, {"train.optimizer": "prodigy"}, {}, r"train\.optimizer='prodigy': .* coat_fp8_adamw, adamw"),
+    (ALONE, FULL, {"name": "coat"}, {}, "name='coat'"),
+    (INSIDE, FULL, {"name": "conf"}, {}, "name='conf': .* write a longer one"),
+    (INSIDE, FULL, {"model.arch": "qwen_image"}, {}, r"model\.arch='qwen_image': .* arch: flux, or add"),
+    (INSIDE, FULL, {"save": {"dtype": "float16"}}, {}, r"save\.dtype='float16': .* write bf16"),
+    (INSIDE, FULL, {"train.ema_config": {"use_ema": True}}, {}, r"train\.ema_config=.* write use_ema: false"),
+    (INSIDE, FULL, {"model.lora_path": "x.safetensors"}, {}, r"model\.lora_path=.* remove it"),
+    (INSIDE, FULL, {"model.only_if_contains": ["attn"]}, {}, r"model\.only_if_contains=.*coat\.include"),
+    (INSIDE, FULL, {"train.train_text_encoder": True}, {}, r"train\.train_text_encoder=true: .*; write false"),
+    (INSIDE, FULL, {"adapter": {"type": "t2i"}}, {}, "adapter=.*; remove it"),
+    (INSIDE, FULL, {"model.compile": True}, {}, r"model\.compile=true: .*; write false"),
+    (INSIDE, FULL, {"model.split_model_over_gpus": True}, {}, r"split_model_over_gpus=true: .*; write false"),
+    (INSIDE, FULL, {"train.diff_output_preservation": True}, {}, r"diff_output_preservation=true: .*; write false"),
+    (INSIDE, FULL, {**FUSED, "train.single_item_batching": True}, {}, "single_item_batching=true"),
+    (INSIDE, FULL, {**FUSED, "train.loss_type": "mean_flow"}, {}, "loss_type='mean_flow': .* write mse"),
+    (BOTH, LORA, FUSED, {}, r"train\.fused_backward=true: is for full fine-tuning"),
+    (BOTH, LORA, {}, {"include": ["*.attn.*"]}, r"coat\.include=.*only_if_contains"),
+    (BOTH, LORA, {}, {"optimizer": CPU}, "offload='cpu': is for full fine-tuning"),
+    (BOTH, LORA, {"train.optimizer_params": CPU}, {}, "offload='cpu': is for full fine-tuning"),
+    (BOTH, LORA, {}, {"activation": {"wgrad_format": "e5m2"}}, "wgrad_format='e5m2'"),
+    (INSIDE, LORA, {"train.fused_backward": "yes"}, {}, "fused_backward='yes'"),
+    (INSIDE, FULL, {**FUSED, "train.optimizer": "adamw", "type": "sd_trainer"}, {}, "type: coat_flux_trainer"),
 ]
 
 
-def inside_ai_toolkit(
-    changes: dict[str, Any] | None = None, network: bool = False, num_processes: int = 1, **coat: Any
-) -> str:
-    """Errors of a job there, a line each."""
-    changes = {"train.noise_scheduler": "flowmatch", **(changes or {})}
-    items = check_job_dict(job(changes, network, **coat), trainer="ai-toolkit", num_processes=num_processes)
+def errors(trainer: str, network: bool, changes: dict[str, Any], num_processes: int = 1, **coat: Any) -> str:
+    """The errors of a job, a line each."""
+    if trainer == "ai-toolkit":
+        changes = {"train.noise_scheduler": "flowmatch", **changes}
+    items = check_job_dict(job(changes, network, **coat), trainer=trainer, num_processes=num_processes)
     return "\n".join(item.line() for item in items if item.severity == "error")
 
 
-INSIDE: list[tuple[dict[str, Any], str]] = [
-    ({"name": "conf"}, "name='conf': .* write a longer one"),
-    ({"model.arch": "qwen_image"}, r"model\.arch='qwen_image': .* arch: flux, or add"),
-    ({"save": {"dtype": "float16"}}, r"save\.dtype='float16': .* write bf16"),
-    ({"train.ema_config": {"use_ema": True}}, r"train\.ema_config=.* write use_ema: false"),
-    ({"model.lora_path": "x.safetensors"}, r"model\.lora_path=.* remove it"),
-    ({"model.only_if_contains": ["attn"]}, r"model\.only_if_contains=.*coat\.include"),
-    ({"train.train_text_encoder": True}, r"train\.train_text_encoder=true: .*; write false"),
-    ({"adapter": {"type": "t2i"}}, "adapter=.*; remove it"),
-    ({"model.compile": True}, r"model\.compile=true: .*; write false"),
-    ({"model.split_model_over_gpus": True}, r"model\.split_model_over_gpus=true: .*; write false"),
-    ({"train.diff_output_preservation": True}, r"train\.diff_output_preservation=true: .*; write false"),
-    ({"train.fused_backward": True, "train.single_item_batching": True}, "single_item_batching=true"),
-    ({"train.fused_backward": True, "train.loss_type": "mean_flow"}, "loss_type='mean_flow': .* write mse"),
-]
-
-
-ALONE: list[tuple[dict[str, Any], str]] = [
-    ({"train.optimizer": "prodigy"}, r"train\.optimizer='prodigy': .* coat_fp8_adamw, adamw"),
-    ({"name": "coat"}, "name='coat'"),
-]
-
-
-@pytest.mark.parametrize(("changes", "coat", "message"), REFUSED)
-def test_what_full_fine_tuning_cannot_do_is_refused(
-    changes: dict[str, Any], coat: dict[str, Any], message: str
+@pytest.mark.parametrize(("trainers", "network", "changes", "coat", "message"), REFUSED)
+def test_what_cannot_be_trained_is_refused(
+    trainers: tuple[str, ...], network: bool, changes: dict[str, Any], coat: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=message):
-        JobConfig.from_dict(job(changes, **coat))
-    assert re.search(message, inside_ai_toolkit(changes, **coat))
-
-
-def test_what_one_trainer_cannot_do_is_refused_there() -> None:
-    for changes, message in ALONE:
-        with pytest.raises(ConfigError, match=message):
-            JobConfig.from_dict(job(changes))
-    for changes, message in INSIDE:
-        assert re.search(message, inside_ai_toolkit(changes)), message
+    for trainer in trainers:
+        assert re.search(message, errors(trainer, network, changes, **coat)), trainer
 
 
 def test_inside_ai_toolkit_a_job_without_network_is_as_in_the_stand_alone_trainer() -> None:
-    assert inside_ai_toolkit({"train.fused_backward": True}, include=["*.attn.*"], exclude=["*.bias"]) == ""
-    assert inside_ai_toolkit({"save": {"dtype": "bf16"}}, activation={"wgrad_format": "e4m3"}) == ""
+    assert errors("ai-toolkit", FULL, FUSED, include=["*.attn.*"], exclude=["*.bias"]) == ""
+    assert errors("ai-toolkit", FULL, {"save": {"dtype": "bf16"}}, activation={"wgrad_format": "e4m3"}) == ""
     shipped = Path(__file__).parents[2] / "configs" / "flux_full_80gb.yaml"
     assert check_job_file(shipped, trainer="ai-toolkit") == check_job_file(shipped) == []
-    assert "several processes train a network (a LoRA)" in inside_ai_toolkit(num_processes=2)
+    assert "several processes train a network (a LoRA)" in errors("ai-toolkit", FULL, {}, num_processes=2)
     entry = job(activation={"format": "e4m3"})["config"]["process"][0]
     assert in_force(coat_of_entry(entry, "f.yaml")) == ("generic", "never", True)
     assert coat_of_entry(entry | {"network": {"type": "lora"}}, "f.yaml").activation.flow == "fused"
-
-
-def test_what_a_lora_cannot_do_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"train\.fused_backward=true(.|\n)*coat\.include=.*only_if_contains"):
-        JobConfig.from_dict(job({"train.fused_backward": True}, network=True, include=["*.attn.*"]))
-    for trainer in ("standalone", "ai-toolkit"):
-        for changes, coat in (({}, {"offload": "cpu"}), ({"train.optimizer_params": {"offload": "cpu"}}, {})):
-            items = check_job_dict(job(changes, network=True, optimizer=coat), trainer=trainer)
-            assert any("offload='cpu': is for full fine-tuning" in item.line() for item in items)
-    assert JobConfig.from_dict(job(network=True, include=["*"], exclude=[])).coat.include == ("*",)
-    inside = inside_ai_toolkit({"train.fused_backward": True}, network=True, include=["*.attn.*"])
-    assert "train.fused_backward=true: is for full fine-tuning" in inside
-    assert re.search("coat.include.*only_if_contains", inside)
-    assert "fused_backward='yes'" in inside_ai_toolkit({"train.fused_backward": "yes"})
-    plain = inside_ai_toolkit({"train.fused_backward": True, "train.optimizer": "adamw", "type": "sd_trainer"})
-    assert "type: coat_flux_trainer" in plain
-
-
-def test_wgrad_format_is_for_trained_weights_with_one_scale_a_row() -> None:
-    parsed = JobConfig.from_dict(job(activation={"wgrad_format": "e4m3"}))
-    assert parsed.coat.linear_config().wgrad_format == "e4m3"
-    with pytest.raises(ConfigError, match=r"wgrad_format='e4m3'.*int8"):
-        JobConfig.from_dict(job(activation={"wgrad_format": "e4m3", "format": "int8"}, weight={"format": "int8"}))
-    with pytest.raises(ConfigError, match="wgrad_format='e5m2'"):
-        JobConfig.from_dict(job(network=True, activation={"wgrad_format": "e5m2"}))
 
 
 def test_codes_of_trained_weights_are_kept_and_forgotten_as_copies_are() -> None:

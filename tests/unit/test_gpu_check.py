@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import psutil
@@ -18,7 +16,7 @@ from coat_flux.bench import worker
 from coat_flux.bench.configurations import named
 from coat_flux.bench.limits import Geometry
 from coat_flux.plan.speed import Card
-from scripts import _gpu_kernels
+from scripts import _gpu_kernels, gpu_check
 from scripts._gpu_trainer import measure_trainer
 from tests.helpers.kernel_cases import CASES
 
@@ -38,36 +36,23 @@ json.dump({"status": status, "reason": "of " + row, "measurements": []}, open(sy
 """
 
 
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gpu_check", ROOT / "scripts" / "gpu_check.py")
-    module = sys.modules["gpu_check"] = importlib.util.module_from_spec(spec)
-    path = list(sys.path)
-    sys.path.insert(0, str(ROOT / "scripts"))
-    spec.loader.exec_module(module)
-    sys.path[:] = path
-    yield module
-    del sys.modules["gpu_check"]
-
-
 class Bench:
     """Stages that note that they ran, in a folder."""
 
-    def __init__(self, script: ModuleType, folder: Path) -> None:
-        self.script, self.out, self.ran = script, folder / "out", folder / "ran"
+    def __init__(self, folder: Path) -> None:
+        self.out, self.ran = folder / "out", folder / "ran"
 
     def note(self, name: str, code: str = "", **settings: Any) -> Any:
         command = ("-c", f"{NOTE}; {code}", str(self.ran), f"{name} ", "{result}")
-        return self.script.Stage(name, "", settings.pop("seconds", 30), command, **settings)
+        return gpu_check.Stage(name, "", settings.pop("seconds", 30), command, **settings)
 
     def rows(self, name: str, rows: str, seconds: float = 30) -> Any:
         command = ("-c", ROWS, "{spec}", "{result}", str(self.ran))
-        return self.script.Stage(name, "", seconds, command, "step", tuple(rows.split()))
+        return gpu_check.Stage(name, "", seconds, command, "step", tuple(rows.split()))
 
     def run(self, *stages: Any, again: tuple[str, ...] = (), minutes: float = 5.0, dry: bool = False) -> int:
         self.ran.write_text("")
-        code: int = self.script.run(self.script.open_check(self.out, dry, minutes, stages), again)
-        return code
+        return gpu_check.run(gpu_check.open_check(self.out, dry, minutes, stages), again)
 
     @property
     def order(self) -> list[str]:
@@ -80,8 +65,8 @@ class Bench:
 
 
 @pytest.fixture
-def bench(script: ModuleType, tmp_path: Path) -> Bench:
-    return Bench(script, tmp_path)
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
 
 
 def test_a_broken_stage_is_recorded_and_the_others_run(bench: Bench) -> None:
@@ -141,29 +126,27 @@ def test_a_row_that_ends_its_process_costs_itself_alone(bench: Bench) -> None:
     assert "the last words of die" in bench.stages["step"]["tail"]
 
 
-def test_rows_that_minutes_were_too_short_for_come_in_the_next_run(
-    bench: Bench, script: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(script, "LEAST_SECONDS", 0.5)
+def test_rows_that_minutes_were_too_short_for_come_in_the_next_run(bench: Bench, monkeypatch: Any) -> None:
+    monkeypatch.setattr(gpu_check, "LEAST_SECONDS", 0.5)
     assert bench.run(bench.rows("step", "a hang"), bench.note("next"), minutes=1.5 / 60) == 1
     assert bench.stages["step"]["status"] == "cut"
     assert bench.run(bench.rows("step", "a b"), bench.note("next")) == 0
     assert bench.order == ["b", "next"]
 
 
-def test_rows_of_a_killed_run_stay(bench: Bench, script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    process = script.process
+def test_rows_of_a_killed_run_stay(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    process = gpu_check.process
 
     def killed(check: Any, stage: Any, until: float, **spec: Any) -> Any:
         if spec["configuration"] == "b":
             raise KeyboardInterrupt
         return process(check, stage, until, **spec)
 
-    monkeypatch.setattr(script, "process", killed)
+    monkeypatch.setattr(gpu_check, "process", killed)
     with pytest.raises(KeyboardInterrupt):
         bench.run(bench.rows("step", "a b"))
     assert bench.stages["step"]["status"] == "cut"
-    monkeypatch.setattr(script, "process", process)
+    monkeypatch.setattr(gpu_check, "process", process)
     (bench.out / "running.json").write_text("half")
     (bench.out / ".writing-0123-gpu_check.json").write_text("half a file")
     assert bench.run(bench.rows("step", "a b")) == 0
@@ -195,33 +178,31 @@ def test_every_listed_kernel_is_timed() -> None:
 
 
 @pytest.mark.triton
-def test_a_dry_run_executes_every_kind_of_stage(
-    bench: Bench, script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dry_run_executes_every_kind_of_stage(bench: Bench, tmp_path: Path, monkeypatch: Any) -> None:
     """The processes of stages run in this one, but for pytest's; kernels are those of one launcher."""
-    monkeypatch.setattr(script, "TOY", Geometry(1, 1, 1, 4))
-    monkeypatch.setitem(script.TOY_ROWS, "bf16", ("bf16",))
+    monkeypatch.setattr(gpu_check, "TOY", Geometry(1, 1, 1, 4))
+    monkeypatch.setitem(gpu_check.TOY_ROWS, "bf16", ("bf16",))
     mains = {
-        script.WORKER: worker.main,
-        script.KERNELS: _gpu_kernels.main,
-        script.TRAINERS: lambda: worker.main(measure_trainer),
+        gpu_check.WORKER: worker.main,
+        gpu_check.KERNELS: _gpu_kernels.main,
+        gpu_check.TRAINERS: lambda: worker.main(measure_trainer),
     }
-    process = script.process
+    process = gpu_check.process
 
     def here(check: Any, stage: Any, until: float, **spec: Any) -> tuple[str, str]:
         if stage.command not in mains:
             return process(check, stage, until, **spec)
-        spec |= {"geometry": script.TOY._asdict(), "sizes": script.TOY_SIZES, "repeats": 1, "device": "cpu"}
+        spec |= {"geometry": gpu_check.TOY._asdict(), "sizes": gpu_check.TOY_SIZES, "repeats": 1, "device": "cpu"}
         (tmp_path / "spec.json").write_text(json.dumps(spec))
-        monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "spec.json"), str(check.out / script.RUNNING)])
+        monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "spec.json"), str(check.out / gpu_check.RUNNING)])
         mains[stage.command]()
         return "", ""
 
-    monkeypatch.setattr(script, "process", here)
+    monkeypatch.setattr(gpu_check, "process", here)
     monkeypatch.setattr("tests.helpers.kernel_cases.CASES", {"quantize per row e4m3": CASES["quantize per row e4m3"]})
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    tests, stages = (*script.PYTEST, "--version"), []
-    for stage in script.STAGES:
+    tests, stages = (*gpu_check.PYTEST, "--version"), []
+    for stage in gpu_check.STAGES:
         assert not stage.rows or set(stage.rows) <= named(stage.level).keys(), stage.name
         if stage.name not in ("fp8", "peers", "plan"):  # of kinds that others are of, too
             stages.append(stage._replace(command=tests) if stage.name == "tests" else stage)

@@ -20,6 +20,7 @@ from coat_flux.base.errors import UserError
 from coat_flux.cli.runs import serve
 from coat_flux.pages.live import Watch
 from coat_flux.watch.live import COMMANDS, LiveRun, give_command, read_status
+from tests.unit.test_run_report import make_run
 
 PICTURE = "1700000000000__000000002_0.png"
 LINKED = "1700000000000__000000009_0.png"
@@ -27,17 +28,10 @@ LINKED = "1700000000000__000000009_0.png"
 
 def make_watched_run(folder: Path) -> Path:
     """A run's folder with a sample, and things beside it that nobody may read."""
-    (folder / "coat").mkdir(parents=True)
+    make_run(folder, [1 / step for step in range(1, 11)])
     (folder / "samples").mkdir()
-    rows = ["step,epoch,loss,lr,grad_norm,s_per_it,peak_memory_gb,skipped"]
-    rows += [f"{i},0,{1 / i},1e-4,1.0,0.5,8.25,0" for i in range(1, 11)]
-    (folder / "coat" / "metrics.csv").write_text("\n".join(rows) + "\n", encoding="utf-8")
     (folder / "coat" / "validation.csv").write_text("step,loss\n0,3.0\n4,1.0\n8,2.0\n", encoding="utf-8")
     (folder / "coat" / "log.txt").write_text("<script>alert(1)</script>\nlast line\n", encoding="utf-8")
-    process = (
-        "{type: coat_flux_trainer, trigger_word: sks, validation: {hold_out: 2}, sample: {prompts: ['[trigger] <b>']}}"
-    )
-    (folder / "config.yaml").write_text(f"config: {{name: shirt, process: [{process}]}}\n", encoding="utf-8")
     Image.new("RGB", (8, 8), "red").save(folder / "samples" / PICTURE)
     (folder.parent / PICTURE).write_text("secret", encoding="utf-8")
     (folder / "samples" / LINKED).symlink_to(folder.parent / PICTURE)
@@ -173,17 +167,18 @@ def test_the_page_shows_the_run_and_escapes_its_texts(run: Path) -> None:
     with live(run):
         page = page_of(run)
     assert enabled(page) == list(COMMANDS)
-    assert "<title>10 % shirt</title>" in page
-    for part in ("step 10 of 100, 0.5 s per step, 0:00:45 left", "lowest: step 4", "sks &lt;b&gt;", "last line"):
+    assert "<title>10 % shirt &lt;b&gt;</title>" in page
+    for part in ("step 10 of 100, 0.25 s per step, 0:00:22 left", "lowest: step 4", "a sks &lt;i&gt;", "last line"):
         assert part in page, part
     assert f'src="samples/{PICTURE}"' in page  # and not the newer one, a link
     assert "<script>" not in page
     assert "<b>" not in page
 
 
-@pytest.mark.parametrize(
-    ("phase", "words"), [("sample", "Sampling"), ("step", "Training"), ("load", "Loading"), (None, "Training")]
-)
+PHASES = {"sample": "Sampling", "step": "Training", "load": "Loading", None: "Training"}
+
+
+@pytest.mark.parametrize(("phase", "words"), PHASES.items())
 def test_the_phase_that_is_open_is_named(run: Path, phase: str | None, words: str) -> None:
     phases = {name: {"open": name == phase} for name in ("load", "step", "sample")}
     (run / "coat" / "memory.json").write_text(json.dumps({"phases": phases}), encoding="utf-8")

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from scripts import _environment as environment
+
 VERSION = "2.13.0"
-
-
-@pytest.fixture
-def environment() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("_environment", ROOT / "scripts" / "_environment.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 class Pip:
@@ -29,7 +19,7 @@ class Pip:
     `cuda` says of each torch that is asked whether it is a CUDA build.
     """
 
-    def __init__(self, monkeypatch, environment, *, gpu: bool, torch=None, cuda=(), missing: tuple[str, ...] = ()):
+    def __init__(self, monkeypatch, *, gpu: bool, torch=None, cuda=(), missing: tuple[str, ...] = ()):
         self.calls: list[list[str]] = []
         self.missing, builds = missing, iter(cuda)
         monkeypatch.setattr(environment, "has_nvidia_gpu", lambda: gpu)
@@ -66,9 +56,9 @@ CPU_BUILD, DEFAULT_BUILD = f"torch=={VERSION}+cpu", f"torch=={VERSION}"
     ],
 )
 def test_which_torch_a_machine_gets(
-    monkeypatch, environment, machine: dict[str, Any], index: str | None, asked: list[list[str]], error: str | None
+    monkeypatch, machine: dict[str, Any], index: str | None, asked: list[list[str]], error: str | None
 ) -> None:
-    pip = Pip(monkeypatch, environment, **machine)
+    pip = Pip(monkeypatch, **machine)
     if error is None:
         environment._install_torch(index)
     else:
@@ -77,8 +67,8 @@ def test_which_torch_a_machine_gets(
     assert pip.calls == asked
 
 
-def test_the_package_is_installed_once_per_setup_py(monkeypatch, environment, tmp_path) -> None:
-    pip = Pip(monkeypatch, environment, gpu=False)
+def test_the_package_is_installed_once_per_setup_py(monkeypatch, tmp_path) -> None:
+    pip = Pip(monkeypatch, gpu=False)
     (tmp_path / "env").mkdir()
     (tmp_path / "setup.py").write_text("one")
     monkeypatch.setattr(environment, "ROOT", tmp_path)
