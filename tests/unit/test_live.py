@@ -28,7 +28,8 @@ LINKED = "1700000000000__000000009_0.png"
 
 def make_watched_run(folder: Path) -> Path:
     """A run's folder with a sample, and things beside it that nobody may read."""
-    make_run(folder, [1 / step for step in range(1, 11)])
+    config = make_run(folder, [1 / step for step in range(1, 11)]) / "config.yaml"
+    config.write_text(config.read_text().replace("train:", "validation: {hold_out: 2}\n    train:"))
     (folder / "samples").mkdir()
     (folder / "coat" / "validation.csv").write_text("step,loss\n0,3.0\n4,1.0\n8,2.0\n", encoding="utf-8")
     (folder / "coat" / "log.txt").write_text("<script>alert(1)</script>\nlast line\n", encoding="utf-8")

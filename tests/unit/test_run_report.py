@@ -31,7 +31,6 @@ config:
     trigger_word: sks
     network: {type: lora, linear: 16}
     train: {steps: 1000}
-    validation: {hold_out: 2}
     sample: {sample_every: 250, prompts: ["a [trigger] <i>shirt</i>", "another"]}
     model: {name_or_path: some/model}
     coat: {activation: {exclude: ["x_block.*"]}}
