@@ -10,7 +10,7 @@ import pytest
 
 from coat_flux.base.errors import UserError
 from coat_flux.bench import measure, runner, worker
-from coat_flux.bench.configurations import CONFIGURATIONS, COUNT, LEVELS, TRAINER, BenchOptions, named, rivals
+from coat_flux.bench.configurations import CONFIGURATIONS, LEVELS, TRAINER, BenchOptions, named, rivals
 from coat_flux.bench.limits import DEVICE_NAMES, Geometry, known_card, least_ms, step_work, token_count
 from coat_flux.bench.runner import summarize, write
 from coat_flux.cli.entry import main
@@ -60,7 +60,6 @@ def test_every_row_is_complete_and_as_its_trainer_runs_it() -> None:
     for row in CONFIGURATIONS:
         config = COATConfig.from_dict(dict(row.coat or {}))
         assert row.optimizer in named("optimizer")
-        assert set(row.levels) <= {*LEVELS, TRAINER, COUNT}
         assert row.coat is None or config.fallback == "error"
         assert row.coat is None or config.memory.checkpointing in ("none", "all")  # else the limit is unknown
         without = row.coat is not None or row.name.startswith("toolkit") or row.adapters == "bf16"
@@ -68,11 +67,8 @@ def test_every_row_is_complete_and_as_its_trainer_runs_it() -> None:
     for level in (*LEVELS, TRAINER):
         for name in named(level):
             assert set(rivals(level, name).values()) <= named(level).keys()
-    assert named("step")["coat"].fp8_linears
     assert not named("step")["coat_weight_only"].fp8_linears
     assert named("step")["coat_recomputed"].recomputes
-    assert not named("step")["coat"].recomputes
-    assert [row.name for row in CONFIGURATIONS if row.captures] == ["coat_cudagraphs"]
 
 
 # -- a process -----------------------------------------------------------------------------------------------------
@@ -165,20 +161,20 @@ def test_rounds_alternate_and_what_gives_no_figures_is_not_tried_again() -> None
         started.append(asked["configuration"])
         return results[asked["configuration"]]
 
-    options = BenchOptions(("step", "optimizer"), (512, 1024), (1, 4), configurations=("bf16", "coat", "adamw_fused"))
-    sizes = [((resolution, batch),) for batch in (1, 4) for resolution in (512, 1024)]
-    steps = [("step", name, size) for size in sizes for name in ("bf16", "coat")]  # rivals next to each other
-    assert options.cases() == [*steps, ("optimizer", "adamw_fused", ())]
     options = BenchOptions(("step",), (64,), (1,), 2, tuple(results), TINY, timeout_s=9.0)
     runs = list(runner.run_cases(options, lines.append, start))
     assert started == ["bf16", "torchao_float8", "coat", "coat_int8", "coat_int8", "bf16"]
     assert [run["round"] for run in runs] == [1, 1, 1, 1, 2, 2]
-    assert [line.rsplit(" (", 1)[0] for line in lines[:3]] == [
-        "[1/8] round 1, step bf16 at 64 px x 1: step 2.00 ms",
-        "[2/8] round 1, step torchao_float8 at 64 px x 1: cannot run here: needs a package",
-        "[3/8] round 1, step coat at 64 px x 1: out of memory",
-    ]
-    assert lines[-1].startswith("[8/8] round 2, step bf16")
+    assert lines[0].startswith("[1/8] round 1, step bf16 at 64 px x 1: step 2.00 ms")
+    assert "torchao_float8 at 64 px x 1: cannot run here: needs a package" in lines[1]
+    assert "[3/8] round 1, step coat at 64 px x 1: out of memory" in lines[2]
+
+
+def test_rivals_run_next_to_each_other() -> None:
+    options = BenchOptions(("step", "optimizer"), (512, 1024), (1, 4), configurations=("bf16", "coat", "adamw_fused"))
+    sizes = [((resolution, batch),) for batch in (1, 4) for resolution in (512, 1024)]
+    steps = [("step", name, size) for size in sizes for name in ("bf16", "coat")]
+    assert options.cases() == [*steps, ("optimizer", "adamw_fused", ())]
 
 
 def ran(number: int, name: str, samples: list[float], level: str = "step", **figures: Any) -> dict[str, Any]:

@@ -26,7 +26,7 @@ def results(folder: Path) -> dict[str, dict[str, object]]:
     return {path.stem.split("-")[2]: json.loads(path.read_text()) for path in folder.iterdir()}
 
 
-def test_both_learn_from_the_same_start(printed: tuple[str, Path]) -> None:
+def test_both_learn_from_the_same_start_and_bytes_are_counted(printed: tuple[str, Path]) -> None:
     found = results(printed[1])
     for result in found.values():
         assert result["losses"][0] == pytest.approx(math.log(256), abs=0.1)
@@ -34,10 +34,6 @@ def test_both_learn_from_the_same_start(printed: tuple[str, Path]) -> None:
         assert result["loss"] < 0.8 * math.log(256)
     assert found["bf16"]["losses"] != found["coat"]["losses"]
     assert found["bf16"]["losses"] == pytest.approx(found["coat"]["losses"], rel=0.02)
-
-
-def test_bytes_are_counted(printed: tuple[str, Path]) -> None:
-    found = results(printed[1])
     assert found["bf16"]["state_bytes"] == pytest.approx(8.0, abs=0.01)
     assert 2.0 < found["coat"]["state_bytes"] < 2.5  # many parameters are shorter than a block
     assert found["coat"]["saved_bytes"] < 0.8 * found["bf16"]["saved_bytes"]
