@@ -38,15 +38,7 @@ def process(file: Path) -> dict:
 
 
 @pytest.mark.parametrize(("gb", "origin", "fits"), [(2, "8gb", False), (16, "16gb", True)])
-def test_writes_what_check_accepts(
-    folder: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    gb: int,
-    origin: str,
-    fits: bool,
-) -> None:
+def test_writes_what_check_accepts(folder, tmp_path, capsys, monkeypatch, gb, origin, fits):
     if not fits:  # without the long search for changes that fit
         candidates = {f"flux_clothing_coat_{gb}gb.yaml": 0 for gb in (16, 8)}
         monkeypatch.setattr("coat_flux.plan.starter.CANDIDATES", candidates)
@@ -93,13 +85,7 @@ def test_without_photos_check_asks_for_them(tmp_path: Path, capsys: pytest.Captu
         (["--gpu", "nonsense"], "nonsense"),
     ],
 )
-def test_refusals(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    said: str,
-) -> None:
+def test_refusals(tmp_path, monkeypatch, capsys, arguments, said):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "photos").mkdir()
     assert main(["new", *arguments]) == 2

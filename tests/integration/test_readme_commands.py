@@ -140,9 +140,7 @@ def test_the_chinese_pages_have_the_same_commands() -> None:
 
 
 @pytest.mark.parametrize("command", SAYS)
-def test_commands_work(
-    command: str, workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_work(command, workplace, monkeypatch, capsys):
     monkeypatch.chdir(workplace)
     program, *arguments = shlex.split(command)
     assert program == "coat-flux"

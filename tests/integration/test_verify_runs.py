@@ -115,9 +115,7 @@ def test_json_and_page_hold_the_verdict(verdict: Verdict) -> None:
     assert not re.search(r"(src|href)\s*=\s*[\"']?\s*(https?:)?//", page)
 
 
-def test_finished_runs_are_not_repeated_and_seeds_can_be_added(
-    verdict: Verdict, place: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_finished_runs_are_not_repeated_and_seeds_can_be_added(verdict, place, monkeypatch):
     trained: list[str] = []
 
     def sessions(job: Any, *arguments: Any) -> Session:
@@ -136,9 +134,7 @@ def test_finished_runs_are_not_repeated_and_seeds_can_be_added(
     assert {run.name: run.lora.stat().st_mtime_ns for run in verdict.runs} == before
 
 
-def test_a_coat_run_that_dies_is_not_lossless(
-    verdict: Verdict, place: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_coat_run_that_dies_is_not_lossless(verdict, place, monkeypatch):
     plain = Study.train_arm
 
     def train_arm(self: Study, name: str, arm: Any, seed: int) -> Any:
@@ -154,13 +150,7 @@ def test_a_coat_run_that_dies_is_not_lossless(
     assert [run.name for run in died.runs] == ["bf16_seed7", "coat_seed7", "bf16_seed8"]
 
 
-def test_command_says_the_sentence_and_its_exit_code(
-    verdict: Verdict,
-    place: dict[str, Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_command_says_the_sentence_and_its_exit_code(verdict, place, tmp_path, capsys, monkeypatch):
     path = tmp_path / "job.yaml"
     path.write_text(yaml.safe_dump(job_of(place)), encoding="utf-8")
     asked: list[Any] = []

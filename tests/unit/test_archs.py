@@ -42,9 +42,7 @@ def test_archs_are_read_from_source_and_through_links(tmp_path: Path) -> None:
         ("unheard", True, "error", "docs/models.md"),
     ],
 )
-def test_an_arch_is_trained_refused_or_treated_cautiously(
-    tmp_path: Path, arch: str, checked_out: bool, severity: str | None, words: str
-) -> None:
+def test_an_arch_is_trained_refused_or_treated_cautiously(tmp_path, arch, checked_out, severity, words):
     findings = Findings("f.yaml")
     check_arch(arch, set(archs_of(checkout(tmp_path))) if checked_out else set(), "model.arch", findings)
     assert [item.severity for item in findings.all] == ([severity] if severity else [])

@@ -71,9 +71,6 @@ def test_every_row_is_complete_and_as_its_trainer_runs_it() -> None:
     assert named("step")["coat_recomputed"].recomputes
 
 
-# -- a process -----------------------------------------------------------------------------------------------------
-
-
 def spec(level: str, configuration: str, **changes: Any) -> dict[str, Any]:
     plain = {"sizes": [[64, 1]], "geometry": TINY._asdict(), "device": "cpu", "repeats": 2}
     return {"level": level, "configuration": configuration, **plain, **changes}
@@ -117,9 +114,7 @@ def test_a_machine_that_lacks_something_is_a_reason(monkeypatch: pytest.MonkeyPa
         ("coat", RuntimeError("CUDA error: out of memory"), "out of memory", "RuntimeError: CUDA error: out of memory"),
     ],
 )
-def test_errors_become_results(
-    monkeypatch: pytest.MonkeyPatch, configuration: str, error: Exception, status: str, reason: str
-) -> None:
+def test_errors_become_results(monkeypatch, configuration, error, status, reason):
     def fail(*_: Any) -> None:
         raise error
 
@@ -141,9 +136,6 @@ def test_a_process_without_a_result_has_failed(monkeypatch: pytest.MonkeyPatch) 
 def test_an_unusable_device_is_an_error() -> None:
     with pytest.raises(UserError, match="--device nonsense"):
         runner.describe(BenchOptions(device="nonsense"), lambda asked, _: worker.run(asked))
-
-
-# -- rounds and figures --------------------------------------------------------------------------------------------
 
 
 def test_rounds_alternate_and_what_gives_no_figures_is_not_tried_again() -> None:
@@ -245,9 +237,6 @@ def test_the_table_shows_every_row(tmp_path: Path) -> None:
     assert len({line.count("|") for line in lines if line.startswith("|")}) == 1
 
 
-# -- no figures from code whose tests fail -----------------------------------------------------------------------------
-
-
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A repository with a green test for kernels and a red one for the optimizer."""
@@ -258,9 +247,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_tests_that_are_not_here_are_named_and_without_pytest_its_packages(
-    repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tests_that_are_not_here_are_named_and_without_pytest_its_packages(repository, monkeypatch, capsys):
     passed, text, _ = runner.run_tests(["step"], repository / "tests")
     assert passed
     assert "no tests were run" in text
@@ -269,9 +256,7 @@ def test_tests_that_are_not_here_are_named_and_without_pytest_its_packages(
     assert "pytest, pytest-timeout, hypothesis" in capsys.readouterr().err
 
 
-def test_red_tests_give_exit_code_1_and_no_figures(
-    repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_red_tests_give_exit_code_1_and_no_figures(repository, tmp_path, capsys):
     assert main(["bench", "--level", "optimizer", *ARGUMENTS, "--out", str(tmp_path / "out")]) == 1
     captured = capsys.readouterr()
     assert captured.out.startswith("tests: tests/kernels tests/optim: red (1 failed, 1 passed in ")

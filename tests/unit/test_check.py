@@ -40,9 +40,6 @@ def findings(changes: Changes, trainer: str = "standalone", **keywords: Any) -> 
     return [(item.severity, item.key.removeprefix("config.process[0]."), item.text) for item in items]
 
 
-# --- findings ---
-
-
 def test_a_finding_is_one_line_with_file_key_value_rule_and_remedy() -> None:
     (item,) = check_job_dict(job_with({"train.steps": 0}), file="f.yaml")
     text = "must be a whole number of at least 1; write 1000, for example"
@@ -145,9 +142,6 @@ def test_a_validation_block_is_checked_in_both_and_measured_in_our_process_alone
     assert ["datasets[1]" in text for _, key, text in controls if key == "validation"] == [True]
 
 
-# --- ai-toolkit's table of keys, and an ai-toolkit that is there ---
-
-
 def checkout(root: Path, *, train: str = "steps", version: str = VERSION) -> Path:
     """A folder with just what is read of ai-toolkit; its source has the key `train`."""
     files = {"version.py": f'VERSION = "{version}"\n', **dict.fromkeys(SOURCES, f"self.x = kwargs.get('{train}', 1)")}
@@ -248,9 +242,6 @@ def test_ai_toolkit_s_own_flux_examples_have_no_error() -> None:
         items = check_job_file(path, trainer=AI_TOOLKIT, toolkit_root=root)
         errors = [item.line() for item in items if item.severity == "error"]
         assert [line for line in errors if "control_path='/path/to/control/folder': no such folder" not in line] == []
-
-
-# --- the command ---
 
 
 @pytest.fixture

@@ -138,9 +138,7 @@ def test_folders_around_and_inside_a_model_are_told(model: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("trainer", [ALONE, AITK])
-def test_a_model_behind_an_agreement_is_told_before_the_download(
-    trainer: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_model_behind_an_agreement_is_told_before_the_download(trainer, monkeypatch, tmp_path):
     (line,) = found(DEV, trainer)
     assert line.startswith("error: model.name_or_path: must be agreed to before the download")
     assert f"https://huggingface.co/{DEV}" in line

@@ -44,9 +44,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize("command", ["check", "train"])
-def test_every_finding_goes_to_stderr_with_exit_code_2_and_no_traceback(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], trainer: SimpleNamespace
-) -> None:
+def test_every_finding_goes_to_stderr_with_exit_code_2_and_no_traceback(command, tmp_path, capsys, trainer):
     path = tmp_path / "bad.yaml"
     path.write_text(yaml_of(job_with({"train.stpes": 7, "train.lr": "x"})), encoding="utf-8")
     assert main([command, str(path)]) == 2
@@ -63,9 +61,7 @@ def test_train_hands_the_checked_job_to_the_engine(job_file: Path, trainer: Simp
     assert ["config.process[0].sample.neg" in note for note in job.notes] == [True]
 
 
-def test_errors_of_the_user_need_no_traceback_and_other_ones_keep_theirs(
-    job_file: Path, trainer: SimpleNamespace, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_errors_of_the_user_need_no_traceback_and_other_ones_keep_theirs(job_file, trainer, capsys):
     for error, code, text in (
         (UserError("photos: no images; put some there"), 2, "error: photos: no images; put some there\n"),
         (MemoryError(), 2, "error: out of CPU memory"),

@@ -53,9 +53,6 @@ def findings(block: object) -> list[str]:
     return str(caught.value).splitlines()
 
 
-# --- single options ---
-
-
 def test_an_empty_block_has_every_default() -> None:
     """The defaults themselves are those of docs/options.md, by tests/architecture/test_readme.py."""
     assert all(reduce(getattr, key.split("."), COATConfig()) == option.default for key, option in BY_KEY.items())
@@ -100,8 +97,6 @@ def test_a_removed_option_is_named_with_what_replaces_it(name: str) -> None:
     assert line.endswith(REMOVED[name])
     assert "; write " in line or "; remove" in line
 
-
-# --- combinations ---
 
 INT8 = {"format": "int8"}
 INTEGER_MOMENTS = {"m1_format": "int8_ratio", "m2_format": "uint8_log"}
@@ -173,9 +168,6 @@ def test_to_dict_holds_every_option_and_reads_back(block: dict[str, Any]) -> Non
     assert set(tree) == {option.key.split(".")[0] for option in OPTIONS}
     stored, _ = config.optimizer_config()
     assert (stored.m1_format, stored.m2_format) == (config.optimizer.m1_format, config.optimizer.m2_format)
-
-
-# --- what the numerics get ---
 
 
 def test_the_optimizer_gets_the_block_s_values_and_optimizer_params_override_them() -> None:

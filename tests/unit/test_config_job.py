@@ -40,9 +40,6 @@ def parse(changes: dict[str, Any] | None = None) -> JobConfig:
     return JobConfig.from_dict(job_with(SMALL | (changes or {})), file="f.yaml")
 
 
-# --- the file ---
-
-
 def write(folder: Path, text: str, name: str = "job.yaml", encoding: str = "utf-8") -> Path:
     path = folder / name
     path.write_bytes(text.encode(encoding))
@@ -72,9 +69,7 @@ def test_name_is_replaced_everywhere_and_may_come_from_the_command_line(tmp_path
     assert load_job_yaml(nameless, name="other")["config"]["name"] == "other"
 
 
-def test_a_variable_is_used_and_kept_unexpanded_in_what_is_stored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_variable_is_used_and_kept_unexpanded_in_what_is_stored(tmp_path, monkeypatch):
     monkeypatch.setenv("MY_TOKEN", "hf_secret")
     monkeypatch.setenv("MY_STEPS", "7")
     text = (ROOT / "configs" / "flux_clothing_tiny.yaml").read_text(encoding="utf-8")
@@ -116,9 +111,6 @@ def test_raw_is_the_job_as_read_and_load_takes_a_path_or_a_mapping(tmp_path: Pat
     path = write(tmp_path, yaml.safe_dump(job.raw))
     again = JobConfig.load(path)
     assert (again.file, again.train, again.coat) == (str(path), job.train, job.coat)
-
-
-# --- the job ---
 
 
 def test_a_job_is_typed_and_has_ai_toolkit_s_defaults() -> None:

@@ -51,9 +51,6 @@ def test_shuffle_keeps_the_tokens_and_follows_the_seed():
     assert sorted(first.split(", ")) == ["front view", "long sleeves", "red", "studio light"]
 
 
-# -- warnings ----------------------------------------------------------------------------------------------------------
-
-
 def warnings(folder, captions, trigger="ohwx", **settings) -> list[str]:
     for i, caption in enumerate(captions):
         write(folder / f"{i}.jpg", jpeg(seed=i))

@@ -175,9 +175,6 @@ def test_to_tensor_range_and_layout():
     assert tensor[2].unique().item() == pytest.approx(51 / 127.5 - 1)
 
 
-# -- near duplicates ---------------------------------------------------------------------------------------------------
-
-
 def garment(colour, seed=1, size=(256, 256)) -> Image.Image:
     """A coloured shape in front of a noisy white wall."""
     rng = np.random.default_rng(seed)

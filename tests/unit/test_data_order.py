@@ -88,9 +88,6 @@ def test_buckets_are_ai_toolkits():
             assert (ours.width, ours.height) == (theirs["width"], theirs["height"]), (width, height, resolution)
 
 
-# -- samples -----------------------------------------------------------------------------------------------------------
-
-
 def config(folder, **changes):
     return DatasetSection(**{"folder_path": str(folder), "resolution": (64,), **changes})
 
@@ -135,9 +132,6 @@ def test_repeats_flips_and_several_datasets(tmp_path):
     samples = scan([config(tmp_path / "one", num_repeats=2, flip_x=True), config(tmp_path / "two")])
     one = [(0, "a.png", False)] * 2 + [(0, "a.png", True)] * 2
     assert [(s.dataset_index, s.image_path.name, s.flip) for s in samples] == [*one, (1, "b.png", False)]
-
-
-# -- the order of batches ----------------------------------------------------------------------------------------------
 
 
 def make_samples(counts):

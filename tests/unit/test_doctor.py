@@ -44,9 +44,6 @@ def card(monkeypatch):
     return card
 
 
-# -- lines, verdict, isolation, command
-
-
 @pytest.mark.parametrize(
     ("lines", "works", "text"),
     [
@@ -90,9 +87,6 @@ def test_the_command_prints_on_any_console_and_ends_with_1_where_training_cannot
     assert shown[-1].startswith("training works here on the CPU only") or "see Python" in shown[-1]
 
 
-# -- software
-
-
 @pytest.mark.parametrize(
     ("cuda", "names", "stops"),
     [(None, ["NVIDIA L40S, driver 580.65"], True), (None, [], False), ("13.0", ["NVIDIA L40S, driver 580.65"], False)],
@@ -126,9 +120,6 @@ def test_versions_are_held_against_the_bounds_of_setup(monkeypatch):
     assert str(missing) == "✗ peft: not installed -> pip install 'peft>=0.17'"
     assert str(rest) == "✓ packages: diffusers 0.35.1, transformers 5.0.0.dev0, safetensors 0.5; 4 checked"
     assert [line.stops for line in (old, missing, rest)] == [True, True, False]
-
-
-# -- memory, disk, the model
 
 
 @pytest.mark.parametrize(
@@ -198,9 +189,6 @@ def test_disk(cache, tmp_path, monkeypatch):
     assert [line.mark for line in probes.disk()] == ["✗", "✗"]
 
 
-# -- ai-toolkit
-
-
 def test_a_checkout_and_our_link_in_it(tmp_path, monkeypatch):
     checkout = copy_checkout(tmp_path / "ait")
     version, extension = ai_toolkit(checkout)
@@ -222,9 +210,6 @@ def test_a_checkout_and_our_link_in_it(tmp_path, monkeypatch):
     line = next(ai_toolkit(None))
     assert line.stops
     assert "no run.py, toolkit/extension.py, extensions" in line.text
-
-
-# -- GPUs
 
 
 def test_a_card_and_none(card, monkeypatch):

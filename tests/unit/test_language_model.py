@@ -39,9 +39,7 @@ def test_both_learn_from_the_same_start_and_bytes_are_counted(printed: tuple[str
     assert found["coat"]["saved_bytes"] < 0.8 * found["bf16"]["saved_bytes"]
 
 
-def test_finished_runs_are_kept(
-    printed: tuple[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_finished_runs_are_kept(printed, monkeypatch, capsys):
     text, folder = printed
     monkeypatch.setattr(script, "train", lambda *_: pytest.fail("a finished run was repeated"))
     script.main(["--size", "tiny", "--seeds", "1", "--arms", "bf16", "coat", "--out", str(folder)])

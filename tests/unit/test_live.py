@@ -63,9 +63,6 @@ def enabled(page: str) -> list[str]:
     return [name for name, disabled in buttons if not disabled]
 
 
-# -- who may ask -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("headers", [{}, {"X-Coat-Token": "é"}, {"Authorization": "{token}"}])
 def test_without_the_token_nothing_changes(run: Path, headers: dict[str, str]) -> None:
     watch = Watch(run)
@@ -159,9 +156,6 @@ def test_it_listens_on_the_loopback_address_only(run: Path, capsys: pytest.Captu
     assert urlsplit(Watch(run).start()).port != address.port
     assert Watch(run).is_private
     assert not Watch(run, "0.0.0.0").is_private
-
-
-# -- what is seen ------------------------------------------------------------------------------------------------------
 
 
 def test_the_page_shows_the_run_and_escapes_its_texts(run: Path) -> None:

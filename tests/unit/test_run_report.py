@@ -98,9 +98,7 @@ VALIDATED = [0.5] * 1000
         ([0.5, 0.4, math.nan, math.nan], [], "", "bad", "since step 3"),
     ],
 )
-def test_the_run_in_one_sentence(
-    tmp_path: Path, losses: list[float], validation: list[tuple[int, float]], saved: str, tone: str, verdict: str
-) -> None:
+def test_the_run_in_one_sentence(tmp_path, losses, validation, saved, tone, verdict):
     run = make_run(tmp_path / "run", losses)
     if validation:
         (run / "coat" / "validation.csv").write_text("step,loss\n" + "".join(f"{s},{loss}\n" for s, loss in validation))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 
@@ -55,9 +54,7 @@ CPU_BUILD, DEFAULT_BUILD = f"torch=={VERSION}+cpu", f"torch=={VERSION}"
         ),
     ],
 )
-def test_which_torch_a_machine_gets(
-    monkeypatch, machine: dict[str, Any], index: str | None, asked: list[list[str]], error: str | None
-) -> None:
+def test_which_torch_a_machine_gets(monkeypatch, machine, index, asked, error):
     pip = Pip(monkeypatch, **machine)
     if error is None:
         environment._install_torch(index)

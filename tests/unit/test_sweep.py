@@ -71,9 +71,6 @@ def process_of(run: Run) -> dict[str, Any]:
     return run.job["config"]["process"][0]
 
 
-# -- the grid ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("text", "axis"),
     [
@@ -160,9 +157,6 @@ def test_settings_that_make_no_sense(config: Path, texts: list[str], rule: str) 
         make(config, *texts)
 
 
-# -- the ranking -------------------------------------------------------------------------------------------------------
-
-
 def trial_of(lr: float, *curves: list[float], state: str = FINISHED) -> Trial:
     """A trial with a run for each curve of losses after 10, 20, … steps."""
     runs = []
@@ -227,8 +221,6 @@ def test_rows_of_several_seeds() -> None:
     assert [row[4] for row in rows] == ["", "no", "yes"]  # more than luck
     assert [row[-2:] for row in rows] == [["2", "finished"], ["2", "finished"], ["1", "failed"]]
 
-
-# -- the processes -----------------------------------------------------------------------------------------------------
 
 TRAINER = '''
 """Stands in for `coat-flux train CONFIG`: resumes, saves when interrupted; an lr of 2e-4 is slow at first."""

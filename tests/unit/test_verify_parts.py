@@ -51,9 +51,6 @@ def prepared(job: JobConfig, arm: dict[str, Any]) -> JobConfig:
     return JobConfig.from_dict(study_of(job).prepare("run", arm, 9))
 
 
-# -- jobs --------------------------------------------------------------------------------------------------------------
-
-
 def test_bf16_differs_in_coat_quantize_and_optimizer_alone(tmp_path: Path) -> None:
     params = {"betas": [0.8, 0.9], "eps": 1e-7, "weight_decay": 0.5, "m1_format": "e5m2"}
     job = job_of(tmp_path, OPTIONS, train={"optimizer_params": params, "gradient_checkpointing": True})
@@ -119,9 +116,6 @@ def test_a_bf16_run_that_cannot_fit_is_refused(tmp_path: Path) -> None:
     require_room(job, 50)
 
 
-# -- held-out photos ---------------------------------------------------------------------------------------------------
-
-
 def write_photos(root: Path, names: range) -> Path:
     root.mkdir(parents=True)
     for i in names:
@@ -139,9 +133,7 @@ def write_photos(root: Path, names: range) -> Path:
         (6, 3, 2, 3),
     ],
 )
-def test_how_many_photos_are_held_out(
-    tmp_path: Path, photos: int, asked: int | None, configured: int | None, held_out: int
-) -> None:
+def test_how_many_photos_are_held_out(tmp_path, photos, asked, configured, held_out):
     write_photos(tmp_path / "photos", range(photos))
     blocks = {} if configured is None else {"validation": {"hold_out": configured}}
     names = hold_out_names(job_of(tmp_path, {}, **blocks), asked)
@@ -181,9 +173,6 @@ def test_draws_cover_the_noise_levels_evenly_and_batches_have_one_size() -> None
     assert [FixedNoise(noise.photos[:count]).levels for count in (1, 3)] == [16, 6]
 
 
-# -- the page ----------------------------------------------------------------------------------------------------------
-
-
 def test_the_page_fetches_nothing_and_escapes_what_is_the_users(tmp_path: Path) -> None:
     job = job_of(tmp_path, {}, sample={"prompts": ["<script>alert(1)</script>"]})
     runs = [
@@ -204,8 +193,6 @@ def test_the_page_fetches_nothing_and_escapes_what_is_the_users(tmp_path: Path) 
     content = verdict.as_json()
     assert (content["in_bf16_model"], content["base_loss"], content["runs"][0]["final_bf16_model"]) == (None,) * 3
 
-
-# -- the judgement: every outcome, on numbers that can be checked by hand or in a table --------------------------------
 
 LOSSES = [1.00, 1.02, 1.04]  # of bf16; standard deviation 0.02
 TABLE = {1: 12.7062, 9: 2.2622, 40: 2.0423}
