@@ -39,7 +39,7 @@ TOOLS = ("pytest", "pytest-timeout", "hypothesis", "ml_dtypes", "setuptools>=70"
 TESTS = ("tests/unit", "tests/autograd", "tests/optim", "tests/integration/test_engine_train.py")
 TESTS += ("tests/integration/test_readme_commands.py",)
 QUICK_TESTS = ("tests/unit/test_check.py", "tests/unit/test_config_job.py", "tests/unit/test_data_images.py")
-QUICK_TESTS += ("tests/unit/test_notebook.py",)  # the notebook shows the pictures of the training before
+QUICK_TESTS += ("tests/unit/test_scripts.py",)  # the notebook shows the pictures of the training before
 QUICK_STEPS = 20
 LOSS = re.compile(r"validation loss ([\d.]+ -> [\d.]+)")
 RESULT = re.compile(r"\d+ (?:passed|failed|error).* in [\d.]+s")
