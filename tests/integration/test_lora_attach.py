@@ -15,6 +15,7 @@ from coat_core.linear import replace_linear_with_fp8
 from coat_flux.blocks.lora import OWN, SHARED, attach_lora
 from coat_flux.config.coat import COATConfig
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
+from tests.helpers.toolkit_lora import Network
 from tests.tolerances import product_floor_db
 
 K, R = 64, 8
@@ -84,59 +85,31 @@ def test_who_shares_and_who_does_not(base_fp8: bool, lora: dict[str, Any], group
     assert all(g is not None and g.isfinite().all() for g in gradients)
 
 
-class ToolkitLora(nn.Module):
-    """As ai-toolkit's LoRAModule: beside the base linear, whose forward it replaces, with an fp32 copy of x."""
-
-    def __init__(self, org: nn.Module, active: bool = True) -> None:
-        super().__init__()
-        self.lora_down, self.lora_up = nn.Linear(org.in_features, R, bias=False), nn.Linear(R, org.out_features)
-        self.org_module, self.active = [org], active
-        self.org_forward = org.forward
-        org.forward = self.forward
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.org_forward(x)
-        if not self.active:
-            return out
-        return out + self.lora_up(self.lora_down(x.to(self.lora_down.weight.dtype))).to(out.dtype)
-
-
-class Network(nn.Module):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.loras = nn.ModuleList(ToolkitLora(m) for m in model.modules() if isinstance(m, nn.Linear))
-
-
 def toolkit_pair() -> tuple[nn.Module, Network]:
     model = replace_linear_with_fp8(Attention().bfloat16(), COAT.linear_config()).requires_grad_(False)
-    return model, Network(model)
+    return model, Network([module for module in model.modules() if isinstance(module, nn.Linear)], R)
 
 
-def test_ai_toolkits_adapters_share_with_their_base_too() -> None:
+@pytest.mark.parametrize("weakly", [False, True])
+def test_ai_toolkits_adapters_share_with_their_base_too(weakly: bool) -> None:
+    """Its newer versions hold a weak reference to the base in place of the list."""
     model, network = toolkit_pair()
-    assert attach_lora(network, COAT) == {f"loras.{i}": SHARED for i in range(4)}
+    for lora in network.unet_loras if weakly else ():
+        lora.orig_module_ref = weakref.ref(lora.org_module[0])
+        del lora.org_module
+    assert attach_lora(network, COAT) == {f"unet_loras.{i}": SHARED for i in range(4)}
     inputs = saved_inputs(lambda: model(some_x()))
     assert len(inputs) == 4
     assert len({t.untyped_storage().data_ptr() for t in inputs}) == 2
 
 
-def test_ai_toolkits_adapters_may_refer_to_their_base() -> None:
-    """Its newer versions hold a weak reference in place of the list."""
-    model, network = toolkit_pair()
-    for lora in network.loras:
-        lora.orig_module_ref = weakref.ref(lora.org_module[0])
-        del lora.org_module
-    assert attach_lora(network, COAT) == {f"loras.{i}": SHARED for i in range(4)}
-    assert len(saved_inputs(lambda: model(some_x()))) == 4
-
-
 def test_a_convolutions_adapter_is_skipped_by_name() -> None:
     _, network = toolkit_pair()
-    network.loras[0].lora_down = nn.Conv2d(K, R, 1, bias=False)
-    network.loras[1].lora_down = nn.Linear(K, R)
+    network.unet_loras[0].lora_down = nn.Conv2d(K, R, 1, bias=False)
+    network.unet_loras[1].lora_down = nn.Linear(K, R)
     inputs = attach_lora(network, COAT)
-    assert inputs["loras.0"] == "its down projection is a Conv2d"
-    assert inputs["loras.1"] == "its down projection is a Linear"
+    assert inputs["unet_loras.0"] == "its down projection is a Conv2d"
+    assert inputs["unet_loras.1"] == "its down projection is a Linear"
 
 
 def test_without_an_adapter_it_is_an_error() -> None:
