@@ -7,7 +7,9 @@ fitted to them, or to any measurement.
 from __future__ import annotations
 
 import contextlib
+import logging
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from coat_flux.blocks.decide import Given, flow_settings
 from coat_flux.blocks.fused import chooser
 from coat_flux.blocks.held import HeldTensors
 from coat_flux.blocks.lora import attach_lora
+from coat_flux.blocks.report import CoatReport, treatments
 from coat_flux.blocks.runner import BlockRunner
 from coat_flux.blocks.sizes import FlowSettings, Tokens, around_bytes, block_bytes, largest_moment, read_block
 from coat_flux.config.coat import COATConfig
@@ -34,8 +37,10 @@ from coat_flux.trainers.optimizer import make_optimizer
 from coat_flux.trainers.standalone.network import add_lora, lora_targets
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from scripts.bench_memory import kept_bytes as measured_kept_bytes
+from tests.architecture.sources import ROOT
 from tests.helpers.engine_job import engine_job, write_images
 from tests.helpers.tiny_flux import make_tiny_flux
+from tests.helpers.toolkit_lora import Network
 from tests.tolerances import PLAN_FULL_RTOL, PLAN_KEPT_RTOL, PLAN_MOMENT_RTOL
 
 
@@ -120,16 +125,20 @@ CASES: dict[str, tuple[dict[str, Any], tuple[Any, ...], Tokens]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_saved_activations_are_as_predicted(name):
-    block, sizes, tokens = CASES[name]
-    coat = COATConfig.from_dict(block)
-    model, inputs = flux_model(coat, *sizes), flux_inputs(tokens)
+def assert_keeps_what_is_predicted(model: nn.Module, coat: COATConfig, tokens: Tokens) -> None:
+    inputs = flux_inputs(tokens)
     for _ in range(2):  # weights are joined and adapters copied, in memory of their own
         model(**inputs)
     measured = measured_kept_bytes(lambda: model(**inputs))
     kept, _ = predicted(model, tokens, flow_settings(coat, Given((), device="cpu")))
     assert kept == pytest.approx(measured, rel=PLAN_KEPT_RTOL)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_saved_activations_are_as_predicted(name: str) -> None:
+    block, sizes, tokens = CASES[name]
+    coat = COATConfig.from_dict(block)
+    assert_keeps_what_is_predicted(flux_model(coat, *sizes), coat, tokens)
 
 
 @pytest.fixture
@@ -282,3 +291,88 @@ def test_disk_of_a_run(tiny_model, tmp_path):
     headers = 700 * len(facts.adapter_sizes) * len(sizes)  # names and shapes of the tensors in each file
     written = facts.lora_bytes + optimizer_bytes(facts) + facts.lora_bytes // 2  # there only while a save is written
     assert 0 <= sum(sizes.values()) - (predicted_bytes - written) <= headers
+
+
+# -- what the start table and `plan` say of a shipped config's flow is what its blocks do, at its own batch size -------
+
+# of the shipped configs those whose blocks differ on a CPU: 12gb is 8gb, 16gb the first in nvfp4, 80gb the first
+NAMES = ("coat", "coat_8gb", "coat_3090", "tiny")
+CONFIGS = [ROOT / "configs" / f"flux_clothing_{name}.yaml" for name in NAMES]
+
+
+def shipped_model(coat: COATConfig, batch: int, dropout: float = 0.0) -> tuple[Any, CoatReport]:
+    """A narrow FLUX under COAT with a LoRA of rank 16, at the strengths ai-toolkit sets for a batch.
+
+    With dropout the stand-alone trainer's adapters.
+    """
+    model = flux_transformer(2, 64, (1, 2)).to(torch.bfloat16).requires_grad_(False)
+    targets = lora_targets(model, NetworkSection())
+    report = apply_coat(model, coat)
+    root: Any = model
+    if dropout:
+        add_lora(model, NetworkSection(linear=16, dropout=dropout), 0)
+    else:
+        root = Network([model.get_submodule(name) for name in targets], 16).train()
+        root.multiplier = [1.0] * batch
+        vars(model)["network"] = root
+    attach_lora(root, coat)
+    return model.train(), report
+
+
+def saved_row(report: CoatReport) -> str:
+    return next(row.got for row in report.parts() if row.part == "saved tensors")
+
+
+def flows_of(model: nn.Module) -> set[str]:
+    """Of the blocks that keep what they save, after a forward pass."""
+    policy = BlockRunner.of(model)
+    assert policy is not None
+    kept = [what for what in treatments(policy.plan, policy.ran) if not what.startswith("recomputed")]
+    return {"fused" if "fused flow" in what else "generic" if "generic flow" in what else "eager" for what in kept}
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+def test_shipped_config_does_what_is_said_of_it(config: Path, caplog: pytest.LogCaptureFixture) -> None:
+    job = JobConfig.load(config)
+    facts = JobFacts(job)
+    tokens = Tokens(facts.tokens.batch, 32, 64)
+    assert tokens.batch == job.train.batch_size
+    model, report = shipped_model(job.coat, tokens.batch)
+    before = saved_row(report)
+    assert_keeps_what_is_predicted(model, job.coat, tokens)
+    assert "flow in place of" not in caplog.text
+    assert facts.settings[-1].flow == "fused"
+    assert flows_of(model) == (set() if job.coat.memory.checkpointing == "all" else {"fused"})
+    assert before == "decided at the first step, expected: as asked"
+    assert "generic" not in saved_row(report)
+
+
+def test_what_cannot_be_fused_is_in_the_table_and_in_the_plan(caplog: pytest.LogCaptureFixture) -> None:
+    """Dropout in the LoRA: in the table, and logged at the first step."""
+    job = JobConfig.load(ROOT / "configs" / "flux_clothing_tiny.yaml")
+    dropped = replace(job, network=replace(job.network, dropout=0.1))
+    kept = COATConfig.from_dict({"memory": {"checkpointing": "none"}})
+    model, report = shipped_model(kept, 4, dropout=0.1)
+    assert saved_row(report) == "decided at the first step, expected: FP8 e4m3 per_group, generic flow"
+    assert "LoRA dropout" in report.table(1000)
+    for _ in range(2):
+        model(**flux_inputs(Tokens(4, 32, 64)))[0].sum().backward()
+    warnings = [record.getMessage() for record in caplog.records if "in place of" in record.getMessage()]
+    assert len(warnings) == 2  # once for each kind of block
+    assert all(warning.endswith("LoRA dropout") for warning in warnings)
+    assert flows_of(model) == {JobFacts(dropped).settings[-1].flow} == {"generic"}
+
+
+def test_auto_chooses_again_when_a_block_is_not_fused_any_more(caplog: pytest.LogCaptureFixture) -> None:
+    """And counts on the largest micro-batch seen, not on the one at hand."""
+    model, _ = shipped_model(COATConfig.from_dict({"memory": {"budget_gb": 1e3}}), 4)
+    with caplog.at_level(logging.INFO, logger="coat_flux"):
+        model(**flux_inputs(Tokens(4, 32, 64)))
+        model.network.multiplier = [1.0]
+        model.single_transformer_blocks[1].register_forward_hook(lambda *_: None)
+        for _ in range(2):
+            model(**flux_inputs(Tokens(1, 32, 64)))
+    choices = [record.getMessage() for record in caplog.records if "checkpointing auto: " in record.getMessage()]
+    assert len(choices) == 2
+    needs = [float(line.split("(")[1].split(" GB")[0]) for line in choices]
+    assert needs[1] >= needs[0]
