@@ -9,11 +9,25 @@ import pytest
 import torch
 from torch import nn
 
+from coat_core import restore_linear, sqnr_db
 from coat_core.linear import FP8Linear, FP8TrainableLinear
 from coat_flux.blocks.apply import apply_coat
+from coat_flux.blocks.runner import BlockRunner
 from coat_flux.config.coat import COATConfig
+from coat_flux.trainers.standalone.network import lora_parameters
+from coat_flux.watch.casts import CastProbe
+from coat_flux.watch.precision import INPUT, weight_rows
 from tests.helpers.asserts import assert_bitwise, assert_sqnr, cosine
-from tests.helpers.flux import coat_flux_model, lora_gradients, loss_of, predict, step_of, tiny_flux, tiny_lora
+from tests.helpers.flux import (
+    coat_flux_model,
+    flux_inputs,
+    lora_gradients,
+    loss_of,
+    predict,
+    step_of,
+    tiny_flux,
+    tiny_lora,
+)
 from tests.tolerances import FLUX_GRADIENT_COSINE, FLUX_GRADIENT_COSINE_MEAN, FLUX_OUTPUT_FLOOR_DB
 
 KEEP = {"checkpointing": "none"}
@@ -92,11 +106,11 @@ def test_exclude_and_include_decide_the_gemm_by_full_name() -> None:
     assert report.why["transformer_blocks.1.attn.to_q"] == "activation.include / exclude"
 
 
-@pytest.mark.parametrize("key", ["include", "exclude"])
-def test_a_pattern_without_a_match_is_an_error(key: str) -> None:
+def test_a_pattern_without_a_match_is_an_error() -> None:
     model = tiny_flux()
-    with pytest.raises(ValueError, match=rf"coat.activation.{key}: 'to_q' matches no linear layer of FluxTransformer"):
-        apply_coat(model, config(activation={key: ["*", "to_q"]}))
+    for key in ("include", "exclude"):
+        with pytest.raises(ValueError, match=rf"coat.activation.{key}: 'to_q' matches no linear layer of FluxTrans"):
+            apply_coat(model, config(activation={key: ["*", "to_q"]}))
     assert not any(isinstance(m, FP8Linear) for m in model.modules())
 
 
@@ -145,9 +159,7 @@ class Odd(nn.Linear):
 def test_fallback_for_a_layer(layer: nn.Linear, caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_flux()
     model.transformer_blocks[0].attn.extra = layer
-    with pytest.raises(
-        RuntimeError, match=r"coat.fallback='error': 1 layers cannot be FP8 \(first transformer_b.*extra"
-    ):
+    with pytest.raises(RuntimeError, match=r"fallback='error': 1 layers cannot be FP8 \(first transformer_b.*extra"):
         apply_coat(model, config(fallback="error"))
     model = tiny_flux()
     model.transformer_blocks[0].attn.extra = layer
@@ -158,9 +170,7 @@ def test_fallback_for_a_layer(layer: nn.Linear, caplog: pytest.LogCaptureFixture
 
 def test_fallback_for_a_device(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr("coat_core.linear.function.unsupported_reason", lambda *_: "cuda: compute capability 8.0")
-    with pytest.raises(
-        RuntimeError, match=r"34 layers cannot be FP8 .*compute capability 8.0.*set coat.fallback: bf16"
-    ):
+    with pytest.raises(RuntimeError, match=r"34 layers .*compute capability 8.0.*set coat.fallback: bf16"):
         apply_coat(tiny_flux(), config(fallback="error"))
     model, report, _ = coat_flux_model({"memory": KEEP, "fallback": "bf16"})
     assert report.why["transformer_blocks.0.attn.to_q"] == "fallback: cuda: compute capability 8.0"
@@ -216,12 +226,10 @@ def test_a_training_step_stays_near_bf16(block: dict[str, Any], in_bf16: Any) ->
 def test_autocast_training_step(in_bf16: Any) -> None:
     """ACCELERATE_MIXED_PRECISION=bf16 in ai-toolkit: fp32 model under autocast."""
     model, _, _ = coat_flux_model({"memory": KEEP}, dtype=torch.float32)
-    _, expected = in_bf16
     with torch.autocast("cpu", torch.bfloat16):
         loss = loss_of(predict(model))
     loss.backward()
-    named = {name.replace(".default.", "."): p for name, p in model.named_parameters() if p.requires_grad}
-    similarity = [cosine(expected["transformer." + name], p.grad) for name, p in named.items()]
+    similarity = [cosine(in_bf16[1][name], param.grad) for name, param in lora_parameters(model).items()]
     assert len(similarity) == 80
     assert sum(similarity) / 80 > FLUX_GRADIENT_COSINE_MEAN
 
@@ -232,8 +240,7 @@ def test_inference_after_training_is_unpacked_and_deterministic() -> None:
     with torch.no_grad():
         first = predict(model)
     with torch.inference_mode():
-        inside = predict(model)
-    assert_bitwise(inside, first)
+        assert_bitwise(predict(model), first)
 
 
 def live_objects(*names: str) -> int:
@@ -249,3 +256,36 @@ def test_a_forward_pass_without_backward_leaves_nothing(mode: str) -> None:
     assert live_objects("_PackedView", "_Keeper", "_BlockBackward") > before
     del prediction
     assert live_objects("_PackedView", "_Keeper", "_BlockBackward") == before
+
+
+NVFP4 = {"weight": {"format": "nvfp4"}, "memory": KEEP}
+
+
+def test_nvfp4_layers_are_fused_and_have_names() -> None:
+    model, report, _ = coat_flux_model(NVFP4)
+    predict(model)  # weights are joined
+    assert all(choice.flow == "fused" for choice in BlockRunner.of(model).plan.blocks)
+    linears = {name.removesuffix(".base_layer"): m for name, m in model.named_modules() if isinstance(m, FP8Linear)}
+    assert {m.config.weight_format for m in linears.values()} == {"nvfp4"}
+    assert "W nvfp4, x e4m3/per_row, dy e5m2" in report.table(1000)
+    with CastProbe(model, {}) as probe:
+        loss_of(model(**flux_inputs())[0]).backward()
+    layers = {row.layer for row in probe.rows(2) if row.kind == INPUT}
+    assert layers == {name for name, m in linears.items() if m.config.use_fp8_gemm}
+    weights = weight_rows(model)
+    assert {row.layer for row in weights} == set(linears)
+    assert all(19 < row.sqnr_db < 23 for row in weights)
+    assert all(row.saturation == 0 for row in weights)
+
+
+def test_high_precision_products_are_those_of_the_decoded_nvfp4_weights() -> None:
+    text = {**NVFP4, "activation": {"use_fp8": False}}
+    model, _, _ = coat_flux_model(text, dtype=torch.float32)
+    expected = predict(model).detach()
+    plain, _, _ = coat_flux_model(text, dtype=torch.float32)
+    original = coat_flux_model({"enabled": False}, dtype=torch.float32)[0]
+    weight = original.transformer_blocks[0].attn.to_q.base_layer.weight
+    restore_linear(plain)
+    found = plain.transformer_blocks[0].attn.to_q.base_layer.weight
+    assert 19 < sqnr_db(weight, found) < 23
+    assert_bitwise(predict(plain).detach(), expected)

@@ -1,23 +1,26 @@
-"""CoatReport: the table and the metadata say what was asked, what each part got and why, before and after a step."""
+"""What a run says: the table of what was asked, what each part got and why, and the blocks that are not fused."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import diffusers.models.transformers.transformer_flux as transformer_flux
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from coat_core.linear.module import FP8Linear
 from coat_flux.blocks import measure as pick
 from coat_flux.blocks import report as shared
 from coat_flux.blocks.decide import Given, decide
 from coat_flux.blocks.report import OUTSIDE, CoatReport, TableRow, shared_rows
+from coat_flux.blocks.runner import BlockRunner
 from coat_flux.blocks.sizes import Block, Tokens
 from coat_flux.config.coat import COATConfig
-from tests.helpers.flux import coat_flux_model, predict
+from tests.helpers.flux import coat_flux_model, flux_inputs, predict
 
 GEMM = "W e4m3/per_tensor, x e4m3/per_row, dy e5m2"
 WEIGHT_ONLY = "W e4m3/per_tensor, high precision GEMM"
@@ -63,14 +66,8 @@ def rows_of(report: CoatReport) -> dict[str, TableRow]:
     return {row.part: row for row in report.parts() if not row.count}
 
 
-@pytest.fixture(scope="module")
-def stepped() -> CoatReport:
-    """Of a run with the defaults, after its first step."""
-    return after_a_step()
-
-
-def after_a_step(coat: dict[str, Any] | None = None) -> CoatReport:
-    model, report, _ = coat_flux_model(coat or {})
+def after_a_step(coat: dict[str, Any]) -> CoatReport:
+    model, report, _ = coat_flux_model(coat)
     predict(model)
     return report
 
@@ -87,24 +84,20 @@ def test_at_the_start_it_says_what_the_first_step_decides() -> None:
     assert len(report.table(1000).splitlines()) < 20
 
 
-def test_after_the_first_step_everything_is_known(stepped: CoatReport) -> None:
+def test_after_the_first_step_everything_is_known() -> None:
+    stepped = after_a_step({})
     rows = rows_of(stepped)
     assert "first step" not in stepped.table()
     assert rows["GEMMs"].got == "fp32 products of the FP8 codes"
-    assert rows["kernels"] == TableRow(
-        "kernels", "Triton", "PyTorch reference", "Triton kernels need a GPU, this is a cpu"
-    )
+    obstacle = "Triton kernels need a GPU, this is a cpu"
+    assert rows["kernels"] == TableRow("kernels", "Triton", "PyTorch reference", obstacle)
     assert rows["saved tensors"].got == "4 kept in FP8, fused flow, attention fp8"
-    assert rows["attention"] == TableRow(
-        "attention", "q, k, v, out kept in fp8", "as asked; kernel flash_cpu", "torch's choice"
-    )
+    attention = ("q, k, v, out kept in fp8", "as asked; kernel flash_cpu", "torch's choice")
+    assert rows["attention"] == TableRow("attention", *attention)
     assert rows["checkpointing"].got == "0 of 4 blocks recompute from FP8 inputs"
     assert rows["transposed weights"] == TableRow("transposed weights", "auto", "none", "not needed on a cpu")
     assert rows["execution"].got == "per_row GEMM, eager"
-
-
-def test_metadata_is_flat_text(stepped: CoatReport) -> None:
-    found = stepped.metadata()
+    found = stepped.metadata()  # flat text
     assert all(isinstance(text, str) and text and "\n" not in text for text in found.values())
     assert found["coat.asked.transformer_blocks"] == GEMM
     assert found["coat.got.transformer_blocks"] == f"4 x {WEIGHT_ONLY}; 24 x {GEMM}"
@@ -121,8 +114,7 @@ def test_the_path_that_was_picked_shows_in_the_layers(monkeypatch: pytest.Monkey
     monkeypatch.setattr(pick.GemmPick, "set", lambda self, gemm: (current.append(gemm), set_gemm(self, gemm)))
     monkeypatch.setattr(pick, "timed", lambda once, device: 1.0 if current[-1] == "per_row" else 2.0)
     found = after_a_step({**KEPT, "speed": {"measure": "always"}}).metadata()
-    per_row = "W e4m3/per_tensor, x e4m3/per_row, dy e5m2"
-    assert found["coat.got.single_transformer_blocks"] == f"2 x {WEIGHT_ONLY}; 10 x {per_row}"
+    assert found["coat.got.single_transformer_blocks"] == f"2 x {WEIGHT_ONLY}; 10 x {GEMM}"
     assert found["coat.asked.single_transformer_blocks"] == GEMM
     assert found["coat.got.execution"] == "per_row GEMM, eager"
     assert found["coat.why.execution"].startswith("the fastest of those that were measured")
@@ -201,3 +193,64 @@ def test_on_an_old_gpu_each_fall_back_has_its_reason(monkeypatch: pytest.MonkeyP
 def test_cuda_graphs(asked: str, obstacle: str, got: str, why: str) -> None:
     rows = rows_of_plan({"speed": {"cuda_graphs": asked, "measure": "never"}}, graph_obstacle=obstacle)
     assert rows["execution"] == TableRow("execution", f"CUDA graphs {asked}, measure never", got, why)
+
+
+# --- blocks that are not fused ---
+
+
+class FluxSingleTransformerBlock(transformer_flux.FluxSingleTransformerBlock):
+    """A later diffusers whose block computes something else under the same names."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        temb: Tensor,
+        image_rotary_emb: Any = None,
+        joint_attention_kwargs: Any = None,
+    ) -> tuple[Tensor, Tensor]:
+        """1.1 times the block's change."""
+        text, image = super().forward(hidden_states, encoder_hidden_states, temb, image_rotary_emb)
+        return text + 0.1 * (text - encoder_hidden_states), image + 0.1 * (image - hidden_states)
+
+
+def test_another_formula_is_warned_of_once_and_trained_through_diffusers_code(caplog: pytest.LogCaptureFixture) -> None:
+    model, _, _ = coat_flux_model()
+    model.single_transformer_blocks[0].__class__ = FluxSingleTransformerBlock
+    caplog.clear()  # diffusers' own
+    with caplog.at_level(logging.WARNING, logger="coat_flux"):
+        predict(model)
+        predict(model)
+    (warning,) = caplog.messages
+    assert warning.startswith("FluxSingleTransformerBlock: generic flow in place of the fused one")
+    assert "its output differs from its own code's by " in warning
+    flows = [choice.flow for choice in BlockRunner.of(model).plan.blocks]
+    assert flows == ["fused", "fused", "generic", "fused"]
+
+
+def test_arguments_that_a_reader_does_not_know_run_the_blocks_own_code_in_that_pass(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model: Any = coat_flux_model()[0]
+    runner = BlockRunner.of(model)
+    assert runner is not None
+    for keywords, flow in (({}, "fused"), ({"joint_attention_kwargs": {"unknown": 1}}, "generic"), ({}, "fused")):
+        with caplog.at_level(logging.WARNING, logger="coat_flux"):
+            model(**flux_inputs(), **keywords, return_dict=False)
+        assert {choice.flow for choice in runner.plan.blocks} == {flow}
+    assert sum("joint_attention_kwargs unknown" in line for line in caplog.messages) == 2  # once for each kind
+
+
+def test_a_run_says_what_its_blocks_got(caplog: pytest.LogCaptureFixture) -> None:
+    model, _, _ = coat_flux_model()
+    with caplog.at_level(logging.INFO, logger="coat_flux"):
+        predict(model)
+        predict(model)
+        model.transformer_blocks[1].register_forward_hook(lambda *_: None)
+        predict(model)
+    lines = [r.getMessage() for r in caplog.records if "blocks:" in r.getMessage() or "in place of" in r.getMessage()]
+    assert lines == [
+        "blocks: 4 kept in FP8, fused flow, attention fp8",
+        "FluxTransformerBlock: generic flow in place of the fused one, which keeps less: hooks on the block",
+        "blocks: 3 kept in FP8, fused flow, attention fp8; 1 kept in FP8, generic flow, attention fp8",
+    ]

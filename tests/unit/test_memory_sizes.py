@@ -97,6 +97,15 @@ def test_dropout_takes_the_generic_flow():
     assert kept[0] > kept[1]
 
 
+def test_nvfp4_counts_the_weight_that_is_decoded_for_a_product() -> None:
+    """With few tokens that is the largest thing of a moment: q, k, v and the MLP's first linear, joined."""
+    single, tokens = Block("single", 768, 6, 3072, (("attn.to_q", 4),)), Tokens(1, 8, 8)
+    e4m3, four_bits = (block_bytes(single, tokens, FlowSettings(weight_format=name)) for name in ("e4m3", "nvfp4"))
+    joined = 768 * (3 * 768 + 3072)
+    assert 0.9 * joined < four_bits.workspace - e4m3.workspace <= joined
+    assert four_bits.kept == e4m3.kept
+
+
 def test_recomputed_inputs():
     rows, d = TOKENS.rows, 3072
     anchors = 2 * 2  # one element in place of each stream
