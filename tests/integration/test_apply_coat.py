@@ -67,16 +67,6 @@ def test_which_linears_are_converted() -> None:
     assert all(type(found[name]) is nn.Linear for name in report.skipped)
     assert {name for name in report.converted if not found[name].config.use_fp8_gemm} == MODULATION
     assert set(report.why) == MODULATION
-
-
-def test_weights_in_fp8_leave_no_copy() -> None:
-    model = tiny_flux()
-    blocks = nn.ModuleList([model.transformer_blocks, model.single_transformer_blocks])
-    matrices = sum(m.weight.numel() for m in blocks.modules() if isinstance(m, nn.Linear))
-    before = sum(p.numel() * p.element_size() for p in model.parameters())
-    apply_coat(model, config())
-    after = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
-    assert before - after == matrices - 4 * 40  # bf16 to FP8, and a fp32 scale for each of 40 layers
     assert model.dtype == torch.bfloat16
 
 

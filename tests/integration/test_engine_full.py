@@ -28,7 +28,7 @@ from tests.helpers.asserts import assert_all_bitwise, assert_bitwise
 from tests.helpers.engine_job import engine_job, losses, tiny_place
 
 WHOLE = {"steps": 3, "gradient_accumulation": 2, "max_grad_norm": 1e9}  # which no gradient reaches
-COAT: dict[str, Any] = {}  # weights and exp_avg_sq rounded as they are by default
+EACH_STEP = {"dtype": "bf16", "save_every": 1}
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +53,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def separate(place: dict[str, Path]) -> Path:
     """A run of three steps of two micro-batches, all gradients first, then the update."""
-    job = full_job("separate", place, coat=COAT, train=WHOLE, save={"dtype": "bf16", "save_every": 1})
-    return COATTrainer(job).train()
+    return COATTrainer(full_job("separate", place, coat={}, train=WHOLE, save=EACH_STEP)).train()
 
 
 class Killed(BaseException):
@@ -90,13 +89,8 @@ def test_updates_in_backward_are_the_separate_step_to_the_bit_wherever_moments_a
             raise Killed
 
     for offload in ("cpu", "none", "cpu"):
-        job = full_job(
-            "offloaded",
-            place,
-            coat={"optimizer": {"offload": offload}},
-            train=WHOLE | {"fused_backward": True},
-            save={"dtype": "bf16", "save_every": 1},
-        )
+        train = WHOLE | {"fused_backward": True}
+        job = full_job("offloaded", place, coat={"optimizer": {"offload": offload}}, train=train, save=EACH_STEP)
         with pytest.raises(Killed) if kills else nullcontext():
             final = COATTrainer(job, observer=kill).train()
     assert_same(final, separate)
@@ -104,9 +98,7 @@ def test_updates_in_backward_are_the_separate_step_to_the_bit_wherever_moments_a
     assert seen == [(step, offloaded) for steps, offloaded in runs for step in steps]
 
 
-def test_the_saved_model_loads_with_diffusers_and_everything_was_trained(
-    place: dict[str, Path], separate: Path
-) -> None:
+def test_the_saved_model_loads_and_everything_was_trained(place: dict[str, Path], separate: Path) -> None:
     saved, start = tensors(separate), FluxTransformer2DModel.from_pretrained(place["model"], subfolder="transformer")
     assert len(list((separate / full.PART).glob("*.safetensors"))) > 1
     loaded = FluxTransformer2DModel.from_pretrained(separate, subfolder=full.PART, torch_dtype=torch.bfloat16)
@@ -120,13 +112,13 @@ def test_the_saved_model_loads_with_diffusers_and_everything_was_trained(
 def test_saves_are_rotated_gone_back_to_and_belong_to_their_run(place: dict[str, Path], separate: Path) -> None:
     run = separate.parent
     assert {path.name for path in run.glob("separate*")} == {"separate", "separate_000000001", "separate_000000002"}
-    lora = engine_job("separate", **place, coat=COAT, train=WHOLE)
+    lora = engine_job("separate", **place, coat={}, train=WHOLE)
     with pytest.raises(ResumeError, match=r"network\.linear null -> 4"):
         COATTrainer(lora).train()
     final = tensors(separate)
     go_back(run, 2)
     assert not separate.exists()
-    job = full_job("separate", place, coat=COAT, train=WHOLE, save={"dtype": "bf16", "save_every": 1})
+    job = full_job("separate", place, coat={}, train=WHOLE, save=EACH_STEP)
     assert_all_bitwise(tensors(COATTrainer(job).train()), final)
     (separate / full.PART / "config.json").unlink()  # a published folder that lost a file is put back
     assert COATTrainer(job).train() == separate

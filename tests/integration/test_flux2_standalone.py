@@ -108,8 +108,7 @@ def test_other_layouts_and_back(place: dict[str, Path], tmp_path: Path, layout: 
     report = convert_file(tmp_path / "lora.safetensors", tmp_path / "other.safetensors", layout)
     assert "ComfyUI" in report.programs
     convert_file(tmp_path / "other.safetensors", tmp_path / "back.safetensors", "diffusers")
-    back = load_file(tmp_path / "back.safetensors")
-    assert_all_bitwise(back, tensors)
+    assert_all_bitwise(load_file(tmp_path / "back.safetensors"), tensors)
 
 
 def test_check_says_what_is_wrong(place: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

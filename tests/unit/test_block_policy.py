@@ -36,9 +36,10 @@ class Doubling(nn.Module):
 class Model(nn.Module):
     """Calls its blocks one after the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, allow_recompute: bool, config: COATConfig) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Doubling() for _ in range(BLOCKS))
+        self.runner = BlockRunner.install(self, ("blocks",), config, allow_recompute)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -46,11 +47,8 @@ class Model(nn.Module):
         return x
 
 
-def make(allow_recompute: bool = True, activation: dict[str, Any] | None = None, **memory: Any) -> Model:
-    config = COATConfig.from_dict({"memory": memory, "activation": activation or {}})
-    model = Model()
-    model.config, model.runner = config, BlockRunner.install(model, ("blocks",), config, allow_recompute)
-    return model
+def make(allow_recompute: bool = True, **memory: Any) -> Model:
+    return Model(allow_recompute, COATConfig.from_dict({"memory": memory}))
 
 
 def recomputed(model: Model, tokens: int = TOKENS) -> list[int]:

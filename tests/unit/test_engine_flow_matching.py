@@ -102,10 +102,10 @@ def test_content_draws_high_noise_and_style_low_within_the_range() -> None:
         assert (indices.min(), indices.max()) == (100, 200)
 
 
-@pytest.mark.parametrize(("kind", "wanted"), [("one_step", [0]), ("four_step", [0, 250, 500, 750])])
-def test_step_types_use_evenly_spaced_indices(kind: str, wanted: list[int]) -> None:
-    indices = draw_indices(TrainSection(timestep_type=kind), 200, generator())
-    assert sorted(set(indices.tolist())) == wanted
+def test_step_types_use_evenly_spaced_indices() -> None:
+    for kind, wanted in (("one_step", [0]), ("four_step", [0, 250, 500, 750])):
+        indices = draw_indices(TrainSection(timestep_type=kind), 200, generator())
+        assert sorted(set(indices.tolist())) == wanted
 
 
 def test_weights_are_a_bell_of_mean_one_or_its_half() -> None:
@@ -143,15 +143,8 @@ def objective_loss(model: FluxTransformer2DModel, **train: Any) -> float:
 
 def test_settings_of_the_loss_reach_it() -> None:
     model = tiny_transformer()
-    settings = [
-        {},
-        {"loss_type": "mae"},
-        {"loss_type": "pseudo_huber"},
-        {"timestep_type": "linear"},
-        {"timestep_type": "weighted"},
-        {"linear_timesteps": True},
-        {"bypass_guidance_embedding": True},
-    ]
+    settings = [{}, {"loss_type": "mae"}, {"loss_type": "pseudo_huber"}, {"timestep_type": "linear"}]
+    settings += [{"timestep_type": "weighted"}, {"linear_timesteps": True}, {"bypass_guidance_embedding": True}]
     assert len({objective_loss(model, **train) for train in settings}) == len(settings)
     schnell = tiny_transformer(guidance=False)
     assert objective_loss(schnell, bypass_guidance_embedding=True) == objective_loss(schnell)
@@ -177,15 +170,9 @@ with torch.no_grad():
 @pytest.mark.aitk
 def test_weighted_and_bypass_are_ai_toolkits(tmp_path: Path) -> None:
     model = tiny_transformer()
-    inputs = {
-        "hidden_states": torch.randn(2, 6, 16),
-        "timestep": torch.tensor([0.3, 0.9]),
-        "encoder_hidden_states": torch.randn(2, 4, 32),
-        "pooled_projections": torch.randn(2, 16),
-        "txt_ids": torch.zeros(4, 3),
-        "img_ids": torch.zeros(6, 3),
-        "guidance": torch.ones(2),
-    }
+    inputs = {"hidden_states": torch.randn(2, 6, 16), "encoder_hidden_states": torch.randn(2, 4, 32)}
+    inputs |= {"pooled_projections": torch.randn(2, 16), "timestep": torch.tensor([0.3, 0.9])}
+    inputs |= {"txt_ids": torch.zeros(4, 3), "img_ids": torch.zeros(6, 3), "guidance": torch.ones(2)}
     config = {key: model.config[key] for key in model.config if not key.startswith("_")}
     torch.save((config, model.state_dict(), inputs), tmp_path / "in.pt")
     python = os.environ.get("AI_TOOLKIT_PYTHON", sys.executable)
@@ -207,11 +194,8 @@ def test_weighted_and_bypass_are_ai_toolkits(tmp_path: Path) -> None:
 @torch.no_grad()
 def test_the_prediction_sees_the_schedulers_scale_noise() -> None:
     scheduler, model = FlowMatchEulerDiscreteScheduler(), tiny_transformer()
-    latents, noise, texts = (
-        torch.randn(3, 4, 8, 8),
-        torch.randn(3, 4, 8, 8),
-        (torch.randn(3, 5, 32), torch.randn(3, 16)),
-    )
+    latents, noise = torch.randn(2, 3, 4, 8, 8)
+    texts = torch.randn(3, 5, 32), torch.randn(3, 16)
     indices = [10, 500, 999]
     x_t, sigmas = scheduler.scale_noise(latents, scheduler.timesteps[indices], noise), scheduler.sigmas[indices]
     velocity = predict_velocity(model, x_t, sigmas, *texts, dtype=torch.float32)

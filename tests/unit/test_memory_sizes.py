@@ -61,19 +61,6 @@ def test_kept_at_flux_width(settings, double, single):
         assert per_element(kind, settings, NAMES[kind]) == pytest.approx(expected, abs=0.002)
 
 
-def test_the_fused_flow_keeps_the_list_and_no_more():
-    """x, q, k, v, out, MLP before GELU: 9 bytes in a single block; double: x before the second norm too."""
-    elements = TOKENS.rows * 3072
-    small = 5 * 16 * 2 * TOKENS.rows + 24 * 4 * TOKENS.rows + 3 * 3072 * 2  # h, log-sum-exp, modulation
-    random_state = 24  # of a GPU's attention kernel
-    kept = block_bytes(flux_block("single"), TOKENS, FlowSettings()).kept
-    assert kept == 9 * elements + 9 * elements // 128 * 4 + small + random_state
-    assert 10 < per_element("double", FlowSettings()) < 10.7
-    assert per_element("double", FlowSettings(), NAMES["double"]) == pytest.approx(
-        per_element("double", FlowSettings()) + 2 * (1 + 4 / 128), abs=0.01
-    )
-
-
 def test_what_needs_no_gradient_keeps_nothing():
     untrained = flux_block("double", [], trained_input=False)
     forward = forward_bytes(untrained, TOKENS, FlowSettings())
@@ -90,13 +77,6 @@ def test_a_trained_embedding_gives_gates_a_gradient():
     assert kept[0] - kept[1] == pytest.approx(gates, abs=3072 * 2 + 2)
 
 
-def test_dropout_takes_the_generic_flow():
-    dropped, block = flow_settings(COATConfig.from_dict({}), Given((), dropout=True), fused=False), flux_block("single")
-    assert dropped.flow == "generic"
-    kept = [block_bytes(block, TOKENS, settings).kept for settings in (dropped, FlowSettings(flow="generic"))]
-    assert kept[0] > kept[1]
-
-
 def test_nvfp4_counts_the_weight_that_is_decoded_for_a_product() -> None:
     """With few tokens that is the largest thing of a moment: q, k, v and the MLP's first linear, joined."""
     single, tokens = Block("single", 768, 6, 3072, (("attn.to_q", 4),)), Tokens(1, 8, 8)
@@ -107,17 +87,15 @@ def test_nvfp4_counts_the_weight_that_is_decoded_for_a_product() -> None:
 
 
 def test_recomputed_inputs():
-    rows, d = TOKENS.rows, 3072
+    elements = TOKENS.rows * 3072
     anchors = 2 * 2  # one element in place of each stream
-
-    def recomputed(block, **options):
-        return block_bytes(block, TOKENS, FlowSettings(**options)).recomputed
-
     block = flux_block("double")
-    assert recomputed(block) == rows * d + rows * d // 128 * 4 + anchors
-    assert recomputed(block, fp8_checkpoint=False) == 2 * rows * d
     first = flux_block("double", trained_input=False)  # its inputs require no gradient: kept as they are
-    assert recomputed(first) == 2 * rows * d
+    exact = FlowSettings(fp8_checkpoint=False)
+    sizes = [(block, FlowSettings(), elements + elements // 128 * 4 + anchors)]
+    sizes += [(block, exact, 2 * elements), (first, FlowSettings(), 2 * elements)]
+    for each, settings, expected in sizes:
+        assert block_bytes(each, TOKENS, settings).recomputed == expected
 
 
 @pytest.mark.parametrize("kind", ["double", "single"])

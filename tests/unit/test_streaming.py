@@ -15,6 +15,7 @@ from coat_flux.blocks.runner import BlockRunner
 from coat_flux.blocks.streaming import StreamedWeights, code_buffers
 from coat_flux.trainers.standalone.network import lora_parameters
 from coat_flux.watch.casts import CastProbe
+from tests.helpers.asserts import assert_all_bitwise
 from tests.helpers.flux import coat_flux_model, lora_gradients, loss_of, predict
 
 
@@ -24,10 +25,9 @@ def made(stream: Any, checkpointing: str = "none", flow: str = "fused", weight: 
 
 
 def streaming_of(model: nn.Module) -> StreamedWeights:
-    runner = BlockRunner.of(model)
-    assert runner is not None
-    assert runner.streaming is not None
-    return runner.streaming
+    streaming = BlockRunner.of(model).streaming  # type: ignore[union-attr]
+    assert streaming is not None
+    return streaming
 
 
 @pytest.fixture
@@ -44,25 +44,16 @@ def most_outside(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     return counts
 
 
-def same(expected: dict[str, Tensor], found: dict[str, Tensor]) -> bool:
-    return expected.keys() == found.keys() and all(torch.equal(x, found[name]) for name, x in expected.items())
+HOWS = [("all", ()), (1, ("all",)), ("all", ("none", "generic")), ("all", ("none", "fused", "nvfp4"))]
 
 
-@pytest.mark.parametrize(
-    ("stream", "how"),
-    [
-        ("all", ()),
-        (1, ("all",)),
-        ("all", ("none", "generic")),
-        ("all", ("none", "fused", "nvfp4")),
-    ],
-)
+@pytest.mark.parametrize(("stream", "how"), HOWS)
 def test_bits_are_those_of_a_resident_run(stream: Any, how: tuple[str, ...], most_outside: list[int]) -> None:
     resident, streamed = made(0, *how), made(stream, *how)
     count = len(BlockRunner.of(resident).blocks)  # type: ignore[union-attr]
     assert len(streaming_of(streamed).streamed) == (count if stream == "all" else stream)
     for batch in (1,) if "nvfp4" in how else (1, 2):
-        assert same(lora_gradients(resident, batch=batch), lora_gradients(streamed, batch=batch))
+        assert_all_bitwise(lora_gradients(resident, batch=batch), lora_gradients(streamed, batch=batch))
     with torch.no_grad():
         assert torch.equal(predict(resident), predict(streamed))
     assert 0 < max(most_outside) <= 2
@@ -86,7 +77,7 @@ def test_codes_shared_out_over_processes_are_gathered_to_the_same_bits(monkeypat
         monkeypatch.setattr(streaming.dist, "get_rank", lambda group, rank=rank: rank)
         kept = streaming_of(model).share_out("group")
         assert whole / 2 <= kept <= whole / 2 + 256 * len(streaming_of(model).streamed)
-    assert same(lora_gradients(resident), lora_gradients(model))
+    assert_all_bitwise(lora_gradients(resident), lora_gradients(model))
     order = list(range(len(streaming_of(model).streamed)))
     assert gathered == [*order, *order[-3::-1]]  # the last two are still there when backward begins
     with torch.no_grad():
@@ -110,13 +101,9 @@ def test_a_weight_can_be_read_at_any_time() -> None:
 def test_buffers_are_the_slots_again_after_the_model_was_moved() -> None:
     resident, streamed = made(0), made("all")
     streamed._apply(lambda x: x.clone())
-    assert same(lora_gradients(resident), lora_gradients(streamed))
-    held = {
-        buffer.untyped_storage()._cdata
-        for block in streaming_of(streamed)._blocks
-        for _, _, buffer in code_buffers(block)
-    }
-    assert len(held) == streaming.SLOTS
+    assert_all_bitwise(lora_gradients(resident), lora_gradients(streamed))
+    buffers = [x for block in streaming_of(streamed)._blocks for _, _, x in code_buffers(block)]
+    assert len({x.untyped_storage()._cdata for x in buffers}) == streaming.SLOTS
 
 
 def test_blocks_come_back_to_the_device_and_leave_it() -> None:
@@ -125,7 +112,7 @@ def test_blocks_come_back_to_the_device_and_leave_it() -> None:
     for chosen in ((), (1,), (0, 1)):
         weights.stream(chosen)
         assert weights.streamed == list(chosen)
-        assert same(expected, lora_gradients(streamed))
+        assert_all_bitwise(expected, lora_gradients(streamed))
 
 
 def test_casts_are_those_of_the_layers_whose_codes_are_there() -> None:
@@ -144,6 +131,5 @@ def rows_of(model: nn.Module) -> list[Any]:
     model.zero_grad(set_to_none=True)
     with CastProbe(model, lora_parameters(model)) as probe:
         loss_of(predict(model)).backward()
-    return [
-        row for row in probe.rows(1) if row.kind != "saved"
-    ]  # of which only the block is known, by its first product
+    # of what is saved only the block is known, by its first product
+    return [row for row in probe.rows(1) if row.kind != "saved"]
