@@ -16,11 +16,7 @@ from coat_core import sqnr_db
 from scripts import bench_memory
 from tests.helpers.asserts import assert_sqnr
 from tests.helpers.flux_block import block_call, block_inputs, lora_parameters, make_model, prepare
-from tests.tolerances import (
-    BLOCK_GRADIENT_FLOOR_DB,
-    BLOCK_OUTPUT_FLOOR_DB,
-    SMALL_BLOCK_GRADIENT_FLOOR_DB,
-)
+from tests.tolerances import BLOCK_GRADIENT_FLOOR_DB, BLOCK_OUTPUT_FLOOR_DB, SMALL_BLOCK_GRADIENT_FLOOR_DB
 
 HIDDEN, RANK = 256, 16
 TEXT, IMAGE = 32, 96
@@ -58,11 +54,8 @@ def test_the_script_writes_its_table_and_picture(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize("kind", ["double", "single"])
 def test_gradient_errors_of_every_adapter(kind: str, outliers: float) -> None:
     """The fused flow with every scale per row, next to the same block in bf16."""
-    coat = {
-        "memory": {"checkpointing": "none"},
-        "activation": {"linear_granularity": "per_row"},
-        "weight": {"granularity": "per_row"},
-    }
+    rows = {"activation": {"linear_granularity": "per_row"}, "weight": {"granularity": "per_row"}}
+    coat = {"memory": {"checkpointing": "none"}, **rows}
     base = make_model(2)
     expected, exact = run_block(prepare(base, {"enabled": False}, "peft", RANK), kind, outliers)
     output, gradients = run_block(prepare(base, coat, "peft", RANK), kind, outliers)

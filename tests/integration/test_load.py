@@ -110,8 +110,7 @@ def test_every_tensor_is_what_diffusers_loads(models: dict[str, Path], name: str
     assert torch.get_default_dtype() == FP32
     assert_same(model, expected)
     assert not model.training
-    drop = "_use_default_values"
-    assert {**model.config, drop: None} == {**expected.config, drop: None}
+    assert {**model.config, "_use_default_values": None} == {**expected.config, "_use_default_values": None}
 
 
 @pytest.mark.parametrize(
@@ -325,11 +324,7 @@ BAD: dict[str, tuple[str, Callable[[Path], Any], str]] = {
         r"has proj_out\.bias of shape \[3\], not \[64\]; download it again",
     ),
     "cut": ("shards", cut, r"transformer/diffusion\S+-00002-of-\S+ has .* so it is not whole; download it again"),
-    "index": (
-        "shards",
-        lambda f: (f / "transformer" / weights.INDEX).write_text("{}"),
-        r"has a damaged diffusion_pytorch_model\.safetensors\.index\.json",
-    ),
+    "index": ("shards", lambda f: (f / "transformer" / weights.INDEX).write_text("{}"), "has a damaged .*index.json"),
     "another model": (
         "one file",
         lambda f: (f / "transformer" / "config.json").write_text(json.dumps({"_class_name": "UNet2DConditionModel"})),

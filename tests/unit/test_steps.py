@@ -42,20 +42,16 @@ class Run:
     def __init__(
         self, late: bool, spoil: dict[int, float], *, captures: bool = False, tokens: tuple[int, ...] = (8,)
     ) -> None:
-        self._spoil = spoil
-        self._tokens = tokens
+        self._spoil, self._tokens = spoil, tokens
         draw = torch.Generator().manual_seed(0)
         self.lora = {name: nn.Parameter(torch.randn(4, 4, generator=draw)) for name in NAMES}
         self.watch, self.lines = step_watch(COAT, lora=self.lora)
         self.rows: list[StepStats] = []
         self.read_at: list[int] = []  # steps done when each row came
         optimizer = FP8AdamW(self.lora.values(), lr=1e-3, capturable=True)
+        train = SimpleNamespace(gradient_accumulation=2, max_grad_norm=1.0)
         self.session: Any = SimpleNamespace(
-            job=SimpleNamespace(
-                train=SimpleNamespace(gradient_accumulation=2, max_grad_norm=1.0),
-                seed=3,
-                coat=SimpleNamespace(fallback="auto"),
-            ),
+            job=SimpleNamespace(train=train, seed=3, coat=SimpleNamespace(fallback="auto")),
             transformer=nn.Identity(),
             workers=Workers("cpu"),
             watch=self.watch,
