@@ -72,9 +72,10 @@ def test_run_folder_lora_file_and_metrics(four: Path) -> None:
     assert not list(run.rglob(".writing-*"))
     tensors = load_file(four)
     assert len(tensors) == 80
-    assert all(re.fullmatch(r"transformer\.\S+\.lora_[AB]\.weight", name) for name in tensors)
-    assert {tensor.dtype for tensor in tensors.values()} == {torch.float16}
-    assert all(tensor.isfinite().all() and tensor.any() for tensor in tensors.values())
+    for name, tensor in tensors.items():
+        assert re.fullmatch(r"transformer\.\S+\.lora_[AB]\.weight", name)
+        assert tensor.dtype == torch.float16
+        assert 0 < tensor.abs().max() < torch.inf, name
 
     table = [{key: float(value) for key, value in row.items()} for row in rows(run)]
     assert [row["step"] for row in table] == [1, 2, 3, 4]
@@ -83,8 +84,7 @@ def test_run_folder_lora_file_and_metrics(four: Path) -> None:
     assert rates == sorted(set(rates), reverse=True)
     for row in table:
         assert 0 < row["loss"] < 10
-        assert min(row["grad_norm"], row["s_per_it"]) > 0
-        assert row["peak_memory_gb"] > 0.05
+        assert min(row["grad_norm"], row["s_per_it"], row["peak_memory_gb"] - 0.05) > 0
 
     with safe_open(four, framework="pt") as file:
         meta = file.metadata()

@@ -67,8 +67,7 @@ def test_vocabularies_and_schedule_fit_and_every_linear_of_the_blocks_can_run_in
     assert (pipe.scheduler.config.shift, pipe.scheduler.config.use_dynamic_shifting) == (3.0, True)
     for name, module in pipe.transformer.named_modules():
         if isinstance(module, torch.nn.Linear) and "transformer_blocks." in name:
-            assert not module.in_features % 16, name
-            assert not module.out_features % 16, name
+            assert module.in_features % 16 == module.out_features % 16 == 0, name
 
 
 def test_weights_are_bf16_on_disk_and_load_completely(folder, pipe):

@@ -29,7 +29,7 @@ from coat_flux.watch.oom import OutOfMemory
 from coat_flux.watch.phases import PhaseTracker
 from coat_flux.watch.precision import read_rows
 from tests.helpers.aitk_standin.host import COAT_ENTRY, Host, standin_host  # noqa: F401
-from tests.helpers.asserts import assert_bitwise
+from tests.helpers.asserts import assert_all_bitwise
 from tests.helpers.engine_job import engine_job, write_images
 from tests.helpers.guard_limits import set_limits
 from tests.helpers.tiny_flux import make_tiny_flux
@@ -111,16 +111,11 @@ def test_the_report_of_a_run_has_all_of_it(whole: Path, capsys: pytest.CaptureFi
     page = whole / "coat" / "report.html"
     assert capsys.readouterr().out == f"wrote {page}\n"
     text = text_of(page)
-    for shown in (
-        "3 of 3",
-        f"exclude:\n- {PLANTED}\n",
-        "Memory by phase, MB",
-        "predicted by coat-flux plan",
-        "FP8 e4m3 per_group, fused flow",  # asked, got, why
-        "No samples",
-        "\nwhole_000000002.safetensors\n",
-    ):
+    for shown in ("3 of 3", "Memory by phase, MB", "predicted by coat-flux plan", "No samples"):
         assert shown in text, shown
+    assert "FP8 e4m3 per_group, fused flow" in text  # asked, got, why
+    assert f"exclude:\n- {PLANTED}\n" in text
+    assert "\nwhole_000000002.safetensors\n" in text
     assert "cannot be shown" not in text
 
 
@@ -134,9 +129,7 @@ def test_layers_below_the_minimum_multiply_in_bf16_and_a_resume_keeps_them(
         run = train("cut", place, steps)
         assert ("layers multiply in bf16 as before" in capsys.readouterr().out) == (steps == 3)
     assert inputs(run, 2).keys() == inputs(whole, 2).keys()
-    left, right = (load_file(folder / f"{folder.name}.safetensors") for folder in (whole, run))
-    for tensor in left:
-        assert_bitwise(right[tensor], left[tensor])
+    assert_all_bitwise(*(load_file(folder / f"{folder.name}.safetensors") for folder in (whole, run)))
     with safe_open(whole / "whole.safetensors", "pt") as file:
         assert "input below activation.min_sqnr_db: 20" in file.metadata()["coat.why.transformer_blocks"]
     log = (run / "coat" / "log.txt").read_text(encoding="utf-8")

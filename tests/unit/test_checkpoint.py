@@ -330,11 +330,10 @@ def test_a_moved_model_is_the_same_and_a_changed_one_is_not(root: Path) -> None:
 
 
 def test_large_files_are_told_apart_by_their_ends(tmp_path: Path) -> None:
-    contents = [bytes(1 << 22), bytes((1 << 22) + 1), b"1" + bytes((1 << 22) - 1), bytes((1 << 22) - 1) + b"1"]
-    digests = set()
-    for content in contents:
-        (tmp_path / "file").write_bytes(content)
-        digests.add(file_digest(tmp_path / "file"))
+    file, zeros, digests = tmp_path / "file", bytes((1 << 22) - 1), set()
+    for content in (zeros + b"0", zeros + b"00", b"1" + zeros, zeros + b"1"):
+        file.write_bytes(content)
+        digests.add(file_digest(file))
     assert len(digests) == 4
 
 
