@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from coat_core.optim.state import state_bytes
 from coat_flux.blocks import runner as runner_module
-from coat_flux.blocks.hook import hook_of, release, take_over
+from coat_flux.blocks.hook import hook_of, own_forward, release, take_over
 from coat_flux.blocks.report import shared_rows
 from coat_flux.blocks.runner import BlockRunner
 from coat_flux.blocks.sizes import FP8_INPUT, UNKNOWN
@@ -100,6 +100,24 @@ def test_without_gradients_and_after_release_a_block_is_as_it_was() -> None:
         assert hook_of(each) is None
     assert "forward" not in vars(block)
     assert_bitwise(other(inputs()), inputs() + 1)
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_forward_that_is_wrapped_around_the_hook_later_calls_it_once(recorded: bool) -> None:
+    """As accelerate's hooks and profilers wrap a module's forward."""
+    block, calls = Block(), []
+    expected = block(inputs())
+    take_over(block, [block], lambda block, *args: own_forward(block)(*args), lambda _: None)
+    inner = block.forward
+
+    def wrapper(*args: Any) -> Any:
+        calls.append(len(args))
+        return inner(*args)
+
+    block.forward = wrapper  # type: ignore[method-assign]
+    with torch.set_grad_enabled(recorded):
+        assert_bitwise(block(inputs()), expected)
+    assert calls == [1]
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "all"])

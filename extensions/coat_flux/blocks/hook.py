@@ -60,15 +60,19 @@ class BlockHook:
         if self._ready is not None:
             self._ready(self._block)
         if not torch.is_grad_enabled():
-            return own_forward(self._block)(*args, **kwargs)
+            return self.own()(*args, **kwargs)
         if checkpoint_records():
             self._on_host(self._block)
-            return own_forward(self._block)(*args, **kwargs)
+            return self.own()(*args, **kwargs)
         for name, default in self._named[len(args) :]:
             if not kwargs or (name not in kwargs and default is inspect.Parameter.empty):
                 break
             args += (kwargs.pop(name, default),)
         return self.run(self._block, *args, **kwargs)
+
+    def own(self) -> Callable[..., Any]:
+        """The forward that was there, whatever has been wrapped around this one since."""
+        return self.before or type(self._block).forward.__get__(self._block)  # FSDP2 changes the block's class
 
 
 def take_over(
@@ -107,11 +111,9 @@ def hook_of(block: nn.Module) -> BlockHook | None:
 
 
 def own_forward(block: nn.Module) -> Callable[..., Any]:
-    """The block's own forward under the hook, else the block."""
+    """The block's own forward under the hook; its class's where something has been wrapped around the hook."""
     hook = hook_of(block)
-    if hook is None:
-        return block
-    return hook.before or type(block).forward.__get__(block)  # FSDP2 changes the block's class
+    return type(block).forward.__get__(block) if hook is None else hook.own()
 
 
 def has_hooks(module: nn.Module) -> bool:
