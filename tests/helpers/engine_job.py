@@ -36,7 +36,7 @@ def tiny_place(root: Path, images: int = 5, *, tokens: int = 16) -> Iterator[dic
     """Model, images and output folder of runs below `root`, for `engine_job`.
 
     For speed prompts have few tokens instead of 512, validation losses take few forwards, and runs draw no picture of
-    their memory.
+    their memory and flush no file to the disk.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("coat_flux.data.hold_out.LEVELS", 2)
@@ -44,6 +44,7 @@ def tiny_place(root: Path, images: int = 5, *, tokens: int = 16) -> Iterator[dic
         patch.setattr("coat_flux.trainers.standalone.validation.TRAINED_PHOTOS", 2)
         patch.setattr("coat_flux.trainers.standalone.loading.MAX_TEXT_TOKENS", tokens)
         patch.setattr("coat_flux.trainers.standalone.trainer.finish", lambda *_: None)
+        patch.setattr("os.fsync", lambda file: None)
         yield {
             "model": make_tiny_flux(root / "tiny"),
             "images": write_images(root / "images", images),

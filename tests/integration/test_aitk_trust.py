@@ -355,6 +355,7 @@ def test_out_of_memory_is_tried_again_with_more_recomputation_or_ends_the_run(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     _at_step(host, monkeypatch, 5, too_large)
+    monkeypatch.setattr("coat_flux.plan.cards.EDITS", ())
     entry = _entry() | {"coat": {"memory": {"checkpointing": checkpointing}}}
     if checkpointing == "none":
         with pytest.raises(OutOfMemory, match="step 5: out of memory"):
