@@ -1,4 +1,4 @@
-"""The order of the data inside ai-toolkit: the same wherever it is taken up, however many processes load it."""
+"""The order of the data inside ai-toolkit: the same wherever it is resumed, however many processes load it."""
 
 from __future__ import annotations
 
@@ -54,36 +54,26 @@ def _take(loader: ResumableLoader, count: int) -> list:
     return taken
 
 
-@pytest.mark.parametrize(("workers", "batch_size"), [(0, None), (2, 2)])
-def test_taken_up_anywhere_it_goes_on_as_if_it_had_not_stopped(workers: int, batch_size: int | None) -> None:
-    per_epoch = _per_epoch(batch_size)
-    whole = _take(_loader(0, batch_size), 3 * per_epoch)
-    for stop in (1, per_epoch - 1, per_epoch, per_epoch + 2):
-        first = _loader(workers, batch_size)
-        begun = _take(first, stop)
-        again = _loader(workers, batch_size)
-        again.epoch, again.taken = first.epoch, first.taken
-        assert begun + _take(again, 3 * per_epoch - stop) == whole
-
-
-@pytest.mark.parametrize(("processes", "batch_size"), [(2, None), (3, 2), (LENGTH + 2, 2)])
-def test_processes_share_the_batches_of_one_and_any_number_goes_on(processes: int, batch_size: int | None) -> None:
+@pytest.mark.parametrize(
+    ("processes", "batch_size", "workers"), [(1, None, 0), (1, 2, 2), (2, None, 0), (3, 2, 0), (LENGTH + 2, 2, 0)]
+)
+def test_processes_share_the_batches_of_one_and_any_number_goes_on_anywhere(
+    processes: int, batch_size: int | None, workers: int
+) -> None:
     """Also where an epoch has fewer batches than there are processes."""
-    whole, steps = _take(_loader(0, batch_size), 5 * processes + 3), 3
-    ranks = [_loader(0, batch_size, SEED, rank, processes) for rank in range(processes)]
-    for rank, loader in enumerate(ranks):
-        assert _take(loader, steps) == whole[rank : steps * processes : processes]
-    assert len({loader.epoch * _per_epoch(batch_size) + loader.taken for loader in ranks}) == 1
-    for others in (1, processes, 3):
-        for rank in range(others):
-            again = _loader(0, batch_size, SEED, rank, others)
-            again.epoch, again.taken = ranks[0].epoch, ranks[0].taken
-            rest = whole[steps * processes + rank :: others]
-            assert _take(again, len(rest)) == rest
-
-
-def _per_epoch(batch_size: int | None) -> int:
-    return -(-LENGTH // (batch_size or 1))
+    per_epoch = -(-LENGTH // (batch_size or 1))
+    for steps in (1, per_epoch - 1, per_epoch, per_epoch + 2):
+        whole = _take(_loader(0, batch_size), (steps + 2) * processes + 2 * per_epoch)
+        ranks = [_loader(workers, batch_size, SEED, rank, processes) for rank in range(processes)]
+        for rank, loader in enumerate(ranks):
+            assert _take(loader, steps) == whole[rank : steps * processes : processes]
+        assert len({loader.epoch * per_epoch + loader.taken for loader in ranks}) == 1
+        for others in {1, processes, 3}:
+            for rank in range(others):
+                again = _loader(workers if others == 1 else 0, batch_size, SEED, rank, others)
+                again.epoch, again.taken = ranks[0].epoch, ranks[0].taken
+                rest = whole[steps * processes + rank :: others]
+                assert _take(again, len(rest)) == rest
 
 
 def test_every_item_once_in_each_epoch_and_in_another_order() -> None:

@@ -49,6 +49,7 @@ def entry_of(arch: str, qtype: str, steps: int = STEPS, **changes: Any) -> dict[
         "sample.prompts": ["a plain red [trigger]"],
         "train.disable_sampling": arch in NO_SAMPLES,
         "datasets.0.cache_latents_to_disk": False,
+        "coat.memory": KEEP,
     }
     if arch == "flux_kontext":
         settings["datasets.0.control_path"] = PHOTOS
@@ -150,7 +151,7 @@ def printed(checkout: Checkout) -> str:
     jobs = []
     for name, (changes, _, _) in COMBINATIONS.items():
         arch = "flux_kontext" if name == "control images" else "flux"
-        settings = {"save.dtype": "float16", "coat.memory": KEEP, "train.disable_sampling": True}
+        settings = {"save.dtype": "float16", "train.disable_sampling": True}
         jobs.append((job_name(name), entry_of(arch, "coat_fp8", 2, **settings, **changes)))
     return checkout.run_several(jobs, recover=True)
 
