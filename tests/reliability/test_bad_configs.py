@@ -1,13 +1,25 @@
-"""Every malformed config is answered by one line that names the place, and the command by exit code 2."""
+"""Malformed configs: one line that names the place. Mutated ones: a job or findings, no traceback, no ignored key."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
+from coat_flux.config.ai_toolkit_keys import KINDS, PROCESS
 from coat_flux.config.check import check_job_dict
-from tests.reliability.bad_configs import BAD_CONFIGS, BAD_TEXTS, Bad, check_job_file, job_with
+from coat_flux.config.coat import ADAMW_OPTIONS, BY_KEY, OPTIONS
+from coat_flux.config.findings import ConfigError, Finding
+from coat_flux.config.job import AI_TOOLKIT_ROWS, JobConfig
+from coat_flux.config.job_file import load_job_yaml
+from coat_flux.config.job_sections import LR_PARAMS
+from coat_flux.config.options import config_fields
+from tests.reliability.bad_configs import ALONE, BAD_CONFIGS, BAD_TEXTS, BOTH, Bad, check_job_file, job_with
 
 
 @pytest.fixture(autouse=True)
@@ -44,3 +56,184 @@ def test_a_bad_file_is_one_error(suffix: str, content: str | bytes, where: str, 
     assert where in item.line()
     assert says in item.line()
     assert "; " in item.text
+
+
+# -- valid configs, mutated ------------------------------------------------------------------------------------------
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+JOBS: tuple[dict[str, Any], ...] = (job_with(), *(load_job_yaml(path) for path in CONFIGS))
+Path_ = tuple[Any, ...]
+
+WORDS = sorted({part for option in OPTIONS for part in option.key.split(".")} | {"optimiser", "", "a.b", "\n"})
+scalars = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.just(10**400),
+    st.floats(),
+    st.text(max_size=8),
+    st.sampled_from([str(choice) for option in OPTIONS for choice in option.choices]),
+    st.sampled_from(["1e-4", "true", "16", "coat_fp8", "adamw", "\0", "~/x"]),
+    st.dates(),
+)
+keys = st.one_of(st.sampled_from(WORDS), st.text(max_size=6), st.integers(), st.none())
+junk = st.recursive(
+    scalars,
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(keys, inner, max_size=4)),
+    max_leaves=12,
+)
+
+
+def places(value: Any, path: Path_ = ()) -> Iterator[Path_]:
+    """The path of everything in a job but for the user's own `meta`."""
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        if (*path, key)[:1] != ("meta",):
+            yield (*path, key)
+            yield from places(item, (*path, key))
+
+
+def at(job: Any, path: Path_) -> Any:
+    for key in path:
+        job = job[key]
+    return job
+
+
+def dotted(path: Path_) -> str:
+    """The path as findings write it."""
+    text = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path)
+    return text.removeprefix(".")
+
+
+KEYS = [(i, path) for i, job in enumerate(JOBS) for path in places(job) if isinstance(path[-1], str)]
+
+
+def errors(job: Any, trainer: str) -> list[Finding]:
+    """The errors of a job; every finding is one line, and errors have a remedy."""
+    items = check_job_dict(job, file="f.yaml", trainer=trainer)
+    for item in items:
+        assert item.line().startswith("f.yaml: ")
+        assert "\n" not in item.line()
+        assert item.text
+        assert "; " in item.text or item.severity == "warning"
+    return [item for item in items if item.severity == "error"]
+
+
+def mangled(word: str, how: int, where: int) -> str:
+    """A key as people misspell it."""
+    i = where % len(word)
+    return (
+        word[:i] + word[i + 1 :],
+        word[:i] + word[i] + word[i:],
+        word[:i] + word[i : i + 2][::-1] + word[i + 2 :],
+        word[:i] + "x" + word[i + 1 :],
+        word.upper(),
+        word.replace("_", "-"),
+        f"{word}s",
+        f" {word}",
+    )[how % 8]
+
+
+def coat_keys() -> Iterator[str]:
+    """As `standalone_keys` and `ai_toolkit_keys`: which keys are read, without the code under test."""
+    for key in BY_KEY:
+        parts = key.split(".")
+        yield from (".".join(["coat", *parts[: i + 1]]) for i in range(len(parts)))
+
+
+def standalone_keys(cls: type = JobConfig, prefix: str = "") -> Iterator[str]:
+    for name, item in config_fields(cls).items():
+        yield f"{prefix}{name}"
+        inner = item.metadata.get("blocks") or item.default_factory
+        if isinstance(inner, type) and hasattr(inner, "__dataclass_fields__"):
+            yield from standalone_keys(inner, f"{prefix}{name}.")
+    yield from (f"{prefix}{name}" for name in AI_TOOLKIT_ROWS.get(cls, ()))
+
+
+def ai_toolkit_keys(block: str = PROCESS, prefix: str = "") -> Iterator[str]:
+    for name, kind in KINDS[block].items():
+        yield f"{prefix}{name}"
+        if kind[0] in "{[":
+            yield from ai_toolkit_keys(kind.strip("{}[]"), f"{prefix}{name}.")
+
+
+PARAMS = {
+    *(f"train.optimizer_params.{option.key}" for option in ADAMW_OPTIONS),
+    *(f"train.optimizer_params.{key.removeprefix('optimizer.')}" for key in BY_KEY if key.startswith("optimizer.")),
+    *(f"train.lr_scheduler_params.{option.key}" for options in LR_PARAMS.values() for option in options),
+    "train.lr_scheduler_params.last_epoch",
+}
+READ = {
+    "standalone": {*standalone_keys(), *coat_keys(), *PARAMS},
+    "ai-toolkit": {*ai_toolkit_keys(), "train.fused_backward", "coat", *coat_keys(), *PARAMS},
+}
+FRAME = {"job", "config", "config.name", "config.process", "config.device"}
+
+
+def is_read(path: Path_, trainer: str) -> bool:
+    """Whether the key at a path has a meaning for a trainer."""
+    names = [key for key in path if isinstance(key, str)]
+    if path[:2] != ("config", "process"):
+        return ".".join(names) in FRAME
+    return len(names) == 2 or ".".join(names[2:]) in READ[trainer]
+
+
+def test_the_known_keys_are_many_and_the_configs_have_no_error() -> None:
+    assert len(READ["standalone"]) > 250
+    assert len(READ["ai-toolkit"]) > 350
+    for job in JOBS:
+        for trainer in BOTH:
+            assert errors(job, trainer) == []
+            assert all(is_read(path, trainer) for path in places(job) if isinstance(path[-1], str))
+
+
+@pytest.mark.parametrize("trainer", BOTH)
+@settings(max_examples=30)
+@given(place=st.sampled_from(KEYS), how=st.integers(0, 7), where=st.integers(0, 40))
+def test_a_renamed_key_is_always_named(trainer: str, place: tuple[int, Path_], how: int, where: int) -> None:
+    i, path = place
+    new = mangled(path[-1], how, where)
+    assume(new != path[-1] and not is_read((*path[:-1], new), trainer))
+    job = copy.deepcopy(JOBS[i])
+    block = at(job, path[:-1])
+    block[new] = block.pop(path[-1])
+    items = errors(job, trainer)
+    assert items
+    if len(path) >= 3:  # without `config` or `process` there is nothing left to name
+        assert f"{dotted(path[:-1])}.{new.strip()}" in [item.key.replace(". ", ".") for item in items]
+
+
+@pytest.mark.parametrize("trainer", BOTH)
+@settings(max_examples=50)
+@given(data=st.data())
+def test_mutated_jobs_are_answered_and_no_key_of_an_accepted_one_is_ignored(trainer: str, data: st.DataObject) -> None:
+    job = copy.deepcopy(data.draw(st.sampled_from(JOBS)))
+    for _ in range(data.draw(st.integers(1, 3))):
+        mutate(job, data)
+    if not errors(job, trainer):
+        ignored = [path for path in places(job) if isinstance(path[-1], str) and not is_read(path, trainer)]
+        assert ignored == []
+    elif trainer in ALONE:
+        with pytest.raises(ConfigError):
+            JobConfig.from_dict(job)
+
+
+def mutate(job: dict[str, Any], data: st.DataObject) -> None:
+    """Drop, rename, retype, swap or add one thing somewhere."""
+    there = list(places(job))
+    if not there:
+        return
+    path = data.draw(st.sampled_from(there))
+    block, key = at(job, path[:-1]), path[-1]
+    what = data.draw(st.sampled_from(["drop", "rename", "retype", "move", "add"]))
+    if what == "drop":
+        del block[key]
+    elif what == "rename" and isinstance(key, str):
+        new = mangled(key, data.draw(st.integers(0, 7)), data.draw(st.integers(0, 40))) if key else "x"
+        block[new] = block.pop(key)
+    elif what == "move":
+        block[key] = copy.deepcopy(at(job, data.draw(st.sampled_from(there))))
+    elif what == "add" and isinstance(block[key], dict):
+        block[key][data.draw(st.sampled_from(["x", 5, None, "lr", "enabled", "type"]))] = copy.deepcopy(data.draw(junk))
+    else:
+        block[key] = copy.deepcopy(data.draw(junk))
