@@ -124,7 +124,7 @@ def test_folder_in_which_another_process_trains_is_left_alone(host: Host) -> Non
     assert not list(host.save_folder.glob("*.safetensors"))
 
 
-def test_another_run_is_not_resumed_and_changed_coat_options_are_said(host: Host, capsys: Printed) -> None:
+def test_another_run_is_not_resumed_and_changed_options_count_and_are_said(host: Host, capsys: Printed) -> None:
     host.run(**_entry(steps=2))
     for change, message in (
         ({"network": {"type": "lora", "linear": 8}}, r"network\.linear 4 -> 8"),
@@ -134,9 +134,14 @@ def test_another_run_is_not_resumed_and_changed_coat_options_are_said(host: Host
     ):
         with pytest.raises(ResumeError, match=message):
             host.run(**{**_entry(steps=2), **change})
-    host.run(**_entry(steps=4), coat={"optimizer": {"m2_format": "e5m2"}, "memory": {"log_every": 7}})
-    assert '[coat] resume: coat.optimizer.m2_format "e4m3" -> "e5m2"' in capsys.readouterr().out
-    assert host.optimizer()["state"][0]["exp_avg_sq"].dtype == torch.float8_e5m2
+    params = {"optimizer_params": {"weight_decay": 0.5, "block_size": 32}}
+    host.run(**_entry(steps=4, **params), coat={"optimizer": {"m2_format": "e5m2"}, "memory": {"log_every": 7}})
+    out = capsys.readouterr().out
+    for words in ('coat.optimizer.m2_format "e4m3" -> "e5m2"', "weight_decay 0.01 -> 0.5", "re-quantized"):
+        assert words in out
+    saved = host.optimizer()
+    assert saved["state"][0]["exp_avg_sq"].dtype == torch.float8_e5m2
+    assert (saved["param_groups"][0]["weight_decay"], saved["param_groups"][0]["fp8"]["block_size"]) == (0.5, 32)
     assert _state(host).name == "state-000000004"
     (host.root / "photos" / "1.txt").write_text("coatwear, another caption")
     with pytest.raises(ResumeError, match=r"data: 1 of 10 images and captions differ"):
