@@ -60,7 +60,7 @@ class Run:
 def test_a_healthy_run_passes_and_is_told_what_its_casts_lose() -> None:
     run = Run(1e-3, zero_b=True, health_every=4, dead_lora_steps=2)
     losses = run.train(4)
-    run.guard.check_end(4)
+    run.guard.check_save(4, final=True)
     assert losses[-1] < losses[0]
     assert run.guard.skipped == 0
     assert [line.split(":")[0] for line in run.log.details] == ["step 2", "step 4"]
@@ -88,7 +88,7 @@ def test_one_bad_step_is_skipped_and_the_parameters_keep_every_bit() -> None:
     assert [line[:12] for line in lines if line.startswith("step 3")] == ["step 3: loss", "step 3: FP8 "]
     run.train(1)
     assert not all(torch.equal(weights[name], run.lora[name]) for name in weights)
-    run.guard.check_now(4)
+    run.guard.check_save(4)
 
 
 def _moments(run: Run) -> dict[str, Tensor]:

@@ -82,7 +82,7 @@ def test_one_living_lora_b_is_enough_and_a_warm_up_has_two_updates() -> None:
     guard.after_update(1)  # lr 0 in the first step of a warm-up
     guard.lora["other.lora_B.weight"][3, 1] = -1e-20
     guard.after_update(2)
-    guard.check_end(2)
+    guard.check_save(2, final=True)
     assert guard.updates == 2
 
 
@@ -92,7 +92,7 @@ def test_a_parameter_that_is_not_finite_is_found_before_a_save_and_at_intervals(
     guard.lora[A].data[1, 3] = value
     message = f"step 7: 1 of 2 trained tensors are not finite .{A}.*lower train.lr"
     with pytest.raises(DeadRunError, match=message):
-        guard.check_now(7)
+        guard.check_save(7)
     guard.after_update(6)
     with pytest.raises(DeadRunError, match=message):
         guard.after_update(7)
@@ -101,17 +101,17 @@ def test_a_parameter_that_is_not_finite_is_found_before_a_save_and_at_intervals(
 def test_switched_off_it_skips_and_checks_the_end_and_nothing_else() -> None:
     guard = guard_of(enabled=False, nonfinite_steps=1, zero_gradient_steps=1, pinned_loss_steps=2, dead_lora_steps=2)
     with pytest.raises(DeadRunError, match="every lora_B is still zero after 0 updates"):
-        guard.check_end(1)
+        guard.check_save(1, final=True)
     guard.lora[A].data[0, 0] = math.nan
     for step in range(1, 6):
         assert guard.allows_update(step, 0.5, 0.0) is True
         guard.after_update(step)
-    guard.check_now(5)
+    guard.check_save(5)
     assert [guard.allows_update(6, math.nan, 1.0), guard.allows_update(7, 0.5, math.inf)] == [False, False]
     assert (guard.skipped, guard.doubt) == (2, None)
     guard.lora[A].data.fill_(1e6)
     guard.lora[B].data[0, 0] = 1.0
-    guard.check_end(7)
+    guard.check_save(7, final=True)
 
 
 def test_counters_go_on_after_a_resume() -> None:
@@ -167,7 +167,7 @@ def test_healthy_runs_are_never_doubted(loss_of: Callable[[random.Random], float
         assert grown(guard, 1 + step / 100).allows_update(step, loss_of(rng), 1.0)  # to 11-fold: B trained from zero
         assert guard.doubt is None
     guard.lora[B].data.fill_(1.0)
-    guard.check_end(1000)
+    guard.check_save(1000, final=True)
 
 
 def test_an_explosion_is_doubted_within_the_window_and_ends_the_run() -> None:
@@ -189,7 +189,7 @@ def test_an_explosion_is_doubted_within_the_window_and_ends_the_run() -> None:
     assert doubted[-1] == end.value.since + 29
     guard.lora[B].data.fill_(1.0)
     with pytest.raises(DeadRunError, match="ends in doubt"):
-        guard.check_end(doubted[-1])
+        guard.check_save(doubted[-1], final=True)
 
 
 def test_a_doubt_that_passes_leaves_the_run_alone_and_is_resumed_exactly() -> None:
@@ -217,10 +217,10 @@ def test_high_losses_alone_are_no_explosion_nor_are_large_weights_alone() -> Non
         guard.allows_update(1, 0.3, 1.0)  # measures the weights before the first step
         grown(guard, factor)
         if not message:
-            guard.check_now(7)
+            guard.check_save(7)
             continue
         with pytest.raises(DeadRunError, match=message) as end:
-            guard.check_now(7)
+            guard.check_save(7)
         assert end.value.since == 7
 
 
@@ -235,5 +235,5 @@ def test_a_streak_that_is_not_finite_is_doubted_and_a_single_step_is_not() -> No
     for step in (7, 8):
         guard.allows_update(step, math.nan, 1.0)
     with pytest.raises(DeadRunError, match="last 2 steps were not finite") as end:
-        guard.check_end(8)
+        guard.check_save(8, final=True)
     assert end.value.since == 7

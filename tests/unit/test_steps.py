@@ -109,7 +109,7 @@ def test_a_late_run_is_the_same_run(spoil: dict[int, float]) -> None:
     late, prompt = Run(True, spoil), Run(False, spoil)
     for run in (late, prompt):
         run.train(9)
-    assert late.session.outstanding.step == 9
+    assert late.session.outstanding[0].step == 9
     assert late.read_at == [1, 2, 4, 5, 6, 7, 8, 9]  # the first two at once, the others when the next is under way
     settle(late.session)
     assert late.session.outstanding is None

@@ -184,19 +184,15 @@ class RunGuard:
     def _is_checked(self, update: int) -> bool:
         return update == self._living_update or update % self._options.health_every == 0
 
-    def check_now(self, step: int) -> None:
-        """Check every parameter before a save; raises DeadRunError."""
-        if self._options.enabled:
-            self._check(step, dead=False)
-
-    def check_end(self, step: int) -> None:
-        """Check every parameter before the final save, even with `guard.enabled: false`.
+    def check_save(self, step: int, *, final: bool = False) -> None:
+        """Check every parameter before a save, the `final` one even with `guard.enabled: false`.
 
         Raises:
-            DeadRunError: a parameter is not finite, every lora_B is still zero, or the run is in doubt.
+            DeadRunError: a parameter is not finite; finally also if every lora_B is still zero, or the run in doubt.
         """
-        self._check(step, dead=True)
-        if self.doubt is not None:
+        if final or self._options.enabled:
+            self._check(step, dead=final)
+        if final and self.doubt is not None:
             since = step - self.nonfinite + 1 if self.nonfinite else self._diverging_since
             raise DeadRunError(f"step {step}: the run ends in doubt: {self.doubt}; lower train.lr; {KEPT}", since)
 

@@ -62,23 +62,26 @@ def recompute_more(transformer: nn.Module) -> str | None:
     runner = BlockRunner.of(transformer)
     line = None if runner is None else runner.recompute_more()
     if line is not None:
-        gc.collect()
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
+        release_memory()
     return line
 
 
-def explain_oom(error: BaseException, phases: PhaseTracker, job: Callable[[], JobConfig] | None) -> str:
-    """What ran out of memory, what holds it, remedies (given a job). Never raises."""
+def release_memory() -> None:
+    """Return what nothing refers to any more to the device, for other processes and pools."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def explain_oom(error: BaseException, phases: PhaseTracker, job: Callable[[], JobConfig]) -> str:
+    """What ran out of memory, what holds it, remedies. Never raises."""
     phase = phases.under_way or "step"
     message = next(iter(str(error).splitlines()), type(error).__name__)
     moment = f" ({phases.moment})" if phase == "step" and phases.moment else ""
     lines = [f"Out of memory in the phase {phase}{moment}: {message}"]
     of_the_cpu = isinstance(error, MemoryError | OSError) or any(text in str(error).lower() for text in CPU_MESSAGES)
-    explanation = _Explanation(phases, job)
-    sections = [explanation.held, explanation.others]
-    if job is not None:
-        sections = [explanation.plan, *sections, explanation.remedies]
+    explanation = _Explanation(phases, phase, job)
+    sections = [explanation.plan, explanation.held, explanation.others, explanation.remedies]
     if phases.device.type != "cpu" and of_the_cpu:
         sections = [explanation.cpu_memory]
     for section in sections:
@@ -93,9 +96,9 @@ def explain_oom(error: BaseException, phases: PhaseTracker, job: Callable[[], Jo
 class _Explanation:
     """Each section returns its lines, none if there is nothing to report."""
 
-    def __init__(self, phases: PhaseTracker, job: Callable[[], JobConfig] | None) -> None:
-        self._phases, self._job, self._device = phases, job, phases.device
-        self._phase = phases.under_way or "step"
+    def __init__(self, phases: PhaseTracker, phase: str, job: Callable[[], JobConfig]) -> None:
+        self._phases, self._phase, self._job = phases, phase, job
+        self._device = phases.device
         self._where = "this card" if self._device.type == "cuda" else "this machine"
         transformers = phases.held.owners("transformer")
         self._runner = next(filter(None, map(BlockRunner.of, transformers)), None)
@@ -111,18 +114,17 @@ class _Explanation:
 
     def cpu_memory(self) -> list[str]:
         """A CPU out of memory during a run on a GPU: all that is known."""
+        from ..plan.predict import predict
+
         memory, resident = psutil.virtual_memory(), psutil.Process().memory_info().rss
+        needed = predict(self._facts, self._room[1], self._recomputed).ram_bytes
         lines = [
+            f"plan: {_size(needed)} of CPU memory",
             f"CPU memory: this process has {_size(resident)}, free {_size(memory.available)} of {_size(memory.total)}",
             "close other programs, or enlarge the page file or swap: loading needs it for a moment only",
         ]
-        if self._job is not None:
-            from ..plan.predict import predict
-
-            needed = predict(self._facts, self._room[1], self._recomputed).ram_bytes
-            lines.insert(0, f"plan: {_size(needed)} of CPU memory")
-            if any(entry.cache_latents for entry in self._facts.job.datasets):
-                lines.append("write datasets: cache_latents_to_disk: true in place of cache_latents")
+        if any(entry.cache_latents for entry in self._facts.job.datasets):
+            lines.append("write datasets: cache_latents_to_disk: true in place of cache_latents")
         return lines
 
     def plan(self) -> list[str]:

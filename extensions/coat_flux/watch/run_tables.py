@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,16 +17,16 @@ from .phases import peak_bytes
 from .precision import COLUMNS, FILE, as_cells
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepStats:
     """One optimizer step: mean loss, gradient norm before clipping; `skipped` counts nonfinite steps so far."""
 
     step: int
     epoch: int
-    loss: float
     lr: float
-    grad_norm: float
-    seconds: float
+    loss: float = math.nan
+    grad_norm: float = math.nan
+    seconds: float = 0.0
     skipped: int = 0
 
 

@@ -13,7 +13,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,7 +49,6 @@ class TrainingLoop:
         self._full = process._full
         self._held_out = process._held_out
         phases = process._phases
-        self._open = ExitStack()  # the tables and interrupt handling
         self.done = self._saved = process.step_num
         self._stop_requested = False  # by the web UI or the live page
         self._owes_save = False
@@ -69,7 +68,7 @@ class TrainingLoop:
                 info,
                 validates=self._held_out is not None,
             )
-            self._open.callback(self._tables.close)
+            process._held.callback(self._tables.close)
         write_precision = (lambda rows: None) if self._tables is None else self._tables.precision
         self.watch = StepWatch(
             process.coat,
@@ -90,7 +89,7 @@ class TrainingLoop:
             self.watch.load_state_dict(state.record["guard"])
             if self._held_out is not None:
                 self._held_out.curve = list(state.record["held_out_loss"])
-        self._interrupts = self._open.enter_context(Interrupts(info))
+        self._interrupts = process._held.enter_context(Interrupts(info))
 
     @property
     def stops(self) -> bool:
@@ -101,10 +100,6 @@ class TrainingLoop:
         """Stop after the current step."""
         self._stop_requested = True
         info(f"{who} asks to stop: after this step the run is saved")
-
-    def close(self) -> None:
-        """Restore interrupt handling and close the tables."""
-        self._open.close()
 
     # -- a step
 
@@ -129,8 +124,9 @@ class TrainingLoop:
             self.watch.mark("after_optimizer_step", number)
             seconds = time.monotonic() - began
             if self._tables is not None and self._measured is not None:
+                loss, lr, norm = self._measured
                 skipped = self.watch.guard.skipped
-                self._tables.step(StepStats(number, process.epoch_num, *self._measured, seconds, skipped))
+                self._tables.step(StepStats(number, process.epoch_num, lr, loss, norm, seconds, skipped))
             self.watch.end_step(number, seconds)
             if self._team.size > 1 and self._measured is not None:
                 shown = shown | {"loss": self._measured[0]}
@@ -256,36 +252,42 @@ class TrainingLoop:
 
     # -- between two steps
 
-    def save(self, step: int | None, write_host: Callable[[Path], None]) -> bool:
-        """Save a set, into which `write_host` lets ai-toolkit save; False: postponed, the guard is in doubt.
+    def save(self, step: int | None, host_save: Callable[[int | None], None]) -> None:
+        """Save a set, into which ai-toolkit's `host_save` writes; postponed while the guard is in doubt.
 
         Raises:
             DeadRunError: what is trained is not worth saving.
         """
-        doubt = self.watch.guard.doubt
-        if step is not None and doubt is not None:
+        process, guard = self._process, self.watch.guard
+        is_set = self._continuation is not None
+        if is_set and step is not None and guard.doubt is not None:
             self._owes_save = True
-            info(f"step {self.done}: the save is postponed, {doubt}")
-            return False
-        self.check_lora(step)
+            info(f"step {self.done}: the save is postponed, {guard.doubt}")
+            return
+        guard.check_save(self.done, final=step is None)
+        if not is_set:
+            host_save(step)
+            return
         lines: list[str] = []
         curve = [] if self._held_out is None else self._held_out.curve
 
         def write(folder: Path) -> None:
-            write_host(folder)
-            lines.extend(read_back(self._process, folder))
+            after_commit = dict.fromkeys(("clean_up_saves", "post_save_hook"), lambda *args: None)
+            with patched(process, save_root=str(folder), **after_commit):
+                host_save(step)
+            lines.extend(read_back(process, folder))
             self._continuation.write_state(folder, self.done, self.watch.state_dict(), curve)
 
         if self._team.is_main:
             path = self._continuation.saves.commit(self.done, write)
             info(f"saved {path} after {self.done} steps; {'; '.join(lines)}")
         self._saved, self._owes_save = self.done, False
-        return True
-
-    def check_lora(self, step: int | None) -> None:
-        """Raise DeadRunError if the LoRA is not worth saving; step None: the last save."""
-        check = self.watch.guard.check_end if step is None else self.watch.guard.check_now
-        check(self.done)
+        process.clean_up_saves()
+        if self._team.is_main:
+            process.post_save_hook(os.path.join(process.save_root, "optimizer.pt"))
+        if step is not None:  # the last one is in the main process alone
+            self._team.wait()
+        process.last_save_step = self.done  # for the web UI
 
     def end_step(self) -> None:
         """Save, sample or stop between two steps, as requested."""

@@ -78,10 +78,6 @@ class CoatFluxTrainer(HostTrainer):
                 if self._phases is not None:
                     explain_end(error, self)
                 raise
-            finally:
-                for part in (self._training, self._continuation, self._phases):
-                    if part is not None:
-                        part.close()
 
     def hook_before_model_load(self) -> None:
         """Check what needs no model; find the save to resume from."""
@@ -97,7 +93,7 @@ class CoatFluxTrainer(HostTrainer):
         self.coat = coat_of_entry(self.config, self._config_file())
         if not self.coat.enabled:
             info("coat.enabled=false: this is ai-toolkit's own run")
-            self._phases = self._training = self._continuation = None
+            self._phases = None
             self.__class__ = HostTrainer  # from here on
             return
         host.check_host(install_optimizer, install_quantizer)
@@ -121,6 +117,7 @@ class CoatFluxTrainer(HostTrainer):
         is_compiled = bool(getattr(self.model_config, "compile", False))
         memory_file = folder / MEMORY_FILE if self._team.is_main else None
         self._phases = PhaseTracker(self.device_torch, memory_file, counts=not is_compiled)
+        self._held.callback(self._phases.close)
         self._phases.enter("load")
 
     def _check_job(self) -> None:
@@ -208,6 +205,7 @@ class CoatFluxTrainer(HostTrainer):
         if self._held_out is not None:
             self._held_out.encode()
         if self._continuation is not None:
+            self._held.callback(self._continuation.close)
             self._continuation.begin_loading()
 
     def hook_before_train_loop(self) -> None:
@@ -286,25 +284,8 @@ class CoatFluxTrainer(HostTrainer):
 
     def save(self, step: int | None = None) -> None:
         """Save a whole set, or as ai-toolkit does."""
-
-        def write_host(folder: Path) -> None:
-            after_commit = dict.fromkeys(("clean_up_saves", "post_save_hook"), lambda *args: None)
-            with patched(self, save_root=str(folder), **after_commit):
-                super(CoatFluxTrainer, self).save(step)
-
         with self._phases.during("save"):
-            if self._continuation is None:
-                self._training.check_lora(step)
-                super().save(step)
-                return
-            if not self._training.save(step, write_host):
-                return
-            self.clean_up_saves()
-            if self._team.is_main:
-                self.post_save_hook(os.path.join(self.save_root, "optimizer.pt"))
-            if step is not None:  # the last one is in the main process alone
-                self._team.wait()
-            self.last_save_step = self._training.done  # for the web UI
+            self._training.save(step, super().save)
 
     def update_training_metadata(self) -> None:
         """Add the layers' formats, and correct the steps: ai-toolkit may be one behind."""

@@ -86,7 +86,7 @@ def save(session: Session, *, final: bool) -> Path:
     optimizer = session.optimizer
     is_main = session.workers.is_main
     path = job.folder / save_name(job.name, None if final else session.step, full=job.full)
-    session.watch.guard.check_now(session.step)
+    session.watch.guard.check_save(session.step, final=final)
     with session.watch.phases.during("save"):
         record = {
             **session.record,

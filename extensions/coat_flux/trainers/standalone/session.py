@@ -5,8 +5,7 @@ Encoders come first, fill the caches and leave; the transformer then has an empt
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
@@ -39,7 +38,9 @@ from ...saves.identity import model_identity
 from ...saves.rng import set_rng_state
 from ...saves.state import RunState, keep_execution, restore_tensors
 from ...watch.live import LiveRun
+from ...watch.oom import release_memory
 from ...watch.phases import PhaseTracker
+from ...watch.run_tables import StepStats
 from ...watch.step_watch import StepWatch
 from ..full import Chosen, UpdateInBackward, make_states
 from ..optimizer import advance, describe_optimizer, make_optimizer, make_scheduler
@@ -54,11 +55,11 @@ from .workers import Workers, shard, whole_norms
 class Session:
     """The parts of the run with this `identity`, which resumes from `point`, a `saving.ResumePoint` or None.
 
-    `step` counts optimizer steps; `outstanding` is the last one until its numbers are read; `identity` and `record` go
-    into `state.json`, `saved` is that of `point`; `report` is None without COAT; `lora` are the trained parameters by
-    name, without `network` the transformer's; `fused` updates them in backward; `skips_on_device`: the optimizer can;
-    `captures`: steps are CUDA graphs, which `graphs` holds; `noise` is that of the validation loss, on photos held out
-    if the job `holds_out` any.
+    `step` counts optimizer steps; `outstanding` is the last one, and a reader of its loss and norm, until they are
+    read; `identity` and `record` go into `state.json`, `saved` is that of `point`; `report` is None without COAT;
+    `lora` are the trained parameters by name, without `network` the transformer's; `fused` updates them in backward;
+    `skips_on_device`: the optimizer can; `captures`: steps are CUDA graphs, which `graphs` holds; `noise` is that of
+    the validation loss, on photos held out if the job `holds_out` any.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class Session:
         self.saved: Mapping[str, Any] = {} if point is None else point.record
         self.record = {key: self.saved[key] for key in ("validation_loss", "held_out_loss") if key in self.saved}
         self.graphs: Any = None  # a step_graph.StepGraphs
-        self.outstanding: Any = None  # a trainer.Outstanding
+        self.outstanding: tuple[StepStats, Callable[[], list[float]]] | None = None
         photos = inspect_datasets(
             job.datasets,
             job.trigger_word,
@@ -243,9 +244,7 @@ def _prepare_data(
     if dataset.needs_vae:
         encoders.vae.to(device)
     encoders.text = None
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    release_memory()
     return dataset, images
 
 

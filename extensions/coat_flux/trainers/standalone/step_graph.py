@@ -15,7 +15,6 @@ Source: torch.cuda.graph; https://docs.pytorch.org/docs/stable/notes/cuda.html#c
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ...blocks.runner import BlockRunner
+from ...watch.oom import release_memory
 
 if TYPE_CHECKING:
     from .session import Session
@@ -118,7 +118,7 @@ class StepGraphs:
         had = bool(self._graphs)
         self._graphs.clear()
         if had:
-            _release()
+            release_memory()
         return had
 
     def _captured(self, shape: Any, drawn: Drawn, rates: Sequence[float]) -> Tensor | None:
@@ -180,7 +180,7 @@ class _Graph:
         device = drawn[0]["latents"].device
         self._inputs = [{name: torch.empty_like(x) for name, x in each.items()} for each in drawn]
         self._rates = torch.full((groups,), math.nan, dtype=torch.float64, device=device)
-        _release()
+        release_memory()
         before = torch.cuda.memory_reserved() if device.type == "cuda" else 0
         pool = None if other is None else other._graph.pool()
         self._graph, self._numbers = capture(lambda: step(self._inputs, self._rates), pool)
@@ -195,12 +195,6 @@ class _Graph:
             own_rate.fill_(rate)
         self._graph.replay()
         return self._numbers.clone()
-
-
-def _release() -> None:
-    gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
 
 
 def _copied(state: State) -> State:

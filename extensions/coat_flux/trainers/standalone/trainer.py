@@ -17,7 +17,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -189,7 +188,6 @@ def _run(session: Session, observer: Observer | None) -> Path:
         _draw_samples(session)
     with Interrupts(log.info) as interrupts:
         _train_steps(session, interrupts, observer)
-        session.watch.guard.check_end(session.step)
         path = save(session, final=True)
     _draw_samples(session)
     if session.holds_out:
@@ -289,17 +287,6 @@ def _validate(session: Session) -> float:
 # --- one optimizer step ---
 
 
-@dataclass
-class Outstanding:
-    """A step whose loss and gradient norm are still on the device."""
-
-    step: int
-    epoch: int
-    lr: float
-    read: Callable[[], list[float]]
-    seconds: float = 0.0
-
-
 def train_step(session: Session, batches: Iterator[Batch], interrupts: Interrupts) -> frozenset[str]:
     """Do one optimizer step, counted even if the guard skips its update; returns requested `watch.live.COMMANDS`.
 
@@ -329,32 +316,33 @@ def train_step(session: Session, batches: Iterator[Batch], interrupts: Interrupt
     watch.mark("after_optimizer_step", number)
     advance(session.lr_scheduler, 1)
     session.step = number
+    stats = StepStats(number, session.epoch, lr)
     before = session.outstanding
-    session.outstanding = Outstanding(number, session.epoch, lr, read)
+    session.outstanding = stats, read
     if before is not None:
-        _finish(session, before, judge=True)
-    session.outstanding.seconds = time.perf_counter() - started
+        _finish(session, *before)
+    stats.seconds = time.perf_counter() - started
     if not late:
-        _finish(session, session.outstanding, judge=False)
+        _finish(session, stats, read, judge=False)
     return frozenset(name for name, wanted in zip(COMMANDS, asked, strict=True) if wanted)
 
 
 def settle(session: Session) -> None:
     """Wait for the outstanding step, if any, and judge it; DeadRunError by the guard."""
     if session.outstanding is not None:
-        _finish(session, session.outstanding, judge=True)
+        _finish(session, *session.outstanding)
 
 
-def _finish(session: Session, done: Outstanding, *, judge: bool) -> None:
-    """Report a step; `judge` it first unless done before its update."""
-    loss, norm = done.read()
+def _finish(session: Session, stats: StepStats, read: Callable[[], list[float]], *, judge: bool = True) -> None:
+    """Report a step whose loss and norm are read now; `judge` it first unless done before its update."""
+    stats.loss, stats.grad_norm = read()
     if judge:
-        session.watch.allows_update(done.step, loss, norm)
-    if session.outstanding is done:
+        session.watch.allows_update(stats.step, stats.loss, stats.grad_norm)
+    if session.step == stats.step:  # no later step is outstanding
         session.outstanding = None
-    session.watch.end_step(done.step, done.seconds)
-    skipped = session.watch.guard.skipped
-    session.log.step(StepStats(done.step, done.epoch, loss, done.lr, norm, done.seconds, skipped))
+    session.watch.end_step(stats.step, stats.seconds)
+    stats.skipped = session.watch.guard.skipped
+    session.log.step(stats)
 
 
 def _gradients(session: Session, number: int, batches: Sequence[Batch]) -> Tensor:
