@@ -10,9 +10,9 @@ import torch
 
 from coat_flux.config.coat import BY_KEY
 from coat_flux.watch.casts import CastProbe
-from coat_flux.watch.precision import PrecisionWatch
 from tests.helpers.flux import TEXT_TOKENS
 from tests.helpers.option_run import LAYER, Run, run
+from tests.helpers.step_watch import step_watch
 
 E4M3, E5M2, FP32, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float32, torch.bfloat16
 TOKENS = 64
@@ -202,7 +202,6 @@ def test_numerical_options_change_the_gradients() -> None:
 def test_layers_below_the_minimum_leave_the_fp8_gemms() -> None:
     """activation.min_sqnr_db: after a look, those layers and no others multiply in high precision, in both passes."""
     made = Run(coat(flow="fused"))
-    said: list[str] = []
     with CastProbe(made.model, made.lora) as probe:
         made._step()
     rows = {row.layer: row.sqnr_db for row in probe.rows(2) if row.kind == "input"}
@@ -210,12 +209,12 @@ def test_layers_below_the_minimum_leave_the_fp8_gemms() -> None:
     minimum = sorted(rows.values())[4] + 1e-4
     below = {layer for layer, value in rows.items() if value < minimum}
     assert 5 <= len(below) < N_GEMMS  # layers that read one x have one value
-    watch = PrecisionWatch(made.model, minimum, made.report, said.append)
-    watch.choose(probe.rows(2))
+    watch, log = step_watch(f"activation: {{min_sqnr_db: {minimum}}}", made.model, report=made.report)
+    watch.choose_layers(probe.rows(2))
     with CastProbe(made.model, made.lora) as probe:
         made._step()
     for kind in ("input", "gradient"):
         assert {row.layer for row in probe.rows(3) if row.kind == kind} == rows.keys() - below
     assert {layer for layer, why in made.report.why.items() if "min_sqnr_db" in why} == below
-    assert all(layer in said[-1] for layer in below)
+    assert all(layer in log.said[-1] for layer in below)
     assert not watch.pending

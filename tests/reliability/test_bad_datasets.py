@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 from PIL import Image
 
+from coat_flux.config.coat import DataOptions
 from coat_flux.config.job_sections import DatasetSection
 from coat_flux.data.files import DatasetError
 from coat_flux.data.images import survey
@@ -164,7 +165,7 @@ CASES = [*ERRORS, *(case._replace(is_error=False) for case in WARNINGS)]
 def inspect(folder: Path, trigger: str | None = TRIGGER, **settings: Any) -> DataReport:
     policy = {key: settings.pop(key) for key in ("background", "transparency") if key in settings}
     section = DatasetSection(folder_path=str(folder), **({"resolution": (64,), "caption_ext": "txt"} | settings))
-    return inspect_datasets([section], trigger, **policy)
+    return inspect_datasets([section], trigger, DataOptions(**policy))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

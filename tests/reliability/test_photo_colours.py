@@ -10,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
+from coat_flux.config.coat import DataOptions
 from coat_flux.config.job_sections import DatasetSection, TrainSection
 from coat_flux.data.files import DatasetError
 from coat_flux.data.images import read_photo
@@ -60,7 +61,9 @@ def test_a_cut_out_gets_the_chosen_background(tmp_path, background, colour):
 def dataset(folder: Path, vae, *, cached: bool = False, flip=False, buckets=True, **policy: str) -> LatentDataset:
     settings = {"cache_latents_to_disk": cached, "flip_x": flip, "buckets": buckets}
     configs = [DatasetSection(folder_path=str(folder), resolution=(64,), **settings)]
-    found = LatentDataset(inspect_datasets(configs, "ohwx", **policy).usable(), configs, vae, NoText(), **policy)
+    options = DataOptions(**policy)
+    samples = inspect_datasets(configs, "ohwx", options).usable()
+    found = LatentDataset(samples, configs, vae, NoText(), options=options)
     if cached:
         found.fill(progress=False)
     return found

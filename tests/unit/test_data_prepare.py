@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
+from coat_flux.config.coat import DataOptions
 from coat_flux.data import prepare as prepare_module
 from coat_flux.data.files import DatasetError
 from coat_flux.data.images import read_photo
@@ -64,7 +65,7 @@ def as_the_host_reads(path: Path) -> np.ndarray:
 
 def test_the_host_reads_from_the_copy_what_we_read_from_the_originals(folder, tmp_path):
     before = content_of(folder)
-    corrected = prepare_copy(folder, tmp_path / "run" / "data", background="grey")
+    corrected = prepare_copy(folder, tmp_path / "run" / "data", DataOptions(background="grey"))
     assert {path.name: sorted(traits) for path, traits in corrected.items()} == {
         "cut.png": ["transparency"],
         "phone.jpg": ["EXIF orientation", "colour profile"],
@@ -94,7 +95,7 @@ def test_nothing_is_made_where_nothing_needs_correcting(tmp_path):
 def test_every_image_has_a_mask_under_its_own_name(folder, tmp_path):
     write(folder / "sub" / "cut.jpg", jpeg(seed=9))
     write(folder / "sub" / "cut.txt", "another cut")
-    prepare_copy(folder, tmp_path / "copy", transparency="mask")
+    prepare_copy(folder, tmp_path / "copy", DataOptions(transparency="mask"))
     copied, masks = tmp_path / "copy" / "images", list((tmp_path / "copy" / "masks").iterdir())
     images = [path for path in copied.rglob("*") if path.suffix != ".txt" and path.is_file()]
     assert {path.stem for path in images} == {path.stem for path in masks}
@@ -132,19 +133,19 @@ def test_the_copy_is_used_again_while_photos_and_policy_are_the_same(folder, tmp
     assert cache.exists()
     assert (images / "cut.txt").read_text() == "another caption"
     assert not os.path.lexists(images / "sideways.txt")
-    prepare_copy(folder, target, background="black")
+    prepare_copy(folder, target, DataOptions(background="black"))
     assert len(made) == 16
     assert not cache.exists()
     write(folder / "cut.png", cutout(50))
     (folder / "sideways.jpg").unlink()
-    prepare_copy(folder, target, background="black")
+    prepare_copy(folder, target, DataOptions(background="black"))
     assert len(made) == 16 + 7
     assert not (images / "sideways.png").exists()
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
 def test_a_run_that_was_killed_leaves_the_old_copy_and_is_finished_by_the_next(folder, tmp_path, monkeypatch):
-    prepare_copy(folder, tmp_path / "whole", background="black")
+    prepare_copy(folder, tmp_path / "whole", DataOptions(background="black"))
     target = tmp_path / "copy"
     prepare_copy(folder, target)
     before = content_of(target)
@@ -160,9 +161,9 @@ def test_a_run_that_was_killed_leaves_the_old_copy_and_is_finished_by_the_next(f
         patch.setattr(prepare_module, "_make", killed)
         patch.setattr(prepare_module, "discard", lambda path: None)  # as SIGKILL leaves it
         with pytest.raises(KeyboardInterrupt):
-            prepare_copy(folder, target, background="black")
+            prepare_copy(folder, target, DataOptions(background="black"))
     assert content_of(target) == before
-    prepare_copy(folder, target, background="black")
+    prepare_copy(folder, target, DataOptions(background="black"))
     expected = {name: content for name, (content, _) in content_of(tmp_path / "whole").items()}
     assert {name: content for name, (content, _) in content_of(target).items()} == expected
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy", "photos", "whole"]

@@ -22,7 +22,7 @@ from coat_core.linear.module import FP8Linear
 from coat_core.optim import FP8AdamW
 from coat_flux.blocks.apply import apply_coat
 from coat_flux.config.coat import COATConfig
-from coat_flux.config.job_sections import NetworkKwargs, NetworkSection, TrainSection
+from coat_flux.config.job_sections import EMASection, NetworkKwargs, NetworkSection, TrainSection
 from coat_flux.saves.errors import ResumeError
 from coat_flux.saves.rng import Stream, generator_for, mixed_seed, seed_global
 from coat_flux.saves.state import restore_tensors
@@ -144,7 +144,8 @@ def test_ema_has_the_bits_of_its_formula_and_is_taken_back_bit_for_bit(
 ) -> None:
     draw = torch.Generator().manual_seed(4)
     params = [nn.Parameter(torch.randn(shape, generator=draw).to(dtype)) for shape in ((16, 20), (7,), (129, 3))]
-    ema = LoraEMA({str(i): one for i, one in enumerate(params)}, 0.997, **options)
+    section = EMASection(ema_decay=0.997, **options)
+    ema = LoraEMA({str(i): one for i, one in enumerate(params)}, section)
     shadows, copies = [one.clone() for one in ema.shadow.values()], [one.detach().clone() for one in params]
     for skipped in (None, torch.zeros(()), torch.ones(()), None):
         moves = [torch.randn(one.shape, generator=draw).to(dtype) for one in params]

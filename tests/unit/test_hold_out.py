@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import save_file
 
 from coat_flux.data.files import DatasetError
-from coat_flux.data.hold_out import choose_hold_out, describe_lowest
+from coat_flux.data.hold_out import choose_hold_out
 from coat_flux.data.preflight import check_data
+from coat_flux.saves.repair import describe_lowest
 from tests.helpers.engine_job import write_images
 from tests.reliability.bad_configs import job_with
 

@@ -27,7 +27,6 @@ from coat_flux.pages.report import standing_out, summaries, worst
 from coat_flux.watch.casts import EXP_AVG, EXP_AVG_SQ, SAVED, CastPrecision, CastProbe, row_of
 from coat_flux.watch.precision import (
     COLUMNS,
-    PrecisionWatch,
     as_cells,
     health_line,
     health_verdict,
@@ -36,6 +35,7 @@ from coat_flux.watch.precision import (
 )
 from tests import tolerances
 from tests.helpers.flux import IMAGE_SIDE, TEXT_TOKENS, coat_flux_model, loss_of, predict
+from tests.helpers.step_watch import step_watch
 
 GROUP_16 = Granularity("per_group", 16)
 LAYER = "transformer_blocks.{}.attn.to_q"
@@ -365,18 +365,20 @@ def test_the_verdict_names_the_worst_kind_and_the_remedy(loss: CastPrecision, wo
 
 
 def test_a_minimum_that_is_met_leaves_every_layer_and_is_remembered() -> None:
-    lines: list[str] = []
-    watch = PrecisionWatch(nn.Identity(), 20.0, None, lines.append)
+    watch, log = step_watch("activation: {min_sqnr_db: 20.0}")
     assert watch.pending
-    watch.choose([CastPrecision(2, "a", INPUT, 20.0, 0.0, 0.0, 1), CastPrecision(2, "b", GRADIENT, 1.0, 0.0, 0.0, 1)])
+    watch.choose_layers(
+        [CastPrecision(2, "a", INPUT, 20.0, 0.0, 0.0, 1), CastPrecision(2, "b", GRADIENT, 1.0, 0.0, 0.0, 1)]
+    )
     assert not watch.pending
-    assert "lowest of 1 layers has 20.0 dB" in lines[0]
-    assert watch.state_dict() == {"minimum": 20.0, "left_out": []}
-    for minimum, pending in ((20.0, False), (21.0, True), (None, False)):  # with another threshold it is asked again
-        resumed = PrecisionWatch(nn.Identity(), minimum, None, lines.append)
+    assert "lowest of 1 layers has 20.0 dB" in log.said[0]
+    assert watch.state_dict()["precision"] == {"minimum": 20.0, "left_out": []}
+    # with another threshold it is asked again
+    for minimum, pending, lines in (("20.0", False, 0), ("21.0", True, 1), ("null", False, 0)):
+        resumed, log = step_watch(f"activation: {{min_sqnr_db: {minimum}}}")
         resumed.load_state_dict(watch.state_dict())
         assert resumed.pending is pending
-    assert len(lines) == 2
+        assert len(log.said) == lines
 
 
 # -- advice ----------------------------------------------------------------------------------------------------------

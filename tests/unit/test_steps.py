@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from coat_core.optim import FP8AdamW
+from coat_flux.config.job_sections import EMASection
 from coat_flux.trainers.standalone import trainer as steps
 from coat_flux.trainers.standalone.network import LoraEMA
 from coat_flux.trainers.standalone.trainer import settle, train_step
@@ -60,7 +61,7 @@ class Run:
             objective=self,
             optimizer=optimizer,
             lr_scheduler=torch.optim.lr_scheduler.ConstantLR(optimizer),
-            ema=LoraEMA(self.lora, 0.9),
+            ema=LoraEMA(self.lora, EMASection(ema_decay=0.9)),
             live=SimpleNamespace(poll=frozenset),
             log=SimpleNamespace(step=self._record, info=self.lines.info),
             epoch=0,

@@ -44,7 +44,7 @@ from ..blocks.lora import attach_lora
 from ..blocks.models.flux1 import FLUX_DEV_TRANSFORMER_CONFIG, make_flux_dev_geometry
 from ..blocks.runner import BlockRunner
 from ..config.coat import COATConfig
-from ..config.job_sections import NetworkSection, TrainSection
+from ..config.job_sections import EMASection, NetworkSection, TrainSection
 from ..plan.speed import Card
 from ..trainers.optimizer import build_optimizer
 from ..trainers.standalone.flow_matching import Objective
@@ -429,7 +429,7 @@ def _session(
         optimizer=optimizer,
         fused=None,
         lr_scheduler=torch.optim.lr_scheduler.ConstantLR(optimizer),
-        ema=LoraEMA(lora),
+        ema=LoraEMA(lora, EMASection()),
         live=SimpleNamespace(poll=frozenset),
         log=SimpleNamespace(step=lambda stats: None),
         epoch=0,

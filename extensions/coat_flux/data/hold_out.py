@@ -11,24 +11,20 @@ falls, the LoRA learns the subject; if it rises while the training loss falls, t
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from math import ceil, isfinite
+from math import ceil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..config.findings import closest
+from ..config.job import DEFAULT_SEED
 from .files import DatasetError, find_images, printable
 
-HELD_OUT = "held-out loss"
-DEFAULT_SEED = 42  # if the config has no training_seed: a resumed run must choose the same photos
 LEVELS, FEWEST_FORWARDS = 4, 16
 MOST_AT_ONCE = 32
 NOISE_STREAM = 4  # the number of these draws among the trainer's, `saves.rng.Stream`
@@ -124,30 +120,3 @@ class FixedNoise:
             sigmas = torch.tensor([self.sigma(draw) for draw in draws])
             all_losses.append(losses(photos, sigmas, torch.stack(noise)))
         return torch.cat(all_losses).double().mean().item()
-
-
-# --- the lowest ---
-
-
-def describe_lowest(curve: Sequence[tuple[int, float]], run_dir: Path, name: str) -> str:
-    """Describe at which step the curve of (steps done, loss) was lowest, and which save is nearest to it."""
-    finite = [(step, loss) for step, loss in curve if isfinite(loss)]
-    if not finite:
-        return f"the {HELD_OUT} was never finite"
-    step, loss = min(finite, key=lambda point: (point[1], point[0]))
-    saves: dict[int, Path] = {}  # steps done → LoRA file, or folder of a whole model
-    for path in sorted((*run_dir.glob("*.safetensors"), *run_dir.glob("*/transformer/*.safetensors"))):
-        save = path if path.parent == run_dir else path.parents[1]
-        if save.stem == name or save.stem.removeprefix(f"{name}_").isdecimal():
-            with suppress(OSError, SafetensorError, KeyError, ValueError, TypeError), safe_open(path, "pt") as file:
-                saves[int(json.loads((file.metadata() or {})["training_info"])["step"])] = save
-    nearest = min(saves, key=lambda saved: (abs(saved - step), saved), default=None)
-    if nearest is None:
-        file = "nothing is saved"
-    elif nearest == step:
-        file = saves[nearest].name
-    else:
-        file = f"not saved; the nearest is {saves[nearest].name}, step {nearest}"
-    last = finite[-1]
-    rise = f"; {last[1]:.6f} at step {last[0]}" if last[0] != step else ""
-    return f"lowest {HELD_OUT} {loss:.6f} at step {step} ({file}){rise}"

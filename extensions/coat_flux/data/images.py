@@ -25,9 +25,11 @@ import torch
 from PIL import Image, ImageCms, ImageColor, ImageStat
 from tqdm import tqdm
 
+from ..config.coat import DataOptions
 from ..config.options import COLOURS
 from .files import DatasetError, printable
 
+DEFAULTS = DataOptions()
 FORMATS = ("JPEG", "PNG", "WEBP")
 _SEVERAL_JPEGS = "MPO"  # Pillow's name for a phone's JPEG with further pictures appended; the first counts
 TRAITS = ("EXIF orientation", "colour profile", "16 bit", "CMYK", "transparency")

@@ -18,11 +18,12 @@ from tqdm import tqdm
 
 from ..base.files import file_sha256
 from ..base.run_log import bar_options
+from ..config.coat import DataOptions
 from .buckets import Bucket, Sample, fit_to_bucket
 from .cache import TensorCache, encode_latents, latent_key, model_identity, on_device, text_key
 from .captions import shuffle_tokens
 from .files import CACHE_FOLDER, DatasetError, printable
-from .images import read_photo, rgb, to_tensor
+from .images import DEFAULTS, read_photo, rgb, to_tensor
 
 logger = logging.getLogger(__name__)
 _CACHE_GONE = "{}: its cached {} were removed or damaged since the start; start the run again to recompute them"
@@ -113,7 +114,7 @@ class LatentDataset:
         encoders: TextEncoders, or a family's counterpart.
         device: for batches, and for encoding in `fill`.
         seed: of caption dropout and token shuffling.
-        transparency: `mask` adds a loss mask from the photos' transparency to batches.
+        options: with `transparency: mask` batches have a loss mask from the photos' transparency.
         room: bytes that text encoders may take on `device`; None: any.
     """
 
@@ -126,8 +127,7 @@ class LatentDataset:
         device: torch.device | str = "cpu",
         *,
         seed: int = 0,
-        background: str = "white",
-        transparency: str = "background",
+        options: DataOptions = DEFAULTS,
         room: float | None = None,
     ) -> None:
         self.samples, self.configs = list(samples), list(dataset_configs)
@@ -136,8 +136,8 @@ class LatentDataset:
         self.device = torch.device(device)
         self.seed = seed
         self.room = room
-        self.background = background
-        self.masked = transparency == "mask"
+        self.background = options.background
+        self.masked = options.transparency == "mask"
         self._vae_identity = model_identity(vae)
         self._text_identity = encoders.identity
         self._digests: dict[Path, str] = {}
@@ -204,7 +204,7 @@ class LatentDataset:
     def encoded(self, sample: Sample, prompt: str) -> dict[str, Tensor]:
         """One row of a batch, on the CPU.
 
-        latents [C, h, w] fp32, with `transparency="mask"` also mask [1, h, w] fp32 of mean 1; prompt_embeds [T, D] and
+        latents [C, h, w] fp32, with `transparency: mask` also mask [1, h, w] fp32 of mean 1; prompt_embeds [T, D] and
         pooled [P], bf16. Raises DatasetError if they are not finite, or cannot be encoded any more.
         """
         index = sample.dataset_index

@@ -12,7 +12,7 @@ from typing import Any
 
 from PIL import ImageStat
 
-from ..config.coat import COATConfig
+from ..config.coat import COATConfig, DataOptions
 from ..config.findings import Findings
 from ..config.job_sections import PROCESS_TYPES, DatasetSection, ValidationSection
 from ..config.options import build, config_fields
@@ -20,7 +20,7 @@ from .buckets import BUCKET_STEP, Bucket, Sample, cropped_share, fit_to_bucket, 
 from .captions import inject_trigger, lint_captions, lint_files, read_caption
 from .files import IMAGE_EXTENSIONS, DatasetError, counted, list_folder, printable
 from .hold_out import choose_hold_out
-from .images import TRAITS, TRANSPARENT, PhotoFacts, near_duplicates, read_photo, survey
+from .images import DEFAULTS, TRAITS, TRANSPARENT, PhotoFacts, near_duplicates, read_photo, survey
 
 logger = logging.getLogger(__name__)
 
@@ -34,10 +34,9 @@ _LISTED = 5
 
 @dataclass
 class DataReport:
-    """Findings, tables of buckets and corrections, and the trainable samples, under a policy of `coat.data`."""
+    """Findings, tables of buckets and corrections, and the trainable samples, under `options`."""
 
-    background: str = "white"
-    transparency: str = "background"
+    options: DataOptions
     errors: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     tables: list[str] = field(default_factory=list)
@@ -60,9 +59,8 @@ class DataReport:
 def inspect_datasets(
     dataset_configs: Sequence[Any],
     trigger_word: str | None = None,
+    options: DataOptions = DEFAULTS,
     *,
-    background: str = "white",
-    transparency: str = "background",
     step: int = BUCKET_STEP,
     reads_t5: bool = True,
 ) -> DataReport:
@@ -71,12 +69,12 @@ def inspect_datasets(
     `dataset_configs` are blocks of `datasets`; bucket sides are multiples of `step` pixels; `reads_t5` as in
     `lint_captions`.
     """
-    report = DataReport(background, transparency)
+    report = DataReport(options)
     if not dataset_configs:
         report.errors.append("datasets=[]: there is nothing to train on; add an entry with folder_path")
     for index, config in enumerate(dataset_configs):
         _inspect(index, config, trigger_word, step, reads_t5, report)
-    if transparency == "mask" and report.photos:
+    if options.transparency == "mask" and report.photos:
         _check_masks(report)
     report.errors = list(dict.fromkeys(report.errors))  # several entries may share a folder
     report.warnings = list(dict.fromkeys(report.warnings))
@@ -243,11 +241,6 @@ def inspect_process(process: Mapping[str, Any]) -> DataReport:
     """`inspect_datasets` of a process entry."""
     model = process.get("model") or {}
     arch = str(model.get("arch") or ("flux" if model.get("is_flux") else "")).split(":")[0]
-    policy = build(COATConfig, process.get("coat"), "coat", Findings("")).data
-    return inspect_datasets(
-        list(datasets_of(process)),
-        process.get("trigger_word"),
-        background=policy.background,
-        transparency=policy.transparency,
-        reads_t5=arch in T5_ARCHS,
-    )
+    options = build(COATConfig, process.get("coat"), "coat", Findings("")).data
+    datasets = list(datasets_of(process))
+    return inspect_datasets(datasets, process.get("trigger_word"), options, reads_t5=arch in T5_ARCHS)

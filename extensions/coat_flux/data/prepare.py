@@ -3,7 +3,7 @@
 What it misreads (`data/images.py`) is rewritten as upright, opaque 8-bit sRGB PNGs, other files are linked or copied.
 
     <target>/images/…           the folder to train on
-    <target>/masks/<name>.png   with `transparency="mask"`: opacity of every image, white if opaque. ai-toolkit finds
+    <target>/masks/<name>.png   with `transparency: mask`: opacity of every image, white if opaque. ai-toolkit finds
                                 masks by name alone, in one folder, and takes black for a missing one; so no two images
                                 have the same name.
     <target>/prepared.json      the source photos: while they are unchanged, the next run reuses the copy with the
@@ -23,8 +23,9 @@ from pathlib import Path
 from PIL import Image
 
 from ..base.files import TEMP_PREFIX, discard, file_sha256, link_or_copy, replace_folder, replacing, staging_path
+from ..config.coat import DataOptions
 from .files import IMAGE_EXTENSIONS, DatasetError, Listing, list_folder, printable
-from .images import DEEP, ROTATED, TAGGED, TRANSPARENT, read_photo, rgb, survey
+from .images import DEEP, DEFAULTS, ROTATED, TAGGED, TRANSPARENT, read_photo, rgb, survey
 
 IMAGES, MASKS = "images", "masks"  # folders of a copy
 MISREAD = frozenset({ROTATED, TAGGED, DEEP, TRANSPARENT})
@@ -37,9 +38,7 @@ _NO_MASK = Image.new("L", (64, 64), 255)  # ai-toolkit brings masks to the image
 def prepare_copy(
     folder: Path | str,
     target: Path | str,
-    *,
-    background: str = "white",
-    transparency: str = "background",
+    options: DataOptions = DEFAULTS,
     keep: frozenset[Path] | None = None,
 ) -> dict[Path, frozenset[str]] | None:
     """Create or refresh the copy at `target`; returns the photos that it corrects, with their traits.
@@ -64,7 +63,7 @@ def prepare_copy(
         return None
     names = _names(folder, listing.images)
     try:
-        _refresh(target, names, corrected, background, transparency == "mask")
+        _refresh(target, names, corrected, options)
         _link_captions(target / IMAGES, names, listing)
     except OSError as error:
         raise DatasetError(
@@ -91,7 +90,8 @@ def _names(folder: Path, images: list[Path]) -> dict[Path, str]:
     return names
 
 
-def _refresh(target: Path, names: dict[Path, str], corrected: Collection[Path], background: str, masked: bool) -> None:
+def _refresh(target: Path, names: dict[Path, str], corrected: Collection[Path], options: DataOptions) -> None:
+    background, masked = options.background, options.transparency == "mask"
     photos = {name: [file_sha256(path), path in corrected] for path, name in names.items()}
     record = json.dumps({"version": _VERSION, "background": rgb(background), "masked": masked, "photos": photos})
     for left in target.parent.glob(f"{TEMP_PREFIX}*{target.name}"):  # by a run that was killed

@@ -67,12 +67,12 @@ def _cell(path: Path, report: DataReport, sample: Sample | None) -> Image.Image:
 
 def _picture(path: Path, report: DataReport, sample: Sample | None) -> Image.Image | None:
     try:
-        photo, alpha = read_photo(path, report.background)
+        photo, alpha = read_photo(path, report.options.background)
     except DatasetError:
         return None  # gone or changed since the report
     image = photo.copy()
     image.thumbnail((_CELL, _CELL), Image.Resampling.BICUBIC, reducing_gap=2.0)
-    if report.transparency == "mask" and alpha is not None:
+    if report.options.transparency == "mask" and alpha is not None:
         tint = Image.new("RGB", image.size, _ALARM)
         image = Image.composite(image, Image.blend(image, tint, 0.4), alpha.resize(image.size))
     if sample is None:

@@ -15,11 +15,12 @@ from __future__ import annotations
 import errno
 import itertools
 import json
+import math
 import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -234,3 +235,29 @@ def way_back(
     if not committed_sets(run_dir):
         return f"nothing has been saved yet: then {again}"
     return "no state from before that is kept: then choose another config.name to start over"
+
+
+# --- the save of the lowest loss ---
+
+
+def describe_lowest(curve: Sequence[tuple[int, float]], run_dir: Path, name: str) -> str:
+    """Describe at which step the curve of (steps done, loss) was lowest, and which save is nearest to it."""
+    finite = [(step, loss) for step, loss in curve if math.isfinite(loss)]
+    if not finite:
+        return "the held-out loss was never finite"
+    step, loss = min(finite, key=lambda point: (point[1], point[0]))
+    saves: dict[int, Path] = {}  # steps done → LoRA file, or folder of a whole model
+    for path in sorted((*run_dir.glob("*.safetensors"), *run_dir.glob("*/transformer/*.safetensors"))):
+        save = path if path.parent == run_dir else path.parents[1]
+        if step_of(path) >= 0 and (save.stem == name or save.stem.removeprefix(f"{name}_").isdecimal()):
+            saves[step_of(path)] = save
+    nearest = min(saves, key=lambda saved: (abs(saved - step), saved), default=None)
+    if nearest is None:
+        file = "nothing is saved"
+    elif nearest == step:
+        file = saves[nearest].name
+    else:
+        file = f"not saved; the nearest is {saves[nearest].name}, step {nearest}"
+    last = finite[-1]
+    rise = f"; {last[1]:.6f} at step {last[0]}" if last[0] != step else ""
+    return f"lowest held-out loss {loss:.6f} at step {step} ({file}){rise}"

@@ -303,13 +303,12 @@ def _with_photos_of(folder: Path, job: JobConfig, place: Path) -> tuple[JobConfi
 @torch.no_grad()
 def score_loras(job: JobConfig, loras: Mapping[str, Path], device: torch.device) -> tuple[float, dict[str, float]]:
     """Held-out losses of a bf16 job's model: before training, and with each LoRA, or of each whole model."""
-    dtype, photos = TORCH_DTYPES[job.train.dtype], job.coat.data
-    policy = {"background": photos.background, "transparency": photos.transparency}
+    dtype = TORCH_DTYPES[job.train.dtype]
     held_out = {path for paths in held_out_of(job) for path in paths}
-    usable = inspect_datasets(job.datasets, job.trigger_word, **policy).usable()
+    usable = inspect_datasets(job.datasets, job.trigger_word, job.coat.data).usable()
     samples = [sample for sample in usable if sample.image_path in held_out]
     encoders = load_encoders(job.model.name_or_path, dtype, job.model.extras_name_or_path)
-    dataset = LatentDataset(samples, job.datasets, encoders.vae, encoders.text, device, **policy)
+    dataset = LatentDataset(samples, job.datasets, encoders.vae, encoders.text, device, options=job.coat.data)
     dataset.fill()
     if dataset.needs_vae or dataset.needs_encoders:
         for model in (encoders.vae, *encoders.text.models):

@@ -1,27 +1,21 @@
-"""Losses of casts by layer: `coat/precision.csv`, the guard's verdict, the layers `activation.min_sqnr_db` chooses."""
+"""Losses of casts by layer: `coat/precision.csv`, its line in the log, and the guard's verdict."""
 
 from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from coat_core.casts import GRADIENT, INPUT
 
 from ..blocks.cast_loss import WEIGHT_PRECISION
-from ..blocks.runner import BlockRunner
 from ..config.coat import GuardOptions
 from .casts import EXP_AVG, EXP_AVG_SQ, SAVED, CastPrecision, row_of
-
-if TYPE_CHECKING:
-    from ..blocks.report import CoatReport
 
 FILE = Path("coat") / "precision.csv"
 COLUMNS = CastPrecision._fields
@@ -43,8 +37,6 @@ REMEDIES = {
     EXP_AVG: EXPANSION,
     EXP_AVG_SQ: EXPANSION,
 }
-KEY = "coat.activation.min_sqnr_db"
-EXACT_DB = 999.0
 
 
 def weight_rows(model: nn.Module) -> list[CastPrecision]:
@@ -117,73 +109,3 @@ def health_verdict(rows: Sequence[CastPrecision], options: GuardOptions) -> str 
             text += f", or take the layer out of FP8 with coat.activation.exclude: [{worst.layer}]"
         return text
     return None
-
-
-class PrecisionWatch:
-    """Leaves layers below `activation.min_sqnr_db` in bf16; `pending` until they are chosen.
-
-    The choice is made once, from forward inputs in the first observed step (the second of a run), by the mean over its
-    batches and processes; a resumed run reuses it. Gradients do not count: tokens far from the loss have small ones,
-    which a scale for all of them loses without harm; `activation.grad_format` is for them.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        minimum: float | None,
-        report: CoatReport | None,
-        log: Callable[[str], None],
-        mean: Callable[[Tensor], Tensor] = lambda value: value,
-    ) -> None:
-        self._model, self._minimum, self._report = model, minimum, report
-        self._log, self._mean = log, mean
-        self._left_out: list[str] = []
-        self.pending = minimum is not None
-
-    def choose(self, rows: Sequence[CastPrecision]) -> None:
-        """Choose the layers by the rows of a finished step."""
-        measured = {row.layer: row.sqnr_db for row in rows if row.kind == INPUT and row.layer}
-        names = sorted(measured)
-        # means need finite values: exact casts count as very good
-        local = torch.tensor([measured[name] for name in names]).nan_to_num(nan=EXACT_DB, posinf=EXACT_DB)
-        values = dict(zip(names, self._mean(local).tolist() if names else [], strict=True))
-        below = [name for name, value in values.items() if value < self._minimum]
-        if below:
-            listed = ", ".join(f"{name} ({values[name]:.1f} dB)" for name in below)
-            text = f"{len(below)} of {len(names)} layers multiply in bf16 from here on: {listed}"
-        elif names:
-            text = f"the lowest of {len(names)} layers has {min(values.values()):.1f} dB, none is left out"
-        else:
-            text = "no layer multiplies in FP8 here, none is left out"
-        self._leave_out(below, f"{KEY}={self._minimum:g}: {text}")
-
-    def _leave_out(self, layers: list[str], line: str) -> None:
-        self.pending, self._left_out = False, layers
-        if layers:
-            modules = dict(self._model.named_modules())
-            linears = [modules.get(f"{name}.base_layer", modules.get(name)) for name in layers]
-            BlockRunner.of(self._model).multiply_in_bf16(linears)
-            if self._report is not None:
-                reason = f"input below activation.min_sqnr_db: {self._minimum:g}"
-                self._report.why.update(dict.fromkeys(layers, reason))
-        if line:
-            self._log(line)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Plain JSON; empty without the option."""
-        if self._minimum is None:
-            return {}
-        return {"minimum": self._minimum, "left_out": None if self.pending else self._left_out}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Leave out the layers a saved run left out; with another threshold they are chosen again."""
-        left_out = state.get("left_out")
-        if left_out is None or not self.pending:
-            return
-        if state["minimum"] != self._minimum:
-            self._log(f"{KEY}: {state['minimum']:g} -> {self._minimum:g}, layers are chosen again")
-            return
-        names = {name.removesuffix(".base_layer") for name, _ in self._model.named_modules()}
-        layers = [name for name in left_out if name in names]
-        line = f"{KEY}: {len(layers)} layers multiply in bf16 as before: {', '.join(layers)}"
-        self._leave_out(layers, line if layers else "")

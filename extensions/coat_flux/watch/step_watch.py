@@ -16,23 +16,25 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from coat_core.casts import INPUT
+
 from ..base.text import GB
 from ..blocks.report import CoatReport
 from ..blocks.runner import BlockRunner
 from ..config.coat import COATConfig
 from ..config.job import JobConfig
-from .casts import CastProbe
+from .casts import CastPrecision, CastProbe
 from .guard import KEPT, DeadRunError, Norms, RunGuard, tensor_norms
 from .oom import OutOfMemory, explain_oom, is_oom, recompute_more
 from .phases import PhaseTracker, used_bytes
-from .precision import PrecisionWatch, health_line, health_verdict, weight_rows
+from .precision import health_line, health_verdict, weight_rows
 
 FIRST_OBSERVED = 2  # the first observed step, where most initial faults show
 CPU_NOTE = "Memory lines on a CPU: Allocated is the process's resident memory, Reserved its peak so far."
@@ -41,6 +43,8 @@ BASELINE = 10  # later steps, whose median is the normal duration
 SLOWER = 3.0  # times the normal duration
 IN_A_ROW = 5  # slow steps
 NEAR_LIMIT = 0.90  # of the card's memory, reserved
+KEY = "coat.activation.min_sqnr_db"
+EXACT_DB = 999.0
 T = TypeVar("T")
 
 
@@ -71,8 +75,10 @@ class StepWatch:
         self.guard = RunGuard(config.guard, lora, log.info, norms)
         self._options, self._memory, self._report = config.guard, config.memory, report
         self._transformer, self._log, self._job = transformer, log, job
-        minimum = config.activation.min_sqnr_db if config.enabled else None
-        self._precision = PrecisionWatch(transformer, minimum, report, log.info, mean)
+        self._minimum = config.activation.min_sqnr_db if config.enabled else None
+        self._mean = mean
+        self._left_out: list[str] = []  # layers below it
+        self.pending = self._minimum is not None  # until they are chosen
         self._spill = SpillWatch()
         self._writes_lines = config.enabled and config.memory.log_memory_stats
         self._explained_lines = phases.device.type == "cuda"
@@ -80,7 +86,7 @@ class StepWatch:
 
     def reads_at_once(self, step: int) -> bool:
         """Whether this step reads something back; after others `allows_update` may be called one step later."""
-        return not self._began or self._is_health_step(step) or self._precision.pending or self.guard.checks_soon
+        return not self._began or self._is_health_step(step) or self.pending or self.guard.checks_soon
 
     def _is_health_step(self, step: int) -> bool:
         return step == FIRST_OBSERVED or step % self._options.health_every == 0
@@ -101,7 +107,7 @@ class StepWatch:
             self._log.precision(weight_rows(self._transformer))
         due = self._is_health_step(step) and not first and self._options.enabled
         # a run stopped before its first observed step catches up where the whole run observed
-        chooses = self._precision.pending and step >= FIRST_OBSERVED and (not first or step == FIRST_OBSERVED)
+        chooses = self.pending and step >= FIRST_OBSERVED and (not first or step == FIRST_OBSERVED)
         if not (due or chooses):
             yield
             return
@@ -113,11 +119,45 @@ class StepWatch:
         if self.guard.nonfinite:
             return
         self._log.precision(rows)
-        if self._precision.pending:
-            self._precision.choose(rows)
+        if self.pending:
+            self.choose_layers(rows)
         verdict = health_verdict(rows, self._options) if rows and self._options.enabled else None
         if verdict is not None:
             raise DeadRunError(f"step {step}: {verdict}; {KEPT}")
+
+    def choose_layers(self, rows: Sequence[CastPrecision]) -> None:
+        """Leave the layers below `activation.min_sqnr_db` in bf16, by the rows of a finished step.
+
+        The choice is made once, from forward inputs in the first observed step, by the mean over its batches and
+        processes; a resumed run reuses it. Gradients do not count: tokens far from the loss have small ones, which a
+        scale for all of them loses without harm; `activation.grad_format` is for them.
+        """
+        measured = {row.layer: row.sqnr_db for row in rows if row.kind == INPUT and row.layer}
+        names = sorted(measured)
+        # means need finite values: exact casts count as very good
+        local = torch.tensor([measured[name] for name in names]).nan_to_num(nan=EXACT_DB, posinf=EXACT_DB)
+        values = dict(zip(names, self._mean(local).tolist() if names else [], strict=True))
+        below = [name for name, value in values.items() if value < self._minimum]
+        if below:
+            listed = ", ".join(f"{name} ({values[name]:.1f} dB)" for name in below)
+            text = f"{len(below)} of {len(names)} layers multiply in bf16 from here on: {listed}"
+        elif names:
+            text = f"the lowest of {len(names)} layers has {min(values.values()):.1f} dB, none is left out"
+        else:
+            text = "no layer multiplies in FP8 here, none is left out"
+        self._leave_out(below)
+        self._log.info(f"{KEY}={self._minimum:g}: {text}")
+
+    def _leave_out(self, layers: list[str]) -> None:
+        self.pending, self._left_out = False, layers
+        if not layers:
+            return
+        modules = dict(self._transformer.named_modules())
+        linears = [modules.get(f"{name}.base_layer", modules.get(name)) for name in layers]
+        BlockRunner.of(self._transformer).multiply_in_bf16(linears)
+        if self._report is not None:
+            reason = f"input below activation.min_sqnr_db: {self._minimum:g}"
+            self._report.why.update(dict.fromkeys(layers, reason))
 
     def retry(self, step: int, attempt: Callable[[], T], reset: Callable[[], str | None]) -> T:
         """Run `attempt`; if it runs out of memory, again with more recomputation, unless its update has begun.
@@ -167,9 +207,7 @@ class StepWatch:
     def end_step(self, step: int, seconds: float) -> None:
         """Check updated parameters, warn of steps slowed by lack of memory, and report after the first step.
 
-        Raises:
-            DeadRunError: a parameter is not finite, or every lora_B is still zero.
-            RuntimeError: COAT was left out of blocks: `BlockRunner.check_step`.
+        DeadRunError by `RunGuard.after_update`, RuntimeError by `BlockRunner.check_step`.
         """
         runner = None if self._reported else BlockRunner.of(self._transformer)
         self._reported = True
@@ -188,13 +226,24 @@ class StepWatch:
 
     def state_dict(self) -> dict[str, Any]:
         """The guard's counters and the layers that `activation.min_sqnr_db` left out; plain JSON."""
-        chosen = self._precision.state_dict()
-        return self.guard.state_dict() | ({"precision": chosen} if chosen else {})
+        chosen = {"minimum": self._minimum, "left_out": None if self.pending else self._left_out}
+        return self.guard.state_dict() | ({} if self._minimum is None else {"precision": chosen})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state; missing entries stay."""
+        """Continue from a saved state; missing entries stay, and with another threshold layers are chosen again."""
         self.guard.load_state_dict(state)
-        self._precision.load_state_dict(state.get("precision", {}))
+        saved = state.get("precision", {})
+        left_out = saved.get("left_out")
+        if left_out is None or not self.pending:
+            return
+        if saved["minimum"] != self._minimum:
+            self._log.info(f"{KEY}: {saved['minimum']:g} -> {self._minimum:g}, layers are chosen again")
+            return
+        names = {name.removesuffix(".base_layer") for name, _ in self._transformer.named_modules()}
+        layers = [name for name in left_out if name in names]
+        self._leave_out(layers)
+        if layers:
+            self._log.info(f"{KEY}: {len(layers)} layers multiply in bf16 as before: {', '.join(layers)}")
 
 
 class SpillWatch:

@@ -410,12 +410,6 @@ class Team(Processes):
         process.step_num, process.start_step, process.epoch_num = self.from_main(places)
         _limit_waits(STEP_LIMIT)
 
-    def all_sample(self, process: Any) -> Any:
-        """A context in which every process samples."""
-        if self.size == 1:
-            return nullcontext()
-        return patched(type(process.accelerator), is_main_process=True)
-
     def share_of(self, images: list[Any]) -> list[Any]:
         """This process's images, each with its number among all."""
         if self.size == 1:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from ...config.coat import DataOptions
 from ...config.findings import Findings
 from ...config.job_sections import ValidationSection
 from ...config.options import build
@@ -81,15 +82,11 @@ def check_photos(process: Any) -> HeldOutPhotos | None:
     return held_out if any(chosen) else None
 
 
-def read_copies(policy: Any, folder: Path, target: Path, configs: list[Any], keep: frozenset[Path] | None) -> None:
+def read_copies(
+    options: DataOptions, folder: Path, target: Path, configs: list[Any], keep: frozenset[Path] | None
+) -> None:
     """Redirect the configs of a folder to `target`, which links `keep` (None: all) of its photos."""
-    corrected = prepare_copy(
-        folder,
-        target,
-        background=policy.background,
-        transparency=policy.transparency,
-        keep=keep,
-    )
+    corrected = prepare_copy(folder, target, options, keep)
     if corrected is None:
         return
     if corrected:
@@ -99,7 +96,7 @@ def read_copies(policy: Any, folder: Path, target: Path, configs: list[Any], kee
     for config in configs:
         config.folder_path = str(target / IMAGES)
         config.dataset_path = None
-        if policy.transparency == "mask" and config.mask_path is None:
+        if options.transparency == "mask" and config.mask_path is None:
             config.mask_path = str(target / MASKS)
 
 

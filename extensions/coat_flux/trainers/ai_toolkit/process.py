@@ -24,11 +24,10 @@ from ...config.findings import ConfigError
 from ...config.job import JobConfig, coat_of_entry
 from ...config.job_file import load_job_yaml
 from ...config.launch import DDP, LaunchError, launch_obstacle, shares_weights
-from ...data.hold_out import describe_lowest
 from ...mini_flux import provide_embedded
 from ...plan.job import JobFacts
 from ...plan.predict import outside_bytes
-from ...saves.repair import run_lock
+from ...saves.repair import describe_lowest, run_lock
 from ...saves.rng import kept_draws
 from ...watch.memory_report import finish
 from ...watch.phases import MEMORY_FILE, PhaseTracker
@@ -248,7 +247,8 @@ class CoatFluxTrainer(HostTrainer):
         try:
             if self._training is not None and self._training.stops:
                 raise SamplingStopped
-            with self._phases.during("sample"), kept_draws(), self._team.all_sample(self):
+            every_process = patched(type(self.accelerator), is_main_process=True)
+            with self._phases.during("sample"), kept_draws(), every_process:
                 super().sample(*args, **kwargs)
         except SamplingStopped:
             info("samples are left out: the run ends here")

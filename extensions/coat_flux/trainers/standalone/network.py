@@ -21,7 +21,7 @@ from coat_core.optim.sharded import local_values
 
 from ...blocks.models import KEY_PREFIX, target_names
 from ...config.findings import ConfigError
-from ...config.job_sections import NetworkKwargs, NetworkSection
+from ...config.job_sections import EMASection, NetworkKwargs, NetworkSection
 from ...saves.rng import Stream, generator_for
 
 ADAPTER = "default"
@@ -73,21 +73,12 @@ def lora_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 class LoraEMA:
     """shadow ← decay · shadow + (1 - decay) · parameter; `shadow` has the averages by name, in fp32.
 
-    After an update, `use_feedback` moves each parameter by 10 · (1 - decay) · (shadow - parameter), and
-    `param_multiplier` multiplies it.
+    After an update, `options.use_feedback` moves each parameter by 10 · (1 - decay) · (shadow - parameter), and
+    `options.param_multiplier` multiplies it.
     """
 
-    def __init__(
-        self,
-        params: Mapping[str, nn.Parameter],
-        decay: float = 0.999,
-        *,
-        use_feedback: bool = False,
-        param_multiplier: float = 1.0,
-    ):
-        self.decay = decay
-        self.use_feedback = use_feedback
-        self.param_multiplier = param_multiplier
+    def __init__(self, params: Mapping[str, nn.Parameter], options: EMASection):
+        self._options = options
         self.shadow = {name: param.detach().float().clone() for name, param in params.items()}
         self._params = [local_values(param.detach()) for param in params.values()]
         self._averages = [local_values(average) for average in self.shadow.values()]
@@ -95,17 +86,18 @@ class LoraEMA:
     @torch.no_grad()
     def update(self, found_inf: Tensor | None = None) -> None:
         """Update the average after an optimizer step, unless `found_inf`, fp32 [] on the device, is 1."""
+        options = self._options
         deltas = torch._foreach_sub(self._averages, [param.float() for param in self._params])
-        torch._foreach_mul_(deltas, 1.0 - self.decay)
-        multiplier: float | Tensor = self.param_multiplier
+        torch._foreach_mul_(deltas, 1.0 - options.ema_decay)
+        multiplier: float | Tensor = options.param_multiplier
         if found_inf is not None:
             torch._foreach_mul_(deltas, 1 - found_inf)
-            multiplier = torch.where(found_inf > 0, 1.0, self.param_multiplier)
+            multiplier = torch.where(found_inf > 0, 1.0, options.param_multiplier)
         torch._foreach_sub_(self._averages, deltas)
-        if self.use_feedback:
+        if options.use_feedback:
             moves = [delta.to(param.dtype) for delta, param in zip(deltas, self._params, strict=True)]
             torch._foreach_add_(self._params, moves, alpha=FEEDBACK)
-        if self.param_multiplier != 1.0:
+        if options.param_multiplier != 1.0:
             torch._foreach_mul_(self._params, multiplier)
 
     @contextmanager

@@ -84,13 +84,8 @@ class Session:
         self.record = {key: self.saved[key] for key in ("validation_loss", "held_out_loss") if key in self.saved}
         self.graphs: Any = None  # a step_graph.StepGraphs
         self.outstanding: tuple[StepStats, Callable[[], list[float]]] | None = None
-        photos = inspect_datasets(
-            job.datasets,
-            job.trigger_word,
-            background=job.coat.data.background,
-            transparency=job.coat.data.transparency,
-            reads_t5=model.arch in (None, "", "flux"),
-        )
+        reads_t5 = model.arch in (None, "", "flux")
+        photos = inspect_datasets(job.datasets, job.trigger_word, job.coat.data, reads_t5=reads_t5)
         samples = photos.usable()
         held_out = {path for paths in held_out_of(job) for path in paths}
         trained = [sample for sample in samples if sample.image_path not in held_out]
@@ -167,10 +162,8 @@ class Session:
                 f"{size_text(self.optimizer.state_bytes())} of moments"
             )
         self.ema: LoraEMA | None = None
-        average = train.ema_config
-        if average.use_ema:
-            options = {"use_feedback": average.use_feedback, "param_multiplier": average.param_multiplier}
-            self.ema = LoraEMA(self.lora, average.ema_decay, **options)
+        if train.ema_config.use_ema:
+            self.ema = LoraEMA(self.lora, train.ema_config)
             phases.held.add("ema", self.ema)
         self.fused: UpdateInBackward | None = None
         if train.fused_backward:
@@ -229,8 +222,7 @@ def _prepare_data(
             encoders.text,
             device,
             seed=job.seed,
-            background=job.coat.data.background,
-            transparency=job.coat.data.transparency,
+            options=job.coat.data,
             room=room,
         )
         dataset.fill(progress=workers.is_main)

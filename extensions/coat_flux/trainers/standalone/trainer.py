@@ -34,14 +34,13 @@ from ...config.findings import ConfigError
 from ...config.job import JobConfig
 from ...config.job_file import load_job_yaml
 from ...config.launch import joint_job
-from ...data.hold_out import describe_lowest
 from ...data.loader import Batch
 from ...mini_flux import provide_embedded
 from ...plan.job import check_trained, save_space
 from ...saves.commit import newest_set, require_room, set_step
 from ...saves.errors import save_errors
 from ...saves.interrupts import Interrupts
-from ...saves.repair import go_back, repair, run_lock, way_back
+from ...saves.repair import describe_lowest, go_back, repair, run_lock, way_back
 from ...saves.rng import Stream, seed_global
 from ...saves.state import execution_changes, execution_of
 from ...watch.guard import WINDOW, DeadRunError
