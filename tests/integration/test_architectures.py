@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -37,18 +36,17 @@ BF16 = {"enabled": False}
 KEEP = {"memory": {"checkpointing": "none"}}
 PACKING_ONLY = KEEP | {"weight": {"use_fp8": False}, "activation": {"exclude": ["*"]}}
 RANK = 4
-Inputs = dict[str, Any]
 
 
 class Architecture(NamedTuple):
-    """A small random model: diffusers' class, its config, and a function (config, batch) → inputs of its forward.
+    """A small random model: diffusers' class, its config, and the shapes of its inputs for one image.
 
     `outside` and `one_row` are patterns of linears outside the blocks, and of those with one row per image.
     """
 
     cls: str
     options: dict[str, Any]
-    inputs: Callable[[Any, int], Inputs]
+    shapes: dict[str, tuple[int, ...]]
     outside: set[str]
     one_row: set[str]
 
@@ -57,37 +55,16 @@ def draw(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def unet_inputs(config: Any, batch: int) -> Inputs:
-    """Latents, 77 text tokens, pooled text and sizes."""
-    sizes = torch.tensor([[1024.0, 1024.0, 0.0, 0.0, 1024.0, 1024.0]]).repeat(batch, 1)
-    pooled = draw(batch, config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim)
-    return {
-        "sample": draw(batch, 4, 32, 32),
-        "timestep": torch.linspace(400.0, 600.0, batch),
-        "encoder_hidden_states": draw(batch, 77, config.cross_attention_dim),
-        "added_cond_kwargs": {"text_embeds": pooled, "time_ids": sizes},
-    }
-
-
-def sd3_inputs(config: Any, batch: int) -> Inputs:
-    """Latents, 77 text tokens, pooled text."""
-    return {
-        "hidden_states": draw(batch, config.in_channels, 32, 32),
-        "encoder_hidden_states": draw(batch, 77, config.joint_attention_dim),
-        "pooled_projections": draw(batch, config.pooled_projection_dim),
-        "timestep": torch.linspace(400.0, 600.0, batch),
-    }
-
-
-def cogvideox_inputs(config: Any, batch: int) -> Inputs:
-    """Latents of three frames, text tokens, rotary tables."""
-    angles = draw(3 * (16 // config.patch_size) ** 2, config.attention_head_dim)
-    return {
-        "hidden_states": draw(batch, 3, config.in_channels, 16, 16),
-        "encoder_hidden_states": draw(batch, config.max_text_seq_length, config.text_embed_dim),
-        "timestep": torch.linspace(400.0, 600.0, batch),
-        "image_rotary_emb": (angles.cos(), angles.sin()),
-    }
+def inputs_of(name: str, config: Any) -> dict[str, Any]:
+    """Latents and text tokens; of SDXL sizes, of CogVideoX, whose latents are three frames, rotary tables."""
+    inputs = {key: draw(1, *shape) for key, shape in ARCHITECTURES[name].shapes.items()}
+    if name == "SDXL":
+        sizes = torch.tensor([[1024.0, 1024.0, 0.0, 0.0, 1024.0, 1024.0]])
+        return {**inputs, "added_cond_kwargs": {"text_embeds": draw(1, 32), "time_ids": sizes}}
+    if name == "CogVideoX":
+        angles = draw(3 * (16 // config.patch_size) ** 2, config.attention_head_dim)
+        return {**inputs, "image_rotary_emb": (angles.cos(), angles.sin())}
+    return inputs
 
 
 ARCHITECTURES = {
@@ -101,7 +78,7 @@ ARCHITECTURES = {
             "use_linear_projection": True, "addition_embed_type": "text_time", "addition_time_embed_dim": 8,
             "projection_class_embeddings_input_dim": 80,
         },
-        unet_inputs,
+        {"sample": (4, 32, 32), "encoder_hidden_states": (77, 64)},
         {"time_embedding.*", "add_embedding.*", "*.proj_in", "*.proj_out"},
         {"*.time_emb_proj"},
     ),
@@ -113,7 +90,7 @@ ARCHITECTURES = {
             "num_layers": 3, "num_attention_heads": 2, "caption_projection_dim": 128, "joint_attention_dim": 64,
             "dual_attention_layers": (0,),
         },
-        sd3_inputs,
+        {"hidden_states": (16, 32, 32), "encoder_hidden_states": (77, 64), "pooled_projections": (32,)},
         {"time_text_embed.*", "context_embedder", "norm_out.linear", "proj_out"},
         {"*.norm1.linear", "*.norm1_context.linear"},
     ),
@@ -125,7 +102,7 @@ ARCHITECTURES = {
             "num_attention_heads": 2, "time_embed_dim": 32, "text_embed_dim": 64, "num_layers": 2, "sample_width": 16,
             "sample_height": 16, "max_text_seq_length": 32,
         },
-        cogvideox_inputs,
+        {"hidden_states": (3, 16, 16, 16), "encoder_hidden_states": (32, 64)},
         {"time_embedding.*", "patch_embed.text_proj", "norm_out.linear", "proj_out"},
         {"*.norm1.linear", "*.norm2.linear"},
     ),
@@ -171,9 +148,10 @@ def to_bf16(value: Any) -> Any:
     return value.to(torch.bfloat16) if value.is_floating_point() else value
 
 
-def predict(name: str, model: Any, batch: int = 1) -> Tensor:
+def predict(name: str, model: Any) -> Tensor:
     """The model's output for the same inputs at each call."""
-    return model(**to_bf16(ARCHITECTURES[name].inputs(model.config, batch)), return_dict=False)[0]
+    inputs = {**inputs_of(name, model.config), "timestep": torch.tensor([400.0])}
+    return model(**to_bf16(inputs), return_dict=False)[0]
 
 
 def step(name: str, model: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:

@@ -22,6 +22,7 @@ from coat_flux.plan.predict import block_plan, optimizer_bytes, outside_bytes
 from coat_flux.trainers.standalone.network import add_lora
 from tests.helpers.engine_job import engine_job
 from tests.helpers.tiny_flux import build_transformer, make_tiny_flux
+from tests.integration.test_plan_measured import flux_inputs
 
 HELD = 1_000_000_000  # bytes of the models and adapters: a measured number, here the one that plan foresees
 
@@ -58,17 +59,8 @@ def run(facts: JobFacts, patch: pytest.MonkeyPatch) -> BlockPlan:
     patch.setattr(runner_module, "held_bytes", lambda _: float(HELD - runner.plan.freed_bytes))
     add_lora(model, job.network, 0)
     attach_lora(model, job.coat)
-    inputs = {
-        "hidden_states": torch.zeros(tokens.batch, tokens.image, 64, dtype=model.dtype),
-        "encoder_hidden_states": torch.zeros(tokens.batch, tokens.text, facts.model.text_width, dtype=model.dtype),
-        "pooled_projections": torch.zeros(tokens.batch, facts.model.pooled_width, dtype=model.dtype),
-        "timestep": torch.full((tokens.batch,), 0.5, dtype=model.dtype),
-        "guidance": torch.ones(tokens.batch),
-        "img_ids": torch.zeros(tokens.image, 3),
-        "txt_ids": torch.zeros(tokens.text, 3),
-    }
     for _ in range(job.train.gradient_accumulation):
-        model(**inputs)[0].float().square().mean().backward()
+        model(**flux_inputs(tokens))[0].float().square().mean().backward()
     return runner.plan
 
 
@@ -85,6 +77,7 @@ def job(
 
 
 NONE, AUTO, ALL = ({"checkpointing": mode} for mode in ("none", "auto", "all"))
+NVFP4, NO_FP8 = {"format": "nvfp4"}, {"use_fp8": False}
 LATER_BLOCKS = {"network_kwargs": {"only_if_contains": ["single_transformer_blocks"]}}
 SOME = {"network_kwargs": {"ignore_if_contains": ["norm", "transformer_blocks.0."]}, "transformer_only": False}
 # the job, its budget as a share of what a step needs that recomputes nothing, and the device
@@ -94,18 +87,10 @@ JOBS = {
     "copies are kept": (job({**AUTO, "transposed_weights": "auto"}), 1.6, "cuda"),
     "all recompute in the generic flow": (job(ALL, {"flow": "generic"}), 1.6, "cpu"),
     "some are streamed": (job({**AUTO, "stream_blocks": "auto"}), -0.2, "cuda"),
-    "two are streamed": (
-        job({**AUTO, "stream_blocks": 2}, weight={"format": "nvfp4"}, network=LATER_BLOCKS),
-        0.4,
-        "cuda",
-    ),
+    "two are streamed": (job({**AUTO, "stream_blocks": 2}, weight=NVFP4, network=LATER_BLOCKS), 0.4, "cuda"),
     "accumulated gradients": (job(AUTO, {"attention": "bf16", "group_size": 32}, gradient_accumulation=2), 0.7, "cuda"),
-    "weights in bf16, few adapters": (
-        job(AUTO, {"exclude": ["*.to_k"]}, {"use_fp8": False}, network=SOME),
-        0.5,
-        "cuda",
-    ),
-    "no recomputation": (job(AUTO, {"use_fp8": False}, gradient_checkpointing=False), 0.3, "cuda"),
+    "weights in bf16, few adapters": (job(AUTO, {"exclude": ["*.to_k"]}, NO_FP8, network=SOME), 0.5, "cuda"),
+    "no recomputation": (job(AUTO, NO_FP8, gradient_checkpointing=False), 0.3, "cuda"),
 }
 
 
