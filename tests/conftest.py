@@ -6,6 +6,8 @@ import gc
 import importlib.metadata
 import importlib.util
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything imports huggingface_hub
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
@@ -107,3 +109,12 @@ def _seed() -> None:
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Every device of this machine that tests should pass on."""
     return torch.device(request.param)
+
+
+@pytest.fixture(scope="module")
+def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
+    """Model, photos (`PHOTOS` of the module, or 4) and output folder of the runs of a module."""
+    from tests.helpers.engine_job import tiny_place
+
+    with tiny_place(tmp_path_factory.mktemp("runs"), getattr(request.module, "PHOTOS", 4)) as place:
+        yield place

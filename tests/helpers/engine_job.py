@@ -1,4 +1,4 @@
-"""A job for the stand-alone engine on the embedded tiny model: 64-px noise images, seconds to run on a CPU."""
+"""Jobs for the stand-alone engine on the embedded tiny model: 64-px noise images, seconds to run on a CPU."""
 
 from __future__ import annotations
 
@@ -10,8 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from safetensors.torch import load_file
+from torch import Tensor
 
+from coat_flux.saves.commit import newest_set
+from coat_flux.trainers.standalone.trainer import COATTrainer
+from tests.helpers.asserts import assert_all_bitwise
 from tests.helpers.tiny_flux import make_tiny_flux
 
 IMAGE_SIZE = 64
@@ -98,3 +104,31 @@ def engine_job(
     if "validation" in blocks:
         process["validation"] = dict(blocks["validation"])
     return {"job": "extension", "config": {"name": name, "process": [process]}}
+
+
+def full_job(name: str, place: dict[str, Path], **blocks: Any) -> dict[str, Any]:
+    """A job that trains every weight."""
+    job = engine_job(name, **place, **blocks)
+    del job["config"]["process"][0]["network"]
+    return job
+
+
+def train(name: str, place: dict[str, Path], from_step: int | None = None, **blocks: Any) -> Path:
+    """Train a LoRA; returns its file."""
+    return COATTrainer(engine_job(name, **place, **blocks)).train(from_step=from_step)
+
+
+def assert_same_end(run: Path, other: Path) -> None:
+    """Assert that two runs have the same losses, raw and published weights, averages and states of the optimizer."""
+    assert losses(run) == losses(other)
+    assert_all_bitwise(_end_of(run), _end_of(other))
+
+
+def _end_of(run: Path) -> dict[str, Tensor]:
+    folder = newest_set(run)
+    assert folder is not None
+    files = [path for path in folder.rglob("*.safetensors") if path.name != "rng.safetensors"]
+    tensors = {f"{path.relative_to(folder)} {key}": x for path in files for key, x in load_file(path).items()}
+    saved = torch.load(folder / "optimizer.pt", weights_only=True)
+    assert saved["param_groups"][0]["params"] == list(saved["state"])
+    return tensors | {f"{index} {key}": x for index, state in saved["state"].items() for key, x in state.items()}

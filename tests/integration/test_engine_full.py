@@ -25,24 +25,17 @@ from coat_flux.trainers import full
 from coat_flux.trainers.standalone import session
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from tests.helpers.asserts import assert_all_bitwise, assert_bitwise
-from tests.helpers.engine_job import engine_job, losses, tiny_place
+from tests.helpers.engine_job import assert_same_end, engine_job, full_job
 
 WHOLE = {"steps": 3, "gradient_accumulation": 2, "max_grad_norm": 1e9}  # which no gradient reaches
 EACH_STEP = {"dtype": "bf16", "save_every": 1}
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
-    """With shards of 300 kB."""
-    with tiny_place(tmp_path_factory.mktemp("full"), 3) as place, pytest.MonkeyPatch.context() as patch:
+@pytest.fixture(autouse=True, scope="module")
+def _shards() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(full, "SHARD_BYTES", 300_000)
-        yield place
-
-
-def full_job(name: str, place: dict[str, Path], **blocks: Any) -> dict[str, Any]:
-    job = engine_job(name, **place, **blocks)
-    del job["config"]["process"][0]["network"]
-    return job
+        yield
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -58,15 +51,6 @@ def separate(place: dict[str, Path]) -> Path:
 
 class Killed(BaseException):
     """Ends a process like SIGKILL: nothing of ours catches it."""
-
-
-def assert_same(final: Path, other: Path) -> None:
-    """Two runs have the same losses, weights and states of the optimizer."""
-    assert losses(final.parent) == losses(other.parent)
-    assert_all_bitwise(tensors(final), tensors(other))
-    states = [torch.load(path.parent / "optimizer.pt", weights_only=True)["state"] for path in (final, other)]
-    for index, state in states[0].items():
-        assert_all_bitwise(state, states[1][index])
 
 
 def test_updates_in_backward_are_the_separate_step_to_the_bit_wherever_moments_are(
@@ -93,7 +77,8 @@ def test_updates_in_backward_are_the_separate_step_to_the_bit_wherever_moments_a
         job = full_job("offloaded", place, coat={"optimizer": {"offload": offload}}, train=train, save=EACH_STEP)
         with pytest.raises(Killed) if kills else nullcontext():
             final = COATTrainer(job, observer=kill).train()
-    assert_same(final, separate)
+    assert_same_end(final.parent, separate.parent)
+    assert_all_bitwise(tensors(final), tensors(separate))
     runs = ((0, 1, 2), True), ((1, 2, 3), False), ((2, 3), True)
     assert seen == [(step, offloaded) for steps, offloaded in runs for step in steps]
 

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from subprocess import PIPE, STDOUT
 from typing import Any
@@ -28,7 +27,7 @@ from tests import tolerances
 from tests.architecture.sources import ROOT
 from tests.helpers.asserts import assert_all_bitwise
 from tests.helpers.driver import until
-from tests.helpers.engine_job import FEW_LINEARS, ON_DISK, engine_job, losses, tiny_place
+from tests.helpers.engine_job import FEW_LINEARS, ON_DISK, assert_same_end, engine_job, full_job, losses
 from tests.reliability.forks import fork, wait
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork, with which processes start at once")
@@ -94,12 +93,6 @@ PARTLY = {"exclude": ["time_text_embed.*", "*.attn.to_k", "context_embedder", "*
 AVERAGED = {"max_grad_norm": 0.05, "ema_config": {"use_ema": True, "ema_decay": 0.5}}
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
-    with tiny_place(tmp_path_factory.mktemp("processes"), 4) as place:
-        yield place
-
-
 def lora_job(place: dict[str, Path], name: str, steps: int, accumulation: int, **coat: Any) -> dict[str, Any]:
     settings = {"steps": steps, "lr": 1e-2, "gradient_accumulation": accumulation}
     blocks = {"network": FEW_LINEARS, "dataset": ON_DISK, "save": {"save_every": 2}}
@@ -107,19 +100,17 @@ def lora_job(place: dict[str, Path], name: str, steps: int, accumulation: int, *
     return engine_job(name, **place, coat=coat, train=settings, **blocks)
 
 
-def full_job(place: dict[str, Path], name: str, steps: int, accumulation: int, **blocks: Any) -> dict[str, Any]:
-    settings = {"steps": steps, "gradient_accumulation": accumulation, **blocks.pop("train", {})}
-    save = {"save_every": 2, "dtype": "bf16"}
-    job = engine_job(name, **place, coat=blocks.pop("coat", {}), train=settings, dataset=ON_DISK, save=save, **blocks)
-    del job["config"]["process"][0]["network"]
-    return job
+def full(place: dict[str, Path], name: str, steps: int, accumulation: int, **blocks: Any) -> dict[str, Any]:
+    train = {"steps": steps, "gradient_accumulation": accumulation, **blocks.pop("train", {})}
+    blocks = {"coat": {}, "dataset": ON_DISK, "save": {"save_every": 2, "dtype": "bf16"}, **blocks}
+    return full_job(name, place, train=train, **blocks)
 
 
 def watched(place: dict[str, Path], name: str, steps: int, accumulation: int, **resume: Any) -> dict[str, Any]:
     """With recomputation, and all that processes run the model for together: samples, a loss on a photo held out."""
     train = {**AVERAGED, "disable_sampling": False, "gradient_checkpointing": True}
     coat = {**PARTLY, "resume": resume, "memory": {"checkpointing": "all"}}
-    return full_job(place, name, steps, accumulation, train=train, coat=coat, validation={"hold_out": 1, "every": 2})
+    return full(place, name, steps, accumulation, train=train, coat=coat, validation={"hold_out": 1, "every": 2})
 
 
 def copies_of(place: dict[str, Path], name: str) -> list[dict[str, Path]]:
@@ -219,16 +210,6 @@ def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
-def state_of(run: Path) -> dict[str, torch.Tensor]:
-    """Raw weights, their average and the optimizer's state, by what they are, of the newest set."""
-    folder = newest_set(run)
-    files = [path for path in folder.glob("*.safetensors") if path.name != "rng.safetensors"]
-    tensors = {f"{path.name} {key}": x for path in files for key, x in load_file(path).items()}
-    saved = torch.load(folder / "optimizer.pt", weights_only=True)
-    assert saved["param_groups"][0]["params"] == list(saved["state"])
-    return tensors | {f"{index} {key}": x for index, state in saved["state"].items() for key, x in state.items()}
-
-
 def assert_same_files(run: Path, other: Path) -> None:
     folders = newest_set(run), newest_set(other)
     names = [sorted(path.relative_to(folder) for path in folder.rglob("*")) for folder in folders]
@@ -276,8 +257,7 @@ def test_under_fsdp2_two_processes_are_one_full_run(place: dict[str, Path], full
     assert_all_bitwise(tensors_in(two / two.name / PART), tensors_in(one / one.name / PART))
     for name in ("full_two", "full_one"):
         COATTrainer(watched(place, name, 3, 2)).train()
-    assert losses(two) == losses(one)
-    assert_all_bitwise(state_of(two), state_of(one))
+    assert_same_end(two, one)
 
 
 @needs_fork
@@ -299,7 +279,7 @@ def test_under_fsdp2_three_processes_resume_the_full_run_of_two(
 def test_a_killed_process_ends_the_others_in_an_exchange_of_fsdp2(place: dict[str, Path]) -> None:
     """Everything is trained."""
     run = place["out"] / "full_killed"
-    both = Together(full_job(place, "full_killed", 1000, 1), 2, fsdp2=True)
+    both = Together(full(place, "full_killed", 1000, 1), 2, fsdp2=True)
     until(lambda: steps_of(run) >= 3, 120, "three steps")
     os.kill(both.children[1], signal.SIGKILL)
     codes, out = both.end()
@@ -307,6 +287,6 @@ def test_a_killed_process_ends_the_others_in_an_exchange_of_fsdp2(place: dict[st
     assert codes[1] == -signal.SIGKILL
     assert out.count("LostProcessError: another process of this run has ended or does not answer") == 1, out
     steps = check_saved_step(run)
-    COATTrainer(full_job(place, "full_killed", steps + 1, 2)).train()
-    one = COATTrainer(full_job(place, "full_never_killed", steps + 1, 2)).train().parent
+    COATTrainer(full(place, "full_killed", steps + 1, 2)).train()
+    one = COATTrainer(full(place, "full_never_killed", steps + 1, 2)).train().parent
     assert_near(run, one, tolerances.FULL_PROCESSES_LOSS_RTOL)

@@ -9,7 +9,6 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +31,9 @@ from coat_flux.watch.phases import STEP_MOMENTS
 from coat_flux.watch.step_watch import CPU_NOTE
 from tests import tolerances
 from tests.helpers.asserts import assert_all_bitwise, assert_bitwise
-from tests.helpers.engine_job import FEW_LINEARS, TRIGGER, engine_job, losses, rows, tiny_place
+from tests.helpers.engine_job import FEW_LINEARS, TRIGGER, engine_job, losses, rows, train
 from tests.helpers.guard_limits import set_limits
 from tests.reliability.forks import fork, wait
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
-    with tiny_place(tmp_path_factory.mktemp("engine"), 4) as place:
-        yield place
-
-
-def train(name: str, place: dict[str, Path], from_step: int | None = None, **blocks: Any) -> Path:
-    return COATTrainer(engine_job(name, **place, **blocks)).train(from_step=from_step)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ import inspect
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from coat_flux.saves.errors import ResumeError
 from coat_flux.trainers.optimizer import CLASSES, learning_rate, make_optimizer, restore_optimizer
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from tests.helpers.asserts import assert_all_bitwise, assert_bitwise
-from tests.helpers.engine_job import FEW_LINEARS, engine_job, rows, tiny_place
+from tests.helpers.engine_job import FEW_LINEARS, engine_job, rows
 
 OTHERS = ("prodigy", "adafactor", "lion")
 PARAMS: dict[str, dict[str, Any]] = {
@@ -34,12 +33,6 @@ PARAMS: dict[str, dict[str, Any]] = {
     "adafactor": {"weight_decay": 0.01, "beta1": 0.9},
     "lion": {"weight_decay": 0.01},
 }
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
-    with tiny_place(tmp_path_factory.mktemp("optimizers"), 2) as place:
-        yield place
 
 
 def need(optimizer: str) -> None:

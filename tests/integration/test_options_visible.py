@@ -168,7 +168,7 @@ SPEED = {"speed.cuda_graphs", "speed.measure", "speed.attention", "memory.transp
 # of the run, not of a step: tests/reliability; of full fine-tuning: test_engine_full.py
 FULL = ("include", "exclude", "activation.wgrad_format", "optimizer.offload")
 RELIABILITY = {key for key in BY_KEY if key.startswith(("data.", "guard.", "resume.", *FULL))}
-CHOSEN = {"activation.min_sqnr_db"}  # in a run's second step: test_precision_runs.py, and below
+CHOSEN = {"activation.min_sqnr_db"}  # in a run's second step: test_watched_runs.py, and below
 
 
 @pytest.mark.parametrize("text", CASES)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,15 +20,9 @@ from coat_flux.trainers.standalone.session import Session
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from coat_flux.watch.guard import DeadRunError
 from tests.helpers.asserts import assert_bitwise
-from tests.helpers.engine_job import engine_job, tiny_place
+from tests.helpers.engine_job import engine_job
 
 STEPS, SEED, PHOTOS = 3, 7, 5
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
-    with tiny_place(tmp_path_factory.mktemp("verify"), PHOTOS) as place:
-        yield place
 
 
 def job_of(place: dict[str, Path], name: str = "mine", **train: Any) -> dict[str, Any]:

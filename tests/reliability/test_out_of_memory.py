@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from coat_flux.trainers.standalone.trainer import COATTrainer
 from coat_flux.watch.oom import OutOfMemory, explain_oom, recompute_more
 from coat_flux.watch.phases import PhaseTracker
 from tests.helpers.asserts import assert_all_bitwise
-from tests.helpers.engine_job import engine_job, tiny_place
+from tests.helpers.engine_job import engine_job
 from tests.helpers.flux import coat_flux_model, loss_of, predict
 from tests.unit.test_plan import job_of
 
@@ -296,12 +296,6 @@ def test_an_explanation_that_fails_says_so_and_goes_on(card: dict[str, float], m
 
 
 # --- the stand-alone trainer ---
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
-    with tiny_place(tmp_path_factory.mktemp("oom"), 2) as place:
-        yield place
 
 
 def run_lora(name: str, place: dict[str, Path], checkpointing: str) -> dict[str, Tensor]:

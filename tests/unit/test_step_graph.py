@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,7 @@ from coat_flux.trainers.standalone import session as sessions
 from coat_flux.trainers.standalone import step_graph
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from tests.helpers.asserts import assert_all_bitwise
-from tests.helpers.engine_job import FEW_LINEARS, ON_DISK, engine_job, rows, tiny_place
+from tests.helpers.engine_job import FEW_LINEARS, ON_DISK, engine_job, rows
 from tests.helpers.guard_limits import set_limits
 from tests.helpers.recorded_graph import RecordedGraph, recording
 from tests.unit import test_steps
@@ -36,19 +36,13 @@ def _limits(monkeypatch: pytest.MonkeyPatch) -> None:
     set_limits(monkeypatch, health_every=6, dead_lora_steps=2)  # steps 4, 7 and 8 are replayed
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
-    with tiny_place(tmp_path_factory.mktemp("graphs"), 2) as place:
-        yield {name: place[name] for name in ("model", "images")}
-
-
 class Run:
     """A run on the CPU whose optimizer can skip steps on the device, as on a GPU."""
 
     def __init__(self, name: str, place: dict[str, Path], out: Path, **job: Any):
         self.graphs: list[RecordedGraph] = []
         self.sessions: list[Any] = []
-        self.job = engine_job(name, out=out, **place, **{**BLOCKS, **job})
+        self.job = engine_job(name, **{**place, "out": out}, **{**BLOCKS, **job})
         self.folder = out / name
 
     def train(self, *, captures: bool, observer: Any = None) -> dict[str, Tensor]:
@@ -278,6 +272,6 @@ def test_graphs_make_room_where_an_eager_step_would_find_none(monkeypatch: pytes
 def test_why_steps_are_not_captured(
     job: dict[str, Any], device: str, size: int, obstacle: str, place: dict[str, Path], tmp_path: Path
 ) -> None:
-    raw = engine_job("run", out=tmp_path, **place, **{"coat": COAT, "train": TRAIN, **job})
+    raw = engine_job("run", **{**place, "out": tmp_path}, **{"coat": COAT, "train": TRAIN, **job})
     workers: Any = SimpleNamespace(device=torch.device(device), size=size)
     assert obstacle in sessions._capture_obstacle(JobConfig.from_dict(raw), workers)
