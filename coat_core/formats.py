@@ -56,10 +56,9 @@ def product_format(weight_format: str) -> Format:
 @functools.cache
 def get_format(name: str) -> Format:
     """Return the format called `name`; raises ValueError unless that is "e4m3" or "e5m2"."""
-    try:
-        return FORMATS[name]
-    except KeyError:
-        raise ValueError(f"format={name!r}: must be one of {', '.join(FORMATS)}") from None
+    if name not in FORMATS:
+        raise ValueError(f"format={name!r}: must be one of {', '.join(FORMATS)}")
+    return FORMATS[name]
 
 
 @functools.cache

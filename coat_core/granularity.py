@@ -46,12 +46,6 @@ PER_ROW = Granularity("per_row")
 
 
 @functools.cache
-def granularity_named(name: str, group_size: int = 128) -> Granularity:
-    """Return a granularity from an operator's arguments, the same object each time."""
-    return Granularity(name, group_size)
-
-
-@functools.cache
 def per_group(group_size: int) -> Granularity:
     """Return the 1×G granularity."""
     return Granularity("per_group", group_size)

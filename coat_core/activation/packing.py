@@ -26,6 +26,7 @@ import threading
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from operator import methodcaller
 from typing import Any
 
@@ -78,17 +79,10 @@ class Saving:
 SAVED_IN_FP8 = Saving()
 
 
-@dataclass
-class _PackedView:
-    quantized: Quantized  # of the whole storage, shared by its views
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-    def unpack(self) -> Tensor:
-        refuse_second_order()
-        return self.quantized.dequantize(self.dtype).as_strided(self.size, self.stride, self.offset)
+def _unpacked(quantized: Quantized, dtype: torch.dtype, *place: Any) -> Tensor:
+    """Return a view at `place` (size, stride, offset) of a whole storage, which its views share."""
+    refuse_second_order()
+    return quantized.dequantize(dtype).as_strided(*place)
 
 
 class ExactTensor:
@@ -102,7 +96,7 @@ class ExactTensor:
         self.tensor = tensor.detach()  # shares the version counter
         self._version = tensor._version
 
-    def unpack(self) -> Tensor:
+    def __call__(self) -> Tensor:
         """Return the tensor; raises RuntimeError if it has been changed since."""
         if self.tensor._version != self._version:
             raise RuntimeError(
@@ -113,7 +107,7 @@ class ExactTensor:
         return self.tensor
 
 
-unpack_saved = methodcaller("unpack")
+unpack_saved = methodcaller("__call__")
 
 
 class PackedSavedTensors(TorchFunctionMode):
@@ -165,14 +159,14 @@ class PackedSavedTensors(TorchFunctionMode):
         with saved_tensors_hooks(lambda tensor: self._pack_attention(tensor, ndim, mask_length), unpack_saved):
             return func(*args, **kwargs)
 
-    def _pack_attention(self, tensor: Tensor, ndim: int, mask_length: int | None) -> ExactTensor | _PackedView:
+    def _pack_attention(self, tensor: Tensor, ndim: int, mask_length: int | None) -> Callable[[], Tensor]:
         """As `_pack`, for attention with inputs of `ndim` dimensions; FP8 has no −inf for masks."""
         is_mask = mask_length is not None and tensor.shape[-1:] == (mask_length,)
         if self._saving.attention == "bf16" or is_mask or tensor.ndim != ndim:
             return ExactTensor(tensor)
         return self._pack(tensor)
 
-    def _pack(self, tensor: Tensor) -> ExactTensor | _PackedView:
+    def _pack(self, tensor: Tensor) -> Callable[[], Tensor]:
         storage_as, worth_packing = self._saving.tensors, self._is_worth_packing(tensor)
         self._before = tensor.dtype, tensor.shape
         if storage_as is None or not worth_packing:
@@ -184,7 +178,7 @@ class PackedSavedTensors(TorchFunctionMode):
             packed = quantize(flat, storage_as.format, storage_as.granularity)
             self._packed[key] = (StorageWeakRef(storage), packed)  # the weak reference keeps the address from reuse
         place = tensor.size(), tensor.stride(), int(tensor.storage_offset())
-        return _PackedView(self._packed[key][1], tensor.dtype, *place)
+        return partial(_unpacked, self._packed[key][1], tensor.dtype, *place)
 
     def _is_worth_packing(self, tensor: Tensor) -> bool:
         if tensor.dtype not in PACKED_DTYPES or tensor.layout != torch.strided or tensor.ndim == 0:

@@ -41,7 +41,7 @@ from coat_core import nvfp4
 from coat_core.autograd import autocast_is_on, first_order_only, refuse_second_order
 from coat_core.config import FP8LinearConfig
 from coat_core.formats import INT8, NVFP4, get_format, product_format
-from coat_core.granularity import PER_ROW, PER_TENSOR, Storage, granularity_named
+from coat_core.granularity import PER_ROW, PER_TENSOR, Granularity, Storage
 from coat_core.int8 import rotation_size
 from coat_core.ops.quantize import (
     decode_nvfp4,
@@ -255,7 +255,7 @@ def _count_optimizer_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 @functools.cache
 def input_storage(config: FP8LinearConfig) -> Storage:
     """Return how the GEMM's input x is stored; linears that read the same tensor share one copy (`quantize_once`)."""
-    return Storage(config.input_format, granularity_named(config.input_granularity))
+    return Storage(config.input_format, Granularity(config.input_granularity))
 
 
 def fp8_gemm_obstacle(device: torch.device, config: FP8LinearConfig) -> str | None:
@@ -338,7 +338,7 @@ def dgrad(
     if config.grad_format == INT8.name:
         quantized = Quantized(*quantize_int8(grad.detach(), 1, factors), PER_ROW)
     elif quantized is None:
-        quantized = quantize(grad, config.grad_format, granularity_named(config.input_granularity), factors)
+        quantized = quantize(grad, config.grad_format, Granularity(config.input_granularity), factors)
     unit = unit_scale(weight.scale) if unit is None else unit
     dx = multiply(quantized, weight.for_dgrad(), unit, None, grad.dtype)
     return dx if weight.rotation == 1 else rotate(dx, weight.rotation)

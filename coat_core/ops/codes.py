@@ -20,42 +20,25 @@ from torch import Tensor
 from coat_core.autograd import without_autocast
 from coat_core.casts import Cast
 from coat_core.formats import E4M3, get_format
-from coat_core.granularity import PER_TENSOR, granularity_named, per_group
+from coat_core.granularity import PER_TENSOR, Granularity, per_group
 from coat_core.quantize import dequantize, quantize
 
 
-def codes_of(values: Tensor, fmt: str, granularity: str) -> tuple[Tensor, Tensor]:
-    """Return the codes and scale of values [..., K], both of shape [0] where the granularity is "none"."""
-    if granularity == "none":
-        return no_codes(values, fmt)
-    codes, scale, _ = quantize(values, fmt, granularity_named(granularity))
-    return codes, scale
-
-
-def no_codes(values: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
-    """Return empty codes and scale; in E4M3 where the format is "none"."""
-    form = E4M3 if fmt == "none" else get_format(fmt)
-    return values.new_empty(0, dtype=form.dtype), values.new_empty(0, dtype=torch.float32)
-
-
-def cast_of(kind: str, out: tuple[Tensor, ...], granularity: str) -> tuple[Cast, ...]:
-    """Return the declared casts of such an operator; none without codes."""
-    values, codes, scale = out[:3]
-    return () if granularity == "none" else (Cast(kind, values, codes, scale, granularity_named(granularity)),)
-
-
-def saved_codes_of(values: Tensor, saved_format: str, group_size: int) -> tuple[Tensor, Tensor]:
-    """Return the saved codes and scale of values [..., K], both of shape [0] where the format is "none"."""
-    if saved_format == "none":
-        return no_codes(values, saved_format)
-    codes, scale, _ = quantize(values, saved_format, per_group(group_size))
+def codes_of(values: Tensor, fmt: str, granularity: str, group_size: int = 128) -> tuple[Tensor, Tensor]:
+    """Return codes and scale of values [..., K]; both of shape [0] where format or granularity is "none"."""
+    if "none" in (fmt, granularity):
+        form = E4M3 if fmt == "none" else get_format(fmt)
+        return values.new_empty(0, dtype=form.dtype), values.new_empty(0, dtype=torch.float32)
+    codes, scale, _ = quantize(values, fmt, Granularity(granularity, group_size))
     return codes.contiguous(), scale.contiguous()
 
 
-def saved_cast_of(values: Tensor, saved: tuple[Tensor, ...], group_size: int) -> tuple[Cast, ...]:
-    """Return the declared casts of an operator that saved `values` as these codes; none where they have shape [0]."""
-    codes, scale = saved
-    return (Cast(None, values, codes, scale, per_group(group_size)),) if codes.numel() else ()
+def cast_of(
+    kind: str | None, values: Tensor, coded: tuple[Tensor, ...], granularity: str, group_size: int = 128
+) -> tuple[Cast, ...]:
+    """Return the declared cast of values to (codes, scale); none where they have shape [0]."""
+    codes, scale = coded
+    return (Cast(kind, values, codes, scale, Granularity(granularity, group_size)),) if codes.numel() else ()
 
 
 def values_of(x: Tensor, scale: Tensor | None, group_size: int, dtype: torch.dtype) -> Tensor:

@@ -9,11 +9,13 @@ Shapes: residual, result, grad [B, S, D]; gate [B, D]; weight [D]; h [B, S, r], 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from coat_core.casts import GRADIENT, declares
-from coat_core.ops.codes import cast_of, codes_of, saved_cast_of, saved_codes_of, values_of, with_adapter
+from coat_core.casts import GRADIENT, Cast, declares
+from coat_core.ops.codes import cast_of, codes_of, values_of, with_adapter
 from coat_core.ops.dispatch import operator
 from coat_core.ops.norm import rms_norm, rms_norm_backward
 
@@ -41,10 +43,13 @@ def gated_sum(
     """
     result = with_adapter(result, h, up)
     normed = result if weight is None else rms_norm(result, weight, eps)
-    return (residual + gate[:, None] * normed).contiguous(), *saved_codes_of(result, saved_format, group_size)
+    y = (residual + gate[:, None] * normed).contiguous()
+    return y, *codes_of(result, saved_format, "per_group", group_size)
 
 
-declares(gated_sum)(lambda out, a: saved_cast_of(with_adapter(a.result, a.h, a.up), out[1:], a.group_size))
+@declares(gated_sum)
+def _(out: Any, a: Any) -> tuple[Cast, ...]:
+    return cast_of(None, with_adapter(a.result, a.h, a.up), out[1:], "per_group", a.group_size)
 
 
 @operator("coat::gated_sum_backward")
@@ -87,4 +92,4 @@ def gated_sum_backward(
     return dy, *codes_of(dy, fmt, granularity), (g * values).sum(1)
 
 
-declares(gated_sum_backward)(lambda out, a: cast_of(GRADIENT, out, a.granularity))
+declares(gated_sum_backward)(lambda out, a: cast_of(GRADIENT, out[0], out[1:3], a.granularity))

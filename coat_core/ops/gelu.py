@@ -19,16 +19,7 @@ from torch import Tensor
 
 from coat_core.autograd import without_autocast
 from coat_core.casts import INPUT, Cast, Declared, declarations, declares
-from coat_core.ops.codes import (
-    cast_of,
-    codes_of,
-    no_codes,
-    product,
-    saved_cast_of,
-    saved_codes_of,
-    values_of,
-    with_adapter,
-)
+from coat_core.ops.codes import cast_of, codes_of, product, values_of, with_adapter
 from coat_core.ops.dispatch import operator
 
 
@@ -68,22 +59,23 @@ def mlp_activation(
     else:  # SwiGLU's silu is rounded by itself
         gate, up_half = mlp.chunk(2, dim=-1)
         values = (torch.nn.functional.silu(gate) * up_half).contiguous()
-    attention_saved = no_codes(mlp, "none")
+    attention_saved = codes_of(mlp, "none", "none")
     if attention is not None:
         attention = attention.to(dtype)
         values = torch.cat([attention, values], dim=-1)
-        attention_saved = saved_codes_of(attention, saved_format, group_size)
+        attention_saved = codes_of(attention, saved_format, "per_group", group_size)
     codes = codes_of(values, fmt, granularity)
-    return values, *codes, *attention_saved, *saved_codes_of(mlp, saved_format, group_size)
+    return values, *codes, *attention_saved, *codes_of(mlp, saved_format, "per_group", group_size)
 
 
 @declares(mlp_activation)
 def _(out: Any, a: Any) -> tuple[Cast, ...]:
-    casts = cast_of(INPUT, out, a.granularity)
+    casts = cast_of(INPUT, out[0], out[1:3], a.granularity)
     if a.saved_format == "none":
         return casts
-    attention = () if a.attention is None else saved_cast_of(a.attention, out[3:5], a.group_size)
-    return *casts, *attention, *saved_cast_of(with_adapter(a.mlp, a.h, a.up), out[5:], a.group_size)
+    mlp = with_adapter(a.mlp, a.h, a.up)
+    casts += cast_of(None, a.attention, out[3:5], "per_group", a.group_size)
+    return casts + cast_of(None, mlp, out[5:], "per_group", a.group_size)
 
 
 @operator("coat::mlp_activation_down")

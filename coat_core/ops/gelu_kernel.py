@@ -33,7 +33,7 @@ from torch import Tensor
 from coat_core.autograd import without_autocast
 from coat_core.formats import get_format
 from coat_core.ops import gelu as operators
-from coat_core.ops.codes import no_codes
+from coat_core.ops.codes import codes_of
 from coat_core.ops.device import (
     LOW_RANK_ROWS,
     TL_DTYPES,
@@ -257,7 +257,7 @@ def mlp_activation(a: Any) -> tuple[Tensor, ...]:
     )
     values = finished(values, a.dtype)
     if amax is None:
-        codes, scale = no_codes(values, a.fmt)
+        codes, scale = codes_of(values, a.fmt, "none")
     elif a.granularity == "per_tensor":
         codes, scale = cast_by_amax(values, amax.view(-1).amax(0, keepdim=True), a.fmt)
     else:

@@ -12,12 +12,14 @@ Shapes: x [B, S, D] tokens; scale, shift [B, D], one per image; weight [D]. `fmt
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from coat_core.autograd import without_autocast
-from coat_core.casts import INPUT, declares
-from coat_core.ops.codes import cast_of, codes_of, saved_cast_of, saved_codes_of, values_of
+from coat_core.casts import INPUT, Cast, declares
+from coat_core.ops.codes import cast_of, codes_of, values_of
 from coat_core.ops.dispatch import operator
 
 
@@ -68,12 +70,13 @@ def norm_modulate_quantize(
     arXiv 2410.19313, section 5.1.
     """
     n = _modulated(x, scale, shift, eps, weight)
-    return n, *codes_of(n, fmt, granularity), *saved_codes_of(x, saved_format, group_size)
+    return n, *codes_of(n, fmt, granularity), *codes_of(x, saved_format, "per_group", group_size)
 
 
-declares(norm_modulate_quantize)(
-    lambda out, a: (*cast_of(INPUT, out, a.granularity), *saved_cast_of(a.x, out[3:], a.group_size))
-)
+@declares(norm_modulate_quantize)
+def _(out: Any, a: Any) -> tuple[Cast, ...]:
+    saved = cast_of(None, a.x, out[3:], "per_group", a.group_size)
+    return *cast_of(INPUT, out[0], out[1:3], a.granularity), *saved
 
 
 @operator("coat::norm_modulate")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from coat_core.autograd import without_autocast
 from coat_core.casts import Cast, declares
-from coat_core.ops.codes import saved_cast_of, saved_codes_of, values_of, with_adapter
+from coat_core.ops.codes import cast_of, codes_of, values_of, with_adapter
 from coat_core.ops.dispatch import operator
 from coat_core.ops.gelu import mlp_activation_backward
 
@@ -90,7 +90,7 @@ def qkv_rope(
     for i, (_, y, angles) in enumerate(_streams(ys, y_scales, cos, sin, group_size, dtype)):
         y = with_adapter(y, hs[i], ups[i]) if hs else y
         if saved_format != "none":
-            saved += saved_codes_of(y, saved_format, group_size)
+            saved += codes_of(y, saved_format, "per_group", group_size)
         q, k, v = y.unflatten(-1, (3, -1, weights[0].shape[0])).unbind(2)
         qkv[0].append(norm_and_rotate(q, weights[2 * i], *angles, eps))
         qkv[1].append(norm_and_rotate(k, weights[2 * i + 1], *angles, eps))
@@ -104,7 +104,7 @@ def _(out: Any, a: Any) -> tuple[Cast, ...]:
     if a.saved_format != "none":
         for i, y in enumerate(a.ys):
             y = with_adapter(y, a.hs[i], a.ups[i]) if a.hs else y
-            casts += saved_cast_of(y, (out[3 + 2 * i], out[4 + 2 * i]), a.group_size)
+            casts += cast_of(None, y, out[3 + 2 * i : 5 + 2 * i], "per_group", a.group_size)
     return tuple(casts)
 
 

@@ -15,8 +15,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from coat_core import int8, nvfp4
 from coat_core.casts import Cast, Decoded, declares
 from coat_core.formats import E4M3, INT8
-from coat_core.granularity import PER_ROW, PER_TENSOR, Granularity, Storage, granularity_named
-from coat_core.ops.codes import codes_of, saved_cast_of, saved_codes_of
+from coat_core.granularity import PER_ROW, PER_TENSOR, Granularity, Storage
+from coat_core.ops.codes import cast_of, codes_of
 from coat_core.ops.dispatch import operator
 from coat_core.quantize import Quantized, check_input
 from coat_core.quantize import dequantize as dequantize_reference
@@ -26,13 +26,11 @@ from coat_core.quantize import quantize as quantize_reference
 @operator("coat::quantize")
 def _quantize(x: Tensor, fmt: str, granularity: str, group_size: int, factors: Tensor | None) -> tuple[Tensor, Tensor]:
     x = x if factors is None else x.to(torch.float32) * factors
-    codes, scale, _ = quantize_reference(x, fmt, granularity_named(granularity, group_size))
+    codes, scale, _ = quantize_reference(x, fmt, Granularity(granularity, group_size))
     return codes.contiguous(), scale.contiguous()
 
 
-declares(_quantize)(
-    lambda out, a: Cast(None, a.x, out[0], out[1], granularity_named(a.granularity, a.group_size), a.factors)
-)
+declares(_quantize)(lambda out, a: Cast(None, a.x, out[0], out[1], Granularity(a.granularity, a.group_size), a.factors))
 
 
 @operator("coat::quantize_and_save")
@@ -44,21 +42,18 @@ def quantize_and_save(
     x is floating [..., K] at any stride, K at most 16384. Returns codes, like x,
     and their scale; saved codes, like x, and their scale [..., ceil(K/G)].
     """
-    codes, scale = codes_of(x, fmt, granularity)
-    return codes.contiguous(), scale.contiguous(), *saved_codes_of(x, saved_format, group_size)
+    return *codes_of(x, fmt, granularity), *codes_of(x, saved_format, "per_group", group_size)
 
 
 @declares(quantize_and_save)
 def _(out: Any, a: Any) -> tuple[Cast, ...]:
-    saved = saved_cast_of(a.x, out[2:], a.group_size)
-    if a.granularity == "none":
-        return saved
-    return Cast(None, a.x, out[0], out[1], granularity_named(a.granularity)), *saved
+    saved = cast_of(None, a.x, out[2:], "per_group", a.group_size)
+    return *cast_of(None, a.x, out[:2], a.granularity), *saved
 
 
 @operator("coat::dequantize")
 def _dequantize(codes: Tensor, scale: Tensor, granularity: str, group_size: int, dtype: torch.dtype) -> Tensor:
-    return dequantize_reference(codes, scale, granularity_named(granularity, group_size), dtype).contiguous()
+    return dequantize_reference(codes, scale, Granularity(granularity, group_size), dtype).contiguous()
 
 
 @operator("coat::transpose_codes")

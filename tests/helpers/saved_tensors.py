@@ -41,8 +41,8 @@ class SavedTensors:
     tensors: list[Saved] = field(default_factory=list)
     alive: list[object] = field(default_factory=list)  # so that no address is used twice
 
-    def add(self, tensor: Tensor, result: object) -> None:
-        packed = None if isinstance(result, ExactTensor) else result.quantized
+    def add(self, tensor: Tensor, result: Any) -> None:
+        packed = None if isinstance(result, ExactTensor) else result.args[0]
         parts = (tensor,) if packed is None else (packed.codes, packed.scale)
         storages = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts}
         self.tensors.append(Saved(tuple(tensor.shape), tensor.dtype, packed, storages))
