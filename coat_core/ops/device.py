@@ -129,14 +129,14 @@ def store_group_codes(
     width,
     FORMAT_MAX: tl.constexpr,
     G: tl.constexpr,
-    R: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
-    """Quantize a tile, columns first to end of rows of `width`, in groups of G, a power of two up to BLOCK.
+    """Quantize a tile [R, BLOCK], columns first to end of rows of `width`, in groups of G, a power of two up to BLOCK.
 
     Without codes do nothing.
     """
     if codes_ptr is not None:
+        R: tl.constexpr = values.shape[0]
+        BLOCK: tl.constexpr = values.shape[1]
         groups = tl.reshape(values, (R, BLOCK // G, G))
         scale = scale_from_amax(tl.max(finite_abs(groups), axis=2), FORMAT_MAX)
         places = first // G + tl.arange(0, BLOCK // G)[None, :]

@@ -97,9 +97,7 @@ def _gated_sum_fwd_kernel(
     inside = (place < S)[:, None] & (columns < D)[None, :]
     offsets = rows[:, None] * D + columns[None, :]
     result = _complete_tile(result_ptr, h_ptr, up_ptr, rows, place < S, columns, h_stride, D, RANK, RANK_BLOCK)
-    store_group_codes(
-        result, saved_ptr, saved_scale_ptr, rows, place < S, first, D, D, SAVED_MAX, SAVED_GROUP, R, BLOCK
-    )
+    store_group_codes(result, saved_ptr, saved_scale_ptr, rows, place < S, first, D, D, SAVED_MAX, SAVED_GROUP)
     gate = tl.load(gate_ptr + image * gate_stride + columns, mask=columns < D, other=0.0).to(tl.float32)
     product = gate[None, :] * result
     if gate_ptr.dtype.element_ty == result_ptr.dtype.element_ty:
@@ -138,9 +136,7 @@ def _gated_norm_fwd_kernel(
     for first in range(0, D, BLOCK):
         columns = first + tl.arange(0, BLOCK)
         result = _complete_tile(result_ptr, h_ptr, up_ptr, rows, place < S, columns, h_stride, D, RANK, RANK_BLOCK)
-        store_group_codes(
-            result, saved_ptr, saved_scale_ptr, rows, place < S, first, D, D, SAVED_MAX, SAVED_GROUP, R, BLOCK
-        )
+        store_group_codes(result, saved_ptr, saved_scale_ptr, rows, place < S, first, D, D, SAVED_MAX, SAVED_GROUP)
         squares += tl.sum(result * result, axis=1)
     rstd = rstd_of(squares, D, eps)
     for first in range(0, D, BLOCK):

@@ -113,7 +113,6 @@ def values_tile(
     G: tl.constexpr,
     RANK: tl.constexpr,
     RANK_BLOCK: tl.constexpr,
-    R: tl.constexpr,
     BLOCK: tl.constexpr,
     TURNED: tl.constexpr = False,
 ):
@@ -126,7 +125,7 @@ def values_tile(
     h_ptr, up_ptr, h_stride, second = adapter
     saved_ptr, saved_scale_ptr = saved
     row, rows, are_rows = tile
-    x = tl.zeros([R, BLOCK], tl.float32)
+    x = tl.zeros([rows.shape[0], BLOCK], tl.float32)
     for half in tl.static_range(2 if ACTIVATION == GATED else 1):
         gate, start, end = x, half * width + first, half * width + width
         in_row = start + tl.arange(0, BLOCK)
@@ -149,18 +148,16 @@ def values_tile(
                 x = add_low_rank(x, half_h_ptr, up_ptr, h_rows, up_rows, 1, are_rows, in_row < end, RANK, RANK_BLOCK)
         x = x.to(DTYPE).to(tl.float32)
         all_columns = 2 * width if ACTIVATION == GATED else width
-        store_group_codes(
-            x, saved_ptr, saved_scale_ptr, row + rows, are_rows, start, end, all_columns, SAVED_MAX, G, R, BLOCK
-        )
+        store_group_codes(x, saved_ptr, saved_scale_ptr, row + rows, are_rows, start, end, all_columns, SAVED_MAX, G)
     if ACTIVATION is not None:
         x = activated(gate, x, ACTIVATION, DTYPE).to(tl.float32)
     return x
 
 
 @triton.jit
-def _store_tile(x, values_ptr, amax_ptr, tile, first, end, width, BLOCK: tl.constexpr):
+def _store_tile(x, values_ptr, amax_ptr, tile, first, end, width):
     row, rows, are_rows = tile
-    columns = first + tl.arange(0, BLOCK)[None, :]
+    columns = first + tl.arange(0, x.shape[1])[None, :]
     inside = are_rows[:, None] & (columns < end)
     values_ptr += row * width
     tl.store(values_ptr + rows[:, None] * width + columns, x.to(values_ptr.dtype.element_ty), mask=inside)
@@ -206,17 +203,15 @@ def _mlp_activation_fwd_kernel(
             first, none = part * BLOCK, (None, None, 0, 0)
             attention = attention_ptr, attention_stride
             codes = saved_attention_ptr, saved_attention_scale_ptr
-            x = values_tile(attention, none, codes, tile, first, D, None, DTYPE, SAVED_MAX, G, 0, 0, R, BLOCK)
-            _store_tile(x, values_ptr, amax_ptr, tile, first, D, D + F, BLOCK)
+            x = values_tile(attention, none, codes, tile, first, D, None, DTYPE, SAVED_MAX, G, 0, 0, BLOCK)
+            _store_tile(x, values_ptr, amax_ptr, tile, first, D, D + F)
     else:
         first = (part - before) * BLOCK
         mlp = (mlp_ptr, mlp_stride)
         adapter = (h_ptr, up_ptr, h_stride, SECOND)
         saved = saved_mlp_ptr, saved_mlp_scale_ptr
-        x = values_tile(
-            mlp, adapter, saved, tile, first, F, ACTIVATION, DTYPE, SAVED_MAX, G, RANK, RANK_BLOCK, R, BLOCK
-        )
-        _store_tile(x, values_ptr + D, amax_ptr, tile, first, F, D + F, BLOCK)
+        x = values_tile(mlp, adapter, saved, tile, first, F, ACTIVATION, DTYPE, SAVED_MAX, G, RANK, RANK_BLOCK, BLOCK)
+        _store_tile(x, values_ptr + D, amax_ptr, tile, first, F, D + F)
 
 
 @launcher(operators.mlp_activation)
@@ -276,9 +271,9 @@ def splits_groups(width: int, activated: int, group_size: int) -> bool:
 
 
 @triton.jit
-def _store_codes(x, codes_ptr, scale, tile, first, end, width, FORMAT_MAX: tl.constexpr, BLOCK: tl.constexpr):
+def _store_codes(x, codes_ptr, scale, tile, first, end, width, FORMAT_MAX: tl.constexpr):
     row, rows, are_rows = tile
-    columns = first + tl.arange(0, BLOCK)[None, :]
+    columns = first + tl.arange(0, x.shape[1])[None, :]
     places = codes_ptr + row * width + rows[:, None] * width + columns
     codes = quantized(x, scale[:, None], codes_ptr, FORMAT_MAX)
     tl.store(places, codes, mask=are_rows[:, None] & (columns < end))
@@ -353,7 +348,6 @@ def _mlp_down_fwd_kernel(
                     G,
                     RANK,
                     RANK_BLOCK,
-                    R,
                     BLOCK,
                     TURNED=True,
                 )
@@ -416,18 +410,16 @@ def _mlp_down_cast_fwd_kernel(
             first = column_tile * BLOCK
             attention = (attention_ptr, attention_stride)
             no_adapter = (None, None, 0, 0)
-            x = values_tile(
-                attention, no_adapter, none, tile, first, D, None, DTYPE, 0.0, 1, 0, 0, R, BLOCK, TURNED=True
-            )
-            _store_codes(x, codes_ptr, scale, tile, first, D, D + F, FORMAT_MAX, BLOCK)
+            x = values_tile(attention, no_adapter, none, tile, first, D, None, DTYPE, 0.0, 1, 0, 0, BLOCK, TURNED=True)
+            _store_codes(x, codes_ptr, scale, tile, first, D, D + F, FORMAT_MAX)
     else:
         first = (column_tile - before) * BLOCK
         mlp = (mlp_ptr, mlp_stride)
         adapter = (h_ptr, up_ptr, h_stride, SECOND)
         x = values_tile(
-            mlp, adapter, none, tile, first, F, ACTIVATION, DTYPE, 0.0, 1, RANK, RANK_BLOCK, R, BLOCK, TURNED=True
+            mlp, adapter, none, tile, first, F, ACTIVATION, DTYPE, 0.0, 1, RANK, RANK_BLOCK, BLOCK, TURNED=True
         )
-        _store_codes(x, codes_ptr + D, scale, tile, first, F, D + F, FORMAT_MAX, BLOCK)
+        _store_codes(x, codes_ptr + D, scale, tile, first, F, D + F, FORMAT_MAX)
     if column_tile == 0:
         if BY_ROW:
             tl.store(scale_ptr + row + rows, scale, mask=are_rows)
@@ -617,9 +609,7 @@ def launch_mlp_backward(a: Any, grad: Tensor, dmlp: Tensor) -> None:
 
 
 @triton.jit
-def _load_groups(
-    source, tile, first, end, DTYPE: tl.constexpr, GROUP: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr
-):
+def _load_groups(source, tile, first, end, DTYPE: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
     """Read a tile [R, BLOCK] in columns first to end as `load_saved` does, each scale once."""
     x_ptr, scale_ptr, stride, scales_per_row = source
     row, places, are_rows = tile
@@ -633,7 +623,7 @@ def _load_groups(
         inside = are_rows[:, None, None] & (columns < end)
         x = as_values(tl.load(x_ptr + places[:, None, None] * stride + columns, mask=inside, other=0.0))
         x *= tl.load(scale_ptr + places[:, None] * scales_per_row + groups, mask=exist, other=0.0)[:, :, None]
-        x = tl.reshape(x, (R, BLOCK))
+        x = tl.reshape(x, (places.shape[0], BLOCK))
     else:
         columns = first + tl.arange(0, BLOCK)[None, :]
         inside = are_rows[:, None] & (columns < end)
@@ -691,9 +681,7 @@ def _mlp_down_gradient_kernel(
                     gate = x
                     start = half * width + first
                     end = half * width + width
-                    x = _load_groups(
-                        source, tile, start, end, DTYPE, MLP_GROUP if of_mlp else ATTENTION_GROUP, R, BLOCK
-                    )
+                    x = _load_groups(source, tile, start, end, DTYPE, MLP_GROUP if of_mlp else ATTENTION_GROUP, BLOCK)
                 if of_mlp:
                     x = activated(gate, x, ACTIVATION, DTYPE)
                 dh = tl.load(

@@ -80,7 +80,7 @@ def _norm_modulate_fwd_kernel(
     offsets = rows[:, None] * D + columns
     image = (rows // S)[:, None]
     x = load_saved(x_ptr, x_scale_ptr, offsets, rows[:, None] * scales_per_row + columns // GROUP, inside, DTYPE)
-    store_group_codes(x, saved_ptr, saved_scale_ptr, rows, rows < total, 0, D, D, SAVED_MAX, SAVED_GROUP, R, BLOCK)
+    store_group_codes(x, saved_ptr, saved_scale_ptr, rows, rows < total, 0, D, D, SAVED_MAX, SAVED_GROUP)
     scale = tl.load(scale_ptr + image * scale_stride + columns, mask=inside, other=0.0).to(tl.float32)
     normed = _normalized(x, inside, D, eps, weight_ptr is None)[0].to(NORMED).to(tl.float32)
     if weight_ptr is not None:

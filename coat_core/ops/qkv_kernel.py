@@ -116,7 +116,7 @@ def _qkv_rope_fwd_kernel(
                 place = complete_ptr + start + rows[:, None] * (3 * H * d) + columns[None, :]
                 tl.store(place, x.to(complete_ptr.dtype.element_ty), mask=inside)
             end, width = start + d, 3 * H * d
-            store_group_codes(x, codes_ptr, code_scale_ptr, rows, are_rows, start, end, width, FORMAT_MAX, G, R, BLOCK)
+            store_group_codes(x, codes_ptr, code_scale_ptr, rows, are_rows, start, end, width, FORMAT_MAX, G)
             if weight_ptr is not None:
                 weight = tl.load(weight_ptr + columns, mask=are_columns, other=0.0).to(tl.float32)[None, :]
                 rstd = rstd_of(tl.sum(x * x, axis=1), d, eps)[:, None]
