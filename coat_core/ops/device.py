@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from coat_core.formats import E4M3, get_format
-from coat_core.granularity import per_group
+from coat_core.granularity import PER_ROW, per_group
 from coat_core.ops.launch import dot_operand, empty, empty_values, finished, launch, nothing, power_of_two
 from coat_core.ops.packing import n_blocks
 
@@ -298,40 +298,33 @@ def row_block(k: int) -> int:
     return min(power_of_two(k), ROW_BLOCK)
 
 
-class RowCodes:
-    """Buffers for the codes of values [..., K], as a kernel's arguments `codes_ptr`, `scale_ptr` and FORMAT_MAX."""
+class Codes:
+    """Buffers for codes of values [..., K] and their scale, as a kernel's arguments; None where they are not asked for.
 
-    def __init__(self, shape: tuple[int, ...], fmt: str, granularity: str, device: torch.device) -> None:
+    Per tensor the kernel leaves each row's amax in place of scales, and the codes are cast from its values.
+    """
+
+    def __init__(
+        self, shape: tuple[int, ...], device: torch.device, fmt: str, granularity: str, group_size: int = 128
+    ) -> None:
+        self._device = device
         self._fmt = form = E4M3 if fmt == "none" else get_format(fmt)
         self.format_max = form.max
-        self.codes = empty_values(shape, form.dtype, device) if granularity == "per_row" else None
-        self.scale = None if granularity == "none" else empty((*shape[:-1], 1), torch.float32, device)
-
-    def results(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return codes and scale once the kernel has run; `values` are its result, contiguous, in their dtype."""
-        if self.scale is None:
-            return nothing(self._fmt.dtype, values.device), nothing(torch.float32, values.device)
-        if self.codes is None:
-            return cast_by_amax(values, self.scale.view(-1).amax(0, keepdim=True), self._fmt.name)
-        return finished(self.codes, self._fmt.dtype), self.scale
-
-
-class GroupCodes:
-    """Buffers for saved codes of values [..., K], as arguments of `store_group_codes`."""
-
-    def __init__(self, shape: tuple[int, ...], saved_format: str, group_size: int, device: torch.device) -> None:
-        self._device = device
-        self._fmt = form = E4M3 if saved_format == "none" else get_format(saved_format)
-        self.format_max = form.max
         self.codes = self.scale = None
-        if saved_format != "none":
+        if "none" in (fmt, granularity):
+            return
+        if granularity != "per_tensor":
             self.codes = empty_values(shape, form.dtype, device)
-            self.scale = empty(per_group(group_size).scale_shape(shape), torch.float32, device)
+        sharing = per_group(group_size) if granularity == "per_group" else PER_ROW
+        self.scale = empty(sharing.scale_shape(shape), torch.float32, device)
 
-    def results(self) -> tuple[Tensor, Tensor]:
-        """Return codes and scale once the kernel has run."""
-        if self.codes is None or self.scale is None:
+    def results(self, values: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return codes and scale once the kernel has run, per tensor from its `values`, contiguous, in their dtype."""
+        if self.scale is None:
             return nothing(self._fmt.dtype, self._device), nothing(torch.float32, self._device)
+        if self.codes is None:
+            assert values is not None
+            return cast_by_amax(values, self.scale.view(-1).amax(0, keepdim=True), self._fmt.name)
         return finished(self.codes, self._fmt.dtype), self.scale
 
 

@@ -21,8 +21,7 @@ from coat_core.ops.device import (
     LOW_RANK_ROWS,
     TILE_ELEMENTS,
     TL_DTYPES,
-    GroupCodes,
-    RowCodes,
+    Codes,
     adapter,
     add_low_rank,
     contiguous,
@@ -226,7 +225,7 @@ def gated_sum(a: Any) -> tuple[Tensor, ...]:
     block = min(power_of_two(d), WIDEST_LOW_RANK_BLOCK if is_narrow else WIDEST_BLOCK)
     tile = max(TILE_ELEMENTS // block, LOW_RANK_ROWS if is_narrow else 1)
     y = empty_values(residual.shape, dtype, device)
-    saved = GroupCodes(residual.shape, a.saved_format, a.group_size, device)
+    saved = Codes(residual.shape, device, a.saved_format, "per_group", a.group_size)
     tensors = (result, h, up, y, saved.codes, saved.scale)
     sizes = (gate_stride, h_stride, s, d)
     options = {
@@ -258,7 +257,7 @@ def gated_sum_backward(a: Any) -> tuple[Tensor, ...]:
     result_scale, per_row, group = saved_groups(a.result_scale, a.group_size, d)
     programs, rounds = shared_rows(images, s, constants["R"])
     dy = empty_values(grad.shape, a.dtype, device)
-    codes = RowCodes(grad.shape, a.fmt, a.granularity, device)
+    codes = Codes(grad.shape, device, a.fmt, a.granularity)
     dgate = None if result is None else empty((images, programs, d), torch.float32, device)
     launch(
         _gated_sum_bwd_kernel,

@@ -37,7 +37,7 @@ from coat_core.ops.codes import codes_of
 from coat_core.ops.device import (
     LOW_RANK_ROWS,
     TL_DTYPES,
-    GroupCodes,
+    Codes,
     adapter,
     add_low_rank,
     as_values,
@@ -227,8 +227,8 @@ def mlp_activation(a: Any) -> tuple[Tensor, ...]:
     parts = n_blocks(d, block) + n_blocks(f, block)
     values = empty_values((*shape, d + f), a.dtype, device)
     amax = None if a.granularity == "none" else empty((rows, parts), torch.float32, device)
-    saved_mlp = GroupCodes((*shape, n), a.saved_format, a.group_size, device)
-    saved_attention = GroupCodes((*shape, d), a.saved_format if d else "none", a.group_size, device)
+    saved_mlp = Codes((*shape, n), device, a.saved_format, "per_group", a.group_size)
+    saved_attention = Codes((*shape, d), device, a.saved_format if d else "none", "per_group", a.group_size)
     mlp, mlp_stride = with_row_stride(a.mlp)
     attention, attention_stride = with_row_stride(a.attention)
     h, h_stride, up, ranks = adapter(a.h, a.up)
@@ -458,8 +458,8 @@ def mlp_activation_down(a: Any) -> tuple[Tensor, ...]:
     parts = n_blocks(d, length) + n_blocks(f, length)
     amax = empty((rows, parts), torch.float32, device)
     sums = empty((rows, parts, next_rank), torch.float32, device)
-    saved_mlp = GroupCodes((*shape, n), a.saved_format, a.group_size, device)
-    saved_attention = GroupCodes((*shape, d), a.saved_format if d else "none", a.group_size, device)
+    saved_mlp = Codes((*shape, n), device, a.saved_format, "per_group", a.group_size)
+    saved_attention = Codes((*shape, d), device, a.saved_format if d else "none", "per_group", a.group_size)
     codes = empty_values((*shape, d + f), form.dtype, device)
     scale = empty((*shape, 1) if by_row else (), torch.float32, device)
     h_next = empty_values((*shape, next_rank), a.dtype, device)

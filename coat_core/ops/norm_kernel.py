@@ -18,8 +18,7 @@ from torch import Tensor
 from coat_core.ops import norm as operators
 from coat_core.ops.device import (
     TL_DTYPES,
-    GroupCodes,
-    RowCodes,
+    Codes,
     contiguous,
     load_saved,
     rounded,
@@ -153,21 +152,19 @@ def _norm_modulate_bwd_kernel(
 @launcher(operators.norm_modulate_quantize)
 def norm_modulate_quantize(a: Any) -> tuple[Tensor, ...]:
     shape, device = a.x.shape, a.x.device
-    codes = RowCodes(shape, a.fmt, a.granularity, device)
-    saved = GroupCodes(shape, a.saved_format, a.group_size, device)
+    codes = Codes(shape, device, a.fmt, a.granularity)
+    saved = Codes(shape, device, a.saved_format, "per_group", a.group_size)
     n = _modulated(a, None, a.x.dtype, codes, saved)
     return n, *codes.results(n), *saved.results()
 
 
 @launcher(operators.norm_modulate)
 def norm_modulate(a: Any) -> Tensor:
-    shape, device = a.x.shape, a.x.device
-    no_codes = RowCodes(shape, "e4m3", "none", device)
-    not_saved = GroupCodes(shape, "none", 0, device)
-    return _modulated(a, a.x_scale, a.dtype, no_codes, not_saved)
+    no_codes = Codes(a.x.shape, a.x.device, "none", "none")
+    return _modulated(a, a.x_scale, a.dtype, no_codes, no_codes)
 
 
-def _modulated(a: Any, x_scale: Tensor | None, dtype: torch.dtype, codes: RowCodes, saved: GroupCodes) -> Tensor:
+def _modulated(a: Any, x_scale: Tensor | None, dtype: torch.dtype, codes: Codes, saved: Codes) -> Tensor:
     """Return n, of x that is or was of `dtype`, and fill the codes."""
     s, d = a.x.shape[1:]
     constants = whole_rows(d)

@@ -19,7 +19,7 @@ from coat_core.ops import qkv as operators
 from coat_core.ops.device import (
     LOW_RANK_ROWS,
     TL_DTYPES,
-    GroupCodes,
+    Codes,
     adapter,
     add_low_rank,
     load_saved,
@@ -214,7 +214,7 @@ def qkv_rope(a: Any) -> list[Tensor]:
     first = 0
     for i, y in enumerate(a.ys):
         shape = y.shape
-        codes = GroupCodes(shape, a.saved_format if fits else "none", a.group_size, device)
+        codes = Codes(shape, device, a.saved_format if fits else "none", "per_group", a.group_size)
         complete = empty_values(shape, a.dtype, device) if saves and not fits else None
         y, y_stride = with_row_stride(y)
         h, h_stride, up, ranks = adapter(a.hs[i], a.ups[i]) if a.hs else adapter(None, None)

@@ -19,15 +19,14 @@ import triton.language as tl
 from torch import Tensor
 
 from coat_core import nvfp4
-from coat_core.formats import E4M3, get_format
+from coat_core.formats import E4M3
 from coat_core.granularity import PER_ROW
 from coat_core.int8 import INT8_MAX
 from coat_core.ops import quantize as operators
 from coat_core.ops.device import (
     SHARE_BLOCK,
     SHARES_MAX,
-    GroupCodes,
-    RowCodes,
+    Codes,
     as_values,
     cast_by_amax,
     contiguous,
@@ -93,8 +92,7 @@ def _share_amax_fwd_kernel(x_ptr, factor_ptr, amax_ptr, K, total, rounds, BLOCK:
 def quantize(a: Any) -> tuple[Tensor, Tensor]:
     x = a.x.contiguous()
     factors = contiguous(a.factors)
-    form = get_format(a.fmt)
-    shape, k = x.shape, x.shape[-1]
+    k = x.shape[-1]
     if a.granularity == "per_tensor":
         rounds = n_blocks(n_blocks(x.numel(), SHARE_BLOCK), SHARES_MAX)
         shares = n_blocks(x.numel(), rounds * SHARE_BLOCK)
@@ -105,17 +103,16 @@ def quantize(a: Any) -> tuple[Tensor, Tensor]:
         return quantize_rows(x, a.fmt, factors, None)
     per_row = n_blocks(k, a.group_size)
     groups, n = x.numel() // k * per_row, GROUPS_ELEMENTS // a.group_size
-    codes = empty_values(shape, form.dtype, x.device)
-    scale = empty((*shape[:-1], per_row), torch.float32, x.device)
+    codes = Codes(x.shape, x.device, a.fmt, "per_group", a.group_size)
     launch(
         _quantize_groups_fwd_kernel,
         (n_blocks(groups, n),),
-        *(x, factors, codes, scale, k, per_row, groups),
-        FORMAT_MAX=form.max,
+        *(x, factors, codes.codes, codes.scale, k, per_row, groups),
+        FORMAT_MAX=codes.format_max,
         G=a.group_size,
         N=n,
     )
-    return finished(codes, form.dtype), scale
+    return codes.results()
 
 
 @triton.jit
@@ -204,8 +201,8 @@ def quantize_and_save(a: Any) -> tuple[Tensor, ...]:
         x = x.contiguous()
     shape = x.shape
     by_image = x if x.ndim == 3 else x.reshape(1, -1, k)
-    codes = RowCodes(shape, a.fmt, a.granularity, x.device)
-    saved = GroupCodes(shape, a.saved_format, a.group_size, x.device)
+    codes = Codes(shape, x.device, a.fmt, a.granularity)
+    saved = Codes(shape, x.device, a.saved_format, "per_group", a.group_size)
     rows = x.numel() // k
     launch(
         _quantize_and_save_fwd_kernel,
