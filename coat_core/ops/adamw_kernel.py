@@ -137,7 +137,11 @@ def _mix(x):
 
 
 @triton.jit
-def random_bits(stream, step, elements):
+def _random_bits(draws_ptr, tensor, elements):
+    """32 bits for each element, from the tensor's row of draws: stream, step, first element."""
+    stream = tl.load(draws_ptr + 3 * tensor)
+    step = tl.load(draws_ptr + 3 * tensor + 1)
+    elements += tl.load(draws_ptr + 3 * tensor + 2)
     stream = stream.to(tl.uint32, bitcast=True)
     step = step.to(tl.uint32, bitcast=True)
     return _mix(_mix(elements.to(tl.uint32) ^ stream) + _mix(step ^ _mix(stream)))
@@ -355,10 +359,7 @@ def _fp8_adamw_step_kernel(
     else:
         param += m * -step_size / (sqrt_v * tl.div_rn(1.0, root) + eps)
     if DROPPED > 0:
-        stream = tl.load(param_draws_ptr + 3 * tensor)
-        step = tl.load(param_draws_ptr + 3 * tensor + 1)
-        element = offsets + tl.load(param_draws_ptr + 3 * tensor + 2)
-        param = _rounded_stochastically(param, random_bits(stream, step, element), DROPPED)
+        param = _rounded_stochastically(param, _random_bits(param_draws_ptr, tensor, offsets), DROPPED)
     tl.store(param_ptr + offsets, param.to(PARAM_TYPE), mask=inside)
     if FORM1 == RATIO:
         usable = (v > 0) & (v < float("inf"))
@@ -367,9 +368,7 @@ def _fp8_adamw_step_kernel(
     if draws_ptr is None:
         drawn = None
     else:
-        stream = tl.load(draws_ptr + 3 * tensor)
-        step = tl.load(draws_ptr + 3 * tensor + 1)
-        bits = random_bits(stream, step, offsets + tl.load(draws_ptr + 3 * tensor + 2))
+        bits = _random_bits(draws_ptr, tensor, offsets)
         drawn = (bits >> 8).to(tl.int32).to(tl.float32) * 2.0**-24  # `coat_core.rounding.uniform`
     _write(v, drawn, exp_avg_sq, where, FORM2, MAX2, BOUND2_LOG2, STEP, EXPONENT_MAX, ON_GPU)
 

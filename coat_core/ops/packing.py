@@ -51,10 +51,7 @@ class Chunk:
 
     def cut(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return the pieces of flat tensors, as views."""
-        views = []
-        for index, start, stop in self.pieces:
-            views.append(tensors[index][start:stop])
-        return views
+        return [tensors[index][start:stop] for index, start, stop in self.pieces]
 
     def gather(self, tensors: list[Tensor]) -> Tensor:
         """Copy the pieces of flat tensors into a new fp32 buffer, zeros in the padding."""

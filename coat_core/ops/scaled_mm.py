@@ -130,7 +130,7 @@ def scaled_mm_on_cuda(a: Any) -> Tensor:
     # row-wise kernels write bf16 only; tensor-wise ones take a bias of their own output type
     kernel_dtype = torch.bfloat16 if row_wise else a.out_dtype
     kernel_bias = None if kernel_dtype == torch.float32 else bias
-    if kernel_bias is not None and kernel_bias.dtype != kernel_dtype:
+    if kernel_bias is not None:
         kernel_bias = kernel_bias.to(kernel_dtype)
     if len(left) == 1:  # one row is contiguous with any strides, and torch looks at them
         left = left.view(-1).view(left.shape)
@@ -145,7 +145,7 @@ def scaled_mm_on_cuda(a: Any) -> Tensor:
     )
     if bias is not None and kernel_bias is None:
         out = out + bias
-    return out if out.dtype == a.out_dtype else out.to(a.out_dtype)
+    return out.to(a.out_dtype)
 
 
 @functools.cache

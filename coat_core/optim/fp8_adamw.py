@@ -222,7 +222,7 @@ class FP8AdamW(torch.optim.Optimizer):
         lr, eps, weight_decay = group["lr"], group["eps"], group["weight_decay"]
         betas = float(group["betas"][0]), float(group["betas"][1])
         on_device = isinstance(lr, Tensor) and lr.device == packed.params[0].device
-        table = None
+        tables = packed.draws_at(indices, step)
         if step is not None and not (on_device and lr.device.type != "cpu"):
             hyper = hyper_of_step(lr, step, betas, eps, weight_decay)
         else:  # the scalars that are on the device come in a table
@@ -231,10 +231,10 @@ class FP8AdamW(torch.optim.Optimizer):
             table = hyper_table(lr if on_device else float(lr), steps, betas, weight_decay)
             if self.found_inf is not None:
                 table = table.masked_fill(self.found_inf > 0, math.nan)
-        draws = packed.draws_of(packed.draws, indices, step)
-        param_draws = packed.draws_of(packed.param_draws, indices, step)
-        for call in packed.calls(indices, table=table, draws=draws, param_draws=param_draws):
-            fp8_adamw_step(**call, hyper=hyper, expansion=self.fp8_config.expansion, maximize=group["maximize"])
+            tables["table"] = table
+        expansion = self.fp8_config.expansion
+        for call in packed.calls(indices, tables):
+            fp8_adamw_step(**call, hyper=hyper, expansion=expansion, maximize=group["maximize"])
 
     def synchronize(self) -> None:
         """Wait for the last step's copies of moments to CPU memory (`offload`)."""

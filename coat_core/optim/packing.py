@@ -38,8 +38,7 @@ class DeviceState:
         self.moments = {name: empty_moment(blocks, storage, home) for name, storage in moments.items()}
         self.staging = Staging(self.moments, moments, device) if offload else None
         self.steps = torch.zeros(len(params), dtype=torch.float32, device=device if steps_on_device else "cpu")
-        self.draws: Tensor | None = None
-        self.param_draws: Tensor | None = None
+        self.draws: dict[str, Tensor] = {}  # by the operator's argument: "draws", "param_draws"
 
     def rows(self, table: Tensor, indices: list[int]) -> Tensor:
         """Return rows of a table of all parameters, without reading any."""
@@ -54,14 +53,16 @@ class DeviceState:
             return self.rows(self.steps, indices)
         return torch.full((len(indices),), step, device=self.params[0].device)
 
-    def draws_of(self, table: Tensor | None, indices: list[int], step: float | None) -> Tensor | None:
-        """Return stream, step and first element, int32 [n, 3]; `table` is `draws` or `param_draws`."""
-        if table is None:
-            return None
-        stream, first = self.rows(table, indices).unbind(-1)
-        return torch.stack((stream, self.step_numbers(indices, step).to(torch.int32), first), dim=-1)
+    def draws_at(self, indices: list[int], step: float | None) -> dict[str, Tensor]:
+        """Return tables of stream, step and first element, int32 [n, 3], by the operator's argument."""
+        tables = {}
+        for name, table in self.draws.items():
+            stream, first = self.rows(table, indices).unbind(-1)
+            steps = self.step_numbers(indices, step).to(torch.int32)
+            tables[name] = torch.stack((stream, steps, first), dim=-1)
+        return tables
 
-    def calls(self, indices: list[int], **tables: Tensor | None) -> Iterator[dict[str, Any]]:
+    def calls(self, indices: list[int], tables: dict[str, Tensor]) -> Iterator[dict[str, Any]]:
         """Yield arguments of the operator's calls, to be made one by one: several for offloaded moments.
 
         `tables` have a row for each parameter; those of draws are int32.
@@ -90,7 +91,7 @@ class DeviceState:
                 "first_blocks": [0, *accumulate(chunk.blocks[:-1])],
             }
             for name, table in tables.items():
-                part[name] = None if table is None else _rows(table, first, len(chunk.pieces), start)
+                part[name] = _rows(table, first, len(chunk.pieces), start)
             with self.staging.blocks(chunk.rows) as moments:
                 yield {**part, **moments}
         for param, flat in zip(params, flat_params, strict=True):
@@ -151,9 +152,11 @@ class PackedState:
         `places` has, by id, each parameter's number and, of a shard, the number of its first element in the whole.
         """
         self.seed = seed
+        seeds = {"draws": seed} if moments else {}
+        if parameters:
+            seeds["param_draws"] = seed ^ PARAMETERS
         for packed in self.devices:
-            packed.draws = _draws(packed.params, seed, places) if moments else None
-            packed.param_draws = _draws(packed.params, seed ^ PARAMETERS, places) if parameters else None
+            packed.draws = {name: _draws(packed.params, own, places) for name, own in seeds.items()}
 
     def holds(self, state: MutableMapping[Tensor, State], params: list[Tensor]) -> bool:
         """Whether all parameters, `params` among them, still have their packed state."""
