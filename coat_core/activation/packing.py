@@ -79,7 +79,7 @@ class Saving:
 SAVED_IN_FP8 = Saving()
 
 
-def _unpacked(quantized: Quantized, dtype: torch.dtype, *place: Any) -> Tensor:
+def unpacked_view(quantized: Quantized, dtype: torch.dtype, *place: Any) -> Tensor:
     """Return a view at `place` (size, stride, offset) of a whole storage, which its views share."""
     refuse_second_order()
     return quantized.dequantize(dtype).as_strided(*place)
@@ -178,7 +178,7 @@ class PackedSavedTensors(TorchFunctionMode):
             packed = quantize(flat, storage_as.format, storage_as.granularity)
             self._packed[key] = (StorageWeakRef(storage), packed)  # the weak reference keeps the address from reuse
         place = tensor.size(), tensor.stride(), int(tensor.storage_offset())
-        return partial(_unpacked, self._packed[key][1], tensor.dtype, *place)
+        return partial(unpacked_view, self._packed[key][1], tensor.dtype, *place)
 
     def _is_worth_packing(self, tensor: Tensor) -> bool:
         if tensor.dtype not in PACKED_DTYPES or tensor.layout != torch.strided or tensor.ndim == 0:

@@ -147,7 +147,7 @@ class PackedState:
         self._key = _key_of(state)
 
     def number(self, seed: int, places: dict[int, tuple[int, int]], moments: bool, parameters: bool) -> None:
-        """Draw from `seed` from now on, for exp_avg_sq, for parameters in bf16 and fp16, or for both.
+        """Draw from `seed` from now on, for exp_avg_sq, for parameters in bf16 and fp16, or for both; without a sync.
 
         `places` has, by id, each parameter's number and, of a shard, the number of its first element in the whole.
         """
@@ -156,7 +156,12 @@ class PackedState:
         if parameters:
             seeds["param_draws"] = seed ^ PARAMETERS
         for packed in self.devices:
-            packed.draws = {name: _draws(packed.params, own, places) for name, own in seeds.items()}
+            packed.draws.clear()
+            own = [places.get(id(param), (0, 0)) for param in packed.params]  # one in no group has no step
+            for name, key in seeds.items():
+                every = streams(key, len(places), packed.params[0].device)
+                rows = [torch.stack((every[i], torch.full_like(every[i], first))) for i, first in own]
+                packed.draws[name] = torch.stack(rows)
 
     def holds(self, state: MutableMapping[Tensor, State], params: list[Tensor]) -> bool:
         """Whether all parameters, `params` among them, still have their packed state."""
@@ -204,10 +209,3 @@ def _key_of(state: MutableMapping[Tensor, State]) -> list[Any]:
         if entry:
             key += (param.device, id(entry), *map(Tensor.data_ptr, entry.values()))
     return key
-
-
-def _draws(params: list[Tensor], seed: int, places: dict[int, tuple[int, int]]) -> Tensor:
-    """Return stream and first element, int32 [n, 2] on the parameters' device, without a sync."""
-    every = streams(seed, len(places), params[0].device)
-    own = [places.get(id(param), (0, 0)) for param in params]  # one in no group has no step
-    return torch.stack([torch.stack((every[i], torch.full_like(every[i], first))) for i, first in own])

@@ -63,25 +63,23 @@ class Storage(NamedTuple):
 
 def storages(config: FP8QuantizationConfig) -> dict[str, Storage]:
     """Return how the configuration stores each of `MOMENTS`."""
-    formats = (
-        M1_FORMATS[config.m1_format] if config.use_fp8_m1 else None,
-        M2_FORMATS[config.m2_format] if config.use_fp8_m2 else None,
-    )
-    expansion = config.expansion if config.use_dynamic_range_expansion else None
-    return {
-        name: Storage(fmt, config.block_size, expansion if fmt is not None and fmt.dtype.is_floating_point else None)
-        for name, fmt in zip(MOMENTS, formats, strict=True)
-    }
+    m1_format = M1_FORMATS[config.m1_format] if config.use_fp8_m1 else None
+    m2_format = M2_FORMATS[config.m2_format] if config.use_fp8_m2 else None
+    stored = {}
+    for name, fmt in zip(MOMENTS, (m1_format, m2_format), strict=True):
+        expands = config.use_dynamic_range_expansion and fmt is not None and fmt.dtype.is_floating_point
+        stored[name] = Storage(fmt, config.block_size, config.expansion if expands else None)
+    return stored
 
 
 def state_bytes(config: FP8QuantizationConfig, sizes: Iterable[int]) -> int:
     """Return the bytes of the moments of parameters, with their scales."""
-    stored, counts = storages(config).values(), Counter(sizes)
-    return sum(
-        count * (size * moment.dtype.itemsize + 4 * len(moment.per_block) * n_blocks(size, moment.block_size))
-        for moment in stored
-        for size, count in counts.items()
-    )
+    stored, total = storages(config), 0
+    for size, count in Counter(sizes).items():
+        for moment in stored.values():
+            numbers = len(moment.per_block) * n_blocks(size, moment.block_size)
+            total += count * (size * moment.dtype.itemsize + 4 * numbers)
+    return total
 
 
 def empty_moment(blocks: int, storage: Storage, device: torch.device) -> Moment:
@@ -147,7 +145,8 @@ def check_groups(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> No
     """Raise ValueError unless this is an optimizer's state with as many groups and parameters as `groups`."""
     if not {"state", "param_groups"} <= state_dict.keys():
         raise ValueError(f"keys {sorted(map(str, state_dict))}: must be 'state' and 'param_groups'")
-    saved, own = ([len(group["params"]) for group in which] for which in (state_dict["param_groups"], groups))
+    saved = [len(group["params"]) for group in state_dict["param_groups"]]
+    own = [len(group["params"]) for group in groups]
     if saved != own:
         raise ValueError(
             f"param_groups: the file has groups of {saved} parameters, the optimizer of {own}; {SAME_NETWORK}"
