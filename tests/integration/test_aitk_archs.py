@@ -23,7 +23,7 @@ from coat_flux.blocks.models.check import archs_of, check_arch
 from coat_flux.config.findings import Findings
 from tests.architecture.sources import ROOT
 from tests.tolerances import ARCH_FEWER_BYTES, ARCH_GRADIENT_COSINE, ARCH_LOWEST_COSINE
-from tests.unit.test_archs import LEGACY, NO_MODELS
+from tests.unit.test_check_model import LEGACY, NO_MODELS
 
 pytestmark = [pytest.mark.aitk, pytest.mark.timeout(3600)]
 FUSED = {
