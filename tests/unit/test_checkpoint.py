@@ -19,13 +19,13 @@ from safetensors.torch import load_file, save_file
 
 from coat_flux.base import files
 from coat_flux.base.files import replacing, write_file
+from coat_flux.base.rng import rng_state, set_rng_state
 from coat_flux.cli.check import check_outputs
 from coat_flux.config.job_file import load_job_yaml
 from coat_flux.saves.commit import SaveSpace, check_output, commit, committed_sets, damage, newest_set, set_step
 from coat_flux.saves.errors import ResumeError, SaveError
 from coat_flux.saves.identity import file_digest, model_identity, require_same_run, run_identity
 from coat_flux.saves.repair import go_back, good_step, repair, run_lock
-from coat_flux.saves.rng import rng_state, set_rng_state
 from tests.architecture.sources import ROOT
 from tests.helpers.locks import held_by_another_process
 

@@ -20,11 +20,11 @@ from torch import nn
 
 from coat_core.linear.module import FP8Linear
 from coat_core.optim import FP8AdamW
+from coat_flux.base.rng import Stream, generator_for, mixed_seed, seed_global
 from coat_flux.blocks.apply import apply_coat
 from coat_flux.config.coat import COATConfig
 from coat_flux.config.job_sections import EMASection, NetworkKwargs, NetworkSection, TrainSection
 from coat_flux.saves.errors import ResumeError
-from coat_flux.saves.rng import Stream, generator_for, mixed_seed, seed_global
 from coat_flux.saves.state import restore_tensors
 from coat_flux.trainers.optimizer import advance, make_optimizer, make_scheduler, restore_optimizer
 from coat_flux.trainers.standalone import saving

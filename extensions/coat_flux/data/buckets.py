@@ -1,7 +1,7 @@
 """Aspect-ratio buckets: the training size of an image, resize and crop to it, and the samples.
 
 The rule is ai-toolkit's. An image is scaled down to the pixel budget resolution² (never up), each side is rounded down
-or up to a multiple of `step`, and the size within the budget is taken whose area is nearest to the target. Only sides
+or up to a multiple of a step, and the size within the budget is taken whose area is nearest to the target. Only sides
 shorter than one step grow.
 
 For FLUX.1 a step is 32: 8 (VAE) × 2 (packing) × 2. One difference: for strips thinner than a step ai-toolkit may
@@ -18,7 +18,7 @@ from typing import Any
 
 from PIL import Image
 
-BUCKET_STEP = 32
+from ..config.rules import BUCKET_STEP as STEP
 
 
 @dataclass(frozen=True, order=True)
@@ -29,18 +29,18 @@ class Bucket:
     height: int
 
 
-def bucket_for(width: int, height: int, resolution: int, step: int = BUCKET_STEP) -> Bucket:
+def bucket_for(width: int, height: int, resolution: int) -> Bucket:
     """The bucket of an upright image."""
     budget = resolution * resolution
     target = min(width * height, budget)
     scale = (target / (width * height)) ** 0.5
-    ideal = (width * scale / step, height * scale / step)
+    ideal = (width * scale / STEP, height * scale / STEP)
     sides = [sorted({math.floor(side), math.ceil(side)} - {0}) for side in ideal]
-    sizes = [(w * step, h * step) for w, h in itertools.product(*sides) if w * h * step * step <= budget]
+    sizes = [(w * STEP, h * STEP) for w, h in itertools.product(*sides) if w * h * STEP * STEP <= budget]
     if sizes:
         return Bucket(*min(sizes, key=lambda size: abs(size[0] * size[1] - target)))
-    longest = budget // (step * step)
-    return Bucket(*(min(max(1, math.floor(side)), longest) * step for side in ideal))
+    longest = budget // (STEP * STEP)
+    return Bucket(*(min(max(1, math.floor(side)), longest) * STEP for side in ideal))
 
 
 def fit_to_bucket(image: Image.Image, bucket: Bucket) -> Image.Image:
@@ -77,7 +77,7 @@ class Sample:
     dropped_caption: str = ""
 
 
-def training_size(size: tuple[int, int], resolution: int, config: Any, step: int) -> Bucket:
+def training_size(size: tuple[int, int], resolution: int, config: Any) -> Bucket:
     """The bucket of an image of `size` (width, height) under a dataset's settings."""
     width, height = size if config.buckets else (resolution, resolution)
-    return bucket_for(width, height, resolution, step)
+    return bucket_for(width, height, resolution)

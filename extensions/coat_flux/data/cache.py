@@ -219,14 +219,10 @@ def encode_latents(vae: nn.Module, pixels_BCHW: Tensor) -> Tensor:
     """
     parameter = next(vae.parameters())
     mode = vae.encode(pixels_BCHW.to(parameter.device, parameter.dtype)).latent_dist.mode().float()
-    if hasattr(vae, "bn"):
-        return normalized(vae, mode)
-    return (mode - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor
-
-
-def normalized(vae: Any, latents: Tensor) -> Tensor:
-    """FLUX.2's: mean 0 and variance 1 at each position in a 2 x 2 patch."""
-    patches = pixel_unshuffle(latents, 2)  # channels (c, row, column), as the pipeline has them
+    if not hasattr(vae, "bn"):
+        return (mode - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor
+    # FLUX.2: mean 0 and variance 1 at each position in a 2 x 2 patch
+    patches = pixel_unshuffle(mode, 2)  # channels (c, row, column), as the pipeline has them
     mean = vae.bn.running_mean.to(patches).view(1, -1, 1, 1)
     variance = vae.bn.running_var.to(patches).view(1, -1, 1, 1)
     return pixel_shuffle((patches - mean) / (variance + vae.config.batch_norm_eps).sqrt(), 2)

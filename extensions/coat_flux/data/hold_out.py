@@ -17,17 +17,16 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from ..base.rng import Stream, generator_for
 from ..config.findings import closest
 from ..config.job import DEFAULT_SEED
 from .files import DatasetError, find_images, printable
 
 LEVELS, FEWEST_FORWARDS = 4, 16
 MOST_AT_ONCE = 32
-NOISE_STREAM = 4  # the number of these draws among the trainer's, `saves.rng.Stream`
 
 
 # --- which photos ---
@@ -114,9 +113,7 @@ class FixedNoise:
             photos = [self.photos[draw // self.levels] for draw in draws]
             noise = []
             for draw, photo in zip(draws, photos, strict=True):
-                sequence = np.random.SeedSequence([0, NOISE_STREAM, draw])
-                seed = int(sequence.generate_state(1, np.uint64)[0]) >> 1
-                noise.append(torch.randn(photo["latents"].shape, generator=torch.Generator().manual_seed(seed)))
+                noise.append(torch.randn(photo["latents"].shape, generator=generator_for(0, Stream.HELD_OUT, draw)))
             sigmas = torch.tensor([self.sigma(draw) for draw in draws])
             all_losses.append(losses(photos, sigmas, torch.stack(noise)))
         return torch.cat(all_losses).double().mean().item()

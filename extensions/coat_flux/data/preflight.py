@@ -16,7 +16,8 @@ from ..config.coat import COATConfig, DataOptions
 from ..config.findings import Findings
 from ..config.job_sections import PROCESS_TYPES, DatasetSection, ValidationSection
 from ..config.options import build, config_fields
-from .buckets import BUCKET_STEP, Bucket, Sample, cropped_share, fit_to_bucket, training_size
+from ..config.rules import BUCKET_STEP
+from .buckets import Bucket, Sample, cropped_share, fit_to_bucket, training_size
 from .captions import inject_trigger, lint_captions, lint_files, read_caption
 from .files import IMAGE_EXTENSIONS, DatasetError, counted, list_folder, printable
 from .hold_out import choose_hold_out
@@ -61,19 +62,17 @@ def inspect_datasets(
     trigger_word: str | None = None,
     options: DataOptions = DEFAULTS,
     *,
-    step: int = BUCKET_STEP,
     reads_t5: bool = True,
 ) -> DataReport:
     """Read every image in full and every caption, and report.
 
-    `dataset_configs` are blocks of `datasets`; bucket sides are multiples of `step` pixels; `reads_t5` as in
-    `lint_captions`.
+    `dataset_configs` are blocks of `datasets`; `reads_t5` as in `lint_captions`.
     """
     report = DataReport(options)
     if not dataset_configs:
         report.errors.append("datasets=[]: there is nothing to train on; add an entry with folder_path")
     for index, config in enumerate(dataset_configs):
-        _inspect(index, config, trigger_word, step, reads_t5, report)
+        _inspect(index, config, trigger_word, reads_t5, report)
     if options.transparency == "mask" and report.photos:
         _check_masks(report)
     report.errors = list(dict.fromkeys(report.errors))  # several entries may share a folder
@@ -96,7 +95,7 @@ def _check_masks(report: DataReport) -> None:
             )
 
 
-def _inspect(index: int, config: Any, trigger_word: str | None, step: int, reads_t5: bool, report: DataReport) -> None:
+def _inspect(index: int, config: Any, trigger_word: str | None, reads_t5: bool, report: DataReport) -> None:
     folder = Path(config.folder_path)
     where = f"datasets[{index}].folder_path={printable(folder)}"
     ext = config.caption_ext.lstrip(".")
@@ -140,25 +139,25 @@ def _inspect(index: int, config: Any, trigger_word: str | None, step: int, reads
             if caption is not None:
                 raw[path] = caption
     report.warnings += lint_captions(folder, raw, trigger_word, config.default_caption, reads_t5)
-    report.warnings += _about_photos(folder, photos, config, step)
+    report.warnings += _about_photos(folder, photos, config)
     default = (config.default_caption or "").strip()
     dropped = inject_trigger("", trigger_word)
     samples = []
     for resolution in config.resolution:
         for path in list(photos) * config.num_repeats:
             caption = inject_trigger(raw.get(path) or default, trigger_word)
-            bucket = training_size(photos[path].size, resolution, config, step)
+            bucket = training_size(photos[path].size, resolution, config)
             samples.append(Sample(path, caption, bucket, index, False, dropped))
     report.samples += samples
     if config.flip_x:
         report.samples += [replace(sample, flip=True) for sample in samples]
-    report.tables.append(_table(where, photos, raw, config, step))
+    report.tables.append(_table(where, photos, raw, config))
 
 
-def _about_photos(folder: Path, photos: dict[Path, PhotoFacts], config: Any, step: int) -> list[str]:
+def _about_photos(folder: Path, photos: dict[Path, PhotoFacts], config: Any) -> list[str]:
     """Warnings about small, cropped and repeated photos."""
     resolution = max(config.resolution)
-    buckets = {path: training_size(facts.size, resolution, config, step) for path, facts in photos.items()}
+    buckets = {path: training_size(facts.size, resolution, config) for path, facts in photos.items()}
     pixels = {path: facts.size[0] * facts.size[1] for path, facts in photos.items()}
     small = sorted((path for path in photos if pixels[path] < SMALL_SHARE * resolution**2), key=pixels.__getitem__)
     lines = []
@@ -181,7 +180,7 @@ def _about_photos(folder: Path, photos: dict[Path, PhotoFacts], config: Any, ste
     return lines
 
 
-def _table(where: str, photos: dict[Path, PhotoFacts], raw: Mapping[Path, str], config: Any, step: int) -> str:
+def _table(where: str, photos: dict[Path, PhotoFacts], raw: Mapping[Path, str], config: Any) -> str:
     captions = sum(bool(caption) for caption in raw.values())
     lines = [
         f"{where}: {len(photos)} images, {captions} captions",
@@ -190,7 +189,7 @@ def _table(where: str, photos: dict[Path, PhotoFacts], raw: Mapping[Path, str], 
     for resolution in config.resolution:
         members: defaultdict[Bucket, list[float]] = defaultdict(list)
         for facts in photos.values():
-            bucket = training_size(facts.size, resolution, config, step)
+            bucket = training_size(facts.size, resolution, config)
             members[bucket].append(cropped_share(facts.size, bucket))
         for bucket, shares in sorted(members.items()):
             size = f"{bucket.width}x{bucket.height}"

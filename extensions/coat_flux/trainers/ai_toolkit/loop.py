@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...base.errors import UserError
+from ...base.rng import mixed_seed, rng_state, set_rng_state
 from ...base.streams import quiet_dead_outputs
 from ...saves.interrupts import Interrupts
-from ...saves.rng import mixed_seed, rng_state, set_rng_state
 from ...watch.live import COMMANDS, LiveRun
 from ...watch.oom import OutOfMemory, explain_oom, is_oom
 from ...watch.run_tables import RunTables, StepStats

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from ...base.rng import kept_draws
 from ...config.coat import DataOptions
 from ...config.findings import Findings
 from ...config.job_sections import ValidationSection
@@ -29,7 +30,6 @@ from ...data.files import find_images
 from ...data.hold_out import FixedNoise, choose_hold_out
 from ...data.preflight import inspect_process
 from ...data.prepare import IMAGES, MASKS, prepare_copy
-from ...saves.rng import kept_draws
 from .host import info
 
 TRAINED_FOLDER = Path("coat") / "photos"

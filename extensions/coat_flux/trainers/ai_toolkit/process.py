@@ -13,6 +13,7 @@ from typing import Any
 from extensions_built_in.sd_trainer.DiffusionTrainer import DiffusionTrainer as HostTrainer
 
 from ...base import streams as steady
+from ...base.rng import kept_draws
 from ...base.text import GB
 from ...blocks.apply import apply_coat
 from ...blocks.gemms import config_for
@@ -28,7 +29,6 @@ from ...mini_flux import provide_embedded
 from ...plan.job import JobFacts
 from ...plan.predict import outside_bytes
 from ...saves.repair import describe_lowest, run_lock
-from ...saves.rng import kept_draws
 from ...watch.memory_report import finish
 from ...watch.phases import MEMORY_FILE, PhaseTracker
 from ..processes import EXIT_OTHER, first_to_fail

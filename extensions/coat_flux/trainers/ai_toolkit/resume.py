@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...base.rng import rng_state, set_rng_state
 from ...config.findings import ConfigError
 from ...export.check import check_export
 from ...plan.job import save_space
@@ -29,7 +30,6 @@ from ...saves.commit import commit, damage, newest_set, require_room, set_step
 from ...saves.errors import ResumeError
 from ...saves.identity import require_same_run, run_identity
 from ...saves.repair import MODEL_META, repair, step_of, way_back
-from ...saves.rng import rng_state, set_rng_state
 from ...saves.state import (
     AI_TOOLKIT,
     OPTIMIZER_FILE,

@@ -23,10 +23,10 @@ from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from torch import Tensor, nn
 from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 
+from ...base.rng import Stream, generator_for, seed_global
 from ...blocks.fused.parts import written_gradients
 from ...config.job_sections import TrainSection
 from ...data.loader import to_device
-from ...saves.rng import Stream, generator_for, seed_global
 
 TABLE_SIZE = 1000
 TRAIN_GUIDANCE = 1.0

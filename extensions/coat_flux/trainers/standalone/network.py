@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from coat_core.optim.sharded import local_values
 
+from ...base.rng import Stream, generator_for
 from ...blocks.models import KEY_PREFIX, target_names
 from ...config.findings import ConfigError
 from ...config.job_sections import EMASection, NetworkKwargs, NetworkSection
-from ...saves.rng import Stream, generator_for
 
 ADAPTER = "default"
 FEEDBACK = 10.0  # times the average's own step, as in ai-toolkit

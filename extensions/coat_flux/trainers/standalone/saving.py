@@ -10,7 +10,7 @@
 LoRA keys are ai-toolkit's, `transformer.<module>.lora_A.weight`, which `FluxPipeline.load_lora_weights` reads.
 
 Like ai-toolkit, a run continues from the newest save in its folder, bit-exactly if our state is next to it: random
-draws and the position in the data follow from the step (see `saves.rng`). A resume that cannot be done right is an
+draws and the position in the data follow from the step (see `base.rng`). A resume that cannot be done right is an
 error; a run never starts over by itself.
 """
 
@@ -36,13 +36,13 @@ from coat_core.optim.sharded import ShardedFP8AdamW, gather
 
 from ...base.files import discard
 from ...base.names import COAT_OPTIMIZER
+from ...base.rng import rng_state
 from ...config.job import JobConfig
 from ...export.check import check_export
 from ...saves.commit import commit, damage, newest_set, published_names, state_folder
 from ...saves.errors import ResumeError
 from ...saves.identity import installed_version, require_same_run, run_identity
 from ...saves.repair import MODEL_META, step_of
-from ...saves.rng import rng_state
 from ...saves.state import (
     OPTIMIZER_FILE,
     REMEDY,

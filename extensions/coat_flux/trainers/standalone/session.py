@@ -19,6 +19,7 @@ from coat_core.optim import FP8AdamW
 from coat_core.optim.sharded import local_values
 
 from ...base.names import COAT_OPTIMIZER
+from ...base.rng import set_rng_state
 from ...base.text import size_text
 from ...blocks.apply import apply_coat
 from ...blocks.decide import budget_bytes
@@ -35,7 +36,6 @@ from ...data.preflight import inspect_datasets
 from ...plan.job import JobFacts
 from ...plan.predict import outside_bytes
 from ...saves.identity import model_identity
-from ...saves.rng import set_rng_state
 from ...saves.state import RunState, keep_execution, restore_tensors
 from ...watch.live import LiveRun
 from ...watch.oom import release_memory

@@ -29,6 +29,7 @@ from coat_core.optim import FP8AdamW
 from coat_core.optim.sharded import local_values
 
 from ...base.files import write_file
+from ...base.rng import Stream, seed_global
 from ...blocks.models.check import require_here
 from ...config.findings import ConfigError
 from ...config.job import JobConfig
@@ -41,7 +42,6 @@ from ...saves.commit import newest_set, require_room, set_step
 from ...saves.errors import save_errors
 from ...saves.interrupts import Interrupts
 from ...saves.repair import describe_lowest, go_back, repair, run_lock, way_back
-from ...saves.rng import Stream, seed_global
 from ...saves.state import execution_changes, execution_of
 from ...watch.guard import WINDOW, DeadRunError
 from ...watch.live import COMMANDS, LiveRun

@@ -23,12 +23,13 @@ CUDA = "cuda."
 
 
 class Stream(IntEnum):
-    """Independent sequences of draws; `data.hold_out` has one more, 4."""
+    """Independent sequences of draws."""
 
     NOISE = 0
     LORA_INIT = 1
     MODEL = 2
     OPTIMIZER = 3
+    HELD_OUT = 4
 
 
 def mixed_seed(*numbers: int) -> int:
