@@ -7,16 +7,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from diffusers import FluxTransformer2DModel
-from peft import LoraConfig, inject_adapter_in_model
-from torch import Tensor, nn
+from torch import Tensor
 
 from coat_core.config import PAPER_EXPANSION, FP8QuantizationConfig
 from coat_core.optim.state import MOMENTS, convert_state, read_state, storages
-from coat_flux.config.job_sections import TrainSection
+from coat_flux.config.job_sections import NetworkSection, TrainSection
 from coat_flux.trainers.standalone.flow_matching import draw_indices, losses_of, sigma_table
-from scripts.mini_flux.models import initialise
-from tests.helpers.tiny_flux import TINY_TRANSFORMER_CONFIG
+from coat_flux.trainers.standalone.network import add_lora
+from tests.helpers.flux import tiny_flux
 from tests.tolerances import EXPANSION_GAIN, INTEGER_FORMATS_GAIN
 
 STEPS = [1, 30]
@@ -65,31 +63,18 @@ def measure(moments: Moments, method: Method) -> tuple[float, float]:
 
 
 def depth_of(key: str) -> str:
-    """Where in the transformer a parameter is: "transformer_blocks.0" or, of no block, "outside"."""
-    block = re.match(r"(single_)?transformer_blocks\.\d+", key)
-    return block[0] if block else "outside"
-
-
-def small_flux(rank: int) -> nn.Module:
-    """One double and one single block, with an adapter on every linear, B = 0."""
-    geometry = {"num_layers": 1, "num_single_layers": 1, "num_attention_heads": 2, "attention_head_dim": 32}
-    config = {**TINY_TRANSFORMER_CONFIG, **geometry, "axes_dims_rope": (8, 12, 12)}
-    model = initialise(FluxTransformer2DModel(**config), "moments-0").train().requires_grad_(False)
-    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    targets = [name for name in linears if depth_of(name) != "outside"]
-    torch.manual_seed(0)
-    inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=rank, target_modules=targets), model)
-    return model
+    """Where in the transformer a parameter is, such as "transformer_blocks.0"."""
+    return re.search(r"(single_)?transformer_blocks\.\d+", key)[0]
 
 
 @pytest.fixture(scope="module")
 def captures() -> dict[int, Moments]:
     """Moments of a LoRA's training with fp32 AdamW on smooth latents, at each of `STEPS`."""
     torch.manual_seed(0)
-    model = small_flux(rank=16)
+    model = tiny_flux(torch.float32)
+    named = add_lora(model, NetworkSection(linear=16, dropout=0.0), 0)
     clean = torch.nn.functional.interpolate(torch.randn(8, 16, 3, 3), size=(8, 8), mode="bilinear")
     embeds, pooled = torch.randn(8, 6, 64), torch.randn(8, 64)
-    named = {name: param for name, param in model.named_parameters() if param.requires_grad}
     optimizer = torch.optim.AdamW(named.values(), lr=1e-3, weight_decay=1e-4)
     generator = torch.Generator().manual_seed(0)
     captured: dict[int, Moments] = {}
