@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-import gc
 import weakref
 from typing import Any
 
+import pytest
 import torch
 import yaml
 from torch import Tensor, nn
@@ -43,11 +43,9 @@ class Run:
 
     The flow is generic where the text does not say otherwise: its saved tensors can be told apart by the operators that
     saved them. `kept` has what the fused flow kept instead, as (name, tensors).
-
-    `find_inputs` looks through all Python objects for the FP8 block inputs kept after the forward pass.
     """
 
-    def __init__(self, text: str, find_inputs: bool = False) -> None:
+    def __init__(self, text: str) -> None:
         block = yaml.safe_load(text)
         block["activation"] = {"flow": "generic"} | block.get("activation", {})
         self.fused = block["activation"]["flow"] == "fused"
@@ -65,11 +63,8 @@ class Run:
             for block in self._blocks():
                 block.register_forward_pre_hook(self._see_block, with_kwargs=True)
                 block.attn.register_forward_pre_hook(self._see_run)  # a block recomputes without its own hooks
-        self.find_inputs = find_inputs
         if self.fused:
             predict(self.model)  # a process checks each class of blocks once, which keeps tensors of its own
-        if find_inputs:
-            gc.collect()  # what other tests left in reference cycles
         torch.manual_seed(0)
         self._step()
 
@@ -85,13 +80,20 @@ class Run:
 
     def _step(self) -> None:
         self.forward_gemms, self.backward_gemms = GemmLog(), GemmLog()
-        with recording() as self.saved, recording_fused() as self.kept, self.forward_gemms:
-            loss = loss_of(predict(self.model))
+        keepers, keep = weakref.WeakSet(), _Keeper.__init__
+
+        def recorded(keeper: _Keeper, *args: Any) -> None:
+            keep(keeper, *args)
+            keepers.add(keeper)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_Keeper, "__init__", recorded)
+            with recording() as self.saved, recording_fused() as self.kept, self.forward_gemms:
+                loss = loss_of(predict(self.model))
         self.saved_for_layer = _adapter_input(self.saved, self.lora[f"{LAYER}.lora_A.weight"])
         # the first block's input requires no gradient: all hold it, no one stores it
         self.inputs_alive = [ref() is not None for ref in self.block_inputs[1:]]
-        objects = gc.get_objects() if self.find_inputs else []
-        self.kept_inputs = {k._quantized.codes.dtype for k in objects if type(k) is _Keeper}
+        self.kept_inputs = {keeper._quantized.codes.dtype for keeper in keepers}
         with self.backward_gemms:
             loss.backward()
         self.gradients = {name: param.grad.clone() for name, param in self.lora.items()}
