@@ -1,8 +1,8 @@
 """Every command of the READMEs and of docs/ works as written, far from any checkout: in what a wheel holds.
 
-A wheel is built from the sources and unpacked; the folder that `coat-flux examples` fills from it is where the commands
-run, with the tiny config in place of those that need a GPU. `scripts/test_versions.py` runs this file in new
-environments, too, made as the READMEs say.
+A wheel is built from the sources and unpacked; it holds the code of this checkout, and the folder that its
+`coat-flux examples` fills is where the commands run, with the tiny config in place of those that need a GPU.
+`scripts/test_versions.py` runs this file in new environments, too, made as the READMEs say.
 """
 
 from __future__ import annotations
@@ -87,21 +87,23 @@ assert main(["examples"]) == 0
 short, count = re.subn(r"(?m)^( +)steps: \\d+", r"\\1disable_sampling: true\\n\\1steps: 1", tiny.read_text("utf-8"))
 assert count == 1
 tiny.write_text(short.replace("batch_size: 4", "batch_size: 1"), "utf-8")
-assert main(["train", str(tiny)]) == 0
 assert main(["examples"]) == 0
 """
 
 
 @pytest.fixture(scope="module")
 def workplace(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Configs and photos from the wheel, one step trained with them by the wheel's own code, and an ai-toolkit."""
+    """Configs and photos from the wheel, one step trained with them, and an ai-toolkit."""
     folder = tmp_path_factory.mktemp("work")
     printed = _run([sys.executable, "-c", USES, TINY], folder, PYTHONPATH=str(installed))
     assert "datasets_example: 33 files copied" in printed
-    lora = folder / "output" / "flux_clothing_tiny" / "flux_clothing_tiny.safetensors"
-    assert lora.stat().st_size > 10_000
     assert "flux_clothing_tiny.yaml: left as it is, it differs from" in printed
     assert "datasets_example: 0 files copied" in printed
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert main(["train", TINY]) == 0
+    lora = folder / "output" / "flux_clothing_tiny" / "flux_clothing_tiny.safetensors"
+    assert lora.stat().st_size > 10_000
     copy_checkout(folder / "ai-toolkit")
     return folder
 
@@ -112,8 +114,14 @@ def _files(folder: Path) -> dict[str, bytes]:
     return {name.as_posix(): path.read_bytes() for name, path in inside if not name.parts[0].startswith("_")}
 
 
-def test_a_wheel_holds_configs_photos_and_the_mini_flux(installed: Path) -> None:
+def _code(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*.py")}
+
+
+def test_a_wheel_holds_the_code_configs_photos_and_the_mini_flux(installed: Path) -> None:
     package = installed / "coat_flux"
+    assert _code(installed / "coat_core") == _code(ROOT / "coat_core")
+    assert _code(package) == _code(ROOT / "extensions" / "coat_flux")
     assert _files(package / "configs") == _files(ROOT / "configs")
     photos = _files(package / "datasets_example")
     assert len(photos) == 33

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -26,21 +25,13 @@ def job_file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def trainer(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Stands in for the engine's module; `.run` is what `train()` does, `.jobs` what it was given."""
-    seen = SimpleNamespace(jobs=[], run=lambda: None)
-
-    class COATTrainer:
-        def __init__(self, job: Any):
-            seen.jobs.append(job)
-
-        def train(self, **_: Any) -> Any:
-            return seen.run()
-
-    monkeypatch.setitem(sys.modules, "coat_flux.trainers.standalone.trainer", SimpleNamespace(COATTrainer=COATTrainer))
+def trainer(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Stands in for the engine's class."""
+    trainer = Mock()
+    monkeypatch.setitem(sys.modules, "coat_flux.trainers.standalone.trainer", SimpleNamespace(COATTrainer=trainer))
     for package in ("coat_core", "coat_flux"):
         monkeypatch.setattr(logging.getLogger(package), "level", logging.NOTSET)
-    return seen
+    return trainer
 
 
 @pytest.mark.parametrize("command", ["check", "train"])
@@ -51,12 +42,12 @@ def test_every_finding_goes_to_stderr_with_exit_code_2_and_no_traceback(command,
     lines = capsys.readouterr().err.splitlines()
     start = f"error: {path}: config.process[0].train."
     assert sorted(line.removeprefix(start).split(":")[0] for line in lines) == ["lr='x'", "stpes"]
-    assert trainer.jobs == []
+    assert not trainer.called
 
 
-def test_train_hands_the_checked_job_to_the_engine(job_file: Path, trainer: SimpleNamespace) -> None:
+def test_train_hands_the_checked_job_to_the_engine(job_file: Path, trainer: Mock) -> None:
     assert main(["train", str(job_file)]) == main(["train", str(job_file), "--name", "other"]) == 0
-    job, renamed = trainer.jobs
+    job, renamed = (call.args[0] for call in trainer.call_args_list)
     assert (job.name, job.train.steps, job.file, renamed.name) == ("run", 7, str(job_file), "other")
     assert ["config.process[0].sample.neg" in note for note in job.notes] == [True]
 
@@ -67,10 +58,10 @@ def test_errors_of_the_user_need_no_traceback_and_other_ones_keep_theirs(job_fil
         (MemoryError(), 2, "error: out of CPU memory"),
         (KeyboardInterrupt(), 130, "interrupted\n"),
     ):
-        trainer.run = Mock(side_effect=error)
+        trainer.return_value.train.side_effect = error
         assert main(["train", str(job_file)]) == code
         assert capsys.readouterr().err.startswith(text)
-    trainer.run = Mock(side_effect=RuntimeError("a bug"))
+    trainer.return_value.train.side_effect = RuntimeError("a bug")
     with pytest.raises(RuntimeError, match="a bug"):
         main(["train", str(job_file)])
 

@@ -42,4 +42,3 @@ REFUSED: list[tuple[Any, str, list[Any]]] = [  # of each key values outside its 
 def test_values_outside_their_range_are_refused_by_name(config: Any, key: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"^{key}={value!r}: must be ".replace("(", r"\(")):
         config(**{key: value})
-    assert INT8().weight_has_row_scales
