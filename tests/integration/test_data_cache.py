@@ -10,7 +10,9 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
+from diffusers import AutoencoderKL, FluxPipeline
 from PIL import Image
+from transformers import AutoTokenizer, CLIPTextModel, T5EncoderModel
 
 from coat_flux.base.files import file_sha256
 from coat_flux.config.job_sections import DatasetSection
@@ -46,15 +48,11 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def vae(model):
-    from diffusers import AutoencoderKL
-
     return AutoencoderKL.from_pretrained(model, subfolder="vae").eval()
 
 
 @pytest.fixture(scope="module")
 def encoders(model):
-    from transformers import AutoTokenizer, CLIPTextModel, T5EncoderModel
-
     return TextEncoders(
         CLIPTextModel.from_pretrained(model, subfolder="text_encoder", dtype=torch.bfloat16).eval(),
         T5EncoderModel.from_pretrained(model, subfolder="text_encoder_2", dtype=torch.bfloat16).eval(),
@@ -108,8 +106,6 @@ def test_latents_are_shifted_and_scaled(vae):
 
 @pytest.mark.parametrize("prompt", ["", "dress, " * 60])
 def test_prompts_are_encoded_as_the_diffusers_pipeline_does(model, encoders, prompt, caplog):
-    from diffusers import FluxPipeline
-
     parts = {"transformer": None, "vae": None, "text_encoder": encoders.clip, "text_encoder_2": encoders.t5}
     pipeline = FluxPipeline.from_pretrained(model, **parts)
     with torch.no_grad():  # as the pipeline does when it draws
@@ -242,8 +238,6 @@ def test_a_replaced_photo_of_same_name_size_and_date_is_encoded_again(folder, va
 
 
 def test_an_edited_caption_another_vae_or_token_length_is_encoded_again(folder, vae, encoders, model):
-    from diffusers import AutoencoderKL
-
     make(folder, vae, encoders, **CACHED)
     (folder / "photo0.txt").write_text("a blue coat")
     make(folder, vae, encoders, **CACHED)
@@ -310,8 +304,6 @@ def test_a_cache_removed_during_the_run_is_an_error_with_a_remedy(folder, vae, e
 
 
 def test_an_unusable_vae_is_an_error(folder, encoders, model):
-    from diffusers import AutoencoderKL
-
     broken = AutoencoderKL.from_pretrained(model, subfolder="vae")
     with torch.no_grad():
         next(broken.encoder.parameters()).fill_(float("nan"))

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
+from diffusers import FluxTransformer2DModel
 from torch import nn
 
 from coat_core.optim import FP8AdamW
@@ -34,12 +34,12 @@ from coat_flux.plan.job import JobFacts
 from coat_flux.plan.predict import optimizer_bytes, predict
 from coat_flux.trainers.full import Chosen, UpdateInBackward
 from coat_flux.trainers.optimizer import make_optimizer
+from coat_flux.trainers.standalone.loading import load_transformer
 from coat_flux.trainers.standalone.network import add_lora, lora_targets
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from scripts.bench_memory import kept_bytes as measured_kept_bytes
 from tests.architecture.sources import ROOT
-from tests.helpers.engine_job import engine_job, write_images
-from tests.helpers.tiny_flux import make_tiny_flux
+from tests.helpers.engine_job import engine_job
 from tests.helpers.toolkit_lora import Network
 from tests.tolerances import PLAN_FULL_RTOL, PLAN_KEPT_RTOL, PLAN_MOMENT_RTOL
 
@@ -59,8 +59,6 @@ def flux_model(
 
 def flux_transformer(heads: int, head_dim: int, blocks: tuple[int, int]) -> nn.Module:
     """With random weights."""
-    from diffusers import FluxTransformer2DModel
-
     axis = (head_dim - head_dim // 8) // 2
     sizes = {"num_layers": blocks[0], "num_single_layers": blocks[1], "attention_head_dim": head_dim}
     sizes |= {"num_attention_heads": heads, "joint_attention_dim": 64, "pooled_projection_dim": 64}
@@ -229,11 +227,6 @@ def test_bytes_of_full_fine_tuning_are_as_predicted(device: str, frees: bool) ->
     assert whole == pytest.approx(measured, rel=PLAN_FULL_RTOL)
 
 
-@pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory):
-    return make_tiny_flux(tmp_path_factory.mktemp("model") / "tiny")
-
-
 @pytest.mark.parametrize(
     ("optimizer", "coat"),
     [
@@ -245,18 +238,12 @@ def tiny_model(tmp_path_factory):
         ("adamw", None),
     ],
 )
-def test_exact_bytes_of_a_run(tiny_model, tmp_path, optimizer, coat):
+def test_exact_bytes_of_a_run(place, optimizer, coat):
     """Transformer, adapters and optimizer states of a real model after a step, byte for byte."""
-    raw = engine_job(
-        "run", model=tiny_model, images=write_images(tmp_path / "photos", 2), out=tmp_path, coat=coat,
-        train={"optimizer": optimizer}, network={"linear": 6},
-    )  # fmt: skip
+    raw = engine_job("run", **place, coat=coat, train={"optimizer": optimizer}, network={"linear": 6})
     job = JobConfig.from_dict(raw)
     facts = JobFacts(job)
-
-    from coat_flux.trainers.standalone.loading import load_transformer
-
-    model = load_transformer(str(tiny_model), torch.bfloat16)
+    model = load_transformer(str(place["model"]), torch.bfloat16)
     assert [linear.name for linear in facts.targets] == lora_targets(model, job.network)
     if job.coat.enabled:
         apply_coat(model, job.coat)
@@ -275,18 +262,20 @@ def test_exact_bytes_of_a_run(tiny_model, tmp_path, optimizer, coat):
     assert isinstance(made, FP8AdamW) == (optimizer == "coat_fp8_adamw")
 
 
-def test_disk_of_a_run(tiny_model, tmp_path):
+def test_disk_of_a_run(place, monkeypatch):
     """What the run's folder and the caches hold after training: files as predicted, but for their headers."""
+    monkeypatch.setattr("coat_flux.plan.job.TEXT_TOKENS", 16)
     raw = engine_job(
-        "run", model=tiny_model, images=write_images(tmp_path / "photos", 2), out=tmp_path, coat={},
-        train={"steps": 3}, save={"save_every": 1, "max_step_saves_to_keep": 2}, network={"linear": 64},
+        "run", **place, coat={}, train={"steps": 3}, network={"linear": 64},
+        save={"save_every": 1, "max_step_saves_to_keep": 2},
         dataset={"cache_latents_to_disk": True, "caption_dropout_rate": 0.5},
     )  # fmt: skip
-    job = JobConfig.from_dict(yaml.safe_load(yaml.safe_dump(raw)))
+    job = JobConfig.from_dict(raw)
     facts = JobFacts(job)
     predicted_bytes = predict(facts).disk_bytes
     COATTrainer(job).train()
-    files = [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix in (".safetensors", ".pt")]
+    found = [path for folder in (place["images"], place["out"]) for path in folder.rglob("*") if path.is_file()]
+    files = [path for path in found if path.suffix in (".safetensors", ".pt")]
     sizes = {path.stat().st_ino: path.stat().st_size for path in files}  # published files are links into the set
     headers = 700 * len(facts.adapter_sizes) * len(sizes)  # names and shapes of the tensors in each file
     written = facts.lora_bytes + optimizer_bytes(facts) + facts.lora_bytes // 2  # there only while a save is written

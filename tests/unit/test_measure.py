@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from coat_core import FP8Linear
@@ -171,8 +172,6 @@ def test_a_resumed_run_that_cannot_keep_it_says_so(
 
 
 def test_the_first_of_several_processes_chooses_for_all(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch.distributed as dist
-
     sent = []
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
