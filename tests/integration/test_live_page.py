@@ -16,7 +16,7 @@ from coat_flux.trainers.standalone.session import Session
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from coat_flux.watch.live import read_status
 from tests.helpers.driver import Driver, driven_browser, until
-from tests.helpers.engine_job import engine_job, tiny_place
+from tests.helpers.engine_job import engine_job
 
 PATIENCE_S = 120
 
@@ -28,9 +28,9 @@ def press(page: Driver, name: str) -> None:
 
 
 def test_a_running_job_is_sampled_saved_and_stopped_by_mouse(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    place: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config, run = tmp_path / "job.yaml", tmp_path / "out" / "seen"
+    config, run = tmp_path / "job.yaml", place["out"] / "seen"
     train = {"steps": 100_000, "disable_sampling": False, "skip_first_sample": True}
 
     def use(page: Driver, session: Session) -> None:
@@ -53,9 +53,9 @@ def test_a_running_job_is_sampled_saved_and_stopped_by_mouse(
             assert [path.name for path in run.glob("*.safetensors")] == ["seen_000000003.safetensors"]
             press(page, "stop")
 
-    with tiny_place(tmp_path, 3) as place, driven_browser(tmp_path / "browser") as page:
-        job = engine_job("seen", **place, train=train, save={"save_every": 10**6}, sample={"sample_every": 10**6})
-        config.write_text(yaml.safe_dump(job), encoding="utf-8")
+    job = engine_job("seen", **place, train=train, save={"save_every": 10**6}, sample={"sample_every": 10**6})
+    config.write_text(yaml.safe_dump(job), encoding="utf-8")
+    with driven_browser(tmp_path / "browser") as page:
         watched = partial(COATTrainer, observer=partial(use, page))
         monkeypatch.setattr("coat_flux.trainers.standalone.trainer.COATTrainer", watched)
         assert main(["train", str(config), "--watch", "--port", "0"]) == 130

@@ -60,11 +60,16 @@ def test_seeds_differ_by_seed_stream_and_index() -> None:
 # -- the LoRA ----------------------------------------------------------------------------------------------------------
 
 
+def tiny_transformer(layers: int = 1, head_dim: int = 16, guidance: bool = True) -> FluxTransformer2DModel:
+    rope = (head_dim // 4, 3 * head_dim // 8, 3 * head_dim // 8)
+    sizes = {"num_layers": layers, "num_single_layers": 1, "attention_head_dim": head_dim, "num_attention_heads": 2}
+    widths = {"in_channels": 16, "joint_attention_dim": 32, "pooled_projection_dim": 16, "axes_dims_rope": rope}
+    return FluxTransformer2DModel(**sizes, **widths, guidance_embeds=guidance).eval()
+
+
 @pytest.fixture
 def model() -> FluxTransformer2DModel:
-    sizes = {"num_layers": 2, "num_single_layers": 1, "attention_head_dim": 32, "num_attention_heads": 2}
-    widths = {"in_channels": 16, "joint_attention_dim": 32, "pooled_projection_dim": 16, "axes_dims_rope": (8, 12, 12)}
-    return FluxTransformer2DModel(**sizes, **widths, guidance_embeds=True).bfloat16()
+    return tiny_transformer(2, 32).bfloat16()
 
 
 def network(only: Any = None, ignore: Any = (), **keys: Any) -> NetworkSection:
@@ -259,12 +264,6 @@ def test_weights_come_only_from_safetensors(tmp_path: Path) -> None:
 FLUX_SCHEDULER = {"use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 1.15, "shift": 3.0}
 
 
-def tiny_transformer(guidance: bool = True) -> FluxTransformer2DModel:
-    sizes = {"num_layers": 1, "num_single_layers": 1, "attention_head_dim": 16, "num_attention_heads": 2}
-    widths = {"in_channels": 16, "joint_attention_dim": 32, "pooled_projection_dim": 16, "axes_dims_rope": (4, 6, 6)}
-    return FluxTransformer2DModel(**sizes, **widths, guidance_embeds=guidance).eval()
-
-
 def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
@@ -438,7 +437,7 @@ def test_the_prediction_sees_the_schedulers_scale_noise() -> None:
 
 @pytest.mark.parametrize("guidance", [True, False])
 def test_prediction_is_what_the_pipeline_would_compute(guidance: bool) -> None:
-    model = tiny_transformer(guidance)
+    model = tiny_transformer(guidance=guidance)
     x_t, sigmas = torch.randn(2, 4, 6, 8), torch.tensor([0.3, 0.8])
     embeds, pooled = torch.randn(2, 5, 32), torch.randn(2, 16)
     with torch.no_grad():
