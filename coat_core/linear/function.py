@@ -291,32 +291,23 @@ def multiply(
     bias: Tensor | None,
     dtype: torch.dtype,
     forward: bool = False,
-    is_output: bool = False,
 ) -> Tensor:
-    """Return (a)(weight · scale)ᵀ + bias, [..., N]; not a view if `is_output` of an autograd function."""
+    """Return (a)(weight · scale)ᵀ + bias, [..., N]; not a view, which could not leave an autograd function."""
     lead = a.codes.shape[:-1]
     a_scale = _rows(a.scale) if a.scale.ndim else a.scale
     product = int8_mm if weight.dtype == INT8.dtype else scaled_mm
     out: Tensor = product(_rows(a.codes), a_scale, weight, scale, bias, dtype, forward)
-    if len(lead) == 1:
-        return out
-    if not is_output:
-        return out.view(*lead, -1)
-    result: Tensor = torch.ops.aten._unsafe_view.default(out, (*lead, out.shape[-1]))
-    return result
+    if len(lead) != 1:
+        out = torch.ops.aten._unsafe_view.default(out, (*lead, out.shape[-1]))
+    return out
 
 
 def fprop(
-    x: Tensor,
-    quantized: Quantized | None,
-    weight: StoredWeight,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    is_output: bool = False,
+    x: Tensor, quantized: Quantized | None, weight: StoredWeight, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """Return y = x Wᵀ + b, without a gradient."""
     if quantized is not None:
-        return multiply(quantized, weight.for_fprop(), weight.scale, bias, dtype, True, is_output)
+        return multiply(quantized, weight.for_fprop(), weight.scale, bias, dtype, forward=True)
     if weight.rotation > 1:
         x = rotate(x, weight.rotation)
     y: Tensor = weight_only_linear(x, weight.for_fprop(), weight.scale, bias, dtype)
@@ -383,7 +374,7 @@ class _FrozenLinear(torch.autograd.Function):
         ctx.load = weight if callable(weight) else None
         ctx.save_for_backward(*(() if callable(weight) else weight))
         ctx.config, ctx.in_fp8, ctx.x_dtype = config, quantized is not None, x.dtype
-        return fprop(x, quantized, loaded, bias, dtype, is_output=True)
+        return fprop(x, quantized, loaded, bias, dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -414,7 +405,7 @@ class _TrainableLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(quantized.codes, quantized.scale, weight)
         ctx.config, ctx.granularity, ctx.codes, ctx.x_dtype = config, quantized.granularity, codes, x.dtype
-        return fprop(x, quantized, codes.cast(weight, config), bias, dtype, is_output=True)
+        return fprop(x, quantized, codes.cast(weight, config), bias, dtype)
 
     @staticmethod
     @first_order_only

@@ -229,22 +229,18 @@ def mlp_activation(a: Any) -> tuple[Tensor, ...]:
     amax = None if a.granularity == "none" else empty((rows, parts), torch.float32, device)
     saved_mlp = Codes((*shape, n), device, a.saved_format, "per_group", a.group_size)
     saved_attention = Codes((*shape, d), device, a.saved_format if d else "none", "per_group", a.group_size)
-    mlp, mlp_stride = with_row_stride(a.mlp)
-    attention, attention_stride = with_row_stride(a.attention)
-    h, h_stride, up, ranks = adapter(a.h, a.up)
+    inputs, strides, constants = _inputs(a)
     launch(
         _mlp_activation_fwd_kernel,
         (n_blocks(rows, LOW_RANK_ROWS), parts),
-        *(attention, mlp, h, up, values, amax),
+        *inputs,
+        *(values, amax),
         *(saved_attention.codes, saved_attention.scale, saved_mlp.codes, saved_mlp.scale),
-        *(attention_stride, mlp_stride, h_stride),
+        *strides,
         *(rows, d, f),
-        DTYPE=TL_DTYPES[a.dtype],
-        ACTIVATION=a.activation,
         SAVED_MAX=saved_mlp.format_max,
         G=a.group_size,
-        **ranks,
-        SECOND=columns_of_up(h, up),
+        **constants,
         R=LOW_RANK_ROWS,
         BLOCK=block,
         num_warps=warps(LOW_RANK_ROWS * block),
@@ -260,9 +256,16 @@ def mlp_activation(a: Any) -> tuple[Tensor, ...]:
     return values, codes, scale, *saved_attention.results(), *saved_mlp.results()
 
 
-def columns_of_up(h: Tensor | None, up: Tensor | None) -> int:
-    """Return the first column of h that the second half of mlp reads: 0 where both halves share one adapter."""
-    return 0 if h is None or up is None or h.shape[-1] == up.shape[-1] else up.shape[-1]
+def _inputs(a: Any) -> tuple[tuple[Any, ...], tuple[int, ...], dict[str, Any]]:
+    """Return attention, mlp, h and up, the distances of their rows, and the constants of `values_tile`."""
+    attention, attention_stride = with_row_stride(a.attention)
+    mlp, mlp_stride = with_row_stride(a.mlp)
+    h, h_stride, up, constants = adapter(a.h, a.up)
+    second = 0  # first column of h that the second half of mlp reads; 0 where both halves share one adapter
+    if h is not None and up is not None and h.shape[-1] != up.shape[-1]:
+        second = up.shape[-1]
+    constants = {**constants, "DTYPE": TL_DTYPES[a.dtype], "ACTIVATION": a.activation, "SECOND": second}
+    return (attention, mlp, h, up), (attention_stride, mlp_stride, h_stride), constants
 
 
 def splits_groups(width: int, activated: int, group_size: int) -> bool:
@@ -463,21 +466,14 @@ def mlp_activation_down(a: Any) -> tuple[Tensor, ...]:
     codes = empty_values((*shape, d + f), form.dtype, device)
     scale = empty((*shape, 1) if by_row else (), torch.float32, device)
     h_next = empty_values((*shape, next_rank), a.dtype, device)
-    mlp, mlp_stride = with_row_stride(a.mlp)
-    attention, attention_stride = with_row_stride(a.attention)
-    h, h_stride, up, ranks = adapter(a.h, a.up)
+    inputs, strides, constants = _inputs(a)
     down, down_stride = with_row_stride(dot_operand(a.down))
     is_large = block > LOW_RANK_BLOCK or a.down.dtype == torch.float32
     next_block = min(max(power_of_two(next_rank), 16), 16 if is_large else RANKS_AT_ONCE)
     tile_rows = TILE // block
-    inputs = (attention, mlp, h, up)
-    strides = (attention_stride, mlp_stride, h_stride)
     options = {
-        "DTYPE": TL_DTYPES[a.dtype],
-        "ACTIVATION": a.activation,
-        "RANK": ranks["RANK"],
-        "RANK_BLOCK": min(ranks["RANK_BLOCK"], ADAPTER_RANKS_AT_ONCE),
-        "SECOND": columns_of_up(h, up),
+        **constants,
+        "RANK_BLOCK": min(constants["RANK_BLOCK"], ADAPTER_RANKS_AT_ONCE),
         "NEXT": next_rank,
         "R": tile_rows,
         "BLOCK": block,
