@@ -102,7 +102,7 @@ def _gated_sum_fwd_kernel(
     if gate_ptr.dtype.element_ty == result_ptr.dtype.element_ty:
         product = rounded(product, gate_ptr)
     y = tl.load(residual_ptr + offsets, mask=inside, other=0.0).to(tl.float32) + product
-    tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=inside)
+    tl.store(y_ptr + offsets, y, mask=inside)
 
 
 @triton.jit
@@ -150,7 +150,7 @@ def _gated_norm_fwd_kernel(
         if gate_ptr.dtype.element_ty == weight_ptr.dtype.element_ty:
             product = rounded(product, gate_ptr)
         y = tl.load(residual_ptr + offsets, mask=inside, other=0.0).to(tl.float32) + product
-        tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=inside)
+        tl.store(y_ptr + offsets, y, mask=inside)
 
 
 @triton.jit
@@ -201,7 +201,7 @@ def _gated_sum_bwd_kernel(
             dy = rstd * (dz - z * tl.div_rn(tl.sum(dz * z, axis=1), D * 1.0)[:, None])
             normed = z * weight
         dy = dy.to(DTYPE).to(tl.float32)
-        tl.store(dy_ptr + offsets, dy.to(dy_ptr.dtype.element_ty), mask=inside)
+        tl.store(dy_ptr + offsets, dy, mask=inside)
         if result_ptr is not None:
             dgate += g * normed
         store_row_codes(dy, codes_ptr, code_scale_ptr, rows, place < S, offsets, inside, FORMAT_MAX)

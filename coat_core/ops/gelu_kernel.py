@@ -160,7 +160,7 @@ def _store_tile(x, values_ptr, amax_ptr, tile, first, end, width):
     columns = first + tl.arange(0, x.shape[1])[None, :]
     inside = are_rows[:, None] & (columns < end)
     values_ptr += row * width
-    tl.store(values_ptr + rows[:, None] * width + columns, x.to(values_ptr.dtype.element_ty), mask=inside)
+    tl.store(values_ptr + rows[:, None] * width + columns, x, mask=inside)
     if amax_ptr is not None:
         part, parts = tl.program_id(1), tl.num_programs(1)
         tl.store(amax_ptr + row * parts + rows * parts + part, tl.max(finite_abs(x), axis=1), mask=are_rows)
@@ -436,7 +436,7 @@ def _mlp_down_cast_fwd_kernel(
                 places = (rows * parts + part)[:, None] * NEXT + ranks
                 sums += tl.load(sums_ptr + row * parts * NEXT + places, mask=inside, other=0.0)
             h_next = h_next_ptr + row * NEXT + rows[:, None] * NEXT + ranks
-            tl.store(h_next, sums.to(h_next_ptr.dtype.element_ty), mask=inside)
+            tl.store(h_next, sums, mask=inside)
 
 
 @launcher(operators.mlp_activation_down)
@@ -556,13 +556,13 @@ def _mlp_activation_bwd_kernel(
         groups = rows[:, None] * scales_per_row + (F + columns) // GROUP
         up = load_saved(mlp_ptr + F, mlp_scale_ptr, rows[:, None] * mlp_stride + columns, groups, inside, DTYPE)
         up = up.to(DTYPE).to(tl.float32)
-        tl.store(place + F, (g * (x * s)).to(dmlp_ptr.dtype.element_ty), mask=inside)
+        tl.store(place + F, g * (x * s), mask=inside)
         dmlp = g * up * (s * (1.0 + x * (1.0 - s)))
     else:
         s = gate_of_gelu(x)
         slope = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
         dmlp = g * (s + x * (s * (1.0 - s)) * slope)
-    tl.store(place, dmlp.to(dmlp_ptr.dtype.element_ty), mask=inside)
+    tl.store(place, dmlp, mask=inside)
 
 
 @launcher(operators.mlp_activation_backward)
@@ -689,7 +689,7 @@ def _mlp_down_gradient_kernel(
             columns = (first + tl.arange(0, BLOCK))[None, :]
             offsets = (share * RANK + ranks)[:, None] * all_columns + of_mlp * D + columns
             inside = (ranks < RANK)[:, None] & (columns < width)
-            tl.store(parts_ptr + offsets, product.to(parts_ptr.dtype.element_ty), mask=inside)
+            tl.store(parts_ptr + offsets, product, mask=inside)
 
 
 @functools.cache

@@ -121,10 +121,10 @@ def _add_lora_parts_kernel(
     if which < len(WIDTHS):
         dh = _added(dh_parts_ptr, first, count, M * RANK, offsets, PARTS, BLOCK)
         at = (offsets // RANK * len(WIDTHS) + which) * RANK + offsets % RANK
-        tl.store(dh_ptr + at, dh.to(dh_ptr.dtype.element_ty), mask=offsets < M * RANK)
+        tl.store(dh_ptr + at, dh, mask=offsets < M * RANK)
     else:
         dup = _added(dup_parts_ptr, 0, shares, columns * RANK, offsets, PARTS, BLOCK)
-        tl.store(dup_ptr + offsets, dup.to(dup_ptr.dtype.element_ty), mask=offsets < columns * RANK)
+        tl.store(dup_ptr + offsets, dup, mask=offsets < columns * RANK)
 
 
 @launcher(operators.lora_up_gradients)

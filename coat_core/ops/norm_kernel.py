@@ -92,7 +92,7 @@ def _norm_modulate_fwd_kernel(
         n += tl.load(shift_ptr + image * shift_stride + columns, mask=inside, other=0.0).to(tl.float32)
         if scale_ptr.dtype.element_ty == NORMED:
             n = rounded(n, scale_ptr)
-    tl.store(n_ptr + offsets, n.to(n_ptr.dtype.element_ty), mask=inside)
+    tl.store(n_ptr + offsets, n, mask=inside)
     store_row_codes(n, codes_ptr, code_scale_ptr, rows, rows < total, offsets, inside, FORMAT_MAX)
 
 
@@ -141,7 +141,7 @@ def _norm_modulate_bwd_kernel(
         dx = rstd[:, None] * (dz - z * mean_dz_z)
         if residual_ptr is not None:
             dx += tl.load(residual_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-        tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+        tl.store(dx_ptr + offsets, dx, mask=inside)
         dscale += g * normed
         dshift += g
     part = dmodulation_ptr + (image * tl.num_programs(1) + share) * 2 * D + columns

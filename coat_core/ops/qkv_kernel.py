@@ -114,7 +114,7 @@ def _qkv_rope_fwd_kernel(
                 x = x.to(DTYPE).to(tl.float32)
             if complete_ptr is not None:
                 place = complete_ptr + start + rows[:, None] * (3 * H * d) + columns[None, :]
-                tl.store(place, x.to(complete_ptr.dtype.element_ty), mask=inside)
+                tl.store(place, x, mask=inside)
             end, width = start + d, 3 * H * d
             store_group_codes(x, codes_ptr, code_scale_ptr, rows, are_rows, start, end, width, FORMAT_MAX, G)
             if weight_ptr is not None:
@@ -124,7 +124,7 @@ def _qkv_rope_fwd_kernel(
                 a, b = tl.split(tl.reshape(normed, (R, BLOCK // 2, 2)))
                 x = tl.reshape(tl.join(a * cos - b * sin, b * cos + a * sin), (R, BLOCK))
             place = out_ptr + (out_row * H + head) * d + rows[:, None] * (H * d) + columns[None, :]
-            tl.store(place, x.to(out_ptr.dtype.element_ty), mask=inside)
+            tl.store(place, x, mask=inside)
 
 
 @triton.jit
@@ -197,7 +197,7 @@ def _qkv_rope_bwd_kernel(
                 rstd = rstd_of(tl.sum(x * x, axis=1), d, eps)[:, None]
                 z = x * rstd
                 dx = rstd * (weighted - z * tl.div_rn(tl.sum(weighted * z, axis=1), d * 1.0)[:, None])
-            tl.store(dy_ptr + rows * dy_stride + start + columns, dx.to(dy_ptr.dtype.element_ty), mask=inside)
+            tl.store(dy_ptr + rows * dy_stride + start + columns, dx, mask=inside)
 
 
 @launcher(operators.qkv_rope)

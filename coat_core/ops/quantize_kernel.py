@@ -126,7 +126,7 @@ def _dequantize_fwd_kernel(codes_ptr, scale_ptr, out_ptr, K, scales_per_row, GRO
         scale = tl.load(scale_ptr + row * scales_per_row + columns // GROUP, mask=inside, other=1.0)
     else:
         scale = tl.load(scale_ptr + row * scales_per_row)
-    tl.store(out_ptr + row * K + columns, (codes * scale).to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + row * K + columns, codes * scale, mask=inside)
 
 
 @launcher(operators._dequantize)
@@ -256,7 +256,7 @@ def _rotate_fwd_kernel(x_ptr, y_ptr, K, STAGES: tl.constexpr, BLOCK: tl.constexp
     row, start = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
     y = _load_rotated(x_ptr + row * K, None, start, K, STAGES, BLOCK)
     columns = start + tl.arange(0, BLOCK)
-    tl.store(y_ptr + row * K + columns, y.to(y_ptr.dtype.element_ty), mask=columns < K)
+    tl.store(y_ptr + row * K + columns, y, mask=columns < K)
 
 
 @launcher(operators.quantize_int8)

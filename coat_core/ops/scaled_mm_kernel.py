@@ -77,7 +77,7 @@ def _int8_mm_fwd_kernel(
     if bias_ptr is not None:
         y += tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
     places = y_ptr + rows.to(tl.int64)[:, None] * N + columns[None, :]
-    tl.store(places, y.to(y_ptr.dtype.element_ty), mask=(rows < M)[:, None] & (columns < N)[None, :])
+    tl.store(places, y, mask=(rows < M)[:, None] & (columns < N)[None, :])
 
 
 @launcher(operators.int8_mm)
@@ -133,7 +133,7 @@ def _weight_only_linear_fwd_kernel(
     if bias_ptr is not None:
         total += tl.load(bias_ptr + features, mask=features < N, other=0.0).to(tl.float32)[None, :]
     inside = (rows[:, None] < M) & (features[None, :] < N)
-    tl.store(y_ptr + rows[:, None] * N + features[None, :], total.to(y_ptr.dtype.element_ty), mask=inside)
+    tl.store(y_ptr + rows[:, None] * N + features[None, :], total, mask=inside)
 
 
 @launcher(operators.weight_only_linear)
