@@ -181,10 +181,9 @@ class RunGuard:
         return update == self._living_update or update % self._options.health_every == 0
 
     def check_save(self, step: int, *, final: bool = False) -> None:
-        """Check every parameter before a save, the `final` one even with `guard.enabled: false`.
+        """Check every parameter before a save; DeadRunError if one is not finite.
 
-        Raises:
-            DeadRunError: a parameter is not finite; finally also if every lora_B is still zero, or the run in doubt.
+        The `final` save is checked even with `guard.enabled: false`, and not made if every lora_B is zero, or in doubt.
         """
         if final or self._options.enabled:
             self._check(step, dead=final)

@@ -67,7 +67,7 @@ def recompute_more(transformer: nn.Module) -> str | None:
 
 
 def release_memory() -> None:
-    """Return what nothing refers to any more to the device, for other processes and pools."""
+    """Give the memory of freed tensors back to the device."""
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()

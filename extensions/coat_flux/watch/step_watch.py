@@ -68,7 +68,7 @@ class StepWatch:
     ) -> None:
         if network is not None:
             phases.held.add("lora", network)
-            phases.held.add("gradients", network)
+        phases.held.add("gradients", transformer if network is None else network)
         if optimizer is not None:
             phases.held.add("optimizer", optimizer)
         self.phases = phases
@@ -97,10 +97,8 @@ class StepWatch:
 
         Health steps are step 2 and every multiple of `health_every`, except a process's first step, which measures
         execution modes. Nonfinite steps are not judged: infinities saturate. While `activation.min_sqnr_db` has layers
-        to choose, the next step from step 2 on is observed too, even with `guard.enabled: false`.
-
-        Raises:
-            DeadRunError: a share exceeds `max_saturation` or `max_underflow`.
+        to choose, the next step from step 2 on is observed too, even with `guard.enabled: false`. DeadRunError beyond
+        `max_saturation` or `max_underflow`.
         """
         first, self._began = not self._began, True
         if first:

@@ -42,7 +42,6 @@ class FullModel:
 
     def begin(self, process: Any, watch: StepWatch) -> None:
         """Create the optimizer's states at the first step: until then ai-toolkit moves the model."""
-        watch.phases.held.add("gradients", self._model)
         optimizer = getattr(process.optimizer, "optimizer", process.optimizer)  # without accelerate's wrapper
         make_states(optimizer, self._model)
         if not (process.get_conf("train", None) or {}).get("fused_backward"):

@@ -52,12 +52,7 @@ class TrainingLoop:
         self.done = self._saved = process.step_num
         self._stop_requested = False  # by the web UI or the live page
         self._owes_save = False
-        # of the current step:
-        self._losses: list[Tensor] = []  # of micro-batches, fp32 []
-        self._norms: list[Tensor] = []  # before clipping, by parameter group
-        self._measured: tuple[float, float, float] | None = None  # loss, lr, norm
-        self._micro_batches = 0
-        self._commands: frozenset[str] = frozenset()  # agreed on by all processes
+        self._begin_step()
         self._tables: RunTables | None = None
         if self._team.is_main:
             self._tables = RunTables(
@@ -103,6 +98,13 @@ class TrainingLoop:
 
     # -- a step
 
+    def _begin_step(self) -> None:
+        self._losses: list[Tensor] = []  # of micro-batches, fp32 []
+        self._norms: list[Tensor] = []  # before clipping, by parameter group
+        self._measured: tuple[float, float, float] | None = None  # loss, lr, norm
+        self._micro_batches = 0
+        self._commands: frozenset[str] = frozenset()  # agreed on by all processes
+
     def step(self, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Run a step of ai-toolkit; returns what it displays."""
         quiet_dead_outputs()
@@ -111,11 +113,7 @@ class TrainingLoop:
         draws = rng_state()
 
         def attempt() -> dict[str, Any]:
-            self._losses = []
-            self._norms = []
-            self._measured = None
-            self._micro_batches = 0
-            self._commands = frozenset()
+            self._begin_step()
             began = time.monotonic()
             with self.watch.casts(number), self._observed(number):
                 # inside: on a CPU the memory report is a dispatch mode too, and modes must nest
@@ -253,11 +251,7 @@ class TrainingLoop:
     # -- between two steps
 
     def save(self, step: int | None, host_save: Callable[[int | None], None]) -> None:
-        """Save a set, into which ai-toolkit's `host_save` writes; postponed while the guard is in doubt.
-
-        Raises:
-            DeadRunError: what is trained is not worth saving.
-        """
+        """Save a set, into which ai-toolkit's `host_save` writes, unless the guard is in doubt; DeadRunError by it."""
         process, guard = self._process, self.watch.guard
         is_set = self._continuation is not None
         if is_set and step is not None and guard.doubt is not None:

@@ -130,7 +130,6 @@ class Session:
         self.lr_scheduler = make_scheduler(train.lr_scheduler, self.optimizer, train.steps, train.lr_scheduler_params)
         advance(self.lr_scheduler, self.step)
         if job.full:
-            phases.held.add("gradients", self.transformer)
             make_states(self.optimizer, self.transformer)
         self.watch = StepWatch(
             job.coat,
