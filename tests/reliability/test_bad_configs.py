@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from coat_flux.config.ai_toolkit_keys import KINDS
+from coat_flux.config.ai_toolkit_keys import BLOCKS
 from coat_flux.config.check import check_job_dict
 from coat_flux.config.coat import OPTIONS
 from coat_flux.config.findings import ConfigError, Finding
@@ -103,7 +103,7 @@ def dotted(path: Path_) -> str:
     return text.removeprefix(".")
 
 
-NAMES = {*(name for block in KINDS.values() for name in block), *WORDS}  # a misspelled key may be another one
+NAMES = {*(name for block in BLOCKS.values() for name in block), *WORDS}  # a misspelled key may be another one
 KEYS = [(i, path) for i, job in enumerate(JOBS) for path in places(job) if isinstance(path[-1], str)]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +14,10 @@ import pytest
 
 from coat_flux.cli.entry import main
 from coat_flux.config.ai_toolkit_keys import (
-    KINDS,
     NETWORK_KWARGS,
-    OWN_KINDS,
+    OWN_ROWS,
     PROCESS,
+    BLOCKS,
     ROWS,
     SOURCES,
     VERSION,
@@ -26,8 +27,8 @@ from coat_flux.config.ai_toolkit_keys import (
 )
 from coat_flux.config.check import check_job_dict
 from coat_flux.config.findings import ConfigError, Finding
-from coat_flux.config.job import AI_TOOLKIT_BLOCKS
-from coat_flux.config.options import config_fields
+from coat_flux.config.job import JobConfig
+from coat_flux.config.options import block_of, config_fields
 from tests.reliability.bad_configs import BOTH, Changes, check_job_file, job_with, yaml_of
 
 AI_TOOLKIT = "ai-toolkit"
@@ -189,19 +190,28 @@ def test_the_table_says_one_thing_about_each_key() -> None:
     plain = {"any", "int", "number", "str", "bool", "list", "dict", "-"}
     for row in ROWS:
         kinds = row["kind"].removesuffix("?").split("|")
-        assert all(kind in plain or kind.strip("{}[]") in KINDS for kind in kinds), row
+        assert all(kind in plain or kind.strip("{}[]") in BLOCKS for kind in kinds), row
         assert row["stand-alone"] in ("", "supported", "unsupported", "no effect"), row
         assert bool(row["reason"]) == (row["stand-alone"] == "no effect"), row
         assert set(values_of(row)[1]) <= {"minimum", "maximum", "above", "below", "example"}, row
 
 
+def toolkit_blocks(cls: type = JobConfig, block: str = PROCESS) -> Iterator[tuple[type, str]]:
+    """The dataclasses of ai-toolkit's blocks, with the blocks' names in the table."""
+    yield cls, block
+    for key, item in config_fields(cls).items():
+        inner = block_of(item) or item.metadata.get("blocks")
+        if inner is not None and key in BLOCKS[block]:
+            yield from toolkit_blocks(inner, BLOCKS[block][key]["inner"])
+
+
 def test_supported_keys_are_those_the_stand_alone_trainer_declares_with_ai_toolkit_s_defaults() -> None:
     supported = {(row["block"], row["key"]) for row in ROWS if row["stand-alone"] == "supported"}
     read = {(row["block"], row["key"]) for row in ROWS}
-    declared = {(block, key) for cls, block in AI_TOOLKIT_BLOCKS.items() for key in config_fields(cls)}
+    declared = {(block, key) for cls, block in toolkit_blocks() for key in config_fields(cls)}
     assert supported == declared & read
-    assert declared - read == {(PROCESS, "coat"), (PROCESS, "validation"), *OWN_KINDS}
-    sections = {block: config_fields(cls) for cls, block in AI_TOOLKIT_BLOCKS.items()}
+    assert declared - read == {(PROCESS, "coat"), (PROCESS, "validation"), *OWN_ROWS}
+    sections = {block: config_fields(cls) for cls, block in toolkit_blocks()}
     different = {}
     for row in ROWS:
         item = sections.get(row["block"], {}).get(row["key"])
@@ -226,11 +236,11 @@ def test_the_checkout_reads_the_keys_of_the_table_and_its_config_classes_no_othe
         pytest.skip(f"the checkout is {Toolkit(root).version}")
     classes = re.split(r"^class (\w+)", (root / SOURCES[0]).read_text(encoding="utf-8"), flags=re.MULTILINE)
     for block, text in zip(classes[1::2], classes[2::2], strict=True):
-        if block in KINDS:
+        if block in BLOCKS:
             read = set(re.findall(r"kwargs\.get\(\s*[\"'](\w+)[\"']", text))
-            assert read == KINDS[block].keys(), block
+            assert read == BLOCKS[block].keys(), block
     source = "\n".join((root / file).read_text(encoding="utf-8") for file in SOURCES)
-    assert all(re.search(rf"\b{key}\b", source) for key in KINDS[NETWORK_KWARGS])
+    assert all(re.search(rf"\b{key}\b", source) for key in BLOCKS[NETWORK_KWARGS])
 
 
 @pytest.mark.aitk

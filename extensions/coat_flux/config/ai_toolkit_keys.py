@@ -28,7 +28,8 @@ TABLE = Path(__file__).with_suffix(".tsv")
 PROCESS, NETWORK_KWARGS = "process", "network_kwargs"
 ANY_CASE = ("optimizer", "type")  # ai-toolkit lowers these before it compares
 OWN_KEYS = ("coat", "validation")  # of the process entry; read by this package
-OWN_KINDS = {("TrainConfig", "fused_backward"): "bool"}  # of keys in ai-toolkit's blocks; read by this package
+# rows of keys in ai-toolkit's blocks; read by this package
+OWN_ROWS = {("TrainConfig", "fused_backward"): {"key": "fused_backward", "kind": "bool", "values": ""}}
 KIND_OF_OPTION = {"number": "float", "dict": "mapping"}  # the table's word for a kind → that of `Option`
 ROOT_VARIABLE = "AI_TOOLKIT_ROOT"
 CLASSES_FILE = "toolkit/config_modules.py"
@@ -42,10 +43,11 @@ SOURCES = (
 with TABLE.open(encoding="utf-8", newline="") as table:
     VERSION = table.readline().split()[2]
     ROWS = list(csv.DictReader(table, delimiter="\t", quoting=csv.QUOTE_NONE))
-KINDS: dict[str, dict[str, str]] = {row["block"]: {} for row in ROWS}  # block → key → kind
+BLOCKS: dict[str, dict[str, dict[str, str]]] = {row["block"]: {} for row in ROWS}  # block → key → row
 for row in ROWS:
+    row["inner"] = row["kind"].strip("{}[]")  # the block that the key opens
     if row["kind"] != "-":
-        KINDS[row["block"]][row["key"]] = row["kind"]
+        BLOCKS[row["block"]][row["key"]] = row
 KNOWN = {row["key"] for row in ROWS}
 
 
@@ -102,36 +104,33 @@ def values_of(row: Mapping[str, str]) -> tuple[tuple[str, ...], dict[str, float]
     return (() if limits else tuple(words)), limits
 
 
-VALUES = {(row["block"], row["key"]): values_of(row) for row in ROWS if row["values"]}
-
-
 def check_keys(raw: Any, path: str, toolkit: Toolkit, findings: Findings, block: str = PROCESS) -> None:
     """Check a block (`block` in the table) and its nested blocks: unknown keys, wrong types, unknown values."""
-    kinds = KINDS[block]
+    rows = BLOCKS[block]
     own = OWN_KEYS if block == PROCESS else ()
     for key, value in as_mapping(raw, path, findings).items():
-        where, kind = f"{path}.{key}", kinds.get(key) or OWN_KINDS.get((block, key))
+        where, row = f"{path}.{key}", rows.get(key) or OWN_ROWS.get((block, key))
         findings.given.add(where)
-        if kind is None:
+        if row is None:
             is_newer = key in toolkit.strings and key not in KNOWN
             if key not in own and not is_newer:
                 nested = []
-                for name, inner in kinds.items():
-                    if inner[0] in "{[":
-                        nested += [f"{name}.{leaf}" for leaf in KINDS[inner.strip("{}[]")]]
-                findings.add(where, f"unknown key; {suggest_key(key, {*kinds, *own}, nested)}")
-        elif kind.startswith("{"):
-            check_keys(value, where, toolkit, findings, kind.strip("{}"))
-        elif kind.startswith("["):
+                for name, known in rows.items():
+                    nested += [f"{name}.{leaf}" for leaf in BLOCKS.get(known["inner"], ())]
+                findings.add(where, f"unknown key; {suggest_key(key, {*rows, *own}, nested)}")
+        elif row["kind"].startswith("{"):
+            check_keys(value, where, toolkit, findings, row["inner"])
+        elif row["kind"].startswith("["):
             for at, entry in as_entries(value, where, findings):
-                check_keys(entry, at, toolkit, findings, kind.strip("[]"))
+                check_keys(entry, at, toolkit, findings, row["inner"])
         else:
-            check_value(value, where, (block, key), kind, toolkit, findings)
+            check_value(value, where, row, toolkit, findings)
 
 
-def check_value(value: Any, path: str, place: tuple[str, str], kind: str, toolkit: Toolkit, findings: Findings) -> None:
-    """Check one value against its kind, its range and its choices; `place` is its block and key."""
-    choices, limits = VALUES.get(place, ((), {}))
+def check_value(value: Any, path: str, row: Mapping[str, str], toolkit: Toolkit, findings: Findings) -> None:
+    """Check one value against its kind, its range and its choices."""
+    choices, limits = values_of(row)
+    kind = row["kind"]
     kinds = [KIND_OF_OPTION.get(each, each) for each in kind.removesuffix("?").split("|")]
     nullable = kind.endswith("?") or kind == "any"
     refusals = [Option("", None, each, nullable=nullable, **limits).refusal(value) for each in kinds]
@@ -140,9 +139,9 @@ def check_value(value: Any, path: str, place: tuple[str, str], kind: str, toolki
         findings.add(path, f"must be {names}; write one" if len(kinds) > 1 else refusals[0], value)
         return
     word = value
-    if isinstance(value, str) and place[1] in ANY_CASE:
+    if isinstance(value, str) and row["key"] in ANY_CASE:
         word = value.lower()
-    elif isinstance(value, str) and place[1] == "qtype":
+    elif isinstance(value, str) and row["key"] == "qtype":
         word = value.partition("|")[0]  # uint3|a/recovery/adapter
     if not choices or word is None:
         return

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.names import COAT_OPTIMIZER, COAT_QTYPE, COAT_TYPE
-from .ai_toolkit_keys import NETWORK_KWARGS, PROCESS, ROWS
+from .ai_toolkit_keys import PROCESS, BLOCKS
 from .coat import COATConfig, check_combinations
 from .findings import Findings
 from .job_file import load_job_yaml, load_written, plain_job
@@ -17,12 +17,9 @@ from .job_sections import (
     DTYPES,
     PROCESS_TYPES,
     DatasetSection,
-    EMASection,
     LoggingSection,
     ModelSection,
-    NetworkKwargs,
     NetworkSection,
-    SampleItem,
     SampleSection,
     SaveSection,
     TrainSection,
@@ -115,31 +112,12 @@ class JobConfig:
             findings.add("config.process", text)
         process, name = processes[0], plain["config"]["name"]
         own = {"file": file, "raw": plain, "written": plain, "full": is_full(process)}
-        job = build(cls, process, path, findings, rows=AI_TOOLKIT_ROWS, **own)
+        job = build(cls, process, path, findings, rows=BLOCKS, block=PROCESS, **own)
         coat = _coat_in_force(job, f"{path}.coat", findings)
         job = replace(_completed(job, name, path, findings), coat=coat)
         check_combinations(job.coat, f"{path}.coat", findings)
         check_entry(Entry(STANDALONE, process, path, findings, name, job.coat))
         return replace(job, notes=tuple(warning.line() for warning in findings.warnings)), findings
-
-
-AI_TOOLKIT_BLOCKS: dict[type, str] = {
-    JobConfig: PROCESS,
-    NetworkSection: "NetworkConfig",
-    NetworkKwargs: NETWORK_KWARGS,
-    SaveSection: "SaveConfig",
-    DatasetSection: "DatasetConfig",
-    TrainSection: "TrainConfig",
-    EMASection: "EMAConfig",
-    ModelSection: "ModelConfig",
-    SampleSection: "SampleConfig",
-    SampleItem: "SampleItem",
-    LoggingSection: "LoggingConfig",
-}
-AI_TOOLKIT_ROWS = {  # of keys that the stand-alone trainer knows: supported, unsupported or without effect
-    cls: {row["key"]: row for row in ROWS if row["block"] == block and row["stand-alone"]}
-    for cls, block in AI_TOOLKIT_BLOCKS.items()
-}
 
 
 def coat_of_entry(process: Mapping[str, Any], file: str) -> COATConfig:

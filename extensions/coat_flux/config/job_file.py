@@ -88,16 +88,19 @@ def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
 # --- the shape of a job ---
 
 
-def check_shape(raw: Any, findings: Findings, *, name: str | None = None) -> None:
-    """Check that `raw` is a job of plain values: `job`, `config.name` and a list of process blocks."""
+def plain_job(raw: Any, findings: Findings, *, name: str | None = None) -> Any:
+    """The job with `[name]` replaced; None if it is not one of plain values, with a name and a list of process blocks.
+
+    `name` overrides `config.name`.
+    """
     try:
         _check_plain(raw, findings, "")
     except RecursionError:
         findings.add("", "an alias contains itself, or the file is nested too deeply; check both")
-        return
+        return None
     if not isinstance(raw, Mapping):
         findings.add("the file", "must be a block with job and config; start from one in configs/", raw)
-        return
+        return None
     if "job" not in raw:
         findings.add("job", "is missing; write job: extension")
     elif raw["job"] != "extension":
@@ -107,7 +110,7 @@ def check_shape(raw: Any, findings: Findings, *, name: str | None = None) -> Non
     config = raw.get("config")
     if not isinstance(config, Mapping):
         findings.add("config", "must be a block with name and process; start from one in configs/", config)
-        return
+        return None
     if name is None and not isinstance(config.get("name"), str):
         findings.add("config.name", "must be a string; write one, in quotes", config.get("name"))
     if "device" in config:
@@ -119,18 +122,10 @@ def check_shape(raw: Any, findings: Findings, *, name: str | None = None) -> Non
     processes = config.get("process")
     if not isinstance(processes, list) or not processes:
         findings.add("config.process", "must be a list; put '- ' before its first key", processes)
-        return
+        return None
     for i, process in enumerate(processes):
         if not isinstance(process, Mapping):
             findings.add(f"config.process[{i}]", "must be a block of keys; write type: coat_flux_trainer", process)
-
-
-def plain_job(raw: Any, findings: Findings, *, name: str | None = None) -> Any:
-    """The job with `[name]` replaced and the keys around its process entries checked; None if it is not a job.
-
-    `name` overrides `config.name`.
-    """
-    check_shape(raw, findings, name=name)
     if findings.errors:
         return None
     if name is not None:

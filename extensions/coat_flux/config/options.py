@@ -245,31 +245,33 @@ def build(
     findings: Findings,
     /,
     *,
-    rows: Mapping[type, Mapping[str, Mapping[str, str]]] | None = None,
+    rows: Mapping[str, Mapping[str, Mapping[str, str]]] | None = None,
+    block: str = "",
     **extra: Any,
 ) -> T:
     """Build `cls` from a YAML block; null counts as empty. `extra` fills fields of `cls` that are not config keys.
 
-    A refused value is replaced by its default, so that the rest is still checked. `rows` are ai-toolkit's for the keys
-    of `cls` and its blocks, whether the stand-alone trainer has them or not.
+    A refused value is replaced by its default, so that the rest is still checked. `rows` are those of ai-toolkit's
+    keys by block; `cls` is its `block`.
     """
     known = config_fields(cls)
-    toolkit = (rows or {}).get(cls, {})
+    toolkit = {name: row for name, row in (rows or {}).get(block, {}).items() if row["stand-alone"]}
     values = dict(extra)
     written = as_mapping(raw, path, findings)
     for name, value in written.items():
         where = f"{path}.{name}"
         findings.given.add(where)
         item, row = known.get(name), toolkit.get(name)
+        inner = "" if row is None else row["inner"]
         option_key = where.rpartition("coat.")[2]
         removed = REMOVED.get(option_key) or REMOVED.get(f"{option_key}={value}")
         if removed is not None:
             findings.add(where, removed, value)
         elif item is None and row is None:
             nested = []
-            for block, block_field in known.items():
-                if inner := block_of(block_field):
-                    nested += [f"{block}.{leaf}" for leaf in config_fields(inner)]
+            for outer, block_field in known.items():
+                if cls_of_outer := block_of(block_field):
+                    nested += [f"{outer}.{leaf}" for leaf in config_fields(cls_of_outer)]
             findings.add(where, f"unknown key; {suggest_key(name, {*known, *toolkit}, nested)}")
         elif item is None and row["stand-alone"] == "no effect":
             if isinstance(value, Mapping):
@@ -282,7 +284,7 @@ def build(
             if (value or default) and not (same_kind and value == default):
                 findings.add(where, f"{ONLY_AI_TOOLKIT}; remove it or run inside ai-toolkit", value)
         elif nested_cls := block_of(item):
-            values[name] = build(nested_cls, value, where, findings, rows=rows)
+            values[name] = build(nested_cls, value, where, findings, rows=rows, block=inner)
         elif "option" in item.metadata:
             option = item.metadata["option"]
             try:
@@ -296,7 +298,8 @@ def build(
         else:
             inside = item.metadata["blocks"]
             entries = as_entries(value, where, findings)
-            values[name] = tuple(build(inside, entry, at, findings, rows=rows) for at, entry in entries)
+            built = (build(inside, entry, at, findings, rows=rows, block=inner) for at, entry in entries)
+            values[name] = tuple(built)
     for name, item in known.items():
         option = item.metadata.get("option")
         if option is not None and option.required and name not in written:
