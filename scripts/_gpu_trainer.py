@@ -115,9 +115,7 @@ def _write_model(folder: Path, geometry: Geometry) -> dict[str, int]:
     tokenizer.write_text(json.dumps({**settings, "model_max_length": 512}), encoding="utf-8")
     clip, t5 = (json.loads((model / part / "config.json").read_text()) for part in ("text_encoder", "text_encoder_2"))
     sizes = {
-        "num_layers": geometry.double,
-        "num_single_layers": geometry.single,
-        "num_attention_heads": geometry.heads,
+        **geometry.sizes(),
         "joint_attention_dim": t5["d_model"],
         "pooled_projection_dim": clip["hidden_size"],
     }

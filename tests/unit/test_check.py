@@ -14,10 +14,10 @@ import pytest
 
 from coat_flux.cli.entry import main
 from coat_flux.config.ai_toolkit_keys import (
+    BLOCKS,
     NETWORK_KWARGS,
     OWN_ROWS,
     PROCESS,
-    BLOCKS,
     ROWS,
     SOURCES,
     VERSION,

@@ -71,6 +71,8 @@ RECOMPUTED = {"checkpointing": "all"}
 EAGER = {"measure": "never", "cuda_graphs": "never"}
 REPLAYED = {"measure": "never", "cuda_graphs": "auto"}
 INT8 = {"weight": {"format": "int8"}, "activation": {"format": "int8", "grad_format": "int8"}}
+TORCHAO: dict[str, Any] = {"quantizer": "torchao", "needs": ("torchao",)}
+ROWWISE = {**TORCHAO, "quantizer": "torchao_rowwise"}
 TOOLKIT: dict[str, Any] = {"checkpointing": True, "autocast": False, "optimizer": "adamw8bit"}
 
 
@@ -88,10 +90,6 @@ def _coat(
         full=full,
         captures=speed is REPLAYED,
     )
-
-
-def _torchao(name: str, about: str, quantizer: str, compile_mode: str = "") -> Configuration:
-    return Configuration(name, about, quantizer=quantizer, needs=("torchao",), compile_mode=compile_mode)
 
 
 CONFIGURATIONS = (
@@ -137,14 +135,16 @@ CONFIGURATIONS = (
         needs=("bitsandbytes",),
         **TOOLKIT,
     ),
-    _torchao("torchao_float8", "torchao float8 training", "torchao"),
-    _torchao("torchao_float8_compiled", "torchao float8 training, blocks compiled", "torchao", "default"),
-    _torchao("torchao_rowwise", "torchao float8 training, scaled per row", "torchao_rowwise"),
-    _torchao(
+    Configuration("torchao_float8", "torchao float8 training", **TORCHAO),
+    Configuration(
+        "torchao_float8_compiled", "torchao float8 training, blocks compiled", compile_mode="default", **TORCHAO
+    ),
+    Configuration("torchao_rowwise", "torchao float8 training, scaled per row", **ROWWISE),
+    Configuration(
         "torchao_rowwise_compiled",
         "torchao float8 training, scaled per row, blocks compiled",
-        "torchao_rowwise",
-        "default",
+        compile_mode="default",
+        **ROWWISE,
     ),
     _coat("coat", "COAT, fused flow, nothing recomputed", STEP, COUNT),
     _coat("coat_recomputed", "COAT, every block recomputed", STEP, TRAINER, memory=RECOMPUTED),

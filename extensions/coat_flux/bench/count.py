@@ -290,9 +290,8 @@ class _Modulated(torch.autograd.Function):
 
 def make_model(config: COATConfig, geometry: Geometry) -> Any:
     """A transformer with the blocks of `PLACES` on the meta device, prepared as in a run."""
-    double, single = (min(getattr(geometry, kind), len(places)) for kind, places in PLACES.items())
-    sizes = {"num_layers": double, "num_single_layers": single, "num_attention_heads": geometry.heads}
-    model = make_flux_dev_geometry("meta", torch.bfloat16, **sizes)
+    numbers = {kind: min(getattr(geometry, kind), len(places)) for kind, places in PLACES.items()}
+    model = make_flux_dev_geometry("meta", torch.bfloat16, **geometry._replace(**numbers).sizes())
     apply_coat(model, config, device=META)
     add_lora(model, NetworkSection(linear=geometry.rank), 0)
     if config.enabled:
@@ -340,18 +339,13 @@ def count_step(config: COATConfig, geometry: Geometry, resolution: int) -> Recor
         recorder.region = OUTSIDE
         return _Boundary.apply(recorder, f"{name} backward", *outputs)
 
-    def share(runner: BlockRunner, args: tuple[Any, ...]) -> None:
-        region, recorder.region = recorder.region, MODULATION
-        _modulate(runner, names, recorder, args[2])  # adapters are copied before the step, see below
-        recorder.region = region
-
     side, sizes = resolution // PIXELS_PER_LATENT, FLUX_DEV_TRANSFORMER_CONFIG
     batch = {
         "latents": torch.empty(1, LATENT_CHANNELS, side, side, device=META),
         "prompt_embeds": torch.empty(1, TEXT_TOKENS, sizes["joint_attention_dim"], device=META),
         "pooled": torch.empty(1, sizes["pooled_projection_dim"], device=META),
     }
-    objective = Objective(model, TrainSection(), None, 0, torch.bfloat16)  # type: ignore[arg-type]
+    objective = Objective(model, TrainSection(), None, 0, torch.bfloat16)
 
     lora = _parameters(model, geometry)
     copies = [torch.empty_like(parameter, dtype=torch.bfloat16) for parameter in lora.values()]
@@ -369,7 +363,7 @@ def count_step(config: COATConfig, geometry: Geometry, resolution: int) -> Recor
     foreach = mock.patch.object(_foreach_utils, "_get_foreach_kernels_supported_devices", return_value=["meta"])
     with foreach:
         with Recorder(OUTSIDE):  # blocks are decided on, and compared with diffusers' own code; the optimizer's state
-            train_step(session, batches, interrupts)  # type: ignore[arg-type]
+            train_step(session, batches, interrupts)
         if runner is not None:
             others = {choice.flow for choice in runner.plan.blocks} - {"fused"}
             if others:
@@ -378,14 +372,18 @@ def count_step(config: COATConfig, geometry: Geometry, resolution: int) -> Recor
                 set_transposed([*model.transformer_blocks, *model.single_transformer_blocks], True)
             with Recorder(OUTSIDE):
                 for _ in range(2):  # the first pass reads the blocks, the second copies their adapters
-                    train_step(session, batches, interrupts)  # type: ignore[arg-type]
+                    train_step(session, batches, interrupts)
         for block in names if runner is not None else ():
             hook_of(block).run = run
         if runner is None:
             model.enable_gradient_checkpointing(run)
         recorder.region = OUTSIDE
-        with mock.patch.object(BlockRunner, "share", share), recorder:
-            train_step(session, batches, interrupts)  # type: ignore[arg-type]
+        # adapters are copied before the step, see `loss_of`
+        share = mock.patch.object(
+            BlockRunner, "share", lambda runner, args: _modulate(runner, names, recorder, args[2])
+        )
+        with share, recorder:
+            train_step(session, batches, interrupts)
     return recorder
 
 
@@ -443,6 +441,7 @@ def _session(
 
 def _modulate(runner: BlockRunner, names: dict[nn.Module, tuple[str, int]], recorder: Recorder, temb: Tensor) -> None:
     """Modulate ahead as many blocks as the whole model has, each with its adapters."""
+    region, recorder.region = recorder.region, MODULATION
     modulations: list[Modulation] = []
     for form, (_, number) in zip(runner.forms.values(), names.values(), strict=True):
         modulations += form.modulations
@@ -459,6 +458,7 @@ def _modulate(runner: BlockRunner, names: dict[nn.Module, tuple[str, int]], reco
     vectors = _Modulated.apply(recorder, *(modulation.vectors for modulation in modulations))
     for modulation, own in zip(modulations, vectors, strict=True):
         modulation.vectors = own
+    recorder.region = region
 
 
 def _places(model: Any, geometry: Geometry) -> dict[nn.Module, tuple[str, int]]:
@@ -574,7 +574,7 @@ def _fused(group: Sequence[Launch], number: int, readers: dict[int, set[int]]) -
             if storage not in written:
                 reads[storage] = max(size, reads.get(storage, 0))
         written.update(launch.writes)
-    writes = {storage: size for storage, size in written.items() if readers.get(storage, {number, -1}) != {number}}
+    writes = {storage: size for storage, size in written.items() if readers.get(storage) != {number}}
     return Launch(group[0].region, POINTWISE, "torch.compile", "", reads, writes)
 
 

@@ -80,7 +80,7 @@ def make_model(row: Configuration, geometry: Geometry, device: torch.device) -> 
     from ..trainers.standalone.network import add_lora
 
     torch.set_float32_matmul_precision(TORCHS_PRECISION if row.coat is None else "high")
-    sizes, place = _sizes(geometry), device
+    sizes, place = geometry.sizes(), device
     if device.type == "cuda":  # a model that does not fit in bf16 is converted on the CPU first
         needed = 2 * sum(parameter.numel() for parameter in make_flux_dev_geometry("meta", **sizes).parameters())
         if BUILD_ROOM * needed > torch.cuda.mem_get_info(device)[0]:
@@ -104,14 +104,6 @@ def make_model(row: Configuration, geometry: Geometry, device: torch.device) -> 
     if row.compile_mode:
         model.compile_repeated_blocks(mode=row.compile_mode)
     return model.train(), list(parameters.values())
-
-
-def _sizes(geometry: Geometry) -> dict[str, int]:
-    return {
-        "num_layers": geometry.double,
-        "num_single_layers": geometry.single,
-        "num_attention_heads": geometry.heads,
-    }
 
 
 def model_inputs(resolution: int, batch: int, device: torch.device) -> tuple[dict[str, Tensor], Tensor]:
@@ -173,7 +165,7 @@ def measure_optimizer(
     from ..blocks.models.flux1 import make_flux_dev_geometry
     from ..trainers.standalone.network import lora_targets
 
-    model = make_flux_dev_geometry("meta", **_sizes(geometry))
+    model = make_flux_dev_geometry("meta", **geometry.sizes())
     draw = torch.Generator(device).manual_seed(SEED)
     parameters = []
     for linear in map(model.get_submodule, lora_targets(model, NetworkSection())):

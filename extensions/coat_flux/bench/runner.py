@@ -71,8 +71,7 @@ def start_worker(spec: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         except subprocess.TimeoutExpired:
             return {"status": FAILED, "reason": f"took longer than {timeout_s:g} s and was stopped; raise --timeout"}
         if result_file.exists():
-            result: dict[str, Any] = json.loads(result_file.read_text(encoding="utf-8"))
-            return result
+            return json.loads(result_file.read_text(encoding="utf-8"))
     last = " | ".join(done.stderr.strip().splitlines()[-STDERR_LINES:])
     ended = f"signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
     return {"status": FAILED, "reason": f"the process ended with {ended} and no result: {last}"}
@@ -83,8 +82,7 @@ def describe(options: BenchOptions, start: Start = start_worker) -> dict[str, An
     result = start({"level": "machine", "device": options.device}, options.timeout_s)
     if result["status"] != OK:
         raise UserError(f"--device {options.device}: {result['reason']}; give a device that torch can use")
-    machine: dict[str, Any] = result["machine"]
-    return machine
+    return result["machine"]
 
 
 def run_cases(

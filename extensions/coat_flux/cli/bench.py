@@ -16,7 +16,6 @@ from ..bench.configurations import COUNT, FAILED, LEVELS, BenchOptions, named
 from ..bench.limits import Geometry, known_card
 from .common import EXIT_FAILED, UsageError, add_command, number, positive
 
-FLUX_DEV = Geometry()
 RESOLUTION_STEP = 16
 COUNTED_BY_DEFAULT = "coat_transposed"  # as a card runs it that has the memory
 
@@ -27,13 +26,15 @@ def add_parsers(commands: Any) -> None:
     names = list(dict.fromkeys(name for level in LEVELS for name in named(level)))
     bench.add_argument("--level", choices=(*LEVELS, COUNT, "all"), default="all", help="count: no timing, no GPU")
     pixels = number(RESOLUTION_STEP, step=RESOLUTION_STEP)
-    bench.add_argument("--resolution", nargs="+", type=pixels, default=[512, 768, 1024], metavar="PX")
-    bench.add_argument("--batch", nargs="+", type=positive, default=[1, 4], metavar="N")
-    bench.add_argument("--rounds", type=positive, default=3, help="processes of each case (default: 3)")
+    bench.add_argument("--resolution", nargs="+", type=pixels, default=BenchOptions.resolutions, metavar="PX")
+    bench.add_argument("--batch", nargs="+", type=positive, default=BenchOptions.batches, metavar="N")
+    bench.add_argument(
+        "--rounds", type=positive, default=BenchOptions.rounds, help="processes of each case (default: 3)"
+    )
     bench.add_argument(
         "--configs", nargs="+", choices=names, default=[], metavar="NAME", help=f"only these: {', '.join(names)}"
     )
-    for size, value in FLUX_DEV._asdict().items():
+    for size, value in Geometry()._asdict().items():
         bench.add_argument(f"--{size}", type=positive, default=value, metavar="N", help=f"default: {value}")
     bench.add_argument("--repeats", type=positive, metavar="N", help="timed calls in a process (default: by level)")
     bench.add_argument("--timeout", type=positive, default=1800, metavar="S", help="of a process (default: 1800)")

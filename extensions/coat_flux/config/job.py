@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.names import COAT_OPTIMIZER, COAT_QTYPE, COAT_TYPE
-from .ai_toolkit_keys import PROCESS, BLOCKS
+from .ai_toolkit_keys import BLOCKS, PROCESS
 from .coat import COATConfig, check_combinations
 from .findings import Findings
 from .job_file import load_job_yaml, load_written, plain_job
@@ -96,7 +96,6 @@ class JobConfig:
         """Check a parsed job (`job`, `config`, optional `meta`); raises ConfigError with every finding."""
         job, findings = cls.examine(raw, file=file)
         findings.raise_if_any()
-        assert job is not None
         return job
 
     @classmethod

@@ -73,24 +73,17 @@ class Pair:
 # --- the linears under both names ---
 
 
-def _name_table() -> dict[str, dict[str, list[Place]]]:
-    """Layout → name with # for a block's number → the linears of that name, FLUX.1's first."""
-    table: dict[str, dict[str, list[Place]]] = {layout: {} for layout in LAYOUTS}
-    for family in FAMILIES.values():
-        inside = [
-            linear.within(f"{blocks.pattern}.#", f"{blocks.original}.#")
-            for blocks in family.lists
-            for linear in blocks.linears
-        ]
-        for linear in (*inside, *family.outside):
-            for part, member in enumerate(linear.members):
-                table["diffusers"].setdefault(member, []).append((family, linear, part))
-            table["comfyui"].setdefault(linear.name, []).append((family, linear, None))
-            table["kohya"].setdefault(linear.name.replace(".", "_"), []).append((family, linear, None))
-    return table
-
-
-_NAMES = _name_table()
+# layout → name with # for a block's number → the linears of that name, FLUX.1's first
+_NAMES: dict[str, dict[str, list[Place]]] = {layout: {} for layout in LAYOUTS}
+for _family in FAMILIES.values():
+    _linears = list(_family.outside)
+    for _blocks in _family.lists:
+        _linears += [each.within(f"{_blocks.pattern}.#", f"{_blocks.original}.#") for each in _blocks.linears]
+    for _linear in _linears:
+        for _part, _member in enumerate(_linear.members):
+            _NAMES["diffusers"].setdefault(_member, []).append((_family, _linear, _part))
+        _NAMES["comfyui"].setdefault(_linear.name, []).append((_family, _linear, None))
+        _NAMES["kohya"].setdefault(_linear.name.replace(".", "_"), []).append((_family, _linear, None))
 
 
 def place_of(name: str, layout: str = "diffusers", family: Family | None = None) -> tuple[Linear, int | None]:
@@ -217,7 +210,6 @@ def fuse_all(pairs: Mapping[str, Pair]) -> dict[str, Pair]:
     grouped: dict[str, tuple[Linear, list[Pair | None]]] = {}
     for module, pair in pairs.items():
         linear, index = place_of(module)
-        assert index is not None
         _, members = grouped.setdefault(linear.name, (linear, [None] * len(linear.members)))
         members[index] = pair
     return {name: _fuse(linear, members) for name, (linear, members) in grouped.items()}

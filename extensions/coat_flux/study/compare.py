@@ -17,7 +17,7 @@ from ..base.files import write_file
 from ..config.job import JobConfig
 from ..data.captions import inject_trigger
 from ..pages.html import Page, Tone
-from ..pages.report import show_layers
+from ..pages.report import RISE, show_layers
 from ..saves.repair import run_lock
 from ..watch.guard import DeadRunError
 from .judgement import LOSSLESS, NOT_LOSSLESS, UNDECIDED, Judgement, judge
@@ -27,7 +27,6 @@ VERDICT_FILE, REPORT_FILE = "verdict.json", "report.html"  # in the study's fold
 WORDS = {"bf16": "bf16", "coat": "COAT"}  # of the two arms
 TONES: dict[str, Tone] = {LOSSLESS: "good", UNDECIDED: "open", NOT_LOSSLESS: "bad"}  # from best to worst
 FEW_PHOTOS = 4
-RISE = 1.01  # final over lowest held-out loss that is worth a note
 LISTED_PHOTOS = 8
 SPREAD = "bf16's spread over seeds"
 HOW = (

@@ -50,11 +50,12 @@ from ..data.captions import inject_trigger
 from ..data.preflight import check_data
 from ..mini_flux import provide_embedded
 from ..pages.html import SERIES_COLOURS, Page, Tone
+from ..pages.report import RISE
 from ..pages.run import RunFolder, RunFolderError
 from ..saves.interrupts import Interrupts
 from ..saves.repair import run_lock
 from ..trainers.standalone.saving import save_name
-from .compare import REPORT_FILE, RISE, mean_curve
+from .compare import REPORT_FILE, mean_curve
 from .study import POINTS_OF_CURVE, hold_out_names, one_of_several, require_same_job
 
 FINISHED, FAILED, OPEN = "finished", "failed", "not finished"
