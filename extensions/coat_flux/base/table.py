@@ -32,16 +32,30 @@ class GrowingTable:
         self._lines = [",".join(row) + "\n" for row in [columns, *rows]]
         self._file: TextIO | None = None
         self._failed = False
-        self._write([])
+        self.append()
 
     def append(self, *rows: Iterable[str]) -> None:
-        """Add rows."""
-        self._write([",".join(row) + "\n" for row in rows])
+        """Add rows, or try again to write earlier ones."""
+        lines = [",".join(row) + "\n" for row in rows]
+        self._lines += lines
+        try:
+            if self._file is None or not self._path.exists():
+                self._shut()
+                write_file(self._path, "".join(self._lines))
+                self._file = self._path.open("a", newline="", encoding="utf-8")
+            else:
+                self._file.write("".join(lines))
+                self._file.flush()
+        except OSError as error:
+            self._shut()
+            if not self._failed:
+                self._log(f"{self._path}: cannot be written ({error}); the run goes on and tries again")
+            self._failed = True
 
     def close(self) -> None:
         """Close the file; may be called twice."""
         if self._file is None:
-            self._write([])
+            self.append()
         self._shut()
 
     def _take_over(self, columns: Sequence[str], step: int) -> list[list[str]]:
@@ -58,22 +72,6 @@ class GrowingTable:
                 os.replace(self._path, aside)
             self._log(f"{self._path}: was changed by another program ({error}); kept as {aside}, a new table begins")
         return []
-
-    def _write(self, lines: Sequence[str]) -> None:
-        self._lines += lines
-        try:
-            if self._file is None or not self._path.exists():
-                self._shut()
-                write_file(self._path, "".join(self._lines))
-                self._file = self._path.open("a", newline="", encoding="utf-8")
-            else:
-                self._file.write("".join(lines))
-                self._file.flush()
-        except OSError as error:
-            self._shut()
-            if not self._failed:
-                self._log(f"{self._path}: cannot be written ({error}); the run goes on and tries again")
-            self._failed = True
 
     def _shut(self) -> None:
         file, self._file = self._file, None

@@ -43,16 +43,9 @@ BUCKET_STEP = 32  # FLUX.1: 8 (VAE) × 2 (packing) × 2; also the least resoluti
 TRIGGER_TAG = "[trigger]"
 FOREIGN_SHARE = 0.1  # of a text's letters, from which on it is reported
 T5_BLIND = "FLUX's text encoder T5 reads {} characters as <unk>"
-SIDE_FOLDERS = (  # pictures that belong to the photos
-    "mask_path",
-    "inpaint_path",
-    "unconditional_path",
-    "clip_image_path",
-    "control_path",
-    "control_path_1",
-    "control_path_2",
-    "control_path_3",
-)
+# pictures that belong to the photos
+SIDE_FOLDERS = ("mask_path", "inpaint_path", "unconditional_path", "clip_image_path")
+SIDE_FOLDERS += ("control_path", "control_path_1", "control_path_2", "control_path_3")
 _BAD_NAME = re.compile(r'[<>:"/\\|?*\x00-\x1f\[\]]|^[. ]|[. ]$')
 _NO_CAPTIONS = ("json", "jsonl", "csv", "jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff")
 _PROMPT_FLAG = re.compile(r"\s--[a-z]")
