@@ -26,6 +26,7 @@ from coat_flux.config.ai_toolkit_keys import (
     values_of,
 )
 from coat_flux.config.check import check_job_dict
+from coat_flux.config.coat import DataOptions
 from coat_flux.config.findings import ConfigError, Finding
 from coat_flux.config.job import JobConfig
 from coat_flux.config.options import block_of, config_fields
@@ -297,14 +298,13 @@ def test_whoever_is_meant_judges(command: Any, tmp_path: Path) -> None:
 def test_the_data_is_checked_unless_it_is_not_wanted(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
 
-    def inspect(datasets: Any, trigger_word: Any, **keywords: str) -> Any:
-        calls.append(([entry.folder_path for entry in datasets], trigger_word, keywords))
+    def inspect(datasets: Any, trigger_word: Any, photos: DataOptions, *, reads_t5: bool) -> Any:
+        calls.append(([entry.folder_path for entry in datasets], trigger_word, photos, reads_t5))
         return SimpleNamespace(errors=["photos: nothing there; add photos"], warnings=["small"])
 
     monkeypatch.setattr("coat_flux.data.preflight.inspect_datasets", inspect)
     code, out, err = command({"coat.data.background": "grey"}, "--elsewhere")
-    policy = {"background": "grey", "transparency": "background", "reads_t5": True}
-    assert calls == [(["photos", "details"], "coatwear", policy)]
+    assert calls == [(["photos", "details"], "coatwear", DataOptions(background="grey"), True)]
     assert (code, err, out[0]) == (2, ["error: photos: nothing there; add photos"], "warning: small")
     code, _, err = command({})  # a missing model does not keep it from looking
     assert (code, len(err), len(calls)) == (2, 3, 2)
