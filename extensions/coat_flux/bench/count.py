@@ -107,7 +107,9 @@ PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "_scaled_mm": 0}  # inde
 ATTENTION_PREFIX = "_scaled_dot_product_"
 ATTENTION_KERNELS = {"attention": (1, 1.0), "attention_backward": (3, 2.5)}  # of cuDNN; operations over 4·B·H·S²·d
 OVERWRITING = {"copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_"}  # do not read their outputs
-FOREACH_TENSORS, FOREACH_CHUNKS, FOREACH_CHUNK = (110, 64, 48, 36, 30), 320, 65536  # of a launch, by number of lists
+FOREACH_TENSORS = (110, 64, 48, 36, 30)  # of a launch, by number of lists
+FOREACH_CHUNKS = 320
+FOREACH_CHUNK = 65536
 
 
 class Recorder(TorchDispatchMode):
@@ -158,14 +160,15 @@ class Recorder(TorchDispatchMode):
         name = func._schema.name.removeprefix("aten::")
         inputs = list(tensors_in((*args, *kwargs.values())))
         on_device = any(x.device == META for x in inputs)
-        is_read = name == "_local_scalar_dense" or (name == "_to_copy" and kwargs.get("device") == torch.device("cpu"))
+        to_host = name == "_to_copy" and kwargs.get("device") == torch.device("cpu")
+        is_read = to_host or name == "_local_scalar_dense"
         if on_device and is_read:  # answered with zeros in place of a tensor without memory
             if inputs[0].untyped_storage()._cdata not in self._read:
                 self.reads[self.region] += 1
                 self._add("copy to the host", inputs, [])
                 self._read.update(self.launches[-1].reads)
             values = torch.zeros(inputs[0].shape, dtype=kwargs.get("dtype") or inputs[0].dtype)
-            return values if name == "_to_copy" else values.item()
+            return values if to_host else values.item()
         result = func(*args, **kwargs)
         outputs, returns = list(tensors_in((result,))), func._schema.returns
         is_view = bool(returns) and all(x.alias_info is not None and not x.alias_info.is_write for x in returns)
@@ -520,7 +523,8 @@ def _costed(recorder: Recorder, card: Card) -> dict[str, Any]:
         for total, number in sums:
             for name, value in figures.items():
                 total[name] += number * value
-        operators.setdefault(launch.region, Counter())[launch.category, launch.operator, launch.part] += launch.count
+        line = launch.category, launch.operator, launch.part
+        operators.setdefault(launch.region, Counter())[line] += launch.count
     return {
         **whole,
         "host_ops": sum(calls * recorder.times.get(region, 1) for region, calls in recorder.host.items()),

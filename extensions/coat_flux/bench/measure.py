@@ -45,7 +45,8 @@ def measure_steps(
         losses: list[Tensor] = []
 
         def step(inputs: dict[str, Tensor] = inputs, target: Tensor = target, losses: list[Tensor] = losses) -> None:
-            if row.compile_mode not in ("", "default"):  # torch records CUDA graphs, and must know where a step begins
+            # torch records CUDA graphs, and must know where a step begins
+            if row.compile_mode not in ("", "default"):
                 torch.compiler.cudagraph_mark_step_begin()
             with torch.autocast(device.type, torch.bfloat16, enabled=row.autocast):
                 output = model(**inputs, return_dict=False)[0]
@@ -151,10 +152,11 @@ def quantize_linears(model: nn.Module, quantizer: str) -> None:
     else:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
+        recipe = "rowwise" if quantizer == "torchao_rowwise" else "tensorwise"
         convert_to_float8_training(
             model,  # its GEMM needs at least 16 rows, more than modulation has
             module_filter_fn=lambda _, name: "transformer_blocks." in name and ".norm" not in name,
-            config=Float8LinearConfig.from_recipe_name("rowwise" if quantizer == "torchao_rowwise" else "tensorwise"),
+            config=Float8LinearConfig.from_recipe_name(recipe),
         )
 
 

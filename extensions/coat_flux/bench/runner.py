@@ -117,7 +117,7 @@ def run_cases(
             yield {"round": number, **spec, "seconds": seconds, **result}
 
 
-# -- figures ----------------------------------------------------------------------------------------------------------
+# --- figures ---
 
 MOMENTS_TRAFFIC = 2  # the state is read and written
 OTHER_TRAFFIC_BYTES = 12  # fp32 parameter read and written, gradient read

@@ -22,11 +22,14 @@ from .findings import ConfigError, Finding, Findings, suggest_key
 YAML_SUFFIXES = (".yaml", ".yml")
 JSON_SUFFIXES = (".json", ".jsonc")
 NAME_TAG = "[name]"
-FRAME, CONFIG = ("job", "config", "meta"), ("name", "process", "device")  # keys around the entries of `config.process`
+# keys around the entries of `config.process`
+FRAME = ("job", "config", "meta")
+CONFIG = ("name", "process", "device")
 _PACKAGE = Path(__file__).resolve().parents[1]
 _ENV = re.compile(r"\$\{([^}]+)\}")
 _EXPONENT_FLOAT = re.compile(r"^[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$")
-_NOT_TEXT = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")  # control characters, half a character of JSON
+# control characters, half a character of JSON
+_NOT_TEXT = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
 
 
 def shipped_folder(name: str) -> Path | None:
@@ -89,7 +92,7 @@ def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def plain_job(raw: Any, findings: Findings, *, name: str | None = None) -> Any:
-    """The job with `[name]` replaced; None if it is not one of plain values, with a name and a list of process blocks.
+    """The job with `[name]` replaced; None, with findings, if `raw` is not a job of plain values.
 
     `name` overrides `config.name`.
     """

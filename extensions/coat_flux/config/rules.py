@@ -22,7 +22,8 @@ from .options import FORMATS, Option, parse_keys
 STANDALONE, AI_TOOLKIT = "standalone", "ai-toolkit"
 STANDALONE_ARCHS = ("flux", "flux2", "flux2_klein_4b", "flux2_klein_9b")  # that our own trainer trains
 FLAGS = ("pixart_sigma", "auraflow", "lumina2", "vega", "ssd", "pixart")
-_LEGACY = {"is_flux": "flux", "is_xl": "sdxl", "is_v2": "sd2", "is_v3": "sd3", **{f"is_{name}": name for name in FLAGS}}
+_LEGACY = {"is_flux": "flux", "is_xl": "sdxl", "is_v2": "sd2", "is_v3": "sd3"}
+_LEGACY |= {f"is_{name}": name for name in FLAGS}
 UNQUANTIZED = ("sd1", "sd2", "sdxl", "ssd", "vega", "pixart", "pixart_sigma", "auraflow")
 
 HIGH_LR, LOW_LR = 1e-2, 2e-6  # for LoRAs of FLUX
@@ -43,9 +44,16 @@ BUCKET_STEP = 32  # FLUX.1: 8 (VAE) × 2 (packing) × 2; also the least resoluti
 TRIGGER_TAG = "[trigger]"
 FOREIGN_SHARE = 0.1  # of a text's letters, from which on it is reported
 T5_BLIND = "FLUX's text encoder T5 reads {} characters as <unk>"
-# pictures that belong to the photos
-SIDE_FOLDERS = ("mask_path", "inpaint_path", "unconditional_path", "clip_image_path")
-SIDE_FOLDERS += ("control_path", "control_path_1", "control_path_2", "control_path_3")
+SIDE_FOLDERS = (  # pictures that belong to the photos
+    "mask_path",
+    "inpaint_path",
+    "unconditional_path",
+    "clip_image_path",
+    "control_path",
+    "control_path_1",
+    "control_path_2",
+    "control_path_3",
+)
 _BAD_NAME = re.compile(r'[<>:"/\\|?*\x00-\x1f\[\]]|^[. ]|[. ]$')
 _NO_CAPTIONS = ("json", "jsonl", "csv", "jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff")
 _PROMPT_FLAG = re.compile(r"\s--[a-z]")

@@ -274,7 +274,9 @@ def summaries(rows: Iterable[CastPrecision]) -> list[CastPrecision]:
 
 def below_median(layers: Sequence[CastPrecision]) -> list[tuple[float, CastPrecision]]:
     """Each row of a known layer and how far it is below the median of its kind; the furthest first."""
-    medians = {kind: median(row.sqnr_db for row in layers if row.kind == kind) for kind in {row.kind for row in layers}}
+    medians = {}
+    for kind in {row.kind for row in layers}:
+        medians[kind] = median(row.sqnr_db for row in layers if row.kind == kind)
     distances = []
     for row in layers:
         middle = medians[row.kind]

@@ -177,9 +177,9 @@ def _toolkit_log(path: Path) -> dict[str, Curve]:
         return curves
     try:
         with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as log:
-            values = log.execute("SELECT step, key, value_real FROM metrics WHERE value_real IS NOT NULL ORDER BY step")
+            values = log.execute("SELECT step, key, value_real FROM metrics ORDER BY step")
             for step, key, value in values:
-                if key in TOOLKIT_NAMES:
+                if key in TOOLKIT_NAMES and value is not None:
                     curves.setdefault(TOOLKIT_NAMES[key], []).append((float(step), float(value)))
             times = log.execute("SELECT step, wall_time FROM steps ORDER BY step").fetchall()
     except sqlite3.Error as error:

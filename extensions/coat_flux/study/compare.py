@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean, stdev
@@ -77,7 +77,7 @@ class Verdict:
         return json.loads(json.dumps(content, default=str), parse_constant=lambda _: None)
 
 
-def verify(study: Study, *, seeds: int = 3, arm: Arm | None = None, log: Callable[[str], None] = tqdm.write) -> Verdict:
+def verify(study: Study, *, seeds: int = 3, arm: Arm | None = None) -> Verdict:
     """Train with and without COAT from several seeds, and judge whether COAT loses anything; see `judgement`.
 
     Resumes an interrupted comparison, or adds missing seeds, from the config's on. Writes `verdict.json` and
@@ -85,7 +85,8 @@ def verify(study: Study, *, seeds: int = 3, arm: Arm | None = None, log: Callabl
     """
     if seeds < 2:
         raise VerifyError(f"--seeds {seeds}: must be at least 2: the spread over seeds is what COAT is measured by")
-    job, runs = study.job, list[ArmResult]()
+    job, log = study.job, tqdm.write
+    runs: list[ArmResult] = []
     arms = {"bf16": bf16_arm(job), "coat": arm or {}}
     with run_lock(study.folder):
         photos = study.held_out

@@ -112,7 +112,8 @@ class Study:
         coat = _laid_over(_laid_over(process.get("coat") or {}, {"optimizer": moments}), arm)
         train = process["train"]
         train["steps"] = self.steps
-        train["optimizer_params"] = {option.key: params[option.key] for option in ADAMW_OPTIONS if option.key in params}
+        adamw = [option.key for option in ADAMW_OPTIONS]
+        train["optimizer_params"] = {key: params[key] for key in adamw if key in params}
         process.update(type=COAT_TYPE, coat=coat)
         enabled = coat.get("enabled", True)
         if not enabled and self.job.train.optimizer in EIGHT_BIT:
