@@ -445,7 +445,7 @@ def _session(
 def _modulate(runner: BlockRunner, names: dict[nn.Module, tuple[str, int]], recorder: Recorder, temb: Tensor) -> None:
     """Modulate ahead as many blocks as the whole model has, each with its adapters."""
     region, recorder.region = recorder.region, MODULATION
-    modulations: list[Modulation] = []
+    modulations = []
     for form, (_, number) in zip(runner.forms.values(), names.values(), strict=True):
         modulations += form.modulations
         for linear in [modulation.linear for modulation in form.modulations] * (number - 1):

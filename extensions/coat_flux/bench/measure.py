@@ -42,7 +42,7 @@ def measure_steps(
     for resolution, batch in sizes:
         release(device)
         inputs, target = model_inputs(resolution, batch, device)
-        losses: list[Tensor] = []
+        losses = []
 
         def step(inputs: dict[str, Tensor] = inputs, target: Tensor = target, losses: list[Tensor] = losses) -> None:
             # torch records CUDA graphs, and must know where a step begins

@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
         "machine": machine,
     }
     runs: list[dict[str, Any]] = []
-    rows: list[runner.Result] = []
+    rows = []
     for result in runner.run_cases(options, lambda line: print(line, flush=True)):
         runs.append(result)
         rows = runner.summarize(runs, options.geometry, card)

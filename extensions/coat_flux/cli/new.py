@@ -84,7 +84,7 @@ def copy_examples(args: argparse.Namespace) -> None:
     An installation from a wheel has no checkout to run `configs/flux_clothing_tiny.yaml` in; here it is. A file that is
     already there is left as it is.
     """
-    copied: list[str] = []
+    copied = []
 
     def copy(source: str, target: str) -> None:
         if not os.path.exists(target):

@@ -51,7 +51,7 @@ def check_job_dict(
 def missing_packages(job: JobConfig) -> list[Finding]:
     """Optional packages that the job needs and that are not installed."""
     optimizer, findings = job.train.optimizer, Findings(job.file)
-    needs: list[tuple[str, Any, str, str]] = []
+    needs = []
     if optimizer in OPTIMIZER_PACKAGES:
         needs.append(("train.optimizer", optimizer, OPTIMIZER_PACKAGES[optimizer], f"{COAT_OPTIMIZER} or adamw"))
     if job.logging.use_wandb:

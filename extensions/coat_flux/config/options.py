@@ -229,7 +229,7 @@ def block_of(item: Field[Any]) -> type | None:
 
 def options_of(cls: type, prefix: str = "") -> list[Option]:
     """Every option of a config and its nested blocks, by dotted key."""
-    options: list[Option] = []
+    options = []
     for name, item in config_fields(cls).items():
         if nested := block_of(item):
             options += options_of(nested, f"{prefix}{name}.")
@@ -310,7 +310,7 @@ def build(
 def parse_keys(options: Iterable[Option], raw: Any, path: str, findings: Findings) -> dict[str, Any]:
     """Check a block against a list of options; returns only the keys present."""
     known = {option.key.rpartition(".")[2]: option for option in options}
-    values: dict[str, Any] = {}
+    values = {}
     for name, value in as_mapping(raw, path, findings).items():
         if name not in known:
             findings.add(f"{path}.{name}", f"unknown key; {suggest_key(name, known)}")

@@ -226,7 +226,7 @@ def line_chart(
         marks: x → label of a dashed vertical line.
     """
     band, marks = band or {}, marks or {}
-    lines: dict[str, Points] = {}
+    lines = {}
     xs, ys = list(marks), []
     for name, points in series.items():
         gaps = [(at, math.nan if value <= 0 and log_y else value) for at, value in points]
@@ -277,7 +277,7 @@ def thinned(points: Points) -> Points:
     if len(points) <= MOST_POINTS:
         return points
     stretch = math.ceil(2 * len(points) / MOST_POINTS)
-    few: list[tuple[float, float]] = []
+    few = []
     for start in range(0, len(points), stretch):
         part = points[start : start + stretch]
         finite = [point for point in part if math.isfinite(point[1])] or part[:1]
@@ -346,7 +346,7 @@ def bar_chart(
     """Return a `<figure>` of horizontal stacked bars: name → part → length; a line marks each `expected` length."""
     totals = {name: sum(parts.values()) for name, parts in bars.items()}
     scale = 100 / (max([*totals.values(), *expected.values()], default=0) or 1)
-    colours: dict[str, str] = {}
+    colours = {}
     rows = []
     for name, parts in bars.items():
         rows.append(f'<span>{escape(name)}</span><div class="track">')

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import yaml
 
@@ -77,7 +77,7 @@ def _show(page: Page, run: RunFolder, title: str, section: Section) -> None:
 def _show_summary(page: Page, run: RunFolder) -> None:
     held_out = "held-out loss" if run.block("validation") else "validation loss"
     page.verdict(*_verdict(run, held_out))
-    facts: dict[str, Any] = {}
+    facts = {}
     loss, pace = run.metrics.get("loss"), run.metrics.get("s_per_it")
     if loss:
         facts["steps"] = f"{loss[-1][0]:.0f} of {run.block('train').get('steps', '?')}"
@@ -353,7 +353,7 @@ def _show_precision(page: Page, run: RunFolder) -> None:
 
 
 def _show_tables(page: Page, layers: Sequence[CastPrecision]) -> None:
-    kinds: list[list[Any]] = []
+    kinds = []
     for kind in KINDS:
         rows = [row for row in layers if row.kind == kind]
         if rows:

@@ -86,7 +86,7 @@ def verify(study: Study, *, seeds: int = 3, arm: Arm | None = None) -> Verdict:
     if seeds < 2:
         raise VerifyError(f"--seeds {seeds}: must be at least 2: the spread over seeds is what COAT is measured by")
     job, log = study.job, tqdm.write
-    runs: list[ArmResult] = []
+    runs = []
     arms = {"bf16": bf16_arm(job), "coat": arm or {}}
     with run_lock(study.folder):
         photos = study.held_out
@@ -215,9 +215,9 @@ def show_means(page: Page, verdict: Verdict) -> dict[str, list[tuple[float, floa
 def _show_runs(page: Page, verdict: Verdict, pairs: Sequence[tuple[ArmResult, ArmResult]]) -> None:
     header = ["seed", "bf16", "COAT", "gap", "COAT, own precision"]
     header += ["bf16 s/it", "COAT s/it", "bf16 GB", "COAT GB"]
-    rows: list[list[object]] = []
+    rows = []
     for pair in pairs:
-        finals: list[str | None] = [None, None, None]
+        finals = [None, None, None]
         if verdict.losses:
             theirs, ours = (verdict.losses[run.name] for run in pair)
             finals = [f"{theirs:.6f}", f"{ours:.6f}", f"{ours - theirs:+.6f}"]

@@ -268,7 +268,7 @@ def hold_out_names(job: JobConfig, count: int | None = None) -> list[str]:
     photos = {path.resolve() for folder in folders for path in find_images(folder)}
     tenth = min(max(1, round(len(photos) * HELD_OUT_SHARE)), MOST_HELD_OUT)
     chosen = choose_hold_out(folders, count or job.validation.hold_out or tenth, job.training_seed)
-    names: dict[str, None] = {}
+    names = {}
     for folder, paths in zip(folders, chosen, strict=True):
         names |= dict.fromkeys(path.relative_to(folder).as_posix() for path in paths)
     return list(names)

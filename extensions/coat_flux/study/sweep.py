@@ -208,7 +208,7 @@ class Sweep:
         self._lock, self._ends_at_once = threading.Lock(), False
         # every value is checked with the first ones of the other keys, before any run starts
         first = {key: next(iter(values.values())) for key, values in self._values.items()}
-        lines: dict[str, None] = {}
+        lines = {}
         for key, values in self._values.items():
             for value in values.values():
                 lines |= dict.fromkeys(self._errors({**first, key: value}, check_job_dict))
@@ -387,7 +387,7 @@ class Sweep:
 
 
 def _set_value(process: Any, key: str, value: Any) -> None:
-    path: list[str | int] = []
+    path = []
     for step in re.findall(r"\[\d+\]|[^.\[\]]+", key):
         path.append(int(step[1:-1]) if step[0] == "[" else step)
     *parents, leaf = path
@@ -538,7 +538,7 @@ def write_sweep_page(sweep: Sweep) -> Path:
         result = sweep.folder / name / save_name(name, None, full=job.full)
         page.result(result, job.model.name_or_path, job.trigger_word, job.model.arch)
         page.paragraph("Held-out photos are not in it. For one from all photos, write into the config:")
-        block: dict[str, Any] = {}
+        block = {}
         for key, value in best.settings.items():
             *parents, leaf = key.split(".")
             inner = block
