@@ -107,4 +107,7 @@ def test_the_plan_is_the_run(folder: Path, name: str) -> None:
         patch.setattr("coat_flux.plan.predict.LIBRARY_WORKSPACE", {True: 0, False: 0})
         patch.setattr(runner_module, "shown_by", lambda args: {**facts_of(args), "device": device})
         facts, expected = planned(JobConfig.from_dict(raw), room)
-        assert run(facts, patch) == expected
+        actual = run(facts, patch)
+    assert actual == expected
+    for counted in ("moment", "shadow_bytes", "spare_bytes", "transposed_bytes"):
+        assert getattr(actual, counted) == getattr(expected, counted), counted

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -26,6 +26,7 @@ from .sizes import (
     extra_seconds,
     fewest_recomputed,
     largest_moment,
+    many_bytes,
     pass_seconds,
     spread,
 )
@@ -81,7 +82,7 @@ class BlockChoice:
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """What all blocks do, and the sizes behind the decision."""
+    """What all blocks do. What they weigh is counted when it is asked for: that takes seconds."""
 
     checkpointing: str  # `memory.checkpointing` in force
     gemm: str  # of `measure.GEMMS`, or the config's own scaling
@@ -89,16 +90,53 @@ class BlockPlan:
     blocks: tuple[BlockChoice, ...]  # in forward order
     recomputed: list[int] | None  # indices of the blocks that recompute; None before `auto` has chosen
     streamed: list[int]  # indices of the blocks with codes in CPU memory
-    moment: Moment | None  # the moment when blocks need most; None before the first step
-    peak_bytes: int  # then, including tensors saved outside the blocks
     around_bytes: int  # what the model keeps outside its blocks
-    copies: bool  # transposed copies of the weights are kept
-    transposed_bytes: int  # of the transposed copies; 0 without
-    shadow_bytes: int  # of the adapters' copies (`fused.linears`); 0 without
     freed_bytes: int  # what codes in host memory leave free on the device
-    spare_bytes: float = field(compare=False)  # what a step leaves free, where `auto` recomputes nothing; else below 0
     free_bytes: float | None = field(compare=False)  # for a step; None: no limit
+    config: COATConfig = field(compare=False, repr=False)
     given: Given = field(compare=False, repr=False)  # what it was decided by
+
+    @functools.cached_property
+    def moment(self) -> Moment | None:
+        """The moment when blocks need most; None before the first step."""
+        if self.given.tokens is None:
+            return None
+        again = self.recomputed or ()
+        return largest_moment(_sizes(self.config, self.given, again), again, self.given.accumulates)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes at that moment, including tensors saved outside the blocks."""
+        return self.around_bytes + (0 if self.moment is None else self.moment.total)
+
+    @functools.cached_property
+    def shadow_bytes(self) -> int:
+        """Bytes of the adapters' copies (`fused.linears`), where they fit: no block recomputes for them."""
+        activation, given = self.config.activation, self.given
+        in_fused_flow = self.config.enabled and activation.use_fp8 and activation.flow == "fused"
+        if given.tokens is None or not in_fused_flow:
+            return 0
+        copied = given.adapter_elements * given.value_bytes
+        if self.free_bytes is None or copied + many_bytes(given.blocks, given.tokens) <= self.free_bytes:
+            return copied
+        return copied if copied <= self.free_bytes - self.peak_bytes else 0
+
+    @functools.cached_property
+    def spare_bytes(self) -> float:
+        """What a step leaves free, where `auto` recomputes nothing and streams nothing; else below 0."""
+        if self.given.tokens is None or self.checkpointing != "auto" or self.recomputed or self.streamed:
+            return -1.0
+        return -1.0 if self.free_bytes is None else self.free_bytes - self.peak_bytes - self.shadow_bytes
+
+    @functools.cached_property
+    def transposed_bytes(self) -> int:
+        """Bytes of the transposed copies of the weights that are kept; 0 without."""
+        given, mode = self.given, self.config.memory.transposed_weights
+        possible = self.config.enabled and given.tokens is not None and given.device == "cuda"
+        if not possible or self.streamed or given.without_copies or mode == "never":
+            return 0
+        # `auto` keeps them only if no block recomputes, which costs far more time
+        return given.transposed_bytes if mode == "always" or given.transposed_bytes <= self.spare_bytes else 0
 
 
 def decide(config: COATConfig, given: Given) -> BlockPlan:
@@ -109,39 +147,20 @@ def decide(config: COATConfig, given: Given) -> BlockPlan:
     sizes: list[BlockBytes] = []
     around = 0
     if given.tokens is not None:
-        settings = block_settings(config, given)
         last = given.blocks[-1]
-        around = around_bytes(last, given.tokens, settings[-1]) if isinstance(last, Block) else 0
-        forced = given.recomputed is not None
-        ways: tuple[str, ...] = ("recomputed",) if checkpointing == "all" and not forced else ("kept",)
-        pairs = list(zip(given.blocks, settings, strict=True))
-        sizes = [block_bytes(block, given.tokens, each, ways) for block, each in pairs]
-        needed = largest_moment(sizes, (), given.accumulates).total + around
-        short = given.free_bytes is not None and (bool(given.stream_bytes) or needed > given.free_bytes)
-        if forced or (checkpointing == "auto" and short):  # counting takes seconds, so only what may be recomputed
-            sizes = [block_bytes(block, given.tokens, each) for block, each in pairs]
+        around = around_bytes(last, given.tokens, flow_settings(config, given)) if isinstance(last, Block) else 0
+        if checkpointing == "auto" or (config.memory.stream_blocks == "auto" and given.stream_bytes):
+            sizes = _sizes(config, given, ())
+            needed = largest_moment(sizes, (), given.accumulates).total + around
+            if given.free_bytes is not None and (given.stream_bytes or needed > given.free_bytes):
+                sizes = _sizes(config, given)
     streamed = _streamed(config, given, checkpointing, sizes, around)
     freed = _freed(given, streamed)
     free = None if given.free_bytes is None else given.free_bytes + freed
     recomputed = _recomputed(config, given, checkpointing, sizes, around, free)
 
-    moment = None
-    spare = -1.0
-    shadow = 0
-    mode = config.memory.transposed_weights
-    if sizes:
-        moment = largest_moment(sizes, recomputed or (), given.accumulates)
-        left = math.inf if free is None else free - moment.total - around
-        copied = given.adapter_elements * given.value_bytes
-        if in_fp8 and config.activation.flow == "fused" and copied <= left:  # no block recomputes for them
-            shadow = copied
-        if checkpointing == "auto" and not recomputed and free is not None and not streamed:
-            spare = left - shadow
-    # `auto` keeps transposed copies only if no block recomputes, which costs far more time
-    copies = config.enabled and given.tokens is not None and given.device == "cuda" and not streamed
-    copies = copies and not given.without_copies and given.transposed_bytes > 0
-    copies = copies and (mode == "always" or (mode == "auto" and given.transposed_bytes <= spare))
     blocks = []
+    saving = saving_of(config)
     for i in range(len(given.blocks)):
         again = None if recomputed is None else i in recomputed
         packs = in_fp8 and not again
@@ -151,10 +170,10 @@ def decide(config: COATConfig, given: Given) -> BlockPlan:
             obstacle = given.unfused.get(i, "")
         if packs:
             flow = "generic" if obstacle else config.activation.flow
-        saved, inputs = saving_of(config), None
+        inputs = None
         if again and config.enabled and config.memory.enable_efficient_checkpoint:
-            inputs = saved.tensors
-        blocks.append(BlockChoice(again, inputs, saved if packs else None, flow, obstacle))
+            inputs = saving.tensors
+        blocks.append(BlockChoice(again, inputs, saving if packs else None, flow, obstacle))
     return BlockPlan(
         checkpointing=checkpointing,
         gemm=gemm if in_fp8 else "bf16",
@@ -162,17 +181,22 @@ def decide(config: COATConfig, given: Given) -> BlockPlan:
         blocks=tuple(blocks),
         recomputed=recomputed,
         streamed=list(streamed),
-        moment=moment,
-        peak_bytes=around + (0 if moment is None else moment.total),
         around_bytes=around,
-        copies=copies,
-        transposed_bytes=given.transposed_bytes if copies else 0,
-        shadow_bytes=shadow,
         freed_bytes=freed,
-        spare_bytes=spare,
         free_bytes=free,
+        config=config,
         given=given,
     )
+
+
+def _sizes(config: COATConfig, given: Given, recomputed: Collection[int] | None = None) -> list[BlockBytes]:
+    """Bytes of each block as it runs with these recomputed; None: of both ways, which takes twice as long."""
+    assert given.tokens is not None
+    sizes = []
+    for i, (block, settings) in enumerate(zip(given.blocks, block_settings(config, given), strict=True)):
+        way = None if recomputed is None else i in recomputed
+        sizes.append(block_bytes(block, given.tokens, settings, way))
+    return sizes
 
 
 def budget_bytes(config: COATConfig, usable: float | None) -> float | None:

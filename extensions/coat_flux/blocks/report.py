@@ -264,7 +264,7 @@ def _streamed(plan: BlockPlan, config: COATConfig) -> TableRow:
 
 def _transposed(plan: BlockPlan, config: COATConfig) -> TableRow:
     mode, given = config.memory.transposed_weights, plan.given
-    got = f"{plan.transposed_bytes / 1e9:.2f} GB" if plan.copies else "none"
+    got = f"{plan.transposed_bytes / 1e9:.2f} GB" if plan.transposed_bytes else "none"
     if given.tokens is None:
         got, why = LATER, ""
     elif given.device != "cuda":
@@ -277,7 +277,7 @@ def _transposed(plan: BlockPlan, config: COATConfig) -> TableRow:
         why = "memory ran out with them"
     elif plan.spare_bytes < 0:
         why = "blocks recompute or are streamed, or checkpointing is not auto"
-    elif plan.copies:
+    elif plan.transposed_bytes:
         why = "a step leaves room for them"
     else:
         why = "a step leaves no room for them"
@@ -316,8 +316,9 @@ def auto_line(plan: BlockPlan, config: COATConfig) -> str:
         chosen.append(f"checkpointing auto: {len(plan.recomputed or ())} of {count} blocks recompute")
     if config.memory.stream_blocks == "auto" and given.stream_bytes:
         chosen.append(f"stream_blocks auto: {len(plan.streamed)} of {count} blocks stream")
-    sizes = f" ({plan.peak_bytes / 1e9:.2f} GB for a step, {free / 1e9:.2f} GB free for it)"
-    return "; ".join(chosen) + sizes if chosen else ""
+    if not chosen:
+        return ""
+    return f"{'; '.join(chosen)} ({plan.peak_bytes / 1e9:.2f} GB for a step, {free / 1e9:.2f} GB free for it)"
 
 
 def treatments(plan: BlockPlan, ran: Mapping[int, str]) -> Counter[str]:

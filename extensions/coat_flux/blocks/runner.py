@@ -150,7 +150,7 @@ class BlockRunner:
         plan = self.plan
         if plan.checkpointing != "auto":
             return None
-        if plan.copies and self._config.memory.transposed_weights == "auto":
+        if plan.transposed_bytes and self._config.memory.transposed_weights == "auto":
             freed = transposed_bytes(self._modules)
             self.expect(without_copies=True)
             return f"transposed weights: {freed / 1e9:.2f} GB dropped for the rest of the run; results stay the same"
@@ -357,16 +357,20 @@ class BlockRunner:
         plan = self._plan = decide(self._config, self._given)
         if self.streaming is not None and plan.streamed != self.streaming.streamed:
             self.streaming.stream(plan.streamed)
-        if plan.copies != (before is not None and before.copies):
+        copies = plan.transposed_bytes > 0
+        if copies != (before is not None and before.transposed_bytes > 0):
             self._forget()
-            set_transposed(self._modules, plan.copies)
-            made = "kept next to the weights" if plan.copies else "dropped, memory is needed otherwise"
+            set_transposed(self._modules, copies)
+            made = "kept next to the weights" if copies else "dropped, memory is needed otherwise"
             if not self._given.without_copies:
                 logger.info("transposed weights: %.2f GB %s", transposed_bytes(self._modules) / 1e9, made)
         self._choose_forms()
-        line, sizes = report.auto_line(plan, self._config), (plan.recomputed, plan.streamed, plan.peak_bytes)
-        known = before is not None and report.auto_line(before, self._config)
-        if line and not (known and sizes == (before.recomputed, before.streamed, before.peak_bytes)):
+        line = report.auto_line(plan, self._config)
+        known = line and before is not None and report.auto_line(before, self._config)
+        if known:
+            sizes = [(each.recomputed, each.streamed, each.peak_bytes) for each in (before, plan)]
+            known = sizes[0] == sizes[1]
+        if line and not known:
             logger.info(line)
             if plan.free_bytes is not None and plan.peak_bytes > plan.free_bytes:
                 text = "memory.budget_gb: even recomputing every block may exceed the budget by %.2f GB"

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -383,16 +384,19 @@ class UnknownBlock:
 
 
 def block_bytes(
-    block: Block | UnknownBlock, tokens: Tokens, settings: FlowSettings, ways: Sequence[str] = ("kept", "recomputed")
+    block: Block | UnknownBlock, tokens: Tokens, settings: FlowSettings, way: bool | None = None
 ) -> BlockBytes:
-    """All numbers of a block, 0 of a way that is not asked for; no backward pass where nothing up to it is trained."""
+    """All numbers of a block, with `way` those of a recomputed block alone, or of a kept one, the others 0.
+
+    There is no backward pass where nothing up to the block is trained.
+    """
     if isinstance(block, Block):
         if not block.trained_output:
             return BlockBytes(0, 0, forward_bytes(block, tokens, settings), 0, 0)
         kept = workspace = inputs = recomputation = 0
-        if "kept" in ways:
+        if way is not True:
             kept, workspace = _counted(block, tokens, settings, False)
-        if "recomputed" in ways:
+        if way is not False:
             inputs, recomputation = _counted(block, tokens, settings, True)
         gradients = 0 if settings.frees_gradients else gradient_bytes(block, settings.value_bytes)
         return BlockBytes(kept, inputs, workspace, recomputation, gradients)
@@ -464,6 +468,16 @@ def largest_moment(blocks: Sequence[BlockBytes], recomputed: Iterable[int] = (),
     return max(moments, key=lambda moment: moment.total)
 
 
+def many_bytes(blocks: Sequence[Block | UnknownBlock], tokens: Tokens) -> float:
+    """Far more than a step of these blocks can need, without counting: ten times all they have in high precision."""
+    total = 0.0
+    for block in blocks:
+        elements = tokens.rows * block.hidden if isinstance(block, Block) else block.elements
+        total += UNKNOWN.high_precision * elements
+        total += FP32 * weight_elements(block) if isinstance(block, Block) else block.gradients
+    return 10 * total
+
+
 def fewest_recomputed(blocks: Sequence[BlockBytes], free: float, accumulates: bool = False) -> list[int]:
     """Choose the fewest blocks to recompute so that `largest_moment` stays within `free` bytes, or all."""
     order = sorted(range(len(blocks)), key=lambda i: blocks[i].kept - blocks[i].recomputed, reverse=True)
@@ -526,13 +540,13 @@ def extra_seconds(
 
 def products(block: Block, tokens: Tokens) -> int:
     """Operations of a block's frozen weights; modulation is one row."""
-    weights = 0
-    for name in LINEARS[block.kind]:
-        if not modulates(name):
-            inputs, outputs = block.shape(name)
-            weights += inputs * outputs
     streams = 2 if block.kind.endswith("double") else 1  # text and image have separate linears
-    return 2 * tokens.rows * (weights // streams)
+    return 2 * tokens.rows * (weight_elements(block) // streams)
+
+
+def weight_elements(block: Block) -> int:
+    """Elements of a block's weights but for modulation."""
+    return sum(math.prod(block.shape(name)) for name in LINEARS[block.kind] if not modulates(name))
 
 
 def attention(block: Block, tokens: Tokens) -> int:

@@ -24,7 +24,16 @@ from dataclasses import dataclass, replace
 from ..base.errors import UserError
 from ..blocks.decide import BlockPlan
 from ..blocks.held import USABLE_FRACTION
-from ..blocks.sizes import BACKWARD_OF_ATTENTION, LINEARS, Block, Tokens, attention, modulates, products
+from ..blocks.sizes import (
+    BACKWARD_OF_ATTENTION,
+    LINEARS,
+    Block,
+    Tokens,
+    attention,
+    modulates,
+    products,
+    weight_elements,
+)
 from ..config.findings import closest
 from .job import PIXELS_PER_TOKEN, JobFacts
 from .predict import Prediction
@@ -151,13 +160,11 @@ def _backward(facts: JobFacts, block: Block, tokens: Tokens, card: Card) -> floa
     if not block.trained_output:
         return 0.0
     _, linear, other = _rates(facts, card)
-    weights, trained = 0, 0
+    trained = 0
     for name in LINEARS[block.kind]:
-        if not modulates(name):
-            size = math.prod(block.shape(name))
-            weights += size
-            trained += size if f"{name}.weight" in block.trained else 0
-    of_trained = trained / weights * products(block, tokens)
+        if f"{name}.weight" in block.trained and not modulates(name):
+            trained += math.prod(block.shape(name))
+    of_trained = trained / weight_elements(block) * products(block, tokens)
     rate = other if facts.job.coat.activation.wgrad_format == "bf16" else linear
     attended = BACKWARD_OF_ATTENTION * attention(block, tokens)
     rest = (attended + 2 * _adapters(block, tokens)) / other

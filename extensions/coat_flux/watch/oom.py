@@ -181,7 +181,7 @@ class _Explanation:
         from ..plan.job import JobFacts
 
         job = replace(self._job(), device=str(self._device))
-        if self._runner is not None and not self._runner.plan.copies:
+        if self._runner is not None and not self._runner.plan.transposed_bytes:
             memory = replace(job.coat.memory, transposed_weights="never")
             job = replace(job, coat=replace(job.coat, memory=memory))
         return JobFacts(job)
