@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from coat_core.ops.dispatch import launchers
 from coat_core.optim.sharded import local_values
 
 # of a GPU's memory; the rest is left to the driver, CUDA's context and fragmentation
@@ -95,14 +96,22 @@ class HeldParts:
 
 
 class HeldTensors(TorchDispatchMode):
-    """Adds up the storages that operators make inside the `with` block, until they are freed."""
+    """Adds up the storages that operators make inside the `with` block, until they are freed.
 
-    def __init__(self) -> None:
+    Without `kernels` an operator of `coat_core` runs as on a CPU, where what its reference makes for a moment counts.
+    """
+
+    def __init__(self, kernels: bool = True) -> None:
         super().__init__()
+        self._kernels = kernels
         self.now = self.peak = 0
         self._living: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        operator = None if self._kernels else launchers.get(func._schema.name)
+        if operator is not None:
+            with self:
+                return operator._init_fn(*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
         given = {x.untyped_storage()._cdata for x in tensors_in(args)}  # of a view, or changed in place
         for x in tensors_in((result,)):

@@ -18,14 +18,14 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
@@ -34,7 +34,6 @@ from coat_core.autograd import autocast_is_on
 from coat_core.config import FP8LinearConfig
 from coat_core.linear.function import input_storage
 from coat_core.linear.module import FP8Linear, FP8TrainableLinear
-from coat_core.ops.dispatch import launchers
 
 from ..base.errors import UserError
 from .fused.chooser import fused_block
@@ -194,6 +193,7 @@ class BlockBytes(NamedTuple):
 
 
 @functools.lru_cache(maxsize=2048)
+@_disable_current_modes()
 @torch.inference_mode(False)  # `decide` may ask while images are drawn
 @torch.enable_grad()
 def _counted(block: Block, tokens: Tokens, settings: FlowSettings, recomputes: bool) -> tuple[int, int]:
@@ -210,7 +210,7 @@ def _counted(block: Block, tokens: Tokens, settings: FlowSettings, recomputes: b
             if parameter.requires_grad:
                 hooks.append(parameter.register_post_accumulate_grad_hook(lambda freed: setattr(freed, "grad", None)))
     streams, shared = _arguments(block, tokens, settings)
-    with _counting(settings) as held:
+    with HeldTensors(settings.kernels) as held:
         outputs = tree_leaves(run(*streams(), *shared))
         stays = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in outputs}
         kept = held.now - sum(stays.values())
@@ -227,11 +227,12 @@ def _counted(block: Block, tokens: Tokens, settings: FlowSettings, recomputes: b
 
 
 @functools.lru_cache(maxsize=1024)
+@_disable_current_modes()
 @torch.no_grad()
 def forward_bytes(block: Block, tokens: Tokens, settings: FlowSettings) -> int:
     """The most that a block's forward pass needs where nothing is kept: sampling."""
     streams, shared = _arguments(block, tokens, settings)
-    with _counting(settings) as held:
+    with HeldTensors(settings.kernels) as held:
         _run_of(_module_for(block, settings), settings)(*streams(), *shared)
     return held.peak
 
@@ -251,20 +252,6 @@ def around_bytes(block: Block, tokens: Tokens, settings: FlowSettings) -> int:
     length, a = tokens.text + tokens.image, settings.value_bytes
     read = 2 * tokens.batch * tokens.image * block.hidden * a if block.trained else 0
     return tokens.rows * (block.hidden * a + 2 * FP32) + 2 * FP32 * (block.hidden // block.heads) * length + read
-
-
-@contextmanager
-def _counting(settings: FlowSettings) -> Iterator[HeldTensors]:
-    with _disable_current_modes(), HeldTensors() as held, nullcontext() if settings.kernels else _WithoutKernels():
-        yield held
-
-
-class _WithoutKernels(TorchDispatchMode):
-    """Runs operators of `coat_core` as on a CPU, where what their references make for a moment is in memory too."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        operator = launchers.get(func._schema.name)
-        return func(*args, **(kwargs or {})) if operator is None else operator._init_fn(*args, **(kwargs or {}))
 
 
 class _Loss(torch.autograd.Function):
@@ -339,19 +326,20 @@ def _module(block: Block, settings: FlowSettings) -> nn.Module:
         gemms = replace(gemms, weight_format="int8", input_format="int8", grad_format="int8")
     with torch.device("meta"):
         module = make_block(block).to(VALUES[settings.value_bytes]).requires_grad_(False)
+        if block.ranks:  # first: PEFT asks for each weight twenty times, and codes are dequantized each time
+            ranks, dropout = dict(block.ranks), 0.5 if settings.dropout else 0.0
+            lora = LoraConfig(rank_pattern=ranks, lora_dropout=dropout, target_modules=list(ranks))
+            inject_adapter_in_model(lora, module, "default")
         for name, linear in list(module.named_modules()):
-            if not isinstance(linear, nn.Linear):
+            if type(linear) is not nn.Linear or ".lora_" in name:
                 continue
+            name = name.removesuffix(".base_layer")
             multiplies = settings.fp8_gemms and not modulates(name)  # `Family.one_row`
             if settings.fp8_weights and f"{name}.weight" not in block.trained:
                 stored = replace(gemms, use_fp8_gemm=multiplies, weight_format=settings.weight_format)
                 FP8Linear.from_linear(linear, stored)
             elif multiplies:
                 FP8TrainableLinear.from_linear(linear, gemms)
-        if block.ranks:
-            ranks, dropout = dict(block.ranks), 0.5 if settings.dropout else 0.0
-            lora = LoraConfig(rank_pattern=ranks, lora_dropout=dropout, target_modules=list(ranks))
-            inject_adapter_in_model(lora, module, "default")
     for name, parameter in module.named_parameters():
         if ".lora_" in name:
             parameter.data = parameter.data.to(VALUES[settings.lora_bytes])
