@@ -128,9 +128,7 @@ STEP = Given((BLOCK,) * 4, ("FluxSingleTransformerBlock",) * 4, Tokens(1, 64, 64
 
 def rows_of_plan(coat: dict[str, Any], device: str = "cpu", **changed: Any) -> dict[str, TableRow]:
     config = COATConfig.from_dict(coat)
-    return {
-        row.part: row for row in shared_rows(decide(config, replace(STEP, **changed)), config, torch.device(device), {})
-    }
+    return {row.part: row for row in shared_rows(decide(config, replace(STEP, **changed)), torch.device(device), {})}
 
 
 @pytest.mark.parametrize(

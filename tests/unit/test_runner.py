@@ -167,7 +167,7 @@ def test_a_block_that_its_trainer_has_compiled_is_run_here_all_the_same() -> Non
 
 
 def saved_row(runner: BlockRunner) -> str:
-    rows = shared_rows(runner.plan, runner._config, torch.device("cpu"), runner.ran)
+    rows = shared_rows(runner.plan, torch.device("cpu"), runner.ran)
     return next(row.got for row in rows if row.part == "saved tensors")
 
 

@@ -84,7 +84,7 @@ def apply_coat(
         if CODES in module._buffers and "fetch_weight" not in vars(module):  # outside the streamed blocks
             module.to(run_device)
     own = bool(report.quantized) and not report.converted
-    report.shared = lambda: shared_rows(runner.plan, config, run_device, runner.ran, own)
+    report.shared = lambda: shared_rows(runner.plan, run_device, runner.ran, own)
     logger.info(
         "%s: %d linears converted, %d as ai-toolkit quantized them, %d layers left",
         type(model).__name__,

@@ -157,7 +157,7 @@ def decide(config: COATConfig, given: Given) -> BlockPlan:
     streamed = _streamed(config, given, checkpointing, sizes, around)
     freed = _freed(given, streamed)
     free = None if given.free_bytes is None else given.free_bytes + freed
-    recomputed = _recomputed(config, given, checkpointing, sizes, around, free)
+    recomputed = _recomputed(given, checkpointing, sizes, around, free)
 
     blocks = []
     saving = saving_of(config)
@@ -223,7 +223,7 @@ def _streamed(config: COATConfig, given: Given, mode: str, sizes: Sequence[Block
     def cost(number: int) -> tuple[float, float, int]:
         chosen = spread(number, count)
         free = None if given.free_bytes is None else given.free_bytes + _freed(given, chosen)
-        again = _recomputed(config, given, mode, sizes, around, free) or ()
+        again = _recomputed(given, mode, sizes, around, free) or ()
         needed = max(largest_moment(sizes, again, given.accumulates).total + around, given.reserve_bytes)
         excess = 0.0 if free is None else needed - free
         return max(0.0, excess), extra_seconds(times, codes, chosen, again), number
@@ -239,7 +239,7 @@ def _freed(given: Given, streamed: Collection[int]) -> int:
 
 
 def _recomputed(
-    config: COATConfig, given: Given, mode: str, sizes: Sequence[BlockBytes], around: int, free: float | None
+    given: Given, mode: str, sizes: Sequence[BlockBytes], around: int, free: float | None
 ) -> list[int] | None:
     """Indices of the blocks that recompute with `free` bytes; None before `auto` can choose."""
     every = list(range(len(given.blocks)))

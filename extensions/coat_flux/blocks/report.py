@@ -19,7 +19,6 @@ from coat_core.linear.function import fp8_gemm_obstacle
 from coat_core.linear.module import FP8TrainableLinear
 from coat_core.ops.dispatch import triton_obstacle
 
-from ..config.coat import COATConfig
 from .decide import BlockPlan, saving_of
 from .measure import MEASURED
 from .models import READ_BLOCKS
@@ -143,16 +142,15 @@ LATER = "decided at the first step"
 DEQUANTIZED = "products of dequantized weights"
 
 
-def shared_rows(
-    plan: BlockPlan, config: COATConfig, device: torch.device, ran: Mapping[int, str], own: bool = False
-) -> list[TableRow]:
+def shared_rows(plan: BlockPlan, device: torch.device, ran: Mapping[int, str], own: bool = False) -> list[TableRow]:
     """Return asked, got and why of what all blocks share, without measured numbers: equal runs have equal metadata.
 
     Args:
         ran: block index → how it ran, as `BlockRunner.ran`; empty before the first step.
         own: all linears multiply as ai-toolkit quantized them.
     """
-    gemms = _gemms(plan, config, device)
+    config = plan.config
+    gemms = _gemms(plan, device)
     if own:
         gemms = gemms._replace(got=OWN_PRODUCTS, why=QUANTIZED)
     kernels = TableRow("kernels", "Triton", "Triton")
@@ -162,16 +160,17 @@ def shared_rows(
         obstacle = triton_obstacle(here)
     if obstacle is not None:
         kernels = kernels._replace(got="PyTorch reference", why=obstacle)
-    rows = [gemms, kernels, _saved(plan, config, ran), _attention(plan, config), _checkpointing(plan, config)]
+    rows = [gemms, kernels, _saved(plan, ran), _attention(plan), _checkpointing(plan)]
     if plan.given.stream_bytes:
-        rows.append(_streamed(plan, config))
+        rows.append(_streamed(plan))
     if config.weight.use_fp8 and config.activation.use_fp8 and not own:
-        rows.append(_transposed(plan, config))
-    rows.append(_execution(plan, config))
+        rows.append(_transposed(plan))
+    rows.append(_execution(plan))
     return rows
 
 
-def _gemms(plan: BlockPlan, config: COATConfig, device: torch.device) -> TableRow:
+def _gemms(plan: BlockPlan, device: torch.device) -> TableRow:
+    config = plan.config
     if not config.activation.use_fp8:
         got = DEQUANTIZED if config.weight.use_fp8 else "products of the weights"
         return TableRow("GEMMs", "high precision", got, "activation.use_fp8: false")
@@ -195,13 +194,14 @@ def _gemms(plan: BlockPlan, config: COATConfig, device: torch.device) -> TableRo
     return TableRow("GEMMs", asked, got, why)
 
 
-def _saved(plan: BlockPlan, config: COATConfig, ran: Mapping[int, str]) -> TableRow:
-    if not config.activation.use_fp8:
+def _saved(plan: BlockPlan, ran: Mapping[int, str]) -> TableRow:
+    activation = plan.config.activation
+    if not activation.use_fp8:
         return TableRow("saved tensors", "high precision", "high precision", "activation.use_fp8: false")
-    storage = saving_of(config).tensors
+    storage = saving_of(plan.config).tensors
     assert storage is not None
     stored = f"FP8 {storage.format} {storage.granularity.name}"
-    asked = f"{stored}, {config.activation.flow} flow"
+    asked = f"{stored}, {activation.flow} flow"
     if ran:
         got = "; ".join(f"{count} {what}" for what, count in treatments(plan, ran).items())
         obstacles = set()
@@ -210,7 +210,7 @@ def _saved(plan: BlockPlan, config: COATConfig, ran: Mapping[int, str]) -> Table
                 obstacles.add(f"{name}: {choice.obstacle}")
         return TableRow("saved tensors", asked, got, "; ".join(sorted(obstacles)))
     unfused = plan.given.unfused
-    if config.activation.flow != "fused" or not unfused:
+    if activation.flow != "fused" or not unfused:
         return TableRow("saved tensors", asked, f"{LATER}, expected: as asked")
     got = f"{LATER}, expected: {stored}, generic flow"
     if len(unfused) < len(plan.blocks):
@@ -219,8 +219,9 @@ def _saved(plan: BlockPlan, config: COATConfig, ran: Mapping[int, str]) -> Table
     return TableRow("saved tensors", asked, got, why)
 
 
-def _attention(plan: BlockPlan, config: COATConfig) -> TableRow:
-    kept = config.activation.attention if config.activation.use_fp8 else "high precision"
+def _attention(plan: BlockPlan) -> TableRow:
+    activation = plan.config.activation
+    kept = activation.attention if activation.use_fp8 else "high precision"
     asked = f"q, k, v, out kept in {kept}"
     if plan.given.attention is None:
         kernel, why = LATER if _has_readers(plan) else "chosen by torch at each call", ""
@@ -232,8 +233,8 @@ def _attention(plan: BlockPlan, config: COATConfig) -> TableRow:
     return TableRow("attention", asked, f"as asked; kernel {kernel}", why)
 
 
-def _checkpointing(plan: BlockPlan, config: COATConfig) -> TableRow:
-    memory = config.memory
+def _checkpointing(plan: BlockPlan) -> TableRow:
+    memory = plan.config.memory
     asked = memory.checkpointing
     if memory.budget_gb is not None:
         asked += f" within {memory.budget_gb:g} GB"
@@ -251,8 +252,8 @@ def _checkpointing(plan: BlockPlan, config: COATConfig) -> TableRow:
     return TableRow("checkpointing", asked, got, why)
 
 
-def _streamed(plan: BlockPlan, config: COATConfig) -> TableRow:
-    asked = str(config.memory.stream_blocks)
+def _streamed(plan: BlockPlan) -> TableRow:
+    asked = str(plan.config.memory.stream_blocks)
     if plan.given.tokens is None and asked == "auto":
         return TableRow("streamed weights", asked, LATER)
     got = "none"
@@ -262,8 +263,8 @@ def _streamed(plan: BlockPlan, config: COATConfig) -> TableRow:
     return TableRow("streamed weights", asked, got, "takes least time of what fits" if asked == "auto" else "")
 
 
-def _transposed(plan: BlockPlan, config: COATConfig) -> TableRow:
-    mode, given = config.memory.transposed_weights, plan.given
+def _transposed(plan: BlockPlan) -> TableRow:
+    mode, given = plan.config.memory.transposed_weights, plan.given
     got = f"{plan.transposed_bytes / 1e9:.2f} GB" if plan.transposed_bytes else "none"
     if given.tokens is None:
         got, why = LATER, ""
@@ -284,17 +285,18 @@ def _transposed(plan: BlockPlan, config: COATConfig) -> TableRow:
     return TableRow("transposed weights", mode, got, why)
 
 
-def _execution(plan: BlockPlan, config: COATConfig) -> TableRow:
-    asked = f"CUDA graphs {config.speed.cuda_graphs}, measure {config.speed.measure}"
+def _execution(plan: BlockPlan) -> TableRow:
+    speed = plan.config.speed
+    asked = f"CUDA graphs {speed.cuda_graphs}, measure {speed.measure}"
     given, readers = plan.given, _has_readers(plan)
-    if given.tokens is None and readers and config.speed.measure != "never" and not given.quantized:
+    if given.tokens is None and readers and speed.measure != "never" and not given.quantized:
         return TableRow("execution", asked, LATER)
     got, picked = "steps as CUDA graphs" if plan.captured else "eager", given.picked
     if picked is not None:
         got, why = f"{picked.name} GEMM, {got}", MEASURED if picked.milliseconds else picked.why
     else:
         why = "as configured" if readers else f"as configured: {NO_READER}"
-    if config.speed.cuda_graphs == "auto" and given.graph_obstacle:
+    if speed.cuda_graphs == "auto" and given.graph_obstacle:
         why = f"{why}; {given.graph_obstacle}"
     return TableRow("execution", asked, got, why)
 
@@ -306,7 +308,7 @@ def _has_readers(plan: BlockPlan) -> bool:
 # --- lines of the log ---
 
 
-def auto_line(plan: BlockPlan, config: COATConfig) -> str:
+def auto_line(plan: BlockPlan) -> str:
     """One line: what `auto` chose by the sizes; empty where it did not."""
     given, free = plan.given, plan.free_bytes
     if given.tokens is None or given.recomputed is not None or free is None:
@@ -314,7 +316,7 @@ def auto_line(plan: BlockPlan, config: COATConfig) -> str:
     count, chosen = len(plan.blocks), []
     if plan.checkpointing == "auto":
         chosen.append(f"checkpointing auto: {len(plan.recomputed or ())} of {count} blocks recompute")
-    if config.memory.stream_blocks == "auto" and given.stream_bytes:
+    if plan.config.memory.stream_blocks == "auto" and given.stream_bytes:
         chosen.append(f"stream_blocks auto: {len(plan.streamed)} of {count} blocks stream")
     if not chosen:
         return ""

@@ -365,12 +365,11 @@ class BlockRunner:
             if not self._given.without_copies:
                 logger.info("transposed weights: %.2f GB %s", transposed_bytes(self._modules) / 1e9, made)
         self._choose_forms()
-        line = report.auto_line(plan, self._config)
-        known = line and before is not None and report.auto_line(before, self._config)
-        if known:
+        line = report.auto_line(plan)
+        if line and before is not None and report.auto_line(before):
             sizes = [(each.recomputed, each.streamed, each.peak_bytes) for each in (before, plan)]
-            known = sizes[0] == sizes[1]
-        if line and not known:
+            line = "" if sizes[0] == sizes[1] else line
+        if line:
             logger.info(line)
             if plan.free_bytes is not None and plan.peak_bytes > plan.free_bytes:
                 text = "memory.budget_gb: even recomputing every block may exceed the budget by %.2f GB"
