@@ -23,7 +23,7 @@ from .chroma import CHROMA, CHROMA_OF_TOOLKIT
 from .family import BlockList, Family, Rates, generic
 from .flux1 import FLUX
 from .flux2 import FLUX2, FLUX2_OF_TOOLKIT
-from .others import GENERIC, REFUSED, REFUSED_PIPELINES
+from .others import GENERIC, OTHER_PIPELINES, REFUSED
 from .qwen_image import QWEN_IMAGE
 from .sd3 import SD3
 from .zimage import Z_IMAGE
@@ -36,7 +36,7 @@ FAMILIES: dict[str, Family] = {family.transformer: family for family in ALL}
 # `model.arch` of ai-toolkit → its family; others are refused, or of another ai-toolkit or a user's extension
 ARCHS: dict[str, Family] = {}
 # a pipeline's class in model_index.json → the archs that it is trained as
-PIPELINES: dict[str, tuple[str, ...]] = dict(REFUSED_PIPELINES)
+PIPELINES: dict[str, tuple[str, ...]] = dict(OTHER_PIPELINES)
 # a model's name on the hub → configs of its parts
 HUB_MODELS: dict[str, dict[str, dict[str, Any]]] = {}
 # class of a block → bytes that it keeps in the generic flow

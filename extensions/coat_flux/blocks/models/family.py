@@ -51,6 +51,23 @@ class Linear:
         return replace(self, name=self.name.replace("#", number), members=members)
 
 
+def outside_linears(embedding: str, kinds: Mapping[str, str], *modulations: Linear) -> tuple[Linear, ...]:
+    """The linears outside FLUX's blocks; `kinds`: the original's name of each embedder in `embedding` → diffusers'."""
+    embedders = []
+    for name, kind in kinds.items():
+        for layer, number, inputs in (("in", 1, ANY), ("out", 2, D)):
+            ours = f"{embedding}.{kind}_embedder.linear_{number}"
+            embedders.append(Linear(f"{name}.{layer}_layer", (ours,), (D,), inputs))
+    return (
+        Linear("img_in", ("x_embedder",), (D,), ANY),
+        Linear("txt_in", ("context_embedder",), (D,), ANY),
+        *embedders,
+        *modulations,
+        Linear("final_layer.adaLN_modulation.1", ("norm_out.linear",), ((2, 0),), D, swapped=True),
+        Linear("final_layer.linear", ("proj_out",), (ANY,), D),
+    )
+
+
 @dataclass(frozen=True)
 class BlockList:
     """A list of blocks.

@@ -18,7 +18,7 @@ from coat_core.activation import Saving
 from ..fused.forms import DoubleBlock, Reader, SingleBlock
 from ..fused.parts import Call, Shared
 from ..fused.reading import Outside, check_attention, feed_forward, read_double, read_modulation, read_single
-from .family import ANY, DF, BlockList, D, F, Family, Linear, own_entries
+from .family import DF, BlockList, D, F, Family, Linear, outside_linears, own_entries
 
 if TYPE_CHECKING:
     from diffusers import FluxTransformer2DModel
@@ -71,18 +71,7 @@ SINGLE_LINEARS = (
     Linear("linear1", ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"), (D, D, D, F), D),
     Linear("linear2", ("proj_out",), (D,), DF),
 )
-EMBEDDERS = (("time_in", "timestep"), ("vector_in", "text"), ("guidance_in", "guidance"))
-OUTSIDE = (
-    Linear("img_in", ("x_embedder",), (D,), ANY),
-    Linear("txt_in", ("context_embedder",), (D,), ANY),
-    *(
-        Linear(f"{name}.{layer}_layer", (f"time_text_embed.{kind}_embedder.linear_{number}",), (D,), inputs)
-        for name, kind in EMBEDDERS
-        for layer, number, inputs in (("in", 1, ANY), ("out", 2, D))
-    ),
-    Linear("final_layer.adaLN_modulation.1", ("norm_out.linear",), ((2, 0),), D, swapped=True),
-    Linear("final_layer.linear", ("proj_out",), (ANY,), D),
-)
+EMBEDDERS = {"time_in": "timestep", "vector_in": "text", "guidance_in": "guidance"}
 
 FLUX_DEV_TRANSFORMER_CONFIG: dict[str, Any] = {
     "patch_size": 1,
@@ -222,7 +211,7 @@ FLUX = Family(
     },
     inputs=("x_embedder", "context_embedder"),
     conditioning=("time_text_embed",),
-    outside=OUTSIDE,
+    outside=outside_linears("time_text_embed", EMBEDDERS),
     folders=("transformer", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "scheduler"),
     text_features={
         "text_encoder": ("hidden_size", "pooled_projection_dim", 1),

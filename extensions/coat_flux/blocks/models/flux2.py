@@ -34,7 +34,7 @@ from ..fused.reading import (
     read_joined_single,
     toolkit_rotary,
 )
-from .family import ANY, DF, BlockList, D, F, Family, Linear, own_entries
+from .family import DF, BlockList, D, F, Family, Linear, outside_linears, own_entries
 
 logger = logging.getLogger(__name__)
 
@@ -133,22 +133,8 @@ SINGLE_LINEARS = (
     _linear("linear1", ("attn.to_qkv_mlp_proj",), ((3, 2),), D),
     _linear("linear2", ("attn.to_out",), (D,), DF),
 )
-MODULATION = ("double_stream_modulation_img", "double_stream_modulation_txt", "single_stream_modulation")
-OUTSIDE = (
-    _linear("img_in", ("x_embedder",), (D,), ANY),
-    _linear("txt_in", ("context_embedder",), (D,), ANY),
-    *(
-        _linear(f"{name}.{layer}_layer", (f"time_guidance_embed.{kind}_embedder.linear_{number}",), (D,), inputs)
-        for name, kind in (("time_in", "timestep"), ("guidance_in", "guidance"))
-        for layer, number, inputs in (("in", 1, ANY), ("out", 2, D))
-    ),
-    *(
-        _linear(f"{name}.lin", (f"{name}.linear",), ((height, 0),), D)
-        for name, height in zip(MODULATION, (6, 6, 3), strict=True)
-    ),
-    _linear("final_layer.adaLN_modulation.1", ("norm_out.linear",), ((2, 0),), D, swapped=True),
-    _linear("final_layer.linear", ("proj_out",), (ANY,), D),
-)
+MODULATION = {"double_stream_modulation_img": 6, "double_stream_modulation_txt": 6, "single_stream_modulation": 3}
+EMBEDDERS = {"time_in": "timestep", "guidance_in": "guidance"}
 
 
 def _klein(heads: int, double: int, single: int, text: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -266,7 +252,11 @@ FLUX2 = Family(
     },
     inputs=("x_embedder", "context_embedder"),
     conditioning=("time_guidance_embed", *MODULATION),
-    outside=OUTSIDE,
+    outside=outside_linears(
+        "time_guidance_embed",
+        EMBEDDERS,
+        *(Linear(f"{name}.lin", (f"{name}.linear",), ((height, 0),), D) for name, height in MODULATION.items()),
+    ),
     folders=("transformer", "vae", "text_encoder", "tokenizer", "scheduler"),
     text_features={"text_encoder": ("hidden_size", "joint_attention_dim", 3)},
     lora_loader="Flux2LoraLoaderMixin",

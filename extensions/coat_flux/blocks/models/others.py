@@ -25,29 +25,15 @@ COGVIDEOX = generic(
     one_row="norm1.linear norm2.linear",
     rates={"CogVideoXBlock": Rates(59.4, 19.7, 23.6)},
 )
-AURA_FLOW = generic(
-    "AuraFlowTransformer2DModel",
-    "joint_transformer_blocks single_transformer_blocks",
-    archs="auraflow",
-    one_row="norm1.linear norm1_context.linear",
-    pipelines={"AuraFlowPipeline": ("auraflow",)},
-)
-LUMINA2 = generic(
-    "Lumina2Transformer2DModel",
-    "context_refiner noise_refiner layers",
-    archs="lumina2",
-    one_row="norm1.linear",
-    pipelines={"Lumina2Pipeline": ("lumina2",)},
-)
-PIXART = generic(
-    "PixArtTransformer2DModel",
-    "transformer_blocks",
-    archs="pixart pixart_sigma",
-    pipelines={"PixArtSigmaPipeline": ("pixart_sigma",)},
-)
 # class, block lists, archs, linears that run on one row per image
 TABLE = (
     ("AnimaTrainableModel", "transformer.transformer_blocks", "anima", "norm[123].linear_[12]"),
+    (
+        "AuraFlowTransformer2DModel",
+        "joint_transformer_blocks single_transformer_blocks",
+        "auraflow",
+        "norm1.linear norm1_context.linear",
+    ),
     (
         "BooguImageTransformer2DModel",
         "context_refiner noise_refiner ref_image_refiner double_stream_layers single_stream_layers",
@@ -60,6 +46,7 @@ TABLE = (
     ("ErnieImageTransformer2DModel", "layers", "ernie_image", ""),
     ("Ideogram4Transformer2DModel", "layers", "ideogram4", "adaln_modulation"),
     ("LTX2VideoTransformer3DModel", "transformer_blocks", "ltx2 ltx2.3 ltx2.5", ""),
+    ("Lumina2Transformer2DModel", "context_refiner noise_refiner layers", "lumina2", "norm1.linear"),
     ("MageFlow", "transformer_blocks", "mageflow mageflow_edit", "img_mod.1 txt_mod.1"),
     ("MiniMaxH3Transformer", "token_refiner.blocks blocks", "minimax_h3 minimax_h3_ref2va", ""),
     ("NucleusMoEImageTransformer2DModel", "transformer_blocks", "nucleus_image", "img_mod.1"),
@@ -69,6 +56,7 @@ TABLE = (
         "omnigen2",
         "norm1.linear",
     ),
+    ("PixArtTransformer2DModel", "transformer_blocks", "pixart pixart_sigma", ""),
     ("PRXTransformer2DModel", "blocks", "prx_pixel", "modulation.lin"),
     ("SingleStreamDiT", "txtfusion.layerwise_blocks txtfusion.refiner_blocks blocks", "krea2", ""),
     ("WanTransformer3DModel", "blocks", "wan21 wan21_i2v wan22_5b", ""),
@@ -76,9 +64,6 @@ TABLE = (
 )
 GENERIC: tuple[Family, ...] = (
     UNET,
-    AURA_FLOW,
-    LUMINA2,
-    PIXART,
     COGVIDEOX,
     *(generic(name, lists, archs=archs, one_row=one_row) for name, lists, archs, one_row in TABLE),
 )
@@ -93,4 +78,10 @@ REFUSED = {
     "hidream_e1": EXPERTS,
     "hidream_o1": OTHER_ATTENTION,
 }
-REFUSED_PIPELINES = {"HiDreamImagePipeline": ("hidream",)}
+# of the families in `TABLE` and of those that are refused
+OTHER_PIPELINES = {
+    "AuraFlowPipeline": ("auraflow",),
+    "HiDreamImagePipeline": ("hidream",),
+    "Lumina2Pipeline": ("lumina2",),
+    "PixArtSigmaPipeline": ("pixart_sigma",),
+}
