@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,26 +42,12 @@ PROBE_PIXELS = 256  # a VAE's memory grows with the pixels; half this side and i
 Configs = Mapping[str, dict[str, Any]]
 
 
-@dataclass(frozen=True)
-class Linear:
-    """A linear of the transformer [outputs, inputs]; `is_fp8`: stored as codes."""
-
-    name: str
-    inputs: int
-    outputs: int
-    is_fp8: bool
-
-    @property
-    def weights(self) -> int:
-        """Elements of the weight."""
-        return self.inputs * self.outputs
-
-
 class ModelParts:
     """A FLUX model in elements and shapes, built by its real classes on the meta device.
 
     Attributes:
-        config, linears, parameters: the transformer's; parameters by name, in elements.
+        config, linears, parameters: the transformer's, by name; parameters in elements.
+        converted: names of the linears that can be FP8.
         elements: parameters of each of its `MODEL_PARTS`.
         hidden: width d of hidden states.
         block_names: full names of the blocks, in forward order.
@@ -79,11 +65,13 @@ class ModelParts:
         transformer, vae = models["transformer"], models["vae"]
         self.config: dict[str, Any] = dict(transformer.config)
         self.family = family_of(transformer)
-        self.linears: list[Linear] = []
+        self.linears: dict[str, nn.Linear] = {}
+        self.converted: list[str] = []
         for name, module in transformer.named_modules():
             if isinstance(module, nn.Linear):
-                is_fp8 = matches(name, self.family.convert) and obstacle_to_conversion(module) is None
-                self.linears.append(Linear(name, module.in_features, module.out_features, is_fp8))
+                self.linears[name] = module
+                if matches(name, self.family.convert) and obstacle_to_conversion(module) is None:
+                    self.converted.append(name)
         self.parameters = {name: p.numel() for name, p in transformer.named_parameters()}
         self.elements = {part: sum(p.numel() for p in model.parameters()) for part, model in models.items()}
         self.hidden = int(self.config["num_attention_heads"] * self.config["attention_head_dim"])
@@ -205,8 +193,9 @@ class JobFacts:
     """A job in numbers; unchanged images are taken from `known`. Raises ConfigError for unknown sizes.
 
     Attributes:
-        targets: linears with an adapter.
+        targets: names of the linears with an adapter.
         trained: name → elements of the transformer's own parameters; empty with `network`.
+        stored: the linears whose weights codes can replace.
         adapter_sizes: elements of A and B of every target, or of each trained parameter.
         blocks: in forward order, with their adapters.
         tokens, sample_tokens: of the largest micro-batch, of the largest sample image (None without samples).
@@ -227,9 +216,10 @@ class JobFacts:
         self.job, self.on_cpu = job, job.device == "cpu"
         self.model = model = _model_of(job)
         self.data = known.data if known is not None and _images(known.job) == _images(job) else Data(job)
-        self.targets = _adapted(job, model)
+        self.targets = [] if job.full else target_names(model.linears, job.network)
         self.trained = trained_sizes(job, model) if job.full else {}
-        self.adapter_sizes = list(self.trained.values()) if job.full else _sizes_of_lora(self.targets, job)
+        self.adapter_sizes = list(self.trained.values()) if job.full else _sizes_of_lora(job, model)
+        self.stored = {name: model.linears[name] for name in model.converted if f"{name}.weight" not in self.trained}
         self.blocks = _blocks(model, self.targets, job.network.linear, self.trained)
         self.tokens = Tokens(train.batch_size, model.text_tokens, self.data.pixels // PIXELS_PER_TOKEN)
         self.sample_tokens = None
@@ -245,9 +235,9 @@ class JobFacts:
         self.transformer_bytes = model.elements["transformer"] * self.value_bytes
         if coat.enabled and coat.weight.use_fp8:
             config = coat.linear_config()
-            for linear in filter(self.is_stored, model.linears):
-                self.transformer_bytes += stored_bytes(linear.outputs, linear.inputs, config)
-                self.transformer_bytes -= linear.weights * self.value_bytes
+            for linear in self.stored.values():
+                self.transformer_bytes += stored_bytes(linear.out_features, linear.in_features, config)
+                self.transformer_bytes -= linear.weight.numel() * self.value_bytes
         self.lora_bytes = 0 if job.full else FP32 * sum(self.adapter_sizes)
         self.frees_gradients = train.fused_backward and train.gradient_accumulation == 1
         self.gradient_bytes = self.value_bytes * sum(self.adapter_sizes) if job.full else self.lora_bytes
@@ -266,15 +256,14 @@ class JobFacts:
         in_codes, config = coat.enabled and coat.weight.use_fp8, coat.linear_config()
         all_copied = in_codes and wants_transposed(config)
         copied, codes = 0, dict.fromkeys(self.model.block_names, 0)
-        for linear in self.model.linears:
-            if not linear.is_fp8:
-                continue
-            multiplies = not high_precision_reason(linear.name, coat, self.model.family)
-            if multiplies and (all_copied or not self.is_stored(linear)):
-                copied += linear.weights
-            block = ".".join(linear.name.split(".", 2)[:2])
+        for name in self.model.converted:
+            linear = self.model.linears[name]
+            multiplies = not high_precision_reason(name, coat, self.model.family)
+            if multiplies and (all_copied or name not in self.stored):
+                copied += linear.weight.numel()
+            block = ".".join(name.split(".", 2)[:2])
             if in_codes and block in codes:
-                codes[block] += sum(map(aligned, code_bytes(linear.outputs, linear.inputs, config)))
+                codes[block] += sum(map(aligned, code_bytes(linear.out_features, linear.in_features, config)))
         unfused = [i for i, block in enumerate(self.blocks) if block.ranks] if dropout else []
         return Given(
             self.blocks,
@@ -290,10 +279,6 @@ class JobFacts:
             transposed_bytes=copied,
             frees_gradients=train.fused_backward,
         )
-
-    def is_stored(self, linear: Linear) -> bool:
-        """Whether codes can replace the linear's weight."""
-        return linear.is_fp8 and f"{linear.name}.weight" not in self.trained
 
 
 def _model_of(job: JobConfig) -> ModelParts:
@@ -318,18 +303,11 @@ def check_trained(job: JobConfig) -> None:
     trained_sizes(job, model)
 
 
-def _adapted(job: JobConfig, model: ModelParts) -> list[Linear]:
-    """The linears with an adapter; none in full fine-tuning."""
-    if job.full:
-        return []
-    chosen = set(target_names((linear.name for linear in model.linears), job.network))
-    return [linear for linear in model.linears if linear.name in chosen]
-
-
-def _sizes_of_lora(targets: Sequence[Linear], job: JobConfig) -> list[int]:
+def _sizes_of_lora(job: JobConfig, model: ModelParts) -> list[int]:
     sizes = []
-    for linear in targets:
-        sizes += [job.network.linear * linear.inputs, job.network.linear * linear.outputs]
+    for name in target_names(model.linears, job.network):
+        linear = model.linears[name]
+        sizes += [job.network.linear * linear.in_features, job.network.linear * linear.out_features]
     return sizes
 
 
@@ -338,11 +316,11 @@ def _images(job: JobConfig) -> list[DatasetSection]:
     return [replace(entry, **same, shuffle_tokens=False) for entry in job.datasets]
 
 
-def _blocks(model: ModelParts, targets: Sequence[Linear], rank: int, parameters: Collection[str]) -> tuple[Block, ...]:
+def _blocks(model: ModelParts, targets: Sequence[str], rank: int, parameters: Collection[str]) -> tuple[Block, ...]:
     """The blocks as `read_block` describes those of a run, so that their bytes are counted once for both."""
     inside: dict[str, list[str]] = {name: [] for name in model.block_names}
     outside = []
-    for name in [*(linear.name for linear in targets), *parameters]:
+    for name in [*targets, *parameters]:
         block = ".".join(name.split(".", 2)[:2])
         if block in inside:
             inside[block].append(name.removeprefix(f"{block}."))
@@ -397,7 +375,7 @@ def job_space(job: JobConfig) -> SaveSpace:
     model = _model_of(job)
     if job.full:
         return save_space(job, list(trained_sizes(job, model).values()), model.elements["transformer"])
-    return save_space(job, _sizes_of_lora(_adapted(job, model), job))
+    return save_space(job, _sizes_of_lora(job, model))
 
 
 def moment_bytes(job: JobConfig, sizes: Sequence[int]) -> int:

@@ -147,10 +147,10 @@ def _load(facts: JobFacts, plan: BlockPlan) -> dict[str, int]:
     there = 0  # bytes of codes on the device
     config = coat.linear_config()
     if coat.enabled and coat.weight.use_fp8:
-        for linear in filter(facts.is_stored, facts.model.linears):
-            workspace = max(workspace, there + linear.weights * (value_bytes + QUANTIZED_BYTES))
+        for linear in facts.stored.values():
+            workspace = max(workspace, there + linear.weight.numel() * (value_bytes + QUANTIZED_BYTES))
             if facts.on_cpu or not facts.given.stream_bytes:
-                there += stored_bytes(linear.outputs, linear.inputs, config)
+                there += stored_bytes(linear.out_features, linear.in_features, config)
         workspace -= stays
     return _sum(resident, {"transformer": -plan.freed_bytes, "workspace": max(0, workspace)})
 
@@ -201,7 +201,8 @@ def _ram(facts: JobFacts, peak: int) -> int:
     model, a = facts.model, facts.value_bytes
     vae = 0 if facts.sample_tokens is None else facts.vae_bytes
     streamed = sum(facts.given.stream_bytes)
-    passing = 2 * a * max(linear.weights for linear in model.linears)  # as stored on disk, and in `train.dtype`
+    largest = max(linear.weight.numel() for linear in model.linears.values())
+    passing = 2 * a * largest  # as stored on disk, and in `train.dtype`
     staged = max(facts.vae_bytes + model.text_bytes(a), streamed + passing + vae)
     written = min(SHARD_BYTES, a * model.elements["transformer"]) if facts.job.full else 0
     kept = peak if facts.on_cpu else streamed + vae + facts.offloaded_bytes + written
