@@ -53,6 +53,8 @@ from .parts import (
 
 FP16_LIMIT = 65504
 GELU, SWIGLU = "gelu_tanh", "silu_and_mul"  # as `coat_core.ops.gelu` names them
+Tensors = Sequence[Tensor]
+Gradients = tuple[list[Tensor | None], list[Tensor]]  # of a block's inputs, and of its adapters' matrices
 
 
 class Reader:
@@ -235,9 +237,7 @@ class DoubleBlock(Form):
     text: Stream
     image: Stream
 
-    def forward(
-        self, kept: Kept, shared: Shared, inputs: Sequence[Tensor], needs: Sequence[bool]
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, kept: Kept, shared: Shared, inputs: Tensors, needs: Sequence[bool]) -> tuple[Tensor, ...]:
         """See `Form`."""
         streams = (("text_", self.text), ("image_", self.image))
         modulations, projected = [], []
@@ -261,13 +261,11 @@ class DoubleBlock(Form):
                 quantized = Quantized(codes[:, rows], code_scale[:, rows], storage.granularity)
             elif storage is not None:
                 quantized = quantize(part, storage.format, storage.granularity)
-            read = Activated(part, quantized)
+            read = part, quantized, None
             results.append(stream.rest(kept, name, inputs[i], read, modulations[i], needs[2 + i]))
         return results[0], results[1]
 
-    def backward(
-        self, kept: Kept, shared: Shared, grads: Sequence[Tensor], needs: Sequence[bool]
-    ) -> tuple[list[Tensor | None], list[Tensor]]:
+    def backward(self, kept: Kept, shared: Shared, grads: Tensors, needs: Sequence[bool]) -> Gradients:
         """See `Form`."""
         out, vectors = kept.values("out"), kept.all("modulation")
         outs = out.tensor_split([-grads[1].shape[1]], dim=1)
@@ -311,9 +309,7 @@ class SingleBlock(Form):
     output: GatedLinear  # reads attention's out and the MLP
     activation: str = GELU
 
-    def forward(
-        self, kept: Kept, shared: Shared, inputs: Sequence[Tensor], needs: Sequence[bool]
-    ) -> tuple[Tensor, ...]:
+    def forward(self, kept: Kept, shared: Shared, inputs: Tensors, needs: Sequence[bool]) -> tuple[Tensor, ...]:
         """See `Form`."""
         *streams, modulation = inputs
         x = streams[0] if len(streams) == 1 else join(streams[0], streams[1])
@@ -327,9 +323,7 @@ class SingleBlock(Form):
         tokens = streams[0].shape[1]  # views of one tensor, which the next block joins without a copy
         return (y,) if len(streams) == 1 else (y[:, :tokens], y[:, tokens:])
 
-    def backward(
-        self, kept: Kept, shared: Shared, grads: Sequence[Tensor], needs: Sequence[bool]
-    ) -> tuple[list[Tensor | None], list[Tensor]]:
+    def backward(self, kept: Kept, shared: Shared, grads: Tensors, needs: Sequence[bool]) -> Gradients:
         """See `Form`."""
         grad = grads[0] if len(grads) == 1 else join(grads[0], grads[1])
         (modulation,) = kept.all("modulation")
@@ -399,9 +393,7 @@ class StreamBlock(Form):
         scale, gate, scale_mlp, gate_mlp = modulation[0].chunk(4, dim=1)
         return None, scale, gate.tanh(), None, scale_mlp, gate_mlp.tanh()
 
-    def forward(
-        self, kept: Kept, shared: Shared, inputs: Sequence[Tensor], needs: Sequence[bool]
-    ) -> tuple[Tensor, ...]:
+    def forward(self, kept: Kept, shared: Shared, inputs: Tensors, needs: Sequence[bool]) -> tuple[Tensor, ...]:
         """See `Form`."""
         x, *modulation = inputs
         vectors = self._vectors(x, modulation)
@@ -411,12 +403,10 @@ class StreamBlock(Form):
         storage = self.stream.output.linear.input_storage
         codes, code_scale = _save_out(kept, out, cast_by_kernel(storage))
         kept.add("modulation", *modulation)
-        read = Activated(out, quantized_by(storage, out, codes, code_scale))
+        read = out, quantized_by(storage, out, codes, code_scale), None
         return (self.stream.rest(kept, "", x, read, vectors, True),)
 
-    def backward(
-        self, kept: Kept, shared: Shared, grads: Sequence[Tensor], needs: Sequence[bool]
-    ) -> tuple[list[Tensor | None], list[Tensor]]:
+    def backward(self, kept: Kept, shared: Shared, grads: Tensors, needs: Sequence[bool]) -> Gradients:
         """See `Form`."""
         modulation, stream = kept.all("modulation"), self.stream
         vectors = self._vectors(grads[0], modulation)

@@ -326,12 +326,9 @@ class Attention:
         return joint, ys, y_scales, size, dtype
 
 
-class Activated(NamedTuple):
-    """Input of a gate's linear, as `LinearGroup.forward` takes it."""
-
-    x: Tensor  # [B, S, K]; empty where the other two are there
-    quantized: Quantized | None  # x by the linear's `input_storage`, or None
-    product: Tensor | None = None  # x Dᵀ, where the maker of x has it
+# input of a gate's linear, as `LinearGroup.forward` takes it: x [B, S, K], empty where the other two are there; x by
+# the linear's `input_storage`, or None; x Dᵀ, where the maker of x has it
+Activated = tuple[Tensor, Quantized | None, Tensor | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -396,7 +393,7 @@ def activate(
     if out is not None:
         kept.pack(f"{name}out", out, kept.attention, out_codes, out_scale)
     kept.pack(f"{name}mlp", mlp, kept.storage, mlp_codes, mlp_scale)
-    return Activated(values, quantized_by(reader.input_storage, values, codes, scale), product)
+    return values, quantized_by(reader.input_storage, values, codes, scale), product
 
 
 # --- adaLN ---
