@@ -64,7 +64,8 @@ def apply_coat(
     family = family_of(model)
     run_device = torch.device(device) if device is not None else next(model.parameters()).device
     config = config_for(run_device, config)
-    stored, multiplies = config.weight.use_fp8 and not trained, config.activation.use_fp8
+    stored = config.weight.use_fp8 and not trained
+    multiplies = config.activation.use_fp8
     report.asked = "W and GEMMs in high precision"
     if stored or multiplies:
         report.asked = describe_linear(config.linear_config(), stored, not multiplies)
@@ -138,7 +139,8 @@ def _convert_one(
     report: CoatReport,
     trained: bool,
 ) -> None:
-    linear_config, why = config.linear_config(), high_precision_reason(name, config, family)
+    linear_config = config.linear_config()
+    why = high_precision_reason(name, config, family)
     if why:
         linear_config = replace(linear_config, use_fp8_gemm=False)
     elif (obstacle := fp8_gemm_obstacle(device, linear_config)) is not None:

@@ -39,7 +39,8 @@ def decibels(noise: float) -> float:
 
 def measure_cast(x: Tensor, codes: Tensor, scale: Tensor, granularity: Granularity) -> Tensor:
     """Saturation, underflow and noise of the cast of x [..., K] to codes: fp32 [3] on the device of x."""
-    values, x_hat = x.detach().to(torch.float32), dequantize(codes, scale, granularity)
+    values = x.detach().to(torch.float32)
+    x_hat = dequantize(codes, scale, granularity)
     losses = cast_losses(values, codes, x_hat)
     finite = values.isfinite()
     errors = torch.where(finite, values - x_hat, 0.0)

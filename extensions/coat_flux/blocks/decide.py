@@ -213,7 +213,9 @@ def checkpointing_mode(config: COATConfig, allow_recompute: bool) -> str:
 
 
 def _streamed(config: COATConfig, given: Given, mode: str, sizes: Sequence[BlockBytes], around: int) -> tuple[int, ...]:
-    asked, codes, count = config.memory.stream_blocks, given.stream_bytes, len(given.stream_bytes)
+    asked = config.memory.stream_blocks
+    codes = given.stream_bytes
+    count = len(given.stream_bytes)
     if asked != "auto":
         return spread(count if asked == "all" else min(asked, count), count)
     if not codes or given.tokens is None or given.ran_out_with is not None:
@@ -264,7 +266,8 @@ def saving_of(config: COATConfig) -> Saving:
 
 def block_settings(config: COATConfig, given: Given) -> list[FlowSettings]:
     """How each block saves tensors without recomputation."""
-    generic, fused = flow_settings(config, given, False), flow_settings(config, given)
+    generic = flow_settings(config, given, False)
+    fused = flow_settings(config, given)
     return [generic if i in given.unfused else fused for i in range(len(given.blocks))]
 
 

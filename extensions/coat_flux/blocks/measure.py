@@ -96,7 +96,9 @@ class GemmPick:
         config: COATConfig,
         form_of: Callable[[nn.Module], Callable[..., Any]],
     ) -> None:
-        self._blocks, self._config, self._form_of = list(blocks.values()), config, form_of
+        self._blocks = list(blocks.values())
+        self._config = config
+        self._form_of = form_of
         stored = [each for block in self._blocks for each in stored_linears(block)]
         self._linears = [(module, name) for module, name in stored if getattr(module, name).use_fp8_gemm]
         self._candidates = candidates(config)
@@ -214,7 +216,8 @@ class AttentionPick:
     def choose(self, like: Tensor, mask: Tensor | None = None) -> Picked:
         """Pick a kernel for q [B, H, S, d] and a mask; RuntimeError if the configured one cannot be used."""
         use_kernel(None)
-        own, on_gpu = chosen_kernel(like, like, like, mask), like.device.type == DEVICE
+        own = chosen_kernel(like, like, like, mask)
+        on_gpu = like.device.type == DEVICE
         if self._forced is not None:
             if mask is not None and self._forced not in TAKES_MASK:
                 reason: str | None = "takes no mask, which this model hands to attention"
@@ -259,7 +262,9 @@ def _measured_kernel(like: Tensor, own: str, refused: Mapping[str, str]) -> Pick
         "cudnn": torch.backends.cudnn.version(),
         "packages": [version_of(package) for package in PACKAGES],
     }
-    key, trial, refused = key_on(like.device, facts), AttentionTrial(like), dict(refused)
+    key = key_on(like.device, facts)
+    trial = AttentionTrial(like)
+    refused = dict(refused)
     times = _all_times().get(key, {})
     if times and trial.obstacle(_fastest_kernel(times, own)) is None:
         why = "measured earlier on this GPU, this shape"
@@ -291,7 +296,8 @@ def timed(once: Callable[[], None], device: torch.device) -> float:
         started = time.perf_counter()
         once()
         return (time.perf_counter() - started) * 1e3
-    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start = torch.cuda.Event(enable_timing=True)
+    stop = torch.cuda.Event(enable_timing=True)
     start.record()
     once()
     stop.record()

@@ -187,7 +187,8 @@ def _gemms(plan: BlockPlan, device: torch.device) -> TableRow:
         got = "int32 products of the INT8 codes" if in_int8 else "fp32 products of the FP8 codes"
         why = "a cpu: a GPU's values, not its speed"
     else:
-        got, why = "int8_mm" if in_int8 else "torch._scaled_mm", f"a trial on {device} ran"
+        got = "int8_mm" if in_int8 else "torch._scaled_mm"
+        why = f"a trial on {device} ran"
         obstacle = fp8_gemm_obstacle(device, FP8LinearConfig()) if in_int8 else None
         if obstacle is not None:
             why += f"; no FP8 products: {obstacle}"
@@ -224,7 +225,8 @@ def _attention(plan: BlockPlan) -> TableRow:
     kept = activation.attention if activation.use_fp8 else "high precision"
     asked = f"q, k, v, out kept in {kept}"
     if plan.given.attention is None:
-        kernel, why = LATER if _has_readers(plan) else "chosen by torch at each call", ""
+        kernel = LATER if _has_readers(plan) else "chosen by torch at each call"
+        why = ""
     else:
         picked = plan.given.attention
         kernel, why = picked.name, MEASURED if picked.milliseconds else picked.why
@@ -291,9 +293,11 @@ def _execution(plan: BlockPlan) -> TableRow:
     given, readers = plan.given, _has_readers(plan)
     if given.tokens is None and readers and speed.measure != "never" and not given.quantized:
         return TableRow("execution", asked, LATER)
-    got, picked = "steps as CUDA graphs" if plan.captured else "eager", given.picked
+    got = "steps as CUDA graphs" if plan.captured else "eager"
+    picked = given.picked
     if picked is not None:
-        got, why = f"{picked.name} GEMM, {got}", MEASURED if picked.milliseconds else picked.why
+        got = f"{picked.name} GEMM, {got}"
+        why = MEASURED if picked.milliseconds else picked.why
     else:
         why = "as configured" if readers else f"as configured: {NO_READER}"
     if speed.cuda_graphs == "auto" and given.graph_obstacle:

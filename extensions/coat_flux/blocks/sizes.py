@@ -98,7 +98,9 @@ def read_block(module: Any, trained_input: bool = True) -> Block | None:
         linears = {name: module.get_submodule(name) for name in LINEARS[known.kind]}
         ranks = {name: _rank(linear) for name, linear in linears.items()}
         bases = [getattr(linear, "base_layer", linear) for linear in linears.values()]
-        heads, hidden, widest = module.attn.heads, bases[0].in_features, bases[-1].in_features
+        heads = module.attn.heads
+        hidden = bases[0].in_features
+        widest = bases[-1].in_features
     except AttributeError:
         return None
     if None in ranks.values():
@@ -388,7 +390,8 @@ def block_bytes(
             inputs, recomputation = _counted(block, tokens, settings, True)
         gradients = 0 if settings.frees_gradients else gradient_bytes(block, settings.value_bytes)
         return BlockBytes(kept, inputs, workspace, recomputation, gradients)
-    rates, packs_attention = RATES.get(block.kind, UNKNOWN), settings.saving.attention == "fp8"
+    rates = RATES.get(block.kind, UNKNOWN)
+    packs_attention = settings.saving.attention == "fp8"
     rate = rates.packed if packs_attention else rates.attention_kept
     if settings.flow == "fused" and block.fused:
         rate = block.fused + (0.0 if packs_attention else ATTENTION_IN_BF16)

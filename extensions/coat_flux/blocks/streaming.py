@@ -104,7 +104,8 @@ class StreamedWeights:
                 _to_device(codes, self._device)
             fetch = here = None
             if place is not None:
-                fetch, here = functools.partial(self.ready, block), functools.partial(self._holds, place)
+                fetch = functools.partial(self.ready, block)
+                here = functools.partial(self._holds, place)
                 for module, name, view in codes.within(self._slots[place % SLOTS].memory):
                     module._buffers[name] = view
             for module, *_ in codes.views:

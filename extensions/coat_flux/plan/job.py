@@ -87,7 +87,8 @@ class ModelParts:
             mask = torch.empty(1, 1, text_tokens, text_tokens, device="meta")
             options = {"output_hidden_states": True, "use_cache": False, "attention_mask": mask}
         else:
-            text, self.pooled_width = models["text_encoder_2"], models["text_encoder"].config.hidden_size
+            text = models["text_encoder_2"]
+            self.pooled_width = models["text_encoder"].config.hidden_size
             options = {}
         self.text_layer = max(p.numel() for p in text.parameters())
         self.text_values = largest_held(lambda: text(prompt, **options)) / FP32
@@ -243,7 +244,8 @@ class JobFacts:
         self.gradient_bytes = self.value_bytes * sum(self.adapter_sizes) if job.full else self.lora_bytes
         if self.frees_gradients:
             self.gradient_bytes = 0
-        self.moment_bytes, self.offloads = moment_bytes(job, self.adapter_sizes), False
+        self.moment_bytes = moment_bytes(job, self.adapter_sizes)
+        self.offloads = False
         if train.optimizer == COAT_OPTIMIZER:
             self.offloads = coat.optimizer_config(train.optimizer_params)[1]["offload"] == "cpu"
         self.offloaded_bytes = self.moment_bytes if self.offloads and not self.on_cpu else 0
@@ -253,7 +255,8 @@ class JobFacts:
     def _given(self) -> Given:
         train, coat = self.job.train, self.job.coat
         dropout = bool(self.job.network.dropout)
-        in_codes, config = coat.enabled and coat.weight.use_fp8, coat.linear_config()
+        in_codes = coat.enabled and coat.weight.use_fp8
+        config = coat.linear_config()
         all_copied = in_codes and wants_transposed(config)
         copied, codes = 0, dict.fromkeys(self.model.block_names, 0)
         for name in self.model.converted:

@@ -94,7 +94,8 @@ def _cards(verdicts: Sequence[CardFit]) -> str:
     rows = [["card", "fits", "peak GB", "recomputed", "s/step >=", "run >=", "cheapest change that makes it fit"]]
     for verdict in verdicts:
         shown = verdict.changed or verdict.prediction
-        fits, changes = "with", "; ".join(f"{change.text} (costs {change.cost})" for change in verdict.changes)
+        fits = "with"
+        changes = "; ".join(f"{change.text} (costs {change.cost})" for change in verdict.changes)
         if verdict.fits:
             fits = "yes"
         elif not changes:

@@ -55,7 +55,8 @@ def attention_query(block: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor, Te
     """Return a tensor shaped like q in a block's attention [B, H, T + S, d], and its mask, or raise NotFusable."""
     reader = _reader_of(block)
     call = reader.call(args)
-    image, tokens = call.image, call.image.shape[1] + (0 if call.text is None else call.text.shape[1])
+    image = call.image
+    tokens = call.image.shape[1] + (0 if call.text is None else call.text.shape[1])
     shape = len(image), tokens, *reader.heads(block)
     return torch.empty(shape, dtype=compute_dtype(image), device=image.device).transpose(1, 2), call.shared.mask
 
@@ -69,7 +70,8 @@ def disagreement(fused: Form, block: nn.Module, args: tuple[Any, ...]) -> str:
         if not adopted and difference <= largest:
             with in_high_precision(block):
                 exact = fused_block(block, fused.saving, join=False)
-                difference, largest = relative_difference(exact, block, args), LARGEST_DIFFERENCE
+                difference = relative_difference(exact, block, args)
+                largest = LARGEST_DIFFERENCE
     except NotFusable as error:
         return str(error)
     return f"its output differs from its own code's by {difference:.1%}" if difference > largest else ""

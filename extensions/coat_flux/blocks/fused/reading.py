@@ -120,7 +120,8 @@ def read_stream(
 ) -> Stream:
     """Read a double block's stream; `output` is attention's, `mlp` two linears and their activation."""
     first, second = map(check_norm, norms)
-    up, down = NormLinears(second, read_linear(mlp[0])), GatedLinear(read_linear(mlp[1]))
+    up = NormLinears(second, read_linear(mlp[0]))
+    down = GatedLinear(read_linear(mlp[1]))
     return Stream(modulation, NormLinears(first, inputs), GatedLinear(read_linear(output)), up, down, mlp[2])
 
 
@@ -229,7 +230,8 @@ class ToolkitSingle(ToolkitReader):
 
     def read(self, block: Any, saving: Saving, join: bool) -> SingleBlock:
         """See `Reader`."""
-        linears, attention = (block.linear1, block.linear2), self.attention(block, block.norm)
+        linears = (block.linear1, block.linear2)
+        attention = self.attention(block, block.norm)
         activation = read_activation(block.mlp_act)
         return read_joined_single(saving, block.pre_norm, linears, block.hidden_size, attention, activation)
 

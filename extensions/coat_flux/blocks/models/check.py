@@ -102,9 +102,11 @@ def check_device(device: Any, path: str, findings: Findings) -> None:
 
     backend = torch.backends.mps if kind == "mps" else torch.cuda
     if not backend.is_available():
-        rule, remedy = f"torch finds no {kind} device here", "run it on a machine with one"
+        rule = f"torch finds no {kind} device here"
+        remedy = "run it on a machine with one"
         if kind == "cuda" and not (torch.version.cuda or torch.version.hip):
-            rule, remedy = "the installed torch is built without CUDA", "install one with CUDA (pytorch.org)"
+            rule = "the installed torch is built without CUDA"
+            remedy = "install one with CUDA (pytorch.org)"
         findings.add(path, f"{rule}, so the run would be on the CPU; {remedy}, or write device: cpu", device)
     elif kind == "cuda" and index.isdecimal() and int(index) >= torch.cuda.device_count():
         findings.add(path, f"torch finds {torch.cuda.device_count()} GPUs here, counted from 0; write cuda:0", device)
@@ -131,8 +133,12 @@ def check_model(
 
 class _Model:
     def __init__(self, model: Mapping[str, Any], alone: bool, root: Path | None):
-        self.name, self.place, self.arch = str(model["name_or_path"]), Path(model["name_or_path"]), arch_of(model)
-        self.alone, self.root, self.own_vae = alone, root, model.get("vae_path") is not None
+        self.name = str(model["name_or_path"])
+        self.place = Path(model["name_or_path"])
+        self.arch = arch_of(model)
+        self.alone = alone
+        self.root = root
+        self.own_vae = model.get("vae_path") is not None
         self.extras = model.get("extras_name_or_path")
 
     def check(self) -> None:
@@ -184,7 +190,8 @@ class _Model:
 
     def _check_parts(self, family: Family) -> None:
         """Every part of a folder, and whether transformer and text encoders are of one model."""
-        config, base = _json(self.place / "transformer" / "config.json"), self.place
+        config = _json(self.place / "transformer" / "config.json")
+        base = self.place
         _check_part(self.place, "transformer", self.alone)
         _check_transformer(config, family)
         own_encoder = not self.alone and (self.arch == "flux" or (base / "text_encoder").exists())
@@ -264,7 +271,8 @@ class _Model:
 
 
 def _check_transformer(config: Mapping[str, Any], family: Family) -> None:
-    name, channels = config.get("_class_name", family.transformer), config.get("in_channels")
+    name = config.get("_class_name", family.transformer)
+    channels = config.get("in_channels")
     if name != family.transformer:
         raise _Refusal(f"transformer/ holds a {name}, not a {family.transformer}; give the folder of a model with one")
     if family is FLUX and channels in IN_CHANNELS:

@@ -88,7 +88,8 @@ def flux_config(header: Header) -> dict[str, Any]:
     def count(blocks: str) -> int:
         return len({name.split(".")[1] for name in keys if name.startswith(f"{blocks}.")})
 
-    (hidden, channels), (head,) = shape("img_in.weight"), shape("double_blocks.0.img_attn.norm.query_norm.scale")
+    hidden, channels = shape("img_in.weight")
+    (head,) = shape("double_blocks.0.img_attn.norm.query_norm.scale")
     rows = (head * 7 // 16) // 2 * 2
     return {
         "patch_size": 1,

@@ -89,7 +89,8 @@ class _Single(Reader):
         attn = block.attn
         check_attention(attn, "Flux2ParallelSelfAttnProcessor")
         attention = Attention(attn.head_dim, *qk_norm(attn.norm_q, attn.norm_k))
-        linears, width = (attn.to_qkv_mlp_proj, attn.to_out), attn.heads * attn.head_dim
+        linears = (attn.to_qkv_mlp_proj, attn.to_out)
+        width = attn.heads * attn.head_dim
         return read_joined_single(saving, block.norm, linears, width, attention, read_activation(attn.mlp_act_fn))
 
 
@@ -184,7 +185,9 @@ class Flux2Text:
     """FLUX.2's frozen text side: some layers' states of one language model; captions are cut at `max_length` tokens."""
 
     def __init__(self, pipeline: Any, max_length: int = 512) -> None:
-        self.pipeline, self.max_length, self.models = pipeline, max_length, [pipeline.text_encoder]
+        self.pipeline = pipeline
+        self.max_length = max_length
+        self.models = [pipeline.text_encoder]
 
     @property
     def identity(self) -> str:
@@ -195,7 +198,8 @@ class Flux2Text:
     def encode(self, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
         """Embeddings [B, T, D] in bf16, as the pipeline makes them of each prompt; and [B, 0]: nothing is pooled."""
         device = input_device(self.pipeline.text_encoder)
-        tokenizer, embeds = getattr(self.pipeline.tokenizer, "tokenizer", self.pipeline.tokenizer), []
+        tokenizer = getattr(self.pipeline.tokenizer, "tokenizer", self.pipeline.tokenizer)
+        embeds = []
         for prompt in prompts:
             length = len(tokenizer(prompt).input_ids)
             if length >= self.max_length:

@@ -57,7 +57,8 @@ class _Block(Reader):
             if len(block.adaLN_modulation) != 1:
                 raise NotFusable("a modulation of more than a linear")
             modulation = Modulation(read_linear(block.adaLN_modulation[0]), silu=False)
-        (before, eps), (before_mlp, eps_mlp) = _norm(block.attention_norm1), _norm(block.ffn_norm1)
+        (before, eps) = _norm(block.attention_norm1)
+        (before_mlp, eps_mlp) = _norm(block.ffn_norm1)
         stream = Stream(
             modulation,
             NormLinears(eps, read_group((attn.to_q, attn.to_k, attn.to_v), join), before),
