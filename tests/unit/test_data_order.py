@@ -1,10 +1,13 @@
-"""Bucket sizes and the crop to them, the samples of a folder, and the order of their batches."""
+"""Bucket sizes and the crop to them, the samples of a folder, the order of their batches, which are held out."""
 
 from __future__ import annotations
 
 import importlib.util
+import itertools
+import json
 import math
 import os
+import shutil
 import zlib
 from collections import Counter
 from itertools import islice
@@ -12,16 +15,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from PIL import Image
+from safetensors.torch import save_file
 
 from coat_flux.config.job_sections import DatasetSection
 from coat_flux.config.rules import BUCKET_STEP
 from coat_flux.data.buckets import Bucket, Sample, bucket_for, fit_to_bucket
-from coat_flux.data.files import find_images
+from coat_flux.data.files import DatasetError, find_images
+from coat_flux.data.hold_out import choose_hold_out
 from coat_flux.data.loader import Batch, BucketBatchSampler
-from coat_flux.data.preflight import inspect_datasets
+from coat_flux.data.preflight import check_data, inspect_datasets
+from coat_flux.saves.repair import describe_lowest
+from tests.helpers.engine_job import write_images
+from tests.reliability.bad_configs import job_with
 from tests.reliability.photos import noise
 
 SIDES = st.integers(1, 6000)
@@ -191,3 +200,64 @@ def test_resume_with_other_photos_goes_on_and_says_so(caplog):
     assert "samples 8 -> 3; training continues in epoch 1" in caplog.text
     assert after.state_dict()["epoch"] == 2
     assert take(after, 1)[0] == Batch(after.epoch_batches(2)[0], 6)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    root = tmp_path_factory.mktemp("photos")
+    return [write_images(root / "a", 12), write_images(root / "b" / "sub", 4).parent]
+
+
+def names(chosen: tuple[tuple[Path, ...], ...]) -> list[list[str]]:
+    return [[path.name for path in paths] for paths in chosen]
+
+
+def test_a_number_is_spread_over_names_and_folders_and_follows_the_seed(folders: list[Path]) -> None:
+    choices = [names(choose_hold_out(folders, 4, seed)) for seed in range(8)]
+    assert {tuple(map(len, choice)) for choice in choices} == {(3, 1)}
+    assert len({str(choice) for choice in choices}) > 1
+    everything = sorted(folders[0].glob("*.png"))
+    places = [everything.index(path) for path in choose_hold_out(folders, 4, 0)[0]]
+    assert {after - before for before, after in itertools.pairwise(places)} == {4}
+    assert names(choose_hold_out(folders, 4, None)) == names(choose_hold_out(folders, 4, 42))
+    assert names(choose_hold_out(folders, None, 1)) == [[], []]
+
+
+def test_names_hold_out_every_photo_of_that_name_and_linked_ones(folders: list[Path], tmp_path: Path) -> None:
+    assert names(choose_hold_out(folders, ["3.png"], 0)) == [["3.png"], ["3.png"]]
+    assert names(choose_hold_out(folders, ["sub/3.png"], 0)) == [[], ["3.png"]]
+    (tmp_path / "linked.png").symlink_to(folders[0] / "7.png")
+    shutil.copy(folders[0] / "8.png", tmp_path)
+    assert names(choose_hold_out([*folders, tmp_path], ["7.png"], 0)) == [["7.png"], [], ["linked.png"]]
+
+
+@pytest.mark.parametrize(
+    ("hold_out", "message"),
+    [
+        (16, "at most 15"),
+        (["3.pgn"], "'3.pgn' is not a photo of any dataset; did you mean '3.png'"),
+        (["0.png", "1.png", "2.png", "3.png"], r"leaves no photo of datasets\[1\]"),
+    ],
+)
+def test_what_cannot_be_held_out_is_said_by_check(hold_out: int | list[str], message: str, folders: list[Path]) -> None:
+    with pytest.raises(DatasetError, match=message):
+        choose_hold_out(folders, hold_out, 0)
+    datasets = [{"folder_path": str(folder)} for folder in folders]
+    errors, _ = check_data(job_with({"validation": {"hold_out": hold_out}, "datasets": datasets}))
+    assert [line.startswith("validation.hold_out") for line in errors] == [True]
+
+
+def test_the_lowest_names_the_file_of_its_step_or_the_nearest(tmp_path: Path) -> None:
+    curve = [(0, 3.0), (2, 1.0), (4, float("nan")), (6, 2.0)]
+    assert "1.000000 at step 2 (nothing is saved)" in describe_lowest(curve, tmp_path, "r")
+    for name, step in (("r_000000003", 4), ("r", 6), ("rather_000000002", 2)):
+        about = {"training_info": json.dumps({"step": step, "epoch": 0})}
+        save_file({"a": torch.zeros(1)}, tmp_path / f"{name}.safetensors", about)
+    line = "lowest held-out loss 1.000000 at step 2 (not saved; the nearest is r_000000003.safetensors, step 4)"
+    assert describe_lowest(curve, tmp_path, "r") == f"{line}; 2.000000 at step 6"
+    assert "step 6 (r.safetensors)" in describe_lowest([(0, 3.0), (6, 2.0)], tmp_path, "r")
+    (tmp_path / "r_000000001" / "transformer").mkdir(parents=True)  # a whole model
+    about = {"training_info": json.dumps({"step": 2, "epoch": 0})}
+    save_file({"a": torch.zeros(1)}, tmp_path / "r_000000001" / "transformer" / "model.safetensors", about)
+    assert "step 2 (r_000000001)" in describe_lowest(curve, tmp_path, "r")
+    assert describe_lowest([(0, float("nan"))], tmp_path, "r") == "the held-out loss was never finite"

@@ -69,9 +69,6 @@ def lora(tmp_path):
     return path
 
 
-# -- the check --------------------------------------------------------------------------------------------------------
-
-
 def test_a_sound_lora(check, tensors):
     report = check(tensors, expected={key: tensor.shape for key, tensor in tensors.items()})
     assert report.programs == ("diffusers", "ComfyUI", "ai-toolkit")
@@ -190,9 +187,6 @@ def test_without_diffusers_the_check_goes_on_and_says_so(check, tensors, monkeyp
     assert report.refusals["diffusers"].startswith("not checked")
 
 
-# -- between layouts --------------------------------------------------------------------------------------------------
-
-
 def test_names_of_the_checkpoint_and_kohyas_spelling_of_them():
     tensors = lora_tensors(ALL_MODULES)
     comfyui, kohya = converted(tensors, "comfyui"), converted(tensors, "kohya")
@@ -286,9 +280,6 @@ def test_parts_of_different_ranks_and_an_adapter_that_would_be_lost_are_refused(
         converted(tensors, "kohya")
 
 
-# -- files ------------------------------------------------------------------------------------------------------------
-
-
 def test_a_file_keeps_its_metadata_but_not_hashes_of_other_tensors(lora, tmp_path):
     target = tmp_path / "out" / "kohya.safetensors"
     report = convert_file(lora, target, "kohya")
@@ -346,9 +337,6 @@ def test_the_command_names_the_file_so_that_no_resume_takes_it(lora, capsys):
     assert not target.name.startswith(lora.stem)
     assert capsys.readouterr().out.startswith(f"wrote {target}\nloads in: ComfyUI, sd-scripts (13 layers")
     assert load_file(target)["lora_unet_single_blocks_0_linear2.lora_up.weight"].dtype == torch.bfloat16
-
-
-# -- in diffusers' own hands: its converter, its loader, its model ----------------------------------------------------
 
 
 def linears(model):
