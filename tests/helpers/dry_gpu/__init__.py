@@ -33,7 +33,7 @@ from coat_flux.trainers.standalone.trainer import train_step
 
 from .card import card_view
 from .engine import dry_session
-from .launches import check_launch, compiled_for, launcher_modules
+from .launches import check_launch, compiled_for
 from .operators import GPUOperators
 
 __all__ = ["COMPARED", "dry_gpu", "dry_session"]
@@ -87,8 +87,8 @@ class DryGPU:
         finally:
             self._captures_now = False
 
-    def launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **keywords: Any) -> None:
-        """In place of `coat_core.ops.launch.launch`."""
+    def launch(self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        """In place of a launch."""
         for x in (*args, *keywords.values()):
             self.operators.memory.read(x)
         self.launches[check_launch(kernel, grid, args, keywords)] += 1
@@ -125,17 +125,12 @@ def dry_gpu(patch: pytest.MonkeyPatch, attention: str = "cudnn") -> Iterator[Dry
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: gpu._captures_now)
         patch.setattr(tables, "_copied_by_graphs", {})
         patch.setattr(tables, "_read_by_graphs", {})
-        for module in launcher_modules():
-            if hasattr(module, "launch"):
-                patch.setattr(module, "launch", gpu.launch)
-        _forget()
+        for cached in CACHES:
+            cached.cache_clear()
         try:
-            yield gpu
+            with tables.recorded_launches(gpu.launch):
+                yield gpu
         finally:
             attention_kernels.use_kernel(None)
-            _forget()
-
-
-def _forget() -> None:
-    for cached in CACHES:
-        cached.cache_clear()
+            for cached in CACHES:
+                cached.cache_clear()

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tests.helpers.kernel_cases import CASES, launcher_modules
+from coat_core.ops.launch import recorded_launches
+from tests.helpers.kernel_cases import CASES
 
 from .card import address
 
@@ -143,18 +144,12 @@ def compiled_for() -> dict[tuple[str, str], frozenset[torch.dtype | None]]:
     """(kernel, pointer) → the dtypes it is compiled for, None where it may be absent."""
     found: dict[tuple[str, str], set[torch.dtype | None]] = {}
 
-    def record(kernel: Any, grid: tuple[int, ...], *args: Any, **keywords: Any) -> None:
+    def record(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         given, _ = _bound(kernel, args, keywords)
         for name in signature_of(kernel).strides:
             found.setdefault((kernel.fn.__name__, name), set()).add(getattr(given[name], "dtype", None))
 
-    modules = [(module, module.launch) for module in launcher_modules() if hasattr(module, "launch")]
-    try:
-        for module, _ in modules:
-            module.launch = record
+    with recorded_launches(record):
         for case in CASES.values():
             case()
-    finally:
-        for module, launch in modules:
-            module.launch = launch
     return {key: frozenset(kinds) for key, kinds in found.items()}
