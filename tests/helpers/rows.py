@@ -11,8 +11,8 @@ from diffusers.models.normalization import RMSNorm
 from torch import Tensor
 
 from coat_core.casts import declarations
-from coat_core.formats import FORMATS, get_format
-from coat_core.granularity import PER_TENSOR, Granularity, per_group
+from coat_core.formats import FORMATS
+from coat_core.granularity import PER_TENSOR, per_group
 from coat_core.ops.dispatch import launcher_of
 from coat_core.quantize import quantize
 from tests.helpers.asserts import assert_bitwise
@@ -83,38 +83,24 @@ def assert_follows(op: Any, args: tuple[Any, ...], device: torch.device, rtol: f
     for result, expected in zip(tensors_in(results), tensors_in(expected_results), strict=True):
         if result.dtype.itemsize > 1 and result.numel():
             assert_rows_close(result, expected, rtol)
-    declared = declarations.get(op._qualname)
-    for cast in () if declared is None else declared(moved(results, "cpu"), *args):
-        fmt = next(name for name, form in FORMATS.items() if form.dtype == cast.codes.dtype)
-        expected = quantize(cast.values, fmt, cast.granularity)
-        assert_bitwise(cast.scale, expected.scale)
-        assert_bitwise(cast.codes.view(torch.uint8), expected.codes.view(torch.uint8))
+    if op._qualname in declarations:
+        assert_casts(op, results, args)
     return results
 
 
-def assert_codes_of(values: Tensor, codes: Tensor, scale: Tensor, fmt: str, granularity: str) -> None:
-    """Assert that values came with their own codes and scale, to the bit: those of the CPU on every device."""
-    assert values.is_contiguous()
-    if granularity == "none":
-        assert codes.shape == scale.shape == (0,)
-        assert (codes.dtype, scale.dtype) == (get_format(fmt).dtype, torch.float32)
-        return
-    expected = quantize(values.cpu(), fmt, Granularity(granularity))
-    assert_bitwise(scale.cpu(), expected.scale)
-    assert_bitwise(codes.cpu().view(torch.uint8), expected.codes.view(torch.uint8))
+def assert_casts(op: Any, results: Any, args: tuple[Any, ...], *values: Tensor) -> None:
+    """Assert that all codes are those of the values that an operator declares to have cast, and these `values` if any.
 
-
-def assert_saved(values: Tensor, codes: Tensor, scale: Tensor, saved_format: str, group_size: int) -> None:
-    """Assert that these are the values' codes as they are saved for backward, to the bit; empty without a format."""
-    assert codes.is_contiguous()
-    assert scale.is_contiguous()
-    if saved_format == "none":
-        assert codes.shape == scale.shape == (0,)
-        return
-    expected = quantize(values.cpu(), saved_format, per_group(group_size))
-    assert_bitwise(scale.cpu(), expected.scale)
-    assert codes.dtype == expected.codes.dtype
-    assert_bitwise(codes.cpu().view(torch.uint8), expected.codes.view(torch.uint8))
+    To the bit: those of the CPU on every device.
+    """
+    casts = declarations[op._qualname](moved(results, "cpu"), *moved(args, "cpu"))
+    assert len(casts) == sum(x.dtype.itemsize == 1 and x.numel() > 0 for x in tensors_in(results))
+    for cast, wanted in zip(casts, values or [cast.values for cast in casts], strict=True):
+        fmt = next(name for name, form in FORMATS.items() if form.dtype == cast.codes.dtype)
+        expected = quantize(cast.values, fmt, cast.granularity)
+        assert_bitwise(cast.values.contiguous(), wanted.contiguous())
+        assert_bitwise(cast.scale, expected.scale)
+        assert_bitwise(cast.codes.view(torch.uint8), expected.codes.view(torch.uint8))
 
 
 def assert_rows_close(found: Tensor, expected: Tensor, rtol: float) -> None:

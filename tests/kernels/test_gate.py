@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from coat_core.casts import declarations
 from coat_core.granularity import per_group
 from coat_core.ops.gate import gated_sum, gated_sum_backward
 from coat_core.quantize import dequantize, quantize
@@ -21,10 +20,9 @@ from tests.helpers.rows import (
     GRANULARITIES,
     SAVED,
     SPECS,
-    assert_codes_of,
+    assert_casts,
     assert_follows,
     assert_rows_close,
-    assert_saved,
     diffusers_norm,
     kernel_of,
     rows,
@@ -67,13 +65,9 @@ def test_the_sum_is_eager_pytorchs(saved: tuple[str, int]) -> None:
         ((h, up, *saved, weight, EPS), complete, diffusers_norm(complete, weight, EPS)),
         ((h, up, *saved), complete, complete),
     ):
-        y, *codes = gated_sum(residual, gate, result, *args)
-        assert_bitwise(y, residual + gate[:, None] * normed)
-        assert_saved(whole, *codes, *saved)
-        declared = declarations["coat::gated_sum"]((y, *codes), residual, gate, result, *args)
-        assert len(declared) == (saved[0] != "none")
-        for cast in declared:
-            assert_bitwise(cast.values, whole)
+        results = gated_sum(residual, gate, result, *args)
+        assert_bitwise(results[0], residual + gate[:, None] * normed)
+        assert_casts(gated_sum, results, (residual, gate, result, *args), *[whole] * (saved[0] != "none"))
 
 
 @pytest.mark.parametrize("dtypes", [(BF16, BF16), (FP32, FP32), (FP16, FP16), (BF16, FP32), (FP32, BF16)], ids=str)
@@ -89,10 +83,11 @@ def test_the_gradients_are_autograds() -> None:
     leaves = [gate.double().requires_grad_(), result.double().requires_grad_()]
     expected_dgate, expected_dy = torch.autograd.grad(leaves[0][:, None] * leaves[1], leaves, grad.double())
     for spec in SPECS:
-        dy, codes, scale, dgate = gated_sum_backward(grad, gate, result, None, 128, FP32, *spec)
+        args = (grad, gate, result, None, 128, FP32, *spec)
+        dy, _, _, dgate = results = gated_sum_backward(*args)
         assert_rows_close(dy.double(), expected_dy, KERNEL_ROW_RTOL)
         assert_rows_close(dgate.double(), expected_dgate, KERNEL_ROW_RTOL)
-        assert_codes_of(dy, codes, scale, *spec)
+        assert_casts(gated_sum_backward, results, args)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
@@ -107,11 +102,12 @@ def test_the_norms_gradients_are_autograds(from_codes: bool, dtype: torch.dtype)
     normed = torch.nn.functional.rms_norm(leaves[0], (48,), weight.double(), EPS)
     dy, dgate = torch.autograd.grad(normed * leaves[1][:, None], leaves, grad.double())
     for spec in SPECS:
-        found, codes, scale, of_gate = gated_sum_backward(grad, gate, *saved, dtype, *spec, weight, EPS)
+        args = (grad, gate, *saved, dtype, *spec, weight, EPS)
+        found, _, _, of_gate = results = gated_sum_backward(*args)
         assert found.dtype == dtype
         assert_sqnr(dy, found, FLOOR[dtype])
         assert_sqnr(dgate, of_gate, NORM_BACKWARD_FP32_FLOOR_DB)
-        assert_codes_of(found, codes, scale, *spec)
+        assert_casts(gated_sum_backward, results, args)
 
 
 def test_a_row_of_zeros_gets_a_finite_gradient() -> None:
@@ -201,6 +197,6 @@ def test_without_result_there_is_no_gradient_of_the_gate(device: torch.device) -
         assert dgate.shape == (0,)
     for granularity in ("per_row", "per_tensor"):  # codes are those of what is returned
         args = (grad, gate.bfloat16(), None, None, 128, BF16, "e5m2", granularity)
-        dy, codes, scale, _ = kernel_of(gated_sum_backward)(*args)
-        assert dy.dtype == BF16
-        assert_codes_of(dy, codes, scale, "e5m2", granularity)
+        results = kernel_of(gated_sum_backward)(*args)
+        assert results[0].dtype == BF16
+        assert_casts(gated_sum_backward, results, args)

@@ -16,7 +16,7 @@ from coat_core.ops.qkv import qkv_mlp_backward, qkv_rope_backward
 from coat_core.quantize import dequantize, quantize
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.operators import bits, check_layout, moved, reference
-from tests.helpers.rows import SPECS, assert_codes_of, assert_follows, assert_rows_close, assert_saved, kernel_of, rows
+from tests.helpers.rows import SPECS, assert_casts, assert_follows, assert_rows_close, kernel_of, rows
 from tests.tolerances import BF16_ULP_RTOL, GELU_RELATIVE_RTOL, GELU_RTOL, KERNEL_ROW_RTOL, SILU_RTOL
 
 BF16, FP32, FP16 = torch.bfloat16, torch.float32, torch.float16
@@ -100,11 +100,10 @@ def test_operators_are_torchs_linear_and_activation(activation: str, dtype: torc
     _, _, h, up = given(activation, 48, 65, rank, dtype)
     attention, mlp = rows((2, 7, 48)).to(dtype), (3 * rows((2, 7, columns(65, activation)))).to(dtype)
     how = ("e5m2", "per_row", "e4m3", 32, dtype, activation)
-    values, *codes = mlp_activation(attention, mlp, h, up, *how)
+    values, *codes = results = mlp_activation(attention, mlp, h, up, *how)
     assert_bitwise(values, torch.cat([attention, act(complete(mlp, h, up), activation)], dim=-1))
-    assert_codes_of(values, *codes[:2], "e5m2", "per_row")
-    assert_saved(attention, *codes[2:4], "e4m3", 32)
-    assert_saved(complete(mlp, h, up), *codes[4:], "e4m3", 32)
+    whole_mlp = complete(mlp, h, up)
+    assert_casts(mlp_activation, results, (attention, mlp, h, up, *how), values, attention, whole_mlp)
     down = torch.randn(8, 121).to(dtype)[:, 8:]
     h_next, *next_codes = mlp_activation_down(attention, mlp, h, up, down, *how)
     assert_bitwise(h_next, torch.nn.functional.linear(values, down))
@@ -191,18 +190,12 @@ def test_halves_of_two_linears_have_adapters_of_their_own(rank: int, by: Any, de
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_what_is_cast_is_declared(activation: str) -> None:
     inputs, how = given(activation, 48, 65, 4), ("e4m3", "per_row", "e4m3", 16, FP32, activation)
-    arguments = (*inputs, *how)
-    out = mlp_activation(*arguments)
-    casts = declarations["coat::mlp_activation"](out, *arguments)
-    assert [cast.kind for cast in casts] == ["input", None, None]
-    for cast, wanted in zip(casts, (out[0], inputs[0], complete(*inputs[1:])), strict=True):
-        assert_bitwise(cast.values, wanted)
-        assert_bitwise(quantize(wanted, "e4m3", cast.granularity).scale, cast.scale)
-    arguments = (*inputs, torch.randn(3, 113), *how)
-    of_down = declarations["coat::mlp_activation_down"](mlp_activation_down(*arguments), *arguments)
-    assert [cast.kind for cast in of_down] == ["input", None, None]
-    for cast, other in zip(of_down, casts, strict=True):
-        assert_bitwise(cast.values, other.values)
+    values = mlp_activation(*inputs, *how)[0]
+    for op, after in ((mlp_activation, ()), (mlp_activation_down, (torch.randn(3, 113),))):
+        arguments = (*inputs, *after, *how)
+        assert_casts(op, op(*arguments), arguments, values, inputs[0], complete(*inputs[1:]))
+        casts = declarations[op._qualname](op(*arguments), *arguments)
+        assert [cast.kind for cast in casts] == ["input", None, None]
     nothing = (*inputs, *NOTHING_SAVED, 16, FP32, activation)
     assert declarations["coat::mlp_activation"](mlp_activation(*nothing), *nothing) == ()
 
@@ -229,14 +222,11 @@ def test_kernel(case: tuple[Any, ...], device: torch.device) -> None:
     attention, mlp, h, up = given(activation, d, f, rank, s=19 if rank == 1 else 7)
     if not rank:
         attention, mlp = rows((2, 4, d), layout) if d else None, 3 * rows((2, 4, columns(f, activation)), layout)
-    arguments = moved((attention, mlp, h, up, *spec, "e5m2", group, FP32, activation), device)
-    values, codes, scale, *kept = kernel_of(mlp_activation)(*arguments)
+    arguments = (attention, mlp, h, up, *spec, "e5m2", group, FP32, activation)
+    values = assert_follows(mlp_activation, arguments, device)[0]
     if d:
         assert_bitwise(values[..., :d].cpu(), attention.contiguous())
-        assert_saved(attention, *kept[:2], "e5m2", group)
     assert_values(values[..., -f:], complete(mlp, h, up), activation)
-    assert_codes_of(values, codes, scale, *spec)
-    assert_saved(complete(mlp, h, up), *kept[2:], "e5m2", group)
 
 
 @pytest.mark.triton

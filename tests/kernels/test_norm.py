@@ -24,10 +24,9 @@ from tests.helpers.rows import (
     LAYOUTS,
     SAVED,
     SPECS,
-    assert_codes_of,
+    assert_casts,
     assert_follows,
     assert_rows_close,
-    assert_saved,
     diffusers_norm,
     read_cases,
     rows,
@@ -76,10 +75,10 @@ def test_n_comes_with_its_codes_and_those_of_x_give_it_again(norm: str) -> None:
     x = rows((2, 7, 48)).bfloat16()
     *modulation, weight = vectors(norm, x)
     for spec, saved in zip(SPECS, [*SAVED, SAVED[0]], strict=True):
-        n, codes, code_scale, *x_codes = norm_modulate_quantize(x, *modulation, EPS, *spec, *saved, weight)
+        args = (x, *modulation, EPS, *spec, *saved, weight)
+        n, *_ = results = norm_modulate_quantize(*args)
         assert_bitwise(n, norm_modulate(x, None, 0, *modulation, EPS, BF16, weight))
-        assert_codes_of(n, codes, code_scale, *spec)
-        assert_saved(x, *x_codes, *saved)
+        assert_casts(norm_modulate_quantize, results, args, *[n] * (spec[1] != "none"), *[x] * (saved[0] != "none"))
     for granularity in GRANULARITIES[:2]:
         saved_codes, saved_scale, _ = quantize(x, "e4m3", granularity)
         again = norm_modulate(saved_codes, saved_scale, 16, *modulation, EPS, BF16, weight)

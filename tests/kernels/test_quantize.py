@@ -20,7 +20,7 @@ from coat_core.quantize import dequantize as dequantize_reference
 from coat_core.quantize import quantize as quantize_reference
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.operators import reference
-from tests.helpers.rows import LAYOUTS, SPECS, assert_codes_of, assert_saved, rows
+from tests.helpers.rows import LAYOUTS, SPECS, assert_casts, assert_follows, rows
 
 with suppress(ImportError):  # without triton
     from coat_core.ops import quantize_kernel as kernels
@@ -145,18 +145,11 @@ def test_transpose_kernel(shape: tuple[int, int], device: torch.device) -> None:
 HOW = [(*spec, "e4m3", 16) for spec in SPECS] + [("e4m3", "per_row", "none", 128), ("none", "none", "e5m2", 128)]
 
 
-def assert_both(x: Tensor, found: tuple[Tensor, ...], how: tuple[str, str, str, int]) -> None:
-    """Assert that these are the codes of x to the bit."""
-    fmt, granularity, *saved = how
-    assert_codes_of(x.contiguous(), *found[:2], "e4m3" if fmt == "none" else fmt, granularity)
-    assert_saved(x, *found[2:], *saved)
-
-
 @pytest.mark.parametrize("how", HOW, ids=str)
 def test_both_are_the_codes_of_x(how: tuple[str, str, str, int]) -> None:
     x = rows((2, 7, 40)).bfloat16()
     found = quantize_and_save(x, *how)
-    assert_both(x, found, how)
+    assert_casts(quantize_and_save, found, (x, *how))
     declared = declarations["coat::quantize_and_save"](found, x, *how)
     expected = [how[1]] * (how[1] != "none") + ["per_group"] * (how[2] != "none")
     assert [cast.granularity.name for cast in declared] == expected
@@ -174,8 +167,7 @@ def test_quantize_and_save_kernel(layout: str, how: tuple[str, str, str, int], d
         x = rows((2, 3, 7, 16), "dense").bfloat16().transpose(1, 2).flatten(2)
     else:
         x = rows({"dense": (5, 1), "strided": (1, 4, 2100), "slice": (2, 7, 48)}[layout], layout)
-    x = x.to(device)
-    assert_both(x, kernels.quantize_and_save(x, *how), how)
+    assert_follows(quantize_and_save, (x, *how), device)
 
 
 @pytest.mark.triton
