@@ -155,6 +155,11 @@ def calls(normed: bool) -> Iterator[tuple[Any, tuple[Any, ...], float]]:
         residual, gate, result = tensors(layout="whole", dtype=dtype)
         norm = (weight_of(result).to(of_weight), EPS) if normed else ()
         yield gated_sum, (residual, gate, result, *adapter(SHAPE, 16, dtype), "e4m3", 16, *norm), 6 * BF16_ULP_RTOL
+    large, half = torch.full(SHAPE, 256.0).bfloat16(), torch.full((48, 2), 0.5).bfloat16()
+    norm = (weight_of(large), EPS) if normed else ()
+    # 257 is rounded to 256, before it is saved
+    args = (large, large[:, 0], large, torch.ones(2, 7, 2).bfloat16(), half, "e4m3", 16, *norm)
+    yield gated_sum, args, 6 * BF16_ULP_RTOL
     for tokens, granularity in ((7, "per_tensor"), (1, "per_row"), (0, "none")):
         x, gate = turned(2, tokens, 48), torch.randn(2, 144)[:, 48:96]
         norm, saved = (torch.rand(48), EPS) if normed else (), ("e5m2", 16) if tokens else ("none", 0)
