@@ -189,7 +189,6 @@ def test_without_fp8_products_all_is_int8(monkeypatch: pytest.MonkeyPatch, caplo
 
 @pytest.fixture(scope="module")
 def in_bf16() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Output and gradients of the same LoRA without COAT."""
     plain = tiny_flux()
     tiny_lora(plain, COATConfig.from_dict({"enabled": False}))
     return step_of(plain)
@@ -313,7 +312,6 @@ def peft_model(base_fp8: bool = True, **lora: Any) -> nn.Module:
 
 
 def saved_inputs(run: Any) -> list[Tensor]:
-    """FP8 tensors with one row per token that `run` saves."""
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         run()

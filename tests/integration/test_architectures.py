@@ -111,7 +111,6 @@ ALL = pytest.mark.parametrize("name", ARCHITECTURES)
 
 
 def frozen_model(name: str, **options: Any) -> nn.Module:
-    """In bf16, with the same weights at each call."""
     torch.manual_seed(0)
     level = logging.get_verbosity()
     logging.set_verbosity_error()  # `.to(bfloat16)` warns of modules that stay fp32, also where there are none
@@ -149,13 +148,11 @@ def to_bf16(value: Any) -> Any:
 
 
 def predict(name: str, model: Any) -> Tensor:
-    """The model's output for the same inputs at each call."""
     inputs = {**inputs_of(name, model.config), "timestep": torch.tensor([400.0])}
     return model(**to_bf16(inputs), return_dict=False)[0]
 
 
 def step(name: str, model: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
-    """Output and LoRA gradients of one step."""
     prediction = predict(name, model)
     loss_of(prediction).backward()
     gradients = {key: parameter.grad.detach().clone() for key, parameter in lora_parameters(model).items()}
@@ -173,7 +170,6 @@ def dead(gradients: dict[str, Tensor]) -> set[str]:
 
 @pytest.fixture(scope="module")
 def in_bf16() -> dict[str, tuple[Tensor, dict[str, Tensor]]]:
-    """Output and gradients of each model without COAT."""
     return {name: step(name, coat_model(name, BF16)[0]) for name in ARCHITECTURES}
 
 

@@ -67,7 +67,6 @@ def test_gradient_errors_of_every_adapter(kind: str, outliers: float) -> None:
 
 
 def run_block(model: Any, kind: str, outliers: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """Output of a block, both streams as one, and the gradient of every adapter matrix."""
     block = {"double": model.transformer_blocks, "single": model.single_transformer_blocks}[kind][0]
     hidden, encoder, temb = block_inputs(model, TEXT, IMAGE, outliers)
     hidden.requires_grad_(), encoder.requires_grad_()

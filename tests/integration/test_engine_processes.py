@@ -77,7 +77,6 @@ class Together:
 
 
 def train_together(job: dict[str, Any], processes: int, *, fsdp2: bool = False) -> str:
-    """Train a job in several processes; returns what they printed."""
     codes, output = Together(job, processes, fsdp2=fsdp2).end()
     assert codes == [0] * processes, output[-3000:]
     return output
@@ -114,7 +113,6 @@ def watched(place: dict[str, Path], name: str, steps: int, accumulation: int, **
 
 
 def copies_of(place: dict[str, Path], name: str) -> list[dict[str, Path]]:
-    """Two places with a copy each of a run."""
     places = [{**place, "out": place["out"].with_name(f"{name}_{part}")} for part in ("three", "alone")]
     for copy in places:
         shutil.copytree(place["out"] / name, copy["out"] / name)
@@ -219,7 +217,6 @@ def assert_same_files(run: Path, other: Path) -> None:
 
 
 def layers_observed(run: Path) -> set[tuple[str, ...]]:
-    """Step, layer and kind of the casts of a health step."""
     with (run / "coat" / "precision.csv").open(encoding="utf-8") as file:
         return {tuple(row.values())[:3] for row in csv.DictReader(file)}
 
@@ -236,7 +233,6 @@ def distance(place: dict[str, Path], run: Path, other: Path) -> float:
 
 @pytest.fixture(scope="module")
 def full_two(place: dict[str, Path]) -> tuple[str, list[dict[str, Path]]]:
-    """A full run of two processes: what they printed, and two places with a copy of it."""
     out = train_together(watched(place, "full_two", 2, 1), 2, fsdp2=True)
     return out, copies_of(place, "full_two")
 

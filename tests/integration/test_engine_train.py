@@ -45,7 +45,6 @@ def four(place: dict[str, Path]) -> Path:
 
 @pytest.fixture
 def copied(four: Path, place: dict[str, Path], tmp_path: Path) -> dict[str, Path]:
-    """The place with a copy of that run."""
     shutil.copytree(four.parent, tmp_path / "out" / "four")
     return {**place, "out": tmp_path / "out"}
 
@@ -318,7 +317,6 @@ def test_streamed_weights_change_no_bit_of_a_run_that_is_killed_and_resumed(
 
 @pytest.fixture
 def logged(place: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """A job that logs to W&B, offline."""
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.chdir(tmp_path)

@@ -34,7 +34,6 @@ def test_a_running_job_is_sampled_saved_and_stopped_by_mouse(
     train = {"steps": 100_000, "disable_sampling": False, "skip_first_sample": True}
 
     def use(page: Driver, session: Session) -> None:
-        """Look at the page between two steps."""
         if session.step == 1:
             address, token = re.search(r"watch: (http://127\.0\.0\.1:\d+/)#(\S{32})", capsys.readouterr().out).groups()
             page.open(address)  # without the token

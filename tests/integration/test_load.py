@@ -84,7 +84,6 @@ def assert_same(model: nn.Module, expected: nn.Module) -> None:
 
 
 def whole(path: Path, dtype: torch.dtype, coat: COATConfig | None = None) -> nn.Module:
-    """The model loaded whole, and converted after that."""
     if path.is_file():
         model = load_transformer(str(path), dtype)
     else:
@@ -299,7 +298,6 @@ def test_a_file_that_is_not_whole_is_told_from_its_header(tmp_path: Path) -> Non
 
 
 def changed(edit: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
-    """Change the tensors of a folder's one file of weights."""
 
     def change(folder: Path) -> None:
         path = folder / "transformer" / weights.WEIGHTS

@@ -86,7 +86,6 @@ def test_weights_are_bf16_on_disk_and_load_completely(folder, pipe):
 
 @pytest.fixture(scope="module")
 def world():
-    """The scripts' modules of prompts and the scorer, and the quickstart."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "scripts"))
         return [importlib.import_module(name) for name in ("mini_flux.samples", "mini_flux.scorer", "quickstart")]

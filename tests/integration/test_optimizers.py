@@ -72,7 +72,6 @@ def test_adafactor_trains_and_its_state_is_not_anothers(place: dict[str, Path]) 
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """All tensors of the state that are not single numbers."""
     states = [value for state in optimizer.state.values() for value in state.values()]
     return sum(value.nbytes for value in states if isinstance(value, torch.Tensor) and value.ndim)
 

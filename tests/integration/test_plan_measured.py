@@ -58,7 +58,6 @@ def flux_model(
 
 
 def flux_transformer(heads: int, head_dim: int, blocks: tuple[int, int]) -> nn.Module:
-    """With random weights."""
     axis = (head_dim - head_dim // 8) // 2
     sizes = {"num_layers": blocks[0], "num_single_layers": blocks[1], "attention_head_dim": head_dim}
     sizes |= {"num_attention_heads": heads, "joint_attention_dim": 64, "pooled_projection_dim": 64}
@@ -66,7 +65,6 @@ def flux_transformer(heads: int, head_dim: int, blocks: tuple[int, int]) -> nn.M
 
 
 def flux_inputs(tokens: Tokens, device: str = "cpu") -> dict[str, Any]:
-    """Arguments of the transformer's forward."""
     size = {"dtype": torch.bfloat16, "device": device}
     return {
         "hidden_states": torch.zeros(tokens.batch, tokens.image, 64, **size),

@@ -21,7 +21,6 @@ E5M2 = {  # all but the weights; no GPU multiplies e5m2 by e5m2
 
 @pytest.fixture(scope="module")
 def experiment():
-    """`mini_flux.experiment`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "scripts"))
         yield importlib.import_module("mini_flux.experiment")

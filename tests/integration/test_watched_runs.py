@@ -86,7 +86,6 @@ def inputs(run: Path, step: int) -> dict[str, CastPrecision]:
 
 @pytest.fixture(scope="module")
 def whole(place: dict[str, Path]) -> Path:
-    """A run of three steps, whose second step chooses the planted layer."""
     return train("whole", place, 3)
 
 

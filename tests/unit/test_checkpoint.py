@@ -266,7 +266,6 @@ def root(tmp_path: Path) -> Path:
 
 
 def refused(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """The lines of a refused resume."""
     with pytest.raises(ResumeError, match="is a save of another run") as error:
         require_same_run(saved, now, (), "here")
     return [line.strip() for line in str(error.value).splitlines()[1:]]

@@ -207,7 +207,6 @@ class FluxSingleTransformerBlock(transformer_flux.FluxSingleTransformerBlock):
         image_rotary_emb: Any = None,
         joint_attention_kwargs: Any = None,
     ) -> tuple[Tensor, Tensor]:
-        """1.1 times the block's change."""
         text, image = super().forward(hidden_states, encoder_hidden_states, temb, image_rotary_emb)
         return text + 0.1 * (text - encoder_hidden_states), image + 0.1 * (image - hidden_states)
 

@@ -363,7 +363,6 @@ def test_losses_are_per_sample_weighted_and_masked(kind: str) -> None:
 
 
 def objective_loss(model: FluxTransformer2DModel, **train: Any) -> float:
-    """The objective's own loss of two samples, batch number 3 of a run."""
     batch = {"latents": torch.ones(2, 4, 8, 8), "prompt_embeds": torch.ones(2, 4, 32), "pooled": torch.ones(2, 16)}
     scheduler = FlowMatchEulerDiscreteScheduler(**FLUX_SCHEDULER)
     return Objective(model, TrainSection(**train), scheduler, 0, torch.float32)(batch, 3).item()

@@ -19,7 +19,6 @@ A, B = "transformer.block.to_q.lora_A.weight", "transformer.block.to_q.lora_B.we
 
 
 def guard_of(lines: list[str] | None = None, **options: Any) -> RunGuard:
-    """A guard over one adapter, A ones and B zeros, with these options."""
     lora = {A: torch.nn.Parameter(torch.ones(2, 4)), B: torch.nn.Parameter(torch.zeros(4, 2))}
     log = [].append if lines is None else lines.append
     return RunGuard(dataclasses.replace(GuardOptions(), **options), lora, log)

@@ -80,7 +80,6 @@ def pick(kept: str | None = None, tokens: int = 40, **speed: str) -> tuple[Atten
 
 
 def forced(kernel: str) -> AttentionPick:
-    """A pick whose config names a made-up kernel."""
     chooses = AttentionPick(COATConfig())
     chooses._forced = kernel
     return chooses

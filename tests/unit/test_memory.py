@@ -30,8 +30,6 @@ MIB, GB = 2**20, 10**9
 
 
 class FakeDevice:
-    """A GPU's memory."""
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.held = self.peak = self.resets = 0
         monkeypatch.setattr(phases_module, "used_bytes", lambda device: (self.held, 2 * self.held))

@@ -43,7 +43,6 @@ def flux_block(kind: str, names: list[str] | None = None, **options) -> Block:
 
 
 def per_element(kind: str, settings: FlowSettings, names: list[str] | None = None) -> float:
-    """Bytes kept per token and hidden element."""
     return block_bytes(flux_block(kind, names), TOKENS, settings).kept / (TOKENS.rows * 3072)
 
 

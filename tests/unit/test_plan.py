@@ -237,7 +237,6 @@ LAVISH_COAT = {
 
 
 def lavish_job(coat: dict[str, Any]) -> JobConfig:
-    """A job that spends memory wherever it can."""
     train = {
         "optimizer": "adamw", "batch_size": 4, "ema_config": {"use_ema": True}, "gradient_checkpointing": True,
         "gradient_accumulation": 2,

@@ -47,7 +47,6 @@ def gaussian(*shape: int, seed: int = 0) -> Tensor:
 
 
 def measured(x: Tensor, fmt: str = "e4m3", granularity: Granularity = PER_TENSOR) -> CastPrecision:
-    """The row of one cast, measured as it is."""
     return row_of(1, "", INPUT, [(measure_cast(x, *quantize(x, fmt, granularity)).tolist(), x.numel())])
 
 

@@ -242,7 +242,6 @@ def make(allow_recompute: bool = True, **memory: Any) -> Any:
 
 
 def recomputed(model: Any, tokens: int = TOKENS) -> list[int]:
-    """Indices of the blocks that ran twice."""
     for block in model.blocks:
         block.calls = 0
     model(torch.randn(1, tokens, WIDTH)).sum().backward()

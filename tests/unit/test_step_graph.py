@@ -51,7 +51,6 @@ class Run:
         self.folder = out / name
 
     def train(self, *, captures: bool, observer: Any = None) -> dict[str, Tensor]:
-        """The state at the end of the run."""
         build = optim.build_optimizer
         with pytest.MonkeyPatch.context() as patch:
             set_limits(patch, health_every=6, dead_lora_steps=2)  # steps 4, 7 and 8 are replayed
@@ -79,13 +78,11 @@ class Run:
         return (self.folder / "coat" / "log.txt").read_text()
 
     def numbers(self) -> list[list[str]]:
-        """Step, epoch, loss, learning rate and gradient norm of each step."""
         return [list(row.values())[:5] for row in rows(self.folder)]
 
 
 @pytest.fixture(scope="module")
 def eager_run(place: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Tensor], Any]:
-    """State and numbers at the end of a run without graphs."""
     run = Run("eager", place, tmp_path_factory.mktemp("eager"))
     state = run.train(captures=False)
     assert not run.graphs

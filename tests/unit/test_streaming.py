@@ -85,7 +85,6 @@ def test_codes_shared_out_over_processes_are_gathered_to_the_same_bits(monkeypat
 
 
 def parts(model: nn.Module) -> list[tuple[int, Tensor]]:
-    """Which part of each streamed block's codes a process keeps."""
     return [(i, codes.host) for i, codes in enumerate(streaming_of(model)._codes) if codes.host is not None]
 
 
