@@ -118,6 +118,11 @@ def train(name: str, place: dict[str, Path], from_step: int | None = None, **blo
     return COATTrainer(engine_job(name, **place, **blocks)).train(from_step=from_step)
 
 
+def tensors_in(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a folder's files."""
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
 def assert_same_end(run: Path, other: Path) -> None:
     """Assert that two runs have the same losses, raw and published weights, averages and states of the optimizer."""
     assert losses(run) == losses(other)

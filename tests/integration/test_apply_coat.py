@@ -21,7 +21,7 @@ from coat_flux.config.coat import COATConfig
 from coat_flux.trainers.standalone.network import lora_parameters
 from coat_flux.watch.casts import CastProbe
 from coat_flux.watch.precision import INPUT, weight_rows
-from tests.helpers.asserts import assert_bitwise, assert_sqnr, cosine
+from tests.helpers.asserts import assert_all_bitwise, assert_bitwise, assert_sqnr, cosine
 from tests.helpers.flux import (
     coat_flux_model,
     flux_inputs,
@@ -86,8 +86,7 @@ def test_disabled_is_a_bit_exact_no_op() -> None:
     assert {type(m) for m in model.modules()} == {type(m) for m in plain.modules()}
     (output, expected), (found, gradients) = step_of(plain), step_of(model)
     assert_bitwise(found, output)
-    for name, gradient in gradients.items():
-        assert_bitwise(gradient, expected[name])
+    assert_all_bitwise(gradients, expected)
 
 
 def test_exclude_and_include_decide_the_gemm_by_full_name() -> None:

@@ -25,7 +25,7 @@ from coat_flux.trainers import full
 from coat_flux.trainers.standalone import session
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from tests.helpers.asserts import assert_all_bitwise, assert_bitwise
-from tests.helpers.engine_job import assert_same_end, engine_job, full_job
+from tests.helpers.engine_job import assert_same_end, engine_job, full_job, tensors_in
 
 WHOLE = {"steps": 3, "gradient_accumulation": 2, "max_grad_norm": 1e9}  # which no gradient reaches
 EACH_STEP = {"dtype": "bf16", "save_every": 1}
@@ -36,11 +36,6 @@ def _shards() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(full, "SHARD_BYTES", 300_000)
         yield
-
-
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    files = sorted((folder / full.PART).glob("*.safetensors"))
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 @pytest.fixture(scope="module")
@@ -78,13 +73,14 @@ def test_updates_in_backward_are_the_separate_step_to_the_bit_wherever_moments_a
         with pytest.raises(Killed) if kills else nullcontext():
             final = COATTrainer(job, observer=kill).train()
     assert_same_end(final.parent, separate.parent)
-    assert_all_bitwise(tensors(final), tensors(separate))
+    assert_all_bitwise(tensors_in(final / full.PART), tensors_in(separate / full.PART))
     runs = ((0, 1, 2), True), ((1, 2, 3), False), ((2, 3), True)
     assert seen == [(step, offloaded) for steps, offloaded in runs for step in steps]
 
 
 def test_the_saved_model_loads_and_everything_was_trained(place: dict[str, Path], separate: Path) -> None:
-    saved, start = tensors(separate), FluxTransformer2DModel.from_pretrained(place["model"], subfolder="transformer")
+    saved = tensors_in(separate / full.PART)
+    start = FluxTransformer2DModel.from_pretrained(place["model"], subfolder="transformer")
     assert len(list((separate / full.PART).glob("*.safetensors"))) > 1
     loaded = FluxTransformer2DModel.from_pretrained(separate, subfolder=full.PART, torch_dtype=torch.bfloat16)
     assert_all_bitwise(dict(loaded.named_parameters()), saved)
@@ -100,11 +96,11 @@ def test_saves_are_rotated_gone_back_to_and_belong_to_their_run(place: dict[str,
     lora = engine_job("separate", **place, coat={}, train=WHOLE)
     with pytest.raises(ResumeError, match=r"network\.linear null -> 4"):
         COATTrainer(lora).train()
-    final = tensors(separate)
+    final = tensors_in(separate / full.PART)
     go_back(run, 2)
     assert not separate.exists()
     job = full_job("separate", place, coat={}, train=WHOLE, save=EACH_STEP)
-    assert_all_bitwise(tensors(COATTrainer(job).train()), final)
+    assert_all_bitwise(tensors_in(COATTrainer(job).train() / full.PART), final)
     (separate / full.PART / "config.json").unlink()  # a published folder that lost a file is put back
     assert COATTrainer(job).train() == separate
     assert (separate / full.PART / "config.json").is_file()
@@ -116,7 +112,7 @@ def test_include_and_exclude_choose_what_is_trained(place: dict[str, Path]) -> N
     final = COATTrainer(job).train()
     start = FluxTransformer2DModel.from_pretrained(place["model"], subfolder="transformer", torch_dtype=torch.bfloat16)
     start = dict(start.named_parameters())
-    saved = tensors(final)
+    saved = tensors_in(final / full.PART)
     assert {x.dtype for x in saved.values()} == {torch.float16}
     changed = {name for name, param in start.items() if not torch.equal(param.half(), saved[name])}
     wanted = {name for name in start if re.fullmatch(r"(x_embedder|transformer_blocks\..*\.attn\..*)\.weight", name)}

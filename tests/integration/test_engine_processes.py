@@ -27,7 +27,7 @@ from tests import tolerances
 from tests.architecture.sources import ROOT
 from tests.helpers.asserts import assert_all_bitwise
 from tests.helpers.driver import until
-from tests.helpers.engine_job import FEW_LINEARS, ON_DISK, assert_same_end, engine_job, full_job, losses
+from tests.helpers.engine_job import FEW_LINEARS, ON_DISK, assert_same_end, engine_job, full_job, losses, tensors_in
 from tests.reliability.forks import fork, wait
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork, with which processes start at once")
@@ -124,9 +124,9 @@ def steps_of(run: Path) -> int:
 
 
 def check_saved_step(run: Path) -> int:
-    """The step of the newest set of a killed run: its last, or the one before."""
+    """The step of the newest set of a killed run, which saves every two steps; the kill may come while it does."""
     step = set_step(newest_set(run))
-    assert step in (steps_of(run), steps_of(run) - 1)
+    assert 0 <= steps_of(run) - step <= 2
     return step
 
 
@@ -202,10 +202,6 @@ def test_a_killed_process_ends_all_with_one_message(place: dict[str, Path]) -> N
 
 
 # -- full fine-tuning --------------------------------------------------------------------------------------------------
-
-
-def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
 def assert_same_files(run: Path, other: Path) -> None:

@@ -64,6 +64,12 @@ def models(mini: FluxTransformer2DModel, tmp_path_factory: pytest.TempPathFactor
     return found | ({"FLUX.2": write_flux2(root / "klein")} if hasattr(diffusers, "Flux2KleinPipeline") else {})
 
 
+def folder_of(models: dict[str, Path], name: str) -> Path:
+    if name not in models:
+        pytest.skip("this diffusers has no FLUX.2 klein; 0.37 has")
+    return models[name]
+
+
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """All that a model holds: parameters and buffers, those outside of the state dict as well."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -71,16 +77,13 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def assert_same(model: nn.Module, expected: nn.Module) -> None:
     """Equal to the bit, of the same classes, and with the same notes on precision."""
-    found, wanted = tensors_of(model), tensors_of(expected)
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        assert (found[name].dtype, found[name].requires_grad) == (tensor.dtype, False), name
-        assert torch.equal(found[name], tensor), name
+    assert_all_bitwise(tensors_of(model), tensors_of(expected))
+    assert not any(parameter.requires_grad for parameter in model.parameters())
     modules = dict(expected.named_modules())
     for name, module in model.named_modules():
         assert type(module) is type(modules[name])
-        assert getattr(module, WEIGHT_PRECISION, None) == getattr(modules[name], WEIGHT_PRECISION, None)
-        assert getattr(module, "weight_dtype", None) == getattr(modules[name], "weight_dtype", None)
+        for note in (WEIGHT_PRECISION, "weight_dtype"):
+            assert getattr(module, note, None) == getattr(modules[name], note, None)
 
 
 def whole(path: Path, dtype: torch.dtype, coat: COATConfig | None = None) -> nn.Module:
@@ -99,9 +102,7 @@ def whole(path: Path, dtype: torch.dtype, coat: COATConfig | None = None) -> nn.
 
 @pytest.mark.parametrize(("name", "dtype"), [("shards", BF16), ("one file", FP32), ("FLUX.2", BF16)], ids=str)
 def test_every_tensor_is_what_diffusers_loads(models: dict[str, Path], name: str, dtype: torch.dtype) -> None:
-    if name not in models:
-        pytest.skip("this diffusers has no FLUX.2 klein; 0.37 has")
-    expected = whole(models[name], dtype)
+    expected = whole(folder_of(models, name), dtype)
     torch.manual_seed(0)
     state = torch.get_rng_state()
     model = load_transformer(str(models[name]), dtype)
@@ -116,10 +117,9 @@ def test_every_tensor_is_what_diffusers_loads(models: dict[str, Path], name: str
     ("name", "coat"), [*(("shards", coat) for coat in COATS), ("original", "nvfp4"), ("FLUX.2", "defaults")]
 )
 def test_codes_are_those_of_a_model_loaded_whole(models: dict[str, Path], name: str, coat: str) -> None:
-    if name not in models:
-        pytest.skip("this diffusers has no FLUX.2 klein; 0.37 has")
+    folder = folder_of(models, name)
     config = COATConfig.from_dict(COATS[coat])
-    model, expected = load_transformer(str(models[name]), BF16, config), whole(models[name], BF16)
+    model, expected = load_transformer(str(folder), BF16, config), whole(folder, BF16)
     reports = [apply_coat(each, config) for each in (model, expected)]
     assert_same(model, expected)
     assert reports[0].table() == reports[1].table()

@@ -191,8 +191,8 @@ def test_going_back_moves_what_is_newer_and_nothing_else(tmp_path: Path) -> None
         name = f"run_{step:09d}.safetensors"
 
         def write(folder: Path, step: int = step) -> None:
+            writer(str(step))(folder)
             save_file({"x": torch.full((4,), float(step))}, folder / "lora", {"training_info": f'{{"step": {step}}}'})
-            (folder / "optimizer").write_text(str(step), encoding="utf-8")
 
         commit(run, step, write, {name: "lora", "optimizer.pt": "optimizer"})
     (run / "coat" / "metrics.csv").write_text("step\n6\n", encoding="utf-8")
@@ -205,7 +205,7 @@ def test_going_back_moves_what_is_newer_and_nothing_else(tmp_path: Path) -> None
     assert back.startswith(f"{run / 'optimizer.pt'}: put back")
     assert names(aside) == {"state-000000006", "run_000000006.safetensors", "metrics.csv"}
     assert names(run) == {"coat", "mine.safetensors", "run_000000003.safetensors", "optimizer.pt"}
-    assert (run / "optimizer.pt").read_text(encoding="utf-8") == "3"
+    assert (run / "optimizer.pt").read_text(encoding="utf-8") == "optimizer 3"
     assert kept(run) == [3]
     assert repair(run) == []
     assert go_back(run, 3) == [f"{run}: step 3 is its newest state already"]
