@@ -12,11 +12,10 @@ import sys
 from typing import Any
 
 import pytest
-import torch
 
 from tests.architecture.sources import ROOT
 from tests.helpers.aitk_standin.real import Checkout, make_real_entry
-from tests.helpers.asserts import assert_bitwise
+from tests.helpers.asserts import assert_all_bitwise
 
 pytestmark = [pytest.mark.aitk, pytest.mark.timeout(3600)]
 
@@ -97,8 +96,7 @@ def test_jobs_run_to_their_loras_and_resumed_ones_end_with_the_same(checkout: Ch
         checkout.assert_same_lora(whole, resumed)
         states = checkout.optimizer(whole)["state"], checkout.optimizer(resumed)["state"]
         for index, state in states[0].items():
-            for key, value in state.items():
-                assert_bitwise(torch.as_tensor(states[1][index][key]), torch.as_tensor(value))
+            assert_all_bitwise(state, states[1][index])
 
 
 # -- what users combine with COAT: the table of docs/ai-toolkit.md has the same rows ----------------------------------

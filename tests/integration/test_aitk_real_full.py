@@ -19,7 +19,7 @@ from coat_flux.trainers.standalone.saving import find_resume_point
 from tests.helpers.aitk_standin.ends import assert_same_end
 from tests.helpers.aitk_standin.host import REPOSITORY
 from tests.helpers.aitk_standin.real import Checkout, make_real_entry, real_checkout  # noqa: F401
-from tests.helpers.asserts import assert_bitwise
+from tests.helpers.asserts import assert_all_bitwise
 
 pytestmark = [pytest.mark.aitk, pytest.mark.timeout(3600)]
 
@@ -69,10 +69,7 @@ def _original(checkout: Checkout) -> dict[str, torch.Tensor]:
 
 
 def _assert_same_end(checkout: Checkout, name: str) -> None:
-    ours, theirs = _saved(checkout, name), _saved(checkout, WHOLE)
-    assert ours.keys() == theirs.keys()
-    for key, value in ours.items():
-        assert_bitwise(value, theirs[key])
+    assert_all_bitwise(_saved(checkout, name), _saved(checkout, WHOLE))
     assert_same_end(checkout.folder(WHOLE), checkout.folder(name), records=False)
 
 
@@ -90,8 +87,7 @@ def test_every_weight_is_trained_and_the_save_is_ai_toolkits_and_loads_with_diff
     assert sorted(path.name for path in folder.glob("whole*")) == names
     assert sorted(path.name for path in (folder / WHOLE).iterdir()) == ["aitk_meta.yaml", "transformer"]
     loaded = FluxTransformer2DModel.from_pretrained(folder / WHOLE, subfolder="transformer", torch_dtype=torch.bfloat16)
-    for name, parameter in loaded.named_parameters():
-        assert_bitwise(parameter.detach(), saved[name])
+    assert_all_bitwise(dict(loaded.named_parameters()), saved)
     losses, held_out = checkout.column(WHOLE, "loss"), _records(checkout, WHOLE)["held_out_loss"]
     assert len(losses) == STEPS
     assert all(map(math.isfinite, losses))

@@ -17,7 +17,7 @@ from coat_core.formats import INT8_RATIO, UINT8_LOG
 from coat_core.moments import dequantize_log, dequantize_ratio, quantize_log, quantize_ratio, update_ratio
 from coat_core.optim.state import MOMENTS, Storage, storages
 from coat_core.quantize import split_groups
-from tests.helpers.asserts import assert_bitwise
+from tests.helpers.asserts import assert_all_bitwise, assert_bitwise
 
 # One element, 0 dimensions, tails shorter than any block, whole blocks, several dimensions, and no element at all.
 SHAPES = [(16, 64), (1,), (), (7,), (129,), (3, 5, 11), (128, 16), (0, 4)]
@@ -84,10 +84,7 @@ def assert_same(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> Non
     """Parameters and states, to the bit."""
     for a, b in zip(params_of(one), params_of(other), strict=True):
         assert_bitwise(a.detach().contiguous(), b.detach().contiguous())
-        state, expected = one.state.get(a, {}), other.state.get(b, {})
-        assert state.keys() == expected.keys()
-        for key, value in state.items():
-            assert_bitwise(value, expected[key])
+        assert_all_bitwise(one.state.get(a, {}), other.state.get(b, {}))
 
 
 def quantize_like(name: str, m: Tensor, v: Tensor, storage: Storage) -> tuple[Tensor, ...]:

@@ -67,7 +67,8 @@ def test_every_bit_is_that_of_one_step_with_moments_on_the_device(name: str, off
         optimizer = FP8AdamW(groups, fp8_config=KINDS[name], seed=5, offload=way[0])
         made.append(train(optimizer, range(3), way[1]))
     assert_same(*made)
-    assert all(slot.shape[0] * KINDS[name].block_size <= LIMIT for slot in made[1].staging[:1])
+    if offload == "cpu":
+        assert made[1].staging[0].shape[0] * KINDS[name].block_size <= LIMIT
 
 
 @each_way

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from tests.helpers.asserts import assert_bitwise
+from tests.helpers.asserts import assert_all_bitwise, assert_bitwise
 
 NOT_SEEDED = {"numpy", "numpy_gauss"}  # by no ai-toolkit, and drawn by none
 
@@ -35,8 +35,7 @@ def assert_same_end(one: Path, other: Path, *, records: bool = True) -> None:
     before, after = (torch.load(run / "optimizer.pt", weights_only=True)["state"] for run in (one, other))
     assert before.keys() == after.keys()
     for index, state in before.items():
-        for key, value in state.items():
-            assert_bitwise(after[index][key], value)
+        assert_all_bitwise(after[index], state)
     if records:
         expected, got = (json.loads((folder / "aitk" / "state.json").read_text()) for folder in (left, right))
         for key in expected:
