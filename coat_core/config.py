@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, fields
+from typing import Any
 
 from coat_core.formats import FORMATS, INT8, M1_FORMATS, M2_FORMATS, WEIGHT_FORMATS
 
 GRANULARITIES = ("per_tensor", "per_row")
 
 
-def _check_choices(config: object, choices: Mapping[str, Collection[object]]) -> None:
-    for name, allowed in choices.items():
+def _check_choices(config: Any, choices: dict[str, Collection[object]]) -> None:
+    flags = {field.name: (True, False) for field in fields(config) if field.type == "bool"}
+    for name, allowed in {**flags, **choices}.items():
         value = getattr(config, name)
         if not isinstance(value, (str, bool)) or value not in allowed:
             raise ValueError(f"{name}={value!r}: must be one of {', '.join(map(str, allowed))}")
@@ -74,13 +76,9 @@ class FP8QuantizationConfig:
     expansion: ExpansionConfig = ExpansionConfig()
 
     def __post_init__(self) -> None:
-        choices: Mapping[str, Collection[object]] = {
-            "use_fp8_m1": (True, False),
-            "use_fp8_m2": (True, False),
+        choices: dict[str, Collection[object]] = {
             "m1_format": M1_FORMATS,
             "m2_format": M2_FORMATS,
-            "use_dynamic_range_expansion": (True, False),
-            "stochastic_rounding": (True, False),
             "moment_rounding": ("nearest", "stochastic"),
         }
         _check_choices(self, choices)
@@ -123,7 +121,7 @@ class FP8LinearConfig:
 
     def __post_init__(self) -> None:
         in_int8 = self.weight_format == INT8.name
-        choices: Mapping[str, Collection[object]] = {
+        choices: dict[str, Collection[object]] = {
             "weight_format": WEIGHT_FORMATS,
             "weight_granularity": GRANULARITIES,
             "input_format": (INT8.name,) if in_int8 else FORMATS,
@@ -131,8 +129,6 @@ class FP8LinearConfig:
             "input_granularity": ("per_row",) if in_int8 else GRANULARITIES,
             "wgrad_format": ("bf16",) if in_int8 else (*FORMATS, "bf16"),
             "fallback": ("bf16", "error"),
-            "use_fp8_gemm": (True, False),
-            "cache_weight": (True, False),
         }
         _check_choices(self, choices)
 

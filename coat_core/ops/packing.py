@@ -66,10 +66,8 @@ class Chunk:
 
     def per_block(self, table: Tensor) -> Tensor:
         """Return for each block the row of its tensor in a table."""
-        rows = []
-        for (index, _, _), blocks in zip(self.pieces, self.blocks, strict=True):
-            rows.append(table[index].expand(blocks, -1))
-        return torch.cat(rows)
+        places = zip(self.pieces, self.blocks, strict=True)
+        return torch.cat([table[index].expand(blocks, -1) for (index, _, _), blocks in places])
 
 
 @functools.lru_cache(maxsize=32)  # a step asks for the same chunks as the one before

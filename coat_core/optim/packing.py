@@ -67,13 +67,9 @@ class DeviceState:
 
         `tables` have a row for each parameter; those of draws are int32.
         """
-        params: list[Tensor] = []
-        grads: list[Any] = []
-        first_blocks: list[int] = []
-        for index in indices:
-            params.append(self.params[index])
-            grads.append(self.params[index].grad)
-            first_blocks.append(self.first_blocks[index])
+        params = [self.params[index] for index in indices]
+        grads: list[Any] = [param.grad for param in params]
+        first_blocks = [self.first_blocks[index] for index in indices]
         if self.staging is None:
             yield {"params": params, "grads": grads, "first_blocks": first_blocks, **self.moments, **tables}
             return
