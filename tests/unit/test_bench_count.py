@@ -82,7 +82,7 @@ def test_the_whole_model_is_counted(step: Recorder) -> None:
 def test_every_linear_multiplies_in_fp8_once_in_each_direction(step: Recorder) -> None:
     found = Counter(launch.region for launch in step.launches if launch.part == "_scaled_mm")
     assert found == {region: PRODUCTS[region.split()[-2]] for region in step.times}
-    d, rows = 24 * 128, 1024 + 512
+    d, rows = Geometry().hidden, 1024 + 512
     single = sum(x.flops for x in step.launches if x.part == "_scaled_mm" and x.region == "single forward")
     assert single == 2 * rows * 12 * d * d
 
