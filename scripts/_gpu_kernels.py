@@ -80,9 +80,9 @@ def _normal(device: torch.device, *shape: int) -> Tensor:
 
 def _products(geometry: Geometry, resolution: int, device: torch.device) -> Iterator[tuple[str, float, Call]]:
     """Products y = x Wᵀ in bf16 and FP8, there with the accumulation of the forward pass and with that of gradients."""
-    m = token_count(resolution)
+    m, hidden = token_count(resolution), geometry.heads * HEAD_DIM
     for wide_in, wide_out in SHAPES:
-        k, n = wide_in * geometry.hidden, wide_out * geometry.hidden
+        k, n = wide_in * hidden, wide_out * hidden
         flops, shape = 2.0 * m * k * n, f"{k} -> {n}"
         x, w = _normal(device, m, k), _normal(device, n, k)
         yield f"bf16 product {shape}", flops, lambda x=x, w=w: x @ w.t()
