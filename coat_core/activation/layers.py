@@ -7,7 +7,8 @@ Down-projection, which saves its input in FP8:
     dA = dhᵀ x_q        from the FP8 x, which only dA needs
 
 An FP8 base linear that reads the same x shares its FP8 copy (`hands_input_to_adapter`), since the trainer may cast x
-before the adapter reads it: q, k, v and their adapters save 1 byte per element of x among them.
+before the adapter reads it: q, k, v and their adapters save 1 byte per element of x among them. Of a parameter or an
+input, such as a caption's embedding, they save x itself, which is kept in any case.
 
 Convolution with frozen weights, which saves no input:
 
@@ -34,32 +35,32 @@ from coat_core.autograd import autocast_is_on, first_order_only
 from coat_core.formats import INT8
 from coat_core.granularity import Storage
 from coat_core.int8 import rotation_size
-from coat_core.ops.quantize import dequantize, quantize_once, rotate
-from coat_core.quantize import Quantized
+from coat_core.ops.quantize import dequantize, quantize_once, read_saved_input, rotate, saved_input
 
 CONVOLUTIONS: tuple[Callable[..., Tensor], ...] = (torch.conv1d, torch.conv2d, torch.conv3d)
 
 
 class _LinearWithFP8Input(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, saved: Quantized) -> Tensor:
-        ctx.save_for_backward(saved.codes, saved.scale, weight)
-        ctx.granularity = saved.granularity
+    def forward(ctx: Any, x: Tensor, weight: Tensor, saved: tuple[Tensor, ...], storage: Storage) -> Tensor:
+        ctx.save_for_backward(weight, *saved)
+        ctx.storage = storage
         return torch.nn.functional.linear(x, weight)
 
     @staticmethod
     @first_order_only
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        codes, scale, weight = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        weight, *saved = ctx.saved_tensors
         dx = dw = None
         if ctx.needs_input_grad[0]:
             dx = grad @ weight
         if ctx.needs_input_grad[1]:
-            x_hat = dequantize(codes, scale, ctx.granularity, grad.dtype)
+            codes, scale, granularity = read_saved_input(saved, ctx.storage)
+            x_hat = dequantize(codes, scale, granularity, grad.dtype)
             dw = grad.reshape(-1, grad.shape[-1]).t() @ x_hat.reshape(-1, x_hat.shape[-1])
             if codes.dtype == INT8.dtype:  # of x H, and H is its own inverse
                 dw = rotate(dw, rotation_size(dw.shape[-1]))
-        return dx, dw, None
+        return dx, dw, None, None
 
 
 def _is_same_input(x: Tensor, base_input: Tensor) -> bool:
@@ -96,18 +97,18 @@ class FP8InputLinear(nn.Linear):
         """Return x Aᵀ, [..., K] to [..., r]."""
         if not (torch.is_grad_enabled() and self.weight.requires_grad and x.numel()):
             return torch.nn.functional.linear(x, self.weight)
-        saved_input, weight = x, self.weight
+        handed, weight = None, self.weight
         for base in self.source:
             reference, base.adapter_input = getattr(base, "adapter_input", None), None
             base_input = None if reference is None else reference()
             if base_input is not None and _is_same_input(x, base_input):
-                saved_input = base_input
-        saved = quantize_once(saved_input, self.storage)
+                handed = base_input
+        saved = quantize_once(x, self.storage)[:2] if handed is None else saved_input(handed, self.storage)
         device = x.device.type
         if autocast_is_on(device):
             dtype = torch.get_autocast_dtype(device)
             x, weight = x.to(dtype), weight.to(dtype)
-        result: Tensor = _LinearWithFP8Input.apply(x, weight, saved)
+        result: Tensor = _LinearWithFP8Input.apply(x, weight, saved, self.storage)
         return result
 
 

@@ -23,12 +23,12 @@ Source: arXiv 2410.19313, section 5.1 (non-linear layers keep FP8 with 1×G grou
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableMapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from operator import methodcaller
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -49,6 +49,8 @@ CODE_DTYPES = tuple(fmt.dtype for fmt in FORMATS.values())
 MIN_ELEMENTS = 4096  # smaller tensors are saved exactly
 SHORTEST_ROW = 32  # tensors with shorter rows are row statistics or rank-r activations
 STATISTICS_PADDING = 32  # some attention kernels round the rows of their log-sum-exp up to a multiple of this
+
+Masks: TypeAlias = MutableMapping[Tensor, dict[tuple[torch.dtype, int], Tensor]]
 
 _thread = threading.local()  # .innermost: the PackedSavedTensors opened last in this thread
 
@@ -113,13 +115,15 @@ unpack_saved = methodcaller("__call__")
 class PackedSavedTensors(TorchFunctionMode):
     """Context manager: tensors saved for backward inside it, in this thread, are stored in FP8.
 
-    `keep`: tensors that are saved exactly with all views of them, as trainable parameters always are. A nested one
-    takes over and shares the outer one's packed storages and `keep`.
+    `keep`: tensors that are saved exactly with all views of them, as trainable parameters always are. `masks`: bool
+    masks of attention → their additive forms, for contexts of one forward pass to share; NumPy changes a mask without
+    a new version. A nested one takes over and shares the outer one's packed storages and `keep`.
     """
 
-    def __init__(self, saving: Saving = SAVED_IN_FP8, keep: Iterable[Tensor] = ()) -> None:
+    def __init__(self, saving: Saving = SAVED_IN_FP8, keep: Iterable[Tensor] = (), masks: Masks | None = None) -> None:
         super().__init__()
         self._saving = saving
+        self._masks: Masks = WeakTensorKeyDictionary() if masks is None else masks
         self._kept_storages = {tensor.untyped_storage()._cdata for tensor in keep}
         self._packed: dict[tuple[Any, ...], tuple[StorageWeakRef, Quantized]] = {}
         self._before: tuple[torch.dtype, torch.Size] | None = None  # of the tensor saved just before
@@ -153,7 +157,7 @@ class PackedSavedTensors(TorchFunctionMode):
         top = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if func is not torch.nn.functional.scaled_dot_product_attention or top is None or top[0] != self._pack:
             return func(*args, **kwargs)
-        args, kwargs = _with_shared_mask(*args, **kwargs)
+        args, kwargs = _with_shared_mask(self._masks, *args, **kwargs)
         query, key, _, mask, *_ = args
         ndim, mask_length = query.ndim, None if mask is None else key.shape[-2]
         with saved_tensors_hooks(lambda tensor: self._pack_attention(tensor, ndim, mask_length), unpack_saved):
@@ -219,15 +223,18 @@ def _is_trained(tensor: Tensor) -> bool:
     return source is not None and source.name() == "torch::autograd::AccumulateGrad"
 
 
-_additive: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # bool mask → its additive form
-
-
 def _with_shared_mask(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any
+    masks: Masks,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *args: Any,
+    **kwargs: Any,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return attention's arguments with a bool mask made additive, shared by all layers with the same mask."""
     if attn_mask is not None and attn_mask.dtype == torch.bool:
-        made = _additive.setdefault(attn_mask, {})
+        made = masks.setdefault(attn_mask, {})
         as_now = query.dtype, 0 if attn_mask.is_inference() else attn_mask._version
         if as_now not in made:
             expanded = (step == 0 for step in attn_mask.stride()[:-1])

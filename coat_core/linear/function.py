@@ -49,7 +49,9 @@ from coat_core.ops.quantize import (
     quantize,
     quantize_int8,
     quantize_once,
+    read_saved_input,
     rotate,
+    saved_input,
     transpose_codes,
 )
 from coat_core.ops.scaled_mm import (
@@ -403,19 +405,20 @@ class _TrainableLinear(torch.autograd.Function):
         dtype: torch.dtype,
         codes: TrainedCodes,
     ) -> Tensor:
-        ctx.save_for_backward(quantized.codes, quantized.scale, weight)
-        ctx.config, ctx.granularity, ctx.codes, ctx.x_dtype = config, quantized.granularity, codes, x.dtype
+        ctx.save_for_backward(weight, *saved_input(x, input_storage(config)))
+        ctx.config, ctx.codes, ctx.x_dtype = config, codes, x.dtype
         return fprop(x, quantized, codes.cast(weight, config), bias, dtype)
 
     @staticmethod
     @first_order_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x_codes, x_scale, weight = ctx.saved_tensors
+        weight, *saved = ctx.saved_tensors
         dx = dw = dbias = None
         if ctx.needs_input_grad[0]:
             dx = dgrad(grad, ctx.codes.cast(weight, ctx.config), ctx.config, in_fp8=True).to(ctx.x_dtype)
         if ctx.needs_input_grad[2]:
-            dw = wgrad(grad, Quantized(x_codes, x_scale, ctx.granularity), ctx.config).to(weight.dtype)
+            x = read_saved_input(saved, input_storage(ctx.config))
+            dw = wgrad(grad, x, ctx.config).to(weight.dtype)
         if ctx.needs_input_grad[3]:
             dbias = _rows(grad).sum(0)
         return dx, None, dw, dbias, None, None, None

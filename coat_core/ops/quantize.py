@@ -5,7 +5,7 @@ The references are `coat_core.quantize`, `coat_core.int8` and `coat_core.nvfp4`.
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -105,14 +105,34 @@ def quantize(
 
 
 def quantize_once(x: Tensor, storage: Storage) -> Quantized:
-    """`quantize`, once per tensor object and version: q, k, v and their adapters share one copy."""
-    if torch.compiler.is_compiling() or x.is_inference():  # such tensors count no in-place changes
+    """`quantize`, once per result of an operator in a graph: q, k, v and their adapters share one copy.
+
+    Other tensors are cast at each call: fused optimizers, `.data`, NumPy and collectives change parameters and inputs
+    without a new version.
+    """
+    if x.grad_fn is None or torch.compiler.is_compiling():
         return quantize(x, storage.format, storage.granularity)
     key = (storage, x._version)
     copy = _copies.get(x)
     if copy is None or copy[0] != key:
         copy = _copies[x] = key, quantize(x, storage.format, storage.granularity)
     return copy[1]
+
+
+def saved_input(x: Tensor, storage: Storage) -> tuple[Tensor, ...]:
+    """Return what is saved of x for wgrad: the shared codes and scale; of a parameter or an input x itself."""
+    if x.grad_fn is None:
+        return (x,)
+    codes, scale, _ = quantize_once(x, storage)
+    return codes, scale
+
+
+def read_saved_input(saved: Sequence[Tensor], storage: Storage) -> Quantized:
+    """Return the `saved_input` as codes."""
+    if len(saved) == 1:
+        return quantize(saved[0], storage.format, storage.granularity)
+    codes, scale = saved
+    return Quantized(codes, scale, PER_ROW if storage.format == INT8.name else storage.granularity)
 
 
 # a dictionary and not an attribute of the tensors, which torch.save and copy.deepcopy would take along

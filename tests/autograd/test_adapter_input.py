@@ -81,8 +81,11 @@ def test_q_k_v_and_their_adapters_keep_one_x(use_fp8_gemm: bool, cast: torch.dty
             down(x.to(cast))
 
     codes = saved_codes(forward)
+    if upstream == "leaf" or (upstream == "frozen" and cast == x.dtype):  # x itself is kept
+        assert codes == []
+        return
     assert len(codes) == 3
-    if upstream == "frozen" and cast != x.dtype:  # no graph: a cast cannot be told from another tensor
+    if upstream == "frozen":  # no graph: a cast cannot be told from another tensor
         assert len({t.untyped_storage().data_ptr() for t in codes}) == 3
         return
     assert len({t.untyped_storage().data_ptr() for t in codes}) == 1
@@ -91,7 +94,7 @@ def test_q_k_v_and_their_adapters_keep_one_x(use_fp8_gemm: bool, cast: torch.dty
 
 def test_a_frozen_linear_whose_weight_is_cast_at_each_use_shares_too() -> None:
     base = FP8TrainableLinear.from_linear(nn.Linear(K, N), FP8LinearConfig()).requires_grad_(False)
-    down, x = adapter(base), torch.randn(8, K, requires_grad=True)
+    down, x = adapter(base), torch.randn(8, K, requires_grad=True) * 1
     codes = saved_codes(lambda: (base(x), down(x.double().float())))
     assert len(codes) == 1
     assert codes[0].data_ptr() != _copies[x][1].codes.data_ptr()  # not x, nor one cast of it: its own copy
@@ -99,7 +102,7 @@ def test_a_frozen_linear_whose_weight_is_cast_at_each_use_shares_too() -> None:
 
 
 def test_without_a_base_adapters_of_one_tensor_share() -> None:
-    first, second, x = adapter(), adapter(), torch.randn(8, K)
+    first, second, x = adapter(), adapter(), torch.randn(8, K, requires_grad=True) * 1
     codes = saved_codes(lambda: (first(x), second(x)))
     assert codes[0].data_ptr() == codes[1].data_ptr()
 
@@ -170,7 +173,7 @@ def test_nothing_is_left_behind() -> None:
         x = torch.randn(9, K)
         down(base(x)[:, :1] + x)
     assert base.adapter_input is None
-    x = torch.randn(9, K)
+    x = torch.randn(9, K, requires_grad=True) * 1
     base(x)  # the adapter is switched off, grad is not
     codes = weakref.ref(_copies[x][1].codes)
     del x
@@ -178,7 +181,7 @@ def test_nothing_is_left_behind() -> None:
     assert codes() is None
     x = torch.randn(9, K)
     h = down(x + 0 * base(x)[:, :1])
-    codes = weakref.ref(h.grad_fn.saved_tensors[0])
+    codes = weakref.ref(h.grad_fn.saved_tensors[1])
     h.sum().backward()
     del h, x
     assert codes() is None

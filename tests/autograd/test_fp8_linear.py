@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-import io
 import itertools
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from coat_core.config import FP8LinearConfig
 from coat_core.granularity import Granularity
-from coat_core.linear import FP8Linear
+from coat_core.linear import FP8Linear, FP8TrainableLinear
 from coat_core.ops.quantize import _copies, quantize
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
 from tests.helpers.saved_tensors import saved_by
@@ -185,7 +184,7 @@ def test_a_frozen_layer_saves_nothing_and_reads_its_weight_again_in_backward() -
 
 def test_linears_share_one_quantized_input_until_it_changes() -> None:
     x, weight, _, _ = tensors(2, 9)
-    x = x.detach()
+    x = x * 1
     layers = [layer_of(weight, None, FP8LinearConfig()) for _ in range(3)]
     outputs, shared = [], set()
     for layer in layers:
@@ -196,20 +195,33 @@ def test_linears_share_one_quantized_input_until_it_changes() -> None:
     assert_bitwise(layers[0](x), 2 * outputs[0])
     layer_of(weight, None, FP8LinearConfig(input_format="e5m2"))(x)
     assert _copies[x][1].codes.dtype == torch.float8_e5m2
-
-
-def test_the_shared_copy_is_no_part_of_the_tensor() -> None:
-    """A cached embedding that an FP8 linear has read is saved and loaded as any other tensor; its copy dies with it."""
-    x, file = torch.randn(5, K), io.BytesIO()
-    layer_of(torch.randn(N, K), None, FP8LinearConfig())(x)
     codes = weakref.ref(_copies[x][1].codes)
-    torch.save(x, file)
-    file.seek(0)
-    assert_bitwise(torch.load(file, weights_only=True), x)
-    assert vars(copy.deepcopy(x)) == {}
-    assert codes() is not None
-    del x
+    del x, outputs
     assert codes() is None
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_an_input_that_changes_without_a_new_version_is_cast_again(trained: bool) -> None:
+    """A parameter by a fused optimizer, a batch by NumPy, and one that inference mode read before."""
+    kind = FP8TrainableLinear if trained else FP8Linear
+    layer = kind.from_linear(nn.Linear(K, N, bias=False), FP8LinearConfig())
+    p = nn.Parameter(torch.randn(16, K))
+    optimizer, losses = torch.optim.AdamW([p], lr=0.1, fused=True), []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = (layer(p) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] > losses[1] > losses[2]
+    batch = np.random.default_rng(0).standard_normal((16, K), dtype=np.float32)
+    x = torch.from_numpy(batch)
+    with torch.inference_mode():
+        first = layer(x).clone()
+    batch *= 2
+    assert_bitwise(layer(x).detach(), 2 * first)
+    layer(x.requires_grad_()).sum().backward()
+    assert x.grad.any()
 
 
 def test_inference_mode() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as attend
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from coat_core.activation import FP8InputLinear, PackedSavedTensors, Saving
 from coat_core.granularity import PER_ROW, PER_TENSOR, Storage, per_group
@@ -291,7 +292,10 @@ def test_layers_with_the_same_mask_keep_one() -> None:
     rows[..., 0] = True
     whole = (torch.rand(1, HEADS, T, T) < 0.5) | rows
     for mask, kept in ((rows.expand(1, HEADS, T, T), T), (whole, HEADS * T * T)):
-        y = packed(lambda mask=mask: [attend(q * 1, q * 1, q * 1, attn_mask=mask) for _ in range(2)])
+        masks, y = WeakTensorKeyDictionary(), []
+        for _ in range(2):  # blocks of one forward pass
+            with PackedSavedTensors(SMALL, masks=masks):
+                y.append(attend(q * 1, q * 1, q * 1, attn_mask=mask))
         first, second = (each.grad_fn._saved_attn_mask for each in y)
         assert first.data_ptr() == second.data_ptr()
         assert first.untyped_storage().nbytes() == kept * q.element_size()
@@ -300,6 +304,9 @@ def test_layers_with_the_same_mask_keep_one() -> None:
     changed = whole.clone()
     packed(lambda: attend(q * 1, q * 1, q * 1, attn_mask=changed))
     changed[..., 1] = True  # in place
+    y = packed(lambda: attend(q * 1, q * 1, q * 1, attn_mask=changed))
+    assert torch.equal(y.grad_fn._saved_attn_mask == 0, changed)
+    changed.numpy()[..., 2] = True  # without a new version
     y = packed(lambda: attend(q * 1, q * 1, q * 1, attn_mask=changed))
     assert torch.equal(y.grad_fn._saved_attn_mask == 0, changed)
 

@@ -22,8 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from coat_core.activation import PackedSavedTensors, fp8_checkpoint, may_draw
+from coat_core.activation.packing import Masks
 from coat_core.linear.function import compute_dtype, drop_transposed
 from coat_core.optim.state import state_bytes
 
@@ -88,6 +90,7 @@ class BlockRunner:
         self.forms: dict[int, Form] = {}  # those of them that the plan has run so
         self._copies: AdapterCopies | None = None
         self._modulations: list[Modulation] = []  # of the blocks whose vectors are made where a pass begins
+        self._masks: Masks = WeakTensorKeyDictionary()  # of the forward pass
         self._refused: dict[int, str] = {}  # index → why its form did not take what it was called with
         self._differs: dict[type, str] = {}  # kind of block → how its form's output differs; empty where it does not
         self._size = 0  # elements of hidden states in the largest micro-batch
@@ -170,6 +173,8 @@ class BlockRunner:
         """Run one block as the plan has it."""
         place = self._places[block]
         begins, self._place = place <= self._place, place
+        if begins:
+            self._masks = WeakTensorKeyDictionary()
         if begins and (self._state is None or self._state.key() != self._state.before):  # a block has changed
             self._read()
         if begins and (self._given.attention is None or self.gemms is not None):
@@ -259,7 +264,7 @@ class BlockRunner:
         for x in tree_leaves((args, kwargs)):  # constants that all blocks share, such as rotary tables
             if isinstance(x, Tensor) and not x.requires_grad:
                 keep.append(x)
-        with PackedSavedTensors(saving_of(self._config), keep):
+        with PackedSavedTensors(saving_of(self._config), keep, self._masks):
             return own_forward(block)(*args, **kwargs)
 
     def _kept_form(self, block: nn.Module) -> Callable[..., Any]:
