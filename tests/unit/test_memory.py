@@ -258,11 +258,10 @@ def _refuse() -> Any:
 
 
 def test_a_job_that_cannot_be_predicted_is_one_line(tmp_path: Path) -> None:
-    lines, record = _finished(tmp_path, _refuse)
+    (line,), record = _finished(tmp_path, _refuse)
     reason = "ConfigError: job.yaml: 2 problems a.b=1: no"
     assert record["prediction"] == {"missing": reason}
-    assert len(lines) == 1
-    assert lines[0].splitlines()[-1].endswith(f"({reason})")
+    assert line.splitlines()[-1].endswith(f"({reason})")
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -270,9 +269,8 @@ def test_without_matplotlib_the_run_says_so(tmp_path: Path, monkeypatch: pytest.
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    lines, _ = _finished(tmp_path, _refuse, table=False)
-    assert len(lines) == 1
-    assert lines[0].startswith("Memory report: coat/memory.png is left out: ")
+    (line,), _ = _finished(tmp_path, _refuse, table=False)
+    assert line.startswith("Memory report: coat/memory.png is left out: ")
     assert not (tmp_path / "memory.png").exists()
 
 
