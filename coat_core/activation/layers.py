@@ -43,14 +43,14 @@ CONVOLUTIONS: tuple[Callable[..., Tensor], ...] = (torch.conv1d, torch.conv2d, t
 class _LinearWithFP8Input(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, saved: tuple[Tensor, ...], storage: Storage) -> Tensor:
-        ctx.save_for_backward(weight, *saved)
+        ctx.save_for_backward(*saved, weight)
         ctx.storage = storage
         return torch.nn.functional.linear(x, weight)
 
     @staticmethod
     @first_order_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        weight, *saved = ctx.saved_tensors
+        *saved, weight = ctx.saved_tensors
         dx = dw = None
         if ctx.needs_input_grad[0]:
             dx = grad @ weight

@@ -405,14 +405,14 @@ class _TrainableLinear(torch.autograd.Function):
         dtype: torch.dtype,
         codes: TrainedCodes,
     ) -> Tensor:
-        ctx.save_for_backward(weight, *saved_input(x, input_storage(config)))
+        ctx.save_for_backward(*saved_input(x, input_storage(config)), weight)
         ctx.config, ctx.codes, ctx.x_dtype = config, codes, x.dtype
         return fprop(x, quantized, codes.cast(weight, config), bias, dtype)
 
     @staticmethod
     @first_order_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        weight, *saved = ctx.saved_tensors
+        *saved, weight = ctx.saved_tensors
         dx = dw = dbias = None
         if ctx.needs_input_grad[0]:
             dx = dgrad(grad, ctx.codes.cast(weight, ctx.config), ctx.config, in_fp8=True).to(ctx.x_dtype)

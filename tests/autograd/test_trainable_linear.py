@@ -61,9 +61,9 @@ def test_gradients(input_format: str, granularity: str, rows: str) -> None:
 @pytest.mark.parametrize("cache", [False, True])
 def test_keeps_x_as_codes_and_the_weight_itself(cache: bool) -> None:
     layer, x = make(cache_weight=cache), torch.randn(4, K, requires_grad=True)
-    weight, own = saved_by(lambda: layer(x))[1]
+    own, weight = saved_by(lambda: layer(x))[1]
     assert own.data_ptr() == x.data_ptr()  # of an input x itself
-    weight, codes, scale = saved_by(lambda: layer(x * 1))[1]
+    codes, scale, weight = saved_by(lambda: layer(x * 1))[1]
     assert (codes.dtype, codes.shape, scale.shape) == (torch.float8_e4m3fn, (4, K), (4, 1))
     assert weight.untyped_storage().data_ptr() == layer.weight.data_ptr()
     assert (layer.trained_codes.codes is None) == (not cache)
