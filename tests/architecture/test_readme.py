@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
+import pkgutil
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -57,6 +61,19 @@ def test_every_file_named_exists(page):
     missing += [name for name in named if not (ROOT / name).exists()]
     assert sorted(missing) == []
     assert page not in READMES or len(linked | named) > 5
+
+
+@pytest.mark.parametrize("page", [*PAGES, *(f"configs/{path.name}" for path in sorted(CONFIGS.glob("*.yaml")))])
+def test_every_name_of_ours_on_a_page_exists(page):
+    text = _text(page)
+    for name in set(re.findall(r"\bcoat_(?:core|flux)(?:\.[A-Za-z_]+)+", text)):
+        pkgutil.resolve_name(name)
+    for block in re.findall(r"^( *)```python\n(.*?)^\1```", text, re.MULTILINE | re.DOTALL):
+        tree = ast.parse(textwrap.dedent(block[1]))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom):
+                module = importlib.import_module(node.module)
+                assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == []
 
 
 def test_the_map_has_a_line_for_every_package_in_their_order():
