@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +28,7 @@ from coat_flux.config.ai_toolkit_keys import (
 )
 from coat_flux.config.check import check_job_dict
 from coat_flux.config.coat import DataOptions
-from coat_flux.config.findings import ConfigError, Finding
+from coat_flux.config.findings import ConfigError, Finding, Findings
 from coat_flux.config.job import JobConfig
 from coat_flux.config.options import block_of, config_fields
 from tests.reliability.bad_configs import BOTH, Changes, check_job_file, job_with, yaml_of
@@ -311,3 +312,13 @@ def test_the_data_is_checked_unless_it_is_not_wanted(command: Any, monkeypatch: 
     assert command({"train.stpes": 1})[0] == 2
     assert command({}, *HERE)[0] == 0
     assert len(calls) == 2
+
+
+def test_many_findings_take_time_in_proportion() -> None:
+    findings = Findings("f.yaml")
+    began = time.process_time()
+    for i in range(20_000):
+        findings.add(f"coat.key_{i}", "unknown key")
+    findings.add("coat.key_7[0].name", "follows from its block")
+    assert len(findings.errors) == 20_000
+    assert time.process_time() - began < 10  # 60 where each looks through all before it

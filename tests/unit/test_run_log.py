@@ -34,6 +34,18 @@ def test_details_are_in_the_file_and_on_the_console_only_if_asked(run: Path) -> 
     assert all(re.fullmatch(pattern, line) for pattern, line in zip(expected, text, strict=True))
 
 
+def test_a_link_is_replaced_and_what_it_names_is_left_alone(run: Path) -> None:
+    elsewhere = run / "diary.txt"
+    elsewhere.write_text("mine", encoding="utf-8")
+    (run / LOG_FILE).symlink_to(elsewhere)
+    lines = Lines(print)
+    lines.open(run)
+    lines.info("a step")
+    lines.close()
+    assert elsewhere.read_text(encoding="utf-8") == "mine"
+    assert "a step" in (run / LOG_FILE).read_text(encoding="utf-8")
+
+
 def test_warnings_of_our_packages_are_shown_and_the_rest_is_a_detail(run: Path) -> None:
     shown: list[str] = []
     levels = [logging.getLogger(name).level for name in PACKAGES]
@@ -50,9 +62,10 @@ def test_warnings_of_our_packages_are_shown_and_the_rest_is_a_detail(run: Path) 
     assert [logging.getLogger(name).level for name in PACKAGES] == levels
 
 
-def test_a_full_disk_costs_the_log_and_not_the_run(run: Path) -> None:
+def test_a_full_disk_costs_the_log_and_not_the_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[str] = []
     (run / LOG_FILE).symlink_to("/dev/full")
+    monkeypatch.setattr(Path, "is_symlink", lambda path: False)
     lines = Lines(shown.append)
     lines.open(run)
     for line in ("one", "two"):

@@ -81,10 +81,12 @@ class Lines(logging.Handler):
         self._write(f"{LOG_FILE.as_posix()}: cannot be written ({error}); the run goes on without it")
 
     def open(self, run: Path) -> None:
-        """Append to the log in the folder `run`; a failure is logged."""
+        """Append to the log in the folder `run`; a link there is replaced, not followed; a failure is logged."""
         path = run / LOG_FILE
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            if path.is_symlink():
+                path.unlink()
             self._file = path.open("a", encoding="utf-8", errors="backslashreplace")
         except OSError as error:
             self._give_up(error)

@@ -74,10 +74,10 @@ class Findings:
 
     def sound(self, *paths: str) -> bool:
         """Whether neither the keys nor a block around one was refused; rules between keys need them all."""
-        for refused in self.refused:
-            for path in paths:
-                if path == refused or path.startswith((f"{refused}.", f"{refused}[")):
-                    return False
+        for path in paths:
+            around = [path[: mark.start()] for mark in re.finditer(r"[.\[]", path)]
+            if not self.refused.isdisjoint([path, *around]):
+                return False
         return True
 
     @property
