@@ -35,7 +35,7 @@ IN_PLACE_OF = {  # what stands in the documentation for something of the user's,
 SAYS = {  # command: how its output shows that it did its work
     "coat-flux doctor": "✓ torch",
     "coat-flux data path/to/photos": "contact sheet: ",
-    "coat-flux check configs/flux_clothing_coat.yaml": "no error found; 'flux_clothing_tiny' would train",
+    "coat-flux check configs/flux_clothing_coat.yaml": "; 'flux_clothing_tiny' would train",
     "coat-flux plan configs/flux_clothing_coat.yaml --gpu 16": "16",
     "coat-flux export output/flux_clothing_coat/flux_clothing_coat.safetensors --to kohya": "kohya",
     "coat-flux install path/to/ai-toolkit": "extensions/coat_flux: link made",

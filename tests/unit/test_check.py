@@ -272,9 +272,14 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 
 def test_one_extra_line_is_about_the_other_trainer(command: Any) -> None:
-    last = f"job.yaml: no error found; 'run' would train 1500 steps into {Path('output') / 'run'}"
-    name = f"ai-toolkit {VERSION}"
-    assert command({}, *HERE) == (0, [f"{name}: would run it too", last], [])
+    alone, name = "the stand-alone trainer", f"ai-toolkit {VERSION}"
+    run = f"'run' would train 1500 steps into {Path('output') / 'run'}"
+    last = f"job.yaml: no error found for {name}; {run}"
+    assert command({}, *HERE) == (
+        0,
+        [f"{name}: would run it too", f"job.yaml: no error found for {alone}; {run}"],
+        [],
+    )
     assert command({}, *HERE, "--host", "ai-toolkit") == (0, [last], [])
     code, out, err = command({"train.do_cfg": True}, *HERE)
     assert (code, out[0], out[2:], err) == (0, "the stand-alone trainer: would not run it:", [last], [])
@@ -286,11 +291,14 @@ def test_one_extra_line_is_about_the_other_trainer(command: Any) -> None:
 
 
 def test_whoever_is_meant_judges(command: Any, tmp_path: Path) -> None:
-    """ai-toolkit inside its folder or with --ai-toolkit; else it is enough that one trainer takes the job."""
+    """ai-toolkit inside its folder or with --ai-toolkit; else one that is here and takes the job."""
     only_aitk, only_alone = {"datasets.0.is_reg": True}, {"device": "cuda:1"}
     with_aitk = (*HERE, "--ai-toolkit", str(checkout(tmp_path / "aitk")))
     assert command(only_aitk, *with_aitk)[0] == command(only_alone, *HERE)[0] == command(only_aitk, *HERE)[0] == 0
     assert command(only_alone, *with_aitk)[0] == command(only_aitk, *HERE, "--host", "standalone")[0] == 2
+    code, _, err = command(only_aitk, "--no-data")  # there is no ai-toolkit here
+    assert code == 2
+    assert any("datasets[0].is_reg=true" in line for line in err)
     checkout(tmp_path)  # the working directory
     assert command(only_alone, *HERE)[0] == 2
     assert command(only_aitk, *HERE)[0] == 0

@@ -28,7 +28,8 @@ def add_parsers(commands: Any) -> None:
     parser.add_argument(
         "--host",
         choices=TRAINERS,
-        help="who will run it (default: ai-toolkit with --ai-toolkit or in its folder, else whichever of both can)",
+        help="who will run it (default: ai-toolkit with --ai-toolkit or in its folder; else the stand-alone trainer, "
+        "or ai-toolkit if only that can, and it is here, or with --elsewhere)",
     )
     parser.add_argument(
         "--ai-toolkit",
@@ -54,7 +55,7 @@ def check(args: argparse.Namespace) -> int:
 
     One line for each finding. Errors stop a run, and end this command with exit code 2; warnings do not. A last line
     says whether the other of the two trainers, stand-alone and ai-toolkit, would run it as well. Where neither is asked
-    for, it is enough that one of them would.
+    for, it is enough that one of those that are here would.
     """
     root = find_toolkit(args.ai_toolkit)
     raw = load_job_yaml(args.config, name=args.name)
@@ -65,7 +66,8 @@ def check(args: argparse.Namespace) -> int:
     sound = [host for host in TRAINERS if not _errors(findings[host])]
     for host in sound:
         findings[host] += check_models(raw, file=file, trainer=host, toolkit_root=root, elsewhere=args.elsewhere)
-    able = [host for host in TRAINERS if not _errors(findings[host])]
+    here = TRAINERS if root is not None or args.elsewhere else (STANDALONE,)
+    able = [host for host in here if not _errors(findings[host])]
     host = args.host
     if host is None and (args.ai_toolkit or is_toolkit(Path.cwd())):
         host = AI_TOOLKIT
@@ -82,11 +84,10 @@ def check(args: argparse.Namespace) -> int:
         failed = check_outputs(raw, file)
     if args.host != AI_TOOLKIT:
         other = STANDALONE if host == AI_TOOLKIT else AI_TOOLKIT
-        name = "the stand-alone trainer" if other == STANDALONE else f"{AI_TOOLKIT} {Toolkit(root).version}"
-        _print_other_host(name, errors, _errors(findings[other]))
+        _print_other_host(_name_of(other, root), errors, _errors(findings[other]))
     if failed:
         return EXIT_REFUSED
-    process, text = raw["config"]["process"][0], f"{file}: no error found"
+    process, text = raw["config"]["process"][0], f"{file}: no error found for {_name_of(host, root)}"
     if process.get("type") in PROCESS_TYPES:
         folder = _run_folder(raw, process)
         steps = (process.get("train") or {}).get("steps", 1000)
@@ -121,6 +122,10 @@ def _run_folder(raw: dict[str, Any], process: dict[str, Any]) -> Path:
 
 def _errors(findings: Sequence[Finding]) -> list[Finding]:
     return [item for item in findings if item.severity == "error"]
+
+
+def _name_of(host: str, root: Path | None) -> str:
+    return "the stand-alone trainer" if host == STANDALONE else f"{AI_TOOLKIT} {Toolkit(root).version}"
 
 
 def _print_other_host(name: str, shown: Sequence[Finding], errors: Sequence[Finding]) -> None:
