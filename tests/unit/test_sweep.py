@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import html
 import math
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 import yaml
 
 from coat_flux.base.errors import UserError
+from coat_flux.cli.entry import main
 from coat_flux.config.findings import ConfigError
 from coat_flux.study import sweep as sweep_module
 from coat_flux.study.study import VerifyError
@@ -186,13 +189,17 @@ def test_ranked_by_the_mean_of_the_last_losses() -> None:
     assert [tie(trial, near[0], spread) for trial in near[:3]] == [True, True, False]
 
 
+def finish(run: Run, curve: list[tuple[float, float]], folder: Path) -> None:
+    run.state, run.curve, run.seconds = FINISHED, curve, 0.25
+    (folder / run.name / "samples").mkdir(parents=True)
+    (folder / run.name / "config.yaml").touch()
+
+
 def test_rows_and_page(config: Path, tmp_path: Path) -> None:
     sweep = make(config, "train.lr=1e-4,3e-4", "network.linear=8,16", folder=tmp_path)
     first, second, failed, _ = chosen(sweep)
     for run, number in ((first, 0), (second, 1)):
-        run.state, run.curve, run.seconds = FINISHED, [(i, 1 / (i + 1 + number)) for i in range(9)], 0.25
-        (tmp_path / run.name / "samples").mkdir(parents=True)
-        (tmp_path / run.name / "config.yaml").touch()
+        finish(run, [(i, 1 / (i + 1 + number)) for i in range(9)], tmp_path)
     first.curve.append((9, 0.15))
     failed.state, failed.message = FAILED, "the <loss> was NaN"
     ranked, spread = rank(sweep.trials)
@@ -211,6 +218,24 @@ def test_rows_and_page(config: Path, tmp_path: Path) -> None:
     assert "the &lt;loss&gt; was NaN" in text
     assert f"lr: {lr}\nnetwork:\n  linear: {linear}" in text
     assert f"{second.name}.safetensors" in text
+
+
+def test_the_block_to_copy_is_a_valid_config(config: Path, tmp_path: Path) -> None:
+    """Also where an entry of a list was varied; what it holds besides stays, variables unexpanded."""
+    sweep = make(config, "datasets[0].num_repeats=1,3", "coat.optimizer.block_size=64", folder=tmp_path)
+    best = next(run for run in chosen(sweep) if process_of(run)["datasets"][0]["num_repeats"] == 3)
+    finish(best, [(0, 0.5)], tmp_path)
+    blocks = re.findall(r"<pre>([^<]*)</pre>", write_sweep_page(sweep).read_text(encoding="utf-8"))
+    block = yaml.safe_load(html.unescape(blocks[-1]))
+    job = yaml.safe_load(config.read_text(encoding="utf-8"))
+    process = job["config"]["process"][0]
+    assert block["datasets"] == [{**process["datasets"][0], "num_repeats": 3}]
+    assert block["coat"] == {"optimizer": {"block_size": 64}}
+    process["datasets"] = block["datasets"]
+    process["coat"] |= block["coat"]
+    copied = tmp_path / "copied.yaml"
+    copied.write_text(yaml.safe_dump(job), encoding="utf-8")
+    assert main(["check", "--host", "standalone", str(copied)]) == 0
 
 
 def test_rows_of_several_seeds() -> None:

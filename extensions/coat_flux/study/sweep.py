@@ -538,13 +538,13 @@ def write_sweep_page(sweep: Sweep) -> Path:
         result = sweep.folder / name / save_name(name, None, full=job.full)
         page.result(result, job.model.name_or_path, job.trigger_word, job.model.arch)
         page.paragraph("Held-out photos are not in it. For one from all photos, write into the config:")
-        block = {}
-        for key, value in best.settings.items():
-            *parents, leaf = key.split(".")
-            inner = block
-            for parent in parents:
-                inner = inner.setdefault(parent, {})
-            inner[leaf] = value
+        block: dict[str, Any] = {}
+        for key in best.settings:
+            place = key.partition("[")[0]  # a list is shown whole
+            value = best.finished[0].job["config"]["process"][0]
+            for name in place.split("."):
+                value = value[name]
+            _set_value(block, place, value)
         page.code(yaml.safe_dump(block, sort_keys=False, allow_unicode=True).rstrip())
     failures = [[run.name, run.message] for run in sweep.runs if run.state == FAILED]
     if failures:
