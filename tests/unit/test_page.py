@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 import pytest
 from PIL import Image
 
-from coat_flux.pages.html import LONGEST_SIDE, POLICY, Page, line_chart, thinned
+from coat_flux.pages.html import LONGEST_SIDE, POLICY, Page, thinned
 
 HOSTILE = '<script src="https://x.invalid/a.js">alert("1")</script> & $x_1$ \'"'
 
@@ -89,8 +89,9 @@ def test_charts_are_inline_and_name_what_they_show() -> None:
 
 @pytest.mark.parametrize(("last", "ticks"), [(0, ["0"]), (1, ["0", "1"]), (3, ["0", "1", "2", "3"]), (9, ["0", "2"])])
 def test_steps_are_whole_numbers(last: int, ticks: list[str]) -> None:
-    text = line_chart("c", {"a": [(step, 0.5) for step in range(last + 1)]}, x="step", y="y")
-    assert re.findall(r'tick-x axis" style="left: [\d.]+%">([^<]+)<', text)[: len(ticks)] == ticks
+    page = Page("t")
+    page.curves("c", {"a": [(step, 0.5) for step in range(last + 1)]}, x="step", y="y")
+    assert re.findall(r'tick-x axis" style="left: [\d.]+%">([^<]+)<', page.parts[-1])[: len(ticks)] == ticks
 
 
 @pytest.mark.parametrize("log_y", [False, True])
@@ -112,7 +113,9 @@ def test_lines_go_up_where_values_do_and_have_gaps(log_y: bool) -> None:
 @pytest.mark.parametrize("values", [[0.0], [5.0, 5.0], [-1e-9, 1e-9], [1e30, 2e30], [-7.0, 1e6]])
 @pytest.mark.parametrize("log_y", [False, True])
 def test_axes_hold_any_values(values: list[float], log_y: bool) -> None:
-    text = line_chart("c", {"a": list(enumerate(values))}, x="x", y="y", log_y=log_y)
+    page = Page("t")
+    page.curves("c", {"a": list(enumerate(values))}, x="x", y="y", log_y=log_y)
+    text = page.parts[-1]
     ElementTree.fromstring(text)
     assert "nan" not in text
     shown = [v for v in values if v > 0 or not log_y]

@@ -40,7 +40,7 @@ config:
 @pytest.fixture
 def no_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Charts are tested in test_page.py, and are what costs time."""
-    monkeypatch.setattr("coat_flux.pages.html.line_chart", lambda *args, **kwargs: "<svg/>")
+    monkeypatch.setattr("coat_flux.pages.html.Page.curves", lambda *args, **kwargs: None)
 
 
 def text_of(page: Path) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from html import escape
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 from urllib.parse import quote
 
 from PIL import Image, ImageOps
@@ -139,12 +139,104 @@ class Page:
             body += f"<tr>{cells}</tr>"
         self.parts.append(f'<div class="wide"><table{kind}>{head}<tbody>{body}</tbody></table></div>')
 
-    def curves(self, title: str, series: Mapping[str, Points], **options: Any) -> None:
-        """Add a `line_chart`, or say that it is empty."""
-        if any(math.isfinite(value) for points in series.values() for _, value in points):
-            self.parts.append(line_chart(title, series, **options))
-        else:
+    def curves(
+        self,
+        title: str,
+        series: Mapping[str, Points],
+        *,
+        x: str,
+        y: str,
+        log_y: bool = False,
+        band: Mapping[str, Band] | None = None,
+        faint: str = "",
+        marks: Mapping[float, str] | None = None,
+    ) -> None:
+        """Add a line chart, or say that it is empty.
+
+        Args:
+            series: name → points (x, y), x ascending. Points that are not finite, or not positive on a logarithmic
+                axis, leave gaps. Long series are thinned, keeping their peaks.
+            x, y: labels of the axes; steps are whole numbers.
+            band: name → (x, low, high), filled in the colour of that series.
+            faint: the series drawn thin, behind its smoothed line.
+            marks: x → label of a dashed vertical line.
+        """
+        band, marks = band or {}, marks or {}
+        lines = {}
+        xs, ys = list(marks), []
+        for name, points in series.items():
+            gaps = [(at, math.nan if value <= 0 and log_y else value) for at, value in points]
+            drawable = [point for point in gaps if math.isfinite(point[1])]
+            if drawable:
+                lines[name] = thinned(gaps)
+                xs += [at for at, _ in drawable]
+                ys += [value for _, value in drawable]
+                ys += [end for _, low, high in band.get(name, ()) for end in (low, high)]
+        if not lines:
             self.missing(f"{title}: there is nothing to show")
+            return
+        across = _Axis(xs, margin=0.0, whole=x == "step")
+        up = _Axis(ys, margin=MARGIN, log=log_y)
+        ticks = up.ticks()
+        grid = "".join(f"M0 {SIDE - at:g}H{SIDE}" for at, _ in ticks)
+        drawing = [f'<path class="grid" d="{grid}"/>']
+        legend = []
+        for number, (name, points) in enumerate(lines.items()):
+            colour = f' style="--c: var(--c{number % SERIES_COLOURS})"'
+            legend.append(f"<span{colour}>{escape(name)}</span>")
+            if name in band:
+                above = [(at, high) for at, _, high in band[name]]
+                below = [(at, low) for at, low, _ in reversed(band[name])]
+                drawing.append(f'<path class="band"{colour} d="{_line(above + below, across, up)}Z"/>')
+            kind = "faint" if name == faint else "line"
+            drawing.append(f'<path class="{kind}"{colour} d="{_line(points, across, up)}"/>')
+            if len(points) <= MOST_DOTS:
+                finite = [(at, value) for at, value in points if math.isfinite(value)]
+                dots = "".join(f"M{across.place(at):g} {SIDE - up.place(value):g}h0" for at, value in finite)
+                drawing.append(f'<path class="dots"{colour} d="{dots}"/>')
+        labels = []
+        for at, text in ticks:
+            labels.append(f'<span class="tick-y axis" style="bottom: {at / 10:g}%">{text}</span>')
+        for at, text in across.ticks():
+            labels.append(f'<span class="tick-x axis" style="left: {at / 10:g}%">{text}</span>')
+        for at, text in marks.items():
+            place = across.place(at)
+            drawing.append(f'<path class="mark" d="M{place:g} 0V{SIDE}"/>')
+            side = " left" if place > SIDE / 2 else ""
+            labels.append(f'<span class="note axis{side}" style="left: {place / 10:g}%">{escape(text)}</span>')
+        room = max(len(text) for _, text in ticks) * 0.5 + 0.8
+        paths = "".join(drawing)
+        svg = f'<svg viewBox="0 0 {SIDE} {SIDE}" preserveAspectRatio="none" aria-hidden="true">{paths}</svg>'
+        plot = f'<div class="plot" style="--ticks: {room:g}rem">{svg}{"".join(labels)}</div>'
+        body = f'<div class="y axis">{escape(y)}</div>{plot}<div class="x axis">{escape(x)}</div>'
+        self._figure(title, legend if len(legend) > 1 or band else [], body)
+
+    def bars(self, title: str, bars: Mapping[str, Mapping[str, float]], expected: Mapping[str, float]) -> None:
+        """Add horizontal stacked bars: name → part → length; a line marks each length that the plan `expected`."""
+        totals = {name: sum(parts.values()) for name, parts in bars.items()}
+        scale = 100 / (max([*totals.values(), *expected.values()], default=0) or 1)
+        colours: dict[str, str] = {}
+        rows = []
+        for name, parts in bars.items():
+            rows.append(f'<span>{escape(name)}</span><div class="track">')
+            for part, size in parts.items():
+                number = len(colours)
+                fresh = f"var(--c{number})" if number < SERIES_COLOURS else "var(--quiet)"
+                colour = colours.setdefault(part, fresh)
+                rows.append(f'<i style="--c: {colour}; width: {size * scale:.2f}%"></i>')
+            if name in expected:
+                rows.append(f'<b style="left: {expected[name] * scale:.2f}%"></b>')
+            rows.append(f"</div><span>{totals[name]:.2f}</span>")
+        legend = [f'<span style="--c: {colour}">{escape(name)}</span>' for name, colour in colours.items()]
+        if expected:
+            legend.append('<span class="line">predicted by coat-flux plan</span>')
+        self._figure(title, legend, f'<div class="bars">{"".join(rows)}</div>')
+
+    def _figure(self, title: str, legend: Sequence[str], body: str) -> None:
+        label = escape(title)
+        names = f'<div class="legend">{"".join(legend)}</div>' if legend else ""
+        head = f'<figure class="chart" role="img" aria-label="{label}"><figcaption>{label}</figcaption>'
+        self.parts.append(f"{head}{names}{body}</figure>")
 
     def images(
         self,
@@ -204,74 +296,6 @@ def _data_uri(path: Path) -> str:
     return f"data:image/jpeg;base64,{base64.b64encode(jpeg.getvalue()).decode()}"
 
 
-def line_chart(
-    title: str,
-    series: Mapping[str, Points],
-    *,
-    x: str,
-    y: str,
-    log_y: bool = False,
-    band: Mapping[str, Band] | None = None,
-    faint: str = "",
-    marks: Mapping[float, str] | None = None,
-) -> str:
-    """Return a `<figure>`; empty axes without a finite value.
-
-    Args:
-        series: name → points (x, y), x ascending. Points that are not finite, or not positive on a logarithmic axis,
-            leave gaps. Long series are thinned, keeping their peaks.
-        x, y: labels of the axes; steps are whole numbers.
-        band: name → (x, low, high), filled in the colour of that series.
-        faint: the series drawn thin, behind its smoothed line.
-        marks: x → label of a dashed vertical line.
-    """
-    band, marks = band or {}, marks or {}
-    lines = {}
-    xs, ys = list(marks), []
-    for name, points in series.items():
-        gaps = [(at, math.nan if value <= 0 and log_y else value) for at, value in points]
-        drawable = [point for point in gaps if math.isfinite(point[1])]
-        if drawable:
-            lines[name] = thinned(gaps)
-            xs += [at for at, _ in drawable]
-            ys += [value for _, value in drawable]
-            ys += [end for _, low, high in band.get(name, ()) for end in (low, high)]
-    across = _Axis(xs, margin=0.0, whole=x == "step")
-    up = _Axis(ys, margin=MARGIN, log=log_y)
-    ticks = up.ticks()
-    grid = "".join(f"M0 {SIDE - at:g}H{SIDE}" for at, _ in ticks)
-    drawing = [f'<path class="grid" d="{grid}"/>']
-    legend = []
-    for number, (name, points) in enumerate(lines.items()):
-        colour = f' style="--c: var(--c{number % SERIES_COLOURS})"'
-        legend.append(f"<span{colour}>{escape(name)}</span>")
-        if name in band:
-            above = [(at, high) for at, _, high in band[name]]
-            below = [(at, low) for at, low, _ in reversed(band[name])]
-            drawing.append(f'<path class="band"{colour} d="{_line(above + below, across, up)}Z"/>')
-        kind = "faint" if name == faint else "line"
-        drawing.append(f'<path class="{kind}"{colour} d="{_line(points, across, up)}"/>')
-        if len(points) <= MOST_DOTS:
-            finite = [(at, value) for at, value in points if math.isfinite(value)]
-            dots = "".join(f"M{across.place(at):g} {SIDE - up.place(value):g}h0" for at, value in finite)
-            drawing.append(f'<path class="dots"{colour} d="{dots}"/>')
-    labels = []
-    for at, text in ticks:
-        labels.append(f'<span class="tick-y axis" style="bottom: {at / 10:g}%">{text}</span>')
-    for at, text in across.ticks():
-        labels.append(f'<span class="tick-x axis" style="left: {at / 10:g}%">{text}</span>')
-    for at, text in marks.items():
-        place = across.place(at)
-        drawing.append(f'<path class="mark" d="M{place:g} 0V{SIDE}"/>')
-        side = " left" if place > SIDE / 2 else ""
-        labels.append(f'<span class="note axis{side}" style="left: {place / 10:g}%">{escape(text)}</span>')
-    room = max((len(text) for _, text in ticks), default=1) * 0.5 + 0.8
-    svg = f'<svg viewBox="0 0 {SIDE} {SIDE}" preserveAspectRatio="none" aria-hidden="true">{"".join(drawing)}</svg>'
-    plot = f'<div class="plot" style="--ticks: {room:g}rem">{svg}{"".join(labels)}</div>'
-    body = f'<div class="y axis">{escape(y)}</div>{plot}<div class="x axis">{escape(x)}</div>'
-    return _figure(title, legend if len(legend) > 1 or band else [], body)
-
-
 def thinned(points: Points) -> Points:
     """Keep about `MOST_POINTS`: the lowest and the highest of each stretch, in order."""
     if len(points) <= MOST_POINTS:
@@ -289,7 +313,7 @@ class _Axis:
     """An axis around values, from `low` to `high`, which are exponents of 10 on a logarithmic one."""
 
     def __init__(self, values: Sequence[float], *, margin: float, log: bool = False, whole: bool = False) -> None:
-        low, high = min(values, default=1), max(values, default=1)
+        low, high = min(values), max(values)
         if log:
             low, high = math.log10(low), math.log10(high)
         room = (high - low) * margin
@@ -338,35 +362,3 @@ def _line(points: Points, across: _Axis, up: _Axis) -> str:
         else:
             pen = "M"
     return "".join(path)
-
-
-def bar_chart(
-    title: str, bars: Mapping[str, Mapping[str, float]], *, unit: str, expected: Mapping[str, float], expected_name: str
-) -> str:
-    """Return a `<figure>` of horizontal stacked bars: name → part → length; a line marks each `expected` length."""
-    totals = {name: sum(parts.values()) for name, parts in bars.items()}
-    scale = 100 / (max([*totals.values(), *expected.values()], default=0) or 1)
-    colours = {}
-    rows = []
-    for name, parts in bars.items():
-        rows.append(f'<span>{escape(name)}</span><div class="track">')
-        for part, size in parts.items():
-            if size:
-                number = len(colours)
-                fresh = f"var(--c{number})" if number < SERIES_COLOURS else "var(--quiet)"
-                colour = colours.setdefault(part, fresh)
-                rows.append(f'<i style="--c: {colour}; width: {size * scale:.2f}%"></i>')
-        if name in expected:
-            rows.append(f'<b style="left: {expected[name] * scale:.2f}%"></b>')
-        rows.append(f"</div><span>{totals[name]:.2f}</span>")
-    legend = [f'<span style="--c: {colour}">{escape(name)}</span>' for name, colour in colours.items()]
-    if expected:
-        legend.append(f'<span class="line">{escape(expected_name)}</span>')
-    return _figure(f"{title}, {unit}", legend, f'<div class="bars">{"".join(rows)}</div>')
-
-
-def _figure(title: str, legend: Sequence[str], body: str) -> str:
-    label = escape(title)
-    names = f'<div class="legend">{"".join(legend)}</div>' if legend else ""
-    head = f'<figure class="chart" role="img" aria-label="{label}"><figcaption>{label}</figcaption>'
-    return f"{head}{names}{body}</figure>"

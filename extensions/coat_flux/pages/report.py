@@ -19,7 +19,7 @@ from ..saves.identity import VERSIONS_FILE
 from ..watch.casts import CastPrecision
 from ..watch.memory_report import stacked, tabulated
 from ..watch.precision import FILE, KINDS, REMEDIES, read_rows
-from .html import Page, Tone, bar_chart
+from .html import Page, Tone
 from .run import MEMORY_FILE, RunFolder, smoothed
 
 Section: TypeAlias = Callable[[Page, RunFolder], None]
@@ -191,9 +191,8 @@ def _show_memory(page: Page, run: RunFolder) -> None:
         page.missing(f"No {MEMORY_FILE.as_posix()}: COAT was off, or the run ended before it loaded a model.")
     else:
         unit, bars, expected = stacked(record)
-        title = f"{'Tensors' if record['baseline'] else 'Memory'} held at the peak of each phase"
-        name = "predicted by coat-flux plan"
-        page.parts.append(bar_chart(title, bars, unit=unit, expected=expected, expected_name=name))
+        held = "Tensors" if record["baseline"] else "Memory"
+        page.bars(f"{held} held at the peak of each phase, {unit}", bars, expected)
         title, (header, *rows), notes = tabulated(record)
         page.paragraph(title)
         page.table(header, rows)
