@@ -18,7 +18,7 @@ from torch import nn
 from coat_flux.blocks.held import PARTS
 from coat_flux.cli.entry import main
 from coat_flux.config.job import JobConfig
-from coat_flux.pages.report import standing_out, summaries, worst
+from coat_flux.pages.report import below_median, standing_out, summaries
 from coat_flux.plan.job import JobFacts
 from coat_flux.plan.predict import predict
 from coat_flux.trainers.standalone import session
@@ -100,7 +100,7 @@ def test_every_kind_is_measured_and_what_is_planted_is_the_worst(whole: Path) ->
     assert inputs(whole, 2)[PLANTED].sqnr_db < 10
     assert inputs(whole, 2)[PLANTED].underflow > 0.5
     layers = summaries(rows)
-    _, first = worst(layers)[0]
+    _, first = below_median(layers)[0]
     assert (first.layer, first.kind) == (PLANTED, "input")
     assert standing_out(layers) == [PLANTED]
 

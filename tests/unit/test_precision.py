@@ -24,7 +24,7 @@ from coat_core.quantize import quantize
 from coat_flux.blocks.cast_loss import SAMPLE, measure_cast, note_weight
 from coat_flux.blocks.models import layer_of
 from coat_flux.config.coat import GuardOptions
-from coat_flux.pages.report import standing_out, summaries, worst
+from coat_flux.pages.report import below_median, standing_out, summaries
 from coat_flux.watch.casts import EXP_AVG, EXP_AVG_SQ, SAVED, CastPrecision, CastProbe, row_of
 from coat_flux.watch.precision import (
     COLUMNS,
@@ -388,11 +388,11 @@ def run_rows(low: dict[int, float]) -> list[CastPrecision]:
 
 def test_the_planted_layer_is_the_worst() -> None:
     found = summaries(run_rows({2: 11.0}))
-    below, first = worst(found)[0]
+    below, first = below_median(found)[0]
     assert (first.layer, first.kind) == (LAYER.format(2), "input")
     assert (first.sqnr_db, first.underflow, first.saturation) == (pytest.approx(11.051), 0.02, 0.0)
     assert below == pytest.approx(20, abs=1)
-    assert len(worst(found)) == 8
+    assert len(below_median(found)) == 16
 
 
 def test_lost_inputs_and_gradients_stand_out_and_those_of_a_coarser_format_do_not() -> None:

@@ -54,22 +54,18 @@ def doctor(args: argparse.Namespace) -> int:
     from ..doctor.probes import diagnose, verdict
 
     logging.getLogger("coat_core").addHandler(logging.NullHandler())  # its warnings are lines here
+    try:
+        "✓✗".encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+        signs = {}
+    except UnicodeEncodeError:
+        signs = PLAIN
     lines = []
     for line in diagnose(args.ai_toolkit):
         lines.append(line)
-        _show(str(line))
+        print(str(line).translate(signs), flush=True)
     works, text = verdict(lines)
-    _show(text)
-    return 0 if works else EXIT_FAILED
-
-
-def _show(text: str) -> None:
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    try:
-        text.encode(encoding)
-    except UnicodeEncodeError:
-        text = text.translate(PLAIN).encode(encoding, errors="replace").decode(encoding)
     print(text, flush=True)
+    return 0 if works else EXIT_FAILED
 
 
 def plan(args: argparse.Namespace) -> None:

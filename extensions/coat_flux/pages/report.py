@@ -31,7 +31,6 @@ DAMAGED = (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError)
 OUTLIER_DB = 6.0  # below the median of its kind: a bit of the mantissa
 LOW_DB = 20.0  # noise of a tenth of the signal
 ENDS_DB = (0.0, 2 * LOW_DB)  # of the table, red to green: neither at `LOW_DB`
-NOT_MEASURED = "No FP8 cast was measured: coat/precision.csv is missing. Runs with coat.enabled: true write it."
 HOW_TO_READ = (
     "Local SQNR: signal to quantization noise of 128 neighbours at a time. Gaussian values have 31.5 dB in e4m3 and "
     "25.5 dB in e5m2; at 20 dB the noise is a tenth of the signal, at 0 dB as large. docs/report.md says more."
@@ -284,14 +283,6 @@ def below_median(layers: Sequence[CastPrecision]) -> list[tuple[float, CastPreci
     return sorted(distances, key=lambda item: -item[0])
 
 
-def worst(layers: Sequence[CastPrecision]) -> list[tuple[float, CastPrecision]]:
-    """The ten layers furthest below the median of a kind, each with its worst kind."""
-    first: dict[str, tuple[float, CastPrecision]] = {}
-    for below, row in below_median(layers):
-        first.setdefault(row.layer, (below, row))
-    return list(first.values())[:10]
-
-
 def standing_out(layers: Sequence[CastPrecision]) -> list[str]:
     """Layers with an input or gradient far below its kind, or an input below 20 dB."""
     names = []
@@ -302,24 +293,39 @@ def standing_out(layers: Sequence[CastPrecision]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def show_layers(page: Page, runs: Sequence[Path]) -> None:
-    """The worst layers of several runs together, in short."""
-    layers = summaries(row for run in runs for row in read_rows(run / FILE))
-    if layers:
-        _show_tables(page, layers)
-    else:
-        page.missing(NOT_MEASURED)
+def show_layers(page: Page, rows: Iterable[CastPrecision]) -> list[CastPrecision]:
+    """Add the precision by kind and of the worst layers; returns `summaries(rows)`."""
+    layers = summaries(rows)
+    if not layers:
+        page.missing("No FP8 cast was measured: coat/precision.csv is missing. Runs with coat.enabled: true write it.")
+        return layers
+    page.paragraph(HOW_TO_READ)
+    kinds = []
+    for kind in KINDS:
+        of_kind = [row for row in layers if row.kind == kind]
+        if of_kind:
+            middle, low = median(row.sqnr_db for row in of_kind), min(of_kind, key=lambda row: row.sqnr_db)
+            underflow = _share(max(row.underflow for row in of_kind))
+            remedy = REMEDIES[kind] if middle < LOW_DB else ""
+            kinds.append([kind, len(of_kind), _db(middle), f"{_db(low.sqnr_db)} {low.layer}", underflow, remedy])
+    page.heading("By kind of tensor", 3)
+    page.table(["kind", "layers", "SQNR, median", "lowest", "underflow, highest", "change"], kinds)
+    worst: dict[str, list[str]] = {}
+    for below, row in below_median(layers):
+        shares = _share(row.underflow), _share(row.saturation)
+        worst.setdefault(row.layer, [row.layer, row.kind, _db(row.sqnr_db), _db(below), *shares])
+    page.heading("The ten worst layers", 3)
+    header = ["layer", "kind", "SQNR", "below the kind's median", "underflow", "saturation"]
+    page.table(header, list(worst.values())[:10])
+    return layers
 
 
 def _show_precision(page: Page, run: RunFolder) -> None:
     """Add the section; OSError and ValueError for damaged files."""
     rows = read_rows(run.path / FILE)
-    layers = summaries(rows)
+    layers = show_layers(page, rows)
     if not layers:
-        page.missing(NOT_MEASURED)
         return
-    page.paragraph(HOW_TO_READ)
-    _show_tables(page, layers)
     names = standing_out(layers)
     if names:
         page.paragraph(
@@ -349,25 +355,6 @@ def _show_precision(page: Page, run: RunFolder) -> None:
     curves = {kind: sorted(steps.items()) for kind, steps in lowest.items()}
     page.curves("Local SQNR over the run, lowest layer", curves, x="step", y="dB")
     page.paragraph(f"All numbers: {FILE.as_posix()} in the run.")
-
-
-def _show_tables(page: Page, layers: Sequence[CastPrecision]) -> None:
-    kinds = []
-    for kind in KINDS:
-        rows = [row for row in layers if row.kind == kind]
-        if rows:
-            middle, low = median(row.sqnr_db for row in rows), min(rows, key=lambda row: row.sqnr_db)
-            underflow = _share(max(row.underflow for row in rows))
-            remedy = REMEDIES[kind] if middle < LOW_DB else ""
-            kinds.append([kind, len(rows), _db(middle), f"{_db(low.sqnr_db)} {low.layer}", underflow, remedy])
-    page.heading("By kind of tensor", 3)
-    page.table(["kind", "layers", "SQNR, median", "lowest", "underflow, highest", "change"], kinds)
-    lowest = []
-    for below, row in worst(layers):
-        shares = _share(row.underflow), _share(row.saturation)
-        lowest.append([row.layer, row.kind, _db(row.sqnr_db), _db(below), *shares])
-    page.heading("The ten worst layers", 3)
-    page.table(["layer", "kind", "SQNR", "below the kind's median", "underflow", "saturation"], lowest)
 
 
 def _db(value: float) -> str:

@@ -20,6 +20,8 @@ from safetensors import SafetensorError, safe_open
 from ..base.errors import UserError
 from ..base.table import METRICS_FILE, VALIDATION_FILE
 from ..data.captions import inject_trigger
+from ..saves.commit import committed_sets
+from ..saves.repair import RECORDS
 
 Curve: TypeAlias = list[tuple[float, float]]
 
@@ -136,8 +138,8 @@ class RunFolder:
 
     def guard(self) -> dict[str, Any] | None:
         """Guard counters at the newest save; None if missing, ValueError if damaged."""
-        for state in sorted((self.path / "coat").glob("state-*"))[-1:]:
-            for file in (state / "state.json", state / "aitk" / "state.json"):
+        for newest in committed_sets(self.path)[:1]:
+            for file in (newest / record for record in RECORDS):
                 if file.exists():
                     return json.loads(file.read_text(encoding="utf-8")).get("guard")
         return None
