@@ -25,23 +25,23 @@ class LaunchError(UserError, RuntimeError):
     """The processes were launched in a mode that cannot train together."""
 
 
-def launch_obstacle(environment: Mapping[str, str]) -> str | None:
-    """Return why processes launched this way cannot train, with the remedy, or None.
+def require_launch(environment: Mapping[str, str]) -> None:
+    """Raise LaunchError if processes launched this way cannot train.
 
     DeepSpeed's ZeRO flattens all parameters of a process into one partition that its own engine updates: blocks of
     moments would span parameters, and neither guard, saves nor resume would see them.
     """
     if environment.get("ACCELERATE_USE_DEEPSPEED", "").lower() in ON:
-        rule = "its engine, not FP8 AdamW, updates parameters"
-        return f"accelerate launch with DeepSpeed: {rule}; {DDP}, or fsdp2.yaml where a model does not fit a GPU"
+        rule = f"its engine, not FP8 AdamW, updates parameters; {DDP}, or fsdp2.yaml where a model does not fit a GPU"
+        raise LaunchError(f"accelerate launch with DeepSpeed: {rule}")
     if not shares_weights(environment):
-        return None
+        return
     if environment.get("FSDP_VERSION", "1") != "2":
-        return "accelerate launch with FSDP: only FSDP2 is supported; use --config_file configs/accelerate/fsdp2.yaml"
+        rule = "only FSDP2 is supported; use --config_file configs/accelerate/fsdp2.yaml"
+        raise LaunchError(f"accelerate launch with FSDP: {rule}")
     for name, (value, why) in FSDP_SETTINGS.items():
         if environment.get(f"FSDP_{name.upper()}", "").lower() == value:
-            return f"accelerate launch with FSDP2, fsdp_{name}: {value}: {why}"
-    return None
+            raise LaunchError(f"accelerate launch with FSDP2, fsdp_{name}: {value}: {why}")
 
 
 def shares_weights(environment: Mapping[str, str]) -> bool:

@@ -24,7 +24,7 @@ from ...config.check import check_job_dict
 from ...config.findings import ConfigError
 from ...config.job import JobConfig, coat_of_entry
 from ...config.job_file import load_job_yaml
-from ...config.launch import DDP, LaunchError, launch_obstacle, shares_weights
+from ...config.launch import DDP, LaunchError, require_launch, shares_weights
 from ...mini_flux import provide_embedded
 from ...plan.job import JobFacts
 from ...plan.predict import outside_bytes
@@ -128,17 +128,15 @@ class CoatFluxTrainer(HostTrainer):
         root = Path(next(iter(toolkit.__path__))).parent
         place = {"file": self._config_file(), "trainer": "ai-toolkit", "toolkit_root": root}
         findings = check_job_dict(raw, **place, num_processes=self.accelerator.num_processes)
-        errors = [finding for finding in findings if finding.severity == "error"]
-        if not errors:
+        if all(finding.severity != "error" for finding in findings):
             findings += check_models(raw, **place)
-            errors = [finding for finding in findings if finding.severity == "error"]
+        errors = [finding for finding in findings if finding.severity == "error"]
         for finding in findings:
             if finding not in errors:
                 info(f"note: {finding.line()}")
         if shares_weights(os.environ):
             raise LaunchError(f"accelerate launch with FSDP: inside ai-toolkit each process holds the model; {DDP}")
-        if (obstacle := launch_obstacle(os.environ)) is not None:
-            raise LaunchError(obstacle)
+        require_launch(os.environ)
         if errors:
             raise ConfigError(errors)
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from coat_core.optim.sharded import cut_parameters, is_sharded, local_values
 
 from ...blocks.models import family_of, listed_blocks
-from ...config.launch import LaunchError, launch_obstacle, shares_weights
+from ...config.launch import LaunchError, require_launch, shares_weights
 from ...watch.guard import tensor_norms
 from ..processes import STEP_LIMIT, Processes, exchange
 
@@ -40,8 +40,7 @@ class Workers(Processes):
     """
 
     def __init__(self, device: str | None = None):
-        if (obstacle := launch_obstacle(os.environ)) is not None:
-            raise LaunchError(obstacle)
+        require_launch(os.environ)
         wanted = None if device is None else torch.device(device)
         kind = None if wanted is None else wanted.type
         missing = kind == "mps" and not torch.backends.mps.is_available()
