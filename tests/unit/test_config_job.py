@@ -78,7 +78,7 @@ def test_a_variable_is_used_and_kept_unexpanded_in_what_is_stored(tmp_path, monk
     text = text[: text.index("\nmeta:")] + "\nmeta:\n  author: '[name] ${MY_TOKEN}'\n"
     job = JobConfig.load(write(tmp_path, text), name="mine")
     assert (job.train.steps, job.trigger_word, job.written["config"]["name"]) == (7, "hf_secret", "mine")
-    assert job.meta == {"author": "mine ${MY_TOKEN}"}
+    assert job.written["meta"] == {"author": "mine ${MY_TOKEN}"}
     stored = yaml.safe_dump(job.written)
     assert "hf_secret" not in stored
     assert job.written["config"]["process"][0]["train"]["steps"] == "${MY_STEPS}"
@@ -116,7 +116,8 @@ def test_raw_is_the_job_as_read_and_load_takes_a_path_or_a_mapping(tmp_path: Pat
 def test_a_job_is_typed_and_has_ai_toolkit_s_defaults() -> None:
     """The defaults of its tables of keys: tests/unit/test_check.py."""
     job = parse()
-    assert (job.name, job.folder, job.meta) == ("run", Path("output", "run"), {"name": "run", "version": "1.0"})
+    assert (job.name, job.folder) == ("run", Path("output", "run"))
+    assert job.written["meta"] == {"name": "run", "version": "1.0"}
     entry = job.datasets[0]
     assert (entry.caption_ext, entry.resolution, entry.num_repeats, entry.buckets) == (".txt", (512, 768), 1, True)
     assert (job.save.dtype, job.train.max_grad_norm, job.train.ema_config.use_ema) == ("fp16", 1.0, False)

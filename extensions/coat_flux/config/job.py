@@ -75,11 +75,6 @@ class JobConfig:
         """`training_seed`, or a fixed default: every run is reproducible."""
         return DEFAULT_SEED if self.training_seed is None else self.training_seed
 
-    @property
-    def meta(self) -> dict[str, Any]:
-        """The user's own metadata."""
-        return dict(self.written.get("meta") or {})
-
     @classmethod
     def load(cls, config: str | os.PathLike[str] | Mapping[str, Any], *, name: str | None = None) -> JobConfig:
         """Read and check a YAML or JSON file, or check a parsed job; `name` overrides a file's `config.name`.

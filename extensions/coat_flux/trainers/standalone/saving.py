@@ -166,7 +166,8 @@ def _write(
 def _metadata(session: Session) -> dict[str, str]:
     """Metadata of a saved LoRA, keys and form as ai-toolkit's; `[name]` in the config's `meta` is replaced."""
     job, report = session.job, session.report
-    fields: dict[str, Any] = json.loads(json.dumps(job.meta).replace("[name]", job.name))
+    meta = json.dumps(job.written.get("meta") or {})
+    fields: dict[str, Any] = json.loads(meta.replace("[name]", job.name))
     fields["training_info"] = {"step": session.step, "epoch": session.epoch}
     fields["ss_base_model_version"] = "flux.1"
     fields["ss_output_name"] = job.name
