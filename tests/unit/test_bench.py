@@ -133,12 +133,13 @@ def test_a_process_without_a_result_has_failed(monkeypatch: pytest.MonkeyPatch) 
         assert [word for word in words if word not in result["reason"]] == []
 
 
-def test_an_unusable_device_is_an_error() -> None:
+def test_an_unusable_device_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "start_worker", lambda asked, _: worker.run(asked))
     with pytest.raises(UserError, match="--device nonsense"):
-        runner.describe(BenchOptions(device="nonsense"), lambda asked, _: worker.run(asked))
+        runner.describe(BenchOptions(device="nonsense"))
 
 
-def test_rounds_alternate_and_what_gives_no_figures_is_not_tried_again() -> None:
+def test_rounds_alternate_and_what_gives_no_figures_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     step = {"what": "step", "resolution": 64, "batch": 1, "samples_ms": [2.0], "peak_bytes": 7, "figures": {}}
     works = {"status": "ok", "measurements": [step]}
     results = {
@@ -153,8 +154,9 @@ def test_rounds_alternate_and_what_gives_no_figures_is_not_tried_again() -> None
         started.append(asked["configuration"])
         return results[asked["configuration"]]
 
+    monkeypatch.setattr(runner, "start_worker", start)
     options = BenchOptions(("step",), (64,), (1,), 2, tuple(results), TINY, timeout_s=9.0)
-    runs = list(runner.run_cases(options, lines.append, start))
+    runs = list(runner.run_cases(options, lines.append))
     assert started == ["bf16", "torchao_float8", "coat", "coat_int8", "coat_int8", "bf16"]
     assert [run["round"] for run in runs] == [1, 1, 1, 1, 2, 2]
     assert lines[0].startswith("[1/8] round 1, step bf16 at 64 px x 1: step 2.00 ms")
@@ -248,7 +250,9 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_tests_that_are_not_here_are_named_and_without_pytest_its_packages(repository, monkeypatch, capsys):
-    passed, text, _ = runner.run_tests(["step"], repository / "tests")
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "REPOSITORY", repository / "tests")
+        passed, text, _ = runner.run_tests(["step"])
     assert passed
     assert "no tests were run" in text
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

@@ -32,27 +32,25 @@ STEP_TESTS = ("tests/kernels", "tests/autograd", "tests/optim")
 NEEDED = {"pytest": "pytest", "pytest_timeout": "pytest-timeout", "hypothesis": "hypothesis"}  # module: package
 WORKER = f"{__package__}.worker"
 STDERR_LINES = 5
-Start = Callable[[dict[str, Any], float], dict[str, Any]]
 
 
-def run_tests(levels: Sequence[str], repository: Path | None = None) -> tuple[bool, str, str]:
+def run_tests(levels: Sequence[str]) -> tuple[bool, str, str]:
     """Run the tests of these levels; raises UserError without the test runner.
 
     Returns:
         Whether figures may be shown; which tests ran with which result, or why none; the output of failures.
     """
-    root = repository or REPOSITORY
-    folders = [folder for folder in (STEP_TESTS if STEP in levels else TESTS) if (root / folder).is_dir()]
+    folders = [folder for folder in (STEP_TESTS if STEP in levels else TESTS) if (REPOSITORY / folder).is_dir()]
     if not folders:
         return True, "no tests were run: this is an installation without the repository", ""
     missing = [package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None]
     if missing:
         raise UserError(
-            f"the tests that come before figures need {', '.join(missing)}; pip install -e '{root}[bench]', "
+            f"the tests that come before figures need {', '.join(missing)}; pip install -e '{REPOSITORY}[bench]', "
             "or give --skip-tests, which the results will say"
         )
     command = [sys.executable, "-m", "pytest", "-q", "--no-header", *folders]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     summary = (done.stdout.strip().splitlines() or ["no output"])[-1].strip("= ")
     passed = done.returncode == 0
     text = f"{' '.join(folders)}: {'green' if passed else 'red'} ({summary})"
@@ -77,17 +75,15 @@ def start_worker(spec: dict[str, Any], timeout_s: float) -> dict[str, Any]:
     return {"status": FAILED, "reason": f"the process ended with {ended} and no result: {last}"}
 
 
-def describe(options: BenchOptions, start: Start = start_worker) -> dict[str, Any]:
+def describe(options: BenchOptions) -> dict[str, Any]:
     """Machine, versions and limit, from a process; raises UserError where it cannot be used."""
-    result = start({"level": "machine", "device": options.device}, options.timeout_s)
+    result = start_worker({"level": "machine", "device": options.device}, options.timeout_s)
     if result["status"] != OK:
         raise UserError(f"--device {options.device}: {result['reason']}; give a device that torch can use")
     return result["machine"]
 
 
-def run_cases(
-    options: BenchOptions, log: Callable[[str], None], start: Start = start_worker
-) -> Iterator[dict[str, Any]]:
+def run_cases(options: BenchOptions, log: Callable[[str], None]) -> Iterator[dict[str, Any]]:
     """Yield the figures of every case in every round; one without is not tried again."""
     cases, given_up = options.cases(), set()
     common = {"geometry": options.geometry._asdict(), "device": options.device, "repeats": options.repeats}
@@ -98,7 +94,7 @@ def run_cases(
             level, name, pairs = case
             spec = {"level": level, "configuration": name, "sizes": pairs}
             started = time.monotonic()
-            result = start(spec | common, options.timeout_s)
+            result = start_worker(spec | common, options.timeout_s)
             seconds = time.monotonic() - started
             if result["status"] != OK:
                 given_up.add(case)
