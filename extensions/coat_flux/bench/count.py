@@ -183,30 +183,24 @@ class Recorder(TorchDispatchMode):
             a, b = inputs[PRODUCTS[name] : PRODUCTS[name] + 2]
             shape = math.prod(a.shape[:-1]), b.shape[-1], a.shape[-1]
             kind = "fp8" if name == "_scaled_mm" else "bf16"
-            self._add(name, inputs, outputs, 2.0 * math.prod(shape), kind, shape)
+            self._add(name, inputs, outputs, flops=2.0 * math.prod(shape), kind=kind, shape=shape)
         elif name.startswith(ATTENTION_PREFIX):
             kind = "attention_backward" if name.endswith("_backward") else "attention"
             count, share = ATTENTION_KERNELS[kind]
             batch, heads, length, width = inputs[0].shape
-            self._add(name, inputs, outputs, share * 4.0 * batch * heads * length**2 * width, kind, count=count)
+            flops = share * 4.0 * batch * heads * length**2 * width
+            self._add(name, inputs, outputs, flops=flops, kind=kind, count=count)
         else:
             self._add(name, inputs[1:] if name in OVERWRITING else inputs, outputs)
         return result
 
-    def _add(
-        self,
-        part: str,
-        reads: Iterable[Any],
-        writes: Iterable[Any],
-        flops: float = 0.0,
-        kind: str = "",
-        shape: tuple[int, int, int] | None = None,
-        count: int = 1,
-    ) -> None:
-        operator, category = self._operator or part, self._category(part, shape)
+    def _add(self, part: str, reads: Iterable[Any], writes: Iterable[Any], **work: Any) -> None:
+        """Record a launch; `work` are fields of `Launch`."""
+        operator, category = self._operator or part, self._category(part, work.get("shape"))
         part = part if self._operator else ""
-        sizes = self._bytes(reads), self._bytes(writes)
-        self.launches.append(Launch(self.region, category, operator, part, *sizes, flops, kind, shape, count))
+        self.launches.append(
+            Launch(self.region, category, operator, part, self._bytes(reads), self._bytes(writes), **work)
+        )
 
     def _bytes(self, tensors: Iterable[Any]) -> dict[int, int]:
         sizes: dict[int, int] = {}
@@ -259,36 +253,23 @@ PLACES = {"double": ("first ", ""), "single": ("first ", "", "last ")}
 
 
 class _Boundary(torch.autograd.Function):
-    """Identity; in backward, switches the recorder to `region`."""
+    """Identity; in backward, switches the recorder to `region`, and makes up gradients of blocks that are not run."""
 
     @staticmethod
     def forward(ctx: Any, recorder: Recorder, region: str, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.recorder, ctx.region = recorder, region
+        ctx.like = [(x.shape, x.dtype) for x in tensors]
         with _disable_current_modes():
             return tuple(x.detach() for x in tensors)  # a view might get other strides for a batch of 1
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        ctx.recorder.region = ctx.region
-        return None, None, *grads
-
-
-class _Modulated(torch.autograd.Function):
-    """Identity on all modulation vectors; those of blocks that are not run get made-up gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, recorder: Recorder, *vectors: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.recorder, ctx.like = recorder, [(x.shape, x.dtype) for x in vectors]
-        with _disable_current_modes():
-            return tuple(x.detach() for x in vectors)
-
-    @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        ctx.recorder.region = MODULATION
-        stand_ins = (torch.empty(shape, dtype=dtype, device=META) for shape, dtype in ctx.like)
-        return None, *(empty if grad is None else grad for grad, empty in zip(grads, stand_ins, strict=True))
+        ctx.recorder.region = ctx.region
+        if ctx.region == MODULATION:
+            stand_ins = (torch.empty(shape, dtype=dtype, device=META) for shape, dtype in ctx.like)
+            grads = tuple(empty if grad is None else grad for grad, empty in zip(grads, stand_ins, strict=True))
+        return None, None, *grads
 
 
 def make_model(config: COATConfig, geometry: Geometry) -> Any:
@@ -458,7 +439,7 @@ def _modulate(runner: BlockRunner, names: dict[nn.Module, tuple[str, int]], reco
             other.copies = linear.copies
             modulations.append(Modulation(other))
     modulate_ahead(modulations, temb)
-    vectors = _Modulated.apply(recorder, *(modulation.vectors for modulation in modulations))
+    vectors = _Boundary.apply(recorder, MODULATION, *(modulation.vectors for modulation in modulations))
     for modulation, own in zip(modulations, vectors, strict=True):
         modulation.vectors = own
     recorder.region = region
