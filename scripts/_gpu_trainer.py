@@ -23,7 +23,7 @@ from coat_flux.base.names import COAT_OPTIMIZER
 from coat_flux.bench import worker
 from coat_flux.bench.configurations import STEP, Configuration
 from coat_flux.bench.limits import Geometry
-from coat_flux.bench.measure import SEED, TORCHS_PRECISION, Sizes, release, wait
+from coat_flux.bench.measure import SEED, TORCHS_PRECISION, Sizes, wait
 from coat_flux.blocks.models.flux1 import make_flux_dev_geometry
 from coat_flux.config.job import JobConfig
 from coat_flux.mini_flux import MINI_FLUX
@@ -36,6 +36,7 @@ from coat_flux.trainers.standalone.saving import identity_of
 from coat_flux.trainers.standalone.trainer import settle, train_step
 from coat_flux.trainers.standalone.workers import Workers
 from coat_flux.watch.live import LiveRun
+from coat_flux.watch.oom import release_memory
 from coat_flux.watch.phases import PhaseTracker, peak_bytes
 
 BATCHES = 2  # of photos: a pass over them ends, and the next begins, while steps are timed
@@ -46,7 +47,7 @@ def measure_trainer(
 ) -> Iterator[dict[str, Any]]:
     """Optimizer steps of the stand-alone trainer, from data to EMA, after those of the warm-up."""
     for resolution, batch in sizes:
-        release(device)
+        release_memory()
         torch.set_float32_matmul_precision(TORCHS_PRECISION)  # the session changes it, for a run of its own
         with tempfile.TemporaryDirectory() as folder:
             model_sizes = _write_model(Path(folder), geometry)

@@ -48,7 +48,6 @@ class Configuration:
     autocast: bool = True
     optimizer: str = "adamw_fused"
     needs: tuple[str, ...] = ()
-    gpu_only: bool = False
     full: bool = False
     captures: bool = False
 
@@ -86,7 +85,6 @@ def _coat(
         coat={"memory": KEPT, **coat, "speed": speed, "fallback": "error"},
         autocast=False,
         optimizer=COAT_OPTIMIZER,
-        gpu_only=speed is REPLAYED,
         full=full,
         captures=speed is REPLAYED,
     )
@@ -106,13 +104,11 @@ CONFIGURATIONS = (
         "bf16_cudagraphs",
         "bf16, blocks compiled and recorded as CUDA graphs (reduce-overhead)",
         compile_mode="reduce-overhead",
-        gpu_only=True,
     ),
     Configuration(
         "bf16_max_autotune",
         "bf16, blocks compiled by max-autotune, with CUDA graphs",
         compile_mode="max-autotune",
-        gpu_only=True,
     ),
     Configuration(
         "bf16_adapters",

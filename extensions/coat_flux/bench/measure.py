@@ -6,7 +6,6 @@ training.
 
 from __future__ import annotations
 
-import gc
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ from ..base.names import COAT_OPTIMIZER
 from ..blocks.held import HeldParts
 from ..config.coat import COATConfig
 from ..config.job_sections import NetworkSection
+from ..watch.oom import release_memory
 from ..watch.phases import peak_bytes
 from .configurations import Configuration
 from .limits import PIXELS_PER_TOKEN, TEXT_TOKENS, Geometry
@@ -40,13 +40,13 @@ def measure_steps(
     model, trained = make_model(row, geometry, device)
     optimizer = make_optimizer(row.optimizer, trained, capturable=row.captures)
     for resolution, batch in sizes:
-        release(device)
+        torch.compiler.reset()  # frees compiled code and recorded graphs
+        release_memory()
         inputs, target = model_inputs(resolution, batch, device)
         losses = []
 
         def step(inputs: dict[str, Tensor] = inputs, target: Tensor = target, losses: list[Tensor] = losses) -> None:
-            # torch records CUDA graphs, and must know where a step begins
-            if row.compile_mode not in ("", "default"):
+            if row.compile_mode:  # torch may record CUDA graphs, and must know where a step begins
                 torch.compiler.cudagraph_mark_step_begin()
             with torch.autocast(device.type, torch.bfloat16, enabled=row.autocast):
                 output = model(**inputs, return_dict=False)[0]
@@ -128,14 +128,6 @@ def model_inputs(resolution: int, batch: int, device: torch.device) -> tuple[dic
         "txt_ids": torch.zeros(TEXT_TOKENS, 3, device=device),
     }
     return inputs, normal(batch, side * side, SIZES["in_channels"])
-
-
-def release(device: torch.device) -> None:
-    """Free the memory of compiled code, recorded graphs and dropped objects."""
-    torch.compiler.reset()
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def quantize_linears(model: nn.Module, quantizer: str) -> None:

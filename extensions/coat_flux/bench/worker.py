@@ -68,7 +68,8 @@ def run(spec: dict[str, Any], measure: Measure | None = None) -> dict[str, Any]:
 def _measured(
     row: Configuration, spec: dict[str, Any], device: torch.device, measure: Measure | None
 ) -> list[dict[str, Any]]:
-    if row.gpu_only and device.type != "cuda":
+    records_graphs = row.captures or row.compile_mode not in ("", "default")
+    if records_graphs and device.type != "cuda":
         raise MissingError("needs a GPU")
     for package in row.needs:
         if not _is_installed(package):
