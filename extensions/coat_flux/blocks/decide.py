@@ -111,10 +111,9 @@ class BlockPlan:
 
     @functools.cached_property
     def shadow_bytes(self) -> int:
-        """Bytes of the adapters' copies (`fused.linears`), where they fit: no block recomputes for them."""
-        activation, given = self.config.activation, self.given
-        in_fused_flow = self.config.enabled and activation.use_fp8 and activation.flow == "fused"
-        if given.tokens is None or not in_fused_flow:
+        """Bytes of the copied adapters (`fused.linears`) if blocks are fused and they fit: none recomputes for them."""
+        given = self.given
+        if given.tokens is None or all(choice.flow != "fused" for choice in self.blocks):
             return 0
         copied = given.adapter_elements * given.value_bytes
         if self.free_bytes is None or copied + many_bytes(given.blocks, given.tokens) <= self.free_bytes:
