@@ -242,6 +242,7 @@ def replace_linear_with_fp8(
         else:
             target.from_linear(module, config)
             converted.append(name)
+    refuse_saving(model)
     model.fp8_report = {"converted": converted, "skipped": skipped}  # type: ignore[assignment]
     counts = "".join(f"; {count} left: {reason}" for reason, count in Counter(skipped.values()).items())
     logger.info("%s: %d linear layers in FP8%s", type(model).__name__, len(converted), counts)
@@ -253,4 +254,22 @@ def restore_linear(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if isinstance(module, (FP8Linear, FP8TrainableLinear)):
             module.to_linear()
+    if vars(model).get("save_pretrained") is _not_saved:
+        del model.save_pretrained
     return model
+
+
+def refuse_saving(model: nn.Module) -> None:
+    """Let diffusers' `save_pretrained` of a model with codes raise: `from_pretrained` would leave those weights random.
+
+    `restore_linear` undoes it.
+    """
+    if hasattr(model, "save_pretrained") and any(isinstance(module, FP8Linear) for module in model.modules()):
+        model.save_pretrained = _not_saved  # type: ignore[assignment]
+
+
+def _not_saved(*_: Any, **__: Any) -> None:
+    raise RuntimeError(
+        "save_pretrained: from_pretrained cannot read this model's FP8 linears and would leave their weights random; "
+        "call coat_core.restore_linear(model) first, or save the LoRA alone (save_lora_adapter)"
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -136,6 +137,24 @@ def test_a_second_application_reconfigures_but_never_misreads_codes() -> None:
     assert_bitwise(model.transformer_blocks[0].attn.to_q.weight_codes, codes)
     with pytest.raises(ValueError, match=r"coat.weight.format='e5m2': transformer_blocks.*is already stored as 'e4m3'"):
         apply_coat(model, config(weight={"format": "e5m2"}, activation={"grad_format": "e4m3"}))
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_model_with_codes_is_not_saved_before_it_is_restored(by_hand: bool, tmp_path: Path) -> None:
+    """from_pretrained would read its linears as random."""
+    model = tiny_flux()
+    if by_hand:
+        replace_linear_with_fp8(model)
+    else:
+        apply_coat(model, config())
+    with pytest.raises(RuntimeError, match="restore_linear"):
+        model.save_pretrained(tmp_path)
+    assert not any(tmp_path.iterdir())
+    restore_linear(model).save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path, torch_dtype=torch.bfloat16)
+    assert_all_bitwise(again.state_dict(), model.state_dict())
+    apply_coat(again, config(weight={"use_fp8": False}))
+    again.save_pretrained(tmp_path)  # weights in high precision
 
 
 def test_a_model_that_has_its_lora_already_is_refused() -> None:
