@@ -48,10 +48,9 @@ def apply_coat(
     `allow_recompute=False` (the job's `train.gradient_checkpointing: false`) forbids recomputation. `trained`
     names linears whose weights are trained without an adapter: those with FP8 GEMMs are cast at each use.
 
-    Raises:
-        ConfigError: an include/exclude pattern matches no layer.
-        ValueError: `memory.checkpointing` asks for recomputation that the job forbids, or the model has no blocks.
-        FallbackError: `fallback: error` and FP8 cannot be used on this device.
+    ConfigError if an include/exclude pattern matches no layer; ValueError if `memory.checkpointing` asks for
+    recomputation that the job forbids, or the model has no blocks; FallbackError with `fallback: error` if FP8 cannot
+    be used on this device.
     """
     report = CoatReport()
     if not config.enabled:
@@ -103,10 +102,7 @@ def convert_weights(
     """Return a converter (name, linear) that quantizes weights one by one while a model loads; None if none are stored.
 
     The weights of `model` may be on the meta device. `apply_coat` later recognizes and configures the converted
-    linears.
-
-    Raises:
-        ConfigError: an include/exclude pattern matches no layer.
+    linears. ConfigError if an include/exclude pattern matches no layer.
     """
     if not (config.enabled and config.weight.use_fp8):
         return None

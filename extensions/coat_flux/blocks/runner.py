@@ -52,15 +52,14 @@ logger = logging.getLogger(__name__)
 class BlockRunner:
     """What is called instead of each block: `runner(block, *args)`.
 
+    ValueError if `memory.checkpointing` is all while recomputation is forbidden.
+
     Attributes:
         ran: block index → "fused", "own" (its own code) or "host" (in a checkpoint of its model, without COAT).
         forms: block index → the form of each block that runs fused.
         gemms, attention: choose at the first step; `gemms` is None after it, or with nothing to choose.
         picked: the GEMM that it chose.
         generation: changes whenever a block would run differently, which invalidates captured graphs.
-
-    Raises:
-        ValueError: `memory.checkpointing` is all while recomputation is forbidden.
     """
 
     def __init__(self, blocks: dict[str, nn.Module], config: COATConfig, allow_recompute: bool) -> None:
@@ -386,10 +385,8 @@ class BlockRunner:
     def check_step(self) -> None:
         """After the first step, warn of blocks that were not called, or in a checkpoint of their model.
 
-        A whole list may belong to another part of the model, such as Wan 2.2's second transformer.
-
-        Raises:
-            RuntimeError: no block ran here, or with `fallback: error` only some of a list.
+        A whole list may belong to another part of the model, such as Wan 2.2's second transformer. RuntimeError if no
+        block ran here, or with `fallback: error` only some of a list.
         """
         if self._checked:
             return

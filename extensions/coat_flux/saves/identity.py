@@ -15,7 +15,6 @@ import hashlib
 import json
 import platform
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -44,15 +43,10 @@ def run_identity(model: str, datasets: Sequence[Mapping[str, Any]], **parts: Any
 
 def model_identity(model: str) -> dict[str, Any]:
     """Path and fingerprint of a model's config and weights; the fingerprint is None if it is not on this machine."""
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
+    from ..blocks.models.checkpoint import cached_folder
 
-    root, parts = Path(model), []
-    if not root.exists():
-        root = None
-        with suppress(HFValidationError):
-            index = try_to_load_from_cache(model, "model_index.json")
-            root = Path(index).parent if isinstance(index, str) else None
+    root = Path(model) if Path(model).exists() else cached_folder(model)
+    parts = []
     if root is not None and root.is_file():
         parts = [["", file_digest(root)]]
     elif root is not None:

@@ -157,10 +157,8 @@ def target_names(names: Iterable[str], network: NetworkSection) -> list[str]:
 def trained_names(parameters: Iterable[str], include: Sequence[str], exclude: Sequence[str]) -> list[str]:
     """Names of the parameters that full fine-tuning trains, in order.
 
-    `include` and `exclude` are fnmatch patterns over names of parameters and their modules.
-
-    Raises:
-        ConfigError: a pattern matches nothing, or nothing is left to train.
+    `include` and `exclude` are fnmatch patterns over names of parameters and their modules. ConfigError if a pattern
+    matches nothing, or nothing is left to train.
     """
 
     def is_meant(name: str, patterns: Sequence[str]) -> bool:

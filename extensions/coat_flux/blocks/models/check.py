@@ -19,7 +19,7 @@ from ...config.job_sections import PROCESS_TYPES
 from ...config.rules import STANDALONE, STANDALONE_ARCHS, arch_of
 from ...mini_flux import EMBEDDED_MODEL
 from . import ARCHS, FAMILIES, FLUX, FLUX2, PIPELINES, REFUSED
-from .checkpoint import DEV, IN_CHANNELS, SUFFIXES, CheckpointError, base_model, flux_config, read_header
+from .checkpoint import DEV, IN_CHANNELS, SUFFIXES, CheckpointError, base_model, cached_folder, flux_config, read_header
 from .family import Family
 
 BFL = "black-forest-labs"
@@ -249,7 +249,7 @@ class _Model:
                 rule = f"is {known.replace('_', ' ')}, which does not fit arch {self.arch}"
                 raise refuse(f"{rule}; write model.arch: {known}")
             raise refuse(f"is {known}, which is not trained here; write {DEV}")
-        if _cached(name):
+        if cached_folder(name) is not None:
             return
         if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
             rule = "is neither here nor in the hub's cache, and HF_HUB_OFFLINE forbids a download"
@@ -317,16 +317,6 @@ def _json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
-
-
-def _cached(name: str) -> bool:
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        return isinstance(try_to_load_from_cache(name, "model_index.json"), str)
-    except HFValidationError:
-        return False
 
 
 def _has_token(toolkit_root: Path | None) -> bool:

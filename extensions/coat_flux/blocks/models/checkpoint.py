@@ -66,6 +66,18 @@ def read_header(path: Path) -> Header:
     return header
 
 
+def cached_folder(name: str) -> Path | None:
+    """The folder of a model in the hub's cache, or None."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        index = try_to_load_from_cache(name, "model_index.json")
+    except HFValidationError:
+        return None
+    return Path(index).parent if isinstance(index, str) else None
+
+
 def transformer_keys(header: Header) -> dict[str, str]:
     """Black Forest Labs' name of each tensor of the transformer → its key in the file."""
     prefix = next(prefix for prefix in PREFIXES if f"{prefix}{_FIRST}.weight" in header)

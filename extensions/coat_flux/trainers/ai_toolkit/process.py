@@ -92,7 +92,7 @@ class CoatFluxTrainer(HostTrainer):
         self.coat = coat_of_entry(self.config, self._config_file())
         if not self.coat.enabled:
             info("coat.enabled=false: this is ai-toolkit's own run")
-            self._phases = None
+            self._phases = None  # of the instance, for `run` reads it
             self.__class__ = HostTrainer  # from here on
             return
         host.check_host(install_optimizer, install_quantizer)

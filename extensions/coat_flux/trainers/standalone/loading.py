@@ -101,11 +101,8 @@ def load_transformer(
 
     Each weight is read from disk, cast to `dtype`, moved to `device` and, with `coat.weight.use_fp8`, quantized before
     the next is read. For full fine-tuning `trained` maps the model on the meta device to the full names of the linears
-    to train.
-
-    Raises:
-        ModelLoadError: missing, unreadable or of another model.
-        ConfigError: an include/exclude pattern of `coat` matches no layer.
+    to train. ModelLoadError if it is missing, unreadable or of another model, ConfigError if an include/exclude pattern
+    of `coat` matches no layer.
     """
     device = torch.device(device)
     with _explained(name_or_path, "transformer"):

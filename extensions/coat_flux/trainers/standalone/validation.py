@@ -41,17 +41,16 @@ def held_out_of(job: JobConfig) -> tuple[tuple[Path, ...], ...]:
     return choose_hold_out([entry.folder_path for entry in job.datasets], job.validation.hold_out, job.training_seed)
 
 
-def one_each(samples: Sequence[Sample]) -> list[Sample]:
-    """Each photo once, not mirrored, photo i at its (i modulo how many)-th resolution."""
-    by_photo: dict[Path, list[Sample]] = {}
-    for sample in dict.fromkeys(sample for sample in samples if not sample.flip):
-        by_photo.setdefault(sample.image_path.resolve(), []).append(sample)
-    return [sizes[i % len(sizes)] for i, sizes in enumerate(by_photo.values())]
-
-
 def fixed_noise(dataset: LatentDataset, held_out: Sequence[Sample], trained: Sequence[Sample]) -> FixedNoise:
-    """The photos of a run's validation loss: `held_out`, of any sizes, or else `trained` ones at one noise level."""
-    samples, levels = one_each(held_out), None
+    """The photos of a run's validation loss: `held_out`, or else `trained` ones at one noise level.
+
+    Each held-out photo counts once, not mirrored, photo i at its (i modulo how many)-th resolution.
+    """
+    by_photo: dict[Path, list[Sample]] = {}
+    for sample in dict.fromkeys(sample for sample in held_out if not sample.flip):
+        by_photo.setdefault(sample.image_path.resolve(), []).append(sample)
+    samples = [sizes[i % len(sizes)] for i, sizes in enumerate(by_photo.values())]
+    levels = None
     if not held_out:
         count, n = len(trained), TRAINED_PHOTOS
         samples = [trained[i * count // n if count >= n else i % count] for i in range(n)]
