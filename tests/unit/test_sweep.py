@@ -222,7 +222,8 @@ def test_rows_and_page(config: Path, tmp_path: Path) -> None:
 
 def test_the_block_to_copy_is_a_valid_config(config: Path, tmp_path: Path) -> None:
     """Also where an entry of a list was varied; what it holds besides stays, variables unexpanded."""
-    sweep = make(config, "datasets[0].num_repeats=1,3", "coat.optimizer.block_size=64", folder=tmp_path)
+    axes = ("datasets[0].num_repeats=1,3", "coat.optimizer.block_size=64", "network.linear=8")
+    sweep = make(config, *axes, folder=tmp_path)
     best = next(run for run in chosen(sweep) if process_of(run)["datasets"][0]["num_repeats"] == 3)
     finish(best, [(0, 0.5)], tmp_path)
     blocks = re.findall(r"<pre>([^<]*)</pre>", write_sweep_page(sweep).read_text(encoding="utf-8"))
@@ -232,7 +233,8 @@ def test_the_block_to_copy_is_a_valid_config(config: Path, tmp_path: Path) -> No
     assert block["datasets"] == [{**process["datasets"][0], "num_repeats": 3}]
     assert block["coat"] == {"optimizer": {"block_size": 64}}
     process["datasets"] = block["datasets"]
-    process["coat"] |= block["coat"]
+    for name in ("coat", "network"):  # alpha goes with the rank
+        process[name] |= block[name]
     copied = tmp_path / "copied.yaml"
     copied.write_text(yaml.safe_dump(job), encoding="utf-8")
     assert main(["check", "--host", "standalone", str(copied)]) == 0

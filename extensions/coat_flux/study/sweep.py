@@ -340,11 +340,8 @@ class Sweep:
         """Turn the config's process entry into a run's; returns its steps."""
         for key, value in settings.items():
             _set_value(process, key, value)
-        rank = settings.get("network.linear", settings.get("network.rank"))
-        if isinstance(rank, int) and rank > 0:  # on FLUX alpha is the rank
-            for alpha in ("linear_alpha", "alpha"):
-                if alpha in (process.get("network") or {}) and f"network.{alpha}" not in settings:
-                    process["network"][alpha] = rank
+        for key, value in _alphas(process, settings).items():
+            _set_value(process, key, value)
         validation = self.job.validation
         try:
             steps = process.get("train", {}).get("steps", self.job.train.steps)
@@ -384,6 +381,15 @@ class Sweep:
             except subprocess.TimeoutExpired:
                 process.kill()
                 return process.wait()
+
+
+def _alphas(process: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, int]:
+    """Keys and values of alpha that go with a varied rank: on FLUX they are equal."""
+    rank, network = settings.get("network.linear", settings.get("network.rank")), process.get("network") or {}
+    if not isinstance(rank, int) or rank <= 0:
+        return {}
+    names = [name for name in ("linear_alpha", "alpha") if name in network and f"network.{name}" not in settings]
+    return {f"network.{name}": rank for name in names}
 
 
 def _set_value(process: Any, key: str, value: Any) -> None:
@@ -539,9 +545,10 @@ def write_sweep_page(sweep: Sweep) -> Path:
         page.result(result, job.model.name_or_path, job.trigger_word, job.model.arch)
         page.paragraph("Held-out photos are not in it. For one from all photos, write into the config:")
         block: dict[str, Any] = {}
-        for key in best.settings:
+        process = best.finished[0].job["config"]["process"][0]
+        for key in (*best.settings, *_alphas(process, best.settings)):
             place = key.partition("[")[0]  # a list is shown whole
-            value = best.finished[0].job["config"]["process"][0]
+            value = process
             for name in place.split("."):
                 value = value[name]
             _set_value(block, place, value)
