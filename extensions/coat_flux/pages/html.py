@@ -332,23 +332,23 @@ class _Axis:
             exponents = range(math.ceil(self.low - 1e-9), math.floor(self.high + 1e-9) + 1)
             labelled = [e for e in exponents if e % math.ceil(len(exponents) / TICKS) == 0]
             if len(labelled) > 1:
-                return [(self.place(10.0**e), _label(10.0**e, 10.0**e, max(0, -e))) for e in labelled]
+                return [(self.place(10.0**e), _label(10.0**e, 10.0**e, 10.0**e)) for e in labelled]
         low, high = (10**self.low, 10**self.high) if self.log else (self.low, self.high)
         rough = (high - low) / TICKS
-        exponent = math.floor(math.log10(rough))
-        factor = next(factor for factor in (1, 2, 5, 10) if 10.0**exponent * factor >= rough * (1 - 1e-9))
-        step, decimals = 10.0**exponent * factor, max(0, -exponent - (factor == 10))
-        if self.whole and step < 1:
-            step, decimals = 1.0, 0
+        power = 10.0 ** math.floor(math.log10(rough))
+        step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
+        if self.whole:
+            step = max(step, 1.0)
         first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
         values = [step * i for i in range(first, last + 1) if i > 0 or not self.log]
         largest = max(map(abs, values), default=0.0)
-        return [(self.place(value), _label(value, largest, decimals)) for value in values]
+        return [(self.place(value), _label(value, largest, step)) for value in values]
 
 
-def _label(value: float, largest: float, decimals: int) -> str:
+def _label(value: float, largest: float, step: float) -> str:
     """A tick's label on an axis up to `largest`: 1,000 and 0.05, but 1e-5."""
     if largest == 0 or 1e-3 <= largest < 1e7:
+        decimals = max(0, -math.floor(math.log10(step) + 1e-9))
         return f"{value:,.{decimals}f}"
     return f"{value:.3g}".replace("e-0", "e-").replace("e+", "e")
 
