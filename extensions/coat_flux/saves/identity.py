@@ -109,17 +109,17 @@ def require_same_run(
             continue
         old, new = saved[part], now[part]
         if part == "data":
-            differences = _data_differences(old, new)
+            changes = _data_differences(old, new)
         elif part == "model":
-            differences = _model_differences(old, new)
+            changes = _model_differences(old, new)
         else:
-            differences = list(_walk(part, old, new))
+            changes = list(differences(part, old, new))
         same_model = part == "model" and old["fingerprint"] == new["fingerprint"] is not None
         if part in FREE or part in allow or (part in SHARED and same_step) or same_model:
-            notes += differences
+            notes += changes
         else:
             way_out = f", or set coat.resume.allow: [{part}]" if part in ALLOWABLE else ""
-            refusals += [f"  {line}; {NOT_A_RUN}{way_out}" for line in differences]
+            refusals += [f"  {line}; {NOT_A_RUN}{way_out}" for line in changes]
     if refusals:
         raise ResumeError("\n".join([f"{where}: is a save of another run:", *refusals]))
     return notes
@@ -135,12 +135,15 @@ def _model_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list
     return [f"model {now['path']}: its files were changed"]
 
 
-def _walk(path: str, saved: Any, now: Any) -> Iterator[str]:
-    """Each value that differs; one-sided keys are options that another version lacked."""
+def differences(path: str, saved: Any, now: Any, *, strict: bool = False) -> Iterator[str]:
+    """Each value that differs; `strict`: also keys of one side, which another version may lack, and items of lists."""
     if isinstance(saved, Mapping) and isinstance(now, Mapping):
-        for key in saved:
-            if key in now:
-                yield from _walk(f"{path}.{key}", saved[key], now[key])
+        for key in sorted({*saved, *now}) if strict else saved:
+            if strict or key in now:
+                yield from differences(f"{path}.{key}", saved.get(key), now.get(key), strict=strict)
+    elif strict and isinstance(saved, list) and isinstance(now, list) and len(saved) == len(now):
+        for number, (old, new) in enumerate(zip(saved, now, strict=True)):
+            yield from differences(f"{path}[{number}]", old, new, strict=True)
     elif saved != now:
         yield f"{path} {json.dumps(saved, ensure_ascii=False)} -> {json.dumps(now, ensure_ascii=False)}"
 
@@ -151,7 +154,7 @@ def _data_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[
         return [f"data: {folders[0]} -> {folders[1]} datasets"]
     lines = []
     for number, (old, new) in enumerate(zip(saved["settings"], now["settings"], strict=True)):
-        lines += _walk(f"datasets[{number}]", old, new)
+        lines += differences(f"datasets[{number}]", old, new)
     before, after = saved["files"], now["files"]
     changed = sorted(path for path in {**before, **after} if before.get(path) != after.get(path))
     if changed:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import gc
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -41,6 +41,7 @@ from ..mini_flux import provide_embedded
 from ..pages.run import MEMORY_FILE, RunFolder
 from ..plan.job import JobFacts
 from ..plan.predict import predict
+from ..saves.identity import differences
 from ..saves.state import restore_tensors
 from ..trainers.standalone.loading import TORCH_DTYPES, load_encoders, load_transformer
 from ..trainers.standalone.network import add_lora
@@ -192,22 +193,10 @@ def require_same_job(run: Path, job: Mapping[str, Any]) -> None:
     path = run / "config.yaml"
     if path.exists():
         saved = yaml.safe_load(path.read_text(encoding="utf-8")).get("config")
-        for key, old, new in _differences("", saved, job["config"]):
+        for difference in differences("config", saved, job["config"], strict=True):
             raise VerifyError(
-                f"{path}: is of a run with other settings ({key} {old!r} -> {new!r}); choose another --name or --out; "
-                f"{run} stays"
+                f"{path}: is of a run with other settings ({difference}); choose another --name or --out; {run} stays"
             )
-
-
-def _differences(path: str, saved: Any, now: Any) -> Iterator[tuple[str, Any, Any]]:
-    if isinstance(saved, Mapping) and isinstance(now, Mapping):
-        for key in sorted({*saved, *now}):
-            yield from _differences(f"{path}.{key}" if path else key, saved.get(key), now.get(key))
-    elif isinstance(saved, list) and isinstance(now, list) and len(saved) == len(now):
-        for number, (old, new) in enumerate(zip(saved, now, strict=True)):
-            yield from _differences(f"{path}[{number}]", old, new)
-    elif saved != now:
-        yield path, saved, now
 
 
 def open_study(
