@@ -178,7 +178,8 @@ def cards() -> Iterator[Line]:
         name, (major, minor) = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
         free, total = torch.cuda.mem_get_info(device)
         driver = f", {names[device.index].rsplit(', ', 1)[1]}" if device.index < len(names) else ""
-        text = f"{name}, compute capability {major}.{minor}{driver}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free"
+        room = f"{free / 1e9:.1f} of {total / 1e9:.1f} GB free"
+        text = f"{name}, compute capability {major}.{minor}{driver}, {room}"
         remedy = "end what else uses it: nvidia-smi lists it"
         yield judged(free >= total / 2, f"GPU {device.index}", text, remedy)
     if torch.cuda.is_available():
@@ -345,7 +346,7 @@ def model() -> Iterator[Line]:
 
 
 def _cached_model() -> tuple[Path | None, list[Finding]]:
-    """The newest snapshot of the model in the cache, and what a run would find wrong with it, or with a download."""
+    """The newest snapshot in the cache, and what a run would find wrong with it or with a download."""
     from ..blocks.models.check import check_model
     from ..config.findings import Findings
     from ..config.rules import STANDALONE

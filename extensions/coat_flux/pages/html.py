@@ -212,7 +212,7 @@ class Page:
         self._figure(title, legend if len(legend) > 1 or band else [], body)
 
     def bars(self, title: str, bars: Mapping[str, Mapping[str, float]], expected: Mapping[str, float]) -> None:
-        """Add horizontal stacked bars: name → part → length; a line marks each length that the plan `expected`."""
+        """Add stacked bars: name → part → length; a line marks the length that the plan `expected`."""
         totals = {name: sum(parts.values()) for name, parts in bars.items()}
         scale = 100 / (max([*totals.values(), *expected.values()], default=0) or 1)
         colours: dict[str, str] = {}

@@ -195,7 +195,7 @@ class Watch:
         return name in (self.host.lower(), socket.gethostname().lower())
 
     def start(self, port: int | None = None) -> str:
-        """Serve from a daemon thread, on the first free port from 8675 by default; returns the address with the token.
+        """Serve from a thread, by default on the first free port from 8675; returns the address with the token.
 
         Raises:
             UserError: the port is taken, or the host is not this machine's.

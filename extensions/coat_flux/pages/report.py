@@ -257,7 +257,7 @@ def _show_config(page: Page, run: RunFolder) -> None:
 
 
 def summaries(rows: Iterable[CastPrecision]) -> list[CastPrecision]:
-    """One row for each layer and kind: the median SQNR of its steps, the worst shares; without what was always zero."""
+    """A row per layer and kind: its median SQNR and worst shares; without what was always zero."""
     groups: dict[tuple[str, str], list[CastPrecision]] = {}
     for row in rows:
         if not math.isnan(row.sqnr_db):

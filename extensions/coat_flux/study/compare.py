@@ -179,7 +179,8 @@ def write_page(verdict: Verdict) -> Path:
         )
         page.result(first.lora, job.model.name_or_path, job.trigger_word, job.model.arch)
     page.heading("Held-out loss over the run")
-    spread = [(step, (low - high) / 2, (high - low) / 2) for step, low, high in show_means(page, verdict)["bf16"]]
+    bands = show_means(page, verdict)
+    spread = [(step, (low - high) / 2, (high - low) / 2) for step, low, high in bands["bf16"]]
     gaps: dict[str, Sequence[tuple[float, float]]] = {SPREAD: [(step, 0.0) for step, _, _ in spread]}
     for bf16, coat in pairs:
         both = zip(bf16.curve, coat.curve, strict=True)

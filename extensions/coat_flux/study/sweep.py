@@ -301,7 +301,7 @@ class Sweep:
             return waiting.pop(0) if waiting else None
 
     def _add(self, chosen: Any) -> list[Run]:
-        """The runs of an Optuna trial with their state; none if it has no values yet, or those of an earlier one."""
+        """The runs of an Optuna trial; none if it has no values yet, or those of an earlier one."""
         settings = {key: self._values[key][shown] for key, shown in chosen.params.items()}
         earlier = [trial for trial in self.trials if trial.settings == settings]
         for trial in earlier:
@@ -385,11 +385,12 @@ class Sweep:
 
 def _alphas(process: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, int]:
     """Keys and values of alpha that go with a varied rank: on FLUX they are equal."""
-    rank, network = settings.get("network.linear", settings.get("network.rank")), process.get("network") or {}
+    rank = settings.get("network.linear", settings.get("network.rank"))
+    network = process.get("network") or {}
     if not isinstance(rank, int) or rank <= 0:
         return {}
-    names = [name for name in ("linear_alpha", "alpha") if name in network and f"network.{name}" not in settings]
-    return {f"network.{name}": rank for name in names}
+    keys = {f"network.{name}": rank for name in ("linear_alpha", "alpha") if name in network}
+    return {key: alpha for key, alpha in keys.items() if key not in settings}
 
 
 def _set_value(process: Any, key: str, value: Any) -> None:
