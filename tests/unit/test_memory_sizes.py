@@ -12,6 +12,7 @@ from coat_core.activation import Saving
 from coat_core.granularity import Storage, per_group
 from coat_flux.blocks.decide import Given, flow_settings
 from coat_flux.blocks.sizes import (
+    COPIED_PER_SECOND,
     LINEARS,
     Block,
     BlockBytes,
@@ -19,6 +20,7 @@ from coat_flux.blocks.sizes import (
     Tokens,
     UnknownBlock,
     block_bytes,
+    extra_seconds,
     fewest_recomputed,
     forward_bytes,
     gradient_bytes,
@@ -68,6 +70,8 @@ def test_what_needs_no_gradient_keeps_nothing():
     assert not untrained.trained_output
     frozen_part = flux_block("double", ["ff.net.2"], trained_input=False)
     assert frozen_part.trained_output
+    for one in ({"trained_input": True}, {"trained_embedding": True}, {"trained": ("attn.norm_q.weight",)}):
+        assert replace(untrained, **one).trained_output
 
 
 def test_a_trained_embedding_gives_gates_a_gradient():
@@ -201,3 +205,11 @@ def test_fewest_recomputed_is_the_fewest(free):
 def test_fewest_recomputed_takes_first_those_that_save_most():
     assert fewest_recomputed(BLOCKS, 459) == [0]
     assert fewest_recomputed([*BLOCKS[2:], *BLOCKS[:2]], 459) == [3]
+
+
+def test_what_streaming_and_recomputing_add_to_a_step() -> None:
+    times, codes = [(1.0, 3.0), (1.0, 3.0)], [5 * COPIED_PER_SECOND] * 2
+    assert extra_seconds(times, codes, [], [1]) == 1.0  # one more forward pass
+    assert extra_seconds(times, codes, [0], []) == 3.0  # what a copy takes longer than the forward pass
+    assert extra_seconds(times, codes, [0], [1]) == 4.0
+    assert extra_seconds(times, codes, [0, 1], [1]) == 1.0 + 8.0 + 3.0
