@@ -244,6 +244,8 @@ def test_an_edited_caption_another_vae_or_token_length_is_encoded_again(folder, 
     assert (len(cache_files(folder, "latents")), len(cache_files(folder, "text"))) == (5, 6)
     half = AutoencoderKL.from_pretrained(model, subfolder="vae").bfloat16()
     assert model_identity(half) != model_identity(vae) == model_identity(vae)
+    scaled = AutoencoderKL.from_pretrained(model, subfolder="vae", scaling_factor=0.5)
+    assert model_identity(scaled) != model_identity(vae)
     shorter = TextEncoders(encoders.clip, encoders.t5, encoders.clip_tokenizer, encoders.t5_tokenizer, 16)
     make(folder, half, shorter, **CACHED)
     assert (len(cache_files(folder, "latents")), len(cache_files(folder, "text"))) == (10, 11)

@@ -45,14 +45,16 @@ def test_errors_are_printed_counted_and_drawn(tmp_path, capsys, monkeypatch):
     assert "folder not found" in capsys.readouterr().err
 
 
-def test_the_crop_is_darkened_and_framed(tmp_path):
+@pytest.mark.parametrize("size", [(256, 128), (128, 256)])
+def test_the_crop_is_darkened_and_framed(tmp_path, size):
     (tmp_path / "photos").mkdir()
-    Image.new("RGB", (256, 128), "white").save(tmp_path / "photos" / "a.png")
+    Image.new("RGB", size, "white").save(tmp_path / "photos" / "a.png")
     sheet = tmp_path / "sheet.png"
     run(tmp_path / "photos", "--resolution", 64, "--sheet", sheet)
     with Image.open(sheet) as image:
-        row = np.asarray(image.convert("L"))[12 + 120]
-    photo = row[12 : 12 + 240]
+        pixels = np.asarray(image.convert("L"))
+    middle = 12 + 120
+    photo = (pixels[middle] if size[0] > size[1] else pixels[:, middle])[12 : 12 + 240]
     assert photo[:50].max() < 100
     assert photo[70:170].min() > 250
     assert photo[190:].max() < 100
