@@ -280,6 +280,8 @@ def test_the_same_run_has_the_same_identity_and_another_is_refused_unless_allowe
     assert line.startswith("world_size 1 -> 2; ")
     assert "coat.resume.allow: [world_size]" in line
     assert require_same_run(before, now, ["world_size"], "here") == ["world_size 1 -> 2"]
+    del now["world_size"]  # what one of them does not know is no difference
+    assert require_same_run(before, now, (), "here") == []
     now = identity(root, coat={"optimizer": {"block_size": 64}, "new": 1}, train={"lr": 2e-4})
     changes = ["coat.optimizer.block_size 128 -> 64", "train.lr 0.0001 -> 0.0002"]
     assert require_same_run(before, now, (), "here") == changes
