@@ -259,7 +259,7 @@ def test_a_trained_linear_casts_its_weight_once_and_in_every_graph(monkeypatch: 
         def batches(count: int) -> None:
             for _ in range(count):
                 x = torch.zeros(3, 7, 3072, device="cuda", dtype=torch.bfloat16, requires_grad=True)  # padded to 32
-                layer(x).sum().backward()
+                layer(x * 1).sum().backward()  # a result: an input would be cast again in backward
 
         batches(2)
         assert gpu.launches == {name: 2 * n for name, n in per_batch.items()} | per_tensor
