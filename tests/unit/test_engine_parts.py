@@ -234,7 +234,7 @@ def test_rotation_keeps_the_newest_and_never_the_final(tmp_path: Path) -> None:
 
 def test_metadata_values_are_strings_and_placeholders_are_filled() -> None:
     meta = {"name": "[name]", "version": "1.0", "tags": ["a"]}
-    job = SimpleNamespace(name="shirt", meta=meta, trigger_word=None, coat=COATConfig())
+    job = SimpleNamespace(name="shirt", written={"meta": meta}, trigger_word=None, coat=COATConfig())
     saved = saving._metadata(SimpleNamespace(job=job, report=None, step=3, epoch=1))
     assert all(isinstance(value, str) for value in saved.values())
     assert (saved["name"], saved["version"], json.loads(saved["tags"])) == ("shirt", "1.0", ["a"])

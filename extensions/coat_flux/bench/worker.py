@@ -11,14 +11,12 @@ SPEC: {"level", "configuration", "sizes": [[resolution, batch], ...], "geometry"
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import json
 import platform
 import sys
 import traceback
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,7 @@ import torch
 from coat_core.ops.dispatch import triton_obstacle
 
 from ..base.names import COAT_OPTIMIZER
+from ..blocks.measure import version_of
 from .configurations import CALLS, CANNOT, CPU_CALLS, FAILED, OK, OPTIMIZER, OUT_OF_MEMORY, Configuration, named
 from .limits import Geometry, known_card
 
@@ -97,10 +96,6 @@ def _is_installed(package: str) -> bool:
 
 
 def _machine(device: torch.device) -> dict[str, Any]:
-    versions: dict[str, str | None] = dict.fromkeys(PACKAGES)
-    for package in PACKAGES:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
     about: dict[str, Any] = {
         "device": platform.processor() or platform.machine(),
         "device_type": device.type,
@@ -109,7 +104,7 @@ def _machine(device: torch.device) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "system": platform.platform(),
         "python": platform.python_version(),
-        "versions": versions,
+        "versions": {package: version_of(package) for package in PACKAGES},
     }
     if device.type != "cuda":
         return about

@@ -391,13 +391,8 @@ class Team(Processes):
             return
         from accelerate import DistributedType
 
-        state = process.accelerator.state
-        kind = state.distributed_type
-        state.distributed_type = DistributedType.NO
-        try:
+        with patched(process.accelerator.state, distributed_type=DistributedType.NO):
             yield
-        finally:
-            state.distributed_type = kind
         if hasattr(process.lr_scheduler, "split_batches"):
             process.lr_scheduler.split_batches = True
         places = (process.step_num, process.start_step, process.epoch_num)

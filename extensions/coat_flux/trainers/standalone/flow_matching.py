@@ -183,11 +183,8 @@ def bypassed_guidance(transformer: nn.Module, bypass: bool = True) -> Iterator[N
     if embedder is None or not bypass:
         yield
         return
-    hook = embedder.register_forward_hook(lambda *call: torch.zeros_like(call[-1]))
-    try:
+    with embedder.register_forward_hook(lambda *call: torch.zeros_like(call[-1])):  # removed at the end
         yield
-    finally:
-        hook.remove()
 
 
 def losses_of(
