@@ -205,10 +205,11 @@ class BenchOptions:
     timeout_s: float = 1800.0
 
     def cases(self) -> list[tuple[str, str, tuple[tuple[int, int], ...]]]:
-        """Level, configuration and sizes of every process; sizes outermost, so that rivals are next to each other."""
+        """Level, configuration and sizes of every process, rivals next to each other."""
         pairs = [((resolution, batch),) for batch in self.batches for resolution in self.resolutions]
         cases = []
         for level in self.levels:
             names = [name for name in named(level) if not self.configurations or name in self.configurations]
-            cases += [(level, name, sizes) for sizes in ([()] if level == OPTIMIZER else pairs) for name in names]
+            for sizes in [()] if level == OPTIMIZER else pairs:
+                cases += [(level, name, sizes) for name in names]
         return cases

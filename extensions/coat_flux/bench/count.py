@@ -253,7 +253,7 @@ PLACES = {"double": ("first ", ""), "single": ("first ", "", "last ")}
 
 
 class _Boundary(torch.autograd.Function):
-    """Identity; in backward, switches the recorder to `region`, and makes up gradients of blocks that are not run."""
+    """Identity; backward switches to `region`, and makes up gradients of blocks that are not run."""
 
     @staticmethod
     def forward(ctx: Any, recorder: Recorder, region: str, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -346,7 +346,8 @@ def count_step(config: COATConfig, geometry: Geometry, resolution: int) -> Recor
     # as a GPU, which has such kernels
     foreach = mock.patch.object(_foreach_utils, "_get_foreach_kernels_supported_devices", return_value=["meta"])
     with foreach:
-        with Recorder(OUTSIDE):  # blocks are decided on, and compared with diffusers' own code; the optimizer's state
+        # blocks are decided on, and compared with diffusers' own code; the optimizer's state is made
+        with Recorder(OUTSIDE):
             train_step(session, batches, interrupts)
         if runner is not None:
             others = {choice.flow for choice in runner.plan.blocks} - {"fused"}
@@ -451,7 +452,9 @@ def _places(model: Any, geometry: Geometry) -> dict[nn.Module, tuple[str, int]]:
     for blocks, kind in BLOCK_LISTS.items():
         places, number = PLACES[kind], getattr(geometry, kind)
         run = getattr(model, blocks)
-        for place, block in zip(places if len(run) == len(places) else places[:1] + places[2:], run, strict=False):
+        if len(run) < len(places):
+            places = places[:1] + places[2:]
+        for place, block in zip(places, run, strict=False):
             names[block] = f"{place}{kind}", 1 if place else number - len(places) + 1
     return names
 
@@ -506,13 +509,15 @@ def _costed(recorder: Recorder, card: Card) -> dict[str, Any]:
                 total[name] += number * value
         line = launch.category, launch.operator, launch.part
         operators.setdefault(launch.region, Counter())[line] += launch.count
+    for region, total in regions.items():
+        total["host_ops"] = recorder.host[region]
     return {
         **whole,
         "host_ops": sum(calls * recorder.times.get(region, 1) for region, calls in recorder.host.items()),
         "host_reads": sum(recorder.reads.values()),
         "blocks": blocks,
         "by_category": {name: categories[name] for name in (*CATEGORIES, POINTWISE) if name in categories},
-        "by_region": {region: {**total, "host_ops": recorder.host[region]} for region, total in regions.items()},
+        "by_region": regions,
         "operators": {region: [[n, *key] for key, n in lines.most_common()] for region, lines in operators.items()},
     }
 
@@ -572,7 +577,8 @@ def report(counts: dict[str, Any], verbose: bool) -> str:
         titles += [f"{name} {size} px: launches | ms" for size in sizes]
     lines = [["ms a step", *titles], ["---"] * (1 + 2 * len(columns))]
     rows = {name: [column["by_category"].get(name) for column in columns] for name in (*CATEGORIES, POINTWISE)}
-    for label, cells in {**rows, "blocks": [column["blocks"] for column in columns], "whole step": columns}.items():
+    rows |= {"blocks": [column["blocks"] for column in columns], "whole step": columns}
+    for label, cells in rows.items():
         if any(cells):
             shown = [f"{cell['launches']:,} | {cell['modelled_ms']:.1f}" if cell else " | " for cell in cells]
             lines.append([label, *shown])

@@ -83,7 +83,8 @@ def make_model(row: Configuration, geometry: Geometry, device: torch.device) -> 
     torch.set_float32_matmul_precision(TORCHS_PRECISION if row.coat is None else "high")
     sizes, place = geometry.sizes(), device
     if device.type == "cuda":  # a model that does not fit in bf16 is converted on the CPU first
-        needed = 2 * sum(parameter.numel() for parameter in make_flux_dev_geometry("meta", **sizes).parameters())
+        meta = make_flux_dev_geometry("meta", **sizes)
+        needed = 2 * sum(parameter.numel() for parameter in meta.parameters())
         if BUILD_ROOM * needed > torch.cuda.mem_get_info(device)[0]:
             place = torch.device("cpu")
     model: Any = make_flux_dev_geometry(place, torch.bfloat16, seed=SEED, **sizes)

@@ -99,7 +99,9 @@ def run_cases(options: BenchOptions, log: Callable[[str], None]) -> Iterator[dic
             if result["status"] != OK:
                 given_up.add(case)
             if result["status"] == OK:
-                steps = [f"{each['what']} {median(each['samples_ms']):.2f} ms" for each in result["measurements"]]
+                steps = []
+                for each in result["measurements"]:
+                    steps.append(f"{each['what']} {median(each['samples_ms']):.2f} ms")
                 outcome = ", ".join(steps)
             elif result["status"] == OUT_OF_MEMORY:
                 outcome = OUT_OF_MEMORY

@@ -155,7 +155,9 @@ class _Wandb:
             import wandb
 
             path = job.folder / WANDB_FILE
-            known = json.loads(path.read_text(encoding="utf-8"))["id"] if path.exists() else secrets.token_hex(4)
+            known = secrets.token_hex(4)
+            if path.exists():
+                known = json.loads(path.read_text(encoding="utf-8"))["id"]
             self._run = wandb.init(
                 project=job.logging.project_name,
                 name=job.logging.run_name,

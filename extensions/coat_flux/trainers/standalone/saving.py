@@ -148,7 +148,8 @@ def _write(
             return check_model(file, session.lora)
         if not final and not any(up.any() for name, up in load_file(file).items() if ".lora_B." in name):
             return f"every lora_B is still zero in {job.save.dtype}, this LoRA has no effect yet"
-        return check_export(file, expected={name: tuple(param.shape) for name, param in session.lora.items()}).line()
+        shapes = {name: tuple(param.shape) for name, param in session.lora.items()}
+        return check_export(file, expected=shapes).line()
 
     needed = sum(tensor.numel() for tensor in trained.values()) * dtype.itemsize
     if base is not None:

@@ -126,7 +126,8 @@ class StepGraphs:
         try:
             graph = _Graph(self._step, drawn, len(rates), next(iter(self._graphs.values()), None))
         except Exception as error:
-            self._fail(f"a step cannot be captured: {next(iter(str(error).splitlines()), type(error).__name__)}", error)
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            self._fail(f"a step cannot be captured: {reason}", error)
             return None
         if self._runner.generation != generation:  # it ran differently from the steps before it
             return None

@@ -247,7 +247,9 @@ def _stop(session: Session) -> None:
         session.log.info(f"{where}, saved as {save(session, final=False)}")
     else:
         newest = newest_set(session.job.folder)
-        earlier = "no earlier save was made" if newest is None else f"the newest save is of step {set_step(newest)}"
+        earlier = "no earlier save was made"
+        if newest is not None:
+            earlier = f"the newest save is of step {set_step(newest)}"
         session.log.info(f"{where}, without a save: {doubt}; {earlier}")
     session.log.info("To resume, start the same config again")
     raise KeyboardInterrupt

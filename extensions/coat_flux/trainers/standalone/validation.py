@@ -38,7 +38,8 @@ JPEG_QUALITY = 95
 
 def held_out_of(job: JobConfig) -> tuple[tuple[Path, ...], ...]:
     """The held-out photos of each dataset: `choose_hold_out`."""
-    return choose_hold_out([entry.folder_path for entry in job.datasets], job.validation.hold_out, job.training_seed)
+    folders = [entry.folder_path for entry in job.datasets]
+    return choose_hold_out(folders, job.validation.hold_out, job.training_seed)
 
 
 def fixed_noise(dataset: LatentDataset, held_out: Sequence[Sample], trained: Sequence[Sample]) -> FixedNoise:
