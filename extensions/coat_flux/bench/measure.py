@@ -68,7 +68,8 @@ def measure_steps(
         timing["peak_bytes"] = max(timing["peak_bytes"], capture_bytes)
         loss = torch.stack(losses).tolist()
         if not all(map(math.isfinite, loss)):
-            raise FloatingPointError(f"loss={loss}: not finite; figures of a run that does not train are worth nothing")
+            rule = "not finite; figures of a run that does not train are worth nothing"
+            raise FloatingPointError(f"loss={loss}: {rule}")
         figures = {"loss": loss, "state_bytes": state_bytes(optimizer, device)}
         yield {**timing, "what": "step", "resolution": resolution, "batch": batch, "figures": figures}
 

@@ -194,7 +194,8 @@ def losses_of(
     latents, noise, sigmas = drawn["latents"], drawn["noise"], drawn["sigmas"]
     sigma = sigmas.view(-1, 1, 1, 1)
     x_t = (1.0 - sigma) * latents + sigma * noise
-    prediction = predict_velocity(transformer, x_t, sigmas, drawn["prompt_embeds"], drawn["pooled"], dtype=dtype)
+    embeds, pooled = drawn["prompt_embeds"], drawn["pooled"]
+    prediction = predict_velocity(transformer, x_t, sigmas, embeds, pooled, dtype=dtype)
     return sample_losses(prediction, latents, noise, drawn.get("weights"), drawn.get("mask"), loss_type)
 
 

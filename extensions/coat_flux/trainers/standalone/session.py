@@ -81,7 +81,8 @@ class Session:
         self.dtype = TORCH_DTYPES[train.dtype]
         self.step = 0 if point is None else point.step
         self.saved: Mapping[str, Any] = {} if point is None else point.record
-        self.record = {key: self.saved[key] for key in ("validation_loss", "held_out_loss") if key in self.saved}
+        losses = ("validation_loss", "held_out_loss")
+        self.record = {key: self.saved[key] for key in losses if key in self.saved}
         self.graphs: Any = None  # a step_graph.StepGraphs
         self.outstanding: tuple[StepStats, Callable[[], list[float]]] | None = None
         reads_t5 = (model.arch or "flux") in T5_ARCHS
@@ -127,7 +128,8 @@ class Session:
         if point is not None:
             for change in point.restore_optimizer(self.optimizer, train.optimizer):
                 log.info(f"Resume: the config's optimizer settings replace the saved ones: {change}")
-        self.lr_scheduler = make_scheduler(train.lr_scheduler, self.optimizer, train.steps, train.lr_scheduler_params)
+        schedule = train.lr_scheduler_params
+        self.lr_scheduler = make_scheduler(train.lr_scheduler, self.optimizer, train.steps, schedule)
         advance(self.lr_scheduler, self.step)
         if job.full:
             make_states(self.optimizer, self.transformer)

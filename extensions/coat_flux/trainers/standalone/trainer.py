@@ -287,7 +287,7 @@ def _validate(session: Session) -> float:
 
 
 def train_step(session: Session, batches: Iterator[Batch], interrupts: Interrupts) -> frozenset[str]:
-    """Do one optimizer step, counted even if the guard skips its update; returns requested `watch.live.COMMANDS`.
+    """Do one optimizer step, counted even if its update is skipped; returns requested `watch.live.COMMANDS`.
 
     Its numbers go to `session.log`, now or in the next step or `settle`.
     """

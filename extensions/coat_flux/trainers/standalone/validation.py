@@ -91,7 +91,9 @@ class ImageSampler:
         if not isinstance(text, Flux2Text):
             none = dict.fromkeys(("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
             self._pipeline = functools.partial(FluxPipeline, **none)
-            self._calls = [{"prompt_embeds": embeds, "pooled_prompt_embeds": pooled} for embeds, pooled in encoded]
+            self._calls = []
+            for embeds, pooled in encoded:
+                self._calls.append({"prompt_embeds": embeds, "pooled_prompt_embeds": pooled})
             return
         self._pipeline = functools.partial(type(text.pipeline), text_encoder=None, tokenizer=None)
         self._calls = [{"prompt_embeds": embeds} for embeds, _ in encoded]
