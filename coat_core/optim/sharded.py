@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from coat_core.ops.packing import n_blocks
 from coat_core.optim.fp8_adamw import FP8AdamW
-from coat_core.optim.state import MOMENTS, check_groups, storages
+from coat_core.optim.state import MOMENT_OF, check_groups, storages
 
 if dist.is_available():  # not in every build of torch
     from torch.distributed.tensor import DTensor, Shard
@@ -148,9 +148,9 @@ class ShardedFP8AdamW(FP8AdamW):
             shape_of_numbers = torch.Size((n_blocks(param.numel(), block) // each, each))
             sharded = {"step": state["step"]}
             for key, value in state.items():
-                if key in MOMENTS:
+                if key in MOMENT_OF:
                     bits = value.view(torch.uint8) if value.itemsize == 1 else value
-                    sharded[f"{key} {stored[key].describe()}"] = _sharded_like(param, bits, param.shape)
+                    sharded[f"{key} {stored[MOMENT_OF[key]].describe()}"] = _sharded_like(param, bits, param.shape)
                 elif key != "step":
                     sharded[key] = _sharded_like(param, value.view(-1, each), shape_of_numbers)
             states[name] = sharded
@@ -168,8 +168,8 @@ class ShardedFP8AdamW(FP8AdamW):
             states[index] = {}
             for described, value in gather(sharded, keep).items():
                 key = described.partition(" ")[0]
-                if key in MOMENTS:
-                    value = value.view(stored[key].dtype)
+                if key in MOMENT_OF:
+                    value = value.view(stored[MOMENT_OF[key]].dtype)
                 elif key != "step":
                     value = value.flatten()
                 states[index][key] = value
@@ -202,7 +202,7 @@ class ShardedFP8AdamW(FP8AdamW):
             if key == "step":
                 rows[key] = value
                 continue
-            numbers = key not in MOMENTS
+            numbers = key not in MOMENT_OF
             if numbers and not (block and _fits(param.shape, processes, block)):
                 raise ValueError(
                     f"{name} over {processes} processes: a shard cuts a block of {block} moments of the file; "
@@ -223,7 +223,7 @@ class ShardedFP8AdamW(FP8AdamW):
         empty = {"step": other["step"].clone()}
         for key, value in other.items():
             if key != "step":
-                empty[key] = value.new_empty(own.shape if key in MOMENTS else (0,))
+                empty[key] = value.new_empty(own.shape if key in MOMENT_OF else (0,))
         return empty
 
 

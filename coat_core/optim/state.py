@@ -1,13 +1,14 @@
 """FP8AdamW's state per parameter: reading and writing moments, checking and converting a state file.
 
-    step                    fp32 []; on the CPU unless capturable
-    exp_avg, exp_avg_sq     8-bit codes, or fp32; the parameter's shape
-    …_scale                 fp32 [n_blocks]; of 8-bit codes
-    …_exponent, …_center    fp32 [n_blocks]; of FP8 with expansion
-    exp_avg_sq_exponent     fp32 [n_blocks]; of uint8_log
+    step                                fp32 []; on the CPU unless capturable
+    exp_avg, exp_avg_sq                 fp32, the parameter's shape; or else
+    exp_avg_codes, exp_avg_sq_codes     8-bit codes, the parameter's shape
+    …_scale                             fp32 [n_blocks]; of 8-bit codes
+    …_exponent, …_center                fp32 [n_blocks]; of FP8 with expansion
+    exp_avg_sq_exponent                 fp32 [n_blocks]; of uint8_log
 
-Only plain tensors, so that `torch.load(weights_only=True)` reads them. Blocks run over the flattened parameter; the
-last one may be shorter.
+Under the names of fp32 moments, torch.optim.AdamW would read codes as values, without an error. Only plain tensors, so
+that `torch.load(weights_only=True)` reads them. Blocks run over the flattened parameter; the last one may be shorter.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from coat_core.ops.packing import Chunk, n_blocks
 logger = logging.getLogger(__name__)
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENT_OF = {name + suffix: name for name in MOMENTS for suffix in ("", "_codes")}  # by the key in a state
 State = dict[str, Tensor]
 
 
@@ -94,13 +96,14 @@ def moment_views(name: str, moment: Moment, storage: Storage, first: int, shape:
     flat = moment.codes.view(-1)[first * storage.block_size :][: shape.numel()]
     numbers = moment.numbers[:, first:after]
     suffixed = {f"{name}_{suffix}": row for suffix, row in zip(storage.per_block, numbers, strict=True)}
-    return {name: flat.view(shape), **suffixed}
+    key = name if storage.format is None else f"{name}_codes"
+    return {key: flat.view(shape), **suffixed}
 
 
 def read_state(state: State, moments: dict[str, Storage]) -> tuple[Tensor, Tensor]:
     """Return exp_avg and exp_avg_sq of one parameter in fp32, in its shape."""
-    shape = state["exp_avg"].shape
-    device = state["exp_avg"].device
+    saved = next(state[key] for key in MOMENT_OF if key in state)
+    shape, device = saved.shape, saved.device
     block_size = max(storage.block_size for storage in moments.values())  # fp32 can be read in blocks of any size
     packed = []
     for name, storage in moments.items():
@@ -183,20 +186,25 @@ def _storages_in_file(
     where: str, saved: dict[str, Any], param: Tensor, fp8: dict[str, Any] | None
 ) -> dict[str, Storage]:
     """Return how the moments of one parameter were stored; ValueError unless all entries belong together."""
-    for key in ("step", *MOMENTS):
-        if key not in saved:
-            raise ValueError(f"{where}['{key}'] is missing: not a file of FP8AdamW or AdamW")
+    if "step" not in saved:
+        raise ValueError(f"{where}['step'] is missing: not a file of FP8AdamW or AdamW")
     storages: dict[str, Storage] = {}
+    keys = {"step"}
     per_block: dict[str, int] = {}  # of each expected entry of numbers how many
     for name, choices in zip(MOMENTS, (M1_FORMATS, M2_FORMATS), strict=True):
         formats = {fmt.dtype: fmt for fmt in choices.values()}
-        tensor = saved[name]
+        key = name if name in saved else f"{name}_codes"
+        if key not in saved:
+            raise ValueError(f"{where}['{name}'] is missing, and '{key}': not a file of FP8AdamW or AdamW")
+        keys.add(key)
+        tensor = saved[key]
         dtype = tensor.dtype
-        if dtype in UNQUANTIZED_DTYPES:
+        if key == name:
+            if dtype not in UNQUANTIZED_DTYPES:
+                raise ValueError(f"{where}['{name}'] is {dtype}: must be floating; 8-bit codes are in '{name}_codes'")
             storages[name] = Storage(None, 16, None)  # can be read in blocks of any size
         elif dtype not in formats:
-            rule = f"must be floating or the codes of {', '.join(choices)}"
-            raise ValueError(f"{where}['{name}'] is {dtype}: {rule}")
+            raise ValueError(f"{where}['{key}'] is {dtype}: must be the codes of {', '.join(choices)}")
         elif not fp8 or not {"block_size", "use_dynamic_range_expansion"} <= fp8.keys():
             raise ValueError(
                 f"param_groups 'fp8'={fp8!r}: must give block_size and use_dynamic_range_expansion of the codes"
@@ -207,12 +215,12 @@ def _storages_in_file(
             storages[name] = Storage(formats[dtype], config.block_size, config.expansion if expanded else None)
         if tensor.shape != param.shape:
             raise ValueError(
-                f"{where}['{name}'] has shape {tuple(tensor.shape)}: must be {tuple(param.shape)}; {SAME_NETWORK}"
+                f"{where}['{key}'] has shape {tuple(tensor.shape)}: must be {tuple(param.shape)}; {SAME_NETWORK}"
             )
         blocks = n_blocks(param.numel(), storages[name].block_size)
         per_block.update({f"{name}_{suffix}": blocks for suffix in storages[name].per_block})
     described = ", ".join(f"{name} in {storage.describe()}" for name, storage in storages.items())
-    unknown = saved.keys() - per_block.keys() - {"step", *MOMENTS}
+    unknown = saved.keys() - per_block.keys() - keys
     if unknown:
         raise ValueError(f"{where}['{min(unknown)}']: does not belong to {described}")
     for key, blocks in per_block.items():

@@ -261,8 +261,8 @@ def test_job_trains_in_fp8(host: Host, monkeypatch: Patch, capsys: Printed, at_l
     assert "backward" not in vars(process.accelerator)  # which other jobs of the command share
     assert "calculate_loss" not in vars(process)
     state = host.optimizer()["state"][1]
-    assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.float8_e4m3fn
-    assert state["exp_avg"].view(torch.uint8).any()
+    assert state["exp_avg_codes"].dtype == state["exp_avg_sq_codes"].dtype == torch.float8_e4m3fn
+    assert state["exp_avg_codes"].view(torch.uint8).any()
     with (host.save_folder / "coat" / "metrics.csv").open(encoding="utf-8") as file:
         seconds = [float(row["s_per_it"]) for row in csv.DictReader(file)]
     assert len(seconds) == 3

@@ -20,6 +20,7 @@ from coat_flux.trainers.ai_toolkit.install import install
 from coat_flux.watch.live import give_command, read_status
 from tests.helpers.aitk_standin.ends import assert_same_end
 from tests.helpers.aitk_standin.real import STEPS, Checkout, make_real_entry, real_checkout  # noqa: F401
+from tests.helpers.asserts import assert_all_bitwise
 from tests.tolerances import FLOW_DIRECTION_COSINE
 
 pytestmark = [pytest.mark.aitk, pytest.mark.timeout(3600)]
@@ -44,7 +45,8 @@ def test_job_runs_from_start_to_lora_and_samples(checkout: Checkout, first_run: 
     assert len(samples) == 3 * 4  # at the start, in the middle and at the end, of four prompts
     state = checkout.optimizer("coat_job")["state"]
     assert len(state) == 2 * LINEARS
-    assert {state[i][key].dtype for i in state for key in ("exp_avg", "exp_avg_sq")} == {torch.float8_e4m3fn}
+    for key in ("exp_avg_codes", "exp_avg_sq_codes"):
+        assert {entry[key].dtype for entry in state.values()} == {torch.float8_e4m3fn}
     assert f"[coat] FP8 weights: {LINEARS} linears at load, 0 after it" in first_run
     assert "[coat] optimizer coat_fp8_adamw: FP8AdamW" in first_run
     log = checkout.log("coat_job")
@@ -71,9 +73,31 @@ def test_names_work_in_a_job_of_ai_toolkits_own_type(checkout: Checkout) -> None
     assert "[coat] optimizer coat_fp8_adamw: FP8AdamW over" in out
     assert "exp_avg e4m3 (block 64, expanded), exp_avg_sq e5m2 (block 64, expanded)" in out
     state = checkout.optimizer("own_type")["state"][0]
-    assert (state["exp_avg"].dtype, state["exp_avg_sq"].dtype) == (torch.float8_e4m3fn, torch.float8_e5m2)
-    assert state["exp_avg_scale"].numel() == -(-state["exp_avg"].numel() // 64)
+    m, v = state["exp_avg_codes"], state["exp_avg_sq_codes"]
+    assert (m.dtype, v.dtype) == (torch.float8_e4m3fn, torch.float8_e5m2)
+    assert state["exp_avg_scale"].numel() == -(-m.numel() // 64)
     assert any(value.any() for key, value in checkout.lora("own_type").items() if ".lora_B." in key)
+
+
+SWITCHES: dict[str, tuple[dict[str, Any], str, str]] = {
+    "ours": ({}, "adamw", "was written by coat_fp8_adamw"),
+    "disabled": ({"coat": {"enabled": False}, "model.quantize": False}, "adamw", "was written by coat_fp8_adamw"),
+    "ai_toolkits": ({"coat": ..., "type": "sd_trainer", "model.quantize": False}, "adamw", "KeyError: 'exp_avg'"),
+    "adafactor": ({"coat": ..., "type": "sd_trainer"}, "adafactor", "KeyError: 'exp_avg_sq_row'"),
+}
+
+
+@pytest.mark.parametrize("kind", SWITCHES)
+def test_no_other_optimizer_reads_8_bit_moments(checkout: Checkout, kind: str) -> None:
+    if not checkout.folder("switched").exists():
+        checkout.run("switched", make_real_entry(steps=4, disable_sampling=True))
+    changes, optimizer, message = SWITCHES[kind]
+    before = checkout.lora("switched")
+    code, out = checkout.start("switched", make_real_entry(changes, optimizer=optimizer, disable_sampling=True))
+    assert code != 0
+    assert message in out
+    assert ("Loading transformer" in out) == ("KeyError" in message), out
+    assert_all_bitwise(checkout.lora("switched"), before)
 
 
 def plain_entry(kind: str, **changes: Any) -> dict[str, Any]:

@@ -140,12 +140,31 @@ def test_another_run_is_not_resumed_and_changed_options_count_and_are_said(host:
     for words in ('coat.optimizer.m2_format "e4m3" -> "e5m2"', "weight_decay 0.01 -> 0.5", "re-quantized"):
         assert words in out
     saved = host.optimizer()
-    assert saved["state"][0]["exp_avg_sq"].dtype == torch.float8_e5m2
+    assert saved["state"][0]["exp_avg_sq_codes"].dtype == torch.float8_e5m2
     assert (saved["param_groups"][0]["weight_decay"], saved["param_groups"][0]["fp8"]["block_size"]) == (0.5, 32)
     assert _state(host).name == "state-000000004"
     (host.root / "photos" / "1.txt").write_text("coatwear, another caption")
     with pytest.raises(ResumeError, match=r"data: 1 of 10 images and captions differ"):
         host.run(**_entry(steps=6))
+
+
+def test_an_optimizer_that_cannot_read_8_bit_moments_is_refused_before_the_model_loads(
+    host: Host, monkeypatch: Patch
+) -> None:
+    host.run(**_entry(steps=2))
+    before, other = _files(host.save_folder), {**_entry(steps=4, optimizer="AdamW"), "model": {"quantize": False}}
+    module = host.load("jobs.process.BaseSDTrainProcess")
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "FluxTransformer2DModel", lambda: pytest.fail("the model was loaded"))
+        for coat in ({}, {"enabled": False}):
+            message = r"optimizer\.pt: was written by coat_fp8_adamw, .*train\.optimizer=AdamW .*another config\.name"
+            with pytest.raises(ResumeError, match=message):
+                host.run(**other, coat=coat)
+    with pytest.raises(KeyError, match="exp_avg"):  # where none of our code is asked
+        host.run("sd_trainer", **other)
+    after = _files(host.save_folder)
+    assert {path: after[path] for path in before if path.suffix in (".pt", ".safetensors")}.items() <= before.items()
+    host.run(**_entry(steps=4))
 
 
 def test_average_that_is_new_begins_with_the_raw_lora(host: Host) -> None:

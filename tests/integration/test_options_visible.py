@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from coat_core.optim.state import MOMENT_OF
 from coat_flux.config.coat import BY_KEY
 from coat_flux.watch.casts import CastProbe
 from tests.helpers.flux import TEXT_TOKENS
@@ -55,7 +56,7 @@ PROBES: dict[str, Callable[[Run], Any]] = {
     "block_runs": lambda r: r.block_calls,  # through 2 blocks, recomputations included
     # whether block inputs outlive the forward pass, dtypes of their FP8 copies
     "kept_block_inputs": lambda r: (set(r.inputs_alive), r.kept_inputs),
-    "moment_dtypes": lambda r: (r.state["exp_avg"].dtype, r.state["exp_avg_sq"].dtype),
+    "moment_dtypes": lambda r: tuple(r.state[key].dtype for key in r.state if key in MOMENT_OF),
     # of what the fused flow keeps of a block's own tensors; of x [1, 64, 64]; of q, k, v and out
     "fused_dtypes": lambda r: {tensors[0].dtype for _, tensors in r.fused_tensors()},
     "fused_elements_per_scale": lambda r: per_scale(*dict(r.fused_tensors())["x"]),

@@ -185,7 +185,7 @@ def test_engine_run(place: dict[str, Path], capsys: pytest.CaptureFixture[str]) 
     assert set(record["moments"]) == {"before_training", "before_sampling", "after_sampling"}
 
     saved = torch.load(final.parent / "optimizer.pt", weights_only=True)["state"]
-    lora = 4 * sum(state["exp_avg"].numel() for state in saved.values())
+    lora = 4 * sum(state["exp_avg_codes"].numel() for state in saved.values())
     most = phases["step"]["most"]
     assert most["lora"] == most["gradients"] == most["ema"] == lora
     assert 0.5 * lora < most["optimizer"] < 0.75 * lora  # two FP8 moments and their scales, of fp32
@@ -243,7 +243,7 @@ def test_process_in_ai_toolkit(host: Host, capsys: pytest.CaptureFixture[str]) -
         "load": 1, "cache": 1, "sample": 2, "step": 1, "save": 1,
     }  # fmt: skip
     state = torch.load(host.save_folder / "optimizer.pt", weights_only=True)["state"]
-    lora = 4 * sum(value["exp_avg"].numel() for value in state.values())
+    lora = 4 * sum(value["exp_avg_codes"].numel() for value in state.values())
     most = phases["step"]["most"]
     assert most["lora"] == most["gradients"] == lora
     assert set(most) == set(PARTS)

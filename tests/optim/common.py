@@ -106,9 +106,16 @@ def dequantize(stored: Sequence[Tensor], storage: Storage) -> Tensor:
     return dequantize_log(*stored) if storage.format is UINT8_LOG else dequantize_blocks(*stored)
 
 
+def stored(name: str, state: dict[str, Tensor]) -> Tensor:
+    """The 8-bit codes of a moment, or its fp32 values."""
+    (key,) = state.keys() & {name, f"{name}_codes"}
+    assert (state[key].dtype == torch.float32) == (key == name)
+    return state[key]
+
+
 def read_back(name: str, state: dict[str, Tensor], kinds: dict[str, Storage]) -> Tensor:
     """Dequantize one moment of one parameter by itself: fp32, the shape of the parameter."""
-    codes, storage = state[name], kinds[name]
+    codes, storage = stored(name, state), kinds[name]
     if storage.format is None:
         return codes
     blocks = split_groups(codes.reshape(-1).to(torch.float32), storage.block_size).to(storage.dtype)

@@ -21,6 +21,7 @@ from tests.optim.common import (
     quantize_like,
     read_back,
     run,
+    stored,
     through_file,
 )
 
@@ -64,11 +65,11 @@ def test_continuation_is_bitwise_equal(name: str, dtype: torch.dtype, caplog: py
 def test_loaded_state_shares_no_memory_with_the_file() -> None:
     optimizer = trained(CONFIGS["default"])
     state_dict = optimizer.state_dict()
-    before = state_dict["state"][0]["exp_avg"].clone()
+    before = state_dict["state"][0]["exp_avg_codes"].clone()
     twin = FP8AdamW(copies(params_of(optimizer)))
     twin.load_state_dict(state_dict)
     run_both(twin)
-    assert_bitwise(state_dict["state"][0]["exp_avg"], before)
+    assert_bitwise(state_dict["state"][0]["exp_avg_codes"], before)
     assert optimizer.state[params_of(optimizer)[0]]["step"].item() == 3.0
 
 
@@ -111,13 +112,13 @@ def test_a_change_of_storage_requantizes_and_says_so_once(old: str, new: str, ca
         values = {name: read_back(name, optimizer.state[a], before) for name in MOMENTS}
         for name in MOMENTS:
             if before[name] == after[name]:
-                expected = optimizer.state[a][name]
+                expected = stored(name, optimizer.state[a])
             elif after[name].format is None or not a.numel():
                 expected = values[name].to(after[name].dtype)
             else:
                 codes, *_ = quantize_like(name, *values.values(), after[name])
                 expected = codes.reshape(-1)[: a.numel()].reshape(a.shape)
-            assert_bitwise(twin.state[b][name], expected)
+            assert_bitwise(stored(name, twin.state[b]), expected)
         assert twin.state[b]["step"].item() == 3.0
     run_both(twin)
     assert all(param.isfinite().all() for param in params_of(twin))
@@ -153,6 +154,24 @@ def test_adamw_file_is_taken_over(dtype: torch.dtype, name: str, caplog: pytest.
             assert_same(adamw, twin)
 
 
+@pytest.mark.parametrize("name", CONFIGS.keys() - {"unquantized"})
+def test_adamw_fails_at_its_first_step_with_8_bit_moments(name: str) -> None:
+    optimizer = trained(CONFIGS[name])
+    adamw = torch.optim.AdamW(copies(params_of(optimizer)))
+    adamw.load_state_dict(through_file(optimizer.state_dict()))
+    with pytest.raises(KeyError, match=r"'exp_avg(_sq)?'"):
+        run(adamw, params_of(adamw), range(3, 4))
+
+
+def test_adamw_takes_over_moments_in_fp32() -> None:
+    optimizer = trained(CONFIGS["unquantized"])
+    adamw = torch.optim.AdamW(copies(params_of(optimizer)), foreach=False)
+    adamw.load_state_dict(through_file(optimizer.state_dict()))
+    adamw.param_groups[0].update(foreach=False)  # which the file does not say
+    run_both(optimizer, adamw)
+    assert_same(optimizer, adamw)
+
+
 def test_state_of_parameters_that_had_no_gradient_may_be_missing() -> None:
     params = make_params(SHAPES)
     optimizer = FP8AdamW(params)
@@ -176,25 +195,29 @@ def _cast_all(file: dict[str, Any]) -> None:
 
 
 DAMAGE = {  # what the message must name
-    "no exp_avg": (_drop("exp_avg"), r"state\[0\]\['exp_avg'\] is missing"),
+    "no exp_avg": (_drop("exp_avg_codes"), r"state\[0\]\['exp_avg'\] is missing"),
+    "codes under the name of values": (
+        lambda file: file["state"][0].update(exp_avg_sq=file["state"][0].pop("exp_avg_sq_codes")),
+        r"state\[0\]\['exp_avg_sq'\] is torch.float8_e4m3fn.*'exp_avg_sq_codes'",
+    ),
     "no scale": (_drop("exp_avg_sq_scale"), r"state\[0\]\['exp_avg_sq_scale'\] is missing"),
     "alien key": (_put("max_exp_avg_sq", torch.ones(16, 20)), r"\['max_exp_avg_sq'\]"),
     "codes of another shape": (
-        _put("exp_avg", torch.zeros(8, 20, dtype=torch.float8_e4m3fn)),
+        _put("exp_avg_codes", torch.zeros(8, 20, dtype=torch.float8_e4m3fn)),
         r"\(8, 20\).*\(16, 20\)",
     ),
     "scales of another shape": (_put("exp_avg_scale", torch.ones(7)), r"\['exp_avg_scale'\].*shape \(3,\)"),
     "scale was cast": (_put("exp_avg_scale", torch.ones(3).bfloat16()), r"\['exp_avg_scale'\].*torch.float32"),
-    "everything was cast": (_cast_all, r"\['exp_avg_center'\]: does not belong to exp_avg in fp32"),
+    "everything was cast": (_cast_all, r"\['exp_avg_codes'\] is torch.bfloat16"),
     "no fp8 entry": (lambda file: file["param_groups"][0].pop("fp8"), r"'fp8'=None"),
     "block size 0": (lambda file: file["param_groups"][0]["fp8"].update(block_size=0), "block_size=0"),
     "ratios with the numbers of e4m3": (
-        _put("exp_avg", torch.zeros(16, 20, dtype=torch.int8)),
+        _put("exp_avg_codes", torch.zeros(16, 20, dtype=torch.int8)),
         r"\['exp_avg_center'\]: does not belong to exp_avg in int8_ratio",
     ),
     "ratios as exp_avg_sq": (
-        _put("exp_avg_sq", torch.zeros(16, 20, dtype=torch.int8)),
-        r"\['exp_avg_sq'\] is torch.int8",
+        _put("exp_avg_sq_codes", torch.zeros(16, 20, dtype=torch.int8)),
+        r"\['exp_avg_sq_codes'\] is torch.int8",
     ),
     "expansion denied": (
         lambda file: file["param_groups"][0]["fp8"].update(use_dynamic_range_expansion=False),

@@ -11,7 +11,7 @@ from coat_core.optim.state import MOMENTS
 from coat_flux.config.coat import COATConfig
 from coat_flux.trainers.optimizer import build_optimizer, describe_optimizer
 from tests.helpers.asserts import assert_bitwise
-from tests.optim.common import make_params, run
+from tests.optim.common import make_params, run, stored
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -33,7 +33,7 @@ def test_options_decide_what_is_stored(block, optimizer_params, expected) -> Non
     param = Parameter(torch.ones(200))
     optimizer = build_optimizer([param], 1e-3, COATConfig.from_dict(block), optimizer_params)
     run(optimizer, [param], range(1))
-    assert tuple(optimizer.state[param][name].dtype for name in MOMENTS) == expected
+    assert tuple(stored(name, optimizer.state[param]).dtype for name in MOMENTS) == expected
 
 
 def test_adamw_arguments_and_defaults() -> None:
@@ -58,7 +58,7 @@ def test_moment_rounding_comes_from_the_config_and_draws_from_the_seed(where: st
         run(optimizer, params, range(2))
         group = optimizer.param_groups[0]
         assert (group["seed"], group["fp8"]["moment_rounding"]) == (seed, "stochastic")
-        codes.append([optimizer.state[params[0]][name].view(torch.uint8) for name in MOMENTS])
+        codes.append([stored(name, optimizer.state[params[0]]).view(torch.uint8) for name in MOMENTS])
     assert torch.equal(codes[0][0], codes[1][0])
     assert not torch.equal(codes[0][1], codes[1][1])
 

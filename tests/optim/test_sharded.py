@@ -109,7 +109,7 @@ def work(rank: int, processes: int, port: int, folder: Path, resumes: bool) -> N
         assert sum(param.numel() for param in whole) == 3 * 32
         train_sharded(model, optimizer, whole, range(STEPS))
         dcp.save(state := optimizer.checkpoint_state(), checkpoint_id=folder / "saved")
-        assert state["0.linear.weight"]["exp_avg e4m3 (block 64, expanded)"].dtype == torch.uint8
+        assert state["0.linear.weight"]["exp_avg_codes e4m3 (block 64, expanded)"].dtype == torch.uint8
         file = optimizer.whole_state_dict(keep=rank == 0)
         assert bool(file["state"]) == (rank == 0)
         group = {**file["param_groups"][0], "fp8": {"block_size": 32 * 1024}}  # as if written with longer blocks

@@ -32,6 +32,7 @@ from tests.optim.common import (
     params_of,
     run,
     set_grads,
+    stored,
 )
 
 STOCHASTIC = FP8QuantizationConfig(stochastic_rounding=True)
@@ -49,7 +50,8 @@ def expected_keys(name: str, fmt: str | None, expanded: bool) -> set[str]:
         "int8_ratio": ("_scale",),
         "uint8_log": ("_scale", "_exponent"),
     }.get(fmt, ("_scale", "_exponent", "_center") if expanded else ("_scale",))
-    return {name, *(name + suffix for suffix in suffixes)}
+    key = name if fmt is None else f"{name}_codes"
+    return {key, *(name + suffix for suffix in suffixes)}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -67,8 +69,8 @@ def test_each_option_is_visible_in_the_stored_tensors(name: str) -> None:
         keys = {"step"}
         for moment, fmt in asked.items():
             keys |= expected_keys(moment, fmt, config.use_dynamic_range_expansion)
-            assert state[moment].dtype == (DTYPES[fmt] if fmt else torch.float32)
-            assert state[moment].shape == param.shape
+            assert stored(moment, state).dtype == (DTYPES[fmt] if fmt else torch.float32)
+            assert stored(moment, state).shape == param.shape
             if fmt:
                 assert state[f"{moment}_scale"].shape == (math.ceil(param.numel() / config.block_size),)
                 assert state[f"{moment}_scale"].dtype == torch.float32
@@ -85,7 +87,7 @@ def test_first_state_is_zero_codes_and_scale_one() -> None:
     optimizer.step()
     state = optimizer.state[param]
     for moment in ("exp_avg", "exp_avg_sq"):
-        assert not state[moment].view(torch.uint8).any()
+        assert not state[f"{moment}_codes"].view(torch.uint8).any()
         for suffix in ("scale", "exponent", "center"):
             assert_bitwise(state[f"{moment}_{suffix}"], torch.ones(2))
 
@@ -156,7 +158,7 @@ def test_non_contiguous_parameters_and_gradients(monkeypatch: pytest.MonkeyPatch
         optimizer.step()
     for other in (strided, sliced):
         assert_bitwise(dense.detach(), other.detach().contiguous())
-        assert_bitwise(optimizer.state[dense]["exp_avg"], optimizer.state[other]["exp_avg"])
+        assert_bitwise(optimizer.state[dense]["exp_avg_codes"], optimizer.state[other]["exp_avg_codes"])
 
 
 def test_parameters_of_several_dtypes_in_one_group() -> None:
@@ -293,7 +295,7 @@ def test_each_step_has_draws_of_its_own(rounding: str) -> None:
     for _ in range(2):
         param.grad = grad.clone()
         optimizer.step()
-        codes.append(bits(optimizer.state[param]["exp_avg_sq"]).clone())
+        codes.append(bits(optimizer.state[param]["exp_avg_sq_codes"]).clone())
     assert torch.equal(*codes) == (rounding == "nearest")
 
 
@@ -320,5 +322,5 @@ def test_counters_on_the_device_draw_the_same(device: torch.device) -> None:
         made.append(FP8AdamW(params, capturable=capturable, fp8_config=drawn("plain")))
         run(made[-1], params, range(3))
     for a, b in zip(*map(params_of, made), strict=True):
-        for key in ("exp_avg", "exp_avg_sq", "exp_avg_sq_scale"):
+        for key in ("exp_avg_codes", "exp_avg_sq_codes", "exp_avg_sq_scale"):
             assert_bitwise(made[0].state[a][key], made[1].state[b][key])

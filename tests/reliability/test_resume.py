@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from coat_flux.cli.entry import main
 from coat_flux.saves.commit import commit, manifest_of, newest_set
 from coat_flux.saves.errors import ResumeError
-from coat_flux.trainers.standalone import trainer
+from coat_flux.trainers.standalone import session, trainer
 from coat_flux.trainers.standalone.flow_matching import Objective
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from tests.helpers.asserts import assert_all_bitwise
@@ -201,6 +201,12 @@ REFUSED: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.fixture
+def _no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "load_encoders", lambda *_: pytest.fail("the model was loaded"))
+
+
+@pytest.mark.usefixtures("_no_model")
 @pytest.mark.parametrize("kind", REFUSED)
 def test_another_run_is_refused_by_name(place: dict[str, Path], base: Path, tmp_path: Path, kind: str) -> None:
     change, words = REFUSED[kind]
@@ -211,6 +217,13 @@ def test_another_run_is_refused_by_name(place: dict[str, Path], base: Path, tmp_
     with pytest.raises(ResumeError, match=words):
         train("base", place, **blocks)
     assert {path: path.read_bytes() for path in base.rglob("*") if path.is_file()} == files
+
+
+@pytest.mark.usefixtures("_no_model")
+def test_8_bit_moments_of_a_save_without_our_state_are_for_no_other_optimizer(copied: dict[str, Path]) -> None:
+    shutil.rmtree(copied["out"] / "base" / "coat")
+    with pytest.raises(ResumeError, match=r"coat_fp8_adamw, .*train\.optimizer=adamw cannot"):
+        train("base", copied, train={"steps": 4, "optimizer": "adamw"})
 
 
 CHANGED = {
@@ -237,7 +250,7 @@ def test_what_may_change_goes_on_and_is_said(
     assert "weight_decay 0.01 -> 0.1" in out
     state = torch.load(run / "optimizer.pt", weights_only=True)
     assert state["param_groups"][0]["fp8"]["block_size"] == 64
-    assert state["state"][0]["exp_avg_sq"].dtype == torch.float8_e5m2
+    assert state["state"][0]["exp_avg_sq_codes"].dtype == torch.float8_e5m2
     assert float(state["state"][0]["step"]) == 3
     assert [row["lr"] for row in rows(run)] == ["0.001", "0.001", "0.0005"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import pickle
 import random
 import shutil
 from collections.abc import Callable
@@ -17,6 +18,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from coat_core.config import FP8QuantizationConfig
+from coat_core.optim import FP8AdamW
 from coat_flux.base import files
 from coat_flux.base.files import replacing, write_file
 from coat_flux.base.rng import rng_state, set_rng_state
@@ -422,3 +425,23 @@ def test_check_prints_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
         disk(monkeypatch, free)
         assert check_outputs(raw, "file") == failed
         assert line in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize("kind", ["coat_flux_trainer", "sd_trainer"])
+def test_check_finds_moments_that_the_optimizer_cannot_read(tmp_path: Path, kind: str, capsys: Any) -> None:
+    raw = load_job_yaml(ROOT / "configs" / "flux_clothing_tiny.yaml")
+    process = raw["config"]["process"][0]
+    process.update(type=kind, training_folder=str(tmp_path))
+    file = tmp_path / raw["config"]["name"] / "optimizer.pt"
+    file.parent.mkdir()
+    for quantized in (True, False):
+        config = FP8QuantizationConfig(use_fp8_m1=False, use_fp8_m2=quantized)
+        torch.save(FP8AdamW([torch.ones(2, requires_grad=True)], fp8_config=config).state_dict(), file)
+        for optimizer in ("coat_fp8_adamw", "adamw", None):
+            process["train"]["optimizer"] = optimizer
+            refused = quantized and optimizer != "coat_fp8_adamw"
+            assert check_outputs(raw, "file") == refused
+            assert ("train.optimizer=adamw cannot read" in capsys.readouterr().err) == refused
+    for content in (b"", b"damaged", pickle.dumps({"param_groups": []})):
+        file.write_bytes(content)
+        assert not check_outputs(raw, "file")

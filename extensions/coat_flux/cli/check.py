@@ -100,6 +100,8 @@ def check_outputs(raw: dict[str, Any], file: str) -> bool:
     """Print problems of the job's output folder and free space; returns whether they stop the run."""
     from ..plan.job import check_trained, job_space
     from ..saves.commit import check_output
+    from ..saves.errors import ResumeError
+    from ..saves.state import OPTIMIZER_FILE, require_readable
 
     ours = [process for process in raw["config"]["process"] if process.get("type") in PROCESS_TYPES]
     job, findings = JobConfig.examine(raw, file=file) if ours else (None, None)
@@ -112,7 +114,13 @@ def check_outputs(raw: dict[str, Any], file: str) -> bool:
         with suppress(ConfigError):
             space = job_space(job)
     for process in ours:
-        failed = print_findings(*check_output(_run_folder(raw, process), space)) or failed
+        folder = _run_folder(raw, process)
+        errors, warnings = check_output(folder, space)
+        try:
+            require_readable(folder / OPTIMIZER_FILE, (process.get("train") or {}).get("optimizer") or "adamw")
+        except ResumeError as error:
+            errors.append(str(error))
+        failed = print_findings(errors, warnings) or failed
     return failed
 
 

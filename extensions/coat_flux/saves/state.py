@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from coat_core.optim.sharded import local_values, rows_like
 
+from ..base.names import COAT_OPTIMIZER
 from ..blocks.runner import BlockRunner
 from .errors import ResumeError
 
@@ -81,6 +82,23 @@ class RunState:
         """The raw parameters ("lora"), their average ("ema") or states of generators ("rng"), or None without such."""
         path = self.folder / self.trainer / f"{part}.safetensors"
         return load_tensors(path) if path.exists() or part == "rng" else None
+
+
+def require_readable(path: Path, optimizer: str) -> None:
+    """Raise ResumeError if `optimizer.pt` has 8-bit moments, which the optimizer of this name cannot read."""
+    if optimizer.lower() == COAT_OPTIMIZER:
+        return
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        stored = saved["param_groups"][0]["fp8"]
+        is_quantized = stored["use_fp8_m1"] or stored["use_fp8_m2"]
+    except Exception:  # not there, another optimizer's, or damaged, which is reported where it is loaded
+        return
+    if is_quantized:
+        raise ResumeError(
+            f"{path}: was written by {COAT_OPTIMIZER}, whose 8-bit moments train.optimizer={optimizer} cannot read; "
+            f"go back to {COAT_OPTIMIZER}, or choose another config.name to start over"
+        )
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:

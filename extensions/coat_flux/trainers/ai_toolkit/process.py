@@ -29,6 +29,7 @@ from ...mini_flux import provide_embedded
 from ...plan.job import JobFacts
 from ...plan.predict import outside_bytes
 from ...saves.repair import describe_lowest, run_lock
+from ...saves.state import OPTIMIZER_FILE, require_readable
 from ...watch.memory_report import finish
 from ...watch.phases import MEMORY_FILE, PhaseTracker
 from ..processes import EXIT_OTHER, first_to_fail
@@ -90,7 +91,9 @@ class CoatFluxTrainer(HostTrainer):
             provide_embedded(self.model_config.name_or_path)
         self._check_job()
         self.coat = coat_of_entry(self.config, self._config_file())
+        folder = Path(self.save_root)
         if not self.coat.enabled:
+            require_readable(folder / OPTIMIZER_FILE, self.train_config.optimizer)
             info("coat.enabled=false: this is ai-toolkit's own run")
             self._phases = None  # of the instance, for `run` reads it
             self.__class__ = HostTrainer  # from here on
@@ -99,12 +102,12 @@ class CoatFluxTrainer(HostTrainer):
         version = host.ai_toolkit_version()
         if not version.startswith(host.TESTED_SERIES):
             info(f"note: ai-toolkit {version} is not tested with COAT-FLUX, {host.TESTED_VERSION} is")
-        folder = Path(self.save_root)
         if self._team.is_main:
             self._held.enter_context(run_lock(folder))
         with self._team.in_turn():
             self._held_out = check_photos(self)
             self._continuation = find_continuation(self)
+            require_readable(folder / OPTIMIZER_FILE, self.train_config.optimizer)
         if self._continuation is not None:
             self._continuation.seed = self._team.from_main(self._continuation.seed)
         if self._team.is_main:

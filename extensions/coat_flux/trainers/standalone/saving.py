@@ -50,6 +50,7 @@ from ...saves.state import (
     RunState,
     execution_of,
     load_tensors,
+    require_readable,
     restore_tensors,
     save_tensors,
 )
@@ -214,8 +215,8 @@ class ResumePoint:
             raw = {name: x.float() for name, x in load_tensors(self.path).items()}
         restore_tensors(trained, raw, self.path)
 
-    def restore_optimizer(self, optimizer: Optimizer, name: str) -> list[str]:
-        """Load the state of the optimizer `name`, but keep the config's hyper-parameters; a line for each change."""
+    def optimizer_file(self, name: str) -> Path:
+        """Where the optimizer's state is; raises ResumeError if the optimizer `name` cannot read it."""
         path = (self.path.parent if self.state is None else self.state.folder) / OPTIMIZER_FILE
         saved_with = self.record.get("optimizer", name)
         if saved_with != name and not (name == COAT_OPTIMIZER and saved_with in ("adamw", "adam")):
@@ -223,6 +224,12 @@ class ResumePoint:
                 f"{path}: was written by {saved_with}, which train.optimizer={name} cannot read; "
                 f"go back to {saved_with}, or choose another config.name to start over"
             )
+        require_readable(path, name)  # of a save by ai-toolkit, which has no record for us
+        return path
+
+    def restore_optimizer(self, optimizer: Optimizer, name: str) -> list[str]:
+        """Load the state of the optimizer `name`, but keep the config's hyper-parameters; a line for each change."""
+        path = self.optimizer_file(name)
         try:
             # read while being copied, after `damage` has checked it: a whole model's takes 26 GB
             saved = torch.load(path, map_location="cpu", weights_only=True, mmap=self.state is not None)

@@ -151,6 +151,7 @@ class COATTrainer:
             if point.step == job.train.steps and point.path == final:
                 log.info(f"{final} has {point.step} of {job.train.steps} steps: nothing is left to train")
                 return final
+            point.optimizer_file(job.train.optimizer)
             log.info(f"#### IMPORTANT RESUMING FROM {point.path} ####")
         elif is_main:
             phases.path = job.folder / MEMORY_FILE
