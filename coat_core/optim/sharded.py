@@ -150,7 +150,8 @@ class ShardedFP8AdamW(FP8AdamW):
             for key, value in state.items():
                 if key in MOMENT_OF:
                     bits = value.view(torch.uint8) if value.itemsize == 1 else value
-                    sharded[f"{key} {stored[MOMENT_OF[key]].describe()}"] = _sharded_like(param, bits, param.shape)
+                    described = f"{key} {stored[MOMENT_OF[key]].describe()}"
+                    sharded[described] = _sharded_like(param, bits, param.shape)
                 elif key != "step":
                     sharded[key] = _sharded_like(param, value.view(-1, each), shape_of_numbers)
             states[name] = sharded

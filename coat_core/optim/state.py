@@ -1,14 +1,15 @@
 """FP8AdamW's state per parameter: reading and writing moments, checking and converting a state file.
 
-    step                                fp32 []; on the CPU unless capturable
-    exp_avg, exp_avg_sq                 fp32, the parameter's shape; or else
-    exp_avg_codes, exp_avg_sq_codes     8-bit codes, the parameter's shape
-    …_scale                             fp32 [n_blocks]; of 8-bit codes
-    …_exponent, …_center                fp32 [n_blocks]; of FP8 with expansion
-    exp_avg_sq_exponent                 fp32 [n_blocks]; of uint8_log
+    step                    fp32 []; on the CPU unless capturable
+    exp_avg, exp_avg_sq     fp32; the parameter's shape
+    …_codes                 or 8-bit codes; the parameter's shape
+    …_scale                 fp32 [n_blocks]; of 8-bit codes
+    …_exponent, …_center    fp32 [n_blocks]; of FP8 with expansion
+    exp_avg_sq_exponent     fp32 [n_blocks]; of uint8_log
 
-Under the names of fp32 moments, torch.optim.AdamW would read codes as values, without an error. Only plain tensors, so
-that `torch.load(weights_only=True)` reads them. Blocks run over the flattened parameter; the last one may be shorter.
+Under torch's own names, torch.optim.AdamW would read codes as values.
+Only plain tensors, so that `torch.load(weights_only=True)` reads them. Blocks run over the flattened parameter; the
+last one may be shorter.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from coat_core.ops.packing import Chunk, n_blocks
 logger = logging.getLogger(__name__)
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-MOMENT_OF = {name + suffix: name for name in MOMENTS for suffix in ("", "_codes")}  # by the key in a state
+MOMENT_OF = {name + suffix: name for name in MOMENTS for suffix in ("", "_codes")}  # by key
 State = dict[str, Tensor]
 
 
@@ -185,26 +186,27 @@ def saved_states(
 def _storages_in_file(
     where: str, saved: dict[str, Any], param: Tensor, fp8: dict[str, Any] | None
 ) -> dict[str, Storage]:
-    """Return how the moments of one parameter were stored; ValueError unless all entries belong together."""
-    if "step" not in saved:
-        raise ValueError(f"{where}['step'] is missing: not a file of FP8AdamW or AdamW")
+    """Return how moments were stored; ValueError unless all entries belong together."""
+    for key in ("step", *MOMENTS):
+        if not saved.keys() & {key, f"{key}_codes"}:
+            raise ValueError(f"{where}['{key}'] is missing: not a file of FP8AdamW or AdamW")
     storages: dict[str, Storage] = {}
     keys = {"step"}
     per_block: dict[str, int] = {}  # of each expected entry of numbers how many
     for name, choices in zip(MOMENTS, (M1_FORMATS, M2_FORMATS), strict=True):
         formats = {fmt.dtype: fmt for fmt in choices.values()}
         key = name if name in saved else f"{name}_codes"
-        if key not in saved:
-            raise ValueError(f"{where}['{name}'] is missing, and '{key}': not a file of FP8AdamW or AdamW")
         keys.add(key)
         tensor = saved[key]
         dtype = tensor.dtype
         if key == name:
             if dtype not in UNQUANTIZED_DTYPES:
-                raise ValueError(f"{where}['{name}'] is {dtype}: must be floating; 8-bit codes are in '{name}_codes'")
+                rule = f"must be floating; codes are in '{name}_codes'"
+                raise ValueError(f"{where}['{name}'] is {dtype}: {rule}")
             storages[name] = Storage(None, 16, None)  # can be read in blocks of any size
         elif dtype not in formats:
-            raise ValueError(f"{where}['{key}'] is {dtype}: must be the codes of {', '.join(choices)}")
+            rule = f"must be the codes of {', '.join(choices)}"
+            raise ValueError(f"{where}['{key}'] is {dtype}: {rule}")
         elif not fp8 or not {"block_size", "use_dynamic_range_expansion"} <= fp8.keys():
             raise ValueError(
                 f"param_groups 'fp8'={fp8!r}: must give block_size and use_dynamic_range_expansion of the codes"

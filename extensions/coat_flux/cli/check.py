@@ -101,7 +101,7 @@ def check_outputs(raw: dict[str, Any], file: str) -> bool:
     from ..plan.job import check_trained, job_space
     from ..saves.commit import check_output
     from ..saves.errors import ResumeError
-    from ..saves.state import OPTIMIZER_FILE, require_readable
+    from ..saves.state import require_readable
 
     ours = [process for process in raw["config"]["process"] if process.get("type") in PROCESS_TYPES]
     job, findings = JobConfig.examine(raw, file=file) if ours else (None, None)
@@ -117,7 +117,8 @@ def check_outputs(raw: dict[str, Any], file: str) -> bool:
         folder = _run_folder(raw, process)
         errors, warnings = check_output(folder, space)
         try:
-            require_readable(folder / OPTIMIZER_FILE, (process.get("train") or {}).get("optimizer") or "adamw")
+            train = process.get("train") or {}
+            require_readable(folder, train.get("optimizer") or "adamw")
         except ResumeError as error:
             errors.append(str(error))
         failed = print_findings(errors, warnings) or failed

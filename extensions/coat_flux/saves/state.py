@@ -84,20 +84,23 @@ class RunState:
         return load_tensors(path) if path.exists() or part == "rng" else None
 
 
-def require_readable(path: Path, optimizer: str) -> None:
-    """Raise ResumeError if `optimizer.pt` has 8-bit moments, which the optimizer of this name cannot read."""
+def require_readable(folder: Path, optimizer: str) -> None:
+    """Raise ResumeError if a folder has 8-bit moments that `optimizer` cannot read."""
     if optimizer.lower() == COAT_OPTIMIZER:
         return
+    path = folder / OPTIMIZER_FILE
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         stored = saved["param_groups"][0]["fp8"]
         is_quantized = stored["use_fp8_m1"] or stored["use_fp8_m2"]
-    except Exception:  # not there, another optimizer's, or damaged, which is reported where it is loaded
+    except Exception:  # not there, another optimizer's, or damaged
         return
     if is_quantized:
         raise ResumeError(
-            f"{path}: was written by {COAT_OPTIMIZER}, whose 8-bit moments train.optimizer={optimizer} cannot read; "
-            f"go back to {COAT_OPTIMIZER}, or choose another config.name to start over"
+            f"{path}: was written by {COAT_OPTIMIZER}, "
+            f"whose 8-bit moments train.optimizer={optimizer} cannot read; "
+            f"go back to {COAT_OPTIMIZER}, "
+            "or choose another config.name to start over"
         )
 
 

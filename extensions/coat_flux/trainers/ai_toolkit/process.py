@@ -29,7 +29,7 @@ from ...mini_flux import provide_embedded
 from ...plan.job import JobFacts
 from ...plan.predict import outside_bytes
 from ...saves.repair import describe_lowest, run_lock
-from ...saves.state import OPTIMIZER_FILE, require_readable
+from ...saves.state import require_readable
 from ...watch.memory_report import finish
 from ...watch.phases import MEMORY_FILE, PhaseTracker
 from ..processes import EXIT_OTHER, first_to_fail
@@ -93,7 +93,7 @@ class CoatFluxTrainer(HostTrainer):
         self.coat = coat_of_entry(self.config, self._config_file())
         folder = Path(self.save_root)
         if not self.coat.enabled:
-            require_readable(folder / OPTIMIZER_FILE, self.train_config.optimizer)
+            require_readable(folder, self.train_config.optimizer)
             info("coat.enabled=false: this is ai-toolkit's own run")
             self._phases = None  # of the instance, for `run` reads it
             self.__class__ = HostTrainer  # from here on
@@ -107,7 +107,7 @@ class CoatFluxTrainer(HostTrainer):
         with self._team.in_turn():
             self._held_out = check_photos(self)
             self._continuation = find_continuation(self)
-            require_readable(folder / OPTIMIZER_FILE, self.train_config.optimizer)
+            require_readable(folder, self.train_config.optimizer)
         if self._continuation is not None:
             self._continuation.seed = self._team.from_main(self._continuation.seed)
         if self._team.is_main:

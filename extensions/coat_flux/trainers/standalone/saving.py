@@ -216,7 +216,7 @@ class ResumePoint:
         restore_tensors(trained, raw, self.path)
 
     def optimizer_file(self, name: str) -> Path:
-        """Where the optimizer's state is; raises ResumeError if the optimizer `name` cannot read it."""
+        """The saved state; raises ResumeError if the optimizer `name` cannot read it."""
         path = (self.path.parent if self.state is None else self.state.folder) / OPTIMIZER_FILE
         saved_with = self.record.get("optimizer", name)
         if saved_with != name and not (name == COAT_OPTIMIZER and saved_with in ("adamw", "adam")):
@@ -224,11 +224,11 @@ class ResumePoint:
                 f"{path}: was written by {saved_with}, which train.optimizer={name} cannot read; "
                 f"go back to {saved_with}, or choose another config.name to start over"
             )
-        require_readable(path, name)  # of a save by ai-toolkit, which has no record for us
+        require_readable(path.parent, name)  # ai-toolkit's saves have no record
         return path
 
     def restore_optimizer(self, optimizer: Optimizer, name: str) -> list[str]:
-        """Load the state of the optimizer `name`, but keep the config's hyper-parameters; a line for each change."""
+        """Load the state of the optimizer `name`, but keep the config's settings; a line for each change."""
         path = self.optimizer_file(name)
         try:
             # read while being copied, after `damage` has checked it: a whole model's takes 26 GB
