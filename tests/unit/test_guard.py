@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import random
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -159,14 +161,109 @@ def grown(guard: RunGuard, factor: float) -> RunGuard:
     return guard
 
 
-@pytest.mark.parametrize("loss_of", [healthy_loss, noise_loss])
-def test_healthy_runs_are_never_doubted(loss_of: Callable[[random.Random], float]) -> None:
-    rng, guard = random.Random(0), guard_of()
-    for step in range(1, 1001):
-        assert grown(guard, 1 + step / 100).allows_update(step, loss_of(rng), 1.0)  # to 11-fold: B trained from zero
-        assert guard.doubt is None
-    guard.lora[B].data.fill_(1.0)
-    guard.check_save(1000, final=True)
+Losses = Callable[[random.Random, int], float]  # of a step, from 1
+HEALTHY: dict[str, tuple[Losses, float]] = {  # and the growth of the weights in a step
+    "one photo": (lambda rng, step: healthy_loss(rng), 0.01),  # to 11-fold: B trained from zero
+    "noise": (lambda rng, step: noise_loss(rng), 0.003),
+    "four photos, falling": (lambda rng, step: (0.3 + 0.35 * 0.98**step) * rng.lognormvariate(0, 0.25), 0.003),
+    "falling tenfold": (lambda rng, step: (0.06 + 0.6 * 0.99**step) * rng.lognormvariate(0, 0.5), 0.01),
+    "a plateau": (lambda rng, step: 0.4 * rng.uniform(0.9, 1.1), 0.01),
+    "spikes": (lambda rng, step: 5.0 if rng.random() < 0.03 else healthy_loss(rng), 0.01),
+    "noisier later": (lambda rng, step: rng.lognormvariate(-1.1, 0.2 + 0.3 * min(step / 300, 1)), 0.01),
+    "experts in turn": (lambda rng, step: (0.2 if step // 100 % 2 else 0.6) * rng.uniform(0.8, 1.2), 0.001),
+}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_healthy_runs_are_not_stopped_and_hardly_ever_doubted(name: str) -> None:
+    """25 runs of each kind, 200 in all."""
+    loss_of, grows = HEALTHY[name]
+    doubts = 0
+    for seed in range(25):
+        rng, guard = random.Random(seed), guard_of()
+        guard.lora[B].data.fill_(1e-3)
+        for step in range(1, 401):
+            assert grown(guard, 1 + step * grows).allows_update(step, loss_of(rng, step), 1.0)
+            doubts += guard.doubt is not None
+        guard.check_save(400, final=True)
+        guard.check_end(400, 0.6, 0.62)
+    assert doubts <= 40  # of 10,000 steps; a save would wait for the next one
+
+
+def diverged_loss(rng: random.Random, photos: int) -> float:
+    """Of a FLUX whose output has nothing to do with its input any more: 2, whatever the noise level."""
+    return 2.0 * rng.lognormvariate(0, 0.2 / math.sqrt(photos))
+
+
+def outcome(good: int, photos: int, ramp: int, save_every: int, seed: int) -> str:
+    """What comes of `good` steps at a good rate, then a resume at one 25 to 500 times too high.
+
+    The first bad update is that of step good + 1, the loss of the step after next shows it; as on the mini-FLUX, the
+    healthy loss is 0.6 and `ramp` updates ruin it. Sets are kept as `commit` keeps them.
+    """
+    rng, guard = random.Random(seed), guard_of()
+    sets: list[int] = []
+    for step in range(1, good + 71):
+        bad = max(step - good - 1, 0)
+        loss = 0.6 * rng.lognormvariate(-0.06 / photos, 0.35 / math.sqrt(photos))
+        loss += min(bad / ramp, 1.0) * (diverged_loss(rng, photos) - loss)
+        try:
+            grown(guard, 1 + bad / 2).allows_update(step, loss, 1.0)
+        except DeadRunError as error:
+            older = [saved for saved in sets if saved < (error.since or 0)]
+            if older:
+                return "back to a good one" if older[-1] <= good else "back to a bad one"
+            return "start over" if good < save_every else "lost"
+        if step == good:
+            state = json.loads(json.dumps(guard.state_dict()))
+            guard = guard_of()
+            guard.load_state_dict(state)
+        if step % save_every == 0 and guard.doubt is None:
+            apart = max(min(save_every, WINDOW), guard.apart(step))
+            far = [saved for saved in sets if step - saved >= apart]
+            sets = [*(far[-1:] or sets[:1]), step]
+    return "missed"
+
+
+@pytest.mark.parametrize(
+    ("good", "photos", "most"),  # `most`: outcomes other than the best, of 80
+    [
+        (0, 4, {"missed": 4}),
+        (
+            0,
+            1,
+            {"back to a bad one": 1, "missed": 12},
+        ),  # a first loss high by luck; the stand-alone trainer measures the end
+        (4, 4, {"back to a bad one": 3}),
+        (18, 1, {"back to a bad one": 1}),
+        (18, 4, {}),
+        (60, 1, {"back to a bad one": 1}),
+        (60, 4, {}),
+    ],
+)
+def test_a_rate_too_high_ends_the_run_and_the_good_state_is_kept(good: int, photos: int, most: dict[str, int]) -> None:
+    cases = itertools.product((1, 2), (1, 2, 4, 10), range(10))
+    counts = Counter(outcome(good, photos, *case) for case in cases)
+    best = {"back to a good one", "start over"}
+    assert {name: count for name, count in counts.items() if name not in best and count > most.get(name, 0)} == {}
+
+
+def test_a_validation_loss_above_the_starts_ends_the_run() -> None:
+    guard = guard_of()
+    for step in range(1, 21):
+        guard.allows_update(step, 0.5, 1.0)
+    guard.check_end(20, 0.6, 0.63)
+    guard_of(enabled=False).check_end(20, 0.6, 6.0)
+    for loss in (0.64, math.nan):
+        with pytest.raises(DeadRunError, match=r"step 20: the validation loss is .* it was 0\.6:.*train\.lr") as end:
+            guard.check_end(20, 0.6, loss)
+        assert end.value.since == 1  # no loss says where it began
+    for step in range(21, 25):
+        guard.allows_update(step, 2.0, 1.0)
+    with pytest.raises(DeadRunError) as end:
+        guard.check_end(24, 0.6, 2.0)
+    assert end.value.since == 20
+    assert guard.apart(24) == 5  # the state of step 19 or an older one is kept
 
 
 def test_an_explosion_is_doubted_within_the_window_and_ends_the_run() -> None:
@@ -183,8 +280,8 @@ def test_an_explosion_is_doubted_within_the_window_and_ends_the_run() -> None:
 
     with pytest.raises(DeadRunError, match=r"last 16 steps .*5\.0-fold.*train\.lr") as end:
         explode()
-    assert doubted[0] <= 100 + WINDOW
-    assert end.value.since == doubted[0] - WINDOW + 1
+    assert doubted[0] == 105
+    assert 105 - WINDOW <= end.value.since <= 100  # before the update that shows in the loss of step 101
     assert doubted[-1] == end.value.since + 29
     guard.lora[B].data.fill_(1.0)
     with pytest.raises(DeadRunError, match="ends in doubt"):
@@ -192,7 +289,7 @@ def test_an_explosion_is_doubted_within_the_window_and_ends_the_run() -> None:
 
 
 def test_a_doubt_that_passes_leaves_the_run_alone_and_is_resumed_exactly() -> None:
-    rng, guard, other = random.Random(0), guard_of(diverging_steps=30), guard_of()
+    rng, guard, other = random.Random(0), guard_of(), guard_of()
     for step in range(1, 101):
         guard.allows_update(step, healthy_loss(rng), 1.0)
     grown(other, 5.0).load_state_dict(grown(guard, 5.0).state_dict())

@@ -9,11 +9,15 @@ is the only check. From the second in a row, and while the run seems to diverge,
 
 Divergence is two signs that no healthy run shows together:
 
-    loss      12 of the last 16 above 2.5 times the usual one (a mean over at most the last 200 steps)
-    weights   L2 norm of all trained parameters above 3 times that before the first step
+    loss      high, i.e. above 1.75 times the usual one: 5 of the last 8 for a doubt, 12 of the last 16 to end the run
+    weights   L2 norm of all trained parameters above twice that before the first step (1.1 times of a whole model)
+
+The usual loss is a mean over at most the last 200 steps, from the first one on, whose loss is that of the model before
+any update. A high loss does not change it, unless most are high while the weights have not grown (the turn of another
+expert, or a first loss that was low by luck); nor does any loss during a doubt.
 
 Loss alone cannot show it: FLUX's last layer normalizes its input, so the loss levels off at a few times its usual value
-(0.35 -> 2.0 on the mini-FLUX, where noise levels alone move it from 0.15 to 1.1). Nor can weights alone: a healthy
+(0.64 -> 2.0 on the mini-FLUX, where noise levels alone move it from 0.15 to 1.1). Nor can weights alone: a healthy
 LoRA's B grows from zero. At 100 times their norm, weights are broken whatever the loss.
 """
 
@@ -35,9 +39,12 @@ FIRST_LIVING_UPDATE = 2  # a warm-up begins with lr 0
 DOUBTED_STREAK = 2  # nonfinite steps in a row; a single one is harmless
 COUNTERS = ("skipped", "updates", "nonfinite", "_zero_gradients", "_same_losses", "_last_loss")
 WINDOW, HIGH = 16, 12  # steps, and how many of them
+DOUBT_WINDOW, DOUBT_HIGH = 8, 5
+SPIKES = 3  # high losses in a window of fewer are luck
+WORSE = 1.05  # validation loss at the end, relative to the start
 MEMORY = 200  # steps of the usual loss
-LOSS_FACTOR = 2.5
-GROWTH = 3.0
+LOSS_FACTOR = 1.75
+LORA_GROWTH, MODEL_GROWTH = 2.0, 1.1
 BROKEN_GROWTH = 100.0
 
 
@@ -77,7 +84,7 @@ class RunGuard:
         self._zero_gradients = self._same_losses = 0
         self._last_loss: float | None = None
         self._start: float | None = None  # norm of all weights before the first step
-        self._recent: list[float] = []  # losses of the last finite steps
+        self._recent: list[tuple[int, float]] = []  # step and loss of the last finite steps
         self._usual: float | None = None
         self._usual_steps = 0
         self._diverging_since: int | None = None
@@ -103,7 +110,7 @@ class RunGuard:
                 raise DeadRunError(
                     f"{numbers}, not finite for {self.nonfinite} steps in a row; lower train.lr, or set "
                     f"coat.activation.linear_granularity: per_row and grad_format: e5m2; {KEPT}",
-                    step - self.nonfinite + 1,
+                    self._first_doubt(step - self.nonfinite + 1),
                 )
             self._log(f"{numbers}: not finite, the update is skipped ({self.skipped} so far)")
             return False
@@ -128,27 +135,46 @@ class RunGuard:
         return True
 
     def _check_divergence(self, step: int, loss: float) -> None:
-        """Record the loss of a finite step; the growth is read only where it is high."""
-        self._recent = [*self._recent, loss][-WINDOW:]
-        usual, since = self._usual, self._diverging_since
-        high = usual is not None and usual > 0 and sum(recent > LOSS_FACTOR * usual for recent in self._recent) >= HIGH
-        if not (high and (since is not None or self._growth() > GROWTH)):
+        """Record the loss of a finite step; the growth is read only where most losses are high."""
+        self._recent = [*self._recent, (step, loss)][-WINDOW:]
+        if self._usual is None:
+            self._usual = loss
+        high = self._high_steps(DOUBT_WINDOW)
+        often = len(high) >= DOUBT_HIGH
+        if not (often and self._growth() > self._healthy_growth()):
             self._diverging_since = None
-            self._usual_steps += 1
-            share = 1 / min(self._usual_steps, MEMORY)
-            self._usual = loss if usual is None else usual + share * (loss - usual)
+            if often or step not in high:
+                self._usual_steps += 1
+                self._usual += (loss - self._usual) / min(self._usual_steps, MEMORY)
             return
-        self._diverging_since = since or step - WINDOW + 1
-        if step - self._diverging_since >= self._options.diverging_steps:
+        if self._diverging_since is None:
+            self._diverging_since = self._first_doubt(step)
+        if len(self._high_steps(WINDOW)) >= HIGH and step - self._diverging_since >= self._options.diverging_steps:
             grown = f"the trained weights have grown {self._growth():.1f}-fold"
             raise DeadRunError(
-                f"step {step}: {self._loss_text()}, and {grown}: the run diverged; lower train.lr; {KEPT}",
+                f"step {step}: {self._loss_text()}, and {grown}: the run diverged; lower train.lr",
                 self._diverging_since,
             )
 
+    def _high_steps(self, window: int) -> list[int]:
+        limit = math.inf if self._usual is None else LOSS_FACTOR * self._usual
+        return [step for step, loss in self._recent[-window:] if loss > limit]
+
+    def _first_doubt(self, step: int) -> int:
+        """The first step whose update may have been a bad one: that before the first high loss, or else `step`."""
+        if self._diverging_since is not None:
+            return self._diverging_since
+        return max(min([step, *(high - 1 for high in self._high_steps(DOUBT_WINDOW))]), 1)
+
+    def apart(self, step: int) -> int:
+        """Steps from `step` back to the newest weights that a loss has shown to be good."""
+        return step + 1 - self._first_doubt(step)
+
     def _loss_text(self) -> str:
-        mean = sum(self._recent) / max(len(self._recent), 1)
-        return f"the loss of the last {WINDOW} steps is {mean:.3g} on average, the usual one {self._usual:.3g}"
+        mean = sum(loss for _, loss in self._recent) / len(self._recent)
+        return (
+            f"the loss of the last {len(self._recent)} steps is {mean:.3g} on average, the usual one {self._usual:.3g}"
+        )
 
     def _norm(self) -> float:
         return float(torch.linalg.vector_norm(self._norms(list(self.lora.values()))))
@@ -156,6 +182,9 @@ class RunGuard:
     def _growth(self) -> float:
         """Norm of the weights relative to the start; 1 where that was zero. Reads back one number."""
         return self._norm() / self._start if self._start else 1.0
+
+    def _healthy_growth(self) -> float:
+        return LORA_GROWTH if any(mark in name for name in self.lora for mark in UP_MATRICES) else MODEL_GROWTH
 
     @property
     def doubt(self) -> str | None:
@@ -188,8 +217,19 @@ class RunGuard:
         if final or self._options.enabled:
             self._check(step, dead=final)
         if final and self.doubt is not None:
-            since = step - self.nonfinite + 1 if self.nonfinite else self._diverging_since
-            raise DeadRunError(f"step {step}: the run ends in doubt: {self.doubt}; lower train.lr; {KEPT}", since)
+            since = self._first_doubt(step - self.nonfinite + 1 if self.nonfinite else step)
+            raise DeadRunError(f"step {step}: the run ends in doubt: {self.doubt}; lower train.lr", since)
+
+    def check_end(self, step: int, start: float, end: float) -> None:
+        """Compare validation losses of trained photos, with the same noise; DeadRunError if the run made it worse."""
+        if not self._options.enabled or end <= WORSE * start:
+            return
+        since = self._first_doubt(step) if len(self._high_steps(DOUBT_WINDOW)) >= SPIKES else 1
+        raise DeadRunError(
+            f"step {step}: the validation loss is {end:.3g}, at the start it was {start:.3g}: the run diverged; "
+            "lower train.lr",
+            since,
+        )
 
     @torch.no_grad()
     def _check(self, step: int, *, dead: bool) -> None:
@@ -202,14 +242,14 @@ class RunGuard:
             raise DeadRunError(
                 f"step {step}: {len(broken)} of {len(largest)} trained tensors are not finite ({broken[0]}): the last "
                 f"updates overflowed; lower train.lr, or use lr_scheduler: constant_with_warmup; {KEPT}",
-                step,
+                self._first_doubt(step),
             )
         growth = self._growth() if self._options.enabled else 1.0
         if growth > BROKEN_GROWTH:
             raise DeadRunError(
                 f"step {step}: the trained weights have grown {growth:,.0f}-fold since the start (largest now "
-                f"{max(norms):.3g}): the run diverged; lower train.lr; {KEPT}",
-                step,
+                f"{max(norms):.3g}): the run diverged; lower train.lr",
+                self._first_doubt(step),
             )
         ups = [value for name, value in largest.items() if any(mark in name for mark in UP_MATRICES)]
         if dead and ups and not any(ups):
@@ -222,7 +262,8 @@ class RunGuard:
         """The counters; plain JSON."""
         counters = {name.strip("_"): getattr(self, name) for name in COUNTERS}
         growth = self._growth() if self.lora else 1.0
-        losses = {"recent": self._recent, "usual": self._usual, "steps": self._usual_steps, "start": self._start}
+        recent = [list(pair) for pair in self._recent]
+        losses = {"losses": recent, "usual": self._usual, "steps": self._usual_steps, "start": self._start}
         return counters | {"growth": growth, "divergence": losses}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -231,6 +272,6 @@ class RunGuard:
             setattr(self, name, state.get(name.strip("_"), getattr(self, name)))
         losses = state.get("divergence", {})  # of a run that was not in doubt
         self._start = losses.get("start", self._start)
-        self._recent = [float(loss) for loss in losses.get("recent", [])]
+        self._recent = [(step, loss) for step, loss in losses.get("losses", [])]
         self._usual = losses.get("usual")
         self._usual_steps = int(losses.get("steps", 0))

@@ -273,7 +273,7 @@ class TrainingLoop:
             self._continuation.write_state(folder, self.done, self.watch.state_dict(), curve)
 
         if self._team.is_main:
-            path = self._continuation.saves.commit(self.done, write)
+            path = self._continuation.saves.commit(self.done, write, guard.apart(self.done))
             info(f"saved {path} after {self.done} steps; {'; '.join(lines)}")
         self._saved, self._owes_save = self.done, False
         process.clean_up_saves()

@@ -261,8 +261,8 @@ class Saves:
         self._make_newest(folder)
         return folder
 
-    def commit(self, step: int, write: Callable[[Path], None]) -> Path:
-        """Write and publish a set; returns the LoRA or model folder."""
+    def commit(self, step: int, write: Callable[[Path], None], apart: int = 1) -> Path:
+        """Write and publish a set, with the older one `apart` steps back; returns the LoRA or model folder."""
         published: dict[str, str] = {}
 
         def write_checked(folder: Path) -> None:
@@ -272,7 +272,7 @@ class Saves:
                 raise OSError(errno.EIO, "not written, see above", str(folder / OPTIMIZER_FILE))
             published.update({path.name: path.name for path in folder.iterdir() if path.name != AI_TOOLKIT})
 
-        self._make_newest(commit(self._dir, step, write_checked, published, apart=self._apart))
+        self._make_newest(commit(self._dir, step, write_checked, published, apart=max(apart, self._apart)))
         published.pop(OPTIMIZER_FILE)
         return self._dir / next(name for name in published if name.startswith(self._name))
 

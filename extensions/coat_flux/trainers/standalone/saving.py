@@ -159,7 +159,8 @@ def _write(
         if isinstance(leaf, Tensor):
             needed += leaf.nbytes
     publish = {path.name: inside, OPTIMIZER_FILE: OPTIMIZER_FILE}
-    commit(job.folder, session.step, write, publish, needed_bytes=needed, apart=min(job.save.save_every, WINDOW))
+    apart = max(min(job.save.save_every, WINDOW), session.watch.guard.apart(session.step))
+    commit(job.folder, session.step, write, publish, needed_bytes=needed, apart=apart)
     for old in _old_saves(job.folder, job.name, job.save.max_step_saves_to_keep):
         discard(old)
         session.log.detail(f"Removing old save: {old}")

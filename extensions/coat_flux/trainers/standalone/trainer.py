@@ -186,12 +186,15 @@ def _run(session: Session, observer: Observer | None) -> Path:
         _draw_samples(session)
     with Interrupts(log.info) as interrupts:
         _train_steps(session, interrupts, observer)
+        if not session.holds_out:  # the loss of held-out photos may rise in a good run
+            start, end = session.record["validation_loss"], _validate(session)
+            session.watch.guard.check_end(session.step, start, end)
         path = save(session, final=True)
     _draw_samples(session)
     if session.holds_out:
         log.info(describe_lowest(session.record["held_out_loss"], job.folder, job.name))
     else:
-        log.info(f"validation loss {session.record['validation_loss']:.6f} -> {_validate(session):.6f}")
+        log.info(f"validation loss {start:.6f} -> {end:.6f}")
     finish(phases, lambda: job, log.info, log.detail if job.coat.memory.log_memory_stats else None)
     log.info(f"Saved the {'model' if job.full else 'LoRA'} to {path}")
     return path
