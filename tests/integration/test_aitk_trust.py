@@ -186,14 +186,15 @@ def test_save_of_another_program_is_gone_on_from_as_it_is(host: Host, capsys: Pr
     assert _state(host).name == "state-000000006"
 
 
+@pytest.mark.parametrize("further", [{"lr": 1e4}, {"lr": 0.3, "steps": 20}], ids=["not finite", "high losses"])
 def test_a_diverged_run_goes_back_by_the_command_it_prints_and_ends_as_the_good_one(
-    host: Host, capsys: Printed, whole: Path
+    host: Host, capsys: Printed, whole: Path, further: dict[str, Any]
 ) -> None:
     from coat_flux.cli.entry import main
 
     host.run(**_entry(steps=6))
     with pytest.raises(DeadRunError, match=r"lower train\.lr.*then go back to step 4 and") as end:
-        host.run(**_entry(lr=1e4))
+        host.run(**_entry(**further))
     command = str(end.value).partition("start the job again: ")[2]
     words = shlex.split(command)  # "coat-flux rewind ...", or Python and the path of coat_flux/cli off PATH
     assert main(words[words.index("rewind") :]) == 0

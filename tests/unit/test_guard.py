@@ -263,7 +263,7 @@ def test_a_validation_loss_above_the_starts_ends_the_run() -> None:
     with pytest.raises(DeadRunError) as end:
         guard.check_end(24, 0.6, 2.0)
     assert end.value.since == 20
-    assert guard.apart(24) == 5  # the state of step 19 or an older one is kept
+    assert guard.apart(24) == 7  # the state of step 17 or an older one is kept
 
 
 def test_an_explosion_is_doubted_within_the_window_and_ends_the_run() -> None:

@@ -40,6 +40,7 @@ DOUBTED_STREAK = 2  # nonfinite steps in a row; a single one is harmless
 COUNTERS = ("skipped", "updates", "nonfinite", "_zero_gradients", "_same_losses", "_last_loss")
 WINDOW, HIGH = 16, 12  # steps, and how many of them
 DOUBT_WINDOW, DOUBT_HIGH = 8, 5
+UNSEEN = 3  # bad updates before a loss is high
 SPIKES = 3  # high losses in a window of fewer are luck
 WORSE = 1.05  # validation loss at the end, relative to the start
 MEMORY = 200  # steps of the usual loss
@@ -167,8 +168,9 @@ class RunGuard:
         return max(min([step, *(high - 1 for high in self._high_steps(DOUBT_WINDOW))]), 1)
 
     def apart(self, step: int) -> int:
-        """Steps from `step` back to the newest weights that a loss has shown to be good."""
-        return step + 1 - self._first_doubt(step)
+        """Steps from `step` back to weights that were surely good; the first bad updates may not have shown."""
+        since = self._first_doubt(step)
+        return 1 if since == step else step - since + UNSEEN
 
     def _loss_text(self) -> str:
         mean = sum(loss for _, loss in self._recent) / len(self._recent)
