@@ -13,7 +13,7 @@ next start (`repair`). A new set replaces an existing one of the same step, whic
 `.replaced-state-…`.
 
 Two sets are kept. The guard's doubt may come a few steps after things went wrong, so the older set is one the run has
-passed by at least `apart` steps, and from before the first high loss of the guard's window.
+passed by at least `apart` steps.
 """
 
 from __future__ import annotations

@@ -12,9 +12,8 @@ Divergence is two signs that no healthy run shows together:
     loss      high, i.e. above 1.75 times the usual one: 5 of the last 8 for a doubt, 12 of the last 16 to end the run
     weights   L2 norm of all trained parameters above twice that before the first step (1.1 times of a whole model)
 
-The usual loss is a mean over at most the last 200 steps, from the first one on, whose loss is that of the model before
-any update. A high loss does not change it, unless most are high while the weights have not grown (the turn of another
-expert, or a first loss that was low by luck); nor does any loss during a doubt.
+The usual loss is a mean over at most the last 200 steps, the first being that before any update. No loss in a doubt
+counts, and a high one only where most are high while the weights have not grown (another expert's turn).
 
 Loss alone cannot show it: FLUX's last layer normalizes its input, so the loss levels off at a few times its usual value
 (0.64 -> 2.0 on the mini-FLUX, where noise levels alone move it from 0.15 to 1.1). Nor can weights alone: a healthy
@@ -162,13 +161,13 @@ class RunGuard:
         return [step for step, loss in self._recent[-window:] if loss > limit]
 
     def _first_doubt(self, step: int) -> int:
-        """The first step whose update may have been a bad one: that before the first high loss, or else `step`."""
+        """The first step whose update may be bad: that before the first high loss, or else `step`."""
         if self._diverging_since is not None:
             return self._diverging_since
         return max(min([step, *(high - 1 for high in self._high_steps(DOUBT_WINDOW))]), 1)
 
     def apart(self, step: int) -> int:
-        """Steps from `step` back to weights that were surely good; the first bad updates may not have shown."""
+        """Steps from `step` back to weights that were surely good."""
         since = self._first_doubt(step)
         return 1 if since == step else step - since + UNSEEN
 
@@ -223,7 +222,7 @@ class RunGuard:
             raise DeadRunError(f"step {step}: the run ends in doubt: {self.doubt}; lower train.lr", since)
 
     def check_end(self, step: int, start: float, end: float) -> None:
-        """Compare validation losses of trained photos, with the same noise; DeadRunError if the run made it worse."""
+        """Compare validation losses of trained photos; DeadRunError if the run made it worse."""
         if not self._options.enabled or end <= WORSE * start:
             return
         since = self._first_doubt(step) if len(self._high_steps(DOUBT_WINDOW)) >= SPIKES else 1

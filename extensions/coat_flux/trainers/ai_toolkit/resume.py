@@ -262,7 +262,7 @@ class Saves:
         return folder
 
     def commit(self, step: int, write: Callable[[Path], None], apart: int = 1) -> Path:
-        """Write and publish a set, with the older one `apart` steps back; returns the LoRA or model folder."""
+        """Write and publish a set; returns the LoRA or model folder."""
         published: dict[str, str] = {}
 
         def write_checked(folder: Path) -> None:
