@@ -15,9 +15,9 @@ Divergence is two signs that no healthy run shows together:
 The usual loss is a mean over at most the last 200 steps, the first being that before any update. No loss in a doubt
 counts, and a high one only where most are high while the weights have not grown (another expert's turn).
 
-Loss alone cannot show it: FLUX's last layer normalizes its input, so the loss levels off at a few times its usual value
-(0.64 -> 2.0 on the mini-FLUX, where noise levels alone move it from 0.15 to 1.1). Nor can weights alone: a healthy
-LoRA's B grows from zero. At 100 times their norm, weights are broken whatever the loss.
+FLUX's last layer normalizes its input, so a diverged loss levels off at a few times its usual value (0.64 -> 2.0 on the
+mini-FLUX, where noise levels alone move it from 0.15 to 1.1); and a healthy LoRA's B grows from zero. At 100 times
+their norm, weights are broken whatever the loss.
 """
 
 from __future__ import annotations
@@ -149,11 +149,13 @@ class RunGuard:
             return
         if self._diverging_since is None:
             self._diverging_since = self._first_doubt(step)
-        if len(self._high_steps(WINDOW)) >= HIGH and step - self._diverging_since >= self._options.diverging_steps:
+        since = self._diverging_since
+        is_high = len(self._high_steps(WINDOW)) >= HIGH
+        if is_high and step - since >= self._options.diverging_steps:
             grown = f"the trained weights have grown {self._growth():.1f}-fold"
             raise DeadRunError(
                 f"step {step}: {self._loss_text()}, and {grown}: the run diverged; lower train.lr",
-                self._diverging_since,
+                since,
             )
 
     def _high_steps(self, window: int) -> list[int]:
@@ -164,7 +166,10 @@ class RunGuard:
         """The first step whose update may be bad: that before the first high loss, or else `step`."""
         if self._diverging_since is not None:
             return self._diverging_since
-        return max(min([step, *(high - 1 for high in self._high_steps(DOUBT_WINDOW))]), 1)
+        high = self._high_steps(DOUBT_WINDOW)
+        if not high:
+            return step
+        return max(min(step, high[0] - 1), 1)
 
     def apart(self, step: int) -> int:
         """Steps from `step` back to weights that were surely good."""
@@ -185,7 +190,10 @@ class RunGuard:
         return self._norm() / self._start if self._start else 1.0
 
     def _healthy_growth(self) -> float:
-        return LORA_GROWTH if any(mark in name for name in self.lora for mark in UP_MATRICES) else MODEL_GROWTH
+        for name in self.lora:
+            if any(mark in name for mark in UP_MATRICES):
+                return LORA_GROWTH
+        return MODEL_GROWTH
 
     @property
     def doubt(self) -> str | None:
@@ -225,10 +233,13 @@ class RunGuard:
         """Compare validation losses of trained photos; DeadRunError if the run made it worse."""
         if not self._options.enabled or end <= WORSE * start:
             return
-        since = self._first_doubt(step) if len(self._high_steps(DOUBT_WINDOW)) >= SPIKES else 1
+        since = 1
+        if len(self._high_steps(DOUBT_WINDOW)) >= SPIKES:
+            since = self._first_doubt(step)
         raise DeadRunError(
-            f"step {step}: the validation loss is {end:.3g}, at the start it was {start:.3g}: the run diverged; "
-            "lower train.lr",
+            f"step {step}: the validation loss is {end:.3g}, "
+            f"at the start it was {start:.3g}: "
+            "the run diverged; lower train.lr",
             since,
         )
 
