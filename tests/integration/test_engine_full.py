@@ -22,7 +22,7 @@ from coat_flux.saves.commit import newest_set
 from coat_flux.saves.errors import ResumeError
 from coat_flux.saves.repair import go_back
 from coat_flux.trainers import full
-from coat_flux.trainers.standalone import session
+from coat_flux.trainers.standalone import session, trainer
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from tests.helpers.asserts import assert_all_bitwise, assert_bitwise
 from tests.helpers.engine_job import assert_same_end, engine_job, full_job, tensors_in
@@ -42,6 +42,16 @@ def _shards() -> Iterator[None]:
 def separate(place: dict[str, Path]) -> Path:
     """A run of three steps of two micro-batches, all gradients first, then the update."""
     return COATTrainer(full_job("separate", place, coat={}, train=WHOLE, save=EACH_STEP)).train()
+
+
+def test_room_is_asked_for_the_whole_model(place: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not only for what is trained; weights in codes count as well."""
+    asked = []
+    monkeypatch.setattr(trainer, "require_room", lambda folder, space=None: asked.append(space) or [])
+    coat = {"include": ["single_transformer_blocks.*"]}
+    final = COATTrainer(full_job("room", place, coat=coat, train={"steps": 1}, save=EACH_STEP)).train()
+    saved = sum(x.numel() * x.element_size() for x in tensors_in(final / "transformer").values())
+    assert [space.lora for space in asked if space is not None] == [saved]
 
 
 class Killed(BaseException):

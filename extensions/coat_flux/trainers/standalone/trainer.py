@@ -23,8 +23,9 @@ from typing import Any
 
 import torch
 import yaml
-from torch import Tensor
+from torch import Tensor, nn
 
+from coat_core.linear import FP8Linear
 from coat_core.optim import FP8AdamW
 from coat_core.optim.sharded import local_values
 
@@ -167,6 +168,15 @@ class COATTrainer:
             return _run(session, self._observer)
 
 
+def _elements(model: nn.Module) -> int:
+    """Elements of all weights, those in codes included."""
+    total = sum(param.numel() for param in model.parameters())
+    for module in model.modules():
+        if isinstance(module, FP8Linear):
+            total += module.in_features * module.out_features
+    return total
+
+
 def _run(session: Session, observer: Observer | None) -> Path:
     job = session.job
     log = session.log
@@ -176,7 +186,7 @@ def _run(session: Session, observer: Observer | None) -> Path:
             text = yaml.safe_dump(job.written, sort_keys=False, allow_unicode=True)
             write_file(job.folder / "config.yaml", text)
             phases.path = job.folder / MEMORY_FILE
-            space = save_space(job, [p.numel() for p in session.lora.values()])
+            space = save_space(job, [p.numel() for p in session.lora.values()], _elements(session.transformer))
             for line in require_room(job.folder, space):
                 log.info(f"Warning: {line}")
         log.open(session.step)
