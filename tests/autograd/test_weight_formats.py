@@ -181,7 +181,7 @@ def test_what_a_layer_holds_saves_and_restores(
 def test_an_adapter_shares_int8_codes_and_turns_its_gradient_back() -> None:
     base, down = make(INT8)[0], nn.Linear(K, 4, False)
     FP8InputLinear.from_linear(down, Storage("int8", PER_ROW), base)
-    x, dh = torch.randn(7, K, requires_grad=True), torch.randn(7, 4)
+    x, dh = torch.randn(7, K, requires_grad=True) * 1, torch.randn(7, 4)
     (_, h), saved = saved_by(lambda: (base(x), down(x)))
     h.backward(dh)
     assert [t.dtype for t in saved if t.shape == (7, K)] == [torch.int8]

@@ -99,7 +99,9 @@ def ranking(folder: Path) -> str:
     for number in range(12):
         settings = {"train.lr": 10 ** -(number % 4 + 1), "coat.optimizer.m1_format": "e4m3", "network.linear": number}
         curve = [(step, 1 / (step + 1 + number)) for step in range(0, 1001, 50)]
-        run = Run(f"lr{number}_linear{number}_seed42", 1000, {}, FINISHED, curve, 1.25)
+        process = {"train": {"lr": 0.1}, "coat": {"optimizer": {"m1_format": "e4m3"}}, "network": {"linear": number}}
+        job = {"config": {"process": [process]}}
+        run = Run(f"lr{number}_linear{number}_seed42", 1000, job, FINISHED, curve, 1.25)
         sweep.trials.append(Trial(settings, [run], []))
     sweep.runs[10].state, sweep.runs[10].message = FAILED, "LoRA pinned: " + "the loss was exactly the same " * 5
     sweep.runs[11].state = OPEN
