@@ -97,6 +97,13 @@ def whole(path: Path, dtype: torch.dtype, coat: COATConfig | None = None) -> nn.
     return model
 
 
+def test_a_pickle_beside_safetensors_and_a_folder_named_like_a_file_do_no_harm(mini: nn.Module, tmp_path: Path) -> None:
+    folder = tmp_path / "flux.safetensors"
+    mini.save_pretrained(folder / "transformer")
+    (folder / "transformer" / "diffusion_pytorch_model.bin").write_bytes(b"left there")
+    assert_all_bitwise(load_transformer(str(folder), BF16).state_dict(), mini.state_dict())
+
+
 # -- what is loaded ----------------------------------------------------------------------------------------------------
 
 

@@ -157,6 +157,7 @@ def test_what_excludes_each_other_is_refused(block: dict[str, Any], key: str, re
         {"weight": INT8, "activation": {**INT8, "grad_format": "bf16"}},
         {"activation": {"format": "e5m2"}},
         {"weight": {"format": "e5m2"}, "activation": {"use_fp8": False}},
+        {"optimizer": INTEGER_MOMENTS},
         {"optimizer": {**INTEGER_MOMENTS, "use_dynamic_range_expansion": False}},
         {"optimizer": {"m1_format": "int8_ratio", "use_dynamic_range_expansion": True}},
     ],
