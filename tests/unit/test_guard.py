@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from coat_flux.config.coat import GuardOptions
-from coat_flux.watch.guard import WINDOW, DeadRunError, RunGuard
+from coat_flux.watch.guard import WINDOW, DeadRunError, RunGuard, tensor_norms
 
 A, B = "transformer.block.to_q.lora_A.weight", "transformer.block.to_q.lora_B.weight"
 
@@ -24,6 +24,12 @@ def guard_of(lines: list[str] | None = None, **options: Any) -> RunGuard:
     lora = {A: torch.nn.Parameter(torch.ones(2, 4)), B: torch.nn.Parameter(torch.zeros(4, 2))}
     log = [].append if lines is None else lines.append
     return RunGuard(dataclasses.replace(GuardOptions(), **options), lora, log)
+
+
+def test_norms_of_no_tensor_and_of_one_without_elements() -> None:
+    assert tensor_norms([]).shape == (0,)
+    assert tensor_norms([torch.empty(0), torch.tensor([3.0, -4.0])]).tolist() == [0.0, 5.0]
+    assert tensor_norms([torch.tensor([3.0, -4.0])], math.inf).tolist() == [4.0]
 
 
 @pytest.mark.parametrize(("loss", "norm"), [(math.nan, 1.0), (0.5, math.inf)])
