@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 import pickle
 import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +24,7 @@ from coat_flux.export import convert as convert_module
 from coat_flux.export.check import check_export
 from coat_flux.export.convert import convert_file, convert_pairs
 from coat_flux.export.layouts import ExportError, height_of, layout_of, place_of, read_pairs, write_pairs
+from coat_flux.trainers.ai_toolkit.resume import read_back
 from tests.helpers.lora_files import HIDDEN, OUTSIDE, lora_tensors, module_names
 from tests.tolerances import LORA_DELTA_RTOL, LORA_NORM_RTOL
 
@@ -387,3 +391,19 @@ def test_the_final_layer_has_diffusers_order_of_scale_and_shift():
         for half in ("lora_A", "lora_B"):
             ours = tensors[f"transformer.{name}.{half}.weight"]
             assert torch.equal(theirs[f"{name}.{half}.weight"], ours)
+
+
+def test_a_lora_of_ai_toolkit_is_read_back_unless_it_is_still_zero(tmp_path: Path) -> None:
+    up = nn.Linear(4, 8, bias=False)
+    nn.init.zeros_(up.weight)
+    process: Any = SimpleNamespace(
+        _full=None,
+        model_config=SimpleNamespace(is_flux=True),
+        network_config=SimpleNamespace(type="LoRA"),
+        network=nn.ModuleDict({"block_lora_up": up}),
+    )
+    assert read_back(process, tmp_path) == ["the LoRA is still zero"]
+    nn.init.ones_(up.weight)
+    assert read_back(process, tmp_path) == []
+    process.network_config.type = "lokr"
+    assert read_back(process, tmp_path) == ["not read back: not a LoRA of FLUX"]
