@@ -13,8 +13,9 @@ from coat_flux.study.judgement import NOT_LOSSLESS
 
 ROOT = Path(__file__).resolve().parents[2]
 SEEDS, STEPS, LR = 3, 20, 5e-4
+MOMENTS = {"m1_format": "e5m2", "m2_format": "e5m2", "moment_rounding": "nearest", "block_size": 4096}
 E5M2 = {  # all but the weights; no GPU multiplies e5m2 by e5m2
-    "optimizer": {"m1_format": "e5m2", "m2_format": "e5m2", "use_dynamic_range_expansion": False, "block_size": 4096},
+    "optimizer": MOMENTS | {"use_dynamic_range_expansion": False},
     "activation": {"format": "e5m2", "linear_granularity": "per_tensor", "nonlinear_granularity": "per_tensor"},
 }
 
