@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from coat_flux.blocks.held import HeldParts
 from coat_flux.config.findings import ConfigError
 from coat_flux.watch import phases as phases_module
-from coat_flux.watch.memory_report import finish, tabulated
+from coat_flux.watch.memory_report import finish, stacked, tabulated
 from coat_flux.watch.oom import OutOfMemory, is_oom
 from coat_flux.watch.phases import STEP_MOMENTS, PhaseTracker, peak_bytes, used_bytes
 from coat_flux.watch.step_watch import BASELINE, CPU_NOTE, IN_A_ROW, SLOWER, WARM_UP, SpillWatch
@@ -243,6 +243,13 @@ def test_table_of_a_cpu_run_says_resident_and_lower_bounds() -> None:
     _, rows, notes = tabulated(_record(baseline=300 * 10**6, peak=400 * 10**6, phases=phases))
     assert rows[1][4:] == [">=400.00", "400.00", ">=100.00", "19000.00"]
     assert "measured 100.00 MB of resident memory above the start" in notes[-1]
+
+
+@pytest.mark.parametrize("baseline", [0, GB])
+def test_bars_have_what_is_not_known_of_an_allocator_and_not_of_resident_memory(baseline: int) -> None:
+    unit, bars, expected = stacked(_record(baseline=baseline))
+    rest = {} if baseline else {"rest": 7.0}  # resident memory has the libraries in it
+    assert (unit, bars["step"], expected) == ("GB", {"transformer": 12.0, "lora": 1.0, **rest}, {"step": 19.0})
 
 
 def _finished(tmp_path: Path, job: Any, *, table: bool = True) -> tuple[list[str], dict[str, Any]]:
