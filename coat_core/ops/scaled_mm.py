@@ -84,10 +84,21 @@ def int8_mm(
     padded = a
     if a.is_cuda and len(a) < FEWEST_INT8_ROWS:
         padded = torch.nn.functional.pad(a, (0, 0, 0, FEWEST_INT8_ROWS - len(a)))
-    product = torch._int_mm(padded, b.t())[: len(a)].to(torch.float32) * a_scale * b_scale.reshape(-1)
+    if a.device.type == "cpu" and not _multiplies_int8_exactly():
+        whole = a.double() @ b.t().double()
+    else:
+        whole = torch._int_mm(padded, b.t())[: len(a)]
+    product = whole.to(torch.float32) * a_scale * b_scale.reshape(-1)
     if bias is not None:
         product = product + bias.to(torch.float32)
     return product.to(out_dtype, copy=True)
+
+
+@functools.cache
+def _multiplies_int8_exactly() -> bool:
+    """Whether `torch._int_mm` is exact on this CPU: without VNNI oneDNN may add pairs of products in 16 bits."""
+    most = torch.full((32, 64), 127, dtype=torch.int8)
+    return bool((torch._int_mm(most, most.t()) == 64 * 127 * 127).all())
 
 
 for gemm in (scaled_mm, int8_mm):
