@@ -12,7 +12,9 @@ GRANULARITIES = ("per_tensor", "per_row")
 
 
 def _check_choices(config: Any, choices: dict[str, Collection[object]]) -> None:
-    flags = {field.name: (True, False) for field in fields(config) if field.type == "bool"}
+    flags = {
+        field.name: (True, False) for field in fields(config) if field.type == "bool"
+    }  # annotations are strings here
     for name, allowed in {**flags, **choices}.items():
         value = getattr(config, name)
         if not isinstance(value, (str, bool)) or value not in allowed:

@@ -35,7 +35,7 @@ def attach_lora(root: nn.Module, config: COATConfig) -> dict[str, str]:
     """Convert the down projections of all adapters in a PEFT model or ai-toolkit's LoRA network, in place.
 
     Returns adapter → `SHARED` or `OWN`, or why it is left in high precision. With `enabled` or `activation.use_fp8`
-    off nothing is changed. ValueError if COAT is on and there is no adapter below `root`.
+    off nothing is changed. ValueError if COAT is on and `root` has no adapter.
     """
     inputs: dict[str, str] = {}
     if not (config.enabled and config.activation.use_fp8):

@@ -378,7 +378,7 @@ def block_bytes(
 ) -> BlockBytes:
     """All numbers of a block, with `way` those of a recomputed block alone, or of a kept one, the others 0.
 
-    There is no backward pass where nothing up to the block is trained.
+    Where nothing up to the block is trained, the backward pass takes nothing.
     """
     if isinstance(block, Block):
         if not block.trained_output:

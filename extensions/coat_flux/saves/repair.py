@@ -249,8 +249,9 @@ def describe_lowest(curve: Sequence[tuple[int, float]], run_dir: Path, name: str
     saves: dict[int, Path] = {}  # steps done → LoRA file, or folder of a whole model
     for path in sorted((*run_dir.glob("*.safetensors"), *run_dir.glob("*/transformer/*.safetensors"))):
         save = path if path.parent == run_dir else path.parents[1]
-        if step_of(path) >= 0 and (save.stem == name or save.stem.removeprefix(f"{name}_").isdecimal()):
+        if save.stem == name or save.stem.removeprefix(f"{name}_").isdecimal():
             saves[step_of(path)] = save
+    saves.pop(-1, None)  # of a file that does not say its step
     nearest = min(saves, key=lambda saved: (abs(saved - step), saved), default=None)
     if nearest is None:
         file = "nothing is saved"

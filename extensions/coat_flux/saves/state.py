@@ -97,10 +97,8 @@ def require_readable(folder: Path, optimizer: str) -> None:
         return
     if is_quantized:
         raise ResumeError(
-            f"{path}: was written by {COAT_OPTIMIZER}, "
-            f"whose 8-bit moments train.optimizer={optimizer} cannot read; "
-            f"go back to {COAT_OPTIMIZER}, "
-            "or choose another config.name to start over"
+            f"{path}: was written by {COAT_OPTIMIZER}, whose 8-bit moments train.optimizer={optimizer} cannot read; "
+            f"go back to {COAT_OPTIMIZER}, or choose another config.name to start over"
         )
 
 

@@ -205,7 +205,7 @@ class RunGuard:
         return None if self._diverging_since is None else f"{self._loss_text()}: it may be diverging"
 
     def after_update(self, step: int) -> None:
-        """Count an update and, when due, check the parameters as before a save."""
+        """Count an update and, when due, check the parameters; raises DeadRunError as `check_save`."""
         self.updates += 1
         if self._options.enabled and self._is_checked(self.updates):
             self._check(step, dead=self.updates == self._living_update)
