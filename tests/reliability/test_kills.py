@@ -275,25 +275,26 @@ def test_runs_killed_at_random_moments_end_as_the_one_never_stopped(
     place: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = results(COATTrainer(job_of("whole", place, every=1000)).train().parent)
-    run = place["out"] / "killed"
-    rng = random.Random(0)
-    kills = committed = 0
-    reader, writer = os.pipe()
+    run, rng = place["out"] / "killed", random.Random(0)
+    kills = committed = told = 0
     open_one = trainer.Session
 
     def open_and_tell(*args: Any) -> Session:
         session = open_one(*args)
-        os.write(writer, b".")
+        os.write(told, b".")
         return session
 
     monkeypatch.setattr(trainer, "Session", open_and_tell)
     while kills < RANDOM_KILLS:
+        reader, told = os.pipe()
         child = fork(COATTrainer(job_of("killed", place)).train)
+        os.close(told)
         if rng.random() < 0.8:  # of the others the start is hit
-            os.read(reader, 1)
+            os.read(reader, 1)  # empty where the run had ended before it was killed: nothing is left to train then
         time.sleep(rng.uniform(0.0, 1.0))
         os.kill(child, signal.SIGKILL)
         code = wait(child)
+        os.close(reader)
         assert code in (0, -signal.SIGKILL)
         kills += code != 0
         newest = newest_set(run)
