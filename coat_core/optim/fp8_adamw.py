@@ -34,6 +34,23 @@ def _check_torch_options(options: dict[str, Any]) -> None:
             raise ValueError(f"{name}={value!r}: not supported by FP8AdamW; leave it out or use torch.optim.AdamW")
 
 
+def _check_options(options: dict[str, Any]) -> None:
+    """Raise ValueError as torch.optim.AdamW does, in its words and with the rule."""
+    lr, betas, seed = options["lr"], options["betas"], options["seed"]
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError(f"Tensor lr must be 1-element, not of shape {tuple(lr.shape)}")
+    for name, words in (("lr", "learning rate"), ("eps", "epsilon value"), ("weight_decay", "weight_decay value")):
+        if not options[name] >= 0.0:
+            raise ValueError(f"Invalid {words}: {options[name]}; {name} must be 0 or more")
+    if len(betas) != 2 or isinstance(betas[0], Tensor) != isinstance(betas[1], Tensor):
+        raise ValueError(f"betas must be either both floats or both Tensors, not {betas!r}")
+    for index, beta in enumerate(betas):
+        if not 0.0 <= beta < 1.0:
+            raise ValueError(f"Invalid beta parameter at index {index}: {beta}; must be from 0 to below 1")
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise ValueError(f"seed={seed!r}: must be a whole number, 0 or more")
+
+
 class FP8AdamW(torch.optim.Optimizer):
     """AdamW with exp_avg and exp_avg_sq stored as FP8 codes; drop-in for torch.optim.AdamW.
 
@@ -47,7 +64,8 @@ class FP8AdamW(torch.optim.Optimizer):
         capturable: keep the step counters on the parameters' device, so that a replayed CUDA graph counts on. A lr that
             changes between replays is a tensor on the device. A state file does not change this.
         seed: of all stochastic rounding. It is in the state file: with the step counters, a resumed run draws the same.
-        fp8_config: how the moments are stored; like capturable and seed, the same for all groups.
+        fp8_config: how the moments are stored; like capturable and seed, the same for all groups. Groups that agree
+            on another capturable are heard.
         offload: "cpu" keeps the moments in CPU memory, pinned for a GPU; same results to the bit, same files. Not in a
             CUDA graph. Call `synchronize` before reading `state`.
         torch_options: torch.optim.AdamW's amsgrad, foreach, differentiable, fused; only False or None.
@@ -85,6 +103,10 @@ class FP8AdamW(torch.optim.Optimizer):
             raise ValueError(f"offload={offload!r}: must be one of {', '.join(OFFLOADS)}")
         self.offload = offload
         self.fp8_config = fp8_config or FP8QuantizationConfig()
+        if isinstance(params, list | tuple):
+            said = {group.get("capturable", capturable) for group in params if isinstance(group, dict)}
+            if len(said) == 1:
+                capturable = said.pop()
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -95,6 +117,7 @@ class FP8AdamW(torch.optim.Optimizer):
             "seed": seed,
             "fp8": asdict(self.fp8_config),
         }
+        _check_options(defaults)
         self._packed: PackedState | None = None
         self._groups: dict[int, dict[str, Any]] = {}  # of each parameter, by its id; for `step_parameter`
         super().__init__(params, defaults)
@@ -106,33 +129,29 @@ class FP8AdamW(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group as torch.optim does, or raise ValueError as the class does."""
-        for key, argument in (("fp8", "fp8_config"), ("capturable", "capturable"), ("seed", "seed")):
-            if param_group.get(key, self.defaults[key]) != self.defaults[key]:
-                raise ValueError(
-                    f"param group has its own {key!r}: it is the same for all groups; pass {argument} instead"
-                )
-        _check_torch_options({k: v for k, v in param_group.items() if k in TORCH_ONLY_OPTIONS})
-        options = {**self.defaults, **param_group}
-        lr, betas, seed = options["lr"], options["betas"], options["seed"]
-        if isinstance(lr, Tensor) and lr.numel() != 1:
-            raise ValueError(f"lr of shape {tuple(lr.shape)}: a tensor lr must have one element")
-        for name in ("lr", "eps", "weight_decay"):
-            if not options[name] >= 0.0:
-                raise ValueError(f"{name}={options[name]!r}: must be 0 or more")
-        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-            raise ValueError(f"seed={seed!r}: must be a whole number, 0 or more")
-        if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
-            raise ValueError(f"betas={betas!r}: must be two numbers from 0 to below 1")
         super().add_param_group(param_group)
         self._groups = {}
-        group_index = len(self.param_groups) - 1
-        for index, param in enumerate(self.param_groups[-1]["params"]):
-            if param.dtype not in PARAM_DTYPES:
-                del self.param_groups[-1]
-                raise ValueError(
-                    f"param_groups[{group_index}]['params'][{index}] of shape {tuple(param.shape)} has dtype "
-                    f"{param.dtype}: FP8AdamW needs float32, bfloat16 or float16; convert it or use torch.optim.AdamW"
-                )
+        group, group_index = self.param_groups[-1], len(self.param_groups) - 1
+        try:
+            for key, argument in (("fp8", "fp8_config"), ("capturable", "capturable"), ("seed", "seed")):
+                if group[key] != self.defaults[key]:
+                    raise ValueError(
+                        f"param group has its own {key!r}: it is the same for all groups; pass {argument} instead"
+                    )
+            _check_torch_options({k: v for k, v in group.items() if k in TORCH_ONLY_OPTIONS})
+            _check_options(group)
+            for index, param in enumerate(group["params"]):
+                if param.dtype not in PARAM_DTYPES:
+                    raise ValueError(
+                        f"param_groups[{group_index}]['params'][{index}] of shape {tuple(param.shape)} has dtype "
+                        f"{param.dtype}: FP8AdamW needs float32, bfloat16 or float16; convert it or use "
+                        "torch.optim.AdamW"
+                    )
+        except ValueError:
+            del self.param_groups[-1]
+            raise
+        for key in group.keys() & {"params", "param_names"}:
+            group[key] = list(dict.fromkeys(group[key]))  # torch warns of duplicates; one step updates each once
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -267,8 +286,9 @@ class FP8AdamW(torch.optim.Optimizer):
             check_groups(loaded, self.param_groups)
             saved.extend(saved_states(loaded, self.param_groups, stored))
             self.synchronize()  # the file may be this optimizer's own `state_dict`
-            # torch would cast codes and scales to the parameter's dtype, so it gets only the groups.
-            return {**loaded, "state": {}}
+            # torch would cast codes and scales to the parameter's dtype, so it gets only what is no parameter's.
+            params = set(chain.from_iterable(group["params"] for group in loaded["param_groups"]))
+            return {**loaded, "state": {key: entry for key, entry in loaded["state"].items() if key not in params}}
 
         @torch.no_grad()
         def install(_: torch.optim.Optimizer) -> None:
@@ -297,5 +317,5 @@ class FP8AdamW(torch.optim.Optimizer):
 
     def state_bytes(self) -> int:
         """Return the bytes of both moments, with their per-block numbers."""
-        tensors = (tensor for state in self.state.values() for key, tensor in state.items() if key != "step")
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        states = [state for param, state in self.state.items() if isinstance(param, Tensor)]
+        return sum(tensor.nbytes for state in states for key, tensor in state.items() if key != "step")

@@ -122,7 +122,7 @@ class PackedState:
         added = {id(param) for param in new if not state.setdefault(param, {})}
         by_device: dict[torch.device, list[Tensor]] = {}
         for param, entry in state.items():
-            if entry or id(param) in added:
+            if isinstance(param, Tensor) and (entry or id(param) in added):  # hooks may keep something of their own
                 by_device.setdefault(param.device, []).append(param)
         self.devices: list[DeviceState] = []
         self._places: dict[int, tuple[DeviceState, int]] = {}  # of each parameter, by its id
@@ -202,6 +202,6 @@ def _key_of(state: MutableMapping[Tensor, State]) -> list[Any]:
     """Return what changes where somebody replaces or moves a parameter's state, or moves the parameter."""
     key: list[Any] = []
     for param, entry in state.items():
-        if entry:
+        if isinstance(param, Tensor) and entry:
             key += (param.device, id(entry), *map(Tensor.data_ptr, entry.values()))
     return key

@@ -50,21 +50,6 @@ def test_unquantized_is_bit_equal_to_adamw(options: dict[str, object]) -> None:
     assert_same(*optimizers)
 
 
-def test_param_groups_keep_their_own_hyper_parameters() -> None:
-    optimizers = []
-    for cls, extra in ((torch.optim.AdamW, {"foreach": False}), (FP8AdamW, {"fp8_config": UNQUANTIZED})):
-        params = make_params()
-        groups = [
-            {"params": params[:3], "lr": 1e-2, "weight_decay": 0.3},
-            {"params": params[3:5], "betas": (0.5, 0.9), "maximize": True},
-        ]
-        optimizers.append(cls(groups, lr=1e-4, eps=1e-7, **extra))
-        run(optimizers[-1], params[:5], range(3))
-        optimizers[-1].add_param_group({"params": params[5:], "lr": 5e-3})  # later: its step counter starts at 0
-        run(optimizers[-1], params, range(3, 9))
-    assert_same(*optimizers)
-
-
 def test_parameters_without_gradient_are_skipped_and_step_counters_drift_apart() -> None:
     optimizers = pair()
     for optimizer in optimizers:
@@ -73,54 +58,6 @@ def test_parameters_without_gradient_are_skipped_and_step_counters_drift_apart()
     untouched = FP8AdamW(make_params())
     untouched.step()
     assert_same(untouched, FP8AdamW(make_params()))
-
-
-def test_closure_is_evaluated_with_gradients_and_its_value_returned() -> None:
-    param = Parameter(torch.tensor([3.0]))
-    optimizer = FP8AdamW([param], lr=0.1)
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = (param**2).sum()
-        loss.backward()
-        return loss
-
-    assert optimizer.step(closure).item() == 9.0
-    assert param.item() < 3.0
-    optimizer.zero_grad()
-    assert param.grad is None
-
-
-@pytest.mark.parametrize("lr", [1e-2, torch.tensor(1e-2)], ids=["number", "tensor"])  # schedulers write into a tensor
-def test_a_scheduler_drives_it_like_adamw(lr: float | torch.Tensor) -> None:
-    optimizers = pair(lr=1e-2)
-    for optimizer in optimizers:
-        optimizer.param_groups[0]["lr"] = lr.clone() if isinstance(lr, torch.Tensor) else lr
-        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)
-        for step in range(4):
-            run(optimizer, params_of(optimizer), range(step, step + 1))
-            scheduler.step()
-    assert_same(*optimizers)
-
-
-def test_grad_scaler_unscales_and_skips_steps_with_inf() -> None:
-    made = []
-    for cls, extra in ((torch.optim.AdamW, {"foreach": False}), (FP8AdamW, {"fp8_config": UNQUANTIZED})):
-        param = Parameter(torch.tensor([1.0, -2.0, 3.0]))
-        optimizer = cls([param], lr=0.1, **extra)
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-        for step in range(5):
-            optimizer.zero_grad()
-            scaler.scale((param**2).sum()).backward()
-            if step == 2:
-                param.grad[0] = torch.inf
-            scaler.step(optimizer)
-            scaler.update()
-        made.append((optimizer, scaler.get_scale()))
-    assert_same(made[0][0], made[1][0])
-    assert made[0][1] == made[1][1]
-    assert made[1][0].state[param]["step"].item() == 4.0
-    assert param.isfinite().all()
 
 
 @pytest.mark.parametrize("name", CONFIGS)

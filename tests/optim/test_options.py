@@ -92,13 +92,13 @@ def test_unknown_option_is_a_type_error_that_names_it() -> None:
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ({"lr": -1.0}, "lr=-1.0"),
-        ({"lr": float("nan")}, "lr=nan"),
-        ({"lr": torch.tensor([1.0, 2.0])}, "lr of shape"),
-        ({"eps": -1e-8}, "eps=-1e-08"),
-        ({"weight_decay": -0.1}, "weight_decay=-0.1"),
-        ({"betas": (1.0, 0.999)}, "betas"),
-        ({"betas": (0.9, -0.1)}, "betas"),
+        ({"lr": -1.0}, "lr must"),
+        ({"lr": float("nan")}, "lr must"),
+        ({"lr": torch.tensor([1.0, 2.0])}, "lr must be 1"),
+        ({"eps": -1e-8}, "eps must"),
+        ({"weight_decay": -0.1}, "weight_decay must"),
+        ({"betas": (1.0, 0.999)}, "beta .* 0: 1.0"),
+        ({"betas": (0.9, -0.1)}, "beta .* 1: -0.1"),
         ({"betas": (0.9,)}, "betas"),
     ],
 )
@@ -136,7 +136,7 @@ def test_sparse_gradient_is_refused_by_position_before_anything_moves() -> None:
     assert not optimizer.state
 
 
-@pytest.mark.parametrize(("key", "value"), [("fp8", {"block_size": 16}), ("capturable", True), ("seed", 3)])
+@pytest.mark.parametrize(("key", "value"), [("fp8", {"block_size": 16}), ("seed", 3)])
 def test_what_is_the_same_for_all_groups(key: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"'{key}': it is the same for all groups"):
         FP8AdamW([{"params": make_params(), key: value}])

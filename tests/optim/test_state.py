@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import io
 import math
 from collections import Counter
 from dataclasses import replace
@@ -196,22 +194,6 @@ def test_stochastic_rounding_leaves_fp32_parameters_and_the_generator_alone() ->
     run(stochastic, params_of(stochastic), range(3))
     assert torch.equal(torch.get_rng_state(), before)
     assert_same(exact, stochastic)
-
-
-def _through_torch_save(optimizer: FP8AdamW) -> FP8AdamW:
-    buffer = io.BytesIO()
-    torch.save(optimizer, buffer)
-    return torch.load(io.BytesIO(buffer.getvalue()), weights_only=False)
-
-
-@pytest.mark.parametrize("clone", [copy.deepcopy, _through_torch_save])
-def test_copies_of_the_optimizer_go_on_alike(clone) -> None:
-    optimizer = FP8AdamW(make_params(), fp8_config=CONFIGS["e4m3_e5m2"])
-    run(optimizer, params_of(optimizer), range(3))
-    twin = clone(optimizer)
-    for each in (optimizer, twin):
-        run(each, params_of(each), range(3, 6))
-    assert_same(optimizer, twin)
 
 
 READS = ("item", "tolist", "__float__", "__bool__")  # each would wait for a GPU
