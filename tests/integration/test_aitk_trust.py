@@ -448,6 +448,44 @@ def test_photos_held_out_are_in_no_data_set_and_measured_when_due(
         host.run(**_entry(steps=9))
 
 
+def test_videos_beside_a_photo_that_is_corrected_are_trained_on_and_never_held_out(
+    host: Host, capsys: Printed, monkeypatch: Patch
+) -> None:
+    folder, photo = host.root / "clips", Image.new("RGBA", (64, 64), (10, 20, 30, 99))
+    folder.mkdir()
+    for name in ("one", "two"):
+        (folder / f"{name}.mp4").write_bytes(name.encode())
+        (folder / f"{name}.txt").write_text(f"sks, {name}")
+        photo.save(folder / f"{name}_still.png")
+    datasets = {"datasets": [{"folder_path": str(folder), "resolution": [64], "num_frames": 9}]}
+    process = host.run(**_entry(steps=2), **datasets)
+    names = [Path(item.path).name for item in process.data_loader.dataset.datasets[0].file_list]
+    assert names == ["one.mp4", "one_still.png", "two.mp4", "two_still.png"]
+    assert "2 images, 2 videos, 2 captions" in capsys.readouterr().out
+    (folder / "two.mp4").write_bytes(b"three")
+    with pytest.raises(ResumeError, match=r"two\.mp4"):
+        host.run(**_entry(steps=3), **datasets)
+    shutil.rmtree(host.save_folder)
+    monkeypatch.setattr("coat_flux.trainers.ai_toolkit.photos.HeldOutPhotos.encode", lambda photos: None)
+    monkeypatch.setattr("coat_flux.trainers.ai_toolkit.photos.HeldOutPhotos.measure", lambda photos, done: 1.0)
+    process = host.run(**_entry(steps=2), **datasets, validation={"hold_out": 1})
+    trained, held_out = Path(process.dataset_configs[0].folder_path), host.save_folder / "coat" / "held_out" / "0"
+    assert [len([*trained.rglob("*.mp4")]), len([*held_out.rglob("*.mp4")])] == [2, 0]
+
+
+def test_a_list_may_be_the_only_data_set_and_is_compared_at_a_resume(host: Host) -> None:
+    make_entry(host.root, "")
+    paths = {str(path): {"caption": "sks"} for path in sorted((host.root / "photos").glob("*.png"))}
+    listed = host.root / "list.json"
+    listed.write_text(json.dumps(paths))
+    datasets = {"datasets": [{"dataset_path": str(listed), "resolution": [64]}]}
+    process = host.run(**_entry(steps=2), **datasets)
+    assert len(process.losses) == 2
+    listed.write_text(json.dumps(dict(list(paths.items())[1:])))
+    with pytest.raises(ResumeError, match=r"list\.json"):
+        host.run(**_entry(steps=3), **datasets)
+
+
 # -- the live page ---------------------------------------------------------------------------------------------------
 
 

@@ -247,6 +247,40 @@ def test_what_cannot_be_held_out_is_said_by_check(hold_out: int | list[str], mes
     assert [line.startswith("validation.hold_out") for line in errors] == [True]
 
 
+@pytest.mark.parametrize("kind", ["sd_trainer", "coat_flux_trainer"])
+@pytest.mark.parametrize(
+    ("files", "entry", "arch", "refused", "warned"),
+    [
+        (("a.mp4", "a.txt"), {"num_frames": 33}, "wan21", [], []),
+        (("a.mov", "a.txt"), {"auto_frame_count": True}, "wan21", [], []),
+        (("a.mp3", "a.txt"), {}, "ace_step_15", [], []),
+        (("a.mp4", "a.txt"), {"num_frames": 1}, "wan21", ["has no images"], ["num_frames"]),
+        (("a.mp4",), {"num_frames": 33}, "wan21", [], ["1 of 1 files have no .txt caption"]),
+        (("a.mp3", "a.txt"), {"num_frames": 33}, "wan21", ["has no images"], ["not read"]),
+        (("list.json",), {"dataset_path": "list.json"}, "flux", [], ["list.json: is a list"]),
+        (("list.json",), {"folder_path": "list.json"}, "flux", [], ["list.json: is a list"]),
+    ],
+)
+def test_files_without_photos_that_ai_toolkit_reads_pass(
+    files: tuple[str, ...],
+    entry: dict[str, object],
+    arch: str,
+    refused: list[str],
+    warned: list[str],
+    kind: str,
+    tmp_path: Path,
+) -> None:
+    for name in files:
+        (tmp_path / name).write_text("{}")
+    entry = {key: str(tmp_path / value) if key.endswith("_path") else value for key, value in entry.items()}
+    changes = {"type": kind, "model": {"arch": arch}, "datasets": [{"folder_path": str(tmp_path), **entry}]}
+    errors, warnings = check_data(job_with(changes))
+    for lines, expected in ((errors, refused), (warnings, warned)):
+        assert [part in line for part, line in zip(expected, lines, strict=True)] == [True] * len(expected), lines
+    errors, _ = check_data(job_with({**changes, "validation": {"hold_out": 1}}))
+    assert any("hold_out=1" in line for line in errors)
+
+
 def test_the_lowest_names_the_file_of_its_step_or_the_nearest(tmp_path: Path) -> None:
     curve = [(0, 3.0), (2, 1.0), (4, float("nan")), (6, 2.0)]
     assert "1.000000 at step 2 (nothing is saved)" in describe_lowest(curve, tmp_path, "r")

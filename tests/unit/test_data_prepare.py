@@ -117,6 +117,68 @@ def test_images_of_one_stem_keep_a_caption_each(tmp_path):
     assert [path.read_text() for path in copied.glob("*.txt")] == ["of both"] * 2
 
 
+def test_videos_controls_and_names_by_which_masks_are_found_are_the_hosts(tmp_path):
+    folder = tmp_path / "photos"
+    for name in ("cut.png", "a/1.png", "b/1.png"):
+        write(folder / name, cutout(100))
+    texts = ("cut.mp4", "clip.MP4", "clip.txt", "a/walk.webm", "song.flac", "b/_controls/1.depth.jpg")
+    for name in texts:
+        write(folder / name, f"content of {name}")
+    target = tmp_path / "copy"
+    assert len(prepare_copy(folder, target)) == 3
+    images = target / "images"
+    copied = {path.relative_to(images).as_posix() for path in images.rglob("*") if path.is_file()}
+    assert copied == {"cut.png", "a/1.png", "b/1.png", *texts}
+    assert all((images / name).read_text() == f"content of {name}" for name in texts)
+    cache = write(images / "_latent_cache" / "clip_x.safetensors", b"")
+    prepare_copy(folder, target)
+    assert cache.exists()
+    assert (images / "clip.MP4").exists()
+    write(folder / "clip.MP4", "another clip")
+    prepare_copy(folder, target)
+    assert not cache.exists()
+    prepare_copy(folder, tmp_path / "kept", keep=frozenset({folder / "a" / "1.png"}))
+    assert [path.name for path in (tmp_path / "kept" / "images").rglob("*.*")] == ["1.png"]
+
+
+def test_a_loss_mask_from_alpha_keeps_it_and_its_colours(tmp_path):
+    """What ai-toolkit reads right is linked; it dies on photos without four channels."""
+    folder = tmp_path / "photos"
+    whole = noise(seed=4)
+    half_clear = whole.copy()
+    half_clear.putalpha(Image.linear_gradient("L").resize(whole.size))
+    photos = {
+        "right.png": encoded(half_clear, "PNG"),
+        "turned.png": encoded(half_clear, "PNG", exif=turned(6)),
+        "opaque.png": encoded(whole, "PNG"),
+        "grey.png": encoded(half_clear.convert("LA"), "PNG"),
+    }
+    for name, content in photos.items():
+        write(folder / name, content)
+    corrected = prepare_copy(folder, tmp_path / "copy", DataOptions(transparency="mask"), alpha_mask=True)
+    assert {path.name: sorted(traits) for path, traits in corrected.items()} == {
+        "turned.png": ["EXIF orientation"],
+        "opaque.png": ["no alpha channel"],
+        "grey.png": ["no alpha channel"],
+    }
+    assert not (tmp_path / "copy" / "masks").exists()
+    expected = {
+        "right.png": half_clear,
+        "turned.png": half_clear.transpose(Image.Transpose.ROTATE_270),
+        "opaque.png": whole.convert("RGBA"),
+        "grey.png": half_clear.convert("LA").convert("RGBA"),
+    }
+    for name, photo in expected.items():
+        copy = tmp_path / "copy" / "images" / name
+        assert copy.is_symlink() == (name == "right.png")
+        with Image.open(copy) as image:
+            assert image.mode == "RGBA"
+            assert np.array_equal(np.asarray(image), np.asarray(photo)), name
+    (folder / "right.png").rename(tmp_path / "right.png")
+    write(tmp_path / "clear" / "right.png", photos["right.png"])
+    assert prepare_copy(tmp_path / "clear", tmp_path / "none", alpha_mask=True) is None
+
+
 def test_the_copy_is_used_again_while_photos_and_policy_are_the_same(folder, tmp_path, monkeypatch):
     made = []
     make = prepare_module._make

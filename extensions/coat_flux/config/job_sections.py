@@ -118,6 +118,7 @@ class DatasetSection:
     num_repeats: int = key(1, "int", minimum=1)
     flip_x: bool = switch(False)
     buckets: bool = switch(True, "keep aspect ratios; false: square crops")
+    media: tuple[str, ...] = ()  # not a key: extensions of videos or sounds to read
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ def lint_files(
     folder: Path, listing: Listing, caption_ext: str, default_caption: str | None
 ) -> tuple[list[str], list[str]]:
     """Errors and warnings about missing or stray captions, one line each; `caption_ext` without its dot."""
-    images, others = listing.images, listing.others
+    images, others = [*listing.images, *listing.media], listing.others
     sidecars = {path: caption_file(path, caption_ext) for path in images}
     missing = [path for path, sidecar in sidecars.items() if not os.path.lexists(sidecar)]
     if len(missing) == len(images) and not default_caption:
@@ -98,7 +98,8 @@ def lint_files(
             text = f"files may hold captions (first: {{first}}); write each caption to its own photo.{caption_ext}"
             return counted(folder, lists, text), []
     instead = "default_caption" if default_caption else _NO_CAPTION
-    text = f"of {len(images)} images have no .{caption_ext} caption (first: {{first}}); they train with {instead}"
+    kind = "files" if listing.media else "images"
+    text = f"of {len(images)} {kind} have no .{caption_ext} caption (first: {{first}}); they train with {instead}"
     warnings = counted(folder, missing, text)
     orphans = [path for path in others if path.name.endswith(f".{caption_ext}") and path not in sidecars.values()]
     text = f"caption files belong to no image (first: {{first}}); name them photo.{caption_ext} after photo.jpg"

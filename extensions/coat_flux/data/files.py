@@ -1,22 +1,28 @@
 """The contents of a dataset folder: images to train on, and findings about all other files.
 
-The walk is ai-toolkit's: .jpg .jpeg .png .webp, recursively, without hidden files and folders, `_controls` and cache
-folders. Linked folders are not entered: they may form cycles.
+The walk is ai-toolkit's: images, videos and sounds, recursively, without hidden files and folders, `_controls` and
+cache folders. Linked folders are not entered: they may form cycles.
 """
 
 from __future__ import annotations
 
 import os
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ..base.errors import UserError
 
 IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp")
+VIDEO_EXTENSIONS = (".mp4", ".avi", ".mov", ".webm", ".mkv", ".wmv", ".m4v", ".flv")
+AUDIO_EXTENSIONS = (".mp3", ".wav", ".flac", ".aac", ".ogg", ".m4a")
+MEDIA_EXTENSIONS = (*VIDEO_EXTENSIONS, *AUDIO_EXTENSIONS)
 CACHE_FOLDER = "_coat_cache"
-# ai-toolkit's folder of conditioning images, then those of its caches
-_NOT_ENTERED = ("_controls", "_latent_cache", "_t_e_cache", "_clip_vision_cache", CACHE_FOLDER)
+# ai-toolkit's folder of conditioning images, <photo>.<kind>.<extension>, then those of its caches
+CONTROLS_FOLDER = "_controls"
+_NOT_ENTERED = (CONTROLS_FOLDER, "_latent_cache", "_t_e_cache", "_clip_vision_cache", CACHE_FOLDER)
 _OTHER_IMAGES = (
     *(".heic", ".heif", ".avif", ".bmp", ".gif", ".tif", ".tiff", ".jxl", ".jfif", ".jpe", ".jp2", ".apng", ".svg"),
     *(".psd", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".raf", ".orf", ".rw2"),
@@ -34,29 +40,48 @@ def printable(name: object) -> str:
 
 @dataclass
 class Listing:
-    """A folder's regular image files, other visible files, and one line per finding; sorted."""
+    """A folder's images, videos and sounds, other visible files, and one line per finding; sorted."""
 
     images: list[Path] = field(default_factory=list)
+    media: list[Path] = field(default_factory=list)
     others: list[Path] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
 
-def find_images(folder: Path) -> list[Path]:
-    """Images below a folder, sorted."""
-    return list_folder(folder).images
+def find_images(folder: Path, media: tuple[str, ...] = ()) -> list[Path]:
+    """Images below a folder, sorted, then files with the extensions `media`."""
+    listing = list_folder(folder)
+    others = [path for path in listing.media if path.name.lower().endswith(media)]
+    return listing.images + others
+
+
+def media_read(dataset: Mapping[str, Any], arch: str = "") -> tuple[str, ...]:
+    """Extensions of what ai-toolkit reads besides images, by an entry of `datasets`."""
+    if arch.startswith("ace_step"):
+        return AUDIO_EXTENSIONS
+    frames = dataset.get("num_frames") or 1
+    if frames > 1 or dataset.get("auto_frame_count"):
+        return VIDEO_EXTENSIONS
+    return ()
 
 
 def list_folder(folder: Path) -> Listing:
     """All files below a folder."""
-    listing, links, images = Listing(), [], []
+    listing, links, images, media = Listing(), [], [], []
     unlisted: list[OSError] = []
     for root, names, files in os.walk(folder, onerror=unlisted.append):
         names[:] = sorted(name for name in names if not name.startswith(".") and name not in _NOT_ENTERED)
         links += [Path(root, name) for name in names if Path(root, name).is_symlink()]
         for path in (Path(root, name) for name in files if not name.startswith(".")):
-            is_image = path.name.lower().endswith(IMAGE_EXTENSIONS)
-            (images if is_image else listing.others).append(path)
+            name = path.name.lower()
+            if name.endswith(IMAGE_EXTENSIONS):
+                images.append(path)
+            elif name.endswith(MEDIA_EXTENSIONS):
+                media.append(path)
+            else:
+                listing.others.append(path)
+    listing.media = sorted(filter(os.path.isfile, media), key=Path.as_posix)
     listing.others.sort(key=Path.as_posix)
     for error in unlisted:
         listing.errors.append(f"{printable(error.filename)}: cannot be listed ({error.strerror}); make it readable")

@@ -41,7 +41,7 @@ def choose_hold_out(
     or paths within the folder. Raises DatasetError if a name is unknown, or nothing is left to train on.
     """
     listed = [find_images(Path(folder)) for folder in folders]
-    if hold_out is None or not any(listed):  # a folder without photos is an error of its own
+    if hold_out is None:
         return tuple(() for _ in folders)
     if isinstance(hold_out, int):
         places = list(dict.fromkeys(path.resolve() for paths in listed if len(paths) > 1 for path in paths))

@@ -61,10 +61,10 @@ _SAME_COLOUR = 12  # levels; the same cut in another colour is another photo
 _MODES = {"RGB": "RGB", "GRAY": "L", "CMYK": "CMYK"}
 
 
-def read_photo(path: Path | str, background: str = "white") -> tuple[Image.Image, Image.Image | None]:
+def read_photo(path: Path | str, background: str | None = "white") -> tuple[Image.Image, Image.Image | None]:
     """Read a photo as upright, opaque, 8-bit sRGB (mode "RGB"), and its opacity (mode "L"), None if opaque.
 
-    Transparent parts become `background`, a name of `COLOURS` or "#rrggbb". Raises DatasetError.
+    Transparent parts become `background`, a name of `COLOURS` or "#rrggbb", or stay (None). Raises DatasetError.
     """
     with _opened(path) as image:
         image.load()
@@ -78,6 +78,8 @@ def read_photo(path: Path | str, background: str = "white") -> tuple[Image.Image
     colour = colour.convert("RGB")
     if TRANSPARENT not in traits:
         return colour, None
+    if background is None:
+        return colour, alpha
     ground = Image.new("RGB", colour.size, rgb(background))
     ground.paste(colour, mask=alpha)
     return ground, alpha

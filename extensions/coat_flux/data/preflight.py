@@ -19,7 +19,7 @@ from ..config.options import build, config_fields
 from ..config.rules import BUCKET_STEP
 from .buckets import Bucket, Sample, cropped_share, fit_to_bucket, training_size
 from .captions import inject_trigger, lint_captions, lint_files, read_caption
-from .files import IMAGE_EXTENSIONS, DatasetError, counted, list_folder, printable
+from .files import AUDIO_EXTENSIONS, IMAGE_EXTENSIONS, DatasetError, counted, list_folder, media_read, printable
 from .hold_out import choose_hold_out
 from .images import DEFAULTS, TRAITS, TRANSPARENT, PhotoFacts, near_duplicates, read_photo, survey
 
@@ -107,7 +107,14 @@ def _inspect(index: int, config: Any, trigger_word: str | None, reads_t5: bool, 
     listing = list_folder(folder)
     report.errors += listing.errors
     report.warnings += listing.warnings
-    if not listing.images:
+    media, unread = listing.media, []
+    listing.media = []
+    for path in media:
+        read = path.name.lower().endswith(config.media)
+        (listing.media if read else unread).append(path)
+    text = "videos or sounds are not read (first: {first}); videos need num_frames above 1"
+    report.warnings += counted(folder, unread, text)
+    if not listing.images and not listing.media:
         if not listing.errors:
             report.errors.append(f"{where}: the folder has no images; {wanted}")
         return
@@ -130,7 +137,7 @@ def _inspect(index: int, config: Any, trigger_word: str | None, reads_t5: bool, 
     report.errors += errors
     report.warnings += warnings
     raw = {}  # without images whose caption is missing or unreadable
-    for path in listing.images:
+    for path in (*listing.images, *listing.media):
         try:
             caption = read_caption(path, config.caption_ext)
         except DatasetError as error:
@@ -151,6 +158,10 @@ def _inspect(index: int, config: Any, trigger_word: str | None, reads_t5: bool, 
     report.samples += samples
     if config.flip_x:
         report.samples += [replace(sample, flip=True) for sample in samples]
+    where += f": {len(photos)} images"
+    if listing.media:
+        kind = "sounds" if config.media == AUDIO_EXTENSIONS else "videos"
+        where += f", {len(listing.media)} {kind}"
     report.tables.append(_table(where, photos, raw, config))
 
 
@@ -183,7 +194,7 @@ def _about_photos(folder: Path, photos: dict[Path, PhotoFacts], config: Any) -> 
 def _table(where: str, photos: dict[Path, PhotoFacts], raw: Mapping[Path, str], config: Any) -> str:
     captions = sum(bool(caption) for caption in raw.values())
     lines = [
-        f"{where}: {len(photos)} images, {captions} captions",
+        f"{where}, {captions} captions",
         "  resolution      bucket  images  cropped  at most",
     ]
     for resolution in config.resolution:
@@ -209,7 +220,7 @@ def check_data(job: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     errors: list[str] = []
     warnings: list[str] = []
     for process in job["config"]["process"]:
-        if process.get("type") not in PROCESS_TYPES or not any(datasets_of(process)):
+        if process.get("type") not in PROCESS_TYPES or not process.get("datasets"):
             continue
         report = inspect_process(process)
         errors += report.errors
@@ -226,14 +237,16 @@ def check_data(job: Mapping[str, Any]) -> tuple[list[str], list[str]]:
 def datasets_of(process: Mapping[str, Any], *, regularization: bool = True) -> Iterator[DatasetSection]:
     """A process entry's datasets, without the JSON lists that only ai-toolkit reads."""
     known = config_fields(DatasetSection)
+    arch = str((process.get("model") or {}).get("arch"))
     for entry in process.get("datasets") or []:
-        place = entry.get("folder_path") or entry.get("dataset_path")
+        place = entry.get("dataset_path") or entry.get("folder_path")
         wanted = regularization or not entry.get("is_reg")
         if wanted and isinstance(place, str) and os.path.splitext(place)[1].lower() != ".json":
             keys = {key: value for key, value in entry.items() if key in known and value is not None}
             if entry.get("caption_type"):  # ai-toolkit's older name
                 keys["caption_ext"] = entry["caption_type"]
-            yield build(DatasetSection, {**keys, "folder_path": place}, "datasets", Findings(""))
+            values = {**keys, "folder_path": place}
+            yield build(DatasetSection, values, "datasets", Findings(""), media=media_read(entry, arch))
 
 
 def inspect_process(process: Mapping[str, Any]) -> DataReport:
@@ -242,4 +255,15 @@ def inspect_process(process: Mapping[str, Any]) -> DataReport:
     arch = str(model.get("arch") or ("flux" if model.get("is_flux") else "")).split(":")[0]
     options = build(COATConfig, process.get("coat"), "coat", Findings("")).data
     datasets = list(datasets_of(process))
-    return inspect_datasets(datasets, process.get("trigger_word"), options, reads_t5=arch in T5_ARCHS)
+    lists = []
+    for entry in process.get("datasets") or []:
+        place = str(entry.get("dataset_path") or entry.get("folder_path"))
+        if place.lower().endswith(".json"):
+            lists.append(place)
+    if lists and not datasets:
+        report = DataReport(options)
+    else:
+        report = inspect_datasets(datasets, process.get("trigger_word"), options, reads_t5=arch in T5_ARCHS)
+    for place in lists:
+        report.warnings.append(f"{printable(place)}: is a list; its photos are not checked")
+    return report

@@ -1,6 +1,7 @@
 """A copy of a dataset folder in which ai-toolkit reads every photo correctly.
 
 What it misreads (`data/images.py`) is rewritten as upright, opaque 8-bit sRGB PNGs, other files are linked or copied.
+With `alpha_mask`, all are RGBA.
 
     <target>/images/…           the folder to train on
     <target>/masks/<name>.png   with `transparency: mask`: opacity of every image, white if opaque. ai-toolkit finds
@@ -9,27 +10,30 @@ What it misreads (`data/images.py`) is rewritten as upright, opaque 8-bit sRGB P
     <target>/prepared.json      the source photos: while they are unchanged, the next run reuses the copy with the
                                 latents that ai-toolkit cached in it
 
-The copy is written beside the target and renamed into place. Captions are linked again by every run.
+The copy is written beside the target and renamed into place. Captions and controls are linked again by every run.
 """
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 from collections import defaultdict
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 
 from ..base.files import TEMP_PREFIX, discard, file_sha256, link_or_copy, replace_folder, replacing, staging_path
 from ..config.coat import DataOptions
-from .files import IMAGE_EXTENSIONS, DatasetError, Listing, list_folder, printable
-from .images import DEEP, DEFAULTS, ROTATED, TAGGED, TRANSPARENT, read_photo, rgb, survey
+from .files import CONTROLS_FOLDER, IMAGE_EXTENSIONS, MEDIA_EXTENSIONS, DatasetError, Listing, list_folder, printable
+from .images import DEEP, DEFAULTS, FORMATS, ROTATED, TAGGED, TRANSPARENT, read_photo, rgb, survey
 
 IMAGES, MASKS = "images", "masks"  # folders of a copy
 MISREAD = frozenset({ROTATED, TAGGED, DEEP, TRANSPARENT})
-_VERSION = 3  # of the files written; raise it when they change
+NO_ALPHA = "no alpha channel"
+_VERSION = 4  # of the files written; raise it when they change
 _RECORD = "prepared.json"
 _PNG_EFFORT = 1  # of zlib: a photo gets little smaller with more
 _NO_MASK = Image.new("L", (64, 64), 255)  # ai-toolkit brings masks to the image's size
@@ -40,10 +44,12 @@ def prepare_copy(
     target: Path | str,
     options: DataOptions = DEFAULTS,
     keep: frozenset[Path] | None = None,
+    *,
+    alpha_mask: bool = False,
 ) -> dict[Path, frozenset[str]] | None:
     """Create or refresh the copy at `target`; returns the photos that it corrects, with their traits.
 
-    Without `keep`, the photos to copy, nothing is written if ai-toolkit reads all of them correctly: returns None. One
+    Without `keep`, the files to copy, nothing is written if ai-toolkit reads all of them correctly: returns None. One
     process at a time may do it. Raises DatasetError.
     """
     folder, target = Path(folder), Path(target)
@@ -52,18 +58,28 @@ def prepare_copy(
             f"{printable(target)}: is within the dataset {printable(folder)}; choose a training_folder outside of it"
         )
     listing = list_folder(folder)
-    listing.images = [path for path in listing.images if keep is None or path in keep]
+    if keep is not None:
+        listing.images = [path for path in listing.images if path in keep]
+        listing.media = [path for path in listing.media if path in keep]
     corrected = {}
     for path, facts in survey(listing.images).items():
         if isinstance(facts, DatasetError):
             raise facts
-        if facts.traits & MISREAD:
-            corrected[path] = facts.traits & MISREAD
+        traits = facts.traits & MISREAD
+        if alpha_mask:
+            traits -= {TRANSPARENT}
+            with Image.open(path, formats=FORMATS) as image:
+                if image.mode != "RGBA":
+                    traits |= {NO_ALPHA}
+        if traits:
+            corrected[path] = traits
     if not corrected and keep is None:
         return None
-    names = _names(folder, listing.images)
+    masked = options.transparency == "mask" and not alpha_mask
+    background = None if alpha_mask else options.background
+    names = _names(folder, [*listing.images, *listing.media], corrected, masked)
     try:
-        _refresh(target, names, corrected, options)
+        _refresh(target, names, corrected, background, masked)
         _link_captions(target / IMAGES, names, listing)
     except OSError as error:
         raise DatasetError(
@@ -73,27 +89,37 @@ def prepare_copy(
     return corrected
 
 
-def _names(folder: Path, images: list[Path]) -> dict[Path, str]:
-    """Path of each image in the copy, without its extension; no two have the same stem."""
+def _names(folder: Path, files: list[Path], corrected: Collection[Path], masked: bool) -> dict[Path, str]:
+    """Path of each file in the copy, without its extension; if `masked`, no two have the same stem."""
     names: dict[Path, str] = {}
     taken: set[str] = set()
-    for path in images:
+    for path in files:
         parent, stem = path.parent.relative_to(folder), path.stem
-        if stem.lower() in taken:
-            stem = "_".join((*parent.parts, path.stem, path.suffix[1:]))
-        number = 2
-        while stem.lower() in taken:
+        suffix = ".png" if path in corrected else path.suffix
+        number = 1
+        while (key := stem if masked else f"{parent}/{stem}{suffix}").lower() in taken:
             stem = f"{path.stem}_{number}"
+            if number == 1:
+                stem = "_".join((*parent.parts, path.stem, path.suffix[1:]))
             number += 1
-        taken.add(stem.lower())
+        taken.add(key.lower())
         names[path] = (parent / stem).as_posix()
     return names
 
 
-def _refresh(target: Path, names: dict[Path, str], corrected: Collection[Path], options: DataOptions) -> None:
-    background, masked = options.background, options.transparency == "mask"
-    photos = {name: [file_sha256(path), path in corrected] for path, name in names.items()}
-    record = json.dumps({"version": _VERSION, "background": rgb(background), "masked": masked, "photos": photos})
+def _refresh(
+    target: Path, names: dict[Path, str], corrected: Collection[Path], background: str | None, masked: bool
+) -> None:
+    files: dict[str, list[Any]] = {}
+    for path, name in names.items():
+        if path.name.lower().endswith(MEDIA_EXTENSIONS):  # large
+            status = path.stat()
+            state = [status.st_size, status.st_mtime_ns]
+        else:
+            state = [file_sha256(path), path in corrected]
+        files[f"{name}{path.suffix}"] = state
+    policy = {"background": background and rgb(background), "masked": masked}
+    record = json.dumps({"version": _VERSION, **policy, "files": files})
     for left in target.parent.glob(f"{TEMP_PREFIX}*{target.name}"):  # by a run that was killed
         discard(left)
     if (target / _RECORD).is_file() and (target / _RECORD).read_text(encoding="utf-8") == record:
@@ -110,12 +136,14 @@ def _refresh(target: Path, names: dict[Path, str], corrected: Collection[Path], 
         discard(aside)
 
 
-def _make(path: Path, made: Path, name: str, corrected: bool, background: str, masked: bool) -> None:
+def _make(path: Path, made: Path, name: str, corrected: bool, background: str | None, masked: bool) -> None:
     place = made / IMAGES / f"{name}{'.png' if corrected else path.suffix}"
     place.parent.mkdir(parents=True, exist_ok=True)
     alpha = None
     if corrected:
         image, alpha = read_photo(path, background)
+        if background is None:
+            image.putalpha(alpha or 255)
         image.save(place, format="PNG", compress_level=_PNG_EFFORT, icc_profile=None)
     else:
         _link(path, place)
@@ -133,11 +161,17 @@ def _link_captions(images: Path, names: dict[Path, str], listing: Listing) -> No
     for path, name in names.items():
         for sidecar in sidecars[path.parent, path.stem]:
             wanted[images / f"{name}{sidecar.suffix}"] = sidecar
+        for control in (path.parent / CONTROLS_FOLDER).glob(f"{glob.escape(path.stem)}.*"):
+            kind = control.name.removeprefix(path.stem)
+            place = images / Path(name).parent / CONTROLS_FOLDER
+            wanted[place / f"{Path(name).name}{kind}"] = control
+    from_refresh = (*IMAGE_EXTENSIONS, *MEDIA_EXTENSIONS)
     for link in images.rglob("*.*"):
         cached = any(part.startswith("_") for part in link.relative_to(images).parts[:-1])
-        if link not in wanted and not cached and link.suffix.lower() not in IMAGE_EXTENSIONS:
+        if link not in wanted and not cached and link.suffix.lower() not in from_refresh:
             link.unlink()
     for link, sidecar in wanted.items():
+        link.parent.mkdir(exist_ok=True)
         with replacing(link, sync=False) as temp:
             _link(sidecar, temp)
 

@@ -59,7 +59,7 @@ def model_identity(model: str) -> dict[str, Any]:
 
 def data_identity(datasets: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Settings of the folders, and digests of their images and captions by `<number of the folder>/<path in it>`."""
-    from ..data.files import find_images
+    from ..data.files import find_images, media_read
 
     files: dict[str, str] = {}
     settings = []
@@ -67,7 +67,9 @@ def data_identity(datasets: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         root = Path(dataset["folder_path"])
         settings.append({key: value for key, value in dataset.items() if key != "folder_path"})
         extension = "." + dataset.get("caption_ext", "txt").removeprefix(".")
-        for image in find_images(root):
+        if root.is_file():  # a list for ai-toolkit
+            files[f"{number}/{root.name}"] = file_digest(root)
+        for image in find_images(root, media_read(dataset)):
             for path in (image, image.with_suffix(extension)):
                 if path.is_file():
                     files[f"{number}/{path.relative_to(root).as_posix()}"] = file_digest(path)

@@ -4,7 +4,7 @@ ai-toolkit opens the folders of `process.dataset_configs`, one config for each r
 of links in the run's own:
 
     coat/photos/<i>          trained on, with corrected copies of misread photos
-    coat/held_out/<i>/<r>    held out, measured at the r-th resolution of set i
+    coat/held_out/<i>        held out, of the i-th set at one resolution
 
 The latter are loaded by ai-toolkit's data sets, and encoded once.
 """
@@ -16,6 +16,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from ...config.coat import DataOptions
 from ...config.findings import Findings
 from ...config.job_sections import ValidationSection
 from ...config.options import build
-from ...data.files import find_images
+from ...data.files import MEDIA_EXTENSIONS, find_images
 from ...data.hold_out import FixedNoise, choose_hold_out
 from ...data.preflight import inspect_process
 from ...data.prepare import IMAGES, MASKS, prepare_copy
@@ -56,27 +57,27 @@ AS_SHOWN_ONCE = {
 
 def check_photos(process: Any) -> HeldOutPhotos | None:
     """Inspect the data sets, correct photos; returns those held out."""
-    by_folder: dict[str, list[Any]] = {}
+    by_folder: dict[tuple[Any, ...], list[Any]] = {}
     for config in process.dataset_configs:
         folder = config.dataset_path or config.folder_path
-        if config.dataset_path and os.path.isfile(config.dataset_path):
-            info(f"note: dataset_path={folder} is a list; its photos are not checked")
-        else:
-            by_folder.setdefault(folder, []).append(config)
+        key = folder, config.alpha_mask, config.mask_path
+        if not os.path.isfile(folder):  # a list
+            by_folder.setdefault(key, []).append(config)
     report = inspect_process(process.config)
     report.usable(info)
     for table in report.tables:
         info(table)
     validation = build(ValidationSection, process.get_conf("validation", None), "validation", Findings(""))
-    trained = [folder for folder, configs in by_folder.items() if not configs[0].is_reg]
+    trained = [key[0] for key, configs in by_folder.items() if not configs[0].is_reg]
     chosen = choose_hold_out(trained, validation.hold_out, process.training_seed)
     held_out = HeldOutPhotos(process, dict(zip(trained, chosen, strict=True)), validation.every)
-    for index, (folder, configs) in enumerate(by_folder.items()):
+    for index, ((folder, *_), configs) in enumerate(by_folder.items()):
         out = held_out.photos.get(folder, ())
         keep = None
         if out:
             held_out.add(folder, configs)
-            keep = frozenset(path for path in find_images(Path(folder)) if path not in out)
+            files = find_images(Path(folder), MEDIA_EXTENSIONS)
+            keep = frozenset(files) - set(out)
         target = Path(process.save_root) / TRAINED_FOLDER / str(index)
         read_copies(process.coat.data, Path(folder), target, configs, keep)
     return held_out if any(chosen) else None
@@ -85,8 +86,10 @@ def check_photos(process: Any) -> HeldOutPhotos | None:
 def read_copies(
     options: DataOptions, folder: Path, target: Path, configs: list[Any], keep: frozenset[Path] | None
 ) -> None:
-    """Redirect the configs of a folder to `target`, which links `keep` (None: all) of its photos."""
-    corrected = prepare_copy(folder, target, options, keep)
+    """Redirect the configs of a folder to `target`, which links `keep` (None: all) of its files."""
+    if configs[0].mask_path is not None:
+        options = replace(options, transparency="background")
+    corrected = prepare_copy(folder, target, options, keep, alpha_mask=configs[0].alpha_mask)
     if corrected is None:
         return
     if corrected:
@@ -96,7 +99,7 @@ def read_copies(
     for config in configs:
         config.folder_path = str(target / IMAGES)
         config.dataset_path = None
-        if options.transparency == "mask" and config.mask_path is None:
+        if options.transparency == "mask":
             config.mask_path = str(target / MASKS)
 
 
@@ -116,14 +119,15 @@ class HeldOutPhotos:
 
     def add(self, folder: str, configs: list[Any]) -> None:
         """Make the folders of links of one data set."""
-        root = Path(self._process.save_root) / HELD_OUT_FOLDER / str(list(self.names).index(folder))
+        root = Path(self._process.save_root) / HELD_OUT_FOLDER
         for place, config in enumerate(configs):
             share = frozenset(self.photos[folder][place :: len(configs)])
             if not share:
                 continue
             once = copy.copy(config)
             vars(once).update(AS_SHOWN_ONCE)
-            read_copies(self._process.coat.data, Path(folder), root / str(place), [once], share)
+            target = root / str(len(self._configs))
+            read_copies(self._process.coat.data, Path(folder), target, [once], share)
             self._configs.append(once)
 
     @torch.no_grad()

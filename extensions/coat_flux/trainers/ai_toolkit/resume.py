@@ -215,10 +215,9 @@ def identity_of(process: Any) -> dict[str, Any]:
     held_out, datasets = process._held_out, []
     for entry in process.get_conf("datasets", None) or []:
         folder = entry.get("dataset_path") or entry["folder_path"]
-        if os.path.isdir(folder):
-            settings = {key: value for key, value in entry.items() if not key.startswith(READING)}
-            names = [] if held_out is None else held_out.names.get(folder, [])
-            datasets.append({**settings, "folder_path": folder, "held_out": names})
+        settings = {key: value for key, value in entry.items() if not key.startswith(READING)}
+        names = [] if held_out is None else held_out.names.get(folder, [])
+        datasets.append({**settings, "folder_path": folder, "held_out": names})
     if network is None:
         targets = {"linear": None, "include": process.coat.include, "exclude": process.coat.exclude}
     else:

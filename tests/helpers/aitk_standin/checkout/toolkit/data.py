@@ -1,5 +1,6 @@
 """Data sets as ai-toolkit groups them: shuffled into batches while loading, shuffled anew in each epoch."""
 
+import json
 import os
 import random
 from types import SimpleNamespace
@@ -12,7 +13,13 @@ class FolderDataset(Dataset):
     def __init__(self, config, batch_size):
         self.dataset_config = config
         folder = config.dataset_path or config.folder_path
-        names = sorted(name for name in os.listdir(folder) if name.endswith((".png", ".jpg")))
+        kinds = (".png", ".jpg", ".mp4") if config.num_frames > 1 else (".png", ".jpg")
+        if os.path.isdir(folder):
+            names = sorted(name for name in os.listdir(folder) if name.endswith(kinds))
+        else:
+            with open(folder) as file:
+                names = list(json.load(file))
+        assert names, f"no images found in {folder}"
         self.file_list = [SimpleNamespace(path=os.path.join(folder, name)) for name in names]
         order = list(range(len(names)))
         random.shuffle(order)

@@ -125,6 +125,8 @@ class BaseSDTrainProcess:
                 {**raw, "resolution": resolution},
                 dataset_path=None,
                 mask_path=None,
+                alpha_mask=False,
+                num_frames=1,
                 is_reg=False,
                 num_workers=0,
             )
