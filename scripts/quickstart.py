@@ -154,7 +154,7 @@ def run(options: argparse.Namespace) -> None:
     log(f"samples of the training: {lora.parent / 'samples'}")
     log(f"pictures without and with the LoRA: {picture}")
     log(f"model: {model}")
-    log(f"config to copy for your own photos: {CONFIG}")
+    log("your own photos: coat-flux new path/to/photos (README.md, Train on your own photos)")
     log(f"done in {time.monotonic() - started:.0f} s after installation")
 
 

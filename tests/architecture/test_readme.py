@@ -52,6 +52,13 @@ def test_every_option_is_named_in_chinese():
     assert [option.key for option in OPTIONS if f"`{option.key}`" not in text] == []
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if "zh" in page])
+def test_chinese_has_one_word_for_a_thing(page):
+    """块 of the model, 段 of the YAML, 位 of a format, 重计算, 内存."""
+    prose = re.sub(r"```.*?```|`[^`]*`|\]\([^)]*\)", "", _text(page), flags=re.DOTALL)
+    assert re.findall(r".{0,5}(?:\bblocks?\b|比特|重算|主机内存|mini-FLUX|` 块|配置块).{0,5}", prose) == []
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_every_file_named_exists(page):
     text = _text(page)

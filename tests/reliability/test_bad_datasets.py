@@ -141,8 +141,14 @@ WARNINGS = [
     Bad("near duplicate", image("copy.png", COPY), "photos", "(first: good0.jpg, like copy.png)"),
     Bad("same stem", extra("good1.png", encoded(noise(seed=55), "PNG")), "photos", "good1.jpg and good1.png share"),
     Bad("too small", lambda f: None, "photos", "trains at 64x64", settings=(("resolution", (512,)),)),
-    Bad("a strip", image("bad.jpg", jpeg((2000, 40), seed=3)), "photos", "lose more than 25% of their area"),
-    Bad("phone photos", extra("IMG_1.HEIC"), "photos", "1 images are not read (first: IMG_1.HEIC)"),
+    Bad("a strip", image("bad.jpg", jpeg((2000, 40), seed=3)), "photos", "lose more than 27% of their area"),
+    Bad("camera photos", extra("IMG_1.CR2"), "photos", "1 images are not read (first: IMG_1.CR2)"),
+    Bad(
+        "all black",
+        image("bad.png", encoded(Image.new("RGB", (64, 64)), "PNG")),
+        "bad.png",
+        "shows one colour all over",
+    ),
     Bad("broken profile", image("bad.jpg", jpeg(seed=8, icc_profile=b"x")), "bad.jpg", "profile cannot be used"),
     Bad("cmyk", image("bad.jpg", encoded(noise(seed=8).convert("CMYK"), "JPEG")), "bad.jpg", "CMYK without"),
     Bad(

@@ -193,7 +193,7 @@ def test_the_table_says_one_thing_about_each_key() -> None:
     for row in ROWS:
         kinds = row["kind"].removesuffix("?").split("|")
         assert all(kind in plain or kind.strip("{}[]") in BLOCKS for kind in kinds), row
-        assert row["stand-alone"] in ("", "supported", "unsupported", "no effect"), row
+        assert row["stand-alone"] in ("", "supported", "unsupported", "no effect", "always"), row
         assert bool(row["reason"]) == (row["stand-alone"] == "no effect"), row
         assert set(values_of(row)[1]) <= {"minimum", "maximum", "above", "below", "example"}, row
 
@@ -309,7 +309,7 @@ def test_the_data_is_checked_unless_it_is_not_wanted(command: Any, monkeypatch: 
 
     def inspect(datasets: Any, trigger_word: Any, photos: DataOptions, *, reads_t5: bool) -> Any:
         calls.append(([entry.folder_path for entry in datasets], trigger_word, photos, reads_t5))
-        return SimpleNamespace(errors=["photos: nothing there; add photos"], warnings=["small"])
+        return SimpleNamespace(errors=["photos: nothing there; add photos"], warnings=["small"], photos={})
 
     monkeypatch.setattr("coat_flux.data.preflight.inspect_datasets", inspect)
     code, out, err = command({"coat.data.background": "grey"}, "--elsewhere")

@@ -14,7 +14,7 @@ from ..config.check import TRAINERS, check_job_dict
 from ..config.findings import ConfigError, Finding
 from ..config.job import JobConfig
 from ..config.job_file import load_job_yaml
-from ..config.job_sections import PROCESS_TYPES, DatasetSection
+from ..config.job_sections import PROCESS_TYPES
 from ..config.rules import AI_TOOLKIT, STANDALONE
 from .common import EXIT_REFUSED, UsageError, add_command, add_config, number, print_findings
 
@@ -154,7 +154,7 @@ def data(args: argparse.Namespace) -> int:
     Nothing in the folder is changed. The contact sheet shows the photos as they are read, with the frames of their
     crops. Exit code 2 where training would be refused.
     """
-    from ..data.preflight import inspect_datasets, inspect_process
+    from ..data.preflight import inspect_process
     from ..data.sheet import MOST_PHOTOS, contact_sheet
 
     if args.data.is_file():
@@ -163,17 +163,20 @@ def data(args: argparse.Namespace) -> int:
                 text = f"is what {args.data} says; leave the option out, or name a folder"
                 raise UsageError(f"--{flag.replace('_', '-')}: {text}")
         job = load_job_yaml(args.data)
-        errors = [_errors(check_job_dict(job, file=str(args.data), trainer=host)) for host in TRAINERS]
-        if all(errors):  # refused by both trainers: the stand-alone one's findings
-            raise ConfigError(errors[0])
+        found = [check_job_dict(job, file=str(args.data), trainer=host) for host in TRAINERS]
+        if all(map(_errors, found)):  # refused by both trainers: the stand-alone one's findings
+            raise ConfigError(_errors(found[0]))
+        on_model = [item.line() for item in found[0] if "name_or_path" in item.key]
+        print_findings((), on_model)
         process = job["config"]["process"][0]
         name = process["name"] = process.get("name") or job["config"]["name"]
         report = inspect_process(process)
     else:
         name = args.data.resolve().name
-        resolution = tuple(args.resolution or (512, 768, 1024))
-        section = DatasetSection(str(args.data), caption_ext=args.caption_ext or "txt", resolution=resolution)
-        report = inspect_datasets([section], args.trigger)
+        resolution = args.resolution or [512, 768, 1024]
+        entry = {"folder_path": str(args.data), "caption_ext": args.caption_ext, "resolution": resolution}
+        model = {"is_flux": True}
+        report = inspect_process({"datasets": [entry], "trigger_word": args.trigger, "model": model})
     for table in report.tables:
         print(table)
     print_findings((), report.warnings)

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import argparse
 import filecmp
+import math
 import os
 import re
 import shlex
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from ..config.job_file import shipped_folder
-from .common import UsageError, add_command, writing
+from .common import UsageError, add_command, positive, print_findings, writing
+
+if TYPE_CHECKING:
+    from ..plan.cards import CardFit
 
 
 def add_parsers(commands: Any) -> None:
     """Add the commands of this module."""
     new = add_command(commands, "new", run, "write a YAML for your photos and card")
     new.add_argument("dir", nargs="?", type=Path, metavar="DIR_OF_PHOTOS", help="without it: a YAML to fill in")
-    new.add_argument("--gpu", metavar="CARD", help="by GB or name, as 24 or 4090 (default: the GPU of this machine)")
+    new.add_argument("--gpu", metavar="CARD", help="24, 3090 or cpu, as GB or name (default: what is here)")
+    new.add_argument("--ram", type=positive, metavar="GB", help="CPU memory (default: the same)")
     new.add_argument("--trigger", metavar="WORD", help="the word for what is trained (default: made from the name)")
     new.add_argument("-n", "--name", help="of the run (default: the folder's name)")
     new.add_argument("--out", type=Path, metavar="FILE", help="default: NAME.yaml here; a file is never overwritten")
@@ -31,9 +38,10 @@ def add_parsers(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Write a YAML for a folder of photos and a card, from the ready-made config that fits, a comment at each line.
+    """Write a YAML for your photos and card, from the ready-made config that fits.
 
-    Resolutions follow the photos' sizes and steps their number. Nothing is downloaded.
+    Resolutions follow the photos' sizes, steps their number, prompts their captions. With `--gpu cpu` it trains the
+    mini-FLUX, 64 pixels in minutes. Nothing is downloaded.
     """
     name = args.name
     if not name and args.dir:
@@ -42,47 +50,74 @@ def run(args: argparse.Namespace) -> None:
     out = args.out or Path(f"{name}.yaml")
     if out.exists() or out.is_symlink():
         raise UsageError(f"{out}: is there already and is left as it is; write --out with another file, or --name")
-    from ..plan.speed import Card, find_card
-    from ..plan.starter import PLACEHOLDER, Photos, made_up_word, make_starter
+    from ..plan.speed import FIRST_BF16, Card, find_card
+    from ..plan.starter import PLACEHOLDER, RAM_SHARE, Photos, made_up_word, make_starter
 
+    ram = args.ram or math.inf
     if args.gpu is not None:
-        card = find_card(args.gpu)
+        card = None if args.gpu.lower() == "cpu" else find_card(args.gpu)
     else:
         import torch
 
         if not torch.cuda.is_available():
-            raise UsageError("--gpu: there is no CUDA GPU here to go by; name the card to train on, as --gpu 24")
+            remedy = "name a card, as --gpu 24, or try the mini-FLUX with --gpu cpu"
+            raise UsageError(f"--gpu: torch finds no CUDA GPU here; {remedy}")
         properties = torch.cuda.get_device_properties(0)
-        card = Card(round(properties.total_memory / 1e9, 1), properties.name)
+        gb = round(properties.total_memory / 1e9, 1)
+        card = Card(gb, properties.name, capability=(properties.major, properties.minor))
+        ram = args.ram or psutil.virtual_memory().total / 1e9
     photos = Photos(args.dir) if args.dir else None
-    trigger = args.trigger or made_up_word(name)
-    text, origin, verdict = make_starter(photos, card, name, trigger, out.as_posix())
+    captions = [] if photos is None else photos.captions
+    trigger = args.trigger or made_up_word(name, captions)
+    made = make_starter(photos, card, name, trigger, out.as_posix(), ram)
+    text, origin, verdict, warnings = made
     with writing(f"--out {out}"), out.open("x", encoding="utf-8", newline="\n") as file:
         file.write(text)
     print(f"wrote {out}, from {origin}; trigger word: {trigger}")
-    peak = verdict.prediction.peak / 1e9
-    room = verdict.card.room / 1e9
-    card_name = f"{verdict.card.gb:g} GB card"
-    if verdict.fits:
-        print(f"It needs {peak:.1f} GB of the {room:.1f} GB that a {card_name} has for it")
-    else:
-        needs = f"this one comes nearest and needs {peak:.1f} of {room:.1f} GB"
-        print(f"warning: no ready-made config fits a {card_name}: {needs}")
-        changes = "; ".join(change.text for change in verdict.changes)
-        print(f"It would fit with: {changes}" if changes else "and no change of it fits either; train on a larger card")
+    said = sum(bool(re.search(rf"\b{re.escape(trigger)}\b", caption)) for caption in captions)
+    if said:
+        text = f"is a word of {said} of {len(captions)} captions; choose one that you make up"
+        warnings.append(f"trigger word {trigger}: {text}")
+    if card is not None and card.capability < FIRST_BF16:
+        text = "multiplies neither FP8 nor bf16; INT8 from 7.5 on, all else is slow"
+        major, minor = card.capability
+        warnings.append(f"--gpu: compute capability {major}.{minor} {text}")
+    if verdict is not None:
+        warnings += _print_fit(verdict, ram, RAM_SHARE)
+    print_findings((), warnings)
     if photos is None:
         print(f"Put your photos' folder in place of {PLACEHOLDER}, then:")
     else:
         print(f"{len(photos.sides)} photos; next:")
-    for command in ("check", "train"):
+    for command in ("data", "check", "plan", "train"):
         print(f"  coat-flux {command} {shlex.quote(str(out))}")
+
+
+def _print_fit(verdict: CardFit, ram: float, share: float) -> list[str]:
+    """Print what the run needs of a card and of CPU memory; returns warnings."""
+    prediction, warnings = verdict.prediction, []
+    peak, host = prediction.peak / 1e9, prediction.ram_bytes / 1e9
+    room, card = verdict.card.room / 1e9, f"{verdict.card.gb:g} GB card"
+    if verdict.fits:
+        print(f"It needs {peak:.1f} GB of the {room:.1f} GB that a {card} has for it,")
+        print(f"and {host:.1f} GB of CPU memory")
+    else:
+        needs = f"this one comes nearest and needs {peak:.1f} of {room:.1f} GB"
+        warnings.append(f"no ready-made config fits a {card}: {needs}")
+        changes = "; ".join(change.text for change in verdict.changes)
+        none = "No change of it fits either; train on a larger card"
+        print(f"It would fit with: {changes}" if changes else none)
+    if host > ram * share:
+        remedy = "close other programs and have swap space"
+        text = f"it needs {host:.1f} GB of CPU memory and there are {ram:.1f}"
+        warnings.append(f"{text}; {remedy}")
+    return warnings
 
 
 def copy_examples(args: argparse.Namespace) -> None:
     """Copy the ready-made configs and the example photos into DIR, to train on and to edit.
 
-    An installation from a wheel has no checkout to run `configs/flux_clothing_tiny.yaml` in; here it is. A file that is
-    already there is left as it is.
+    A file that is already there is left as it is.
     """
     copied = []
 

@@ -6,7 +6,7 @@ block, key      ai-toolkit's config class, `process` or `network_kwargs`
 kind            `int`, `number|list`, `str?` (or null), `any`, `{X}` (block X), `[X]` (list of blocks X), `-` (unread)
 default         ai-toolkit's, as JSON; empty if computed
 values          choices, or a range as `minimum=1 maximum=2`
-stand-alone     supported · unsupported (except the default) · no effect (noted) · empty (an unknown key)
+stand-alone     supported · unsupported (but for the default) · no effect (noted) · always · empty (unknown)
 reason          why it has no effect
 
 A key that the table lacks but an installed ai-toolkit's source quotes is accepted.

@@ -273,10 +273,10 @@ def build(
                 if cls_of_outer := block_of(block_field):
                     nested += [f"{outer}.{leaf}" for leaf in config_fields(cls_of_outer)]
             findings.add(where, f"unknown key; {suggest_key(name, {*known, *toolkit}, nested)}")
-        elif item is None and row["stand-alone"] == "no effect":
+        elif item is None and row["stand-alone"] in ("no effect", "always"):
             if isinstance(value, Mapping):
                 findings.add(where, "must not be a block, nothing reads what is in it; remove it", value)
-            elif value:
+            elif value and row["reason"]:
                 findings.warn(where, row["reason"])
         elif item is None:
             default = json.loads(row["default"] or "null")

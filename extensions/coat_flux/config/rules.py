@@ -40,6 +40,7 @@ ALONE_IN_FULL = (  # features of ai-toolkit that full fine-tuning with COAT excl
     "model.split_model_over_gpus",
 )
 
+DISTILLED = re.compile(r"(schnell|turbo|lightning|klein-(?!base)[^/]*)[^/]*/?$", re.IGNORECASE)
 BUCKET_STEP = 32  # FLUX.1: 8 (VAE) × 2 (packing) × 2; also the least resolution
 TRIGGER_TAG = "[trigger]"
 FOREIGN_SHARE = 0.1  # of a text's letters, from which on it is reported
@@ -339,6 +340,11 @@ def _check_train(entry: Entry) -> None:
 def _check_model(entry: Entry) -> None:
     get, qtype = entry.get, entry.qtype
     arch = get("model.arch", "").split(":")[0]
+    name = str(get("model.name_or_path", ""))
+    if DISTILLED.search(name) and not get("model.assistant_lora_path"):
+        rule = "is distilled to draw in a few steps, which training undoes"
+        remedy = "train its base, or in ai-toolkit with assistant_lora_path"
+        entry.warn("model.name_or_path", f"{rule}; {remedy}")
     if entry.alone:
         trains = "the stand-alone trainer trains FLUX.1 and FLUX.2"
         if arch and arch not in STANDALONE_ARCHS:

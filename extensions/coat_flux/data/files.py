@@ -1,11 +1,12 @@
 """The contents of a dataset folder: images to train on, and findings about all other files.
 
 The walk is ai-toolkit's: images, videos and sounds, recursively, without hidden files and folders, `_controls` and
-cache folders. Linked folders are not entered: they may form cycles.
+cache folders; with pillow-heif HEIC, too. Linked folders are not entered: they may form cycles.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections import defaultdict
 from collections.abc import Mapping
@@ -15,7 +16,12 @@ from typing import Any
 
 from ..base.errors import UserError
 
-IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp")
+HEIF_EXTENSIONS = (".heic", ".heif")
+READS_HEIF = importlib.util.find_spec("pillow_heif") is not None
+IMAGE_EXTENSIONS = (
+    *(".jpg", ".jpeg", ".png", ".webp"),
+    *(HEIF_EXTENSIONS if READS_HEIF else ()),
+)
 VIDEO_EXTENSIONS = (".mp4", ".avi", ".mov", ".webm", ".mkv", ".wmv", ".m4v", ".flv")
 AUDIO_EXTENSIONS = (".mp3", ".wav", ".flac", ".aac", ".ogg", ".m4a")
 MEDIA_EXTENSIONS = (*VIDEO_EXTENSIONS, *AUDIO_EXTENSIONS)
@@ -96,6 +102,8 @@ def list_folder(folder: Path) -> Listing:
     # unread photo formats, such as a phone's HEIC, would be missed silently
     unread = [path for path in listing.others if path.suffix.lower() in _OTHER_IMAGES]
     remedy = f"save them as one of {', '.join(IMAGE_EXTENSIONS)} to train on them"
+    if any(path.suffix.lower() in HEIF_EXTENSIONS for path in unread):
+        remedy += ", or pip install pillow-heif, which reads HEIC"
     listing.warnings += counted(folder, unread, f"images are not read (first: {{first}}); {remedy}")
     by_stem = defaultdict(list)
     for path in listing.images:

@@ -4,7 +4,8 @@ ai-toolkit does `Image.open`, EXIF transpose, `convert("RGB")`: that drops alpha
 ignores colour profiles. Here alpha is composited on a background, 16-bit is scaled, and an ICC profile is converted to
 sRGB.
 
-Only JPEG, PNG and WebP are decoded, regardless of the file name: some of Pillow's other readers start programs.
+Only JPEG, PNG, WebP and, with pillow-heif, HEIC are decoded, whatever the name: some other readers of Pillow
+start programs.
 """
 
 from __future__ import annotations
@@ -27,13 +28,19 @@ from tqdm import tqdm
 
 from ..config.coat import DataOptions
 from ..config.options import COLOURS
-from .files import DatasetError, printable
+from .files import READS_HEIF, DatasetError, printable
+
+if READS_HEIF:
+    import pillow_heif
+
+    pillow_heif.register_heif_opener()
 
 DEFAULTS = DataOptions()
-FORMATS = ("JPEG", "PNG", "WEBP")
-_SEVERAL_JPEGS = "MPO"  # Pillow's name for a phone's JPEG with further pictures appended; the first counts
-TRAITS = ("EXIF orientation", "colour profile", "16 bit", "CMYK", "transparency")
-ROTATED, TAGGED, DEEP, CMYK, TRANSPARENT = TRAITS
+HEIF = "HEIF"
+FORMATS = ("JPEG", "PNG", "WEBP", *([HEIF] if READS_HEIF else []))
+_SEVERAL = ("MPO", HEIF)  # of a phone, with several pictures; the first counts
+TRAITS = ("EXIF orientation", "colour profile", "16 bit", "CMYK", "transparency", "HEIC")
+ROTATED, TAGGED, DEEP, CMYK, TRANSPARENT, HEIC = TRAITS
 
 # Pillow's on damaged or foreign files; anything else is a bug
 _READ_ERRORS = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, Image.DecompressionBombError)
@@ -54,6 +61,7 @@ SAME_LEVELS = 2  # of 255: rounding, and the differing white points of sRGB prof
 _PROBES_PER_CHANNEL = 9
 _THREADS, _CACHED, _QUIET_SECONDS = 4, 20_000, 2
 _HASH_SIDE = 16
+_FLAT = 4  # levels; less contrast shows nothing
 _HASH_MARGIN = 2  # levels; the noise of an even background sets no bit
 # A photo saved again, scaled or cropped by 1 % differs by at most 16 of 256 bits, two drawn garments by 22 and more.
 _SAME_BITS = 16
@@ -102,7 +110,7 @@ def _opened(path: Path | str) -> Iterator[Image.Image]:
     try:
         with Image.open(path, formats=FORMATS) as image:
             frames = getattr(image, "n_frames", 1)
-            if frames > 1 and image.format != _SEVERAL_JPEGS:
+            if frames > 1 and image.format not in _SEVERAL:
                 raise DatasetError(
                     f"{printable(path)}: is an animation of {frames} frames; save the frame to train on as PNG or JPEG"
                 )
@@ -113,7 +121,10 @@ def _opened(path: Path | str) -> Iterator[Image.Image]:
         why = printable(error)
         if isinstance(error, Image.UnidentifiedImageError):  # such as GIF, HEIC, a web page, a Git LFS pointer
             with open(path, "rb") as file:
-                why = f"it is not JPEG, PNG or WebP, but begins with {file.read(24)!r}"
+                start = file.read(24)
+            why = f"it is not JPEG, PNG or WebP, but begins with {start!r}"
+            if start[4:8] == b"ftyp" and not READS_HEIF:
+                why = "it is HEIC, as of a phone; pip install pillow-heif reads it"
         remedy = "save it again as a readable PNG or JPEG, or remove it"
         raise DatasetError(f"{printable(path)}: cannot be read as an image ({why}); {remedy}") from error
 
@@ -130,6 +141,8 @@ def _traits_of(image: Image.Image, path: Path | str) -> tuple[frozenset[str], tu
         traits.add(DEEP)
     if image.mode == "CMYK":
         traits.add(CMYK)
+    if image.format == HEIF:
+        traits.add(HEIC)
     if image.has_transparency_data:
         _, alpha = _split_alpha(image)
         if alpha is not None and alpha.getextrema()[0] < 255:
@@ -250,6 +263,8 @@ def _facts_of_state(path: Path, _state: tuple[int, ...]) -> PhotoFacts:
             white = Image.new("RGB", grid, "white")
             white.paste(small, mask=alpha.resize(grid, Image.Resampling.BOX))
             small = white
+    if all(high - low < _FLAT for low, high in small.getextrema()):
+        notes += ("shows one colour all over; remove it",)
     bits = np.diff(np.asarray(small.convert("L"), np.int16), axis=1) > _HASH_MARGIN
     red, green, blue = np.asarray(small, np.float64).mean(axis=(0, 1)).tolist()
     return PhotoFacts(size, traits, notes, opacity, np.packbits(bits).tobytes(), (red, green, blue))

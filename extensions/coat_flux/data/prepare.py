@@ -28,10 +28,10 @@ from PIL import Image
 from ..base.files import TEMP_PREFIX, discard, file_sha256, link_or_copy, replace_folder, replacing, staging_path
 from ..config.coat import DataOptions
 from .files import CONTROLS_FOLDER, IMAGE_EXTENSIONS, MEDIA_EXTENSIONS, DatasetError, Listing, list_folder, printable
-from .images import DEEP, DEFAULTS, FORMATS, ROTATED, TAGGED, TRANSPARENT, read_photo, rgb, survey
+from .images import DEEP, DEFAULTS, FORMATS, HEIC, ROTATED, TAGGED, TRANSPARENT, read_photo, rgb, survey
 
 IMAGES, MASKS = "images", "masks"  # folders of a copy
-MISREAD = frozenset({ROTATED, TAGGED, DEEP, TRANSPARENT})
+MISREAD = frozenset({ROTATED, TAGGED, DEEP, TRANSPARENT, HEIC})
 NO_ALPHA = "no alpha channel"
 _VERSION = 4  # of the files written; raise it when they change
 _RECORD = "prepared.json"

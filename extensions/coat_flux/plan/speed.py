@@ -50,6 +50,7 @@ class Card:
     copied_gb: float = 25.0  # 1e9 bytes a second from pinned CPU memory: four fifths of its PCIe link's rate
     gb_per_second: float = 0.0  # memory traffic; 0 if not needed
     multiprocessors: int = 0  # likewise
+    capability: tuple[int, int] = (8, 9)  # compute capability
 
     @property
     def room(self) -> float:
@@ -59,7 +60,7 @@ class Card:
 
 CARDS = (
     Card(8, "RTX 4060 Ti", 44.1, 88.3, 12.5),
-    Card(10, "RTX 3080", 59.5),
+    Card(10, "RTX 3080", 59.5, capability=(8, 6)),
     Card(12, "RTX 4070 Ti", 80.2, 160.4),
     Card(16, "RTX 4080", 97.5, 194.9),
     Card(24, "RTX 4090", 165.2, 330.3, gb_per_second=1008.0, multiprocessors=128),
@@ -86,7 +87,16 @@ NAMES = {
     180: "b200",
 }
 MEMORY = {name: gb for gb, names in NAMES.items() for name in names.split()}
+OLDER = {  # compute capability below 8.9
+    (8, 6): "3060 3080 3080ti 3090 3090ti a10 a10g a40 a4000 a5000 a6000",
+    (8, 0): "a30 a100 a800",
+    (7, 5): "2080ti t4 titan",
+    (7, 0): "v100",
+    (6, 1): "p40",
+}
+CAPABILITY = {name: capability for capability, names in OLDER.items() for name in names.split()}
 RATED = (*CARDS, Card(24, "RTX 3090", 71.0), Card(40, "A100", 312.0))  # the last two multiply no FP8
+FIRST_FP8, FIRST_BF16 = (8, 9), (8, 0)  # compute capabilities that multiply them
 MOST_GB = 1000  # above it a bare number is a card's name
 _NO_NAME = re.compile(r"nvidia|geforce|rtx|quadro|tesla|generation|blackwell|gpu|vram|sxm\d?|pcie|nvl|hbm\w*|[^a-z0-9]")
 _SIZE = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?) ?gi?b?\b")
@@ -107,10 +117,11 @@ def find_card(text: str) -> Card:
         raise UserError(f"--gpu {text!r}: must be a card's memory in GB, above 0, such as 24, or its name; {remedy}")
     if not name:
         return next((card for card in CARDS if card.gb == gb), Card(gb))
-    for card in RATED:
-        if _NO_NAME.sub("", card.name.casefold()) == name:
-            return replace(card, gb=gb)
-    return Card(gb, name.upper())
+    card = Card(gb, name.upper())
+    for known in RATED:
+        if _NO_NAME.sub("", known.name.casefold()) == name:
+            card = replace(known, gb=gb)
+    return replace(card, capability=CAPABILITY.get(name, card.capability))
 
 
 def step_seconds(facts: JobFacts, plan: BlockPlan, card: Card, tokens: Tokens | None = None) -> float:

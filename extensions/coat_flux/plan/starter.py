@@ -8,26 +8,27 @@ import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
 
 from ..config.findings import ConfigError
 from ..config.job import JobConfig
 from ..config.job_file import parse, shipped_folder
 from ..config.rules import BUCKET_STEP
 from ..data.captions import PLACEHOLDERS, read_caption
-from ..data.files import DatasetError, find_images
+from ..data.files import DatasetError, list_folder
 from ..data.images import PhotoFacts, survey
+from ..data.preflight import SMALL_SHARE, check_data
 from .cards import CardFit
 from .job import JobFacts
 from .predict import predict
-from .speed import Card
+from .speed import FIRST_FP8, Card
 
 PLACEHOLDER = "PUT_THE_FOLDER_OF_YOUR_PHOTOS_HERE"
+ON_CPU, NVFP4 = "flux_clothing_tiny.yaml", "flux_clothing_coat_16gb.yaml"
 # best first, and the smallest card that each is for, GB; smaller ones have one of their own
 CANDIDATES = {
     "flux_clothing_coat_80gb.yaml": 0,
     "flux_clothing_coat.yaml": 0,
-    "flux_clothing_coat_16gb.yaml": 14,
+    NVFP4: 14,
     "flux_clothing_coat_12gb.yaml": 10,
     "flux_clothing_coat_8gb.yaml": 0,
 }
@@ -36,23 +37,31 @@ WORD_LETTERS = (4, 6)
 VIEWS = 100  # per photo: typical for a LoRA of a garment at lr 1e-4
 FEWEST, MOST = 1000, 3000  # photos shown in all: fewer do not move a LoRA, more only repeat
 FEWEST_STEPS = 500
-ENLARGED = 1.05  # a photo this much smaller than a resolution still counts as large enough
 SMALLEST = 256
-MAX_PROMPT = 200
+MAX_PROMPT, CAPTIONS_DRAWN = 200, 3
+PROMPTS = (  # that fit any product
+    "[trigger], product photo on a white background",
+    "[trigger] on a wooden table, soft daylight",
+    "[trigger] in a street, evening light",
+)
+RAM_SHARE = 0.9  # of CPU memory that a run may fill
 
 
 class Photos:
-    """A folder of photos, each of which is read; raises DatasetError if there is none, or one cannot be read.
+    """A folder of photos, all of which are read; raises DatasetError.
 
-    `sides`: sqrt(width · height) of each, pixels. `caption`: one of the captions, or None.
+    `sides`: sqrt(width · height) of each, pixels, sorted. `captions`: those that are not empty.
     """
 
     def __init__(self, folder: Path):
         if not folder.is_dir():
             raise DatasetError(f"{folder}: folder not found; name the folder of your photos")
-        paths = find_images(folder)
+        listing = list_folder(folder)
+        paths = listing.images
         if not paths:
-            raise DatasetError(f"{folder}: has no photos (.jpg, .jpeg, .png, .webp); name the folder of your photos")
+            rule = "has no photos (.jpg, .jpeg, .png, .webp)"
+            text = f"{folder}: {rule}; name the folder of your photos"
+            raise DatasetError("\n".join([text, *listing.warnings]))
         self.folder, self.sides = folder.resolve(), list[float]()
         errors = []
         for photo in survey(paths).values():
@@ -62,41 +71,60 @@ class Photos:
                 self.sides.append(math.sqrt(math.prod(photo.size)))
         if errors:
             raise DatasetError("\n".join(errors))
-        self.caption = next((text for text in map(read_caption, paths) if text), None)
+        self.sides.sort()
+        self.captions = [text for text in map(read_caption, paths) if text]
 
 
-def made_up_word(name: str) -> str:
-    """A word no model knows, fixed for each name: 4 to 6 of its consonants, padded from its hash."""
-    letters = "".join(letter for letter in name.lower() if letter in CONSONANTS)[: WORD_LETTERS[1]]
-    filler = (CONSONANTS[byte % len(CONSONANTS)] for byte in hashlib.sha256(name.encode()).digest())
-    return letters + "".join(next(filler) for _ in range(WORD_LETTERS[0] - len(letters)))
+def made_up_word(name: str, captions: Sequence[str] = ()) -> str:
+    """A word no model or caption has: 4 to 6 consonants of the name, padded from its hash."""
+    word = "".join(letter for letter in name.lower() if letter in CONSONANTS)[: WORD_LETTERS[1]]
+    taken = "\n".join(captions).lower()
+    for byte in hashlib.sha256(name.encode()).digest():
+        if len(word) >= WORD_LETTERS[0] and word not in taken:
+            break
+        word += CONSONANTS[byte % len(CONSONANTS)]
+    return word
 
 
-def make_starter(photos: Photos | None, card: Card, name: str, trigger: str, file: str) -> tuple[str, str, CardFit]:
-    """The best shipped config that fits the card, else the one that needs least: edited text, its file, the verdict.
+def make_starter(
+    photos: Photos | None,
+    card: Card | None,
+    name: str,
+    trigger: str,
+    file: str,
+    ram_gb: float = math.inf,
+) -> tuple[str, str, CardFit | None, list[str]]:
+    """The best shipped config that fits card and CPU memory, else the nearest; or that for CPUs.
 
-    Without photos a placeholder is left, which `check` refuses. Raises ConfigError for an invalid name or trigger
-    word.
+    Returns its edited text, its file, the verdict for the card, and warnings about the photos. Raises ConfigError and
+    DatasetError.
     """
     tried, configs = [], shipped_folder("configs")
-    for origin, smallest in CANDIDATES.items():
-        if card.gb < smallest:
-            continue
+    origins = [ON_CPU] if card is None else list(CANDIDATES)
+    if card is not None:  # those for larger cards last, without FP8 the one that needs it
+        old = card.capability < FIRST_FP8
+        origins.sort(key=lambda origin: (old and origin == NVFP4, card.gb < CANDIDATES[origin]))
+    for origin in origins:
         if configs is None or not (configs / origin).is_file():
             raise ConfigError(f"{origin}: not part of this installation; install coat-flux from a wheel or a checkout")
         text = _written((configs / origin).read_text(encoding="utf-8"), photos, card, name, trigger, file)
         facts = JobFacts(JobConfig.from_dict(parse(text, file), file=file))
-        peak = predict(facts, card.gb * 1e9).peak
-        tried.append((peak, text, origin, facts))
-        if peak <= card.room:
+        if card is None:
+            break
+        prediction = predict(facts, card.gb * 1e9)
+        excess = max(0.0, prediction.peak - card.room)
+        tried.append((excess, prediction.ram_bytes, text, origin, facts))
+        if not excess and prediction.ram_bytes <= ram_gb * 1e9 * RAM_SHARE:
             break
     else:
-        tried.sort(key=lambda made: -made[0])
-    _, text, origin, facts = tried[-1]
-    return text, origin, CardFit(facts, card)
+        _, _, text, origin, facts = min(tried, key=lambda made: made[:2])
+    errors, warnings = ([], []) if photos is None else check_data(parse(text, file))
+    if errors:
+        raise DatasetError("\n".join(errors))
+    return text, origin, None if card is None else CardFit(facts, card), warnings
 
 
-def _written(text: str, photos: Photos | None, card: Card, name: str, trigger: str, file: str) -> str:
+def _written(text: str, photos: Photos | None, card: Card | None, name: str, trigger: str, file: str) -> str:
     batch = int(_value(text, "batch_size"))
     resolutions = json.loads(_value(text, "resolution"))
     count = 0 if photos is None else len(photos.sides)
@@ -104,23 +132,35 @@ def _written(text: str, photos: Photos | None, card: Card, name: str, trigger: s
     sizes, why_sizes = _resolutions(resolutions, photos)
     every = 250 if steps >= FEWEST else FEWEST_STEPS // 4
     folder = PLACEHOLDER if photos is None else photos.folder.as_posix()
-    lines = {
-        "name": (name, "folder and file name of the result"),
-        "training_folder": ("output", f"the run is saved in output/{name}/"),
-        "trigger_word": (trigger, "a word the model does not know; [trigger] in captions and prompts becomes this"),
-        "folder_path": (folder, "your photos: image.jpg with image.txt next to it"),
-        "resolution": (sizes, why_sizes),
-        "steps": (steps, why_steps),
-        "save_every": (every, "steps; every save is a LoRA you can use"),
-        "sample_every": (every, "steps from one set of pictures to the next"),
-    }
-    for key, (value, comment) in lines.items():
-        text = _replace(text, key, value, comment)
-    head = f"# A LoRA for FLUX.1-dev with COAT on a {card.gb:g} GB card, written by `coat-flux new`."
+    text = _replace(text, "name", name)
+    text = _replace(text, "training_folder", "output", f"the run is saved in output/{name}/")
+    text = _replace(text, "trigger_word", trigger)
+    text = _replace(text, "folder_path", folder)
+    if card is not None:
+        text = _replace(text, "resolution", sizes, why_sizes)
+        text = _replace(text, "steps", steps, why_steps)
+        text = _replace(text, "save_every", every)
+        text = _replace(text, "sample_every", every)
+    if card is not None and card.capability < FIRST_FP8 and "format: nvfp4" not in text:
+        text = re.sub(r"^ +granularity: .*\n", "", text, flags=re.MULTILINE)
+        int8 = r"\1int8  # this card multiplies no FP8"
+        text = re.sub(r"^( +(?:grad_)?format: ).*$", int8, text, flags=re.MULTILINE)
+    place = "the mini-FLUX with COAT on a CPU"
+    if card is not None:
+        place = f"FLUX.1-dev with COAT on a {card.gb:g} GB card"
+    head = f"# A LoRA for {place}, written by `coat-flux new`."
     start, rest = text.split("\n#\n", 1)
     origin = start.split("# ", 1)[1]
     rest = re.sub(r"configs/\w+\.yaml", lambda _: file, rest, count=2)
-    return _with_prompts(f"---\n{head}\n# Made from: {origin}\n#\n{rest}", photos)
+    captions = [] if photos is None else photos.captions
+    apart = max(1, len(captions) // CAPTIONS_DRAWN)
+    drawn = map(_prompt, captions[::apart][:CAPTIONS_DRAWN])
+    prompts = [*dict.fromkeys(drawn), *PROMPTS][: CAPTIONS_DRAWN + 1]
+    block = "        prompts:  # what to draw; write your own\n"
+    for prompt in prompts:
+        block += f"          - {json.dumps(prompt, ensure_ascii=False)}\n"
+    rest = re.sub(r"^ +prompts:.*\n( +- .*\n)+", lambda _: block, rest, count=1, flags=re.MULTILINE)
+    return f"---\n{head}\n# Made from: {origin}\n#\n{rest}"
 
 
 def _value(text: str, key: str) -> str:
@@ -129,44 +169,42 @@ def _value(text: str, key: str) -> str:
     return found[1]
 
 
-def _replace(text: str, key: str, value: object, comment: str) -> str:
-    line = f"{json.dumps(value, ensure_ascii=False)}  # {comment}"
-    text, count = re.subn(rf"^([ -]*{key}: ).*$", lambda found: found[1] + line, text, count=1, flags=re.MULTILINE)
-    assert count == 1, key
-    return text
+def _replace(text: str, key: str, value: object, comment: str = "") -> str:
+    """Put a value, and a comment if there is one, in place of a key's."""
+    found = re.search(rf"^[ -]*{key}: (.*?)(  # .*)?$", text, re.MULTILINE)
+    assert found is not None, key
+    line = json.dumps(value, ensure_ascii=False)
+    line += f"  # {comment}" if comment else found[2] or ""
+    return text[: found.start(1)] + line + text[found.end() :]
 
 
 def _steps(count: int, batch: int) -> tuple[int, str]:
     if not count:
-        why = f"about {VIEWS} views of each photo, at least {FEWEST} and at most {MOST} in all"
-        return max(1500 // batch, FEWEST_STEPS), why
+        return max(1500 // batch, FEWEST_STEPS), ""
     views = min(max(VIEWS * count, FEWEST), MOST)
     steps = max(math.ceil(views / batch / 50) * 50, FEWEST_STEPS)
-    rule = f"about {VIEWS} teach a garment, at least {FEWEST} and at most {MOST} in all"
-    return steps, f"{round(steps * batch / count)} views of each of {count} photos: {rule}"
+    each = round(steps * batch / count)
+    return steps, f"{each} views of each of {count} photos: about {VIEWS} teach a garment"
 
 
 def _resolutions(offered: Sequence[int], photos: Photos | None) -> tuple[list[int], str]:
-    """The config's resolutions that half of the photos reach: a photo is never enlarged."""
+    """The config's resolutions for which nine in ten photos are large enough."""
     if photos is None:
-        return list(offered), "each photo is used at each of these sizes; aspect ratios are kept"
-    typical = median(photos.sides)
-    sizes = [size for size in offered if size <= typical * ENLARGED]
-    reason = f"half of the photos are {typical:.0f}×{typical:.0f} or larger"
+        return list(offered), ""
+    small = photos.sides[len(photos.sides) // 10]
+    sizes = [size for size in offered if size * math.sqrt(SMALL_SHARE) <= small]
+    reason = f"nine in ten photos are {small:.0f}×{small:.0f} or larger"
     if sizes == list(offered):
-        return sizes, f"each photo at each of these sizes, aspect ratio kept; {reason}"
+        return sizes, f"each photo at each of these; {reason}"
     if sizes:
         left_out = ", ".join(str(size) for size in offered if size not in sizes)
-        return sizes, f"not {left_out}: {reason}, none is enlarged"
-    lower = max(int(typical) // BUCKET_STEP * BUCKET_STEP, SMALLEST)
-    return [lower], f"small: {reason}, none is enlarged; larger photos make a better LoRA"
+        return sizes, f"not {left_out}: {reason}"
+    lower = max(int(small) // BUCKET_STEP * BUCKET_STEP, SMALLEST)
+    return [lower], f"small: {reason}, larger photos make a better LoRA"
 
 
-def _with_prompts(text: str, photos: Photos | None) -> str:
-    if photos is None or photos.caption is None:
-        return text
-    caption = " ".join(photos.caption.split())[:MAX_PROMPT]
+def _prompt(caption: str) -> str:
+    caption = " ".join(caption.split())[:MAX_PROMPT]
     if not any(word in caption for word in PLACEHOLDERS):
         caption = f"[trigger], {caption}"
-    line = json.dumps(re.sub(r"\s--(?=[a-z])", " ", caption), ensure_ascii=False) + "  # a caption of your photos"
-    return re.sub(r"^( +- )\".*$", lambda found: found[1] + line, text, count=1, flags=re.MULTILINE)
+    return re.sub(r"\s--(?=[a-z])", " ", caption)
