@@ -100,6 +100,18 @@ def test_no_other_optimizer_reads_8_bit_moments(checkout: Checkout, kind: str) -
     assert_all_bitwise(checkout.lora("switched"), before)
 
 
+def test_a_rate_too_high_ends_the_job_and_the_good_state_is_kept(checkout: Checkout) -> None:
+    good = make_real_entry({"save.save_every": 6}, lr_scheduler="constant", disable_sampling=True, steps=18)
+    checkout.run("ruined", good)
+    for name, train in (("ruined", {"lr": 0.3, "steps": 36}), ("ruined_at_once", {"lr": 5e-2, "steps": 12})):
+        code, out = checkout.start(name, {**good, "train": {**good["train"], **train}})
+        assert code != 0
+        assert " times that without it" in out
+    states = [path.name for path in (checkout.folder("ruined") / "coat").glob("state-*")]
+    assert sorted(states) == ["state-000000012", "state-000000018"]
+    assert not list((checkout.folder("ruined_at_once") / "coat").glob("state-*"))
+
+
 def plain_entry(kind: str, **changes: Any) -> dict[str, Any]:
     """Without COAT; who finds a cache of latents draws fewer random numbers."""
     plain = {"type": kind, "model.quantize": False, "model.qtype": ..., "coat": ..., **changes}

@@ -50,10 +50,10 @@ def _at_step(host: Host, monkeypatch: Patch, step: int, act: Callable[[torch.Ten
     trainer = host.load("extensions_built_in.sd_trainer.SDTrainer").SDTrainer
     compute, calls = trainer.calculate_loss, []
 
-    def calculate_loss(self: Any, *args: Any) -> Any:
-        loss = compute(self, *args)
-        calls.append(loss)
-        if len(calls) != (step - 1) * ACCUMULATION + 1:
+    def calculate_loss(self: Any, **args: Any) -> Any:
+        loss = compute(self, **args)
+        calls.extend([loss] if loss.requires_grad else [])  # the others are of comparisons
+        if not loss.requires_grad or len(calls) != (step - 1) * ACCUMULATION + 1:
             return loss
         replaced = act(loss)
         return loss if replaced is None else replaced
@@ -65,7 +65,7 @@ def _always(host: Host, monkeypatch: Patch, factor: float) -> None:
     """Let every loss be the prediction's sum times `factor`."""
     host.start()
     trainer = host.load("extensions_built_in.sd_trainer.SDTrainer").SDTrainer
-    monkeypatch.setattr(trainer, "calculate_loss", lambda self, prediction, target: prediction.sum() * factor)
+    monkeypatch.setattr(trainer, "calculate_loss", lambda self, noise_pred, noise: noise_pred.sum() * factor)
 
 
 def _fail(loss: torch.Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from coat_flux.config.coat import COATConfig
+from coat_flux.config.job_file import load_job_yaml
+from coat_flux.mini_flux import EMBEDDED_MODEL, make_mini_flux
+from coat_flux.saves.commit import committed_sets, set_step
 from coat_flux.trainers.optimizer import build_optimizer
 from coat_flux.trainers.standalone.network import lora_parameters
+from coat_flux.trainers.standalone.session import Session
+from coat_flux.trainers.standalone.trainer import COATTrainer
 from coat_flux.watch.guard import DeadRunError
+from tests.helpers.aitk_standin.host import REPOSITORY
+from tests.helpers.changes import change
+from tests.helpers.engine_job import assert_same_end, tiny_place, train
 from tests.helpers.flux import coat_flux_model, loss_of, predict
 from tests.helpers.step_watch import step_watch
 
@@ -143,3 +152,51 @@ def test_gradients_that_vanish_in_e4m3_name_their_layer_and_pass_in_e5m2() -> No
         spiked("e4m3")
     assert "grad_format: e5m2" in str(caught.value)
     assert "gradients" in spiked("e5m2").log.details[0]
+
+
+# -- whole runs ------------------------------------------------------------------------------------------------------
+
+
+def clothing_run(root: Path, lr: float, steps: int, from_step: int | None = None) -> list[float]:
+    """Run `flux_clothing_tiny.yaml`, one photo a step, two held out; returns losses on these at the start and now."""
+    job = load_job_yaml(REPOSITORY / "configs" / "flux_clothing_tiny.yaml")
+    entry = job["config"]["process"][0]
+    train = {"lr": lr, "steps": steps, "batch_size": 1, "lr_scheduler": "constant", "disable_sampling": True}
+    entry["train"].update(train)
+    changes = {"training_folder": str(root), "model.name_or_path": str(root / EMBEDDED_MODEL), "save.save_every": 6}
+    changes["coat.memory.checkpointing"] = "none"
+    folder = str(REPOSITORY / "datasets_example" / "clothing")
+    change(entry, {**changes, "datasets.0.folder_path": folder, "validation": {"hold_out": 2, "every": 100}})
+    kept: list[Session] = []
+    COATTrainer(job, observer=kept.append).train(from_step=from_step)
+    return [loss for _, loss in kept[-1].record["held_out_loss"]]
+
+
+def saved_steps(root: Path) -> list[int]:
+    return [set_step(folder) for folder in committed_sets(root / "flux_clothing_tiny")]
+
+
+def test_a_rate_too_high_from_the_start_ends_the_run_and_saves_nothing(tmp_path: Path) -> None:
+    make_mini_flux(tmp_path / EMBEDDED_MODEL)
+    with pytest.raises(DeadRunError, match=r"times that without it.*train\.lr.*nothing has been saved yet"):
+        clothing_run(tmp_path, 5e-2, 12)
+    assert saved_steps(tmp_path) == []
+
+
+def test_a_rate_too_high_after_a_resume_ends_the_run_and_the_way_back_ends_well(tmp_path: Path) -> None:
+    make_mini_flux(tmp_path / EMBEDDED_MODEL)
+    clothing_run(tmp_path, 2e-3, 18)
+    with pytest.raises(DeadRunError, match=r"times that without it.*train\.lr.* --from-step 12") as end:
+        clothing_run(tmp_path, 0.3, 30)
+    assert end.value.since == 19
+    assert saved_steps(tmp_path) == [18, 12]
+    start, *_, last = clothing_run(tmp_path, 2e-3, 18, from_step=12)
+    assert last < start
+
+
+def test_comparisons_change_no_bit_of_a_run(tmp_path: Path) -> None:
+    average = {"ema_config": {"use_ema": True, "ema_decay": 0.9}}
+    blocks = {"network": {"dropout": 0.2}, "train": {"steps": 9, "gradient_accumulation": 2, **average}}
+    with tiny_place(tmp_path) as place:
+        runs = [train(f"guard_{on}", place, coat={"guard": {"enabled": on}}, **blocks).parent for on in (True, False)]
+    assert_same_end(*runs)

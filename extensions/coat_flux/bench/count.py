@@ -44,7 +44,7 @@ from ..blocks.lora import attach_lora
 from ..blocks.models.flux1 import FLUX_DEV_TRANSFORMER_CONFIG, make_flux_dev_geometry
 from ..blocks.runner import BlockRunner
 from ..config.coat import COATConfig
-from ..config.job_sections import EMASection, NetworkSection, TrainSection
+from ..config.job_sections import EMASection, NetworkSection, SaveSection, TrainSection
 from ..plan.speed import Card
 from ..trainers.optimizer import build_optimizer
 from ..trainers.standalone.flow_matching import Objective
@@ -380,6 +380,7 @@ def _session(
     guard = RunGuard(config.guard, lora, print)
     with Recorder(UPDATE):
         guard.allows_update(0, 1.0, 1.0)  # at the start of a run it measures the parameters
+    guard.compares(0, SaveSection.save_every)  # and runs that step without the LoRA too
 
     def after_backward(parameters: Sequence[nn.Parameter]) -> None:
         recorder.region = UPDATE
@@ -403,7 +404,7 @@ def _session(
         end_step=lambda step, seconds: None,
     )
     return SimpleNamespace(
-        job=SimpleNamespace(train=TrainSection(), seed=0),
+        job=SimpleNamespace(train=TrainSection(), save=SaveSection(), seed=0),
         workers=workers,
         watch=watch,
         lora=lora,

@@ -2,34 +2,34 @@
 
     before an update    loss and gradient norm finite, gradient not zero, loss not constant   floats the caller has
     after it            parameters finite, growth bounded, some lora_B not zero               one read-back, rarely
-    over many steps     loss and weights together far beyond their usual size                 floats the caller has
+    over many steps     loss with the LoRA not above the loss without it                      floats the caller has
 
 A single update from NaN or inf is skipped and counted; ten in a row end the run. With `guard.enabled: false` that
 is the only check. From the second in a row, and while the run seems to diverge, trainers save nothing.
 
-Divergence is two signs that no healthy run shows together:
+A LoRA diverges when the loss with it is higher than without it, on the same photos and noise. On some steps trainers
+run one more forward pass with every lora_B at zero (`compares`, `without_lora`); a verdict is the mean of the last 8
+ratios. On the mini-FLUX it stays below 1 at 3 times the good rate, and rises above 2 at 10 times. The steps are
 
-    loss      high, i.e. above 1.75 times the usual one: 5 of the last 8 for a doubt, 12 of the last 16 to end the run
-    weights   L2 norm of all trained parameters above twice that before the first step (1.1 times of a whole model)
+    steps 1, 4, 8, 16, 32 of a process, every 50th, the last 8 before a save or the end, the one after a save,
+    and all steps in doubt
 
-The usual loss is a mean over at most the last 200 steps, the first being that before any update. No loss in a doubt
-counts, and a high one only where most are high while the weights have not grown (another expert's turn).
-
-FLUX's last layer normalizes its input, so a diverged loss levels off at a few times its usual value (0.64 -> 2.0 on the
-mini-FLUX, where noise levels alone move it from 0.15 to 1.1); and a healthy LoRA's B grows from zero. At 100 times
-their norm, weights are broken whatever the loss.
+which is 32 of the first 1000 with `save_every: 1000`, for about 1 % of the time. A whole model, or an adapter without
+lora_B (LoKr), has nothing to switch off: there only the growth of the weights' norm is limited, to 2 or 100 times.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..base.errors import UserError
+from ..base.rng import kept_draws
 from ..config.coat import GuardOptions
 
 KEPT = "the last good save is kept"
@@ -37,15 +37,12 @@ UP_MATRICES = (".lora_B.", "lora_up")  # names of PEFT and ai-toolkit
 FIRST_LIVING_UPDATE = 2  # a warm-up begins with lr 0
 DOUBTED_STREAK = 2  # nonfinite steps in a row; a single one is harmless
 COUNTERS = ("skipped", "updates", "nonfinite", "_zero_gradients", "_same_losses", "_last_loss")
-WINDOW, HIGH = 16, 12  # steps, and how many of them
-DOUBT_WINDOW, DOUBT_HIGH = 8, 5
-UNSEEN = 3  # bad updates before a loss is high
-SPIKES = 3  # high losses in a window of fewer are luck
+WINDOW = 16  # steps between the two states kept, unless saves are more frequent
+FIRST_COMPARISONS, COMPARE_EVERY = (1, 4, 8, 16, 32), 50
+COMPARED = 8  # comparisons in a verdict; 4 would doubt a healthy run, of one photo a step, 1 % of the time
+LIMIT = 1.1  # loss with the LoRA, relative to that without it
 WORSE = 1.05  # validation loss at the end, relative to the start
-MEMORY = 200  # steps of the usual loss
-LOSS_FACTOR = 1.75
-LORA_GROWTH, MODEL_GROWTH = 2.0, 1.1
-BROKEN_GROWTH = 100.0
+BROKEN_LORA, BROKEN_MODEL = 100.0, 2.0  # growth of the weights' norm
 
 
 class DeadRunError(UserError, RuntimeError):
@@ -78,23 +75,51 @@ class RunGuard:
         log: Callable[[str], None],
         norms: Norms = tensor_norms,
     ) -> None:
-        self.lora = lora
+        self.lora, self.broken_growth = lora, BROKEN_LORA
         self.skipped = self.updates = self.nonfinite = 0
         self._options, self._log, self._norms = options, log, norms
         self._zero_gradients = self._same_losses = 0
         self._last_loss: float | None = None
         self._start: float | None = None  # norm of all weights before the first step
-        self._recent: list[tuple[int, float]] = []  # step and loss of the last finite steps
-        self._usual: float | None = None
-        self._usual_steps = 0
-        self._diverging_since: int | None = None
+        self._first: int | None = None  # step of this process
+        self._saved: int | None = None  # step of this process's last save
+        self._ratios: list[
+            tuple[int, float]
+        ] = []  # step, loss with the LoRA / without it; those of a verdict and one more
+        self._baseline: float | None = None  # the first ratio, or 1: above it only if a LoRA was loaded
+        self._in_doubt: tuple[int, int] | None = None  # since which step, and the first whose update may be bad
         self._living_update = max(options.dead_lora_steps, FIRST_LIVING_UPDATE)
 
-    def allows_update(self, step: int, loss: float, grad_norm: float) -> bool:
+    def compares(self, step: int, until: int) -> bool:
+        """Whether `allows_update` of this step needs the loss without the LoRA; `until`: steps to the next save."""
+        if self._first is None:
+            self._first = step
+            if self._options.enabled and not self._ups():
+                self._log("guard: there is no lora_B to switch off, only the growth of the weights is limited")
+        age = step - self._first + 1
+        due = age in FIRST_COMPARISONS or age % COMPARE_EVERY == 0 or until < COMPARED or step - 1 == self._saved
+        return (due or self._in_doubt is not None) and self._options.enabled and bool(self._ups())
+
+    def _ups(self) -> list[Tensor]:
+        return [param for name, param in self.lora.items() if any(mark in name for mark in UP_MATRICES)]
+
+    @contextmanager
+    def without_lora(self) -> Iterator[None]:
+        """A block without gradients in which every lora_B is zero; it changes neither their bits nor random numbers."""
+        ups = self._ups()
+        with torch.no_grad(), kept_draws():
+            values = [up.detach().clone() for up in ups]
+            try:
+                torch._foreach_zero_(ups)
+                yield
+            finally:
+                torch._foreach_copy_(ups, values)
+
+    def allows_update(self, step: int, loss: float, grad_norm: float, without: float = math.nan) -> bool:
         """Whether the optimizer may use the gradients of step `step` (from 1); False skips a nonfinite step.
 
         `loss` is the mean over micro-batches and processes as computed (ai-toolkit logs 0 for NaN), `grad_norm` that
-        before clipping.
+        before clipping, `without` the loss without the LoRA where it `compares`.
 
         Raises:
             DeadRunError: too many nonfinite steps in a row, divergence, no gradient, or a constant loss.
@@ -131,56 +156,41 @@ class RunGuard:
                 f"step {step}: loss={loss} for {self._same_losses} steps in a row, to the last bit: the model's output "
                 f"no longer depends on its input; lower train.lr and check the dataset's images; {KEPT}"
             )
-        self._check_divergence(step, loss)
+        if 0 < without < math.inf:
+            self._compare(step, loss / without)
         return True
 
-    def _check_divergence(self, step: int, loss: float) -> None:
-        """Record the loss of a finite step; the growth is read only where most losses are high."""
-        self._recent = [*self._recent, (step, loss)][-WINDOW:]
-        if self._usual is None:
-            self._usual = loss
-        high = self._high_steps(DOUBT_WINDOW)
-        often = len(high) >= DOUBT_HIGH
-        if not (often and self._growth() > self._healthy_growth()):
-            self._diverging_since = None
-            if often or step not in high:
-                self._usual_steps += 1
-                self._usual += (loss - self._usual) / min(self._usual_steps, MEMORY)
-            return
-        if self._diverging_since is None:
-            self._diverging_since = self._first_doubt(step)
-        since = self._diverging_since
-        is_high = len(self._high_steps(WINDOW)) >= HIGH
-        if is_high and step - since >= self._options.diverging_steps:
-            grown = f"the trained weights have grown {self._growth():.1f}-fold"
+    def _compare(self, step: int, ratio: float) -> None:
+        if self._baseline is None:
+            self._baseline = max(ratio, 1.0)
+        self._ratios = [*self._ratios, (step, ratio / self._baseline)][-COMPARED - 1 :]
+        if self._mean_ratio() <= LIMIT:
+            self._in_doubt = None
+        elif self._in_doubt is None:
+            self._in_doubt = step, self._first_doubt(step)
+        elif step - self._in_doubt[0] >= self._options.diverging_steps:
             raise DeadRunError(
-                f"step {step}: {self._loss_text()}, and {grown}: the run diverged; lower train.lr",
-                since,
+                f"step {step}: {self._ratio_text()}: the run diverged; lower train.lr", self._in_doubt[1]
             )
 
-    def _high_steps(self, window: int) -> list[int]:
-        limit = math.inf if self._usual is None else LOSS_FACTOR * self._usual
-        return [step for step, loss in self._recent[-window:] if loss > limit]
+    def _mean_ratio(self) -> float:
+        last = self._ratios[-COMPARED:]
+        return sum(ratio for _, ratio in last) / len(last)
+
+    def _ratio_text(self) -> str:
+        return f"with the LoRA the loss is {self._mean_ratio():.3g} times that without it"
 
     def _first_doubt(self, step: int) -> int:
-        """The first step whose update may be bad: that before the first high loss, or else `step`."""
-        if self._diverging_since is not None:
-            return self._diverging_since
-        high = self._high_steps(DOUBT_WINDOW)
-        if not high:
-            return step
-        return max(min(step, high[0] - 1), 1)
+        """The first step whose update may be bad, at most `step`: that of the comparison before the first bad one."""
+        if self._in_doubt is not None:
+            return self._in_doubt[1]
+        bad = [place for place, (_, ratio) in enumerate(self._ratios) if ratio > LIMIT]
+        return min(step, self._ratios[max(bad[0] - 1, 0)][0]) if bad else step
 
     def apart(self, step: int) -> int:
         """Steps from `step` back to weights that were surely good."""
-        since = self._first_doubt(step)
-        return 1 if since == step else step - since + UNSEEN
-
-    def _loss_text(self) -> str:
-        mean = sum(loss for _, loss in self._recent) / len(self._recent)
-        return (
-            f"the loss of the last {len(self._recent)} steps is {mean:.3g} on average, the usual one {self._usual:.3g}"
-        )
+        last = self._ratios[-1][0] if self._ratios else step
+        return step - min(self._first_doubt(step), last) + 1
 
     def _norm(self) -> float:
         return float(torch.linalg.vector_norm(self._norms(list(self.lora.values()))))
@@ -189,12 +199,6 @@ class RunGuard:
         """Norm of the weights relative to the start; 1 where that was zero. Reads back one number."""
         return self._norm() / self._start if self._start else 1.0
 
-    def _healthy_growth(self) -> float:
-        for name in self.lora:
-            if any(mark in name for mark in UP_MATRICES):
-                return LORA_GROWTH
-        return MODEL_GROWTH
-
     @property
     def doubt(self) -> str | None:
         """Why nothing may be saved now, or None."""
@@ -202,7 +206,7 @@ class RunGuard:
             return None
         if self.nonfinite >= DOUBTED_STREAK:
             return f"the last {self.nonfinite} steps were not finite"
-        return None if self._diverging_since is None else f"{self._loss_text()}: it may be diverging"
+        return None if self._in_doubt is None else f"{self._ratio_text()}: it may be diverging"
 
     def after_update(self, step: int) -> None:
         """Count an update and, when due, check the parameters; raises DeadRunError as `check_save`."""
@@ -225,6 +229,7 @@ class RunGuard:
         """
         if final or self._options.enabled:
             self._check(step, dead=final)
+        self._saved = step
         if final and self.doubt is not None:
             since = self._first_doubt(step - self.nonfinite + 1 if self.nonfinite else step)
             raise DeadRunError(f"step {step}: the run ends in doubt: {self.doubt}; lower train.lr", since)
@@ -233,14 +238,12 @@ class RunGuard:
         """Compare validation losses of trained photos; DeadRunError if the run made it worse."""
         if not self._options.enabled or end <= WORSE * start:
             return
-        since = 1
-        if len(self._high_steps(DOUBT_WINDOW)) >= SPIKES:
-            since = self._first_doubt(step)
+        since = self._first_doubt(step)
         raise DeadRunError(
             f"step {step}: the validation loss is {end:.3g}, "
             f"at the start it was {start:.3g}: "
             "the run diverged; lower train.lr",
-            since,
+            1 if since == step else since,
         )
 
     @torch.no_grad()
@@ -257,7 +260,7 @@ class RunGuard:
                 self._first_doubt(step),
             )
         growth = self._growth() if self._options.enabled else 1.0
-        if growth > BROKEN_GROWTH:
+        if growth > self.broken_growth:
             raise DeadRunError(
                 f"step {step}: the trained weights have grown {growth:,.0f}-fold since the start (largest now "
                 f"{max(norms):.3g}): the run diverged; lower train.lr",
@@ -274,16 +277,13 @@ class RunGuard:
         """The counters; plain JSON."""
         counters = {name.strip("_"): getattr(self, name) for name in COUNTERS}
         growth = self._growth() if self.lora else 1.0
-        recent = [list(pair) for pair in self._recent]
-        losses = {"losses": recent, "usual": self._usual, "steps": self._usual_steps, "start": self._start}
-        return counters | {"growth": growth, "divergence": losses}
+        ratios = [list(pair) for pair in self._ratios]
+        return counters | {"growth": growth, "start": self._start, "ratios": ratios, "baseline": self._baseline}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved run's counters; missing ones stay."""
         for name in COUNTERS:
             setattr(self, name, state.get(name.strip("_"), getattr(self, name)))
-        losses = state.get("divergence", {})  # of a run that was not in doubt
-        self._start = losses.get("start", self._start)
-        self._recent = [(step, loss) for step, loss in losses.get("losses", [])]
-        self._usual = losses.get("usual")
-        self._usual_steps = int(losses.get("steps", 0))
+        self._start = state.get("start", self._start)
+        self._ratios = [(step, ratio) for step, ratio in state.get("ratios", [])]
+        self._baseline = state.get("baseline")

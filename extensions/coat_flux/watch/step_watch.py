@@ -3,7 +3,7 @@
     with watch.casts(n):                        losses of casts to FP8, in the steps where that is due
         watch.retry(n, attempt, reset)          forward and backward, again with more recomputation if out of memory
             watch.mark("before_forward", n)     memory lines and the memory report, at each of `phases.STEP_MOMENTS`
-        watch.allows_update(n, loss, norm)      the guard's verdict
+        watch.allows_update(n, loss, norm, …)   the guard's verdict
     watch.end_step(n, seconds)                  the parameters, and whether the driver has spilled memory
     with watch.phases.during("sample"):         everything that is not a step
     watch.guard                                 what may be saved, and what was skipped
@@ -31,7 +31,7 @@ from ..blocks.runner import BlockRunner
 from ..config.coat import COATConfig
 from ..config.job import JobConfig
 from .casts import CastPrecision, CastProbe
-from .guard import KEPT, DeadRunError, Norms, RunGuard, tensor_norms
+from .guard import BROKEN_MODEL, KEPT, DeadRunError, Norms, RunGuard, tensor_norms
 from .oom import OutOfMemory, explain_oom, is_oom, recompute_more
 from .phases import PhaseTracker, used_bytes
 from .precision import health_line, health_verdict, weight_rows
@@ -73,6 +73,8 @@ class StepWatch:
             phases.held.add("optimizer", optimizer)
         self.phases = phases
         self.guard = RunGuard(config.guard, lora, log.info, norms)
+        if network is None:
+            self.guard.broken_growth = BROKEN_MODEL
         self._options, self._memory, self._report = config.guard, config.memory, report
         self._transformer, self._log, self._job = transformer, log, job
         self._minimum = config.activation.min_sqnr_db if config.enabled else None
@@ -197,9 +199,9 @@ class StepWatch:
         """Rule out a retry of the current attempt: its update begins before `allows_update` is called."""
         self._updating = True
 
-    def allows_update(self, step: int, loss: float, grad_norm: float) -> bool:
+    def allows_update(self, step: int, loss: float, grad_norm: float, *without: float) -> bool:
         """The guard's verdict: `RunGuard.allows_update`."""
-        self._updating = self.guard.allows_update(step, loss, grad_norm)
+        self._updating = self.guard.allows_update(step, loss, grad_norm, *without)
         return self._updating
 
     def end_step(self, step: int, seconds: float) -> None:

@@ -10,6 +10,7 @@ samples every N-th prompt; one saves.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...base.errors import UserError
-from ...base.rng import mixed_seed, rng_state, set_rng_state
+from ...base.rng import kept_draws, mixed_seed, rng_state, set_rng_state
 from ...base.streams import quiet_dead_outputs
 from ...saves.interrupts import Interrupts
 from ...watch.live import COMMANDS, LiveRun
@@ -51,7 +52,7 @@ class TrainingLoop:
         phases = process._phases
         self.done = self._saved = process.step_num
         self._stop_requested = False  # by the web UI or the live page
-        self._owes_save = False
+        self._owes_save = self._told = False
         self._begin_step()
         self._tables: RunTables | None = None
         if self._team.is_main:
@@ -100,8 +101,9 @@ class TrainingLoop:
 
     def _begin_step(self) -> None:
         self._losses: list[Tensor] = []  # of micro-batches, fp32 []
+        self._without: list[Tensor] = []  # those without the LoRA
         self._norms: list[Tensor] = []  # before clipping, by parameter group
-        self._measured: tuple[float, float, float] | None = None  # loss, lr, norm
+        self._measured: tuple[float, float, float, float] | None = None  # loss, lr, norm, loss without the LoRA
         self._micro_batches = 0
         self._commands: frozenset[str] = frozenset()  # agreed on by all processes
 
@@ -122,7 +124,7 @@ class TrainingLoop:
             self.watch.mark("after_optimizer_step", number)
             seconds = time.monotonic() - began
             if self._tables is not None and self._measured is not None:
-                loss, lr, norm = self._measured
+                loss, lr, norm, _ = self._measured
                 skipped = self.watch.guard.skipped
                 self._tables.step(StepStats(number, process.epoch_num, lr, loss, norm, seconds, skipped))
             self.watch.end_step(number, seconds)
@@ -180,11 +182,30 @@ class TrainingLoop:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         fused = None if self._full is None else self._full.fused
         is_complete = False
+        steps = process.train_config.steps
+        # ai-toolkit saves in the step after that of the file's name
+        until = min((1 - number) % (process.save_config.save_every or steps), steps - number)
+        compares = watch.guard.compares(number, until)
+        pair: list[Tensor] = []  # a micro-batch's predictions without and with the LoRA
+        own_predict = process.predict_noise
+
+        def predict_noise(*args: Any, **kwargs: Any) -> Any:
+            if not (compares and kwargs.get("is_primary_pred")):
+                return own_predict(*args, **kwargs)
+            with watch.guard.without_lora():
+                pair.append(own_predict(*args, **kwargs))
+            pair.append(own_predict(*args, **kwargs))
+            return pair[1]
 
         def recorded(compute: Callable[..., Any]) -> Callable[..., Any]:
             """`compute`, recorded before ai-toolkit turns NaN into 0."""
 
             def compute_loss(*args: Any, **kwargs: Any) -> Any:
+                if pair and kwargs.get("noise_pred") is pair[1] and kwargs.get("prior_pred") is None:
+                    with torch.no_grad(), kept_draws():
+                        without = compute(*args, **kwargs | {"noise_pred": pair[0]})
+                    self._without.append(without.float().mean())
+                pair.clear()
                 loss = compute(*args, **kwargs)
                 if isinstance(loss, Tensor):
                     self._losses.append(loss.detach().float().mean())
@@ -216,21 +237,27 @@ class TrainingLoop:
 
         def step(*args: Any, **kwargs: Any) -> Any:
             complete_gradients()
-            loss, _, norm = self._measured = self._measure(parameters)
-            if not watch.allows_update(number, loss, norm):
+            loss, _, norm, without = self._measured = self._measure(parameters)
+            if compares and math.isnan(without) and not self._told:
+                info("guard: this job's loss is not compared with that without the LoRA")
+                self._told = True
+            if not watch.allows_update(number, loss, norm, without):
                 return None
             return own_step(*args, **kwargs)
 
         losses = {name: recorded(getattr(process, name)) for name in LOSSES}
         with (
-            patched(process, **losses),
+            patched(process, predict_noise=predict_noise, **losses),
             patched(accelerator, backward=backward, clip_grad_norm_=clip_grad_norm_),
             patched(optimizer, step=step),
         ):
             yield
 
-    def _measure(self, parameters: list[Tensor]) -> tuple[float, float, float]:
+    def _measure(self, parameters: list[Tensor]) -> tuple[float, float, float, float]:
         loss = float(torch.stack(self._losses).mean()) if self._losses else 0.0
+        without = math.nan
+        if self._without and len(self._without) == len(self._losses):
+            without = float(torch.stack(self._without).mean())
         norms = self._norms or [p.grad.norm() for p in parameters if p.grad is not None]
         norm = 0.0
         if self._full is not None and self._full.fused is not None:
@@ -242,11 +269,12 @@ class TrainingLoop:
             if self.stops:
                 requested |= {"stop"}
             device = self._team.device
-            own = torch.tensor([loss], dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
+            dtype = torch.float64 if device.type == "cpu" else torch.float32
+            own = torch.tensor([loss, without], dtype=dtype, device=device)
             mean, flags = self._team.agree(own, [name in requested for name in COMMANDS])
-            loss = float(mean)
+            loss, without = mean.tolist()
             self._commands = frozenset(itertools.compress(COMMANDS, flags))
-        return loss, float(self._process.optimizer.param_groups[0]["lr"]), norm
+        return loss, float(self._process.optimizer.param_groups[0]["lr"]), norm, without
 
     # -- between two steps
 

@@ -43,6 +43,7 @@ from .quantizer import choose_at_load, convert_model, install_quantizer
 from .resume import Continuation, find_continuation
 
 INHERITED = ("get_conf", "get_latest_save_path", "on_error", "clean_up_saves", "post_save_hook", *LOSSES)
+INHERITED += ("predict_noise",)
 
 
 class SamplingStopped(Exception):

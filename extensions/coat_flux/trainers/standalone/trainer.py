@@ -312,20 +312,23 @@ def train_step(session: Session, batches: Iterator[Batch], interrupts: Interrupt
     if not late:
         settle(session)
     lr = learning_rate(session.optimizer)
+    micro_batches = [next(batches) for _ in range(session.job.train.gradient_accumulation)]
+    without = _without_lora(session, number, micro_batches)
     with watch.casts(number):
-        micro_batches = [next(batches) for _ in range(session.job.train.gradient_accumulation)]
         replayed = _replay(session, number, micro_batches) if late else None
         numbers = _gradients(session, number, micro_batches) if replayed is None else replayed
         commands = session.live.poll()
         if interrupts.asked:
             commands |= {"stop"}
+        if without:
+            numbers = torch.cat([numbers, *without])
         numbers, asked = session.workers.agree(numbers, [name in commands for name in COMMANDS])
         read = start_reading(numbers)
         if not late:
             if watch.allows_update(number, *read()):
                 _update(session, None)
         elif replayed is None:
-            _update(session, not_finite(numbers))
+            _update(session, not_finite(numbers[:2]))
     watch.mark("after_optimizer_step", number)
     advance(session.lr_scheduler, 1)
     session.step = number
@@ -348,14 +351,26 @@ def settle(session: Session) -> None:
 
 def _finish(session: Session, stats: StepStats, read: Callable[[], list[float]], *, judge: bool = True) -> None:
     """Report a step whose loss and norm are read now; `judge` it first unless done before its update."""
-    stats.loss, stats.grad_norm = read()
+    stats.loss, stats.grad_norm, *without = read()
     if judge:
-        session.watch.allows_update(stats.step, stats.loss, stats.grad_norm)
+        session.watch.allows_update(stats.step, stats.loss, stats.grad_norm, *without)
     if session.step == stats.step:  # no later step is outstanding
         session.outstanding = None
     session.watch.end_step(stats.step, stats.seconds)
     stats.skipped = session.watch.guard.skipped
     session.log.step(stats)
+
+
+def _without_lora(session: Session, number: int, batches: Sequence[Batch]) -> list[Tensor]:
+    """The loss of a step without the LoRA, fp32 [1], if the guard compares."""
+    job, guard = session.job, session.watch.guard
+    if not guard.compares(number, min(-number % job.save.save_every, job.train.steps - number)):
+        return []
+    if session.graphs is not None:
+        session.graphs.make_room()
+    with guard.without_lora():
+        losses = [session.objective(session.dataset.batch(batch), batch.draw) for batch in batches]
+    return [torch.stack(losses).mean(0, keepdim=True)]
 
 
 def _gradients(session: Session, number: int, batches: Sequence[Batch]) -> Tensor:

@@ -3,8 +3,11 @@ from jobs.process import BaseSDTrainProcess
 
 
 class SDTrainer(BaseSDTrainProcess):
-    def calculate_loss(self, prediction, target):
-        return (prediction - target).square().mean()
+    def predict_noise(self, noisy_latents, is_primary_pred=False):
+        return self.sd.unet(noisy_latents).float()
+
+    def calculate_loss(self, noise_pred, noise):
+        return (noise_pred - noise).square().mean()
 
     get_guided_loss = get_mean_flow_loss = calculate_loss
 
@@ -16,7 +19,8 @@ class SDTrainer(BaseSDTrainProcess):
         total = 0.0
         for batch in batch_list:
             noisy = (batch + torch.randn(batch.shape)).to(torch.bfloat16)
-            loss = self.calculate_loss(self.sd.unet(noisy).float(), 1.0)
+            noise_pred = self.predict_noise(noisy_latents=noisy, is_primary_pred=True)
+            loss = self.calculate_loss(noise_pred=noise_pred, noise=1.0)
             if not torch.isfinite(loss):
                 loss = torch.zeros_like(loss).requires_grad_(True)
             self.accelerator.backward(loss)
