@@ -19,7 +19,7 @@ from coat_core.optim import FP8AdamW
 from coat_flux.blocks.runner import BlockRunner
 from coat_flux.config.coat import COATConfig
 from coat_flux.config.job import JobConfig
-from coat_flux.config.job_sections import EMASection
+from coat_flux.config.job_sections import EMASection, SaveSection
 from coat_flux.plan import cards
 from coat_flux.trainers import optimizer as optim
 from coat_flux.trainers.standalone import session as sessions
@@ -204,9 +204,9 @@ class SmallRun:
         self.rows: list[StepStats] = []
         self.read_at: list[int] = []  # steps done when each row came
         optimizer = FP8AdamW(self.lora.values(), lr=1e-3, capturable=True)
-        train = SimpleNamespace(gradient_accumulation=2, max_grad_norm=1.0)
+        train = SimpleNamespace(gradient_accumulation=2, max_grad_norm=1.0, steps=1000)
         self.session: Any = SimpleNamespace(
-            job=SimpleNamespace(train=train, seed=3, coat=SimpleNamespace(fallback="auto")),
+            job=SimpleNamespace(train=train, save=SaveSection(), seed=3, coat=SimpleNamespace(fallback="auto")),
             transformer=nn.Identity(),
             workers=Workers("cpu"),
             watch=self.watch,

@@ -7,15 +7,18 @@
 A single update from NaN or inf is skipped and counted; ten in a row end the run. With `guard.enabled: false` that
 is the only check. From the second in a row, and while the run seems to diverge, trainers save nothing.
 
-A LoRA diverges when the loss with it is higher than without it, on the same photos and noise. On some steps trainers
-run one more forward pass with every lora_B at zero (`compares`, `without_lora`); a verdict is the mean of the last 8
-ratios. On the mini-FLUX it stays below 1 at 3 times the good rate, and rises above 2 at 10 times. The steps are
+A LoRA has diverged when the loss is lower without it, on the same photos and noise. On some steps
+trainers run one more forward pass, with every lora_B at zero; the verdict is the mean ratio of the
+last 8. On the mini-FLUX it is below 1 at 3 times the good rate, above 2 at 10 times. The steps are
 
-    steps 1, 4, 8, 16, 32 of a process, every 50th, the last 8 before a save or the end, the one after a save,
-    and all steps in doubt
+    1, 4, 8, 16, 32 of a process
+    every 50th
+    the last 8 before a save or the end
+    the one after a save
+    all in doubt
 
-which is 32 of the first 1000 with `save_every: 1000`, for about 1 % of the time. A whole model, or an adapter without
-lora_B (LoKr), has nothing to switch off: there only the growth of the weights' norm is limited, to 2 or 100 times.
+32 of the first 1000 with `save_every: 1000`, about 1 % of the time. Without lora_B (LoKr, a whole
+model) only the growth of the weights' norm is limited, to 100 and 2 times.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ DOUBTED_STREAK = 2  # nonfinite steps in a row; a single one is harmless
 COUNTERS = ("skipped", "updates", "nonfinite", "_zero_gradients", "_same_losses", "_last_loss")
 WINDOW = 16  # steps between the two states kept, unless saves are more frequent
 FIRST_COMPARISONS, COMPARE_EVERY = (1, 4, 8, 16, 32), 50
-COMPARED = 8  # comparisons in a verdict; 4 would doubt a healthy run, of one photo a step, 1 % of the time
+COMPARED = 8  # with 4, a healthy run of one photo a step is in doubt 1 % of the time
 LIMIT = 1.1  # loss with the LoRA, relative to that without it
 WORSE = 1.05  # validation loss at the end, relative to the start
 BROKEN_LORA, BROKEN_MODEL = 100.0, 2.0  # growth of the weights' norm
@@ -83,29 +86,31 @@ class RunGuard:
         self._start: float | None = None  # norm of all weights before the first step
         self._first: int | None = None  # step of this process
         self._saved: int | None = None  # step of this process's last save
-        self._ratios: list[
-            tuple[int, float]
-        ] = []  # step, loss with the LoRA / without it; those of a verdict and one more
-        self._baseline: float | None = None  # the first ratio, or 1: above it only if a LoRA was loaded
-        self._in_doubt: tuple[int, int] | None = None  # since which step, and the first whose update may be bad
+        self._ratios: list[tuple[int, float]] = []  # by step, those of a verdict and one more
+        self._baseline: float | None = None  # above 1 if a LoRA was loaded
+        self._mean = 1.0  # ratio of the last verdict
+        self._in_doubt: tuple[int, int] | None = None  # first step in doubt, first bad update
         self._living_update = max(options.dead_lora_steps, FIRST_LIVING_UPDATE)
 
     def compares(self, step: int, until: int) -> bool:
-        """Whether `allows_update` of this step needs the loss without the LoRA; `until`: steps to the next save."""
+        """Whether a step is compared, `until` steps before the next save."""
         if self._first is None:
             self._first = step
             if self._options.enabled and not self._ups():
-                self._log("guard: there is no lora_B to switch off, only the growth of the weights is limited")
+                self._log("guard: no lora_B to switch off: only growth is limited")
         age = step - self._first + 1
-        due = age in FIRST_COMPARISONS or age % COMPARE_EVERY == 0 or until < COMPARED or step - 1 == self._saved
-        return (due or self._in_doubt is not None) and self._options.enabled and bool(self._ups())
+        if not (self._options.enabled and self._ups()):
+            return False
+        if age in FIRST_COMPARISONS or age % COMPARE_EVERY == 0:
+            return True
+        return until < COMPARED or step - 1 == self._saved or self._in_doubt is not None
 
     def _ups(self) -> list[Tensor]:
         return [param for name, param in self.lora.items() if any(mark in name for mark in UP_MATRICES)]
 
     @contextmanager
     def without_lora(self) -> Iterator[None]:
-        """A block without gradients in which every lora_B is zero; it changes neither their bits nor random numbers."""
+        """Set every lora_B to zero, without effect on training."""
         ups = self._ups()
         with torch.no_grad(), kept_draws():
             values = [up.detach().clone() for up in ups]
@@ -119,7 +124,7 @@ class RunGuard:
         """Whether the optimizer may use the gradients of step `step` (from 1); False skips a nonfinite step.
 
         `loss` is the mean over micro-batches and processes as computed (ai-toolkit logs 0 for NaN), `grad_norm` that
-        before clipping, `without` the loss without the LoRA where it `compares`.
+        before clipping, `without` the loss without the LoRA.
 
         Raises:
             DeadRunError: too many nonfinite steps in a row, divergence, no gradient, or a constant loss.
@@ -164,24 +169,22 @@ class RunGuard:
         if self._baseline is None:
             self._baseline = max(ratio, 1.0)
         self._ratios = [*self._ratios, (step, ratio / self._baseline)][-COMPARED - 1 :]
-        if self._mean_ratio() <= LIMIT:
+        last = [ratio for _, ratio in self._ratios[-COMPARED:]]
+        self._mean = sum(last) / len(last)
+        if self._mean <= LIMIT:
             self._in_doubt = None
-        elif self._in_doubt is None:
+            return
+        if self._in_doubt is None:
             self._in_doubt = step, self._first_doubt(step)
-        elif step - self._in_doubt[0] >= self._options.diverging_steps:
+        began, since = self._in_doubt
+        if step - began >= self._options.diverging_steps:
             raise DeadRunError(
-                f"step {step}: {self._ratio_text()}: the run diverged; lower train.lr", self._in_doubt[1]
+                f"step {step}: {self.doubt}: the run diverged; lower train.lr",
+                since,
             )
 
-    def _mean_ratio(self) -> float:
-        last = self._ratios[-COMPARED:]
-        return sum(ratio for _, ratio in last) / len(last)
-
-    def _ratio_text(self) -> str:
-        return f"with the LoRA the loss is {self._mean_ratio():.3g} times that without it"
-
     def _first_doubt(self, step: int) -> int:
-        """The first step whose update may be bad, at most `step`: that of the comparison before the first bad one."""
+        """The comparison before the first bad one, or `step`."""
         if self._in_doubt is not None:
             return self._in_doubt[1]
         bad = [place for place, (_, ratio) in enumerate(self._ratios) if ratio > LIMIT]
@@ -189,8 +192,10 @@ class RunGuard:
 
     def apart(self, step: int) -> int:
         """Steps from `step` back to weights that were surely good."""
-        last = self._ratios[-1][0] if self._ratios else step
-        return step - min(self._first_doubt(step), last) + 1
+        since = self._first_doubt(step)
+        if self._ratios:
+            since = min(since, self._ratios[-1][0])
+        return step - since + 1
 
     def _norm(self) -> float:
         return float(torch.linalg.vector_norm(self._norms(list(self.lora.values()))))
@@ -206,7 +211,9 @@ class RunGuard:
             return None
         if self.nonfinite >= DOUBTED_STREAK:
             return f"the last {self.nonfinite} steps were not finite"
-        return None if self._in_doubt is None else f"{self._ratio_text()}: it may be diverging"
+        if self._in_doubt is None:
+            return None
+        return f"with the LoRA the loss is {self._mean:.3g} times that without it"
 
     def after_update(self, step: int) -> None:
         """Count an update and, when due, check the parameters; raises DeadRunError as `check_save`."""

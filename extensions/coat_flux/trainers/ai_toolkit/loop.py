@@ -103,7 +103,7 @@ class TrainingLoop:
         self._losses: list[Tensor] = []  # of micro-batches, fp32 []
         self._without: list[Tensor] = []  # those without the LoRA
         self._norms: list[Tensor] = []  # before clipping, by parameter group
-        self._measured: tuple[float, float, float, float] | None = None  # loss, lr, norm, loss without the LoRA
+        self._measured: tuple[float, float, float, float] | None = None  # loss, lr, norm, without
         self._micro_batches = 0
         self._commands: frozenset[str] = frozenset()  # agreed on by all processes
 
@@ -183,8 +183,8 @@ class TrainingLoop:
         fused = None if self._full is None else self._full.fused
         is_complete = False
         steps = process.train_config.steps
-        # ai-toolkit saves in the step after that of the file's name
-        until = min((1 - number) % (process.save_config.save_every or steps), steps - number)
+        save_every = process.save_config.save_every or steps
+        until = min((1 - number) % save_every, steps - number)  # saves are one step late
         compares = watch.guard.compares(number, until)
         pair: list[Tensor] = []  # a micro-batch's predictions without and with the LoRA
         own_predict = process.predict_noise
@@ -239,7 +239,7 @@ class TrainingLoop:
             complete_gradients()
             loss, _, norm, without = self._measured = self._measure(parameters)
             if compares and math.isnan(without) and not self._told:
-                info("guard: this job's loss is not compared with that without the LoRA")
+                info("guard: this loss is not compared")
                 self._told = True
             if not watch.allows_update(number, loss, norm, without):
                 return None

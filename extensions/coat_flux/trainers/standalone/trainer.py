@@ -362,19 +362,31 @@ def _finish(session: Session, stats: StepStats, read: Callable[[], list[float]],
 
 
 def _without_lora(session: Session, number: int, batches: Sequence[Batch]) -> list[Tensor]:
-    """The loss of a step without the LoRA, fp32 [1], if the guard compares."""
+    """The loss without the LoRA, fp32 [1], if due."""
     job, guard = session.job, session.watch.guard
     if not guard.compares(number, min(-number % job.save.save_every, job.train.steps - number)):
         return []
-    if session.graphs is not None:
-        session.graphs.make_room()
-    with guard.without_lora():
-        losses = [session.objective(session.dataset.batch(batch), batch.draw) for batch in batches]
-    return [torch.stack(losses).mean(0, keepdim=True)]
+
+    def compute() -> Tensor:
+        with guard.without_lora():
+            losses = [session.objective(session.dataset.batch(batch), batch.draw) for batch in batches]
+        return torch.stack(losses).mean(0, keepdim=True)
+
+    return [_retried(session, number, compute)]
 
 
 def _gradients(session: Session, number: int, batches: Sequence[Batch]) -> Tensor:
     """Compute clipped gradients (fused: and apply them); returns fp32 [2]: loss and norm."""
+    session.optimizer.zero_grad(set_to_none=True)
+    loss = _retried(session, number, lambda: _accumulate(session, batches))
+    if session.fused is not None:
+        return torch.stack([loss, session.fused.norm.to(loss)])
+    session.workers.sum_gradients(list(session.lora.values()))
+    return _clipped(session, loss)
+
+
+def _retried(session: Session, number: int, attempt: Callable[[], Tensor]) -> Tensor:
+    """`attempt`, again with less in memory if that runs out."""
     graphs = session.graphs
     if graphs is not None:
         graphs.make_room()
@@ -384,15 +396,9 @@ def _gradients(session: Session, number: int, batches: Sequence[Batch]) -> Tenso
         freed = graphs is not None and graphs.drop()
         return "CUDA graphs: their memory was given back" if freed else None
 
-    session.optimizer.zero_grad(set_to_none=True)
     if session.workers.shares_weights:  # a process that retries alone would wait for the others' weights
-        loss = _accumulate(session, batches)
-    else:
-        loss = session.watch.retry(number, lambda: _accumulate(session, batches), reset)
-    if session.fused is not None:
-        return torch.stack([loss, session.fused.norm.to(loss)])
-    session.workers.sum_gradients(list(session.lora.values()))
-    return _clipped(session, loss)
+        return attempt()
+    return session.watch.retry(number, attempt, reset)
 
 
 def _accumulate(session: Session, batches: Sequence[Batch]) -> Tensor:
