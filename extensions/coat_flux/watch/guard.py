@@ -94,13 +94,16 @@ class RunGuard:
 
     def compares(self, step: int, until: int) -> bool:
         """Whether a step is compared, `until` steps before the next save."""
+        if not self._options.enabled:
+            return False
+        begins = self._first is None
         if self._first is None:
             self._first = step
-            if self._options.enabled and not self._ups():
+        if not self._ups():
+            if begins:
                 self._log("guard: no lora_B to switch off: only growth is limited")
-        age = step - self._first + 1
-        if not (self._options.enabled and self._ups()):
             return False
+        age = step - self._first + 1
         if age in FIRST_COMPARISONS or age % COMPARE_EVERY == 0:
             return True
         return until < COMPARED or step - 1 == self._saved or self._in_doubt is not None

@@ -353,7 +353,12 @@ def _finish(session: Session, stats: StepStats, read: Callable[[], list[float]],
     """Report a step whose loss and norm are read now; `judge` it first unless done before its update."""
     stats.loss, stats.grad_norm, *without = read()
     if judge:
-        session.watch.allows_update(stats.step, stats.loss, stats.grad_norm, *without)
+        session.watch.allows_update(
+            stats.step,
+            stats.loss,
+            stats.grad_norm,
+            *without,
+        )
     if session.step == stats.step:  # no later step is outstanding
         session.outstanding = None
     session.watch.end_step(stats.step, stats.seconds)
@@ -364,7 +369,11 @@ def _finish(session: Session, stats: StepStats, read: Callable[[], list[float]],
 def _without_lora(session: Session, number: int, batches: Sequence[Batch]) -> list[Tensor]:
     """The loss without the LoRA, fp32 [1], if due."""
     job, guard = session.job, session.watch.guard
-    if not guard.compares(number, min(-number % job.save.save_every, job.train.steps - number)):
+    until = min(
+        -number % job.save.save_every,
+        job.train.steps - number,
+    )
+    if not guard.compares(number, until):
         return []
 
     def compute() -> Tensor:
