@@ -8,7 +8,6 @@ import json
 import math
 import random
 from collections import Counter
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -174,12 +173,9 @@ def drawn(rng: random.Random, ratios: tuple[float, ...], photos: int) -> float:
 
 
 def test_the_steps_that_are_compared() -> None:
-    for first in (1, 101):
-        guard = guard_of()
-        steps = [
-            step - first + 1 for step in range(first, first + 1000) if guard.compares(step, (first - step - 1) % 1000)
-        ]
-        assert steps == [1, 4, 8, 16, 32, *range(50, 1000, 50), *range(993, 1001)]
+    guard = guard_of()
+    steps = [step for step in range(101, 1101) if guard.compares(step, (100 - step) % 1000)]
+    assert steps == [101, 104, 108, 116, 132, *range(150, 1100, 50), *range(1093, 1101)]
     assert not guard_of(enabled=False).compares(1, 0)
     lines: list[str] = []
     guard = guard_of(lines)
@@ -188,32 +184,16 @@ def test_the_steps_that_are_compared() -> None:
     assert len(lines) == 1
 
 
-def test_without_the_lora_every_bit_and_every_draw_is_kept() -> None:
-    guard = guard_of()
-    guard.lora[B].data.normal_()
-    before, draws = guard.lora[B].detach().clone(), torch.get_rng_state()
-    with suppress(ZeroDivisionError), guard.without_lora():
-        assert not guard.lora[B].any()
-        assert guard.lora[A].all()
-        assert not torch.is_grad_enabled()
-        raise ZeroDivisionError(torch.rand(3))
-    assert torch.equal(guard.lora[B], before)
-    assert torch.equal(torch.get_rng_state(), draws)
-
-
 @pytest.mark.parametrize("photos", [1, 4])
 @pytest.mark.parametrize("effect", [0.1, 0.3, 0.6, 1.0])  # 1: the LoRA of 3 times the good rate
 def test_healthy_runs_are_not_stopped(photos: int, effect: float) -> None:
-    """25 runs of each kind, 200 in all; losses of one photo have spikes."""
     doubts = 0
     for seed in range(25):
         rng, guard = random.Random(seed), guard_of()
         guard.lora[B].data.fill_(1e-3)
         for step in range(1, 401):
             ratio = drawn(rng, GOOD, photos) ** (effect * min(step / 20, 1))
-            compared(
-                guard, step, -step % 100, ratio, (20 if rng.random() < 0.03 else 1) * rng.lognormvariate(-1.1, 0.5)
-            )
+            compared(guard, step, -step % 100, ratio, rng.lognormvariate(-1.1, 1.5))
             doubts += guard.doubt is not None
         guard.check_save(400, final=True)
         guard.check_end(400, 0.6, 0.62)
@@ -221,10 +201,7 @@ def test_healthy_runs_are_not_stopped(photos: int, effect: float) -> None:
 
 
 def outcome(good: int, photos: int, ramp: int, save_every: int, seed: int) -> str:
-    """What comes of `good` steps at a good rate, then 30 at one too high, whose first `ramp` updates ruin the run.
-
-    The loss of the step after a bad update shows it. Sets are kept as `commit` keeps them.
-    """
+    """What comes of `good` steps, then 30 at a rate whose first `ramp` updates ruin the run; sets as `commit` keeps."""
     rng, guard = random.Random(seed), guard_of()
     guard.lora[B].data.fill_(1e-3)
     sets: list[int] = []
@@ -259,9 +236,8 @@ def outcome(good: int, photos: int, ramp: int, save_every: int, seed: int) -> st
 def test_a_rate_too_high_ends_the_run_and_the_good_state_is_kept(good: int, photos: int) -> None:
     cases = itertools.product((1, 2), (1, 2, 4, 10), range(10))
     counts = Counter(outcome(good, photos, *case) for case in cases)
-    # of one photo a step, a first bad update may show little, and a good one may look bad
     others = counts.pop("back to a bad one", 0) + counts.pop("lost", 0)
-    assert others <= (4 if photos == 1 else 0)
+    assert others <= (4 if photos == 1 else 0)  # a first bad update may show little
     assert set(counts) <= {"back to a good one", "start over"}
 
 
@@ -277,16 +253,14 @@ def test_a_validation_loss_above_the_starts_ends_the_run() -> None:
 
 def test_a_doubt_ends_the_run_after_its_limit_and_a_passing_one_does_not() -> None:
     guard = guard_of(diverging_steps=20)
-    for step in range(1, 51):
-        compared(guard, step, 1000, 0.9)
+    assert sum(compared(guard, step, 1000, 0.9) for step in range(1, 51)) == 6
     other = guard_of(diverging_steps=20)
     other.load_state_dict(json.loads(json.dumps(guard.state_dict())))
     assert other.state_dict() == guard.state_dict()
     for step in range(51, 60):
         assert compared(other, step, 100, 3.0 if step > 51 else 0.9) == (step in (51, *range(54, 60)))
         assert (other.doubt is not None) == (step >= 54)
-    for step in range(60, 70):
-        compared(other, step, 100, 0.5)
+    [compared(other, step, 100, 0.5) for step in range(60, 70)]
     assert other.doubt is None
     with pytest.raises(DeadRunError, match=r"step 120: .* 3 times that without it.*train\.lr") as end:
         [compared(guard, step, 1000, 3.0) for step in range(51, 140)]
@@ -295,26 +269,23 @@ def test_a_doubt_ends_the_run_after_its_limit_and_a_passing_one_does_not() -> No
 
 def test_a_loaded_lora_is_compared_with_its_own_start() -> None:
     guard = guard_of()
-    for step in range(1, 60):
-        compared(guard, step, 0, 1.5)
+    assert all(compared(guard, step, 0, 1.5) for step in range(1, 20))
     assert guard.doubt is None
-    compared(guard, 60, 0, 4.0)
+    compared(guard, 20, 0, 4.0)
     assert guard.doubt
 
 
 @pytest.mark.parametrize("limit", [2.0, 100.0])  # of a whole model, of adapters
 def test_weights_that_have_grown_far_are_broken(limit: float) -> None:
-    for factor in (0.99, 1.01):
-        guard = guard_of()
-        guard.broken_growth = limit
-        guard.allows_update(1, 0.3, 1.0)  # measures the weights before the first step
-        guard.lora[A].data.fill_(limit * factor)
-        if factor < 1:
-            guard.check_save(7)
-            continue
-        with pytest.raises(DeadRunError, match=r"-fold .*train\.lr") as end:
-            guard.check_save(7)
-        assert end.value.since == 7
+    guard = guard_of()
+    guard.broken_growth = limit
+    guard.allows_update(1, 0.3, 1.0)  # measures the weights before the first step
+    guard.lora[A].data.fill_(0.99 * limit)
+    guard.check_save(7)
+    guard.lora[A].data.fill_(1.01 * limit)
+    with pytest.raises(DeadRunError, match=r"-fold .*train\.lr") as end:
+        guard.check_save(8)
+    assert end.value.since == 8
 
 
 def test_a_streak_that_is_not_finite_is_doubted_and_a_single_step_is_not() -> None:
