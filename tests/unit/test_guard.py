@@ -273,6 +273,7 @@ def test_a_loaded_lora_is_compared_with_its_own_start() -> None:
     assert guard.doubt is None
     compared(guard, 20, 0, 4.0)
     assert guard.doubt
+    assert all(guard.allows_update(step, 2.4, 0.0) for step in range(21, 40))  # not for want of a gradient
 
 
 @pytest.mark.parametrize("limit", [2.0, 100.0])  # of a whole model, of adapters

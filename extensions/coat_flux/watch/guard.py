@@ -150,7 +150,8 @@ class RunGuard:
         self.nonfinite = 0
         if not options.enabled:
             return True
-        self._zero_gradients = 0 if grad_norm else self._zero_gradients + 1
+        excused = grad_norm or self._in_doubt is not None  # a diverged LoRA may have no gradient
+        self._zero_gradients = 0 if excused else self._zero_gradients + 1
         if self._zero_gradients >= options.zero_gradient_steps:
             raise DeadRunError(
                 f"step {step}: gradient norm 0 for {self._zero_gradients} steps in a row; check that network, or "
