@@ -208,6 +208,8 @@ def test_photos_held_out_are_measured_and_leave_no_trace_in_a_run_or_its_resume(
     lora = load_file(held)
     assert_all_bitwise(load_file(train("fewer", {**place, "images": fewer}, train=average, **noisy)), lora)
 
+    log = (held.parent / "coat" / "log.txt").read_text(encoding="utf-8")
+    assert re.search(r"network\.dropout: (\d) of \d blocks take the generic flow, which keeps \d+\.\d\d MB", log)
     found = RunFolder(held.parent).validation
     assert [step for step, _ in found] == [0, 1, 2, 3]
     assert len({loss for _, loss in found}) == 4

@@ -233,8 +233,9 @@ def test_table_shows_prediction_beside_measurement() -> None:
         ["step", "1", "10.00", "10.00", "20.00", "20.00", "19.00"],
     ]
     assert notes[0] == "before training: 13.00, peak until then 15.00"
-    assert notes[1].endswith("transformer 12.00 (12.00), lora 1.00, rest 7.00")
-    assert "19.00 GB; measured 20.00 GB, +5.3%" in notes[2]
+    assert notes[1].endswith("transformer 12.00, lora 1.00, rest 7.00 GB")  # not the moment of the predicted peak
+    assert notes[2] == "predicted at the peak of the largest step: transformer 12.00, workspace 7.00 GB"
+    assert "19.00 GB; measured 20.00 GB, +5.3%" in notes[3]
     assert "did not come to its end" in tabulated(_record(prediction=None))[2][-1]
 
 

@@ -6,6 +6,8 @@ import json
 import re
 import shutil
 import socket
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -207,6 +209,30 @@ def test_images_that_are_here_count(tmp_path):
 
 
 # --- cards ---
+
+
+IMPORTS = """
+import sys, torch
+from coat_flux.cli.entry import main
+class Watch:
+    def find_spec(self, name, *_):
+        if name == "diffusers.models.modeling_utils":
+            print("imported under", torch.empty(0).device)
+sys.meta_path.insert(0, Watch())
+main(["plan", "configs/flux_clothing_tiny.yaml"])
+"""
+
+
+def test_nothing_is_imported_under_the_meta_device():
+    """torchao, which diffusers imports where it is, makes a table of numbers while it is imported."""
+    done = subprocess.run([sys.executable, "-c", IMPORTS], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "imported under cpu" in done.stdout
+
+
+def test_dropout_is_said_with_the_bytes_that_it_costs():
+    plain, dropped = (planned(job_of(network={"dropout": dropout})) for dropout in (0.0, 0.1))
+    sizes = [f"{prediction.plan.moment.kept / 1e6:.2f} MB" for prediction in (dropped, plain)]
+    assert [re.findall(r"[\d.]+ MB", line) for line in dropped.assumptions if "dropout" in line] == [sizes]
 
 
 def test_the_cheapest_change_comes_first_and_can_be_written():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,9 +19,12 @@ from coat_core.linear.function import fp8_gemm_obstacle
 from coat_core.linear.module import FP8TrainableLinear
 from coat_core.ops.dispatch import triton_obstacle
 
-from .decide import BlockPlan, saving_of
+from ..base.text import MB
+from .decide import BlockPlan, flow_settings, saving_of
+from .lora import DROPOUT
 from .measure import MEASURED
 from .models import READ_BLOCKS
+from .sizes import block_bytes
 
 OUTSIDE = "outside the blocks: kept in high precision"
 UNASKED = "-"
@@ -325,6 +328,24 @@ def auto_line(plan: BlockPlan) -> str:
     if not chosen:
         return ""
     return f"{'; '.join(chosen)} ({plan.peak_bytes / 1e9:.2f} GB for a step, {free / 1e9:.2f} GB free for it)"
+
+
+def dropout_line(plan: BlockPlan) -> str:
+    """One line: what blocks with LoRA dropout keep for backward; empty without such blocks."""
+    given = plan.given
+    places = [i for i, why in given.unfused.items() if why == DROPOUT]
+    if given.tokens is None or not places or plan.config.activation.flow != "fused":
+        return ""
+    sizes = []
+    for fused in (False, True):
+        settings = flow_settings(plan.config, replace(given, dropout=not fused), fused)
+        kept = 0
+        for i in places:
+            kept += block_bytes(given.blocks[i], given.tokens, settings, False).kept
+        sizes.append(f"{kept / MB:.2f} MB for backward")
+    count = f"{len(places)} of {len(plan.blocks)}"
+    text = f"network.dropout: {count} blocks take the generic flow, which keeps"
+    return f"{text} {sizes[0]}; without dropout {sizes[1]}"
 
 
 def treatments(plan: BlockPlan, ran: Mapping[int, str]) -> Counter[str]:

@@ -369,6 +369,9 @@ class BlockRunner:
             if not self._given.without_copies:
                 logger.info("transposed weights: %.2f GB %s", transposed_bytes(self._modules) / 1e9, made)
         self._choose_forms()
+        line = report.dropout_line(plan)
+        if line and (before is None or line != report.dropout_line(before)):
+            logger.info(line)
         line = report.auto_line(plan)
         if line and before is not None and report.auto_line(before):
             sizes = [(each.recomputed, each.streamed, each.peak_bytes) for each in (before, plan)]

@@ -326,8 +326,8 @@ def _module(block: Block, settings: FlowSettings) -> nn.Module:
     gemms = FP8LinearConfig(input_granularity=settings.inputs, use_fp8_gemm=settings.fp8_gemms)
     if settings.weight_format == "int8":
         gemms = replace(gemms, weight_format="int8", input_format="int8", grad_format="int8")
+    module = make_block(block).to(VALUES[settings.value_bytes]).requires_grad_(False)
     with torch.device("meta"):
-        module = make_block(block).to(VALUES[settings.value_bytes]).requires_grad_(False)
         if block.ranks:  # first: PEFT asks for each weight twenty times, and codes are dequantized each time
             ranks, dropout = dict(block.ranks), 0.5 if settings.dropout else 0.0
             lora = LoraConfig(rank_pattern=ranks, lora_dropout=dropout, target_modules=list(ranks))

@@ -57,6 +57,9 @@ class ModelParts:
     """
 
     def __init__(self, configs_json: str, text_tokens: int):
+        # it imports torchao, which fails under a meta device
+        import diffusers.models.modeling_utils  # noqa: F401
+
         configs = json.loads(configs_json)
         make = (FLUX if "text_encoder_2" in configs else FLUX2).parts
         assert make is not None

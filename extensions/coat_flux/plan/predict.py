@@ -25,6 +25,7 @@ from coat_core.optim.offload import staging_bytes
 from ..base.names import COAT_OPTIMIZER
 from ..blocks.decide import BlockPlan, budget_bytes, decide
 from ..blocks.held import USABLE_FRACTION
+from ..blocks.report import dropout_line
 from ..blocks.sizes import FP32, Moment, forward_bytes
 from ..saves.state import SHARD_BYTES
 from .job import JobFacts, save_space
@@ -65,8 +66,8 @@ def predict(facts: JobFacts, device_bytes: float | None = None, recomputed: Sequ
     if not facts.data.found:
         taken = "every one is taken at its full resolution; caches on disk are not counted"
         assumptions.append(f"the images are not here: {taken}")
-    if facts.job.coat.activation.flow == "fused" and "generic" in {each.flow for each in facts.settings}:
-        assumptions.append("network.dropout: blocks take the generic flow, which keeps more than the fused one")
+    if line := dropout_line(plan):
+        assumptions.append(line)
     peak = max(sum(parts.values()) for parts in phases.values())
     disk, recomputes = _disk(facts), tuple(plan.recomputed or ())
     return Prediction(phases, peak, _ram(facts, peak), disk, plan, recomputes, tuple(assumptions))

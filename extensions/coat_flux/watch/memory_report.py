@@ -94,14 +94,19 @@ def tabulated(record: Mapping[str, Any]) -> tuple[str, list[list[str]], list[str
     for name, at in record["moments"].items():
         notes.append(f"{name.replace('_', ' ')}: {size(at['allocated'])}, peak until then {size(at['peak'])}")
     if "step" in record["phases"]:
-        measured = record["phases"]["step"]["parts"]
-        expected = predicted.get("step", {})
-        held = []
-        for part in COLOURS:
-            if measured.get(part) or expected.get(part):
-                beside = f" ({size(expected[part])})" if part in expected else ""
-                held.append(f"{part} {size(measured.get(part, 0))}{beside}")
-        notes.append(f"held in a step{' (predicted)' if expected else ''}: {', '.join(held)}")
+        # two lines: of different moments, and of micro-batches of different sizes
+        counted = "the first micro-batches" if baseline else "a step"
+        sides = {
+            f"held at the fullest count of {counted}": record["phases"]["step"]["parts"],
+            "predicted at the peak of the largest step": predicted.get("step", {}),
+        }
+        for side, parts in sides.items():
+            held = []
+            for part, nbytes in parts.items():
+                if nbytes:
+                    held.append(f"{part} {size(nbytes)}")
+            if held:
+                notes.append(f"{side}: {', '.join(held)} {unit}")
     if record["prediction"] is None:
         line = "prediction: none, the run did not come to its end"
     elif "missing" in record["prediction"]:
