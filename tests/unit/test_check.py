@@ -59,6 +59,7 @@ def test_errors_come_before_warnings_and_what_follows_from_a_mistake_is_no_secon
     ]
 
 
+QWEN = {"model.is_flux": ..., "model.arch": "qwen_image"}
 WARNINGS: list[tuple[tuple[str, ...], Changes, str, str]] = [
     (BOTH, {"sample.prompts": ["[trigger] a", "a red shirt"]}, "sample.prompts[1]", "without the trigger word"),
     (BOTH, {"sample.prompts": ["[trigger] 红裙子在海边"]}, "sample.prompts[0]", "Chinese"),
@@ -70,6 +71,9 @@ WARNINGS: list[tuple[tuple[str, ...], Changes, str, str]] = [
     ((AI_TOOLKIT,), {"model.qtype": "uint4"}, "model.qtype", "stay as ai-toolkit quantizes them"),
     ((AI_TOOLKIT,), {"train.optimizer": "prodigy", "coat": {}}, "train.optimizer", "not as COAT"),
     ((AI_TOOLKIT,), {"model.is_flux": ..., "model.quantize": False}, "model.is_flux", "Stable Diffusion 1"),
+    ((AI_TOOLKIT,), {"model.accuracy_recovery_adapter": "x"}, "model.accuracy_recovery_adapter", "not FLUX.1's"),
+    ((AI_TOOLKIT,), {"model.qtype": "coat_fp8|x"}, "model.qtype", "not FLUX.1's"),
+    ((AI_TOOLKIT,), {**QWEN, "model.qtype": "coat_fp8|x"}, "model.qtype", "another quantization than coat_fp8"),
     ((AI_TOOLKIT,), {"type": "concept_slider"}, "type", "not checked here"),
 ]
 

@@ -49,7 +49,6 @@ OPTIMIZER_PARAMS: dict[str, tuple[Option, ...]] = {
     ),
 }
 
-OPTIMIZER_PACKAGES = {"adamw8bit": "bitsandbytes", "prodigy": "prodigyopt", "lion": "lion-pytorch"}
 PRODIGY_LOW_LR = 0.1  # below it lr is 1, as in ai-toolkit
 # learning-rate scheduler → its `train.lr_scheduler_params`
 LR_PARAMS: dict[str, tuple[Option, ...]] = {

@@ -133,7 +133,8 @@ class Entry(Block):
         self.alone = trainer == STANDALONE
         self.full = is_full(raw)
         self.optimizer = self.get("train.optimizer", "adamw").lower()
-        self.qtype = self.get("model.qtype", "qfloat8") if self.get("model.quantize") else None
+        qtype = self.get("model.qtype", "qfloat8") if self.get("model.quantize") else None
+        self.qtype = qtype if self.alone or qtype is None else qtype.partition("|")[0]
         self.is_flux = self.alone or arch_of(self.get("model", {})) == "flux"
 
     def given(self, key: str) -> bool:
@@ -358,10 +359,17 @@ def _check_model(entry: Entry) -> None:
     family = arch_of(get("model", {}))
     if get("model.name_or_path") is None:
         entry.error("model.name_or_path", "is missing; write a folder in diffusers layout or a hub name")
-    elif family == "sd1" and not arch:
+    elif family == "sd1" and not arch and entry.sound("model.arch"):
         entry.warn("model.is_flux", "without it ai-toolkit loads Stable Diffusion 1; write true")
     if qtype == COAT_QTYPE and family in UNQUANTIZED:
         entry.error("model.qtype", f"ai-toolkit does not quantize {family}; write quantize: false")
+    in_qtype = "|" in get("model.qtype", "")
+    if in_qtype or get("model.accuracy_recovery_adapter"):
+        key = "model.qtype" if in_qtype else "model.accuracy_recovery_adapter"
+        if qtype is None or family == "flux":
+            entry.warn(key, "ai-toolkit uses the adapter in quantizing, and not FLUX.1's; remove it")
+        elif qtype == COAT_QTYPE:
+            entry.warn(key, f"the adapter makes up for errors of another quantization than {COAT_QTYPE}; remove it")
     if get("model.compile") and not get("model.block_compile"):
         add = entry.error if entry.is_flux else entry.warn
         add("model.compile", "without block_compile FLUX fails at the first step; write block_compile: true")

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from ...base.names import COAT_TYPE
-from ...config.check import require_packages
+from ...config.check import check_needs, require_packages
 from ...config.findings import ConfigError, Finding, Findings, closest
 from ...config.job import JobConfig
 from ...config.job_sections import PROCESS_TYPES
 from ...config.rules import STANDALONE, STANDALONE_ARCHS, arch_of
-from ...mini_flux import EMBEDDED_MODEL
+from ...mini_flux import EMBEDDED_MODEL, MINI_FLUX
 from . import ARCHS, FAMILIES, FLUX, FLUX2, PIPELINES, REFUSED
 from .checkpoint import DEV, IN_CHANNELS, SUFFIXES, CheckpointError, base_model, cached_folder, flux_config, read_header
 from .family import Family
@@ -26,8 +26,10 @@ BFL = "black-forest-labs"
 REPOSITORIES = {name: arch for family in FAMILIES.values() for name, arch in family.repositories.items()}
 PIPELINE_ARCHS = {arch for archs in PIPELINES.values() for arch in archs}
 UNGATED = {name for family in FAMILIES.values() for name in family.ungated}
-FLUX_ARCHS = ("flux", "flux_kontext")  # that ai-toolkit loads from a folder in diffusers layout
+FLUX_ARCHS = FLUX.archs  # that ai-toolkit loads from a folder in diffusers layout
 CHECKPOINTS = {arch: file for family in FAMILIES.values() for arch, file in family.files.items()}
+T5_WIDTH = 4096  # that ai-toolkit's decorator has, of FLUX.1
+FLEX2_CHANNELS = 196  # latents, what is to be painted in, its mask, and a control image
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 PLACES = ("extensions", "extensions_built_in", "toolkit/models")  # where ai-toolkit looks for classes with an `arch`
 _ARCH = re.compile(r"^[ \t]+arch\b[^=\n]*=\s*([\"'][^\"'\n]+[\"'])", re.MULTILINE)
@@ -57,6 +59,12 @@ def check_models(
         if not elsewhere and findings.sound(f"{path}.model.arch"):
             check_device(process.get("device"), f"{path}.device", findings)
             check_model(process["model"], f"{path}.model", findings, trainer, toolkit_root)
+        if trainer != STANDALONE:
+            check_needs(process, path, findings, elsewhere=elsewhere)
+            encoder = _json(_place_of(process["model"]) / "text_encoder_2" / "config.json")
+            if process.get("decorator") and encoder.get("d_model", T5_WIDTH) != T5_WIDTH:
+                text = f"is for text of {T5_WIDTH} features, and this model's has {encoder['d_model']}; remove it"
+                findings.add(f"{path}.decorator", text, process["decorator"])
     return findings.all
 
 
@@ -81,7 +89,9 @@ def check_arch(arch: str, host: Collection[str], path: str, findings: Findings) 
     else:
         near = closest(arch, {*host, *ARCHS})
         remedy = f"did you mean '{near}'?" if near else "write flux, or another arch of docs/models.md"
-        findings.add(path, f"not an arch of this ai-toolkit, which would load Stable Diffusion 1; {remedy}", arch)
+        findings.add(
+            path, f"not an arch of this ai-toolkit, which goes by is_flux or loads Stable Diffusion 1; {remedy}", arch
+        )
 
 
 def archs_of(root: Path) -> Iterator[str]:
@@ -134,7 +144,7 @@ def check_model(
 class _Model:
     def __init__(self, model: Mapping[str, Any], alone: bool, root: Path | None):
         self.name = str(model["name_or_path"])
-        self.place = Path(model["name_or_path"])
+        self.place = _place_of(model)
         self.arch = arch_of(model)
         self.alone = alone
         self.root = root
@@ -142,8 +152,6 @@ class _Model:
         self.extras = model.get("extras_name_or_path")
 
     def check(self) -> None:
-        if self.place.name == Path(EMBEDDED_MODEL).name and not self.place.exists():
-            return  # made when the run starts
         if re.match(r"https?:", self.name):
             if self.alone or "civitai.com" not in self.name:
                 raise _Refusal("is a web address; write owner/name, or a downloaded file or folder")
@@ -161,6 +169,8 @@ class _Model:
                 raise _Refusal(f"has no {needed}, which ai-toolkit loads for {self.arch}; give the folder of that file")
             return
         pipeline = _json(self.place / "model_index.json").get("_class_name")
+        if isinstance(pipeline, list):  # its module and its name, where it is not diffusers' own
+            pipeline = pipeline[-1]
         archs = PIPELINES.get(pipeline, ())
         if pipeline is None and not any((self.place / part).is_dir() for part in ("transformer", "unet")):
             self._refuse_folder()
@@ -168,7 +178,10 @@ class _Model:
             where = f", or train it inside ai-toolkit with model.arch: {archs[0]}" if archs else ""
             rule = f"is a {pipeline}, and the stand-alone trainer trains FLUX.1 and FLUX.2"
             raise _Refusal(f"{rule}; give a folder of one of them{where}")
-        if archs and self.arch not in archs and (self.alone or self.arch in PIPELINE_ARCHS):
+        is_checked = self.alone or self.arch in PIPELINE_ARCHS
+        if archs and not is_checked:  # an arch without a pipeline of its own loads those of its family
+            is_checked = ARCHS.get(self.arch) not in (None, ARCHS.get(archs[0]))
+        if archs and self.arch not in archs and is_checked:
             rule = f"is a {pipeline}, which does not fit arch {self.arch}"
             raise _Refusal(f"{rule}; write model.arch: {' or '.join(archs)}, or another folder")
         if self.arch in FLUX_ARCHS:
@@ -194,7 +207,12 @@ class _Model:
         base = self.place
         _check_part(self.place, "transformer", self.alone)
         _check_transformer(config, family)
-        own_encoder = not self.alone and (self.arch == "flux" or (base / "text_encoder").exists())
+        if (self.arch == "flex2") != (config.get("in_channels") == FLEX2_CHANNELS):
+            rule = f"has a transformer of {config.get('in_channels')} channels, and Flex.2's has {FLEX2_CHANNELS}"
+            raise _Refusal(
+                f"{rule}; write model.arch: {'flux' if self.arch == 'flex2' else 'flex2'}, or another folder"
+            )
+        own_encoder = not self.alone and (self.arch != "flux_kontext" or (base / "text_encoder").exists())
         if self.extras is not None and family is FLUX and not own_encoder:
             base = Path(self.extras)
         self._check_others(base, family)
@@ -268,6 +286,12 @@ class _Model:
             if near:
                 raise refuse(f"no repository known here; did you mean {BFL}/{near}?", warns=True)
         raise refuse("no such folder here, so it is downloaded from the hub under this name", warns=True)
+
+
+def _place_of(model: Mapping[str, Any]) -> Path:
+    place = Path(model["name_or_path"])
+    is_to_come = place.name == Path(EMBEDDED_MODEL).name and not place.exists()
+    return MINI_FLUX if is_to_come else place  # copied when the run starts
 
 
 def _check_transformer(config: Mapping[str, Any], family: Family) -> None:
