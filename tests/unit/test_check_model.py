@@ -117,7 +117,7 @@ def test_pickles_are_for_ai_toolkit_alone(model: Path) -> None:
         ("StableDiffusionXLPipeline", {}, "does not fit arch sd1; write model.arch: sdxl"),
         ("UnheardPipeline", {"arch": "flux"}, None),
         (["pipeline", "Flex2Pipeline"], {"arch": "flux"}, None),
-        ("FluxPipeline", {"arch": "flex2"}, "of 64 channels, and Flex.2's has 196; write model.arch: flux"),
+        ("FluxPipeline", {"arch": "flex2"}, "has 64 channels, and Flex.2 has 196; write model.arch: flux"),
         ("FluxPipeline", {"arch": "wan21"}, "does not fit arch wan21; write model.arch: flux"),
         ("FluxPipeline", {"arch": "of_an_extension"}, None),
         ("StableDiffusionPipeline", {"arch": "sd2"}, None),

@@ -1,7 +1,15 @@
-"""All findings about one job, for either trainer."""
+"""All findings about one job, for either trainer.
+
+`ai_toolkit_needs.tsv` lists what a job fails without, in or after the load:
+
+key, values     a key of the process entry, a pattern of its values
+where           patterns of other keys (`none`: absent), and of the arch
+need            a package, `file`, `file or hub`, or `<rule>; <remedy>`
+"""
 
 from __future__ import annotations
 
+import csv
 import importlib.util
 import re
 from collections.abc import Mapping
@@ -19,45 +27,12 @@ from .options import build
 from .rules import AI_TOOLKIT, STANDALONE, Block, Entry, arch_of, check_entry
 
 TRAINERS = (STANDALONE, AI_TOOLKIT)
-FILE, FILE_OR_HUB = "a file that exists", "one that exists, or owner/name on the hub"
+TABLE = Path(__file__).with_name("ai_toolkit_needs.tsv")
+PLACES = {"file": "one that exists", "file or hub": "one that exists, or owner/name"}
 _HUB = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*){1,2}")  # a third part names a file
-_SET, _OFF, _EXTRACTOR = r"(?!none$).+", "none|false", r"(?!(none|v[3-9]|v10)$).+"
-_A_LORA = {"network": _SET, "network.type": "none|lora|locon|dora", "train.do_cfg": _OFF, "train.do_random_cfg": _OFF}
-_FLUX = "flux|flux_kontext|flex2"
-_OF_DIFFUSERS = "flux|sd1|sd2|sd3|sdxl|ssd|vega|pixart|pixart_sigma|auraflow|lumina2"  # one class loads them
-# What a job may name and its trainer fails without, in or after the load: keys and patterns of their values, all of
-# which match (`none`: absent), and what the first one needs: a package, a file, or `<rule>; <remedy>`. Where a value
-# works with some archs, these are listed.
-NEEDS: tuple[tuple[dict[str, str], str], ...] = (
-    ({"logging.use_wandb": "true"}, "wandb"),
-    ({"train.optimizer": "(adamw?|ademamix|lion)8bit"}, "bitsandbytes"),
-    ({"train.optimizer": "prodigy"}, "prodigyopt"),
-    ({"train.optimizer": "lion"}, "lion-pytorch"),
-    ({"train.optimizer": "dadaptation.*"}, "dadaptation"),
-    ({"train.loss_type": "wavelet"}, "pytorch-wavelets"),
-    ({"train.xformers": "true"}, "xformers"),
-    ({"train.attention_backend": "xformers", "arch": _FLUX}, "xformers"),
-    ({"train.attention_backend": "flash|flash_varlen", "arch": _FLUX}, "flash-attn"),
-    ({"train.attention_backend": "sage|sage_varlen", "arch": _FLUX}, "sageattention"),
-    ({"train.attention_backend": ".*_hub", "arch": _FLUX}, "kernels"),
-    ({"train.diffusion_feature_extractor_path": _EXTRACTOR}, FILE),
-    ({"train.latent_feature_extractor_path": _EXTRACTOR, "train.diffusion_feature_extractor_path": "none"}, FILE),
-    ({"train.adapter_assist_name_or_path": _SET}, FILE_OR_HUB),
-    ({"model.vae_path": _SET, "arch": f"{_OF_DIFFUSERS}|flux2.*"}, FILE_OR_HUB),
-    ({"model.refiner_name_or_path": _SET, "arch": _OF_DIFFUSERS}, FILE_OR_HUB),
-    ({"model.lora_path": _SET, "arch": _OF_DIFFUSERS}, FILE_OR_HUB),
-    ({"model.assistant_lora_path": _SET, "arch": "flux|zimage|krea2"}, FILE_OR_HUB),
-    ({"model.inference_lora_path": _SET, "arch": "flux"}, FILE_OR_HUB),
-    ({"model.split_model_over_gpus": "true", "model.is_flux": _OFF}, "goes with model.is_flux: true; write that"),
-    ({"model.split_model_over_gpus": "true", "device": "cpu|mps"}, "is for CUDA GPUs; write false"),
-    ({"model.attn_masking": "true", "model.is_flux": _OFF}, "goes with model.is_flux: true; write that"),
-    ({"train.standardize_latents": "true", "arch": _FLUX}, "ai-toolkit's figures are of Stable Diffusion; write false"),
-    (
-        {"train.single_item_batching": "true", **_A_LORA},
-        "ai-toolkit gives a LoRA twice as many strengths as images; write false",
-    ),
-    ({"network.type": "lorm"}, "ai-toolkit's module returns nothing; write lora"),
-)
+
+with TABLE.open(encoding="utf-8", newline="") as table:
+    NEEDS = list(csv.DictReader(table, delimiter="\t", quoting=csv.QUOTE_NONE))
 
 
 def check_job_dict(
@@ -92,31 +67,32 @@ def check_job_dict(
 def check_needs(
     process: Mapping[str, Any], path: str, findings: Findings, *, elsewhere: bool = False, alone: bool = False
 ) -> None:
-    """Check the rows of `NEEDS`.
-
-    `elsewhere`: it runs on another machine, whose packages and files are unknown; `alone`: without ai-toolkit.
-    """
+    """Check the rows of the table; `elsewhere`: on another machine, `alone`: without ai-toolkit."""
     block = Block(process, path, findings)
-    for values, need in NEEDS:
-        key, words = next(iter(values)), {"arch": arch_of(process.get("model") or {})}
-        words |= {name: str(block.get(name)).lower() for name in values if name != "arch"}
-        if not all(re.fullmatch(pattern, words[name], re.DOTALL) for name, pattern in values.items()):
+    for row in NEEDS:
+        key, need = row["key"], row["need"]
+        patterns = {key: row["values"]} | dict(word.split("=", 1) for word in row["where"].split())
+        words = {name: str(block.get(name)).lower() for name in patterns}
+        words["arch"] = arch_of(process.get("model") or {})
+        if not all(re.fullmatch(pattern, words[name], re.DOTALL) for name, pattern in patterns.items()):
             continue
         if ";" in need:
             block.error(key, need)
         elif elsewhere:
             continue
-        elif need in (FILE, FILE_OR_HUB):
+        elif need in PLACES:
             place = block.get(key)
-            on_hub = need == FILE_OR_HUB and _HUB.fullmatch(place) and not Path(place.partition("/")[0]).is_dir()
-            if not on_hub and not Path(place).exists():
-                block.error(key, f"no such file or folder in {Path.cwd()}; give {need}")
+            on_hub = "hub" in need and _HUB.fullmatch(place)
+            is_local = Path(place.partition("/")[0]).is_dir()
+            if not Path(place).exists() and (is_local or not on_hub):
+                block.error(key, f"no such file or folder in {Path.cwd()}; give {PLACES[need]}")
         elif not is_installed(need):
             rule = f"needs the package {need}; pip install {need}"
-            if alone or is_installed("lycoris"):  # which ai-toolkit needs for every job: this is its Python
+            # ai-toolkit's own Python has lycoris
+            if alone or is_installed("lycoris"):
                 block.error(key, f"{rule}, or write another value")
             else:
-                block.warn(key, f"{rule} in ai-toolkit's Python, if it is not there; this Python lacks it")
+                block.warn(key, f"{rule}, if ai-toolkit's Python lacks it, too")
 
 
 def is_installed(package: str) -> bool:

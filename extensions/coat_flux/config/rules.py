@@ -367,9 +367,9 @@ def _check_model(entry: Entry) -> None:
     if in_qtype or get("model.accuracy_recovery_adapter"):
         key = "model.qtype" if in_qtype else "model.accuracy_recovery_adapter"
         if qtype is None or family == "flux":
-            entry.warn(key, "ai-toolkit uses the adapter in quantizing, and not FLUX.1's; remove it")
+            entry.warn(key, "is read in quantizing, and not FLUX.1's; remove it")
         elif qtype == COAT_QTYPE:
-            entry.warn(key, f"the adapter makes up for errors of another quantization than {COAT_QTYPE}; remove it")
+            entry.warn(key, f"is for another quantization than {COAT_QTYPE}; remove it")
     if get("model.compile") and not get("model.block_compile"):
         add = entry.error if entry.is_flux else entry.warn
         add("model.compile", "without block_compile FLUX fails at the first step; write block_compile: true")

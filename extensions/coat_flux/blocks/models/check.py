@@ -29,7 +29,7 @@ UNGATED = {name for family in FAMILIES.values() for name in family.ungated}
 FLUX_ARCHS = FLUX.archs  # that ai-toolkit loads from a folder in diffusers layout
 CHECKPOINTS = {arch: file for family in FAMILIES.values() for arch, file in family.files.items()}
 T5_WIDTH = 4096  # that ai-toolkit's decorator has, of FLUX.1
-FLEX2_CHANNELS = 196  # latents, what is to be painted in, its mask, and a control image
+FLEX2_CHANNELS = 196
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 PLACES = ("extensions", "extensions_built_in", "toolkit/models")  # where ai-toolkit looks for classes with an `arch`
 _ARCH = re.compile(r"^[ \t]+arch\b[^=\n]*=\s*([\"'][^\"'\n]+[\"'])", re.MULTILINE)
@@ -62,9 +62,10 @@ def check_models(
         if trainer != STANDALONE:
             check_needs(process, path, findings, elsewhere=elsewhere)
             encoder = _json(_place_of(process["model"]) / "text_encoder_2" / "config.json")
-            if process.get("decorator") and encoder.get("d_model", T5_WIDTH) != T5_WIDTH:
-                text = f"is for text of {T5_WIDTH} features, and this model's has {encoder['d_model']}; remove it"
-                findings.add(f"{path}.decorator", text, process["decorator"])
+            width = encoder.get("d_model", T5_WIDTH)
+            if process.get("decorator") and width != T5_WIDTH:
+                text = f"has {T5_WIDTH} features and this model's text {width}; remove it"
+                findings.add(f"{path}.decorator", text)
     return findings.all
 
 
@@ -89,9 +90,7 @@ def check_arch(arch: str, host: Collection[str], path: str, findings: Findings) 
     else:
         near = closest(arch, {*host, *ARCHS})
         remedy = f"did you mean '{near}'?" if near else "write flux, or another arch of docs/models.md"
-        findings.add(
-            path, f"not an arch of this ai-toolkit, which goes by is_flux or loads Stable Diffusion 1; {remedy}", arch
-        )
+        findings.add(path, f"ai-toolkit has no such arch, and may load Stable Diffusion 1; {remedy}", arch)
 
 
 def archs_of(root: Path) -> Iterator[str]:
@@ -169,7 +168,7 @@ class _Model:
                 raise _Refusal(f"has no {needed}, which ai-toolkit loads for {self.arch}; give the folder of that file")
             return
         pipeline = _json(self.place / "model_index.json").get("_class_name")
-        if isinstance(pipeline, list):  # its module and its name, where it is not diffusers' own
+        if isinstance(pipeline, list):  # module and name
             pipeline = pipeline[-1]
         archs = PIPELINES.get(pipeline, ())
         if pipeline is None and not any((self.place / part).is_dir() for part in ("transformer", "unet")):
@@ -179,7 +178,7 @@ class _Model:
             rule = f"is a {pipeline}, and the stand-alone trainer trains FLUX.1 and FLUX.2"
             raise _Refusal(f"{rule}; give a folder of one of them{where}")
         is_checked = self.alone or self.arch in PIPELINE_ARCHS
-        if archs and not is_checked:  # an arch without a pipeline of its own loads those of its family
+        if archs and not is_checked:  # its family's fit
             is_checked = ARCHS.get(self.arch) not in (None, ARCHS.get(archs[0]))
         if archs and self.arch not in archs and is_checked:
             rule = f"is a {pipeline}, which does not fit arch {self.arch}"
@@ -208,7 +207,7 @@ class _Model:
         _check_part(self.place, "transformer", self.alone)
         _check_transformer(config, family)
         if (self.arch == "flex2") != (config.get("in_channels") == FLEX2_CHANNELS):
-            rule = f"has a transformer of {config.get('in_channels')} channels, and Flex.2's has {FLEX2_CHANNELS}"
+            rule = f"has {config.get('in_channels')} channels, and Flex.2 has {FLEX2_CHANNELS}"
             raise _Refusal(
                 f"{rule}; write model.arch: {'flux' if self.arch == 'flex2' else 'flex2'}, or another folder"
             )
@@ -289,9 +288,10 @@ class _Model:
 
 
 def _place_of(model: Mapping[str, Any]) -> Path:
+    """Its folder or file; the embedded one may be still to be copied."""
     place = Path(model["name_or_path"])
     is_to_come = place.name == Path(EMBEDDED_MODEL).name and not place.exists()
-    return MINI_FLUX if is_to_come else place  # copied when the run starts
+    return MINI_FLUX if is_to_come else place
 
 
 def _check_transformer(config: Mapping[str, Any], family: Family) -> None:
