@@ -71,10 +71,8 @@ def check_needs(
     block = Block(process, path, findings)
     for row in NEEDS:
         key, need = row["key"], row["need"]
-        patterns = {key: row["values"]} | dict(word.split("=", 1) for word in row["where"].split())
-        words = {name: str(block.get(name)).lower() for name in patterns}
-        words["arch"] = arch_of(process.get("model") or {})
-        if not all(re.fullmatch(pattern, words[name], re.DOTALL) for name, pattern in patterns.items()):
+        patterns = [f"{key}={row['values']}", *row["where"].split()]
+        if not all(_fits(block, *pattern.split("=", 1)) for pattern in patterns):
             continue
         if ";" in need:
             block.error(key, need)
@@ -93,6 +91,13 @@ def check_needs(
                 block.error(key, f"{rule}, or write another value")
             else:
                 block.warn(key, f"{rule}, if ai-toolkit's Python lacks it, too")
+
+
+def _fits(block: Block, key: str, pattern: str) -> bool:
+    value = block.get(key)
+    if key == "arch":
+        value = arch_of(block.get("model", {}))
+    return re.fullmatch(pattern, str(value).lower()) is not None
 
 
 def is_installed(package: str) -> bool:
