@@ -79,11 +79,10 @@ def check_needs(
         elif elsewhere:
             continue
         elif need in PLACES:
-            place = block.get(key)
-            on_hub = "hub" in need and _HUB.fullmatch(place)
-            is_local = Path(place.partition("/")[0]).is_dir()
-            if not Path(place).exists() and (is_local or not on_hub):
-                block.error(key, f"no such file or folder in {Path.cwd()}; give {PLACES[need]}")
+            place = Path(block.get(key))
+            on_hub = "hub" in need and _HUB.fullmatch(block.get(key))
+            if not (place.exists() or (on_hub and not Path(place.parts[0]).is_dir())):
+                block.error(key, f"is not in {Path.cwd()}; give {PLACES[need]}")
         elif not is_installed(need):
             rule = f"needs the package {need}; pip install {need}"
             # ai-toolkit's own Python has lycoris
@@ -101,14 +100,14 @@ def _fits(block: Block, key: str, pattern: str) -> bool:
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package can be imported; its name is as pip knows it."""
+    """Whether a package, as pip calls it, is here."""
     spec = importlib.util.find_spec(package.replace("-", "_"))
-    # a folder that only has its name, as wandb makes one for its files, has no origin
+    # wandb's folder of files has no origin
     return spec is not None and spec.origin is not None
 
 
 def missing_packages(job: JobConfig) -> list[Finding]:
-    """Optional packages that the job needs and that are not installed."""
+    """Packages that the job needs and that are not here."""
     findings = Findings(job.file)
     check_needs(job.raw["config"]["process"][0], "config.process[0]", findings, alone=True)
     return findings.errors

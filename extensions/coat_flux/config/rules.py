@@ -366,8 +366,8 @@ def _check_model(entry: Entry) -> None:
     in_qtype = "|" in get("model.qtype", "")
     if in_qtype or get("model.accuracy_recovery_adapter"):
         key = "model.qtype" if in_qtype else "model.accuracy_recovery_adapter"
-        if qtype is None or family == "flux":
-            entry.warn(key, "is read in quantizing, and not FLUX.1's; remove it")
+        if family == "flux" or qtype is None:
+            entry.warn(key, "is not read for FLUX.1, or without quantize; remove it")
         elif qtype == COAT_QTYPE:
             entry.warn(key, f"is for another quantization than {COAT_QTYPE}; remove it")
     if get("model.compile") and not get("model.block_compile"):
