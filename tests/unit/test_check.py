@@ -72,7 +72,6 @@ WARNINGS: list[tuple[tuple[str, ...], Changes, str, str]] = [
     ((AI_TOOLKIT,), {"train.optimizer": "prodigy", "coat": {}}, "train.optimizer", "not as COAT"),
     ((AI_TOOLKIT,), {"model.is_flux": ..., "model.quantize": False}, "model.is_flux", "Stable Diffusion 1"),
     ((AI_TOOLKIT,), {"model.accuracy_recovery_adapter": "x"}, "model.accuracy_recovery_adapter", "not read for FLUX.1"),
-    ((AI_TOOLKIT,), {"model.qtype": "coat_fp8|x"}, "model.qtype", "not read for FLUX.1"),
     ((AI_TOOLKIT,), {**QWEN, "model.qtype": "coat_fp8|x"}, "model.qtype", "another quantization than coat_fp8"),
     ((AI_TOOLKIT,), {"type": "concept_slider"}, "type", "not checked here"),
 ]
