@@ -278,11 +278,7 @@ def test_one_extra_line_is_about_the_other_trainer(command: Any) -> None:
     alone, name = "the stand-alone trainer", f"ai-toolkit {VERSION}"
     run = f"'run' would train 1500 steps into {Path('output') / 'run'}"
     last = f"job.yaml: no error found for {name}; {run}"
-    assert command({}, *HERE) == (
-        0,
-        [f"{name}: would run it too", f"job.yaml: no error found for {alone}; {run}"],
-        [],
-    )
+    assert command({}, *HERE) == (0, [f"{name}: would run it too", f"job.yaml: no error found for {alone}; {run}"], [])
     assert command({}, *HERE, "--host", "ai-toolkit") == (0, [last], [])
     code, out, err = command({"train.do_cfg": True}, *HERE)
     assert (code, out[0], out[2:], err) == (0, "the stand-alone trainer: would not run it:", [last], [])

@@ -52,6 +52,7 @@ def edit(path: Path, **entries: Any) -> None:
 def test_a_whole_folder_and_the_embedded_model_are_fine(model: Path) -> None:
     for trainer in (ALONE, AITK):
         assert found(model, trainer) == found(EMBEDDED_MODEL, trainer) == []
+    assert "does not fit arch wan21" in found(EMBEDDED_MODEL, AITK, is_flux=False, arch="wan21")[0]
 
 
 def _shards(model: Path) -> None:
@@ -85,10 +86,8 @@ SPOILT = {
     "Fill": (_transformer(in_channels=384), "is FLUX.1 Fill, which needs a second"),
     "Depth": (_transformer(in_channels=128), "is FLUX.1 Depth or Canny"),
     "FLUX.2": (_transformer(_class_name="Flux2Transformer2DModel"), "holds a Flux2Transformer2DModel"),
-    "T5 of another size": (
-        lambda m: edit(m / "text_encoder_2" / "config.json", d_model=512),
-        "text_encoder_2 gives 512 features and the transformer takes 128",
-    ),
+    "Flex.2": (_transformer(in_channels=196), "has 196 channels, and Flex.2 has 196; give a folder of arch flux"),
+    "T5 of another size": (lambda m: edit(m / "text_encoder_2" / "config.json", d_model=512), "gives 512 features and"),
 }
 
 
@@ -118,7 +117,7 @@ def test_pickles_are_for_ai_toolkit_alone(model: Path) -> None:
         ("StableDiffusionXLPipeline", {}, "does not fit arch sd1; write model.arch: sdxl"),
         ("UnheardPipeline", {"arch": "flux"}, None),
         (["pipeline", "Flex2Pipeline"], {"arch": "flux"}, None),
-        ("FluxPipeline", {"arch": "flex2"}, "has 64 channels, and Flex.2 has 196; write model.arch: flux"),
+        ("FluxPipeline", {"arch": "flex2"}, "has 64 channels, and Flex.2 has 196"),
         ("FluxPipeline", {"arch": "wan21"}, "does not fit arch wan21; write model.arch: flux"),
         ("StableDiffusionPipeline", {"arch": "sd2"}, None),
     ],
@@ -127,12 +126,6 @@ def test_each_folder_has_its_arch_in_ai_toolkit(model: Path, pipeline: Any, keys
     _pipeline(pipeline)(model)
     lines = found(model, AITK, **{"is_flux": False, **keys})
     assert [words in line for line in lines] == ([] if words is None else [True])
-
-
-def test_flex2_and_the_embedded_model_have_their_archs(model: Path) -> None:
-    assert "does not fit arch wan21" in found(EMBEDDED_MODEL, AITK, is_flux=False, arch="wan21")[0]
-    edit(model / "transformer" / "config.json", in_channels=196)
-    assert [found(model, AITK, is_flux=False, arch="flex2"), "model.arch: flex2" in found(model, AITK)[0]] == [[], True]
 
 
 def test_folders_around_and_inside_a_model_are_told(model: Path, tmp_path: Path) -> None:
@@ -253,34 +246,39 @@ PACKAGES = """logging.use_wandb=true train.optimizer=AdamW8bit train.optimizer=p
 PATHS = """train.latent_feature_extractor_path train.diffusion_feature_extractor_path train.adapter_assist_name_or_path
     model.vae_path model.refiner_name_or_path model.lora_path model.assistant_lora_path model.inference_lora_path"""
 ONE, KLEIN = "train.single_item_batching=true", " model.is_flux=false model.arch=flux2"
-REFUSED_THERE = (ONE, "train.standardize_latents=true", "network.type=lorm", "model.split_model_over_gpus=true")
-RUN_THERE = (f"{ONE} train.do_cfg=true", f"{ONE} network.type=lokr", f"{ONE} network=null", "model.attn_masking=true")
+FAIL = [
+    ONE,
+    "train.standardize_latents=true",
+    "network.type=lorm",
+    "model.split_model_over_gpus=true",
+    "decorator={x:1}",
+]
+RUN = [f"{ONE} train.do_cfg=true", f"{ONE} network.type=lokr", f"{ONE} network=null", "model.attn_masking=true"]
+RUN += [f"train.attention_backend=flash{KLEIN}", f"model.lora_path=/nowhere{KLEIN}"]
 
 
-def test_what_an_ai_toolkit_job_fails_without(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def needs(words: str, elsewhere: bool = False) -> list[tuple[str, str]]:
-        changes = {key: yaml.safe_load(value) for key, _, value in (word.partition("=") for word in words.split())}
+def test_what_an_ai_toolkit_job_fails_without(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def needs(text: str, elsewhere: bool = False) -> list[tuple[str, str]]:
+        changes = {word.partition("=")[0]: yaml.safe_load(word.partition("=")[2]) for word in text.split(" ")}
         raw = job_with({"model.name_or_path": EMBEDDED_MODEL, "device": "cpu", **changes})
         items = check_models(raw, trainer=AITK, elsewhere=elsewhere)
         return [(item.severity, item.key.removeprefix("config.process[0].")) for item in items]
 
-    for words in (*REFUSED_THERE, f"model.attn_masking=true{KLEIN}", "decorator={num_tokens:1}"):
-        assert needs(words, elsewhere=True) == [("error", words.partition("=")[0])]
-    for words in (*RUN_THERE, f"train.attention_backend=flash{KLEIN}", f"model.lora_path=/nowhere{KLEIN}"):
-        assert needs(words, elsewhere=True) == []
+    for text in [*FAIL, "decorator={x:1}", f"model.attn_masking=true{KLEIN}"]:
+        assert needs(text, elsewhere=True) == [("error", text.partition("=")[0])]
+    assert [needs(text, elsewhere=True) for text in RUN] == [[]] * len(RUN)
     edit(model / "text_encoder_2" / "config.json", d_model=4096)  # FLUX.1's own, and the decorator's
     edit(model / "transformer" / "config.json", joint_attention_dim=4096)
-    assert needs(f"model.name_or_path={model} decorator={{num_tokens:1}}") == []
-    (tmp_path / "there").mkdir()
+    assert needs(f"model.name_or_path={model} decorator={{x:1}}") == []
     for key in PATHS.split():
         hub = ("v3", "v10") if "extractor" in key else ("a/b", "a/b/c.safetensors")
-        assert [needs(f"{key}={fine}") for fine in ("there", "null", *hub)] == [[]] * 4
-        assert [needs(f"{key}={path}") for path in ("/nowhere", "there/x", "x")] == [[("error", key)]] * 3
-    here: dict[str, ModuleSpec] = {}
+        assert [needs(f"{key}={fine}") for fine in ("flux", "null", *hub)] == [[]] * 4
+        assert [needs(f"{key}={path}") for path in ("/nowhere", "flux/x", "x")] == [[("error", key)]] * 3
+    here = {"wandb": ModuleSpec("wandb", None)}  # a folder of that name
     monkeypatch.setattr("importlib.util.find_spec", here.get)
     for severity in ("warning", "error"):
-        for word in PACKAGES.split():
-            assert needs(word) == [(severity, word.partition("=")[0])]
+        for text in PACKAGES.split():
+            assert needs(text) == [(severity, text.partition("=")[0])]
         here["lycoris"] = ModuleSpec("lycoris", None, origin="x")  # without it another Python runs the job
 
 

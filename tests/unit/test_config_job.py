@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import math
 from functools import reduce
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from coat_flux.config.check import require_packages
 from coat_flux.config.coat import COATConfig
 from coat_flux.config.findings import ConfigError
 from coat_flux.config.job import JobConfig
@@ -201,16 +199,3 @@ def test_all_errors_of_a_job_come_together_and_it_has_one_entry() -> None:
     assert keys_refused(raw) == ["train.lr", "train.stpes", "coat.weight.format", "model.is_flux"]
     raw["config"]["process"] *= 2
     assert keys_refused(raw) == ["config.process"]
-
-
-def test_adamw8bit_needs_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = parse({**PLAIN, "train.optimizer": "adamw8bit", "coat": {"enabled": False}})
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"train\.optimizer='adamw8bit': .*bitsandbytes"):
-        require_packages(job)
-    assert require_packages(parse()) is None
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: ModuleSpec(name, None))  # a folder of that name
-    with pytest.raises(ConfigError, match="bitsandbytes"):
-        require_packages(job)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: ModuleSpec(name, None, origin="there"))
-    assert require_packages(job) is None

@@ -208,7 +208,7 @@ class _Model:
         _check_transformer(config, family)
         if (self.arch == "flex2") != (config.get("in_channels") == FLEX2_CHANNELS):
             rule = f"has {config.get('in_channels')} channels, and Flex.2 has {FLEX2_CHANNELS}"
-            raise _Refusal(f"{rule}; write model.arch: {'flux' if self.arch == 'flex2' else 'flex2'}")
+            raise _Refusal(f"{rule}; give a folder of arch {self.arch}")
         own_encoder = not self.alone and (self.arch != "flux_kontext" or (base / "text_encoder").exists())
         if self.extras is not None and family is FLUX and not own_encoder:
             base = Path(self.extras)
