@@ -338,7 +338,8 @@ def dropout_line(plan: BlockPlan) -> str:
         return ""
     sizes = []
     for fused in (False, True):
-        settings = flow_settings(plan.config, replace(given, dropout=not fused), fused)
+        with_it = replace(given, dropout=given.dropout and not fused)
+        settings = flow_settings(plan.config, with_it, fused)
         kept = 0
         for i in places:
             kept += block_bytes(given.blocks[i], given.tokens, settings, False).kept
