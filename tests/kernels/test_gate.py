@@ -178,6 +178,16 @@ def test_kernels_follow_the_references(normed: bool, device: torch.device) -> No
 
 
 @pytest.mark.triton
+@pytest.mark.parametrize("normed", NORMS)
+def test_the_kernel_rounds_the_product_before_the_sum(normed: bool, device: torch.device) -> None:
+    """256.5 is 256 in bf16, also where it is truncated, as by the interpreter."""
+    residual, gate, result, one = (torch.full((1, 2, 16), x).bfloat16().to(device) for x in (-256.0, 13.5, 19.0, 1.0))
+    norm = (result[0, 0], 0.0) if normed else ()
+    for run in (kernel_of(gated_sum), gated_sum):
+        assert not run(residual, gate[:, 0], one if normed else result, None, None, "none", 0, *norm)[0].any()
+
+
+@pytest.mark.triton
 @pytest.mark.parametrize("programs", [2, 5])
 @pytest.mark.parametrize("normed", NORMS)
 def test_each_program_takes_its_share_of_the_rows(

@@ -102,6 +102,8 @@ def test_neither_memory_layout_nor_another_round_trip_changes_codes(case: Case) 
     second = quantize(first.dequantize(), case.fmt.name, case.granularity)
     assert_bitwise(second.codes.view(torch.uint8), first.codes.view(torch.uint8))
     torch.testing.assert_close(second.scale, first.scale, rtol=FP32_ROUNDING, atol=0.0)
+    back = dequantize(first.codes, first.scale, case.granularity, torch.float16)
+    assert_bitwise(first.dequantize(torch.float16).contiguous(), back.contiguous())
 
 
 @given(cases())
