@@ -4,6 +4,7 @@ from coat_core.linear.function import forget_codes, fp8_linear, quantize_weight
 from coat_core.linear.module import (
     FP8Linear,
     FP8TrainableLinear,
+    allow_merging,
     replace_linear_with_fp8,
     restore_linear,
 )
@@ -11,6 +12,7 @@ from coat_core.linear.module import (
 __all__ = [
     "FP8Linear",
     "FP8TrainableLinear",
+    "allow_merging",
     "forget_codes",
     "fp8_linear",
     "quantize_weight",

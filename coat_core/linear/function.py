@@ -118,14 +118,21 @@ def quantize_weight(weight: Tensor, config: FP8LinearConfig) -> StoredWeight:
     return StoredWeight(codes, scale)
 
 
+def weight_buffers(weight: Tensor, config: FP8LinearConfig) -> dict[str, Tensor]:
+    """Quantize W [N, K] into a module's buffers."""
+    stored = quantize_weight(weight, config)
+    buffers = {CODES: stored.codes.view(torch.uint8), SCALE: stored.scale.view(torch.int32)}
+    if stored.block_scales is not None:
+        buffers[BLOCK_SCALES] = stored.block_scales
+    return buffers
+
+
 def store_weight(module: nn.Module, weight: Tensor, config: FP8LinearConfig, persistent: bool = True) -> None:
     """Quantize `weight` [N, K] and register it on `module`, replacing a stored one."""
-    stored = quantize_weight(weight, config)
+    buffers = weight_buffers(weight, config)
     drop_weight(module)
-    module.register_buffer(CODES, stored.codes.view(torch.uint8), persistent)
-    module.register_buffer(SCALE, stored.scale.view(torch.int32), persistent)
-    if stored.block_scales is not None:
-        module.register_buffer(BLOCK_SCALES, stored.block_scales, persistent)
+    for name, buffer in buffers.items():
+        module.register_buffer(name, buffer, persistent)
 
 
 def drop_weight(module: nn.Module) -> None:

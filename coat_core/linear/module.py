@@ -5,25 +5,31 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from coat_core.config import FP8LinearConfig
 from coat_core.formats import FORMATS
 from coat_core.linear.function import (
     CODES,
+    SCALE,
+    TRANSPOSED,
     TrainedCodes,
     drop_weight,
     fp8_linear,
     fp8_trainable_linear,
     input_storage,
+    keep_transposed,
     load_weight,
     read_weight,
     store_weight,
+    weight_buffers,
 )
 from coat_core.ops.quantize import quantize_once
 from coat_core.ops.scaled_mm import ALIGNMENT
@@ -51,37 +57,42 @@ def hand_over_input(module: nn.Module, x: Tensor, config: FP8LinearConfig) -> No
 
 
 _LOST = (
-    "weight of an FP8Linear: cannot be written, it is dequantized from the FP8 codes on every access; to merge an "
-    "adapter, call coat_core.restore_linear(model) first, or keep the adapter apart"
+    "weight of an FP8Linear: cannot be written; to merge an adapter, do it inside "
+    "`with coat_core.allow_merging(model):`, or call coat_core.restore_linear(model) first"
 )
-_HARMLESS = {"requires_grad_"}  # changes no value
 _CHANGING = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
+_OF_TENSOR: Any = vars(torch._C.TensorBase)
+_SHAPES = {_OF_TENSOR[name].__get__ for name in ("shape", "dtype", "ndim")} | {Tensor.size, Tensor.dim, Tensor.numel}
 
 
 class ReadOnlyWeight(Tensor):
-    """`FP8Linear.weight`: a plain tensor to readers; writing it, as merging a LoRA would, raises an error."""
+    """`FP8Linear.weight`: a meta tensor, dequantized when its values are read; written only in `allow_merging`."""
+
+    owner: FP8Linear
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", "")
-        in_place = name in _CHANGING or (name.endswith("_") and not name.endswith("__") and name not in _HARMLESS)
+        in_place = name in _CHANGING or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_")
         kwargs = kwargs or {}
-        changed = next(iter((*args, *kwargs.values())), None)
-        if in_place and isinstance(changed, ReadOnlyWeight):
+        changed = kwargs.get("out", next(iter((*args, *kwargs.values())), None))
+        if isinstance(changed, ReadOnlyWeight) and (in_place or "out" in kwargs):
             raise RuntimeError(_LOST)
+        if func == _OF_TENSOR["data"].__set__ and isinstance(changed, ReadOnlyWeight):
+            changed.owner.weight = args[1]
+            return None
+        if func == _OF_TENSOR["device"].__get__:
+            return args[0].owner._buffers[SCALE].device
+        if func not in _SHAPES:
+            args, kwargs = tree_map_only(
+                ReadOnlyWeight,
+                lambda weight: read_weight(weight.owner, weight.owner.config, weight.dtype),
+                (args, kwargs),
+            )
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
-
-    @property
-    def data(self) -> Tensor:
-        """The values as a plain tensor."""
-        return self.as_subclass(Tensor)
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        raise RuntimeError(_LOST)
 
 
 class FP8Linear(nn.Linear):
@@ -119,11 +130,22 @@ class FP8Linear(nn.Linear):
         return linear
 
     @property
-    def weight(self) -> Tensor:  # type: ignore[override]
-        """Dequantized weight [N, K] in `weight_dtype`, read only."""
+    def weight(self) -> Tensor:
+        """Weight [N, K] in `weight_dtype`, dequantized when it is read."""
         if CODES not in self._buffers:
             raise AttributeError("weight")  # while nn.Linear.__init__ runs; nn.Module looks on
-        return read_weight(self, self.config, self.weight_dtype).as_subclass(ReadOnlyWeight)
+        shape = self.out_features, self.in_features
+        weight = torch.empty(shape, dtype=self.weight_dtype, device="meta").as_subclass(ReadOnlyWeight)
+        weight.owner = self
+        return weight
+
+    @weight.setter
+    def weight(self, value: Tensor) -> None:
+        if getattr(value, "owner", None) is self:  # PEFT's unload gives a linear its own weight
+            return
+        if "requantize" not in vars(self):
+            raise RuntimeError(_LOST)
+        vars(self)["requantize"](self, value.detach().to(self.weight_dtype))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FP8Linear:
         super()._apply(fn, recurse)
@@ -133,6 +155,14 @@ class FP8Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Return x Wᵀ + b, [..., K] to [..., N]."""
         return run_stored_linear(self, x, self.config)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Load codes, or quantize a high precision `weight`."""
+        if (weight := state_dict.get(f"{prefix}weight")) is not None and f"{prefix}{CODES}" not in state_dict:
+            loaded = {"_extra_state": self.get_extra_state(), **weight_buffers(weight.detach(), self.config)}
+            state_dict = {**state_dict, **{f"{prefix}{name}": x for name, x in loaded.items()}}
+            del state_dict[f"{prefix}weight"]
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def get_extra_state(self) -> Tensor:
         """Return the weight format's name as ASCII codes: the buffers alone do not distinguish e4m3 from e5m2."""
@@ -242,7 +272,7 @@ def replace_linear_with_fp8(
         else:
             target.from_linear(module, config)
             converted.append(name)
-    refuse_saving(model)
+    fit_to_diffusers(model)
     model.fp8_report = {"converted": converted, "skipped": skipped}  # type: ignore[assignment]
     counts = "".join(f"; {count} left: {reason}" for reason, count in Counter(skipped.values()).items())
     logger.info("%s: %d linear layers in FP8%s", type(model).__name__, len(converted), counts)
@@ -255,21 +285,121 @@ def restore_linear(model: nn.Module) -> nn.Module:
         if isinstance(module, (FP8Linear, FP8TrainableLinear)):
             module.to_linear()
     if vars(model).get("save_pretrained") is _not_saved:
-        del model.save_pretrained
+        del model.save_pretrained, model.num_parameters
     return model
 
 
-def refuse_saving(model: nn.Module) -> None:
-    """Let diffusers' `save_pretrained` of a model with codes raise: `from_pretrained` would leave those weights random.
+def _stored(model: nn.Module) -> dict[str, FP8Linear]:
+    return {name: each for name, each in model.named_modules() if isinstance(each, FP8Linear)}
 
-    `restore_linear` undoes it.
+
+def fit_to_diffusers(model: nn.Module, on_meta: bool = False) -> None:
+    """Let diffusers' methods see a model's codes; `restore_linear` undoes it. ValueError on meta unless `on_meta`.
+
+    `save_pretrained` raises: `from_pretrained` would leave those weights random. `num_parameters` counts them.
+    `state_dict` answers for `weight`, which `load_lora_weights` asks for.
     """
-    if hasattr(model, "save_pretrained") and any(isinstance(module, FP8Linear) for module in model.modules()):
-        model.save_pretrained = _not_saved  # type: ignore[assignment]
+    if not hasattr(model, "save_pretrained") or not _stored(model):
+        return
+    if not on_meta and any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError(
+            "from_pretrained reads weights after __init__: convert what it returns, or pass low_cpu_mem_usage=False"
+        )
+    model.save_pretrained = _not_saved  # type: ignore[assignment]
+    model.num_parameters = functools.partial(_num_parameters, model)  # type: ignore[assignment]
+    if _answer_for_weights not in model._state_dict_hooks.values():
+        model._register_state_dict_hook(_answer_for_weights)
 
 
 def _not_saved(*_: Any, **__: Any) -> None:
     raise RuntimeError(
-        "save_pretrained: from_pretrained cannot read this model's FP8 linears and would leave their weights random; "
-        "call coat_core.restore_linear(model) first, or save the LoRA alone (save_lora_adapter)"
+        "save_pretrained: from_pretrained cannot read FP8 linears; call coat_core.restore_linear(model) first, or "
+        "save the LoRA alone (save_lora_adapter)"
     )
+
+
+def _num_parameters(model: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+    count: int = type(model).num_parameters(model, only_trainable, exclude_embeddings)
+    return count + sum(each.weight.numel() for each in _stored(model).values() if not only_trainable)
+
+
+class _StateDict(OrderedDict[str, Any]):
+    """A state dict that has no weight of an FP8 linear, and gives it."""
+
+    linears: dict[str, FP8Linear]
+
+    def __missing__(self, key: str) -> Tensor:
+        path, _, name = key.rpartition(".")
+        if name != "weight" or path not in self.linears:
+            raise KeyError(key)
+        return self.linears[path].weight
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, (), {"_metadata": vars(self).get("_metadata")}, None, iter(self.items())
+
+
+def _answer_for_weights(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> dict[str, Any]:
+    answers = _StateDict(state)
+    vars(answers).update(vars(state))  # _metadata
+    answers.linears = {name.replace(".base_layer", ""): each for name, each in _stored(model).items()}
+    return answers
+
+
+@contextmanager
+def allow_merging(model: nn.Module) -> Iterator[None]:
+    """Let PEFT and diffusers write weights of FP8 linears: merge_adapter, fuse_lora, PiSSA, OLoRA.
+
+    Each is quantized again; a warning has the cost. Unmerging is exact: the codes from before stay until then, or
+    until the adapter is unloaded.
+    """
+    norms: list[Tensor] = []
+
+    @torch.no_grad()
+    def requantize(linear: FP8Linear, value: Tensor) -> None:
+        before, layers = linear.weight.data, [each for each in model.modules() if hasattr(each, "merged_adapters")]
+        layer: Any = next((each for each in layers if each.base_layer is linear), None)
+        if layer is not None:
+            if not layer.merged_adapters:
+                bias = None if linear.bias is None else linear.bias.clone()
+                layer.unmerge = functools.partial(_unmerge, layer, dict(linear.named_buffers()), bias)
+                layer.writes = 0
+            layer.writes += 1
+        _set_buffers(linear, weight_buffers(value, linear.config))
+        values = value, value - before, value - linear.weight
+        norms.append(torch.stack([x.double().norm() for x in values]).cpu())
+
+    linears = _stored(model).values()
+    if any("fetch_weight" in vars(linear) for linear in linears):
+        raise RuntimeError("allow_merging: the codes are in host memory; set memory.stream_blocks: 0")
+    for linear in linears:
+        vars(linear)["requantize"] = requantize
+    try:
+        yield
+    finally:
+        for linear in linears:
+            vars(linear).pop("requantize", None)
+        if norms:
+            whole, change, error = torch.stack(norms).square().sum(0)
+            cost = [10 * torch.log10(x / error) for x in (whole, change)]
+            text = "%s: %d weights quantized again: %.1f dB, of the change %.1f dB"
+            logger.warning(text, type(model).__name__, len(norms), *cost)
+
+
+def _set_buffers(linear: FP8Linear, buffers: dict[str, Tensor]) -> None:
+    is_transposed, device = TRANSPOSED in linear._buffers, linear.weight.device
+    drop_weight(linear)
+    for name, x in buffers.items():
+        linear.register_buffer(name, x.to(device))
+    if is_transposed:
+        keep_transposed(linear, linear.config)
+
+
+def _unmerge(layer: Any, before: dict[str, Tensor], bias: Tensor | None) -> None:
+    if layer.writes != len(layer.merged_adapters):
+        raise RuntimeError("unmerge: an adapter's initialization changed the weight, too; load the model again")
+    linear = layer.get_base_layer()
+    _set_buffers(linear, before)
+    if bias is not None:
+        linear.bias.data = bias.to(linear.bias)
+    layer.merged_adapters.clear()
+    del layer.unmerge

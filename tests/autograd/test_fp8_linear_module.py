@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from coat_core.config import FP8LinearConfig
-from coat_core.linear import FP8Linear, replace_linear_with_fp8, restore_linear
+from coat_core.linear import FP8Linear, allow_merging, replace_linear_with_fp8, restore_linear
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
 from tests.tolerances import GAUSSIAN_FLOOR_DB
 
@@ -32,8 +32,8 @@ def test_constructor_and_refused_sizes() -> None:
 def test_state_of_another_kind_of_weight_is_refused() -> None:
     with pytest.raises(RuntimeError, match="weight_scale_bits"):
         make(weight_granularity="per_row").load_state_dict(make().state_dict())
-    with pytest.raises(RuntimeError, match="Unexpected key"):
-        make().load_state_dict(nn.Linear(K, N).state_dict())
+    (layer := make()).load_state_dict((linear := nn.Linear(K, N)).state_dict())  # quantized
+    assert_bitwise(layer.weight, FP8Linear.from_linear(linear).weight)
 
 
 def test_restore_gives_what_was_multiplied_by() -> None:
@@ -69,7 +69,7 @@ def set_data(weight: torch.Tensor) -> None:
 def test_changing_the_weight_is_refused(write) -> None:
     layer = make()
     before = layer.weight.clone()
-    with torch.no_grad(), pytest.raises(RuntimeError, match=r"cannot be written.*restore_linear"):
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"cannot be written.*allow_merging.*restore_linear"):
         write(layer.weight)
     with pytest.raises(KeyError, match="weight"):
         layer.weight = nn.Parameter(torch.zeros(N, K))
@@ -94,11 +94,15 @@ def test_reading_the_weight_gives_plain_tensors() -> None:
 
 
 @pytest.mark.parametrize("safe", [True, False])
-def test_peft_merge_is_refused_and_changes_nothing(safe: bool) -> None:
+def test_peft_merges_only_where_asked_to_and_unmerges_to_the_bit(safe: bool) -> None:
     model = replace_linear_with_fp8(nn.Sequential(nn.Linear(K, N), nn.Tanh(), nn.Linear(N, K)))
     model = get_peft_model(model, LoraConfig(r=4, target_modules=["0", "2"], init_lora_weights=False))
-    x = torch.randn(4, K)
-    before = model(x)
-    with pytest.raises(RuntimeError, match=r"to merge an adapter, call coat_core.restore_linear"):
+    before = model(x := torch.randn(4, K))
+    with pytest.raises(RuntimeError, match="allow_merging"):
         model.merge_adapter(safe_merge=safe)
+    assert_bitwise(model(x), before)
+    with allow_merging(model):
+        model.merge_adapter(safe_merge=safe)
+    assert_sqnr(before, model(x), 20)
+    model.unmerge_adapter()
     assert_bitwise(model(x), before)

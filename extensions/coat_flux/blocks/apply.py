@@ -13,7 +13,7 @@ from torch import nn
 from coat_core.activation.layers import keep_no_input
 from coat_core.config import FP8LinearConfig
 from coat_core.linear.function import CODES, fp8_gemm_obstacle
-from coat_core.linear.module import FP8Linear, FP8TrainableLinear, obstacle_to_conversion, refuse_saving
+from coat_core.linear.module import FP8Linear, FP8TrainableLinear, fit_to_diffusers, obstacle_to_conversion
 
 from ..base.errors import UserError
 from ..config.coat import COATConfig
@@ -77,7 +77,7 @@ def apply_coat(
             if config.activation.use_fp8:
                 keep_no_input(module)
     _check_fallback(report, config)
-    refuse_saving(model)
+    fit_to_diffusers(model, on_meta=device is not None)
     for module in model.modules():
         unpark(module)
     runner = BlockRunner.install(model, family.blocks, config, allow_recompute, run_device)
