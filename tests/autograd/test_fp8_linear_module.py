@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import logging
+from typing import Any
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
+from coat_core import sqnr_db
 from coat_core.config import FP8LinearConfig
-from coat_core.linear import FP8Linear, allow_merging, replace_linear_with_fp8, restore_linear
+from coat_core.linear import FP8Linear, allow_merging, module, replace_linear_with_fp8, restore_linear
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
-from tests.tolerances import GAUSSIAN_FLOOR_DB
+from tests.tolerances import GAUSSIAN_FLOOR_DB, UNIFORM_FLOOR_DB
 
 K, N = 64, 48
 
@@ -32,8 +37,18 @@ def test_constructor_and_refused_sizes() -> None:
 def test_state_of_another_kind_of_weight_is_refused() -> None:
     with pytest.raises(RuntimeError, match="weight_scale_bits"):
         make(weight_granularity="per_row").load_state_dict(make().state_dict())
-    (layer := make()).load_state_dict((linear := nn.Linear(K, N)).state_dict())  # quantized
-    assert_bitwise(layer.weight, FP8Linear.from_linear(linear).weight)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        make().load_state_dict(nn.Linear(2 * K, N).state_dict())
+
+
+@pytest.mark.parametrize("weight_format", ["e4m3", "e5m2", "nvfp4"])
+def test_a_high_precision_weight_is_quantized_as_it_is_loaded(weight_format: str) -> None:
+    linear = nn.Linear(K, N)
+    layer = make(weight_format=weight_format)
+    layer.load_state_dict(linear.state_dict())
+    assert_bitwise(layer.bias, linear.bias)
+    expected = FP8Linear.from_linear(linear, layer.config)
+    assert_bitwise(layer.weight, expected.weight)
 
 
 def test_restore_gives_what_was_multiplied_by() -> None:
@@ -63,8 +78,10 @@ def set_data(weight: torch.Tensor) -> None:
         lambda weight: weight.__iadd__(1.0),
         lambda weight: setattr(weight, "data", weight.data + 1.0),
         nn.init.normal_,
+        lambda weight: torch.add(weight, 1.0, out=weight),
+        lambda weight: setattr(weight.owner, "weight", weight + 1.0),
     ],
-    ids=["data", "add_", "copy_", "item", "+=", "data +=", "init"],
+    ids=["data", "add_", "copy_", "item", "+=", "data +=", "init", "out", "another tensor"],
 )
 def test_changing_the_weight_is_refused(write) -> None:
     layer = make()
@@ -91,18 +108,74 @@ def test_reading_the_weight_gives_plain_tensors() -> None:
     ):
         assert type(found) is torch.Tensor
         torch.testing.assert_close(found, expected)
+    assert (layer.weight.shape, layer.weight.dtype) == (values.shape, values.dtype)
+    assert (layer.weight.device, layer.weight.is_meta) == (values.device, False)
+    assert_bitwise(torch.from_numpy(copy.deepcopy(layer).weight.numpy()), values)
 
 
-@pytest.mark.parametrize("safe", [True, False])
-def test_peft_merges_only_where_asked_to_and_unmerges_to_the_bit(safe: bool) -> None:
+def adapted(**config: Any) -> tuple[nn.Module, nn.Module]:
+    """The same two linears with PEFT's adapters, on FP8 weights and on their dequantized values."""
+    torch.manual_seed(0)
     model = replace_linear_with_fp8(nn.Sequential(nn.Linear(K, N), nn.Tanh(), nn.Linear(N, K)))
-    model = get_peft_model(model, LoraConfig(r=4, target_modules=["0", "2"], init_lora_weights=False))
-    before = model(x := torch.randn(4, K))
+    plain = restore_linear(copy.deepcopy(model))
+    models = []
+    for each in (model, plain):
+        torch.manual_seed(1)
+        with allow_merging(each):
+            models.append(get_peft_model(each, LoraConfig(r=4, target_modules=["0", "2"], **config)))
+    return models[0], models[1]
+
+
+def weights(model: nn.Module) -> list[torch.Tensor]:
+    return [model.get_base_model()[i].weight.clone() for i in (0, 2)]
+
+
+@pytest.mark.parametrize("config", [{}, {"use_dora": True}, {"lora_bias": True}], ids=str)
+@pytest.mark.parametrize("safe", [True, False])
+def test_a_merge_that_was_asked_for_quantizes_the_sum_and_is_taken_back_to_the_bit(
+    safe: bool, config: dict[str, bool], caplog: pytest.LogCaptureFixture
+) -> None:
+    model, plain = adapted(init_lora_weights=False, **config)
+    x = torch.randn(4, K)
+    before, output, expected = weights(model), model(x), plain(x)
+    with allow_merging(model), caplog.at_level(logging.WARNING):
+        model.merge_adapter(safe_merge=safe)
+    plain.merge_adapter()
+    costs = [sqnr_db(merged, stored) for merged, stored in zip(weights(plain), weights(model), strict=True)]
+    assert min(costs) >= UNIFORM_FLOOR_DB["e4m3"]
+    [record] = caplog.records
+    assert record.args[1] == 2
+    assert min(costs) - 0.1 <= record.args[2] <= max(costs) + 0.1
+    assert_sqnr(expected, model(x), 20)
+    copied = copy.deepcopy(model)
+    for each in (model, copied):
+        each.unmerge_adapter()
+        assert all(torch.equal(*pair) for pair in zip(before, weights(each), strict=True))
+        assert_bitwise(each(x), output)
     with pytest.raises(RuntimeError, match="allow_merging"):
-        model.merge_adapter(safe_merge=safe)
-    assert_bitwise(model(x), before)
+        model.merge_adapter()
+
+
+def test_an_initialization_that_changes_the_weight_keeps_the_output_and_is_not_unmerged() -> None:
+    model, plain = adapted(init_lora_weights="olora")
+    x = torch.randn(64, K)
+    assert_sqnr(plain(x), model(x), 20)
     with allow_merging(model):
-        model.merge_adapter(safe_merge=safe)
-    assert_sqnr(before, model(x), 20)
-    model.unmerge_adapter()
-    assert_bitwise(model(x), before)
+        model.merge_adapter()
+        with pytest.raises(RuntimeError, match="initialization"):  # PEFT unmerges after it
+            model.add_adapter("second", LoraConfig(r=4, target_modules=["0", "2"], init_lora_weights="pissa"))
+
+
+def test_peft_dequantizes_no_weight_to_add_or_remove_an_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[nn.Module] = []
+    read = module.read_weight
+    monkeypatch.setattr(module, "read_weight", lambda layer, *how: reads.append(layer) or read(layer, *how))
+    model, _ = adapted()
+    reads.clear()
+    model.add_adapter("second", LoraConfig(r=4, target_modules=["0", "2"]))
+    model.delete_adapter("default")
+    base = model.unload()
+    assert type(base[0]) is FP8Linear
+    assert reads == []
+    assert len(base[0].weight + 1) == N
+    assert reads == [base[0]]
