@@ -165,6 +165,8 @@ def test_an_optimizer_that_cannot_read_8_bit_moments_is_refused_before_the_model
     after = _files(host.save_folder)
     assert {path: after[path] for path in before if path.suffix in (".pt", ".safetensors")}.items() <= before.items()
     host.run(**_entry(steps=4))
+    with pytest.raises(ResumeError, match="another"):
+        host.run("coat_flux_trainer", **_entry(steps=6, optimizer="adam"))
 
 
 def test_average_that_is_new_begins_with_the_raw_lora(host: Host) -> None:

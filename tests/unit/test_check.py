@@ -87,13 +87,11 @@ def test_what_only_surprises_is_a_warning(trainers: tuple[str, ...], changes: Ch
 @pytest.mark.parametrize(
     "changes",
     [
-        {"train.lr": 0.01},
-        {"train.lr": 2e-6},
-        {"trigger_word": None, "sample.prompts": ["a shirt"]},
+        {"train.lr": 0.01, "train.lr_scheduler": "constant", "train.lr_scheduler_params": {}},
+        {"train.lr": 2e-6, "trigger_word": None, "sample.prompts": ["a shirt"]},
         {"sample.prompts": ["[trigger] été в"]},
         {"train.min_denoising_steps": 999, "network.rank": 16},
         {"datasets.1.resolution": 32, "coat.speed.attention": "cudnn"},
-        {"train.lr_scheduler": "constant", "train.lr_scheduler_params": {}},
     ],
 )
 def test_what_is_just_right_has_no_finding(changes: Changes) -> None:
@@ -177,8 +175,7 @@ def test_ai_toolkit_is_found_by_option_variable_and_folder(tmp_path: Path, monke
     monkeypatch.chdir(here)
     assert find_toolkit() == here
     monkeypatch.setenv("AI_TOOLKIT_ROOT", str(variable))
-    assert find_toolkit() == variable
-    assert find_toolkit(given) == given
+    assert (find_toolkit(), find_toolkit(given)) == (variable, given)
     with pytest.raises(ConfigError, match="nowhere"):
         find_toolkit(tmp_path / "nowhere")
 

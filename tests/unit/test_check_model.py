@@ -18,6 +18,7 @@ from coat_flux.blocks.models import ARCHS, REFUSED
 from coat_flux.blocks.models.check import archs_of, check_arch, check_device, check_model, check_models
 from coat_flux.config.findings import Findings
 from coat_flux.mini_flux import EMBEDDED_MODEL, MINI_FLUX
+from tests.helpers.original_layout import write_original
 from tests.reliability.bad_configs import job_with
 
 ALONE, AITK = "standalone", "ai-toolkit"
@@ -182,8 +183,7 @@ def test_names_on_the_hub(monkeypatch: pytest.MonkeyPatch, name: str, trainer: s
 
 
 def test_what_ai_toolkit_loads_of_a_flux2_folder_is_one_file(tmp_path: Path) -> None:
-    folder = tmp_path / "klein"
-    folder.mkdir()
+    folder = tmp_path
     (folder / "model_index.json").write_text('{"_class_name": "Flux2KleinPipeline"}', encoding="utf-8")
     (line,) = found(folder, AITK, is_flux=False, arch="flux2_klein_4b")
     assert "has no flux-2-klein-base-4b.safetensors" in line
@@ -193,8 +193,6 @@ def test_what_ai_toolkit_loads_of_a_flux2_folder_is_one_file(tmp_path: Path) -> 
 
 def test_one_file_is_for_the_stand_alone_trainer(tmp_path: Path, model: Path) -> None:
     from diffusers import FluxTransformer2DModel
-
-    from tests.helpers.original_layout import write_original
 
     path = tmp_path / "flux1-dev.safetensors"
     write_original(FluxTransformer2DModel.from_pretrained(model, subfolder="transformer"), path, fp8="cast")

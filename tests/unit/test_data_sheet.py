@@ -34,12 +34,13 @@ def test_a_good_folder_is_reported_and_drawn(tmp_path, capsys):
 def test_errors_are_printed_counted_and_drawn(tmp_path, capsys, monkeypatch):
     folder = good_folder(tmp_path / "photos")
     write(folder / "bad.jpg", b"")
+    write(folder / "good1.txt", "a [trigger]")
     monkeypatch.chdir(tmp_path)
     assert run(folder) == 2
     captured = capsys.readouterr()
     (line,) = captured.err.splitlines()
     assert line.startswith(f"error: {folder / 'bad.jpg'}: cannot be read as an image (it is not JPEG, PNG or WebP")
-    assert "warning: " in captured.out
+    assert ("warning: " in captured.out, "trigger_word" in captured.out) == (True, False)  # a YAML may have one
     assert (tmp_path / "output" / "data" / "photos.png").is_file()
     assert run(tmp_path / "nowhere") == 2
     assert "folder not found" in capsys.readouterr().err

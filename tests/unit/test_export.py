@@ -165,6 +165,8 @@ def test_files_of_other_kinds_are_refused(tmp_path, tensors, content):
         path.write_bytes(content)
     with pytest.raises(ExportError, match=r"lora\.safetensors: cannot be read"):
         check_export(path)
+    with pytest.raises(ExportError, match="is a folder"):
+        check_export(tmp_path)
     with pytest.raises(ExportError, match="holds nothing"):
         layout_of({})
 

@@ -87,7 +87,7 @@ def test_charts_are_inline_and_name_what_they_show() -> None:
     assert "$" not in page.html()
 
 
-@pytest.mark.parametrize(("last", "ticks"), [(0, ["0"]), (1, ["0", "1"]), (3, ["0", "1", "2", "3"]), (9, ["0", "2"])])
+@pytest.mark.parametrize(("last", "ticks"), [(0, ["0", "1"]), (3, ["0", "1", "2", "3"]), (9, ["0", "2"])])
 def test_steps_are_whole_numbers(last: int, ticks: list[str]) -> None:
     page = Page("t")
     page.curves("c", {"a": [(step, 0.5) for step in range(last + 1)]}, x="step", y="y")

@@ -79,4 +79,5 @@ def test_a_bar_is_drawn_twice_a_second_and_rarely_into_a_file(monkeypatch: pytes
     for terminal, pause in ((True, 0.5), (False, 30.0)):
         monkeypatch.setattr("sys.stderr.isatty", lambda terminal=terminal: terminal, raising=False)
         assert bar_options()["mininterval"] == pause
+        assert ("position" in bar_options()) is not terminal  # which would move the cursor
         assert bar_options()["maxinterval"] >= pause  # tqdm redraws after this by itself

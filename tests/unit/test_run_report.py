@@ -90,7 +90,7 @@ VALIDATED = [0.5] * 1000
     ("losses", "validation", "saved", "tone", "verdict"),
     [
         ([], [], "", "plain", "No step"),
-        ([0.5, 0.4], [], "", "plain", "2 of 1000 steps"),
+        ([0.5, 0.4], [], "", "open", "step 2 of 1000; this run does not say whether"),
         ([0.5, 0.4], [], "shirt <b>", "good", "the loss fell: 0.5 → 0.4."),
         ([0.5, 0.4], [], "torn", "bad", "newest save, torn.safetensors, cannot be read"),
         (VALIDATED, [(0, 0.5), (1000, 0.5)], "", "open", "the validation loss did not fall"),

@@ -210,7 +210,7 @@ def test_rows_and_page(config: Path, tmp_path: Path) -> None:
     assert header[:4] == ["place", "lr", "linear", "held-out loss"]
     lr, linear = sweep.trials[1].settings.values()
     assert rows[0][:5] == ["1", f"{lr:g}", str(linear), "0.100000", ""]
-    assert rows[1][3:] == ["0.150000", "+0.050000", "?", "0.111111 at step 8", "0.25", "finished"]
+    assert rows[1][3:] == ["0.150000", "+0.050000", "not known", "0.111111 at step 8", "0.25", "finished"]
     assert [row[-1] for row in rows] == ["finished", "finished", "failed", "not finished"]
     text = write_sweep_page(sweep).read_text(encoding="utf-8")
     assert f"Lowest held-out loss so far: 0.100000 with lr {lr:g}, linear {linear}" in text

@@ -21,6 +21,7 @@ PACKAGES = ("coat_core", "coat_flux")
 REDRAW_S, REDRAW_FILE_S = 0.5, 30.0  # of a progress bar, on a terminal and in a file
 NOISE = (  # library messages irrelevant to the user, quoted
     "Failed to load CPU gemm_4bit_forward from kernels-community",  # bitsandbytes, imported by others
+    "Failed to load /",  # torchao, of kernels for other GPUs
     "ImageProcessor` requires torchvision (not installed); falling back to",  # transformers, imported by diffusers
     "`torch_dtype` is deprecated! Use `dtype` instead!",  # transformers, called by diffusers
 )
@@ -122,7 +123,10 @@ class Lines(logging.Handler):
 def bar_options() -> dict[str, Any]:
     """Arguments of tqdm: two redraws a second on a terminal, two a minute in a file."""
     pause = REDRAW_S if sys.stderr.isatty() else REDRAW_FILE_S
-    return {"mininterval": pause, "maxinterval": 2 * pause, "miniters": 1, "dynamic_ncols": True}
+    shown: dict[str, Any] = {"mininterval": pause, "maxinterval": 2 * pause, "miniters": 1, "dynamic_ncols": True}
+    if not sys.stderr.isatty():
+        shown["position"] = 0  # below another bar it would move the cursor
+    return shown
 
 
 def quiet_libraries() -> None:
@@ -135,5 +139,11 @@ def quiet_libraries() -> None:
         library.get_logger()  # makes its handler
         library.disable_progress_bar()  # one bar per model file; we log a line per model
     for name in ("", "diffusers", "transformers"):
-        for handler in logging.getLogger(name or None).handlers:
+        drop_noise(*logging.getLogger(name or None).handlers)
+
+
+def drop_noise(*handlers: logging.Handler | None) -> None:
+    """Drop the messages in `NOISE` from these handlers' output."""
+    for handler in handlers:
+        if handler is not None:
             handler.addFilter(lambda record: not any(part in record.getMessage() for part in NOISE))

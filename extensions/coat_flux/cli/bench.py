@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     if args.device is None:
         import torch
 
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+        args.device = "cuda" if torch.cuda.is_available() else ""
     options = BenchOptions(
         levels=LEVELS if args.level == "all" else (args.level,),
         resolutions=tuple(args.resolution),
@@ -73,6 +73,12 @@ def run(args: argparse.Namespace) -> int:
     )
     if not options.cases():
         raise UsageError(f"--configs {' '.join(args.configs)}: none is measured at --level {args.level}")
+    if not options.device:
+        rule = "there is no CUDA GPU, and a CPU takes days at FLUX.1-dev's size"
+        raise UsageError(f"--device: {rule}; write cpu and --double 1 --single 1")
+    count = len(options.cases()) * options.rounds
+    most = datetime.timedelta(seconds=count * args.timeout)
+    print(f"{count} processes, at most {most}; --configs, --level: fewer", flush=True)
     passed, tests, output = True, "not run: --skip-tests", ""
     if not args.skip_tests:
         passed, tests, output = runner.run_tests(options.levels)

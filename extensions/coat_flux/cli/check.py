@@ -177,6 +177,8 @@ def data(args: argparse.Namespace) -> int:
         entry = {"folder_path": str(args.data), "caption_ext": args.caption_ext, "resolution": resolution}
         model = {"is_flux": True}
         report = inspect_process({"datasets": [entry], "trigger_word": args.trigger, "model": model})
+        if args.trigger is None:  # a YAML may have one
+            report.warnings = [line for line in report.warnings if not line.endswith("set trigger_word")]
     for table in report.tables:
         print(table)
     print_findings((), report.warnings)

@@ -8,11 +8,13 @@ shown to be lossless; 2 something the user can fix; 130 Ctrl+C. Other exceptions
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from collections.abc import Sequence
 
 from .. import __version__
 from ..base.errors import UserError
+from ..base.run_log import drop_noise
 from . import bench, check, machine, new, runs
 from .common import EXIT_INTERRUPTED, EXIT_REFUSED
 
@@ -22,6 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):  # a console of a narrow code page must not fail on a file's name
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
+    drop_noise(logging.lastResort)
     given = list(sys.argv[1:] if argv is None else argv)
     args = _parser().parse_args(given, argparse.Namespace(given=given))
     try:

@@ -98,7 +98,8 @@ def rewind(args: argparse.Namespace) -> None:
     from ..saves.repair import go_back, run_lock
 
     if newest_set(args.run_dir) is None:
-        raise UsageError(f"RUN_DIR={args.run_dir}: has no saved state; give <training_folder>/<name> of a run")
+        rule = "has no saved state" if args.run_dir.is_dir() else "is not a folder"
+        raise UsageError(f"RUN_DIR={args.run_dir}: {rule}; give <training_folder>/<name> of a run")
     with run_lock(args.run_dir):
         print("\n".join(go_back(args.run_dir, args.to_step)))
 

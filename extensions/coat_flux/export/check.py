@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import traceback
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -166,7 +167,8 @@ def _diffusers_refusal(tensors: Mapping[str, Tensor], wanted: Mapping[str, Pair]
     try:
         theirs: dict[str, Tensor] = mixin.lora_state_dict(dict(tensors))
     except (AssertionError, KeyError, NotImplementedError, RuntimeError, ValueError) as error:
-        return f"it refuses the file ({type(error).__name__}: {' '.join(str(error).split())[:200] or 'no message'})"
+        text = " ".join(str(error).split()) or traceback.extract_tb(error.__traceback__)[-1].line or ""
+        return f"it refuses the file ({type(error).__name__}: {text[:200]})"
     for module, pair in wanted.items():
         for name, matrix, dim in (("lora_A", pair.down, 1), ("lora_B", pair.up, 0)):
             tensor = theirs.get(f"{PREFIXES['diffusers']}{module}.{name}.weight")

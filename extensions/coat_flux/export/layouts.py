@@ -119,6 +119,8 @@ def family_of(pairs: Mapping[str, Pair], layout: str) -> Family:
 
 def read_file(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Tensors and metadata of a safetensors file; raises ExportError."""
+    if path.is_dir():
+        raise ExportError(f"{path}: is a folder; give the .safetensors file of a LoRA in it")
     try:
         with safe_open(path, framework="pt") as file:
             return {key: file.get_tensor(key) for key in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118  # not a dict

@@ -14,15 +14,12 @@ from __future__ import annotations
 import hmac
 import html
 import ipaddress
-import math
 import secrets
 import socket
 import threading
 from collections.abc import Iterable
 from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
-from statistics import median
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -33,23 +30,14 @@ from werkzeug.wrappers import Request, Response
 
 from ..base.errors import UserError
 from ..base.run_log import LOG_FILE
-from ..watch.live import COMMANDS, RunStatus, give_command, read_status
-from .html import Page, Tone
-from .report import show_live
-from .run import MEMORY_FILE, SAMPLE_NAME, RunFolder, RunFolderError
+from ..watch.live import COMMANDS, give_command, read_status
+from .html import Page
+from .report import progress, show_live
+from .run import SAMPLE_NAME, RunFolder, RunFolderError
 
 LOOPBACK = "127.0.0.1"
 PORT, PORTS_TRIED = 8675, 20
 LOG_BYTES, LOG_LINES = 16_384, 24
-PACE_STEPS = 30  # newest steps, for the estimate of the time left
-PHASES = {
-    "load": "Loading the model",
-    "cache": "Encoding photos and captions",
-    "validate": "Measuring the held-out loss",
-    "sample": "Sampling",
-    "step": "Training",
-    "save": "Saving",
-}
 BUTTONS = {
     "sample": ("Sample now", "draw the config's prompts after this step"),
     "save": ("Save now", "write a checkpoint after this step; save.max_step_saves_to_keep holds for it, too"),
@@ -84,7 +72,7 @@ def live_page(run_dir: Path, nonce: str) -> str:
         elif not isinstance(steps, int):
             steps = done
         page.title = f"{100 * done // max(steps, 1)} % {run.name}"
-        page.verdict(*_sentence(run, status, done, steps))
+        page.verdict(*progress(run, status, done, steps))
         page.parts.append(f'<progress max="{max(steps, 1)}" value="{done}" aria-label="steps done"></progress>')
         show_live(page, run)
         with page.details("Log", is_open=True), suppress(OSError), (run.path / LOG_FILE).open("rb") as file:
@@ -103,32 +91,6 @@ def live_page(run_dir: Path, nonce: str) -> str:
     shell += [f'<div class="asks">{"".join(buttons)}</div>', '<p id="note" class="missing" role="status"></p>']
     page.parts = [*shell, "<main>", *sections, "</main>", f'<script nonce="{nonce}">{SCRIPT}</script>']
     return page.html(head="")
-
-
-def _sentence(run: RunFolder, status: RunStatus | None, done: int, steps: int) -> tuple[str, Tone]:
-    place = f"step {done} of {steps}"
-    if status is None:
-        return f"{place}; this run does not say whether it is still going (COAT is off)", "open"
-    if status.ended == "finished":
-        return f"Finished: {place}", "good"
-    if status.ended == "stopped":
-        return f"Stopped after {place}. To resume, start the same config again", "open"
-    if status.ended is not None:
-        return f"Ended at {place}: {status.ended}", "bad"
-    if not status.alive:
-        return f"The process ended at {place} without a message. To resume from the last save, start it again", "bad"
-    try:
-        phases = (run.json(MEMORY_FILE) or {})["phases"]
-        opened = [name for name in PHASES if phases.get(name, {}).get("open")]
-        phase = [*opened, "step" if "step" in phases else "load"][0]
-    except (OSError, ValueError, KeyError, AttributeError):
-        phase = "load"
-    paces = [value for _, value in run.metrics.get("s_per_it", [])[-PACE_STEPS:]]
-    seconds = median(paces) if paces else math.nan
-    left = ""
-    if math.isfinite(seconds) and done < steps:
-        left = f", {seconds:.3g} s per step, {timedelta(seconds=round(seconds * (steps - done)))} left"
-    return f"{PHASES[phase]}: {place}{left}", "plain"
 
 
 class _Quiet(WSGIRequestHandler):

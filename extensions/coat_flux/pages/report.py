@@ -17,6 +17,7 @@ from .. import __version__
 from ..saves.errors import SaveError
 from ..saves.identity import VERSIONS_FILE
 from ..watch.casts import CastPrecision
+from ..watch.live import RunStatus, read_status
 from ..watch.memory_report import stacked, tabulated
 from ..watch.precision import FILE, KINDS, REMEDIES, read_rows
 from .html import Page, Tone
@@ -25,6 +26,15 @@ from .run import MEMORY_FILE, RunFolder, smoothed
 Section: TypeAlias = Callable[[Page, RunFolder], None]
 
 REPORT_FILE = Path("coat") / "report.html"
+PACE_STEPS = 30  # newest steps, for the estimate of the time left
+PHASES = {
+    "load": "Loading the model",
+    "cache": "Encoding photos and captions",
+    "validate": "Measuring the held-out loss",
+    "sample": "Sampling",
+    "step": "Training",
+    "save": "Saving",
+}
 SAMPLE_STEPS, SAMPLE_PROMPTS = 8, 12  # of the grid
 RISE = 1.01  # final over lowest validation loss from which it counts as risen
 DAMAGED = (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError)
@@ -108,9 +118,10 @@ def _verdict(run: RunFolder, held_out: str) -> tuple[str, Tone]:
     if run.saves and run.saves[-1].problem:
         newest = run.saves[-1]
         return f"The newest save, {newest.path.name}, {newest.problem}; use an older one.", "bad"
-    done = int(loss[-1][0])
-    if done != steps and run.name not in (save.name for save in run.saves):
-        return f"{done} of {steps} steps are done; if the run has stopped, the same command resumes it.", "plain"
+    done, status = int(loss[-1][0]), read_status(run.path)
+    failed = status is not None and status.ended not in (None, "finished", "stopped")
+    if failed or (done != steps and run.name not in (save.name for save in run.saves)):
+        return progress(run, status, done, steps)
     name, curve = (held_out, run.validation) if run.validation else ("loss", smoothed(loss))
     lowest, first, last = min(curve, key=lambda point: point[1]), curve[0][1], curve[-1][1]
     if run.validation and last > RISE * lowest[1]:
@@ -121,6 +132,33 @@ def _verdict(run: RunFolder, held_out: str) -> tuple[str, Tone]:
     if last < first:
         return f"All steps are done, and the {name} fell: {first:.4g} → {last:.4g}.", "good"
     return f"All steps are done, and the {name} did not fall: {first:.4g} → {last:.4g}.", "open"
+
+
+def progress(run: RunFolder, status: RunStatus | None, done: int, steps: int) -> tuple[str, Tone]:
+    """How far a run has come, and whether it is still going."""
+    place = f"step {done} of {steps}"
+    if status is None:
+        return f"{place}; this run does not say whether it is still going (COAT is off)", "open"
+    if status.ended == "finished":
+        return f"Finished: {place}", "good"
+    if status.ended == "stopped":
+        return f"Stopped after {place}. To resume, start the same config again", "open"
+    if status.ended is not None:
+        return f"Ended at {place}: {status.ended}", "bad"
+    if not status.alive:
+        return f"The process ended at {place} without a message. To resume from the last save, start it again", "bad"
+    try:
+        phases = (run.json(MEMORY_FILE) or {})["phases"]
+        opened = [name for name in PHASES if phases.get(name, {}).get("open")]
+        phase = [*opened, "step" if "step" in phases else "load"][0]
+    except (OSError, ValueError, KeyError, AttributeError):
+        phase = "load"
+    paces = [value for _, value in run.metrics.get("s_per_it", [])[-PACE_STEPS:]]
+    seconds = median(paces) if paces else math.nan
+    left = ""
+    if math.isfinite(seconds) and done < steps:
+        left = f", {seconds:.3g} s per step, {timedelta(seconds=round(seconds * (steps - done)))} left"
+    return f"{PHASES[phase]}: {place}{left}", "plain"
 
 
 def _show_newest(page: Page, run: RunFolder) -> None:

@@ -84,6 +84,18 @@ class RunState:
         return load_tensors(path) if path.exists() or part == "rng" else None
 
 
+def require_same_optimizer(path: Path, saved_with: str, optimizer: str) -> None:
+    """Raise ResumeError if `optimizer` cannot read the state of another one."""
+    readable = {optimizer.lower()}
+    if optimizer.lower() == COAT_OPTIMIZER:
+        readable |= {"adamw", "adam"}
+    if saved_with.lower() not in readable:
+        raise ResumeError(
+            f"{path}: was written by {saved_with}, which train.optimizer={optimizer} cannot read; "
+            f"go back to {saved_with}, or choose another config.name to start over"
+        )
+
+
 def require_readable(folder: Path, optimizer: str) -> None:
     """Raise ResumeError if a folder has 8-bit moments that `optimizer` cannot read."""
     if optimizer.lower() == COAT_OPTIMIZER:

@@ -459,7 +459,7 @@ def ranking_rows(trials: Sequence[Trial], spread: float | None) -> list[list[str
             gap = f"{trial.loss - best.loss:+.6f}"
             luck = "no" if tie(trial, best, spread) else "yes"
             if spread is None:
-                luck = "?"
+                luck = "not known"
         paces = [run.seconds for run in trial.runs if run.seconds is not None]
         row = [place, *(value_text(trial.settings[key]) for key in keys), loss, gap, luck, minimum]
         row.append(f"{fmean(paces):.2f}" if paces else "")

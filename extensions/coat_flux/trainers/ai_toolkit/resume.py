@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...base.names import COAT_OPTIMIZER
 from ...base.rng import rng_state, set_rng_state
 from ...config.findings import ConfigError
 from ...export.check import check_export
@@ -37,6 +38,7 @@ from ...saves.state import (
     RunState,
     execution_of,
     keep_execution,
+    require_same_optimizer,
     restore_tensors,
 )
 from ...watch.guard import WINDOW
@@ -67,6 +69,10 @@ def find_continuation(process: Any) -> Continuation | None:
     if state is not None:
         for note in require_same_run(state.record["identity"], identity, process.coat.resume.allow, state.folder):
             info(f"resume: {note}")
+        saved_with = state.record["identity"]["train"].get("optimizer", "adamw")
+        if saved_with != COAT_OPTIMIZER:  # ai-toolkit would go on without it
+            path = state.folder / OPTIMIZER_FILE
+            require_same_optimizer(path, saved_with, process.train_config.optimizer)
         start = process.train_config.start_step
         if start is not None:
             raise ResumeError(f"train.start_step={start}: the run resumes after step {state.step}; remove the key")

@@ -35,7 +35,6 @@ from torch.utils._pytree import tree_leaves
 from coat_core.optim.sharded import ShardedFP8AdamW, gather
 
 from ...base.files import discard
-from ...base.names import COAT_OPTIMIZER
 from ...base.rng import rng_state
 from ...config.job import JobConfig
 from ...export.check import check_export
@@ -51,6 +50,7 @@ from ...saves.state import (
     execution_of,
     load_tensors,
     require_readable,
+    require_same_optimizer,
     restore_tensors,
     save_tensors,
 )
@@ -219,12 +219,7 @@ class ResumePoint:
     def optimizer_file(self, name: str) -> Path:
         """The saved state; raises ResumeError if the optimizer `name` cannot read it."""
         path = (self.path.parent if self.state is None else self.state.folder) / OPTIMIZER_FILE
-        saved_with = self.record.get("optimizer", name)
-        if saved_with != name and not (name == COAT_OPTIMIZER and saved_with in ("adamw", "adam")):
-            raise ResumeError(
-                f"{path}: was written by {saved_with}, which train.optimizer={name} cannot read; "
-                f"go back to {saved_with}, or choose another config.name to start over"
-            )
+        require_same_optimizer(path, self.record.get("optimizer", name), name)
         require_readable(path.parent, name)  # ai-toolkit's saves have no record
         return path
 
