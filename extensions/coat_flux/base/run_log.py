@@ -123,7 +123,12 @@ class Lines(logging.Handler):
 def bar_options() -> dict[str, Any]:
     """Arguments of tqdm: two redraws a second on a terminal, two a minute in a file."""
     pause = REDRAW_S if sys.stderr.isatty() else REDRAW_FILE_S
-    shown: dict[str, Any] = {"mininterval": pause, "maxinterval": 2 * pause, "miniters": 1, "dynamic_ncols": True}
+    shown: dict[str, Any] = {
+        "mininterval": pause,
+        "maxinterval": 2 * pause,
+        "miniters": 1,
+        "dynamic_ncols": True,
+    }
     if not sys.stderr.isatty():
         shown["position"] = 0  # below another bar it would move the cursor
     return shown

@@ -167,7 +167,10 @@ def _diffusers_refusal(tensors: Mapping[str, Tensor], wanted: Mapping[str, Pair]
     try:
         theirs: dict[str, Tensor] = mixin.lora_state_dict(dict(tensors))
     except (AssertionError, KeyError, NotImplementedError, RuntimeError, ValueError) as error:
-        text = " ".join(str(error).split()) or traceback.extract_tb(error.__traceback__)[-1].line or ""
+        text = " ".join(str(error).split())
+        if not text:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            text = last.line or ""
         return f"it refuses the file ({type(error).__name__}: {text[:200]})"
     for module, pair in wanted.items():
         for name, matrix, dim in (("lora_A", pair.down, 1), ("lora_B", pair.up, 0)):

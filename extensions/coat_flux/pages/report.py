@@ -146,7 +146,8 @@ def progress(run: RunFolder, status: RunStatus | None, done: int, steps: int) ->
     if status.ended is not None:
         return f"Ended at {place}: {status.ended}", "bad"
     if not status.alive:
-        return f"The process ended at {place} without a message. To resume from the last save, start it again", "bad"
+        what = f"The process ended at {place} without a message"
+        return f"{what}. To resume from the last save, start it again", "bad"
     try:
         phases = (run.json(MEMORY_FILE) or {})["phases"]
         opened = [name for name in PHASES if phases.get(name, {}).get("open")]
@@ -157,7 +158,8 @@ def progress(run: RunFolder, status: RunStatus | None, done: int, steps: int) ->
     seconds = median(paces) if paces else math.nan
     left = ""
     if math.isfinite(seconds) and done < steps:
-        left = f", {seconds:.3g} s per step, {timedelta(seconds=round(seconds * (steps - done)))} left"
+        time = timedelta(seconds=round(seconds * (steps - done)))
+        left = f", {seconds:.3g} s per step, {time} left"
     return f"{PHASES[phase]}: {place}{left}", "plain"
 
 
