@@ -49,7 +49,7 @@ def flux_model(
 ) -> nn.Module:
     """A FLUX transformer with random weights under COAT, LoRA on the linears whose names contain one of the words."""
     model = flux_transformer(heads, head_dim, blocks).to(torch.bfloat16).requires_grad_(False)
-    apply_coat(model, coat)
+    apply_coat(model, coat, device=next(model.parameters()).device)
     only = None if words is None else tuple(words)
     add_lora(model, NetworkSection(linear=rank, network_kwargs=NetworkKwargs(only_if_contains=only)), 0)
     if coat.enabled:

@@ -306,5 +306,6 @@ def test_runs_killed_at_random_moments_end_as_the_one_never_stopped(
             assert results(run) == whole
             committed = 0
             shutil.rmtree(run)
+    monkeypatch.setattr(trainer, "Session", open_one)
     assert wait(fork(COATTrainer(job_of("killed", place)).train)) == 0
     assert results(run) == whole
