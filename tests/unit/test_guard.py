@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from coat_flux.config.coat import GuardOptions
-from coat_flux.watch.guard import WINDOW, DeadRunError, RunGuard, tensor_norms
+from coat_flux.watch.guard import DeadRunError, RunGuard, tensor_norms
 
 A, B = "transformer.block.to_q.lora_A.weight", "transformer.block.to_q.lora_B.weight"
 
@@ -225,8 +225,7 @@ def outcome(good: int, photos: int, ramp: int, save_every: int, seed: int) -> st
             guard.lora[B].data.fill_(1e-3)
             guard.load_state_dict(state)
         if step % save_every == 0 and guard.doubt is None:
-            apart = max(min(save_every, WINDOW), guard.apart(step))
-            far = [saved for saved in sets if step - saved >= apart]
+            far = [saved for saved in sets if step - saved >= guard.apart(step)]
             sets = [*(far[-1:] or sets[:1]), step]
     return "missed"
 

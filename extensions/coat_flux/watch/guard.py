@@ -188,18 +188,20 @@ class RunGuard:
             )
 
     def _first_doubt(self, step: int) -> int:
-        """The comparison before the first bad one, or `step`."""
+        """The last comparison before the first bad one; `step` if nothing is compared."""
         if self._in_doubt is not None:
             return self._in_doubt[1]
+        if not self._ratios:
+            return step
         bad = [place for place, (_, ratio) in enumerate(self._ratios) if ratio > LIMIT]
-        return min(step, self._ratios[max(bad[0] - 1, 0)][0]) if bad else step
+        good = max(bad[0] - 1, 0) if bad else -1
+        return min(step, self._ratios[good][0])
 
-    def apart(self, step: int) -> int:
-        """Steps from `step` back to weights that were surely good."""
-        since = self._first_doubt(step)
-        if self._ratios:
-            since = min(since, self._ratios[-1][0])
-        return step - since + 1
+    def apart(self, step: int) -> int | None:
+        """Steps from `step` back to weights that were surely good, if anything is compared."""
+        if not self._ratios:
+            return None
+        return step - self._first_doubt(step) + 1
 
     def _norm(self) -> float:
         return float(torch.linalg.vector_norm(self._norms(list(self.lora.values()))))

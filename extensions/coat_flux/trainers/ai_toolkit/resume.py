@@ -266,7 +266,7 @@ class Saves:
         self._make_newest(folder)
         return folder
 
-    def commit(self, step: int, write: Callable[[Path], None], apart: int = 1) -> Path:
+    def commit(self, step: int, write: Callable[[Path], None], apart: int | None = 1) -> Path:
         """Write and publish a set; returns the LoRA or model folder."""
         published: dict[str, str] = {}
 
@@ -277,7 +277,7 @@ class Saves:
                 raise OSError(errno.EIO, "not written, see above", str(folder / OPTIMIZER_FILE))
             published.update({path.name: path.name for path in folder.iterdir() if path.name != AI_TOOLKIT})
 
-        self._make_newest(commit(self._dir, step, write_checked, published, apart=max(apart, self._apart)))
+        self._make_newest(commit(self._dir, step, write_checked, published, apart=apart or self._apart))
         published.pop(OPTIMIZER_FILE)
         return self._dir / next(name for name in published if name.startswith(self._name))
 

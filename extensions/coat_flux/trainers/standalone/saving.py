@@ -159,7 +159,7 @@ def _write(
         if isinstance(leaf, Tensor):
             needed += leaf.nbytes
     publish = {path.name: inside, OPTIMIZER_FILE: OPTIMIZER_FILE}
-    apart = max(min(job.save.save_every, WINDOW), session.watch.guard.apart(session.step))
+    apart = session.watch.guard.apart(session.step) or min(job.save.save_every, WINDOW)
     commit(job.folder, session.step, write, publish, needed_bytes=needed, apart=apart)
     for old in _old_saves(job.folder, job.name, job.save.max_step_saves_to_keep):
         discard(old)
