@@ -45,6 +45,7 @@ EXTRAS_REQUIRE = {
         "pytest-timeout>=2.3",
         "torchao>=0.18",
     ],
+    "heic": ["pillow-heif>=0.18"],  # photos of a phone
     "sweep": ["optuna>=4.0"],  # coat-flux sweep
     "test": [
         "bitsandbytes>=0.45; platform_system == 'Linux'",
@@ -53,6 +54,7 @@ EXTRAS_REQUIRE = {
         "ml_dtypes>=0.5",
         "mypy>=1.15",
         "optuna>=4.0",
+        "pillow-heif>=0.18",
         "prodigyopt>=1.1",
         "pytest>=8.0",
         "pytest-timeout>=2.3",

@@ -294,10 +294,11 @@ def _stored(model: nn.Module) -> dict[str, FP8Linear]:
 
 
 def fit_to_diffusers(model: nn.Module, on_meta: bool = False) -> None:
-    """Let diffusers' methods see a model's codes; `restore_linear` undoes it. ValueError on meta unless `on_meta`.
+    """Let diffusers' methods see a model's codes, in place; `restore_linear` undoes it.
 
     `save_pretrained` raises: `from_pretrained` would leave those weights random. `num_parameters` counts them.
-    `state_dict` answers for `weight`, which `load_lora_weights` asks for.
+    `state_dict` answers for `weight`, which `load_lora_weights` asks for. ValueError if parameters are on the meta
+    device, as within `from_pretrained`, unless `on_meta`.
     """
     if not hasattr(model, "save_pretrained") or not _stored(model):
         return
@@ -349,8 +350,9 @@ def _answer_for_weights(model: nn.Module, state: dict[str, Any], prefix: str, me
 def allow_merging(model: nn.Module) -> Iterator[None]:
     """Let PEFT and diffusers write weights of FP8 linears: merge_adapter, fuse_lora, PiSSA, OLoRA.
 
-    Each is quantized again; a warning has the cost. Unmerging is exact: the codes from before stay until then, or
-    until the adapter is unloaded.
+    Each is quantized again; one warning at the end has the SQNR of all stored weights and of their change, in dB.
+    Unmerging is exact: the codes from before stay until then, or until the adapter is unloaded. RuntimeError if the
+    codes are streamed from CPU memory; unmerge raises it if an initialization wrote the weight, too.
     """
     norms: list[Tensor] = []
 
@@ -370,7 +372,7 @@ def allow_merging(model: nn.Module) -> Iterator[None]:
 
     linears = _stored(model).values()
     if any("fetch_weight" in vars(linear) for linear in linears):
-        raise RuntimeError("allow_merging: the codes are in host memory; set memory.stream_blocks: 0")
+        raise RuntimeError("allow_merging: the codes are in CPU memory; set memory.stream_blocks: 0")
     for linear in linears:
         vars(linear)["requantize"] = requantize
     try:

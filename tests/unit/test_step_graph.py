@@ -290,7 +290,7 @@ def test_a_dead_run_ends_under_the_right_number() -> None:
     run = SmallRun(True, {10: math.nan, 12: math.nan, 14: math.nan})
     with pytest.raises(DeadRunError, match=r"step 8: loss=nan.* for 3 steps in a row") as error:
         run.train(12)
-    assert (error.value.since, run.session.step) == (6, 9)
+    assert (error.value.since, run.session.step) == (4, 9)  # bad from step 6, compared last at 4
     assert run.watch.guard.doubt is not None
 
 

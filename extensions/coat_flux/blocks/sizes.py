@@ -328,7 +328,7 @@ def _module(block: Block, settings: FlowSettings) -> nn.Module:
         gemms = replace(gemms, weight_format="int8", input_format="int8", grad_format="int8")
     module = make_block(block).to(VALUES[settings.value_bytes]).requires_grad_(False)
     with torch.device("meta"):
-        if block.ranks:  # first: PEFT asks for each weight twenty times, and codes are dequantized each time
+        if block.ranks:
             ranks, dropout = dict(block.ranks), 0.5 if settings.dropout else 0.0
             lora = LoraConfig(rank_pattern=ranks, lora_dropout=dropout, target_modules=list(ranks))
             inject_adapter_in_model(lora, module, "default")

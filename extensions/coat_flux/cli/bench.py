@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.files import write_file
-from ..bench.configurations import COUNT, FAILED, LEVELS, BenchOptions, named
+from ..bench.configurations import COUNT, FAILED, LEVELS, STEP, BenchOptions, named
 from ..bench.limits import Geometry, known_card
 from .common import EXIT_FAILED, UsageError, add_command, number, positive
 
@@ -56,10 +56,11 @@ def run(args: argparse.Namespace) -> int:
         return _count(args)
     from ..bench import runner
 
-    if args.device is None:
+    device = args.device
+    if device is None:
         import torch
 
-        args.device = "cuda" if torch.cuda.is_available() else ""
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     options = BenchOptions(
         levels=LEVELS if args.level == "all" else (args.level,),
         resolutions=tuple(args.resolution),
@@ -67,15 +68,16 @@ def run(args: argparse.Namespace) -> int:
         rounds=args.rounds,
         configurations=tuple(args.configs),
         geometry=Geometry(args.double, args.single, args.heads, args.rank),
-        device=args.device,
+        device=device,
         repeats=args.repeats,
         timeout_s=args.timeout,
     )
     if not options.cases():
         raise UsageError(f"--configs {' '.join(args.configs)}: none is measured at --level {args.level}")
-    if not options.device:
-        rule = "there is no CUDA GPU, and a CPU takes days at FLUX.1-dev's size"
-        raise UsageError(f"--device: {rule}; write cpu and --double 1 --single 1")
+    if args.device is None and device == "cpu" and STEP in options.levels:
+        rule = "torch finds no CUDA GPU here, and steps of FLUX.1-dev's size are not for a CPU"
+        remedy = "write --device cpu --double 1 --single 1, or --level optimizer"
+        raise UsageError(f"--device: {rule}; {remedy}")
     count = len(options.cases()) * options.rounds
     most = datetime.timedelta(seconds=count * args.timeout)
     print(f"{count} processes, at most {most}; --configs, --level: fewer", flush=True)

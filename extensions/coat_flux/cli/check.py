@@ -154,6 +154,7 @@ def data(args: argparse.Namespace) -> int:
     Nothing in the folder is changed. The contact sheet shows the photos as they are read, with the frames of their
     crops. Exit code 2 where training would be refused.
     """
+    from ..data.captions import SET_TRIGGER
     from ..data.preflight import inspect_process
     from ..data.sheet import MOST_PHOTOS, contact_sheet
 
@@ -178,7 +179,7 @@ def data(args: argparse.Namespace) -> int:
         model = {"is_flux": True}
         report = inspect_process({"datasets": [entry], "trigger_word": args.trigger, "model": model})
         if args.trigger is None:  # a YAML may have one
-            report.warnings = [line for line in report.warnings if not line.endswith("set trigger_word")]
+            report.warnings = [line for line in report.warnings if not line.endswith(SET_TRIGGER)]
     for table in report.tables:
         print(table)
     print_findings((), report.warnings)

@@ -25,8 +25,8 @@ def add_parsers(commands: Any) -> None:
     """Add the commands of this module."""
     new = add_command(commands, "new", run, "write a YAML for your photos and card")
     new.add_argument("dir", nargs="?", type=Path, metavar="DIR_OF_PHOTOS", help="without it: a YAML to fill in")
-    new.add_argument("--gpu", metavar="CARD", help="24, 3090 or cpu, as GB or name (default: what is here)")
-    new.add_argument("--ram", type=positive, metavar="GB", help="CPU memory (default: the same)")
+    new.add_argument("--gpu", metavar="CARD", help="GB or name, as 24 or 3090, or cpu (default: the GPU here)")
+    new.add_argument("--ram", type=positive, metavar="GB", help="CPU memory (default: of this machine, any with --gpu)")
     new.add_argument("--trigger", metavar="WORD", help="the word for what is trained (default: made from the name)")
     new.add_argument("-n", "--name", help="of the run (default: the folder's name)")
     new.add_argument("--out", type=Path, metavar="FILE", help="default: NAME.yaml here; a file is never overwritten")

@@ -16,6 +16,7 @@ from pathlib import Path
 from ..config.rules import FOREIGN_SHARE, T5_BLIND, foreign_script
 from .files import DatasetError, Listing, counted, printable
 
+SET_TRIGGER = "set trigger_word"
 PLACEHOLDERS = ("[trigger]", "[name]")
 _NO_CAPTION = "the trigger word alone, or nothing"
 _TEXT_EXTENSIONS = (".txt", ".caption", ".captions", ".cap", ".md", ".text", ".tag", ".tags", ".prompt")
@@ -126,12 +127,12 @@ def lint_captions(
         lines += counted(folder, unread, f"{text}; write them in English")
     if not trigger_word:
         holders = [path for path, caption in raw.items() if any(holder in caption for holder in PLACEHOLDERS)]
-        text = "captions use [trigger] or [name], which is removed; set trigger_word"
+        text = f"captions use [trigger] or [name], which is removed; {SET_TRIGGER}"
         lines += counted(folder, holders, text)
         captions = [caption for caption in raw.values() if caption]
         spaced = not any(_UNSPACED.search(caption) for caption in captions)
         if not holders and spaced and len(captions) >= _FEWEST and not _shared_words(captions):
-            text = "the captions have no word in common, so nothing will call the product up; set trigger_word"
+            text = f"the captions have no word in common, so nothing will call the product up; {SET_TRIGGER}"
             lines.append(f"{printable(folder)}: {text}")
         return lines
 

@@ -37,6 +37,7 @@ if READS_HEIF:
 
 DEFAULTS = DataOptions()
 HEIF = "HEIF"
+HEIF_STARTS = (b"ftypheic", b"ftypheix", b"ftypmif1")  # after four bytes
 FORMATS = ("JPEG", "PNG", "WEBP", *([HEIF] if READS_HEIF else []))
 _SEVERAL = ("MPO", HEIF)  # of a phone, with several pictures; the first counts
 TRAITS = ("EXIF orientation", "colour profile", "16 bit", "CMYK", "transparency", "HEIC")
@@ -123,7 +124,7 @@ def _opened(path: Path | str) -> Iterator[Image.Image]:
             with open(path, "rb") as file:
                 start = file.read(24)
             why = f"it is not JPEG, PNG or WebP, but begins with {start!r}"
-            if start[4:8] == b"ftyp" and not READS_HEIF:
+            if start[4:12] in HEIF_STARTS and not READS_HEIF:
                 why = "it is HEIC, as of a phone; pip install pillow-heif reads it"
         remedy = "save it again as a readable PNG or JPEG, or remove it"
         raise DatasetError(f"{printable(path)}: cannot be read as an image ({why}); {remedy}") from error

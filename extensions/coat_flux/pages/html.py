@@ -319,7 +319,8 @@ class _Axis:
         room = (high - low) * margin
         if high == low:
             room = 0.5 if log else abs(low) / 2
-            high += 0.0 if room else 1.0  # a count that stays 0 has no negative side
+            if room == 0:  # a count that stays 0 has no negative side
+                high = 1.0
         self.low, self.high, self.log, self.whole = low - room, high + room, log, whole
 
     def place(self, value: float) -> float:

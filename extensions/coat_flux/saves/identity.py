@@ -58,8 +58,8 @@ def model_identity(model: str) -> dict[str, Any]:
 
 
 def data_identity(datasets: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Settings of the folders, and digests of their images and captions by `<number of the folder>/<path in it>`."""
-    from ..data.files import find_images, media_read
+    """Settings of the folders, and digests of their files and captions by `<number of the folder>/<path in it>`."""
+    from ..data.files import MEDIA_EXTENSIONS, find_images
 
     files: dict[str, str] = {}
     settings = []
@@ -69,8 +69,8 @@ def data_identity(datasets: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         extension = "." + dataset.get("caption_ext", "txt").removeprefix(".")
         if root.is_file():  # a list for ai-toolkit
             files[f"{number}/{root.name}"] = file_digest(root)
-        for image in find_images(root, media_read(dataset)):
-            for path in (image, image.with_suffix(extension)):
+        for found in find_images(root, MEDIA_EXTENSIONS):
+            for path in (found, found.with_suffix(extension)):
                 if path.is_file():
                     files[f"{number}/{path.relative_to(root).as_posix()}"] = file_digest(path)
     return {"settings": settings, "files": files}

@@ -77,8 +77,9 @@ class RunGuard:
         lora: Mapping[str, Tensor],
         log: Callable[[str], None],
         norms: Norms = tensor_norms,
+        broken_growth: float = BROKEN_LORA,
     ) -> None:
-        self.lora, self.broken_growth = lora, BROKEN_LORA
+        self.lora, self._broken_growth = lora, broken_growth
         self.skipped = self.updates = self.nonfinite = 0
         self._options, self._log, self._norms = options, log, norms
         self._zero_gradients = self._same_losses = 0
@@ -93,7 +94,7 @@ class RunGuard:
         self._living_update = max(options.dead_lora_steps, FIRST_LIVING_UPDATE)
 
     def compares(self, step: int, until: int) -> bool:
-        """Whether a step is compared, `until` steps before the next save."""
+        """Whether step `step` (from 1) is compared; `until`: steps from it to the next save or the end."""
         if not self._options.enabled:
             return False
         begins = self._first is None
@@ -113,7 +114,7 @@ class RunGuard:
 
     @contextmanager
     def without_lora(self) -> Iterator[None]:
-        """Set every lora_B to zero, without effect on training."""
+        """Set every lora_B to zero; their bits and the generators' states are restored at the end."""
         ups = self._ups()
         with torch.no_grad(), kept_draws():
             values = [up.detach().clone() for up in ups]
@@ -273,7 +274,7 @@ class RunGuard:
                 self._first_doubt(step),
             )
         growth = self._growth() if self._options.enabled else 1.0
-        if growth > self.broken_growth:
+        if growth > self._broken_growth:
             raise DeadRunError(
                 f"step {step}: the trained weights have grown {growth:.3g}-fold since the start (largest now "
                 f"{max(norms):.3g}): the run diverged; lower train.lr",

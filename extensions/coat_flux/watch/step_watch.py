@@ -14,6 +14,7 @@ are the process's resident set and its peak so far, which the log explains once.
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +32,7 @@ from ..blocks.runner import BlockRunner
 from ..config.coat import COATConfig
 from ..config.job import JobConfig
 from .casts import CastPrecision, CastProbe
-from .guard import BROKEN_MODEL, KEPT, DeadRunError, Norms, RunGuard, tensor_norms
+from .guard import BROKEN_LORA, BROKEN_MODEL, KEPT, DeadRunError, Norms, RunGuard, tensor_norms
 from .oom import OutOfMemory, explain_oom, is_oom, recompute_more
 from .phases import PhaseTracker, used_bytes
 from .precision import health_line, health_verdict, weight_rows
@@ -72,9 +73,8 @@ class StepWatch:
         if optimizer is not None:
             phases.held.add("optimizer", optimizer)
         self.phases = phases
-        self.guard = RunGuard(config.guard, lora, log.info, norms)
-        if network is None:
-            self.guard.broken_growth = BROKEN_MODEL
+        growth = BROKEN_MODEL if network is None else BROKEN_LORA
+        self.guard = RunGuard(config.guard, lora, log.info, norms, growth)
         self._options, self._memory, self._report = config.guard, config.memory, report
         self._transformer, self._log, self._job = transformer, log, job
         self._minimum = config.activation.min_sqnr_db if config.enabled else None
@@ -199,9 +199,9 @@ class StepWatch:
         """Rule out a retry of the current attempt: its update begins before `allows_update` is called."""
         self._updating = True
 
-    def allows_update(self, step: int, loss: float, grad_norm: float, *without: float) -> bool:
+    def allows_update(self, step: int, loss: float, grad_norm: float, without: float = math.nan) -> bool:
         """The guard's verdict: `RunGuard.allows_update`."""
-        self._updating = self.guard.allows_update(step, loss, grad_norm, *without)
+        self._updating = self.guard.allows_update(step, loss, grad_norm, without)
         return self._updating
 
     def end_step(self, step: int, seconds: float) -> None:

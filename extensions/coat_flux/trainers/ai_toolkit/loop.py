@@ -52,7 +52,7 @@ class TrainingLoop:
         phases = process._phases
         self.done = self._saved = process.step_num
         self._stop_requested = False  # by the web UI or the live page
-        self._owes_save = self._told = False
+        self._owes_save = self._told_of_guard = False
         self._begin_step()
         self._tables: RunTables | None = None
         if self._team.is_main:
@@ -241,9 +241,9 @@ class TrainingLoop:
         def step(*args: Any, **kwargs: Any) -> Any:
             complete_gradients()
             loss, _, norm, without = self._measured = self._measure(parameters)
-            if compares and math.isnan(without) and not self._told:
-                info("guard: this loss is not compared")
-                self._told = True
+            if compares and math.isnan(without) and not self._told_of_guard:
+                info("guard: this job's loss cannot be computed without the LoRA, only growth is limited")
+                self._told_of_guard = True
             if not watch.allows_update(number, loss, norm, without):
                 return None
             return own_step(*args, **kwargs)

@@ -42,8 +42,10 @@ from .photos import HeldOutPhotos, check_photos
 from .quantizer import choose_at_load, convert_model, install_quantizer
 from .resume import Continuation, find_continuation
 
-INHERITED = ("get_conf", "get_latest_save_path", "on_error", "clean_up_saves", "post_save_hook", *LOSSES)
-INHERITED += ("predict_noise",)
+INHERITED = (
+    *("get_conf", "get_latest_save_path", "on_error", "clean_up_saves", "post_save_hook"),
+    *("predict_noise", *LOSSES),
+)
 
 
 class SamplingStopped(Exception):

@@ -353,12 +353,7 @@ def _finish(session: Session, stats: StepStats, read: Callable[[], list[float]],
     """Report a step whose loss and norm are read now; `judge` it first unless done before its update."""
     stats.loss, stats.grad_norm, *without = read()
     if judge:
-        session.watch.allows_update(
-            stats.step,
-            stats.loss,
-            stats.grad_norm,
-            *without,
-        )
+        session.watch.allows_update(stats.step, stats.loss, stats.grad_norm, *without)
     if session.step == stats.step:  # no later step is outstanding
         session.outstanding = None
     session.watch.end_step(stats.step, stats.seconds)
@@ -367,12 +362,9 @@ def _finish(session: Session, stats: StepStats, read: Callable[[], list[float]],
 
 
 def _without_lora(session: Session, number: int, batches: Sequence[Batch]) -> list[Tensor]:
-    """The loss without the LoRA, fp32 [1], if due."""
+    """The step's loss without the LoRA, one tensor fp32 [1], or none if the guard does not compare this step."""
     job, guard = session.job, session.watch.guard
-    until = min(
-        -number % job.save.save_every,
-        job.train.steps - number,
-    )
+    until = min(-number % job.save.save_every, job.train.steps - number)
     if not guard.compares(number, until):
         return []
 
