@@ -296,9 +296,8 @@ def _stored(model: nn.Module) -> dict[str, FP8Linear]:
 def fit_to_diffusers(model: nn.Module, on_meta: bool = False) -> None:
     """Let diffusers' methods see a model's codes, in place; `restore_linear` undoes it.
 
-    `save_pretrained` raises: `from_pretrained` would leave those weights random. `num_parameters` counts them.
-    `state_dict` answers for `weight`, which `load_lora_weights` asks for. ValueError if parameters are on the meta
-    device, as within `from_pretrained`, unless `on_meta`.
+    `save_pretrained` raises: `from_pretrained` would leave those weights random. `num_parameters` counts them, and
+    `state_dict` has `weight`, for `load_lora_weights`. ValueError if parameters are on meta, unless `on_meta`.
     """
     if not hasattr(model, "save_pretrained") or not _stored(model):
         return
@@ -350,9 +349,8 @@ def _answer_for_weights(model: nn.Module, state: dict[str, Any], prefix: str, me
 def allow_merging(model: nn.Module) -> Iterator[None]:
     """Let PEFT and diffusers write weights of FP8 linears: merge_adapter, fuse_lora, PiSSA, OLoRA.
 
-    Each is quantized again; one warning at the end has the SQNR of all stored weights and of their change, in dB.
-    Unmerging is exact: the codes from before stay until then, or until the adapter is unloaded. RuntimeError if the
-    codes are streamed from CPU memory; unmerge raises it if an initialization wrote the weight, too.
+    Each is quantized again; one warning at the end has the SQNR in dB of the weights and of their change. Unmerging
+    restores the earlier codes. RuntimeError where codes are streamed, or an initialization wrote the weight, too.
     """
     norms: list[Tensor] = []
 
