@@ -8,21 +8,22 @@ import json
 import math
 import random
 from collections import Counter
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 
 from coat_flux.config.coat import GuardOptions
-from coat_flux.watch.guard import DeadRunError, RunGuard, tensor_norms
+from coat_flux.watch.guard import BROKEN_LORA, DeadRunError, RunGuard, tensor_norms
 
 A, B = "transformer.block.to_q.lora_A.weight", "transformer.block.to_q.lora_B.weight"
 
 
-def guard_of(lines: list[str] | None = None, **options: Any) -> RunGuard:
+def guard_of(lines: list[str] | None = None, growth: float = BROKEN_LORA, **options: Any) -> RunGuard:
     lora = {A: torch.nn.Parameter(torch.ones(2, 4)), B: torch.nn.Parameter(torch.zeros(4, 2))}
     log = [].append if lines is None else lines.append
-    return RunGuard(dataclasses.replace(GuardOptions(), **options), lora, log)
+    return RunGuard(dataclasses.replace(GuardOptions(), **options), lora, log, broken_growth=growth)
 
 
 def test_norms_of_no_tensor_and_of_one_without_elements() -> None:
@@ -266,6 +267,20 @@ def test_a_doubt_ends_the_run_after_its_limit_and_a_passing_one_does_not() -> No
     assert end.value.since == 50
 
 
+@pytest.mark.parametrize("ratio", [1.04, 1.06])
+def test_a_lora_that_is_a_little_worse_may_be_saved_but_is_no_result(ratio: float) -> None:
+    guard = guard_of()
+    guard.lora[B].data.fill_(1e-3)
+    for step in range(1, 31):
+        compared(guard, step, 30 - step, ratio if step > 1 else 1.0)
+    assert guard.doubt is None
+    guard.check_save(30)
+    with (
+        pytest.raises(DeadRunError, match=r"1\.06 times that without it.*train\.lr") if ratio > 1.05 else nullcontext()
+    ):
+        guard.check_save(30, final=True)
+
+
 def test_a_loaded_lora_is_compared_with_its_own_start() -> None:
     guard = guard_of()
     assert all(compared(guard, step, 0, 1.5) for step in range(1, 20))
@@ -277,8 +292,7 @@ def test_a_loaded_lora_is_compared_with_its_own_start() -> None:
 
 @pytest.mark.parametrize("limit", [1.1, 100.0])  # of a whole model, of adapters
 def test_weights_that_have_grown_far_are_broken(limit: float) -> None:
-    guard = guard_of()
-    guard.broken_growth = limit
+    guard = guard_of(growth=limit)
     guard.allows_update(1, 0.3, 1.0)  # measures the weights before the first step
     guard.lora[A].data.fill_(0.99 * limit)
     guard.check_save(7)

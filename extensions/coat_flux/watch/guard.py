@@ -44,7 +44,7 @@ WINDOW = 16  # steps between the two states kept, unless saves are more frequent
 FIRST_COMPARISONS, COMPARE_EVERY = (1, 4, 8, 16, 32), 50
 COMPARED = 8  # with 4, a healthy run of one photo a step is in doubt 1 % of the time
 LIMIT = 1.1  # loss with the LoRA, relative to that without it
-WORSE = 1.05  # validation loss at the end, relative to the start
+WORSE = 1.05  # at the end: that ratio, and the validation loss relative to the start
 BROKEN_LORA, BROKEN_MODEL = 100.0, 1.1  # growth of the weights' norm
 
 
@@ -183,10 +183,7 @@ class RunGuard:
             self._in_doubt = step, self._first_doubt(step)
         began, since = self._in_doubt
         if step - began >= self._options.diverging_steps:
-            raise DeadRunError(
-                f"step {step}: {self.doubt}: the run diverged; lower train.lr",
-                since,
-            )
+            raise DeadRunError(f"step {step}: {self.doubt}: the run diverged; lower train.lr", since)
 
     def _first_doubt(self, step: int) -> int:
         """The last comparison before the first bad one; `step` if nothing is compared."""
@@ -244,6 +241,8 @@ class RunGuard:
         if final or self._options.enabled:
             self._check(step, dead=final)
         self._saved = step
+        if final and self._mean > WORSE and self._in_doubt is None:
+            self._in_doubt = step, self._first_doubt(step)
         if final and self.doubt is not None:
             since = self._first_doubt(step - self.nonfinite + 1 if self.nonfinite else step)
             raise DeadRunError(f"step {step}: the run ends in doubt: {self.doubt}; lower train.lr", since)
@@ -254,9 +253,8 @@ class RunGuard:
             return
         since = self._first_doubt(step)
         raise DeadRunError(
-            f"step {step}: the validation loss is {end:.3g}, "
-            f"at the start it was {start:.3g}: "
-            "the run diverged; lower train.lr",
+            f"step {step}: the validation loss is {end:.3g}, at the start it was {start:.3g}: the run diverged; "
+            "lower train.lr",
             1 if since == step else since,
         )
 
