@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from coat_flux.base.errors import UserError
 from coat_flux.bench import measure, runner, worker
@@ -137,6 +138,13 @@ def test_an_unusable_device_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(runner, "start_worker", lambda asked, _: worker.run(asked))
     with pytest.raises(UserError, match="--device nonsense"):
         runner.describe(BenchOptions(device="nonsense"))
+
+
+def test_full_size_steps_on_a_cpu_are_asked_for_by_name(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for level in ("step", "all"):
+        assert main(["bench", "--level", level]) == 2
+        assert "--device cpu" in capsys.readouterr().err
 
 
 def test_rounds_alternate_and_what_gives_no_figures_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,6 +282,8 @@ def test_red_tests_give_exit_code_1_and_no_figures(repository, tmp_path, capsys)
         (["--resolution", "500"], "a multiple of 16"),
         (["--level", "optimizer", "--configs", "bf16", "--skip-tests"], "--configs bf16"),
         (["--level", "count", "--configs", "bf16"], "--configs bf16"),
+        (["--level", "count", "--out", f"{__file__}/x"], "--out"),
+        (["--level", "optimizer", "--skip-tests", "--out", __file__], "--out"),
     ],
 )
 def test_arguments_that_cannot_be(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

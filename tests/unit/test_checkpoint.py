@@ -76,6 +76,9 @@ def test_a_replaced_file_is_flushed_then_renamed_then_its_folder_flushed_or_stay
         temp.write_text(str(1 / 0))
     assert target.read_text() == "two"
     assert names(tmp_path) == {"file"}
+    for other in (tmp_path, Path(os.devnull)):
+        with pytest.raises(OSError, match="not a regular file"):
+            write_file(other, "three")
 
 
 def test_a_set_takes_the_place_of_the_one_before(tmp_path: Path) -> None:

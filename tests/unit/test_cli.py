@@ -74,6 +74,15 @@ def test_wrong_usage_is_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -
     assert "usage: coat-flux" in capsys.readouterr().err.split("Failed to load")[-1]  # a library's noise
 
 
+@pytest.mark.parametrize(
+    "argv", [["check"], ["data"], ["report"], ["rewind", "--to-step", "1"], ["export", "--to", "kohya"]]
+)
+def test_a_path_that_no_system_allows_is_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    for path in ("n" * 300, f"{__file__}/x"):
+        assert main([*argv, path]) == 2
+        assert path in capsys.readouterr().err
+
+
 def test_help_and_mistakes_answer_without_importing_torch() -> None:
     code = """
 import sys

@@ -107,7 +107,8 @@ def test_a_parameter_that_is_not_finite_is_found_before_a_save_and_at_intervals(
 
 def test_switched_off_it_skips_and_checks_the_end_and_nothing_else() -> None:
     guard = guard_of(enabled=False, nonfinite_steps=1, zero_gradient_steps=1, pinned_loss_steps=2, dead_lora_steps=2)
-    with pytest.raises(DeadRunError, match="every lora_B is still zero after 0 updates"):
+    guard.updates = 1
+    with pytest.raises(DeadRunError, match="every lora_B is still zero after 1 updates"):
         guard.check_save(1, final=True)
     guard.lora[A].data[0, 0] = math.nan
     for step in range(1, 6):
@@ -239,6 +240,15 @@ def test_a_rate_too_high_ends_the_run_and_the_good_state_is_kept(good: int, phot
     others = counts.pop("back to a bad one", 0) + counts.pop("lost", 0)
     assert others <= (4 if photos == 1 else 0)  # a first bad update may show little
     assert set(counts) <= {"back to a good one", "start over"}
+
+
+def test_what_was_never_finite_is_not_put_down_to_the_rate() -> None:
+    guard = guard_of(nonfinite_steps=3)
+    assert not any(guard.allows_update(step, math.nan, math.nan) for step in (1, 2))
+    with pytest.raises(DeadRunError, match=r"in each of 2 steps; nothing was trained yet.*model.*photos"):
+        guard.check_save(2, final=True)
+    with pytest.raises(DeadRunError, match=r"3 steps in a row; nothing was trained yet"):
+        guard.allows_update(3, math.nan, math.nan)
 
 
 def test_a_validation_loss_above_the_starts_ends_the_run() -> None:

@@ -32,7 +32,9 @@ def staging_path(path: Path) -> Path:
 
 @contextmanager
 def replacing(path: Path, *, sync: bool = True) -> Iterator[Path]:
-    """Yield a temporary file that replaces `path` on success and is removed on error."""
+    """Yield a temporary file that replaces `path`, a regular file if it exists; on error it is removed."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     temp = staging_path(path)
     try:

@@ -14,7 +14,7 @@ from typing import Any
 from ..base.files import write_file
 from ..bench.configurations import COUNT, FAILED, LEVELS, STEP, BenchOptions, named
 from ..bench.limits import Geometry, known_card
-from .common import EXIT_FAILED, UsageError, add_command, number, positive
+from .common import EXIT_FAILED, UsageError, add_command, number, positive, show_warnings, writing
 
 RESOLUTION_STEP = 16
 COUNTED_BY_DEFAULT = "coat_transposed"  # as a card runs it that has the memory
@@ -88,6 +88,8 @@ def run(args: argparse.Namespace) -> int:
     if not passed:
         print(f"{output}\nerror: no figures from code whose tests fail; fix it first", file=sys.stderr)
         return EXIT_FAILED
+    with writing(f"--out {args.out}"):  # before hours of measuring
+        args.out.mkdir(parents=True, exist_ok=True)
     machine = runner.describe(options)
     card = known_card(machine["device"])
     print(machine["device"], flush=True)
@@ -117,6 +119,9 @@ def _count(args: argparse.Namespace) -> int:
     from ..bench import count
     from ..config.coat import COATConfig
 
+    with writing(f"--out {args.out}"):
+        args.out.mkdir(parents=True, exist_ok=True)
+    show_warnings()
     config = COATConfig.from_dict(dict(known[name].coat or {}))
     counts = count.count(config, Geometry(args.double, args.single, args.heads, args.rank), args.resolution)
     path = args.out / "count.json"

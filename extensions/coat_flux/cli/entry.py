@@ -33,6 +33,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         return EXIT_REFUSED
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"error: {error.filename}: {error.strerror}; correct the path or its permissions", file=sys.stderr)
+        return EXIT_REFUSED
     except MemoryError:
         text = "out of CPU memory; close other programs or take smaller photos"
         print(f"error: {text} (`coat-flux plan CONFIG` says how much CPU memory a run needs)", file=sys.stderr)

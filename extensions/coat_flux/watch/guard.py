@@ -45,6 +45,8 @@ FIRST_COMPARISONS, COMPARE_EVERY = (1, 4, 8, 16, 32), 50
 COMPARED = 8  # with 4, a healthy run of one photo a step is in doubt 1 % of the time
 LIMIT = 1.1  # loss with the LoRA, relative to that without it
 WORSE = 1.05  # at the end: that ratio, and the validation loss relative to the start
+LOWER_RATE = "lower train.lr, or set coat.activation.linear_granularity: per_row and grad_format: e5m2"
+NOT_THE_RATE = "nothing was trained yet: check the files and the dtype of the model, and the photos"
 BROKEN_LORA, BROKEN_MODEL = 100.0, 1.1  # growth of the weights' norm
 
 
@@ -141,9 +143,9 @@ class RunGuard:
             self.nonfinite += 1
             numbers = f"step {step}: loss={loss}, gradient norm {grad_norm}"
             if options.enabled and self.nonfinite >= options.nonfinite_steps:
+                remedy = f"{LOWER_RATE}; {KEPT}" if self.updates else NOT_THE_RATE
                 raise DeadRunError(
-                    f"{numbers}, not finite for {self.nonfinite} steps in a row; lower train.lr, or set "
-                    f"coat.activation.linear_granularity: per_row and grad_format: e5m2; {KEPT}",
+                    f"{numbers}, not finite for {self.nonfinite} steps in a row; {remedy}",
                     self._first_doubt(step - self.nonfinite + 1),
                 )
             self._log(f"{numbers}: not finite, the update is skipped ({self.skipped} so far)")
@@ -280,6 +282,8 @@ class RunGuard:
             )
         ups = [value for name, value in largest.items() if any(mark in name for mark in UP_MATRICES)]
         if dead and ups and not any(ups):
+            if self.updates == 0:
+                raise DeadRunError(f"step {step}: not finite in each of {self.skipped} steps; {NOT_THE_RATE}")
             raise DeadRunError(
                 f"step {step}: every lora_B is still zero after {self.updates} updates, so the LoRA has no effect; "
                 f"raise train.lr, shorten its warm-up, and check that network trains layers of the transformer; {KEPT}"
