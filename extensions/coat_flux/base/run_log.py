@@ -22,6 +22,7 @@ REDRAW_S, REDRAW_FILE_S = 0.5, 30.0  # of a progress bar, on a terminal and in a
 NOISE = (  # library messages irrelevant to the user, quoted
     "Failed to load CPU gemm_4bit_forward from kernels-community",  # bitsandbytes, imported by others
     "Failed to load /",  # torchao, of kernels for other GPUs
+    "Detected no triton, on systems without Triton certain kernels will not work",  # the same
     "ImageProcessor` requires torchvision (not installed); falling back to",  # transformers, imported by diffusers
     "`torch_dtype` is deprecated! Use `dtype` instead!",  # transformers, called by diffusers
 )
@@ -147,8 +148,7 @@ def quiet_libraries() -> None:
         drop_noise(*logging.getLogger(name or None).handlers)
 
 
-def drop_noise(*handlers: logging.Handler | None) -> None:
+def drop_noise(*handlers: logging.Handler) -> None:
     """Drop the messages in `NOISE` from these handlers' output."""
     for handler in handlers:
-        if handler is not None:
-            handler.addFilter(lambda record: not any(part in record.getMessage() for part in NOISE))
+        handler.addFilter(lambda record: not any(part in record.getMessage() for part in NOISE))

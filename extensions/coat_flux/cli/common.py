@@ -78,7 +78,6 @@ def show_warnings() -> None:
     """Show log records on the console, except known library noise and those already shown by a run's log."""
     from ..base.run_log import quiet_libraries
 
-    logging.basicConfig(format="%(levelname)s: %(message)s")
     for handler in logging.getLogger().handlers:
         handler.addFilter(lambda record: not getattr(record, "coat_shown", False))
     quiet_libraries()

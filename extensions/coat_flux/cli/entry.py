@@ -24,7 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):  # a console of a narrow code page must not fail on a file's name
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
-    drop_noise(logging.lastResort)
+    logging.basicConfig(format="%(levelname)s: %(message)s")  # before a library does
+    drop_noise(*logging.getLogger().handlers)
     given = list(sys.argv[1:] if argv is None else argv)
     args = _parser().parse_args(given, argparse.Namespace(given=given))
     try:
