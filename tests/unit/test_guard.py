@@ -198,7 +198,7 @@ def test_healthy_runs_are_not_stopped(photos: int, effect: float) -> None:
             compared(guard, step, -step % 100, ratio, rng.lognormvariate(-1.1, 1.5))
             doubts += guard.doubt is not None
         guard.check_save(400, final=True)
-        guard.check_end(400, 0.6, 0.62)
+        guard.check_end(400, 0.6, 0.61)
     assert doubts <= 40  # of 10,000 steps; a save would wait for the next one
 
 
@@ -253,9 +253,9 @@ def test_what_was_never_finite_is_not_put_down_to_the_rate() -> None:
 
 def test_a_validation_loss_above_the_starts_ends_the_run() -> None:
     guard = guard_of()
-    guard.check_end(20, 0.6, 0.63)
+    guard.check_end(20, 0.6, 0.61)
     guard_of(enabled=False).check_end(20, 0.6, 6.0)
-    for loss in (0.64, math.nan):
+    for loss in (0.62, math.nan):
         with pytest.raises(DeadRunError, match=r"step 20: the validation loss is .* it was 0\.6:.*train\.lr") as end:
             guard.check_end(20, 0.6, loss)
         assert end.value.since == 1  # no comparison says where it began
@@ -277,17 +277,14 @@ def test_a_doubt_ends_the_run_after_its_limit_and_a_passing_one_does_not() -> No
     assert end.value.since == 50
 
 
-@pytest.mark.parametrize("ratio", [1.04, 1.06])
-def test_a_lora_that_is_a_little_worse_may_be_saved_but_is_no_result(ratio: float) -> None:
+@pytest.mark.parametrize("ratio", [1.01, 1.03])
+def test_a_lora_that_is_a_little_worse_than_none_is_no_result(ratio: float) -> None:
     guard = guard_of()
     guard.lora[B].data.fill_(1e-3)
     for step in range(1, 31):
         compared(guard, step, 30 - step, ratio if step > 1 else 1.0)
-    assert guard.doubt is None
-    guard.check_save(30)
-    with (
-        pytest.raises(DeadRunError, match=r"1\.06 times that without it.*train\.lr") if ratio > 1.05 else nullcontext()
-    ):
+    message = r"1\.03 times that without it.*train\.lr"
+    with pytest.raises(DeadRunError, match=message) if ratio > 1.02 else nullcontext():
         guard.check_save(30, final=True)
 
 
