@@ -144,11 +144,11 @@ def quiet_libraries() -> None:
     for library in (diffusers_logging, transformers_logging):
         library.get_logger()  # makes its handler
         library.disable_progress_bar()  # one bar per model file; we log a line per model
-    for name in ("", "diffusers", "transformers"):
-        drop_noise(*logging.getLogger(name or None).handlers)
+    drop_noise("", "diffusers", "transformers")
 
 
-def drop_noise(*handlers: logging.Handler) -> None:
-    """Drop the messages in `NOISE` from these handlers' output."""
-    for handler in handlers:
-        handler.addFilter(lambda record: not any(part in record.getMessage() for part in NOISE))
+def drop_noise(*loggers: str) -> None:
+    """Drop the messages in `NOISE` from the output of these loggers' handlers; "" is the root."""
+    for name in loggers:
+        for handler in logging.getLogger(name or None).handlers:
+            handler.addFilter(lambda record: not any(part in record.getMessage() for part in NOISE))

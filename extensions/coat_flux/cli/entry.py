@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     logging.basicConfig(format="%(levelname)s: %(message)s")  # before a library does
-    drop_noise(*logging.getLogger().handlers)
+    drop_noise("")
     given = list(sys.argv[1:] if argv is None else argv)
     args = _parser().parse_args(given, argparse.Namespace(given=given))
     try:
