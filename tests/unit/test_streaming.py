@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from coat_core import FP8Linear
 from coat_flux.blocks import streaming
 from coat_flux.blocks.runner import BlockRunner
-from coat_flux.blocks.streaming import StreamedWeights, code_buffers
+from coat_flux.blocks.streaming import StreamedWeights, codes_of
 from coat_flux.trainers.standalone.network import lora_parameters
 from coat_flux.watch.casts import CastProbe
 from tests.helpers.asserts import assert_all_bitwise
@@ -38,7 +38,7 @@ def most_outside(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
     def counted(self: StreamedWeights, place: int) -> None:
         fetch(self, place)
-        counts.append(sum(slot.holds is not None for slot in self._slots))
+        counts.append(sum(index is not None for index in self._holds))
 
     monkeypatch.setattr(StreamedWeights, "_fetch", counted)
     return counts
@@ -101,7 +101,7 @@ def test_buffers_are_the_slots_again_after_the_model_was_moved() -> None:
     resident, streamed = made(0), made("all")
     streamed._apply(lambda x: x.clone())
     assert_all_bitwise(lora_gradients(resident), lora_gradients(streamed))
-    buffers = [x for block in streaming_of(streamed)._blocks for _, _, x in code_buffers(block)]
+    buffers = [x for module in streamed.modules() for x in codes_of(module).values()]
     assert len({x.untyped_storage()._cdata for x in buffers}) == streaming.SLOTS
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,13 +53,6 @@ class _Codes:
             yield module, name, memory.as_strided(like.shape, like.stride(), memory.storage_offset() + start)
 
 
-@dataclass
-class _Slot:
-    memory: Tensor
-    holds: int | None = None
-    copied: Any = field(default=None)  # a torch.cuda.Event
-
-
 class StreamedWeights:
     """Keeps the codes of some blocks in CPU memory, and on the device when needed; `blocks` are in forward order.
 
@@ -77,7 +70,9 @@ class StreamedWeights:
         self._places: dict[nn.Module, int] = {}  # of streamed blocks, in forward order
         self.bytes = tuple(codes.bytes for codes in self._codes)
         self.streamed: list[int] = []
-        self._slots: list[_Slot] = []
+        self._slots: list[Tensor] = []  # uint8, on the device
+        self._holds: list[int | None] = []  # of each slot the index of the block whose codes are there
+        self._copied: list[Any] = []  # torch.cuda.Event after which they are
         self._hooked: set[int] = set()  # places of blocks whose backward will be announced
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._captured = False
@@ -91,22 +86,23 @@ class StreamedWeights:
             torch.cuda.synchronize(self._device)
         self.streamed = sorted(chosen)
         self._places = {self._blocks[index]: place for place, index in enumerate(self.streamed)}
-        self._slots, self._hooked = [], set()
+        self._hooked = set()
         for index in self.streamed:  # first what leaves the device
             if self._codes[index].host is None:
                 self._codes[index] = _to_host(_read(self._blocks[index]), self._device)
         largest = max((self._codes[index].bytes for index in self.streamed), default=0)
-        for _ in range(min(SLOTS, len(self.streamed))):
-            self._slots.append(_Slot(torch.zeros(largest, dtype=torch.uint8, device=self._device)))
+        count = min(SLOTS, len(self.streamed))
+        self._slots = [torch.zeros(largest, dtype=torch.uint8, device=self._device) for _ in range(count)]
+        self._holds, self._copied = [None] * count, [None] * count
         for block, codes in zip(self._blocks, self._codes, strict=True):
             place = self._places.get(block)
+            fetch = here = None
             if place is None:
                 _to_device(codes, self._device)
-            fetch = here = None
-            if place is not None:
+            else:
                 fetch = functools.partial(self.ready, block)
-                here = functools.partial(self._holds, place)
-                for module, name, view in codes.within(self._slots[place % SLOTS].memory):
+                here = functools.partial(self._is_here, place)
+                for module, name, view in codes.within(self._slots[place % SLOTS]):
                     module._buffers[name] = view
             for module, *_ in codes.views:
                 vars(module).update(fetch_weight=fetch, codes_are_here=here)
@@ -138,11 +134,11 @@ class StreamedWeights:
             self._hooked.clear()
             if self._stream is not None:
                 self._captured = self._captured or torch.cuda.is_current_stream_capturing()
-            for slot in self._slots if self._captured else ():
-                slot.holds = None
+            if self._captured:
+                self._holds = [None] * len(self._slots)
         self._fetch(place)
         if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._slots[place % SLOTS].copied)
+            torch.cuda.current_stream(self._device).wait_event(self._copied[place % SLOTS])
         after = place - 1 if backward else place + 1
         if (after in self._hooked) if backward else after < len(self.streamed):
             self._fetch(after)
@@ -157,67 +153,60 @@ class StreamedWeights:
                 self._hooked.add(place)
                 output.register_hook(lambda _: self.ready(block, backward=True))
 
-    def _holds(self, place: int) -> bool:
-        return self._slots[place % SLOTS].holds == self.streamed[place]
+    def _is_here(self, place: int) -> bool:
+        return self._holds[place % SLOTS] == self.streamed[place]
 
     def _fetch(self, place: int) -> None:
         """Queue the copy of a block's codes, unless they are there; it waits for all that is queued so far."""
-        slot, index = self._slots[place % SLOTS], self.streamed[place]
-        if slot.holds == index:
+        if self._is_here(place):
             return
-        codes = self._codes[index]
+        slot, codes = place % SLOTS, self._codes[self.streamed[place]]
         # not counted by autograd: what it saved of a slot is there again in backward
-        slot.holds, target = index, slot.memory.data[: codes.bytes]
+        self._holds[slot], target = self.streamed[place], self._slots[slot].data[: codes.bytes]
         assert codes.host is not None
-        if self._stream is None:
-            self._bring(codes.host, target)
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            self._bring(codes.host, target)
-            slot.copied = torch.cuda.Event()
-            slot.copied.record(self._stream)
-
-    def _bring(self, source: Tensor, target: Tensor) -> None:
-        if self._group is None:
-            target.copy_(source, non_blocking=True)
-        else:
-            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # from torch 2.13 on
-            gather(target, source, group=self._group)
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):  # None: where it is
+            if self._group is None:
+                target.copy_(codes.host, non_blocking=True)
+            else:
+                gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # from torch 2.13 on
+                gather(target, codes.host, group=self._group)
+        if self._stream is not None:
+            self._copied[slot] = torch.cuda.Event()
+            self._copied[slot].record(self._stream)
 
 
 def _read(block: nn.Module) -> _Codes:
     """Lay out the codes of a block; buffers that are views of one storage stay that."""
     starts: dict[int, int] = {}
     views, total = [], 0
-    for module, name, buffer in code_buffers(block):
-        storage = buffer.untyped_storage()
-        if storage._cdata not in starts:
-            starts[storage._cdata] = total
-            total += aligned(storage.nbytes())
-        start = starts[storage._cdata] + buffer.storage_offset() * buffer.itemsize
-        views.append((module, name, buffer.to("meta"), start))
+    for module, _ in stored_linears(block):
+        for name, buffer in codes_of(module).items():
+            storage = buffer.untyped_storage()
+            if storage._cdata not in starts:
+                starts[storage._cdata] = total
+                total += aligned(storage.nbytes())
+            start = starts[storage._cdata] + buffer.storage_offset() * buffer.itemsize
+            views.append((module, name, buffer.to("meta"), start))
     return _Codes(views, total)
 
 
-def code_buffers(block: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """Yield module, name and tensor of every buffer that holds codes of a frozen weight, uint8."""
-    for module, _ in stored_linears(block):
-        for name, codes in _codes_of(module).items():
-            yield module, name, codes
+def codes_of(module: nn.Module) -> dict[str, Tensor]:
+    """Name → uint8 buffer with codes of a frozen weight."""
+    return {name: x for name in BUFFERS if (x := module._buffers.get(name)) is not None and x.dtype == torch.uint8}
 
 
 def codes_to_host(module: nn.Module) -> None:
     """Bring the codes of a linear to the CPU, and nothing else of it."""
-    module._buffers.update({name: codes.to("cpu") for name, codes in _codes_of(module).items()})
+    module._buffers.update({name: codes.to("cpu") for name, codes in codes_of(module).items()})
 
 
 def park(module: nn.Module) -> None:
     """Keep codes on the CPU, out of the buffers: ai-toolkit moves a whole model to the GPU before blocks are known."""
     codes_to_host(module)
-    parked = _codes_of(module)
-    vars(module)[PARKED] = parked
-    module._buffers.update(dict.fromkeys(parked))
+    vars(module)[PARKED] = codes_of(module)
+    module._buffers.update(dict.fromkeys(vars(module)[PARKED]))
 
 
 def unpark(module: nn.Module) -> bool:
@@ -225,10 +214,6 @@ def unpark(module: nn.Module) -> bool:
     parked = vars(module).pop(PARKED, {})
     module._buffers.update(parked)
     return bool(parked)
-
-
-def _codes_of(module: nn.Module) -> dict[str, Tensor]:
-    return {name: x for name in BUFFERS if (x := module._buffers.get(name)) is not None and x.dtype == torch.uint8}
 
 
 def _to_host(codes: _Codes, device: torch.device) -> _Codes:
@@ -252,7 +237,7 @@ def _to_device(codes: _Codes, device: torch.device) -> None:
 
 def _apply_to_rest(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
     """`nn.Module._apply`, which moves and casts a model, of all but the codes: one slot would become many tensors."""
-    kept = {} if vars(module).get("fetch_weight") is None else _codes_of(module)
+    kept = {} if vars(module).get("fetch_weight") is None else codes_of(module)
     module._buffers.update(dict.fromkeys(kept))
     try:
         type(module)._apply(module, fn, recurse)
