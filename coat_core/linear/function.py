@@ -190,11 +190,6 @@ def keep_transposed(module: nn.Module, config: FP8LinearConfig) -> None:
     module.register_buffer(TRANSPOSED, transpose_codes(codes).view(torch.uint8), persistent=False)
 
 
-def drop_transposed(module: nn.Module) -> None:
-    """Undo `keep_transposed`."""
-    module._buffers.pop(TRANSPOSED, None)
-
-
 # -- a trained weight -------------------------------------------------------------------------------------------------
 
 
@@ -210,10 +205,9 @@ class TrainedCodes:
     Compiled code and CUDA graphs always cast: they would record no cast and read old codes.
     """
 
-    def __init__(self) -> None:
-        self.codes: Tensor | None = None
-        self.scale: Tensor | None = None
-        self._made_from: tuple[Any, ...] = ()
+    codes: Tensor | None = None
+    scale: Tensor | None = None
+    _made_from: tuple[Any, ...] = ()
 
     def cast(self, weight: Tensor, config: FP8LinearConfig) -> StoredWeight:
         """Return W [N, K] as FP8 codes and scales, cached while the weight does not change."""
@@ -457,7 +451,7 @@ def fp8_linear(
 
 
 def fp8_trainable_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, config: FP8LinearConfig, codes: TrainedCodes | None = None
+    x: Tensor, weight: Tensor, bias: Tensor | None, config: FP8LinearConfig, codes: TrainedCodes
 ) -> Tensor:
     """Linear layer whose high precision weight [N, K] is trained: FP8 fprop and dgrad, wgrad from the FP8 x.
 
@@ -465,7 +459,6 @@ def fp8_trainable_linear(
     """
     if not wants_fp8_gemm(x.device, config) or not x.numel():
         return torch.nn.functional.linear(x, weight, bias)
-    codes = TrainedCodes() if codes is None else codes
     if not weight.requires_grad:
         return fp8_linear(x, codes.cast(weight, config), bias, config)
     quantized = quantize_once(x, input_storage(config))

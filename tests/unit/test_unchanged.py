@@ -15,7 +15,7 @@ import torch
 from peft import LoraConfig
 from torch import nn
 
-from coat_core.linear.function import drop_transposed, keep_transposed, store_weight
+from coat_core.linear.function import TRANSPOSED, keep_transposed, store_weight
 from coat_flux.blocks.gemms import multiply_in_bf16
 from coat_flux.blocks.runner import BlockRunner, BlockState
 from tests.helpers.asserts import assert_bitwise
@@ -92,7 +92,7 @@ def test_a_change_is_noticed(coat: Any, name: str) -> None:
     state = BlockState([block], lambda: None)
     assert not changed(state)
     if name == "a copy kept":
-        drop_transposed(block.attn.to_q.base_layer)
+        del block.attn.to_q.base_layer._buffers[TRANSPOSED]
         assert changed(state)
 
 

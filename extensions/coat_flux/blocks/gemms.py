@@ -21,7 +21,7 @@ from torch import nn
 from coat_core.config import FP8LinearConfig
 from coat_core.formats import FORMATS, INT8
 from coat_core.linear.function import (
-    drop_transposed,
+    TRANSPOSED,
     forget_codes,
     fp8_gemm_obstacle,
     keep_transposed,
@@ -98,7 +98,7 @@ def set_transposed(blocks: Iterable[nn.Module], wanted: bool) -> None:
         if wanted:
             keep_transposed(module, config)
         else:
-            drop_transposed(module)
+            module._buffers.pop(TRANSPOSED, None)
 
 
 def _cast_at_each_use(blocks: Iterable[nn.Module]) -> Iterator[FP8TrainableLinear]:

@@ -26,7 +26,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from coat_core.activation import PackedSavedTensors, fp8_checkpoint, may_draw
 from coat_core.activation.packing import Masks
-from coat_core.linear.function import compute_dtype, drop_transposed
+from coat_core.linear.function import TRANSPOSED, compute_dtype
 from coat_core.optim.state import state_bytes
 
 from ..config.coat import COATConfig
@@ -99,7 +99,7 @@ class BlockRunner:
         self._logged: BlockPlan | None = None  # the plan that was logged last
         self._counts: Counter[str] | None = None  # of blocks by what they do, as logged
         self._plan: Any = None  # a BlockPlan, from the first decision on
-        self._checked, self.generation = False, 0
+        self.generation = 0
         names, sizes = (block_name(type(block)) for block in self._modules), read_blocks(self._modules, (), 0)
         self._given = Given(sizes, tuple(names), allow_recompute=allow_recompute, quantized=adopted)
         self.expect(unfused=self._read_all(join=False)[1])
@@ -145,7 +145,7 @@ class BlockRunner:
         multiply_in_bf16(linears)
         self.generation += 1
         for module in linears:
-            drop_transposed(module)
+            module._buffers.pop(TRANSPOSED, None)
 
     def recompute_more(self) -> str | None:
         """Under `auto` drop the transposed weights, then recompute all blocks; return a log line or None."""
@@ -391,9 +391,6 @@ class BlockRunner:
         A whole list may belong to another part of the model, such as Wan 2.2's second transformer. RuntimeError if no
         block ran here, or with `fallback: error` only some of a list.
         """
-        if self._checked:
-            return
-        self._checked = True
         lists: dict[str, list[str | None]] = {}
         for i, name in enumerate(self.blocks):
             lists.setdefault(name.rpartition(".")[0], []).append(self.ran.get(i))

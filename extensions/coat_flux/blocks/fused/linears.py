@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from coat_core.config import FP8LinearConfig
 from coat_core.formats import INT8
-from coat_core.granularity import Granularity, Storage
+from coat_core.granularity import Storage
 from coat_core.linear.function import (
     OUTPUT_DIM,
     StoredWeight,
@@ -44,6 +44,7 @@ from coat_core.linear.function import (
     dgrad,
     fp8_gemm_obstacle,
     fprop,
+    input_storage,
     load_weight,
     quantize_weight,
     unit_scale,
@@ -88,8 +89,7 @@ class FrozenLinear:
         self._unit: Tensor | None = None
         if config is None or not in_fp8:
             return
-        granularity = Granularity(config.input_granularity)
-        self.input_storage = Storage(config.input_format, granularity)
+        self.input_storage = input_storage(config)
         has_row_scales = config.weight_granularity == "per_row"
         if isinstance(weight, StoredWeight):
             has_row_scales = has_row_scales or weight.scale.ndim > 0
@@ -98,7 +98,7 @@ class FrozenLinear:
                 self._of_fprop = weight._replace(scale=row_scale(weight.scale, rows))
                 self._unit = row_scale(unit_scale(weight.scale), width)
         if config.grad_format != "bf16" and not has_row_scales:
-            self.grad_storage = Storage(config.grad_format, granularity)
+            self.grad_storage = Storage(config.grad_format, self.input_storage.granularity)
 
     def forward(self, x: Tensor, quantized: Quantized | None) -> Tensor:
         """Return x Wᵀ + b; `quantized` is x by `input_storage`, None where that is."""
