@@ -19,7 +19,7 @@ INPUT, GRADIENT = "input", "gradient"  # of a linear
 
 
 class Cast(NamedTuple):
-    """A tensor that became FP8 codes; without a kind the products that read the codes decide."""
+    """A tensor, or the bytes of a stored weight, that became FP8 codes; without a kind their products decide."""
 
     kind: str | None  # `INPUT` or `GRADIENT`
     values: Tensor  # before the cast [..., K]
@@ -37,15 +37,8 @@ class Product(NamedTuple):
     kind: str = INPUT
 
 
-class Decoded(NamedTuple):
-    """A weight whose `stored` codes were decoded to FP8 `codes` for one product."""
-
-    stored: Tensor
-    codes: Tensor
-
-
 # an operator that updates moments in place declares its own arguments, and is asked before the call
-Declared = Cast | tuple[Any, ...] | Product | Decoded
+Declared = Cast | tuple[Any, ...] | Product
 declarations: dict[str, Callable[..., Declared]] = {}  # name of the operator → (result, *arguments) → its casts
 
 

@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from coat_core import int8, nvfp4
-from coat_core.casts import Cast, Decoded, declares
+from coat_core.casts import Cast, declares
 from coat_core.formats import E4M3, INT8
 from coat_core.granularity import PER_ROW, PER_TENSOR, Granularity, Storage
 from coat_core.ops.codes import cast_of, codes_of
 from coat_core.ops.dispatch import operator
-from coat_core.quantize import Quantized, check_input
+from coat_core.quantize import Quantized
 from coat_core.quantize import dequantize as dequantize_reference
 from coat_core.quantize import quantize as quantize_reference
 
@@ -90,14 +90,16 @@ def decode_nvfp4(codes: Tensor, block_scales: Tensor, transposed: bool) -> Tenso
     return (bits.t() if transposed else bits).contiguous().view(E4M3.dtype)
 
 
-declares(decode_nvfp4)(lambda out, a: Decoded(a.codes, out))
+declares(decode_nvfp4)(lambda out, a: Cast(None, a.codes, out, a.block_scales, PER_TENSOR))
 
 
 def quantize(
     x: Tensor, fmt: str = "e4m3", granularity: Granularity = PER_TENSOR, factors: Tensor | None = None
 ) -> Quantized:
     """`coat_core.quantize.quantize` to the bit by the device's kernel, or "int8"; factors fp32 [K] multiply x first."""
-    check_input(x)
+    if x.ndim == 0 or x.numel() == 0 or not x.is_floating_point():
+        rule = "must be floating, non-empty, with a last dimension"
+        raise ValueError(f"x of shape {tuple(x.shape)} and {x.dtype}: {rule}")
     if fmt == INT8.name:
         return Quantized(*quantize_int8(x.detach(), int8.rotation_size(x.shape[-1]), factors), PER_ROW)
     codes, scale = _quantize(x.detach(), fmt, granularity.name, granularity.group_size, factors)

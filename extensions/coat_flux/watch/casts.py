@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from coat_core.casts import INPUT, Cast, Decoded, Product, declarations
+from coat_core.casts import INPUT, Cast, Product, declarations
 from coat_core.linear.function import CODES, TRANSPOSED
 from coat_core.linear.module import FP8TrainableLinear
 from coat_core.ops.adamw import Hyper, Moment, adamw_update_, read_moments
@@ -85,8 +85,6 @@ class CastProbe(TorchDispatchMode):
         declared = declare(out, *args, **kwargs)
         if isinstance(declared, Product):
             self._add_product(declared)
-        elif isinstance(declared, Decoded):
-            self._weights[_address(declared.codes)] = self._layers_of(declared.stored)
         else:
             for cast in [declared] if isinstance(declared, Cast) else declared:
                 self._add(cast)
@@ -104,12 +102,11 @@ class CastProbe(TorchDispatchMode):
         return [row_of(step, layer, kind, group) for (layer, kind), group in groups.items()]
 
     def _add(self, cast: Cast) -> None:
-        values, codes = _address(cast.values), _address(cast.codes)
+        codes = _address(cast.codes)
         self._weights.pop(codes, None)
         if cast.kind is None:
-            trained = [(layer, module) for layer, module in self._linears if isinstance(module, FP8TrainableLinear)]
-            layers = [layer for layer, module in trained if _address(module.weight) == values]
-            if layers:
+            layers = self._layers_of(cast.values)
+            if layers or not cast.values.is_floating_point():
                 self._weights[codes] = layers
                 return
         sample, taken, scale = sampled(cast.values.detach(), cast.codes, cast.scale)
@@ -121,7 +118,7 @@ class CastProbe(TorchDispatchMode):
         self._casts.append(observed)
 
     def _add_product(self, product: Product) -> None:
-        layers = self._layers_of(product.weight)
+        layers = self._layers_of(product.weight) or self._weights.get(_address(product.weight), [])
         other = self._latest.get(_address(product.weight))
         if not layers and other is not None and other.kind == INPUT:  # wgrad: the second operand is x
             layers = other.layers
@@ -132,19 +129,19 @@ class CastProbe(TorchDispatchMode):
         if layers:
             self._block = ".".join(layers[0].split(".")[:2])
 
-    def _layers_of(self, codes: Tensor) -> list[str]:
-        """Layers with these codes now: the first pass joins weights, blocks may share storage."""
-        start, end = codes.data_ptr(), codes.data_ptr() + codes.nbytes
+    def _layers_of(self, weight: Tensor) -> list[str]:
+        """Layers with this weight or its codes now: the first pass joins weights, blocks may share storage."""
+        start, end = weight.data_ptr(), weight.data_ptr() + weight.nbytes
         layers = []
         for layer, module in self._linears:
             parts = [module._buffers.get(CODES), module._buffers.get(TRANSPOSED)]
             if isinstance(module, FP8TrainableLinear):
-                parts = [module.trained_codes.codes]
+                parts = [module.trained_codes.codes, local_values(module.weight)]
             is_inside = any(part is not None and start <= part.data_ptr() < end for part in parts)
             is_here = vars(module).get("codes_are_here")  # of a storage that several blocks share
             if is_inside and (is_here is None or is_here()):
                 layers.append(layer)
-        return layers or self._weights.get(_address(codes), [])
+        return layers
 
     def _observe_update(self, update: Any, step: Callable[[], Any]) -> Any:
         """Do AdamW's step on packed moments, and in fp32 on sampled blocks of them to compare with."""
