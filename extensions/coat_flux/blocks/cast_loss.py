@@ -17,14 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from coat_core.config import FP8LinearConfig
+from coat_core.formats import format_of
 from coat_core.granularity import PER_ROW, PER_TENSOR, Granularity
 from coat_core.int8 import rotate
 from coat_core.linear.function import load_weight
-from coat_core.metrics import cast_losses
 from coat_core.quantize import dequantize, split_groups
 
 SAMPLE = 1 << 20  # elements measured per cast
 SEGMENT = 128
+ROUNDED_SCALE = 2.0**-20  # a scale is rounded to fp32: its format.max falls short of amax by up to 2^-23 (relative)
 # attribute of a layer: the three numbers of its weight as one string, which ai-toolkit stores with the codes when it
 # keeps a quantized model, so that they come back with it
 WEIGHT_PRECISION = "coat_weight_precision"
@@ -38,15 +39,21 @@ def decibels(noise: float) -> float:
 
 
 def measure_cast(x: Tensor, codes: Tensor, scale: Tensor, granularity: Granularity) -> Tensor:
-    """Saturation, underflow and noise of the cast of x [..., K] to codes: fp32 [3] on the device of x."""
+    """Saturation, underflow and noise of the cast of x [..., K] to codes: fp32 [3] on the device of x.
+
+    Saturated are those at ±format.max with x beyond x̂, ±inf among them: not what defines a just-in-time scale.
+    """
     values = x.detach().to(torch.float32)
     x_hat = dequantize(codes, scale, granularity)
-    losses = cast_losses(values, codes, x_hat)
+    code, nonzero = codes.to(torch.float32).abs(), values != 0
+    saturated = (code >= format_of(codes.dtype).max) & (values.abs() > x_hat.abs() * (1 + ROUNDED_SCALE))
+    lost = nonzero & (code == 0)
     finite = values.isfinite()
     errors = torch.where(finite, values - x_hat, 0.0)
     segment = min(SEGMENT, granularity.group_size) if granularity.name == "per_group" else SEGMENT
     noise = noise_share(split_groups(torch.where(finite, values, 0.0), segment), split_groups(errors, segment))
-    return torch.stack([*losses, noise.nanmean()])
+    shares = saturated.sum() / max(x.numel(), 1), lost.sum() / nonzero.sum().clamp(min=1)
+    return torch.stack([*shares, noise.nanmean()])
 
 
 def noise_share(values: Tensor, errors: Tensor) -> Tensor:
