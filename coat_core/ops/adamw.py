@@ -209,8 +209,7 @@ def fp8_adamw_step(
     params are fp32, bf16 or fp16 of any shapes, grads of one dtype and their sizes; first_blocks is where the blocks
     of each start. table: fp32 [n, 3], rows of `hyper_table` in place of the last three of `hyper`; a row of NaN skips
     its parameter. draws: int32 [n, 3] for `coat_core.rounding.random_bits`, rounds exp_avg_sq stochastically (None:
-    to nearest); param_draws the same for bf16 and fp16 parameters. Raises ValueError where a gradient or moment has
-    another size.
+    to nearest); param_draws the same for bf16 and fp16 parameters.
 
     Numerics: one step from the same state. Without expansion the kernel has the reference's codes and scales to the
         bit, and parameters within 1 ulp of the update (torch's own sqrt on a CPU is not correctly rounded). With
@@ -218,12 +217,6 @@ def fp8_adamw_step(
         code off (measured 0.2), all others equal. Draws have the same bits everywhere.
     Source: arXiv 2410.19313, section 3.
     """
-    blocks, block_size = exp_avg.codes.shape
-    for i, (param, grad, first) in enumerate(zip(params, grads, first_blocks, strict=True)):
-        if grad.numel() != param.numel():
-            raise ValueError(f"grads[{i}] of shape {tuple(grad.shape)}: must be {tuple(param.shape)}, as its parameter")
-        if first * block_size + param.numel() > blocks * block_size:
-            raise ValueError(f"exp_avg of {blocks} blocks: too few for params[{i}] from block {first} on")
     _fp8_adamw_step(
         params, grads, *exp_avg, *exp_avg_sq, first_blocks, list(hyper), table, draws,
         param_draws, [expansion.range_fraction, expansion.exponent_step, expansion.exponent_max], maximize,
