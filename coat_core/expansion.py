@@ -60,12 +60,6 @@ def expand(blocks: Tensor, center: Tensor, exponent: Tensor) -> Tensor:
     return torch.sign(blocks) * ratio.pow(exponent)
 
 
-def contract(expanded: Tensor, center: Tensor, exponent: Tensor) -> Tensor:
-    """Inverse of `expand`, fp32 [n, B]; a nonzero value never underflows to zero."""
-    magnitude = expanded.abs().pow(1.0 / exponent) * center
-    return torch.sign(expanded) * magnitude.clamp(FP32_SMALLEST_NORMAL, FP32_MAX)
-
-
 def clamp_infinities(blocks: Tensor, without_finite: float) -> Tensor:
     """Replace ±inf in [n, B] by ± the largest finite magnitude of its row (±without_finite in a row without one)."""
     limit = finite_abs(blocks).amax(dim=-1, keepdim=True)
@@ -101,4 +95,7 @@ def dequantize_blocks(
 ) -> Tensor:
     """Inverse of `quantize_blocks`, fp32 [n, B]."""
     values = codes.to(torch.float32) * scale
-    return values if exponent is None or center is None else contract(values, center, exponent)
+    if exponent is None or center is None:
+        return values
+    magnitude = values.abs().pow(1.0 / exponent) * center
+    return torch.sign(values) * magnitude.clamp(FP32_SMALLEST_NORMAL, FP32_MAX)  # nonzero stays nonzero
