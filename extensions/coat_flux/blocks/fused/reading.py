@@ -76,7 +76,7 @@ def read_modulation(norm: Any) -> Modulation:
 
 
 class Outside(NamedTuple):
-    """Parts of a double block's stream outside diffusers' attention."""
+    """Parts of a double block's stream outside its attention."""
 
     modulation: Modulation | None  # see `Stream`
     norm1: nn.Module  # before attention
@@ -89,19 +89,11 @@ def read_double(attn: Any, head_dim: int, text: Outside, image: Outside, saving:
     if len(attn.to_out) != 2:
         raise NotFusable("an attention output of more than a linear and a dropout")
     check_dropout(attn.to_out[1])
-    streams = []
-    for outside, linears, output in (
-        (text, (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj), attn.to_add_out),
-        (image, (attn.to_q, attn.to_k, attn.to_v), attn.to_out[0]),
-    ):
-        inputs = read_group(linears, join)
-        if outside.norm2 is None or outside.mlp is None:
-            streams.append(Stream(outside.modulation, NormLinears(check_norm(outside.norm1), inputs)))
-        else:
-            norms = outside.norm1, outside.norm2
-            streams.append(read_stream(outside.modulation, norms, inputs, output, outside.mlp))
+    text_inputs = read_group((attn.add_q_proj, attn.add_k_proj, attn.add_v_proj), join)
+    text_stream = read_stream(text, text_inputs, attn.to_add_out)
+    image_stream = read_stream(image, read_group((attn.to_q, attn.to_k, attn.to_v), join), attn.to_out[0])
     norms = attn.norm_added_q, attn.norm_added_k, attn.norm_q, attn.norm_k
-    return double_block(saving, Attention(head_dim, *qk_norm(*norms)), *streams)
+    return double_block(saving, Attention(head_dim, *qk_norm(*norms)), text_stream, image_stream)
 
 
 def double_block(saving: Saving, attention: Attention, text: Stream, image: Stream) -> DoubleBlock:
@@ -111,18 +103,15 @@ def double_block(saving: Saving, attention: Attention, text: Stream, image: Stre
     return DoubleBlock(saving, attention, text, image)
 
 
-def read_stream(
-    modulation: Modulation | None,
-    norms: tuple[Any, Any],
-    inputs: LinearGroup,
-    output: Any,
-    mlp: tuple[Any, Any, str],
-) -> Stream:
-    """Read a double block's stream; `output` is attention's, `mlp` two linears and their activation."""
-    first, second = map(check_norm, norms)
-    up = NormLinears(second, read_linear(mlp[0]))
-    down = GatedLinear(read_linear(mlp[1]))
-    return Stream(modulation, NormLinears(first, inputs), GatedLinear(read_linear(output)), up, down, mlp[2])
+def read_stream(outside: Outside, inputs: LinearGroup, output: Any) -> Stream:
+    """Read a double block's stream; `output` is attention's."""
+    normed = NormLinears(check_norm(outside.norm1), inputs)
+    if outside.norm2 is None or outside.mlp is None:
+        return Stream(outside.modulation, normed)
+    first, second, activation = outside.mlp
+    up = NormLinears(check_norm(outside.norm2), read_linear(first))
+    down = GatedLinear(read_linear(second))
+    return Stream(outside.modulation, normed, GatedLinear(read_linear(output)), up, down, activation)
 
 
 def feed_forward(ff: Any) -> tuple[Any, Any, str]:
@@ -214,14 +203,15 @@ class ToolkitDouble(ToolkitReader):
     def read(self, block: Any, saving: Saving, join: bool) -> DoubleBlock:
         """See `Reader`."""
         streams = []
-        for attn, mlp, norms in (
-            (block.txt_attn, block.txt_mlp, (block.txt_norm1, block.txt_norm2)),
-            (block.img_attn, block.img_mlp, (block.img_norm1, block.img_norm2)),
+        for attn, mlp, *norms in (
+            (block.txt_attn, block.txt_mlp, block.txt_norm1, block.txt_norm2),
+            (block.img_attn, block.img_mlp, block.img_norm1, block.img_norm2),
         ):
             if len(mlp) != 3:
                 raise NotFusable("an MLP of more than two linears and an activation")
             inputs = read_group((attn.qkv,), join, (block.hidden_size,) * 3)
-            streams.append(read_stream(None, norms, inputs, attn.proj, (mlp[0], mlp[2], read_activation(mlp[1]))))
+            outside = Outside(None, *norms, (mlp[0], mlp[2], read_activation(mlp[1])))
+            streams.append(read_stream(outside, inputs, attn.proj))
         return double_block(saving, self.attention(block, block.txt_attn.norm, block.img_attn.norm), *streams)
 
 
