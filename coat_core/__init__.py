@@ -6,7 +6,13 @@ FP8 formats and scaling, dynamic range expansion, the FP8 AdamW optimizer, FP8 l
 from __future__ import annotations
 
 from coat_core.config import PAPER_EXPANSION, ExpansionConfig, FP8LinearConfig, FP8QuantizationConfig
-from coat_core.linear import FP8Linear, FP8TrainableLinear, allow_merging, replace_linear_with_fp8, restore_linear
+from coat_core.linear.module import (
+    FP8Linear,
+    FP8TrainableLinear,
+    allow_merging,
+    replace_linear_with_fp8,
+    restore_linear,
+)
 from coat_core.metrics import sqnr_db
 from coat_core.ops.quantize import dequantize, quantize
 from coat_core.optim import FP8AdamW

@@ -104,7 +104,7 @@ class FP8LinearConfig:
         wgrad_format: of the output gradient in a trained weight's wgrad, "e4m3" or "e5m2"; "bf16" multiplies the
             dequantized x in high precision.
         cache_weight: keep a trained weight's codes (1 byte per element) until it changes; False casts it in every
-            forward pass and again in backward. Same results. `coat_core.linear.forget_codes` has the limits.
+            forward pass and again in backward. Same results. `coat_core.linear.function.forget_codes` has the limits.
         use_fp8_gemm: False keeps the FP8 weight but multiplies in the input's own precision.
         fallback: without an FP8 GEMM on the device, "bf16" multiplies in high precision, "error" raises.
 

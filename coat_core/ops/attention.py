@@ -150,9 +150,6 @@ def attention_backward(
 class AttentionTrial:
     """A trial of an attention kernel at a run's shape, forward and backward, compared in fp64.
 
-        P = softmax(q kᵀ / √d)    out = P v    dv = Pᵀ g
-        dS = P (g vᵀ - rowsum(g out)) / √d    dq = dS k    dk = dSᵀ q
-
     The comparison is for one head and at most `CHECKED_QUERIES` queries; g is zero elsewhere, so memory does not grow
     with the square of the resolution. q, k, v, g [B, H, S, d] are views of [B, S, H, d], as in the blocks.
     """
@@ -188,23 +185,17 @@ class AttentionTrial:
             use_kernel(None)
         return reason
 
-    def _error(self, out: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> float:
+    def _error(self, out: Tensor, *gradients: Tensor) -> float:
         """Return the largest relative error of the results of one head; inf where any of any head is not finite."""
-        finite = torch.stack([x.isfinite().all() for x in (out, dq, dk, dv)]).all()
-        q, k, v, grad = (x[-1, -1].double() for x in (*self.qkv, self._grad))
-        q, grad, scale = q[:: self._step], grad[:: self._step], q.shape[-1] ** -0.5
-        p = (q @ k.t() * scale).softmax(-1)
-        expected_out = p @ v
-        ds = p * (grad @ v.t() - (grad * expected_out).sum(-1, keepdim=True)) * scale
-        out, dq, dk, dv = (x[-1, -1].double() for x in (out, dq, dk, dv))
-        pairs = (
-            (out[:: self._step], expected_out),
-            (dq[:: self._step], ds @ k),
-            (dk, ds.t() @ q),
-            (dv, p.t() @ grad),
-        )
-        errors = torch.stack([(result - expected).norm() / expected.norm() for result, expected in pairs])
-        return float(torch.where(finite, errors.amax(), torch.inf))
+        finite = torch.stack([x.isfinite().all() for x in (out, *gradients)]).all()
+        leaves = [x[-1, -1].double().requires_grad_() for x in self.qkv]
+        q, k, v = leaves
+        with torch.enable_grad():
+            exact = (q[:: self._step] @ k.t() * q.shape[-1] ** -0.5).softmax(-1) @ v
+        expected = exact, *torch.autograd.grad(exact, leaves, self._grad[-1, -1, :: self._step].double())
+        results = out[-1, -1, :: self._step], *(x[-1, -1] for x in gradients)
+        errors = [(a - b).norm() / b.norm() for a, b in zip(results, expected, strict=True)]
+        return float(torch.where(finite, torch.stack(errors).amax(), torch.inf))
 
 
 def kernel_obstacles(like: Tensor) -> dict[str, str | None]:

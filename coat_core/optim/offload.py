@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -110,7 +110,7 @@ def _slot_rows(blocks: int, block_size: int, device: torch.device) -> int:
 
 
 def _copy(sources: list[Tensor], targets: list[Tensor], stream: Any = None) -> None:
-    with nullcontext() if stream is None else torch.cuda.stream(stream):
+    with torch.cuda.stream(stream):  # None: where it is
         for source, target in zip(sources, targets, strict=True):
             target.copy_(source, non_blocking=True)
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
+from coat_core import FP8Linear, FP8TrainableLinear
 from coat_core.config import FP8LinearConfig
 from coat_core.granularity import Granularity
-from coat_core.linear import FP8Linear, FP8TrainableLinear
 from coat_core.ops.quantize import _copies, quantize
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
 from tests.helpers.saved_tensors import saved_by

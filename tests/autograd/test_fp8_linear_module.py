@@ -11,9 +11,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from coat_core import sqnr_db
+from coat_core import FP8Linear, allow_merging, replace_linear_with_fp8, restore_linear, sqnr_db
 from coat_core.config import FP8LinearConfig
-from coat_core.linear import FP8Linear, allow_merging, module, replace_linear_with_fp8, restore_linear
+from coat_core.linear import module
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
 from tests.tolerances import GAUSSIAN_FLOOR_DB, UNIFORM_FLOOR_DB
 

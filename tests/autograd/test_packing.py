@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as attend
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from coat_core import FP8Linear
 from coat_core.activation import FP8InputLinear, PackedSavedTensors, Saving
 from coat_core.granularity import PER_ROW, PER_TENSOR, Storage, per_group
-from coat_core.linear import FP8Linear
 from coat_core.quantize import quantize
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
 from tests.helpers.saved_tensors import recording

@@ -10,18 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from coat_core import FP8AdamW
+from coat_core import FP8AdamW, FP8Linear, FP8TrainableLinear
 from coat_core.activation import PackedSavedTensors, Saving
 from coat_core.config import FP8LinearConfig
 from coat_core.granularity import PER_ROW, Granularity
-from coat_core.linear import (
-    FP8Linear,
-    FP8TrainableLinear,
-    forget_codes,
-    function,
-    quantize_weight,
-)
-from coat_core.linear.function import wgrad
+from coat_core.linear import function
+from coat_core.linear.function import forget_codes, quantize_weight, wgrad
 from coat_core.quantize import quantize
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
 from tests.helpers.saved_tensors import saved_by

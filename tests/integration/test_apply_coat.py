@@ -13,8 +13,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from coat_core import restore_linear, sqnr_db
-from coat_core.linear import FP8Linear, FP8TrainableLinear, replace_linear_with_fp8
+from coat_core import FP8Linear, FP8TrainableLinear, replace_linear_with_fp8, restore_linear, sqnr_db
 from coat_flux.blocks.apply import apply_coat
 from coat_flux.blocks.lora import OWN, SHARED, attach_lora
 from coat_flux.blocks.runner import BlockRunner

@@ -12,7 +12,7 @@ from diffusers.utils import logging
 from peft import LoraConfig
 from torch import Tensor, nn
 
-from coat_core.linear import FP8Linear
+from coat_core import FP8Linear
 from coat_flux.blocks.apply import apply_coat
 from coat_flux.blocks.hook import hook_of, own_forward
 from coat_flux.blocks.lora import SHARED, attach_lora

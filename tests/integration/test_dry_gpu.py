@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from coat_core import FP8TrainableLinear
 from coat_core.activation import Saving
 from coat_core.config import FP8LinearConfig
-from coat_core.linear import FP8TrainableLinear
 from coat_flux.blocks.fused.chooser import fused_block
 from coat_flux.config.coat import OPTIONS
 from coat_flux.config.options import Option

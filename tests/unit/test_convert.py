@@ -9,8 +9,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
+from coat_core import FP8Linear, FP8TrainableLinear, replace_linear_with_fp8
 from coat_core.config import FP8LinearConfig
-from coat_core.linear import FP8Linear, FP8TrainableLinear, replace_linear_with_fp8
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
 from tests.tolerances import product_floor_db
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from coat_core.linear import FP8Linear
+from coat_core import FP8Linear
 from coat_core.optim import FP8AdamW
 from coat_flux.blocks.runner import BlockRunner
 from coat_flux.config.coat import COATConfig

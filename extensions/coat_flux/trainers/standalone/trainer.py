@@ -25,7 +25,7 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from coat_core.linear import FP8Linear
+from coat_core import FP8Linear
 from coat_core.optim import FP8AdamW
 from coat_core.optim.sharded import local_values
 
