@@ -274,7 +274,7 @@ def test_other_modules_and_variants_of_lora_are_not_fused() -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_blocks_of_a_pass_share_tables_and_mask(name: str) -> None:
     of = made(name)
-    one, other = (fused_block(of.block).reader.call(of.args).shared for _ in range(2))
+    one, other = (fused_block(of.block).reader.call(*of.args).shared for _ in range(2))
     assert (one.mask is None) == name.startswith(("sd3", "flux"))  # they have none
     assert one.mask is other.mask
     assert one.cos is other.cos
@@ -288,9 +288,9 @@ def test_a_mask_that_hides_nothing_is_left_out() -> None:
     form = fused_block(of.block)
     seen = torch.ones_like(of.args[2])
     args = (*of.args[:2], seen, *of.args[3:])
-    assert form.reader.call(args).shared.mask is None
+    assert form.reader.call(*args).shared.mask is None
     seen[0, 3] = False  # in place, as a buffer may be filled again
-    mask = form.reader.call(args).shared.mask
+    mask = form.reader.call(*args).shared.mask
     assert mask is not None
     assert mask[0, 0, 0, 3] == -torch.inf
     assert mask.isinf().sum() == 1
@@ -315,7 +315,7 @@ def test_one_row_of_vectors_for_all_images(name: str) -> None:
     vectors = row.flatten(1).chunk(2, dim=1) if name == "flux2 double" else (row.flatten(1),)
     of.args = (*of.args[:2], *vectors, *of.args[2 + len(vectors) :])
     form = fused_block(of.block)
-    assert all(len(each) == 2 for each in form.reader.call(of.args).vectors)  # kernels read each image's
+    assert all(len(each) == 2 for each in form.reader.call(*of.args).vectors)  # kernels read each image's
     found = results(form, of)
     for key, wanted in results(of.block, of).items():
         error = (found[key].double() - wanted.double()).norm() / wanted.double().norm()

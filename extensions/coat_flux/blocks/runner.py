@@ -220,7 +220,7 @@ class BlockRunner:
                 self._copies = AdapterCopies(groups, dtype)
             self._copies.refresh()
         with suppress(NotFusable):
-            modulate_ahead(self._modulations, next(iter(self.forms.values())).reader.call(args).temb)
+            modulate_ahead(self._modulations, next(iter(self.forms.values())).reader.call(*args).temb)
 
     def _run_fused(self, place: int, form: Form, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kind = type(self._modules[place])

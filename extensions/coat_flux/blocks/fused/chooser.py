@@ -39,8 +39,8 @@ def fused_block(block: nn.Module, saving: Saving = EXACT, join: bool = True) -> 
     names = argument_names(type(block))
     if names != reader.arguments:
         raise NotFusable(f"this diffusers' {type(block).__name__} takes {', '.join(names)}")
-    form = reader.read(block, saving, join)
-    form.reader = reader
+    form = reader.read(block, join)
+    form.reader, form.saving = reader, saving
     return form
 
 
@@ -54,7 +54,7 @@ def _reader_of(block: nn.Module) -> Reader:
 def attention_query(block: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor, Tensor | None]:
     """Return a tensor shaped like q in a block's attention [B, H, T + S, d], and its mask, or raise NotFusable."""
     reader = _reader_of(block)
-    call = reader.call(args)
+    call = reader.call(*args)
     image = call.image
     tokens = call.image.shape[1] + (0 if call.text is None else call.text.shape[1])
     shape = len(image), tokens, *reader.heads(block)

@@ -63,14 +63,14 @@ class Reader:
     Attributes:
         arguments: of the class's forward, by name; of another diffusers version they may differ.
         clips: those of the streams whose results the block clips to the range of fp16.
-        call: a call's arguments → `Call`; or NotFusable.
+        call: a call's arguments, by position → `Call`; or NotFusable.
         read: a block → its fused form; or NotFusable. `join` makes one matrix of weights that read the same tensor.
     """
 
     arguments: tuple[str, ...]
     clips: tuple[str, ...] = ()
-    call: Callable[[tuple[Any, ...]], Call]
-    read: Callable[[Any, Saving, bool], Form]
+    call: Callable[..., Call]
+    read: Callable[[Any, bool], Form]
 
     def heads(self, block: Any) -> tuple[int, int]:
         """A block's number of heads and their size."""
@@ -124,7 +124,7 @@ class Form:
         """Run the block; NotFusable for unknown arguments."""
         if kwargs:
             raise NotFusable(f"called with keywords ({', '.join(kwargs)})")
-        call = self.reader.call(args)
+        call = self.reader.call(*args)
         streams = [call.image] if call.text is None else [call.text, call.image]
         inputs, keeps = [*streams, *call.vectors], torch.is_grad_enabled()
         for modulation in self.modulations:
@@ -232,7 +232,6 @@ class Stream:
 class DoubleBlock(Form):
     """Two streams and their joint attention; inputs: x [B, S_i, D] of text and image, then modulations [B, n·D]."""
 
-    saving: Saving
     attention: Attention  # of both streams
     text: Stream
     image: Stream
@@ -302,7 +301,6 @@ class DoubleBlock(Form):
 class SingleBlock(Form):
     """A single block; inputs: text and image [B, S_i, D], or both as one, and modulation [B, 3·D]."""
 
-    saving: Saving
     modulation: Modulation | None  # makes shift, scale and gate; None where the model hands them in
     inputs: NormLinears  # to q, k, v and the MLP
     attention: Attention  # of its one stream
@@ -381,7 +379,6 @@ def join(text: Tensor, image: Tensor) -> Tensor:
 class StreamBlock(Form):
     """A stream block; inputs: x [B, S, D], and modulation [B, 4·D] where there is one: scale and gate before tanh."""
 
-    saving: Saving
     attention: Attention
     stream: Stream
 

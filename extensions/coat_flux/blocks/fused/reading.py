@@ -13,8 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from coat_core.activation import Saving
-
 from .forms import GELU, SWIGLU, DoubleBlock, Reader, SingleBlock, Stream
 from .linears import LinearGroup, NotFusable, read_group, read_linear
 from .parts import Attention, GatedLinear, Modulation, NormLinears, Rotary
@@ -84,7 +82,7 @@ class Outside(NamedTuple):
     mlp: tuple[Any, Any, str] | None = None  # its two linears and activation
 
 
-def read_double(attn: Any, head_dim: int, text: Outside, image: Outside, saving: Saving, join: bool) -> DoubleBlock:
+def read_double(attn: Any, head_dim: int, text: Outside, image: Outside, join: bool) -> DoubleBlock:
     """Read a double block around diffusers' attention, which the caller has checked."""
     if len(attn.to_out) != 2:
         raise NotFusable("an attention output of more than a linear and a dropout")
@@ -93,14 +91,14 @@ def read_double(attn: Any, head_dim: int, text: Outside, image: Outside, saving:
     text_stream = read_stream(text, text_inputs, attn.to_add_out)
     image_stream = read_stream(image, read_group((attn.to_q, attn.to_k, attn.to_v), join), attn.to_out[0])
     norms = attn.norm_added_q, attn.norm_added_k, attn.norm_q, attn.norm_k
-    return double_block(saving, Attention(head_dim, *qk_norm(*norms)), text_stream, image_stream)
+    return double_block(Attention(head_dim, *qk_norm(*norms)), text_stream, image_stream)
 
 
-def double_block(saving: Saving, attention: Attention, text: Stream, image: Stream) -> DoubleBlock:
+def double_block(attention: Attention, text: Stream, image: Stream) -> DoubleBlock:
     """Put the parts together; attention's out is quantized once for both streams."""
     if text.output is not None and text.output.linear.input_storage != image.output.linear.input_storage:
         raise NotFusable("the outputs of attention want it in different formats")
-    return DoubleBlock(saving, attention, text, image)
+    return DoubleBlock(attention, text, image)
 
 
 def read_stream(outside: Outside, inputs: LinearGroup, output: Any) -> Stream:
@@ -133,11 +131,10 @@ def read_activation(module: Any) -> str:
     raise NotFusable(f"its activation is a {name}, not GELU-tanh or SwiGLU")
 
 
-def read_single(block: Any, modulation: Modulation | None, saving: Saving, join: bool) -> SingleBlock:
+def read_single(block: Any, modulation: Modulation | None, join: bool) -> SingleBlock:
     """Read a single block with diffusers' names; the caller has checked its attention."""
     attn, eps = block.attn, check_norm(block.norm.norm)
     return SingleBlock(
-        saving,
         modulation,
         NormLinears(eps, read_group((attn.to_q, attn.to_k, attn.to_v, block.proj_mlp), join)),
         Attention(attn.head_dim, *qk_norm(attn.norm_q, attn.norm_k)),
@@ -147,12 +144,12 @@ def read_single(block: Any, modulation: Modulation | None, saving: Saving, join:
 
 
 def read_joined_single(
-    saving: Saving, norm: Any, linears: tuple[Any, Any], width: int, attention: Attention, activation: str
+    norm: Any, linears: tuple[Any, Any], width: int, attention: Attention, activation: str
 ) -> SingleBlock:
     """Read a single block whose first linear makes q, k and v of this width, and what the MLP reads."""
     parts = (width, width, width, linears[0].out_features - 3 * width)
     inputs = NormLinears(check_norm(norm), read_group(linears[:1], False, parts))
-    return SingleBlock(saving, None, inputs, attention, GatedLinear(read_linear(linears[1])), activation)
+    return SingleBlock(None, inputs, attention, GatedLinear(read_linear(linears[1])), activation)
 
 
 SWIGLU_CLASSES = ("Flux2SwiGLU", "SiLUActivation")  # of diffusers and of ai-toolkit
@@ -200,7 +197,7 @@ class ToolkitReader(Reader):
 class ToolkitDouble(ToolkitReader):
     """Reads double blocks; a subclass knows their call."""
 
-    def read(self, block: Any, saving: Saving, join: bool) -> DoubleBlock:
+    def read(self, block: Any, join: bool) -> DoubleBlock:
         """See `Reader`."""
         streams = []
         for attn, mlp, *norms in (
@@ -212,18 +209,18 @@ class ToolkitDouble(ToolkitReader):
             inputs = read_group((attn.qkv,), join, (block.hidden_size,) * 3)
             outside = Outside(None, *norms, (mlp[0], mlp[2], read_activation(mlp[1])))
             streams.append(read_stream(outside, inputs, attn.proj))
-        return double_block(saving, self.attention(block, block.txt_attn.norm, block.img_attn.norm), *streams)
+        return double_block(self.attention(block, block.txt_attn.norm, block.img_attn.norm), *streams)
 
 
 class ToolkitSingle(ToolkitReader):
     """Reads single blocks; a subclass knows their call."""
 
-    def read(self, block: Any, saving: Saving, join: bool) -> SingleBlock:
+    def read(self, block: Any, join: bool) -> SingleBlock:
         """See `Reader`."""
         linears = (block.linear1, block.linear2)
         attention = self.attention(block, block.norm)
         activation = read_activation(block.mlp_act)
-        return read_joined_single(saving, block.pre_norm, linears, block.hidden_size, attention, activation)
+        return read_joined_single(block.pre_norm, linears, block.hidden_size, attention, activation)
 
 
 @OncePerPass

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coat_core.activation import Saving
 from coat_core.linear.function import compute_dtype
 from coat_core.ops.attention import additive_mask
 
@@ -53,31 +52,29 @@ class _Double(_Reader):
     arguments = ("hidden_states", "encoder_hidden_states", "temb", *OPTIONAL)
     clips = ("text",)
 
-    def call(self, args: tuple[Any, ...]) -> Call:
-        image, text, temb, *others = args
+    def call(self, image: Tensor, text: Tensor, temb: Tensor, *others: Any) -> Call:
         of_image, of_text = temb.flatten(1, 2).chunk(2, dim=1)
         return Call(image, text, self.shared(image, *others), None, (of_text, of_image))
 
-    def read(self, block: Any, saving: Saving, join: bool) -> DoubleBlock:
+    def read(self, block: Any, join: bool) -> DoubleBlock:
         check_attention(block.attn, PROCESSOR)
         if block.norm1.emb is not None or block.norm1_context.emb is not None:
             raise NotFusable("class embeddings in adaLN")
         text = Outside(None, block.norm1_context.norm, block.norm2_context, feed_forward(block.ff_context))
         image = Outside(None, block.norm1.norm, block.norm2, feed_forward(block.ff))
-        return read_double(block.attn, block.attn.head_dim, text, image, saving, join)
+        return read_double(block.attn, block.attn.head_dim, text, image, join)
 
 
 class _Single(_Reader):
     arguments = ("hidden_states", "temb", *OPTIONAL)
     clips = ("image",)
 
-    def call(self, args: tuple[Any, ...]) -> Call:
-        x, temb, *others = args
+    def call(self, x: Tensor, temb: Tensor, *others: Any) -> Call:
         return Call(x, None, self.shared(x, *others), None, (temb.flatten(1, 2),))
 
-    def read(self, block: Any, saving: Saving, join: bool) -> SingleBlock:
+    def read(self, block: Any, join: bool) -> SingleBlock:
         check_attention(block.attn, PROCESSOR)
-        return read_single(block, None, saving, join)
+        return read_single(block, None, join)
 
 
 # --- ai-toolkit's class ---
@@ -99,16 +96,15 @@ def _vectors(*found: Any) -> Tensor:
 class _ToolkitDouble(ToolkitDouble):
     arguments = ("img", "txt", "pe", "distill_vec", "mask")
 
-    def call(self, args: tuple[Any, ...]) -> Call:
-        image, text, pe, (of_image, of_text), mask = args
+    def call(self, image: Tensor, text: Tensor, pe: Tensor, modulations: Any, mask: Any) -> Call:
+        of_image, of_text = modulations
         return Call(image, text, _toolkit_shared(image, pe, mask), None, (_vectors(*of_text), _vectors(*of_image)))
 
 
 class _ToolkitSingle(ToolkitSingle):
     arguments = ("x", "pe", "distill_vec", "mask")
 
-    def call(self, args: tuple[Any, ...]) -> Call:
-        x, pe, modulation, mask = args
+    def call(self, x: Tensor, pe: Tensor, modulation: Any, mask: Any) -> Call:
         return Call(x, None, _toolkit_shared(x, pe, mask), None, (_vectors(modulation),))
 
 

@@ -11,9 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
-
-from coat_core.activation import Saving
+from torch import Tensor, nn
 
 from ..fused.forms import DoubleBlock, Reader, SingleBlock
 from ..fused.parts import Call, Shared
@@ -29,8 +27,7 @@ PROCESSOR = "FluxAttnProcessor"
 class _Reader(Reader):
     arguments = ("hidden_states", "encoder_hidden_states", "temb", "image_rotary_emb", "joint_attention_kwargs")
 
-    def call(self, args: tuple[Any, ...]) -> Call:
-        image, text, temb, rotary, kwargs = (*args, *[None] * (5 - len(args)))
+    def call(self, image: Tensor, text: Tensor, temb: Tensor, rotary: Any = None, kwargs: Any = None) -> Call:
         self.check_call(rotary, kwargs)
         return Call(image, text, Shared(*rotary), temb)
 
@@ -38,20 +35,20 @@ class _Reader(Reader):
 class _Double(_Reader):
     clips = ("text",)
 
-    def read(self, block: Any, saving: Saving, join: bool) -> DoubleBlock:
+    def read(self, block: Any, join: bool) -> DoubleBlock:
         check_attention(block.attn, PROCESSOR)
         norm, of_text = block.norm1, block.norm1_context
         text = Outside(read_modulation(of_text), of_text.norm, block.norm2_context, feed_forward(block.ff_context))
         image = Outside(read_modulation(norm), norm.norm, block.norm2, feed_forward(block.ff))
-        return read_double(block.attn, block.attn.head_dim, text, image, saving, join)
+        return read_double(block.attn, block.attn.head_dim, text, image, join)
 
 
 class _Single(_Reader):
     clips = ("text", "image")
 
-    def read(self, block: Any, saving: Saving, join: bool) -> SingleBlock:
+    def read(self, block: Any, join: bool) -> SingleBlock:
         check_attention(block.attn, PROCESSOR)
-        return read_single(block, read_modulation(block.norm), saving, join)
+        return read_single(block, read_modulation(block.norm), join)
 
 
 DOUBLE_LINEARS = (

@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coat_core.activation import Saving
-
 from ...data.cache import input_device, model_identity
 from ..fused.forms import DoubleBlock, Reader, SingleBlock
 from ..fused.linears import NotFusable
@@ -57,19 +55,18 @@ class _Double(Reader):
     arguments = ("hidden_states", "encoder_hidden_states", "temb_mod_img", "temb_mod_txt", *_ATTENDS)
     clips = ("text",)
 
-    def call(self, args: tuple[Any, ...]) -> Call:
-        image, text, of_image, of_text, rotary, kwargs = (*args, *[None] * (6 - len(args)))
+    def call(self, image: Any, text: Any, of_image: Any, of_text: Any, rotary: Any = None, kwargs: Any = None) -> Call:
         self.check_call(rotary, kwargs)
         return Call(image, text, Shared(*rotary), None, (_vectors(of_text, image), _vectors(of_image, image)))
 
-    def read(self, block: Any, saving: Saving, join: bool) -> DoubleBlock:
+    def read(self, block: Any, join: bool) -> DoubleBlock:
         attn, of_text, of_image = block.attn, block.ff_context, block.ff
         check_attention(attn, "Flux2AttnProcessor")
         mlp = of_text.linear_in, of_text.linear_out, read_activation(of_text.act_fn)
         text = Outside(None, block.norm1_context, block.norm2_context, mlp)
         mlp = of_image.linear_in, of_image.linear_out, read_activation(of_image.act_fn)
         image = Outside(None, block.norm1, block.norm2, mlp)
-        return read_double(attn, attn.head_dim, text, image, saving, join)
+        return read_double(attn, attn.head_dim, text, image, join)
 
 
 class _Single(Reader):
@@ -78,20 +75,19 @@ class _Single(Reader):
     )  # fmt: skip
     clips = ("image",)
 
-    def call(self, args: tuple[Any, ...]) -> Call:
-        x, text, vectors, rotary, kwargs, *apart = (*args, *[None] * (5 - len(args)))
+    def call(self, x: Tensor, text: Any, vectors: Tensor, rotary: Any = None, kwargs: Any = None, *apart: Any) -> Call:
         if text is not None or any(apart):
             raise NotFusable("streams that are handed in apart, or come apart")
         self.check_call(rotary, kwargs)
         return Call(x, None, Shared(*rotary), None, (_vectors(vectors, x),))
 
-    def read(self, block: Any, saving: Saving, join: bool) -> SingleBlock:
+    def read(self, block: Any, join: bool) -> SingleBlock:
         attn = block.attn
         check_attention(attn, "Flux2ParallelSelfAttnProcessor")
         attention = Attention(attn.head_dim, *qk_norm(attn.norm_q, attn.norm_k))
         linears = (attn.to_qkv_mlp_proj, attn.to_out)
         width = attn.heads * attn.head_dim
-        return read_joined_single(saving, block.norm, linears, width, attention, read_activation(attn.mlp_act_fn))
+        return read_joined_single(block.norm, linears, width, attention, read_activation(attn.mlp_act_fn))
 
 
 # --- ai-toolkit, in BFL's layout ---
@@ -100,17 +96,15 @@ class _Single(Reader):
 class _ToolkitDouble(ToolkitDouble):
     arguments = ("img", "txt", "pe", "pe_ctx", "mod_img", "mod_txt")
 
-    def call(self, args: tuple[Any, ...]) -> Call:
-        image, text, of_image, of_text = args[0], args[1], args[4], args[5]
+    def call(self, image: Tensor, text: Tensor, pe: Tensor, of_text_pe: Tensor, of_image: Any, of_text: Any) -> Call:
         vectors = (_vectors(torch.cat([*each[0], *each[1]], dim=-1), image) for each in (of_text, of_image))
-        return Call(image, text, Shared(*toolkit_rotary(args[3], args[2])), None, tuple(vectors))
+        return Call(image, text, Shared(*toolkit_rotary(of_text_pe, pe)), None, tuple(vectors))
 
 
 class _ToolkitSingle(ToolkitSingle):
     arguments = ("x", "pe", "mod")
 
-    def call(self, args: tuple[Any, ...]) -> Call:
-        x, pe, modulation = args
+    def call(self, x: Tensor, pe: Tensor, modulation: Any) -> Call:
         return Call(x, None, Shared(*toolkit_rotary(pe)), None, (_vectors(torch.cat(modulation, dim=-1), x),))
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from coat_core.activation import Saving
 from coat_core.linear.function import compute_dtype
 from coat_core.ops.attention import additive_mask
 
@@ -46,23 +45,22 @@ class _Block(Reader):
     )  # fmt: skip
     clips = ("text", "image")
 
-    def call(self, args: tuple[Any, ...]) -> Call:
-        image, text, seen, temb, rotary, kwargs, index = (*args, *[None] * (7 - len(args)))
-        self.check_call(rotary, kwargs)
-        if index is not None:
+    def call(self, image: Tensor, text: Tensor, seen: Any, temb: Tensor, rotary: Any = None, *others: Any) -> Call:
+        self.check_call(rotary, *others[:1])
+        if any(index is not None for index in others[1:]):
             raise NotFusable("image tokens of one block with different modulations (zero_cond_t)")
         mask = None if seen is None else _mask(seen, image.shape[1], compute_dtype(image))
         of_image, of_text = rotary
         return Call(image, text, Shared(*complex_rotary(of_text, of_image), mask), temb)
 
-    def read(self, block: Any, saving: Saving, join: bool) -> DoubleBlock:
+    def read(self, block: Any, join: bool) -> DoubleBlock:
         check_attention(block.attn, PROCESSOR)
         if block.zero_cond_t:
             raise NotFusable("image tokens of one block with different modulations (zero_cond_t)")
         mlps = feed_forward(block.txt_mlp), feed_forward(block.img_mlp)
         text = Outside(_modulation(block.txt_mod), block.txt_norm1, block.txt_norm2, mlps[0])
         image = Outside(_modulation(block.img_mod), block.img_norm1, block.img_norm2, mlps[1])
-        return read_double(block.attn, self.heads(block)[1], text, image, saving, join)
+        return read_double(block.attn, self.heads(block)[1], text, image, join)
 
 
 QWEN_IMAGE = Family(

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coat_core.activation import Saving
-
 from ..fused.forms import DoubleBlock, Reader
 from ..fused.linears import NotFusable
 from ..fused.parts import Call, Modulation, Rotary, Shared
@@ -40,13 +38,12 @@ class _ScaleFirst(Modulation):
 class _Block(Reader):
     arguments = ("hidden_states", "encoder_hidden_states", "temb", "joint_attention_kwargs")
 
-    def call(self, args: tuple[Any, ...]) -> Call:
-        image, text, temb, kwargs = (*args, *[None] * (4 - len(args)))
+    def call(self, image: Tensor, text: Tensor, temb: Tensor, kwargs: Any = None) -> Call:
         rotary = _unturned(temb, text.shape[1] + image.shape[1])
         self.check_call(rotary, kwargs)
         return Call(image, text, Shared(*rotary), temb)
 
-    def read(self, block: Any, saving: Saving, join: bool) -> DoubleBlock:
+    def read(self, block: Any, join: bool) -> DoubleBlock:
         check_attention(block.attn, PROCESSOR)
         if self.heads(block)[1] != HEAD_DIM:
             raise NotFusable(f"heads of {self.heads(block)[1]}, where SD3's have {HEAD_DIM}")
@@ -61,7 +58,7 @@ class _Block(Reader):
             mlp = feed_forward(block.ff_context)
             text = Outside(read_modulation(of_text), of_text.norm, block.norm2_context, mlp)
         image = Outside(read_modulation(norm), norm.norm, block.norm2, feed_forward(block.ff))
-        return read_double(block.attn, HEAD_DIM, text, image, saving, join)
+        return read_double(block.attn, HEAD_DIM, text, image, join)
 
     def results(self, text: Tensor | None, image: Tensor) -> Any:
         return text if text is not None and text.numel() else None, image

@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import Tensor
 
-from coat_core.activation import Saving
 from coat_core.linear.function import compute_dtype
 from coat_core.ops.attention import additive_mask
 
@@ -39,15 +38,14 @@ class _Block(Reader):
     def heads(self, block: Any) -> tuple[int, int]:
         return block.attention.heads, block.head_dim
 
-    def call(self, args: tuple[Any, ...]) -> Call:
-        x, seen, rotations, temb, of_tokens, *_ = (*args, *[None] * 4)
+    def call(self, x: Tensor, seen: Any, rotations: Any, temb: Any = None, of_tokens: Any = None, *_: Any) -> Call:
         if of_tokens is not None:
             raise NotFusable("tokens of one block with different modulations (noise_mask)")
         self.check_call(rotations)
         mask = None if seen is None else _mask(seen, compute_dtype(x))
         return Call(x, None, Shared(*complex_rotary(rotations), mask), temb)
 
-    def read(self, block: Any, saving: Saving, join: bool) -> StreamBlock:
+    def read(self, block: Any, join: bool) -> StreamBlock:
         attn, ff = block.attention, block.feed_forward
         check_attention(attn, PROCESSOR)
         if len(attn.to_out) > 1:
@@ -67,7 +65,7 @@ class _Block(Reader):
             GatedLinear(read_linear(ff.w2), _norm(block.ffn_norm2)),
             SWIGLU,
         )
-        return StreamBlock(saving, Attention(block.head_dim, *qk_norm(attn.norm_q, attn.norm_k)), stream)
+        return StreamBlock(Attention(block.head_dim, *qk_norm(attn.norm_q, attn.norm_k)), stream)
 
 
 Z_IMAGE = Family(
