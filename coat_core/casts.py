@@ -43,7 +43,7 @@ declarations: dict[str, Callable[..., Declared]] = {}  # name of the operator â†
 
 
 def arguments_of(op: Any) -> Callable[..., Any]:
-    """Return the type of a call's arguments, as a named tuple with the names and defaults of the operator's body."""
+    """The type of a call's arguments, as a named tuple with the names and defaults of the operator's body."""
     parameters = inspect.signature(op._init_fn).parameters
     defaults = [parameter.default for parameter in parameters.values() if parameter.default is not parameter.empty]
     return namedtuple("Arguments", parameters, defaults=defaults)

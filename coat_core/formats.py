@@ -49,13 +49,13 @@ WEIGHT_FORMATS = (*FORMATS, NVFP4, INT8.name)
 
 
 def product_format(weight_format: str) -> Format:
-    """Return the format in which products read a weight stored in one of `WEIGHT_FORMATS`."""
+    """The format in which products read a weight stored in one of `WEIGHT_FORMATS`."""
     return {NVFP4: E4M3, INT8.name: INT8}.get(weight_format) or get_format(weight_format)
 
 
 @functools.cache
 def get_format(name: str) -> Format:
-    """Return the format called `name`; raises ValueError unless that is "e4m3" or "e5m2"."""
+    """The format called `name`; raises ValueError unless that is "e4m3" or "e5m2"."""
     if name not in FORMATS:
         raise ValueError(f"format={name!r}: must be one of {', '.join(FORMATS)}")
     return FORMATS[name]
@@ -63,7 +63,7 @@ def get_format(name: str) -> Format:
 
 @functools.cache
 def format_of(dtype: torch.dtype) -> Format:
-    """Return the format whose codes have this torch dtype; raises ValueError unless FP8 as used here, or INT8."""
+    """The format whose codes have this torch dtype; raises ValueError unless FP8 as used here, or INT8."""
     for fmt in (*FORMATS.values(), INT8):
         if fmt.dtype == dtype:
             return fmt

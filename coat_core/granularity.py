@@ -33,7 +33,7 @@ class Granularity:
             raise ValueError(f"group_size={self.group_size!r}: must be one of {', '.join(map(str, GROUP_SIZES))}")
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the scale's shape for a tensor of this shape (at least one dimension)."""
+        """The scale's shape for a tensor of this shape (at least one dimension)."""
         if self.name == "per_tensor":
             return ()
         if self.name == "per_row":
@@ -47,7 +47,7 @@ PER_ROW = Granularity("per_row")
 
 @functools.cache
 def per_group(group_size: int) -> Granularity:
-    """Return the 1×G granularity."""
+    """The 1×G granularity."""
     return Granularity("per_group", group_size)
 
 

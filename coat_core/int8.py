@@ -30,7 +30,7 @@ LARGEST_ROTATION = 256
 
 
 def rotation_size(width: int) -> int:
-    """Return how many neighbours a rotation mixes: the largest power of 4 up to 256 that divides `width`.
+    """How many neighbours a rotation mixes: the largest power of 4 up to 256 that divides `width`.
 
     256 divides the widths of every quantized linear of FLUX.1, FLUX.2 and Qwen-Image. 64 costs up to 4 dB where a row
     has outliers, 1024 gains up to 2: RESULTS.md.

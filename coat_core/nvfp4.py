@@ -84,7 +84,7 @@ def nearest(values: Tensor, scale_bits: Tensor) -> Tensor:
 
 
 def encode(rounded: Tensor) -> Tensor:
-    """Return the codes of ± `MAGNITUDES`, uint8 of the same shape: 8 where negative, plus the magnitude's number."""
+    """The codes of ± `MAGNITUDES`, uint8 of the same shape: 8 where negative, plus the magnitude's number."""
     size = rounded.abs()
     number = torch.where(size < 2, 2 * size, torch.where(size < 4, size + 2, size / 2 + 4))
     return number.to(torch.uint8) | (rounded.signbit().to(torch.uint8) << 3)
@@ -97,7 +97,7 @@ def as_e4m3(rounded: Tensor, scale_bits: Tensor) -> Tensor:
 
 
 def decode(codes: Tensor, scale_bits: Tensor) -> Tensor:
-    """Return codes [..., 16] of blocks with these scales [...] as e4m3 numbers."""
+    """Codes [..., 16] of blocks with these scales [...] as e4m3 numbers."""
     both_signs = (*MAGNITUDES, *(-size for size in MAGNITUDES))
     return as_e4m3(torch.tensor(both_signs, device=codes.device)[codes.to(torch.int32)], scale_bits)
 

@@ -30,7 +30,7 @@ class Quantized(NamedTuple):
     granularity: Granularity  # which elements share a scale
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return codes · scale in `dtype`."""
+        """Codes · scale in `dtype`."""
         return dequantize(self.codes, self.scale, self.granularity, dtype)
 
 
@@ -40,7 +40,7 @@ def saturating_cast(x: Tensor, fmt: Format) -> Tensor:
 
 
 def neighbours(x: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
-    """Return the largest code not above x and the one after it, as fp32; fmt.max has no next."""
+    """The largest code not above x and the one after it, as fp32; fmt.max has no next."""
     exponent = x.clamp(min=fmt.smallest_normal).view(torch.int32) & 0x7F800000
     spacing = (exponent - (fmt.mantissa_bits << 23)).view(torch.float32)
     lower = torch.floor(x / spacing) * spacing
@@ -82,7 +82,7 @@ def finite_abs(x: Tensor) -> Tensor:
 
 
 def amax(x: Tensor, granularity: Granularity) -> Tensor:
-    """Return the largest finite magnitude per group, fp32 in `granularity.scale_shape(x.shape)`; 0 without one.
+    """The largest finite magnitude per group, fp32 in `granularity.scale_shape(x.shape)`; 0 without one.
 
     In two stages, of which the first is by groups for every granularity.
     """
@@ -119,5 +119,5 @@ def quantize(x: Tensor, fmt: str = "e4m3", granularity: Granularity = PER_TENSOR
 def dequantize(
     codes: Tensor, scale: Tensor, granularity: Granularity = PER_TENSOR, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Return codes · scale [..., K], computed in fp32 and rounded once to `dtype`; shapes as of the module."""
+    """Codes · scale [..., K], computed in fp32 and rounded once to `dtype`; shapes as of the module."""
     return (codes.to(torch.float32) * _spread(scale, granularity, codes.shape[-1])).to(dtype)

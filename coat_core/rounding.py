@@ -50,7 +50,7 @@ def mix(x: Tensor) -> Tensor:
 
 
 def streams(seed: int, count: int, device: torch.device | None = None) -> Tensor:
-    """Return the stream of each of `count` parameters, int32 [count], without waiting for the device."""
+    """The stream of each of `count` parameters, int32 [count], without waiting for the device."""
     low, high = (torch.full((count,), _wrapped(part), dtype=torch.int32, device=device) for part in (seed, seed >> 32))
     return mix(mix(low ^ mix(high)) + torch.arange(count, dtype=torch.int32, device=device))
 
@@ -63,5 +63,5 @@ def random_bits(draws: Tensor, block_size: int) -> Tensor:
 
 
 def uniform(draws: Tensor, block_size: int) -> Tensor:
-    """Return a number for each element: fp32 [n, B], from 0 to below 1 in steps of 2^-24."""
+    """A number for each element: fp32 [n, B], from 0 to below 1 in steps of 2^-24."""
     return _shifted_right(random_bits(draws, block_size), 8).to(torch.float32) * 2.0**-24

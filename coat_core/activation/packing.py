@@ -82,7 +82,7 @@ SAVED_IN_FP8 = Saving()
 
 
 def unpacked_view(quantized: Quantized, dtype: torch.dtype, *place: Any) -> Tensor:
-    """Return a view at `place` (size, stride, offset) of a whole storage, which its views share."""
+    """A view at `place` (size, stride, offset) of a whole storage, which its views share."""
     refuse_second_order()
     return quantized.dequantize(dtype).as_strided(*place)
 
@@ -99,7 +99,7 @@ class ExactTensor:
         self._version = tensor._version
 
     def __call__(self) -> Tensor:
-        """Return the tensor; raises RuntimeError if it has been changed since."""
+        """The tensor; raises RuntimeError if it has been changed since."""
         if self.tensor._version != self._version:
             raise RuntimeError(
                 f"a tensor of shape {tuple(self.tensor.shape)} and {self.tensor.dtype} saved for backward was changed "

@@ -143,7 +143,7 @@ def drop_weight(module: nn.Module) -> None:
 
 
 def load_weight(module: nn.Module, config: FP8LinearConfig) -> StoredWeight:
-    """Return the registered weight, as views."""
+    """The registered weight, as views."""
     bits = module._buffers[SCALE]
     assert bits is not None
     return as_stored(module._buffers, bits.view(torch.float32), config)
@@ -157,7 +157,7 @@ def read_weight(module: nn.Module, config: FP8LinearConfig, dtype: torch.dtype =
 
 
 def as_stored(buffers: Mapping[str, Tensor | None], scale: Tensor, config: FP8LinearConfig) -> StoredWeight:
-    """Return the weight in these buffers, with `scale` fp32 [] or [N, 1]."""
+    """The weight in these buffers, with `scale` fp32 [] or [N, 1]."""
     codes, transposed = buffers[CODES], buffers.get(TRANSPOSED)
     assert codes is not None
     if config.weight_format == NVFP4:
@@ -167,13 +167,13 @@ def as_stored(buffers: Mapping[str, Tensor | None], scale: Tensor, config: FP8Li
 
 
 def stored_bytes(outputs: int, inputs: int, config: FP8LinearConfig) -> int:
-    """Return the bytes of a stored weight [N, K], all buffers but a transposed copy."""
+    """The bytes of a stored weight [N, K], all buffers but a transposed copy."""
     scales = outputs if config.weight_has_row_scales else 1
     return sum(code_bytes(outputs, inputs, config)) + torch.float32.itemsize * scales
 
 
 def code_bytes(outputs: int, inputs: int, config: FP8LinearConfig) -> tuple[int, ...]:
-    """Return the bytes of each uint8 buffer, without scale and transposed copy."""
+    """The bytes of each uint8 buffer, without scale and transposed copy."""
     if config.weight_format == NVFP4:
         return outputs * inputs // 2, outputs * inputs // nvfp4.BLOCK
     return (outputs * inputs,)
@@ -257,12 +257,12 @@ def _count_optimizer_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 @functools.cache
 def input_storage(config: FP8LinearConfig) -> Storage:
-    """Return how the GEMM's input x is stored; linears that read the same tensor share one copy (`quantize_once`)."""
+    """How the GEMM's input x is stored; linears that read the same tensor share one copy (`quantize_once`)."""
     return Storage(config.input_format, Granularity(config.input_granularity))
 
 
 def fp8_gemm_obstacle(device: torch.device, config: FP8LinearConfig) -> str | None:
-    """Return why `config` cannot run as FP8 GEMMs on `device` (fprop, dgrad or wgrad), or None."""
+    """Why `config` cannot run as FP8 GEMMs on `device` (fprop, dgrad or wgrad), or None."""
     if device.type == "meta":
         return None
     if config.weight_format == INT8.name:
@@ -356,7 +356,7 @@ def wgrad(grad: Tensor, x: Quantized, config: FP8LinearConfig) -> Tensor:
 
 
 def unit_scale(scale: Tensor) -> Tensor:
-    """Return the weight's scale in dgrad's product: one per row [N, 1] goes into dy before the cast."""
+    """The weight's scale in dgrad's product: one per row [N, 1] goes into dy before the cast."""
     return scale.new_ones(()) if scale.ndim == 2 else scale
 
 
@@ -426,7 +426,7 @@ class _TrainableLinear(torch.autograd.Function):
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """Return a linear's output dtype: autocast's where autocast is on, else that of x."""
+    """A linear's output dtype: autocast's where autocast is on, else that of x."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if autocast_is_on(device) else x.dtype
 

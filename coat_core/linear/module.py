@@ -165,7 +165,7 @@ class FP8Linear(nn.Linear):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def get_extra_state(self) -> Tensor:
-        """Return the weight format's name as ASCII codes: the buffers alone do not distinguish e4m3 from e5m2."""
+        """The weight format's name as ASCII codes: the buffers alone do not distinguish e4m3 from e5m2."""
         return torch.tensor(list(self.config.weight_format.encode()), dtype=torch.uint8)
 
     def set_extra_state(self, state: Tensor) -> None:
@@ -186,7 +186,7 @@ class FP8Linear(nn.Linear):
         return self
 
     def extra_repr(self) -> str:
-        """Return sizes and formats."""
+        """Sizes and formats."""
         c = self.config
         gemm = f"input={c.input_format}/{c.input_granularity}, grad={c.grad_format}" if c.use_fp8_gemm else "bf16 GEMM"
         return f"{super().extra_repr()}, weight={c.weight_stored_as}, {gemm}"
@@ -224,14 +224,14 @@ class FP8TrainableLinear(nn.Linear):
         return self
 
     def extra_repr(self) -> str:
-        """Return sizes and formats."""
+        """Sizes and formats."""
         c = self.config
         formats = f"weight={c.weight_stored_as}{' kept' if c.cache_weight else ''}, input={c.input_format}/"
         return f"{super().extra_repr()}, {formats}{c.input_granularity}, grad={c.grad_format}, wgrad={c.wgrad_format}"
 
 
 def obstacle_to_conversion(linear: nn.Linear) -> str | None:
-    """Return why this layer cannot become FP8, or None."""
+    """Why this layer cannot become FP8, or None."""
     weight = linear._parameters.get("weight")
     if weight is None or not weight.is_floating_point() or type(weight.data) is not Tensor:
         return "its weight is not a plain floating parameter (already quantized?)"

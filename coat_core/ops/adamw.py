@@ -60,7 +60,7 @@ class Moment(NamedTuple):
 def hyper_of_step(
     lr: float | Tensor, step: float, betas: tuple[float, float], eps: float, weight_decay: float
 ) -> Hyper:
-    """Return the scalars of step number `step`; a tensor lr is on the CPU, and its products are fp32 as in torch."""
+    """The scalars of step number `step`; a tensor lr is on the CPU, and its products are fp32 as in torch."""
     beta1, beta2 = betas
     decay = float(1 - lr * weight_decay)
     step_size = float(lr / (1 - beta1**step))

@@ -79,7 +79,7 @@ def use_kernel(kernel: str | None, like: Tensor | None = None) -> None:
 
 
 def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a mask for `attention_forward`: -inf where a query does not see a key, rows aligned for GPU kernels."""
+    """A mask for `attention_forward`: -inf where a query does not see a key, rows aligned for GPU kernels."""
     width = mask.shape[-1]
     rows = mask.new_zeros((*mask.shape[:-1], -(-width // MASK_ALIGNMENT) * MASK_ALIGNMENT), dtype=dtype)[..., :width]
     return rows.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else rows.copy_(mask)
@@ -186,7 +186,7 @@ class AttentionTrial:
         return reason
 
     def _error(self, out: Tensor, *gradients: Tensor) -> float:
-        """Return the largest relative error of the results of one head; inf where any of any head is not finite."""
+        """The largest relative error of the results of one head; inf where any of any head is not finite."""
         finite = torch.stack([x.isfinite().all() for x in (out, *gradients)]).all()
         leaves = [x[-1, -1].double().requires_grad_() for x in self.qkv]
         q, k, v = leaves

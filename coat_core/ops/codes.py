@@ -25,7 +25,7 @@ from coat_core.quantize import dequantize, quantize
 
 
 def codes_of(values: Tensor, fmt: str, granularity: str, group_size: int = 128) -> tuple[Tensor, Tensor]:
-    """Return codes and scale of values [..., K]; both of shape [0] where format or granularity is "none"."""
+    """Codes and scale of values [..., K]; both of shape [0] where format or granularity is "none"."""
     if "none" in (fmt, granularity):
         form = E4M3 if fmt == "none" else get_format(fmt)
         return values.new_empty(0, dtype=form.dtype), values.new_empty(0, dtype=torch.float32)
@@ -36,7 +36,7 @@ def codes_of(values: Tensor, fmt: str, granularity: str, group_size: int = 128) 
 def cast_of(
     kind: str | None, values: Tensor, coded: tuple[Tensor, ...], granularity: str, group_size: int = 128
 ) -> tuple[Cast, ...]:
-    """Return the declared cast of values to (codes, scale); none where they have shape [0]."""
+    """The declared cast of values to (codes, scale); none where they have shape [0]."""
     codes, scale = coded
     return (Cast(kind, values, codes, scale, Granularity(granularity, group_size)),) if codes.numel() else ()
 
@@ -65,7 +65,7 @@ def with_adapter(y: Tensor, h: Tensor | None, up: Tensor | None) -> Tensor:
 
 
 def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the product of two matrices, or of batches of them, in `dtype`; on a GPU straight from its fp32 sums."""
+    """The product of two matrices, or of batches of them, in `dtype`; on a GPU straight from its fp32 sums."""
     with without_autocast(a.device):
         if a.device.type == "cpu" or dtype != torch.float32 or a.dtype == dtype:
             result = a @ b

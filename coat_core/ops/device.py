@@ -87,7 +87,7 @@ def quantized(x, scale, codes_ptr, FORMAT_MAX: tl.constexpr):
 
 @triton.jit
 def as_values(codes):
-    """Return codes or saved values in fp32; bytes are e4m3, as in `as_codes`."""
+    """Codes or saved values in fp32; bytes are e4m3, as in `as_codes`."""
     if codes.dtype == tl.uint8:
         bits = codes.to(tl.int32)
         magnitude = ((bits & 0x7F) << 20).to(tl.float32, bitcast=True) * 2.0**120  # exponents of bias 7 and 127
@@ -294,7 +294,7 @@ def quantize_rows(x: Tensor, fmt: str, factors: Tensor | None, amax: Tensor | No
 
 
 def row_block(k: int) -> int:
-    """Return how many elements of a row of k a program takes at once."""
+    """How many elements of a row of k a program takes at once."""
     return min(power_of_two(k), ROW_BLOCK)
 
 
@@ -319,7 +319,7 @@ class Codes:
         self.scale = empty(sharing.scale_shape(shape), torch.float32, device)
 
     def results(self, values: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return codes and scale once the kernel has run, per tensor from its `values`, contiguous, in their dtype."""
+        """Codes and scale once the kernel has run, per tensor from its `values`, contiguous, in their dtype."""
         if self.scale is None:
             return nothing(self._fmt.dtype, self._device), nothing(torch.float32, self._device)
         if self.codes is None:
@@ -338,18 +338,18 @@ def adapter(h: Tensor | None, up: Tensor | None) -> tuple[Tensor | None, int, Te
 
 
 def rank_options(rank: int, dtype: torch.dtype) -> dict[str, int]:
-    """Return the constants of `add_low_rank` for matrices of this dtype."""
+    """The constants of `add_low_rank` for matrices of this dtype."""
     at_once = FP32_RANKS_AT_ONCE if dtype == torch.float32 else RANKS_AT_ONCE
     return {"RANK": rank, "RANK_BLOCK": min(max(power_of_two(rank), 16), at_once)}
 
 
 def contiguous(x: Tensor | None) -> Tensor | None:
-    """Return an argument that may be left out, in one piece."""
+    """An argument that may be left out, in one piece."""
     return None if x is None else x.contiguous()
 
 
 def saved_groups(scale: Tensor | None, group_size: int, width: int) -> tuple[Tensor | None, int, int]:
-    """Return a scale as `load_saved` reads it, scales per row (0: one for all), and elements per scale."""
+    """A scale as `load_saved` reads it, scales per row (0: one for all), and elements per scale."""
     if scale is None:
         return None, 0, width
     per_row = scale.shape[-1] if scale.ndim else 0
@@ -378,7 +378,7 @@ def with_row_stride(x: Any) -> tuple[Any, int]:
 
 
 def whole_rows(width: int) -> dict[str, int]:
-    """Return the constants of a program that holds whole rows, several if short; raises ValueError where it cannot."""
+    """The constants of a program that holds whole rows, several if short; raises ValueError where it cannot."""
     if width > WIDEST_ROW:
         raise ValueError(f"x with rows of {width}: the Triton kernel holds at most {WIDEST_ROW}; split the rows")
     block = power_of_two(width)
@@ -388,12 +388,12 @@ def whole_rows(width: int) -> dict[str, int]:
 
 @functools.cache
 def warps(elements: int) -> int:
-    """Return how many warps share so many elements (a power of two)."""
+    """How many warps share so many elements (a power of two)."""
     return min(max(elements // (32 * ELEMENTS_A_THREAD), 1), WARPS_MAX)
 
 
 def shared_rows(images: int, rows: int, tile: int) -> tuple[int, int]:
-    """Return how many programs share an image's rows, each leaving column sums, and how many tiles each takes."""
+    """How many programs share an image's rows, each leaving column sums, and how many tiles each takes."""
     tiles = n_blocks(rows, tile)
     rounds = max(n_blocks(tiles, max(PROGRAMS // max(images, 1), 1)), 1)
     return n_blocks(tiles, rounds), rounds

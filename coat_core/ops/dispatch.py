@@ -97,7 +97,7 @@ def operator(qualname: str, triton: bool = True) -> Callable[[Callable[P, R]], O
 
 
 def _meta_results(body: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return the body's results on the meta device, where the same shapes are run once: a call is 3 ms of Python."""
+    """The body's results on the meta device, where the same shapes are run once: a call is 3 ms of Python."""
     leaves, structure = tree_flatten((args, kwargs))
     key: list[Any] = [body, repr(structure)]
     for leaf in leaves:
@@ -151,7 +151,7 @@ def run_by_triton(op: Any) -> None:
 
 @functools.cache
 def launcher_of(operator: str) -> Callable[..., Any]:
-    """Return the CUDA launcher of an operator of `launchers`, as "coat::quantize"."""
+    """The CUDA launcher of an operator of `launchers`, as "coat::quantize"."""
     module = importlib.import_module(f"{launchers[operator]._init_fn.__module__}_kernel")
     launch: Callable[..., Any] = getattr(module, operator.removeprefix("coat::"))
     return launch
@@ -159,7 +159,7 @@ def launcher_of(operator: str) -> Callable[..., Any]:
 
 @functools.cache
 def triton_obstacle(device: torch.device) -> str | None:
-    """Return why this CUDA device cannot run the Triton kernels, or None, after trying one; warns once."""
+    """Why this CUDA device cannot run the Triton kernels, or None, after trying one; warns once."""
     reason = _find_obstacle(device)
     if reason is not None:
         logger.warning("%s: no Triton kernels, the slower PyTorch reference runs instead: %s", device, reason)

@@ -92,7 +92,7 @@ def mlp_activation_down(
     dtype: torch.dtype,
     activation: str = "gelu_tanh",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the codes of the next linear's input, and its adapter's down-projection.
+    """The codes of the next linear's input, and its adapter's down-projection.
 
         values = [attention | act(mlp + h upᵀ)],   h_next = values downᵀ
 
@@ -127,7 +127,7 @@ def mlp_activation_backward(
     dtype: torch.dtype,
     activation: str = "gelu_tanh",
 ) -> Tensor:
-    """Return the gradient of mlp + h upᵀ, adding that of the next linear's adapter.
+    """The gradient of mlp + h upᵀ, adding that of the next linear's adapter.
 
         g = grad + dh·down,   x = mlp + h upᵀ, of SwiGLU [gate | up]
         GELU      dmlp = g·(s + x·s·(1 - s)·2u'),   s = (1 + tanh(u))/2,   u' = sqrt(2/π)·(1 + 3·0.044715·x²)

@@ -85,13 +85,13 @@ def empty_values(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
 
 @functools.cache
 def nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the placeholder of an unrequested result, of shape [0]: the same tensor each time."""
+    """The placeholder of an unrequested result, of shape [0]: the same tensor each time."""
     with torch.inference_mode(False):  # it may be saved for a backward pass
         return torch.empty(0, dtype=dtype, device=device)
 
 
 def finished(buffer: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a kernel's result in its final dtype."""
+    """A kernel's result in its final dtype."""
     if buffer.dtype == dtype:
         return buffer
     is_fp8 = any(dtype == fmt.dtype for fmt in FORMATS.values())
@@ -99,18 +99,18 @@ def finished(buffer: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def dot_operand(x: Tensor) -> Tensor:
-    """Return a matrix as a kernel's tl.dot reads it."""
+    """A matrix as a kernel's tl.dot reads it."""
     return x.to(torch.float32) if x.device.type == "cpu" else x
 
 
 @functools.cache
 def power_of_two(size: int) -> int:
-    """Return the smallest power of two that is at least `size`."""
+    """The smallest power of two that is at least `size`."""
     return 1 << max(size - 1, 0).bit_length()
 
 
 def device_table(content: Hashable, numbers: Callable[[], Iterable[int]], device: torch.device) -> Tensor:
-    """Return integers as an int64 [n] table on the device; on a GPU, filled for later work on the current stream."""
+    """Integers as an int64 [n] table on the device; on a GPU, filled for later work on the current stream."""
     key = (device, content)
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     if key in _uploaded:

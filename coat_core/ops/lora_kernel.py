@@ -178,7 +178,7 @@ def lora_up_gradients(a: Any) -> tuple[Tensor, Tensor]:
 def _division(
     widths: tuple[int, ...], rows: int, rank: int, fitting: tuple[int, ...], programs: int
 ) -> tuple[int, int, int, int]:
-    """Return columns of a stretch, stretches, shares of the rows, and tiles of ROWS rows in a share."""
+    """Columns of a stretch, stretches, shares of the rows, and tiles of ROWS rows in a share."""
     divisions, tiles, n = [], n_blocks(rows, ROWS), sum(widths)
     for block in fitting:
         stretches = sum(n_blocks(width, block) for width in widths)

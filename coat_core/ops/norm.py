@@ -109,7 +109,7 @@ def norm_modulate_backward(
     dtype: torch.dtype,
     weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient of x, plus the residual's, and that of the modulation.
+    """The gradient of x, plus the residual's, and that of the modulation.
 
         LayerNorm   z = (x - mean)·rstd,   dz = grad·(1 + scale),   dscale = Σ_S grad·z
                     dx = rstd·(dz - mean(dz) - z·mean(dz·z)) + residual

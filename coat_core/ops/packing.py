@@ -22,12 +22,12 @@ CHUNK_ELEMENTS_CPU = 1 << 17
 
 
 def chunk_elements(device: torch.device) -> int:
-    """Return the largest number of elements to pack into one buffer on this device."""
+    """The largest number of elements to pack into one buffer on this device."""
     return CHUNK_ELEMENTS_CPU if device.type == "cpu" else CHUNK_ELEMENTS_GPU
 
 
 def n_blocks(size: int, block_size: int) -> int:
-    """Return the number of blocks that `size` elements take, the last one possibly shorter."""
+    """The number of blocks that `size` elements take, the last one possibly shorter."""
     return -(-size // block_size)
 
 
@@ -50,7 +50,7 @@ class Chunk:
         self._cuts += [stop - start, blocks * self.block_size - (stop - start)]
 
     def cut(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return the pieces of flat tensors, as views."""
+        """The pieces of flat tensors, as views."""
         return [tensors[index][start:stop] for index, start, stop in self.pieces]
 
     def gather(self, tensors: list[Tensor]) -> Tensor:

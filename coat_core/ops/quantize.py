@@ -37,7 +37,7 @@ declares(_quantize)(lambda out, a: Cast(None, a.x, out[0], out[1], Granularity(a
 def quantize_and_save(
     x: Tensor, fmt: str, granularity: str, saved_format: str, group_size: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the codes of x for a linear and those saved for backward, reading x once; all as in `coat_core.ops.codes`.
+    """The codes of x for a linear and those saved for backward, reading x once; all as in `coat_core.ops.codes`.
 
     x is floating [..., K] at any stride, K at most 16384. Returns codes, like x,
     and their scale; saved codes, like x, and their scale [..., ceil(K/G)].
@@ -122,7 +122,7 @@ def quantize_once(x: Tensor, storage: Storage) -> Quantized:
 
 
 def saved_input(x: Tensor, storage: Storage) -> tuple[Tensor, ...]:
-    """Return what is saved of x for wgrad: the shared codes and scale; of a parameter or an input x itself."""
+    """What is saved of x for wgrad: the shared codes and scale; of a parameter or an input x itself."""
     if x.grad_fn is None:
         return (x,)
     codes, scale, _ = quantize_once(x, storage)
@@ -130,7 +130,7 @@ def saved_input(x: Tensor, storage: Storage) -> tuple[Tensor, ...]:
 
 
 def read_saved_input(saved: Sequence[Tensor], storage: Storage) -> Quantized:
-    """Return the `saved_input` as codes."""
+    """The `saved_input` as codes."""
     if len(saved) == 1:
         return quantize(saved[0], storage.format, storage.granularity)
     codes, scale = saved

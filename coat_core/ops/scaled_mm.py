@@ -36,7 +36,7 @@ def check_sizes(b: Tensor) -> None:
 
 
 def row_scale(scale: Tensor, rows: int) -> Tensor:
-    """Return a scale [] or [rows, 1] as contiguous [rows, 1] for row-wise GEMMs; keep a weight's, each call copies."""
+    """A scale [] or [rows, 1] as contiguous [rows, 1] for row-wise GEMMs; keep a weight's, each call copies."""
     if scale.ndim == 2 and scale.shape[0] == rows and scale.is_contiguous():
         return scale
     return scale.reshape(-1, 1).expand(rows, 1).contiguous()
@@ -161,7 +161,7 @@ def scaled_mm_on_cuda(a: Any) -> Tensor:
 
 @functools.cache
 def unsupported_reason(device: torch.device, a_dtype: torch.dtype, b_dtype: torch.dtype, row_wise: bool) -> str | None:
-    """Return why this device, CUDA and torch cannot multiply codes of these dtypes, or None; found by one product."""
+    """Why this device, CUDA and torch cannot multiply codes of these dtypes, or None; found by one product."""
     if device.type == "cpu":
         return None
     gemm: Callable[..., Tensor] = int8_mm if a_dtype == torch.int8 else scaled_mm

@@ -316,6 +316,6 @@ class FP8AdamW(torch.optim.Optimizer):
             raise ValueError(message) from error
 
     def state_bytes(self) -> int:
-        """Return the bytes of both moments, with their per-block numbers."""
+        """The bytes of both moments, with their per-block numbers."""
         states = [state for param, state in self.state.items() if isinstance(param, Tensor)]
         return sum(tensor.nbytes for state in states for key, tensor in state.items() if key != "step")

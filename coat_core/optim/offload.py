@@ -99,7 +99,7 @@ class Staging:
 
 
 def staging_bytes(config: FP8QuantizationConfig, sizes: Iterable[int], device: torch.device) -> int:
-    """Return the bytes of the slots on a device, for parameters of `sizes` elements."""
+    """The bytes of the slots on a device, for parameters of `sizes` elements."""
     block_size = config.block_size
     rows = _slot_rows(sum(n_blocks(size, block_size) for size in sizes), block_size, device)
     return SLOTS * state_bytes(config, [rows * block_size])

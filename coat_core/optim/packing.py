@@ -41,20 +41,20 @@ class DeviceState:
         self.draws: dict[str, Tensor] = {}  # by the operator's argument: "draws", "param_draws"
 
     def rows(self, table: Tensor, indices: list[int]) -> Tensor:
-        """Return rows of a table of all parameters, without reading any."""
+        """Rows of a table of all parameters, without reading any."""
         first, count = indices[0], len(indices)
         if indices == list(range(first, first + count)):
             return table[first:][:count]
         return torch.stack([table[index] for index in indices])
 
     def step_numbers(self, indices: list[int], step: float | None) -> Tensor:
-        """Return the step numbers as fp32 [n] on the parameters' device; `step` where all have the same, on the CPU."""
+        """The step numbers as fp32 [n] on the parameters' device; `step` where all have the same, on the CPU."""
         if step is None:
             return self.rows(self.steps, indices)
         return torch.full((len(indices),), step, device=self.params[0].device)
 
     def draws_at(self, indices: list[int], step: float | None) -> dict[str, Tensor]:
-        """Return tables of stream, step and first element, int32 [n, 3], by the operator's argument."""
+        """Tables of stream, step and first element, int32 [n, 3], by the operator's argument."""
         tables = {}
         for name, table in self.draws.items():
             stream, first = self.rows(table, indices).unbind(-1)
@@ -96,7 +96,7 @@ class DeviceState:
 
 
 def _rows(table: Tensor, first: int, count: int, start: int) -> Tensor:
-    """Return rows of a table; those of draws count from element `start` of the first parameter."""
+    """Rows of a table; those of draws count from element `start` of the first parameter."""
     counts_on = start > 0 and not table.is_floating_point()
     if len(table) == count and not counts_on:
         return table
@@ -199,7 +199,7 @@ class PackedState:
 
 
 def _key_of(state: MutableMapping[Tensor, State]) -> list[Any]:
-    """Return what changes where somebody replaces or moves a parameter's state, or moves the parameter."""
+    """What changes where somebody replaces or moves a parameter's state, or moves the parameter."""
     key: list[Any] = []
     for param, entry in state.items():
         if isinstance(param, Tensor) and entry:

@@ -34,18 +34,18 @@ if dist.is_available():  # not in every build of torch
 
 
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Return whether FSDP2 has sharded a tensor."""
+    """Whether FSDP2 has sharded a tensor."""
     return dist.is_available() and isinstance(tensor, DTensor)
 
 
 def cut_parameters(model: nn.Module, processes: int, block_size: int) -> set[nn.Parameter]:
-    """Return the trained parameters whose blocks a shard would cut: `fully_shard`'s `ignored_params`."""
+    """The trained parameters whose blocks a shard would cut: `fully_shard`'s `ignored_params`."""
     params = model.parameters()
     return {param for param in params if param.requires_grad and not _fits(param.shape, processes, block_size)}
 
 
 def local_values(tensor: Tensor) -> Tensor:
-    """Return this process's rows, in the same memory; an unsharded tensor itself."""
+    """This process's rows, in the same memory; an unsharded tensor itself."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
@@ -130,7 +130,7 @@ class ShardedFP8AdamW(FP8AdamW):
 
     @torch.no_grad()
     def checkpoint_state(self) -> dict[str, dict[str, Tensor]]:
-        """Return the state of each parameter by name, for torch.distributed.checkpoint; loading into it loads it here.
+        """The state of each parameter by name, for torch.distributed.checkpoint; loading into it loads it here.
 
         Zeros before the first step. Moments have the parameter's shape and sharding, 8-bit ones as uint8, since gloo
         exchanges no FP8. Keys name the storage, so loading a checkpoint stored otherwise is a missing key in torch.
@@ -236,7 +236,7 @@ def _first_element(param: Tensor) -> int:
 
 
 def _sharded_like(param: Tensor, own: Tensor, shape: torch.Size) -> Tensor:
-    """Return a tensor of `shape`, sharded as the parameter is, with local part `own`; `own` if that is whole."""
+    """A tensor of `shape`, sharded as the parameter is, with local part `own`; `own` if that is whole."""
     if not is_sharded(param):
         return own
     stride = torch.empty(shape, device="meta").stride()

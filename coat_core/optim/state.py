@@ -65,7 +65,7 @@ class Storage(NamedTuple):
 
 
 def storages(config: FP8QuantizationConfig) -> dict[str, Storage]:
-    """Return how the configuration stores each of `MOMENTS`."""
+    """How the configuration stores each of `MOMENTS`."""
     m1_format = M1_FORMATS[config.m1_format] if config.use_fp8_m1 else None
     m2_format = M2_FORMATS[config.m2_format] if config.use_fp8_m2 else None
     stored = {}
@@ -76,7 +76,7 @@ def storages(config: FP8QuantizationConfig) -> dict[str, Storage]:
 
 
 def state_bytes(config: FP8QuantizationConfig, sizes: Iterable[int]) -> int:
-    """Return the bytes of the moments of parameters, with their scales."""
+    """The bytes of the moments of parameters, with their scales."""
     stored, total = storages(config), 0
     for size, count in Counter(sizes).items():
         for moment in stored.values():
@@ -86,13 +86,13 @@ def state_bytes(config: FP8QuantizationConfig, sizes: Iterable[int]) -> int:
 
 
 def empty_moment(blocks: int, storage: Storage, device: torch.device) -> Moment:
-    """Return an all-zero packed moment of `blocks` blocks: zero codes, and 1 for every per-block number."""
+    """An all-zero packed moment of `blocks` blocks: zero codes, and 1 for every per-block number."""
     codes = torch.zeros((blocks, storage.block_size), dtype=storage.dtype, device=device)
     return Moment(codes, torch.ones((len(storage.per_block), blocks), dtype=torch.float32, device=device))
 
 
 def moment_views(name: str, moment: Moment, storage: Storage, first: int, shape: torch.Size) -> State:
-    """Return the state entries of a parameter of `shape` whose blocks of a packed moment start at `first`."""
+    """The state entries of a parameter of `shape` whose blocks of a packed moment start at `first`."""
     after = first + n_blocks(shape.numel(), storage.block_size)
     flat = moment.codes.view(-1)[first * storage.block_size :][: shape.numel()]
     numbers = moment.numbers[:, first:after]
@@ -124,7 +124,7 @@ def _same_storage(old: Storage, new: Storage) -> bool:
 
 
 def convert_state(state: State, old: dict[str, Storage], new: dict[str, Storage]) -> State:
-    """Return the moments of one parameter that are stored in another way, through fp32 values on their device."""
+    """The moments of one parameter that are stored in another way, through fp32 values on their device."""
     values = read_state(state, old)
     shape, device = values[0].shape, values[0].device
     block_size = new["exp_avg"].block_size
@@ -160,7 +160,7 @@ def check_groups(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> No
 def saved_states(
     state_dict: dict[str, Any], groups: list[dict[str, Any]], moments: dict[str, Storage]
 ) -> list[tuple[Tensor, dict[str, Any], dict[str, Storage]]]:
-    """Return each parameter with its state in the file, and how each moment is stored there, all checked.
+    """Each parameter with its state in the file, and how each moment is stored there, all checked.
 
     The file is one of FP8AdamW in any configuration (its groups' "fp8" entry) or of torch.optim.AdamW. A moment stored
     otherwise than `moments` says is named in one log line.
@@ -186,7 +186,7 @@ def saved_states(
 def _storages_in_file(
     where: str, saved: dict[str, Any], param: Tensor, fp8: dict[str, Any] | None
 ) -> dict[str, Storage]:
-    """Return how moments were stored; ValueError unless all entries belong together."""
+    """How moments were stored; ValueError unless all entries belong together."""
     for key in ("step", *MOMENTS):
         if not saved.keys() & {key, f"{key}_codes"}:
             raise ValueError(f"{where}['{key}'] is missing: not a file of FP8AdamW or AdamW")

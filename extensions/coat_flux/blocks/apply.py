@@ -99,7 +99,7 @@ def apply_coat(
 def convert_weights(
     model: nn.Module, config: COATConfig, device: torch.device, trained: Collection[str] = ()
 ) -> Callable[[str, nn.Module], None] | None:
-    """Return a converter (name, linear) that quantizes weights one by one while a model loads; None if none are stored.
+    """A converter (name, linear) that quantizes weights one by one while a model loads; None if none are stored.
 
     The weights of `model` may be on the meta device. `apply_coat` later recognizes and configures the converted
     linears. ConfigError if an include/exclude pattern matches no layer.

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 def config_for(device: torch.device, config: COATConfig) -> COATConfig:
-    """Return the config in force on this device: `fallback: int8` becomes INT8 if it has no FP8 GEMM. Idempotent."""
+    """The config in force on this device: `fallback: int8` becomes INT8 if it has no FP8 GEMM. Idempotent."""
     stores = config.enabled and config.weight.use_fp8 and config.activation.use_fp8
     if not stores or config.fallback != INT8.name or config.weight.format not in FORMATS:
         return config

@@ -177,7 +177,7 @@ class _RMSNorm(torch.autograd.Function):
 
 @torch.no_grad()
 def largest_held(run: Callable[[], Any]) -> int:
-    """Return the peak bytes of tensors allocated by `run`, which calls a module on the meta device.
+    """The peak bytes of tensors allocated by `run`, which calls a module on the meta device.
 
     Real classes run at full size on any machine; workspaces of convolution and matrix libraries are not counted.
     """

@@ -97,7 +97,7 @@ class PlainAdapter:
 
 
 def plain_adapters(module: Any) -> tuple[nn.Module, tuple[PlainAdapter, ...]]:
-    """Return the base linear and active adapters of a linear, PEFT layer or ai-toolkit LoRA; NotFusable for others."""
+    """The base linear and active adapters of a linear, PEFT layer or ai-toolkit LoRA; NotFusable for others."""
     if hasattr(module, "base_layer"):
         base, below = plain_adapters(module.base_layer)
         return base, (*below, *_of_peft(module))
@@ -117,7 +117,7 @@ def plain_adapters(module: Any) -> tuple[nn.Module, tuple[PlainAdapter, ...]]:
 
 
 def trained_parameters(block: nn.Module) -> list[nn.Parameter]:
-    """Return the trained parameters of a block and of ai-toolkit's adapters on it, which are no part of it."""
+    """The trained parameters of a block and of ai-toolkit's adapters on it, which are no part of it."""
     owners = [block, *(owner for module in block.modules() if (owner := toolkit_adapter(module)) is not None)]
     return [p for owner in owners for p in owner.parameters() if p.requires_grad]
 

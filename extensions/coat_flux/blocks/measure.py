@@ -82,7 +82,7 @@ WARM_UP, REPEATS = 2, 5
 
 
 def candidates(config: COATConfig) -> tuple[str, ...]:
-    """Return the GEMMs that are at least as precise as the config asks, the one it asks for first."""
+    """The GEMMs that are at least as precise as the config asks, the one it asks for first."""
     asked = config.activation.linear_granularity if config.activation.use_fp8 else "bf16"
     return GEMMS[GEMMS.index(asked) :] if asked in GEMMS else (asked,)
 
@@ -291,7 +291,7 @@ def _fastest_kernel(times: Mapping[str, float], own: str) -> str:
 
 
 def timed(once: Callable[[], None], device: torch.device) -> float:
-    """Return the milliseconds of one call, by the device's clock."""
+    """The milliseconds of one call, by the device's clock."""
     if device.type != "cuda":
         started = time.perf_counter()
         once()
@@ -306,7 +306,7 @@ def timed(once: Callable[[], None], device: torch.device) -> float:
 
 
 def from_first_process(make: Callable[[], Any]) -> Any:
-    """Return what `make` returns in the first of several processes, in all of them; all must come here."""
+    """What `make` returns in the first of several processes, in all of them; all must come here."""
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
@@ -326,7 +326,7 @@ def cache_file() -> pathlib.Path:
 
 
 def key_of(args: tuple[Any, ...], blocks: Sequence[nn.Module], config: COATConfig) -> str:
-    """Return a key of all that speed depends on: device, versions, shapes, blocks, adapters, config."""
+    """A key of all that speed depends on: device, versions, shapes, blocks, adapters, config."""
     device = args[0].device
     facts = {
         "triton": version_of("triton", "triton-windows"),
@@ -341,7 +341,7 @@ def key_of(args: tuple[Any, ...], blocks: Sequence[nn.Module], config: COATConfi
 
 
 def key_on(device: torch.device, facts: Mapping[str, Any]) -> str:
-    """Return a key of plain facts, of the device and of the versions of torch and coat_flux."""
+    """A key of plain facts, of the device and of the versions of torch and coat_flux."""
     from .. import __version__
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
@@ -350,7 +350,7 @@ def key_on(device: torch.device, facts: Mapping[str, Any]) -> str:
 
 
 def version_of(*packages: str) -> str | None:
-    """Return the version of the first of these packages that is installed; None without any."""
+    """The version of the first of these packages that is installed; None without any."""
     for package in packages:
         try:
             return importlib.metadata.version(package)

@@ -67,7 +67,7 @@ class CoatReport:
         self._added[part] = TableRow(part, asked, got, why)
 
     def parts(self) -> list[TableRow]:
-        """Return all rows of the table, as it is now; what is outside the blocks is one of them."""
+        """All rows of the table, as it is now; what is outside the blocks is one of them."""
         treated: list[tuple[str, str, str]] = []
         for name, module in self.converted.items():
             config = getattr(module, "coat_linear_config", None) or module.config
@@ -94,7 +94,7 @@ class CoatReport:
         return [*rows, *self.shared(), *self._added.values()]
 
     def table(self, width: int = 100, *, shared: bool = False) -> str:
-        """Return the table in `width` columns: part, got, and in brackets what was asked where it differs, and why.
+        """The table in `width` columns: part, got, and in brackets what was asked where it differs, and why.
 
         With `shared` only what the first step decides.
         """
@@ -118,7 +118,7 @@ class CoatReport:
         return "\n".join(lines)
 
     def metadata(self) -> dict[str, str]:
-        """Return the current table, flat: `coat.asked.<part>`, `coat.got.<part>`, `coat.why.<part>`."""
+        """The current table, flat: `coat.asked.<part>`, `coat.got.<part>`, `coat.why.<part>`."""
         texts: dict[str, dict[str, None]] = {}
         for row in self.parts():
             part = row.part.removesuffix(".*").replace(" ", "_").lower()

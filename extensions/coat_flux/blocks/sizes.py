@@ -507,7 +507,7 @@ def spread(count: int, blocks: int) -> tuple[int, ...]:
 def pass_seconds(
     blocks: Sequence[Block | UnknownBlock], tokens: Tokens, codes: Sequence[int]
 ) -> list[tuple[float, float]]:
-    """Return each block's seconds, forward and backward; unknown blocks take as long as their codes' copy."""
+    """Each block's seconds, forward and backward; unknown blocks take as long as their codes' copy."""
     times = []
     for block, size in zip(blocks, codes, strict=True):
         if isinstance(block, Block):
@@ -522,7 +522,7 @@ def pass_seconds(
 def extra_seconds(
     times: Sequence[tuple[float, float]], codes: Sequence[int], streamed: Collection[int], recomputed: Collection[int]
 ) -> float:
-    """Return what streaming and recomputing these blocks adds to a step."""
+    """What streaming and recomputing these blocks adds to a step."""
     again = sum(times[i][0] for i in recomputed)
     forward, backward = (sum(column) for column in zip(*times, strict=True))
     copies = sum(codes[i] for i in streamed) / COPIED_PER_SECOND

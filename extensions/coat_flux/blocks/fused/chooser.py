@@ -28,7 +28,7 @@ LARGEST_WITH_CODES = 0.1
 
 
 def fused_block(block: nn.Module, saving: Saving = EXACT, join: bool = True) -> Form:
-    """Return the block's fused form; NotFusable where it does more than the fused functions, or has no reader."""
+    """The block's fused form; NotFusable where it does more than the fused functions, or has no reader."""
     reader = _reader_of(block)
     hook = hook_of(block)
     if (vars(block).get("forward") if hook is None else hook.before) is not None:
@@ -52,7 +52,7 @@ def _reader_of(block: nn.Module) -> Reader:
 
 
 def attention_query(block: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor, Tensor | None]:
-    """Return a tensor shaped like q in a block's attention [B, H, T + S, d], and its mask, or raise NotFusable."""
+    """A tensor shaped like q in a block's attention [B, H, T + S, d], and its mask, or raise NotFusable."""
     reader = _reader_of(block)
     call = reader.call(*args)
     image = call.image
@@ -79,7 +79,7 @@ def disagreement(fused: Form, block: nn.Module, args: tuple[Any, ...]) -> str:
 
 @torch.no_grad()
 def relative_difference(fused: Form, block: nn.Module, args: tuple[Any, ...]) -> float:
-    """Return how far the fused block's outputs are from the block's own, as a fraction of their norm."""
+    """How far the fused block's outputs are from the block's own, as a fraction of their norm."""
     expected, actual = (
         torch.cat([x.float() for x in tree_leaves(run(*args)) if isinstance(x, Tensor)], dim=1)
         for run in (block, fused)

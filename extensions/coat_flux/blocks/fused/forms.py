@@ -355,7 +355,7 @@ class SingleBlock(Form):
 
 
 def join(text: Tensor, image: Tensor) -> Tensor:
-    """Return both streams [B, T, D] and [B, S, D] as one, text first, without a copy if they are views of one tensor.
+    """Both streams [B, T, D] and [B, S, D] as one, text first, without a copy if they are views of one tensor.
 
     Diffusers passes them separately; slices and `torch.cat` would copy both ways and zero-fill two gradients.
     """

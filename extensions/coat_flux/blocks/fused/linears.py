@@ -166,7 +166,7 @@ def _joined(modules: Sequence[Any], bases: Sequence[Any]) -> Sequence[Any]:
 
 
 def join_buffers(modules: Sequence[nn.Module], name: str, dim: int) -> Tensor | None:
-    """Return the modules' 2D buffers of that name as one along `dim`, each a view of it; None if one is missing."""
+    """The modules' 2D buffers of that name as one along `dim`, each a view of it; None if one is missing."""
     parts: list[Any] = [module._buffers.get(name) for module in modules]
     if any(part is None for part in parts):
         return None

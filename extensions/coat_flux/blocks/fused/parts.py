@@ -408,7 +408,7 @@ class Modulation:
         self.vectors: Tensor | None = None  # of this temb, made by `modulate_ahead`
 
     def __call__(self, temb: Tensor) -> Tensor:
-        """Return the adaLN vectors of a block, side by side [B, n·D], for temb [B, D]."""
+        """The adaLN vectors of a block, side by side [B, n·D], for temb [B, D]."""
         vectors, made_of = self.vectors, self.temb
         self.vectors = self.temb = None
         if vectors is not None and made_of is temb:

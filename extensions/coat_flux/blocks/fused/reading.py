@@ -19,7 +19,7 @@ from .parts import Attention, GatedLinear, Modulation, NormLinears, Rotary
 
 
 def check_norm(norm: nn.Module) -> float:
-    """Return the eps of a plain LayerNorm."""
+    """The eps of a plain LayerNorm."""
     if type(norm) is not nn.LayerNorm or norm.elementwise_affine:
         raise NotFusable(f"its norm is a {type(norm).__name__} with more than LayerNorm's arithmetic")
     return norm.eps
@@ -34,7 +34,7 @@ def check_dropout(module: nn.Module) -> None:
 
 
 def qk_norm(*norms: Any, name: str = "QK norm") -> tuple[float, tuple[Tensor, ...]]:
-    """Return the common eps and the weights of RMSNorms of q and k, or of other norms with that name."""
+    """The common eps and the weights of RMSNorms of q and k, or of other norms with that name."""
     weights, all_eps = [], set()
     for norm in norms:
         kind = type(norm)
@@ -67,7 +67,7 @@ def check_attention(attn: Any, expected: str) -> None:
 
 
 def read_modulation(norm: Any) -> Modulation:
-    """Return the linear of an adaLN."""
+    """The linear of an adaLN."""
     if getattr(norm, "emb", None) is not None or type(norm.silu) is not nn.SiLU:
         raise NotFusable("class embeddings or another activation in adaLN")
     return Modulation(read_linear(norm.linear))
