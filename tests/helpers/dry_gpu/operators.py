@@ -42,7 +42,7 @@ ATTENTION = {
     "plain": SDPBackend.MATH,
 }
 # where a captured step may copy from the host's memory: it stays
-STAYS = {"coat_core/ops/launch.py:device_table", "coat_flux/blocks/streaming.py:_bring"}
+STAYS = {"coat_core/ops/launch.py:device_table", "coat_flux/blocks/streaming.py:_fetch"}
 OURS = {package.__name__: str(Path(package.__file__).parent) for package in (coat_core, coat_flux)}
 
 
