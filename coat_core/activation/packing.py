@@ -39,7 +39,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from coat_core.autograd import checkpoint_records, first_order_only, refuse_second_order
-from coat_core.formats import FORMATS, get_format
+from coat_core.formats import FORMATS
 from coat_core.granularity import FP8_GROUPS, Storage
 from coat_core.ops.quantize import quantize
 from coat_core.quantize import Quantized
@@ -57,7 +57,7 @@ _thread = threading.local()  # .innermost: the PackedSavedTensors opened last in
 
 @dataclass(frozen=True)
 class Saving:
-    """How a block's tensors are saved; ValueError for a format or granularity that saved tensors cannot have.
+    """How a block's tensors are saved: per_group or per_tensor.
 
     tensors: None saves them as they are. attention: of q, k, v and out, "fp8" as the other tensors, "bf16" as they are.
     Of the tensors that `PackedSavedTensors` meets, those of fewer than `min_elements` are saved exactly.
@@ -66,16 +66,6 @@ class Saving:
     tensors: Storage | None = FP8_GROUPS
     attention: str = "fp8"
     min_elements: int = MIN_ELEMENTS
-
-    def __post_init__(self) -> None:
-        if self.tensors is not None:
-            get_format(self.tensors.format)
-            if self.tensors.granularity.name == "per_row":
-                raise ValueError("granularity='per_row': saved tensors are packed per_group or per_tensor")
-        if self.attention not in ("fp8", "bf16"):
-            raise ValueError(f"attention={self.attention!r}: must be fp8 or bf16")
-        if self.min_elements < 1:
-            raise ValueError(f"min_elements={self.min_elements!r}: must be at least 1")
 
 
 SAVED_IN_FP8 = Saving()

@@ -12,7 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from coat_core import FP8Linear
 from coat_core.activation import FP8InputLinear, PackedSavedTensors, Saving
-from coat_core.granularity import PER_ROW, PER_TENSOR, Storage, per_group
+from coat_core.granularity import PER_TENSOR, Storage, per_group
 from coat_core.quantize import quantize
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
 from tests.helpers.saved_tensors import recording
@@ -330,12 +330,3 @@ def test_a_graph_dropped_without_backward_is_freed(config: Saving) -> None:
     nodes = [weakref.ref(hidden.untyped_storage()), weakref.ref(y.untyped_storage())]
     del hidden, y
     assert [node() for node in nodes] == [None, None]
-
-
-def test_refused_options() -> None:
-    with pytest.raises(ValueError, match="granularity='per_row': saved tensors are packed per_group or per_tensor"):
-        Saving(Storage(granularity=PER_ROW))
-    with pytest.raises(ValueError, match="attention='fp16': must be fp8 or bf16"):
-        Saving(attention="fp16")
-    with pytest.raises(ValueError, match="format='int8'"):
-        Saving(Storage("int8"))
