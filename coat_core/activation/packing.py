@@ -235,7 +235,7 @@ def _with_shared_mask(
     return (query, key, value, attn_mask, *args), kwargs
 
 
-# -- recomputation ----------------------------------------------------------------------------------------------------
+# --- recomputation ---
 
 
 class _Keeper:

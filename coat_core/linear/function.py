@@ -64,7 +64,7 @@ from coat_core.ops.scaled_mm import (
 )
 from coat_core.quantize import Quantized
 
-# -- a frozen weight --------------------------------------------------------------------------------------------------
+# --- a frozen weight ---
 
 CODES, SCALE, BLOCK_SCALES = "weight_codes", "weight_scale_bits", "weight_block_scales"
 TRANSPOSED = "weight_codes_transposed"
@@ -190,7 +190,7 @@ def keep_transposed(module: nn.Module, config: FP8LinearConfig) -> None:
     module.register_buffer(TRANSPOSED, transpose_codes(codes).view(torch.uint8), persistent=False)
 
 
-# -- a trained weight -------------------------------------------------------------------------------------------------
+# --- a trained weight ---
 
 
 class TrainedCodes:
@@ -252,7 +252,7 @@ def _count_optimizer_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         increment_version([param for param in group["params"] if not param.is_inference()])
 
 
-# -- products ---------------------------------------------------------------------------------------------------------
+# --- products ---
 
 
 @functools.cache

@@ -162,17 +162,15 @@ def decide(config: COATConfig, given: Given) -> BlockPlan:
     saving = saving_of(config)
     for i in range(len(given.blocks)):
         again = None if recomputed is None else i in recomputed
-        packs = in_fp8 and not again
-        obstacle = ""
-        flow = "diffusers"
-        if packs and config.activation.flow == "fused":
-            obstacle = given.unfused.get(i, "")
-        if packs:
-            flow = "generic" if obstacle else config.activation.flow
-        inputs = None
+        inputs = saved = None
+        flow, obstacle = "diffusers", ""
         if again and config.enabled and config.memory.enable_efficient_checkpoint:
             inputs = saving.tensors
-        blocks.append(BlockChoice(again, inputs, saving if packs else None, flow, obstacle))
+        if in_fp8 and not again:
+            saved, flow = saving, config.activation.flow
+            obstacle = given.unfused.get(i, "") if flow == "fused" else ""
+            flow = "generic" if obstacle else flow
+        blocks.append(BlockChoice(again, inputs, saved, flow, obstacle))
     return BlockPlan(
         checkpointing=checkpointing,
         gemm=gemm if in_fp8 else "bf16",

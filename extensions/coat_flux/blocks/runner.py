@@ -303,7 +303,8 @@ class BlockRunner:
         """Keep the forms of the blocks that the plan has run so, with their linears and modulations."""
         forms = {i: form for i, form in self._read_forms.items() if self._plan.blocks[i].saved is not None}
         if self._copies is not None and (forms.keys() != self.forms.keys() or not self._plan.shadow_bytes):
-            self._copies.drop()  # of blocks that stay fused, too
+            for group in self._copies.groups:  # of blocks that stay fused, too
+                group.copies = None
             self._copies = None
         self.forms, self._modulations = forms, []
         for i, form in forms.items():

@@ -382,20 +382,20 @@ class AdapterCopies:
 
     def __init__(self, groups: Sequence[LinearGroup], dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self._groups = [group for group in groups if group.rank]
+        self.groups = [group for group in groups if group.rank]
         self._copies: list[Tensor] = []
         self._matrices: list[Tensor] = []  # of which they are copies
         self._scaled: list[tuple[Tensor, PlainAdapter]] = []  # copy of A·factor, its adapter
         shapes: list[tuple[int, int]] = []
-        for group in self._groups:
+        for group in self.groups:
             width = group.parameters[0].shape[1]
             shapes += [(len(group.widths) * group.rank, width), (sum(group.widths), group.rank)]
         if not shapes:
             return
         sizes = [math.prod(shape) for shape in shapes]
-        buffer = torch.zeros(sum(sizes), dtype=dtype, device=self._groups[0].parameters[0].device)
+        buffer = torch.zeros(sum(sizes), dtype=dtype, device=self.groups[0].parameters[0].device)
         pieces = [piece.view(shape) for piece, shape in zip(buffer.split(sizes), shapes, strict=True)]
-        for group, down, up in zip(self._groups, pieces[::2], pieces[1::2], strict=True):
+        for group, down, up in zip(self.groups, pieces[::2], pieces[1::2], strict=True):
             group.copies = Copies(down, up)
             of_linears = zip(down.split(group.rank), up.split(group.widths), group.adapters, strict=True)
             for of_downs, of_ups, adapters in of_linears:
@@ -410,11 +410,6 @@ class AdapterCopies:
                     else:
                         self._scaled.append((of_downs[start:stop], adapter))
                     start = stop
-
-    def drop(self) -> None:
-        """Let the adapters be cast at each use again."""
-        for group in self._groups:
-            group.copies = None
 
     @torch.no_grad()
     def refresh(self) -> None:
