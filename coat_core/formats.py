@@ -55,7 +55,7 @@ def product_format(weight_format: str) -> Format:
 
 @functools.cache
 def get_format(name: str) -> Format:
-    """The format called `name`; raises ValueError unless that is "e4m3" or "e5m2"."""
+    """The format called `name`; ValueError unless that is "e4m3" or "e5m2"."""
     if name not in FORMATS:
         raise ValueError(f"format={name!r}: must be one of {', '.join(FORMATS)}")
     return FORMATS[name]
@@ -63,7 +63,7 @@ def get_format(name: str) -> Format:
 
 @functools.cache
 def format_of(dtype: torch.dtype) -> Format:
-    """The format whose codes have this torch dtype; raises ValueError unless FP8 as used here, or INT8."""
+    """The format whose codes have this torch dtype; ValueError unless FP8 as used here, or INT8."""
     for fmt in (*FORMATS.values(), INT8):
         if fmt.dtype == dtype:
             return fmt

@@ -82,7 +82,7 @@ class FP8InputLinear(nn.Linear):
 
     @staticmethod
     def from_linear(linear: nn.Linear, storage: Storage, base: Any = None) -> FP8InputLinear:
-        """Convert in place, keeping the parameter; raises ValueError if the layer has a bias."""
+        """Convert in place, keeping the parameter; ValueError if the layer has a bias."""
         if linear.bias is not None:
             raise ValueError(f"{type(linear).__name__} with a bias: an adapter's down projection must have none")
         linear.__class__ = FP8InputLinear

@@ -89,7 +89,7 @@ class ExactTensor:
         self._version = tensor._version
 
     def __call__(self) -> Tensor:
-        """The tensor; raises RuntimeError if it has been changed since."""
+        """The tensor; RuntimeError if it has been changed since."""
         if self.tensor._version != self._version:
             raise RuntimeError(
                 f"a tensor of shape {tuple(self.tensor.shape)} and {self.tensor.dtype} saved for backward was changed "

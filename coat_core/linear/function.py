@@ -467,7 +467,7 @@ def fp8_trainable_linear(
 
 
 def wants_fp8_gemm(device: torch.device, config: FP8LinearConfig) -> bool:
-    """Whether this device multiplies in FP8; raises RuntimeError if it cannot and `config.fallback` is "error"."""
+    """Whether this device multiplies in FP8; RuntimeError if it cannot and `config.fallback` is "error"."""
     if not config.use_fp8_gemm:
         return False
     obstacle = fp8_gemm_obstacle(device, config)

@@ -378,7 +378,7 @@ def with_row_stride(x: Any) -> tuple[Any, int]:
 
 
 def whole_rows(width: int) -> dict[str, int]:
-    """The constants of a program that holds whole rows, several if short; raises ValueError where it cannot."""
+    """The constants of a program that holds whole rows, several if short; ValueError where it cannot."""
     if width > WIDEST_ROW:
         raise ValueError(f"x with rows of {width}: the Triton kernel holds at most {WIDEST_ROW}; split the rows")
     block = power_of_two(width)
