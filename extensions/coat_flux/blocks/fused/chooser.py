@@ -18,6 +18,7 @@ from ..quantized import is_adopted
 from .forms import Form, Reader
 from .linears import NotFusable
 from .parts import EXACT
+from .reading import check_attention
 
 # of a block's output between the fused flow and the model's own code, relative, in norms: with products in high
 # precision, and as it runs. Adapters in fp32, which the fused flow multiplies in bf16, make 0.5 % of the one; where
@@ -39,6 +40,8 @@ def fused_block(block: nn.Module, saving: Saving = EXACT, join: bool = True) -> 
     names = argument_names(type(block))
     if names != reader.arguments:
         raise NotFusable(f"this diffusers' {type(block).__name__} takes {', '.join(names)}")
+    if reader.processor:
+        check_attention(getattr(block, "attn", None) or block.attention, reader.processor)
     form = reader.read(block, join)
     form.reader, form.saving = reader, saving
     return form

@@ -62,12 +62,14 @@ class Reader:
 
     Attributes:
         arguments: of the class's forward, by name; of another diffusers version they may differ.
+        processor: class name of diffusers' attention processor; empty where the blocks have none.
         clips: those of the streams whose results the block clips to the range of fp16.
         call: a call's arguments, by position → `Call`; or NotFusable.
         read: a block → its fused form; or NotFusable. `join` makes one matrix of weights that read the same tensor.
     """
 
     arguments: tuple[str, ...]
+    processor: str = ""
     clips: tuple[str, ...] = ()
     call: Callable[..., Call]
     read: Callable[[Any, bool], Form]

@@ -82,8 +82,8 @@ class Outside(NamedTuple):
     mlp: tuple[Any, Any, str] | None = None  # its two linears and activation
 
 
-def read_double(attn: Any, head_dim: int, text: Outside, image: Outside, join: bool) -> DoubleBlock:
-    """Read a double block around diffusers' attention, which the caller has checked."""
+def read_double(attn: Any, text: Outside, image: Outside, join: bool) -> DoubleBlock:
+    """Read a double block around diffusers' attention."""
     if len(attn.to_out) != 2:
         raise NotFusable("an attention output of more than a linear and a dropout")
     check_dropout(attn.to_out[1])
@@ -91,7 +91,8 @@ def read_double(attn: Any, head_dim: int, text: Outside, image: Outside, join: b
     text_stream = read_stream(text, text_inputs, attn.to_add_out)
     image_stream = read_stream(image, read_group((attn.to_q, attn.to_k, attn.to_v), join), attn.to_out[0])
     norms = attn.norm_added_q, attn.norm_added_k, attn.norm_q, attn.norm_k
-    return double_block(Attention(head_dim, *qk_norm(*norms)), text_stream, image_stream)
+    attention = Attention(attn.inner_dim // attn.heads, *qk_norm(*norms))
+    return double_block(attention, text_stream, image_stream)
 
 
 def double_block(attention: Attention, text: Stream, image: Stream) -> DoubleBlock:
@@ -132,7 +133,7 @@ def read_activation(module: Any) -> str:
 
 
 def read_single(block: Any, modulation: Modulation | None, join: bool) -> SingleBlock:
-    """Read a single block with diffusers' names; the caller has checked its attention."""
+    """Read a single block with diffusers' names."""
     attn, eps = block.attn, check_norm(block.norm.norm)
     return SingleBlock(
         modulation,

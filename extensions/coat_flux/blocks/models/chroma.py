@@ -24,14 +24,12 @@ from ..fused.reading import (
     Outside,
     ToolkitDouble,
     ToolkitSingle,
-    check_attention,
     feed_forward,
     read_double,
     read_single,
     toolkit_rotary,
 )
 from .family import BlockList, Family
-from .flux1 import PROCESSOR
 
 # --- diffusers' class ---
 
@@ -43,6 +41,8 @@ _pairs = OncePerPass(lambda mask, dtype: additive_mask(mask[:, None, None, :] * 
 
 
 class _Reader(Reader):
+    processor = "FluxAttnProcessor"
+
     def shared(self, image: Tensor, rotary: Any = None, mask: Tensor | None = None, kwargs: Any = None) -> Shared:
         self.check_call(rotary, kwargs)
         return Shared(*rotary, None if mask is None else _pairs(mask, compute_dtype(image)))
@@ -57,12 +57,11 @@ class _Double(_Reader):
         return Call(image, text, self.shared(image, *others), None, (of_text, of_image))
 
     def read(self, block: Any, join: bool) -> DoubleBlock:
-        check_attention(block.attn, PROCESSOR)
         if block.norm1.emb is not None or block.norm1_context.emb is not None:
             raise NotFusable("class embeddings in adaLN")
         text = Outside(None, block.norm1_context.norm, block.norm2_context, feed_forward(block.ff_context))
         image = Outside(None, block.norm1.norm, block.norm2, feed_forward(block.ff))
-        return read_double(block.attn, block.attn.head_dim, text, image, join)
+        return read_double(block.attn, text, image, join)
 
 
 class _Single(_Reader):
@@ -73,7 +72,6 @@ class _Single(_Reader):
         return Call(x, None, self.shared(x, *others), None, (temb.flatten(1, 2),))
 
     def read(self, block: Any, join: bool) -> SingleBlock:
-        check_attention(block.attn, PROCESSOR)
         return read_single(block, None, join)
 
 

@@ -15,16 +15,15 @@ from torch import Tensor, nn
 
 from ..fused.forms import DoubleBlock, Reader, SingleBlock
 from ..fused.parts import Call, Shared
-from ..fused.reading import Outside, check_attention, feed_forward, read_double, read_modulation, read_single
+from ..fused.reading import Outside, feed_forward, read_double, read_modulation, read_single
 from .family import DF, BlockList, D, F, Family, Linear, outside_linears, own_entries
 
 if TYPE_CHECKING:
     from diffusers import FluxTransformer2DModel
 
-PROCESSOR = "FluxAttnProcessor"
-
 
 class _Reader(Reader):
+    processor = "FluxAttnProcessor"
     arguments = ("hidden_states", "encoder_hidden_states", "temb", "image_rotary_emb", "joint_attention_kwargs")
 
     def call(self, image: Tensor, text: Tensor, temb: Tensor, rotary: Any = None, kwargs: Any = None) -> Call:
@@ -36,18 +35,16 @@ class _Double(_Reader):
     clips = ("text",)
 
     def read(self, block: Any, join: bool) -> DoubleBlock:
-        check_attention(block.attn, PROCESSOR)
         norm, of_text = block.norm1, block.norm1_context
         text = Outside(read_modulation(of_text), of_text.norm, block.norm2_context, feed_forward(block.ff_context))
         image = Outside(read_modulation(norm), norm.norm, block.norm2, feed_forward(block.ff))
-        return read_double(block.attn, block.attn.head_dim, text, image, join)
+        return read_double(block.attn, text, image, join)
 
 
 class _Single(_Reader):
     clips = ("text", "image")
 
     def read(self, block: Any, join: bool) -> SingleBlock:
-        check_attention(block.attn, PROCESSOR)
         return read_single(block, read_modulation(block.norm), join)
 
 

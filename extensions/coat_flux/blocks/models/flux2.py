@@ -25,7 +25,6 @@ from ..fused.reading import (
     Outside,
     ToolkitDouble,
     ToolkitSingle,
-    check_attention,
     qk_norm,
     read_activation,
     read_double,
@@ -52,6 +51,7 @@ _ATTENDS = ("image_rotary_emb", "joint_attention_kwargs")
 
 
 class _Double(Reader):
+    processor = "Flux2AttnProcessor"
     arguments = ("hidden_states", "encoder_hidden_states", "temb_mod_img", "temb_mod_txt", *_ATTENDS)
     clips = ("text",)
 
@@ -60,16 +60,16 @@ class _Double(Reader):
         return Call(image, text, Shared(*rotary), None, (_vectors(of_text, image), _vectors(of_image, image)))
 
     def read(self, block: Any, join: bool) -> DoubleBlock:
-        attn, of_text, of_image = block.attn, block.ff_context, block.ff
-        check_attention(attn, "Flux2AttnProcessor")
+        of_text, of_image = block.ff_context, block.ff
         mlp = of_text.linear_in, of_text.linear_out, read_activation(of_text.act_fn)
         text = Outside(None, block.norm1_context, block.norm2_context, mlp)
         mlp = of_image.linear_in, of_image.linear_out, read_activation(of_image.act_fn)
         image = Outside(None, block.norm1, block.norm2, mlp)
-        return read_double(attn, attn.head_dim, text, image, join)
+        return read_double(block.attn, text, image, join)
 
 
 class _Single(Reader):
+    processor = "Flux2ParallelSelfAttnProcessor"
     arguments = (
         "hidden_states", "encoder_hidden_states", "temb_mod", *_ATTENDS, "split_hidden_states", "text_seq_len",
     )  # fmt: skip
@@ -83,7 +83,6 @@ class _Single(Reader):
 
     def read(self, block: Any, join: bool) -> SingleBlock:
         attn = block.attn
-        check_attention(attn, "Flux2ParallelSelfAttnProcessor")
         attention = Attention(attn.head_dim, *qk_norm(attn.norm_q, attn.norm_k))
         linears = (attn.to_qkv_mlp_proj, attn.to_out)
         width = attn.heads * attn.head_dim

@@ -17,10 +17,8 @@ from coat_core.ops.attention import additive_mask
 from ..fused.forms import DoubleBlock, Reader
 from ..fused.linears import NotFusable, read_linear
 from ..fused.parts import Call, Modulation, Shared
-from ..fused.reading import OncePerPass, Outside, check_attention, complex_rotary, feed_forward, read_double
+from ..fused.reading import OncePerPass, Outside, complex_rotary, feed_forward, read_double
 from .family import BlockList, Family
-
-PROCESSOR = "QwenDoubleStreamAttnProcessor2_0"
 
 
 @OncePerPass
@@ -39,6 +37,7 @@ def _modulation(layers: Any) -> Modulation:
 
 
 class _Block(Reader):
+    processor = "QwenDoubleStreamAttnProcessor2_0"
     arguments = (
         "hidden_states", "encoder_hidden_states", "encoder_hidden_states_mask", "temb", "image_rotary_emb",
         "joint_attention_kwargs", "modulate_index",
@@ -54,13 +53,12 @@ class _Block(Reader):
         return Call(image, text, Shared(*complex_rotary(of_text, of_image), mask), temb)
 
     def read(self, block: Any, join: bool) -> DoubleBlock:
-        check_attention(block.attn, PROCESSOR)
         if block.zero_cond_t:
             raise NotFusable("image tokens of one block with different modulations (zero_cond_t)")
         mlps = feed_forward(block.txt_mlp), feed_forward(block.img_mlp)
         text = Outside(_modulation(block.txt_mod), block.txt_norm1, block.txt_norm2, mlps[0])
         image = Outside(_modulation(block.img_mod), block.img_norm1, block.img_norm2, mlps[1])
-        return read_double(block.attn, self.heads(block)[1], text, image, join)
+        return read_double(block.attn, text, image, join)
 
 
 QWEN_IMAGE = Family(

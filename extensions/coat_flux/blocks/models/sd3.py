@@ -13,10 +13,9 @@ from torch import Tensor
 from ..fused.forms import DoubleBlock, Reader
 from ..fused.linears import NotFusable
 from ..fused.parts import Call, Modulation, Rotary, Shared
-from ..fused.reading import OncePerPass, Outside, check_attention, feed_forward, read_double, read_modulation
+from ..fused.reading import OncePerPass, Outside, feed_forward, read_double, read_modulation
 from .family import BlockList, Family, Rates
 
-PROCESSOR = "JointAttnProcessor2_0"
 HEAD_DIM = 64  # of all SD3 and SD3.5; a block's arguments do not show it
 
 
@@ -36,6 +35,7 @@ class _ScaleFirst(Modulation):
 
 
 class _Block(Reader):
+    processor = "JointAttnProcessor2_0"
     arguments = ("hidden_states", "encoder_hidden_states", "temb", "joint_attention_kwargs")
 
     def call(self, image: Tensor, text: Tensor, temb: Tensor, kwargs: Any = None) -> Call:
@@ -44,7 +44,6 @@ class _Block(Reader):
         return Call(image, text, Shared(*rotary), temb)
 
     def read(self, block: Any, join: bool) -> DoubleBlock:
-        check_attention(block.attn, PROCESSOR)
         if self.heads(block)[1] != HEAD_DIM:
             raise NotFusable(f"heads of {self.heads(block)[1]}, where SD3's have {HEAD_DIM}")
         if block._chunk_size is not None:
@@ -58,7 +57,7 @@ class _Block(Reader):
             mlp = feed_forward(block.ff_context)
             text = Outside(read_modulation(of_text), of_text.norm, block.norm2_context, mlp)
         image = Outside(read_modulation(norm), norm.norm, block.norm2, feed_forward(block.ff))
-        return read_double(block.attn, HEAD_DIM, text, image, join)
+        return read_double(block.attn, text, image, join)
 
     def results(self, text: Tensor | None, image: Tensor) -> Any:
         return text if text is not None and text.numel() else None, image

@@ -17,11 +17,8 @@ from coat_core.ops.attention import additive_mask
 from ..fused.forms import SWIGLU, Reader, Stream, StreamBlock
 from ..fused.linears import NotFusable, read_group, read_linear
 from ..fused.parts import Attention, Call, GatedLinear, Modulation, NormLinears, Shared
-from ..fused.reading import OncePerPass, check_attention, check_dropout, complex_rotary, qk_norm
+from ..fused.reading import OncePerPass, check_dropout, complex_rotary, qk_norm
 from .family import BlockList, Family
-
-PROCESSOR = "ZSingleStreamAttnProcessor"
-
 
 # the additive mask [B, 1, 1, S] of a mask of tokens [B, S]
 _mask = OncePerPass(lambda seen, dtype: additive_mask(seen[:, None, None, :], dtype))
@@ -33,6 +30,7 @@ def _norm(norm: Any) -> tuple[Tensor, float]:
 
 
 class _Block(Reader):
+    processor = "ZSingleStreamAttnProcessor"
     arguments = ("x", "attn_mask", "freqs_cis", "adaln_input", "noise_mask", "adaln_noisy", "adaln_clean")
 
     def heads(self, block: Any) -> tuple[int, int]:
@@ -47,7 +45,6 @@ class _Block(Reader):
 
     def read(self, block: Any, join: bool) -> StreamBlock:
         attn, ff = block.attention, block.feed_forward
-        check_attention(attn, PROCESSOR)
         if len(attn.to_out) > 1:
             check_dropout(attn.to_out[1])
         modulation = None
