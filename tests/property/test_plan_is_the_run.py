@@ -56,7 +56,7 @@ def run(facts: JobFacts, patch: pytest.MonkeyPatch) -> BlockPlan:
     assert runner is not None
     if job.coat.memory.stream_blocks == "auto":
         runner.expect(reserve_bytes=outside_bytes(facts))
-    patch.setattr(runner_module, "held_bytes", lambda _: float(HELD - runner.plan.freed_bytes))
+    patch.setattr(runner_module, "used_bytes", lambda _: (float(HELD - runner.plan.freed_bytes), 0))
     add_lora(model, job.network, 0)
     attach_lora(model, job.coat)
     for _ in range(job.train.gradient_accumulation):

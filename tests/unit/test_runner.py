@@ -269,7 +269,7 @@ def budget_for(kept: int, elements: int = ELEMENTS) -> float:
 
 @pytest.mark.parametrize("kept", [0, 1, 5, BLOCKS])
 def test_auto_keeps_as_many_blocks_as_fit(monkeypatch, caplog, kept: int) -> None:
-    monkeypatch.setattr(runner_module, "held_bytes", lambda device: 0.0)
+    monkeypatch.setattr(runner_module, "used_bytes", lambda device: (0.0, 0))
     with caplog.at_level(logging.INFO):
         assert len(recomputed(make(budget_gb=budget_for(kept)))) == BLOCKS - kept
     assert f"checkpointing auto: {BLOCKS - kept} of 6 blocks recompute" in caplog.text
@@ -277,12 +277,12 @@ def test_auto_keeps_as_many_blocks_as_fit(monkeypatch, caplog, kept: int) -> Non
 
 
 def test_auto_counts_what_is_held_already(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner_module, "held_bytes", lambda device: 1e9)
+    monkeypatch.setattr(runner_module, "used_bytes", lambda device: (1e9, 0))
     assert len(recomputed(make(budget_gb=1.0 + budget_for(4)))) == 2
 
 
 def test_auto_chooses_again_when_images_grow_and_not_when_they_shrink(monkeypatch, caplog) -> None:
-    monkeypatch.setattr(runner_module, "held_bytes", lambda device: 0.0)
+    monkeypatch.setattr(runner_module, "used_bytes", lambda device: (0.0, 0))
     model = make(budget_gb=budget_for(3))
     with caplog.at_level(logging.INFO):
         chosen = []
@@ -295,7 +295,7 @@ def test_auto_chooses_again_when_images_grow_and_not_when_they_shrink(monkeypatc
 
 def test_auto_chooses_again_when_gradients_are_accumulated(monkeypatch, caplog) -> None:
     """The gradients of the first micro-batch are there while the second one runs: 6 x 64 x 4 bytes."""
-    monkeypatch.setattr(runner_module, "held_bytes", lambda device: 0.0)
+    monkeypatch.setattr(runner_module, "used_bytes", lambda device: (0.0, 0))
     states = state_bytes(COATConfig().optimizer_config()[0], [WIDTH] * BLOCKS)
     exact = budget_for(3) - (ELEMENTS - states - 1000) / 1e9  # 1000 bytes to spare without them
     model = make(budget_gb=exact)
@@ -305,7 +305,7 @@ def test_auto_chooses_again_when_gradients_are_accumulated(monkeypatch, caplog) 
 
 
 def test_auto_says_when_nothing_fits(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(runner_module, "held_bytes", lambda device: 1e9)
+    monkeypatch.setattr(runner_module, "used_bytes", lambda device: (1e9, 0))
     model = make(budget_gb=0.5)
     assert model.runner.plan.recomputed is None
     assert len(recomputed(model)) == BLOCKS

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from ..base.names import COAT_OPTIMIZER
-from ..blocks.held import HeldParts
+from ..blocks.held import HeldParts, peak_bytes
 from ..config.coat import COATConfig
 from ..config.job_sections import NetworkSection
 from ..watch.oom import release_memory
-from ..watch.phases import peak_bytes
 from .configurations import Configuration
 from .limits import PIXELS_PER_TOKEN, TEXT_TOKENS, Geometry
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -207,8 +208,21 @@ def usable_bytes(device: torch.device) -> float:
     return float(psutil.virtual_memory().available + psutil.Process().memory_info().rss)
 
 
-def held_bytes(device: torch.device) -> float:
-    """Bytes this process holds now: CUDA tensors, or resident memory on a CPU."""
+def used_bytes(device: torch.device) -> tuple[int, int]:
+    """(allocated, reserved) bytes now: of torch's CUDA allocator, or resident set and its peak."""
     if device.type == "cuda":
-        return float(torch.cuda.memory_allocated(device))
-    return float(psutil.Process().memory_info().rss)
+        return torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    resident = psutil.Process().memory_info().rss
+    return resident, max(peak_bytes(device), resident)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Peak bytes allocated: by torch on a GPU, by the process on other devices."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if sys.platform == "win32":
+        return psutil.Process().memory_info().peak_wset
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -37,7 +37,7 @@ from .fused.forms import Form
 from .fused.linears import AdapterCopies, NotFusable
 from .fused.parts import Modulation, modulate_ahead
 from .gemms import multiply_in_bf16, set_transposed, transposed_bytes
-from .held import held_bytes, usable_bytes
+from .held import usable_bytes, used_bytes
 from .hook import first_tensor, has_hooks, hook_of, own_forward, take_over
 from .lora import trained_parameters
 from .measure import AttentionPick, GemmPick, Picked
@@ -341,7 +341,7 @@ class BlockRunner:
             self._trained = [p for block in self._modules for p in trained_parameters(block)]
             missing = [] if self.states_are_made or self._config.optimizer.offload == "cpu" else self._trained
             states = state_bytes(self._config.optimizer_config()[0], [p.numel() for p in missing])
-            self._held = held_bytes(device) + states + (0 if self.streaming is None else self._plan.freed_bytes)
+            self._held = used_bytes(device)[0] + states + (0 if self.streaming is None else self._plan.freed_bytes)
         budget = budget_bytes(self._config, usable_bytes(device))
         self.expect(
             blocks=read_blocks(self._modules, args, self._size),

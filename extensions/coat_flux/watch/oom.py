@@ -20,8 +20,9 @@ from torch import nn
 
 from ..base.errors import UserError
 from ..base.text import GB, MB, columns
+from ..blocks.held import used_bytes
 from ..blocks.runner import BlockRunner
-from .phases import PhaseTracker, used_bytes
+from .phases import PhaseTracker
 
 if TYPE_CHECKING:
     from ..config.job import JobConfig

@@ -27,18 +27,16 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import nn
 
 from ..base.files import write_file
-from ..blocks.held import SAVED, HeldParts, HeldTensors
+from ..blocks.held import SAVED, HeldParts, HeldTensors, peak_bytes, used_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -63,26 +61,6 @@ METHODS = {
         SAVED: "storages that operators made in the first forward passes, each once, and that live after",
     },
 }
-
-
-def used_bytes(device: torch.device) -> tuple[int, int]:
-    """(allocated, reserved) bytes now: of torch's CUDA allocator, or resident set and its peak."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-    resident = psutil.Process().memory_info().rss
-    return resident, max(peak_bytes(device), resident)
-
-
-def peak_bytes(device: torch.device) -> int:
-    """Peak bytes allocated: by torch on a GPU, by the process on other devices."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    if sys.platform == "win32":
-        return psutil.Process().memory_info().peak_wset
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def reset_peak(device: torch.device) -> None:

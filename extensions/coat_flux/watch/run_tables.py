@@ -11,9 +11,9 @@ import torch
 
 from ..base.table import METRICS, METRICS_FILE, VALIDATION, VALIDATION_FILE, GrowingTable
 from ..base.text import GB
+from ..blocks.held import peak_bytes
 from ..saves.identity import VERSIONS_FILE, write_versions
 from .casts import CastPrecision
-from .phases import peak_bytes
 from .precision import COLUMNS, FILE, as_cells
 
 

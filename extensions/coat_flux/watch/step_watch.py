@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from coat_core.casts import INPUT
 
 from ..base.text import GB
+from ..blocks.held import used_bytes
 from ..blocks.report import CoatReport
 from ..blocks.runner import BlockRunner
 from ..config.coat import COATConfig
@@ -34,7 +35,7 @@ from ..config.job import JobConfig
 from .casts import CastPrecision, CastProbe
 from .guard import BROKEN_LORA, BROKEN_MODEL, KEPT, DeadRunError, Norms, RunGuard, tensor_norms
 from .oom import OutOfMemory, explain_oom, is_oom, recompute_more
-from .phases import PhaseTracker, used_bytes
+from .phases import PhaseTracker
 from .precision import health_line, health_verdict, weight_rows
 
 FIRST_OBSERVED = 2  # the first observed step, where most initial faults show

@@ -24,7 +24,7 @@ from ...base.text import size_text
 from ...blocks.apply import apply_coat
 from ...blocks.decide import budget_bytes
 from ...blocks.gemms import config_for
-from ...blocks.held import held_bytes, module_tensors, usable_bytes
+from ...blocks.held import module_tensors, usable_bytes, used_bytes
 from ...blocks.lora import attach_lora
 from ...blocks.report import CoatReport
 from ...blocks.runner import BlockRunner
@@ -214,7 +214,7 @@ def _prepare_data(
     device = workers.device
     room = None
     if device.type == "cuda":
-        room = (budget_bytes(job.coat, usable_bytes(device)) or 0) - held_bytes(device)
+        room = (budget_bytes(job.coat, usable_bytes(device)) or 0) - used_bytes(device)[0]
     with workers.main_first():
         dataset = LatentDataset(
             samples,
