@@ -108,7 +108,6 @@ def quantize(x: Tensor, fmt: str = "e4m3", granularity: Granularity = PER_TENSOR
     """Quantize floating x [..., K] to FP8 with just-in-time scales: codes like x, scale fp32, x ≈ codes · scale.
 
     Numerics: Gaussian data comes back at 31.5 dB (e4m3) and 25.5 dB (e5m2) or better; tests/tolerances.py.
-    Source: arXiv 2410.19313, section 3.
     """
     form = get_format(fmt)
     scale = scale_from_amax(amax(x, granularity), form.max)

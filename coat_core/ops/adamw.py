@@ -215,7 +215,6 @@ def fp8_adamw_step(
         bit, and parameters within 1 ulp of the update (torch's own sqrt on a CPU is not correctly rounded). With
         expansion, int8_ratio or uint8_log, powers and logarithms are the GPU's own: at most 10 of 10,000 codes are one
         code off (measured 0.2), all others equal. Draws have the same bits everywhere.
-    Source: arXiv 2410.19313, section 3.
     """
     _fp8_adamw_step(
         params, grads, *exp_avg, *exp_avg_sq, first_blocks, list(hyper), table, draws,

@@ -37,7 +37,6 @@ def rms_norm_backward(dz: Tensor, x: Tensor, eps: float) -> tuple[Tensor, Tensor
 
 
 def _modulated(x: Tensor, scale: Tensor, shift: Tensor | None, eps: float, weight: Tensor | None) -> Tensor:
-    """norm(x)·(1 + scale) + shift, with the bits of diffusers' AdaLayerNormZero, or of its RMSNorm, on a CPU."""
     with without_autocast(x.device):
         if weight is None:
             normed = torch.nn.functional.layer_norm(x, (x.shape[-1],), eps=eps)

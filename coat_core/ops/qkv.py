@@ -30,7 +30,7 @@ def _turned(x: Tensor) -> Tensor:
 
 
 def norm_and_rotate(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
-    """Return RMSNorm(x)·weight rotated, bit-equal to torch.nn.RMSNorm and diffusers' apply_rotary_emb on a CPU."""
+    """Return RMSNorm(x)·weight, rotated."""
     with without_autocast(x.device):
         normed = torch.nn.functional.rms_norm(x, (x.shape[-1],), weight, eps)
         cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)

@@ -56,9 +56,6 @@ def recompute_more(transformer: nn.Module) -> str | None:
 
     Transposed copies of the weights go first, then every block recomputes. Call it outside the `except` clause, when
     nothing refers to the failed step.
-
-    Numerics: a recomputed block's gradients are those of its input after a round trip through FP8 (exact without
-    `memory.enable_efficient_checkpoint`).
     """
     runner = BlockRunner.of(transformer)
     line = None if runner is None else runner.recompute_more()
