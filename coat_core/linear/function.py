@@ -361,8 +361,6 @@ def unit_scale(scale: Tensor) -> Tensor:
 
 
 class _FrozenLinear(torch.autograd.Function):
-    """Frozen W: saves no x, and of W only what cannot be loaded again."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -393,8 +391,6 @@ class _FrozenLinear(torch.autograd.Function):
 
 
 class _TrainableLinear(torch.autograd.Function):
-    """Trainable W: cast once per version or at each use (`TrainedCodes`); x is saved in FP8 for wgrad."""
-
     @staticmethod
     def forward(
         ctx: Any,

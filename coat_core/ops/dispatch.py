@@ -38,7 +38,7 @@ launchers: dict[str, Any] = {}  # name of the operator → the operator, of thos
 
 
 class Operator(Generic[P, R]):
-    """An operator, called like its body, which also makes the results of meta and fake tensors."""
+    """An operator, called like its body."""
 
     def __init__(self, qualname: str, body: Callable[P, R]) -> None:
         functools.update_wrapper(self, body)

@@ -42,7 +42,6 @@ def row_scale(scale: Tensor, rows: int) -> Tensor:
     return scale.reshape(-1, 1).expand(rows, 1).contiguous()
 
 
-# a new signature takes a new name: torch.compile's cache on disk calls an operator as it was
 @operator("coat::fp8_mm", triton=False)
 def scaled_mm(
     a: Tensor,
@@ -57,7 +56,7 @@ def scaled_mm(
 
     Codes are FP8, scales fp32 (see `row_scale` where a_scale is [M, 1]), `out_dtype` bf16, fp16 or fp32. `forward`: a
     is the input of a linear, not a gradient; Hopper's tensor cores may then accumulate with about 14 bits, which is
-    faster. Raises ValueError where K or N is not a multiple of 16.
+    faster.
 
     Numerics: fp32 accumulation, one rounding to `out_dtype`; agrees with `torch._scaled_mm` to that rounding.
     """

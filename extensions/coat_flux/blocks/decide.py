@@ -134,7 +134,6 @@ class BlockPlan:
         possible = self.config.enabled and given.tokens is not None and given.device == "cuda"
         if not possible or self.streamed or given.without_copies or mode == "never":
             return 0
-        # `auto` keeps them only if no block recomputes, which costs far more time
         return given.transposed_bytes if mode == "always" or given.transposed_bytes <= self.spare_bytes else 0
 
 
