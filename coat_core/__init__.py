@@ -13,9 +13,9 @@ from coat_core.linear.module import (
     replace_linear_with_fp8,
     restore_linear,
 )
-from coat_core.metrics import sqnr_db
 from coat_core.ops.quantize import dequantize, quantize
 from coat_core.optim import FP8AdamW
+from coat_core.quantize import sqnr_db
 
 __all__ = [
     "PAPER_EXPANSION",

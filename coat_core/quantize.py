@@ -13,6 +13,7 @@ Source: arXiv 2410.19313, sections 3 and 5.2 (group scaling).
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -120,3 +121,15 @@ def dequantize(
 ) -> Tensor:
     """Codes · scale [..., K], computed in fp32 and rounded once to `dtype`; shapes as of the module."""
     return (codes.to(torch.float32) * _spread(scale, granularity, codes.shape[-1])).to(dtype)
+
+
+def sqnr_db(x: Tensor, x_hat: Tensor) -> float:
+    """Return 20·log10(‖x‖ / ‖x − x̂‖) in dB, inf if equal, nan if only x is zero; ValueError if the shapes differ."""
+    if x.shape != x_hat.shape:
+        raise ValueError(f"x_hat of shape {tuple(x_hat.shape)}: must have the shape of x, {tuple(x.shape)}")
+    signal = x.detach().double()
+    noise_norm = (signal - x_hat.detach().double()).norm().item()
+    signal_norm = signal.norm().item()
+    if noise_norm == 0.0:
+        return math.inf
+    return 20.0 * math.log10(signal_norm / noise_norm) if signal_norm else math.nan

@@ -1,4 +1,4 @@
-"""Every tolerance of the tests, with its reason. Floors are SQNR in dB (see `coat_core.metrics.sqnr_db`).
+"""Every tolerance of the tests, with its reason. Floors are SQNR in dB (see `coat_core.quantize.sqnr_db`).
 
 Three kinds of error are never mixed: exact (no number needed, `assert_bitwise`), SQNR floor (quantized against high
 precision) and allclose (high precision in another order).

@@ -19,7 +19,6 @@ ORDER = (
     "coat_core.autograd",
     "coat_core.casts",
     "coat_core.config",
-    "coat_core.metrics",
     "coat_core.quantize",
     "coat_core.rounding",
     "coat_core.int8",

@@ -14,8 +14,8 @@ from coat_core.activation import FP8InputLinear
 from coat_core.granularity import PER_ROW, Granularity, Storage
 from coat_core.int8 import quantize_int8, rotate
 from coat_core.linear.function import BUFFERS, keep_transposed, load_weight, store_weight, stored_bytes
-from coat_core.metrics import sqnr_db
 from coat_core.ops.quantize import quantize
+from coat_core.quantize import sqnr_db
 from coat_flux.blocks.fused.linears import join_buffers, read_group
 from coat_flux.trainers.standalone.network import lora_parameters
 from tests.helpers.asserts import assert_all_bitwise, assert_bitwise, assert_sqnr

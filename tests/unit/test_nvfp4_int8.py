@@ -9,7 +9,7 @@ from torch import Tensor
 from coat_core import nvfp4
 from coat_core.granularity import PER_ROW
 from coat_core.int8 import quantize_int8, rotate, rotation_size
-from coat_core.metrics import sqnr_db
+from coat_core.quantize import sqnr_db
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
 from tests.tolerances import FP32_ORDER_FLOOR_DB, NVFP4_FLOOR_DB
 

@@ -15,12 +15,11 @@ from coat_core import FP8AdamW, FP8Linear, FP8QuantizationConfig, ops, replace_l
 from coat_core.casts import GRADIENT, INPUT, declarations
 from coat_core.config import FP8LinearConfig
 from coat_core.granularity import PER_GROUP, PER_ROW, PER_TENSOR, Granularity
-from coat_core.metrics import sqnr_db
 from coat_core.ops.gelu import mlp_activation
 from coat_core.ops.norm import norm_modulate_quantize
 from coat_core.ops.quantize import quantize as quantize_op
 from coat_core.optim.state import read_state, storages
-from coat_core.quantize import quantize
+from coat_core.quantize import quantize, sqnr_db
 from coat_flux.blocks.cast_loss import SAMPLE, measure_cast, note_weight
 from coat_flux.blocks.models import layer_of
 from coat_flux.config.coat import GuardOptions

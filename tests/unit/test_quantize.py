@@ -1,4 +1,4 @@
-"""Formats against torch's own, `coat_core.quantize` and `coat_core.metrics` on cases worked out by hand, SQNR floors.
+"""Formats against torch's own, `coat_core.quantize` on cases worked out by hand, SQNR floors.
 
 Properties are in tests/property.
 """
@@ -13,8 +13,7 @@ import torch
 import coat_core
 from coat_core.formats import E4M3, E5M2, FORMATS, Format, format_of, get_format
 from coat_core.granularity import PER_ROW, PER_TENSOR, Granularity, per_group
-from coat_core.metrics import sqnr_db
-from coat_core.quantize import quantize, scale_from_amax
+from coat_core.quantize import quantize, scale_from_amax, sqnr_db
 from coat_flux.blocks.cast_loss import measure_cast
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
 from tests.tolerances import GAUSSIAN_FLOOR_DB, GAUSSIAN_UNDERFLOW
