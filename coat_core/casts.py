@@ -43,14 +43,14 @@ declarations: dict[str, Callable[..., Declared]] = {}  # name of the operator â†
 
 
 def arguments_of(op: Any) -> Callable[..., Any]:
-    """The type of a call's arguments, as a named tuple with the names and defaults of the operator's body."""
+    """A named tuple with the names and defaults of an operator's arguments."""
     parameters = inspect.signature(op._init_fn).parameters
     defaults = [parameter.default for parameter in parameters.values() if parameter.default is not parameter.empty]
     return namedtuple("Arguments", parameters, defaults=defaults)
 
 
 def declares(op: Any) -> Callable[[Callable[[Any, Any], Declared]], Callable[[Any, Any], Declared]]:
-    """Decorator: this function of the result and the arguments by name declares the casts of a call of `op`."""
+    """Decorator: this function of a call's result and arguments by name declares its casts."""
     arguments = arguments_of(op)
 
     def register(declaration: Callable[[Any, Any], Declared]) -> Callable[[Any, Any], Declared]:

@@ -222,7 +222,7 @@ def _with_shared_mask(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return attention's arguments with a bool mask made additive, shared by all layers with the same mask."""
+    """Return attention's arguments with a bool mask made additive, once for all layers."""
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         made = masks.setdefault(attn_mask, {})
         as_now = query.dtype, 0 if attn_mask.is_inference() else attn_mask._version

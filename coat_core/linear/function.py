@@ -257,7 +257,7 @@ def _count_optimizer_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 @functools.cache
 def input_storage(config: FP8LinearConfig) -> Storage:
-    """How the GEMM's input x is stored; linears that read the same tensor share one copy (`quantize_once`)."""
+    """How the GEMM's input x is stored."""
     return Storage(config.input_format, Granularity(config.input_granularity))
 
 

@@ -4,15 +4,3 @@
 a module of kernels imports triton, which must not happen before a CUDA tensor needs one (`dispatch`).
 In Triton's interpreter (TRITON_INTERPRET=1) launchers take CPU tensors; the tests run every kernel that way.
 """
-
-FAMILIES = (  # the modules of operators
-    "adamw",
-    "attention",
-    "gate",
-    "gelu",
-    "lora",
-    "norm",
-    "qkv",
-    "quantize",
-    "scaled_mm",
-)

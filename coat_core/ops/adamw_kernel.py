@@ -452,7 +452,7 @@ def _moment_options(
 def _programs(
     sizes: tuple[int, ...], first_blocks: tuple[int, ...], block_size: int, per_program: int
 ) -> array.array[int]:
-    """Return tensor, first block of it, size and first row of the tensor, for each program; as columns of numbers."""
+    """Return tensor, first block, and size and first row of the tensor, for each program."""
     table = array.array("q")
     for tensor, (size, row) in enumerate(zip(sizes, first_blocks, strict=True)):
         firsts = array.array("q", range(0, n_blocks(size, block_size), per_program))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
+import pkgutil
 from typing import Any
 
 import pytest
@@ -19,8 +20,9 @@ from coat_core.ops.quantize import quantize
 
 CUDA = torch.device("cuda", 0)
 
-for family in ops.FAMILIES:
-    importlib.import_module(f"{ops.__name__}.{family}")
+for found in pkgutil.iter_modules(ops.__path__):
+    if found.name.endswith("_kernel"):
+        importlib.import_module(f"{ops.__name__}.{found.name.removesuffix('_kernel')}")
 
 
 def test_every_operator_of_ours_is_launched_by_triton_or_by_torch() -> None:

@@ -82,7 +82,7 @@ def take_over(
     on_host: Callable[[nn.Module], None],
     ready: Callable[[nn.Module], None] | None = None,
 ) -> None:
-    """Put a hook on each block, in place of all that are there, and switch the model's own recomputation off."""
+    """Put a hook on each block, in place of all there, and switch the model's own recomputation off."""
     for module in model.modules():
         release(module)
     for block in blocks:
