@@ -95,17 +95,17 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = Non
     if kernel == "flash_cpu":
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask)
         return out, AttentionContext(kernel, (lse,))
-    if kernel == "flash" or kernel in LIBRARIES:
-        out, lse, _, _, max_q, max_k, seed, offset, _ = aten._scaled_dot_product_flash_attention(q, k, v)
-        return out, AttentionContext(kernel, (lse, seed, offset), (int(max_q), int(max_k)))
     if kernel == "efficient":
         out, lse, seed, offset = aten._scaled_dot_product_efficient_attention(q, k, v, whole, True)
         return out, AttentionContext(kernel, (lse, seed, offset))
+    if kernel == "plain":
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask), AttentionContext(kernel, ())
     if kernel == "cudnn":
         results = aten._scaled_dot_product_cudnn_attention(q, k, v, whole, True)
-        out, lse, _, _, max_q, max_k, seed, offset, _ = results
-        return out, AttentionContext(kernel, (lse, seed, offset), (int(max_q), int(max_k)))
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask), AttentionContext(kernel, ())
+    else:
+        results = aten._scaled_dot_product_flash_attention(q, k, v)
+    out, lse, _, _, max_q, max_k, seed, offset, _ = results
+    return out, AttentionContext(kernel, (lse, seed, offset), (int(max_q), int(max_k)))
 
 
 def attention_backward(
