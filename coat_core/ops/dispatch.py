@@ -70,15 +70,10 @@ class Operator(Generic[P, R]):
                     break
         return run(*args, **kwargs)
 
-    def register_kernel(self, device_type: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Decorator: this function runs in place of the body on such devices."""
-
-        def register(kernel: Callable[..., Any]) -> Callable[..., Any]:
-            self.kernels[device_type] = kernel
-            _library.impl(self._name, kernel, device_type.upper())
-            return kernel
-
-        return register
+    def register_kernel(self, device_type: str, kernel: Callable[..., Any]) -> None:
+        """Run this function in place of the body on such devices."""
+        self.kernels[device_type] = kernel
+        _library.impl(self._name, kernel, device_type.upper())
 
 
 def operator(qualname: str, triton: bool = True) -> Callable[[Callable[P, R]], Operator[P, R]]:
@@ -146,7 +141,7 @@ def run_by_triton(op: Any) -> None:
         with torch.cuda.device(device):
             return launcher_of(op._qualname)(*args, **kwargs)
 
-    op.register_kernel("cuda")(run)
+    op.register_kernel("cuda", run)
 
 
 @functools.cache

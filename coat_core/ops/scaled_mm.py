@@ -125,7 +125,6 @@ def rows_in_one_piece(b: Tensor) -> Tensor:
     return transpose_codes(b.t()) if b.t().is_contiguous() else b.contiguous()
 
 
-@scaled_mm.register_kernel("cuda")
 @launcher(scaled_mm)
 def scaled_mm_on_cuda(a: Any) -> Tensor:
     """`scaled_mm` by `torch._scaled_mm`."""
@@ -156,6 +155,9 @@ def scaled_mm_on_cuda(a: Any) -> Tensor:
     if bias is not None and kernel_bias is None:
         out = out + bias
     return out.to(a.out_dtype)
+
+
+scaled_mm.register_kernel("cuda", scaled_mm_on_cuda)
 
 
 @functools.cache
