@@ -23,7 +23,7 @@ def _check_choices(config: Any, choices: dict[str, Collection[object]]) -> None:
 
 @dataclass(frozen=True)
 class ExpansionConfig:
-    """Constants of dynamic range expansion (`coat_core.expansion`).
+    """Constants of dynamic range expansion (`expansion`).
 
     The defaults put a block's largest value on the format's max and its smallest on exactly 2 subnormal steps
     (max² · 4/7 = max / (2 · smallest subnormal), in both formats). A value stored again after each optimizer step then
@@ -104,7 +104,7 @@ class FP8LinearConfig:
         wgrad_format: of the output gradient in a trained weight's wgrad, "e4m3" or "e5m2"; "bf16" multiplies the
             dequantized x in high precision.
         cache_weight: keep a trained weight's codes (1 byte per element) until it changes; False casts it in every
-            forward pass and again in backward. Same results. `coat_core.linear.function.forget_codes` has the limits.
+            forward pass and again in backward. Same results. `linear.function.forget_codes` has the limits.
         use_fp8_gemm: False keeps the FP8 weight but multiplies in the input's own precision.
         fallback: without an FP8 GEMM on the device, "bf16" multiplies in high precision, "error" raises.
 

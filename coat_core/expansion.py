@@ -86,7 +86,7 @@ def quantize_blocks(
         below, above = neighbours(codes, fmt)
         lower = dequantize_blocks(below, scale, *numbers)
         upper = dequantize_blocks(above, scale, *numbers)
-        codes = torch.where(uniform * (upper - lower) < blocks - lower, above, below)  # `coat_core.rounding`
+        codes = torch.where(uniform * (upper - lower) < blocks - lower, above, below)  # `rounding`
     return saturating_cast(codes, fmt), scale, *numbers
 
 

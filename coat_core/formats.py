@@ -6,7 +6,7 @@
 | e5m2 | float8_e5m2         | 57344  | 2^-14           | 2^-16              | 2             |
 
 e4m3 has no infinity; e5m2 has one, and torch's own cast sends large values there (`quantize.saturating_cast` does not).
-The moments' integer formats are in `coat_core.moments`.
+The moments' integer formats are in `moments`.
 Source: OCP 8-bit floating point specification (OFP8) 1.0; the values are checked against `torch.finfo` by the tests.
 """
 
@@ -42,9 +42,9 @@ UINT8_LOG = Format("uint8_log", torch.uint8, 254.0, numbers=("scale", "exponent"
 M1_FORMATS: dict[str, Format] = {**FORMATS, INT8_RATIO.name: INT8_RATIO}
 M2_FORMATS: dict[str, Format] = {**FORMATS, UINT8_LOG.name: UINT8_LOG}
 
-# What a frozen weight may be stored in; `coat_core.linear.function` says how.
+# What a frozen weight may be stored in; `linear.function` says how.
 NVFP4 = "nvfp4"
-INT8 = Format("int8", torch.int8, 127.0)  # of x and W in products: `coat_core.int8`
+INT8 = Format("int8", torch.int8, 127.0)  # of x and W in products: `int8`
 WEIGHT_FORMATS = (*FORMATS, NVFP4, INT8.name)
 
 

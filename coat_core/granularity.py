@@ -58,7 +58,7 @@ PER_GROUP = per_group(128)
 class Storage:
     """How a tensor is stored; where one may stay as it is, None stands in its place."""
 
-    format: str = "e4m3"  # of `coat_core.formats`
+    format: str = "e4m3"  # of `formats`
     granularity: Granularity = PER_GROUP
 
 

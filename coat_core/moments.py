@@ -7,8 +7,7 @@ stores the update itself, evenly spaced, and recovers m from it and the stored v
     m     ≈ code · scale · sqrt(v as stored)
 
 Then the stored m/sqrt(v) is code · scale, without v's rounding. Where both come from the same gradients, Cauchy-Schwarz
-bounds the ratio by (1−β1) / sqrt((1−β2)·(1−β1²/β2)), 7.3 with the usual betas; after a first gradient all ratios are
-equal, and m/sqrt(v) is exact.
+bounds the ratio by (1−β1) / sqrt((1−β2)·(1−β1²/β2)), 7.3 with usual betas; after a first gradient m/sqrt(v) is exact.
 
 uint8_log spaces the codes 1 … 254 evenly in log(v) from the smallest nonzero value of the block to its largest:
 
@@ -92,7 +91,7 @@ def dequantize_log(codes: Tensor, scale: Tensor, exponent: Tensor) -> Tensor:
     return torch.where(codes == LOG_NAN, torch.nan, values)
 
 
-# By the dtype of the codes. Encode: fp32 [n, B], and for exp_avg_sq `coat_core.rounding.uniform`, → codes [n, B] and
+# By the dtype of the codes. Encode: fp32 [n, B], and for exp_avg_sq `rounding.uniform`, → codes [n, B] and
 # the format's numbers, fp32 [n, 1].
 ENCODERS: dict[torch.dtype, Callable[..., tuple[Tensor, ...]]] = {
     INT8_RATIO.dtype: quantize_ratio,

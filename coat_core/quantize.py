@@ -5,7 +5,7 @@
     x     ≈ codes · scale
 
 A group of zeros gets scale 1 and zero codes. ±inf clamps to ±format.max (its group's amax is that of the finite
-values), NaN stays NaN. `coat_core.ops.quantize` has the same functions by the device's kernel.
+values), NaN stays NaN. `ops.quantize` has the same functions by the device's kernel.
 
 Shapes: x [..., K]; codes like x; scale as `Granularity.scale_shape` says.
 Source: arXiv 2410.19313, sections 3 and 5.2 (group scaling).

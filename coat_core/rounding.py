@@ -15,8 +15,7 @@ interpreter and on a GPU, and depend on no other parameter. All modulo 2^32:
     bits    = mix(mix(element ^ stream) + mix(step ^ mix(stream)))
     uniform = bits / 2^32,   of which the upper 24 bits are used
 
-Parameters in bf16 and fp16 are rounded by the lower bits (`coat_core.quantize.stochastic_cast`) of their own streams,
-those of `PARAMETERS` ^ seed.
+Parameters in bf16 and fp16 are rounded by the lower bits (`stochastic_cast`) of the streams of `PARAMETERS` ^ seed.
 
 Shapes: blocks [n, B].
 Source of mix: the finalizer of MurmurHash3 (Appleby), a bijection.

@@ -99,8 +99,7 @@ class FP8Linear(nn.Linear):
     """nn.Linear with a frozen FP8 weight; no high precision copy stays in memory.
 
     Buffers: weight_codes uint8 [N, K], the bits of the FP8 codes; weight_scale_bits int32 [] or [N, 1], those of the
-    fp32 scale. `weight` is dequantized on every access, in the dtype of the original layer or of the last
-    `.to(dtype)`.
+    fp32 scale. `weight` is dequantized on every access, in the dtype of the layer.
     """
 
     config: FP8LinearConfig
@@ -157,7 +156,6 @@ class FP8Linear(nn.Linear):
         return run_stored_linear(self, x, self.config)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Load codes, or quantize a high precision `weight`."""
         if (weight := state_dict.get(f"{prefix}weight")) is not None and f"{prefix}{CODES}" not in state_dict:
             loaded = {"_extra_state": self.get_extra_state(), **weight_buffers(weight.detach(), self.config)}
             state_dict = {**state_dict, **{f"{prefix}{name}": x for name, x in loaded.items()}}
@@ -250,8 +248,7 @@ def replace_linear_with_fp8(
     """Convert nn.Linear layers to FP8Linear in place, the model itself too if it is one; returns the model.
 
     `filter_fn(module, full_name)` returning False leaves a layer alone. `trainable` keeps high precision weights and
-    trains them (`FP8TrainableLinear`). `model.fp8_report` has the names of converted layers, and of skipped ones with
-    the reason.
+    trains them (`FP8TrainableLinear`). `model.fp8_report` names converted layers, and skipped ones with the reason.
     """
     target = FP8TrainableLinear if trainable else FP8Linear
     converted: list[str] = []

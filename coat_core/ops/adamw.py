@@ -14,8 +14,7 @@ the dispatcher 4.3 ms a step for 1000 tensors instead of 0.7 (measured on a CPU 
 Shapes: B elements a block, n blocks in all; codes [n, B]; numbers fp32 [S, n], S rows of: scale, exponent, center.
 S = 3 with dynamic range expansion, 1 without, 0 for a moment in fp32; an integer format has as many as its `numbers`.
 The dtype of the codes and S identify the format.
-Source: arXiv 2410.19313, section 3; order of operations as in torch.optim.AdamW's single-tensor path, so that fp32
-results are equal to the last bit.
+Source: arXiv 2410.19313, section 3; order of operations as in torch.optim.AdamW's single-tensor path, to the bit.
 """
 
 from __future__ import annotations
@@ -110,7 +109,7 @@ def write_moments(
     expansion: ExpansionConfig,
     uniform: Tensor | None = None,
 ) -> None:
-    """Inverse of `read_moments`, in place; with `uniform` (of `coat_core.rounding`), v is rounded stochastically."""
+    """Inverse of `read_moments`, in place; with `uniform` (of `rounding`), v is rounded stochastically."""
     if exp_avg.codes.dtype == INT8_RATIO.dtype:
         m = update_ratio(m, v)
     for (codes, numbers), values, draws in ((exp_avg, m, None), (exp_avg_sq, v, uniform)):
@@ -208,7 +207,7 @@ def fp8_adamw_step(
 
     params are fp32, bf16 or fp16 of any shapes, grads of one dtype and their sizes; first_blocks is where the blocks
     of each start. table: fp32 [n, 3], rows of `hyper_table` in place of the last three of `hyper`; a row of NaN skips
-    its parameter. draws: int32 [n, 3] for `coat_core.rounding.random_bits`, rounds exp_avg_sq stochastically (None:
+    its parameter. draws: int32 [n, 3] for `rounding.random_bits`, rounds exp_avg_sq stochastically (None:
     to nearest); param_draws the same for bf16 and fp16 parameters.
 
     Numerics: one step from the same state. Without expansion the kernel has the reference's codes and scales to the

@@ -363,13 +363,13 @@ def _fp8_adamw_step_kernel(
     tl.store(param_ptr + offsets, param.to(PARAM_TYPE), mask=inside)
     if FORM1 == RATIO:
         usable = (v > 0) & (v < float("inf"))
-        m = tl.where(usable, m / tl.where(usable, sqrt_v, 1.0), 0.0)  # `coat_core.moments.update_ratio`
+        m = tl.where(usable, m / tl.where(usable, sqrt_v, 1.0), 0.0)  # `moments.update_ratio`
     _write(m, None, exp_avg, where, FORM1, MAX1, BOUND1_LOG2, STEP, EXPONENT_MAX, ON_GPU)
     if draws_ptr is None:
         drawn = None
     else:
         bits = _random_bits(draws_ptr, tensor, offsets)
-        drawn = (bits >> 8).to(tl.int32).to(tl.float32) * 2.0**-24  # `coat_core.rounding.uniform`
+        drawn = (bits >> 8).to(tl.int32).to(tl.float32) * 2.0**-24  # `rounding.uniform`
     _write(v, drawn, exp_avg_sq, where, FORM2, MAX2, BOUND2_LOG2, STEP, EXPONENT_MAX, ON_GPU)
 
 

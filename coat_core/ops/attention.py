@@ -186,7 +186,6 @@ class AttentionTrial:
         return reason
 
     def _error(self, out: Tensor, *gradients: Tensor) -> float:
-        """The largest relative error of the results of one head; inf where any of any head is not finite."""
         finite = torch.stack([x.isfinite().all() for x in (out, *gradients)]).all()
         leaves = [x[-1, -1].double().requires_grad_() for x in self.qkv]
         q, k, v = leaves

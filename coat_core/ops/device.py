@@ -1,4 +1,4 @@
-"""What kernels and their launchers share: scaling to FP8 as `coat_core.quantize` defines it, reading it back, adapters.
+"""What kernels and their launchers share: scaling to FP8 as `quantize` defines it, reading it back, adapters.
 
 Kernels write rows of values and quantize them. Per row a kernel leaves codes and scales. Per tensor it leaves the amax
 of each row, and the cast is a second launch.

@@ -1,10 +1,9 @@
 """The gate and the residual at the end of a block, forward and backward, as operators.
 
-With a weight, RMSNorm(result) = result·rstd·weight replaces result, as after the linears of Z-Image's blocks
-(`coat_core.ops.norm`).
+With a weight, RMSNorm(result) = result·rstd·weight replaces result, as after the linears of Z-Image's blocks.
 
 Shapes: residual, result, grad [B, S, D]; gate [B, D]; weight [D]; h [B, S, r], r ≤ 256; up [D, r]. `fmt`,
-`granularity`, `saved_format` and `group_size` as in `coat_core.ops.codes`.
+`granularity`, `saved_format` and `group_size` as in `ops.codes`.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ def gated_sum(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return y = residual + gate·norm(result'), result' = result + h upᵀ, and the saved codes of result'.
 
-    Without a weight norm(x) = x. Returns y in the dtype residual, gate and result (or weight) promote to; codes of
-    result', and their scale.
+    Without a weight norm(x) = x. Returns y in the dtype residual, gate and result (or weight) promote to; codes, scale.
 
     Numerics: result' is rounded once, the product before the sum, as eager PyTorch does; without adapter and norm
     kernel and reference have the same bits, and the reference has those of diffusers' RMSNorm on a CPU.

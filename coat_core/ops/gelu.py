@@ -7,7 +7,7 @@
 
 Shapes: attention [..., D]; mlp [..., N]; act(mlp) [..., F], with N = F of GELU and N = 2·F of SwiGLU; its adapter
 h [..., r], up [N, r], or h [..., 2·r] where SwiGLU's halves are of two linears: r columns for each; `fmt`,
-`granularity`, `saved_format` and `group_size` as in `coat_core.ops.codes`.
+`granularity`, `saved_format` and `group_size` as in `ops.codes`.
 """
 
 from __future__ import annotations
@@ -45,12 +45,10 @@ def mlp_activation(
     """Return [attention | act(mlp + h upᵀ)] along the features, its codes, and the codes saved for backward.
 
     attention [B, S, D], None for the activation alone; mlp [B, S, N]; h and up are None without an adapter. Returns
-    values [B, S, D + F] of `dtype`; their codes and scale; the saved codes of attention and their scale; those of mlp +
-    h upᵀ and theirs.
+    values [B, S, D + F] of `dtype`; their codes and scale; saved codes and scale of attention, and of mlp + h upᵀ.
 
     Numerics: the reference has the bits of torch's GELU, or of its SiLU and product. The kernel takes sigmoid(2u) for
-    (1 + tanh(u))/2, which differs by at most tests/tolerances.py's GELU_RTOL times abs(x), and rounds SiLU as torch
-    does, within SILU_RTOL.
+    (1 + tanh(u))/2, within GELU_RTOL times abs(x), and rounds SiLU within SILU_RTOL (tests/tolerances.py).
     Source: diffusers' transformer_flux.py and transformer_flux2.py (single blocks); arXiv 2410.19313, section 5.
     """
     mlp = with_adapter(mlp.to(dtype), h, up)

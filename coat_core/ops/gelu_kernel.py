@@ -10,12 +10,10 @@ are too few to keep a GPU's memory busy.)
 The codes of [attention | act(mlp)] and its product with a down-projection, without the values in memory: the first
 kernel computes the values tile by tile, multiplies them, saves the codes for backward, and leaves each row's amax and
 its part of the product over a stretch of columns. The second recomputes the values, casts them, and adds up the parts.
-Both read every input once (the first once for each NEXT_BLOCK of the product's columns), where values in memory would
-be written once and read twice.
+Both read every input once (the first for each NEXT_BLOCK of the product's columns), and write no values.
 
 The gradient of a down-projection, dhᵀ [attention | act(mlp)], recomputes the values from the saved tensors, tile by
-tile, once for up to 64 ranks. A program takes DOWN_BLOCK columns and a share of the rows. Torch adds up the shares,
-always in the same order.
+tile, once for up to 64 ranks. A program takes DOWN_BLOCK columns and a share of the rows. Torch adds them up in order.
 
 Shapes: attention [B, S, D], mlp [..., N], dh [..., r], each read as rows, N = F or, of SwiGLU, 2·F; down [NEXT, D + F].
 """
@@ -257,7 +255,6 @@ def mlp_activation(a: Any) -> tuple[Tensor, ...]:
 
 
 def _inputs(a: Any) -> tuple[tuple[Any, ...], tuple[int, ...], dict[str, Any]]:
-    """Return attention, mlp, h and up, the distances of their rows, and the constants of `values_tile`."""
     attention, attention_stride = with_row_stride(a.attention)
     mlp, mlp_stride = with_row_stride(a.mlp)
     h, h_stride, up, constants = adapter(a.h, a.up)

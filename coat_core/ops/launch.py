@@ -7,8 +7,7 @@ integers: on the CPU kernels get factors in fp32, from `dot_operand`.
 Tables (`device_table`) are cached by content: an unchanged list is not uploaded again, and a changed one is never
 mistaken for the old. An upload copies from pinned memory that torch's host allocator reuses only when the copy is done.
 A captured CUDA graph reads the table, or copies it from its pinned source, at each replay, so tables used in a capture
-live as long as the process. Earlier steps allocate the pinned source: allocating may query events, which a capture
-forbids.
+live as long as the process. Earlier steps allocate the pinned source: a capture forbids it.
 """
 
 from __future__ import annotations

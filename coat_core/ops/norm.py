@@ -7,7 +7,7 @@ The bodies are the reference. The forward pass rounds where diffusers' blocks ro
 the backward pass is computed in fp32 from x alone (row statistics are recomputed) and rounded once.
 
 Shapes: x [B, S, D] tokens; scale, shift [B, D], one per image; weight [D]. `fmt`, `granularity`, `saved_format` and
-`group_size` as in `coat_core.ops.codes`.
+`group_size` as in `ops.codes`.
 """
 
 from __future__ import annotations
@@ -61,12 +61,10 @@ def norm_modulate_quantize(
     """Return n = norm(x)·(1 + scale) + shift, its codes for the next linears, and x's codes saved for backward.
 
     Without a weight norm is LayerNorm, else RMSNorm. A shift of None is zero. eps is added to the variance or mean
-    square. Returns n, in the dtype that scale and x, or scale and weight, promote to; its codes; their scale; codes of
-    x; their scale.
+    square. Returns n, in the dtype that scale and x, or scale and weight, promote to; its codes, scale; those of x.
 
     Numerics: on a CPU bit-equal to diffusers' AdaLayerNormZero, or to its RMSNorm times 1 + scale.
-    Source: FLUX's adaLN-Zero, diffusers models/normalization.py; Z-Image's, its transformer_z_image.py; saved codes:
-    arXiv 2410.19313, section 5.1.
+    Source: diffusers models/normalization.py, transformer_z_image.py; saved codes: arXiv 2410.19313, section 5.1.
     """
     n = _modulated(x, scale, shift, eps, weight)
     return n, *codes_of(n, fmt, granularity), *codes_of(x, saved_format, "per_group", group_size)

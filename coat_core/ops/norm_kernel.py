@@ -2,8 +2,6 @@
 
 A program holds whole rows: several where D is small. In the backward pass each takes a share of one image's rows and
 leaves its part of the sums over S, which torch adds up.
-
-Shapes: x [B, S, D], values or codes, read as B·S rows; scale, shift [B, D]; weight [D], of RMSNorm.
 """
 
 from __future__ import annotations
@@ -165,7 +163,6 @@ def norm_modulate(a: Any) -> Tensor:
 
 
 def _modulated(a: Any, x_scale: Tensor | None, dtype: torch.dtype, codes: Codes, saved: Codes) -> Tensor:
-    """Return n, of x that is or was of `dtype`, and fill the codes."""
     s, d = a.x.shape[1:]
     constants = whole_rows(d)
     x, weight = a.x.contiguous(), contiguous(a.weight)

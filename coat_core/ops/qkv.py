@@ -1,8 +1,7 @@
 """From the linears' q, k, v to attention's, and back: adapters, QK-RMSNorm, rotary embedding, saved codes.
 
 A stream's q, k and v are side by side, as one GEMM writes them: [B, S_i, 3·H·d], heads of d. The bodies are the
-reference. The forward pass rounds where diffusers' FLUX blocks round; the backward passes are computed in fp32 and
-rounded once.
+reference. The forward pass rounds where diffusers' FLUX blocks do; backward is in fp32, rounded once.
 
 Shapes: one or two streams i of S_i tokens, the text first, S tokens together; q, k, v [B, S, H, d]; weight [d]; cos,
 sin [S, d], or [B, S, d] where images have their own, each rotary angle repeated for its pair of neighbours.

@@ -1,6 +1,6 @@
 """Codes and back, as operators: FP8, INT8 of rotated rows, decoded NVFP4 weights, transposed codes.
 
-The references are `coat_core.quantize`, `coat_core.int8` and `coat_core.nvfp4`.
+The references are `quantize`, `int8` and `nvfp4`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ declares(_quantize)(lambda out, a: Cast(None, a.x, out[0], out[1], Granularity(a
 def quantize_and_save(
     x: Tensor, fmt: str, granularity: str, saved_format: str, group_size: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The codes of x for a linear and those saved for backward, reading x once; all as in `coat_core.ops.codes`.
+    """The codes of x for a linear and those saved for backward, reading x once; all as in `ops.codes`.
 
     x is floating [..., K] at any stride, K at most 16384. Returns codes, like x,
     and their scale; saved codes, like x, and their scale [..., ceil(K/G)].
@@ -65,7 +65,7 @@ def transpose_codes(codes: Tensor) -> Tensor:
 
 @operator("coat::quantize_int8")
 def quantize_int8(x: Tensor, size: int, factors: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return INT8 codes of x H [..., K] and their scale fp32 [..., 1]: `coat_core.int8.quantize_int8`."""
+    """Return INT8 codes of x H [..., K] and their scale fp32 [..., 1]: `int8.quantize_int8`."""
     codes, scale, _ = int8.quantize_int8(x, size, factors)
     return codes.contiguous(), scale.contiguous()
 
@@ -78,7 +78,7 @@ def _(out: Any, a: Any) -> Cast:
 
 @operator("coat::rotate")
 def rotate(x: Tensor, size: int) -> Tensor:
-    """Return x H [..., K] in the dtype of x: `coat_core.int8.rotate`."""
+    """Return x H [..., K] in the dtype of x: `int8.rotate`."""
     return int8.rotate(x, size).to(x.dtype, memory_format=torch.contiguous_format, copy=True)
 
 
@@ -96,7 +96,7 @@ declares(decode_nvfp4)(lambda out, a: Cast(None, a.codes, out, a.block_scales, P
 def quantize(
     x: Tensor, fmt: str = "e4m3", granularity: Granularity = PER_TENSOR, factors: Tensor | None = None
 ) -> Quantized:
-    """`coat_core.quantize.quantize` to the bit by the device's kernel, or "int8"; factors fp32 [K] multiply x first."""
+    """`quantize.quantize` to the bit by the device's kernel, or "int8"; factors fp32 [K] multiply x first."""
     if x.ndim == 0 or x.numel() == 0 or not x.is_floating_point():
         rule = "must be floating, non-empty, with a last dimension"
         raise ValueError(f"x of shape {tuple(x.shape)} and {x.dtype}: {rule}")
@@ -109,8 +109,7 @@ def quantize(
 def quantize_once(x: Tensor, storage: Storage) -> Quantized:
     """`quantize`, once per result of an operator in a graph: q, k, v and their adapters share one copy.
 
-    Other tensors are cast at each call: fused optimizers, `.data`, NumPy and collectives change parameters and inputs
-    without a new version.
+    Other tensors are cast at each call: fused optimizers, `.data`, NumPy and collectives make no new version.
     """
     if x.grad_fn is None or torch.compiler.is_compiling():
         return quantize(x, storage.format, storage.granularity)
@@ -144,6 +143,6 @@ _copies: MutableMapping[Tensor, tuple[tuple[Storage, int], Quantized]] = WeakTen
 def dequantize(
     codes: Tensor, scale: Tensor, granularity: Granularity = PER_TENSOR, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """`coat_core.quantize.dequantize`, by the device's kernel."""
+    """`quantize.dequantize`, by the device's kernel."""
     values: Tensor = _dequantize(codes, scale, granularity.name, granularity.group_size, dtype)
     return values

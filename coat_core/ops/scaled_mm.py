@@ -55,8 +55,7 @@ def scaled_mm(
     """Return (a · a_scale)(b · b_scale)ᵀ + bias in `out_dtype`, [M, N]; this body is the reference.
 
     Codes are FP8, scales fp32 (see `row_scale` where a_scale is [M, 1]), `out_dtype` bf16, fp16 or fp32. `forward`: a
-    is the input of a linear, not a gradient; Hopper's tensor cores may then accumulate with about 14 bits, which is
-    faster.
+    is the input of a linear, not a gradient; Hopper's tensor cores may then accumulate with about 14 bits.
 
     Numerics: fp32 accumulation, one rounding to `out_dtype`; agrees with `torch._scaled_mm` to that rounding.
     """

@@ -1,4 +1,4 @@
-"""torch.optim.AdamW with its moments stored in FP8; a step is one call of `coat_core.ops.adamw` per group."""
+"""torch.optim.AdamW with its moments stored in FP8; a step is one call of `ops.adamw` per group."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class FP8AdamW(torch.optim.Optimizer):
 
     Numerics: with both moments unquantized, on a CPU, fp32 parameters are bit-equal to torch.optim.AdamW(foreach=False)
         and bf16 ones equal its fp32 result rounded to nearest. With expansion no nonzero exp_avg_sq comes back as zero.
-    Source: arXiv 2410.19313, section 3; state layout in `coat_core.optim.state`.
+    Source: arXiv 2410.19313, section 3; state layout in `optim.state`.
     """
 
     # fp32 [] on the parameters' device, or None. Where it is 1, `step` changes no parameter, moment or step counter,

@@ -8,8 +8,7 @@
     exp_avg_sq_exponent     fp32 [n_blocks]; of uint8_log
 
 Under torch's own names, torch.optim.AdamW would read codes as values.
-Only plain tensors, so that `torch.load(weights_only=True)` reads them. Blocks run over the flattened parameter; the
-last one may be shorter.
+Only plain tensors, so that `torch.load(weights_only=True)` reads them. Blocks run over the flattened parameter.
 """
 
 from __future__ import annotations

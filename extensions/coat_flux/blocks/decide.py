@@ -230,7 +230,6 @@ def _streamed(config: COATConfig, given: Given, mode: str, sizes: Sequence[Block
 
 
 def _freed(given: Given, streamed: Collection[int]) -> int:
-    """Bytes that streaming frees on the device; 0 on a CPU."""
     codes = [given.stream_bytes[i] for i in streamed]
     slots = min(SLOTS, len(codes)) * max(codes, default=0)
     return -slots if given.device == "cpu" else sum(codes) - slots
@@ -239,7 +238,6 @@ def _freed(given: Given, streamed: Collection[int]) -> int:
 def _recomputed(
     given: Given, mode: str, sizes: Sequence[BlockBytes], around: int, free: float | None
 ) -> list[int] | None:
-    """Indices of the blocks that recompute with `free` bytes; None before `auto` can choose."""
     every = list(range(len(given.blocks)))
     if given.recomputed is not None:
         return sorted(given.recomputed)

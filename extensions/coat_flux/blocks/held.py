@@ -30,7 +30,6 @@ def module_tensors(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _state_tensors(optimizer: Any) -> Iterator[Tensor]:
-    """An optimizer's state per parameter, with the staging buffers of an offloaded state."""
     for state in optimizer.state.values():
         yield from (x for x in tree_iter(state) if isinstance(x, Tensor))
     yield from getattr(optimizer, "staging", ())
@@ -188,7 +187,6 @@ def largest_held(run: Callable[[], Any]) -> int:
 
 
 def _new_bytes(tensor: Tensor, device: torch.device, seen: set[int]) -> int:
-    """Bytes of a tensor's storage, if it is on the device and was not counted."""
     tensor = local_values(tensor)
     if hasattr(tensor, "__tensor_flatten__"):  # a wrapper of several tensors, as torchao's and quanto's weights
         return sum(_new_bytes(getattr(tensor, name), device, seen) for name in tensor.__tensor_flatten__()[0])

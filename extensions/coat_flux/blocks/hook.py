@@ -1,8 +1,7 @@
 """Takes over each block's call in any model, whatever recomputation the model does itself.
 
 `forward` is replaced on the instance, so calls from diffusers, ai-toolkit and others arrive by position or
-keyword. Two checkpoints around one block would displace each other's saved-tensor hooks, so the model's own is
-switched off for good.
+keyword. Two checkpoints around one block would displace each other's saved-tensor hooks, so the model's own is off.
 """
 
 from __future__ import annotations

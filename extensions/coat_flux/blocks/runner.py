@@ -415,8 +415,7 @@ class BlockState:
     """Everything a trainer may replace in blocks and adapters, as one list to compare.
 
     In-place changes do not count. Modules are referenced, so that their ids stay unique; tensors are not, so that
-    no codes stay on a GPU when the model moves to the CPU. `on_moved` is called after a block's buffers were
-    replaced and freed.
+    no codes stay on a GPU when the model moves to the CPU. `on_moved` is called when a block's buffers are gone.
     """
 
     def __init__(self, blocks: Iterable[nn.Module], on_moved: Callable[[], None]) -> None:

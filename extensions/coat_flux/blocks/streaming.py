@@ -48,7 +48,6 @@ class _Codes:
     host: Tensor | None = None
 
     def within(self, memory: Tensor) -> Iterator[tuple[nn.Module, str, Tensor]]:
-        """Module, name and view of each buffer in memory of the block, uint8 [bytes]."""
         for module, name, like, start in self.views:
             yield module, name, memory.as_strided(like.shape, like.stride(), memory.storage_offset() + start)
 

@@ -54,8 +54,7 @@ def is_oom(error: BaseException | None) -> bool:
 def recompute_more(transformer: nn.Module) -> str | None:
     """Let the next step need less memory under `checkpointing: auto`; a line, or None if it cannot.
 
-    Transposed copies of the weights go first, then every block recomputes. Call it outside the `except` clause, when
-    nothing refers to the failed step.
+    Transposed copies of the weights go first, then every block recomputes. Call it outside the `except` clause.
     """
     runner = BlockRunner.of(transformer)
     line = None if runner is None else runner.recompute_more()

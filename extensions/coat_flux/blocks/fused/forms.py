@@ -97,8 +97,7 @@ class Reader:
 class Form:
     """A block as read, called with the block's own arguments; a subclass has the two passes.
 
-    `forward` returns the outputs and saves in `kept` what backward reads; `backward` returns the gradients of the
-    inputs and of `parameters`.
+    `forward` returns the outputs and saves in `kept` what backward reads; `backward` returns all gradients.
 
     Attributes:
         groups: all linears but the modulations'.

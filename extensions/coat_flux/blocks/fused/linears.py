@@ -249,8 +249,7 @@ class LinearGroup:
     ) -> tuple[Tensor, Tensor | None]:
         """Return y [..., ΣN] without the adapters' part, and h (None without adapters).
 
-        `quantized` is x [..., K] by `input_storage`, `product` x Dᵀ [..., n·r]; with both, only the dtype of x
-        matters.
+        `quantized` is x [..., K] by `input_storage`, `product` x Dᵀ [..., n·r]; with both, x gives its dtype.
         """
         outputs: list[Tensor] = []
         for base in self.bases:

@@ -15,8 +15,7 @@ As leaves of the graph, FLUX.1-dev's 988 adapter matrices cost a tenth of a step
 each. Inside `written_gradients` a block returns one stand-in tensor and adds their gradients to `.grad` itself.
 
 Shapes: per stream y [B, S_i, 3·H·d], q, k and v side by side; joint q, k, v [B, S, H, d], out [B, S, H·d]; cos,
-sin [S, d], or [B, S, d] per image; shift, scale and gate [B, D]. Source: arXiv 2410.19313, section 5, carried over
-to FLUX's blocks.
+sin [S, d], or [B, S, d] per image; shift, scale and gate [B, D]. Source: arXiv 2410.19313, section 5.
 """
 
 from __future__ import annotations

@@ -201,7 +201,6 @@ class _Model:
         raise _Refusal(f"is not a folder in diffusers layout, it has no model_index.json; {remedy}")
 
     def _check_parts(self, family: Family) -> None:
-        """Every part of a folder, and whether transformer and text encoders are of one model."""
         config = _json(self.place / "transformer" / "config.json")
         base = self.place
         _check_part(self.place, "transformer", self.alone)
@@ -250,7 +249,6 @@ class _Model:
         self._check_others(Path(base_model(self.name, self.extras)), FLUX)
 
     def _check_hub(self, name: str, key: str = "name_or_path") -> None:
-        """A repository of the hub: what is known of it without asking, and whether it can be downloaded."""
         refuse = functools.partial(_Refusal, key=key, value=name)
         owner, _, repository = name.partition("/")
         if not _HUB_NAME.fullmatch(name) or Path(owner).is_dir():

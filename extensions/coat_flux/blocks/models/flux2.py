@@ -3,8 +3,7 @@
 The model makes one set of modulation vectors for all blocks of a kind and hands it in. Its linears have no bias, its
 MLPs are SwiGLU, and a single block's q, k, v and MLP come from one linear.
 Sources: diffusers models/transformers/transformer_flux2.py; https://github.com/black-forest-labs/flux2, whose model
-ai-toolkit has; names of the original: diffusers scripts/convert_flux2_to_diffusers.py; ai-toolkit's and the text
-encoders' published configs.
+ai-toolkit has; names of the original: diffusers scripts/convert_flux2_to_diffusers.py; published configs.
 """
 
 from __future__ import annotations
