@@ -18,7 +18,7 @@ from coat_core.autograd import checkpoint_records
 
 SWITCHES = ("enable_gradient_checkpointing", "gradient_checkpointing_enable")
 FLAG = "gradient_checkpointing"
-# what compiles the frames that are called now: something inside a compiled module, None or False elsewhere
+# what compiles the frames called now; None or False outside a compiled module
 _compiler = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
 
 

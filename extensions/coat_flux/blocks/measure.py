@@ -306,7 +306,7 @@ def timed(once: Callable[[], None], device: torch.device) -> float:
 
 
 def from_first_process(make: Callable[[], Any]) -> Any:
-    """What `make` returns in the first of several processes, in all of them; all must come here."""
+    """What `make` returns in the first of several processes; all must come here."""
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):

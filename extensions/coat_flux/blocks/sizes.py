@@ -460,7 +460,7 @@ def largest_moment(blocks: Sequence[BlockBytes], recomputed: Iterable[int] = (),
 
 
 def many_bytes(blocks: Sequence[Block | UnknownBlock], tokens: Tokens) -> float:
-    """Far more than a step of these blocks can need, without counting: ten times all they have in high precision."""
+    """Far more than a step can need, uncounted: ten times all that blocks have in high precision."""
     total = 0.0
     for block in blocks:
         elements = tokens.rows * block.hidden if isinstance(block, Block) else block.elements
@@ -500,7 +500,7 @@ def aligned(size: int) -> int:
 
 
 def spread(count: int, blocks: int) -> tuple[int, ...]:
-    """Return `count` indices of `blocks`, evenly spaced: the more blocks between two, the longer a copy may take."""
+    """Return `count` indices of `blocks`, evenly spaced."""
     return tuple((2 * i + 1) * blocks // (2 * count) for i in range(count))
 
 

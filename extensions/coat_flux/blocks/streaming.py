@@ -202,7 +202,7 @@ def codes_to_host(module: nn.Module) -> None:
 
 
 def park(module: nn.Module) -> None:
-    """Keep codes on the CPU, out of the buffers: ai-toolkit moves a whole model to the GPU before blocks are known."""
+    """Keep codes on the CPU, out of the buffers."""
     codes_to_host(module)
     vars(module)[PARKED] = codes_of(module)
     module._buffers.update(dict.fromkeys(vars(module)[PARKED]))

@@ -60,7 +60,7 @@ MATRICES = (".lora_A.", ".lora_B.", ".lora_down.", ".lora_up.")  # in names of p
 
 
 def family_of(model: nn.Module) -> Family:
-    """The family of this model's class, or a cautious one of its outermost lists; ValueError without any block list."""
+    """The family of a model's class, or one of its outermost lists; ValueError without any block list."""
     for cls in type(model).__mro__:
         if cls.__name__ in FAMILIES:
             return FAMILIES[cls.__name__]
