@@ -6,7 +6,6 @@
 | e5m2 | float8_e5m2         | 57344  | 2^-14           | 2^-16              | 2             |
 
 e4m3 has no infinity; e5m2 has one, and torch's own cast sends large values there (`quantize.saturating_cast` does not).
-The moments' integer formats are in `moments`.
 Source: OCP 8-bit floating point specification (OFP8) 1.0; the values are checked against `torch.finfo` by the tests.
 """
 

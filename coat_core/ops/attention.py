@@ -119,8 +119,7 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv [B, H, S, d] from the gradient of out; q, k, v and out may be FP8 round trips.
 
-    Numerics: bit-equal to torch's own backward when fed the forward pass's tensors; 24 dB and more with E4M3 round
-    trips of Gaussian q, k, v and out (tests/tolerances.py).
+    Numerics: bit-equal to torch's own backward for the forward pass's tensors; 24 dB and more for E4M3 round trips.
     """
     whole = None if mask is None else mask.expand(*q.shape[:3], k.shape[2])
     inputs = (grad, q, k, v)

@@ -2,7 +2,6 @@
 
 Such an operator takes `fmt` and `granularity` and returns (values, codes, code_scale), where codes, code_scale =
 quantize(values, fmt, granularity) to the bit, per_row or per_tensor. With granularity "none" both have shape [0].
-Unknown formats and group sizes raise ValueError.
 
 An operator that also saves its input x for backward takes `saved_format` and `group_size` and returns (x_codes,
 x_scale) of 1×G groups, to the bit; with saved_format "none" both have shape [0]. Operators of the backward pass take x

@@ -1,7 +1,6 @@
 """What kernels and their launchers share: scaling to FP8 as `quantize` defines it, reading it back, adapters.
 
-Kernels write rows of values and quantize them. Per row a kernel leaves codes and scales. Per tensor it leaves the amax
-of each row, and the cast is a second launch.
+Kernels write rows of values and quantize them; per tensor they leave each row's amax, and a second launch casts.
 """
 
 from __future__ import annotations

@@ -97,8 +97,7 @@ def mlp_activation_down(
     down is [R, D + F], R from 1 to 256, in `dtype`; granularity "per_row" or "per_tensor"; all else as in
     `mlp_activation`. Returns h_next [B, S, R] of `dtype`; then as `mlp_activation` without its values.
 
-    Numerics: codes as `mlp_activation`. The kernel sums h_next in fp32 in an order that depends on the shapes alone and
-    rounds once; the reference has the bits of torch's linear.
+    Numerics: codes as `mlp_activation`. The kernel sums h_next in fp32, always in the same order, and rounds once.
     """
     storage = (fmt, granularity, saved_format, group_size, dtype, activation)
     made = mlp_activation._init_fn(attention, mlp, h, up, *storage)
@@ -159,8 +158,7 @@ def mlp_down_gradient(
 ) -> Tensor:
     """Return dhᵀ [attention | act(mlp)], [r, D + F] of `dtype_down`, summed over all rows of all images.
 
-    dh: floating [B, S, r]; attention (or None) and mlp as in `mlp_activation`, or codes of 1×G groups with their
-    scales; the values are cast to dh's dtype.
+    dh: floating [B, S, r]; attention (or None) and mlp as in `mlp_activation`, or codes of 1×G groups and scales.
 
     Numerics: the values are those of `mlp_activation`; the kernel sums in fp32 and rounds once, always in the same
     order. The reference has the bits of torch's matrix product of the values.

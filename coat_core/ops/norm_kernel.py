@@ -1,7 +1,6 @@
 """LayerNorm or RMSNorm with adaLN modulation, forward (quantized, saving x's codes) and backward.
 
-A program holds whole rows: several where D is small. In the backward pass each takes a share of one image's rows and
-leaves its part of the sums over S, which torch adds up.
+A program holds whole rows: several where D is small. In backward each leaves its part of an image's sums over S.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Quantize per tensor, per row or per group, also saving x for backward; dequantize; transpose codes; INT8; NVFP4.
 
-Each kernel reads x [M, K] from memory once or, per row, once and again from the cache; per tensor takes two launches:
-amax of each program's share, then the cast.
+Each kernel reads x [M, K] from memory once or, per row, once and again from the cache; per tensor takes two launches.
 
 NVFP4 weights are decoded by a table: an element's byte depends only on its code and its block's scale. A block's eight
 magnitudes are the eight bytes of one word of the table, so one word is read for 16 elements, and each takes its byte by

@@ -55,8 +55,7 @@ class FP8AdamW(torch.optim.Optimizer):
     """AdamW with exp_avg and exp_avg_sq stored as FP8 codes; drop-in for torch.optim.AdamW.
 
     w ← (1 − lr·λ)·w − lr·m̂/(sqrt(v̂) + ε), with m and v dequantized before and quantized after each step, in fp32 for
-    parameters of any precision; bf16 and fp16 parameters are rounded once per step, to nearest or stochastically
-    (`fp8_config.stochastic_rounding`).
+    parameters of any precision; bf16 and fp16 parameters are rounded once per step, to nearest or stochastically.
 
     Args:
         params: parameters or param groups as in torch.optim; fp32, bf16 or fp16.

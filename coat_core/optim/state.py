@@ -161,8 +161,7 @@ def saved_states(
 ) -> list[tuple[Tensor, dict[str, Any], dict[str, Storage]]]:
     """Each parameter with its state in the file, and how each moment is stored there, all checked.
 
-    The file is one of FP8AdamW in any configuration (its groups' "fp8" entry) or of torch.optim.AdamW. A moment stored
-    otherwise than `moments` says is named in one log line.
+    The file is one of FP8AdamW in any configuration (its groups' "fp8" entry) or of torch.optim.AdamW.
     """
     saved = []
     changes = set()

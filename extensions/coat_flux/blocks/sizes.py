@@ -8,7 +8,6 @@ through the real code in a few hundredths of a second, and every storage is coun
     fused      x, q, k, v, out, MLP before GELU, and with trained gates their inputs
 
 A tensor is saved only if a gradient needs it. Operators count as a GPU's; kernels' own workspaces are not seen.
-Blocks of other models have measured rates.
 
 Shapes: rows = batch · tokens; d hidden, F MLP width, r rank. Bytes everywhere.
 """

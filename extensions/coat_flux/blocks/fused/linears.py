@@ -12,8 +12,7 @@ s is 1, or the adapter strength of the row's image. Adapters multiply in the dty
 are left to the kernels that read y or dx (arguments `h`, `U` and `dh`, `D`); others call `complete`.
 
 Each joined weight becomes a view of the matrix, so nothing is stored twice; weights that were moved apart are
-joined again at the next read. One GEMM then makes dx: summed in fp32 over all outputs and rounded once. Linears
-that ai-toolkit quantized its own way multiply separately.
+joined again at the next read. One GEMM then makes dx: summed in fp32 over all outputs and rounded once.
 
 LoRA matrices are fp32 and multiply in bf16. Casts at each use would be 2,500 small kernels per step of FLUX.1-dev;
 one shared buffer (`AdapterCopies`) takes nine.

@@ -8,8 +8,7 @@
 Autograd would hold every tensor an operator reads and accumulate gradients in separate kernels. Here a block saves
 the tensors its passes name (`Kept`), the large ones in FP8, and kernels add gradients as they go. n is quantized on
 the fly; backward recomputes it from the FP8 x for dA and the norm's gradient. q, k and v are saved before norm and
-rotation; attention's log-sum-exp exactly. A gated linear saves its result only if the gate is trained or a norm
-follows; its x is saved by the producer.
+rotation; attention's log-sum-exp exactly. A gated linear saves its result only for a trained gate or a norm.
 
 As leaves of the graph, FLUX.1-dev's 988 adapter matrices cost a tenth of a step's host time: one autograd node
 each. Inside `written_gradients` a block returns one stand-in tensor and adds their gradients to `.grad` itself.

@@ -112,8 +112,7 @@ def make_flux_dev_geometry(
     """Build a FLUX.1-dev sized transformer with random weights directly on `device`, frozen and in eval mode.
 
     Modules get memory one at a time, so nothing beyond the model's own bytes (23.8 GB in bf16) is allocated, and
-    nothing on `meta`. Linears are N(0, 1/fan-in), biases 0, norms 1. `overrides` change entries of
-    `FLUX_DEV_TRANSFORMER_CONFIG`, e.g. `num_layers=1`.
+    nothing on `meta`. Linears are N(0, 1/fan-in), biases 0, norms 1. `overrides` change the config's entries.
     """
     from diffusers import FluxTransformer2DModel
 
