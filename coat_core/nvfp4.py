@@ -9,7 +9,7 @@ which e4m3 keeps four: 0.1 dB, less than scales that need no rounding cost (0.8 
 6 · 448, below e4m3's 448, and is exact; 6 · 256 is a number of e4m3, so the largest weight is exact.
 
 s is the E4M3 number near amax / (6 t) and amax / (4 t) whose decoded block is nearest to the original: the squared
-error of 16 numbers on a coarse grid depends on where the grid falls. That is worth 1.5 dB (of twice as many: 1.53).
+error of 16 numbers on a coarse grid depends on where the grid falls. That is worth 1.5 dB; of twice as many, 1.53.
 
 Shapes: W [N, K], K a multiple of 16; codes [N, K/2], the first of two in the low half of a byte; block scales
 [N, K/16].

@@ -1,7 +1,7 @@
 """Make every LoRA adapter save its input as FP8, shared with the FP8 base linear that reads the same x.
 
   * PEFT: a layer with `base_layer`, `lora_A` and `lora_B` (module dicts by adapter name), around the base linear;
-  * ai-toolkit: a module with `lora_down`, `lora_up` and `org_module` (a list) or `orig_module_ref`, in its forward.
+  * ai-toolkit: a module with `lora_down`, `lora_up` and `org_module` (a list) or `orig_module_ref`, run in its place.
 
 In both, base linear and down projection run in turn on the same x (possibly cast in between). The fused flow reads
 them as plain matrices, y = base(x) + Σ (x Aᵀ)·factor·strength Bᵀ (`plain_adapters`), with ai-toolkit's strength
