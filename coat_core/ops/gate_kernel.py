@@ -1,10 +1,7 @@
 """Gate and residual, forward (with the result's adapter and its saved codes) and backward (quantized).
 
 With a norm, forward reads its rows twice, for the mean square and for the sum; the second reading hits the cache. In
-the backward pass a program holds whole rows, takes a share of one image's and leaves its part of the sum over S, which
-torch adds up.
-
-Shapes: residual, result, grad [B, S, D], gate [B, D], weight [D], h [B, S, r], up [D, r].
+the backward pass a program holds whole rows, takes a share of one image's and leaves its part of the sum over S.
 """
 
 from __future__ import annotations
@@ -57,7 +54,6 @@ def _complete_tile(
     RANK: tl.constexpr,
     RANK_BLOCK: tl.constexpr,
 ):
-    """A tile of result with its adapter, in fp32, rounded as it is saved; 0 outside."""
     inside = are_rows[:, None] & (columns < D)[None, :]
     result = tl.load(result_ptr + rows[:, None] * D + columns[None, :], mask=inside, other=0.0).to(tl.float32)
     if h_ptr is not None:
@@ -69,44 +65,20 @@ def _complete_tile(
 
 
 @triton.jit
-def _gated_sum_fwd_kernel(
-    residual_ptr,
-    gate_ptr,
-    result_ptr,
-    h_ptr,
-    up_ptr,
-    y_ptr,
-    saved_ptr,
-    saved_scale_ptr,
-    gate_stride,
-    h_stride,
-    S,
-    D,
-    RANK: tl.constexpr,
-    RANK_BLOCK: tl.constexpr,
-    SAVED_MAX: tl.constexpr,
-    SAVED_GROUP: tl.constexpr,
-    R: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    image = tl.program_id(2).to(tl.int64)
-    place = tl.program_id(0) * R + tl.arange(0, R)
-    rows, first = image * S + place, tl.program_id(1) * BLOCK
-    columns = first + tl.arange(0, BLOCK)
-    inside = (place < S)[:, None] & (columns < D)[None, :]
+def _store_sum(residual_ptr, gate_ptr, y_ptr, normed, like_ptr, rows, are_rows, columns, D):
+    """Store residual + gate·normed, the product rounded where the gate has the dtype of `like_ptr`."""
+    inside = are_rows[:, None] & (columns < D)[None, :]
     offsets = rows[:, None] * D + columns[None, :]
-    result = _complete_tile(result_ptr, h_ptr, up_ptr, rows, place < S, columns, h_stride, D, RANK, RANK_BLOCK)
-    store_group_codes(result, saved_ptr, saved_scale_ptr, rows, place < S, first, D, D, SAVED_MAX, SAVED_GROUP)
-    gate = tl.load(gate_ptr + image * gate_stride + columns, mask=columns < D, other=0.0).to(tl.float32)
-    product = gate[None, :] * result
-    if gate_ptr.dtype.element_ty == result_ptr.dtype.element_ty:
+    gate = tl.load(gate_ptr + columns, mask=columns < D, other=0.0).to(tl.float32)
+    product = gate[None, :] * normed
+    if gate_ptr.dtype.element_ty == like_ptr.dtype.element_ty:
         product = rounded(product, gate_ptr)
     y = tl.load(residual_ptr + offsets, mask=inside, other=0.0).to(tl.float32) + product
     tl.store(y_ptr + offsets, y, mask=inside)
 
 
 @triton.jit
-def _gated_norm_fwd_kernel(
+def _gated_sum_fwd_kernel(
     residual_ptr,
     gate_ptr,
     weight_ptr,
@@ -128,29 +100,31 @@ def _gated_norm_fwd_kernel(
     R: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    image = tl.program_id(1).to(tl.int64)
+    """R rows a program: BLOCK of their columns or, with a norm, all of them in turn."""
+    image = tl.program_id(2).to(tl.int64)
     place = tl.program_id(0) * R + tl.arange(0, R)
-    rows = image * S + place
-    squares = tl.zeros([R], tl.float32)
-    for first in range(0, D, BLOCK):
+    rows, are_rows = image * S + place, place < S
+    gate_ptr += image * gate_stride
+    if weight_ptr is None:
+        first = tl.program_id(1) * BLOCK
         columns = first + tl.arange(0, BLOCK)
-        result = _complete_tile(result_ptr, h_ptr, up_ptr, rows, place < S, columns, h_stride, D, RANK, RANK_BLOCK)
-        store_group_codes(result, saved_ptr, saved_scale_ptr, rows, place < S, first, D, D, SAVED_MAX, SAVED_GROUP)
-        squares += tl.sum(result * result, axis=1)
-    rstd = rstd_of(squares, D, eps)
-    for first in range(0, D, BLOCK):
-        columns = first + tl.arange(0, BLOCK)
-        inside = (place < S)[:, None] & (columns < D)[None, :]
-        offsets = rows[:, None] * D + columns[None, :]
-        result = _complete_tile(result_ptr, h_ptr, up_ptr, rows, place < S, columns, h_stride, D, RANK, RANK_BLOCK)
-        weight = tl.load(weight_ptr + columns, mask=columns < D, other=0.0).to(tl.float32)
-        normed = rounded(rounded(result * rstd[:, None], weight_ptr) * weight[None, :], weight_ptr)
-        gate = tl.load(gate_ptr + image * gate_stride + columns, mask=columns < D, other=0.0).to(tl.float32)
-        product = gate[None, :] * normed
-        if gate_ptr.dtype.element_ty == weight_ptr.dtype.element_ty:
-            product = rounded(product, gate_ptr)
-        y = tl.load(residual_ptr + offsets, mask=inside, other=0.0).to(tl.float32) + product
-        tl.store(y_ptr + offsets, y, mask=inside)
+        result = _complete_tile(result_ptr, h_ptr, up_ptr, rows, are_rows, columns, h_stride, D, RANK, RANK_BLOCK)
+        store_group_codes(result, saved_ptr, saved_scale_ptr, rows, are_rows, first, D, D, SAVED_MAX, SAVED_GROUP)
+        _store_sum(residual_ptr, gate_ptr, y_ptr, result, result_ptr, rows, are_rows, columns, D)
+    else:
+        squares = tl.zeros([R], tl.float32)
+        for first in range(0, D, BLOCK):
+            columns = first + tl.arange(0, BLOCK)
+            result = _complete_tile(result_ptr, h_ptr, up_ptr, rows, are_rows, columns, h_stride, D, RANK, RANK_BLOCK)
+            store_group_codes(result, saved_ptr, saved_scale_ptr, rows, are_rows, first, D, D, SAVED_MAX, SAVED_GROUP)
+            squares += tl.sum(result * result, axis=1)
+        rstd = rstd_of(squares, D, eps)[:, None]
+        for first in range(0, D, BLOCK):
+            columns = first + tl.arange(0, BLOCK)
+            result = _complete_tile(result_ptr, h_ptr, up_ptr, rows, are_rows, columns, h_stride, D, RANK, RANK_BLOCK)
+            weight = tl.load(weight_ptr + columns, mask=columns < D, other=0.0).to(tl.float32)
+            normed = rounded(rounded(result * rstd, weight_ptr) * weight[None, :], weight_ptr)
+            _store_sum(residual_ptr, gate_ptr, y_ptr, normed, weight_ptr, rows, are_rows, columns, D)
 
 
 @triton.jit
@@ -226,23 +200,19 @@ def gated_sum(a: Any) -> tuple[Tensor, ...]:
     tile = max(TILE_ELEMENTS // block, LOW_RANK_ROWS if is_narrow else 1)
     y = empty_values(residual.shape, dtype, device)
     saved = Codes(residual.shape, device, a.saved_format, "per_group", a.group_size)
-    tensors = (result, h, up, y, saved.codes, saved.scale)
-    sizes = (gate_stride, h_stride, s, d)
-    options = {
+    launch(
+        _gated_sum_fwd_kernel,
+        (n_blocks(s, tile), n_blocks(d, block) if weight is None else 1, images),
+        *(residual, gate, weight, result, h, up, y, saved.codes, saved.scale),
+        *(gate_stride, h_stride, s, d, a.eps),
         **ranks,
-        "SAVED_MAX": saved.format_max,
-        "SAVED_GROUP": min(a.group_size, block),
-        "R": tile,
-        "BLOCK": block,
-        "num_warps": warps(tile * block),
-    }
-    if weight is None:
-        rows_and_columns = (n_blocks(s, tile), n_blocks(d, block), images)
-        launch(_gated_sum_fwd_kernel, rows_and_columns, residual, gate, *tensors, *sizes, **options)
-    else:
-        whole_rows = (n_blocks(s, tile), images)
-        inputs = (residual, gate, weight)
-        launch(_gated_norm_fwd_kernel, whole_rows, *inputs, *tensors, *sizes, a.eps, **options, num_stages=1)
+        SAVED_MAX=saved.format_max,
+        SAVED_GROUP=min(a.group_size, block),
+        R=tile,
+        BLOCK=block,
+        num_warps=warps(tile * block),
+        num_stages=3 if weight is None else 1,
+    )
     return finished(y, dtype), *saved.results()
 
 
