@@ -66,7 +66,6 @@ def _complete_tile(
 
 @triton.jit
 def _store_sum(residual_ptr, gate_ptr, y_ptr, normed, like_ptr, rows, are_rows, columns, D):
-    """Store residual + gate·normed, the product rounded where the gate has the dtype of `like_ptr`."""
     inside = are_rows[:, None] & (columns < D)[None, :]
     offsets = rows[:, None] * D + columns[None, :]
     gate = tl.load(gate_ptr + columns, mask=columns < D, other=0.0).to(tl.float32)

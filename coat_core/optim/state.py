@@ -184,7 +184,6 @@ def saved_states(
 def _storages_in_file(
     where: str, saved: dict[str, Any], param: Tensor, fp8: dict[str, Any] | None
 ) -> dict[str, Storage]:
-    """How moments were stored; ValueError unless all entries belong together."""
     for key in ("step", *MOMENTS):
         if not saved.keys() & {key, f"{key}_codes"}:
             raise ValueError(f"{where}['{key}'] is missing: not a file of FP8AdamW or AdamW")

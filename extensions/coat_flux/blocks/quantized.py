@@ -74,8 +74,6 @@ def input_gradient(module: Any, grad: Tensor) -> Tensor:
 
 @functools.cache
 def _adopted(kind: type) -> type:
-    """A class of the same name that differs from `kind` in its forward."""
-
     def forward(self: Any, x: Tensor) -> Tensor:
         hand_over_input(self, x, self.coat_input_config)
         y: Tensor = _OwnProduct.apply(x, self)

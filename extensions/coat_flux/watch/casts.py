@@ -185,7 +185,6 @@ def _sampled_blocks(update: Any) -> tuple[Tensor, list[int], Tensor]:
 
 
 def _read(moments: Sequence[Moment], rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Both moments of these blocks, dequantized to fp32 [n, B]."""
     stored = []
     for codes, numbers in moments:
         bits = codes if codes.dtype == torch.float32 else codes.view(torch.uint8)  # FP8 cannot be indexed everywhere

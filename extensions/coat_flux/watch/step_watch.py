@@ -8,8 +8,7 @@
     with watch.phases.during("sample"):         everything that is not a step
     watch.guard                                 what may be saved, and what was skipped
 
-A memory line is `[before_forward] Step 100: Allocated: 8.23GB, Reserved: 10.50GB`, GB being 1e9 bytes. On a CPU they
-are the process's resident set and its peak so far, which the log explains once.
+Memory lines are in GB of 1e9 bytes; on a CPU they are the process's resident set and its peak so far.
 """
 
 from __future__ import annotations
@@ -96,12 +95,10 @@ class StepWatch:
 
     @contextmanager
     def casts(self, step: int) -> Iterator[None]:
-        """Observe the losses of casts to FP8 in the block, at health steps.
+        """Observe the losses of casts to FP8 in the block, at health steps or while layers are to be chosen.
 
-        Health steps are step 2 and every multiple of `health_every`, except a process's first step, which measures
-        execution modes. Nonfinite steps are not judged: infinities saturate. While `activation.min_sqnr_db` has layers
-        to choose, the next step from step 2 on is observed too, even with `guard.enabled: false`. DeadRunError beyond
-        `max_saturation` or `max_underflow`.
+        A process's first step is left out: it measures execution modes. Nonfinite steps are not judged: infinities
+        saturate. DeadRunError beyond `max_saturation` or `max_underflow`.
         """
         first, self._began = not self._began, True
         if first:
@@ -129,9 +126,8 @@ class StepWatch:
     def choose_layers(self, rows: Sequence[CastPrecision]) -> None:
         """Leave the layers below `activation.min_sqnr_db` in bf16, by the rows of a finished step.
 
-        The choice is made once, from forward inputs in the first observed step, by the mean over its batches and
-        processes; a resumed run reuses it. Gradients do not count: tokens far from the loss have small ones, which a
-        scale for all of them loses without harm; `activation.grad_format` is for them.
+        The choice is made once, by the mean over batches and processes. Gradients do not count: tokens far from the
+        loss have small ones, which a scale for all of them loses without harm.
         """
         measured = {row.layer: row.sqnr_db for row in rows if row.kind == INPUT and row.layer}
         names = sorted(measured)

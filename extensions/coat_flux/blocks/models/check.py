@@ -340,7 +340,6 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _has_token(toolkit_root: Path | None) -> bool:
-    """Whether the hub's token is in the environment, stored by `hf auth login`, or in ai-toolkit's `.env`."""
     from huggingface_hub import get_token
 
     if get_token():
