@@ -12,13 +12,13 @@ SOURCES = library_sources()
 TEXTS = {source.module: source.path.read_text(encoding="utf-8") for source in SOURCES}
 # goals: 35,000 lines in 210 files, 41.7 characters a line, 350 short functions, 250 called once, 100 records
 LIMITS = {  # lower them when the house has become smaller
-    "lines": 35_714,
+    "lines": 35_674,
     "files": 195,
     "characters in 100 lines": 4_421,
     "functions of four lines or fewer": 449,
-    "private functions called once in their file": 248,
+    "private functions called once in their file": 247,
     "dataclasses and named tuples": 101,
-    "docstring lines": 3_933,
+    "docstring lines": 3_922,
     "coat: options": 43,
 }
 
