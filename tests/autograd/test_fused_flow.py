@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from coat_core.activation import Saving
 from coat_core.granularity import Granularity, Storage
 from coat_flux.blocks.fused.chooser import fused_block
+from coat_flux.blocks.fused.forms import join
 from coat_flux.config.coat import COATConfig
 from tests.helpers.asserts import assert_all_bitwise, assert_bitwise
 from tests.helpers.families import BATCH, FLUX1, IMAGE, TEXT, Made, largest_difference, made, results
@@ -122,3 +123,26 @@ def test_adapters_that_are_switched_off_are_left_out() -> None:
             module.enable_adapters(False)
     for one, other in zip(fused_block(of.block, PACKING)(*of.args), of.block(*of.args), strict=True):
         assert_bitwise(one, other)
+
+
+def test_streams_that_are_neighbours_are_not_copied() -> None:
+    y = torch.randn(BATCH, TEXT + IMAGE, HIDDEN)
+    joined = join(y[:, :TEXT], y[:, TEXT:])
+    assert joined.data_ptr() == y.data_ptr()
+    assert torch.equal(joined, y)
+
+
+def test_other_streams_are_copied() -> None:
+    text, image = torch.randn(BATCH, TEXT, HIDDEN), torch.randn(BATCH, IMAGE, HIDDEN)
+    whole = torch.randn(BATCH, IMAGE + TEXT, HIDDEN)
+    wide = torch.randn(BATCH, TEXT + IMAGE, 2 * HIDDEN)[..., :HIDDEN]
+    longer = torch.randn(BATCH, TEXT + IMAGE + 1, HIDDEN)
+    pairs = [
+        (text, image),  # of two tensors
+        (whole[:, IMAGE:], whole[:, :IMAGE]),  # in the other order
+        (wide[:, :TEXT], wide[:, TEXT:]),  # rows with something between them
+        (longer[:, :TEXT], longer[:, TEXT:-1]),  # with a row after each image
+        (longer[:, :TEXT], longer[:, TEXT + 1 :]),  # not next to each other
+    ]
+    for first, second in pairs:
+        assert torch.equal(join(first, second), torch.cat([first, second], dim=1))
