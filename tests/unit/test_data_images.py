@@ -5,11 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 
+from coat_flux.data.buckets import bucket_for, cropped_share, fit_to_bucket
 from coat_flux.data.files import DatasetError
 from coat_flux.data.images import near_duplicates, read_photo, survey, to_tensor
+from coat_flux.data.preflight import CROPPED_SHARE
 from tests import tolerances
+from tests.architecture.sources import ROOT
 from tests.reliability.photos import SRGB, deep_png, encoded, matrix_profile, noise, write
 
 RED, BLUE, WHITE = (200, 30, 40), (20, 60, 180), (255, 255, 255)
@@ -220,3 +223,20 @@ def test_a_cut_out_and_its_flat_twin_look_alike(tmp_path):
     flat.paste(image, mask=opacity)
     image.putalpha(opacity)
     assert pairs(tmp_path, a=flat, b=image) == [("a", "b")]
+
+
+@pytest.mark.parametrize("resolution", [64, 512])
+def test_the_crop_to_a_bucket_keeps_the_whole_garment_of_the_example(resolution):
+    """A photo that has lost straps and legs teaches a plain garment without straps."""
+    files = (ROOT / "datasets_example" / "clothing").iterdir()
+    images = [path for path in files if path.suffix in {".jpg", ".png"}]
+    assert len(images) == 16
+    for path in images:
+        with Image.open(path) as stored:
+            image = ImageOps.exif_transpose(stored)
+        bucket = bucket_for(*image.size, resolution)
+        assert cropped_share(image.size, bucket) <= CROPPED_SHARE  # above it the run would warn
+        pixels = np.asarray(fit_to_bucket(image.convert("RGBA"), bucket), np.float32)
+        ground = np.median(pixels[: resolution // 16, : resolution // 16], axis=(0, 1))
+        rim = np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]])
+        assert np.abs(rim - ground).max() < 40, path.name  # the shade of the background; a garment differs by more

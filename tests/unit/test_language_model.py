@@ -1,4 +1,4 @@
-"""scripts/language_model.py: it learns in bf16 and with COAT, counts bytes, pairs seeds, and repeats no run."""
+"""scripts/language_model.py: it learns in bf16 and with COAT, counts bytes, and pairs seeds."""
 
 from __future__ import annotations
 
@@ -37,14 +37,6 @@ def test_both_learn_from_the_same_start_and_bytes_are_counted(printed: tuple[str
     assert found["bf16"]["state_bytes"] == pytest.approx(8.0, abs=0.01)
     assert 2.0 < found["coat"]["state_bytes"] < 2.5  # many parameters are shorter than a block
     assert found["coat"]["saved_bytes"] < 0.8 * found["bf16"]["saved_bytes"]
-
-
-def test_finished_runs_are_kept(printed, monkeypatch, capsys):
-    text, folder = printed
-    monkeypatch.setattr(script, "train", lambda *_: pytest.fail("a finished run was repeated"))
-    script.main(["--size", "tiny", "--seeds", "1", "--arms", "bf16", "coat", "--out", str(folder)])
-    row = next(line for line in text.splitlines() if line.startswith("| bf16, AdamW |"))
-    assert row in capsys.readouterr().out
 
 
 def test_gaps_are_paired_by_seed() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -66,25 +65,6 @@ def test_which_torch_a_machine_gets(monkeypatch, machine, index, asked, error):
         with pytest.raises(environment.SetupError, match=error):
             environment._install_torch(index)
     assert pip.calls == asked
-
-
-def test_the_package_is_installed_once_per_setup_py(monkeypatch, tmp_path) -> None:
-    pip = Pip(monkeypatch, gpu=False)
-    (tmp_path / "env").mkdir()
-    (tmp_path / "setup.py").write_text("one")
-    monkeypatch.setattr(environment, "ROOT", tmp_path)
-    monkeypatch.setattr(sys, "prefix", str(tmp_path / "env"))
-    for _ in range(2):
-        environment._install_package("test")
-    assert pip.calls == [["-e", f"{tmp_path}[test]"]]
-    (tmp_path / "setup.py").write_text("two")
-    pip.missing = (f"{tmp_path}[test]",)
-    with pytest.raises(environment.SetupError, match="pip failed"):
-        environment._install_package("test")
-    pip.missing = ()
-    assert environment._install_package("test")  # what failed is tried again
-    assert not environment._install_package("test")
-    assert len(pip.calls) == 3
 
 
 def test_the_notebook_installs_here_and_names_files_that_exist() -> None:
