@@ -21,7 +21,7 @@ from tests.helpers.saved_tensors import saved_by
 from tests.tolerances import BF16_ORDER_FLOOR_DB, product_floor_db
 
 FORMATS = ("e4m3", "e5m2")
-K, N, GROUP = 64, 48, 16
+K, N = 64, 48
 CONFIGS = [
     FP8LinearConfig(
         weight_format=weight, weight_granularity=rows, input_format=x, input_granularity=granularity,

@@ -21,8 +21,6 @@ from tests.helpers.asserts import assert_all_bitwise, assert_bitwise, assert_sqn
 from tests.helpers.saved_tensors import recording
 from tests.tolerances import PACKED_GRADIENT_FLOOR_DB
 
-NOTHING = Saving(min_elements=10**9)
-
 
 class TestTrainingLoops:
     def test_a_block_run_twice_before_backward(self) -> None:

@@ -13,7 +13,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from coat_core import FP8Linear, FP8TrainableLinear, replace_linear_with_fp8, restore_linear, sqnr_db
+from coat_core import FP8Linear, FP8TrainableLinear, replace_linear_with_fp8, restore_linear
 from coat_flux.blocks.apply import apply_coat
 from coat_flux.blocks.lora import OWN, SHARED, attach_lora
 from coat_flux.blocks.runner import BlockRunner
@@ -284,19 +284,6 @@ def test_nvfp4_layers_are_fused_and_have_names() -> None:
     assert {row.layer for row in weights} == set(linears)
     assert all(19 < row.sqnr_db < 23 for row in weights)
     assert all(row.saturation == 0 for row in weights)
-
-
-def test_high_precision_products_are_those_of_the_decoded_nvfp4_weights() -> None:
-    text = {**NVFP4, "activation": {"use_fp8": False}}
-    model, _, _ = coat_flux_model(text, dtype=torch.float32)
-    expected = predict(model).detach()
-    plain, _, _ = coat_flux_model(text, dtype=torch.float32)
-    original = coat_flux_model({"enabled": False}, dtype=torch.float32)[0]
-    weight = original.transformer_blocks[0].attn.to_q.base_layer.weight
-    restore_linear(plain)
-    found = plain.transformer_blocks[0].attn.to_q.base_layer.weight
-    assert 19 < sqnr_db(weight, found) < 23
-    assert_bitwise(predict(plain).detach(), expected)
 
 
 # -- adapters ---------------------------------------------------------------------------------------------------------

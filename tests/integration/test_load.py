@@ -24,7 +24,7 @@ from coat_flux.blocks.apply import apply_coat
 from coat_flux.blocks.cast_loss import WEIGHT_PRECISION
 from coat_flux.blocks.held import HeldTensors
 from coat_flux.blocks.models.checkpoint import CheckpointError, flux_config, read_header
-from coat_flux.blocks.models.flux1 import FLUX_DEV_TRANSFORMER_CONFIG, make_flux_dev_geometry
+from coat_flux.blocks.models.flux1 import FLUX_DEV_TRANSFORMER_CONFIG
 from coat_flux.config.coat import COATConfig
 from coat_flux.config.findings import ConfigError
 from coat_flux.mini_flux import MINI_FLUX
@@ -244,18 +244,6 @@ def test_a_job_trains_on_a_file(mini, tmp_path: Path) -> None:
     raw = engine_job("file", model=path, images=write_images(tmp_path / "photos", 1), out=tmp_path, train={"steps": 1})
     raw["config"]["process"][0]["model"]["extras_name_or_path"] = str(MINI_FLUX)
     assert COATTrainer(raw).train().is_file()
-
-
-def test_flux_dev_geometry_has_its_parameters_and_is_filled_on_the_device():
-    model = make_flux_dev_geometry("meta", torch.bfloat16)
-    assert sum(parameter.numel() for parameter in model.parameters()) == 11_901_408_320
-    small = {"num_layers": 1, "num_single_layers": 1, "num_attention_heads": 1, "joint_attention_dim": 32}
-    model = make_flux_dev_geometry("cpu", torch.bfloat16, **small)
-    assert {(p.device.type, p.dtype, p.requires_grad) for p in model.parameters()} == {("cpu", torch.bfloat16, False)}
-    weight = model.transformer_blocks[0].ff.net[0].proj.weight
-    assert weight.float().std().item() == pytest.approx(128**-0.5, rel=0.02)
-    assert torch.equal(model.transformer_blocks[0].attn.norm_q.weight, torch.ones(128, dtype=torch.bfloat16))
-    assert torch.equal(weight, make_flux_dev_geometry("cpu", **small).transformer_blocks[0].ff.net[0].proj.weight)
 
 
 # -- damaged and foreign weights ---------------------------------------------------------------------------------------

@@ -10,14 +10,11 @@ import torch
 
 from coat_core.optim.state import MOMENT_OF
 from coat_flux.config.coat import BY_KEY
-from coat_flux.watch.casts import CastProbe
 from tests.helpers.flux import TEXT_TOKENS
 from tests.helpers.option_run import LAYER, Run, run
-from tests.helpers.step_watch import step_watch
 
 E4M3, E5M2, FP32, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float32, torch.bfloat16
 TOKENS = 64
-KEPT = "memory: {checkpointing: none}"
 N_LINEARS, N_GEMMS = 20, 17  # in two blocks; of these all but the modulation multiply in FP8
 
 
@@ -195,24 +192,3 @@ def test_numerical_options_change_the_gradients() -> None:
     gradients = [run(text).gradients[name] for text in runs]
     for i, one in enumerate(gradients):
         assert not any(torch.equal(one, other) for other in gradients[:i]), runs[i]
-
-
-def test_layers_below_the_minimum_leave_the_fp8_gemms() -> None:
-    """activation.min_sqnr_db: after a look, those layers and no others multiply in high precision, in both passes."""
-    made = Run(coat(flow="fused"))
-    with CastProbe(made.model, made.lora) as probe:
-        made._step()
-    rows = {row.layer: row.sqnr_db for row in probe.rows(2) if row.kind == "input"}
-    assert len(rows) == N_GEMMS
-    minimum = sorted(rows.values())[4] + 1e-4
-    below = {layer for layer, value in rows.items() if value < minimum}
-    assert 5 <= len(below) < N_GEMMS  # layers that read one x have one value
-    watch, log = step_watch(f"activation: {{min_sqnr_db: {minimum}}}", made.model, report=made.report)
-    watch.choose_layers(probe.rows(2))
-    with CastProbe(made.model, made.lora) as probe:
-        made._step()
-    for kind in ("input", "gradient"):
-        assert {row.layer for row in probe.rows(3) if row.kind == kind} == rows.keys() - below
-    assert {layer for layer, why in made.report.why.items() if "min_sqnr_db" in why} == below
-    assert all(layer in log.said[-1] for layer in below)
-    assert not watch.pending

@@ -334,22 +334,6 @@ def test_shipped_config_does_what_is_said_of_it(config: Path, caplog: pytest.Log
     assert "generic" not in saved_row(report)
 
 
-def test_what_cannot_be_fused_is_in_the_table_and_in_the_plan(caplog: pytest.LogCaptureFixture) -> None:
-    """Dropout in the LoRA: in the table, and logged at the first step."""
-    job = JobConfig.load(ROOT / "configs" / "flux_clothing_tiny.yaml")
-    dropped = replace(job, network=replace(job.network, dropout=0.1))
-    kept = COATConfig.from_dict({"memory": {"checkpointing": "none"}})
-    model, report = shipped_model(kept, 4, dropout=0.1)
-    assert saved_row(report) == "decided at the first step, expected: FP8 e4m3 per_group, generic flow"
-    assert "LoRA dropout" in report.table(1000)
-    for _ in range(2):
-        model(**flux_inputs(Tokens(4, 32, 64)))[0].sum().backward()
-    warnings = [record.getMessage() for record in caplog.records if "in place of" in record.getMessage()]
-    assert len(warnings) == 2  # once for each kind of block
-    assert all(warning.endswith("LoRA dropout") for warning in warnings)
-    assert flows_of(model) == {JobFacts(dropped).settings[-1].flow} == {"generic"}
-
-
 def test_auto_chooses_again_when_a_block_is_not_fused_any_more(caplog: pytest.LogCaptureFixture) -> None:
     """And counts on the largest micro-batch seen, not on the one at hand."""
     model, _ = shipped_model(COATConfig.from_dict({"memory": {"budget_gb": 1e3}}), 4)

@@ -23,7 +23,8 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
         ({"optimizer": {"m2_format": "e5m2"}}, None, (E4M3, E5M2)),
         ({"optimizer": {"m2_format": "e5m2"}}, {"m2_format": "e4m3", "m1_format": "e5m2"}, (E5M2, E4M3)),
         ({"optimizer": {"use_fp8_m1": False}}, None, (torch.float32, E4M3)),
-        ({"optimizer": {"use_fp8": False}}, None, (torch.float32, torch.float32)),
+        ({"optimizer": {"use_fp8": False, "use_fp8_m1": True}}, None, (torch.float32, torch.float32)),
+        ({"optimizer": {"use_fp8": False}}, {"use_fp8": True, "use_fp8_m2": False}, (E4M3, torch.float32)),
         ({"optimizer": {"m1_format": "int8_ratio", "m2_format": "uint8_log"}}, None, (torch.int8, torch.uint8)),
         ({}, {"m1_format": "int8_ratio"}, (torch.int8, E4M3)),
         ({"enabled": False}, None, (torch.float32, torch.float32)),
@@ -34,17 +35,6 @@ def test_options_decide_what_is_stored(block, optimizer_params, expected) -> Non
     optimizer = build_optimizer([param], 1e-3, COATConfig.from_dict(block), optimizer_params)
     run(optimizer, [param], range(1))
     assert tuple(stored(name, optimizer.state[param]).dtype for name in MOMENTS) == expected
-
-
-def test_adamw_arguments_and_defaults() -> None:
-    optimizer = build_optimizer(make_params(), 2e-4, COATConfig())
-    group = optimizer.param_groups[0]
-    assert isinstance(optimizer, FP8AdamW)
-    assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (2e-4, (0.9, 0.999), 1e-6, 1e-2)
-    given = {"betas": [0.8, 0.99], "eps": 1e-6, "weight_decay": 0.0, "block_size": 64}
-    group = build_optimizer(make_params(), 2e-4, COATConfig(), given).param_groups[0]
-    assert (tuple(group["betas"]), group["eps"], group["weight_decay"]) == ((0.8, 0.99), 1e-6, 0.0)
-    assert group["fp8"]["block_size"] == 64
 
 
 @pytest.mark.parametrize("where", ["block", "optimizer_params"])

@@ -1,10 +1,9 @@
-"""The guard on the real model: runs that die end with the cause, one bad step changes nothing, healthy runs pass."""
+"""The guard on the real model: runs that die end with the cause, healthy runs pass."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -76,39 +75,6 @@ def test_a_healthy_run_passes_and_is_told_what_its_casts_lose() -> None:
     for kind in ("linear inputs", "gradients", "saved activations", "exp_avg", "exp_avg_sq"):
         assert f" {kind} " in run.log.details[0]
     assert "saturated" not in "".join(run.log.details)
-
-
-def test_a_learning_rate_of_a_million_ends_the_run() -> None:
-    run = Run(1e6, nonfinite_steps=3)
-    with pytest.raises(DeadRunError, match=r"not finite.* lower train\.lr.*the last good save is kept"):
-        run.train(40)
-    assert run.step < 40
-
-
-def test_one_bad_step_is_skipped_and_the_parameters_keep_every_bit() -> None:
-    run = Run(1e-3, health_every=3)
-    run.train(2)
-    weights, state = _copies(run.lora), _copies(_moments(run))
-    run.train(1, lambda step, loss: loss * math.nan)  # a health step, too
-    for before, now in ((weights, run.lora), (state, _moments(run))):
-        assert all(torch.equal(before[name].view(torch.uint8), now[name].view(torch.uint8)) for name in before)
-    assert run.guard.skipped == 1
-    lines = [*run.log.said, *run.log.details]
-    assert [line[:12] for line in lines if line.startswith("step 3")] == ["step 3: loss", "step 3: FP8 "]
-    run.train(1)
-    assert not all(torch.equal(weights[name], run.lora[name]) for name in weights)
-    run.guard.check_save(4)
-
-
-def _moments(run: Run) -> dict[str, Tensor]:
-    state = run.optimizer.state
-    return {
-        f"{name}.{key}": value for name, param in run.lora.items() for key, value in state[param].items() if value.ndim
-    }
-
-
-def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 @pytest.mark.parametrize(

@@ -182,21 +182,6 @@ def test_the_optimizer_gets_the_block_s_values_and_optimizer_params_override_the
     assert adamw == {"betas": (0.9, 0.95), "eps": 1e-7, "weight_decay": 0.0, "offload": "cpu"}
 
 
-@pytest.mark.parametrize(
-    ("block", "params", "expected"),
-    [
-        ({"use_fp8": False, "use_fp8_m1": True}, {}, (False, False)),
-        ({"use_fp8_m1": False}, {}, (False, True)),
-        ({"use_fp8_m1": False, "use_fp8_m2": False}, {}, (False, False)),
-        ({}, {"use_fp8": False}, (False, False)),
-        ({"use_fp8": False}, {"use_fp8": True, "use_fp8_m2": False}, (True, False)),
-    ],
-)
-def test_use_fp8_is_the_master_switch(block: dict, params: dict, expected: tuple[bool, bool]) -> None:
-    fp8, _ = COATConfig.from_dict({"optimizer": block}).optimizer_config(params)
-    assert (fp8.use_fp8_m1, fp8.use_fp8_m2) == expected
-
-
 def test_the_linear_gets_weight_and_activation_options() -> None:
     activation = {"use_fp8": False, "format": "e5m2", "grad_format": "bf16", "linear_granularity": "per_tensor"}
     block = {"weight": {"format": "e5m2", "granularity": "per_row"}, "activation": activation, "fallback": "error"}

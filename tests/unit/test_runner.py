@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from coat_core.optim.state import state_bytes
 from coat_flux.blocks import runner as runner_module
 from coat_flux.blocks.hook import hook_of, own_forward, release, take_over
 from coat_flux.blocks.report import shared_rows
@@ -248,12 +247,6 @@ def recomputed(model: Any, tokens: int = TOKENS) -> list[int]:
     return [i for i, block in enumerate(model.blocks) if block.calls == 2]
 
 
-@pytest.mark.parametrize("efficient", [True, False])
-def test_fixed_modes(efficient: bool) -> None:
-    assert recomputed(make(checkpointing="none", enable_efficient_checkpoint=efficient)) == []
-    assert recomputed(make(checkpointing="all", enable_efficient_checkpoint=efficient)) == [0, 1, 2, 3, 4, 5]
-
-
 def test_host_that_forbids_recomputation() -> None:
     with pytest.raises(ValueError, match=r"coat\.memory\.checkpointing='all': train.gradient_checkpointing is false"):
         make(False, checkpointing="all")
@@ -267,20 +260,6 @@ def budget_for(kept: int, elements: int = ELEMENTS) -> float:
     return elements * (UNKNOWN.high_precision + blocks + 1) / 1e9  # 1: the optimizer's states, and rounding
 
 
-@pytest.mark.parametrize("kept", [0, 1, 5, BLOCKS])
-def test_auto_keeps_as_many_blocks_as_fit(monkeypatch, caplog, kept: int) -> None:
-    monkeypatch.setattr(runner_module, "used_bytes", lambda device: (0.0, 0))
-    with caplog.at_level(logging.INFO):
-        assert len(recomputed(make(budget_gb=budget_for(kept)))) == BLOCKS - kept
-    assert f"checkpointing auto: {BLOCKS - kept} of 6 blocks recompute" in caplog.text
-    assert "even recomputing every block" not in caplog.text
-
-
-def test_auto_counts_what_is_held_already(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner_module, "used_bytes", lambda device: (1e9, 0))
-    assert len(recomputed(make(budget_gb=1.0 + budget_for(4)))) == 2
-
-
 def test_auto_chooses_again_when_images_grow_and_not_when_they_shrink(monkeypatch, caplog) -> None:
     monkeypatch.setattr(runner_module, "used_bytes", lambda device: (0.0, 0))
     model = make(budget_gb=budget_for(3))
@@ -291,17 +270,6 @@ def test_auto_chooses_again_when_images_grow_and_not_when_they_shrink(monkeypatc
             model.zero_grad()
     assert chosen[0] == 3 < chosen[1] == chosen[2] == chosen[3]
     assert len([m for m in caplog.messages if m.startswith("checkpointing auto: ")]) == 2
-
-
-def test_auto_chooses_again_when_gradients_are_accumulated(monkeypatch, caplog) -> None:
-    """The gradients of the first micro-batch are there while the second one runs: 6 x 64 x 4 bytes."""
-    monkeypatch.setattr(runner_module, "used_bytes", lambda device: (0.0, 0))
-    states = state_bytes(COATConfig().optimizer_config()[0], [WIDTH] * BLOCKS)
-    exact = budget_for(3) - (ELEMENTS - states - 1000) / 1e9  # 1000 bytes to spare without them
-    model = make(budget_gb=exact)
-    with caplog.at_level(logging.INFO):
-        chosen = [len(recomputed(model)) for _ in range(3)]
-    assert chosen == [3, 4, 4]
 
 
 def test_auto_says_when_nothing_fits(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
