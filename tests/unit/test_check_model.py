@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from coat_flux.blocks.models import ARCHS, REFUSED
 from coat_flux.blocks.models.check import archs_of, check_arch, check_device, check_model, check_models
+from coat_flux.config.check import check_job_dict
 from coat_flux.config.findings import Findings
 from coat_flux.mini_flux import EMBEDDED_MODEL, MINI_FLUX
 from tests.helpers.original_layout import write_original
@@ -241,14 +242,15 @@ RUN += [f"train.attention_backend=flash{KLEIN}", f"model.lora_path=/nowhere{KLEI
 
 
 def test_what_an_ai_toolkit_job_fails_without(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def needs(text: str, elsewhere: bool = False) -> list[tuple[str, str]]:
+    def needs(text: str, check: Any = check_models, **options: Any) -> list[tuple[str, str]]:
         changes = {word.partition("=")[0]: yaml.safe_load(word.partition("=")[2]) for word in text.split(" ")}
         raw = job_with({"model.name_or_path": EMBEDDED_MODEL, "device": "cpu", **changes})
-        return [(item.severity, item.key[18:]) for item in check_models(raw, trainer=AITK, elsewhere=elsewhere)]
+        return [(item.severity, item.key[18:]) for item in check(raw, trainer=AITK, **options)]
 
-    for text in [*FAIL, "decorator={x:1}", f"model.attn_masking=true{KLEIN}"]:
-        assert needs(text, elsewhere=True) == [("error", text.partition("=")[0])]
-    assert [needs(text, elsewhere=True) for text in RUN] == [[]] * len(RUN)
+    for text in [*FAIL, f"model.attn_masking=true{KLEIN}"]:
+        assert needs(text, check_job_dict) == [("error", text.partition("=")[0])]
+    assert needs("decorator={x:1}", elsewhere=True) == [("error", "decorator")]
+    assert [needs(text, check_job_dict) for text in RUN] == [[]] * len(RUN)
     edit(model / "text_encoder_2" / "config.json", d_model=4096)  # FLUX.1's own, and the decorator's
     edit(model / "transformer" / "config.json", joint_attention_dim=4096)
     assert needs(f"model.name_or_path={model} decorator={{x:1}}") == []

@@ -1,15 +1,7 @@
-"""All findings about one job, for either trainer.
-
-`ai_toolkit_needs.tsv` lists what a job fails without, in or after the load:
-
-key, values     a key of the process entry, a pattern of its values
-where           patterns of other keys (`none`: absent), and of the arch
-need            a package, `file`, `file or hub`, or `<rule>; <remedy>`
-"""
+"""All findings about one job, for either trainer."""
 
 from __future__ import annotations
 
-import csv
 import importlib.util
 import re
 from collections.abc import Mapping
@@ -24,15 +16,11 @@ from .job import JobConfig
 from .job_file import plain_job
 from .job_sections import PROCESS_TYPES, ValidationSection
 from .options import build
-from .rules import AI_TOOLKIT, STANDALONE, Block, Entry, arch_of, check_entry
+from .rules import AI_TOOLKIT, NEEDS, STANDALONE, Block, Entry, check_entry
 
 TRAINERS = (STANDALONE, AI_TOOLKIT)
-TABLE = Path(__file__).with_name("ai_toolkit_needs.tsv")
 PLACES = {"file": "one that exists", "file or hub": "one that exists, or owner/name"}
 _HUB = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*){1,2}")  # a third part names a file
-
-with TABLE.open(encoding="utf-8", newline="") as table:
-    NEEDS = list(csv.DictReader(table, delimiter="\t", quoting=csv.QUOTE_NONE))
 
 
 def check_job_dict(
@@ -64,21 +52,12 @@ def check_job_dict(
     return findings.all
 
 
-def check_needs(
-    process: Mapping[str, Any], path: str, findings: Findings, *, elsewhere: bool = False, alone: bool = False
-) -> None:
-    """Check the rows of the table; `elsewhere`: on another machine, `alone`: without ai-toolkit."""
+def check_needs(process: Mapping[str, Any], path: str, findings: Findings, *, alone: bool = False) -> None:
+    """Check for packages and files that the job needs here; `alone`: without ai-toolkit."""
     block = Block(process, path, findings)
-    for row in NEEDS:
-        key, need = row["key"], row["need"]
-        patterns = [f"{key}={row['values']}", *row["where"].split()]
-        if not all(_fits(block, *pattern.split("=", 1)) for pattern in patterns):
-            continue
-        if ";" in need:
-            block.error(key, need)
-        elif elsewhere:
-            continue
-        elif need in PLACES:
+    for row in filter(block.fits, NEEDS):
+        key, need = row["key"], row["finding"]
+        if need in PLACES:
             place = Path(block.get(key))
             on_hub = "hub" in need and _HUB.fullmatch(block.get(key))
             if not (place.exists() or (on_hub and not Path(place.parts[0]).is_dir())):
@@ -90,13 +69,6 @@ def check_needs(
                 block.error(key, f"{rule}, or write another value")
             else:
                 block.warn(key, f"{rule}, if ai-toolkit's Python lacks it, too")
-
-
-def _fits(block: Block, key: str, pattern: str) -> bool:
-    value = block.get(key)
-    if key == "arch":
-        value = arch_of(block.get("model", {}))
-    return re.fullmatch(pattern, str(value).lower()) is not None
 
 
 def is_installed(package: str) -> bool:

@@ -67,10 +67,9 @@ class Findings:
             self.errors.append(Finding("error", self.file, path, shown, text))
 
     def warn(self, path: str, text: str, value: Any = ABSENT) -> None:
-        """Add a warning, unless the key was refused."""
-        if self.sound(path):
-            shown = None if value is ABSENT else show(value)
-            self.warnings.append(Finding("warning", self.file, path, shown, text))
+        """Add a warning, which `all` leaves out if the key is refused."""
+        shown = None if value is ABSENT else show(value)
+        self.warnings.append(Finding("warning", self.file, path, shown, text))
 
     def sound(self, *paths: str) -> bool:
         """Whether neither the keys nor a block around one was refused; rules between keys need them all."""
@@ -83,7 +82,7 @@ class Findings:
     @property
     def all(self) -> list[Finding]:
         """Errors, then warnings."""
-        return [*self.errors, *self.warnings]
+        return [*self.errors, *(item for item in self.warnings if self.sound(item.key))]
 
     def raise_if_any(self) -> None:
         """Raise all errors so far as one ConfigError."""

@@ -2,10 +2,17 @@
 
 An error would make the run differ from the file, or fail; a warning is only surprising. Rules about ai-toolkit
 describe 0.12.26. Types and single values have been checked before.
+
+`rules.tsv` lists the rules that need no arithmetic, and what a job fails without:
+
+key, values     a key of the process entry, a pattern of its values (`none`: absent)
+where           patterns of other keys, of the arch, and of the entry (`Entry.facts`)
+finding         `<rule>; <remedy>`, or a package, `file`, `file or hub` (`check.check_needs`)
 """
 
 from __future__ import annotations
 
+import csv
 import re
 import unicodedata
 from collections import Counter
@@ -14,32 +21,21 @@ from pathlib import Path
 from typing import Any
 
 from ..base.names import COAT_OPTIMIZER, COAT_QTYPE, COAT_TYPE
+from .ai_toolkit_keys import ANY_CASE
 from .coat import ADAMW_OPTIONS, COAT_PARAMS, COATConfig
 from .findings import ABSENT, Findings
 from .job_sections import DTYPES, LR_PARAMS, OPTIMIZER_PARAMS, PRODIGY_LOW_LR
-from .options import FORMATS, Option, parse_keys
+from .options import Option, parse_keys
 
 STANDALONE, AI_TOOLKIT = "standalone", "ai-toolkit"
 STANDALONE_ARCHS = ("flux", "flux2", "flux2_klein_4b", "flux2_klein_9b")  # that our own trainer trains
 FLAGS = ("pixart_sigma", "auraflow", "lumina2", "vega", "ssd", "pixart")
 _LEGACY = {"is_flux": "flux", "is_xl": "sdxl", "is_v2": "sd2", "is_v3": "sd3"}
 _LEGACY |= {f"is_{name}": name for name in FLAGS}
-UNQUANTIZED = ("sd1", "sd2", "sdxl", "ssd", "vega", "pixart", "pixart_sigma", "auraflow")
 
 HIGH_LR, LOW_LR = 1e-2, 2e-6  # for LoRAs of FLUX
 FINDS_LR = ("prodigy", "dadapt", "automagic")  # optimizers that choose their own steps
-FULL_OPTIMIZERS = (COAT_OPTIMIZER, "adamw", "adam", "adamw8bit", "lion")  # `plan` knows their memory
-OFFLOAD_KEYS = ("coat.optimizer.offload", "train.optimizer_params.offload")
 WRITTEN = ("coat", "config.yaml", "optimizer.pt", "samples")  # files that a run writes to its folder
-ALONE_IN_FULL = (  # features of ai-toolkit that full fine-tuning with COAT excludes
-    "train.train_text_encoder",
-    "train.diff_output_preservation",
-    "train.blank_prompt_preservation",
-    "train.inverted_mask_prior",
-    "model.compile",
-    "model.split_model_over_gpus",
-)
-
 DISTILLED = re.compile(r"(schnell|turbo|lightning|klein-(?!base)[^/]*)[^/]*/?$", re.IGNORECASE)
 BUCKET_STEP = 32  # FLUX.1: 8 (VAE) × 2 (packing) × 2; also the least resolution
 TRIGGER_TAG = "[trigger]"
@@ -59,10 +55,18 @@ _BAD_NAME = re.compile(r'[<>:"/\\|?*\x00-\x1f\[\]]|^[. ]|[. ]$')
 _NO_CAPTIONS = ("json", "jsonl", "csv", "jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff")
 _PROMPT_FLAG = re.compile(r"\s--[a-z]")
 _SCRIPTS = {"CJK": "Chinese", "HIRAGANA": "Japanese", "KATAKANA": "Japanese", "HANGUL": "Korean"}
+WARNING = "warning: "  # before a finding of the table that is no error
+
+with Path(__file__).with_suffix(".tsv").open(encoding="utf-8", newline="") as table:
+    TABLE = list(csv.DictReader(table, delimiter="\t", quoting=csv.QUOTE_NONE))
+RULES = [row for row in TABLE if ";" in row["finding"]]
+NEEDS = [row for row in TABLE if ";" not in row["finding"]]
 
 
 class Block:
     """A block of type-checked keys, and where findings about it go."""
+
+    facts: Mapping[str, str] = {}  # of an entry, for the table
 
     def __init__(self, raw: Mapping[str, Any], path: str, findings: Findings):
         self.raw, self.path, self.findings = raw, path, findings
@@ -87,6 +91,17 @@ class Block:
     def warn(self, key: str, text: str) -> None:
         """Add a warning at a dotted key."""
         self.findings.warn(f"{self.path}.{key}", text, self._written(key))
+
+    def fits(self, row: Mapping[str, str]) -> bool:
+        """Whether a row of the table applies, and none of its keys was refused."""
+        for pattern in (f"{row['key']}={row['values']}", *row["where"].split()):
+            key, _, values = pattern.partition("=")
+            value = arch_of(self.get("model", {})) if key == "arch" else self.facts.get(key, self.get(key))
+            keeps_case = isinstance(value, str) and key.rpartition(".")[2] not in ANY_CASE
+            text = value if keeps_case else str(value).lower()
+            if not (self.sound(key) and re.fullmatch(values, text)):
+                return False
+        return True
 
     def forbid(self, key: str, text: str) -> None:
         """Add an error if the key is true or not empty."""
@@ -136,6 +151,8 @@ class Entry(Block):
         qtype = self.get("model.qtype", "qfloat8") if self.get("model.quantize") else None
         self.qtype = qtype if self.alone or qtype is None else qtype.partition("|")[0]
         self.is_flux = self.alone or arch_of(self.get("model", {})) == "flux"
+        trains = "model" if self.full else "network"
+        self.facts = {"trainer": trainer, "trains": trains, "enabled": str(self.enabled).lower()}
 
     def given(self, key: str) -> bool:
         """Whether the key is present."""
@@ -169,6 +186,9 @@ def check_entry(entry: Entry) -> None:
     _check_model(entry)
     _check_samples(entry)
     _check_coat(entry)
+    for row in filter(entry.fits, RULES):
+        add = entry.warn if row["finding"].startswith(WARNING) else entry.error
+        add(row["key"], row["finding"].removeprefix(WARNING))
 
 
 # --- places ---
@@ -180,8 +200,6 @@ def _check_places(entry: Entry) -> None:
     if not name or _BAD_NAME.search(name):
         text = "names the run's folder, so without <>:\"/\\|?*[] and a dot or blank at an end; write another"
         entry.findings.add(entry.name_path, text, name)
-    if not entry.alone and entry.get("training_folder") is None:
-        entry.error("training_folder", "is missing; write output, for example")
     for key in ("training_folder", "log_dir", "model.name_or_path"):
         _check_path(entry, key)
     folder = entry.get("training_folder")
@@ -191,9 +209,7 @@ def _check_places(entry: Entry) -> None:
             photos = dataset.get("folder_path") or dataset.get("dataset_path")
             if photos and (run / "x").is_relative_to(Path(photos).resolve()):
                 entry.error("training_folder", f"is inside the data set {photos}; write a folder outside")
-    if not re.fullmatch(r"cuda(:\d+)?|mps|cpu", device):
-        entry.error("device", "must be cuda, cuda:0, mps or cpu; write cuda")
-    elif not entry.alone and device.startswith("cuda:") and device != "cuda:0":
+    if not entry.alone and device.startswith("cuda:") and device != "cuda:0":
         remedy = f"write cuda and set CUDA_VISIBLE_DEVICES={device.removeprefix('cuda:')}"
         entry.error("device", f"ai-toolkit takes the first visible GPU; {remedy}")
 
@@ -214,14 +230,7 @@ def _check_path(block: Block, key: str) -> None:
 
 def _check_network(entry: Entry) -> None:
     """What is trained is a network: a LoRA, mostly."""
-    get = entry.get
-    full_only = "is for full fine-tuning; remove it, or network"
-    for key in OFFLOAD_KEYS:
-        if get(key) == "cpu":
-            entry.error(key, full_only)
-    entry.forbid("train.fused_backward", full_only)
-    if get("coat.activation.wgrad_format", "bf16") != "bf16":
-        entry.error("coat.activation.wgrad_format", full_only)
+    get, full_only = entry.get, "is for full fine-tuning; remove it, or network"
     for key, default in (("coat.include", ["*"]), ("coat.exclude", [])):
         if list(get(key, default)) != default:
             entry.error(key, f"{full_only} (a LoRA has network_kwargs.only_if_contains)")
@@ -236,61 +245,16 @@ def _check_network(entry: Entry) -> None:
     sizes_sound = entry.sound("network.linear", "network.rank")
     if entry.is_flux and sizes_sound and get(alpha_key) not in (None, size):
         entry.error(alpha_key, f"on FLUX alpha is the rank; write {size}, and scale lr instead")
-    if get("network.network_kwargs.only_if_contains") == []:
-        entry.error("network.network_kwargs.only_if_contains", "leaves nothing to train; write null or names")
-    if entry.enabled and get("network") and not entry.alone:
-        entry.forbid("train.merge_network_on_save", "saves the whole model, which is in FP8; write false")
-        if get("save.dtype") in ("8bit", "e4m3fn", "float8"):
-            entry.error("save.dtype", "no other program reads a LoRA in FP8; write float16 or bf16")
 
 
 def _check_full(entry: Entry) -> None:
     """What is trained is the transformer itself."""
-    get, optimizer, remedy = entry.get, entry.optimizer, "or add network to train a LoRA"
     if any(file.startswith(entry.name) for file in WRITTEN):
         entry.findings.add(entry.name_path, "begins another file's name of the run; write a longer one", entry.name)
-    if entry.alone and optimizer not in FULL_OPTIMIZERS:
-        entry.error("train.optimizer", f"is not for whole models; write one of {', '.join(FULL_OPTIMIZERS)}")
-    if not entry.alone and not entry.enabled:
-        entry.forbid("train.fused_backward", f"needs type: {COAT_TYPE} and coat.enabled: true; remove it")
-    if optimizer != COAT_OPTIMIZER:
-        entry.forbid("train.fused_backward", f"only {COAT_OPTIMIZER} updates in backward; write false")
-        for key in OFFLOAD_KEYS:
-            if get(key) == "cpu":
-                entry.error(key, f"is for the moments of {COAT_OPTIMIZER}; write none")
-    if entry.enabled or entry.alone:
-        entry.forbid("model.quantize", f"is for frozen weights; write false, {remedy}")
-    if not entry.enabled:
-        return
-    if entry.coat.weight.format not in FORMATS:
-        entry.error("coat.weight.format", f"is for frozen weights; write e4m3 or e5m2, {remedy}")
-    if entry.coat.memory.stream_blocks != 0:
-        entry.error("coat.memory.stream_blocks", f"is for frozen weights; write 0, {remedy}")
-    if get("coat.activation.flow") == "fused":
-        entry.error("coat.activation.flow", f"is for frozen weights; write generic, {remedy}")
-    if entry.alone:
-        return
-
-    # ai-toolkit's handling of whole models that rules out a resume, or COAT
-    if arch_of(get("model", {})) != "flux":
-        entry.error("model.arch", f"is not trained as a whole with COAT; write arch: flux, {remedy}")
-    trained = DTYPES.get(get("train.dtype", "fp32"))
-    if entry.given("save.dtype") and DTYPES.get(get("save.dtype")) != trained:
+    trained = DTYPES.get(entry.get("train.dtype", "fp32"))
+    differs = entry.given("save.dtype") and DTYPES.get(entry.get("save.dtype")) != trained
+    if differs and entry.enabled and not entry.alone:
         entry.error("save.dtype", f"ai-toolkit saves a whole FLUX as it is trained; write {trained}")
-    if get("train.ema_config.use_ema"):
-        entry.error("train.ema_config", "the average changes weights behind their codes; write use_ema: false")
-    for key in ("model.lora_path", "model.assistant_lora_path", "model.inference_lora_path"):
-        entry.forbid(key, "is added at each start, so twice to a resumed run; remove it")
-    for key in ("model.only_if_contains", "model.ignore_if_contains"):
-        entry.forbid(key, "coat.include and exclude choose what is trained; write those")
-    for key in ALONE_IN_FULL:
-        entry.forbid(key, "is not for full fine-tuning with COAT; write false")
-    entry.forbid("adapter", f"is not for full fine-tuning with COAT; remove it, {remedy}")
-    if get("train.fused_backward"):
-        text = "goes backward several times, fused_backward once"
-        entry.forbid("train.single_item_batching", f"{text}; write false")
-        if get("train.loss_type") == "mean_flow":
-            entry.error("train.loss_type", f"{text}; write mse")
 
 
 # --- training ---
@@ -298,9 +262,6 @@ def _check_full(entry: Entry) -> None:
 
 def _check_train(entry: Entry) -> None:
     get, optimizer = entry.get, entry.optimizer
-    if get("train.gradient_accumulation_steps", 1) != 1:
-        text = "ai-toolkit counts the last of these steps only; write gradient_accumulation"
-        entry.error("train.gradient_accumulation_steps", text)
     high = get("train.max_denoising_steps", 999)
     if get("train.min_denoising_steps", 0) > high:
         text = f"must not be above max_denoising_steps, which is {high}; write less"
@@ -308,11 +269,8 @@ def _check_train(entry: Entry) -> None:
     if get("train.dtype") in ("fp16", "float16", "half"):
         add = entry.error if entry.is_flux or entry.coat is not None else entry.warn
         add("train.dtype", "FLUX and FP8 codes overflow in fp16; use bf16")
-    if not entry.alone:
-        if get("train.max_grad_norm", 1.0) <= 0 and optimizer != "adafactor":  # which is not clipped
-            entry.error("train.max_grad_norm", "scales gradients to 0, so nothing is learned; write 1.0")
-        if entry.is_flux and get("train.noise_scheduler") != "flowmatch":
-            entry.error("train.noise_scheduler", "the default is not for FLUX; write flowmatch")
+    if not entry.alone and get("train.max_grad_norm", 1.0) <= 0 and optimizer != "adafactor":  # which is not clipped
+        entry.error("train.max_grad_norm", "scales gradients to 0, so nothing is learned; write 1.0")
 
     rate = get("train.lr", 1e-6)
     if entry.alone and optimizer == "prodigy" and rate < PRODIGY_LOW_LR:
@@ -347,32 +305,17 @@ def _check_model(entry: Entry) -> None:
         remedy = "train its base, or in ai-toolkit with assistant_lora_path"
         entry.warn("model.name_or_path", f"{rule}; {remedy}")
     if entry.alone:
-        trains = "the stand-alone trainer trains FLUX.1 and FLUX.2"
         if arch and arch not in STANDALONE_ARCHS:
-            entry.error("model.arch", f"{trains}; write {', '.join(STANDALONE_ARCHS)}")
-        if not arch and not get("model.is_flux"):
-            entry.error("model.is_flux", f"{trains}; write true, or arch: flux2")
-        if qtype not in (None, COAT_QTYPE):
-            remedy = f"write {COAT_QTYPE}, or quantize: false"
-            entry.error("model.qtype", f"not supported by the stand-alone trainer; {remedy}")
+            rule = "the stand-alone trainer trains FLUX.1 and FLUX.2"
+            entry.error("model.arch", f"{rule}; write {', '.join(STANDALONE_ARCHS)}")
         return
-    family = arch_of(get("model", {}))
-    if get("model.name_or_path") is None:
-        entry.error("model.name_or_path", "is missing; write a folder in diffusers layout or a hub name")
-    elif family == "sd1" and not arch and entry.sound("model.arch"):
-        entry.warn("model.is_flux", "without it ai-toolkit loads Stable Diffusion 1; write true")
-    if qtype == COAT_QTYPE and family in UNQUANTIZED:
-        entry.error("model.qtype", f"ai-toolkit does not quantize {family}; write quantize: false")
     in_qtype = "|" in get("model.qtype", "")
     if in_qtype or get("model.accuracy_recovery_adapter"):
         key = "model.qtype" if in_qtype else "model.accuracy_recovery_adapter"
-        if family == "flux" or qtype is None:
+        if arch_of(get("model", {})) == "flux" or qtype is None:
             entry.warn(key, "is not read for FLUX.1, or without quantize; remove it")
         elif qtype == COAT_QTYPE:
             entry.warn(key, f"is for another quantization than {COAT_QTYPE}; remove it")
-    if get("model.compile") and not get("model.block_compile"):
-        add = entry.error if entry.is_flux else entry.warn
-        add("model.compile", "without block_compile FLUX fails at the first step; write block_compile: true")
 
 
 # --- the `coat:` block ---
@@ -380,33 +323,18 @@ def _check_model(entry: Entry) -> None:
 
 def _check_coat(entry: Entry) -> None:
     """The `coat:` block against the keys of ai-toolkit that ask for the same or the opposite."""
-    coat, optimizer, qtype = entry.coat, entry.optimizer, entry.qtype
-    switches = ("train.optimizer", "model.quantize", "model.qtype", "coat.enabled", "coat.optimizer", "coat.weight")
-    if coat is None or not entry.sound(*switches):
+    coat = entry.coat
+    if coat is None or not entry.sound("train.optimizer", "coat.enabled", "coat.optimizer"):
         return
     kind = entry.get("type", COAT_TYPE)
     if entry.alone and entry.given("coat") and kind != COAT_TYPE:
         entry.findings.warn(f"{entry.path}.coat", f"ai-toolkit reads this block with type: {COAT_TYPE} only")
-    if not coat.enabled:
-        text = "contradicts coat.enabled: false"
-        if entry.given("coat") and qtype == COAT_QTYPE:
-            entry.error("model.qtype", f"{text}; write quantize: false, or coat.enabled: true")
-        if entry.given("coat") and optimizer == COAT_OPTIMIZER:
-            entry.error("train.optimizer", f"{text}; write adamw, or coat.enabled: true")
-        return
-    if qtype == COAT_QTYPE and not coat.weight.use_fp8:
-        entry.error("model.qtype", "contradicts coat.weight.use_fp8: false; write quantize: false")
-    if not entry.alone and qtype not in (None, COAT_QTYPE):
-        entry.warn("model.qtype", f"linears stay as ai-toolkit quantizes them; write {COAT_QTYPE} for FP8 GEMMs")
-    if optimizer != COAT_OPTIMIZER:
+    if coat.enabled and entry.optimizer != COAT_OPTIMIZER:
         if coat.optimizer.use_fp8 and entry.given("coat.optimizer"):
             text = f"does not read coat.optimizer; write {COAT_OPTIMIZER}, or coat.optimizer.use_fp8: false"
             entry.error("train.optimizer", text)
         elif coat.optimizer.use_fp8 or entry.alone:
             entry.warn("train.optimizer", f"stores moments not as COAT; write {COAT_OPTIMIZER} for FP8 moments")
-    if entry.get("train.gradient_checkpointing") is False and coat.memory.checkpointing == "all":
-        text = "contradicts train.gradient_checkpointing: false; write none or auto, or true there"
-        entry.error("coat.memory.checkpointing", text)
 
 
 # --- photos and prompts ---
@@ -458,8 +386,6 @@ def _check_dataset(dataset: Block, is_cached: bool, alone: bool) -> None:
 
 def _check_samples(entry: Entry) -> None:
     prompts, items = entry.get("sample.prompts", []), entry.blocks("sample.samples")
-    if prompts and entry.get("sample.samples"):
-        entry.error("sample.prompts", "ai-toolkit ignores it when there are samples; keep one of them")
     texts = {f"{entry.path}.sample.prompts[{i}]": text for i, text in enumerate(prompts)}
     for item in items:
         texts[f"{item.path}.prompt"] = item.get("prompt", "")

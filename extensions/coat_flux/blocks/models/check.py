@@ -60,7 +60,8 @@ def check_models(
             check_device(process.get("device"), f"{path}.device", findings)
             check_model(process["model"], f"{path}.model", findings, trainer, toolkit_root)
         if trainer != STANDALONE:
-            check_needs(process, path, findings, elsewhere=elsewhere)
+            if not elsewhere:
+                check_needs(process, path, findings)
             encoder = _json(_place_of(process["model"]) / "text_encoder_2" / "config.json")
             width = encoder.get("d_model", T5_WIDTH)
             if process.get("decorator") and width != T5_WIDTH:
