@@ -10,7 +10,6 @@ import importlib.util
 import os
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,20 +43,9 @@ def printable(name: object) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(name))
 
 
-@dataclass
-class Listing:
-    """A folder's images, videos and sounds, other visible files, and one line per finding; sorted."""
-
-    images: list[Path] = field(default_factory=list)
-    media: list[Path] = field(default_factory=list)
-    others: list[Path] = field(default_factory=list)
-    errors: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-
-
 def find_images(folder: Path, media: tuple[str, ...] = ()) -> list[Path]:
     """Images below a folder, sorted, then files with the extensions `media`."""
-    listing = list_folder(folder)
+    listing = Listing(folder)
     others = [path for path in listing.media if path.name.lower().endswith(media)]
     return listing.images + others
 
@@ -72,48 +60,52 @@ def media_read(dataset: Mapping[str, Any], arch: str = "") -> tuple[str, ...]:
     return ()
 
 
-def list_folder(folder: Path) -> Listing:
-    """All files below a folder."""
-    listing, links, images, media = Listing(), [], [], []
-    unlisted: list[OSError] = []
-    for root, names, files in os.walk(folder, onerror=unlisted.append):
-        names[:] = sorted(name for name in names if not name.startswith(".") and name not in _NOT_ENTERED)
-        links += [Path(root, name) for name in names if Path(root, name).is_symlink()]
-        for path in (Path(root, name) for name in files if not name.startswith(".")):
-            name = path.name.lower()
-            if name.endswith(IMAGE_EXTENSIONS):
-                images.append(path)
-            elif name.endswith(MEDIA_EXTENSIONS):
-                media.append(path)
+class Listing:
+    """A folder's images, videos and sounds, other visible files, and one line per finding; sorted."""
+
+    def __init__(self, folder: Path):
+        self.images: list[Path] = []
+        self.errors: list[str] = []
+        self.warnings: list[str] = []
+        links, images, media, others = [], [], [], []
+        unlisted: list[OSError] = []
+        for root, names, files in os.walk(folder, onerror=unlisted.append):
+            names[:] = sorted(name for name in names if not name.startswith(".") and name not in _NOT_ENTERED)
+            links += [Path(root, name) for name in names if Path(root, name).is_symlink()]
+            for path in (Path(root, name) for name in files if not name.startswith(".")):
+                name = path.name.lower()
+                if name.endswith(IMAGE_EXTENSIONS):
+                    images.append(path)
+                elif name.endswith(MEDIA_EXTENSIONS):
+                    media.append(path)
+                else:
+                    others.append(path)
+        self.media = sorted(filter(os.path.isfile, media), key=Path.as_posix)
+        self.others = sorted(others, key=Path.as_posix)
+        for error in unlisted:
+            self.errors.append(f"{printable(error.filename)}: cannot be listed ({error.strerror}); make it readable")
+        for path in sorted(images, key=Path.as_posix):
+            if os.path.isfile(path):
+                self.images.append(path)
             else:
-                listing.others.append(path)
-    listing.media = sorted(filter(os.path.isfile, media), key=Path.as_posix)
-    listing.others.sort(key=Path.as_posix)
-    for error in unlisted:
-        listing.errors.append(f"{printable(error.filename)}: cannot be listed ({error.strerror}); make it readable")
-    for path in sorted(images, key=Path.as_posix):
-        if os.path.isfile(path):
-            listing.images.append(path)
-        else:
-            listing.errors.append(f"{printable(path)}: is a broken link, or not a file; put the image there")
-    for path in links:
-        text = "is a link to a folder, which is not entered; give that folder an entry of its own in datasets"
-        listing.warnings.append(f"{printable(path)}: {text}")
-    # unread photo formats, such as a phone's HEIC, would be missed silently
-    unread = [path for path in listing.others if path.suffix.lower() in _OTHER_IMAGES]
-    remedy = f"save them as one of {', '.join(IMAGE_EXTENSIONS)} to train on them"
-    if any(path.suffix.lower() in HEIF_EXTENSIONS for path in unread):
-        remedy += ", or pip install pillow-heif, which reads HEIC"
-    listing.warnings += counted(folder, unread, f"images are not read (first: {{first}}); {remedy}")
-    by_stem = defaultdict(list)
-    for path in listing.images:
-        by_stem[path.parent, path.stem].append(path)
-    for (parent, _), paths in by_stem.items():
-        if len(paths) > 1:
-            names = " and ".join(printable(path.name) for path in paths)
-            text = "share one caption and one name in ai-toolkit's caches; rename all but one"
-            listing.warnings.append(f"{printable(parent)}: {names} {text}")
-    return listing
+                self.errors.append(f"{printable(path)}: is a broken link, or not a file; put the image there")
+        for path in links:
+            text = "is a link to a folder, which is not entered; give that folder an entry of its own in datasets"
+            self.warnings.append(f"{printable(path)}: {text}")
+        # unread photo formats, such as a phone's HEIC, would be missed silently
+        unread = [path for path in self.others if path.suffix.lower() in _OTHER_IMAGES]
+        remedy = f"save them as one of {', '.join(IMAGE_EXTENSIONS)} to train on them"
+        if any(path.suffix.lower() in HEIF_EXTENSIONS for path in unread):
+            remedy += ", or pip install pillow-heif, which reads HEIC"
+        self.warnings += counted(folder, unread, f"images are not read (first: {{first}}); {remedy}")
+        by_stem = defaultdict(list)
+        for path in self.images:
+            by_stem[path.parent, path.stem].append(path)
+        for (parent, _), paths in by_stem.items():
+            if len(paths) > 1:
+                names = " and ".join(printable(path.name) for path in paths)
+                text = "share one caption and one name in ai-toolkit's caches; rename all but one"
+                self.warnings.append(f"{printable(parent)}: {names} {text}")
 
 
 def counted(folder: Path, paths: list[Path], text: str) -> list[str]:

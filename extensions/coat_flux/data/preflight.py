@@ -19,7 +19,7 @@ from ..config.options import build, config_fields
 from ..config.rules import BUCKET_STEP
 from .buckets import Bucket, Sample, cropped_share, fit_to_bucket, training_size
 from .captions import inject_trigger, lint_captions, lint_files, read_caption
-from .files import AUDIO_EXTENSIONS, IMAGE_EXTENSIONS, DatasetError, counted, list_folder, media_read, printable
+from .files import AUDIO_EXTENSIONS, IMAGE_EXTENSIONS, DatasetError, Listing, counted, media_read, printable
 from .hold_out import choose_hold_out
 from .images import DEFAULTS, TRAITS, TRANSPARENT, PhotoFacts, near_duplicates, read_photo, survey
 
@@ -105,7 +105,7 @@ def _inspect(index: int, config: Any, trigger_word: str | None, reads_t5: bool, 
         kind = "this is a file, not a folder" if folder.exists() else "folder not found"
         report.errors.append(f"{where}: {kind}; make it and {wanted}, or correct the path")
         return
-    listing = list_folder(folder)
+    listing = Listing(folder)
     report.errors += listing.errors
     report.warnings += listing.warnings
     media, unread = listing.media, []

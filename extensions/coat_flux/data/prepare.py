@@ -27,7 +27,7 @@ from PIL import Image
 
 from ..base.files import TEMP_PREFIX, discard, file_sha256, link_or_copy, replace_folder, replacing, staging_path
 from ..config.coat import DataOptions
-from .files import CONTROLS_FOLDER, IMAGE_EXTENSIONS, MEDIA_EXTENSIONS, DatasetError, Listing, list_folder, printable
+from .files import CONTROLS_FOLDER, IMAGE_EXTENSIONS, MEDIA_EXTENSIONS, DatasetError, Listing, printable
 from .images import DEEP, DEFAULTS, FORMATS, HEIC, ROTATED, TAGGED, TRANSPARENT, read_photo, rgb, survey
 
 IMAGES, MASKS = "images", "masks"  # folders of a copy
@@ -57,7 +57,7 @@ def prepare_copy(
         raise DatasetError(
             f"{printable(target)}: is within the dataset {printable(folder)}; choose a training_folder outside of it"
         )
-    listing = list_folder(folder)
+    listing = Listing(folder)
     if keep is not None:
         listing.images = [path for path in listing.images if path in keep]
         listing.media = [path for path in listing.media if path in keep]

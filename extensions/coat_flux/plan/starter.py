@@ -14,7 +14,7 @@ from ..config.job import JobConfig
 from ..config.job_file import parse, shipped_folder
 from ..config.rules import BUCKET_STEP
 from ..data.captions import PLACEHOLDERS, read_caption
-from ..data.files import DatasetError, list_folder
+from ..data.files import DatasetError, Listing
 from ..data.images import PhotoFacts, survey
 from ..data.preflight import SMALL_SHARE, check_data
 from .cards import CardFit
@@ -56,7 +56,7 @@ class Photos:
     def __init__(self, folder: Path):
         if not folder.is_dir():
             raise DatasetError(f"{folder}: folder not found; name the folder of your photos")
-        listing = list_folder(folder)
+        listing = Listing(folder)
         paths = listing.images
         if not paths:
             rule = "has no photos (.jpg, .jpeg, .png, .webp)"
