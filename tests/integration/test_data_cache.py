@@ -33,7 +33,7 @@ from coat_flux.data.captions import shuffle_tokens
 from coat_flux.data.files import DatasetError
 from coat_flux.data.images import read_photo, to_tensor
 from coat_flux.data.loader import Batch, BucketBatchSampler, LatentDataset
-from coat_flux.data.preflight import inspect_datasets
+from coat_flux.data.preflight import DataReport
 from tests import tolerances
 from tests.helpers.asserts import assert_all_bitwise, assert_bitwise
 from tests.helpers.tiny_flux import make_tiny_flux
@@ -75,7 +75,7 @@ def folder(tmp_path):
 
 def make(folder, vae, encoders, device="cpu", seed=0, **changes):
     configs = [DatasetSection(folder_path=str(folder), resolution=(96,), **changes)]
-    dataset = LatentDataset(inspect_datasets(configs, "ohwx").usable(), configs, vae, encoders, device, seed=seed)
+    dataset = LatentDataset(DataReport(configs, "ohwx").usable(), configs, vae, encoders, device, seed=seed)
     dataset.fill(progress=False)
     return dataset
 

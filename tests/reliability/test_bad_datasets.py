@@ -18,7 +18,7 @@ from coat_flux.config.coat import DataOptions
 from coat_flux.config.job_sections import DatasetSection
 from coat_flux.data.files import DatasetError
 from coat_flux.data.images import survey
-from coat_flux.data.preflight import DataReport, inspect_datasets
+from coat_flux.data.preflight import DataReport
 from tests.reliability.photos import animation, cutout, encoded, good_folder, half, jpeg, noise, png, with_chunk, write
 from tests.tolerances import BAD_DATASET_SECONDS
 
@@ -171,7 +171,7 @@ CASES = [*ERRORS, *(case._replace(is_error=False) for case in WARNINGS)]
 def inspect(folder: Path, trigger: str | None = TRIGGER, **settings: Any) -> DataReport:
     policy = {key: settings.pop(key) for key in ("background", "transparency") if key in settings}
     section = DatasetSection(folder_path=str(folder), **({"resolution": (64,), "caption_ext": "txt"} | settings))
-    return inspect_datasets([section], trigger, DataOptions(**policy))
+    return DataReport([section], trigger, DataOptions(**policy))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -193,13 +193,13 @@ def test_training_is_refused_with_the_same_errors_and_prints_the_same_warnings(t
     folder = good_folder(tmp_path / "photos")
     write(folder / "lone.txt", "x")
     section = DatasetSection(folder_path=str(folder), resolution=(64,))
-    assert len(inspect_datasets([section], TRIGGER).usable()) == 3
-    assert [record.getMessage() for record in caplog.records] == inspect_datasets([section], TRIGGER).warnings
+    assert len(DataReport([section], TRIGGER).usable()) == 3
+    assert [record.getMessage() for record in caplog.records] == DataReport([section], TRIGGER).warnings
     for i in range(7):
         write(folder / f"bad{i}.jpg", b"")
     with pytest.raises(DatasetError) as caught:
-        inspect_datasets([section], TRIGGER).usable()
-    report = inspect_datasets([section], TRIGGER)
+        DataReport([section], TRIGGER).usable()
+    report = DataReport([section], TRIGGER)
     assert str(caught.value).splitlines() == [*report.errors[:5], "... and 2 more; `coat-flux data` lists them all"]
 
 
@@ -210,7 +210,7 @@ def test_all_errors_of_a_folder_are_found_at_once_and_said_once(tmp_path):
     write(folder / "good1.txt", b"\xff")
     write(folder / "worse.png", "text")
     entries = [DatasetSection(folder_path=str(folder), resolution=(size,)) for size in (64, 96)]
-    report = inspect_datasets(entries, TRIGGER)
+    report = DataReport(entries, TRIGGER)
     assert len(report.errors) == 3
     assert {path.name for path in report.unreadable} == {"bad.jpg", "worse.png"}
     names = ["good0.jpg", "good1.jpg", "good2.jpg"]
@@ -257,11 +257,6 @@ def test_the_table_shows_buckets_crops_and_corrections(tmp_path):
         ["128", "128x64", "1", "0.0%", "0.0%"],
     ]
     assert table.splitlines()[-1] == "  corrected while reading: 1 EXIF orientation, 1 transparency"
-
-
-def test_without_an_entry_there_is_nothing_to_train_on():
-    (line,) = inspect_datasets([], TRIGGER).errors
-    assert line.startswith("datasets=[]: ")
 
 
 def test_a_photo_that_is_gone_since_it_was_listed_is_an_error(tmp_path):

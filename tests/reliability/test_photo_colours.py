@@ -15,7 +15,7 @@ from coat_flux.config.job_sections import DatasetSection, TrainSection
 from coat_flux.data.files import DatasetError
 from coat_flux.data.images import read_photo
 from coat_flux.data.loader import Batch, LatentDataset
-from coat_flux.data.preflight import inspect_datasets
+from coat_flux.data.preflight import DataReport
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.tiny_flux import make_tiny_flux
 from tests.reliability.photos import noise
@@ -62,7 +62,7 @@ def dataset(folder: Path, vae, *, cached: bool = False, flip=False, buckets=True
     settings = {"cache_latents_to_disk": cached, "flip_x": flip, "buckets": buckets}
     configs = [DatasetSection(folder_path=str(folder), resolution=(64,), **settings)]
     options = DataOptions(**policy)
-    samples = inspect_datasets(configs, "ohwx", options).usable()
+    samples = DataReport(configs, "ohwx", options).usable()
     found = LatentDataset(samples, configs, vae, NoText(), options=options)
     if cached:
         found.fill(progress=False)

@@ -300,7 +300,7 @@ def test_the_data_is_checked_unless_it_is_not_wanted(command: Any, monkeypatch: 
         calls.append(([entry.folder_path for entry in datasets], trigger_word, photos, reads_t5))
         return SimpleNamespace(errors=["photos: nothing there; add photos"], warnings=["small"], photos={})
 
-    monkeypatch.setattr("coat_flux.data.preflight.inspect_datasets", inspect)
+    monkeypatch.setattr("coat_flux.data.preflight.DataReport", inspect)
     code, out, err = command({"coat.data.background": "grey"}, "--elsewhere")
     assert calls == [(["photos", "details"], "coatwear", DataOptions(background="grey"), True)]
     assert (code, err, out[0]) == (2, ["error: photos: nothing there; add photos"], "warning: small")

@@ -8,7 +8,7 @@ import pytest
 
 from coat_flux.config.job_sections import DatasetSection
 from coat_flux.data.captions import caption_file, inject_trigger, lint_captions, read_caption, shuffle_tokens
-from coat_flux.data.preflight import inspect_datasets
+from coat_flux.data.preflight import DataReport
 from tests.reliability.photos import jpeg, write
 
 
@@ -55,7 +55,7 @@ def warnings(folder, captions, trigger="ohwx", **settings) -> list[str]:
     for i, caption in enumerate(captions):
         write(folder / f"{i}.jpg", jpeg(seed=i))
         write(folder / f"{i}.txt", caption)
-    report = inspect_datasets([DatasetSection(folder_path=str(folder), resolution=(64,), **settings)], trigger)
+    report = DataReport([DatasetSection(folder_path=str(folder), resolution=(64,), **settings)], trigger)
     assert report.errors == []
     return [line.removeprefix(f"{folder}: ") for line in report.warnings]
 

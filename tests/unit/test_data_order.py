@@ -27,7 +27,7 @@ from coat_flux.data.buckets import Bucket, Sample, bucket_for, fit_to_bucket
 from coat_flux.data.files import DatasetError, find_images
 from coat_flux.data.hold_out import choose_hold_out
 from coat_flux.data.loader import Batch, BucketBatchSampler
-from coat_flux.data.preflight import check_data, inspect_datasets
+from coat_flux.data.preflight import DataReport, check_data
 from coat_flux.saves.repair import describe_lowest
 from tests.helpers.engine_job import write_images
 from tests.reliability.bad_configs import job_with
@@ -103,7 +103,7 @@ def config(folder, **changes):
 
 
 def scan(configs, trigger=None):
-    return inspect_datasets(configs, trigger).usable()
+    return DataReport(configs, trigger).usable()
 
 
 def photo(path, size=(64, 64), caption=None):

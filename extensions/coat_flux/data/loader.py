@@ -110,7 +110,7 @@ class LatentDataset:
     """Samples as tensors.
 
     Args:
-        samples: from `inspect_datasets`.
+        samples: from `DataReport`.
         encoders: TextEncoders, or a family's counterpart.
         device: for batches, and for encoding in `fill`.
         seed: of caption dropout and token shuffling.
@@ -228,7 +228,7 @@ class LatentDataset:
         elif self.masked:  # mean opacity of each latent's pixels, divided by its mean so that the loss keeps its size
             opacity = _cut(alpha, sample).resize((width, height), Image.Resampling.BOX)
             mask = torch.from_numpy(np.array(opacity, dtype=np.float32))[None]
-            entry["mask"] = mask / mask.mean()  # not 0: `inspect_datasets` refuses such photos
+            entry["mask"] = mask / mask.mean()  # not 0: `DataReport` refuses such photos
         self._latents[sample.dataset_index].store(self._latent_key(sample), entry, about=sample.image_path.name)
         return entry
 

@@ -6,7 +6,7 @@ import logging
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +34,33 @@ T5_ARCHS = ("flux", "flex1", "flux_kontext", "chroma", "chroma_radiance")
 _LISTED = 5
 
 
-@dataclass
 class DataReport:
-    """Findings, tables of buckets and corrections, and the trainable samples, under `options`."""
+    """Findings on every image, read in full, and caption, tables of buckets and corrections, the trainable samples.
 
-    options: DataOptions
-    errors: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    tables: list[str] = field(default_factory=list)
-    samples: list[Sample] = field(default_factory=list)
-    photos: dict[Path, PhotoFacts] = field(default_factory=dict)
-    unreadable: list[Path] = field(default_factory=list)
+    `dataset_configs` are blocks of `datasets`; `reads_t5` as in `lint_captions`.
+    """
+
+    def __init__(
+        self,
+        dataset_configs: Sequence[Any],
+        trigger_word: str | None = None,
+        options: DataOptions = DEFAULTS,
+        *,
+        reads_t5: bool = True,
+    ):
+        self.options = options
+        self.errors: list[str] = []
+        self.warnings: list[str] = []
+        self.tables: list[str] = []
+        self.samples: list[Sample] = []
+        self.photos: dict[Path, PhotoFacts] = {}
+        self.unreadable: list[Path] = []
+        for index, config in enumerate(dataset_configs):
+            self._inspect(index, config, trigger_word, reads_t5)
+        if options.transparency == "mask" and self.photos:
+            self._check_masks()
+        self.errors = list(dict.fromkeys(self.errors))  # several entries may share a folder
+        self.warnings = list(dict.fromkeys(self.warnings))
 
     def usable(self, warn: Callable[[str], None] = logger.warning) -> list[Sample]:
         """The samples, after all warnings; raises DatasetError with the first errors."""
@@ -57,113 +73,86 @@ class DataReport:
             warn(line)
         return self.samples
 
+    def _check_masks(self) -> None:
+        """Report photos whose crop is transparent all over: their loss would have no pixels."""
+        transparent = {path for path, facts in self.photos.items() if TRANSPARENT in facts.traits}
+        if not transparent:
+            self.warnings.append("coat.data.transparency=mask: no photo has transparent parts; it has no effect")
+        crops = {(sample.image_path, sample.bucket) for sample in self.samples if sample.image_path in transparent}
+        for path, bucket in sorted(crops, key=str):
+            _, alpha = read_photo(path)
+            if ImageStat.Stat(fit_to_bucket(alpha, bucket)).mean[0] / 255 < LEAST_VISIBLE:
+                text = f"nothing visible is left in its crop to {bucket.width}x{bucket.height}"
+                self.errors.append(f"{printable(path)}: {text}; move the product to the middle, or remove it")
 
-def inspect_datasets(
-    dataset_configs: Sequence[Any],
-    trigger_word: str | None = None,
-    options: DataOptions = DEFAULTS,
-    *,
-    reads_t5: bool = True,
-) -> DataReport:
-    """Read every image in full and every caption, and report.
-
-    `dataset_configs` are blocks of `datasets`; `reads_t5` as in `lint_captions`.
-    """
-    report = DataReport(options)
-    if not dataset_configs:
-        report.errors.append("datasets=[]: there is nothing to train on; add an entry with folder_path")
-    for index, config in enumerate(dataset_configs):
-        _inspect(index, config, trigger_word, reads_t5, report)
-    if options.transparency == "mask" and report.photos:
-        _check_masks(report)
-    report.errors = list(dict.fromkeys(report.errors))  # several entries may share a folder
-    report.warnings = list(dict.fromkeys(report.warnings))
-    return report
-
-
-def _check_masks(report: DataReport) -> None:
-    """Report photos whose crop is transparent all over: their loss would have no pixels."""
-    transparent = {path for path, facts in report.photos.items() if TRANSPARENT in facts.traits}
-    if not transparent:
-        report.warnings.append("coat.data.transparency=mask: no photo has transparent parts; it has no effect")
-    crops = {(sample.image_path, sample.bucket) for sample in report.samples if sample.image_path in transparent}
-    for path, bucket in sorted(crops, key=str):
-        _, alpha = read_photo(path)
-        if ImageStat.Stat(fit_to_bucket(alpha, bucket)).mean[0] / 255 < LEAST_VISIBLE:
-            report.errors.append(
-                f"{printable(path)}: nothing visible is left in its crop to {bucket.width}x{bucket.height}; move the "
-                "product to the middle, or remove it"
-            )
-
-
-def _inspect(index: int, config: Any, trigger_word: str | None, reads_t5: bool, report: DataReport) -> None:
-    folder = Path(config.folder_path)
-    where = f"datasets[{index}].folder_path={printable(folder)}"
-    ext = config.caption_ext.lstrip(".")
-    wanted = f"put images there (photo{', photo'.join(IMAGE_EXTENSIONS)}), each with its caption (photo.{ext})"
-    if not folder.is_dir():
-        kind = "this is a file, not a folder" if folder.exists() else "folder not found"
-        report.errors.append(f"{where}: {kind}; make it and {wanted}, or correct the path")
-        return
-    listing = Listing(folder)
-    report.errors += listing.errors
-    report.warnings += listing.warnings
-    media, unread = listing.media, []
-    listing.media = []
-    for path in media:
-        read = path.name.lower().endswith(config.media)
-        (listing.media if read else unread).append(path)
-    text = "videos or sounds are not read (first: {first}); videos need num_frames above 1"
-    report.warnings += counted(folder, unread, text)
-    if not listing.images and not listing.media:
-        if not listing.errors:
-            report.errors.append(f"{where}: the folder has no images; {wanted}")
-        return
-    photos = {}
-    for path, facts in survey(listing.images).items():
-        name = printable(path)
-        if isinstance(facts, DatasetError):
-            report.errors.append(str(facts))
-        elif min(facts.size) < BUCKET_STEP:
-            size = f"{facts.size[0]}x{facts.size[1]}"
-            report.errors.append(f"{name}: is {size} pixels, each side must have at least {BUCKET_STEP}; remove it")
-        elif facts.opacity < INVISIBLE:
-            report.errors.append(f"{name}: is transparent all over; export it again, or remove it")
-        else:
-            photos[path] = facts
-            report.warnings += [f"{name}: {note}" for note in facts.notes]
-    report.photos |= photos
-    report.unreadable += [path for path in listing.images if path not in photos]
-    errors, warnings = lint_files(folder, listing, ext, config.default_caption)
-    report.errors += errors
-    report.warnings += warnings
-    raw = {}  # without images whose caption is missing or unreadable
-    for path in (*listing.images, *listing.media):
-        try:
-            caption = read_caption(path, config.caption_ext)
-        except DatasetError as error:
-            report.errors.append(str(error))
-        else:
-            if caption is not None:
-                raw[path] = caption
-    report.warnings += lint_captions(folder, raw, trigger_word, config.default_caption, reads_t5)
-    report.warnings += _about_photos(folder, photos, config)
-    default = (config.default_caption or "").strip()
-    dropped = inject_trigger("", trigger_word)
-    samples = []
-    for resolution in config.resolution:
-        for path in list(photos) * config.num_repeats:
-            caption = inject_trigger(raw.get(path) or default, trigger_word)
-            bucket = training_size(photos[path].size, resolution, config)
-            samples.append(Sample(path, caption, bucket, index, False, dropped))
-    report.samples += samples
-    if config.flip_x:
-        report.samples += [replace(sample, flip=True) for sample in samples]
-    where += f": {len(photos)} images"
-    if listing.media:
-        kind = "sounds" if config.media == AUDIO_EXTENSIONS else "videos"
-        where += f", {len(listing.media)} {kind}"
-    report.tables.append(_table(where, photos, raw, config))
+    def _inspect(self, index: int, config: Any, trigger_word: str | None, reads_t5: bool) -> None:
+        folder = Path(config.folder_path)
+        where = f"datasets[{index}].folder_path={printable(folder)}"
+        ext = config.caption_ext.lstrip(".")
+        wanted = f"put images there (photo{', photo'.join(IMAGE_EXTENSIONS)}), each with its caption (photo.{ext})"
+        if not folder.is_dir():
+            kind = "this is a file, not a folder" if folder.exists() else "folder not found"
+            self.errors.append(f"{where}: {kind}; make it and {wanted}, or correct the path")
+            return
+        listing = Listing(folder)
+        self.errors += listing.errors
+        self.warnings += listing.warnings
+        media, unread = listing.media, []
+        listing.media = []
+        for path in media:
+            read = path.name.lower().endswith(config.media)
+            (listing.media if read else unread).append(path)
+        text = "videos or sounds are not read (first: {first}); videos need num_frames above 1"
+        self.warnings += counted(folder, unread, text)
+        if not listing.images and not listing.media:
+            if not listing.errors:
+                self.errors.append(f"{where}: the folder has no images; {wanted}")
+            return
+        photos = {}
+        for path, facts in survey(listing.images).items():
+            name = printable(path)
+            if isinstance(facts, DatasetError):
+                self.errors.append(str(facts))
+            elif min(facts.size) < BUCKET_STEP:
+                size = f"{facts.size[0]}x{facts.size[1]}"
+                self.errors.append(f"{name}: is {size} pixels, each side must have at least {BUCKET_STEP}; remove it")
+            elif facts.opacity < INVISIBLE:
+                self.errors.append(f"{name}: is transparent all over; export it again, or remove it")
+            else:
+                photos[path] = facts
+                self.warnings += [f"{name}: {note}" for note in facts.notes]
+        self.photos |= photos
+        self.unreadable += [path for path in listing.images if path not in photos]
+        errors, warnings = lint_files(folder, listing, ext, config.default_caption)
+        self.errors += errors
+        self.warnings += warnings
+        raw = {}  # without images whose caption is missing or unreadable
+        for path in (*listing.images, *listing.media):
+            try:
+                caption = read_caption(path, config.caption_ext)
+            except DatasetError as error:
+                self.errors.append(str(error))
+            else:
+                if caption is not None:
+                    raw[path] = caption
+        self.warnings += lint_captions(folder, raw, trigger_word, config.default_caption, reads_t5)
+        self.warnings += _about_photos(folder, photos, config)
+        default = (config.default_caption or "").strip()
+        dropped = inject_trigger("", trigger_word)
+        samples = []
+        for resolution in config.resolution:
+            for path in list(photos) * config.num_repeats:
+                caption = inject_trigger(raw.get(path) or default, trigger_word)
+                bucket = training_size(photos[path].size, resolution, config)
+                samples.append(Sample(path, caption, bucket, index, False, dropped))
+        self.samples += samples
+        if config.flip_x:
+            self.samples += [replace(sample, flip=True) for sample in samples]
+        where += f": {len(photos)} images"
+        if listing.media:
+            kind = "sounds" if config.media == AUDIO_EXTENSIONS else "videos"
+            where += f", {len(listing.media)} {kind}"
+        self.tables.append(_table(where, photos, raw, config))
 
 
 def _about_photos(folder: Path, photos: dict[Path, PhotoFacts], config: Any) -> list[str]:
@@ -251,22 +240,16 @@ def datasets_of(process: Mapping[str, Any], *, regularization: bool = True) -> I
 
 
 def inspect_process(process: Mapping[str, Any]) -> DataReport:
-    """`inspect_datasets` of a process entry, and the number of photos."""
+    """The report on the data of a process entry, and the number of photos."""
     model = process.get("model") or {}
     arch = str(model.get("arch") or ("flux" if model.get("is_flux") else "")).split(":")[0]
     options = build(COATConfig, process.get("coat"), "coat", Findings("")).data
     datasets = list(datasets_of(process))
-    lists = []
+    report = DataReport(datasets, process.get("trigger_word"), options, reads_t5=arch in T5_ARCHS)
     for entry in process.get("datasets") or []:
         place = str(entry.get("dataset_path") or entry.get("folder_path"))
         if place.lower().endswith(".json"):
-            lists.append(place)
-    if lists and not datasets:
-        report = DataReport(options)
-    else:
-        report = inspect_datasets(datasets, process.get("trigger_word"), options, reads_t5=arch in T5_ARCHS)
-    for place in lists:
-        report.warnings.append(f"{printable(place)}: is a list; its photos are not checked")
+            report.warnings.append(f"{printable(place)}: is a list; its photos are not checked")
     count = len(report.photos)
     if 0 < count < FEWEST_PHOTOS and not any(config.media for config in datasets):
         text = f"{count} photos: 10 to 40 teach a product; take more"

@@ -30,7 +30,7 @@ from ..config.findings import ConfigError
 from ..config.job import JobConfig
 from ..config.job_sections import DatasetSection
 from ..data.cache import by_layer
-from ..data.preflight import inspect_datasets
+from ..data.preflight import DataReport
 from ..mini_flux import EMBEDDED_MODEL, MINI_FLUX
 from ..saves.commit import SaveSpace
 
@@ -179,7 +179,7 @@ class Data:
     """
 
     def __init__(self, job: JobConfig):
-        report = inspect_datasets(job.datasets, job.trigger_word)
+        report = DataReport(job.datasets, job.trigger_word)
         self.found = not report.errors  # `train` reports them
         self.latents = self.captions = 0
         if self.found:

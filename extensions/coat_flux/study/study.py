@@ -36,7 +36,7 @@ from ..data.captions import caption_file
 from ..data.files import find_images
 from ..data.hold_out import choose_hold_out
 from ..data.loader import LatentDataset
-from ..data.preflight import inspect_datasets
+from ..data.preflight import DataReport
 from ..mini_flux import provide_embedded
 from ..pages.run import MEMORY_FILE, RunFolder
 from ..plan.job import JobFacts
@@ -295,7 +295,7 @@ def score_loras(job: JobConfig, loras: Mapping[str, Path], device: torch.device)
     """Held-out losses of a bf16 job's model: before training, and with each LoRA, or of each whole model."""
     dtype = TORCH_DTYPES[job.train.dtype]
     held_out = {path for paths in held_out_of(job) for path in paths}
-    usable = inspect_datasets(job.datasets, job.trigger_word, job.coat.data).usable()
+    usable = DataReport(job.datasets, job.trigger_word, job.coat.data).usable()
     samples = [sample for sample in usable if sample.image_path in held_out]
     encoders = load_encoders(job.model.name_or_path, dtype, job.model.extras_name_or_path)
     dataset = LatentDataset(samples, job.datasets, encoders.vae, encoders.text, device, options=job.coat.data)

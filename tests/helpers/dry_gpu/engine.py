@@ -108,7 +108,7 @@ def dry_session(
             model = Flux2Transformer2DModel(**counts)
         return model.to(torch.bfloat16).requires_grad_(False).eval()
 
-    patch.setattr(sessions, "inspect_datasets", lambda *_, **__: SimpleNamespace(usable=lambda: samples))
+    patch.setattr(sessions, "DataReport", lambda *_, **__: SimpleNamespace(usable=lambda: samples))
     patch.setattr(sessions, "load_encoders", lambda *_: encoders)
     patch.setattr(sessions, "load_transformer", transformer)
     patch.setattr(sessions, "_prepare_data", lambda *_: (DrySamples(job, samples, side), None))

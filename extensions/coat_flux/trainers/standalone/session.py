@@ -32,7 +32,7 @@ from ...config.findings import ConfigError
 from ...config.job import JobConfig
 from ...data.cache import on_device
 from ...data.loader import BucketBatchSampler, LatentDataset
-from ...data.preflight import T5_ARCHS, inspect_datasets
+from ...data.preflight import T5_ARCHS, DataReport
 from ...plan.job import JobFacts
 from ...plan.predict import outside_bytes
 from ...saves.identity import model_identity
@@ -86,7 +86,7 @@ class Session:
         self.graphs: Any = None  # a step_graph.StepGraphs
         self.outstanding: tuple[StepStats, Callable[[], list[float]]] | None = None
         reads_t5 = (model.arch or "flux") in T5_ARCHS
-        photos = inspect_datasets(job.datasets, job.trigger_word, job.coat.data, reads_t5=reads_t5)
+        photos = DataReport(job.datasets, job.trigger_word, job.coat.data, reads_t5=reads_t5)
         samples = photos.usable()
         held_out = {path for paths in held_out_of(job) for path in paths}
         trained = [sample for sample in samples if sample.image_path not in held_out]
