@@ -75,8 +75,8 @@ def lora(tmp_path):
 
 def test_a_sound_lora(check, tensors):
     report = check(tensors, expected={key: tensor.shape for key, tensor in tensors.items()})
-    assert report.programs == ("diffusers", "ComfyUI", "ai-toolkit")
-    assert (report.layers, report.ranks, report.dtypes, report.idle, report.others) == (20, (2,), ("fp16",), (), 0)
+    assert report.programs == ["diffusers", "ComfyUI", "ai-toolkit"]
+    assert (report.layers, report.ranks, report.dtypes, report.idle, report.others) == (20, [2], ["fp16"], [], 0)
     assert report.line().startswith("loads in: diffusers, ComfyUI, ai-toolkit (20 layers, rank 2, fp16, largest delta")
 
 
@@ -91,7 +91,7 @@ def test_the_largest_delta_is_the_norm_of_the_product(check, tensors):
     assert report.largest_norm == pytest.approx(max(norms.values()), rel=LORA_NORM_RTOL)
     tiny = check({key: tensor.float() * 1e-25 for key, tensor in tensors.items()})  # the product underflows in fp32
     assert 0 < tiny.largest_norm < 1e-40
-    assert tiny.idle == ()
+    assert tiny.idle == []
 
 
 def test_idle_layers_text_encoders_and_alpha_are_told(check, tensors):
@@ -99,8 +99,8 @@ def test_idle_layers_text_encoders_and_alpha_are_told(check, tensors):
     tensors["lora_te1.text_model.encoder.layers.0.mlp.fc1.lora_A.weight"] = torch.ones(2, 4)
     tensors[f"{Q}.alpha"] = torch.tensor(1.0)
     report = check(tensors)
-    assert (report.layers, report.idle, report.others) == (20, ("transformer_blocks.0.attn.to_q",), 1)
-    assert report.programs == ("diffusers", "ComfyUI")
+    assert (report.layers, report.idle, report.others) == (20, ["transformer_blocks.0.attn.to_q"], 1)
+    assert report.programs == ["diffusers", "ComfyUI"]
     assert report.refusals.keys() == {"ai-toolkit"}  # it ignores alpha
     assert "1 layers change nothing" in report.line()
 
@@ -178,9 +178,9 @@ def test_outside_the_blocks_kohya_is_lost_on_others(check):
     """
     tensors = lora_tensors([*OUTSIDE, "transformer_blocks.0.norm1.linear"])
     report = check(tensors)
-    assert (report.programs, report.layers) == (("diffusers", "ComfyUI", "ai-toolkit"), 11)
+    assert (report.programs, report.layers) == (["diffusers", "ComfyUI", "ai-toolkit"], 11)
     report = check(converted(tensors, "kohya"))
-    assert report.programs == ("ComfyUI",)
+    assert report.programs == ["ComfyUI"]
     assert report.refusals.keys() == {"diffusers", "sd-scripts"}
     drops, refuses = "it drops norm_out.linear without a word", "it refuses the file (ValueError: Incompatible keys"
     assert report.refusals["diffusers"].startswith((drops, refuses))
@@ -189,7 +189,7 @@ def test_outside_the_blocks_kohya_is_lost_on_others(check):
 def test_without_diffusers_the_check_goes_on_and_says_so(check, tensors, monkeypatch):
     monkeypatch.setitem(sys.modules, "diffusers.loaders", None)
     report = check(tensors)
-    assert report.programs == ("ComfyUI", "ai-toolkit")
+    assert report.programs == ["ComfyUI", "ai-toolkit"]
     assert report.refusals["diffusers"].startswith("not checked")
 
 
@@ -289,8 +289,8 @@ def test_parts_of_different_ranks_and_an_adapter_that_would_be_lost_are_refused(
 def test_a_file_keeps_its_metadata_but_not_hashes_of_other_tensors(lora, tmp_path):
     target = tmp_path / "out" / "kohya.safetensors"
     report = convert_file(lora, target, "kohya")
-    assert report.programs == ("ComfyUI", "sd-scripts")  # diffusers knows FLUX.1's own size only
-    assert (report.layers, report.ranks) == (13, (2, 6, 8))
+    assert report.programs == ["ComfyUI", "sd-scripts"]  # diffusers knows FLUX.1's own size only
+    assert (report.layers, report.ranks) == (13, [2, 6, 8])
     with safe_open(target, "pt") as file:
         assert file.metadata() == {"ss_output_name": "shirt", "format": "pt"}
     convert_file(target, tmp_path / "back.safetensors", "diffusers")

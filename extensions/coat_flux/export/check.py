@@ -11,7 +11,6 @@ import math
 import traceback
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -36,20 +35,48 @@ from .layouts import (
 TEXT_ENCODERS = ("lora_te", "text_encoder")  # prefixes of other models' adapters
 
 
-@dataclass(frozen=True)
 class ExportReport:
-    """Contents of a valid LoRA file."""
+    """Contents of a LoRA file's tensors, which are checked; error messages name no file.
 
-    layout: str
-    programs: tuple[str, ...]  # that load it
-    refusals: Mapping[str, str]  # program → why it does not load it
-    layers: int
-    ranks: tuple[int, ...]
-    dtypes: tuple[str, ...]
-    largest: str  # the adapter of largest norm
-    largest_norm: float
-    idle: tuple[str, ...]  # adapters that change nothing
-    others: int  # tensors of text encoders, which are not checked
+    Attributes:
+        programs: that load it.
+        refusals: program → why it does not load it.
+        largest: the adapter of largest norm, `largest_norm`.
+        idle: adapters that change nothing.
+        others: tensors of text encoders, which are not checked.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]):
+        self.others = sum(key.startswith(TEXT_ENCODERS) for key in tensors)
+        tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith(TEXT_ENCODERS)}
+        self.layout = layout = layout_of(tensors)
+        pairs = read_pairs(tensors, layout)
+        family = family_of(pairs, "diffusers" if layout == "diffusers" else "comfyui")
+        _check_sizes(pairs, layout, family)
+        norms = {module: _delta_norm(module, pair) for module, pair in pairs.items()}
+        largest = max(norms, key=lambda module: norms[module])
+        self.largest = PREFIXES["diffusers"] + largest if layout == "diffusers" else largest
+        self.largest_norm = norms[largest]
+        if self.largest_norm == 0:
+            raise ExportError(
+                f"all {len(pairs)} adapters are zero: this LoRA has no effect; was anything trained? check train.lr"
+            )
+        self.idle = [module for module, norm in norms.items() if norm == 0]
+        self.layers = len(pairs)
+        self.ranks = sorted({pair.rank for pair in pairs.values()})
+        self.dtypes = sorted({DTYPES[pair.down.dtype] for pair in pairs.values()})
+        self.refusals: dict[str, str] = {}
+        why = _diffusers_refusal(tensors, pairs if layout == "diffusers" else split_all(pairs), family)
+        if why is not None:
+            self.refusals["diffusers"] = why
+            if layout == "diffusers" and not why.startswith("not checked"):
+                raise ExportError(f"diffusers does not load it: {why}; install the diffusers this was tested with")
+        programs = ["diffusers", *family.programs[layout]]
+        if "ai-toolkit" in programs and any(pair.scale != 1 for pair in pairs.values()):
+            self.refusals["ai-toolkit"] = "it ignores alpha; convert with --to diffusers"
+        if "sd-scripts" in programs and not all("_blocks." in module for module in pairs):
+            self.refusals["sd-scripts"] = "it has no adapters outside the blocks"
+        self.programs = [program for program in programs if program not in self.refusals]
 
     def line(self) -> str:
         """One line for the log."""
@@ -80,46 +107,7 @@ def check_export(path: str | Path, *, expected: Mapping[str, Sequence[int]] | No
             if tuple(tensors[key].shape) != tuple(shape):
                 shapes = f"{tuple(tensors[key].shape)}, trained was {tuple(shape)}"
                 raise ExportError(f"{key} has shape {shapes}; the save is not what was trained")
-        return check_tensors(tensors)
-
-
-def check_tensors(tensors: Mapping[str, Tensor]) -> ExportReport:
-    """`check_export` for a file's tensors; error messages name no file."""
-    others = sum(key.startswith(TEXT_ENCODERS) for key in tensors)
-    tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith(TEXT_ENCODERS)}
-    layout = layout_of(tensors)
-    pairs = read_pairs(tensors, layout)
-    family = family_of(pairs, "diffusers" if layout == "diffusers" else "comfyui")
-    _check_sizes(pairs, layout, family)
-    norms = {module: _delta_norm(module, pair) for module, pair in pairs.items()}
-    largest = max(norms, key=lambda module: norms[module])
-    if norms[largest] == 0:
-        raise ExportError(
-            f"all {len(pairs)} adapters are zero: this LoRA has no effect; was anything trained? check train.lr"
-        )
-    refusals = {}
-    why = _diffusers_refusal(tensors, pairs if layout == "diffusers" else split_all(pairs), family)
-    if why is not None:
-        refusals["diffusers"] = why
-        if layout == "diffusers" and not why.startswith("not checked"):
-            raise ExportError(f"diffusers does not load it: {why}; install the diffusers this was tested with")
-    programs = ["diffusers", *family.programs[layout]]
-    if "ai-toolkit" in programs and any(pair.scale != 1 for pair in pairs.values()):
-        refusals["ai-toolkit"] = "it ignores alpha; convert with --to diffusers"
-    if "sd-scripts" in programs and not all("_blocks." in module for module in pairs):
-        refusals["sd-scripts"] = "it has no adapters outside the blocks"
-    return ExportReport(
-        layout=layout,
-        programs=tuple(program for program in programs if program not in refusals),
-        refusals=refusals,
-        layers=len(pairs),
-        ranks=tuple(sorted({pair.rank for pair in pairs.values()})),
-        dtypes=tuple(sorted({DTYPES[pair.down.dtype] for pair in pairs.values()})),
-        largest=PREFIXES["diffusers"] + largest if layout == "diffusers" else largest,
-        largest_norm=norms[largest],
-        idle=tuple(module for module, norm in norms.items() if norm == 0),
-        others=others,
-    )
+        return ExportReport(tensors)
 
 
 def _check_sizes(pairs: Mapping[str, Pair], layout: str, family: Family) -> None:

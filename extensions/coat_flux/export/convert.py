@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from ..base.files import replacing
-from .check import ExportReport, check_tensors
+from .check import ExportReport
 from .layouts import (
     LAYOUTS,
     ExportError,
@@ -34,7 +34,7 @@ def convert_file(source: Path, target: Path, layout: str, dtype: torch.dtype | N
         raise ExportError(f"{target}: is the file to convert; give another --out")
     tensors, metadata = read_file(source)
     with naming(source):
-        report = check_tensors(tensors)
+        report = ExportReport(tensors)
         if report.others:
             raise ExportError(f"it holds {report.others} tensors of text encoders, which cannot be converted")
         pairs = read_pairs(tensors, report.layout)
@@ -50,7 +50,7 @@ def convert_file(source: Path, target: Path, layout: str, dtype: torch.dtype | N
             save_file(new, temp, metadata | {"format": "pt"})
             written, _ = read_file(temp)
             with naming(target):
-                return check_tensors(written)
+                return ExportReport(written)
     except (OSError, SafetensorError) as error:
         raise ExportError(f"{target}: cannot be written ({error}); give another --out") from error
 
