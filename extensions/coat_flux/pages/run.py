@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import yaml
 from safetensors import SafetensorError, safe_open
@@ -38,19 +38,26 @@ class RunFolderError(UserError):
     """Not the folder of a run."""
 
 
-class Saved(NamedTuple):
-    """A saved LoRA's file or a whole model's folder; `problem` is "" if it is sound, `step` the steps done."""
+class Saved:
+    """A saved LoRA's file or a whole model's folder, with all its `files`.
 
-    path: Path
-    nbytes: int
-    metadata: dict[str, str]
-    step: int | None
-    problem: str
+    `name` is the run's, with the step unless final; `step` the steps done; `problem` is "" if it is sound.
+    """
 
-    @property
-    def name(self) -> str:
-        """The run's name, with the step unless final."""
-        return self.path.name.removesuffix(".safetensors")
+    def __init__(self, path: Path, files: Sequence[Path]):
+        self.path, self.name = path, path.name.removesuffix(".safetensors")
+        self.nbytes = sum(file.stat().st_size for file in files)
+        self.metadata: dict[str, str] = {}
+        self.step: int | None = None
+        self.problem = ""
+        try:
+            with safe_open(files[0], "pt") as file:
+                self.metadata = dict(file.metadata() or {})
+            self.step = int(json.loads(self.metadata["training_info"])["step"])
+        except (OSError, SafetensorError) as error:
+            self.problem = f"cannot be read ({error})"
+        except (KeyError, TypeError, ValueError):  # of another program: it records no step
+            pass
 
 
 class RunFolder:
@@ -122,19 +129,8 @@ class RunFolder:
             shards = sorted(folder.glob("*.safetensors"))
             if shards:
                 files[folder.parent] = shards
-        saves = []
-        for path in sorted(files, key=lambda path: (files[path][0].stat().st_mtime, path.name)):
-            metadata, step, problem = {}, None, ""
-            try:
-                with safe_open(files[path][0], "pt") as file:
-                    metadata = dict(file.metadata() or {})
-                step = int(json.loads(metadata["training_info"])["step"])
-            except (OSError, SafetensorError) as error:
-                problem = f"cannot be read ({error})"
-            except (KeyError, TypeError, ValueError):  # of another program: it records no step
-                pass
-            saves.append(Saved(path, sum(file.stat().st_size for file in files[path]), metadata, step, problem))
-        return saves
+        order = sorted(files, key=lambda path: (files[path][0].stat().st_mtime, path.name))
+        return [Saved(path, files[path]) for path in order]
 
     def guard(self) -> dict[str, Any] | None:
         """Guard counters at the newest save; None if missing, ValueError if damaged."""
