@@ -21,15 +21,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .findings import ConfigError, Findings, suggest_key
-from .options import OPTION_KINDS, Option, as_entries, as_mapping
+from .findings import ConfigError, Findings
+from .options import OPTION_KINDS, Option, as_entries, known_keys
 
 TABLE = Path(__file__).with_suffix(".tsv")
 PROCESS, NETWORK_KWARGS = "process", "network_kwargs"
 ANY_CASE = ("optimizer", "type")  # ai-toolkit lowers these before it compares
-OWN_KEYS = ("coat", "validation")  # of the process entry; read by this package
-# rows of keys in ai-toolkit's blocks; read by this package
-OWN_ROWS = {("TrainConfig", "fused_backward"): {"key": "fused_backward", "kind": "bool", "values": ""}}
+# keys in ai-toolkit's blocks that this package reads: block → key → row; without a kind they are checked elsewhere
+OWN_ROWS = {
+    PROCESS: {key: {"kind": "", "inner": ""} for key in ("coat", "validation")},
+    "TrainConfig": {"fused_backward": {"key": "fused_backward", "kind": "bool", "values": "", "inner": ""}},
+}
 KIND_OF_OPTION = {"number": "float", "dict": "mapping"}  # the table's word for a kind → that of `Option`
 ROOT_VARIABLE = "AI_TOOLKIT_ROOT"
 CLASSES_FILE = "toolkit/config_modules.py"
@@ -106,24 +108,18 @@ def values_of(row: Mapping[str, str]) -> tuple[tuple[str, ...], dict[str, float]
 
 def check_keys(raw: Any, path: str, toolkit: Toolkit, findings: Findings, block: str = PROCESS) -> None:
     """Check a block (`block` in the table) and its nested blocks: unknown keys, wrong types, unknown values."""
-    rows = BLOCKS[block]
-    own = OWN_KEYS if block == PROCESS else ()
-    for key, value in as_mapping(raw, path, findings).items():
-        where, row = f"{path}.{key}", rows.get(key) or OWN_ROWS.get((block, key))
-        findings.given.add(where)
-        if row is None:
-            is_newer = key in toolkit.strings and key not in KNOWN
-            if key not in own and not is_newer:
-                nested = []
-                for name, known in rows.items():
-                    nested += [f"{name}.{leaf}" for leaf in BLOCKS.get(known["inner"], ())]
-                findings.add(where, f"unknown key; {suggest_key(key, {*rows, *own}, nested)}")
-        elif row["kind"].startswith("{"):
+    rows = BLOCKS[block] | OWN_ROWS.get(block, {})
+    nested = []
+    for name, row in rows.items():
+        nested += [f"{name}.{leaf}" for leaf in BLOCKS.get(row["inner"], ())]
+    for key, value, where in known_keys(raw, path, findings, rows, nested, toolkit.strings - KNOWN):
+        row = rows[key]
+        if row["kind"].startswith("{"):
             check_keys(value, where, toolkit, findings, row["inner"])
         elif row["kind"].startswith("["):
             for at, entry in as_entries(value, where, findings):
                 check_keys(entry, at, toolkit, findings, row["inner"])
-        else:
+        elif row["kind"]:
             check_value(value, where, row, toolkit, findings)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
@@ -256,24 +256,15 @@ def build(
     """
     known = config_fields(cls)
     toolkit = {name: row for name, row in (rows or {}).get(block, {}).items() if row["stand-alone"]}
+    nested = []
+    for outer, item in known.items():
+        if nested_cls := block_of(item):
+            nested += [f"{outer}.{leaf}" for leaf in config_fields(nested_cls)]
     values = dict(extra)
-    written = as_mapping(raw, path, findings)
-    for name, value in written.items():
-        where = f"{path}.{name}"
-        findings.given.add(where)
+    for name, value, where in known_keys(raw, path, findings, {*known, *toolkit}, nested):
         item, row = known.get(name), toolkit.get(name)
         inner = "" if row is None else row["inner"]
-        option_key = where.rpartition("coat.")[2]
-        removed = REMOVED.get(option_key) or REMOVED.get(f"{option_key}={value}")
-        if removed is not None:
-            findings.add(where, removed, value)
-        elif item is None and row is None:
-            nested = []
-            for outer, block_field in known.items():
-                if cls_of_outer := block_of(block_field):
-                    nested += [f"{outer}.{leaf}" for leaf in config_fields(cls_of_outer)]
-            findings.add(where, f"unknown key; {suggest_key(name, {*known, *toolkit}, nested)}")
-        elif item is None and row["stand-alone"] in ("no effect", "always"):
+        if item is None and row["stand-alone"] in ("no effect", "always"):
             if isinstance(value, Mapping):
                 findings.add(where, "must not be a block, nothing reads what is in it; remove it", value)
             elif value and row["reason"]:
@@ -302,7 +293,7 @@ def build(
             values[name] = tuple(built)
     for name, item in known.items():
         option = item.metadata.get("option")
-        if option is not None and option.required and name not in written:
+        if option is not None and option.required and f"{path}.{name}" not in findings.given:
             findings.add(f"{path}.{name}", f"is missing, {option.rule()}; add it")
     return cls(**values)
 
@@ -311,23 +302,40 @@ def parse_keys(options: Iterable[Option], raw: Any, path: str, findings: Finding
     """Check a block against a list of options; returns only the keys present."""
     known = {option.key.rpartition(".")[2]: option for option in options}
     values = {}
-    for name, value in as_mapping(raw, path, findings).items():
-        if name not in known:
-            findings.add(f"{path}.{name}", f"unknown key; {suggest_key(name, known)}")
-            continue
+    for name, value, where in known_keys(raw, path, findings, known):
         try:
             values[name] = known[name].parse(value)
         except OptionError as error:
-            findings.add(f"{path}.{name}", str(error), value)
+            findings.add(where, str(error), value)
     return values
 
 
-def as_mapping(raw: Any, path: str, findings: Findings) -> Mapping[Any, Any]:
-    """`raw` if it is a block; else an empty one, with a finding unless null."""
-    if raw is None or isinstance(raw, Mapping):
-        return raw or {}
-    findings.add(path, "must be a block of keys; write its keys below it, indented", raw)
-    return {}
+def known_keys(
+    raw: Any,
+    path: str,
+    findings: Findings,
+    known: Collection[str],
+    nested: Iterable[str] = (),
+    ignored: Collection[str] = (),
+) -> Iterator[tuple[Any, Any, str]]:
+    """Yield name, value and path of each known key of a block (null: an empty one); unknown ones are findings.
+
+    `nested` are the dotted keys of its blocks, for suggestions; `ignored` ones are no findings.
+    """
+    if raw is not None and not isinstance(raw, Mapping):
+        findings.add(path, "must be a block of keys; write its keys below it, indented", raw)
+        return
+    for name, value in (raw or {}).items():
+        where = f"{path}.{name}"
+        findings.given.add(where)
+        option_key = where.rpartition("coat.")[2]
+        removed = REMOVED.get(option_key) or REMOVED.get(f"{option_key}={value}")
+        if removed is not None:
+            findings.add(where, removed, value)
+        elif name in known:
+            yield name, value, where
+        elif name not in ignored:
+            findings.add(where, f"unknown key; {suggest_key(name, known, nested)}")
 
 
 def as_entries(raw: Any, path: str, findings: Findings) -> list[tuple[str, Any]]:
