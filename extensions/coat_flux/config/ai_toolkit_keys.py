@@ -2,7 +2,7 @@
 
 The table lists the keys of image jobs:
 
-block, key      ai-toolkit's config class, `process` or `network_kwargs`
+block, key      ai-toolkit's config class, `process` or `network_kwargs`; an optimizer or scheduler: its parameters
 kind            `int`, `number|list`, `str?` (or null), `any`, `{X}` (block X), `[X]` (list of blocks X), `-` (unread)
 default         ai-toolkit's, as JSON; empty if computed
 values          choices, or a range as `minimum=1 maximum=2`
@@ -15,13 +15,14 @@ A key that the table lacks but an installed ai-toolkit's source quotes is accept
 from __future__ import annotations
 
 import csv
+import json
 import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .findings import ConfigError, Findings
+from .findings import ConfigError, Findings, show
 from .options import OPTION_KINDS, Option, as_entries, known_keys
 
 TABLE = Path(__file__).with_suffix(".tsv")
@@ -129,18 +130,19 @@ def check_value(value: Any, path: str, row: Mapping[str, str], toolkit: Toolkit,
     kind = row["kind"]
     kinds = [KIND_OF_OPTION.get(each, each) for each in kind.removesuffix("?").split("|")]
     nullable = kind.endswith("?") or kind == "any"
-    refusals = [Option("", None, each, nullable=nullable, **limits).refusal(value) for each in kinds]
+    default = json.loads(row.get("default") or "null")
+    refusals = [Option("", default, each, nullable=nullable, **limits).refusal(value) for each in kinds]
     if None not in refusals:
         names = " or ".join(OPTION_KINDS[each][0] for each in kinds)
         findings.add(path, f"must be {names}; write one" if len(kinds) > 1 else refusals[0], value)
         return
-    word = value
-    if isinstance(value, str) and row["key"] in ANY_CASE:
-        word = value.lower()
-    elif isinstance(value, str) and row["key"] == "qtype":
-        word = value.partition("|")[0]  # uint3|a/recovery/adapter
-    if not choices or word is None:
+    if not choices or value is None:
         return
+    word = value if isinstance(value, str) else show(value)
+    if row["key"] in ANY_CASE:
+        word = word.lower()
+    elif row["key"] == "qtype":
+        word = word.partition("|")[0]  # uint3|a/recovery/adapter
     refusal = Option("", None, "choice", choices=choices).refusal(word)
     if refusal is not None and toolkit.version == VERSION:
         findings.add(path, refusal, value)

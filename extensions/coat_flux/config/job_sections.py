@@ -11,61 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..base.names import COAT_OPTIMIZER, COAT_QTYPE, COAT_TYPE
-from .options import Option, blocks, choice, key, switch
+from .options import blocks, choice, key, switch
 
 DTYPES = dict.fromkeys(("float16", "fp16", "half"), "fp16")
 DTYPES |= dict.fromkeys(("bf16", "bfloat16"), "bf16")
 DTYPES |= dict.fromkeys(("fp32", "float32", "float", "single"), "fp32")
-# optimizer of another package → its `train.optimizer_params`, with the defaults ai-toolkit gives it
-OPTIMIZER_PARAMS: dict[str, tuple[Option, ...]] = {
-    "prodigy": (
-        Option("betas", (0.9, 0.999), "betas", minimum=0, below=1),
-        Option("beta3", None, "float", nullable=True, above=0),
-        Option("eps", 1e-6, "float", above=0),
-        Option("weight_decay", 0.0, "float", minimum=0),
-        Option("decouple", True, "bool"),
-        Option("use_bias_correction", False, "bool"),
-        Option("safeguard_warmup", False, "bool"),
-        Option("d0", 1e-6, "float", above=0),
-        Option("d_coef", 1.0, "float", above=0),
-        Option("growth_rate", 1.02, "float", minimum=1),
-        Option("slice_p", 1, "int", minimum=1),
-    ),
-    "adafactor": (
-        Option("eps", (1e-30, 1e-3), "betas", minimum=0),
-        Option("clip_threshold", 1.0, "float", above=0),
-        Option("decay_rate", -0.8, "float", below=0),
-        Option("beta1", None, "float", nullable=True, minimum=0, below=1),
-        Option("weight_decay", 0.0, "float", minimum=0),
-        Option("scale_parameter", False, "bool"),
-        Option("relative_step", False, "choice", choices=(False,)),  # the learning rate is train.lr
-        Option("warmup_init", False, "choice", choices=(False,)),
-    ),
-    "lion": (
-        Option("betas", (0.9, 0.99), "betas", minimum=0, maximum=1),
-        Option("weight_decay", 0.0, "float", minimum=0),
-        Option("use_triton", False, "bool"),
-        Option("decoupled_weight_decay", False, "bool"),
-    ),
-}
-
 PRODIGY_LOW_LR = 0.1  # below it lr is 1, as in ai-toolkit
-# learning-rate scheduler → its `train.lr_scheduler_params`
-LR_PARAMS: dict[str, tuple[Option, ...]] = {
-    "constant": (Option("factor", 1.0, "float", above=0),),
-    "constant_with_warmup": (Option("num_warmup_steps", 1000, "int", minimum=0),),
-    "linear": (
-        Option("start_factor", 1 / 3, "float", above=0, maximum=1),
-        Option("end_factor", 1.0, "float", minimum=0, maximum=1),
-    ),
-    "cosine": (Option("eta_min", 0.0, "float", minimum=0),),
-    "cosine_with_restarts": (
-        Option("eta_min", 0.0, "float", minimum=0),
-        Option("T_mult", 1, "int", minimum=1),
-    ),
-}
-
-
+LR_SCHEDULERS = ("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts")
 TIMESTEP_TYPES = ("sigmoid", "linear", "weighted", "shift", "flux_shift", "lumina2_shift", "lognorm_blend")
 TIMESTEP_TYPES += ("one_step", "two_step", "four_step", "eight_step")
 
@@ -152,7 +104,7 @@ class TrainSection:
     optimizer: str = choice(("adamw", "adam", "adamw8bit", "prodigy", "adafactor", "lion", COAT_OPTIMIZER))
     optimizer_params: Mapping[str, Any] | None = key(None, "mapping", nullable=True)
     lr: float = key(1e-6, "float", above=0, example=1e-4)
-    lr_scheduler: str = choice(LR_PARAMS)
+    lr_scheduler: str = choice(LR_SCHEDULERS)
     lr_scheduler_params: Mapping[str, Any] | None = key(None, "mapping", nullable=True)
     max_grad_norm: float = key(1.0, "float", "with fused_backward each weight's gradient by itself", above=0)
     ema_config: EMASection = field(default_factory=EMASection)

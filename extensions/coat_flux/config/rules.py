@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from ..base.names import COAT_OPTIMIZER, COAT_QTYPE, COAT_TYPE
-from .ai_toolkit_keys import ANY_CASE
-from .coat import ADAMW_OPTIONS, COAT_PARAMS, COATConfig
+from .ai_toolkit_keys import ANY_CASE, BLOCKS, Toolkit, check_keys
+from .coat import COAT_PARAMS, COATConfig
 from .findings import ABSENT, Findings
-from .job_sections import DTYPES, LR_PARAMS, OPTIMIZER_PARAMS, PRODIGY_LOW_LR
-from .options import Option, parse_keys
+from .job_sections import DTYPES, LR_SCHEDULERS, PRODIGY_LOW_LR
+from .options import parse_keys
 
 STANDALONE, AI_TOOLKIT = "standalone", "ai-toolkit"
 STANDALONE_ARCHS = ("flux", "flux2", "flux2_klein_4b", "flux2_klein_9b")  # that our own trainer trains
@@ -284,16 +284,15 @@ def _check_train(entry: Entry) -> None:
 
     path = f"{entry.path}.train"
     if entry.sound("train.optimizer"):
-        options = COAT_PARAMS if optimizer == COAT_OPTIMIZER else None
-        if options is None and entry.alone:
-            options = OPTIMIZER_PARAMS.get(optimizer, ADAMW_OPTIONS)
-        if options is not None:
-            parse_keys(options, get("train.optimizer_params", {}), f"{path}.optimizer_params", entry.findings)
-    options = LR_PARAMS.get(get("train.lr_scheduler", "constant"))
-    if options and entry.sound("train.lr_scheduler"):
-        if not entry.alone:
-            options = (*options, Option("last_epoch", -1, "int"))
-        parse_keys(options, get("train.lr_scheduler_params", {}), f"{path}.lr_scheduler_params", entry.findings)
+        params, where = get("train.optimizer_params", {}), f"{path}.optimizer_params"
+        if optimizer == COAT_OPTIMIZER:
+            parse_keys(COAT_PARAMS, params, where, entry.findings)
+        elif entry.alone:
+            check_keys(params, where, Toolkit(), entry.findings, optimizer if optimizer in BLOCKS else "adamw")
+    scheduler = get("train.lr_scheduler", "constant")
+    if scheduler in LR_SCHEDULERS and entry.sound("train.lr_scheduler"):
+        params, where = get("train.lr_scheduler_params", {}), f"{path}.lr_scheduler_params"
+        check_keys(params, where, Toolkit(), entry.findings, scheduler)
 
 
 def _check_model(entry: Entry) -> None:
