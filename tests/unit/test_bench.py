@@ -98,7 +98,7 @@ MISSING = {
 @pytest.mark.parametrize("name", MISSING)
 def test_a_machine_that_lacks_something_is_a_reason(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     package, reason = MISSING[name]
-    monkeypatch.setattr(worker, "_is_installed", lambda wanted: wanted != package)
+    monkeypatch.setattr(worker, "is_installed", lambda wanted: wanted != package)
     monkeypatch.delenv("AI_TOOLKIT_ROOT", raising=False)
     result = worker.run(spec("step", name))
     assert result["status"] == "cannot"
@@ -119,7 +119,7 @@ def test_errors_become_results(monkeypatch, configuration, error, status, reason
     def fail(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(worker, "_is_installed", lambda package: True)
+    monkeypatch.setattr(worker, "is_installed", lambda package: True)
     monkeypatch.setattr(measure, "make_model", fail)
     result = worker.run(spec("step", configuration))
     assert (result["status"], result["reason"]) == (status, reason)

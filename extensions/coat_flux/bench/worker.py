@@ -11,7 +11,6 @@ SPEC: {"level", "configuration", "sizes": [[resolution, batch], ...], "geometry"
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import platform
 import sys
@@ -26,6 +25,7 @@ from coat_core.ops.dispatch import triton_obstacle
 
 from ..base.names import COAT_OPTIMIZER
 from ..blocks.measure import version_of
+from ..config.check import is_installed
 from .configurations import CALLS, CANNOT, CPU_CALLS, FAILED, OK, OPTIMIZER, OUT_OF_MEMORY, Configuration, named
 from .limits import Geometry, known_card
 
@@ -71,7 +71,7 @@ def _measured(
     if records_graphs and device.type != "cuda":
         raise MissingError("needs a GPU")
     for package in row.needs:
-        if not _is_installed(package):
+        if not is_installed(package):
             raise MissingError(f"needs the package {package}, which is not installed")
     ours = row.coat is not None or row.name == COAT_OPTIMIZER
     if ours and device.type == "cuda":
@@ -86,13 +86,6 @@ def _measured(
         measure = measure_optimizer if spec["level"] == OPTIMIZER else measure_steps
     calls = warmup, spec["repeats"] or repeats
     return list(measure(row, Geometry(**spec["geometry"]), spec["sizes"], device, calls))
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # of the parent, optimum
-        return False
 
 
 def _machine(device: torch.device) -> dict[str, Any]:

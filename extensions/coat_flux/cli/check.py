@@ -82,12 +82,13 @@ def check(args: argparse.Namespace) -> int:
         failed = print_findings(*check_data(raw)) or failed
     if not failed and not args.elsewhere:
         failed = check_outputs(raw, file)
+    names = {STANDALONE: "the stand-alone trainer", AI_TOOLKIT: f"{AI_TOOLKIT} {Toolkit(root).version}"}
     if args.host != AI_TOOLKIT:
         other = STANDALONE if host == AI_TOOLKIT else AI_TOOLKIT
-        _print_other_host(_name_of(other, root), errors, _errors(findings[other]))
+        _print_other_host(names[other], errors, _errors(findings[other]))
     if failed:
         return EXIT_REFUSED
-    process, text = raw["config"]["process"][0], f"{file}: no error found for {_name_of(host, root)}"
+    process, text = raw["config"]["process"][0], f"{file}: no error found for {names[host]}"
     if process.get("type") in PROCESS_TYPES:
         folder = _run_folder(raw, process)
         steps = (process.get("train") or {}).get("steps", 1000)
@@ -131,10 +132,6 @@ def _run_folder(raw: dict[str, Any], process: dict[str, Any]) -> Path:
 
 def _errors(findings: Sequence[Finding]) -> list[Finding]:
     return [item for item in findings if item.severity == "error"]
-
-
-def _name_of(host: str, root: Path | None) -> str:
-    return "the stand-alone trainer" if host == STANDALONE else f"{AI_TOOLKIT} {Toolkit(root).version}"
 
 
 def _print_other_host(name: str, shown: Sequence[Finding], errors: Sequence[Finding]) -> None:

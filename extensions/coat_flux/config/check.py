@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,9 @@ def check_needs(process: Mapping[str, Any], path: str, findings: Findings, *, al
 
 def is_installed(package: str) -> bool:
     """Whether a package, as pip calls it, is here."""
-    spec = importlib.util.find_spec(package.replace("-", "_"))
+    spec = None
+    with suppress(ModuleNotFoundError):  # of the parent
+        spec = importlib.util.find_spec(package.replace("-", "_"))
     # wandb's folder of files has no origin
     return spec is not None and spec.origin is not None
 

@@ -23,9 +23,8 @@ from typing import Any
 
 import torch
 import yaml
-from torch import Tensor, nn
+from torch import Tensor
 
-from coat_core import FP8Linear
 from coat_core.optim import FP8AdamW
 from coat_core.optim.sharded import local_values
 
@@ -168,15 +167,6 @@ class COATTrainer:
             return _run(session, self._observer)
 
 
-def _elements(model: nn.Module) -> int:
-    """Elements of all weights, those in codes included."""
-    total = sum(param.numel() for param in model.parameters())
-    for module in model.modules():
-        if isinstance(module, FP8Linear):
-            total += module.in_features * module.out_features
-    return total
-
-
 def _run(session: Session, observer: Observer | None) -> Path:
     job = session.job
     log = session.log
@@ -186,7 +176,8 @@ def _run(session: Session, observer: Observer | None) -> Path:
             text = yaml.safe_dump(job.written, sort_keys=False, allow_unicode=True)
             write_file(job.folder / "config.yaml", text)
             phases.path = job.folder / MEMORY_FILE
-            space = save_space(job, [p.numel() for p in session.lora.values()], _elements(session.transformer))
+            whole = session.transformer.num_parameters()  # those in codes included
+            space = save_space(job, [p.numel() for p in session.lora.values()], whole)
             for line in require_room(job.folder, space):
                 log.info(f"Warning: {line}")
         log.open(session.step)
