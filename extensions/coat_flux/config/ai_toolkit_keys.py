@@ -3,7 +3,7 @@
 The table lists the keys of image jobs:
 
 block, key      ai-toolkit's config class, `process` or `network_kwargs`; an optimizer or scheduler: its parameters
-kind            `int`, `number|list`, `str?` (or null), `any`, `{X}` (block X), `[X]` (list of blocks X), `-` (unread)
+kind            of `Option`: `int`, `float|list`, `str?` (or null), `{X}` (block X), `[X]` (list of blocks X), `-` (unread)
 default         ai-toolkit's, as JSON; empty if computed
 values          choices, or a range as `minimum=1 maximum=2`
 stand-alone     supported · unsupported (but for the default) · no effect (noted) · always · empty (unknown)
@@ -33,7 +33,6 @@ OWN_ROWS = {
     PROCESS: {key: {"kind": "", "inner": ""} for key in ("coat", "validation")},
     "TrainConfig": {"fused_backward": {"key": "fused_backward", "kind": "bool", "values": "", "inner": ""}},
 }
-KIND_OF_OPTION = {"number": "float", "dict": "mapping"}  # the table's word for a kind → that of `Option`
 ROOT_VARIABLE = "AI_TOOLKIT_ROOT"
 CLASSES_FILE = "toolkit/config_modules.py"
 SOURCES = (
@@ -99,12 +98,8 @@ def is_toolkit(folder: Path) -> bool:
 def values_of(row: Mapping[str, str]) -> tuple[tuple[str, ...], dict[str, float]]:
     """The choices and the range in a row."""
     words = row["values"].split()
-    limits = {}
-    for word in words:
-        name, is_limit, number = word.partition("=")
-        if is_limit:
-            limits[name] = float(number)
-    return (() if limits else tuple(words)), limits
+    limits = [word.split("=") for word in words if "=" in word]
+    return (() if limits else tuple(words)), {name: float(number) for name, number in limits}
 
 
 def check_keys(raw: Any, path: str, toolkit: Toolkit, findings: Findings, block: str = PROCESS) -> None:
@@ -128,7 +123,7 @@ def check_value(value: Any, path: str, row: Mapping[str, str], toolkit: Toolkit,
     """Check one value against its kind, its range and its choices."""
     choices, limits = values_of(row)
     kind = row["kind"]
-    kinds = [KIND_OF_OPTION.get(each, each) for each in kind.removesuffix("?").split("|")]
+    kinds = kind.removesuffix("?").split("|")
     nullable = kind.endswith("?") or kind == "any"
     default = json.loads(row.get("default") or "null")
     refusals = [Option("", default, each, nullable=nullable, **limits).refusal(value) for each in kinds]

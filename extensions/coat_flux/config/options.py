@@ -7,9 +7,10 @@ of blocks `blocks(...)`; other fields are not keys of the config. `build` fills 
 from __future__ import annotations
 
 import json
+import operator
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
@@ -115,19 +116,9 @@ class Option:
 
     def rule(self) -> str:
         """The allowed values, as a sentence: "must be …"."""
-        limits = []
+        limits = [text.format(limit) for _, text, limit in self._limits()]
         if self.minimum is not None and self.maximum is not None:
-            limits.append(f"from {self.minimum:g} to {self.maximum:g}")
-        elif self.minimum is not None:
-            limits.append(f"of at least {self.minimum:g}")
-        elif self.maximum is not None:
-            limits.append(f"of at most {self.maximum:g}")
-        if self.above is not None:
-            limits.append(f"above {self.above:g}")
-        if self.below is not None:
-            limits.append(f"below {self.below:g}")
-        if self.multiple_of is not None:
-            limits.append(f"a multiple of {self.multiple_of}")
+            limits[:2] = [f"from {self.minimum:g} to {self.maximum:g}"]
         text = f"must be {OPTION_KINDS[self.kind][0]}"
         if self.choices:
             text = f"must be one of {', '.join(map(_bare, self.choices))}"
@@ -144,18 +135,14 @@ class Option:
         whole = self.kind in WHOLE
         if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
             raise self.error("write a number, without quotes" if isinstance(value, str) else "write a number")
-        inside = (
-            abs(value) <= sys.float_info.max
-            and (self.minimum is None or value >= self.minimum)
-            and (self.maximum is None or value <= self.maximum)
-            and (self.above is None or value > self.above)
-            and (self.below is None or value < self.below)
-            and (self.multiple_of is None or value % self.multiple_of == 0)
-        )
-        if inside:
+        if abs(value) <= sys.float_info.max and all(holds(value, limit) for holds, _, limit in self._limits()):
             return value if whole else float(value)
         example = self.default if self.example is None else self.example
         raise self.error("write a value in that range" if example is None else f"write {show(example)}, for example")
+
+    def _limits(self) -> list[tuple[Callable[[Any, Any], bool], str, Any]]:
+        limits = [(holds, text, getattr(self, name)) for name, (holds, text) in LIMITS.items()]
+        return [limit for limit in limits if limit[-1] is not None]
 
     def _choice(self, value: Any) -> Any:
         for known in self.choices:
@@ -190,6 +177,14 @@ def blocks(cls: type) -> Any:
     return field(default=(), metadata={"blocks": cls})
 
 
+# name of a limit → whether a value keeps it, and its words in a rule
+LIMITS = {
+    "minimum": (operator.ge, "of at least {:g}"),
+    "maximum": (operator.le, "of at most {:g}"),
+    "above": (operator.gt, "above {:g}"),
+    "below": (operator.lt, "below {:g}"),
+    "multiple_of": (lambda value, step: value % step == 0, "a multiple of {:g}"),
+}
 # kind → its name in a rule, and the remedy for another kind
 OPTION_KINDS = {
     "bool": ("true or false", "write true or false, without quotes"),
