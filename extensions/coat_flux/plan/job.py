@@ -194,20 +194,16 @@ class JobFacts:
     Attributes:
         targets: names of the linears with an adapter.
         trained: name → elements of the transformer's own parameters; empty with `network`.
-        stored: the linears whose weights codes can replace.
+        stored: the linears that codes can replace.
         adapter_sizes: elements of A and B of every target, or of each trained parameter.
-        blocks: in forward order, with their adapters.
         tokens, sample_tokens: of the largest micro-batch, of the largest sample image (None without samples).
         value_bytes: per element of frozen models and hidden states.
-        on_cpu: the job trains on a CPU: device memory is CPU memory.
         caches_latents, caches_text: training does not need the VAE, the text encoders.
         transformer_bytes: of the transformer in training: codes and scales, the rest as loaded.
-        latent_bytes: of the cached latents.
         offloads: the moments pass through the device; `offloaded_bytes` of them are in CPU memory.
         frees_gradients: there are never more than one or two gradients.
         gradient_bytes: the gradients' peak outside of backward.
         given: inputs of the run's block plan; `predict` adds the budget.
-        settings: storage of each block's saved activations.
     """
 
     def __init__(self, job: JobConfig, known: JobFacts | None = None):

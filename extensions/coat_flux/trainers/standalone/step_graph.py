@@ -99,14 +99,9 @@ class StepGraphs:
             "others": [x for entry in entries for name, x in entry.items() if name != "step"],
         }
 
-    @property
-    def bytes(self) -> int:
-        """Memory of the graphs, which the allocator does not count as allocated."""
-        return sum(graph.bytes for graph in self._graphs.values())
-
     def make_room(self) -> None:
         """Free the pool if an eager step would not fit beside it."""
-        pool = self.bytes
+        pool = sum(graph.bytes for graph in self._graphs.values())  # which the allocator does not count as allocated
         if not pool:
             return
         unused = max(torch.cuda.memory_reserved() - torch.cuda.memory_allocated() - pool, 0)
