@@ -299,7 +299,7 @@ def test_a_file_keeps_its_metadata_but_not_hashes_of_other_tensors(lora, tmp_pat
 
 def test_a_smaller_dtype_rounds_once(lora, tmp_path):
     target = tmp_path / "half.safetensors"
-    assert convert_file(lora, target, "diffusers", torch.bfloat16).dtypes == ("bf16",)
+    assert convert_file(lora, target, "diffusers", torch.bfloat16).dtypes == ["bf16"]
     assert_same(load_file(target), {key: tensor.bfloat16() for key, tensor in load_file(lora).items()})
 
 

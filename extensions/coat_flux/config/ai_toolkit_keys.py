@@ -3,7 +3,7 @@
 The table lists the keys of image jobs:
 
 block, key      ai-toolkit's config class, `process` or `network_kwargs`; an optimizer or scheduler: its parameters
-kind            of `Option`, as `int`, `float|list`, `str?` (or null); `{X}`: block X, `[X]`: a list of them, `-`: unread
+kind            of `Option`: `int`, `float|list`, `str?` (or null); `{X}`: block X, `[X]`: a list of them, `-`: unread
 default         ai-toolkit's, as JSON; empty if computed
 values          choices, or a range as `minimum=1 maximum=2`
 stand-alone     supported · unsupported (but for the default) · no effect (noted) · always · empty (unknown)

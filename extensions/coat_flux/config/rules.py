@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..base.names import COAT_OPTIMIZER, COAT_QTYPE, COAT_TYPE
+from ..base.names import COAT_OPTIMIZER
 from .ai_toolkit_keys import ANY_CASE, BLOCKS, Toolkit, check_keys
 from .coat import COAT_PARAMS, COATConfig
 from .findings import ABSENT, Findings
@@ -36,7 +36,6 @@ _LEGACY |= {f"is_{name}": name for name in FLAGS}
 HIGH_LR, LOW_LR = 1e-2, 2e-6  # for LoRAs of FLUX
 FINDS_LR = ("prodigy", "dadapt", "automagic")  # optimizers that choose their own steps
 WRITTEN = ("coat", "config.yaml", "optimizer.pt", "samples")  # files that a run writes to its folder
-DISTILLED = re.compile(r"(schnell|turbo|lightning|klein-(?!base)[^/]*)[^/]*/?$", re.IGNORECASE)
 BUCKET_STEP = 32  # FLUX.1: 8 (VAE) × 2 (packing) × 2; also the least resolution
 TRIGGER_TAG = "[trigger]"
 FOREIGN_SHARE = 0.1  # of a text's letters, from which on it is reported
@@ -128,7 +127,6 @@ class Entry(Block):
         alone: the stand-alone trainer runs it, not ai-toolkit.
         full: the transformer itself is trained.
         optimizer: its name, normalized as in ai-toolkit.
-        qtype: how the transformer is quantized, or None.
         is_flux: FLUX.1 is loaded; the stand-alone trainer applies FLUX.1's rules to FLUX.2, too.
     """
 
@@ -148,8 +146,6 @@ class Entry(Block):
         self.alone = trainer == STANDALONE
         self.full = is_full(raw)
         self.optimizer = self.get("train.optimizer", "adamw").lower()
-        qtype = self.get("model.qtype", "qfloat8") if self.get("model.quantize") else None
-        self.qtype = qtype if self.alone or qtype is None else qtype.partition("|")[0]
         self.is_flux = self.alone or arch_of(self.get("model", {})) == "flux"
         trains = "model" if self.full else "network"
         self.facts = {"trainer": trainer, "trains": trains, "enabled": str(self.enabled).lower()}
@@ -183,9 +179,7 @@ def check_entry(entry: Entry) -> None:
     else:
         _check_network(entry)
     _check_train(entry)
-    _check_model(entry)
     _check_samples(entry)
-    _check_coat(entry)
     for row in filter(entry.fits, RULES):
         add = entry.warn if row["finding"].startswith(WARNING) else entry.error
         add(row["key"], row["finding"].removeprefix(WARNING))
@@ -195,8 +189,8 @@ def check_entry(entry: Entry) -> None:
 
 
 def _check_places(entry: Entry) -> None:
-    """Name, folder and device of a run; its samples and charts must not land among its photos."""
-    name, device = entry.name, entry.get("device", "cuda")
+    """Name and folder of a run; its samples and charts must not land among its photos."""
+    name = entry.name
     if not name or _BAD_NAME.search(name):
         text = "names the run's folder, so without <>:\"/\\|?*[] and a dot or blank at an end; write another"
         entry.findings.add(entry.name_path, text, name)
@@ -209,9 +203,6 @@ def _check_places(entry: Entry) -> None:
             photos = dataset.get("folder_path") or dataset.get("dataset_path")
             if photos and (run / "x").is_relative_to(Path(photos).resolve()):
                 entry.error("training_folder", f"is inside the data set {photos}; write a folder outside")
-    if not entry.alone and device.startswith("cuda:") and device != "cuda:0":
-        remedy = f"write cuda and set CUDA_VISIBLE_DEVICES={device.removeprefix('cuda:')}"
-        entry.error("device", f"ai-toolkit takes the first visible GPU; {remedy}")
 
 
 def _check_path(block: Block, key: str) -> None:
@@ -229,12 +220,7 @@ def _check_path(block: Block, key: str) -> None:
 
 
 def _check_network(entry: Entry) -> None:
-    """What is trained is a network: a LoRA, mostly."""
-    get, full_only = entry.get, "is for full fine-tuning; remove it, or network"
-    for key, default in (("coat.include", ["*"]), ("coat.exclude", [])):
-        if list(get(key, default)) != default:
-            entry.error(key, f"{full_only} (a LoRA has network_kwargs.only_if_contains)")
-
+    get = entry.get
     linear, rank = get("network.linear"), get("network.rank")
     if linear is not None and rank is not None and rank != linear:
         entry.error("network.rank", "contradicts linear, its new name; remove rank")
@@ -248,7 +234,6 @@ def _check_network(entry: Entry) -> None:
 
 
 def _check_full(entry: Entry) -> None:
-    """What is trained is the transformer itself."""
     if any(file.startswith(entry.name) for file in WRITTEN):
         entry.findings.add(entry.name_path, "begins another file's name of the run; write a longer one", entry.name)
     trained = DTYPES.get(entry.get("train.dtype", "fp32"))
@@ -269,8 +254,6 @@ def _check_train(entry: Entry) -> None:
     if get("train.dtype") in ("fp16", "float16", "half"):
         add = entry.error if entry.is_flux or entry.coat is not None else entry.warn
         add("train.dtype", "FLUX and FP8 codes overflow in fp16; use bf16")
-    if not entry.alone and get("train.max_grad_norm", 1.0) <= 0 and optimizer != "adafactor":  # which is not clipped
-        entry.error("train.max_grad_norm", "scales gradients to 0, so nothing is learned; write 1.0")
 
     rate = get("train.lr", 1e-6)
     if entry.alone and optimizer == "prodigy" and rate < PRODIGY_LOW_LR:
@@ -295,53 +278,10 @@ def _check_train(entry: Entry) -> None:
         check_keys(params, where, Toolkit(), entry.findings, scheduler)
 
 
-def _check_model(entry: Entry) -> None:
-    get, qtype = entry.get, entry.qtype
-    arch = get("model.arch", "").split(":")[0]
-    name = str(get("model.name_or_path", ""))
-    if DISTILLED.search(name) and not get("model.assistant_lora_path"):
-        rule = "is distilled to draw in a few steps, which training undoes"
-        remedy = "train its base, or in ai-toolkit with assistant_lora_path"
-        entry.warn("model.name_or_path", f"{rule}; {remedy}")
-    if entry.alone:
-        if arch and arch not in STANDALONE_ARCHS:
-            rule = "the stand-alone trainer trains FLUX.1 and FLUX.2"
-            entry.error("model.arch", f"{rule}; write {', '.join(STANDALONE_ARCHS)}")
-        return
-    in_qtype = "|" in get("model.qtype", "")
-    if in_qtype or get("model.accuracy_recovery_adapter"):
-        key = "model.qtype" if in_qtype else "model.accuracy_recovery_adapter"
-        if arch_of(get("model", {})) == "flux" or qtype is None:
-            entry.warn(key, "is not read for FLUX.1, or without quantize; remove it")
-        elif qtype == COAT_QTYPE:
-            entry.warn(key, f"is for another quantization than {COAT_QTYPE}; remove it")
-
-
-# --- the `coat:` block ---
-
-
-def _check_coat(entry: Entry) -> None:
-    """The `coat:` block against the keys of ai-toolkit that ask for the same or the opposite."""
-    coat = entry.coat
-    if coat is None or not entry.sound("train.optimizer", "coat.enabled", "coat.optimizer"):
-        return
-    kind = entry.get("type", COAT_TYPE)
-    if entry.alone and entry.given("coat") and kind != COAT_TYPE:
-        entry.findings.warn(f"{entry.path}.coat", f"ai-toolkit reads this block with type: {COAT_TYPE} only")
-    if coat.enabled and entry.optimizer != COAT_OPTIMIZER:
-        if coat.optimizer.use_fp8 and entry.given("coat.optimizer"):
-            text = f"does not read coat.optimizer; write {COAT_OPTIMIZER}, or coat.optimizer.use_fp8: false"
-            entry.error("train.optimizer", text)
-        elif coat.optimizer.use_fp8 or entry.alone:
-            entry.warn("train.optimizer", f"stores moments not as COAT; write {COAT_OPTIMIZER} for FP8 moments")
-
-
 # --- photos and prompts ---
 
 
 def _check_datasets(entry: Entry) -> None:
-    if not entry.raw.get("datasets"):
-        entry.error("datasets", "there is nothing to train on; write '- folder_path: …' below it")
     datasets, everywhere = entry.blocks("datasets"), bool(entry.get("train.cache_text_embeddings"))
     cached = [everywhere or bool(dataset.get("cache_text_embeddings")) for dataset in datasets]
     if any(cached):
@@ -388,9 +328,6 @@ def _check_samples(entry: Entry) -> None:
     texts = {f"{entry.path}.sample.prompts[{i}]": text for i, text in enumerate(prompts)}
     for item in items:
         texts[f"{item.path}.prompt"] = item.get("prompt", "")
-    draws = (prompts or items) and not entry.get("train.disable_sampling")
-    if draws and entry.is_flux and not entry.alone and entry.get("sample.sampler") != "flowmatch":
-        entry.error("sample.sampler", "the default is not for FLUX; write flowmatch")
 
     trigger = entry.get("trigger_word", "")
     if trigger == TRIGGER_TAG:
