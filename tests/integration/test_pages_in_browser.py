@@ -39,9 +39,9 @@ def parts(picture: Path) -> str:
         shades = [[i + 5.5 * j for i in range(6)] for j in range(5)]
         page.table(["layer", *(f"exp_avg{i}" for i in range(6))], [[long, *row] for row in shades], (0.0, 27.0))
         page.code(f"key: {long}")
-    page.curves("c", {f"s{i}": [(step, step * i) for step in range(0, 90_000, 100)] for i in range(8)}, x="step", y="y")
+    page.curves("c", {f"s{i}": [(step, step * i) for step in range(0, 90_000, 100)] for i in range(8)}, y="y")
     marks = {0: "first mark", 1e6: "last mark"}
-    page.curves("m", {"a": [(0, 1e-7), (1e6, 1e7)]}, x="x", y="y", log_y=True, marks=marks)
+    page.curves("m", {"a": [(0, 1e-7), (1e6, 1e7)]}, y="y", log_y=True, marks=marks)
     page.images("many", [(f"step {i}", picture) for i in range(8)], columns=8)
     page.images("pairs", [("seed 1", picture), ("", picture)], columns=2, header=["bf16", "COAT"])
     return page.html()

@@ -76,9 +76,9 @@ def test_texts_are_escaped_and_nothing_is_fetched(picture: Path) -> None:
 def test_charts_are_inline_and_name_what_they_show() -> None:
     page = Page("t")
     lr = [(0, 0.0), (500, 1e-5), (1000, 2.5e-5)]
-    page.curves("lr", {"lr": lr}, x="step", y="lr")
-    page.curves("loss", {"each step": [(1, 0.5), (2000, 2.0)]}, x="step", y="loss", marks={1200: "lowest at 1200"})
-    page.curves("norm", {"a": [(0, 0.002), (1, 300.0)]}, x="step", y="norm", log_y=True)
+    page.curves("lr", {"lr": lr}, y="lr")
+    page.curves("loss", {"each step": [(1, 0.5), (2000, 2.0)]}, y="loss", marks={1200: "lowest at 1200"})
+    page.curves("norm", {"a": [(0, 0.002), (1, 300.0)]}, y="norm", log_y=True)
     parsed = _Parsed(page)
     assert parsed.sources() == []
     assert {"0", "200", "1,000", "1e-5", "2e-5", "0.5", "2.0", "lowest at 1200"} <= set(parsed.texts)
@@ -90,7 +90,7 @@ def test_charts_are_inline_and_name_what_they_show() -> None:
 @pytest.mark.parametrize(("last", "ticks"), [(0, ["0", "1"]), (3, ["0", "1", "2", "3"]), (9, ["0", "2"])])
 def test_steps_are_whole_numbers(last: int, ticks: list[str]) -> None:
     page = Page("t")
-    page.curves("c", {"a": [(step, 0.5) for step in range(last + 1)]}, x="step", y="y")
+    page.curves("c", {"a": [(step, 0.5) for step in range(last + 1)]}, y="y")
     assert re.findall(r'tick-x axis" style="left: [\d.]+%">([^<]+)<', page.parts[-1])[: len(ticks)] == ticks
 
 
@@ -98,9 +98,7 @@ def test_steps_are_whole_numbers(last: int, ticks: list[str]) -> None:
 def test_lines_go_up_where_values_do_and_have_gaps(log_y: bool) -> None:
     page = Page("t")
     points = [(0, 1.0), (1, math.nan), (2, 10.0), (3, 0.0 if log_y else math.inf), (4, 100.0)]
-    page.curves(
-        "c", {"a": points, "empty": []}, x="x", y="y", log_y=log_y, band={"a": [(2, 5.0, 20.0), (4, 50.0, 99.0)]}
-    )
+    page.curves("c", {"a": points, "empty": []}, y="y", log_y=log_y, band={"a": [(2, 5.0, 20.0), (4, 50.0, 99.0)]})
     (line,) = (attrs["d"] for tag, attrs in _Parsed(page).tags if attrs.get("class") == "line")
     places = [[tuple(map(float, at.split())) for at in part.split("L")] for part in (line or "").split("M")[1:]]
     assert [x for part in places for x, _ in part] == [0, 500, 1000]
@@ -114,7 +112,7 @@ def test_lines_go_up_where_values_do_and_have_gaps(log_y: bool) -> None:
 @pytest.mark.parametrize("log_y", [False, True])
 def test_axes_hold_any_values(values: list[float], log_y: bool) -> None:
     page = Page("t")
-    page.curves("c", {"a": list(enumerate(values))}, x="x", y="y", log_y=log_y)
+    page.curves("c", {"a": list(enumerate(values))}, y="y", log_y=log_y)
     text = page.parts[-1]
     ElementTree.fromstring(text)
     assert "nan" not in text
@@ -136,7 +134,7 @@ def test_sections_fold_and_close_after_an_error() -> None:
 def test_an_empty_chart_says_so_and_thinning_keeps_peaks() -> None:
     for values in ([], [(0, math.nan)]):
         page = Page("t")
-        page.curves("loss", {"a": values}, x="step", y="loss")
+        page.curves("loss", {"a": values}, y="loss")
         assert "loss: there is nothing to show" in _Parsed(page).texts
         assert "<svg" not in page.html()
     points = [(float(step), math.sin(step / 100)) for step in range(20_000)]

@@ -144,19 +144,18 @@ class Page:
         title: str,
         series: Mapping[str, Points],
         *,
-        x: str,
         y: str,
         log_y: bool = False,
         band: Mapping[str, Band] | None = None,
         faint: str = "",
         marks: Mapping[float, str] | None = None,
     ) -> None:
-        """Add a line chart, or say that it is empty.
+        """Add a line chart over steps, or say that it is empty.
 
         Args:
             series: name → points (x, y), x ascending. Points that are not finite, or not positive on a logarithmic
                 axis, leave gaps. Long series are thinned, keeping their peaks.
-            x, y: labels of the axes; steps are whole numbers.
+            y: label of the axis.
             band: name → (x, low, high), filled in the colour of that series.
             faint: the series drawn thin, behind its smoothed line.
             marks: x → label of a dashed vertical line.
@@ -175,7 +174,7 @@ class Page:
         if not lines:
             self.missing(f"{title}: there is nothing to show")
             return
-        across = _Axis(xs, margin=0.0, whole=x == "step")
+        across = _Axis(xs, margin=0.0, whole=True)
         up = _Axis(ys, margin=MARGIN, log=log_y)
         ticks = up.ticks()
         grid = "".join(f"M0 {SIDE - at:g}H{SIDE}" for at, _ in ticks)
@@ -208,7 +207,7 @@ class Page:
         paths = "".join(drawing)
         svg = f'<svg viewBox="0 0 {SIDE} {SIDE}" preserveAspectRatio="none" aria-hidden="true">{paths}</svg>'
         plot = f'<div class="plot" style="--ticks: {room:g}rem">{svg}{"".join(labels)}</div>'
-        body = f'<div class="y axis">{escape(y)}</div>{plot}<div class="x axis">{escape(x)}</div>'
+        body = f'<div class="y axis">{escape(y)}</div>{plot}<div class="x axis">step</div>'
         self._figure(title, legend if len(legend) > 1 or band else [], body)
 
     def bars(self, title: str, bars: Mapping[str, Mapping[str, float]], expected: Mapping[str, float]) -> None:

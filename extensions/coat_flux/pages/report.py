@@ -176,7 +176,7 @@ def _show_loss(page: Page, run: RunFolder) -> None:
     loss = run.metrics.get("loss", [])
     if loss:
         curves = {"each step": loss, "smoothed": smoothed(loss)}
-        page.curves("Training loss", curves, x="step", y="loss", faint="each step")
+        page.curves("Training loss", curves, y="loss", faint="each step")
     else:
         page.missing("No training loss: there is neither coat/metrics.csv nor ai-toolkit's loss_log.db.")
     if not run.validation:
@@ -184,11 +184,11 @@ def _show_loss(page: Page, run: RunFolder) -> None:
         return
     validation = {"loss": run.validation}
     if not run.block("validation"):
-        page.curves("Validation loss, noise and timesteps always the same", validation, x="step", y="loss")
+        page.curves("Validation loss, noise and timesteps always the same", validation, y="loss")
         return
     step, lowest = min(run.validation, key=lambda point: point[1])
     marks = {step: f"lowest: step {step:.0f}"}
-    page.curves("Loss on photos held out of training", validation, x="step", y="loss", marks=marks)
+    page.curves("Loss on photos held out of training", validation, y="loss", marks=marks)
     page.paragraph(
         f"Lowest, {lowest:.5f}, at step {step:.0f}. Where it rises while the training loss falls, the LoRA is "
         "memorizing the photos."
@@ -219,9 +219,9 @@ def _show_samples(page: Page, run: RunFolder) -> None:
 def _show_pace(page: Page, run: RunFolder) -> None:
     pace, lr, norm = (run.metrics.get(name, []) for name in ("s_per_it", "lr", "grad_norm"))
     times = {"each step": pace, "smoothed": smoothed(pace)}
-    page.curves("Time per step", times, x="step", y="s/it", faint="each step")
-    page.curves("Learning rate", {"lr": lr}, x="step", y="lr")
-    page.curves("Gradient norm before clipping", {"norm": norm}, x="step", y="norm", log_y=True)
+    page.curves("Time per step", times, y="s/it", faint="each step")
+    page.curves("Learning rate", {"lr": lr}, y="lr")
+    page.curves("Gradient norm before clipping", {"norm": norm}, y="norm", log_y=True)
 
 
 def _show_memory(page: Page, run: RunFolder) -> None:
@@ -236,7 +236,7 @@ def _show_memory(page: Page, run: RunFolder) -> None:
         page.paragraph(title)
         page.table(header, rows)
         page.paragraph("\n".join(f"{note[:1].upper()}{note[1:]}." for note in notes))
-    page.curves("Peak memory of steps", {"peak": run.metrics.get("peak_memory_gb", [])}, x="step", y="GB")
+    page.curves("Peak memory of steps", {"peak": run.metrics.get("peak_memory_gb", [])}, y="GB")
 
 
 def _show_guard(page: Page, run: RunFolder) -> None:
@@ -246,7 +246,7 @@ def _show_guard(page: Page, run: RunFolder) -> None:
         page.missing("No counters: no save of this run has any, and there is no coat/metrics.csv.")
         return
     if skipped and skipped[-1][1]:
-        page.curves("Updates skipped", {"skipped": skipped}, x="step", y="so far")
+        page.curves("Updates skipped", {"skipped": skipped}, y="so far")
     rows = [["updates skipped in the whole run", f"{skipped[-1][1]:.0f}" if skipped else None]]
     if guard is not None:
         rows.append(["updates done at the newest save", guard.get("updates")])
@@ -393,7 +393,7 @@ def _show_precision(page: Page, run: RunFolder) -> None:
             steps = lowest[row.kind]
             steps[row.step] = min(row.sqnr_db, steps.get(row.step, math.inf))
     curves = {kind: sorted(steps.items()) for kind, steps in lowest.items()}
-    page.curves("Local SQNR over the run, lowest layer", curves, x="step", y="dB")
+    page.curves("Local SQNR over the run, lowest layer", curves, y="dB")
     page.paragraph(f"All numbers: {FILE.as_posix()} in the run.")
 
 

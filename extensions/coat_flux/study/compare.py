@@ -186,7 +186,7 @@ def write_page(verdict: Verdict) -> Path:
         both = zip(bf16.curve, coat.curve, strict=True)
         gaps[f"seed {bf16.seed}"] = [(step, ours - theirs) for (step, theirs), (_, ours) in both]
     title = "Gap: COAT's loss minus bf16's, same seed"
-    page.curves(title, gaps, x="step", y="loss difference", band={SPREAD: spread})
+    page.curves(title, gaps, y="loss difference", band={SPREAD: spread})
     page.heading("Details")
     with page.details("How it is judged"):
         page.paragraph(HOW)
@@ -210,7 +210,7 @@ def show_means(page: Page, verdict: Verdict) -> dict[str, list[tuple[float, floa
         means[word] = [(step, mean) for step, mean, _ in points]
         bands[word] = [(step, mean - spread, mean + spread) for step, mean, spread in points]
     title = "Each run in its own precision, mean over seeds; band: ± standard deviation"
-    page.curves(title, means, x="step", y="loss", band=bands)
+    page.curves(title, means, y="loss", band=bands)
     return bands
 
 
@@ -232,4 +232,4 @@ def _show_runs(page: Page, verdict: Verdict, pairs: Sequence[tuple[ArmResult, Ar
         page.paragraph(f"Loss of the model before training: {verdict.base:.6f}.")
     for arm, word in WORDS.items():
         curves = {f"seed {run.seed}": run.curve for run in verdict.arm(arm)}
-        page.curves(f"Held-out loss of every {word} run", curves, x="step", y="loss")
+        page.curves(f"Held-out loss of every {word} run", curves, y="loss")

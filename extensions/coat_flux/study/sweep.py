@@ -537,7 +537,7 @@ def write_sweep_page(sweep: Sweep) -> Path:
         if points and len(curves) < SERIES_COLOURS:
             curves[_words(trial, keys)] = [(step, loss) for step, loss, _ in points]
     more = f", the best {SERIES_COLOURS}" if len(trials) > SERIES_COLOURS else ""
-    page.curves(f"Each run in its own precision{more}", curves, x="step", y="loss")
+    page.curves(f"Each run in its own precision{more}", curves, y="loss")
     _show_samples(page, sweep, trials, keys)
     if best.finished:
         page.heading("The best result")
