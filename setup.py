@@ -82,6 +82,7 @@ setup(
     package_data={
         "coat_flux.config": ["*.tsv"],
         "coat_flux.pages": ["page.css", "live.js"],
+        "coat_flux.plan": ["cards.tsv"],
         "coat_flux.mini_flux": ["files/*.json", "files/*/*"],
         "coat_flux.configs": ["*.yaml", "accelerate/*.yaml"],
         "coat_flux.datasets_example": ["*.md", "*/*.jpg", "*/*.png", "*/*.txt"],

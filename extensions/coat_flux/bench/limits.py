@@ -11,7 +11,7 @@ Linears count twice (forward, dX), attention 3.5 times (its flash backward is 2.
 times (forward, dX, dA and dB); full recomputation adds one forward. Modulation, norms, casts, embedders and the
 optimizer are not counted.
 
-The rates are NVIDIA's dense peaks of the cards in `plan.speed.CARDS`. An "H200 NVL" or a "4090 Laptop GPU" is another
+The rates are NVIDIA's dense peaks of the cards in `plan/cards.tsv`. An "H200 NVL" or a "4090 Laptop GPU" is another
 card with other rates.
 """
 
@@ -27,13 +27,6 @@ HEAD_DIM = 128
 TEXT_TOKENS = 512
 PIXELS_PER_TOKEN = 16  # along a side
 ATTENTION_STEP = 3.5
-DEVICE_NAMES = {
-    "NVIDIA H100 80GB HBM3": "H100",
-    "NVIDIA H200": "H200",
-    "NVIDIA L40S": "L40S",
-    "NVIDIA GeForce RTX 4090": "RTX 4090",
-    "NVIDIA GeForce RTX 5090": "RTX 5090",
-}
 
 # Assumed shares of the peak that large kernels reach, from an H200's 3.95 of 4.8 TB/s and, in TFLOPS, bf16 740, FP8
 # 1380, cuDNN attention 609 forward and 499 backward. To be replaced by measurements.
@@ -97,9 +90,9 @@ def least_ms(card: Card, work: tuple[float, float, float], *, fp8_linears: bool)
 
 def known_card(device_name: str) -> Card | None:
     """The card that torch calls by this name, if its rates are published."""
-    from ..plan.speed import CARDS
+    from ..plan.speed import DEVICES
 
-    return next((card for card in CARDS if card.name == DEVICE_NAMES.get(device_name)), None)
+    return DEVICES.get(device_name)
 
 
 def modelled_cards() -> dict[str, Card]:

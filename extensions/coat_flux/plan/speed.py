@@ -17,9 +17,11 @@ from the RTX 4090 by cores and clock.
 
 from __future__ import annotations
 
+import csv
 import math
 import re
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from ..base.errors import UserError
 from ..blocks.decide import BlockPlan
@@ -58,44 +60,6 @@ class Card:
         return self.gb * 1e9 * USABLE_FRACTION
 
 
-CARDS = (
-    Card(8, "RTX 4060 Ti", 44.1, 88.3, 12.5),
-    Card(10, "RTX 3080", 59.5, capability=(8, 6)),
-    Card(12, "RTX 4070 Ti", 80.2, 160.4),
-    Card(16, "RTX 4080", 97.5, 194.9),
-    Card(24, "RTX 4090", 165.2, 330.3, gb_per_second=1008.0, multiprocessors=128),
-    Card(32, "RTX 5090", 209.5, 419.0, 50.0, 1792.0, 170),
-    Card(48, "L40S", 362.0, 733.0, gb_per_second=864.0),
-    Card(80, "H100", 989.4, 1978.9, 50.0, 3350.0, 132),
-    Card(141, "H200", 989.4, 1978.9, 50.0, 4800.0, 132),
-)
-# GB → cards by name; of several sizes the smallest, since "A100 80GB" says more
-NAMES = {
-    8: "4060ti 5060ti",
-    10: "3080",
-    11: "2080ti",
-    12: "3060 3080ti 4070 4070super 4070ti 5070",
-    16: "4070tisuper 4080 4080super 4090laptop 5070ti 5080 t4 v100 a4000",
-    20: "4000ada",
-    24: "3090 3090ti 4090 4090d 5090laptop a10 a10g a30 l4 p40 a5000 titan pro4000",
-    32: "5090 5090d 5000ada pro4500",
-    40: "a100 a800",
-    48: "a40 l40 l40s a6000 6000ada pro5000",
-    80: "h100 h800",
-    96: "h20 gh200 pro6000",
-    141: "h200",
-    180: "b200",
-}
-MEMORY = {name: gb for gb, names in NAMES.items() for name in names.split()}
-OLDER = {  # compute capability below 8.9
-    (8, 6): "3060 3080 3080ti 3090 3090ti a10 a10g a40 a4000 a5000 a6000",
-    (8, 0): "a30 a100 a800",
-    (7, 5): "2080ti t4 titan",
-    (7, 0): "v100",
-    (6, 1): "p40",
-}
-CAPABILITY = {name: capability for capability, names in OLDER.items() for name in names.split()}
-RATED = (*CARDS, Card(24, "RTX 3090", 71.0), Card(40, "A100", 312.0))  # the last two multiply no FP8
 FIRST_FP8, FIRST_BF16 = (8, 9), (8, 0)  # compute capabilities that multiply them
 MOST_GB = 1000  # above it a bare number is a card's name
 _NO_NAME = re.compile(r"nvidia|geforce|rtx|quadro|tesla|generation|blackwell|gpu|vram|sxm\d?|pcie|nvl|hbm\w*|[^a-z0-9]")
@@ -103,25 +67,37 @@ _SIZE = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?) ?gi?b?\b")
 
 BF16_FRACTION, FP8_FRACTION = 0.70, 0.65  # of peak, published for large matrix products on H100
 
+KNOWN: dict[str, Card] = {}  # by name without maker and series; of several sizes the smallest, "A100 80GB" says more
+CARDS: list[Card] = []  # the usual ones, which have a size each
+DEVICES: dict[str, Card] = {}  # by torch's name, of those whose rates are published
+with Path(__file__).with_name("cards.tsv").open(encoding="utf-8", newline="") as table:
+    for row in csv.DictReader(table, delimiter="\t"):
+        rates = [float(row[rate] or 0) for rate in ("bf16", "fp8", "copied", "bandwidth")]
+        major, _, minor = row["capability"].partition(".")
+        processors = int(row["multiprocessors"] or 0)
+        card = Card(float(row["gb"]), row["name"], *rates, processors, (int(major), int(minor)))
+        KNOWN[_NO_NAME.sub("", card.name.casefold())] = card
+        if row["usual"]:
+            CARDS.append(card)
+        if row["device"]:
+            DEVICES[row["device"]] = card
+
 
 def find_card(text: str) -> Card:
     """Parse memory in GB, a name or both, such as `24GB` or `A100 80GB`; raises UserError."""
     low = text.casefold().strip()
     size, name = _SIZE.search(low), _NO_NAME.sub("", _SIZE.sub("", low))
-    if re.fullmatch(r"\d+(\.\d+)?", low) and name not in MEMORY:
+    if re.fullmatch(r"\d+(\.\d+)?", low) and name not in KNOWN:
         size, name = re.match(r"(.+)", low), ""
-    gb = float(size[1]) if size else float(MEMORY.get(name, 0))
-    if (name and name not in MEMORY) or not 0 < gb < MOST_GB:
-        near = closest(name, MEMORY) if name else None
+    card = KNOWN.get(name, Card(0))
+    gb = float(size[1]) if size else card.gb
+    if (name and name not in KNOWN) or not 0 < gb < MOST_GB:
+        near = closest(name, KNOWN) if name else None
         remedy = f"did you mean {near}?" if near else "write a name, such as 4090"
         raise UserError(f"--gpu {text!r}: must be a card's memory in GB, above 0, such as 24, or its name; {remedy}")
     if not name:
         return next((card for card in CARDS if card.gb == gb), Card(gb))
-    card = Card(gb, name.upper())
-    for known in RATED:
-        if _NO_NAME.sub("", known.name.casefold()) == name:
-            card = replace(known, gb=gb)
-    return replace(card, capability=CAPABILITY.get(name, card.capability))
+    return replace(card, gb=gb)
 
 
 def step_seconds(facts: JobFacts, plan: BlockPlan, card: Card, tokens: Tokens | None = None) -> float:
