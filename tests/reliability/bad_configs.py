@@ -222,7 +222,7 @@ BAD_CONFIGS: list[Bad] = [
     # what ai-toolkit takes, and then fails on or does not do
     *_values(
         AITK,
-        ("device", "cuda:1", "CUDA_VISIBLE_DEVICES=1"),
+        ("device", "cuda:1", "CUDA_VISIBLE_DEVICES"),
         ("train.noise_scheduler", ..., "flowmatch"),
         ("sample.sampler", ..., "flowmatch"),
         ("train.do_cfg", "yes", "true or false"),

@@ -101,7 +101,7 @@ def test_a_removed_option_is_named_with_what_replaces_it(name: str) -> None:
 INT8 = {"format": "int8"}
 INTEGER_MOMENTS = {"m1_format": "int8_ratio", "m2_format": "uint8_log"}
 EXCLUDED: list[tuple[dict[str, Any], str, str]] = [  # a block, the key that is refused, a word of its remedy
-    ({"memory": {"checkpointing": "none", "budget_gb": 24}}, "memory.budget_gb=24.0", "checkpointing: auto"),
+    ({"memory": {"checkpointing": "none", "budget_gb": 24}}, "memory.budget_gb=24", "checkpointing: auto"),
     ({"memory": {"stream_blocks": 2}, "weight": {"use_fp8": False}}, "memory.stream_blocks=2", "use_fp8: true"),
     ({"memory": {"stream_blocks": 2, "transposed_weights": "always"}}, "memory.transposed_weights='always'", "auto"),
     ({"weight": {"format": "nvfp4", "granularity": "per_row"}}, "weight.granularity='per_row'", "remove it"),
@@ -111,7 +111,7 @@ EXCLUDED: list[tuple[dict[str, Any], str, str]] = [  # a block, the key that is 
         "memory.transposed_weights='always'",
         "never",
     ),
-    ({"weight": INT8}, "activation.format='e4m3'", "write int8"),
+    ({"weight": INT8}, "activation.format: ", "write int8"),
     ({"activation": INT8}, "activation.format='int8'", "write int8 there too"),
     ({"activation": {"grad_format": "int8"}}, "activation.grad_format='int8'", "write e5m2"),
     ({"weight": INT8, "activation": {**INT8, "grad_format": "e5m2"}}, "activation.grad_format='e5m2'", "write one"),
@@ -123,7 +123,7 @@ EXCLUDED: list[tuple[dict[str, Any], str, str]] = [  # a block, the key that is 
     ({"weight": {**INT8, "granularity": "per_tensor"}, "activation": INT8}, "weight.granularity=", "remove it"),
     ({"weight": {**INT8, "use_fp8": False}, "activation": INT8}, "weight.format='int8'", "weight.use_fp8: true"),
     ({"weight": INT8, "activation": {**INT8, "wgrad_format": "e4m3"}}, "activation.wgrad_format=", "write bf16"),
-    ({"activation": {"use_fp8": False, "min_sqnr_db": 20}}, "activation.min_sqnr_db=20.0", "write null"),
+    ({"activation": {"use_fp8": False, "min_sqnr_db": 20}}, "activation.min_sqnr_db=20", "write null"),
     ({"resume": {"allow": ["data", "sead"]}}, "resume.allow='sead'", "'seed'"),
     (
         {"optimizer": {**INTEGER_MOMENTS, "use_dynamic_range_expansion": True}},

@@ -11,13 +11,13 @@ from typing import Any
 
 from ..base.names import COAT_TYPE
 from .ai_toolkit_keys import Toolkit, check_keys
-from .coat import COATConfig, check_combinations
-from .findings import ConfigError, Finding, Findings, closest
+from .coat import COATConfig, check_allowed
+from .findings import NEEDS, Block, ConfigError, Finding, Findings, closest
 from .job import JobConfig
 from .job_file import plain_job
 from .job_sections import PROCESS_TYPES, ValidationSection
 from .options import build
-from .rules import AI_TOOLKIT, NEEDS, STANDALONE, Block, Entry, check_entry
+from .rules import AI_TOOLKIT, STANDALONE, Entry, arch_of, check_entry
 
 TRAINERS = (STANDALONE, AI_TOOLKIT)
 PLACES = {"file": "one that exists", "file or hub": "one that exists, or owner/name"}
@@ -56,6 +56,7 @@ def check_job_dict(
 def check_needs(process: Mapping[str, Any], path: str, findings: Findings, *, alone: bool = False) -> None:
     """Check for packages and files that the job needs here; `alone`: without ai-toolkit."""
     block = Block(process, path, findings)
+    block.facts["arch"] = arch_of(block.get("model", {}))
     for row in filter(block.fits, NEEDS):
         key, need = row["key"], row["finding"]
         if need in PLACES:
@@ -110,7 +111,7 @@ def _check_process(process: Any, path: str, name: str, toolkit: Toolkit, finding
     coat = None
     if kind in (None, COAT_TYPE):
         coat = build(COATConfig, process.get("coat"), f"{path}.coat", findings)
-        check_combinations(coat, f"{path}.coat", findings)
+        check_allowed(coat, f"{path}.coat", findings)
     elif "coat" in process:
         findings.add(f"{path}.coat", f"is not read with type: {kind}; write type: {COAT_TYPE}")
     entry = Entry(AI_TOOLKIT, process, path, findings, name, coat)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .findings import Findings
+from .findings import RULES, Block, Findings
 from .options import FORMATS, INT8, Option, build, choice, key, options_of, parse_keys, switch, to_plain
 
 if TYPE_CHECKING:
@@ -46,11 +46,6 @@ class OptimizerOptions:
         ("none", "cpu"),
         "full fine-tuning: cpu keeps the moments in host memory (FLUX.1: 26 GB), copied at each update; same results",
     )
-
-    @property
-    def has_fp8_moment(self) -> bool:
-        """Whether a moment has a format that supports range expansion."""
-        return self.m1_format in FORMATS or self.m2_format in FORMATS
 
 
 @dataclass(frozen=True)
@@ -222,7 +217,8 @@ class COATConfig:
         """Parse the block strictly, even if `enabled` is false; raises ConfigError with every finding."""
         findings = Findings(file)
         config = build(cls, raw, key_path, findings)
-        check_combinations(config, key_path, findings)
+        Block({"coat": raw}, key_path.rpartition(".")[0], findings).check(OWN_RULES)
+        check_allowed(config, key_path, findings)
         findings.raise_if_any()
         return config
 
@@ -232,7 +228,8 @@ class COATConfig:
         if self.weight.format == INT8:
             del tree["weight"]["granularity"]
             tree["activation"]["grad_format"] = self.grad_format
-        if self.optimizer.use_dynamic_range_expansion and not self.optimizer.has_fp8_moment:
+        in_fp8 = {self.optimizer.m1_format, self.optimizer.m2_format} & {*FORMATS}
+        if self.optimizer.use_dynamic_range_expansion and not in_fp8:
             del tree["optimizer"]["use_dynamic_range_expansion"]
         return tree
 
@@ -279,61 +276,13 @@ OPTIONS = tuple(options_of(COATConfig))
 BY_KEY = {option.key: option for option in OPTIONS}
 # keys of `train.optimizer_params` for coat_fp8_adamw
 COAT_PARAMS = (*(option for option in OPTIONS if option.key.startswith("optimizer.")), *ADAMW_OPTIONS)
+# between these options alone
+OWN_RULES = [row for row in RULES if all(key.startswith("coat.") for key in (row["key"], *row["where"].split()))]
 
 
-def check_combinations(config: COATConfig, path: str, findings: Findings) -> None:
-    """Refuse options that exclude each other, or that have no effect given the others."""
-    weight, activation, memory, optimizer = config.weight, config.activation, config.memory, config.optimizer
-    stored = weight.format
-
-    def refuse(key: str, text: str) -> None:
-        block, _, name = key.partition(".")
-        findings.add(f"{path}.{key}", text, getattr(getattr(config, block), name))
-
-    def given(key: str) -> bool:
-        return f"{path}.{key}" in findings.given
-
-    if memory.budget_gb is not None and memory.checkpointing != "auto":
-        refuse("memory.budget_gb", "is for checkpointing: auto; write null or checkpointing: auto")
-    if memory.stream_blocks != 0 and not weight.use_fp8:
-        refuse("memory.stream_blocks", "streams FP8 codes; write stream_blocks: 0 or weight.use_fp8: true")
-    if memory.transposed_weights == "always":
-        if memory.stream_blocks != 0:
-            refuse("memory.transposed_weights", "keeps copies on the GPU; write auto, or stream_blocks: 0")
-        if stored == "nvfp4":
-            refuse("memory.transposed_weights", "nvfp4 is decoded to either layout; write auto or never")
-    expands = given("optimizer.use_dynamic_range_expansion") and optimizer.use_dynamic_range_expansion
-    if expands and not optimizer.has_fp8_moment:
-        refuse("optimizer.use_dynamic_range_expansion", "is for moments in e4m3 and e5m2; remove it")
-    if stored not in FORMATS and not weight.use_fp8:
-        refuse("weight.format", "is not used with weight.use_fp8: false; write e4m3, or weight.use_fp8: true")
-    if stored == "nvfp4" and weight.granularity == "per_row":
-        refuse("weight.granularity", "is for e4m3 and e5m2; nvfp4 has a scale for each 16 numbers; remove it")
-    if stored == INT8 and activation.wgrad_format != "bf16":
-        refuse("activation.wgrad_format", "is not for int8; write bf16, or inputs in e4m3")
+def check_allowed(config: COATConfig, path: str, findings: Findings) -> None:
+    """Check the parts of the identity that `resume.allow` names."""
     parts = Option("", None, "choice", choices=RESUME_PARTS)
     for part in config.resume.allow:
         if refusal := parts.refusal(part):
             findings.add(f"{path}.resume.allow", refusal, part)
-
-    if not activation.use_fp8:
-        if activation.min_sqnr_db is not None:
-            refuse("activation.min_sqnr_db", "is for activation.use_fp8: true; write null or use_fp8: true")
-    elif stored == INT8:
-        if activation.format != INT8:
-            refuse("activation.format", "weights in int8 need int8; write int8, or weight.format: e4m3")
-        if given("activation.grad_format") and activation.grad_format in FORMATS:
-            refuse("activation.grad_format", "weights in int8 need int8 or bf16; write one of them")
-        if activation.linear_granularity != "per_row":
-            refuse("activation.linear_granularity", "int8 has one scale per row; write per_row")
-        if given("weight.granularity") and weight.granularity == "per_tensor":
-            refuse("weight.granularity", "int8 has one scale per row; remove it")
-    else:
-        if activation.format == INT8:
-            refuse("activation.format", "is for weight.format: int8; write int8 there too, or another format")
-        if activation.grad_format == INT8:
-            refuse("activation.grad_format", "is for weight.format: int8; write e5m2, e4m3 or bf16")
-        formats = {"activation.format": activation.format, "activation.grad_format": activation.grad_format}
-        keys = " and ".join(key for key, value in formats.items() if value == "e5m2")
-        if stored == "e5m2" and keys:
-            refuse("weight.format", f"no GPU multiplies e5m2 by e5m2, as in {keys}; write e4m3, or {keys}: e4m3")

@@ -1,13 +1,22 @@
-"""Collected findings about a config, so that one refusal lists everything there is to correct."""
+"""Collected findings about a config, so that one refusal lists everything there is to correct.
+
+`rules.tsv` lists the rules that need no arithmetic, and what a job fails without:
+
+key, values     a key of the process entry, a pattern of its values (`unset`: absent or null)
+where           patterns of other keys, of the arch, and of the entry (`Block.facts`)
+finding         `<rule>; <remedy>`, or a package, `file`, `file or hub` (`check.check_needs`)
+"""
 
 from __future__ import annotations
 
+import csv
 import difflib
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ..base.errors import UserError
@@ -15,6 +24,13 @@ from ..base.errors import UserError
 MAX_SHOWN, MAX_PATH = 60, 200  # characters of a value, of a key
 MAX_LISTED = 12
 ABSENT = object()
+ANY_CASE = ("optimizer", "type")  # keys that ai-toolkit lowers before it compares
+WARNING = "warning: "  # before a finding of the table that is no error
+
+with Path(__file__).with_name("rules.tsv").open(encoding="utf-8", newline="") as table:
+    TABLE = list(csv.DictReader(table, delimiter="\t", quoting=csv.QUOTE_NONE))
+RULES = [row for row in TABLE if ";" in row["finding"]]
+NEEDS = [row for row in TABLE if ";" not in row["finding"]]
 
 
 @dataclass(frozen=True)
@@ -88,6 +104,67 @@ class Findings:
         """Raise all errors so far as one ConfigError."""
         if self.errors:
             raise ConfigError(self.errors)
+
+
+class Block:
+    """A block of type-checked keys, and where findings about it go."""
+
+    def __init__(self, raw: Mapping[str, Any], path: str, findings: Findings):
+        self.raw, self.path, self.findings = raw, path, findings
+        self.facts: dict[str, str] = {}  # about it, for the table of rules
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of a dotted key; the default if it is absent, null or refused."""
+        value = self._written(key)
+        return default if value is None or value is ABSENT or not self.sound(key) else value
+
+    def blocks(self, key: str) -> list[Block]:
+        """The blocks of a list of blocks."""
+        blocks, entries = [], self.get(key)
+        for i, entry in enumerate(entries if isinstance(entries, list) else ()):
+            if isinstance(entry, Mapping):
+                blocks.append(Block(entry, f"{self.path}.{key}[{i}]", self.findings))
+        return blocks
+
+    def error(self, key: str, text: str) -> None:
+        """Add an error `<rule>; <remedy>` at a dotted key."""
+        self.findings.add(f"{self.path}.{key}".lstrip("."), text, self._written(key))
+
+    def warn(self, key: str, text: str) -> None:
+        """Add a warning at a dotted key."""
+        self.findings.warn(f"{self.path}.{key}".lstrip("."), text, self._written(key))
+
+    def fits(self, row: Mapping[str, str]) -> bool:
+        """Whether a row of the table applies, and none of its keys was refused."""
+        for pattern in (f"{row['key']}={row['values']}", *row["where"].split()):
+            key, _, values = pattern.partition("=")
+            value = self.facts.get(key, self.get(key, "unset"))
+            keeps_case = isinstance(value, str) and key.rpartition(".")[2] not in ANY_CASE
+            text = value if keeps_case else str(value).lower()
+            if not (self.sound(key) and re.fullmatch(values, text)):
+                return False
+        return True
+
+    def forbid(self, key: str, text: str) -> None:
+        """Add an error if the key is true or not empty."""
+        if self.get(key):
+            self.error(key, text)
+
+    def sound(self, *keys: str) -> bool:
+        """Whether none of these keys was refused."""
+        return self.findings.sound(*(f"{self.path}.{key}".lstrip(".") for key in keys))
+
+    def _written(self, key: str) -> Any:
+        value: Any = self.raw
+        for part in key.split("."):
+            value = value.get(part, ABSENT) if isinstance(value, Mapping) else ABSENT
+        return value
+
+    def check(self, rules: Iterable[Mapping[str, str]]) -> None:
+        """Add the findings of the rows that fit."""
+        for row in filter(self.fits, rules):
+            add = self.warn if row["finding"].startswith(WARNING) else self.error
+            add(row["key"], row["finding"].removeprefix(WARNING))
 
 
 def show(value: Any) -> str:

@@ -2,17 +2,10 @@
 
 An error would make the run differ from the file, or fail; a warning is only surprising. Rules about ai-toolkit
 describe 0.12.26. Types and single values have been checked before.
-
-`rules.tsv` lists the rules that need no arithmetic, and what a job fails without:
-
-key, values     a key of the process entry, a pattern of its values (`none`: absent)
-where           patterns of other keys, of the arch, and of the entry (`Entry.facts`)
-finding         `<rule>; <remedy>`, or a package, `file`, `file or hub` (`check.check_needs`)
 """
 
 from __future__ import annotations
 
-import csv
 import re
 import unicodedata
 from collections import Counter
@@ -21,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from ..base.names import COAT_OPTIMIZER
-from .ai_toolkit_keys import ANY_CASE, BLOCKS, Toolkit, check_keys
+from .ai_toolkit_keys import BLOCKS, Toolkit, check_keys
 from .coat import COAT_PARAMS, COATConfig
-from .findings import ABSENT, Findings
+from .findings import RULES, Block, Findings
 from .job_sections import DTYPES, LR_SCHEDULERS, PRODIGY_LOW_LR
 from .options import parse_keys
 
@@ -54,68 +47,6 @@ _BAD_NAME = re.compile(r'[<>:"/\\|?*\x00-\x1f\[\]]|^[. ]|[. ]$')
 _NO_CAPTIONS = ("json", "jsonl", "csv", "jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff")
 _PROMPT_FLAG = re.compile(r"\s--[a-z]")
 _SCRIPTS = {"CJK": "Chinese", "HIRAGANA": "Japanese", "KATAKANA": "Japanese", "HANGUL": "Korean"}
-WARNING = "warning: "  # before a finding of the table that is no error
-
-with Path(__file__).with_suffix(".tsv").open(encoding="utf-8", newline="") as table:
-    TABLE = list(csv.DictReader(table, delimiter="\t", quoting=csv.QUOTE_NONE))
-RULES = [row for row in TABLE if ";" in row["finding"]]
-NEEDS = [row for row in TABLE if ";" not in row["finding"]]
-
-
-class Block:
-    """A block of type-checked keys, and where findings about it go."""
-
-    facts: Mapping[str, str] = {}  # of an entry, for the table
-
-    def __init__(self, raw: Mapping[str, Any], path: str, findings: Findings):
-        self.raw, self.path, self.findings = raw, path, findings
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """The value of a dotted key; the default if it is absent, null or refused."""
-        value = self._written(key)
-        return default if value is None or value is ABSENT or not self.sound(key) else value
-
-    def blocks(self, key: str) -> list[Block]:
-        """The blocks of a list of blocks."""
-        blocks, entries = [], self.get(key)
-        for i, entry in enumerate(entries if isinstance(entries, list) else ()):
-            if isinstance(entry, Mapping):
-                blocks.append(Block(entry, f"{self.path}.{key}[{i}]", self.findings))
-        return blocks
-
-    def error(self, key: str, text: str) -> None:
-        """Add an error `<rule>; <remedy>` at a dotted key."""
-        self.findings.add(f"{self.path}.{key}", text, self._written(key))
-
-    def warn(self, key: str, text: str) -> None:
-        """Add a warning at a dotted key."""
-        self.findings.warn(f"{self.path}.{key}", text, self._written(key))
-
-    def fits(self, row: Mapping[str, str]) -> bool:
-        """Whether a row of the table applies, and none of its keys was refused."""
-        for pattern in (f"{row['key']}={row['values']}", *row["where"].split()):
-            key, _, values = pattern.partition("=")
-            value = arch_of(self.get("model", {})) if key == "arch" else self.facts.get(key, self.get(key))
-            keeps_case = isinstance(value, str) and key.rpartition(".")[2] not in ANY_CASE
-            text = value if keeps_case else str(value).lower()
-            if not (self.sound(key) and re.fullmatch(values, text)):
-                return False
-        return True
-
-    def forbid(self, key: str, text: str) -> None:
-        """Add an error if the key is true or not empty."""
-        if self.get(key):
-            self.error(key, text)
-
-    def sound(self, *keys: str) -> bool:
-        """Whether none of these keys was refused."""
-        return self.findings.sound(*(f"{self.path}.{key}" for key in keys))
-
-    def _written(self, key: str) -> Any:
-        value: Any = self.raw
-        for part in key.split("."):
-            value = value.get(part, ABSENT) if isinstance(value, Mapping) else ABSENT
-        return value
 
 
 class Entry(Block):
@@ -146,9 +77,10 @@ class Entry(Block):
         self.alone = trainer == STANDALONE
         self.full = is_full(raw)
         self.optimizer = self.get("train.optimizer", "adamw").lower()
-        self.is_flux = self.alone or arch_of(self.get("model", {})) == "flux"
         trains = "model" if self.full else "network"
-        self.facts = {"trainer": trainer, "trains": trains, "enabled": str(self.enabled).lower()}
+        arch = arch_of(self.get("model", {}))
+        self.facts = {"trainer": trainer, "trains": trains, "enabled": str(self.enabled).lower(), "arch": arch}
+        self.is_flux = self.alone or arch == "flux"
 
     def given(self, key: str) -> bool:
         """Whether the key is present."""
@@ -180,9 +112,7 @@ def check_entry(entry: Entry) -> None:
         _check_network(entry)
     _check_train(entry)
     _check_samples(entry)
-    for row in filter(entry.fits, RULES):
-        add = entry.warn if row["finding"].startswith(WARNING) else entry.error
-        add(row["key"], row["finding"].removeprefix(WARNING))
+    entry.check(RULES)
 
 
 # --- places ---
