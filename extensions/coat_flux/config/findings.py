@@ -2,7 +2,7 @@
 
 `rules.tsv` lists the rules that need no arithmetic, and what a job fails without:
 
-key, values     a key of the process entry, a pattern of its values (`unset`: absent or null)
+key, values     a key of the process entry, or of its data sets, a pattern of its values (`unset`: absent or null)
 where           patterns of other keys, of the arch, and of the entry (`Block.facts`)
 finding         `<rule>; <remedy>`, or a package, `file`, `file or hub` (`check.check_needs`)
 """
@@ -144,11 +144,6 @@ class Block:
             if not (self.sound(key) and re.fullmatch(values, text)):
                 return False
         return True
-
-    def forbid(self, key: str, text: str) -> None:
-        """Add an error if the key is true or not empty."""
-        if self.get(key):
-            self.error(key, text)
 
     def sound(self, *keys: str) -> bool:
         """Whether none of these keys was refused."""

@@ -33,20 +33,10 @@ BUCKET_STEP = 32  # FLUX.1: 8 (VAE) × 2 (packing) × 2; also the least resoluti
 TRIGGER_TAG = "[trigger]"
 FOREIGN_SHARE = 0.1  # of a text's letters, from which on it is reported
 T5_BLIND = "FLUX's text encoder T5 reads {} characters as <unk>"
-SIDE_FOLDERS = (  # pictures that belong to the photos
-    "mask_path",
-    "inpaint_path",
-    "unconditional_path",
-    "clip_image_path",
-    "control_path",
-    "control_path_1",
-    "control_path_2",
-    "control_path_3",
-)
 _BAD_NAME = re.compile(r'[<>:"/\\|?*\x00-\x1f\[\]]|^[. ]|[. ]$')
-_NO_CAPTIONS = ("json", "jsonl", "csv", "jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff")
 _PROMPT_FLAG = re.compile(r"\s--[a-z]")
 _SCRIPTS = {"CJK": "Chinese", "HIRAGANA": "Japanese", "KATAKANA": "Japanese", "HANGUL": "Korean"}
+OF_DATASETS = [row | {"key": row["key"][9:]} for row in RULES if row["key"].startswith("datasets.")]
 
 
 class Entry(Block):
@@ -112,7 +102,7 @@ def check_entry(entry: Entry) -> None:
         _check_network(entry)
     _check_train(entry)
     _check_samples(entry)
-    entry.check(RULES)
+    entry.check(row for row in RULES if not row["key"].startswith("datasets."))
 
 
 # --- places ---
@@ -218,37 +208,27 @@ def _check_datasets(entry: Entry) -> None:
         if not all(cached):
             odd = datasets[cached.index(False)]
             odd.error("cache_text_embeddings", "must be the same in all datasets; write it in train:")
-        entry.forbid("train.train_text_encoder", "learns nothing from cached captions; write false")
+        if entry.get("train.train_text_encoder"):
+            entry.error("train.train_text_encoder", "learns nothing from cached captions; write false")
     for dataset, is_cached in zip(datasets, cached, strict=True):
-        _check_dataset(dataset, is_cached, entry.alone)
+        dataset.facts = entry.facts | {"cached": str(is_cached).lower()}
+        dataset.check(OF_DATASETS)
+        _check_dataset(dataset)
 
 
-def _check_dataset(dataset: Block, is_cached: bool, alone: bool) -> None:
-    if not (dataset.get("folder_path") or dataset.get("dataset_path")):
-        dataset.error("folder_path", "is missing; add it")
-    for key in ("folder_path", "dataset_path"):
-        _check_path(dataset, key)
-    if dataset.get("caption_ext", "txt").lower().rpartition(".")[2] in _NO_CAPTIONS:
-        dataset.error("caption_ext", "is not of plain text files; write txt")
+def _check_dataset(dataset: Block) -> None:
     sizes = dataset.get("resolution", [512])
     sizes = sizes if isinstance(sizes, list) else [sizes]
     whole = all(isinstance(size, int) and not isinstance(size, bool) for size in sizes)
     if not sizes or not whole or min(sizes) < BUCKET_STEP:
         text = f"must be a whole number of at least {BUCKET_STEP}, or a list of them; write [512]"
         dataset.error("resolution", text)
-    if is_cached:
-        dataset.forbid("shuffle_tokens", "a cached caption has one order; write cache_text_embeddings: false")
-    if alone:
-        return
-    if is_cached:
-        text = "has no effect on cached captions; write cache_text_embeddings: false"
-        dataset.forbid("token_dropout_rate", text)
-    for key in SIDE_FOLDERS:
+    for key in [key for key in BLOCKS["DatasetConfig"] if "_path" in key]:
         folders = dataset.get(key, [])
         if isinstance(folders, str):
             _check_path(dataset, key)
             folders = [folders]
-        for folder in folders:
+        for folder in folders if key not in ("folder_path", "dataset_path") else ():
             if isinstance(folder, str) and not Path(folder).is_dir():
                 dataset.error(key, f"no such folder in {Path.cwd()}; correct the path")
 
