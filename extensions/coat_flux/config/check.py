@@ -11,7 +11,7 @@ from typing import Any
 
 from ..base.names import COAT_TYPE
 from .ai_toolkit_keys import Toolkit, check_keys
-from .coat import COATConfig, check_allowed
+from .coat import COATConfig
 from .findings import NEEDS, Block, ConfigError, Finding, Findings, closest
 from .job import JobConfig
 from .job_file import plain_job
@@ -111,7 +111,6 @@ def _check_process(process: Any, path: str, name: str, toolkit: Toolkit, finding
     coat = None
     if kind in (None, COAT_TYPE):
         coat = build(COATConfig, process.get("coat"), f"{path}.coat", findings)
-        check_allowed(coat, f"{path}.coat", findings)
     elif "coat" in process:
         findings.add(f"{path}.coat", f"is not read with type: {kind}; write type: {COAT_TYPE}")
     entry = Entry(AI_TOOLKIT, process, path, findings, name, coat)

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..base.names import COAT_OPTIMIZER, COAT_QTYPE, COAT_TYPE
 from .ai_toolkit_keys import BLOCKS, PROCESS
-from .coat import COATConfig, check_allowed
+from .coat import COATConfig
 from .findings import Findings
 from .job_file import load_job_yaml, load_written, plain_job
 from .job_sections import (
@@ -109,7 +109,6 @@ class JobConfig:
         job = build(cls, process, path, findings, rows=BLOCKS, block=PROCESS, **own)
         coat = _coat_in_force(job, f"{path}.coat", findings)
         job = replace(_completed(job, name, path, findings), coat=coat)
-        check_allowed(job.coat, f"{path}.coat", findings)
         check_entry(Entry(STANDALONE, process, path, findings, name, job.coat))
         return replace(job, notes=tuple(warning.line() for warning in findings.warnings)), findings
 

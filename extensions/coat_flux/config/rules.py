@@ -15,7 +15,7 @@ from typing import Any
 
 from ..base.names import COAT_OPTIMIZER
 from .ai_toolkit_keys import BLOCKS, Toolkit, check_keys
-from .coat import COAT_PARAMS, COATConfig
+from .coat import COAT_PARAMS, COATConfig, check_allowed
 from .findings import RULES, Block, Findings
 from .job_sections import DTYPES, LR_SCHEDULERS, PRODIGY_LOW_LR
 from .options import parse_keys
@@ -102,6 +102,8 @@ def check_entry(entry: Entry) -> None:
         _check_network(entry)
     _check_train(entry)
     _check_samples(entry)
+    if entry.coat is not None:
+        check_allowed(entry.coat, f"{entry.path}.coat", entry.findings)
     entry.check(row for row in RULES if not row["key"].startswith("datasets."))
 
 

@@ -125,8 +125,8 @@ def make_starter(
 
 
 def _written(text: str, photos: Photos | None, card: Card | None, name: str, trigger: str, file: str) -> str:
-    batch = int(_value(text, "batch_size"))
-    resolutions = json.loads(_value(text, "resolution"))
+    process = parse(text, file)["config"]["process"][0]
+    batch, resolutions = process["train"]["batch_size"], process["datasets"][0]["resolution"]
     count = 0 if photos is None else len(photos.sides)
     steps, why_steps = _steps(count, batch)
     sizes, why_sizes = _resolutions(resolutions, photos)
@@ -161,12 +161,6 @@ def _written(text: str, photos: Photos | None, card: Card | None, name: str, tri
         block += f"          - {json.dumps(prompt, ensure_ascii=False)}\n"
     rest = re.sub(r"^ +prompts:.*\n( +- .*\n)+", lambda _: block, rest, count=1, flags=re.MULTILINE)
     return f"---\n{head}\n# Made from: {origin}\n#\n{rest}"
-
-
-def _value(text: str, key: str) -> str:
-    found = re.search(rf"^[ -]*{key}: *(.*?)(?:  #.*)?$", text, re.MULTILINE)
-    assert found is not None, key
-    return found[1]
 
 
 def _replace(text: str, key: str, value: object, comment: str = "") -> str:

@@ -12,6 +12,7 @@ The latter are loaded by ai-toolkit's data sets, and encoded once.
 from __future__ import annotations
 
 import copy
+import json
 import os
 from collections import Counter
 from collections.abc import Mapping
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 
 from ...base.rng import kept_draws
+from ...config.ai_toolkit_keys import BLOCKS
 from ...config.coat import DataOptions
 from ...config.findings import Findings
 from ...config.job_sections import ValidationSection
@@ -35,24 +37,11 @@ from .host import info
 
 TRAINED_FOLDER = Path("coat") / "photos"
 HELD_OUT_FOLDER = Path("coat") / "held_out"
-AS_SHOWN_ONCE = {
-    "num_repeats": 1,
-    "flip_x": False,
-    "flip_y": False,
-    "caption_dropout_rate": 0.0,
-    "token_dropout_rate": 0.0,
-    "shuffle_tokens": False,
-    "random_triggers": [],
-    "random_crop": False,
-    "random_scale": False,
-    "augments": [],
-    "augmentations": None,
-    "cache_latents": False,
-    "cache_latents_to_disk": False,
-    "cache_text_embeddings": False,
-    "num_workers": 0,
-    "batch_size": 1,
-}
+AT_DEFAULT = (  # settings of a photo that is shown once, as it is
+    *("num_repeats", "flip_x", "flip_y", "caption_dropout_rate", "token_dropout_rate", "shuffle_tokens"),
+    *("random_triggers", "random_crop", "random_scale", "augments", "augmentations"),
+    *("cache_latents", "cache_latents_to_disk", "cache_text_embeddings"),
+)
 
 
 def check_photos(process: Any) -> HeldOutPhotos | None:
@@ -125,7 +114,9 @@ class HeldOutPhotos:
             if not share:
                 continue
             once = copy.copy(config)
-            vars(once).update(AS_SHOWN_ONCE)
+            for key in AT_DEFAULT:
+                setattr(once, key, json.loads(BLOCKS["DatasetConfig"][key]["default"]))
+            once.num_workers, once.batch_size = 0, 1
             target = root / str(len(self._configs))
             read_copies(self._process.coat.data, Path(folder), target, [once], share)
             self._configs.append(once)
