@@ -31,8 +31,6 @@ class Configuration:
         checkpointing: torch's recomputation of every block (baselines; COAT's is in its block).
         compile_mode: torch.compile's, for each block separately; "" compiles nothing.
         quantizer: of `measure.quantize_linears`; "" none.
-        optimizer: the name of a row of that level.
-        needs: import names of packages.
         full: the transformer itself is trained, each weight updated in backward.
         captures: a whole step is one CUDA graph of ours.
     """

@@ -107,11 +107,8 @@ def kernel_ms(
 ) -> float:
     """Estimated time of an operator: max(bytes / bandwidth, operations / (rate · efficiency)) + launches.
 
-    Args:
-        moved: bytes.
-        kind: of `RATE_SHARES`.
-        shape: (M, N, K) of a matrix product, whose efficiency is the used share of its tiles, and of their last wave
-            on the multiprocessors.
+    `kind` is of `RATE_SHARES`, `shape` (M, N, K) of a matrix product, whose efficiency is the used share of its tiles,
+    and of their last wave on the multiprocessors.
     """
     bandwidth, efficiency = card.gb_per_second * BANDWIDTH_SHARE, 1.0
     if shape is not None and min(shape[:2]) >= NARROW:

@@ -37,8 +37,7 @@ STDERR_LINES = 5
 def run_tests(levels: Sequence[str]) -> tuple[bool, str, str]:
     """Run the tests of these levels; raises UserError without the test runner.
 
-    Returns:
-        Whether figures may be shown; which tests ran with which result, or why none; the output of failures.
+    Returns whether figures may be shown; which tests ran with which result, or why none; the output of failures.
     """
     folders = [folder for folder in (STEP_TESTS if STEP in levels else TESTS) if (REPOSITORY / folder).is_dir()]
     if not folders:

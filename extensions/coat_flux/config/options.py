@@ -45,13 +45,9 @@ class OptionError(Exception):
 
 @dataclass(frozen=True)
 class Option:
-    """One key of a config.
+    """One key of a config, dotted if nested; its kind is one of `OPTION_KINDS`.
 
-    Args:
-        key: dotted if nested.
-        kind: one of `OPTION_KINDS`.
-        choices: allowed values, the default first.
-        example: a typical value for an option without default; suggested in place of a wrong one.
+    `example` is suggested in place of a wrong value where there is no default.
     """
 
     key: str

@@ -43,10 +43,8 @@ class Entry(Block):
     """An entry of `config.process`.
 
     Attributes:
-        name: of the run.
         coat: its options; None for ai-toolkit's process types inside ai-toolkit.
         alone: the stand-alone trainer runs it, not ai-toolkit.
-        full: the transformer itself is trained.
         optimizer: its name, normalized as in ai-toolkit.
         is_flux: FLUX.1 is loaded; the stand-alone trainer applies FLUX.1's rules to FLUX.2, too.
     """

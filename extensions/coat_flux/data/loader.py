@@ -110,9 +110,7 @@ class LatentDataset:
     """Samples as tensors.
 
     Args:
-        samples: from `DataReport`.
         encoders: TextEncoders, or a family's counterpart.
-        device: for batches, and for encoding in `fill`.
         seed: of caption dropout and token shuffling.
         options: with `transparency: mask` batches have a loss mask from the photos' transparency.
         room: bytes that text encoders may take on `device`; None: any.

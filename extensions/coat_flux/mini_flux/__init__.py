@@ -17,10 +17,9 @@ MINI_FLUX = Path(__file__).parent / "files"  # made by scripts/pretrain_mini_flu
 
 
 def make_mini_flux(out_dir: Path | str) -> Path:
-    """Copy the mini-FLUX unless a complete copy is there, and return the absolute path.
+    """Copy the mini-FLUX unless a complete copy is there; returns the absolute path.
 
-    Raises:
-        FileExistsError: `out_dir` exists and was not made here; it is left untouched.
+    Raises FileExistsError for a folder that was not made here.
     """
     out_dir = Path(out_dir).resolve()
     if _is_complete(out_dir):

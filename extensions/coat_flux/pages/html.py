@@ -155,7 +155,6 @@ class Page:
         Args:
             series: name → points (x, y), x ascending. Points that are not finite, or not positive on a logarithmic
                 axis, leave gaps. Long series are thinned, keeping their peaks.
-            y: label of the axis.
             band: name → (x, low, high), filled in the colour of that series.
             faint: the series drawn thin, behind its smoothed line.
             marks: x → label of a dashed vertical line.

@@ -159,8 +159,7 @@ class Watch:
     def start(self, port: int | None = None) -> str:
         """Serve from a thread, by default on the first free port from 8675; returns the address with the token.
 
-        Raises:
-            UserError: the port is taken, or the host is not this machine's.
+        Raises UserError if the port is taken, or the host is not this machine's.
         """
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         ports = [*range(PORT, PORT + PORTS_TRIED), 0] if port is None else [port]

@@ -49,8 +49,6 @@ class ModelParts:
         config, linears, parameters: the transformer's, by name; parameters in elements.
         converted: names of the linears that can be FP8.
         elements: parameters of each of its `MODEL_PARTS`.
-        hidden: width d of hidden states.
-        block_names: full names of the blocks, in forward order.
         text_tokens, text_width, pooled_width: of a prompt's embeddings; FLUX.2 has no pooled one.
         encode_values, decode_values: the VAE's peak, in values per pixel.
         text_values, text_layer: the largest text encoder's peak for one prompt, and its largest parameter.
@@ -201,7 +199,6 @@ class JobFacts:
         caches_latents, caches_text: training does not need the VAE, the text encoders.
         transformer_bytes: of the transformer in training: codes and scales, the rest as loaded.
         offloads: the moments pass through the device; `offloaded_bytes` of them are in CPU memory.
-        frees_gradients: there are never more than one or two gradients.
         gradient_bytes: the gradients' peak outside of backward.
         given: inputs of the run's block plan; `predict` adds the budget.
     """

@@ -215,7 +215,6 @@ def open_study(
         hold_out: number of photos; None: the config's `validation`, else a tenth.
         validation: a folder with photos and captions in place of held-out ones.
         every: steps between points of the loss curves; None: a twentieth of the run.
-        folder: of the runs.
     """
     job = config if isinstance(config, JobConfig) else JobConfig.load(config)
     if not job.coat.enabled:

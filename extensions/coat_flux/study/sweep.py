@@ -83,12 +83,7 @@ HOW = (
 
 
 def find_axis(text: str) -> tuple[str, list[Any]]:
-    """Parse `KEY=VALUE,VALUE` into the key and its YAML values, `[512, 768]` being one.
-
-    Raises:
-        UserError: malformed, or the key cannot be varied.
-        ConfigError: the values are not YAML.
-    """
+    """Parse `KEY=VALUE,VALUE` into the key and its YAML values, `[512, 768]` being one; raises UserError."""
     key, _, values = (part.strip() for part in text.partition("="))
     key = key.removeprefix(FRAME)
     if not KEY.fullmatch(key) or not values:
@@ -168,11 +163,8 @@ class Trial(NamedTuple):
 class Sweep:
     """One sweep, of at most `most` combinations (None: all), `total` runs in all.
 
-    Their order is random, or with `tpe` chosen by Optuna's TPE sampler from the losses so far.
-
-    Raises:
-        UserError: a value has no place in the config, or Optuna is not installed.
-        ConfigError: all problems of the config, a value or the photos, as `coat-flux check` prints them.
+    Their order is random, or with `tpe` chosen by Optuna's TPE sampler from the losses so far. Raises UserError, with
+    all problems of the config, a value or the photos, as `coat-flux check` prints them.
     """
 
     def __init__(
@@ -223,8 +215,7 @@ class Sweep:
     def run(self, *, jobs: int, log: Callable[[str], None], on_result: Callable[[], None]) -> list[Trial]:
         """Train unfinished runs, `jobs` at a time; a failure does not stop the others, `on_result` follows each run.
 
-        Raises:
-            KeyboardInterrupt: once current runs are saved.
+        After a KeyboardInterrupt current runs are saved.
         """
         with run_lock(self.folder):
             provide_embedded(self.job.model.name_or_path)
