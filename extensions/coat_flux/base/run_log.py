@@ -11,10 +11,9 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 LOG_FILE = Path("coat") / "log.txt"
 PACKAGES = ("coat_core", "coat_flux")
@@ -39,7 +38,7 @@ class Lines(logging.Handler):
         self.verbose = verbose
         self._write = write if active else lambda line: None
         self._waiting: list[str] = []
-        self._file: TextIO | None = None
+        self._path: Path | None = None
         self._given_up = not active
         self._levels: dict[str, int] = {}
 
@@ -58,42 +57,24 @@ class Lines(logging.Handler):
         """Write to the file only, with the time."""
         entry = f"{datetime.now():%Y-%m-%d %H:%M:%S}  "
         self._waiting.append(entry + textwrap.indent(text, " " * len(entry)).lstrip() + "\n")
-        if self._file is not None:
-            self._flush(self._file)
+        if self._path is not None:
+            self.open(self._path.parents[1])
         elif self._given_up:
             self._waiting = []
 
-    def _flush(self, file: TextIO) -> None:
-        lines, self._waiting = self._waiting, []
-        try:
-            file.writelines(lines)
-            file.flush()
-        except OSError as error:
-            self._give_up(error)
-
-    def _shut(self) -> None:
-        file, self._file = self._file, None
-        if file is not None:
-            with suppress(OSError):
-                file.close()
-
-    def _give_up(self, error: OSError) -> None:
-        self._shut()
-        self._given_up, self._waiting = True, []
-        self._write(f"{LOG_FILE.as_posix()}: cannot be written ({error}); the run goes on without it")
-
     def open(self, run: Path) -> None:
         """Append to the log in the folder `run`; a link there is replaced, not followed; a failure is logged."""
-        path = run / LOG_FILE
+        self._path = path = run / LOG_FILE
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.is_symlink():
                 path.unlink()
-            self._file = path.open("a", encoding="utf-8", errors="backslashreplace")
+            with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+                file.writelines(self._waiting)
         except OSError as error:
-            self._give_up(error)
-        else:
-            self._flush(self._file)
+            self._path, self._given_up = None, True
+            self._write(f"{LOG_FILE.as_posix()}: cannot be written ({error}); the run goes on without it")
+        self._waiting = []
 
     def emit(self, record: logging.LogRecord) -> None:
         """Log a warning as a line, anything below as a detail."""
@@ -112,12 +93,12 @@ class Lines(logging.Handler):
             logger.addHandler(self)
 
     def close(self) -> None:
-        """Stop listening and close the file; may be called twice."""
+        """Stop listening, and leave the file; may be called twice."""
         for name, level in self._levels.items():
             logging.getLogger(name).removeHandler(self)
             logging.getLogger(name).setLevel(level)
         self._levels = {}
-        self._shut()
+        self._path = None
         super().close()
 
 

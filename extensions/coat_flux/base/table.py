@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TextIO
 
 from .files import write_file
 
@@ -30,8 +29,7 @@ class GrowingTable:
         rows = self._take_over(columns, step) if step > 0 else []
         self.kept = len(rows)
         self._lines = [",".join(row) + "\n" for row in [columns, *rows]]
-        self._file: TextIO | None = None
-        self._failed = False
+        self._is_whole = self._failed = False
         self.append()
 
     def append(self, *rows: Iterable[str]) -> None:
@@ -39,24 +37,22 @@ class GrowingTable:
         lines = [",".join(row) + "\n" for row in rows]
         self._lines += lines
         try:
-            if self._file is None or not self._path.exists():
-                self._shut()
-                write_file(self._path, "".join(self._lines))
-                self._file = self._path.open("a", newline="", encoding="utf-8")
+            if self._is_whole and self._path.is_file() and not self._path.is_symlink():
+                with self._path.open("a", newline="", encoding="utf-8") as file:
+                    file.write("".join(lines))
             else:
-                self._file.write("".join(lines))
-                self._file.flush()
+                write_file(self._path, "".join(self._lines))
+            self._is_whole = True
         except OSError as error:
-            self._shut()
+            self._is_whole = False
             if not self._failed:
                 self._log(f"{self._path}: cannot be written ({error}); the run goes on and tries again")
             self._failed = True
 
     def close(self) -> None:
-        """Close the file; may be called twice."""
-        if self._file is None:
+        """Write what could not be written yet; may be called twice."""
+        if not self._is_whole:
             self.append()
-        self._shut()
 
     def _take_over(self, columns: Sequence[str], step: int) -> list[list[str]]:
         try:
@@ -72,12 +68,6 @@ class GrowingTable:
                 os.replace(self._path, aside)
             self._log(f"{self._path}: was changed by another program ({error}); kept as {aside}, a new table begins")
         return []
-
-    def _shut(self) -> None:
-        file, self._file = self._file, None
-        if file is not None:
-            with suppress(OSError):
-                file.close()
 
 
 def _rows(path: Path, columns: Sequence[str], step: int) -> list[list[str]]:
