@@ -50,7 +50,7 @@ def full_page(text: str, picture: Path) -> Page:
     page.missing(text)
     page.code(text)
     page.table([text], [[text], [None]])
-    page.curves(text, {text: [(0, 1.0), (1, 2.0)], "_" + text: [(0, 2.0)]}, x=text, y=text)
+    page.curves(text, {text: [(0, 1.0), (1, 2.0)], "_" + text: [(0, 2.0)]}, y=text)
     page.images(text, [(text, picture), (text, picture.parent / "none.png")])
     return page
 
