@@ -32,9 +32,9 @@ from coat_core.ops.scaled_mm import scaled_mm, unsupported_reason
 from coat_flux.base.files import write_file
 from coat_flux.bench import worker
 from coat_flux.bench.configurations import CPU_CALLS, OK
-from coat_flux.bench.limits import ATTENTION_STEP, HEAD_DIM, Geometry, known_card, token_count
+from coat_flux.bench.limits import ATTENTION_STEP, HEAD_DIM, Geometry, token_count
 from coat_flux.bench.measure import SEED, time_calls
-from coat_flux.plan.speed import Card
+from coat_flux.plan.speed import DEVICES, Card
 
 Case = functools.partial[Any]
 Call = Callable[[], object]
@@ -252,7 +252,7 @@ def main() -> None:
             result["machine"] |= choices(torch.device("cuda", 0))
         write_file(result_file, json.dumps(result))
         return
-    card = known_card(spec["device_name"])
+    card = DEVICES.get(spec["device_name"])
     calls = RATE_CALLS if device.type == "cuda" else CPU_CALLS
     results: dict[str, Any] = {}
     for name, figures in measure_rates(Geometry(**spec["geometry"]), spec["sizes"][0][0], device, calls, card):

@@ -37,8 +37,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "extensions"))
 from coat_flux.base.files import TEMP_PREFIX, write_file
 from coat_flux.bench import runner
 from coat_flux.bench.configurations import OPTIMIZER, STEP, TRAINER, BenchOptions
-from coat_flux.bench.limits import Geometry, known_card
-from coat_flux.plan.speed import Card
+from coat_flux.bench.limits import Geometry
+from coat_flux.plan.speed import DEVICES, Card
 
 ROOT = Path(__file__).resolve().parents[1]
 STATE, TABLES, TESTS, RUNNING = "gpu_check.json", "gpu_check.md", "tests.txt", "running.json"
@@ -321,7 +321,7 @@ def tables(check: Check) -> str:
     machine = check.state.get("machine")
     if machine is None:
         return "\n\n".join(parts) + "\n"
-    card = known_card(machine["device"])
+    card = DEVICES.get(machine["device"])
     geometry = TOY if check.dry else Geometry()
     keys = ("attention", "attention_kernels", "fp8_products", "kernels_refused")
     parts.append("\n".join(f"* {key}: {machine[key]}" for key in keys if key in machine))

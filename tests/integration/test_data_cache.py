@@ -16,18 +16,16 @@ from transformers import AutoTokenizer, CLIPTextModel, T5EncoderModel
 
 from coat_flux.base.files import file_sha256
 from coat_flux.config.job_sections import DatasetSection
-from coat_flux.data.buckets import Bucket
 from coat_flux.data.cache import (
     PROMPT_BYTES,
     TensorCache,
     TextEncoders,
     by_layer,
+    cache_key,
     encode_latents,
     input_device,
-    latent_key,
     model_identity,
     on_device,
-    text_key,
 )
 from coat_flux.data.captions import shuffle_tokens
 from coat_flux.data.files import DatasetError
@@ -252,12 +250,11 @@ def test_an_edited_caption_another_vae_or_token_length_is_encoded_again(folder, 
 
 
 def test_keys_change_with_everything_that_changes_the_entry(tmp_path):
-    base = ("digest", Bucket(64, 32), False, "vae", (255, 255, 255), False)
-    changes = ("other", Bucket(32, 64), True, "b", (0, 0, 0), True)
+    base = ("latents", "digest", [64, 32], False, "vae", (255, 255, 255), False)
+    changes = ("text", "other", [32, 64], True, "b", (0, 0, 0), True)
     others = [(*base[:i], change, *base[i + 1 :]) for i, change in enumerate(changes)]
-    assert len({latent_key(*arguments) for arguments in [base, *others]}) == 7
-    assert latent_key(*base) == latent_key(*base)
-    assert len({text_key("a", "x"), text_key("b", "x"), text_key("a", "y")}) == 3
+    assert len({cache_key(*arguments) for arguments in [base, *others]}) == 8
+    assert cache_key(*base) == cache_key(*base)
     content = b"x" * 2_999_999 + b"y"
     (tmp_path / "file").write_bytes(content)
     assert file_sha256(tmp_path / "file") == hashlib.sha256(content).hexdigest()

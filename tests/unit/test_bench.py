@@ -12,7 +12,7 @@ import torch
 from coat_flux.base.errors import UserError
 from coat_flux.bench import measure, runner, worker
 from coat_flux.bench.configurations import CONFIGURATIONS, LEVELS, TRAINER, BenchOptions, named, rivals
-from coat_flux.bench.limits import Geometry, known_card, least_ms, step_work, token_count
+from coat_flux.bench.limits import Geometry, least_ms, step_work, token_count
 from coat_flux.bench.runner import summarize, write
 from coat_flux.cli.entry import main
 from coat_flux.config.coat import COATConfig
@@ -52,7 +52,7 @@ def test_least_times(resolution: int, fp8: bool) -> None:
 
 def test_cards_are_matched_by_their_whole_name() -> None:
     names = ("NVIDIA H200", "NVIDIA H200 NVL", "NVIDIA GeForce RTX 4090 Laptop GPU")
-    assert [known_card(name) for name in names] == [H200, None, None]
+    assert [DEVICES.get(name) for name in names] == [H200, None, None]
     assert set(DEVICES.values()) == {card for card in CARDS if card.gb_per_second}
 
 

@@ -88,13 +88,6 @@ def least_ms(card: Card, work: tuple[float, float, float], *, fp8_linears: bool)
     return (linear / rate + (attention + adapters) / card.bf16_tflops) / 1e9
 
 
-def known_card(device_name: str) -> Card | None:
-    """The card that torch calls by this name, if its rates are published."""
-    from ..plan.speed import DEVICES
-
-    return DEVICES.get(device_name)
-
-
 def modelled_cards() -> dict[str, Card]:
     """Short name ("h200", "rtx4090") → card, of those that `kernel_ms` can model."""
     from ..plan.speed import CARDS

@@ -26,8 +26,9 @@ from coat_core.ops.dispatch import triton_obstacle
 from ..base.names import COAT_OPTIMIZER
 from ..blocks.measure import version_of
 from ..config.check import is_installed
+from ..plan.speed import DEVICES
 from .configurations import CALLS, CANNOT, CPU_CALLS, FAILED, OK, OPTIMIZER, OUT_OF_MEMORY, Configuration, named
-from .limits import Geometry, known_card
+from .limits import Geometry
 
 Measure = Callable[..., Iterable[dict[str, Any]]]
 
@@ -102,7 +103,7 @@ def _machine(device: torch.device) -> dict[str, Any]:
     if device.type != "cuda":
         return about
     properties = torch.cuda.get_device_properties(device)
-    card = known_card(properties.name)
+    card = DEVICES.get(properties.name)
     return about | {
         "device": properties.name,
         "memory": "allocated on the device",

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..base.files import write_file
 from ..bench.configurations import COUNT, FAILED, LEVELS, STEP, BenchOptions, named
-from ..bench.limits import Geometry, known_card
+from ..bench.limits import Geometry
 from .common import EXIT_FAILED, UsageError, add_command, number, positive, show_warnings, writing
 
 RESOLUTION_STEP = 16
@@ -55,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
     if args.level == COUNT:
         return _count(args)
     from ..bench import runner
+    from ..plan.speed import DEVICES
 
     device = args.device
     if device is None:
@@ -91,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     with writing(f"--out {args.out}"):  # before hours of measuring
         args.out.mkdir(parents=True, exist_ok=True)
     machine = runner.describe(options)
-    card = known_card(machine["device"])
+    card = DEVICES.get(machine["device"])
     print(machine["device"], flush=True)
     head = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 
 from ..base.files import replacing
-from .buckets import Bucket
 from .files import DatasetError, printable
 
 logger = logging.getLogger(__name__)
@@ -138,22 +137,9 @@ def model_identity(model: Any) -> str:
     return _digest(parts)
 
 
-def latent_key(
-    image_digest: str,
-    bucket: Bucket,
-    flip: bool,
-    vae_identity: str,
-    ground: tuple[int, int, int],
-    mask: bool,
-) -> str:
-    """Cache key of an image's latents; `ground` is the colour that replaces transparent parts."""
-    size = [bucket.width, bucket.height]
-    return _digest(["latents", _VERSION, image_digest, size, flip, vae_identity, ground, mask])
-
-
-def text_key(prompt: str, text_identity: str) -> str:
-    """Cache key of a prompt's embeddings."""
-    return _digest(["text", _VERSION, prompt, text_identity])
+def cache_key(kind: str, *parts: Any) -> str:
+    """Key of an entry, from all that determines it."""
+    return _digest([kind, _VERSION, *parts])
 
 
 def _digest(parts: Any) -> str:

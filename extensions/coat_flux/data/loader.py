@@ -20,7 +20,7 @@ from ..base.files import file_sha256
 from ..base.run_log import bar_options
 from ..config.coat import DataOptions
 from .buckets import Bucket, Sample, fit_to_bucket
-from .cache import TensorCache, encode_latents, latent_key, model_identity, on_device, text_key
+from .cache import TensorCache, cache_key, encode_latents, model_identity, on_device
 from .captions import shuffle_tokens
 from .files import CACHE_FOLDER, DatasetError, printable
 from .images import DEFAULTS, read_photo, rgb, to_tensor
@@ -173,7 +173,7 @@ class LatentDataset:
                     prompts.append((index, sample.dropped_caption))
         uncached = []
         for index, prompt in dict.fromkeys(prompts):
-            if self._texts[index].load(text_key(prompt, self._text_identity)) is None:
+            if self._texts[index].load(cache_key("text", prompt, self._text_identity)) is None:
                 uncached.append((index, prompt))
         if uncached and self.encoders is not None:
             with on_device(self.encoders.models, self.device, self.room):
@@ -207,7 +207,9 @@ class LatentDataset:
         """
         index = sample.dataset_index
         image = self._latents[index].load(self._latent_key(sample)) or self._encode_image(sample)
-        text = self._texts[index].load(text_key(prompt, self._text_identity)) or self._encode_text(index, prompt)
+        text = self._texts[index].load(cache_key("text", prompt, self._text_identity)) or self._encode_text(
+            index, prompt
+        )
         return {**image, **text}
 
     def _encode_image(self, sample: Sample) -> dict[str, Tensor]:
@@ -234,8 +236,8 @@ class LatentDataset:
         path = sample.image_path
         if path not in self._digests:
             self._digests[path] = file_sha256(path)
-        ground = rgb(self.background)
-        return latent_key(self._digests[path], sample.bucket, sample.flip, self._vae_identity, ground, self.masked)
+        size, ground = [sample.bucket.width, sample.bucket.height], rgb(self.background)
+        return cache_key("latents", self._digests[path], size, sample.flip, self._vae_identity, ground, self.masked)
 
     def _encode_text(self, dataset_index: int, prompt: str) -> dict[str, Tensor]:
         if self.encoders is None:
@@ -244,7 +246,7 @@ class LatentDataset:
         entry = {"prompt_embeds": embeds[0].cpu(), "pooled": pooled[0].cpu()}
         if not all(torch.isfinite(value).all() for value in entry.values()):
             raise DatasetError(f"caption {prompt!r}: the text encoders return NaN or inf; run them in bf16 or fp32")
-        self._texts[dataset_index].store(text_key(prompt, self._text_identity), entry, about=prompt)
+        self._texts[dataset_index].store(cache_key("text", prompt, self._text_identity), entry, about=prompt)
         return entry
 
 
