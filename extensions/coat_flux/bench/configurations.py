@@ -1,9 +1,8 @@
 """The compared configurations and sizes; a new one is a row in `CONFIGURATIONS`.
 
-Rows of a model train the same LoRA (PEFT, on every linear of the blocks), each as its trainer runs it: bf16 and
-torchao under bf16 autocast, as accelerate's scripts do, COAT and ai-toolkit's recipes without. Rows of the level
-"optimizer" are optimizers alone; those of "trainer", for `scripts/gpu_check.py`, steps of the stand-alone trainer.
-Nothing heavy is imported here.
+Rows of a model train the same LoRA, each as its trainer runs it: bf16 and torchao under bf16 autocast, as accelerate's
+scripts do, COAT and ai-toolkit's recipes without. Rows of the level "trainer" are for `scripts/gpu_check.py`. Nothing
+heavy is imported here.
 """
 
 from __future__ import annotations

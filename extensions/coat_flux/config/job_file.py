@@ -40,8 +40,7 @@ def shipped_folder(name: str) -> Path | None:
 def load_job_yaml(path: str | os.PathLike[str], *, name: str | None = None) -> dict[str, Any]:
     """Read a job (`job`, `config` with `name` and `process`, optional `meta`) from a UTF-8 YAML or JSON file.
 
-    `name` overrides `config.name`, as `run.py --name` does. Raises ConfigError for a missing file, a syntax error
-    (with line and column), a duplicate key, an unset environment variable, or the wrong shape.
+    `name` overrides `config.name`, as `run.py --name` does. Raises ConfigError, where it can with line and column.
     """
     file = os.fspath(path)
     text = _read_text(Path(file))

@@ -91,13 +91,11 @@ def commit(
     """Write a set, commit it, publish its files in the run's folder, and remove all sets but it and one before it.
 
     Args:
-        write: fills the empty folder passed to it.
         publish: name in the run's folder → name in the set; read after `write`, which may fill it.
         needed_bytes: size of the set, checked before writing; None: that of the previous set.
         apart: distance in steps of the older set, as soon as there is such a set.
 
-    Raises:
-        SaveError: writing failed, and the previous set is unchanged; or publishing, which the next start does.
+    Raises SaveError if writing failed, and the previous set is unchanged; or publishing, which the next start does.
     """
     what = f"the checkpoint of step {step} cannot be saved"
     target = state_folder(run_dir, step)

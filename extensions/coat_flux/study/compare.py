@@ -81,8 +81,8 @@ class Verdict:
 def verify(study: Study, *, seeds: int = 3, arm: Arm | None = None) -> Verdict:
     """Train with and without COAT from several seeds, and judge whether COAT loses anything; see `judgement`.
 
-    Resumes an interrupted comparison, or adds missing seeds, from the config's on. Writes `verdict.json` and
-    `report.html`. `arm` overrides the `coat:` block of the COAT runs; one of them that dies is a verdict.
+    Resumes an interrupted comparison, or adds missing seeds, from the config's on. `arm` overrides the `coat:` block
+    of the COAT runs; one of them that dies is a verdict.
     """
     if seeds < 2:
         raise VerifyError(f"--seeds {seeds}: must be at least 2: the spread over seeds is what COAT is measured by")

@@ -157,10 +157,9 @@ class Study:
 
 
 def bf16_arm(job: JobConfig) -> Arm:
-    """The arm that COAT runs are compared with.
+    """The arm that COAT runs are compared with; for whole models the config's optimizer, with fp32 moments.
 
-    In full fine-tuning it keeps the config's optimizer, with fp32 moments: AdamW, which rounds to nearest, would lose
-    most updates of bf16 weights (RESULTS.md).
+    AdamW, which rounds to nearest, would lose most updates of bf16 weights (RESULTS.md).
     """
     return NOTHING_IN_FP8 if job.full and job.train.optimizer == COAT_OPTIMIZER else BF16
 

@@ -61,8 +61,7 @@ def build_optimizer(
 
     `optimizer.use_fp8: false`, like `enabled: false`, keeps both moments in fp32: torch.optim.AdamW to the last bit.
     eps defaults to 1e-6, as in ai-toolkit (torch: 1e-8): sqrt(v) of LoRA moments is itself near 1e-6 at the start.
-    `params` are parameters or groups, or by name if FSDP2 has sharded them; `seed` is for stochastic rounding.
-    ConfigError for `optimizer_params`, ValueError for lr or parameters that FP8AdamW refuses.
+    `params` are parameters or groups, or by name if FSDP2 has sharded them. ConfigError for `optimizer_params`.
     """
     fp8_config, adamw = config.optimizer_config(optimizer_params)
     if not config.enabled:

@@ -97,12 +97,10 @@ def load_transformer(
     *,
     trained: Callable[[nn.Module], Collection[str]] | None = None,
 ) -> nn.Module:
-    """The transformer of FLUX.1 or FLUX.2, frozen, in eval mode, on `device`; never in CPU memory as a whole.
+    """The transformer of FLUX.1 or FLUX.2, frozen, in eval mode, on `device`, with codes as `coat` says.
 
-    Each weight is read from disk, cast to `dtype`, moved to `device` and, with `coat.weight.use_fp8`, quantized before
-    the next is read. For full fine-tuning `trained` maps the model on the meta device to the full names of the linears
-    to train. ModelLoadError if it is missing, unreadable or of another model, ConfigError if an include/exclude pattern
-    of `coat` matches no layer.
+    For full fine-tuning `trained` maps the model on the meta device to the full names of the linears to train.
+    ModelLoadError if it cannot be read, ConfigError if a pattern of `coat` matches no layer.
     """
     device = torch.device(device)
     with _explained(name_or_path, "transformer"):

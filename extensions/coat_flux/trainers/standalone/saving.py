@@ -80,8 +80,7 @@ def save_name(name: str, step: int | None, *, full: bool = False) -> str:
 def save(session: Session, *, final: bool) -> Path:
     """Write and commit a set, publish its LoRA or model and `optimizer.pt`; returns the published path.
 
-    All processes call it together, to exchange shards; the main process writes. DeadRunError, ExportError (the LoRA
-    cannot be read back) or SaveError leave the previous checkpoint intact.
+    All processes call it together, to exchange shards; the main process writes. Errors leave the save before intact.
     """
     job = session.job
     optimizer = session.optimizer
@@ -240,8 +239,7 @@ class ResumePoint:
 def find_resume_point(run_dir: Path, name: str) -> ResumePoint | None:
     """The newest save of a repaired run, or None: by its steps, then without a step in its name.
 
-    An unreadable LoRA is skipped if another is there. ResumeError if no save is readable, the newest state is damaged
-    and no other is whole, or a save is ai-toolkit's whole model.
+    An unreadable LoRA is skipped if another is there. ResumeError if nothing is whole, or a save is ai-toolkit's model.
     """
     other = next(run_dir.glob(f"{glob.escape(name)}*/{MODEL_META}"), None)
     if other is not None:

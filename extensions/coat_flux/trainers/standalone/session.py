@@ -57,9 +57,8 @@ class Session:
 
     `step` counts optimizer steps; `outstanding` is the last one, and a reader of its loss and norm, until they are
     read; `identity` and `record` go into `state.json`, `saved` is that of `point`; `report` is None without COAT;
-    `lora` are the trained parameters by name, without `network` the transformer's; `fused` updates them in backward;
-    `skips_on_device`: the optimizer can; `captures`: steps are CUDA graphs, which `graphs` holds; `noise` is that of
-    the validation loss, on photos held out if the job `holds_out` any.
+    `lora` are the trained parameters by name, also in full fine-tuning; `fused` updates them in backward;
+    `noise` is that of the validation loss, on photos held out if the job `holds_out` any.
     """
 
     def __init__(

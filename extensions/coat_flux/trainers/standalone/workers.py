@@ -35,8 +35,7 @@ class Workers(Processes):
     """The processes of a stand-alone run, as started by accelerate.
 
     `device` is cpu, mps, cuda, cuda:<n>, or None for the best; a missing one becomes the CPU, with a warning. With
-    `shares_weights` (accelerate's FSDP2) all processes run the transformer together or not at all. LaunchError if
-    `accelerate launch` was asked for several processes and started one, or for DeepSpeed.
+    `shares_weights` (accelerate's FSDP2) all processes run the transformer together or not at all.
     """
 
     def __init__(self, device: str | None = None):
