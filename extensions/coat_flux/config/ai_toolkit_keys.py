@@ -53,7 +53,7 @@ KNOWN = {row["key"] for row in ROWS}
 
 
 class Toolkit:
-    """The ai-toolkit in `root`, read as text (importing it needs all of its packages), or else that of the table.
+    """The ai-toolkit in `root`, read as text, since importing it needs its packages; else that of the table.
 
     `strings` are those in its source that may be keys; `problem` says why it could not be read.
     """

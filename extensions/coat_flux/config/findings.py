@@ -2,8 +2,8 @@
 
 `rules.tsv` lists the rules that need no arithmetic, and what a job fails without:
 
-key, values     a key of the process entry, or of its data sets, a pattern of its values (`unset`: absent or null)
-where           patterns of other keys, of the arch, and of the entry (`Block.facts`)
+key, values     a key of the process entry or of a data set, a pattern of its values (`unset`: absent or null)
+where           patterns of other keys and of `Block.facts`; `removed`: the key or value is no longer known
 finding         `<rule>; <remedy>`, or a package, `file`, `file or hub` (`check.check_needs`)
 """
 
@@ -29,8 +29,13 @@ WARNING = "warning: "  # before a finding of the table that is no error
 
 with Path(__file__).with_name("rules.tsv").open(encoding="utf-8", newline="") as table:
     TABLE = list(csv.DictReader(table, delimiter="\t", quoting=csv.QUOTE_NONE))
-RULES = [row for row in TABLE if ";" in row["finding"]]
+RULES = [row for row in TABLE if ";" in row["finding"] and row["where"] != "removed"]
 NEEDS = [row for row in TABLE if ";" not in row["finding"]]
+REMOVED: dict[str, str] = {}  # key of the `coat:` block, or key=value → finding
+for row in TABLE:
+    if row["where"] == "removed":
+        name = row["key"].removeprefix("coat.")
+        REMOVED[f"{name}={row['values']}" if row["values"] else name] = row["finding"]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
-from .findings import Findings, closest, show, suggest_key
+from .findings import REMOVED, Findings, closest, show, suggest_key
 
 T = TypeVar("T")
 
@@ -23,20 +23,6 @@ COLOURS = {"white": "#ffffff", "grey": "#808080", "black": "#000000"}
 ONLY_AI_TOOLKIT = "not supported by the stand-alone trainer"
 BLOCK_WORDS = ("auto", "all")
 WHOLE = ("int", "sizes", "count or names", "blocks")  # kinds whose numbers are whole
-# removed options of the `coat:` block: key, or key=value → reason; replacement
-REMOVED = {
-    "activation.linear_granularity=per_group": "was removed, GPUs multiplied it in bf16; write per_row",
-    "data.prepare": "was removed, photos that ai-toolkit would misread are always corrected; remove it",
-    "memory.checkpointing=every_n": "was removed; write auto with a budget_gb, or all",
-    "memory.every_n": "was removed; write checkpointing: auto with a budget_gb instead, or checkpointing: all",
-    "speed.attention=fa3": "is chosen automatically where it is installed; write auto",
-    "speed.attention=fa4": "is chosen automatically where it is installed; write auto",
-    "speed.compile": "was removed; write speed.cuda_graphs: auto or never instead",
-    "weight.cache": "was removed, quantized weights are no longer kept on disk; remove it",
-}
-_LIMITS = ("nonfinite_steps", "diverging_steps", "zero_gradient_steps", "dead_lora_steps", "pinned_loss_steps")
-for _limit in (*_LIMITS, "health_every", "max_saturation", "max_underflow"):
-    REMOVED[f"guard.{_limit}"] = "was removed, the guard has fixed limits; remove it, or write guard.enabled: false"
 
 
 class OptionError(Exception):

@@ -44,8 +44,8 @@ class BucketBatchSampler:
     """Endless order of batches of equal image size, one shuffle per epoch.
 
     The order of epoch e depends on (samples, batch_size, seed, e) only. Rank r of `world_size` takes batches r, r +
-    world_size, ... across epoch borders: N processes see what one sees with N accumulation steps. The last batch of a
-    bucket is filled up with the bucket's first samples, so that every batch has the same weight.
+    world_size, ... across epoch borders: N processes see what one sees with N accumulation steps. A bucket's last batch
+    is filled up with its first samples.
     """
 
     def __init__(

@@ -64,8 +64,8 @@ def remedies(
 ) -> list[tuple[Change, int]]:
     """The changes that free memory in one phase (or at the run's peak), each alone with its bytes, the cheapest first.
 
-    `recomputed` are the blocks that recompute now, by default those of `predict`. They stay the same unless the
-    change is about recomputation, or `auto` would fill the freed memory.
+    `recomputed` are the blocks that recompute now, by default those of `predict`; they stay unless the change is about
+    recomputation.
     """
 
     def held(prediction: Prediction) -> int:

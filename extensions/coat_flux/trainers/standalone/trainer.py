@@ -66,8 +66,7 @@ Observer = Callable[[Session], None]
 class COATTrainer:
     """Trains a FLUX LoRA, or without `network` the transformer itself, by a YAML's path, its content, or a `JobConfig`.
 
-    `observer` is called before the first step and after each, before a save; it must not affect training. ConfigError
-    if the config cannot be run.
+    `observer` is called before the first step and after each, before a save; it must not affect training.
     """
 
     def __init__(self, config: str | Path | Mapping[str, Any] | JobConfig, *, observer: Observer | None = None):
