@@ -10,8 +10,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..base.errors import UserError
-from ..config.check import require_packages
-from ..config.job import JobConfig
 
 EXIT_FAILED = 1  # figures missed, a broken machine, a failed trial, not lossless
 EXIT_REFUSED = 2
@@ -81,10 +79,3 @@ def show_warnings() -> None:
     for handler in logging.getLogger().handlers:
         handler.addFilter(lambda record: not getattr(record, "coat_shown", False))
     quiet_libraries()
-
-
-def load_job(args: argparse.Namespace) -> JobConfig:
-    """Load the job of CONFIG; raises ConfigError."""
-    job = JobConfig.load(args.config, name=args.name)
-    require_packages(job)
-    return job

@@ -13,7 +13,8 @@ from typing import Any
 
 from ..base.streams import keep_streams
 from ..base.text import columns
-from .common import EXIT_FAILED, UsageError, add_command, add_config, load_job, positive, show_warnings
+from ..config.job import JobConfig
+from .common import EXIT_FAILED, UsageError, add_command, add_config, positive, show_warnings
 
 ASIDE = "newer saves are moved aside, nothing is deleted"
 
@@ -81,7 +82,7 @@ def train(args: argparse.Namespace) -> None:
     keep_streams()
     if not args.watch and (args.host is not None or args.port is not None):
         raise UsageError("--host, --port: are for the live page; add --watch, or remove them")
-    job = load_job(args)
+    job = JobConfig.load(args.config, name=args.name)
     if args.verbose:
         job = replace(job, logging=replace(job.logging, verbose=True))
     show_warnings()
@@ -144,7 +145,7 @@ def verify(args: argparse.Namespace) -> int:
     bf16. Start the same command again to resume after an interruption, or with more --seeds to add some. Writes
     verdict.json and report.html. Exit code 0: lossless; 1: not, or undecided.
     """
-    job = load_job(args)
+    job = JobConfig.load(args.config, name=args.name)
     show_warnings()
     from ..study import compare, open_study
 
@@ -175,7 +176,7 @@ def sweep(args: argparse.Namespace) -> int:
     trials are finished; 1: one failed.
     """
     keep_streams()
-    job = load_job(args)
+    job = JobConfig.load(args.config, name=args.name)
     show_warnings()
     from ..study.sweep import FINISHED, Sweep, find_axis, noise_text, rank, ranking_rows, sentence_of, write_sweep_page
 

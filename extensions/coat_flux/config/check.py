@@ -12,7 +12,7 @@ from typing import Any
 from ..base.names import COAT_TYPE
 from .ai_toolkit_keys import Toolkit, check_keys
 from .coat import COATConfig
-from .findings import NEEDS, Block, ConfigError, Finding, Findings, closest
+from .findings import NEEDS, Block, Finding, Findings, closest
 from .job import JobConfig
 from .job_file import plain_job
 from .job_sections import PROCESS_TYPES, ValidationSection
@@ -87,12 +87,6 @@ def missing_packages(job: JobConfig) -> list[Finding]:
     findings = Findings(job.file)
     check_needs(job.raw["config"]["process"][0], "config.process[0]", findings, alone=True)
     return findings.errors
-
-
-def require_packages(job: JobConfig) -> None:
-    """Raise ConfigError if an optional package that the job needs is not installed."""
-    if missing := missing_packages(job):
-        raise ConfigError(missing)
 
 
 def _check_process(process: Any, path: str, name: str, toolkit: Toolkit, findings: Findings, processes: int) -> None:

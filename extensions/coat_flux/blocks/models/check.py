@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...base.names import COAT_TYPE
-from ...config.check import check_needs, require_packages
+from ...config.check import check_needs, missing_packages
 from ...config.findings import ConfigError, Finding, Findings, closest
 from ...config.job import JobConfig
 from ...config.job_sections import PROCESS_TYPES
@@ -72,8 +72,8 @@ def check_models(
 
 def require_here(job: JobConfig) -> None:
     """Raise ConfigError if a package, the GPU or the model is missing for the stand-alone trainer."""
-    require_packages(job)
-    errors = [item for item in check_models(job.raw, file=job.file) if item.severity == "error"]
+    findings = missing_packages(job) or check_models(job.raw, file=job.file)
+    errors = [item for item in findings if item.severity == "error"]
     if errors:
         raise ConfigError(errors)
 
