@@ -1,7 +1,7 @@
 """Rules between the keys of an entry of `config.process`, as both trainers see it.
 
 An error would make the run differ from the file, or fail; a warning is only surprising. Rules about ai-toolkit
-describe 0.12.26. Types and single values have been checked before.
+describe 0.12.26. Types and single values have been checked before. `rules.tsv` has the rules without arithmetic.
 """
 
 from __future__ import annotations
