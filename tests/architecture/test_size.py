@@ -12,13 +12,13 @@ SOURCES = library_sources()
 TEXTS = {source.module: source.path.read_text(encoding="utf-8") for source in SOURCES}
 # goals: 35,000 lines in 210 files, 41.7 characters a line, 350 short functions, 250 called once, 100 records
 LIMITS = {  # lower them when the house has become smaller
-    "lines": 35_674,
+    "lines": 35_150,
     "files": 195,
     "characters in 100 lines": 4_421,
-    "functions of four lines or fewer": 449,
-    "private functions called once in their file": 247,
-    "dataclasses and named tuples": 101,
-    "docstring lines": 3_922,
+    "functions of four lines or fewer": 441,
+    "private functions called once in their file": 242,
+    "dataclasses and named tuples": 97,
+    "docstring lines": 3_868,
     "coat: options": 43,
 }
 
@@ -84,4 +84,4 @@ def _lines_below(folder: str) -> int:
 
 def test_scripts_and_tests_do_not_grow() -> None:
     assert _lines_below("scripts") <= 4_220
-    assert _lines_below("tests") <= 34_576
+    assert _lines_below("tests") <= 34_571
