@@ -193,6 +193,14 @@ def test_without_diffusers_the_check_goes_on_and_says_so(check, tensors, monkeyp
     assert report.refusals["diffusers"].startswith("not checked")
 
 
+def test_a_refusal_without_a_text_is_quoted_from_its_source(check, tensors, monkeypatch):
+    def refuse(state):
+        raise AssertionError  # pytest would give an assert a text
+
+    monkeypatch.setattr(FluxLoraLoaderMixin, "lora_state_dict", staticmethod(refuse))
+    assert "(AssertionError: raise AssertionError" in check(tensors).refusals["diffusers"]
+
+
 def test_names_of_the_checkpoint_and_kohyas_spelling_of_them():
     tensors = lora_tensors(ALL_MODULES)
     comfyui, kohya = converted(tensors, "comfyui"), converted(tensors, "kohya")

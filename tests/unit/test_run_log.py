@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import re
 from pathlib import Path
 
 import pytest
+from tqdm import tqdm
 
 from coat_flux.base.run_log import LOG_FILE, PACKAGES, Lines, bar_options
 
@@ -79,5 +81,15 @@ def test_a_bar_is_drawn_twice_a_second_and_rarely_into_a_file(monkeypatch: pytes
     for terminal, pause in ((True, 0.5), (False, 30.0)):
         monkeypatch.setattr("sys.stderr.isatty", lambda terminal=terminal: terminal, raising=False)
         assert bar_options()["mininterval"] == pause
-        assert ("position" in bar_options()) is not terminal  # which would move the cursor
         assert bar_options()["maxinterval"] >= pause  # tqdm redraws after this by itself
+
+
+def test_bars_below_each_other_do_not_move_the_cursor_of_a_file() -> None:
+    file = io.StringIO()
+    with tqdm(total=2, file=file, **bar_options()) as outer, tqdm(total=2, file=file, **bar_options()) as inner:
+        outer.update()
+        inner.update()
+    assert "\x1b" not in file.getvalue()
+    with tqdm(total=2, file=file), tqdm(total=2, file=file):
+        pass
+    assert "\x1b[A" in file.getvalue()

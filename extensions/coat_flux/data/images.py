@@ -26,6 +26,7 @@ import torch
 from PIL import Image, ImageCms, ImageColor, ImageStat
 from tqdm import tqdm
 
+from ..base.run_log import bar_options
 from ..config.coat import DataOptions
 from ..config.options import COLOURS
 from .files import READS_HEIF, DatasetError, printable
@@ -220,7 +221,8 @@ class PhotoFacts:
 def survey(paths: Sequence[Path]) -> dict[Path, PhotoFacts | DatasetError]:
     """Facts of each photo, or why it cannot be read; each version of a file is read once per process."""
     with ThreadPoolExecutor(_THREADS) as pool:
-        facts = tqdm(pool.map(_facts_of, paths), "Reading photos", len(paths), delay=_QUIET_SECONDS)
+        shown = {"desc": "Reading photos", "delay": _QUIET_SECONDS, **bar_options()}
+        facts = tqdm(pool.map(_facts_of, paths), total=len(paths), **shown)
         return dict(zip(paths, facts, strict=True))
 
 
