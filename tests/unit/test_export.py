@@ -198,7 +198,8 @@ def test_a_refusal_without_a_text_is_quoted_from_its_source(check, tensors, monk
         raise AssertionError  # pytest would give an assert a text
 
     monkeypatch.setattr(FluxLoraLoaderMixin, "lora_state_dict", staticmethod(refuse))
-    assert "(AssertionError: raise AssertionError" in check(tensors).refusals["diffusers"]
+    with pytest.raises(ExportError, match=r"\(AssertionError: raise AssertionError"):
+        check(tensors)
 
 
 def test_names_of_the_checkpoint_and_kohyas_spelling_of_them():
