@@ -163,9 +163,9 @@ BAD = (  # 10 times the good rate, from the third step after a resume on
 )
 
 
-def compared(guard: RunGuard, step: int, until: int, ratio: float, without: float = 0.6) -> bool:
-    """Do a step; returns whether it was compared."""
-    compares = guard.compares(step, until)
+def compared(guard: RunGuard, step: int, until: int, ratio: float, without: float = 0.6, until_end: int = 1000) -> bool:
+    """Do a step, `until` steps before a save; returns whether it was compared."""
+    compares = guard.compares(step, until, until_end)
     guard.allows_update(step, ratio * without, 1.0, *[without] * compares)
     return compares
 
@@ -176,13 +176,13 @@ def drawn(rng: random.Random, ratios: tuple[float, ...], photos: int) -> float:
 
 def test_the_steps_that_are_compared() -> None:
     guard = guard_of()
-    steps = [step for step in range(101, 1101) if guard.compares(step, (100 - step) % 1000)]
-    assert steps == [101, 104, 108, 116, 132, *range(150, 1100, 50), *range(1093, 1101)]
-    assert not guard_of(enabled=False).compares(1, 0)
+    steps = [step for step in range(101, 1101) if guard.compares(step, (100 - step) % 1000, 1100 - step)]
+    assert steps == [101, 104, 108, 116, 132, *range(150, 1100, 50), *range(1085, 1101)]
+    assert not guard_of(enabled=False).compares(1, 0, 0)
     lines: list[str] = []
     guard = guard_of(lines)
     guard.lora = {"transformer_blocks.0.lokr_w1": torch.ones(2, 2)}
-    assert [guard.compares(step, 0) for step in (1, 2, 3)] == [False] * 3
+    assert [guard.compares(step, 0, 0) for step in (1, 2, 3)] == [False] * 3
     assert len(lines) == 1
 
 
@@ -195,7 +195,7 @@ def test_healthy_runs_are_not_stopped(photos: int, effect: float) -> None:
         guard.lora[B].data.fill_(1e-3)
         for step in range(1, 401):
             ratio = drawn(rng, GOOD, photos) ** (effect * min(step / 20, 1))
-            compared(guard, step, -step % 100, ratio, rng.lognormvariate(-1.1, 1.5))
+            compared(guard, step, -step % 100, ratio, rng.lognormvariate(-1.1, 1.5), 400 - step)
             doubts += guard.doubt is not None
         guard.check_save(400, final=True)
         guard.check_end(400, 0.6, 0.61)
@@ -213,7 +213,7 @@ def outcome(good: int, photos: int, ramp: int, save_every: int, seed: int) -> st
         ratio = drawn(rng, GOOD, photos) ** 0.5 if step > 1 else 1.0
         ratio += share * (drawn(rng, BAD, photos) - ratio)
         try:
-            compared(guard, step, min(-step % save_every, end - step), ratio)
+            compared(guard, step, -step % save_every, ratio, until_end=end - step)
             if step == end:
                 guard.check_save(step, final=True)
         except DeadRunError as error:
@@ -277,13 +277,16 @@ def test_a_doubt_ends_the_run_after_its_limit_and_a_passing_one_does_not() -> No
     assert end.value.since == 50
 
 
-@pytest.mark.parametrize("ratio", [1.01, 1.03])
-def test_a_lora_that_is_a_little_worse_than_none_is_no_result(ratio: float) -> None:
+@pytest.mark.parametrize("ratio", [0.99, 1.1])
+def test_the_last_16_steps_are_compared_and_their_mean_decides_at_the_end(ratio: float) -> None:
     guard = guard_of()
     guard.lora[B].data.fill_(1e-3)
-    for step in range(1, 31):
-        compared(guard, step, 30 - step, ratio if step > 1 else 1.0)
-    with pytest.raises(DeadRunError, match=r"1\.03 times.*train\.lr") if ratio > 1.02 else nullcontext():
+    done = [compared(guard, step, 1000, ratio if step > 14 else 0.99, until_end=30 - step) for step in range(1, 23)]
+    assert done == [step in (1, 4, 8, *range(15, 23)) for step in range(1, 23)]
+    assert all(compared(guard, step, 1000, 0.98, until_end=30 - step) for step in range(23, 31))
+    guard.check_save(30)
+    message = r"step 30: .* 1\.04 times that without it.*train\.lr"
+    with pytest.raises(DeadRunError, match=message) if ratio > 1 else nullcontext():
         guard.check_save(30, final=True)
 
 

@@ -9,15 +9,16 @@ is the only check. From the second in a row, and while the run seems to diverge,
 
 A LoRA has diverged when the loss is lower without it, on the same photos and noise. On some steps
 trainers run one more forward pass, with every lora_B at zero; the verdict is the mean ratio of the
-last 8. On the mini-FLUX it is below 1 at 3 times the good rate, above 1.02 at 10 times. The steps are
+last 8, at the end of the last 16. On the mini-FLUX it is below 1 at 3 times the good rate, above
+1.02 at 10 times. The steps are
 
     1, 4, 8, 16, 32 of a process
     every 50th
-    the last 8 before a save or the end
+    the last 8 before a save, the last 16 before the end
     the one after a save
     all in doubt
 
-32 of the first 1000 with `save_every: 1000`, about 1 % of the time. Without lora_B (LoKr, a whole
+40 of the first 1000 with `save_every: 1000`, about 1 % of the time. Without lora_B (LoKr, a whole
 model) only the growth of the weights' norm is limited, to 100 and 1.1 times.
 """
 
@@ -42,7 +43,7 @@ DOUBTED_STREAK = 2  # nonfinite steps in a row; a single one is harmless
 COUNTERS = ("skipped", "updates", "nonfinite", "_zero_gradients", "_same_losses", "_last_loss")
 WINDOW = 16  # steps between the two states kept, unless saves are more frequent
 FIRST_COMPARISONS, COMPARE_EVERY = (1, 4, 8, 16, 32), 50
-COMPARED = 8  # with 4, a healthy run of one photo a step is in doubt 1 % of the time
+COMPARED, COMPARED_AT_END = 8, 16  # with 4, a healthy run of one photo a step is in doubt 1 % of the time
 LIMIT = 1.02  # loss with the LoRA relative to that without it; validation loss at the end, to the start
 BAD_STEP = 1.1  # of a single comparison, as one photo's loss varies
 LOWER_RATE = "lower train.lr, or set coat.activation.linear_granularity: per_row and grad_format: e5m2"
@@ -95,8 +96,8 @@ class RunGuard:
         self._in_doubt: tuple[int, int] | None = None  # first step in doubt, first bad update
         self._living_update = max(options.dead_lora_steps, FIRST_LIVING_UPDATE)
 
-    def compares(self, step: int, until: int) -> bool:
-        """Whether step `step` (from 1) is compared; `until`: steps from it to the next save or the end."""
+    def compares(self, step: int, until_save: int, until_end: int) -> bool:
+        """Whether step `step` (from 1) is compared; `until_…`: steps from it to the next save, to the last step."""
         if not self._options.enabled:
             return False
         begins = self._first is None
@@ -109,7 +110,9 @@ class RunGuard:
         age = step - self._first + 1
         if age in FIRST_COMPARISONS or age % COMPARE_EVERY == 0:
             return True
-        return until < COMPARED or step - 1 == self._saved or self._in_doubt is not None
+        if until_save < COMPARED or until_end < COMPARED_AT_END:
+            return True
+        return step - 1 == self._saved or self._in_doubt is not None
 
     def _ups(self) -> list[Tensor]:
         return [param for name, param in self.lora.items() if any(mark in name for mark in UP_MATRICES)]
@@ -175,27 +178,33 @@ class RunGuard:
     def _compare(self, step: int, ratio: float) -> None:
         if self._baseline is None:
             self._baseline = max(ratio, 1.0)
-        self._ratios = [*self._ratios, (step, ratio / self._baseline)][-COMPARED - 1 :]
-        last = [ratio for _, ratio in self._ratios[-COMPARED:]]
-        self._mean = sum(last) / len(last)
-        if self._mean <= LIMIT:
-            self._in_doubt = None
-            return
+        self._ratios = [*self._ratios, (step, ratio / self._baseline)][-COMPARED_AT_END - 1 :]
+        self._judge(step, COMPARED)
         if self._in_doubt is None:
-            self._in_doubt = step, self._first_doubt(step)
+            return
         began, since = self._in_doubt
         if step - began >= self._options.diverging_steps:
             raise DeadRunError(f"step {step}: {self.doubt}: the run diverged; lower train.lr", since)
 
-    def _first_doubt(self, step: int) -> int:
-        """The last comparison before the first bad one; `step` if nothing is compared."""
+    def _judge(self, step: int, count: int) -> None:
+        """Decide by the last `count` comparisons whether the run is in doubt."""
+        last = [ratio for _, ratio in self._ratios[-count:]]
+        self._mean = sum(last) / len(last)
+        if self._mean <= LIMIT:
+            self._in_doubt = None
+        elif self._in_doubt is None:
+            self._in_doubt = step, self._first_doubt(step, count)
+
+    def _first_doubt(self, step: int, count: int = COMPARED) -> int:
+        """The last comparison before the first bad one of `count`; `step` if nothing is compared."""
         if self._in_doubt is not None:
             return self._in_doubt[1]
         if not self._ratios:
             return step
-        bad = [place for place, (_, ratio) in enumerate(self._ratios) if ratio > BAD_STEP]
+        ratios = self._ratios[-count - 1 :]
+        bad = [place for place, (_, ratio) in enumerate(ratios) if ratio > BAD_STEP]
         good = max(bad[0] - 1, 0) if bad else -1
-        return min(step, self._ratios[good][0])
+        return min(step, ratios[good][0])
 
     def apart(self, step: int) -> int | None:
         """Steps from `step` back to weights that were surely good, if anything is compared."""
@@ -243,6 +252,8 @@ class RunGuard:
         if final or self._options.enabled:
             self._check(step, dead=final)
         self._saved = step
+        if final and self._ratios:
+            self._judge(step, COMPARED_AT_END)
         if final and self.doubt is not None:
             since = self._first_doubt(step - self.nonfinite + 1 if self.nonfinite else step)
             raise DeadRunError(f"step {step}: the run ends in doubt: {self.doubt}; lower train.lr", since)

@@ -184,11 +184,8 @@ class TrainingLoop:
         is_complete = False
         steps = process.train_config.steps
         save_every = process.save_config.save_every or steps
-        until = min(
-            (1 - number) % save_every,  # saves are one step late
-            steps - number,
-        )
-        compares = watch.guard.compares(number, until)
+        until_save = (1 - number) % save_every  # saves are one step late
+        compares = watch.guard.compares(number, until_save, steps - number)
         pair: list[Tensor] = []  # a micro-batch's predictions without and with the LoRA
         own_predict = process.predict_noise
 

@@ -347,8 +347,7 @@ def _finish(session: Session, stats: StepStats, read: Callable[[], list[float]],
 def _without_lora(session: Session, number: int, batches: Sequence[Batch]) -> list[Tensor]:
     """The step's loss without the LoRA, one tensor fp32 [1], or none if the guard does not compare this step."""
     job, guard = session.job, session.watch.guard
-    until = min(-number % job.save.save_every, job.train.steps - number)
-    if not guard.compares(number, until):
+    if not guard.compares(number, -number % job.save.save_every, job.train.steps - number):
         return []
 
     def compute() -> Tensor:
