@@ -7,10 +7,9 @@
 A single update from NaN or inf is skipped and counted; ten in a row end the run. With `guard.enabled: false` that
 is the only check. From the second in a row, and while the run seems to diverge, trainers save nothing.
 
-A LoRA has diverged when the loss is lower without it, on the same photos and noise. On some steps
-trainers run one more forward pass, with every lora_B at zero; the verdict is the mean ratio of the
-last 8, at the end of the last 16. On the mini-FLUX it is below 1 at 3 times the good rate, above
-1.02 at 10 times. The steps are
+A LoRA has diverged when the loss is lower without it, on the same photos and noise. On some steps trainers run one
+more forward pass, with every lora_B at zero; the verdict is the mean ratio of the last 8, at the end of the last 16. On
+the mini-FLUX it is below 1 at 3 times the good rate, above 1.02 at 10 times. The steps are
 
     1, 4, 8, 16, 32 of a process
     every 50th
@@ -18,8 +17,8 @@ last 8, at the end of the last 16. On the mini-FLUX it is below 1 at 3 times the
     the one after a save
     all in doubt
 
-40 of the first 1000 with `save_every: 1000`, about 1 % of the time. Without lora_B (LoKr, a whole
-model) only the growth of the weights' norm is limited, to 100 and 1.1 times.
+40 of the first 1000 with `save_every: 1000`, about 1 % of the time. Without lora_B (LoKr, a whole model) only the
+growth of the weights' norm is limited, to 100 and 1.1 times.
 """
 
 from __future__ import annotations
