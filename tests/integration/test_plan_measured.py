@@ -287,22 +287,15 @@ NAMES = ("coat", "coat_8gb", "coat_3090", "tiny")
 CONFIGS = [ROOT / "configs" / f"flux_clothing_{name}.yaml" for name in NAMES]
 
 
-def shipped_model(coat: COATConfig, batch: int, dropout: float = 0.0) -> tuple[Any, CoatReport]:
-    """A narrow FLUX under COAT with a LoRA of rank 16, at the strengths ai-toolkit sets for a batch.
-
-    With dropout the stand-alone trainer's adapters.
-    """
+def shipped_model(coat: COATConfig, batch: int) -> tuple[Any, CoatReport]:
+    """A narrow FLUX under COAT with a LoRA of rank 16, at the strengths ai-toolkit sets for a batch."""
     model = flux_transformer(2, 64, (1, 2)).to(torch.bfloat16).requires_grad_(False)
     targets = lora_targets(model, NetworkSection())
     report = apply_coat(model, coat)
-    root: Any = model
-    if dropout:
-        add_lora(model, NetworkSection(linear=16, dropout=dropout), 0)
-    else:
-        root = Network([model.get_submodule(name) for name in targets], 16).train()
-        root.multiplier = [1.0] * batch
-        vars(model)["network"] = root
-    attach_lora(root, coat)
+    network = Network([model.get_submodule(name) for name in targets], 16).train()
+    network.multiplier = [1.0] * batch
+    vars(model)["network"] = network
+    attach_lora(network, coat)
     return model.train(), report
 
 

@@ -25,6 +25,7 @@ from coat_flux.trainers.standalone import session
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from coat_flux.watch.casts import CastPrecision
 from coat_flux.watch.memory_report import finish
+from coat_flux.watch.oom import OutOfMemory
 from coat_flux.watch.phases import PhaseTracker
 from coat_flux.watch.precision import read_rows
 from tests.helpers.aitk_standin.host import COAT_ENTRY, Host, standin_host  # noqa: F401
@@ -203,6 +204,23 @@ def test_engine_run(place: dict[str, Path], capsys: pytest.CaptureFixture[str]) 
     assert "Memory by phase, MB" in log
     assert "prediction: peak" in log
     assert (final.parent / "coat" / "memory.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_run_that_fails_leaves_its_phases_and_no_picture(
+    place: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise MemoryError("out of memory")
+
+    monkeypatch.setattr("coat_flux.trainers.standalone.trainer.whole_norms", fail)
+    with pytest.raises(OutOfMemory):
+        COATTrainer(engine_job("broken", **place)).train()
+    folder = place["out"] / "broken" / "coat"
+    record = read(folder)
+    assert {"load", "cache", "step"} <= set(record["phases"])
+    assert record["phases"]["step"]["most"]["gradients"] > 0
+    assert record["prediction"] is None
+    assert not (folder / "memory.png").exists()
 
 
 def test_prediction_is_for_the_device_that_trained(place: dict[str, Path], tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import diffusers.models.transformers.transformer_flux as transformer_flux
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from coat_core.linear.module import FP8Linear
+from coat_flux.blocks import measure as pick
 from coat_flux.blocks import report as shared
 from coat_flux.blocks.decide import Given, decide
 from coat_flux.blocks.report import OUTSIDE, CoatReport, TableRow, shared_rows
@@ -23,6 +25,7 @@ from tests.helpers.flux import coat_flux_model, flux_inputs, predict
 GEMM = "W e4m3/per_tensor, x e4m3/per_row, dy e5m2"
 WEIGHT_ONLY = "W e4m3/per_tensor, high precision GEMM"
 ONE_ROW = "one row per image: reading the weight is all the time there is"
+KEPT = {"memory": {"checkpointing": "none"}}
 CUDA = "cuda:0"
 
 
@@ -104,6 +107,19 @@ def test_after_the_first_step_everything_is_known() -> None:
     assert found["coat.got.saved_tensors"] == "4 kept in FP8, fused flow, attention fp8"
 
 
+def test_the_path_that_was_picked_shows_in_the_layers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    current: list[str] = []
+    set_gemm = pick.GemmPick.set
+    monkeypatch.setattr(pick.GemmPick, "set", lambda self, gemm: (current.append(gemm), set_gemm(self, gemm)))
+    monkeypatch.setattr(pick, "timed", lambda once, device: 1.0 if current[-1] == "per_row" else 2.0)
+    found = after_a_step({**KEPT, "speed": {"measure": "always"}}).metadata()
+    assert found["coat.got.single_transformer_blocks"] == f"2 x {WEIGHT_ONLY}; 10 x {GEMM}"
+    assert found["coat.asked.single_transformer_blocks"] == GEMM
+    assert found["coat.got.execution"] == "per_row GEMM, eager"
+    assert found["coat.why.execution"].startswith("the fastest of those that were measured")
+
+
 # --- of a plan alone ---
 
 BLOCK = Block("single", 64, 2, 256, (("attn.to_q", 4),))
@@ -145,6 +161,16 @@ def test_without_fp8_activations_nothing_is_claimed() -> None:
     assert "transposed weights" not in rows
 
 
+def test_on_a_gpu_kernels_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared, "triton_obstacle", lambda device: None)
+    monkeypatch.setattr(shared, "fp8_gemm_obstacle", lambda device, linear: None)
+    rows = rows_of_plan({"activation": {"grad_format": "bf16"}}, CUDA)
+    assert rows["GEMMs"] == TableRow(
+        "GEMMs", "FP8, forward e4m3, backward dequantized weights", "torch._scaled_mm", "a trial on cuda:0 ran"
+    )
+    assert rows["kernels"] == TableRow("kernels", "Triton", "Triton")
+
+
 def test_on_an_old_gpu_each_fall_back_has_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared, "triton_obstacle", lambda device: "triton is not installed")
     monkeypatch.setattr(shared, "fp8_gemm_obstacle", lambda device, linear: "cuda: compute capability 8.0")
@@ -152,6 +178,19 @@ def test_on_an_old_gpu_each_fall_back_has_its_reason(monkeypatch: pytest.MonkeyP
     assert rows["GEMMs"].got == "products of dequantized weights"
     assert rows["GEMMs"].why == "fallback: cuda: compute capability 8.0"
     assert (rows["kernels"].got, rows["kernels"].why) == ("PyTorch reference", "triton is not installed")
+
+
+@pytest.mark.parametrize(
+    ("asked", "obstacle", "got", "why"),
+    [
+        ("never", "", "eager", "as configured"),
+        ("auto", "", "steps as CUDA graphs", "as configured"),
+        ("auto", "all weights are trained", "eager", "as configured; all weights are trained"),
+    ],
+)
+def test_cuda_graphs(asked: str, obstacle: str, got: str, why: str) -> None:
+    rows = rows_of_plan({"speed": {"cuda_graphs": asked, "measure": "never"}}, graph_obstacle=obstacle)
+    assert rows["execution"] == TableRow("execution", f"CUDA graphs {asked}, measure never", got, why)
 
 
 # --- blocks that are not fused ---

@@ -79,6 +79,18 @@ def test_sound_captions_are_left_alone(tmp_path, captions, trigger):
     assert warnings(tmp_path, captions, trigger) == []
 
 
+def test_words_that_most_captions_share_are_named_the_most_frequent_first(tmp_path):
+    captions = [
+        "ohwx, denim coat, sun",
+        "ohwx, denim coat, rain",
+        "ohwx, denim coat",
+        "ohwx, denim coat",
+        "ohwx, denim",
+    ]
+    (line,) = warnings(tmp_path, captions)
+    assert line.startswith("nearly all captions say 'denim', 'coat'; ")
+
+
 def test_a_default_caption_goes_on_without_sidecars(tmp_path):
     assert warnings(tmp_path, ["a", "b"], caption_ext="md", default_caption="a garment") == [
         "2 of 2 images have no .md caption (first: 0.jpg); they train with default_caption"

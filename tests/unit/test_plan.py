@@ -416,6 +416,24 @@ def job_file(tmp_path, monkeypatch):
     return path
 
 
+def test_text(job_file, capsys, monkeypatch):
+    usual = [card for card in CARDS if card.gb in (12, 24, 80)]
+    monkeypatch.setattr("coat_flux.plan.report.CARDS", usual)
+    assert main(["plan", str(job_file)]) == 0
+    out = capsys.readouterr().out
+    assert f"'run' on {DEV}, 11.90 B parameters" in out
+    assert "1 x (512 text + 4096 image tokens); LoRA rank 16 on 494 linears" in out
+    assert "kept for backward in FP8, fused flow, attention fp8; 0 of 57 blocks recompute" in out
+    rows = {line.split("  ")[0]: line.split()[-5:] for line in out.splitlines() if "  " in line}
+    assert rows["transformer"] == ["11.97", "-", "11.97", "11.97", "11.97"]
+    assert rows["saved activations"] == ["-", "-", "-", "8.98", "-"]
+    cards = {line.split(" GB")[0]: line for line in out.splitlines() if line.split(" GB")[0].isdigit()}
+    assert list(cards) == ["12", "24", "80"]
+    assert "coat.memory.stream_blocks: auto" in cards["12"]
+    assert cards["24"].endswith("train.cache_text_embeddings: true (costs nothing)")
+    assert cards["80"].split()[:3] == ["80", "GB", "yes"]
+
+
 def test_json_of_one_card(job_file, tmp_path, capsys):
     assert main(["plan", str(job_file), "--gpu", "24", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
