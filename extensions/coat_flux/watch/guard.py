@@ -44,7 +44,7 @@ WINDOW = 16  # steps between the two states kept, unless saves are more frequent
 FIRST_COMPARISONS, COMPARE_EVERY = (1, 4, 8, 16, 32), 50
 COMPARED, COMPARED_AT_END = 8, 16  # with 4, a healthy run of one photo a step is in doubt 1 % of the time
 LIMIT = 1.02  # loss with the LoRA relative to that without it; validation loss at the end, to the start
-BAD_STEP = 1.1  # of a single comparison, as one photo's loss varies
+FEW_LIMIT = 1.1  # the same of fewer than 8 comparisons, as one photo's loss varies
 LOWER_RATE = "lower train.lr, or set coat.activation.linear_granularity: per_row and grad_format: e5m2"
 NOT_THE_RATE = "nothing was trained yet: check the files and the dtype of the model, and the photos"
 BROKEN_LORA, BROKEN_MODEL = 100.0, 1.1  # growth of the weights' norm
@@ -189,7 +189,7 @@ class RunGuard:
         """Decide by the last `count` comparisons whether the run is in doubt."""
         last = [ratio for _, ratio in self._ratios[-count:]]
         self._mean = sum(last) / len(last)
-        if self._mean <= LIMIT:
+        if self._mean <= (LIMIT if len(last) >= COMPARED else FEW_LIMIT):
             self._in_doubt = None
         elif self._in_doubt is None:
             self._in_doubt = step, self._first_doubt(step, count)
@@ -201,7 +201,7 @@ class RunGuard:
         if not self._ratios:
             return step
         ratios = self._ratios[-count - 1 :]
-        bad = [place for place, (_, ratio) in enumerate(ratios) if ratio > BAD_STEP]
+        bad = [place for place, (_, ratio) in enumerate(ratios) if ratio > FEW_LIMIT]
         good = max(bad[0] - 1, 0) if bad else -1
         return min(step, ratios[good][0])
 
