@@ -186,6 +186,14 @@ def test_outside_the_blocks_kohya_is_lost_on_others(check):
     assert report.refusals["diffusers"].startswith((drops, refuses))
 
 
+def test_sd_scripts_takes_the_embedders_but_not_the_final_layer(check):
+    """Its networks/lora_flux.py makes modules of the blocks and of img_in, txt_in, time_in, vector_in, guidance_in."""
+    embedders = [module for module in OUTSIDE if "embed" in module]
+    assert check(converted(lora_tensors(embedders), "kohya")).programs == ("ComfyUI", "sd-scripts")
+    for module in sorted({*OUTSIDE} - {*embedders}):
+        assert "sd-scripts" in check(converted(lora_tensors([*embedders, module]), "kohya")).refusals
+
+
 def test_without_diffusers_the_check_goes_on_and_says_so(check, tensors, monkeypatch):
     monkeypatch.setitem(sys.modules, "diffusers.loaders", None)
     report = check(tensors)

@@ -74,8 +74,8 @@ class ExportReport:
         programs = ["diffusers", *family.programs[layout]]
         if "ai-toolkit" in programs and any(pair.scale != 1 for pair in pairs.values()):
             self.refusals["ai-toolkit"] = "it ignores alpha; convert with --to diffusers"
-        if "sd-scripts" in programs and not all("_blocks." in module for module in pairs):
-            self.refusals["sd-scripts"] = "it has no adapters outside the blocks"
+        if "sd-scripts" in programs and any(module.startswith("final_layer.") for module in pairs):
+            self.refusals["sd-scripts"] = "it has no adapters in the final layer"
         self.programs = [program for program in programs if program not in self.refusals]
 
     def line(self) -> str:
