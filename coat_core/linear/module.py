@@ -37,6 +37,8 @@ from coat_core.ops.scaled_mm import ALIGNMENT
 logger = logging.getLogger(__name__)
 
 ADAPTER_PARTS = {"lora_A", "lora_B", "lora_down", "lora_up"}  # module names of PEFT and of ai-toolkit
+# no attribute: copies would keep it
+_WRITERS: weakref.WeakKeyDictionary[nn.Module, Callable[[Any, Tensor], None]] = weakref.WeakKeyDictionary()
 
 
 def run_stored_linear(module: nn.Module, x: Tensor, config: FP8LinearConfig) -> Tensor:
@@ -142,9 +144,9 @@ class FP8Linear(nn.Linear):
     def weight(self, value: Tensor) -> None:
         if getattr(value, "owner", None) is self:  # PEFT's unload gives a linear its own weight
             return
-        if "requantize" not in vars(self):
+        if self not in _WRITERS:
             raise RuntimeError(_LOST)
-        vars(self)["requantize"](self, value.detach().to(self.weight_dtype))
+        _WRITERS[self](self, value.detach().to(self.weight_dtype))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FP8Linear:
         super()._apply(fn, recurse)
@@ -362,19 +364,17 @@ def allow_merging(model: nn.Module) -> Iterator[None]:
                 layer.writes = 0
             layer.writes += 1
         _set_buffers(linear, weight_buffers(value, linear.config))
-        values = value, value - before, value - linear.weight
-        norms.append(torch.stack([x.double().norm() for x in values]).cpu())
+        norms.append(torch.stack([x.double().norm() for x in (value, value - before, value - linear.weight)]).cpu())
 
     linears = _stored(model).values()
     if any("fetch_weight" in vars(linear) for linear in linears):
         raise RuntimeError("allow_merging: the codes are in CPU memory; set memory.stream_blocks: 0")
-    for linear in linears:
-        vars(linear)["requantize"] = requantize
+    _WRITERS.update(dict.fromkeys(linears, requantize))
     try:
         yield
     finally:
         for linear in linears:
-            vars(linear).pop("requantize", None)
+            _WRITERS.pop(linear, None)
         if norms:
             whole, change, error = torch.stack(norms).square().sum(0)
             cost = [10 * torch.log10(x / error) for x in (whole, change)]
