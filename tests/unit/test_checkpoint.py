@@ -76,7 +76,8 @@ def test_a_replaced_file_is_flushed_then_renamed_then_its_folder_flushed_or_stay
         temp.write_text(str(1 / 0))
     assert target.read_text() == "two"
     assert names(tmp_path) == {"file"}
-    for other in (tmp_path, Path(os.devnull)):
+    os.mkfifo(tmp_path / "pipe")
+    for other in (tmp_path, tmp_path / "pipe"):
         with pytest.raises(OSError, match="not a regular file"):
             write_file(other, "three")
 
