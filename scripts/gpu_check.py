@@ -125,7 +125,7 @@ STAGES = (
         ("coat_streamed", "coat_nvfp4", "coat_int8", "coat_recomputed", "coat_picked"),
         sizes=((768, 1), (512, 4)),
     ),
-    Stage("full", "full fine-tuning: wgrad in FP8, moments in host memory", 300, TRAINERS, TRAINER, FULL, ((1024, 1),)),
+    Stage("full", "full fine-tuning: wgrad in FP8, moments in CPU memory", 300, TRAINERS, TRAINER, FULL, ((1024, 1),)),
     Stage("optimizer", "optimizers alone", 120, WORKER, OPTIMIZER, ("coat_fp8_adamw", "adamw_fused", "adamw8bit")),
 )
 TOY_ROWS = {  # of a dry run, which compiles nothing

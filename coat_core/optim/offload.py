@@ -126,7 +126,7 @@ def pin(memory: Tensor, what: str, remedy: str) -> None:
     failed = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) if memory.nbytes else 0
     if failed:
         logger.warning(
-            "%s: %.2f GB of host memory cannot be pinned (CUDA error %d): copies are slower and the host waits for "
+            "%s: %.2f GB of CPU memory cannot be pinned (CUDA error %d): copies are slower and the host waits for "
             "them; free some memory, or %s",
             what,
             memory.nbytes / 1e9,

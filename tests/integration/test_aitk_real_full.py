@@ -113,8 +113,8 @@ def test_updates_in_backward_are_the_separate_step_to_the_bit(checkout: Checkout
     assert code == 130, out[-4000:]
     assert "[coat] stopped after 4 steps, saved in" in out
     entry = _entry(fused_backward=True)
-    entry["coat"]["optimizer"]["offload"] = "cpu"  # from here on the moments are in host memory
-    assert "expanded), in host memory" in checkout.run("fused", entry)
+    entry["coat"]["optimizer"]["offload"] = "cpu"  # from here on the moments are in CPU memory
+    assert "expanded), in CPU memory" in checkout.run("fused", entry)
     _assert_same_end(checkout, "fused")
     assert checkout.column("fused", "loss") == checkout.column(WHOLE, "loss")
 

@@ -1,4 +1,4 @@
-"""What is in host memory, on the dry GPU: `memory.stream_blocks` and `optimizer.offload`.
+"""What is in CPU memory, on the dry GPU: `memory.stream_blocks` and `optimizer.offload`.
 
 Copies and products of several streams wait for each other.
 """

@@ -61,7 +61,7 @@ class Killed(BaseException):
 def test_updates_in_backward_are_the_separate_step_to_the_bit_wherever_moments_are(
     place: dict[str, Path], separate: Path
 ) -> None:
-    """Killed and resumed twice, with moments in host memory and not; they take what `plan` has for them."""
+    """Killed and resumed twice, with moments in CPU memory and not; they take what `plan` has for them."""
     seen: list[tuple[int, bool]] = []
     kills, planned = [2, 3], {}
 

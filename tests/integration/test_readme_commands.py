@@ -38,7 +38,7 @@ SAYS = {  # command: how its output shows that it did its work
     "coat-flux new path/to/photos --gpu cpu": "wrote clothing.yaml",
     "coat-flux data photos.yaml": "contact sheet: ",
     "coat-flux check photos.yaml": "; 'clothing' would train 250 steps into output/clothing",
-    "coat-flux plan photos.yaml": "host memory",
+    "coat-flux plan photos.yaml": "CPU memory",
     "coat-flux report output/photos": "wrote output/flux_clothing_tiny/coat/report.html",
     "coat-flux plan configs/flux_clothing_coat.yaml --gpu 16": "16",
     "coat-flux export output/flux_clothing_coat/flux_clothing_coat.safetensors --to kohya": "kohya",

@@ -194,7 +194,7 @@ def test_memory_that_cannot_be_pinned_is_said(
         pin(torch.zeros(0), "optimizer.offload", "use less")
     assert given == [(memory.data_ptr(), 1200, 0)]
     (line,) = caplog.messages
-    assert line.startswith("optimizer.offload: 0.00 GB of host memory cannot be pinned (CUDA error 2): copies are slow")
+    assert line.startswith("optimizer.offload: 0.00 GB of CPU memory cannot be pinned (CUDA error 2): copies are slow")
     assert line.endswith("free some memory, or use less")
     assert launches == ["cuda"]
 

@@ -187,7 +187,7 @@ def test_on_a_cpu_host_memory_is_the_device(tmp_path):
 
 
 def test_the_transformer_passes_through_host_memory_weight_by_weight():
-    """On a GPU neither its codes nor, without COAT, its bf16 weights are ever in host memory: the encoders decide."""
+    """On a GPU neither its codes nor, without COAT, its bf16 weights are ever in CPU memory: the encoders decide."""
     elements = find_model(DEV, "model").elements
     encoders = 2 * (elements["vae"] + elements["text_encoder"] + elements["text_encoder_2"])
     for coat in ({}, {"weight": {"use_fp8": False}}, {"enabled": False}):

@@ -1,4 +1,4 @@
-"""`memory.stream_blocks`: a run whose codes are in host memory has the bits of one whose codes are on the device."""
+"""`memory.stream_blocks`: a run whose codes are in CPU memory has the bits of one whose codes are on the device."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def streaming_of(model: nn.Module) -> StreamedWeights:
 
 @pytest.fixture
 def most_outside(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """How many blocks' codes were outside host memory, at each copy."""
+    """How many blocks' codes were outside CPU memory, at each copy."""
     counts: list[int] = []
     fetch = StreamedWeights._fetch
 

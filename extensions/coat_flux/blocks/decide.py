@@ -54,7 +54,7 @@ class Given:
     device: str = "cuda"  # type of the device
     allow_recompute: bool = True  # False forbids recomputation (`train.gradient_checkpointing: false`)
     free_bytes: float | None = None
-    stream_bytes: tuple[int, ...] = ()  # of each block's codes, where they can be in host memory, else empty
+    stream_bytes: tuple[int, ...] = ()  # of each block's codes, where they can be in CPU memory, else empty
     reserve_bytes: int = 0  # what sampling or the optimizer need of what is free for a step
     accumulates: bool = False  # the gradients of an earlier micro-batch are there all along
     unfused: Mapping[int, str] = field(default_factory=dict)  # index of each block that cannot be fused → why
@@ -91,7 +91,7 @@ class BlockPlan:
     recomputed: list[int] | None  # indices of the blocks that recompute; None before `auto` has chosen
     streamed: list[int]  # indices of the blocks with codes in CPU memory
     around_bytes: int  # what the model keeps outside its blocks
-    freed_bytes: int  # what codes in host memory leave free on the device
+    freed_bytes: int  # what codes in CPU memory leave free on the device
     free_bytes: float | None = field(compare=False)  # for a step; None: no limit
     config: COATConfig = field(compare=False, repr=False)
     given: Given = field(compare=False, repr=False)  # what it was decided by

@@ -264,7 +264,7 @@ def _streamed(plan: BlockPlan) -> TableRow:
     got = "none"
     if plan.streamed:
         size = sum(plan.given.stream_bytes[i] for i in plan.streamed)
-        got = f"{len(plan.streamed)} of {len(plan.blocks)} blocks, {size / 1e9:.2f} GB in host memory"
+        got = f"{len(plan.streamed)} of {len(plan.blocks)} blocks, {size / 1e9:.2f} GB in CPU memory"
     return TableRow("streamed weights", asked, got, "takes least time of what fits" if asked == "auto" else "")
 
 

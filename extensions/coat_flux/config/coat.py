@@ -44,7 +44,7 @@ class OptimizerOptions:
     )
     offload: str = choice(
         ("none", "cpu"),
-        "full fine-tuning: cpu keeps the moments in host memory (FLUX.1: 26 GB), copied at each update; same results",
+        "full fine-tuning: cpu keeps the moments in CPU memory (FLUX.1: 26 GB), copied at each update; same results",
     )
 
 
@@ -128,7 +128,7 @@ class MemoryOptions:
     stream_blocks: int | str = key(
         0,
         "blocks",
-        "blocks whose frozen codes stay in host memory and are copied to the GPU one block ahead; all; "
+        "blocks whose frozen codes stay in CPU memory and are copied to the GPU one block ahead; all; "
         "auto: as few as budget_gb allows, weighed against recomputation",
         minimum=0,
     )

@@ -196,7 +196,7 @@ def _streamed(job: JobConfig) -> Change | None:
     if coat.memory.transposed_weights == "always":
         values["transposed_weights"] = "auto"
     text = "coat.memory." + ", ".join(f"{key}: {value}" for key, value in values.items())
-    cost = "host memory, and time where copies take longer than products"
+    cost = "CPU memory, and time where copies take longer than products"
     return Change(text, cost, _with(job, {f"coat.memory.{key}": value for key, value in values.items()}))
 
 
@@ -208,7 +208,7 @@ def _offloaded(job: JobConfig) -> Change | None:
         return None
     others = {key: value for key, value in (params or {}).items() if key != "offload"}
     changed = _with(job, {"coat.optimizer.offload": "cpu", "train.optimizer_params": others})
-    cost = "host memory, and time where copies take longer than the backward pass"
+    cost = "CPU memory, and time where copies take longer than the backward pass"
     return Change("coat.optimizer.offload: cpu", cost, changed)
 
 

@@ -68,7 +68,7 @@ def _phases(plan: Plan) -> str:
     rows.append(["total on the device", *(f"{sum(parts.values()) / scale:.2f}" for parts in phases)])
     moments = plan.facts.offloaded_bytes
     offloaded = f", {moments / GB:.1f} of it the moments" if moments else ""
-    memory = f"host memory {plan.prediction.ram_bytes / GB:.1f} GB{offloaded}"
+    memory = f"CPU memory {plan.prediction.ram_bytes / GB:.1f} GB{offloaded}"
     disk = f"disk {plan.prediction.disk_bytes / GB:.1f} GB for saves and caches, the model's own files not counted"
     return f"{_table(rows)}\n{memory}; {disk}"
 

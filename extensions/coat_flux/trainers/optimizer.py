@@ -78,7 +78,7 @@ def describe_optimizer(optimizer: FP8AdamW) -> str:
     parts = [f"FP8AdamW over {count:,} parameters"]
     parts += [f"{name} {storage.describe()}" for name, storage in storages(config).items()]
     if optimizer.offload == "cpu":
-        parts.append("in host memory")
+        parts.append("in CPU memory")
     if config.use_fp8_m2 and config.moment_rounding == "stochastic":
         parts.append("exp_avg_sq rounded stochastically")
     if config.stochastic_rounding:
