@@ -380,7 +380,7 @@ def _session(
     guard = RunGuard(config.guard, lora, print)
     with Recorder(UPDATE):
         guard.allows_update(0, 1.0, 1.0)  # at the start of a run it measures the parameters
-    guard.compares(0, SaveSection.save_every)  # and runs that step without the LoRA too
+    guard.compares(0, SaveSection.save_every, TrainSection.steps)  # and runs that step without the LoRA too
 
     def after_backward(parameters: Sequence[nn.Parameter]) -> None:
         recorder.region = UPDATE
