@@ -290,6 +290,19 @@ def test_the_last_16_steps_are_compared_and_their_mean_decides_at_the_end(ratio:
         guard.check_save(30, final=True)
 
 
+def test_few_comparisons_decide_by_a_tenth() -> None:
+    for ratio, in_doubt in ((1.15, False), (1.25, True)):  # of the second of two steps
+        guard = guard_of()
+        compared(guard, 1, 0, 1.0)
+        compared(guard, 2, 0, ratio)
+        assert (guard.doubt is not None) == in_doubt
+    for step in range(3, 9):
+        compared(guard, step, 0, 0.99)
+    assert guard.doubt is None
+    compared(guard, 9, 0, 1.0)
+    assert guard.doubt  # 1.023, the mean of eight
+
+
 def test_a_loaded_lora_is_compared_with_its_own_start() -> None:
     guard = guard_of()
     assert all(compared(guard, step, 0, 1.5) for step in range(1, 20))
