@@ -23,7 +23,7 @@ def _check_choices(config: Any, choices: dict[str, Collection[object]]) -> None:
 
 @dataclass(frozen=True)
 class ExpansionConfig:
-    """Constants of dynamic range expansion (`expansion`).
+    """Constants of dynamic range expansion (`expansion.py`).
 
     The defaults put a block's largest value on the format's max and its smallest on exactly 2 subnormal steps
     (max² · 4/7 = max / (2 · smallest subnormal), in both formats). A value stored again after each optimizer step then

@@ -43,7 +43,7 @@ M2_FORMATS: dict[str, Format] = {**FORMATS, UINT8_LOG.name: UINT8_LOG}
 
 # What a frozen weight may be stored in; `linear.function` says how.
 NVFP4 = "nvfp4"
-INT8 = Format("int8", torch.int8, 127.0)  # of x and W in products: `int8`
+INT8 = Format("int8", torch.int8, 127.0)  # of x and W in products: `int8.py`
 WEIGHT_FORMATS = (*FORMATS, NVFP4, INT8.name)
 
 

@@ -5,7 +5,7 @@
     wgrad   dW = dyᵀ (x_q · s_x)                   trainable weights only; from the FP8 x
             dW = ((dy · s_x)ᵀ_q · s_t) x_q         the same as an FP8 product, with `wgrad_format`
 
-With W in INT8, x and W are rotated along K before they are rounded, and dx after its product (`int8`):
+With W in INT8, x and W are rotated along K before they are rounded, and dx after its product (`int8.py`):
 
     fprop   y  = ((x H)_q · s_x)((W H)_q · s_W)ᵀ + b
     dgrad   dx = (dy_q · s_dy)((W H)_q · s_W) H
@@ -89,7 +89,7 @@ class StoredWeight(NamedTuple):
 
     @property
     def rotation(self) -> int:
-        """Columns rotated together (`int8`); 1: none."""
+        """Columns rotated together (`int8.py`); 1: none."""
         return rotation_size(self.shape[1]) if self.codes.dtype == INT8.dtype else 1
 
     def for_fprop(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""What kernels and their launchers share: scaling to FP8 as `quantize` defines it, reading it back, adapters.
+"""What kernels and their launchers share: scaling to FP8 as `quantize.py` defines it, reading it back, adapters.
 
 Kernels write rows of values and quantize them; per tensor they leave each row's amax, and a second launch casts.
 """

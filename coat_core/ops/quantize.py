@@ -1,6 +1,6 @@
 """Codes and back, as operators: FP8, INT8 of rotated rows, decoded NVFP4 weights, transposed codes.
 
-The references are `quantize`, `int8` and `nvfp4`.
+The references are `quantize.py`, `int8.py` and `nvfp4.py`.
 """
 
 from __future__ import annotations

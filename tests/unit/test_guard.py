@@ -290,6 +290,15 @@ def test_the_last_16_steps_are_compared_and_their_mean_decides_at_the_end(ratio:
         guard.check_save(30, final=True)
 
 
+def test_good_comparisons_before_do_not_excuse_the_last_8() -> None:
+    guard = guard_of()
+    guard.lora[B].data.fill_(1e-3)
+    for step in range(1, 31):
+        compared(guard, step, 1000, 0.6 if step < 23 else 1.2, until_end=30 - step)
+    with pytest.raises(DeadRunError, match=r"1\.2 times that without it"):  # 0.9 is the mean of 16
+        guard.check_save(30, final=True)
+
+
 def test_few_comparisons_decide_by_a_tenth() -> None:
     for ratio, in_doubt in ((1.15, False), (1.25, True)):  # of the second of two steps
         guard = guard_of()

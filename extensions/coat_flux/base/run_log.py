@@ -38,7 +38,7 @@ class Lines(logging.Handler):
         self.verbose = verbose
         self._write = write if active else lambda line: None
         self._waiting: list[str] = []
-        self._path: Path | None = None
+        self._run: Path | None = None  # its folder
         self._given_up = not active
         self._levels: dict[str, int] = {}
 
@@ -57,14 +57,14 @@ class Lines(logging.Handler):
         """Write to the file only, with the time."""
         entry = f"{datetime.now():%Y-%m-%d %H:%M:%S}  "
         self._waiting.append(entry + textwrap.indent(text, " " * len(entry)).lstrip() + "\n")
-        if self._path is not None:
-            self.open(self._path.parents[1])
+        if self._run is not None:
+            self.open(self._run)
         elif self._given_up:
             self._waiting = []
 
     def open(self, run: Path) -> None:
         """Append to the log in the folder `run`; a link there is replaced, not followed; a failure is logged."""
-        self._path = path = run / LOG_FILE
+        self._run, path = run, run / LOG_FILE
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.is_symlink():
@@ -72,7 +72,7 @@ class Lines(logging.Handler):
             with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
                 file.writelines(self._waiting)
         except OSError as error:
-            self._path, self._given_up = None, True
+            self._run, self._given_up = None, True
             self._write(f"{LOG_FILE.as_posix()}: cannot be written ({error}); the run goes on without it")
         self._waiting = []
 
@@ -98,7 +98,7 @@ class Lines(logging.Handler):
             logging.getLogger(name).removeHandler(self)
             logging.getLogger(name).setLevel(level)
         self._levels = {}
-        self._path = None
+        self._run = None
         super().close()
 
 

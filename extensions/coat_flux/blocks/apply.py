@@ -49,7 +49,8 @@ def apply_coat(
     names linears whose weights are trained without an adapter: those with FP8 GEMMs are cast at each use.
 
     ConfigError if an include/exclude pattern matches no layer; ValueError if `memory.checkpointing` asks for
-    recomputation that the job forbids, or the model has no blocks; FallbackError with `fallback: error`.
+    recomputation that the job forbids, or the model has no blocks; FallbackError with `fallback: error` if
+    FP8 cannot be used on this device.
     """
     report = CoatReport()
     if not config.enabled:

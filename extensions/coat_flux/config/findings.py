@@ -3,7 +3,7 @@
 `rules.tsv` lists the rules that need no arithmetic, and what a job fails without:
 
 key, values     a key of the process entry or of a data set, a pattern of its values (`unset`: absent or null)
-where           patterns of other keys and of `Block.facts`; `removed`: the key or value is no longer known
+where           patterns of other keys and of `Block.facts`; `removed`: of an earlier version
 finding         `<rule>; <remedy>`, or a package, `file`, `file or hub` (`check.check_needs`)
 """
 

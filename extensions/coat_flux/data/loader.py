@@ -207,9 +207,8 @@ class LatentDataset:
         """
         index = sample.dataset_index
         image = self._latents[index].load(self._latent_key(sample)) or self._encode_image(sample)
-        text = self._texts[index].load(cache_key("text", prompt, self._text_identity)) or self._encode_text(
-            index, prompt
-        )
+        key = cache_key("text", prompt, self._text_identity)
+        text = self._texts[index].load(key) or self._encode_text(index, prompt)
         return {**image, **text}
 
     def _encode_image(self, sample: Sample) -> dict[str, Tensor]:

@@ -135,7 +135,7 @@ def find_model(name_or_path: str, where: str) -> ModelParts:
 def _of_folder(folder: Path, where: str) -> tuple[Configs, int]:
     index = folder / "model_index.json"
     family, limit = FLUX, TEXT_TOKENS
-    if index.is_file() and json.loads(index.read_text(encoding="utf-8")).get("_class_name") in FLUX2.pipelines:
+    if index.is_file() and _read_json(index).get("_class_name") in FLUX2.pipelines:
         family = FLUX2
     configs = {}
     for part in MODEL_PARTS:
@@ -144,11 +144,16 @@ def _of_folder(folder: Path, where: str) -> tuple[Configs, int]:
         file = folder / part / "config.json"
         if not file.is_file():
             raise ConfigError(f"{where}={folder}: has no {part}/config.json; give a complete diffusers folder")
-        configs[part] = json.loads(file.read_text(encoding="utf-8"))
+        configs[part] = _read_json(file)
     tokenizer = folder / ("tokenizer" if family is FLUX2 else "tokenizer_2") / "tokenizer_config.json"
     if tokenizer.is_file():
-        limit = json.loads(tokenizer.read_text(encoding="utf-8")).get("model_max_length") or TEXT_TOKENS
+        limit = _read_json(tokenizer).get("model_max_length") or TEXT_TOKENS
     return configs, min(TEXT_TOKENS, int(limit))
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return content
 
 
 _model_parts = functools.lru_cache(maxsize=8)(ModelParts)

@@ -8,7 +8,7 @@ A single update from NaN or inf is skipped and counted; ten in a row end the run
 is the only check. From the second in a row, and while the run seems to diverge, trainers save nothing.
 
 A LoRA has diverged when the loss is lower without it, on the same photos and noise. On some steps trainers run one
-more forward pass, with every lora_B at zero; the verdict is the mean ratio of the last 8, at the end of the last 16. On
+more forward pass, with every lora_B at zero; the verdict is the mean ratio of the last 8, at the end also of 16. On
 the mini-FLUX it is below 1 at 3 times the good rate, above 1.02 at 10 times. The steps are
 
     1, 4, 8, 16, 32 of a process
@@ -251,7 +251,7 @@ class RunGuard:
         if final or self._options.enabled:
             self._check(step, dead=final)
         self._saved = step
-        if final and self._ratios:
+        if final and self._ratios and self._in_doubt is None:
             self._judge(step, COMPARED_AT_END)
         if final and self.doubt is not None:
             since = self._first_doubt(step - self.nonfinite + 1 if self.nonfinite else step)

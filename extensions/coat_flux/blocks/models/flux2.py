@@ -94,9 +94,9 @@ class _Single(Reader):
 class _ToolkitDouble(ToolkitDouble):
     arguments = ("img", "txt", "pe", "pe_ctx", "mod_img", "mod_txt")
 
-    def call(self, image: Tensor, text: Tensor, pe: Tensor, of_text_pe: Tensor, of_image: Any, of_text: Any) -> Call:
+    def call(self, image: Tensor, text: Tensor, pe: Tensor, text_pe: Tensor, of_image: Any, of_text: Any) -> Call:
         vectors = (_vectors(torch.cat([*each[0], *each[1]], dim=-1), image) for each in (of_text, of_image))
-        return Call(image, text, Shared(*toolkit_rotary(of_text_pe, pe)), None, tuple(vectors))
+        return Call(image, text, Shared(*toolkit_rotary(text_pe, pe)), None, tuple(vectors))
 
 
 class _ToolkitSingle(ToolkitSingle):

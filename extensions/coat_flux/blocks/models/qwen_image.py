@@ -44,9 +44,18 @@ class _Block(Reader):
     )  # fmt: skip
     clips = ("text", "image")
 
-    def call(self, image: Tensor, text: Tensor, seen: Any, temb: Tensor, rotary: Any = None, *others: Any) -> Call:
-        self.check_call(rotary, *others[:1])
-        if any(index is not None for index in others[1:]):
+    def call(
+        self,
+        image: Tensor,
+        text: Tensor,
+        seen: Any,
+        temb: Tensor,
+        rotary: Any = None,
+        kwargs: Any = None,
+        index: Any = None,
+    ) -> Call:
+        self.check_call(rotary, kwargs)
+        if index is not None:
             raise NotFusable("image tokens of one block with different modulations (zero_cond_t)")
         mask = None if seen is None else _mask(seen, image.shape[1], compute_dtype(image))
         of_image, of_text = rotary

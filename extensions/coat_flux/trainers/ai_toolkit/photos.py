@@ -38,9 +38,20 @@ from .host import info
 TRAINED_FOLDER = Path("coat") / "photos"
 HELD_OUT_FOLDER = Path("coat") / "held_out"
 AT_DEFAULT = (  # settings of a photo that is shown once, as it is
-    *("num_repeats", "flip_x", "flip_y", "caption_dropout_rate", "token_dropout_rate", "shuffle_tokens"),
-    *("random_triggers", "random_crop", "random_scale", "augments", "augmentations"),
-    *("cache_latents", "cache_latents_to_disk", "cache_text_embeddings"),
+    "num_repeats",
+    "flip_x",
+    "flip_y",
+    "caption_dropout_rate",
+    "token_dropout_rate",
+    "shuffle_tokens",
+    "random_triggers",
+    "random_crop",
+    "random_scale",
+    "augments",
+    "augmentations",
+    "cache_latents",
+    "cache_latents_to_disk",
+    "cache_text_embeddings",
 )
 
 

@@ -43,8 +43,13 @@ from .quantizer import choose_at_load, convert_model, install_quantizer
 from .resume import Continuation, find_continuation
 
 INHERITED = (
-    *("get_conf", "get_latest_save_path", "on_error", "clean_up_saves", "post_save_hook"),
-    *("predict_noise", *LOSSES),
+    "get_conf",
+    "get_latest_save_path",
+    "on_error",
+    "clean_up_saves",
+    "post_save_hook",
+    "predict_noise",
+    *LOSSES,
 )
 
 

@@ -80,7 +80,8 @@ def save_name(name: str, step: int | None, *, full: bool = False) -> str:
 def save(session: Session, *, final: bool) -> Path:
     """Write and commit a set, publish its LoRA or model and `optimizer.pt`; returns the published path.
 
-    All processes call it together, to exchange shards; the main process writes. Errors leave the save before intact.
+    All processes call it together, to exchange shards; the main process writes. DeadRunError,
+    ExportError (the LoRA cannot be read back) and SaveError leave the previous checkpoint intact.
     """
     job = session.job
     optimizer = session.optimizer
@@ -239,7 +240,8 @@ class ResumePoint:
 def find_resume_point(run_dir: Path, name: str) -> ResumePoint | None:
     """The newest save of a repaired run, or None: by its steps, then without a step in its name.
 
-    An unreadable LoRA is skipped if another is there. ResumeError if nothing is whole, or a save is ai-toolkit's model.
+    An unreadable LoRA is skipped if another is there. ResumeError if no save is intact, or
+    one is ai-toolkit's whole model.
     """
     other = next(run_dir.glob(f"{glob.escape(name)}*/{MODEL_META}"), None)
     if other is not None:

@@ -80,7 +80,14 @@ class COATTrainer:
             The final LoRA, `<training_folder>/<name>/<name>.safetensors`; or the model, a folder `<name>` there.
 
         Raises:
-            UserError: of config, data, model or folder; the run can no longer succeed. Earlier saves are intact.
+            ConfigError: a package, the device or the model that the config needs is missing.
+            DatasetError: the data cannot be used.
+            ModelLoadError: the model cannot be loaded.
+            ResumeError: the run folder has a save that cannot be continued, or is another run's, or is in use.
+            SaveError: the run folder cannot be written; earlier saves are intact, as after the errors below.
+            DeadRunError: the run can no longer succeed; the message names the step to go back to.
+            OutOfMemory: with the parts in memory, and remedies.
+            ExportError: a LoRA to be saved cannot be read back.
             KeyboardInterrupt: interrupted, after a save of the current step.
         """
         job = self.job

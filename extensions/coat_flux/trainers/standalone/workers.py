@@ -35,7 +35,8 @@ class Workers(Processes):
     """The processes of a stand-alone run, as started by accelerate.
 
     `device` is cpu, mps, cuda, cuda:<n>, or None for the best; a missing one becomes the CPU, with a warning. With
-    `shares_weights` (accelerate's FSDP2) all processes run the transformer together or not at all.
+    `shares_weights` (accelerate's FSDP2) all processes run the transformer together or not at all. LaunchError for
+    DeepSpeed, or if one of several processes was started.
     """
 
     def __init__(self, device: str | None = None):
