@@ -1,114 +1,201 @@
-"""What `gpu_check.py` measures of single kernels: products, attention, a copy, and each launcher of ours.
+"""What `gpu_check.py` finds out in processes of its own: `python scripts/_gpu_kernels.py SPEC RESULT`, both JSON files.
 
-What the first of them reach replaces the assumptions in `bench/limits.py`: share of the peak, of the bandwidth, time
-between two kernels. Launchers come as calls on tensors without memory (tests/helpers/kernel_cases.py); here
-they get memory. Every argument and result counts once: what a kernel reads twice, or writes for another of the same
-launcher, lowers the share of the bandwidth. On the meta device the launchers run and their kernels do not.
+    operators   each launcher of a module of `coat_core.ops` against its reference
+    blocks      LoRA gradients of one double and one single block, against bf16's
+    rates       attention by every kernel, or a copy and launches
+    trace       a step of a row of the benchmark, by kernel
+    kernels     time and bandwidth of each launcher of a module
+    tests       the gpu tests of a file
+
+RESULT is replaced before each item, so that what ends the process is named: {"status", "reason", "items": {name:
+figures}}, figures with "error" where an item failed, "note" where it cannot run here; `worker`'s for a trace. Items in
+the specification have been tried by a process before this one; after an error that leaves CUDA unusable this one ends.
+
+Launchers come as calls on tensors without memory (tests/helpers/kernel_cases.py); here they get memory. Every argument
+and result counts once: what a kernel reads twice, or writes for another of the same launcher, lowers the share of the
+bandwidth. On the meta device the launchers run and their kernels do not.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import functools
-import importlib
 import json
-import pkgutil
 import sys
-import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from coat_core import ops
-from coat_core.formats import E4M3, FORMATS
 from coat_core.ops.attention import attention_backward, attention_forward, chosen_kernel, kernel_obstacles, use_kernel
-from coat_core.ops.dispatch import launchers, triton_obstacle
+from coat_core.ops.dispatch import launchers
 from coat_core.ops.launch import recorded_launches
-from coat_core.ops.scaled_mm import scaled_mm, unsupported_reason
+from coat_core.quantize import sqnr_db
 from coat_flux.base.files import write_file
-from coat_flux.bench import worker
-from coat_flux.bench.configurations import CPU_CALLS, OK
+from coat_flux.bench import measure, worker
+from coat_flux.bench.configurations import CPU_CALLS, FAILED, OK, STEP, named
 from coat_flux.bench.limits import ATTENTION_STEP, HEAD_DIM, Geometry, token_count
-from coat_flux.bench.measure import SEED, time_calls
+from coat_flux.bench.measure import SEED, make_model, measure_steps, model_inputs, time_calls, wait
 from coat_flux.plan.speed import DEVICES, Card
 
 Case = functools.partial[Any]
 Call = Callable[[], object]
+Items = Iterable[tuple[str, Callable[[], dict[str, Any]]]]
 
-# in and out features over d: output; q k v in one; MLP in, out; single block: q k v and MLP in, output
-SHAPES = ((1, 1), (1, 3), (1, 4), (4, 1), (1, 7), (5, 1))
+RUNNING = "running"  # the status of a result that is not whole
 KERNELS = ("chosen", "cudnn", "flash", "efficient", "fa3", "fa4")  # of attention; the first is torch's choice
 COPIED_BYTES = {"cuda": 1 << 30, "cpu": 1 << 22}
 SMALL_KERNELS = 500
+ITEM_SECONDS = 40.0  # one that takes longer hangs
 RATE_CALLS, LAUNCHER_CALLS = (10, 50), (5, 20)  # for warm-up, and timed
+# Sums in another order may move a value to the next code; what is wrong has no decibels left.
+OPERATOR_FLOOR_DB = 30.0
+# LoRA gradients at FLUX.1's width have 18.4 dB and more, 12 where the model is small (RESULTS.md, tests/tolerances.py).
+GRADIENT_FLOOR_DB = 10.0
 
 
-def measure_rates(
-    geometry: Geometry, resolution: int, device: torch.device, calls: tuple[int, int], card: Card | None
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Time products, attention by every kernel, a copy and launches; one that cannot run here has "note".
+# --- operators ---
 
-    Yields:
-        (name, {"us": median, "host_us": shortest call, "tflops" or "percent_of_bandwidth" or "us_per_launch"}).
+
+def cases_of(module: str) -> dict[str, Case]:
+    """The cases of the launchers of `coat_core.ops.<module>`, with or without "_kernel"."""
+    from tests.helpers.kernel_cases import CASES
+
+    return {name: case for name, case in CASES.items() if module_of(case) == module}
+
+
+def module_of(case: Case) -> str:
+    """The row of a case."""
+    return case.func.__module__.rpartition(".")[2].removesuffix("_kernel")
+
+
+def compare(case: Case, device: torch.device) -> dict[str, Any]:
+    """A launcher's results and changed arguments against the reference's, the lowest of all; on meta their shapes.
+
+    Raises ValueError where they differ.
     """
-    for name, flops, call in _products(geometry, resolution, device):
-        yield name, _figures(time_calls(call, device, *calls, cold=True), flops=flops)
-    for kernel in KERNELS if device.type == "cuda" else KERNELS[:1]:
+    operator = launchers[f"coat::{case.func.__name__}"]
+    given = tree_map(lambda x: _filled(x, device) if isinstance(x, Tensor) else x, case.args)
+    same = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, given)
+    with recorded_launches(lambda *_: None) if device.type == "meta" else torch.no_grad():
+        results, expected = (case.func(*given), given), (operator._init_fn(*same), same)
+    lowest = float("inf")
+    for number, (x, wanted) in enumerate(zip(*(_tensors(found) for found in (results, expected)), strict=True)):
+        if (x.shape, x.dtype) != (wanted.shape, wanted.dtype):
+            raise ValueError(f"result {number}: {x.dtype} {[*x.shape]}, must be {wanted.dtype} {[*wanted.shape]}")
+        if device.type != "meta" and x.numel():
+            decibels = sqnr_db(wanted.float(), x.float())
+            if not decibels >= OPERATOR_FLOOR_DB:
+                raise ValueError(f"result {number}: {decibels:.1f} dB, must be {OPERATOR_FLOOR_DB:g} or more")
+            lowest = min(lowest, decibels)
+    return {"db": lowest}
+
+
+def _tensors(x: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(x) if isinstance(leaf, Tensor)]
+
+
+def _filled(x: Tensor, device: torch.device) -> Tensor:
+    """A tensor like `x` on the device: numbers from 0.5 to 1.5, or small integers."""
+    filled = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+    if x.dtype.is_floating_point:
+        return filled.copy_(torch.rand(x.shape, device=device) + 0.5)
+    return filled.copy_(torch.randint(0, 100, x.shape, device=device))
+
+
+def time_launcher(case: Case, device: torch.device, calls: tuple[int, int], card: Card | None) -> dict[str, Any]:
+    """Time a launcher: {"us": median, "host_us": shortest call, "launches", "bytes", "percent_of_bandwidth"}."""
+    launched: list[Any] = []
+    with recorded_launches(lambda kernel, *_: launched.append(kernel)):
+        results = case()
+    moved = sum(x.nbytes for x in {id(x): x for x in _tensors((case.args, results))}.values())
+    if device.type == "meta":
+        with recorded_launches(lambda *_: None):
+            timing = time_calls(case, device, *calls)
+    else:
+        args = tree_map(lambda x: _filled(x, device) if isinstance(x, Tensor) else x, case.args)
+        timing = time_calls(functools.partial(case.func, *args), device, *calls, cold=True)
+    return {**_figures(timing, moved=moved, card=card), "launches": len(launched), "bytes": moved}
+
+
+# --- blocks ---
+
+
+def compare_gradients(name: str, geometry: Geometry, resolution: int, device: torch.device) -> dict[str, Any]:
+    """SQNR of the LoRA gradients of a row of the benchmark against bf16's: {"lowest", "median", "of"}, in dB."""
+    geometry = geometry._replace(double=1, single=1)
+    found = []
+    for row in (named(STEP)["bf16"], named(STEP)[name]):
+        model, _ = make_model(row, geometry, device)
+        inputs, target = model_inputs(resolution, 1, device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=row.autocast):
+            output = model(**inputs, return_dict=False)[0]
+        torch.nn.functional.mse_loss(output.float(), target).backward()
+        found.append({key: p.grad.float() for key, p in model.named_parameters() if p.grad is not None})
+    exact, own = found
+    decibels = {key: sqnr_db(grad, own[key]) for key, grad in exact.items()}
+    lowest = min(decibels, key=lambda key: decibels[key])
+    if not decibels[lowest] >= GRADIENT_FLOOR_DB:
+        raise ValueError(f"{lowest}: {decibels[lowest]:.1f} dB, must be {GRADIENT_FLOOR_DB:g} or more")
+    return {"lowest": decibels[lowest], "median": median(decibels.values()), "of": lowest}
+
+
+# --- rates ---
+
+
+def attention_items(geometry: Geometry, resolution: int, device: torch.device, calls: tuple[int, int]) -> Items:
+    """Attention as the blocks call it, by every kernel: {"us", "host_us", "tflops"}."""
+    shape = (1, token_count(resolution), geometry.heads, HEAD_DIM)
+    q, k, v, grad = (_normal(device, *shape).transpose(1, 2) for _ in range(4))
+    flops = 4.0 * geometry.heads * shape[1] ** 2 * HEAD_DIM
+    obstacles = kernel_obstacles(q) if device.type == "cuda" else {}
+
+    def run(kernel: str, backward: bool) -> dict[str, Any]:
+        if obstacles.get(kernel) is not None:
+            return {"note": obstacles[kernel]}
+        use_kernel(None if kernel == "chosen" else kernel, q)
         try:
-            for name, flops, call in _attention(kernel, geometry, resolution, device):
-                yield name, _figures(time_calls(call, device, *calls), flops=flops)
-        except Exception as error:  # of a library that is not installed, or that this GPU cannot use
-            yield f"attention, {kernel}", {"note": _first_line(error)}
+            with torch.no_grad():
+                out, context = attention_forward(q, k, v)
+                if not backward:
+                    timing = time_calls(functools.partial(attention_forward, q, k, v), device, *calls)
+                    return {**_figures(timing, flops=flops), "kernel": chosen_kernel(q, q, q)}
+                call = functools.partial(attention_backward, grad, q, k, v, out, context)
+                return _figures(time_calls(call, device, *calls), flops=(ATTENTION_STEP - 1) * flops)
         finally:
             use_kernel(None)
-    source = torch.ones(COPIED_BYTES[device.type] // 4, device=device)
-    target = torch.empty_like(source)
-    timing = time_calls(lambda: target.copy_(source), device, *calls)
-    yield "copy", _figures(timing, moved=2 * source.nbytes, card=card)
-    if device.type == "cuda":
+
+    for kernel in KERNELS if device.type == "cuda" else KERNELS[:1]:
+        yield f"attention, {kernel}", functools.partial(run, kernel, False)
+        yield f"attention backward, {kernel}", functools.partial(run, kernel, True)
+
+
+def memory_items(device: torch.device, calls: tuple[int, int], card: Card | None) -> Items:
+    """A copy, {"us", "host_us", "percent_of_bandwidth"}, and a launch, with "us_per_launch"."""
+
+    def copy() -> dict[str, Any]:
+        source = torch.ones(COPIED_BYTES[device.type] // 4, device=device)
+        target = torch.empty_like(source)
+        timing = time_calls(lambda: target.copy_(source), device, *calls)
+        return _figures(timing, moved=2 * source.nbytes, card=card)
+
+    def launch() -> dict[str, Any]:
         timing = time_calls(_many_small_kernels(device), device, *calls)
-        yield "launch", {**_figures(timing), "us_per_launch": 1e3 * median(timing["samples_ms"]) / SMALL_KERNELS}
+        return {**_figures(timing), "us_per_launch": 1e3 * median(timing["samples_ms"]) / SMALL_KERNELS}
+
+    yield "copy", copy
+    if device.type == "cuda":
+        yield "launch", launch
 
 
 def _normal(device: torch.device, *shape: int) -> Tensor:
     draw = torch.Generator(device).manual_seed(SEED)
     return torch.randn(*shape, device=device, generator=draw).to(torch.bfloat16)
-
-
-def _products(geometry: Geometry, resolution: int, device: torch.device) -> Iterator[tuple[str, float, Call]]:
-    """Products y = x Wᵀ in bf16 and FP8, there with the accumulation of the forward pass and with that of gradients."""
-    m, hidden = token_count(resolution), geometry.heads * HEAD_DIM
-    for wide_in, wide_out in SHAPES:
-        k, n = wide_in * hidden, wide_out * hidden
-        flops, shape = 2.0 * m * k * n, f"{k} -> {n}"
-        x, w = _normal(device, m, k), _normal(device, n, k)
-        yield f"bf16 product {shape}", flops, lambda x=x, w=w: x @ w.t()
-        a, b = x.to(E4M3.dtype), w.to(E4M3.dtype)
-        for scaled in ("per tensor", "per row"):
-            sizes = [(m, 1), (n, 1)] if scaled == "per row" else [(), ()]
-            scale_a, scale_b = (torch.ones(size, device=device) for size in sizes)
-            for forward in (True, False):
-                call = functools.partial(scaled_mm, a, scale_a, b, scale_b, None, torch.bfloat16, forward)
-                yield f"fp8 product {shape} {scaled}{'' if forward else ', of gradients'}", flops, call
-
-
-@torch.no_grad()
-def _attention(
-    kernel: str, geometry: Geometry, resolution: int, device: torch.device
-) -> Iterator[tuple[str, float, Call]]:
-    """Attention as the blocks call it."""
-    length, heads = token_count(resolution), geometry.heads
-    q, k, v, grad = (_normal(device, 1, length, heads, HEAD_DIM).transpose(1, 2) for _ in range(4))
-    flops = 4.0 * heads * length**2 * HEAD_DIM
-    use_kernel(None if kernel == "chosen" else kernel, q)
-    out, context = attention_forward(q, k, v)
-    yield f"attention, {kernel}", flops, functools.partial(attention_forward, q, k, v)
-    backward = functools.partial(attention_backward, grad, q, k, v, out, context)
-    yield f"attention backward, {kernel}", (ATTENTION_STEP - 1) * flops, backward
 
 
 def _many_small_kernels(device: torch.device) -> Call:
@@ -122,78 +209,25 @@ def _many_small_kernels(device: torch.device) -> Call:
     return graph.replay
 
 
-def constants(rates: Mapping[str, Mapping[str, Any]], card: Card) -> list[str]:
-    """What replaces the assumptions in `bench/limits.py`: the best share of all shapes, bandwidth, a launch."""
+def constants(products: Mapping[str, Any], rates: Mapping[str, Any], card: Card) -> list[str]:
+    """What replaces the assumptions in `bench/limits.py`: the best share of all shapes, bandwidth, a launch.
 
-    def best(start: str, peak: float) -> float:
-        return max((row["tflops"] / peak for name, row in rates.items() if name.startswith(start)), default=0.0)
+    `products` by kind and shape, as `doctor.on_gpu` has them; `rates` by item.
+    """
 
-    shares = {
-        "bf16": best("bf16 product", card.bf16_tflops),
-        "fp8": best("fp8 product", card.fp8_tflops),
-        "attention": best("attention, chosen", card.bf16_tflops),
-        "attention_backward": best("attention backward, chosen", card.bf16_tflops),
-    }
+    def best(kinds: Iterable[str], peak: float) -> float:
+        rows = [row for kind in kinds for row in products.get(kind, {}).values()]
+        return max((row.get("tflops", 0.0) / peak for row in rows), default=0.0)
+
+    shares = {"bf16": best(["bf16"], card.bf16_tflops), "fp8": best(["per_tensor", "per_row"], card.fp8_tflops)}
+    for name, item in (("attention", "attention, chosen"), ("attention_backward", "attention backward, chosen")):
+        shares[name] = rates.get(item, {}).get("tflops", 0.0) / card.bf16_tflops
     lines = [f"RATE_SHARES {name}: {share:.3f}" for name, share in shares.items() if share]
-    if "copy" in rates:
+    if "percent_of_bandwidth" in rates.get("copy", {}):
         lines.append(f"BANDWIDTH_SHARE: {rates['copy']['percent_of_bandwidth'] / 100:.3f}")
-    if "launch" in rates:
+    if "us_per_launch" in rates.get("launch", {}):
         lines.append(f"LAUNCH_MS: {rates['launch']['us_per_launch'] / 1e3:.5f}")
     return lines
-
-
-def uncovered(cases: Mapping[str, Case]) -> list[str]:
-    """Operators with a launcher that none of these cases calls."""
-    for found in pkgutil.iter_modules(ops.__path__):  # operators register themselves when they are imported
-        importlib.import_module(f"{ops.__name__}.{found.name}")
-    called = {f"coat::{case.func.__name__}" for case in cases.values()}
-    return sorted(set(launchers) - called)
-
-
-def measure_launchers(
-    cases: Mapping[str, Case], device: torch.device, calls: tuple[int, int], card: Card | None
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Time each launcher; one that fails has "error" and no figures.
-
-    Args:
-        cases: name → launcher with its arguments on the meta device.
-        device: where it runs.
-        calls: for warm-up, and timed.
-        card: the device, if its rates are known.
-
-    Yields:
-        (name, {"us": median, "host_us": shortest call, "launches", "bytes", "percent_of_bandwidth"}).
-    """
-    for name, case in cases.items():
-        try:
-            yield name, _launched(case, device, calls, card)
-        except Exception as error:  # of a kernel or its compiler; the others are still worth their time
-            yield name, {"error": _first_line(error)}
-
-
-def _launched(case: Case, device: torch.device, calls: tuple[int, int], card: Card | None) -> dict[str, Any]:
-    launched: list[Any] = []
-    arguments = (case.args, case.keywords)
-    with recorded_launches(lambda kernel, *_: launched.append(kernel)):
-        results = case()
-    number = len(launched)
-    tensors = {id(x): x for x in tree_leaves((arguments, results)) if isinstance(x, Tensor)}
-    moved = sum(x.nbytes for x in tensors.values())
-    if device.type == "meta":
-        with recorded_launches(lambda *_: None):
-            timing = time_calls(case, device, *calls)
-    else:
-        args, keywords = tree_map(lambda x: _filled(x, device) if isinstance(x, Tensor) else x, arguments)
-        timing = time_calls(functools.partial(case.func, *args, **keywords), device, *calls, cold=True)
-    return {**_figures(timing, moved=moved, card=card), "launches": number, "bytes": moved}
-
-
-def _filled(x: Tensor, device: torch.device) -> Tensor:
-    """A tensor like `x` on the device: numbers from 0.5 to 1.5, or small integers."""
-    filled = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
-    if x.dtype.is_floating_point:
-        return filled.copy_(torch.rand(x.shape, device=device) + 0.5)
-    return filled.copy_(torch.randint(0, 100, x.shape, device=device))
 
 
 def _figures(timing: dict[str, Any], *, flops: float = 0.0, moved: int = 0, card: Card | None = None) -> dict[str, Any]:
@@ -206,63 +240,127 @@ def _figures(timing: dict[str, Any], *, flops: float = 0.0, moved: int = 0, card
     return figures
 
 
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"
+# --- a step by kernel ---
 
 
-def choices(device: torch.device) -> dict[str, Any]:
-    """What is decided on this GPU: whether our kernels and FP8 products run, which kernel attention takes."""
-    shapes = {str(resolution): (1, token_count(resolution), Geometry().heads, HEAD_DIM) for resolution in (512, 1024)}
-    heads = {
-        name: torch.empty(shape, device=device, dtype=torch.bfloat16).transpose(1, 2) for name, shape in shapes.items()
-    }
-    products = {}
-    for name in ("e4m3", "e5m2"):
-        for scaled in ("per_tensor", "per_row"):
-            reason = unsupported_reason(device, FORMATS[name].dtype, E4M3.dtype, scaled == "per_row")
-            products[f"{name} x e4m3, {scaled}"] = reason or "ok"
-    refused = triton_obstacle(device)
-    self_test = ""
-    if refused is not None:  # the whole error, of which `triton_obstacle` keeps a line
-        try:
-            from coat_core.ops.quantize_kernel import agrees_with_reference
+def measure_trace(*how: Any) -> Iterator[dict[str, Any]]:
+    """`measure_steps` with one more step under torch's profiler: "kernels", name → [calls, us], the longest first."""
 
-            self_test = f"agrees with the reference: {agrees_with_reference(device)}"
-        except Exception:
-            self_test = traceback.format_exc()
-    return {
-        "attention": {name: chosen_kernel(x, x, x) for name, x in heads.items()},
-        "attention_kernels": kernel_obstacles(heads["1024"]),
-        "fp8_products": products,
-        "kernels_refused": refused,
-        "self_test": self_test,
-    }
+    def traced(call: Call, device: torch.device, warmup: int, repeats: int) -> dict[str, Any]:
+        timing = time_calls(call, device, warmup, repeats)
+        with torch.profiler.profile() as trace:
+            call()
+            wait(device)
+        spent = {}
+        for event in trace.key_averages():
+            if device.type == "cpu" or event.device_type != torch.autograd.DeviceType.CPU:
+                us = event.self_cpu_time_total if device.type == "cpu" else event.self_device_time_total
+                spent[event.key] = [event.count, us]
+        kernels = dict(sorted(spent.items(), key=lambda item: -item[1][1]))
+        return {**timing, "kernels": kernels}
+
+    with mock.patch.object(measure, "time_calls", traced):
+        yield from measure_steps(*how)
+
+
+# --- tests ---
+
+
+class Shard:
+    """A plugin of pytest: failures are printed when they happen, and the running test is known."""
+
+    def __init__(self, write: Callable[..., None]) -> None:
+        self.write = write
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """Of one test."""
+        self.write(nodeid)
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Of its setup, call and teardown."""
+        if report.failed:
+            print(f"\n{report.nodeid}\n{report.longreprtext}", flush=True)
+            last = (report.longreprtext.strip().splitlines() or ["no message"])[-1]
+            self.write(report.nodeid, error=last)
+        elif report.when == "call" or report.skipped:
+            self.write(report.nodeid, outcome=report.outcome)
+
+
+# --- the process ---
+
+
+class Record:
+    """The result file of a stage's row."""
+
+    def __init__(self, file: Path, items: dict[str, dict[str, Any]]) -> None:
+        self.file, self.items = file, items
+
+    def write(self, running: str, **figures: Any) -> None:
+        """Put down what an item has given, and that it runs."""
+        if figures:
+            self.items[running] = figures
+        write_file(self.file, json.dumps({"status": RUNNING, "reason": running, "items": self.items}))
+
+    def run(self, items: Items) -> None:
+        """Try one after the other."""
+        for name, item in items:
+            if name in self.items:
+                continue
+            self.write(name)
+            faulthandler.dump_traceback_later(ITEM_SECONDS, exit=True, file=sys.__stderr__)
+            try:
+                figures = item()
+            except Exception as error:  # of a kernel, its compiler or a library; the others are still worth their time
+                figures = {"error": f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"}
+                self.write(name, **figures)
+                if torch.cuda.is_available():
+                    torch.cuda.synchronize()  # raises where CUDA is unusable from here on
+            faulthandler.cancel_dump_traceback_later()
+            self.write(name, **figures)
+
+    def finish(self) -> None:
+        """All items have been tried."""
+        wrong = {name: figures["error"] for name, figures in self.items.items() if "error" in figures}
+        reason = "; ".join(f"{name}: {error}" for name, error in [*wrong.items()][:3])
+        reason += f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        result = {"status": FAILED if wrong else OK, "reason": reason, "items": self.items}
+        write_file(self.file, json.dumps(result))
 
 
 def main() -> None:
-    """The process of the stages "versions" and "kernels": SPEC RESULT, both JSON files."""
-    from tests.helpers.kernel_cases import CASES
-
-    spec_file, result_file = map(Path, sys.argv[1:3])
-    spec = json.loads(spec_file.read_text(encoding="utf-8"))
-    device = torch.device(spec["device"])
-    if spec["level"] == "machine":
-        result = worker.run(spec)
-        if result["status"] == OK and device.type == "cuda":
-            result["machine"] |= choices(torch.device("cuda", 0))
-        write_file(result_file, json.dumps(result))
+    """Run a row of a stage."""
+    spec = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    level, row, device = spec["level"], spec["configuration"], torch.device(spec["device"])
+    if level == "trace":
+        spec_of_step = {**spec, "level": STEP}
+        write_file(Path(sys.argv[2]), json.dumps(worker.run(spec_of_step, measure_trace)))
         return
+    record = Record(Path(sys.argv[2]), spec["items"])
+    geometry, resolution = Geometry(**spec["geometry"]), spec["sizes"][0][0]
     card = DEVICES.get(spec["device_name"])
     calls = RATE_CALLS if device.type == "cuda" else CPU_CALLS
-    results: dict[str, Any] = {}
-    for name, figures in measure_rates(Geometry(**spec["geometry"]), spec["sizes"][0][0], device, calls, card):
-        results[name] = figures
-        write_file(result_file, json.dumps(results))
     meta = torch.device("meta") if device.type == "cpu" else device
-    results |= {name: {"note": "no case in tests/helpers/kernel_cases.py"} for name in uncovered(CASES)}
-    for name, figures in measure_launchers(CASES, meta, LAUNCHER_CALLS, card):
-        results[name] = figures
-        write_file(result_file, json.dumps(results))
+    if level == "operators":
+        record.run((name, functools.partial(compare, case, meta)) for name, case in cases_of(row).items())
+    elif level == "blocks":
+        record.run([(row, functools.partial(compare_gradients, row, geometry, resolution, device))])
+    elif level == "rates":
+        record.run(
+            attention_items(geometry, resolution, device, calls)
+            if row == "attention"
+            else memory_items(device, calls, card)
+        )
+    elif level == "kernels":
+        timed = functools.partial(time_launcher, device=meta, calls=LAUNCHER_CALLS, card=card)
+        record.run((name, functools.partial(timed, case)) for name, case in cases_of(row).items())
+    else:
+        import pytest
+
+        options = ["-q", "-p", "no:cacheprovider", "--capture=no", "--tb=no", "-m", "gpu", row]
+        options += [f"--deselect={name}" for name in record.items]
+        if pytest.main(options, plugins=[Shard(record.write)]) not in (0, 1, 5):  # passed, failed, no tests
+            record.write(row, error="pytest could not run them")
+    record.finish()
 
 
 if __name__ == "__main__":

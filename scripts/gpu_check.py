@@ -1,9 +1,9 @@
 """What to run first on a GPU: `python scripts/gpu_check.py --out DIR --minutes N`.
 
-Stages in order, the most informative first, each of their rows in a process of its own. DIR/gpu_check.json is replaced
-as a whole whenever a row or a stage ends, gpu_check.md says the same in tables, tests.txt is pytest's output. A stage
-that fails or takes too long is recorded with the end of its output, and the next begins; the first one stops the run
-where our kernels do not work on this GPU, since everything after it would time something else.
+Stages in order, the most informative first, each of their rows in processes of its own. What N minutes are enough for
+is printed before the first. DIR/gpu_check.json is replaced as a whole whenever a row ends, gpu_check.md says the same
+in tables, output.txt has what the processes print, as they print it. A row that fails, crashes or takes too long is
+recorded with the end of its output, and the next begins; what is left of a row that crashed runs in a fresh process.
 
 The same command again goes on where it stopped, also after it was killed; --again repeats a stage. --dry-run runs the
 code of every stage on a CPU at toy size. Exit code 0: all stages are done; 1: one failed, or has not been run.
@@ -22,7 +22,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+import traceback
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -38,13 +40,17 @@ from coat_flux.base.files import TEMP_PREFIX, write_file
 from coat_flux.bench import runner
 from coat_flux.bench.configurations import OPTIMIZER, STEP, TRAINER, BenchOptions
 from coat_flux.bench.limits import Geometry
-from coat_flux.plan.speed import DEVICES, Card
+from coat_flux.doctor.on_gpu import KINDS, MACHINE, describe
+from coat_flux.plan.speed import DEVICES
 
 ROOT = Path(__file__).resolve().parents[1]
-STATE, TABLES, TESTS, RUNNING = "gpu_check.json", "gpu_check.md", "tests.txt", "running.json"
+STATE, TABLES, OUTPUT, RESULT = "gpu_check.json", "gpu_check.md", "output.txt", "running.json"
+RUNNING = "running"  # the status of a result whose process has ended before it was whole
 TAIL_LENGTH = 6000  # characters
+TRACED_KERNELS = 40  # of a step, on the page
 LEAST_SECONDS = 20.0  # a stage is not begun with less
-MOST_TIMES = 2.0  # its own seconds that a stage may have where --minutes leave more
+MOST_TIMES = 3.0  # its own seconds that a stage may have where --minutes leave more
+ROW_SHARE = 0.6  # of what a stage has left, for a row that is not its last
 OK, FAILED, CUT = "ok", "failed", "cut"  # of a stage; cut: --minutes were over
 TOY, TOY_SIZES = Geometry(1, 1, 2, 4), [[64, 1]]
 KILLED_SECONDS = 10.0
@@ -68,72 +74,70 @@ class Stage(NamedTuple):
         name: on the command line and in the file.
         about: in words.
         seconds: its time limit on a GPU.
-        command: arguments of Python; "{spec}" and "{result}" are JSON files it may read and write.
+        command: arguments of Python; "{spec}" and "{result}" are JSON files it reads and writes.
         level: of the specification.
-        rows: names in `bench.configurations`, each a process; none: the command is one process.
+        rows: what is measured, each in a process.
         sizes: (resolution, batch) pairs.
-        needed: where it fails, nothing else is run.
     """
 
     name: str
     about: str
     seconds: float
     command: tuple[str, ...]
-    level: str = ""
-    rows: tuple[str, ...] = ()
+    level: str
+    rows: tuple[str, ...]
     sizes: tuple[tuple[int, int], ...] = ((1024, 1), (512, 1))
-    needed: bool = False
 
 
-PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu")
-WORKER = ("-m", "coat_flux.bench.worker", "{spec}", "{result}")
-KERNELS, TRAINERS = (
-    (str(Path(__file__).with_name(name)), "{spec}", "{result}") for name in ("_gpu_kernels.py", "_gpu_trainer.py")
+FILES = ("{spec}", "{result}")
+PRODUCTS, WORKER = (("-m", f"coat_flux.{name}", *FILES) for name in ("doctor.on_gpu", "bench.worker"))
+KERNELS, TRAINERS = ((str(Path(__file__).with_name(name)), *FILES) for name in ("_gpu_kernels.py", "_gpu_trainer.py"))
+MODULES = ("adamw", "device", "gate", "gelu", "lora", "norm", "qkv", "quantize", "scaled_mm")  # of coat_core.ops
+BLOCKS = ("coat", "coat_per_tensor", "coat_int8")
+PEERS = (
+    *("toolkit_default", "toolkit_convrot8", "torchao_rowwise_compiled", "torchao_float8_compiled"),
+    *("bf16_adapters", "bf16_compiled_checkpointed", "bf16_max_autotune"),
 )
+PLANNED = ("coat_streamed", "coat_nvfp4", "coat_int8", "coat_recomputed", "coat_picked")
 FULL = ("full", "full_wgrad", "full_offload")
-STAGES = (
-    Stage("versions", "versions, choices, our kernels' self-test", 180, KERNELS, level="machine", needed=True),
-    Stage("tests", "the gpu tests", 420, (*PYTEST, "tests/kernels", "tests/integration/test_gpu_step.py")),
-    Stage("kernels", "products, attention, copy, launch, and each kernel of ours", 390, KERNELS, level="kernels"),
-    Stage("fp8", "the whole model in FP8", 300, WORKER, STEP, ("coat_transposed", "coat_cudagraphs")),
-    Stage("bf16", "the whole model in bf16", 360, WORKER, STEP, ("bf16_compiled", "bf16_cudagraphs", "bf16")),
+TESTS = (
+    *(f"tests/kernels/test_{name}.py" for name in ("rules", "attention", "mlp", "norm", "qkv", "gate", "lora")),
+    *("tests/kernels/test_quantize.py", "tests/kernels/test_scaled_mm.py", "tests/kernels/test_adamw.py"),
+    *("tests/optim/test_capturable.py", "tests/unit/test_memory.py", "tests/integration/test_gpu_step.py"),
+)
+LARGE = ((1024, 1),)
+STAGES = (  # half an hour in all
+    Stage("products", "versions; products' values and times", 120, PRODUCTS, "products", (MACHINE, *KINDS)),
+    Stage("operators", "every operator against its reference", 120, KERNELS, "operators", MODULES),
+    Stage("blocks", "a block's gradients against bf16's", 60, KERNELS, "blocks", BLOCKS),
+    Stage("rates", "attention, copy, launch", 60, KERNELS, "rates", ("attention", "memory")),
     Stage(
-        "peers",
-        "others' FP8 and int8, and the strongest bf16",
-        600,
-        WORKER,
-        STEP,
-        (
-            *("toolkit_default", "toolkit_convrot8", "torchao_rowwise_compiled", "torchao_float8_compiled"),
-            *("bf16_adapters", "bf16_compiled_checkpointed", "bf16_max_autotune"),
-        ),
+        "trace", "a step by kernel: COAT, and bf16 compiled", 180, KERNELS, "trace", ("coat", "bf16_compiled"), LARGE
     ),
-    Stage(
-        "trainer",
-        "steps of the stand-alone trainer",
-        300,
-        TRAINERS,
-        TRAINER,
-        ("coat_transposed", "coat_cudagraphs", "bf16"),
-    ),
-    Stage(
-        "plan",
-        "peak memory of the trainer against its plan",
-        420,
-        TRAINERS,
-        TRAINER,
-        ("coat_streamed", "coat_nvfp4", "coat_int8", "coat_recomputed", "coat_picked"),
-        sizes=((768, 1), (512, 4)),
-    ),
-    Stage("full", "full fine-tuning: wgrad in FP8, moments in CPU memory", 300, TRAINERS, TRAINER, FULL, ((1024, 1),)),
-    Stage("optimizer", "optimizers alone", 120, WORKER, OPTIMIZER, ("coat_fp8_adamw", "adamw_fused", "adamw8bit")),
+    Stage("kernels", "each kernel's time", 120, KERNELS, "kernels", MODULES),
+    Stage("trainer", "steps of the stand-alone trainer", 150, TRAINERS, TRAINER, ("coat_cudagraphs", "coat", "bf16")),
+    Stage("plan", "peak memory against its plan", 180, TRAINERS, TRAINER, PLANNED, ((768, 1), (512, 4))),
+    Stage("fp8", "the whole model in FP8", 120, WORKER, STEP, ("coat_transposed", "coat_cudagraphs")),
+    Stage("bf16", "the whole model in bf16", 150, WORKER, STEP, ("bf16_compiled", "bf16_cudagraphs", "bf16")),
+    Stage("full", "full fine-tuning", 150, TRAINERS, TRAINER, FULL, LARGE),
+    Stage("optimizer", "optimizers alone", 30, WORKER, OPTIMIZER, ("coat_fp8_adamw", "adamw_fused", "adamw8bit")),
+    Stage("peers", "others' FP8 and int8, and the strongest bf16", 180, WORKER, STEP, PEERS),
+    Stage("tests", "the gpu tests", 180, KERNELS, "tests", TESTS),
 )
 TOY_ROWS = {  # of a dry run, which compiles nothing
-    "bf16": ("bf16_cudagraphs", "bf16"),
-    "peers": ("toolkit_default",),
+    "products": (MACHINE, "per_row"),
+    "operators": ("gate",),
+    "blocks": ("coat",),
+    "trace": ("bf16",),
+    "kernels": ("gate",),
     "trainer": ("bf16",),
     "plan": ("coat_recomputed",),
+    "fp8": ("coat_transposed",),
+    "bf16": ("bf16",),
     "full": ("full_offload",),
+    "optimizer": ("adamw_fused",),
+    "peers": ("toolkit_default",),
+    "tests": TESTS[:1],
 }
 
 
@@ -161,6 +165,11 @@ class Check:
         status: str | None = self.state["stages"].get(stage.name, {}).get("status")
         return status
 
+    def results(self, name: str) -> dict[str, Any]:
+        """What a stage has found, by row."""
+        found: dict[str, Any] = self.state["stages"].get(name, {}).get("results", {})
+        return found
+
     def rows(self, stage: Stage) -> tuple[str, ...]:
         """The rows it measures."""
         return TOY_ROWS.get(stage.name, stage.rows) if self.dry else stage.rows
@@ -174,7 +183,18 @@ class Check:
             **known,
         }
         write_file(self.out / STATE, json.dumps(self.state, indent=1) + "\n")
-        write_file(self.out / TABLES, tables(self))
+        write_file(self.out / TABLES, page(self))
+
+
+def forecast(check: Check, left: Sequence[Stage]) -> str:
+    """What the time is enough for, as lines."""
+    seconds, lines = check.deadline - time.monotonic(), [f"{len(left)} stages, with their limits:"]
+    for stage in left:
+        limit = min(seconds, stage.seconds)
+        seconds -= limit
+        enough = f"{limit:4.0f} s" if limit >= LEAST_SECONDS else "if time is left"
+        lines.append(f"  {stage.name:10} {enough}  {stage.about} ({len(check.rows(stage))} processes)")
+    return "\n".join(lines)
 
 
 def run(check: Check, again: Sequence[str] = ()) -> int:
@@ -184,13 +204,13 @@ def run(check: Check, again: Sequence[str] = ()) -> int:
         check: the run.
         again: names of stages to repeat; "failed" stands for those that failed.
     """
-    for leftover in (*check.out.glob(f"{TEMP_PREFIX}*"), *check.out.glob(RUNNING)):
+    for leftover in (*check.out.glob(f"{TEMP_PREFIX}*"), *check.out.glob(RESULT)):
         leftover.unlink()
     for stage in check.stages:
-        failed = check.status(stage) == FAILED and (stage.needed or "failed" in again)
-        if stage.name in again or failed:
+        if stage.name in again or ("failed" in again and check.status(stage) == FAILED):
             check.state["stages"].pop(stage.name, None)
     left = [stage for stage in check.stages if check.status(stage) in (None, CUT)]
+    print(forecast(check, left), flush=True)
     while left:
         stage, seconds = left[0], check.deadline - time.monotonic()
         if seconds < LEAST_SECONDS:
@@ -198,9 +218,6 @@ def run(check: Check, again: Sequence[str] = ()) -> int:
             break
         spare = seconds / sum(other.seconds for other in left)
         run_stage(check, stage, min(seconds, stage.seconds * min(max(spare, 1.0), MOST_TIMES)))
-        if stage.needed and check.status(stage) != OK:
-            print("stopped: nothing that follows would be worth its time", flush=True)
-            break
         left.pop(0)
     statuses = {stage.name: check.status(stage) or "not run" for stage in check.stages}
     print("\n" + "\n".join(f"{name:10} {status}" for name, status in statuses.items()))
@@ -212,61 +229,61 @@ def run_stage(check: Check, stage: Stage, limit: float) -> None:
     print(f"{stage.name}: {stage.about} (at most {limit:.0f} s)", flush=True)
     started = time.monotonic()
     cut = CUT if limit < stage.seconds else FAILED  # what it means to take longer
-    run_what = run_rows if stage.rows else run_command
-    status, reason, tail, results = run_what(check, stage, started + limit, cut)
+    status, reason, tail, results = run_rows(check, stage, started + limit, cut)
     seconds = time.monotonic() - started
     check.record(stage, status, reason, seconds=seconds, tail=tail, results=results)
     print(f"  {status} in {seconds:.0f} s" + (f": {reason}" if reason else ""), flush=True)
 
 
 def run_rows(check: Check, stage: Stage, until: float, cut: str) -> tuple[str, str, str, dict[str, Any]]:
-    """Measure each row in a process, and record the stage after it as cut, for a run that is killed.
+    """Run each row, and record the stage after it as cut, for a run that is killed.
 
     Returns:
         (status, reason, tail of the output of what ended badly, results by row).
     """
-    results, tail = dict(check.state["stages"].get(stage.name, {}).get("results", {})), ""
-    for row in check.rows(stage):
-        if row in results:
-            continue
-        ended, output = process(check, stage, until, level=stage.level, configuration=row)
-        result = _read(check.out / RUNNING)
-        if not result:
+    results, tail = dict(check.results(stage.name)), ""
+    left = [row for row in check.rows(stage) if row not in results]
+    for number, row in enumerate(left, start=1):
+        seconds = until - time.monotonic()
+        row_until = time.monotonic() + seconds * (1.0 if number == len(left) else ROW_SHARE)
+        result, output = run_row(check, stage, row, row_until)
+        if result["status"] not in (OK, "cannot"):
             tail = output
-            if time.monotonic() >= until and cut == CUT:
-                return CUT, f"--minutes were over in {row}", tail, results
-            result = {"status": FAILED, "reason": ended or "the process left no result"}
+        if time.monotonic() >= until and cut == CUT and result.get("late"):
+            return CUT, f"--minutes were over in {row}", tail, results
         results[row] = result
+        if row == MACHINE:
+            check.state["machine"] = result.get("machine")
         check.record(stage, CUT, "the run was killed", results=results)
     failed = {row: result for row, result in results.items() if result["status"] == FAILED}
     reason = "; ".join(f"{row}: {result['reason']}" for row, result in failed.items())
     return FAILED if failed else OK, reason, tail, results
 
 
-def run_command(check: Check, stage: Stage, until: float, cut: str) -> tuple[str, str, str, dict[str, Any]]:
-    """Run a stage that is one process; likewise."""
+def run_row(check: Check, stage: Stage, row: str, until: float) -> tuple[dict[str, Any], str]:
+    """Run a row's process, after one that ended in an item another one; return the result and the end of the output."""
+    items: dict[str, Any] = {}
     machine = check.state.get("machine") or {}
-    ended, output = process(check, stage, until, level=stage.level, device_name=machine.get("device"))
-    results = _read(check.out / RUNNING)
-    if stage.command[: len(PYTEST)] == PYTEST:
-        write_file(check.out / TESTS, output)
-        results["summary"] = (output.strip().splitlines() or ["no output"])[-1].strip("= ")
-    if stage.level == "machine":
-        check.state["machine"] = results.get("machine")
-        refused = (results.get("machine") or {}).get("kernels_refused")
-        ended = ended or results.get("reason", "") or (f"our kernels do not run here: {refused}" if refused else "")
-    wrong = {name: found["error"] for name, found in results.items() if isinstance(found, dict) and "error" in found}
-    ended = ended or "; ".join(f"{name}: {error}" for name, error in wrong.items())
-    if not ended:
-        return OK, "", "", results
-    return cut if time.monotonic() >= until else FAILED, ended, output[-TAIL_LENGTH:], results
+    spec = {"level": stage.level, "configuration": row, "device_name": machine.get("device")}
+    while True:
+        ended, output = process(check, stage, until, **spec, items=items)
+        result = _read(check.out / RESULT)
+        late = time.monotonic() >= until
+        if not result:
+            return {"status": FAILED, "reason": ended or "the process left no result", "late": late}, output
+        if result["status"] != RUNNING:
+            return result, output
+        item, items = result["reason"], result["items"]
+        items.setdefault(item, {"error": ended})
+        if late:
+            return {"status": FAILED, "reason": f"{ended} in {item}", "items": items, "late": late}, output
 
 
 def process(check: Check, stage: Stage, until: float, **spec: Any) -> tuple[str, str]:
     """Run one process of a stage, with what it starts.
 
     Returns:
-        (how it ended badly, else nothing; its output).
+        (how it ended badly, else nothing; the end of its output).
     """
     if check.dry:
         spec |= {"geometry": TOY._asdict(), "sizes": TOY_SIZES, "repeats": 1, "device": "cpu"}
@@ -276,8 +293,11 @@ def process(check: Check, stage: Stage, until: float, **spec: Any) -> tuple[str,
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(paths)}
     if check.dry:
         environment["TRITON_INTERPRET"] = "1"
-    with tempfile.TemporaryDirectory() as folder, (Path(folder) / "output").open("w+b") as output:
-        files = {"{spec}": str(Path(folder) / "spec.json"), "{result}": str(check.out / RUNNING)}
+    with tempfile.TemporaryDirectory() as folder, (check.out / OUTPUT).open("a+b") as output:
+        output.write(f"\n--- {stage.name}, {spec['configuration']} ---\n".encode())
+        output.flush()
+        begun = output.tell()
+        files = {"{spec}": str(Path(folder) / "spec.json"), "{result}": str(check.out / RESULT)}
         Path(files["{spec}"]).write_text(json.dumps(spec), encoding="utf-8")
         command = [sys.executable, *(files.get(part, part) for part in stage.command)]
         started = psutil.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
@@ -293,70 +313,121 @@ def process(check: Check, stage: Stage, until: float, **spec: Any) -> tuple[str,
                     one.kill()
                 with suppress(psutil.TimeoutExpired):  # a driver may keep it
                     started.wait(KILLED_SECONDS)
-        output.seek(0)
+        output.seek(begun)
         text = output.read().decode(errors="replace")
-    return ended, text if stage.command[: len(PYTEST)] == PYTEST else text[-TAIL_LENGTH:]
+    return ended, text[-TAIL_LENGTH:]
 
 
 def _read(file: Path) -> dict[str, Any]:
     """What a process has written; nothing where it has not come so far."""
-    result: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    result: dict[str, Any] = {}
+    with suppress(FileNotFoundError, ValueError):  # ValueError: killed while it wrote
+        result = json.loads(file.read_text(encoding="utf-8"))
     file.unlink(missing_ok=True)
     return result
 
 
-def tables(check: Check) -> str:
-    """All that is known, as Markdown."""
+# --- the page ---
+
+
+def page(check: Check) -> str:
+    """All that is known, as Markdown; a table that cannot be made says why."""
     parts = ["# A first run on a GPU" + (", dry: nothing here is a measurement" if check.dry else "")]
-    lines = ["| stage | status | s | reason |", "|---|---|---|---|"]
-    runs: list[dict[str, Any]] = []
+    for table in (stages_table, machine_table, products_table, items_table, trace_table, benchmark_tables):
+        try:
+            parts.append(table(check))
+        except Exception:  # the rest of the page is worth having
+            parts.append(f"{table.__name__}:\n\n```\n{traceback.format_exc()}```")
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _grid(title: str, head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A table under its title; empty without rows."""
+    lines = [" | ".join(str(cell).replace("|", "/").replace("\n", " ") for cell in row) for row in rows]
+    marks = [" | ".join(head), " | ".join(["---"] * len(head))]
+    return "\n".join([f"## {title}", "", *(f"| {line} |" for line in [*marks, *lines])]) if lines else ""
+
+
+def stages_table(check: Check) -> str:
+    """What became of each stage."""
+    rows = []
     for stage in check.stages:
         known = check.state["stages"].get(stage.name, {})
-        reason = str(known.get("reason") or known.get("results", {}).get("summary", "")).replace("|", "/")
-        lines.append(f"| {stage.name} | {known.get('status', 'not run')} | {known.get('seconds', 0):.0f} | {reason} |")
-        sizes = TOY_SIZES if check.dry else stage.sizes
-        for row, result in known.get("results", {}).items() if stage.rows else ():
-            runs.append({"round": 1, "level": stage.level, "configuration": row, "sizes": sizes, **result})
-    parts.append("\n".join(lines))
-    machine = check.state.get("machine")
-    if machine is None:
-        return "\n\n".join(parts) + "\n"
-    card = DEVICES.get(machine["device"])
-    geometry = TOY if check.dry else Geometry()
-    keys = ("attention", "attention_kernels", "fp8_products", "kernels_refused")
-    parts.append("\n".join(f"* {key}: {machine[key]}" for key in keys if key in machine))
-    options = BenchOptions((STEP, TRAINER, OPTIMIZER), rounds=1, geometry=geometry, device=machine["device_type"])
-    head = {
-        "date": check.state["date"],
-        "command": check.state["command"],
-        "tests": check.state["stages"].get("tests", {}).get("results", {}).get("summary", "not run"),
-        "machine": machine,
-    }
-    parts.append(runner.markdown(options, head, runner.summarize(runs, geometry, card)))
-    kernels = check.state["stages"].get("kernels", {}).get("results", {})
-    if kernels:
-        parts.append(kernels_table(kernels, card))
-    return "\n\n".join(parts) + "\n"
+        cells = known.get("status", "not run"), f"{known.get('seconds', 0):.0f}", known.get("reason", "")
+        rows.append([stage.name, stage.about, *cells])
+    return _grid("Stages", ("stage", "about", "status", "s", "reason"), rows)
 
 
-def kernels_table(kernels: Mapping[str, Mapping[str, Any]], card: Card | None) -> str:
-    """What replaces the assumptions in `bench/limits.py`, and every kernel, the slowest first, as Markdown."""
+def machine_table(check: Check) -> str:
+    """Versions, card and driver."""
+    return "\n".join(f"* {key}: {value}" for key, value in (check.state.get("machine") or {}).items() if value)
+
+
+def products_table(check: Check) -> str:
+    """Values and rates of the products, and what they and the other rates put in place of assumptions."""
+    known, rows = check.results("products"), []
+    for kind, result in known.items():
+        for shape, found in result.get("products", {}).items():
+            rows.append([kind, shape, describe(found), found.get("error", "")])
+    text = _grid("Products", ("kind", "shape", "found", "wrong"), rows)
+    card = DEVICES.get((check.state.get("machine") or {}).get("device", ""))
+    if card is None:
+        return text
     from _gpu_kernels import constants
 
-    lines = ["## Each kernel", ""]
-    if card is not None:
-        lines += [f"* for bench/limits.py: {line}" for line in constants(kernels, card)]
-    lines += ["", "| kernel | us | of bandwidth | TFLOP/s | host us | launches |", "|---|---|---|---|---|---|"]
-    for name, row in sorted(kernels.items(), key=lambda item: -item[1].get("us", 0.0)):
-        if "us" not in row:
-            reason = row.get("error") or row["note"]
-            lines.append(f"| {name} | {reason.replace('|', '/')} | | | | |")
-            continue
-        share, rate = (f"{row[key]:.0f}" if key in row else "" for key in ("percent_of_bandwidth", "tflops"))
-        lines.append(
-            f"| {name} | {row['us']:.1f} | {share} | {rate} | {row['host_us']:.1f} | {row.get('launches', '')} |"
-        )
-    return "\n".join(lines)
+    products = {kind: result.get("products", {}) for kind, result in known.items()}
+    rates = {name: row for result in check.results("rates").values() for name, row in result.get("items", {}).items()}
+    return "\n".join([text, "", *(f"* for bench/limits.py: {line}" for line in constants(products, rates, card))])
+
+
+def items_table(check: Check) -> str:
+    """Operators, blocks, rates, kernels and tests, of each stage the slowest first."""
+    parts = []
+    for stage in check.stages:
+        found = {}
+        for result in check.results(stage.name).values():
+            found |= result.get("items", {})
+        if stage.level == "tests" and found:
+            counts = Counter(figures.get("outcome", "failed") for figures in found.values())
+            parts.append(f"Tests: {', '.join(f'{count} {outcome}' for outcome, count in counts.items())}")
+            found = {name: figures for name, figures in found.items() if "error" in figures}
+        keys = list(dict.fromkeys(key for figures in found.values() for key in figures))
+        order = sorted(found.items(), key=lambda item: ("error" not in item[1], -item[1].get("us", 0.0)))
+        rows = []
+        for name, figures in order:
+            cells = (figures.get(key, "") for key in keys)
+            rows.append([name, *(f"{cell:.4g}" if isinstance(cell, float) else cell for cell in cells)])
+        parts.append(_grid(f"Stage {stage.name}", ("", *keys), rows))
+    return "\n\n".join(filter(None, parts))
+
+
+def trace_table(check: Check) -> str:
+    """A step's kernels, the longest first."""
+    parts = []
+    for row, result in check.results("trace").items():
+        for measured in result.get("measurements", []):
+            spent = measured["kernels"]
+            total = sum(us for _, us in spent.values())
+            rows = [(name[:100], calls, f"{us / 1e3:.3f}") for name, (calls, us) in [*spent.items()][:TRACED_KERNELS]]
+            rows.append(("all", sum(calls for calls, _ in spent.values()), f"{total / 1e3:.3f}"))
+            title = f"A step of {row}, {measured['resolution']} px, {measured['samples_ms'][0]:.1f} ms"
+            parts.append(_grid(title, ("kernel", "calls", "ms"), rows))
+    return "\n\n".join(parts)
+
+
+def benchmark_tables(check: Check) -> str:
+    """The rows of the benchmark."""
+    machine, runs = check.state.get("machine"), []
+    for stage in check.stages:
+        for row, result in check.results(stage.name).items() if stage.level in (STEP, TRAINER, OPTIMIZER) else ():
+            sizes = TOY_SIZES if check.dry else stage.sizes
+            runs.append({"round": 1, "level": stage.level, "configuration": row, "sizes": sizes, **result})
+    if not runs or machine is None:
+        return ""
+    geometry = TOY if check.dry else Geometry()
+    options = BenchOptions((STEP, TRAINER, OPTIMIZER), rounds=1, geometry=geometry, device=machine["device_type"])
+    head = {"date": check.state["date"], "command": check.state["command"], "machine": machine, "tests": "their stage"}
+    return runner.markdown(options, head, runner.summarize(runs, geometry, DEVICES.get(machine["device"])))
 
 
 def open_check(out: Path, dry: bool, minutes: float, stages: Sequence[Stage] = STAGES) -> Check:
@@ -383,7 +454,7 @@ def main() -> int:
     """Run the stages; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "output" / "gpu_check", metavar="DIR")
-    parser.add_argument("--minutes", type=float, default=45.0, metavar="N", help="for this call (default: 45)")
+    parser.add_argument("--minutes", type=float, default=30.0, metavar="N", help="for this call (default: 30)")
     names = [stage.name for stage in STAGES]
     parser.add_argument("--again", nargs="+", default=[], choices=[*names, "failed"], metavar="STAGE", help="repeat")
     parser.add_argument("--dry-run", action="store_true", help="every stage's code on a CPU, at toy size")

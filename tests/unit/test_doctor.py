@@ -17,9 +17,9 @@ import psutil
 import pytest
 import torch
 
-from coat_core.ops import attention, dispatch, scaled_mm
+from coat_core.ops import attention, dispatch
 from coat_flux.cli.entry import main
-from coat_flux.doctor import probes
+from coat_flux.doctor import on_gpu, probes
 from coat_flux.doctor.probes import ABSENT, BAD, GOOD, Line, ai_toolkit, diagnose, verdict
 from coat_flux.mini_flux import MINI_FLUX
 from tests.helpers.aitk_standin.host import PACKAGE, copy_checkout
@@ -248,32 +248,82 @@ def test_names_of_the_driver(monkeypatch):
 
 
 def test_fp8_of_a_card(card, monkeypatch):
-    monkeypatch.setattr(probes, "rates", lambda _: {"per_tensor": 1200.0, "per_row": "no kernel", "bf16": 600.0})
-    slow, fast = probes.fp8_gemms()
-    assert (slow.mark, slow.text, slow.stops) == ("✗", "per_row GEMM does not run: no kernel", False)
-    assert str(fast) == "✓ FP8 on GPU 0: per_tensor 1,200.0 TFLOP/s, bf16 600.0 TFLOP/s"
-    monkeypatch.setattr(probes, "rates", lambda _: dict.fromkeys(("per_tensor", "per_row", "bf16"), "no kernel image"))
-    assert [line.stops for line in probes.fp8_gemms()] == [False, False, True]
+    found = {kind: {"us": 1.0, "tflops": 1200.0, "db": 55.0} for kind in on_gpu.KINDS}
+    found["per_row"] = {"refused": "no kernel"}
+    found["int8"] = {"us": 1.0, "tflops": 9.0, "db": 12.0, "error": "wrong values"}
+    monkeypatch.setattr(on_gpu, "try_product", lambda kind, *_: found[kind])
+    refused, wrong, fast = probes.fp8_gemms()
+    assert (refused.mark, refused.text, refused.stops) == ("✗", "per_row GEMM does not run: no kernel", False)
+    assert (wrong.mark, wrong.text) == ("✗", "int8 GEMM does not run: wrong values")
+    assert str(fast).startswith("✓ FP8 on GPU 0: bf16 1,200.0 TFLOP/s, per_tensor 1,200.0 TFLOP/s")
+    found |= {kind: {"refused": "no kernel image"} for kind in found}
+    assert [line.stops for line in probes.fp8_gemms()] == [True, *[False] * (len(found) - 1)]
     card.capability = (8, 6)
     (line,) = probes.fp8_gemms()
     assert (line.mark, "coat.fallback" in line.text) == ("-", True)
 
 
-def test_rates_are_operations_over_seconds(monkeypatch):
-    def timed(product, *_):
-        product()
-        return {"samples_ms": [2.0]}
+@pytest.mark.parametrize("kind", on_gpu.KINDS)
+def test_a_product_is_compared_and_timed(kind, monkeypatch):
+    """Values as fp32 has them, time as operations over seconds; refusals and wrong values are told apart."""
+    how = (kind, 48, 32, 64, torch.device("cpu"), (1, 1))
+    figures = on_gpu.try_product(*how)
+    assert figures["db"] > 45
+    assert figures["tflops"] == pytest.approx(2 * 48 * 32 * 64 / (1e-6 * figures["us"]) / 1e12)
+    assert not {"error", "refused"} & figures.keys()
 
-    def scaled_mm_without_rows(*args, real=scaled_mm.scaled_mm):
-        if args[1].ndim:
-            raise RuntimeError("no\nkernel")
-        return real(*args)
+    def wrong(*args, **_):
+        return torch.ones(48, 32)
 
-    monkeypatch.setattr("coat_flux.bench.measure.time_calls", timed)
-    monkeypatch.setattr(scaled_mm, "scaled_mm", scaled_mm_without_rows)
-    rate = pytest.approx(2 * 64**3 / 2e-3 / 1e12)
-    expected = {"per_tensor": rate, "per_row": "no", "per_tensor e5m2 x e4m3": rate, "bf16": rate}
-    assert probes.rates(torch.device("cpu")) == expected
+    def refused(*args, **_):
+        raise RuntimeError("no\nkernel")
+
+    place = (
+        (torch.nn.functional, "linear") if kind == "bf16" else (on_gpu, "int8_mm" if kind == "int8" else "scaled_mm")
+    )
+    monkeypatch.setattr(*place, wrong)
+    assert "must be 30 or more" in on_gpu.try_product(*how)["error"]
+    monkeypatch.setattr(*place, refused)
+    assert on_gpu.try_product(*how) == {"refused": "RuntimeError: no"}
+
+
+def test_the_report_is_one_text_whatever_fails(monkeypatch, capsys, tmp_path):
+    """`doctor --gpu`: machine, refusals and figures by kind; a process without a result is a line."""
+    machine = {"status": "ok", "machine": {"device": "a card", "versions": {"torch": "2.13"}, "limit": None}}
+    refused = {"status": "ok", "products": {"64 -> 64": {"refused": "no kernel"}}}
+    figures = {"us": 12.0, "tflops": 345.0, "db": 55.5}
+    results = {kind: {"status": "ok", "products": {"64 -> 64": figures}} for kind in on_gpu.KINDS}
+    results |= {"machine": machine | {"drivers": ["a card, driver 580"]}, "per_row": refused}
+    results["int8"] = {"status": "failed", "reason": "signal 11 and no result"}
+    asked = []
+
+    def start(spec, seconds, module):
+        asked.append((spec["device"], module))
+        return results[spec["configuration"]]
+
+    monkeypatch.setattr(on_gpu, "start_worker", start)
+    monkeypatch.setattr(probes, "PROBES", ())
+    monkeypatch.chdir(tmp_path)
+    main(["doctor", "--gpu"])
+    shown = capsys.readouterr().out
+    lines = ["device: a card", "drivers: ['a card, driver 580']", "product 64 -> 64, per_row: refused: no kernel"]
+    lines += ["product 64 -> 64, bf16: 12 us, 345 TFLOP/s, 55.5 dB", "int8: signal 11 and no result"]
+    assert [line for line in lines if line not in shown.splitlines()] == []
+    assert set(asked) == {("cuda", on_gpu.__name__)}
+
+
+def test_the_process_of_a_kind(monkeypatch, tmp_path):
+    """It fails where values are wrong, or where bf16 itself is refused; the machine says whether kernels run."""
+    spec = {"device": "cpu", "geometry": {"double": 1, "single": 1, "heads": 1, "rank": 4}, "sizes": [[16, 1]]}
+    figures = {"refused": "no"}
+    monkeypatch.setattr(on_gpu, "try_product", lambda *_: figures)
+    assert on_gpu.run(spec | {"configuration": "per_row"})["status"] == "ok"
+    assert "128 -> 384: no" in on_gpu.run(spec | {"configuration": "bf16"})["reason"]
+    figures = {"error": "wrong values"}
+    assert on_gpu.run(spec | {"configuration": "per_row"})["status"] == "failed"
+    machine = {"status": "ok", "machine": {"kernels_refused": "wrong codes"}}
+    monkeypatch.setattr(on_gpu.worker, "run", lambda _: machine)
+    assert "wrong codes" in on_gpu.run(spec | {"configuration": on_gpu.MACHINE})["reason"]
 
 
 def test_attention_kernels_by_name(card, monkeypatch):

@@ -139,7 +139,7 @@ CONFIGURATIONS = (
         compile_mode="default",
         **ROWWISE,
     ),
-    _coat("coat", "COAT, fused flow, nothing recomputed", STEP, COUNT),
+    _coat("coat", "COAT, fused flow, nothing recomputed", STEP, TRAINER, COUNT),
     _coat("coat_recomputed", "COAT, every block recomputed", STEP, TRAINER, memory=RECOMPUTED),
     _coat(
         "coat_per_tensor",

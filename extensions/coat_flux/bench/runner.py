@@ -56,13 +56,13 @@ def run_tests(levels: Sequence[str]) -> tuple[bool, str, str]:
     return passed, text, "" if passed else done.stdout + done.stderr
 
 
-def start_worker(spec: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+def start_worker(spec: dict[str, Any], timeout_s: float, module: str = WORKER) -> dict[str, Any]:
     """Run one worker process and return its result; a process without a result has failed."""
     with tempfile.TemporaryDirectory() as folder:
         spec_file = Path(folder) / "spec.json"
         result_file = Path(folder) / "result.json"
         spec_file.write_text(json.dumps(spec), encoding="utf-8")
-        command = [sys.executable, "-m", WORKER, str(spec_file), str(result_file)]
+        command = [sys.executable, "-m", module, str(spec_file), str(result_file)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
         except subprocess.TimeoutExpired:

@@ -26,6 +26,12 @@ def add_parsers(commands: Any) -> None:
         metavar="DIR",
         help="its folder, the one with run.py (default: AI_TOOLKIT_ROOT, else here if it is one)",
     )
+    parser.add_argument(
+        "--gpu",
+        action="store_true",
+        help="then compare products with fp32 and time them, each kind in a process of its own: one text to paste "
+        "where you report a problem",
+    )
     parser = add_command(commands, "plan", plan, "memory, disk and time before the run")
     add_config(parser)
     parser.add_argument(
@@ -63,6 +69,11 @@ def doctor(args: argparse.Namespace) -> int:
     for line in diagnose(args.ai_toolkit):
         lines.append(line)
         print(str(line).translate(signs), flush=True)
+    if args.gpu:
+        from ..doctor.on_gpu import report
+
+        for text in report():
+            print(text, flush=True)
     works, text = verdict(lines)
     print(text, flush=True)
     return 0 if works else EXIT_FAILED

@@ -11,12 +11,11 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -37,9 +36,8 @@ RAM_BYTES, RUN_BYTES = 13e9, 3e9  # `coat-flux plan configs/flux_clothing_coat.y
 CGROUP = Path("/sys/fs/cgroup")
 FIRST_FP8_GEMM = (8, 9)
 WITHOUT_FP8 = "products run in INT8 (from 7.5 on), or in bf16 with coat.fallback: bf16"
-SIDE = {"cuda": 4096, "cpu": 64}  # of the square matrices
+SIDE = 4096  # of the square matrices
 ATTENTION_SHAPE = (1, 512, 4, 128)  # images, tokens, heads, width of a head
-SECONDS_EACH = 0.25  # of multiplying, for each kind
 NO_GPU = "no NVIDIA GPU here"
 TRITON_PACKAGES = ("triton", "triton-windows", "pytorch-triton")
 
@@ -199,8 +197,10 @@ def cards() -> Iterator[Line]:
 
 
 def fp8_gemms() -> Iterator[Line]:
-    """A second of matrix products on every GPU: FP8 with both scalings, and bf16 to compare with."""
+    """Matrix products of every kind on every GPU: how fast, and whether their values are right."""
     import torch
+
+    from .on_gpu import KINDS, PRODUCT_CALLS, try_product
 
     if not _gpus():
         yield Line(ABSENT, "FP8", f"{NO_GPU}; on a CPU FP8 GEMMs are computed in fp32, which is slow")
@@ -212,44 +212,16 @@ def fp8_gemms() -> Iterator[Line]:
             yield Line(ABSENT, subject, f"{text}: {WITHOUT_FP8}")
             continue
         speeds = []
-        for name, rate in rates(device).items():
-            if isinstance(rate, float):
-                speeds.append(f"{name} {rate:,.1f} TFLOP/s")
+        for name in KINDS:
+            figures = try_product(name, SIDE, SIDE, SIDE, device, PRODUCT_CALLS)
+            problem = figures.get("error") or figures.get("refused")
+            if problem is None:
+                speeds.append(f"{name} {figures['tflops']:,.1f} TFLOP/s")
             else:
                 remedy = "update torch and the driver; until then such layers run in bf16"
-                yield Line(BAD, subject, f"{name} GEMM does not run: {rate}", remedy, stops=name == "bf16")
+                yield Line(BAD, subject, f"{name} GEMM does not run: {problem}", remedy, stops=name == "bf16")
         if speeds:
             yield Line(GOOD, subject, ", ".join(speeds))
-
-
-def rates(device: torch.device) -> dict[str, float | str]:
-    """TFLOP/s of square matrix products by kind, or why a kind does not run."""
-    import torch
-
-    from coat_core.ops.scaled_mm import scaled_mm
-
-    from ..bench.measure import time_calls
-
-    side = SIDE[device.type]
-    x = torch.randn(side, side, device=device)
-    half, codes, e5m2 = x.to(torch.bfloat16), x.to(torch.float8_e4m3fn), x.to(torch.float8_e5m2)
-    one, ones = torch.ones((), device=device), torch.ones(side, 1, device=device)
-    kinds: dict[str, Callable[[], object]] = {
-        "per_tensor": lambda: scaled_mm(codes, one, codes, one, None, torch.bfloat16, True),
-        "per_row": lambda: scaled_mm(codes, ones, codes, ones, None, torch.bfloat16, True),
-        "per_tensor e5m2 x e4m3": lambda: scaled_mm(e5m2, one, codes, one, None, torch.bfloat16, True),
-        "bf16": lambda: half @ half.t(),
-    }
-    result: dict[str, float | str] = {}
-    for name, product in kinds.items():
-        try:
-            once_ms = fmean(time_calls(product, device, 3, 3)["samples_ms"])
-            repeats = max(1, min(10_000, int(1e3 * SECONDS_EACH / max(once_ms, 1e-6))))
-            seconds = 1e-3 * fmean(time_calls(product, device, 1, repeats)["samples_ms"])
-            result[name] = 2.0 * side**3 / seconds / 1e12
-        except (RuntimeError, ValueError) as error:  # such as a torch that was not built for this card
-            result[name] = str(error).splitlines()[0]
-    return result
 
 
 def triton() -> Iterator[Line]:
