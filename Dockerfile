@@ -4,7 +4,8 @@
 #   coat examples                                # ready-made configs and example photos, into this folder
 #   coat check configs/flux_clothing_coat.yaml
 #   coat train configs/flux_clothing_coat.yaml   # HF_TOKEN: a token of an account that has accepted FLUX.1-dev's licence
-ARG BASE=pytorch/pytorch:2.9.1-cuda12.8-cudnn9-runtime
+# CUDA 13: cuBLAS multiplies FP8 with a scale per row on Hopper from 12.9 on
+ARG BASE=pytorch/pytorch:2.13.0-cuda13.0-cudnn9-runtime
 
 FROM ${BASE} AS wheel
 ENV PIP_BREAK_SYSTEM_PACKAGES=1
@@ -18,10 +19,10 @@ RUN python -m pip wheel --no-cache-dir --no-deps --wheel-dir /dist .
 
 FROM ${BASE}
 ENV PIP_BREAK_SYSTEM_PACKAGES=1
-# a compiler: Triton builds a launcher for each kernel at the first step
+# a compiler and Python.h: Triton builds a launcher for each kernel at the first step
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends gcc libc6-dev \
+    && apt-get install -y --no-install-recommends gcc libc6-dev python3-dev \
     && rm -rf /var/lib/apt/lists/*
 COPY --from=wheel /dist /dist
 # torch stays the base image's: pip is held to it

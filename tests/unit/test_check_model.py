@@ -231,6 +231,19 @@ def test_a_gpu_that_is_not_here_is_an_error(monkeypatch: pytest.MonkeyPatch, dev
     assert [words in item.line() for item in findings.errors] == ([] if words is None else [True])
 
 
+def test_an_old_driver_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12040)")
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    findings = Findings("f.yaml")
+    check_device("cuda", "device", findings)
+    (error,) = findings.errors
+    assert [text for text in ("found version 12040", "a driver for CUDA 13.0") if text not in error.line()] == []
+
+
 PACKAGES = """logging.use_wandb=true train.optimizer=AdamW8bit train.optimizer=prodigy train.optimizer=dadaptationadam
     train.loss_type=wavelet train.xformers=true train.attention_backend=flash train.attention_backend=_flash_3_hub"""
 PATHS = """train.latent_feature_extractor_path train.diffusion_feature_extractor_path train.adapter_assist_name_or_path

@@ -18,6 +18,8 @@ import pytest
 import torch
 
 from coat_core.ops import attention, dispatch
+from coat_flux.base import environment
+from coat_flux.blocks.held import room_of, usable_bytes
 from coat_flux.cli.entry import main
 from coat_flux.doctor import on_gpu, probes
 from coat_flux.doctor.probes import ABSENT, BAD, GOOD, Line, ai_toolkit, diagnose, verdict
@@ -34,7 +36,7 @@ def no_card(monkeypatch):
 @pytest.fixture
 def card(monkeypatch):
     """A GPU as torch would report it; its fields may be changed."""
-    card = SimpleNamespace(name="NVIDIA L40S", capability=(8, 9), free=40e9, total=48e9)
+    card = SimpleNamespace(name="NVIDIA L40S", capability=(8, 9), free=47.4e9, total=48e9)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: card.name)
@@ -214,7 +216,7 @@ def test_a_checkout_and_our_link_in_it(tmp_path, monkeypatch):
 
 def test_a_card_and_none(card, monkeypatch):
     (line,) = probes.cards()
-    assert str(line) == "✓ GPU 0: NVIDIA L40S, compute capability 8.9, driver 580.65, 40.0 of 48.0 GB free"
+    assert str(line) == "✓ GPU 0: NVIDIA L40S, compute capability 8.9, driver 580.65, 47.4 of 48.0 GB free"
     card.free = 3e9
     assert [line.mark for line in probes.cards()] == ["✗"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -336,11 +338,72 @@ def test_attention_kernels_by_name(card, monkeypatch):
     assert line.text.startswith("plain, torch chooses flash_cpu; fa3: not installed")
 
 
+@pytest.fixture
+def triton_here(monkeypatch):
+    """Versions of triton packages, and what torch asks for; both may be changed."""
+    there = SimpleNamespace(versions={"triton": "3.7.1"}, wanted=['triton==3.7.1; platform_system == "Linux"'])
+
+    def version(package):
+        if package not in there.versions:
+            raise importlib.metadata.PackageNotFoundError(package)
+        return there.versions[package]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(importlib.metadata, "requires", lambda _: ["filelock", *there.wanted])
+    monkeypatch.setattr(environment, "WINDOWS", False)
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(environment.sysconfig, "get_paths", lambda: {"include": str(there.include)})
+    monkeypatch.delenv("CC", raising=False)
+    return there
+
+
+def test_what_triton_needs_is_named_with_its_remedy(triton_here, tmp_path, monkeypatch):
+    triton_here.include = tmp_path
+    missing = environment.triton_problem()
+    assert ("Python.h" in missing.text, "python3-dev" in missing.remedy) == (True, True)
+    (tmp_path / "Python.h").touch()
+    assert environment.triton_problem() is None
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    assert "no C compiler" in environment.triton_problem().text
+    monkeypatch.setenv("CC", "/opt/cc")
+    monkeypatch.setattr(shutil, "which", lambda name: name if name == "/opt/cc" else None)
+    assert environment.triton_problem() is None
+    triton_here.versions = {"triton": "3.5.1"}
+    assert environment.triton_problem().remedy == "pip install 'triton==3.7.*'"
+    assert "3.5.1" in environment.triton_problem().text
+    triton_here.versions = {}
+    assert environment.triton_problem() == ("triton is not installed", "pip install 'triton==3.7.*'")
+    triton_here.wanted = []  # as on Windows and with a torch for the CPU
+    monkeypatch.setattr(environment, "WINDOWS", True)
+    assert environment.triton_problem().remedy == "pip install triton-windows"
+    triton_here.versions = {"triton-windows": "3.7.0.post1"}
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    assert environment.triton_problem() is None
+
+
+@pytest.mark.usefixtures("card")
+def test_a_run_names_them_at_its_start(triton_here, tmp_path, monkeypatch):
+    """A card with a display, and a machine without a compiler: both in lines that say what to do."""
+    triton_here.include = tmp_path
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (22.5e9, 24e9))
+    device = torch.device("cuda", 0)
+    triton, display = environment.gpu_notes(device)
+    assert ("Python.h" in triton, "python3-dev" in triton) == (True, True)
+    assert ("0.9 of its 24.0 GB" in display, "another card" in display) == (True, True)
+    assert usable_bytes(device) == pytest.approx(22.5e9 - 0.04 * 24e9)
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (23.5e9, 24e9))
+    assert environment.gpu_notes(device) == environment.gpu_notes(torch.device("cpu")) == []
+    assert usable_bytes(device) == room_of(24e9) == 0.92 * 24e9
+    assert room_of(8e9) == 8e9 - 1.28e9
+
+
 @pytest.mark.parametrize(
     ("version", "reason", "mark", "remedy"),
     [
         ("3.9.0", None, "✓", ""),
-        ("3.9.0", "no gcc", "✗", "use the triton that belongs to this torch"),
+        ("3.9.0", "no gcc", "✗", "set CC"),
         (None, "triton is not installed", "✗", "pip install triton"),
     ],
 )
@@ -352,6 +415,7 @@ def test_triton(card, monkeypatch, version, reason, mark, remedy):
 
     monkeypatch.setattr(importlib.metadata, "version", installed)
     monkeypatch.setattr(dispatch, "triton_obstacle", lambda _: reason)
+    monkeypatch.setattr(shutil, "which", lambda _: None)
     (line,) = probes.triton()
-    assert (line.mark, line.remedy) == (mark, remedy)
+    assert (line.mark, remedy in line.remedy) == (mark, True)
     assert (version or "not installed") in line.text

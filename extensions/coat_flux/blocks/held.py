@@ -17,8 +17,9 @@ from torch.utils._pytree import tree_iter
 from coat_core.ops.dispatch import launchers
 from coat_core.optim.sharded import local_values
 
-# of a GPU's memory; the rest is left to the driver, CUDA's context and fragmentation
-USABLE_FRACTION = 0.92
+USABLE_FRACTION = 0.92  # of a GPU's memory; the rest is left to CUDA's context, a display and fragmentation
+LEAST_MARGIN = 1.28e9  # bytes of that rest on a small card: what 16 GB leave
+FRAGMENTED = 0.04  # of a GPU's memory, lost between tensors; an assumption, as are the other two
 SAVED = "saved activations"
 KINDS = ("fp8 codes", "scales", "high precision")
 
@@ -199,10 +200,16 @@ def _new_bytes(tensor: Tensor, device: torch.device, seen: set[int]) -> int:
     return storage.nbytes()
 
 
+def room_of(total: float) -> float:
+    """Bytes that a run plans with on a GPU of `total` bytes."""
+    return min(total * USABLE_FRACTION, total - LEAST_MARGIN)
+
+
 def usable_bytes(device: torch.device) -> float:
-    """What a run can use of the device's memory."""
+    """What a run can use of the device's memory; less than `room_of` where others hold much of a GPU's."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[1] * USABLE_FRACTION
+        free, total = torch.cuda.mem_get_info(device)
+        return min(room_of(total), free + torch.cuda.memory_reserved(device) - total * FRAGMENTED)
     return float(psutil.virtual_memory().available + psutil.Process().memory_info().rss)
 
 

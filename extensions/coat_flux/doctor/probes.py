@@ -39,7 +39,6 @@ WITHOUT_FP8 = "products run in INT8 (from 7.5 on), or in bf16 with coat.fallback
 SIDE = 4096  # of the square matrices
 ATTENTION_SHAPE = (1, 512, 4, 128)  # images, tokens, heads, width of a head
 NO_GPU = "no NVIDIA GPU here"
-TRITON_PACKAGES = ("triton", "triton-windows", "pytorch-triton")
 
 
 @dataclass(frozen=True)
@@ -171,6 +170,8 @@ def cards() -> Iterator[Line]:
     """Name, compute capability and memory of every GPU, or why torch can use none."""
     import torch
 
+    from ..base.environment import display_problem, driver_problem
+
     names = driver_names()
     for device in _gpus():
         name, (major, minor) = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
@@ -178,8 +179,11 @@ def cards() -> Iterator[Line]:
         driver = f", {names[device.index].rsplit(', ', 1)[1]}" if device.index < len(names) else ""
         room = f"{free / 1e9:.1f} of {total / 1e9:.1f} GB free"
         text = f"{name}, compute capability {major}.{minor}{driver}, {room}"
-        remedy = "end what else uses it: nvidia-smi lists it"
-        yield judged(free >= total / 2, f"GPU {device.index}", text, remedy)
+        problem = display_problem(device)
+        if problem is not None:
+            yield Line(BAD, f"GPU {device.index}", f"{text}: {problem.text}", problem.remedy)
+        else:
+            yield Line(GOOD, f"GPU {device.index}", text)
     if torch.cuda.is_available():
         return
     if not (names and torch.version.cuda):
@@ -187,13 +191,9 @@ def cards() -> Iterator[Line]:
     elif os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
         yield Line(BAD, "GPU", f"{names[0]}, hidden by CUDA_VISIBLE_DEVICES", "unset it to train there")
     else:
-        reason = "no reason given"
-        try:
-            torch.cuda.init()
-        except (RuntimeError, AssertionError) as error:
-            reason = " ".join(str(error).split())[:200]
-        remedy = f"install a driver for CUDA {torch.version.cuda}, or torch for the CUDA that nvidia-smi names"
-        yield Line(BAD, "GPU", f"{names[0]}, but torch cannot use it ({reason})", remedy, stops=True)
+        problem = driver_problem()
+        assert problem is not None
+        yield Line(BAD, "GPU", f"{names[0]}, but {problem.text}", problem.remedy, stops=True)
 
 
 def fp8_gemms() -> Iterator[Line]:
@@ -228,10 +228,9 @@ def triton() -> Iterator[Line]:
     """Whether a Triton kernel compiles, runs and agrees with its reference."""
     from coat_core.ops.dispatch import triton_obstacle
 
-    version = None
-    for package in TRITON_PACKAGES:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            version = version or importlib.metadata.version(package)
+    from ..base.environment import Problem, triton_problem, triton_version
+
+    version = triton_version()
     if not _gpus():
         yield Line(ABSENT, "Triton", f"{version or 'not installed'}; {NO_GPU}, the reference in PyTorch runs")
     for device in _gpus():
@@ -239,9 +238,9 @@ def triton() -> Iterator[Line]:
         if reason is None:
             yield Line(GOOD, subject, f"{version}, a kernel compiles, runs and agrees with its reference")
             continue
-        name = "triton-windows" if os.name == "nt" else "triton"
-        remedy = f"pip install {name}" if version is None else f"use the {name} that belongs to this torch"
-        yield Line(BAD, subject, f"{version or 'not installed'}, the slower reference runs: {reason}", remedy)
+        problem = triton_problem() or Problem(reason, "report it, with what `coat-flux doctor --gpu` prints")
+        text = f"{version or 'not installed'}, the slower reference runs: {reason}"
+        yield Line(BAD, subject, text if problem.text in text else f"{text}; {problem.text}", problem.remedy)
 
 
 def attention() -> Iterator[Line]:

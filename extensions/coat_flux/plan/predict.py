@@ -7,8 +7,8 @@
     save      the optimizer's state is present, activations are not
 
 The order is that of `standalone/session.py` and `standalone/trainer.py`. A GPU's own context and its allocator's gaps
-are not counted; `blocks.held.USABLE_FRACTION` leaves room for them, and for the driver's share of CUDA graphs, 10 KB
-per kernel. The graphs' pool is the step's memory itself, released before other phases (`standalone.step_graph`).
+are not counted; `blocks.held.room_of` leaves room for them, for a display, and for the driver's share of CUDA graphs,
+10 KB per kernel. The graphs' pool is the step's memory itself, released before other phases (`standalone.step_graph`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from coat_core.optim.offload import staging_bytes
 
 from ..base.names import COAT_OPTIMIZER
 from ..blocks.decide import BlockPlan, budget_bytes, decide
-from ..blocks.held import USABLE_FRACTION
+from ..blocks.held import room_of
 from ..blocks.report import dropout_line
 from ..blocks.sizes import FP32, Moment, forward_bytes
 from ..saves.state import SHARD_BYTES
@@ -110,7 +110,7 @@ def outside_bytes(facts: JobFacts) -> int:
 
 
 def _budget(facts: JobFacts, device_bytes: float | None) -> float | None:
-    usable = None if device_bytes is None else device_bytes * USABLE_FRACTION
+    usable = None if device_bytes is None else room_of(device_bytes)
     return budget_bytes(facts.job.coat, usable)
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..base.text import GB, MB, columns
-from ..blocks.held import USABLE_FRACTION
+from ..blocks.held import LEAST_MARGIN, USABLE_FRACTION
 from ..blocks.sizes import block_bytes
 from ..config.job import JobConfig
 from .cards import CardFit
@@ -108,7 +108,8 @@ def _cards(verdicts: Sequence[CardFit]) -> str:
         rows.append([f"{verdict.card.gb:g} GB", fits, f"{shown.peak / GB:.1f}", recomputed, step, run, changes])
     lines = [
         _table(rows),
-        f"fits: the peak is at most {USABLE_FRACTION:.0%} of the card; numbers are those with the change",
+        f"fits: the peak leaves {1 - USABLE_FRACTION:.0%} of the card, at least {LEAST_MARGIN / GB:.1f} GB, to CUDA's "
+        "context, a display and fragmentation; numbers are those with the change",
     ]
     names = ", ".join(f"{v.card.gb:g} GB {v.card.name}" for v in verdicts if v.step_seconds is not None)
     if names:

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from ..base.errors import UserError
 from ..blocks.decide import BlockPlan
-from ..blocks.held import USABLE_FRACTION
+from ..blocks.held import room_of
 from ..blocks.sizes import (
     BACKWARD_OF_ATTENTION,
     LINEARS,
@@ -57,7 +57,7 @@ class Card:
     @property
     def room(self) -> float:
         """Bytes that a run may use."""
-        return self.gb * 1e9 * USABLE_FRACTION
+        return room_of(self.gb * 1e9)
 
 
 FIRST_FP8, FIRST_BF16 = (8, 9), (8, 0)  # compute capabilities that multiply them

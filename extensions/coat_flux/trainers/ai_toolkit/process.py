@@ -13,6 +13,7 @@ from typing import Any
 from extensions_built_in.sd_trainer.DiffusionTrainer import DiffusionTrainer as HostTrainer
 
 from ...base import streams as steady
+from ...base.environment import gpu_notes
 from ...base.rng import kept_draws
 from ...base.text import GB
 from ...blocks.apply import apply_coat
@@ -110,6 +111,8 @@ class CoatFluxTrainer(HostTrainer):
         version = host.ai_toolkit_version()
         if not version.startswith(host.TESTED_SERIES):
             info(f"note: ai-toolkit {version} is not tested with COAT-FLUX, {host.TESTED_VERSION} is")
+        for note in gpu_notes(self.device_torch):
+            info(f"note: {note}")
         if self._team.is_main:
             self._held.enter_context(run_lock(folder))
         with self._team.in_turn():

@@ -28,6 +28,7 @@ from torch import Tensor
 from coat_core.optim import FP8AdamW
 from coat_core.optim.sharded import local_values
 
+from ...base.environment import gpu_notes
 from ...base.files import write_file
 from ...base.rng import Stream, seed_global
 from ...blocks.models.check import require_here
@@ -132,7 +133,7 @@ class COATTrainer:
 
     def _train(self, workers: Workers, log: RunLog, phases: PhaseTracker, from_step: int | None) -> Path:
         job, is_main = self.job, workers.is_main
-        for note in job.notes:
+        for note in (*job.notes, *gpu_notes(workers.device)):
             log.info(f"Note: {note}")
         if is_main:
             provide_embedded(job.model.name_or_path)
