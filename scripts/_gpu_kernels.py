@@ -212,7 +212,7 @@ def _many_small_kernels(device: torch.device) -> Call:
 def constants(products: Mapping[str, Any], rates: Mapping[str, Any], card: Card) -> list[str]:
     """What replaces the assumptions in `bench/limits.py`: the best share of all shapes, bandwidth, a launch.
 
-    `products` by kind and shape, as `doctor.on_gpu` has them; `rates` by item.
+    Both are the items of their stage, `products` by kind.
     """
 
     def best(kinds: Iterable[str], peak: float) -> float:

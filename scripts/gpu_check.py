@@ -40,7 +40,7 @@ from coat_flux.base.files import TEMP_PREFIX, write_file
 from coat_flux.bench import runner
 from coat_flux.bench.configurations import OPTIMIZER, STEP, TRAINER, BenchOptions
 from coat_flux.bench.limits import Geometry
-from coat_flux.doctor.on_gpu import KINDS, MACHINE, describe
+from coat_flux.doctor.on_gpu import KINDS, MACHINE
 from coat_flux.plan.speed import DEVICES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -253,7 +253,8 @@ def run_rows(check: Check, stage: Stage, until: float, cut: str) -> tuple[str, s
             return CUT, f"--minutes were over in {row}", tail, results
         results[row] = result
         if row == MACHINE:
-            check.state["machine"] = result.get("machine")
+            found = result.get("items", {}).get(MACHINE, {})
+            check.state["machine"] = found if "device" in found else None
         check.record(stage, CUT, "the run was killed", results=results)
     failed = {row: result for row, result in results.items() if result["status"] == FAILED}
     reason = "; ".join(f"{row}: {result['reason']}" for row, result in failed.items())
@@ -333,7 +334,7 @@ def _read(file: Path) -> dict[str, Any]:
 def page(check: Check) -> str:
     """All that is known, as Markdown; a table that cannot be made says why."""
     parts = ["# A first run on a GPU" + (", dry: nothing here is a measurement" if check.dry else "")]
-    for table in (stages_table, machine_table, products_table, items_table, trace_table, benchmark_tables):
+    for table in (stages_table, machine_table, constants_table, items_table, trace_table, benchmark_tables):
         try:
             parts.append(table(check))
         except Exception:  # the rest of the page is worth having
@@ -363,21 +364,16 @@ def machine_table(check: Check) -> str:
     return "\n".join(f"* {key}: {value}" for key, value in (check.state.get("machine") or {}).items() if value)
 
 
-def products_table(check: Check) -> str:
-    """Values and rates of the products, and what they and the other rates put in place of assumptions."""
-    known, rows = check.results("products"), []
-    for kind, result in known.items():
-        for shape, found in result.get("products", {}).items():
-            rows.append([kind, shape, describe(found), found.get("error", "")])
-    text = _grid("Products", ("kind", "shape", "found", "wrong"), rows)
+def constants_table(check: Check) -> str:
+    """What the measured rates put in place of assumptions."""
     card = DEVICES.get((check.state.get("machine") or {}).get("device", ""))
     if card is None:
-        return text
+        return ""
     from _gpu_kernels import constants
 
-    products = {kind: result.get("products", {}) for kind, result in known.items()}
+    products = {kind: result.get("items", {}) for kind, result in check.results("products").items()}
     rates = {name: row for result in check.results("rates").values() for name, row in result.get("items", {}).items()}
-    return "\n".join([text, "", *(f"* for bench/limits.py: {line}" for line in constants(products, rates, card))])
+    return "\n".join(f"* for bench/limits.py: {line}" for line in constants(products, rates, card))
 
 
 def items_table(check: Check) -> str:
@@ -385,8 +381,9 @@ def items_table(check: Check) -> str:
     parts = []
     for stage in check.stages:
         found = {}
-        for result in check.results(stage.name).values():
-            found |= result.get("items", {})
+        for row, result in check.results(stage.name).items():
+            for name, figures in result.get("items", {}).items() if row != MACHINE else ():
+                found[f"{row}, {name}" if stage.name == "products" else name] = figures
         if stage.level == "tests" and found:
             counts = Counter(figures.get("outcome", "failed") for figures in found.values())
             parts.append(f"Tests: {', '.join(f'{count} {outcome}' for outcome, count in counts.items())}")

@@ -283,7 +283,7 @@ def test_a_dry_run_executes_every_kind_of_stage(bench: Bench, tmp_path: Path, mo
     assert bench.run(*stages, dry=True, minutes=30) == 0
     assert {name: known["status"] for name, known in bench.stages.items()} == {stage.name: "ok" for stage in stages}
     results = {name: known["results"] for name, known in bench.stages.items()}
-    assert min(found["db"] for found in results["products"]["per_row"]["products"].values()) > 50
+    assert min(found["db"] for found in results["products"]["per_row"]["items"].values()) > 50
     assert results["kernels"]["gate"]["items"]["gate"]["launches"] == 1
     assert results["blocks"]["coat"]["items"]["coat"]["lowest"] > 10
     (traced,) = results["trace"]["bf16"]["measurements"]
@@ -292,5 +292,5 @@ def test_a_dry_run_executes_every_kind_of_stage(bench: Bench, tmp_path: Path, mo
         (step,) = results[stage][row]["measurements"]
         assert step["figures"]["steps_per_second"] == pytest.approx(1e3 / step["samples_ms"][0])
         assert 0 < step["figures"]["predicted_peak_bytes"] < step["peak_bytes"]
-    wanted = ("planned GB", "## Stage kernels", "A step of bf16", "## Products", "nothing here is a mea")
+    wanted = ("planned GB", "## Stage kernels", "A step of bf16", "per_row, 128 -> 128", "nothing here is a mea")
     assert [part for part in wanted if part not in bench.page] == []

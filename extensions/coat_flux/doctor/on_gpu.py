@@ -53,7 +53,8 @@ def try_product(kind: str, m: int, n: int, k: int, device: torch.device, calls: 
     """Compare a product of `KINDS`, [M, K] by [N, K], with fp32 and time it.
 
     Returns:
-        `us`, `tflops` and `db`, and "error" where its values are wrong; "refused" alone where it does not run.
+        `us`, `tflops` and `db`, and "error" where its values are wrong; "refused" alone where it does not run, of bf16
+        an error.
     """
     form, granularity = KINDS[kind]
     draw = torch.Generator(device).manual_seed(SEED)
@@ -72,7 +73,8 @@ def try_product(kind: str, m: int, n: int, k: int, device: torch.device, calls: 
     try:
         decibels = sqnr_db(exact, call())
     except (RuntimeError, ValueError) as error:  # such as a torch that was not built for this card
-        return {"refused": f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"}
+        reason = f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"
+        return {"error" if form is None else "refused": reason}
     del exact
     ms = median(time_calls(call, device, *calls, cold=True)["samples_ms"])
     figures = {"us": 1e3 * ms, "tflops": 2.0 * m * n * k / ms / 1e9, "db": decibels}
@@ -85,24 +87,23 @@ def run(spec: Mapping[str, Any]) -> dict[str, Any]:
     """Execute a specification as `bench.worker` has them: `MACHINE`, or all shapes of one of `KINDS`.
 
     Returns:
-        "status" and "reason", and "machine", or "products" by shape.
+        "status", "reason" and "items": name → figures, with "error" in those that failed.
     """
     kind, device = spec["configuration"], torch.device(spec["device"])
+    items: dict[str, dict[str, Any]] = {}
     if kind == MACHINE:
         result = worker.run({"level": MACHINE, "device": spec["device"]})
-        if result["status"] == OK and (refused := result["machine"].get("kernels_refused")):
-            result |= {"status": FAILED, "reason": f"our kernels do not run here: {refused}"}
-        return result | {"drivers": driver_names()}
-    geometry, tokens = Geometry(**spec["geometry"]), token_count(spec["sizes"][0][0])
-    calls = CPU_CALLS if device.type == "cpu" else PRODUCT_CALLS
-    products = {}
-    for wide_in, wide_out in SHAPES:
-        k, n = wide_in * geometry.hidden, wide_out * geometry.hidden
-        products[f"{k} -> {n}"] = try_product(kind, tokens, n, k, device, calls)
-    wrong = [f"{name}: {figures['error']}" for name, figures in products.items() if "error" in figures]
-    if kind == "bf16":
-        wrong += [f"{name}: {figures['refused']}" for name, figures in products.items() if "refused" in figures]
-    return {"status": FAILED if wrong else OK, "reason": "; ".join(wrong), "products": products}
+        items[MACHINE] = {"error": result["reason"]} if result["status"] != OK else result["machine"]
+        items[MACHINE]["drivers"] = driver_names()
+        if items[MACHINE].get("kernels_refused"):
+            items[MACHINE]["error"] = f"our kernels do not run here: {items[MACHINE]['kernels_refused']}"
+    else:
+        hidden, tokens = Geometry(**spec["geometry"]).hidden, token_count(spec["sizes"][0][0])
+        calls = CPU_CALLS if device.type == "cpu" else PRODUCT_CALLS
+        for k, n in ((hidden * wide_in, hidden * wide_out) for wide_in, wide_out in SHAPES):
+            items[f"{k} -> {n}"] = try_product(kind, tokens, n, k, device, calls)
+    wrong = [f"{name}: {figures['error']}" for name, figures in items.items() if "error" in figures]
+    return {"status": FAILED if wrong else OK, "reason": "; ".join(wrong), "items": items}
 
 
 def report(device: str = "cuda") -> Iterator[str]:
@@ -110,20 +111,11 @@ def report(device: str = "cuda") -> Iterator[str]:
     spec = {"device": device, "geometry": Geometry()._asdict(), "sizes": [[RESOLUTION, 1]]}
     for kind in (MACHINE, *KINDS):
         result = start_worker({**spec, "configuration": kind}, KIND_SECONDS, __name__)
-        for key, value in {**result.get("machine", {}), "drivers": result.get("drivers")}.items():
-            if value:
-                yield f"{key}: {value}"
-        for shape, figures in result.get("products", {}).items():
-            yield f"product {shape}, {kind}: {describe(figures)}"
-        if result["status"] != OK:
+        if "items" not in result:
             yield f"{kind}: {result['reason']}"
-
-
-def describe(figures: Mapping[str, Any]) -> str:
-    """The figures of a product as text."""
-    if "refused" in figures:
-        return f"refused: {figures['refused']}"
-    return f"{figures['us']:.0f} us, {figures['tflops']:.0f} TFLOP/s, {figures['db']:.1f} dB"
+        for name, figures in result.get("items", {}).items():
+            texts = [f"{key} {x:.4g}" if isinstance(x, float) else f"{key} {x}" for key, x in figures.items()]
+            yield f"{kind}, {name}: {', '.join(texts)}"
 
 
 def main() -> None:

@@ -179,11 +179,8 @@ def cards() -> Iterator[Line]:
         driver = f", {names[device.index].rsplit(', ', 1)[1]}" if device.index < len(names) else ""
         room = f"{free / 1e9:.1f} of {total / 1e9:.1f} GB free"
         text = f"{name}, compute capability {major}.{minor}{driver}, {room}"
-        problem = display_problem(device)
-        if problem is not None:
-            yield Line(BAD, f"GPU {device.index}", f"{text}: {problem.text}", problem.remedy)
-        else:
-            yield Line(GOOD, f"GPU {device.index}", text)
+        problem, remedy = display_problem(device) or ("", "")
+        yield judged(not problem, f"GPU {device.index}", f"{text}: {problem}" if problem else text, remedy)
     if torch.cuda.is_available():
         return
     if not (names and torch.version.cuda):
@@ -191,9 +188,8 @@ def cards() -> Iterator[Line]:
     elif os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
         yield Line(BAD, "GPU", f"{names[0]}, hidden by CUDA_VISIBLE_DEVICES", "unset it to train there")
     else:
-        problem = driver_problem()
-        assert problem is not None
-        yield Line(BAD, "GPU", f"{names[0]}, but {problem.text}", problem.remedy, stops=True)
+        reason, remedy = driver_problem()
+        yield Line(BAD, "GPU", f"{names[0]}, but {reason}", remedy, stops=True)
 
 
 def fp8_gemms() -> Iterator[Line]:
@@ -228,7 +224,7 @@ def triton() -> Iterator[Line]:
     """Whether a Triton kernel compiles, runs and agrees with its reference."""
     from coat_core.ops.dispatch import triton_obstacle
 
-    from ..base.environment import Problem, triton_problem, triton_version
+    from ..base.environment import triton_problem, triton_version
 
     version = triton_version()
     if not _gpus():
@@ -238,9 +234,9 @@ def triton() -> Iterator[Line]:
         if reason is None:
             yield Line(GOOD, subject, f"{version}, a kernel compiles, runs and agrees with its reference")
             continue
-        problem = triton_problem() or Problem(reason, "report it, with what `coat-flux doctor --gpu` prints")
+        cause, remedy = triton_problem() or ("", "report it, with what `coat-flux doctor --gpu` prints")
         text = f"{version or 'not installed'}, the slower reference runs: {reason}"
-        yield Line(BAD, subject, text if problem.text in text else f"{text}; {problem.text}", problem.remedy)
+        yield Line(BAD, subject, text if cause in text else f"{text}; {cause}", remedy)
 
 
 def attention() -> Iterator[Line]:

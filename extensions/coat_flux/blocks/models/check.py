@@ -119,9 +119,8 @@ def check_device(device: Any, path: str, findings: Findings) -> None:
         if kind == "cuda" and not (torch.version.cuda or torch.version.hip):
             rule = "the installed torch is built without CUDA"
             remedy = "install one with CUDA (pytorch.org)"
-        problem = driver_problem() if kind == "cuda" else None
-        if problem is not None and "driver" in problem.text and "no NVIDIA driver" not in problem.text:
-            rule, remedy = problem.text, problem.remedy
+        elif kind == "cuda" and "driver on your system is too old" in driver_problem()[0]:
+            rule, remedy = driver_problem()
         findings.add(path, f"{rule}, so the run would be on the CPU; {remedy}, or write device: cpu", device)
     elif kind == "cuda" and index.isdecimal() and int(index) >= torch.cuda.device_count():
         findings.add(path, f"torch finds {torch.cuda.device_count()} GPUs here, counted from 0; write cuda:0", device)
