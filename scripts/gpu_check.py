@@ -41,6 +41,7 @@ from coat_flux.bench import runner
 from coat_flux.bench.configurations import OPTIMIZER, STEP, TRAINER, BenchOptions
 from coat_flux.bench.limits import Geometry
 from coat_flux.doctor.on_gpu import KINDS, MACHINE
+from coat_flux.doctor.probes import driver_names
 from coat_flux.plan.speed import DEVICES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -254,7 +255,7 @@ def run_rows(check: Check, stage: Stage, until: float, cut: str) -> tuple[str, s
         results[row] = result
         if row == MACHINE:
             found = result.get("items", {}).get(MACHINE, {})
-            check.state["machine"] = found if "device" in found else None
+            check.state["machine"] = {**found, "drivers": driver_names()} if "device" in found else None
         check.record(stage, CUT, "the run was killed", results=results)
     failed = {row: result for row, result in results.items() if result["status"] == FAILED}
     reason = "; ".join(f"{row}: {result['reason']}" for row, result in failed.items())

@@ -29,7 +29,6 @@ from ..bench.configurations import CPU_CALLS, FAILED, OK
 from ..bench.limits import Geometry, token_count
 from ..bench.measure import SEED, time_calls
 from ..bench.runner import start_worker
-from .probes import driver_names
 
 RESOLUTION, KIND_SECONDS = 1024, 60.0
 # in and out features over d: output; q k v in one; MLP in, out; single block: q k v and MLP in, output
@@ -94,7 +93,6 @@ def run(spec: Mapping[str, Any]) -> dict[str, Any]:
     if kind == MACHINE:
         result = worker.run({"level": MACHINE, "device": spec["device"]})
         items[MACHINE] = {"error": result["reason"]} if result["status"] != OK else result["machine"]
-        items[MACHINE]["drivers"] = driver_names()
         if items[MACHINE].get("kernels_refused"):
             items[MACHINE]["error"] = f"our kernels do not run here: {items[MACHINE]['kernels_refused']}"
     else:
