@@ -1,7 +1,8 @@
 """How an operator `coat::` is registered, and what runs in its place on CUDA.
 
 Its body is the reference, the CPU implementation, and its own fake. On CUDA its Triton launcher runs where Triton works
-on that card, else the body, logged once. Triton is imported when the first CUDA tensor meets an operator, never before.
+on that card, unless its kernel was proved wrong (`proof.py`) or failed, or the user left it out; else the body, logged
+once. Triton is imported when the first CUDA tensor meets an operator, never before.
 
 `Operator` replaces torch.library.custom_op for operators that change none of their arguments. That one registers an
 autograd kernel in Python, 14 µs of the 21 µs a call spends outside its body; ours run inside autograd functions.
@@ -13,7 +14,9 @@ import functools
 import importlib
 import importlib.util
 import logging
-from collections.abc import Callable
+import pkgutil
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
@@ -35,6 +38,15 @@ _library = torch.library.Library("coat", "FRAGMENT")
 FIRST_CAPABILITY = (8, 0)  # Ampere; Triton has left older cards
 
 launchers: dict[str, Any] = {}  # name of the operator → the operator, of those that a launcher runs on CUDA
+on_cuda: dict[str, Callable[..., Any]] = {}  # name → what is called with CUDA tensors
+replaced: dict[str, str] = {}  # operator → why its reference runs on CUDA in place of its kernel
+first_calls: dict[str, Callable[..., None]] = {}  # operator → what its next call on CUDA is shown to, before it runs
+POLICIES = ("auto", "all", "none")
+
+Watch = Callable[[str, tuple[Any, ...], dict[str, Any]], None]
+_policy = "auto"
+_left_out: set[str] = set()
+_watch: Watch | None = None  # for all threads: backward passes have their own
 
 
 class Operator(Generic[P, R]):
@@ -129,19 +141,78 @@ def launcher(op: Any) -> Callable[[Callable[[Any], Any]], Callable[..., Any]]:
 
 
 def run_by_triton(op: Any) -> None:
-    """Make `op`, from `operator` or torch.library.custom_op, run its launcher on CUDA."""
-    launchers[op._qualname] = op
+    """Make `op`, from `operator` or torch.library.custom_op, run its launcher on CUDA, or its body instead."""
+    name: str = op._qualname
+    launchers[name] = op
 
     def run(*args: Any, **kwargs: Any) -> Any:
         device = _device_of((*args, *kwargs.values()))
-        if triton_obstacle(device) is not None:
+        if _watch is not None:
+            _watch(name, args, kwargs)
             return op._init_fn(*args, **kwargs)
-        if device.index == torch.cuda.current_device():  # the switch below takes three times as long as the question
-            return launcher_of(op._qualname)(*args, **kwargs)
-        with torch.cuda.device(device):
-            return launcher_of(op._qualname)(*args, **kwargs)
+        if name in first_calls:
+            first_calls.pop(name)(name, args, kwargs)
+        if name in replaced or _policy == "none" or name in _left_out or triton_obstacle(device) is not None:
+            return op._init_fn(*args, **kwargs)
+        try:
+            if device.type != "cuda" or device.index == torch.cuda.current_device():  # a third of the switch's time
+                return launcher_of(name)(*args, **kwargs)
+            with torch.cuda.device(device):
+                return launcher_of(name)(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # of a compiler or a launch, before it wrote anything
+            if _policy == "all" or torch.cuda.is_current_stream_capturing():
+                raise
+            use_reference(name, first_line(error))
+        return op._init_fn(*args, **kwargs)
 
+    on_cuda[name] = run
     op.register_kernel("cuda", run)
+
+
+def use_kernels(policy: str, left_out: Collection[str] = ()) -> None:
+    """Choose for the whole process: `auto`, all kernels but those that fail; `all`, failures are errors; `none`.
+
+    `left_out` names operators whose reference runs in any case, without "coat::".
+    """
+    global _policy
+    _policy = policy
+    _left_out.clear()
+    _left_out.update(f"coat::{name}" for name in left_out)
+    if policy == "all":
+        replaced.clear()
+
+
+def use_reference(operator: str, why: str) -> None:
+    """Run this operator's reference on CUDA from now on; logged once."""
+    if operator not in replaced:
+        logger.warning("%s: PyTorch reference in place of its kernel: %s", operator.removeprefix("coat::"), why)
+    replaced[operator] = why
+
+
+@contextmanager
+def references(watch: Watch) -> Iterator[None]:
+    """Run references on CUDA in the `with` block, in all threads, and show each call to `watch` before it runs."""
+    global _watch
+    _watch = watch
+    try:
+        yield
+    finally:
+        _watch = None
+
+
+def load_operators() -> None:
+    """Import every operator: `launchers` is complete then."""
+    for module in pkgutil.iter_modules(importlib.import_module(__package__).__path__):
+        if not module.name.endswith("_kernel"):  # those need triton
+            importlib.import_module(f"{__package__}.{module.name}")
+
+
+def first_line(error: Exception) -> str:
+    """An error in one line."""
+    lines = str(error).strip().splitlines() or ["no message"]
+    return f"{type(error).__name__}: {lines[0]}"
 
 
 @functools.cache
@@ -176,7 +247,7 @@ def _find_obstacle(device: torch.device) -> str | None:
     except torch.OutOfMemoryError:
         raise  # says nothing about Triton, and the answer is cached
     except Exception as error:  # whatever a missing compiler, driver or cache folder raises; it is logged
-        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+        return first_line(error)
 
 
 def _device_of(args: tuple[Any, ...]) -> torch.device:

@@ -32,6 +32,15 @@ KEPT_TABLES = 64  # weights of FLUX.1 that are updated one by one have some 20 s
 Record = Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None]
 _record: ContextVar[Record | None] = ContextVar("record", default=None)
 
+Allocate = Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor]
+
+
+def _torch_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+_allocate: ContextVar[Allocate] = ContextVar("allocate", default=_torch_empty)
+
 Key = tuple[torch.device, Hashable]
 _uploaded: OrderedDict[Key, Tensor] = OrderedDict()
 _read_by_graphs: dict[Key, Tensor] = {}
@@ -73,8 +82,18 @@ def recorded_launches(record: Record) -> Iterator[None]:
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate a kernel's result; the tests poison it."""
-    return torch.empty(shape, dtype=dtype, device=device)
+    """Allocate a kernel's result."""
+    return _allocate.get()(shape, dtype, device)
+
+
+@contextmanager
+def allocated_by(allocate: Allocate) -> Iterator[None]:
+    """Let `allocate` make this thread's results, as a self-test does (`proof.Buffers`)."""
+    token = _allocate.set(allocate)
+    try:
+        yield
+    finally:
+        _allocate.reset(token)
 
 
 def empty_values(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

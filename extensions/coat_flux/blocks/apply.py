@@ -14,6 +14,7 @@ from coat_core.activation.layers import keep_no_input
 from coat_core.config import FP8LinearConfig
 from coat_core.linear.function import CODES, fp8_gemm_obstacle
 from coat_core.linear.module import FP8Linear, FP8TrainableLinear, fit_to_diffusers, obstacle_to_conversion
+from coat_core.ops.dispatch import use_kernels
 
 from ..base.errors import UserError
 from ..config.coat import COATConfig
@@ -21,6 +22,7 @@ from ..config.findings import ConfigError
 from .cast_loss import note_weight
 from .gemms import config_for, high_precision_reason
 from .models import Family, family_of, matches
+from .proving import prove_step
 from .quantized import adopt, quantization_of
 from .report import OUTSIDE, CoatReport, describe_linear, shared_rows
 from .runner import BlockRunner
@@ -63,6 +65,9 @@ def apply_coat(
     family = family_of(model)
     run_device = torch.device(device) if device is not None else next(model.parameters()).device
     config = config_for(run_device, config)
+    use_kernels(config.speed.kernels, config.speed.kernels_left_out)
+    if config.speed.kernels == "auto":
+        prove_step()
     stored = config.weight.use_fp8 and not trained
     multiplies = config.activation.use_fp8
     report.asked = "W and GEMMs in high precision"

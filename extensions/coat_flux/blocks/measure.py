@@ -141,13 +141,13 @@ class GemmPick:
             picked = Picked(self._candidates[0], "the only one that is as precise as configured")
         else:
             key = key_of(args, self._blocks, self._config)
-            times = from_first_process(lambda: _all_times().get(key, {}))
+            times = from_first_process(lambda: kept_results().get(key, {}))
             why = "measured earlier on this GPU, these shapes"
             if not set(times) & set(self._candidates):
                 started = time.monotonic()
                 times = from_first_process(lambda: self._time_all(args))
                 why = f"fastest, measured in {time.monotonic() - started:.1f} s"
-                write_times(key, times)
+                keep_results(key, times)
             times = {gemm: ms for gemm, ms in times.items() if gemm in self._candidates}
             picked = Picked(min(times, key=lambda gemm: times[gemm]), why, times)
         self.set(picked.name)
@@ -265,7 +265,7 @@ def _measured_kernel(like: Tensor, own: str, refused: Mapping[str, str]) -> Pick
     key = key_on(like.device, facts)
     trial = AttentionTrial(like)
     refused = dict(refused)
-    times = _all_times().get(key, {})
+    times = kept_results().get(key, {})
     if times and trial.obstacle(_fastest_kernel(times, own)) is None:
         why = "measured earlier on this GPU, this shape"
         return Picked(_fastest_kernel(times, own), why, times, refused)
@@ -278,7 +278,7 @@ def _measured_kernel(like: Tensor, own: str, refused: Mapping[str, str]) -> Pick
             refused[kernel] = reason
     if not times:
         return Picked(own, "torch's choice: no kernel passed the trial", refused=refused)
-    write_times(key, times)
+    keep_results(key, times)
     return Picked(_fastest_kernel(times, own), f"fastest at {like.shape[2]} tokens", times, refused)
 
 
@@ -359,16 +359,17 @@ def version_of(*packages: str) -> str | None:
     return None
 
 
-def write_times(key: str, milliseconds: Mapping[str, float]) -> None:
-    """Keep name → milliseconds."""
-    file, content = cache_file(), {**_all_times(), key: dict(milliseconds)}
+def keep_results(key: str, results: Mapping[str, Any]) -> None:
+    """Keep name → milliseconds, or operator → verdict, for later starts."""
+    file, content = cache_file(), {**kept_results(), key: dict(results)}
     try:
         write_file(file, json.dumps(content, indent=1))
     except OSError as error:
         logger.info("%s: not written, the next run measures again (%s)", file, error)
 
 
-def _all_times() -> dict[str, dict[str, float]]:
+def kept_results() -> dict[str, dict[str, Any]]:
+    """What `keep_results` kept, by key."""
     try:
         content = json.loads(cache_file().read_text(encoding="utf-8"))
     except FileNotFoundError:

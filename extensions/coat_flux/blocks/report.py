@@ -17,7 +17,7 @@ from coat_core.config import FP8LinearConfig
 from coat_core.formats import INT8
 from coat_core.linear.function import fp8_gemm_obstacle
 from coat_core.linear.module import FP8TrainableLinear
-from coat_core.ops.dispatch import triton_obstacle
+from coat_core.ops.dispatch import replaced, triton_obstacle
 
 from ..base.text import MB
 from .decide import BlockPlan, flow_settings, saving_of
@@ -156,20 +156,29 @@ def shared_rows(plan: BlockPlan, device: torch.device, ran: Mapping[int, str], o
     gemms = _gemms(plan, device)
     if own:
         gemms = gemms._replace(got=OWN_PRODUCTS, why=QUANTIZED)
-    kernels = TableRow("kernels", "Triton", "Triton")
-    obstacle: str | None = f"Triton kernels need a GPU, this is a {device.type}"
-    if device.type == "cuda":
-        here = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
-        obstacle = triton_obstacle(here)
-    if obstacle is not None:
-        kernels = kernels._replace(got="PyTorch reference", why=obstacle)
-    rows = [gemms, kernels, _saved(plan, ran), _attention(plan), _checkpointing(plan)]
+    rows = [gemms, _kernels(plan, device), _saved(plan, ran), _attention(plan), _checkpointing(plan)]
     if plan.given.stream_bytes:
         rows.append(_streamed(plan))
     if config.weight.use_fp8 and config.activation.use_fp8 and not own:
         rows.append(_transposed(plan))
     rows.append(_execution(plan))
     return rows
+
+
+def _kernels(plan: BlockPlan, device: torch.device) -> TableRow:
+    speed = plan.config.speed
+    obstacle: str | None = f"Triton kernels need a GPU, this is a {device.type}"
+    if speed.kernels == "none":
+        obstacle = "as configured: speed.kernels: none"
+    elif device.type == "cuda":
+        here = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+        obstacle = triton_obstacle(here)
+    if obstacle is not None:
+        return TableRow("kernels", "Triton", "PyTorch reference", obstacle)
+    reasons = {name.removeprefix("coat::"): why for name, why in replaced.items()}
+    reasons |= dict.fromkeys(speed.kernels_left_out, "speed.kernels_left_out")
+    got = f"Triton, PyTorch reference for {', '.join(reasons)}" if reasons else "Triton"
+    return TableRow("kernels", "Triton", got, "; ".join(f"{name}: {why}" for name, why in reasons.items()))
 
 
 def _gemms(plan: BlockPlan, device: torch.device) -> TableRow:

@@ -30,7 +30,7 @@ from coat_core.linear.function import TRANSPOSED, compute_dtype
 from coat_core.optim.state import state_bytes
 
 from ..config.coat import COATConfig
-from . import report
+from . import proving, report
 from .decide import BlockPlan, Given, budget_bytes, decide, saving_of
 from .fused.chooser import attention_query, disagreement, fused_block
 from .fused.forms import Form
@@ -83,6 +83,8 @@ class BlockRunner:
         self.picked: Picked | None = None
         self.attention = AttentionPick(config)
         self.streaming: StreamedWeights | None = None
+        proves = config.enabled and config.speed.kernels == "auto"
+        self._unproved = set(map(type, self._modules)) if proves else set()  # classes of blocks
         self._place = len(self._modules)  # of the block that ran last
         self._state: BlockState | None = None  # of the blocks when they were read
         self._read_forms: dict[int, Form] = {}  # index → a block that can be fused
@@ -181,9 +183,11 @@ class BlockRunner:
         self._see_sizes(args)
         if self._state is None:  # copies of weights have changed
             self._read()
+        form = self.forms.get(place)
+        if type(block) in self._unproved:
+            self._prove(place, form, begins, args, kwargs)
         if begins and self.forms and args:
             self.share(args)
-        form = self.forms.get(place)
         if form is None:
             outputs = self._run_own(place, args, kwargs)
         else:
@@ -197,6 +201,21 @@ class BlockRunner:
                 self._counts = counts
                 logger.info("blocks: %s", "; ".join(f"{count} {what}" for what, count in counts.items()))
         return outputs
+
+    def _prove(self, place: int, form: Form | None, begins: bool, args: tuple[Any, ...], kwargs: Any) -> None:
+        """Prove the kernels of the first block of its class, before it runs."""
+        block = self._modules[place]
+        self._unproved.remove(type(block))
+        if first_tensor((*args, *kwargs.values())).device.type != proving.DEVICE:
+            return
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if begins and self.forms and args:
+                self.share(args)
+            return self._run_own(place, args, kwargs) if form is None else form(*args, **kwargs)
+
+        with suppress(NotFusable):
+            proving.prove_block(block, run, args, kwargs, self._config)
 
     def _pick_kernels(self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Pick what is still to be picked, in the first pass, for the first block's arguments."""

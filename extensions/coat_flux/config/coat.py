@@ -148,6 +148,14 @@ class SpeedOptions:
         ("auto", "always", "never"),
         "time the GEMMs (20 s at most) at the start, use the fastest that is as precise as configured; auto: on a GPU",
     )
+    kernels: str = choice(
+        ("auto", "all", "none"),
+        "Triton kernels on a GPU; auto: each is compared with its PyTorch reference at the first start, and replaced by "
+        "it where it is wrong or fails; all: no comparison, a failure ends the run; none: references",
+    )
+    kernels_left_out: tuple[str, ...] = key(
+        (), "strings", "operators that run as their PyTorch reference, as `coat-flux doctor` names them"
+    )
     attention: str = choice(
         ("auto", "cudnn", "flash", "efficient"),
         "attention kernel of FLUX blocks on a GPU; auto: fastest by speed.measure (also FlashAttention 3 and 4), "

@@ -1,0 +1,147 @@
+"""Proves the kernels that a run launches, before its first step, and keeps the verdicts for the next start.
+
+When a block of a new class is about to run on a GPU, it first runs by references: that records its operators' calls and
+gives its gradients. Each kernel is then compared with its reference on those calls, in another process
+(`coat_core.ops.proof`), and last the block's gradients by kernels with those by references. What is wrong runs as its
+reference from then on. The optimizer's kernel is compared at its first call.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from coat_core import ops
+from coat_core.ops import dispatch
+from coat_core.ops.proof import ADAMW, Call, prove, recorded_calls
+
+from ..base.rng import kept_draws
+from ..config.coat import COATConfig
+from .fused.parts import written_gradients
+from .lora import trained_parameters
+from .measure import from_first_process, kept_results, key_of, key_on, keep_results, version_of
+
+logger = logging.getLogger(__name__)
+
+DEVICE = "cuda"  # where kernels run
+# of outputs and gradients by kernels against those by references, in norms: a bf16 rounding moves some values to the
+# next FP8 code, which makes 2 % of e5m2's
+LARGEST_DIFFERENCE = 0.2
+
+Run = Callable[..., Any]
+
+
+def prove_block(block: nn.Module, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any], config: COATConfig) -> None:
+    """Prove the kernels that `run` launches for this block and its coming arguments."""
+    device = next(x.device for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
+    key = key_on(device, {**_facts(), "block": key_of((*args, *kwargs.values()), [block], config)})
+    _adopt(device, key, lambda: _block_verdicts(block, run, args, kwargs, device))
+
+
+def prove_step() -> None:
+    """Prove the optimizer's kernel at its next call."""
+
+    def prove_call(operator: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        device = args[0][0].device
+        if device.type != DEVICE:
+            return
+        call = Call.of(operator, args, kwargs)
+        key = key_on(device, {**_facts(), "call": call.signature()})
+        _adopt(device, key, lambda: prove([call], device))
+
+    dispatch.first_calls[ADAMW] = prove_call
+
+
+def _adopt(device: torch.device, key: str, find: Callable[[], dict[str, str]]) -> None:
+    """Use references as the verdicts of an earlier start have it, or those that `find` returns now."""
+
+    def verdicts() -> Mapping[str, str]:
+        kept = kept_results().get(key)
+        if kept is None:
+            torch.cuda.empty_cache()  # the other process needs memory
+            kept = find()
+            keep_results(key, kept)
+            torch.cuda.empty_cache()
+        return kept
+
+    for operator, why in from_first_process(verdicts).items():
+        if why:
+            dispatch.use_reference(operator, why)
+
+
+@functools.cache
+def _facts() -> dict[str, Any]:
+    """What a verdict depends on besides device, torch and our version."""
+    driver = torch._C._cuda_getDriverVersion() if torch.cuda.is_available() else None
+    sources = hashlib.sha256()
+    for file in sorted(Path(ops.__path__[0]).glob("*.py")):
+        sources.update(file.read_bytes())
+    return {"triton": version_of("triton", "triton-windows"), "driver": driver, "sources": sources.hexdigest()}
+
+
+def _block_verdicts(
+    block: nn.Module, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
+) -> dict[str, str]:
+    once = functools.partial(_results, block, run, args, kwargs)
+    try:
+        with recorded_calls() as calls:
+            expected = once()
+        verdicts = prove(calls, device)
+        for operator, why in verdicts.items():
+            if why:
+                dispatch.use_reference(operator, why)
+        operators = dict.fromkeys(call.operator for call in calls)
+        for operator in _culprits(once, expected, [each for each in operators if each not in dispatch.replaced]):
+            verdicts[operator] = "the gradients of a block are wrong with it"
+    except torch.OutOfMemoryError:
+        logger.info("kernels of %s are not proved: out of memory", type(block).__name__)
+        return {}
+    logger.info("kernels of %s: %d of %d proved", type(block).__name__, len(verdicts), len(operators))
+    return verdicts
+
+
+def _culprits(once: Callable[[], list[Tensor]], expected: list[Tensor], operators: list[str]) -> list[str]:
+    """The operator whose reference alone makes the block right again; all where none does."""
+    if _difference(once(), expected) <= LARGEST_DIFFERENCE:
+        return []
+    for operator in operators:
+        dispatch.replaced[operator] = "on trial"
+        try:
+            if _difference(once(), expected) <= LARGEST_DIFFERENCE:
+                return [operator]
+        finally:
+            del dispatch.replaced[operator]
+    return operators
+
+
+def _difference(results: list[Tensor], expected: list[Tensor]) -> float:
+    worst = 0.0
+    for x, own in zip(results, expected, strict=True):
+        size = float(own.norm()) or torch.finfo(torch.float32).tiny
+        worst = max(worst, float((x - own).norm().nan_to_num(torch.inf)) / size)
+    return worst
+
+
+def _results(block: nn.Module, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Outputs, and the gradients of inputs and adapters, in fp32."""
+    wanted: list[Tensor] = list(trained_parameters(block))
+
+    def leaf(x: Any) -> Any:
+        if isinstance(x, Tensor) and x.is_floating_point() and x.ndim == 3:
+            x = x.detach().clone().requires_grad_()
+            wanted.append(x)
+        return x
+
+    args, kwargs = tree_map(leaf, (args, kwargs))
+    with kept_draws(), torch.enable_grad(), written_gradients(False):
+        outputs = [x for x in tree_leaves(run(*args, **kwargs)) if isinstance(x, Tensor)]
+        gradients = torch.autograd.grad(outputs, wanted, [torch.ones_like(x) for x in outputs], allow_unused=True)
+    return [x.detach().to(torch.float32) for x in (*outputs, *gradients) if x is not None]
