@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from coat_core.ops import dispatch
+
 # without test_schema, which compares tensors by allclose: torch has none for FP8
 WITHOUT_SCHEMA = ("test_autograd_registration", "test_faketensor")
+
+
+@contextmanager
+def as_on_cuda(patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Send CPU tensors the way of CUDA ones, to the launchers, which Triton interprets."""
+    dispatch.load_operators()
+    patch.setattr(dispatch, "triton_obstacle", lambda device: None)
+    patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    patch.setattr(dispatch, "replaced", {})
+    patch.setattr(dispatch, "first_calls", {})
+    with torch.library._scoped_library("coat", "IMPL") as library:
+        for name, op in dispatch.launchers.items():
+            library.impl(name, dispatch.on_cuda[name], "CPU")
+            if isinstance(op, dispatch.Operator):
+                patch.setitem(op.kernels, "cpu", dispatch.on_cuda[name])
+        yield
 
 
 def check_operator(op: Any, args: tuple[Any, ...]) -> None:

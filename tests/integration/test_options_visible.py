@@ -161,8 +161,9 @@ CASES: dict[str, Expected] = {
 }  # fmt: skip
 OPTIMIZER = {key for key in BY_KEY if key.startswith("optimizer.")}  # tests/optim
 SEPARATE = {"memory.log_memory_stats", "memory.log_every", "fallback"}  # test_memory.py, test_apply_coat.py
-# change no tensor of a step: test_compile.py, test_(speed_pick|attention_pick|transposed_weights|streaming).py
-SPEED = {"speed.cuda_graphs", "speed.measure", "speed.attention", "memory.transposed_weights", "memory.stream_blocks"}
+# change no tensor of a step: test_compile.py, test_(measure|proved_kernels|streaming|dry_gpu).py
+SPEED = {"speed.cuda_graphs", "speed.measure", "speed.attention", "speed.kernels", "speed.kernels_left_out"}
+SPEED |= {"memory.transposed_weights", "memory.stream_blocks"}
 # of the run, not of a step: tests/reliability; of full fine-tuning: test_engine_full.py
 FULL = ("include", "exclude", "activation.wgrad_format", "optimizer.offload")
 RELIABILITY = {key for key in BY_KEY if key.startswith(("data.", "guard.", "resume.", *FULL))}

@@ -18,6 +18,7 @@ from coat_core.ops.gate import gated_sum
 from coat_core.ops.norm import norm_modulate, norm_modulate_quantize
 from coat_core.ops.quantize import _quantize, dequantize
 from coat_core.quantize import quantize
+from tests.helpers.operators import as_on_cuda
 from tests.kernels.test_adamw import Problem
 
 pytestmark = [
@@ -30,17 +31,7 @@ STEP = proof.ADAMW
 
 @pytest.fixture(autouse=True)
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """CPU tensors take the way of CUDA ones, to the launchers."""
-    dispatch.load_operators()
-    monkeypatch.setattr(dispatch, "triton_obstacle", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(dispatch, "replaced", {})
-    monkeypatch.setattr(dispatch, "first_calls", {})
-    with torch.library._scoped_library("coat", "IMPL") as library:
-        for name, op in dispatch.launchers.items():
-            library.impl(name, dispatch.on_cuda[name], "CPU")
-            if isinstance(op, dispatch.Operator):
-                monkeypatch.setitem(op.kernels, "cpu", dispatch.on_cuda[name])
+    with as_on_cuda(monkeypatch):
         yield
 
 

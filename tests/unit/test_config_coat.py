@@ -22,6 +22,7 @@ GOOD = {
     "memory.budget_gb": [None, 24, 0.5, 79.6],
     "memory.stream_blocks": [0, 3, "auto", "all"],
     "memory.log_every": [1, 500],
+    "speed.kernels_left_out": [[], ["gated_sum", "qkv_rope"]],
     "data.background": ["white", "grey", "#f0e1d2"],
     "resume.allow": [[], ["data", "seed", "world_size"]],
 }
@@ -125,6 +126,7 @@ EXCLUDED: list[tuple[dict[str, Any], str, str]] = [  # a block, the key that is 
     ({"weight": INT8, "activation": {**INT8, "wgrad_format": "e4m3"}}, "activation.wgrad_format=", "write bf16"),
     ({"activation": {"use_fp8": False, "min_sqnr_db": 20}}, "activation.min_sqnr_db=20", "write null"),
     ({"resume": {"allow": ["data", "sead"]}}, "resume.allow='sead'", "'seed'"),
+    ({"speed": {"kernels_left_out": ["gated_sun"]}}, "speed.kernels_left_out='gated_sun'", "'gated_sum'"),
     (
         {"optimizer": {**INTEGER_MOMENTS, "use_dynamic_range_expansion": True}},
         "optimizer.use_dynamic_range_expansion=true",

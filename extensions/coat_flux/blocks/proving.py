@@ -27,7 +27,7 @@ from ..base.rng import kept_draws
 from ..config.coat import COATConfig
 from .fused.parts import written_gradients
 from .lora import trained_parameters
-from .measure import from_first_process, kept_results, key_of, key_on, keep_results, version_of
+from .measure import from_first_process, keep_results, kept_results, key_of, key_on, version_of
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def prove_block(block: nn.Module, run: Run, args: tuple[Any, ...], kwargs: dict[
     """Prove the kernels that `run` launches for this block and its coming arguments."""
     device = next(x.device for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
     key = key_on(device, {**_facts(), "block": key_of((*args, *kwargs.values()), [block], config)})
-    _adopt(device, key, lambda: _block_verdicts(block, run, args, kwargs, device))
+    _adopt(key, lambda: _block_verdicts(block, run, args, kwargs, device))
 
 
 def prove_step() -> None:
@@ -55,21 +55,27 @@ def prove_step() -> None:
             return
         call = Call.of(operator, args, kwargs)
         key = key_on(device, {**_facts(), "call": call.signature()})
-        _adopt(device, key, lambda: prove([call], device))
+
+        def find() -> tuple[dict[str, str], bool]:
+            verdicts = prove([call], device)
+            return verdicts, bool(verdicts)
+
+        _adopt(key, find)
 
     dispatch.first_calls[ADAMW] = prove_call
 
 
-def _adopt(device: torch.device, key: str, find: Callable[[], dict[str, str]]) -> None:
-    """Use references as the verdicts of an earlier start have it, or those that `find` returns now."""
+def _adopt(key: str, find: Callable[[], tuple[dict[str, str], bool]]) -> None:
+    """Use references as the verdicts of an earlier start have it, or those that `find` returns; kept if complete."""
 
     def verdicts() -> Mapping[str, str]:
         kept = kept_results().get(key)
         if kept is None:
             torch.cuda.empty_cache()  # the other process needs memory
-            kept = find()
-            keep_results(key, kept)
+            kept, complete = find()
             torch.cuda.empty_cache()
+            if complete:
+                keep_results(key, kept)
         return kept
 
     for operator, why in from_first_process(verdicts).items():
@@ -89,7 +95,7 @@ def _facts() -> dict[str, Any]:
 
 def _block_verdicts(
     block: nn.Module, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
-) -> dict[str, str]:
+) -> tuple[dict[str, str], bool]:
     once = functools.partial(_results, block, run, args, kwargs)
     try:
         with recorded_calls() as calls:
@@ -103,9 +109,9 @@ def _block_verdicts(
             verdicts[operator] = "the gradients of a block are wrong with it"
     except torch.OutOfMemoryError:
         logger.info("kernels of %s are not proved: out of memory", type(block).__name__)
-        return {}
+        return {}, False
     logger.info("kernels of %s: %d of %d proved", type(block).__name__, len(verdicts), len(operators))
-    return verdicts
+    return verdicts, len(verdicts) == len(operators)
 
 
 def _culprits(once: Callable[[], list[Tensor]], expected: list[Tensor], operators: list[str]) -> list[str]:
@@ -143,5 +149,7 @@ def _results(block: nn.Module, run: Run, args: tuple[Any, ...], kwargs: dict[str
     args, kwargs = tree_map(leaf, (args, kwargs))
     with kept_draws(), torch.enable_grad(), written_gradients(False):
         outputs = [x for x in tree_leaves(run(*args, **kwargs)) if isinstance(x, Tensor)]
-        gradients = torch.autograd.grad(outputs, wanted, [torch.ones_like(x) for x in outputs], allow_unused=True)
+        draw = torch.Generator(outputs[0].device).manual_seed(0)
+        grads = [torch.randn(x.shape, generator=draw, device=x.device).to(x.dtype) for x in outputs]
+        gradients = torch.autograd.grad(outputs, wanted, grads, allow_unused=True)
     return [x.detach().to(torch.float32) for x in (*outputs, *gradients) if x is not None]

@@ -176,7 +176,7 @@ def _kernels(plan: BlockPlan, device: torch.device) -> TableRow:
     if obstacle is not None:
         return TableRow("kernels", "Triton", "PyTorch reference", obstacle)
     reasons = {name.removeprefix("coat::"): why for name, why in replaced.items()}
-    reasons |= dict.fromkeys(speed.kernels_left_out, "speed.kernels_left_out")
+    reasons |= dict.fromkeys(speed.kernels_left_out, "as configured")
     got = f"Triton, PyTorch reference for {', '.join(reasons)}" if reasons else "Triton"
     return TableRow("kernels", "Triton", got, "; ".join(f"{name}: {why}" for name, why in reasons.items()))
 

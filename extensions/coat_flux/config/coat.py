@@ -150,11 +150,11 @@ class SpeedOptions:
     )
     kernels: str = choice(
         ("auto", "all", "none"),
-        "Triton kernels on a GPU; auto: each is compared with its PyTorch reference at the first start, and replaced by "
-        "it where it is wrong or fails; all: no comparison, a failure ends the run; none: references",
+        "Triton kernels on a GPU; auto: each is compared with its PyTorch reference before it is used, and replaced by "
+        "that where it is wrong or fails; all: not compared, a failure ends the run; none: references",
     )
     kernels_left_out: tuple[str, ...] = key(
-        (), "strings", "operators that run as their PyTorch reference, as `coat-flux doctor` names them"
+        (), "strings", "operators that run as their PyTorch reference, by name as in the start table"
     )
     attention: str = choice(
         ("auto", "cudnn", "flash", "efficient"),
@@ -289,8 +289,20 @@ OWN_RULES = [row for row in RULES if all(key.startswith("coat.") for key in (row
 
 
 def check_allowed(config: COATConfig, path: str, findings: Findings) -> None:
-    """Check the parts of the identity that `resume.allow` names."""
-    parts = Option("", None, "choice", choices=RESUME_PARTS)
-    for part in config.resume.allow:
-        if refusal := parts.refusal(part):
-            findings.add(f"{path}.resume.allow", refusal, part)
+    """Check the names in `resume.allow` and `speed.kernels_left_out`."""
+    named = {"resume.allow": (config.resume.allow, RESUME_PARTS)}
+    if config.speed.kernels_left_out:
+        named["speed.kernels_left_out"] = (config.speed.kernels_left_out, kernel_names())
+    for key, (names, known) in named.items():
+        names_known = Option("", None, "choice", choices=known)
+        for name in names:
+            if refusal := names_known.refusal(name):
+                findings.add(f"{path}.{key}", refusal, name)
+
+
+def kernel_names() -> tuple[str, ...]:
+    """The operators that have a Triton kernel, without "coat::"."""
+    from coat_core.ops import dispatch
+
+    dispatch.load_operators()
+    return tuple(sorted(name.removeprefix("coat::") for name in dispatch.launchers))
