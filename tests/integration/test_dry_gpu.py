@@ -40,6 +40,7 @@ VALUES = {
     "memory.budget_gb": 1.0,
     "memory.log_every": 1,
     "memory.stream_blocks": "auto",
+    "speed.kernels_left_out": ["gated_sum"],
     "data.background": "black",
     "resume.allow": ["data"],
 }

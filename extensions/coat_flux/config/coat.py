@@ -293,11 +293,11 @@ def check_allowed(config: COATConfig, path: str, findings: Findings) -> None:
     named = {"resume.allow": (config.resume.allow, RESUME_PARTS)}
     if config.speed.kernels_left_out:
         named["speed.kernels_left_out"] = (config.speed.kernels_left_out, kernel_names())
-    for key, (names, known) in named.items():
-        names_known = Option("", None, "choice", choices=known)
+    for place, (names, known) in named.items():
+        one_of_them = Option("", None, "choice", choices=known)
         for name in names:
-            if refusal := names_known.refusal(name):
-                findings.add(f"{path}.{key}", refusal, name)
+            if refusal := one_of_them.refusal(name):
+                findings.add(f"{path}.{place}", refusal, name)
 
 
 def kernel_names() -> tuple[str, ...]:
