@@ -26,6 +26,10 @@ from coat_core.quantize import dequantize
 
 ALIGNMENT = 16  # of K and N; a rule of the hardware's FP8 tensor cores
 FEWEST_INT8_ROWS = 17  # that torch's INT8 product takes on CUDA
+# bf16 rounds by 0.4 %; sums of Hopper's fast accumulation, of 14 bits, are off by a few percent at K = 15,360
+TRIAL_ERROR = 0.1  # of a right product, relative to the larger of its element and the mean magnitude
+PERIOD = 65_521  # random numbers of a trial's codes; a prime, so that no two rows are alike
+_sizes = (256, 256, 256)  # tokens, K and N that products are tried at: small, memory may be full by then
 
 
 def check_sizes(b: Tensor) -> None:
@@ -159,21 +163,57 @@ def scaled_mm_on_cuda(a: Any) -> Tensor:
 scaled_mm.register_kernel("cuda", scaled_mm_on_cuda)
 
 
+def try_products_of(tokens: int, k: int, n: int) -> None:
+    """Let products be tried at a run's sizes, x [tokens, K] and W [N, K], instead of those of `_sizes`."""
+    global _sizes
+    if (tokens, k, n) != _sizes:
+        _sizes = (tokens, k, n)
+        unsupported_reason.cache_clear()
+
+
 @functools.cache
 def unsupported_reason(device: torch.device, a_dtype: torch.dtype, b_dtype: torch.dtype, row_wise: bool) -> str | None:
-    """Why this device, CUDA and torch cannot multiply codes of these dtypes, or None; found by one product."""
-    if device.type == "cpu":
-        return None
-    gemm: Callable[..., Tensor] = int8_mm if a_dtype == torch.int8 else scaled_mm
+    """Why this device, CUDA and torch cannot multiply codes of these dtypes, or multiply them wrongly; else None.
+
+    Found by the two products of a linear, x Wᵀ and dy W, of random codes and scales.
+    """
+    return None if device.type == "cpu" else trial_error(device, a_dtype, b_dtype, row_wise)
+
+
+def trial_error(device: torch.device, a_dtype: torch.dtype, b_dtype: torch.dtype, row_wise: bool) -> str | None:
+    """`unsupported_reason`, tried each time, on a CPU too."""
+    tokens, k, n = _sizes
     try:
-        a, b = (torch.zeros(ALIGNMENT, ALIGNMENT, device=device).to(dtype) for dtype in (a_dtype, b_dtype))
-        scale = torch.ones(ALIGNMENT, 1, device=device) if row_wise else torch.ones((), device=device)
-        gemm(a, scale, b, scale, None, torch.bfloat16)
+        weight = _random_codes(n, k, b_dtype, device)
+        for width, codes, forward in ((k, weight, True), (n, weight.t(), False)):
+            if not _is_right(_random_codes(tokens, width, a_dtype, device), codes, row_wise, forward):
+                rows = "with a scale per row" if row_wise else "with one scale each"
+                return f"{device.type}: a wrong product of {tokens} x {width} x {codes.shape[0]}, {rows}"
     except torch.OutOfMemoryError:
         raise  # says nothing about the device, and answers are cached
     except (RuntimeError, ValueError, TypeError) as error:  # NotImplementedError is a RuntimeError; mps: TypeError
         return f"{device.type}: {str(error).splitlines()[0]}"
     return None
+
+
+def _random_codes(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    draw = torch.Generator().manual_seed(0)  # no random state of the run is touched
+    values = torch.randn(PERIOD, generator=draw).mul(16).to(device).to(dtype)
+    bits = values.view(torch.uint8).repeat(-(-rows * columns // PERIOD))
+    return bits[: rows * columns].view(dtype).view(rows, columns)
+
+
+def _is_right(a: Tensor, b: Tensor, row_wise: bool, forward: bool) -> bool:
+    """Whether the product of codes a [M, K], b [N, K] and made-up scales is finite and close to that of fp32."""
+    gemm: Callable[..., Tensor] = int8_mm if a.dtype == torch.int8 else scaled_mm
+    a_scale, b_scale = (torch.linspace(0.5, 2.0, len(x), device=a.device).unsqueeze(1) / 64 for x in (a, b))
+    if not row_wise:
+        a_scale, b_scale = a_scale[0, 0], b_scale[0, 0]
+    found = gemm(a, a_scale, b, b_scale, None, torch.bfloat16, forward).to(torch.float32)
+    with without_autocast(a.device):
+        exact = a.to(torch.float32) @ b.to(torch.float32).t()
+    near = TRIAL_ERROR * exact.abs().clamp_min(exact.square().mean().sqrt())
+    return bool(((found / a_scale / b_scale.reshape(-1) - exact).abs() <= near).all())  # False for NaN
 
 
 int8_unsupported_reason = functools.partial(unsupported_reason, a_dtype=torch.int8, b_dtype=torch.int8, row_wise=True)

@@ -194,10 +194,12 @@ def test_without_fp8_products_all_is_int8(monkeypatch: pytest.MonkeyPatch, caplo
     expected = predict(coat_flux_model({"memory": KEEP, **int8})[0])
     monkeypatch.setattr("coat_core.linear.function.unsupported_reason", lambda *_: "cuda: compute capability 8.6")
     model, report, _ = coat_flux_model({"memory": KEEP, "activation": {"linear_granularity": "per_tensor"}})
-    assert "no FP8 products here (cuda: compute capability 8.6), so weights and products are INT8" in caplog.text
+    for scaling in ("per_tensor", "per_row"):
+        assert f"e4m3 {scaling}: cuda: compute capability 8.6" in caplog.text
+    assert "products are in int8" in caplog.text
     assert "INT8, forward int8, backward int8" in report.table(1000)
     assert_bitwise(predict(model), expected)
-    monkeypatch.setattr("coat_flux.blocks.gemms.int8_obstacle", lambda _: "no INT8 either")
+    monkeypatch.setattr("coat_core.linear.function.int8_unsupported_reason", lambda _: "no INT8 either")
     assert coat_flux_model({"memory": KEEP})[1].why["transformer_blocks.0.attn.to_q"].startswith("fallback: cuda")
 
 

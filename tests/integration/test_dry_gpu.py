@@ -13,6 +13,7 @@ from torch import Tensor
 from coat_core import FP8TrainableLinear
 from coat_core.activation import Saving
 from coat_core.config import FP8LinearConfig
+from coat_core.linear.function import fp8_gemm_obstacle
 from coat_flux.blocks.fused.chooser import fused_block
 from coat_flux.config.coat import OPTIONS
 from coat_flux.config.options import Option
@@ -224,6 +225,40 @@ def test_every_fp8_gemm_of_a_config_is_one_that_torch_takes(
     assert (reason is None) == exists
 
 
+@pytest.mark.parametrize("asked", ["per_tensor", "per_row"])
+def test_a_card_that_refuses_row_wise_products_multiplies_fp8(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As sm_120 with torch 2.10 (pytorch #192707); INT8 is neither tried nor taken, whatever was asked for."""
+    multiply = torch._scaled_mm
+
+    def per_tensor_only(*args: Any, scale_a: Tensor, **kwargs: Any) -> Tensor:
+        if scale_a.numel() > 1:
+            raise RuntimeError("Rowwise scaling is not currently supported on your device")
+        return multiply(*args, scale_a=scale_a, **kwargs)
+
+    monkeypatch.setattr(torch, "_scaled_mm", per_tensor_only)
+    options = {**BASE, "activation.linear_granularity": asked, "speed.measure": "auto"}
+    with dry_gpu(monkeypatch) as gpu:
+        session = dry_session(nested(options), monkeypatch, blocks=(1, 1))
+        gpu.steps(session, 2)
+    coat = session.job.coat
+    assert (coat.weight.format, coat.activation.linear_granularity) == ("e4m3", "per_tensor")
+    assert execution_of(session.transformer)["gemm"] == "per_tensor"
+    assert gpu.operators.calls["coat::fp8_mm"] > 20
+    assert gpu.operators.calls["coat::int8_mm"] == 0
+
+
+def test_auto_is_timed_on_the_card_before_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both formats as their kernels run; all takes a millisecond, so that it is e4m3."""
+    options = {**BASE, "weight.format": "auto", "speed.measure": "auto"}
+    with dry_gpu(monkeypatch) as gpu:
+        session = dry_session(nested(options), monkeypatch, blocks=(1, 1))
+        assert gpu.launches["_int8_mm_fwd_kernel"] > 10
+        gpu.steps(session, 2)
+    assert session.job.coat.chosen.milliseconds == {"e4m3": 1.0, "int8": 1.0}
+    found = execution_of(session.transformer)
+    assert (found["weight_format"], found["weight_ms"]) == ("e4m3", {"e4m3": 1.0, "int8": 1.0})
+
+
 # --- blocks of other models ---
 
 
@@ -256,6 +291,8 @@ def test_a_trained_linear_casts_its_weight_once_and_in_every_graph(monkeypatch: 
     with dry_gpu(monkeypatch) as gpu:
         layer = torch.nn.Linear(3072, 1024, device="cuda", dtype=torch.bfloat16)
         FP8TrainableLinear.from_linear(layer, config)
+        assert fp8_gemm_obstacle(CARD, config) is None
+        gpu.launches.clear()
 
         def batches(count: int) -> None:
             for _ in range(count):

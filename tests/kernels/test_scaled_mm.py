@@ -18,6 +18,7 @@ from coat_core.ops.scaled_mm import (
     row_scale,
     scaled_mm,
     scaled_mm_on_cuda,
+    trial_error,
     unsupported_reason,
     weight_only_linear,
 )
@@ -187,11 +188,58 @@ def test_running_out_of_memory_is_not_taken_for_missing_fp8(monkeypatch: pytest.
     def full(*_: object, **__: object) -> Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(torch, "zeros", full)
+    monkeypatch.setattr("coat_core.ops.scaled_mm._random_codes", full)
     unsupported_reason.cache_clear()
     with pytest.raises(torch.OutOfMemoryError):
         unsupported_reason(torch.device("meta"), torch.float8_e4m3fn, torch.float8_e4m3fn, False)
     unsupported_reason.cache_clear()
+
+
+PAIRS = [(torch.float8_e4m3fn,) * 2, (torch.float8_e5m2, torch.float8_e4m3fn), (torch.int8,) * 2]
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("row_wise", [True, False])
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_a_right_product_passes_the_trial(pair: tuple[torch.dtype, torch.dtype], row_wise: bool) -> None:
+    assert trial_error(CPU, *pair, row_wise) is None
+
+
+def spoiled(how: str, forward_too: bool = True) -> Any:
+    """`scaled_mm` as a broken kernel would compute it."""
+
+    def product(a, a_scale, b, b_scale, bias, dtype, forward):
+        out = scaled_mm(a, a_scale, b, b_scale, bias, dtype, forward)
+        if forward and not forward_too:
+            return out
+        if how == "one NaN":
+            out[3, 5] = torch.nan
+        elif how == "a tile":
+            out[-128:, -128:] = out[:128, :128]
+        elif how == "rows":
+            return scaled_mm(a, a_scale.flip(0), b, b_scale, bias, dtype, forward)
+        elif how == "columns":
+            return scaled_mm(a, a_scale, b, b_scale.flip(0), bias, dtype, forward)
+        elif how == "14 bits of each sum":  # Hopper's fast accumulation is this good
+            return (out.float() * (1 + 2**-8)).to(dtype)
+        return out
+
+    return product
+
+
+@pytest.mark.parametrize("how", ["one NaN", "a tile", "rows", "columns"])
+def test_a_wrong_product_is_refused(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In forward or, as FBGEMM's with slow accumulation, in backward alone."""
+    for forward_too in (True, False):
+        monkeypatch.setattr("coat_core.ops.scaled_mm.scaled_mm", spoiled(how, forward_too))
+        reason = trial_error(CPU, *PAIRS[1], True)
+        assert reason is not None
+        assert "a wrong product of 256 x 256 x 256, with a scale per row" in reason
+
+
+def test_rounding_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coat_core.ops.scaled_mm.scaled_mm", spoiled("14 bits of each sum"))
+    assert trial_error(CPU, *PAIRS[0], True) is None
 
 
 def int8_operands(m: int, n: int, k: int, one_scale: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

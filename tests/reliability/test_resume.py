@@ -261,7 +261,7 @@ def test_the_measured_path_is_kept(copied: dict[str, Path]) -> None:
     folder = newest_set(run)
     assert folder is not None
     record, manifest = json.loads((folder / "state.json").read_text(encoding="utf-8")), manifest_of(folder)
-    assert record["path"] == {"gemm": "per_row", "recomputed": []}
+    assert record["path"] == {"gemm": "per_row", "recomputed": [], "weight_format": "e4m3"}
     record["path"]["gemm"] = "bf16"
 
     def write(changed: Path) -> None:

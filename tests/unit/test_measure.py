@@ -248,6 +248,7 @@ class Bench:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, config: COATConfig, pass_s: float = 0.1) -> None:
         self.blocks = {"a.0": Double(config), "b.0": Single(config), "b.1": Single(config)}
         self.runs: list[tuple[type, str]] = []
+        self.seen: list[int] = []  # image tokens of each
         self.now = 0.0
         self.args = (torch.randn(1, 6, HIDDEN), torch.randn(1, 4, HIDDEN))
         self.pick = GemmPick(self.blocks, config, self.form_of)
@@ -262,6 +263,7 @@ class Bench:
     def form_of(self, block: nn.Module) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
             self.runs.append((type(block), self.gemm()))
+            self.seen.append(args[0].shape[1])
             self.now += self._pass_s
             return block(*args)
 
@@ -326,6 +328,75 @@ def test_the_budget_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch, config_of(), pass_s=4.0)  # one candidate uses the budget up
     picked = bench.pick.choose(bench.args)
     assert (list(picked.milliseconds), picked.name) == (["per_row"], "per_row")
+
+
+def test_a_gemm_that_is_refused_or_fails_is_left_out_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(activation={"linear_granularity": "per_tensor"})
+    bench = Bench(monkeypatch, config)
+    refusal = "Rowwise scaling is not currently supported on your device"
+
+    def obstacle(device: torch.device, linear: Any) -> str | None:
+        return refusal if linear.input_granularity == "per_row" else None
+
+    def fails(once: Callable[[], None], device: torch.device) -> float:
+        if bench.gemm() == "bf16":
+            raise RuntimeError("CUDA error: invalid argument\nmore")
+        return 7.0
+
+    monkeypatch.setattr(measure, "fp8_gemm_obstacle", obstacle)
+    monkeypatch.setattr(measure, "timed", fails)
+    picked = bench.pick.choose(bench.args)
+    assert (picked.name, bench.gemm(), list(picked.milliseconds)) == ("per_tensor", "per_tensor", ["per_tensor"])
+    assert picked.refused == {"per_row": refusal, "bf16": "RuntimeError: CUDA error: invalid argument"}
+    assert refusal in picked.describe("", 1)
+
+
+def test_a_run_whose_gemms_all_fail_takes_the_one_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(monkeypatch, config_of())
+    monkeypatch.setattr(measure, "timed", lambda *_: (_ for _ in ()).throw(RuntimeError("no")))
+    assert (bench.pick.choose(bench.args).name, bench.gemm()) == ("per_row", "per_row")
+    assert not measure.cache_file().exists()
+
+
+def test_out_of_memory_is_no_verdict_on_the_first_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the largest size the batch's own is tried; only where that fails, too, the step's remedies follow."""
+    bench = Bench(monkeypatch, config_of())
+    bench.pick.image_tokens = 64
+    tokens = []
+
+    def full(once: Callable[[], None], device: torch.device) -> float:
+        once()
+        tokens.append(bench.seen[-1])
+        if bench.seen[-1] == 64:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return 1.0
+
+    monkeypatch.setattr(measure, "timed", full)
+    assert bench.pick.choose(bench.args).name == "per_row"
+    assert tokens[:2] == [64, 6]
+
+
+def test_the_largest_size_is_timed_though_the_first_batch_is_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(monkeypatch, config_of())
+    bench.pick.image_tokens = 64
+    bench.pick.choose(bench.args)
+    assert set(bench.seen) == {64}
+    again = Bench(monkeypatch, config_of())
+    again.pick.image_tokens = 64
+    again.pick.choose((torch.randn(1, 8, HIDDEN), again.args[1]))
+    assert not again.runs, "one timing for every first batch"
+
+
+def test_arguments_grow_with_their_tables_and_those_with_a_mask_do_not() -> None:
+    image, text, table = torch.randn(1, 6, 10), torch.randn(1, 4, 10), (torch.randn(10, 6), torch.randn(10, 6))
+    vector = torch.randn(1, 10)
+    grown = measure.enlarged((image, text, vector, table, None), 8)
+    assert [x.shape[-2] for x in (*grown[:3], *grown[3])] == [8, 4, 1, 12, 12]
+    assert torch.equal(grown[0][:, :6], image)
+    assert grown[1] is text
+    masked = (image, text, torch.ones(1, 10, dtype=torch.bool))
+    assert measure.enlarged(masked, 8) is masked
+    assert measure.enlarged((image, text), 5)[0] is image
 
 
 def test_the_second_run_measures_no_gemm(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -350,10 +350,12 @@ def test_full_fine_tuning_of_flux_dev_fits_80_gb_and_48_gb_with_the_moments_in_h
     assert {**step, "optimizer": 0} == {**before, "optimizer": 0}
 
 
-@pytest.mark.parametrize("name", ["flux_clothing_coat.yaml", "flux_clothing_coat_3090.yaml"])
-def test_24_gb_hold_flux_dev_without_recomputation(name: str) -> None:
+@pytest.mark.parametrize("weights", ["e4m3", "int8", "auto"])
+def test_24_gb_hold_flux_dev_without_recomputation(weights: str) -> None:
     """One of the photos is 1024 x 1024; 23.65 GiB are what PyTorch reports of an RTX 4090, 92 % of them are used."""
-    job = JobConfig.load(ROOT / "configs" / name)
+    job = JobConfig.load(ROOT / "configs" / "flux_clothing_coat.yaml")
+    coat = job.coat.with_weights_in(weights)
+    job = replace(job, coat=coat)
     prediction = planned(job, device_bytes=23.65 * 2**30)
     assert (prediction.recomputed, len(prediction.plan.blocks)) == ((), 57)
     assert prediction.peak < 24e9
@@ -454,6 +456,30 @@ def test_json_of_one_card(job_file, tmp_path, capsys):
     nowhere = tmp_path / "nowhere" / "plan.json"
     assert main(["plan", str(job_file), "--gpu", "24", "--json", str(nowhere)]) == 2
     assert f"--json {nowhere}" in capsys.readouterr().err
+
+
+def test_auto_is_what_a_card_multiplies_faster(job_file, capsys):
+    """By its peaks, in text and JSON, and the step's time follows; e4m3 says what `auto` may gain."""
+    raw = yaml.safe_load(job_file.read_text("utf-8"))
+    raw["config"]["process"][0]["coat"] = {"weight": {"format": "auto"}}
+    auto = job_file.with_name("auto.yaml")
+    auto.write_text(yaml.safe_dump(raw), encoding="utf-8")
+    seconds = {}
+    for card, taken, peaks in (("4090", "int8", "660.6"), ("3090", "int8", "284"), ("H100", "e4m3", "1978.9")):
+        for file in (auto, job_file):
+            assert main(["plan", str(file), "--gpu", card, "--json"]) == 0
+            (found,) = json.loads(capsys.readouterr().out)["cards"]
+            seconds[file.stem, card] = found["step_seconds"]
+            assert found["weight_format"] == ("int8" if card == "3090" or file == auto else "e4m3") or taken == "e4m3"
+            assert main(["plan", str(file), "--gpu", card]) == 0
+            lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("weight.format: auto")]
+            if file == auto:
+                assert lines == [line for line in lines if f"auto is {taken} on" in line and peaks in line] != []
+            else:
+                assert bool(lines) == (card == "4090")
+    assert seconds["auto", "4090"] < 0.75 * seconds["job", "4090"]
+    assert seconds["auto", "H100"] == seconds["job", "H100"]
+    assert seconds["auto", "3090"] == seconds["job", "3090"]  # INT8 there by `fallback`, too
 
 
 def test_impossible_cards():

@@ -17,10 +17,12 @@ from coat_core.linear.module import FP8Linear, FP8TrainableLinear, fit_to_diffus
 from coat_core.ops.dispatch import use_kernels
 
 from ..base.errors import UserError
-from ..config.coat import COATConfig
+from ..config.coat import AUTO, COATConfig
 from ..config.findings import ConfigError
 from .cast_loss import note_weight
-from .gemms import config_for, high_precision_reason
+from .formats import config_for
+from .gemms import high_precision_reason
+from .measure import MEASURED
 from .models import Family, family_of, matches
 from .proving import prove_step
 from .quantized import adopt, quantization_of
@@ -68,6 +70,11 @@ def apply_coat(
     use_kernels(config.speed.kernels, config.speed.kernels_left_out)
     if config.speed.kernels == "auto":
         prove_step()
+    if (picked := config.chosen) is not None:
+        numbers = [f"{name} {ms:.2f} ms" for name, ms in picked.milliseconds.items()]
+        numbers += [f"{name}: {reason}" for name, reason in picked.refused.items()]
+        why = MEASURED if picked.milliseconds else picked.why
+        report.add_row("weights", AUTO, picked.name, why, "; ".join(numbers))
     stored = config.weight.use_fp8 and not trained
     multiplies = config.activation.use_fp8
     report.asked = "W and GEMMs in high precision"

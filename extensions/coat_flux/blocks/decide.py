@@ -280,7 +280,7 @@ def flow_settings(config: COATConfig, given: Given, fused: bool = True) -> FlowS
         cuda=cuda,
         fp8_gemms=in_fp8 and not given.quantized,
         fp8_weights=config.enabled and (config.weight.use_fp8 or given.quantized),
-        weight_format="e4m3" if given.quantized else config.weight.format,
+        weight_format="e4m3" if given.quantized else config.linear_config().weight_format,
         kernels=cuda,
         frees_gradients=given.frees_gradients and not given.accumulates,
     )

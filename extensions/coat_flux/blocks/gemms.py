@@ -8,49 +8,19 @@ fit. For trained weights the codes themselves are kept until the next update.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 
-from coat_core.config import FP8LinearConfig
-from coat_core.formats import FORMATS, INT8
-from coat_core.linear.function import (
-    TRANSPOSED,
-    forget_codes,
-    fp8_gemm_obstacle,
-    keep_transposed,
-    load_weight,
-    wants_transposed,
-)
+from coat_core.linear.function import TRANSPOSED, forget_codes, keep_transposed, load_weight, wants_transposed
 from coat_core.linear.module import FP8Linear, FP8TrainableLinear
-from coat_core.ops.scaled_mm import int8_unsupported_reason as int8_obstacle
 
 from ..config.coat import COATConfig
 from .models import Family, matches
-
-logger = logging.getLogger(__name__)
-
-
-def config_for(device: torch.device, config: COATConfig) -> COATConfig:
-    """The config in force on this device: `fallback: int8` becomes INT8 if it has no FP8 GEMM. Idempotent."""
-    stores = config.enabled and config.weight.use_fp8 and config.activation.use_fp8
-    if not stores or config.fallback != INT8.name or config.weight.format not in FORMATS:
-        return config
-    obstacle = fp8_gemm_obstacle(device, FP8LinearConfig())
-    if obstacle is None or int8_obstacle(device) is not None:
-        return config
-    logger.warning("coat.fallback: int8: no FP8 products here (%s), so weights and products are INT8", obstacle)
-    return replace(
-        config,
-        weight=replace(config.weight, format=INT8.name, granularity="per_tensor"),
-        activation=replace(config.activation, format=INT8.name, linear_granularity="per_row"),
-    )
 
 
 def stored_linears(block: nn.Module) -> Iterator[tuple[Any, str]]:

@@ -27,11 +27,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from coat_core.activation import FP8InputLinear
 from coat_core.config import FP8LinearConfig
-from coat_core.linear.function import input_storage
+from coat_core.linear.function import fp8_gemm_obstacle, input_storage
 from coat_core.ops.attention import GPU_KERNELS, TAKES_MASK, AttentionTrial, chosen_kernel, use_kernel
 
 from ..base.files import write_file
@@ -88,7 +88,11 @@ def candidates(config: COATConfig) -> tuple[str, ...]:
 
 
 class GemmPick:
-    """Chooses for the linears with FP8 GEMMs, at the first pass; `form_of` returns what runs a block in a step."""
+    """Chooses for the linears with FP8 GEMMs, at the first pass; `form_of` returns what runs a block in a step.
+
+    Attributes:
+        image_tokens: of the run's largest images, which is timed though the first batch be smaller; 0: not known.
+    """
 
     def __init__(
         self,
@@ -103,6 +107,7 @@ class GemmPick:
         self._linears = [(module, name) for module, name in stored if getattr(module, name).use_fp8_gemm]
         self._candidates = candidates(config)
         self._resumed: str | None = None
+        self.image_tokens = 0
 
     def keep(self, gemm: str) -> None:
         """Reuse the GEMM of the resumed run, for equal rounding, unless the config forbids it now."""
@@ -140,33 +145,57 @@ class GemmPick:
         elif len(self._candidates) == 1:
             picked = Picked(self._candidates[0], "the only one that is as precise as configured")
         else:
-            key = key_of(args, self._blocks, self._config)
-            times = from_first_process(lambda: kept_results().get(key, {}))
-            why = "measured earlier on this GPU, these shapes"
-            if not set(times) & set(self._candidates):
-                started = time.monotonic()
-                times = from_first_process(lambda: self._time_all(args))
-                why = f"fastest, measured in {time.monotonic() - started:.1f} s"
-                keep_results(key, times)
-            times = {gemm: ms for gemm, ms in times.items() if gemm in self._candidates}
-            picked = Picked(min(times, key=lambda gemm: times[gemm]), why, times)
+            picked = from_first_process(lambda: self._fastest(args))
         self.set(picked.name)
         logger.info(picked.describe(f"execution: {picked.name} GEMM", digits=1))
         return picked
 
-    def _time_all(self, args: tuple[Any, ...]) -> dict[str, float]:
+    def _fastest(self, args: tuple[Any, ...]) -> Picked:
+        refused: dict[str, str] = {}
+        for gemm in self._candidates[:-1]:  # bf16 always runs
+            linear = replace(self._config.linear_config(), input_granularity=gemm)
+            if (reason := fp8_gemm_obstacle(args[0].device, linear)) is not None:
+                refused[gemm] = reason
+        usable = [gemm for gemm in self._candidates if gemm not in refused]
+        largest = enlarged(args, self.image_tokens)
+        key = key_of(largest, self._blocks, self._config)
+        times = {gemm: ms for gemm, ms in kept_results().get(key, {}).items() if gemm in usable}
+        why = "measured earlier on this GPU, these shapes"
+        if not times:
+            started = time.monotonic()
+            try:
+                times, failed = self._time_all(usable, largest)
+            except torch.OutOfMemoryError:
+                times = {}
+            if not times:  # too large, or a model whose arguments grow otherwise
+                times, failed = self._time_all(usable, args)
+            refused |= failed
+            if not times:
+                return Picked(usable[0], "as configured: no GEMM could be timed", refused=refused)
+            why = f"fastest, measured in {time.monotonic() - started:.1f} s"
+            keep_results(key, times)
+        return Picked(min(times, key=lambda gemm: times[gemm]), why, times, refused)
+
+    def _time_all(self, gemms: Sequence[str], args: tuple[Any, ...]) -> tuple[dict[str, float], dict[str, str]]:
+        """Milliseconds of all blocks by GEMM; and why there are none of the others."""
         started = time.monotonic()
         known = argument_names(type(self._blocks[0]))  # blocks with other arguments cannot take `args`
         counts = Counter(kind for kind in map(type, self._blocks) if argument_names(kind) == known)
         first = {type(block): block for block in reversed(self._blocks)}
         times: dict[str, float] = {}
-        for gemm in self._candidates:
+        refused: dict[str, str] = {}
+        for gemm in gemms:
             if times and time.monotonic() - started > BUDGET_S:
                 logger.info("speed.measure: no time left for %s", gemm)
                 continue
             self.set(gemm)
-            times[gemm] = sum(count * self._block_ms(first[kind], args, started) for kind, count in counts.items())
-        return times
+            try:
+                times[gemm] = sum(count * self._block_ms(first[kind], args, started) for kind, count in counts.items())
+            except RuntimeError as error:
+                if isinstance(error, torch.OutOfMemoryError) and not times:
+                    raise  # no verdict on this GEMM: a step has less memory
+                refused[gemm] = f"{type(error).__name__}: {error}".splitlines()[0]
+        return times, refused
 
     def _block_ms(self, block: nn.Module, args: tuple[Any, ...], started: float) -> float:
         inputs, wanted = [], trained_parameters(block)
@@ -189,6 +218,28 @@ class GemmPick:
         while len(times) < REPEATS and time.monotonic() - started < BUDGET_S:
             times.append(timed(once, args[0].device))
         return statistics.median(times)
+
+
+def enlarged(args: tuple[Any, ...], image_tokens: int) -> tuple[Any, ...]:
+    """The first block's arguments, image [B, S, D] and text, with so many image tokens: repeated, in tables too."""
+    streams = [x for x in args if isinstance(x, Tensor) and x.ndim == 3]
+    tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
+    has_mask = not all(x.is_floating_point() or x.is_complex() for x in tensors)
+    if len(streams) != 2 or has_mask or streams[0].shape[1] >= image_tokens:
+        return args
+    image, text = (x.shape[1] for x in streams)
+    sizes = {image: image_tokens, text + image: text + image_tokens}
+
+    def longer(x: Any) -> Any:
+        if not isinstance(x, Tensor) or x is streams[1]:
+            return x
+        for dim, size in enumerate(x.shape[:-1]):
+            if size in sizes:
+                return x.index_select(dim, torch.arange(sizes[size], device=x.device) % size)
+        return x
+
+    enlarged: tuple[Any, ...] = tree_map(longer, args)
+    return enlarged
 
 
 # --- the attention kernel ---

@@ -40,6 +40,7 @@ class TableRow(NamedTuple):
     got: str  # what there is
     why: str = ""  # the reason, where they differ or where the config leaves the choice
     count: int = 0  # layers; 0 where none are counted
+    measured: str = ""  # numbers of this run, for the table alone: equal runs have equal metadata
 
 
 @dataclass
@@ -62,9 +63,9 @@ class CoatReport:
     shared: Callable[[], Iterable[TableRow]] = field(default=tuple, repr=False)
     _added: dict[str, TableRow] = field(default_factory=dict, repr=False)
 
-    def add_row(self, part: str, asked: str, got: str, why: str = "") -> None:
+    def add_row(self, part: str, asked: str, got: str, why: str = "", measured: str = "") -> None:
         """Add or replace the row of a part unknown to `apply_coat`, such as the optimizer."""
-        self._added[part] = TableRow(part, asked, got, why)
+        self._added[part] = TableRow(part, asked, got, why, 0, measured)
 
     def parts(self) -> list[TableRow]:
         """All rows of the table, as it is now; what is outside the blocks is one of them."""
@@ -105,8 +106,7 @@ class CoatReport:
                 got = got.replace("as asked", row.asked, 1)
             elif row.asked not in (got, UNASKED):
                 behind.append(f"asked: {row.asked}")
-            if row.why:
-                behind.append(row.why)
+            behind += [text for text in (row.why, row.measured) if text]
             part = f"{row.part} ({row.count})" if row.count else row.part
             rows.append((part, f"{got} ({'; '.join(behind)})" if behind else got))
         left = max((len(part) for part, _ in rows), default=0) + 2

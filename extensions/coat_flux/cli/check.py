@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ..config.ai_toolkit_keys import Toolkit, find_toolkit, is_toolkit
 from ..config.check import TRAINERS, check_job_dict
+from ..config.coat import AUTO
 from ..config.findings import ConfigError, Finding
-from ..config.job import JobConfig
+from ..config.job import JobConfig, coat_of_entry
 from ..config.job_file import load_job_yaml
 from ..config.job_sections import PROCESS_TYPES
 from ..config.rules import AI_TOOLKIT, STANDALONE
@@ -93,8 +94,26 @@ def check(args: argparse.Namespace) -> int:
         folder = _run_folder(raw, process)
         steps = (process.get("train") or {}).get("steps", 1000)
         text += f"; '{folder.name}' would train {steps} steps into {folder}"
+        _print_weights(process, file, args.elsewhere)
     print(text)
     return 0
+
+
+def _print_weights(process: Mapping[str, Any], file: str, elsewhere: bool) -> None:
+    """Print what `weight.format: auto` is on the job's device, timed now if no run has."""
+    import torch
+
+    from ..blocks.formats import config_for, linear_sizes
+
+    coat = coat_of_entry(process, file)
+    if coat.weight.format != AUTO:
+        return
+    if elsewhere:
+        print("coat.weight.format: auto: timed on that machine's GPU before the load")
+        return
+    picked = config_for(torch.device(process.get("device") or "cuda"), coat, linear_sizes(process)).chosen
+    if picked is not None:
+        print(picked.describe(f"coat.weight.format: auto is {picked.name}", digits=2))
 
 
 def check_outputs(raw: dict[str, Any], file: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from .findings import RULES, Block, Findings
@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from coat_core.config import FP8LinearConfig, FP8QuantizationConfig
 
 RESUME_PARTS = ("data", "seed", "world_size")  # parts of the identity that `allow` can name
-WEIGHT_FORMATS = (*FORMATS, "nvfp4", INT8)
+AUTO = "auto"
+WEIGHT_FORMATS = (*FORMATS, "nvfp4", INT8, AUTO)
 ADAMW_OPTIONS: tuple[Option, ...] = (
     Option("betas", (0.9, 0.999), "betas", "decay of the two moments", minimum=0, below=1),
     Option("eps", 1e-6, "float", "added to sqrt(exp_avg_sq); the default is ai-toolkit's", above=0),
@@ -56,7 +57,8 @@ class WeightOptions:
     format: str = choice(
         WEIGHT_FORMATS,
         "format of the frozen weights; nvfp4: 4.5 bits each (FLUX.1: 6.8 GB instead of 12.0), decoded to e4m3 for "
-        "each product; int8: rotated, for cards without FP8 (RTX 20xx, 30xx, A100), with activation.format: int8",
+        "each product; int8: rotated, for cards without FP8 (RTX 20xx, 30xx, A100), with activation.format: int8; "
+        "auto: e4m3 or int8, activations too: the one whose products are faster, timed on the card before the load",
     )
     granularity: str = choice(("per_tensor", "per_row"), "what shares one scale in a weight of e4m3 or e5m2")
 
@@ -214,6 +216,7 @@ class COATConfig:
     data: DataOptions = field(default_factory=DataOptions)
     guard: GuardOptions = field(default_factory=GuardOptions)
     resume: ResumeOptions = field(default_factory=ResumeOptions)
+    chosen: Any = field(default=None, compare=False)  # no key: why this format for `auto`, a `blocks.measure.Picked`
     fallback: str = choice(
         ("int8", "bf16", "error"),
         "when FP8 cannot be used on this device, torch or layer; int8: as weight.format: int8 where the device "
@@ -258,6 +261,14 @@ class COATConfig:
         values["use_fp8_m2"] = use_fp8 and values["use_fp8_m2"]
         return FP8QuantizationConfig(**values), adamw
 
+    def with_weights_in(self, name: str) -> COATConfig:
+        """This config with weights in e4m3 or int8, and GEMM inputs in the same."""
+        weight, activation = replace(self.weight, format=name), self.activation
+        if name == INT8:
+            weight = replace(weight, granularity="per_tensor")
+            activation = replace(activation, format=INT8, linear_granularity="per_row")
+        return replace(self, weight=weight, activation=activation)
+
     @property
     def grad_format(self) -> str:
         """Format of the gradient in GEMMs; INT8 weights need INT8 gradients unless bf16 is set."""
@@ -269,7 +280,7 @@ class COATConfig:
         from coat_core.config import FP8LinearConfig
 
         return FP8LinearConfig(
-            weight_format=self.weight.format,
+            weight_format=FORMATS[0] if self.weight.format == AUTO else self.weight.format,  # as on a CPU
             weight_granularity=self.weight.granularity,
             input_format=INT8 if self.weight.format == INT8 else self.activation.format,
             grad_format=self.grad_format,

@@ -220,6 +220,19 @@ def fp8_gemms() -> Iterator[Line]:
             yield Line(GOOD, subject, ", ".join(speeds))
 
 
+def weight_format() -> Iterator[Line]:
+    """What `weight.format: auto` takes on every GPU, by the products of FLUX.1's widest linear."""
+    from ..blocks.formats import FLUX_SIZES, config_for
+    from ..config.coat import AUTO, COATConfig
+
+    config = COATConfig.from_dict({"weight": {"format": AUTO}})
+    if not _gpus():
+        yield Line(ABSENT, "weight.format", f"{NO_GPU}; {AUTO} is e4m3 on a CPU")
+    for device in _gpus():
+        picked = config_for(device, config, FLUX_SIZES).chosen
+        yield Line(GOOD, f"weight.format on GPU {device.index}", picked.describe(f"{AUTO} is {picked.name}", digits=2))
+
+
 def triton() -> Iterator[Line]:
     """Whether a Triton kernel compiles, runs and agrees with its reference."""
     from coat_core.ops.dispatch import triton_obstacle
@@ -369,6 +382,7 @@ PROBES = (
     ("packages", packages),
     ("GPU", cards),
     ("FP8", fp8_gemms),
+    ("weight.format", weight_format),
     ("Triton", triton),
     ("attention", attention),
     ("memory", memory),

@@ -11,7 +11,7 @@ from ..blocks.decide import checkpointing_mode
 from ..config.job import JobConfig
 from .job import JobFacts
 from .predict import Prediction, predict
-from .speed import Card, run_seconds, step_seconds
+from .speed import Card, on_card, run_seconds, step_seconds
 
 REPEATS = 3  # times an edit may be made: a batch, a rank or a size halved and halved again
 SMALLER = ((1024, 768), (768, 512), (512, 384))  # resolutions, and the lines below each
@@ -41,6 +41,8 @@ class CardFit:
 
     def __init__(self, facts: JobFacts, card: Card):
         memory = card.gb * 1e9
+        if (job := on_card(facts.job, card)) is not facts.job:
+            facts = JobFacts(job, facts)
         self.card, self.prediction = card, predict(facts, memory)
         self.fits = self.prediction.peak <= card.room
         self.changes: list[Change] = []

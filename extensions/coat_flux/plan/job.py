@@ -19,6 +19,7 @@ from coat_core.optim.state import state_bytes
 
 from ..base.names import COAT_OPTIMIZER
 from ..blocks.decide import Given, block_settings
+from ..blocks.formats import PIXELS_PER_TOKEN, TEXT_TOKENS
 from ..blocks.gemms import high_precision_reason
 from ..blocks.held import largest_held
 from ..blocks.lora import DROPOUT
@@ -36,7 +37,6 @@ from ..saves.commit import SaveSpace
 
 # --- the model ---
 
-TEXT_TOKENS = 512
 MODEL_PARTS = ("transformer", "vae", "text_encoder", "text_encoder_2")
 PROBE_PIXELS = 256  # a VAE's memory grows with the pixels; half this side and its attention would not
 Configs = Mapping[str, dict[str, Any]]
@@ -161,7 +161,6 @@ _model_parts = functools.lru_cache(maxsize=8)(ModelParts)
 
 # --- the job ---
 
-PIXELS_PER_TOKEN = 256  # the VAE takes 8 × 8 pixels to a latent, FLUX packs 2 × 2 of them
 FLUX1_MLP_RATIO = 4
 VALUE_BYTES = {"bf16": 2, "fp32": FP32}
 

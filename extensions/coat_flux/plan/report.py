@@ -9,11 +9,12 @@ from typing import Any
 from ..base.text import GB, MB, columns
 from ..blocks.held import LEAST_MARGIN, USABLE_FRACTION
 from ..blocks.sizes import block_bytes
+from ..config.coat import AUTO
 from ..config.job import JobConfig
 from .cards import CardFit
 from .job import JobFacts
 from .predict import PARTS, Prediction, predict
-from .speed import BF16_FRACTION, CARDS, FP8_FRACTION, Card
+from .speed import BF16_FRACTION, CARDS, FP8_FRACTION, Card, on_card, peaks_of_auto
 
 
 class Plan:
@@ -31,7 +32,7 @@ class Plan:
 
 def as_text(plan: Plan) -> str:
     """The report as text."""
-    sections = [_head(plan), _phases(plan), _blocks(plan.facts), _cards(plan.verdicts)]
+    sections = [_head(plan), _phases(plan), _blocks(plan.facts), _cards(plan.verdicts), *_formats(plan)]
     if plan.prediction.assumptions:
         sections.append("\n".join(f"assumed: {line}" for line in plan.prediction.assumptions))
     return "\n\n".join(sections)
@@ -121,6 +122,20 @@ def _cards(verdicts: Sequence[CardFit]) -> str:
     return "\n".join(lines)
 
 
+def _formats(plan: Plan) -> list[str]:
+    """What `weight.format: auto` takes on each card by its peaks; on one card also what it would take."""
+    weight, cards = plan.facts.job.coat.weight, [verdict.card for verdict in plan.verdicts]
+    if weight.format == AUTO:
+        taken: dict[str, list[str]] = {}
+        for card in cards:
+            peaks = f", INT8 {card.int8_tflops:g} and FP8 {card.fp8_tflops:g} TFLOP/s" if card.int8_tflops else ""
+            taken.setdefault(card.weight_format, []).append(f"{card.name or f'{card.gb:g} GB'}{peaks}")
+        lines = [f"weight.format: auto is {name} on {'; '.join(texts)}" for name, texts in taken.items()]
+        return ["\n".join([*lines, "by dense peaks; a run times both before the load, and takes the faster"])]
+    text = peaks_of_auto(cards[0]) if len(cards) == 1 and weight.format == "e4m3" else ""
+    return [text] if text else []
+
+
 def _table(rows: Sequence[Sequence[str]]) -> str:
     last = len(rows[0]) - 1
     return "\n".join(columns(rows, left=(0, last) if max(len(row[last]) for row in rows) > 10 else (0,)))
@@ -133,6 +148,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         {
             "gb": verdict.card.gb,
             "gpu": verdict.card.name,
+            "weight_format": on_card(job, verdict.card).coat.linear_config().weight_format,
             "fits": verdict.fits,
             **_prediction_json(verdict.prediction),
             "changes": [{"write": change.text, "costs": change.cost} for change in verdict.changes],

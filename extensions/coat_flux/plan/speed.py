@@ -7,9 +7,9 @@
     streamed    codes are copied while blocks multiply: a pass takes the longer of the two
     offloaded   moments are copied both ways at once, with `train.fused_backward` in the last backward pass, else after
 
-FP8 linears run at the card's FP8 rate, all else at its bf16 rate, both at the fraction of the peak that large matrix
-products reach. Casts, norms, launches, optimizer, encoders and data are not counted: real steps are slower, most so at
-small resolutions.
+Linears in FP8 or INT8 run at the card's rate of that, all else at its bf16 rate, both at the fraction of the peak that
+large matrix products reach. Casts, norms, launches, optimizer, encoders and data are not counted: real steps are
+slower, most so at small resolutions.
 
 Sources: NVIDIA's datasheets and architecture papers (dense rates, fp32 accumulation); the RTX 4070 Ti and 4080 scaled
 from the RTX 4090 by cores and clock.
@@ -20,11 +20,15 @@ from __future__ import annotations
 import csv
 import math
 import re
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from ..base.errors import UserError
 from ..blocks.decide import BlockPlan
+from ..blocks.formats import PIXELS_PER_TOKEN, Sizes, kept_format_times
 from ..blocks.held import room_of
 from ..blocks.sizes import (
     BACKWARD_OF_ATTENTION,
@@ -36,8 +40,11 @@ from ..blocks.sizes import (
     products,
     weight_elements,
 )
+from ..config.coat import AUTO, COATConfig
 from ..config.findings import closest
-from .job import PIXELS_PER_TOKEN, JobFacts
+from ..config.job import JobConfig
+from ..config.options import FORMATS, INT8
+from .job import JobFacts
 from .predict import Prediction
 
 
@@ -53,6 +60,12 @@ class Card:
     gb_per_second: float = 0.0  # memory traffic; 0 if not needed
     multiprocessors: int = 0  # likewise
     capability: tuple[int, int] = (8, 9)  # compute capability
+    int8_tflops: float = 0.0  # 0 if unknown
+
+    @property
+    def weight_format(self) -> str:
+        """What `weight.format: auto` takes by these peaks; a run times both."""
+        return INT8 if self.capability < FIRST_FP8 or self.int8_tflops > self.fp8_tflops else FORMATS[0]
 
     @property
     def room(self) -> float:
@@ -61,6 +74,7 @@ class Card:
 
 
 FIRST_FP8, FIRST_BF16 = (8, 9), (8, 0)  # compute capabilities that multiply them
+GEFORCE = ((8, 6), (8, 9), (12, 0))  # of consumer cards: INT8 at twice the rate of FP8 with fp32 sums
 MOST_GB = 1000  # above it a bare number is a card's name
 _NO_NAME = re.compile(r"nvidia|geforce|rtx|quadro|tesla|generation|blackwell|gpu|vram|sxm\d?|pcie|nvl|hbm\w*|[^a-z0-9]")
 _SIZE = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?) ?gi?b?\b")
@@ -75,7 +89,8 @@ with Path(__file__).with_name("cards.tsv").open(encoding="utf-8", newline="") as
         rates = [float(row[rate] or 0) for rate in ("bf16", "fp8", "copied", "bandwidth")]
         major, _, minor = row["capability"].partition(".")
         processors = int(row["multiprocessors"] or 0)
-        card = Card(float(row["gb"]), row["name"], *rates, processors, (int(major), int(minor)))
+        capability = (int(major), int(minor))
+        card = Card(float(row["gb"]), row["name"], *rates, processors, capability, float(row["int8"] or 0))
         KNOWN[_NO_NAME.sub("", card.name.casefold())] = card
         if row["usual"]:
             CARDS.append(card)
@@ -98,6 +113,41 @@ def find_card(text: str) -> Card:
     if not name:
         return next((card for card in CARDS if card.gb == gb), Card(gb))
     return replace(card, gb=gb)
+
+
+def on_card(job: JobConfig, card: Card) -> JobConfig:
+    """The job with the format that its weights take on this card: by `auto`, or by `fallback: int8` without FP8."""
+    coat = job.coat
+    falls_back = coat.fallback == INT8 and coat.weight.format in FORMATS and card.capability < FIRST_FP8
+    if not (coat.enabled and coat.weight.use_fp8 and coat.activation.use_fp8):
+        return job
+    if coat.weight.format != AUTO and not falls_back:
+        return job
+    return replace(job, coat=coat.with_weights_in(card.weight_format))
+
+
+def gain_of_auto(device: torch.device, coat: COATConfig, sizes: Sizes) -> str:
+    """What `weight.format: auto` would do on this device in place of e4m3, by kept times or peaks; "" if no better."""
+    if coat.weight.format != FORMATS[0] or not (coat.weight.use_fp8 and coat.activation.use_fp8):
+        return ""
+    times = kept_format_times(device, coat, sizes)
+    if times and times[INT8] < times[FORMATS[0]]:
+        milliseconds = f"{times[INT8]:.2f} ms for a linear, e4m3 {times[FORMATS[0]]:.2f} ms"
+        return f"weight.format: auto would take int8: {milliseconds}"
+    if times:
+        return ""
+    with suppress(UserError):
+        if device.type == "cuda":
+            return peaks_of_auto(find_card(torch.cuda.get_device_name(device)))
+    return ""
+
+
+def peaks_of_auto(card: Card) -> str:
+    """What `auto` would take by a card's peaks, if that is INT8 and the peaks are known; else ""."""
+    if not card.int8_tflops > card.fp8_tflops > 0:
+        return ""
+    peaks = f"{card.int8_tflops:g} TFLOP/s at most, e4m3 {card.fp8_tflops:g}"
+    return f"weight.format: auto may take int8: {peaks} (dense peaks of the {card.name})"
 
 
 def step_seconds(facts: JobFacts, plan: BlockPlan, card: Card, tokens: Tokens | None = None) -> float:
@@ -130,7 +180,8 @@ def run_seconds(facts: JobFacts, prediction: Prediction, card: Card) -> float:
 def _rates(facts: JobFacts, card: Card) -> tuple[float, float, float]:
     """Operations per second of linears forward, linears backward and all else."""
     bf16 = card.bf16_tflops * 1e12 * BF16_FRACTION
-    fp8 = card.fp8_tflops * 1e12 * FP8_FRACTION
+    in_int8 = facts.settings[-1].weight_format == INT8
+    fp8 = (card.int8_tflops if in_int8 else card.fp8_tflops) * 1e12 * FP8_FRACTION
     if not facts.settings[-1].fp8_gemms or not fp8:
         return bf16, bf16, bf16
     if facts.job.coat.activation.grad_format == "bf16":

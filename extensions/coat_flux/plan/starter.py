@@ -20,7 +20,7 @@ from ..data.preflight import SMALL_SHARE, check_data
 from .cards import CardFit
 from .job import JobFacts
 from .predict import predict
-from .speed import FIRST_FP8, Card
+from .speed import FIRST_FP8, GEFORCE, Card
 
 PLACEHOLDER = "PUT_THE_FOLDER_OF_YOUR_PHOTOS_HERE"
 ON_CPU, NVFP4 = "flux_clothing_tiny.yaml", "flux_clothing_coat_16gb.yaml"
@@ -141,10 +141,9 @@ def _written(text: str, photos: Photos | None, card: Card | None, name: str, tri
         text = _replace(text, "steps", steps, why_steps)
         text = _replace(text, "save_every", every)
         text = _replace(text, "sample_every", every)
-    if card is not None and card.capability < FIRST_FP8 and "format: nvfp4" not in text:
-        text = re.sub(r"^ +granularity: .*\n", "", text, flags=re.MULTILINE)
-        int8 = r"\1int8  # this card multiplies no FP8"
-        text = re.sub(r"^( +(?:grad_)?format: ).*$", int8, text, flags=re.MULTILINE)
+    if card is not None and (card.capability < FIRST_FP8 or card.capability in GEFORCE):
+        auto = r"\1auto  # e4m3 or int8, activations too: what this card multiplies faster, timed before the load"
+        text = re.sub(r"^( +weight:.*\n +use_fp8:.*\n +format: )(?!nvfp4).*$", auto, text, flags=re.MULTILINE)
     place = "the mini-FLUX with COAT on a CPU"
     if card is not None:
         place = f"FLUX.1-dev with COAT on a {card.gb:g} GB card"

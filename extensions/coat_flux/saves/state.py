@@ -34,7 +34,11 @@ RECORD_FILE = "state.json"
 OPTIMIZER_FILE = "optimizer.pt"
 SHARD_BYTES = 5 * 10**9  # of a file of a whole model; one is made in CPU memory at a time
 REMEDY = "restore it from a backup, or choose another config.name to start over (all that is in this folder stays)"
-EXECUTION_WORDS = {"gemm": "GEMMs of the blocks", "recomputed": "blocks that recompute"}
+EXECUTION_WORDS = {
+    "weight_format": "format of the weights",
+    "gemm": "GEMMs of the blocks",
+    "recomputed": "blocks that recompute",
+}
 
 
 @dataclass(frozen=True)
@@ -150,11 +154,16 @@ def restore_tensors(targets: Mapping[str, Tensor], saved: Mapping[str, Tensor], 
 
 
 def execution_of(transformer: nn.Module) -> dict[str, Any]:
-    """Recomputed blocks, and from the first step on GEMMs and attention kernel; empty without COAT."""
+    """Format of the weights, recomputed blocks; from the first step on GEMMs, attention kernel; empty without COAT."""
     runner = BlockRunner.of(transformer)
     if runner is None:
         return {}
+    config = runner.plan.config
     execution: dict[str, Any] = {"recomputed": runner.plan.recomputed}
+    if config.weight.use_fp8:
+        execution["weight_format"] = config.linear_config().weight_format
+    if config.chosen is not None:
+        execution["weight_ms"] = dict(config.chosen.milliseconds)
     if runner.picked is not None:
         execution["gemm"] = runner.picked.name
     if runner.attention.kernel is not None:

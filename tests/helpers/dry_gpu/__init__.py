@@ -41,6 +41,8 @@ __all__ = ["COMPARED", "dry_gpu", "dry_session"]
 # Where the host may wait inside a step, and the number it reads there.
 # In the first step of a process.
 FIRST = {
+    "coat_core/ops/scaled_mm.py:_random_codes": 0.0,  # codes to try products with
+    "coat_core/ops/scaled_mm.py:_is_right": 1.0,  # whether a product is right
     "coat_core/ops/attention.py:__init__": 0.0,  # tensors to try attention with
     "coat_core/ops/attention.py:_error": 0.0,  # how far a kernel is from plain products
     "coat_flux/blocks/measure.py:timed": 0.0,  # how long a block takes

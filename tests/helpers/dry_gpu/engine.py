@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from coat_flux.blocks.models.flux1 import make_flux_dev_geometry
 from coat_flux.config.job import JobConfig
+from coat_flux.data.buckets import Bucket
 from coat_flux.data.loader import LatentDataset, Sample
 from coat_flux.trainers.standalone import session as sessions
 from coat_flux.trainers.standalone.progress import RunLog
@@ -88,7 +89,7 @@ def dry_session(
     if arch is not None:
         raw["config"]["process"][0]["model"] = {"name_or_path": str(folder), "arch": arch}
     job = JobConfig.from_dict(raw)
-    samples = [Sample(folder / f"{i}.png", "a shirt", (side, side), 0) for i in range(4)]
+    samples = [Sample(folder / f"{i}.png", "a shirt", Bucket(side, side), 0) for i in range(4)]
     encoders = SimpleNamespace(
         vae=None,
         text=SimpleNamespace(models=[nn.Identity(), nn.Identity()]),

@@ -17,7 +17,7 @@ from ...base.environment import gpu_notes
 from ...base.rng import kept_draws
 from ...base.text import GB
 from ...blocks.apply import apply_coat
-from ...blocks.gemms import config_for
+from ...blocks.formats import PIXELS_PER_TOKEN, config_for, largest_side, linear_sizes
 from ...blocks.lora import attach_lora
 from ...blocks.models.check import check_models
 from ...blocks.runner import BlockRunner
@@ -29,6 +29,7 @@ from ...config.launch import DDP, LaunchError, require_launch, shares_weights
 from ...mini_flux import provide_embedded
 from ...plan.job import JobFacts
 from ...plan.predict import outside_bytes
+from ...plan.speed import gain_of_auto
 from ...saves.repair import describe_lowest, run_lock
 from ...saves.state import require_readable
 from ...watch.memory_report import finish
@@ -124,7 +125,9 @@ class CoatFluxTrainer(HostTrainer):
         if self._team.is_main:
             lines.open(folder)
         self._live = self._held.enter_context(live_run(self))
-        self.coat = config_for(self.device_torch, self.coat)
+        state = None if self._continuation is None else self._continuation.state
+        saved = {} if state is None else state.record["path"]
+        self.coat = config_for(self.device_torch, self.coat, linear_sizes(self.config), saved)
         host.config = self.coat
         choose_at_load(self)
         is_compiled = bool(getattr(self.model_config, "compile", False))
@@ -181,10 +184,12 @@ class CoatFluxTrainer(HostTrainer):
             device=self.device_torch,
             trained=trained,
         )
+        runner = BlockRunner.of(self.sd.unet)
+        if runner.gemms is not None:
+            runner.gemms.image_tokens = largest_side(self.config) ** 2 // PIXELS_PER_TOKEN
         if self.coat.memory.stream_blocks == "auto":
             with suppress(ConfigError):  # a job only ai-toolkit can run
-                reserve = outside_bytes(JobFacts(self._job_config()))  # for sampling
-                BlockRunner.of(self.sd.unet).expect(reserve_bytes=reserve)
+                runner.expect(reserve_bytes=outside_bytes(JobFacts(self._job_config())))  # for sampling
         self._phases.held.add("transformer", self.sd.unet)
         self._phases.hold_models(getattr(self.sd, "vae", None), self._text_encoders())
 
@@ -224,6 +229,8 @@ class CoatFluxTrainer(HostTrainer):
         if self._continuation is not None:
             self._continuation.end_loading()
         self._report.add_row("optimizer", *check_optimizer(self))
+        if gain := gain_of_auto(self.device_torch, self.coat, linear_sizes(self.config)):
+            self._report.add_row("weights", self.coat.weight.format, self.coat.weight.format, measured=gain)
         with ExitStack() as stack:
             stack.enter_context(self._team.unwrapped(self))
             if self._full is not None:

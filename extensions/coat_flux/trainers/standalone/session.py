@@ -23,7 +23,7 @@ from ...base.rng import set_rng_state
 from ...base.text import size_text
 from ...blocks.apply import apply_coat
 from ...blocks.decide import budget_bytes
-from ...blocks.gemms import config_for
+from ...blocks.formats import PIXELS_PER_TOKEN, config_for, linear_sizes
 from ...blocks.held import module_tensors, usable_bytes, used_bytes
 from ...blocks.lora import attach_lora
 from ...blocks.report import CoatReport
@@ -35,6 +35,7 @@ from ...data.loader import BucketBatchSampler, LatentDataset
 from ...data.preflight import T5_ARCHS, DataReport
 from ...plan.job import JobFacts
 from ...plan.predict import outside_bytes
+from ...plan.speed import gain_of_auto
 from ...saves.identity import model_identity
 from ...saves.state import RunState, keep_execution, restore_tensors
 from ...watch.live import LiveRun
@@ -71,8 +72,10 @@ class Session:
         identity: dict[str, Any],
         live: LiveRun,
     ) -> None:
-        job = replace(job, coat=config_for(workers.device, job.coat))
         train, model = job.train, job.model
+        sizes = linear_sizes(job.raw["config"]["process"][0])
+        saved_mode = {} if point is None else point.record.get("path", {})
+        job = replace(job, coat=config_for(workers.device, job.coat, sizes, saved_mode))
         self.job = job
         self.workers = workers
         self.log = log
@@ -150,10 +153,15 @@ class Session:
         self.captures = False
         if runner is not None:
             runner.expect(graph_obstacle=_capture_obstacle(job, workers), frees_gradients=train.fused_backward)
+            if runner.gemms is not None:
+                pixels = max(sample.bucket.width * sample.bucket.height for sample in trained)
+                runner.gemms.image_tokens = pixels // PIXELS_PER_TOKEN
             if job.coat.memory.stream_blocks == "auto":
                 with suppress(ConfigError):  # unknown model sizes
                     runner.expect(reserve_bytes=outside_bytes(JobFacts(job)))
             self.captures = runner.plan.captured
+        if self.report is not None and (gain := gain_of_auto(workers.device, job.coat, sizes)):
+            self.report.add_row("weights", job.coat.weight.format, job.coat.weight.format, measured=gain)
         _log_start(job, self.report, self.optimizer, self.lora, log)
         if sharded:
             held = sum(local_values(x).nbytes for x in module_tensors(self.transformer))
