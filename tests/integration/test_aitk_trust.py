@@ -17,6 +17,7 @@ from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from coat_flux.blocks import formats
 from coat_flux.data.files import DatasetError
 from coat_flux.saves.errors import ResumeError, SaveError
 from coat_flux.watch.guard import DeadRunError
@@ -25,6 +26,7 @@ from coat_flux.watch.oom import OutOfMemory
 from tests.helpers.aitk_standin.ends import assert_same_end, newest_state
 from tests.helpers.aitk_standin.host import COAT_ENTRY, Host, Patch, Printed, make_entry, run_whole, standin_host  # noqa: F401
 from tests.helpers.asserts import assert_bitwise
+from tests.helpers.format_clock import FormatClock
 from tests.helpers.guard_limits import set_limits
 from tests.helpers.locks import held_by_another_process
 
@@ -115,6 +117,25 @@ def test_without_a_seed_the_batches_are_the_same_after_a_resume(host: Host, caps
         seeds.append((record["seed"], record["data"]["data"]["order"]))
     assert seeds[0] == seeds[1]
     assert "not bit for bit" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("ms", "taken"), [(1.0, "int8"), (3.0, "e4m3")])
+def test_auto_times_once_and_a_resumed_run_keeps_its_format(
+    ms: float, taken: str, host: Host, monkeypatch: Patch, capsys: Printed
+) -> None:
+    monkeypatch.setattr(formats, "DEVICE", "cpu")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(host.root / "cache"))
+    clock, found = FormatClock(monkeypatch, int8=ms), []
+    for steps in (2, 3):
+        clock.timed.clear()
+        entry = _entry(steps=steps)
+        host.run(**{**entry, "coat": {**entry.get("coat", {}), "weight": {"format": "auto"}}})
+        path = json.loads((_state(host) / "aitk" / "state.json").read_text())["path"]
+        found.append((path["weight_format"], path["weight_ms"], bool(clock.timed)))
+        assert f"weights {taken} (asked: auto; " in " ".join(capsys.readouterr().out.split())
+        shutil.rmtree(host.root / "cache", ignore_errors=True)
+    times = {"e4m3": 2.0, "int8": ms}
+    assert found == [(taken, times, True), (taken, times, False)]
 
 
 def test_folder_in_which_another_process_trains_is_left_alone(host: Host) -> None:

@@ -20,8 +20,10 @@ import pytest
 import torch
 import yaml
 from PIL import Image
+from safetensors import safe_open
 from safetensors.torch import load_file
 
+from coat_flux.blocks import formats
 from coat_flux.cli.entry import main
 from coat_flux.saves.commit import commit, manifest_of, newest_set
 from coat_flux.saves.errors import ResumeError
@@ -30,6 +32,7 @@ from coat_flux.trainers.standalone.flow_matching import Objective
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from tests.helpers.asserts import assert_all_bitwise
 from tests.helpers.engine_job import FEW_LINEARS, ON_DISK, engine_job, losses, rows, tiny_place
+from tests.helpers.format_clock import FormatClock
 from tests.helpers.tiny_flux import make_tiny_flux
 
 
@@ -272,6 +275,36 @@ def test_the_measured_path_is_kept(copied: dict[str, Path]) -> None:
     train("base", copied, coat={}, train={"steps": 3, "gradient_checkpointing": True})
     record = json.loads((newest_set(run) / "state.json").read_text(encoding="utf-8"))
     assert record["path"]["gemm"] == "bf16"
+
+
+@pytest.mark.parametrize(("ms", "taken"), [(1.0, "int8"), (3.0, "e4m3")])
+def test_auto_times_once_and_a_resumed_run_keeps_its_format(
+    ms: float, taken: str, place: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU is timed here as a GPU is, by a made-up clock; by the time of the resume the other one is faster."""
+    monkeypatch.setattr(formats, "DEVICE", "cpu")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(place["out"] / taken))
+    clock = FormatClock(monkeypatch, int8=ms)
+    settings: dict[str, Any] = {"coat": {"weight": {"format": "auto"}}, "save": {"save_every": 1}}
+    run = train(f"auto_{taken}", place, train={"steps": 1}, **settings)
+    assert set(clock.timed) == {"int8", "e4m3"}
+    log = " ".join((run / "coat" / "log.txt").read_text("utf-8").split())
+    assert f"weights {taken} (asked: auto; " in log
+    assert f"e4m3 2.00 ms; int8 {ms:.2f} ms" in log
+
+    def path() -> dict[str, Any]:
+        return json.loads((newest_set(run) / "state.json").read_text(encoding="utf-8"))["path"]
+
+    first = path()
+    assert (first["weight_format"], first["weight_ms"]) == (taken, {"e4m3": 2.0, "int8": ms})
+    with safe_open(run / f"auto_{taken}.safetensors", "pt") as file:
+        metadata = file.metadata()
+    assert json.loads(metadata["coat"])["weight"]["format"] == taken
+    assert " ms" not in metadata["coat.why.weights"]
+    shutil.rmtree(place["out"] / taken)
+    clock.timed.clear()
+    train(f"auto_{taken}", place, train={"steps": 2}, **settings)
+    assert (clock.timed, path()) == ([], first)
 
 
 # -- steps that go wrong ---------------------------------------------------------------------------------------------

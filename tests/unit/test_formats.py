@@ -18,7 +18,8 @@ from coat_flux.blocks import formats, measure
 from coat_flux.blocks.formats import FLUX_SIZES, config_for, linear_sizes
 from coat_flux.config.coat import COATConfig
 from coat_flux.config.findings import ConfigError
-from coat_flux.plan.speed import gain_of_auto
+from coat_flux.plan.speed import card_of, find_card, gain_of_auto
+from tests.helpers.format_clock import MS, FormatClock
 
 CUDA = torch.device("cuda", 0)
 ROW_WISE = "Rowwise scaling is not currently supported on your device"
@@ -108,20 +109,6 @@ def test_a_refused_wgrad_costs_a_trained_weight_that_alone(monkeypatch: pytest.M
 # --- auto ---
 
 AUTO = COATConfig.from_dict({"weight": {"format": "auto"}})
-MS = {"e4m3": 2.0, "int8": 1.0}
-
-
-class Clock:
-    """Linears that take a table's time."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, **ms: float) -> None:
-        self.ms, self.timed = MS | ms, []
-        monkeypatch.setattr(formats, "_linear", lambda device, linear, sizes: lambda: linear.weight_format)
-        monkeypatch.setattr(formats, "timed", self)
-
-    def __call__(self, once: Callable[[], str], device: torch.device) -> float:
-        self.timed.append(once())
-        return self.ms[once()]
 
 
 @pytest.mark.parametrize(("ms", "taken"), [(1.0, "int8"), (3.0, "e4m3")])
@@ -129,7 +116,7 @@ def test_auto_takes_the_faster_and_times_once(
     ms: float, taken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     card(monkeypatch)
-    clock = Clock(monkeypatch, int8=ms)
+    clock = FormatClock(monkeypatch, int8=ms)
     with caplog.at_level(logging.INFO):
         config = config_for(CUDA, AUTO, (64, 32, 128))
     assert (config.weight.format, config.chosen.name) == (taken, taken)
@@ -148,7 +135,7 @@ def test_auto_takes_the_faster_and_times_once(
 
 def test_timing_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     card(monkeypatch)
-    clock, now = Clock(monkeypatch), itertools.count(0.0, 1.0)
+    clock, now = FormatClock(monkeypatch), itertools.count(0.0, 1.0)
     monkeypatch.setattr(formats.time, "monotonic", lambda: next(now))
     config_for(CUDA, AUTO)
     assert len(clock.timed) == 2 * 3
@@ -166,7 +153,7 @@ def test_auto_without_a_choice(
     refuses: Refuses, int8: bool, got: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     card(monkeypatch, refuses, int8)
-    clock = Clock(monkeypatch)
+    clock = FormatClock(monkeypatch)
     picked = config_for(CUDA, AUTO).chosen
     assert (picked.name, clock.timed) == (got, [])
     assert picked.why.startswith(why)
@@ -174,7 +161,7 @@ def test_auto_without_a_choice(
 
 def test_auto_times_the_scaling_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     card(monkeypatch, row_wise)
-    Clock(monkeypatch, int8=3.0)
+    FormatClock(monkeypatch, int8=3.0)
     config = config_for(CUDA, AUTO)
     assert products(config) == ("e4m3", "per_tensor", "per_tensor")
     assert config.chosen.refused == {"e4m3 per_row": ROW_WISE}
@@ -182,7 +169,7 @@ def test_auto_times_the_scaling_that_runs(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_nothing_is_timed_where_it_may_not_be(monkeypatch: pytest.MonkeyPatch) -> None:
     card(monkeypatch)
-    clock = Clock(monkeypatch)
+    clock = FormatClock(monkeypatch)
     never = COATConfig.from_dict({"weight": {"format": "auto"}, "speed": {"measure": "never"}})
     assert config_for(CUDA, never).weight.format == "e4m3"
     assert config_for(torch.device("cpu"), AUTO).weight.format == "e4m3"
@@ -199,7 +186,7 @@ def test_nothing_is_timed_where_it_may_not_be(monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_first_process_decides_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     card(monkeypatch)
-    clock, sent = Clock(monkeypatch), []
+    clock, sent = FormatClock(monkeypatch), []
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
@@ -213,21 +200,26 @@ def test_the_first_process_decides_for_all(monkeypatch: pytest.MonkeyPatch) -> N
     assert (config.weight.format, config.chosen.milliseconds, clock.timed) == ("int8", MS, [])
 
 
-def test_e4m3_says_what_auto_would_gain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the card's peaks, then by times that a run of `auto` left here."""
+def test_e4m3_says_what_auto_would_gain_by_the_cards_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
     names = {"NVIDIA GeForce RTX 4090": ("660.6", "330.3"), "NVIDIA H200": (), "a card that is not there": ()}
-    card(monkeypatch)
-    Clock(monkeypatch)
     for name, numbers in names.items():
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
-        text = gain_of_auto(CUDA, COATConfig(), FLUX_SIZES)
+        text = gain_of_auto(COATConfig(), card_of(CUDA))
         assert bool(text) == bool(numbers)
         assert all(number in text for number in numbers)
-    assert gain_of_auto(torch.device("cpu"), COATConfig(), FLUX_SIZES) == ""
-    config_for(CUDA, AUTO, FLUX_SIZES)
-    text = gain_of_auto(CUDA, COATConfig(), FLUX_SIZES)
-    assert all(part in text for part in ("int8", "1.00 ms", "2.00 ms"))
-    assert gain_of_auto(CUDA, COATConfig().with_weights_in("int8"), FLUX_SIZES) == ""
+    assert card_of(torch.device("cpu")) is None
+    rtx_4090 = find_card("4090")
+    assert gain_of_auto(COATConfig(), rtx_4090)
+    for other in (AUTO, COATConfig().with_weights_in("int8"), COATConfig.from_dict({"activation": {"use_fp8": False}})):
+        assert gain_of_auto(other, rtx_4090) == ""
+
+
+def test_a_timing_that_fails_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    card(monkeypatch)
+    monkeypatch.setattr(formats, "_linear", lambda *_: lambda: 1 / 0)
+    config = config_for(CUDA, AUTO)
+    assert config.weight.format == "e4m3"
+    assert "ZeroDivisionError" in config.chosen.why
 
 
 def test_what_is_timed_runs_both_products() -> None:

@@ -47,31 +47,26 @@ BUDGET_S, REPEATS = 3.0, 15
 
 def largest_side(entry: Mapping[str, Any]) -> int:
     """The largest resolution of a process entry's photos, in pixels."""
-    sides = [512]
+    sides: list[int] = []
     for dataset in entry.get("datasets") or []:
         given = dataset.get("resolution", 512)
         sides += given if isinstance(given, list | tuple) else [given]
-    return max(sides[1:], default=512)
+    return max(sides, default=512)
 
 
 def linear_sizes(entry: Mapping[str, Any]) -> Sizes:
-    """M, K and N of an MLP's first linear in the largest micro-batch of a process entry, before the load.
-
-    K is FLUX.1's for a model whose config is not here.
-    """
+    """M, K, N of an MLP's first linear in a process entry's largest micro-batch; K is FLUX.1's if not known here."""
     model = str(entry["model"]["name_or_path"])
-    root = Path(model) if Path(model).is_dir() else cached_folder(model)
     config: Mapping[str, Any] = HUB_MODELS.get(model, {}).get("transformer", {})
-    file = None if root is None else root / "transformer" / "config.json"
-    if file is not None and file.is_file():
+    file = (cached_folder(model) or Path(model)) / "transformer" / "config.json"
+    if file.is_file():
         config = json.loads(file.read_text(encoding="utf-8"))
     width = FLUX_SIZES[1]
     if {"num_attention_heads", "attention_head_dim"} <= config.keys():
-        width = config["num_attention_heads"] * config["attention_head_dim"]
-    width = ALIGNMENT * n_blocks(width, ALIGNMENT)
+        width = ALIGNMENT * n_blocks(config["num_attention_heads"] * config["attention_head_dim"], ALIGNMENT)
+    tokens = TEXT_TOKENS + largest_side(entry) ** 2 // PIXELS_PER_TOKEN
     batch = (entry.get("train") or {}).get("batch_size", 1)
-    tokens = batch * (TEXT_TOKENS + largest_side(entry) ** 2 // PIXELS_PER_TOKEN)
-    return min(tokens, MOST_TOKENS), width, MLP_RATIO * width
+    return min(batch * tokens, MOST_TOKENS), width, MLP_RATIO * width
 
 
 def config_for(
@@ -134,8 +129,11 @@ def _automatic(device: torch.device, config: COATConfig, sizes: Sizes, saved: Ma
     elif config.speed.measure == "never":
         why = "speed.measure: never"
     else:
-        times, why = _times(device, usable, sizes)
-        name = min(times, key=lambda each: times[each])
+        try:
+            times, why = _times(device, usable, sizes)
+            name = min(times, key=lambda each: times[each])
+        except Exception as error:  # whatever a kernel raises that does not compile
+            why = f"timing failed ({type(error).__name__}: {error})".splitlines()[0]
     picked = Picked(name, why, times, refused)
     logger.info(picked.describe(f"weight.format: auto is {name}", digits=2))
     return replace(usable.get(name, in_e4m3), chosen=picked)
@@ -163,8 +161,7 @@ def _first_multiplied(device: torch.device, choices: Iterable[COATConfig]) -> tu
 
 
 def _name(config: COATConfig) -> str:
-    scaling = "" if config.weight.format == INT8.name else f" {config.activation.linear_granularity}"
-    return f"{config.weight.format}{scaling}"
+    return f"{config.weight.format} {config.activation.linear_granularity}"
 
 
 # --- the faster of two ---
@@ -172,7 +169,9 @@ def _name(config: COATConfig) -> str:
 
 def _times(device: torch.device, configs: Mapping[str, COATConfig], sizes: Sizes) -> tuple[dict[str, float], str]:
     """Milliseconds of each config's linear, and where they are from."""
-    key, shape = _key(device, configs, sizes), " x ".join(map(str, sizes))
+    shape = " x ".join(map(str, sizes))
+    linears = {name: asdict(config.linear_config()) for name, config in configs.items()}
+    key = key_on(device, {"sizes": sizes, "linears": linears, "triton": version_of("triton", "triton-windows")})
     times = kept_results().get(key, {})
     if times.keys() == configs.keys():
         return times, f"the faster at {shape}, timed earlier on this GPU"
@@ -188,11 +187,6 @@ def _times(device: torch.device, configs: Mapping[str, COATConfig], sizes: Sizes
     return times, f"the faster at {shape}, timed in {time.monotonic() - started:.1f} s"
 
 
-def _key(device: torch.device, configs: Mapping[str, COATConfig], sizes: Sizes) -> str:
-    linears = {name: asdict(config.linear_config()) for name, config in configs.items()}
-    return key_on(device, {"sizes": sizes, "linears": linears, "triton": version_of("triton", "triton-windows")})
-
-
 def _linear(device: torch.device, linear: FP8LinearConfig, sizes: Sizes) -> Callable[[], None]:
     """The two products of a frozen linear of random numbers, with the casts of a step."""
     tokens, k, n = sizes
@@ -206,10 +200,3 @@ def _linear(device: torch.device, linear: FP8LinearConfig, sizes: Sizes) -> Call
         dgrad(y, weight, linear, in_fp8=True)
 
     return once
-
-
-def kept_format_times(device: torch.device, config: COATConfig, sizes: Sizes) -> dict[str, float]:
-    """Milliseconds of e4m3 and INT8 of an earlier run on this device; empty without one."""
-    return kept_results().get(
-        _key(device, {name: config.with_weights_in(name) for name in (E4M3.name, INT8.name)}, sizes)
-    )

@@ -88,11 +88,7 @@ def candidates(config: COATConfig) -> tuple[str, ...]:
 
 
 class GemmPick:
-    """Chooses for the linears with FP8 GEMMs, at the first pass; `form_of` returns what runs a block in a step.
-
-    Attributes:
-        image_tokens: of the run's largest images, which is timed though the first batch be smaller; 0: not known.
-    """
+    """Chooses for the linears with FP8 GEMMs, at the first pass; `form_of` returns what runs a block in a step."""
 
     def __init__(
         self,
@@ -107,7 +103,7 @@ class GemmPick:
         self._linears = [(module, name) for module, name in stored if getattr(module, name).use_fp8_gemm]
         self._candidates = candidates(config)
         self._resumed: str | None = None
-        self.image_tokens = 0
+        self.image_tokens = 0  # of the run's largest images, which are timed though the first batch be smaller
 
     def keep(self, gemm: str) -> None:
         """Reuse the GEMM of the resumed run, for equal rounding, unless the config forbids it now."""
@@ -238,8 +234,7 @@ def enlarged(args: tuple[Any, ...], image_tokens: int) -> tuple[Any, ...]:
                 return x.index_select(dim, torch.arange(sizes[size], device=x.device) % size)
         return x
 
-    enlarged: tuple[Any, ...] = tree_map(longer, args)
-    return enlarged
+    return tuple(tree_map(longer, args))
 
 
 # --- the attention kernel ---

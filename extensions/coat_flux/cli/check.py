@@ -94,25 +94,21 @@ def check(args: argparse.Namespace) -> int:
         folder = _run_folder(raw, process)
         steps = (process.get("train") or {}).get("steps", 1000)
         text += f"; '{folder.name}' would train {steps} steps into {folder}"
-        _print_weights(process, file, args.elsewhere)
+        if not args.elsewhere:
+            _print_weights(process, file)
     print(text)
     return 0
 
 
-def _print_weights(process: Mapping[str, Any], file: str, elsewhere: bool) -> None:
+def _print_weights(process: Mapping[str, Any], file: str) -> None:
     """Print what `weight.format: auto` is on the job's device, timed now if no run has."""
     import torch
 
     from ..blocks.formats import config_for, linear_sizes
 
     coat = coat_of_entry(process, file)
-    if coat.weight.format != AUTO:
-        return
-    if elsewhere:
-        print("coat.weight.format: auto: timed on that machine's GPU before the load")
-        return
-    picked = config_for(torch.device(process.get("device") or "cuda"), coat, linear_sizes(process)).chosen
-    if picked is not None:
+    if coat.weight.format == AUTO:
+        picked = config_for(torch.device(process.get("device") or "cuda"), coat, linear_sizes(process)).chosen
         print(picked.describe(f"coat.weight.format: auto is {picked.name}", digits=2))
 
 

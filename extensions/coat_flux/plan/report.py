@@ -14,7 +14,7 @@ from ..config.job import JobConfig
 from .cards import CardFit
 from .job import JobFacts
 from .predict import PARTS, Prediction, predict
-from .speed import BF16_FRACTION, CARDS, FP8_FRACTION, Card, on_card, peaks_of_auto
+from .speed import BF16_FRACTION, CARDS, FP8_FRACTION, Card, gain_of_auto, on_card
 
 
 class Plan:
@@ -123,17 +123,12 @@ def _cards(verdicts: Sequence[CardFit]) -> str:
 
 
 def _formats(plan: Plan) -> list[str]:
-    """What `weight.format: auto` takes on each card by its peaks; on one card also what it would take."""
-    weight, cards = plan.facts.job.coat.weight, [verdict.card for verdict in plan.verdicts]
-    if weight.format == AUTO:
-        taken: dict[str, list[str]] = {}
-        for card in cards:
-            peaks = f", INT8 {card.int8_tflops:g} and FP8 {card.fp8_tflops:g} TFLOP/s" if card.int8_tflops else ""
-            taken.setdefault(card.weight_format, []).append(f"{card.name or f'{card.gb:g} GB'}{peaks}")
-        lines = [f"weight.format: auto is {name} on {'; '.join(texts)}" for name, texts in taken.items()]
-        return ["\n".join([*lines, "by dense peaks; a run times both before the load, and takes the faster"])]
-    text = peaks_of_auto(cards[0]) if len(cards) == 1 and weight.format == "e4m3" else ""
-    return [text] if text else []
+    coat, cards = plan.facts.job.coat, [verdict.card for verdict in plan.verdicts]
+    if coat.weight.format == AUTO:
+        texts = [f"{card.weight_format} on {card.name or f'{card.gb:g} GB'}{card.peaks}" for card in cards]
+        return [f"weight.format: auto, which a run times before the load, is by peaks {'; '.join(texts)}"]
+    gain = gain_of_auto(coat, cards[0] if len(cards) == 1 else None)
+    return [gain] if gain else []
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:

@@ -20,7 +20,6 @@ from __future__ import annotations
 import csv
 import math
 import re
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,7 +27,7 @@ import torch
 
 from ..base.errors import UserError
 from ..blocks.decide import BlockPlan
-from ..blocks.formats import PIXELS_PER_TOKEN, Sizes, kept_format_times
+from ..blocks.formats import PIXELS_PER_TOKEN
 from ..blocks.held import room_of
 from ..blocks.sizes import (
     BACKWARD_OF_ATTENTION,
@@ -66,6 +65,11 @@ class Card:
     def weight_format(self) -> str:
         """What `weight.format: auto` takes by these peaks; a run times both."""
         return INT8 if self.capability < FIRST_FP8 or self.int8_tflops > self.fp8_tflops else FORMATS[0]
+
+    @property
+    def peaks(self) -> str:
+        """Of products in 8 bits, in brackets; "" if unknown."""
+        return f" (peaks: INT8 {self.int8_tflops:g}, FP8 {self.fp8_tflops:g} TFLOP/s)" if self.int8_tflops else ""
 
     @property
     def room(self) -> float:
@@ -119,35 +123,22 @@ def on_card(job: JobConfig, card: Card) -> JobConfig:
     """The job with the format that its weights take on this card: by `auto`, or by `fallback: int8` without FP8."""
     coat = job.coat
     falls_back = coat.fallback == INT8 and coat.weight.format in FORMATS and card.capability < FIRST_FP8
-    if not (coat.enabled and coat.weight.use_fp8 and coat.activation.use_fp8):
-        return job
-    if coat.weight.format != AUTO and not falls_back:
-        return job
-    return replace(job, coat=coat.with_weights_in(card.weight_format))
+    multiplies = coat.enabled and coat.weight.use_fp8 and coat.activation.use_fp8
+    changes = multiplies and (falls_back or coat.weight.format == AUTO)
+    return replace(job, coat=coat.with_weights_in(card.weight_format)) if changes else job
 
 
-def gain_of_auto(device: torch.device, coat: COATConfig, sizes: Sizes) -> str:
-    """What `weight.format: auto` would do on this device in place of e4m3, by kept times or peaks; "" if no better."""
-    if coat.weight.format != FORMATS[0] or not (coat.weight.use_fp8 and coat.activation.use_fp8):
+def gain_of_auto(coat: COATConfig, card: Card | None) -> str:
+    """What `weight.format: auto` may do in place of e4m3, by a card's peaks; "" if no better, or unknown."""
+    multiplies = coat.enabled and coat.weight.use_fp8 and coat.activation.use_fp8
+    if card is None or not multiplies or coat.weight.format != FORMATS[0] or not card.int8_tflops > card.fp8_tflops > 0:
         return ""
-    times = kept_format_times(device, coat, sizes)
-    if times and times[INT8] < times[FORMATS[0]]:
-        milliseconds = f"{times[INT8]:.2f} ms for a linear, e4m3 {times[FORMATS[0]]:.2f} ms"
-        return f"weight.format: auto would take int8: {milliseconds}"
-    if times:
-        return ""
-    with suppress(UserError):
-        if device.type == "cuda":
-            return peaks_of_auto(find_card(torch.cuda.get_device_name(device)))
-    return ""
+    return f"weight.format: auto may take int8, which is faster here{card.peaks}"
 
 
-def peaks_of_auto(card: Card) -> str:
-    """What `auto` would take by a card's peaks, if that is INT8 and the peaks are known; else ""."""
-    if not card.int8_tflops > card.fp8_tflops > 0:
-        return ""
-    peaks = f"{card.int8_tflops:g} TFLOP/s at most, e4m3 {card.fp8_tflops:g}"
-    return f"weight.format: auto may take int8: {peaks} (dense peaks of the {card.name})"
+def card_of(device: torch.device) -> Card | None:
+    """This GPU, if its rates are published."""
+    return DEVICES.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def step_seconds(facts: JobFacts, plan: BlockPlan, card: Card, tokens: Tokens | None = None) -> float:

@@ -29,7 +29,7 @@ from ...config.launch import DDP, LaunchError, require_launch, shares_weights
 from ...mini_flux import provide_embedded
 from ...plan.job import JobFacts
 from ...plan.predict import outside_bytes
-from ...plan.speed import gain_of_auto
+from ...plan.speed import card_of, gain_of_auto
 from ...saves.repair import describe_lowest, run_lock
 from ...saves.state import require_readable
 from ...watch.memory_report import finish
@@ -229,7 +229,7 @@ class CoatFluxTrainer(HostTrainer):
         if self._continuation is not None:
             self._continuation.end_loading()
         self._report.add_row("optimizer", *check_optimizer(self))
-        if gain := gain_of_auto(self.device_torch, self.coat, linear_sizes(self.config)):
+        if gain := gain_of_auto(self.coat, card_of(self.device_torch)):
             self._report.add_row("weights", self.coat.weight.format, self.coat.weight.format, measured=gain)
         with ExitStack() as stack:
             stack.enter_context(self._team.unwrapped(self))

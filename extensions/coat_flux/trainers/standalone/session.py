@@ -35,7 +35,7 @@ from ...data.loader import BucketBatchSampler, LatentDataset
 from ...data.preflight import T5_ARCHS, DataReport
 from ...plan.job import JobFacts
 from ...plan.predict import outside_bytes
-from ...plan.speed import gain_of_auto
+from ...plan.speed import card_of, gain_of_auto
 from ...saves.identity import model_identity
 from ...saves.state import RunState, keep_execution, restore_tensors
 from ...watch.live import LiveRun
@@ -160,7 +160,7 @@ class Session:
                 with suppress(ConfigError):  # unknown model sizes
                     runner.expect(reserve_bytes=outside_bytes(JobFacts(job)))
             self.captures = runner.plan.captured
-        if self.report is not None and (gain := gain_of_auto(workers.device, job.coat, sizes)):
+        if self.report is not None and (gain := gain_of_auto(job.coat, card_of(workers.device))):
             self.report.add_row("weights", job.coat.weight.format, job.coat.weight.format, measured=gain)
         _log_start(job, self.report, self.optimizer, self.lora, log)
         if sharded:
