@@ -1,8 +1,11 @@
 """Scaling to FP8 and back: the specification of the codes of a high precision tensor.
 
-    scale = amax / format.max            (fp32; the dequantization multiplier)
-    codes = saturating_cast(x / scale)
+    scale = max(amax / format.max, 2^-126)      (fp32; the dequantization multiplier)
+    codes = saturating_cast(x · (1 / scale))
     x     ≈ codes · scale
+
+One division a scale, a multiplication an element: a code next to a tie may differ from that of x / scale, and the
+largest element still gets ±format.max. Below 2^-126 the reciprocal would be infinite.
 
 A group of zeros gets scale 1 and zero codes. ±inf clamps to ±format.max (its group's amax is that of the finite
 values), NaN stays NaN. `ops.quantize` has the same functions by the device's kernel.
@@ -21,6 +24,8 @@ from torch import Tensor
 
 from coat_core.formats import Format, get_format
 from coat_core.granularity import PER_TENSOR, Granularity
+
+SMALLEST_SCALE = 2.0**-126  # fp32's smallest normal number, the reciprocal of another
 
 
 class Quantized(NamedTuple):
@@ -94,9 +99,9 @@ def amax(x: Tensor, granularity: Granularity) -> Tensor:
 
 
 def scale_from_amax(group_amax: Tensor, largest: float) -> Tensor:
-    """Dequantization multiplier amax / largest code (fp32, same shape); 1 where that is 0, so that it can divide."""
+    """Dequantization multiplier amax / largest code, at least SMALLEST_SCALE (fp32, same shape); 1 where amax is 0."""
     scale = group_amax / torch.full_like(group_amax, largest)  # by a number, CUDA multiplies by its reciprocal
-    return torch.where(scale > 0, scale, torch.ones_like(scale))
+    return torch.where(group_amax > 0, scale.clamp(min=SMALLEST_SCALE), torch.ones_like(scale))
 
 
 def _spread(scale: Tensor, granularity: Granularity, size: int) -> Tensor:
@@ -112,7 +117,8 @@ def quantize(x: Tensor, fmt: str = "e4m3", granularity: Granularity = PER_TENSOR
     """
     form = get_format(fmt)
     scale = scale_from_amax(amax(x, granularity), form.max)
-    codes = saturating_cast(x.detach().to(torch.float32) / _spread(scale, granularity, x.shape[-1]), form)
+    factor = _spread(torch.ones_like(scale) / scale, granularity, x.shape[-1])
+    codes = saturating_cast(x.detach().to(torch.float32) * factor, form)
     return Quantized(codes, scale, granularity)
 
 

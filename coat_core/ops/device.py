@@ -17,6 +17,7 @@ from coat_core.formats import E4M3, get_format
 from coat_core.granularity import PER_ROW, per_group
 from coat_core.ops.launch import dot_operand, empty, empty_values, finished, launch, nothing, power_of_two
 from coat_core.ops.packing import n_blocks
+from coat_core.quantize import SMALLEST_SCALE
 
 ROW_BLOCK = 2048
 SHARE_BLOCK = 2048  # elements that a program casts with a scale of all
@@ -28,6 +29,7 @@ WARPS_MAX = 16
 RANKS_AT_ONCE, FP32_RANKS_AT_ONCE = 64, 16  # fp32 is multiplied without tensor cores, from registers
 LOW_RANK_ROWS = 16  # the minimum of a tile of tl.dot
 HALF_INTEGERS = tl.constexpr(1.5 * 2.0**23)
+LEAST_SCALE = tl.constexpr(SMALLEST_SCALE)
 TL_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 # that share the rows where each leaves column sums, which are written and read again: two for each multiprocessor of a
 # large GPU, as many as fit there at once with the registers of LayerNorm's backward
@@ -42,10 +44,16 @@ def finite_abs(x):
 
 
 @triton.jit
+def largest(x, axis):
+    """The largest finite magnitude along an axis; 0 without one."""
+    amax = tl.max(tl.abs(tl.fma(x, 0.0, x)), axis=axis)  # that is NaN for inf, and tl.max leaves NaN out
+    return tl.where(amax == amax, amax, 0.0)
+
+
+@triton.jit
 def scale_from_amax(amax, FORMAT_MAX: tl.constexpr):
-    """The dequantization multiplier amax / max; 1 where that is 0."""
-    scale = tl.div_rn(amax, FORMAT_MAX)
-    return tl.where(scale > 0, scale, 1.0)
+    """The dequantization multiplier amax / max, at least LEAST_SCALE; 1 where amax is 0."""
+    return tl.where(amax > 0, tl.maximum(tl.div_rn(amax, FORMAT_MAX), LEAST_SCALE), 1.0)
 
 
 @triton.jit
@@ -80,8 +88,11 @@ def as_codes(x, codes_ptr):
 
 @triton.jit
 def quantized(x, scale, codes_ptr, FORMAT_MAX: tl.constexpr):
-    """X over its scale, in the pointer's code type."""
-    return as_codes(saturated(tl.div_rn(x, scale), FORMAT_MAX), codes_ptr)
+    """X over its scale, in the pointer's code type: one division a scale, a multiplication an element."""
+    x *= tl.div_rn(1.0, scale)
+    if codes_ptr.dtype.element_ty != tl.float8e4nv:  # which only a GPU has whose conversion saturates
+        x = saturated(x, FORMAT_MAX)
+    return as_codes(x, codes_ptr)
 
 
 @triton.jit
@@ -107,7 +118,7 @@ def rounded(x, like_ptr):
 def store_row_codes(values, codes_ptr, scale_ptr, rows, are_rows, offsets, inside, FORMAT_MAX: tl.constexpr):
     """Quantize whole rows that a program holds; without codes leave each row's amax, without scales do nothing."""
     if scale_ptr is not None:
-        amax = tl.max(finite_abs(values), axis=1)
+        amax = largest(values, 1)
         if codes_ptr is None:
             tl.store(scale_ptr + rows, amax, mask=are_rows)
         else:
@@ -137,14 +148,14 @@ def store_group_codes(
         R: tl.constexpr = values.shape[0]
         BLOCK: tl.constexpr = values.shape[1]
         groups = tl.reshape(values, (R, BLOCK // G, G))
-        scale = scale_from_amax(tl.max(finite_abs(groups), axis=2), FORMAT_MAX)
+        scale = scale_from_amax(largest(groups, 2), FORMAT_MAX)
         places = first // G + tl.arange(0, BLOCK // G)[None, :]
         are_groups = are_rows[:, None] & (places * G < end)
         tl.store(scale_ptr + rows[:, None] * tl.cdiv(width, G) + places, scale, mask=are_groups)
-        codes = tl.reshape(saturated(tl.div_rn(groups, scale[:, :, None]), FORMAT_MAX), (R, BLOCK))
+        codes = tl.reshape(quantized(groups, scale[:, :, None], codes_ptr, FORMAT_MAX), (R, BLOCK))
         columns = first + tl.arange(0, BLOCK)[None, :]
         inside = are_rows[:, None] & (columns < end)
-        tl.store(codes_ptr + rows[:, None] * width + columns, as_codes(codes, codes_ptr), mask=inside)
+        tl.store(codes_ptr + rows[:, None] * width + columns, codes, mask=inside)
 
 
 @triton.jit

@@ -3,14 +3,11 @@
 GELU(x) = x·s(x) with s(x) = sigmoid(2u), u = sqrt(2/π)·(x + 0.044715·x³): the same as x/2·(1 + tanh u) without its
 cancellation at large negative x. SwiGLU (GATED) reads two tiles, one from each half of mlp.
 
-A program takes a tile of LOW_RANK_ROWS rows, so that tl.dot multiplies the adapter, and leaves each row's amax over its
-columns; the cast is a second launch. (Programs over whole rows could cast too, but 288 at 1024 px and 32 for the text
-are too few to keep a GPU's memory busy.)
-
-The codes of [attention | act(mlp)] and its product with a down-projection, without the values in memory: the first
-kernel computes the values tile by tile, multiplies them, saves the codes for backward, and leaves each row's amax and
-its part of the product over a stretch of columns. The second recomputes the values, casts them, and adds up the parts.
-Both read every input once (the first for each NEXT_BLOCK of the product's columns), and write no values.
+A program takes a tile of LOW_RANK_ROWS rows, so that tl.dot multiplies the adapter, writes its values, and leaves each
+row's amax over its columns; the cast is a second launch, which with a down-projection also multiplies by it and leaves
+its part of the product over a stretch of columns. (Programs over whole rows could cast too, but 288 at 1024 px and 32
+for the text are too few to keep a GPU's memory busy. Recomputing the values in the second launch instead of reading
+them costs more instructions than it saves bytes: RESULTS.md.)
 
 The gradient of a down-projection, dhᵀ [attention | act(mlp)], recomputes the values from the saved tensors, tile by
 tile, once for up to 64 ranks. A program takes DOWN_BLOCK columns and a share of the rows. Torch adds them up in order.
@@ -21,6 +18,7 @@ Shapes: attention [B, S, D], mlp [..., N], dh [..., r], each read as rows, N = F
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import torch
@@ -28,7 +26,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from coat_core.autograd import without_autocast
 from coat_core.formats import get_format
 from coat_core.ops import gelu as operators
 from coat_core.ops.codes import codes_of
@@ -40,7 +37,7 @@ from coat_core.ops.device import (
     add_low_rank,
     as_values,
     cast_by_amax,
-    finite_abs,
+    largest,
     load_saved,
     quantize_rows,
     quantized,
@@ -58,14 +55,14 @@ from coat_core.ops.launch import dot_operand, empty, empty_values, finished, lau
 from coat_core.ops.packing import n_blocks
 
 GATED = tl.constexpr("silu_and_mul")
+LOG2_E = tl.constexpr(math.log2(math.e))
+TWICE_U = tl.constexpr(2 * math.sqrt(2 / math.pi))  # 2u of a small x
 LOW_RANK_BLOCK = 128  # columns of LOW_RANK_ROWS rows
 
 # of the product with a down-projection
-TILE = 4096  # elements: the adapters' matrices are read from the cache once for its rows, 32 in most cases
-STRETCH = 1024  # columns of a row that one program goes over, at least
+STRETCH = 2048  # columns of a row that one program goes over, at least
 COLUMNS_A_SUM = 32  # of such a stretch for each fp32 sum that it leaves: a sixteenth of the bytes that it reads
-ADAPTER_RANKS_AT_ONCE = 32  # of mlp's adapter: with more, registers are few next to everything else
-RANKS_AT_ONCE = 128  # of the down-projection; fewer where wide groups or fp32 take the registers
+RANKS_AT_ONCE = 128
 
 # of the gradient of a down-projection
 DOWN_ROWS = 32
@@ -78,13 +75,21 @@ ROWS_OF_A_RANK = 64
 
 
 @triton.jit
-def sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
+def reciprocal(x):
+    """1 / x of positive x as the square of a root: two instructions, where a division has eight."""
+    root = tl.rsqrt(x)
+    return root * root
 
 
 @triton.jit
-def gate_of_gelu(x):
-    return sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+def sigmoid(x):
+    return reciprocal(1.0 + tl.exp2(x * -LOG2_E))
+
+
+@triton.jit
+def gelu_exponent(x):
+    """-2u in powers of two."""
+    return x * tl.fma(x * x, -0.044715 * TWICE_U * LOG2_E, -TWICE_U * LOG2_E)
 
 
 @triton.jit
@@ -93,7 +98,7 @@ def activated(gate, x, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
     if ACTIVATION == GATED:
         x = (gate * sigmoid(gate)).to(DTYPE).to(tl.float32) * x
     else:
-        x = x * gate_of_gelu(x)
+        x *= reciprocal(1.0 + tl.exp2(gelu_exponent(x)))
     return x.to(DTYPE)
 
 
@@ -112,12 +117,10 @@ def values_tile(
     RANK: tl.constexpr,
     RANK_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
-    TURNED: tl.constexpr = False,
 ):
     """A tile [R, BLOCK] of the `width` values of attention or, of an ACTIVATION, of mlp with its adapter; save both.
 
-    `source` has the tensor and the distance of its rows. TURNED computes the adapter's product transposed: before a
-    product with the values Triton would split both by rows alone, and spill.
+    `source` has the tensor and the distance of its rows.
     """
     x_ptr, stride = source
     h_ptr, up_ptr, h_stride, second = adapter
@@ -132,18 +135,8 @@ def values_tile(
         x = tl.load(x_ptr + row * stride + (rows[:, None] * stride + columns), mask=inside, other=0.0).to(tl.float32)
         if h_ptr is not None:
             half_h_ptr = h_ptr + half * second + row * h_stride
-            h_rows = rows * h_stride
-            if TURNED:
-                for first_rank in tl.range(0, RANK, RANK_BLOCK, num_stages=1):
-                    rank = first_rank + tl.arange(0, RANK_BLOCK)
-                    of_h = (rank < RANK)[:, None] & are_rows[None, :]
-                    of_up = (in_row < end)[:, None] & (rank < RANK)[None, :]
-                    h = tl.load(half_h_ptr + h_rows[None, :] + rank[:, None], mask=of_h, other=0.0)
-                    up = tl.load(up_ptr + in_row[:, None] * RANK + rank[None, :], mask=of_up, other=0.0)
-                    x += tl.trans(tl.dot(up, h, input_precision="ieee"))
-            else:
-                up_rows = in_row * RANK
-                x = add_low_rank(x, half_h_ptr, up_ptr, h_rows, up_rows, 1, are_rows, in_row < end, RANK, RANK_BLOCK)
+            h_rows, up_rows = rows * h_stride, in_row * RANK
+            x = add_low_rank(x, half_h_ptr, up_ptr, h_rows, up_rows, 1, are_rows, in_row < end, RANK, RANK_BLOCK)
         x = x.to(DTYPE).to(tl.float32)
         all_columns = 2 * width if ACTIVATION == GATED else width
         store_group_codes(x, saved_ptr, saved_scale_ptr, row + rows, are_rows, start, end, all_columns, SAVED_MAX, G)
@@ -161,7 +154,7 @@ def _store_tile(x, values_ptr, amax_ptr, tile, first, end, width):
     tl.store(values_ptr + rows[:, None] * width + columns, x, mask=inside)
     if amax_ptr is not None:
         part, parts = tl.program_id(1), tl.num_programs(1)
-        tl.store(amax_ptr + row * parts + rows * parts + part, tl.max(finite_abs(x), axis=1), mask=are_rows)
+        tl.store(amax_ptr + row * parts + rows * parts + part, largest(x, 1), mask=are_rows)
 
 
 @triton.jit
@@ -212,13 +205,11 @@ def _mlp_activation_fwd_kernel(
         _store_tile(x, values_ptr + D, amax_ptr, tile, first, F, D + F)
 
 
-@launcher(operators.mlp_activation)
-def mlp_activation(a: Any) -> tuple[Tensor, ...]:
+def _activated(a: Any) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+    """Values [..., D + F], amax [rows, parts] of the parts of their rows unless they get no codes, and saved codes."""
     d = 0 if a.attention is None else a.attention.shape[-1]
     n = a.mlp.shape[-1]
     f = activated_width(a.mlp, a.activation)
-    if a.saved_format != "none" and splits_groups(n, f, a.group_size):
-        return operators.mlp_activation._init_fn(*a)
     device, shape = a.mlp.device, a.mlp.shape[:-1]
     rows = a.mlp.numel() // n
     block = max(LOW_RANK_BLOCK, a.group_size)
@@ -244,14 +235,21 @@ def mlp_activation(a: Any) -> tuple[Tensor, ...]:
         num_warps=warps(LOW_RANK_ROWS * block),
         num_stages=1,
     )
-    values = finished(values, a.dtype)
+    return finished(values, a.dtype), amax, [*saved_attention.results(), *saved_mlp.results()]
+
+
+@launcher(operators.mlp_activation)
+def mlp_activation(a: Any) -> tuple[Tensor, ...]:
+    if splits_groups(a.mlp.shape[-1], activated_width(a.mlp, a.activation), a.group_size, a.saved_format):
+        return operators.mlp_activation._init_fn(*a)
+    values, amax, saved = _activated(a)
     if amax is None:
         codes, scale = codes_of(values, a.fmt, "none")
     elif a.granularity == "per_tensor":
         codes, scale = cast_by_amax(values, amax.view(-1).amax(0, keepdim=True), a.fmt)
     else:
         codes, scale = quantize_rows(values, a.fmt, None, amax)
-    return values, codes, scale, *saved_attention.results(), *saved_mlp.results()
+    return values, codes, scale, *saved
 
 
 def _inputs(a: Any) -> tuple[tuple[Any, ...], tuple[int, ...], dict[str, Any]]:
@@ -265,249 +263,102 @@ def _inputs(a: Any) -> tuple[tuple[Any, ...], tuple[int, ...], dict[str, Any]]:
     return (attention, mlp, h, up), (attention_stride, mlp_stride, h_stride), constants
 
 
-def splits_groups(width: int, activated: int, group_size: int) -> bool:
+def splits_groups(width: int, activated: int, group_size: int, saved_format: str = "") -> bool:
     """Whether a group of codes spans both halves, which no program sees together: small models only."""
-    return width > activated and group_size > 0 and activated % group_size > 0
+    return saved_format != "none" and width > activated and group_size > 0 and activated % group_size > 0
 
 
 @triton.jit
-def _store_codes(x, codes_ptr, scale, tile, first, end, width, FORMAT_MAX: tl.constexpr):
-    row, rows, are_rows = tile
-    columns = first + tl.arange(0, x.shape[1])[None, :]
-    places = codes_ptr + row * width + rows[:, None] * width + columns
-    codes = quantized(x, scale[:, None], codes_ptr, FORMAT_MAX)
-    tl.store(places, codes, mask=are_rows[:, None] & (columns < end))
-
-
-@triton.jit
-def _mlp_down_fwd_kernel(
-    attention_ptr,
-    mlp_ptr,
-    h_ptr,
-    up_ptr,
+def _cast_down_fwd_kernel(
+    values_ptr,
     down_ptr,
     amax_ptr,
+    codes_ptr,
+    scale_ptr,
     sums_ptr,
-    saved_attention_ptr,
-    saved_attention_scale_ptr,
-    saved_mlp_ptr,
-    saved_mlp_scale_ptr,
-    attention_stride,
-    mlp_stride,
-    h_stride,
     down_stride,
     total,
-    D,
-    F,
-    ACTIVATION: tl.constexpr,
-    DTYPE: tl.constexpr,
-    SAVED_MAX: tl.constexpr,
-    G: tl.constexpr,
-    RANK: tl.constexpr,
-    RANK_BLOCK: tl.constexpr,
-    SECOND: tl.constexpr,
+    width,
+    amax_parts,
+    FORMAT_MAX: tl.constexpr,
+    BY_ROW: tl.constexpr,
+    PARTS_BLOCK: tl.constexpr,
     NEXT: tl.constexpr,
     NEXT_BLOCK: tl.constexpr,
     R: tl.constexpr,
     BLOCK: tl.constexpr,
     LENGTH: tl.constexpr,
 ):
-    """LENGTH columns of R rows a program, NEXT_BLOCK of the product's: their amax, and the sums of their products.
+    """LENGTH columns of R rows a program: codes, and sums of the products with NEXT_BLOCK rows of down.
 
     On a GPU fp32 is multiplied as three products of TF32, within 2^-21 of each product: from registers it would spill.
     """
-    row = tl.program_id(0).to(tl.int64) * R
-    part = tl.program_id(1)
-    parts = tl.num_programs(1)
-    rows, before = tl.arange(0, R), tl.cdiv(D, LENGTH)
-    are_rows = tl.program_id(0) * R + rows < total
-    ranks = tl.program_id(2) * NEXT_BLOCK + tl.arange(0, NEXT_BLOCK)
-    attention = (attention_ptr, attention_stride)
-    mlp = (mlp_ptr, mlp_stride)
-    adapter = (h_ptr, up_ptr, h_stride, SECOND)
-    no_adapter = (None, None, 0, 0)
-    saved_attention = (saved_attention_ptr, saved_attention_scale_ptr)
-    saved_mlp = (saved_mlp_ptr, saved_mlp_scale_ptr)
-    for of_mlp in tl.static_range(2):  # attention's columns, then the activation's
-        x_ptr, width = ((attention_ptr, D), (mlp_ptr, F))[of_mlp]
-        if x_ptr is not None and (part >= before) == of_mlp:
-            first = (part - of_mlp * before) * LENGTH
-            sums = tl.zeros([R, NEXT_BLOCK], tl.float32)
-            largest = tl.zeros([R], tl.float32)
-            for start in range(first, tl.minimum(first + LENGTH, width), BLOCK):
-                x = values_tile(
-                    (attention, mlp)[of_mlp],
-                    (no_adapter, adapter)[of_mlp],
-                    (saved_attention, saved_mlp)[of_mlp],
-                    (row, rows, are_rows),
-                    start,
-                    width,
-                    ACTIVATION if of_mlp else None,
-                    DTYPE,
-                    SAVED_MAX,
-                    G,
-                    RANK,
-                    RANK_BLOCK,
-                    BLOCK,
-                    TURNED=True,
-                )
-                largest = tl.maximum(largest, tl.max(finite_abs(x), axis=1))
-                columns = start + tl.arange(0, BLOCK)
-                down = tl.load(
-                    down_ptr + of_mlp * D + columns[:, None] + ranks[None, :] * down_stride,
-                    mask=(columns < width)[:, None] & (ranks < NEXT)[None, :],
-                    other=0.0,
-                )
-                sums = tl.dot(x.to(down_ptr.dtype.element_ty), down, acc=sums, input_precision="tf32x3")
-            tl.store(amax_ptr + row * parts + rows * parts + part, largest, mask=are_rows)
-            places = sums_ptr + row * parts * NEXT + (rows * parts + part)[:, None] * NEXT + ranks[None, :]
-            tl.store(places, sums, mask=are_rows[:, None] & (ranks < NEXT)[None, :])
-
-
-@triton.jit
-def _mlp_down_cast_fwd_kernel(
-    attention_ptr,
-    mlp_ptr,
-    h_ptr,
-    up_ptr,
-    amax_ptr,
-    sums_ptr,
-    codes_ptr,
-    scale_ptr,
-    h_next_ptr,
-    attention_stride,
-    mlp_stride,
-    h_stride,
-    total,
-    D,
-    F,
-    parts,
-    ACTIVATION: tl.constexpr,
-    DTYPE: tl.constexpr,
-    FORMAT_MAX: tl.constexpr,
-    BY_ROW: tl.constexpr,
-    PARTS_BLOCK: tl.constexpr,
-    RANK: tl.constexpr,
-    RANK_BLOCK: tl.constexpr,
-    SECOND: tl.constexpr,
-    NEXT: tl.constexpr,
-    NEXT_BLOCK: tl.constexpr,
-    R: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row, column_tile = tl.program_id(0).to(tl.int64) * R, tl.program_id(1)
+    row, part, parts = tl.program_id(0).to(tl.int64) * R, tl.program_id(1), tl.num_programs(1)
     rows, place = tl.arange(0, R), tl.arange(0, PARTS_BLOCK)
-    are_rows, before = tl.program_id(0) * R + rows < total, tl.cdiv(D, BLOCK)
+    are_rows = row + rows < total
+    ranks = tl.program_id(2) * NEXT_BLOCK + tl.arange(0, NEXT_BLOCK)
     if BY_ROW:
-        amax_ptr += row * parts + rows[:, None] * parts + place[None, :]
-        amax = tl.max(tl.load(amax_ptr, mask=are_rows[:, None] & (place < parts)[None, :], other=0.0), axis=1)
+        amax_ptr += row * amax_parts + rows[:, None] * amax_parts + place[None, :]
+        amax = tl.max(tl.load(amax_ptr, mask=are_rows[:, None] & (place < amax_parts)[None, :], other=0.0), axis=1)
+        scale = scale_from_amax(amax, FORMAT_MAX)
+        tl.store(scale_ptr + row + rows, scale, mask=are_rows)  # the same from every part
     else:
-        amax = tl.load(amax_ptr + rows * 0)
-    scale = scale_from_amax(amax, FORMAT_MAX)
-    tile, none = (row, rows, are_rows), (None, None)
-    if column_tile < before:
-        if attention_ptr is not None:
-            first = column_tile * BLOCK
-            attention = (attention_ptr, attention_stride)
-            no_adapter = (None, None, 0, 0)
-            x = values_tile(attention, no_adapter, none, tile, first, D, None, DTYPE, 0.0, 1, 0, 0, BLOCK, TURNED=True)
-            _store_codes(x, codes_ptr, scale, tile, first, D, D + F, FORMAT_MAX)
-    else:
-        first = (column_tile - before) * BLOCK
-        mlp = (mlp_ptr, mlp_stride)
-        adapter = (h_ptr, up_ptr, h_stride, SECOND)
-        x = values_tile(
-            mlp, adapter, none, tile, first, F, ACTIVATION, DTYPE, 0.0, 1, RANK, RANK_BLOCK, BLOCK, TURNED=True
+        scale = scale_from_amax(tl.load(amax_ptr + rows * 0), FORMAT_MAX)
+        tl.store(scale_ptr + rows, scale, mask=row + rows == 0)
+    values_ptr += row * width
+    codes_ptr += row * width
+    sums = tl.zeros([R, NEXT_BLOCK], tl.float32)
+    for start in range(part * LENGTH, tl.minimum(part * LENGTH + LENGTH, width), BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        places = rows[:, None] * width + columns[None, :]
+        inside = are_rows[:, None] & (columns < width)[None, :]
+        x = tl.load(values_ptr + places, mask=inside, other=0.0)
+        codes = quantized(x.to(tl.float32), scale[:, None], codes_ptr, FORMAT_MAX)
+        tl.store(codes_ptr + places, codes, mask=inside)
+        down = tl.load(
+            down_ptr + columns[:, None] + ranks[None, :] * down_stride,
+            mask=(columns < width)[:, None] & (ranks < NEXT)[None, :],
+            other=0.0,
         )
-        _store_codes(x, codes_ptr + D, scale, tile, first, F, D + F, FORMAT_MAX)
-    if column_tile == 0:
-        if BY_ROW:
-            tl.store(scale_ptr + row + rows, scale, mask=are_rows)
-        else:
-            tl.store(scale_ptr + rows, scale, mask=row + rows == 0)
-        for start in range(0, NEXT, NEXT_BLOCK):
-            ranks = start + tl.arange(0, NEXT_BLOCK)[None, :]
-            inside = are_rows[:, None] & (ranks < NEXT)
-            sums = tl.zeros([R, NEXT_BLOCK], tl.float32)
-            for part in range(parts):
-                places = (rows * parts + part)[:, None] * NEXT + ranks
-                sums += tl.load(sums_ptr + row * parts * NEXT + places, mask=inside, other=0.0)
-            h_next = h_next_ptr + row * NEXT + rows[:, None] * NEXT + ranks
-            tl.store(h_next, sums, mask=inside)
+        sums = tl.dot(x.to(down_ptr.dtype.element_ty), down, acc=sums, input_precision="tf32x3")
+    places = (row * parts + rows * parts + part)[:, None] * NEXT + ranks[None, :]
+    tl.store(sums_ptr + places, sums, mask=are_rows[:, None] & (ranks < NEXT)[None, :])
 
 
 @launcher(operators.mlp_activation_down)
 def mlp_activation_down(a: Any) -> tuple[Tensor, ...]:
-    n = a.mlp.shape[-1]
-    f = activated_width(a.mlp, a.activation)
-    is_gated, block = n > f, max(LOW_RANK_BLOCK, a.group_size)
-    if is_gated and (block > LOW_RANK_BLOCK or splits_groups(n, f, a.group_size)):
-        # two tiles of wide groups would spill registers here
-        arguments = a._asdict()
-        del arguments["down"]
-        values, *codes = mlp_activation(**arguments)
-        with without_autocast(a.mlp.device):
-            return torch.nn.functional.linear(values, a.down), *codes
-    device = a.mlp.device
-    shape = a.mlp.shape[:-1]
-    form = get_format(a.fmt)
-    d = 0 if a.attention is None else a.attention.shape[-1]
-    rows, next_rank = a.mlp.numel() // n, len(a.down)
+    if splits_groups(a.mlp.shape[-1], activated_width(a.mlp, a.activation), a.group_size, a.saved_format):
+        return operators.mlp_activation_down._init_fn(*a)
+    values, amax, saved = _activated(a)
+    assert amax is not None
+    device, form, width = values.device, get_format(a.fmt), values.shape[-1]
+    (rows, amax_parts), next_rank = amax.shape, len(a.down)
     by_row = a.granularity == "per_row"
     length = power_of_two(max(STRETCH, COLUMNS_A_SUM * next_rank))
-    parts = n_blocks(d, length) + n_blocks(f, length)
-    amax = empty((rows, parts), torch.float32, device)
+    parts = n_blocks(width, length)
+    codes = empty_values(values.shape, form.dtype, device)
+    scale = empty((*values.shape[:-1], 1) if by_row else (), torch.float32, device)
     sums = empty((rows, parts, next_rank), torch.float32, device)
-    saved_mlp = Codes((*shape, n), device, a.saved_format, "per_group", a.group_size)
-    saved_attention = Codes((*shape, d), device, a.saved_format if d else "none", "per_group", a.group_size)
-    codes = empty_values((*shape, d + f), form.dtype, device)
-    scale = empty((*shape, 1) if by_row else (), torch.float32, device)
-    h_next = empty_values((*shape, next_rank), a.dtype, device)
-    inputs, strides, constants = _inputs(a)
     down, down_stride = with_row_stride(dot_operand(a.down))
-    is_large = block > LOW_RANK_BLOCK or a.down.dtype == torch.float32
-    next_block = min(max(power_of_two(next_rank), 16), 16 if is_large else RANKS_AT_ONCE)
-    tile_rows = TILE // block
-    options = {
-        **constants,
-        "RANK_BLOCK": min(constants["RANK_BLOCK"], ADAPTER_RANKS_AT_ONCE),
-        "NEXT": next_rank,
-        "R": tile_rows,
-        "BLOCK": block,
-        "num_warps": warps(TILE),
-        "num_stages": 1,
-    }
+    next_block = min(max(power_of_two(next_rank), 16), RANKS_AT_ONCE)
     launch(
-        _mlp_down_fwd_kernel,
-        (n_blocks(rows, tile_rows), parts, n_blocks(next_rank, next_block)),
-        *inputs,
-        *(down, amax, sums),
-        *(saved_attention.codes, saved_attention.scale, saved_mlp.codes, saved_mlp.scale),
-        *strides,
-        *(down_stride, rows, d, f),
-        SAVED_MAX=saved_mlp.format_max,
-        G=a.group_size,
-        NEXT_BLOCK=next_block,
-        LENGTH=length,
-        **options,
-    )
-    launch(
-        _mlp_down_cast_fwd_kernel,
-        (n_blocks(rows, tile_rows), n_blocks(d, block) + n_blocks(f, block)),
-        *inputs,
-        amax if by_row else amax.amax(),
-        *(sums, codes, scale, h_next),
-        *strides,
-        *(rows, d, f, parts),
+        _cast_down_fwd_kernel,
+        (n_blocks(rows, LOW_RANK_ROWS), parts, n_blocks(next_rank, next_block)),
+        *(dot_operand(values), down, amax if by_row else amax.amax()),
+        *(codes, scale, sums),
+        *(down_stride, rows, width, amax_parts),
         FORMAT_MAX=form.max,
         BY_ROW=by_row,
-        PARTS_BLOCK=power_of_two(parts),
-        NEXT_BLOCK=min(next_block, 32),
-        **options,
+        PARTS_BLOCK=power_of_two(amax_parts),
+        NEXT=next_rank,
+        NEXT_BLOCK=next_block,
+        R=LOW_RANK_ROWS,
+        BLOCK=LOW_RANK_BLOCK,
+        LENGTH=length,
+        num_warps=warps(LOW_RANK_ROWS * LOW_RANK_BLOCK),
     )
-    h_next = finished(h_next, a.dtype)
-    codes = finished(codes, form.dtype)
-    return h_next, codes, scale, *saved_attention.results(), *saved_mlp.results()
+    h_next = sums.sum(1).to(a.dtype).view(*values.shape[:-1], next_rank)
+    return h_next, finished(codes, form.dtype), scale, *saved
 
 
 @triton.jit
@@ -556,9 +407,10 @@ def _mlp_activation_bwd_kernel(
         tl.store(place + F, g * (x * s), mask=inside)
         dmlp = g * up * (s * (1.0 + x * (1.0 - s)))
     else:
-        s = gate_of_gelu(x)
-        slope = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
-        dmlp = g * (s + x * (s * (1.0 - s)) * slope)
+        exponential = tl.exp2(tl.minimum(gelu_exponent(x), 126.0))
+        s = reciprocal(1.0 + exponential)
+        slope = x * tl.fma(x * x, 3 * 0.044715 * TWICE_U, TWICE_U)
+        dmlp = g * s * tl.fma(slope, exponential * s, 1.0)  # the product is 1 - s, without its cancellation
     tl.store(place, dmlp, mask=inside)
 
 

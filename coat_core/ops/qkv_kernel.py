@@ -235,6 +235,7 @@ def qkv_rope(a: Any) -> list[Tensor]:
             G=a.group_size,
             **ranks,
             **options,
+            num_warps=warps(options["R"] * options["BLOCK"]),
         )
         first += shape[1]
         if complete is not None:  # heads that are no whole number of groups
@@ -286,6 +287,7 @@ def _launch_backward(a: Any, y: Tensor, y_scale: Tensor | None, weights: list[Te
         GROUP=group,
         OWN_ANGLES=cos.ndim == 3,
         **options,
+        num_warps=warps(2 * options["R"] * options["BLOCK"]),
     )
 
 
@@ -294,5 +296,5 @@ def _geometry(shape: tuple[int, ...], heads: int, d: int) -> tuple[tuple[int, in
     tile = min(power_of_two(heads), HEADS)
     block = power_of_two(d)
     rows = LOW_RANK_ROWS
-    options = {"HEADS": tile, "R": rows, "BLOCK": block, "num_warps": warps(2 * rows * block), "num_stages": 1}
+    options = {"HEADS": tile, "R": rows, "BLOCK": block, "num_stages": 1}
     return (shape[0] * n_blocks(shape[1], rows), n_blocks(heads, tile)), options

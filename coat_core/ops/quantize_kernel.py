@@ -30,6 +30,7 @@ from coat_core.ops.device import (
     cast_by_amax,
     contiguous,
     finite_abs,
+    largest,
     load_scaled,
     nearest,
     quantize_rows,
@@ -71,7 +72,7 @@ def _quantize_groups_fwd_kernel(
     inside = (group[:, None] < total) & (columns < K)
     offsets = row[:, None] * K + columns
     x = load_scaled(x_ptr, factor_ptr, offsets, columns, inside)
-    scale = scale_from_amax(tl.max(finite_abs(x), axis=1), FORMAT_MAX)
+    scale = scale_from_amax(largest(x, 1), FORMAT_MAX)
     tl.store(scale_ptr + group, scale, mask=group < total)
     tl.store(codes_ptr + offsets, quantized(x, scale[:, None], codes_ptr, FORMAT_MAX), mask=inside)
 
@@ -79,12 +80,12 @@ def _quantize_groups_fwd_kernel(
 @triton.jit
 def _share_amax_fwd_kernel(x_ptr, factor_ptr, amax_ptr, K, total, rounds, BLOCK: tl.constexpr):
     share = tl.program_id(0).to(tl.int64)
-    largest = tl.zeros([BLOCK], tl.float32)
+    amax = tl.zeros([BLOCK], tl.float32)
     for turn in range(rounds):
         offsets = (share * rounds + turn) * BLOCK + tl.arange(0, BLOCK)
         x = load_scaled(x_ptr, factor_ptr, offsets, offsets % K, offsets < total)
-        largest = tl.maximum(largest, finite_abs(x))
-    tl.store(amax_ptr + share, tl.max(largest, axis=0))
+        amax = tl.maximum(amax, finite_abs(x))
+    tl.store(amax_ptr + share, tl.max(amax, axis=0))
 
 
 @launcher(operators._quantize)
@@ -239,8 +240,7 @@ def _quantize_int8_fwd_kernel(
         magnitude = tl.abs(x)
         largest = tl.maximum(largest, tl.where(magnitude < float("inf"), magnitude, float("inf")))
     amax = tl.max(largest, axis=0)
-    scale = tl.div_rn(amax, LARGEST)
-    scale = tl.where(scale > 0, scale, 1.0)
+    scale = scale_from_amax(amax, LARGEST)
     tl.store(scale_ptr + row, tl.where(amax < float("inf"), scale, float("nan")))
     for start in range(0, K, BLOCK):
         x = _load_rotated(x_ptr + row * x_stride, factor_ptr, start, K, STAGES, BLOCK)

@@ -11,7 +11,7 @@ from hypothesis import given
 
 from coat_core.formats import FORMATS, Format
 from coat_core.granularity import GROUP_SIZES, PER_ROW, PER_TENSOR, Granularity, per_group
-from coat_core.quantize import dequantize, quantize
+from coat_core.quantize import SMALLEST_SCALE, dequantize, quantize
 from tests.helpers.asserts import assert_bitwise
 from tests.tolerances import FP32_ROUNDING
 
@@ -82,7 +82,9 @@ def test_each_group_has_its_scale_and_each_element_is_within_half_a_step(case: C
     assert len(groups) == scale.numel()
     for (index, elements), (_, back) in zip(groups, decoded, strict=True):
         amax = np.abs(elements).max()
-        assert scale[index].item() == float(amax / np.float32(case.fmt.max) if amax > 0 else np.float32(1.0))
+        least = max(amax / np.float32(case.fmt.max), np.float32(SMALLEST_SCALE))
+        assert scale[index].item() == float(least if amax > 0 else np.float32(1.0))
+        assert amax < case.fmt.max * SMALLEST_SCALE or (np.abs(back).max() == np.float32(case.fmt.max) * least)
         x, step = elements.astype(np.float64), float(scale[index])
         half_step = np.maximum(
             np.abs(x) * 2.0 ** -(case.fmt.mantissa_bits + 1),
