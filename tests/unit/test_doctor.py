@@ -25,6 +25,7 @@ from coat_flux.doctor import on_gpu, probes
 from coat_flux.doctor.probes import ABSENT, BAD, GOOD, Line, ai_toolkit, diagnose, verdict
 from coat_flux.mini_flux import MINI_FLUX
 from tests.helpers.aitk_standin.host import PACKAGE, copy_checkout
+from tests.helpers.operators import as_on_cuda
 
 
 @pytest.fixture
@@ -295,7 +296,7 @@ def test_the_report_is_one_text_whatever_fails(monkeypatch, capsys, tmp_path):
     machine = {"status": "ok", "items": {"machine": facts}}
     refused = {"status": "ok", "items": {"64 -> 64": {"refused": "no kernel"}}}
     figures = {"us": 12.0, "tflops": 345.0, "db": 55.5}
-    results = {kind: {"status": "ok", "items": {"64 -> 64": figures}} for kind in on_gpu.KINDS}
+    results = {kind: {"status": "ok", "items": {"64 -> 64": figures}} for kind in (*on_gpu.KINDS, *on_gpu.PROVED)}
     results |= {"machine": machine, "per_row": refused}
     results["int8"] = {"status": "failed", "reason": "signal 11 and no result"}
     asked = []
@@ -313,6 +314,25 @@ def test_the_report_is_one_text_whatever_fails(monkeypatch, capsys, tmp_path):
     lines += ["per_row, 64 -> 64: refused no kernel", "bf16, 64 -> 64: us 12, tflops 345, db 55.5"]
     assert [line for line in (*lines, "int8: signal 11 and no result") if line not in shown.splitlines()] == []
     assert set(asked) == {("cuda", on_gpu.__name__)}
+
+
+@pytest.mark.triton
+def test_operators_of_a_step_are_proved(monkeypatch):
+    """Of forward, backward and the update; what is wrong with one, and that time ran out before another."""
+    proved = []
+
+    def prove(calls, device):
+        proved.extend(call.operator for call in calls)
+        return {proved[0]: "", proved[1]: "values are off"}
+
+    monkeypatch.setattr(on_gpu, "prove", prove)
+    spec = {"geometry": {"double": 3, "single": 3, "heads": 1, "rank": 4}, "sizes": [[16, 1]], "device": "cpu"}
+    with as_on_cuda(monkeypatch):
+        result = on_gpu.run(spec | {"configuration": "coat"})
+    assert {"coat::norm_modulate_quantize", "coat::gated_sum_backward", "coat::fp8_adamw_step"} <= set(proved)
+    assert result["items"][proved[0]] == {"kernel": "agrees with its reference"}
+    assert (result["status"], result["reason"]) == ("failed", f"{proved[1]}: values are off")
+    assert "not compared" in result["items"][proved[-1]]["kernel"]
 
 
 def test_the_process_of_a_kind(monkeypatch, tmp_path):

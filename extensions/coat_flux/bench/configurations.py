@@ -64,8 +64,8 @@ class Configuration:
 KEPT = {"checkpointing": "none", "transposed_weights": "never"}
 COPIED = {"checkpointing": "none", "transposed_weights": "always"}
 RECOMPUTED = {"checkpointing": "all"}
-EAGER = {"measure": "never", "cuda_graphs": "never"}
-REPLAYED = {"measure": "never", "cuda_graphs": "auto"}
+EAGER = {"measure": "never", "cuda_graphs": "never", "kernels": "all"}
+REPLAYED = {"measure": "never", "cuda_graphs": "auto", "kernels": "all"}
 INT8 = {"weight": {"format": "int8"}, "activation": {"format": "int8", "grad_format": "int8"}}
 TORCHAO: dict[str, Any] = {"quantizer": "torchao", "needs": ("torchao",)}
 ROWWISE = {**TORCHAO, "quantizer": "torchao_rowwise"}

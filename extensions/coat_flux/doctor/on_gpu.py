@@ -1,8 +1,9 @@
-"""What this GPU does with FLUX.1's matrix products: `coat-flux doctor --gpu`, and the first stage of gpu_check.py.
+"""What this GPU does with our products and operators: `coat-flux doctor --gpu`, and what gpu_check.py does first.
 
 A product is y = x Wᵀ of random values at FLUX.1-dev's shapes, quantized with real scales, compared with the fp32
-product of the same codes, and timed with a cold cache. Each kind has a process of its own (`python -m <this module>
-SPEC RESULT`), since a refused product may leave CUDA unusable.
+product of the same codes, and timed with a cold cache. Operators are those of a step of one block of each kind, each
+compared with its reference (`coat_core.ops.proof`). Each kind of product, and each configuration, has a process of its
+own (`python -m <this module> SPEC RESULT`), since a refused product may leave CUDA unusable.
 """
 
 from __future__ import annotations
@@ -21,23 +22,24 @@ from torch import Tensor
 from coat_core.formats import E4M3
 from coat_core.granularity import PER_ROW, PER_TENSOR
 from coat_core.int8 import quantize_int8
+from coat_core.ops.proof import prove, recorded_calls
 from coat_core.ops.scaled_mm import int8_mm, scaled_mm
 from coat_core.quantize import quantize, sqnr_db
 
 from ..bench import worker
-from ..bench.configurations import CPU_CALLS, FAILED, OK
+from ..bench.configurations import CPU_CALLS, FAILED, OK, STEP, named
 from ..bench.limits import Geometry, token_count
-from ..bench.measure import SEED, time_calls
+from ..bench.measure import SEED, make_model, make_optimizer, model_inputs, time_calls
 from ..bench.runner import start_worker
 
-RESOLUTION, KIND_SECONDS = 1024, 60.0
+RESOLUTION, KIND_SECONDS = 1024, 90.0
 # in and out features over d: output; q k v in one; MLP in, out; single block: q k v and MLP in, output
 SHAPES = ((1, 1), (1, 3), (1, 4), (4, 1), (1, 7), (5, 1))
 PRODUCT_CALLS = (5, 20)  # for warm-up, and timed
 # Codes multiply exactly and sums round to 2^-13 or better, so results have 40 dB and more; rounding to e4m3 costs
 # about 30, and a product below that is worse than its inputs.
 PRODUCT_FLOOR_DB = 30.0
-MACHINE = "machine"
+MACHINE, PROVED = "machine", ("coat", "coat_per_tensor", "coat_int8")
 KINDS = {  # format of x (or dy) and granularity; products of gradients sum in full fp32
     "bf16": (None, PER_TENSOR),
     "per_tensor": (E4M3.name, PER_TENSOR),
@@ -82,21 +84,44 @@ def try_product(kind: str, m: int, n: int, k: int, device: torch.device, calls: 
     return figures
 
 
+def prove_operators(name: str, geometry: Geometry, resolution: int, device: torch.device) -> dict[str, dict[str, Any]]:
+    """Compare the kernels that a step of a row of the benchmark launches with their references.
+
+    Returns:
+        By operator "kernel", or "error" with what is wrong.
+    """
+    row = named(STEP)[name]
+    model, trained = make_model(row, geometry._replace(double=1, single=1), device)
+    optimizer = make_optimizer(row.optimizer, trained)
+    inputs, target = model_inputs(resolution, 1, device)
+    with recorded_calls() as calls:
+        output = model(**inputs, return_dict=False)[0]
+        torch.nn.functional.mse_loss(output.float(), target).backward()
+        optimizer.step()
+    found: dict[str, dict[str, Any]] = {call.operator: {"kernel": "not compared: no time or memory"} for call in calls}
+    for operator, why in prove(calls, device).items():
+        found[operator] = {"error": why} if why else {"kernel": "agrees with its reference"}
+    return found
+
+
 def run(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Execute a specification as `bench.worker` has them: `MACHINE`, or all shapes of one of `KINDS`.
+    """Execute a specification as `bench.worker` has them: `MACHINE`, one of `KINDS`, or one of `PROVED`.
 
     Returns:
         "status", "reason" and "items": name → figures, with "error" in those that failed.
     """
     kind, device = spec["configuration"], torch.device(spec["device"])
+    geometry, resolution = Geometry(**spec["geometry"]), spec["sizes"][0][0]
     items: dict[str, dict[str, Any]] = {}
     if kind == MACHINE:
         result = worker.run({"level": MACHINE, "device": spec["device"]})
         items[MACHINE] = {"error": result["reason"]} if result["status"] != OK else result["machine"]
         if items[MACHINE].get("kernels_refused"):
             items[MACHINE]["error"] = f"our kernels do not run here: {items[MACHINE]['kernels_refused']}"
+    elif kind in PROVED:
+        items = prove_operators(kind, geometry, resolution, device)
     else:
-        hidden, tokens = Geometry(**spec["geometry"]).hidden, token_count(spec["sizes"][0][0])
+        hidden, tokens = geometry.hidden, token_count(resolution)
         calls = CPU_CALLS if device.type == "cpu" else PRODUCT_CALLS
         for k, n in ((hidden * wide_in, hidden * wide_out) for wide_in, wide_out in SHAPES):
             items[f"{k} -> {n}"] = try_product(kind, tokens, n, k, device, calls)
@@ -107,7 +132,7 @@ def run(spec: Mapping[str, Any]) -> dict[str, Any]:
 def report(device: str = "cuda") -> Iterator[str]:
     """The lines of a report of a problem, each as soon as it is known: versions, card, driver, refusals and times."""
     spec = {"device": device, "geometry": Geometry()._asdict(), "sizes": [[RESOLUTION, 1]]}
-    for kind in (MACHINE, *KINDS):
+    for kind in (MACHINE, *KINDS, *PROVED):
         result = start_worker({**spec, "configuration": kind}, KIND_SECONDS, __name__)
         if "items" not in result:
             yield f"{kind}: {result['reason']}"
