@@ -29,8 +29,8 @@ def add_parsers(commands: Any) -> None:
     parser.add_argument(
         "--gpu",
         action="store_true",
-        help="then compare products with fp32 and time them, each kind in a process of its own: one text to paste "
-        "where you report a problem",
+        help="then compare products with fp32 and operators with their references, in processes of their own: one text "
+        "to paste where you report a problem",
     )
     parser = add_command(commands, "plan", plan, "memory, disk and time before the run")
     add_config(parser)

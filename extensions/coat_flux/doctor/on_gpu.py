@@ -91,10 +91,10 @@ def prove_operators(name: str, geometry: Geometry, resolution: int, device: torc
         By operator "kernel", or "error" with what is wrong.
     """
     row = named(STEP)[name]
-    model, trained = make_model(row, geometry._replace(double=1, single=1), device)
-    optimizer = make_optimizer(row.optimizer, trained)
     inputs, target = model_inputs(resolution, 1, device)
     with recorded_calls() as calls:
+        model, trained = make_model(row, geometry._replace(double=1, single=1), device)
+        optimizer = make_optimizer(row.optimizer, trained)
         output = model(**inputs, return_dict=False)[0]
         torch.nn.functional.mse_loss(output.float(), target).backward()
         optimizer.step()
