@@ -102,7 +102,7 @@ PLANNED = ("coat_streamed", "coat_nvfp4", "coat_int8", "coat_recomputed", "coat_
 FULL = ("full", "full_wgrad", "full_offload")
 TESTS = (
     *(f"tests/kernels/test_{name}.py" for name in ("rules", "attention", "mlp", "norm", "qkv", "gate", "lora")),
-    *("tests/kernels/test_quantize.py", "tests/kernels/test_scaled_mm.py", "tests/kernels/test_adamw.py"),
+    *(f"tests/kernels/test_{name}.py" for name in ("quantize", "scaled_mm", "adamw")),
     *("tests/optim/test_capturable.py", "tests/unit/test_memory.py", "tests/integration/test_gpu_step.py"),
 )
 LARGE = ((1024, 1),)

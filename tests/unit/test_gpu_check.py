@@ -104,7 +104,7 @@ def test_the_gpu_tests_are_those_of_the_repository() -> None:
     for path in (ROOT / "tests").rglob("test_*.py"):
         if "mark.gpu" in path.read_text(encoding="utf-8") and path != Path(__file__):
             files.add(str(path.relative_to(ROOT)))
-    without_gpu = {"tests/kernels/test_compile.py", "tests/kernels/test_dispatch.py"}
+    without_gpu = {f"tests/kernels/test_{name}.py" for name in ("compile", "dispatch", "proof")}
     assert files - without_gpu == set(gpu_check.TESTS)
 
 
