@@ -39,14 +39,11 @@ FIRST_CAPABILITY = (8, 0)  # Ampere; Triton has left older cards
 
 launchers: dict[str, Any] = {}  # name of the operator → the operator, of those that a launcher runs on CUDA
 on_cuda: dict[str, Callable[..., Any]] = {}  # name → what is called with CUDA tensors
-replaced: dict[str, str] = {}  # operator → why its reference runs on CUDA in place of its kernel
-first_calls: dict[str, Callable[..., None]] = {}  # operator → what its next call on CUDA is shown to, before it runs
-POLICIES = ("auto", "all", "none")
+replaced: dict[str, str] = {}  # operator → why its kernel is not used on CUDA
+instead: dict[str, Callable[..., Any]] = {}  # operator → what is called in place of its launcher, such as its body
 
 Watch = Callable[[str, tuple[Any, ...], dict[str, Any]], None]
-_policy = "auto"
-_left_out: set[str] = set()
-_watch: Watch | None = None  # for all threads: backward passes have their own
+_failures_end_the_run = False
 
 
 class Operator(Generic[P, R]):
@@ -146,13 +143,10 @@ def run_by_triton(op: Any) -> None:
     launchers[name] = op
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        if name in instead:
+            return instead[name](*args, **kwargs)
         device = _device_of((*args, *kwargs.values()))
-        if _watch is not None:
-            _watch(name, args, kwargs)
-            return op._init_fn(*args, **kwargs)
-        if name in first_calls:
-            first_calls.pop(name)(name, args, kwargs)
-        if name in replaced or _policy == "none" or name in _left_out or triton_obstacle(device) is not None:
+        if triton_obstacle(device) is not None:
             return op._init_fn(*args, **kwargs)
         try:
             if device.type != "cuda" or device.index == torch.cuda.current_device():  # a third of the switch's time
@@ -162,7 +156,7 @@ def run_by_triton(op: Any) -> None:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of a compiler or a launch, before it wrote anything
-            if _policy == "all" or torch.cuda.is_current_stream_capturing():
+            if _failures_end_the_run or torch.cuda.is_current_stream_capturing():
                 raise
             use_reference(name, first_line(error))
         return op._init_fn(*args, **kwargs)
@@ -176,12 +170,14 @@ def use_kernels(policy: str, left_out: Collection[str] = ()) -> None:
 
     `left_out` names operators whose reference runs in any case, without "coat::".
     """
-    global _policy
-    _policy = policy
-    _left_out.clear()
-    _left_out.update(f"coat::{name}" for name in left_out)
+    global _failures_end_the_run
+    _failures_end_the_run = policy == "all"
     if policy == "all":
         replaced.clear()
+    load_operators()
+    instead.clear()
+    for name in launchers if policy == "none" else (*replaced, *(f"coat::{name}" for name in left_out)):
+        instead[name] = launchers[name]._init_fn
 
 
 def use_reference(operator: str, why: str) -> None:
@@ -189,17 +185,35 @@ def use_reference(operator: str, why: str) -> None:
     if operator not in replaced:
         logger.warning("%s: PyTorch reference in place of its kernel: %s", operator.removeprefix("coat::"), why)
     replaced[operator] = why
+    instead[operator] = launchers[operator]._init_fn
 
 
 @contextmanager
 def references(watch: Watch) -> Iterator[None]:
     """Run references on CUDA in the `with` block, in all threads, and show each call to `watch` before it runs."""
-    global _watch
-    _watch = watch
+
+    def watched(name: str, *args: Any, **kwargs: Any) -> Any:
+        watch(name, args, kwargs)
+        return launchers[name]._init_fn(*args, **kwargs)
+
+    before = dict(instead)
+    instead.update({name: functools.partial(watched, name) for name in launchers})
     try:
         yield
     finally:
-        _watch = None
+        instead.clear()
+        instead.update(before)
+
+
+def show_first_call(operator: str, watch: Watch) -> None:
+    """Show the operator's next call on CUDA to `watch` before it runs."""
+
+    def shown(*args: Any, **kwargs: Any) -> Any:
+        del instead[operator]
+        watch(operator, args, kwargs)
+        return on_cuda[operator](*args, **kwargs)
+
+    instead.setdefault(operator, shown)
 
 
 def load_operators() -> None:

@@ -14,17 +14,15 @@ from __future__ import annotations
 import json
 import logging
 import os
-import queue
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -40,6 +38,7 @@ SAMPLED_ROWS = 17  # no divisor of a tile's rows, so that tiles differ
 NAN = 0xFF  # each byte of a NaN, in every floating format
 ZONE = 16384  # bytes before and behind a buffer
 START_S, HANG_S, BUDGET_S = 60.0, 40.0, 60.0  # until the process answers; for one call; for all calls
+POLL_S = 0.02
 
 # largest error relative to the largest value of its row, by the least precise dtype that a call has values in: a few
 # roundings, of intermediate results, too
@@ -51,7 +50,6 @@ CODES_OFF = {torch.int8: 2}  # where the values before the cast were rounded the
 ADAMW = "coat::fp8_adamw_step"
 STEP_ELEMENTS = 1 << 24  # of parameters: full fine-tuning has 12 billion
 FP8_DTYPES = tuple(fmt.dtype for fmt in FORMATS.values())
-PREFIX = "coat proof: "  # of the lines that answer
 
 logger = logging.getLogger(__name__)
 
@@ -291,99 +289,88 @@ def prove(
     """
     verdicts: dict[str, str] = {}
     deadline = time.monotonic() + budget_s
-    rest = list(range(len(calls)))
+    rest = list(calls)
     untested: set[str] = set()
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "calls.pt"
-        torch.save(list(calls), file)
-        while rest and time.monotonic() < deadline:
-            answers = _answers(file, rest, device, hang_s)
-            try:
+    while rest and time.monotonic() < deadline:
+        try:
+            with closing(_answers(rest.copy(), device, hang_s)) as answers:
                 for why in answers:
-                    operator = calls[rest.pop(0)].operator
+                    operator = rest.pop(0).operator
                     if why is None:
                         untested.add(operator)
                     else:
                         verdicts[operator] = verdicts.get(operator) or why
                     if time.monotonic() > deadline:
                         break
-            except RuntimeError as error:
-                logger.warning("kernels are not proved: %s", error)
-                break
-            finally:
-                answers.close()
-    untested |= {calls[i].operator for i in rest}
+        except RuntimeError as error:
+            logger.warning("kernels are not proved: %s", error)
+            break
+    untested |= {call.operator for call in rest}
     return {operator: why for operator, why in verdicts.items() if why or operator not in untested}
 
 
-def _answers(
-    file: Path, calls: Sequence[int], device: torch.device, hang_s: float
-) -> Generator[str | None, None, None]:
+def _answers(calls: list[Call], device: torch.device, hang_s: float) -> Generator[str | None, None, None]:
     """Yield another process's verdicts on these calls, as long as it lives; RuntimeError if it does not start."""
     path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
-    start = "from coat_core.ops.proof import main; main()"
-    command = [sys.executable, "-c", start, str(file), str(device), *map(str, calls)]
-    lines: queue.Queue[str] = queue.Queue()
-
-    def read(output: Iterable[str]) -> None:
-        for line in output:
-            if line.startswith(PREFIX):  # libraries write, too
-                lines.put(line.removeprefix(PREFIX))
-        lines.put("")
-
-    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
-        environment = {**os.environ, "PYTHONPATH": path}
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
-        threading.Thread(target=read, args=(process.stdout,), daemon=True).start()
-
-        def last_line() -> str:
-            code = process.wait()
-            errors.seek(0)
-            return next((line for line in map(str.strip, reversed(errors.readlines())) if line), f"exit code {code}")
-
+    count, seconds = -1, START_S  # of answers; the first says that it has started
+    with tempfile.TemporaryDirectory() as folder, open(Path(folder) / "errors", "w+b") as errors:
+        answers = Path(folder) / "answers"
+        answers.touch()
+        torch.save(calls, Path(folder) / "calls")
+        command = [sys.executable, "-c", "from coat_core.ops.proof import main; main()", folder, str(device)]
+        process = subprocess.Popen(command, stderr=errors, stdout=errors, env={**os.environ, "PYTHONPATH": path})
+        since = time.monotonic()
         try:
-            ready = ""
-            with suppress(queue.Empty):
-                ready = lines.get(timeout=START_S)
-            if not ready:
-                process.kill()
-                raise RuntimeError(last_line())
-            for _ in calls:
-                line = lines.get(timeout=hang_s)
-                why, broken = json.loads(line) if line else (f"its process ended: {last_line()}", True)
-                yield why
-                if broken:
+            while count < len(calls):
+                ended = process.poll() is not None
+                lines = answers.read_text(encoding="utf-8").split("\n")[:-1]
+                if len(lines) > count + 1:
+                    why, broken = json.loads(lines[count + 1])
+                    if count >= 0:
+                        yield why
+                    if broken:
+                        return
+                    count, seconds, since = count + 1, hang_s, time.monotonic()
+                elif ended or time.monotonic() - since > seconds:
+                    why = (
+                        f"its process ended: {_last_line(errors, process)}" if ended else f"no end after {seconds:g} s"
+                    )
+                    if count < 0:
+                        raise RuntimeError(why)
+                    yield why
                     return
-        except queue.Empty:
-            yield f"no end after {hang_s:g} s"
+                else:
+                    time.sleep(POLL_S)
         finally:
             process.kill()
             process.wait()
 
 
+def _last_line(errors: IO[bytes], process: subprocess.Popen[bytes]) -> str:
+    errors.seek(0)
+    lines = errors.read().decode(errors="replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), f"exit code {process.returncode}")
+
+
 def main() -> None:
-    """The other process: FILE DEVICE CALL..."""
-    file, device, *chosen = sys.argv[1:]
-    calls = torch.load(file, weights_only=False)
-    here = torch.device(device)
+    """The other process: FOLDER DEVICE."""
+    folder, device = Path(sys.argv[1]), torch.device(sys.argv[2])
     dispatch.load_operators()
-    torch.zeros(1, device=here)
-    sys.stdout.write(f"{PREFIX}ready\n")
-    sys.stdout.flush()
-    for i in map(int, chosen):
-        why: str | None
-        broken = False
-        try:
-            why = fault(calls[i], here)
-        except torch.OutOfMemoryError:
-            why = None
-        except Exception as error:  # of a launch or a compiler
-            why = dispatch.first_line(error)
-            broken = _is_broken(here)
-        sys.stdout.write(f"{PREFIX}{json.dumps([why, broken])}\n")
-        sys.stdout.flush()
-        if broken:
-            break
+    with open(folder / "answers", "a", encoding="utf-8") as answers:
+
+        def answer(why: str | None, broken: bool = False) -> None:
+            answers.write(json.dumps([why, broken]) + "\n")
+            answers.flush()
+
+        torch.zeros(1, device=device)
+        answer("")
+        for call in torch.load(folder / "calls", weights_only=False):
+            try:
+                answer(fault(call, device))
+            except torch.OutOfMemoryError:
+                answer(None)
+            except Exception as error:  # of a launch or a compiler
+                answer(dispatch.first_line(error), _is_broken(device))
 
 
 def _is_broken(device: torch.device) -> bool:

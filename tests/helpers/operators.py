@@ -23,7 +23,7 @@ def as_on_cuda(patch: pytest.MonkeyPatch) -> Iterator[None]:
     patch.setattr(dispatch, "triton_obstacle", lambda device: None)
     patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     patch.setattr(dispatch, "replaced", {})
-    patch.setattr(dispatch, "first_calls", {})
+    patch.setattr(dispatch, "instead", {})
     with torch.library._scoped_library("coat", "IMPL") as library:
         for name, op in dispatch.launchers.items():
             library.impl(name, dispatch.on_cuda[name], "CPU")

@@ -69,7 +69,7 @@ def test_the_optimizers_kernel_is_compared_by_moves_and_moments(
 ) -> None:
     seen: list[proof.Call] = []
     problem = Problem(CPU, **options)
-    dispatch.first_calls[STEP] = lambda *call: seen.append(proof.Call.of(*call))
+    dispatch.show_first_call(STEP, lambda *call: seen.append(proof.Call.of(*call)))
     for step in (1, 2):
         problem.step(step, problem.grads(step), dispatch.on_cuda[STEP])
     assert len(seen) == 1
@@ -253,10 +253,12 @@ def test_a_kernel_that_fails_in_a_step_is_replaced_and_the_call_repeated(
     assert failures == ["coat::quantize"]
     assert dispatch.replaced == {"coat::quantize": "ValueError: out of resources"}
     assert caplog.text.count("quantize: PyTorch reference in place of its kernel") == 1
-    monkeypatch.setattr(dispatch, "_policy", "all")
-    dispatch.replaced.clear()
-    with pytest.raises(ValueError, match="out of resources"):
-        _quantize(x, "e4m3", "per_row", 16, None)
+    dispatch.use_kernels("all")
+    try:
+        with pytest.raises(ValueError, match="out of resources"):
+            _quantize(x, "e4m3", "per_row", 16, None)
+    finally:
+        dispatch.use_kernels("auto")
 
 
 @pytest.mark.parametrize(("policy", "left_out", "launched"), [

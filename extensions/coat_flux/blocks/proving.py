@@ -62,7 +62,7 @@ def prove_step() -> None:
 
         _adopt(key, find)
 
-    dispatch.first_calls[ADAMW] = prove_call
+    dispatch.show_first_call(ADAMW, prove_call)
 
 
 def _adopt(key: str, find: Callable[[], tuple[dict[str, str], bool]]) -> None:
@@ -105,7 +105,7 @@ def _block_verdicts(
             if why:
                 dispatch.use_reference(operator, why)
         operators = dict.fromkeys(call.operator for call in calls)
-        for operator in _culprits(once, expected, [each for each in operators if each not in dispatch.replaced]):
+        for operator in _culprits(once, expected, [each for each in operators if each not in dispatch.instead]):
             verdicts[operator] = "the gradients of a block are wrong with it"
     except torch.OutOfMemoryError:
         logger.info("kernels of %s are not proved: out of memory", type(block).__name__)
@@ -119,12 +119,12 @@ def _culprits(once: Callable[[], list[Tensor]], expected: list[Tensor], operator
     if _difference(once(), expected) <= LARGEST_DIFFERENCE:
         return []
     for operator in operators:
-        dispatch.replaced[operator] = "on trial"
+        dispatch.instead[operator] = dispatch.launchers[operator]._init_fn
         try:
             if _difference(once(), expected) <= LARGEST_DIFFERENCE:
                 return [operator]
         finally:
-            del dispatch.replaced[operator]
+            del dispatch.instead[operator]
     return operators
 
 
