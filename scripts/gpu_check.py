@@ -48,12 +48,13 @@ ROOT = Path(__file__).resolve().parents[1]
 STATE, TABLES, OUTPUT, RESULT = "gpu_check.json", "gpu_check.md", "output.txt", "running.json"
 RUNNING = "running"  # the status of a result whose process has ended before it was whole
 TAIL_LENGTH = 6000  # characters
+SHOWN_LENGTH = 1500  # of them on the page
 TRACED_KERNELS = 40  # of a step, on the page
 LEAST_SECONDS = 20.0  # a stage is not begun with less
 MOST_TIMES = 3.0  # its own seconds that a stage may have where --minutes leave more
 ROW_SHARE = 0.6  # of what a stage has left, for a row that is not its last
 OK, FAILED, CUT = "ok", "failed", "cut"  # of a stage; cut: --minutes were over
-TOY, TOY_SIZES = Geometry(1, 1, 2, 4), [[64, 1]]
+TOY, TOY_SIZES = Geometry(1, 1, 1, 4), [[64, 1]]
 KILLED_SECONDS = 10.0
 NEEDED = (
     "torch",
@@ -350,13 +351,17 @@ def _grid(title: str, head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str
 
 
 def stages_table(check: Check) -> str:
-    """What became of each stage."""
+    """What became of each stage, with the end of what failed printed."""
     rows = []
     for stage in check.stages:
         known = check.state["stages"].get(stage.name, {})
         cells = known.get("status", "not run"), f"{known.get('seconds', 0):.0f}", known.get("reason", "")
         rows.append([stage.name, stage.about, *cells])
-    return _grid("Stages", ("stage", "about", "status", "s", "reason"), rows)
+    parts = [_grid("Stages", ("stage", "about", "status", "s", "reason"), rows)]
+    for name, known in check.state["stages"].items():
+        if known.get("tail"):
+            parts.append(f"The output of {name} ends:\n\n```\n{known['tail'].strip()[-SHOWN_LENGTH:]}\n```")
+    return "\n\n".join(parts)
 
 
 def machine_table(check: Check) -> str:

@@ -15,7 +15,6 @@ import torch
 from coat_core.ops import proof
 from coat_flux.bench import worker
 from coat_flux.bench.configurations import named
-from coat_flux.bench.limits import Geometry
 from coat_flux.doctor import on_gpu
 from coat_flux.plan.speed import Card
 from scripts import _gpu_kernels, gpu_check
@@ -122,6 +121,7 @@ def test_a_broken_row_costs_itself_alone_and_the_page_says_so(bench: Bench) -> N
     assert reasons["hang"] == "hang: took longer than its time"
     assert (reasons["kill"], reasons["half"]) == ("kill: signal 9", "half: exit code 3")
     assert "the last words of raise" in found["raise"]["tail"]
+    assert "ValueError: the last words of raise" in bench.page
     assert "ValueError: the last words of raise" in (bench.out / "output.txt").read_text()
     for name, reason in reasons.items():
         assert f"| {name} |  | {found[name]['status']} |" in bench.page
@@ -257,7 +257,6 @@ def test_measured_rates_replace_assumptions() -> None:
 @pytest.mark.triton
 def test_a_dry_run_executes_every_kind_of_stage(bench: Bench, tmp_path: Path, monkeypatch: Any) -> None:
     """The processes of stages run in this one, but for the tests'; kernels are those of one launcher."""
-    monkeypatch.setattr(gpu_check, "TOY", Geometry(1, 1, 1, 4))
     monkeypatch.setattr(on_gpu, "SHAPES", ((1, 1),))
     mains = {
         gpu_check.PRODUCTS: on_gpu.main,
