@@ -44,6 +44,7 @@ instead: dict[str, Callable[..., Any]] = {}  # operator → what is called in pl
 
 Watch = Callable[[str, tuple[Any, ...], dict[str, Any]], None]
 _failures_end_the_run = False
+_watch: Watch | None = None  # of `references`
 
 
 class Operator(Generic[P, R]):
@@ -143,6 +144,9 @@ def run_by_triton(op: Any) -> None:
     launchers[name] = op
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        if _watch is not None:
+            _watch(name, args, kwargs)
+            return op._init_fn(*args, **kwargs)
         if name in instead:
             return instead[name](*args, **kwargs)
         device = _device_of((*args, *kwargs.values()))
@@ -191,18 +195,17 @@ def use_reference(operator: str, why: str) -> None:
 @contextmanager
 def references(watch: Watch) -> Iterator[None]:
     """Run references on CUDA in the `with` block, in all threads, and show each call to `watch` before it runs."""
-
-    def watched(name: str, *args: Any, **kwargs: Any) -> Any:
-        watch(name, args, kwargs)
-        return launchers[name]._init_fn(*args, **kwargs)
-
-    before = dict(instead)
-    instead.update({name: functools.partial(watched, name) for name in launchers})
+    global _watch
+    before, _watch = _watch, watch
     try:
         yield
     finally:
-        instead.clear()
-        instead.update(before)
+        _watch = before
+
+
+def are_references_watched() -> bool:
+    """Whether this is inside of `references`."""
+    return _watch is not None
 
 
 def show_first_call(operator: str, watch: Watch) -> None:

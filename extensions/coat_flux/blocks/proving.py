@@ -40,7 +40,9 @@ Run = Callable[..., Any]
 
 
 def prove_block(block: nn.Module, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any], config: COATConfig) -> None:
-    """Prove the kernels that `run` launches for this block and its coming arguments."""
+    """Prove the kernels that `run` launches for this block and its coming arguments, unless references run anyway."""
+    if dispatch.are_references_watched():
+        return
     device = next(x.device for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
     key = key_on(device, {**_facts(), "block": key_of((*args, *kwargs.values()), [block], config)})
     _adopt(key, lambda: _block_verdicts(block, run, args, kwargs, device))
