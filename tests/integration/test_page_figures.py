@@ -63,12 +63,15 @@ def test_the_table_of_configs_has_what_plan_predicts(name: str, monkeypatch: pyt
 
 SENTENCES = [
     ("README.md", "at {coat.peak} GB with {coat.n} of 57 blocks recomputed ({free.peak} GB with none)"),
-    ("README.md", "{s8.peak} GB ({s8.n} of 57 blocks recomputed) or {s12.peak} GB (none), with {s12.ram} GB of CPU"),
+    ("README.md", "{s8.peak} GB ({s8.n} of 57 blocks recomputed) or {s12.peak} GB ({s12.n}), with {s12.ram} GB of CPU"),
     ("README.md", "in 4.5 bits, at {n16.peak} GB ({n16.n})"),
     ("README.md", "is planned at {b80.peak} GB"),
     ("README.md", "Its bf16 runs need {bf16.peak} GB, so a 24 GB card"),
     ("README_zh.md", "{coat.peak} GB，57 个块只重计算 {coat.n} 个（一个也不重计算时 {free.peak} GB）"),
-    ("README_zh.md", "{s8.peak} GB（57 个块重计算 {s8.n} 个）或 {s12.peak} GB（不重计算），内存共需 {s12.ram} GB"),
+    (
+        "README_zh.md",
+        "{s8.peak} GB（57 个块重计算 {s8.n} 个）或 {s12.peak} GB（重计算 {s12.n} 个），内存共需 {s12.ram} GB",
+    ),
     ("README_zh.md", "4.5 位权重时 {n16.peak} GB（重计算 {n16.n} 个）"),
     ("README_zh.md", "预计 {b80.peak} GB"),
     ("README_zh.md", "需要 {bf16.peak} GB 显存"),
