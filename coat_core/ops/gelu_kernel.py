@@ -409,8 +409,9 @@ def _mlp_activation_bwd_kernel(
     else:
         exponential = tl.exp2(tl.minimum(gelu_exponent(x), 126.0))
         s = reciprocal(1.0 + exponential)
-        slope = x * tl.fma(x * x, 3 * 0.044715 * TWICE_U, TWICE_U)
-        dmlp = g * s * tl.fma(slope, exponential * s, 1.0)  # the product is 1 - s, without its cancellation
+        slope = tl.fma(x * x, 3 * 0.044715 * TWICE_U, TWICE_U)
+        # exponential · s is 1 - s without its cancellation; of a huge x it is 0, and x · slope alone would be inf
+        dmlp = g * tl.fma(x * (s * (exponential * s)), slope, s)
     tl.store(place, dmlp, mask=inside)
 
 

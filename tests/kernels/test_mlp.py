@@ -285,6 +285,13 @@ def assert_stretches_close(found: Tensor, expected: Tensor, rtol: float = KERNEL
         assert_rows_close(found[..., start : start + 76], expected[..., start : start + 76], rtol)
 
 
+@operator_and_kernel
+def test_the_gelus_gradient_is_finite_for_huge_values(by: Any) -> None:
+    mlp = torch.tensor([[[1e15, 100.0, -100.0, -1e5]]])
+    dmlp = by(mlp_activation_backward)(torch.ones_like(mlp), None, None, mlp, None, 128, FP32)
+    assert dmlp.flatten().tolist() == pytest.approx([1.0, 1.0, 0.0, 0.0], abs=1e-20)
+
+
 @pytest.mark.triton
 @pytest.mark.parametrize(("s", "f", "rank", "layout"), [(7, 200, 0, "strided"), (19, 100, 72, "slice")])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
