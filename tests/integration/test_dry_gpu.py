@@ -280,7 +280,7 @@ def test_a_block_of_another_family(name: str, monkeypatch: pytest.MonkeyPatch) -
     kernels = ("_qkv_rope_bwd_kernel", "_norm_modulate_bwd_kernel", "_gated_sum_bwd_kernel")
     assert [gpu.launches[kernel] for kernel in kernels] == [streams, norms, gates]
     if name.startswith("flux2"):  # SwiGLU, of one linear of up to 55,296 columns
-        kernels = ("_mlp_down_fwd_kernel", "_mlp_activation_bwd_kernel", "_mlp_down_gradient_kernel")
+        kernels = ("_cast_down_fwd_kernel", "_mlp_activation_bwd_kernel", "_mlp_down_gradient_kernel")
         assert [gpu.launches[kernel] for kernel in kernels] == [streams] * 3
 
 

@@ -126,10 +126,9 @@ def test_errors_become_results(monkeypatch, configuration, error, status, reason
     assert reason[:40].split(": ")[1] in result["traceback"]
 
 
-def test_a_process_without_a_result_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "WORKER", "no_such_module_here")
+def test_a_process_without_a_result_has_failed() -> None:
     for seconds, words in ((60.0, ["exit code 1", "no_such_module_here"]), (1e-3, ["0.001 s"])):
-        result = runner.start_worker(spec("step", "bf16"), seconds)
+        result = runner.start_worker(spec("step", "bf16"), seconds, "no_such_module_here")
         assert result["status"] == "failed"
         assert [word for word in words if word not in result["reason"]] == []
 

@@ -111,7 +111,8 @@ def test_what_is_saturated_and_what_is_lost(granularity: Granularity) -> None:
         assert losses_of(gaussian(64, 256), fmt, granularity)[0] == 0.0
         assert losses_of(torch.full((8, 256), -3.3), fmt, granularity) == (0.0, 0.0)  # every code is at the end
         assert losses_of(torch.zeros(8, 256), fmt, granularity) == (0.0, 0.0)
-    assert losses_of(torch.full((8, 256), 3e-42), "e5m2", granularity) == (0.0, 1.0)  # no fp32 scale is so small
+    assert losses_of(torch.full((8, 256), 3e-42), "e5m2", granularity) == (0.0, 0.0)
+    assert losses_of(torch.full((8, 256), 1e-45), "e5m2", granularity) == (0.0, 1.0)  # no scale is so small
     infinite = torch.ones(4, 256)
     infinite[1, :64] = math.inf
     infinite[2, :64] = -math.inf
