@@ -16,8 +16,10 @@ import torch.distributed as dist
 from coat_core.linear import function
 from coat_flux.blocks import formats, measure
 from coat_flux.blocks.formats import FLUX_SIZES, config_for, linear_sizes
+from coat_flux.cli.check import print_weights
 from coat_flux.config.coat import COATConfig
 from coat_flux.config.findings import ConfigError
+from coat_flux.doctor import probes
 from coat_flux.plan.speed import card_of, find_card, gain_of_auto
 from tests.helpers.format_clock import MS, FormatClock
 
@@ -212,6 +214,25 @@ def test_e4m3_says_what_auto_would_gain_by_the_cards_peaks(monkeypatch: pytest.M
     assert gain_of_auto(COATConfig(), rtx_4090)
     for other in (AUTO, COATConfig().with_weights_in("int8"), COATConfig.from_dict({"activation": {"use_fp8": False}})):
         assert gain_of_auto(other, rtx_4090) == ""
+
+
+def test_doctor_and_check_show_both_times(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    card(monkeypatch)
+    FormatClock(monkeypatch)
+    monkeypatch.setattr(probes, "_gpus", lambda: [CUDA])
+    (line,) = probes.weight_format()
+    assert (line.mark, line.subject) == (probes.GOOD, "weight.format on GPU 0")
+    entry = {"network": {"type": "lora"}, "model": {"name_or_path": "black-forest-labs/FLUX.1-dev"}}
+    for weight in ("auto", "e4m3"):
+        print_weights({**entry, "coat": {"weight": {"format": weight}}}, "job.yaml")
+    (printed,) = capsys.readouterr().out.splitlines()
+    for text in (line.text, printed):
+        assert all(part in text for part in ("auto is int8", "1.00 ms", "e4m3 2.00 ms"))
+    print_weights({**entry, "device": "cpu", "coat": {"weight": {"format": "auto"}}}, "job.yaml")
+    assert "auto is e4m3 (nothing is timed on a cpu)" in capsys.readouterr().out
+    monkeypatch.setattr(probes, "_gpus", list)
+    (line,) = probes.weight_format()
+    assert (line.mark, "e4m3 on a CPU" in line.text) == (probes.ABSENT, True)
 
 
 def test_a_timing_that_fails_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,12 +95,12 @@ def check(args: argparse.Namespace) -> int:
         steps = (process.get("train") or {}).get("steps", 1000)
         text += f"; '{folder.name}' would train {steps} steps into {folder}"
         if not args.elsewhere:
-            _print_weights(process, file)
+            print_weights(process, file)
     print(text)
     return 0
 
 
-def _print_weights(process: Mapping[str, Any], file: str) -> None:
+def print_weights(process: Mapping[str, Any], file: str) -> None:
     """Print what `weight.format: auto` is on the job's device, timed now if no run has."""
     import torch
 
