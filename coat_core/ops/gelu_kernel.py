@@ -63,6 +63,7 @@ LOW_RANK_BLOCK = 128  # columns of LOW_RANK_ROWS rows
 STRETCH = 2048  # columns of a row that one program goes over, at least
 COLUMNS_A_SUM = 32  # of such a stretch for each fp32 sum that it leaves: a sixteenth of the bytes that it reads
 RANKS_AT_ONCE = 128
+FP32_BLOCK = 32  # in place of LOW_RANK_BLOCK: a tile of 128 ranks spills, and has more shared memory than an RTX 4090
 
 # of the gradient of a down-projection
 DOWN_ROWS = 32
@@ -353,7 +354,7 @@ def mlp_activation_down(a: Any) -> tuple[Tensor, ...]:
         NEXT=next_rank,
         NEXT_BLOCK=next_block,
         R=LOW_RANK_ROWS,
-        BLOCK=LOW_RANK_BLOCK,
+        BLOCK=LOW_RANK_BLOCK if a.down.itemsize == 2 else FP32_BLOCK,
         LENGTH=length,
         num_warps=warps(LOW_RANK_ROWS * LOW_RANK_BLOCK),
     )
