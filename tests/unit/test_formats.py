@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +231,9 @@ def test_doctor_and_check_show_both_times(monkeypatch: pytest.MonkeyPatch, capsy
         assert all(part in text for part in ("auto is int8", "1.00 ms", "e4m3 2.00 ms"))
     print_weights({**entry, "device": "cpu", "coat": {"weight": {"format": "auto"}}}, "job.yaml")
     assert "auto is e4m3 (nothing is timed on a cpu)" in capsys.readouterr().out
+    coat = {"weight": {"format": "auto"}, "activation": {"use_fp8": False}}
+    print_weights({**entry, "device": "cpu", "coat": coat}, "job.yaml")
+    assert capsys.readouterr().out == ""
     monkeypatch.setattr(probes, "_gpus", list)
     (line,) = probes.weight_format()
     assert (line.mark, "e4m3 on a CPU" in line.text) == (probes.ABSENT, True)
@@ -241,6 +245,13 @@ def test_a_timing_that_fails_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> Non
     config = config_for(CUDA, AUTO)
     assert config.weight.format == "e4m3"
     assert "ZeroDivisionError" in config.chosen.why
+
+
+def test_auto_with_fallback_error_takes_no_other_scaling(monkeypatch: pytest.MonkeyPatch) -> None:
+    card(monkeypatch, lambda a, b, rows: rows, int8=False)
+    asked = replace(AUTO, fallback="error", activation=replace(AUTO.activation, linear_granularity="per_row"))
+    assert config_for(CUDA, asked).activation.linear_granularity == "per_row"
+    assert config_for(CUDA, replace(asked, fallback="int8")).activation.linear_granularity == "per_tensor"
 
 
 def test_what_is_timed_runs_both_products() -> None:

@@ -95,9 +95,7 @@ def config_for(
 def _in_force(device: torch.device, config: COATConfig, sizes: Sizes, saved: Mapping[str, Any]) -> COATConfig:
     if config.weight.format == AUTO:
         config = _automatic(device, config, sizes, saved)
-    choices = [config]
-    if config.fallback != "error":
-        choices += _other_scalings(config)
+    choices = [config, *_other_scalings(config)]
     if config.fallback == INT8.name and config.weight.format in FORMATS:
         choices.append(config.with_weights_in(INT8.name))
     found, refused = _first_multiplied(device, choices)
@@ -141,8 +139,11 @@ def _automatic(device: torch.device, config: COATConfig, sizes: Sizes, saved: Ma
 
 
 def _other_scalings(config: COATConfig) -> list[COATConfig]:
-    """The config with one scale a tensor in all products, and with one a row of their inputs; none in INT8."""
-    if config.weight.format == INT8.name:
+    """The config with one scale a tensor in all products, and with one a row of their inputs.
+
+    None in INT8, or with `fallback: error`.
+    """
+    if config.weight.format == INT8.name or config.fallback == "error":
         return []
     whole = replace(config.activation, linear_granularity="per_tensor", wgrad_format="bf16")
     rows = replace(config.activation, linear_granularity="per_row")

@@ -187,7 +187,7 @@ class GemmPick:
             self.set(gemm)
             try:
                 times[gemm] = sum(count * self._block_ms(first[kind], args, started) for kind, count in counts.items())
-            except RuntimeError as error:
+            except Exception as error:  # of a compiler, too
                 if isinstance(error, torch.OutOfMemoryError) and not times:
                     raise  # no verdict on this GEMM: a step has less memory
                 refused[gemm] = f"{type(error).__name__}: {error}".splitlines()[0]

@@ -109,7 +109,8 @@ def print_weights(process: Mapping[str, Any], file: str) -> None:
     coat = coat_of_entry(process, file)
     if coat.weight.format == AUTO:
         picked = config_for(torch.device(process.get("device") or "cuda"), coat, linear_sizes(process)).chosen
-        print(picked.describe(f"coat.weight.format: auto is {picked.name}", digits=2))
+        if picked is not None:  # None without COAT, or without products in 8 bits
+            print(picked.describe(f"coat.weight.format: auto is {picked.name}", digits=2))
 
 
 def check_outputs(raw: dict[str, Any], file: str) -> bool:
