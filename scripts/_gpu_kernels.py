@@ -3,11 +3,11 @@
     blocks      LoRA gradients of one double and one single block, against bf16's
     rates       attention by every kernel, or a copy and launches
     trace       a step of a row of the benchmark, by kernel
-    kernels     each launcher of a module of `coat_core.ops`: its reference, its time and bandwidth
+    kernels     each launcher against its reference, its time and bandwidth
     tests       the gpu tests of a file
 
 RESULT is replaced before each item, so that what ends the process is named: {"status", "reason", "items": {name:
-figures}}, figures with "error" where an item failed, "note" where it cannot run here; `worker`'s for a trace. Items in
+figures}}, figures with "error" where an item failed, "note" where it has not run; `worker`'s for a trace. Items in
 the specification have been tried by a process before this one; after an error that leaves CUDA unusable this one ends.
 
 Launchers come as calls on tensors without memory (tests/helpers/kernel_cases.py); here they get memory. Every argument
@@ -21,7 +21,9 @@ import faulthandler
 import functools
 import json
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import zip_longest
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,6 +34,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from coat_core.ops.attention import attention_backward, attention_forward, chosen_kernel, kernel_obstacles, use_kernel
+from coat_core.ops.dispatch import first_line, launchers
 from coat_core.ops.launch import recorded_launches
 from coat_core.ops.proof import SAMPLED_ROWS, Sample, fault
 from coat_core.ops.proof import Call as RecordedCall
@@ -52,6 +55,7 @@ KERNELS = ("chosen", "cudnn", "flash", "efficient", "fa3", "fa4")  # of attentio
 COPIED_BYTES = {"cuda": 1 << 30, "cpu": 1 << 22}
 SMALL_KERNELS = 500
 ITEM_SECONDS = 40.0  # one that takes longer hangs
+LEFT_SECONDS = 12.0  # no item is begun with less
 RATE_CALLS, LAUNCHER_CALLS = (10, 50), (5, 20)  # for warm-up, and timed
 SMALL_CALL = 1 << 10  # elements of its largest tensor
 # LoRA gradients at FLUX.1's width have 18.4 dB and more, 12 where the model is small (RESULTS.md, tests/tolerances.py).
@@ -61,31 +65,32 @@ GRADIENT_FLOOR_DB = 10.0
 # --- launchers ---
 
 
-def cases_of(module: str) -> dict[str, Case]:
-    """The cases of the launchers of `coat_core.ops.<module>`, with or without "_kernel"."""
+def cases_in_turn() -> list[tuple[str, Case]]:
+    """Calls of launchers by name: the first of each, then each one's second, and so on."""
     from tests.helpers.kernel_cases import CASES
 
-    return {name: case for name, case in CASES.items() if module_of(case) == module}
-
-
-def module_of(case: Case) -> str:
-    """The row of a case."""
-    return case.func.__module__.rpartition(".")[2].removesuffix("_kernel")
+    turns: dict[str, list[tuple[str, Case]]] = {}
+    for name, case in CASES.items():
+        turns.setdefault(case.func.__name__, []).append((name, case))
+    return [named for turn in zip_longest(*turns.values()) for named in turn if named is not None]
 
 
 def check_launcher(case: Case, device: torch.device) -> None:
     """Raise ValueError where a launcher is not as its reference; on a CPU, in Triton's interpreter, if it is small."""
-    tensors = _tensors(case.args)
-    if device.type == "cpu" and max(x.numel() for x in tensors) > SMALL_CALL:
+    operator, size = f"coat::{case.func.__name__}", max(x.numel() for x in _tensors(case.args))
+    if operator not in launchers or (device.type == "cpu" and size > SMALL_CALL):  # a part of a launcher has none
         return
 
     def sample(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
         rows = x.narrow(-2, 0, min(x.shape[-2], SAMPLED_ROWS)) if x.ndim > 1 else x
-        return Sample(tuple(x.shape), x.stride(), 0, _filled(rows, torch.device("cpu")).contiguous())
+        rows = _filled(rows, torch.device("cpu")).contiguous()
+        if x.dtype == torch.float32 and x.shape[-1:] == (HEAD_DIM,):  # rotary cosines and sines come in pairs
+            rows[..., 1::2] = rows[..., ::2]
+        return Sample(tuple(x.shape), x.stride(), 0, rows)
 
-    if why := fault(RecordedCall(f"coat::{case.func.__name__}", tree_map(sample, case.args), {}), device):
+    if why := fault(RecordedCall(operator, tree_map(sample, case.args), {}), device):
         raise ValueError(why)
 
 
@@ -285,8 +290,8 @@ class Shard:
 class Record:
     """The result file of a stage's row."""
 
-    def __init__(self, file: Path, items: dict[str, dict[str, Any]]) -> None:
-        self.file, self.items = file, items
+    def __init__(self, file: Path, items: dict[str, dict[str, Any]], seconds: float) -> None:
+        self.file, self.items, self.until = file, items, time.monotonic() + seconds
 
     def write(self, running: str, **figures: Any) -> None:
         """Put down what an item has given, and that it runs."""
@@ -299,12 +304,15 @@ class Record:
         for name, item in items:
             if name in self.items:
                 continue
+            if self.until - time.monotonic() < LEFT_SECONDS:
+                self.write(name, note="not run: no time was left")
+                continue
             self.write(name)
             faulthandler.dump_traceback_later(ITEM_SECONDS, exit=True, file=sys.__stderr__)
             try:
                 figures = item()
             except Exception as error:  # of a kernel, its compiler or a library; the others are still worth their time
-                figures = {"error": f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"}
+                figures = {"error": first_line(error)}
                 self.write(name, **figures)
                 if torch.cuda.is_available():
                     torch.cuda.synchronize()  # raises where CUDA is unusable from here on
@@ -328,7 +336,7 @@ def main() -> None:
         spec_of_step = {**spec, "level": STEP}
         write_file(Path(sys.argv[2]), json.dumps(worker.run(spec_of_step, measure_trace)))
         return
-    record = Record(Path(sys.argv[2]), spec["items"])
+    record = Record(Path(sys.argv[2]), spec["items"], spec["seconds"])
     geometry, resolution = Geometry(**spec["geometry"]), spec["sizes"][0][0]
     card = DEVICES.get(spec["device_name"])
     calls = RATE_CALLS if device.type == "cuda" else CPU_CALLS
@@ -344,9 +352,10 @@ def main() -> None:
 
         def run(case: Case) -> dict[str, Any]:
             check_launcher(case, device)
-            return time_launcher(case, torch.device("meta") if device.type == "cpu" else device, LAUNCHER_CALLS, card)
+            place, repeats = (torch.device("meta"), CPU_CALLS) if device.type == "cpu" else (device, LAUNCHER_CALLS)
+            return time_launcher(case, place, repeats, card)
 
-        record.run((name, functools.partial(run, case)) for name, case in cases_of(row).items())
+        record.run((name, functools.partial(run, case)) for name, case in cases_in_turn())
     else:
         import pytest
 

@@ -296,7 +296,7 @@ def test_the_report_is_one_text_whatever_fails(monkeypatch, capsys, tmp_path):
     machine = {"status": "ok", "items": {"machine": facts}}
     refused = {"status": "ok", "items": {"64 -> 64": {"refused": "no kernel"}}}
     figures = {"us": 12.0, "tflops": 345.0, "db": 55.5}
-    results = {kind: {"status": "ok", "items": {"64 -> 64": figures}} for kind in (*on_gpu.KINDS, *on_gpu.PROVED)}
+    results = {kind: {"status": "ok", "items": {"64 -> 64": figures}} for kind in (*on_gpu.KINDS, on_gpu.OPERATORS)}
     results |= {"machine": machine, "per_row": refused}
     results["int8"] = {"status": "failed", "reason": "signal 11 and no result"}
     asked = []
@@ -318,17 +318,27 @@ def test_the_report_is_one_text_whatever_fails(monkeypatch, capsys, tmp_path):
 
 @pytest.mark.triton
 def test_operators_of_a_step_are_proved(monkeypatch):
-    """Of forward, backward and the update; what is wrong with one, and that time ran out before another."""
+    """Of conversion, forward, backward and update; what is wrong with one, where time ran out, what a card refuses."""
     proved = []
 
-    def prove(calls, device):
+    def prove(calls, device, hang_s, budget_s):
+        assert 0 < hang_s < budget_s < 100
         proved.extend(dict.fromkeys(call.operator for call in calls))
         return {proved[0]: "", proved[1]: "values are off"}
 
     monkeypatch.setattr(on_gpu, "prove", prove)
+    measure_steps = on_gpu.measure_steps
+
+    def steps(row, *how):
+        if row.name == "coat_int8":
+            raise RuntimeError("no products\nhere")
+        return measure_steps(row, *how)
+
+    monkeypatch.setattr(on_gpu, "measure_steps", steps)
     spec = {"geometry": {"double": 3, "single": 3, "heads": 1, "rank": 4}, "sizes": [[16, 1]], "device": "cpu"}
     with as_on_cuda(monkeypatch):
-        result = on_gpu.run(spec | {"configuration": "coat"})
+        result = on_gpu.run(spec | {"configuration": on_gpu.OPERATORS, "seconds": 120.0})
+    assert result["items"]["coat_int8"] == {"refused": "RuntimeError: no products"}
     assert {"coat::norm_modulate_quantize", "coat::gated_sum_backward", "coat::fp8_adamw_step"} <= set(proved)
     assert result["items"][proved[0]] == {"kernel": "agrees with its reference"}
     assert (result["status"], result["reason"]) == ("failed", f"{proved[1]}: values are off")
@@ -337,7 +347,12 @@ def test_operators_of_a_step_are_proved(monkeypatch):
 
 def test_the_process_of_a_kind(monkeypatch, tmp_path):
     """It fails where values are wrong; the machine says whether kernels run."""
-    spec = {"device": "cpu", "geometry": {"double": 1, "single": 1, "heads": 1, "rank": 4}, "sizes": [[16, 1]]}
+    spec = {
+        "device": "cpu",
+        "geometry": {"double": 1, "single": 1, "heads": 1, "rank": 4},
+        "sizes": [[16, 1]],
+        "seconds": 60.0,
+    }
     figures = {"refused": "no"}
     monkeypatch.setattr(on_gpu, "try_product", lambda *_: figures)
     assert on_gpu.run(spec | {"configuration": "per_row"})["status"] == "ok"

@@ -2,8 +2,8 @@
 
 A product is y = x Wᵀ of random values at FLUX.1-dev's shapes, quantized with real scales, compared with the fp32
 product of the same codes, and timed with a cold cache. Operators are those of a step of one block of each kind, each
-compared with its reference (`coat_core.ops.proof`). Each kind of product, and each configuration, has a process of its
-own (`python -m <this module> SPEC RESULT`), since a refused product may leave CUDA unusable.
+compared with its reference (`coat_core.ops.proof`). Each kind of product has a process of its own (`python -m <this
+module> SPEC RESULT`), and the operators have one, since a refused product may leave CUDA unusable.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from statistics import median
@@ -22,6 +23,7 @@ from torch import Tensor
 from coat_core.formats import E4M3
 from coat_core.granularity import PER_ROW, PER_TENSOR
 from coat_core.int8 import quantize_int8
+from coat_core.ops.dispatch import first_line
 from coat_core.ops.proof import prove, recorded_calls
 from coat_core.ops.scaled_mm import int8_mm, scaled_mm
 from coat_core.quantize import quantize, sqnr_db
@@ -29,17 +31,20 @@ from coat_core.quantize import quantize, sqnr_db
 from ..bench import worker
 from ..bench.configurations import CPU_CALLS, FAILED, OK, STEP, named
 from ..bench.limits import Geometry, token_count
-from ..bench.measure import SEED, make_model, make_optimizer, model_inputs, time_calls
+from ..bench.measure import SEED, measure_steps, time_calls
 from ..bench.runner import start_worker
+from ..watch.oom import release_memory
 
-RESOLUTION, KIND_SECONDS = 1024, 90.0
+RESOLUTION, KIND_SECONDS, OPERATORS_SECONDS = 1024, 90.0, 180.0
+CALL_SECONDS, START_SECONDS = 20.0, 15.0  # for one call of an operator; until a process runs
 # in and out features over d: output; q k v in one; MLP in, out; single block: q k v and MLP in, output
 SHAPES = ((1, 1), (1, 3), (1, 4), (4, 1), (1, 7), (5, 1))
 PRODUCT_CALLS = (5, 20)  # for warm-up, and timed
 # Codes multiply exactly and sums round to 2^-13 or better, so results have 40 dB and more; rounding to e4m3 costs
 # about 30, and a product below that is worse than its inputs.
 PRODUCT_FLOOR_DB = 30.0
-MACHINE, PROVED = "machine", ("coat", "coat_per_tensor", "coat_int8")
+MACHINE, OPERATORS = "machine", "operators"
+PROVED = ("coat", "coat_per_tensor", "coat_int8")  # rows of the benchmark
 KINDS = {  # format of x (or dy) and granularity; products of gradients sum in full fp32
     "bf16": (None, PER_TENSOR),
     "per_tensor": (E4M3.name, PER_TENSOR),
@@ -74,8 +79,7 @@ def try_product(kind: str, m: int, n: int, k: int, device: torch.device, calls: 
     try:
         decibels = sqnr_db(exact, call())
     except (RuntimeError, ValueError) as error:  # such as a torch that was not built for this card
-        reason = f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"
-        return {"error" if form is None else "refused": reason}
+        return {"error" if form is None else "refused": first_line(error)}
     del exact
     ms = median(time_calls(call, device, *calls, cold=True)["samples_ms"])
     figures = {"us": 1e3 * ms, "tflops": 2.0 * m * n * k / ms / 1e9, "db": decibels}
@@ -84,44 +88,47 @@ def try_product(kind: str, m: int, n: int, k: int, device: torch.device, calls: 
     return figures
 
 
-def prove_operators(name: str, geometry: Geometry, resolution: int, device: torch.device) -> dict[str, dict[str, Any]]:
-    """Compare the kernels that a step of a row of the benchmark launches with their references.
+def prove_operators(geometry: Geometry, size: tuple[int, int], device: torch.device, until: float) -> dict[str, Any]:
+    """Compare the kernels that steps of `PROVED` launch with their references, until this time of `time.monotonic`.
 
     Returns:
-        By operator "kernel", or "error" with what is wrong.
+        By operator {"kernel"}, or {"error"} with what is wrong; by row {"refused"} where it does not run on this card.
     """
-    row = named(STEP)[name]
-    inputs, target = model_inputs(resolution, 1, device)
+    found: dict[str, Any] = {}
+    geometry = geometry._replace(double=1, single=1)
     with recorded_calls() as calls:
-        model, trained = make_model(row, geometry._replace(double=1, single=1), device)
-        optimizer = make_optimizer(row.optimizer, trained)
-        output = model(**inputs, return_dict=False)[0]
-        torch.nn.functional.mse_loss(output.float(), target).backward()
-        optimizer.step()
-    found: dict[str, dict[str, Any]] = {call.operator: {"kernel": "not compared: no time or memory"} for call in calls}
-    for operator, why in prove(calls, device).items():
+        for name in PROVED:
+            try:
+                list(measure_steps(named(STEP)[name], geometry, [size], device, (1, 1)))
+            except RuntimeError as error:  # such as FP8 products on a card without them
+                found[name] = {"refused": first_line(error)}
+    release_memory()  # the process that compares needs it
+    found |= {call.operator: {"kernel": "not compared: no time or memory"} for call in calls}
+    budget_s = until - time.monotonic() - CALL_SECONDS
+    for operator, why in prove(calls, device, CALL_SECONDS, budget_s).items():
         found[operator] = {"error": why} if why else {"kernel": "agrees with its reference"}
     return found
 
 
 def run(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Execute a specification as `bench.worker` has them: `MACHINE`, one of `KINDS`, or one of `PROVED`.
+    """Execute a specification as `bench.worker` has them: `MACHINE`, `OPERATORS` or one of `KINDS`.
 
     Returns:
         "status", "reason" and "items": name → figures, with "error" in those that failed.
     """
+    until = time.monotonic() + spec["seconds"] - START_SECONDS
     kind, device = spec["configuration"], torch.device(spec["device"])
-    geometry, resolution = Geometry(**spec["geometry"]), spec["sizes"][0][0]
+    geometry, size = Geometry(**spec["geometry"]), spec["sizes"][0]
     items: dict[str, dict[str, Any]] = {}
     if kind == MACHINE:
         result = worker.run({"level": MACHINE, "device": spec["device"]})
         items[MACHINE] = {"error": result["reason"]} if result["status"] != OK else result["machine"]
         if items[MACHINE].get("kernels_refused"):
             items[MACHINE]["error"] = f"our kernels do not run here: {items[MACHINE]['kernels_refused']}"
-    elif kind in PROVED:
-        items = prove_operators(kind, geometry, resolution, device)
+    elif kind == OPERATORS:
+        items = prove_operators(geometry, size, device, until)
     else:
-        hidden, tokens = geometry.hidden, token_count(resolution)
+        hidden, tokens = geometry.hidden, token_count(size[0])
         calls = CPU_CALLS if device.type == "cpu" else PRODUCT_CALLS
         for k, n in ((hidden * wide_in, hidden * wide_out) for wide_in, wide_out in SHAPES):
             items[f"{k} -> {n}"] = try_product(kind, tokens, n, k, device, calls)
@@ -132,8 +139,9 @@ def run(spec: Mapping[str, Any]) -> dict[str, Any]:
 def report(device: str = "cuda") -> Iterator[str]:
     """The lines of a report of a problem, each as soon as it is known: versions, card, driver, refusals and times."""
     spec = {"device": device, "geometry": Geometry()._asdict(), "sizes": [[RESOLUTION, 1]]}
-    for kind in (MACHINE, *KINDS, *PROVED):
-        result = start_worker({**spec, "configuration": kind}, KIND_SECONDS, __name__)
+    for kind in (MACHINE, *KINDS, OPERATORS):
+        seconds = OPERATORS_SECONDS if kind == OPERATORS else KIND_SECONDS
+        result = start_worker({**spec, "configuration": kind, "seconds": seconds}, seconds, __name__)
         if "items" not in result:
             yield f"{kind}: {result['reason']}"
         for name, figures in result.get("items", {}).items():
