@@ -44,7 +44,7 @@ def finite_abs(x):
 
 
 @triton.jit
-def largest(x, axis):
+def finite_amax(x, axis):
     """The largest finite magnitude along an axis; 0 without one."""
     amax = tl.max(tl.abs(tl.fma(x, 0.0, x)), axis=axis)  # that is NaN for inf, and tl.max leaves NaN out
     return tl.where(amax == amax, amax, 0.0)
@@ -118,7 +118,7 @@ def rounded(x, like_ptr):
 def store_row_codes(values, codes_ptr, scale_ptr, rows, are_rows, offsets, inside, FORMAT_MAX: tl.constexpr):
     """Quantize whole rows that a program holds; without codes leave each row's amax, without scales do nothing."""
     if scale_ptr is not None:
-        amax = largest(values, 1)
+        amax = finite_amax(values, 1)
         if codes_ptr is None:
             tl.store(scale_ptr + rows, amax, mask=are_rows)
         else:
@@ -148,7 +148,7 @@ def store_group_codes(
         R: tl.constexpr = values.shape[0]
         BLOCK: tl.constexpr = values.shape[1]
         groups = tl.reshape(values, (R, BLOCK // G, G))
-        scale = scale_from_amax(largest(groups, 2), FORMAT_MAX)
+        scale = scale_from_amax(finite_amax(groups, 2), FORMAT_MAX)
         places = first // G + tl.arange(0, BLOCK // G)[None, :]
         are_groups = are_rows[:, None] & (places * G < end)
         tl.store(scale_ptr + rows[:, None] * tl.cdiv(width, G) + places, scale, mask=are_groups)

@@ -7,7 +7,7 @@ A program takes a tile of LOW_RANK_ROWS rows, so that tl.dot multiplies the adap
 row's amax over its columns; the cast is a second launch, which with a down-projection also multiplies by it and leaves
 its part of the product over a stretch of columns. (Programs over whole rows could cast too, but 288 at 1024 px and 32
 for the text are too few to keep a GPU's memory busy. Recomputing the values in the second launch instead of reading
-them costs more instructions than it saves bytes: RESULTS.md.)
+them costs more instructions than it saves bytes: RESULTS.md, Any card.)
 
 The gradient of a down-projection, dhᵀ [attention | act(mlp)], recomputes the values from the saved tensors, tile by
 tile, once for up to 64 ranks. A program takes DOWN_BLOCK columns and a share of the rows. Torch adds them up in order.
@@ -37,7 +37,7 @@ from coat_core.ops.device import (
     add_low_rank,
     as_values,
     cast_by_amax,
-    largest,
+    finite_amax,
     load_saved,
     quantize_rows,
     quantized,
@@ -155,7 +155,7 @@ def _store_tile(x, values_ptr, amax_ptr, tile, first, end, width):
     tl.store(values_ptr + rows[:, None] * width + columns, x, mask=inside)
     if amax_ptr is not None:
         part, parts = tl.program_id(1), tl.num_programs(1)
-        tl.store(amax_ptr + row * parts + rows * parts + part, largest(x, 1), mask=are_rows)
+        tl.store(amax_ptr + row * parts + rows * parts + part, finite_amax(x, 1), mask=are_rows)
 
 
 @triton.jit

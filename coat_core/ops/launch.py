@@ -16,9 +16,9 @@ import array
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from coat_core.quantize import saturating_cast
 FIRST_E4M3_CAPABILITY = (8, 9)  # Ada; older cards have no instruction that converts to it, and Triton has no type
 KEPT_TABLES = 64  # weights of FLUX.1 that are updated one by one have some 20 sizes
 
+T = TypeVar("T")
 Record = Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None]
 _record: ContextVar[Record | None] = ContextVar("record", default=None)
 
@@ -71,14 +72,9 @@ def _cards_without_e4m3() -> frozenset[torch.device]:
     return frozenset(card for card in cards if torch.cuda.get_device_capability(card) < FIRST_E4M3_CAPABILITY)
 
 
-@contextmanager
-def recorded_launches(record: Record) -> Iterator[None]:
+def recorded_launches(record: Record) -> AbstractContextManager[None]:
     """Pass this thread's launches (kernel, grid, arguments, options) to `record`, not to a GPU."""
-    token = _record.set(record)
-    try:
-        yield
-    finally:
-        _record.reset(token)
+    return _with_value(_record, record)
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -86,14 +82,18 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     return _allocate.get()(shape, dtype, device)
 
 
-@contextmanager
-def allocated_by(allocate: Allocate) -> Iterator[None]:
+def allocated_by(allocate: Allocate) -> AbstractContextManager[None]:
     """Let `allocate` make this thread's results, as a self-test does (`proof.Buffers`)."""
-    token = _allocate.set(allocate)
+    return _with_value(_allocate, allocate)
+
+
+@contextmanager
+def _with_value(variable: ContextVar[T], value: T) -> Iterator[None]:
+    token = variable.set(value)
     try:
         yield
     finally:
-        _allocate.reset(token)
+        variable.reset(token)
 
 
 def empty_values(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -94,10 +94,13 @@ class Call:
         return cls(operator, *tree_map(Sample.of, (args, kwargs)))
 
     def signature(self) -> str:
-        """All of it but the values of tensors."""
+        """What decides which code runs: all of it but the values of tensors, and floats such as the learning rate."""
         parts: list[Any] = [self.operator]
         for x in tree_leaves((self.args, self.kwargs)):
-            parts.append((x.shape, x.strides, x.alignment, x.rows.dtype) if isinstance(x, Sample) else x)
+            if isinstance(x, Sample):
+                parts.append((x.shape, x.strides, x.alignment, x.rows.dtype))
+            elif not isinstance(x, float):
+                parts.append(x)
         return str(parts)
 
 
@@ -284,8 +287,9 @@ def prove(
 ) -> dict[str, str]:
     """Compare kernels with their references in another process: operator → what is wrong with its kernel, or empty.
 
-    An operator is missing where time or memory did not suffice for all its calls. A call that ends the process, or does
-    not return in `hang_s` seconds, counts against its operator; another process does the rest.
+    An operator is missing if time or memory ran out before all its calls were compared. A call that ends the process,
+    or does not return in `hang_s` seconds, counts against its operator; another process does the rest. `budget_s`
+    seconds are for all calls.
     """
     verdicts: dict[str, str] = {}
     deadline = time.monotonic() + budget_s

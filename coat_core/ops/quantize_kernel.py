@@ -30,7 +30,7 @@ from coat_core.ops.device import (
     cast_by_amax,
     contiguous,
     finite_abs,
-    largest,
+    finite_amax,
     load_scaled,
     nearest,
     quantize_rows,
@@ -72,7 +72,7 @@ def _quantize_groups_fwd_kernel(
     inside = (group[:, None] < total) & (columns < K)
     offsets = row[:, None] * K + columns
     x = load_scaled(x_ptr, factor_ptr, offsets, columns, inside)
-    scale = scale_from_amax(largest(x, 1), FORMAT_MAX)
+    scale = scale_from_amax(finite_amax(x, 1), FORMAT_MAX)
     tl.store(scale_ptr + group, scale, mask=group < total)
     tl.store(codes_ptr + offsets, quantized(x, scale[:, None], codes_ptr, FORMAT_MAX), mask=inside)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -179,10 +180,10 @@ class TestARun:
         assert references == ({*dispatch.launchers} if text == "none" else {"coat::qkv_rope"})
 
     def test_the_doctors_step_records_operators_of_blocks_and_optimizer(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(on_gpu, "prove", lambda calls, device: {"coat::gated_sum": "wrong", "coat::qkv_rope": ""})
+        monkeypatch.setattr(on_gpu, "prove", lambda *_: {"coat::gated_sum": "wrong", "coat::qkv_rope": ""})
         geometry = Geometry(heads=1, double=1, single=1, rank=4)
         with as_on_cuda(monkeypatch):
-            found = on_gpu.prove_operators("coat", geometry, 64, CPU)
+            found = on_gpu.prove_operators(geometry, (64, 1), CPU, time.monotonic() + 60)
         assert {"coat::norm_modulate_quantize", "coat::qkv_mlp_backward", proof.ADAMW} < {*found}
         assert found["coat::gated_sum"] == {"error": "wrong"}
         assert found["coat::qkv_rope"] == {"kernel": "agrees with its reference"}

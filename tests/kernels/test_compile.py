@@ -37,7 +37,7 @@ def test_no_kernel_spills_registers(rows: list[dict[str, Any]]) -> None:
 @pytest.mark.triton
 def test_fp8_is_converted_by_instruction(rows: list[dict[str, Any]]) -> None:
     converting = [row for row in rows if row["fp8_by_instruction"] is not None]
-    assert len(converting) > len(rows) / 2
+    assert len(converting) > len(rows) / 3
     assert [row for row in converting if not row["fp8_by_instruction"]] == []
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,8 @@ def test_the_optimizers_kernel_is_compared_by_moves_and_moments(
     for step in (1, 2):
         problem.step(step, problem.grads(step), dispatch.on_cuda[STEP])
     assert len(seen) == 1
+    later = replace(seen[0], args=(*seen[0].args[:7], [0.5] * 7, *seen[0].args[8:]))
+    assert later.signature() == seen[0].signature()  # of a resumed run, at another step and learning rate
     assert proof.fault(seen[0], CPU) == ""
     kernel = dispatch.launcher_of(STEP)
 

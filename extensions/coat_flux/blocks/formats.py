@@ -26,13 +26,15 @@ from coat_core.config import FP8LinearConfig
 from coat_core.formats import E4M3, FORMATS, INT8
 from coat_core.granularity import Granularity
 from coat_core.linear.function import dgrad, fp8_gemm_obstacle, fprop, quantize_weight
+from coat_core.ops.dispatch import first_line
 from coat_core.ops.packing import n_blocks
 from coat_core.ops.quantize import quantize
 from coat_core.ops.scaled_mm import ALIGNMENT, try_products_of
 
+from ..base.environment import triton_version
 from ..base.rng import kept_draws
 from ..config.coat import AUTO, COATConfig
-from .measure import DEVICE, Picked, from_first_process, keep_results, kept_results, key_on, timed, version_of
+from .measure import DEVICE, Picked, candidates, from_first_process, keep_results, kept_results, key_on, timed
 from .models import HUB_MODELS
 from .models.checkpoint import cached_folder
 
@@ -78,8 +80,8 @@ def config_for(
 ) -> COATConfig:
     """The config in force on this device; where it is not the one asked for, the log says why. Idempotent.
 
-    `sizes` are those of the products that are tried and timed; `saved` is how a resumed run ran, as
-    `saves.state.execution_of`. The first of several processes decides for all.
+    `sizes` are those of the products that are tried and timed, also of those that `GemmPick` may take, while there is
+    memory; `saved` is how a resumed run ran, as `saves.state.execution_of`. The first of several processes decides.
     """
     stores = config.enabled and config.weight.use_fp8 and config.activation.use_fp8
     if not stores or device.type == "meta":
@@ -101,6 +103,8 @@ def _in_force(device: torch.device, config: COATConfig, sizes: Sizes, saved: Map
     found, refused = _first_multiplied(device, choices)
     if found is None:  # then it is bf16, and `apply_coat` says so
         return config
+    for gemm in candidates(found)[:-1]:
+        fp8_gemm_obstacle(device, replace(found.linear_config(), input_granularity=gemm))  # which keeps its answer
     if refused:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
         logger.warning("coat.fallback: %s, so products are in %s", reasons, _name(found))
@@ -132,7 +136,7 @@ def _automatic(device: torch.device, config: COATConfig, sizes: Sizes, saved: Ma
             times, why = _times(device, usable, sizes)
             name = min(times, key=lambda each: times[each])
         except Exception as error:  # whatever a kernel raises that does not compile
-            why = f"timing failed ({type(error).__name__}: {error})".splitlines()[0]
+            why = f"timing failed ({first_line(error)})"
     picked = Picked(name, why, times, refused)
     logger.info(picked.describe(f"weight.format: auto is {name}", digits=2))
     return replace(usable.get(name, in_e4m3), chosen=picked)
@@ -173,7 +177,7 @@ def _times(device: torch.device, configs: Mapping[str, COATConfig], sizes: Sizes
     """Milliseconds of each config's linear, and where they are from."""
     shape = " x ".join(map(str, sizes))
     linears = {name: asdict(config.linear_config()) for name, config in configs.items()}
-    key = key_on(device, {"sizes": sizes, "linears": linears, "triton": version_of("triton", "triton-windows")})
+    key = key_on(device, {"sizes": sizes, "linears": linears, "triton": triton_version()})
     times = kept_results().get(key, {})
     if times.keys() == configs.keys():
         return times, f"the faster at {shape}, timed earlier on this GPU"

@@ -33,7 +33,9 @@ from coat_core.activation import FP8InputLinear
 from coat_core.config import FP8LinearConfig
 from coat_core.linear.function import fp8_gemm_obstacle, input_storage
 from coat_core.ops.attention import GPU_KERNELS, TAKES_MASK, AttentionTrial, chosen_kernel, use_kernel
+from coat_core.ops.dispatch import first_line
 
+from ..base.environment import triton_version
 from ..base.files import write_file
 from ..config.coat import COATConfig
 from .fused.parts import written_gradients
@@ -190,17 +192,11 @@ class GemmPick:
             except Exception as error:  # of a compiler, too
                 if isinstance(error, torch.OutOfMemoryError) and not times:
                     raise  # no verdict on this GEMM: a step has less memory
-                refused[gemm] = f"{type(error).__name__}: {error}".splitlines()[0]
+                refused[gemm] = first_line(error)
         return times, refused
 
     def _block_ms(self, block: nn.Module, args: tuple[Any, ...], started: float) -> float:
-        inputs, wanted = [], trained_parameters(block)
-        for x in args:
-            if isinstance(x, Tensor) and x.is_floating_point() and x.ndim == 3:
-                x = x.detach().clone().requires_grad_()
-            if isinstance(x, Tensor) and x.requires_grad:
-                wanted.append(x)
-            inputs.append(x)
+        inputs, wanted = as_leaves(block, args)
         run = self._form_of(block)
 
         def once() -> None:
@@ -214,6 +210,20 @@ class GemmPick:
         while len(times) < REPEATS and time.monotonic() - started < BUDGET_S:
             times.append(timed(once, args[0].device))
         return statistics.median(times)
+
+
+def as_leaves(block: nn.Module, args: Any) -> tuple[Any, list[Tensor]]:
+    """A block's arguments with copies of its streams [B, S, D] that get gradients; and all that a step gives one."""
+    wanted: list[Tensor] = list(trained_parameters(block))
+
+    def leaf(x: Any) -> Any:
+        if isinstance(x, Tensor) and x.is_floating_point() and x.ndim == 3:
+            x = x.detach().clone().requires_grad_()
+        if isinstance(x, Tensor) and x.requires_grad:
+            wanted.append(x)
+        return x
+
+    return tree_map(leaf, args), wanted
 
 
 def enlarged(args: tuple[Any, ...], image_tokens: int) -> tuple[Any, ...]:
@@ -375,7 +385,7 @@ def key_of(args: tuple[Any, ...], blocks: Sequence[nn.Module], config: COATConfi
     """A key of all that speed depends on: device, versions, shapes, blocks, adapters, config."""
     device = args[0].device
     facts = {
-        "triton": version_of("triton", "triton-windows"),
+        "triton": triton_version(),
         "autocast": torch.is_autocast_enabled(device.type),
         "inputs": [(list(x.shape), str(x.dtype)) for x in args if isinstance(x, Tensor)],
         "blocks": dict(Counter(type(block).__name__ for block in blocks)),
