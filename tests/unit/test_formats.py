@@ -91,6 +91,18 @@ def test_a_refusal_decides_about_itself(
     assert config.fallback == coat.get("fallback", "int8")
 
 
+def test_scalings_that_the_first_step_may_take_are_tried_before_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: set[bool] = set()
+
+    def refuses(a: torch.dtype, b: torch.dtype, rows: bool) -> bool:
+        asked.add(rows)
+        return False
+
+    card(monkeypatch, refuses)
+    config_for(CUDA, COATConfig.from_dict(TENSORS))
+    assert asked == {False, True}
+
+
 def test_one_line_names_what_is_refused_why_and_what_runs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
