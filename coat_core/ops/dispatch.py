@@ -221,9 +221,10 @@ def show_first_call(operator: str, watch: Watch) -> None:
 
 def load_operators() -> None:
     """Import every operator: `launchers` is complete then."""
-    for module in pkgutil.iter_modules(importlib.import_module(__package__).__path__):
-        if not module.name.endswith("_kernel"):  # those need triton
-            importlib.import_module(f"{__package__}.{module.name}")
+    modules = {module.name for module in pkgutil.iter_modules(importlib.import_module(__package__).__path__)}
+    for name in sorted(modules):
+        if f"{name}_kernel" in modules:  # the kernels themselves need triton
+            importlib.import_module(f"{__package__}.{name}")
 
 
 def first_line(error: Exception) -> str:

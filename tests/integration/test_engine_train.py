@@ -8,6 +8,8 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -48,6 +50,28 @@ def four(place: dict[str, Path]) -> Path:
 def copied(four: Path, place: dict[str, Path], tmp_path: Path) -> dict[str, Path]:
     shutil.copytree(four.parent, tmp_path / "out" / "four")
     return {**place, "out": tmp_path / "out"}
+
+
+WITHOUT_TRITON = """
+import importlib.abc, sys
+class Hide(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "triton":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Hide())
+from coat_flux.cli.entry import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_machine_without_triton_trains(place: dict[str, Path], tmp_path: Path) -> None:
+    """As most CPUs are: only our test dependencies bring triton there."""
+    job = engine_job("bare", **place | {"out": tmp_path}, coat={}, train={"steps": 1}, network=FEW_LINEARS)
+    config = tmp_path / "bare.yaml"
+    config.write_text(json.dumps(job), encoding="utf-8")
+    line = [sys.executable, "-c", WITHOUT_TRITON, "train", str(config)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 FURTHER = {"train": {"steps": 5, "lr_scheduler": "cosine"}}
