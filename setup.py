@@ -80,6 +80,7 @@ setup(
     packages=core_packages + flux_packages + [f"coat_flux.{folder}" for folder in SHIPPED_FOLDERS],
     package_dir={"coat_flux": FLUX_DIR, **{f"coat_flux.{folder}": folder for folder in SHIPPED_FOLDERS}},
     package_data={
+        "coat_flux.bench": ["*.tsv"],
         "coat_flux.config": ["*.tsv"],
         "coat_flux.pages": ["page.css", "live.js"],
         "coat_flux.plan": ["cards.tsv"],

@@ -51,6 +51,7 @@ from ..trainers.standalone.flow_matching import Objective
 from ..trainers.standalone.network import LoraEMA, add_lora, lora_parameters
 from ..trainers.standalone.trainer import train_step
 from ..watch.guard import RunGuard
+from .instructions import ENOUGH_WARPS, Launched, issue_ms, resident_warps
 from .limits import NARROW, TEXT_TOKENS, Geometry, kernel_ms, modelled_cards
 
 META = torch.device("meta")
@@ -62,7 +63,8 @@ class Launch(NamedTuple):
     Attributes:
         part: Triton kernel, or torch operator, inside an operator of ours; else empty.
         reads, writes: storage → bytes, each once.
-        flops, kind, shape: of matrix products and attention, see `kernel_ms`; empty if only bytes count.
+        flops, kind, shape: of matrix products and attention, see `kernel_ms`; empty otherwise.
+        launched: the Triton kernel with its grid, arguments and options.
     """
 
     region: str
@@ -75,6 +77,7 @@ class Launch(NamedTuple):
     kind: str = ""
     shape: tuple[int, int, int] | None = None
     count: int = 1
+    launched: Launched | None = None
 
     @property
     def bytes(self) -> int:
@@ -151,7 +154,7 @@ class Recorder(TorchDispatchMode):
             self._operator, self._args = name, args
         try:
             # for the bytes it does not matter whether a kernel reads or writes a tensor
-            with self, recorded_launches(lambda kernel, _, tensors, __: self._add(kernel.__name__, tensors, [])):
+            with self, recorded_launches(self._add_kernel):
                 return run(*args, **kwargs)
         finally:
             self._operator, self._args = outer
@@ -193,6 +196,10 @@ class Recorder(TorchDispatchMode):
         else:
             self._add(name, inputs[1:] if name in OVERWRITING else inputs, outputs)
         return result
+
+    def _add_kernel(self, *launched: Any) -> None:
+        kernel, _, tensors, _ = launched
+        self._add(kernel.__name__, tensors, [], launched=launched)
 
     def _add(self, part: str, reads: Iterable[Any], writes: Iterable[Any], **work: Any) -> None:
         """Record a launch; `work` are fields of `Launch`."""
@@ -471,7 +478,7 @@ def _parameters(model: Any, geometry: Geometry) -> dict[str, nn.Parameter]:
 
 POINTWISE = "fused pointwise"
 SHOWN = "h200"
-FIGURES = ("launches", "modelled_ms", "bytes", "flops")
+FIGURES = ("launches", "modelled_ms", "bytes_ms", "issue_ms", "bytes", "flops")
 
 
 def count(config: COATConfig, geometry: Geometry, resolutions: Sequence[int]) -> dict[str, Any]:
@@ -480,7 +487,8 @@ def count(config: COATConfig, geometry: Geometry, resolutions: Sequence[int]) ->
     Returns:
         Card ("h200") → resolution in pixels a side ("1024") → "coat" or "bf16_compile" → sums (`FIGURES`, `host_ops`:
             calls of torch's dispatcher, `host_reads`: of tensors on the device) of the step, `by_category`, of all
-            `blocks`, `by_region` (once); `operators`: region → lines of (count, category, operator, part).
+            `blocks`, `by_region` (once), `by_kernel` (ours, with the fewest `resident_warps` of its launches, 0 where
+            one was not counted); `operators`: region → lines of (count, category, operator, part).
     """
     counts: dict[str, Any] = {name: {} for name in modelled_cards()}
     for resolution in resolutions:
@@ -496,15 +504,24 @@ def _costed(recorder: Recorder, card: Card) -> dict[str, Any]:
     whole, blocks = dict.fromkeys(FIGURES, 0), dict.fromkeys(FIGURES, 0)
     categories: dict[str, dict[str, float]] = {}
     regions: dict[str, dict[str, float]] = {}
+    kernels: dict[str, dict[str, float]] = {}
     operators: dict[str, Counter[tuple[str, str, str]]] = {}
     for launch in recorder.launches:
-        ms = kernel_ms(card, launch.bytes, launch.flops, launch.kind, launch.shape, launch.count)
-        figures = dict(zip(FIGURES, (launch.count, ms, launch.bytes, launch.flops), strict=True))
+        by_bytes = kernel_ms(card, launch.bytes, launch.flops, launch.kind, launch.shape, launch.count)
+        by_issue = issue_ms(card, launch.launched) if launch.launched is not None else 0.0
+        ms = max(by_bytes, by_issue)
+        values = launch.count, ms, by_bytes, by_issue, launch.bytes, launch.flops
+        figures = dict(zip(FIGURES, values, strict=True))
         times = recorder.times.get(launch.region, 1)
         sums = [(categories.setdefault(launch.category, dict.fromkeys(FIGURES, 0)), times), (whole, times)]
         sums.append((regions.setdefault(launch.region, dict.fromkeys(FIGURES, 0)), 1))
         if launch.category not in (OUTSIDE, UPDATE):
             sums.append((blocks, times))
+        if launch.launched is not None:
+            warps = resident_warps(launch.launched)
+            kernel = kernels.setdefault(launch.part, {**dict.fromkeys(FIGURES, 0), "resident_warps": warps})
+            kernel["resident_warps"] = min(kernel["resident_warps"], warps)
+            sums.append((kernel, times))
         for total, number in sums:
             for name, value in figures.items():
                 total[name] += number * value
@@ -519,6 +536,7 @@ def _costed(recorder: Recorder, card: Card) -> dict[str, Any]:
         "blocks": blocks,
         "by_category": {name: categories[name] for name in (*CATEGORIES, POINTWISE) if name in categories},
         "by_region": regions,
+        "by_kernel": dict(sorted(kernels.items(), key=lambda item: -item[1]["modelled_ms"])),
         "operators": {region: [[n, *key] for key, n in lines.most_common()] for region, lines in operators.items()},
     }
 
@@ -587,13 +605,19 @@ def report(counts: dict[str, Any], verbose: bool) -> str:
     for size, names in sizes.items():
         calls, reads = names["coat"]["host_ops"], names["coat"]["host_reads"]
         host.append(f"{size} px: {calls:,} calls of torch's dispatcher, {reads} reads from the device")
-    cards = [["card", "px", "coat ms", "bf16 + compile ms", "ratio"], ["---"] * 5]
+    cards = [["card", "px", "coat ms", "without instructions", "bf16 + compile ms", "ratio"], ["---"] * 6]
     for card, by_size in counts.items():
         for size, names in by_size.items():
-            ours, theirs = names["coat"]["modelled_ms"], names["bf16_compile"]["modelled_ms"]
-            cards.append([card, size, f"{ours:.1f}", f"{theirs:.1f}", f"{theirs / ours:.2f}"])
-    tables = ["\n".join(f"| {' | '.join(line)} |" for line in table) for table in (lines, cards)]
-    parts = [f"modelled for {SHOWN}, not measured:", tables[0], f"host, {'; '.join(host)}", tables[1]]
+            coat, theirs = names["coat"], names["bf16_compile"]["modelled_ms"]
+            ours, by_bytes = coat["modelled_ms"], coat["bytes_ms"]
+            cards.append([card, size, f"{ours:.1f}", f"{by_bytes:.1f}", f"{theirs:.1f}", f"{theirs / ours:.2f}"])
+    kernels = [["kernel", "px", "launches", "ms", "by bytes", "by instructions", "bound"], ["---"] * 7]
+    for size, names in sizes.items():
+        for kernel, sums in names["coat"]["by_kernel"].items():
+            ms = (f"{sums[name]:.1f}" for name in ("modelled_ms", "bytes_ms", "issue_ms"))
+            kernels.append([kernel, size, f"{sums['launches']:,}", *ms, bound_of(sums)])
+    tables = ["\n".join(f"| {' | '.join(line)} |" for line in table) for table in (lines, cards, kernels)]
+    parts = [f"modelled for {SHOWN}, not measured:", tables[0], f"host, {'; '.join(host)}", *tables[1:]]
     first = next(iter(sizes.values()))["coat"]["operators"]
     for region, rows in first.items() if verbose else ():
         if region.removeprefix("first ").removeprefix("last ") in first.keys() - {region}:
@@ -601,3 +625,13 @@ def report(counts: dict[str, Any], verbose: bool) -> str:
         operators = [f"{n:6}  {category:26} {operator} {part}".rstrip() for n, category, operator, part in rows]
         parts.append("\n".join([f"{region}: {sum(row[0] for row in rows)} launches", *operators]))
     return "\n\n".join(parts)
+
+
+def bound_of(kernel: Mapping[str, float]) -> str:
+    """What a kernel waits for: bytes, issue of instructions, or with few warps latency, which the model has not."""
+    if not kernel["resident_warps"]:
+        return "not counted, see bench/instructions.py"
+    bound = "issue" if kernel["issue_ms"] > kernel["bytes_ms"] else "bytes"
+    if kernel["resident_warps"] < ENOUGH_WARPS:
+        bound += f", latency: {kernel['resident_warps']} warps a multiprocessor"
+    return bound
