@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-TRITON_PACKAGES = ("triton", "triton-windows", "pytorch-triton")
+TRITON = ("triton", "triton-windows", "pytorch-triton")
 COMPILERS = ("cc", "gcc", "clang")
 CONTEXT_BYTES = 0.6e9  # of a process on a GPU, before its first tensor
 WINDOWS = os.name == "nt"
@@ -20,9 +20,9 @@ WINDOWS = os.name == "nt"
 Problem = tuple[str, str]  # what is wrong, and its remedy
 
 
-def triton_version() -> str | None:
-    """Version of the installed triton, by whatever name."""
-    for package in TRITON_PACKAGES:
+def version_of(*packages: str) -> str | None:
+    """The version of the first of these packages that is installed; None without any."""
+    for package in packages:
         with suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(package)
     return None
@@ -30,7 +30,7 @@ def triton_version() -> str | None:
 
 def triton_problem() -> Problem | None:
     """What Triton lacks to compile kernels, or that it is not the one which torch is tested with."""
-    version, name = triton_version(), "triton-windows" if WINDOWS else "triton"
+    version, name = version_of(*TRITON), "triton-windows" if WINDOWS else "triton"
     pinned = re.search(r"^triton==(\d+\.\d+)", "\n".join(importlib.metadata.requires("torch") or []), re.MULTILINE)
     install = f"pip install '{name}=={pinned[1]}.*'" if pinned else f"pip install {name}"
     if version is None:

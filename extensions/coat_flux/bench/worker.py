@@ -23,8 +23,8 @@ import torch
 
 from coat_core.ops.dispatch import triton_obstacle
 
+from ..base.environment import version_of
 from ..base.names import COAT_OPTIMIZER
-from ..blocks.measure import version_of
 from ..config.check import is_installed
 from ..plan.speed import DEVICES
 from .configurations import CALLS, CANNOT, CPU_CALLS, FAILED, OK, OPTIMIZER, OUT_OF_MEMORY, Configuration, named

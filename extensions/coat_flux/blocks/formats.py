@@ -31,7 +31,6 @@ from coat_core.ops.packing import n_blocks
 from coat_core.ops.quantize import quantize
 from coat_core.ops.scaled_mm import ALIGNMENT, try_products_of
 
-from ..base.environment import triton_version
 from ..base.rng import kept_draws
 from ..config.coat import AUTO, COATConfig
 from .measure import DEVICE, Picked, candidates, from_first_process, keep_results, kept_results, key_on, timed
@@ -177,7 +176,7 @@ def _times(device: torch.device, configs: Mapping[str, COATConfig], sizes: Sizes
     """Milliseconds of each config's linear, and where they are from."""
     shape = " x ".join(map(str, sizes))
     linears = {name: asdict(config.linear_config()) for name, config in configs.items()}
-    key = key_on(device, {"sizes": sizes, "linears": linears, "triton": triton_version()})
+    key = key_on(device, {"sizes": sizes, "linears": linears})
     times = kept_results().get(key, {})
     if times.keys() == configs.keys():
         return times, f"the faster at {shape}, timed earlier on this GPU"

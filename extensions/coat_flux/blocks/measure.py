@@ -13,7 +13,6 @@ JSON file per user, so that equal jobs choose the same; the first process's answ
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import logging
 import os
@@ -35,7 +34,7 @@ from coat_core.linear.function import fp8_gemm_obstacle, input_storage
 from coat_core.ops.attention import GPU_KERNELS, TAKES_MASK, AttentionTrial, chosen_kernel, use_kernel
 from coat_core.ops.dispatch import first_line
 
-from ..base.environment import triton_version
+from ..base.environment import TRITON, version_of
 from ..base.files import write_file
 from ..config.coat import COATConfig
 from .fused.parts import written_gradients
@@ -385,7 +384,6 @@ def key_of(args: tuple[Any, ...], blocks: Sequence[nn.Module], config: COATConfi
     """A key of all that speed depends on: device, versions, shapes, blocks, adapters, config."""
     device = args[0].device
     facts = {
-        "triton": triton_version(),
         "autocast": torch.is_autocast_enabled(device.type),
         "inputs": [(list(x.shape), str(x.dtype)) for x in args if isinstance(x, Tensor)],
         "blocks": dict(Counter(type(block).__name__ for block in blocks)),
@@ -397,22 +395,13 @@ def key_of(args: tuple[Any, ...], blocks: Sequence[nn.Module], config: COATConfi
 
 
 def key_on(device: torch.device, facts: Mapping[str, Any]) -> str:
-    """A key of plain facts, of the device and of the versions of torch and coat_flux."""
+    """A key of plain facts, of the device and of the versions of triton, torch and coat_flux."""
     from .. import __version__
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    facts = {**facts, "coat_flux": __version__, "torch": torch.__version__, "device": name}
+    versions = {"coat_flux": __version__, "torch": torch.__version__, "triton": version_of(*TRITON)}
+    facts = {**facts, **versions, "device": name}
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def version_of(*packages: str) -> str | None:
-    """The version of the first of these packages that is installed; None without any."""
-    for package in packages:
-        try:
-            return importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
 
 
 def keep_results(key: str, results: Mapping[str, Any]) -> None:

@@ -23,7 +23,6 @@ from coat_core import ops
 from coat_core.ops import dispatch
 from coat_core.ops.proof import ADAMW, Call, prove, recorded_calls
 
-from ..base.environment import triton_version
 from ..base.rng import kept_draws
 from ..config.coat import COATConfig
 from .fused.parts import written_gradients
@@ -87,12 +86,12 @@ def _adopt(key: str, find: Callable[[], tuple[dict[str, str], bool]]) -> None:
 
 @functools.cache
 def _facts() -> dict[str, Any]:
-    """What a verdict depends on besides device, torch and our version."""
+    """What a verdict depends on besides device, triton, torch and our version."""
     driver = torch._C._cuda_getDriverVersion() if torch.cuda.is_available() else None
     sources = hashlib.sha256()
     for file in sorted(Path(ops.__path__[0]).glob("*.py")):
         sources.update(file.read_bytes())
-    return {"triton": triton_version(), "driver": driver, "sources": sources.hexdigest()}
+    return {"driver": driver, "sources": sources.hexdigest()}
 
 
 def _block_verdicts(

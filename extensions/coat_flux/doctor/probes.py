@@ -237,9 +237,9 @@ def triton() -> Iterator[Line]:
     """Whether a Triton kernel compiles, runs and agrees with its reference."""
     from coat_core.ops.dispatch import triton_obstacle
 
-    from ..base.environment import triton_problem, triton_version
+    from ..base.environment import TRITON, triton_problem, version_of
 
-    version = triton_version()
+    version = version_of(*TRITON)
     if not _gpus():
         yield Line(ABSENT, "Triton", f"{version or 'not installed'}; {NO_GPU}, the reference in PyTorch runs")
     for device in _gpus():

@@ -15,12 +15,12 @@ import hashlib
 import json
 import platform
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..base.environment import version_of
 from ..base.files import write_file
 from .errors import ResumeError
 
@@ -181,13 +181,5 @@ def write_versions(run_dir: Path, trainer: str, device: torch.device) -> None:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     versions = {"trained by": trainer, "device": f"{device.type}: {name}", "system": platform.platform(terse=True)}
     versions["python"] = platform.python_version()
-    versions |= {package: installed_version(package) for package in PACKAGES}
+    versions |= {package: version_of(package) or "not installed as a package" for package in PACKAGES}
     write_file(run_dir / VERSIONS_FILE, json.dumps(versions, indent=1))
-
-
-def installed_version(package: str) -> str:
-    """The version of an installed package, for people."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed as a package"

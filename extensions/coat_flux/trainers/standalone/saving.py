@@ -34,13 +34,14 @@ from torch.utils._pytree import tree_leaves
 
 from coat_core.optim.sharded import ShardedFP8AdamW, gather
 
+from ...base.environment import version_of
 from ...base.files import discard
 from ...base.rng import rng_state
 from ...config.job import JobConfig
 from ...export.check import check_export
 from ...saves.commit import commit, damage, newest_set, published_names, state_folder
 from ...saves.errors import ResumeError
-from ...saves.identity import installed_version, require_same_run, run_identity
+from ...saves.identity import require_same_run, run_identity
 from ...saves.repair import MODEL_META, step_of
 from ...saves.state import (
     OPTIMIZER_FILE,
@@ -176,7 +177,7 @@ def _metadata(session: Session) -> dict[str, str]:
     fields["ss_output_name"] = job.name
     if job.trigger_word:
         fields["ss_tag_frequency"] = {f"1_{job.trigger_word}": {job.trigger_word: 1}}
-    fields["software"] = {"name": "coat-flux", "version": installed_version("coat-flux")}
+    fields["software"] = {"name": "coat-flux", "version": version_of("coat-flux") or "not installed as a package"}
     fields["coat"] = job.coat.to_dict()
     text = {key: value if isinstance(value, str) else json.dumps(value) for key, value in fields.items()}
     return text | ({} if report is None else report.metadata()) | {"format": "pt"}
