@@ -20,9 +20,8 @@ from torch import nn
 
 from coat_flux.blocks.models.flux1 import make_flux_dev_geometry
 from coat_flux.cli.entry import main
-from coat_flux.export import convert as convert_module
-from coat_flux.export.check import check_export
-from coat_flux.export.convert import convert_file, convert_pairs
+from coat_flux.export import check as check_module
+from coat_flux.export.check import check_export, convert_file, convert_pairs
 from coat_flux.export.layouts import ExportError, height_of, layout_of, place_of, read_pairs, write_pairs
 from coat_flux.trainers.ai_toolkit.resume import read_back
 from tests.helpers.lora_files import HIDDEN, OUTSIDE, lora_tensors, module_names
@@ -338,7 +337,7 @@ def test_a_failed_write_leaves_what_was_there(lora, monkeypatch):
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(convert_module, "save_file", full_disk)
+    monkeypatch.setattr(check_module, "save_file", full_disk)
     with pytest.raises(ExportError, match=r"kohya\.safetensors: .*No space left"):
         convert_file(lora, target, "kohya")
     assert target.read_bytes() == b"earlier"
