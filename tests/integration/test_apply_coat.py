@@ -19,8 +19,7 @@ from coat_flux.blocks.lora import OWN, SHARED, attach_lora
 from coat_flux.blocks.runner import BlockRunner
 from coat_flux.config.coat import COATConfig
 from coat_flux.trainers.standalone.network import lora_parameters
-from coat_flux.watch.casts import CastProbe
-from coat_flux.watch.precision import INPUT, weight_rows
+from coat_flux.watch.casts import INPUT, CastProbe, weight_rows
 from tests.helpers.asserts import assert_all_bitwise, assert_bitwise, assert_sqnr, cosine
 from tests.helpers.flux import (
     coat_flux_model,

@@ -16,8 +16,8 @@ from coat_flux.study.compare import Verdict, write_page
 from coat_flux.study.judgement import judge
 from coat_flux.study.study import ArmResult, Study
 from coat_flux.study.sweep import FAILED, FINISHED, OPEN, Run, Sweep, Trial, write_sweep_page
+from coat_flux.watch.casts import COLUMNS
 from coat_flux.watch.live import LiveRun
-from coat_flux.watch.precision import COLUMNS
 from tests.helpers.browser import WIDTHS, inspect_pages
 from tests.unit.test_live import make_watched_run
 from tests.unit.test_page import full_page

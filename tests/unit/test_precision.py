@@ -25,13 +25,18 @@ from coat_flux.blocks.cast_loss import SAMPLE, measure_cast, note_weight
 from coat_flux.blocks.models import layer_of
 from coat_flux.config.coat import GuardOptions
 from coat_flux.pages.report import below_median, standing_out, summaries
-from coat_flux.watch.casts import EXP_AVG, EXP_AVG_SQ, SAVED, CastPrecision, CastProbe, row_of
-from coat_flux.watch.precision import (
+from coat_flux.watch.casts import (
     COLUMNS,
+    EXP_AVG,
+    EXP_AVG_SQ,
+    SAVED,
+    CastPrecision,
+    CastProbe,
     as_cells,
     health_line,
     health_verdict,
     read_rows,
+    row_of,
     weight_rows,
 )
 from tests import tolerances

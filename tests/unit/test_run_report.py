@@ -20,7 +20,7 @@ from coat_flux.base.table import METRICS
 from coat_flux.cli.entry import main
 from coat_flux.pages.report import write_report
 from coat_flux.pages.run import RunFolder, smoothed
-from coat_flux.watch.precision import COLUMNS
+from coat_flux.watch.casts import COLUMNS
 
 CONFIG = """
 job: extension

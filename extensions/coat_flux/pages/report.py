@@ -16,10 +16,9 @@ from coat_core.casts import GRADIENT, INPUT
 from .. import __version__
 from ..saves.errors import SaveError
 from ..saves.identity import VERSIONS_FILE
-from ..watch.casts import CastPrecision
+from ..watch.casts import KINDS, PRECISION_FILE, REMEDIES, CastPrecision, read_rows
 from ..watch.live import RunStatus, read_status
 from ..watch.memory_report import stacked, tabulated
-from ..watch.precision import FILE, KINDS, REMEDIES, read_rows
 from .html import Page, Tone
 from .run import MEMORY_FILE, RunFolder, smoothed
 
@@ -362,7 +361,7 @@ def show_layers(page: Page, rows: Iterable[CastPrecision]) -> list[CastPrecision
 
 def _show_precision(page: Page, run: RunFolder) -> None:
     """Add the section; OSError and ValueError for damaged files."""
-    rows = read_rows(run.path / FILE)
+    rows = read_rows(run.path / PRECISION_FILE)
     layers = show_layers(page, rows)
     if not layers:
         return
@@ -394,7 +393,7 @@ def _show_precision(page: Page, run: RunFolder) -> None:
             steps[row.step] = min(row.sqnr_db, steps.get(row.step, math.inf))
     curves = {kind: sorted(steps.items()) for kind, steps in lowest.items()}
     page.curves("Local SQNR over the run, lowest layer", curves, y="dB")
-    page.paragraph(f"All numbers: {FILE.as_posix()} in the run.")
+    page.paragraph(f"All numbers: {PRECISION_FILE.as_posix()} in the run.")
 
 
 def _db(value: float) -> str:

@@ -19,8 +19,8 @@ from ..data.captions import inject_trigger
 from ..pages.html import Page, Tone
 from ..pages.report import RISE, show_layers
 from ..saves.repair import run_lock
+from ..watch.casts import PRECISION_FILE, read_rows
 from ..watch.guard import DeadRunError
-from ..watch.precision import FILE, read_rows
 from .judgement import LOSSLESS, NOT_LOSSLESS, UNDECIDED, Judgement, judge
 from .study import BF16, Arm, ArmResult, Study, VerifyError, bf16_arm, score_loras
 
@@ -193,7 +193,7 @@ def write_page(verdict: Verdict) -> Path:
     with page.details("Every run"):
         _show_runs(page, verdict, pairs)
     with page.details("Precision of the FP8 tensors"):
-        show_layers(page, [row for run in verdict.arm("coat") for row in read_rows(run.lora.parent / FILE)])
+        show_layers(page, [row for run in verdict.arm("coat") for row in read_rows(run.lora.parent / PRECISION_FILE)])
     with page.details("Photos not trained on"):
         page.paragraph(", ".join(study.held_out))
     with page.details("COAT options"):

@@ -13,8 +13,7 @@ from ..base.table import METRICS, METRICS_FILE, VALIDATION, VALIDATION_FILE, Gro
 from ..base.text import GB
 from ..blocks.held import peak_bytes
 from ..saves.identity import VERSIONS_FILE, write_versions
-from .casts import CastPrecision
-from .precision import COLUMNS, FILE, as_cells
+from .casts import COLUMNS, PRECISION_FILE, CastPrecision, as_cells
 
 
 @dataclass
@@ -45,7 +44,7 @@ class RunTables:
     ):
         self._device = device
         self._metrics = GrowingTable(folder / METRICS_FILE, METRICS, step, log)
-        self._precision = GrowingTable(folder / FILE, COLUMNS, step, log)
+        self._precision = GrowingTable(folder / PRECISION_FILE, COLUMNS, step, log)
         self._validation = GrowingTable(folder / VALIDATION_FILE, VALIDATION, step, log) if validates else None
         try:
             write_versions(folder, trainer, device)

@@ -31,11 +31,10 @@ from ..blocks.report import CoatReport
 from ..blocks.runner import BlockRunner
 from ..config.coat import COATConfig
 from ..config.job import JobConfig
-from .casts import CastPrecision, CastProbe
+from .casts import CastPrecision, CastProbe, health_line, health_verdict, weight_rows
 from .guard import BROKEN_LORA, BROKEN_MODEL, KEPT, DeadRunError, Norms, RunGuard, tensor_norms
 from .oom import OutOfMemory, explain_oom, is_oom, recompute_more
 from .phases import PhaseTracker
-from .precision import health_line, health_verdict, weight_rows
 
 FIRST_OBSERVED = 2  # the first observed step, where most initial faults show
 CPU_NOTE = "Memory lines on a CPU: Allocated is the process's resident memory, Reserved its peak so far."
