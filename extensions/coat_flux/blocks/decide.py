@@ -26,7 +26,6 @@ from .sizes import (
     extra_seconds,
     fewest_recomputed,
     largest_moment,
-    many_bytes,
     pass_seconds,
     spread,
 )
@@ -116,9 +115,7 @@ class BlockPlan:
         if given.tokens is None or all(choice.flow != "fused" for choice in self.blocks):
             return 0
         copied = given.adapter_elements * given.value_bytes
-        if self.free_bytes is None or copied + many_bytes(given.blocks, given.tokens) <= self.free_bytes:
-            return copied
-        return copied if copied <= self.free_bytes - self.peak_bytes else 0
+        return copied if self.free_bytes is None or copied <= self.free_bytes - self.peak_bytes else 0
 
     @functools.cached_property
     def spare_bytes(self) -> float:

@@ -458,16 +458,6 @@ def largest_moment(blocks: Sequence[BlockBytes], recomputed: Iterable[int] = (),
     return max(moments, key=lambda moment: moment.total)
 
 
-def many_bytes(blocks: Sequence[Block | UnknownBlock], tokens: Tokens) -> float:
-    """Far more than a step can need, uncounted: ten times all that blocks have in high precision."""
-    total = 0.0
-    for block in blocks:
-        elements = tokens.rows * block.hidden if isinstance(block, Block) else block.elements
-        total += UNKNOWN.high_precision * elements
-        total += FP32 * weight_elements(block) if isinstance(block, Block) else block.gradients
-    return 10 * total
-
-
 def fewest_recomputed(blocks: Sequence[BlockBytes], free: float, accumulates: bool = False) -> list[int]:
     """Choose the fewest blocks to recompute so that `largest_moment` stays within `free` bytes, or all."""
     order = sorted(range(len(blocks)), key=lambda i: blocks[i].kept - blocks[i].recomputed, reverse=True)
