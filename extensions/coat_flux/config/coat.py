@@ -303,17 +303,13 @@ def check_allowed(config: COATConfig, path: str, findings: Findings) -> None:
     """Check the names in `resume.allow` and `speed.kernels_left_out`."""
     named = {"resume.allow": (config.resume.allow, RESUME_PARTS)}
     if config.speed.kernels_left_out:
-        named["speed.kernels_left_out"] = (config.speed.kernels_left_out, kernel_names())
+        from coat_core.ops import dispatch
+
+        dispatch.load_operators()
+        operators = sorted(name.removeprefix("coat::") for name in dispatch.launchers)
+        named["speed.kernels_left_out"] = (config.speed.kernels_left_out, tuple(operators))
     for place, (names, known) in named.items():
         one_of_them = Option("", None, "choice", choices=known)
         for name in names:
             if refusal := one_of_them.refusal(name):
                 findings.add(f"{path}.{place}", refusal, name)
-
-
-def kernel_names() -> tuple[str, ...]:
-    """The operators that have a Triton kernel, without "coat::"."""
-    from coat_core.ops import dispatch
-
-    dispatch.load_operators()
-    return tuple(sorted(name.removeprefix("coat::") for name in dispatch.launchers))
