@@ -254,7 +254,8 @@ def test_missing_gpu_is_said(caplog: pytest.LogCaptureFixture) -> None:
 def test_weights_come_only_from_safetensors(tmp_path: Path) -> None:
     (tmp_path / "vae").mkdir()
     (tmp_path / "vae" / "diffusion_pytorch_model.bin").touch()
-    with pytest.raises(ModelLoadError, match=r"vae/.*pickle \(diffusion_pytorch_model\.bin\)"):
+    (tmp_path / "vae" / "config.json").write_text('{"_class_name": "AutoencoderKL"}', encoding="utf-8")
+    with pytest.raises(ModelLoadError, match=r"vae cannot be loaded .*safetensors"):
         load_encoders(str(tmp_path), torch.bfloat16)
 
 

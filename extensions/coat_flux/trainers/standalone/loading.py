@@ -37,7 +37,6 @@ TEXT_PARTS = {
     "Flux2Pipeline": ("Mistral3ForConditionalGeneration", "AutoProcessor"),
 }
 QUANTIZED = "its weights are quantized and cannot be trained; give the original model, or add network to train a LoRA"
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 class ModelLoadError(UserError, RuntimeError):
@@ -134,7 +133,6 @@ def _find_transformer(name_or_path: str, *, whole: bool) -> tuple[Any, Mapping[s
     if path.suffix.lower() in SUFFIXES and path.is_file():
         weights, config = original_weights(path)
         return FluxTransformer2DModel, config, weights
-    _check_folder(name_or_path, "transformer")
     folder = local_folder(name_or_path, "transformer")
     config = FluxTransformer2DModel.load_config(folder)
     name = config.get("_class_name", "FluxTransformer2DModel")
@@ -147,28 +145,13 @@ def _find_transformer(name_or_path: str, *, whole: bool) -> tuple[Any, Mapping[s
 
 
 def _load_frozen(cls: Any, name_or_path: str, subfolder: str, **keywords: Any) -> Any:
+    """A model in eval mode, never from a pickle, which can run arbitrary code."""
     return _load(cls, name_or_path, subfolder, use_safetensors=True, **keywords).requires_grad_(False).eval()
 
 
 def _load(cls: Any, name_or_path: str, subfolder: str, **keywords: Any) -> Any:
     with _explained(name_or_path, subfolder):
-        _check_folder(name_or_path, subfolder)
         return cls.from_pretrained(name_or_path, subfolder=subfolder, **keywords)
-
-
-def _check_folder(name_or_path: str, subfolder: str) -> None:
-    """Refuse a model without this part, or with a pickle, which can run arbitrary code."""
-    folder = Path(name_or_path, subfolder)
-    if folder.is_dir() and not any(folder.glob("*.safetensors")):
-        pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
-        if pickles:
-            raise CheckpointError(
-                f"{subfolder}/ has its weights only as a pickle ({pickles[0]}), which can run code when it is read; "
-                "give a copy with .safetensors files, or convert it with diffusers' save_pretrained on a machine you "
-                "can lose"
-            )
-    if Path(name_or_path).is_dir() and not folder.is_dir():
-        raise CheckpointError(f"has no {subfolder}/; give a complete diffusers folder or a hub id")
 
 
 @contextmanager
