@@ -2,7 +2,7 @@
 
     x̂ = x H          H orthonormal and symmetric, so x Wᵀ = (x H)(W H)ᵀ and H H = 1
     scale = amax(x̂ row) / 127
-    codes = round(x̂ / scale)
+    codes = round(x̂ · (1 / scale))
     x ≈ (codes · scale) H
 
 127 even steps are finer than e4m3's for a row's largest numbers and coarser for its small ones, so an outlier costs the
@@ -66,5 +66,5 @@ def quantize_int8(x: Tensor, size: int, factors: Tensor | None = None) -> Quanti
     magnitude = values.abs()
     amax = torch.where(magnitude.isfinite(), magnitude, torch.inf).amax(dim=-1, keepdim=True)
     scale = scale_from_amax(amax, INT8_MAX)
-    codes = (values / scale).round().nan_to_num(nan=0.0).clamp(-INT8_MAX, INT8_MAX).to(torch.int8)
+    codes = (values * (torch.ones_like(scale) / scale)).round().nan_to_num(nan=0.0).to(torch.int8)
     return Quantized(codes, torch.where(amax.isfinite(), scale, torch.nan), PER_ROW)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from coat_core.formats import E4M3, get_format
 from coat_core.granularity import PER_ROW, per_group
+from coat_core.int8 import INT8_MAX
 from coat_core.ops.launch import dot_operand, empty, empty_values, finished, launch, nothing, power_of_two
 from coat_core.ops.packing import n_blocks
 from coat_core.quantize import SMALLEST_SCALE
@@ -30,6 +31,7 @@ RANKS_AT_ONCE, FP32_RANKS_AT_ONCE = 64, 16  # fp32 is multiplied without tensor 
 LOW_RANK_ROWS = 16  # the minimum of a tile of tl.dot
 HALF_INTEGERS = tl.constexpr(1.5 * 2.0**23)
 LEAST_SCALE = tl.constexpr(SMALLEST_SCALE)
+OF_INT8 = tl.constexpr(INT8_MAX)
 TL_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 # that share the rows where each leaves column sums, which are written and read again: two for each multiprocessor of a
 # large GPU, as many as fit there at once with the registers of LayerNorm's backward
@@ -52,8 +54,11 @@ def finite_amax(x, axis):
 
 @triton.jit
 def scale_from_amax(amax, FORMAT_MAX: tl.constexpr):
-    """The dequantization multiplier amax / max, at least LEAST_SCALE; 1 where amax is 0."""
-    return tl.where(amax > 0, tl.maximum(tl.div_rn(amax, FORMAT_MAX), LEAST_SCALE), 1.0)
+    """The dequantization multiplier amax / max, at least LEAST_SCALE; 1 where amax is 0. INT8: NaN where it is inf."""
+    scale = tl.where(amax > 0, tl.maximum(tl.div_rn(amax, FORMAT_MAX), LEAST_SCALE), 1.0)
+    if FORMAT_MAX == OF_INT8:
+        scale = tl.where(amax < float("inf"), scale, float("nan"))
+    return scale
 
 
 @triton.jit
@@ -90,9 +95,25 @@ def as_codes(x, codes_ptr):
 def quantized(x, scale, codes_ptr, FORMAT_MAX: tl.constexpr):
     """X over its scale, in the pointer's code type: one division a scale, a multiplication an element."""
     x *= tl.div_rn(1.0, scale)
-    if codes_ptr.dtype.element_ty != tl.float8e4nv:  # which only a GPU has whose conversion saturates
-        x = saturated(x, FORMAT_MAX)
-    return as_codes(x, codes_ptr)
+    if codes_ptr.dtype.element_ty == tl.int8:
+        x = nearest(x)
+        codes = tl.where(x == x, x, 0.0).to(tl.int8)
+    else:
+        if codes_ptr.dtype.element_ty != tl.float8e4nv:  # which only a GPU has whose conversion saturates
+            x = saturated(x, FORMAT_MAX)
+        codes = as_codes(x, codes_ptr)
+    return codes
+
+
+@triton.jit
+def rotated(x, STAGES: tl.constexpr):
+    """X [..., C] in fp32, each 4 ** STAGES neighbours rotated: `int8.rotate`."""
+    SHAPE: tl.constexpr = x.shape
+    for stage in tl.static_range(STAGES):
+        x = tl.reshape(x, (x.numel // 4 ** (stage + 1), 2, 2, 4**stage))
+        total = tl.sum(tl.sum(x, axis=2, keep_dims=True), axis=1, keep_dims=True)
+        x = total * 0.5 - x
+    return tl.reshape(x, SHAPE)
 
 
 @triton.jit

@@ -20,9 +20,9 @@ from torch import Tensor
 from coat_core import nvfp4
 from coat_core.formats import E4M3
 from coat_core.granularity import PER_ROW
-from coat_core.int8 import INT8_MAX
 from coat_core.ops import quantize as operators
 from coat_core.ops.device import (
+    OF_INT8,
     SHARE_BLOCK,
     SHARES_MAX,
     Codes,
@@ -32,9 +32,9 @@ from coat_core.ops.device import (
     finite_abs,
     finite_amax,
     load_scaled,
-    nearest,
     quantize_rows,
     quantized,
+    rotated,
     row_block,
     scale_from_amax,
     store_group_codes,
@@ -48,7 +48,6 @@ from coat_core.ops.packing import n_blocks
 
 GROUPS_ELEMENTS = 2048
 TILE = 64
-LARGEST = tl.constexpr(INT8_MAX)
 ROWS, BLOCKS = 32, 8  # of an NVFP4 weight that a program decodes; 8 blocks of 16
 NUMBERS = 128  # of E4M3's bits without a sign
 
@@ -220,12 +219,7 @@ def quantize_and_save(a: Any) -> tuple[Tensor, ...]:
 @triton.jit
 def _load_rotated(row_ptr, factor_ptr, start, K, STAGES: tl.constexpr, BLOCK: tl.constexpr):
     columns = start + tl.arange(0, BLOCK)
-    x = load_scaled(row_ptr, factor_ptr, columns, columns, columns < K)
-    for stage in tl.static_range(STAGES):
-        x = tl.reshape(x, (BLOCK // 4 ** (stage + 1), 2, 2, 4**stage))
-        total = tl.sum(tl.sum(x, axis=2, keep_dims=True), axis=1, keep_dims=True)
-        x = total * 0.5 - x
-    return tl.reshape(x, (BLOCK,))
+    return rotated(load_scaled(row_ptr, factor_ptr, columns, columns, columns < K), STAGES)
 
 
 @triton.jit
@@ -239,15 +233,12 @@ def _quantize_int8_fwd_kernel(
         x = _load_rotated(x_ptr + row * x_stride, factor_ptr, start, K, STAGES, BLOCK)
         magnitude = tl.abs(x)
         largest = tl.maximum(largest, tl.where(magnitude < float("inf"), magnitude, float("inf")))
-    amax = tl.max(largest, axis=0)
-    scale = scale_from_amax(amax, LARGEST)
-    tl.store(scale_ptr + row, tl.where(amax < float("inf"), scale, float("nan")))
+    scale = scale_from_amax(tl.max(largest, axis=0), OF_INT8)
+    tl.store(scale_ptr + row, scale)
     for start in range(0, K, BLOCK):
         x = _load_rotated(x_ptr + row * x_stride, factor_ptr, start, K, STAGES, BLOCK)
-        codes = nearest(tl.div_rn(x, scale))
-        codes = tl.where(codes == codes, tl.clamp(codes, -LARGEST, LARGEST), 0.0)
         columns = start + tl.arange(0, BLOCK)
-        tl.store(codes_ptr + row * K + columns, codes.to(tl.int8), mask=columns < K)
+        tl.store(codes_ptr + row * K + columns, quantized(x, scale, codes_ptr, OF_INT8), mask=columns < K)
 
 
 @triton.jit
