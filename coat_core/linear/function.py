@@ -325,11 +325,11 @@ def dgrad(
     quantized: Quantized | None = None,
     unit: Tensor | None = None,
 ) -> Tensor:
-    """Return dx = dy W [..., K]; `quantized` is dy, already cast, and `unit` a cached `unit_scale`."""
+    """Return dx = dy W [..., K]; `quantized` is dy times W's row scales, cast; `unit` a cached `unit_scale`."""
     if not in_fp8 or config.grad_format == "bf16":
         return grad @ weight.dequantize(grad.dtype)
     factors = weight.scale.reshape(-1) if weight.scale.ndim == 2 else None
-    if config.grad_format == INT8.name:
+    if quantized is None and config.grad_format == INT8.name:
         quantized = Quantized(*quantize_int8(grad.detach(), 1, factors), PER_ROW)
     elif quantized is None:
         quantized = quantize(grad, config.grad_format, Granularity(config.input_granularity), factors)

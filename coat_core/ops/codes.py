@@ -1,7 +1,8 @@
 """Codes along with values: operators that quantize their results, and how they read codes back.
 
 Such an operator takes `fmt` and `granularity` and returns (values, codes, code_scale), where codes, code_scale =
-quantize(values, fmt, granularity) to the bit, per_row or per_tensor. With granularity "none" both have shape [0].
+quantize(values, fmt, granularity) to the bit, per_row or per_tensor, or "int8" per_row of the rotated values. With
+granularity "none" both have shape [0].
 
 An operator that also saves its input x for backward takes `saved_format` and `group_size` and returns (x_codes,
 x_scale) of 1×G groups, to the bit; with saved_format "none" both have shape [0]. Operators of the backward pass take x
@@ -18,17 +19,27 @@ from torch import Tensor
 
 from coat_core.autograd import without_autocast
 from coat_core.casts import Cast
-from coat_core.formats import E4M3, get_format
+from coat_core.formats import E4M3, INT8, Format, product_format
 from coat_core.granularity import PER_TENSOR, Granularity, per_group
+from coat_core.int8 import quantize_int8, rotate, rotation_size
 from coat_core.quantize import dequantize, quantize
 
 
-def codes_of(values: Tensor, fmt: str, granularity: str, group_size: int = 128) -> tuple[Tensor, Tensor]:
+def code_format(fmt: str) -> Format:
+    """The format of that name; of "none" that of the codes of shape [0]."""
+    return E4M3 if fmt == "none" else product_format(fmt)
+
+
+def codes_of(
+    values: Tensor, fmt: str, granularity: str, group_size: int = 128, rotates: bool = True
+) -> tuple[Tensor, Tensor]:
     """Codes and scale of values [..., K]; both of shape [0] where format or granularity is "none"."""
     if "none" in (fmt, granularity):
-        form = E4M3 if fmt == "none" else get_format(fmt)
-        return values.new_empty(0, dtype=form.dtype), values.new_empty(0, dtype=torch.float32)
-    codes, scale, _ = quantize(values, fmt, Granularity(granularity, group_size))
+        return values.new_empty(0, dtype=code_format(fmt).dtype), values.new_empty(0, dtype=torch.float32)
+    if fmt == INT8.name:
+        codes, scale, _ = quantize_int8(values, rotation_size(values.shape[-1]) if rotates else 1)
+    else:
+        codes, scale, _ = quantize(values, fmt, Granularity(granularity, group_size))
     return codes.contiguous(), scale.contiguous()
 
 
@@ -37,6 +48,8 @@ def cast_of(
 ) -> tuple[Cast, ...]:
     """The declared cast of values to (codes, scale); none where they have shape [0]."""
     codes, scale = coded
+    if codes.dtype == INT8.dtype:
+        values = rotate(values, rotation_size(values.shape[-1]))
     return (Cast(kind, values, codes, scale, Granularity(granularity, group_size)),) if codes.numel() else ()
 
 

@@ -13,9 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from coat_core.formats import E4M3, get_format
+from coat_core.formats import INT8, get_format
 from coat_core.granularity import PER_ROW, per_group
-from coat_core.int8 import INT8_MAX
+from coat_core.int8 import rotation_size
+from coat_core.ops.codes import code_format
 from coat_core.ops.launch import dot_operand, empty, empty_values, finished, launch, nothing, power_of_two
 from coat_core.ops.packing import n_blocks
 from coat_core.quantize import SMALLEST_SCALE
@@ -31,7 +32,7 @@ RANKS_AT_ONCE, FP32_RANKS_AT_ONCE = 64, 16  # fp32 is multiplied without tensor 
 LOW_RANK_ROWS = 16  # the minimum of a tile of tl.dot
 HALF_INTEGERS = tl.constexpr(1.5 * 2.0**23)
 LEAST_SCALE = tl.constexpr(SMALLEST_SCALE)
-OF_INT8 = tl.constexpr(INT8_MAX)
+OF_INT8 = tl.constexpr(INT8.max)
 TL_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 # that share the rows where each leaves column sums, which are written and read again: two for each multiprocessor of a
 # large GPU, as many as fit there at once with the registers of LayerNorm's backward
@@ -50,6 +51,18 @@ def finite_amax(x, axis):
     """The largest finite magnitude along an axis; 0 without one."""
     amax = tl.max(tl.abs(tl.fma(x, 0.0, x)), axis=axis)  # that is NaN for inf, and tl.max leaves NaN out
     return tl.where(amax == amax, amax, 0.0)
+
+
+@triton.jit
+def amax_of(x, axis, FORMAT_MAX: tl.constexpr):
+    """`finite_amax`, or, of INT8, inf where a magnitude is not finite."""
+    if FORMAT_MAX == OF_INT8:
+        bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=axis)  # in the order of magnitudes, NaN above inf
+        amax = bits.to(tl.float32, bitcast=True)
+        amax = tl.where(amax < float("inf"), amax, float("inf"))
+    else:
+        amax = finite_amax(x, axis)
+    return amax
 
 
 @triton.jit
@@ -95,9 +108,9 @@ def as_codes(x, codes_ptr):
 def quantized(x, scale, codes_ptr, FORMAT_MAX: tl.constexpr):
     """X over its scale, in the pointer's code type: one division a scale, a multiplication an element."""
     x *= tl.div_rn(1.0, scale)
-    if codes_ptr.dtype.element_ty == tl.int8:
+    if FORMAT_MAX == OF_INT8:
         x = nearest(x)
-        codes = tl.where(x == x, x, 0.0).to(tl.int8)
+        codes = tl.where(x == x, x, 0.0)
     else:
         if codes_ptr.dtype.element_ty != tl.float8e4nv:  # which only a GPU has whose conversion saturates
             x = saturated(x, FORMAT_MAX)
@@ -136,10 +149,24 @@ def rounded(x, like_ptr):
 
 
 @triton.jit
-def store_row_codes(values, codes_ptr, scale_ptr, rows, are_rows, offsets, inside, FORMAT_MAX: tl.constexpr):
-    """Quantize whole rows that a program holds; without codes leave each row's amax, without scales do nothing."""
+def store_row_codes(
+    values,
+    codes_ptr,
+    scale_ptr,
+    rows,
+    are_rows,
+    offsets,
+    inside,
+    FORMAT_MAX: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Quantize whole rows that a program holds, `rotated` in STAGES.
+
+    Without codes leave each row's amax, without scales do nothing.
+    """
     if scale_ptr is not None:
-        amax = finite_amax(values, 1)
+        values = rotated(values, STAGES)
+        amax = amax_of(values, 1, FORMAT_MAX)
         if codes_ptr is None:
             tl.store(scale_ptr + rows, amax, mask=are_rows)
         else:
@@ -324,6 +351,11 @@ def quantize_rows(x: Tensor, fmt: str, factors: Tensor | None, amax: Tensor | No
     return finished(codes, form.dtype), scale
 
 
+def rotation_stages(fmt: str, width: int) -> int:
+    """STAGES of `rotated` before rows of `width` become codes of this format: none but for INT8."""
+    return (rotation_size(width).bit_length() - 1) // 2 if fmt == INT8.name else 0
+
+
 def row_block(k: int) -> int:
     """How many elements of a row of k a program takes at once."""
     return min(power_of_two(k), ROW_BLOCK)
@@ -339,8 +371,9 @@ class Codes:
         self, shape: tuple[int, ...], device: torch.device, fmt: str, granularity: str, group_size: int = 128
     ) -> None:
         self._device = device
-        self._fmt = form = E4M3 if fmt == "none" else get_format(fmt)
+        self._fmt = form = code_format(fmt)
         self.format_max = form.max
+        self.stages = rotation_stages(fmt, shape[-1])
         self.codes = self.scale = None
         if "none" in (fmt, granularity):
             return
@@ -349,13 +382,16 @@ class Codes:
         sharing = per_group(group_size) if granularity == "per_group" else PER_ROW
         self.scale = empty(sharing.scale_shape(shape), torch.float32, device)
 
-    def results(self, values: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Codes and scale once the kernel has run, per tensor from its `values`, contiguous, in their dtype."""
+    def results(self, values: Tensor | None = None, factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Codes and scale once the kernel has run, per tensor from its `values`, contiguous, in their dtype.
+
+        `factors` fp32 [K] multiplied them before the cast.
+        """
         if self.scale is None:
             return nothing(self._fmt.dtype, self._device), nothing(torch.float32, self._device)
         if self.codes is None:
             assert values is not None
-            return cast_by_amax(values, self.scale.view(-1).amax(0, keepdim=True), self._fmt.name)
+            return cast_by_amax(values, self.scale.view(-1).amax(0, keepdim=True), self._fmt.name, factors)
         return finished(self.codes, self._fmt.dtype), self.scale
 
 

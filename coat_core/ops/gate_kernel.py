@@ -133,6 +133,7 @@ def _gated_sum_bwd_kernel(
     weight_ptr,
     result_ptr,
     result_scale_ptr,
+    factor_ptr,
     dy_ptr,
     codes_ptr,
     code_scale_ptr,
@@ -177,7 +178,9 @@ def _gated_sum_bwd_kernel(
         tl.store(dy_ptr + offsets, dy, mask=inside)
         if result_ptr is not None:
             dgate += g * normed
-        store_row_codes(dy, codes_ptr, code_scale_ptr, rows, place < S, offsets, inside, FORMAT_MAX)
+        if factor_ptr is not None:
+            dy *= tl.load(factor_ptr + columns, mask=columns < D, other=0.0)
+        store_row_codes(dy, codes_ptr, code_scale_ptr, rows, place < S, offsets, inside, FORMAT_MAX, 0)
     if result_ptr is not None:
         part = (image * tl.num_programs(1) + share) * D + columns
         tl.store(dgate_ptr + part, tl.sum(dgate, axis=0)[None, :], mask=columns < D)
@@ -221,7 +224,7 @@ def gated_sum_backward(a: Any) -> tuple[Tensor, ...]:
     device = a.grad.device
     constants = whole_rows(d)
     grad = a.grad.contiguous()
-    result, weight = contiguous(a.result), contiguous(a.weight)
+    result, weight, factors = contiguous(a.result), contiguous(a.weight), contiguous(a.factors)
     gate, gate_stride = with_row_stride(a.gate)
     result_scale, per_row, group = saved_groups(a.result_scale, a.group_size, d)
     programs, rounds = shared_rows(images, s, constants["R"])
@@ -231,7 +234,7 @@ def gated_sum_backward(a: Any) -> tuple[Tensor, ...]:
     launch(
         _gated_sum_bwd_kernel,
         (images, programs),
-        *(grad, gate, weight, result, result_scale),
+        *(grad, gate, weight, result, result_scale, factors),
         *(dy, codes.codes, codes.scale, dgate),
         *(gate_stride, per_row, s, d, a.eps, rounds),
         GROUP=group,
@@ -241,4 +244,4 @@ def gated_sum_backward(a: Any) -> tuple[Tensor, ...]:
     )
     dy = finished(dy, a.dtype)
     total = grad.new_empty(0, dtype=torch.float32) if dgate is None else dgate.sum(1)
-    return dy, *codes.results(dy), total
+    return dy, *codes.results(dy, factors), total

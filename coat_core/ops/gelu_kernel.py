@@ -26,22 +26,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from coat_core.formats import get_format
+from coat_core.formats import INT8
+from coat_core.int8 import rotation_size
 from coat_core.ops import gelu as operators
-from coat_core.ops.codes import codes_of
+from coat_core.ops.codes import code_format, codes_of
 from coat_core.ops.device import (
     LOW_RANK_ROWS,
     TL_DTYPES,
     Codes,
     adapter,
     add_low_rank,
+    amax_of,
     as_values,
     cast_by_amax,
-    finite_amax,
     load_saved,
     quantize_rows,
     quantized,
     rank_options,
+    rotated,
+    rotation_stages,
     rounded,
     saved_groups,
     scale_from_amax,
@@ -53,6 +56,7 @@ from coat_core.ops.dispatch import launcher
 from coat_core.ops.gelu import activated_width
 from coat_core.ops.launch import dot_operand, empty, empty_values, finished, launch, power_of_two
 from coat_core.ops.packing import n_blocks
+from coat_core.ops.quantize_kernel import quantize_int8
 
 GATED = tl.constexpr("silu_and_mul")
 LOG2_E = tl.constexpr(math.log2(math.e))
@@ -147,7 +151,7 @@ def values_tile(
 
 
 @triton.jit
-def _store_tile(x, values_ptr, amax_ptr, tile, first, end, width):
+def _store_tile(x, values_ptr, amax_ptr, tile, first, end, width, FORMAT_MAX: tl.constexpr, STAGES: tl.constexpr):
     row, rows, are_rows = tile
     columns = first + tl.arange(0, x.shape[1])[None, :]
     inside = are_rows[:, None] & (columns < end)
@@ -155,7 +159,8 @@ def _store_tile(x, values_ptr, amax_ptr, tile, first, end, width):
     tl.store(values_ptr + rows[:, None] * width + columns, x, mask=inside)
     if amax_ptr is not None:
         part, parts = tl.program_id(1), tl.num_programs(1)
-        tl.store(amax_ptr + row * parts + rows * parts + part, finite_amax(x, 1), mask=are_rows)
+        amax = amax_of(rotated(x, STAGES), 1, FORMAT_MAX)
+        tl.store(amax_ptr + row * parts + rows * parts + part, amax, mask=are_rows)
 
 
 @triton.jit
@@ -178,6 +183,8 @@ def _mlp_activation_fwd_kernel(
     F,
     DTYPE: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    FORMAT_MAX: tl.constexpr,
+    STAGES: tl.constexpr,
     SAVED_MAX: tl.constexpr,
     G: tl.constexpr,
     RANK: tl.constexpr,
@@ -196,14 +203,14 @@ def _mlp_activation_fwd_kernel(
             attention = attention_ptr, attention_stride
             codes = saved_attention_ptr, saved_attention_scale_ptr
             x = values_tile(attention, none, codes, tile, first, D, None, DTYPE, SAVED_MAX, G, 0, 0, BLOCK)
-            _store_tile(x, values_ptr, amax_ptr, tile, first, D, D + F)
+            _store_tile(x, values_ptr, amax_ptr, tile, first, D, D + F, FORMAT_MAX, STAGES)
     else:
         first = (part - before) * BLOCK
         mlp = (mlp_ptr, mlp_stride)
         adapter = (h_ptr, up_ptr, h_stride, SECOND)
         saved = saved_mlp_ptr, saved_mlp_scale_ptr
         x = values_tile(mlp, adapter, saved, tile, first, F, ACTIVATION, DTYPE, SAVED_MAX, G, RANK, RANK_BLOCK, BLOCK)
-        _store_tile(x, values_ptr + D, amax_ptr, tile, first, F, D + F)
+        _store_tile(x, values_ptr + D, amax_ptr, tile, first, F, D + F, FORMAT_MAX, STAGES)
 
 
 def _activated(a: Any) -> tuple[Tensor, Tensor | None, list[Tensor]]:
@@ -213,7 +220,8 @@ def _activated(a: Any) -> tuple[Tensor, Tensor | None, list[Tensor]]:
     f = activated_width(a.mlp, a.activation)
     device, shape = a.mlp.device, a.mlp.shape[:-1]
     rows = a.mlp.numel() // n
-    block = max(LOW_RANK_BLOCK, a.group_size)
+    stages = rotation_stages(a.fmt, d + f)
+    block = max(LOW_RANK_BLOCK, a.group_size, 4**stages)
     parts = n_blocks(d, block) + n_blocks(f, block)
     values = empty_values((*shape, d + f), a.dtype, device)
     amax = None if a.granularity == "none" else empty((rows, parts), torch.float32, device)
@@ -228,6 +236,8 @@ def _activated(a: Any) -> tuple[Tensor, Tensor | None, list[Tensor]]:
         *(saved_attention.codes, saved_attention.scale, saved_mlp.codes, saved_mlp.scale),
         *strides,
         *(rows, d, f),
+        FORMAT_MAX=code_format(a.fmt).max,
+        STAGES=stages,
         SAVED_MAX=saved_mlp.format_max,
         G=a.group_size,
         **constants,
@@ -243,6 +253,9 @@ def _activated(a: Any) -> tuple[Tensor, Tensor | None, list[Tensor]]:
 def mlp_activation(a: Any) -> tuple[Tensor, ...]:
     if splits_groups(a.mlp.shape[-1], activated_width(a.mlp, a.activation), a.group_size, a.saved_format):
         return operators.mlp_activation._init_fn(*a)
+    if a.fmt == INT8.name and a.granularity != "none":
+        values, _, saved = _activated(a._replace(granularity="none"))
+        return values, *quantize_int8(values, rotation_size(values.shape[-1]), None), *saved
     values, amax, saved = _activated(a)
     if amax is None:
         codes, scale = codes_of(values, a.fmt, "none")
@@ -282,6 +295,7 @@ def _cast_down_fwd_kernel(
     width,
     amax_parts,
     FORMAT_MAX: tl.constexpr,
+    STAGES: tl.constexpr,
     BY_ROW: tl.constexpr,
     PARTS_BLOCK: tl.constexpr,
     NEXT: tl.constexpr,
@@ -314,7 +328,7 @@ def _cast_down_fwd_kernel(
         places = rows[:, None] * width + columns[None, :]
         inside = are_rows[:, None] & (columns < width)[None, :]
         x = tl.load(values_ptr + places, mask=inside, other=0.0)
-        codes = quantized(x.to(tl.float32), scale[:, None], codes_ptr, FORMAT_MAX)
+        codes = quantized(rotated(x.to(tl.float32), STAGES), scale[:, None], codes_ptr, FORMAT_MAX)
         tl.store(codes_ptr + places, codes, mask=inside)
         down = tl.load(
             down_ptr + columns[:, None] + ranks[None, :] * down_stride,
@@ -328,11 +342,15 @@ def _cast_down_fwd_kernel(
 
 @launcher(operators.mlp_activation_down)
 def mlp_activation_down(a: Any) -> tuple[Tensor, ...]:
-    if splits_groups(a.mlp.shape[-1], activated_width(a.mlp, a.activation), a.group_size, a.saved_format):
+    f, width = activated_width(a.mlp, a.activation), a.down.shape[1]
+    stages = rotation_stages(a.fmt, width)
+    # no tile holds whole blocks of the rotation, or one of fp32 spills: small models, and those in fp32
+    cannot_rotate = f % 4**stages > 0 or (stages > 0 and a.down.itemsize > 2)
+    if cannot_rotate or splits_groups(a.mlp.shape[-1], f, a.group_size, a.saved_format):
         return operators.mlp_activation_down._init_fn(*a)
     values, amax, saved = _activated(a)
     assert amax is not None
-    device, form, width = values.device, get_format(a.fmt), values.shape[-1]
+    device, form = values.device, code_format(a.fmt)
     (rows, amax_parts), next_rank = amax.shape, len(a.down)
     by_row = a.granularity == "per_row"
     length = power_of_two(max(STRETCH, COLUMNS_A_SUM * next_rank))
@@ -341,7 +359,9 @@ def mlp_activation_down(a: Any) -> tuple[Tensor, ...]:
     scale = empty((*values.shape[:-1], 1) if by_row else (), torch.float32, device)
     sums = empty((rows, parts, next_rank), torch.float32, device)
     down, down_stride = with_row_stride(dot_operand(a.down))
-    next_block = min(max(power_of_two(next_rank), 16), RANKS_AT_ONCE)
+    block = max(LOW_RANK_BLOCK if a.down.itemsize == 2 else FP32_BLOCK, 4**stages)
+    tile = max(block, LOW_RANK_BLOCK)
+    next_block = min(max(power_of_two(next_rank), 16), RANKS_AT_ONCE * LOW_RANK_BLOCK // tile)
     launch(
         _cast_down_fwd_kernel,
         (n_blocks(rows, LOW_RANK_ROWS), parts, n_blocks(next_rank, next_block)),
@@ -349,14 +369,15 @@ def mlp_activation_down(a: Any) -> tuple[Tensor, ...]:
         *(codes, scale, sums),
         *(down_stride, rows, width, amax_parts),
         FORMAT_MAX=form.max,
+        STAGES=stages,
         BY_ROW=by_row,
         PARTS_BLOCK=power_of_two(amax_parts),
         NEXT=next_rank,
         NEXT_BLOCK=next_block,
         R=LOW_RANK_ROWS,
-        BLOCK=LOW_RANK_BLOCK if a.down.itemsize == 2 else FP32_BLOCK,
+        BLOCK=block,
         LENGTH=length,
-        num_warps=warps(LOW_RANK_ROWS * LOW_RANK_BLOCK),
+        num_warps=warps(LOW_RANK_ROWS * tile),
     )
     h_next = sums.sum(1).to(a.dtype).view(*values.shape[:-1], next_rank)
     return h_next, finished(codes, form.dtype), scale, *saved

@@ -64,6 +64,7 @@ def _norm_modulate_fwd_kernel(
     DTYPE: tl.constexpr,
     NORMED: tl.constexpr,
     FORMAT_MAX: tl.constexpr,
+    STAGES: tl.constexpr,
     SAVED_MAX: tl.constexpr,
     SAVED_GROUP: tl.constexpr,
     R: tl.constexpr,
@@ -90,7 +91,7 @@ def _norm_modulate_fwd_kernel(
         if scale_ptr.dtype.element_ty == NORMED:
             n = rounded(n, scale_ptr)
     tl.store(n_ptr + offsets, n, mask=inside)
-    store_row_codes(n, codes_ptr, code_scale_ptr, rows, rows < total, offsets, inside, FORMAT_MAX)
+    store_row_codes(n, codes_ptr, code_scale_ptr, rows, rows < total, offsets, inside, FORMAT_MAX, STAGES)
 
 
 @triton.jit
@@ -182,6 +183,7 @@ def _modulated(a: Any, x_scale: Tensor | None, dtype: torch.dtype, codes: Codes,
         DTYPE=TL_DTYPES[dtype],
         NORMED=TL_DTYPES[normed],
         FORMAT_MAX=codes.format_max,
+        STAGES=codes.stages,
         SAVED_MAX=saved.format_max,
         SAVED_GROUP=min(a.group_size, constants["BLOCK"]),
         **constants,

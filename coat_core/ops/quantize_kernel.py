@@ -176,6 +176,7 @@ def _quantize_and_save_fwd_kernel(
     S,
     K,
     FORMAT_MAX: tl.constexpr,
+    STAGES: tl.constexpr,
     SAVED_MAX: tl.constexpr,
     SAVED_GROUP: tl.constexpr,
     R: tl.constexpr,
@@ -187,7 +188,8 @@ def _quantize_and_save_fwd_kernel(
     inside = are_rows[:, None] & (columns < K)
     starts = rows // S * stride_b + rows % S * stride_s
     x = tl.load(x_ptr + starts[:, None] + columns, mask=inside, other=0.0).to(tl.float32)
-    store_row_codes(x, codes_ptr, code_scale_ptr, rows, are_rows, rows[:, None] * K + columns, inside, FORMAT_MAX)
+    places = rows[:, None] * K + columns
+    store_row_codes(x, codes_ptr, code_scale_ptr, rows, are_rows, places, inside, FORMAT_MAX, STAGES)
     store_group_codes(x, saved_ptr, saved_scale_ptr, rows, are_rows, 0, K, K, SAVED_MAX, SAVED_GROUP)
 
 
@@ -209,6 +211,7 @@ def quantize_and_save(a: Any) -> tuple[Tensor, ...]:
         *(by_image, codes.codes, codes.scale, saved.codes, saved.scale),
         *(by_image.stride(0), by_image.stride(1), rows, by_image.shape[1], k),
         FORMAT_MAX=codes.format_max,
+        STAGES=codes.stages,
         SAVED_MAX=saved.format_max,
         SAVED_GROUP=min(a.group_size, constants["BLOCK"]),
         **constants,

@@ -92,6 +92,7 @@ def _quantize_cases() -> None:
         ("none", "none", "e4m3", 128),
         ("e4m3", "per_row", "none", 128),
         ("e5m2", "per_row", "e5m2", 128),
+        ("int8", "per_row", "e4m3", 128),
     ):
         case(f"quantize {' '.join(spec)} and save {saved}", quantize_and_save, joint, *spec, saved, group)
 
@@ -133,6 +134,8 @@ def _gate_cases() -> None:
         case(f"gate, rank {rank}, saved {form[0]}", gated_sum, x, modulation, x, *adapter, *form)
     args = (x, modulation, _rows(HIDDEN, E5M2), saved[1], 128, BF16, "e5m2", "per_tensor")
     case("gate backward bf16 from codes e5m2 per_tensor", gated_sum_backward, *args)
+    args = (_rows(HIDDEN), modulation, *saved, 128, BF16, "int8", "per_row", None, 0.0, _empty(HIDDEN, dtype=FP32))
+    case("gate backward from codes int8 with factors", gated_sum_backward, *args)
     for spec in (("e4m3", "none"), ("e4m3", "per_row"), ("e5m2", "per_row"), ("e4m3", "per_tensor")):
         results = {"from codes": saved}
         if spec[1] == "none":
@@ -150,6 +153,7 @@ def _norm_cases() -> None:
         ("e4m3", "per_row", "e4m3", 128),
         ("e5m2", "per_row", "e5m2", 16),
         ("e4m3", "per_tensor", "e4m3", 256),
+        ("int8", "per_row", "e4m3", 128),
     ):
         args = (x, modulation, modulation, eps, fmt, granularity, saved, group)
         case(f"norm {fmt} {granularity}, saved {saved} 1x{group}", norm_modulate_quantize, *args)
@@ -178,7 +182,9 @@ def _qkv_cases() -> None:
         adapted = (mlp, both[..., 3 * rank :], _empty(MLP, rank))
         case(f"mlp, {label}", mlp_activation, out, *adapted, "e4m3", "per_row", *how)
         down = _empty(rank, HIDDEN + MLP)
-        case(f"mlp and down-projection, {label}", mlp_activation_down, out, *adapted, down, "e4m3", "per_row", *how)
+        for codes in ("e4m3", "int8"):
+            name = f"mlp and down-projection in {codes}, {label}"
+            case(name, mlp_activation_down, out, *adapted, down, codes, "per_row", *how)
         back = (mlp, both[..., :rank], down[:, HIDDEN:])
         case(f"mlp backward, rank {rank}", mlp_activation_backward, *back, *mlp_saved, 128, BF16)
     plain = (mlp, *NO_ADAPTER)

@@ -10,9 +10,10 @@ import torch
 from diffusers.models.normalization import RMSNorm
 from torch import Tensor
 
-from coat_core.casts import declarations
-from coat_core.formats import FORMATS
+from coat_core.casts import GRADIENT, declarations
+from coat_core.formats import format_of
 from coat_core.granularity import PER_TENSOR, per_group
+from coat_core.int8 import quantize_int8, rotate, rotation_size
 from coat_core.ops.dispatch import launcher_of
 from coat_core.quantize import quantize
 from tests.helpers.asserts import assert_bitwise
@@ -23,7 +24,10 @@ CPU = torch.device("cpu")
 FLOOR = {torch.float32: NORM_BACKWARD_FP32_FLOOR_DB, torch.bfloat16: NORM_BACKWARD_BF16_FLOOR_DB}
 GRANULARITIES = [PER_TENSOR, per_group(16), per_group(128)]  # of saved codes
 SAVED = [("none", 128), ("e4m3", 128), ("e5m2", 16), ("e4m3", 256)]
-SPECS = [("e4m3", "none"), ("e4m3", "per_row"), ("e5m2", "per_row"), ("e4m3", "per_tensor"), ("e5m2", "per_tensor")]
+SPECS = [
+    *(("e4m3", "none"), ("e4m3", "per_row"), ("e5m2", "per_row"), ("e4m3", "per_tensor"), ("e5m2", "per_tensor")),
+    ("int8", "per_row"),
+]
 LAYOUTS = ["dense", "strided", "slice"]
 CASES = [  # shape and layout of x, its codes, its saved codes: every one of each, and none of them twice together
     ((2, 7, 48), "dense", SPECS[0], SAVED[2]),
@@ -31,6 +35,7 @@ CASES = [  # shape and layout of x, its codes, its saved codes: every one of eac
     ((3, 5, 130), "strided", SPECS[2], SAVED[3]),
     ((1, 4, 2100), "strided", SPECS[3], SAVED[0]),
     ((2, 5, 130), "slice", SPECS[4], SAVED[2]),
+    ((2, 4, 768), "slice", SPECS[5], SAVED[1]),
 ]
 
 
@@ -96,8 +101,13 @@ def assert_casts(op: Any, results: Any, args: tuple[Any, ...], *values: Tensor) 
     casts = declarations[op._qualname](moved(results, "cpu"), *moved(args, "cpu"))
     assert len(casts) == sum(x.dtype.itemsize == 1 and x.numel() > 0 for x in tensors_in(results))
     for cast, wanted in zip(casts, values or [cast.values for cast in casts], strict=True):
-        fmt = next(name for name, form in FORMATS.items() if form.dtype == cast.codes.dtype)
-        expected = quantize(cast.values, fmt, cast.granularity)
+        if cast.codes.dtype == torch.int8:  # declared values are rotated, unless they are a gradient
+            size = 1 if cast.kind == GRADIENT else rotation_size(wanted.shape[-1])
+            wanted = rotate(wanted, size) if values else wanted
+            expected = quantize_int8(cast.values, 1, cast.factors)
+        else:
+            multiplied = cast.values if cast.factors is None else cast.values.float() * cast.factors
+            expected = quantize(multiplied, format_of(cast.codes.dtype).name, cast.granularity)
         assert_bitwise(cast.values.contiguous(), wanted.contiguous())
         assert_bitwise(cast.scale, expected.scale)
         assert_bitwise(cast.codes.view(torch.uint8), expected.codes.view(torch.uint8))

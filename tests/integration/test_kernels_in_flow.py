@@ -64,12 +64,14 @@ OF_EVERY_FAMILY = ("norm_modulate_quantize", "mlp_activation_down", "gated_sum",
 OF_FLUX1 = ("qkv_rope", "lora_up_gradients")
 E5M2 = Saving(Storage("e5m2", Granularity("per_tensor")))
 IN_E5M2 = {"linear_granularity": "per_tensor", "format": "e5m2"}
+IN_INT8 = {"format": "int8", "grad_format": "int8"}
 BF16_ATTENTION = replace(PACKED, attention="bf16")
 Z_IMAGE = ("norm_modulate_backward", "gated_sum_backward", "qkv_rope_backward", "mlp_activation_backward")
 CASES = [  # z-image: RMSNorm on both sides of linears; flux2: one linear makes q, k, v and both halves of SwiGLU
     ("flux double", {}, PACKED, (*OF_FLUX1, "qkv_rope_backward")),
     ("flux single", IN_E5M2, E5M2, (*OF_FLUX1, "qkv_mlp_backward")),
     ("flux single", {"grad_format": "e4m3"}, BF16_ATTENTION, (*OF_FLUX1, "qkv_mlp_backward")),
+    *((name, IN_INT8, PACKED, (*OF_FLUX1, "int8_mm", "gated_sum_backward")) for name in ("flux double", "flux single")),
     ("z-image", {}, PACKED, Z_IMAGE),
     ("flux2 single", {}, PACKED, ("qkv_mlp_backward",)),
 ]
@@ -81,7 +83,8 @@ def test_a_block_by_kernels_is_the_block_by_references(
 ) -> None:
     if name not in FAMILIES:
         pytest.skip("this diffusers has no FLUX.2")
-    config = COATConfig.from_dict({"activation": activation}).linear_config()
+    weight = {"format": "int8"} if activation is IN_INT8 else {}
+    config = COATConfig.from_dict({"activation": activation, "weight": weight}).linear_config()
     hidden, adapters = (48, "toolkit") if name == "z-image" else (64, "toolkit" if "2" in name else "peft")
     of = made(name, hidden=hidden, tokens=(5, 11), fp8=config, adapters=adapters, batch=1)
     form = fused_block(of.block, saving)

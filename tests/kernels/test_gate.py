@@ -138,7 +138,9 @@ def calls(normed: bool) -> Iterator[tuple[Any, tuple[Any, ...], float]]:
         norm = (weight_of(result), EPS) if normed else ()
         yield gated_sum, (grad, gate, result, None, None, *saved, *norm), KERNEL_ROW_RTOL
         yield gated_sum, (grad, gate.bfloat16(), result.bfloat16(), None, None, *saved, *norm), 4 * BF16_ULP_RTOL
-        yield gated_sum_backward, (grad, gate, result, None, 128, FP32, *spec, *norm), KERNEL_ROW_RTOL
+        back = (grad, gate, result, None, 128, FP32, *spec)
+        yield gated_sum_backward, (*back, *norm), KERNEL_ROW_RTOL
+        yield gated_sum_backward, (*back, *(norm or (None, 0.0)), torch.rand(shape[-1]) + 0.5), KERNEL_ROW_RTOL
     for rank, shape in ((1, (2, 17, 48)), (24, (3, 5, 130)), (100, (1, 4, 300))):
         residual, gate, result = tensors(shape, "whole")
         norm = (weight_of(result), EPS) if normed else ()

@@ -214,6 +214,8 @@ def test_what_is_cast_is_declared(activation: str) -> None:
         *((GELU, rank, SPECS[1], "", 48, 160, 32) for rank in (1, 72)),
         (GELU, 4, SPECS[3], "", 48, 160, 32),
         (SWIGLU, 24, SPECS[1], "", 48, 160, 32),
+        (GELU, 4, SPECS[5], "", 256, 512, 32),
+        (SWIGLU, 0, SPECS[5], "slice", 0, 320, 16),
     ],
     ids=str,
 )
@@ -321,6 +323,9 @@ def test_backward_kernel(activation: str, s: int, f: int, rank: int, layout: str
         (0, 4, SPECS[1], 3, 48, 1088, 64, FP32, SWIGLU),
         (24, 40, SPECS[1], 3, 48, 96, 16, FP32, SWIGLU),
         (4, 200, SPECS[1], 7, 48, 130, 16, BF16, GELU),
+        (4, 8, SPECS[5], 19, 256, 2048, 32, BF16, GELU),
+        (4, 72, SPECS[5], 7, 256, 512, 32, BF16, GELU),
+        (0, 4, SPECS[5], 3, 64, 256, 64, BF16, SWIGLU),  # blocks of 64
     ],
     ids=str,
 )
@@ -351,7 +356,9 @@ def test_down_projection_kernel(case: tuple[Any, ...], device: torch.device) -> 
 def test_groups_across_the_halves_are_the_references(device: torch.device) -> None:
     attention, mlp, h, up = given(SWIGLU, 48, 65, 4)
     codes, how = saved(mlp, 16), ("e4m3", "per_row", "e4m3", 16, FP32, SWIGLU)
+    rotated = (*given(GELU, 48, 80, 4), torch.randn(4, 128), "int8", "per_row", "e4m3", 16, FP32)
     for op, arguments in (
+        (mlp_activation_down, rotated),  # attention ends within a block of the rotation
         (mlp_activation, (attention, mlp, h, up, *how)),
         (mlp_activation_down, (attention, mlp, h, up, torch.randn(4, 113), *how)),
         (mlp_down_gradient, (h, attention, None, *codes, 16, FP32, FP32, SWIGLU)),

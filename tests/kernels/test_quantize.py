@@ -24,6 +24,7 @@ from tests.helpers.rows import LAYOUTS, SPECS, assert_casts, assert_follows, row
 
 with suppress(ImportError):  # without triton
     from coat_core.ops import quantize_kernel as kernels
+    from coat_core.ops.gelu_kernel import mlp_activation_down
 
 GRANULARITIES = [PER_TENSOR, PER_ROW, per_group(16), per_group(128), per_group(256)]
 SHAPES = [(2, 4, 40), (1, 4100), (1, 1)]
@@ -183,6 +184,21 @@ def test_int8_kernels_have_the_references_bits(shape: tuple[int, ...], size: int
     for dtype in (torch.float32, torch.bfloat16):
         x = torch.randn(shape).to(dtype)
         assert_bitwise(kernels.rotate(x.to(device), size).cpu(), rotate_reference(x, size).to(dtype))
+
+
+@pytest.mark.triton
+def test_a_row_that_is_not_finite_has_no_int8_scale(device: torch.device) -> None:
+    """From every kernel that makes codes, as from the reference."""
+    x = values("not finite", (2, 3, 256))
+    expected = int8_reference(x, 256)
+    codes, scale, *_ = kernels.quantize_and_save(x.to(device), "int8", "per_row", "none", 128)
+    assert_bitwise(codes.cpu(), expected.codes)
+    assert_bitwise(scale.cpu().nan_to_num(nan=1e6), expected.scale.nan_to_num(nan=1e6))
+    down = torch.randn(4, 256, device=device).bfloat16()
+    how = ("int8", "per_row", "none", 128, torch.bfloat16)
+    _, codes, scale, *_ = mlp_activation_down(None, x.bfloat16().to(device), None, None, down, *how)
+    assert scale.flatten().isnan().tolist() == [True, False, False, False, False, True]
+    assert not codes[0, 0].any()
 
 
 @pytest.mark.triton

@@ -23,7 +23,7 @@ from tests.kernels import test_gate, test_norm, test_qkv
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 Case = tuple[Any, tuple[Any, ...]]
-SAVED = [("e4m3", 128), ("none", 0), ("e5m2", 16), ("e4m3", 32), ("none", 0)]  # one for each of SPECS
+SAVED = [("e4m3", 128), ("none", 0), ("e5m2", 16), ("e4m3", 32), ("none", 0), ("e4m3", 16)]  # one for each of SPECS
 SWIGLU = "silu_and_mul"
 
 
@@ -49,7 +49,9 @@ def quantize_cases() -> Iterator[Case]:
 
 def mlp_cases() -> Iterator[Case]:
     for (tokens, dtype, dtype_down), spec in zip(
-        ((7, BF16, FP32), (1, FP32, BF16), (3, FP16, FP16), (2, FP32, FP32), (0, BF16, FP32)), SPECS, strict=True
+        ((7, BF16, FP32), (1, FP32, BF16), (3, FP16, FP16), (2, FP32, FP32), (0, BF16, FP32), (3, BF16, FP32)),
+        SPECS,
+        strict=True,
     ):
         mlp, attention = turned(2, tokens, 34), torch.randn(2, tokens, 88)[..., 48:]
         pair = (torch.randn(2, tokens, 4), torch.randn(34, 4))

@@ -401,7 +401,7 @@ class StreamBlock(Form):
         storage = self.stream.output.linear.input_storage
         codes, code_scale = _save_out(kept, out, cast_by_kernel(storage))
         kept.add("modulation", *modulation)
-        read = out, quantized_by(storage, out, codes, code_scale), None
+        read = out, quantized_by(storage, codes, code_scale), None
         return (self.stream.rest(kept, "", x, read, vectors, True),)
 
     def backward(self, kept: Kept, shared: Shared, grads: Tensors, needs: Sequence[bool]) -> Gradients:

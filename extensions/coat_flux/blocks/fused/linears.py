@@ -33,7 +33,6 @@ import torch
 from torch import Tensor, nn
 
 from coat_core.config import FP8LinearConfig
-from coat_core.formats import INT8
 from coat_core.granularity import Storage
 from coat_core.linear.function import (
     OUTPUT_DIM,
@@ -52,7 +51,6 @@ from coat_core.linear.function import (
 from coat_core.linear.module import FP8Linear, FP8TrainableLinear
 from coat_core.ops.codes import product
 from coat_core.ops.lora import lora_up_gradients
-from coat_core.ops.quantize import quantize
 from coat_core.ops.scaled_mm import row_scale
 from coat_core.quantize import Quantized
 
@@ -70,7 +68,8 @@ class FrozenLinear:
         adopted: a linear that ai-toolkit quantized its own way (`quantized.adopt`), and that multiplies so.
         in_fp8: whether this device multiplies so; False multiplies by the dequantized weight.
         input_storage: of x in the GEMM; None in high precision.
-        grad_storage: of dy; None also if dy is multiplied by the weight's scales before the cast.
+        grad_storage: of dy, times `grad_factors` where there are; None also if those are made at each use.
+        grad_factors: the weight's row scales, fp32 [N].
     """
 
     def __init__(
@@ -84,19 +83,21 @@ class FrozenLinear:
         self.weight, self.bias, self.config, self.in_fp8, self.adopted = weight, bias, config, in_fp8, adopted
         self.input_storage: Storage | None = None
         self.grad_storage: Storage | None = None
+        self.grad_factors: Tensor | None = None
         self._of_fprop = weight
         self._unit: Tensor | None = None
         if config is None or not in_fp8:
             return
         self.input_storage = input_storage(config)
-        has_row_scales = config.weight_granularity == "per_row"
+        makes_row_scales = config.weight_granularity == "per_row"
         if isinstance(weight, StoredWeight):
-            has_row_scales = has_row_scales or weight.scale.ndim > 0
+            makes_row_scales = False
+            self.grad_factors = weight.scale.reshape(-1) if weight.scale.ndim else None
             if config.input_granularity == "per_row":  # made now: a pass may be captured as a CUDA graph
                 rows, width = weight.shape
                 self._of_fprop = weight._replace(scale=row_scale(weight.scale, rows))
                 self._unit = row_scale(unit_scale(weight.scale), width)
-        if config.grad_format != "bf16" and not has_row_scales:
+        if config.grad_format != "bf16" and not makes_row_scales:
             self.grad_storage = Storage(config.grad_format, self.input_storage.granularity)
 
     def forward(self, x: Tensor, quantized: Quantized | None) -> Tensor:
@@ -186,19 +187,13 @@ def join_buffers(modules: Sequence[nn.Module], name: str, dim: int) -> Tensor | 
 
 
 def cast_by_kernel(storage: Storage | None, fmt: str = "e4m3") -> tuple[str, str]:
-    """`fmt` and `granularity` of a kernel that quantizes its output so; "none" if it does not: INT8 is rotated."""
-    if storage is None or storage.format == INT8.name:
-        return fmt, "none"
-    return storage.format, storage.granularity.name
+    """`fmt` and `granularity` of a kernel that quantizes its output so; "none" if it does not."""
+    return (fmt, "none") if storage is None else (storage.format, storage.granularity.name)
 
 
-def quantized_by(storage: Storage | None, x: Tensor, codes: Tensor, scale: Tensor) -> Quantized | None:
-    """X by `storage`: the codes of a kernel called with `cast_by_kernel`, or made here."""
-    if storage is None:
-        return None
-    if storage.format == INT8.name:
-        return quantize(x, storage.format, storage.granularity)
-    return Quantized(codes, scale, storage.granularity)
+def quantized_by(storage: Storage | None, codes: Tensor, scale: Tensor) -> Quantized | None:
+    """The codes of a kernel called with `cast_by_kernel`."""
+    return None if storage is None else Quantized(codes, scale, storage.granularity)
 
 
 # --- with adapters ---
@@ -239,7 +234,10 @@ class LinearGroup:
         self.dtype = self.parameters[0].dtype if self.parameters else torch.float32
         self.strengths = self.all_adapters[0].strengths if self.all_adapters else None
         self.input_storage = next((base.input_storage for base in bases if base.input_storage), None)
-        self.grad_storage = bases[0].grad_storage if len(bases) == 1 else None  # else dy is split before its cast
+        # else dy is split before its cast
+        self.grad_storage, self.grad_factors = None, None
+        if len(bases) == 1:
+            self.grad_storage, self.grad_factors = bases[0].grad_storage, bases[0].grad_factors
         self.copies: Copies | None = None
         self._places = list(pairwise(accumulate(parts, initial=0)))
 

@@ -221,7 +221,7 @@ class NormLinears:
         )
         if saves_x:
             kept.pack(f"{name}x", x, storage, x_codes, x_scale)
-        y, h = self.linears.forward(n, quantized_by(cast, n, codes, code_scale))
+        y, h = self.linears.forward(n, quantized_by(cast, codes, code_scale))
         kept.add(f"{name}h", h)
         return self.linears, y, h
 
@@ -358,12 +358,10 @@ class GatedLinear:
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """Return dx without the adapters' part, dh, every dB, and dgate (fp32, None if untrained)."""
         saved, cast = kept.read(f"{name}result"), cast_by_kernel(self.linear.grad_storage, "e5m2")
-        dy, codes, code_scale, dgate = gated_sum_backward(
-            grad, gate, saved.x, saved.scale, saved.group_size, saved.dtype, *cast, *self.norm
-        )
-        quantized = None
-        if self.linear.grad_storage is not None and cast[1] != "none":
-            quantized = Quantized(codes, code_scale, self.linear.grad_storage.granularity)
+        weight, eps = self.norm or (None, 0.0)
+        args = (grad, gate, saved.x, saved.scale, saved.group_size, saved.dtype, *cast)
+        dy, codes, code_scale, dgate = gated_sum_backward(*args, weight, eps, self.linear.grad_factors)
+        quantized = quantized_by(self.linear.grad_storage, codes, code_scale)
         (h,) = kept.all(f"{name}h")
         dh, ups = self.linear.up_gradients(dy, h)
         return self.linear.dgrad(dy, quantized), dh, ups, None if saved.x is None else dgate
@@ -391,7 +389,7 @@ def activate(
     if out is not None:
         kept.pack(f"{name}out", out, kept.attention, out_codes, out_scale)
     kept.pack(f"{name}mlp", mlp, kept.storage, mlp_codes, mlp_scale)
-    return values, quantized_by(reader.input_storage, values, codes, scale), product
+    return values, quantized_by(reader.input_storage, codes, scale), product
 
 
 # --- adaLN ---
