@@ -2,7 +2,7 @@
 
 Of an unknown class the outermost block lists are converted and take the generic flow.
 
-To add a model: a file like `zimage.py`, or without a reader a row in `others.py`; an entry in `ALL`; its
+To add a model: a file like `zimage.py`, or without a reader a row in `others.tsv`; an entry in `ALL`; its
 small model in the tests; a row in docs/models.md.
 """
 

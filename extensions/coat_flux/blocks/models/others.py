@@ -1,6 +1,9 @@
-"""Families in the generic flow, and the archs of ai-toolkit that COAT does not train."""
+"""Families in the generic flow, most of them in `others.tsv`, and the archs of ai-toolkit that COAT does not train."""
 
 from __future__ import annotations
+
+import csv
+from pathlib import Path
 
 from .family import Family, Rates, generic
 
@@ -25,48 +28,8 @@ COGVIDEOX = generic(
     one_row="norm1.linear norm2.linear",
     rates={"CogVideoXBlock": Rates(59.4, 19.7, 23.6)},
 )
-# class, block lists, archs, linears that run on one row per image
-TABLE = (
-    ("AnimaTrainableModel", "transformer.transformer_blocks", "anima", "norm[123].linear_[12]"),
-    (
-        "AuraFlowTransformer2DModel",
-        "joint_transformer_blocks single_transformer_blocks",
-        "auraflow",
-        "norm1.linear norm1_context.linear",
-    ),
-    (
-        "BooguImageTransformer2DModel",
-        "context_refiner noise_refiner ref_image_refiner double_stream_layers single_stream_layers",
-        "boogu_image boogu_image_edit",
-        "*norm[123].linear",
-    ),
-    ("CogView4Transformer2DModel", "transformer_blocks", "cogview4", "norm1.linear"),
-    ("DiT", "blocks", "f-lite", "adaLN_modulation.1"),
-    ("DualWanTransformer3DModel", "transformer_1.blocks transformer_2.blocks", "wan22_14b wan22_14b_i2v", ""),
-    ("ErnieImageTransformer2DModel", "layers", "ernie_image", ""),
-    ("Ideogram4Transformer2DModel", "layers", "ideogram4", "adaln_modulation"),
-    ("LTX2VideoTransformer3DModel", "transformer_blocks", "ltx2 ltx2.3 ltx2.5", ""),
-    ("Lumina2Transformer2DModel", "context_refiner noise_refiner layers", "lumina2", "norm1.linear"),
-    ("MageFlow", "transformer_blocks", "mageflow mageflow_edit", "img_mod.1 txt_mod.1"),
-    ("MiniMaxH3Transformer", "token_refiner.blocks blocks", "minimax_h3 minimax_h3_ref2va", ""),
-    ("NucleusMoEImageTransformer2DModel", "transformer_blocks", "nucleus_image", "img_mod.1"),
-    (
-        "OmniGen2Transformer2DModel",
-        "context_refiner noise_refiner ref_image_refiner layers",
-        "omnigen2",
-        "norm1.linear",
-    ),
-    ("PixArtTransformer2DModel", "transformer_blocks", "pixart pixart_sigma", ""),
-    ("PRXTransformer2DModel", "blocks", "prx_pixel", "modulation.lin"),
-    ("SingleStreamDiT", "txtfusion.layerwise_blocks txtfusion.refiner_blocks blocks", "krea2", ""),
-    ("WanTransformer3DModel", "blocks", "wan21 wan21_i2v wan22_5b", ""),
-    ("ZImageDCT", "noise_refiner context_refiner layers", "zeta_chroma", "adaLN_modulation.0"),
-)
-GENERIC: tuple[Family, ...] = (
-    UNET,
-    COGVIDEOX,
-    *(generic(name, lists, archs=archs, one_row=one_row) for name, lists, archs, one_row in TABLE),
-)
+with Path(__file__).with_suffix(".tsv").open(encoding="utf-8", newline="") as table:
+    GENERIC: tuple[Family, ...] = (UNET, COGVIDEOX, *(generic(**row) for row in csv.DictReader(table, delimiter="\t")))
 
 MUSIC = "it makes music, and COAT was tried on images and video only"
 EXPERTS = "its experts get tokens by their values, so that a block recomputed from FP8 would route them differently"
@@ -78,7 +41,7 @@ REFUSED = {
     "hidream_e1": EXPERTS,
     "hidream_o1": OTHER_ATTENTION,
 }
-# of the families in `TABLE` and of those that are refused
+# of the families in `others.tsv` and of those that are refused
 OTHER_PIPELINES = {
     "AuraFlowPipeline": ("auraflow",),
     "HiDreamImagePipeline": ("hidream",),
