@@ -12,9 +12,9 @@ SOURCES = library_sources()
 TEXTS = {source.module: source.path.read_text(encoding="utf-8") for source in SOURCES}
 # goals: 35,000 lines in 210 files, 41.7 characters a line, 350 short functions, 250 called once, 100 records
 LIMITS = {  # lower them when the house has become smaller
-    "lines": 36_500,
+    "lines": 36_463,
     "files": 199,
-    "characters in 100 lines": 4_432,
+    "characters in 100 lines": 4_431,
     "functions of four lines or fewer": 475,
     "private functions called once in their file": 259,
     "dataclasses and named tuples": 99,
