@@ -60,25 +60,19 @@ class HeldParts:
         """Count the tensors of `owner`, as long as it lives, under `part`, one of `PARTS`."""
         self._owners[part].append(weakref.ref(owner))
 
-    def count(self) -> dict[str, int]:
-        """Bytes of every part now."""
+    def count(self, parts: Iterable[str] = PARTS) -> dict[str, int]:
+        """Bytes of these parts now, by default of all."""
         seen: set[int] = set()
-        parts = dict.fromkeys(PARTS, 0)
-        for part, tensors in PARTS.items():
+        counts = dict.fromkeys(parts, 0)
+        for part in counts:
             for owner in self.owners(part):
-                parts[part] += sum(_new_bytes(x, self._device, seen) for x in tensors(owner))
-        return parts
+                counts[part] += sum(_new_bytes(x, self._device, seen) for x in PARTS[part](owner))
+        return counts
 
     def owners(self, part: str) -> list[Any]:
         """Those counted under `part` that live."""
         owners = [reference() for reference in self._owners[part]]
         return [owner for owner in owners if owner is not None]
-
-    def gradient_bytes(self) -> int:
-        """Bytes of gradients alone."""
-        seen: set[int] = set()
-        grads = (x for owner in self.owners("gradients") for x in PARTS["gradients"](owner))
-        return sum(_new_bytes(x, self._device, seen) for x in grads)
 
     def transformer_kinds(self) -> dict[str, int]:
         """The transformer's parameters and buffers, on the device and not trained, by kind; empty without one."""

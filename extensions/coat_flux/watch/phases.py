@@ -90,7 +90,7 @@ class PhaseTracker:
         self._now: str | None = None
         self._broken: str | None = None
         self._peak_before = 0  # of the process, before the phase
-        self._before_forward = (0, 0)
+        self._before_forward = 0  # allocated, without gradients
         self._counts_operators = counts and device.type != "cuda"
         self._counter: HeldTensors | None = None  # while it counts
         self._counted = 0
@@ -174,7 +174,7 @@ class PhaseTracker:
         self._broken, self.moment = None, STEP_MOMENTS[moment]
         allocated = self._used()["allocated"]
         if moment == "before_forward":
-            self._before_forward = (allocated, self.held.gradient_bytes())
+            self._before_forward = allocated - self.held.count(["gradients"])["gradients"]
             self._steps += 1
             self._stop_counting()
             if self._steps == 2:  # in the first, libraries warm up and weights are joined
@@ -188,8 +188,7 @@ class PhaseTracker:
         elif moment == "after_forward":
             self._stop_counting()
             if self.device.type == "cuda":
-                allocated_before, gradients_before = self._before_forward
-                growth = allocated - allocated_before - (self.held.gradient_bytes() - gradients_before)
+                growth = allocated - self.held.count(["gradients"])["gradients"] - self._before_forward
                 self._count_parts({SAVED: max(0, growth)})
             else:
                 self._count_parts({SAVED: self._counted})
