@@ -16,7 +16,7 @@ from ..config.coat import COATConfig, DataOptions
 from ..config.findings import Findings
 from ..config.job_sections import PROCESS_TYPES, DatasetSection, ValidationSection
 from ..config.options import build, config_fields
-from ..config.rules import BUCKET_STEP
+from ..config.rules import BUCKET_STEP, arch_of
 from .buckets import Bucket, Sample, cropped_share, fit_to_bucket, training_size
 from .captions import inject_trigger, lint_captions, lint_files, read_caption
 from .files import AUDIO_EXTENSIONS, IMAGE_EXTENSIONS, DatasetError, Listing, counted, media_read, printable
@@ -30,7 +30,7 @@ CROPPED_SHARE = 0.27  # 3:4 in a square loses 0.25, and 0.26 at 64 px
 FEWEST_PHOTOS = 10
 INVISIBLE = 0.002  # mean alpha
 LEAST_VISIBLE = 0.01  # mean alpha in the crop, if alpha is the loss mask
-T5_ARCHS = ("flux", "flex1", "flux_kontext", "chroma", "chroma_radiance")
+T5_ARCHS = ("flux", "flux_kontext", "chroma", "chroma_radiance")
 _LISTED = 5
 
 
@@ -227,7 +227,7 @@ def check_data(job: Mapping[str, Any]) -> tuple[list[str], list[str]]:
 def datasets_of(process: Mapping[str, Any], *, regularization: bool = True) -> Iterator[DatasetSection]:
     """A process entry's datasets, without the JSON lists that only ai-toolkit reads."""
     known = config_fields(DatasetSection)
-    arch = str((process.get("model") or {}).get("arch"))
+    arch = arch_of(process.get("model") or {})
     for entry in process.get("datasets") or []:
         place = entry.get("dataset_path") or entry.get("folder_path")
         wanted = regularization or not entry.get("is_reg")
@@ -240,9 +240,8 @@ def datasets_of(process: Mapping[str, Any], *, regularization: bool = True) -> I
 
 
 def inspect_process(process: Mapping[str, Any]) -> DataReport:
-    """The report on the data of a process entry, and the number of photos."""
-    model = process.get("model") or {}
-    arch = str(model.get("arch") or ("flux" if model.get("is_flux") else "")).split(":")[0]
+    """The report on the data of a process entry."""
+    arch = arch_of(process.get("model") or {})
     options = build(COATConfig, process.get("coat"), "coat", Findings("")).data
     datasets = list(datasets_of(process))
     report = DataReport(datasets, process.get("trigger_word"), options, reads_t5=arch in T5_ARCHS)
