@@ -50,6 +50,8 @@ TRIPS = {  # through a kernel's loops, a quotient of two of its arguments
     "_share_amax_fwd_kernel": "rounds/1",
     "_cast_by_amax_fwd_kernel": "parts/PARTS_BLOCK",
     "_quantize_rows_fwd_kernel": "K/BLOCK",
+    "_quantize_int8_fwd_kernel": "K/BLOCK",
+    "_int8_mm_fwd_kernel": "K/BLOCK_K",
     "_norm_modulate_bwd_kernel": "rounds/1",
     "_gated_sum_bwd_kernel": "rounds/1",
     "_qkv_rope_fwd_kernel": "HEADS/1",

@@ -294,24 +294,33 @@ def multiply(
     bias: Tensor | None,
     dtype: torch.dtype,
     forward: bool = False,
+    rotation: int = 1,
 ) -> Tensor:
-    """Return (a)(weight · scale)ᵀ + bias, [..., N]; not a view, which could not leave an autograd function."""
+    """Return (a)(weight · scale)ᵀ + bias, [..., N], of INT8 rotated.
+
+    It is not a view, which could not leave an autograd function.
+    """
     lead = a.codes.shape[:-1]
     a_scale = _rows(a.scale) if a.scale.ndim else a.scale
-    product = int8_mm if weight.dtype == INT8.dtype else scaled_mm
-    out: Tensor = product(_rows(a.codes), a_scale, weight, scale, bias, dtype, forward)
+    args = (_rows(a.codes), a_scale, weight, scale, bias, dtype, forward)
+    out: Tensor = int8_mm(*args, rotation) if weight.dtype == INT8.dtype else scaled_mm(*args)
     if len(lead) != 1:
         out = torch.ops.aten._unsafe_view.default(out, (*lead, out.shape[-1]))
     return out
 
 
 def fprop(
-    x: Tensor, quantized: Quantized | None, weight: StoredWeight, bias: Tensor | None, dtype: torch.dtype
+    x: Tensor,
+    quantized: Quantized | None,
+    weight: StoredWeight,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    is_rotated: bool = False,
 ) -> Tensor:
-    """Return y = x Wᵀ + b, without a gradient."""
+    """Return y = x Wᵀ + b, without a gradient; `is_rotated`: x by `weight.rotation`."""
     if quantized is not None:
         return multiply(quantized, weight.for_fprop(), weight.scale, bias, dtype, forward=True)
-    if weight.rotation > 1:
+    if weight.rotation > 1 and not is_rotated:
         x = rotate(x, weight.rotation)
     y: Tensor = weight_only_linear(x, weight.for_fprop(), weight.scale, bias, dtype)
     return y
@@ -334,8 +343,7 @@ def dgrad(
     elif quantized is None:
         quantized = quantize(grad, config.grad_format, Granularity(config.input_granularity), factors)
     unit = unit_scale(weight.scale) if unit is None else unit
-    dx = multiply(quantized, weight.for_dgrad(), unit, None, grad.dtype)
-    return dx if weight.rotation == 1 else rotate(dx, weight.rotation)
+    return multiply(quantized, weight.for_dgrad(), unit, None, grad.dtype, rotation=weight.rotation)
 
 
 def wgrad(grad: Tensor, x: Quantized, config: FP8LinearConfig) -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from coat_core.autograd import without_autocast
 from coat_core.casts import GRADIENT, INPUT, Product, declares
+from coat_core.int8 import rotate
 from coat_core.ops.dispatch import launcher, operator
 from coat_core.ops.quantize import transpose_codes
 from coat_core.quantize import dequantize
@@ -80,8 +81,12 @@ def int8_mm(
     bias: Tensor | None,
     out_dtype: torch.dtype,
     forward: bool = False,
+    rotation: int = 1,
 ) -> Tensor:
-    """`scaled_mm` of INT8 codes: exact in int32 up to K = 133,144; then fp32, each product and the bias rounded."""
+    """`scaled_mm` of INT8 codes: exact in int32 up to K = 133,144; then fp32, each product and the bias rounded.
+
+    At last rows are rotated in blocks of `rotation` (`int8.rotate`), as the gradient of a rotated x is.
+    """
     check_sizes(b)
     padded = a
     if a.is_cuda and len(a) < FEWEST_INT8_ROWS:
@@ -93,7 +98,7 @@ def int8_mm(
     product = whole.to(torch.float32) * a_scale * b_scale.reshape(-1)
     if bias is not None:
         product = product + bias.to(torch.float32)
-    return product.to(out_dtype, copy=True)
+    return rotate(product, rotation).to(out_dtype, copy=True)
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from coat_core.autograd import without_autocast
 from coat_core.ops import scaled_mm as operators
-from coat_core.ops.device import as_values
+from coat_core.ops.device import as_values, rotated
 from coat_core.ops.dispatch import launcher
 from coat_core.ops.launch import empty_values, finished, launch
 from coat_core.ops.packing import n_blocks
@@ -26,8 +26,15 @@ from coat_core.ops.quantize_kernel import dequantize
 FEW_ROWS, FEW_ROWS_N, FEW_ROWS_K = 16, 32, 128  # of a tile of few rows: M, N and K
 # of the product: rows, columns and depth of a tile, warps, stages; an RTX 3090's multiprocessor holds one and two
 WIDE, NARROW = (256, 128, 64, 8, 4), (64, 128, 64, 4, 4)
+ROTATED_WIDE, ROTATED_NARROW = (128, 256, 64, 8, 4), (64, 256, 64, 8, 4)  # hold whole blocks of the rotation
 PROGRAMS = 128  # wide tiles keep the multiprocessors of a large GPU busy from so many on
 TILES_IN_A_COLUMN = 8  # that follow each other, so that they share columns of b in the cache
+
+
+@triton.jit
+def _store_tile(y, y_ptr, rows, columns, M, N):
+    places = y_ptr + rows.to(tl.int64)[:, None] * N + columns[None, :]
+    tl.store(places, y, mask=(rows < M)[:, None] & (columns < N)[None, :])
 
 
 @triton.jit
@@ -47,6 +54,7 @@ def _int8_mm_fwd_kernel(
     BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr,
     GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     program = tl.program_id(0)
     down = tl.cdiv(M, BLOCK_M)
@@ -54,7 +62,8 @@ def _int8_mm_fwd_kernel(
     first = program // (GROUP * across) * GROUP
     height = tl.minimum(down - first, GROUP)
     in_group = program % (GROUP * across)
-    rows = (first + in_group % height) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = (first + in_group % height) * BLOCK_M
+    rows = row + tl.arange(0, BLOCK_M)
     columns = in_group // height * BLOCK_N + tl.arange(0, BLOCK_N)
     depth = tl.arange(0, BLOCK_K)
     a_rows = a_ptr + tl.minimum(rows, M - 1).to(tl.int64)[:, None] * K + depth[None, :]
@@ -76,8 +85,14 @@ def _int8_mm_fwd_kernel(
     y = total.to(tl.float32) * a_scale[:, None] * b_scale[None, :]
     if bias_ptr is not None:
         y += tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
-    places = y_ptr + rows.to(tl.int64)[:, None] * N + columns[None, :]
-    tl.store(places, y, mask=(rows < M)[:, None] & (columns < N)[None, :])
+    if STAGES == 0:
+        _store_tile(y, y_ptr, rows, columns, M, N)
+    else:  # one half after the other: the whole tile and what the rotation needs would spill
+        HALF: tl.constexpr = BLOCK_M // 2
+        halves = tl.split(tl.permute(tl.reshape(y, (2, HALF, BLOCK_N)), (1, 2, 0)))
+        for half in tl.static_range(2):
+            rows = row + half * HALF + tl.arange(0, HALF)
+            _store_tile(rotated(halves[half], STAGES), y_ptr, rows, columns, M, N)
 
 
 @launcher(operators.int8_mm)
@@ -88,6 +103,8 @@ def int8_mm(a: Any) -> Tensor:
     y = empty_values((m, n), a.out_dtype, left.device)
     is_wide = n_blocks(m, WIDE[0]) * n_blocks(n, WIDE[1]) >= PROGRAMS
     block_m, block_n, block_k, num_warps, num_stages = WIDE if is_wide else NARROW
+    if a.rotation > block_n:
+        block_m, block_n, block_k, num_warps, num_stages = ROTATED_WIDE if is_wide else ROTATED_NARROW
     launch(
         _int8_mm_fwd_kernel,
         (n_blocks(m, block_m) * n_blocks(n, block_n),),
@@ -98,6 +115,7 @@ def int8_mm(a: Any) -> Tensor:
         BLOCK_K=block_k,
         EVEN=k % block_k == 0,
         GROUP=TILES_IN_A_COLUMN,
+        STAGES=(a.rotation.bit_length() - 1) // 2,
         num_warps=num_warps,
         num_stages=num_stages,
     )

@@ -214,6 +214,15 @@ def test_gradients_of_tiny_flux_in_int8_come_near_those_without_coat(monkeypatch
         assert_sqnr(exact[name], value, INT8_FLUX_FLOOR_DB)
 
 
+def test_int8_keeps_the_bytes_of_fp8_for_backward() -> None:
+    kept = []
+    for options in ({}, {"weight": {"format": "int8"}, "activation": {"format": "int8"}}):
+        model, *_ = coat_flux_model({**options, "memory": {"checkpointing": "none"}})
+        _, saved = saved_by(lambda model=model: predict(model))
+        kept.append(sum(x.numel() * x.itemsize for x in saved))
+    assert kept[0] == kept[1] > 0
+
+
 # -- a transposed copy of the codes ------------------------------------------------------------------------------------
 
 

@@ -120,6 +120,9 @@ def _weight_only_cases() -> None:
     turned, one = _empty(HIDDEN, MLP, dtype=INT8).t(), _empty(dtype=FP32)
     grad = _empty(TOKENS, HIDDEN, dtype=INT8), _empty(TOKENS, 1, dtype=FP32)
     case("int8 gemm, dgrad", int8_mm, *grad, turned, one, None, BF16)
+    for rows in (TOKENS, 512):
+        grad = _empty(rows, MLP, dtype=INT8), _empty(rows, 1, dtype=FP32)
+        case(f"int8 gemm, dgrad rotated, {rows} rows", int8_mm, *grad, turned.t(), one, None, BF16, False, 256)
     codes, scales = (_empty(3 * HIDDEN, HIDDEN // size, dtype=torch.uint8) for size in (2, 16))
     case("decode nvfp4", decode_nvfp4, codes, scales, False)
     case("decode nvfp4, transposed", decode_nvfp4, codes, scales, True)

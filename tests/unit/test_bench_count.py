@@ -70,6 +70,21 @@ def test_a_step_has_no_more_launches_than_before(step: Recorder) -> None:
     assert sum(count * step.times.get(region, 1) for region, count in found.items()) <= HELD_STEP
 
 
+def test_int8_takes_the_launches_and_bytes_of_fp8(step: Recorder) -> None:
+    config = COATConfig.from_dict(dict(named(COUNT)["coat_transposed"].coat or {})).with_weights_in("int8")
+    in_int8 = count_step(config, Geometry(), 512)
+    sums = [[0, 0], [0, 0]]
+    for counted, total in zip((step, in_int8), sums, strict=True):
+        for launch in counted.launches:
+            times = counted.times.get(launch.region, 1)
+            total[0] += launch.count * times
+            total[1] += launch.bytes * times
+    assert sums[1][0] <= 1.05 * sums[0][0]
+    assert sums[1][1] <= 1.01 * sums[0][1]
+    flops = [sum(x.flops for x in counted.launches if x.kind in ("fp8", "int8")) for counted in (step, in_int8)]
+    assert flops[0] == flops[1]
+
+
 def test_a_step_is_modelled_to_take_no_longer(step: Recorder) -> None:
     card = modelled_cards()["h200"]
     ms = by_bytes = 0.0
@@ -151,7 +166,7 @@ def test_an_operator_more_is_seen() -> None:
 def test_a_launch_takes_the_longer_of_memory_and_arithmetic() -> None:
     card = Card(1, "", 100.0 / RATE_SHARES["bf16"], gb_per_second=1000.0 / BANDWIDTH_SHARE, multiprocessors=132)
     assert kernel_ms(card, 2e9, 0.0, "", None) == pytest.approx(2.0 + LAUNCH_MS)
-    assert set(modelled_cards()) == {"h100", "h200", "rtx4090", "rtx5090"}
+    assert set(modelled_cards()) == {"h100", "h200", "rtx3090", "rtx4090", "rtx5090"}
     full = (128 * 132, 256, 64)
     assert kernel_ms(card, 1.0, 5e11, "bf16", full) == pytest.approx(5.0 + LAUNCH_MS)
     one_tile_more = (128 * 133, 256, 64)

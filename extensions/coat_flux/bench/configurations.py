@@ -150,7 +150,7 @@ CONFIGURATIONS = (
     ),
     _coat("coat_weight_only", "COAT, FP8 weights only", STEP, activation={"use_fp8": False}),
     _coat("coat_nvfp4", "COAT, weights in 4.5 bits", STEP, TRAINER, weight={"format": "nvfp4"}),
-    _coat("coat_int8", "COAT, weights and inputs in INT8", STEP, TRAINER, **INT8),
+    _coat("coat_int8", "COAT, weights and inputs in INT8", STEP, TRAINER, COUNT, **INT8),
     _coat("coat_streamed", "COAT, weights in CPU memory", TRAINER, memory={**KEPT, "stream_blocks": "all"}),
     _coat("coat_transposed", "COAT, with transposed weights", STEP, TRAINER, COUNT, memory=COPIED),
     _coat("coat_cudagraphs", "COAT, the step as a CUDA graph", STEP, TRAINER, memory=COPIED, speed=REPLAYED),

@@ -86,6 +86,7 @@ class Launch(NamedTuple):
 
 
 GEMM_FP8 = "FP8 GEMM"
+GEMM_INT8 = "INT8 GEMM"
 GEMM_BF16 = "bf16 GEMM"
 ATTENTION = "attention"
 GEMM_LORA = "LoRA GEMM"
@@ -98,7 +99,8 @@ MODULATION = "modulation"
 UPDATE = "clip, optimizer, EMA"
 OUTSIDE = "embedders and loss"
 CATEGORIES = (
-    *(GEMM_FP8, GEMM_BF16, ATTENTION, GEMM_LORA, FUSED, QUANTIZE, MOVE, PACK, CAST, MODULATION, UPDATE, OUTSIDE),
+    *(GEMM_FP8, GEMM_INT8, GEMM_BF16, ATTENTION, GEMM_LORA, FUSED, QUANTIZE, MOVE, PACK, CAST),
+    *(MODULATION, UPDATE, OUTSIDE),
 )
 ONLY_METADATA = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh"}
 OTHERS = {  # operators of ours that are not `FUSED`
@@ -107,6 +109,8 @@ OTHERS = {  # operators of ours that are not `FUSED`
     "coat::mlp_down_gradient": GEMM_LORA,
 }
 PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "_scaled_mm": 0}  # index of the first factor
+INT8_PRODUCT = "_int8_mm_fwd_kernel"
+QUANTIZES = {"coat::quantize", "coat::quantize_int8", "coat::fp8_mm", "coat::int8_mm"}  # or transposes codes
 ATTENTION_PREFIX = "_scaled_dot_product_"
 ATTENTION_KERNELS = {"attention": (1, 1.0), "attention_backward": (3, 2.5)}  # of cuDNN; operations over 4·B·H·S²·d
 OVERWRITING = {"copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_"}  # do not read their outputs
@@ -198,8 +202,13 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _add_kernel(self, *launched: Any) -> None:
-        kernel, _, tensors, _ = launched
-        self._add(kernel.__name__, tensors, [], launched=launched)
+        kernel, _, arguments, _ = launched
+        work = {}
+        if kernel.__name__ == INT8_PRODUCT:
+            sizes = dict(zip(kernel.arg_names, arguments, strict=False))
+            shape = sizes["M"], sizes["N"], sizes["K"]
+            work = {"flops": 2.0 * math.prod(shape), "kind": "int8", "shape": shape}
+        self._add(kernel.__name__, arguments, [], launched=launched, **work)
 
     def _add(self, part: str, reads: Iterable[Any], writes: Iterable[Any], **work: Any) -> None:
         """Record a launch; `work` are fields of `Launch`."""
@@ -226,14 +235,14 @@ class Recorder(TorchDispatchMode):
         if part.startswith(ATTENTION_PREFIX):
             return ATTENTION
         if shape is not None:
-            if part == "_scaled_mm":
-                return GEMM_FP8
+            if part in ("_scaled_mm", INT8_PRODUCT):
+                return GEMM_FP8 if part == "_scaled_mm" else GEMM_INT8
             if min(shape[1:]) < NARROW or 1 < shape[0] < NARROW:  # the rank
                 return GEMM_LORA
             return MODULATION if shape[0] == 1 else GEMM_BF16
         if operator == "coat::dequantize" or (operator == "coat::quantize" and "per_group" in self._args):
             return PACK
-        if operator in ("coat::quantize", "coat::fp8_mm") or "amax" in part:
+        if operator in QUANTIZES or "amax" in part:
             return QUANTIZE
         if not operator:
             return CAST if part == "_to_copy" else MOVE
@@ -482,21 +491,25 @@ FIGURES = ("launches", "modelled_ms", "bytes_ms", "issue_ms", "bytes", "flops")
 
 
 def count(config: COATConfig, geometry: Geometry, resolutions: Sequence[int]) -> dict[str, Any]:
-    """Count COAT and bf16 + torch.compile, and cost them on each card.
+    """Count COAT, also with weights in INT8, and bf16 + torch.compile, and cost them on each card.
 
     Returns:
-        Card ("h200") → resolution in pixels a side ("1024") → "coat" or "bf16_compile" → sums (`FIGURES`, `host_ops`:
-            calls of torch's dispatcher, `host_reads`: of tensors on the device) of the step, `by_category`, of all
-            `blocks`, `by_region` (once), `by_kernel` (ours, with the fewest `resident_warps` of its launches, 0 where
-            one was not counted); `operators`: region → lines of (count, category, operator, part).
+        Card ("h200") → resolution in pixels a side ("1024") → "coat" (where the card has FP8), "coat_int8" or
+            "bf16_compile" → sums (`FIGURES`, `host_ops`: calls of torch's dispatcher, `host_reads`: of tensors on the
+            device) of the step, `by_category`, of all `blocks`, `by_region` (once), `by_kernel` (ours, with the fewest
+            `resident_warps` of its launches, 0 where one was not counted); `operators`: region → lines of (count,
+            category, operator, part).
     """
     counts: dict[str, Any] = {name: {} for name in modelled_cards()}
     for resolution in resolutions:
         coat = count_step(config, geometry, resolution)
+        in_int8 = count_step(config.with_weights_in("int8"), geometry, resolution)
         plain = count_step(COATConfig(enabled=False), geometry, resolution)
         plain.launches = as_compiled(plain.launches)
+        steps = {"coat": coat, "coat_int8": in_int8, "bf16_compile": plain}
         for name, card in modelled_cards().items():
-            counts[name][str(resolution)] = {"coat": _costed(coat, card), "bf16_compile": _costed(plain, card)}
+            runs = {key: _costed(step, card) for key, step in steps.items() if key != "coat" or card.fp8_tflops}
+            counts[name][str(resolution)] = runs
     return counts
 
 
@@ -605,12 +618,18 @@ def report(counts: dict[str, Any], verbose: bool) -> str:
     for size, names in sizes.items():
         calls, reads = names["coat"]["host_ops"], names["coat"]["host_reads"]
         host.append(f"{size} px: {calls:,} calls of torch's dispatcher, {reads} reads from the device")
-    cards = [["card", "px", "coat ms", "without instructions", "bf16 + compile ms", "ratio"], ["---"] * 6]
+    heads = ["card", "px", "products", "launches", "coat ms", "without instructions", "bf16 + compile ms", "ratio"]
+    cards = [heads, ["---"] * len(heads)]
     for card, by_size in counts.items():
         for size, names in by_size.items():
-            coat, theirs = names["coat"], names["bf16_compile"]["modelled_ms"]
-            ours, by_bytes = coat["modelled_ms"], coat["bytes_ms"]
-            cards.append([card, size, f"{ours:.1f}", f"{by_bytes:.1f}", f"{theirs:.1f}", f"{theirs / ours:.2f}"])
+            theirs = names["bf16_compile"]["modelled_ms"]
+            for name in ("coat", "coat_int8"):
+                if name not in names:
+                    continue
+                coat, products = names[name], "INT8" if name == "coat_int8" else "as configured"
+                ours, by_bytes = coat["modelled_ms"], coat["bytes_ms"]
+                row = [card, size, products, f"{coat['launches']:,}", f"{ours:.1f}", f"{by_bytes:.1f}"]
+                cards.append([*row, f"{theirs:.1f}", f"{theirs / ours:.2f}"])
     kernels = [["kernel", "px", "launches", "ms", "by bytes", "by instructions", "bound"], ["---"] * 7]
     for size, names in sizes.items():
         for kernel, sums in names["coat"]["by_kernel"].items():

@@ -34,6 +34,7 @@ BANDWIDTH_SHARE = 3950.0 / 4800.0
 RATE_SHARES = {
     "bf16": 740.0 / 989.4,
     "fp8": 1380.0 / 1978.9,
+    "int8": 500.0 / 838.0,  # of Triton kernels on an RTX 5090
     "attention": 609.0 / 989.4,
     "attention_backward": 499.0 / 989.4,
 }
@@ -90,9 +91,9 @@ def least_ms(card: Card, work: tuple[float, float, float], *, fp8_linears: bool)
 
 def modelled_cards() -> dict[str, Card]:
     """Short name ("h200", "rtx4090") → card, of those that `kernel_ms` can model."""
-    from ..plan.speed import CARDS
+    from ..plan.speed import KNOWN
 
-    return {card.name.lower().replace(" ", ""): card for card in CARDS if card.multiprocessors}
+    return {card.name.lower().replace(" ", ""): card for card in KNOWN.values() if card.multiprocessors}
 
 
 def kernel_ms(
@@ -115,6 +116,6 @@ def kernel_ms(
         bandwidth *= NARROW_SHARE
     compute = 0.0
     if flops:
-        peak = card.fp8_tflops if kind == "fp8" else card.bf16_tflops
+        peak = {"fp8": card.fp8_tflops, "int8": card.int8_tflops}.get(kind, card.bf16_tflops)
         compute = flops / (RATE_SHARES[kind] * peak * efficiency) / 1e9
     return max(moved / bandwidth / 1e6, compute) + kernels * LAUNCH_MS

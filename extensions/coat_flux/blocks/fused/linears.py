@@ -84,6 +84,7 @@ class FrozenLinear:
         self.input_storage: Storage | None = None
         self.grad_storage: Storage | None = None
         self.grad_factors: Tensor | None = None
+        self.rotation = weight.rotation if isinstance(weight, StoredWeight) else 1  # of x with an INT8 weight
         self._of_fprop = weight
         self._unit: Tensor | None = None
         if config is None or not in_fp8:
@@ -100,8 +101,8 @@ class FrozenLinear:
         if config.grad_format != "bf16" and not makes_row_scales:
             self.grad_storage = Storage(config.grad_format, self.input_storage.granularity)
 
-    def forward(self, x: Tensor, quantized: Quantized | None) -> Tensor:
-        """Return x Wᵀ + b; `quantized` is x by `input_storage`, None where that is."""
+    def forward(self, x: Tensor, quantized: Quantized | None, is_rotated: bool = False) -> Tensor:
+        """Return x Wᵀ + b; `quantized` is x by `input_storage`, None where that is; `is_rotated`: x by `rotation`."""
         if self.adopted is not None:  # as in training; for rows x [B, K], which modulate, as x asks for it
             return own_product(self.adopted, x, x.ndim > 2 or x.requires_grad)
         weight = self._of_fprop
@@ -109,7 +110,7 @@ class FrozenLinear:
             if self.config is None:
                 return torch.nn.functional.linear(x, weight, self.bias)
             weight = quantize_weight(weight, self.config)
-        return fprop(x, quantized, weight, self.bias, compute_dtype(x))
+        return fprop(x, quantized, weight, self.bias, compute_dtype(x), is_rotated)
 
     def dgrad(self, grad: Tensor, quantized: Quantized | None = None) -> Tensor:
         """Return dy W; `quantized` is dy by `grad_storage`, if its producer quantized it."""

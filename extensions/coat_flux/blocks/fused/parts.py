@@ -39,7 +39,7 @@ from coat_core.ops.gate import gated_sum, gated_sum_backward
 from coat_core.ops.gelu import mlp_activation, mlp_activation_down
 from coat_core.ops.norm import norm_modulate, norm_modulate_backward, norm_modulate_quantize
 from coat_core.ops.qkv import qkv_rope
-from coat_core.ops.quantize import dequantize, quantize
+from coat_core.ops.quantize import dequantize, quantize, rotate
 from coat_core.quantize import Quantized
 
 from .linears import LinearGroup, cast_by_kernel, quantized_by
@@ -481,8 +481,12 @@ class _Together(torch.autograd.Function):
         downs: list[Tensor] = []
         ups: list[Tensor] = []
         parameters: list[nn.Parameter] = []
+        inputs = {1: x}  # by rotation
         for linear in linears:
-            y = linear.bases[0].forward(x, None)
+            base = linear.bases[0]
+            if base.rotation not in inputs:
+                inputs[base.rotation] = rotate(x, base.rotation)
+            y = base.forward(inputs[base.rotation], None, is_rotated=True)
             down, up = linear.matrices(y.dtype)
             ys.append(y)
             downs.append(down)
