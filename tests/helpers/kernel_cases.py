@@ -92,7 +92,6 @@ def _quantize_cases() -> None:
         ("none", "none", "e4m3", 128),
         ("e4m3", "per_row", "none", 128),
         ("e5m2", "per_row", "e5m2", 128),
-        ("int8", "per_row", "e4m3", 128),
     ):
         case(f"quantize {' '.join(spec)} and save {saved}", quantize_and_save, joint, *spec, saved, group)
 
@@ -120,9 +119,6 @@ def _weight_only_cases() -> None:
     turned, one = _empty(HIDDEN, MLP, dtype=INT8).t(), _empty(dtype=FP32)
     grad = _empty(TOKENS, HIDDEN, dtype=INT8), _empty(TOKENS, 1, dtype=FP32)
     case("int8 gemm, dgrad", int8_mm, *grad, turned, one, None, BF16)
-    for rows in (TOKENS, 512):
-        grad = _empty(rows, MLP, dtype=INT8), _empty(rows, 1, dtype=FP32)
-        case(f"int8 gemm, dgrad rotated, {rows} rows", int8_mm, *grad, turned.t(), one, None, BF16, False, 256)
     codes, scales = (_empty(3 * HIDDEN, HIDDEN // size, dtype=torch.uint8) for size in (2, 16))
     case("decode nvfp4", decode_nvfp4, codes, scales, False)
     case("decode nvfp4, transposed", decode_nvfp4, codes, scales, True)
@@ -137,8 +133,6 @@ def _gate_cases() -> None:
         case(f"gate, rank {rank}, saved {form[0]}", gated_sum, x, modulation, x, *adapter, *form)
     args = (x, modulation, _rows(HIDDEN, E5M2), saved[1], 128, BF16, "e5m2", "per_tensor")
     case("gate backward bf16 from codes e5m2 per_tensor", gated_sum_backward, *args)
-    args = (_rows(HIDDEN), modulation, *saved, 128, BF16, "int8", "per_row", None, 0.0, _empty(HIDDEN, dtype=FP32))
-    case("gate backward from codes int8 with factors", gated_sum_backward, *args)
     for spec in (("e4m3", "none"), ("e4m3", "per_row"), ("e5m2", "per_row"), ("e4m3", "per_tensor")):
         results = {"from codes": saved}
         if spec[1] == "none":
@@ -156,7 +150,6 @@ def _norm_cases() -> None:
         ("e4m3", "per_row", "e4m3", 128),
         ("e5m2", "per_row", "e5m2", 16),
         ("e4m3", "per_tensor", "e4m3", 256),
-        ("int8", "per_row", "e4m3", 128),
     ):
         args = (x, modulation, modulation, eps, fmt, granularity, saved, group)
         case(f"norm {fmt} {granularity}, saved {saved} 1x{group}", norm_modulate_quantize, *args)
@@ -185,9 +178,7 @@ def _qkv_cases() -> None:
         adapted = (mlp, both[..., 3 * rank :], _empty(MLP, rank))
         case(f"mlp, {label}", mlp_activation, out, *adapted, "e4m3", "per_row", *how)
         down = _empty(rank, HIDDEN + MLP)
-        for codes in ("e4m3", "int8"):
-            name = f"mlp and down-projection in {codes}, {label}"
-            case(name, mlp_activation_down, out, *adapted, down, codes, "per_row", *how)
+        case(f"mlp and down-projection, {label}", mlp_activation_down, out, *adapted, down, "e4m3", "per_row", *how)
         back = (mlp, both[..., :rank], down[:, HIDDEN:])
         case(f"mlp backward, rank {rank}", mlp_activation_backward, *back, *mlp_saved, 128, BF16)
     plain = (mlp, *NO_ADAPTER)
@@ -326,8 +317,27 @@ def _z_image_cases() -> None:
     case("z-image: qkv backward, angles of each image", qkv_rope_backward, heads, [codes], [scale], *rope, 128, BF16)
 
 
+def _int8_cases() -> None:
+    """Kernels that write rotated INT8 codes, and the product that turns a gradient back."""
+    x, modulation, saved, how = _rows(HIDDEN), _empty(1, HIDDEN), _saved(HIDDEN), ("int8", "per_row", "e4m3", 128)
+    case("int8: quantize and save", quantize_and_save, _rows(HIDDEN + 16)[:, 512:, :HIDDEN], *how)
+    case("int8: norm", norm_modulate_quantize, x, modulation, modulation, 1e-6, *how)
+    factors = _empty(HIDDEN, dtype=FP32)
+    args = (x, modulation, *saved, 128, BF16, "int8", "per_row", None, 0.0, factors)
+    case("int8: gate backward with factors", gated_sum_backward, *args)
+    wide = _rows(3 * HIDDEN + MLP)
+    for rank in (16, 24, 64, 128):
+        adapted = wide[..., 3 * HIDDEN :], _rows(4 * rank)[..., 3 * rank :], _empty(MLP, rank)
+        down = _empty(rank, HIDDEN + MLP)
+        case(f"int8: mlp and down-projection, rank {rank}", mlp_activation_down, x, *adapted, down, *how, BF16)
+    codes, one = _empty(HIDDEN, MLP, dtype=INT8), _empty(dtype=FP32)
+    for rows in (TOKENS, 512):
+        grad = _empty(rows, MLP, dtype=INT8), _empty(rows, 1, dtype=FP32)
+        case(f"int8: gemm, dgrad rotated, {rows} rows", int8_mm, *grad, codes, one, None, BF16, False, 256)
+
+
 for add_cases in (
     *(_quantize_cases, _weight_only_cases, _norm_cases, _gate_cases, _qkv_cases),
-    *(_mlp_gradient_cases, _swiglu_cases, _z_image_cases, _lora_cases, _adamw_cases),
+    *(_mlp_gradient_cases, _swiglu_cases, _z_image_cases, _lora_cases, _adamw_cases, _int8_cases),
 ):
     add_cases()
