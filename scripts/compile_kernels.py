@@ -1,9 +1,12 @@
 """Compile every Triton kernel for GPUs that are not there: `python scripts/compile_kernels.py [--json FILE]`.
 
 Runs the launchers on tensors without memory, at FLUX.1's width, takes what they would launch, and compiles it for
-Ampere (sm_80, 86), Ada (89), Hopper (90) and Blackwell (100, 120). Prints registers, shared memory and bytes of stack
-(spilled registers) for each. Exit code 1 where a kernel spills, or converts FP8 by anything but the GPU's instruction
-where it has one.
+Ampere (sm_80, 86), Ada (89), Hopper (90) and Blackwell (100, 120). Prints for each registers, bytes of stack (spilled
+registers), shared memory, and the warps that fit a multiprocessor. Exit code 1 where a kernel spills, needs more shared
+memory than the card has, or converts FP8 by anything but the GPU's instruction where it has one.
+
+Another triton than the installed one: `pip install --no-deps --target DIR triton==3.5.1`, then the same command after
+`PYTHONPATH=DIR`, one `--sm` a process: triton 3.5 casts to e5m2 for all as the first one compiled for can.
 
 `--instructions FILE` counts instead the warp instructions of the launches of a FLUX.1-dev step, compiled for sm_90, for
 `coat-flux bench --level count`: those outside loops, and those of one trip through every loop. Guarded code counts as
@@ -46,6 +49,8 @@ TARGETS = (80, 86, 89, 90, 100, 120)
 WARPS_AND_SHARED_KB = {80: (64, 164), 86: (48, 100), 89: (48, 100), 90: (64, 228), 100: (64, 228), 120: (48, 100)}
 REGISTERS = 65_536
 COUNTED_FOR = 90
+MOST_SHARED = {capability: shared_kb * 1024 - 1024 for capability, (_, shared_kb) in WARPS_AND_SHARED_KB.items()}
+LARGE_SHARED = 48 * 1024
 TRIPS = {  # through a kernel's loops, a quotient of two of its arguments
     "_share_amax_fwd_kernel": "rounds/1",
     "_cast_by_amax_fwd_kernel": "parts/PARTS_BLOCK",
@@ -271,22 +276,29 @@ def count_instructions(file: Path) -> None:
 
 
 def compile_all(only: str, targets: tuple[int, ...], in_turn: bool) -> list[dict[str, Any]]:
-    """Compile every distinct launch of the cases whose name contains `only`, for every target, or for one in turn."""
+    """Compile every distinct launch of the cases whose name contains `only`, for every target.
+
+    `in_turn`: for one of them, the next launch for the next; for all where it needs much shared memory.
+    """
     rows, seen = [], set()
     with tempfile.TemporaryDirectory() as folder:
         for name, case in CASES.items():
             for launch in recorded(case) if only in name else ():
                 if launch.key in seen:
                     continue
-                chosen = targets[len(seen) % len(targets) :][:1] if in_turn else targets
+                turn = len(seen) % len(targets)
                 seen.add(launch.key)
-                rows += [{"case": name, **compiled(launch, target, Path(folder))} for target in chosen]
+                for target in targets[turn:] + targets[:turn]:
+                    rows.append({"case": name, **compiled(launch, target, Path(folder))})
+                    if in_turn and rows[-1]["shared_bytes"] <= LARGE_SHARED:
+                        break
     return rows
 
 
 def is_bad(row: dict[str, Any]) -> bool:
-    """Whether the kernel spills on any but an A100, or converts FP8 in software."""
-    return (row["stack_bytes"] > 0 and row["sm"] != 80) or row["fp8_by_instruction"] is False
+    """Whether the kernel spills on any but an A100, does not fit the card, or converts FP8 in software."""
+    spills = row["stack_bytes"] > 0 and row["sm"] != 80
+    return spills or row["shared_bytes"] > MOST_SHARED[row["sm"]] or row["fp8_by_instruction"] is False
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -294,7 +306,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--sm", type=int, nargs="+", default=TARGETS, help="compute capabilities (default: all)")
-    parser.add_argument("--in-turn", action="store_true", help="each case for one of them, the next for the next")
+    parser.add_argument("--in-turn", action="store_true", help="each launch for one of them, the next for the next")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--instructions", type=Path, metavar="FILE", help="count those of a step's launches instead")
     return parser.parse_args()
@@ -307,11 +319,12 @@ def main() -> int:
         count_instructions(options.instructions)
         return 0
     rows = compile_all(options.only, tuple(options.sm), options.in_turn)
-    heads = ("kernel", "case", "sm", "registers", "stack, bytes", "shared, bytes", "FP8 by instruction")
+    sizes = ("registers", "stack_bytes", "shared_bytes", "resident_warps")
+    heads = ("kernel", "case", "sm", *sizes, "FP8 by instruction")
     print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
     for row in rows:
         fp8 = {True: "yes", False: "NO", None: ""}[row["fp8_by_instruction"]]
-        cells = (row["kernel"], row["case"], row["sm"], row["registers"], row["stack_bytes"], row["shared_bytes"], fp8)
+        cells = (row["kernel"], row["case"], row["sm"], *(row[size] for size in sizes), fp8)
         print(f"| {' | '.join(map(str, cells))} |")
     bad = [row for row in rows if is_bad(row)]
     print(f"\n{len(rows)} compiled by triton {triton.__version__}, {len(bad)} bad")
