@@ -218,6 +218,7 @@ def test_int8_keeps_the_bytes_of_fp8_for_backward() -> None:
     kept = []
     for options in ({}, {"weight": {"format": "int8"}, "activation": {"format": "int8"}}):
         model, *_ = coat_flux_model({**options, "memory": {"checkpointing": "none"}})
+        predict(model)  # the first pass of a configuration also runs blocks to count what they keep
         _, saved = saved_by(lambda model=model: predict(model))
         kept.append(sum(x.numel() * x.itemsize for x in saved))
     assert kept[0] == kept[1] > 0
