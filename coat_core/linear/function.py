@@ -296,7 +296,7 @@ def multiply(
     forward: bool = False,
     rotation: int = 1,
 ) -> Tensor:
-    """Return (a)(weight · scale)ᵀ + bias, [..., N], of INT8 rotated.
+    """Return (a)(weight · scale)ᵀ + bias, [..., N], in INT8 rotated in blocks of `rotation`.
 
     It is not a view, which could not leave an autograd function.
     """

@@ -14,7 +14,6 @@ pytest.importorskip("triton")
 from coat_flux.bench.configurations import COUNT, named
 from coat_flux.bench.count import MODULATION, OUTSIDE, UPDATE, Launch, Recorder, as_compiled, bound_of, count_step
 from coat_flux.bench.instructions import (
-    CLOCKS_GHZ,
     ENOUGH_WARPS,
     ISSUE_SHARE,
     ISSUED,
@@ -120,7 +119,7 @@ def test_a_launch_issues_what_its_row_says(monkeypatch: pytest.MonkeyPatch) -> N
         row = {"once": "300", "each": "50", "trips": "K/BLOCK", "warps": "4", "resident": "12"}
         with monkeypatch.context() as patch:
             patch.setitem(ROWS, key_of(launched), row)
-            a_second = card.multiprocessors * ISSUED * ISSUE_SHARE * CLOCKS_GHZ[card.name] * 1e9
+            a_second = card.multiprocessors * ISSUED * ISSUE_SHARE * card.clock_ghz * 1e9
             expected = (300 + 50 * 4) * 4 * 20 / a_second * 1e3
             assert issue_ms(card, launched) == pytest.approx(LAUNCH_MS + expected)
             assert resident_warps(launched) == 12

@@ -235,8 +235,10 @@ class Recorder(TorchDispatchMode):
         if part.startswith(ATTENTION_PREFIX):
             return ATTENTION
         if shape is not None:
-            if part in ("_scaled_mm", INT8_PRODUCT):
-                return GEMM_FP8 if part == "_scaled_mm" else GEMM_INT8
+            if part == "_scaled_mm":
+                return GEMM_FP8
+            if part == INT8_PRODUCT:
+                return GEMM_INT8
             if min(shape[1:]) < NARROW or 1 < shape[0] < NARROW:  # the rank
                 return GEMM_LORA
             return MODULATION if shape[0] == 1 else GEMM_BF16
@@ -623,12 +625,12 @@ def report(counts: dict[str, Any], verbose: bool) -> str:
     for card, by_size in counts.items():
         for size, names in by_size.items():
             theirs = names["bf16_compile"]["modelled_ms"]
-            for name in ("coat", "coat_int8"):
+            for name, products in (("coat", "as configured"), ("coat_int8", "INT8")):
                 if name not in names:
                     continue
-                coat, products = names[name], "INT8" if name == "coat_int8" else "as configured"
-                ours, by_bytes = coat["modelled_ms"], coat["bytes_ms"]
-                row = [card, size, products, f"{coat['launches']:,}", f"{ours:.1f}", f"{by_bytes:.1f}"]
+                coat = names[name]
+                ours = coat["modelled_ms"]
+                row = [card, size, products, f"{coat['launches']:,}", f"{ours:.1f}", f"{coat['bytes_ms']:.1f}"]
                 cards.append([*row, f"{theirs:.1f}", f"{theirs / ours:.2f}"])
     kernels = [["kernel", "px", "launches", "ms", "by bytes", "by instructions", "bound"], ["---"] * 7]
     for size, names in sizes.items():

@@ -22,7 +22,6 @@ Launched = tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]  # kerne
 
 ISSUED = 4  # warp instructions a clock and multiprocessor, at best
 ISSUE_SHARE = 0.6  # of it, assumed
-CLOCKS_GHZ = {"H100": 1.85, "H200": 1.85, "RTX 3090": 1.7, "RTX 4090": 2.52, "RTX 5090": 2.41}
 ENOUGH_WARPS = 16  # on a multiprocessor to hide latency; a kernel with fewer is slower than modelled
 
 with Path(__file__).with_name("instructions.tsv").open(encoding="utf-8", newline="") as table:
@@ -52,5 +51,5 @@ def issue_ms(card: Card, launched: Launched) -> float:
     length, block = row["trips"].split("/")
     trips = math.ceil(arguments[length] / arguments[block])
     instructions = (int(row["once"]) + int(row["each"]) * trips) * int(row["warps"]) * math.prod(grid)
-    issued = ISSUE_SHARE * ISSUED * CLOCKS_GHZ[card.name] * card.multiprocessors
+    issued = ISSUE_SHARE * ISSUED * card.clock_ghz * card.multiprocessors
     return instructions / issued / 1e6 + LAUNCH_MS

@@ -60,6 +60,7 @@ class Card:
     multiprocessors: int = 0  # likewise
     capability: tuple[int, int] = (8, 9)  # compute capability
     int8_tflops: float = 0.0  # 0 if unknown
+    clock_ghz: float = 0.0  # boost; 0 if not needed
 
     @property
     def weight_format(self) -> str:
@@ -94,7 +95,8 @@ with Path(__file__).with_name("cards.tsv").open(encoding="utf-8", newline="") as
         major, _, minor = row["capability"].partition(".")
         processors = int(row["multiprocessors"] or 0)
         capability = (int(major), int(minor))
-        card = Card(float(row["gb"]), row["name"], *rates, processors, capability, float(row["int8"] or 0))
+        others = (float(row[rate] or 0) for rate in ("int8", "clock_ghz"))
+        card = Card(float(row["gb"]), row["name"], *rates, processors, capability, *others)
         KNOWN[_NO_NAME.sub("", card.name.casefold())] = card
         if row["usual"]:
             CARDS.append(card)
