@@ -351,9 +351,14 @@ def quantize_rows(x: Tensor, fmt: str, factors: Tensor | None, amax: Tensor | No
     return finished(codes, form.dtype), scale
 
 
+def stages_of(size: int) -> int:
+    """STAGES of `rotated` in blocks of `size`, a power of 4."""
+    return (size.bit_length() - 1) // 2
+
+
 def rotation_stages(fmt: str, width: int) -> int:
     """STAGES of `rotated` before rows of `width` become codes of this format: none but for INT8."""
-    return (rotation_size(width).bit_length() - 1) // 2 if fmt == INT8.name else 0
+    return stages_of(rotation_size(width)) if fmt == INT8.name else 0
 
 
 def row_block(k: int) -> int:

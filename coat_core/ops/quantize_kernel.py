@@ -37,6 +37,7 @@ from coat_core.ops.device import (
     rotated,
     row_block,
     scale_from_amax,
+    stages_of,
     store_group_codes,
     store_row_codes,
     whole_rows,
@@ -258,7 +259,7 @@ def quantize_int8(a: Any) -> tuple[Tensor, Tensor]:
     width = x.shape[-1]
     codes = empty(x.shape, torch.int8, x.device)
     scale = empty((*x.shape[:-1], 1), torch.float32, x.device)
-    options = {"STAGES": (a.size.bit_length() - 1) // 2, "BLOCK": row_block(width)}
+    options = {"STAGES": stages_of(a.size), "BLOCK": row_block(width)}
     grid = (x.numel() // width,)
     launch(_quantize_int8_fwd_kernel, grid, x, contiguous(a.factors), codes, scale, width, stride, **options)
     return codes, scale
@@ -270,7 +271,7 @@ def rotate(a: Any) -> Tensor:
     y = empty_values(x.shape, x.dtype, x.device)
     block = row_block(width)
     grid = (x.numel() // width, n_blocks(width, block))
-    launch(_rotate_fwd_kernel, grid, x, y, width, STAGES=(a.size.bit_length() - 1) // 2, BLOCK=block)
+    launch(_rotate_fwd_kernel, grid, x, y, width, STAGES=stages_of(a.size), BLOCK=block)
     return finished(y, x.dtype)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from coat_core.autograd import without_autocast
 from coat_core.ops import scaled_mm as operators
-from coat_core.ops.device import as_values, rotated
+from coat_core.ops.device import as_values, rotated, stages_of
 from coat_core.ops.dispatch import launcher
 from coat_core.ops.launch import empty_values, finished, launch
 from coat_core.ops.packing import n_blocks
@@ -115,7 +115,7 @@ def int8_mm(a: Any) -> Tensor:
         BLOCK_K=block_k,
         EVEN=k % block_k == 0,
         GROUP=TILES_IN_A_COLUMN,
-        STAGES=(a.rotation.bit_length() - 1) // 2,
+        STAGES=stages_of(a.rotation),
         num_warps=num_warps,
         num_stages=num_stages,
     )
