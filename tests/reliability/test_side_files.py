@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,7 @@ def test_a_removed_folder_of_tensorboard_is_made_again(tmp_path: Path) -> None:
 
 PRINTS = """
 import sys
+import time
 from coat_flux.base.streams import keep_streams
 keep_streams()
 for number in range(20000):
@@ -152,6 +154,7 @@ import signal, sys, time
 from coat_flux.saves.interrupts import Interrupts
 with Interrupts(print) as interrupts:
     print("ready", flush=True)
+    open(sys.argv[1] + ".ready", "w").close()
     while not interrupts.asked:
         time.sleep(0.05)
     for _ in range(3):
@@ -173,9 +176,9 @@ def test_output_that_nobody_reads_any_more_does_not_cost_the_save(tmp_path: Path
         stdin=subprocess.DEVNULL, stdout=out, stderr=error, start_new_session=True,
     )  # fmt: skip
     os.close(out), os.close(error)
-    said = b""
-    while not said.endswith(b"\n"):  # the end of the line is a write of its own: closed before it, `print` fails
-        said += os.read(terminal, 16)
+    while not (tmp_path / "saved.ready").exists():  # closed while it prints, `print` fails
+        assert process.poll() is None
+        time.sleep(0.05)
     os.close(terminal), os.close(reader)
     process.send_signal(signal.SIGHUP)
     assert process.wait(timeout=60) == 130
