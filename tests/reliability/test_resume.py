@@ -331,3 +331,67 @@ def test_a_step_that_is_not_finite_is_skipped_and_samples_that_cannot_be_written
     assert [(row["loss"] == "nan", row["skipped"]) for row in rows(run)] == [(False, "0"), (True, "1")]
     assert float(rows(run)[1]["lr"]) < float(rows(run)[0]["lr"])
     assert "samples of step 2 cannot be written ([Errno 28] No space left on device)" in capsys.readouterr().out
+
+
+# --- masks and regularization ---
+
+
+def paint_masks(folder: Path, photos: Path) -> Path:
+    """A mask for each photo, of its size: a box that differs from photo to photo."""
+    folder.mkdir(exist_ok=True)
+    for number, photo in enumerate(sorted(photos.glob("*.png"))):
+        with Image.open(photo) as image:
+            mask = Image.new("L", image.size, 0)
+        mask.paste(255, (4 * number, 0, 4 * number + 24, 40))
+        mask.save(folder / photo.name)
+    return folder
+
+
+@pytest.fixture
+def masked(place: dict[str, Path], tmp_path: Path) -> dict[str, Any]:
+    """A masked, mirrored dataset and one of regularization, of which the latter has every second step's batches."""
+    masks = paint_masks(tmp_path / "masks", place["images"])
+    entry = engine_job("x", **place, dataset=ON_DISK)["config"]["process"][0]["datasets"][0]
+    own = {"mask_path": str(masks), "mask_min_value": 0.1, "flip_x": True}
+    datasets = [{**entry, **own}, {**entry, "is_reg": True, "caption_dropout_rate": 0}]
+    train = {"steps": 6, "batch_size": 2, "reg_weight": 0.5}
+    return {"process": {"datasets": datasets}, "train": train, "save": {"save_every": 3}}
+
+
+def test_masks_and_regularization_go_on_bit_for_bit_and_a_changed_mask_is_another_run(
+    place: dict[str, Path],
+    masked: dict[str, Any],
+    tmp_path: Path,
+    at_step: Callable[[int, Callable[[], None]], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drawn = []
+    original = Objective.draw
+
+    def draw(self: Objective, batch: dict[str, torch.Tensor], number: int) -> Any:
+        if number not in [known for known, *_ in drawn]:  # a step may be computed without its LoRA, too
+            drawn.append((number, batch["weights"].tolist(), batch["mask"]))
+        return original(self, batch, number)
+
+    monkeypatch.setattr(Objective, "draw", draw)
+    monkeypatch.setattr("coat_flux.data.masks.BLUR_SHARE", 0.1)  # up to 6 pixels of 64
+    whole = train("masked_whole", place, **masked)
+    # step 1 is ai-toolkit's step 0, after which it saves; then every second one
+    assert [number >> 40 for number, *_ in drawn] == [0, 0, 1, 0, 1, 0]
+    assert [number % (1 << 40) for number, *_ in drawn] == [0, 1, 0, 2, 1, 3]
+    for number, weights, mask in drawn:
+        assert weights == ([0.5, 0.5] if number >> 40 else [1.0, 1.0])
+        assert mask.mean().item() == pytest.approx(1)
+        assert (mask == 1).all().item() is bool(number >> 40)
+
+    def fail() -> None:
+        raise RuntimeError("killed")
+
+    at_step(5, fail)
+    with pytest.raises(RuntimeError, match="killed"):
+        train("masked", place, **masked)
+    assert_same_end(whole, train("masked", place, **masked))
+    Image.new("L", (64, 64), 255).save(tmp_path / "masks" / "0.png")
+    masked["train"]["steps"] = 8
+    with pytest.raises(ResumeError, match=r"first: datasets\[0\] mask_path/0.png \(changed\)"):
+        train("masked", place, **masked)

@@ -102,7 +102,7 @@ def test_what_runs_in_ai_toolkit_alone_is_no_error() -> None:
     sdxl = {"model": {"name_or_path": "sdxl", "is_xl": True}, "train.noise_scheduler": "ddpm", "sample.sampler": "ddpm"}
     kontext = {"model.is_flux": False, "model.arch": "flux_kontext", "datasets.0.control_path": "."}
     slider = {"type": "concept_slider", "training_folder": ..., "datasets": "x", "train": 5}
-    for changes in ({"datasets.0.mask_path": "."}, kontext, sdxl, slider):
+    for changes in ({"datasets.0.control_path": "."}, kontext, sdxl, slider):
         assert "error" not in [severity for severity, *_ in findings(changes, AI_TOOLKIT)], changes
 
 
@@ -281,13 +281,13 @@ def test_one_extra_line_is_about_the_other_trainer(command: Any) -> None:
 
 def test_whoever_is_meant_judges(command: Any, tmp_path: Path) -> None:
     """ai-toolkit inside its folder or with --ai-toolkit; else one that is here and takes the job."""
-    only_aitk, only_alone = {"datasets.0.is_reg": True}, {"device": "cuda:1"}
+    only_aitk, only_alone = {"datasets.0.flip_y": True}, {"device": "cuda:1"}
     with_aitk = (*HERE, "--ai-toolkit", str(checkout(tmp_path / "aitk")))
     assert command(only_aitk, *with_aitk)[0] == command(only_alone, *HERE)[0] == command(only_aitk, *HERE)[0] == 0
     assert command(only_alone, *with_aitk)[0] == command(only_aitk, *HERE, "--host", "standalone")[0] == 2
     code, _, err = command(only_aitk, "--no-data")  # there is no ai-toolkit here
     assert code == 2
-    assert any("datasets[0].is_reg=true" in line for line in err)
+    assert any("datasets[0].flip_y=true" in line for line in err)
     checkout(tmp_path)  # the working directory
     assert command(only_alone, *HERE)[0] == 2
     assert command(only_aitk, *HERE)[0] == 0

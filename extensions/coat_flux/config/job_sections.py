@@ -69,6 +69,11 @@ class DatasetSection:
     num_repeats: int = key(1, "int", minimum=1)
     flip_x: bool = switch(False)
     buckets: bool = switch(True, "keep aspect ratios; false: square crops")
+    mask_path: str | None = key(None, "str", "a folder of loss masks; white is trained, black is not", nullable=True)
+    mask_min_value: float = key(0.0, "float", "the weight of black", minimum=0, maximum=1)
+    invert_mask: bool = switch(False)
+    alpha_mask: bool = switch(False, "the photos' alpha channels are their masks")
+    is_reg: bool = switch(False, "regularization photos, in every second step, without the trigger word")
     media: tuple[str, ...] = ()  # not a key: extensions of videos or sounds to read
 
 
@@ -109,6 +114,7 @@ class TrainSection:
     max_grad_norm: float = key(1.0, "float", "with fused_backward each weight's gradient by itself", above=0)
     ema_config: EMASection = field(default_factory=EMASection)
     dtype: str = key("fp32", "choice", choices=tuple(DTYPES))
+    reg_weight: float = key(1.0, "float", "of the loss on photos with is_reg", minimum=0)
     skip_first_sample: bool = switch(False)
     disable_sampling: bool = switch(False)
     cache_text_embeddings: bool = switch(False)

@@ -210,6 +210,8 @@ def _check_datasets(entry: Entry) -> None:
             odd.error("cache_text_embeddings", "must be the same in all datasets; write it in train:")
         if entry.get("train.train_text_encoder"):
             entry.error("train.train_text_encoder", "learns nothing from cached captions; write false")
+    if datasets and all(dataset.get("is_reg") for dataset in datasets):
+        datasets[0].error("is_reg", "leaves no photos to learn, regularization is for beside them; write false")
     for dataset, is_cached in zip(datasets, cached, strict=True):
         dataset.facts = entry.facts | {"cached": str(is_cached).lower()}
         dataset.check(OF_DATASETS)

@@ -43,9 +43,9 @@ def bucket_for(width: int, height: int, resolution: int) -> Bucket:
     return Bucket(*(min(max(1, math.floor(side)), longest) * STEP for side in ideal))
 
 
-def fit_to_bucket(image: Image.Image, bucket: Bucket) -> Image.Image:
-    """Resize (bicubic) so that the image just covers the bucket, then crop its centre."""
-    covering = covering_size(image.size, bucket)
+def fit_to_bucket(image: Image.Image, bucket: Bucket, size: tuple[int, int] | None = None) -> Image.Image:
+    """Resize (bicubic) so that the image just covers the bucket, as one of `size` would, then crop its centre."""
+    covering = covering_size(size or image.size, bucket)
     left, top = (covering[0] - bucket.width) // 2, (covering[1] - bucket.height) // 2
     resized = image.resize(covering, Image.Resampling.BICUBIC)
     return resized.crop((left, top, left + bucket.width, top + bucket.height))
@@ -67,7 +67,7 @@ def cropped_share(size: tuple[int, int], bucket: Bucket) -> float:
 
 @dataclass(frozen=True)
 class Sample:
-    """An image at one size, its caption, and the caption if dropped: "" or, as in ai-toolkit, the trigger word."""
+    """An image at one size, its caption, that if dropped ("" or, as in ai-toolkit, the trigger word), and its mask."""
 
     image_path: Path
     caption: str
@@ -75,6 +75,7 @@ class Sample:
     dataset_index: int
     flip: bool = False
     dropped_caption: str = ""
+    mask: Any = None  # a `masks.Mask`
 
 
 def training_size(size: tuple[int, int], resolution: int, config: Any) -> Bucket:

@@ -95,6 +95,20 @@ def read_photo(path: Path | str, background: str | None = "white") -> tuple[Imag
     return ground, alpha
 
 
+def read_mask(path: Path | str, *, alpha: bool = False) -> Image.Image:
+    """Read a mask upright, mode "L": an image's brightness whatever its transparency, or its opacity (`alpha`).
+
+    Raises DatasetError.
+    """
+    with _opened(path) as image:
+        image.load()
+        turn = _TURN.get(image.getexif().get(_EXIF_ORIENTATION))
+        colour, opacity = _split_alpha(image if turn is None else image.transpose(turn))
+    if not alpha:
+        return colour.convert("RGB").convert("L")
+    return Image.new("L", colour.size, 255) if opacity is None else opacity
+
+
 def to_tensor(image: Image.Image) -> torch.Tensor:
     """Pixels for the VAE: [3, H, W] float32 in [-1, 1] from an RGB image."""
     pixels_HWC = torch.from_numpy(np.array(image, dtype=np.float32))

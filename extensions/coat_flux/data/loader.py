@@ -24,6 +24,7 @@ from .cache import TensorCache, cache_key, encode_latents, model_identity, on_de
 from .captions import shuffle_tokens
 from .files import CACHE_FOLDER, DatasetError, printable
 from .images import DEFAULTS, read_photo, rgb, to_tensor
+from .masks import has_masks, normalized
 
 logger = logging.getLogger(__name__)
 _CACHE_GONE = "{}: its cached {} were removed or damaged since the start; start the run again to recompute them"
@@ -113,6 +114,7 @@ class LatentDataset:
         encoders: TextEncoders, or a family's counterpart.
         seed: of caption dropout and token shuffling.
         options: with `transparency: mask` batches have a loss mask from the photos' transparency.
+        reg_weight: of the loss on photos of datasets with `is_reg`.
         room: bytes that text encoders may take on `device`; None: any.
     """
 
@@ -127,6 +129,7 @@ class LatentDataset:
         seed: int = 0,
         options: DataOptions = DEFAULTS,
         room: float | None = None,
+        reg_weight: float = 1.0,
     ) -> None:
         self.samples, self.configs = list(samples), list(dataset_configs)
         self.vae: nn.Module | None = vae
@@ -136,6 +139,10 @@ class LatentDataset:
         self.room = room
         self.background = options.background
         self.masked = options.transparency == "mask"
+        self.reg_weight = reg_weight
+        self._has_masks = any(map(has_masks, self.configs))
+        self._has_reg = any(config.is_reg for config in self.configs)
+        self._levels: dict[Any, Tensor] = {}  # of masks at latents, small
         self._vae_identity = model_identity(vae)
         self._text_identity = encoders.identity
         self._digests: dict[Path, str] = {}
@@ -185,7 +192,10 @@ class LatentDataset:
             self.encoders = None
 
     def batch(self, batch: Batch) -> dict[str, Tensor]:
-        """Tensors of a batch on `device`: rows of `encoded`, stacked."""
+        """Tensors of a batch on `device`: rows of `encoded`, stacked; masks have mean 1 over the batch.
+
+        With regularization photos also weights [B] fp32 of the samples' losses.
+        """
         rows = []
         for row, index in enumerate(batch.indices):
             sample = self.samples[index]
@@ -196,25 +206,46 @@ class LatentDataset:
                 prompt = sample.dropped_caption
             elif config.shuffle_tokens and not config.cache_text_embeddings:
                 prompt = shuffle_tokens(prompt, rng)
-            rows.append(self.encoded(sample, prompt))
-        return {name: to_device(torch.stack([row[name] for row in rows]), self.device) for name in rows[0]}
+            row = self.encoded(sample, prompt, blur=rng.random())
+            if self._has_reg:
+                row["weights"] = torch.tensor(self.reg_weight if config.is_reg else 1.0)
+            rows.append(row)
+        tensors = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        if self._has_masks:
+            tensors["mask"] = normalized(tensors["mask"])
+        return {name: to_device(tensor, self.device) for name, tensor in tensors.items()}
 
-    def encoded(self, sample: Sample, prompt: str) -> dict[str, Tensor]:
+    def encoded(self, sample: Sample, prompt: str, *, blur: float = 0.0) -> dict[str, Tensor]:
         """One row of a batch, on the CPU.
 
-        latents [C, h, w] fp32, with `transparency: mask` also mask [1, h, w] fp32 of mean 1; prompt_embeds [T, D] and
-        pooled [P], bf16. Raises DatasetError if they are not finite, or cannot be encoded any more.
+        latents [C, h, w] fp32; with `transparency: mask` also mask [1, h, w] fp32 of mean 1, with the datasets' own
+        masks their weights from 0 to 1, `blur` as in `Mask.radius`; prompt_embeds [T, D] and pooled [P], bf16. Raises
+        DatasetError if they are not finite, or cannot be encoded any more.
         """
         index = sample.dataset_index
         image = self._latents[index].load(self._latent_key(sample)) or self._encode_image(sample)
         key = cache_key("text", prompt, self._text_identity)
         text = self._texts[index].load(key) or self._encode_text(index, prompt)
-        return {**image, **text}
+        own = {"mask": self._mask(sample, image, blur)} if self._has_masks else {}
+        return {**image, **text, **own}
+
+    def _mask(self, sample: Sample, image: dict[str, Tensor], blur: float) -> Tensor:
+        """Weights [1, h, w] of a sample's own mask, 0 where it is missing; else of the photo's transparency, or 1."""
+        _, height, width = image["latents"].shape
+        if not has_masks(self.configs[sample.dataset_index]):
+            return image.get("mask", torch.ones(1, height, width))
+        if sample.mask is None:
+            return torch.zeros(1, height, width)
+        radius = sample.mask.radius(blur)
+        key = sample.mask, sample.bucket, sample.flip, radius
+        if key not in self._levels:
+            self._levels[key] = sample.mask.levels(sample.bucket, (height, width), flip=sample.flip, radius=radius)
+        return sample.mask.weights(self._levels[key])
 
     def _encode_image(self, sample: Sample) -> dict[str, Tensor]:
         if self.vae is None:
             raise DatasetError(_CACHE_GONE.format(printable(sample.image_path), "latents"))
-        image, alpha = read_photo(sample.image_path, self.background)
+        image, alpha = read_photo(sample.image_path, self._ground(sample))
         latents = encode_latents(self.vae, to_tensor(_cut(image, sample))[None])[0].cpu()
         if not torch.isfinite(latents).all():
             raise DatasetError(
@@ -235,8 +266,13 @@ class LatentDataset:
         path = sample.image_path
         if path not in self._digests:
             self._digests[path] = file_sha256(path)
-        size, ground = [sample.bucket.width, sample.bucket.height], rgb(self.background)
+        size, colour = [sample.bucket.width, sample.bucket.height], self._ground(sample)
+        ground = None if colour is None else rgb(colour)
         return cache_key("latents", self._digests[path], size, sample.flip, self._vae_identity, ground, self.masked)
+
+    def _ground(self, sample: Sample) -> str | None:
+        """What lies behind transparent parts; with `alpha_mask` their own colours."""
+        return None if self.configs[sample.dataset_index].alpha_mask else self.background
 
     def _encode_text(self, dataset_index: int, prompt: str) -> dict[str, Tensor]:
         if self.encoders is None:

@@ -22,6 +22,7 @@ from .captions import inject_trigger, lint_captions, lint_files, read_caption
 from .files import AUDIO_EXTENSIONS, IMAGE_EXTENSIONS, DatasetError, Listing, counted, media_read, printable
 from .hold_out import choose_hold_out
 from .images import DEFAULTS, TRAITS, TRANSPARENT, PhotoFacts, near_duplicates, read_photo, survey
+from .masks import Mask, find_mask, has_masks, lint_masks
 
 logger = logging.getLogger(__name__)
 
@@ -135,24 +136,44 @@ class DataReport:
             else:
                 if caption is not None:
                     raw[path] = caption
-        self.warnings += lint_captions(folder, raw, trigger_word, config.default_caption, reads_t5)
+        if not config.is_reg:  # whose captions name their subject
+            self.warnings += lint_captions(folder, raw, trigger_word, config.default_caption, reads_t5)
         self.warnings += _about_photos(folder, photos, config)
         default = (config.default_caption or "").strip()
-        dropped = inject_trigger("", trigger_word)
+        adds_trigger = not config.is_reg
+        dropped = inject_trigger("", trigger_word, adds_trigger)
+        masks = self._masks_of(photos, config)
         samples = []
         for resolution in config.resolution:
             for path in list(photos) * config.num_repeats:
-                caption = inject_trigger(raw.get(path) or default, trigger_word)
+                caption = inject_trigger(raw.get(path) or default, trigger_word, adds_trigger)
                 bucket = training_size(photos[path].size, resolution, config)
-                samples.append(Sample(path, caption, bucket, index, False, dropped))
+                samples.append(Sample(path, caption, bucket, index, False, dropped, masks.get(path)))
         self.samples += samples
         if config.flip_x:
             self.samples += [replace(sample, flip=True) for sample in samples]
+        if photos and has_masks(config):
+            errors, warnings = lint_masks(folder, samples, config)
+            self.errors += errors
+            self.warnings += warnings
         where += f": {len(photos)} images"
         if listing.media:
             kind = "sounds" if config.media == AUDIO_EXTENSIONS else "videos"
             where += f", {len(listing.media)} {kind}"
         self.tables.append(_table(where, photos, raw, config))
+
+    def _masks_of(self, photos: Mapping[Path, PhotoFacts], config: Any) -> dict[Path, Mask]:
+        """The mask of each photo that has one; an unreadable one is an error."""
+        masks = {}
+        for path, facts in photos.items():
+            try:
+                mask = find_mask(path, facts.size, config)
+            except DatasetError as error:
+                self.errors.append(str(error))
+            else:
+                if mask is not None:
+                    masks[path] = mask
+        return masks
 
 
 def _about_photos(folder: Path, photos: dict[Path, PhotoFacts], config: Any) -> list[str]:

@@ -58,14 +58,14 @@ def model_identity(model: str) -> dict[str, Any]:
 
 
 def data_identity(datasets: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Settings of the folders, and digests of their files and captions by `<number of the folder>/<path in it>`."""
+    """Settings of the folders, and digests of their files, captions and masks by `<number>/<path in the folder>`."""
     from ..data.files import MEDIA_EXTENSIONS, find_images
 
     files: dict[str, str] = {}
     settings = []
     for number, dataset in enumerate(datasets):
         root = Path(dataset["folder_path"])
-        settings.append({key: value for key, value in dataset.items() if key != "folder_path"})
+        settings.append({key: value for key, value in dataset.items() if key not in ("folder_path", "mask_path")})
         extension = "." + dataset.get("caption_ext", "txt").removeprefix(".")
         if root.is_file():  # a list for ai-toolkit
             files[f"{number}/{root.name}"] = file_digest(root)
@@ -73,6 +73,10 @@ def data_identity(datasets: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             for path in (found, found.with_suffix(extension)):
                 if path.is_file():
                     files[f"{number}/{path.relative_to(root).as_posix()}"] = file_digest(path)
+        if dataset.get("mask_path"):
+            masks = Path(dataset["mask_path"])
+            for path in find_images(masks):
+                files[f"{number}/mask_path/{path.relative_to(masks).as_posix()}"] = file_digest(path)
     return {"settings": settings, "files": files}
 
 

@@ -251,7 +251,7 @@ def require_room(bf16: JobConfig, gpu_gb: float) -> None:
 
 def hold_out_names(job: JobConfig, count: int | None = None) -> list[str]:
     """Photos to hold out: `count`, else the config's, else a tenth; by name, so that no seed changes them."""
-    folders = [Path(entry.folder_path) for entry in job.datasets]
+    folders = [Path(entry.folder_path) for entry in job.datasets if not entry.is_reg]
     photos = {path.resolve() for folder in folders for path in find_images(folder)}
     tenth = min(max(1, round(len(photos) * HELD_OUT_SHARE)), MOST_HELD_OUT)
     chosen = choose_hold_out(folders, count or job.validation.hold_out or tenth, job.training_seed)

@@ -62,14 +62,14 @@ class Objective:
         """The mean loss of a batch, the `draw`-th of the run, with gradient: a scalar, fp32.
 
         Batches have latents (B, C, H, W), prompt_embeds (B, L, D), pooled (B, P), on the transformer's device; where
-        photos are transparent also mask (B, 1, H, W) with mean 1 over each sample.
+        photos are masked also mask (B, 1, H, W) with mean 1, with regularization photos weights (B,) fp32.
         """
         drawn = self.draw(batch, draw)
         seed_global(self._seed, Stream.MODEL, draw)
         return self.loss(drawn)
 
     def draw(self, batch: Mapping[str, Tensor], draw: int) -> dict[str, Tensor]:
-        """Inputs of a batch's loss: `batch`, noise, sigmas (B,), and weights (B,) fp32 if weighted, on the device."""
+        """Inputs of a batch's loss: `batch`, noise, sigmas (B,), and weights (B,) fp32 if any, on the device."""
         train, latents = self._train, batch["latents"]
         generator = generator_for(self._seed, Stream.NOISE, draw)
         kind = "linear" if train.linear_timesteps or train.linear_timesteps2 else train.timestep_type
@@ -84,7 +84,7 @@ class Objective:
         drawn = {**batch, "noise": noise, "sigmas": to_device(table[indices], latents.device)}
         weights = timestep_weights(train)
         if weights is not None:
-            drawn["weights"] = to_device(weights[indices], latents.device)
+            drawn["weights"] = drawn.get("weights", 1.0) * to_device(weights[indices], latents.device)
         return drawn
 
     def loss(self, drawn: Mapping[str, Tensor]) -> Tensor:
@@ -264,7 +264,7 @@ def sample_losses(
 ) -> Tensor:
     """The mean error of each sample, (B,) fp32, times its weight; the training loss is their mean.
 
-    prediction, latents and noise are (B, C, H, W), weights (B,), mask (B, 1, H, W) with mean 1 over a sample. Of
+    prediction, latents and noise are (B, C, H, W), weights (B,), mask (B, 1, H, W) with mean 1. Of
     d = prediction - target `mse` is d², `mae` |d|, `pseudo_huber` sqrt(d² + c²) - c with c = 0.01.
     """
     difference = prediction.float() - (noise.float() - latents.float())

@@ -68,6 +68,7 @@ if TYPE_CHECKING:
 PUBLISHED_FILE = "published.safetensors"
 MODEL_FOLDER = "published"
 DATA_SETTINGS = ("folder_path", "caption_ext", "default_caption", "resolution", "num_repeats", "flip_x", "buckets")
+MASK_SETTINGS = ("mask_path", "mask_min_value", "invert_mask", "alpha_mask", "is_reg")
 CAPTION_SETTINGS = ("caption_dropout_rate", "shuffle_tokens")
 NOT_TRAINING = ("batch_size", "gradient_accumulation", "gradient_accumulation_steps", "disable_sampling")
 
@@ -96,6 +97,7 @@ def save(session: Session, *, final: bool) -> Path:
             "sampler": session.sampler.state_dict(),
             "guard": session.watch.state_dict(),  # its norms are over all processes
             "path": execution_of(session.transformer),
+            **({} if session.reg_sampler is None else {"reg_sampler": session.reg_sampler.state_dict()}),
             "identity": session.identity,
             "step": session.step,
         }
@@ -288,6 +290,7 @@ def identity_of(job: JobConfig, world_size: int) -> dict[str, Any]:
         entry["trigger_word"] = job.trigger_word
         entry["background"] = job.coat.data.background
         entry["transparency"] = job.coat.data.transparency
+        entry |= {key: getattr(dataset, key) for key in MASK_SETTINGS}
         entry["held_out"] = [path.relative_to(dataset.folder_path).as_posix() for path in paths]
         datasets.append(entry)
     if job.full:

@@ -31,7 +31,7 @@ from ...blocks.runner import BlockRunner
 from ...config.findings import ConfigError
 from ...config.job import JobConfig
 from ...data.cache import on_device
-from ...data.loader import BucketBatchSampler, LatentDataset
+from ...data.loader import Batch, BucketBatchSampler, LatentDataset
 from ...data.preflight import T5_ARCHS, DataReport
 from ...plan.job import JobFacts
 from ...plan.predict import outside_bytes
@@ -51,6 +51,8 @@ from .network import LoraEMA, add_lora
 from .progress import RunLog
 from .validation import ImageSampler, fixed_noise, held_out_of
 from .workers import Workers, shard, whole_norms
+
+_REG_DRAWS = 1 << 40  # numbers of regularization's draws begin here, so that none has another's noise
 
 
 class Session:
@@ -91,17 +93,22 @@ class Session:
         photos = DataReport(job.datasets, job.trigger_word, job.coat.data, reads_t5=reads_t5)
         samples = photos.usable()
         held_out = {path for paths in held_out_of(job) for path in paths}
-        trained = [sample for sample in samples if sample.image_path not in held_out]
         measured = [sample for sample in samples if sample.image_path in held_out]
+        shown = [sample for sample in samples if sample.image_path not in held_out]
+        trained = [sample for sample in shown if not job.datasets[sample.dataset_index].is_reg]
+        regular = [sample for sample in shown if job.datasets[sample.dataset_index].is_reg]
 
         phases.enter("cache")
         log.info(f"Loading text encoders and VAE of {model.name_or_path}")
         encoders = load_encoders(model.name_or_path, self.dtype, model.extras_name_or_path)
         phases.hold_models(encoders.vae, encoders.text.models)
-        self.dataset, self.images = _prepare_data(job, workers, encoders, [*trained, *measured])
+        self.dataset, self.images = _prepare_data(job, workers, encoders, [*trained, *regular, *measured])
         self.holds_out = bool(measured)
         self.noise = fixed_noise(self.dataset, measured, trained)
-        self.sampler = BucketBatchSampler(trained, train.batch_size, job.seed, workers.rank, workers.size)
+        share = train.batch_size, job.seed, workers.rank, workers.size
+        self.sampler = BucketBatchSampler(trained, *share)
+        self.reg_sampler = BucketBatchSampler(regular, *share) if regular else None
+        self._first_reg = len(trained)
 
         phases.enter("load")
         log.info(f"Loading the transformer of {model.name_or_path}")
@@ -154,7 +161,7 @@ class Session:
         if runner is not None:
             runner.expect(graph_obstacle=_capture_obstacle(job, workers), frees_gradients=train.fused_backward)
             if runner.gemms is not None:
-                pixels = max(sample.bucket.width * sample.bucket.height for sample in trained)
+                pixels = max(sample.bucket.width * sample.bucket.height for sample in shown)
                 runner.gemms.image_tokens = pixels // PIXELS_PER_TOKEN
             if job.coat.memory.stream_blocks == "auto":
                 with suppress(ConfigError):  # unknown model sizes
@@ -190,12 +197,34 @@ class Session:
             self.log.info(
                 "Resume: this save is ai-toolkit's; weights continue in its save.dtype, data order by step count"
             )
-            draws = self.step * self.job.train.gradient_accumulation * self.workers.size
-            epoch, within = divmod(draws, self.sampler.batches_per_epoch)
-            self.sampler.load_state_dict({**self.sampler.state_dict(), "epoch": epoch, "position": within})
+            regular = sum(map(self._takes_regularization, range(1, self.step + 1)))
+            for sampler, steps in ((self.sampler, self.step - regular), (self.reg_sampler, regular)):
+                if sampler is not None:
+                    draws = steps * self.job.train.gradient_accumulation * self.workers.size
+                    epoch, within = divmod(draws, sampler.batches_per_epoch)
+                    sampler.load_state_dict({**sampler.state_dict(), "epoch": epoch, "position": within})
         else:
             self.sampler.load_state_dict(state.record["sampler"])
+            if self.reg_sampler is not None:
+                self.reg_sampler.load_state_dict(state.record.get("reg_sampler", self.reg_sampler.state_dict()))
             set_rng_state(state.tensors("rng"))
+
+    def batches(self) -> Iterator[Batch]:
+        """Micro-batches of the steps to come, in ai-toolkit's alternation those of regularization photos."""
+        trained = iter(self.sampler)
+        while True:
+            if self.reg_sampler is None or not self._takes_regularization(self.step + 1):
+                yield next(trained)
+                continue
+            batch = next(iter(self.reg_sampler))
+            yield Batch(tuple(self._first_reg + index for index in batch.indices), _REG_DRAWS + batch.draw)
+
+    def _takes_regularization(self, number: int) -> bool:
+        """Whether this step is on regularization photos: every second one, where ai-toolkit neither saves nor draws."""
+        job, before = self.job, number - 1
+        draws = before >= job.sample.sample_start_step and before % job.sample.sample_every == 0
+        apart = before % job.save.save_every == 0 or (draws and not job.train.disable_sampling)
+        return self.reg_sampler is not None and before % 2 == 0 and not apart
 
     @property
     def epoch(self) -> int:
@@ -232,6 +261,7 @@ def _prepare_data(
             seed=job.seed,
             options=job.coat.data,
             room=room,
+            reg_weight=job.train.reg_weight,
         )
         dataset.fill(progress=workers.is_main)
     images = None

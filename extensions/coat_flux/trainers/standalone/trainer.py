@@ -206,7 +206,7 @@ def _train_steps(session: Session, interrupts: Interrupts, observer: Observer | 
     job = session.job
     log = session.log
     guard = session.watch.guard
-    batches = iter(session.sampler)
+    batches = session.batches()
     first = session.step + 1
     owes_save = False
     log.start(session.step)

@@ -28,6 +28,7 @@ from ...data.buckets import Sample
 from ...data.captions import inject_trigger
 from ...data.hold_out import FixedNoise, choose_hold_out
 from ...data.loader import LatentDataset
+from ...data.masks import normalized
 from .flow_matching import losses_of
 from .loading import Encoders
 
@@ -37,9 +38,10 @@ JPEG_QUALITY = 95
 
 
 def held_out_of(job: JobConfig) -> tuple[tuple[Path, ...], ...]:
-    """The held-out photos of each dataset: `choose_hold_out`."""
-    folders = [entry.folder_path for entry in job.datasets]
-    return choose_hold_out(folders, job.validation.hold_out, job.training_seed)
+    """The held-out photos of each dataset: `choose_hold_out`; none of regularization."""
+    folders = [entry.folder_path for entry in job.datasets if not entry.is_reg]
+    chosen = iter(choose_hold_out(folders, job.validation.hold_out, job.training_seed))
+    return tuple(() if entry.is_reg else next(chosen) for entry in job.datasets)
 
 
 def fixed_noise(dataset: LatentDataset, held_out: Sequence[Sample], trained: Sequence[Sample]) -> FixedNoise:
@@ -56,7 +58,11 @@ def fixed_noise(dataset: LatentDataset, held_out: Sequence[Sample], trained: Seq
         count, n = len(trained), TRAINED_PHOTOS
         samples = [trained[i * count // n if count >= n else i % count] for i in range(n)]
         levels = 1
-    return FixedNoise([dataset.encoded(sample, sample.caption) for sample in samples], levels)
+    photos = [dataset.encoded(sample, sample.caption) for sample in samples]
+    for photo in photos:
+        if "mask" in photo:
+            photo["mask"] = normalized(photo["mask"])
+    return FixedNoise(photos, levels)
 
 
 def loss_of(

@@ -1,0 +1,164 @@
+"""Loss masks, as ai-toolkit reads them: white is trained, black is not.
+
+A mask is a photo's alpha channel (`alpha_mask`), or the file with its name in `mask_path`. It is inverted, mirrored
+and cut with its photo, blurred by up to 0.5 % of its shorter side, by chance at each draw, and read at the upper left
+pixel of each latent. Level v of 255 weighs m = mask_min_value + (1 - mask_min_value) v / 255, and
+
+    loss of a sample = mean over elements of m / (mean of m over the batch) · error
+
+where a photo without a mask has m = 0 beside photos that have one, and counts whole in a batch without masks.
+
+Source: ai-toolkit's MaskFileItemDTOMixin and SDTrainer (behaviour).
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageFilter, ImageOps
+from torch import Tensor
+from torch.nn.functional import interpolate
+
+from .buckets import Bucket, Sample, covering_size, fit_to_bucket
+from .files import DatasetError, counted, printable
+from .images import read_mask
+
+MASK_EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp")  # looked for in this order
+BLUR_SHARE = 0.005  # of the shorter side
+OTHER_SHAPE = 0.02  # relative difference of the aspect ratio
+_BLACK = 8  # levels; what is darker is taken for the noise of a JPEG
+_Facts = tuple[tuple[int, int], tuple[int, int, int, int] | None]  # upright size, the box of what is not black
+
+
+@dataclass(frozen=True)
+class Mask:
+    """A photo's mask: its file, upright size in pixels, the photo's, and how its levels are read."""
+
+    path: Path
+    size: tuple[int, int]
+    photo_size: tuple[int, int]
+    alpha: bool = False
+    inverted: bool = False
+    least: float = 0.0
+
+    def radius(self, chance: float) -> int:
+        """The blur in pixels of a draw with `chance` from 0 to 1."""
+        return int(min(self.size) * chance * BLUR_SHARE)
+
+    def cut(self, bucket: Bucket, *, flip: bool = False, radius: int = 0) -> Image.Image:
+        """The mask of the photo's crop to a bucket, mode "L"; raises DatasetError if it cannot be read any more."""
+        image = _read(self.path, self.alpha, self.inverted)
+        if flip:
+            image = ImageOps.mirror(image)
+        return fit_to_bucket(image.filter(ImageFilter.GaussianBlur(radius)), bucket, self.photo_size)
+
+    def levels(self, bucket: Bucket, size: tuple[int, int], *, flip: bool = False, radius: int = 0) -> Tensor:
+        """Levels at the latents of `size` (rows, columns): uint8 [1, rows, columns]."""
+        image = np.array(self.cut(bucket, flip=flip, radius=radius))
+        return interpolate(torch.from_numpy(image)[None, None], size=size)[0]
+
+    def weights(self, levels: Tensor) -> Tensor:
+        """The weight of each level, fp32 from `least` to 1."""
+        return self.least + levels.float() / 255 * (1 - self.least)
+
+
+def normalized(weights: Tensor) -> Tensor:
+    """Weights with mean 1: 1 everywhere if none is above 0, as without masks."""
+    return weights / weights.mean() if weights.any() else torch.ones_like(weights)
+
+
+def has_masks(config: Any) -> bool:
+    """Whether an entry of `datasets` has loss masks."""
+    return bool(config.alpha_mask or config.mask_path)
+
+
+def find_mask(photo: Path, photo_size: tuple[int, int], config: Any) -> Mask | None:
+    """The mask of a photo under an entry of `datasets`, None without one; raises DatasetError."""
+    places = [photo] if config.alpha_mask else []
+    if not places and config.mask_path:
+        names = [Path(config.mask_path, photo.stem + extension) for extension in MASK_EXTENSIONS]
+        places = [path for path in names if path.exists()]
+    if not places:
+        return None
+    size, _ = _facts_of(places[0], config.alpha_mask, config.invert_mask)
+    return Mask(places[0], size, photo_size, config.alpha_mask, config.invert_mask, config.mask_min_value)
+
+
+def lint_masks(folder: Path, samples: list[Sample], config: Any) -> tuple[list[str], list[str]]:
+    """Errors and warnings about the masks of a folder's samples: missing, of another shape, or black all over."""
+    masks = {sample.image_path: sample.mask for sample in samples}
+    missing = [path for path, mask in masks.items() if mask is None]
+    where = f"mask_path={printable(config.mask_path)}"
+    if not config.alpha_mask and Path(config.mask_path).resolve().is_relative_to(folder.resolve()):
+        return [f"{where}: is inside {printable(folder)}, where masks train as photos; move it beside that folder"], []
+    if len(missing) == len(masks):
+        rule = f"has no mask of a photo in {printable(folder)}"
+        return [f"{where}: {rule}; give each its photo's name, with one of {', '.join(MASK_EXTENSIONS)}"], []
+    text = (
+        f"of {len(masks)} photos have no mask in {printable(config.mask_path)} (first: {{first}}); they count nothing "
+        "beside others in a batch, and train whole alone"
+    )
+    errors, warnings = [], counted(folder, missing, text)
+    scaled, black = [], set()
+    for sample in samples:
+        path, mask = sample.image_path, sample.mask
+        if mask is not None and not _shows(mask, sample.bucket):
+            black.add(path)
+    for path, mask in masks.items():
+        if mask is None:
+            continue
+        (width, height), (across, down) = mask.size, mask.photo_size
+        if abs(width * down / (height * across) - 1) > OTHER_SHAPE:
+            text = f"is {width}x{height}, its photo {printable(path.name)} {across}x{down}; make it as wide and high"
+            errors.append(f"{printable(mask.path)}: {text}")
+        elif mask.size != mask.photo_size:
+            scaled.append(path)
+        if path in black and mask.least == 0:
+            text = "its crop is black, so nothing would be trained; paint the subject white, or write invert_mask: true"
+            errors.append(f"{printable(mask.path)}: {text}")
+    text = "masks have another size than their photos (first: that of {first}); they are scaled"
+    warnings += counted(folder, scaled, text)
+    if config.mask_min_value > 0:
+        text = "crops have black masks (first: that of {first}); all of such a photo counts the same"
+        warnings += counted(folder, sorted(black), text)
+    return errors, warnings
+
+
+def _shows(mask: Mask, bucket: Bucket) -> bool:
+    """Whether some of the mask's white is inside the crop to a bucket."""
+    _, box = _facts_of(mask.path, mask.alpha, mask.inverted)
+    if box is None:
+        return False
+    covering, crop = covering_size(mask.photo_size, bucket), (bucket.width, bucket.height)
+    for axis in (0, 1):
+        scale = covering[axis] / mask.size[axis]
+        first = (covering[axis] - crop[axis]) // 2
+        if box[axis + 2] * scale <= first or box[axis] * scale >= first + crop[axis]:
+            return False
+    return True
+
+
+def _facts_of(path: Path, alpha: bool, inverted: bool) -> _Facts:
+    """Facts of a mask, read once for each version of a file."""
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise DatasetError(f"{printable(path)}: cannot be opened ({error.strerror}); put the mask back") from error
+    return _facts_of_state(path, alpha, inverted, (status.st_size, status.st_mtime_ns, status.st_ctime_ns))
+
+
+@lru_cache(maxsize=20_000)
+def _facts_of_state(path: Path, alpha: bool, inverted: bool, _state: tuple[int, ...]) -> _Facts:
+    image = _read(path, alpha, inverted)
+    return image.size, image.point(lambda level: level if level >= _BLACK else 0).getbbox()
+
+
+def _read(path: Path, alpha: bool, inverted: bool) -> Image.Image:
+    image = read_mask(path, alpha=alpha)
+    return ImageOps.invert(image) if inverted else image
