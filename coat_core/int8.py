@@ -1,4 +1,4 @@
-"""INT8 per row after a rotation: x and W where the GPU multiplies INT8 but not FP8.
+"""INT8 per row after a rotation: x, dy and W where INT8 is multiplied faster than FP8, or alone.
 
     x̂ = x H          H orthonormal and symmetric, so x Wᵀ = (x H)(W H)ᵀ and H H = 1
     scale = amax(x̂ row) / 127
@@ -6,7 +6,10 @@
     x ≈ (codes · scale) H
 
 127 even steps are finer than e4m3's for a row's largest numbers and coarser for its small ones, so an outlier costs the
-rest of its row precision. H mixes each 256 neighbours evenly. W is rotated once, x where it is quantized.
+rest of its row precision. H mixes each 256 neighbours evenly. W is rotated once, along both axes, as x meets it along K
+and dy along N; x and dy where they are quantized, y and dx back where their products are rounded:
+
+    Ŵ = H W H,   y = ((x H) Ŵᵀ) H,   dx = ((dy H) Ŵ) H
 
 H is the Kronecker power of the 4-point reflection y = sum(x) / 2 - x. All rows of its matrix have the same sum: unlike
 Sylvester's matrices it does not gather a block's mean, which GELU leaves, in one number.
@@ -56,13 +59,14 @@ def rotate(x: Tensor, size: int) -> Tensor:
 
 
 def quantize_int8(x: Tensor, size: int, factors: Tensor | None = None) -> Quantized:
-    """Rotate x and round each row: codes INT8 like x, scale fp32 [..., 1], of x H; `factors` [K] multiply x first.
+    """Rotate x and round each row: codes INT8 like x, scale fp32 [..., 1], of x H, or of x H times `factors` [K].
 
     Raises ValueError for a `size` that does not fit.
     Numerics: the product of a linear comes at 35.5 dB or better, with outlier channels too; tests/tolerances.py.
     """
     x = x.detach()
-    values = rotate(x if factors is None else x.to(torch.float32) * factors, size)
+    values = rotate(x, size)
+    values = values if factors is None else values * factors
     magnitude = values.abs()
     amax = torch.where(magnitude.isfinite(), magnitude, torch.inf).amax(dim=-1, keepdim=True)
     scale = scale_from_amax(amax, INT8_MAX)

@@ -5,10 +5,10 @@
     wgrad   dW = dyᵀ (x_q · s_x)                   trainable weights only; from the FP8 x
             dW = ((dy · s_x)ᵀ_q · s_t) x_q         the same as an FP8 product, with `wgrad_format`
 
-With W in INT8, x and W are rotated along K before they are rounded, and dx after its product (`int8.py`):
+With W in INT8, x, dy and W are rotated before they are rounded, y and dx after their products (`int8.py`):
 
-    fprop   y  = ((x H)_q · s_x)((W H)_q · s_W)ᵀ + b
-    dgrad   dx = (dy_q · s_dy)((W H)_q · s_W) H
+    fprop   y  = ((x H)_q · s_x)((H W H)_q · s_W)ᵀ H + b
+    dgrad   dx = ((dy H)_q · s_dy)((H W H)_q · s_W) H
 
 A frozen W needs no x for dgrad, so `fp8_linear` saves nothing, or a reference to the codes of W. A per-row scale of W
 is on dgrad's contraction axis, so it is multiplied into dy before dy is cast. Tensor cores of sm_89 and sm_90 read W
@@ -47,7 +47,6 @@ from coat_core.ops.quantize import (
     decode_nvfp4,
     dequantize,
     quantize,
-    quantize_int8,
     quantize_once,
     read_saved_input,
     rotate,
@@ -74,7 +73,7 @@ OUTPUT_DIM = {CODES: 0, BLOCK_SCALES: 0, TRANSPOSED: 1}
 
 
 class StoredWeight(NamedTuple):
-    """Views of a module's buffers: W, or of int8 W H, is (decoded) codes · scale."""
+    """Views of a module's buffers: W, or of int8 H W H, is (decoded) codes · scale."""
 
     codes: Tensor  # FP8 or INT8 [N, K]; of nvfp4, uint8 [N, K/2]
     scale: Tensor  # fp32 [] or [N, 1]
@@ -88,9 +87,12 @@ class StoredWeight(NamedTuple):
         return n, k if self.block_scales is None else 2 * k
 
     @property
-    def rotation(self) -> int:
-        """Columns rotated together (`int8.py`); 1: none."""
-        return rotation_size(self.shape[1]) if self.codes.dtype == INT8.dtype else 1
+    def rotations(self) -> tuple[int, int]:
+        """Rows and columns rotated together (`int8.py`); 1: none."""
+        if self.codes.dtype != INT8.dtype:
+            return 1, 1
+        n, k = self.shape
+        return rotation_size(n), rotation_size(k)
 
     def for_fprop(self) -> Tensor:
         """Return FP8 or INT8 codes [N, K], to be multiplied by `scale`."""
@@ -105,7 +107,10 @@ class StoredWeight(NamedTuple):
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return W [N, K] in `dtype`."""
         values = dequantize(self.for_fprop(), self.scale, PER_ROW if self.scale.ndim else PER_TENSOR, dtype)
-        return values if self.rotation == 1 else rotate(values, self.rotation)
+        rows, columns = self.rotations
+        if columns > 1:
+            values = rotate(values, columns)
+        return values if rows == 1 else rotate(values.t(), rows).t().contiguous()
 
 
 def quantize_weight(weight: Tensor, config: FP8LinearConfig) -> StoredWeight:
@@ -114,6 +119,8 @@ def quantize_weight(weight: Tensor, config: FP8LinearConfig) -> StoredWeight:
         codes, block_scales, scale = nvfp4.quantize(weight)
         return StoredWeight(codes, scale, None, block_scales)
     granularity = PER_ROW if config.weight_has_row_scales else PER_TENSOR
+    if config.weight_format == INT8.name:
+        weight = rotate(weight.detach().t(), rotation_size(len(weight))).t()
     codes, scale, _ = quantize(weight, config.weight_format, granularity)
     return StoredWeight(codes, scale)
 
@@ -296,7 +303,7 @@ def multiply(
     forward: bool = False,
     rotation: int = 1,
 ) -> Tensor:
-    """Return (a)(weight · scale)ᵀ + bias, [..., N], in INT8 rotated in blocks of `rotation`.
+    """Return (a)(weight · scale)ᵀ + bias, [..., N], in INT8 rotated in blocks of `rotation` before the bias.
 
     It is not a view, which could not leave an autograd function.
     """
@@ -315,15 +322,16 @@ def fprop(
     weight: StoredWeight,
     bias: Tensor | None,
     dtype: torch.dtype,
-    is_rotated: bool = False,
 ) -> Tensor:
-    """Return y = x Wᵀ + b, without a gradient; `is_rotated`: x by `weight.rotation`."""
+    """Return y = x Wᵀ + b, without a gradient."""
+    rows, columns = weight.rotations
     if quantized is not None:
-        return multiply(quantized, weight.for_fprop(), weight.scale, bias, dtype, forward=True)
-    if weight.rotation > 1 and not is_rotated:
-        x = rotate(x, weight.rotation)
-    y: Tensor = weight_only_linear(x, weight.for_fprop(), weight.scale, bias, dtype)
-    return y
+        return multiply(quantized, weight.for_fprop(), weight.scale, bias, dtype, forward=True, rotation=rows)
+    if weight.rotations == (1, 1):
+        y: Tensor = weight_only_linear(x, weight.for_fprop(), weight.scale, bias, dtype)
+        return y
+    y = rotate(weight_only_linear(rotate(x, columns), weight.for_fprop(), weight.scale, None, dtype), rows)
+    return y if bias is None else y + bias.to(dtype)
 
 
 def dgrad(
@@ -337,13 +345,11 @@ def dgrad(
     """Return dx = dy W [..., K]; `quantized` is dy times W's row scales, cast; `unit` a cached `unit_scale`."""
     if not in_fp8 or config.grad_format == "bf16":
         return grad @ weight.dequantize(grad.dtype)
-    factors = weight.scale.reshape(-1) if weight.scale.ndim == 2 else None
-    if quantized is None and config.grad_format == INT8.name:
-        quantized = Quantized(*quantize_int8(grad.detach(), 1, factors), PER_ROW)
-    elif quantized is None:
+    if quantized is None:
+        factors = weight.scale.reshape(-1) if weight.scale.ndim == 2 else None
         quantized = quantize(grad, config.grad_format, Granularity(config.input_granularity), factors)
     unit = unit_scale(weight.scale) if unit is None else unit
-    return multiply(quantized, weight.for_dgrad(), unit, None, grad.dtype, rotation=weight.rotation)
+    return multiply(quantized, weight.for_dgrad(), unit, None, grad.dtype, rotation=weight.rotations[1])
 
 
 def wgrad(grad: Tensor, x: Quantized, config: FP8LinearConfig) -> Tensor:

@@ -31,26 +31,37 @@ def code_format(fmt: str) -> Format:
 
 
 def codes_of(
-    values: Tensor, fmt: str, granularity: str, group_size: int = 128, rotates: bool = True
+    values: Tensor, fmt: str, granularity: str, group_size: int = 128, factors: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Codes and scale of values [..., K]; both of shape [0] where format or granularity is "none"."""
+    """Codes and scale of values [..., K], rotated in INT8, times `factors` fp32 [K].
+
+    Both have shape [0] where format or granularity is "none".
+    """
     if "none" in (fmt, granularity):
         return values.new_empty(0, dtype=code_format(fmt).dtype), values.new_empty(0, dtype=torch.float32)
     if fmt == INT8.name:
-        codes, scale, _ = quantize_int8(values, rotation_size(values.shape[-1]) if rotates else 1)
+        codes, scale, _ = quantize_int8(values, rotation_size(values.shape[-1]), factors)
     else:
+        values = values if factors is None else values.to(torch.float32) * factors
         codes, scale, _ = quantize(values, fmt, Granularity(granularity, group_size))
     return codes.contiguous(), scale.contiguous()
 
 
 def cast_of(
-    kind: str | None, values: Tensor, coded: tuple[Tensor, ...], granularity: str, group_size: int = 128
+    kind: str | None,
+    values: Tensor,
+    coded: tuple[Tensor, ...],
+    granularity: str,
+    group_size: int = 128,
+    factors: Tensor | None = None,
 ) -> tuple[Cast, ...]:
-    """The declared cast of values to (codes, scale); none where they have shape [0]."""
+    """The declared cast of values to (codes, scale), as `codes_of` makes them; none where they have shape [0]."""
     codes, scale = coded
     if codes.dtype == INT8.dtype:
         values = rotate(values, rotation_size(values.shape[-1]))
-    return (Cast(kind, values, codes, scale, Granularity(granularity, group_size)),) if codes.numel() else ()
+    if not codes.numel():
+        return ()
+    return (Cast(kind, values, codes, scale, Granularity(granularity, group_size), factors),)
 
 
 def values_of(x: Tensor, scale: Tensor | None, group_size: int, dtype: torch.dtype) -> Tensor:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from coat_core.casts import GRADIENT, Cast, declares
-from coat_core.granularity import Granularity
 from coat_core.ops.codes import cast_of, codes_of, values_of, with_adapter
 from coat_core.ops.dispatch import operator
 from coat_core.ops.norm import rms_norm, rms_norm_backward
@@ -73,13 +72,13 @@ def gated_sum_backward(
 
     result' is values of `dtype`, or FP8 codes with the scale of 1×G groups or of all; None where neither dgate nor a
     norm needs it. Returns dy of `dtype`, with a norm computed in fp32 and rounded once; the codes of dy·factors, fp32
-    [D] or None, which INT8 does not rotate; their scale; dgate fp32 [B, D], or of shape [0] without result.
+    [D] or None; their scale; dgate fp32 [B, D], or of shape [0] without result.
     """
     if result is None:
         assert weight is None, "the gradient of a norm needs what it normed"
         dy = (grad * gate[:, None]).to(dtype).contiguous()
         dgate = gate.new_empty(0, dtype=torch.float32)
-        return dy, *_codes(dy, factors, fmt, granularity), dgate
+        return dy, *codes_of(dy, fmt, granularity, factors=factors), dgate
     values = values_of(result, result_scale, group_size, dtype).to(torch.float32)
     g = grad.to(torch.float32)
     if weight is None:
@@ -89,16 +88,9 @@ def gated_sum_backward(
         dy, z = rms_norm_backward(g * (gate.to(torch.float32)[:, None] * of_norm), values, eps)
         values = z * of_norm
     dy = dy.to(dtype).contiguous()
-    return dy, *_codes(dy, factors, fmt, granularity), (g * values).sum(1)
-
-
-def _codes(dy: Tensor, factors: Tensor | None, fmt: str, granularity: str) -> tuple[Tensor, Tensor]:
-    values = dy if factors is None else dy.to(torch.float32) * factors
-    return codes_of(values, fmt, granularity, rotates=False)
+    return dy, *codes_of(dy, fmt, granularity, factors=factors), (g * values).sum(1)
 
 
 @declares(gated_sum_backward)
 def _(out: Any, a: Any) -> tuple[Cast, ...]:
-    if a.granularity == "none":
-        return ()
-    return (Cast(GRADIENT, out[0], out[1], out[2], Granularity(a.granularity), a.factors),)
+    return cast_of(GRADIENT, out[0], out[1:3], a.granularity, factors=a.factors)

@@ -23,6 +23,7 @@ from coat_core.ops.device import (
     add_low_rank,
     contiguous,
     load_saved,
+    rotated,
     rounded,
     rstd_of,
     saved_groups,
@@ -147,6 +148,7 @@ def _gated_sum_bwd_kernel(
     GROUP: tl.constexpr,
     DTYPE: tl.constexpr,
     FORMAT_MAX: tl.constexpr,
+    STAGES: tl.constexpr,
     R: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -178,6 +180,7 @@ def _gated_sum_bwd_kernel(
         tl.store(dy_ptr + offsets, dy, mask=inside)
         if result_ptr is not None:
             dgate += g * normed
+        dy = rotated(dy, STAGES)
         if factor_ptr is not None:
             dy *= tl.load(factor_ptr + columns, mask=columns < D, other=0.0)
         store_row_codes(dy, codes_ptr, code_scale_ptr, rows, place < S, offsets, inside, FORMAT_MAX, 0)
@@ -240,6 +243,7 @@ def gated_sum_backward(a: Any) -> tuple[Tensor, ...]:
         GROUP=group,
         DTYPE=TL_DTYPES[a.dtype],
         FORMAT_MAX=codes.format_max,
+        STAGES=codes.stages,
         **constants,
     )
     dy = finished(dy, a.dtype)

@@ -65,15 +65,14 @@ def transpose_codes(codes: Tensor) -> Tensor:
 
 @operator("coat::quantize_int8")
 def quantize_int8(x: Tensor, size: int, factors: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return INT8 codes of x H [..., K] and their scale fp32 [..., 1]: `int8.quantize_int8`."""
+    """Return INT8 codes of x H·factors [..., K] and their scale fp32 [..., 1]: `int8.quantize_int8`."""
     codes, scale, _ = int8.quantize_int8(x, size, factors)
     return codes.contiguous(), scale.contiguous()
 
 
 @declares(quantize_int8)
 def _(out: Any, a: Any) -> Cast:
-    values = a.x if a.factors is None else a.x.to(torch.float32) * a.factors
-    return Cast(None, int8.rotate(values, a.size), out[0], out[1], PER_ROW)
+    return Cast(None, int8.rotate(a.x, a.size), out[0], out[1], PER_ROW, a.factors)
 
 
 @operator("coat::rotate")
@@ -96,7 +95,7 @@ declares(decode_nvfp4)(lambda out, a: Cast(None, a.codes, out, a.block_scales, P
 def quantize(
     x: Tensor, fmt: str = "e4m3", granularity: Granularity = PER_TENSOR, factors: Tensor | None = None
 ) -> Quantized:
-    """`quantize.quantize` to the bit by the device's kernel, or "int8"; factors fp32 [K] multiply x first."""
+    """`quantize.quantize` to the bit by the device's kernel, or "int8"; factors fp32 [K] multiply x, or x H."""
     if x.ndim == 0 or x.numel() == 0 or not x.is_floating_point():
         rule = "must be floating, non-empty, with a last dimension"
         raise ValueError(f"x of shape {tuple(x.shape)} and {x.dtype}: {rule}")

@@ -223,7 +223,10 @@ def quantize_and_save(a: Any) -> tuple[Tensor, ...]:
 @triton.jit
 def _load_rotated(row_ptr, factor_ptr, start, K, STAGES: tl.constexpr, BLOCK: tl.constexpr):
     columns = start + tl.arange(0, BLOCK)
-    return rotated(load_scaled(row_ptr, factor_ptr, columns, columns, columns < K), STAGES)
+    x = rotated(tl.load(row_ptr + columns, mask=columns < K, other=0.0).to(tl.float32), STAGES)
+    if factor_ptr is not None:
+        x *= tl.load(factor_ptr + columns, mask=columns < K, other=0.0)
+    return x
 
 
 @triton.jit

@@ -85,7 +85,7 @@ def int8_mm(
 ) -> Tensor:
     """`scaled_mm` of INT8 codes: exact in int32 up to K = 133,144; then fp32, each product and the bias rounded.
 
-    At last rows are rotated in blocks of `rotation` (`int8.rotate`), as the gradient of a rotated x is.
+    Before the bias rows are rotated in blocks of `rotation` (`int8.rotate`), as the product with a rotated W is.
     """
     check_sizes(b)
     padded = a
@@ -95,10 +95,10 @@ def int8_mm(
         whole = a.double() @ b.t().double()
     else:
         whole = torch._int_mm(padded, b.t())[: len(a)]
-    product = whole.to(torch.float32) * a_scale * b_scale.reshape(-1)
+    product = rotate(whole.to(torch.float32) * a_scale * b_scale.reshape(-1), rotation)
     if bias is not None:
         product = product + bias.to(torch.float32)
-    return rotate(product, rotation).to(out_dtype, copy=True)
+    return product.to(out_dtype, copy=True)
 
 
 @functools.cache

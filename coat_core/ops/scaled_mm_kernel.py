@@ -32,7 +32,9 @@ TILES_IN_A_COLUMN = 8  # that follow each other, so that they share columns of b
 
 
 @triton.jit
-def _store_tile(y, y_ptr, rows, columns, M, N):
+def _store_tile(y, bias_ptr, y_ptr, rows, columns, M, N):
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
     places = y_ptr + rows.to(tl.int64)[:, None] * N + columns[None, :]
     tl.store(places, y, mask=(rows < M)[:, None] & (columns < N)[None, :])
 
@@ -83,16 +85,14 @@ def _int8_mm_fwd_kernel(
     a_scale = tl.load(a_scale_ptr + rows, mask=rows < M, other=0.0)
     b_scale = tl.load(b_scale_ptr + columns * b_scale_stride, mask=columns < N, other=0.0)
     y = total.to(tl.float32) * a_scale[:, None] * b_scale[None, :]
-    if bias_ptr is not None:
-        y += tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
     if STAGES == 0:
-        _store_tile(y, y_ptr, rows, columns, M, N)
+        _store_tile(y, bias_ptr, y_ptr, rows, columns, M, N)
     else:  # one half after the other: the whole tile and what the rotation needs would spill
         HALF: tl.constexpr = BLOCK_M // 2
         halves = tl.split(tl.permute(tl.reshape(y, (2, HALF, BLOCK_N)), (1, 2, 0)))
         for half in tl.static_range(2):
             rows = row + half * HALF + tl.arange(0, HALF)
-            _store_tile(rotated(halves[half], STAGES), y_ptr, rows, columns, M, N)
+            _store_tile(rotated(halves[half], STAGES), bias_ptr, y_ptr, rows, columns, M, N)
 
 
 @launcher(operators.int8_mm)

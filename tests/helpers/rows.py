@@ -10,7 +10,7 @@ import torch
 from diffusers.models.normalization import RMSNorm
 from torch import Tensor
 
-from coat_core.casts import GRADIENT, declarations
+from coat_core.casts import declarations
 from coat_core.formats import format_of
 from coat_core.granularity import PER_TENSOR, per_group
 from coat_core.int8 import quantize_int8, rotate, rotation_size
@@ -101,9 +101,8 @@ def assert_casts(op: Any, results: Any, args: tuple[Any, ...], *values: Tensor) 
     casts = declarations[op._qualname](moved(results, "cpu"), *moved(args, "cpu"))
     assert len(casts) == sum(x.dtype.itemsize == 1 and x.numel() > 0 for x in tensors_in(results))
     for cast, wanted in zip(casts, values or [cast.values for cast in casts], strict=True):
-        if cast.codes.dtype == torch.int8:  # declared values are rotated, unless they are a gradient
-            size = 1 if cast.kind == GRADIENT else rotation_size(wanted.shape[-1])
-            wanted = rotate(wanted, size) if values else wanted
+        if cast.codes.dtype == torch.int8:  # declared values are rotated
+            wanted = rotate(wanted, rotation_size(wanted.shape[-1])) if values else wanted
             expected = quantize_int8(cast.values, 1, cast.factors)
         else:
             multiplied = cast.values if cast.factors is None else cast.values.float() * cast.factors

@@ -76,7 +76,11 @@ def note_weight(module: nn.Module, weight: Tensor, config: FP8LinearConfig) -> N
     if weight.is_meta:
         return
     stored = load_weight(module, config)
-    values, codes, scale = sampled(weight.detach(), stored.for_fprop(), stored.scale)
-    values = rotate(values.to(scale.device), stored.rotation)
+    rows, columns = stored.rotations  # of INT8 whole blocks of rows, which were rotated together
+    blocks = (
+        x.reshape(len(x) // rows, -1) if x.ndim else x for x in (weight.detach(), stored.for_fprop(), stored.scale)
+    )
+    values, codes, scale = (x.reshape(-1, x.shape[-1] // rows) if x.ndim else x for x in sampled(*blocks))
+    values = rotate(rotate(values.to(scale.device), columns).t(), rows).t()
     measured = measure_cast(values, codes, scale, PER_ROW if scale.ndim else PER_TENSOR)
     setattr(module, WEIGHT_PRECISION, " ".join(map(repr, measured.tolist())))

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 from coat_core.config import FP8LinearConfig
 from coat_core.granularity import Storage
+from coat_core.int8 import rotation_size
 from coat_core.linear.function import (
     OUTPUT_DIM,
     StoredWeight,
@@ -51,7 +52,7 @@ from coat_core.linear.function import (
 from coat_core.linear.module import FP8Linear, FP8TrainableLinear
 from coat_core.ops.codes import product
 from coat_core.ops.lora import lora_up_gradients
-from coat_core.ops.scaled_mm import row_scale
+from coat_core.ops.scaled_mm import row_scale, weight_only_linear
 from coat_core.quantize import Quantized
 
 from ..lora import NotFusable, PlainAdapter, plain_adapters
@@ -84,7 +85,7 @@ class FrozenLinear:
         self.input_storage: Storage | None = None
         self.grad_storage: Storage | None = None
         self.grad_factors: Tensor | None = None
-        self.rotation = weight.rotation if isinstance(weight, StoredWeight) else 1  # of x with an INT8 weight
+        self.rotations = weight.rotations if isinstance(weight, StoredWeight) else (1, 1)  # of y and x
         self._of_fprop = weight
         self._unit: Tensor | None = None
         if config is None or not in_fp8:
@@ -101,8 +102,8 @@ class FrozenLinear:
         if config.grad_format != "bf16" and not makes_row_scales:
             self.grad_storage = Storage(config.grad_format, self.input_storage.granularity)
 
-    def forward(self, x: Tensor, quantized: Quantized | None, is_rotated: bool = False) -> Tensor:
-        """Return x Wᵀ + b; `quantized` is x by `input_storage`, None where that is; `is_rotated`: x by `rotation`."""
+    def forward(self, x: Tensor, quantized: Quantized | None) -> Tensor:
+        """Return x Wᵀ + b; `quantized` is x by `input_storage`, None where that is."""
         if self.adopted is not None:  # as in training; for rows x [B, K], which modulate, as x asks for it
             return own_product(self.adopted, x, x.ndim > 2 or x.requires_grad)
         weight = self._of_fprop
@@ -110,7 +111,14 @@ class FrozenLinear:
             if self.config is None:
                 return torch.nn.functional.linear(x, weight, self.bias)
             weight = quantize_weight(weight, self.config)
-        return fprop(x, quantized, weight, self.bias, compute_dtype(x), is_rotated)
+        return fprop(x, quantized, weight, self.bias, compute_dtype(x))
+
+    def rotated_product(self, x: Tensor) -> Tensor:
+        """Return y - b rotated, for x rotated, of an INT8 weight and few rows: `rotations` says in what blocks."""
+        weight = self.weight
+        assert isinstance(weight, StoredWeight)
+        y: Tensor = weight_only_linear(x, weight.codes, weight.scale, None, compute_dtype(x))
+        return y
 
     def dgrad(self, grad: Tensor, quantized: Quantized | None = None) -> Tensor:
         """Return dy W; `quantized` is dy by `grad_storage`, if its producer quantized it."""
@@ -155,15 +163,18 @@ def _joined(modules: Sequence[Any], bases: Sequence[Any]) -> Sequence[Any]:
             return bases
         if base.config != first.config or base.in_fp8 != first.in_fp8 or (base.bias is None) != (first.bias is None):
             return bases
-        if base.weight.scale.device != first.weight.scale.device:
+        if base.weight.scale.device != first.weight.scale.device or base.rotations != first.rotations:
             return bases
     row_wise = replace(first.config, weight_granularity="per_row")  # each linear's scale is that of its rows
     if first.in_fp8 and fp8_gemm_obstacle(first.weight.scale.device, row_wise) is not None:
         return bases
-    buffers = {name: join_buffers(modules, name, dim) for name, dim in OUTPUT_DIM.items()}
     scales = [base.weight.scale.reshape(-1, 1).expand(base.weight.shape[0], 1) for base in bases]
+    scale = torch.cat(scales)
+    if first.rotations[0] not in (1, rotation_size(len(scale))):  # of INT8; widths like 64, four of which make 256
+        return bases
+    buffers = {name: join_buffers(modules, name, dim) for name, dim in OUTPUT_DIM.items()}
     bias = None if first.bias is None else torch.cat([base.bias for base in bases])
-    return [FrozenLinear(as_stored(buffers, torch.cat(scales), first.config), bias, first.config, first.in_fp8)]
+    return [FrozenLinear(as_stored(buffers, scale, first.config), bias, first.config, first.in_fp8)]
 
 
 def join_buffers(modules: Sequence[nn.Module], name: str, dim: int) -> Tensor | None:

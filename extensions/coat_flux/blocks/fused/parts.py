@@ -427,7 +427,9 @@ def modulate_ahead(modulations: Sequence[Modulation], temb: Tensor | None) -> No
     for modulation in modulations:
         linear = modulation.linear
         if len(linear.all_adapters) == 1 and linear.strengths is None and linear.input_storage is None:
-            groups.setdefault((linear.widths, linear.rank, linear.dtype), []).append(modulation)
+            base = linear.bases[0]
+            key = linear.widths, linear.rank, linear.dtype, base.rotations, base.bias is None
+            groups.setdefault(key, []).append(modulation)
     for alike in groups.values():
         linears: list[LinearGroup] = []
         parameters: list[nn.Parameter] = []
@@ -481,12 +483,12 @@ class _Together(torch.autograd.Function):
         downs: list[Tensor] = []
         ups: list[Tensor] = []
         parameters: list[nn.Parameter] = []
-        inputs = {1: x}  # by rotation
+        outputs, inputs = linears[0].bases[0].rotations
+        is_rotated = outputs * inputs > 1  # INT8 weights
+        read = rotate(x, inputs) if is_rotated else x
         for linear in linears:
             base = linear.bases[0]
-            if base.rotation not in inputs:
-                inputs[base.rotation] = rotate(x, base.rotation)
-            y = base.forward(inputs[base.rotation], None, is_rotated=True)
+            y = base.rotated_product(read) if is_rotated else base.forward(x, None)
             down, up = linear.matrices(y.dtype)
             ys.append(y)
             downs.append(down)
@@ -497,7 +499,12 @@ class _Together(torch.autograd.Function):
         kept.add("rows", x, h)
         kept.save(ctx, parameters)
         ctx.linears, ctx.parameters, ctx.leaves = linears, parameters, len(leaves)
-        return torch.baddbmm(torch.stack(ys), h, torch.stack(ups).transpose(1, 2)).unbind()
+        y = torch.stack(ys)
+        if is_rotated:
+            y = rotate(y, outputs)
+            if base.bias is not None:
+                y += torch.stack([linear.bases[0].bias for linear in linears])[:, None]
+        return torch.baddbmm(y, h, torch.stack(ups).transpose(1, 2)).unbind()
 
     @staticmethod
     @first_order_only
