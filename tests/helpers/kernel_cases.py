@@ -107,18 +107,17 @@ def _weight_only_cases() -> None:
     case("quantize int8", quantize_int8, _rows(HIDDEN + MLP), 256, None)
     case("quantize int8 of blocks of 64", quantize_int8, _empty(TOKENS, 64), 64, None)
     case("quantize int8 fp32", quantize_int8, _empty(8, HIDDEN, dtype=FP32), 256, None)
-    case("quantize int8 with factors", quantize_int8, _empty(TOKENS, wide), 1, _empty(wide, dtype=FP32))
+    case("quantize int8 with factors", quantize_int8, _empty(TOKENS, wide), 256, _empty(wide, dtype=FP32))
     codes, scale = _empty(6 * HIDDEN, HIDDEN, dtype=INT8), _empty(6 * HIDDEN, 1, dtype=FP32)
     case("dequantize per row int8", dequantize, codes, scale, "per_row", 128, BF16)
     for batch in (1, 4):
         case(f"weight only, batch {batch} int8", weight_only_linear, _empty(batch, HIDDEN), codes, scale, bias, BF16)
     for m, n, k in ((TOKENS, wide, HIDDEN), (512, HIDDEN, MLP)):
         a, b = ((_empty(rows, k, dtype=INT8), _empty(rows, 1, dtype=FP32)) for rows in (m, n))
-        case(f"int8 gemm {m}x{n}x{k}", int8_mm, *a, *b, None, BF16)
-        case(f"int8 gemm {m}x{n}x{k} and bias", int8_mm, *a, *b, _empty(n), BF16)
-    turned, one = _empty(HIDDEN, MLP, dtype=INT8).t(), _empty(dtype=FP32)
-    grad = _empty(TOKENS, HIDDEN, dtype=INT8), _empty(TOKENS, 1, dtype=FP32)
-    case("int8 gemm, dgrad", int8_mm, *grad, turned, one, None, BF16)
+        for rotation in (64, 256):
+            how = BF16, True, rotation
+            case(f"int8 gemm {m}x{n}x{k} rotated by {rotation}", int8_mm, *a, *b, None, *how)
+            case(f"int8 gemm {m}x{n}x{k} rotated by {rotation}, and bias", int8_mm, *a, *b, _empty(n), *how)
     codes, scales = (_empty(3 * HIDDEN, HIDDEN // size, dtype=torch.uint8) for size in (2, 16))
     case("decode nvfp4", decode_nvfp4, codes, scales, False)
     case("decode nvfp4, transposed", decode_nvfp4, codes, scales, True)
@@ -330,10 +329,10 @@ def _int8_cases() -> None:
         adapted = wide[..., 3 * HIDDEN :], _rows(4 * rank)[..., 3 * rank :], _empty(MLP, rank)
         down = _empty(rank, HIDDEN + MLP)
         case(f"int8: mlp and down-projection, rank {rank}", mlp_activation_down, x, *adapted, down, *how, BF16)
-    codes, one = _empty(HIDDEN, MLP, dtype=INT8), _empty(dtype=FP32)
+    turned, one = _empty(MLP, HIDDEN, dtype=INT8).t(), _empty(dtype=FP32)
     for rows in (TOKENS, 512):
         grad = _empty(rows, MLP, dtype=INT8), _empty(rows, 1, dtype=FP32)
-        case(f"int8: gemm, dgrad rotated, {rows} rows", int8_mm, *grad, codes, one, None, BF16, False, 256)
+        case(f"int8: gemm, dgrad, {rows} rows", int8_mm, *grad, turned, one, None, BF16, False, 256)
 
 
 for add_cases in (
