@@ -103,7 +103,7 @@ def int8_mm(a: Any) -> Tensor:
     y = empty_values((m, n), a.out_dtype, left.device)
     is_wide = n_blocks(m, WIDE[0]) * n_blocks(n, WIDE[1]) >= PROGRAMS
     block_m, block_n, block_k, num_warps, num_stages = WIDE if is_wide else NARROW
-    if a.rotation > block_n:
+    if a.rotation > 1:
         block_m, block_n, block_k, num_warps, num_stages = ROTATED_WIDE if is_wide else ROTATED_NARROW
     launch(
         _int8_mm_fwd_kernel,

@@ -16,7 +16,9 @@ from coat_core.int8 import quantize_int8, rotate
 from coat_core.linear.function import BUFFERS, keep_transposed, load_weight, store_weight, stored_bytes
 from coat_core.ops.quantize import quantize
 from coat_core.quantize import sqnr_db
+from coat_flux.blocks.fused.chooser import fused_block
 from coat_flux.blocks.fused.linears import join_buffers, read_group
+from coat_flux.blocks.fused.parts import modulate_ahead
 from coat_flux.trainers.standalone.network import lora_parameters
 from tests.helpers.asserts import assert_all_bitwise, assert_bitwise, assert_sqnr
 from tests.helpers.flux import coat_flux_model, predict
@@ -101,11 +103,14 @@ def linear_inputs(kind: str, m: int, k: int, n: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("kind", ["gaussian", "outlier channels", "after GELU"])
 def test_int8_is_nearer_to_high_precision_than_e4m3(kind: str) -> None:
-    x, weight = linear_inputs(kind, 32, 1024, 64)
-    dy = torch.randn(32, 64)
+    """With outlier channels in dy, too, which it is rotated against as x is."""
+    x, weight = linear_inputs(kind, 32, 1024, 256)
+    dy = torch.randn(32, 256)
+    if kind == "outlier channels":
+        dy[:, ::100] *= 100
     errors = []
     for config in (INT8, FP8LinearConfig(weight_granularity="per_row")):
-        linear = nn.Linear(1024, 64, False)
+        linear = nn.Linear(1024, 256, False)
         linear.weight.data.copy_(weight)
         leaf = x.clone().requires_grad_()
         y = FP8Linear.from_linear(linear, config)(leaf)
@@ -212,6 +217,22 @@ def test_gradients_of_tiny_flux_in_int8_come_near_those_without_coat(monkeypatch
     assert "INT8, forward int8, backward int8" in table
     for name, value in gradients.items():
         assert_sqnr(exact[name], value, INT8_FLUX_FLOOR_DB)
+
+
+def test_modulations_of_int8_weights_are_the_same_together() -> None:
+    in_int8 = {"weight": {"format": "int8"}, "activation": {"format": "int8"}, "memory": {"checkpointing": "none"}}
+    model, *_ = coat_flux_model(in_int8, dtype=torch.float32)
+    temb = torch.randn(2, 64)
+    for block in (model.transformer_blocks[0], model.single_transformer_blocks[0]):
+        modulations = fused_block(block).modulations
+        for modulation in modulations:
+            assert modulation.linear.bases[0].rotations[0] > 1
+            torch.nn.init.normal_(modulation.linear.bases[0].bias)
+        alone = [modulation(temb) for modulation in modulations]
+        modulate_ahead(modulations, temb)
+        for modulation, expected in zip(modulations, alone, strict=True):
+            assert modulation.vectors is not None
+            assert_sqnr(expected.detach(), modulation(temb).detach(), FP32_ORDER_FLOOR_DB)
 
 
 def test_int8_keeps_the_bytes_of_fp8_for_backward() -> None:
@@ -337,5 +358,8 @@ def test_linears_of_other_settings_stay_apart() -> None:
     group = linears(16, 32)
     group[1].config = FP8LinearConfig(use_fp8_gemm=False)
     assert len(read_group(group, join=True).bases) == 2
+    for widths, joins in (((16, 64), False), ((64, 64, 64, 64), False), ((64, 64, 64), True)):  # blocks of a rotation
+        group = [make(INT8, width)[0] for width in widths]
+        assert len(read_group(group, join=True).bases) == (1 if joins else len(widths)), widths
     plain = [nn.Linear(32, 16).requires_grad_(False) for _ in range(2)]
     assert len(read_group(plain, join=True).bases) == 2

@@ -2,9 +2,8 @@
 
     neighbours            where the product asked for is refused or wrong: FP8 with the other scaling, INT8 with
                           `fallback: int8`, else bf16; with `fallback: error` none of them
-    weight.format: auto   e4m3, or INT8, the more precise but for outlier channels in dy: the one whose two
-                          products of a linear, with casts and rotation, take less time at the run's sizes, timed
-                          before the load
+    weight.format: auto   e4m3, or INT8, the more precise: the one whose two products of a linear, with casts and
+                          rotation, take less time at the run's sizes, timed before the load
 
 Times are kept by card and versions; a resumed run keeps its format.
 """
