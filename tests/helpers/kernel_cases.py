@@ -111,7 +111,7 @@ def _weight_only_cases() -> None:
     codes, scale = _empty(6 * HIDDEN, HIDDEN, dtype=INT8), _empty(6 * HIDDEN, 1, dtype=FP32)
     case("dequantize per row int8", dequantize, codes, scale, "per_row", 128, BF16)
     for batch in (1, 4):
-        case(f"weight only, batch {batch} int8", weight_only_linear, _empty(batch, HIDDEN), codes, scale, bias, BF16)
+        case(f"weight only, batch {batch} int8", weight_only_linear, _empty(batch, HIDDEN), codes, scale, None, BF16)
     for m, n, k in ((TOKENS, wide, HIDDEN), (512, HIDDEN, MLP)):
         a, b = ((_empty(rows, k, dtype=INT8), _empty(rows, 1, dtype=FP32)) for rows in (m, n))
         for rotation in (64, 256):
