@@ -23,8 +23,6 @@ INSTALL_REQUIRES = [
     "pyyaml>=6.0.1; python_version < '3.13'",
     "pyyaml>=6.0.2; python_version >= '3.13'",
     "oyaml>=1.0",
-    "matplotlib>=3.8; python_version < '3.13'",
-    "matplotlib>=3.9.2; python_version >= '3.13'",
     "numpy>=1.26; python_version < '3.13'",
     "numpy>=2.1; python_version >= '3.13'",
     "packaging>=23",
@@ -51,6 +49,7 @@ EXTRAS_REQUIRE = {
         "bitsandbytes>=0.45; platform_system == 'Linux'",
         "hypothesis>=6.100",
         "lion-pytorch>=0.2",
+        "matplotlib>=3.9.2",  # scripts/bench_memory.py --picture
         "ml_dtypes>=0.5",
         "mypy>=1.15",
         "optuna>=4.0",

@@ -6,7 +6,6 @@ import errno
 import json
 import mmap
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -251,11 +250,11 @@ def test_bars_have_what_is_not_known_of_an_allocator_and_not_of_resident_memory(
     assert (unit, bars["step"], expected) == ("GB", {"transformer": 12.0, "lora": 1.0, **rest}, {"step": 19.0})
 
 
-def _finished(tmp_path: Path, job: Any, *, table: bool = True) -> tuple[list[str], dict[str, Any]]:
+def _finished(tmp_path: Path, job: Any) -> tuple[list[str], dict[str, Any]]:
     tracker = PhaseTracker(torch.device("cpu"), tmp_path / "memory.json")
     tracker.enter("load")
     lines: list[str] = []
-    finish(tracker, job, lines.append, lines.append if table else None)
+    finish(tracker, job, lines.append)
     return lines, record_in(tmp_path)
 
 
@@ -268,22 +267,12 @@ def test_a_job_that_cannot_be_predicted_is_one_line(tmp_path: Path) -> None:
     reason = "ConfigError: job.yaml: 2 problems a.b=1: no"
     assert record["prediction"] == {"missing": reason}
     assert line.splitlines()[-1].endswith(f"({reason})")
-    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_without_matplotlib_the_run_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    (line,), _ = _finished(tmp_path, _refuse, table=False)
-    assert line.startswith("Memory report: coat/memory.png is left out: ")
-    assert not (tmp_path / "memory.png").exists()
 
 
 def test_other_processes_say_nothing() -> None:
     tracker = PhaseTracker(torch.device("cpu"), None)
     tracker.enter("load")
-    finish(tracker, _refuse, lambda line: pytest.fail(line), lambda line: pytest.fail(line))
+    finish(tracker, _refuse, lambda line: pytest.fail(line))
     assert tracker.forecast is None
 
 

@@ -1,57 +1,34 @@
-"""Memory of a run as a table and a picture, measurement next to prediction, from the JSON of `phases`."""
+"""Memory of a run as a table, measurement next to prediction, from the JSON of `phases`."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..base.files import write_file
 from ..base.text import GB, MB, columns
 from .phases import PhaseTracker
 
 if TYPE_CHECKING:
     from ..config.job import JobConfig
 
-COLOURS = {  # in the order of the bars, from below
-    "transformer": "#4c72b0",
-    "lora": "#dd8452",
-    "gradients": "#55a868",
-    "optimizer": "#c44e52",
-    "ema": "#8172b3",
-    "saved activations": "#937860",
-    "text encoders": "#da8bc3",
-    "vae": "#64b5cd",
-    "rest": "#d9d9d9",
-}
+PARTS = ("transformer", "lora", "gradients", "optimizer", "ema", "saved activations", "text encoders", "vae", "rest")
 
 
 def finish(
     tracker: PhaseTracker,
     job: Callable[[], JobConfig],
-    log: Callable[[str], None],
-    detail: Callable[[str], None] | None = None,
+    log: Callable[[str], None] | None,
 ) -> None:
-    """End a run's tracking: JSON with the prediction, table, picture."""
+    """End a run's tracking: JSON with the prediction, and the table to `log`."""
     if tracker.path is not None:
         tracker.forecast = forecast(job, tracker.device)
     tracker.close()
-    if tracker.path is None:
-        return
-    record = tracker.record()
-    if detail is not None:
-        title, rows, notes = tabulated(record)
-        detail("\n".join([title, *columns(rows), *notes]))
-    target = tracker.path.with_suffix(".png")
-    try:
-        write_file(target, picture(record))
-    except ImportError as error:
-        log(f"Memory report: coat/{target.name} is left out: {error}; pip install matplotlib")
-    except OSError as error:
-        log(f"Memory report: coat/{target.name} cannot be written ({error})")
+    if tracker.path is not None and log is not None:
+        title, rows, notes = tabulated(tracker.record())
+        log("\n".join([title, *columns(rows), *notes]))
 
 
 def forecast(make_job: Callable[[], JobConfig], device: torch.device) -> dict[str, Any]:
@@ -123,7 +100,7 @@ def tabulated(record: Mapping[str, Any]) -> tuple[str, list[list[str]], list[str
 
 def stacked(record: Mapping[str, Any]) -> tuple[str, dict[str, dict[str, float]], dict[str, float]]:
     """Memory of phases at their peak: unit, phase → part → size, phase → predicted size."""
-    parts = [part for part in COLOURS if part != "rest" or not record["baseline"]]
+    parts = [part for part in PARTS if part != "rest" or not record["baseline"]]
     phases = {name: {part: phase["parts"].get(part, 0) for part in parts} for name, phase in record["phases"].items()}
     predicted = (record["prediction"] or {}).get("phases", {})
     expected = {name: sum(predicted[name].values()) for name in phases if name in predicted}
@@ -131,34 +108,3 @@ def stacked(record: Mapping[str, Any]) -> tuple[str, dict[str, dict[str, float]]
     unit, scale = ("GB", GB) if most >= GB else ("MB", MB)
     bars = {name: {part: size / scale for part, size in held.items() if size} for name, held in phases.items()}
     return unit, bars, {name: size / scale for name, size in expected.items()}
-
-
-def picture(record: Mapping[str, Any]) -> bytes:
-    """`stacked` as a PNG; dashed lines mark the prediction. ImportError without matplotlib."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    unit, bars, expected = stacked(record)
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    below = [0.0] * len(bars)
-    for part, colour in COLOURS.items():
-        heights = [parts.get(part, 0.0) for parts in bars.values()]
-        if any(heights):
-            axes.bar(list(bars), heights, bottom=below, color=colour, label=part, width=0.6)
-            below = [low + height for low, height in zip(below, heights, strict=True)]
-    if expected:
-        places = [place for place, name in enumerate(bars) if name in expected]
-        ends = [place - 0.4 for place in places], [place + 0.4 for place in places]
-        axes.hlines(list(expected.values()), *ends, colors="black", linestyles="dashed", label="predicted")
-    axes.ticklabel_format(axis="y", style="plain")
-    axes.set_ylabel(f"{unit} at the phase's peak")
-    tensors = "the run's tensors" if record["baseline"] else record["method"]["memory"].split(";")[0]
-    axes.set_title(f"What memory holds ({tensors})")
-    axes.spines[["top", "right"]].set_visible(False)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), reverse=True, frameon=False)
-    png = io.BytesIO()
-    figure.savefig(png, format="png", dpi=120)
-    return png.getvalue()

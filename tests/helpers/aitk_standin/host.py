@@ -107,7 +107,7 @@ class Host:
 def fresh_host(root: Path) -> Iterator[Host]:
     """A stand-in in `root` with the extension linked; nothing of it stays in sys.modules or in our loggers.
 
-    For speed its runs draw no picture of their memory, and their files are not flushed to the disk.
+    For speed the files of its runs are not flushed to the disk.
     """
 
     def loaded() -> list[str]:
@@ -118,7 +118,6 @@ def fresh_host(root: Path) -> Iterator[Host]:
     before = {name: sys.modules.pop(name) for name in loaded()}
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(root))
-        patch.setattr("coat_flux.watch.memory_report.picture", lambda record: b"")
         patch.setattr("os.fsync", lambda file: None)
         yield Host(root)
     for name in loaded():

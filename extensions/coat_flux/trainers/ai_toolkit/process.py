@@ -317,7 +317,7 @@ class CoatFluxTrainer(HostTrainer):
         """Print the summary."""
         super().done_hook()
 
-        finish(self._phases, self._job_config, info, detail if self.coat.memory.log_memory_stats else None)
+        finish(self._phases, self._job_config, detail if self.coat.memory.log_memory_stats else None)
         peak = self._phases.peak / GB
         skipped = self._training.watch.guard.skipped
         skips = f", {skipped} updates skipped" if skipped else ""

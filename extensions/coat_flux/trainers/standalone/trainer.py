@@ -196,7 +196,7 @@ def _run(session: Session, observer: Observer | None) -> Path:
         log.info(describe_lowest(session.record["held_out_loss"], job.folder, job.name))
     else:
         log.info(f"validation loss {start:.6f} -> {end:.6f}")
-    finish(phases, lambda: job, log.info, log.detail if job.coat.memory.log_memory_stats else None)
+    finish(phases, lambda: job, log.detail if job.coat.memory.log_memory_stats else None)
     log.info(f"Saved the {'model' if job.full else 'LoRA'} to {path}")
     return path
 
