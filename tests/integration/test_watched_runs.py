@@ -188,8 +188,6 @@ def test_engine_run(place: dict[str, Path], capsys: pytest.CaptureFixture[str]) 
     most = phases["step"]["most"]
     assert most["lora"] == most["gradients"] == most["ema"] == lora
     assert 0.5 * lora < most["optimizer"] < 0.75 * lora  # two FP8 moments and their scales, of fp32
-    assert most["transformer"] == sum(record["transformer"].values())
-    assert record["transformer"]["fp8 codes"] > 0.5 * most["transformer"]
     assert phases["cache"]["most"]["text encoders"] > 0
     assert phases["step"]["most"]["text encoders"] == 0  # gone before the transformer came
     assert phases["sample"]["most"]["vae"] > 0
@@ -242,7 +240,7 @@ def test_process_in_ai_toolkit(host: Host, capsys: pytest.CaptureFixture[str]) -
     most = phases["step"]["most"]
     assert most["lora"] == most["gradients"] == lora
     assert set(most) == set(PARTS)
-    assert record["transformer"]["fp8 codes"] == 4 * 32 * 32
+    assert most["transformer"] < 3 * 4 * 32 * 32  # four linears in codes, the rest in fp32
     assert record["prediction"]["missing"].startswith("ConfigError: ")
     log = (host.save_folder / "coat" / "log.txt").read_text(encoding="utf-8")
     assert log.count("prediction: none for this run (ConfigError: ") == 1

@@ -21,7 +21,6 @@ USABLE_FRACTION = 0.92  # of a GPU's memory; the rest is left to CUDA's context,
 LEAST_MARGIN = 1.28e9  # bytes of that rest on a small card: what 16 GB leave
 FRAGMENTED = 0.04  # of a GPU's memory, lost between tensors; an assumption, as are the other two
 SAVED = "saved activations"
-KINDS = ("fp8 codes", "scales", "high precision")
 
 
 def module_tensors(module: nn.Module) -> Iterator[Tensor]:
@@ -73,19 +72,6 @@ class HeldParts:
         """Those counted under `part` that live."""
         owners = [reference() for reference in self._owners[part]]
         return [owner for owner in owners if owner is not None]
-
-    def transformer_kinds(self) -> dict[str, int]:
-        """The transformer's parameters and buffers, on the device and not trained, by kind; empty without one."""
-        kinds: dict[str, int] = {}
-        seen: set[int] = set()
-        for owner in self.owners("transformer"):
-            kinds = kinds or dict.fromkeys(KINDS, 0)
-            for name, x in (*owner.named_parameters(), *owner.named_buffers()):
-                if not x.requires_grad:
-                    kind = "fp8 codes" if x.element_size() == 1 else "high precision"
-                    kind = "scales" if "scale" in name.rpartition(".")[2] else kind
-                    kinds[kind] += _new_bytes(x, self._device, seen)
-        return kinds
 
 
 class HeldTensors(TorchDispatchMode):

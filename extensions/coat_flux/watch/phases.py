@@ -15,7 +15,6 @@
       }},
       "moments": {"before_training", "before_sampling", "after_sampling" (the last one): {
           "allocated", "reserved", "peak": since the start of the run}},
-      "transformer": {"fp8 codes", "scales", "high precision"} of its parameters and buffers,
       "prediction": null until the end; then {"peak", "phases": {name: {part: bytes}}} or {"missing": the reason}
     }
 
@@ -86,7 +85,6 @@ class PhaseTracker:
         self._phases: dict[str, dict[str, Any]] = {}  # as in the JSON, but for "rest"
         self._counts: dict[str, tuple[int, int]] = {}  # phase → counts of its parts, the most allocated at one
         self._moments: dict[str, dict[str, int]] = {}
-        self._kinds: dict[str, int] = {}
         self._now: str | None = None
         self._broken: str | None = None
         self._peak_before = 0  # of the process, before the phase
@@ -214,7 +212,6 @@ class PhaseTracker:
             "peak": peak,
             "phases": phases,
             "moments": {name: self._moments[name] for name in MOMENTS if name in self._moments},
-            "transformer": self._kinds,
             "prediction": self.forecast,
         }
 
@@ -266,7 +263,6 @@ class PhaseTracker:
             return
         self._counts[self._now] = count + 1, max(allocated, most_held)
         parts = self.held.count() | (further or {})
-        self._kinds = self.held.transformer_kinds() or self._kinds
         phase["most"] = {part: max(size, phase["most"].get(part, 0)) for part, size in parts.items()}
         if sum(parts.values()) >= sum(phase["parts"].values()):
             phase["parts"] = parts
