@@ -24,7 +24,7 @@ from ..blocks.gemms import high_precision_reason
 from ..blocks.held import largest_held
 from ..blocks.lora import DROPOUT
 from ..blocks.models import FLUX, FLUX2, HUB_MODELS, family_of, matches, target_names, trained_names
-from ..blocks.models.checkpoint import CheckpointError, flux_config, read_header
+from ..blocks.models.checkpoint import CheckpointError, flux_config, read_shapes
 from ..blocks.models.flux1 import OTHER_PARTS
 from ..blocks.sizes import FP32, LINEARS, Block, Tokens, aligned
 from ..config.findings import ConfigError
@@ -119,7 +119,7 @@ def find_model(name_or_path: str, where: str) -> ModelParts:
         configs, text_tokens = _of_folder(folder, where)
     elif folder.is_file():
         try:
-            configs = {"transformer": flux_config(read_header(folder)), **OTHER_PARTS}
+            configs = {"transformer": flux_config(read_shapes(folder)), **OTHER_PARTS}
         except CheckpointError as error:
             raise ConfigError(f"{where}={folder}: {error}") from error
     elif name_or_path in HUB_MODELS:

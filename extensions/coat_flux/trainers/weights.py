@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from ..blocks.models import FLUX
-from ..blocks.models.checkpoint import CheckpointError, flux_config, read_header, transformer_keys
+from ..blocks.models.checkpoint import CheckpointError, flux_config, read_shapes, transformer_keys
 from ..export.layouts import place_of
 
 MAPPED_BYTES = 64 * 2**20
@@ -106,10 +106,10 @@ def folder_weights(folder: Path) -> Weights:
         if not path.is_file():
             raise CheckpointError(f"has no {folder.name}/{name}; download it again")
         try:
-            header = read_header(path)
+            shapes = read_shapes(path)
         except CheckpointError as error:
             raise CheckpointError(f"{folder.name}/{name} {error}") from error
-        places |= {key: Place(path, key, tuple(entry["shape"])) for key, entry in header.items()}
+        places |= {key: Place(path, key, tuple(shape)) for key, shape in shapes.items()}
     return Weights(places)
 
 
@@ -118,15 +118,15 @@ def original_weights(path: Path) -> tuple[Weights, dict[str, Any]]:
 
     The names for LoRA export split fused q, k, v and MLP at any width. CheckpointError if not FLUX.1, or damaged.
     """
-    header = read_header(path)
-    config = flux_config(header)
-    keys = transformer_keys(header)
+    shapes = read_shapes(path)
+    config = flux_config(shapes)
+    keys = transformer_keys(shapes)
     hidden = config["num_attention_heads"] * config["attention_head_dim"]
     places: dict[str, Place] = {}
     for name, key in keys.items():
         if name.endswith(NOT_WEIGHTS):
             continue
-        shape = header[key]["shape"]
+        shape = shapes[key]
         stem = name.removesuffix(".weight")
         scale = next((keys[stem + end] for end in SCALES if stem + end in keys), None)
         for member, rows in _parts(name, torch.arange(shape[0] if shape else 0), hidden).items():

@@ -19,7 +19,7 @@ from ...config.job_sections import PROCESS_TYPES
 from ...config.rules import STANDALONE, STANDALONE_ARCHS, arch_of
 from ...mini_flux import EMBEDDED_MODEL, MINI_FLUX
 from . import ARCHS, FAMILIES, FLUX, FLUX2, PIPELINES, REFUSED
-from .checkpoint import DEV, IN_CHANNELS, SUFFIXES, CheckpointError, base_model, cached_folder, flux_config, read_header
+from .checkpoint import DEV, IN_CHANNELS, SUFFIXES, CheckpointError, base_model, cached_folder, flux_config, read_shapes
 from .family import Family
 
 BFL = "black-forest-labs"
@@ -244,7 +244,7 @@ class _Model:
         if suffix not in SUFFIXES:
             raise _Refusal("is not a .safetensors file; give one, or a folder in diffusers layout")
         try:
-            config = flux_config(read_header(self.place))
+            config = flux_config(read_shapes(self.place))
         except CheckpointError as error:
             raise _Refusal(str(error)) from error
         if not self.alone:
@@ -331,7 +331,7 @@ def _check_part(base: Path, part: str, alone: bool) -> None:
         raise _Refusal(f"{folder} has its weights only as a pickle ({pickle}), which can run code; give .safetensors")
     for file in weights:
         try:
-            read_header(file)
+            read_shapes(file)
         except CheckpointError as error:
             raise _Refusal(f"{file} {error}") from error
 
