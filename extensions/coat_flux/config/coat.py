@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from .findings import RULES, Block, Findings
-from .options import FORMATS, INT8, Option, build, choice, key, options_of, parse_keys, switch, to_plain
+from .options import FORMATS, INT8, Option, build, choice, key, options_of, switch, to_plain
 
 if TYPE_CHECKING:
     from coat_core.config import FP8LinearConfig, FP8QuantizationConfig
@@ -15,11 +15,6 @@ if TYPE_CHECKING:
 RESUME_PARTS = ("data", "seed", "world_size")  # parts of the identity that `allow` can name
 AUTO = "auto"
 WEIGHT_FORMATS = (*FORMATS, "nvfp4", INT8, AUTO)
-ADAMW_OPTIONS: tuple[Option, ...] = (
-    Option("betas", (0.9, 0.999), "betas", "decay of the two moments", minimum=0, below=1),
-    Option("eps", 1e-6, "float", "added to sqrt(exp_avg_sq); the default is ai-toolkit's", above=0),
-    Option("weight_decay", 1e-2, "float", "decoupled weight decay", minimum=0),
-)
 
 
 @dataclass(frozen=True)
@@ -47,6 +42,18 @@ class OptimizerOptions:
         ("none", "cpu"),
         "full fine-tuning: cpu keeps the moments in CPU memory (FLUX.1: 26 GB), copied at each update; same results",
     )
+
+
+@dataclass(frozen=True)
+class OptimizerParams(OptimizerOptions):
+    """`train.optimizer_params` of coat_fp8_adamw."""
+
+    betas: tuple[float, float] = key((0.9, 0.999), "betas", "decay of the two moments", minimum=0, below=1)
+    eps: float = key(1e-6, "float", "added to sqrt(exp_avg_sq); the default is ai-toolkit's", above=0)
+    weight_decay: float = key(1e-2, "float", "decoupled weight decay", minimum=0)
+
+
+ADAMW = ("betas", "eps", "weight_decay")
 
 
 @dataclass(frozen=True)
@@ -251,10 +258,10 @@ class COATConfig:
         from coat_core.config import FP8QuantizationConfig
 
         findings = Findings("")
-        given = parse_keys(COAT_PARAMS, optimizer_params, "train.optimizer_params", findings)
+        params = vars(build(OptimizerParams, optimizer_params, "train.optimizer_params", findings))
         findings.raise_if_any()
-        values = to_plain(self.optimizer) | given
-        adamw = {option.key: values.pop(option.key, option.default) for option in ADAMW_OPTIONS}
+        values = params | vars(self.optimizer) | {name: params[name] for name in optimizer_params or {}}
+        adamw = {name: values.pop(name) for name in ADAMW}
         adamw["offload"] = values.pop("offload")
         use_fp8 = values.pop("use_fp8")
         values["use_fp8_m1"] = use_fp8 and values["use_fp8_m1"]
@@ -293,8 +300,6 @@ class COATConfig:
 
 OPTIONS = tuple(options_of(COATConfig))
 BY_KEY = {option.key: option for option in OPTIONS}
-# keys of `train.optimizer_params` for coat_fp8_adamw
-COAT_PARAMS = (*(option for option in OPTIONS if option.key.startswith("optimizer.")), *ADAMW_OPTIONS)
 # between these options alone
 OWN_RULES = [row for row in RULES if all(key.startswith("coat.") for key in (row["key"], *row["where"].split()))]
 

@@ -275,18 +275,6 @@ def build(
     return cls(**values)
 
 
-def parse_keys(options: Iterable[Option], raw: Any, path: str, findings: Findings) -> dict[str, Any]:
-    """Check a block against a list of options; returns only the keys present."""
-    known = {option.key.rpartition(".")[2]: option for option in options}
-    values = {}
-    for name, value, where in known_keys(raw, path, findings, known):
-        try:
-            values[name] = known[name].parse(value)
-        except OptionError as error:
-            findings.add(where, str(error), value)
-    return values
-
-
 def known_keys(
     raw: Any,
     path: str,

@@ -15,10 +15,10 @@ from typing import Any
 
 from ..base.names import COAT_OPTIMIZER
 from .ai_toolkit_keys import BLOCKS, Toolkit, check_keys
-from .coat import COAT_PARAMS, COATConfig, check_allowed
+from .coat import COATConfig, OptimizerParams, check_allowed
 from .findings import RULES, Block, Findings
 from .job_sections import DTYPES, LR_SCHEDULERS, PRODIGY_LOW_LR
-from .options import parse_keys
+from .options import build
 
 STANDALONE, AI_TOOLKIT = "standalone", "ai-toolkit"
 STANDALONE_ARCHS = ("flux", "flux2", "flux2_klein_4b", "flux2_klein_9b")  # that our own trainer trains
@@ -189,7 +189,7 @@ def _check_train(entry: Entry) -> None:
     if entry.sound("train.optimizer"):
         params, where = get("train.optimizer_params", {}), f"{path}.optimizer_params"
         if optimizer == COAT_OPTIMIZER:
-            parse_keys(COAT_PARAMS, params, where, entry.findings)
+            build(OptimizerParams, params, where, entry.findings)
         elif entry.alone:
             check_keys(params, where, Toolkit(), entry.findings, optimizer if optimizer in BLOCKS else "adamw")
     scheduler = get("train.lr_scheduler", "constant")

@@ -29,7 +29,7 @@ from ..base.files import link_or_copy, remove
 from ..base.names import COAT_OPTIMIZER, COAT_QTYPE, COAT_TYPE
 from ..base.run_log import bar_options
 from ..blocks.held import USABLE_FRACTION
-from ..config.coat import ADAMW_OPTIONS, OptimizerOptions
+from ..config.coat import ADAMW, OptimizerOptions
 from ..config.findings import ConfigError
 from ..config.job import JobConfig
 from ..data.captions import caption_file
@@ -113,8 +113,7 @@ class Study:
         coat = _laid_over(_laid_over(process.get("coat") or {}, {"optimizer": moments}), arm)
         train = process["train"]
         train["steps"] = self.steps
-        adamw = [option.key for option in ADAMW_OPTIONS]
-        train["optimizer_params"] = {key: params[key] for key in adamw if key in params}
+        train["optimizer_params"] = {key: params[key] for key in ADAMW if key in params}
         process.update(type=COAT_TYPE, coat=coat)
         enabled = coat.get("enabled", True)
         if not enabled and self.job.train.optimizer in EIGHT_BIT:

@@ -25,11 +25,11 @@ from coat_core.optim.sharded import ShardedFP8AdamW
 from coat_core.optim.state import storages
 
 from ..base.names import COAT_OPTIMIZER
-from ..config.coat import ADAMW_OPTIONS, COATConfig
+from ..config.coat import COATConfig, OptimizerParams
 from ..config.findings import ConfigError
 from ..config.job_sections import PRODIGY_LOW_LR
 
-HOST_EPS = next(option.default for option in ADAMW_OPTIONS if option.key == "eps")
+HOST_EPS = OptimizerParams.eps
 DEFAULT_WARMUP_STEPS = 1000
 GROUP_STATE = ("d", "d_max", "d_numerator", "k")  # learned by Prodigy, stored with the hyper-parameters
 
