@@ -36,11 +36,6 @@ RANK = 16
 FLUX_BLOCKS = {"double": 19, "single": 38}
 FLUX_HIDDEN, FLUX_TEXT = 3072, 512
 PIXELS = (512, 768, 1024)
-LOOPS = {
-    "autocast": "PEFT under bf16 autocast",
-    "peft": "PEFT as in coat-flux train",
-    "toolkit": "ai-toolkit's LoRA modules",
-}
 KEEP = {"checkpointing": "none"}
 
 

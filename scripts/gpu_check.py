@@ -56,17 +56,7 @@ ROW_SHARE = 0.6  # of what a stage has left, for a row that is not its last
 OK, FAILED, CUT = "ok", "failed", "cut"  # of a stage; cut: --minutes were over
 TOY, TOY_SIZES = Geometry(1, 1, 1, 4), [[64, 1]]
 KILLED_SECONDS = 10.0
-NEEDED = (
-    "torch",
-    "triton",
-    "diffusers",
-    "transformers",
-    "peft",
-    "accelerate",
-    "pytest",
-    "pytest_timeout",
-    "hypothesis",
-)
+NEEDED = ("torch", "triton", "diffusers", "transformers", "peft", "accelerate", *runner.NEEDED)
 
 
 class Stage(NamedTuple):
