@@ -349,7 +349,12 @@ def count_step(config: COATConfig, geometry: Geometry, resolution: int) -> Recor
     }
     objective = Objective(model, TrainSection(), None, 0, torch.bfloat16)
 
-    lora = _parameters(model, geometry)
+    lora: dict[str, nn.Parameter] = {}  # of all blocks
+    for name, parameter in lora_parameters(model).items():
+        _, blocks, number, *_ = name.split(".")
+        if number == "0":
+            for i in range(getattr(geometry, BLOCK_LISTS[blocks])):
+                lora[f"{name}.{i}"] = nn.Parameter(torch.empty_like(parameter))
     copies = [torch.empty_like(parameter, dtype=torch.bfloat16) for parameter in lora.values()]
 
     def loss_of(tensors: Any, draw: int) -> Tensor:
@@ -476,15 +481,6 @@ def _places(model: Any, geometry: Geometry) -> dict[nn.Module, tuple[str, int]]:
         for place, block in zip(places, run, strict=False):
             names[block] = f"{place}{kind}", 1 if place else number - len(places) + 1
     return names
-
-
-def _parameters(model: Any, geometry: Geometry) -> dict[str, nn.Parameter]:
-    return {
-        f"{name}.{i}": nn.Parameter(torch.empty_like(parameter))
-        for name, parameter in lora_parameters(model).items()
-        if name.split(".")[2] == "0"
-        for i in range(getattr(geometry, BLOCK_LISTS[name.split(".")[1]]))
-    }
 
 
 POINTWISE = "fused pointwise"

@@ -94,10 +94,14 @@ def check_entry(entry: Entry) -> None:
     """Check combinations of an entry's keys."""
     _check_datasets(entry)
     _check_places(entry)
-    if entry.full:
-        _check_full(entry)
-    else:
+    if not entry.full:
         _check_network(entry)
+    elif any(file.startswith(entry.name) for file in WRITTEN):
+        entry.findings.add(entry.name_path, "begins another file's name of the run; write a longer one", entry.name)
+    trained = DTYPES.get(entry.get("train.dtype", "fp32"))
+    differs = entry.given("save.dtype") and DTYPES.get(entry.get("save.dtype")) != trained
+    if entry.full and differs and entry.enabled and not entry.alone:
+        entry.error("save.dtype", f"ai-toolkit saves a whole FLUX as it is trained; write {trained}")
     _check_train(entry)
     _check_samples(entry)
     if entry.coat is not None:
@@ -136,7 +140,7 @@ def _check_path(block: Block, key: str) -> None:
         block.error(key, "has a tab or line break, as \\t in double quotes is; use single quotes, or /")
 
 
-# --- the network, and full fine-tuning ---
+# --- the network ---
 
 
 def _check_network(entry: Entry) -> None:
@@ -151,15 +155,6 @@ def _check_network(entry: Entry) -> None:
     sizes_sound = entry.sound("network.linear", "network.rank")
     if entry.is_flux and sizes_sound and get(alpha_key) not in (None, size):
         entry.error(alpha_key, f"on FLUX alpha is the rank; write {size}, and scale lr instead")
-
-
-def _check_full(entry: Entry) -> None:
-    if any(file.startswith(entry.name) for file in WRITTEN):
-        entry.findings.add(entry.name_path, "begins another file's name of the run; write a longer one", entry.name)
-    trained = DTYPES.get(entry.get("train.dtype", "fp32"))
-    differs = entry.given("save.dtype") and DTYPES.get(entry.get("save.dtype")) != trained
-    if differs and entry.enabled and not entry.alone:
-        entry.error("save.dtype", f"ai-toolkit saves a whole FLUX as it is trained; write {trained}")
 
 
 # --- training ---

@@ -32,7 +32,11 @@ class Plan:
 
 def as_text(plan: Plan) -> str:
     """The report as text."""
-    sections = [_head(plan), _phases(plan), _blocks(plan.facts), _cards(plan.verdicts), *_formats(plan)]
+    kept = _kept_per_block(plan.facts)
+    blocks = [["MB kept for backward by one block", *kept]]
+    for row in ("all", "when recomputed"):
+        blocks.append([row, *(f"{sizes[row] / MB:.2f}" for sizes in kept.values())])
+    sections = [_head(plan), _phases(plan), _table(blocks), _cards(plan.verdicts), *_formats(plan)]
     if plan.prediction.assumptions:
         sections.append("\n".join(f"assumed: {line}" for line in plan.prediction.assumptions))
     return "\n\n".join(sections)
@@ -72,14 +76,6 @@ def _phases(plan: Plan) -> str:
     memory = f"CPU memory {plan.prediction.ram_bytes / GB:.1f} GB{offloaded}"
     disk = f"disk {plan.prediction.disk_bytes / GB:.1f} GB for saves and caches, the model's own files not counted"
     return f"{_table(rows)}\n{memory}; {disk}"
-
-
-def _blocks(facts: JobFacts) -> str:
-    kept = _kept_per_block(facts)
-    rows = [["MB kept for backward by one block", *kept]]
-    for row in ("all", "when recomputed"):
-        rows.append([row, *(f"{sizes[row] / MB:.2f}" for sizes in kept.values())])
-    return _table(rows)
 
 
 def _kept_per_block(facts: JobFacts) -> dict[str, dict[str, int]]:

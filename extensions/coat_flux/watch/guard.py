@@ -170,20 +170,15 @@ class RunGuard:
                 f"step {step}: loss={loss} for {self._same_losses} steps in a row, to the last bit: the model's output "
                 f"no longer depends on its input; lower train.lr and check the dataset's images; {KEPT}"
             )
-        if 0 < without < math.inf:
-            self._compare(step, loss / without)
-        return True
-
-    def _compare(self, step: int, ratio: float) -> None:
+        if not 0 < without < math.inf:
+            return True
         if self._baseline is None:
-            self._baseline = max(ratio, 1.0)
-        self._ratios = [*self._ratios, (step, ratio / self._baseline)][-COMPARED_AT_END - 1 :]
+            self._baseline = max(loss / without, 1.0)
+        self._ratios = [*self._ratios, (step, loss / without / self._baseline)][-COMPARED_AT_END - 1 :]
         self._judge(step, COMPARED)
-        if self._in_doubt is None:
-            return
-        began, since = self._in_doubt
-        if step - began >= self._options.diverging_steps:
-            raise DeadRunError(f"step {step}: {self.doubt}: the run diverged; lower train.lr", since)
+        if self._in_doubt is not None and step - self._in_doubt[0] >= options.diverging_steps:
+            raise DeadRunError(f"step {step}: {self.doubt}: the run diverged; lower train.lr", self._in_doubt[1])
+        return True
 
     def _judge(self, step: int, count: int) -> None:
         """Decide by the last `count` comparisons whether the run is in doubt."""
