@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..config.ai_toolkit_keys import Toolkit, find_toolkit, is_toolkit
 from ..config.check import TRAINERS, check_job_dict
@@ -18,6 +18,9 @@ from ..config.job_file import load_job_yaml
 from ..config.job_sections import PROCESS_TYPES
 from ..config.rules import AI_TOOLKIT, STANDALONE
 from .common import EXIT_REFUSED, UsageError, add_command, add_config, number, print_findings
+
+if TYPE_CHECKING:
+    from ..data.preflight import DataReport
 
 SMALLEST, LARGEST = 32, 8192
 
@@ -169,7 +172,6 @@ def data(args: argparse.Namespace) -> int:
     """
     from ..data.captions import SET_TRIGGER
     from ..data.preflight import inspect_process
-    from ..data.sheet import MOST_PHOTOS, contact_sheet
 
     if args.data.is_file():
         for flag in ("resolution", "caption_ext", "trigger"):
@@ -196,14 +198,22 @@ def data(args: argparse.Namespace) -> int:
     for table in report.tables:
         print(table)
     print_findings((), report.warnings)
-    count = len(report.photos) + len(report.unreadable)
-    if count:
-        sheet = args.sheet or Path("output") / "data" / f"{name}.png"
-        try:
-            sheet.parent.mkdir(parents=True, exist_ok=True)
-            contact_sheet(report).save(sheet)
-        except (OSError, ValueError) as error:
-            text = f"--sheet {sheet}: cannot be written ({error}); name another file ending in .png"
-            raise UsageError(text) from error
-        print(f"contact sheet: {sheet}" + (f" (the first {MOST_PHOTOS} of {count})" if count > MOST_PHOTOS else ""))
+    save_sheet(report, args.sheet, name)
     return EXIT_REFUSED if print_findings(report.errors, ()) else 0
+
+
+def save_sheet(report: DataReport, sheet: Path | None, name: str) -> None:
+    """Draw the contact sheet of a report into `sheet` (default: output/data/<name>.png), if there are photos."""
+    from ..data.sheet import MOST_PHOTOS, contact_sheet
+
+    count = len(report.photos) + len(report.unreadable)
+    if not count:
+        return
+    sheet = sheet or Path("output") / "data" / f"{name}.png"
+    try:
+        sheet.parent.mkdir(parents=True, exist_ok=True)
+        contact_sheet(report).save(sheet)
+    except (OSError, ValueError) as error:
+        text = f"--sheet {sheet}: cannot be written ({error}); name another file ending in .png"
+        raise UsageError(text) from error
+    print(f"contact sheet: {sheet}" + (f" (the first {MOST_PHOTOS} of {count})" if count > MOST_PHOTOS else ""))

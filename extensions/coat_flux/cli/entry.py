@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from .. import __version__
 from ..base.errors import UserError
 from ..base.run_log import drop_noise
-from . import bench, check, machine, new, runs
+from . import bench, check, machine, mask, new, runs
 from .common import EXIT_INTERRUPTED, EXIT_REFUSED
 
 
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="coat-flux", description="Train FLUX LoRAs in FP8 after the COAT paper.")
     parser.add_argument("--version", action="version", version=f"coat-flux {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for module in (runs, new, check, machine, bench):
+    for module in (runs, new, check, mask, machine, bench):
         module.add_parsers(commands)
     args = parser.parse_args(given, argparse.Namespace(given=given))
     try:

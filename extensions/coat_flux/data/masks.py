@@ -51,9 +51,13 @@ class Mask:
         """The blur in pixels of a draw with `chance` from 0 to 1."""
         return int(min(self.size) * chance * BLUR_SHARE)
 
+    def image(self) -> Image.Image:
+        """The whole mask, mode "L"; raises DatasetError if it cannot be read any more."""
+        return _read(self.path, self.alpha, self.inverted)
+
     def cut(self, bucket: Bucket, *, flip: bool = False, radius: int = 0) -> Image.Image:
-        """The mask of the photo's crop to a bucket, mode "L"; raises DatasetError if it cannot be read any more."""
-        image = _read(self.path, self.alpha, self.inverted)
+        """The mask of the photo's crop to a bucket, mode "L"."""
+        image = self.image()
         if flip:
             image = ImageOps.mirror(image)
         return fit_to_bucket(image.filter(ImageFilter.GaussianBlur(radius)), bucket, self.photo_size)

@@ -67,14 +67,18 @@ def _cell(path: Path, report: DataReport, sample: Sample | None) -> Image.Image:
 
 def _picture(path: Path, report: DataReport, sample: Sample | None) -> Image.Image | None:
     try:
-        photo, alpha = read_photo(path, report.options.background)
+        photo, mask = read_photo(path, report.options.background)
+        if sample is not None and sample.mask is not None:
+            mask = sample.mask.image()
+        elif report.options.transparency != "mask":
+            mask = None
     except DatasetError:
         return None  # gone or changed since the report
     image = photo.copy()
     image.thumbnail((_CELL, _CELL), Image.Resampling.BICUBIC, reducing_gap=2.0)
-    if report.options.transparency == "mask" and alpha is not None:
+    if mask is not None:
         tint = Image.new("RGB", image.size, _ALARM)
-        image = Image.composite(image, Image.blend(image, tint, 0.4), alpha.resize(image.size))
+        image = Image.composite(image, Image.blend(image, tint, 0.4), mask.resize(image.size))
     if sample is None:
         return image
     covering = covering_size(photo.size, sample.bucket)
