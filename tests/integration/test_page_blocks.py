@@ -107,7 +107,7 @@ def test_a_command_has_its_options(command: str, monkeypatch: pytest.MonkeyPatch
         assert Path(ROOT / launched.config_file).is_file()
         words = ["coat-flux", *words[at + 2 :]]
     if words[0] == "coat-flux":
-        assert callable(entry._parser().parse_args(words[1:]).run)
+        assert callable(entry.make_parser().parse_args(words[1:]).run)
     elif words[0] == "python" and words[1].startswith("scripts/"):
         parse = argparse.ArgumentParser.parse_known_args
 

@@ -27,12 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="%(levelname)s: %(message)s")  # before a library does
     drop_noise("")
     given = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(prog="coat-flux", description="Train FLUX LoRAs in FP8 after the COAT paper.")
-    parser.add_argument("--version", action="version", version=f"coat-flux {__version__}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for module in (runs, new, check, mask, machine, bench):
-        module.add_parsers(commands)
-    args = parser.parse_args(given, argparse.Namespace(given=given))
+    args = make_parser().parse_args(given, argparse.Namespace(given=given))
     try:
         return args.run(args) or 0
     except UserError as error:
@@ -51,3 +46,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    parser = argparse.ArgumentParser(prog="coat-flux", description="Train FLUX LoRAs in FP8 after the COAT paper.")
+    parser.add_argument("--version", action="version", version=f"coat-flux {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for module in (runs, new, check, mask, machine, bench):
+        module.add_parsers(commands)
+    return parser
