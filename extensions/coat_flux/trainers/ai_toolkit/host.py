@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from tqdm import tqdm
 
@@ -126,20 +127,7 @@ def wrap_everywhere(name: str, original: Callable, wrapper: Callable) -> None:
             namespace[name] = wrapper
 
 
-@contextmanager
-def patched(owner: Any, **values: Any) -> Iterator[None]:
-    """Set attributes of an object or class inside the block."""
-    before = {name: vars(owner)[name] for name in values if name in vars(owner)}
-    for name, value in values.items():
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for name in values:
-            if name in before:
-                setattr(owner, name, before[name])
-            else:
-                delattr(owner, name)
+patched = mock.patch.multiple  # attributes of an object or class, inside a `with` block
 
 
 # -- the running job: ai-toolkit passes the process entry to neither optimizer nor qtype
