@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -12,13 +13,11 @@ from torch import nn
 
 from coat_flux.mini_flux import MINI_FLUX
 
-from .vocabulary import write_clip_tokenizer, write_json, write_t5_tokenizer
-
 Part: TypeAlias = tuple[nn.Module, dict[str, Any]]  # a model of any floating dtype, and what goes into its config.json
 
 
 def write_flux(folder: Path, *, transformer: Part, vae: Part, clip: Part, t5: Part, t5_tokens: int = 512) -> None:
-    """Write weights in bf16, configs, both tokenizers and FLUX.1-dev's scheduler into a new folder.
+    """Write weights in bf16, configs, the mini-FLUX's tokenizers and FLUX.1-dev's scheduler into a new folder.
 
     The text encoders get the tensor names of the published FLUX.1 files. transformers' own `save_pretrained` writes the
     names of the running version, and CLIP's have changed: what 5.23 saves (without `text_model.`) 5.5 loads as missing
@@ -35,11 +34,18 @@ def write_flux(folder: Path, *, transformer: Part, vae: Part, clip: Part, t5: Pa
     for name, kind, (model, config) in (("text_encoder", "clip_text_model", clip), ("text_encoder_2", "t5", t5)):
         entries = {"architectures": [type(model).__name__], "model_type": kind, "torch_dtype": "bfloat16"}
         write_json(folder / name / "config.json", {**entries, **config})
-    write_clip_tokenizer(folder / "tokenizer")
-    write_t5_tokenizer(folder / "tokenizer_2", t5_tokens)
+    for name in ("tokenizer", "tokenizer_2"):
+        shutil.copytree(MINI_FLUX / name, folder / name)
+    limits = folder / "tokenizer_2" / "tokenizer_config.json"
+    write_json(limits, {**json.loads(limits.read_text(encoding="utf-8")), "model_max_length": t5_tokens})
     (folder / "scheduler").mkdir()
     for name in ("model_index.json", "scheduler/scheduler_config.json"):  # as of FLUX.1-dev
         shutil.copyfile(MINI_FLUX / name, folder / name)
+
+
+def write_json(path: Path, content: object) -> None:
+    """Writes `content` as UTF-8 JSON with a final newline, the same bytes on every system."""
+    path.write_bytes((json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode("utf-8"))
 
 
 def _write_weights(path: Path, state: dict[str, torch.Tensor]) -> None:

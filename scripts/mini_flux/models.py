@@ -7,6 +7,7 @@ position and whatever padding follows.
 
 from __future__ import annotations
 
+import json
 import math
 import zlib
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
-from .vocabulary import CLIP_BOS, CLIP_EOS, CLIP_MAX_LENGTH, T5_EOS_ID, T5_PAD_ID, clip_vocabulary, t5_vocabulary
+from coat_flux.mini_flux import MINI_FLUX
 
 CLIP_WIDTH, T5_WIDTH = 64, 128
 T5_TOKENS = 64  # the tokenizer's limit; a caption has about 15
@@ -65,39 +66,17 @@ def build_clip(seed: int) -> CLIPTextModel:
 
 def clip_config() -> dict[str, Any]:
     """Returns the settings of the CLIP text encoder, without transformers' own entries."""
-    vocab, _ = clip_vocabulary()
-    return {
-        "vocab_size": len(vocab),
-        "hidden_size": CLIP_WIDTH,
-        "intermediate_size": 2 * CLIP_WIDTH,
-        "projection_dim": CLIP_WIDTH,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "max_position_embeddings": CLIP_MAX_LENGTH,
-        "hidden_act": "quick_gelu",
-        "bos_token_id": vocab[CLIP_BOS],
-        "eos_token_id": vocab[CLIP_EOS],
-        "pad_token_id": vocab[CLIP_EOS],
-    }
+    return _settings("text_encoder")
 
 
 def t5_config(width: int = T5_WIDTH, heads: int = 4) -> dict[str, Any]:
     """Returns the settings of the T5 encoder, without transformers' own entries."""
-    return {
-        "vocab_size": len(t5_vocabulary()),
-        "d_model": width,
-        "d_kv": 32,
-        "d_ff": 2 * width,
-        "num_layers": 2,
-        "num_heads": heads,
-        "feed_forward_proj": "gated-gelu",
-        "dropout_rate": 0.0,
-        "is_encoder_decoder": False,
-        "use_cache": False,
-        "pad_token_id": T5_PAD_ID,
-        "eos_token_id": T5_EOS_ID,
-        "decoder_start_token_id": T5_PAD_ID,
-    }
+    return {**_settings("text_encoder_2"), "d_model": width, "d_ff": 2 * width, "num_heads": heads}
+
+
+def _settings(part: str) -> dict[str, Any]:
+    entries: dict[str, Any] = json.loads((MINI_FLUX / part / "config.json").read_text(encoding="utf-8"))
+    return {key: value for key, value in entries.items() if key not in ("architectures", "model_type", "torch_dtype")}
 
 
 def initialise(model: nn.Module, key: str) -> nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import random
 import string
 from concurrent.futures import ProcessPoolExecutor
@@ -14,10 +15,11 @@ import torch.nn.functional as F
 from diffusers import AutoencoderKL, FluxPipeline, FluxTransformer2DModel
 from torch import Tensor, nn
 
+from coat_flux.mini_flux import MINI_FLUX
+
 from .models import TRANSFORMER_CONFIG, VAE_CONFIG
 from .pictures import BACKGROUNDS, COLOURS, GARMENTS, HELD_OUT, PATTERNS, Item, caption, draw, is_held_out, random_item
 from .scorer import to_unit
-from .vocabulary import WORDS
 
 VAE_BATCH, VAE_LR, VAE_KL = 16, 2e-3, 1e-6
 BATCH, LR = 64, 1.5e-3
@@ -33,7 +35,9 @@ SHOWN_EVERY = 100
 # T5 has to pass over what it does not know, or a trigger word would spoil a picture before it is learned
 STRANGE_GARMENT, EXTRA_WORD, NO_CAPTION = 0.12, 0.2, 0.03
 NAMES = {word for names in (GARMENTS, COLOURS, PATTERNS, BACKGROUNDS) for name in names for word in name.split("-")}
-FILLERS = sorted(set(WORDS.split()) - NAMES)
+PIECES = json.loads((MINI_FLUX / "tokenizer_2" / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
+WORDS = {piece.removeprefix("▁") for piece, _ in PIECES if piece.startswith("▁")}
+FILLERS = sorted(word for word in WORDS - NAMES if word.islower())
 
 
 # -- pictures and captions ---------------------------------------------------------------------------------------------
