@@ -10,7 +10,7 @@ import torch
 from diffusers import FluxPipeline
 from safetensors.torch import load_file
 
-from coat_flux.mini_flux import EMBEDDED_MODEL, MARKER_NAME, MINI_FLUX, make_mini_flux, provide_embedded
+from coat_flux.mini_flux import EMBEDDED_MODEL, MINI_FLUX, make_mini_flux, provide_embedded
 from tests.tolerances import MINI_FLUX_ACCURACY, MINI_FLUX_CHANCE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +34,6 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 def test_the_copy_is_the_shipped_one_small_without_pickles_and_is_made_once(folder):
     copied = files_of(folder)
-    copied.pop(MARKER_NAME)
     assert copied == files_of(MINI_FLUX)
     assert sum(map(len, copied.values())) < MOST_BYTES
     assert {Path(name).suffix for name in copied} == {".safetensors", ".json", ".txt"}
@@ -43,22 +42,17 @@ def test_the_copy_is_the_shipped_one_small_without_pickles_and_is_made_once(fold
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
-def test_an_older_or_damaged_copy_is_made_again_and_somebody_elses_folder_is_left_alone(tmp_path, monkeypatch):
+def test_it_is_made_where_a_config_means_it_and_a_folder_that_is_there_is_left_alone(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     provide_embedded("models/another")
     assert not (tmp_path / "models").exists()
     provide_embedded(EMBEDDED_MODEL)
     folder = tmp_path / EMBEDDED_MODEL
-    whole = files_of(folder)
-    for name, content in (("vae/config.json", b""), ("model_index.json", b"{")):
-        (folder / name).write_bytes(content)
-        make_mini_flux(folder)
-        assert files_of(folder) == whole
+    assert files_of(folder) == files_of(MINI_FLUX)
     assert list(folder.parent.iterdir()) == [folder]
-    (tmp_path / "model.txt").write_text("mine")
-    with pytest.raises(FileExistsError, match="out_dir"):
-        make_mini_flux(tmp_path)
-    assert (tmp_path / "model.txt").read_text() == "mine"
+    (folder / "model_index.json").write_text("mine")
+    provide_embedded(EMBEDDED_MODEL)
+    assert (folder / "model_index.json").read_text() == "mine"
 
 
 def test_vocabularies_and_schedule_fit_and_every_linear_of_the_blocks_can_run_in_fp8(pipe):
