@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor, nn
 
 from coat_core.optim import FP8AdamW
@@ -132,28 +133,22 @@ def write_model(
     target.mkdir(parents=True)
     model.save_config(target)
     sizes = {name: dtype.itemsize * math.prod(place.shape) for name, place in base.places.items()}
-    shards: list[list[str]] = [[]]
-    for name, size in sizes.items():
-        if shards[-1] and sum(sizes[other] for other in shards[-1]) + size > SHARD_BYTES:
-            shards.append([])
-        shards[-1].append(name)
-    stem = WEIGHTS.removesuffix(".safetensors")
-    count = len(shards)
-    files = {}
-    for number, shard in enumerate(shards, 1):
-        file = WEIGHTS if count == 1 else f"{stem}-{number:05d}-of-{count:05d}.safetensors"
+    pattern = WEIGHTS.replace(".", "{suffix}.")
+    split = split_state_dict_into_shards_factory(
+        sizes, get_storage_size=int, filename_pattern=pattern, max_shard_size=SHARD_BYTES
+    )
+    for file, names in split.filename_to_tensors.items():
         tensors: dict[str, Tensor] = {}
-        for name in shard:
+        for name in names:
             if name in trained:
                 tensors[name] = trained[name].detach().to("cpu", dtype)
             else:
                 tensor = base.read(name)
                 tensors[name] = tensor.to(dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
         save_tensors(target / file, tensors, metadata)
-        files |= dict.fromkeys(shard, file)
     base.close()
-    if count > 1:
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": files}
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (target / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
 
 
