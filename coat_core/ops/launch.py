@@ -34,13 +34,7 @@ Record = Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None]
 _record: ContextVar[Record | None] = ContextVar("record", default=None)
 
 Allocate = Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor]
-
-
-def _torch_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device=device)
-
-
-_allocate: ContextVar[Allocate] = ContextVar("allocate", default=_torch_empty)
+_allocate: ContextVar[Allocate | None] = ContextVar("allocate", default=None)
 
 Key = tuple[torch.device, Hashable]
 _uploaded: OrderedDict[Key, Tensor] = OrderedDict()
@@ -79,7 +73,8 @@ def recorded_launches(record: Record) -> AbstractContextManager[None]:
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Allocate a kernel's result."""
-    return _allocate.get()(shape, dtype, device)
+    allocate = _allocate.get()
+    return torch.empty(shape, dtype=dtype, device=device) if allocate is None else allocate(shape, dtype, device)
 
 
 def allocated_by(allocate: Allocate) -> AbstractContextManager[None]:
