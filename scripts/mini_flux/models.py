@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
+from coat_flux.blocks.models.family import own_entries
 from coat_flux.mini_flux import MINI_FLUX
 
 CLIP_WIDTH, T5_WIDTH = 64, 128
@@ -75,8 +76,7 @@ def t5_config(width: int = T5_WIDTH, heads: int = 4) -> dict[str, Any]:
 
 
 def _settings(part: str) -> dict[str, Any]:
-    entries: dict[str, Any] = json.loads((MINI_FLUX / part / "config.json").read_text(encoding="utf-8"))
-    return {key: value for key, value in entries.items() if key not in ("architectures", "model_type", "torch_dtype")}
+    return own_entries(json.loads((MINI_FLUX / part / "config.json").read_text(encoding="utf-8")))
 
 
 def initialise(model: nn.Module, key: str) -> nn.Module:
