@@ -22,7 +22,7 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -336,9 +336,12 @@ def _answers(calls: list[Call], device: torch.device, hang_s: float) -> Generato
                         return
                     count, seconds, since = count + 1, hang_s, time.monotonic()
                 elif ended or time.monotonic() - since > seconds:
-                    why = (
-                        f"its process ended: {_last_line(errors, process)}" if ended else f"no end after {seconds:g} s"
-                    )
+                    why = f"no end after {seconds:g} s"
+                    if ended:
+                        errors.seek(0)
+                        said = [line.strip() for line in errors.read().decode(errors="replace").split("\n")]
+                        last = next(filter(None, reversed(said)), f"exit code {process.returncode}")
+                        why = f"its process ended: {last}"
                     if count < 0:
                         raise RuntimeError(why)
                     yield why
@@ -348,12 +351,6 @@ def _answers(calls: list[Call], device: torch.device, hang_s: float) -> Generato
         finally:
             process.kill()
             process.wait()
-
-
-def _last_line(errors: IO[bytes], process: subprocess.Popen[bytes]) -> str:
-    errors.seek(0)
-    lines = errors.read().decode(errors="replace").split("\n")
-    return next((line.strip() for line in reversed(lines) if line.strip()), f"exit code {process.returncode}")
 
 
 def main() -> None:
