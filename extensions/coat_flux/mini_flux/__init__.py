@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 from pathlib import Path
 
-from ..base.files import discard, staging_path
+from ..base.files import discard, replace_folder, staging_path
 
 logger = logging.getLogger(__name__)
 
@@ -21,15 +20,13 @@ def make_mini_flux(out_dir: Path | str) -> Path:
     if out_dir.exists():
         return out_dir
     out_dir.parent.mkdir(parents=True, exist_ok=True)
-    made = staging_path(out_dir)
+    made, aside = staging_path(out_dir), staging_path(out_dir)
     try:
         shutil.copytree(MINI_FLUX, made)
-        os.replace(made, out_dir)
-    except OSError:
-        if not out_dir.exists():  # another process has been faster
-            raise
+        replace_folder(made, out_dir, aside)
     finally:
         discard(made)
+        discard(aside)
     logger.info("copied the embedded FLUX model to %s", out_dir)
     return out_dir
 

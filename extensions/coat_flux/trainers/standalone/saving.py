@@ -164,10 +164,7 @@ def _write(
     publish = {path.name: inside, OPTIMIZER_FILE: OPTIMIZER_FILE}
     apart = session.watch.guard.apart(session.step) or min(job.save.save_every, WINDOW)
     commit(job.folder, session.step, write, publish, needed_bytes=needed, apart=apart)
-    pattern = re.compile(re.escape(job.name) + r"_\d{9}(\.safetensors)?")
-    named = (file for file in job.folder.glob(f"{glob.escape(job.name)}_*") if pattern.fullmatch(file.name))
-    step_saves = sorted(file for file in named if file.suffix or (file / PART).is_dir())
-    for old in step_saves[: max(len(step_saves) - job.save.max_step_saves_to_keep, 0)]:
+    for old in _old_saves(job.folder, job.name, job.save.max_step_saves_to_keep):
         discard(old)
         session.log.detail(f"Removing old save: {old}")
 
@@ -186,6 +183,14 @@ def _metadata(session: Session) -> dict[str, str]:
     fields["coat"] = job.coat.to_dict()
     text = {key: value if isinstance(value, str) else json.dumps(value) for key, value in fields.items()}
     return text | ({} if report is None else report.metadata()) | {"format": "pt"}
+
+
+def _old_saves(run_dir: Path, name: str, keep: int) -> list[Path]:
+    """All but the newest `keep` step saves, never the final one."""
+    pattern = re.compile(re.escape(name) + r"_\d{9}(\.safetensors)?")
+    named = (path for path in run_dir.glob(f"{glob.escape(name)}_*") if pattern.fullmatch(path.name))
+    saves = sorted(path for path in named if path.suffix or (path / PART).is_dir())
+    return saves[: max(len(saves) - keep, 0)]
 
 
 # --- resuming ---
