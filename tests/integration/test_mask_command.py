@@ -87,7 +87,7 @@ def test_masks_come_from_alpha_or_the_model_and_a_job_reads_them(
     assert pixels(masks / "plain.png").min() == 255
     assert pixels(masks / "sideways.png").shape == (96, 64)
     out = capsys.readouterr().out
-    assert f"1 from the photo's transparency\n     2 drawn by {sees_dresses}\n     0 there before" in out
+    assert f"{masks}: 1 masks from transparency, 2 by {sees_dresses}, 0 kept" in out
     assert f"mask_path: {masks}" in out
     sheet = Path("output") / "data" / "photos_masks.png"
     with Image.open(sheet) as image:
@@ -114,7 +114,7 @@ def test_nothing_is_written_over_and_what_is_there_counts_as_done(
     kept = (masks / "sideways.png").stat()
     assert run(photos, "--out", masks, "--model", "no/model") == 0  # which nothing needs any more
     assert (masks / "sideways.png").stat() == kept
-    assert "     3 there before, left as they are" in capsys.readouterr().out
+    assert "0 by no/model, 3 kept" in capsys.readouterr().out
 
 
 def test_a_random_model_answers_as_transformers_computes_it(random_model: Path) -> None:

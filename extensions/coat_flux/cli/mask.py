@@ -48,16 +48,11 @@ def mask(args: argparse.Namespace) -> int:
     model, labels = args.model or CLOTHES_MODEL, [label.strip() for label in (args.labels or "").split(",")]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     done = draw_masks(photos, out, lambda: Parser(model, list(filter(None, labels)), device))
-    print(f"{out}: masks of {len(photos)} photos")
-    for way, about in (
-        (FROM_ALPHA, "from the photo's transparency"),
-        (BY_MODEL, f"drawn by {model}"),
-        (KEPT, "there before, left as they are"),
-    ):
-        print(f"  {len(done[way]):>4} {about}")
+    drawn, kept = len(done[FROM_ALPHA]) + len(done[BY_MODEL]), len(done[KEPT])
+    print(f"{out}: {len(done[FROM_ALPHA])} masks from transparency, {len(done[BY_MODEL])} by {model}, {kept} kept")
     remedy = "paint one, or try other --labels"
     print_findings((), [f"{name}: no garment was found, it has no mask; {remedy}" for name in done[NOTHING]])
-    if len(done[FROM_ALPHA]) + len(done[BY_MODEL]) + len(done[KEPT]):
+    if drawn + kept:
         entry = {"folder_path": str(args.dir), "mask_path": str(out), "resolution": [1024]}
         save_sheet(inspect_process({"datasets": [entry], "model": {"is_flux": True}}), args.sheet, out.name)
         print(f"look at them, then write into the data set of your YAML: mask_path: {out}")

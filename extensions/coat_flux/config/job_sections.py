@@ -114,7 +114,7 @@ class TrainSection:
     max_grad_norm: float = key(1.0, "float", "with fused_backward each weight's gradient by itself", above=0)
     ema_config: EMASection = field(default_factory=EMASection)
     dtype: str = key("fp32", "choice", choices=tuple(DTYPES))
-    reg_weight: float = key(1.0, "float", "of the loss on photos with is_reg", minimum=0)
+    reg_weight: float = key(1.0, "float", "of the loss on photos with is_reg", above=0)
     skip_first_sample: bool = switch(False)
     disable_sampling: bool = switch(False)
     cache_text_embeddings: bool = switch(False)

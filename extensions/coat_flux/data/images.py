@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, ImageCms, ImageColor, ImageStat
+from PIL import Image, ImageCms, ImageColor, ImageOps, ImageStat
 from tqdm import tqdm
 
 from ..base.run_log import bar_options
@@ -95,18 +95,17 @@ def read_photo(path: Path | str, background: str | None = "white") -> tuple[Imag
     return ground, alpha
 
 
-def read_mask(path: Path | str, *, alpha: bool = False) -> Image.Image:
-    """Read a mask upright, mode "L": an image's brightness whatever its transparency, or its opacity (`alpha`).
-
-    Raises DatasetError.
-    """
+def read_mask(path: Path | str, *, alpha: bool = False, inverted: bool = False) -> Image.Image:
+    """Read a mask upright, mode "L": an image's brightness, or with `alpha` its opacity; raises DatasetError."""
     with _opened(path) as image:
         image.load()
         turn = _TURN.get(image.getexif().get(_EXIF_ORIENTATION))
         colour, opacity = _split_alpha(image if turn is None else image.transpose(turn))
-    if not alpha:
-        return colour.convert("RGB").convert("L")
-    return Image.new("L", colour.size, 255) if opacity is None else opacity
+    if alpha:
+        mask = opacity or Image.new("L", colour.size, 255)
+    else:
+        mask = colour.convert("RGB").convert("L")
+    return ImageOps.invert(mask) if inverted else mask
 
 
 def to_tensor(image: Image.Image) -> torch.Tensor:

@@ -13,32 +13,32 @@ Source: ai-toolkit's MaskFileItemDTOMixin and SDTrainer (behaviour).
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageFilter, ImageOps
+from PIL import ImageFilter, ImageOps
 from torch import Tensor
 from torch.nn.functional import interpolate
 
 from .buckets import Bucket, Sample, covering_size, fit_to_bucket
-from .files import DatasetError, counted, printable
+from .files import counted, printable
 from .images import read_mask
 
 MASK_EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp")  # looked for in this order
 BLUR_SHARE = 0.005  # of the shorter side
 OTHER_SHAPE = 0.02  # relative difference of the aspect ratio
 _BLACK = 8  # levels; what is darker is taken for the noise of a JPEG
-_Facts = tuple[tuple[int, int], tuple[int, int, int, int] | None]  # upright size, the box of what is not black
 
 
 @dataclass(frozen=True)
 class Mask:
-    """A photo's mask: its file, upright size in pixels, the photo's, and how its levels are read."""
+    """A photo's mask: its file, upright size in pixels, the photo's, how its levels are read.
+
+    `box` is left, top, right and bottom of what is not black, None if all is.
+    """
 
     path: Path
     size: tuple[int, int]
@@ -46,30 +46,35 @@ class Mask:
     alpha: bool = False
     inverted: bool = False
     least: float = 0.0
+    box: tuple[int, int, int, int] | None = None
 
     def radius(self, chance: float) -> int:
         """The blur in pixels of a draw with `chance` from 0 to 1."""
         return int(min(self.size) * chance * BLUR_SHARE)
 
-    def image(self) -> Image.Image:
-        """The whole mask, mode "L"; raises DatasetError if it cannot be read any more."""
-        return _read(self.path, self.alpha, self.inverted)
-
-    def cut(self, bucket: Bucket, *, flip: bool = False, radius: int = 0) -> Image.Image:
-        """The mask of the photo's crop to a bucket, mode "L"."""
-        image = self.image()
+    def levels(self, bucket: Bucket, size: tuple[int, int], *, flip: bool = False, radius: int = 0) -> Tensor:
+        """Levels at latents of `size` (rows, columns): uint8 [1, rows, columns]; raises DatasetError."""
+        image = read_mask(self.path, alpha=self.alpha, inverted=self.inverted)
         if flip:
             image = ImageOps.mirror(image)
-        return fit_to_bucket(image.filter(ImageFilter.GaussianBlur(radius)), bucket, self.photo_size)
-
-    def levels(self, bucket: Bucket, size: tuple[int, int], *, flip: bool = False, radius: int = 0) -> Tensor:
-        """Levels at the latents of `size` (rows, columns): uint8 [1, rows, columns]."""
-        image = np.array(self.cut(bucket, flip=flip, radius=radius))
-        return interpolate(torch.from_numpy(image)[None, None], size=size)[0]
+        crop = fit_to_bucket(image.filter(ImageFilter.GaussianBlur(radius)), bucket, self.photo_size)
+        return interpolate(torch.from_numpy(np.array(crop))[None, None], size=size)[0]
 
     def weights(self, levels: Tensor) -> Tensor:
         """The weight of each level, fp32 from `least` to 1."""
         return self.least + levels.float() / 255 * (1 - self.least)
+
+    def shows_in(self, bucket: Bucket) -> bool:
+        """Whether some of the mask's white is inside the photo's crop to a bucket."""
+        if self.box is None:
+            return False
+        covering, crop = covering_size(self.photo_size, bucket), (bucket.width, bucket.height)
+        for axis in (0, 1):
+            scale = covering[axis] / self.size[axis]
+            first = (covering[axis] - crop[axis]) // 2
+            if self.box[axis + 2] * scale <= first or self.box[axis] * scale >= first + crop[axis]:
+                return False
+        return True
 
 
 def normalized(weights: Tensor) -> Tensor:
@@ -90,8 +95,10 @@ def find_mask(photo: Path, photo_size: tuple[int, int], config: Any) -> Mask | N
         places = [path for path in names if path.exists()]
     if not places:
         return None
-    size, _ = _facts_of(places[0], config.alpha_mask, config.invert_mask)
-    return Mask(places[0], size, photo_size, config.alpha_mask, config.invert_mask, config.mask_min_value)
+    image = read_mask(places[0], alpha=config.alpha_mask, inverted=config.invert_mask)
+    box = image.point(lambda level: level if level >= _BLACK else 0).getbbox()
+    how = config.alpha_mask, config.invert_mask, config.mask_min_value
+    return Mask(places[0], image.size, photo_size, *how, box)
 
 
 def lint_masks(folder: Path, samples: list[Sample], config: Any) -> tuple[list[str], list[str]]:
@@ -99,7 +106,7 @@ def lint_masks(folder: Path, samples: list[Sample], config: Any) -> tuple[list[s
     masks = {sample.image_path: sample.mask for sample in samples}
     missing = [path for path, mask in masks.items() if mask is None]
     where = f"mask_path={printable(config.mask_path)}"
-    if not config.alpha_mask and Path(config.mask_path).resolve().is_relative_to(folder.resolve()):
+    if not config.alpha_mask and folder.resolve() in Path(config.mask_path).resolve().parents:
         return [f"{where}: is inside {printable(folder)}, where masks train as photos; move it beside that folder"], []
     if len(missing) == len(masks):
         rule = f"has no mask of a photo in {printable(folder)}"
@@ -109,11 +116,8 @@ def lint_masks(folder: Path, samples: list[Sample], config: Any) -> tuple[list[s
         "beside others in a batch, and train whole alone"
     )
     errors, warnings = [], counted(folder, missing, text)
-    scaled, black = [], set()
-    for sample in samples:
-        path, mask = sample.image_path, sample.mask
-        if mask is not None and not _shows(mask, sample.bucket):
-            black.add(path)
+    scaled = []
+    black = {each.image_path for each in samples if each.mask is not None and not each.mask.shows_in(each.bucket)}
     for path, mask in masks.items():
         if mask is None:
             continue
@@ -132,37 +136,3 @@ def lint_masks(folder: Path, samples: list[Sample], config: Any) -> tuple[list[s
         text = "crops have black masks (first: that of {first}); all of such a photo counts the same"
         warnings += counted(folder, sorted(black), text)
     return errors, warnings
-
-
-def _shows(mask: Mask, bucket: Bucket) -> bool:
-    """Whether some of the mask's white is inside the crop to a bucket."""
-    _, box = _facts_of(mask.path, mask.alpha, mask.inverted)
-    if box is None:
-        return False
-    covering, crop = covering_size(mask.photo_size, bucket), (bucket.width, bucket.height)
-    for axis in (0, 1):
-        scale = covering[axis] / mask.size[axis]
-        first = (covering[axis] - crop[axis]) // 2
-        if box[axis + 2] * scale <= first or box[axis] * scale >= first + crop[axis]:
-            return False
-    return True
-
-
-def _facts_of(path: Path, alpha: bool, inverted: bool) -> _Facts:
-    """Facts of a mask, read once for each version of a file."""
-    try:
-        status = os.stat(path)
-    except OSError as error:
-        raise DatasetError(f"{printable(path)}: cannot be opened ({error.strerror}); put the mask back") from error
-    return _facts_of_state(path, alpha, inverted, (status.st_size, status.st_mtime_ns, status.st_ctime_ns))
-
-
-@lru_cache(maxsize=20_000)
-def _facts_of_state(path: Path, alpha: bool, inverted: bool, _state: tuple[int, ...]) -> _Facts:
-    image = _read(path, alpha, inverted)
-    return image.size, image.point(lambda level: level if level >= _BLACK else 0).getbbox()
-
-
-def _read(path: Path, alpha: bool, inverted: bool) -> Image.Image:
-    image = read_mask(path, alpha=alpha)
-    return ImageOps.invert(image) if inverted else image

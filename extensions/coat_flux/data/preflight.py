@@ -22,7 +22,7 @@ from .captions import inject_trigger, lint_captions, lint_files, read_caption
 from .files import AUDIO_EXTENSIONS, IMAGE_EXTENSIONS, DatasetError, Listing, counted, media_read, printable
 from .hold_out import choose_hold_out
 from .images import DEFAULTS, TRAITS, TRANSPARENT, PhotoFacts, near_duplicates, read_photo, survey
-from .masks import Mask, find_mask, has_masks, lint_masks
+from .masks import find_mask, has_masks, lint_masks
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +142,12 @@ class DataReport:
         default = (config.default_caption or "").strip()
         adds_trigger = not config.is_reg
         dropped = inject_trigger("", trigger_word, adds_trigger)
-        masks = self._masks_of(photos, config)
+        masks = {}
+        for path, facts in photos.items():
+            try:
+                masks[path] = find_mask(path, facts.size, config)
+            except DatasetError as error:
+                self.errors.append(str(error))
         samples = []
         for resolution in config.resolution:
             for path in list(photos) * config.num_repeats:
@@ -161,19 +166,6 @@ class DataReport:
             kind = "sounds" if config.media == AUDIO_EXTENSIONS else "videos"
             where += f", {len(listing.media)} {kind}"
         self.tables.append(_table(where, photos, raw, config))
-
-    def _masks_of(self, photos: Mapping[Path, PhotoFacts], config: Any) -> dict[Path, Mask]:
-        """The mask of each photo that has one; an unreadable one is an error."""
-        masks = {}
-        for path, facts in photos.items():
-            try:
-                mask = find_mask(path, facts.size, config)
-            except DatasetError as error:
-                self.errors.append(str(error))
-            else:
-                if mask is not None:
-                    masks[path] = mask
-        return masks
 
 
 def _about_photos(folder: Path, photos: dict[Path, PhotoFacts], config: Any) -> list[str]:

@@ -10,7 +10,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from .buckets import Sample, covering_size
 from .files import DatasetError, printable
-from .images import read_photo
+from .images import read_mask, read_photo
 from .preflight import DataReport
 
 MOST_PHOTOS = 400
@@ -69,7 +69,7 @@ def _picture(path: Path, report: DataReport, sample: Sample | None) -> Image.Ima
     try:
         photo, mask = read_photo(path, report.options.background)
         if sample is not None and sample.mask is not None:
-            mask = sample.mask.image()
+            mask = read_mask(sample.mask.path, alpha=sample.mask.alpha, inverted=sample.mask.inverted)
         elif report.options.transparency != "mask":
             mask = None
     except DatasetError:
