@@ -192,10 +192,7 @@ class LatentDataset:
             self.encoders = None
 
     def batch(self, batch: Batch) -> dict[str, Tensor]:
-        """Tensors of a batch on `device`: rows of `encoded`, stacked; masks have mean 1 over the batch.
-
-        With regularization photos also weights [B] fp32 of the samples' losses.
-        """
+        """Rows of `encoded` on `device`, stacked, masks of mean 1; with regularization also weights [B] fp32."""
         rows = []
         for row, index in enumerate(batch.indices):
             sample = self.samples[index]

@@ -20,7 +20,6 @@ from tqdm import tqdm
 from ..base.errors import UserError
 from ..base.files import replacing
 from ..base.run_log import bar_options
-from ..config.findings import closest
 from .files import DatasetError, printable
 from .images import read_photo
 from .masks import MASK_EXTENSIONS
@@ -73,9 +72,7 @@ class Parser:
             )
         for label in self.labels:
             if label not in known:
-                near = closest(label, list(known))
-                remedy = f"did you mean {near!r}?" if near else f"write some of {list(known)}"
-                raise SegmentationError(f"--labels {label}: is not a label of {name}; {remedy}")
+                raise SegmentationError(f"--labels {label}: is not a label of {name}; write some of {list(known)}")
         self._garments = torch.tensor([known[label] for label in self.labels], device=device)
 
     @torch.no_grad()
@@ -107,8 +104,7 @@ def draw_masks(photos: Sequence[Path], out: Path, load: Callable[[], Parser]) ->
         name = printable(photo)
         owner = owners.setdefault(photo.stem, photo)
         if owner is not photo:
-            text = f"{name}: has the name of {printable(owner)}, and masks go by names; rename one of them"
-            done[FAILED].append(text)
+            done[FAILED].append(f"{name}: has the name of {printable(owner)}, as its mask would; rename one of them")
             continue
         if any(os.path.lexists(out / f"{photo.stem}{extension}") for extension in MASK_EXTENSIONS):
             done[KEPT].append(name)
