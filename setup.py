@@ -44,6 +44,7 @@ EXTRAS_REQUIRE = {
         "torchao>=0.18",
     ],
     "heic": ["pillow-heif>=0.18"],  # photos of a phone
+    "garments": ["scikit-image>=0.22"],  # validation.fidelity
     "sweep": ["optuna>=4.0"],  # coat-flux sweep
     "test": [
         "bitsandbytes>=0.45; platform_system == 'Linux'",
@@ -59,6 +60,7 @@ EXTRAS_REQUIRE = {
         "pytest-timeout>=2.3",
         "pytest-xdist>=3.8",
         "ruff>=0.12",
+        "scikit-image>=0.22",
         "setuptools>=70",  # builds the wheel that tests/integration/test_readme_commands.py unpacks
         "triton>=3.5; platform_system == 'Linux'",  # kernels run in its interpreter, and compile for absent GPUs
         "types-PyYAML",

@@ -30,6 +30,7 @@ class Stream(IntEnum):
     MODEL = 2
     OPTIMIZER = 3
     HELD_OUT = 4
+    REDRAWN = 5
 
 
 def mixed_seed(*numbers: int) -> int:

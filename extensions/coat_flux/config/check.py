@@ -73,11 +73,14 @@ def check_needs(process: Mapping[str, Any], path: str, findings: Findings, *, al
                 block.warn(key, f"{rule}, if ai-toolkit's Python lacks it, too")
 
 
+IMPORTED_AS = {"scikit-image": "skimage"}
+
+
 def is_installed(package: str) -> bool:
     """Whether a package, as pip calls it, is here."""
     spec = None
     with suppress(ModuleNotFoundError):  # of the parent
-        spec = importlib.util.find_spec(package.replace("-", "_"))
+        spec = importlib.util.find_spec(IMPORTED_AS.get(package, package.replace("-", "_")))
     # wandb's folder of files has no origin
     return spec is not None and spec.origin is not None
 

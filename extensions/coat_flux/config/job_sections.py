@@ -183,6 +183,7 @@ class ValidationSection:
 
     hold_out: int | tuple[str, ...] | None = key(None, "count or names", minimum=1, required=True)
     every: int = key(100, "int", minimum=1)
+    fidelity: bool = switch(False, "redraw held-out photos at each save, and compare colour and texture")
 
 
 @dataclass(frozen=True)

@@ -208,7 +208,25 @@ def encode_latents(vae: nn.Module, pixels_BCHW: Tensor) -> Tensor:
     if not hasattr(vae, "bn"):
         return (mode - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor
     # FLUX.2: mean 0 and variance 1 at each position in a 2 x 2 patch
-    patches = pixel_unshuffle(mode, 2)  # channels (c, row, column), as the pipeline has them
-    mean = vae.bn.running_mean.to(patches).view(1, -1, 1, 1)
-    variance = vae.bn.running_var.to(patches).view(1, -1, 1, 1)
-    return pixel_shuffle((patches - mean) / (variance + vae.config.batch_norm_eps).sqrt(), 2)
+    mean, deviation = _patch_statistics(vae)
+    return pixel_shuffle((pixel_unshuffle(mode, 2) - mean) / deviation, 2)
+
+
+@torch.no_grad()
+def decode_latents(vae: nn.Module, latents_BCHW: Tensor) -> Tensor:
+    """Pixels [B, 3, 8·H, 8·W] fp32 from -1 to 1 of training latents [B, C, H, W]: the inverse of `encode_latents`."""
+    parameter = next(vae.parameters())
+    latents = latents_BCHW.to(parameter.device, torch.float32)
+    if hasattr(vae, "bn"):
+        mean, deviation = _patch_statistics(vae)
+        latents = pixel_shuffle(pixel_unshuffle(latents, 2) * deviation + mean, 2)
+    else:
+        latents = latents / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)
+    return vae.decode(latents.to(parameter.dtype), return_dict=False)[0].float().clamp(-1, 1)
+
+
+def _patch_statistics(vae: nn.Module) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of FLUX.2's latents, fp32 [1, 4·C, 1, 1]: channels (c, row, column)."""
+    mean = vae.bn.running_mean.float().view(1, -1, 1, 1)
+    variance = vae.bn.running_var.float().view(1, -1, 1, 1)
+    return mean, (variance + vae.config.batch_norm_eps).sqrt()

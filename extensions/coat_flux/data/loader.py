@@ -226,6 +226,18 @@ class LatentDataset:
         own = {"mask": self._mask(sample, image, blur)} if self._has_masks else {}
         return {**image, **text, **own}
 
+    def picture(self, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
+        """A sample as it is cropped, uint8 [H, W, 3], and the mask of its subject, bool [H, W]: its own, or opacity."""
+        image, alpha = read_photo(sample.image_path, self._ground(sample))
+        picture = np.array(_cut(image, sample))
+        if sample.mask is not None:
+            shown = np.array(sample.mask.cut(sample.bucket, flip=sample.flip))
+        elif alpha is not None:
+            shown = np.array(_cut(alpha, sample))
+        else:
+            return picture, np.ones(picture.shape[:2], bool)
+        return picture, shown > 127
+
     def _mask(self, sample: Sample, image: dict[str, Tensor], blur: float) -> Tensor:
         """Weights [1, h, w] of a sample's own mask, 0 where it is missing; else of the photo's transparency, or 1."""
         _, height, width = image["latents"].shape

@@ -1,4 +1,4 @@
-"""The tables of a run, from both trainers alike: `coat/metrics.csv`, `validation.csv`, `precision.csv`."""
+"""The tables of a run in `coat/`, from both trainers alike: metrics, validation, fidelity, precision."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ..base.table import METRICS, METRICS_FILE, VALIDATION, VALIDATION_FILE, GrowingTable
+from ..base.table import FIDELITY, FIDELITY_FILE, METRICS, METRICS_FILE, VALIDATION, VALIDATION_FILE, GrowingTable
 from ..base.text import GB
 from ..blocks.held import peak_bytes
 from ..saves.identity import VERSIONS_FILE, write_versions
@@ -41,11 +41,13 @@ class RunTables:
         log: Callable[[str], None],
         *,
         validates: bool = True,
+        redraws: bool = False,
     ):
         self._device = device
         self._metrics = GrowingTable(folder / METRICS_FILE, METRICS, step, log)
         self._precision = GrowingTable(folder / PRECISION_FILE, COLUMNS, step, log)
         self._validation = GrowingTable(folder / VALIDATION_FILE, VALIDATION, step, log) if validates else None
+        self._fidelity = GrowingTable(folder / FIDELITY_FILE, FIDELITY, step, log) if redraws else None
         try:
             write_versions(folder, trainer, device)
         except OSError as error:
@@ -64,12 +66,17 @@ class RunTables:
         if self._validation is not None:
             self._validation.append([str(step), repr(loss)])
 
+    def fidelity(self, step: int, values: Sequence[float]) -> None:
+        """Record the fidelity after `step` steps, that of the VAE alone, and seconds; once for each step."""
+        if self._fidelity is not None:
+            self._fidelity.append([str(step), *map(repr, values)])
+
     def precision(self, rows: Sequence[CastPrecision]) -> None:
         """Record the precision of casts; weights only once per run."""
         self._precision.append(*(as_cells(row) for row in rows if row.step or not self._precision.kept))
 
     def close(self) -> None:
         """Close the files; idempotent."""
-        for table in (self._metrics, self._precision, self._validation):
+        for table in (self._metrics, self._precision, self._validation, self._fidelity):
             if table is not None:
                 table.close()

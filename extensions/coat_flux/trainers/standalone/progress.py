@@ -20,6 +20,7 @@ from ...base.files import write_file
 from ...base.run_log import Lines, bar_options
 from ...base.table import METRICS
 from ...config.job import JobConfig
+from ...data.fidelity import Redrawn
 from ...watch.casts import CastPrecision
 from ...watch.run_tables import RunTables, StepStats
 
@@ -51,7 +52,8 @@ class RunLog:
             return
         job = self._job
         self._lines.open(job.folder)
-        self._tables = RunTables(job.folder, step, self._device, "coat-flux train", self.info)
+        redraws = job.validation.fidelity
+        self._tables = RunTables(job.folder, step, self._device, "coat-flux train", self.info, redraws=redraws)
         board = Path(job.log_dir) / job.name if job.log_dir else job.folder / "coat" / "tensorboard"
         self._board = TensorBoard(board, step, self.info)
         self._wandb = _Wandb(job, self.info) if job.logging.use_wandb else None
@@ -100,6 +102,17 @@ class RunLog:
             self._board.scalars({"validation_loss": loss}, step)
         if self._wandb is not None:
             self._wandb.log({"validation_loss": loss}, step)
+
+    def fidelity(self, step: int, redrawn: Redrawn) -> None:
+        """Record how true the redrawn photos are in `coat/fidelity.csv`, TensorBoard and W&B."""
+        self.info(f"{redrawn.describe()} ({redrawn.seconds:.1f} s)")
+        mean, vae = redrawn.means()
+        named = {f"fidelity/{name}": value for name, value in mean._asdict().items()}
+        if self._tables is not None and self._board is not None:
+            self._tables.fidelity(step, [*mean, *vae, redrawn.seconds])
+            self._board.scalars(named, step)
+        if self._wandb is not None:
+            self._wandb.log(named, step)
 
     def precision(self, rows: Sequence[CastPrecision]) -> None:
         """Record rows of `coat/precision.csv`; weights only once."""

@@ -31,6 +31,7 @@ from ...blocks.runner import BlockRunner
 from ...config.findings import ConfigError
 from ...config.job import JobConfig
 from ...data.cache import on_device
+from ...data.fidelity import Redrawn
 from ...data.loader import Batch, BucketBatchSampler, LatentDataset
 from ...data.preflight import T5_ARCHS, DataReport
 from ...plan.job import JobFacts
@@ -49,7 +50,7 @@ from .flow_matching import Objective
 from .loading import TORCH_DTYPES, Encoders, load_encoders, load_transformer
 from .network import LoraEMA, add_lora
 from .progress import RunLog
-from .validation import ImageSampler, fixed_noise, held_out_of
+from .validation import ImageSampler, fixed_noise, held_out_of, subjects_of
 from .workers import Workers, shard, whole_norms
 
 _REG_DRAWS = 1 << 40  # numbers of regularization's draws begin here, so that none has another's noise
@@ -61,7 +62,8 @@ class Session:
     `step` counts optimizer steps; `outstanding` is the last one, and a reader of its loss and norm, until they are
     read; `identity` and `record` go into `state.json`, `saved` is that of `point`; `report` is None without COAT;
     `lora` are the trained parameters by name, also in full fine-tuning; `fused` updates them in backward;
-    `noise` is that of the validation loss, on photos held out if the job `holds_out` any.
+    `noise` is that of the validation loss, on photos held out if the job `holds_out` any, which are `redrawn` with
+    `validation.fidelity`, by the `vae`.
     """
 
     def __init__(
@@ -85,7 +87,7 @@ class Session:
         self.dtype = TORCH_DTYPES[train.dtype]
         self.step = 0 if point is None else point.step
         self.saved: Mapping[str, Any] = {} if point is None else point.record
-        losses = ("validation_loss", "held_out_loss")
+        losses = ("validation_loss", "held_out_loss", "fidelity")
         self.record = {key: self.saved[key] for key in losses if key in self.saved}
         self.graphs: Any = None  # a step_graph.StepGraphs
         self.outstanding: tuple[StepStats, Callable[[], list[float]]] | None = None
@@ -105,6 +107,9 @@ class Session:
         self.dataset, self.images = _prepare_data(job, workers, encoders, [*trained, *regular, *measured])
         self.holds_out = bool(measured)
         self.noise = fixed_noise(self.dataset, measured, trained)
+        self.vae, self.redrawn = encoders.vae, None
+        if job.validation.fidelity:
+            self.redrawn = Redrawn(subjects_of(self.dataset, measured), self.record.get("fidelity"))
         share = train.batch_size, job.seed, workers.rank, workers.size
         self.sampler = BucketBatchSampler(trained, *share)
         self.reg_sampler = BucketBatchSampler(regular, *share) if regular else None

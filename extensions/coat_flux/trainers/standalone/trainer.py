@@ -58,7 +58,7 @@ from .progress import RunLog
 from .saving import check_same_run, find_resume_point, identity_of, save, save_name
 from .session import Session
 from .step_graph import Drawn, StepGraphs
-from .validation import loss_of
+from .validation import loss_of, redraw
 from .workers import Workers, not_finite, start_reading, whole_norms
 
 Observer = Callable[[Session], None]
@@ -183,6 +183,7 @@ def _run(session: Session, observer: Observer | None) -> Path:
         log.open(session.step)
     if "validation_loss" not in session.record:
         session.record["validation_loss"] = _validate(session)
+    _redraw(session)
     if session.step == 0 and not job.train.skip_first_sample:
         _draw_samples(session)
     with Interrupts(log.info) as interrupts:
@@ -191,9 +192,12 @@ def _run(session: Session, observer: Observer | None) -> Path:
             start, end = session.record["validation_loss"], _validate(session)
             session.watch.guard.check_end(session.step, start, end)
         path = save(session, final=True)
+    _redraw(session)
     _draw_samples(session)
     if session.holds_out:
         log.info(describe_lowest(session.record["held_out_loss"], job.folder, job.name))
+        for line in () if session.redrawn is None else session.redrawn.best():
+            log.info(line)
     else:
         log.info(f"validation loss {start:.6f} -> {end:.6f}")
     finish(phases, lambda: job, log.detail if job.coat.memory.log_memory_stats else None)
@@ -241,6 +245,7 @@ def _train_steps(session: Session, interrupts: Interrupts, observer: Observer | 
             log.detail(f"Saving at step {step}")
             log.info(f"Saved checkpoint to {save(session, final=False)}")
             owes_save = False
+            _redraw(session)
         if "sample" in asked or (samples and step >= job.sample.sample_start_step):
             _draw_samples(session)
 
@@ -286,6 +291,21 @@ def _validate(session: Session) -> float:
         session.record["held_out_loss"] = [*session.record.get("held_out_loss", []), [session.step, loss]]
     session.log.validation(session.step, loss)
     return loss
+
+
+def _redraw(session: Session) -> None:
+    """Redraw held-out photos after a save, or at a start from one, where they were not yet."""
+    redrawn, train = session.redrawn, session.job.train
+    if redrawn is None or not redrawn.lacks(session.step):
+        return
+    with (
+        session.between_steps("validate"),
+        bypassed_guidance(session.transformer, train.bypass_guidance_embedding),
+    ):
+        model, device = session.transformer, session.workers.device
+        redraw(redrawn, session.step, model, session.vae, dtype=session.dtype, device=device)
+    session.record["fidelity"] = redrawn.record
+    session.log.fidelity(session.step, redrawn)
 
 
 # --- one optimizer step ---

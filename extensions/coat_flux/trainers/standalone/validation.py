@@ -25,11 +25,13 @@ from ...base.files import replacing
 from ...blocks.models.flux2 import Flux2Text
 from ...config.job import JobConfig
 from ...data.buckets import Sample
+from ...data.cache import decode_latents, on_device
 from ...data.captions import inject_trigger
+from ...data.fidelity import Redrawn, Subject, evenly
 from ...data.hold_out import FixedNoise, choose_hold_out
 from ...data.loader import LatentDataset
 from ...data.masks import normalized
-from .flow_matching import losses_of
+from .flow_matching import losses_of, predict_velocity
 from .loading import Encoders
 
 TRAINED_PHOTOS = 8
@@ -49,10 +51,7 @@ def fixed_noise(dataset: LatentDataset, held_out: Sequence[Sample], trained: Seq
 
     Each held-out photo counts once, not mirrored, photo i at its (i modulo how many)-th resolution.
     """
-    by_photo: dict[Path, list[Sample]] = {}
-    for sample in dict.fromkeys(sample for sample in held_out if not sample.flip):
-        by_photo.setdefault(sample.image_path.resolve(), []).append(sample)
-    samples = [sizes[i % len(sizes)] for i, sizes in enumerate(by_photo.values())]
+    samples = _one_each(held_out)
     levels = None
     if not held_out:
         count, n = len(trained), TRAINED_PHOTOS
@@ -65,6 +64,19 @@ def fixed_noise(dataset: LatentDataset, held_out: Sequence[Sample], trained: Seq
     return FixedNoise(photos, levels)
 
 
+def subjects_of(dataset: LatentDataset, held_out: Sequence[Sample]) -> list[Subject]:
+    """The held-out photos that are redrawn, as `fixed_noise` takes them."""
+    chosen = evenly(_one_each(held_out))
+    return [Subject(*dataset.picture(sample), dataset.encoded(sample, sample.caption)) for sample in chosen]
+
+
+def _one_each(held_out: Sequence[Sample]) -> list[Sample]:
+    by_photo: dict[Path, list[Sample]] = {}
+    for sample in dict.fromkeys(sample for sample in held_out if not sample.flip):
+        by_photo.setdefault(sample.image_path.resolve(), []).append(sample)
+    return [sizes[i % len(sizes)] for i, sizes in enumerate(by_photo.values())]
+
+
 def loss_of(
     transformer: nn.Module, noise: FixedNoise, at_once: int, *, dtype: torch.dtype, device: torch.device
 ) -> float:
@@ -75,6 +87,19 @@ def loss_of(
         return losses_of(transformer, {**batch, "sigmas": sigmas.to(device), "noise": drawn.to(device)}, dtype)
 
     return noise.mean_loss(losses, at_once)
+
+
+def redraw(
+    redrawn: Redrawn, step: int, transformer: nn.Module, vae: nn.Module, *, dtype: torch.dtype, device: torch.device
+) -> None:
+    """`Redrawn.measure` with a transformer in eval mode, and a VAE that is on `device` meanwhile."""
+
+    def velocity(photo: Mapping[str, Any], x: Tensor, sigmas: Tensor) -> Tensor:
+        embeds, pooled = (photo[name][None].to(device) for name in ("prompt_embeds", "pooled"))
+        return predict_velocity(transformer, x.to(device), sigmas.to(device), embeds, pooled, dtype=dtype)
+
+    with on_device([vae], device):
+        redrawn.measure(step, velocity, functools.partial(decode_latents, vae))
 
 
 # --- samples ---
