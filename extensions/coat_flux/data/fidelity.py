@@ -131,16 +131,22 @@ class Redrawn:
         self.record["saves"] = [*self.record["saves"], [step, draws]]
         self.seconds = time.monotonic() - began
 
-    def means(self) -> tuple[Fidelity, Fidelity]:
-        """The means of the last measurement, and of the VAE alone."""
-        return _mean(self.record["saves"][-1][1]), _mean(self.record["vae"])
+    def mean(self) -> Fidelity:
+        """The mean of the last measurement."""
+        return _mean(self.record["saves"][-1][1])
+
+    def row(self) -> list[float]:
+        """The last measurement's step and mean, that of the VAE alone, and seconds: a row of the run's table."""
+        return [self.record["saves"][-1][0], *self.mean(), *_mean(self.record["vae"]), round(self.seconds, 1)]
 
     def describe(self) -> str:
         """The last measurement in a line."""
         step = self.record["saves"][-1][0]
-        (last, vae), first = self.means(), _mean(self.record["saves"][0][1])
-        without = "" if step == 0 or not self.lacks(0) else f"; without the LoRA {_show(first)}"
-        return f"step {step}: held-out photos redrawn: {_show(last)}{without}; the VAE alone {_show(vae)}"
+        vae, first = _mean(self.record["vae"]), _mean(self.record["saves"][0][1])
+        without = "" if step == 0 or self.lacks(0) else f"; without the LoRA {_show(first)}"
+        shown = "in their masks" if any(not subject.mask.all() for subject in self.subjects) else "whole"
+        names = f"step {step}: {len(self.subjects)} held-out photos, redrawn, {shown}"
+        return f"{names}: {_show(self.mean())}{without}; the VAE alone {_show(vae)}"
 
     def best(self) -> list[str]:
         """For each measure the best save, and those that its draws cannot tell apart from it."""
@@ -157,10 +163,14 @@ class Redrawn:
         return lines
 
 
+def to_picture(pixels: Tensor) -> NDArray[np.uint8]:
+    """Pixels [1, 3, H, W] from -1 to 1 as uint8 [H, W, 3]."""
+    levels = ((pixels[0].float().cpu().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
+    return levels.permute(1, 2, 0).contiguous().numpy()
+
+
 def _compare(subject: Subject, latents: Tensor, decode: Decode) -> Fidelity:
-    pixels = decode(latents)[0].float().cpu().clamp(-1, 1)
-    drawn = ((pixels + 1) * 127.5).round().to(torch.uint8).permute(1, 2, 0).numpy()
-    return compare(subject.picture, drawn, subject.mask)
+    return compare(subject.picture, to_picture(decode(latents)), subject.mask)
 
 
 def _mean(draws: Sequence[Sequence[float]]) -> Fidelity:

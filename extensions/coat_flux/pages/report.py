@@ -192,6 +192,17 @@ def _show_loss(page: Page, run: RunFolder) -> None:
         f"Lowest, {lowest:.5f}, at step {step:.0f}. Where it rises while the training loss falls, the LoRA is "
         "memorizing the photos."
     )
+    for column, title, unit in (
+        ("colour", "Colour of held-out photos, redrawn by each save", "CIEDE2000"),
+        ("texture", "Print and texture of held-out photos, redrawn by each save", "octaves of contrast"),
+    ):
+        curve = run.fidelity.get(column, [])
+        saves = [point for point in curve if point[0] > 0]
+        if saves:
+            best = min(saves, key=lambda point: point[1])
+            series = {"mean": curve, "the VAE alone, which no training can pass": run.fidelity[f"vae_{column}"]}
+            marks = {best[0]: f"best: step {best[0]:.0f}, {best[1]:.2f}"}
+            page.curves(f"{title} (step 0: without the LoRA)", series, y=unit, marks=marks)
 
 
 def _show_samples(page: Page, run: RunFolder) -> None:

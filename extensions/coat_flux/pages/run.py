@@ -18,7 +18,7 @@ import yaml
 from safetensors import SafetensorError, safe_open
 
 from ..base.errors import UserError
-from ..base.table import METRICS_FILE, VALIDATION_FILE
+from ..base.table import FIDELITY_FILE, METRICS_FILE, VALIDATION_FILE
 from ..data.captions import inject_trigger
 from ..saves.commit import committed_sets
 from ..saves.repair import RECORDS
@@ -103,6 +103,11 @@ class RunFolder:
     def validation(self) -> Curve:
         """Validation loss over steps, perhaps empty; errors as of `metrics`."""
         return _columns(self.path / VALIDATION_FILE).get("loss", [])
+
+    @cached_property
+    def fidelity(self) -> dict[str, Curve]:
+        """Column of `coat/fidelity.csv` → curve over steps; errors as of `metrics`."""
+        return _columns(self.path / FIDELITY_FILE)
 
     def prompts(self) -> list[str]:
         """Prompts of the samples, in order, with the trigger word filled in."""

@@ -66,10 +66,10 @@ class RunTables:
         if self._validation is not None:
             self._validation.append([str(step), repr(loss)])
 
-    def fidelity(self, step: int, values: Sequence[float]) -> None:
-        """Record the fidelity after `step` steps, that of the VAE alone, and seconds; once for each step."""
+    def fidelity(self, row: Sequence[float]) -> None:
+        """Record a measurement of held-out photos, a row of `FIDELITY`."""
         if self._fidelity is not None:
-            self._fidelity.append([str(step), *map(repr, values)])
+            self._fidelity.append(map(repr, row))
 
     def precision(self, rows: Sequence[CastPrecision]) -> None:
         """Record the precision of casts; weights only once per run."""

@@ -63,6 +63,7 @@ class TrainingLoop:
                 f"ai-toolkit {ai_toolkit_version()}",
                 info,
                 validates=self._held_out is not None,
+                redraws=self._held_out is not None and self._held_out.redrawn is not None,
             )
             process._held.callback(self._tables.close)
         write_precision = (lambda rows: None) if self._tables is None else self._tables.precision
@@ -85,6 +86,8 @@ class TrainingLoop:
             self.watch.load_state_dict(state.record["guard"])
             if self._held_out is not None:
                 self._held_out.curve = list(state.record["held_out_loss"])
+                if self._held_out.redrawn is not None and state.record.get("fidelity"):
+                    self._held_out.redrawn.record = dict(state.record["fidelity"])
         self._interrupts = process._held.enter_context(Interrupts(info))
 
     @property
@@ -158,6 +161,17 @@ class TrainingLoop:
             loss = self._held_out.measure(self.done)
         if self._tables is not None:
             self._tables.validation(self.done, loss)
+
+    def redraw(self) -> None:
+        """Redraw held-out photos after a save, or at a start, where they were not yet."""
+        redrawn = None if self._held_out is None else self._held_out.redrawn
+        if redrawn is None or not redrawn.lacks(self.done):
+            return
+        with self.watch.phases.during("validate"):
+            self._held_out.redraw(self.done)
+        info(f"{redrawn.describe()} ({redrawn.seconds:.1f} s)")
+        if self._tables is not None:
+            self._tables.fidelity(redrawn.row())
 
     def begin_micro_batch(self) -> None:
         """Seed by the micro-batch's number if a step has several."""
@@ -289,16 +303,23 @@ class TrainingLoop:
         guard.check_save(self.done, final=step is None)
         if not is_set:
             host_save(step)
+            self.redraw()
             return
         lines: list[str] = []
-        curve = [] if self._held_out is None else self._held_out.curve
+        measured: dict[str, Any] = {"held_out_loss": []}
+        if self._held_out is not None:
+            redrawn = self._held_out.redrawn
+            measured = {
+                "held_out_loss": self._held_out.curve,
+                "fidelity": None if redrawn is None else redrawn.record,
+            }
 
         def write(folder: Path) -> None:
             after_commit = dict.fromkeys(("clean_up_saves", "post_save_hook"), lambda *args: None)
             with patched(process, save_root=str(folder), **after_commit):
                 host_save(step)
             lines.extend(read_back(process, folder))
-            self._continuation.write_state(folder, self.done, self.watch.state_dict(), curve)
+            self._continuation.write_state(folder, self.done, self.watch.state_dict(), measured)
 
         if self._team.is_main:
             path = self._continuation.saves.commit(self.done, write, guard.apart(self.done))
@@ -310,6 +331,7 @@ class TrainingLoop:
         if step is not None:  # the last one is in the main process alone
             self._team.wait()
         process.last_save_step = self.done  # for the web UI
+        self.redraw()
 
     def end_step(self) -> None:
         """Save, sample or stop between two steps, as requested."""

@@ -15,8 +15,8 @@ import copy
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from ...config.coat import DataOptions
 from ...config.findings import Findings
 from ...config.job_sections import ValidationSection
 from ...config.options import build
+from ...data.fidelity import Redrawn, Subject, evenly, to_picture
 from ...data.files import MEDIA_EXTENSIONS, find_images
 from ...data.hold_out import FixedNoise, choose_hold_out
 from ...data.preflight import inspect_process
@@ -70,7 +71,7 @@ def check_photos(process: Any) -> HeldOutPhotos | None:
     validation = build(ValidationSection, process.get_conf("validation", None), "validation", Findings(""))
     trained = [key[0] for key, configs in by_folder.items() if not configs[0].is_reg]
     chosen = choose_hold_out(trained, validation.hold_out, process.training_seed)
-    held_out = HeldOutPhotos(process, dict(zip(trained, chosen, strict=True)), validation.every)
+    held_out = HeldOutPhotos(process, dict(zip(trained, chosen, strict=True)), validation)
     for index, ((folder, *_), configs) in enumerate(by_folder.items()):
         out = held_out.photos.get(folder, ())
         keep = None
@@ -104,12 +105,15 @@ def read_copies(
 
 
 class HeldOutPhotos:
-    """The held-out photos of a run by data set; `curve` has (steps done, loss)."""
+    """The held-out photos of a run by data set; `curve` has (steps done, loss), `redrawn` their fidelity or None."""
 
-    def __init__(self, process: Any, photos: Mapping[str, tuple[Path, ...]], every: int):
+    redrawn: Any = None
+
+    def __init__(self, process: Any, photos: Mapping[str, tuple[Path, ...]], validation: ValidationSection):
         self._process = process
         self.photos = photos
-        self.every = every
+        self.every = validation.every
+        self._fidelity = validation.fidelity
         self._configs: list[Any] = []
         self._noise: FixedNoise | None = None
         self.names: dict[str, list[str]] = {}
@@ -158,17 +162,38 @@ class HeldOutPhotos:
                     mask = batch.mask_tensor[:, :1].float().cpu()
                     mask = torch.nn.functional.interpolate(mask, size=latents.shape[-2:])[0]
                     photo["mask"] = mask / mask.mean()
-                photos.append((Path(batch.file_items[0].path).name, photo))
+                shown = torch.ones(batch.tensor.shape[-2:]) if batch.mask_tensor is None else batch.mask_tensor[0, 0]
+                subject = Subject(to_picture(batch.tensor), (shown > shown.amin()).numpy(), photo)
+                photos.append((Path(batch.file_items[0].path).name, subject))
         for encoder, home in zip(encoders, homes, strict=True):
             encoder.to(home)
         sd.vae.to(vae_home)
-        photos.sort(key=lambda photo: (photo[0], tuple(photo[1]["latents"].shape)))
-        self._noise = FixedNoise([tensors for _, tensors in photos])
+        photos.sort(key=lambda photo: (photo[0], tuple(photo[1].inputs["latents"].shape)))
+        subjects = [subject for _, subject in photos]
+        self._noise = FixedNoise([subject.inputs for subject in subjects])
+        if self._fidelity and sd.is_flow_matching:
+            self.redrawn = Redrawn(evenly(subjects), None)
+        elif self._fidelity:
+            info("validation.fidelity: is of models with flow matching; not measured")
         names = ", ".join(name for names in self.names.values() for name in names)
         info(f"{len(photos)} photos are held out of training: {names}")
 
     def measure(self, done: int) -> float:
         """The loss after `done` steps, of the EMA if there is one."""
+        with self._evaluating():
+            loss = self._noise.mean_loss(self._losses, self._process.train_config.batch_size)
+        self.curve.append((done, loss))
+        return loss
+
+    def redraw(self, done: int) -> None:
+        """`Redrawn.measure` after `done` steps, as `measure`."""
+        sd, home = self._process.sd, self._process.sd.vae.device
+        with self._evaluating():
+            self.redrawn.measure(done, self._velocity, sd.decode_latents)
+        sd.vae.to(home)
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
         process, network = self._process, self._process.network
         modules = [module for module in (process.sd.unet, network) if module is not None]
         training = [module.training for module in modules]
@@ -181,7 +206,7 @@ class HeldOutPhotos:
             with kept_draws(), network if network is not None else nullcontext():
                 if network is not None:
                     network.multiplier = 1.0
-                loss = self._noise.mean_loss(self._losses, process.train_config.batch_size)
+                yield
         finally:
             if network is not None:
                 network.multiplier = multiplier
@@ -189,30 +214,40 @@ class HeldOutPhotos:
                 process.ema.train()
             for module, was in zip(modules, training, strict=True):
                 module.train(was)
-        self.curve.append((done, loss))
-        return loss
 
-    def _losses(self, photos: list[Mapping[str, Any]], sigmas: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    def _predict(self, photos: Sequence[Mapping[str, Any]], x: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
         from toolkit.prompt_utils import concat_prompt_embeds
+
+        config, dtype = self._process.train_config, x.dtype
+        embeds = concat_prompt_embeds([photo["embeds"].clone() for photo in photos]).to(x.device, dtype=dtype)
+        predicted: torch.Tensor = self._process.sd.predict_noise(
+            latents=x,
+            conditional_embeddings=embeds,
+            timestep=timesteps,
+            guidance_scale=1.0,
+            guidance_embedding_scale=config.cfg_scale,
+            bypass_guidance_embedding=getattr(config, "bypass_guidance_embedding", False),
+        )
+        return predicted
+
+    def _velocity(self, photo: Mapping[str, Any], x: torch.Tensor, sigmas: torch.Tensor) -> torch.Tensor:
+        device, dtype = self._where()
+        return self._predict([photo], x.to(device, dtype), (sigmas * 1000).to(device))
+
+    def _where(self) -> tuple[torch.device, torch.dtype]:
         from toolkit.train_tools import get_torch_dtype
 
-        process, sd = self._process, self._process.sd
-        device = process.device_torch
-        dtype = get_torch_dtype(process.train_config.dtype)
+        return self._process.device_torch, get_torch_dtype(self._process.train_config.dtype)
+
+    def _losses(self, photos: list[Mapping[str, Any]], sigmas: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        sd = self._process.sd
+        device, dtype = self._where()
         latents = torch.stack([photo["latents"] for photo in photos]).to(device, dtype)
         noise = noise.to(device, dtype)
         timesteps = (sigmas * 1000).to(device)
         if not sd.is_flow_matching:
             timesteps = timesteps.long()
-        embeds = concat_prompt_embeds([photo["embeds"].clone() for photo in photos]).to(device, dtype=dtype)
-        predicted = sd.predict_noise(
-            latents=sd.add_noise(latents, noise, timesteps).to(device, dtype),
-            conditional_embeddings=embeds,
-            timestep=timesteps,
-            guidance_scale=1.0,
-            guidance_embedding_scale=process.train_config.cfg_scale,
-            bypass_guidance_embedding=getattr(process.train_config, "bypass_guidance_embedding", False),
-        )
+        predicted = self._predict(photos, sd.add_noise(latents, noise, timesteps).to(device, dtype), timesteps)
         if sd.is_flow_matching:
             target = noise.float() - latents.float()
         elif sd.prediction_type == "v_prediction":

@@ -253,6 +253,7 @@ class CoatFluxTrainer(HostTrainer):
                 self._continuation.restore_draws()
             if self._held_out is not None and self._training.done == 0:
                 self._training.validate()
+            self._training.redraw()
             self._begun = True
         return self._training.step(lambda: super(CoatFluxTrainer, self).hook_train_loop(batch))
 
@@ -323,4 +324,6 @@ class CoatFluxTrainer(HostTrainer):
         skips = f", {skipped} updates skipped" if skipped else ""
         if self._held_out is not None:
             info(describe_lowest(self._held_out.curve, Path(self.save_root), self.job.name))
+            for line in () if self._held_out.redrawn is None else self._held_out.redrawn.best():
+                info(line)
         info(f"done: {self.step_num} steps{skips}, peak memory {peak:.2f}GB, files in {self.save_root}")

@@ -174,8 +174,8 @@ class Continuation:
         if self._has_same_seed:
             set_rng_state(self.state.tensors("rng"))
 
-    def write_state(self, folder: Path, step: int, guard: dict[str, Any], held_out: list[tuple[int, float]]) -> None:
-        """Write the state after `step` steps into the folder of a set."""
+    def write_state(self, folder: Path, step: int, guard: dict[str, Any], measured: dict[str, Any]) -> None:
+        """Write the state after `step` steps, with what was `measured` of held-out photos, into the folder of a set."""
         process = self._process
         record = {
             "step": step,
@@ -188,7 +188,7 @@ class Continuation:
             "path": execution_of(process.sd.unet),
             "lr_scheduler": plain_values(getattr(process.lr_scheduler, "scheduler", process.lr_scheduler)),
             "guard": guard,
-            "held_out_loss": held_out,
+            **measured,
             "identity": self._identity,
         }
         ema: dict[str, Tensor] = {}

@@ -106,10 +106,9 @@ class RunLog:
     def fidelity(self, step: int, redrawn: Redrawn) -> None:
         """Record how true the redrawn photos are in `coat/fidelity.csv`, TensorBoard and W&B."""
         self.info(f"{redrawn.describe()} ({redrawn.seconds:.1f} s)")
-        mean, vae = redrawn.means()
-        named = {f"fidelity/{name}": value for name, value in mean._asdict().items()}
+        named = {f"fidelity/{name}": value for name, value in redrawn.mean()._asdict().items()}
         if self._tables is not None and self._board is not None:
-            self._tables.fidelity(step, [*mean, *vae, redrawn.seconds])
+            self._tables.fidelity(redrawn.row())
             self._board.scalars(named, step)
         if self._wandb is not None:
             self._wandb.log(named, step)
