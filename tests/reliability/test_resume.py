@@ -23,6 +23,7 @@ from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from coat_flux.base.table import FIDELITY_FILE
 from coat_flux.blocks import formats
 from coat_flux.cli.entry import main
 from coat_flux.saves.commit import commit, manifest_of, newest_set
@@ -331,6 +332,31 @@ def test_a_step_that_is_not_finite_is_skipped_and_samples_that_cannot_be_written
     assert [(row["loss"] == "nan", row["skipped"]) for row in rows(run)] == [(False, "0"), (True, "1")]
     assert float(rows(run)[1]["lr"]) < float(rows(run)[0]["lr"])
     assert "samples of step 2 cannot be written ([Errno 28] No space left on device)" in capsys.readouterr().out
+
+
+def test_redrawn_photos_have_the_same_fidelity_after_a_kill(
+    place: dict[str, Path], at_step: Callable[[int, Callable[[], None]], None], capsys: pytest.CaptureFixture
+) -> None:
+    blocks = {
+        "process": {"validation": {"hold_out": 2, "every": 10, "fidelity": True}},
+        "train": {"steps": 3},
+        "save": {"save_every": 1},
+    }
+    whole = train("redrawn_whole", place, **blocks)
+    text = (whole / FIDELITY_FILE).read_text()
+    assert [line.split(",")[0] for line in text.splitlines()] == ["step", "0", "1", "2", "3"]
+    assert json.loads((newest_set(whole) / "state.json").read_text())["fidelity"]["saves"][-1][0] == 2
+    assert "colour: the save of step " in capsys.readouterr().out
+
+    def fail() -> None:
+        raise RuntimeError("killed")
+
+    at_step(3, fail)
+    with pytest.raises(RuntimeError, match="killed"):
+        train("redrawn", place, **blocks)
+    resumed = train("redrawn", place, **blocks)
+    assert (resumed / FIDELITY_FILE).read_text() == text
+    assert_same_end(whole, resumed)
 
 
 # --- masks and regularization ---

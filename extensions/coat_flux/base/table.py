@@ -17,7 +17,7 @@ VALIDATION = ("step", "loss")
 FIDELITY_FILE = (
     Path("coat") / "fidelity.csv"
 )  # a row per save, and one without the LoRA; CIEDE2000, octaves of contrast
-FIDELITY = ("step", "colour", "colour_p95", "texture", "vae_colour", "vae_colour_p95", "vae_texture", "seconds")
+FIDELITY = ("step", "colour", "colour_p95", "texture", "vae_colour", "vae_colour_p95", "vae_texture")
 
 
 class GrowingTable:

@@ -135,9 +135,10 @@ class Redrawn:
         """The mean of the last measurement."""
         return _mean(self.record["saves"][-1][1])
 
-    def row(self) -> list[float]:
-        """The last measurement's step and mean, that of the VAE alone, and seconds: a row of the run's table."""
-        return [self.record["saves"][-1][0], *self.mean(), *_mean(self.record["vae"]), round(self.seconds, 1)]
+    def rows(self) -> list[tuple[float, ...]]:
+        """The step and mean of each measurement, and that of the VAE alone: rows of the run's table."""
+        vae = _mean(self.record["vae"])
+        return [(step, *_mean(draws), *vae) for step, draws in self.record["saves"]]
 
     def describe(self) -> str:
         """The last measurement in a line."""
@@ -159,7 +160,7 @@ class Redrawn:
             step = min(values, key=lambda each: (statistics.fmean(values[each]), each))
             near = [str(other) for other in values if other != step and _is_near(values[other], values[step])]
             found = f"{name}: the save of step {step} is best, {unit}{statistics.fmean(values[step]):.2f}"
-            lines.append(f"{found}; those of {', '.join(near)} cannot be told apart from it" if near else found)
+            lines.append(f"{found}; that of {', '.join(near)} cannot be told apart from it" if near else found)
         return lines
 
 

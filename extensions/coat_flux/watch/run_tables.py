@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from ..base.files import write_file
 from ..base.table import FIDELITY, FIDELITY_FILE, METRICS, METRICS_FILE, VALIDATION, VALIDATION_FILE, GrowingTable
 from ..base.text import GB
 from ..blocks.held import peak_bytes
@@ -41,13 +42,11 @@ class RunTables:
         log: Callable[[str], None],
         *,
         validates: bool = True,
-        redraws: bool = False,
     ):
-        self._device = device
+        self._folder, self._device, self._log = folder, device, log
         self._metrics = GrowingTable(folder / METRICS_FILE, METRICS, step, log)
         self._precision = GrowingTable(folder / PRECISION_FILE, COLUMNS, step, log)
         self._validation = GrowingTable(folder / VALIDATION_FILE, VALIDATION, step, log) if validates else None
-        self._fidelity = GrowingTable(folder / FIDELITY_FILE, FIDELITY, step, log) if redraws else None
         try:
             write_versions(folder, trainer, device)
         except OSError as error:
@@ -66,10 +65,13 @@ class RunTables:
         if self._validation is not None:
             self._validation.append([str(step), repr(loss)])
 
-    def fidelity(self, row: Sequence[float]) -> None:
-        """Record a measurement of held-out photos, a row of `FIDELITY`."""
-        if self._fidelity is not None:
-            self._fidelity.append(map(repr, row))
+    def fidelity(self, rows: Sequence[Sequence[float]]) -> None:
+        """Write all measurements of held-out photos, rows of `FIDELITY`."""
+        lines = [",".join(FIDELITY), *(",".join(map(repr, row)) for row in rows)]
+        try:
+            write_file(self._folder / FIDELITY_FILE, "\n".join(lines) + "\n")
+        except OSError as error:
+            self._log(f"{self._folder / FIDELITY_FILE}: cannot be written ({error}); the run goes on")
 
     def precision(self, rows: Sequence[CastPrecision]) -> None:
         """Record the precision of casts; weights only once per run."""
@@ -77,6 +79,6 @@ class RunTables:
 
     def close(self) -> None:
         """Close the files; idempotent."""
-        for table in (self._metrics, self._precision, self._validation, self._fidelity):
+        for table in (self._metrics, self._precision, self._validation):
             if table is not None:
                 table.close()

@@ -63,7 +63,6 @@ class TrainingLoop:
                 f"ai-toolkit {ai_toolkit_version()}",
                 info,
                 validates=self._held_out is not None,
-                redraws=self._held_out is not None and self._held_out.redrawn is not None,
             )
             process._held.callback(self._tables.close)
         write_precision = (lambda rows: None) if self._tables is None else self._tables.precision
@@ -171,7 +170,7 @@ class TrainingLoop:
             self._held_out.redraw(self.done)
         info(f"{redrawn.describe()} ({redrawn.seconds:.1f} s)")
         if self._tables is not None:
-            self._tables.fidelity(redrawn.row())
+            self._tables.fidelity(redrawn.rows())
 
     def begin_micro_batch(self) -> None:
         """Seed by the micro-batch's number if a step has several."""

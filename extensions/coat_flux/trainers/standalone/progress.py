@@ -52,8 +52,7 @@ class RunLog:
             return
         job = self._job
         self._lines.open(job.folder)
-        redraws = job.validation.fidelity
-        self._tables = RunTables(job.folder, step, self._device, "coat-flux train", self.info, redraws=redraws)
+        self._tables = RunTables(job.folder, step, self._device, "coat-flux train", self.info)
         board = Path(job.log_dir) / job.name if job.log_dir else job.folder / "coat" / "tensorboard"
         self._board = TensorBoard(board, step, self.info)
         self._wandb = _Wandb(job, self.info) if job.logging.use_wandb else None
@@ -108,7 +107,7 @@ class RunLog:
         self.info(f"{redrawn.describe()} ({redrawn.seconds:.1f} s)")
         named = {f"fidelity/{name}": value for name, value in redrawn.mean()._asdict().items()}
         if self._tables is not None and self._board is not None:
-            self._tables.fidelity(redrawn.row())
+            self._tables.fidelity(redrawn.rows())
             self._board.scalars(named, step)
         if self._wandb is not None:
             self._wandb.log(named, step)
