@@ -1,0 +1,174 @@
+"""Colour and texture of a drawing against its photo, and which save is best."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageFilter
+from skimage.color import deltaE_ciede2000
+from torch import Tensor, nn
+
+from coat_flux.data.cache import decode_latents, encode_latents
+from coat_flux.data.fidelity import LEVELS, MOST_PHOTOS, STEPS, Redrawn, Subject, compare, evenly, to_picture
+
+# L, a, b of two colours and their CIEDE2000. Source: Sharma, Wu, Dalal, Color Res. Appl. 30 (2005), table 1
+SHARMA = """
+50.0000 2.6772 -79.7751 50.0000 0.0000 -82.7485 2.0425
+50.0000 3.1571 -77.2803 50.0000 0.0000 -82.7485 2.8615
+50.0000 2.8361 -74.0200 50.0000 0.0000 -82.7485 3.4412
+50.0000 -1.3802 -84.2814 50.0000 0.0000 -82.7485 1.0000
+50.0000 -1.1848 -84.8006 50.0000 0.0000 -82.7485 1.0000
+50.0000 -0.9009 -85.5211 50.0000 0.0000 -82.7485 1.0000
+50.0000 0.0000 0.0000 50.0000 -1.0000 2.0000 2.3669
+50.0000 -1.0000 2.0000 50.0000 0.0000 0.0000 2.3669
+50.0000 2.4900 -0.0010 50.0000 -2.4900 0.0009 7.1792
+50.0000 2.4900 -0.0010 50.0000 -2.4900 0.0010 7.1792
+50.0000 2.4900 -0.0010 50.0000 -2.4900 0.0011 7.2195
+50.0000 2.4900 -0.0010 50.0000 -2.4900 0.0012 7.2195
+50.0000 -0.0010 2.4900 50.0000 0.0009 -2.4900 4.8045
+50.0000 -0.0010 2.4900 50.0000 0.0011 -2.4900 4.7461
+50.0000 2.5000 0.0000 50.0000 0.0000 -2.5000 4.3065
+50.0000 2.5000 0.0000 73.0000 25.0000 -18.0000 27.1492
+50.0000 2.5000 0.0000 61.0000 -5.0000 29.0000 22.8977
+50.0000 2.5000 0.0000 56.0000 -27.0000 -3.0000 31.9030
+50.0000 2.5000 0.0000 58.0000 24.0000 15.0000 19.4535
+50.0000 2.5000 0.0000 50.0000 3.1736 0.5854 1.0000
+50.0000 2.5000 0.0000 50.0000 3.2972 0.0000 1.0000
+50.0000 2.5000 0.0000 50.0000 1.8634 0.5757 1.0000
+50.0000 2.5000 0.0000 50.0000 3.2592 0.3350 1.0000
+60.2574 -34.0099 36.2677 60.4626 -34.1751 39.4387 1.2644
+63.0109 -31.0961 -5.8663 62.8187 -29.7946 -4.0864 1.2630
+61.2901 3.7196 -5.3901 61.4292 2.2480 -4.9620 1.8731
+35.0831 -44.1164 3.7933 35.0232 -40.0716 1.5901 1.8645
+22.7233 20.0904 -46.6940 23.0331 14.9730 -42.5619 2.0373
+36.4612 47.8580 18.3852 36.2715 50.5065 21.2231 1.4146
+90.8027 -2.0831 1.4410 91.1528 -1.6435 0.0447 1.4441
+90.9257 -0.5406 -0.9208 88.6381 -0.8985 -0.7239 1.5381
+6.7747 -0.2908 -2.4247 5.8714 -0.0985 -2.2286 0.6377
+2.0776 0.0795 -1.1350 0.9033 -0.0636 -0.5514 0.9082
+"""
+
+
+def test_the_colour_difference_is_that_of_the_published_table() -> None:
+    table = np.array([line.split() for line in SHARMA.split("\n") if line], float)
+    assert np.abs(deltaE_ciede2000(table[:, :3], table[:, 3:6]) - table[:, 6]).max() < 1e-4
+
+
+def striped(colour: tuple[int, int, int] = (200, 40, 40), shift: int = 0) -> Image.Image:
+    """A striped square of 80 px on white."""
+    picture = Image.new("RGB", (128, 128), "white")
+    picture.paste(colour, (24, 24, 104, 104))
+    for top in range(24 + shift, 100, 16):
+        picture.paste((250, 240, 230), (24, top, 104, top + 6))
+    return picture
+
+
+MASK = np.zeros((128, 128), bool)
+MASK[24:104, 24:104] = True
+
+
+def against(drawn: Image.Image, mask: np.ndarray = MASK) -> tuple[float, float, float]:
+    return compare(np.array(striped()), np.array(drawn), mask)
+
+
+def test_colour_and_texture_are_told_apart() -> None:
+    assert against(striped()) == (0.0, 0.0, 0.0)
+    moved, recoloured = against(striped(shift=2)), against(striped((40, 40, 200)))
+    blurred = against(striped().filter(ImageFilter.GaussianBlur(4)))
+    plain = Image.new("RGB", (128, 128), "white")
+    plain.paste((200, 40, 40), (24, 24, 104, 104))
+    assert recoloured[0] > 20
+    assert moved[2] < 0.1
+    assert blurred[2] > 5 * moved[2]
+    assert against(plain)[2] > 2 * blurred[2]
+
+
+def test_only_the_subject_counts() -> None:
+    """And the whole picture where there is no mask."""
+    other = striped()
+    other.paste((0, 0, 0), (0, 0, 128, 24))
+    assert against(other) == (0.0, 0.0, 0.0)
+    for mask in (np.ones_like(MASK), np.zeros_like(MASK)):
+        assert against(other, mask)[0] > 5
+
+
+def subjects(count: int) -> list[Subject]:
+    picture = np.array(striped().resize((32, 32)))
+    latents = torch.from_numpy(picture).permute(2, 0, 1).float() / 127.5 - 1
+    return [Subject(picture, np.ones((32, 32), bool), {"latents": latents}) for _ in range(count)]
+
+
+def test_a_perfect_model_redraws_the_photo_and_a_worse_one_does_not() -> None:
+    """By straight lines from noise: the velocity of a model that knows the photo is (x - x0) / σ."""
+    redrawn = Redrawn(subjects(2), None)
+    asked: list[float] = []
+
+    def velocity(photo: dict[str, Tensor], x: Tensor, sigmas: Tensor, share: float = 1.0) -> Tensor:
+        asked.append(sigmas.item())
+        return share * (x - photo["latents"]) / sigmas.view(-1, 1, 1, 1)
+
+    redrawn.measure(0, lambda *args: velocity(*args, share=0.8), lambda x: x)
+    redrawn.measure(10, velocity, lambda x: x)
+    assert asked[:STEPS] == pytest.approx([LEVELS[0] * (1 - step / STEPS) for step in range(STEPS)])
+    assert len(asked) == 2 * 2 * len(LEVELS) * STEPS
+    assert redrawn.mean().colour < 0.1
+    worse, right = redrawn.rows()
+    assert (worse[0], right[0]) == (0, 10)
+    assert worse[1] > 3
+    assert right[4:] == (0.0, 0.0, 0.0)
+    assert "without the LoRA ΔE" in redrawn.describe()
+    assert [redrawn.lacks(step) for step in (0, 10, 20)] == [False, False, True]
+    again = Redrawn(subjects(2), redrawn.record)
+    again.measure(20, velocity, lambda x: x)
+    assert again.rows()[2][1:] == right[1:]  # the same noise in another process
+
+
+def test_the_best_save_is_told_with_those_that_are_as_good() -> None:
+    draws = {10: [3.0, 5.0, 4.0, 6.0], 20: [2.0, 4.2, 2.9, 5.1], 30: [2.1, 4.0, 3.1, 4.9]}
+    redrawn = Redrawn(subjects(1), {"vae": [[0, 0, 0]], "saves": [[0, [[9.0, 9.0, 9.0]] * 4]]})
+    for step, colours in draws.items():
+        redrawn.record["saves"].append([step, [[colour, 2 * colour, step / 100] for colour in colours]])
+    colour, p95, texture = redrawn.best()
+    assert colour == "colour: the save of step 30 is best, ΔE 3.53; that of 20 cannot be told apart from it"
+    assert "step 30" in p95
+    assert texture == "texture: the save of step 10 is best, 0.10"
+
+
+class PlainVAE(nn.Module):
+    """One whose latents are the pixels, with FLUX.1's numbers or, with `bn`, as FLUX.2's are normalized."""
+
+    def __init__(self, bn: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.config = SimpleNamespace(scaling_factor=0.3611, shift_factor=0.1159, batch_norm_eps=1e-4)
+        if bn:
+            self.bn = nn.BatchNorm2d(12)
+            self.bn.running_mean.uniform_(-1, 1)
+            self.bn.running_var.uniform_(0.5, 2)
+
+    def encode(self, x: Tensor) -> Any:
+        return SimpleNamespace(latent_dist=SimpleNamespace(mode=lambda: x))
+
+    def decode(self, x: Tensor, return_dict: bool) -> tuple[Tensor]:
+        return (x,)
+
+
+@pytest.mark.parametrize("bn", [False, True])
+def test_latents_are_decoded_as_they_were_encoded(bn: bool) -> None:
+    pixels = torch.rand(1, 3, 8, 8) * 2 - 1
+    vae = PlainVAE(bn)
+    latents = encode_latents(vae, pixels)
+    assert not torch.allclose(latents, pixels, atol=0.1)
+    torch.testing.assert_close(decode_latents(vae, latents), pixels, rtol=0, atol=1e-6)
+
+
+def test_photos_are_taken_evenly_and_pixels_come_back() -> None:
+    assert evenly(range(3)) == [0, 1, 2]
+    assert evenly(range(9)) == [0, 2, 4, 6]
+    assert len(evenly(range(99))) == MOST_PHOTOS
+    picture = np.array(striped())
+    assert (to_picture(torch.from_numpy(picture).permute(2, 0, 1)[None].float() / 127.5 - 1) == picture).all()
