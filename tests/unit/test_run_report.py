@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from coat_flux.base.table import METRICS
+from coat_flux.base.table import FIDELITY, FIDELITY_FILE, METRICS
 from coat_flux.cli.entry import main
 from coat_flux.pages.report import write_report
 from coat_flux.pages.run import RunFolder, smoothed
@@ -109,6 +109,19 @@ def test_the_run_in_one_sentence(tmp_path, losses, validation, saved, tone, verd
     page = html.unescape(write_report(run).read_text())
     assert re.search(rf'<p class="verdict {tone}" role="status">[^<]*{re.escape(verdict)}', page)
     assert page.index('<p class="verdict') < page.index("<table") < page.index("<h2>Loss</h2>") < page.index("<details")
+
+
+def test_the_best_save_by_colour_and_texture_is_marked(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    (run / "config.yaml").write_text(CONFIG + "    validation: {hold_out: 4, fidelity: true}\n")
+    (run / "coat" / "validation.csv").write_text("step,loss\n0,0.5\n100,0.4\n200,0.4\n")
+    rows = ["0,9,20,0.2,2,5,0.1", "100,5.25,15,0.4,2,5,0.1", "200,6,12,0.3,2,5,0.1"]  # step 0 is without the LoRA
+    (run / FIDELITY_FILE).write_text("\n".join([",".join(FIDELITY), *rows]) + "\n")
+    text = text_of(write_report(run))
+    assert "CIEDE2000" in text
+    assert "best: step 100, 5.25" in text
+    assert "best: step 200, 0.30" in text
+    assert "the VAE alone" in text
 
 
 def test_what_the_files_of_a_run_hold_is_shown(tmp_path: Path) -> None:
