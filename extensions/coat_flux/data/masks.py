@@ -97,8 +97,8 @@ def find_mask(photo: Path, photo_size: tuple[int, int], config: Any) -> Mask | N
         return None
     image = read_mask(places[0], alpha=config.alpha_mask, inverted=config.invert_mask)
     box = image.point(lambda level: level if level >= _BLACK else 0).getbbox()
-    how = config.alpha_mask, config.invert_mask, config.mask_min_value
-    return Mask(places[0], image.size, photo_size, *how, box)
+    reading = config.alpha_mask, config.invert_mask, config.mask_min_value
+    return Mask(places[0], image.size, photo_size, *reading, box)
 
 
 def lint_masks(folder: Path, samples: list[Sample], config: Any) -> tuple[list[str], list[str]]:
