@@ -41,7 +41,7 @@ from triton.compiler import ASTSource
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from coat_core.ops.launch import FIRST_E4M3_CAPABILITY
-from coat_flux.bench.instructions import key_of
+from coat_flux.bench.instructions import key_of, source_digest
 from tests.helpers.kernel_cases import CASES, launcher_modules
 
 TARGETS = (80, 86, 89, 90, 100, 120)
@@ -266,12 +266,13 @@ def count_instructions(file: Path) -> None:
                 share = SHARES.get(kernel.__name__, lambda _: 0.0)(sizes)
                 once, each = instructions(Path(folder) / "kernel.cubin", share)
                 trips = TRIPS[kernel.__name__] if each else "1/1"
-                row = *key_of(launched), round(once), round(each), trips, found["warps"], found["resident_warps"]
+                counted = round(once), round(each), trips, found["warps"], found["resident_warps"]
+                row = *key_of(launched), source_digest(kernel), *counted
                 rows[key_of(launched)] = row
                 print(*row, flush=True)
     with file.open("w", encoding="utf-8", newline="") as table:
         writer = csv.writer(table, delimiter="\t", lineterminator="\n")
-        writer.writerow(("kernel", "variant", "once", "each", "trips", "warps", "resident"))
+        writer.writerow(("kernel", "variant", "source", "once", "each", "trips", "warps", "resident"))
         writer.writerows(sorted(rows.values()))
 
 

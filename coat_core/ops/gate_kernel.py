@@ -100,11 +100,20 @@ def _gated_sum_fwd_kernel(
     R: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """R rows a program: BLOCK of their columns or, with a norm, all of them in turn."""
+    """R rows a program: BLOCK of their columns or, with a norm, all of them in turn; tile offsets fit 32 bits."""
     image = tl.program_id(2).to(tl.int64)
-    place = tl.program_id(0) * R + tl.arange(0, R)
-    rows, are_rows = image * S + place, place < S
+    first_row = tl.program_id(0) * R
+    row, rows = image * S + first_row, tl.arange(0, R)
+    are_rows = rows < S - first_row
     gate_ptr += image * gate_stride
+    residual_ptr += row * D
+    result_ptr += row * D
+    y_ptr += row * D
+    if h_ptr is not None:
+        h_ptr += row * h_stride
+    if saved_ptr is not None:
+        saved_ptr += row * D
+        saved_scale_ptr += row * tl.cdiv(D, SAVED_GROUP)
     if weight_ptr is None:
         first = tl.program_id(1) * BLOCK
         columns = first + tl.arange(0, BLOCK)

@@ -21,6 +21,7 @@ from coat_flux.bench.instructions import (
     issue_ms,
     key_of,
     resident_warps,
+    source_digest,
 )
 from coat_flux.bench.limits import (
     BANDWIDTH_SHARE,
@@ -33,6 +34,7 @@ from coat_flux.bench.limits import (
 from coat_flux.cli import main
 from coat_flux.config.coat import COATConfig
 from coat_flux.plan.speed import Card
+from tests.helpers.kernel_cases import launcher_modules
 
 pytestmark = pytest.mark.triton
 
@@ -106,6 +108,13 @@ def test_every_kernel_of_a_step_has_its_instructions(name: str) -> None:
     assert missing == set()
     fewest = min(resident_warps(launched) for launched in launches.values())
     assert fewest >= 4, "a program has four warps"
+
+
+def test_instructions_are_of_the_kernels_as_they_are() -> None:
+    """If not: `python scripts/compile_kernels.py --instructions extensions/coat_flux/bench/instructions.tsv`."""
+    kernels = {name: value for module in launcher_modules() for name, value in vars(module).items()}
+    digests = {name: source_digest(kernels[name]) for name in {name for name, _ in ROWS}}
+    assert {name for (name, _), row in ROWS.items() if row["source"] != digests[name]} == set()
 
 
 def test_a_launch_issues_what_its_row_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,18 @@
 
 `instructions.tsv`, written by `scripts/compile_kernels.py --instructions`, has a row for each launch of a counted step
 with other machine code: a program's warps issue `once` instructions, and `each` in every one of `trips` (a quotient of
-arguments) through its loops. Counted for sm_90, used for every card; good to about 15 %.
+arguments) through its loops; `source` is `source_digest` of the kernel that was counted. Counted for sm_90, used for
+every card; good to about 15 %.
 """
 
 from __future__ import annotations
 
+import ast
 import csv
 import hashlib
+import inspect
 import math
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +38,22 @@ def key_of(launched: Launched) -> tuple[str, str]:
     types = ["1" if type(x) is int and x == 1 else str(getattr(x, "dtype", type(x).__name__)) for x in args]
     text = f"{types} {sorted((name, str(value)) for name, value in options.items())}"
     return kernel.__name__, hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def source_digest(kernel: Any) -> str:
+    """Of a kernel's code without comments, and of the functions and constants that it names."""
+    (function,) = ast.parse(inspect.getsource(kernel.fn)).body
+    if ast.get_docstring(function) is not None:
+        del function.body[0]
+    parts = [re.sub(r"\w+=\[\]|, ", "", ast.dump(function))]  # Python 3.13 leaves empty fields out
+    named = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
+    for name in sorted(named & kernel.fn.__globals__.keys()):
+        used = kernel.fn.__globals__[name]
+        if hasattr(used, "fn"):
+            parts.append(source_digest(used))
+        elif hasattr(used, "value"):  # tl.constexpr
+            parts.append(repr(used.value))
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:8]
 
 
 def resident_warps(launched: Launched) -> int:
