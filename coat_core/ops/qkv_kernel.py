@@ -78,18 +78,19 @@ def _qkv_rope_fwd_kernel(
     tiles = tl.cdiv(length, R)
     image = (tl.program_id(0) // tiles).to(tl.int64)
     token = tl.program_id(0) % tiles * R
-    row, out_row = image * length + token, image * S + first + token
+    position = first + token
+    row, out_row = image * length + token, image * S + position
     rows, columns = tl.arange(0, R), tl.arange(0, BLOCK)
-    are_rows, are_columns = token + rows < length, columns < d
+    are_rows, are_columns = rows < length - token, columns < d
     inside = are_rows[:, None] & are_columns[None, :]
     pairs = 2 * tl.arange(0, BLOCK // 2)
-    angles = rows[:, None] * d + pairs[None, :]
+    angles = rows[:, None] * d + pairs[None, :] + position * d
     are_angles = are_rows[:, None] & (pairs < d)[None, :]
     if OWN_ANGLES:
         cos_ptr += image * S * d
         sin_ptr += image * S * d
-    cos = tl.load(cos_ptr + (first + token) * d + angles, mask=are_angles, other=0.0).to(tl.float32)
-    sin = tl.load(sin_ptr + (first + token) * d + angles, mask=are_angles, other=0.0).to(tl.float32)
+    cos = tl.load(cos_ptr + angles, mask=are_angles, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + angles, mask=are_angles, other=0.0).to(tl.float32)
     y_ptr += row * y_stride
     if y_scale_ptr is not None:
         y_scale_ptr += row * scales_per_row
@@ -102,11 +103,12 @@ def _qkv_rope_fwd_kernel(
         code_scale_ptr += row * (3 * H * d // G)
     for part in tl.static_range(3):
         weight_ptr, out_ptr = ((q_weight_ptr, q_ptr), (k_weight_ptr, k_ptr), (None, v_ptr))[part]
+        out_ptr += out_row * (H * d)
         for head in range(tl.program_id(1) * HEADS, tl.minimum(tl.program_id(1) * HEADS + HEADS, H)):
             start = (part * H + head) * d
             places = rows[:, None] * y_stride + columns[None, :]
             groups = rows[:, None] * scales_per_row + (start + columns[None, :]) // GROUP
-            x = load_saved(y_ptr + start, y_scale_ptr, places, groups, inside, DTYPE)
+            x = load_saved(y_ptr, y_scale_ptr, start + places, groups, inside, DTYPE)
             if h_ptr is not None:
                 h_rows, up_rows = rows * h_stride, columns * RANK
                 h_part, up_part = h_ptr + part * RANK, up_ptr + start * RANK
@@ -123,7 +125,7 @@ def _qkv_rope_fwd_kernel(
                 normed = (x * rstd * weight).to(DTYPE).to(tl.float32)
                 a, b = tl.split(tl.reshape(normed, (R, BLOCK // 2, 2)))
                 x = tl.reshape(tl.join(a * cos - b * sin, b * cos + a * sin), (R, BLOCK))
-            place = out_ptr + (out_row * H + head) * d + rows[:, None] * (H * d) + columns[None, :]
+            place = out_ptr + rows[:, None] * (H * d) + (head * d + columns)[None, :]
             tl.store(place, x, mask=inside)
 
 

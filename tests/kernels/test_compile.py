@@ -25,7 +25,6 @@ FEW_WARPS = {  # kernels that hold tiles of products or whole rows in registers:
     "_gated_sum_bwd_kernel",
     "_lora_up_gradients_kernel",
 }
-SPILLED = {("qkv, groups of 16", 90): 8, ("gate, rank 16, saved e4m3", 120): 8}  # bytes, triton 3.9.0; to be mended
 SHARED_KB = {86: 99, 89: 99, 90: 227, 120: 99}  # of a program, at most
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "compile_kernels.py"
 
@@ -45,7 +44,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @pytest.mark.triton
 def test_no_kernel_spills_registers(rows: list[dict[str, Any]]) -> None:
     assert {row["sm"] for row in rows} == set(TARGETS)
-    assert [row for row in rows if row["stack_bytes"] > SPILLED.get((row["case"], row["sm"]), 0)] == []
+    assert [row for row in rows if row["stack_bytes"] > 0] == []
 
 
 @pytest.mark.triton
