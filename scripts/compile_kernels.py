@@ -291,7 +291,7 @@ def compile_all(only: str, targets: tuple[int, ...], in_turn: bool) -> list[dict
                 seen.add(launch.key)
                 for target in targets[turn:] + targets[:turn]:
                     rows.append({"case": name, **compiled(launch, target, Path(folder))})
-                    if in_turn and rows[-1]["shared_bytes"] <= LARGE_SHARED:
+                    if in_turn and target == targets[turn] and rows[-1]["shared_bytes"] <= LARGE_SHARED:
                         break
     return rows
 
