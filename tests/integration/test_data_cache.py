@@ -308,3 +308,44 @@ def test_an_unusable_vae_is_an_error(folder, encoders, model):
         next(broken.encoder.parameters()).fill_(float("nan"))
     with pytest.raises(DatasetError, match=r"photo0\.png: the VAE returns NaN or inf"):
         make(folder, broken, encoders, cache_latents=True)
+
+
+# -- masks -------------------------------------------------------------------------------------------------------------
+
+
+def test_masks_of_a_batch_have_mean_1_a_missing_one_is_black_unless_all_are(folder, vae, encoders, tmp_path_factory):
+    masks = tmp_path_factory.mktemp("masks")
+    left = Image.new("L", (64, 64), 0)
+    left.paste(255, (0, 0, 32, 64))
+    left.save(masks / "photo0.png")
+    dataset = make(folder, vae, encoders, mask_path=str(masks), mask_min_value=0.2, cache_latents=True)
+    names = [sample.image_path.name for sample in dataset.samples]
+    masked, missing, other = (names.index(f"photo{i}.png") for i in (0, 1, 4))
+    mask = dataset.batch(Batch((masked, missing), 0))["mask"]  # m = 1 and 0.2, and 0: mean 0.3
+    assert mask.shape == (2, 1, 8, 8)
+    columns = mask[:, 0, 0]
+    assert torch.allclose(columns[0], torch.tensor([1 / 0.3] * 4 + [0.2 / 0.3] * 4))
+    assert not mask[1].any()
+    assert dataset.batch(Batch((missing, other), 0))["mask"].eq(1).all()
+    assert dataset.encoded(dataset.samples[missing], "")["mask"].eq(0).all()
+    assert "mask" not in make(folder, vae, encoders, cache_latents=True).batch(Batch((0, 1), 0))
+    picture, shown = dataset.picture(dataset.samples[masked])
+    assert picture.shape == (64, 64, 3)
+    assert shown[:, :32].all()
+    assert not shown[:, 32:].any()
+
+
+def test_with_alpha_mask_the_colours_under_transparent_parts_stay(folder, vae, encoders):
+    alpha = Image.new("L", (64, 64), 0)
+    alpha.paste(255, (0, 32, 64, 64))
+    with Image.open(folder / "photo0.png") as image:
+        opaque = image.convert("RGB")
+    cut = opaque.copy()
+    cut.putalpha(alpha)
+    plain = make(folder, vae, encoders, cache_latents=True).encoded
+    cut.save(folder / "photo0.png")
+    dataset = make(folder, vae, encoders, alpha_mask=True, cache_latents=True)
+    index = [sample.image_path.name for sample in dataset.samples].index("photo0.png")
+    row = dataset.encoded(dataset.samples[index], "")
+    assert row["mask"][0, :, 0].tolist() == [0] * 4 + [1] * 4
+    assert_bitwise(row["latents"], plain(dataset.samples[index], "")["latents"])

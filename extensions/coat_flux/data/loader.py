@@ -194,10 +194,10 @@ class LatentDataset:
     def batch(self, batch: Batch) -> dict[str, Tensor]:
         """Rows of `encoded` on `device`, stacked, masks of mean 1; with regularization also weights [B] fp32."""
         rows = []
-        for row, index in enumerate(batch.indices):
+        for place, index in enumerate(batch.indices):
             sample = self.samples[index]
             config = self.configs[sample.dataset_index]
-            rng = random.Random(f"{self.seed}/{batch.draw}/{row}")
+            rng = random.Random(f"{self.seed}/{batch.draw}/{place}")
             prompt = sample.caption
             if rng.random() < config.caption_dropout_rate:
                 prompt = sample.dropped_caption

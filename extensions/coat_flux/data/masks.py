@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import ImageFilter, ImageOps
+from PIL import Image, ImageFilter, ImageOps
 from torch import Tensor
 from torch.nn.functional import interpolate
 
@@ -52,13 +52,17 @@ class Mask:
         """The blur in pixels of a draw with `chance` from 0 to 1."""
         return int(min(self.size) * chance * BLUR_SHARE)
 
-    def levels(self, bucket: Bucket, size: tuple[int, int], *, flip: bool = False, radius: int = 0) -> Tensor:
-        """Levels at latents of `size` (rows, columns): uint8 [1, rows, columns]; raises DatasetError."""
+    def cut(self, bucket: Bucket, *, flip: bool = False, radius: int = 0) -> Image.Image:
+        """The mask of the photo's crop to a bucket, mode "L"; raises DatasetError."""
         image = read_mask(self.path, alpha=self.alpha, inverted=self.inverted)
         if flip:
             image = ImageOps.mirror(image)
-        crop = fit_to_bucket(image.filter(ImageFilter.GaussianBlur(radius)), bucket, self.photo_size)
-        return interpolate(torch.from_numpy(np.array(crop))[None, None], size=size)[0]
+        return fit_to_bucket(image.filter(ImageFilter.GaussianBlur(radius)), bucket, self.photo_size)
+
+    def levels(self, bucket: Bucket, size: tuple[int, int], *, flip: bool = False, radius: int = 0) -> Tensor:
+        """Levels at latents of `size` (rows, columns): uint8 [1, rows, columns]; raises DatasetError."""
+        crop = np.array(self.cut(bucket, flip=flip, radius=radius))
+        return interpolate(torch.from_numpy(crop)[None, None], size=size)[0]
 
     def weights(self, levels: Tensor) -> Tensor:
         """The weight of each level, fp32 from `least` to 1."""

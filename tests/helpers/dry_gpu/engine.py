@@ -48,10 +48,11 @@ class DrySamples(LatentDataset):
             "prompt_embeds": torch.zeros(TEXT_TOKENS, text, dtype=bf16),
             "pooled": torch.zeros(pooled, dtype=bf16),
         }
+        self._has_masks = self._has_reg = False
         if self.masked:
             self._row["mask"] = torch.ones(1, side // 8, side // 8)
 
-    def encoded(self, sample: Sample, prompt: str) -> dict[str, Tensor]:
+    def encoded(self, sample: Sample, prompt: str, *, blur: float = 0.0) -> dict[str, Tensor]:
         return self._row
 
 
