@@ -1,0 +1,73 @@
+"""A LoRA of a red garment: its colour comes nearer to held-out photos while it trains, and not to a blue one's."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import random
+import statistics
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from coat_flux.data.cache import encode_latents
+from coat_flux.data.fidelity import Redrawn
+from coat_flux.mini_flux import MINI_FLUX
+from coat_flux.trainers.standalone.trainer import COATTrainer
+from coat_flux.trainers.standalone.validation import redraw
+
+STEPS = 30
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+
+
+def red_garments(folder: Path, pictures: Any, count: int = 8) -> Path:
+    """Cut-outs of 64 px, whose captions do not name the colour."""
+    folder.mkdir()
+    rng, item = random.Random(0), pictures.Item(pictures.HELD_OUT, "red", "plain", "white")
+    for number in range(count):
+        pictures.draw(item, (64, 64), rng, cut_out=True).save(folder / f"{number}.png")
+        (folder / f"{number}.txt").write_text("a [trigger], product photo\n", encoding="utf-8")
+    return folder
+
+
+def differs(worse: list[Any], better: list[Any]) -> bool:
+    """Whether colours of the same draws differ by more than twice the standard error of the difference."""
+    differences = [one[0] - other[0] for one, other in zip(worse, better, strict=True)]
+    return statistics.fmean(differences) > 2 * statistics.stdev(differences) / math.sqrt(len(differences))
+
+
+def test_colour_comes_nearer_to_the_garment_and_not_to_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(SCRIPTS)
+    photos = red_garments(tmp_path / "red", importlib.import_module("mini_flux.pictures"))
+    make_job = importlib.import_module("mini_flux.experiment").make_job
+    job = make_job(
+        MINI_FLUX, photos, tmp_path / "out", steps=STEPS, coat={"memory": {"checkpointing": "none"}}, batch=2
+    )
+    process = job["config"]["process"][0]
+    process["train"]["lr"] = 2e-3
+    process["save"]["save_every"] = STEPS
+    process["validation"] = {"hold_out": 2, "every": 1000, "fidelity": True}
+    seen: list[Any] = []
+    COATTrainer(job, observer=seen.append).train()
+    session = seen[-1]
+    red = session.redrawn
+    (_, before), (_, after) = red.record["saves"]
+    assert all(not subject.mask.all() and subject.mask.any() for subject in red.subjects)
+    assert differs(before, after)
+    vae = statistics.fmean(draw[0] for draw in red.record["vae"])
+    assert vae < red.mean().colour
+
+    subjects = []
+    for subject in red.subjects:
+        picture = np.ascontiguousarray(subject.picture[..., ::-1])  # blue in place of red
+        pixels = torch.from_numpy(picture).permute(2, 0, 1)[None].float() / 127.5 - 1
+        latents = encode_latents(session.vae, pixels)[0]
+        subjects.append(subject._replace(picture=picture, inputs={**subject.inputs, "latents": latents}))
+    blue = Redrawn(subjects, None)
+    session.transformer.eval()
+    redraw(blue, STEPS, session.transformer, session.vae, dtype=session.dtype, device=torch.device("cpu"))
+    assert differs(blue.record["saves"][-1][1], after)
+    print([[round(draw[0], 2) for draw in draws] for draws in (before, after, blue.record["saves"][-1][1])])
