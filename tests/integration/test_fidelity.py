@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import random
+import re
 import statistics
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 
+from coat_flux.cli.entry import main
 from coat_flux.data.cache import encode_latents
-from coat_flux.data.fidelity import Redrawn
+from coat_flux.data.fidelity import Redrawn, to_pixels
 from coat_flux.mini_flux import MINI_FLUX
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from coat_flux.trainers.standalone.validation import redraw
@@ -31,6 +34,26 @@ def red_garments(folder: Path, pictures: Any, count: int = 8) -> Path:
         pictures.draw(item, (64, 64), rng, cut_out=True).save(folder / f"{number}.png")
         (folder / f"{number}.txt").write_text("a [trigger], product photo\n", encoding="utf-8")
     return folder
+
+
+def test_data_says_what_the_vae_can_draw_at_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.syspath_prepend(SCRIPTS)
+    monkeypatch.chdir(tmp_path)
+    photos = red_garments(tmp_path / "red", importlib.import_module("mini_flux.pictures"), 4)
+    job = importlib.import_module("mini_flux.experiment").make_job(MINI_FLUX, photos, tmp_path, steps=1, coat={})
+    job["config"]["process"][0]["validation"] = {"hold_out": ["1.png", "3.png"], "fidelity": True}
+    Path("job.yaml").write_text(yaml.safe_dump(job))
+    assert main(["data", "job.yaml"]) == 0
+    out = capsys.readouterr().out
+    found = re.findall(r"  (\d)\.png: ΔE (\S+) \(95 %: \S+\), texture \S+", out)
+    assert [name for name, _ in found] == ["1", "3"]
+    assert all(0.5 < float(colour) < 15 for _, colour in found)
+    job["config"]["process"][0]["model"]["name_or_path"] = "black-forest-labs/FLUX.1-dev"
+    Path("job.yaml").write_text(yaml.safe_dump(job))
+    assert main(["data", "job.yaml"]) == 0
+    assert "black-forest-labs/FLUX.1-dev: its VAE is not here" in capsys.readouterr().out
 
 
 def differs(worse: list[Any], better: list[Any]) -> bool:
@@ -63,8 +86,7 @@ def test_colour_comes_nearer_to_the_garment_and_not_to_another(tmp_path: Path, m
     subjects = []
     for subject in red.subjects:
         picture = np.ascontiguousarray(subject.picture[..., ::-1])  # blue in place of red
-        pixels = torch.from_numpy(picture).permute(2, 0, 1)[None].float() / 127.5 - 1
-        latents = encode_latents(session.vae, pixels)[0]
+        latents = encode_latents(session.vae, to_pixels(picture))[0]
         subjects.append(subject._replace(picture=picture, inputs={**subject.inputs, "latents": latents}))
     blue = Redrawn(subjects, None)
     session.transformer.eval()

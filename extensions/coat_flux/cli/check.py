@@ -199,7 +199,38 @@ def data(args: argparse.Namespace) -> int:
         print(table)
     print_findings((), report.warnings)
     save_sheet(report, args.sheet, name)
-    return EXIT_REFUSED if print_findings(report.errors, ()) else 0
+    if print_findings(report.errors, ()):
+        return EXIT_REFUSED
+    if args.data.is_file() and (process.get("validation") or {}).get("fidelity"):
+        print_vae_alone(process, report)
+    return 0
+
+
+def print_vae_alone(process: Mapping[str, Any], report: DataReport) -> None:
+    """Print how near the VAE alone comes to held-out photos: no training comes nearer. Nothing is downloaded."""
+    from diffusers import AutoModel
+
+    from ..data.cache import decode_latents, encode_latents
+    from ..data.fidelity import compare, evenly, show, to_picture, to_pixels
+    from ..data.hold_out import choose_hold_out
+    from ..data.loader import picture_of
+    from ..data.preflight import datasets_of
+
+    folders = [entry.folder_path for entry in datasets_of(process, regularization=False)]
+    chosen = choose_hold_out(folders, process["validation"]["hold_out"], process.get("training_seed"))
+    held_out = {path for paths in chosen for path in paths}
+    samples = {sample.image_path: sample for sample in report.samples if sample.image_path in held_out}
+    model = process["model"]["name_or_path"]
+    try:
+        vae = AutoModel.from_pretrained(model, subfolder="vae", local_files_only=True)
+    except OSError:
+        print(f"{model}: its VAE is not here; the run says at its start how near it comes to held-out photos")
+        return
+    print("The VAE alone, which no training can pass:")
+    for sample in evenly(list(samples.values())):
+        picture, mask = picture_of(sample, report.options.background)
+        drawn = to_picture(decode_latents(vae, encode_latents(vae, to_pixels(picture))))
+        print(f"  {sample.image_path.name}: {show(compare(picture, drawn, mask))}")
 
 
 def save_sheet(report: DataReport, sheet: Path | None, name: str) -> None:

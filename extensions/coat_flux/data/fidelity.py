@@ -144,10 +144,10 @@ class Redrawn:
         """The last measurement in a line."""
         step = self.record["saves"][-1][0]
         vae, first = _mean(self.record["vae"]), _mean(self.record["saves"][0][1])
-        without = "" if step == 0 or self.lacks(0) else f"; without the LoRA {_show(first)}"
+        without = "" if step == 0 or self.lacks(0) else f"; without the LoRA {show(first)}"
         shown = "in their masks" if any(not subject.mask.all() for subject in self.subjects) else "whole"
         names = f"step {step}: {len(self.subjects)} held-out photos, redrawn, {shown}"
-        return f"{names}: {_show(self.mean())}{without}; the VAE alone {_show(vae)}"
+        return f"{names}: {show(self.mean())}{without}; the VAE alone {show(vae)}"
 
     def best(self) -> list[str]:
         """For each measure the best save, and those that its draws cannot tell apart from it."""
@@ -170,6 +170,11 @@ def to_picture(pixels: Tensor) -> NDArray[np.uint8]:
     return levels.permute(1, 2, 0).contiguous().numpy()
 
 
+def to_pixels(picture: NDArray[np.uint8]) -> Tensor:
+    """The inverse of `to_picture`."""
+    return torch.from_numpy(picture).permute(2, 0, 1)[None].float() / 127.5 - 1
+
+
 def _compare(subject: Subject, latents: Tensor, decode: Decode) -> Fidelity:
     return compare(subject.picture, to_picture(decode(latents)), subject.mask)
 
@@ -178,7 +183,8 @@ def _mean(draws: Sequence[Sequence[float]]) -> Fidelity:
     return Fidelity(*map(statistics.fmean, zip(*draws, strict=True)))
 
 
-def _show(mean: Fidelity) -> str:
+def show(mean: Fidelity) -> str:
+    """The three numbers in a line."""
     return f"ΔE {mean.colour:.2f} (95 %: {mean.colour_p95:.1f}), texture {mean.texture:.2f}"
 
 

@@ -227,16 +227,8 @@ class LatentDataset:
         return {**image, **text, **own}
 
     def picture(self, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
-        """A sample as it is cropped, uint8 [H, W, 3], and the mask of its subject, bool [H, W]: its own, or opacity."""
-        image, alpha = read_photo(sample.image_path, self._ground(sample))
-        picture = np.array(_cut(image, sample))
-        if sample.mask is not None:
-            shown = np.array(sample.mask.cut(sample.bucket, flip=sample.flip))
-        elif alpha is not None:
-            shown = np.array(_cut(alpha, sample))
-        else:
-            return picture, np.ones(picture.shape[:2], bool)
-        return picture, shown > 127
+        """`picture_of` a sample, on the ground that it has here."""
+        return picture_of(sample, self._ground(sample))
 
     def _mask(self, sample: Sample, image: dict[str, Tensor], blur: float) -> Tensor:
         """Weights [1, h, w] of a sample's own mask, 0 where it is missing; else of the photo's transparency, or 1."""
@@ -292,6 +284,22 @@ class LatentDataset:
             raise DatasetError(f"caption {prompt!r}: the text encoders return NaN or inf; run them in bf16 or fp32")
         self._texts[dataset_index].store(cache_key("text", prompt, self._text_identity), entry, about=prompt)
         return entry
+
+
+def picture_of(sample: Sample, ground: str | None) -> tuple[np.ndarray, np.ndarray]:
+    """A sample as it is cropped, uint8 [H, W, 3], and the mask of its subject, bool [H, W]: its own, or opacity.
+
+    `ground` as in `read_photo`.
+    """
+    image, alpha = read_photo(sample.image_path, ground)
+    picture = np.array(_cut(image, sample))
+    if sample.mask is not None:
+        shown = np.array(sample.mask.cut(sample.bucket, flip=sample.flip))
+    elif alpha is not None:
+        shown = np.array(_cut(alpha, sample))
+    else:
+        return picture, np.ones(picture.shape[:2], bool)
+    return picture, shown > 127
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
