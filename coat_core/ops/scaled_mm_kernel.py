@@ -87,12 +87,14 @@ def _int8_mm_fwd_kernel(
     y = total.to(tl.float32) * a_scale[:, None] * b_scale[None, :]
     if STAGES == 0:
         _store_tile(y, bias_ptr, y_ptr, rows, columns, M, N)
-    else:  # one half after the other: the whole tile and what the rotation needs would spill
+    else:  # a quarter after the other: the whole tile and what the rotation needs would spill
         HALF: tl.constexpr = BLOCK_M // 2
+        QUARTER: tl.constexpr = BLOCK_M // 4
         halves = tl.split(tl.permute(tl.reshape(y, (2, HALF, BLOCK_N)), (1, 2, 0)))
-        for half in tl.static_range(2):
-            rows = row + half * HALF + tl.arange(0, HALF)
-            _store_tile(rotated(halves[half], STAGES), bias_ptr, y_ptr, rows, columns, M, N)
+        for quarter in tl.static_range(4):
+            pair = tl.split(tl.permute(tl.reshape(halves[quarter // 2], (2, QUARTER, BLOCK_N)), (1, 2, 0)))
+            rows = row + quarter * QUARTER + tl.arange(0, QUARTER)
+            _store_tile(rotated(pair[quarter % 2], STAGES), bias_ptr, y_ptr, rows, columns, M, N)
 
 
 @launcher(operators.int8_mm)
