@@ -13,7 +13,8 @@ from PIL import Image
 from transformers import AutoImageProcessor, SegformerConfig, SegformerForSemanticSegmentation
 
 from coat_flux.cli.entry import main
-from coat_flux.data.segment import LONGEST, Parser, SegmentationError, names_garment
+from coat_flux.data.pretrained import ModelError
+from coat_flux.data.segment import LONGEST, Parser, names_garment
 from tests.helpers.engine_job import engine_job
 from tests.reliability.photos import jpeg, noise, write
 
@@ -196,5 +197,5 @@ def test_odd_files_and_folders(photos: Path, sees_dresses: Path, capsys: pytest.
 
 def test_a_model_without_a_garments_label_says_which_it_has(tmp_path: Path) -> None:
     rooms = make_model(tmp_path / "rooms", labels=("wall", "floor"))
-    with pytest.raises(SegmentationError, match=r"no label is a garment's; write --labels with some of .*wall"):
+    with pytest.raises(ModelError, match=r"no label is a garment's; write --labels with some of .*wall"):
         Parser(str(rooms))

@@ -19,7 +19,7 @@ from .files import DatasetError, Listing, counted, printable
 SET_TRIGGER = "set trigger_word"
 PLACEHOLDERS = ("[trigger]", "[name]")
 _NO_CAPTION = "the trigger word alone, or nothing"
-_TEXT_EXTENSIONS = (".txt", ".caption", ".captions", ".cap", ".md", ".text", ".tag", ".tags", ".prompt")
+TEXT_EXTENSIONS = (".txt", ".caption", ".captions", ".cap", ".md", ".text", ".tag", ".tags", ".prompt")
 _LISTS = (".json", ".jsonl", ".csv", ".parquet")  # captions of many photos in one file, as other trainers read them
 _FEWEST, SHARED_BY = 4, 0.8  # fewer captions share words by chance; of the captions that say a word
 _UNSPACED = re.compile(r"[\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff]")  # Thai, Lao, Japanese, Chinese
@@ -88,7 +88,7 @@ def lint_files(
     missing = [path for path, sidecar in sidecars.items() if not os.path.lexists(sidecar)]
     if len(missing) == len(images) and not default_caption:
         stems = {path.with_suffix("") for path in images}
-        texts = [path for path in others if path.suffix.lower() in _TEXT_EXTENSIONS]
+        texts = [path for path in others if path.suffix.lower() in TEXT_EXTENSIONS]
         extensions = Counter(path.suffix for path in texts if path.with_suffix("") in stems)
         if extensions:
             extension, count = extensions.most_common(1)[0]

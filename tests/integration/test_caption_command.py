@@ -1,0 +1,305 @@
+"""`coat-flux caption` with tiny random models of the real classes (BLIP, Florence-2, Qwen2.5-VL), and no network."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+import transformers
+from PIL import Image
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from coat_flux.cli.entry import main
+from coat_flux.data.captions import inject_trigger, read_caption
+from coat_flux.data.describe import MOST_TOKENS, Captioner
+from tests.reliability.photos import jpeg, noise, write
+
+WORDS = ["a", "woman", "man", "in", "the", "park", "dress", "stands", "wears", "light", "by", "night"]
+BLIP_VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[DEC]", *WORDS]
+QWEN_TOKENS = [f"<|{name}|>" for name in ("endoftext", "im_start", "im_end", "vision_start", "vision_end")]
+QWEN_TOKENS += ["<|image_pad|>", "<|video_pad|>"]
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for part in m.content %}{% if part.type == 'image' %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def save(folder: Path, config: transformers.PreTrainedConfig, tokenizer: object, processor: dict) -> Path:
+    torch.manual_seed(4)
+    model = transformers.AutoModelForImageTextToText.from_config(config)
+    for parameter in model.parameters():
+        parameter.data *= 4  # or one token wins for every photo
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    write(folder / "preprocessor_config.json", json.dumps(processor))
+    return folder
+
+
+def make_blip(folder: Path, silent: bool = False) -> Path:
+    """A BLIP of 13 words; a silent one ends its captions at once."""
+    tokenizer = transformers.BertTokenizer(vocab={word: number for number, word in enumerate(BLIP_VOCABULARY)})
+    tokenizer.add_special_tokens({"bos_token": "[DEC]"})
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    ids = {"bos_token_id": 5, "sep_token_id": 3, "pad_token_id": 0, "eos_token_id": 3}
+    text = {"vocab_size": len(BLIP_VOCABULARY), "encoder_hidden_size": 16, "max_position_embeddings": 128}
+    vision = {"image_size": 32, "patch_size": 16, "initializer_range": 0.1}
+    config = transformers.BlipConfig(text_config=small | ids | text, vision_config=small | vision, projection_dim=16)
+    size = {"height": 32, "width": 32}
+    processor = {"image_processor_type": "BlipImageProcessor", "processor_class": "BlipProcessor", "size": size}
+    save(folder, config, tokenizer, processor)
+    if silent:
+        model = transformers.BlipForConditionalGeneration.from_pretrained(folder)
+        model.text_decoder.cls.predictions.bias.data[3] = 1e4
+        model.save_pretrained(folder)
+    return folder
+
+
+def byte_tokenizer(special: list[str], **options: object) -> transformers.PreTrainedTokenizerFast:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(special)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options)
+
+
+def make_florence(folder: Path) -> Path:
+    names = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    image_token = {"image_token": "<image>"}
+    tokenizer = byte_tokenizer([*names.values(), "<image>"], **names, extra_special_tokens=image_token)
+    ids = {f"{name}_id": tokenizer.convert_tokens_to_ids(token) for name, token in names.items()}
+    ids |= {"decoder_start_token_id": ids["eos_token_id"]}
+    small = dict.fromkeys(("d_model", "encoder_ffn_dim", "decoder_ffn_dim"), 16)
+    small |= dict.fromkeys(("encoder_layers", "decoder_layers"), 1)
+    small |= dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 2)
+    text = {"vocab_size": len(tokenizer), "max_position_embeddings": 256, "forced_eos_token_id": None}
+    vision = {"depths": [1] * 4, "embed_dim": [8] * 4, "num_heads": [1] * 4, "num_groups": [1] * 4}
+    vision |= {"window_size": 4, "projection_dim": 16}
+    image_id = tokenizer.convert_tokens_to_ids("<image>")
+    config = transformers.Florence2Config(
+        text_config=small | text | ids, vision_config=vision, image_token_id=image_id, **ids
+    )
+    processor = {"image_processor_type": "CLIPImageProcessor", "processor_class": "Florence2Processor"}
+    size = {"height": 64, "width": 64}
+    return save(folder, config, tokenizer, processor | {"size": size, "do_center_crop": False, "image_seq_length": 5})
+
+
+def make_qwen(folder: Path) -> Path:
+    names = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    tokenizer = byte_tokenizer(QWEN_TOKENS, **names, chat_template=TEMPLATE)
+    number = tokenizer.convert_tokens_to_ids
+    small = {"hidden_size": 16, "intermediate_size": 16}
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10_000.0}
+    text = {"vocab_size": len(tokenizer), "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    ids = {"eos_token_id": number("<|im_end|>"), "bos_token_id": None, "pad_token_id": number("<|endoftext|>")}
+    vision = {"depth": 1, "num_heads": 2, "out_hidden_size": 16, "fullatt_block_indexes": [0], "window_size": 56}
+    config = transformers.Qwen2_5_VLConfig(
+        text_config=small | text | ids | {"rope_parameters": rope},
+        vision_config=small | vision,
+        image_token_id=number("<|image_pad|>"),
+        video_token_id=number("<|video_pad|>"),
+    )
+    processor = {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2_5_VLProcessor"}
+    return save(folder, config, tokenizer, processor | {"min_pixels": 3136, "max_pixels": 12_845_056})
+
+
+@pytest.fixture(scope="module")
+def blip(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_blip(tmp_path_factory.mktemp("models") / "blip")
+
+
+@pytest.fixture
+def photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A JPEG, a cut-out in a folder of its own, and an upright photo stored on its side."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "photos"
+    write(folder / "plain.jpg", jpeg(seed=1))
+    cut = noise((96, 64), seed=2)
+    cut.putalpha(Image.linear_gradient("L").resize(cut.size))
+    (folder / "more").mkdir()
+    cut.save(folder / "more" / "cut.png")
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    dark = noise((96, 64), seed=3).point(lambda level: level // 8)
+    dark.save(folder / "sideways.jpg", exif=exif)
+    return folder
+
+
+def run(*arguments: object) -> int:
+    return main(["caption", *map(str, arguments)])
+
+
+def texts(folder: Path, extension: str = "txt") -> dict[str, bytes]:
+    return {path.stem: path.read_bytes() for path in folder.rglob(f"*.{extension}")}
+
+
+def test_a_line_beside_each_photo_is_the_trigger_and_what_blip_says(
+    photos: Path, blip: Path, capsys: pytest.CaptureFixture
+) -> None:
+    assert run("photos", "--model", blip) == 0
+    drafts = texts(photos)
+    assert sorted(drafts) == ["cut", "plain", "sideways"]
+    images = transformers.AutoImageProcessor.from_pretrained(blip)
+    model = transformers.BlipForConditionalGeneration.from_pretrained(blip).eval()
+    upright = Image.open(photos / "sideways.jpg").transpose(Image.Transpose.ROTATE_270)
+    for name, photo in (("plain", Image.open(photos / "plain.jpg")), ("sideways", upright)):
+        inputs = images(images=photo.convert("RGB"), return_tensors="pt")
+        tokens = model.generate(**inputs, max_new_tokens=MOST_TOKENS)[0].tolist()
+        words = [BLIP_VOCABULARY[token] for token in tokens if BLIP_VOCABULARY[token] in WORDS]
+        assert len(words) > 1
+        assert drafts[name] == f"[trigger], {' '.join(words)}\n".encode()
+    assert drafts["plain"] != drafts["sideways"]
+    caption = drafts["plain"].decode().strip()
+    assert inject_trigger(read_caption(photos / "plain.jpg"), "ohwx") == caption.replace("[trigger]", "ohwx")
+    out = capsys.readouterr().out
+    assert f"{Path('photos', 'plain.jpg')}: {caption}\n" in out
+    assert f"photos: 3 captions by {blip}, 0 kept, 0 failed" in out
+
+
+def test_nothing_is_written_over_and_what_is_there_counts_as_done(
+    photos: Path, blip: Path, capsys: pytest.CaptureFixture
+) -> None:
+    write(photos / "plain.txt", b"")
+    (photos / "more" / "cut.txt").symlink_to("nowhere")
+    before = (photos / "plain.txt").stat(), (photos / "more" / "cut.txt").lstat()
+    assert run("photos", "--model", blip) == 0
+    assert ((photos / "plain.txt").stat(), (photos / "more" / "cut.txt").lstat()) == before
+    assert not (photos / "more" / "nowhere").exists()
+    out = capsys.readouterr().out
+    assert out.count("has a caption, which is kept") == 2
+    assert f"1 captions by {blip}, 2 kept" in out
+    drafts = (photos / "sideways.txt").stat()
+    assert run("photos", "--model", "no/model") == 0  # which nothing needs any more
+    assert (photos / "sideways.txt").stat() == drafts
+
+
+def test_another_extension_is_another_caption(photos: Path, blip: Path) -> None:
+    write(photos / "plain.txt", b"mine")
+    assert run("photos", "--model", blip, "--ext", ".caption") == 0
+    assert sorted(texts(photos, "caption")) == ["cut", "plain", "sideways"]
+    assert texts(photos) == {"plain": b"mine"}
+
+
+def test_florence_is_given_its_task(photos: Path, tmp_path: Path) -> None:
+    folder = make_florence(tmp_path / "florence")
+    assert run("photos", "--model", folder) == 0
+    processor = transformers.AutoProcessor.from_pretrained(folder)
+    model = transformers.Florence2ForConditionalGeneration.from_pretrained(folder).eval()
+    photo = Image.open(photos / "plain.jpg")
+    inputs = processor(images=photo, text="<DETAILED_CAPTION>", return_tensors="pt")
+    text = processor.decode(model.generate(**inputs, max_new_tokens=MOST_TOKENS)[0], skip_special_tokens=True)
+    line = "".join(letter if letter.isprintable() else " " for letter in text)
+    assert texts(photos)["plain"].decode() == f"[trigger], {' '.join(line.split())}\n"
+
+
+def test_a_chat_is_asked_for_what_is_not_the_garment_and_its_answer_is_written(photos: Path, tmp_path: Path) -> None:
+    folder = make_qwen(tmp_path / "qwen")
+    captioner = Captioner(str(folder))
+    assert "30 words: background, pose, light. Do not mention clothes" in captioner.prompt
+    assert captioner.prompt.startswith("<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>Describe")
+    assert "30 words: room. Do not" in Captioner(str(folder), ["room"]).prompt
+    assert run("photos", "--model", folder, "--about", "background, pose") == 0
+    drafts = texts(photos)
+    assert len(drafts) == 3
+    for draft in drafts.values():
+        assert draft.startswith(b"[trigger], ")
+        assert draft.count(b"\n") == 1
+        assert b"Describe" not in draft  # nor the rest of the question
+        assert b"assistant" not in draft
+
+
+def test_half_precision_weights_run_in_fp32_on_a_cpu(blip: Path, tmp_path: Path) -> None:
+    half = tmp_path / "half"
+    make_blip(half)
+    transformers.BlipForConditionalGeneration.from_pretrained(half).half().save_pretrained(half)
+    photo = noise((64, 64), seed=5)
+    assert Captioner(str(half)).describe(photo)
+    assert json.loads((half / "config.json").read_text())["dtype"] == "float16"
+
+
+def test_a_model_that_says_nothing_writes_nothing(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert run("photos", "--model", make_blip(tmp_path / "silent", silent=True)) == 2
+    assert texts(photos) == {}
+    assert capsys.readouterr().err.count("the model says nothing") == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--model", "nobody/nothing"), "--model nobody/nothing: cannot be loaded ("),
+        (("--model", "no such/name"), "--model no such/name: is neither a folder nor a model of the Hub"),
+        (("--model", "photos"), "--model photos: cannot be loaded ("),
+        (("--model", "other"), "--model other: is of another kind (segformer); name a model that describes images"),
+        (("--about", "pose, sky"), "--about pose,sky: "),
+        (("--ext", "jpg"), "--ext jpg: is none of a caption"),
+        (("--ext", "a/b"), "--ext a/b: is none of a caption"),
+        pytest.param(
+            ("--device", "cuda"),
+            "--device cuda: torch finds no CUDA GPU here",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one here"),
+        ),
+    ],
+)
+def test_what_cannot_work_is_one_error(
+    photos: Path, blip: Path, arguments: tuple[str, str], says: str, capsys: pytest.CaptureFixture
+) -> None:
+    transformers.SegformerConfig().save_pretrained(photos.parent / "other")
+    assert run("photos", *([] if "--model" in arguments else ["--model", blip]), *arguments) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert line.startswith(f"error: {says}")
+    assert texts(photos) == {}
+    if "nobody/nothing" in arguments:
+        assert "`hf download nobody/nothing`" in line
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str | None], None]]:
+    """Points the library of the Hub at a server that has no model, or at an address where nobody listens."""
+
+    class Empty(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(404)
+            self.send_header("X-Error-Code", "RepoNotFound")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Empty)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    yield lambda address: monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", address)
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_model_that_the_hub_does_not_have(photos: Path, hub: Callable, capsys: pytest.CaptureFixture) -> None:
+    assert run("photos", "--model", "nobody/nothing") == 2
+    err = capsys.readouterr().err
+    assert "--model nobody/nothing: is neither a folder nor a model of the Hub" in err
+    hub("http://127.0.0.1:9")
+    assert run("photos", "--model", "nobody/nothing") == 2
+    assert "--model nobody/nothing: cannot be loaded (" in capsys.readouterr().err
+
+
+def test_odd_files_and_folders(photos: Path, blip: Path, capsys: pytest.CaptureFixture) -> None:
+    pytest.importorskip("pillow_heif")
+    write(photos / "broken.png", b"no image")
+    noise((64, 64), seed=8).save(photos / "phone.heic")
+    assert run("photos", "--model", blip) == 2
+    out, err = capsys.readouterr()
+    assert "broken.png: cannot be read as an image" in err
+    assert f"4 captions by {blip}, 0 kept, 1 failed" in out
+    assert sorted(texts(photos)) == ["cut", "phone", "plain", "sideways"]
+    for folder in ("nowhere", "empty", photos / "plain.jpg"):
+        (photos.parent / "empty").mkdir(exist_ok=True)
+        assert run(folder, "--model", blip) == 2
+        assert str(folder) in capsys.readouterr().err
