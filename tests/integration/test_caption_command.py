@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from PIL import Image
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from coat_flux.cli.entry import main
 from coat_flux.data.captions import inject_trigger, read_caption
@@ -44,8 +44,11 @@ def save(folder: Path, config: transformers.PreTrainedConfig, tokenizer: object,
 
 def make_blip(folder: Path, silent: bool = False) -> Path:
     """A BLIP of 13 words; a silent one ends its captions at once."""
-    tokenizer = transformers.BertTokenizer(vocab={word: number for number, word in enumerate(BLIP_VOCABULARY)})
-    tokenizer.add_special_tokens({"bos_token": "[DEC]"})
+    words = Tokenizer(models.WordLevel({word: number for number, word in enumerate(BLIP_VOCABULARY)}, "[UNK]"))
+    words.normalizer = normalizers.BertNormalizer()
+    special = {"pad_token": "[PAD]", "sep_token": "[SEP]", "cls_token": "[CLS]", "bos_token": "[DEC]"}
+    special |= {"unk_token": "[UNK]", "mask_token": "[MASK]"}
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, **special)
     small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     ids = {"bos_token_id": 5, "sep_token_id": 3, "pad_token_id": 0, "eos_token_id": 3}
     text = {"vocab_size": len(BLIP_VOCABULARY), "encoder_hidden_size": 16, "max_position_embeddings": 128}
@@ -67,7 +70,8 @@ def byte_tokenizer(special: list[str], **options: object) -> transformers.PreTra
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(special)
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options)
+    names = ["input_ids", "attention_mask"]
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_input_names=names, **options)
 
 
 def make_florence(folder: Path) -> Path:
@@ -96,12 +100,12 @@ def make_qwen(folder: Path) -> Path:
     tokenizer = byte_tokenizer(QWEN_TOKENS, **names, chat_template=TEMPLATE)
     number = tokenizer.convert_tokens_to_ids
     small = {"hidden_size": 16, "intermediate_size": 16}
-    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10_000.0}
+    rope = {"rope_type": "default", "type": "default", "mrope_section": [1, 1, 2]}
     text = {"vocab_size": len(tokenizer), "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
     ids = {"eos_token_id": number("<|im_end|>"), "bos_token_id": None, "pad_token_id": number("<|endoftext|>")}
     vision = {"depth": 1, "num_heads": 2, "out_hidden_size": 16, "fullatt_block_indexes": [0], "window_size": 56}
     config = transformers.Qwen2_5_VLConfig(
-        text_config=small | text | ids | {"rope_parameters": rope},
+        text_config=small | text | ids | {"rope_scaling": rope},
         vision_config=small | vision,
         image_token_id=number("<|image_pad|>"),
         video_token_id=number("<|video_pad|>"),

@@ -37,6 +37,7 @@ def load_pretrained(name: str, auto: str, task: str, device: str, processor: str
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
     from transformers.utils import is_torchvision_available
 
+    http_error = HfHubHTTPError.__base__  # of the library that the Hub's uses, such as a proxy's
     own = {"trust_remote_code": False}
     try:
         folder = name if Path(name).is_dir() else snapshot_download(name, allow_patterns=WANTED)
@@ -59,16 +60,7 @@ def load_pretrained(name: str, auto: str, task: str, device: str, processor: str
         text = "is neither a folder nor a model of the Hub that you may read"
         remedy = "correct the name, or accept its license on its page and run `hf auth login`"
         raise ModelError(f"--model {name}: {text}; {remedy}") from error
-    # the Hub's errors are those of its HTTP library, too
-    except (
-        OSError,
-        *HfHubHTTPError.__bases__,
-        ValueError,
-        KeyError,
-        RuntimeError,
-        ImportError,
-        SafetensorError,
-    ) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError, http_error) as error:
         reason = printable(str(error).strip().partition("\n")[0])
         raise ModelError(
             f"--model {name}: cannot be loaded ({reason}); run `hf download {name}` where there is a network "
