@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from coat_flux.cli.entry import main
 from coat_flux.data.captions import inject_trigger, read_caption
 from coat_flux.data.describe import MOST_TOKENS, Captioner
+from coat_flux.data.pretrained import load_pretrained
 from tests.reliability.photos import jpeg, noise, write
 
 WORDS = ["a", "woman", "man", "in", "the", "park", "dress", "stands", "wears", "light", "by", "night"]
@@ -193,6 +194,7 @@ def test_another_extension_is_another_caption(photos: Path, blip: Path) -> None:
 
 def test_florence_is_given_its_task(photos: Path, tmp_path: Path) -> None:
     folder = make_florence(tmp_path / "florence")
+    assert Captioner(str(folder)).prompt == "<DETAILED_CAPTION>"
     assert run("photos", "--model", folder) == 0
     processor = transformers.AutoProcessor.from_pretrained(folder)
     model = transformers.Florence2ForConditionalGeneration.from_pretrained(folder).eval()
@@ -223,9 +225,9 @@ def test_half_precision_weights_run_in_fp32_on_a_cpu(blip: Path, tmp_path: Path)
     half = tmp_path / "half"
     make_blip(half)
     transformers.BlipForConditionalGeneration.from_pretrained(half).half().save_pretrained(half)
-    photo = noise((64, 64), seed=5)
-    assert Captioner(str(half)).describe(photo)
     assert json.loads((half / "config.json").read_text())["dtype"] == "float16"
+    _, model = load_pretrained(str(half), "AutoModelForImageTextToText", "describes images", "cpu")
+    assert {weight.dtype for weight in model.parameters()} == {torch.float32}
 
 
 def test_a_model_that_says_nothing_writes_nothing(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
