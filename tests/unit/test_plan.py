@@ -136,6 +136,14 @@ def test_bf16_without_coat_recomputes_all_or_nothing():
     assert kept.phases["step"]["optimizer"] == 2 * kept.phases["step"]["lora"]
 
 
+def test_redrawn_photos_count_as_a_sample_of_their_size() -> None:
+    no_samples = {"train": {"disable_sampling": True}}
+    assert "sample" not in planned(job_of(**no_samples)).phases
+    job = job_of(**no_samples, validation={"hold_out": 2, "fidelity": True})
+    assert JobFacts(job).sample_tokens.image == JobFacts(job).tokens.image
+    assert planned(job).phases["sample"] == planned(job_of()).phases["sample"]  # of one sample, as large
+
+
 def test_what_is_not_cached_stays_on_the_device():
     cached = planned(job_of())
     dataset = {"cache_latents_to_disk": False, "cache_text_embeddings": False}

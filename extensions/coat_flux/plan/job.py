@@ -198,7 +198,7 @@ class JobFacts:
         trained: name → elements of the transformer's own parameters; empty with `network`.
         stored: the linears that codes can replace.
         adapter_sizes: elements of A and B of every target, or of each trained parameter.
-        tokens, sample_tokens: of the largest micro-batch, of the largest sample image (None without samples).
+        tokens, sample_tokens: of the largest micro-batch, of the largest sample image or redrawn photo (or None).
         value_bytes: per element of frozen models and hidden states.
         caches_latents, caches_text: training does not need the VAE, the text encoders.
         transformer_bytes: of the transformer in training: codes and scales, the rest as loaded.
@@ -218,10 +218,12 @@ class JobFacts:
         self.stored = {name: model.linears[name] for name in model.converted if f"{name}.weight" not in self.trained}
         self.blocks = _blocks(model, self.targets, job.network.linear, self.trained)
         self.tokens = Tokens(train.batch_size, model.text_tokens, self.data.pixels // PIXELS_PER_TOKEN)
+        drawn = [] if train.disable_sampling else [item.width * item.height for item in job.sample.items()]
+        if job.validation.fidelity:
+            drawn.append(self.data.pixels)
         self.sample_tokens = None
-        if not train.disable_sampling and job.sample.items():
-            pixels = max(item.width * item.height for item in job.sample.items())
-            self.sample_tokens = Tokens(1, model.text_tokens, pixels // PIXELS_PER_TOKEN)
+        if drawn:
+            self.sample_tokens = Tokens(1, model.text_tokens, max(drawn) // PIXELS_PER_TOKEN)
         self.caches_latents = all(entry.cache_latents or entry.cache_latents_to_disk for entry in datasets)
         self.caches_text = all(entry.cache_text_embeddings for entry in datasets)
 

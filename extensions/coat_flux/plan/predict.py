@@ -24,6 +24,7 @@ from coat_core.optim.offload import staging_bytes
 
 from ..base.names import COAT_OPTIMIZER
 from ..blocks.decide import BlockPlan, budget_bytes, decide
+from ..blocks.formats import PIXELS_PER_TOKEN
 from ..blocks.held import room_of
 from ..blocks.report import dropout_line
 from ..blocks.sizes import FP32, Moment, forward_bytes
@@ -176,13 +177,13 @@ def _cache(facts: JobFacts, device_bytes: float | None) -> dict[str, int]:
 
 
 def _sample(facts: JobFacts) -> dict[str, int]:
-    """The largest image after a step, whose gradients stay; empty if none is drawn."""
+    """The largest image, a redrawn photo included, after a step, whose gradients stay; empty if none is drawn."""
     if facts.sample_tokens is None:
         return {}
     held = {**_held(facts), "vae": facts.vae_bytes, "gradients": facts.gradient_bytes}
     held["ema"] *= 2
     denoise = max(forward_bytes(block, facts.sample_tokens, facts.settings[-1]) for block in facts.blocks)
-    pixels = max(item.width * item.height for item in facts.job.sample.items())
+    pixels = facts.sample_tokens.image * PIXELS_PER_TOKEN
     decode = int(facts.model.decode_values * facts.value_bytes * pixels)
     return _sum(held, {"workspace": max(denoise, decode) + LIBRARY_WORKSPACE[facts.on_cpu]})
 

@@ -107,8 +107,9 @@ class Session:
         self.dataset, self.images = _prepare_data(job, workers, encoders, [*trained, *regular, *measured])
         self.holds_out = bool(measured)
         self.noise = fixed_noise(self.dataset, measured, trained)
-        self.vae, self.redrawn = encoders.vae, None
+        self.vae = self.redrawn = None
         if job.validation.fidelity:
+            self.vae = encoders.vae
             self.redrawn = Redrawn(subjects_of(self.dataset, measured), self.record.get("fidelity"))
         share = train.batch_size, job.seed, workers.rank, workers.size
         self.sampler = BucketBatchSampler(trained, *share)
