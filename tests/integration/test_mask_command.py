@@ -78,7 +78,7 @@ def pixels(path: Path) -> np.ndarray:
 
 
 def state(path: Path) -> tuple[int, int, int]:
-    """What a file written anew would change; reading it changes its time of access."""
+    """What a file that is written again would change; reading it changes its time of access."""
     status = path.lstat()
     return status.st_ino, status.st_size, status.st_mtime_ns
 

@@ -13,7 +13,17 @@ from skimage.color import deltaE_ciede2000
 from torch import Tensor, nn
 
 from coat_flux.data.cache import decode_latents, encode_latents
-from coat_flux.data.fidelity import LEVELS, MOST_PHOTOS, STEPS, Redrawn, Subject, compare, evenly, to_picture
+from coat_flux.data.fidelity import (
+    LEVELS,
+    MOST_PHOTOS,
+    STEPS,
+    Redrawn,
+    Subject,
+    compare,
+    evenly,
+    to_picture,
+    upper_half,
+)
 
 # L, a, b of two colours and their CIEDE2000. Source: Sharma, Wu, Dalal, Color Res. Appl. 30 (2005), table 1
 SHARMA = """
@@ -164,6 +174,13 @@ def test_latents_are_decoded_as_they_were_encoded(bn: bool) -> None:
     latents = encode_latents(vae, pixels)
     assert not torch.allclose(latents, pixels, atol=0.1)
     torch.testing.assert_close(decode_latents(vae, latents), pixels, rtol=0, atol=1e-6)
+
+
+def test_a_mask_is_the_upper_half_of_its_levels_and_one_level_is_the_whole_photo() -> None:
+    levels = torch.tensor([[0.1, 0.3], [0.9, 1.0]])
+    assert upper_half(levels).tolist() == [[False, False], [True, True]]
+    assert upper_half(torch.ones(2, 2)).all()
+    assert upper_half(torch.zeros(2, 2)).all()
 
 
 def test_photos_are_taken_evenly_and_pixels_come_back() -> None:

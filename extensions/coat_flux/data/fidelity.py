@@ -164,6 +164,11 @@ class Redrawn:
         return lines
 
 
+def upper_half(levels: Tensor) -> NDArray[np.bool_]:
+    """Where levels [H, W] of a mask are in the upper half of their range; everywhere if all are the same."""
+    return (levels >= (levels.amin() + levels.amax()) / 2).cpu().numpy()
+
+
 def to_picture(pixels: Tensor) -> NDArray[np.uint8]:
     """Pixels [1, 3, H, W] from -1 to 1 as uint8 [H, W, 3]."""
     levels = ((pixels[0].float().cpu().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)

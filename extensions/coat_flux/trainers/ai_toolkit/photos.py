@@ -29,7 +29,7 @@ from ...config.coat import DataOptions
 from ...config.findings import Findings
 from ...config.job_sections import ValidationSection
 from ...config.options import build
-from ...data.fidelity import Redrawn, Subject, evenly, to_picture
+from ...data.fidelity import Redrawn, Subject, evenly, to_picture, upper_half
 from ...data.files import MEDIA_EXTENSIONS, find_images
 from ...data.hold_out import FixedNoise, choose_hold_out
 from ...data.preflight import inspect_process
@@ -163,7 +163,7 @@ class HeldOutPhotos:
                     mask = torch.nn.functional.interpolate(mask, size=latents.shape[-2:])[0]
                     photo["mask"] = mask / mask.mean()
                 shown = torch.ones(batch.tensor.shape[-2:]) if batch.mask_tensor is None else batch.mask_tensor[0, 0]
-                subject = Subject(to_picture(batch.tensor), (shown > shown.amin()).numpy(), photo)
+                subject = Subject(to_picture(batch.tensor), upper_half(shown), photo)
                 photos.append((Path(batch.file_items[0].path).name, subject))
         for encoder, home in zip(encoders, homes, strict=True):
             encoder.to(home)
