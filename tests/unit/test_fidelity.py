@@ -116,9 +116,11 @@ def test_a_perfect_model_redraws_the_photo_and_a_worse_one_does_not() -> None:
     """By straight lines from noise: the velocity of a model that knows the photo is (x - x0) / σ."""
     redrawn = Redrawn(subjects(2), None)
     asked: list[float] = []
+    inputs: list[Tensor] = []
 
     def velocity(photo: dict[str, Tensor], x: Tensor, sigmas: Tensor, share: float = 1.0) -> Tensor:
         asked.append(sigmas.item())
+        inputs.append(x)
         return share * (x - photo["latents"]) / sigmas.view(-1, 1, 1, 1)
 
     redrawn.measure(0, lambda *args: velocity(*args, share=0.8), lambda x: x)
@@ -134,6 +136,8 @@ def test_a_perfect_model_redraws_the_photo_and_a_worse_one_does_not() -> None:
     assert [redrawn.lacks(step) for step in (0, 10, 20)] == [False, False, True]
     again = Redrawn(subjects(2), redrawn.record)
     again.measure(20, velocity, lambda x: x)
+    of_step_10, of_step_20 = inputs[-2 * len(asked) // 3 :][: len(asked) // 3], inputs[-len(asked) // 3 :]
+    assert all(map(torch.equal, of_step_10, of_step_20))
     assert again.rows()[2][1:] == right[1:]  # the same noise in another process
 
 
