@@ -10,6 +10,8 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
+from coat_flux.pages.compare import show_comparison
+from coat_flux.pages.html import Page
 from coat_flux.pages.live import live_page
 from coat_flux.pages.report import write_report
 from coat_flux.study.compare import Verdict, write_page
@@ -91,6 +93,18 @@ def comparison(folder: Path) -> str:
     return write_page(verdict).read_text(encoding="utf-8")
 
 
+def saves_compared(folder: Path) -> str:
+    """The page of seven columns, with long prompts and a picture that is still to be drawn."""
+    Image.new("RGB", (64, 96), "teal").save(folder / "cell.png")
+    labels = ["without LoRA", *(f"step {step}, loss 0.1234, best" for step in range(1000, 7000, 1000))]
+    columns = [{"label": label, "best": number == 3, "file": None} for number, label in enumerate(labels)]
+    cells = ["cell.png"] * 6 + ["missing.png"]
+    rows = [{"title": "a_very_long_prompt " * 12, "strength": 1.0, "number": i, "cells": cells} for i in range(3)]
+    page = Page("shirt: saves compared", str(folder))
+    show_comparison(page, {"lines": ["a line"], "columns": columns, "rows": rows}, folder)
+    return page.html()
+
+
 def ranking(folder: Path) -> str:
     """The page of a sweep with finished, failed and open trials, samples of one."""
     sweep = Sweep.__new__(Sweep)
@@ -129,6 +143,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "watch": watched(folder / "watch"),
         "report": report(folder / "run"),
         "verify": comparison(folder / "verify"),
+        "compare": saves_compared(folder),
         "sweep": ranking(folder / "sweep"),
         "lossless": LOSSLESS_PAGE.read_text(encoding="utf-8"),
     }

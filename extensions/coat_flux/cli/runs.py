@@ -1,8 +1,9 @@
-"""Runs: `coat-flux train`, `rewind`, `report`, `watch`; and studies of several: `verify`, `sweep`."""
+"""Runs: `coat-flux train`, `rewind`, `report`, `watch`, `compare`; and studies of several: `verify`, `sweep`."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shlex
 import threading
@@ -14,7 +15,7 @@ from typing import Any
 from ..base.streams import keep_streams
 from ..base.text import columns
 from ..config.job import JobConfig
-from .common import EXIT_FAILED, UsageError, add_command, add_config, positive, show_warnings
+from .common import EXIT_FAILED, UsageError, add_command, add_config, number, positive, show_warnings
 
 ASIDE = "newer saves are moved aside, nothing is deleted"
 
@@ -29,7 +30,8 @@ def add_parsers(commands: Any) -> None:
     back = add_command(commands, "rewind", rewind, "bring a run back to an earlier state")
     page = add_command(commands, "report", report, "one HTML page on a run")
     live = add_command(commands, "watch", watch, "a live page on a run")
-    for parser in (back, page, live):
+    grid = add_command(commands, "compare", compare, "draw with each save of a run: which one to take")
+    for parser in (back, page, live, grid):
         parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="folder of a run: <training_folder>/<name>")
     back.add_argument("--to-step", metavar="N", type=int, required=True, help=f"a kept state; {ASIDE}")
     page.add_argument("--out", metavar="FILE", type=Path, help="file to write (default: RUN_DIR/coat/report.html)")
@@ -37,6 +39,14 @@ def add_parsers(commands: Any) -> None:
     for parser in (runner, live):
         parser.add_argument("--host", metavar="ADDRESS", help=listens)
         parser.add_argument("--port", type=int, help="default: the first free one from 8675 on")
+    grid.add_argument("loras", metavar="LORA", nargs="*", type=Path, help="files to compare in place of the saves")
+    grid.add_argument("--saves", type=numbers, default=[], metavar="N,N", help="their steps (default: up to six saves)")
+    grid.add_argument("--prompts", action="append", default=[], metavar="TEXT", help="default: the config's first four")
+    grid.add_argument("--strengths", type=numbers, default=[1.0], metavar="X,X", help="of LoRAs (default: 1.0)")
+    pixels = number(16, 8192, 16)
+    for name, kind in (("seed", number(0)), ("steps", positive), ("width", pixels), ("height", pixels)):
+        grid.add_argument(f"--{name}", type=kind, metavar="N", help="of the pictures (default: the config's)")
+    grid.add_argument("--out", type=Path, metavar="DIR", help="default: RUN_DIR/coat/compare")
     pairs = add_command(commands, "verify", verify, "is COAT lossless on your data?")
     add_config(pairs)
     pairs.add_argument("--seeds", type=positive, default=3, metavar="N", help="pairs of runs (default: 3)")
@@ -75,6 +85,14 @@ def add_parsers(commands: Any) -> None:
     for parser, name in ((pairs, "verify"), (trials, "sweep")):
         text = f"folder of the runs (default: <training_folder>/<name>_{name})"
         parser.add_argument("--out", type=Path, metavar="DIR", help=text)
+
+
+def numbers(text: str) -> list[float]:
+    """Argument type: finite numbers with commas between them, each once."""
+    values = list(dict.fromkeys(map(float, text.split(","))))
+    if not all(map(math.isfinite, values)):
+        raise ValueError
+    return values
 
 
 def train(args: argparse.Namespace) -> None:
@@ -136,6 +154,31 @@ def serve(run_dir: Path, host: str | None, port: int | None) -> None:
     print(f"watch: {page.start(port)}", flush=True)
     if not page.is_private:
         print("watch: whoever reaches this address sees the samples; the part after # is needed to sample, save, stop")
+
+
+def compare(args: argparse.Namespace) -> None:
+    """Draw the config's samples without a LoRA and with each save of a run, all with the same noise, into one page.
+
+    The base model is in FP8 as in the run, of this trainer or of ai-toolkit (FLUX.1 and FLUX.2). The save that is best
+    on held-out photos is marked. Start the same command again to resume after an interruption: pictures that are
+    there are not drawn again. Writes compare.html, grid.png and cells/; `coat-flux report` shows them, too.
+    """
+    show_warnings()
+    from ..pages.compare import COMPARE, choose_columns, draw_comparison, job_of, make_index
+    from ..pages.run import RunFolder
+
+    run = RunFolder(args.run_dir)
+    asked = {"seed": args.seed, "sample_steps": args.steps, "width": args.width, "height": args.height}
+    job = job_of(run, args.prompts, {key: value for key, value in asked.items() if value is not None})
+    columns, lines = choose_columns(run, args.loras, args.saves)
+    for line in lines:
+        print(line)
+    index = make_index(job, columns, args.strengths, lines)
+    try:
+        print(f"page: {draw_comparison(job, index, args.out or run.path / COMPARE, partial(print, flush=True))}")
+    except KeyboardInterrupt:
+        print(f"To go on: {shlex.join(['coat-flux', *args.given])}")
+        raise
 
 
 def verify(args: argparse.Namespace) -> int:

@@ -244,23 +244,24 @@ class Page:
         columns: int = 4,
         header: Sequence[str] = (),
         width: int = 160,
+        marked: Sequence[int] = (),
     ) -> None:
         """Add a grid of reduced pictures (caption, file), in columns of `width` pixels; unreadable ones are named.
 
-        On a narrow screen rows wrap, unless there is a header or a single column.
+        On a narrow screen rows wrap, unless there is a header or a single column. Those `marked` are framed.
         """
         cells = "".join(f'<div class="head">{escape(name)}</div>' for name in header)
-        for text, path in items:
+        for number, (text, path) in enumerate(items):
             try:
                 source = _data_uri(path) if self._samples_at is None else f"{self._samples_at}/{quote(path.name)}"
                 below = f"<figcaption>{escape(text)}</figcaption>" if text else ""
                 picture = f'<img alt="{escape(text)}" src="{source}">{below}'
             except (OSError, ValueError) as error:
                 picture = f'<figcaption class="missing">{escape(f"{text}: cannot be read ({error})")}</figcaption>'
-            cells += f"<figure>{picture}</figure>"
+            cells += f'<figure class="marked">{picture}</figure>' if number in marked else f"<figure>{picture}</figure>"
         caption = f"<figcaption>{escape(title)}</figcaption>" if title else ""
         wrapping = " wrapping" if columns > 1 and not header else ""
-        grid = f'<div class="grid{wrapping}" style="--columns: {columns:d}">{cells}</div>'
+        grid = f'<div class="grid{wrapping}" style="--columns: {columns:d}; --least: {width // 2:d}px">{cells}</div>'
         self.parts.append(
             f'<figure class="gallery" style="width: min(100%, {columns * width:d}px)">{caption}{grid}</figure>'
         )

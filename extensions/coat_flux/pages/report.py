@@ -19,6 +19,7 @@ from ..saves.identity import VERSIONS_FILE
 from ..watch.casts import KINDS, PRECISION_FILE, REMEDIES, CastPrecision, read_rows
 from ..watch.live import RunStatus, read_status
 from ..watch.memory_report import stacked, tabulated
+from .compare import COMPARE, read_index, show_comparison
 from .html import Page, Tone
 from .run import MEMORY_FILE, RunFolder, smoothed
 
@@ -55,6 +56,10 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
     for title, section in (("Samples", _show_samples), ("The result", _show_newest), ("Loss", _show_loss)):
         page.heading(title)
         _show(page, run, title, section)
+    comparison = read_index(run.path / COMPARE)
+    if comparison is not None:
+        page.heading("Saves compared")
+        _show(page, run, "Saves compared", lambda page, run: show_comparison(page, comparison, run.path / COMPARE))
     page.heading("Details")
     for title, section in DETAILS.items():
         with page.details(title):

@@ -8,16 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from PIL.Image import Image
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from coat_core.optim import FP8AdamW
 from coat_core.optim.sharded import local_values
 
+from ...base.errors import UserError
 from ...base.names import COAT_OPTIMIZER
 from ...base.rng import set_rng_state
 from ...base.text import size_text
@@ -34,6 +37,9 @@ from ...data.cache import on_device
 from ...data.fidelity import Redrawn
 from ...data.loader import Batch, BucketBatchSampler, LatentDataset
 from ...data.preflight import T5_ARCHS, DataReport
+from ...export.check import convert_pairs
+from ...export.layouts import layout_of, naming, read_file, read_pairs, write_pairs
+from ...mini_flux import provide_embedded
 from ...plan.job import JobFacts
 from ...plan.predict import outside_bytes
 from ...plan.speed import card_of, gain_of_auto
@@ -248,6 +254,50 @@ class Session:
                 yield
             finally:
                 self.transformer.train()
+
+
+class LoraDrawer:
+    """Draws the samples of a `job` with saved LoRAs in turn: the model as in training, values replaced in place."""
+
+    def __init__(self, job: JobConfig):
+        workers = Workers(job.device)
+        sizes = linear_sizes(job.raw["config"]["process"][0])
+        job = replace(job, datasets=(), coat=config_for(workers.device, job.coat, sizes))
+        dtype, model, quiet = TORCH_DTYPES[job.train.dtype], job.model, RunLog(job, workers.device, active=False)
+        provide_embedded(model.name_or_path)
+        encoders = load_encoders(model.name_or_path, dtype, model.extras_name_or_path)
+        self._images: Any = _prepare_data(job, workers, encoders, [])[1]
+        self._transformer, self._lora, _ = _prepare_transformer(job, workers, dtype, quiet)
+        self._transformer.eval()
+
+    def read(self, path: str | None) -> dict[str, Tensor]:
+        """The values of a LoRA file in any layout, by this run's names, or none; UserError for another model's."""
+        if path is None:
+            return {}
+        tensors, _ = read_file(Path(path))
+        with naming(Path(path)):
+            layout = layout_of(tensors)
+            pairs = convert_pairs(read_pairs(tensors, layout), layout, "diffusers", torch.float32)
+        values = write_pairs(pairs, "diffusers")
+        for name, value in values.items():
+            own = self._lora.get(name)
+            if own is None or own.shape != value.shape:
+                here = "has none" if own is None else f"has {tuple(own.shape)}"
+                rule = f"{name} has shape {tuple(value.shape)}, and this run {here}"
+                raise UserError(f"{path}: {rule}; give LoRAs of the same model and network settings")
+        return values
+
+    @torch.no_grad()
+    def load(self, values: Mapping[str, Tensor], strength: float) -> None:
+        """Replace the adapters' values by those of `read`; one that is not among them has no effect."""
+        for name, param in self._lora.items():
+            value = values.get(name, torch.zeros(()))
+            param.copy_(value * strength if ".lora_B." in name else value)
+
+    def draw(self, number: int) -> Image:
+        """The image of one of the job's samples."""
+        image: Image = self._images.image(self._transformer, number)
+        return image
 
 
 def _prepare_data(

@@ -137,28 +137,28 @@ class ImageSampler:
                 call["negative_prompt_embeds"] = negative
 
     @torch.no_grad()
+    def image(self, transformer: nn.Module, number: int) -> Image:
+        """Draw the image of one item."""
+        item = self.items[number]
+        scheduler = FlowMatchEulerDiscreteScheduler.from_config(self._scheduler.config)
+        pipeline = self._pipeline(scheduler=scheduler, vae=self._vae, transformer=transformer)
+        pipeline.set_progress_bar_config(disable=True)
+        with on_device([self._vae], self._device):
+            result = pipeline(
+                **{name: x.to(self._device, self._vae.dtype) for name, x in self._calls[number].items()},
+                width=item.width,
+                height=item.height,
+                guidance_scale=item.guidance_scale,
+                num_inference_steps=item.sample_steps,
+                generator=torch.Generator("cpu").manual_seed(item.seed),
+            )
+        image: Image = result.images[0]
+        return image
+
     def draw(self, transformer: nn.Module, step: int, folder: Path | None) -> list[Path]:
         """Draw and write all images; returns the files. Without a folder, draw only, for other processes' sake."""
-        home = self._vae.device
-        self._vae.to(self._device)
-        images: list[Image] = []
-        try:
-            # draw all before writing: if that fails, no other process waits
-            for item, call in zip(self.items, self._calls, strict=True):
-                scheduler = FlowMatchEulerDiscreteScheduler.from_config(self._scheduler.config)
-                pipeline = self._pipeline(scheduler=scheduler, vae=self._vae, transformer=transformer)
-                pipeline.set_progress_bar_config(disable=True)
-                result = pipeline(
-                    **{name: x.to(self._device, self._vae.dtype) for name, x in call.items()},
-                    width=item.width,
-                    height=item.height,
-                    guidance_scale=item.guidance_scale,
-                    num_inference_steps=item.sample_steps,
-                    generator=torch.Generator("cpu").manual_seed(item.seed),
-                )
-                images.append(result.images[0])
-        finally:
-            self._vae.to(home)
+        # draw all before writing: if that fails, no other process waits
+        images = [self.image(transformer, number) for number in range(len(self.items))]
         paths = []
         for number, image in enumerate(images if folder is not None else []):
             path = folder / f"{int(time.time() * 1000)}__{step:09d}_{number}.{self._extension}"

@@ -1,0 +1,268 @@
+"""`coat-flux compare` on a tiny run: its own samples again, interrupted and continued, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from coat_flux.base.table import FIDELITY, FIDELITY_FILE
+from coat_flux.cli.entry import main
+from coat_flux.export.check import convert_file
+from coat_flux.pages.compare import CompareError, choose_columns, job_of
+from coat_flux.pages.report import write_report
+from coat_flux.pages.run import RunFolder
+from coat_flux.trainers.standalone.session import LoraDrawer
+from tests.helpers.engine_job import FEW_LINEARS, TRIGGER, tiny_place, train
+
+STEPS = 3
+OUT = Path("coat") / "compare"
+COAT = {"memory": {"log_memory_stats": False}}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A run with a save and samples at each step, and figures of fidelity by which step 2 is best."""
+    with tiny_place(tmp_path_factory.mktemp("compare"), 2) as place:
+        sample = {"prompts": ["[trigger] shirt", "a blue [trigger]"], "walk_seed": True, "sample_steps": 2}
+        final = train(
+            "run",
+            place,
+            coat=COAT,
+            network=FEW_LINEARS,
+            train={"steps": STEPS, "lr": 0.05, "disable_sampling": False},
+            save={"save_every": 1, "dtype": "float32"},
+            sample=sample | {"sample_every": 1, "format": "png"},
+        )
+        rows = [f"{step},{colour},9,0.1,2,5,0.1" for step, colour in enumerate([9, 6, 4, 5])]
+        (final.parent / FIDELITY_FILE).write_text("\n".join([",".join(FIDELITY), *rows]) + "\n")
+        yield final.parent
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(trained, tmp_path / "run"))
+
+
+def compare(run: Path, *argv: object, code: int = 0) -> dict[str, Any]:
+    """Run the command; returns the index in its folder, if any."""
+    assert main(["compare", *map(str, (run, *argv))]) == code
+    out = Path(argv[argv.index("--out") + 1]) if "--out" in argv else run / OUT
+    file = out / "compare.json"
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def cells_of(out: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted((out / "cells").iterdir())}
+
+
+def pixels(path: Path) -> bytes:
+    with Image.open(path) as image:
+        return image.convert("RGB").tobytes()
+
+
+def test_cells_are_the_runs_own_samples_and_the_best_is_marked(run: Path, capsys: pytest.CaptureFixture) -> None:
+    index = compare(run)
+    samples = RunFolder(run).samples()
+    assert len(samples) == (STEPS + 1) * 2
+    for row in index["rows"]:
+        assert TRIGGER in row["title"]
+        drawn = [pixels(run / OUT / cell) for cell in row["cells"]]
+        assert drawn == [pixels(samples[step, row["number"]]) for step in range(STEPS + 1)]
+        assert len(set(drawn)) == STEPS + 1
+    assert [column["best"] for column in index["columns"]] == [False, False, True, False]
+    assert "by ΔE: step 2" in capsys.readouterr().out
+    with Image.open(run / OUT / "grid.png") as grid:
+        assert grid.width > 4 * 192
+        assert grid.height > 2 * 192
+    for page in (run / OUT / "compare.html", write_report(run)):
+        text = page.read_text()
+        assert text.count('<figure class="marked">') == 2
+        assert "step 2, ΔE 4, best" in text
+        assert not re.findall(r'(?:src|href)="(?!data:)', text)
+
+
+def test_only_what_changed_is_drawn_again(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = ["--prompts", "a [trigger]", "--steps", 1, "--out", tmp_path / "out"]
+    drawn: list[int] = []
+    draw = LoraDrawer.draw
+    monkeypatch.setattr(LoraDrawer, "draw", lambda self, number: drawn.append(number) or draw(self, number))
+    index = compare(run, *small, "--strengths", "0.5,1")
+    assert len(drawn) == 1 + 2 * STEPS
+    assert len({pixels(tmp_path / "out" / cell) for row in index["rows"] for cell in row["cells"]}) == 1 + 2 * STEPS
+    compare(run, *small, "--strengths", "1")
+    assert len(drawn) == 1 + 2 * STEPS
+    save = run / "run_000000001.safetensors"
+    other = {name: value * 2 for name, value in load_file(save).items()}
+    save_file(other, save, {"training_info": json.dumps({"step": 1, "epoch": 0})})
+    compare(run, *small, "--strengths", "1")
+    assert len(drawn) == 2 + 2 * STEPS
+    compare(run, *small, "--seed", 5, "--saves", "3")
+    assert len(drawn) == 4 + 2 * STEPS
+    convert_file(save, tmp_path / "x.safetensors", "kohya")
+    rows = compare(run, save, tmp_path / "x.safetensors", *small)["rows"]
+    assert len({pixels(tmp_path / "out" / cell) for cell in rows[0]["cells"]}) == 2  # the same in both layouts
+
+
+def test_killed_at_any_moment_and_continued(run: Path, tmp_path: Path) -> None:
+    pytest.importorskip("resource", reason="needs a system with os.fork")
+    from tests.reliability.forks import KILLED, at_operation, fork, quick_forks, wait
+
+    small = [str(run), "--prompts", "a [trigger]", "--steps", "1", "--out"]
+    assert main(["compare", *small, str(tmp_path / "whole")]) == 0
+    whole, counts = cells_of(tmp_path / "whole"), []
+    with quick_forks():
+        for operation in (1, 12, 26):
+            out = tmp_path / f"killed{operation}"
+
+            def work(out: Path = out, operation: int = operation) -> None:
+                at_operation(operation, out, lambda: os._exit(KILLED))
+                main(["compare", *small, str(out)])
+
+            assert wait(fork(work)) == KILLED
+            before = {path: path.stat().st_mtime_ns for path in out.glob("cells/run*.png")}
+            counts.append(len(before))
+            assert main(["compare", *small, str(out)]) == 0
+            assert cells_of(out) == whole
+            assert before == {path: path.stat().st_mtime_ns for path in before}
+    assert counts == sorted(counts)
+    assert counts[-1] > 0
+
+
+def test_interrupted_it_says_how_to_go_on(run: Path, capsys: pytest.CaptureFixture, monkeypatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LoraDrawer, "draw", interrupt)
+        compare(run, "--steps", 1, code=130)
+    assert f"To go on: coat-flux compare {run} --steps 1" in capsys.readouterr().out
+    assert "8 pictures are still to be drawn" in write_report(run).read_text()
+    compare(run, "--steps", 1)
+    assert "still to be drawn" not in write_report(run).read_text()
+
+
+def save_of(folder: Path, change: Any) -> Path:
+    """A file of the run's last LoRA with changed tensors."""
+    tensors = load_file(folder / "run.safetensors")
+    save_file(change(tensors), folder / "changed.safetensors")
+    return folder / "changed.safetensors"
+
+
+def no_saves(run: Path) -> list[Any]:
+    for path in run.glob("*.safetensors"):
+        path.rename(run / f"{path.stem}_comfyui.safetensors")  # as `export` names its files
+    return []
+
+
+def configured(run: Path, **blocks: Any) -> list[Any]:
+    """Change blocks of the run's config; None removes one."""
+    job = yaml.safe_load((run / "config.yaml").read_text())
+    process = job["config"]["process"][0]
+    for name, block in blocks.items():
+        process[name] = None if block is None else {**process[name], **block}
+    (run / "config.yaml").write_text(yaml.safe_dump({**job, "config": {**job["config"], "process": [process]}}))
+    return []
+
+
+def foreign(run: Path) -> list[Any]:
+    (run / OUT).mkdir()
+    (run / OUT / "mine.txt").write_text("mine")
+    return []
+
+
+REFUSED = {
+    "no saves": (no_saves, "has no LoRA yet"),
+    "unknown step": (lambda run: ["--saves", "7"], "--saves 7"),
+    "a file and steps": (lambda run: [run / "run.safetensors", "--saves", "1"], "--saves"),
+    "no LoRA": (lambda run: [run / "optimizer.pt"], "optimizer.pt"),
+    "no file": (lambda run: [run / "none.safetensors"], "none.safetensors"),
+    "another rank": (lambda run: [save_of(run, lambda x: {k: _wider(k, v) for k, v in x.items()})], "(5, "),
+    "more layers": (
+        lambda run: [save_of(run, lambda x: x | {k.replace("s.0.", "s.1."): x[k].clone() for k in x})],
+        "has none",
+    ),
+    "no prompts": (lambda run: configured(run, sample={"prompts": []}), "--prompts"),
+    "a whole model": (lambda run: configured(run, network=None), "whole model"),
+    "LoKr": (lambda run: configured(run, network={"type": "lokr"}), "network.type"),
+    "another model": (lambda run: configured(run, model={"arch": "qwen_image"}), "model.arch"),
+    "no base": (lambda run: configured(run, model={"name_or_path": "no/such/model"}), "model.name_or_path"),
+    "a user's folder": (foreign, "--out"),
+}
+
+
+def _wider(name: str, value: torch.Tensor) -> torch.Tensor:
+    return torch.cat([value, value[:1]]) if ".lora_A." in name else torch.cat([value, value[:, :1]], 1)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_compared_is_refused(case: str, run: Path, capsys: pytest.CaptureFixture) -> None:
+    spoil, message = REFUSED[case]
+    compare(run, *spoil(run), code=2)
+    error = capsys.readouterr().err
+    assert "error: " in error
+    assert message in error
+    assert not list((run / OUT).glob("cells/*"))
+
+
+@pytest.mark.parametrize(
+    "argv", [["--strengths", "strong"], ["--strengths", "nan"], ["--width", "100"], ["--saves", ""]]
+)
+def test_values_that_are_no_numbers(argv: list[str], run: Path, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        compare(run, *argv)
+    assert argv[0] in capsys.readouterr().err
+
+
+def test_at_most_six_saves_with_the_last_and_the_best(run: Path) -> None:
+    for step in range(4, 21):
+        save_file({"a": torch.zeros(1)}, run / f"run_{step:09d}.safetensors", {"training_info": f'{{"step": {step}}}'})
+    with (run / FIDELITY_FILE).open("a") as table:
+        table.write("5,1,9,0.1,2,5,0.1\n17,3,9,0.1,2,5,0.1\n")
+    columns, lines = choose_columns(RunFolder(run), [], [])
+    steps = [int(re.search(r"step (\d+)", column["label"])[1]) for column in columns[1:]]
+    assert steps == [3, 5, 10, 13, 16, 20]
+    assert [column["best"] for column in columns].index(True) == 2
+    assert "6 of 20 saves, of steps 3, 5, 10, 13, 16, 20" in lines[-1]
+    (run / FIDELITY_FILE).unlink()
+    assert not any(column["best"] for column in choose_columns(RunFolder(run), [], [])[0])
+    configured(run, coat={})  # the config as it was
+    job = yaml.safe_load((run / "config.yaml").read_text())
+    job["config"]["process"][0]["validation"] = {"hold_out": 1, "every": 1}
+    (run / "config.yaml").write_text(yaml.safe_dump(job))
+    (run / "coat" / "validation.csv").write_text("step,loss\n0,0.1\n1,0.3\n2,0.4\n3,nan\n")
+    columns, lines = choose_columns(RunFolder(run), [], [1, 2])
+    assert [column["label"] for column in columns] == ["without LoRA", "step 1, loss 0.3, best", "step 2, loss 0.4"]
+    with pytest.raises(CompareError, match="--saves 21"):
+        choose_columns(RunFolder(run), [], [21])
+
+
+def test_a_run_of_ai_toolkit_is_drawn_over_an_fp8_base(run: Path) -> None:
+    configured(
+        run, model={"quantize": True, "qtype": "qfloat8", "quantize_te": True}, train={"unload_text_encoder": True}
+    )
+    job = yaml.safe_load((run / "config.yaml").read_text())
+    process = job["config"]["process"][0]
+    del process["coat"]
+    process["type"], process["performance_log_every"] = "sd_trainer", 10
+    (run / "config.yaml").write_text(yaml.safe_dump(job))
+    drawn = job_of(RunFolder(run), [], {"seed": 3, "width": 32})
+    assert drawn.coat.enabled
+    assert drawn.coat.weight.use_fp8
+    assert [(item.seed, item.width, item.height) for item in drawn.sample.items()] == [(3, 32, 64)] * 2
+    index = compare(run, "--steps", 1)
+    assert [column["label"] for column in index["columns"]][1:] == [
+        "step 1, ΔE 6",
+        "step 2, ΔE 4, best",
+        "step 3, ΔE 5",
+    ]
