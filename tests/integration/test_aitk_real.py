@@ -151,20 +151,23 @@ AVERAGE = {"use_ema": True, "ema_decay": 0.9}
 
 @pytest.fixture(scope="module")
 def whole(checkout: Checkout) -> dict[str, Any]:
-    """All that has a state: average, schedule, accumulation, dropped captions in two loader processes."""
+    """All that has a state: average, schedule, accumulation, captions dropped in two processes, redrawn photos."""
     changes = {
         "datasets.0.caption_dropout_rate": 0.5,
         "datasets.0.num_workers": 2,
         "sample.prompts": ["a plain [trigger]"],
         "sample.sample_steps": 1,
+        "validation": {"hold_out": 2, "every": 4, "fidelity": True},
         "logging": {"verbose": True},  # memory lines are printed, too
     }
     entry = make_real_entry(changes, steps=8, gradient_accumulation=2, ema_config=AVERAGE, lr_scheduler="cosine")
-    checkout.run("whole", entry)
+    out = checkout.run("whole", entry)
+    for measure in ("lowest held-out loss ", "colour: the save of step ", "texture: the save of step "):
+        assert f"[coat] {measure}" in out
     return entry
 
 
-@pytest.mark.parametrize("moment", ["Saving at step 6", "[after_backward] Step 6"])
+@pytest.mark.parametrize("moment", ["Saving at step 6", "[after_backward] Step 6", "[coat] step 4: 2 held-out photos"])
 def test_a_killed_run_ends_as_the_one_that_was_not(checkout: Checkout, whole: dict[str, Any], moment: str) -> None:
     name = f"killed_{len(moment)}"
     code, _ = checkout.start(name, whole, at=moment, send=signal.SIGKILL)
@@ -173,6 +176,9 @@ def test_a_killed_run_ends_as_the_one_that_was_not(checkout: Checkout, whole: di
     assert "[coat] resume: continues after step 4" in out or "[coat] resume: continues after step 7" in out
     assert_same_end(checkout.folder("whole"), checkout.folder(name))
     checkout.assert_same_lora("whole", name)
+    for column in ("step", "colour", "texture", "vae_colour"):
+        measured = [checkout.column(run, column, "fidelity.csv") for run in ("whole", name)]
+        assert measured[0] == measured[1] and len(measured[0]) > 2, column
 
 
 JOB_TABLE = """CREATE TABLE Job (id TEXT PRIMARY KEY, name TEXT, status TEXT, stop INTEGER DEFAULT 0,

@@ -171,17 +171,17 @@ def test_one_two_and_three_processes_are_one_run(place: dict[str, Path], monkeyp
 
 @needs_fork
 def test_with_fsdp2_two_processes_share_the_frozen_codes_out_and_are_one(place: dict[str, Path]) -> None:
-    """With samples and a loss on photos held out, for which all processes run the transformer."""
+    """With samples, and photos held out, measured and redrawn, for which all processes run the transformer."""
     shared, alone = lora_job(place, "shared", 2, 1), lora_job(place, "not_shared", 2, 2)
     for job in (shared, alone):
-        job["config"]["process"][0]["validation"] = {"hold_out": 1, "every": 2}
+        job["config"]["process"][0]["validation"] = {"hold_out": 1, "every": 2, "fidelity": True}
     shared["config"]["process"][0]["train"]["disable_sampling"] = False
     out = train_together(shared, 2, fsdp2=True)
     assert out.count("FSDP2: each of 2 processes keeps 0.00 GB of the blocks' codes") == 1
     run, one = place["out"] / "shared", COATTrainer(alone).train().parent
     assert_same_lora(run, one)
-    tables = [(folder / "coat" / "validation.csv").read_text() for folder in (run, one)]
-    assert tables[0] == tables[1]
+    for table in ("validation.csv", "fidelity.csv"):
+        assert (run / "coat" / table).read_text() == (one / "coat" / table).read_text()
     assert len(list((run / "samples").glob("*.jpg"))) == 2
 
 

@@ -45,6 +45,8 @@ def test_data_says_what_the_vae_can_draw_at_best(
     job = importlib.import_module("mini_flux.experiment").make_job(MINI_FLUX, photos, tmp_path, steps=1, coat={})
     job["config"]["process"][0]["validation"] = {"hold_out": ["1.png", "3.png"], "fidelity": True}
     Path("job.yaml").write_text(yaml.safe_dump(job))
+    assert main(["check", "job.yaml"]) == 0
+    assert "coat-flux data job.yaml says " in capsys.readouterr().out
     assert main(["data", "job.yaml"]) == 0
     out = capsys.readouterr().out
     found = re.findall(r"  (\d)\.png: ΔE (\S+) \(95 %: \S+\), texture \S+", out)

@@ -99,6 +99,8 @@ def check(args: argparse.Namespace) -> int:
         text += f"; '{folder.name}' would train {steps} steps into {folder}"
         if not args.elsewhere:
             print_weights(process, file)
+        if (process.get("validation") or {}).get("fidelity"):
+            print(f"coat-flux data {file} says how near the VAE alone comes to the photos held out")
     print(text)
     return 0
 
