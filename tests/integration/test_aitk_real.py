@@ -177,8 +177,9 @@ def test_a_killed_run_ends_as_the_one_that_was_not(checkout: Checkout, whole: di
     assert_same_end(checkout.folder("whole"), checkout.folder(name))
     checkout.assert_same_lora("whole", name)
     for column in ("step", "colour", "texture", "vae_colour"):
-        measured = [checkout.column(run, column, "fidelity.csv") for run in ("whole", name)]
-        assert measured[0] == measured[1] and len(measured[0]) > 2, column
+        expected, measured = (checkout.column(run, column, "fidelity.csv") for run in ("whole", name))
+        assert measured == expected, column
+        assert len(expected) > 2, column
 
 
 JOB_TABLE = """CREATE TABLE Job (id TEXT PRIMARY KEY, name TEXT, status TEXT, stop INTEGER DEFAULT 0,
