@@ -16,10 +16,11 @@ import yaml
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from coat_flux.base.errors import UserError
 from coat_flux.base.table import FIDELITY, FIDELITY_FILE
 from coat_flux.cli.entry import main
 from coat_flux.export.check import convert_file
-from coat_flux.pages.compare import CompareError, choose_columns, job_of
+from coat_flux.pages.compare import choose_columns, job_of
 from coat_flux.pages.report import write_report
 from coat_flux.pages.run import RunFolder
 from coat_flux.trainers.standalone.session import LoraDrawer
@@ -83,8 +84,8 @@ def test_cells_are_the_runs_own_samples_and_the_best_is_marked(run: Path, capsys
     assert [column["best"] for column in index["columns"]] == [False, False, True, False]
     assert "by ΔE: step 2" in capsys.readouterr().out
     with Image.open(run / OUT / "grid.png") as grid:
-        assert grid.width > 4 * 192
-        assert grid.height > 2 * 192
+        assert grid.width > 4 * 384
+        assert grid.height > 2 * 384
     for page in (run / OUT / "compare.html", write_report(run)):
         text = page.read_text()
         assert text.count('<figure class="marked">') == 2
@@ -243,7 +244,7 @@ def test_at_most_six_saves_with_the_last_and_the_best(run: Path) -> None:
     (run / "coat" / "validation.csv").write_text("step,loss\n0,0.1\n1,0.3\n2,0.4\n3,nan\n")
     columns, lines = choose_columns(RunFolder(run), [], [1, 2])
     assert [column["label"] for column in columns] == ["without LoRA", "step 1, loss 0.3, best", "step 2, loss 0.4"]
-    with pytest.raises(CompareError, match="--saves 21"):
+    with pytest.raises(UserError, match="--saves 21"):
         choose_columns(RunFolder(run), [], [21])
 
 

@@ -19,8 +19,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
+import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from .. import __version__
@@ -33,6 +34,7 @@ from ..config.job_file import load_job_yaml
 from ..config.rules import is_full
 from ..data.captions import inject_trigger
 from ..data.files import printable
+from ..mini_flux import provide_embedded
 from ..saves.errors import save_errors
 from ..saves.identity import model_identity
 from .html import Page
@@ -43,26 +45,17 @@ INDEX_FILE, GRID_FILE, PAGE_FILE = "compare.json", "grid.png", "compare.html"
 MADE_BY = "coat-flux compare"
 MOST_SAVES, MOST_PROMPTS = 6, 4
 USED = ("dtype", "gradient_checkpointing", "name_or_path", "extras_name_or_path", "is_flux", "arch")  # of two blocks
-NARROW, WIDE, MARGIN, LINE = 192, 512, 12, 20  # pixels; the grid's pictures are as wide as one of the first two allows
-PAPER, INK, QUIET, BEST = "#f4f4f4", "#202020", "#595959", "#1a7f37"
-
-Column: TypeAlias = dict[str, Any]  # label, whether best, file of a LoRA or None
+SIDE, MARGIN, LINE = 384, 12, 20  # of the grid, in pixels; the first is the width of its pictures
+PAPER, INK, BEST = "#f4f4f4", "#202020", "#1a7f37"
 
 
-class CompareError(UserError):
-    """Saves that cannot be compared as asked."""
-
-
-# --- what is compared ---
-
-
-def choose_columns(run: RunFolder, loras: Sequence[Path], steps: Sequence[float]) -> tuple[list[Column], list[str]]:
+def choose_columns(run: RunFolder, loras: Sequence[Path], steps: Sequence[float]) -> tuple[list[Any], list[str]]:
     """No LoRA, then files, or saves by their `steps`, or up to `MOST_SAVES`; and lines for the user."""
-    columns: list[Column] = [{"label": "without LoRA", "best": False, "file": None}]
+    columns: list[dict[str, Any]] = [{"label": "without LoRA", "best": False, "file": None}]
     for path in loras:
         problem = Saved(path, [path]).problem
         if problem or steps:
-            raise CompareError(f"{path}: {problem or 'is a file, and --saves are of the run; give one of them'}")
+            raise UserError(f"{path}: {problem or 'is a file, and --saves are of the run; give one of them'}")
         columns.append({"label": path.stem, "best": False, "file": str(path)})
     if loras:
         return columns, []
@@ -72,12 +65,12 @@ def choose_columns(run: RunFolder, loras: Sequence[Path], steps: Sequence[float]
     odd = [f"{step:g}" for step in steps if step not in known]
     if odd or not known:
         asked = f"--saves {odd[0]}: is no step of a save" if odd else f"RUN_DIR={run.path}: has no LoRA yet"
-        raise CompareError(f"{asked}; saves there: {', '.join(map(str, known)) or 'none'}")
+        raise UserError(f"{asked}; saves there: {', '.join(map(str, known)) or 'none'}")
     try:
         measures = [("ΔE", run.fidelity.get("colour", []))]
         measures += [("loss", run.validation)] if run.block("validation") else []
     except ValueError as error:
-        raise CompareError(f"RUN_DIR={run.path}: {error}; correct or remove that file") from error
+        raise UserError(f"RUN_DIR={run.path}: {error}; correct or remove that file") from error
     best, values, lines = None, {}, ["No save is marked as the best: fidelity and held-out loss were measured at none"]
     for unit, curve in measures:
         values = {int(step): value for step, value in curve if step in known and math.isfinite(value)}
@@ -107,7 +100,7 @@ def job_of(run: RunFolder, prompts: Sequence[str], changes: Mapping[str, int]) -
     path = run.path / "config.yaml"
     process = load_job_yaml(path)["config"]["process"][0]
     if is_full(process):
-        raise CompareError(f"RUN_DIR={run.path}: trained the whole model; LoRAs are compared")
+        raise UserError(f"RUN_DIR={run.path}: trained the whole model; LoRAs are compared")
     own = {key: process[key] for key in ("device", "trigger_word", "network", "sample") if key in process}
     for block in ("train", "model"):
         own[block] = {key: value for key, value in process[block].items() if key in USED}
@@ -120,13 +113,14 @@ def job_of(run: RunFolder, prompts: Sequence[str], changes: Mapping[str, int]) -
     job = JobConfig.from_dict({"job": "extension", "config": {"name": run.name, "process": [own]}}, file=str(path))
     items = job.sample.items()[: len(prompts) or MOST_PROMPTS]
     if not items:
-        raise CompareError(f"{path}: sample has no prompts; give some with --prompts")
+        raise UserError(f"{path}: sample has no prompts; give some with --prompts")
     require_here(job)
+    provide_embedded(job.model.name_or_path)
     items = tuple(replace(item, **changes) for item in items)
     return replace(job, sample=replace(job.sample, prompts=(), samples=items))
 
 
-def make_index(job: JobConfig, columns: Sequence[Column], strengths: Sequence[float], lines: Sequence[str]) -> Any:
+def make_index(job: JobConfig, columns: Sequence[Any], strengths: Sequence[float], lines: Sequence[str]) -> Any:
     """The content of compare.json: the columns, and a row of cells for each prompt and strength."""
     setting = [model_identity(job.model.name_or_path), job.coat.to_dict(), job.train.dtype]
     files = [column["file"] and file_sha256(Path(column["file"])) for column in columns]
@@ -140,9 +134,7 @@ def make_index(job: JobConfig, columns: Sequence[Column], strengths: Sequence[fl
             name = Path(column["file"] or "base").stem[-60:]
             code = hashlib.sha256(whole.encode()).hexdigest()[:16]
             cells.append(f"cells/{name}_{own:g}_{number}_{code}.png")
-        title = f"{prompt} (seed {item.seed})"
-        if len(strengths) > 1:
-            title += f", strength {strength:g}"
+        title = f"{prompt} (seed {item.seed}, strength {strength:g})"
         rows.append({"title": title, "strength": strength, "number": number, "cells": cells})
     return {"made by": MADE_BY, "name": job.name, "lines": list(lines), "columns": list(columns), "rows": rows}
 
@@ -160,9 +152,9 @@ def read_index(folder: Path) -> Any:
 
 
 def draw_comparison(job: JobConfig, index: Any, out: Path, log: Callable[[str], None]) -> Path:
-    """Draw the cells that are not in `out` yet, the grid and the page, which is returned; CompareError, SaveError."""
+    """Draw the cells that are not in `out` yet, the grid and the page, which is returned; UserError, SaveError."""
     if out.exists() and any(out.iterdir()) and read_index(out) is None:
-        raise CompareError(f"--out {out}: holds other files; name a new folder")
+        raise UserError(f"--out {out}: holds other files; name a new folder")
     with save_errors(out, "the comparison cannot be written", "pictures that are drawn stay"):
         write_file(out / INDEX_FILE, json.dumps(index, indent=1))
         for leftover in out.glob(f"cells/{TEMP_PREFIX}*"):
@@ -204,32 +196,24 @@ def _draw_cells(job: JobConfig, index: Any, out: Path, log: Callable[[str], None
 def draw_grid(index: Any, folder: Path) -> Image.Image:
     """All cells in one picture, those of the best save framed."""
     columns, strips = index["columns"], []
-    font = ImageFont.load_default(14)
+    font, width = ImageFont.load_default(14), MARGIN + len(index["columns"]) * (SIDE + MARGIN)
     for row in index["rows"]:
         pictures = [Image.open(folder / cell).convert("RGB") for cell in row["cells"]]
-        side = min(max(pictures[0].width, NARROW), WIDE)
-        height = round(side * pictures[0].height / pictures[0].width)
-        width = MARGIN + len(columns) * (side + MARGIN)
+        height = round(SIDE * pictures[0].height / pictures[0].width)
         texts = textwrap.wrap(printable(row["title"]), width // 8)
         top = MARGIN + LINE * len(texts)
         strip = Image.new("RGB", (width, top + height + LINE + MARGIN), PAPER)
         draw = ImageDraw.Draw(strip)
         draw.multiline_text((MARGIN, MARGIN), "\n".join(texts), fill=INK, font=font)
         for number, (column, picture) in enumerate(zip(columns, pictures, strict=True)):
-            left = MARGIN + number * (side + MARGIN)
-            strip.paste(picture.resize((side, height), Image.Resampling.LANCZOS), (left, top))
-            label = printable(column["label"]).replace("ΔE", "dE")  # the font has no Δ
-            label = textwrap.shorten(label, side // 7, placeholder="...")
+            left = MARGIN + number * (SIDE + MARGIN)
+            strip.paste(picture.resize((SIDE, height), Image.Resampling.LANCZOS), (left, top))
+            label = printable(column["label"])[: SIDE // 8].replace("ΔE", "dE")  # the font has no Δ
             draw.text((left, top + height + 2), label, fill=BEST if column["best"] else INK, font=font)
             if column["best"]:
-                draw.rectangle((left, top, left + side - 1, top + height - 1), outline=BEST, width=4)
-        strips.append(strip)
-    grid = Image.new("RGB", (max(strip.width for strip in strips), sum(strip.height for strip in strips)), PAPER)
-    top = 0
-    for strip in strips:
-        grid.paste(strip, (0, top))
-        top += strip.height
-    return grid
+                draw.rectangle((left, top, left + SIDE - 1, top + height - 1), outline=BEST, width=5)
+        strips.append(np.asarray(strip))
+    return Image.fromarray(np.concatenate(strips))
 
 
 def show_comparison(page: Page, index: Any, folder: Path) -> None:
@@ -241,9 +225,8 @@ def show_comparison(page: Page, index: Any, folder: Path) -> None:
         missing.update(cell for cell in row["cells"] if not (folder / cell).exists())
         items = [(column["label"], folder / cell) for column, cell in drawn]
         marked = [place for place, (column, _) in enumerate(drawn) if column["best"]]
-        page.images(
-            row["title"], items, columns=len(columns), width=max(200, min(280, 1088 // len(columns))), marked=marked
-        )
+        width = max(200, min(280, 1088 // len(columns)))  # on a telephone at least half of it
+        page.images(row["title"], items, columns=len(columns), width=width, marked=marked)
     if missing:
         page.missing(f"{len(missing)} pictures are still to be drawn: start coat-flux compare again.")
     page.missing(f"A row is drawn from the same noise. Pictures in full size: {folder.resolve() / 'cells'}")

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from PIL.Image import Image
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -39,7 +38,6 @@ from ...data.loader import Batch, BucketBatchSampler, LatentDataset
 from ...data.preflight import T5_ARCHS, DataReport
 from ...export.check import convert_pairs
 from ...export.layouts import layout_of, naming, read_file, read_pairs, write_pairs
-from ...mini_flux import provide_embedded
 from ...plan.job import JobFacts
 from ...plan.predict import outside_bytes
 from ...plan.speed import card_of, gain_of_auto
@@ -264,7 +262,6 @@ class LoraDrawer:
         sizes = linear_sizes(job.raw["config"]["process"][0])
         job = replace(job, datasets=(), coat=config_for(workers.device, job.coat, sizes))
         dtype, model, quiet = TORCH_DTYPES[job.train.dtype], job.model, RunLog(job, workers.device, active=False)
-        provide_embedded(model.name_or_path)
         encoders = load_encoders(model.name_or_path, dtype, model.extras_name_or_path)
         self._images: Any = _prepare_data(job, workers, encoders, [])[1]
         self._transformer, self._lora, _ = _prepare_transformer(job, workers, dtype, quiet)
@@ -294,10 +291,9 @@ class LoraDrawer:
             value = values.get(name, torch.zeros(()))
             param.copy_(value * strength if ".lora_B." in name else value)
 
-    def draw(self, number: int) -> Image:
+    def draw(self, number: int) -> Any:
         """The image of one of the job's samples."""
-        image: Image = self._images.image(self._transformer, number)
-        return image
+        return self._images.image(self._transformer, number)
 
 
 def _prepare_data(
@@ -319,7 +315,7 @@ def _prepare_data(
             room=room,
             reg_weight=job.train.reg_weight,
         )
-        dataset.fill(progress=workers.is_main)
+        dataset.fill(progress=workers.is_main and bool(samples))
     images = None
     if job.sample.items() and not job.train.disable_sampling and (workers.is_main or workers.shares_weights):
         with on_device(encoders.text.models, device, room, last=True):
