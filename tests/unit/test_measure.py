@@ -374,6 +374,11 @@ def test_out_of_memory_is_no_verdict_on_the_first_gemm(monkeypatch: pytest.Monke
     monkeypatch.setattr(measure, "timed", full)
     assert bench.pick.choose(bench.args).name == "per_row"
     assert tokens[:2] == [64, 6]
+    assert "measured earlier" in bench.pick.choose(bench.args).why, "kept for these shapes"
+    monkeypatch.setattr(measure, "timed", bench.timed)
+    bench.seen.clear()
+    bench.pick.choose(bench.args)
+    assert set(bench.seen) == {64}, "as times of the largest the others' would stay"
 
 
 def test_the_largest_size_is_timed_though_the_first_batch_is_smaller(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,24 +154,24 @@ class GemmPick:
             if (reason := fp8_gemm_obstacle(args[0].device, linear)) is not None:
                 refused[gemm] = reason
         usable = [gemm for gemm in self._candidates if gemm not in refused]
-        largest = enlarged(args, self.image_tokens)
-        key = key_of(largest, self._blocks, self._config)
-        times = {gemm: ms for gemm, ms in kept_results().get(key, {}).items() if gemm in usable}
-        why = "measured earlier on this GPU, these shapes"
-        if not times:
-            started = time.monotonic()
-            try:
-                times, failed = self._time_all(usable, largest)
-            except torch.OutOfMemoryError:
-                times = {}
-            if not times:  # too large, or a model whose arguments grow otherwise
-                times, failed = self._time_all(usable, args)
-            refused |= failed
+        failed: dict[str, str] = {}
+        for batch in (enlarged(args, self.image_tokens), args):  # the first is too large, or a model's grows otherwise
+            key, started = key_of(batch, self._blocks, self._config), time.monotonic()
+            times = {gemm: ms for gemm, ms in kept_results().get(key, {}).items() if gemm in usable}
+            why = "measured earlier on this GPU, these shapes"
             if not times:
-                return Picked(usable[0], "as configured: no GEMM could be timed", refused=refused)
-            why = f"fastest, measured in {time.monotonic() - started:.1f} s"
-            keep_results(key, times)
-        return Picked(min(times, key=lambda gemm: times[gemm]), why, times, refused)
+                try:
+                    times, failed = self._time_all(usable, batch)
+                except torch.OutOfMemoryError:
+                    if batch is args:
+                        raise
+                    continue
+                why = f"fastest, measured in {time.monotonic() - started:.1f} s"
+                if times:
+                    keep_results(key, times)
+            if times:
+                return Picked(min(times, key=lambda gemm: times[gemm]), why, times, {**refused, **failed})
+        return Picked(usable[0], "as configured: no GEMM could be timed", refused={**refused, **failed})
 
     def _time_all(self, gemms: Sequence[str], args: tuple[Any, ...]) -> tuple[dict[str, float], dict[str, str]]:
         """Milliseconds of all blocks by GEMM; and why there are none of the others."""
