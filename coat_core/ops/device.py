@@ -143,6 +143,12 @@ def as_values(codes):
 
 
 @triton.jit
+def row_columns(BLOCK: tl.constexpr, VECTOR: tl.constexpr):
+    """The columns [1, BLOCK] of `whole_rows`; a thread reads VECTOR neighbours: a hint of fewer than there are."""
+    return tl.max_contiguous(tl.arange(0, BLOCK), VECTOR if VECTOR < BLOCK else BLOCK)[None, :]
+
+
+@triton.jit
 def rounded(x, like_ptr):
     """X rounded to the dtype that a pointer points to, in fp32."""
     return x.to(like_ptr.dtype.element_ty).to(tl.float32)
@@ -219,6 +225,43 @@ def load_saved(x_ptr, scale_ptr, offsets, groups, inside, DTYPE: tl.constexpr):
     if scale_ptr is not None:
         x = (x * tl.load(scale_ptr + groups, mask=inside, other=0.0)).to(DTYPE).to(tl.float32)
     return x
+
+
+@triton.jit
+def load_groups(
+    source,
+    tile,
+    first,
+    end,
+    DTYPE: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """Read a tile [R, BLOCK] in columns first to end as `load_saved` does, each scale once; VECTOR as `row_columns`.
+
+    `source` has the distances of the rows of both; `first` starts a group or is in one with the whole tile.
+    """
+    x_ptr, scale_ptr, stride, scales_per_row = source
+    row, places, are_rows = tile
+    x_ptr += row * stride
+    if scale_ptr is not None:
+        scale_ptr += row * scales_per_row
+    if GROUP < BLOCK:
+        groups = first // GROUP + tl.arange(0, BLOCK // GROUP)[None, :]
+        exist = are_rows[:, None] & (groups * GROUP < end)
+        columns = groups[:, :, None] * GROUP + row_columns(GROUP, VECTOR)[:, None, :]
+        inside = are_rows[:, None, None] & (columns < end)
+        x = as_values(tl.load(x_ptr + places[:, None, None] * stride + columns, mask=inside, other=0.0))
+        x *= tl.load(scale_ptr + places[:, None] * scales_per_row + groups, mask=exist, other=0.0)[:, :, None]
+        x = tl.reshape(x, (places.shape[0], BLOCK))
+    else:
+        columns = first + row_columns(BLOCK, VECTOR)
+        inside = are_rows[:, None] & (columns < end)
+        x = as_values(tl.load(x_ptr + places[:, None] * stride + columns, mask=inside, other=0.0))
+        if scale_ptr is not None:
+            x *= tl.load(scale_ptr + places * scales_per_row + first // GROUP, mask=are_rows, other=0.0)[:, None]
+    return x.to(DTYPE).to(tl.float32)
 
 
 @triton.jit
@@ -421,11 +464,11 @@ def contiguous(x: Tensor | None) -> Tensor | None:
 
 
 def saved_groups(scale: Tensor | None, group_size: int, width: int) -> tuple[Tensor | None, int, int]:
-    """A scale as `load_saved` reads it, scales per row (0: one for all), and elements per scale."""
+    """A scale as `load_groups` reads it, scales per row (0: one for all), and at least the elements of one in a row."""
     if scale is None:
-        return None, 0, width
+        return None, 0, power_of_two(width)
     per_row = scale.shape[-1] if scale.ndim else 0
-    return scale.contiguous(), per_row, group_size if per_row > 1 else width
+    return scale.contiguous(), per_row, group_size if per_row > 1 else power_of_two(width)
 
 
 def with_row_stride(x: Any) -> tuple[Any, int]:
@@ -449,13 +492,20 @@ def with_row_stride(x: Any) -> tuple[Any, int]:
     return x, rows
 
 
-def whole_rows(width: int) -> dict[str, int]:
-    """The constants of a program that holds whole rows, several if short; ValueError where it cannot."""
+def whole_rows(width: int, sums: bool = False) -> dict[str, int]:
+    """The constants of a program that holds whole rows, several if short; ValueError where it cannot.
+
+    Where a quarter of BLOCK or more lies beyond the row, as of 3072, its threads pass over 1024 columns at once: a pass
+    that lies beyond is no code, as D is a constant. With `sums` over rows, too, twice the threads share the registers.
+    """
     if width > WIDEST_ROW:
         raise ValueError(f"x with rows of {width}: the Triton kernel holds at most {WIDEST_ROW}; split the rows")
     block = power_of_two(width)
     tile = max(TILE_ELEMENTS // block, 1)
-    return {"R": tile, "BLOCK": block, "num_warps": warps(tile * block)}
+    options = {"D": width, "R": tile, "BLOCK": block, "VECTOR": block, "num_warps": warps(tile * block)}
+    if tile == 1 and 4 * width <= 3 * block:
+        options |= {"VECTOR": 4} if sums else {"VECTOR": 8, "num_warps": warps(block // 2)}
+    return options
 
 
 @functools.cache

@@ -22,9 +22,10 @@ from coat_core.ops.device import (
     adapter,
     add_low_rank,
     contiguous,
-    load_saved,
+    load_groups,
     rotated,
     rounded,
+    row_columns,
     rstd_of,
     saved_groups,
     shared_rows,
@@ -151,19 +152,20 @@ def _gated_sum_bwd_kernel(
     gate_stride,
     scales_per_row,
     S,
-    D,
     eps,
     rounds,
+    D: tl.constexpr,
     GROUP: tl.constexpr,
     DTYPE: tl.constexpr,
     FORMAT_MAX: tl.constexpr,
     STAGES: tl.constexpr,
     R: tl.constexpr,
     BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
     image = tl.program_id(0).to(tl.int64)
     share = tl.program_id(1).to(tl.int64)
-    columns = tl.arange(0, BLOCK)[None, :]
+    columns = row_columns(BLOCK, VECTOR)
     gate = tl.load(gate_ptr + image * gate_stride + columns, mask=columns < D, other=0.0).to(tl.float32)
     dgate = tl.zeros([R, BLOCK], tl.float32)
     for turn in range(rounds):
@@ -173,8 +175,8 @@ def _gated_sum_bwd_kernel(
         offsets = rows[:, None] * D + columns
         g = tl.load(grad_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
         if result_ptr is not None:
-            groups = rows[:, None] * scales_per_row + columns // GROUP
-            normed = load_saved(result_ptr, result_scale_ptr, offsets, groups, inside, DTYPE)
+            source = result_ptr, result_scale_ptr, D, scales_per_row
+            normed = load_groups(source, (0, rows, place < S), 0, D, DTYPE, GROUP, BLOCK, VECTOR)
         if weight_ptr is None:
             dy = g * gate
             if grad_ptr.dtype.element_ty == gate_ptr.dtype.element_ty:
@@ -234,7 +236,7 @@ def gated_sum(a: Any) -> tuple[Tensor, ...]:
 def gated_sum_backward(a: Any) -> tuple[Tensor, ...]:
     images, s, d = a.grad.shape
     device = a.grad.device
-    constants = whole_rows(d)
+    constants = whole_rows(d, sums=True)
     grad = a.grad.contiguous()
     result, weight, factors = contiguous(a.result), contiguous(a.weight), contiguous(a.factors)
     gate, gate_stride = with_row_stride(a.gate)
@@ -248,7 +250,7 @@ def gated_sum_backward(a: Any) -> tuple[Tensor, ...]:
         (images, programs),
         *(grad, gate, weight, result, result_scale, factors),
         *(dy, codes.codes, codes.scale, dgate),
-        *(gate_stride, per_row, s, d, a.eps, rounds),
+        *(gate_stride, per_row, s, a.eps, rounds),
         GROUP=group,
         DTYPE=TL_DTYPES[a.dtype],
         FORMAT_MAX=codes.format_max,

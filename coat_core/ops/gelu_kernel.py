@@ -37,8 +37,8 @@ from coat_core.ops.device import (
     adapter,
     add_low_rank,
     amax_of,
-    as_values,
     cast_by_amax,
+    load_groups,
     load_saved,
     quantize_rows,
     quantized,
@@ -408,7 +408,8 @@ def _mlp_activation_bwd_kernel(
     BLOCK: tl.constexpr,
 ):
     rows = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
-    in_row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    first = tl.program_id(1) * BLOCK
+    in_row = first + tl.arange(0, BLOCK)
     are_rows, columns = rows < total, in_row[None, :]
     inside = are_rows[:, None] & (columns < F)
     g = tl.load(grad_ptr + rows[:, None] * grad_stride + columns, mask=inside, other=0.0).to(tl.float32)
@@ -417,9 +418,8 @@ def _mlp_activation_bwd_kernel(
             g, dh_ptr, down_ptr, rows * dh_stride, in_row, down_stride, are_rows, in_row < F, RANK, RANK_BLOCK
         )
         g = rounded(g, grad_ptr)
-    groups = rows[:, None] * scales_per_row + columns // GROUP
-    x = load_saved(mlp_ptr, mlp_scale_ptr, rows[:, None] * mlp_stride + columns, groups, inside, DTYPE)
-    x = x.to(DTYPE).to(tl.float32)
+    source = mlp_ptr, mlp_scale_ptr, mlp_stride, scales_per_row
+    x = load_groups(source, (0, rows, are_rows), first, F, DTYPE, GROUP, BLOCK, BLOCK)
     place = dmlp_ptr + rows[:, None] * dmlp_stride + columns
     if ACTIVATION == GATED:
         s = sigmoid(x)
@@ -477,31 +477,6 @@ def launch_mlp_backward(a: Any, grad: Tensor, dmlp: Tensor) -> None:
 
 
 @triton.jit
-def _load_groups(source, tile, first, end, DTYPE: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """Read a tile [R, BLOCK] in columns first to end as `load_saved` does, each scale once."""
-    x_ptr, scale_ptr, stride, scales_per_row = source
-    row, places, are_rows = tile
-    x_ptr += row * stride
-    if scale_ptr is not None:
-        scale_ptr += row * scales_per_row
-    if GROUP < BLOCK:
-        groups = first // GROUP + tl.arange(0, BLOCK // GROUP)[None, :]
-        exist = are_rows[:, None] & (groups * GROUP < end)
-        columns = groups[:, :, None] * GROUP + tl.arange(0, GROUP)[None, None, :]
-        inside = are_rows[:, None, None] & (columns < end)
-        x = as_values(tl.load(x_ptr + places[:, None, None] * stride + columns, mask=inside, other=0.0))
-        x *= tl.load(scale_ptr + places[:, None] * scales_per_row + groups, mask=exist, other=0.0)[:, :, None]
-        x = tl.reshape(x, (places.shape[0], BLOCK))
-    else:
-        columns = first + tl.arange(0, BLOCK)[None, :]
-        inside = are_rows[:, None] & (columns < end)
-        x = as_values(tl.load(x_ptr + places[:, None] * stride + columns, mask=inside, other=0.0))
-        if scale_ptr is not None:
-            x *= tl.load(scale_ptr + places * scales_per_row + first // GROUP, mask=are_rows, other=0.0)[:, None]
-    return x.to(DTYPE).to(tl.float32)
-
-
-@triton.jit
 def _mlp_down_gradient_kernel(
     dh_ptr,
     attention_ptr,
@@ -549,7 +524,9 @@ def _mlp_down_gradient_kernel(
                     gate = x
                     start = half * width + first
                     end = half * width + width
-                    x = _load_groups(source, tile, start, end, DTYPE, MLP_GROUP if of_mlp else ATTENTION_GROUP, BLOCK)
+                    x = load_groups(
+                        source, tile, start, end, DTYPE, MLP_GROUP if of_mlp else ATTENTION_GROUP, BLOCK, BLOCK
+                    )
                 if of_mlp:
                     x = activated(gate, x, ACTIVATION, DTYPE)
                 dh = tl.load(

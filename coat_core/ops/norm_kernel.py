@@ -17,8 +17,9 @@ from coat_core.ops.device import (
     TL_DTYPES,
     Codes,
     contiguous,
-    load_saved,
+    load_groups,
     rounded,
+    row_columns,
     rstd_of,
     saved_groups,
     shared_rows,
@@ -58,8 +59,8 @@ def _norm_modulate_fwd_kernel(
     shift_stride,
     total,
     S,
-    D,
     eps,
+    D: tl.constexpr,
     GROUP: tl.constexpr,
     DTYPE: tl.constexpr,
     NORMED: tl.constexpr,
@@ -69,14 +70,16 @@ def _norm_modulate_fwd_kernel(
     SAVED_GROUP: tl.constexpr,
     R: tl.constexpr,
     BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
     """R rows a program; rounds where eager PyTorch does. x is or was of DTYPE, the norm of NORMED."""
     rows = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
-    columns = tl.arange(0, BLOCK)[None, :]
+    columns = row_columns(BLOCK, VECTOR)
     inside = (rows[:, None] < total) & (columns < D)
     offsets = rows[:, None] * D + columns
     image = (rows // S)[:, None]
-    x = load_saved(x_ptr, x_scale_ptr, offsets, rows[:, None] * scales_per_row + columns // GROUP, inside, DTYPE)
+    source = x_ptr, x_scale_ptr, D, scales_per_row
+    x = load_groups(source, (0, rows, rows < total), 0, D, DTYPE, GROUP, BLOCK, VECTOR)
     store_group_codes(x, saved_ptr, saved_scale_ptr, rows, rows < total, 0, D, D, SAVED_MAX, SAVED_GROUP)
     scale = tl.load(scale_ptr + image * scale_stride + columns, mask=inside, other=0.0).to(tl.float32)
     normed = _normalized(x, inside, D, eps, weight_ptr is None)[0].to(NORMED).to(tl.float32)
@@ -107,28 +110,30 @@ def _norm_modulate_bwd_kernel(
     scales_per_row,
     scale_stride,
     S,
-    D,
     eps,
     rounds,
+    D: tl.constexpr,
     GROUP: tl.constexpr,
     DTYPE: tl.constexpr,
     R: tl.constexpr,
     BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
     image = tl.program_id(0).to(tl.int64)
     share = tl.program_id(1).to(tl.int64)
-    columns = tl.arange(0, BLOCK)[None, :]
+    columns = row_columns(BLOCK, VECTOR)
+    scale = tl.load(scale_ptr + image * scale_stride + columns, mask=columns < D, other=0.0)
     dscale = tl.zeros([R, BLOCK], tl.float32)
     dshift = tl.zeros([R, BLOCK], tl.float32)
     for turn in range(rounds):
-        places = ((share * rounds + turn) * R + tl.arange(0, R))[:, None]
-        inside = (places < S) & (columns < D)
-        rows = image * S + places
-        offsets = rows * D + columns
-        x = load_saved(x_ptr, x_scale_ptr, offsets, rows * scales_per_row + columns // GROUP, inside, DTYPE)
+        places = (share * rounds + turn) * R + tl.arange(0, R)
+        rows, are_rows = image * S + places, places < S
+        inside = are_rows[:, None] & (columns < D)
+        offsets = rows[:, None] * D + columns
+        source = x_ptr, x_scale_ptr, D, scales_per_row
+        x = load_groups(source, (0, rows, are_rows), 0, D, DTYPE, GROUP, BLOCK, VECTOR)
         g = tl.load(grad_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
         z, rstd = _normalized(x, inside, D, eps, weight_ptr is None)
-        scale = tl.load(scale_ptr + image * scale_stride + columns, mask=columns < D, other=0.0)
         dz, normed = g * (1.0 + scale.to(tl.float32)), z
         if weight_ptr is not None:
             weight = tl.load(weight_ptr + columns, mask=columns < D, other=0.0).to(tl.float32)
@@ -178,7 +183,7 @@ def _modulated(a: Any, x_scale: Tensor | None, dtype: torch.dtype, codes: Codes,
         (n_blocks(rows, constants["R"]),),
         *(x, x_scale, scale, shift, weight),
         *(n, codes.codes, codes.scale, saved.codes, saved.scale),
-        *(per_row, scale_stride, shift_stride, rows, s, d, a.eps),
+        *(per_row, scale_stride, shift_stride, rows, s, a.eps),
         GROUP=group,
         DTYPE=TL_DTYPES[dtype],
         NORMED=TL_DTYPES[normed],
@@ -194,7 +199,7 @@ def _modulated(a: Any, x_scale: Tensor | None, dtype: torch.dtype, codes: Codes,
 @launcher(operators.norm_modulate_backward)
 def norm_modulate_backward(a: Any) -> tuple[Tensor, Tensor]:
     images, s, d = a.x.shape
-    constants = whole_rows(d)
+    constants = whole_rows(d, sums=True)
     grad, x = a.grad.contiguous(), a.x.contiguous()
     weight, residual = contiguous(a.weight), contiguous(a.residual)
     scale, scale_stride = with_row_stride(a.scale)
@@ -206,7 +211,7 @@ def norm_modulate_backward(a: Any) -> tuple[Tensor, Tensor]:
         _norm_modulate_bwd_kernel,
         (images, programs),
         *(grad, x, x_scale, scale, weight, residual, dx, dmodulation),
-        *(per_row, scale_stride, s, d, a.eps, rounds),
+        *(per_row, scale_stride, s, a.eps, rounds),
         GROUP=group,
         DTYPE=TL_DTYPES[a.dtype],
         **constants,

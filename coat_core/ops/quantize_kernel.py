@@ -36,6 +36,7 @@ from coat_core.ops.device import (
     quantized,
     rotated,
     row_block,
+    row_columns,
     scale_from_amax,
     stages_of,
     store_group_codes,
@@ -175,23 +176,24 @@ def _quantize_and_save_fwd_kernel(
     stride_s,
     total,
     S,
-    K,
+    D: tl.constexpr,
     FORMAT_MAX: tl.constexpr,
     STAGES: tl.constexpr,
     SAVED_MAX: tl.constexpr,
     SAVED_GROUP: tl.constexpr,
     R: tl.constexpr,
     BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
     rows = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
-    columns = tl.arange(0, BLOCK)[None, :]
+    columns = row_columns(BLOCK, VECTOR)
     are_rows = rows < total
-    inside = are_rows[:, None] & (columns < K)
+    inside = are_rows[:, None] & (columns < D)
     starts = rows // S * stride_b + rows % S * stride_s
     x = tl.load(x_ptr + starts[:, None] + columns, mask=inside, other=0.0).to(tl.float32)
-    places = rows[:, None] * K + columns
+    places = rows[:, None] * D + columns
     store_row_codes(x, codes_ptr, code_scale_ptr, rows, are_rows, places, inside, FORMAT_MAX, STAGES)
-    store_group_codes(x, saved_ptr, saved_scale_ptr, rows, are_rows, 0, K, K, SAVED_MAX, SAVED_GROUP)
+    store_group_codes(x, saved_ptr, saved_scale_ptr, rows, are_rows, 0, D, D, SAVED_MAX, SAVED_GROUP)
 
 
 @launcher(operators.quantize_and_save)
@@ -210,7 +212,7 @@ def quantize_and_save(a: Any) -> tuple[Tensor, ...]:
         _quantize_and_save_fwd_kernel,
         (n_blocks(rows, constants["R"]),),
         *(by_image, codes.codes, codes.scale, saved.codes, saved.scale),
-        *(by_image.stride(0), by_image.stride(1), rows, by_image.shape[1], k),
+        *(by_image.stride(0), by_image.stride(1), rows, by_image.shape[1]),
         FORMAT_MAX=codes.format_max,
         STAGES=codes.stages,
         SAVED_MAX=saved.format_max,
