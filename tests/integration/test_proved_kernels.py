@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,7 +51,7 @@ def proofs(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
     """The operators of each proof, which runs in this process."""
     seen: list[set[str]] = []
 
-    def prove(calls: list[proof.Call], device: torch.device) -> dict[str, str]:
+    def prove(calls: list[proof.Call], device: torch.device, budget_s: float) -> dict[str, str]:
         seen.append({call.operator.removeprefix("coat::") for call in calls})
         verdicts: dict[str, str] = {}
         for call in calls:
@@ -153,6 +154,16 @@ class TestARun:
             Run(f"activation: {{flow: {flow}}}")
         assert proved == 2 * ["FluxTransformerBlock", "FluxSingleTransformerBlock"]
         assert [*dispatch.instead] == [proof.ADAMW]
+
+    def test_its_proofs_share_a_minute(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        now, budgets = iter(range(0, 1000, 45)), []
+        monkeypatch.setattr(proving, "time", SimpleNamespace(monotonic=lambda: next(now)))
+        monkeypatch.setattr(proving, "prove", lambda *_, budget_s: budgets.append(budget_s))
+        for _ in range(2):  # runs in one process
+            proving.prove_step()
+            for _ in range(2):
+                proving._prove([], CPU)
+        assert budgets == [60.0, 15.0, 60.0, 15.0]
 
     @pytest.mark.parametrize(
         ("text", "got", "why"),

@@ -11,7 +11,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from coat_core import ops
 from coat_core.ops import dispatch
-from coat_core.ops.proof import ADAMW, Call, prove, recorded_calls
+from coat_core.ops.proof import ADAMW, BUDGET_S, Call, prove, recorded_calls
 
 from ..base.rng import kept_draws
 from ..config.coat import COATConfig
@@ -36,6 +37,7 @@ DEVICE = "cuda"  # where kernels run
 LARGEST_DIFFERENCE = 0.2
 
 Run = Callable[..., Any]
+_spent_s = 0.0  # of BUDGET_S, on all kernels of this run
 
 
 def prove_block(block: nn.Module, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any], config: COATConfig) -> None:
@@ -48,7 +50,9 @@ def prove_block(block: nn.Module, run: Run, args: tuple[Any, ...], kwargs: dict[
 
 
 def prove_step() -> None:
-    """Prove the optimizer's kernel at its next call."""
+    """Prove the optimizer's kernel at its next call; a run's proofs share `BUDGET_S` from here on."""
+    global _spent_s
+    _spent_s = 0.0
 
     def prove_call(operator: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         device = args[0][0].device
@@ -58,12 +62,21 @@ def prove_step() -> None:
         key = key_on(device, {**_facts(), "call": call.signature()})
 
         def find() -> tuple[dict[str, str], bool]:
-            verdicts = prove([call], device)
+            verdicts = _prove([call], device)
             return verdicts, bool(verdicts)
 
         _adopt(key, find)
 
     dispatch.show_first_call(ADAMW, prove_call)
+
+
+def _prove(calls: Sequence[Call], device: torch.device) -> dict[str, str]:
+    """`prove` in the time that the run's start has left."""
+    global _spent_s
+    started = time.monotonic()
+    verdicts = prove(calls, device, budget_s=BUDGET_S - _spent_s)
+    _spent_s += time.monotonic() - started
+    return verdicts
 
 
 def _adopt(key: str, find: Callable[[], tuple[dict[str, str], bool]]) -> None:
@@ -101,7 +114,7 @@ def _block_verdicts(
     try:
         with recorded_calls() as calls:
             expected = once()
-        verdicts = prove(calls, device)
+        verdicts = _prove(calls, device)
         for operator, why in verdicts.items():
             if why:
                 dispatch.use_reference(operator, why)
