@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from coat_flux.bench import count
 from coat_flux.bench.configurations import COUNT, named
 from coat_flux.bench.count import MODULATION, OUTSIDE, UPDATE, Launch, Recorder, as_compiled, bound_of, count_step
 from coat_flux.bench.instructions import (
@@ -50,7 +51,7 @@ HELD = {
     UPDATE: 108,  # two of them draw for moments that are rounded at random
 }
 HELD_STEP = 3_825
-HELD_MS = 81.8  # at 512 px on an H200, modelled
+HELD_MS = 80.9  # at 512 px on an H200, modelled
 HELD_MS_BY_BYTES = 74.8  # the same without instructions
 PRODUCTS = {"double": 8, "single": 2}  # FP8 GEMMs of a block in each direction
 
@@ -137,11 +138,22 @@ def test_a_launch_issues_what_its_row_says(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_kernel_is_bound_by_what_takes_longer() -> None:
-    kernel = {"bytes_ms": 1.0, "issue_ms": 2.0, "resident_warps": ENOUGH_WARPS}
+    kernel = {"bytes_ms": 1.0, "issue_ms": 2.0, "bytes": 1.0, "flops": 3000.0, "resident_warps": ENOUGH_WARPS}
     assert bound_of(kernel) == "issue"
-    assert bound_of({**kernel, "bytes_ms": 3.0}) == "bytes"
+    assert bound_of({**kernel, "bytes_ms": 3.0}) == "operations"
+    assert bound_of({**kernel, "bytes_ms": 3.0, "flops": 30.0}) == "bytes"
     assert "latency" in bound_of({**kernel, "resident_warps": ENOUGH_WARPS - 1})
     assert "not counted" in bound_of({**kernel, "resident_warps": 0})
+
+
+def test_the_report_has_each_kernels_bound_on_each_card(step: Recorder) -> None:
+    sums = dict.fromkeys(("coat", "coat_int8", "bf16_compile"), count._costed(step, modelled_cards()["h200"]))
+    counts = {name: {"512": sums} for name in modelled_cards()}
+    cells = [line.strip("| ").split(" | ") for line in count.report(counts, verbose=False).splitlines()]
+    rows = [row for row in cells if len(row) == 9 and row[2].startswith("_")]
+    assert {tuple(row[:2]) for row in rows} == {(card, count.TITLES[name]) for card, name in count.KERNELS_OF}
+    assert all(row[-1].startswith(("bytes", "operations", "issue")) for row in rows)
+    assert len({row[2] for row in rows}) > 15
 
 
 def test_the_whole_model_is_counted(step: Recorder) -> None:

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import repeat
+from itertools import product, repeat
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -485,6 +485,9 @@ def _places(model: Any, geometry: Geometry) -> dict[nn.Module, tuple[str, int]]:
 
 POINTWISE = "fused pointwise"
 SHOWN = "h200"
+TITLES = {"coat": "as configured", "coat_int8": "INT8"}
+OPERATIONS_A_BYTE = 500  # that a card multiplies, about, while it moves a byte: 300 (RTX 3090) to 700 (4090)
+KERNELS_OF = ((SHOWN, "coat"), ("rtx4090", "coat"), ("rtx4090", "coat_int8"), ("rtx3090", "coat_int8"))
 FIGURES = ("launches", "modelled_ms", "bytes_ms", "issue_ms", "bytes", "flops")
 
 
@@ -621,18 +624,19 @@ def report(counts: dict[str, Any], verbose: bool) -> str:
     for card, by_size in counts.items():
         for size, names in by_size.items():
             theirs = names["bf16_compile"]["modelled_ms"]
-            for name, products in (("coat", "as configured"), ("coat_int8", "INT8")):
+            for name, products in TITLES.items():
                 if name not in names:
                     continue
                 coat = names[name]
                 ours = coat["modelled_ms"]
                 row = [card, size, products, f"{coat['launches']:,}", f"{ours:.1f}", f"{coat['bytes_ms']:.1f}"]
                 cards.append([*row, f"{theirs:.1f}", f"{theirs / ours:.2f}"])
-    kernels = [["kernel", "px", "launches", "ms", "by bytes", "by instructions", "bound"], ["---"] * 7]
-    for size, names in sizes.items():
-        for kernel, sums in names["coat"]["by_kernel"].items():
-            ms = (f"{sums[name]:.1f}" for name in ("modelled_ms", "bytes_ms", "issue_ms"))
-            kernels.append([kernel, size, f"{sums['launches']:,}", *ms, bound_of(sums)])
+    kernels = [["card", "products", "kernel", "px", "launches", "ms", "by bytes", "by instructions", "bound"]]
+    kernels.append(["---"] * len(kernels[0]))
+    for (card, name), size in product(KERNELS_OF, sizes):
+        for kernel, sums in counts[card][size][name]["by_kernel"].items():
+            ms = (f"{sums[key]:.1f}" for key in ("modelled_ms", "bytes_ms", "issue_ms"))
+            kernels.append([card, TITLES[name], kernel, size, f"{sums['launches']:,}", *ms, bound_of(sums)])
     tables = ["\n".join(f"| {' | '.join(line)} |" for line in table) for table in (lines, cards, kernels)]
     parts = [f"modelled for {SHOWN}, not measured:", tables[0], f"host, {'; '.join(host)}", *tables[1:]]
     first = next(iter(sizes.values()))["coat"]["operators"]
@@ -645,10 +649,12 @@ def report(counts: dict[str, Any], verbose: bool) -> str:
 
 
 def bound_of(kernel: Mapping[str, float]) -> str:
-    """What a kernel waits for: bytes, issue of instructions, or with few warps latency, which the model has not."""
+    """What a kernel waits for: bytes, operations, issue, or with few warps latency, which the model has not."""
     if not kernel["resident_warps"]:
         return "not counted, see bench/instructions.py"
-    bound = "issue" if kernel["issue_ms"] > kernel["bytes_ms"] else "bytes"
+    bound = "operations" if kernel["flops"] > OPERATIONS_A_BYTE * kernel["bytes"] else "bytes"
+    if kernel["issue_ms"] > kernel["bytes_ms"]:
+        bound = "issue"
     if kernel["resident_warps"] < ENOUGH_WARPS:
         bound += f", latency: {kernel['resident_warps']} warps a multiprocessor"
     return bound
