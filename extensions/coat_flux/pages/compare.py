@@ -45,7 +45,7 @@ INDEX_FILE, GRID_FILE, PAGE_FILE = "compare.json", "grid.png", "compare.html"
 MADE_BY = "coat-flux compare"
 MOST_SAVES, MOST_PROMPTS = 6, 4
 USED = ("dtype", "gradient_checkpointing", "name_or_path", "extras_name_or_path", "is_flux", "arch")  # of two blocks
-SIDE, MARGIN, LINE = 384, 12, 20  # of the grid, in pixels; the first is the width of its pictures
+SIDE, MARGIN, LINE = 384, 12, 28  # of the grid, in pixels; the first is the width of its pictures
 PAPER, INK, BEST = "#f4f4f4", "#202020", "#1a7f37"
 
 
@@ -196,11 +196,11 @@ def _draw_cells(job: JobConfig, index: Any, out: Path, log: Callable[[str], None
 def draw_grid(index: Any, folder: Path) -> Image.Image:
     """All cells in one picture, those of the best save framed."""
     columns, strips = index["columns"], []
-    font, width = ImageFont.load_default(14), MARGIN + len(index["columns"]) * (SIDE + MARGIN)
+    font, width = ImageFont.load_default(20), MARGIN + len(index["columns"]) * (SIDE + MARGIN)
     for row in index["rows"]:
         pictures = [Image.open(folder / cell).convert("RGB") for cell in row["cells"]]
         height = round(SIDE * pictures[0].height / pictures[0].width)
-        texts = textwrap.wrap(printable(row["title"]), width // 8)
+        texts = textwrap.wrap(printable(row["title"]), width // 11)
         top = MARGIN + LINE * len(texts)
         strip = Image.new("RGB", (width, top + height + LINE + MARGIN), PAPER)
         draw = ImageDraw.Draw(strip)
@@ -208,7 +208,7 @@ def draw_grid(index: Any, folder: Path) -> Image.Image:
         for number, (column, picture) in enumerate(zip(columns, pictures, strict=True)):
             left = MARGIN + number * (SIDE + MARGIN)
             strip.paste(picture.resize((SIDE, height), Image.Resampling.LANCZOS), (left, top))
-            label = printable(column["label"])[: SIDE // 8].replace("ΔE", "dE")  # the font has no Δ
+            label = printable(column["label"])[: SIDE // 11].replace("ΔE", "dE")  # the font has no Δ
             draw.text((left, top + height + 2), label, fill=BEST if column["best"] else INK, font=font)
             if column["best"]:
                 draw.rectangle((left, top, left + SIDE - 1, top + height - 1), outline=BEST, width=5)

@@ -53,13 +53,13 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
     target = out or run.path / REPORT_FILE
     page = Page(run.name, f"Run report by coat-flux {__version__}: {run.path.resolve()}")
     _show(page, run, "Summary", _show_summary)
-    for title, section in (("Samples", _show_samples), ("The result", _show_newest), ("Loss", _show_loss)):
-        page.heading(title)
-        _show(page, run, title, section)
     comparison = read_index(run.path / COMPARE)
     if comparison is not None:
         page.heading("Saves compared")
         _show(page, run, "Saves compared", lambda page, run: show_comparison(page, comparison, run.path / COMPARE))
+    for title, section in (("Samples", _show_samples), ("The result", _show_newest), ("Loss", _show_loss)):
+        page.heading(title)
+        _show(page, run, title, section)
     page.heading("Details")
     for title, section in DETAILS.items():
         with page.details(title):
