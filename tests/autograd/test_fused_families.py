@@ -196,10 +196,10 @@ def without_lora(of: Made) -> None:
     linear.forward = linear.forward
 
 
-def with_lokr(of: Made) -> None:
-    """As ai-toolkit's, which has other matrices than a LoRA."""
+def with_unknown_adapter(of: Made) -> None:
+    """As ai-toolkit's are, but of a kind that is not read."""
     linear = of.block.attn.to_k = of.block.attn.to_k.base_layer
-    linear.forward = type("LokrModule", (nn.Module,), {"forward": lambda self, x: x})().forward
+    linear.forward = type("LohaModule", (nn.Module,), {"forward": lambda self, x: x})().forward
 
 
 NOISY = r"tokens of one block with different modulations \(noise_mask\)"
@@ -211,7 +211,7 @@ NOT_FUSED = [
     ("flux single", lambda of: of.block.attn.to_q.register_forward_hook(lambda *_: None), "hooks on attn.to_q"),
     ("flux single", lambda of: setattr(of.block, "forward", of.block.forward), "its forward was replaced"),
     ("flux single", without_lora, "was replaced by something other than a LoRA"),
-    ("flux single", with_lokr, "a LokrModule"),
+    ("flux single", with_unknown_adapter, "a LohaModule"),
     ("flux single", trained("to_v.base_layer.weight"), "a linear whose weight is trained"),
     ("flux single", trained("norm_q"), "its QK norm is a RMSNorm that is trained"),
     ("flux single", attribute("attn.to_q.lora_dropout.default", nn.Dropout(0.1)), "LoRA dropout"),

@@ -57,22 +57,23 @@ def in_bf16(value: Any) -> Any:
     return [in_bf16(x) for x in value] if isinstance(value, list) else value
 
 
-def with_lora(model: nn.Module, blocks: tuple[str, ...]) -> Any:
-    """ai-toolkit's fp32 LoRA on the linears of the blocks, drawn so that every gradient is there."""
+def with_lora(model: nn.Module, blocks: tuple[str, ...], options: dict[str, Any]) -> Any:
+    """ai-toolkit's fp32 LoRA or LoKr on the linears of the blocks, drawn so that every gradient is there."""
     from toolkit.config_modules import NetworkConfig
 
+    config = NetworkConfig(linear=RANK, **options)
     network = real_network(
         model,
-        RANK,
-        network_type="lora",
-        network_config=NetworkConfig(type="lora", linear=RANK),
+        config.linear,
+        network_type=config.type,
+        network_config=config,
         target_lin_modules=[type(model).__name__],
         is_transformer=True,
         only_if_contains=None if "UNet" in type(model).__name__ else list(blocks),
     )
     draw = torch.Generator().manual_seed(2)
     for name, parameter in network.named_parameters():
-        spread = 0.05 if "lora_up" in name else parameter[0].numel() ** -0.5
+        spread = 0.05 if "lora_up" in name or "lokr_w2" in name else parameter[0].numel() ** -0.5
         if parameter.ndim > 1:
             parameter.data = torch.randn(parameter.shape, generator=draw) * spread
         parameter.requires_grad_(True)
@@ -80,7 +81,9 @@ def with_lora(model: nn.Module, blocks: tuple[str, ...]) -> Any:
     return network
 
 
-def prepare(arch: str, setting: dict[str, Any], qtype: str = "") -> tuple[nn.Module, dict[str, Any], Any, Any]:
+def prepare(
+    arch: str, setting: dict[str, Any], qtype: str, options: dict[str, Any]
+) -> tuple[nn.Module, dict[str, Any], Any, Any]:
     from coat_flux.blocks.apply import apply_coat
     from coat_flux.blocks.lora import attach_lora
     from coat_flux.blocks.models import family_of
@@ -94,8 +97,8 @@ def prepare(arch: str, setting: dict[str, Any], qtype: str = "") -> tuple[nn.Mod
     if hasattr(model, "enable_gradient_checkpointing"):
         model.enable_gradient_checkpointing()  # as ai-toolkit does before its hook
     report = apply_coat(model, config)
-    network = with_lora(model, blocks)
-    if config.enabled:
+    network = with_lora(model, blocks, options)
+    if config.enabled and options["type"] == "lora":
         attach_lora(network, config)
     return model, inputs, network, report
 
@@ -165,14 +168,14 @@ def cosine(a: Tensor, b: Tensor) -> float:
     return float(nn.functional.cosine_similarity(a.flatten().double(), b.flatten().double(), dim=0))
 
 
-def measure(arch: str, qtype: str = "") -> dict[str, Any]:
+def measure(arch: str, qtype: str, options: dict[str, Any]) -> dict[str, Any]:
     from coat_flux.blocks.models import family_of, listed_blocks
     from coat_flux.blocks.runner import BlockRunner
 
     result: dict[str, Any] = {}
     exact: dict[str, Tensor] = {}
     for name, setting in SETTINGS.items():
-        model, inputs, network, report = prepare(arch, setting, qtype)
+        model, inputs, network, report = prepare(arch, setting, qtype, options)
         own = gradients(model, inputs, network)
         if name != "recomputed":
             blocks = list(listed_blocks(model, family_of(model).blocks).values())
@@ -201,7 +204,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("archs", nargs="*", metavar="ARCH", help=f"of {', '.join(MODELS)} (default: all)")
     parser.add_argument("--qtype", action="append", help="of ai-toolkit's own, such as uint4; may be given again")
+    parser.add_argument("--lokr", type=json.loads, help="a LoKr with these options, such as '{\"lokr_factor\": 8}'")
     args = parser.parse_args()
+    options = {"type": "lora"} if args.lokr is None else {"type": "lokr", **args.lokr}
     sys.path.insert(0, os.environ["AI_TOOLKIT_ROOT"])
     done: dict[Any, dict[str, Any]] = {}
     for qtype, arch in itertools.product(args.qtype or [""], args.archs or MODELS):
@@ -209,7 +214,7 @@ def main() -> None:
         if key not in done:
             try:
                 with contextlib.redirect_stdout(io.StringIO()):  # ai-toolkit prints what it makes
-                    done[key] = measure(arch, qtype)
+                    done[key] = measure(arch, qtype, options)
             except Exception as error:
                 done[key] = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
         print(json.dumps({**done[key], "arch": arch, "qtype": qtype}), flush=True)

@@ -237,10 +237,10 @@ def made(
     block: nn.Module | None = None,
     **lora: Any,
 ) -> Made:
-    """The block frozen, with adapters on its linears, B nonzero, and the last text tokens of an image padded.
+    """The block frozen, with adapters on its linears, none zero, and the last text tokens of an image padded.
 
     `trains`: inputs that have gradients; `adapted`: what names of linears with adapters begin with; `block`: a
-    frozen one instead of one that is made here; `lora`: options of PEFT's adapters.
+    frozen one instead of one that is made here; `lora`: options of the adapters.
     """
     draw = torch.Generator().manual_seed(0)
     family = FAMILIES[name]
@@ -255,7 +255,8 @@ def made(
     leaves = {} if network is None else dict(network.named_parameters())
     leaves |= {each: p for each, p in block.named_parameters() if p.requires_grad}
     for each, parameter in leaves.items() if device == "cpu" else ():  # elsewhere nobody has values
-        spread = 0.1 if "lora_B" in each or "lora_up" in each else parameter.shape[-1] ** -0.5
+        is_small = any(part in each for part in ("lora_B", "lora_up", "lokr_w2"))
+        spread = 0.1 if is_small else parameter.shape[-1] ** -0.5
         parameter.data = (torch.randn(parameter.shape, generator=draw) * spread).to(parameter.dtype)
     batch = batch if device == "cpu" else 1
     shapes = {"text": (batch, tokens[0], hidden), "image": (batch, tokens[1], hidden)}
@@ -279,7 +280,7 @@ def made(
 def _adapted(block: nn.Module, adapters: str, names: list[str], rank: int, lora: dict[str, Any]) -> Any:
     """PEFT's in the block; or ai-toolkit's next to it, which are returned."""
     if adapters == "toolkit":
-        return Network([block.get_submodule(name) for name in names], rank).train()
+        return Network([block.get_submodule(name) for name in names], rank, **lora).train()
     if adapters == "peft":
         from peft import LoraConfig, inject_adapter_in_model
 

@@ -50,15 +50,56 @@ class LoRAModule(nn.Module):
         return base + (adapted * self._runtime_scale * strengths).to(base.dtype)
 
 
+class LokrModule(nn.Module):
+    """y = (W + (W1 ⊗ W2) · scale · mean strength) x; W2, or both, are products of two matrices below a rank."""
+
+    rank_dropout = None
+
+    def __init__(self, linear: nn.Linear, network: Network, factor: int, rank: int | None, both: bool = False) -> None:
+        super().__init__()
+        sizes = [self._split(size, factor) for size in (linear.out_features, linear.in_features)]
+        for name, (rows, columns), is_whole in zip(
+            ("lokr_w1", "lokr_w2"), zip(*sizes, strict=True), (not both, rank is None), strict=True
+        ):
+            shapes = {name: (rows, columns)}
+            if not is_whole:
+                shapes = {f"{name}_a": (rows, rank or 2), f"{name}_b": (rank or 2, columns)}
+            for key, shape in shapes.items():
+                self.register_parameter(key, nn.Parameter(torch.randn(shape) * 0.3))
+        self.scale = 1.0 if rank is None else 0.5
+        self.network_ref = weakref.ref(network)
+        self.org_module = [linear]
+        self.org_forward = linear.forward
+        linear.forward = self.forward  # type: ignore[method-assign]
+
+    @staticmethod
+    def _split(size: int, factor: int) -> tuple[int, int]:
+        """The divisors of a size nearest to its root, the smaller first and at most `factor`; -1: no limit."""
+        small = max(i for i in range(1, int(size**0.5) + 1) if size % i == 0 and not 0 < factor < i)
+        return small, size // small
+
+    def _matrix(self, name: str) -> Tensor:
+        whole = getattr(self, name, None)
+        return whole if whole is not None else getattr(self, f"{name}_a") @ getattr(self, f"{name}_b")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return linear(x) with the adapter's share."""
+        base: Tensor = self.org_forward(x)
+        strength = self.network_ref().torch_multiplier.mean()  # type: ignore[union-attr]
+        matrix = torch.kron(self._matrix("lokr_w1"), self._matrix("lokr_w2")) * self.scale * strength
+        return base + nn.functional.linear(x.to(matrix.dtype), matrix).to(base.dtype)
+
+
 class Network(nn.Module):
     """All adapters of a model."""
 
     is_active, is_merged_in, is_lorm = True, False, False
 
-    def __init__(self, linears: list[nn.Linear], rank: int) -> None:
+    def __init__(self, linears: list[nn.Linear], rank: int, lokr: dict[str, Any] | None = None) -> None:
         super().__init__()
         self.multiplier = 1.0
-        self.unet_loras = nn.ModuleList(LoRAModule(linear, rank, self) for linear in linears)
+        made = (LoRAModule(each, rank, self) if lokr is None else LokrModule(each, self, **lokr) for each in linears)
+        self.unet_loras = nn.ModuleList(made)
 
     @property
     def multiplier(self) -> float | list[float]:

@@ -5,7 +5,8 @@
 
 In both, base linear and down projection run in turn on the same x (possibly cast in between). The fused flow reads
 them as plain matrices, y = base(x) + Σ (x Aᵀ)·factor·strength Bᵀ (`plain_adapters`), with ai-toolkit's strength
-per image (a dataset's `network_weight`). Dropout, DoRA, LoKr or a merged LoRA is refused with its reason.
+per image (a dataset's `network_weight`). ai-toolkit's LoKr is read as its two matrices, y = base(x) + (W1 ⊗ W2) x at
+the mean of the strengths, as in its own forward. Dropout, DoRA or a merged LoRA is refused with its reason.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from coat_core.activation import FP8InputLinear
@@ -28,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 SHARED, OWN = "x of the base linear", "an FP8 x of its own"  # what an adapter saves
 DROPOUT = "LoRA dropout"  # why a linear with an adapter cannot be fused
+LOKR = "LokrModule"  # ai-toolkit's class
 
 
 def attach_lora(root: nn.Module, config: COATConfig) -> dict[str, str]:
@@ -95,20 +98,36 @@ class PlainAdapter:
     strengths: Tensor | None = None
 
 
-def plain_adapters(module: Any) -> tuple[nn.Module, tuple[PlainAdapter, ...]]:
-    """The base linear and active adapters of a linear, PEFT layer or ai-toolkit LoRA; NotFusable for others."""
+@dataclass(frozen=True, eq=False)
+class KroneckerAdapter:
+    """A LoKr, y + factor·(W1 ⊗ W2) x: each of W1 [a, c] and W2 [b, d] is one matrix, or the product of two."""
+
+    first: tuple[nn.Parameter, ...]
+    second: tuple[nn.Parameter, ...]
+    factor: float
+
+    def matrices(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """W1 · factor and W2 in `dtype`."""
+        first, second = (x[0] if len(x) == 1 else x[0] @ x[1] for x in (self.first, self.second))
+        return (first if self.factor == 1.0 else first * self.factor).to(dtype), second.to(dtype)
+
+
+Adapter = PlainAdapter | KroneckerAdapter
+
+
+def plain_adapters(module: Any) -> tuple[nn.Module, tuple[Adapter, ...]]:
+    """The base linear and active adapters of a linear, PEFT layer or ai-toolkit LoRA or LoKr; else NotFusable."""
     if hasattr(module, "base_layer"):
         base, below = plain_adapters(module.base_layer)
         return base, (*below, *_of_peft(module))
-    adapters: tuple[PlainAdapter, ...] = ()
+    adapters: tuple[Adapter, ...] = ()
     forward = vars(module).get("forward")
     if forward is None:
         return module, adapters
-    owner = getattr(forward, "__self__", None)
-    while hasattr(owner, "lora_down") and hasattr(owner, "org_forward"):  # an assistant LoRA is below the trained one
+    for owner in toolkit_adapters(module):
         adapters, forward = (*_of_toolkit(owner), *adapters), owner.org_forward
-        owner = getattr(forward, "__self__", None)
-    if isinstance(owner, nn.Module) and owner is not module:  # LoKr, LoHa
+    owner = getattr(forward, "__self__", None)
+    if isinstance(owner, nn.Module) and owner is not module:  # LoHa
         raise NotFusable(f"a {type(owner).__name__}")
     if owner is not module or forward.__func__ is not type(module).forward or forward is vars(module)["forward"]:
         raise NotFusable(f"the forward of a {type(module).__name__} was replaced by something other than a LoRA")
@@ -119,6 +138,14 @@ def trained_parameters(block: nn.Module) -> list[nn.Parameter]:
     """The trained parameters of a block and of ai-toolkit's adapters on it, which are no part of it."""
     owners = [block, *(owner for module in block.modules() if (owner := toolkit_adapter(module)) is not None)]
     return [p for owner in owners for p in owner.parameters() if p.requires_grad]
+
+
+def toolkit_adapters(module: nn.Module) -> Iterator[Any]:
+    """ai-toolkit's LoRAs and LoKrs on a linear, the trained one first: an assistant LoRA is below it."""
+    owner = getattr(vars(module).get("forward"), "__self__", None)
+    while hasattr(owner, "org_forward") and (hasattr(owner, "lora_down") or type(owner).__name__ == LOKR):
+        yield owner
+        owner = getattr(owner.org_forward, "__self__", None)
 
 
 def toolkit_adapter(module: nn.Module) -> Any:
@@ -146,10 +173,12 @@ def _of_peft(layer: Any) -> tuple[PlainAdapter, ...]:
     return tuple(adapters)
 
 
-def _of_toolkit(lora: Any) -> tuple[PlainAdapter, ...]:
+def _of_toolkit(lora: Any) -> tuple[Adapter, ...]:
     network = lora.network_ref()
     if not network.is_active or network.is_merged_in or network._multiplier == 0:
         return ()
+    if type(lora).__name__ == LOKR and not network.is_lorm:
+        return (_of_lokr(lora, network._multiplier),)
     if type(lora).__name__ != "LoRAModule" or network.is_lorm:
         raise NotFusable(f"a {type(lora).__name__}")
     dropout = getattr(lora.dropout, "p", 0.0) if isinstance(lora.dropout, nn.Module) else lora.dropout
@@ -168,6 +197,22 @@ def _of_toolkit(lora: Any) -> tuple[PlainAdapter, ...]:
         if strengths.ndim != 1:
             raise NotFusable(f"LoRA strengths of shape {tuple(strengths.shape)}, not one per image")
     return (PlainAdapter(lora.lora_down.weight, lora.lora_up.weight, factor, strengths),)
+
+
+def _of_lokr(lokr: Any, strengths: Any) -> KroneckerAdapter:
+    if lokr.training and lokr.rank_dropout:
+        raise NotFusable(DROPOUT)
+    entries = strengths if isinstance(strengths, list) else [strengths]
+    if not all(isinstance(entry, int | float) for entry in entries):
+        raise NotFusable("LoKr strengths that are not one number per image")
+    pairs = []
+    for name in ("lokr_w1", "lokr_w2"):
+        whole = getattr(lokr, name, None)
+        factors = (whole,) if whole is not None else (getattr(lokr, f"{name}_a"), getattr(lokr, f"{name}_b"))
+        if any(factor.ndim != 2 for factor in factors):
+            raise NotFusable("a LoKr of a convolution")
+        pairs.append(factors)
+    return KroneckerAdapter(*pairs, float(lokr.scale) * sum(entries) / len(entries))
 
 
 def _check_matrices(down: Any, up: Any) -> None:

@@ -39,7 +39,7 @@ from .fused.parts import Modulation, modulate_ahead
 from .gemms import multiply_in_bf16, set_transposed, transposed_bytes
 from .held import usable_bytes, used_bytes
 from .hook import first_tensor, has_hooks, hook_of, own_forward, take_over
-from .lora import trained_parameters
+from .lora import toolkit_adapters, trained_parameters
 from .measure import AttentionPick, GemmPick, Picked
 from .models import block_name, listed_blocks, read_list
 from .quantized import is_adopted
@@ -447,12 +447,10 @@ class BlockState:
                 self._moves.append(weakref.ref(buffer, lambda _: on_moved()))
             for module in block.modules():
                 self._modules.append(module)
-                owner = getattr(vars(module).get("forward"), "__self__", None)
-                while hasattr(owner, "lora_down") and hasattr(owner, "org_forward"):  # ai-toolkit's, outside the block
+                for owner in toolkit_adapters(module):  # outside the block
                     self._modules += owner.modules()
                     if hasattr(owner, "network_ref"):
                         networks[id(owner.network_ref())] = owner.network_ref()
-                    owner = getattr(owner.org_forward, "__self__", None)
         self._modules = [each for each in self._modules if each._modules or each._parameters or each._buffers]
         self._networks = list(networks.values())
         self.before = self.key()
@@ -473,7 +471,7 @@ class BlockState:
             if "scaling" in state:  # PEFT's layer
                 key += (state["_disable_adapters"], *state["_active_adapter"], *state["merged_adapters"])
                 key += (*state["scaling"].values(), *state["lora_variant"])
-            elif "lora_down" in state["_modules"]:  # ai-toolkit's adapter
+            elif "org_forward" in state:  # ai-toolkit's adapter
                 key.append(state.get("scale"))
         for network in self._networks:
             key += (network.is_active, network.is_merged_in, network.is_lorm)

@@ -45,6 +45,7 @@ from .parts import (
     NormLinears,
     Shared,
     activate,
+    activation_values,
     gradient_of_vectors,
     leaves_of,
     packed_by_kernel,
@@ -207,12 +208,14 @@ class Stream:
             return zeros, zeros, [], []
         _, _, gate, shift, scale, gate_mlp = modulation
         reads, linear = kept.read(f"{name}mlp"), self.down.linear
-        dx, dh, ups, dgate_mlp = self.down.backward(kept, f"{name}down_", grad, gate_mlp)
+        dx, dh, ups, dgate_mlp, of_krons = self.down.backward(
+            kept, f"{name}down_", grad, gate_mlp, lambda: activation_values(kept, None, self.activation, name)
+        )
         matrix = downs = x = None
         if dh is not None:
             matrix = linear.matrices(dh.dtype).down
             downs = mlp_down_gradient(dh, None, None, *reads, linear.dtype, self.activation)
-        of_down = linear.adapter_gradients(downs, ups)
+        of_down = [*linear.adapter_gradients(downs, ups), *of_krons]
         dmlp = mlp_activation_backward(dx, dh, matrix, *reads, self.activation)
         del dx, dh, reads
         if self.output.norm:
@@ -221,10 +224,10 @@ class Stream:
             del result
         dx, dnorm, of_up = self.up.backward(kept, f"{name}up_", dmlp, grad, scale, shift, x=x)
         del dmlp, x
-        out = kept.values("out") if out is None else out
+        attended = kept.values("out") if out is None else out
         linear = self.output.linear
-        dout, dh, ups, dgate = self.output.backward(kept, f"{name}out_", dx, gate)
-        of_output = linear.adapter_gradients(linear.down_gradients(dh, out), ups)
+        dout, dh, ups, dgate, of_krons = self.output.backward(kept, f"{name}out_", dx, gate, lambda: attended)
+        of_output = [*linear.adapter_gradients(linear.down_gradients(dh, attended), ups), *of_krons]
         dout = linear.complete_dx(dout, dh)
         return dx, dout, [dgate, dnorm, dgate_mlp], [*of_output, *of_up, *of_down]
 
@@ -330,7 +333,9 @@ class SingleBlock(Form):
         mlp, mlp_scale, size, dtype = kept.read("mlp")
         attended, attended_scale, *_ = kept.read("out")
         linear, width = self.output.linear, activated_width(mlp, self.activation)
-        dx, dh, ups, dgate = self.output.backward(kept, "out_", grad, gate)
+        dx, dh, ups, dgate, of_krons = self.output.backward(
+            kept, "out_", grad, gate, lambda: activation_values(kept, kept.values("out"), self.activation)
+        )
         dout, dmlp, down, downs = dx[..., :-width], dx[..., -width:], None, None
         if dh is not None:
             reads = (attended, attended_scale, mlp, mlp_scale, size, dtype)
@@ -338,7 +343,7 @@ class SingleBlock(Form):
             down = linear.matrices(dh.dtype).down
             dout = torch.addmm(dout.flatten(0, -2), dh.flatten(0, -2), down[:, :-width]).view(dout.shape)
             down = down[:, -width:]
-        of_output = linear.adapter_gradients(downs, ups)
+        of_output = [*linear.adapter_gradients(downs, ups), *of_krons]
         out = kept.values("out")
         joint, ys, y_scales, *_ = self.attention.backward(kept, dout, out, shared)
         del out, dout

@@ -1,4 +1,4 @@
-"""Frozen linears with LoRA adapters, forward and backward apart.
+"""Frozen linears with LoRA or LoKr adapters, forward and backward apart.
 
 Linears that read the same x form a group: their FP8 weights become one matrix, x is quantized once, and all their
 adapters share one down-projection.
@@ -9,7 +9,8 @@ adapters share one down-projection.
     dA = factor · dhᵀ x,  dB = dy_iᵀ h_i
 
 s is 1, or the adapter strength of the row's image. Adapters multiply in the dtype of y. The terms in parentheses
-are left to the kernels that read y or dx (arguments `h`, `U` and `dh`, `D`); others call `complete`.
+are left to the kernels that read y or dx (arguments `h`, `U` and `dh`, `D`); others call `complete`. A LoKr
+(`kronecker`) is always added to y and dx, and its matrices' gradients need dy and x.
 
 Each joined weight becomes a view of the matrix, so nothing is stored twice; weights that were moved apart are
 joined again at the next read. One GEMM then makes dx: summed in fp32 over all outputs and rounded once.
@@ -55,8 +56,9 @@ from coat_core.ops.lora import lora_up_gradients
 from coat_core.ops.scaled_mm import row_scale, weight_only_linear
 from coat_core.quantize import Quantized
 
-from ..lora import NotFusable, PlainAdapter, plain_adapters
+from ..lora import KroneckerAdapter, NotFusable, PlainAdapter, plain_adapters
 from ..quantized import input_gradient, is_adopted, own_product
+from .kronecker import add_kronecker, add_kronecker_dx, kronecker_gradients
 
 # --- the frozen part ---
 
@@ -226,7 +228,8 @@ class LinearGroup:
         widths: N of each linear.
         adapters: of each linear.
         parts: widths of the pieces that y is read in: one of each linear, or several of a single one.
-        parameters: A and B of each adapter in turn.
+        krons: each LoKr, and the columns of its linear in y.
+        parameters: A and B of each adapter in turn, then the LoKrs' matrices.
         rank: the largest of a linear's ranks, those of its adapters added up; 0 without adapters.
         dtype: of the adapters' matrices.
         copies: of those, made by `AdapterCopies`; without it they are made at each use.
@@ -238,10 +241,13 @@ class LinearGroup:
         widths: tuple[int, ...],
         adapters: tuple[tuple[PlainAdapter, ...], ...],
         parts: tuple[int, ...],
+        krons: tuple[tuple[slice, KroneckerAdapter], ...] = (),
     ) -> None:
         self.bases, self.widths, self.adapters, self.parts = bases, widths, adapters, parts
         self.all_adapters = list(chain.from_iterable(adapters))
         self.parameters = [matrix for adapter in self.all_adapters for matrix in (adapter.down, adapter.up)]
+        self.krons = krons
+        self.parameters += [matrix for _, kron in krons for matrix in (*kron.first, *kron.second)]
         self.rank = max(sum(len(adapter.down) for adapter in of_linear) for of_linear in adapters)
         self.dtype = self.parameters[0].dtype if self.parameters else torch.float32
         self.strengths = self.all_adapters[0].strengths if self.all_adapters else None
@@ -256,7 +262,7 @@ class LinearGroup:
     def forward(
         self, x: Tensor, quantized: Quantized | None, product: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return y [..., ΣN] without the adapters' part, and h (None without adapters).
+        """Return y [..., ΣN] without the LoRAs' part, and h (None without them).
 
         `quantized` is x [..., K] by `input_storage`, `product` x Dᵀ [..., n·r]; with both, x gives its dtype.
         """
@@ -264,6 +270,8 @@ class LinearGroup:
         for base in self.bases:
             outputs.append(base.forward(x, quantized if base.input_storage else None))
         y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+        for columns, kron in self.krons:
+            add_kronecker(y[..., columns], x, kron)
         if not self.rank:
             return y, None
         if product is None:
@@ -317,14 +325,27 @@ class LinearGroup:
                 first = last
         return gradients
 
-    def dgrad(self, dy: Tensor, quantized: Quantized | None = None) -> Tensor:
-        """Return dx [..., K] in the dtype of dy [..., ΣN], without the adapters' part."""
+    def kron_gradients(self, dy: Tensor, x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the gradients of the LoKrs' matrices in turn, and what `dgrad` adds of each, for x [..., K]."""
+        gradients: list[Tensor] = []
+        us: list[Tensor] = []
+        for columns, kron in self.krons:
+            of_kron, u = kronecker_gradients(dy[..., columns], x, kron)
+            gradients += of_kron
+            us.append(u)
+        return gradients, us
+
+    def dgrad(self, dy: Tensor, quantized: Quantized | None = None, us: Sequence[Tensor] = ()) -> Tensor:
+        """Return dx [..., K] in the dtype of dy [..., ΣN], without the LoRAs' part; `us` are of `kron_gradients`."""
         if len(self.bases) == 1:
-            return self.bases[0].dgrad(dy, quantized)
-        parts = dy.split(self.widths, dim=-1)
-        dx = self.bases[0].dgrad(parts[0])
-        for base, part in zip(self.bases[1:], parts[1:], strict=True):
-            dx = dx.add_(base.dgrad(part).to(dx.dtype))
+            dx = self.bases[0].dgrad(dy, quantized)
+        else:
+            parts = dy.split(self.widths, dim=-1)
+            dx = self.bases[0].dgrad(parts[0])
+            for base, part in zip(self.bases[1:], parts[1:], strict=True):
+                dx = dx.add_(base.dgrad(part).to(dx.dtype))
+        for (_, kron), u in zip(self.krons, us, strict=False):
+            add_kronecker_dx(dx, u, kron)
         return dx
 
     def complete_dx(self, dx: Tensor, dh: Tensor | None) -> Tensor:
@@ -364,9 +385,9 @@ class LinearGroup:
 
 
 def read_group(modules: Sequence[Any], join: bool, parts: tuple[int, ...] = ()) -> LinearGroup:
-    """Read linears that share x, with LoRAs; `join` makes one matrix of FP8 weights. NotFusable if they differ."""
+    """Read linears that share x, with adapters; `join` makes one matrix of FP8 weights. NotFusable if they differ."""
     plain = [plain_adapters(module) for module in modules]
-    adapters = tuple(adapters for _, adapters in plain)
+    adapters = tuple(tuple(each for each in found if isinstance(each, PlainAdapter)) for _, found in plain)
     if len({id(adapter.strengths) for adapter in chain.from_iterable(adapters)}) > 1:
         raise NotFusable("LoRAs whose strengths per image are not the same")
     bases = tuple(read_frozen(base) for base, _ in plain)
@@ -377,7 +398,10 @@ def read_group(modules: Sequence[Any], join: bool, parts: tuple[int, ...] = ()) 
         raise NotFusable(f"linears of {sum(widths)} outputs in all, where {sum(parts)} are read")
     if join and len(bases) > 1:
         bases = tuple(_joined([base for base, _ in plain], bases))
-    return LinearGroup(bases, widths, adapters, parts or widths)
+    krons: list[tuple[slice, KroneckerAdapter]] = []
+    for (_, found), (start, stop) in zip(plain, pairwise(accumulate(widths, initial=0)), strict=True):
+        krons += [(slice(start, stop), each) for each in found if isinstance(each, KroneckerAdapter)]
+    return LinearGroup(bases, widths, adapters, parts or widths, tuple(krons))
 
 
 def read_linear(module: Any) -> LinearGroup:

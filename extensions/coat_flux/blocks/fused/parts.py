@@ -20,7 +20,7 @@ sin [S, d], or [B, S, d] per image; shift, scale and gate [B, D]. Source: arXiv 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -243,15 +243,17 @@ class NormLinears:
         saved = kept.read(f"{name}x") if x is None else Saved(x, None, PER_GROUP.group_size, x.dtype)
         (h,) = kept.all(f"{name}h")
         dh, ups = self.linears.up_gradients(dy, h)
-        downs = None
-        if dh is not None:
+        downs, of_krons, us = None, [], []
+        if dh is not None or self.linears.krons:
             n = norm_modulate(saved.x, saved.scale, saved.group_size, scale, shift, self.eps, saved.dtype, self.weight)
             downs = self.linears.down_gradients(dh, n)
+            of_krons, us = self.linears.kron_gradients(dy, n)
             del n  # as large as x
-        gradients = self.linears.adapter_gradients(downs, ups)
+        gradients = [*self.linears.adapter_gradients(downs, ups), *of_krons]
         if not needs_dx:
             return None, None, gradients
-        dn = self.linears.complete_dx(self.linears.dgrad(dy), dh)
+        dn = self.linears.complete_dx(self.linears.dgrad(dy, us=us), dh)
+        del us
         dx, dmodulation = norm_modulate_backward(
             dn, saved.x, saved.scale, saved.group_size, scale, self.eps, residual, saved.dtype, self.weight
         )
@@ -354,9 +356,12 @@ class GatedLinear:
         return y
 
     def backward(
-        self, kept: Kept, name: str, grad: Tensor, gate: Tensor
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """Return dx without the adapters' part, dh, every dB, and dgate (fp32, None if untrained)."""
+        self, kept: Kept, name: str, grad: Tensor, gate: Tensor, x: Callable[[], Tensor]
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, list[Tensor]]:
+        """Return dx without the LoRAs' part, dh, every dB, dgate (fp32, None if untrained), and the LoKrs' gradients.
+
+        `x` makes the linear's input, which only those need.
+        """
         saved, cast = kept.read(f"{name}result"), cast_by_kernel(self.linear.grad_storage, "e5m2")
         weight, eps = self.norm or (None, 0.0)
         args = (grad, gate, saved.x, saved.scale, saved.group_size, saved.dtype, *cast)
@@ -364,7 +369,9 @@ class GatedLinear:
         quantized = quantized_by(self.linear.grad_storage, codes, code_scale)
         (h,) = kept.all(f"{name}h")
         dh, ups = self.linear.up_gradients(dy, h)
-        return self.linear.dgrad(dy, quantized), dh, ups, None if saved.x is None else dgate
+        of_krons, us = self.linear.kron_gradients(dy, x()) if self.linear.krons else ([], [])
+        dx = self.linear.dgrad(dy, quantized, us)
+        return dx, dh, ups, None if saved.x is None else dgate, of_krons
 
 
 def activate(
@@ -380,7 +387,7 @@ def activate(
     elif h is not None:
         rows, up = linears.low_rank(h, first, len(linears.parts), y.dtype)
     options = (*cast, *packing, y.dtype, activation)
-    if cast[1] != "none" and reader.rank:
+    if cast[1] != "none" and reader.rank and not reader.krons:
         product, *packed = mlp_activation_down(out, mlp, rows, up, reader.matrices(y.dtype).down, *options)
         values = y.new_empty(0)
     else:
@@ -390,6 +397,14 @@ def activate(
         kept.pack(f"{name}out", out, kept.attention, out_codes, out_scale)
     kept.pack(f"{name}mlp", mlp, kept.storage, mlp_codes, mlp_scale)
     return values, quantized_by(reader.input_storage, codes, scale), product
+
+
+def activation_values(kept: Kept, out: Tensor | None, activation: str, name: str = "") -> Tensor:
+    """[out | act(mlp)] from the mlp that `activate` saved."""
+    mlp = kept.values(f"{name}mlp")
+    packing = *cast_by_kernel(None), *packed_by_kernel(None)
+    values: Tensor = mlp_activation(out, mlp, None, None, *packing, mlp.dtype, activation)[0]
+    return values
 
 
 # --- adaLN ---
@@ -426,7 +441,9 @@ def modulate_ahead(modulations: Sequence[Modulation], temb: Tensor | None) -> No
     groups: dict[Any, list[Modulation]] = {}
     for modulation in modulations:
         linear = modulation.linear
-        if len(linear.all_adapters) == 1 and linear.strengths is None and linear.input_storage is None:
+        if len(linear.all_adapters) != 1 or linear.krons:
+            continue
+        if linear.strengths is None and linear.input_storage is None:
             base = linear.bases[0]
             key = linear.widths, linear.rank, linear.dtype, base.rotations, base.bias is None
             groups.setdefault(key, []).append(modulation)
@@ -468,9 +485,10 @@ class _Rows(torch.autograd.Function):
             kept, linear, dx = Kept.of(ctx), ctx.linear, None
             x, h = kept.all("rows")
             dh, ups = linear.up_gradients(grad, h)
-            gradients = linear.adapter_gradients(linear.down_gradients(dh, x), ups)
+            of_krons, us = linear.kron_gradients(grad, x)
+            gradients = [*linear.adapter_gradients(linear.down_gradients(dh, x), ups), *of_krons]
             if ctx.needs_input_grad[0]:
-                dx = linear.complete_dx(linear.dgrad(grad), dh).to(x.dtype)
+                dx = linear.complete_dx(linear.dgrad(grad, us=us), dh).to(x.dtype)
         return dx, None, *returned(ctx.leaves, linear.parameters, gradients)
 
 
