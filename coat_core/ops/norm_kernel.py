@@ -81,11 +81,11 @@ def _norm_modulate_fwd_kernel(
     source = x_ptr, x_scale_ptr, D, scales_per_row
     x = load_groups(source, (0, rows, rows < total), 0, D, DTYPE, GROUP, BLOCK, VECTOR)
     store_group_codes(x, saved_ptr, saved_scale_ptr, rows, rows < total, 0, D, D, SAVED_MAX, SAVED_GROUP)
-    scale = tl.load(scale_ptr + image * scale_stride + columns, mask=inside, other=0.0).to(tl.float32)
     normed = _normalized(x, inside, D, eps, weight_ptr is None)[0].to(NORMED).to(tl.float32)
     if weight_ptr is not None:
         weight = tl.load(weight_ptr + columns, mask=columns < D, other=0.0).to(tl.float32)
         normed = (normed * weight).to(NORMED).to(tl.float32)
+    scale = tl.load(scale_ptr + image * scale_stride + columns, mask=inside, other=0.0).to(tl.float32)
     n = normed * rounded(1.0 + scale, scale_ptr)
     if scale_ptr.dtype.element_ty == NORMED:
         n = rounded(n, scale_ptr)
