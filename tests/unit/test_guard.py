@@ -181,9 +181,19 @@ def test_the_steps_that_are_compared() -> None:
     assert not guard_of(enabled=False).compares(1, 0, 0)
     lines: list[str] = []
     guard = guard_of(lines)
-    guard.lora = {"transformer_blocks.0.lokr_w1": torch.ones(2, 2)}
+    guard.lora = {"transformer_blocks.0.weight": torch.ones(2, 2)}
     assert [guard.compares(step, 0, 0) for step in (1, 2, 3)] == [False] * 3
     assert len(lines) == 1
+
+
+def test_of_a_lokr_the_matrix_that_begins_with_zero_is_switched_off() -> None:
+    guard = guard_of()
+    names = ("a.lokr_w1", "a.lokr_w2", "b.lokr_w1", "b.lokr_w2_a", "b.lokr_w2_b")
+    guard.lora = {name: torch.ones(2, 2) for name in names}
+    assert guard.compares(1, 0, 0)
+    with guard.without_lora():
+        assert [name for name, matrix in guard.lora.items() if not matrix.any()] == ["a.lokr_w2", "b.lokr_w2_b"]
+    assert all(matrix.all() for matrix in guard.lora.values())
 
 
 @pytest.mark.parametrize("photos", [1, 4])

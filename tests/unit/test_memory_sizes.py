@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 from coat_core.activation import Saving
+from coat_core.config import FP8LinearConfig
 from coat_core.granularity import Storage, per_group
 from coat_flux.blocks.decide import Given, flow_settings
+from coat_flux.blocks.fused.chooser import fused_block
 from coat_flux.blocks.sizes import (
     COPIED_PER_SECOND,
     LINEARS,
@@ -29,10 +31,13 @@ from coat_flux.blocks.sizes import (
     read_blocks,
 )
 from coat_flux.config.coat import COATConfig
+from tests.helpers.families import made
 from tests.helpers.flux import coat_flux_model, tiny_flux
+from tests.helpers.saved_tensors import recording_fused
 
 TOKENS = Tokens(1, 512, 4096)
 NAMES = {kind: list(linears) for kind, linears in LINEARS.items()}
+PER_ROW = FP8LinearConfig(weight_granularity="per_row", input_granularity="per_row")
 EAGER = FlowSettings(flow="eager", fp8_gemms=False, fp8_weights=False)
 
 
@@ -134,11 +139,27 @@ def test_read_block_finds_the_adapters_of_peft_and_of_ai_toolkit():
     assert read_block(lora) is None
 
 
-def test_a_block_with_lokr_is_counted_as_one_that_nobody_listed():
+def test_a_lokr_is_counted_as_a_lora_of_as_many_parameters():
+    """Whose h it does not keep: at most 5 % above what its block keeps, down to factor 4."""
+    for factor in (-1, 4, 8):
+        of = made(
+            "flux single", torch.bfloat16, 3072, (512, 4096), PER_ROW, "toolkit", device="meta",
+            lokr={"factor": factor, "rank": None},
+        )  # fmt: skip
+        block = read_block(of.block)
+        parameters = sum(parameter.numel() for parameter in of.network.parameters())
+        assert gradient_bytes(block, 2) == pytest.approx(4 * parameters, rel=0.05, abs=2e5)
+        with recording_fused() as kept:
+            fused_block(of.block, Saving())(*of.args)
+        storages = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for _, tensors in kept for x in tensors}
+        assert 1 <= block_bytes(block, Tokens(1, 512, 4096), FlowSettings()).kept / sum(storages.values()) < 1.05
+
+
+def test_a_block_with_another_adapter_is_counted_as_one_that_nobody_listed():
     """And trained: next to a LoRA's it keeps more, and those above it have a gradient to hand on."""
-    blocks, lokr = tiny_flux().requires_grad_(False).transformer_blocks, Adapter()
-    lokr.lokr_w1 = nn.Parameter(torch.zeros(8, 8))
-    blocks[0].attn.to_k.forward = lokr.forward
+    blocks, loha = tiny_flux().requires_grad_(False).transformer_blocks, Adapter()
+    loha.hada_w1_a = nn.Parameter(torch.zeros(8, 8))
+    blocks[0].attn.to_k.forward = loha.forward
     assert read_block(blocks[0]) is None
     first, second = read_blocks(blocks, (), 1000)
     assert isinstance(first, UnknownBlock)

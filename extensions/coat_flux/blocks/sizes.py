@@ -39,7 +39,7 @@ from .fused.chooser import fused_block
 from .fused.linears import NotFusable
 from .held import AsOnGPU, HeldTensors
 from .hook import first_tensor
-from .lora import toolkit_adapter, trained_parameters
+from .lora import LOKR, toolkit_adapter, trained_parameters
 from .models import FAMILIES, RATES, read_list, takes_arguments_of
 from .models.family import Rates, Size
 
@@ -120,12 +120,18 @@ def read_block(module: Any, trained_input: bool = True) -> Block | None:
 
 
 def _rank(linear: Any) -> int | None:
-    """Sum of the LoRAs' ranks on a linear; None if it has another adapter."""
+    """Sum of the LoRAs' ranks on a linear; None if it has another adapter.
+
+    A LoKr counts as a LoRA of as many parameters. It keeps no h, which in FLUX.1-dev are 1 % at factor 8.
+    """
     if hasattr(linear, "lora_A"):
         return sum(down.weight.shape[0] for down in linear.lora_A.values())
     owner = toolkit_adapter(linear)
     if owner is None:
         return 0
+    if type(owner).__name__ == LOKR:
+        parameters = sum(parameter.numel() for parameter in owner.parameters())
+        return math.ceil(parameters / (linear.in_features + linear.out_features))
     return int(owner.lora_down.weight.shape[0]) if hasattr(owner, "lora_down") else None
 
 

@@ -38,7 +38,11 @@ def kronecker_gradients(dy: Tensor, x: Tensor, adapter: KroneckerAdapter) -> tup
     of_second = product(of_outputs.t(), v.view(-1, d), adapter.second[0].dtype)
     del v  # as large as x
     u = (of_outputs @ second).view(-1, a, d)
-    of_first = product(u, by_rows.transpose(1, 2), adapter.first[0].dtype).sum(0) * adapter.factor
+    of_first = u.new_zeros((a, c), dtype=adapter.first[0].dtype)
+    step = max(len(u) * d // (8 * a), 1)  # products of so many rows are at most a quarter of x
+    for some_u, some_x in zip(u.split(step), by_rows.split(step), strict=True):
+        of_first += product(some_u, some_x.transpose(1, 2), of_first.dtype).sum(0)
+    of_first *= adapter.factor
     gradients: list[Tensor] = []
     for grad, factors in ((of_first, adapter.first), (of_second, adapter.second)):
         if len(factors) == 1:
