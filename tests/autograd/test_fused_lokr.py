@@ -13,8 +13,9 @@ from coat_core.activation import Saving
 from coat_core.config import FP8LinearConfig
 from coat_flux.blocks.fused.chooser import fused_block
 from coat_flux.blocks.fused.linears import NotFusable
+from coat_flux.blocks.lokr import LokrLinear
 from coat_flux.blocks.lora import plain_adapters
-from tests.helpers.families import FAMILIES, FLUX1, Made, largest_difference, made, results
+from tests.helpers.families import FAMILIES, FLUX1, Made, largest_difference, linears, made, results
 from tests.helpers.saved_tensors import recording_fused
 from tests.helpers.toolkit_lora import ROOT_VARIABLE, Network
 from tests.tolerances import (
@@ -56,6 +57,19 @@ def test_outputs_and_gradients_are_those_of_the_kronecker_matrix(name: str) -> N
     for lokr, dtype, rtol in cases:
         error, worst = largest_difference(with_lokr(name, dtype, lokr))
         assert error < rtol, (lokr, dtype, worst)
+
+
+@pytest.mark.parametrize("rank", [None, 2])
+def test_the_stand_alone_trainers_lokr(rank: int | None) -> None:
+    of = made("flux single", adapters="none")
+    draw = torch.Generator().manual_seed(1)
+    for name in linears(of.block):
+        of.block.set_submodule(name, LokrLinear(of.block.get_submodule(name), 8, rank, torch.device("cpu"), draw))
+    for name, parameter in of.block.named_parameters():
+        if "lokr" in name:
+            of.leaves[name] = torch.nn.init.normal_(parameter, std=0.1, generator=draw)
+    error, worst = largest_difference(of)
+    assert error < FUSED_FP32_RTOL, worst
 
 
 @pytest.mark.parametrize("strengths", [[0.5, 0.5], [1.0, -0.25], 2.0], ids=str)

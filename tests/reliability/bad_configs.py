@@ -211,7 +211,7 @@ BAD_CONFIGS: list[Bad] = [
         ("sample.width", 1000, "multiple of 16"),
         ("train.timestep_type", "next_sample", "not supported by the stand-alone trainer"),
         ("train.train_unet", False, "not supported by the stand-alone trainer"),
-        ("network.type", "lokr", "inside ai-toolkit, or write lora"),
+        ("network.type", "dora", "inside ai-toolkit, or write lora"),
         ("network.type", "loha", "must be one of lora"),
         ("type", "concept_slider", "must be one of coat_flux_trainer, sd_trainer"),
         ("train.optimizer", "sgd", "must be one of adamw, adam"),

@@ -119,7 +119,7 @@ def plain_adapters(module: Any) -> tuple[nn.Module, tuple[Adapter, ...]]:
     """The base linear and active adapters of a linear, PEFT layer or ai-toolkit LoRA or LoKr; else NotFusable."""
     if hasattr(module, "base_layer"):
         base, below = plain_adapters(module.base_layer)
-        return base, (*below, *_of_peft(module))
+        return base, (*below, *([module.adapter] if hasattr(module, "adapter") else _of_peft(module)))
     adapters: tuple[Adapter, ...] = ()
     forward = vars(module).get("forward")
     if forward is None:

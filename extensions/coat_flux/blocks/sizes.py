@@ -39,6 +39,7 @@ from .fused.chooser import fused_block
 from .fused.linears import NotFusable
 from .held import AsOnGPU, HeldTensors
 from .hook import first_tensor
+from .lokr import LokrLinear
 from .lora import LOKR, toolkit_adapter, trained_parameters
 from .models import FAMILIES, RATES, read_list, takes_arguments_of
 from .models.family import Rates, Size
@@ -106,7 +107,7 @@ def read_block(module: Any, trained_input: bool = True) -> Block | None:
         return None
     trained = []
     for name, parameter in module.named_parameters():
-        if parameter.requires_grad and ".lora_" not in name:
+        if parameter.requires_grad and ".lora_" not in name and ".lokr_" not in name:
             trained.append(name)
     return Block(
         kind=known.kind,
@@ -126,13 +127,18 @@ def _rank(linear: Any) -> int | None:
     """
     if hasattr(linear, "lora_A"):
         return sum(down.weight.shape[0] for down in linear.lora_A.values())
-    owner = toolkit_adapter(linear)
+    owner = linear if isinstance(linear, LokrLinear) else toolkit_adapter(linear)
     if owner is None:
         return 0
-    if type(owner).__name__ == LOKR:
-        parameters = sum(parameter.numel() for parameter in owner.parameters())
-        return math.ceil(parameters / (linear.in_features + linear.out_features))
+    if owner is linear or type(owner).__name__ == LOKR:
+        matrices = [parameter for name, parameter in owner.named_parameters() if name.startswith("lokr_")]
+        return rank_of_as_many(sum(matrix.numel() for matrix in matrices), linear)
     return int(owner.lora_down.weight.shape[0]) if hasattr(owner, "lora_down") else None
+
+
+def rank_of_as_many(parameters: int, linear: Any) -> int:
+    """The rank of a LoRA of so many parameters, rounded up."""
+    return math.ceil(parameters / (linear.in_features + linear.out_features))
 
 
 def make_block(block: Block) -> nn.Module:

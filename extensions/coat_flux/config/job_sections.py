@@ -32,16 +32,31 @@ class NetworkKwargs:
 
 @dataclass(frozen=True)
 class NetworkSection:
-    """`network`: the LoRA. On FLUX ai-toolkit forces alpha = rank, and so do we."""
+    """`network`: the LoRA or LoKr. On FLUX ai-toolkit forces alpha = rank, and so do we."""
 
-    type: str = choice(("lora",))
+    type: str = choice(("lora", "lokr"))
     linear: int = key(4, "int", minimum=1, maximum=4096)
     linear_alpha: float | None = key(None, "float", nullable=True, above=0)
     rank: int | None = key(None, "int", nullable=True, minimum=1, maximum=4096)
     alpha: float | None = key(None, "float", nullable=True, above=0)
     dropout: float | None = key(None, "float", nullable=True, minimum=0, below=1)
+    lokr_full_rank: bool = switch(True)
+    lokr_factor: int = key(-1, "int", minimum=-1)
     transformer_only: bool = switch(True)
     network_kwargs: NetworkKwargs = field(default_factory=NetworkKwargs)
+
+    @property
+    def title(self) -> str:
+        """In words."""
+        if self.type == "lora":
+            return f"LoRA rank {self.linear}"
+        rank = "full rank" if self.lokr_rank is None else f"rank {self.linear}"
+        return f"LoKr factor {self.lokr_factor}, {rank}"
+
+    @property
+    def lokr_rank(self) -> int | None:
+        """Of a LoKr's W2; None where it is whole."""
+        return None if self.lokr_full_rank else self.linear
 
 
 @dataclass(frozen=True)

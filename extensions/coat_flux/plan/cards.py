@@ -272,7 +272,7 @@ def _smaller_samples(job: JobConfig) -> Change | None:
 
 def _smaller_rank(job: JobConfig) -> Change | None:
     rank = job.network.linear // 2
-    if rank < 8 or job.full:
+    if rank < 8 or job.full or job.network.type == "lokr":
         return None
     network = replace(job.network, linear=rank, rank=rank, linear_alpha=float(rank))
     return Change(f"network.linear: {rank}", "a LoRA of half the rank", replace(job, network=network))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,14 +23,15 @@ from ..blocks.decide import Given, block_settings
 from ..blocks.formats import PIXELS_PER_TOKEN, TEXT_TOKENS
 from ..blocks.gemms import high_precision_reason
 from ..blocks.held import largest_held
+from ..blocks.lokr import lokr_shapes
 from ..blocks.lora import DROPOUT
 from ..blocks.models import FLUX, FLUX2, HUB_MODELS, family_of, matches, target_names, trained_names
 from ..blocks.models.checkpoint import CheckpointError, flux_config, read_shapes
 from ..blocks.models.flux1 import OTHER_PARTS
-from ..blocks.sizes import FP32, LINEARS, Block, Tokens, aligned
+from ..blocks.sizes import FP32, LINEARS, Block, Tokens, aligned, rank_of_as_many
 from ..config.findings import ConfigError
 from ..config.job import JobConfig
-from ..config.job_sections import DatasetSection
+from ..config.job_sections import DatasetSection, NetworkSection
 from ..data.cache import by_layer
 from ..data.preflight import DataReport
 from ..mini_flux import EMBEDDED_MODEL, MINI_FLUX
@@ -216,7 +218,7 @@ class JobFacts:
         self.trained = trained_sizes(job, model) if job.full else {}
         self.adapter_sizes = list(self.trained.values()) if job.full else _sizes_of_lora(job, model)
         self.stored = {name: model.linears[name] for name in model.converted if f"{name}.weight" not in self.trained}
-        self.blocks = _blocks(model, self.targets, job.network.linear, self.trained)
+        self.blocks = _blocks(model, self.targets, job.network, self.trained)
         self.tokens = Tokens(train.batch_size, model.text_tokens, self.data.pixels // PIXELS_PER_TOKEN)
         drawn = [] if train.disable_sampling else [item.width * item.height for item in job.sample.items()]
         if job.validation.fidelity:
@@ -305,10 +307,23 @@ def check_trained(job: JobConfig) -> None:
 
 def _sizes_of_lora(job: JobConfig, model: ModelParts) -> list[int]:
     sizes = []
-    for name in target_names(model.linears, job.network):
+    network = job.network
+    for name in target_names(model.linears, network):
         linear = model.linears[name]
-        sizes += [job.network.linear * linear.in_features, job.network.linear * linear.out_features]
+        if network.type == "lokr":
+            width = linear.out_features, linear.in_features
+            sizes += map(math.prod, lokr_shapes(*width, network.lokr_factor, network.lokr_rank).values())
+        else:
+            sizes += [network.linear * linear.in_features, network.linear * linear.out_features]
     return sizes
+
+
+def _rank_of(network: NetworkSection, linear: Any) -> int:
+    """That of its LoRA, or of one as large as its LoKr."""
+    if network.type == "lora":
+        return network.linear
+    shapes = lokr_shapes(linear.out_features, linear.in_features, network.lokr_factor, network.lokr_rank)
+    return rank_of_as_many(sum(map(math.prod, shapes.values())), linear)
 
 
 def _images(job: JobConfig) -> list[DatasetSection]:
@@ -316,7 +331,9 @@ def _images(job: JobConfig) -> list[DatasetSection]:
     return [replace(entry, **same, shuffle_tokens=False) for entry in job.datasets]
 
 
-def _blocks(model: ModelParts, targets: Sequence[str], rank: int, parameters: Collection[str]) -> tuple[Block, ...]:
+def _blocks(
+    model: ModelParts, targets: Sequence[str], network: NetworkSection, parameters: Collection[str]
+) -> tuple[Block, ...]:
     """The blocks as `read_block` describes those of a run, so that their bytes are counted once for both."""
     inside: dict[str, list[str]] = {name: [] for name in model.block_names}
     outside = []
@@ -337,7 +354,11 @@ def _blocks(model: ModelParts, targets: Sequence[str], rank: int, parameters: Co
             hidden=model.hidden,
             heads=model.config["num_attention_heads"],
             mlp=int(model.config.get("mlp_ratio", FLUX1_MLP_RATIO) * model.hidden),
-            ranks=tuple((linear, rank) for linear in LINEARS[kind] if linear in names),
+            ranks=tuple(
+                (linear, _rank_of(network, model.linears[f"{name}.{linear}"]))
+                for linear in LINEARS[kind]
+                if linear in names
+            ),
             trained_input=trained,
             trained_embedding=embedding,
             trained=tuple(names) if parameters else (),

@@ -52,7 +52,7 @@ def _head(plan: Plan) -> str:
         trained = f"full fine-tuning of {sum(facts.adapter_sizes) / GB:.2f} B parameters"
         trained += ", each updated in backward" if job.train.fused_backward else ""
     else:
-        trained = f"LoRA rank {job.network.linear} on {len(facts.targets)} linears"
+        trained = f"{job.network.title} on {len(facts.targets)} linears"
     model = f"{job.model.name_or_path}, {facts.model.elements['transformer'] / GB:.2f} B parameters"
     recomputed = f"{len(plan.prediction.recomputed)} of {len(facts.blocks)} blocks recompute"
     return (

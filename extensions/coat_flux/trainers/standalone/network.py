@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from coat_core.optim.sharded import local_values
 
 from ...base.rng import Stream, generator_for
+from ...blocks.lokr import LokrLinear
 from ...blocks.models import KEY_PREFIX, target_names
 from ...config.findings import ConfigError
 from ...config.job_sections import EMASection, NetworkKwargs, NetworkSection
@@ -44,14 +45,21 @@ def lora_targets(model: nn.Module, network: NetworkSection) -> list[str]:
 
 
 def add_lora(model: nn.Module, network: NetworkSection, seed: int) -> dict[str, nn.Parameter]:
-    """Add PEFT adapters, A drawn from `seed`, which alone require gradients; returns their `lora_parameters`."""
+    """Add PEFT adapters or LoKrs, drawn from `seed`, which alone require gradients; returns their `lora_parameters`."""
     model.requires_grad_(False)
+    generator = generator_for(seed, Stream.LORA_INIT, 0)
+    if network.type == "lokr":
+        device = next(model.parameters()).device
+        for name in lora_targets(model, network):
+            linear = model.get_submodule(name)
+            lokr = LokrLinear(linear, network.lokr_factor, network.lokr_rank, device, generator)
+            model.set_submodule(name, lokr)
+        return lora_parameters(model)
     # PEFT matches a list as suffixes: proj_out would be every block's, too
     targets = "|".join(map(re.escape, lora_targets(model, network)))
     rank = network.linear
     config = LoraConfig(r=rank, lora_alpha=rank, lora_dropout=network.dropout or 0.0, target_modules=targets)
     model.add_adapter(config, ADAPTER)
-    generator = generator_for(seed, Stream.LORA_INIT, 0)
     params = lora_parameters(model)
     for name, param in params.items():
         start = torch.zeros(param.shape)
@@ -62,11 +70,11 @@ def add_lora(model: nn.Module, network: NetworkSection, seed: int) -> dict[str, 
 
 
 def lora_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Adapter parameters by their saved names, `transformer.<module>.lora_A.weight`."""
+    """Adapter parameters by their saved names, `transformer.<module>.lora_A.weight` or `.lokr_w1`."""
     return {
         KEY_PREFIX + name.replace(f".{ADAPTER}.", "."): param
         for name, param in model.named_parameters()
-        if ".lora_A." in name or ".lora_B." in name
+        if any(mark in name for mark in (".lora_A.", ".lora_B.", ".lokr_w"))
     }
 
 

@@ -55,7 +55,7 @@ from ...saves.state import (
     restore_tensors,
     save_tensors,
 )
-from ...watch.guard import WINDOW
+from ...watch.guard import UP_MATRICES, WINDOW
 from ..full import PART, check_model, restore_model, write_model
 from ..optimizer import restore_optimizer
 from ..processes import exchange
@@ -139,7 +139,11 @@ def _write(
 
     def write(folder: Path) -> None:
         if base is None:
-            save_tensors(folder / inside, {name: value.to(dtype) for name, value in published.items()}, metadata)
+            tensors = {name: value.to(dtype) for name, value in published.items()}
+            for name in published if job.network.type == "lokr" else ():
+                alpha = torch.tensor(float(job.network.linear), dtype=dtype)
+                tensors.setdefault(f"{name.rpartition('.')[0]}.alpha", alpha)
+            save_tensors(folder / inside, tensors, metadata)
         else:
             write_model(folder / inside, session.transformer, base, published, dtype, metadata)
         with (folder / OPTIMIZER_FILE).open("wb") as file:
@@ -150,8 +154,11 @@ def _write(
     def read_back(file: Path) -> str:
         if base is not None:
             return check_model(file, session.lora)
-        if not final and not any(up.any() for name, up in load_file(file).items() if ".lora_B." in name):
+        ups = [up for name, up in load_file(file).items() if UP_MATRICES.search(name)]
+        if not final and not any(up.any() for up in ups):
             return f"every lora_B is still zero in {job.save.dtype}, this LoRA has no effect yet"
+        if job.network.type == "lokr":
+            return f"LoKr of {len(ups)} linears, {job.save.dtype}"
         shapes = {name: tuple(param.shape) for name, param in session.lora.items()}
         return check_export(file, expected=shapes).line()
 
@@ -297,6 +304,8 @@ def identity_of(job: JobConfig, world_size: int) -> dict[str, Any]:
         targets = {"linear": None, "include": list(job.coat.include), "exclude": list(job.coat.exclude)}
     else:
         targets = {"linear": network.linear, "transformer_only": network.transformer_only}
+        if network.type == "lokr":
+            targets |= {"lokr_full_rank": network.lokr_full_rank, "lokr_factor": network.lokr_factor}
         targets |= {key: getattr(network.network_kwargs, key) for key in ("only_if_contains", "ignore_if_contains")}
     return run_identity(
         job.model.name_or_path,

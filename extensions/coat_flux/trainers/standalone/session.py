@@ -28,6 +28,7 @@ from ...blocks.decide import budget_bytes
 from ...blocks.formats import PIXELS_PER_TOKEN, config_for, linear_sizes
 from ...blocks.held import module_tensors, usable_bytes, used_bytes
 from ...blocks.lora import attach_lora
+from ...blocks.models import layer_of
 from ...blocks.report import CoatReport
 from ...blocks.runner import BlockRunner
 from ...config.findings import ConfigError
@@ -360,7 +361,7 @@ def _prepare_transformer(
             trained = shard(transformer, list(trained), device, block_size)
         return transformer, trained, report
     trained = add_lora(transformer, job.network, job.seed)
-    if coat.enabled:
+    if coat.enabled and job.network.type == "lora":
         attach_lora(transformer, coat)
     return transformer.train(), trained, report
 
@@ -400,4 +401,4 @@ def _log_start(
         when = ", updated in backward" if job.train.fused_backward else ""
         log.info(f"full fine-tuning: {count:,} parameters in {len(trained)} tensors{when}")
     else:
-        log.info(f"LoRA: rank {job.network.linear} on {len(trained) // 2} linears")
+        log.info(f"{job.network.title} on {len({layer_of(name) for name in trained})} linears")
