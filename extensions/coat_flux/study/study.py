@@ -310,6 +310,7 @@ def score_loras(job: JobConfig, loras: Mapping[str, Path], device: torch.device)
         if path is not None and job.full:
             transformer = load_transformer(str(path), dtype, device=device)
         elif path is not None:
-            restore_tensors(adapters, load_file(path), str(path))
+            saved = {name: x for name, x in load_file(path).items() if not name.endswith(".alpha")}  # a LoKr's
+            restore_tensors(adapters, saved, str(path))
         losses.append(loss_of(transformer, noise, job.train.batch_size, dtype=dtype, device=device))
     return losses[0], dict(zip(loras, losses[1:], strict=True))
