@@ -24,7 +24,16 @@ from coat_flux.watch.guard import DeadRunError
 from coat_flux.watch.live import give_command, read_status
 from coat_flux.watch.oom import OutOfMemory
 from tests.helpers.aitk_standin.ends import assert_same_end, newest_state
-from tests.helpers.aitk_standin.host import COAT_ENTRY, Host, Patch, Printed, make_entry, run_whole, standin_host  # noqa: F401
+from tests.helpers.aitk_standin.host import (  # noqa: F401
+    COAT_ENTRY,
+    NEWER_VERSION,
+    Host,
+    Patch,
+    Printed,
+    make_entry,
+    run_whole,
+    standin_host,
+)
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.format_clock import FormatClock
 from tests.helpers.guard_limits import set_limits
@@ -107,6 +116,17 @@ def test_run_that_was_cut_ends_as_the_one_that_was_not(
     host.run(**_entry(), datasets=datasets)
     assert "[coat] resume: continues after step 4, epoch 3" in capsys.readouterr().out
     assert_same_end(whole, host.save_folder)
+
+
+@pytest.mark.parametrize("host", [NEWER_VERSION], indirect=True)
+def test_so_does_one_in_an_ai_toolkit_of_the_newer_interface(host: Host, monkeypatch: Patch) -> None:
+    host.run(**_entry(), training_folder=str(host.root / "whole"))
+    with monkeypatch.context() as patch:
+        _at_step(host, patch, 6, _fail)
+        with pytest.raises(ZeroDivisionError):
+            host.run(**_entry())
+    host.run(**_entry())
+    assert_same_end(host.root / "whole" / "standin_job", host.save_folder)
 
 
 def test_without_a_seed_the_batches_are_the_same_after_a_resume(host: Host, capsys: Printed) -> None:

@@ -103,6 +103,10 @@ def test_gradients_are_summed_in_buckets(monkeypatch: pytest.MonkeyPatch) -> Non
     team.sum_gradients(params)
     assert sizes == [10, 1, 20, 3]
     assert [param.grad.tolist() for param in params] == [[2.0 * n] * n for n in (4, 6, 1, 20)] + [[0.0] * 3]
+    mean = object.__new__(Team)
+    mean.size, mean.averages = 2, True  # as ai-toolkit accumulates from 0.13 on
+    mean.sum_gradients(iter(params))
+    assert params[3].grad.tolist() == [2.0 * 20] * 20
 
 
 def test_a_norm_of_nothing_and_of_bf16_is_fp32() -> None:

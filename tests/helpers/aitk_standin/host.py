@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 REPOSITORY = Path(__file__).resolve().parents[3]
 CHECKOUT = Path(__file__).parent / "checkout"
 PACKAGE = REPOSITORY / "extensions" / "coat_flux"
-VERSION = "0.12.26"
+VERSION, NEWER_VERSION = "0.12.26", "0.13.19"
 HOST_MODULES = (
     "toolkit",
     "jobs",
@@ -133,9 +133,14 @@ def fresh_host(root: Path) -> Iterator[Host]:
 
 
 @pytest.fixture(name="host")
-def standin_host(tmp_path: Path) -> Iterator[Host]:
+def standin_host(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Host]:
+    """The stand-in, or with a parameter (`both_hosts`) that of another version's interface."""
     with fresh_host(tmp_path / "ait") as host:
+        host.edit("version.py", VERSION, getattr(request, "param", VERSION))
         yield host
+
+
+both_hosts = pytest.mark.parametrize("host", [VERSION, NEWER_VERSION], indirect=True)
 
 
 def run_whole(root: Path, **entry: Any) -> Path:

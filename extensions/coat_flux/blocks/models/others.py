@@ -32,6 +32,7 @@ with Path(__file__).with_suffix(".tsv").open(encoding="utf-8", newline="") as ta
     GENERIC: tuple[Family, ...] = (UNET, COGVIDEOX, *(generic(**row) for row in csv.DictReader(table, delimiter="\t")))
 
 MUSIC = "it makes music, and COAT was tried on images and video only"
+TEXT = "it writes text, and COAT was tried on images and video only"
 EXPERTS = "its experts get tokens by their values, so that a block recomputed from FP8 would route them differently"
 OTHER_ATTENTION = "it swaps its attention while a layer is called, so that a recomputed layer would be another one"
 REFUSED = {
@@ -40,6 +41,8 @@ REFUSED = {
     "hidream": EXPERTS,
     "hidream_e1": EXPERTS,
     "hidream_o1": OTHER_ATTENTION,
+    "qwen25_omni": TEXT,  # from ai-toolkit 0.13 on, as the next
+    "yue2": MUSIC,
 }
 # of the families in `others.tsv` and of those that are refused
 OTHER_PIPELINES = {

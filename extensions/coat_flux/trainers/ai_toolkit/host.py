@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from unittest import mock
 
 from tqdm import tqdm
@@ -18,8 +18,6 @@ from ... import _load_package
 from ...base.run_log import PACKAGES, Lines
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from ...config.coat import COATConfig
 
 TESTED_SERIES = "0.12."
@@ -28,7 +26,6 @@ PROCESS_MODULE = "jobs.process.BaseSDTrainProcess"
 OPTIMIZER_MODULE = "toolkit.optimizer"
 QUANTIZER_MODULE = "toolkit.util.ostris_quant"
 LORA_MODULES = ("toolkit.lora_special", "toolkit.network_mixins")
-OPTIMIZER_PARAMETERS = ("params", "optimizer_type", "learning_rate", "optimizer_params")
 
 # in a checkout, or in site-packages
 CORE_FOLDERS = tuple(Path(__file__).resolve().parents[up] / "coat_core" for up in (4, 3))
@@ -66,52 +63,12 @@ def load_core() -> None:
         ) from error
 
 
-def check_host(*installs: Callable[[], Any]) -> None:
-    """Check that ai-toolkit knows our optimizer, qtype and linears."""
-    problems = []
-    for install in (load_core, *installs):
-        try:
-            install()
-        except AIToolkitError as error:
-            problems.append(error.piece)
-    process_module = sys.modules.get(PROCESS_MODULE)
-    bound = None if process_module is None else vars(process_module).get("get_optimizer")
-    if not hasattr(bound, MARK):
-        problems.append(f"{PROCESS_MODULE} does not use {OPTIMIZER_MODULE}.get_optimizer")
-    for module in LORA_MODULES:
-        names = getattr(importlib.import_module(module), "LINEAR_MODULES", ())
-        if "OstrisLinear" not in names:
-            problems.append(f"{module}.LINEAR_MODULES does not list OstrisLinear: LoRA would not find FP8 linears")
-    if problems:
-        raise AIToolkitError("; ".join(problems))
-
-
 def let_lora_find(class_name: str) -> None:
     """Add a class of ours to those ai-toolkit's LoRA finds by name."""
     for module in LORA_MODULES:
         names = importlib.import_module(module).LINEAR_MODULES
         if class_name not in names:
             names.append(class_name)
-
-
-def check_network(network: nn.Module) -> None:
-    """Check the structure of the LoRA's modules."""
-    from ...blocks.lora import base_of
-
-    modules = [module for module in network.modules() if hasattr(module, "lora_name")]
-    if not modules:
-        raise AIToolkitError("the LoRA network found no linear to train; check network.network_kwargs.only_if_contains")
-    for module in modules:
-        if not hasattr(module, "lora_down") or base_of(module) is None:
-            raise AIToolkitError(f"{module.lora_name}, a LoRA module, has no lora_down, or does not say its linear")
-
-
-def required(module: str, name: str) -> Any:
-    """An attribute of a module of ai-toolkit's; raises AIToolkitError."""
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise AIToolkitError(f"{module}.{name} is missing ({error})") from error
 
 
 def wrap_everywhere(name: str, original: Callable, wrapper: Callable) -> None:

@@ -2,8 +2,8 @@
 
 ai-toolkit itself would turn a NaN loss into 0, and drop a batch that ran out of memory.
 
-Of several processes (`Team`, started by `accelerate launch run.py`) ai-toolkit averages nothing. Each takes every N-th
-batch of one order, gradients are summed before clipping, and all agree on one loss and on what follows the step. Each
+Of several processes (`Team`, started by `accelerate launch run.py`) ai-toolkit combines nothing. Each takes every N-th
+batch of one order, gradients are combined before clipping, and all agree on one loss and on what follows the step. Each
 samples every N-th prompt; one saves.
 """
 
@@ -13,7 +13,7 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...base.errors import UserError
 from ...base.rng import kept_draws, mixed_seed, rng_state, set_rng_state
@@ -418,6 +418,10 @@ def explain_end(error: BaseException, process: Any) -> None:
 class Team(Processes):
     """The processes of a job; UserError if accelerate does not know of several."""
 
+    averages = (
+        False  # whether accumulated gradients are averaged, as ai-toolkit does from 0.13 on: else they are summed
+    )
+
     def __init__(self, accelerator: Any):
         size = accelerator.num_processes
         if size == 1:
@@ -431,6 +435,14 @@ class Team(Processes):
         super().__init__(size, accelerator.process_index, accelerator.device)
         _limit_waits(WAIT_LIMIT)  # while the main process fills the caches
         self.wait()
+
+    def sum_gradients(self, params: Iterable[nn.Parameter]) -> None:
+        """Combine gradients over processes as ai-toolkit does those of accumulated batches."""
+        params = list(params)
+        super().sum_gradients(params)
+        if self.averages and self.size > 1:
+            for param in params:
+                param.grad.div_(self.size)
 
     @contextmanager
     def unwrapped(self, process: Any) -> Iterator[None]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 from ...base.names import COAT_OPTIMIZER
 from . import host
-from .host import OPTIMIZER_MODULE, AIToolkitError, info, load_core
+from .contract import require_module
+from .host import OPTIMIZER_MODULE, info, load_core
 from .quantizer import report_stored_linears
 
 if TYPE_CHECKING:
@@ -21,11 +23,9 @@ logger = logging.getLogger(__name__)
 
 def install_optimizer() -> None:
     """Wrap ai-toolkit's `get_optimizer`; raises AIToolkitError."""
-    original = host.required(OPTIMIZER_MODULE, "get_optimizer")
+    require_module(OPTIMIZER_MODULE)
+    original = sys.modules[OPTIMIZER_MODULE].get_optimizer
     signature = inspect.signature(original)
-    names = tuple(signature.parameters)[:4]
-    if names != host.OPTIMIZER_PARAMETERS:
-        raise AIToolkitError(f"{OPTIMIZER_MODULE}.get_optimizer takes {names}, not {host.OPTIMIZER_PARAMETERS}")
 
     def get_optimizer(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind_partial(*args, **kwargs)

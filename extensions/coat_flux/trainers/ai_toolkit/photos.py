@@ -34,6 +34,7 @@ from ...data.files import MEDIA_EXTENSIONS, find_images
 from ...data.hold_out import FixedNoise, choose_hold_out
 from ...data.preflight import inspect_process
 from ...data.prepare import IMAGES, MASKS, prepare_copy
+from .contract import check_model
 from .host import info
 
 TRAINED_FOLDER = Path("coat") / "photos"
@@ -139,9 +140,10 @@ class HeldOutPhotos:
     @torch.no_grad()
     def encode(self) -> None:
         """Encode them, while VAE and text encoders are loaded."""
+        process, sd = self._process, self._process.sd
+        check_model(sd, held_out=True)
         from toolkit.data_loader import get_dataloader_from_datasets
 
-        process, sd = self._process, self._process.sd
         photos = []
         encoders = process._text_encoders()
         homes = [next(encoder.parameters()).device for encoder in encoders]

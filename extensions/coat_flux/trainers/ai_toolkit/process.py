@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 import sys
 from collections import OrderedDict
@@ -35,24 +36,14 @@ from ...saves.state import require_readable
 from ...watch.memory_report import finish
 from ...watch.phases import MEMORY_FILE, PhaseTracker
 from ..processes import EXIT_OTHER, first_to_fail
-from . import host
+from . import contract, host
 from .full import FullModel
-from .host import AIToolkitError, detail, info, patched
-from .loop import LOSSES, Team, TrainingLoop, explain_end, live_run
+from .host import detail, info, patched
+from .loop import Team, TrainingLoop, explain_end, live_run
 from .optimizer import check_optimizer, install_optimizer
 from .photos import HeldOutPhotos, check_photos
 from .quantizer import choose_at_load, convert_model, install_quantizer
 from .resume import Continuation, find_continuation
-
-INHERITED = (
-    "get_conf",
-    "get_latest_save_path",
-    "on_error",
-    "clean_up_saves",
-    "post_save_hook",
-    "predict_noise",
-    *LOSSES,
-)
 
 
 class SamplingStopped(Exception):
@@ -74,11 +65,7 @@ class CoatFluxTrainer(HostTrainer):
 
     def run(self) -> None:
         """Run the job; report what ended it."""
-        own = vars(CoatFluxTrainer).items()
-        hooks = [name for name, value in own if callable(value) and not name.startswith("_")]
-        missing = [name for name in (*hooks, *INHERITED) if not hasattr(HostTrainer, name)]
-        if missing:
-            raise AIToolkitError(f"{HostTrainer.__name__} has no {', '.join(missing)}")
+        contract.check_overrides(CoatFluxTrainer, HostTrainer)
         with host.job_scope(), ExitStack() as self._held:
             try:
                 super().run()
@@ -97,6 +84,8 @@ class CoatFluxTrainer(HostTrainer):
         lines = host.begin_lines(verbose=bool((self.get_conf("logging", None) or {}).get("verbose")))
         host.show_logs()
         self._team = Team(self.accelerator)
+        accumulates = inspect.signature(HostTrainer.train_single_accumulation)
+        self._team.averages = "accum_scale" in accumulates.parameters
         with self._team.in_turn():
             provide_embedded(self.model_config.name_or_path)
         self._check_job()
@@ -108,7 +97,7 @@ class CoatFluxTrainer(HostTrainer):
             self._phases = None  # of the instance, for `run` reads it
             self.__class__ = HostTrainer  # from here on
             return
-        host.check_host(install_optimizer, install_quantizer)
+        contract.check_start(self, install_optimizer, install_quantizer)
         version = host.ai_toolkit_version()
         if not version.startswith(host.TESTED_SERIES):
             info(f"note: ai-toolkit {version} is not tested with COAT-FLUX, {host.TESTED_VERSION} is")
@@ -170,6 +159,7 @@ class CoatFluxTrainer(HostTrainer):
         """Convert remaining linears; prepare the blocks."""
         super().hook_after_model_load()
 
+        contract.check_model(self.sd)
         if self._continuation is not None and self.network_config is None:
             self._full = FullModel(self)
         trained = () if self._full is None else self._full.linears
@@ -210,7 +200,7 @@ class CoatFluxTrainer(HostTrainer):
         self.network.can_merge_in = False
         self._team.share(self.network.parameters())
         if self.network_config.type.lower() == "lora":
-            host.check_network(self.network)
+            contract.check_network(self.network)
             attach_lora(self.network, self.coat)
         return params
 
@@ -226,6 +216,7 @@ class CoatFluxTrainer(HostTrainer):
 
     def hook_before_train_loop(self) -> None:
         """Check optimizer and resume; print the start table."""
+        contract.check_data(self)
         if self._continuation is not None:
             self._continuation.end_loading()
         self._report.add_row("optimizer", *check_optimizer(self))
@@ -257,10 +248,10 @@ class CoatFluxTrainer(HostTrainer):
             self._begun = True
         return self._training.step(lambda: super(CoatFluxTrainer, self).hook_train_loop(batch))
 
-    def train_single_accumulation(self, batch: Any) -> Any:
+    def train_single_accumulation(self, batch: Any, **kwargs: Any) -> Any:
         """Seed by the micro-batch's number."""
         self._training.begin_micro_batch()
-        return super().train_single_accumulation(batch)
+        return super().train_single_accumulation(batch, **kwargs)
 
     def sample(self, *args: Any, **kwargs: Any) -> None:
         """Sample without effect on training."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import os
 import sys
 import weakref
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...base.names import COAT_QTYPE
 from . import host
+from .contract import require_module
 from .host import QUANTIZER_MODULE, AIToolkitError, info, load_core
 
 if TYPE_CHECKING:
@@ -27,17 +29,14 @@ if TYPE_CHECKING:
 
     from coat_core.config import FP8LinearConfig
 
-BACKEND_METHODS = ("can_quantize", "quantize_", "dequantize", "requantize_", "forward")
+BLOCKWISE_MODULE = "toolkit.util.quantize"
 _stored: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # linears quantized at load and not reported yet
 
 
 def install_quantizer() -> None:
     """Make `qtype: coat_fp8` our backend; raises AIToolkitError."""
-    backend = host.required(QUANTIZER_MODULE, "OstrisQuantizer")
-    original = host.required(QUANTIZER_MODULE, "get_ostris_quantizer")
-    missing = [name for name in BACKEND_METHODS if not hasattr(backend, name)]
-    if missing:
-        raise AIToolkitError(f"{QUANTIZER_MODULE}.OstrisQuantizer has no {', '.join(missing)}")
+    require_module(QUANTIZER_MODULE)
+    original = sys.modules[QUANTIZER_MODULE].get_ostris_quantizer
 
     def get_ostris_quantizer(qtype: str, *args: Any, **kwargs: Any) -> Any:
         if qtype != COAT_QTYPE:
@@ -46,6 +45,38 @@ def install_quantizer() -> None:
         return backend_class()(host.config_or_default().linear_config())
 
     host.wrap_everywhere("get_ostris_quantizer", original, get_ostris_quantizer)
+    quantize_module = getattr(sys.modules.get(BLOCKWISE_MODULE), "quantize_module", None)
+    if quantize_module is not None:
+        host.wrap_everywhere("quantize_module", quantize_module, _within_blocks(quantize_module))
+
+
+def _within_blocks(original: Any) -> Any:
+    """ai-toolkit's `quantize_module`, from 0.13 on, for our patterns in `quantize_kwargs.include` (`choose_at_load`).
+
+    Inside blocks, which it quantizes one by one, names are relative: there no pattern of ours would match. And it
+    applies the patterns to text encoders.
+    """
+    signature = inspect.signature(original)
+
+    def quantize_module(*args: Any, **kwargs: Any) -> Any:
+        if host.config is None:
+            return original(*args, **kwargs)
+        from ...blocks.models import FAMILIES, matches
+
+        call = signature.bind(*args, **kwargs)
+        values = call.arguments
+        options = dict(values.get("quantize_kwargs") or {})
+        patterns = tuple(options.get("include") or ())
+        if patterns in {family.convert for family in FAMILIES.values()}:
+            del options["include"]
+            values["quantize_kwargs"] = options
+            linears = [name for name, module in values["module"].named_modules() if hasattr(module, "in_features")]
+            outside = [name for name in linears if not matches(name, patterns)]
+            if values["qtype"] == COAT_QTYPE and len(outside) < len(linears):  # not a text encoder
+                values["exclude"] = [*(values.get("exclude") or ()), *outside]
+        return original(*call.args, **call.kwargs)
+
+    return quantize_module
 
 
 @functools.cache
@@ -71,6 +102,9 @@ def backend_class() -> type:
             return module.in_features % ALIGNMENT == 0 and module.out_features % ALIGNMENT == 0
 
         def quantize_(self, module: nn.Linear, weight: Tensor) -> None:
+            before = getattr(module, "ostris_quantizer", None)  # of a file with codes
+            if before is not None:
+                module.coat_made_from = before.qtype
             module.coat_weight_format = self.config.weight_format
             module.coat_weight_granularity = self.config.weight_granularity
             self.requantize_(module, weight)
@@ -179,6 +213,9 @@ def convert_model(process: Any, encoders: list[Any], trained: Collection[str] = 
             module.to(module.weight_scale_bits.device)
         module.coat_linear_config = dataclasses.replace(module.coat_linear_config, use_fp8_gemm=False)
     info(f"FP8 weights: {at_load} linears at load, {len(names)} after it; {len(in_encoders)} in text encoders")
+    sources = {qtype for module in model.modules() if (qtype := getattr(module, "coat_made_from", None))}
+    if sources:
+        info(f"note: the file of the model has {', '.join(sorted(sources))}: FP8 codes are made of that, not of bf16")
 
 
 def convert_linears(model: nn.Module, qtype: str) -> None:

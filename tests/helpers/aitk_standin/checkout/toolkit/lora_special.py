@@ -10,13 +10,17 @@ LINEAR_MODULES = ["Linear", "OstrisLinear"]
 
 
 class LoRAModule(nn.Module):
-    def __init__(self, lora_name, org_module, rank):
+    scale = 1.0
+    dropout = rank_dropout = module_dropout = None
+
+    def __init__(self, lora_name, org_module, rank, network):
         super().__init__()
         self.lora_name = lora_name
         self.lora_down = nn.Linear(org_module.in_features, rank, bias=False)
         self.lora_up = nn.Linear(rank, org_module.out_features, bias=False)
         self.orig_module_ref = weakref.ref(org_module)
         self.org_module = [org_module]
+        self.network_ref = weakref.ref(network)
         nn.init.zeros_(self.lora_up.weight)
 
     def apply_to(self):
@@ -32,12 +36,17 @@ class LoRAModule(nn.Module):
 
 
 class LoRASpecialNetwork(nn.Module):
+    is_active = True
+    is_merged_in = is_lorm = False
+    multiplier = _multiplier = 1.0
+    torch_multiplier = None
+
     def __init__(self, unet, rank, only_if_contains=("",)):
         super().__init__()
         self.can_merge_in = True
         self.did_change_weights = False
         self.unet_loras = nn.ModuleList(
-            LoRAModule(f"transformer.{name}".replace(".", "$$"), module, rank)
+            LoRAModule(f"transformer.{name}".replace(".", "$$"), module, rank, self)
             for name, module in unet.named_modules()
             if type(module).__name__ in LINEAR_MODULES and any(part in name for part in only_if_contains)
         )

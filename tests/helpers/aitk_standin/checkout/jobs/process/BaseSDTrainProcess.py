@@ -16,8 +16,9 @@ from toolkit.ema import ExponentialMovingAverage
 from toolkit.lora_special import LoRASpecialNetwork
 from toolkit.optimizer import get_optimizer
 from toolkit.print import print_acc
-from toolkit.util.quantize import get_qtype, quantize
+from toolkit.util import quantize as quantization
 from torch import nn
+from version import IS_NEWER
 
 
 class Accelerator:
@@ -192,9 +193,16 @@ class BaseSDTrainProcess:
         torch.manual_seed(0)
         self.sd = SimpleNamespace(unet=FluxTransformer2DModel(), text_encoder=[nn.Sequential(nn.Linear(32, 32))])
         torch.set_rng_state(random_state)
-        if config.quantize:
-            quantize(self.sd.unet, get_qtype(config.qtype), **config.quantize_kwargs)
-            quantize(self.sd.text_encoder[0], get_qtype(config.qtype))
+        encoder, options = self.sd.text_encoder[0], config.quantize_kwargs
+        if config.quantize and IS_NEWER:
+            blocks = ("transformer_blocks", "single_transformer_blocks")
+            quantization.quantize_module(self.sd.unet, config.qtype, block_names=blocks, quantize_kwargs=options)
+            quantization.quantize_module(encoder, config.qtype, quantize_kwargs=options)
+        elif config.quantize:
+            quantization.quantize(self.sd.unet, quantization.get_qtype(config.qtype), **options)
+            quantization.quantize(encoder, quantization.get_qtype(config.qtype))
+        if IS_NEWER:  # it gives a loaded model a class of its own, of the same name
+            self.sd.unet.__class__ = type("FluxTransformer2DModel", (FluxTransformer2DModel,), {})
         self.sd.unet.to(torch.bfloat16).requires_grad_(False)
 
     def _make_network(self):
