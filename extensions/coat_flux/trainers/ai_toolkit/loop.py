@@ -418,9 +418,7 @@ def explain_end(error: BaseException, process: Any) -> None:
 class Team(Processes):
     """The processes of a job; UserError if accelerate does not know of several."""
 
-    averages = (
-        False  # whether accumulated gradients are averaged, as ai-toolkit does from 0.13 on: else they are summed
-    )
+    averages = False  # accumulated gradients, as ai-toolkit does from 0.13 on; before it they are summed
 
     def __init__(self, accelerator: Any):
         size = accelerator.num_processes
