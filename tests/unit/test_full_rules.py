@@ -81,6 +81,7 @@ REFUSED: list[tuple[tuple[str, ...], bool, dict[str, Any], dict[str, Any], str]]
     (INSIDE, FULL, {"train.diff_output_preservation": True}, {}, r"diff_output_preservation=true: .*; write false"),
     (INSIDE, FULL, {**FUSED, "train.single_item_batching": True}, {}, "single_item_batching=true"),
     (INSIDE, FULL, {**FUSED, "train.loss_type": "mean_flow"}, {}, "loss_type='mean_flow': .* write mse"),
+    (ALONE, LORA, {"network": {"type": "lokr", "dropout": 0.1}}, {}, r"network\.dropout=0\.1: .*; remove it"),
     (BOTH, LORA, FUSED, {}, r"train\.fused_backward=true: is for full fine-tuning"),
     (BOTH, LORA, {}, {"include": ["*.attn.*"]}, r"coat\.include=.*only_if_contains"),
     (BOTH, LORA, {}, {"optimizer": CPU}, "offload='cpu': is for full fine-tuning"),

@@ -64,7 +64,7 @@ def choose_columns(run: RunFolder, loras: Sequence[Path], steps: Sequence[float]
     known = sorted(step for step in saves if step is not None)
     odd = [f"{step:g}" for step in steps if step not in known]
     if odd or not known:
-        asked = f"--saves {odd[0]}: is no step of a save" if odd else f"RUN_DIR={run.path}: has no LoRA yet"
+        asked = f"--saves {odd[0]}: names a step that was not saved" if odd else f"RUN_DIR={run.path}: has no LoRA yet"
         raise UserError(f"{asked}; saves there: {', '.join(map(str, known)) or 'none'}")
     try:
         measures = [("ΔE", run.fidelity.get("colour", []))]

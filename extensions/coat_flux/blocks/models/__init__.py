@@ -53,13 +53,8 @@ for _family in ALL:
             READ_BLOCKS[_list.block].append(_list)
 
 KEY_PREFIX = "transformer."  # of saved LoRA names, and of the names that words are matched against
-MATRICES = (
-    ".lora_A.",
-    ".lora_B.",
-    ".lora_down.",
-    ".lora_up.",
-    ".lokr_w",
-)  # in names of parameters, of PEFT and of ai-toolkit
+# in names of parameters, of PEFT and of ai-toolkit
+MATRICES = (".lora_A.", ".lora_B.", ".lora_down.", ".lora_up.", ".lokr_w")
 
 
 # --- a model ---
