@@ -248,6 +248,21 @@ def _spy(host: Host, monkeypatch: Patch) -> dict[str, Any]:
 
 
 @both_hosts
+def test_accumulated_gradients_are_scaled_as_ai_toolkit_does(host: Host, monkeypatch: Patch) -> None:
+    host.start()
+    trainer = host.load("coat_flux.trainers.ai_toolkit.process").CoatFluxTrainer
+    accumulate, scales = trainer._accumulate, set()
+
+    def see(self: Any, batch: Any, accum_scale: float = 1.0) -> Any:
+        scales.add(accum_scale)
+        return accumulate(self, batch, accum_scale)
+
+    monkeypatch.setattr(trainer, "_accumulate", see)
+    host.run(**{**COAT_ENTRY, "train": {**COAT_ENTRY["train"], "gradient_accumulation": 2}})
+    assert scales == {0.5 if host.load("version").IS_NEWER else 1.0}
+
+
+@both_hosts
 @pytest.mark.parametrize("at_load", [True, False])
 def test_job_trains_in_fp8(host: Host, monkeypatch: Patch, capsys: Printed, at_load: bool) -> None:
     seen = _spy(host, monkeypatch)
