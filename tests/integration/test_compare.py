@@ -93,6 +93,21 @@ def test_cells_are_the_runs_own_samples_and_the_best_is_marked(run: Path, capsys
         assert not re.findall(r'(?:src|href)="(?!data:)', text)
 
 
+def test_a_lokrs_cells_are_its_runs_samples_and_half_of_it_is_less(tmp_path: Path) -> None:
+    sample = {"prompts": ["[trigger] shirt"], "sample_steps": 1, "sample_every": 2, "format": "png"}
+    with tiny_place(tmp_path, 2) as place:
+        network = FEW_LINEARS | {"type": "lokr", "lokr_factor": 4}
+        steps = {"steps": 2, "lr": 0.05, "disable_sampling": False}
+        run = train(
+            "lokr", place, coat=COAT, network=network, train=steps, sample=sample, save={"dtype": "float32"}
+        ).parent
+        cells = compare(run, "--strengths", "0.5,1")["rows"]
+        own = RunFolder(run).samples()
+    drawn = {pixels(run / OUT / cell) for row in cells for cell in row["cells"]}
+    assert {pixels(path) for path in own.values()} < drawn
+    assert len(drawn) == 3
+
+
 def test_only_what_changed_is_drawn_again(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = ["--prompts", "a [trigger]", "--steps", 1, "--out", tmp_path / "out"]
     drawn: list[int] = []
@@ -200,7 +215,7 @@ REFUSED = {
     ),
     "no prompts": (lambda run: configured(run, sample={"prompts": []}), "--prompts"),
     "a whole model": (lambda run: configured(run, network=None), "whole model"),
-    "LoKr": (lambda run: configured(run, network={"type": "lokr"}), "network.type"),
+    "LoKr": (lambda run: configured(run, network={"type": "lokr"}), "has none"),
     "another model": (lambda run: configured(run, model={"arch": "qwen_image"}), "model.arch"),
     "no base": (lambda run: configured(run, model={"name_or_path": "no/such/model"}), "model.name_or_path"),
     "a user's folder": (foreign, "--out"),

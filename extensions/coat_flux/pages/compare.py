@@ -101,9 +101,6 @@ def job_of(run: RunFolder, prompts: Sequence[str], changes: Mapping[str, int]) -
     process = load_job_yaml(path)["config"]["process"][0]
     if is_full(process):
         raise UserError(f"RUN_DIR={run.path}: trained the whole model; LoRAs are compared")
-    kind = (process.get("network") or {}).get("type", "lora")
-    if str(kind).lower() != "lora":
-        raise UserError(f"{path}: network.type={kind}: only LoRAs are compared; look at the run's own samples")
     own = {key: process[key] for key in ("device", "trigger_word", "network", "sample") if key in process}
     for block in ("train", "model"):
         own[block] = {key: value for key, value in process[block].items() if key in USED}

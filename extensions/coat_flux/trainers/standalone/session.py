@@ -44,6 +44,7 @@ from ...plan.predict import outside_bytes
 from ...plan.speed import card_of, gain_of_auto
 from ...saves.identity import model_identity
 from ...saves.state import RunState, keep_execution, restore_tensors
+from ...watch.guard import UP_MATRICES
 from ...watch.live import LiveRun
 from ...watch.oom import release_memory
 from ...watch.phases import PhaseTracker
@@ -256,7 +257,7 @@ class Session:
 
 
 class LoraDrawer:
-    """Draws the samples of a `job` with saved LoRAs in turn: the model as in training, values replaced in place."""
+    """Draws the samples of a `job` with saved adapters in turn: the model as in training, values replaced in place."""
 
     def __init__(self, job: JobConfig):
         workers = Workers(job.device)
@@ -266,17 +267,21 @@ class LoraDrawer:
         encoders = load_encoders(model.name_or_path, dtype, model.extras_name_or_path)
         self._images: Any = _prepare_data(job, workers, encoders, [])[1]
         self._transformer, self._lora, _ = _prepare_transformer(job, workers, dtype, quiet)
+        self._is_lokr = job.network.type == "lokr"
         self._transformer.eval()
 
     def read(self, path: str | None) -> dict[str, Tensor]:
-        """The values of a LoRA file in any layout, by this run's names, or none; UserError for another model's."""
+        """Values of a LoRA in any layout, or of a LoKr, by this run's names, or none; UserError for another model's."""
         if path is None:
             return {}
         tensors, _ = read_file(Path(path))
-        with naming(Path(path)):
-            layout = layout_of(tensors)
-            pairs = convert_pairs(read_pairs(tensors, layout), layout, "diffusers", torch.float32)
-        values = write_pairs(pairs, "diffusers")
+        if self._is_lokr:  # both trainers' alpha is the rank
+            values = {name: value for name, value in tensors.items() if not name.endswith(".alpha")}
+        else:
+            with naming(Path(path)):
+                layout = layout_of(tensors)
+                pairs = convert_pairs(read_pairs(tensors, layout), layout, "diffusers", torch.float32)
+            values = write_pairs(pairs, "diffusers")
         for name, value in values.items():
             own = self._lora.get(name)
             if own is None or own.shape != value.shape:
@@ -290,7 +295,7 @@ class LoraDrawer:
         """Replace the adapters' values by those of `read`; one that is not among them has no effect."""
         for name, param in self._lora.items():
             value = values.get(name, torch.zeros(()))
-            param.copy_(value * strength if ".lora_B." in name else value)
+            param.copy_(value * strength if UP_MATRICES.search(name) else value)
 
     def draw(self, number: int) -> Any:
         """The image of one of the job's samples."""
