@@ -1,10 +1,12 @@
 """From the linears' q, k, v to attention's, and back: adapters, QK-RMSNorm, rotary embedding, saved codes.
 
-A stream's q, k and v are side by side, as one GEMM writes them: [B, S_i, 3·H·d], heads of d. The bodies are the
-reference. The forward pass rounds where diffusers' FLUX blocks do; backward is in fp32, rounded once.
+A stream's q, k and v are side by side, as one GEMM writes them: [B, S_i, (H + 2·H_kv)·d], heads of d; H_kv, the heads
+of k and of v, is H except in grouped-query attention. The bodies are the reference. The forward pass rounds where
+diffusers' FLUX blocks do; backward is in fp32, rounded once.
 
-Shapes: one or two streams i of S_i tokens, the text first, S tokens together; q, k, v [B, S, H, d]; weight [d]; cos,
-sin [S, d], or [B, S, d] where images have their own, each rotary angle repeated for its pair of neighbours.
+Shapes: one or two streams i of S_i tokens, the text first, S tokens together; q [B, S, H, d]; k, v [B, S, H_kv, d];
+weight [d]; cos, sin [S, d], or [B, S, d] where images have their own, each rotary angle repeated for its pair of
+neighbours.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ def norm_and_rotate_backward(grad: Tensor, x: Tensor, weight: Tensor, cos: Tenso
 def _streams(
     ys: list[Tensor], y_scales: list[Tensor], cos: Tensor, sin: Tensor, group_size: int, dtype: torch.dtype
 ) -> Iterator[tuple[slice, Tensor, tuple[Tensor, Tensor]]]:
-    """Yield each stream's place among all tokens, its [q|k|v] [B, S_i, 3·H·d] of `dtype`, and its rotary tables."""
+    """Yield each stream's place among all tokens, its [q|k|v] of `dtype`, and its rotary tables."""
     start = 0
     for i, y in enumerate(ys):
         tokens = slice(start, start + y.shape[1])
@@ -71,15 +73,16 @@ def qkv_rope(
     saved_format: str,
     group_size: int,
     dtype: torch.dtype,
+    kv_groups: int = 1,
 ) -> list[Tensor]:
     """Return attention's q, k, v, and the codes saved for backward.
 
         [q|k|v] = y + h upᵀ of each third,   q ← rotate(RMSNorm(q)·weight), k likewise, v unchanged
 
-    Per stream ys [B, S_i, 3·H·d] (rows may be the beginning of wider ones), values, or codes of 1×G groups with
-    y_scales; hs [B, S_i, 3·r] and ups [3·H·d, r], empty without adapters, and for codes; norm_q's and norm_k's weights
-    [d]. cos, sin: fp32, of the tokens of all streams. Returns q, k, v [B, S, H, d] of `dtype`; then, unless the format
-    is "none", for each stream the codes and scale of the complete [q|k|v] before the norm.
+    Per stream ys (rows may be the beginning of wider ones), values, or codes of 1×G groups with y_scales; hs
+    [B, S_i, 3·r] and ups [3·H·d, r], empty without adapters and for codes, and where kv_groups, H / H_kv, is not 1;
+    norm_q's and norm_k's weights [d]. cos, sin: fp32, of the tokens of all streams. Returns q, k, v of `dtype`; then,
+    unless the format is "none", for each stream the codes and scale of the complete [q|k|v] before the norm.
 
     Numerics: on a CPU bit-equal to addmm, torch.nn.RMSNorm and diffusers' apply_rotary_emb in sequence.
     Source: diffusers' transformer_flux.py (QK norm, rotary embedding); saved codes: arXiv 2410.19313, section 5.
@@ -90,7 +93,9 @@ def qkv_rope(
         y = with_adapter(y, hs[i], ups[i]) if hs else y
         if saved_format != "none":
             saved += codes_of(y, saved_format, "per_group", group_size)
-        q, k, v = y.unflatten(-1, (3, -1, weights[0].shape[0])).unbind(2)
+        heads = y.unflatten(-1, (-1, weights[0].shape[0]))
+        of_k = heads.shape[2] // (kv_groups + 2)
+        q, k, v = heads.split((kv_groups * of_k, of_k, of_k), dim=2)
         qkv[0].append(norm_and_rotate(q, weights[2 * i], *angles, eps))
         qkv[1].append(norm_and_rotate(k, weights[2 * i + 1], *angles, eps))
         qkv[2].append(v)
@@ -119,19 +124,20 @@ def qkv_rope_backward(
     group_size: int,
     dtype: torch.dtype,
 ) -> list[Tensor]:
-    """Return dy of each stream's complete [q|k|v], [B, S_i, 3·H·d] of `dtype`, computed in fp32 and rounded once.
+    """Return dy of each stream's complete [q|k|v], like it and of `dtype`, computed in fp32 and rounded once.
 
         g = (gradient rotated back)·weight,   z = q·rstd,   dq = rstd·(g - z·mean(g·z)),   dk likewise
 
-    grads are of q, k, v [B, S, H, d]; ys the complete [q|k|v], values or codes with y_scales.
+    grads are of q, k, v; ys the complete [q|k|v], values or codes with y_scales.
     """
     grad_q, grad_k, grad_v = grads
     results = []
     for i, (tokens, y, angles) in enumerate(_streams(ys, y_scales, cos, sin, group_size, dtype)):
-        q, k, _ = y.unflatten(-1, (3, -1, weights[0].shape[0])).unbind(2)
+        heads = y.unflatten(-1, (-1, weights[0].shape[0]))
+        q, k, _ = heads.split([grad.shape[2] for grad in grads], dim=2)
         dq = norm_and_rotate_backward(grad_q[:, tokens], q, weights[2 * i], *angles, eps).to(dtype)
         dk = norm_and_rotate_backward(grad_k[:, tokens], k, weights[2 * i + 1], *angles, eps).to(dtype)
-        results.append(torch.stack([dq, dk, grad_v[:, tokens].to(dtype)], dim=2).flatten(2))
+        results.append(torch.cat([dq, dk, grad_v[:, tokens].to(dtype)], dim=2).flatten(2))
     return results
 
 

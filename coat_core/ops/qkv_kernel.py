@@ -1,9 +1,10 @@
 """Adapters, QK-RMSNorm and rotary embedding between [q|k|v] of a linear and attention's q, k, v, and their gradient.
 
-A program takes R tokens and, one after the other, HEADS heads of each of q, k and v: it reads the angles once.
+A program takes R tokens and, one after the other, HEADS heads of each of q, k and v, as far as k and v have so many: it
+reads the angles once.
 
-Shapes: y [B, S_i, 3·H·d] of one stream, read as rows; q, k, v and their gradients [B, S, H, d] of all streams; weight
-[d]; cos, sin [S, d] or [B, S, d].
+Shapes: y [B, S_i, (H + 2·H_kv)·d] of one stream, read as rows; q [B, S, H, d], k and v [B, S, H_kv, d] and their
+gradients, of all streams; weight [d]; cos, sin [S, d] or [B, S, d].
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ def _qkv_rope_fwd_kernel(
     eps,
     DTYPE: tl.constexpr,
     OWN_ANGLES: tl.constexpr,
+    KV_GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
     FORMAT_MAX: tl.constexpr,
     G: tl.constexpr,
@@ -96,16 +98,19 @@ def _qkv_rope_fwd_kernel(
         y_scale_ptr += row * scales_per_row
     if h_ptr is not None:
         h_ptr += row * h_stride
+    H_kv = H // KV_GROUPS
+    width = (H + 2 * H_kv) * d
     if complete_ptr is not None:
-        complete_ptr += row * (3 * H * d)
+        complete_ptr += row * width
     if codes_ptr is not None:
-        codes_ptr += row * (3 * H * d)
-        code_scale_ptr += row * (3 * H * d // G)
+        codes_ptr += row * width
+        code_scale_ptr += row * (width // G)
     for part in tl.static_range(3):
         weight_ptr, out_ptr = ((q_weight_ptr, q_ptr), (k_weight_ptr, k_ptr), (None, v_ptr))[part]
-        out_ptr += out_row * (H * d)
-        for head in range(tl.program_id(1) * HEADS, tl.minimum(tl.program_id(1) * HEADS + HEADS, H)):
-            start = (part * H + head) * d
+        heads, first_head = ((H, 0), (H_kv, H), (H_kv, H + H_kv))[part]
+        out_ptr += out_row * (heads * d)
+        for head in range(tl.program_id(1) * HEADS, tl.minimum(tl.program_id(1) * HEADS + HEADS, heads)):
+            start = (first_head + head) * d
             places = rows[:, None] * y_stride + columns[None, :]
             groups = rows[:, None] * scales_per_row + (start + columns[None, :]) // GROUP
             x = load_saved(y_ptr, y_scale_ptr, start + places, groups, inside, DTYPE)
@@ -115,9 +120,9 @@ def _qkv_rope_fwd_kernel(
                 x = add_low_rank(x, h_part, up_part, h_rows, up_rows, 1, are_rows, are_columns, RANK, RANK_BLOCK)
                 x = x.to(DTYPE).to(tl.float32)
             if complete_ptr is not None:
-                place = complete_ptr + start + rows[:, None] * (3 * H * d) + columns[None, :]
+                place = complete_ptr + start + rows[:, None] * width + columns[None, :]
                 tl.store(place, x, mask=inside)
-            end, width = start + d, 3 * H * d
+            end = start + d
             store_group_codes(x, codes_ptr, code_scale_ptr, rows, are_rows, start, end, width, FORMAT_MAX, G)
             if weight_ptr is not None:
                 weight = tl.load(weight_ptr + columns, mask=are_columns, other=0.0).to(tl.float32)[None, :]
@@ -125,7 +130,7 @@ def _qkv_rope_fwd_kernel(
                 normed = (x * rstd * weight).to(DTYPE).to(tl.float32)
                 a, b = tl.split(tl.reshape(normed, (R, BLOCK // 2, 2)))
                 x = tl.reshape(tl.join(a * cos - b * sin, b * cos + a * sin), (R, BLOCK))
-            place = out_ptr + rows[:, None] * (H * d) + (head * d + columns)[None, :]
+            place = out_ptr + rows[:, None] * (heads * d) + (head * d + columns)[None, :]
             tl.store(place, x, mask=inside)
 
 
@@ -161,6 +166,7 @@ def _qkv_rope_bwd_kernel(
     eps,
     DTYPE: tl.constexpr,
     OWN_ANGLES: tl.constexpr,
+    KV_GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
     R: tl.constexpr,
@@ -181,34 +187,39 @@ def _qkv_rope_bwd_kernel(
     are_angles = (tokens < length) & (pairs < d)
     cos = tl.load(cos_ptr + angles, mask=are_angles, other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + angles, mask=are_angles, other=0.0).to(tl.float32)
-    q = q_weight_ptr, dq_ptr, dq_stride_b, dq_stride_s, dq_stride_h
-    k = k_weight_ptr, dk_ptr, dk_stride_b, dk_stride_s, dk_stride_h
-    v = None, dv_ptr, dv_stride_b, dv_stride_s, dv_stride_h
+    H_kv = H // KV_GROUPS
+    q = q_weight_ptr, dq_ptr, dq_stride_b, dq_stride_s, dq_stride_h, 0
+    k = k_weight_ptr, dk_ptr, dk_stride_b, dk_stride_s, dk_stride_h, H
+    v = None, dv_ptr, dv_stride_b, dv_stride_s, dv_stride_h, H + H_kv
     for head in range(tl.program_id(1) * HEADS, tl.minimum(tl.program_id(1) * HEADS + HEADS, H)):
         for part in tl.static_range(3):
-            weight_ptr, grad_ptr, stride_b, stride_s, stride_h = (q, k, v)[part]
-            start = (part * H + head) * d
+            weight_ptr, grad_ptr, stride_b, stride_s, stride_h, first_head = (q, k, v)[part]
+            start = (first_head + head) * d
+            mask = inside
+            if KV_GROUPS > 1 and part > 0:
+                mask = inside & (columns < (H_kv - head) * d)
             grad = grad_ptr + image * stride_b + (first + tokens).to(tl.int64) * stride_s + head * stride_h
-            dx = tl.load(grad + columns, mask=inside, other=0.0).to(tl.float32)
+            dx = tl.load(grad + columns, mask=mask, other=0.0).to(tl.float32)
             if weight_ptr is not None:
                 groups = rows * scales_per_row + (start + columns) // GROUP
-                x = load_saved(y_ptr, y_scale_ptr, rows * y_stride + start + columns, groups, inside, DTYPE)
+                x = load_saved(y_ptr, y_scale_ptr, rows * y_stride + start + columns, groups, mask, DTYPE)
                 weight = tl.load(weight_ptr + columns, mask=columns < d, other=0.0).to(tl.float32)
                 a, b = tl.split(tl.reshape(dx, (R, BLOCK // 2, 2)))
                 weighted = tl.reshape(tl.join(a * cos + b * sin, b * cos - a * sin), (R, BLOCK)) * weight
                 rstd = rstd_of(tl.sum(x * x, axis=1), d, eps)[:, None]
                 z = x * rstd
                 dx = rstd * (weighted - z * tl.div_rn(tl.sum(weighted * z, axis=1), d * 1.0)[:, None])
-            tl.store(dy_ptr + rows * dy_stride + start + columns, dx, mask=inside)
+            tl.store(dy_ptr + rows * dy_stride + start + columns, dx, mask=mask)
 
 
 @launcher(operators.qkv_rope)
 def qkv_rope(a: Any) -> list[Tensor]:
     images, _, width = a.ys[0].shape
     device, d = a.ys[0].device, a.weights[0].shape[0]
-    heads = width // 3 // d
+    of_k = width // d // (a.kv_groups + 2)
+    heads = a.kv_groups * of_k
     tokens = sum(y.shape[1] for y in a.ys)
-    qkv = [empty_values((images, tokens, heads, d), a.dtype, device) for _ in range(3)]
+    qkv = [empty_values((images, tokens, count, d), a.dtype, device) for count in (heads, of_k, of_k)]
     cos, sin = a.cos.contiguous(), a.sin.contiguous()
     saves = a.saved_format != "none"
     fits = saves and d % a.group_size == 0
@@ -232,6 +243,7 @@ def qkv_rope(a: Any) -> list[Tensor]:
             *(first, shape[1], tokens, heads, d, a.eps),
             DTYPE=TL_DTYPES[a.dtype],
             OWN_ANGLES=cos.ndim == 3,
+            KV_GROUPS=a.kv_groups,
             GROUP=group,
             FORMAT_MAX=codes.format_max,
             G=a.group_size,
@@ -288,6 +300,7 @@ def _launch_backward(a: Any, y: Tensor, y_scale: Tensor | None, weights: list[Te
         DTYPE=TL_DTYPES[a.dtype],
         GROUP=group,
         OWN_ANGLES=cos.ndim == 3,
+        KV_GROUPS=heads // dk.shape[2],
         **options,
         num_warps=warps(2 * options["R"] * options["BLOCK"]),
     )

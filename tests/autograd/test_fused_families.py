@@ -30,7 +30,7 @@ from tests.helpers.families import (
     FLUX1,
     OTHERS,
     STRENGTHS,
-    TOOLKITS_FLUX2,
+    TOOLKITS_OWN,
     Made,
     largest_difference,
     made,
@@ -79,13 +79,13 @@ def test_ai_toolkits_own_blocks_and_lora() -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    blocks = {name for name in FAMILIES if name.startswith("toolkit")} | TOOLKITS_FLUX2.keys()
+    blocks = {name for name in FAMILIES if name.startswith("toolkit")} | TOOLKITS_OWN.keys()
     assert found.keys() == blocks | {f"{name}, {case}" for name in FLUX1 for case in STRENGTHS}
     for name, (error, worst) in found.items():
         assert error < FUSED_FP32_RTOL, (name, worst)
 
 
-@pytest.mark.parametrize("name", ["z-image", "sd3's last", "flux2 single"])
+@pytest.mark.parametrize("name", ["z-image", "sd3's last", "flux2 single", "krea2", "krea2 text"])
 def test_in_fp8_every_gradient_is_within_flux1s_bounds(name: str) -> None:
     """Weights, products and kept tensors; at the small width of tests/integration/test_bench_memory.py."""
     if name not in FAMILIES:
@@ -251,6 +251,11 @@ NOT_FUSED = [
     ("flux2 double", attribute("ff_context.act_fn.gate_fn", nn.GELU()), "its activation is a Flux2SwiGLU"),
     ("flux2 double", attribute("attn.processor", nn.Identity()), "attention by Identity"),
     ("flux2 double", trained("norm"), "trained"),
+    ("krea2", trained("norm_k"), "a norm or a table of the modulation is trained"),
+    ("krea2", trained("scale_shift_table"), "a norm or a table of the modulation is trained"),
+    ("krea2", attribute("attn.processor", nn.Identity()), "attention by Identity"),
+    ("krea2", args(lambda x, temb, _, mask: (x, temb, None, mask)), "no rotary embedding"),
+    ("krea2 text", trained("ff.gate"), "a linear whose weight is trained"),
 ]
 
 

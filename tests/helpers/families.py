@@ -31,6 +31,7 @@ from tests.helpers.toolkit_lora import Network, attach_network
 TEXT, IMAGE, PADDING, BATCH, RANK = 24, 40, 7, 2, 4
 TOOLKIT_LAYERS = "extensions_built_in.diffusion_models.chroma.src.layers"
 TOOLKIT_FLUX2 = "extensions_built_in.diffusion_models.flux2.src.model"
+TOOLKIT_KREA2 = "extensions_built_in.diffusion_models.krea2.src.mmdit"
 
 
 @dataclass(frozen=True)
@@ -154,6 +155,32 @@ def _call_toolkits_flux2_double(of: Any) -> tuple[Any, ...]:
     return of.image, of.text, pe[:, :, text:], pe[:, :, :text], *modulations
 
 
+def _krea2(name: str, of_text: bool, grouped: int) -> Callable[[int, int], nn.Module]:
+    """diffusers' block, its norms and table not at their initialization; `grouped`: heads of q for each of k and v."""
+
+    def make(hidden: int, heads: int) -> nn.Module:
+        module = importlib.import_module("diffusers.models.transformers.transformer_krea2")
+        width, of_k = hidden * (27 if of_text else 26) // 160 * 16, max(heads // grouped, 1)
+        sizes = (hidden, heads, of_k, width) if of_text else (hidden, width, heads, of_k)
+        return _drawn(getattr(module, name)(*sizes, 1e-5))
+
+    return make
+
+
+def _toolkits_krea2(name: str, grouped: int) -> Callable[[int, int], nn.Module]:
+    def make(hidden: int, heads: int) -> nn.Module:
+        return _drawn(getattr(importlib.import_module(TOOLKIT_KREA2), name)(hidden, heads, 4, False, heads // grouped))
+
+    return make
+
+
+def _drawn(block: nn.Module) -> nn.Module:
+    for name, parameter in block.named_parameters():
+        if "norm" in name or "table" in name or "mod" in name:
+            nn.init.normal_(parameter, std=0.25)
+    return block
+
+
 FAMILIES = {
     "flux double": Family(_of_diffusers("FluxTransformerBlock", "transformer_flux"), _call_flux, 0),
     "flux single": Family(_of_diffusers("FluxSingleTransformerBlock", "transformer_flux"), _call_flux, 0),
@@ -193,12 +220,28 @@ if hasattr(diffusers, "Flux2Transformer2DModel"):
         3,
         hidden=6144,
     )
+if hasattr(diffusers, "Krea2Transformer2DModel"):
+    FAMILIES["krea2"] = Family(
+        _krea2("Krea2TransformerBlock", False, 4),
+        lambda of: (of.both, of.vectors.flatten(1)[:, None], _tables(of.angles), of.seen[:, None, None]),
+        6,
+        hidden=6144,
+    )
+    FAMILIES["krea2 text"] = Family(
+        _krea2("Krea2TextFusionBlock", True, 1), lambda of: (of.both, of.seen[:, None, None]), None, hidden=2560
+    )
 # which have no stand-in
-TOOLKITS_FLUX2 = {
+TOOLKITS_OWN = {
     "toolkit's flux2 double": Family(_of_toolkits_flux2("DoubleStreamBlock"), _call_toolkits_flux2_double, 12),
     "toolkit's flux2 single": Family(
         _of_toolkits_flux2("SingleStreamBlock"), lambda of: (of.both, _pe(of), of.vectors.split(1, dim=1)), 3
     ),
+    "toolkit's krea2": Family(
+        _toolkits_krea2("SingleStreamBlock", 2),
+        lambda of: (of.both, of.vectors.flatten(1)[:, None], _pe(of)[:, 0], _mask_of_all_heads(of)[:, :1], *[None] * 3),
+        6,
+    ),
+    "toolkit's krea2 text": Family(_toolkits_krea2("TextFusionBlock", 1), lambda of: (of.both, None), None),
 }
 
 
@@ -341,7 +384,7 @@ def largest_difference(of: Made) -> tuple[float, str]:
 
 
 if __name__ == "__main__":
-    FAMILIES.update(TOOLKITS_FLUX2)
+    FAMILIES.update(TOOLKITS_OWN)
     differences = {}
     for name in FAMILIES:
         if name.startswith("toolkit"):

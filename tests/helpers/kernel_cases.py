@@ -284,7 +284,7 @@ def _adamw_cases() -> None:
 
 
 def _z_image_cases() -> None:
-    """As Z-Image's blocks alone make them: RMSNorm, SwiGLU of two linears, each image's own angles."""
+    """As Z-Image's blocks alone make them: RMSNorm, SwiGLU of two linears, each image's own angles; Krea 2's groups."""
     d, f, eps, none = 3840, 10240, 1e-5, ("none", 0)
     x, vectors, weight = _rows(d, images=2), _empty(2, 4 * d)[:, :d], _empty(d)
     norm, modulation = (weight, eps), (vectors, None, eps)
@@ -314,6 +314,11 @@ def _z_image_cases() -> None:
     case("z-image: qkv, angles of each image", qkv_rope, *adapted, *rope, "e4m3", 128, BF16)
     codes, scale = _saved(3 * d, images=2)
     case("z-image: qkv backward, angles of each image", qkv_rope_backward, heads, [codes], [scale], *rope, 128, BF16)
+    grouped, rope = [_rows(72 * 128)], ([_empty(128)] * 2, angles[0], angles[0], eps)
+    case("krea 2: qkv", qkv_rope, grouped, [], [], [], *rope, "e4m3", 128, BF16, 4)
+    codes, scale = _saved(72 * 128)
+    heads = [_empty(1, TOKENS, count, 128) for count in (48, 12, 12)]
+    case("krea 2: qkv backward", qkv_rope_backward, heads, [codes], [scale], *rope, 128, BF16)
 
 
 def _int8_cases() -> None:

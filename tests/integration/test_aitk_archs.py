@@ -35,6 +35,8 @@ FUSED = {
     "QwenImageTransformer2DModel",
     "ZImageTransformer2DModel",
     "SD3Transformer2DModel",
+    "Krea2Transformer2DModel",
+    "SingleStreamDiT",
 }
 MODEL_OF_TWO_PARTS = {"wan22_14b", "wan22_14b_i2v"}  # the noise level chooses one
 HOST = Path(os.environ.get("AI_TOOLKIT_ROOT", "."))

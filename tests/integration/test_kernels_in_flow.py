@@ -74,6 +74,7 @@ CASES = [  # z-image: RMSNorm on both sides of linears; flux2: one linear makes 
     *((name, IN_INT8, PACKED, (*OF_FLUX1, "int8_mm", "gated_sum_backward")) for name in ("flux double", "flux single")),
     ("z-image", {}, PACKED, Z_IMAGE),
     ("flux2 single", {}, PACKED, ("qkv_mlp_backward",)),
+    ("krea2", {}, PACKED, ("qkv_rope", "qkv_rope_backward", "quantize_and_save")),
 ]
 
 
@@ -82,7 +83,7 @@ def test_a_block_by_kernels_is_the_block_by_references(
     name: str, activation: dict[str, Any], saving: Saving, operators: tuple[str, ...]
 ) -> None:
     if name not in FAMILIES:
-        pytest.skip("this diffusers has no FLUX.2")
+        pytest.skip("this diffusers has no such block")
     weight = {"format": "int8"} if activation is IN_INT8 else {}
     config = COATConfig.from_dict({"activation": activation, "weight": weight}).linear_config()
     hidden, adapters = (48, "toolkit") if name == "z-image" else (64, "toolkit" if "2" in name else "peft")

@@ -135,6 +135,27 @@ def test_qkv_rope_backward_is_the_gradient(lengths: tuple[int, ...], dtype: torc
         assert_sqnr(wanted, dy, FLOOR[dtype])
 
 
+@pytest.mark.parametrize("by", [lambda op: op, pytest.param(kernel_of, marks=pytest.mark.triton)])
+@pytest.mark.parametrize("of_k", [1, 2])
+def test_grouped_heads_are_those_of_k_and_v_repeated(by: Any, of_k: int, device: torch.device) -> None:
+    x = streams((3, 5), 2 * of_k, hard=False)  # as wide as 4·of_k heads of q and of_k of k and of v
+    ys, *rest = moved([x.ys, x.weights, x.cos, x.sin], device)
+    repeated = []
+    for y in ys:
+        q, k, v = y.unflatten(-1, (-1, 16)).split((4 * of_k, of_k, of_k), dim=2)
+        repeated.append(torch.cat([q, k.repeat_interleave(4, 2), v.repeat_interleave(4, 2)], dim=2).flatten(2))
+    grouped = by(qkv_rope)(ys, [], [], [], *rest, EPS, "none", 16, FP32, 4)
+    grads = [torch.randn(part.shape, device=device) for part in grouped]
+    q, *others = by(qkv_rope)(repeated, [], [], [], *rest, EPS, "none", 16, FP32)
+    for part, expected in zip(grouped, (q, *(other[:, :, ::4] for other in others)), strict=True):
+        assert_bitwise(part, expected.contiguous())
+    found = by(qkv_rope_backward)(grads, ys, [], *rest, EPS, 16, FP32)
+    grads[1:] = [grad.repeat_interleave(4, 2) for grad in grads[1:]]
+    for dy, expected in zip(found, by(qkv_rope_backward)(grads, repeated, [], *rest, EPS, 16, FP32), strict=True):
+        dq, *others = expected.unflatten(-1, (3, -1, 16)).unbind(2)
+        assert_bitwise(dy, torch.cat([dq, *(other[:, :, ::4] for other in others)], dim=2).flatten(2))
+
+
 def with_own_angles(x: Streams, image: int | None = None) -> Streams:
     """Both images at positions of their own; or one of the two."""
     cos, sin = torch.stack([x.cos, x.sin]), torch.stack([x.sin, -x.cos])

@@ -41,6 +41,7 @@ from .fused.parts import written_gradients
 from .gemms import stored_linears
 from .hook import argument_names
 from .lora import trained_parameters
+from .models import first_measured
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +132,7 @@ class GemmPick:
                     module.storage = input_storage(replace(asked, input_granularity=scaling))
 
     def choose(self, args: tuple[Any, ...]) -> Picked:
-        """Pick a GEMM by the first block's coming `args`, and set the blocks' linears to it."""
+        """Pick a GEMM by the coming `args` of the first block that is measured, and set the blocks' linears to it."""
         measure, device = self._config.speed.measure, args[0].device.type
         if self._resumed is not None:
             picked = Picked(self._resumed, "that of the resumed run")
@@ -176,7 +177,8 @@ class GemmPick:
     def _time_all(self, gemms: Sequence[str], args: tuple[Any, ...]) -> tuple[dict[str, float], dict[str, str]]:
         """Milliseconds of all blocks by GEMM; and why there are none of the others."""
         started = time.monotonic()
-        known = argument_names(type(self._blocks[0]))  # blocks with other arguments cannot take `args`
+        called = self._blocks[first_measured(self._blocks)]
+        known = argument_names(type(called))  # blocks with other arguments cannot take `args`
         counts = Counter(kind for kind in map(type, self._blocks) if argument_names(kind) == known)
         first = {type(block): block for block in reversed(self._blocks)}
         times: dict[str, float] = {}

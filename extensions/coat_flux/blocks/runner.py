@@ -41,7 +41,7 @@ from .held import usable_bytes, used_bytes
 from .hook import first_tensor, has_hooks, hook_of, own_forward, take_over
 from .lora import toolkit_adapters, trained_parameters
 from .measure import AttentionPick, GemmPick, Picked
-from .models import block_name, listed_blocks, read_list
+from .models import block_name, first_measured, listed_blocks, read_list
 from .quantized import is_adopted
 from .sizes import Tokens, read_blocks, shown_by
 from .streaming import StreamedWeights
@@ -76,6 +76,7 @@ class BlockRunner:
         self._modules = list(blocks.values())
         self._places = {block: i for i, block in enumerate(self._modules)}
         self._readable = [read_list(type(block)) is not None for block in self._modules]
+        self._measured = first_measured(self._modules)
         self._fuses = config.enabled and config.activation.use_fp8 and config.activation.flow == "fused"
         adopted = any(is_adopted(module) for block in self._modules for module in block.modules())
         measures = all(self._readable) and config.speed.measure != "never" and not adopted
@@ -178,7 +179,8 @@ class BlockRunner:
             self._masks = WeakTensorKeyDictionary()
         if begins and (self._state is None or self._state.key() != self._state.before):  # a block has changed
             self._read()
-        if begins and (self._given.attention is None or self.gemms is not None):
+        picks = place == self._measured if self._measured else begins
+        if picks and (self._given.attention is None or self.gemms is not None):
             self._pick_kernels(place, args, kwargs)
         self._see_sizes(args)
         if self._state is None:  # copies of weights have changed
@@ -218,10 +220,10 @@ class BlockRunner:
             proving.prove_block(block, run, args, kwargs, self._config)
 
     def _pick_kernels(self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Pick what is still to be picked, in the first pass, for the first block's arguments."""
-        if self._given.attention is None and place == 0 and all(self._readable) and len(args) > 1:
+        """Pick what is still to be picked, in the first pass, for this block's arguments."""
+        if self._given.attention is None and place == self._measured and all(self._readable) and len(args) > 1:
             with suppress(NotFusable):
-                query, mask = attention_query(self._modules[0], args)
+                query, mask = attention_query(self._modules[place], args)
                 self.expect(attention=self.attention.choose(query, mask))
         if self.gemms is not None and not kwargs:
             self.picked, self.gemms = self.gemms.choose(args), None

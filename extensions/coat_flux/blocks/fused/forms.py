@@ -9,16 +9,18 @@ Single block, of one stream over the tokens of text and image, with n = LayerNor
 
     y = x + gate·linear([attention(q, k, v) | act(mlp)]),   [q | k | v | mlp] = linears(n)
 
-Stream block, with norms before and after its linears, as in Z-Image and Lumina:
+Stream block, of one stream of all tokens, with norms before its linears and in some models (Z-Image) after them, and in
+some (Krea 2) with a gate g on attention's out:
 
-    x1 = x + gate·RMSNorm(linear(attention(q, k, v))),   q, k, v = linears(RMSNorm(x)·(1 + scale))
-    y = x1 + gate·RMSNorm(linear(silu(a)·b)),            a, b = linears(RMSNorm(x1)·(1 + scale))
+    x1 = x + gate·norm(linear(attention(q, k, v)·sigmoid(g))),   q, k, v, g = linears(RMSNorm(x)·(1 + scale) + shift)
+    y = x1 + gate·norm(linear(silu(a)·b)),                       a, b = linears(RMSNorm(x1)·(1 + scale) + shift)
 
 Forward and backward stand one below the other.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -54,6 +56,7 @@ from .parts import (
 
 FP16_LIMIT = 65504
 GELU, SWIGLU = "gelu_tanh", "silu_and_mul"  # as `coat_core.ops.gelu` names them
+UNTURNED = torch.empty(0), torch.empty(0)  # the rotary tables of blocks without any
 Tensors = Sequence[Tensor]
 Gradients = tuple[list[Tensor | None], list[Tensor]]  # of a block's inputs, and of its adapters' matrices
 
@@ -65,6 +68,7 @@ class Reader:
         arguments: of the class's forward, by name; of another diffusers version they may differ.
         processor: class name of diffusers' attention processor; empty where the blocks have none.
         clips: those of the streams whose results the block clips to the range of fp16.
+        of_text: blocks that run before all others, on text alone; nothing is measured on those.
         call: a call's arguments, by position → `Call`; or NotFusable.
         read: a block → its fused form; or NotFusable. `join` makes one matrix of weights that read the same tensor.
     """
@@ -72,6 +76,7 @@ class Reader:
     arguments: tuple[str, ...]
     processor: str = ""
     clips: tuple[str, ...] = ()
+    of_text: bool = False
     call: Callable[..., Call]
     read: Callable[[Any, bool], Form]
 
@@ -108,6 +113,7 @@ class Form:
 
     reader: Reader
     saving: Saving
+    attention: Attention
 
     def __post_init__(self) -> None:
         self.groups: list[LinearGroup] = []
@@ -127,12 +133,23 @@ class Form:
         if kwargs:
             raise NotFusable(f"called with keywords ({', '.join(kwargs)})")
         call = self.reader.call(*args)
+        shared = call.shared
+        if not shared.cos.numel():
+            rotary = _unturned(call.image.shape[1], self.attention.head_dim, call.image.device)
+            shared = Shared(*rotary, shared.mask)
         streams = [call.image] if call.text is None else [call.text, call.image]
         inputs, keeps = [*streams, *call.vectors], torch.is_grad_enabled()
         for modulation in self.modulations:
             inputs.append(modulation(call.temb))
-        outputs = _Block.apply(self, call.shared, keeps, len(inputs), *inputs, *leaves_of(self.parameters))
+        outputs = _Block.apply(self, shared, keeps, len(inputs), *inputs, *leaves_of(self.parameters))
         return self.reader.results(None if call.text is None else outputs[0], outputs[-1])
+
+
+@functools.lru_cache(maxsize=8)
+def _unturned(tokens: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cos and sin [tokens, d] of no angle."""
+    cos = torch.ones(tokens, head_dim, device=device)
+    return cos, torch.zeros_like(cos)
 
 
 class _Block(torch.autograd.Function):
@@ -174,6 +191,7 @@ class Stream:
 
     `modulation` is None if the model passes in shift, scale and gate. A stream that ends with the block has inputs
     alone: image tokens attend to it. With norms after its linears, whose results backward needs, x1 is recomputed.
+    A fourth part of the inputs is the gate on attention's out.
     """
 
     modulation: Modulation | None
@@ -182,6 +200,11 @@ class Stream:
     up: NormLinears | None = None  # the MLP's first linear
     down: GatedLinear | None = None  # the MLP's second linear
     activation: str = GELU
+
+    @property
+    def gates_out(self) -> bool:
+        """Whether attention's out is multiplied by a sigmoid."""
+        return len(self.inputs.linears.parts) > 3
 
     def rest(
         self, kept: Kept, name: str, x: Tensor, out: Activated, modulation: Sequence[Tensor], trains_gates: bool
@@ -225,6 +248,8 @@ class Stream:
         dx, dnorm, of_up = self.up.backward(kept, f"{name}up_", dmlp, grad, scale, shift, x=x)
         del dmlp, x
         attended = kept.values("out") if out is None else out
+        if self.gates_out:
+            attended = attended * kept.values("out_gate").sigmoid()
         linear = self.output.linear
         dout, dh, ups, dgate, of_krons = self.output.backward(kept, f"{name}out_", dx, gate, lambda: attended)
         of_output = [*linear.adapter_gradients(linear.down_gradients(dh, attended), ups), *of_krons]
@@ -383,50 +408,69 @@ def join(text: Tensor, image: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class StreamBlock(Form):
-    """A stream block; inputs: x [B, S, D], and modulation [B, 4·D] where there is one: scale and gate before tanh."""
+    """A stream block; inputs: x [B, S, D], and where it is modulated [B, 6·D]: scale, shift, gate, then the MLP's.
+
+    `table` [6·D] is added to those.
+    """
 
     attention: Attention
     stream: Stream
+    table: Tensor | None = None
 
     def _vectors(self, x: Tensor, modulation: Sequence[Tensor]) -> tuple[Any, ...]:
-        """Shift (none), scale and gate [B, D] of attention, then of the MLP; by default those that change nothing."""
+        """Shift, scale and gate [B, D] of attention, then of the MLP; by default those that change nothing."""
         if not modulation:
             ones = x.new_ones((len(x), x.shape[-1]), dtype=self.stream.inputs.weight.dtype)
             return None, torch.zeros_like(ones), ones, None, torch.zeros_like(ones), ones
-        scale, gate, scale_mlp, gate_mlp = modulation[0].chunk(4, dim=1)
-        return None, scale, gate.tanh(), None, scale_mlp, gate_mlp.tanh()
+        vectors = modulation[0] if self.table is None else modulation[0] + self.table
+        scale, shift, gate, scale_mlp, shift_mlp, gate_mlp = vectors.chunk(6, dim=1)
+        return shift, scale, gate, shift_mlp, scale_mlp, gate_mlp
 
     def forward(self, kept: Kept, shared: Shared, inputs: Tensors, needs: Sequence[bool]) -> tuple[Tensor, ...]:
         """See `Form`."""
         x, *modulation = inputs
         vectors = self._vectors(x, modulation)
-        projected = self.stream.inputs.forward(kept, "in_", x, vectors[1], None)
-        out = self.attention.forward(kept, [projected], shared)
-        del projected
+        linears, y, h = self.stream.inputs.forward(kept, "in_", x, vectors[1], vectors[0])
+        out = self.attention.forward(kept, [(linears, y, h)], shared)
         storage = self.stream.output.linear.input_storage
-        codes, code_scale = _save_out(kept, out, cast_by_kernel(storage))
+        if self.stream.gates_out:
+            _save_out(kept, out, cast_by_kernel(None))
+            gate = linears.complete(y, h, 3)[..., sum(linears.parts[:3]) :]
+            *_, saved, saved_scale = quantize_and_save(gate, *cast_by_kernel(None), *packed_by_kernel(kept.storage))
+            kept.pack("out_gate", gate, kept.storage, saved, saved_scale)
+            out = out * gate.sigmoid()
+            quantized = None if storage is None else quantize(out, storage.format, storage.granularity)
+            del gate
+        else:
+            quantized = quantized_by(storage, *_save_out(kept, out, cast_by_kernel(storage)))
+        del y, h
         kept.add("modulation", *modulation)
-        read = out, quantized_by(storage, codes, code_scale), None
-        return (self.stream.rest(kept, "", x, read, vectors, True),)
+        return (self.stream.rest(kept, "", x, (out, quantized, None), vectors, any(needs[1:])),)
 
     def backward(self, kept: Kept, shared: Shared, grads: Tensors, needs: Sequence[bool]) -> Gradients:
         """See `Form`."""
         modulation, stream = kept.all("modulation"), self.stream
         vectors = self._vectors(grads[0], modulation)
-        dx, dout, of_rest, adapters = stream.rest_backward(kept, "", grads[0], None, vectors)
-        joint, ys, y_scales, size, dtype = self.attention.backward(kept, dout, kept.values("out"), shared)
-        del dout
+        dx, dout, of_gates, adapters = stream.rest_backward(kept, "", grads[0], None, vectors)
+        out, of_parts = kept.values("out"), []
+        if stream.gates_out:
+            sigmoid = kept.values("out_gate").sigmoid()
+            of_parts = [torch.ops.aten.sigmoid_backward(dout * out, sigmoid)]
+            dout = dout * sigmoid
+            del sigmoid
+        joint, ys, y_scales, size, dtype = self.attention.backward(kept, dout, out, shared)
+        del dout, out
         norms, eps = list(self.attention.norms), self.attention.eps
-        (dy,) = qkv_rope_backward(joint, ys, y_scales, norms, shared.cos, shared.sin, eps, size, dtype)
+        of_parts[:0] = qkv_rope_backward(joint, ys, y_scales, norms, shared.cos, shared.sin, eps, size, dtype)
         del joint
-        dx, dscale, of_inputs = stream.inputs.backward(kept, "in_", dy, dx, vectors[1], None, any(needs))
+        dy = of_parts[0] if len(of_parts) == 1 else torch.cat(of_parts, dim=-1)
+        del of_parts
+        dx, dmodulation, of_inputs = stream.inputs.backward(kept, "in_", dy, dx, vectors[1], vectors[0], any(needs))
         dxs = [dx]
         if modulation:
-            dgate, dscale_mlp, dgate_mlp = of_rest
+            dgate, dmodulation_mlp, dgate_mlp = of_gates
             parts: list[Tensor | None] = []
-            for of_scale, of_gate, gate in ((dscale, dgate, vectors[2]), (dscale_mlp, dgate_mlp, vectors[5])):
-                parts.append(None if of_scale is None else of_scale[:, 1])
-                slope = 1 - gate.to(torch.float32).square()
-                parts.append(None if of_gate is None else of_gate * slope)
+            for shift_and_scale, of_gate in ((dmodulation, dgate), (dmodulation_mlp, dgate_mlp)):
+                parts += (None if shift_and_scale is None else shift_and_scale.flip(1), of_gate)
             dxs.append(gradient_of_vectors(modulation[0], *parts))
         return dxs, [*of_inputs, *adapters]

@@ -13,8 +13,9 @@ rotation; attention's log-sum-exp exactly. A gated linear saves its result only 
 As leaves of the graph, FLUX.1-dev's 988 adapter matrices cost a tenth of a step's host time: one autograd node
 each. Inside `written_gradients` a block returns one stand-in tensor and adds their gradients to `.grad` itself.
 
-Shapes: per stream y [B, S_i, 3·H·d], q, k and v side by side; joint q, k, v [B, S, H, d], out [B, S, H·d]; cos,
-sin [S, d], or [B, S, d] per image; shift, scale and gate [B, D]. Source: arXiv 2410.19313, section 5.
+Shapes: per stream y [B, S_i, 3·H·d], q, k and v side by side; joint q, k, v [B, S, H, d], of k and v fewer heads in
+grouped-query attention; out [B, S, H·d]; cos, sin [S, d], or [B, S, d] per image; shift, scale and gate [B, D].
+Source: arXiv 2410.19313, section 5.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ EXACT = Saving(None)
 class Shared(NamedTuple):
     """Inputs that the attention of all blocks of a pass shares; `mask` (`additive_mask`) broadcasts to [B, H, S, S]."""
 
-    cos: Tensor  # fp32 [S, d] or [B, S, d]
+    cos: Tensor  # fp32 [S, d] or [B, S, d]; [0] where nothing is rotated
     sin: Tensor  # fp32, like cos
     mask: Tensor | None = None
 
@@ -267,13 +268,14 @@ class Attention:
     head_dim: int  # d
     eps: float  # of the RMSNorms
     norms: tuple[Tensor, ...]  # weights [d] of norm_q and norm_k of each stream in turn
+    kv_groups: int = 1  # heads of q for each of k and v, which are repeated for torch's kernels and saved once
 
     def forward(self, kept: Kept, streams: Sequence[Projected], shared: Shared) -> Tensor:
         """Return out [B, S, H·d] of streams, text first; y is completed in place if the kernels cannot."""
         packing = packed_by_kernel(kept.attention)
         in_kernel = packing[0] != "none"
         for _, _, h in streams:
-            in_kernel = in_kernel and h is not None
+            in_kernel = in_kernel and h is not None and self.kv_groups == 1
         ys: list[Tensor] = []
         hs: list[Tensor] = []
         ups: list[Tensor] = []
@@ -287,11 +289,12 @@ class Attention:
             ys.append(y[..., : sum(linears.parts[:3])])
         dtype = ys[0].dtype
         q, k, v, *packed = qkv_rope(
-            ys, [], hs, ups, list(self.norms), shared.cos, shared.sin, self.eps, *packing, dtype
+            ys, [], hs, ups, list(self.norms), shared.cos, shared.sin, self.eps, *packing, dtype, self.kv_groups
         )
         for i, y in enumerate(ys):
             codes, scale = packed[2 * i : 2 * i + 2] if packed else (y, y)
             kept.pack(f"qkv{i}", y, kept.attention, codes, scale)
+        k, v = self._repeated(k), self._repeated(v)
         out, context = attention_forward(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), shared.mask)
         kept.add("statistics", *context.tensors)
         kept.context = context._replace(tensors=())
@@ -309,7 +312,9 @@ class Attention:
             if scale is not None:
                 y_scales.append(scale)
         norms = list(self.norms)
-        q, k, v = qkv_rope(ys, y_scales, [], [], norms, shared.cos, shared.sin, self.eps, "none", size, dtype)
+        angles = shared.cos, shared.sin
+        q, k, v = qkv_rope(ys, y_scales, [], [], norms, *angles, self.eps, "none", size, dtype, self.kv_groups)
+        k, v = self._repeated(k), self._repeated(v)
         by_head = (*out.shape[:-1], -1, self.head_dim)
         grad, out = grad.view(by_head).to(q.dtype), out.view(by_head).to(q.dtype)
         assert kept.context is not None
@@ -323,7 +328,13 @@ class Attention:
             shared.mask,
         )
         joint = [dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)]
+        if self.kv_groups > 1:
+            joint[1:] = [grad.unflatten(2, (-1, self.kv_groups)).sum(3) for grad in joint[1:]]
         return joint, ys, y_scales, size, dtype
+
+    def _repeated(self, x: Tensor) -> Tensor:
+        """Of k or v [B, S, H_kv, d], each head for its group of q's."""
+        return x if self.kv_groups == 1 else x.repeat_interleave(self.kv_groups, dim=2)
 
 
 # input of a gate's linear, as `LinearGroup.forward` takes it: x [B, S, K], empty where the other two are there; x by

@@ -23,6 +23,7 @@ from .chroma import CHROMA, CHROMA_OF_TOOLKIT
 from .family import BlockList, Family, Rates, generic
 from .flux1 import FLUX
 from .flux2 import FLUX2, FLUX2_OF_TOOLKIT
+from .krea2 import KREA2, KREA2_OF_TOOLKIT
 from .others import GENERIC, OTHER_PIPELINES, REFUSED
 from .qwen_image import QWEN_IMAGE
 from .sd3 import SD3
@@ -30,7 +31,8 @@ from .zimage import Z_IMAGE
 
 __all__ = ["ARCHS", "FAMILIES", "FLUX", "FLUX2", "HUB_MODELS", "PIPELINES", "RATES", "REFUSED", "BlockList", "Family"]
 
-ALL = (FLUX, FLUX2, FLUX2_OF_TOOLKIT, CHROMA, CHROMA_OF_TOOLKIT, QWEN_IMAGE, Z_IMAGE, SD3, *GENERIC)
+ALL = (FLUX, FLUX2, FLUX2_OF_TOOLKIT, CHROMA, CHROMA_OF_TOOLKIT, QWEN_IMAGE, Z_IMAGE, SD3, KREA2, KREA2_OF_TOOLKIT)
+ALL += GENERIC
 # class of the transformer → what is known of it
 FAMILIES: dict[str, Family] = {family.transformer: family for family in ALL}
 # `model.arch` of ai-toolkit → its family; others are refused, or of another ai-toolkit or a user's extension
@@ -107,6 +109,15 @@ def read_list(kind: type[nn.Module]) -> BlockList | None:
         if takes_arguments_of(each, kind):
             return each
     return known[0] if known and kind.__module__.startswith("diffusers.") else None
+
+
+def first_measured(blocks: Sequence[nn.Module]) -> int:
+    """Index of the first block that GEMMs and attention are measured on: one of the text alone is small."""
+    for i, block in enumerate(blocks):
+        known = read_list(type(block))
+        if known is None or known.reader is None or not known.reader.of_text:
+            return i
+    return 0
 
 
 def takes_arguments_of(known: BlockList, kind: type[nn.Module]) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from coat_core.linear.function import compute_dtype
@@ -27,6 +28,15 @@ _mask = OncePerPass(lambda seen, dtype: additive_mask(seen[:, None, None, :], dt
 def _norm(norm: Any) -> tuple[Tensor, float]:
     eps, (weight,) = qk_norm(norm, name="norm")
     return weight, eps
+
+
+class _TanhGates(Modulation):
+    """Makes scale and gate before tanh, of attention and MLP; there is no shift."""
+
+    def __call__(self, temb: Tensor) -> Tensor:
+        scale, gate, scale_mlp, gate_mlp = super().__call__(temb).chunk(4, dim=1)
+        zeros = torch.zeros_like(scale)
+        return torch.cat([scale, zeros, gate.tanh(), scale_mlp, zeros, gate_mlp.tanh()], dim=1)
 
 
 class _Block(Reader):
@@ -51,7 +61,7 @@ class _Block(Reader):
         if block.modulation:
             if len(block.adaLN_modulation) != 1:
                 raise NotFusable("a modulation of more than a linear")
-            modulation = Modulation(read_linear(block.adaLN_modulation[0]), silu=False)
+            modulation = _TanhGates(read_linear(block.adaLN_modulation[0]), silu=False)
         (before, eps) = _norm(block.attention_norm1)
         (before_mlp, eps_mlp) = _norm(block.ffn_norm1)
         stream = Stream(
