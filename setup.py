@@ -43,11 +43,13 @@ EXTRAS_REQUIRE = {
         "pytest-timeout>=2.3",
         "torchao>=0.18",
     ],
+    "gguf": ["gguf>=0.17"],  # models in GGUF files
     "heic": ["pillow-heif>=0.18"],  # photos of a phone
     "garments": ["scikit-image>=0.22"],  # validation.fidelity
     "sweep": ["optuna>=4.0"],  # coat-flux sweep
     "test": [
         "bitsandbytes>=0.45; platform_system == 'Linux'",
+        "gguf>=0.17",
         "hypothesis>=6.100",
         "lion-pytorch>=0.2",
         "matplotlib>=3.9.2",  # scripts/bench_memory.py --picture

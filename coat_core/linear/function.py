@@ -125,17 +125,19 @@ def quantize_weight(weight: Tensor, config: FP8LinearConfig) -> StoredWeight:
     return StoredWeight(codes, scale)
 
 
-def weight_buffers(weight: Tensor, config: FP8LinearConfig) -> dict[str, Tensor]:
-    """Quantize W [N, K] into a module's buffers."""
-    stored = quantize_weight(weight, config)
+def weight_buffers(weight: Tensor | StoredWeight, config: FP8LinearConfig) -> dict[str, Tensor]:
+    """A module's buffers of W [N, K], which is quantized unless it is already."""
+    stored = weight if isinstance(weight, StoredWeight) else quantize_weight(weight, config)
     buffers = {CODES: stored.codes.view(torch.uint8), SCALE: stored.scale.view(torch.int32)}
     if stored.block_scales is not None:
         buffers[BLOCK_SCALES] = stored.block_scales
     return buffers
 
 
-def store_weight(module: nn.Module, weight: Tensor, config: FP8LinearConfig, persistent: bool = True) -> None:
-    """Quantize `weight` [N, K] and register it on `module`, replacing a stored one."""
+def store_weight(
+    module: nn.Module, weight: Tensor | StoredWeight, config: FP8LinearConfig, persistent: bool = True
+) -> None:
+    """Register `weight` [N, K] on `module`, quantized unless it is already, replacing a stored one."""
     buffers = weight_buffers(weight, config)
     drop_weight(module)
     for name, buffer in buffers.items():

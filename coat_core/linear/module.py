@@ -20,6 +20,7 @@ from coat_core.linear.function import (
     CODES,
     SCALE,
     TRANSPOSED,
+    StoredWeight,
     TrainedCodes,
     drop_weight,
     fp8_linear,
@@ -114,15 +115,20 @@ class FP8Linear(nn.Linear):
 
     @staticmethod
     @torch.no_grad()
-    def from_linear(linear: nn.Linear, config: FP8LinearConfig | None = None) -> FP8Linear:
-        """Convert in place, freezing the bias; ValueError unless floating with K and N multiples of 16."""
+    def from_linear(
+        linear: nn.Linear, config: FP8LinearConfig | None = None, stored: StoredWeight | None = None
+    ) -> FP8Linear:
+        """Convert in place, freezing the bias; ValueError unless floating with K and N multiples of 16.
+
+        `stored`: codes and scale of its weight, of the configuration's format and granularity, taken as they are.
+        """
         config = config or FP8LinearConfig()
         reason = obstacle_to_conversion(linear)
         if reason is not None:
             raise ValueError(f"{type(linear).__name__}({linear.in_features}, {linear.out_features}): {reason}")
         weight = linear._parameters.pop("weight")
         assert weight is not None
-        store_weight(linear, weight.detach(), config)
+        store_weight(linear, weight.detach() if stored is None else stored, config)
         if linear.bias is not None:
             linear.bias.requires_grad_(False)
         linear.__class__ = FP8Linear

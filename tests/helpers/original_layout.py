@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -73,26 +75,102 @@ def _renamed(state: dict[str, Tensor], doubles: int, singles: int) -> Iterator[t
             yield f"single_blocks.{i}.norm.{name}_norm.scale", weight
 
 
-def write_original(model: nn.Module, path: Path, *, prefix: str = "", fp8: str = "") -> dict[str, Tensor]:
+# kinds of `write_original`: ComfyUI's, without and with a note on each layer's format, and GGUF
+KINDS = ("cast", "scaled", "fp8 noted", "int8", "convrot", "nvfp4", "mixed", "gguf")
+GROUP = 16  # rotated neighbours
+
+
+def write_original(model: nn.Module, path: Path, *, prefix: str = "", kind: str = "") -> dict[str, Tensor]:
     """Write diffusers' transformer as one file; returns the weights that it stands for, under the original's names.
 
-    `fp8`: "cast" matrices as float8_e4m3fn, or "scaled" with `scale_weight`, as ComfyUI writes them.
+    `kind`: how matrices are stored, of `KINDS`; "": in the model's dtype.
     """
     file: dict[str, Tensor] = {}
     meant = original_state(model)
-    for name, value in list(meant.items()):
-        if fp8 and value.ndim == 2:
-            scale = (value.float().abs().max() / 448) if fp8 == "scaled" else torch.tensor(1.0)
-            codes = (value.float() / scale).to(torch.float8_e4m3fn)
-            meant[name] = (codes.float() * scale).to(value.dtype)
-            if fp8 == "scaled":
-                stem = name.removesuffix(".weight")
-                file |= {f"{prefix}{stem}.scale_weight": scale, f"{prefix}{stem}.scale_input": torch.tensor(1.0)}
-            value = codes
+    if kind == "gguf":
+        return _write_gguf(meant, path)
+    for i, (name, value) in enumerate(list(meant.items())):
+        if kind and value.ndim == 2:
+            stem = name.removesuffix(".weight")
+            each = ("fp8 noted", "nvfp4", "convrot", "bf16")[i % 4] if kind == "mixed" else kind
+            parts, values = encoded(value.float(), each)
+            meant[name] = values.to(value.dtype)
+            value = parts.pop(".weight", value)
+            file |= {f"{prefix}{stem}{end}": part for end, part in parts.items()}
         file[f"{prefix}{name}"] = value.contiguous()
-    if fp8 == "scaled":
+    if kind == "scaled":
         file[f"{prefix}scaled_fp8"] = torch.zeros(2, dtype=torch.float8_e4m3fn)
     if prefix:  # an all-in-one file
         file |= {"vae.encoder.conv_in.weight": torch.zeros(4, 3, 3, 3), "text_encoders.t5xxl.x": torch.zeros(2)}
     save_file(file, path)
     return meant
+
+
+def encoded(value: Tensor, kind: str) -> tuple[dict[str, Tensor], Tensor]:
+    """Tensors that stand for a matrix in a file, by the ends of their names; and the values that they stand for."""
+    amax, note = value.abs().max(), {}
+    if kind == "bf16":
+        return {}, value
+    if kind in ("cast", "scaled", "fp8 noted"):
+        scale = torch.tensor(1.0) if kind == "cast" else amax / 448
+        codes = (value / scale).to(torch.float8_e4m3fn)
+        parts = {".scale_weight": scale, ".scale_input": torch.tensor(1.0)} if kind == "scaled" else {}
+        if kind == "fp8 noted":
+            parts, note = {".weight_scale": scale}, {"format": "float8_e4m3fn"}
+        values = codes.float() * scale
+    elif kind == "nvfp4":
+        codes, parts, values = _nvfp4(value)
+        note = {"format": "nvfp4"}
+    else:
+        note, turned, turn = {"format": "int8_tensorwise"}, value, torch.eye(1)
+        if kind == "convrot":
+            small = torch.ones(4, 4) - 2 * torch.eye(4).flip(0)
+            turn = torch.kron(small, small) / GROUP**0.5
+            note |= {"convrot": True, "convrot_groupsize": GROUP}
+        turned = (value.unflatten(-1, (-1, len(turn))) @ turn).flatten(-2)
+        scale = turned.abs().amax(1, keepdim=True) / 127 if kind == "convrot" else amax / 127
+        codes = (turned / scale).round().to(torch.int8)
+        parts = {".weight_scale": scale}
+        values = ((codes * scale).unflatten(-1, (-1, len(turn))) @ turn.t()).flatten(-2)
+    if note:
+        parts[".comfy_quant"] = torch.tensor(list(json.dumps(note).encode()), dtype=torch.uint8)
+    return {".weight": codes, **parts}, values
+
+
+def _nvfp4(value: Tensor) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    rows, blocks = value.shape[0], value.shape[1] // 16
+    parts = value.unflatten(-1, (blocks, 16))
+    scale = value.abs().max() / (448 * 6)
+    block_scales = (parts.abs().amax(-1) / 6 / scale).to(torch.float8_e4m3fn)
+    unit = (block_scales.float() * scale).unsqueeze(-1)
+    numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    nearest = (parts / unit).nan_to_num().abs().unsqueeze(-1).sub(numbers).abs().argmin(-1)
+    codes = (nearest + 8 * (parts < 0)).to(torch.uint8).flatten(1)
+    padded = torch.zeros(-(-rows // 128) * 128, -(-blocks // 4) * 4).to(torch.float8_e4m3fn)
+    padded[:rows, :blocks] = block_scales
+    tiled = torch.zeros_like(padded).flatten()
+    for row in range(padded.shape[0]):  # as cuBLAS describes it
+        for block in range(padded.shape[1]):
+            tile = row // 128 * (padded.shape[1] // 4) + block // 4
+            tiled[512 * tile + row % 32 * 16 + row % 128 // 32 * 4 + block % 4] = padded[row, block]
+    values = (numbers[nearest] * torch.where(parts < 0, -1, 1) * unit).flatten(1)
+    scales = {".weight_scale": tiled.view_as(padded), ".weight_scale_2": scale}
+    return codes[:, ::2] << 4 | codes[:, 1::2], scales, values
+
+
+def _write_gguf(state: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(path, "flux")
+    for name, value in state.items():
+        kind = gguf.GGMLQuantizationType.Q8_0 if value.ndim == 2 else gguf.GGMLQuantizationType.F32
+        data = gguf.quants.quantize(value.float().numpy(), kind)
+        writer.add_tensor(name, data, raw_dtype=kind)
+        state[name] = torch.from_numpy(gguf.quants.dequantize(data, kind).copy()).to(value.dtype)
+    for write in (
+        writer.write_header_to_file,
+        writer.write_kv_data_to_file,
+        writer.write_tensors_to_file,
+        writer.close,
+    ):
+        write()
+    return state

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import inspect
 import json
 import os
+import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,10 +23,13 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from coat_core.linear.function import read_weight
+from coat_core.linear.module import FP8Linear
 from coat_flux.blocks.apply import apply_coat
 from coat_flux.blocks.cast_loss import WEIGHT_PRECISION
 from coat_flux.blocks.held import HeldTensors
 from coat_flux.blocks.models.checkpoint import CheckpointError, flux_config, read_shapes
+from coat_flux.blocks.models.encodings import read_header
 from coat_flux.blocks.models.flux1 import FLUX_DEV_TRANSFORMER_CONFIG
 from coat_flux.config.coat import COATConfig
 from coat_flux.config.findings import ConfigError
@@ -35,7 +41,7 @@ from coat_flux.trainers.standalone.trainer import COATTrainer
 from tests.helpers.asserts import assert_all_bitwise
 from tests.helpers.engine_job import engine_job, write_images
 from tests.helpers.flux2_folder import write_flux2
-from tests.helpers.original_layout import original_state, write_original
+from tests.helpers.original_layout import KINDS, original_state, write_original
 
 BF16, FP32 = torch.bfloat16, torch.float32
 SHARDS = 4
@@ -59,7 +65,7 @@ def models(mini: FluxTransformer2DModel, tmp_path_factory: pytest.TempPathFactor
     root = tmp_path_factory.mktemp("models")
     mini.save_pretrained(root / "shards" / "transformer", max_shard_size="2MB")
     assert len(list((root / "shards" / "transformer").glob("*.safetensors"))) == SHARDS
-    write_original(mini, root / "original.safetensors", fp8="scaled")
+    write_original(mini, root / "original.safetensors", kind="scaled")
     found = {"shards": root / "shards", "one file": MINI_FLUX, "original": root / "original.safetensors"}
     return found | ({"FLUX.2": write_flux2(root / "klein")} if hasattr(diffusers, "Flux2KleinPipeline") else {})
 
@@ -205,17 +211,47 @@ def diffusers_reader(mini: FluxTransformer2DModel):
     return namespace["convert_flux_transformer_checkpoint_to_diffusers"]
 
 
-@pytest.mark.parametrize(("prefix", "fp8"), [("", ""), (PREFIX, "cast"), ("", "scaled")])
-def test_every_layout_is_read_as_diffusers_reads_it(mini, diffusers_reader, tmp_path: Path, prefix, fp8) -> None:
-    path = tmp_path / "flux1-dev.safetensors"
-    meant = write_original(mini, path, prefix=prefix, fp8=fp8)
+def named(kind: str, folder: Path) -> Path:
+    return folder / f"flux1-dev.{'gguf' if kind == 'gguf' else 'safetensors'}"
+
+
+@pytest.mark.parametrize(("prefix", "kind"), [("", ""), (PREFIX, "cast"), *(("", kind) for kind in KINDS[1:])])
+def test_every_layout_is_read_as_diffusers_reads_it(mini, diffusers_reader, tmp_path: Path, prefix, kind) -> None:
+    path = named(kind, tmp_path)
+    meant = write_original(mini, path, prefix=prefix, kind=kind)
     expected = diffusers_reader(dict(meant))
     model = load_transformer(str(path), torch.bfloat16)
     state = model.state_dict()
-    assert_all_bitwise(state, expected)
+    if kind in ("convrot", "mixed"):  # turned back by other sums
+        assert state.keys() == expected.keys()
+        for name, value in state.items():
+            torch.testing.assert_close(value, expected[name], rtol=2**-7, atol=2**-12)
+    else:
+        assert_all_bitwise(state, expected)
     assert not any(parameter.requires_grad or parameter.is_meta for parameter in model.parameters())
-    if not fp8:
+    if not kind:
         assert_all_bitwise(state, mini.state_dict())
+
+
+@pytest.mark.parametrize("granularity", ["per_tensor", "per_row"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_files_numbers_are_kept_or_their_loss_is_said(mini, diffusers_reader, tmp_path: Path, kind, granularity):
+    path, lines = named(kind, tmp_path), []
+    meant = diffusers_reader(write_original(copy.deepcopy(mini).float(), path, kind=kind))
+    coat = COATConfig.from_dict({"weight": {"granularity": granularity}})
+    model = load_transformer(str(path), BF16, coat, log=lines.append)
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, FP8Linear)}
+    kept = [
+        name for name, each in linears.items() if torch.equal(read_weight(each, each.config), meant[f"{name}.weight"])
+    ]
+    (line,) = lines
+    assert f"{len(kept)} are used as they are" in line
+    if kind in ("cast", "scaled", "fp8 noted"):
+        assert len(kept) == len(linears)
+        return
+    assert len(kept) == 0 or kind == "mixed"
+    (loss,) = re.findall(r"error of -([\d.]+) dB", line)
+    assert 25 < float(loss) < 40  # of a cast to e4m3
 
 
 def test_flux_dev_s_own_shapes_give_its_config() -> None:
@@ -238,7 +274,7 @@ def test_flux_dev_s_own_shapes_give_its_config() -> None:
 def test_a_job_trains_on_a_file(mini, tmp_path: Path) -> None:
     """With what the file does not hold from the model it was made of, or another that is named."""
     path = tmp_path / "flux1-dev-fp8.safetensors"
-    write_original(mini, path, prefix=PREFIX, fp8="scaled")
+    write_original(mini, path, prefix=PREFIX, kind="scaled")
     with pytest.raises(ModelLoadError, match=r"name_or_path=black-forest-labs/FLUX\.1-dev: vae cannot be loaded"):
         load_encoders(str(path), torch.bfloat16)
     raw = engine_job("file", model=path, images=write_images(tmp_path / "photos", 1), out=tmp_path, train={"steps": 1})
@@ -247,6 +283,69 @@ def test_a_job_trains_on_a_file(mini, tmp_path: Path) -> None:
 
 
 # -- damaged and foreign weights ---------------------------------------------------------------------------------------
+
+
+QKV = "double_blocks.0.img_attn.qkv"
+NOTE = "a note of another format"
+SPOILED: dict[str, tuple[str, Callable[[dict[str, torch.Tensor]], Any], str]] = {
+    NOTE: (
+        "nvfp4",
+        lambda t: t.update({f"{QKV}.comfy_quant": note("float8_e5m2"), f"{QKV}.weight": fp8(t)}),
+        "e5m2, and",
+    ),
+    "codes of another dtype": (
+        "int8",
+        lambda t: t.update({f"{QKV}.weight": fp8(t)}),
+        "is int8_tensorwise, and holds F8_",
+    ),
+    "a format of others": (
+        "fp8 noted",
+        lambda t: t.update({f"{QKV}.comfy_quant": note("mxfp8")}),
+        "as mxfp8, which is not",
+    ),
+    "no scale": ("int8", lambda t: t.pop(f"{QKV}.weight_scale"), "has no scale of "),
+    "no tensor scale": ("nvfp4", lambda t: t.pop(f"{QKV}.weight_scale_2"), "has no scale of "),
+    "scales of another shape": (
+        "nvfp4",
+        lambda t: t.update({f"{QKV}.weight_scale": t[f"{QKV}.weight_scale"][:-1]}),
+        "scales of ",
+    ),
+    "a damaged note": ("int8", lambda t: t.update({f"{QKV}.comfy_quant": note("x")[:-3]}), "has a damaged note"),
+}
+
+
+def note(kind: str) -> torch.Tensor:
+    return torch.tensor(list(json.dumps({"format": kind}).encode()), dtype=torch.uint8)
+
+
+def fp8(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    return tensors[f"{QKV}.weight"].to(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("what", SPOILED)
+def test_a_file_that_contradicts_itself_is_told_from_its_header(mini, tmp_path: Path, what: str) -> None:
+    kind, spoil, words = SPOILED[what]
+    path = tmp_path / "a.safetensors"
+    write_original(mini, path, kind=kind)
+    tensors = load_file(path)
+    spoil(tensors)
+    save_file(tensors, path)
+    with pytest.raises(CheckpointError, match=words):
+        read_header(path).encodings()
+
+
+def test_gguf_needs_its_package_and_all_of_the_file(mini, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "flux.gguf"
+    write_original(mini, path, kind="gguf")
+    os.truncate(path, path.stat().st_size // 2)
+    with pytest.raises(CheckpointError, match="so it is not whole; download it again"):
+        read_header(path)
+    path.write_bytes(b"no")
+    with pytest.raises(CheckpointError, match="so it is not whole; download it again"):
+        read_header(path)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(CheckpointError, match=r"coat-flux\[gguf\]"):
+        read_header(path)
 
 
 @pytest.mark.parametrize(

@@ -196,7 +196,7 @@ def test_one_file_is_for_the_stand_alone_trainer(tmp_path: Path, model: Path) ->
     from diffusers import FluxTransformer2DModel
 
     path = tmp_path / "flux1-dev.safetensors"
-    write_original(FluxTransformer2DModel.from_pretrained(model, subfolder="transformer"), path, fp8="cast")
+    write_original(FluxTransformer2DModel.from_pretrained(model, subfolder="transformer"), path, kind="cast")
     assert found(path, extras_name_or_path=str(model)) == []
     (line,) = found(path)
     assert line.startswith("error: model.extras_name_or_path: must be agreed to before the download")
@@ -205,7 +205,7 @@ def test_one_file_is_for_the_stand_alone_trainer(tmp_path: Path, model: Path) ->
     assert ["has no vae/; " in line for line in found(path, extras_name_or_path=str(model))] == [True]
     _cut(path)
     assert ["so it is not whole" in line for line in found(path)] == [True]
-    for name, words in [("flux.gguf", "made for inference only"), ("flux.ckpt", "is not a .safetensors file")]:
+    for name, words in [("flux.gguf", "is not GGUF"), ("flux.ckpt", "is not a .safetensors or .gguf file")]:
         (tmp_path / name).write_bytes(b"x")
         assert [words in line for line in found(tmp_path / name)] == [True]
 

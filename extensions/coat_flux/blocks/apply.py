@@ -12,7 +12,8 @@ from torch import nn
 
 from coat_core.activation.layers import keep_no_input
 from coat_core.config import FP8LinearConfig
-from coat_core.linear.function import CODES, fp8_gemm_obstacle
+from coat_core.formats import E4M3
+from coat_core.linear.function import CODES, StoredWeight, fp8_gemm_obstacle
 from coat_core.linear.module import FP8Linear, FP8TrainableLinear, fit_to_diffusers, obstacle_to_conversion
 from coat_core.ops.dispatch import use_kernels
 
@@ -110,9 +111,10 @@ def apply_coat(
 
 def convert_weights(
     model: nn.Module, config: COATConfig, device: torch.device, trained: Collection[str] = ()
-) -> Callable[[str, nn.Module], None] | None:
-    """A converter (name, linear) that quantizes weights one by one while a model loads; None if none are stored.
+) -> Callable[[str, nn.Module, StoredWeight | None], None] | None:
+    """A converter (name, linear, codes) that quantizes weights one by one while a model loads; None if none are stored.
 
+    Codes that the file has are taken as they are where ours have their format and granularity.
     The weights of `model` may be on the meta device. `apply_coat` later recognizes and configures the converted
     linears. ConfigError if an include/exclude pattern matches no layer.
     """
@@ -121,9 +123,9 @@ def convert_weights(
     _check_patterns(model, config)
     config, family = config_for(device, config), family_of(model)
 
-    def convert(name: str, module: nn.Module) -> None:
+    def convert(name: str, module: nn.Module, codes: StoredWeight | None = None) -> None:
         if isinstance(module, nn.Linear):
-            _convert_one(name, module, config, family, device, CoatReport(), name in trained)
+            _convert_one(name, module, config, family, device, CoatReport(), name in trained, codes)
 
     return convert
 
@@ -147,6 +149,7 @@ def _convert_one(
     device: torch.device,
     report: CoatReport,
     trained: bool,
+    codes: StoredWeight | None = None,
 ) -> None:
     linear_config = config.linear_config()
     why = high_precision_reason(name, config, family)
@@ -182,7 +185,9 @@ def _convert_one(
     elif config.weight.use_fp8 and not trained:
         # quantized where it will run: fast, and the high precision model is never whole on a GPU
         weight = module.to(device).weight
-        note_weight(FP8Linear.from_linear(module, linear_config), weight, linear_config)
+        codes = _as_configured(codes, linear_config, device)
+        FP8Linear.from_linear(module, linear_config, codes)
+        note_weight(module, weight if codes is None else codes.dequantize(), linear_config)
         if config.memory.stream_blocks != 0:
             codes_to_host(module)
     elif linear_config.use_fp8_gemm:
@@ -193,6 +198,16 @@ def _convert_one(
     report.converted[name] = module
     if why:
         report.why[name] = why
+
+
+def _as_configured(codes: StoredWeight | None, config: FP8LinearConfig, device: torch.device) -> StoredWeight | None:
+    """A file's E4M3 codes on `device`, with scales as the configuration asks for; None where it asks for others."""
+    if codes is None or config.weight_format != E4M3.name or (codes.scale.ndim and not config.weight_has_row_scales):
+        return None
+    scale = codes.scale.to(device)
+    if config.weight_has_row_scales:
+        scale = scale.expand(len(codes.codes), 1).contiguous()
+    return StoredWeight(codes.codes.to(device, copy=True), scale)
 
 
 def _check_stored(name: str, stored: FP8LinearConfig, asked: FP8LinearConfig) -> None:

@@ -6,7 +6,8 @@ A file is mapped, and the map closed after every `MAPPED_BYTES` read, since page
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,17 +15,28 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from coat_core.linear.function import StoredWeight
+from coat_core.nvfp4 import BLOCK
+
 from ..blocks.models import FLUX
 from ..blocks.models.checkpoint import CheckpointError, flux_config, read_shapes, transformer_keys
+from ..blocks.models.encodings import (
+    E4M3_CODES,
+    GGUF,
+    NOT_WEIGHTS,
+    Encoding,
+    as_stored,
+    decode,
+    decode_gguf,
+    gguf_tensors,
+    read_header,
+    rows_of_tiles,
+)
 from ..export.layouts import place_of
 
 MAPPED_BYTES = 64 * 2**20
 WEIGHTS = "diffusion_pytorch_model.safetensors"  # diffusers' names in a part's folder
 INDEX = f"{WEIGHTS}.index.json"
-# entries next to ComfyUI's FP8 weights: scales, formats of inputs
-SCALES = (".scale_weight", ".weight_scale")
-NOT_WEIGHTS = ("scaled_fp8", ".scale_input", ".input_scale", ".comfy_quant", *SCALES)
-FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class Place(NamedTuple):
@@ -34,7 +46,13 @@ class Place(NamedTuple):
     key: str
     shape: tuple[int, ...]
     rows: tuple[slice, ...] | None = None  # rows of the stored tensor, in order; None: all
-    scale: str | None = None  # name of an FP8 weight's scale
+    encoding: Encoding | None = None  # None: stored as it is
+
+    def part_of(self, stored: Tensor) -> Tensor:
+        """These rows of the stored tensor."""
+        if self.rows is None:
+            return stored
+        return stored[self.rows[0]] if len(self.rows) == 1 else torch.cat([stored[part] for part in self.rows])
 
 
 class Weights:
@@ -47,31 +65,51 @@ class Weights:
     def read(self, name: str) -> Tensor:
         """One tensor on the CPU, to be copied, since it may share the file's map; CheckpointError if unreadable."""
         place = self.places[name]
-        try:
-            tensor = self._read(place.file, place.key, place.rows)
-            if place.scale is not None and tensor.dtype in FP8:
-                scale = self._read(place.file, place.scale, None).float()
-                if scale.numel() > 1 and place.rows is not None:  # one for each row
-                    scale = torch.cat([scale[rows] for rows in place.rows])
-                tensor = tensor.float() * scale.reshape(-1, *[1] * (tensor.ndim - 1))
-        except (OSError, SafetensorError, RuntimeError) as error:
-            raise CheckpointError(f"cannot be read at {place.key} ({error}); download it again") from error
-        return tensor
+        with _explained(place):
+            tensor = self._read(place, place.key)
+            if place.encoding is None or place.file.suffix.lower() == GGUF:
+                return tensor
+            return decode(tensor, place.encoding, *self._scales(place, place.encoding))
+
+    def codes(self, name: str) -> StoredWeight | None:
+        """A linear's weight as E4M3 codes and a scale, where the file has them; CheckpointError if unreadable."""
+        place = self.places[name]
+        if place.encoding is None or place.encoding.format != E4M3_CODES:
+            return None
+        with _explained(place):
+            return as_stored(self._read(place, place.key), self._scales(place, place.encoding)[0])
 
     def close(self) -> None:
         """Close the map."""
         self._mapped = None
 
-    def _read(self, path: Path, key: str, rows: tuple[slice, ...] | None) -> Tensor:
+    def _scales(self, place: Place, encoding: Encoding) -> tuple[Tensor | None, Tensor | None]:
+        if encoding.scale is None:
+            return None, None
+        scale = self._read(place._replace(rows=None), encoding.scale)
+        if encoding.tensor_scale is None:
+            return (scale if scale.numel() == 1 else place.part_of(scale)), None
+        blocks = rows_of_tiles(scale, place.shape[1] // BLOCK)
+        return place.part_of(blocks), self._read(place._replace(rows=None), encoding.tensor_scale)
+
+    def _read(self, place: Place, key: str) -> Tensor:
+        path = place.file
+        is_gguf = path.suffix.lower() == GGUF
         if self._mapped is None or self._mapped[0] != path or self._mapped[2] > MAPPED_BYTES:
             self._mapped = None
-            self._mapped = (path, safe_open(path, framework="pt"), 0)
+            self._mapped = (path, gguf_tensors(path) if is_gguf else safe_open(path, framework="pt"), 0)
         _, file, read = self._mapped
-        tensor: Tensor = file.get_tensor(key)
-        if rows is not None:
-            tensor = tensor[rows[0]] if len(rows) == 1 else torch.cat([tensor[part] for part in rows])
+        tensor: Tensor = decode_gguf(file[key], place.part_of) if is_gguf else place.part_of(file.get_tensor(key))
         self._mapped = (path, file, read + tensor.nbytes)
         return tensor
+
+
+@contextmanager
+def _explained(place: Place) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError, ValueError) as error:
+        raise CheckpointError(f"cannot be read at {place.key} ({error}); download it again") from error
 
 
 def local_folder(name_or_path: str, part: str) -> Path:
@@ -114,12 +152,14 @@ def folder_weights(folder: Path) -> Weights:
 
 
 def original_weights(path: Path) -> tuple[Weights, dict[str, Any]]:
-    """Weights of a file in Black Forest Labs' layout, under diffusers' names, and the transformer's config.
+    """Weights of a safetensors or GGUF file in Black Forest Labs' layout, under diffusers' names, and a config.
 
     The names for LoRA export split fused q, k, v and MLP at any width. CheckpointError if not FLUX.1, or damaged.
     """
-    shapes = read_shapes(path)
+    header = read_header(path)
+    shapes = header.shapes
     config = flux_config(shapes)
+    encodings = header.encodings()
     keys = transformer_keys(shapes)
     hidden = config["num_attention_heads"] * config["attention_head_dim"]
     places: dict[str, Place] = {}
@@ -127,13 +167,11 @@ def original_weights(path: Path) -> tuple[Weights, dict[str, Any]]:
         if name.endswith(NOT_WEIGHTS):
             continue
         shape = shapes[key]
-        stem = name.removesuffix(".weight")
-        scale = next((keys[stem + end] for end in SCALES if stem + end in keys), None)
         for member, rows in _parts(name, torch.arange(shape[0] if shape else 0), hidden).items():
             breaks = (rows.diff() != 1).nonzero().flatten() + 1
             runs = [part for part in rows.tensor_split(breaks) if len(part)]
             slices = tuple(slice(int(part[0]), int(part[-1]) + 1) for part in runs)
-            places[member] = Place(path, key, (len(rows), *shape[1:]), slices, scale)
+            places[member] = Place(path, key, (len(rows), *shape[1:]), slices, encodings.get(key))
     return Weights(places), config
 
 
@@ -176,19 +214,23 @@ def fill(
     weights: Weights,
     dtype: torch.dtype,
     device: torch.device,
-    on_filled: Callable[[str, nn.Module], None] | None = None,
+    on_filled: Callable[[str, nn.Module, StoredWeight | None], None] | None = None,
 ) -> None:
     """Fill a model on the meta device with weights, module by module; floating ones in `dtype`.
 
-    `on_filled` gets each module with all its own weights before the next is read. CheckpointError if unreadable.
+    `on_filled` gets each module with all its own weights, and the codes of one that the file has as E4M3, before the
+    next is read. CheckpointError if unreadable.
     """
     for name, module in list(model.named_modules()):
         tensors: dict[str, Tensor] = {}
+        codes: StoredWeight | None = None
         mapped: set[int] = set()
         for leaf in (*module._parameters, *module._buffers):
             full = f"{name}.{leaf}".lstrip(".")
             if full in weights.places:
-                tensor = weights.read(full)
+                stored = weights.codes(full)
+                tensor = weights.read(full) if stored is None else stored.dequantize()
+                codes = stored if leaf == "weight" else codes
                 mapped.add(tensor.data_ptr())
                 tensors[leaf] = tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype)
                 del tensor
@@ -196,7 +238,7 @@ def fill(
             module.load_state_dict(tensors, strict=False, assign=True)
             tensors.clear()
             if on_filled is not None:
-                on_filled(name, module)
+                on_filled(name, module, codes)
             # copy only what stays mapped: weights that became codes need none
             module._apply(lambda x, mapped=mapped: x.clone() if x.data_ptr() in mapped else x, recurse=False)
     weights.close()

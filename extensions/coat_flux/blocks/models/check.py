@@ -20,6 +20,7 @@ from ...config.rules import STANDALONE, STANDALONE_ARCHS, arch_of
 from ...mini_flux import EMBEDDED_MODEL, MINI_FLUX
 from . import ARCHS, FAMILIES, FLUX, FLUX2, PIPELINES, REFUSED
 from .checkpoint import DEV, IN_CHANNELS, SUFFIXES, CheckpointError, base_model, cached_folder, flux_config, read_shapes
+from .encodings import read_header
 from .family import Family
 
 BFL = "black-forest-labs"
@@ -239,12 +240,12 @@ class _Model:
             if not self.alone:
                 return  # ai-toolkit reads checkpoints of other models in one file
             raise _Refusal("is a file, and FLUX.2 is loaded from a folder; give one in diffusers layout, or a hub name")
-        if suffix == ".gguf":
-            raise _Refusal("is a GGUF file, made for inference only; give the model's .safetensors in bf16 or FP8")
         if suffix not in SUFFIXES:
-            raise _Refusal("is not a .safetensors file; give one, or a folder in diffusers layout")
+            raise _Refusal("is not a .safetensors or .gguf file; give one, or a folder in diffusers layout")
         try:
-            config = flux_config(read_shapes(self.place))
+            header = read_header(self.place)
+            config = flux_config(header.shapes)
+            header.encodings()
         except CheckpointError as error:
             raise _Refusal(str(error)) from error
         if not self.alone:

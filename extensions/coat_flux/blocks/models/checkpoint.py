@@ -12,11 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from .encodings import GGUF, CheckpointError, read_header
 
-from ...base.errors import UserError
-
-SUFFIXES = (".safetensors", ".sft")
+SUFFIXES = (".safetensors", ".sft", GGUF)
 PREFIXES = ("model.diffusion_model.", "diffusion_model.", "")
 IN_CHANNELS = {128: "FLUX.1 Depth or Canny", 384: "FLUX.1 Fill"}  # of FLUX.1 models that need another image as input
 DEV, SCHNELL = "black-forest-labs/FLUX.1-dev", "black-forest-labs/FLUX.1-schnell"
@@ -37,22 +35,9 @@ _SIGNS = (  # a key of it, and what it is; in this order
 Shapes = Mapping[str, list[int]]
 
 
-class CheckpointError(UserError, ValueError):
-    """A checkpoint file that cannot be used: `<rule>; <remedy>`, without the file."""
-
-
 def read_shapes(path: Path) -> Shapes:
-    """The shape of each tensor of a safetensors file, by its header; CheckpointError if invalid or incomplete."""
-    try:
-        with path.open("rb") as start:
-            if start.read(8) == b"version ":
-                raise CheckpointError("is a Git LFS pointer, not the weights; run git lfs pull in its folder")
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 (no mapping)
-    except OSError as error:
-        raise CheckpointError(f"cannot be read ({error.strerror}); check its permissions") from error
-    except SafetensorError as error:
-        raise CheckpointError(f"is not safetensors ({error}), so it is not whole; download it again") from error
+    """The shape of each tensor of a file, by its header; CheckpointError if invalid or incomplete."""
+    return read_header(path).shapes
 
 
 def cached_folder(name: str) -> Path | None:

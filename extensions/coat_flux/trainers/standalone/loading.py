@@ -6,6 +6,8 @@ weight by weight (`weights`) on its device, so it is never whole in CPU memory b
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,10 +24,12 @@ from transformers import AutoTokenizer, CLIPTextModel, T5EncoderModel
 
 from ...base.errors import UserError
 from ...blocks.apply import convert_weights
+from ...blocks.cast_loss import decibels
 from ...blocks.models.checkpoint import SUFFIXES, CheckpointError, base_model
 from ...blocks.models.flux2 import Flux2Text
 from ...config.coat import COATConfig
 from ...data.cache import TextEncoders
+from ...watch.casts import weight_rows
 from ..weights import Weights, check_weights, fill, folder_weights, local_folder, original_weights
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # of train and save
@@ -95,10 +99,12 @@ def load_transformer(
     device: torch.device | str = "cpu",
     *,
     trained: Callable[[nn.Module], Collection[str]] | None = None,
+    log: Callable[[str], Any] | None = None,
 ) -> nn.Module:
     """The transformer of FLUX.1 or FLUX.2, frozen, in eval mode, on `device`, with codes as `coat` says.
 
-    For full fine-tuning `trained` maps the model on the meta device to the full names of the linears to train.
+    For full fine-tuning `trained` maps the model on the meta device to the full names of the linears to train. `log`
+    gets one line on weights that the file has in 8 or 4 bits.
     ModelLoadError if it cannot be read, ConfigError if a pattern of `coat` matches no layer.
     """
     device = torch.device(device)
@@ -117,7 +123,22 @@ def load_transformer(
         check_weights(model, weights, cls.__name__)
         linears = () if trained is None else trained(model)
         fill(model, weights, dtype, device, None if coat is None else convert_weights(model, coat, device, linears))
+        if log is not None and (line := _became(model, weights)):
+            log(line)
     return model.requires_grad_(False).eval()
+
+
+def _became(model: nn.Module, weights: Weights) -> str:
+    """What became of weights that the file has in 8 or 4 bits; empty if there are none."""
+    encodings = {name: place.encoding.format for name, place in weights.places.items() if place.encoding is not None}
+    casts = [row for row in weight_rows(model) if f"{row.layer}.weight" in encodings]
+    again = [row for row in casts if not math.isinf(row.sqnr_db)]
+    text = f"{len(casts) - len(again)} are used as they are, {len(again)} are quantized again"
+    if again:
+        noise = sum(row.elements * 10 ** (-row.sqnr_db / 10) for row in again) / sum(row.elements for row in again)
+        text += f", which adds an error of {-decibels(noise):.1f} dB"
+    held = ", ".join(f"{count} in {kind}" for kind, count in Counter(encodings.values()).items())
+    return f"Weights of the file: {held}; {text}" if encodings else ""
 
 
 def base_weights(name_or_path: str) -> Weights:

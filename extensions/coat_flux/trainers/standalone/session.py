@@ -345,7 +345,7 @@ def _prepare_transformer(
     coat = job.coat
     chosen = Chosen(coat)
     report = None
-    transformer = load_transformer(name, dtype, coat, device, trained=chosen.find if job.full else None)
+    transformer = load_transformer(name, dtype, coat, device, trained=chosen.find if job.full else None, log=log.info)
     if coat.enabled:
         allowed = job.train.gradient_checkpointing
         report = apply_coat(transformer, coat, allow_recompute=allowed, device=device, trained=chosen.linears)
