@@ -26,7 +26,7 @@ from coat_flux.blocks.held import HeldTensors
 from coat_flux.blocks.lora import attach_lora
 from coat_flux.blocks.report import CoatReport, treatments
 from coat_flux.blocks.runner import BlockRunner
-from coat_flux.blocks.sizes import FlowSettings, Tokens, around_bytes, block_bytes, largest_moment, read_block
+from coat_flux.blocks.sizes import FlowSettings, Tokens, block_bytes, largest_moment, read_block
 from coat_flux.config.coat import COATConfig
 from coat_flux.config.job import JobConfig
 from coat_flux.config.job_sections import NetworkKwargs, NetworkSection
@@ -86,7 +86,7 @@ def predicted(model: Any, tokens: Tokens, settings: FlowSettings) -> tuple[int, 
     recomputed = [] if runner is None else runner.plan.recomputed or []
     sizes = [block_bytes(block, tokens, settings, bool(recomputed)) for block in blocks]
     kept = sum(size.recomputed if i in recomputed else size.kept for i, size in enumerate(sizes))
-    around = around_bytes(blocks[-1], tokens, settings)
+    around = blocks[-1].around(tokens, settings)
     return kept + around, largest_moment(sizes, recomputed).total + around
 
 

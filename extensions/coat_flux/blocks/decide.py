@@ -21,7 +21,6 @@ from .sizes import (
     Moment,
     Tokens,
     UnknownBlock,
-    around_bytes,
     block_bytes,
     extra_seconds,
     fewest_recomputed,
@@ -143,7 +142,7 @@ def decide(config: COATConfig, given: Given) -> BlockPlan:
     around = 0
     if given.tokens is not None:
         last = given.blocks[-1]
-        around = around_bytes(last, given.tokens, flow_settings(config, given)) if isinstance(last, Block) else 0
+        around = last.around(given.tokens, flow_settings(config, given)) if isinstance(last, Block) else 0
         if checkpointing == "auto" or (config.memory.stream_blocks == "auto" and given.stream_bytes):
             sizes = _sizes(config, given, ())
             needed = largest_moment(sizes, (), given.accumulates).total + around

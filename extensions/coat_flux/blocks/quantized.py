@@ -35,6 +35,26 @@ def quantization_of(module: nn.Module) -> str | None:
     return f"{kind.__module__.partition('.')[0]} {kind.__name__}" if of_quanto is None else str(of_quanto.name)
 
 
+# qtype → bits of a weight with its share of a group's scale, bytes for each row, and of what in_features is a multiple
+HELD_AS: dict[str, tuple[float, int, int]] = {
+    **dict.fromkeys(("qfloat8", "qfloat8_e4m3fn", "qfloat8_e5m2", "qint8", "float8"), (8, 2, 1)),
+    "int8": (8, 10, 1),
+    **{f"uint{bits}": (bits + 24 / 64, 0, 64) for bits in range(2, 8)},
+    **{f"orbit{bits}": (bits, 2, 64) for bits in range(2, 5)},
+    "convrot8": (8, 4, 16),
+    "convrot4": (5, 0, 16),
+    "nvfp4": (4.5, 0, 16),
+}
+
+
+def held_bytes(qtype: str, linear: nn.Linear) -> int | None:
+    """Bytes of a weight that ai-toolkit quantizes; None if it leaves it, or for a qtype that is not known here."""
+    bits, of_row, multiple = HELD_AS.get(qtype, (0, 0, linear.in_features + 1))
+    if linear.in_features % multiple:
+        return None
+    return int(linear.out_features * (linear.in_features * bits / 8 + of_row))
+
+
 def adopt(module: Any, config: FP8LinearConfig) -> None:
     """Let a quantized linear save nothing for backward, and hand x to its adapter; idempotent but for the config."""
     module.coat_input_config = config

@@ -29,13 +29,15 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from coat_core.activation import SAVED_IN_FP8, FP8InputLinear, PackedSavedTensors, Saving, fp8_checkpoint
+from coat_core.activation.layers import keep_no_input
 from coat_core.autograd import autocast_is_on
 from coat_core.config import FP8LinearConfig
 from coat_core.linear.function import input_storage
-from coat_core.linear.module import FP8Linear, FP8TrainableLinear
+from coat_core.linear.module import FP8Linear, FP8TrainableLinear, obstacle_to_conversion
 
 from ..base.errors import UserError
 from .fused.chooser import fused_block
+from .fused.forms import Form
 from .fused.linears import NotFusable
 from .held import AsOnGPU, HeldTensors
 from .hook import first_tensor
@@ -46,6 +48,7 @@ from .models.family import Rates, Size
 
 FP32 = 4
 VALUES = {2: torch.bfloat16, 4: torch.float32}
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 # --- a block by its sizes ---
 
@@ -58,11 +61,6 @@ for _kind, _blocks in LISTS.items():
     for _linear in _blocks.linears:
         for _member, _outputs in zip(_linear.members, _linear.outputs, strict=True):
             LINEARS[_kind][_member] = (_linear.inputs, _outputs)
-
-
-def modulates(name: str) -> bool:
-    """Whether a linear makes adaLN vectors, from one row an image."""
-    return name.endswith(".linear")
 
 
 @dataclass(frozen=True)
@@ -83,10 +81,71 @@ class Block:
         """Whether the block's output requires a gradient."""
         return self.trained_input or self.trained_embedding or bool(self.ranks) or bool(self.trained)
 
+    @property
+    def linears(self) -> Iterable[str]:
+        """Names of its linears."""
+        return LINEARS[self.kind]
+
     def shape(self, name: str) -> tuple[int, int]:
         """(in, out) features of a linear of the block."""
         inputs, outputs = (d * self.hidden + f * self.mlp for d, f in LINEARS[self.kind][name])
         return inputs, outputs
+
+    def modulates(self, name: str) -> bool:
+        """Whether a linear makes adaLN vectors, from one row an image: its products are not in FP8."""
+        return name.endswith(".linear")
+
+    def make(self) -> nn.Module:
+        """Diffusers' block of these sizes on the meta device, without adapters; UserError if diffusers lacks it."""
+        blocks = LISTS[self.kind]
+        cls = getattr(importlib.import_module(f"diffusers.models.transformers.{blocks.source}"), blocks.block)
+        if not takes_arguments_of(blocks, cls):
+            raise UserError(f"{cls.__name__} of this diffusers cannot be counted; pip install -U diffusers")
+        options = {} if self.kind == "double" else {"mlp_ratio": self.mlp / self.hidden}
+        with torch.device("meta"):
+            made: nn.Module = cls(self.hidden, self.heads, self.hidden // self.heads, **options)
+        return made
+
+    def arguments(self, tokens: Tokens, settings: FlowSettings) -> Callable[[], list[Any]]:
+        """A function that makes the two streams; modulation or its input, and rotary tables, are always the same."""
+        dtype, whole = VALUES[settings.value_bytes], tokens.image + tokens.text
+        trained = torch.empty((), dtype=dtype, device="meta", requires_grad=True)
+
+        def stream(length: int) -> Tensor:
+            shape = (tokens.batch, length, self.hidden)
+            if not self.trained_input:
+                return torch.empty(shape, dtype=dtype, device="meta")
+            # made by an operator, as by the block before: a leaf would be held by its graph
+            return trained.expand(shape) * 1
+
+        def arguments() -> list[Any]:
+            if self.kind == "flux2_single":
+                return [stream(whole), None, *shared]
+            return [stream(tokens.image), stream(tokens.text), *shared]
+
+        shared: list[Any] = []
+        for count in LISTS[self.kind].vectors:
+            shape = (tokens.batch, count * self.hidden)
+            shared.append(torch.empty(shape, dtype=dtype, device="meta", requires_grad=self.trained_embedding))
+        shared.append(tuple(torch.empty(whole, self.hidden // self.heads, device="meta") for _ in range(2)))
+        return arguments
+
+    def around(self, tokens: Tokens, settings: FlowSettings) -> int:
+        """Bytes saved outside the blocks, if it is the last: its output, rotary tables, final norm, prediction."""
+        length, a = tokens.text + tokens.image, settings.value_bytes
+        read = 2 * tokens.batch * tokens.image * self.hidden * a if self.trained else 0
+        return tokens.rows * (self.hidden * a + 2 * FP32) + 2 * FP32 * (self.hidden // self.heads) * length + read
+
+    @property
+    def weight_elements(self) -> int:
+        """Elements of its weights but for modulation."""
+        return sum(math.prod(self.shape(name)) for name in self.linears if not self.modulates(name))
+
+    def operations(self, tokens: Tokens) -> tuple[int, int]:
+        """Operations forward of its frozen weights, where modulation is one row, and of its attention."""
+        streams = 2 if self.kind.endswith("double") else 1  # text and image have separate linears
+        products = 2 * tokens.rows * (self.weight_elements // streams)
+        return products, 4 * tokens.rows * (tokens.text + tokens.image) * self.hidden
 
 
 def read_block(module: Any, trained_input: bool = True) -> Block | None:
@@ -139,18 +198,6 @@ def _rank(linear: Any) -> int | None:
 def rank_of_as_many(parameters: int, linear: Any) -> int:
     """The rank of a LoRA of so many parameters, rounded up."""
     return math.ceil(parameters / (linear.in_features + linear.out_features))
-
-
-def make_block(block: Block) -> nn.Module:
-    """Diffusers' block of these sizes on the meta device, without adapters; UserError if diffusers lacks it."""
-    blocks = LISTS[block.kind]
-    cls = getattr(importlib.import_module(f"diffusers.models.transformers.{blocks.source}"), blocks.block)
-    if not takes_arguments_of(blocks, cls):
-        raise UserError(f"{cls.__name__} of this diffusers cannot be counted; pip install -U diffusers")
-    options = {} if block.kind == "double" else {"mlp_ratio": block.mlp / block.hidden}
-    with torch.device("meta"):
-        made: nn.Module = cls(block.hidden, block.heads, block.hidden // block.heads, **options)
-    return made
 
 
 # --- its bytes ---
@@ -222,9 +269,12 @@ def _counted(block: Block, tokens: Tokens, settings: FlowSettings, recomputes: b
         for parameter in module.parameters():
             if parameter.requires_grad:
                 hooks.append(parameter.register_post_accumulate_grad_hook(lambda freed: setattr(freed, "grad", None)))
-    streams, shared = _arguments(block, tokens, settings)
+    arguments = block.arguments(tokens, settings)
+    if type(block) is not Block and isinstance(run, Form):  # tables that blocks share are made in the first pass
+        with torch.no_grad():
+            run(*arguments())
     with HeldTensors(settings.kernels) as held:
-        outputs = tree_leaves(run(*streams(), *shared))
+        outputs = [x for x in tree_leaves(run(*arguments())) if x is not None]
         stays = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in outputs}
         kept = held.now - sum(stays.values())
         loss = _Loss.apply(*outputs)
@@ -242,11 +292,13 @@ def _counted(block: Block, tokens: Tokens, settings: FlowSettings, recomputes: b
 @functools.lru_cache(maxsize=1024)
 @_disable_current_modes()
 @torch.no_grad()
-def forward_bytes(block: Block, tokens: Tokens, settings: FlowSettings) -> int:
+def forward_bytes(block: Block | UnknownBlock, tokens: Tokens, settings: FlowSettings) -> int:
     """The most that a block's forward pass needs where nothing is kept: sampling."""
-    streams, shared = _arguments(block, tokens, settings)
+    if isinstance(block, UnknownBlock):
+        return block_bytes(block, tokens, settings).workspace
+    arguments = block.arguments(tokens, settings)
     with HeldTensors(settings.kernels) as held:
-        _run_of(_module_for(block, settings), settings)(*streams(), *shared)
+        _run_of(_module_for(block, settings), settings)(*arguments())
     return held.peak
 
 
@@ -255,16 +307,9 @@ def gradient_bytes(block: Block, value_bytes: int) -> int:
     """Bytes of all gradients of a block: of fp32 adapters, and of its own parameters, in the dtype of its values."""
     total = FP32 * sum(rank * sum(block.shape(name)) for name, rank in block.ranks)
     if block.trained:
-        parameters = dict(make_block(block).named_parameters())
+        parameters = dict(block.make().named_parameters())
         total += value_bytes * sum(parameters[name].numel() for name in block.trained)
     return total
-
-
-def around_bytes(block: Block, tokens: Tokens, settings: FlowSettings) -> int:
-    """Bytes saved outside the blocks: the last output, rotary tables, final norm, prediction."""
-    length, a = tokens.text + tokens.image, settings.value_bytes
-    read = 2 * tokens.batch * tokens.image * block.hidden * a if block.trained else 0
-    return tokens.rows * (block.hidden * a + 2 * FP32) + 2 * FP32 * (block.hidden // block.heads) * length + read
 
 
 class _Loss(torch.autograd.Function):
@@ -280,40 +325,14 @@ class _Loss(torch.autograd.Function):
         return tuple(grad.new_empty(shape, dtype=dtype) for shape, dtype in ctx.like)
 
 
-def _arguments(
-    block: Block, tokens: Tokens, settings: FlowSettings
-) -> tuple[Callable[[], tuple[Tensor, Tensor | None]], list[Any]]:
-    """A function that makes the two streams, and the arguments after them: modulation or its input, rotary tables."""
-    dtype, whole = VALUES[settings.value_bytes], tokens.image + tokens.text
-    trained = torch.empty((), dtype=dtype, device="meta", requires_grad=True)
-
-    def stream(length: int) -> Tensor:
-        shape = (tokens.batch, length, block.hidden)
-        if not block.trained_input:
-            return torch.empty(shape, dtype=dtype, device="meta")
-        # made by an operator, as by the block before: a leaf would be held by its graph
-        return trained.expand(shape) * 1
-
-    def streams() -> tuple[Tensor, Tensor | None]:
-        if block.kind == "flux2_single":
-            return stream(whole), None
-        return stream(tokens.image), stream(tokens.text)
-
-    shared: list[Any] = []
-    for count in LISTS[block.kind].vectors:
-        shape = (tokens.batch, count * block.hidden)
-        shared.append(torch.empty(shape, dtype=dtype, device="meta", requires_grad=block.trained_embedding))
-    shared.append(tuple(torch.empty(whole, block.hidden // block.heads, device="meta") for _ in range(2)))
-    return streams, shared
-
-
 def _run_of(module: nn.Module, settings: FlowSettings, recomputes: bool = False) -> Callable[..., Any]:
     if settings.flow == "fused" and not recomputes:
         with suppress(NotFusable):  # with such a version of diffusers a run takes the generic flow, too
             return fused_block(module, settings.saving)
 
     def run(*args: Any) -> Any:
-        keep = [*module.parameters(), *module.buffers(), *tree_leaves(args[2:])]
+        constants = [x for x in tree_leaves(args) if isinstance(x, Tensor) and not x.requires_grad]
+        keep = [*module.parameters(), *module.buffers(), *constants]
         saves_all = recomputes or settings.flow == "eager"
         packs = nullcontext() if saves_all else PackedSavedTensors(settings.saving, keep)
         with AsOnGPU(settings.cuda), packs:
@@ -337,17 +356,19 @@ def _module(block: Block, settings: FlowSettings) -> nn.Module:
     gemms = FP8LinearConfig(input_granularity=settings.inputs, use_fp8_gemm=settings.fp8_gemms)
     if settings.weight_format == "int8":
         gemms = replace(gemms, weight_format="int8", input_format="int8", grad_format="int8")
-    module = make_block(block).to(VALUES[settings.value_bytes]).requires_grad_(False)
+    module = block.make().to(VALUES[settings.value_bytes]).requires_grad_(False)
     with torch.device("meta"):
         if block.ranks:
             ranks, dropout = dict(block.ranks), 0.5 if settings.dropout else 0.0
             lora = LoraConfig(rank_pattern=ranks, lora_dropout=dropout, target_modules=list(ranks))
             inject_adapter_in_model(lora, module, "default")
         for name, linear in list(module.named_modules()):
-            if type(linear) is not nn.Linear or ".lora_" in name:
+            if settings.flow != "eager" and isinstance(linear, CONVOLUTIONS):
+                keep_no_input(linear)
+            if type(linear) is not nn.Linear or ".lora_" in name or obstacle_to_conversion(linear) is not None:
                 continue
             name = name.removesuffix(".base_layer")
-            multiplies = settings.fp8_gemms and not modulates(name)  # `Family.one_row`
+            multiplies = settings.fp8_gemms and not block.modulates(name)
             if settings.fp8_weights and f"{name}.weight" not in block.trained:
                 stored = replace(gemms, use_fp8_gemm=multiplies, weight_format=settings.weight_format)
                 FP8Linear.from_linear(linear, stored)
@@ -511,9 +532,9 @@ def pass_seconds(
     """Each block's seconds, forward and backward; unknown blocks take as long as their codes' copy."""
     times = []
     for block, size in zip(blocks, codes, strict=True):
-        if isinstance(block, Block):
-            linear = products(block, tokens) / FP8_PER_SECOND
-            other = attention(block, tokens) / BF16_PER_SECOND
+        if type(block) is Block:
+            products, attention = block.operations(tokens)
+            linear, other = products / FP8_PER_SECOND, attention / BF16_PER_SECOND
             times.append((linear + other, linear + BACKWARD_OF_ATTENTION * other))
         else:
             times.append((size / COPIED_PER_SECOND, size / COPIED_PER_SECOND))
@@ -528,19 +549,3 @@ def extra_seconds(
     forward, backward = (sum(column) for column in zip(*times, strict=True))
     copies = sum(codes[i] for i in streamed) / COPIED_PER_SECOND
     return again + max(0.0, copies - forward) + max(0.0, copies - backward - again)
-
-
-def products(block: Block, tokens: Tokens) -> int:
-    """Operations of a block's frozen weights; modulation is one row."""
-    streams = 2 if block.kind.endswith("double") else 1  # text and image have separate linears
-    return 2 * tokens.rows * (weight_elements(block) // streams)
-
-
-def weight_elements(block: Block) -> int:
-    """Elements of a block's weights but for modulation."""
-    return sum(math.prod(block.shape(name)) for name in LINEARS[block.kind] if not modulates(name))
-
-
-def attention(block: Block, tokens: Tokens) -> int:
-    """Operations of a block's attention, forward."""
-    return 4 * tokens.rows * (tokens.text + tokens.image) * block.hidden

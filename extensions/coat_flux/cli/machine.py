@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..config.job import JobConfig
+from ..config.check import job_for_plan
+from ..config.job_file import load_job_yaml
 from .common import EXIT_FAILED, add_command, add_config, writing
 
 PLAIN = str.maketrans({"✓": "+", "✗": "x"})  # for a console whose code page has no such signs
@@ -84,7 +85,7 @@ def plan(args: argparse.Namespace) -> None:
 
     Needs no GPU and downloads nothing.
     """
-    job = JobConfig.load(args.config, name=args.name)
+    job = job_for_plan(load_job_yaml(args.config, name=args.name), args.config)
     from ..plan.report import Plan, as_json, as_text
     from ..plan.speed import find_card
 

@@ -6,13 +6,14 @@ import importlib.util
 import re
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..base.names import COAT_TYPE
 from .ai_toolkit_keys import Toolkit, check_keys
 from .coat import COATConfig
-from .findings import NEEDS, Block, Finding, Findings, closest
+from .findings import NEEDS, Block, ConfigError, Finding, Findings, closest
 from .job import JobConfig
 from .job_file import plain_job
 from .job_sections import PROCESS_TYPES, ValidationSection
@@ -51,6 +52,21 @@ def check_job_dict(
         for i, process in enumerate(plain["config"]["process"]):
             _check_process(process, f"config.process[{i}]", name, toolkit, findings, num_processes)
     return findings.all
+
+
+def job_for_plan(raw: Mapping[str, Any], file: str = "") -> JobConfig:
+    """A parsed job of either trainer: where the stand-alone one lacks its model, ai-toolkit's rules hold.
+
+    Keys that only ai-toolkit has get their defaults, and are named in `uncounted`. Raises ConfigError.
+    """
+    job, findings = JobConfig.examine(raw, file=file)
+    foreign = [f"config.process[0].model.{key}" for key in ("arch", "is_flux", "qtype")]
+    if job is None or not any(finding.key in foreign for finding in findings.errors):
+        return JobConfig.from_dict(raw, file=file)
+    errors = [each for each in check_job_dict(raw, file=file, trainer=AI_TOOLKIT) if each.severity == "error"]
+    if errors:
+        raise ConfigError(errors)
+    return replace(job, uncounted=tuple(each.key for each in findings.errors if each.key not in foreign))
 
 
 def check_needs(process: Mapping[str, Any], path: str, findings: Findings, *, alone: bool = False) -> None:

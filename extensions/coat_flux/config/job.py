@@ -38,6 +38,7 @@ class JobConfig:
     Attributes:
         full: without `network`, the transformer itself is trained.
         notes: lines to show the user.
+        uncounted: keys that `plan` leaves out, since only ai-toolkit has them.
         raw: the parsed job.
         written: the same with `${VARIABLE}` unexpanded, for storage.
     """
@@ -62,6 +63,7 @@ class JobConfig:
     full: bool = False
     file: str = ""
     notes: tuple[str, ...] = ()
+    uncounted: tuple[str, ...] = ()
     raw: dict[str, Any] = field(default_factory=dict)
     written: dict[str, Any] = field(default_factory=dict)
 

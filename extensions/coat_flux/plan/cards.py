@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from ..base.names import COAT_OPTIMIZER
 from ..blocks.decide import checkpointing_mode
+from ..blocks.sizes import Block
 from ..config.job import JobConfig
 from .job import JobFacts
 from .predict import Prediction, predict
@@ -36,7 +37,8 @@ class CardFit:
         prediction: of the unchanged job, which `fits` or not.
         changes: that together make it fit; empty if it fits, or none do.
         changed: the prediction with them.
-        step_seconds, run_seconds: of the job that fits; None if none does or the card's rates are unknown.
+        step_seconds, run_seconds: of the job that fits; None if none does, or the card's rates are unknown, or for
+            other models than FLUX.
     """
 
     def __init__(self, facts: JobFacts, card: Card):
@@ -56,7 +58,7 @@ class CardFit:
                 return
             facts = JobFacts(self.changes[-1].job, facts)
             prediction = self.changed = predict(facts, memory)
-        if card.bf16_tflops:
+        if card.bf16_tflops and all(type(block) is Block for block in facts.blocks):
             self.step_seconds = step_seconds(facts, prediction.plan, card)
             self.run_seconds = run_seconds(facts, prediction, card)
 

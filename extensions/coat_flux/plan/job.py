@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,23 +16,38 @@ from torch import nn
 
 from coat_core.linear.function import code_bytes, stored_bytes, wants_transposed
 from coat_core.linear.module import obstacle_to_conversion
+from coat_core.ops.dispatch import first_line
 from coat_core.ops.packing import n_blocks
 from coat_core.optim.state import state_bytes
 
-from ..base.names import COAT_OPTIMIZER
+from ..base.names import COAT_OPTIMIZER, COAT_QTYPE
+from ..blocks.counted import CountedBlock, DualWanTransformer3DModel, Probe, calls_of, text_width
 from ..blocks.decide import Given, block_settings
 from ..blocks.formats import PIXELS_PER_TOKEN, TEXT_TOKENS
 from ..blocks.gemms import high_precision_reason
 from ..blocks.held import largest_held
 from ..blocks.lokr import lokr_shapes
 from ..blocks.lora import DROPOUT
-from ..blocks.models import FLUX, FLUX2, HUB_MODELS, family_of, matches, target_names, trained_names
-from ..blocks.models.checkpoint import CheckpointError, flux_config, read_shapes
+from ..blocks.models import (
+    ARCHS,
+    FLUX,
+    FLUX2,
+    HUB_MODELS,
+    family_of,
+    listed_blocks,
+    matches,
+    target_names,
+    trained_names,
+)
+from ..blocks.models.checkpoint import CheckpointError, cached_folder, flux_config, read_shapes
+from ..blocks.models.family import own_entries
 from ..blocks.models.flux1 import OTHER_PARTS
-from ..blocks.sizes import FP32, LINEARS, Block, Tokens, aligned, rank_of_as_many
+from ..blocks.quantized import held_bytes
+from ..blocks.sizes import FP32, LINEARS, Block, Tokens, UnknownBlock, aligned, rank_of_as_many, read_blocks
 from ..config.findings import ConfigError
 from ..config.job import JobConfig
 from ..config.job_sections import DatasetSection, NetworkSection
+from ..config.rules import STANDALONE_ARCHS
 from ..data.cache import by_layer
 from ..data.preflight import DataReport
 from ..mini_flux import EMBEDDED_MODEL, MINI_FLUX
@@ -39,34 +55,42 @@ from ..saves.commit import SaveSpace
 
 # --- the model ---
 
-MODEL_PARTS = ("transformer", "vae", "text_encoder", "text_encoder_2")
+TRANSFORMER, VAE, TEXT = "transformer", "vae", "text_encoder"  # TEXT begins the names of all text encoders
+FOLDERS = {"unet": TRANSFORMER}  # other names of parts
+CLASS = "_class_name"
 PROBE_PIXELS = 256  # a VAE's memory grows with the pixels; half this side and its attention would not
+# of a part that does not run without weights: values per pixel, as FLUX.1's VAE has; for a prompt, a share of weights
+ASSUMED_VALUES, ASSUMED_SHARE = 1100.0, 0.1
+UNPROBED = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError)
 Configs = Mapping[str, dict[str, Any]]
 
 
 class ModelParts:
-    """A FLUX model in elements and shapes, built by its real classes on the meta device.
+    """A model in elements and shapes, built by its real classes on the meta device.
 
     Attributes:
         config, linears, parameters: the transformer's, by name; parameters in elements.
         converted: names of the linears that can be FP8.
-        elements: parameters of each of its `MODEL_PARTS`.
+        blocks: its blocks by name, in forward order; `block_of`: name of a module → of the block that it is in, or "".
+        probe: counts blocks that `sizes.Block` does not describe; None where it does.
+        scale: pixels to a side of a latent.
+        elements: parameters of each part.
         text_tokens, text_width, pooled_width: of a prompt's embeddings; FLUX.2 has no pooled one.
         encode_values, decode_values: the VAE's peak, in values per pixel.
         text_values, text_layer: the largest text encoder's peak for one prompt, and its largest parameter.
+        assumed: what could not be counted, in words.
     """
 
     def __init__(self, configs_json: str, text_tokens: int):
         # it imports torchao, which fails under a meta device
         import diffusers.models.modeling_utils  # noqa: F401
 
-        configs = json.loads(configs_json)
-        make = (FLUX if "text_encoder_2" in configs else FLUX2).parts
-        assert make is not None
         with torch.device("meta"):
-            models = make(configs)
-        transformer, vae = models["transformer"], models["vae"]
+            models = _make_parts(json.loads(configs_json))
+        transformer, vae = models[TRANSFORMER], models[VAE]
         self.config: dict[str, Any] = dict(transformer.config)
+        self.kind = type(transformer).__name__
+        self.assumed: list[str] = []
         self.family = family_of(transformer)
         self.linears: dict[str, nn.Linear] = {}
         self.converted: list[str] = []
@@ -77,80 +101,120 @@ class ModelParts:
                     self.converted.append(name)
         self.parameters = {name: p.numel() for name, p in transformer.named_parameters()}
         self.elements = {part: sum(p.numel() for p in model.parameters()) for part, model in models.items()}
-        self.hidden = int(self.config["num_attention_heads"] * self.config["attention_head_dim"])
-        self.block_names: list[str] = []
-        for blocks in self.family.lists:
-            self.block_names += [f"{blocks.pattern}.{i}" for i in range(self.config[blocks.count])]
+        self.blocks = listed_blocks(transformer, self.family.blocks)
+        names = {id(module): name for name, block in self.blocks.items() for module in block.modules()}
+        self.block_of = {name: names.get(id(module), "") for name, module in transformer.named_modules()}
 
+        levels = len(vae.config.get("block_out_channels") or vae.config.get("dim_mult") or (0,))
+        self.scale = vae.config.get("scale_factor_spatial") or 2 ** (levels - 1)
+        self.latent_channels = vae.config.get("latent_channels") or vae.config["z_dim"]
+        self.probe = None if self.family.parts else Probe(transformer, self.family, self.scale)
         self.text_tokens = text_tokens
-        self.text_width = self.config["joint_attention_dim"]
+        if self.probe is None:
+            self.hidden = int(self.config["num_attention_heads"] * self.config["attention_head_dim"])
+        self.text_width = text_width(self.config)
+        self.pooled_width = self.config.get("pooled_projection_dim") or 0
+        text = models[max((part for part in models if part.startswith(TEXT)), key=lambda part: self.elements[part])]
+        self.text_layer = max(p.numel() for p in text.parameters())
         prompt = torch.zeros((1, text_tokens), dtype=torch.long, device="meta")
-        if self.family is FLUX2:  # with a mask as its layers take it, which otherwise depends on the prompt's values
-            text, self.pooled_width = models["text_encoder"], 0
+        options: dict[str, Any] = {}
+        if "use_cache" in inspect.signature(text.forward).parameters:  # a language model, whose mask depends on values
             mask = torch.empty(1, 1, text_tokens, text_tokens, device="meta")
             options = {"output_hidden_states": True, "use_cache": False, "attention_mask": mask}
-        else:
-            text = models["text_encoder_2"]
-            self.pooled_width = models["text_encoder"].config.hidden_size
-            options = {}
-        self.text_layer = max(p.numel() for p in text.parameters())
-        self.text_values = largest_held(lambda: text(prompt, **options)) / FP32
+        of_weights = ASSUMED_SHARE * sum(p.numel() for p in text.parameters())
+        self.text_values = self._peak(lambda: text(prompt, **options), text, of_weights)
+        frames = () if "latent_channels" in vae.config else (1,)  # of a video VAE
+        side, pixels = PROBE_PIXELS // self.scale, PROBE_PIXELS**2
+        photo = torch.empty(1, 3, *frames, PROBE_PIXELS, PROBE_PIXELS, device="meta")
+        latent = torch.empty(1, self.latent_channels, *frames, side, side, device="meta")
+        self.encode_values = self._peak(lambda: vae.encode(photo), vae, ASSUMED_VALUES * pixels) / pixels
+        self.decode_values = self._peak(lambda: vae.decode(latent), vae, ASSUMED_VALUES * pixels) / pixels
 
-        self.latent_channels = vae.config.latent_channels
-        side = PROBE_PIXELS // 2 ** (len(vae.config.block_out_channels) - 1)
-        photo = torch.empty(1, 3, PROBE_PIXELS, PROBE_PIXELS, device="meta")
-        latent = torch.empty(1, self.latent_channels, side, side, device="meta")
-        self.encode_values = largest_held(lambda: vae.encode(photo)) / (FP32 * PROBE_PIXELS**2)
-        self.decode_values = largest_held(lambda: vae.decode(latent)) / (FP32 * PROBE_PIXELS**2)
+    def _peak(self, run: Callable[[], Any], part: Any, assumed: float) -> float:
+        """The most values that a run of a part allocates; those assumed where it needs its weights for it."""
+        try:
+            return largest_held(run) / FP32
+        except UNPROBED as error:
+            self.assumed.append(
+                f"{type(part).__name__} does not run without its weights ({first_line(error)}): taken to need "
+                f"{assumed / 1e6:.0f} million values"
+            )
+            return assumed
 
     def text_bytes(self, value_bytes: int, room: float | None = None) -> int:
         """Bytes of the text encoders while encoding; `room` as in `data.cache.by_layer`."""
-        sizes = [self.elements[part] * value_bytes for part in MODEL_PARTS[2:] if part in self.elements]
+        sizes = [size * value_bytes for part, size in self.elements.items() if part.startswith(TEXT)]
         total = 0
         for size, layer_by_layer in zip(sizes, by_layer(sizes, room), strict=True):
             total += self.text_layer * value_bytes if layer_by_layer else size
         return total
 
 
+def _make_parts(configs: Configs) -> dict[str, Any]:
+    """The parts of a model by their classes of diffusers and transformers, on the default device."""
+    import diffusers
+    import transformers
+
+    kind = configs[TRANSFORMER].get(CLASS)
+    for family in (FLUX, FLUX2):  # whose published configs name no classes
+        if kind == family.transformer or (kind is None and ("text_encoder_2" in configs) == (family is FLUX)):
+            assert family.parts is not None
+            return family.parts(configs)
+    parts = {}
+    for part, config in configs.items():
+        name, own = config.get(CLASS, ""), own_entries(config)
+        if (cls := getattr(diffusers, name, None)) is not None:
+            parts[part] = cls.from_config(own).eval()
+        elif (cls := getattr(transformers, name, None)) is not None:
+            parts[part] = cls(cls.config_class.from_dict(own)).eval()
+        else:
+            raise ConfigError(f"{part}: its class {name} is in neither diffusers nor transformers here; pip install -U")
+    if (second := parts.pop(f"{TRANSFORMER}_2", None)) is not None:
+        parts[TRANSFORMER] = DualWanTransformer3DModel(parts[TRANSFORMER], second)
+    return parts
+
+
 def find_model(name_or_path: str, where: str) -> ModelParts:
-    """The parts of a diffusers folder or a known name; ConfigError without configs."""
+    """The parts of a diffusers folder, a model in the hub's cache or a known name; ConfigError without configs."""
     folder, text_tokens = Path(name_or_path), TEXT_TOKENS
     if not folder.exists() and folder.name == Path(EMBEDDED_MODEL).name:
         folder = MINI_FLUX
+    if not folder.exists() and name_or_path not in HUB_MODELS:
+        folder = cached_folder(name_or_path) or folder
     if folder.is_dir():
         configs, text_tokens = _of_folder(folder, where)
     elif folder.is_file():
         try:
-            configs = {"transformer": flux_config(read_shapes(folder)), **OTHER_PARTS}
+            configs = {TRANSFORMER: flux_config(read_shapes(folder)), **OTHER_PARTS}
         except CheckpointError as error:
             raise ConfigError(f"{where}={folder}: {error}") from error
     elif name_or_path in HUB_MODELS:
         configs = HUB_MODELS[name_or_path]
     else:
         raise ConfigError(
-            f"{where}={name_or_path!r}: plan downloads nothing, and this is not a folder here; give the folder of a "
-            f"downloaded model, or plan with one of {', '.join(HUB_MODELS)}"
+            f"{where}={name_or_path!r}: plan downloads nothing, and this is no folder here and not in the hub's cache; "
+            f"give the folder of a downloaded model in diffusers layout, or plan with one of {', '.join(HUB_MODELS)}"
         )
     return _model_parts(json.dumps(configs, sort_keys=True, default=list), text_tokens)
 
 
 def _of_folder(folder: Path, where: str) -> tuple[Configs, int]:
-    index = folder / "model_index.json"
-    family, limit = FLUX, TEXT_TOKENS
-    if index.is_file() and _read_json(index).get("_class_name") in FLUX2.pipelines:
-        family = FLUX2
-    configs = {}
-    for part in MODEL_PARTS:
-        if part not in family.folders:
+    index_file = folder / "model_index.json"
+    index = _read_json(index_file) if index_file.is_file() else dict.fromkeys(FLUX.folders, ("", ""))
+    configs, limits = {}, []
+    for part, entry in index.items():
+        if not isinstance(entry, list | tuple) or entry[0] is None:
+            continue
+        name = FOLDERS.get(part, part)
+        if name.startswith("tokenizer") and (file := folder / part / "tokenizer_config.json").is_file():
+            limits.append(_read_json(file).get("model_max_length") or TEXT_TOKENS)
+        if not name.startswith((TRANSFORMER, VAE, TEXT)):
             continue
         file = folder / part / "config.json"
         if not file.is_file():
             raise ConfigError(f"{where}={folder}: has no {part}/config.json; give a complete diffusers folder")
-        configs[part] = _read_json(file)
-    tokenizer = folder / ("tokenizer" if family is FLUX2 else "tokenizer_2") / "tokenizer_config.json"
-    if tokenizer.is_file():
-        limit = _read_json(tokenizer).get("model_max_length") or TEXT_TOKENS
-    return configs, min(TEXT_TOKENS, int(limit))
+        configs[name] = {CLASS: entry[1], **_read_json(file)}
+    return configs, int(min(TEXT_TOKENS, max(limits, default=TEXT_TOKENS)))
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -214,12 +278,27 @@ class JobFacts:
         self.job, self.on_cpu = job, job.device == "cpu"
         self.model = model = _model_of(job)
         self.data = known.data if known is not None and _images(known.job) == _images(job) else Data(job)
-        self.targets = [] if job.full else target_names(model.linears, job.network)
+        self.targets = [] if job.full else target_names(model.linears, job.network, model.family.convert)
         self.trained = trained_sizes(job, model) if job.full else {}
         self.adapter_sizes = list(self.trained.values()) if job.full else _sizes_of_lora(job, model)
-        self.stored = {name: model.linears[name] for name in model.converted if f"{name}.weight" not in self.trained}
-        self.blocks = _blocks(model, self.targets, job.network, self.trained)
+        self.quantized: dict[str, int] = {}
+        if job.model.quantize and job.model.qtype != COAT_QTYPE:
+            sizes = {name: held_bytes(job.model.qtype.partition("|")[0], x) for name, x in model.linears.items()}
+            self.quantized = {name: size for name, size in sizes.items() if size is not None}
+        self.stored = {
+            name: model.linears[name]
+            for name in model.converted
+            if f"{name}.weight" not in self.trained and name not in self.quantized
+        }
+        self.value_bytes = VALUE_BYTES[train.dtype]
         self.tokens = Tokens(train.batch_size, model.text_tokens, self.data.pixels // PIXELS_PER_TOKEN)
+        self.assumed = list(model.assumed)
+        arch = ARCHS.get(str(job.model.arch).partition(":")[0])
+        if arch is not None and job.model.arch not in STANDALONE_ARCHS and arch.transformer != model.kind:
+            self.assumed.append(f"ai-toolkit's {arch.transformer} is taken to be diffusers' {model.kind}")
+        if job.uncounted:
+            self.assumed.append(f"not counted: {', '.join(job.uncounted)}, which only ai-toolkit has")
+        self.blocks = self._blocks()
         drawn = [] if train.disable_sampling else [item.width * item.height for item in job.sample.items()]
         if job.validation.fidelity:
             drawn.append(self.data.pixels)
@@ -229,15 +308,17 @@ class JobFacts:
         self.caches_latents = all(entry.cache_latents or entry.cache_latents_to_disk for entry in datasets)
         self.caches_text = all(entry.cache_text_embeddings for entry in datasets)
 
-        self.value_bytes = VALUE_BYTES[train.dtype]
-        self.latent_bytes = self.data.latents * int(self.data.mean_pixels / 64 * model.latent_channels * FP32)
-        self.vae_bytes = model.elements["vae"] * self.value_bytes
-        self.transformer_bytes = model.elements["transformer"] * self.value_bytes
+        latents = self.data.mean_pixels / model.scale**2
+        self.latent_bytes = self.data.latents * int(latents * model.latent_channels * FP32)
+        self.vae_bytes = model.elements[VAE] * self.value_bytes
+        self.transformer_bytes = model.elements[TRANSFORMER] * self.value_bytes
         if coat.enabled and coat.weight.use_fp8:
             config = coat.linear_config()
             for linear in self.stored.values():
                 self.transformer_bytes += stored_bytes(linear.out_features, linear.in_features, config)
                 self.transformer_bytes -= linear.weight.numel() * self.value_bytes
+        for name, size in self.quantized.items():
+            self.transformer_bytes += size - model.linears[name].weight.numel() * self.value_bytes
         self.lora_bytes = 0 if job.full else FP32 * sum(self.adapter_sizes)
         self.frees_gradients = train.fused_backward and train.gradient_accumulation == 1
         self.gradient_bytes = self.value_bytes * sum(self.adapter_sizes) if job.full else self.lora_bytes
@@ -251,20 +332,67 @@ class JobFacts:
         self.given = self._given()
         self.settings = block_settings(coat, self.given)
 
+    def _blocks(self) -> tuple[Block | UnknownBlock, ...]:
+        """The blocks as `read_blocks` describes those of a run, so that their bytes are counted once for both.
+
+        Those of other models than FLUX are counted here only: a run does not know what the later ones are called with.
+        """
+        model, network = self.model, self.job.network
+        inside: dict[str, list[str]] = {name: [] for name in model.blocks}
+        outside = []
+        for name in [*self.targets, *self.trained]:
+            block_name = model.block_of.get(name) or model.block_of.get(name.rpartition(".")[0])
+            if block_name:
+                inside[block_name].append(name.removeprefix(f"{block_name}."))
+            else:
+                outside.append(name.removesuffix(".weight").removesuffix(".bias"))
+        embedding = any(name.split(".")[0] in model.family.conditioning for name in outside)
+        trained = any(name in model.family.inputs for name in outside)
+        kinds = {blocks.pattern: blocks.kind for blocks in model.family.lists}
+        calls = None
+        if model.probe is not None:
+            try:
+                calls = calls_of(model.probe, self.tokens, self.value_bytes, not self.on_cpu)
+            except UNPROBED as error:
+                why = f"{model.kind} does not run without its weights ({first_line(error)})"
+                self.assumed.append(f"{why}: its blocks are taken to save what a run plans with for their classes")
+        # of those that do not run here, or not in a step
+        widest = 0 if calls else max(min(x.in_features, x.out_features) for x in model.linears.values())
+        unknown = read_blocks(model.blocks.values(), (), self.tokens.rows * widest)
+        blocks: list[Block | UnknownBlock] = []
+        for i, (name, names) in enumerate(inside.items()):
+            kind = kinds.get(name.partition(".")[0]) or type(model.blocks[name]).__name__
+            linears = LINEARS.get(kind, names)
+            ranks = tuple((x, _rank_of(network, model.linears[f"{name}.{x}"])) for x in linears if x in names)
+            common = {"ranks": ranks, "trained_input": trained, "trained": tuple(names) if self.trained else ()}
+            if model.probe is None:
+                heads, mlp = model.config["num_attention_heads"], model.config.get("mlp_ratio", FLUX1_MLP_RATIO)
+                sizes = {"hidden": model.hidden, "heads": heads, "mlp": int(mlp * model.hidden)}
+                blocks.append(Block(kind, **sizes, **common, trained_embedding=embedding))
+            elif calls is not None and i in calls.alike:
+                blocks.append(CountedBlock(kind, 0, 0, 0, **common, probe=model.probe, index=calls.alike[i]))
+            else:
+                gradients = sum(rank * sum(model.linears[f"{name}.{x}"].weight.shape) for x, rank in ranks)
+                blocks.append(replace(unknown[i], gradients=FP32 * gradients if widest else 0))
+            trained = trained or embedding or bool(names)
+        return tuple(blocks)
+
     def _given(self) -> Given:
         train, coat = self.job.train, self.job.coat
         dropout = bool(self.job.network.dropout)
         in_codes = coat.enabled and coat.weight.use_fp8
         config = coat.linear_config()
         all_copied = in_codes and wants_transposed(config)
-        copied, codes = 0, dict.fromkeys(self.model.block_names, 0)
+        copied, codes = 0, dict.fromkeys(self.model.blocks, 0)
         for name in self.model.converted:
             linear = self.model.linears[name]
             multiplies = not high_precision_reason(name, coat, self.model.family)
+            if name in self.quantized:
+                continue
             if multiplies and (all_copied or name not in self.stored):
                 copied += linear.weight.numel()
-            block = ".".join(name.split(".", 2)[:2])
-            if in_codes and block in codes:
+            block = self.model.block_of[name]
+            if in_codes and block:
                 codes[block] += sum(map(aligned, code_bytes(linear.out_features, linear.in_features, config)))
         unfused = [i for i, block in enumerate(self.blocks) if block.ranks] if dropout else []
         return Given(
@@ -272,6 +400,7 @@ class JobFacts:
             tokens=self.tokens,
             value_bytes=self.value_bytes,
             dropout=dropout,
+            quantized=bool(self.quantized),
             device="cpu" if self.on_cpu else "cuda",
             allow_recompute=train.gradient_checkpointing,
             accumulates=train.gradient_accumulation > 1,
@@ -308,7 +437,7 @@ def check_trained(job: JobConfig) -> None:
 def _sizes_of_lora(job: JobConfig, model: ModelParts) -> list[int]:
     sizes = []
     network = job.network
-    for name in target_names(model.linears, network):
+    for name in target_names(model.linears, network, model.family.convert):
         linear = model.linears[name]
         if network.type == "lokr":
             width = linear.out_features, linear.in_features
@@ -329,43 +458,6 @@ def _rank_of(network: NetworkSection, linear: Any) -> int:
 def _images(job: JobConfig) -> list[DatasetSection]:
     same = {"cache_latents": False, "cache_latents_to_disk": False, "cache_text_embeddings": False}
     return [replace(entry, **same, shuffle_tokens=False) for entry in job.datasets]
-
-
-def _blocks(
-    model: ModelParts, targets: Sequence[str], network: NetworkSection, parameters: Collection[str]
-) -> tuple[Block, ...]:
-    """The blocks as `read_block` describes those of a run, so that their bytes are counted once for both."""
-    inside: dict[str, list[str]] = {name: [] for name in model.block_names}
-    outside = []
-    for name in [*targets, *parameters]:
-        block = ".".join(name.split(".", 2)[:2])
-        if block in inside:
-            inside[block].append(name.removeprefix(f"{block}."))
-        else:
-            outside.append(name.removesuffix(".weight").removesuffix(".bias"))
-    embedding = any(name.split(".")[0] in model.family.conditioning for name in outside)
-    trained = any(name in model.family.inputs for name in outside)
-    kinds = {blocks.pattern: blocks.kind for blocks in model.family.lists}
-    blocks = []
-    for name, names in inside.items():
-        kind = kinds[name.partition(".")[0]]
-        block = Block(
-            kind=kind,
-            hidden=model.hidden,
-            heads=model.config["num_attention_heads"],
-            mlp=int(model.config.get("mlp_ratio", FLUX1_MLP_RATIO) * model.hidden),
-            ranks=tuple(
-                (linear, _rank_of(network, model.linears[f"{name}.{linear}"]))
-                for linear in LINEARS[kind]
-                if linear in names
-            ),
-            trained_input=trained,
-            trained_embedding=embedding,
-            trained=tuple(names) if parameters else (),
-        )
-        blocks.append(block)
-        trained = block.trained_output
-    return tuple(blocks)
 
 
 # --- its saves ---
@@ -395,7 +487,7 @@ def job_space(job: JobConfig) -> SaveSpace:
     """The saves' space without reading weights; ConfigError if sizes are unknown."""
     model = _model_of(job)
     if job.full:
-        return save_space(job, list(trained_sizes(job, model).values()), model.elements["transformer"])
+        return save_space(job, list(trained_sizes(job, model).values()), model.elements[TRANSFORMER])
     return save_space(job, _sizes_of_lora(job, model))
 
 

@@ -63,7 +63,7 @@ def predict(facts: JobFacts, device_bytes: float | None = None, recomputed: Sequ
         phases["sample"] = _sum(sample, placed)
     phases["step"] = _sum(_step(facts, plan), placed)
     phases["save"] = _sum(_held(facts), {"gradients": facts.gradient_bytes}, placed)
-    assumptions = []
+    assumptions = list(facts.assumed)
     if not facts.data.found:
         taken = "every one is taken at its full resolution; caches on disk are not counted"
         assumptions.append(f"the images are not here: {taken}")

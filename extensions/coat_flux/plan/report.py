@@ -79,7 +79,8 @@ def _phases(plan: Plan) -> str:
 
 
 def _kept_per_block(facts: JobFacts) -> dict[str, dict[str, int]]:
-    last = {block.kind: (block, settings) for block, settings in zip(facts.blocks, facts.settings, strict=True)}
+    pairs = zip(facts.blocks, facts.settings, strict=True)
+    last = {block.kind: (block, settings) for block, settings in pairs if getattr(block, "elements", 1)}
     kept: dict[str, dict[str, int]] = {}
     for kind, (block, settings) in last.items():
         counted = block_bytes(block, facts.tokens, settings)

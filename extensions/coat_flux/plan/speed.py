@@ -29,16 +29,7 @@ from ..base.errors import UserError
 from ..blocks.decide import BlockPlan
 from ..blocks.formats import PIXELS_PER_TOKEN
 from ..blocks.held import room_of
-from ..blocks.sizes import (
-    BACKWARD_OF_ATTENTION,
-    LINEARS,
-    Block,
-    Tokens,
-    attention,
-    modulates,
-    products,
-    weight_elements,
-)
+from ..blocks.sizes import BACKWARD_OF_ATTENTION, Block, Tokens
 from ..config.coat import AUTO, COATConfig
 from ..config.findings import closest
 from ..config.job import JobConfig
@@ -184,7 +175,8 @@ def _rates(facts: JobFacts, card: Card) -> tuple[float, float, float]:
 
 def _forward(facts: JobFacts, block: Block, tokens: Tokens, card: Card) -> float:
     linear, _, other = _rates(facts, card)
-    return products(block, tokens) / linear + (attention(block, tokens) + _adapters(block, tokens)) / other
+    products, attention = block.operations(tokens)
+    return products / linear + (attention + _adapters(block, tokens)) / other
 
 
 def _backward(facts: JobFacts, block: Block, tokens: Tokens, card: Card) -> float:
@@ -192,14 +184,14 @@ def _backward(facts: JobFacts, block: Block, tokens: Tokens, card: Card) -> floa
         return 0.0
     _, linear, other = _rates(facts, card)
     trained = 0
-    for name in LINEARS[block.kind]:
-        if f"{name}.weight" in block.trained and not modulates(name):
+    for name in block.linears:
+        if f"{name}.weight" in block.trained and not block.modulates(name):
             trained += math.prod(block.shape(name))
-    of_trained = trained / weight_elements(block) * products(block, tokens)
+    products, attention = block.operations(tokens)
+    of_trained = trained * products / max(1, block.weight_elements)
     rate = other if facts.job.coat.activation.wgrad_format == "bf16" else linear
-    attended = BACKWARD_OF_ATTENTION * attention(block, tokens)
-    rest = (attended + 2 * _adapters(block, tokens)) / other
-    return of_trained / rate + products(block, tokens) / linear + rest
+    rest = (BACKWARD_OF_ATTENTION * attention + 2 * _adapters(block, tokens)) / other
+    return of_trained / rate + products / linear + rest
 
 
 def _adapters(block: Block, tokens: Tokens) -> float:

@@ -149,13 +149,13 @@ def layer_of(parameter: str) -> str:
     return name.removeprefix(KEY_PREFIX)
 
 
-def target_names(names: Iterable[str], network: NetworkSection) -> list[str]:
-    """Those of the linears' full names that get an adapter, in their order; by default those inside the blocks."""
+def target_names(names: Iterable[str], network: NetworkSection, inside: Sequence[str] = FLUX.convert) -> list[str]:
+    """Those of the linears' full names that get an adapter, in their order; by default those `inside` the blocks."""
     words = network.network_kwargs
     chosen = []
     for name in names:
         key = KEY_PREFIX + name
-        if network.transformer_only and name.split(".")[0] not in FLUX.blocks:
+        if network.transformer_only and not matches(name, inside):
             continue
         if any(word in key for word in words.ignore_if_contains):
             continue

@@ -22,13 +22,13 @@ from ...blocks.formats import PIXELS_PER_TOKEN, config_for, largest_side, linear
 from ...blocks.lora import attach_lora
 from ...blocks.models.check import check_models
 from ...blocks.runner import BlockRunner
-from ...config.check import check_job_dict
+from ...config.check import check_job_dict, job_for_plan
 from ...config.findings import ConfigError
-from ...config.job import JobConfig, coat_of_entry
+from ...config.job import coat_of_entry
 from ...config.job_file import load_job_yaml
 from ...config.launch import DDP, LaunchError, require_launch, shares_weights
 from ...mini_flux import provide_embedded
-from ...plan.job import JobFacts
+from ...plan.job import UNPROBED, JobFacts
 from ...plan.predict import outside_bytes
 from ...plan.speed import card_of, gain_of_auto
 from ...saves.repair import describe_lowest, run_lock
@@ -153,7 +153,7 @@ class CoatFluxTrainer(HostTrainer):
     def _job_config(self) -> Any:
         entry = copy.deepcopy(dict(self.config))
         raw = {"job": "extension", "config": {"name": self.job.name, "process": [entry]}}
-        return JobConfig.from_dict(raw, file=self._config_file())
+        return job_for_plan(raw, self._config_file())
 
     def hook_after_model_load(self) -> None:
         """Convert remaining linears; prepare the blocks."""
@@ -178,7 +178,7 @@ class CoatFluxTrainer(HostTrainer):
         if runner.gemms is not None:
             runner.gemms.image_tokens = largest_side(self.config) ** 2 // PIXELS_PER_TOKEN
         if self.coat.memory.stream_blocks == "auto":
-            with suppress(ConfigError):  # a job only ai-toolkit can run
+            with suppress(ConfigError, *UNPROBED):  # a model that `plan` cannot size
                 runner.expect(reserve_bytes=outside_bytes(JobFacts(self._job_config())))  # for sampling
         self._phases.held.add("transformer", self.sd.unet)
         self._phases.hold_models(getattr(self.sd, "vae", None), self._text_encoders())
