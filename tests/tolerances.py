@@ -224,6 +224,9 @@ MASKED_LOSS_FP32, MASKED_LOSS_BF16 = 2.0**-12, 2.0**-7
 # Predicted bytes that a whole model keeps for backward against the profiler's count on a CPU: 5 % is what was promised.
 # Measured within 0.4 % on 52 configurations in bf16; what is left are vectors of one row per image.
 PLAN_KEPT_RTOL = 0.02
+# The same of small models of other families, with six blocks a list: what was promised; measured within 2.7 %, most of
+# it what the last block drops, and weights within 0.1 %.
+PLAN_MODELS_RTOL = 0.05
 # The most that a step holds besides weights, predicted against the count of a whole pass on the meta device with few
 # blocks, where temporaries weigh most. Measured within 0.5 %, and 3.5 % above with recomputation.
 PLAN_MOMENT_RTOL = 0.05

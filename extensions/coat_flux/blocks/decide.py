@@ -141,8 +141,8 @@ def decide(config: COATConfig, given: Given) -> BlockPlan:
     sizes: list[BlockBytes] = []
     around = 0
     if given.tokens is not None:
-        last = given.blocks[-1]
-        around = last.around(given.tokens, flow_settings(config, given)) if isinstance(last, Block) else 0
+        counted = [block for block in given.blocks if isinstance(block, Block)]
+        around = counted[-1].around(given.tokens, flow_settings(config, given)) if counted else 0
         if checkpointing == "auto" or (config.memory.stream_blocks == "auto" and given.stream_bytes):
             sizes = _sizes(config, given, ())
             needed = largest_moment(sizes, (), given.accumulates).total + around

@@ -74,7 +74,7 @@ class ModelParts:
         blocks: its blocks by name, in forward order; `block_of`: name of a module → of the block that it is in, or "".
         probe: counts blocks that `sizes.Block` does not describe; None where it does.
         scale: pixels to a side of a latent.
-        elements: parameters of each part.
+        elements, buffers: parameters of each part, the transformer's buffers.
         text_tokens, text_width, pooled_width: of a prompt's embeddings; FLUX.2 has no pooled one.
         encode_values, decode_values: the VAE's peak, in values per pixel.
         text_values, text_layer: the largest text encoder's peak for one prompt, and its largest parameter.
@@ -101,6 +101,7 @@ class ModelParts:
                     self.converted.append(name)
         self.parameters = {name: p.numel() for name, p in transformer.named_parameters()}
         self.elements = {part: sum(p.numel() for p in model.parameters()) for part, model in models.items()}
+        self.buffers = sum(buffer.numel() for buffer in transformer.buffers())
         self.blocks = listed_blocks(transformer, self.family.blocks)
         names = {id(module): name for name, block in self.blocks.items() for module in block.modules()}
         self.block_of = {name: names.get(id(module), "") for name, module in transformer.named_modules()}
@@ -311,7 +312,7 @@ class JobFacts:
         latents = self.data.mean_pixels / model.scale**2
         self.latent_bytes = self.data.latents * int(latents * model.latent_channels * FP32)
         self.vae_bytes = model.elements[VAE] * self.value_bytes
-        self.transformer_bytes = model.elements[TRANSFORMER] * self.value_bytes
+        self.transformer_bytes = (model.elements[TRANSFORMER] + model.buffers) * self.value_bytes
         if coat.enabled and coat.weight.use_fp8:
             config = coat.linear_config()
             for linear in self.stored.values():
