@@ -4,11 +4,12 @@ Run in ai-toolkit's environment with AI_TOOLKIT_ROOT. Below FOLDER, the working 
 
     models/flux, flux_kontext, zimage     whole folders in diffusers layout
     models/flux2_klein_4b          a checkpoint in BFL's layout
-    Qwen/Qwen3-4B                  what flux2_klein_4b names on the hub, which is found here first
+    models/krea2                   a checkpoint in the original's layout
+    Qwen                           what flux2_klein_4b and krea2 name on the hub, which is found here first
     extensions/tiny_geometries     calls `substitute` at the start of each job
 
-ai-toolkit's loaders run as they are. Substituted are the sizes that its code holds: klein's `get_flux2_params`, and
-FLUX.2's `AutoEncoderParams`.
+ai-toolkit's loaders run as they are. Substituted are the sizes that its code holds: klein's `get_flux2_params`,
+FLUX.2's `AutoEncoderParams`, and `KREA2_MMDIT_CONFIG`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from aitk_models import TEXT_WIDTH, Z_IMAGE, draw_weights, flux2_params
+from aitk_models import KREA2, TEXT_WIDTH, Z_IMAGE, draw_weights, flux2_params
 from safetensors.torch import save_file
 from torch import nn
 
@@ -48,9 +49,11 @@ def flux2_vae_params() -> Any:
 
 def substitute() -> None:
     from extensions_built_in.diffusion_models.flux2 import flux2_klein_model, flux2_model
+    from extensions_built_in.diffusion_models.krea2 import krea2
 
     flux2_klein_model.Flux2Klein4BModel.get_flux2_params = lambda self: klein_params()
     flux2_model.AutoEncoderParams = flux2_vae_params
+    krea2.KREA2_MMDIT_CONFIG.update(KREA2)
 
 
 def checkpoint(model: nn.Module, path: Path) -> None:
@@ -100,9 +103,25 @@ def zimage(folder: Path, flux: Path) -> None:
     (folder / "vae").symlink_to(flux / "vae", target_is_directory=True)
 
 
+def qwen3_vl(folder: Path) -> None:
+    """A text encoder with the layers that Krea 2 reads."""
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    heads = {"head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 36}
+    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+    text = {"vocab_size": 512, "hidden_size": KREA2["txtdim"], "intermediate_size": 256, "rope_parameters": rope}
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "num_position_embeddings": 16}
+    vision |= {"out_hidden_size": KREA2["txtdim"], "deepstack_visual_indexes": [0]}
+    config = Qwen3VLConfig(text_config=text | heads, vision_config=vision)
+    draw_weights(Qwen3VLForConditionalGeneration(config)).save_pretrained(folder)
+    tokenizer(folder)
+
+
 def make(root: Path) -> None:
+    from diffusers import AutoencoderKLQwenImage
     from extensions_built_in.diffusion_models.flux2.src.autoencoder import AutoEncoder
     from extensions_built_in.diffusion_models.flux2.src.model import Flux2
+    from extensions_built_in.diffusion_models.krea2.src.mmdit import SingleMMDiTConfig, SingleStreamDiT
 
     from tests.helpers.tiny_flux import make_tiny_flux
 
@@ -114,6 +133,11 @@ def make(root: Path) -> None:
     checkpoint(AutoEncoder(flux2_vae_params()), models / "flux2_klein_4b" / "ae.safetensors")
     qwen3(root / "Qwen" / "Qwen3-4B")
     zimage(models / "zimage", flux)
+    krea2 = SingleStreamDiT(SingleMMDiTConfig(**KREA2, patch=2, channels=16))
+    checkpoint(krea2, models / "krea2" / "raw.safetensors")
+    qwen3_vl(root / "Qwen" / "Qwen3-VL-4B-Instruct")
+    vae = AutoencoderKLQwenImage(base_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1)
+    draw_weights(vae).save_pretrained(root / "Qwen" / "Qwen-Image" / "vae")
     extension = root / "extensions" / "tiny_geometries" / "__init__.py"
     extension.parent.mkdir(parents=True, exist_ok=True)
     extension.write_text(EXTENSION.format(folder=str(Path(__file__).resolve().parent)), encoding="utf-8")

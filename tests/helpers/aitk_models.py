@@ -22,6 +22,8 @@ HIDDEN = {"hidden_size": WIDTH, "num_heads": HEADS, "depth": 2, "context_in_dim"
 REFINED = {"hidden_size": WIDTH, "num_refiner_layers": 1, "num_attention_heads": HEADS, "num_kv_heads": 2}
 Z_IMAGE = {"dim": WIDTH, "n_layers": 2, "n_refiner_layers": 1, "n_heads": HEADS, "n_kv_heads": HEADS}
 Z_IMAGE |= {"cap_feat_dim": TEXT_WIDTH, "axes_dims": AXES, "axes_lens": [512, 64, 64]}
+KREA2 = {"features": WIDTH, "tdim": 64, "heads": HEADS, "kvheads": 2, "multiplier": 2, "layers": 2}
+KREA2 |= {"txtdim": 128, "txtlayers": 12, "txtheads": 2, "txtkvheads": 2}
 
 
 def draw(*shape: int) -> Tensor:
@@ -162,9 +164,7 @@ def zeta_chroma() -> Made:
 def krea2() -> Made:
     """Krea 2: text of several encoder layers, grouped heads; sequences are padded to 256 tokens."""
     host = module("krea2.src.mmdit")
-    image = {"features": WIDTH, "tdim": 64, "heads": HEADS, "kvheads": 2, "multiplier": 2, "layers": 2}
-    text = {"txtdim": 128, "txtlayers": 12, "txtheads": 2, "txtkvheads": 2, "patch": 2, "channels": 4}
-    return host.SingleStreamDiT(host.SingleMMDiTConfig(**image, **text)), {
+    return host.SingleStreamDiT(host.SingleMMDiTConfig(**KREA2, patch=2, channels=4)), {
         "img": TOKENS,
         "context": draw(1, TEXT, 12, 128),
         "t": TIME,

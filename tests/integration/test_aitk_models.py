@@ -21,7 +21,7 @@ from tests.helpers.asserts import assert_all_bitwise
 pytestmark = [pytest.mark.aitk, pytest.mark.timeout(3600)]
 
 STEPS = 4
-ARCHS = ("flux", "flux_kontext", "flux2_klein_4b", "zimage")
+ARCHS = ("flux", "flux_kontext", "flux2_klein_4b", "zimage", "krea2")
 NO_SAMPLES = ("flux_kontext",)  # its pipeline wants a control image
 BASES = ("coat_fp8", "qfloat8", "uint4")
 PHOTOS = "datasets_example/clothing"

@@ -170,7 +170,7 @@ class _Model:
     def _check_folder(self) -> None:
         if not self.alone and self.arch in CHECKPOINTS:
             needed = CHECKPOINTS[self.arch]
-            if not (self.place / needed).is_file():
+            if not any(path.is_file() for path in self.place.glob(needed)):
                 raise _Refusal(f"has no {needed}, which ai-toolkit loads for {self.arch}; give the folder of that file")
             return
         pipeline = _json(self.place / "model_index.json").get("_class_name")

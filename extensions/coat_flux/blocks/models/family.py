@@ -124,7 +124,7 @@ class Family:
         repositories: on the hub → their arch, or a description if it cannot be trained.
         ungated: those of `repositories` without a license agreement.
         models: names on the hub → configs of the model's parts, as published, for `plan`.
-        files: arch → the file that ai-toolkit loads from a folder, whatever else is in it.
+        files: arch → the file that ai-toolkit loads from a folder, whatever else is in it; or a pattern.
         rates: class of a block without a reader → measured bytes (RESULTS.md).
         inputs: embedders of the blocks' streams.
         conditioning: embedders of the modulation's input, and modulation linears outside the blocks.

@@ -150,4 +150,5 @@ KREA2_OF_TOOLKIT = Family(
     "SingleStreamDiT",
     _lists("txtfusion", "TextFusionBlock", "blocks", "SingleStreamBlock", (_ToolkitText(), _ToolkitBlock())),
     archs=("krea2",),
+    files={"krea2": "*.safetensors"},
 )
