@@ -57,6 +57,7 @@ def test_without_network_the_model_is_trained_and_saved_as_it_is_trained() -> No
 
 BOTH, ALONE, INSIDE = ("standalone", "ai-toolkit"), ("standalone",), ("ai-toolkit",)
 FULL, LORA = False, True  # whether there is a network
+SPLIT = {"device": "cuda", "model.is_flux": True, "model.split_model_over_gpus": True}
 # trainers, network, changes of the job and of its coat block, and the error
 REFUSED: list[tuple[tuple[str, ...], bool, dict[str, Any], dict[str, Any], str]] = [
     (BOTH, FULL, {}, {"memory": {"stream_blocks": 4}}, r"coat\.memory\.stream_blocks=4: .*write 0"),
@@ -77,11 +78,14 @@ REFUSED: list[tuple[tuple[str, ...], bool, dict[str, Any], dict[str, Any], str]]
     (INSIDE, FULL, {"train.train_text_encoder": True}, {}, r"train\.train_text_encoder=true: .*; write false"),
     (INSIDE, FULL, {"adapter": {"type": "t2i"}}, {}, "adapter=.*; remove it"),
     (INSIDE, FULL, {"model.compile": True}, {}, r"model\.compile=true: .*; write false"),
-    (INSIDE, FULL, {"model.split_model_over_gpus": True}, {}, r"split_model_over_gpus=true: .*; write false"),
     (INSIDE, FULL, {"train.diff_output_preservation": True}, {}, r"diff_output_preservation=true: .*; write false"),
     (INSIDE, FULL, {**FUSED, "train.single_item_batching": True}, {}, "single_item_batching=true"),
     (INSIDE, FULL, {**FUSED, "train.loss_type": "mean_flow"}, {}, "loss_type='mean_flow': .* write mse"),
     (ALONE, LORA, {"network": {"type": "lokr", "dropout": 0.1}}, {}, r"network\.dropout=0\.1: .*; remove it"),
+    (INSIDE, FULL, SPLIT, {}, r"split_model_over_gpus=true: .*accelerate launch.*write false"),
+    (INSIDE, LORA, SPLIT, {}, r"split_model_over_gpus=true: .*accelerate launch.*write false"),
+    (ALONE, LORA, SPLIT, {}, r"split_model_over_gpus=true: not supported"),
+    (BOTH, LORA, {"device": "cuda:0,cuda:1"}, {}, r"device='cuda:0,cuda:1': .*one GPU.*accelerate launch"),
     (BOTH, LORA, FUSED, {}, r"train\.fused_backward=true: is for full fine-tuning"),
     (BOTH, LORA, {}, {"include": ["*.attn.*"]}, r"coat\.include=.*only_if_contains"),
     (BOTH, LORA, {}, {"optimizer": CPU}, "offload='cpu': is for full fine-tuning"),
