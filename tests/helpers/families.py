@@ -160,7 +160,7 @@ def _krea2(name: str, of_text: bool, grouped: int) -> Callable[[int, int], nn.Mo
 
     def make(hidden: int, heads: int) -> nn.Module:
         module = importlib.import_module("diffusers.models.transformers.transformer_krea2")
-        width, of_k = hidden * (27 if of_text else 26) // 160 * 16, max(heads // grouped, 1)
+        width, of_k = (hidden * 27 // 160 if of_text else hidden * 8 // 48) * 16, max(heads // grouped, 1)
         sizes = (hidden, heads, of_k, width) if of_text else (hidden, width, heads, of_k)
         return _drawn(getattr(module, name)(*sizes, 1e-5))
 

@@ -139,7 +139,7 @@ def _lists(
 ) -> tuple[BlockList, ...]:
     lists = (f"{text}.layerwise_blocks", f"{text}.refiner_blocks")
     of_text = (BlockList(name, text_block, readers[0], fused_bytes=12.9) for name in lists)
-    return (*of_text, BlockList(blocks, block, readers[1], fused_bytes=13.2))
+    return (*of_text, BlockList(blocks, block, readers[1], fused_bytes=13.3))
 
 
 KREA2 = Family(
