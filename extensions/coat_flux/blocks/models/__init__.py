@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import functools
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -51,8 +52,9 @@ for _family in ALL:
     HUB_MODELS.update(_family.models)
     RATES.update(_family.rates)
     for _list in _family.lists:
-        if _list.reader is not None and _list not in READ_BLOCKS.setdefault(_list.block, []):
-            READ_BLOCKS[_list.block].append(_list)
+        for _reader in (_list.reader, *_list.earlier):
+            if _reader is not None:
+                READ_BLOCKS.setdefault(_list.block, []).append(replace(_list, reader=_reader))
 
 KEY_PREFIX = "transformer."  # of saved LoRA names, and of the names that words are matched against
 # in names of parameters, of PEFT and of ai-toolkit
@@ -105,10 +107,11 @@ def listed_blocks(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Mod
 def read_list(kind: type[nn.Module]) -> BlockList | None:
     """The entry of a block class that has a reader, else None. Arguments must match as well."""
     known = READ_BLOCKS.get(kind.__name__, [])
+    of_diffusers = kind.__module__.startswith("diffusers.")
     for each in known:
-        if takes_arguments_of(each, kind):
+        if takes_arguments_of(each, kind) and (of_diffusers or each.reader not in each.earlier):
             return each
-    return known[0] if known and kind.__module__.startswith("diffusers.") else None
+    return known[0] if known and of_diffusers else None
 
 
 def first_measured(blocks: Sequence[nn.Module]) -> int:

@@ -76,6 +76,7 @@ class BlockList:
         pattern: of its module lists.
         block: class of the blocks; empty if unknown.
         reader: for the fused flow; None: the generic one.
+        earlier: readers for the arguments of earlier diffusers.
         fused_bytes: measured, saved by the fused flow per element of hidden states if `kind` is empty; 0: unknown.
         kind: name of blocks whose bytes `blocks.sizes` counts.
         source: diffusers' module with their class.
@@ -89,6 +90,7 @@ class BlockList:
     pattern: str
     block: str = ""
     reader: Reader | None = None
+    earlier: tuple[Reader, ...] = ()
     fused_bytes: float = 0.0
     kind: str = ""
     source: str = ""

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from ...data.cache import input_device, model_identity
 from ..fused.forms import DoubleBlock, Reader, SingleBlock
@@ -35,8 +36,9 @@ from .family import DF, BlockList, D, F, Family, Linear, outside_linears, own_en
 logger = logging.getLogger(__name__)
 
 
-def _vectors(modulation: Tensor, image: Tensor) -> Tensor:
-    """The vectors of one stream as a block takes them [B, n·D]: the model may hand in one row for all images."""
+def _vectors(given: Any, image: Tensor) -> Tensor:
+    """The vectors of one stream as a block takes them [B, n·D]; the model may hand in parts, or one row for all."""
+    modulation = given if isinstance(given, Tensor) else torch.cat(tree_leaves(given), dim=-1)
     flat = modulation.flatten(1) if modulation.ndim == 2 or modulation.shape[1] == 1 else None
     if flat is None or len(flat) not in (1, len(image)):
         raise NotFusable(f"modulation of shape {tuple(modulation.shape)}")
@@ -67,6 +69,12 @@ class _Double(Reader):
         return read_double(block.attn, text, image, join)
 
 
+class _DoubleOf36(_Double):
+    """Of diffusers 0.36, which hands in shift, scale and gate apart."""
+
+    arguments = ("hidden_states", "encoder_hidden_states", "temb_mod_params_img", "temb_mod_params_txt", *_ATTENDS)
+
+
 class _Single(Reader):
     processor = "Flux2ParallelSelfAttnProcessor"
     arguments = (
@@ -88,6 +96,10 @@ class _Single(Reader):
         return read_joined_single(block.norm, linears, width, attention, read_activation(attn.mlp_act_fn))
 
 
+class _SingleOf36(_Single):
+    arguments = (*_Single.arguments[:2], "temb_mod_params", *_Single.arguments[3:])
+
+
 # --- ai-toolkit, in BFL's layout ---
 
 
@@ -95,15 +107,15 @@ class _ToolkitDouble(ToolkitDouble):
     arguments = ("img", "txt", "pe", "pe_ctx", "mod_img", "mod_txt")
 
     def call(self, image: Tensor, text: Tensor, pe: Tensor, text_pe: Tensor, of_image: Any, of_text: Any) -> Call:
-        vectors = (_vectors(torch.cat([*each[0], *each[1]], dim=-1), image) for each in (of_text, of_image))
-        return Call(image, text, Shared(*toolkit_rotary(text_pe, pe)), None, tuple(vectors))
+        vectors = _vectors(of_text, image), _vectors(of_image, image)
+        return Call(image, text, Shared(*toolkit_rotary(text_pe, pe)), None, vectors)
 
 
 class _ToolkitSingle(ToolkitSingle):
     arguments = ("x", "pe", "mod")
 
     def call(self, x: Tensor, pe: Tensor, modulation: Any) -> Call:
-        return Call(x, None, Shared(*toolkit_rotary(pe)), None, (_vectors(torch.cat(modulation, dim=-1), x),))
+        return Call(x, None, Shared(*toolkit_rotary(pe)), None, (_vectors(modulation, x),))
 
 
 # --- the family ---
@@ -212,6 +224,7 @@ FLUX2 = Family(
             "transformer_blocks",
             "Flux2TransformerBlock",
             _Double(),
+            (_DoubleOf36(),),
             kind="flux2_double",
             source="transformer_flux2",
             vectors=(6, 6),
@@ -223,6 +236,7 @@ FLUX2 = Family(
             "single_transformer_blocks",
             "Flux2SingleTransformerBlock",
             _Single(),
+            (_SingleOf36(),),
             kind="flux2_single",
             source="transformer_flux2",
             vectors=(3,),

@@ -22,11 +22,11 @@ from .family import BlockList, Family
 
 
 @OncePerPass
-def _mask(seen: Tensor, image_tokens: int, dtype: torch.dtype) -> Tensor | None:
-    """The additive mask [B, 1, 1, T + S] of a mask of text tokens [B, T]; None where it hides none, which is faster."""
+def _mask(seen: Tensor, unmasked: int, dtype: torch.dtype) -> Tensor | None:
+    """The additive mask [B, 1, 1, T + S] of a mask of its first tokens; None where it hides none, which is faster."""
     if seen.device.type != "meta" and bool(seen.all()):
         return None
-    keys = torch.cat([seen.bool(), seen.new_ones(len(seen), image_tokens, dtype=torch.bool)], dim=1)
+    keys = torch.cat([seen.flatten(1).bool(), seen.new_ones(len(seen), unmasked, dtype=torch.bool)], dim=1)
     return additive_mask(keys[:, None, None, :], dtype)
 
 
@@ -54,15 +54,18 @@ class _Block(Reader):
         kwargs: Any = None,
         index: Any = None,
     ) -> Call:
+        unmasked, kwargs = image.shape[1], dict(kwargs or {})
+        if seen is None and "attention_mask" in kwargs:  # of diffusers 0.37 and 0.38
+            seen, unmasked = kwargs.pop("attention_mask"), 0
         self.check_call(rotary, kwargs)
         if index is not None:
             raise NotFusable("image tokens of one block with different modulations (zero_cond_t)")
-        mask = None if seen is None else _mask(seen, image.shape[1], compute_dtype(image))
+        mask = None if seen is None else _mask(seen, unmasked, compute_dtype(image))
         of_image, of_text = rotary
         return Call(image, text, Shared(*complex_rotary(of_text, of_image), mask), temb)
 
     def read(self, block: Any, join: bool) -> DoubleBlock:
-        if block.zero_cond_t:
+        if getattr(block, "zero_cond_t", False):
             raise NotFusable("image tokens of one block with different modulations (zero_cond_t)")
         mlps = feed_forward(block.txt_mlp), feed_forward(block.img_mlp)
         text = Outside(_modulation(block.txt_mod), block.txt_norm1, block.txt_norm2, mlps[0])
@@ -70,9 +73,18 @@ class _Block(Reader):
         return read_double(block.attn, text, image, join)
 
 
+class _BlockOf36(_Block):
+    """Of diffusers 0.36, which hands in the mask of text tokens and attends to all."""
+
+    arguments = _Block.arguments[:-1]
+
+    def call(self, image: Tensor, text: Tensor, seen: Any, *others: Any) -> Call:
+        return super().call(image, text, None, *others)
+
+
 QWEN_IMAGE = Family(
     "QwenImageTransformer2DModel",
-    (BlockList("transformer_blocks", "QwenImageTransformerBlock", _Block(), fused_bytes=12.5),),
+    (BlockList("transformer_blocks", "QwenImageTransformerBlock", _Block(), (_BlockOf36(),), fused_bytes=12.5),),
     archs=("qwen_image", "qwen_image_edit", "qwen_image_edit_plus"),
     one_row=("img_mod.1", "txt_mod.1"),
     pipelines={"QwenImagePipeline": ("qwen_image",), "QwenImageEditPipeline": ("qwen_image_edit",)},

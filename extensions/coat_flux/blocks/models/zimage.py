@@ -75,10 +75,16 @@ class _Block(Reader):
         return StreamBlock(Attention(block.head_dim, *qk_norm(attn.norm_q, attn.norm_k)), stream)
 
 
+class _BlockOf36(_Block):
+    """Of diffusers 0.36, without the omni mode."""
+
+    arguments = _Block.arguments[:4]
+
+
 Z_IMAGE = Family(
     "ZImageTransformer2DModel",
     tuple(
-        BlockList(name, "ZImageTransformerBlock", _Block(), fused_bytes=12.8)
+        BlockList(name, "ZImageTransformerBlock", _Block(), (_BlockOf36(),), fused_bytes=12.8)
         for name in ("noise_refiner", "context_refiner", "layers")
     ),
     archs=("zimage", "zimage_l2p"),
