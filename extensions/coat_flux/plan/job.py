@@ -193,8 +193,8 @@ def find_model(name_or_path: str, where: str) -> ModelParts:
         configs = HUB_MODELS[name_or_path]
     else:
         raise ConfigError(
-            f"{where}={name_or_path!r}: plan downloads nothing, and this is neither a folder here nor in the hub's cache; "
-            f"give the folder of a downloaded model in diffusers layout, or plan with one of {', '.join(HUB_MODELS)}"
+            f"{where}={name_or_path!r}: plan downloads nothing, and this is neither a folder here nor in the hub's "
+            f"cache; give the folder of a downloaded model in diffusers layout, or plan with one of {', '.join(HUB_MODELS)}"
         )
     return _model_parts(json.dumps(configs, sort_keys=True, default=list), text_tokens)
 
