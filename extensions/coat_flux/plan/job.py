@@ -194,7 +194,8 @@ def find_model(name_or_path: str, where: str) -> ModelParts:
     else:
         raise ConfigError(
             f"{where}={name_or_path!r}: plan downloads nothing, and this is neither a folder here nor in the hub's "
-            f"cache; give the folder of a downloaded model in diffusers layout, or plan with one of {', '.join(HUB_MODELS)}"
+            "cache; give the folder of a downloaded model in diffusers layout, or plan with one of "
+            f"{', '.join(HUB_MODELS)}"
         )
     return _model_parts(json.dumps(configs, sort_keys=True, default=list), text_tokens)
 
