@@ -298,6 +298,8 @@ class JobFacts:
         arch = ARCHS.get(str(job.model.arch).partition(":")[0])
         if arch is not None and job.model.arch not in STANDALONE_ARCHS and arch.transformer != model.kind:
             self.assumed.append(f"ai-toolkit's {arch.transformer} is taken to be diffusers' {model.kind}")
+        if job.model.quantize and job.model.qtype != COAT_QTYPE and not self.quantized:
+            self.assumed.append(f"model.qtype={job.model.qtype}: its bytes are not known, so counted as not quantized")
         if job.uncounted:
             self.assumed.append(f"not counted: {', '.join(job.uncounted)}, which only ai-toolkit has")
         self.blocks = self._blocks()
