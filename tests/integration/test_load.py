@@ -34,6 +34,7 @@ from coat_flux.blocks.models.flux1 import FLUX_DEV_TRANSFORMER_CONFIG
 from coat_flux.config.coat import COATConfig
 from coat_flux.config.findings import ConfigError
 from coat_flux.mini_flux import MINI_FLUX
+from coat_flux.plan.job import find_model
 from coat_flux.trainers import weights
 from coat_flux.trainers.standalone import loading
 from coat_flux.trainers.standalone.loading import ModelLoadError, load_encoders, load_transformer
@@ -332,6 +333,8 @@ def test_a_file_that_contradicts_itself_is_told_from_its_header(mini, tmp_path: 
     save_file(tensors, path)
     with pytest.raises(CheckpointError, match=words):
         read_header(path).encodings()
+    with pytest.raises(ConfigError, match=words):
+        find_model(str(path), "model.name_or_path")
 
 
 def test_gguf_needs_its_package_and_all_of_the_file(mini, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

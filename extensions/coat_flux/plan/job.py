@@ -39,7 +39,8 @@ from ..blocks.models import (
     target_names,
     trained_names,
 )
-from ..blocks.models.checkpoint import CheckpointError, cached_folder, flux_config, read_shapes
+from ..blocks.models.checkpoint import CheckpointError, cached_folder, flux_config
+from ..blocks.models.encodings import read_header
 from ..blocks.models.family import own_entries
 from ..blocks.models.flux1 import OTHER_PARTS
 from ..blocks.quantized import held_bytes
@@ -186,7 +187,9 @@ def find_model(name_or_path: str, where: str) -> ModelParts:
         configs, text_tokens = _of_folder(folder, where)
     elif folder.is_file():
         try:
-            configs = {TRANSFORMER: flux_config(read_shapes(folder)), **OTHER_PARTS}
+            header = read_header(folder)
+            configs = {TRANSFORMER: flux_config(header.shapes), **OTHER_PARTS}
+            header.encodings()  # an error for a file that contradicts itself
         except CheckpointError as error:
             raise ConfigError(f"{where}={folder}: {error}") from error
     elif name_or_path in HUB_MODELS:
