@@ -145,7 +145,7 @@ class Form:
         return self.reader.results(None if call.text is None else outputs[0], outputs[-1])
 
 
-@functools.lru_cache(maxsize=8)
+@functools.cache  # without a limit: a captured graph goes on reading them
 def _unturned(tokens: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cos and sin [tokens, d] of no angle."""
     cos = torch.ones(tokens, head_dim, device=device)
