@@ -13,6 +13,8 @@ import sys
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tests.architecture.sources import ROOT
 from tests.helpers.aitk_standin.real import Checkout, make_real_entry
@@ -100,28 +102,57 @@ def test_jobs_run_to_their_loras_and_resumed_ones_end_with_the_same(checkout: Ch
             assert_all_bitwise(state, states[1][index])
 
 
+def assert_a_killed_run_ends_as_the_whole(checkout: Checkout, name: str, entry: dict[str, Any]) -> str:
+    """Of 6 steps, in the fused flow; returns what the whole one printed."""
+    online = {"HF_HUB_OFFLINE": "0"}  # else diffusers reads no LoRA by its path
+    code, out = checkout.start(f"{name}_whole", entry, environment=online)
+    assert code == 0, out[-4000:]
+    kill = {"at": f"Saving at step {STEPS}", "send": signal.SIGKILL}
+    code, _ = checkout.start(f"{name}_killed", entry, environment=online, **kill)
+    assert code == -signal.SIGKILL
+    code, again = checkout.start(f"{name}_killed", entry, environment=online)
+    assert code == 0, again[-4000:]
+    log = checkout.log(f"{name}_killed")
+    assert "resume: continues after step 3" in log
+    assert "kept in FP8, fused flow" in log
+    assert_all_bitwise(checkout.lora(f"{name}_whole"), checkout.lora(f"{name}_killed"))
+    states = (checkout.optimizer(f"{name}_{run}")["state"] for run in ("whole", "killed"))
+    for state, other in zip(*(each.values() for each in states), strict=True):
+        assert_all_bitwise(state, other)
+    return out
+
+
 def test_a_killed_lokr_ends_as_the_one_that_was_not(checkout: Checkout) -> None:
     """Full rank, in the fused flow; lycoris-lora reads its file."""
     network = {"type": "lokr", "lokr_factor": 8}
     settings = {"network": network, "save.dtype": "bf16", "train.disable_sampling": True}
     entry = entry_of("flux", "coat_fp8", 3 * STEPS // 2, **settings)
-    checkout.run("lokr_whole", entry)
-    code, _ = checkout.start("lokr_killed", entry, at=f"Saving at step {STEPS}", send=signal.SIGKILL)
-    assert code == -signal.SIGKILL
-    checkout.run("lokr_killed", entry)
-    log = checkout.log("lokr_killed")
-    assert "resume: continues after step 3" in log
-    assert "kept in FP8, fused flow" in log
+    assert_a_killed_run_ends_as_the_whole(checkout, "lokr", entry)
     lora = checkout.lora("lokr_whole")
     assert any(value.any() for key, value in lora.items() if key.endswith(".lokr_w2"))
-    assert_all_bitwise(lora, checkout.lora("lokr_killed"))
-    states = checkout.optimizer("lokr_whole")["state"], checkout.optimizer("lokr_killed")["state"]
-    for index, state in states[0].items():
-        assert_all_bitwise(state, states[1][index])
     files = [checkout.folder("lokr_whole") / "lokr_whole.safetensors"]
     python = os.environ.get("AI_TOOLKIT_PYTHON", sys.executable)
     done = subprocess.run([python, "-c", READ_BY_LYCORIS, *files], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.mark.parametrize("arch", ["flux", "zimage"])
+def test_with_an_assistant_adapter_as_distilled_models_have(checkout: Checkout, arch: str) -> None:
+    """It is in the base while training, not while sampling, and never in the saved file."""
+    plain, assistant = f"{arch}_plain", f"models/{arch}_assistant.safetensors"
+    checkout.run(plain, entry_of(arch, "coat_fp8", 1, **{"train.disable_sampling": True}))
+    own, draw = checkout.lora(plain), torch.Generator().manual_seed(0)
+    drawn = {key: torch.randn(value.shape, generator=draw) * 0.1 for key, value in own.items()}
+    save_file(drawn, checkout.root / assistant)
+    entry = entry_of(arch, "coat_fp8", 3 * STEPS // 2, **{"model.assistant_lora_path": assistant})
+    out = assert_a_killed_run_ends_as_the_whole(checkout, f"{arch}_assisted", entry)
+    assert out.count("Unloading assistant lora") == out.count("Loading assistant lora") - (arch == "flux") > 1
+    lora = checkout.lora(f"{arch}_assisted_whole")
+    assert lora.keys() == own.keys()
+    for key, value in lora.items():
+        assert float(torch.nn.functional.cosine_similarity(value.flatten(), drawn[key].flatten(), dim=0)) < 0.5, key
+    first = [checkout.column(name, "loss")[0] for name in (plain, f"{arch}_assisted_whole")]
+    assert first[0] != first[1]
 
 
 # each of a file's LoKrs in lycoris-lora's module, and what that adds to a linear's weight

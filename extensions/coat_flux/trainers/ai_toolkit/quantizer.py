@@ -82,13 +82,15 @@ def _within_blocks(original: Any) -> Any:
 @functools.cache
 def backend_class() -> type:
     """The class of our backend; one instance serves many modules."""
-    from toolkit.util.ostris_quant import OstrisQuantizer
+    from toolkit.util.ostris_quant import OstrisLinear, OstrisQuantizer
+    from torch import nn
 
     from coat_core.linear.function import read_weight, store_weight
     from coat_core.linear.module import run_stored_linear
     from coat_core.ops.scaled_mm import ALIGNMENT
 
     from ...blocks.cast_loss import note_weight
+    from ...blocks.lora import toolkit_adapters
     from ...blocks.streaming import park
 
     class CoatFp8Quantizer(OstrisQuantizer):
@@ -109,6 +111,9 @@ def backend_class() -> type:
             module.coat_weight_granularity = self.config.weight_granularity
             self.requantize_(module, weight)
             _stored.add(module)
+            for adapter in toolkit_adapters(module):  # an assistant's, merged before, has the forward of then
+                if getattr(adapter.org_forward, "__func__", None) is nn.Linear.forward:
+                    adapter.org_forward = OstrisLinear.forward.__get__(module)
 
         def dequantize(self, module: nn.Linear) -> Tensor:
             return read_weight(module, self._config_of(module))
