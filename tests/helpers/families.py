@@ -48,13 +48,14 @@ class Family:
     hidden: int = 3072  # at the model's real width
     text: int = 512  # tokens
     head: int = 0  # size; 0 for 128, and less in small blocks
+    few: int = 2  # heads of a small block
     small: int = 256  # hidden size of a block whose linears become FP8: their widths must be multiples of 16
 
     def heads(self, hidden: int) -> int:
         """How many a block of this size has."""
         if self.head:
             return hidden // self.head
-        return 2 if hidden < 1024 else hidden // 128
+        return self.few if hidden < 1024 else hidden // 128
 
 
 def _tables(angles: Tensor) -> tuple[Tensor, Tensor]:
@@ -226,6 +227,7 @@ if hasattr(diffusers, "Krea2Transformer2DModel"):
         lambda of: (of.both, of.vectors.flatten(1)[:, None], _tables(of.angles), of.seen[:, None, None]),
         6,
         hidden=6144,
+        few=8,
     )
     FAMILIES["krea2 text"] = Family(
         _krea2("Krea2TextFusionBlock", True, 1), lambda of: (of.both, of.seen[:, None, None]), None, hidden=2560
