@@ -143,7 +143,8 @@ def gguf_tensors(path: Path) -> dict[str, Any]:
     except ImportError as error:
         raise CheckpointError('is a GGUF file, which needs a package; pip install "coat-flux[gguf]"') from error
     try:
-        return {each.name: each for each in gguf.GGUFReader(path).tensors}
+        # copy-on-write: torch warns of arrays that it must not write to
+        return {each.name: each for each in gguf.GGUFReader(path, "c").tensors}
     except (ValueError, IndexError, KeyError) as error:
         raise CheckpointError(f"is not GGUF ({error}), so it is not whole; download it again") from error
 
@@ -184,10 +185,10 @@ def as_stored(codes: Tensor, scale: Tensor | None) -> StoredWeight:
 
 
 def decode_gguf(stored: Any, part_of: Callable[[Any], Any]) -> Tensor:
-    """A tensor of `gguf_tensors`, of which `part_of` takes rows; in fp32."""
+    """Rows, taken by `part_of`, of a tensor of `gguf_tensors`, in fp32; it may share the file's map."""
     from gguf.quants import dequantize
 
-    data = stored.data
-    if data.ndim > 1:  # a row is whole blocks
-        return torch.from_numpy(dequantize(part_of(torch.from_numpy(data.copy())).numpy(), stored.tensor_type).copy())
-    return part_of(torch.from_numpy(dequantize(data, stored.tensor_type).copy()))
+    if stored.data.ndim == 1:
+        return part_of(torch.from_numpy(dequantize(stored.data, stored.tensor_type)))
+    rows = part_of(torch.from_numpy(stored.data))  # a row is whole blocks
+    return torch.from_numpy(dequantize(rows.numpy(), stored.tensor_type))

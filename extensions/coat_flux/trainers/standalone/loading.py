@@ -123,13 +123,13 @@ def load_transformer(
         check_weights(model, weights, cls.__name__)
         linears = () if trained is None else trained(model)
         fill(model, weights, dtype, device, None if coat is None else convert_weights(model, coat, device, linears))
-        if log is not None and (line := _became(model, weights)):
+        if log is not None and (line := _describe_encodings(model, weights)):
             log(line)
     return model.requires_grad_(False).eval()
 
 
-def _became(model: nn.Module, weights: Weights) -> str:
-    """What became of weights that the file has in 8 or 4 bits; empty if there are none."""
+def _describe_encodings(model: nn.Module, weights: Weights) -> str:
+    """One line on weights that the file has in 8 or 4 bits: what they became, and the error in dB; empty if none."""
     encodings = {name: place.encoding.format for name, place in weights.places.items() if place.encoding is not None}
     casts = [row for row in weight_rows(model) if f"{row.layer}.weight" in encodings]
     again = [row for row in casts if not math.isinf(row.sqnr_db)]
