@@ -122,15 +122,16 @@ def assert_a_killed_run_ends_as_the_whole(checkout: Checkout, name: str, entry: 
     return out
 
 
-def test_a_killed_lokr_ends_as_the_one_that_was_not(checkout: Checkout) -> None:
+@pytest.mark.parametrize("arch", ["flux", "krea2"])
+def test_a_killed_lokr_ends_as_the_one_that_was_not(checkout: Checkout, arch: str) -> None:
     """Full rank, in the fused flow; lycoris-lora reads its file."""
     network = {"type": "lokr", "lokr_factor": 8}
     settings = {"network": network, "save.dtype": "bf16", "train.disable_sampling": True}
-    entry = entry_of("flux", "coat_fp8", 3 * STEPS // 2, **settings)
-    assert_a_killed_run_ends_as_the_whole(checkout, "lokr", entry)
-    lora = checkout.lora("lokr_whole")
+    entry = entry_of(arch, "coat_fp8", 3 * STEPS // 2, **settings)
+    assert_a_killed_run_ends_as_the_whole(checkout, f"{arch}_lokr", entry)
+    lora = checkout.lora(f"{arch}_lokr_whole")
     assert any(value.any() for key, value in lora.items() if key.endswith(".lokr_w2"))
-    files = [checkout.folder("lokr_whole") / "lokr_whole.safetensors"]
+    files = [checkout.folder(f"{arch}_lokr_whole") / f"{arch}_lokr_whole.safetensors"]
     python = os.environ.get("AI_TOOLKIT_PYTHON", sys.executable)
     done = subprocess.run([python, "-c", READ_BY_LYCORIS, *files], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
