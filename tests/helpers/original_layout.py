@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -76,7 +77,8 @@ def _renamed(state: dict[str, Tensor], doubles: int, singles: int) -> Iterator[t
 
 
 # kinds of `write_original`: ComfyUI's, without and with a note on each layer's format, and GGUF
-KINDS = ("cast", "scaled", "fp8 noted", "int8", "convrot", "nvfp4", "mixed", "gguf")
+GGUF = {"Q8_0": slice(0, 2), "Q6_K": slice(208, 210), "Q5_K": slice(0, 4), "Q4_K": slice(0, 4)}  # a block's fp16 scales
+KINDS = ("cast", "scaled", "fp8 noted", "int8", "convrot", "nvfp4", "mixed", *GGUF)
 GROUP = 16  # rotated neighbours
 
 
@@ -87,8 +89,8 @@ def write_original(model: nn.Module, path: Path, *, prefix: str = "", kind: str 
     """
     file: dict[str, Tensor] = {}
     meant = original_state(model)
-    if kind == "gguf":
-        return _write_gguf(meant, path)
+    if kind in GGUF:
+        return _write_gguf(meant, path, kind)
     for i, (name, value) in enumerate(list(meant.items())):
         if kind and value.ndim == 2:
             stem = name.removesuffix(".weight")
@@ -158,14 +160,25 @@ def _nvfp4(value: Tensor) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     return codes[:, ::2] << 4 | codes[:, 1::2], scales, values
 
 
-def _write_gguf(state: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
+def _write_gguf(state: dict[str, Tensor], path: Path, kind: str) -> dict[str, Tensor]:
+    """Random blocks of a type where rows are whole ones; other tensors in the types that people's files have."""
     gguf = pytest.importorskip("gguf")
-    writer = gguf.GGUFWriter(path, "flux")
+    writer, bits = gguf.GGUFWriter(path, "flux"), np.random.default_rng(0)
     for name, value in state.items():
-        kind = gguf.GGMLQuantizationType.Q8_0 if value.ndim == 2 else gguf.GGMLQuantizationType.F32
-        data = gguf.quants.quantize(value.float().numpy(), kind)
-        writer.add_tensor(name, data, raw_dtype=kind)
-        state[name] = torch.from_numpy(gguf.quants.dequantize(data, kind).copy()).to(value.dtype)
+        stored = gguf.GGMLQuantizationType[kind]
+        values, bytes_of = gguf.GGML_QUANT_SIZES[stored]
+        if value.ndim == 2 and value.shape[1] % values == 0:
+            blocks = bits.integers(0, 256, (value.numel() // values, bytes_of), np.uint8)
+            place = GGUF[kind]
+            scales = bits.uniform(1e-4, 2e-4, (len(blocks), (place.stop - place.start) // 2))
+            blocks[:, place] = scales.astype(np.float16).view(np.uint8)
+            data = blocks.reshape(len(value), -1)
+        else:
+            end = {".weight": "F16", ".bias": "BF16", ".scale": "F32"}[Path(name).suffix]
+            stored = gguf.GGMLQuantizationType[end]
+            data = gguf.quants.quantize(value.float().numpy(), stored)
+        writer.add_tensor(name, data, raw_dtype=stored)
+        state[name] = torch.from_numpy(gguf.quants.dequantize(data, stored).copy()).to(value.dtype)
     for write in (
         writer.write_header_to_file,
         writer.write_kv_data_to_file,

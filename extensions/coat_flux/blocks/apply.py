@@ -12,7 +12,6 @@ from torch import nn
 
 from coat_core.activation.layers import keep_no_input
 from coat_core.config import FP8LinearConfig
-from coat_core.formats import E4M3
 from coat_core.linear.function import CODES, StoredWeight, fp8_gemm_obstacle
 from coat_core.linear.module import FP8Linear, FP8TrainableLinear, fit_to_diffusers, obstacle_to_conversion
 from coat_core.ops.dispatch import use_kernels
@@ -25,6 +24,7 @@ from .formats import config_for
 from .gemms import high_precision_reason
 from .measure import MEASURED
 from .models import Family, family_of, matches
+from .models.encodings import keeps_codes
 from .proving import prove_step
 from .quantized import adopt, quantization_of
 from .report import OUTSIDE, CoatReport, describe_linear, shared_rows
@@ -202,7 +202,7 @@ def _convert_one(
 
 def _as_configured(codes: StoredWeight | None, config: FP8LinearConfig, device: torch.device) -> StoredWeight | None:
     """A file's E4M3 codes on `device`, with scales as the configuration asks for; None where it asks for others."""
-    if codes is None or config.weight_format != E4M3.name or (codes.scale.ndim and not config.weight_has_row_scales):
+    if codes is None or not keeps_codes(config, row_scales=codes.scale.ndim > 0):
         return None
     scale = codes.scale.to(device)
     if config.weight_has_row_scales:

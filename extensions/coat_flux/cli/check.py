@@ -64,6 +64,7 @@ def check(args: argparse.Namespace) -> int:
     root = find_toolkit(args.ai_toolkit)
     raw = load_job_yaml(args.config, name=args.name)
     from ..blocks.models.check import check_models  # with torch, which a mistake in the command does not need
+    from ..blocks.models.checkpoint import describe_file
 
     file = os.fspath(args.config)
     findings = {host: check_job_dict(raw, file=file, trainer=host, toolkit_root=root) for host in TRAINERS}
@@ -99,6 +100,8 @@ def check(args: argparse.Namespace) -> int:
         text += f"; '{folder.name}' would train {steps} steps into {folder}"
         if not args.elsewhere:
             print_weights(process, file)
+            if host == STANDALONE and (line := describe_file(JobConfig.from_dict(raw, file=file))):
+                print(line)
         if (process.get("validation") or {}).get("fidelity"):
             print(f"coat-flux data {file} says how near the VAE alone comes to the photos held out")
     print(text)

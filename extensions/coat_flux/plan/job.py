@@ -39,10 +39,9 @@ from ..blocks.models import (
     target_names,
     trained_names,
 )
-from ..blocks.models.checkpoint import CheckpointError, cached_folder, flux_config
+from ..blocks.models.checkpoint import CheckpointError, base_model, cached_folder, flux_config
 from ..blocks.models.encodings import read_header
 from ..blocks.models.family import own_entries
-from ..blocks.models.flux1 import OTHER_PARTS
 from ..blocks.quantized import held_bytes
 from ..blocks.sizes import FP32, LINEARS, Block, Tokens, UnknownBlock, aligned, rank_of_as_many, read_blocks
 from ..config.findings import ConfigError
@@ -176,34 +175,44 @@ def _make_parts(configs: Configs) -> dict[str, Any]:
     return parts
 
 
-def find_model(name_or_path: str, where: str) -> ModelParts:
-    """The parts of a diffusers folder, a model in the hub's cache or a known name; ConfigError without configs."""
-    folder, text_tokens = Path(name_or_path), TEXT_TOKENS
+def find_model(name_or_path: str, where: str, extras: str | None = None) -> ModelParts:
+    """The parts of a model, all but the transformer from where a run loads them; ConfigError without configs.
+
+    It is a diffusers folder, a FLUX.1 file, a model in the hub's cache or a known name.
+    """
+    configs, _ = _configs_of(name_or_path, f"{where}.name_or_path", (TRANSFORMER,))
+    base, key = base_model(name_or_path, extras), "name_or_path" if extras is None else "extras_name_or_path"
+    others, text_tokens = _configs_of(base, f"{where}.{key}", (VAE, TEXT))
+    return _model_parts(json.dumps({**configs, **others}, sort_keys=True, default=list), text_tokens)
+
+
+def _configs_of(name_or_path: str, where: str, parts: tuple[str, ...]) -> tuple[Configs, int]:
+    """Configs of the parts whose names begin with one of `parts`, and the longest prompt in tokens."""
+    folder = Path(name_or_path)
     if not folder.exists() and folder.name == Path(EMBEDDED_MODEL).name:
         folder = MINI_FLUX
     if not folder.exists() and name_or_path not in HUB_MODELS:
         folder = cached_folder(name_or_path) or folder
     if folder.is_dir():
-        configs, text_tokens = _of_folder(folder, where)
-    elif folder.is_file():
+        return _of_folder(folder, where, parts)
+    if folder.is_file():
         try:
             header = read_header(folder)
-            configs = {TRANSFORMER: flux_config(header.shapes), **OTHER_PARTS}
             header.encodings()  # an error for a file that contradicts itself
+            return {TRANSFORMER: flux_config(header.shapes)}, TEXT_TOKENS
         except CheckpointError as error:
             raise ConfigError(f"{where}={folder}: {error}") from error
-    elif name_or_path in HUB_MODELS:
-        configs = HUB_MODELS[name_or_path]
-    else:
-        raise ConfigError(
-            f"{where}={name_or_path!r}: plan downloads nothing, and this is neither a folder here nor in the hub's "
-            "cache; give the folder of a downloaded model in diffusers layout, or plan with one of "
-            f"{', '.join(HUB_MODELS)}"
-        )
-    return _model_parts(json.dumps(configs, sort_keys=True, default=list), text_tokens)
+    if name_or_path in HUB_MODELS:
+        known = HUB_MODELS[name_or_path]
+        return {part: config for part, config in known.items() if part.startswith(parts)}, TEXT_TOKENS
+    raise ConfigError(
+        f"{where}={name_or_path!r}: plan downloads nothing, and this is neither a folder here nor in the hub's "
+        "cache; give the folder of a downloaded model in diffusers layout, or plan with one of "
+        f"{', '.join(HUB_MODELS)}"
+    )
 
 
-def _of_folder(folder: Path, where: str) -> tuple[Configs, int]:
+def _of_folder(folder: Path, where: str, parts: tuple[str, ...]) -> tuple[Configs, int]:
     index_file = folder / "model_index.json"
     index = _read_json(index_file) if index_file.is_file() else dict.fromkeys(FLUX.folders, ("", ""))
     configs, limits = {}, []
@@ -213,7 +222,7 @@ def _of_folder(folder: Path, where: str) -> tuple[Configs, int]:
         name = FOLDERS.get(part, part)
         if name.startswith("tokenizer") and (file := folder / part / "tokenizer_config.json").is_file():
             limits.append(_read_json(file).get("model_max_length") or TEXT_TOKENS)
-        if not name.startswith((TRANSFORMER, VAE, TEXT)):
+        if not name.startswith(parts):
             continue
         file = folder / part / "config.json"
         if not file.is_file():
@@ -420,8 +429,8 @@ class JobFacts:
 
 
 def _model_of(job: JobConfig) -> ModelParts:
-    where = "config.process[0].model.name_or_path"
-    return find_model(job.model.name_or_path, f"{job.file}: {where}" if job.file else where)
+    where = f"{job.file}: config.process[0].model" if job.file else "config.process[0].model"
+    return find_model(job.model.name_or_path, where, job.model.extras_name_or_path)
 
 
 def trained_sizes(job: JobConfig, model: ModelParts) -> dict[str, int]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..base.text import GB, MB, columns
 from ..blocks.held import LEAST_MARGIN, USABLE_FRACTION
+from ..blocks.models.checkpoint import describe_file
 from ..blocks.sizes import block_bytes
 from ..config.coat import AUTO
 from ..config.job import JobConfig
@@ -55,11 +56,13 @@ def _head(plan: Plan) -> str:
         trained = f"{job.network.title} on {len(facts.targets)} linears"
     model = f"{job.model.name_or_path}, {facts.model.elements['transformer'] / GB:.2f} B parameters"
     recomputed = f"{len(plan.prediction.recomputed)} of {len(facts.blocks)} blocks recompute"
-    return (
-        f"{job.file}{': ' if job.file else ''}'{job.name}' on {model}\n"
-        f"largest micro-batch: {tokens.batch} x ({tokens.text} text + {tokens.image} image tokens); {trained}\n"
-        f"kept for backward {kept}; {recomputed}"
+    lines = (
+        f"{job.file}{': ' if job.file else ''}'{job.name}' on {model}",
+        describe_file(job),
+        f"largest micro-batch: {tokens.batch} x ({tokens.text} text + {tokens.image} image tokens); {trained}",
+        f"kept for backward {kept}; {recomputed}",
     )
+    return "\n".join(filter(None, lines))
 
 
 def _phases(plan: Plan) -> str:

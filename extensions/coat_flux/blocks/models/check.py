@@ -215,7 +215,7 @@ class _Model:
             rule = f"has {config.get('in_channels')} channels, and Flex.2 has {FLEX2_CHANNELS}"
             raise _Refusal(f"{rule}; give a folder of arch {self.arch}")
         own_encoder = not self.alone and (self.arch != "flux_kontext" or (base / "text_encoder").exists())
-        if self.extras is not None and family is FLUX and not own_encoder:
+        if self.extras is not None and not own_encoder:
             base = Path(self.extras)
         self._check_others(base, family)
         for part, (key, takes, layers) in family.text_features.items():

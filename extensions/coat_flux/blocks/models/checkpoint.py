@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
-from .encodings import GGUF, CheckpointError, read_header
+from ...config.coat import AUTO
+from ...config.job import JobConfig
+from .encodings import E4M3_CODES, FP8, GGUF, NAMES, CheckpointError, Encoding, Header, keeps_codes, read_header
 
 SUFFIXES = (".safetensors", ".sft", GGUF)
 PREFIXES = ("model.diffusion_model.", "diffusion_model.", "")
@@ -30,8 +34,10 @@ _SIGNS = (  # a key of it, and what it is; in this order
     (r"(^|\.)joint_blocks\.0\.", "Stable Diffusion 3"),
     (r"encoder\.block\.0\.layer\.0\.SelfAttention", "the text encoder T5"),
     (r"text_model\.encoder\.layers\.0\.", "a CLIP text encoder"),
+    (r"^(enc\.)?blk\.0\.", "a language model or text encoder"),
     (r"^(encoder|decoder)\.conv_in\.weight$", "a VAE"),
 )
+REQUANTIZED = "requantized"
 Shapes = Mapping[str, list[int]]
 
 
@@ -90,6 +96,41 @@ def flux_config(shapes: Shapes) -> dict[str, Any]:
         "guidance_embeds": "guidance_in.in_layer.weight" in keys,
         "axes_dims_rope": [head - 2 * rows, rows, rows],  # 16, 56, 56
     }
+
+
+def describe_file(job: JobConfig) -> str:
+    """How a job's FLUX.1 file stores the weights of its blocks, by the header, and what a run makes of them: one line.
+
+    Empty if its model is not a file.
+    """
+    path, kinds = Path(job.model.name_or_path), Counter[str]()
+    if not path.is_file():
+        return ""
+    header = read_header(path)
+    encodings = header.encodings()
+    for name, key in transformer_keys(header.shapes).items():
+        if not re.fullmatch(r"(double|single)_blocks\..*\.weight", name):
+            continue
+        kind, encoding = header.dtypes[key], encodings.get(key)
+        if encoding is not None:
+            kind = NAMES.get(encoding.format, f"GGUF {encoding.format}")
+            if encoding.format in FP8:
+                kind += " unscaled" if encoding.scale is None else " scaled"
+            kind += f", {_use_of(encoding, header, job)}"
+        kinds[kind] += 1
+    text = "; ".join(f"{count} weights in {kind}" for kind, count in kinds.most_common())
+    again = "; requantizing adds an error, logged in dB when they are loaded" if REQUANTIZED in text else ""
+    return f"transformer: {path.name}, one file: {text}{again}"
+
+
+def _use_of(encoding: Encoding, header: Header, job: JobConfig) -> str:
+    coat, config = job.coat, job.coat.linear_config()
+    if job.full or not (coat.enabled and coat.weight.use_fp8):
+        return f"decoded to {job.train.dtype}"
+    row_scales = encoding.scale is not None and prod(header.shapes[encoding.scale]) > 1
+    kept = encoding.format == E4M3_CODES and keeps_codes(config, row_scales)
+    condition = " if weight.format: auto is e4m3" if coat.weight.format == AUTO else ""
+    return ("used as they are" if kept else f"{REQUANTIZED} to {config.weight_format}") + condition
 
 
 def base_model(name_or_path: str, extras: str | None) -> str:

@@ -26,6 +26,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from coat_core.config import FP8LinearConfig
+from coat_core.formats import E4M3
 from coat_core.int8 import LARGEST_ROTATION, rotate
 from coat_core.linear.function import StoredWeight
 from coat_core.nvfp4 import BLOCK, MAGNITUDES
@@ -40,7 +42,8 @@ E4M3_CODES, INT8, NVFP4 = "float8_e4m3fn", "int8_tensorwise", "nvfp4"
 FP8 = {E4M3_CODES: torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
 # safetensors' dtype of codes → their format; U8 holds FP8, too, where the file says so
 FORMATS = {"F8_E4M3": E4M3_CODES, "F8_E5M2": "float8_e5m2", "I8": INT8, "U8": NVFP4}
-AS_THEY_ARE = ("F16", "F32", "F64")  # ggml's types that need no decoding
+NAMES = {E4M3_CODES: "FP8 e4m3", "float8_e5m2": "FP8 e5m2", INT8: "INT8", NVFP4: "NVFP4"}
+AS_THEY_ARE = ("BF16", "F16", "F32", "F64")  # ggml's types that are not quantized
 TILE_ROWS, TILE_BLOCKS = 128, 4  # of NVFP4's block scales
 
 
@@ -103,9 +106,13 @@ def read_header(path: Path) -> Header:
     """The header of a safetensors or GGUF file; CheckpointError if it is invalid or incomplete."""
     try:
         with path.open("rb") as start:
-            if start.read(8) == b"version ":
-                raise CheckpointError("is a Git LFS pointer, not the weights; run git lfs pull in its folder")
-        if path.suffix.lower() == GGUF:
+            first = start.read(9)
+        if first[:8] == b"version ":
+            raise CheckpointError("is a Git LFS pointer, not the weights; run git lfs pull in its folder")
+        is_gguf, content = path.suffix.lower() == GGUF, GGUF if first[:4] == b"GGUF" else ".safetensors"
+        if is_gguf != (content == GGUF) and (content == GGUF or first[8:] == b"{"):
+            raise CheckpointError(f"is a {content} file by its content; rename it to end in {content}")
+        if is_gguf:
             return _gguf_header(path)
         with safe_open(path, framework="pt") as file:
             slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
@@ -175,6 +182,11 @@ def rows_of_tiles(scales: Tensor, blocks: int) -> Tensor:
     of_columns = ceil(blocks / TILE_BLOCKS)
     tiles = scales.reshape(-1, of_columns, TILE_ROWS // 4, 4, TILE_BLOCKS).permute(0, 3, 2, 1, 4)
     return tiles.reshape(-1, of_columns * TILE_BLOCKS)[:, :blocks]
+
+
+def keeps_codes(config: FP8LinearConfig, row_scales: bool) -> bool:
+    """Whether a linear stores a file's E4M3 codes and their scales as they are."""
+    return config.weight_format == E4M3.name and (config.weight_has_row_scales or not row_scales)
 
 
 def as_stored(codes: Tensor, scale: Tensor | None) -> StoredWeight:
