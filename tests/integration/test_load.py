@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
+import numpy as np
 import pytest
 import torch
+import yaml
 from diffusers import FluxTransformer2DModel
 from diffusers.loaders import single_file_utils
 from huggingface_hub import constants
@@ -25,14 +27,18 @@ from torch import nn
 
 from coat_core.linear.function import read_weight
 from coat_core.linear.module import FP8Linear
+from coat_flux.base.names import COAT_TYPE
 from coat_flux.blocks.apply import apply_coat
 from coat_flux.blocks.cast_loss import WEIGHT_PRECISION
 from coat_flux.blocks.held import HeldTensors
-from coat_flux.blocks.models.checkpoint import CheckpointError, flux_config, read_shapes
+from coat_flux.blocks.models.checkpoint import CheckpointError, describe_file, flux_config, read_shapes
 from coat_flux.blocks.models.encodings import read_header
 from coat_flux.blocks.models.flux1 import FLUX_DEV_TRANSFORMER_CONFIG
+from coat_flux.cli.entry import main
 from coat_flux.config.coat import COATConfig
 from coat_flux.config.findings import ConfigError
+from coat_flux.config.job import JobConfig
+from coat_flux.config.job_sections import ModelSection
 from coat_flux.mini_flux import MINI_FLUX
 from coat_flux.plan.job import find_model
 from coat_flux.trainers import weights
@@ -243,6 +249,9 @@ def test_every_layout_is_read_as_diffusers_reads_it(wide, diffusers_reader, tmp_
         assert_all_bitwise(state, wide.state_dict())
 
 
+TITLES = {"cast": "FP8 e4m3 unscaled", "int8": "INT8", "convrot": "INT8", "nvfp4": "NVFP4", "mixed": ""}
+
+
 @pytest.mark.parametrize("granularity", ["per_tensor", "per_row"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_files_numbers_are_kept_or_their_loss_is_said(wide, diffusers_reader, tmp_path: Path, kind, granularity):
@@ -257,6 +266,10 @@ def test_a_files_numbers_are_kept_or_their_loss_is_said(wide, diffusers_reader, 
     ]
     (line,) = lines
     assert f"{len(kept)} are used as they are" in line
+    section = ModelSection(name_or_path=str(path))
+    said = describe_file(JobConfig(type=COAT_TYPE, training_folder="", model=section, coat=coat))
+    title = f"13 in GGUF {kind}" if kind in GGUF else f"13 in {TITLES.get(kind, 'FP8 e4m3 scaled')}"
+    assert ("used as they are" in said, title in said, "dB" in said) == (bool(kept), kind != "mixed", line[-2:] == "dB")
     if kind in ("cast", "scaled", "fp8 noted"):
         assert len(kept) == len(linears)
         return
@@ -294,6 +307,38 @@ def test_a_job_trains_on_a_file(mini, tmp_path: Path) -> None:
     raw = engine_job("file", model=path, images=write_images(tmp_path / "photos", 1), out=tmp_path, train={"steps": 1})
     raw["config"]["process"][0]["model"]["extras_name_or_path"] = str(MINI_FLUX)
     assert COATTrainer(raw).train().is_file()
+    assert find_model(str(path), "model", str(MINI_FLUX)).elements == find_model(str(MINI_FLUX), "model").elements
+
+
+def test_check_and_plan_say_what_a_file_is_and_no_command_takes_a_bad_one(mini, tmp_path: Path, capsys) -> None:
+    gguf = pytest.importorskip("gguf")
+    path, job, other = tmp_path / "flux1-Q8_0.gguf", tmp_path / "job.yaml", tmp_path / "other"
+    raw = engine_job("file", model=path, images=write_images(tmp_path / "photos", 1), out=tmp_path, coat={})
+    raw["config"]["process"][0]["model"]["extras_name_or_path"] = str(MINI_FLUX)
+    job.write_text(yaml.safe_dump(raw))
+    write_original(mini, path, kind="Q8_0")
+    half = path.read_bytes()[: path.stat().st_size // 2]
+    for command in ("check", "plan"):
+        assert main([command, str(job)]) == 0
+        assert (
+            f"\ntransformer: {path.name}, one file; weights of its blocks: 48 in GGUF Q8_0" in capsys.readouterr().out
+        )
+    write_original(mini, other)
+    writer = gguf.GGUFWriter(tmp_path / "llama", "llama")
+    writer.add_tensor("blk.0.attn_q.weight", np.zeros((32, 32), np.float32))
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        write()
+    writer.close()
+    for data, words in (
+        (half, "is not a whole GGUF file"),
+        (other.read_bytes(), "is a .safetensors file by its content; rename it"),
+        ((tmp_path / "llama").read_bytes(), "is a language model or text encoder; give a FLUX.1 checkpoint"),
+    ):
+        path.write_bytes(data)
+        for command in ("check", "plan", "train"):
+            assert main([command, str(job)]) == 2
+            errors = [line for line in "".join(capsys.readouterr()).splitlines() if "error: " in line]
+            assert [words in line for line in errors] == [True]
 
 
 # -- damaged and foreign weights ---------------------------------------------------------------------------------------
@@ -354,11 +399,10 @@ def test_gguf_needs_its_package_and_all_of_the_file(mini, tmp_path: Path, monkey
     path = tmp_path / "flux.gguf"
     write_original(mini, path, kind="Q8_0")
     os.truncate(path, path.stat().st_size // 2)
-    with pytest.raises(CheckpointError, match="so it is not whole; download it again"):
-        read_header(path)
-    path.write_bytes(b"no")
-    with pytest.raises(CheckpointError, match="so it is not whole; download it again"):
-        read_header(path)
+    for data in (path.read_bytes(), b"no"):
+        path.write_bytes(data)
+        with pytest.raises(CheckpointError, match=r"is not a whole GGUF file .*; download it again"):
+            read_header(path)
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(CheckpointError, match=r"coat-flux\[gguf\]"):
         read_header(path)

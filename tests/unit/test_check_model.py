@@ -9,6 +9,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 import torch
 import yaml
@@ -17,8 +18,10 @@ from safetensors.torch import save_file
 from coat_flux.blocks.models import ARCHS, REFUSED
 from coat_flux.blocks.models.check import archs_of, check_arch, check_device, check_model, check_models
 from coat_flux.config.check import check_job_dict
-from coat_flux.config.findings import Findings
+from coat_flux.config.findings import ConfigError, Findings
 from coat_flux.mini_flux import EMBEDDED_MODEL, MINI_FLUX
+from coat_flux.plan.job import find_model
+from tests.helpers.flux2_folder import write_flux2
 from tests.helpers.original_layout import write_original
 from tests.reliability.bad_configs import job_with
 
@@ -205,9 +208,25 @@ def test_one_file_is_for_the_stand_alone_trainer(tmp_path: Path, model: Path) ->
     assert ["has no vae/; " in line for line in found(path, extras_name_or_path=str(model))] == [True]
     _cut(path)
     assert ["so it is not whole" in line for line in found(path)] == [True]
-    for name, words in [("flux.gguf", "is not GGUF"), ("flux.ckpt", "is not a .safetensors or .gguf file")]:
+    for name, words in [
+        ("flux.gguf", "is not a whole GGUF file"),
+        ("flux.ckpt", "is not a .safetensors or .gguf file"),
+    ]:
         (tmp_path / name).write_bytes(b"x")
         assert [words in line for line in found(tmp_path / name)] == [True]
+
+
+@pytest.mark.skipif(not hasattr(diffusers, "Flux2KleinPipeline"), reason="this diffusers has no FLUX.2 klein")
+def test_check_and_plan_take_all_but_the_transformer_from_extras(tmp_path: Path) -> None:
+    whole, alone = write_flux2(tmp_path / "whole"), tmp_path / "alone"
+    shutil.copytree(whole / "transformer", alone / "transformer")
+    shutil.copy(whole / "model_index.json", alone)
+    keys = {"is_flux": False, "arch": "flux2_klein_4b"}
+    assert ["has no vae/; " in line for line in found(alone, **keys)] == [True]
+    assert found(alone, **keys, extras_name_or_path=str(whole)) == []
+    assert find_model(str(alone), "model", str(whole)) is find_model(str(whole), "model")
+    with pytest.raises(ConfigError, match=r"model\.extras_name_or_path='none'"):
+        find_model(str(alone), "model", "none")
 
 
 @pytest.mark.parametrize(

@@ -118,19 +118,19 @@ def describe_file(job: JobConfig) -> str:
                 kind += " unscaled" if encoding.scale is None else " scaled"
             kind += f", {_use_of(encoding, header, job)}"
         kinds[kind] += 1
-    text = "; ".join(f"{count} weights in {kind}" for kind, count in kinds.most_common())
-    again = "; requantizing adds an error, logged in dB when they are loaded" if REQUANTIZED in text else ""
-    return f"transformer: {path.name}, one file: {text}{again}"
+    text = "; ".join(f"{count} in {kind}" for kind, count in kinds.most_common())
+    again = "; requantizing adds an error, which the run logs in dB" if REQUANTIZED in text else ""
+    return f"transformer: {path.name}, one file; weights of its blocks: {text}{again}"
 
 
 def _use_of(encoding: Encoding, header: Header, job: JobConfig) -> str:
-    coat, config = job.coat, job.coat.linear_config()
+    coat, is_auto = job.coat, job.coat.weight.format == AUTO
     if job.full or not (coat.enabled and coat.weight.use_fp8):
         return f"decoded to {job.train.dtype}"
     row_scales = encoding.scale is not None and prod(header.shapes[encoding.scale]) > 1
-    kept = encoding.format == E4M3_CODES and keeps_codes(config, row_scales)
-    condition = " if weight.format: auto is e4m3" if coat.weight.format == AUTO else ""
-    return ("used as they are" if kept else f"{REQUANTIZED} to {config.weight_format}") + condition
+    if encoding.format == E4M3_CODES and keeps_codes(coat.linear_config(), row_scales):
+        return "used as they are" + (" where weight.format: auto is e4m3" if is_auto else "")
+    return f"{REQUANTIZED} to {'e4m3 or int8' if is_auto else coat.weight.format} while loading"
 
 
 def base_model(name_or_path: str, extras: str | None) -> str:

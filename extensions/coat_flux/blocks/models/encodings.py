@@ -153,7 +153,7 @@ def gguf_tensors(path: Path) -> dict[str, Any]:
         # copy-on-write: torch warns of arrays that it must not write to
         return {each.name: each for each in gguf.GGUFReader(path, "c").tensors}
     except (ValueError, IndexError, KeyError) as error:
-        raise CheckpointError(f"is not GGUF ({error}), so it is not whole; download it again") from error
+        raise CheckpointError(f"is not a whole GGUF file ({error}); download it again") from error
 
 
 # --- the values ---
