@@ -225,8 +225,9 @@ def test_check_and_plan_take_all_but_the_transformer_from_extras(tmp_path: Path)
     assert ["has no vae/; " in line for line in found(alone, **keys)] == [True]
     assert found(alone, **keys, extras_name_or_path=str(whole)) == []
     assert find_model(str(alone), "model", str(whole)) is find_model(str(whole), "model")
-    with pytest.raises(ConfigError, match=r"model\.extras_name_or_path='none'"):
-        find_model(str(alone), "model", "none")
+    for name in ("none", str(whole / "model_index.json")):
+        with pytest.raises(ConfigError, match=rf"model\.extras_name_or_path='{name}'"):
+            find_model(str(alone), "model", name)
 
 
 @pytest.mark.parametrize(

@@ -195,7 +195,7 @@ def _configs_of(name_or_path: str, where: str, parts: tuple[str, ...]) -> tuple[
         folder = cached_folder(name_or_path) or folder
     if folder.is_dir():
         return _of_folder(folder, where, parts)
-    if folder.is_file():
+    if folder.is_file() and TRANSFORMER in parts:
         try:
             header = read_header(folder)
             header.encodings()  # an error for a file that contradicts itself
