@@ -320,11 +320,11 @@ def test_held_out_photos_and_the_live_page(checkout: Checkout) -> None:
         thread.join()
     if code != 0:  # else it was done before the command came, on a fast machine
         assert code == 130, stopped[-3000:]
-        assert read_status(often).ended == "stopped"
+        assert read_status(often)["ended"] == "stopped"
         ended = checkout.run("often", held_out_entry(3))
     else:
         ended = stopped
-    assert read_status(often).ended == "finished"
+    assert read_status(often)["ended"] == "finished"
     samples = {path.name.split("__")[1][:9] for path in (often / "samples").glob("*.jpg")}
     assert len(samples) == 2, samples  # when asked for, at the end
     checkout.assert_same_lora("seldom", "often")  # measuring, sampling, saving and stopping left no trace

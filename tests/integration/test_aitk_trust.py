@@ -537,7 +537,7 @@ def test_the_live_page_samples_saves_and_stops_between_steps(
 
     def press(*names: str) -> None:
         status = read_status(host.save_folder)
-        assert (status.alive, status.takes) == (True, ("sample", "save", "stop"))
+        assert (status["alive"], status["takes"]) == (True, ["sample", "save", "stop"])
         for name in names:
             give_command(host.save_folder, name)
 
@@ -552,7 +552,7 @@ def test_the_live_page_samples_saves_and_stops_between_steps(
             host.run(**_entry(), **prompts)
     assert ended.value.code == 130
     assert "the live page asks to stop" in capsys.readouterr().out
-    assert (_state(host).name, read_status(host.save_folder).ended) == ("state-000000006", "stopped")
+    assert (_state(host).name, read_status(host.save_folder)["ended"]) == ("state-000000006", "stopped")
     host.run(**_entry(), **prompts)
-    assert read_status(host.save_folder).ended == "finished"
+    assert read_status(host.save_folder)["ended"] == "finished"
     assert_same_end(whole, host.save_folder)

@@ -79,7 +79,7 @@ FURTHER = {"train": {"steps": 5, "lr_scheduler": "cosine"}}
 
 def test_run_folder_lora_file_and_metrics(four: Path) -> None:
     run = four.parent
-    assert read_status(run).takes == ("save", "stop")
+    assert read_status(run)["takes"] == ["save", "stop"]
     loras = {"four.safetensors", "four_000000002.safetensors", "four_000000003.safetensors"}
     assert {path.name for path in run.iterdir()} == {*loras, "optimizer.pt", "config.yaml", "coat"}
     assert {path.name for path in (run / "coat").glob("state-*")} == {"state-000000003", "state-000000004"}
@@ -178,7 +178,7 @@ def test_samples_follow_the_schedule_and_with_recomputation_and_no_caches_change
     final = train("samples", place, train=settings, sample=sample, dataset=off)
     assert losses(final.parent) == losses(four.parent)
     assert_all_bitwise(load_file(final), load_file(four))
-    assert read_status(final.parent).takes == ("sample", "save", "stop")
+    assert read_status(final.parent)["takes"] == ["sample", "save", "stop"]
     pictures = {path.name: path.read_bytes() for path in sorted((final.parent / "samples").iterdir())}
     assert all(re.fullmatch(r"\d{13}__\d{9}_\d\.png", name) for name in pictures)
     names = [name.partition("__")[2] for name in pictures]

@@ -60,6 +60,6 @@ def test_a_running_job_is_sampled_saved_and_stopped_by_mouse(
         assert main(["train", str(config), "--watch", "--port", "0"]) == 130
         until(lambda: "Stopped" in page.run("document.querySelector('.verdict').textContent"), PATIENCE_S, "the end")
     assert "Stopped after step 5" in capsys.readouterr().out
-    assert read_status(run).ended == "stopped"
+    assert read_status(run)["ended"] == "stopped"
     assert not (run / "coat" / "commands").exists()
     assert len(list((run / "samples").iterdir())) == 1

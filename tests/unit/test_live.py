@@ -93,7 +93,7 @@ def test_with_the_token_a_run_that_goes_on_is_asked_once(run: Path) -> None:
         assert asked.poll() == {"stop", "sample"}
         assert asked.poll() == frozenset()
         give_command(run, "save")
-    assert read_status(run).ended == "finished"
+    assert read_status(run)["ended"] == "finished"
     assert client.post("/commands/save", headers=token).status_code == 409
     with live(run) as again:  # what was asked of the run before is forgotten
         assert again.poll() == frozenset()
@@ -192,7 +192,7 @@ def test_how_it_ended_is_said(run: Path, ends: BaseException | None, sentence: s
 
 def test_a_killed_run_and_one_whose_number_another_process_has_are_gone(run: Path) -> None:
     live(run).__enter__()
-    assert read_status(run).alive
+    assert read_status(run)["alive"]
     path = run / "coat" / "status.json"
     status = json.loads(path.read_text(encoding="utf-8"))
     for change in ({"created": status["created"] - 100}, {"pid": 2**22 + 1}):
@@ -200,10 +200,10 @@ def test_a_killed_run_and_one_whose_number_another_process_has_are_gone(run: Pat
         assert "without a message" in page_of(run)
     other = status | {"machine": "another"}
     path.write_text(json.dumps(other), encoding="utf-8")
-    assert read_status(run).alive
+    assert read_status(run)["alive"]
     for file in (run / "coat").iterdir():
         os.utime(file, (0, 0))
-    assert not read_status(run).alive
+    assert not read_status(run)["alive"]
     path.write_text("{", encoding="utf-8")
     assert "does not say whether it is still going" in page_of(run)
 

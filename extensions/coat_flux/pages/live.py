@@ -68,7 +68,7 @@ def live_page(run_dir: Path, nonce: str) -> str:
         done = int(loss[-1][0]) if loss else 0
         steps = run.block("train").get("steps", done)
         if status is not None:  # rows after a resumed run's first step are the previous run's
-            done, steps = max(done, status.first), status.steps
+            done, steps = max(done, status["first"]), status["steps"]
         elif not isinstance(steps, int):
             steps = done
         page.title = f"{100 * done // max(steps, 1)} % {run.name}"
@@ -85,7 +85,7 @@ def live_page(run_dir: Path, nonce: str) -> str:
     sections = [f"<section>{part}</section>" for part in page.parts]
     buttons = []
     for name, (text, title) in BUTTONS.items():
-        accepted = status is not None and status.alive and name in status.takes
+        accepted = status is not None and status["alive"] and name in status["takes"]
         state = "" if accepted else " disabled"
         buttons.append(f'<button type="button" name="{name}" title="{html.escape(title)}"{state}>{text}</button>')
     shell += [f'<div class="asks">{"".join(buttons)}</div>', '<p id="note" class="missing" role="status"></p>']
@@ -136,9 +136,9 @@ class Watch:
                 if name not in COMMANDS:
                     raise NotFound("command not found")
                 status = read_status(self.run_dir)
-                if status is None or not status.alive:
+                if status is None or not status["alive"]:
                     raise Conflict("the run is not going on")
-                if name not in status.takes:
+                if name not in status["takes"]:
                     raise Conflict(f"this run cannot {name}: its config has no prompts, or train.disable_sampling")
                 give_command(self.run_dir, name)
                 return Response(f"{name}: asked for, after the step under way\n", 202, mimetype="text/plain")

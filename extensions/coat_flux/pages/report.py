@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import yaml
 
@@ -17,7 +17,7 @@ from .. import __version__
 from ..saves.errors import SaveError
 from ..saves.identity import VERSIONS_FILE
 from ..watch.casts import KINDS, PRECISION_FILE, REMEDIES, CastPrecision, read_rows
-from ..watch.live import RunStatus, read_status
+from ..watch.live import read_status
 from ..watch.memory_report import stacked, tabulated
 from .compare import COMPARE, read_index, show_comparison
 from .html import Page, Tone
@@ -123,7 +123,7 @@ def _verdict(run: RunFolder, held_out: str) -> tuple[str, Tone]:
         newest = run.saves[-1]
         return f"The newest save, {newest.path.name}, {newest.problem}; use an older one.", "bad"
     done, status = int(loss[-1][0]), read_status(run.path)
-    failed = status is not None and status.ended not in (None, "finished", "stopped")
+    failed = status is not None and status["ended"] not in (None, "finished", "stopped")
     if failed or (done != steps and run.name not in (save.name for save in run.saves)):
         return progress(run, status, done, steps)
     name, curve = (held_out, run.validation) if run.validation else ("loss", smoothed(loss))
@@ -138,18 +138,18 @@ def _verdict(run: RunFolder, held_out: str) -> tuple[str, Tone]:
     return f"All steps are done, and the {name} did not fall: {first:.4g} → {last:.4g}.", "open"
 
 
-def progress(run: RunFolder, status: RunStatus | None, done: int, steps: int) -> tuple[str, Tone]:
+def progress(run: RunFolder, status: dict[str, Any] | None, done: int, steps: int) -> tuple[str, Tone]:
     """How far a run has come, and whether it is still going."""
     place = f"step {done} of {steps}"
     if status is None:
         return f"{place}; this run does not say whether it is still going (COAT is off)", "open"
-    if status.ended == "finished":
+    if status["ended"] == "finished":
         return f"Finished: {place}", "good"
-    if status.ended == "stopped":
+    if status["ended"] == "stopped":
         return f"Stopped after {place}. To resume, start the same config again", "open"
-    if status.ended is not None:
-        return f"Ended at {place}: {status.ended}", "bad"
-    if not status.alive:
+    if status["ended"] is not None:
+        return f"Ended at {place}: {status['ended']}", "bad"
+    if not status["alive"]:
         what = f"The process ended at {place} without a message"
         return f"{what}. To resume from the last save, start it again", "bad"
     try:

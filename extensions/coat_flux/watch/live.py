@@ -13,7 +13,7 @@ import platform
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 
@@ -80,35 +80,22 @@ class LiveRun:
             logger.warning("%s: cannot be written (%s); the run goes on without it", self._folder / STATUS_FILE, error)
 
 
-class RunStatus(NamedTuple):
-    """Status of a run; `takes` are the commands it accepts, `ended` is None, "finished", "stopped", or the error."""
-
-    alive: bool
-    first: int
-    steps: int
-    takes: tuple[str, ...]
-    ended: str | None
-
-
-def read_status(run_dir: Path) -> RunStatus | None:
-    """The status of a run; None if missing or damaged."""
+def read_status(run_dir: Path) -> dict[str, Any] | None:
+    """The content of `status.json`, and whether the run is "alive"; None if missing or damaged."""
     try:
         status = json.loads((run_dir / STATUS_FILE).read_text(encoding="utf-8"))
-        takes = tuple(name for name in COMMANDS if name in status["takes"])
-        alive = status["ended"] is None and _is_alive(run_dir, status)
-        return RunStatus(alive, int(status["first"]), int(status["steps"]), takes, status["ended"])
+        status |= {"first": int(status["first"]), "steps": int(status["steps"]), "takes": [*status["takes"]]}
+        status["alive"] = status["ended"] is None
+        if status["alive"] and status["machine"] != platform.node():
+            signs = [run_dir / name for name in SIGNS_OF_LIFE if (run_dir / name).exists()]
+            status["alive"] = time.time() - max(path.stat().st_mtime for path in signs) < QUIET_SECONDS
+        elif status["alive"]:
+            status["alive"] = abs(psutil.Process(status["pid"]).create_time() - status["created"]) < 1
+    except psutil.Error:
+        status["alive"] = False
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def _is_alive(run_dir: Path, status: dict[str, Any]) -> bool:
-    if status["machine"] != platform.node():
-        ages = [time.time() - (run_dir / name).stat().st_mtime for name in SIGNS_OF_LIFE if (run_dir / name).exists()]
-        return min(ages) < QUIET_SECONDS
-    try:
-        return abs(psutil.Process(status["pid"]).create_time() - status["created"]) < 1
-    except psutil.Error:
-        return False
+    return status
 
 
 def give_command(run_dir: Path, name: str) -> None:
