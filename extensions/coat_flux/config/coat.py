@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from .findings import RULES, Block, Findings
+from .findings import RULES, Block, ConfigError, Findings
 from .options import FORMATS, INT8, Option, build, choice, key, options_of, switch, to_plain
 
 if TYPE_CHECKING:
@@ -237,7 +237,8 @@ class COATConfig:
         config = build(cls, raw, key_path, findings)
         Block({"coat": raw}, key_path.rpartition(".")[0], findings).check(OWN_RULES)
         check_allowed(config, key_path, findings)
-        findings.raise_if_any()
+        if findings.errors:
+            raise ConfigError(findings.errors)
         return config
 
     def to_dict(self) -> dict[str, Any]:
@@ -259,7 +260,8 @@ class COATConfig:
 
         findings = Findings("")
         params = vars(build(OptimizerParams, optimizer_params, "train.optimizer_params", findings))
-        findings.raise_if_any()
+        if findings.errors:
+            raise ConfigError(findings.errors)
         values = params | vars(self.optimizer) | {name: params[name] for name in optimizer_params or {}}
         adamw = {name: values.pop(name) for name in ADAMW}
         adamw["offload"] = values.pop("offload")

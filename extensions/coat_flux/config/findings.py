@@ -105,11 +105,6 @@ class Findings:
         """Errors, then warnings."""
         return [*self.errors, *(item for item in self.warnings if self.sound(item.key))]
 
-    def raise_if_any(self) -> None:
-        """Raise all errors so far as one ConfigError."""
-        if self.errors:
-            raise ConfigError(self.errors)
-
 
 class Block:
     """A block of type-checked keys, and where findings about it go."""

@@ -11,7 +11,7 @@ from typing import Any
 from ..base.names import COAT_OPTIMIZER, COAT_QTYPE, COAT_TYPE
 from .ai_toolkit_keys import BLOCKS, PROCESS
 from .coat import COATConfig
-from .findings import Findings
+from .findings import ConfigError, Findings
 from .job_file import load_job_yaml, load_written, plain_job
 from .job_sections import (
     DTYPES,
@@ -92,7 +92,8 @@ class JobConfig:
     def from_dict(cls, raw: Mapping[str, Any], *, file: str = "") -> JobConfig:
         """Check a parsed job (`job`, `config`, optional `meta`); raises ConfigError with every finding."""
         job, findings = cls.examine(raw, file=file)
-        findings.raise_if_any()
+        if findings.errors:
+            raise ConfigError(findings.errors)
         return job
 
     @classmethod

@@ -1,8 +1,8 @@
 """Reading a job file as ai-toolkit does, with errors that point at line and column.
 
 As in ai-toolkit: YAML or JSON by extension, `${ENV}` replaced in the text before parsing, `[name]` replaced in every
-string, and `1e-4` a float (a string to plain PyYAML). In addition duplicate keys are refused (parsers silently keep
-the last one), and the shape of a job is checked.
+string, and `1e-4` a float (a string to plain PyYAML). In addition duplicate keys of YAML are refused (parsers silently
+keep the last one), and the shape of a job is checked.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,6 @@ CONFIG = ("name", "process", "device")
 _PACKAGE = Path(__file__).resolve().parents[1]
 _ENV = re.compile(r"\$\{([^}]+)\}")
 _EXPONENT_FLOAT = re.compile(r"^[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$")
-# control characters, half a character of JSON
-_NOT_TEXT = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
 
 
 def shipped_folder(name: str) -> Path | None:
@@ -55,7 +52,8 @@ def load_job_yaml(path: str | os.PathLike[str], *, name: str | None = None) -> d
     raw = parse(_ENV.sub(lambda match: os.environ[match[1]], text), file)
     findings = Findings(file)
     job = plain_job(raw, findings, name=name)
-    findings.raise_if_any()
+    if findings.errors:
+        raise ConfigError(findings.errors)
     return job
 
 
@@ -91,15 +89,10 @@ def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def plain_job(raw: Any, findings: Findings, *, name: str | None = None) -> Any:
-    """The job with `[name]` replaced; None, with findings, if `raw` is not a job of plain values.
+    """The job with `[name]` replaced; None, with findings, if `raw` is not a job.
 
     `name` overrides `config.name`.
     """
-    try:
-        _check_plain(raw, findings, "")
-    except RecursionError:
-        findings.add("", "an alias contains itself, or the file is nested too deeply; check both")
-        return None
     if not isinstance(raw, Mapping):
         findings.add("the file", "must be a block with job and config; start from one in configs/", raw)
         return None
@@ -136,22 +129,6 @@ def plain_job(raw: Any, findings: Findings, *, name: str | None = None) -> Any:
     return _map_strings(raw, lambda text: text.replace(NAME_TAG, own))
 
 
-def _check_plain(value: Any, findings: Findings, path: str) -> None:
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            name = _key_text(key)
-            _check_plain(name, findings, f"{path}.{name}".lstrip("."))
-            _check_plain(item, findings, f"{path}.{name}".lstrip("."))
-    elif isinstance(value, (list, tuple)):
-        for i, item in enumerate(value):
-            _check_plain(item, findings, f"{path}[{i}]")
-    elif isinstance(value, str):
-        if character := _NOT_TEXT.search(value):
-            findings.add(_NOT_TEXT.sub("?", path), f"holds the character U+{ord(character[0]):04X}; remove it")
-    elif not isinstance(value, (int, float, type(None))):
-        findings.add(path, f"YAML reads this as a {type(value).__name__}; write it in quotes", str(value))
-
-
 def _key_text(key: Any) -> str:
     try:
         return key if isinstance(key, str) else json.dumps(key)
@@ -166,7 +143,7 @@ def parse(text: str, file: str) -> Any:
     """Parse a job file's text as JSON or YAML by the file's name; raises ConfigError with line and column."""
     where = ""
     try:
-        return _load_json(text) if file.lower().endswith(JSON_SUFFIXES) else yaml.load(text, Loader=_Loader)
+        return json.loads(text) if file.lower().endswith(JSON_SUFFIXES) else yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         mark, line = error.problem_mark or error.context_mark, ""
         if mark:
@@ -180,9 +157,7 @@ def parse(text: str, file: str) -> Any:
         rule = f"not YAML: {error.problem or error.context}; {remedy}"
     except json.JSONDecodeError as error:
         where, rule = f"line {error.lineno}, column {error.colno}", f"not JSON: {error.msg}; correct this place"
-    except RecursionError:
-        rule = "nested too deeply to be a job; check its brackets"
-    except (yaml.YAMLError, ValueError) as error:  # a character, a date such as 2024-13-45, a key written twice
+    except (yaml.YAMLError, ValueError) as error:  # a character, a date such as 2024-13-45
         problem = " ".join(str(error).replace(";", ",").split())
         rule = f"cannot be read: {problem}; correct that value, or write it in quotes"
     raise ConfigError([Finding("error", file, where, None, rule)])
@@ -203,16 +178,6 @@ class _Loader(yaml.SafeLoader):
 
 
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT_FLOAT, list("-+0123456789"))
-
-
-def _load_json(text: str) -> Any:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        for key, count in Counter(key for key, _ in pairs).items():
-            if count > 1:
-                raise ValueError(f"the key '{key}' is written twice in one block")
-        return dict(pairs)
-
-    return json.loads(text, object_pairs_hook=unique)
 
 
 def _read_text(path: Path) -> str:
