@@ -30,7 +30,7 @@ from coat_flux.data.cache import (
 from coat_flux.data.captions import shuffle_tokens
 from coat_flux.data.files import DatasetError
 from coat_flux.data.images import read_photo, to_tensor
-from coat_flux.data.loader import Batch, BucketBatchSampler, LatentDataset
+from coat_flux.data.loader import Batch, BucketBatchSampler, LatentDataset, picture_of
 from coat_flux.data.preflight import DataReport
 from tests import tolerances
 from tests.helpers.asserts import assert_all_bitwise, assert_bitwise
@@ -329,7 +329,7 @@ def test_masks_of_a_batch_have_mean_1_a_missing_one_is_black_unless_all_are(fold
     assert dataset.batch(Batch((missing, other), 0))["mask"].eq(1).all()
     assert dataset.encoded(dataset.samples[missing], "")["mask"].eq(0).all()
     assert "mask" not in make(folder, vae, encoders, cache_latents=True).batch(Batch((0, 1), 0))
-    picture, shown = dataset.picture(dataset.samples[masked])
+    picture, shown = picture_of(dataset.samples[masked], dataset.ground(dataset.samples[masked]))
     assert picture.shape == (64, 64, 3)
     assert shown[:, :32].all()
     assert not shown[:, 32:].any()

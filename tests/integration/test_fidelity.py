@@ -17,7 +17,8 @@ import yaml
 
 from coat_flux.cli.entry import main
 from coat_flux.data.cache import encode_latents
-from coat_flux.data.fidelity import Redrawn, to_pixels
+from coat_flux.data.fidelity import Redrawn
+from coat_flux.data.images import to_tensor
 from coat_flux.mini_flux import MINI_FLUX
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from coat_flux.trainers.standalone.validation import redraw
@@ -88,7 +89,7 @@ def test_colour_comes_nearer_to_the_garment_and_not_to_another(tmp_path: Path, m
     subjects = []
     for subject in red.subjects:
         picture = np.ascontiguousarray(subject.picture[..., ::-1])  # blue in place of red
-        latents = encode_latents(session.vae, to_pixels(picture))[0]
+        latents = encode_latents(session.vae, to_tensor(picture)[None])[0]
         subjects.append(subject._replace(picture=picture, inputs={**subject.inputs, "latents": latents}))
     blue = Redrawn(subjects, None)
     session.transformer.eval()

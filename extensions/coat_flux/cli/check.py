@@ -216,8 +216,9 @@ def print_vae_alone(process: Mapping[str, Any], report: DataReport) -> None:
     from diffusers import AutoModel
 
     from ..data.cache import decode_latents, encode_latents
-    from ..data.fidelity import compare, evenly, show, to_picture, to_pixels
+    from ..data.fidelity import compare, evenly, show, to_picture
     from ..data.hold_out import choose_hold_out
+    from ..data.images import to_tensor
     from ..data.loader import picture_of
     from ..data.preflight import datasets_of
 
@@ -234,7 +235,7 @@ def print_vae_alone(process: Mapping[str, Any], report: DataReport) -> None:
     print("The VAE alone, which no training can pass:")
     for sample in evenly(list(samples.values())):
         picture, mask = picture_of(sample, report.options.background)
-        drawn = to_picture(decode_latents(vae, encode_latents(vae, to_pixels(picture))))
+        drawn = to_picture(decode_latents(vae, encode_latents(vae, to_tensor(picture)[None])))
         print(f"  {sample.image_path.name}: {show(compare(picture, drawn, mask))}")
 
 

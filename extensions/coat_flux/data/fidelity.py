@@ -175,11 +175,6 @@ def to_picture(pixels: Tensor) -> NDArray[np.uint8]:
     return levels.permute(1, 2, 0).contiguous().numpy()
 
 
-def to_pixels(picture: NDArray[np.uint8]) -> Tensor:
-    """The inverse of `to_picture`."""
-    return torch.from_numpy(picture).permute(2, 0, 1)[None].float() / 127.5 - 1
-
-
 def _compare(subject: Subject, latents: Tensor, decode: Decode) -> Fidelity:
     return compare(subject.picture, to_picture(decode(latents)), subject.mask)
 

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image, ImageCms, ImageColor, ImageOps, ImageStat
 from tqdm import tqdm
 
@@ -108,8 +109,8 @@ def read_mask(path: Path | str, *, alpha: bool = False, inverted: bool = False) 
     return ImageOps.invert(mask) if inverted else mask
 
 
-def to_tensor(image: Image.Image) -> torch.Tensor:
-    """Pixels for the VAE: [3, H, W] float32 in [-1, 1] from an RGB image."""
+def to_tensor(image: Image.Image | NDArray[np.uint8]) -> torch.Tensor:
+    """Pixels for the VAE: [3, H, W] float32 in [-1, 1] from an RGB image, or its values [H, W, 3]."""
     pixels_HWC = torch.from_numpy(np.array(image, dtype=np.float32))
     return (pixels_HWC / 127.5 - 1.0).permute(2, 0, 1).contiguous()
 

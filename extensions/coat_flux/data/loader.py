@@ -226,10 +226,6 @@ class LatentDataset:
         own = {"mask": self._mask(sample, image, blur)} if self._has_masks else {}
         return {**image, **text, **own}
 
-    def picture(self, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
-        """`picture_of` a sample, on the ground that it has here."""
-        return picture_of(sample, self._ground(sample))
-
     def _mask(self, sample: Sample, image: dict[str, Tensor], blur: float) -> Tensor:
         """Weights [1, h, w] of a sample's own mask, 0 where it is missing; else of the photo's transparency, or 1."""
         _, height, width = image["latents"].shape
@@ -246,7 +242,7 @@ class LatentDataset:
     def _encode_image(self, sample: Sample) -> dict[str, Tensor]:
         if self.vae is None:
             raise DatasetError(_CACHE_GONE.format(printable(sample.image_path), "latents"))
-        image, alpha = read_photo(sample.image_path, self._ground(sample))
+        image, alpha = read_photo(sample.image_path, self.ground(sample))
         latents = encode_latents(self.vae, to_tensor(_cut(image, sample))[None])[0].cpu()
         if not torch.isfinite(latents).all():
             raise DatasetError(
@@ -267,11 +263,11 @@ class LatentDataset:
         path = sample.image_path
         if path not in self._digests:
             self._digests[path] = file_sha256(path)
-        size, colour = [sample.bucket.width, sample.bucket.height], self._ground(sample)
+        size, colour = [sample.bucket.width, sample.bucket.height], self.ground(sample)
         ground = None if colour is None else rgb(colour)
         return cache_key("latents", self._digests[path], size, sample.flip, self._vae_identity, ground, self.masked)
 
-    def _ground(self, sample: Sample) -> str | None:
+    def ground(self, sample: Sample) -> str | None:
         """What lies behind transparent parts; with `alpha_mask` their own colours."""
         return None if self.configs[sample.dataset_index].alpha_mask else self.background
 

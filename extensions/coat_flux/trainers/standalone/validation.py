@@ -29,7 +29,7 @@ from ...data.cache import decode_latents, on_device
 from ...data.captions import inject_trigger
 from ...data.fidelity import Redrawn, Subject, evenly
 from ...data.hold_out import FixedNoise, choose_hold_out
-from ...data.loader import LatentDataset
+from ...data.loader import LatentDataset, picture_of
 from ...data.masks import normalized
 from .flow_matching import losses_of, predict_velocity
 from .loading import Encoders
@@ -67,7 +67,7 @@ def fixed_noise(dataset: LatentDataset, held_out: Sequence[Sample], trained: Seq
 def subjects_of(dataset: LatentDataset, held_out: Sequence[Sample]) -> list[Subject]:
     """The held-out photos that are redrawn, as `fixed_noise` takes them."""
     chosen = evenly(_one_each(held_out))
-    return [Subject(*dataset.picture(sample), dataset.encoded(sample, sample.caption)) for sample in chosen]
+    return [Subject(*picture_of(x, dataset.ground(x)), dataset.encoded(x, x.caption)) for x in chosen]
 
 
 def _one_each(held_out: Sequence[Sample]) -> list[Sample]:
