@@ -11,6 +11,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -161,4 +162,4 @@ def _job(
 
 
 if __name__ == "__main__":
-    worker.main(measure_trainer)
+    worker.main(partial(worker.run, measure=measure_trainer))

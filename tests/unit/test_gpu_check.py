@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -286,10 +287,10 @@ def test_a_dry_run_executes_every_kind_of_stage(bench: Bench, tmp_path: Path, mo
     """The processes of stages run in this one, but for the tests'; kernels are those of one launcher."""
     monkeypatch.setattr(on_gpu, "SHAPES", ((1, 1),))
     mains = {
-        gpu_check.PRODUCTS: on_gpu.main,
+        gpu_check.PRODUCTS: lambda: worker.main(on_gpu.run),
         gpu_check.WORKER: worker.main,
         gpu_check.KERNELS: _gpu_kernels.main,
-        gpu_check.TRAINERS: lambda: worker.main(measure_trainer),
+        gpu_check.TRAINERS: lambda: worker.main(partial(worker.run, measure=measure_trainer)),
     }
 
     def here(check: Any, stage: Any, until: float, **spec: Any) -> tuple[str, str]:

@@ -14,6 +14,11 @@ def size_text(size: float) -> str:
     return f"{size / unit:.1f} {name}"
 
 
+def markdown_table(header: Sequence[str], *rows: Sequence[str]) -> str:
+    """Rows of cells as a Markdown table."""
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows))
+
+
 def columns(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:
     """Rows of cells as lines of aligned columns; those in `left` are left-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -34,6 +34,7 @@ from coat_core.ops.dispatch import launcher_of, launchers
 from coat_core.ops.launch import recorded_launches
 
 from ..base.errors import UserError
+from ..base.text import markdown_table
 from ..blocks.apply import apply_coat
 from ..blocks.fused.linears import LinearGroup
 from ..blocks.fused.parts import Modulation, modulate_ahead
@@ -607,20 +608,22 @@ def report(counts: dict[str, Any], verbose: bool) -> str:
     columns, titles = [], []
     for name in ("coat", "bf16_compile"):
         columns += [names[name] for names in sizes.values()]
-        titles += [f"{name} {size} px: launches | ms" for size in sizes]
-    lines = [["ms a step", *titles], ["---"] * (1 + 2 * len(columns))]
+        for size in sizes:
+            titles += [f"{name} {size} px: launches", "ms"]
+    lines = [["ms a step", *titles]]
     rows = {name: [column["by_category"].get(name) for column in columns] for name in (*CATEGORIES, POINTWISE)}
     rows |= {"blocks": [column["blocks"] for column in columns], "whole step": columns}
     for label, cells in rows.items():
         if any(cells):
-            shown = [f"{cell['launches']:,} | {cell['modelled_ms']:.1f}" if cell else " | " for cell in cells]
-            lines.append([label, *shown])
+            line = [label]
+            for cell in cells:
+                line += [f"{cell['launches']:,}", f"{cell['modelled_ms']:.1f}"] if cell else ["", ""]
+            lines.append(line)
     host = []
     for size, names in sizes.items():
         calls, reads = names["coat"]["host_ops"], names["coat"]["host_reads"]
         host.append(f"{size} px: {calls:,} calls of torch's dispatcher, {reads} reads from the device")
-    heads = ["card", "px", "products", "launches", "coat ms", "without instructions", "bf16 + compile ms", "ratio"]
-    cards = [heads, ["---"] * len(heads)]
+    cards = [["card", "px", "products", "launches", "coat ms", "without instructions", "bf16 + compile ms", "ratio"]]
     for card, by_size in counts.items():
         for size, names in by_size.items():
             theirs = names["bf16_compile"]["modelled_ms"]
@@ -632,13 +635,12 @@ def report(counts: dict[str, Any], verbose: bool) -> str:
                 row = [card, size, products, f"{coat['launches']:,}", f"{ours:.1f}", f"{coat['bytes_ms']:.1f}"]
                 cards.append([*row, f"{theirs:.1f}", f"{theirs / ours:.2f}"])
     kernels = [["card", "products", "kernel", "px", "launches", "ms", "by bytes", "by instructions", "bound"]]
-    kernels.append(["---"] * len(kernels[0]))
     for (card, name), size in product(KERNELS_OF, sizes):
         for kernel, sums in counts[card][size][name]["by_kernel"].items():
             ms = (f"{sums[key]:.1f}" for key in ("modelled_ms", "bytes_ms", "issue_ms"))
             kernels.append([card, TITLES[name], kernel, size, f"{sums['launches']:,}", *ms, bound_of(sums)])
-    tables = ["\n".join(f"| {' | '.join(line)} |" for line in table) for table in (lines, cards, kernels)]
-    parts = [f"modelled for {SHOWN}, not measured:", tables[0], f"host, {'; '.join(host)}", *tables[1:]]
+    parts = [f"modelled for {SHOWN}, not measured:", markdown_table(*lines), f"host, {'; '.join(host)}"]
+    parts += [markdown_table(*cards), markdown_table(*kernels)]
     first = next(iter(sizes.values()))["coat"]["operators"]
     for region, rows in first.items() if verbose else ():
         if region.removeprefix("first ").removeprefix("last ") in first.keys() - {region}:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..base.errors import UserError
 from ..base.files import write_file
+from ..base.text import markdown_table
 from .configurations import CANNOT, FAILED, OK, OPTIMIZER, OUT_OF_MEMORY, STEP, TRAINER, BenchOptions, named, rivals
 from .limits import Geometry, least_ms, step_work
 
@@ -217,7 +218,7 @@ def _table(level: str, rows: Sequence[Result]) -> str:
     header = ["configuration", "measured", "ms", "min .. max", "of limit", "peak GB", *(f"x {t}" for t in titles)]
     if level == TRAINER:
         header += ["planned GB", "steps a second"]
-    lines = [header, ["---"] * len(header)]
+    lines = [header]
     for row in sorted(rows, key=lambda row: (row.batch, row.resolution, row.what)):
         size = f"{row.resolution} px x {row.batch}" if row.resolution else ""
         cells = [row.configuration, f"{row.what} {size}".strip()]
@@ -236,4 +237,4 @@ def _table(level: str, rows: Sequence[Result]) -> str:
         lines.append(cells)
     measured = {row.configuration for row in rows}
     about = [f"* {name}: {row.about}" for name, row in named(level).items() if name in measured]
-    return "\n".join([f"## {level}", "", *(f"| {' | '.join(line)} |" for line in lines), "", *about])
+    return "\n".join([f"## {level}", "", markdown_table(*lines), "", *about])

@@ -27,7 +27,7 @@ from ..base.environment import version_of
 from ..base.names import COAT_OPTIMIZER
 from ..config.check import is_installed
 from ..plan.speed import DEVICES
-from .configurations import CALLS, CANNOT, CPU_CALLS, FAILED, OK, OPTIMIZER, OUT_OF_MEMORY, Configuration, named
+from .configurations import CALLS, CANNOT, CPU_CALLS, FAILED, OK, OPTIMIZER, OUT_OF_MEMORY, named
 from .limits import Geometry
 
 Measure = Callable[..., Iterable[dict[str, Any]]]
@@ -52,7 +52,26 @@ def run(spec: dict[str, Any], measure: Measure | None = None) -> dict[str, Any]:
             torch.cuda.set_device(device.index or 0)
         if row is None:
             return {"status": OK, "machine": _machine(device)}
-        return {"status": OK, "measurements": _measured(row, spec, device, measure)}
+        records_graphs = row.captures or row.compile_mode not in ("", "default")
+        if records_graphs and device.type != "cuda":
+            raise MissingError("needs a GPU")
+        for package in row.needs:
+            if not is_installed(package):
+                raise MissingError(f"needs the package {package}, which is not installed")
+        ours = row.coat is not None or row.name == COAT_OPTIMIZER
+        if ours and device.type == "cuda":
+            obstacle = triton_obstacle(torch.device("cuda", torch.cuda.current_device()))
+            if obstacle is not None:
+                raise RuntimeError(f"{obstacle}; the references of our kernels would be timed as COAT")
+        torch.manual_seed(0)
+        warmup, repeats = CALLS[spec["level"]] if device.type == "cuda" else CPU_CALLS
+        if measure is None:
+            from .measure import measure_optimizer, measure_steps
+
+            measure = measure_optimizer if spec["level"] == OPTIMIZER else measure_steps
+        calls = warmup, spec["repeats"] or repeats
+        measured = measure(row, Geometry(**spec["geometry"]), spec["sizes"], device, calls)
+        return {"status": OK, "measurements": list(measured)}
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         status = FAILED
@@ -63,30 +82,6 @@ def run(spec: dict[str, Any], measure: Measure | None = None) -> dict[str, Any]:
         elif row is not None and row.coat is None and (row.needs or row.compile_mode):
             status = CANNOT  # a baseline of others, which need not run on every machine
         return {"status": status, "reason": reason[:REASON_LENGTH], "traceback": traceback.format_exc()}
-
-
-def _measured(
-    row: Configuration, spec: dict[str, Any], device: torch.device, measure: Measure | None
-) -> list[dict[str, Any]]:
-    records_graphs = row.captures or row.compile_mode not in ("", "default")
-    if records_graphs and device.type != "cuda":
-        raise MissingError("needs a GPU")
-    for package in row.needs:
-        if not is_installed(package):
-            raise MissingError(f"needs the package {package}, which is not installed")
-    ours = row.coat is not None or row.name == COAT_OPTIMIZER
-    if ours and device.type == "cuda":
-        obstacle = triton_obstacle(torch.device("cuda", torch.cuda.current_device()))
-        if obstacle is not None:
-            raise RuntimeError(f"{obstacle}; the references of our kernels would be timed as COAT")
-    torch.manual_seed(0)
-    warmup, repeats = CALLS[spec["level"]] if device.type == "cuda" else CPU_CALLS
-    if measure is None:
-        from .measure import measure_optimizer, measure_steps
-
-        measure = measure_optimizer if spec["level"] == OPTIMIZER else measure_steps
-    calls = warmup, spec["repeats"] or repeats
-    return list(measure(row, Geometry(**spec["geometry"]), spec["sizes"], device, calls))
 
 
 def _machine(device: torch.device) -> dict[str, Any]:
@@ -116,10 +111,10 @@ def _machine(device: torch.device) -> dict[str, Any]:
     }
 
 
-def main(measure: Measure | None = None) -> None:
+def main(run: Callable[[dict[str, Any]], dict[str, Any]] = run) -> None:
     """Read the specification, run it, write the result."""
     spec_file, result_file = map(Path, sys.argv[1:3])
-    result = run(json.loads(spec_file.read_text(encoding="utf-8")), measure)
+    result = run(json.loads(spec_file.read_text(encoding="utf-8")))
     result_file.write_text(json.dumps(result), encoding="utf-8")
 
 

@@ -9,11 +9,8 @@ module> SPEC RESULT`), and the operators have one, since a refused product may l
 from __future__ import annotations
 
 import functools
-import json
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -149,11 +146,5 @@ def report(device: str = "cuda") -> Iterator[str]:
             yield f"{kind}, {name}: {', '.join(texts)}"
 
 
-def main() -> None:
-    """The process of a kind."""
-    spec_file, result_file = map(Path, sys.argv[1:3])
-    result_file.write_text(json.dumps(run(json.loads(spec_file.read_text(encoding="utf-8")))), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    worker.main(run)
