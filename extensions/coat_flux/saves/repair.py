@@ -221,19 +221,13 @@ def good_step(run_dir: Path, doubt_since: int, apart: int) -> int | None:
     return next(iter([*trusted, *older]), None)
 
 
-def way_back(
-    run_dir: Path,
-    since: int,
-    apart: int,
-    go_back_to: Callable[[int], str],
-    again: str,
-) -> str:
+def way_back(run_dir: Path, since: int, apart: int, go_back_to: Callable[[int], str]) -> str:
     """Instructions to resume a run that diverged at step `since`, once its config is corrected."""
     step = good_step(run_dir, since, apart)
     if step is not None:
         return f"then {go_back_to(step)}"
     if not committed_sets(run_dir):
-        return f"nothing has been saved yet: then {again}"
+        return "nothing has been saved yet: then start the same config again"
     return "no state from before that is kept: then choose another config.name to start over"
 
 

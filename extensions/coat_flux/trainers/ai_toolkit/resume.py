@@ -303,7 +303,6 @@ class Saves:
             since,
             self._apart,
             lambda step: f"go back to step {step} and start the job again: {command} {step}",
-            "start the job again",
         )
 
     def _make_newest(self, folder: Path) -> None:

@@ -52,7 +52,7 @@ from ...watch.run_tables import StepStats
 from ...watch.step_watch import StepWatch
 from ..full import Chosen, UpdateInBackward, make_states
 from ..optimizer import advance, describe_optimizer, make_optimizer, make_scheduler
-from .flow_matching import Objective
+from .flow_matching import Objective, bypassed_guidance
 from .loading import TORCH_DTYPES, Encoders, load_encoders, load_transformer
 from .network import LoraEMA, add_lora
 from .progress import RunLog
@@ -245,10 +245,18 @@ class Session:
 
     @contextmanager
     def between_steps(self, phase: str) -> Iterator[None]:
-        """In this block the transformer is in eval mode, with the EMA, if any, and without memory of captured steps."""
+        """In this block the transformer is in eval mode, with the EMA, if any, and without memory of captured steps.
+
+        The held-out loss is measured with guidance as in training, samples are drawn with the model's own.
+        """
         if self.graphs is not None:
             self.graphs.drop()
-        with self.watch.phases.during(phase), nullcontext() if self.ema is None else self.ema.applied():
+        bypass = phase == "validate" and self.job.train.bypass_guidance_embedding
+        with (
+            self.watch.phases.during(phase),
+            nullcontext() if self.ema is None else self.ema.applied(),
+            bypassed_guidance(self.transformer, bypass),
+        ):
             self.transformer.eval()
             try:
                 yield

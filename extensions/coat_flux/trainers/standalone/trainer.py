@@ -53,7 +53,6 @@ from ...watch.run_tables import StepStats
 from ..full import CLIP_EPS
 from ..optimizer import advance, learning_rate
 from ..processes import EXIT_OTHER, first_to_fail
-from .flow_matching import bypassed_guidance
 from .progress import RunLog
 from .saving import check_same_run, find_resume_point, identity_of, save, save_name
 from .session import Session
@@ -128,7 +127,6 @@ class COATTrainer:
             since,
             min(job.save.save_every, WINDOW),
             lambda step: f'resume from step {step}: coat-flux train "{job.file}"{option} --from-step {step}',
-            "start the same config again",
         )
 
     def _train(self, workers: Workers, log: RunLog, phases: PhaseTracker, from_step: int | None) -> Path:
@@ -280,13 +278,9 @@ def _draw_samples(session: Session) -> None:
 
 
 def _validate(session: Session) -> float:
-    train = session.job.train
-    with (
-        session.between_steps("validate"),
-        bypassed_guidance(session.transformer, train.bypass_guidance_embedding),
-    ):
-        model, device = session.transformer, session.workers.device
-        loss = loss_of(model, session.noise, train.batch_size, dtype=session.dtype, device=device)
+    model, device = session.transformer, session.workers.device
+    with session.between_steps("validate"):
+        loss = loss_of(model, session.noise, session.job.train.batch_size, dtype=session.dtype, device=device)
     if session.holds_out:
         session.record["held_out_loss"] = [*session.record.get("held_out_loss", []), [session.step, loss]]
     session.log.validation(session.step, loss)
@@ -295,14 +289,10 @@ def _validate(session: Session) -> float:
 
 def _redraw(session: Session) -> None:
     """Redraw held-out photos after a save, or at a start from one, where they were not yet."""
-    redrawn, train = session.redrawn, session.job.train
+    redrawn, model, device = session.redrawn, session.transformer, session.workers.device
     if redrawn is None or not redrawn.lacks(session.step):
         return
-    with (
-        session.between_steps("validate"),
-        bypassed_guidance(session.transformer, train.bypass_guidance_embedding),
-    ):
-        model, device = session.transformer, session.workers.device
+    with session.between_steps("validate"):
         redraw(redrawn, session.step, model, session.vae, dtype=session.dtype, device=device)
     session.record["fidelity"] = redrawn.record
     session.log.fidelity(session.step, redrawn)
