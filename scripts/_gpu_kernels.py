@@ -40,10 +40,10 @@ from coat_core.ops.proof import SAMPLED_ROWS, Sample, fault
 from coat_core.ops.proof import Call as RecordedCall
 from coat_core.quantize import sqnr_db
 from coat_flux.base.files import write_file
-from coat_flux.bench import measure, worker
+from coat_flux.bench import worker
 from coat_flux.bench.configurations import CPU_CALLS, FAILED, OK, STEP, named
 from coat_flux.bench.limits import ATTENTION_STEP, HEAD_DIM, Geometry, token_count
-from coat_flux.bench.measure import SEED, make_model, measure_steps, model_inputs, time_calls, wait
+from coat_flux.bench.worker import SEED, make_model, measure_steps, model_inputs, time_calls, wait
 from coat_flux.plan.speed import DEVICES, Card
 
 Case = functools.partial[Any]
@@ -257,7 +257,7 @@ def measure_trace(*how: Any) -> Iterator[dict[str, Any]]:
         kernels = dict(sorted(spent.items(), key=lambda item: -item[1][1]))
         return {**timing, "kernels": kernels}
 
-    with mock.patch.object(measure, "time_calls", traced):
+    with mock.patch.object(worker, "time_calls", traced):
         yield from measure_steps(*how)
 
 

@@ -24,7 +24,7 @@ from coat_flux.base.names import COAT_OPTIMIZER
 from coat_flux.bench import worker
 from coat_flux.bench.configurations import STEP, Configuration
 from coat_flux.bench.limits import Geometry
-from coat_flux.bench.measure import SEED, TORCHS_PRECISION, Sizes, wait
+from coat_flux.bench.worker import SEED, TORCHS_PRECISION, Sizes, wait
 from coat_flux.blocks.models.flux1 import make_flux_dev_geometry
 from coat_flux.config.job import JobConfig
 from coat_flux.mini_flux import MINI_FLUX

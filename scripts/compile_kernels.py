@@ -41,7 +41,7 @@ from triton.compiler import ASTSource
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from coat_core.ops.launch import FIRST_E4M3_CAPABILITY
-from coat_flux.bench.instructions import key_of, source_digest
+from coat_flux.bench.limits import key_of, source_digest
 from tests.helpers.kernel_cases import CASES, launcher_modules
 
 TARGETS = (80, 86, 89, 90, 100, 120)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from coat_flux.export.layouts import height_of, place_of
+from coat_flux.export.lora_files import height_of, place_of
 
 HIDDEN = 64
 OTHER_SIZE = 48  # of what is no multiple of the hidden size: embedders' inputs, the final layer's outputs

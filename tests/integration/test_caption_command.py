@@ -17,8 +17,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from coat_flux.cli.entry import main
 from coat_flux.data.captions import inject_trigger, read_caption
-from coat_flux.data.describe import MOST_TOKENS, Captioner
-from coat_flux.data.pretrained import load_pretrained
+from coat_flux.data.drafts import MOST_TOKENS, Captioner, load_pretrained
 from tests.reliability.photos import jpeg, noise, write
 
 WORDS = ["a", "woman", "man", "in", "the", "park", "dress", "stands", "wears", "light", "by", "night"]

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from coat_flux.base.errors import UserError
 from coat_flux.base.table import FIDELITY, FIDELITY_FILE
 from coat_flux.cli.entry import main
-from coat_flux.export.check import convert_file
+from coat_flux.export.lora_files import convert_file
 from coat_flux.pages.compare import choose_columns, job_of
 from coat_flux.pages.report import write_report
 from coat_flux.pages.run import RunFolder

@@ -18,7 +18,7 @@ from torch.nn.functional import pixel_unshuffle
 
 from coat_flux.cli import main
 from coat_flux.data.cache import encode_latents
-from coat_flux.export.check import convert_file
+from coat_flux.export.lora_files import convert_file
 from coat_flux.trainers.standalone.flow_matching import predict_velocity
 from coat_flux.trainers.standalone.loading import load_encoders, load_transformer
 from coat_flux.trainers.standalone.trainer import COATTrainer

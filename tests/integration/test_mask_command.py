@@ -13,8 +13,7 @@ from PIL import Image
 from transformers import AutoImageProcessor, SegformerConfig, SegformerForSemanticSegmentation
 
 from coat_flux.cli.entry import main
-from coat_flux.data.pretrained import ModelError
-from coat_flux.data.segment import LONGEST, Parser, names_garment
+from coat_flux.data.drafts import LONGEST, ModelError, Parser, names_garment
 from tests.helpers.engine_job import engine_job
 from tests.reliability.photos import jpeg, noise, write
 

@@ -14,8 +14,7 @@ from coat_flux.pages.compare import show_comparison
 from coat_flux.pages.html import Page
 from coat_flux.pages.live import live_page
 from coat_flux.pages.report import write_report
-from coat_flux.study.compare import Verdict, write_page
-from coat_flux.study.judgement import judge
+from coat_flux.study.compare import Verdict, judge, write_page
 from coat_flux.study.study import ArmResult, Study
 from coat_flux.study.sweep import FAILED, FINISHED, OPEN, Run, Sweep, Trial, write_sweep_page
 from coat_flux.watch.casts import COLUMNS

@@ -9,7 +9,7 @@ import pytest
 
 from coat_flux.mini_flux import make_mini_flux
 from coat_flux.study import judge, open_study, verify
-from coat_flux.study.judgement import NOT_LOSSLESS
+from coat_flux.study.compare import NOT_LOSSLESS
 
 ROOT = Path(__file__).resolve().parents[2]
 SEEDS, STEPS, LR = 3, 20, 5e-4

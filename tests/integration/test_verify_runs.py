@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from coat_flux.cli.entry import main
 from coat_flux.study import BF16, Study, Verdict, VerifyError, open_study, verify
-from coat_flux.study.judgement import LOSSLESS
+from coat_flux.study.compare import LOSSLESS
 from coat_flux.trainers.standalone.session import Session
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from coat_flux.watch.guard import DeadRunError

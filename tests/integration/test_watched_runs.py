@@ -24,9 +24,8 @@ from coat_flux.plan.predict import predict
 from coat_flux.trainers.standalone import session
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from coat_flux.watch.casts import CastPrecision, read_rows
-from coat_flux.watch.memory_report import finish
 from coat_flux.watch.oom import OutOfMemory
-from coat_flux.watch.phases import PhaseTracker
+from coat_flux.watch.phases import PhaseTracker, finish
 from tests.helpers.aitk_standin.host import COAT_ENTRY, Host, standin_host  # noqa: F401
 from tests.helpers.asserts import assert_all_bitwise
 from tests.helpers.engine_job import engine_job, write_images

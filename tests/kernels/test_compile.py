@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from coat_flux.bench.instructions import ENOUGH_WARPS
+from coat_flux.bench.limits import ENOUGH_WARPS
 
 # of the script's: FP8 by integers, by instruction, and both newer dot products; each launch for one of them in turn, as
 # time allows, and for all where it needs much shared memory

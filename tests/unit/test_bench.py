@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from coat_flux.base.errors import UserError
-from coat_flux.bench import measure, runner, worker
+from coat_flux.bench import runner, worker
 from coat_flux.bench.configurations import CONFIGURATIONS, LEVELS, TRAINER, BenchOptions, named, rivals
 from coat_flux.bench.limits import Geometry, least_ms, step_work, token_count
 from coat_flux.bench.runner import summarize, write
@@ -120,7 +120,7 @@ def test_errors_become_results(monkeypatch, configuration, error, status, reason
         raise error
 
     monkeypatch.setattr(worker, "is_installed", lambda package: True)
-    monkeypatch.setattr(measure, "make_model", fail)
+    monkeypatch.setattr(worker, "make_model", fail)
     result = worker.run(spec("step", configuration))
     assert (result["status"], result["reason"]) == (status, reason)
     assert reason[:40].split(": ")[1] in result["traceback"]

@@ -14,23 +14,21 @@ pytest.importorskip("triton")
 from coat_flux.bench import count
 from coat_flux.bench.configurations import COUNT, named
 from coat_flux.bench.count import MODULATION, OUTSIDE, UPDATE, Launch, Recorder, as_compiled, bound_of, count_step
-from coat_flux.bench.instructions import (
+from coat_flux.bench.limits import (
+    BANDWIDTH_SHARE,
     ENOUGH_WARPS,
     ISSUE_SHARE,
     ISSUED,
-    ROWS,
-    issue_ms,
-    key_of,
-    resident_warps,
-    source_digest,
-)
-from coat_flux.bench.limits import (
-    BANDWIDTH_SHARE,
     LAUNCH_MS,
     RATE_SHARES,
+    ROWS,
     Geometry,
+    issue_ms,
     kernel_ms,
+    key_of,
     modelled_cards,
+    resident_warps,
+    source_digest,
 )
 from coat_flux.cli import main
 from coat_flux.config.coat import COATConfig

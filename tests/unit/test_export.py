@@ -20,9 +20,18 @@ from torch import nn
 
 from coat_flux.blocks.models.flux1 import make_flux_dev_geometry
 from coat_flux.cli.entry import main
-from coat_flux.export import check as check_module
-from coat_flux.export.check import check_export, convert_file, convert_pairs
-from coat_flux.export.layouts import ExportError, height_of, layout_of, place_of, read_pairs, write_pairs
+from coat_flux.export import lora_files as check_module
+from coat_flux.export.lora_files import (
+    ExportError,
+    check_export,
+    convert_file,
+    convert_pairs,
+    height_of,
+    layout_of,
+    place_of,
+    read_pairs,
+    write_pairs,
+)
 from coat_flux.trainers.ai_toolkit.resume import read_back
 from tests.helpers.lora_files import HIDDEN, OUTSIDE, lora_tensors, module_names
 from tests.tolerances import LORA_DELTA_RTOL, LORA_NORM_RTOL

@@ -17,9 +17,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from coat_flux.blocks.held import HeldParts
 from coat_flux.config.findings import ConfigError
 from coat_flux.watch import phases as phases_module
-from coat_flux.watch.memory_report import finish, stacked, tabulated
 from coat_flux.watch.oom import OutOfMemory, is_oom
-from coat_flux.watch.phases import STEP_MOMENTS, PhaseTracker, peak_bytes, used_bytes
+from coat_flux.watch.phases import STEP_MOMENTS, PhaseTracker, finish, peak_bytes, stacked, tabulated, used_bytes
 from coat_flux.watch.step_watch import BASELINE, CPU_NOTE, IN_A_ROW, SLOWER, WARM_UP, SpillWatch
 from tests import tolerances
 from tests.helpers.step_watch import step_watch

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from coat_flux.config.job import JobConfig
-from coat_flux.config.launch import LaunchError, joint_job, require_launch
 from coat_flux.saves.interrupts import Interrupts
 from coat_flux.trainers import processes
 from coat_flux.trainers.ai_toolkit.loop import Team
+from coat_flux.trainers.processes import LaunchError, joint_job, require_launch
 from coat_flux.trainers.standalone.workers import Workers, whole_norms
 from tests.helpers.engine_job import engine_job
 

@@ -17,8 +17,7 @@ from coat_flux.data.files import find_images
 from coat_flux.data.hold_out import FixedNoise
 from coat_flux.plan.job import JobFacts
 from coat_flux.plan.predict import predict
-from coat_flux.study.compare import Verdict, write_page
-from coat_flux.study.judgement import LOSSLESS, NOT_LOSSLESS, UNDECIDED, Judgement, judge
+from coat_flux.study.compare import LOSSLESS, NOT_LOSSLESS, UNDECIDED, Judgement, Verdict, judge, write_page
 from coat_flux.study.study import (
     BF16,
     ArmResult,

@@ -52,8 +52,17 @@ from ..trainers.standalone.flow_matching import Objective
 from ..trainers.standalone.network import LoraEMA, add_lora, lora_parameters
 from ..trainers.standalone.trainer import train_step
 from ..watch.guard import RunGuard
-from .instructions import ENOUGH_WARPS, Launched, issue_ms, resident_warps
-from .limits import NARROW, TEXT_TOKENS, Geometry, kernel_ms, modelled_cards
+from .limits import (
+    ENOUGH_WARPS,
+    NARROW,
+    TEXT_TOKENS,
+    Geometry,
+    Launched,
+    issue_ms,
+    kernel_ms,
+    modelled_cards,
+    resident_warps,
+)
 
 META = torch.device("meta")
 
@@ -653,7 +662,7 @@ def report(counts: dict[str, Any], verbose: bool) -> str:
 def bound_of(kernel: Mapping[str, float]) -> str:
     """What a kernel waits for: bytes, operations, issue, or with few warps latency, which the model has not."""
     if not kernel["resident_warps"]:
-        return "not counted, see bench/instructions.py"
+        return "not counted, see bench/limits.py"
     bound = "operations" if kernel["flops"] > OPERATIONS_A_BYTE * kernel["bytes"] else "bytes"
     if kernel["issue_ms"] > kernel["bytes_ms"]:
         bound = "issue"

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from .. import __version__
 from ..base.errors import UserError
 from ..base.run_log import drop_noise
-from . import bench, check, machine, new, photos, runs
+from . import bench, check, machine, new, runs
 from .common import EXIT_INTERRUPTED, EXIT_REFUSED
 
 
@@ -53,6 +53,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="coat-flux", description="Train FLUX LoRAs in FP8 after the COAT paper.")
     parser.add_argument("--version", action="version", version=f"coat-flux {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for module in (runs, new, check, photos, machine, bench):
+    for module in (runs, new, check, machine, bench):
         module.add_parsers(commands)
     return parser

@@ -107,7 +107,7 @@ def export(args: argparse.Namespace) -> None:
     """Convert a FLUX LoRA between key layouts. Exact: nothing is written unless converting back gives the same bits."""
     import torch
 
-    from ..export.check import convert_file
+    from ..export.lora_files import convert_file
 
     # never <name>-kohya: ai-toolkit resumes from, and cleans up, whatever in the folder begins with the job's name
     target = args.out or args.lora.with_name(f"{args.to}-{args.lora.name}")

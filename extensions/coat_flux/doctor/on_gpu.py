@@ -28,8 +28,8 @@ from coat_core.quantize import quantize, sqnr_db
 from ..bench import worker
 from ..bench.configurations import CPU_CALLS, FAILED, OK, STEP, named
 from ..bench.limits import Geometry, token_count
-from ..bench.measure import SEED, measure_steps, time_calls
 from ..bench.runner import start_worker
+from ..bench.worker import SEED, measure_steps, time_calls
 from ..watch.oom import release_memory
 
 RESOLUTION, KIND_SECONDS, OPERATORS_SECONDS = 1024, 90.0, 180.0

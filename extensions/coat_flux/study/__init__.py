@@ -1,7 +1,6 @@
 """Is COAT lossless on your data (`coat-flux verify`)? Which settings are best (`coat-flux sweep`)?"""
 
-from .compare import Verdict, verify
-from .judgement import Judgement, judge
+from .compare import Judgement, Verdict, judge, verify
 from .study import BF16, Arm, ArmResult, Study, VerifyError, open_study, score_loras
 
 __all__ = [

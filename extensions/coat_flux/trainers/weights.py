@@ -32,7 +32,7 @@ from ..blocks.models.encodings import (
     read_header,
     rows_of_tiles,
 )
-from ..export.layouts import place_of
+from ..export.lora_files import place_of
 
 MAPPED_BYTES = 64 * 2**20
 WEIGHTS = "diffusion_pytorch_model.safetensors"  # diffusers' names in a part's folder

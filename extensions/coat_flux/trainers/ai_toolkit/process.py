@@ -26,16 +26,14 @@ from ...config.check import check_job_dict, job_for_plan
 from ...config.findings import ConfigError
 from ...config.job import coat_of_entry
 from ...config.job_file import load_job_yaml
-from ...config.launch import DDP, LaunchError, require_launch, shares_weights
 from ...mini_flux import provide_embedded
 from ...plan.job import UNPROBED, JobFacts
 from ...plan.predict import outside_bytes
 from ...plan.speed import card_of, gain_of_auto
 from ...saves.repair import describe_lowest, run_lock
 from ...saves.state import require_readable
-from ...watch.memory_report import finish
-from ...watch.phases import MEMORY_FILE, PhaseTracker
-from ..processes import EXIT_OTHER, first_to_fail
+from ...watch.phases import MEMORY_FILE, PhaseTracker, finish
+from ..processes import DDP, EXIT_OTHER, LaunchError, first_to_fail, require_launch, shares_weights
 from . import contract, host
 from .full import FullModel
 from .host import detail, info, patched

@@ -25,7 +25,7 @@ from torch import Tensor
 from ...base.names import COAT_OPTIMIZER
 from ...base.rng import rng_state, set_rng_state
 from ...config.findings import ConfigError
-from ...export.check import check_export
+from ...export.lora_files import check_export
 from ...plan.job import save_space
 from ...saves.commit import commit, damage, newest_set, require_room, set_step
 from ...saves.errors import ResumeError

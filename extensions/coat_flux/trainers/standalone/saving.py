@@ -38,7 +38,7 @@ from ...base.environment import version_of
 from ...base.files import discard
 from ...base.rng import rng_state
 from ...config.job import JobConfig
-from ...export.check import check_export
+from ...export.lora_files import check_export
 from ...saves.commit import commit, damage, newest_set, published_names, state_folder
 from ...saves.errors import ResumeError
 from ...saves.identity import require_same_run, run_identity

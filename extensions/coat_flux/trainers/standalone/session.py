@@ -37,8 +37,7 @@ from ...data.cache import on_device
 from ...data.fidelity import Redrawn
 from ...data.loader import Batch, BucketBatchSampler, LatentDataset
 from ...data.preflight import T5_ARCHS, DataReport
-from ...export.check import convert_pairs
-from ...export.layouts import layout_of, naming, read_file, read_pairs, write_pairs
+from ...export.lora_files import convert_pairs, layout_of, naming, read_file, read_pairs, write_pairs
 from ...plan.job import JobFacts
 from ...plan.predict import outside_bytes
 from ...plan.speed import card_of, gain_of_auto

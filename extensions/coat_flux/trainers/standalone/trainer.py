@@ -35,7 +35,6 @@ from ...blocks.models.check import require_here
 from ...config.findings import ConfigError
 from ...config.job import JobConfig
 from ...config.job_file import load_job_yaml
-from ...config.launch import joint_job
 from ...data.loader import Batch
 from ...mini_flux import provide_embedded
 from ...plan.job import check_trained, save_space
@@ -46,13 +45,12 @@ from ...saves.repair import describe_lowest, go_back, repair, run_lock, way_back
 from ...saves.state import execution_changes, execution_of
 from ...watch.guard import WINDOW, DeadRunError
 from ...watch.live import COMMANDS, LiveRun
-from ...watch.memory_report import finish
 from ...watch.oom import OutOfMemory, explain_oom, is_oom
-from ...watch.phases import MEMORY_FILE, PhaseTracker
+from ...watch.phases import MEMORY_FILE, PhaseTracker, finish
 from ...watch.run_tables import StepStats
 from ..full import CLIP_EPS
 from ..optimizer import advance, learning_rate
-from ..processes import EXIT_OTHER, first_to_fail
+from ..processes import EXIT_OTHER, first_to_fail, joint_job
 from .progress import RunLog
 from .saving import check_same_run, find_resume_point, identity_of, save, save_name
 from .session import Session

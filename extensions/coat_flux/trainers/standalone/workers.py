@@ -24,9 +24,8 @@ from torch import Tensor, nn
 from coat_core.optim.sharded import cut_parameters, is_sharded, local_values
 
 from ...blocks.models import family_of, listed_blocks
-from ...config.launch import LaunchError, require_launch, shares_weights
 from ...watch.guard import tensor_norms
-from ..processes import STEP_LIMIT, Processes, exchange
+from ..processes import STEP_LIMIT, LaunchError, Processes, exchange, require_launch, shares_weights
 
 logger = logging.getLogger(__name__)
 
