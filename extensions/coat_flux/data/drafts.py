@@ -2,8 +2,8 @@
 
 A mask is one PNG for each photo, with its name and size, white where to train, in one folder: what `mask_path` reads.
 It is the photo's alpha channel, else a segmentation model draws it. A caption is one line beside each photo:
-`[trigger]`, then what an image-to-text model says. One with a chat template is asked for what is not the garment. Florence-2 has
-tasks in place of questions and BLIP neither: they name the garment, too, for you to delete.
+`[trigger]`, then what an image-to-text model says. One with a chat template is asked for what is not the garment.
+Florence-2 has tasks in place of questions and BLIP neither: they name the garment, too, for you to delete.
 """
 
 from __future__ import annotations
