@@ -179,11 +179,6 @@ def _write_gguf(state: dict[str, Tensor], path: Path, kind: str) -> dict[str, Te
             data = gguf.quants.quantize(value.float().numpy(), stored)
         writer.add_tensor(name, data, raw_dtype=stored)
         state[name] = torch.from_numpy(gguf.quants.dequantize(data, stored).copy()).to(value.dtype)
-    for write in (
-        writer.write_header_to_file,
-        writer.write_kv_data_to_file,
-        writer.write_tensors_to_file,
-        writer.close,
-    ):
-        write()
+    for step in ("write_header_to_file", "write_kv_data_to_file", "write_tensors_to_file", "close"):
+        getattr(writer, step)()
     return state
