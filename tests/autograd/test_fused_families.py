@@ -289,7 +289,6 @@ NOT_FUSED = [
     ("sd3", attribute("use_dual_attention", True), "attend to themselves a second time"),
     ("sd3", lambda of: of.block.set_chunk_feed_forward(1), "its feed-forward runs in chunks"),
     ("sd3", attribute("attn.norm_q", None), "q and k are not normed"),
-    ("sd3", attribute("attn.heads", 2), "heads of 32, where SD3's have 64"),
     ("qwen image", args(lambda *given: (*given[:6], torch.zeros(2, 40, dtype=torch.int))), ZERO_COND),
     ("qwen image", attribute("zero_cond_t", True), ZERO_COND),
     ("qwen image", attribute("txt_mod.0", nn.GELU()), "a modulation of more than SiLU and a linear"),

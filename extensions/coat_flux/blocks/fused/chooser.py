@@ -12,7 +12,7 @@ from coat_core.activation import Saving
 from coat_core.linear.function import compute_dtype
 
 from ..gemms import in_high_precision
-from ..hook import argument_names, has_hooks, hook_of
+from ..hook import argument_names, first_tensor, has_hooks, hook_of
 from ..models import read_list
 from ..quantized import is_adopted
 from .forms import Form, Reader
@@ -66,6 +66,8 @@ def attention_query(block: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor, Te
 
 def disagreement(fused: Form, block: nn.Module, args: tuple[Any, ...]) -> str:
     """Run a block both ways, to notice a diffusers version with other arithmetic; why it cannot be fused, or empty."""
+    if first_tensor(args).dtype == torch.float16:
+        return "in fp16, which its own code clips"
     adopted = any(map(is_adopted, block.modules()))
     largest = LARGEST_WITH_CODES if adopted else LARGEST_IN_FP8
     try:

@@ -54,7 +54,6 @@ from .parts import (
     returned,
 )
 
-FP16_LIMIT = 65504
 GELU, SWIGLU = "gelu_tanh", "silu_and_mul"  # as `coat_core.ops.gelu` names them
 UNTURNED = torch.empty(0), torch.empty(0)  # the rotary tables of blocks without any
 Tensors = Sequence[Tensor]
@@ -67,7 +66,6 @@ class Reader:
     Attributes:
         arguments: of the class's forward, by name; of another diffusers version they may differ.
         processor: class name of diffusers' attention processor; empty where the blocks have none.
-        clips: those of the streams whose results the block clips to the range of fp16.
         of_text: blocks that run before all others, on text alone; nothing is measured on those.
         call: a call's arguments, by position → `Call`; or NotFusable.
         read: a block → its fused form; or NotFusable. `join` makes one matrix of weights that read the same tensor.
@@ -75,7 +73,6 @@ class Reader:
 
     arguments: tuple[str, ...]
     processor: str = ""
-    clips: tuple[str, ...] = ()
     of_text: bool = False
     call: Callable[..., Call]
     read: Callable[[Any, bool], Form]
@@ -93,10 +90,6 @@ class Reader:
 
     def results(self, text: Tensor | None, image: Tensor) -> Any:
         """The block's results; text is None where the streams are one."""
-        if image.dtype == torch.float16 and "image" in self.clips:
-            image = image.clip(-FP16_LIMIT, FP16_LIMIT)
-        if text is not None and text.dtype == torch.float16 and "text" in self.clips:
-            text = text.clip(-FP16_LIMIT, FP16_LIMIT)
         return image if text is None else (text, image)
 
 
@@ -134,10 +127,10 @@ class Form:
             raise NotFusable(f"called with keywords ({', '.join(kwargs)})")
         call = self.reader.call(*args)
         shared = call.shared
-        if not shared.cos.numel():
-            rotary = _unturned(call.image.shape[1], self.attention.head_dim, call.image.device)
-            shared = Shared(*rotary, shared.mask)
         streams = [call.image] if call.text is None else [call.text, call.image]
+        if not shared.cos.numel():
+            tokens = sum(stream.shape[1] for stream in streams)
+            shared = Shared(*_unturned(tokens, self.attention.head_dim, call.image.device), shared.mask)
         inputs, keeps = [*streams, *call.vectors], torch.is_grad_enabled()
         for modulation in self.modulations:
             inputs.append(modulation(call.temb))
@@ -264,6 +257,14 @@ class DoubleBlock(Form):
     attention: Attention  # of both streams
     text: Stream
     image: Stream
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (
+            self.text.output is not None
+            and self.text.output.linear.input_storage != self.image.output.linear.input_storage
+        ):
+            raise NotFusable("the outputs of attention want it in different formats")
 
     def forward(self, kept: Kept, shared: Shared, inputs: Tensors, needs: Sequence[bool]) -> tuple[Tensor, ...]:
         """See `Form`."""

@@ -92,14 +92,7 @@ def read_double(attn: Any, text: Outside, image: Outside, join: bool) -> DoubleB
     image_stream = read_stream(image, read_group((attn.to_q, attn.to_k, attn.to_v), join), attn.to_out[0])
     norms = attn.norm_added_q, attn.norm_added_k, attn.norm_q, attn.norm_k
     attention = Attention(attn.inner_dim // attn.heads, *qk_norm(*norms))
-    return double_block(attention, text_stream, image_stream)
-
-
-def double_block(attention: Attention, text: Stream, image: Stream) -> DoubleBlock:
-    """Put the parts together; attention's out is quantized once for both streams."""
-    if text.output is not None and text.output.linear.input_storage != image.output.linear.input_storage:
-        raise NotFusable("the outputs of attention want it in different formats")
-    return DoubleBlock(attention, text, image)
+    return DoubleBlock(attention, text_stream, image_stream)
 
 
 def read_stream(outside: Outside, inputs: LinearGroup, output: Any) -> Stream:
@@ -210,7 +203,7 @@ class ToolkitDouble(ToolkitReader):
             inputs = read_group((attn.qkv,), join, (block.hidden_size,) * 3)
             outside = Outside(None, *norms, (mlp[0], mlp[2], read_activation(mlp[1])))
             streams.append(read_stream(outside, inputs, attn.proj))
-        return double_block(self.attention(block, block.txt_attn.norm, block.img_attn.norm), *streams)
+        return DoubleBlock(self.attention(block, block.txt_attn.norm, block.img_attn.norm), *streams)
 
 
 class ToolkitSingle(ToolkitReader):

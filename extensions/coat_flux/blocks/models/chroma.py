@@ -50,7 +50,6 @@ class _Reader(Reader):
 
 class _Double(_Reader):
     arguments = ("hidden_states", "encoder_hidden_states", "temb", *OPTIONAL)
-    clips = ("text",)
 
     def call(self, image: Tensor, text: Tensor, temb: Tensor, *others: Any) -> Call:
         of_image, of_text = temb.flatten(1, 2).chunk(2, dim=1)
@@ -66,7 +65,6 @@ class _Double(_Reader):
 
 class _Single(_Reader):
     arguments = ("hidden_states", "temb", *OPTIONAL)
-    clips = ("image",)
 
     def call(self, x: Tensor, temb: Tensor, *others: Any) -> Call:
         return Call(x, None, self.shared(x, *others), None, (temb.flatten(1, 2),))

@@ -32,8 +32,6 @@ class _Reader(Reader):
 
 
 class _Double(_Reader):
-    clips = ("text",)
-
     def read(self, block: Any, join: bool) -> DoubleBlock:
         norm, of_text = block.norm1, block.norm1_context
         text = Outside(read_modulation(of_text), of_text.norm, block.norm2_context, feed_forward(block.ff_context))
@@ -42,8 +40,6 @@ class _Double(_Reader):
 
 
 class _Single(_Reader):
-    clips = ("text", "image")
-
     def read(self, block: Any, join: bool) -> SingleBlock:
         return read_single(block, read_modulation(block.norm), join)
 

@@ -54,7 +54,6 @@ _ATTENDS = ("image_rotary_emb", "joint_attention_kwargs")
 class _Double(Reader):
     processor = "Flux2AttnProcessor"
     arguments = ("hidden_states", "encoder_hidden_states", "temb_mod_img", "temb_mod_txt", *_ATTENDS)
-    clips = ("text",)
 
     def call(self, image: Any, text: Any, of_image: Any, of_text: Any, rotary: Any = None, kwargs: Any = None) -> Call:
         self.check_call(rotary, kwargs)
@@ -80,7 +79,6 @@ class _Single(Reader):
     arguments = (
         "hidden_states", "encoder_hidden_states", "temb_mod", *_ATTENDS, "split_hidden_states", "text_seq_len",
     )  # fmt: skip
-    clips = ("image",)
 
     def call(self, x: Tensor, text: Any, vectors: Tensor, rotary: Any = None, kwargs: Any = None, *apart: Any) -> Call:
         if text is not None or any(apart):

@@ -42,7 +42,6 @@ class _Block(Reader):
         "hidden_states", "encoder_hidden_states", "encoder_hidden_states_mask", "temb", "image_rotary_emb",
         "joint_attention_kwargs", "modulate_index",
     )  # fmt: skip
-    clips = ("text", "image")
 
     def call(
         self,

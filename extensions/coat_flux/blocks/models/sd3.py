@@ -10,20 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..fused.forms import DoubleBlock, Reader
+from ..fused.forms import UNTURNED, DoubleBlock, Reader
 from ..fused.linears import NotFusable
-from ..fused.parts import Call, Modulation, Rotary, Shared
-from ..fused.reading import OncePerPass, Outside, feed_forward, read_double, read_modulation
+from ..fused.parts import Call, Modulation, Shared
+from ..fused.reading import Outside, feed_forward, read_double, read_modulation
 from .family import BlockList, Family, Rates
-
-HEAD_DIM = 64  # of all SD3 and SD3.5; a block's arguments do not show it
-
-
-@OncePerPass
-def _unturned(temb: Tensor, tokens: int) -> Rotary:
-    """Cos and sin [tokens, d] of no angle."""
-    cos = torch.ones(tokens, HEAD_DIM, device=temb.device)
-    return cos, torch.zeros_like(cos)
 
 
 class _ScaleFirst(Modulation):
@@ -39,13 +30,10 @@ class _Block(Reader):
     arguments = ("hidden_states", "encoder_hidden_states", "temb", "joint_attention_kwargs")
 
     def call(self, image: Tensor, text: Tensor, temb: Tensor, kwargs: Any = None) -> Call:
-        rotary = _unturned(temb, text.shape[1] + image.shape[1])
-        self.check_call(rotary, kwargs)
-        return Call(image, text, Shared(*rotary), temb)
+        self.check_call(UNTURNED, kwargs)
+        return Call(image, text, Shared(*UNTURNED), temb)
 
     def read(self, block: Any, join: bool) -> DoubleBlock:
-        if self.heads(block)[1] != HEAD_DIM:
-            raise NotFusable(f"heads of {self.heads(block)[1]}, where SD3's have {HEAD_DIM}")
         if block._chunk_size is not None:
             raise NotFusable("its feed-forward runs in chunks")
         if block.use_dual_attention:
