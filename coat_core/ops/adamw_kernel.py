@@ -32,6 +32,7 @@ from coat_core.expansion import EXPONENT_MIN
 from coat_core.formats import E4M3, E5M2, INT8_RATIO, UINT8_LOG, format_of
 from coat_core.moments import LOG_MAX, LOG_NAN, RATIO_MAX, RATIO_NAN
 from coat_core.ops import adamw as operators
+from coat_core.ops.adamw import Moment
 from coat_core.ops.device import TL_DTYPES, as_codes, as_values, finite_abs, nearest, saturated, scale_from_amax
 from coat_core.ops.dispatch import launcher
 from coat_core.ops.launch import device_table, finished, launch, power_of_two
@@ -52,15 +53,11 @@ INTEGER_FORMS = {INT8_RATIO.dtype: RATIO, UINT8_LOG.dtype: LOG}
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 HUGE = tl.constexpr(torch.finfo(torch.float32).max)
 SMALLEST_EXPONENT = tl.constexpr(EXPONENT_MIN)
-RATIO_TOP = tl.constexpr(RATIO_MAX)
-RATIO_NOT_A_NUMBER = tl.constexpr(RATIO_NAN)
-LOG_TOP = tl.constexpr(LOG_MAX)
-LOG_NOT_A_NUMBER = tl.constexpr(LOG_NAN)
+RATIO_TOP, RATIO_NOT_A_NUMBER = tl.constexpr(RATIO_MAX), tl.constexpr(RATIO_NAN)
+LOG_TOP, LOG_NOT_A_NUMBER = tl.constexpr(LOG_MAX), tl.constexpr(LOG_NAN)
 E4M3_MAX, E4M3_SMALLEST, E4M3_BITS = map(tl.constexpr, (E4M3.max, E4M3.smallest_normal, E4M3.mantissa_bits))
-E5M2_SMALLEST = tl.constexpr(E5M2.smallest_normal)
-E5M2_BITS = tl.constexpr(E5M2.mantissa_bits)
-FIRST_FACTOR = tl.constexpr(MULTIPLIER_1)
-SECOND_FACTOR = tl.constexpr(MULTIPLIER_2)
+E5M2_SMALLEST, E5M2_BITS = tl.constexpr(E5M2.smallest_normal), tl.constexpr(E5M2.mantissa_bits)
+FIRST_FACTOR, SECOND_FACTOR = tl.constexpr(MULTIPLIER_1), tl.constexpr(MULTIPLIER_2)
 
 
 @triton.jit
@@ -122,11 +119,6 @@ def _expansion_parameters(magnitude, high, BOUND_LOG2: tl.constexpr, STEP: tl.co
     center = tl.sqrt_rn(high) * tl.sqrt_rn(tl.where(high > 0, low, 1.0))
     usable = (center > 0) & (center < float("inf"))
     return tl.where(plain & (usable == 0), 1.0, center), tl.where(plain, 1.0, exponent)
-
-
-@triton.jit
-def _largest(x):
-    return tl.max(finite_abs(x), axis=1)[:, None]
 
 
 @triton.jit
@@ -193,7 +185,7 @@ def _read(moment, where, FORM: tl.constexpr, ON_GPU: tl.constexpr):
 
 @triton.jit
 def _log_codes(values, drawn):
-    high = _largest(values)
+    high = tl.max(finite_abs(values), axis=1)[:, None]
     high = tl.where(high > 0, high, 1.0)
     positive = values > 0
     low = tl.min(tl.where(positive, values, high), axis=1)[:, None]
@@ -231,7 +223,7 @@ def _write(
     places, inside, rows, in_rows = where
     rows, in_rows = rows[:, None], in_rows[:, None]
     if FORM == RATIO:
-        high = _largest(values)
+        high = tl.max(finite_abs(values), axis=1)[:, None]
         scale = scale_from_amax(high, RATIO_TOP)
         codes = nearest(tl.div_rn(saturated(values, tl.where(high > 0, high, 1.0)), scale))
         values = tl.where(values != values, RATIO_NOT_A_NUMBER, codes)
@@ -241,7 +233,7 @@ def _write(
         tl.store(numbers_ptr + rows, scale, mask=in_rows)
         tl.store(numbers_ptr + stride + rows, exponent, mask=in_rows)
     elif FORM != FP32:
-        limit = _largest(values)
+        limit = tl.max(finite_abs(values), axis=1)[:, None]
         values = saturated(values, tl.where(limit > 0, limit, MAX))
         exact, magnitude = values, finite_abs(values)
         high = tl.max(magnitude, axis=1)[:, None]
@@ -380,24 +372,19 @@ def fp8_adamw_step(a: Any) -> None:
     if not any(sizes):
         return
     stride, block_size = a.exp_avg.shape
-    exp_avg = a.exp_avg
-    exp_avg_sq = a.exp_avg_sq
-    numbers = a.exp_avg_numbers
-    sq_numbers = a.exp_avg_sq_numbers
+    device = a.exp_avg.device
+    moments = [Moment(a.exp_avg, a.exp_avg_numbers), Moment(a.exp_avg_sq, a.exp_avg_sq_numbers)]
     if len(a.params) == 1:  # from its own blocks on, so that tensors of equal size share a table
         rows = slice(first_blocks[0], first_blocks[0] + n_blocks(sizes[0], block_size))
         first_blocks = [0]
-        exp_avg, exp_avg_sq = exp_avg[rows], exp_avg_sq[rows]
-        numbers = numbers[:, rows]
-        sq_numbers = sq_numbers[:, rows]
-    written = [*a.params, exp_avg, exp_avg_sq]
+        moments = [Moment(codes[rows], numbers[:, rows]) for codes, numbers in moments]
+    written = [*a.params, *(moment.codes for moment in moments)]
     own = written
-    if exp_avg.device.type == "cpu":  # the interpreter writes fp32
+    if device.type == "cpu":  # the interpreter writes fp32
         own = [tensor.to(torch.float32) for tensor in written]
     own = list(map(Tensor.contiguous, own))
     *params, codes, sq_codes = own
     grads = list(map(Tensor.contiguous, a.grads))
-    device = exp_avg.device
     addresses = tuple(chain.from_iterable(zip(map(Tensor.data_ptr, params), map(Tensor.data_ptr, grads), strict=True)))
     dropped = 0 if a.param_draws is None else DROPPED_BITS[a.params[0].dtype]
     padded = power_of_two(block_size)
@@ -409,13 +396,13 @@ def fp8_adamw_step(a: Any) -> None:
         (len(programs) // 4,),
         programs,
         device_table(addresses, lambda: addresses, device),
-        *(codes, numbers, sq_codes, sq_numbers),
+        *(codes, moments[0].numbers, sq_codes, moments[1].numbers),
         *(a.table, a.draws, a.param_draws if dropped else None),
         stride,
         *a.hyper,
         PARAM_TYPE=TL_DTYPES[params[0].dtype],
         GRAD_TYPE=TL_DTYPES[grads[0].dtype],
-        **_moment_options((exp_avg, exp_avg_sq), (len(numbers), len(sq_numbers)), a.expansion),
+        **_moment_options(moments, a.expansion),
         MAXIMIZE=a.maximize,
         DROPPED=dropped,
         ON_GPU=device.type != "cpu",
@@ -431,14 +418,12 @@ def fp8_adamw_step(a: Any) -> None:
             tensor.copy_(finished(buffer, tensor.dtype))
 
 
-def _moment_options(
-    moments: tuple[Tensor, Tensor], numbers: tuple[int, int], expansion: list[float]
-) -> dict[str, object]:
+def _moment_options(moments: list[Moment], expansion: list[float]) -> dict[str, object]:
     fraction, step, exponent_max = expansion
     options: dict[str, object] = {"STEP": step, "EXPONENT_MAX": exponent_max}
     forms = []
-    for i, (codes, count) in enumerate(zip(moments, numbers, strict=True), start=1):
-        form = INTEGER_FORMS[codes.dtype] if codes.dtype in INTEGER_FORMS else {0: FP32, 1: PLAIN, 3: EXPANDED}[count]
+    for i, (codes, numbers) in enumerate(moments, start=1):
+        form = INTEGER_FORMS.get(codes.dtype, (FP32, PLAIN, None, EXPANDED)[len(numbers)])
         is_fp8 = form.value in (PLAIN.value, EXPANDED.value)
         largest = format_of(codes.dtype).max if is_fp8 else 0.0
         options[f"FORM{i}"] = form.value

@@ -227,20 +227,26 @@ def _activated(a: Any) -> tuple[Tensor, Tensor | None, list[Tensor]]:
     amax = None if a.granularity == "none" else empty((rows, parts), torch.float32, device)
     saved_mlp = Codes((*shape, n), device, a.saved_format, "per_group", a.group_size)
     saved_attention = Codes((*shape, d), device, a.saved_format if d else "none", "per_group", a.group_size)
-    inputs, strides, constants = _inputs(a)
+    attention, attention_stride = with_row_stride(a.attention)
+    mlp, mlp_stride = with_row_stride(a.mlp)
+    h, h_stride, up, ranks = adapter(a.h, a.up)
+    second = 0  # first column of h that the second half of mlp reads; 0 where both halves share one adapter
+    if h is not None and up is not None and h.shape[-1] != up.shape[-1]:
+        second = up.shape[-1]
     launch(
         _mlp_activation_fwd_kernel,
         (n_blocks(rows, LOW_RANK_ROWS), parts),
-        *inputs,
-        *(values, amax),
+        *(attention, mlp, h, up, values, amax),
         *(saved_attention.codes, saved_attention.scale, saved_mlp.codes, saved_mlp.scale),
-        *strides,
-        *(rows, d, f),
+        *(attention_stride, mlp_stride, h_stride, rows, d, f),
+        DTYPE=TL_DTYPES[a.dtype],
+        ACTIVATION=a.activation,
         FORMAT_MAX=code_format(a.fmt).max,
         STAGES=stages,
         SAVED_MAX=saved_mlp.format_max,
         G=a.group_size,
-        **constants,
+        **ranks,
+        SECOND=second,
         R=LOW_RANK_ROWS,
         BLOCK=block,
         num_warps=warps(LOW_RANK_ROWS * block),
@@ -264,17 +270,6 @@ def mlp_activation(a: Any) -> tuple[Tensor, ...]:
     else:
         codes, scale = quantize_rows(values, a.fmt, None, amax)
     return values, codes, scale, *saved
-
-
-def _inputs(a: Any) -> tuple[tuple[Any, ...], tuple[int, ...], dict[str, Any]]:
-    attention, attention_stride = with_row_stride(a.attention)
-    mlp, mlp_stride = with_row_stride(a.mlp)
-    h, h_stride, up, constants = adapter(a.h, a.up)
-    second = 0  # first column of h that the second half of mlp reads; 0 where both halves share one adapter
-    if h is not None and up is not None and h.shape[-1] != up.shape[-1]:
-        second = up.shape[-1]
-    constants = {**constants, "DTYPE": TL_DTYPES[a.dtype], "ACTIVATION": a.activation, "SECOND": second}
-    return (attention, mlp, h, up), (attention_stride, mlp_stride, h_stride), constants
 
 
 def splits_groups(width: int, activated: int, group_size: int, saved_format: str = "") -> bool:
