@@ -423,7 +423,8 @@ def _moment_options(moments: list[Moment], expansion: list[float]) -> dict[str, 
     options: dict[str, object] = {"STEP": step, "EXPONENT_MAX": exponent_max}
     forms = []
     for i, (codes, numbers) in enumerate(moments, start=1):
-        form = INTEGER_FORMS.get(codes.dtype, (FP32, PLAIN, None, EXPANDED)[len(numbers)])
+        plain = {0: FP32, 1: PLAIN, 3: EXPANDED}
+        form = INTEGER_FORMS[codes.dtype] if codes.dtype in INTEGER_FORMS else plain[len(numbers)]
         is_fp8 = form.value in (PLAIN.value, EXPANDED.value)
         largest = format_of(codes.dtype).max if is_fp8 else 0.0
         options[f"FORM{i}"] = form.value
