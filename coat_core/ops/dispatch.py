@@ -25,7 +25,6 @@ from torch._C import _len_torch_dispatch_stack
 from torch._C._autograd import _profiler_enabled
 from torch._compile import _disable_dynamo
 from torch.nn import Parameter
-from torch.utils._pytree import tree_flatten, tree_map
 
 from coat_core.casts import arguments_of
 
@@ -60,7 +59,7 @@ class Operator(Generic[P, R]):
         self._opoverload = getattr(torch.ops.coat, self._name).default
         # where torch.compile runs a caller eager it would trace into the body, and Inductor rounds otherwise
         _library.impl(self._name, _disable_dynamo(body), "CompositeExplicitAutograd")
-        torch.library.register_fake(qualname, functools.partial(_meta_results, body), lib=_library)
+        torch.library.register_fake(qualname, body, lib=_library)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run it on the device of its arguments."""
@@ -99,24 +98,6 @@ def operator(qualname: str, triton: bool = True) -> Callable[[Callable[P, R]], O
         return op
 
     return register
-
-
-def _meta_results(body: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The body's results on the meta device, where the same shapes are run once: a call is 3 ms of Python."""
-    leaves, structure = tree_flatten((args, kwargs))
-    key: list[Any] = [body, repr(structure)]
-    for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            if type(leaf) not in (Tensor, Parameter) or not leaf.is_meta:  # fake tensors have symbolic shapes
-                return body(*args, **kwargs)
-            leaf = (leaf.shape, leaf.stride(), leaf.dtype)
-        key.append(leaf)
-    if tuple(key) not in _on_meta:
-        _on_meta[tuple(key)] = body(*args, **kwargs)
-    return tree_map(torch.empty_like, _on_meta[tuple(key)])
-
-
-_on_meta: dict[tuple[Any, ...], Any] = {}  # results by body, shapes and other arguments
 
 
 class _WithoutGradient(torch.autograd.Function):
