@@ -141,7 +141,7 @@ def measure(arch: str, root: Path, qtype: str = "", checkpointing: str = "none")
         run()
     again, saved = bool(plan.recomputed), plan.around_bytes
     for block, settings in zip(facts.blocks, facts.settings, strict=True):
-        size = block_bytes(block, facts.tokens, settings, again)
+        size = block_bytes(block, facts.tokens, settings)
         saved += size.recomputed if again else size.kept
     sizes = {"weights": facts.transformer_bytes, "weights_counted": weights}
     kind = type(model).__name__

@@ -84,7 +84,7 @@ def predicted(model: Any, tokens: Tokens, settings: FlowSettings) -> tuple[int, 
     for module in [*model.transformer_blocks, *model.single_transformer_blocks]:
         blocks.append(read_block(module, blocks[-1].trained_output if blocks else False))
     recomputed = [] if runner is None else runner.plan.recomputed or []
-    sizes = [block_bytes(block, tokens, settings, bool(recomputed)) for block in blocks]
+    sizes = [block_bytes(block, tokens, settings) for block in blocks]
     kept = sum(size.recomputed if i in recomputed else size.kept for i, size in enumerate(sizes))
     around = blocks[-1].around(tokens, settings)
     return kept + around, largest_moment(sizes, recomputed).total + around

@@ -99,8 +99,7 @@ class BlockPlan:
         """The moment when blocks need most; None before the first step."""
         if self.given.tokens is None:
             return None
-        again = self.recomputed or ()
-        return largest_moment(_sizes(self.config, self.given, again), again, self.given.accumulates)
+        return largest_moment(_sizes(self.config, self.given), self.recomputed or (), self.given.accumulates)
 
     @property
     def peak_bytes(self) -> int:
@@ -144,10 +143,7 @@ def decide(config: COATConfig, given: Given) -> BlockPlan:
         counted = [block for block in given.blocks if isinstance(block, Block)]
         around = counted[-1].around(given.tokens, flow_settings(config, given)) if counted else 0
         if checkpointing == "auto" or (config.memory.stream_blocks == "auto" and given.stream_bytes):
-            sizes = _sizes(config, given, ())
-            needed = largest_moment(sizes, (), given.accumulates).total + around
-            if given.free_bytes is not None and (given.stream_bytes or needed > given.free_bytes):
-                sizes = _sizes(config, given)
+            sizes = _sizes(config, given)
     streamed = _streamed(config, given, checkpointing, sizes, around)
     freed = _freed(given, streamed)
     free = None if given.free_bytes is None else given.free_bytes + freed
@@ -181,14 +177,11 @@ def decide(config: COATConfig, given: Given) -> BlockPlan:
     )
 
 
-def _sizes(config: COATConfig, given: Given, recomputed: Collection[int] | None = None) -> list[BlockBytes]:
-    """Bytes of each block as it runs with these recomputed; None: of both ways, which takes twice as long."""
+def _sizes(config: COATConfig, given: Given) -> list[BlockBytes]:
+    """Bytes of each block."""
     assert given.tokens is not None
-    sizes = []
-    for i, (block, settings) in enumerate(zip(given.blocks, block_settings(config, given), strict=True)):
-        way = None if recomputed is None else i in recomputed
-        sizes.append(block_bytes(block, given.tokens, settings, way))
-    return sizes
+    settings = block_settings(config, given)
+    return [block_bytes(block, given.tokens, own) for block, own in zip(given.blocks, settings, strict=True)]
 
 
 def budget_bytes(config: COATConfig, usable: float | None) -> float | None:

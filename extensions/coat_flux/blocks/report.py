@@ -351,7 +351,7 @@ def dropout_line(plan: BlockPlan) -> str:
         settings = flow_settings(plan.config, with_it, fused)
         kept = 0
         for i in places:
-            kept += block_bytes(given.blocks[i], given.tokens, settings, False).kept
+            kept += block_bytes(given.blocks[i], given.tokens, settings).kept
         sizes.append(f"{kept / MB:.2f} MB for backward")
     count = f"{len(places)} of {len(plan.blocks)}"
     text = f"network.dropout: {count} blocks take the generic flow, which keeps"

@@ -341,16 +341,9 @@ def _run_of(module: nn.Module, settings: FlowSettings, recomputes: bool = False)
     return run
 
 
-def _module_for(block: Block, settings: FlowSettings) -> nn.Module:
-    """The module of these settings; one module for all that do not change it."""
-    fixed = {"saving": SAVED_IN_FP8, "fp8_checkpoint": True, "cuda": True, "kernels": True, "frees_gradients": False}
-    settings = replace(settings, flow="eager" if settings.flow == "eager" else "fused", **fixed)
-    return _module(replace(block, trained_input=True, trained_embedding=False), settings)
-
-
 @functools.lru_cache(maxsize=64)
 @_disable_current_modes()  # its casts are none of a step that is watched
-def _module(block: Block, settings: FlowSettings) -> nn.Module:
+def _module_for(block: Block, settings: FlowSettings) -> nn.Module:
     from peft import LoraConfig, inject_adapter_in_model
 
     gemms = FP8LinearConfig(input_granularity=settings.inputs, use_fp8_gemm=settings.fp8_gemms)
@@ -405,21 +398,13 @@ class UnknownBlock:
     fused: float = 0.0  # bytes per element in the fused flow; 0: it has none
 
 
-def block_bytes(
-    block: Block | UnknownBlock, tokens: Tokens, settings: FlowSettings, way: bool | None = None
-) -> BlockBytes:
-    """All numbers of a block, with `way` those of a recomputed block alone, or of a kept one, the others 0.
-
-    Where nothing up to the block is trained, the backward pass takes nothing.
-    """
+def block_bytes(block: Block | UnknownBlock, tokens: Tokens, settings: FlowSettings) -> BlockBytes:
+    """All numbers of a block; where nothing up to it is trained, the backward pass takes nothing."""
     if isinstance(block, Block):
         if not block.trained_output:
             return BlockBytes(0, 0, forward_bytes(block, tokens, settings), 0, 0)
-        kept = workspace = inputs = recomputation = 0
-        if way is not True:
-            kept, workspace = _counted(block, tokens, settings, False)
-        if way is not False:
-            inputs, recomputation = _counted(block, tokens, settings, True)
+        kept, workspace = _counted(block, tokens, settings, False)
+        inputs, recomputation = _counted(block, tokens, settings, True)
         gradients = 0 if settings.frees_gradients else gradient_bytes(block, settings.value_bytes)
         return BlockBytes(kept, inputs, workspace, recomputation, gradients)
     rates = RATES.get(block.kind, UNKNOWN)
