@@ -17,7 +17,7 @@ from coat_core.formats import INT8, get_format
 from coat_core.granularity import PER_ROW, per_group
 from coat_core.int8 import rotation_size
 from coat_core.ops.codes import code_format
-from coat_core.ops.launch import dot_operand, empty, empty_values, finished, launch, nothing, power_of_two
+from coat_core.ops.launch import dot_operand, empty, empty_values, finished, launch, power_of_two
 from coat_core.ops.packing import n_blocks
 from coat_core.quantize import SMALLEST_SCALE
 
@@ -436,7 +436,8 @@ class Codes:
         `factors` fp32 [K] multiplied them before the cast.
         """
         if self.scale is None:
-            return nothing(self._fmt.dtype, self._device), nothing(torch.float32, self._device)
+            placeholder = torch.empty(0, dtype=torch.float32, device=self._device)
+            return placeholder.to(self._fmt.dtype), placeholder
         if self.codes is None:
             assert values is not None
             return cast_by_amax(values, self.scale.view(-1).amax(0, keepdim=True), self._fmt.name, factors)

@@ -33,13 +33,6 @@ PERIOD = 65_521  # random numbers of a trial's codes; a prime, so that no two ro
 _sizes = (256, 256, 256)  # tokens, K and N that products are tried at: small, memory may be full by then
 
 
-def check_sizes(b: Tensor) -> None:
-    """Raise ValueError unless N and K of b [N, K] are multiples of `ALIGNMENT`, as a GPU would."""
-    n, k = b.shape
-    if k % ALIGNMENT or n % ALIGNMENT:
-        raise ValueError(f"K={k}, N={n}: must be multiples of {ALIGNMENT}; leave this layer in bf16")
-
-
 def row_scale(scale: Tensor, rows: int) -> Tensor:
     """A scale [] or [rows, 1] as contiguous [rows, 1] for row-wise GEMMs; keep a weight's, each call copies."""
     if scale.ndim == 2 and scale.shape[0] == rows and scale.is_contiguous():
@@ -64,7 +57,6 @@ def scaled_mm(
 
     Numerics: fp32 accumulation, one rounding to `out_dtype`; agrees with `torch._scaled_mm` to that rounding.
     """
-    check_sizes(b)
     with without_autocast(a.device):
         product = (a.to(torch.float32) @ b.to(torch.float32).t()) * a_scale * b_scale.reshape(-1)
         if bias is not None:
@@ -87,7 +79,6 @@ def int8_mm(
 
     Before the bias rows are rotated in blocks of `rotation` (`int8.rotate`), as the product with a rotated W is.
     """
-    check_sizes(b)
     padded = a
     if a.is_cuda and len(a) < FEWEST_INT8_ROWS:
         padded = torch.nn.functional.pad(a, (0, 0, 0, FEWEST_INT8_ROWS - len(a)))

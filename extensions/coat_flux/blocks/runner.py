@@ -349,12 +349,9 @@ class BlockRunner:
             accumulates = accumulates or parameter.grad is not None
         given = self._given
         first = given.tokens is None and bool(streams or (args and self._plan.checkpointing != "auto"))
-        if first or size > self._size or accumulates > given.accumulates:
-            self._decide_by_sizes(args, size, streams, accumulates)
-
-    def _decide_by_sizes(self, args: tuple[Any, ...], size: int, streams: list[Tensor], accumulates: bool) -> None:
-        """Decide for a micro-batch of `size` elements in these streams, or for the largest so far."""
-        device, tokens = first_tensor(args).device, self._given.tokens or Tokens(0, 0, 0)
+        if not (first or size > self._size or accumulates > given.accumulates):
+            return
+        device, tokens = first_tensor(args).device, given.tokens or Tokens(0, 0, 0)
         if size > self._size and len(streams) == 2:
             tokens = Tokens(len(streams[0]), streams[1].shape[1], streams[0].shape[1])
         self._size = max(size, self._size)
@@ -369,7 +366,7 @@ class BlockRunner:
             tokens=tokens,
             dropout=any(isinstance(m, nn.Dropout) and m.p for block in self._modules for m in block.modules()),
             free_bytes=None if budget is None else budget - self._held,
-            accumulates=accumulates or self._given.accumulates,
+            accumulates=accumulates or given.accumulates,
             transposed_bytes=transposed_bytes(self._modules),
             adapter_elements=sum(p.numel() for p in self._trained) if all(self._readable) else 0,
             **shown_by(args),

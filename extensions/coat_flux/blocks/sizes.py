@@ -479,12 +479,8 @@ def largest_moment(blocks: Sequence[BlockBytes], recomputed: Iterable[int] = (),
 def fewest_recomputed(blocks: Sequence[BlockBytes], free: float, accumulates: bool = False) -> list[int]:
     """Choose the fewest blocks to recompute so that `largest_moment` stays within `free` bytes, or all."""
     order = sorted(range(len(blocks)), key=lambda i: blocks[i].kept - blocks[i].recomputed, reverse=True)
-    kept = sum(block.kept for block in blocks)  # at the end of the forward pass, with `count` recomputed
     for count in range(len(blocks) + 1):
-        if count:
-            last = blocks[order[count - 1]]
-            kept -= last.kept - last.recomputed
-        if kept <= free and largest_moment(blocks, order[:count], accumulates).total <= free:
+        if largest_moment(blocks, order[:count], accumulates).total <= free:
             return sorted(order[:count])
     return list(range(len(blocks)))
 
