@@ -13,8 +13,7 @@ from coat_core.activation import Saving
 from coat_core.config import FP8LinearConfig
 from coat_flux.blocks.fused.chooser import fused_block
 from coat_flux.blocks.fused.linears import NotFusable
-from coat_flux.blocks.lokr import LokrLinear
-from coat_flux.blocks.lora import plain_adapters
+from coat_flux.blocks.lora import LokrLinear, plain_adapters
 from tests.helpers.families import FAMILIES, FLUX1, Made, largest_difference, linears, made, results
 from tests.helpers.saved_tensors import recording_fused
 from tests.helpers.toolkit_lora import ROOT_VARIABLE, Network

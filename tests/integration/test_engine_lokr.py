@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from coat_flux.blocks.lokr import LokrLinear, lokr_shapes, split_width
+from coat_flux.blocks.lora import LokrLinear, lokr_shapes, split_width
 from coat_flux.plan.job import JobFacts
 from coat_flux.plan.predict import optimizer_bytes
 from coat_flux.trainers.standalone.trainer import COATTrainer

@@ -41,8 +41,7 @@ from .fused.forms import Form
 from .fused.linears import NotFusable
 from .held import AsOnGPU, HeldTensors
 from .hook import first_tensor
-from .lokr import LokrLinear
-from .lora import LOKR, toolkit_adapter, trained_parameters
+from .lora import LOKR, LokrLinear, toolkit_adapter, trained_parameters
 from .models import FAMILIES, RATES, read_list, takes_arguments_of
 from .models.family import Rates, Size
 

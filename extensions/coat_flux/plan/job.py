@@ -26,8 +26,7 @@ from ..blocks.decide import Given, block_settings
 from ..blocks.formats import PIXELS_PER_TOKEN, TEXT_TOKENS
 from ..blocks.gemms import high_precision_reason
 from ..blocks.held import largest_held
-from ..blocks.lokr import lokr_shapes
-from ..blocks.lora import DROPOUT
+from ..blocks.lora import DROPOUT, lokr_shapes
 from ..blocks.models import (
     ARCHS,
     FLUX,

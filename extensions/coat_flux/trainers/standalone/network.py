@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from coat_core.optim.sharded import local_values
 
 from ...base.rng import Stream, generator_for
-from ...blocks.lokr import LokrLinear
+from ...blocks.lora import LokrLinear
 from ...blocks.models import KEY_PREFIX, target_names
 from ...config.findings import ConfigError
 from ...config.job_sections import EMASection, NetworkKwargs, NetworkSection
