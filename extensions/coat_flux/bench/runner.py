@@ -115,8 +115,6 @@ def run_cases(options: BenchOptions, log: Callable[[str], None]) -> Iterator[dic
             yield {"round": number, **spec, "seconds": seconds, **result}
 
 
-# --- figures ---
-
 MOMENTS_TRAFFIC = 2  # the state is read and written
 OTHER_TRAFFIC_BYTES = 12  # fp32 parameter read and written, gradient read
 

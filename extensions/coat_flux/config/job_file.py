@@ -85,9 +85,6 @@ def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
     return value
 
 
-# --- the shape of a job ---
-
-
 def plain_job(raw: Any, findings: Findings, *, name: str | None = None) -> Any:
     """The job with `[name]` replaced; None, with findings, if `raw` is not a job.
 
@@ -134,9 +131,6 @@ def _key_text(key: Any) -> str:
         return key if isinstance(key, str) else json.dumps(key)
     except TypeError:
         return str(key)
-
-
-# --- text ---
 
 
 def parse(text: str, file: str) -> Any:

@@ -190,9 +190,6 @@ def _bare(value: Any) -> str:
     return value if isinstance(value, str) else show(value)
 
 
-# --- blocks ---
-
-
 def config_fields(cls: type) -> dict[str, Field[Any]]:
     """The fields of `cls` that are keys of the config."""
     return {item.name: item for item in fields(cls) if item.metadata or block_of(item)}

@@ -109,9 +109,6 @@ def check_entry(entry: Entry) -> None:
     entry.check(row for row in RULES if not row["key"].startswith("datasets."))
 
 
-# --- places ---
-
-
 def _check_places(entry: Entry) -> None:
     """Name and folder of a run; its samples and charts must not land among its photos."""
     name = entry.name
@@ -140,9 +137,6 @@ def _check_path(block: Block, key: str) -> None:
         block.error(key, "has a tab or line break, as \\t in double quotes is; use single quotes, or /")
 
 
-# --- the network ---
-
-
 def _check_network(entry: Entry) -> None:
     get = entry.get
     linear, rank = get("network.linear"), get("network.rank")
@@ -155,9 +149,6 @@ def _check_network(entry: Entry) -> None:
     sizes_sound = entry.sound("network.linear", "network.rank")
     if entry.is_flux and sizes_sound and get(alpha_key) not in (None, size):
         entry.error(alpha_key, f"on FLUX alpha is the rank; write {size}, and scale lr instead")
-
-
-# --- training ---
 
 
 def _check_train(entry: Entry) -> None:
@@ -191,9 +182,6 @@ def _check_train(entry: Entry) -> None:
     if scheduler in LR_SCHEDULERS and entry.sound("train.lr_scheduler"):
         params, where = get("train.lr_scheduler_params", {}), f"{path}.lr_scheduler_params"
         check_keys(params, where, Toolkit(), entry.findings, scheduler)
-
-
-# --- photos and prompts ---
 
 
 def _check_datasets(entry: Entry) -> None:

@@ -29,9 +29,6 @@ LEVELS, FEWEST_FORWARDS = 4, 16
 MOST_AT_ONCE = 32
 
 
-# --- which photos ---
-
-
 def choose_hold_out(
     folders: Sequence[Path | str], hold_out: int | Sequence[str] | None, seed: int | None
 ) -> tuple[tuple[Path, ...], ...]:
@@ -75,9 +72,6 @@ def choose_hold_out(
                 f"({printable(folders[number])}); hold out fewer, or remove that dataset"
             )
     return held_out
-
-
-# --- the loss ---
 
 
 class FixedNoise:

@@ -217,9 +217,6 @@ def _transform(profile: bytes, mode: str) -> tuple[ImageCms.ImageCmsTransform | 
     return (None if same else transform), wanted
 
 
-# --- facts of many photos ---
-
-
 @dataclass(frozen=True)
 class PhotoFacts:
     """Upright size in pixels, `TRAITS`, doubts about colours, mean alpha 0 to 1, difference hash, mean RGB 0 to 255."""

@@ -30,9 +30,6 @@ logger = logging.getLogger(__name__)
 _CACHE_GONE = "{}: its cached {} were removed or damaged since the start; start the run again to recompute them"
 
 
-# --- the order of batches ---
-
-
 @dataclass(frozen=True)
 class Batch:
     """Indices of samples of one bucket size, and the number of the draw since the start of training."""
@@ -102,9 +99,6 @@ class BucketBatchSampler:
             logger.warning("resume: %s; training continues in epoch %d with a new order", changes, state["epoch"])
         position = min(state["position"], self.batches_per_epoch)
         self._position = state["epoch"] * self.batches_per_epoch + position
-
-
-# --- tensors ---
 
 
 class LatentDataset:

@@ -215,9 +215,6 @@ def _table(where: str, photos: dict[Path, PhotoFacts], raw: Mapping[Path, str], 
     return "\n".join(lines)
 
 
-# --- the photos of a job ---
-
-
 def check_data(job: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     """Errors and warnings about photos and captions of a job (from `load_job_yaml`) without config errors."""
     errors: list[str] = []

@@ -81,9 +81,6 @@ def verdict(lines: Sequence[Line]) -> tuple[bool, str]:
     return True, "training works here"
 
 
-# --- software ---
-
-
 def python() -> Iterator[Line]:
     """Version and path of the interpreter."""
     version, fine = ".".join(map(str, sys.version_info[:3])), sys.version_info[:2] >= FIRST_PYTHON
@@ -142,9 +139,6 @@ def requirements() -> list[Requirement]:
         if requirement.name != "torch" and (marker is None or marker.evaluate({"extra": ""})):
             bounds.append(requirement)
     return bounds
-
-
-# --- GPUs ---
 
 
 def driver_names() -> list[str]:
@@ -270,9 +264,6 @@ def attention() -> Iterator[Line]:
         yield Line(GOOD, f"attention on GPU {device.index}", text)
 
 
-# --- memory, disk, the model ---
-
-
 def memory() -> Iterator[Line]:
     """Free RAM, within the container's limit (cgroup v2) if any."""
     import psutil
@@ -342,9 +333,6 @@ def _cache_folder() -> Path:
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE)
-
-
-# --- ai-toolkit ---
 
 
 def ai_toolkit(folder: Path | None) -> Iterator[Line]:

@@ -148,9 +148,6 @@ def read_index(folder: Path) -> Any:
         return None
 
 
-# --- drawing it ---
-
-
 def draw_comparison(job: JobConfig, index: Any, out: Path, log: Callable[[str], None]) -> Path:
     """Draw the cells that are not in `out` yet, the grid and the page, which is returned; UserError, SaveError."""
     if out.exists() and any(out.iterdir()) and read_index(out) is None:

@@ -137,9 +137,6 @@ def _applied(job: JobConfig, edits: Sequence[Edit]) -> list[Change]:
     return list(changes.values())
 
 
-# --- edits ---
-
-
 def _with(config: Any, values: dict[str, Any]) -> Any:
     for path, value in values.items():
         name, _, rest = path.partition(".")

@@ -94,9 +94,6 @@ def file_digest(path: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-# --- is it the same run? ---
-
-
 def require_same_run(
     saved: Mapping[str, Any], now: Mapping[str, Any], allow: Collection[str], where: Path | str
 ) -> list[str]:
@@ -175,9 +172,6 @@ def _data_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[
             f"first: datasets[{number}] {name} ({state})"
         )
     return lines
-
-
-# --- what a run was made with, for its report ---
 
 
 def write_versions(run_dir: Path, trainer: str, device: torch.device) -> None:

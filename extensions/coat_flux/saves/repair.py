@@ -150,9 +150,6 @@ def step_of(path: Path) -> int:
         return -1
 
 
-# --- going back ---
-
-
 def go_back(run_dir: Path, step: int) -> list[str]:
     """Make the kept set of `step` the newest and return lines about moved files; raises ResumeError or SaveError."""
     target = state_folder(run_dir, step)
@@ -229,9 +226,6 @@ def way_back(run_dir: Path, since: int, apart: int, go_back_to: Callable[[int], 
     if not committed_sets(run_dir):
         return "nothing has been saved yet: then start the same config again"
     return "no state from before that is kept: then choose another config.name to start over"
-
-
-# --- the save of the lowest loss ---
 
 
 def describe_lowest(curve: Sequence[tuple[int, float]], run_dir: Path, name: str) -> str:

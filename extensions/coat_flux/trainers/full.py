@@ -114,9 +114,6 @@ class UpdateInBackward:
         param.grad = None
 
 
-# --- saves ---
-
-
 def write_model(
     folder: Path,
     model: Any,

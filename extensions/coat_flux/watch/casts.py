@@ -232,9 +232,6 @@ def row_of(step: int, layer: str, kind: str, casts: Sequence[tuple[Sequence[floa
     return CastPrecision(step, layer, kind, sqnr_db, underflow, saturation, sum(elements for _, elements in casts))
 
 
-# --- the file, the line of the log, the guard's verdict ---
-
-
 COLUMNS = CastPrecision._fields
 
 

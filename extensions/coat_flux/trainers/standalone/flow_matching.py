@@ -94,9 +94,6 @@ class Objective:
             return losses_of(self._transformer, drawn, self._dtype, self._train.loss_type).mean()
 
 
-# --- noise levels ---
-
-
 def sigma_table(
     timestep_type: str,
     *,
@@ -170,9 +167,6 @@ def timestep_weights(train: TrainSection) -> Tensor | None:
     if train.linear_timesteps2:
         bell[TABLE_SIZE // 2 :] = bell.max()
     return bell
-
-
-# --- the transformer and the loss ---
 
 
 @contextmanager

@@ -200,9 +200,6 @@ def _old_saves(run_dir: Path, name: str, keep: int) -> list[Path]:
     return saves[: max(len(saves) - keep, 0)]
 
 
-# --- resuming ---
-
-
 @dataclass(frozen=True)
 class ResumePoint:
     """The newest save of a run: LoRA file or model folder, steps done, our state (None in ai-toolkit's)."""

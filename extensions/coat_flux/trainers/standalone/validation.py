@@ -102,9 +102,6 @@ def redraw(
         redrawn.measure(step, velocity, functools.partial(decode_latents, vae))
 
 
-# --- samples ---
-
-
 class ImageSampler:
     """Draws the images of the `sample` block; the VAE is on `device` only while drawing, text encoders are not kept."""
 

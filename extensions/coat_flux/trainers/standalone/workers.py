@@ -71,9 +71,6 @@ class Workers(Processes):
         AcceleratorState._reset_state(reset_partial_state=True)
 
 
-# --- numbers of a step ---
-
-
 def start_reading(values: Tensor) -> Callable[[], list[float]]:
     """Start to copy a few numbers, fp32 [n], from the device; the result waits for them."""
     if not values.is_cuda:
@@ -112,9 +109,6 @@ def whole_norms(tensors: Sequence[Tensor], order: float = 2.0) -> Tensor:
             dist.all_reduce(squares, dist.ReduceOp.SUM)
             norms = squares.sqrt().float()
     return torch.where(torch.tensor(sharded).to(own.device, non_blocking=True), norms, own)
-
-
-# --- weights shared out by FSDP2 ---
 
 
 def shard(model: nn.Module, trained: Iterable[str], device: torch.device, block_size: int) -> dict[str, nn.Parameter]:
