@@ -24,29 +24,21 @@ CPU_CALLS = (1, 3)
 
 @dataclass(frozen=True)
 class Configuration:
-    """One row of the comparison; without a `coat:` block it is a baseline.
-
-    Attributes:
-        checkpointing: torch's recomputation of every block (baselines; COAT's is in its block).
-        compile_mode: torch.compile's, for each block separately; "" compiles nothing.
-        quantizer: of `measure.quantize_linears`; "" none.
-        full: the transformer itself is trained, each weight updated in backward.
-        captures: a whole step is one CUDA graph of ours.
-    """
+    """One row of the comparison; without a `coat:` block it is a baseline."""
 
     name: str
     about: str
     levels: tuple[str, ...] = (STEP,)
     coat: Mapping[str, Any] | None = None
-    checkpointing: bool = False
-    compile_mode: str = ""
-    quantizer: str = ""
+    checkpointing: bool = False  # torch's recomputation of every block (baselines; COAT's is in its block)
+    compile_mode: str = ""  # torch.compile's, for each block separately; "" compiles nothing
+    quantizer: str = ""  # of `worker.quantize_linears`
     adapters: str = "fp32"
     autocast: bool = True
     optimizer: str = "adamw_fused"
-    needs: tuple[str, ...] = ()
-    full: bool = False
-    captures: bool = False
+    needs: tuple[str, ...] = ()  # packages
+    full: bool = False  # the transformer itself is trained, each weight updated in backward
+    captures: bool = False  # a whole step is one CUDA graph of ours
 
     @property
     def recomputes(self) -> bool:

@@ -68,26 +68,19 @@ META = torch.device("meta")
 
 
 class Launch(NamedTuple):
-    """GPU work of one operator.
-
-    Attributes:
-        part: Triton kernel, or torch operator, inside an operator of ours; else empty.
-        reads, writes: storage → bytes, each once.
-        flops, kind, shape: of matrix products and attention, see `kernel_ms`; empty otherwise.
-        launched: the Triton kernel with its grid, arguments and options.
-    """
+    """GPU work of one operator."""
 
     region: str
     category: str
     operator: str
-    part: str
-    reads: Mapping[int, int]
+    part: str  # Triton kernel, or torch operator, inside an operator of ours; else empty
+    reads: Mapping[int, int]  # storage → bytes, each once
     writes: Mapping[int, int]
-    flops: float = 0.0
+    flops: float = 0.0  # this and the next two of matrix products and attention, see `kernel_ms`
     kind: str = ""
     shape: tuple[int, int, int] | None = None
     count: int = 1
-    launched: Launched | None = None
+    launched: Launched | None = None  # the Triton kernel with its grid, arguments and options
 
     @property
     def bytes(self) -> int:
@@ -130,22 +123,15 @@ FOREACH_CHUNK = 65536
 
 
 class Recorder(TorchDispatchMode):
-    """Records launches inside the `with` block.
-
-    Attributes:
-        region: current region; set by the code that runs the step.
-        times: region → its number per step, by default 1.
-        host: region → calls of the dispatcher.
-        reads: region → tensors that the host reads from the device (`.item()`, `.tolist()`), waiting for new ones.
-    """
+    """Records launches inside the `with` block."""
 
     def __init__(self, region: str) -> None:
         super().__init__()
-        self.region = region
-        self.times: dict[str, int] = {}
+        self.region = region  # the current one; set by the code that runs the step
+        self.times: dict[str, int] = {}  # region → its number per step, by default 1
         self.launches: list[Launch] = []
-        self.host: Counter[str] = Counter()
-        self.reads: Counter[str] = Counter()
+        self.host: Counter[str] = Counter()  # region → calls of the dispatcher
+        self.reads: Counter[str] = Counter()  # region → tensors that the host reads (`.item()`, `.tolist()`)
         self._operator, self._args = "", ()  # of ours, that runs
         self._storages: dict[int, Any] = {}  # kept alive, so that its id is not reused
         self._read: set[int] = set()

@@ -33,15 +33,7 @@ DEFAULT_SEED = 42
 
 @dataclass(frozen=True)
 class JobConfig:
-    """One job, with every default filled in: the process entry under ai-toolkit's names.
-
-    Attributes:
-        full: without `network`, the transformer itself is trained.
-        notes: lines to show the user.
-        uncounted: keys that `plan` leaves out, since only ai-toolkit has them.
-        raw: the parsed job.
-        written: the same with `${VARIABLE}` unexpanded, for storage.
-    """
+    """One job, with every default filled in: the process entry under ai-toolkit's names."""
 
     name: str | None = key(None, "str", nullable=True)
     type: str = choice(PROCESS_TYPES, required=True)
@@ -60,12 +52,12 @@ class JobConfig:
     logging: LoggingSection = field(default_factory=LoggingSection)
     validation: ValidationSection = field(default_factory=ValidationSection)
     coat: COATConfig = field(default_factory=COATConfig)
-    full: bool = False
+    full: bool = False  # without `network`, the transformer itself is trained
     file: str = ""
-    notes: tuple[str, ...] = ()
-    uncounted: tuple[str, ...] = ()
-    raw: dict[str, Any] = field(default_factory=dict)
-    written: dict[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()  # lines to show the user
+    uncounted: tuple[str, ...] = ()  # keys that `plan` leaves out, since only ai-toolkit has them
+    raw: dict[str, Any] = field(default_factory=dict)  # the parsed job
+    written: dict[str, Any] = field(default_factory=dict)  # the same with `${VARIABLE}` unexpanded, for storage
 
     @property
     def folder(self) -> Path:

@@ -40,14 +40,7 @@ OF_DATASETS = [row | {"key": row["key"][9:]} for row in RULES if row["key"].star
 
 
 class Entry(Block):
-    """An entry of `config.process`.
-
-    Attributes:
-        coat: its options; None for ai-toolkit's process types inside ai-toolkit.
-        alone: the stand-alone trainer runs it, not ai-toolkit.
-        optimizer: its name, normalized as in ai-toolkit.
-        is_flux: FLUX.1 is loaded; the stand-alone trainer applies FLUX.1's rules to FLUX.2, too.
-    """
+    """An entry of `config.process`; `coat` is None for ai-toolkit's process types inside ai-toolkit."""
 
     def __init__(
         self,
@@ -64,11 +57,11 @@ class Entry(Block):
         self.coat, self.enabled = coat, coat is not None and coat.enabled
         self.alone = trainer == STANDALONE
         self.full = is_full(raw)
-        self.optimizer = self.get("train.optimizer", "adamw").lower()
+        self.optimizer = self.get("train.optimizer", "adamw").lower()  # as ai-toolkit compares it
         trains = "model" if self.full else "network"
         arch = arch_of(self.get("model", {}))
         self.facts = {"trainer": trainer, "trains": trains, "enabled": str(self.enabled).lower(), "arch": arch}
-        self.is_flux = self.alone or arch == "flux"
+        self.is_flux = self.alone or arch == "flux"  # the stand-alone trainer applies FLUX.1's rules to FLUX.2, too
 
     def given(self, key: str) -> bool:
         """Whether the key is present."""

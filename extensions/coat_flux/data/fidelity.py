@@ -99,15 +99,13 @@ def evenly(items: Sequence[Any]) -> list[Any]:
 class Redrawn:
     """The subjects of a run, and their fidelity at each save.
 
-    Attributes:
-        record: of the state: "vae" and "saves", a list of [steps done, the draws' `Fidelity`]; step 0 has no LoRA.
-        seconds: that the last measurement took.
+    `record` is of the state: "vae", and "saves", a list of [steps done, the draws' `Fidelity`]; step 0 has no LoRA.
     """
 
     def __init__(self, subjects: Sequence[Subject], record: Mapping[str, Any] | None):
         self.subjects = subjects
         self.record: dict[str, Any] = dict(record or {"vae": [], "saves": []})
-        self.seconds = 0.0
+        self.seconds = 0.0  # that the last measurement took
 
     def lacks(self, step: int) -> bool:
         """Whether this step is not measured yet."""

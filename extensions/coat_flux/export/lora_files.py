@@ -306,18 +306,10 @@ STALE_HASHES = ("sshs_model_hash", "sshs_legacy_hash")  # metadata: of the tenso
 
 
 class ExportReport:
-    """Contents of a LoRA file's tensors, which are checked; error messages name no file.
-
-    Attributes:
-        programs: that load it.
-        refusals: program → why it does not load it.
-        largest: the adapter of largest norm, `largest_norm`.
-        idle: adapters that change nothing.
-        others: tensors of text encoders, which are not checked.
-    """
+    """Contents of a LoRA file's tensors, which are checked; error messages name no file."""
 
     def __init__(self, tensors: Mapping[str, Tensor]):
-        self.others = sum(key.startswith(TEXT_ENCODERS) for key in tensors)
+        self.others = sum(key.startswith(TEXT_ENCODERS) for key in tensors)  # which are not checked
         tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith(TEXT_ENCODERS)}
         self.layout = layout = layout_of(tensors)
         pairs = read_pairs(tensors, layout)
@@ -331,11 +323,11 @@ class ExportReport:
             raise ExportError(
                 f"all {len(pairs)} adapters are zero: this LoRA has no effect; was anything trained? check train.lr"
             )
-        self.idle = [module for module, norm in norms.items() if norm == 0]
+        self.idle = [module for module, norm in norms.items() if norm == 0]  # they change nothing
         self.layers = len(pairs)
         self.ranks = sorted({pair.rank for pair in pairs.values()})
         self.dtypes = sorted({DTYPES[pair.down.dtype] for pair in pairs.values()})
-        self.refusals: dict[str, str] = {}
+        self.refusals: dict[str, str] = {}  # program → why it does not load it
         why = _diffusers_refusal(tensors, pairs if layout == "diffusers" else split_all(pairs), family)
         if why is not None:
             self.refusals["diffusers"] = why

@@ -33,22 +33,17 @@ Edit = Callable[[JobConfig], Change | None]  # None if it does not apply
 class CardFit:
     """Whether a job fits a card, or else the cheapest changes that make it fit.
 
-    Attributes:
-        prediction: of the unchanged job, which `fits` or not.
-        changes: that together make it fit; empty if it fits, or none do.
-        changed: the prediction with them.
-        step_seconds, run_seconds: of the job that fits; None if none does, or the card's rates are unknown, or for
-            other models than FLUX.
+    The times are those of the job that fits; None if none does, the card's rates are unknown, or the model is not FLUX.
     """
 
     def __init__(self, facts: JobFacts, card: Card):
         memory = card.gb * 1e9
         if (job := on_card(facts.job, card)) is not facts.job:
             facts = JobFacts(job, facts)
-        self.card, self.prediction = card, predict(facts, memory)
+        self.card, self.prediction = card, predict(facts, memory)  # of the unchanged job
         self.fits = self.prediction.peak <= card.room
-        self.changes: list[Change] = []
-        self.changed: Prediction | None = None
+        self.changes: list[Change] = []  # that together make it fit; empty if it fits, or none do
+        self.changed: Prediction | None = None  # with them
         self.step_seconds: float | None = None
         self.run_seconds: float | None = None
         prediction = self.prediction
