@@ -14,9 +14,7 @@ METRICS_FILE = Path("coat") / "metrics.csv"  # of a run's folder, a row per step
 METRICS = ("step", "epoch", "loss", "lr", "grad_norm", "s_per_it", "peak_memory_gb", "skipped")
 VALIDATION_FILE = Path("coat") / "validation.csv"  # a row per measurement of the fixed-noise loss
 VALIDATION = ("step", "loss")
-FIDELITY_FILE = (
-    Path("coat") / "fidelity.csv"
-)  # a row per save, and one without the LoRA; CIEDE2000, octaves of contrast
+FIDELITY_FILE = Path("coat") / "fidelity.csv"  # a row per save, one without LoRA; CIEDE2000, octaves of contrast
 FIDELITY = ("step", "colour", "colour_p95", "texture", "vae_colour", "vae_colour_p95", "vae_texture")
 
 

@@ -191,24 +191,20 @@ def _check_datasets(entry: Entry) -> None:
     for dataset, is_cached in zip(datasets, cached, strict=True):
         dataset.facts = entry.facts | {"cached": str(is_cached).lower()}
         dataset.check(OF_DATASETS)
-        _check_dataset(dataset)
-
-
-def _check_dataset(dataset: Block) -> None:
-    sizes = dataset.get("resolution", [512])
-    sizes = sizes if isinstance(sizes, list) else [sizes]
-    whole = all(isinstance(size, int) and not isinstance(size, bool) for size in sizes)
-    if not sizes or not whole or min(sizes) < BUCKET_STEP:
-        text = f"must be a whole number of at least {BUCKET_STEP}, or a list of them; write [512]"
-        dataset.error("resolution", text)
-    for key in [key for key in BLOCKS["DatasetConfig"] if "_path" in key]:
-        folders = dataset.get(key, [])
-        if isinstance(folders, str):
-            _check_path(dataset, key)
-            folders = [folders]
-        for folder in folders if key not in ("folder_path", "dataset_path") else ():
-            if isinstance(folder, str) and not Path(folder).is_dir():
-                dataset.error(key, f"no such folder in {Path.cwd()}; correct the path")
+        sizes = dataset.get("resolution", [512])
+        sizes = sizes if isinstance(sizes, list) else [sizes]
+        whole = all(isinstance(size, int) and not isinstance(size, bool) for size in sizes)
+        if not sizes or not whole or min(sizes) < BUCKET_STEP:
+            text = f"must be a whole number of at least {BUCKET_STEP}, or a list of them; write [512]"
+            dataset.error("resolution", text)
+        for key in [key for key in BLOCKS["DatasetConfig"] if "_path" in key]:
+            folders = dataset.get(key, [])
+            if isinstance(folders, str):
+                _check_path(dataset, key)
+                folders = [folders]
+            for folder in folders if key not in ("folder_path", "dataset_path") else ():
+                if isinstance(folder, str) and not Path(folder).is_dir():
+                    dataset.error(key, f"no such folder in {Path.cwd()}; correct the path")
 
 
 def _check_samples(entry: Entry) -> None:

@@ -18,10 +18,10 @@ from ..saves.errors import SaveError
 from ..saves.identity import VERSIONS_FILE
 from ..watch.casts import KINDS, PRECISION_FILE, REMEDIES, CastPrecision, read_rows
 from ..watch.live import read_status
-from ..watch.phases import stacked, tabulated
+from ..watch.phases import MEMORY_FILE, stacked, tabulated
 from .compare import COMPARE, read_index, show_comparison
 from .html import Page, Tone
-from .run import MEMORY_FILE, RunFolder, smoothed
+from .run import RunFolder, smoothed
 
 Section: TypeAlias = Callable[[Page, RunFolder], None]
 

@@ -25,7 +25,6 @@ from ..saves.repair import RECORDS
 
 Curve: TypeAlias = list[tuple[float, float]]
 
-MEMORY_FILE = Path("coat") / "memory.json"
 TOOLKIT_LOG = "loss_log.db"  # of ai-toolkit, with COAT or without
 TOOLKIT_NAMES = {"loss": "loss", "loss/loss": "loss", "learning_rate": "lr", "grad_norm": "grad_norm"}
 SIGNS = ("coat", "samples", "optimizer.pt", "*.safetensors")  # of a run, next to its config

@@ -38,7 +38,7 @@ from ..data.hold_out import choose_hold_out
 from ..data.loader import LatentDataset
 from ..data.preflight import DataReport
 from ..mini_flux import provide_embedded
-from ..pages.run import MEMORY_FILE, RunFolder
+from ..pages.run import RunFolder
 from ..plan.job import JobFacts
 from ..plan.predict import predict
 from ..saves.identity import differences
@@ -48,6 +48,7 @@ from ..trainers.standalone.network import add_lora
 from ..trainers.standalone.trainer import COATTrainer
 from ..trainers.standalone.validation import fixed_noise, held_out_of, loss_of
 from ..trainers.standalone.workers import Workers
+from ..watch.phases import MEMORY_FILE
 
 Arm: TypeAlias = Mapping[str, Any]
 
