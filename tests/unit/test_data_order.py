@@ -192,12 +192,11 @@ def test_ranks_share_out_the_sequence_of_one_process_and_a_resume_continues_it(c
     assert take(resumed, 6) == whole[taken * before :: after]
 
 
-def test_resume_with_other_photos_goes_on_and_says_so(caplog):
+def test_resume_with_other_photos_goes_on_in_its_epoch():
     before = BucketBatchSampler(make_samples([8]), 1)
     take(before, 15)
     after = BucketBatchSampler(make_samples([3]), 1)
     after.load_state_dict(before.state_dict())
-    assert "samples 8 -> 3; training continues in epoch 1" in caplog.text
     assert after.state_dict()["epoch"] == 2
     assert take(after, 1)[0] == Batch(after.epoch_batches(2)[0], 6)
 

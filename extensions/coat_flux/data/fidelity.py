@@ -49,9 +49,6 @@ class Fidelity(NamedTuple):
     texture: float  # octaves of contrast
 
 
-MEASURES = Fidelity._fields
-
-
 def compare(photo: NDArray[np.uint8], drawn: NDArray[np.uint8], mask: NDArray[np.bool_]) -> Fidelity:
     """Compare pictures [H, W, 3] where `mask` [H, W] is true, or all of them where it nowhere is."""
     from scipy.ndimage import binary_erosion

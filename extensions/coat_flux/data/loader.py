@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,6 @@ from .files import CACHE_FOLDER, DatasetError, printable
 from .images import DEFAULTS, read_photo, rgb, to_tensor
 from .masks import has_masks, normalized
 
-logger = logging.getLogger(__name__)
 _CACHE_GONE = "{}: its cached {} were removed or damaged since the start; start the run again to recompute them"
 
 
@@ -59,7 +57,6 @@ class BucketBatchSampler:
         for index, sample in enumerate(samples):
             self._buckets.setdefault(sample.bucket, []).append(index)
         self.batches_per_epoch = sum(-(-len(members) // batch_size) for members in self._buckets.values())
-        self._sample_count = len(samples)
         self._position = 0  # in the sequence over all epochs, all ranks together
         self._epoch, self._order = -1, []  # the last epoch asked for, and its batches
 
@@ -87,16 +84,10 @@ class BucketBatchSampler:
     def state_dict(self) -> dict[str, int]:
         """The position of the next batch, the same on all ranks."""
         epoch, position = divmod(self._position, self.batches_per_epoch)
-        fixed = {"seed": self.seed, "batch_size": self.batch_size, "samples": self._sample_count}
-        return {"epoch": epoch, "position": position, **fixed}
+        return {"epoch": epoch, "position": position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue from `state`; logs if changed data or settings change the order."""
-        own = self.state_dict()
-        changed = [key for key in ("seed", "batch_size", "samples") if state[key] != own[key]]
-        if changed:
-            changes = ", ".join(f"{key} {state[key]} -> {own[key]}" for key in changed)
-            logger.warning("resume: %s; training continues in epoch %d with a new order", changes, state["epoch"])
+        """Continue from `state`; changed data or settings change the order, within the same epoch."""
         position = min(state["position"], self.batches_per_epoch)
         self._position = state["epoch"] * self.batches_per_epoch + position
 

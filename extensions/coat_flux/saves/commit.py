@@ -80,19 +80,12 @@ def replaced_sets(run_dir: Path) -> list[Path]:
 
 
 def commit(
-    run_dir: Path,
-    step: int,
-    write: Callable[[Path], None],
-    publish: Mapping[str, str],
-    *,
-    needed_bytes: int | None = None,
-    apart: int = 1,
+    run_dir: Path, step: int, write: Callable[[Path], None], publish: Mapping[str, str], *, apart: int = 1
 ) -> Path:
     """Write a set, commit it, publish its files in the run's folder, and remove all sets but it and one before it.
 
     Args:
         publish: name in the run's folder → name in the set; read after `write`, which may fill it.
-        needed_bytes: size of the set, checked before writing; None: that of the previous set.
         apart: distance in steps of the older set, as soon as there is such a set.
 
     Raises SaveError if writing failed, and the previous set is unchanged; or publishing, which the next start does.
@@ -101,8 +94,7 @@ def commit(
     target = state_folder(run_dir, step)
     staging = staging_path(target)
     before = committed_sets(run_dir)
-    if needed_bytes is None:
-        needed_bytes = sum(path.stat().st_size for folder in before[:1] for path in folder.rglob("*"))
+    needed_bytes = sum(path.stat().st_size for folder in before[:1] for path in folder.rglob("*"))
     try:
         with save_errors(run_dir, what, "the previous checkpoint is as it was", needed_bytes):
             target.parent.mkdir(parents=True, exist_ok=True)

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import glob
 import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -30,7 +29,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from coat_core.optim.sharded import ShardedFP8AdamW, gather
 
@@ -127,7 +125,6 @@ def _write(
     final: bool,
 ) -> None:
     job = session.job
-    rng = rng_state()
     dtype = TORCH_DTYPES[job.save.dtype]
     published = average or trained
     metadata = _metadata(session)
@@ -148,7 +145,7 @@ def _write(
             write_model(folder / inside, session.transformer, base, published, dtype, metadata)
         with (folder / OPTIMIZER_FILE).open("wb") as file:
             torch.save(dict(states), file)
-        RunState.write(folder, STANDALONE, record, raw, average, rng)
+        RunState.write(folder, STANDALONE, record, raw, average, rng_state())
         session.log.info(f"{path.name}: {read_back(folder / inside)}")
 
     def read_back(file: Path) -> str:
@@ -162,15 +159,9 @@ def _write(
         shapes = {name: tuple(param.shape) for name, param in session.lora.items()}
         return check_export(file, expected=shapes).line()
 
-    needed = sum(tensor.numel() for tensor in trained.values()) * dtype.itemsize
-    if base is not None:
-        needed = sum(math.prod(place.shape) for place in base.places.values()) * dtype.itemsize
-    for leaf in tree_leaves([states, rng, dict(raw), dict(average)]):
-        if isinstance(leaf, Tensor):
-            needed += leaf.nbytes
     publish = {path.name: inside, OPTIMIZER_FILE: OPTIMIZER_FILE}
     apart = session.watch.guard.apart(session.step) or min(job.save.save_every, WINDOW)
-    commit(job.folder, session.step, write, publish, needed_bytes=needed, apart=apart)
+    commit(job.folder, session.step, write, publish, apart=apart)
     for old in _old_saves(job.folder, job.name, job.save.max_step_saves_to_keep):
         discard(old)
         session.log.detail(f"Removing old save: {old}")

@@ -213,7 +213,7 @@ class Session:
                 if sampler is not None:
                     draws = steps * self.job.train.gradient_accumulation * self.workers.size
                     epoch, within = divmod(draws, sampler.batches_per_epoch)
-                    sampler.load_state_dict({**sampler.state_dict(), "epoch": epoch, "position": within})
+                    sampler.load_state_dict({"epoch": epoch, "position": within})
         else:
             self.sampler.load_state_dict(state.record["sampler"])
             if self.reg_sampler is not None:
