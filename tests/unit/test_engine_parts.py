@@ -25,6 +25,7 @@ from coat_flux.blocks.apply import apply_coat
 from coat_flux.config.coat import COATConfig
 from coat_flux.config.job_sections import EMASection, NetworkKwargs, NetworkSection, TrainSection
 from coat_flux.saves.errors import ResumeError
+from coat_flux.saves.repair import saves_of
 from coat_flux.saves.state import restore_tensors
 from coat_flux.trainers.optimizer import advance, make_optimizer, make_scheduler, restore_optimizer
 from coat_flux.trainers.standalone import saving
@@ -223,13 +224,13 @@ def test_restored_optimizer_keeps_state_and_the_configs_settings() -> None:
 # -- files and launches ------------------------------------------------------------------------------------------------
 
 
-def test_rotation_keeps_the_newest_and_never_the_final(tmp_path: Path) -> None:
+def test_saves_are_known_by_their_names(tmp_path: Path) -> None:
     names = [saving.save_name("run", step) for step in (500, 1000, 1500, None)]
     assert names[0] == "run_000000500.safetensors"
     for name in (*names, "run_two_000000001.safetensors"):
         (tmp_path / name).touch()
-    assert [path.name for path in saving._old_saves(tmp_path, "run", 2)] == [names[0]]
-    assert saving._old_saves(tmp_path, "run", 3) == []
+    assert [path.name for path in saves_of(tmp_path, "run")] == sorted(names)
+    assert set(saves_of(tmp_path, "run").values()) == {-1}  # empty files
 
 
 def test_metadata_values_are_strings_and_placeholders_are_filled() -> None:

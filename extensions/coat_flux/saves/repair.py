@@ -150,6 +150,14 @@ def step_of(path: Path) -> int:
         return -1
 
 
+def saves_of(run_dir: Path, name: str) -> dict[Path, int]:
+    """The LoRA files, or folders of whole models, that a run of this name saved, sorted; with `step_of` each."""
+    files = {path: path for path in run_dir.glob("*.safetensors")}
+    files |= {shard.parents[1]: shard for shard in run_dir.glob("*/transformer/*.safetensors")}
+    named = re.compile(re.escape(name) + r"(_\d{9})?(\.safetensors)?")
+    return {path: step_of(files[path]) for path in sorted(files) if named.fullmatch(path.name)}
+
+
 def go_back(run_dir: Path, step: int) -> list[str]:
     """Make the kept set of `step` the newest and return lines about moved files; raises ResumeError or SaveError."""
     target = state_folder(run_dir, step)
@@ -234,12 +242,7 @@ def describe_lowest(curve: Sequence[tuple[int, float]], run_dir: Path, name: str
     if not finite:
         return "the held-out loss was never finite"
     step, loss = min(finite, key=lambda point: (point[1], point[0]))
-    saves: dict[int, Path] = {}  # steps done → LoRA file, or folder of a whole model
-    for path in sorted((*run_dir.glob("*.safetensors"), *run_dir.glob("*/transformer/*.safetensors"))):
-        save = path if path.parent == run_dir else path.parents[1]
-        if save.stem == name or save.stem.removeprefix(f"{name}_").isdecimal():
-            saves[step_of(path)] = save
-    saves.pop(-1, None)  # of a file that does not say its step
+    saves = {done: save for save, done in saves_of(run_dir, name).items() if done >= 0}
     nearest = min(saves, key=lambda saved: (abs(saved - step), saved), default=None)
     if nearest is None:
         file = "nothing is saved"

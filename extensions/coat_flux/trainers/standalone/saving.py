@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import glob
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -40,7 +39,7 @@ from ...export.lora_files import check_export
 from ...saves.commit import commit, damage, newest_set, published_names, state_folder
 from ...saves.errors import ResumeError
 from ...saves.identity import require_same_run, run_identity
-from ...saves.repair import MODEL_META, step_of
+from ...saves.repair import MODEL_META, saves_of
 from ...saves.state import (
     OPTIMIZER_FILE,
     REMEDY,
@@ -162,7 +161,8 @@ def _write(
     publish = {path.name: inside, OPTIMIZER_FILE: OPTIMIZER_FILE}
     apart = session.watch.guard.apart(session.step) or min(job.save.save_every, WINDOW)
     commit(job.folder, session.step, write, publish, apart=apart)
-    for old in _old_saves(job.folder, job.name, job.save.max_step_saves_to_keep):
+    steps = [save for save in saves_of(job.folder, job.name) if save.name.removesuffix(".safetensors") != job.name]
+    for old in steps[: -job.save.max_step_saves_to_keep]:
         discard(old)
         session.log.detail(f"Removing old save: {old}")
 
@@ -181,14 +181,6 @@ def _metadata(session: Session) -> dict[str, str]:
     fields["coat"] = job.coat.to_dict()
     text = {key: value if isinstance(value, str) else json.dumps(value) for key, value in fields.items()}
     return text | ({} if report is None else report.metadata()) | {"format": "pt"}
-
-
-def _old_saves(run_dir: Path, name: str, keep: int) -> list[Path]:
-    """All but the newest `keep` step saves, never the final one."""
-    pattern = re.compile(re.escape(name) + r"_\d{9}(\.safetensors)?")
-    named = (path for path in run_dir.glob(f"{glob.escape(name)}_*") if pattern.fullmatch(path.name))
-    saves = sorted(path for path in named if path.suffix or (path / PART).is_dir())
-    return saves[: max(len(saves) - keep, 0)]
 
 
 @dataclass(frozen=True)
@@ -253,11 +245,10 @@ def find_resume_point(run_dir: Path, name: str) -> ResumePoint | None:
     if newest_state is not None and state is not None:  # a whole model has its step there alone
         published = [run_dir / file for file in published_names(newest_state)]
         points = [ResumePoint(path, state.step) for path in published if (path / PART).is_dir()]
-    pattern = re.compile(re.escape(name) + r"(_\d{9})?\.safetensors")
-    files = [path for path in run_dir.glob("*.safetensors") if pattern.fullmatch(path.name)]
-    points += [ResumePoint(path, step_of(path)) for path in files if step_of(path) >= 0]
+    files = {path: step for path, step in saves_of(run_dir, name).items() if path.suffix}
+    points += [ResumePoint(path, step) for path, step in files.items() if step >= 0]
     if files and not points:
-        raise ResumeError(f"{files[0]}: cannot be read, or its metadata does not say the training step; {REMEDY}")
+        raise ResumeError(f"{min(files)}: cannot be read, or its metadata does not say the training step; {REMEDY}")
     if not points:
         return None
     newest = max(points, key=lambda point: (point.step, point.path.stem == name))
