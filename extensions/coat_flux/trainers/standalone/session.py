@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from coat_core.optim import FP8AdamW
 from coat_core.optim.sharded import local_values
@@ -180,7 +179,7 @@ class Session:
             self.captures = runner.plan.captured
         if self.report is not None and (gain := gain_of_auto(job.coat, card_of(workers.device))):
             self.report.add_row("weights", job.coat.weight.format, job.coat.weight.format, measured=gain)
-        _log_start(job, self.report, self.optimizer, self.lora, log)
+        self._log_start()
         if sharded:
             held = sum(local_values(x).nbytes for x in module_tensors(self.transformer))
             log.info(
@@ -196,6 +195,23 @@ class Session:
             self.fused = UpdateInBackward(self.optimizer, params, train.max_grad_norm, self.watch.begin_update)
         if point is not None:
             self._continue_from(point.state)
+
+    def _log_start(self) -> None:
+        train, log = self.job.train, self.log
+        ours = isinstance(self.optimizer, FP8AdamW)
+        stored = describe_optimizer(self.optimizer) if ours else train.optimizer
+        if self.report is not None:
+            why = "" if ours else "moments in FP8 are for coat_fp8_adamw"
+            self.report.add_row("optimizer", train.optimizer, stored, why)
+            log.info(self.report.table())
+        elif ours:
+            log.info(f"optimizer {train.optimizer}: {stored}")
+        if self.job.full:
+            count = sum(param.numel() for param in self.lora.values())
+            when = ", updated in backward" if train.fused_backward else ""
+            log.info(f"full fine-tuning: {count:,} parameters in {len(self.lora)} tensors{when}")
+        else:
+            log.info(f"{self.job.network.title} on {len({layer_of(name) for name in self.lora})} linears")
 
     def _continue_from(self, state: RunState | None) -> None:
         """Restore average, place in the data and random generators, as far as a save has them."""
@@ -391,26 +407,3 @@ def _capture_obstacle(job: JobConfig, workers: Workers) -> str:
     if job.network.dropout:
         return "network.dropout draws in the step"
     return ""
-
-
-def _log_start(
-    job: JobConfig,
-    report: CoatReport | None,
-    optimizer: Optimizer,
-    trained: dict[str, nn.Parameter],
-    log: RunLog,
-) -> None:
-    ours = isinstance(optimizer, FP8AdamW)
-    stored = describe_optimizer(optimizer) if ours else job.train.optimizer
-    if report is not None:
-        why = "" if ours else "moments in FP8 are for coat_fp8_adamw"
-        report.add_row("optimizer", job.train.optimizer, stored, why)
-        log.info(report.table())
-    elif ours:
-        log.info(f"optimizer {job.train.optimizer}: {stored}")
-    if job.full:
-        count = sum(param.numel() for param in trained.values())
-        when = ", updated in backward" if job.train.fused_backward else ""
-        log.info(f"full fine-tuning: {count:,} parameters in {len(trained)} tensors{when}")
-    else:
-        log.info(f"{job.network.title} on {len({layer_of(name) for name in trained})} linears")
