@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -26,6 +25,19 @@ from coat_flux.doctor.probes import ABSENT, BAD, GOOD, Line, ai_toolkit, diagnos
 from coat_flux.mini_flux import MINI_FLUX
 from tests.helpers.aitk_standin.host import PACKAGE, copy_checkout
 from tests.helpers.operators import as_on_cuda
+
+SMALL = {"double": 1, "single": 1, "heads": 1, "rank": 4}
+
+
+def have_packages(monkeypatch, versions):
+    """Let these packages be installed and no others; the dictionary may be changed later."""
+
+    def version(name):
+        if name not in versions:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
 
 
 @pytest.fixture
@@ -109,32 +121,27 @@ def test_a_torch_for_the_cpu_beside_a_gpu_stops(monkeypatch, cuda, names, stops)
 
 def test_versions_are_held_against_the_bounds_of_setup(monkeypatch):
     have = {"diffusers": "0.35.1", "transformers": "5.0.0.dev0", "safetensors": "0.5"}
-
-    def version(name):
-        if name not in have:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return have[name]
-
     wanted = ["torch>=2.9", "diffusers>=0.36", "transformers>=4.57", "peft>=0.17", "safetensors>=0.5"]
     monkeypatch.setattr(importlib.metadata, "requires", lambda _: [*wanted, 'pytest>=8; extra == "test"'])
-    monkeypatch.setattr(importlib.metadata, "version", version)
+    have_packages(monkeypatch, have)
     old, missing, rest = probes.packages()
-    assert str(old) == "✗ diffusers: 0.35.1: must be >=0.36 -> pip install 'diffusers>=0.36'"
-    assert str(missing) == "✗ peft: not installed -> pip install 'peft>=0.17'"
-    assert str(rest) == "✓ packages: diffusers 0.35.1, transformers 5.0.0.dev0, safetensors 0.5; 4 checked"
     assert [line.stops for line in (old, missing, rest)] == [True, True, False]
+    assert (old.subject, missing.subject) == ("diffusers", "peft")
+    assert ("must be >=0.36" in old.text, "'diffusers>=0.36'" in old.remedy) == (True, True)
+    assert ("not installed" in missing.text, "'peft>=0.17'" in missing.remedy) == (True, True)
+    assert "transformers 5.0.0.dev0, safetensors 0.5; 4 checked" in rest.text
 
 
 @pytest.mark.parametrize(
-    ("limit", "text", "mark"),
+    ("limit", "free", "total", "mark"),
     [
-        (None, "100.0 of 256.0 GB RAM free", "✓"),
-        ("max", "100.0 of 256.0 GB RAM free", "✓"),
-        ("12000000000", "10.0 of 12.0 GB RAM free (the container's limit)", "✗"),
-        ("200000000000", "100.0 of 200.0 GB RAM free (the container's limit)", "✓"),
+        (None, 100, 256, "✓"),
+        ("max", 100, 256, "✓"),
+        ("12000000000", 10, 12, "✗"),
+        ("200000000000", 100, 200, "✓"),
     ],
 )
-def test_memory_of_a_container_counts(monkeypatch, tmp_path, limit, text, mark):
+def test_memory_of_a_container_counts(monkeypatch, tmp_path, limit, free, total, mark):
     monkeypatch.setattr(probes, "CGROUP", tmp_path)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=100e9, total=256e9))
     if limit is not None:
@@ -142,8 +149,8 @@ def test_memory_of_a_container_counts(monkeypatch, tmp_path, limit, text, mark):
         (tmp_path / "memory.current").write_text("5000000000\n")
         (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 3000000000\n")
     (line,) = probes.memory()
-    assert (line.text, line.mark) == (text, mark)
-    assert ("13 GB" in line.remedy) is (mark == "✗")
+    assert line.text.startswith(f"{free}.0 of {total}.0 GB")
+    assert (line.mark, "13 GB" in line.remedy) == (mark, mark == "✗")
 
 
 @pytest.fixture
@@ -183,8 +190,8 @@ def test_disk(cache, tmp_path, monkeypatch):
     usage = lambda path: SimpleNamespace(free=free["cache" if "hub" in str(path) else "here"])  # noqa: E731
     monkeypatch.setattr(probes.shutil, "disk_usage", usage)
     here, there = probes.disk()
-    assert str(here) == f"✓ disk here: 50.0 GB free in {Path.cwd()}"
-    assert there.remedy == "FLUX.1-dev takes 34 GB: free that, or set HF_HOME to another folder"
+    assert (here.mark, there.mark) == ("✓", "✗")
+    assert ("34 GB" in there.remedy, "HF_HOME" in there.remedy) == (True, True)
     (tmp_path / "vae").rename(cache / "vae")
     free["here"] = 1e9
     assert [line.mark for line in probes.disk()] == ["✗", "✓"]
@@ -227,17 +234,14 @@ def test_a_card_and_none(card, monkeypatch):
 
 
 def test_a_card_that_torch_cannot_use(monkeypatch, no_card):
-    def init():
-        raise RuntimeError("The NVIDIA driver on your system is too old\n(found version 11040)")
-
     monkeypatch.setattr(probes, "driver_names", lambda: ["Tesla T4, driver 470.1"])
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "init", init)
+    error = RuntimeError("The NVIDIA driver on your system is too old\n(found version 11040)")
+    monkeypatch.setattr(torch.cuda, "init", Mock(side_effect=error))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     (line,) = probes.cards()
-    assert line.stops
+    assert (line.stops, "CUDA 13.0" in line.remedy) == (True, True)
     assert "too old (found version 11040)" in line.text
-    assert "CUDA 13.0" in line.remedy
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     (line,) = probes.cards()
     assert (line.stops, "hidden by CUDA_VISIBLE_DEVICES" in line.text) == (False, True)
@@ -290,14 +294,13 @@ def test_a_product_is_compared_and_timed(kind, monkeypatch):
     assert on_gpu.try_product(*how) == {"error" if kind == "bf16" else "refused": "RuntimeError: no"}
 
 
-def test_the_report_is_one_text_whatever_fails(monkeypatch, capsys, tmp_path):
-    """`doctor --gpu`: machine, refusals and figures by kind; a process without a result is a line."""
-    facts = {"device": "a card", "versions": {"torch": "2.13"}}
-    machine = {"status": "ok", "items": {"machine": facts}}
-    refused = {"status": "ok", "items": {"64 -> 64": {"refused": "no kernel"}}}
+def test_the_report_has_figures_and_refusals_by_kind_and_a_line_for_a_process_without_a_result(
+    monkeypatch, capsys, tmp_path
+):
     figures = {"us": 12.0, "tflops": 345.0, "db": 55.5}
     results = {kind: {"status": "ok", "items": {"64 -> 64": figures}} for kind in (*on_gpu.KINDS, on_gpu.OPERATORS)}
-    results |= {"machine": machine, "per_row": refused}
+    results["machine"] = {"status": "ok", "items": {"machine": {"device": "a card"}}}
+    results["per_row"] = {"status": "ok", "items": {"64 -> 64": {"refused": "no kernel"}}}
     results["int8"] = {"status": "failed", "reason": "signal 11 and no result"}
     asked = []
 
@@ -310,9 +313,13 @@ def test_the_report_is_one_text_whatever_fails(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     main(["doctor", "--gpu"])
     shown = capsys.readouterr().out
-    lines = ["machine, machine: device a card, versions {'torch': '2.13'}"]
-    lines += ["per_row, 64 -> 64: refused no kernel", "bf16, 64 -> 64: us 12, tflops 345, db 55.5"]
-    assert [line for line in (*lines, "int8: signal 11 and no result") if line not in shown.splitlines()] == []
+    for line in (
+        "device a card",
+        "per_row, 64 -> 64: refused no kernel",
+        "us 12, tflops 345, db 55.5",
+        "int8: signal 11",
+    ):
+        assert line in shown
     assert set(asked) == {("cuda", on_gpu.__name__)}
 
 
@@ -345,20 +352,13 @@ def test_operators_of_a_step_are_proved(monkeypatch):
     assert "not compared" in result["items"][proved[-1]]["kernel"]
 
 
-def test_the_process_of_a_kind(monkeypatch, tmp_path):
+def test_the_process_of_a_kind(monkeypatch):
     """It fails where values are wrong; the machine says whether kernels run."""
-    spec = {
-        "device": "cpu",
-        "geometry": {"double": 1, "single": 1, "heads": 1, "rank": 4},
-        "sizes": [[16, 1]],
-        "seconds": 60.0,
-    }
-    figures = {"refused": "no"}
-    monkeypatch.setattr(on_gpu, "try_product", lambda *_: figures)
-    assert on_gpu.run(spec | {"configuration": "per_row"})["status"] == "ok"
-    figures = {"error": "wrong values"}
-    result = on_gpu.run(spec | {"configuration": "per_row"})
-    assert (result["status"], "128 -> 384: wrong values" in result["reason"]) == ("failed", True)
+    spec = {"device": "cpu", "geometry": SMALL, "sizes": [[16, 1]], "seconds": 60.0, "configuration": "per_row"}
+    for figures, status in (({"refused": "no"}, "ok"), ({"error": "wrong values"}, "failed")):
+        monkeypatch.setattr(on_gpu, "try_product", lambda *_, figures=figures: figures)
+        result = on_gpu.run(spec)
+        assert (result["status"], "128 -> 384: wrong values" in result["reason"]) == (status, status == "failed")
     machine = {"status": "ok", "machine": {"kernels_refused": "wrong codes"}}
     monkeypatch.setattr(on_gpu.worker, "run", lambda _: machine)
     assert "wrong codes" in on_gpu.run(spec | {"configuration": on_gpu.MACHINE})["reason"]
@@ -378,13 +378,7 @@ def test_attention_kernels_by_name(card, monkeypatch):
 def triton_here(monkeypatch):
     """Versions of triton packages, and what torch asks for; both may be changed."""
     there = SimpleNamespace(versions={"triton": "3.7.1"}, wanted=['triton==3.7.1; platform_system == "Linux"'])
-
-    def version(package):
-        if package not in there.versions:
-            raise importlib.metadata.PackageNotFoundError(package)
-        return there.versions[package]
-
-    monkeypatch.setattr(importlib.metadata, "version", version)
+    have_packages(monkeypatch, there.versions)
     monkeypatch.setattr(importlib.metadata, "requires", lambda _: ["filelock", *there.wanted])
     monkeypatch.setattr(environment, "WINDOWS", False)
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
@@ -404,15 +398,15 @@ def test_what_triton_needs_is_named_with_its_remedy(triton_here, tmp_path, monke
     monkeypatch.setenv("CC", "/opt/cc")
     monkeypatch.setattr(shutil, "which", lambda name: name if name == "/opt/cc" else None)
     assert environment.triton_problem() is None
-    triton_here.versions = {"triton": "3.5.1"}
+    triton_here.versions["triton"] = "3.5.1"
     problem, remedy = environment.triton_problem()
     assert ("triton 3.5.1" in problem, remedy) == (True, "pip install 'triton==3.7.*'")
-    triton_here.versions = {}
+    triton_here.versions.clear()
     assert environment.triton_problem() == ("triton is not installed", "pip install 'triton==3.7.*'")
     triton_here.wanted = []  # as on Windows and with a torch for the CPU
     monkeypatch.setattr(environment, "WINDOWS", True)
     assert environment.triton_problem()[1] == "pip install triton-windows"
-    triton_here.versions = {"triton-windows": "3.7.0.post1"}
+    triton_here.versions["triton-windows"] = "3.7.0.post1"
     monkeypatch.setattr(shutil, "which", lambda _: None)
     assert environment.triton_problem() is None
 
@@ -436,22 +430,17 @@ def test_a_run_names_them_at_its_start(triton_here, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("version", "reason", "mark", "remedy"),
+    ("versions", "reason", "mark", "remedy"),
     [
-        ("3.9.0", None, "✓", ""),
-        ("3.9.0", "no gcc", "✗", "set CC"),
-        (None, "triton is not installed", "✗", "pip install triton"),
+        ({"triton": "3.9.0"}, None, "✓", ""),
+        ({"triton": "3.9.0"}, "no gcc", "✗", "set CC"),
+        ({}, "triton is not installed", "✗", "pip install triton"),
     ],
 )
-def test_triton(card, monkeypatch, version, reason, mark, remedy):
-    def installed(package):
-        if version is None or package != "triton":
-            raise importlib.metadata.PackageNotFoundError(package)
-        return version
-
-    monkeypatch.setattr(importlib.metadata, "version", installed)
+def test_triton(card, monkeypatch, versions, reason, mark, remedy):
+    have_packages(monkeypatch, versions)
     monkeypatch.setattr(dispatch, "triton_obstacle", lambda _: reason)
     monkeypatch.setattr(shutil, "which", lambda _: None)
     (line,) = probes.triton()
     assert (line.mark, remedy in line.remedy) == (mark, True)
-    assert (version or "not installed") in line.text
+    assert versions.get("triton", "not installed") in line.text
