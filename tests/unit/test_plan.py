@@ -78,12 +78,9 @@ def test_published_models_have_their_published_sizes():
     assert dev.decode_values >= 3 * 256  # its last stage has 256 channels at full size: in, out, and one between
 
 
-def test_an_embedded_model_is_known_before_it_is_made(tmp_path):
-    made = make_mini_flux(tmp_path / "model")
+def test_an_embedded_and_a_local_model_are_known_and_others_are_named(tmp_path):
+    made = make_mini_flux(tmp_path / "mini")
     assert find_model("models/coat_mini_flux", "model") == find_model(str(made), "model")
-
-
-def test_a_model_whose_sizes_are_unknown_is_named_and_shorter_text_of_a_local_one_counts(tmp_path):
     with pytest.raises(ConfigError, match=r"model\.name_or_path='someone/flux-finetune': .*FLUX\.1-dev"):
         planned(job_of(model="someone/flux-finetune"))
     folder = make_tiny_flux(tmp_path / "model")
@@ -136,15 +133,7 @@ def test_bf16_without_coat_recomputes_all_or_nothing():
     assert kept.phases["step"]["optimizer"] == 2 * kept.phases["step"]["lora"]
 
 
-def test_redrawn_photos_count_as_a_sample_of_their_size() -> None:
-    no_samples = {"train": {"disable_sampling": True}}
-    assert "sample" not in planned(job_of(**no_samples)).phases
-    job = job_of(**no_samples, validation={"hold_out": 2, "fidelity": True})
-    assert JobFacts(job).sample_tokens.image == JobFacts(job).tokens.image
-    assert planned(job).phases["sample"] == planned(job_of()).phases["sample"]  # of one sample, as large
-
-
-def test_what_is_not_cached_stays_on_the_device():
+def test_what_is_not_cached_stays_on_the_device_and_redrawn_photos_count_as_samples():
     cached = planned(job_of())
     dataset = {"cache_latents_to_disk": False, "cache_text_embeddings": False}
     not_cached = planned(job_of(dataset=dataset, train={"ema_config": {"use_ema": True}}))
@@ -155,6 +144,10 @@ def test_what_is_not_cached_stays_on_the_device():
     assert not_cached.phases["sample"]["ema"] == 2 * not_cached.phases["step"]["lora"]
     accumulated = planned(job_of(train={"gradient_accumulation": 2}))  # gradients are there all along
     assert total(accumulated) == total(cached) + cached.phases["step"]["lora"]
+    no_samples = {"train": {"disable_sampling": True}}
+    assert "sample" not in planned(job_of(**no_samples)).phases
+    redrawn = planned(job_of(**no_samples, validation={"hold_out": 2, "fidelity": True}))
+    assert redrawn.phases["sample"] == cached.phases["sample"]  # of one sample, as large
 
 
 def test_automatic_checkpointing_takes_what_the_device_has():
@@ -186,21 +179,16 @@ def test_moments_of_other_optimizers():
     assert moment_bytes(job, [4095, 4096]) == 2 * (4 * 4095 + 4096 + 4 * 16)
 
 
-def test_on_a_cpu_host_memory_is_the_device(tmp_path):
-    job = replace(job_of(write_images(tmp_path / "photos", 3), "models/coat_mini_flux"), device="cpu")
-    prediction = planned(job)
-    assert prediction.ram_bytes > prediction.peak
-    assert prediction.phases["cache"]["vae"] > 0  # both are there all along
-    assert prediction.phases["cache"]["text encoders"] > 0
-
-
-def test_the_transformer_passes_through_host_memory_weight_by_weight():
+def test_cpu_memory_holds_the_encoders_and_on_a_cpu_everything(tmp_path):
     """On a GPU neither its codes nor, without COAT, its bf16 weights are ever in CPU memory: the encoders decide."""
     elements = find_model(DEV, "model").elements
     encoders = 2 * (elements["vae"] + elements["text_encoder"] + elements["text_encoder_2"])
     for coat in ({}, {"weight": {"use_fp8": False}}, {"enabled": False}):
         train = {} if coat.get("enabled", True) else {"optimizer": "adamw"}
         assert planned(job_of(coat=coat, train=train)).ram_bytes == 3e9 + encoders
+    prediction = planned(replace(job_of(write_images(tmp_path / "photos", 3), "models/coat_mini_flux"), device="cpu"))
+    assert prediction.ram_bytes > prediction.peak
+    assert min(prediction.phases["cache"][part] for part in ("vae", "text encoders")) > 0  # both, all along
 
 
 def test_images_that_are_here_count(tmp_path):
@@ -220,12 +208,13 @@ def test_images_that_are_here_count(tmp_path):
 
 
 IMPORTS = """
-import sys, torch
+import os, sys, torch
 from coat_flux.cli.entry import main
 class Watch:
     def find_spec(self, name, *_):
         if name == "diffusers.models.modeling_utils":
-            print("imported under", torch.empty(0).device)
+            print("imported under", torch.empty(0).device, flush=True)
+            os._exit(0)
 sys.meta_path.insert(0, Watch())
 main(["plan", "configs/flux_clothing_tiny.yaml"])
 """
@@ -427,20 +416,18 @@ def job_file(tmp_path, monkeypatch):
 
 
 def test_text(job_file, capsys, monkeypatch):
-    usual = [card for card in CARDS if card.gb in (12, 24, 80)]
-    monkeypatch.setattr("coat_flux.plan.report.CARDS", usual)
+    monkeypatch.setattr("coat_flux.plan.report.CARDS", [card for card in CARDS if card.gb in (12, 24, 80)])
     assert main(["plan", str(job_file)]) == 0
     out = capsys.readouterr().out
-    assert f"'run' on {DEV}, 11.90 B parameters" in out
-    assert "1 x (512 text + 4096 image tokens); LoRA rank 16 on 494 linears" in out
-    assert "kept for backward in FP8, fused flow, attention fp8; 0 of 57 blocks recompute" in out
+    assert f"{DEV}, 11.90 B parameters" in out
+    assert "0 of 57 blocks recompute" in out
     rows = {line.split("  ")[0]: line.split()[-5:] for line in out.splitlines() if "  " in line}
     assert rows["transformer"] == ["11.97", "-", "11.97", "11.97", "11.97"]
     assert rows["saved activations"] == ["-", "-", "-", "8.98", "-"]
     cards = {line.split(" GB")[0]: line for line in out.splitlines() if line.split(" GB")[0].isdigit()}
     assert list(cards) == ["12", "24", "80"]
     assert "coat.memory.stream_blocks: auto" in cards["12"]
-    assert cards["24"].endswith("train.cache_text_embeddings: true (costs nothing)")
+    assert "train.cache_text_embeddings: true" in cards["24"]
     assert cards["80"].split()[:3] == ["80", "GB", "yes"]
 
 
@@ -451,7 +438,6 @@ def test_json_of_one_card(job_file, tmp_path, capsys):
     assert main(["plan", str(job_file), "--gpu", "4090", "--json", str(target)]) == 0
     assert json.loads(target.read_text()) == printed
     phases = printed["phases"]
-    assert list(phases) == ["load", "cache", "sample", "step", "save"]
     for parts in phases.values():
         assert parts["total"] == sum(size for part, size in parts.items() if part != "total")
     assert printed["peak"] == max(parts["total"] for parts in phases.values())
@@ -473,48 +459,37 @@ def test_auto_is_what_a_card_multiplies_faster(job_file, capsys):
     auto = job_file.with_name("auto.yaml")
     auto.write_text(yaml.safe_dump(raw), encoding="utf-8")
     seconds = {}
-    for card, taken, peaks in (("4090", "int8", "660.6"), ("3090", "int8", "284"), ("H100", "e4m3", "1978.9")):
-        for file in (auto, job_file):
+    # of `auto` and of e4m3, which a 3090 multiplies in INT8 by `fallback`
+    for card, formats, peak in (("4090", ("int8", "e4m3"), "660.6"), ("3090", ("int8", "int8"), "284"),
+                                ("H100", ("e4m3", "e4m3"), "1978.9")):  # fmt: skip
+        for file, expected in zip((auto, job_file), formats, strict=True):
             assert main(["plan", str(file), "--gpu", card, "--json"]) == 0
             (found,) = json.loads(capsys.readouterr().out)["cards"]
             seconds[file.stem, card] = found["step_seconds"]
-            assert found["weight_format"] == ("int8" if card == "3090" or file == auto else "e4m3") or taken == "e4m3"
+            assert found["weight_format"] == expected
             assert main(["plan", str(file), "--gpu", card]) == 0
-            lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("weight.format: auto")]
-            if file == auto:
-                (line,) = lines
-                assert f"{taken} on" in line
-                assert peaks in line
-            else:
-                assert bool(lines) == (card == "4090")
+            said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("weight.format: auto")]
+            assert len(said) == (file == auto or card == "4090")
+            assert file != auto or (f"{expected} on" in said[0] and peak in said[0])
     assert seconds["auto", "4090"] < 0.75 * seconds["job", "4090"]
     assert seconds["auto", "H100"] == seconds["job", "H100"]
-    assert seconds["auto", "3090"] == seconds["job", "3090"]  # INT8 there by `fallback`, too
+    assert seconds["auto", "3090"] == seconds["job", "3090"]
 
 
-def test_impossible_cards():
-    for size in ("0", "-3", "big", "nan", "inf", "1e9", "2x4090", "9090", ""):
-        with pytest.raises(UserError, match=re.escape(repr(size))):
-            find_card(size)
+NO_CARDS = ("0", "-3", "big", "nan", "inf", "1e9", "2x4090", "9090", "")
+CARDS_BY_TEXT = {
+    "24": (24, "RTX 4090"), "24 GB VRAM": (24, "RTX 4090"), "28": (28, ""), "3090": (24, "RTX 3090"),
+    "NVIDIA GeForce RTX 4090": (24, "RTX 4090"), "rtx-5090": (32, "RTX 5090"), "A100": (40, "A100"),
+    "NVIDIA A100-SXM4-80GB": (80, "A100"), "NVIDIA H100 80GB HBM3": (80, "H100"), "RTX 6000 Ada": (48, "6000ADA"),
+    "NVIDIA GeForce RTX 4090 Laptop GPU": (16, "4090LAPTOP"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("text", "gb", "name"),
-    [
-        ("24", 24, "RTX 4090"),
-        ("24 GB VRAM", 24, "RTX 4090"),
-        ("28", 28, ""),
-        ("NVIDIA GeForce RTX 4090", 24, "RTX 4090"),
-        ("3090", 24, "RTX 3090"),
-        ("rtx-5090", 32, "RTX 5090"),
-        ("A100", 40, "A100"),
-        ("NVIDIA A100-SXM4-80GB", 80, "A100"),
-        ("NVIDIA H100 80GB HBM3", 80, "H100"),
-        ("RTX 6000 Ada", 48, "6000ADA"),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", 16, "4090LAPTOP"),
-    ],
-)
-def test_a_card_is_known_by_its_memory_or_name(text, gb, name):
-    card = find_card(text)
-    assert (card.gb, card.name) == (gb, name)
-    assert bool(card.bf16_tflops) == (name in {known.name for known in CARDS} | {"RTX 3090", "A100"})
+def test_a_card_is_known_by_its_memory_or_name():
+    timed = {known.name for known in CARDS} | {"RTX 3090", "A100"}
+    for text, (gb, name) in CARDS_BY_TEXT.items():
+        card = find_card(text)
+        assert (card.gb, card.name, bool(card.bf16_tflops)) == (gb, name, name in timed), text
+    for text in NO_CARDS:
+        with pytest.raises(UserError, match=re.escape(repr(text))):
+            find_card(text)
