@@ -107,12 +107,6 @@ def test_a_spoilt_folder_is_one_error(model: Path, name: str) -> None:
         assert line.count("; ") == 1
 
 
-def test_pickles_are_for_ai_toolkit_alone(model: Path) -> None:
-    (model / "vae" / "diffusion_pytorch_model.safetensors").rename(model / "vae" / "diffusion_pytorch_model.bin")
-    assert ["only as a pickle (diffusion_pytorch_model.bin)" in line for line in found(model)] == [True]
-    assert found(model, AITK) == []
-
-
 @pytest.mark.parametrize(
     ("pipeline", "keys", "words"),
     [
@@ -186,15 +180,6 @@ def test_names_on_the_hub(monkeypatch: pytest.MonkeyPatch, name: str, trainer: s
     assert all(line.startswith("warning: " if warned else "error: ") for line in lines)
 
 
-def test_what_ai_toolkit_loads_of_a_flux2_folder_is_one_file(tmp_path: Path) -> None:
-    folder = tmp_path
-    (folder / "model_index.json").write_text('{"_class_name": "Flux2KleinPipeline"}', encoding="utf-8")
-    (line,) = found(folder, AITK, is_flux=False, arch="flux2_klein_4b")
-    assert "has no flux-2-klein-base-4b.safetensors" in line
-    (folder / "flux-2-klein-base-4b.safetensors").touch()
-    assert found(folder, AITK, is_flux=False, arch="flux2_klein_4b") == []
-
-
 def test_one_file_is_for_the_stand_alone_trainer(tmp_path: Path, model: Path) -> None:
     from diffusers import FluxTransformer2DModel
 
@@ -251,19 +236,6 @@ def test_a_gpu_that_is_not_here_is_an_error(monkeypatch: pytest.MonkeyPatch, dev
     assert [words in item.line() for item in findings.errors] == ([] if words is None else [True])
 
 
-def test_an_old_driver_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    def init() -> None:
-        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12040)")
-
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "init", init)
-    findings = Findings("f.yaml")
-    check_device("cuda", "device", findings)
-    (error,) = findings.errors
-    assert [text for text in ("found version 12040", "a driver for CUDA 13.0") if text not in error.line()] == []
-
-
 PACKAGES = """logging.use_wandb=true train.optimizer=AdamW8bit train.optimizer=prodigy train.optimizer=dadaptationadam
     train.loss_type=wavelet train.xformers=true train.attention_backend=flash train.attention_backend=_flash_3_hub"""
 PATHS = """train.latent_feature_extractor_path train.diffusion_feature_extractor_path train.adapter_assist_name_or_path
@@ -316,10 +288,6 @@ def checkout(root: Path) -> Path:
     return root
 
 
-def test_archs_are_read_from_source_and_through_links(tmp_path: Path) -> None:
-    assert set(archs_of(checkout(tmp_path))) == {"new_model", "mine"}
-
-
 @pytest.mark.parametrize(
     ("arch", "checked_out", "severity", "words"),
     [
@@ -354,3 +322,31 @@ def test_the_families_have_every_arch_of_the_pinned_ai_toolkit() -> None:
         set(archs_of(Path(os.environ["AI_TOOLKIT_ROOT"]))) - NO_MODELS | LEGACY == ARCHS.keys() | REFUSED.keys() - NEWER
     )
     assert not ARCHS.keys() & REFUSED.keys()
+
+
+def test_pickles_are_for_ai_toolkit_alone(model: Path) -> None:
+    (model / "vae" / "diffusion_pytorch_model.safetensors").rename(model / "vae" / "diffusion_pytorch_model.bin")
+    assert ["only as a pickle (diffusion_pytorch_model.bin)" in line for line in found(model)] == [True]
+    assert found(model, AITK) == []
+
+
+def test_what_ai_toolkit_loads_of_a_flux2_folder_is_one_file(tmp_path: Path) -> None:
+    folder = tmp_path
+    (folder / "model_index.json").write_text('{"_class_name": "Flux2KleinPipeline"}', encoding="utf-8")
+    (line,) = found(folder, AITK, is_flux=False, arch="flux2_klein_4b")
+    assert "has no flux-2-klein-base-4b.safetensors" in line
+    (folder / "flux-2-klein-base-4b.safetensors").touch()
+    assert found(folder, AITK, is_flux=False, arch="flux2_klein_4b") == []
+
+
+def test_an_old_driver_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12040)")
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    findings = Findings("f.yaml")
+    check_device("cuda", "device", findings)
+    (error,) = findings.errors
+    assert [text for text in ("found version 12040", "a driver for CUDA 13.0") if text not in error.line()] == []

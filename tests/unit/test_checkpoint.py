@@ -28,7 +28,7 @@ from coat_flux.cli.check import check_outputs
 from coat_flux.config.job_file import load_job_yaml
 from coat_flux.saves.commit import SaveSpace, check_output, commit, committed_sets, damage, newest_set, set_step
 from coat_flux.saves.errors import ResumeError, SaveError
-from coat_flux.saves.identity import file_digest, model_identity, require_same_run, run_identity
+from coat_flux.saves.identity import model_identity, require_same_run, run_identity
 from coat_flux.saves.repair import go_back, good_step, repair, run_lock
 from tests.architecture.sources import ROOT
 from tests.helpers.locks import held_by_another_process
@@ -94,14 +94,6 @@ def test_a_set_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
     assert names(tmp_path) == {*PUBLISH, "coat"}
     assert names(tmp_path / "coat") == {"state-000000001", "state-000000002"}
     assert damage(folder) is None
-    assert repair(tmp_path) == []
-
-
-def test_published_files_are_copies_where_links_are_impossible(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(os, "link", lambda *_: os.rmdir(tmp_path))  # an OSError: it is not empty
-    folder = commit(tmp_path, 1, writer("one"), PUBLISH)
-    assert published(tmp_path) == ["lora one", "optimizer one"]
-    assert not os.path.samefile(tmp_path / "optimizer.pt", folder / "optimizer")
     assert repair(tmp_path) == []
 
 
@@ -346,14 +338,6 @@ def test_a_moved_model_is_the_same_and_a_changed_one_is_not(root: Path) -> None:
     assert len(refused(unknown, {"model": {"path": "other", "fingerprint": None}})) == 1
 
 
-def test_large_files_are_told_apart_by_their_ends(tmp_path: Path) -> None:
-    file, zeros, digests = tmp_path / "file", bytes((1 << 22) - 1), set()
-    for content in (zeros + b"0", zeros + b"00", b"1" + zeros, zeros + b"1"):
-        file.write_bytes(content)
-        digests.add(file_digest(file))
-    assert len(digests) == 4
-
-
 def test_a_folder_takes_one_process_at_a_time_and_a_killed_one_leaves_it_free(tmp_path: Path) -> None:
     refused = pytest.raises(ResumeError, match=r"another process.* is training in this folder; wait for it")
     with held_by_another_process(tmp_path), refused, run_lock(tmp_path):
@@ -400,18 +384,6 @@ def test_the_room_is_told_before_it_runs_out(tmp_path: Path, monkeypatch: pytest
     assert check_output(tmp_path, SPACE) == ([], [])
 
 
-def test_what_a_resumed_run_has_there_already_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def write(folder: Path) -> None:
-        (folder / "lora").write_bytes(bytes(3_000_000))
-
-    commit(tmp_path, 1, write, {"run.safetensors": "lora"})
-    space = SaveSpace(lora=3_000_000, state=0, loras=1)
-    disk(monkeypatch, 3_000_000 + (4 << 20))
-    _, (warning,) = check_output(tmp_path / "other", SaveSpace(3_000_000, 0, 2))
-    assert "takes 9.0 MB" in warning
-    assert check_output(tmp_path, space) == ([], [])
-
-
 @pytest.mark.skipif(os.name == "nt", reason="links need rights there")
 def test_links_inside_a_run_folder_are_refused_or_replaced_and_one_to_it_is_fine(tmp_path: Path) -> None:
     real, run, mine = tmp_path / "disk2", tmp_path / "run", tmp_path / "mine"
@@ -428,16 +400,6 @@ def test_links_inside_a_run_folder_are_refused_or_replaced_and_one_to_it_is_fine
     (run / "samples").symlink_to(mine, target_is_directory=True)
     (error,), _ = check_output(run)
     assert error.startswith(f"{run / 'samples'}: is a link to a folder")
-
-
-def test_check_prints_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    raw = load_job_yaml(ROOT / "configs" / "flux_clothing_tiny.yaml")
-    raw["config"]["process"][0]["training_folder"] = str(tmp_path)
-    raw["config"]["process"][0]["model"]["name_or_path"] = "black-forest-labs/FLUX.1-dev"
-    for free, failed, line in ((1_000_000_000, False, "all that the run keeps"), (10_000_000, True, "one save takes")):
-        disk(monkeypatch, free)
-        assert check_outputs(raw, "file") == failed
-        assert line in "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize("kind", ["coat_flux_trainer", "sd_trainer"])

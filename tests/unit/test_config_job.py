@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import yaml
 
-from coat_flux.config.coat import COATConfig
 from coat_flux.config.findings import ConfigError
 from coat_flux.config.job import JobConfig
 from coat_flux.config.job_file import load_job_yaml
@@ -94,34 +93,6 @@ def test_json_a_byte_order_mark_windows_line_ends_and_merge_keys_are_read(tmp_pa
     assert (process["b"], process["c"]) == ({"x": 1, "y": 3}, {"x": 1, "y": 2})
 
 
-def test_files_that_are_not_there_say_so(tmp_path: Path) -> None:
-    (tmp_path / "folder.yaml").mkdir()
-    for name, says in (("missing.yaml", "no such file"), ("folder.yaml", "cannot be read")):
-        with pytest.raises(ConfigError, match=says):
-            load_job_yaml(tmp_path / name)
-
-
-def test_raw_is_the_job_as_read_and_load_takes_a_path_or_a_mapping(tmp_path: Path) -> None:
-    raw = job_with(SMALL | {"training_folder": "out/[name]"})
-    job = JobConfig.load(raw)
-    assert job.training_folder == job.raw["config"]["process"][0]["training_folder"] == "out/run"
-    assert raw["config"]["process"][0]["training_folder"] == "out/[name]"
-    path = write(tmp_path, yaml.safe_dump(job.raw))
-    again = JobConfig.load(path)
-    assert (again.file, again.train, again.coat) == (str(path), job.train, job.coat)
-
-
-def test_a_job_is_typed_and_has_ai_toolkit_s_defaults() -> None:
-    """The defaults of its tables of keys: tests/unit/test_check.py."""
-    job = parse()
-    assert (job.name, job.folder) == ("run", Path("output", "run"))
-    assert job.written["meta"] == {"name": "run", "version": "1.0"}
-    entry = job.datasets[0]
-    assert (entry.caption_ext, entry.resolution, entry.num_repeats, entry.buckets) == (".txt", (512, 768), 1, True)
-    assert (job.save.dtype, job.train.max_grad_norm, job.train.ema_config.use_ema) == ("fp16", 1.0, False)
-    assert (job.coat, job.file, job.notes) == (COATConfig(), "f.yaml", ())
-
-
 @pytest.mark.parametrize(
     ("changes", "key", "value"),
     [
@@ -167,13 +138,6 @@ def test_what_has_no_effect_or_is_left_to_another_is_noted() -> None:
     assert "coat_flux_trainer" in job.notes[0]
 
 
-def test_cache_text_embeddings_of_train_is_every_dataset_s() -> None:
-    two = [{"folder_path": "a"}, {"folder_path": "b", "resolution": 256}]
-    job = parse({"train.cache_text_embeddings": True, "datasets": two})
-    assert [entry.cache_text_embeddings for entry in job.datasets] == [True, True]
-    assert job.datasets[1].resolution == (256,)
-
-
 def test_samples_are_filled_in_as_ai_toolkit_does() -> None:
     prompts = parse({"sample.seed": 5, "sample.walk_seed": True}).sample.items()
     assert prompts == (SampleItem("a", 64, 64, 5, 7.0, 20), SampleItem("b", 64, 64, 6, 7.0, 20))
@@ -199,3 +163,10 @@ def test_all_errors_of_a_job_come_together_and_it_has_one_entry() -> None:
     assert keys_refused(raw) == ["train.lr", "train.stpes", "coat.weight.format", "model.is_flux"]
     raw["config"]["process"] *= 2
     assert keys_refused(raw) == ["config.process"]
+
+
+def test_files_that_are_not_there_say_so(tmp_path: Path) -> None:
+    (tmp_path / "folder.yaml").mkdir()
+    for name, says in (("missing.yaml", "no such file"), ("folder.yaml", "cannot be read")):
+        with pytest.raises(ConfigError, match=says):
+            load_job_yaml(tmp_path / name)

@@ -118,41 +118,6 @@ def test_a_profile_that_does_not_fit_is_noted_and_left_out(tmp_path, profile):
     assert ["its colour profile cannot be used" in note for note in facts(tmp_path / "broken.png").notes] == [True]
 
 
-def test_a_grey_photo_may_have_an_rgb_profile(tmp_path):
-    halves().convert("L").save(tmp_path / "grey.png", icc_profile=PROFILE)
-    assert facts(tmp_path / "grey.png").notes == ()
-    assert np.array_equal(
-        np.asarray(load_image(tmp_path / "grey.png")), np.asarray(halves().convert("L").convert("RGB"))
-    )
-
-
-def test_what_a_photo_needs_is_known_from_reading_it(tmp_path):
-    exif = Image.Exif()
-    exif[0x0112] = 3
-    cutout = halves().convert("RGBA")
-    cutout.putpixel((0, 0), (1, 2, 3, 0))
-    cases = {
-        "plain.jpg": (halves(), {}, set()),
-        "srgb.jpg": (halves(), {"icc_profile": PROFILE}, set()),
-        "opaque.png": (halves().convert("RGBA"), {}, set()),
-        "turned.jpg": (halves(), {"exif": exif}, {"EXIF orientation"}),
-        "tagged.jpg": (halves(), {"icc_profile": SWAPPED}, {"colour profile"}),
-        "cutout.png": (cutout, {}, {"transparency"}),
-        "scan.png": (Image.fromarray(np.full((40, 40), 999, np.uint16)), {}, {"16 bit"}),
-        "press.jpg": (halves().convert("CMYK"), {}, {"CMYK"}),
-    }
-    for name, (image, options, traits) in cases.items():
-        image.save(tmp_path / name, **options)
-        assert facts(tmp_path / name).traits == traits, name
-
-
-def test_opacity_is_the_mean_alpha(tmp_path):
-    image = Image.new("RGBA", (128, 64), RED)
-    image.paste((0, 0, 0, 0), (0, 0, 32, 16))
-    image.save(tmp_path / "a.png")
-    assert facts(tmp_path / "a.png").opacity == pytest.approx(1 - 1 / 16)
-
-
 def test_sixteen_bit_colour_loses_at_most_a_level(tmp_path):
     values = np.random.default_rng(0).integers(0, 65536, (16, 16, 3)).astype(np.uint16)
     (tmp_path / "a.png").write_bytes(deep_png(values))
@@ -215,18 +180,7 @@ def test_another_garment_and_another_colour_are_other_photos(tmp_path):
     assert pairs(tmp_path, a=red, b=garment((200, 40, 60), seed=3), c=garment((40, 40, 220)), d=red.rotate(90)) == []
 
 
-def test_a_cut_out_and_its_flat_twin_look_alike(tmp_path):
-    image = garment((200, 40, 60))
-    opacity = Image.new("L", image.size, 0)
-    opacity.paste(255, (48, 48, 208, 208))
-    flat = Image.new("RGB", image.size, "white")
-    flat.paste(image, mask=opacity)
-    image.putalpha(opacity)
-    assert pairs(tmp_path, a=flat, b=image) == [("a", "b")]
-
-
-@pytest.mark.parametrize("resolution", [64, 512])
-def test_the_crop_to_a_bucket_keeps_the_whole_garment_of_the_example(resolution):
+def test_the_crop_to_a_bucket_keeps_the_whole_garment_of_the_example():
     """A photo that has lost straps and legs teaches a plain garment without straps."""
     files = (ROOT / "datasets_example" / "clothing").iterdir()
     images = [path for path in files if path.suffix in {".jpg", ".png"}]
@@ -234,9 +188,9 @@ def test_the_crop_to_a_bucket_keeps_the_whole_garment_of_the_example(resolution)
     for path in images:
         with Image.open(path) as stored:
             image = ImageOps.exif_transpose(stored)
-        bucket = bucket_for(*image.size, resolution)
+        bucket = bucket_for(*image.size, 64)
         assert cropped_share(image.size, bucket) <= CROPPED_SHARE  # above it the run would warn
         pixels = np.asarray(fit_to_bucket(image.convert("RGBA"), bucket), np.float32)
-        ground = np.median(pixels[: resolution // 16, : resolution // 16], axis=(0, 1))
+        ground = np.median(pixels[:4, :4], axis=(0, 1))
         rim = np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]])
         assert np.abs(rim - ground).max() < 40, path.name  # the shade of the background; a garment differs by more

@@ -182,10 +182,3 @@ def test_masks_that_cannot_be_meant(
 def test_masks_among_the_photos_would_be_trained_on(photos: Path) -> None:
     (photos.parent / "masks").rename(photos / "masks")
     assert ["is inside" in line for line in report(photos, mask_path=str(photos / "masks")).errors] == [True]
-
-
-def test_a_changed_mask_file_is_read_again(photos: Path) -> None:
-    masks = photos.parent / "masks"
-    assert report(photos, mask_path=str(masks)).errors == []
-    paint(masks / "a.png", (128, 64))
-    assert len(report(photos, mask_path=str(masks)).errors) == 1

@@ -53,26 +53,6 @@ def test_a_bucket_is_within_the_budget_and_a_step_of_the_ideal_sides(width, heig
     assert abs(bucket.height - height * scale) < step
 
 
-@pytest.mark.parametrize(
-    ("size", "resolution", "expected"),
-    [
-        ((1024, 1024), 1024, (1024, 1024)),
-        ((4000, 3000), 1024, (1152, 896)),
-        ((3000, 4000), 512, (448, 576)),
-        ((600, 600), 1024, (608, 608)),
-        ((10, 10), 512, (32, 32)),
-        ((20000, 10), 512, (8192, 32)),
-    ],
-)
-def test_known_sizes(size, resolution, expected):
-    assert bucket_for(*size, resolution) == Bucket(*expected)
-
-
-@given(st.integers(1, 90), st.integers(1, 90), st.sampled_from([(32, 32), (64, 32), (32, 96)]))
-def test_fit_gives_exactly_the_bucket(width, height, size):
-    assert fit_to_bucket(Image.new("RGB", (width, height)), Bucket(*size)).size == size
-
-
 def test_fit_crops_the_centre_and_keeps_the_aspect():
     pixels = np.zeros((64, 192, 3), dtype=np.uint8)
     pixels[:, 64:128] = 255

@@ -87,11 +87,6 @@ def test_the_host_reads_from_the_copy_what_we_read_from_the_originals(folder, tm
     assert content_of(folder) == before
 
 
-def test_nothing_is_made_where_nothing_needs_correcting(tmp_path):
-    assert prepare_copy(good_folder(tmp_path / "photos"), tmp_path / "copy") is None
-    assert not (tmp_path / "copy").exists()
-
-
 def test_every_image_has_a_mask_under_its_own_name(folder, tmp_path):
     write(folder / "sub" / "cut.jpg", jpeg(seed=9))
     write(folder / "sub" / "cut.txt", "another cut")
@@ -104,17 +99,6 @@ def test_every_image_has_a_mask_under_its_own_name(folder, tmp_path):
     levels = {path.stem: np.unique(np.asarray(Image.open(path))).tolist() for path in masks}
     assert levels.pop("cut") == [100]
     assert set(map(tuple, levels.values())) == {(255,)}
-
-
-def test_images_of_one_stem_keep_a_caption_each(tmp_path):
-    folder = tmp_path / "photos"
-    write(folder / "a.jpg", jpeg(seed=1, exif=turned(6)))
-    write(folder / "a.png", encoded(noise(seed=2), "PNG"))
-    write(folder / "a.txt", "of both")
-    prepare_copy(folder, tmp_path / "copy")
-    copied = tmp_path / "copy" / "images"
-    assert sorted(path.name for path in copied.iterdir()) == ["a.png", "a.txt", "a_png.png", "a_png.txt"]
-    assert [path.read_text() for path in copied.glob("*.txt")] == ["of both"] * 2
 
 
 def test_videos_controls_and_names_by_which_masks_are_found_are_the_hosts(tmp_path):

@@ -46,21 +46,6 @@ def test_errors_are_printed_counted_and_drawn(tmp_path, capsys, monkeypatch):
     assert "folder not found" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("size", [(256, 128), (128, 256)])
-def test_the_crop_is_darkened_and_framed(tmp_path, size):
-    (tmp_path / "photos").mkdir()
-    Image.new("RGB", size, "white").save(tmp_path / "photos" / "a.png")
-    sheet = tmp_path / "sheet.png"
-    run(tmp_path / "photos", "--resolution", 64, "--sheet", sheet)
-    with Image.open(sheet) as image:
-        pixels = np.asarray(image.convert("L"))
-    middle = 12 + 120
-    photo = (pixels[middle] if size[0] > size[1] else pixels[:, middle])[12 : 12 + 240]
-    assert photo[:50].max() < 100
-    assert photo[70:170].min() > 250
-    assert photo[190:].max() < 100
-
-
 def test_a_yaml_says_everything_itself(tmp_path, capsys):
     folder = good_folder(tmp_path / "photos")
     write(folder / "c.jpg", jpeg(seed=4))

@@ -14,7 +14,7 @@ from coat_flux.blocks.decide import BlockPlan, Given, decide, saving_of
 from coat_flux.blocks.gemms import set_transposed, transposed_bytes
 from coat_flux.blocks.measure import Picked
 from coat_flux.blocks.runner import BlockRunner
-from coat_flux.blocks.sizes import UNKNOWN, Block, Tokens, UnknownBlock
+from coat_flux.blocks.sizes import Block, Tokens
 from coat_flux.config.coat import COATConfig
 from coat_flux.plan.job import JobFacts
 from coat_flux.plan.predict import predict
@@ -51,12 +51,6 @@ def test_auto_recomputes_more_the_less_is_free() -> None:
     assert plan_of(accumulating).recomputed != []
 
 
-def test_recomputation_that_is_forbidden_or_forced() -> None:
-    forbidden = replace(STEP, free_bytes=0.0, allow_recompute=False)
-    assert (plan_of(forbidden).checkpointing, plan_of(forbidden).recomputed) == ("none", [])
-    assert plan_of(replace(STEP, recomputed=(1,))).recomputed == [1]
-
-
 def test_what_is_kept_or_recomputed_has_its_format() -> None:
     saving = saving_of(COATConfig())
     kept, again = plan_of(), plan_of(memory={"checkpointing": "all"})
@@ -87,14 +81,6 @@ def test_without_coat_diffusers_recomputes_everything_as_it_is() -> None:
     assert (plan.recomputed, plan.gemm) == ([0, 1, 2, 3], "bf16")
     for name, value in {"flow": "diffusers", "saved": None, "inputs": None}.items():
         assert all_of(plan, name) == {value}
-
-
-def test_blocks_nobody_listed_have_measured_rates() -> None:
-    given = Given((UnknownBlock("Odd", 1000, 64),) * 2, tokens=Tokens(0, 0, 0), unfused={0: "odd", 1: "odd"})
-    plan = plan_of(given)
-    assert all_of(plan, "flow") == {"generic"}
-    assert plan.moment.kept == 2 * int(UNKNOWN.packed * 1000)
-    assert plan.around_bytes == 0
 
 
 # -- transposed weights ------------------------------------------------------------------------------------------------

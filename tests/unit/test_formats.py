@@ -19,7 +19,6 @@ from coat_flux.blocks import formats, measure
 from coat_flux.blocks.formats import FLUX_SIZES, config_for, linear_sizes
 from coat_flux.cli.check import print_weights
 from coat_flux.config.coat import COATConfig
-from coat_flux.config.findings import ConfigError
 from coat_flux.doctor import probes
 from coat_flux.plan.speed import card_of, find_card, gain_of_auto
 from tests.helpers.format_clock import MS, FormatClock
@@ -91,29 +90,6 @@ def test_a_refusal_decides_about_itself(
     assert config.fallback == coat.get("fallback", "int8")
 
 
-def test_scalings_that_the_first_step_may_take_are_tried_before_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: set[bool] = set()
-
-    def refuses(a: torch.dtype, b: torch.dtype, rows: bool) -> bool:
-        asked.add(rows)
-        return False
-
-    card(monkeypatch, refuses)
-    config_for(CUDA, COATConfig.from_dict(TENSORS))
-    assert asked == {False, True}
-
-
-def test_one_line_names_what_is_refused_why_and_what_runs(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    card(monkeypatch, row_wise)
-    config_for(CUDA, config_for(CUDA, COATConfig()))
-    (line,) = caplog.messages
-    assert "e4m3 per_row" in line
-    assert ROW_WISE in line
-    assert line.endswith("products are in e4m3 per_tensor")
-
-
 def test_a_refused_wgrad_costs_a_trained_weight_that_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     card(monkeypatch, row_wise)
     asked = COATConfig.from_dict({"activation": {"wgrad_format": "e4m3", "linear_granularity": "per_tensor"}})
@@ -172,14 +148,6 @@ def test_auto_without_a_choice(
     picked = config_for(CUDA, AUTO).chosen
     assert (picked.name, clock.timed) == (got, [])
     assert picked.why.startswith(why)
-
-
-def test_auto_times_the_scaling_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    card(monkeypatch, row_wise)
-    FormatClock(monkeypatch, int8=3.0)
-    config = config_for(CUDA, AUTO)
-    assert products(config) == ("e4m3", "per_tensor", "per_tensor")
-    assert config.chosen.refused == {"e4m3 per_row": ROW_WISE}
 
 
 def test_nothing_is_timed_where_it_may_not_be(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,15 +228,12 @@ def test_a_timing_that_fails_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_auto_with_fallback_error_takes_no_other_scaling(monkeypatch: pytest.MonkeyPatch) -> None:
-    card(monkeypatch, lambda a, b, rows: rows, int8=False)
+    card(monkeypatch, row_wise, int8=False)
     asked = replace(AUTO, fallback="error", activation=replace(AUTO.activation, linear_granularity="per_row"))
     assert config_for(CUDA, asked).activation.linear_granularity == "per_row"
-    assert config_for(CUDA, replace(asked, fallback="int8")).activation.linear_granularity == "per_tensor"
-
-
-def test_what_is_timed_runs_both_products() -> None:
-    for name in ("e4m3", "int8"):
-        formats._linear(torch.device("cpu"), COATConfig().with_weights_in(name).linear_config(), (32, 64, 256))()
+    config = config_for(CUDA, replace(asked, fallback="int8"))
+    assert config.activation.linear_granularity == "per_tensor"
+    assert config.chosen.refused["e4m3 per_row"] == ROW_WISE
 
 
 def test_the_sizes_are_the_models_and_the_largest_pictures(tmp_path: Path) -> None:
@@ -286,19 +251,12 @@ def test_the_sizes_are_the_models_and_the_largest_pictures(tmp_path: Path) -> No
     assert sizes(str(tmp_path), 64) == (528, 80, 320)
 
 
-@pytest.mark.parametrize(
-    ("coat", "key"),
-    [
-        ({"weight": {"format": "auto", "use_fp8": False}}, "weight.format"),
-        ({"weight": {"format": "auto"}, "activation": {"format": "int8"}}, "activation.format"),
-    ],
-)
-def test_what_auto_cannot_mean_is_refused(coat: dict[str, Any], key: str) -> None:
-    with pytest.raises(ConfigError, match=key):
-        COATConfig.from_dict(coat)
-
-
 def test_auto_is_written_back_as_it_is() -> None:
     assert COATConfig.from_dict(AUTO.to_dict()) == AUTO
     assert AUTO.linear_config().weight_format == "e4m3"
     assert measure.candidates(AUTO) == ("per_row", "bf16")
+
+
+def test_what_is_timed_runs_both_products() -> None:
+    for name in ("e4m3", "int8"):
+        formats._linear(torch.device("cpu"), COATConfig().with_weights_in(name).linear_config(), (32, 64, 256))()

@@ -26,12 +26,6 @@ def guard_of(lines: list[str] | None = None, growth: float = BROKEN_LORA, **opti
     return RunGuard(dataclasses.replace(GuardOptions(), **options), lora, log, broken_growth=growth)
 
 
-def test_norms_of_no_tensor_and_of_one_without_elements() -> None:
-    assert tensor_norms([]).shape == (0,)
-    assert tensor_norms([torch.empty(0), torch.tensor([3.0, -4.0])]).tolist() == [0.0, 5.0]
-    assert tensor_norms([torch.tensor([3.0, -4.0])], math.inf).tolist() == [4.0]
-
-
 @pytest.mark.parametrize(("loss", "norm"), [(math.nan, 1.0), (0.5, math.inf)])
 def test_a_single_step_that_is_not_finite_is_skipped_and_counted(loss: float, norm: float) -> None:
     lines: list[str] = []
@@ -356,3 +350,9 @@ def test_a_streak_that_is_not_finite_is_doubted_and_a_single_step_is_not() -> No
     with pytest.raises(DeadRunError, match="last 2 steps were not finite") as end:
         guard.check_save(8, final=True)
     assert end.value.since == 7
+
+
+def test_norms_of_no_tensor_and_of_one_without_elements() -> None:
+    assert tensor_norms([]).shape == (0,)
+    assert tensor_norms([torch.empty(0), torch.tensor([3.0, -4.0])]).tolist() == [0.0, 5.0]
+    assert tensor_norms([torch.tensor([3.0, -4.0])], math.inf).tolist() == [4.0]

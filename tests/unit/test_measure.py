@@ -122,12 +122,6 @@ def test_a_remembered_kernel_that_no_longer_runs_costs_a_measurement(kernels: Ke
     assert json.loads(file.read_text())[key] == {OWN: 2.0, "quick": 1.0, "slow": 4.0}
 
 
-def test_nothing_is_tried_where_nothing_is_to_be_measured(kernels: Kernels) -> None:
-    chooses, picked = pick(measure="never")
-    assert (picked.name, picked.why, kernels.tried, kernels.in_use) == (OWN, "torch's choice", [], None)
-    assert chooses.kernel == OWN
-
-
 def test_a_run_that_no_kernel_suits_goes_on_with_torchs_choice(kernels: Kernels) -> None:
     kernels.forward = lambda *_: 1 / 0  # type: ignore[method-assign]
     attention.attention_forward = kernels.forward
@@ -137,18 +131,15 @@ def test_a_run_that_no_kernel_suits_goes_on_with_torchs_choice(kernels: Kernels)
     assert (kernels.in_use, measure.cache_file().exists()) == (None, False)
 
 
-def test_a_kernel_named_by_the_config_is_taken(kernels: Kernels) -> None:
+def test_a_kernel_named_by_the_config_is_taken_and_must_run(kernels: Kernels) -> None:
     chooses = forced("slow")
     chooses.resumed = "quick"
     picked = chooses.choose(like())
     assert (picked.name, picked.why) == ("slow", "as configured: speed.attention")
     assert (kernels.in_use, kernels.tried, kernels.timed) == ("slow", ["slow"], [])
-
-
-@pytest.mark.parametrize(("kernel", "reason"), [("refused", "RuntimeError: CUDA error"), ("wrong", "differs from")])
-def test_a_kernel_named_by_the_config_must_run(kernels: Kernels, kernel: str, reason: str) -> None:
-    with pytest.raises(RuntimeError, match=rf"^coat\.speed\.attention='{kernel}': {reason}.*; set it to auto"):
-        forced(kernel).choose(like())
+    for kernel in ("refused", "wrong"):
+        with pytest.raises(RuntimeError, match=rf"^coat\.speed\.attention='{kernel}': .*; set it to auto"):
+            forced(kernel).choose(like())
 
 
 def test_a_resumed_run_keeps_its_kernel(kernels: Kernels, caplog: pytest.LogCaptureFixture) -> None:
@@ -164,10 +155,9 @@ def test_a_resumed_run_that_cannot_keep_it_says_so(
     kernels: Kernels, caplog: pytest.LogCaptureFixture, measures: str, now: str
 ) -> None:
     chooses, picked = pick(kept="refused", measure=measures)
-    assert (picked.name, chooses.kernel) == (now, now)
+    assert (picked.name, chooses.kernel, bool(kernels.timed)) == (now, now, measures == "auto")
     (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    reason = "RuntimeError: CUDA error: not on this card"
-    assert line == f"resume: attention kernel refused -> {now} ({reason}); results differ from here on by rounding"
+    assert f"refused -> {now} (RuntimeError: CUDA error: not on this card)" in line
 
 
 def test_the_first_of_several_processes_chooses_for_all(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,15 +264,6 @@ class Bench:
         return GEMM_MS[self.runs[-1][1]]
 
 
-def test_candidates_are_at_least_as_precise_as_asked() -> None:
-    def gemms(**activation: Any) -> list[str]:
-        return list(measure.candidates(config_of(activation=activation)))
-
-    assert gemms() == ["per_row", "bf16"]
-    assert gemms(linear_granularity="per_tensor") == ["per_tensor", "per_row", "bf16"]
-    assert gemms(use_fp8=False) == ["bf16"]
-
-
 def test_a_resumed_gemm_is_taken_without_measuring_unless_the_config_forbids_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -331,8 +312,7 @@ def test_the_budget_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_gemm_that_is_refused_or_fails_is_left_out_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = config_of(activation={"linear_granularity": "per_tensor"})
-    bench = Bench(monkeypatch, config)
+    bench = Bench(monkeypatch, config_of(activation={"linear_granularity": "per_tensor"}))
     refusal = "Rowwise scaling is not currently supported on your device"
 
     def obstacle(device: torch.device, linear: Any) -> str | None:
@@ -348,14 +328,10 @@ def test_a_gemm_that_is_refused_or_fails_is_left_out_with_its_reason(monkeypatch
     picked = bench.pick.choose(bench.args)
     assert (picked.name, bench.gemm(), list(picked.milliseconds)) == ("per_tensor", "per_tensor", ["per_tensor"])
     assert picked.refused == {"per_row": refusal, "bf16": "RuntimeError: CUDA error: invalid argument"}
-    assert refusal in picked.describe("", 1)
-
-
-def test_a_run_whose_gemms_all_fail_takes_the_one_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench(monkeypatch, config_of())
+    monkeypatch.undo()
+    bench = Bench(monkeypatch, config_of())  # where all fail it is the one that was asked for
     monkeypatch.setattr(measure, "timed", lambda *_: (_ for _ in ()).throw(RuntimeError("no")))
     assert (bench.pick.choose(bench.args).name, bench.gemm()) == ("per_row", "per_row")
-    assert not measure.cache_file().exists()
 
 
 def test_out_of_memory_is_no_verdict_on_the_first_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -402,18 +378,6 @@ def test_arguments_grow_with_their_tables_and_those_with_a_mask_do_not() -> None
     masked = (image, text, torch.ones(1, 10, dtype=torch.bool))
     assert measure.enlarged(masked, 8) is masked
     assert measure.enlarged((image, text), 5)[0] is image
-
-
-def test_the_second_run_measures_no_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = Bench(monkeypatch, config_of())
-    expected = first.pick.choose(first.args)
-    second = Bench(monkeypatch, config_of())
-    picked = second.pick.choose(second.args)
-    assert (picked.name, picked.milliseconds, second.runs) == (expected.name, expected.milliseconds, [])
-    assert "measured earlier" in picked.describe("", 1)
-    other = Bench(monkeypatch, config_of())
-    other.pick.choose((torch.randn(1, 8, HIDDEN), other.args[1]))
-    assert other.runs, "another shape is measured"
 
 
 @pytest.mark.parametrize("content", ["", '{"x": 3}'])

@@ -10,11 +10,8 @@ from torch import nn
 
 from coat_core.activation import Saving
 from coat_core.config import FP8LinearConfig
-from coat_core.granularity import Storage, per_group
-from coat_flux.blocks.decide import Given, flow_settings
 from coat_flux.blocks.fused.chooser import fused_block
 from coat_flux.blocks.sizes import (
-    COPIED_PER_SECOND,
     LINEARS,
     Block,
     BlockBytes,
@@ -22,7 +19,6 @@ from coat_flux.blocks.sizes import (
     Tokens,
     UnknownBlock,
     block_bytes,
-    extra_seconds,
     fewest_recomputed,
     forward_bytes,
     gradient_bytes,
@@ -30,7 +26,6 @@ from coat_flux.blocks.sizes import (
     read_block,
     read_blocks,
 )
-from coat_flux.config.coat import COATConfig
 from tests.helpers.families import made
 from tests.helpers.flux import coat_flux_model, tiny_flux
 from tests.helpers.saved_tensors import recording_fused
@@ -38,7 +33,6 @@ from tests.helpers.saved_tensors import recording_fused
 TOKENS = Tokens(1, 512, 4096)
 NAMES = {kind: list(linears) for kind, linears in LINEARS.items()}
 PER_ROW = FP8LinearConfig(weight_granularity="per_row", input_granularity="per_row")
-EAGER = FlowSettings(flow="eager", fp8_gemms=False, fp8_weights=False)
 
 
 def flux_block(kind: str, names: list[str] | None = None, **options) -> Block:
@@ -78,13 +72,6 @@ def test_what_needs_no_gradient_keeps_nothing():
         assert replace(untrained, **one).trained_output
 
 
-def test_a_trained_embedding_gives_gates_a_gradient():
-    plain, trained = flux_block("single"), flux_block("single", trained_embedding=True)
-    gates = TOKENS.rows * 3072 * (128 + 4) // 128
-    kept = [block_bytes(block, TOKENS, FlowSettings()).kept for block in (trained, plain)]
-    assert kept[0] - kept[1] == pytest.approx(gates, abs=3072 * 2 + 2)
-
-
 def test_nvfp4_counts_the_weight_that_is_decoded_for_a_product() -> None:
     """With few tokens that is the largest thing of a moment: q, k, v and the MLP's first linear, joined."""
     single, tokens = Block("single", 768, 6, 3072, (("attn.to_q", 4),)), Tokens(1, 8, 8)
@@ -104,19 +91,6 @@ def test_recomputed_inputs():
     sizes += [(block, exact, 2 * elements), (first, FlowSettings(), 2 * elements)]
     for each, settings, expected in sizes:
         assert block_bytes(each, TOKENS, settings).recomputed == expected
-
-
-@pytest.mark.parametrize("kind", ["double", "single"])
-def test_shapes_of_linears_are_the_models(kind):
-    model = tiny_flux()
-    block = (model.transformer_blocks if kind == "double" else model.single_transformer_blocks)[0]
-    described = read_block(block)
-    assert described == Block(kind, 64, 2, 256)
-    linears = {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear)}
-    assert set(linears) == set(NAMES[kind])
-    assert {name: described.shape(name) for name in linears} == {
-        name: (module.in_features, module.out_features) for name, module in linears.items()
-    }
 
 
 class Adapter(nn.Module):
@@ -167,25 +141,6 @@ def test_a_block_with_another_adapter_is_counted_as_one_that_nobody_listed():
     assert second.trained_input
 
 
-def test_settings_of_a_config():
-    coat = COATConfig.from_dict(
-        {
-            "activation": {"flow": "generic", "attention": "bf16", "group_size": 32, "linear_granularity": "per_row"},
-            "memory": {"enable_efficient_checkpoint": False},
-            "weight": {"use_fp8": False},
-        }
-    )
-    expected = FlowSettings(
-        flow="generic", saving=Saving(Storage(granularity=per_group(32)), "bf16"), inputs="per_row",
-        fp8_checkpoint=False, value_bytes=4, cuda=False, fp8_weights=False, kernels=False,
-    )  # fmt: skip
-    assert flow_settings(coat, Given((), value_bytes=4, device="cpu")) == expected
-    assert flow_settings(COATConfig(), Given(())) == FlowSettings()
-    assert flow_settings(COATConfig(enabled=False), Given(())) == replace(EAGER, fp8_checkpoint=False)
-    weights_alone = flow_settings(COATConfig.from_dict({"activation": {"use_fp8": False}}), Given(()))
-    assert (weights_alone.flow, weights_alone.fp8_weights) == ("eager", True)
-
-
 BLOCKS = [BlockBytes(100, 10, 20, 60, 3)] * 2 + [BlockBytes(80, 10, 20, 60, 2)] * 3
 
 
@@ -211,16 +166,3 @@ def test_fewest_recomputed_is_the_fewest(free):
     subsets = [[i for i in range(5) if mask >> i & 1] for mask in range(32)]
     fewest = min(len(subset) for subset in subsets if largest_moment(BLOCKS, subset).total <= free)
     assert len(chosen) == fewest
-
-
-def test_fewest_recomputed_takes_first_those_that_save_most():
-    assert fewest_recomputed(BLOCKS, 459) == [0]
-    assert fewest_recomputed([*BLOCKS[2:], *BLOCKS[:2]], 459) == [3]
-
-
-def test_what_streaming_and_recomputing_add_to_a_step() -> None:
-    times, codes = [(1.0, 3.0), (1.0, 3.0)], [5 * COPIED_PER_SECOND] * 2
-    assert extra_seconds(times, codes, [], [1]) == 1.0  # one more forward pass
-    assert extra_seconds(times, codes, [0], []) == 3.0  # what a copy takes longer than the forward pass
-    assert extra_seconds(times, codes, [0], [1]) == 4.0
-    assert extra_seconds(times, codes, [0, 1], [1]) == 1.0 + 8.0 + 3.0

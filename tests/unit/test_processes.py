@@ -14,7 +14,7 @@ from coat_flux.saves.interrupts import Interrupts
 from coat_flux.trainers import processes
 from coat_flux.trainers.ai_toolkit.loop import Team
 from coat_flux.trainers.processes import LaunchError, joint_job, require_launch
-from coat_flux.trainers.standalone.workers import Workers, whole_norms
+from coat_flux.trainers.standalone.workers import Workers
 from tests.helpers.engine_job import engine_job
 
 FSDP = {"ACCELERATE_USE_FSDP": "true"}
@@ -107,15 +107,6 @@ def test_gradients_are_summed_in_buckets(monkeypatch: pytest.MonkeyPatch) -> Non
     mean.size, mean.averages = 2, True  # as ai-toolkit accumulates from 0.13 on
     mean.sum_gradients(iter(params))
     assert params[3].grad.tolist() == [2.0 * 20] * 20
-
-
-def test_a_norm_of_nothing_and_of_bf16_is_fp32() -> None:
-    values = [torch.full((3,), 1 + 2**-7, dtype=torch.bfloat16), torch.zeros(0)]
-    found = whole_norms(values)
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found, torch.tensor([3**0.5 * (1 + 2**-7), 0.0]))
-    assert whole_norms([values[1]], float("inf")).tolist() == [0.0]
-    assert whole_norms([]).numel() == 0
 
 
 def test_the_launchers_signal_does_not_end_a_process_that_has_yet_to_say_why(monkeypatch: pytest.MonkeyPatch) -> None:

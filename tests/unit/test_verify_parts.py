@@ -99,11 +99,6 @@ def test_an_arm_is_laid_over_the_block_and_over_optimizer_params(tmp_path: Path)
     assert (run.coat.activation.use_fp8, run.coat.activation.min_sqnr_db) == (False, None)
 
 
-def test_a_config_without_coat_has_nothing_to_compare(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"coat\.enabled=false"):
-        open_study(job_of(tmp_path, None))
-
-
 def test_a_bf16_run_that_cannot_fit_is_refused(tmp_path: Path) -> None:
     raw = job_of(tmp_path, None, train={"gradient_checkpointing": True}, dataset={"resolution": 512}).raw
     raw["config"]["process"][0]["model"]["name_or_path"] = "black-forest-labs/FLUX.1-dev"
@@ -161,15 +156,6 @@ def test_photos_of_another_folder_are_held_out_and_all_others_trained_on(tmp_pat
     assert find_images(linked) == [*trained[:5], *held_out]
     with pytest.raises(VerifyError, match=r"--validation .*has no images"):
         open_study(job, validation=tmp_path / "none")
-
-
-def test_draws_cover_the_noise_levels_evenly_and_batches_have_one_size() -> None:
-    noise = FixedNoise([{"latents": torch.zeros(16, 8, width)} for width in (8, 12, 8)], 4)
-    sigmas = [noise.sigma(draw) for draw in range(12)]
-    assert sorted(sigmas) == pytest.approx([(i + 0.5) / 12 for i in range(12)])
-    assert [int(sigma * 4) for sigma in sigmas] == [0, 1, 2, 3] * 3
-    assert list(noise.batches(3)) == [[0, 1, 2], [3, 8, 9], [10, 11], [4, 5, 6], [7]]
-    assert [FixedNoise(noise.photos[:count]).levels for count in (1, 3)] == [16, 6]
 
 
 def test_the_page_fetches_nothing_and_escapes_what_is_the_users(tmp_path: Path) -> None:
@@ -236,6 +222,27 @@ def test_outcomes(gaps: tuple[float, ...], outcome: str, more_seeds: int | None,
     assert words in judgement.sentence
 
 
+def test_coat_that_is_not_finite_is_not_lossless_and_other_losses_must_be_comparable() -> None:
+    assert judge(LOSSES, [1.0, math.nan, 1.0]).outcome == NOT_LOSSLESS
+    for bf16, coat in (([1.0], [1.0]), ([math.inf, 1.0], [1.0, 1.0])):
+        with pytest.raises(ValueError, match="must be"):
+            judge(bf16, coat)
+
+
+def test_draws_cover_the_noise_levels_evenly_and_batches_have_one_size() -> None:
+    noise = FixedNoise([{"latents": torch.zeros(16, 8, width)} for width in (8, 12, 8)], 4)
+    sigmas = [noise.sigma(draw) for draw in range(12)]
+    assert sorted(sigmas) == pytest.approx([(i + 0.5) / 12 for i in range(12)])
+    assert [int(sigma * 4) for sigma in sigmas] == [0, 1, 2, 3] * 3
+    assert list(noise.batches(3)) == [[0, 1, 2], [3, 8, 9], [10, 11], [4, 5, 6], [7]]
+    assert [FixedNoise(noise.photos[:count]).levels for count in (1, 3)] == [16, 6]
+
+
+def test_a_config_without_coat_has_nothing_to_compare(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"coat\.enabled=false"):
+        open_study(job_of(tmp_path, None))
+
+
 @pytest.mark.parametrize(
     ("bf16", "base", "words"),
     [
@@ -247,10 +254,3 @@ def test_bf16_runs_that_measure_nothing_are_named(bf16: list[float], base: float
     judgement = judged(0.0, 0.0, 0.0, bf16=bf16, base=base)
     assert judgement.outcome == UNDECIDED
     assert words in judgement.sentence
-
-
-def test_coat_that_is_not_finite_is_not_lossless_and_other_losses_must_be_comparable() -> None:
-    assert judge(LOSSES, [1.0, math.nan, 1.0]).outcome == NOT_LOSSLESS
-    for bf16, coat in (([1.0], [1.0]), ([math.inf, 1.0], [1.0, 1.0])):
-        with pytest.raises(ValueError, match="must be"):
-            judge(bf16, coat)
