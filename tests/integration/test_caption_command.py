@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+import shutil
 from pathlib import Path
 
-import huggingface_hub
 import pytest
 import torch
 import transformers
@@ -42,8 +39,8 @@ def save(folder: Path, config: transformers.PreTrainedConfig, tokenizer: object,
     return folder
 
 
-def make_blip(folder: Path, silent: bool = False) -> Path:
-    """A BLIP of 13 words; a silent one ends its captions at once."""
+def make_blip(folder: Path) -> Path:
+    """A BLIP of 13 words."""
     words = Tokenizer(models.WordLevel({word: number for number, word in enumerate(BLIP_VOCABULARY)}, "[UNK]"))
     words.normalizer = normalizers.BertNormalizer()
     special = {"pad_token": "[PAD]", "sep_token": "[SEP]", "cls_token": "[CLS]", "bos_token": "[DEC]"}
@@ -56,12 +53,7 @@ def make_blip(folder: Path, silent: bool = False) -> Path:
     config = transformers.BlipConfig(text_config=small | ids | text, vision_config=small | vision, projection_dim=16)
     size = {"height": 32, "width": 32}
     processor = {"image_processor_type": "BlipImageProcessor", "processor_class": "BlipProcessor", "size": size}
-    save(folder, config, tokenizer, processor)
-    if silent:
-        model = transformers.BlipForConditionalGeneration.from_pretrained(folder)
-        model.text_decoder.cls.predictions.bias.data[3] = 1e4
-        model.save_pretrained(folder)
-    return folder
+    return save(folder, config, tokenizer, processor)
 
 
 def byte_tokenizer(special: list[str], **options: object) -> transformers.PreTrainedTokenizerFast:
@@ -167,28 +159,19 @@ def test_a_line_beside_each_photo_is_the_trigger_and_what_blip_says(
     assert f"photos: 3 captions by {blip}, 0 kept, 0 failed" in out
 
 
-def test_nothing_is_written_over_and_what_is_there_counts_as_done(
-    photos: Path, blip: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_nothing_is_written_over_and_what_is_there_counts_as_done(photos, blip, capsys) -> None:
     write(photos / "plain.txt", b"")
     (photos / "more" / "cut.txt").symlink_to("nowhere")
     before = (photos / "plain.txt").stat(), (photos / "more" / "cut.txt").lstat()
     assert run("photos", "--model", blip) == 0
     assert ((photos / "plain.txt").stat(), (photos / "more" / "cut.txt").lstat()) == before
     assert not (photos / "more" / "nowhere").exists()
-    out = capsys.readouterr().out
-    assert out.count("has a caption, which is kept") == 2
-    assert f"1 captions by {blip}, 2 kept" in out
+    assert f"1 captions by {blip}, 2 kept" in capsys.readouterr().out
     drafts = (photos / "sideways.txt").stat()
     assert run("photos", "--model", "no/model") == 0  # which nothing needs any more
     assert (photos / "sideways.txt").stat() == drafts
-
-
-def test_another_extension_is_another_caption(photos: Path, blip: Path) -> None:
-    write(photos / "plain.txt", b"mine")
-    assert run("photos", "--model", blip, "--ext", ".caption") == 0
+    assert run("photos", "--model", blip, "--ext", ".caption") == 0  # others
     assert sorted(texts(photos, "caption")) == ["cut", "plain", "sideways"]
-    assert texts(photos) == {"plain": b"mine"}
 
 
 def test_florence_is_given_its_task(photos: Path, tmp_path: Path) -> None:
@@ -221,78 +204,42 @@ def test_a_chat_is_asked_for_what_is_not_the_garment_and_its_answer_is_written(p
 
 
 def test_half_precision_weights_run_in_fp32_on_a_cpu(blip: Path, tmp_path: Path) -> None:
-    half = tmp_path / "half"
-    make_blip(half)
-    transformers.BlipForConditionalGeneration.from_pretrained(half).half().save_pretrained(half)
+    half = shutil.copytree(blip, tmp_path / "half")
+    transformers.BlipForConditionalGeneration.from_pretrained(blip).half().save_pretrained(half)
     assert json.loads((half / "config.json").read_text())["dtype"] == "float16"
     _, model = load_pretrained(str(half), "AutoModelForImageTextToText", "describes images", "cpu")
     assert {weight.dtype for weight in model.parameters()} == {torch.float32}
 
 
-def test_a_model_that_says_nothing_writes_nothing(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    assert run("photos", "--model", make_blip(tmp_path / "silent", silent=True)) == 2
+def test_a_model_that_says_nothing_writes_nothing(photos, blip, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(Captioner, "describe", lambda *_: "")
+    assert run("photos", "--model", blip) == 2
     assert texts(photos) == {}
     assert capsys.readouterr().err.count("the model says nothing") == 3
+
+
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is one here")
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--model", "nobody/nothing"), "--model nobody/nothing: cannot be loaded ("),
-        (("--model", "no such/name"), "--model no such/name: is neither a folder nor a model of the Hub"),
-        (("--model", "photos"), "--model photos: cannot be loaded ("),
-        (("--model", "other"), "--model other: is of another kind (segformer); name a model that describes images"),
-        (("--about", "pose, sky"), "--about pose,sky: "),
-        (("--ext", "jpg"), "--ext jpg: is none of a caption"),
-        (("--ext", "a/b"), "--ext a/b: is none of a caption"),
-        pytest.param(
-            ("--device", "cuda"),
-            "--device cuda: torch finds no CUDA GPU here",
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one here"),
-        ),
+        (("--model", "nobody/nothing"), "cannot be loaded ("),
+        (("--model", "no such/name"), "is neither a folder nor a model of the Hub"),
+        (("--model", "photos"), "cannot be loaded ("),
+        (("--model", "other"), "is of another kind (segformer)"),
+        (("--about", "pose, sky"), ""),
+        (("--ext", "jpg"), "is none of a caption"),
+        (("--ext", "a/b"), "is none of a caption"),
+        pytest.param(("--device", "cuda"), "torch finds no CUDA GPU here", marks=NO_GPU),
     ],
 )
-def test_what_cannot_work_is_one_error(
-    photos: Path, blip: Path, arguments: tuple[str, str], says: str, capsys: pytest.CaptureFixture
-) -> None:
+def test_what_cannot_work_is_one_error(photos, blip, arguments, says, capsys) -> None:
     transformers.SegformerConfig().save_pretrained(photos.parent / "other")
     assert run("photos", *([] if "--model" in arguments else ["--model", blip]), *arguments) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
-    assert line.startswith(f"error: {says}")
+    assert line.startswith(f"error: {' '.join(arguments).replace(', ', ',')}: {says}")
     assert texts(photos) == {}
-    if "nobody/nothing" in arguments:
-        assert "`hf download nobody/nothing`" in line
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str | None], None]]:
-    """Points the library of the Hub at a server that has no model, or at an address where nobody listens."""
-
-    class Empty(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(404)
-            self.send_header("X-Error-Code", "RepoNotFound")
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Empty)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-    yield lambda address: monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", address)
-    server.shutdown()
-    server.server_close()
-
-
-def test_a_model_that_the_hub_does_not_have(photos: Path, hub: Callable, capsys: pytest.CaptureFixture) -> None:
-    assert run("photos", "--model", "nobody/nothing") == 2
-    err = capsys.readouterr().err
-    assert "--model nobody/nothing: is neither a folder nor a model of the Hub" in err
-    hub("http://127.0.0.1:9")
-    assert run("photos", "--model", "nobody/nothing") == 2
-    assert "--model nobody/nothing: cannot be loaded (" in capsys.readouterr().err
 
 
 def test_odd_files_and_folders(photos: Path, blip: Path, capsys: pytest.CaptureFixture) -> None:

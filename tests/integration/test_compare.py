@@ -236,15 +236,6 @@ def test_what_cannot_be_compared_is_refused(case: str, run: Path, capsys: pytest
     assert not list((run / OUT).glob("cells/*"))
 
 
-@pytest.mark.parametrize(
-    "argv", [["--strengths", "strong"], ["--strengths", "nan"], ["--width", "100"], ["--saves", ""]]
-)
-def test_values_that_are_no_numbers(argv: list[str], run: Path, capsys: pytest.CaptureFixture) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        compare(run, *argv)
-    assert argv[0] in capsys.readouterr().err
-
-
 def test_at_most_six_saves_with_the_last_and_the_best(run: Path) -> None:
     for step in range(4, 21):
         save_file({"a": torch.zeros(1)}, run / f"run_{step:09d}.safetensors", {"training_info": f'{{"step": {step}}}'})
@@ -287,3 +278,12 @@ def test_a_run_of_ai_toolkit_is_drawn_over_an_fp8_base(run: Path) -> None:
         "step 2, ΔE 4, best",
         "step 3, ΔE 5",
     ]
+
+
+@pytest.mark.parametrize(
+    "argv", [["--strengths", "strong"], ["--strengths", "nan"], ["--width", "100"], ["--saves", ""]]
+)
+def test_values_that_are_no_numbers(argv: list[str], run: Path, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        compare(run, *argv)
+    assert argv[0] in capsys.readouterr().err

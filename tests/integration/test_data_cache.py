@@ -94,14 +94,6 @@ def cache_files(folder, kind="*"):
 # -- encoding ----------------------------------------------------------------------------------------------------------
 
 
-def test_latents_are_shifted_and_scaled(vae):
-    pixels = to_tensor(Image.new("RGB", (128, 96), (200, 60, 90)))[None]
-    latents = encode_latents(vae, pixels)
-    assert latents.shape == (1, 16, 12, 16)
-    expected = (vae.encode(pixels).latent_dist.mean - vae.config.shift_factor) * vae.config.scaling_factor
-    assert_bitwise(latents, expected.detach())
-
-
 @pytest.mark.parametrize("prompt", ["", "dress, " * 60])
 def test_prompts_are_encoded_as_the_diffusers_pipeline_does(model, encoders, prompt, caplog):
     parts = {"transformer": None, "vae": None, "text_encoder": encoders.clip, "text_encoder_2": encoders.t5}
@@ -349,3 +341,11 @@ def test_with_alpha_mask_the_colours_under_transparent_parts_stay(folder, vae, e
     row = dataset.encoded(dataset.samples[index], "")
     assert row["mask"][0, :, 0].tolist() == [0] * 4 + [1] * 4
     assert_bitwise(row["latents"], plain(dataset.samples[index], "")["latents"])
+
+
+def test_latents_are_shifted_and_scaled(vae):
+    pixels = to_tensor(Image.new("RGB", (128, 96), (200, 60, 90)))[None]
+    latents = encode_latents(vae, pixels)
+    assert latents.shape == (1, 16, 12, 16)
+    expected = (vae.encode(pixels).latent_dist.mean - vae.config.shift_factor) * vae.config.scaling_factor
+    assert_bitwise(latents, expected.detach())

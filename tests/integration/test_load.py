@@ -109,13 +109,6 @@ def whole(path: Path, dtype: torch.dtype, coat: COATConfig | None = None) -> nn.
     return model
 
 
-def test_a_pickle_beside_safetensors_and_a_folder_named_like_a_file_do_no_harm(mini: nn.Module, tmp_path: Path) -> None:
-    folder = tmp_path / "flux.safetensors"
-    mini.save_pretrained(folder / "transformer")
-    (folder / "transformer" / "diffusion_pytorch_model.bin").write_bytes(b"left there")
-    assert_all_bitwise(load_transformer(str(folder), BF16).state_dict(), mini.state_dict())
-
-
 # -- what is loaded ----------------------------------------------------------------------------------------------------
 
 
@@ -341,40 +334,39 @@ def test_check_and_plan_say_what_a_file_is_and_no_command_takes_a_bad_one(mini, 
 
 
 QKV = "double_blocks.0.img_attn.qkv"
-NOTE = "a note of another format"
-SPOILED: dict[str, tuple[str, Callable[[dict[str, torch.Tensor]], Any], str]] = {
-    NOTE: (
-        "nvfp4",
-        lambda t: t.update({f"{QKV}.comfy_quant": note("float8_e5m2"), f"{QKV}.weight": fp8(t)}),
-        "e5m2, and",
-    ),
-    "codes of another dtype": (
-        "int8",
-        lambda t: t.update({f"{QKV}.weight": fp8(t)}),
-        "is int8_tensorwise, and holds F8_",
-    ),
-    "a format of others": (
-        "fp8 noted",
-        lambda t: t.update({f"{QKV}.comfy_quant": note("mxfp8")}),
-        "as mxfp8, which is not",
-    ),
-    "no scale": ("int8", lambda t: t.pop(f"{QKV}.weight_scale"), "has no scale of "),
-    "no tensor scale": ("nvfp4", lambda t: t.pop(f"{QKV}.weight_scale_2"), "has no scale of "),
-    "scales of another shape": (
-        "nvfp4",
-        lambda t: t.update({f"{QKV}.weight_scale": t[f"{QKV}.weight_scale"][:-1]}),
-        "scales of ",
-    ),
-    "a damaged note": ("int8", lambda t: t.update({f"{QKV}.comfy_quant": note("x")[:-3]}), "has a damaged note"),
+
+
+def put(suffix: str, value: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[dict[str, torch.Tensor]], Any]:
+    """Replace a tensor of `QKV` by one made of its weight, or of the tensor itself."""
+    return lambda t: t.update({f"{QKV}.{suffix}": value(t.get(f"{QKV}.{suffix}", t[f"{QKV}.weight"]))})
+
+
+def taken(suffix: str) -> Callable[[dict[str, torch.Tensor]], Any]:
+    return lambda t: t.pop(f"{QKV}.{suffix}")
+
+
+def note(kind: str, end: int | None = None) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda _: torch.tensor(list(json.dumps({"format": kind}).encode())[:end], dtype=torch.uint8)
+
+
+def fp8(weight: torch.Tensor) -> torch.Tensor:
+    return weight.to(torch.float8_e4m3fn)
+
+
+def another_note(tensors: dict[str, torch.Tensor]) -> None:
+    put("comfy_quant", note("float8_e5m2"))(tensors)
+    put("weight", fp8)(tensors)
+
+
+SPOILED: dict[str, tuple[str, Callable[[dict[str, torch.Tensor]], Any], str]] = {  # kind of file, change, words
+    "a note of another format": ("nvfp4", another_note, "e5m2, and"),
+    "codes of another dtype": ("int8", put("weight", fp8), "is int8_tensorwise, and holds F8_"),
+    "a format of others": ("fp8 noted", put("comfy_quant", note("mxfp8")), "as mxfp8, which is not"),
+    "no scale": ("int8", taken("weight_scale"), "has no scale of "),
+    "no tensor scale": ("nvfp4", taken("weight_scale_2"), "has no scale of "),
+    "scales of another shape": ("nvfp4", put("weight_scale", lambda scale: scale[:-1]), "scales of "),
+    "a damaged note": ("int8", put("comfy_quant", note("x", -3)), "has a damaged note"),
 }
-
-
-def note(kind: str) -> torch.Tensor:
-    return torch.tensor(list(json.dumps({"format": kind}).encode()), dtype=torch.uint8)
-
-
-def fp8(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    return tensors[f"{QKV}.weight"].to(torch.float8_e4m3fn)
 
 
 @pytest.mark.parametrize("what", SPOILED)

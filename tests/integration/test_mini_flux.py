@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import FluxPipeline
-from safetensors.torch import load_file
 
 from coat_flux.mini_flux import EMBEDDED_MODEL, MINI_FLUX, make_mini_flux, provide_embedded
 from tests.tolerances import MINI_FLUX_ACCURACY, MINI_FLUX_CHANCE
@@ -53,27 +52,6 @@ def test_it_is_made_where_a_config_means_it_and_a_folder_that_is_there_is_left_a
     (folder / "model_index.json").write_text("mine")
     provide_embedded(EMBEDDED_MODEL)
     assert (folder / "model_index.json").read_text() == "mine"
-
-
-def test_vocabularies_and_schedule_fit_and_every_linear_of_the_blocks_can_run_in_fp8(pipe):
-    assert len(pipe.tokenizer) == pipe.text_encoder.config.vocab_size
-    assert len(pipe.tokenizer_2) == pipe.text_encoder_2.config.vocab_size
-    assert (pipe.scheduler.config.shift, pipe.scheduler.config.use_dynamic_shifting) == (3.0, True)
-    for name, module in pipe.transformer.named_modules():
-        if isinstance(module, torch.nn.Linear) and "transformer_blocks." in name:
-            assert module.in_features % 16 == module.out_features % 16 == 0, name
-
-
-def test_weights_are_bf16_on_disk_and_load_completely(folder, pipe):
-    for part in ("transformer", "vae", "text_encoder", "text_encoder_2"):
-        (path,) = (folder / part).glob("*.safetensors")
-        stored = load_file(path)
-        assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
-        loaded = {name.removeprefix("text_model."): tensor for name, tensor in getattr(pipe, part).state_dict().items()}
-        for name, tensor in stored.items():
-            assert torch.equal(loaded[name.removeprefix("text_model.")], tensor.float()), name
-            # transformers before 5.6 finds CLIP's tensors only with this prefix
-            assert part != "text_encoder" or name.startswith("text_model.")
 
 
 @pytest.fixture(scope="module")

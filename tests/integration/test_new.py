@@ -73,14 +73,6 @@ def test_never_overwrites(folder: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert out.read_text(encoding="utf-8") == "mine"
 
 
-def test_without_photos_check_asks_for_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "empty.yaml"
-    assert main(["new", "--gpu", "16", "--trigger", "zxq", "--name", "skirt", "--out", str(out)]) == 0
-    assert f"Put your photos' folder in place of {PLACEHOLDER}" in capsys.readouterr().out
-    assert (process(out)["trigger_word"], process(out)["train"]["steps"]) == ("zxq", 1500)
-    assert process(out)["datasets"][0]["folder_path"] == PLACEHOLDER
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -189,13 +181,6 @@ def test_a_distilled_model_is_warned_of(plain, capsys, name, warned):
         assert ("model.name_or_path" in capsys.readouterr().out) == warned, command
 
 
-def test_a_given_trigger_word_of_the_captions_and_too_little_memory_are_said(plain, capsys):
-    assert main(["new", "bag", "--gpu", "8", "--ram", "8", "--trigger", "long"]) == 0
-    text = capsys.readouterr().out
-    assert "trigger word long: is a word of 3 of 12 captions" in text
-    assert "of CPU memory and there are 8.0" in text
-
-
 HEIC = """
 import sys
 if sys.argv[1] == "without":
@@ -224,3 +209,18 @@ def test_heic_is_read_with_pillow_heif_and_named_without(plain: Path, reader: st
         assert "(first: 0.heic); save them as one of .jpg, .jpeg, .png, .webp to train on them, or pip" in done.stdout
         assert "1.jpg: cannot be read as an image (it is HEIC, " in done.stderr
         assert "pip install pillow-heif" in done.stderr
+
+
+def test_without_photos_check_asks_for_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "empty.yaml"
+    assert main(["new", "--gpu", "16", "--trigger", "zxq", "--name", "skirt", "--out", str(out)]) == 0
+    assert f"Put your photos' folder in place of {PLACEHOLDER}" in capsys.readouterr().out
+    assert (process(out)["trigger_word"], process(out)["train"]["steps"]) == ("zxq", 1500)
+    assert process(out)["datasets"][0]["folder_path"] == PLACEHOLDER
+
+
+def test_a_given_trigger_word_of_the_captions_and_too_little_memory_are_said(plain, capsys):
+    assert main(["new", "bag", "--gpu", "8", "--ram", "8", "--trigger", "long"]) == 0
+    text = capsys.readouterr().out
+    assert "trigger word long: is a word of 3 of 12 captions" in text
+    assert "of CPU memory and there are 8.0" in text

@@ -7,7 +7,6 @@ fitted to them, or to any measurement.
 from __future__ import annotations
 
 import contextlib
-import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -325,18 +324,3 @@ def test_shipped_config_does_what_is_said_of_it(config: Path, caplog: pytest.Log
     assert flows_of(model) == (set() if job.coat.memory.checkpointing == "all" else {"fused"})
     assert before == "decided at the first step, expected: as asked"
     assert "generic" not in saved_row(report)
-
-
-def test_auto_chooses_again_when_a_block_is_not_fused_any_more(caplog: pytest.LogCaptureFixture) -> None:
-    """And counts on the largest micro-batch seen, not on the one at hand."""
-    model, _ = shipped_model(COATConfig.from_dict({"memory": {"budget_gb": 1e3}}), 4)
-    with caplog.at_level(logging.INFO, logger="coat_flux"):
-        model(**flux_inputs(Tokens(4, 32, 64)))
-        model.network.multiplier = [1.0]
-        model.single_transformer_blocks[1].register_forward_hook(lambda *_: None)
-        for _ in range(2):
-            model(**flux_inputs(Tokens(1, 32, 64)))
-    choices = [record.getMessage() for record in caplog.records if "checkpointing auto: " in record.getMessage()]
-    assert len(choices) == 2
-    needs = [float(line.split("(")[1].split(" GB")[0]) for line in choices]
-    assert needs[1] >= needs[0]
