@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch.nn import Parameter
 
+from coat_core.config import FP8QuantizationConfig
 from coat_core.optim import FP8AdamW
+from tests.helpers.asserts import assert_bitwise
 from tests.optim.common import CONFIGS, assert_same, copies, make_params, params_of, run, set_grads
 from tests.tolerances import CAPTURABLE_PARAM_RTOL
 
@@ -22,17 +24,23 @@ def assert_close(ours: list[Parameter], theirs: list[Parameter]) -> None:
         torch.testing.assert_close(a.detach(), b.detach(), rtol=CAPTURABLE_PARAM_RTOL, atol=1e-6)
 
 
-@pytest.mark.parametrize(("name", "tensor_lr"), [("unquantized", False), ("default", True), ("integers", True)])
+@pytest.mark.parametrize("tensor_lr", [False, True])
+@pytest.mark.parametrize("name", ["unquantized", "default", "integers", "drawn"])
 def test_capturable_trains_as_without(name: str, tensor_lr: bool, device: torch.device) -> None:
-    ours, theirs = on(device), on(device)
-    lr = torch.tensor(1e-3, device=device) if tensor_lr else 1e-3
-    optimizer = FP8AdamW(ours, lr=lr, capturable=True, fp8_config=CONFIGS[name])
-    run(optimizer, ours, range(4))
-    run(FP8AdamW(theirs, lr=1e-3, fp8_config=CONFIGS[name]), theirs, range(4))
-    assert_close(ours, theirs)
-    for param in ours:
-        assert optimizer.state[param]["step"].device.type == device.type
-        assert optimizer.state[param]["step"].item() == 4.0
+    """Moments to the bit, draws included; each parameter counts its own steps."""
+    config, made = CONFIGS.get(name, FP8QuantizationConfig(use_dynamic_range_expansion=False)), []
+    for capturable in (False, True):
+        params = on(device)
+        lr = torch.tensor(1e-3, device=device) if tensor_lr and capturable else 1e-3
+        groups = [{"params": params[:1], "lr": 1e-2}, {"params": params[1:], "weight_decay": 0.3}]
+        made.append(FP8AdamW(groups, lr=lr, capturable=capturable, fp8_config=config))
+        run(made[-1], params, range(6), gaps=True)
+    for theirs, ours in zip(*map(params_of, made), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=CAPTURABLE_PARAM_RTOL, atol=1e-6)
+        state = made[1].state[ours]
+        assert (state["step"].device.type, state["step"].item()) == (device.type, 4.0)
+        for key, value in made[0].state[theirs].items():
+            assert_bitwise(state[key], value.to(device))
 
 
 @pytest.mark.parametrize("name", ["unquantized", "integers"])
@@ -57,16 +65,6 @@ def test_found_inf_needs_counters_on_the_device() -> None:
     set_grads(params, 0)
     with pytest.raises(ValueError, match="found_inf: needs step counters on the device; pass capturable=True"):
         optimizer.step()
-
-
-def test_each_parameter_counts_its_own_steps(device: torch.device) -> None:
-    ours, theirs = on(device), on(device)
-    for params, capturable in ((ours, True), (theirs, False)):
-        groups = [{"params": params[:1], "lr": 1e-2}, {"params": params[1:], "weight_decay": 0.3}]
-        optimizer = FP8AdamW(groups, capturable=capturable, fp8_config=CONFIGS["unquantized"])
-        run(optimizer, params, range(6), gaps=True)
-        assert [optimizer.state[param]["step"].item() for param in params] == [4.0, 4.0, 4.0, 4.0]
-    assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("saved", [False, True])

@@ -17,14 +17,11 @@ from coat_core.ops import adamw
 from coat_core.ops.packing import chunks
 from coat_core.optim import FP8AdamW
 from coat_core.optim.state import read_state, storages
-from tests.helpers.asserts import assert_bitwise
 from tests.helpers.operators import bits
 from tests.optim.common import (
     CONFIGS,
-    SHAPES,
     UNQUANTIZED,
     assert_same,
-    copies,
     make_params,
     nearest,
     params_of,
@@ -78,18 +75,6 @@ def test_each_option_is_visible_in_the_stored_tensors(name: str) -> None:
         assert state["step"].dtype == torch.float32
 
 
-def test_first_state_is_zero_codes_and_scale_one() -> None:
-    param = Parameter(torch.randn(200))
-    param.grad = torch.zeros_like(param)
-    optimizer = FP8AdamW([param], weight_decay=0.0)
-    optimizer.step()
-    state = optimizer.state[param]
-    for moment in ("exp_avg", "exp_avg_sq"):
-        assert not state[f"{moment}_codes"].view(torch.uint8).any()
-        for suffix in ("scale", "exponent", "center"):
-            assert_bitwise(state[f"{moment}_{suffix}"], torch.ones(2))
-
-
 def test_state_bytes_counts_codes_and_per_block_numbers() -> None:
     param = Parameter(torch.randn(1024, 16))
     param.grad = torch.randn_like(param)
@@ -140,39 +125,6 @@ def test_chunks_end_at_the_limit_and_where_the_packed_state_does_not_go_on() -> 
     assert found((), ()) == []
 
 
-def test_non_contiguous_parameters_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adamw, "chunk_elements", lambda _: 128)
-    dense = Parameter(torch.randn(40, 24))
-    strided = Parameter(dense.detach().t().contiguous().t())
-    sliced = Parameter(torch.stack([dense.detach(), dense.detach()], -1)[..., 0])
-    assert not strided.is_contiguous()
-    assert not sliced.is_contiguous()
-    params = [dense, strided, sliced]
-    optimizer = FP8AdamW(params, fp8_config=nearest())
-    for step in range(3):
-        set_grads([dense], step)
-        strided.grad = dense.grad.t().contiguous().t()
-        sliced.grad = dense.grad.clone()
-        optimizer.step()
-    for other in (strided, sliced):
-        assert_bitwise(dense.detach(), other.detach().contiguous())
-        assert_bitwise(optimizer.state[dense]["exp_avg_codes"], optimizer.state[other]["exp_avg_codes"])
-
-
-def test_parameters_of_several_dtypes_in_one_group() -> None:
-    dtypes = (torch.float32, torch.bfloat16, torch.float16)
-    mixed = [Parameter(torch.randn(50, generator=torch.Generator().manual_seed(3)).to(dtype)) for dtype in dtypes]
-    alone = copies(mixed)
-    run(FP8AdamW(mixed, fp8_config=nearest()), mixed, range(3))
-    optimizers = [FP8AdamW([param], fp8_config=nearest()) for param in alone]
-    for step in range(3):
-        set_grads(alone, step)
-        for optimizer in optimizers:
-            optimizer.step()
-    for param, other in zip(mixed, alone, strict=True):
-        assert_bitwise(param.detach(), other.detach())
-
-
 def test_stochastic_rounding_moves_bf16_parameters_that_nearest_leaves() -> None:
     def mean_after(stochastic: bool) -> float:
         param = Parameter(torch.ones(4_000, dtype=torch.bfloat16))
@@ -201,7 +153,7 @@ READS = ("item", "tolist", "__float__", "__bool__")  # each would wait for a GPU
 
 def counted_step(n_params: int, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Operators that reach the device, but for views, and values read back; per-list operators count once."""
-    params = make_params([(4, 32)] * n_params)
+    params = make_params([(128,)] * n_params)
     optimizer = FP8AdamW(params, fp8_config=nearest())  # by kernel the draws are no operators of their own
     run(optimizer, params, range(1))
     set_grads(params, 1)
@@ -283,26 +235,16 @@ def test_each_step_has_draws_of_its_own(rounding: str) -> None:
 
 @pytest.mark.parametrize("name", ["e4m3", "integers"])
 def test_a_parameter_draws_the_same_whoever_else_has_a_gradient(name: str) -> None:
-    """Neither where its blocks are packed, nor how many parameters step with it, nor their order of arrival."""
-    together, apart = make_params(), make_params()
-    optimizer, other = (FP8AdamW(params, fp8_config=drawn(name)) for params in (together, apart))
-    run(optimizer, together, range(4))
-    for index in reversed(range(len(SHAPES))):
-        for step in range(4):
+    """Nor do where its blocks are packed, the others' dtypes and the order of arrival change a bit."""
+    together, apart = ([*make_params(), *make_params(dtype=torch.bfloat16)] for _ in range(2))
+    config = replace(drawn(name), stochastic_rounding=True)
+    optimizer, other = (FP8AdamW(params, fp8_config=config) for params in (together, apart))
+    run(optimizer, together, range(3))
+    for index in reversed(range(len(apart))):
+        for step in range(3):
             set_grads(apart, step)
             for number, param in enumerate(apart):
                 if number != index:
                     param.grad = None
             other.step()
     assert_same(optimizer, other)
-
-
-def test_counters_on_the_device_draw_the_same(device: torch.device) -> None:
-    made = []
-    for capturable in (False, True):
-        params = [Parameter(param.detach().to(device)) for param in make_params()]
-        made.append(FP8AdamW(params, capturable=capturable, fp8_config=drawn("plain")))
-        run(made[-1], params, range(3))
-    for a, b in zip(*map(params_of, made), strict=True):
-        for key in ("exp_avg_codes", "exp_avg_sq_codes", "exp_avg_sq_scale"):
-            assert_bitwise(made[0].state[a][key], made[1].state[b][key])
