@@ -82,7 +82,7 @@ def test_equals_the_formula_and_stays_near_high_precision(config: FP8LinearConfi
     assert_sqnr(dy @ weight, dx, product_floor_db(config.grad_format, config.weight_format))
 
 
-@pytest.mark.parametrize("lead", [(), (1,), (17,), (2, 3, 4)], ids=str)
+@pytest.mark.parametrize("lead", [(), (1,), (17,), (2, 3, 4), (0,), (2, 0)], ids=str)
 @pytest.mark.parametrize("granularity", ["per_tensor", "per_row"])
 def test_leading_shapes_are_rows(device: torch.device, lead: tuple[int, ...], granularity: str) -> None:
     config = FP8LinearConfig(input_granularity=granularity, grad_format="bf16")
@@ -96,15 +96,6 @@ def test_leading_shapes_are_rows(device: torch.device, lead: tuple[int, ...], gr
     assert y.shape == (*lead, N)
     assert_bitwise(y.detach().reshape(-1, N), layer(flat).detach())
     assert_bitwise(x.grad.reshape(-1, K), flat.grad)
-
-
-@pytest.mark.parametrize("lead", [(0,), (2, 0)], ids=str)
-def test_no_tokens(lead: tuple[int, ...]) -> None:
-    x, weight, bias, dy = tensors(*lead)
-    y = layer_of(weight, bias, FP8LinearConfig())(x)
-    y.backward(dy)
-    assert y.shape == (*lead, N)
-    assert x.grad.shape == x.shape
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -218,17 +209,10 @@ def test_an_input_that_changes_without_a_new_version_is_cast_again(trained: bool
     x = torch.from_numpy(batch)
     with torch.inference_mode():
         first = layer(x).clone()
+        made_inside = x.clone()
+        assert_bitwise(layer(made_inside), first)
+        assert_bitwise(layer(made_inside.mul_(2)), 2 * first)
     batch *= 2
     assert_bitwise(layer(x).detach(), 2 * first)
     layer(x.requires_grad_()).sum().backward()
     assert x.grad.any()
-
-
-def test_inference_mode() -> None:
-    outside, layer = torch.randn(5, K), layer_of(torch.randn(N, K), None, FP8LinearConfig())
-    with torch.inference_mode():
-        x = outside.clone()
-        first = layer(x)
-        x.mul_(2)
-        assert_bitwise(layer(x), 2 * first)
-        assert_bitwise(layer(outside), first)
