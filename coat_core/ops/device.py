@@ -473,24 +473,15 @@ def saved_groups(scale: Tensor | None, group_size: int, width: int) -> tuple[Ten
 
 
 def with_row_stride(x: Any) -> tuple[Any, int]:
-    """Return x [..., K] and the distance of its rows in elements, copied only where that varies; 0 for None."""
+    """Return the rows of x [..., K] and their distance in elements, copied only where that varies; 0 for None."""
     if x is None:
         return None, 0
-    width = x.shape[-1]
     if x.is_contiguous():  # most are
-        return x, width
-    if x.stride(-1) != 1 and width != 1:
-        return x.contiguous(), width
-    rows, beyond = width, None  # distance of rows; where the next dimension starts if that is the same for all
-    for size, stride in zip(reversed(x.shape[:-1]), reversed(x.stride()[:-1]), strict=True):
-        if size == 1:
-            continue
-        if beyond is None:
-            rows = stride
-        elif stride != beyond:
-            return x.contiguous(), width
-        beyond = stride * size
-    return x, rows
+        return x, x.shape[-1]
+    rows = x.flatten(0, -2)
+    if rows.stride(-1) != 1 and x.shape[-1] != 1:
+        rows = rows.contiguous()
+    return rows, rows.stride(0)
 
 
 def whole_rows(width: int, sums: bool = False) -> dict[str, int]:

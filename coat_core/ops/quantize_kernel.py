@@ -261,9 +261,9 @@ def _rotate_fwd_kernel(x_ptr, y_ptr, K, STAGES: tl.constexpr, BLOCK: tl.constexp
 @launcher(operators.quantize_int8)
 def quantize_int8(a: Any) -> tuple[Tensor, Tensor]:
     x, stride = with_row_stride(a.x)
-    width = x.shape[-1]
-    codes = empty(x.shape, torch.int8, x.device)
-    scale = empty((*x.shape[:-1], 1), torch.float32, x.device)
+    *lead, width = a.x.shape
+    codes = empty((*lead, width), torch.int8, x.device)
+    scale = empty((*lead, 1), torch.float32, x.device)
     options = {"STAGES": stages_of(a.size), "BLOCK": row_block(width)}
     grid = (x.numel() // width,)
     launch(_quantize_int8_fwd_kernel, grid, x, contiguous(a.factors), codes, scale, width, stride, **options)
