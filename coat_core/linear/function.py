@@ -175,17 +175,11 @@ def as_stored(buffers: Mapping[str, Tensor | None], scale: Tensor, config: FP8Li
     return StoredWeight(codes.view(kind), scale, None if transposed is None else transposed.view(kind))
 
 
-def stored_bytes(outputs: int, inputs: int, config: FP8LinearConfig) -> int:
-    """The bytes of a stored weight [N, K], all buffers but a transposed copy."""
-    scales = outputs if config.weight_has_row_scales else 1
-    return sum(code_bytes(outputs, inputs, config)) + torch.float32.itemsize * scales
-
-
-def code_bytes(outputs: int, inputs: int, config: FP8LinearConfig) -> tuple[int, ...]:
-    """The bytes of each uint8 buffer, without scale and transposed copy."""
-    if config.weight_format == NVFP4:
-        return outputs * inputs // 2, outputs * inputs // nvfp4.BLOCK
-    return (outputs * inputs,)
+@functools.lru_cache(maxsize=256)
+def stored_bytes(outputs: int, inputs: int, config: FP8LinearConfig) -> dict[str, int]:
+    """The bytes of each buffer of a stored weight [N, K], without a transposed copy."""
+    buffers = weight_buffers(torch.empty(outputs, inputs, device="meta"), config)
+    return {name: buffer.nbytes for name, buffer in buffers.items()}
 
 
 def wants_transposed(config: FP8LinearConfig) -> bool:

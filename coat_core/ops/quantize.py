@@ -20,14 +20,11 @@ from coat_core.ops.codes import cast_of, codes_of
 from coat_core.ops.dispatch import operator
 from coat_core.quantize import Quantized
 from coat_core.quantize import dequantize as dequantize_reference
-from coat_core.quantize import quantize as quantize_reference
 
 
 @operator("coat::quantize")
 def _quantize(x: Tensor, fmt: str, granularity: str, group_size: int, factors: Tensor | None) -> tuple[Tensor, Tensor]:
-    x = x if factors is None else x.to(torch.float32) * factors
-    codes, scale, _ = quantize_reference(x, fmt, Granularity(granularity, group_size))
-    return codes.contiguous(), scale.contiguous()
+    return codes_of(x, fmt, granularity, group_size, factors)
 
 
 declares(_quantize)(lambda out, a: Cast(None, a.x, out[0], out[1], Granularity(a.granularity, a.group_size), a.factors))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from coat_core.linear.function import code_bytes, stored_bytes, wants_transposed
+from coat_core.linear.function import SCALE, stored_bytes, wants_transposed
 from coat_core.linear.module import obstacle_to_conversion
 from coat_core.ops.dispatch import first_line
 from coat_core.ops.packing import n_blocks
@@ -330,7 +330,7 @@ class JobFacts:
         if coat.enabled and coat.weight.use_fp8:
             config = coat.linear_config()
             for linear in self.stored.values():
-                self.transformer_bytes += stored_bytes(linear.out_features, linear.in_features, config)
+                self.transformer_bytes += sum(stored_bytes(linear.out_features, linear.in_features, config).values())
                 self.transformer_bytes -= linear.weight.numel() * self.value_bytes
         for name, size in self.quantized.items():
             self.transformer_bytes += size - model.linears[name].weight.numel() * self.value_bytes
@@ -408,7 +408,8 @@ class JobFacts:
                 copied += linear.weight.numel()
             block = self.model.block_of[name]
             if in_codes and block:
-                codes[block] += sum(map(aligned, code_bytes(linear.out_features, linear.in_features, config)))
+                sizes = stored_bytes(linear.out_features, linear.in_features, config)
+                codes[block] += sum(aligned(size) for buffer, size in sizes.items() if buffer != SCALE)
         unfused = [i for i, block in enumerate(self.blocks) if block.ranks] if dropout else []
         return Given(
             self.blocks,

@@ -152,7 +152,7 @@ def _load(facts: JobFacts, plan: BlockPlan) -> dict[str, int]:
         for linear in facts.stored.values():
             workspace = max(workspace, there + linear.weight.numel() * (value_bytes + QUANTIZED_BYTES))
             if facts.on_cpu or not facts.given.stream_bytes:
-                there += stored_bytes(linear.out_features, linear.in_features, config)
+                there += sum(stored_bytes(linear.out_features, linear.in_features, config).values())
         workspace -= stays
     return _sum(resident, {"transformer": -plan.freed_bytes, "workspace": max(0, workspace)})
 

@@ -150,9 +150,8 @@ class _Block(torch.autograd.Function):
     def forward(ctx: Any, form: Form, shared: Shared, keeps: bool, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         kept = Kept(form.saving, keeps)
         outputs = form.forward(kept, shared, tensors[:count], ctx.needs_input_grad[4 : 4 + count])
-        leaves = tensors[count:]
-        kept.save(ctx, leaves if len(leaves) == len(form.parameters) else form.parameters)
-        ctx.form, ctx.shared, ctx.count, ctx.leaves = form, shared, count, len(leaves)
+        kept.save(ctx, form.parameters)
+        ctx.form, ctx.shared, ctx.count, ctx.leaves = form, shared, count, len(tensors) - count
         return outputs
 
     @staticmethod
