@@ -34,13 +34,7 @@ NOT_CAPTURED = "only the stand-alone trainer captures steps"
 
 @dataclass(frozen=True)
 class Given:
-    """Inputs of a plan apart from the config; each change is a reason to decide again.
-
-    Attributes:
-        free_bytes: the budget minus everything held throughout a step; None: no limit.
-        picked, attention: GEMM, and kernel of the fused blocks' attention, of the first step; None before it.
-        recomputed: indices of recomputed blocks, unless the config decides.
-    """
+    """Inputs of a plan apart from the config; each change is a reason to decide again."""
 
     blocks: tuple[Block | UnknownBlock, ...]  # in forward order
     classes: tuple[str, ...] = ()  # names of their classes
@@ -51,7 +45,7 @@ class Given:
     quantized: bool = False  # linears multiply by weights that ai-toolkit quantized its own way
     device: str = "cuda"  # type of the device
     allow_recompute: bool = True  # False forbids recomputation (`train.gradient_checkpointing: false`)
-    free_bytes: float | None = None
+    free_bytes: float | None = None  # the budget minus everything held throughout a step; None: no limit
     stream_bytes: tuple[int, ...] = ()  # of each block's codes, where they can be in CPU memory, else empty
     reserve_bytes: int = 0  # what sampling or the optimizer need of what is free for a step
     accumulates: bool = False  # the gradients of an earlier micro-batch are there all along
@@ -59,9 +53,9 @@ class Given:
     transposed_bytes: int = 0  # of transposed copies of the weights, if they are made
     adapter_elements: int = 0  # of the matrices that the fused flow copies in the blocks' dtype
     graph_obstacle: str = NOT_CAPTURED  # why whole steps cannot be CUDA graphs; empty where they can
-    picked: Picked | None = None
-    attention: Picked | None = None
-    recomputed: tuple[int, ...] | None = None
+    picked: Picked | None = None  # GEMM of the first step; None before it
+    attention: Picked | None = None  # kernel of the fused blocks' attention, likewise
+    recomputed: tuple[int, ...] | None = None  # indices of recomputed blocks, unless the config decides
     ran_out_with: int | None = None  # how many blocks recomputed when memory ran out; None where it did not
     without_copies: bool = False  # memory ran out with transposed copies
     frees_gradients: bool = False  # a gradient is used up in backward, as soon as it is there

@@ -50,19 +50,12 @@ MEASURED = "the fastest of those that were measured"  # for the start table, whi
 
 @dataclass(frozen=True)
 class Picked:
-    """A GEMM of the blocks' linears, or a kernel of their attention.
+    """A GEMM of the blocks' linears, or a kernel of their attention."""
 
-    Attributes:
-        name: of `GEMMS` or the config's own scaling; or as `coat_core.ops.attention` names the kernel.
-        why: in words.
-        milliseconds: of all blocks by GEMM, or of one block by kernel, if measured.
-        refused: kernel → why it cannot be used here.
-    """
-
-    name: str
+    name: str  # of `GEMMS` or the config's own scaling; or as `coat_core.ops.attention` names the kernel
     why: str = "torch's choice"
-    milliseconds: Mapping[str, float] = field(default_factory=dict)
-    refused: Mapping[str, str] = field(default_factory=dict)
+    milliseconds: Mapping[str, float] = field(default_factory=dict)  # of all blocks by GEMM, or of one by kernel
+    refused: Mapping[str, str] = field(default_factory=dict)  # kernel → why it cannot be used here
 
     def describe(self, title: str, digits: int) -> str:
         """One line for the log: its time; in brackets the reason, the times of the others, and those refused."""
@@ -257,18 +250,15 @@ PACKAGES = ("flash-attn", "flash-attn-3", "flash-attn-4")
 
 
 class AttentionPick:
-    """Chooses once, at the first training pass.
-
-    Attributes:
-        resumed: the kernel of the run being resumed, taken if it can be used: another one rounds otherwise.
-        kernel: the one in use, of a GPU.
-    """
+    """Chooses once, at the first training pass."""
 
     def __init__(self, config: COATConfig) -> None:
         self._forced = None if config.speed.attention == "auto" else config.speed.attention
         self._measures = config.speed.measure != "never"
-        self.resumed: str | None = None
-        self.kernel: str | None = None
+        self.resumed: str | None = (
+            None  # the kernel of the resumed run, taken if it can be used: others round otherwise
+        )
+        self.kernel: str | None = None  # the one in use, of a GPU
 
     def choose(self, like: Tensor, mask: Tensor | None = None) -> Picked:
         """Pick a kernel for q [B, H, S, d] and a mask; RuntimeError if the configured one cannot be used."""

@@ -45,22 +45,14 @@ class TableRow(NamedTuple):
 
 @dataclass
 class CoatReport:
-    """Result of `apply_coat`, by full module name; the first step fills in its own decisions.
-
-    Attributes:
-        converted: the linears whose weight is FP8 or whose GEMMs are.
-        why: reason, where a layer got less than the config asks for.
-        quantized: how, for linears that ai-toolkit quantized its own way.
-        skipped: reason, for linears left in high precision.
-        shared: returns the current rows on what the blocks share.
-    """
+    """Result of `apply_coat`, by full module name; the first step fills in its own decisions."""
 
     asked: str = ""  # what the config asks of a linear of the blocks, in words
-    converted: dict[str, Any] = field(default_factory=dict, repr=False)
-    why: dict[str, str] = field(default_factory=dict)
-    quantized: dict[str, str] = field(default_factory=dict)
-    skipped: dict[str, str] = field(default_factory=dict)
-    shared: Callable[[], Iterable[TableRow]] = field(default=tuple, repr=False)
+    converted: dict[str, Any] = field(default_factory=dict, repr=False)  # linears whose weight or GEMMs are FP8
+    why: dict[str, str] = field(default_factory=dict)  # where a layer got less than the config asks for
+    quantized: dict[str, str] = field(default_factory=dict)  # how ai-toolkit quantized linears its own way
+    skipped: dict[str, str] = field(default_factory=dict)  # why linears are left in high precision
+    shared: Callable[[], Iterable[TableRow]] = field(default=tuple, repr=False)  # rows on what the blocks share, now
     _added: dict[str, TableRow] = field(default_factory=dict, repr=False)
 
     def add_row(self, part: str, asked: str, got: str, why: str = "", measured: str = "") -> None:

@@ -53,13 +53,6 @@ class BlockRunner:
     """What is called instead of each block: `runner(block, *args)`.
 
     ValueError if `memory.checkpointing` is all while recomputation is forbidden.
-
-    Attributes:
-        ran: block index → "fused", "own" (its own code) or "host" (in a checkpoint of its model, without COAT).
-        forms: block index → the form of each block that runs fused.
-        gemms, attention: choose at the first step; `gemms` is None after it, or with nothing to choose.
-        picked: the GEMM that it chose.
-        generation: changes whenever a block would run differently, which invalidates captured graphs.
     """
 
     def __init__(self, blocks: dict[str, nn.Module], config: COATConfig, allow_recompute: bool) -> None:
@@ -70,6 +63,7 @@ class BlockRunner:
                 "recomputation; set one of them differently (checkpointing: none, or gradient_checkpointing: true)"
             )
         self.blocks = blocks
+        # block index → "fused", "own" (its own code) or "host" (in a checkpoint of its model, without COAT)
         self.ran: dict[int, str] = {}
         self.states_are_made = False  # the optimizer's, before the first step; a trainer says so
         self._config = config
@@ -81,7 +75,7 @@ class BlockRunner:
         adopted = any(is_adopted(module) for block in self._modules for module in block.modules())
         measures = all(self._readable) and config.speed.measure != "never" and not adopted
         self.gemms = GemmPick(blocks, config, self._kept_form) if measures else None
-        self.picked: Picked | None = None
+        self.picked: Picked | None = None  # the GEMM of the first step, by `gemms`, which is None from then on
         self.attention = AttentionPick(config)
         self.streaming: StreamedWeights | None = None
         proves = config.enabled and config.speed.kernels == "auto"
@@ -102,7 +96,7 @@ class BlockRunner:
         self._logged: BlockPlan | None = None  # the plan that was logged last
         self._counts: Counter[str] | None = None  # of blocks by what they do, as logged
         self._plan: Any = None  # a BlockPlan, from the first decision on
-        self.generation = 0
+        self.generation = 0  # changes whenever a block would run differently, which invalidates captured graphs
         names, sizes = (block_name(type(block)) for block in self._modules), read_blocks(self._modules, (), 0)
         self._given = Given(sizes, tuple(names), allow_recompute=allow_recompute, quantized=adopted)
         self.expect(unfused=self._read_all(join=False)[1])

@@ -218,24 +218,18 @@ class Tokens:
 
 @dataclass(frozen=True)
 class FlowSettings:
-    """How blocks save tensors.
-
-    Attributes:
-        lora_bytes: per element of an adapter's x and h outside the fused flow: 4 for fp32 adapters without autocast.
-        cuda: torch's CUDA operators; on a CPU RMSNorm saves an fp32 copy and LayerNorm its statistics in bf16.
-        fp8_weights: linears hold codes; else GEMMs cast at each use, and the generic flow saves the codes.
-    """
+    """How blocks save tensors."""
 
     flow: str = "fused"  # "eager", "generic" or "fused"
     saving: Saving = SAVED_IN_FP8  # of packed tensors, and of recomputed blocks' inputs
     inputs: str = "per_row"  # granularity of the FP8 x of adapters in the generic flow and in recomputed blocks
     fp8_checkpoint: bool = True  # recomputed blocks keep FP8 inputs
     value_bytes: int = 2  # of an element of hidden states, 2 for bf16
-    lora_bytes: int = FP32
+    lora_bytes: int = FP32  # of an adapter's x and h outside the fused flow: 4 for fp32 adapters without autocast
     dropout: bool = False  # the adapters have dropout
-    cuda: bool = True
+    cuda: bool = True  # else RMSNorm saves an fp32 copy, and LayerNorm its statistics in bf16
     fp8_gemms: bool = True  # linears quantize what they multiply
-    fp8_weights: bool = True
+    fp8_weights: bool = True  # linears hold codes; else GEMMs cast at each use, and the generic flow saves the codes
     weight_format: str = "e4m3"  # of these codes; what is not FP8 is decoded for a product
     kernels: bool = True  # casts and norms run as kernels; where not, they go through whole fp32 tensors
     frees_gradients: bool = False  # a gradient is used up in backward, as soon as it is there (`train.fused_backward`)

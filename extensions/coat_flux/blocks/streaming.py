@@ -53,12 +53,7 @@ class _Codes:
 
 
 class StreamedWeights:
-    """Keeps the codes of some blocks in CPU memory, and on the device when needed; `blocks` are in forward order.
-
-    Attributes:
-        bytes: of each block's codes, as they were read.
-        streamed: indices of the blocks with codes in CPU memory.
-    """
+    """Keeps the codes of some blocks in CPU memory, and on the device when needed; `blocks` are in forward order."""
 
     def __init__(self, blocks: Sequence[nn.Module], device: torch.device) -> None:
         self._blocks, self._device = list(blocks), device
@@ -67,8 +62,8 @@ class StreamedWeights:
                 fused_block(block)
         self._codes = [_read(block) for block in self._blocks]
         self._places: dict[nn.Module, int] = {}  # of streamed blocks, in forward order
-        self.bytes = tuple(codes.bytes for codes in self._codes)
-        self.streamed: list[int] = []
+        self.bytes = tuple(codes.bytes for codes in self._codes)  # of each block, as they were read
+        self.streamed: list[int] = []  # indices of the blocks with codes in CPU memory
         self._slots: list[Tensor] = []  # uint8, on the device
         self._holds: list[int | None] = []  # of each slot the index of the block whose codes are there
         self._copied: list[Any] = []  # torch.cuda.Event after which they are

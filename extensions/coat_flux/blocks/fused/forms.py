@@ -61,20 +61,13 @@ Gradients = tuple[list[Tensor | None], list[Tensor]]  # of a block's inputs, and
 
 
 class Reader:
-    """Knows the blocks of one class.
+    """Knows the blocks of one class."""
 
-    Attributes:
-        arguments: of the class's forward, by name; of another diffusers version they may differ.
-        processor: class name of diffusers' attention processor; empty where the blocks have none.
-        of_text: blocks that run before all others, on text alone; nothing is measured on those.
-        call: a call's arguments, by position → `Call`; or NotFusable.
-        read: a block → its fused form; or NotFusable. `join` makes one matrix of weights that read the same tensor.
-    """
-
-    arguments: tuple[str, ...]
-    processor: str = ""
-    of_text: bool = False
-    call: Callable[..., Call]
+    arguments: tuple[str, ...]  # of the class's forward, by name; of another diffusers version they may differ
+    processor: str = ""  # class of diffusers' attention processor; empty where the blocks have none
+    of_text: bool = False  # blocks that run before all others, on text alone; nothing is measured on those
+    call: Callable[..., Call]  # a call's arguments, by position → `Call`; or NotFusable
+    # a block → its fused form; or NotFusable. `join` makes one matrix of weights that read the same tensor
     read: Callable[[Any, bool], Form]
 
     def heads(self, block: Any) -> tuple[int, int]:
@@ -97,11 +90,6 @@ class Form:
     """A block as read, called with the block's own arguments; a subclass has the two passes.
 
     `forward` returns the outputs and saves in `kept` what backward reads; `backward` returns all gradients.
-
-    Attributes:
-        groups: all linears but the modulations'.
-        parameters: of their adapters.
-        modulations: the block's own.
     """
 
     reader: Reader
@@ -109,8 +97,8 @@ class Form:
     attention: Attention
 
     def __post_init__(self) -> None:
-        self.groups: list[LinearGroup] = []
-        self.modulations: list[Modulation] = []
+        self.groups: list[LinearGroup] = []  # all linears but the modulations'
+        self.modulations: list[Modulation] = []  # the block's own
         for part in list(vars(self).values()):
             for each in vars(part).values() if isinstance(part, Stream) else (part,):
                 if isinstance(each, Modulation):

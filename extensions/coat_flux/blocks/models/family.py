@@ -15,21 +15,14 @@ ANY = (0, 0)  # neither
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear of the original checkpoint, which fuses what diffusers splits.
-
-    Attributes:
-        members: diffusers' names of its parts, top to bottom.
-        outputs: features of each part.
-        swapped: diffusers has the two halves of the output in the other order (scale, shift for shift, scale).
-        mlp_ratio: F / d.
-    """
+    """A linear of the original checkpoint, which fuses what diffusers splits."""
 
     name: str
-    members: tuple[str, ...]
-    outputs: tuple[Size, ...]
+    members: tuple[str, ...]  # diffusers' names of its parts, top to bottom
+    outputs: tuple[Size, ...]  # features of each part
     inputs: Size
-    swapped: bool = False
-    mlp_ratio: int = 4
+    swapped: bool = False  # diffusers has the output's halves in the other order (scale, shift for shift, scale)
+    mlp_ratio: int = 4  # F / d
 
     @property
     def heights(self) -> tuple[int, ...]:
@@ -70,35 +63,20 @@ def outside_linears(embedding: str, kinds: Mapping[str, str], *modulations: Line
 
 @dataclass(frozen=True)
 class BlockList:
-    """A list of blocks.
+    """A list of blocks."""
 
-    Attributes:
-        pattern: of its module lists.
-        block: class of the blocks; empty if unknown.
-        reader: for the fused flow; None: the generic one.
-        earlier: readers for the arguments of earlier diffusers.
-        fused_bytes: measured, saved by the fused flow per element of hidden states if `kind` is empty; 0: unknown.
-        kind: name of blocks whose bytes `blocks.sizes` counts.
-        source: diffusers' module with their class.
-        vectors: modulation vectors that are passed in, in units of d.
-        count: key of the model's config with their number.
-        original: name of the list in the original checkpoint.
-        linears: modulation first, the second linear of an MLP last.
-        norms: parameters of a block's norms, original → diffusers' name.
-    """
-
-    pattern: str
-    block: str = ""
-    reader: Reader | None = None
-    earlier: tuple[Reader, ...] = ()
-    fused_bytes: float = 0.0
-    kind: str = ""
-    source: str = ""
-    vectors: tuple[int, ...] = (1,)
-    count: str = ""
-    original: str = ""
-    linears: tuple[Linear, ...] = ()
-    norms: Mapping[str, str] = field(default_factory=dict)
+    pattern: str  # of its module lists
+    block: str = ""  # class of the blocks; empty if unknown
+    reader: Reader | None = None  # for the fused flow; None: the generic one
+    earlier: tuple[Reader, ...] = ()  # for the arguments of earlier diffusers
+    fused_bytes: float = 0.0  # measured per element of hidden states in the fused flow, if `kind` is empty; 0: unknown
+    kind: str = ""  # name of blocks whose bytes `blocks.sizes` counts
+    source: str = ""  # diffusers' module with their class
+    vectors: tuple[int, ...] = (1,)  # modulation vectors that are passed in, in units of d
+    count: str = ""  # key of the model's config with their number
+    original: str = ""  # name of the list in the original checkpoint
+    linears: tuple[Linear, ...] = ()  # modulation first, the second linear of an MLP last
+    norms: Mapping[str, str] = field(default_factory=dict)  # of a block, parameter in the original → diffusers' name
 
 
 class Rates(NamedTuple):
@@ -115,48 +93,32 @@ class Family:
 
     Patterns are fnmatch patterns over full module names, never substrings: `proj_out` would match FLUX's final
     projection and also the single blocks' `proj_out`, a quarter of the model's FLOPs.
-
-    Attributes:
-        lists: of blocks, in forward order.
-        archs: `model.arch` of ai-toolkit with this class.
-        one_row: name endings of linears with one row per image (adaLN modulation), which stay in high precision.
-        converted: patterns of FP8 linears, if not all of the lists.
-        left: patterns of linears that are left out → the reason.
-        pipelines: diffusers' pipeline → archs that it is trained as.
-        repositories: on the hub → their arch, or a description if it cannot be trained.
-        ungated: those of `repositories` without a license agreement.
-        models: names on the hub → configs of the model's parts, as published, for `plan`.
-        files: arch → the file that ai-toolkit loads from a folder, whatever else is in it; or a pattern.
-        rates: class of a block without a reader → measured bytes (RESULTS.md).
-        inputs: embedders of the blocks' streams.
-        conditioning: embedders of the modulation's input, and modulation linears outside the blocks.
-        outside: linears outside the blocks, under both names.
-        folders: of a model in diffusers layout.
-        text_features: text encoder → config key of its width, transformer key that must agree, number of its layers.
-        lora_loader: diffusers' class that loads its LoRAs.
-        programs: layout of a LoRA → programs besides diffusers that load it.
-        parts: configs of a model's parts → the parts, on the default device; the larger text encoder last.
     """
 
     transformer: str
-    lists: tuple[BlockList, ...]
-    archs: tuple[str, ...] = ()
-    one_row: tuple[str, ...] = ()
-    converted: tuple[str, ...] = ()
-    left: Mapping[str, str] = field(default_factory=dict)
-    pipelines: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    repositories: Mapping[str, str] = field(default_factory=dict)
-    ungated: tuple[str, ...] = ()
+    lists: tuple[BlockList, ...]  # in forward order
+    archs: tuple[str, ...] = ()  # `model.arch` of ai-toolkit with this class
+    one_row: tuple[str, ...] = ()  # endings of linears with one row per image (adaLN modulation): in high precision
+    converted: tuple[str, ...] = ()  # patterns of FP8 linears, if not all of the lists
+    left: Mapping[str, str] = field(default_factory=dict)  # patterns of linears that are left out → the reason
+    pipelines: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of diffusers → archs
+    repositories: Mapping[str, str] = field(default_factory=dict)  # on the hub → arch, or what it is if not trained
+    ungated: tuple[str, ...] = ()  # those of `repositories` without a license agreement
+    # names on the hub → configs of the model's parts, as published, for `plan`
     models: Mapping[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
-    files: Mapping[str, str] = field(default_factory=dict)
-    rates: Mapping[str, Rates] = field(default_factory=dict)
-    inputs: tuple[str, ...] = ()
-    conditioning: tuple[str, ...] = ()
-    outside: tuple[Linear, ...] = ()
-    folders: tuple[str, ...] = ()
+    files: Mapping[str, str] = field(
+        default_factory=dict
+    )  # arch → the file ai-toolkit loads from a folder, or a pattern
+    rates: Mapping[str, Rates] = field(default_factory=dict)  # class of a block without a reader → bytes (RESULTS.md)
+    inputs: tuple[str, ...] = ()  # embedders of the blocks' streams
+    conditioning: tuple[str, ...] = ()  # embedders of the modulation's input, and modulations outside the blocks
+    outside: tuple[Linear, ...] = ()  # linears outside the blocks, under both names
+    folders: tuple[str, ...] = ()  # of a model in diffusers layout
+    # text encoder → config key of its width, transformer key that must agree, number of its layers
     text_features: Mapping[str, tuple[str, str, int]] = field(default_factory=dict)
-    lora_loader: str = ""
-    programs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    lora_loader: str = ""  # diffusers' class that loads its LoRAs
+    programs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # layout of a LoRA → others that load it
+    # configs of a model's parts → the parts, on the default device; the larger text encoder last
     parts: Callable[[Mapping[str, dict[str, Any]]], dict[str, Any]] | None = None
 
     @property
