@@ -29,20 +29,14 @@ def argument_names(kind: type[nn.Module]) -> tuple[str, ...]:
 
 
 class BlockHook:
-    """Replaces a block's forward: while gradients are recorded, `run(block, *args, **kwargs)` is called instead.
-
-    Args:
-        run: receives arguments by position as far as forward names them.
-        on_host: called with a block inside a checkpoint of its model, which then runs unchanged.
-        ready: called with the block before it runs, also without gradients.
-    """
+    """Replaces a block's forward: while gradients are recorded, `run(block, *args, **kwargs)` is called instead."""
 
     def __init__(
         self,
         block: nn.Module,
-        run: Callable[..., Any],
-        on_host: Callable[[nn.Module], None],
-        ready: Callable[[nn.Module], None] | None,
+        run: Callable[..., Any],  # receives arguments by position as far as forward names them
+        on_host: Callable[[nn.Module], None],  # called with a block inside a checkpoint of its model: it runs unchanged
+        ready: Callable[[nn.Module], None] | None,  # called with the block before it runs, also without gradients
     ):
         self.before = vars(block).get("forward")
         self.run, self._block, self._on_host, self._ready = run, block, on_host, ready

@@ -63,29 +63,20 @@ from ..quantized import input_gradient, is_adopted, own_product
 
 
 class FrozenLinear:
-    """The base: one of our FP8 linears, a plain frozen nn.Linear (`config` None), or several as one.
-
-    Attributes:
-        weight: W [N, K] as it is stored, or its values; None for `adopted`.
-        adopted: a linear that ai-toolkit quantized its own way (`quantized.adopt`), and that multiplies so.
-        in_fp8: whether this device multiplies so; False multiplies by the dequantized weight.
-        input_storage: of x in the GEMM; None in high precision.
-        grad_storage: of dy, times `grad_factors` where there are; None also if those are made at each use.
-        grad_factors: the weight's row scales, fp32 [N].
-    """
+    """The base: one of our FP8 linears, a plain frozen nn.Linear (`config` None), or several as one."""
 
     def __init__(
         self,
-        weight: StoredWeight | Tensor | None,
+        weight: StoredWeight | Tensor | None,  # W [N, K] as it is stored, or its values; None for `adopted`
         bias: Tensor | None,
         config: FP8LinearConfig | None = None,
-        in_fp8: bool = False,
-        adopted: nn.Module | None = None,
+        in_fp8: bool = False,  # whether this device multiplies so; False multiplies by the dequantized weight
+        adopted: nn.Module | None = None,  # a linear that ai-toolkit quantized its own way (`quantized.adopt`)
     ) -> None:
         self.weight, self.bias, self.config, self.in_fp8, self.adopted = weight, bias, config, in_fp8, adopted
-        self.input_storage: Storage | None = None
-        self.grad_storage: Storage | None = None
-        self.grad_factors: Tensor | None = None
+        self.input_storage: Storage | None = None  # of x in the GEMM; None in high precision
+        self.grad_storage: Storage | None = None  # of dy · `grad_factors`; None also if those are made at each use
+        self.grad_factors: Tensor | None = None  # the weight's row scales, fp32 [N]
         self.rotations = weight.rotations if isinstance(weight, StoredWeight) else (1, 1)  # of y and x
         self._of_fprop = weight
         self._unit: Tensor | None = None
@@ -271,33 +262,22 @@ class Copies(NamedTuple):
 
 
 class LinearGroup:
-    """Linears that read the same x, with their adapters.
-
-    Attributes:
-        bases: one for all where their weights are joined, else one of each.
-        widths: N of each linear.
-        adapters: of each linear.
-        parts: widths of the pieces that y is read in: one of each linear, or several of a single one.
-        krons: each LoKr, and the columns of its linear in y.
-        parameters: A and B of each adapter in turn, then the LoKrs' matrices.
-        rank: the largest of a linear's ranks, those of its adapters added up; 0 without adapters.
-        dtype: of the adapters' matrices.
-        copies: of those, made by `AdapterCopies`; without it they are made at each use.
-    """
+    """Linears that read the same x, with their adapters."""
 
     def __init__(
         self,
-        bases: tuple[FrozenLinear, ...],
-        widths: tuple[int, ...],
-        adapters: tuple[tuple[PlainAdapter, ...], ...],
-        parts: tuple[int, ...],
-        krons: tuple[tuple[slice, KroneckerAdapter], ...] = (),
+        bases: tuple[FrozenLinear, ...],  # one for all where their weights are joined, else one of each
+        widths: tuple[int, ...],  # N of each linear
+        adapters: tuple[tuple[PlainAdapter, ...], ...],  # of each linear
+        parts: tuple[int, ...],  # widths in which y is read: one of each linear, or several of a single one
+        krons: tuple[tuple[slice, KroneckerAdapter], ...] = (),  # columns of its linear in y, and each LoKr
     ) -> None:
-        self.bases, self.widths, self.adapters, self.parts = bases, widths, adapters, parts
+        self.bases, self.widths, self.adapters, self.parts, self.krons = bases, widths, adapters, parts, krons
         self.all_adapters = list(chain.from_iterable(adapters))
+        # A and B of each adapter in turn, then the LoKrs' matrices
         self.parameters = [matrix for adapter in self.all_adapters for matrix in (adapter.down, adapter.up)]
-        self.krons = krons
         self.parameters += [matrix for _, kron in krons for matrix in (*kron.first, *kron.second)]
+        # the largest of a linear's ranks, those of its adapters added up; 0 without adapters
         self.rank = max(sum(len(adapter.down) for adapter in of_linear) for of_linear in adapters)
         self.dtype = self.parameters[0].dtype if self.parameters else torch.float32
         self.strengths = self.all_adapters[0].strengths if self.all_adapters else None
@@ -306,7 +286,7 @@ class LinearGroup:
         self.grad_storage, self.grad_factors = None, None
         if len(bases) == 1:
             self.grad_storage, self.grad_factors = bases[0].grad_storage, bases[0].grad_factors
-        self.copies: Copies | None = None
+        self.copies: Copies | None = None  # made by `AdapterCopies`; without it the matrices are cast at each use
         self._places = list(pairwise(accumulate(parts, initial=0)))
 
     def forward(
