@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -85,6 +86,9 @@ def packed_by_kernel(storage: Storage | None) -> tuple[str, int]:
     return storage.format, storage.granularity.group_size
 
 
+_version = attrgetter("_version")
+
+
 class Kept:
     """Collects tensors by name for `ctx.save_for_backward` and finds them in backward; `wanted=False` saves nothing."""
 
@@ -141,12 +145,12 @@ class Kept:
         """Hand all tensors to autograd, which detects in-place changes, as versions do those of `watched`."""
         ctx.save_for_backward(*self._tensors)
         self._tensors = []
-        ctx.kept, ctx.watched, ctx.versions = self, watched, [x._version for x in watched]
+        ctx.kept, ctx.watched, ctx.versions = self, watched, list(map(_version, watched))
 
     @classmethod
     def of(cls, ctx: Any) -> Kept:
         """The saved tensors, in backward; RuntimeError if one was changed in place since."""
-        if [x._version for x in ctx.watched] != ctx.versions:
+        if list(map(_version, ctx.watched)) != ctx.versions:
             text = "an adapter that backward needs has been modified by an inplace operation: change adapters after it"
             raise RuntimeError(text)
         kept = copy.copy(ctx.kept)
@@ -157,6 +161,7 @@ class Kept:
 # --- gradients of adapters ---
 
 _written: ContextVar[bool] = ContextVar("written", default=False)
+_requires_grad = attrgetter("requires_grad")
 _STAND_IN = torch.zeros((), requires_grad=True)
 
 
@@ -175,7 +180,7 @@ def written_gradients(on: bool = True) -> Iterator[None]:
 
 def leaves_of(parameters: Sequence[nn.Parameter]) -> Sequence[Tensor]:
     """An autograd function's inputs for its adapters: the matrices, or their stand-in."""
-    stands = _written.get() and parameters and all(parameter.requires_grad for parameter in parameters)
+    stands = _written.get() and parameters and all(map(_requires_grad, parameters))
     return (_STAND_IN,) if stands else parameters
 
 
@@ -268,7 +273,9 @@ class Attention:
     def forward(self, kept: Kept, streams: Sequence[Projected], shared: Shared) -> Tensor:
         """Return out [B, S, H·d] of streams, text first; y is completed in place if the kernels cannot."""
         packing = packed_by_kernel(kept.attention)
-        in_kernel = packing[0] != "none" and self.kv_groups == 1 and all(h is not None for _, _, h in streams)
+        in_kernel = packing[0] != "none"
+        for _, _, h in streams:
+            in_kernel = in_kernel and h is not None and self.kv_groups == 1
         ys: list[Tensor] = []
         hs: list[Tensor] = []
         ups: list[Tensor] = []
