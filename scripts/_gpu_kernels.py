@@ -41,8 +41,8 @@ from coat_core.ops.proof import Call as RecordedCall
 from coat_core.quantize import sqnr_db
 from coat_flux.base.files import write_file
 from coat_flux.bench import worker
-from coat_flux.bench.configurations import CPU_CALLS, FAILED, OK, STEP, named
 from coat_flux.bench.limits import ATTENTION_STEP, HEAD_DIM, Geometry, token_count
+from coat_flux.bench.runner import CPU_CALLS, FAILED, OK, STEP, named
 from coat_flux.bench.worker import SEED, make_model, measure_steps, model_inputs, time_calls, wait
 from coat_flux.plan.speed import DEVICES, Card
 

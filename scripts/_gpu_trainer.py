@@ -20,17 +20,17 @@ import numpy as np
 import torch
 from PIL import Image
 
+from coat_flux.base.interrupts import Interrupts
 from coat_flux.base.names import COAT_OPTIMIZER
 from coat_flux.bench import worker
-from coat_flux.bench.configurations import STEP, Configuration
 from coat_flux.bench.limits import Geometry
+from coat_flux.bench.runner import STEP, Configuration
 from coat_flux.bench.worker import SEED, TORCHS_PRECISION, Sizes, wait
 from coat_flux.blocks.models.flux1 import make_flux_dev_geometry
 from coat_flux.config.job import JobConfig
 from coat_flux.mini_flux import MINI_FLUX
 from coat_flux.plan.job import JobFacts
 from coat_flux.plan.predict import predict
-from coat_flux.saves.interrupts import Interrupts
 from coat_flux.trainers.standalone import session as trainer
 from coat_flux.trainers.standalone.progress import RunLog
 from coat_flux.trainers.standalone.saving import identity_of

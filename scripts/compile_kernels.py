@@ -247,9 +247,9 @@ def instructions(cubin: Path, share: float) -> tuple[float, float]:
 
 def count_instructions(file: Path) -> None:
     """Write a row for each launch of the counted steps whose machine code differs."""
-    from coat_flux.bench.configurations import COUNT, named
     from coat_flux.bench.count import count_step
     from coat_flux.bench.limits import Geometry
+    from coat_flux.bench.runner import COUNT, named
     from coat_flux.config.coat import COATConfig
 
     rows: dict[tuple[str, str], tuple[Any, ...]] = {}

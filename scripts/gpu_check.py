@@ -38,8 +38,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "extensions"))
 
 from coat_flux.base.files import TEMP_PREFIX, write_file
 from coat_flux.bench import runner
-from coat_flux.bench.configurations import OPTIMIZER, STEP, TRAINER, BenchOptions
 from coat_flux.bench.limits import Geometry
+from coat_flux.bench.runner import OPTIMIZER, STEP, TRAINER, BenchOptions
 from coat_flux.doctor.on_gpu import KINDS, MACHINE, OPERATORS, PROVED
 from coat_flux.doctor.probes import driver_names
 from coat_flux.plan.speed import DEVICES

@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
+from coat_flux.base.interrupts import Interrupts
 from coat_flux.saves.commit import commit, damage, newest_set
 from coat_flux.saves.errors import SaveError
-from coat_flux.saves.interrupts import Interrupts
 from coat_flux.saves.repair import repair
 from coat_flux.trainers.standalone import trainer
 from coat_flux.trainers.standalone.progress import RunLog

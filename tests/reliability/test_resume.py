@@ -152,7 +152,7 @@ def test_an_interrupt_saves_the_step_and_the_run_goes_on_exactly(
 
 
 def test_a_second_interrupt_ends_at_once(place: dict[str, Path], at_step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coat_flux.saves.interrupts.ONE_PRESS_SECONDS", -1.0)
+    monkeypatch.setattr("coat_flux.base.interrupts.ONE_PRESS_SECONDS", -1.0)
 
     def twice() -> None:
         signal.raise_signal(signal.SIGTERM)

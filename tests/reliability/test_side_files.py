@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from coat_flux.base.interrupts import Interrupts
 from coat_flux.base.table import GrowingTable
-from coat_flux.saves.interrupts import Interrupts
 from coat_flux.trainers.standalone.progress import TensorBoard
 
 COLUMNS = ("step", "loss", "lr")
@@ -104,7 +104,7 @@ def test_a_removed_folder_of_tensorboard_is_made_again(tmp_path: Path) -> None:
 PRINTS = """
 import sys
 import time
-from coat_flux.base.streams import keep_streams
+from coat_flux.base.interrupts import keep_streams
 keep_streams()
 for number in range(20000):
     print("line", number)
@@ -129,8 +129,8 @@ HANG_UP = pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows has 
 
 @HANG_UP
 def test_a_hang_up_never_ends_the_save_and_stays_ignored_under_nohup(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coat_flux.saves.interrupts.ONE_PRESS_SECONDS", -1.0)
-    monkeypatch.setattr("coat_flux.saves.interrupts.READER_SECONDS", 0.0)
+    monkeypatch.setattr("coat_flux.base.interrupts.ONE_PRESS_SECONDS", -1.0)
+    monkeypatch.setattr("coat_flux.base.interrupts.READER_SECONDS", 0.0)
     lines: list[str] = []
     with Interrupts(lines.append) as interrupts:
         signal.raise_signal(signal.SIGINT)  # Ctrl+C, and while the run saves its terminal is closed
@@ -151,7 +151,7 @@ def test_a_hang_up_never_ends_the_save_and_stays_ignored_under_nohup(monkeypatch
 
 PRINTING = """
 import signal, sys, time
-from coat_flux.saves.interrupts import Interrupts
+from coat_flux.base.interrupts import Interrupts
 with Interrupts(print) as interrupts:
     print("ready", flush=True)
     open(sys.argv[1] + ".ready", "w").close()

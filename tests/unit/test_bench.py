@@ -11,9 +11,8 @@ import torch
 
 from coat_flux.base.errors import UserError
 from coat_flux.bench import runner, worker
-from coat_flux.bench.configurations import CONFIGURATIONS, LEVELS, TRAINER, BenchOptions, named, rivals
 from coat_flux.bench.limits import Geometry, least_ms, step_work, token_count
-from coat_flux.bench.runner import summarize, write
+from coat_flux.bench.runner import CONFIGURATIONS, LEVELS, TRAINER, BenchOptions, named, rivals, summarize, write
 from coat_flux.cli.entry import main
 from coat_flux.config.coat import COATConfig
 from coat_flux.plan.speed import CARDS, DEVICES, Card

@@ -11,7 +11,6 @@ import torch
 
 pytest.importorskip("triton")
 
-from coat_flux.bench.configurations import COUNT, named
 from coat_flux.bench.count import MODULATION, OUTSIDE, UPDATE, Launch, Recorder, as_compiled, bound_of, count_step
 from coat_flux.bench.limits import (
     BANDWIDTH_SHARE,
@@ -29,6 +28,7 @@ from coat_flux.bench.limits import (
     resident_warps,
     source_digest,
 )
+from coat_flux.bench.runner import COUNT, named
 from coat_flux.cli import main
 from coat_flux.config.coat import COATConfig
 from coat_flux.plan.speed import Card

@@ -15,7 +15,7 @@ import torch
 
 from coat_core.ops import proof
 from coat_flux.bench import worker
-from coat_flux.bench.configurations import named
+from coat_flux.bench.runner import named
 from coat_flux.doctor import on_gpu
 from coat_flux.plan.speed import Card
 from scripts import _gpu_kernels, gpu_check

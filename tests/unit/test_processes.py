@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from coat_flux.base.interrupts import Interrupts
 from coat_flux.config.job import JobConfig
-from coat_flux.saves.interrupts import Interrupts
 from coat_flux.trainers import processes
 from coat_flux.trainers.ai_toolkit.loop import Team
 from coat_flux.trainers.processes import LaunchError, joint_job, require_launch

@@ -37,8 +37,8 @@ from ..config.coat import COATConfig
 from ..config.job_sections import NetworkSection
 from ..plan.speed import DEVICES
 from ..watch.oom import release_memory
-from .configurations import CALLS, CANNOT, CPU_CALLS, FAILED, OK, OPTIMIZER, OUT_OF_MEMORY, Configuration, named
 from .limits import PIXELS_PER_TOKEN, TEXT_TOKENS, Geometry
+from .runner import CALLS, CANNOT, CPU_CALLS, FAILED, OK, OPTIMIZER, OUT_OF_MEMORY, Configuration, named
 
 SEED = 0
 FLUSHED_BYTES = 1 << 28  # more than an L2 cache

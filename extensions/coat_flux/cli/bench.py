@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ..base.files import write_file
-from ..bench.configurations import COUNT, FAILED, LEVELS, STEP, BenchOptions, named
 from ..bench.limits import Geometry
+from ..bench.runner import COUNT, FAILED, LEVELS, STEP, BenchOptions, named
 from .common import EXIT_FAILED, UsageError, add_command, number, positive, show_warnings, writing
 
 RESOLUTION_STEP = 16

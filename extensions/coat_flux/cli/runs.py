@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..base.streams import keep_streams
+from ..base.interrupts import keep_streams
 from ..base.text import columns
 from ..config.job import JobConfig
 from .common import EXIT_FAILED, UsageError, add_command, add_config, number, positive, show_warnings

@@ -26,9 +26,8 @@ from coat_core.ops.scaled_mm import int8_mm, scaled_mm
 from coat_core.quantize import quantize, sqnr_db
 
 from ..bench import worker
-from ..bench.configurations import CPU_CALLS, FAILED, OK, STEP, named
 from ..bench.limits import Geometry, token_count
-from ..bench.runner import start_worker
+from ..bench.runner import CPU_CALLS, FAILED, OK, STEP, named, start_worker
 from ..bench.worker import SEED, measure_steps, time_calls
 from ..watch.oom import release_memory
 

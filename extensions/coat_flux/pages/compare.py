@@ -36,7 +36,7 @@ from ..data.captions import inject_trigger
 from ..data.files import printable
 from ..mini_flux import provide_embedded
 from ..saves.errors import save_errors
-from ..saves.identity import model_identity
+from ..saves.state import model_identity
 from .html import Page
 from .run import RunFolder, Saved
 

@@ -15,7 +15,7 @@ from coat_core.casts import GRADIENT, INPUT
 
 from .. import __version__
 from ..saves.errors import SaveError
-from ..saves.identity import VERSIONS_FILE
+from ..saves.state import VERSIONS_FILE
 from ..watch.casts import KINDS, PRECISION_FILE, REMEDIES, CastPrecision, read_rows
 from ..watch.live import read_status
 from ..watch.phases import MEMORY_FILE, stacked, tabulated

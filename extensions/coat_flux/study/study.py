@@ -41,8 +41,7 @@ from ..mini_flux import provide_embedded
 from ..pages.run import RunFolder
 from ..plan.job import JobFacts
 from ..plan.predict import predict
-from ..saves.identity import differences
-from ..saves.state import restore_tensors
+from ..saves.state import differences, restore_tensors
 from ..trainers.standalone.loading import TORCH_DTYPES, load_encoders, load_transformer
 from ..trainers.standalone.network import add_lora
 from ..trainers.standalone.trainer import COATTrainer

@@ -41,6 +41,7 @@ import yaml
 from .. import __version__
 from ..base.errors import UserError
 from ..base.files import write_file
+from ..base.interrupts import Interrupts
 from ..blocks.models.check import check_models
 from ..config.check import check_job_dict
 from ..config.findings import ConfigError, show
@@ -52,7 +53,6 @@ from ..mini_flux import provide_embedded
 from ..pages.html import SERIES_COLOURS, Page, Tone
 from ..pages.report import RISE
 from ..pages.run import RunFolder, RunFolderError
-from ..saves.interrupts import Interrupts
 from ..saves.repair import run_lock
 from ..trainers.standalone.saving import save_name
 from .compare import REPORT_FILE, mean_curve

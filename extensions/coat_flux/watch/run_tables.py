@@ -13,7 +13,7 @@ from ..base.files import write_file
 from ..base.table import FIDELITY, FIDELITY_FILE, METRICS, METRICS_FILE, VALIDATION, VALIDATION_FILE, GrowingTable
 from ..base.text import GB
 from ..blocks.held import peak_bytes
-from ..saves.identity import VERSIONS_FILE, write_versions
+from ..saves.state import VERSIONS_FILE, write_versions
 from .casts import COLUMNS, PRECISION_FILE, CastPrecision, as_cells
 
 

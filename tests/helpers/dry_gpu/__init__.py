@@ -27,8 +27,8 @@ import torch
 from coat_core.ops import attention as attention_kernels
 from coat_core.ops import dispatch, scaled_mm
 from coat_core.optim import offload
+from coat_flux.base.interrupts import Interrupts
 from coat_flux.blocks import apply, proving, streaming
-from coat_flux.saves.interrupts import Interrupts
 from coat_flux.trainers.standalone.trainer import train_step
 
 from .card import card_view

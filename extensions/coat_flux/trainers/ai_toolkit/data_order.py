@@ -27,8 +27,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from ...base.interrupts import SIGNALS
 from ...base.rng import kept_draws, mixed_seed
-from ...saves.interrupts import SIGNALS
 
 LOADING, ORDER, ITEM, DRAWS = range(4)  # the first number after the run's seed: what is drawn with it
 

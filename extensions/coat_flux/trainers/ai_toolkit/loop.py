@@ -24,9 +24,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...base.errors import UserError
+from ...base.interrupts import Interrupts, quiet_dead_outputs
 from ...base.rng import kept_draws, mixed_seed, rng_state, set_rng_state
-from ...base.streams import quiet_dead_outputs
-from ...saves.interrupts import Interrupts
 from ...watch.live import COMMANDS, LiveRun
 from ...watch.oom import OutOfMemory, explain_oom, is_oom
 from ...watch.run_tables import RunTables, StepStats

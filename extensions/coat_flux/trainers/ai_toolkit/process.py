@@ -13,8 +13,8 @@ from typing import Any
 
 from extensions_built_in.sd_trainer.DiffusionTrainer import DiffusionTrainer as HostTrainer
 
-from ...base import streams as steady
 from ...base.environment import gpu_notes
+from ...base.interrupts import keep_streams
 from ...base.rng import kept_draws
 from ...base.text import GB
 from ...blocks.apply import apply_coat
@@ -78,7 +78,7 @@ class CoatFluxTrainer(HostTrainer):
         """Check what needs no model; find the save to resume from."""
         super().hook_before_model_load()
 
-        steady.keep_streams()
+        keep_streams()
         lines = host.begin_lines(verbose=bool((self.get_conf("logging", None) or {}).get("verbose")))
         host.show_logs()
         self._team = Team(self.accelerator)

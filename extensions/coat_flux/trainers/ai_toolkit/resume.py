@@ -29,7 +29,6 @@ from ...export.lora_files import check_export
 from ...plan.job import save_space
 from ...saves.commit import commit, damage, newest_set, require_room, set_step
 from ...saves.errors import ResumeError
-from ...saves.identity import require_same_run, run_identity
 from ...saves.repair import MODEL_META, repair, step_of, way_back
 from ...saves.state import (
     AI_TOOLKIT,
@@ -39,7 +38,9 @@ from ...saves.state import (
     execution_of,
     keep_execution,
     require_same_optimizer,
+    require_same_run,
     restore_tensors,
+    run_identity,
 )
 from ...watch.guard import WINDOW
 from ..full import check_model

@@ -38,7 +38,6 @@ from ...config.job import JobConfig
 from ...export.lora_files import check_export
 from ...saves.commit import commit, damage, newest_set, published_names, state_folder
 from ...saves.errors import ResumeError
-from ...saves.identity import require_same_run, run_identity
 from ...saves.repair import MODEL_META, saves_of
 from ...saves.state import (
     OPTIMIZER_FILE,
@@ -49,7 +48,9 @@ from ...saves.state import (
     load_tensors,
     require_readable,
     require_same_optimizer,
+    require_same_run,
     restore_tensors,
+    run_identity,
     save_tensors,
 )
 from ...watch.guard import UP_MATRICES, WINDOW

@@ -40,8 +40,7 @@ from ...export.lora_files import convert_pairs, layout_of, naming, read_file, re
 from ...plan.job import JobFacts
 from ...plan.predict import outside_bytes
 from ...plan.speed import card_of, gain_of_auto
-from ...saves.identity import model_identity
-from ...saves.state import RunState, keep_execution, restore_tensors
+from ...saves.state import RunState, keep_execution, model_identity, restore_tensors
 from ...watch.guard import UP_MATRICES
 from ...watch.live import LiveRun
 from ...watch.oom import release_memory

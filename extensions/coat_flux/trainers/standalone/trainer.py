@@ -30,6 +30,7 @@ from coat_core.optim.sharded import local_values
 
 from ...base.environment import gpu_notes
 from ...base.files import write_file
+from ...base.interrupts import Interrupts
 from ...base.rng import Stream, seed_global
 from ...blocks.models.check import require_here
 from ...config.findings import ConfigError
@@ -40,7 +41,6 @@ from ...mini_flux import provide_embedded
 from ...plan.job import check_trained, save_space
 from ...saves.commit import newest_set, require_room, set_step
 from ...saves.errors import save_errors
-from ...saves.interrupts import Interrupts
 from ...saves.repair import describe_lowest, go_back, repair, run_lock, way_back
 from ...saves.state import execution_changes, execution_of
 from ...watch.guard import WINDOW, DeadRunError
