@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -60,7 +61,8 @@ def attention_query(block: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor, Te
     call = reader.call(*args)
     image = call.image
     tokens = call.image.shape[1] + (0 if call.text is None else call.text.shape[1])
-    shape = len(image), tokens, *reader.heads(block)
+    heads, width = attrgetter(*reader.heads)(block)
+    shape = len(image), tokens, heads, width // heads
     return torch.empty(shape, dtype=compute_dtype(image), device=image.device).transpose(1, 2), call.shared.mask
 
 

@@ -65,14 +65,11 @@ class Reader:
 
     arguments: tuple[str, ...]  # of the class's forward, by name; of another diffusers version they may differ
     processor: str = ""  # class of diffusers' attention processor; empty where the blocks have none
+    heads: tuple[str, str] = ("attn.heads", "attn.inner_dim")  # where a block has their number, and all their features
     of_text: bool = False  # blocks that run before all others, on text alone; nothing is measured on those
     call: Callable[..., Call]  # a call's arguments, by position → `Call`; or NotFusable
     # a block → its fused form; or NotFusable. `join` makes one matrix of weights that read the same tensor
     read: Callable[[Any, bool], Form]
-
-    def heads(self, block: Any) -> tuple[int, int]:
-        """A block's number of heads and their size."""
-        return block.attn.heads, block.attn.inner_dim // block.attn.heads
 
     def check_call(self, rotary: Any, kwargs: Any = None) -> None:
         """Refuse a call without rotary tables, or with further arguments of attention."""

@@ -172,16 +172,14 @@ class OncePerPass:
 class ToolkitReader(Reader):
     """Reads ai-toolkit's blocks in BFL's layout."""
 
-    def heads(self, block: Any) -> tuple[int, int]:
-        """See `Reader`."""
-        return block.num_heads, block.hidden_size // block.num_heads
+    heads = ("num_heads", "hidden_size")
 
     def attention(self, block: Any, *norms: Any) -> Attention:
         """Attention with these QKNorms, of text first."""
         weights = [each.scale for norm in norms for each in (norm.query_norm, norm.key_norm)]
         if any(weight.requires_grad for weight in weights):
             raise NotFusable("a QK norm that is trained")
-        return Attention(self.heads(block)[1], TOOLKIT_EPS, tuple(weights))
+        return Attention(block.hidden_size // block.num_heads, TOOLKIT_EPS, tuple(weights))
 
     def results(self, text: Tensor | None, image: Tensor) -> Any:
         """See `Reader`."""

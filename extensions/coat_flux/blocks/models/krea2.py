@@ -68,10 +68,8 @@ def _read(
 class _Text(Reader):
     processor = "Krea2AttnProcessor"
     arguments = ("hidden_states", "attention_mask")
+    heads = ("attn.num_heads", "attn.hidden_size")
     of_text = True
-
-    def heads(self, block: Any) -> tuple[int, int]:
-        return block.attn.num_heads, block.attn.head_dim
 
     def call(self, x: Tensor, seen: Tensor | None = None) -> Call:
         return _call(x, UNTURNED, seen)
@@ -106,10 +104,8 @@ def _rotary(table: Tensor) -> Rotary:
 
 class _ToolkitText(Reader):
     arguments = ("x", "mask")
+    heads = ("attn.heads", "attn.wq.out_features")
     of_text = True
-
-    def heads(self, block: Any) -> tuple[int, int]:
-        return block.attn.heads, block.attn.headdim
 
     def call(self, x: Tensor, seen: Tensor | None = None) -> Call:
         return _call(x, UNTURNED, seen)

@@ -42,9 +42,7 @@ class _TanhGates(Modulation):
 class _Block(Reader):
     processor = "ZSingleStreamAttnProcessor"
     arguments = ("x", "attn_mask", "freqs_cis", "adaln_input", "noise_mask", "adaln_noisy", "adaln_clean")
-
-    def heads(self, block: Any) -> tuple[int, int]:
-        return block.attention.heads, block.head_dim
+    heads = ("attention.heads", "attention.inner_dim")
 
     def call(self, x: Tensor, seen: Any, rotations: Any, temb: Any = None, of_tokens: Any = None, *_: Any) -> Call:
         if of_tokens is not None:
