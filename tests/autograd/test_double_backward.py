@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from coat_core import FP8Linear, FP8TrainableLinear
-from coat_core.activation import FP8InputLinear, PackedSavedTensors, Saving, fp8_checkpoint
-from coat_core.activation.layers import keep_no_input
+from coat_core.activation import FP8InputLinear, PackedSavedTensors, Saving, fp8_checkpoint, keep_no_input
 from coat_core.autograd import first_order_only
 from coat_core.config import FP8LinearConfig
 from coat_core.granularity import PER_TENSOR, Storage, per_group

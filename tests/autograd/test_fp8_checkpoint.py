@@ -10,7 +10,8 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from coat_core.activation import PackedSavedTensors, fp8_checkpoint, packing
+from coat_core import activation
+from coat_core.activation import PackedSavedTensors, fp8_checkpoint
 from coat_core.granularity import PER_TENSOR, Storage, per_group
 from coat_core.quantize import quantize
 from tests.autograd.test_packing import SMALL as PACKS
@@ -38,12 +39,12 @@ def keepers(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref]:
     """What holds the inputs."""
     made: list[weakref.ref] = []
 
-    class Recorded(packing._Keeper):
+    class Recorded(activation._Keeper):
         def __init__(self, x: Tensor, storage: Storage) -> None:
             super().__init__(x, storage)
             made.append(weakref.ref(self))
 
-    monkeypatch.setattr(packing, "_Keeper", Recorded)
+    monkeypatch.setattr(activation, "_Keeper", Recorded)
     return made
 
 

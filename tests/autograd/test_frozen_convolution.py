@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from coat_core.activation import PackedSavedTensors, Saving
-from coat_core.activation.layers import keep_no_input
+from coat_core.activation import PackedSavedTensors, Saving, keep_no_input
 from coat_core.granularity import Storage, per_group
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.saved_tensors import SavedTensors, recording

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as attend
 from torch.utils.checkpoint import checkpoint
 
-from coat_core.activation import PackedSavedTensors, Saving
-from coat_core.activation.packing import _thread
+from coat_core.activation import PackedSavedTensors, Saving, _thread
 from coat_core.granularity import Storage, per_group
 from coat_core.quantize import quantize
 from tests.autograd.test_packing import SMALL, Block, D, T, draw, gradients, packed

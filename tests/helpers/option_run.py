@@ -12,7 +12,7 @@ import yaml
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from coat_core.activation.packing import _Keeper
+from coat_core.activation import _Keeper
 from coat_core.linear.function import load_weight
 from coat_flux.blocks.apply import apply_coat
 from coat_flux.config.coat import COATConfig

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from coat_core.activation import PackedSavedTensors
-from coat_core.activation.packing import ExactTensor
+from coat_core.activation import ExactTensor, PackedSavedTensors
 from coat_core.quantize import Quantized
 from coat_flux.blocks.fused.parts import Kept
 

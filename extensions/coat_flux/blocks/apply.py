@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from coat_core.activation.layers import keep_no_input
+from coat_core.activation import keep_no_input
 from coat_core.config import FP8LinearConfig
 from coat_core.linear.function import CODES, StoredWeight, fp8_gemm_obstacle
 from coat_core.linear.module import FP8Linear, FP8TrainableLinear, fit_to_diffusers, obstacle_to_conversion

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from coat_core.activation.layers import keep_no_input
+from coat_core.activation import keep_no_input
 
 from .held import AsOnGPU, HeldTensors
 from .hook import own_forward, release, take_over

@@ -24,8 +24,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from coat_core.activation import PackedSavedTensors, fp8_checkpoint, may_draw
-from coat_core.activation.packing import Masks
+from coat_core.activation import Masks, PackedSavedTensors, fp8_checkpoint, may_draw
 from coat_core.linear.function import TRANSPOSED, compute_dtype
 from coat_core.optim.state import state_bytes
 

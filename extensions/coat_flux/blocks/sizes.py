@@ -4,7 +4,7 @@ A FLUX block is counted on the meta device: diffusers' own block, with FP8 linea
 through the real code in a few hundredths of a second, and every storage is counted once. `decide` adds up the blocks.
 
     eager      diffusers' own code: norms, gates, attention and GELU save high precision, each adapter its own x
-    generic    the same tensors packed to FP8 (`coat_core.activation.packing`), one FP8 x for all adapters that read it
+    generic    the same tensors packed to FP8 (`coat_core.activation`), one FP8 x for all adapters that read it
     fused      x, q, k, v, out, MLP before GELU, and with trained gates their inputs
 
 A tensor is saved only if a gradient needs it. Operators count as a GPU's; kernels' own workspaces are not seen.
@@ -28,8 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from coat_core.activation import SAVED_IN_FP8, FP8InputLinear, PackedSavedTensors, Saving, fp8_checkpoint
-from coat_core.activation.layers import keep_no_input
+from coat_core.activation import SAVED_IN_FP8, FP8InputLinear, PackedSavedTensors, Saving, fp8_checkpoint, keep_no_input
 from coat_core.autograd import autocast_is_on
 from coat_core.config import FP8LinearConfig
 from coat_core.linear.function import input_storage
