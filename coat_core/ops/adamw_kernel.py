@@ -35,8 +35,7 @@ from coat_core.ops import adamw as operators
 from coat_core.ops.adamw import Moment
 from coat_core.ops.device import TL_DTYPES, as_codes, as_values, finite_abs, nearest, saturated, scale_from_amax
 from coat_core.ops.dispatch import launcher
-from coat_core.ops.launch import device_table, finished, launch, power_of_two
-from coat_core.ops.packing import n_blocks
+from coat_core.ops.launch import device_table, finished, launch, n_blocks, power_of_two
 from coat_core.rounding import MULTIPLIER_1, MULTIPLIER_2
 
 TILE_ELEMENTS = 1024

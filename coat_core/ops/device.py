@@ -17,8 +17,7 @@ from coat_core.formats import INT8, get_format
 from coat_core.granularity import PER_ROW, per_group
 from coat_core.int8 import rotation_size
 from coat_core.ops.codes import code_format
-from coat_core.ops.launch import dot_operand, empty, empty_values, finished, launch, power_of_two
-from coat_core.ops.packing import n_blocks
+from coat_core.ops.launch import dot_operand, empty, empty_values, finished, launch, n_blocks, power_of_two
 from coat_core.quantize import SMALLEST_SCALE
 
 ROW_BLOCK = 2048

@@ -36,8 +36,7 @@ from coat_core.ops.device import (
     with_row_stride,
 )
 from coat_core.ops.dispatch import launcher
-from coat_core.ops.launch import empty, empty_values, finished, launch, power_of_two
-from coat_core.ops.packing import n_blocks
+from coat_core.ops.launch import empty, empty_values, finished, launch, n_blocks, power_of_two
 
 WIDEST_BLOCK = 1024
 WIDEST_LOW_RANK_BLOCK = 256  # also the largest group

@@ -54,8 +54,7 @@ from coat_core.ops.device import (
 )
 from coat_core.ops.dispatch import launcher
 from coat_core.ops.gelu import activated_width
-from coat_core.ops.launch import dot_operand, empty, empty_values, finished, launch, power_of_two
-from coat_core.ops.packing import n_blocks
+from coat_core.ops.launch import dot_operand, empty, empty_values, finished, launch, n_blocks, power_of_two
 from coat_core.ops.quantize_kernel import quantize_int8
 
 GATED = tl.constexpr("silu_and_mul")

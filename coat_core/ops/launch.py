@@ -115,6 +115,11 @@ def power_of_two(size: int) -> int:
     return 1 << max(size - 1, 0).bit_length()
 
 
+def n_blocks(size: int, block_size: int) -> int:
+    """The number of blocks that `size` elements take, the last one possibly shorter."""
+    return -(-size // block_size)
+
+
 def device_table(content: Hashable, numbers: Callable[[], Iterable[int]], device: torch.device) -> Tensor:
     """Integers as an int64 [n] table on the device; on a GPU, filled for later work on the current stream."""
     key = (device, content)

@@ -23,8 +23,7 @@ from torch import Tensor
 from coat_core.ops import lora as operators
 from coat_core.ops.device import with_row_stride
 from coat_core.ops.dispatch import launcher
-from coat_core.ops.launch import dot_operand, empty, empty_values, finished, launch, power_of_two
-from coat_core.ops.packing import n_blocks
+from coat_core.ops.launch import dot_operand, empty, empty_values, finished, launch, n_blocks, power_of_two
 
 ROWS = 64  # that a program multiplies at once
 STRETCHES = (512, 256, 128)  # columns of a program

@@ -32,8 +32,7 @@ from coat_core.ops.device import (
 )
 from coat_core.ops.dispatch import launcher
 from coat_core.ops.gelu_kernel import launch_mlp_backward
-from coat_core.ops.launch import empty_values, finished, launch, power_of_two
-from coat_core.ops.packing import n_blocks
+from coat_core.ops.launch import empty_values, finished, launch, n_blocks, power_of_two
 from coat_core.ops.quantize_kernel import quantize
 
 HEADS = 2  # so few that the programs of 1536 tokens fill a large GPU evenly

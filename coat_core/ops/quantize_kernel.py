@@ -45,8 +45,7 @@ from coat_core.ops.device import (
     with_row_stride,
 )
 from coat_core.ops.dispatch import launcher
-from coat_core.ops.launch import device_table, empty, empty_values, finished, launch
-from coat_core.ops.packing import n_blocks
+from coat_core.ops.launch import device_table, empty, empty_values, finished, launch, n_blocks
 
 GROUPS_ELEMENTS = 2048
 TILE = 64

@@ -19,8 +19,7 @@ from coat_core.autograd import without_autocast
 from coat_core.ops import scaled_mm as operators
 from coat_core.ops.device import as_values, rotated, stages_of
 from coat_core.ops.dispatch import launcher
-from coat_core.ops.launch import empty_values, finished, launch
-from coat_core.ops.packing import n_blocks
+from coat_core.ops.launch import empty_values, finished, launch, n_blocks
 from coat_core.ops.quantize_kernel import dequantize
 
 FEW_ROWS, FEW_ROWS_N, FEW_ROWS_K = 16, 32, 128  # of a tile of few rows: M, N and K

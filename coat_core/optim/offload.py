@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from coat_core.config import FP8QuantizationConfig
-from coat_core.ops.adamw import Moment
-from coat_core.ops.packing import chunk_elements, n_blocks
+from coat_core.ops.adamw import Moment, chunk_elements
+from coat_core.ops.launch import n_blocks
 from coat_core.optim.state import Storage, empty_moment, state_bytes
 
 logger = logging.getLogger(__name__)

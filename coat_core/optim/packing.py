@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coat_core.ops.packing import chunks, n_blocks
+from coat_core.ops.adamw import chunks
+from coat_core.ops.launch import n_blocks
 from coat_core.optim.offload import Staging
 from coat_core.optim.state import State, Storage, empty_moment, moment_views
 from coat_core.rounding import PARAMETERS, streams

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from coat_core.ops.packing import n_blocks
+from coat_core.ops.launch import n_blocks
 from coat_core.optim.fp8_adamw import FP8AdamW
 from coat_core.optim.state import MOMENT_OF, check_groups, storages
 

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from coat_core.config import ExpansionConfig, FP8QuantizationConfig
 from coat_core.formats import M1_FORMATS, M2_FORMATS, Format
-from coat_core.ops.adamw import Moment, read_moments, write_moments
-from coat_core.ops.packing import Chunk, n_blocks
+from coat_core.ops.adamw import Chunk, Moment, read_moments, write_moments
+from coat_core.ops.launch import n_blocks
 
 logger = logging.getLogger(__name__)
 

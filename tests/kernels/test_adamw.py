@@ -14,7 +14,7 @@ from coat_core.config import PAPER_EXPANSION, ExpansionConfig
 from coat_core.formats import M1_FORMATS, M2_FORMATS
 from coat_core.ops import adamw
 from coat_core.ops.adamw import fp8_adamw_step, hyper_of_step, hyper_table
-from coat_core.ops.packing import n_blocks
+from coat_core.ops.launch import n_blocks
 from coat_core.optim.state import Storage, empty_moment
 from coat_core.quantize import finite_abs
 from tests.helpers.asserts import assert_bitwise

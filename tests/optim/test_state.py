@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from coat_core.config import FP8QuantizationConfig
 from coat_core.ops import adamw
-from coat_core.ops.packing import chunks
+from coat_core.ops.adamw import chunks
 from coat_core.optim import FP8AdamW
 from coat_core.optim.state import read_state, storages
 from tests.helpers.operators import bits

@@ -26,7 +26,7 @@ from coat_core.formats import E4M3, FORMATS, INT8
 from coat_core.granularity import Granularity
 from coat_core.linear.function import dgrad, fp8_gemm_obstacle, fprop, quantize_weight
 from coat_core.ops.dispatch import first_line
-from coat_core.ops.packing import n_blocks
+from coat_core.ops.launch import n_blocks
 from coat_core.ops.quantize import quantize
 from coat_core.ops.scaled_mm import ALIGNMENT, try_products_of
 

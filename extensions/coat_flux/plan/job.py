@@ -17,7 +17,7 @@ from torch import nn
 from coat_core.linear.function import SCALE, stored_bytes, wants_transposed
 from coat_core.linear.module import obstacle_to_conversion
 from coat_core.ops.dispatch import first_line
-from coat_core.ops.packing import n_blocks
+from coat_core.ops.launch import n_blocks
 from coat_core.optim.state import state_bytes
 
 from ..base.names import COAT_OPTIMIZER, COAT_QTYPE

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from coat_core.linear.function import stored_bytes
-from coat_core.ops.packing import CHUNK_ELEMENTS_CPU, CHUNK_ELEMENTS_GPU
+from coat_core.ops.adamw import CHUNK_ELEMENTS_CPU, CHUNK_ELEMENTS_GPU
 from coat_core.optim.offload import staging_bytes
 
 from ..base.names import COAT_OPTIMIZER
