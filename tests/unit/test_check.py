@@ -173,7 +173,7 @@ def test_ai_toolkit_is_found_by_option_variable_and_folder(tmp_path: Path, monke
 
 def test_the_table_says_one_thing_about_each_key() -> None:
     assert len({(row["block"], row["key"]) for row in ROWS}) == len(ROWS) > 400
-    plain = {"any", "int", "float", "str", "bool", "list", "mapping", "betas", "-"}
+    plain = {"any", "int", "float", "str", "bool", "list", "mapping", "betas", "sizes", "-"}
     for row in ROWS:
         kinds = row["kind"].removesuffix("?").split("|")
         assert all(kind in plain or kind.strip("{}[]") in BLOCKS for kind in kinds), row

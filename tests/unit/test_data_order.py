@@ -22,8 +22,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from coat_flux.config.job_sections import DatasetSection
-from coat_flux.config.rules import BUCKET_STEP
-from coat_flux.data.buckets import Bucket, Sample, bucket_for, fit_to_bucket
+from coat_flux.data.buckets import STEP, Bucket, Sample, bucket_for, fit_to_bucket
 from coat_flux.data.files import DatasetError, find_images
 from coat_flux.data.hold_out import choose_hold_out
 from coat_flux.data.loader import Batch, BucketBatchSampler
@@ -40,7 +39,7 @@ COUNTS = st.lists(st.integers(1, 7), min_size=1, max_size=4)
 
 @given(SIDES, SIDES, RESOLUTIONS)
 def test_a_bucket_is_within_the_budget_and_a_step_of_the_ideal_sides(width, height, resolution):
-    step = BUCKET_STEP
+    step = STEP
     bucket = bucket_for(width, height, resolution)
     assert bucket.width % step == bucket.height % step == 0
     assert bucket.width >= step <= bucket.height

@@ -29,7 +29,6 @@ _LEGACY |= {f"is_{name}": name for name in FLAGS}
 HIGH_LR, LOW_LR = 1e-2, 2e-6  # for LoRAs of FLUX
 FINDS_LR = ("prodigy", "dadapt", "automagic")  # optimizers that choose their own steps
 WRITTEN = ("coat", "config.yaml", "optimizer.pt", "samples")  # files that a run writes to its folder
-BUCKET_STEP = 32  # FLUX.1: 8 (VAE) × 2 (packing) × 2; also the least resolution
 TRIGGER_TAG = "[trigger]"
 FOREIGN_SHARE = 0.1  # of a text's letters, from which on it is reported
 T5_BLIND = "FLUX's text encoder T5 reads {} characters as <unk>"
@@ -191,12 +190,6 @@ def _check_datasets(entry: Entry) -> None:
     for dataset, is_cached in zip(datasets, cached, strict=True):
         dataset.facts = entry.facts | {"cached": str(is_cached).lower()}
         dataset.check(OF_DATASETS)
-        sizes = dataset.get("resolution", [512])
-        sizes = sizes if isinstance(sizes, list) else [sizes]
-        whole = all(isinstance(size, int) and not isinstance(size, bool) for size in sizes)
-        if not sizes or not whole or min(sizes) < BUCKET_STEP:
-            text = f"must be a whole number of at least {BUCKET_STEP}, or a list of them; write [512]"
-            dataset.error("resolution", text)
         for key in [key for key in BLOCKS["DatasetConfig"] if "_path" in key]:
             folders = dataset.get(key, [])
             if isinstance(folders, str):

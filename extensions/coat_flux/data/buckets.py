@@ -18,7 +18,7 @@ from typing import Any
 
 from PIL import Image
 
-from ..config.rules import BUCKET_STEP as STEP
+STEP = 32  # also the least resolution
 
 
 @dataclass(frozen=True, order=True)

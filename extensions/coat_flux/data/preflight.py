@@ -16,8 +16,8 @@ from ..config.coat import COATConfig, DataOptions
 from ..config.findings import Findings
 from ..config.job_sections import PROCESS_TYPES, DatasetSection, ValidationSection
 from ..config.options import build, config_fields
-from ..config.rules import BUCKET_STEP, arch_of
-from .buckets import Bucket, Sample, cropped_share, fit_to_bucket, training_size
+from ..config.rules import arch_of
+from .buckets import STEP, Bucket, Sample, cropped_share, fit_to_bucket, training_size
 from .captions import inject_trigger, lint_captions, lint_files, read_caption
 from .files import AUDIO_EXTENSIONS, IMAGE_EXTENSIONS, DatasetError, Listing, counted, media_read, printable
 from .hold_out import choose_hold_out
@@ -114,9 +114,9 @@ class DataReport:
             name = printable(path)
             if isinstance(facts, DatasetError):
                 self.errors.append(str(facts))
-            elif min(facts.size) < BUCKET_STEP:
+            elif min(facts.size) < STEP:
                 size = f"{facts.size[0]}x{facts.size[1]}"
-                self.errors.append(f"{name}: is {size} pixels, each side must have at least {BUCKET_STEP}; remove it")
+                self.errors.append(f"{name}: is {size} pixels, each side must have at least {STEP}; remove it")
             elif facts.opacity < INVISIBLE:
                 self.errors.append(f"{name}: is transparent all over; export it again, or remove it")
             else:

@@ -12,7 +12,7 @@ from pathlib import Path
 from ..config.findings import ConfigError
 from ..config.job import JobConfig
 from ..config.job_file import parse, shipped_folder
-from ..config.rules import BUCKET_STEP
+from ..data.buckets import STEP
 from ..data.captions import PLACEHOLDERS, read_caption
 from ..data.files import DatasetError, Listing
 from ..data.images import PhotoFacts, survey
@@ -192,7 +192,7 @@ def _resolutions(offered: Sequence[int], photos: Photos | None) -> tuple[list[in
     if sizes:
         left_out = ", ".join(str(size) for size in offered if size not in sizes)
         return sizes, f"not {left_out}: {reason}"
-    lower = max(int(small) // BUCKET_STEP * BUCKET_STEP, SMALLEST)
+    lower = max(int(small) // STEP * STEP, SMALLEST)
     return [lower], f"small: {reason}, larger photos make a better LoRA"
 
 
