@@ -93,28 +93,20 @@ class BucketBatchSampler:
 
 
 class LatentDataset:
-    """Samples as tensors.
-
-    Args:
-        encoders: TextEncoders, or a family's counterpart.
-        seed: of caption dropout and token shuffling.
-        options: with `transparency: mask` batches have a loss mask from the photos' transparency.
-        reg_weight: of the loss on photos of datasets with `is_reg`.
-        room: bytes that text encoders may take on `device`; None: any.
-    """
+    """Samples as tensors; with `transparency: mask` batches have a loss mask from the photos' transparency."""
 
     def __init__(
         self,
         samples: Sequence[Sample],
         dataset_configs: Sequence[Any],
         vae: nn.Module,
-        encoders: Any,
+        encoders: Any,  # TextEncoders, or a family's counterpart
         device: torch.device | str = "cpu",
         *,
-        seed: int = 0,
+        seed: int = 0,  # of caption dropout and token shuffling
         options: DataOptions = DEFAULTS,
-        room: float | None = None,
-        reg_weight: float = 1.0,
+        room: float | None = None,  # bytes that text encoders may take on `device`; None: any
+        reg_weight: float = 1.0,  # of the loss on photos of datasets with `is_reg`
     ) -> None:
         self.samples, self.configs = list(samples), list(dataset_configs)
         self.vae: nn.Module | None = vae

@@ -142,22 +142,18 @@ class Page:
     def curves(
         self,
         title: str,
-        series: Mapping[str, Points],
+        series: Mapping[str, Points],  # name → points (x, y), x ascending
         *,
         y: str,
         log_y: bool = False,
-        band: Mapping[str, Band] | None = None,
-        faint: str = "",
-        marks: Mapping[float, str] | None = None,
+        band: Mapping[str, Band] | None = None,  # name → (x, low, high), filled in the colour of that series
+        faint: str = "",  # the series drawn thin, behind its smoothed line
+        marks: Mapping[float, str] | None = None,  # x → label of a dashed vertical line
     ) -> None:
         """Add a line chart over steps, or say that it is empty.
 
-        Args:
-            series: name → points (x, y), x ascending. Points that are not finite, or not positive on a logarithmic
-                axis, leave gaps. Long series are thinned, keeping their peaks.
-            band: name → (x, low, high), filled in the colour of that series.
-            faint: the series drawn thin, behind its smoothed line.
-            marks: x → label of a dashed vertical line.
+        Points that are not finite, or not positive on a logarithmic axis, leave gaps. Long series are thinned, keeping
+        their peaks.
         """
         band, marks = band or {}, marks or {}
         lines = {}

@@ -200,20 +200,13 @@ def require_same_job(run: Path, job: Mapping[str, Any]) -> None:
 def open_study(
     config: str | os.PathLike[str] | Mapping[str, Any] | JobConfig,
     *,
-    steps: int | None = None,
-    hold_out: int | None = None,
-    validation: Path | None = None,
-    every: int | None = None,
+    steps: int | None = None,  # of each run; None: the config's
+    hold_out: int | None = None,  # number of photos; None: the config's `validation`, else a tenth
+    validation: Path | None = None,  # a folder with photos and captions in place of held-out ones
+    every: int | None = None,  # steps between points of the loss curves; None: a twentieth of the run
     folder: Path | None = None,
 ) -> Study:
-    """Check a config and choose the photos that no run is trained on, before anything is loaded.
-
-    Args:
-        steps: of each run; None: the config's.
-        hold_out: number of photos; None: the config's `validation`, else a tenth.
-        validation: a folder with photos and captions in place of held-out ones.
-        every: steps between points of the loss curves; None: a twentieth of the run.
-    """
+    """Check a config and choose the photos that no run is trained on, before anything is loaded."""
     job = config if isinstance(config, JobConfig) else JobConfig.load(config)
     if not job.coat.enabled:
         raise ConfigError(

@@ -60,14 +60,7 @@ _REG_DRAWS = 1 << 40  # numbers of regularization's draws begin here, so that no
 
 
 class Session:
-    """The parts of the run with this `identity`, which resumes from `point`, a `saving.ResumePoint` or None.
-
-    `step` counts optimizer steps; `outstanding` is the last one, and a reader of its loss and norm, until they are
-    read; `identity` and `record` go into `state.json`, `saved` is that of `point`; `report` is None without COAT;
-    `lora` are the trained parameters by name, also in full fine-tuning; `fused` updates them in backward;
-    `noise` is that of the validation loss, on photos held out if the job `holds_out` any, which are `redrawn` with
-    `validation.fidelity`, by the `vae`.
-    """
+    """The parts of the run with this `identity`, which resumes from `point`, a `saving.ResumePoint` or None."""
 
     def __init__(
         self,
@@ -88,11 +81,12 @@ class Session:
         self.log = log
         self.live = live
         self.dtype = TORCH_DTYPES[train.dtype]
-        self.step = 0 if point is None else point.step
+        self.step = 0 if point is None else point.step  # optimizer steps done
         self.saved: Mapping[str, Any] = {} if point is None else point.record
         losses = ("validation_loss", "held_out_loss", "fidelity")
-        self.record = {key: self.saved[key] for key in losses if key in self.saved}
+        self.record = {key: self.saved[key] for key in losses if key in self.saved}  # for `state.json`
         self.graphs: Any = None  # a step_graph.StepGraphs
+        # the last step, and a reader of its loss and norm, until they are read
         self.outstanding: tuple[StepStats, Callable[[], list[float]]] | None = None
         reads_t5 = (model.arch or "flux") in T5_ARCHS
         photos = DataReport(job.datasets, job.trigger_word, job.coat.data, reads_t5=reads_t5)
@@ -109,7 +103,7 @@ class Session:
         phases.hold_models(encoders.vae, encoders.text.models)
         self.dataset, self.images = _prepare_data(job, workers, encoders, [*trained, *regular, *measured])
         self.holds_out = bool(measured)
-        self.noise = fixed_noise(self.dataset, measured, trained)
+        self.noise = fixed_noise(self.dataset, measured, trained)  # of the validation loss
         self.vae = self.redrawn = None
         if job.validation.fidelity:
             self.vae = encoders.vae
@@ -121,6 +115,7 @@ class Session:
 
         phases.enter("load")
         log.info(f"Loading the transformer of {model.name_or_path}")
+        # what is trained by name, also in full fine-tuning; the report is None without COAT
         self.transformer, self.lora, self.report = _prepare_transformer(job, workers, self.dtype, log)
         self.objective = Objective(self.transformer, train, encoders.scheduler, job.seed, self.dtype)
         phases.held.add("transformer", self.transformer)
@@ -189,7 +184,7 @@ class Session:
         if train.ema_config.use_ema:
             self.ema = LoraEMA(self.lora, train.ema_config)
             phases.held.add("ema", self.ema)
-        self.fused: UpdateInBackward | None = None
+        self.fused: UpdateInBackward | None = None  # updates them in backward
         if train.fused_backward:
             self.fused = UpdateInBackward(self.optimizer, params, train.max_grad_norm, self.watch.begin_update)
         if point is not None:
