@@ -53,13 +53,11 @@ KNOWN = {row["key"] for row in ROWS}
 
 
 class Toolkit:
-    """The ai-toolkit in `root`, read as text, since importing it needs its packages; else that of the table.
-
-    `strings` are those in its source that may be keys; `problem` says why it could not be read.
-    """
+    """The ai-toolkit in `root`, read as text, since importing it needs its packages; else that of the table."""
 
     def __init__(self, root: Path | None = None):
-        self.version, self.strings, self.problem = VERSION, set[str](), ""
+        self.version, self.strings = VERSION, set[str]()  # those in its source that may be keys
+        self.problem = ""  # why it could not be read
         if root is None:
             return
         try:

@@ -40,16 +40,13 @@ for row in TABLE:
 
 @dataclass(frozen=True)
 class Finding:
-    """One finding, printed as one line, about a dotted key, a place such as `line 3, column 5`, or a whole file.
-
-    `text` is `<rule>; <remedy>`; `value` is the key's value in YAML notation, or None.
-    """
+    """One finding, printed as one line, about a dotted key, a place such as `line 3, column 5`, or a whole file."""
 
     severity: str
     file: str
     key: str
-    value: str | None
-    text: str
+    value: str | None  # of the key, in YAML notation
+    text: str  # `<rule>; <remedy>`
 
     def line(self) -> str:
         """`<file>: <key.path>=<value>: <rule>; <remedy>`."""

@@ -31,10 +31,7 @@ class OptionError(Exception):
 
 @dataclass(frozen=True)
 class Option:
-    """One key of a config, dotted if nested; its kind is one of `OPTION_KINDS`.
-
-    `example` is suggested in place of a wrong value where there is no default.
-    """
+    """One key of a config, dotted if nested; its kind is one of `OPTION_KINDS`."""
 
     key: str
     default: Any
@@ -48,7 +45,7 @@ class Option:
     multiple_of: int | None = None
     nullable: bool = False
     required: bool = False
-    example: Any = None
+    example: Any = None  # suggested in place of a wrong value where there is no default
 
     def parse(self, value: Any) -> Any:
         """The checked value; raises OptionError with the rule."""

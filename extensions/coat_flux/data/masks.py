@@ -35,10 +35,7 @@ _BLACK = 8  # levels; what is darker is taken for the noise of a JPEG
 
 @dataclass(frozen=True)
 class Mask:
-    """A photo's mask: its file, upright size in pixels, the photo's, how its levels are read.
-
-    `box` is left, top, right and bottom of what is not black, None if all is.
-    """
+    """A photo's mask: its file, upright size in pixels, the photo's, how its levels are read."""
 
     path: Path
     size: tuple[int, int]
@@ -46,7 +43,7 @@ class Mask:
     alpha: bool = False
     inverted: bool = False
     least: float = 0.0
-    box: tuple[int, int, int, int] | None = None
+    box: tuple[int, int, int, int] | None = None  # left, top, right, bottom of what is not black
 
     def radius(self, chance: float) -> int:
         """The blur in pixels of a draw with `chance` from 0 to 1."""

@@ -38,17 +38,14 @@ class RunFolderError(UserError):
 
 
 class Saved:
-    """A saved LoRA's file or a whole model's folder, with all its `files`.
-
-    `name` is the run's, with the step unless final; `step` the steps done; `problem` is "" if it is sound.
-    """
+    """A saved LoRA's file or a whole model's folder, with all its `files`."""
 
     def __init__(self, path: Path, files: Sequence[Path]):
-        self.path, self.name = path, path.name.removesuffix(".safetensors")
+        self.path, self.name = path, path.name.removesuffix(".safetensors")  # with the step unless final
         self.nbytes = sum(file.stat().st_size for file in files)
         self.metadata: dict[str, str] = {}
-        self.step: int | None = None
-        self.problem = ""
+        self.step: int | None = None  # steps done
+        self.problem = ""  # none if it is sound
         try:
             with safe_open(files[0], "pt") as file:
                 self.metadata = dict(file.metadata() or {})

@@ -48,10 +48,7 @@ RAM_SHARE = 0.9  # of CPU memory that a run may fill
 
 
 class Photos:
-    """A folder of photos, all of which are read; raises DatasetError.
-
-    `sides`: sqrt(width · height) of each, pixels, sorted. `captions`: those that are not empty.
-    """
+    """A folder of photos, all of which are read; raises DatasetError."""
 
     def __init__(self, folder: Path):
         if not folder.is_dir():
@@ -62,7 +59,7 @@ class Photos:
             rule = "has no photos (.jpg, .jpeg, .png, .webp)"
             text = f"{folder}: {rule}; name the folder of your photos"
             raise DatasetError("\n".join([text, *listing.warnings]))
-        self.folder, self.sides = folder.resolve(), list[float]()
+        self.folder, self.sides = folder.resolve(), list[float]()  # sqrt(width · height), pixels, sorted
         errors = []
         for photo in survey(paths).values():
             if isinstance(photo, DatasetError):

@@ -42,10 +42,7 @@ MAX_SEEDS = len(QUANTILES) + 1  # beyond this, more seeds are no advice
 
 @dataclass(frozen=True)
 class Judgement:
-    """The mean `gap`, its interval from `low` to `high`, and s (`spread`); NaN if there is nothing to compare.
-
-    `more_seeds` would decide at the same gaps (None if decided, or too many).
-    """
+    """The mean `gap`, its interval from `low` to `high`, and s (`spread`); NaN if there is nothing to compare."""
 
     outcome: str
     reason: str
@@ -54,7 +51,7 @@ class Judgement:
     low: float = math.nan
     high: float = math.nan
     spread: float = math.nan
-    more_seeds: int | None = None
+    more_seeds: int | None = None  # that would decide at the same gaps; None if decided, or too many
 
     @property
     def sentence(self) -> str:
@@ -130,20 +127,16 @@ HOW = (
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict of a comparison.
+    """The verdict of a comparison; without losses where a COAT run died."""
 
-    `judgement` is the worse of `in_bf16` (results in the bf16 model) and `in_own` (each run in its own precision).
-    `losses` are those in the bf16 model by run, `base` that before training; none where a COAT run died.
-    """
-
-    judgement: Judgement
+    judgement: Judgement  # the worse of `in_bf16` and `in_own`
     study: Study
     runs: tuple[ArmResult, ...]
-    base: float | None = None
-    losses: Mapping[str, float] = field(default_factory=dict)
+    base: float | None = None  # the loss before training
+    losses: Mapping[str, float] = field(default_factory=dict)  # in the bf16 model, by run
     notes: tuple[str, ...] = ()
-    in_bf16: Judgement | None = None
-    in_own: Judgement | None = None
+    in_bf16: Judgement | None = None  # of the results in the bf16 model
+    in_own: Judgement | None = None  # of each run in its own precision
 
     def arm(self, name: str) -> list[ArmResult]:
         """The runs of one arm, by seed."""

@@ -70,20 +70,17 @@ class VerifyError(UserError, RuntimeError):
 
 @dataclass(frozen=True)
 class ArmResult:
-    """The result of one run: `curve` of (step, held-out loss) and its end, `final_own`, in its own precision.
-
-    `seconds` of all steps without validation; `peak_bytes` of a step, None if not measured.
-    """
+    """The result of one run, in its own precision."""
 
     name: str
     arm: str
     seed: int
     lora: Path
-    curve: tuple[tuple[int, float], ...]
-    final_own: float
-    seconds: float
+    curve: tuple[tuple[int, float], ...]  # (step, held-out loss)
+    final_own: float  # its end
+    seconds: float  # of all steps, without validation
     steps_per_s: float
-    peak_bytes: int | None
+    peak_bytes: int | None  # of a step; None if not measured
     samples: tuple[Path, ...]
 
 

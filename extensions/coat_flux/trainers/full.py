@@ -70,8 +70,7 @@ def make_states(optimizer: Any, transformer: nn.Module) -> None:
 class UpdateInBackward:
     """Updates parameters in backward, inside `updating`, each gradient clipped to `max_norm` by itself.
 
-    `begins` is called before the first update of a backward pass; `norm`, fp32 [], is the L2 norm of all gradients of
-    the last `updating`, before clipping.
+    `begins` is called before the first update of a backward pass.
     """
 
     def __init__(
@@ -82,7 +81,7 @@ class UpdateInBackward:
         self._begins = begins
         self._skip: Tensor | None = None  # fp32 []: 1 where the loss is not finite; None outside of `updating`
         self._squares: Tensor | None = None
-        self.norm = torch.zeros(())
+        self.norm = torch.zeros(())  # fp32 []: L2, of all gradients of the last `updating`, before clipping
         for param in params:
             param.register_post_accumulate_grad_hook(self._on_gradient)
 
