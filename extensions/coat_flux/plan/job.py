@@ -65,20 +65,7 @@ Configs = Mapping[str, dict[str, Any]]
 
 
 class ModelParts:
-    """A model in elements and shapes, built by its real classes on the meta device.
-
-    Attributes:
-        config, linears, parameters: the transformer's, by name; parameters in elements.
-        converted: names of the linears that can be FP8.
-        blocks: its blocks by name, in forward order; `block_of`: name of a module → of the block that it is in, or "".
-        probe: counts blocks that `sizes.Block` does not describe; None where it does.
-        scale: pixels to a side of a latent.
-        elements, buffers: parameters of each part, the transformer's buffers.
-        text_tokens, text_width, pooled_width: of a prompt's embeddings; FLUX.2 has no pooled one.
-        encode_values, decode_values: the VAE's peak, in values per pixel.
-        text_values, text_layer: the largest text encoder's peak for one prompt, and its largest parameter.
-        assumed: what could not be counted, in words.
-    """
+    """A model in elements and shapes, built by its real classes on the meta device; sizes are the transformer's."""
 
     def __init__(self, configs_json: str, text_tokens: int):
         # it imports torchao, which fails under a meta device
@@ -89,10 +76,10 @@ class ModelParts:
         transformer, vae = models[TRANSFORMER], models[VAE]
         self.config: dict[str, Any] = dict(transformer.config)
         self.kind = type(transformer).__name__
-        self.assumed: list[str] = []
+        self.assumed: list[str] = []  # what could not be counted
         self.family = family_of(transformer)
         self.linears: dict[str, nn.Linear] = {}
-        self.converted: list[str] = []
+        self.converted: list[str] = []  # names of those that can be FP8
         for name, module in transformer.named_modules():
             if isinstance(module, nn.Linear):
                 self.linears[name] = module
@@ -101,13 +88,15 @@ class ModelParts:
         self.parameters = {name: p.numel() for name, p in transformer.named_parameters()}
         self.elements = {part: sum(p.numel() for p in model.parameters()) for part, model in models.items()}
         self.buffers = sum(buffer.numel() for buffer in transformer.buffers())
-        self.blocks = listed_blocks(transformer, self.family.blocks)
+        self.blocks = listed_blocks(transformer, self.family.blocks)  # by name, in forward order
         names = {id(module): name for name, block in self.blocks.items() for module in block.modules()}
+        # name of a module → of the block that it is in, or ""
         self.block_of = {name: names.get(id(module), "") for name, module in transformer.named_modules()}
 
         levels = len(vae.config.get("block_out_channels") or vae.config.get("dim_mult") or (0,))
         self.scale = vae.config.get("scale_factor_spatial") or 2 ** (levels - 1)
         self.latent_channels = vae.config.get("latent_channels") or vae.config["z_dim"]
+        # counts blocks that `sizes.Block` does not describe
         self.probe = None if self.family.parts else Probe(transformer, self.family, self.scale)
         self.text_tokens = text_tokens
         if self.probe is None:
@@ -122,6 +111,7 @@ class ModelParts:
             mask = torch.empty(1, 1, text_tokens, text_tokens, device="meta")
             options = {"output_hidden_states": True, "use_cache": False, "attention_mask": mask}
         of_weights = ASSUMED_SHARE * sum(p.numel() for p in text.parameters())
+        # peaks in values: of one prompt in the largest text encoder, per pixel in the VAE
         self.text_values = self._peak(lambda: text(prompt, **options), text, of_weights)
         frames = () if "latent_channels" in vae.config else (1,)  # of a video VAE
         side, pixels = PROBE_PIXELS // self.scale, PROBE_PIXELS**2
@@ -245,19 +235,12 @@ VALUE_BYTES = {"bf16": 2, "fp32": FP32}
 
 
 class Data:
-    """The training images, or the largest possible ones if they are absent or refused.
-
-    Attributes:
-        found: whether the folders are here.
-        pixels, mean_pixels: of the largest bucket, over an epoch.
-        latents: distinct (image, size, mirrored); 0 if the images are not here.
-        captions: distinct prompts, a dropped caption included.
-    """
+    """The training images, or the largest possible ones if they are absent or refused."""
 
     def __init__(self, job: JobConfig):
         report = DataReport(job.datasets, job.trigger_word)
         self.found = not report.errors  # `train` reports them
-        self.latents = self.captions = 0
+        self.latents = self.captions = 0  # distinct ones, a dropped caption included
         if self.found:
             pixels = [sample.bucket.width * sample.bucket.height for sample in report.samples]
             captions = {sample.caption for sample in report.samples}
@@ -266,25 +249,11 @@ class Data:
             self.latents, self.captions = len(set(report.samples)), len(captions)
         else:
             pixels = [resolution**2 for entry in job.datasets for resolution in entry.resolution]
-        self.pixels, self.mean_pixels = max(pixels), sum(pixels) / len(pixels)
+        self.pixels, self.mean_pixels = max(pixels), sum(pixels) / len(pixels)  # of buckets, over an epoch
 
 
 class JobFacts:
-    """A job in numbers; unchanged images are taken from `known`. Raises ConfigError for unknown sizes.
-
-    Attributes:
-        targets: names of the linears with an adapter.
-        trained: name → elements of the transformer's own parameters; empty with `network`.
-        stored: the linears that codes can replace.
-        adapter_sizes: elements of A and B of every target, or of each trained parameter.
-        tokens, sample_tokens: of the largest micro-batch, of the largest sample image or redrawn photo (or None).
-        value_bytes: per element of frozen models and hidden states.
-        caches_latents, caches_text: training does not need the VAE, the text encoders.
-        transformer_bytes: of the transformer in training: codes and scales, the rest as loaded.
-        offloads: the moments pass through the device; `offloaded_bytes` of them are in CPU memory.
-        gradient_bytes: the gradients' peak outside of backward.
-        given: inputs of the run's block plan; `predict` adds the budget.
-    """
+    """A job in numbers; unchanged images are taken from `known`. Raises ConfigError for unknown sizes."""
 
     def __init__(self, job: JobConfig, known: JobFacts | None = None):
         train, coat, datasets = job.train, job.coat, job.datasets
@@ -292,18 +261,19 @@ class JobFacts:
         self.model = model = _model_of(job)
         self.data = known.data if known is not None and _images(known.job) == _images(job) else Data(job)
         self.targets = [] if job.full else target_names(model.linears, job.network, model.family.convert)
-        self.trained = trained_sizes(job, model) if job.full else {}
+        self.trained = trained_sizes(job, model) if job.full else {}  # the transformer's own parameters
+        # elements of A and B of every target, or of each trained parameter
         self.adapter_sizes = list(self.trained.values()) if job.full else _sizes_of_lora(job, model)
         self.quantized: dict[str, int] = {}
         if job.model.quantize and job.model.qtype != COAT_QTYPE:
             sizes = {name: held_bytes(job.model.qtype.partition("|")[0], x) for name, x in model.linears.items()}
             self.quantized = {name: size for name, size in sizes.items() if size is not None}
-        self.stored = {
+        self.stored = {  # the linears that codes can replace
             name: model.linears[name]
             for name in model.converted
             if f"{name}.weight" not in self.trained and name not in self.quantized
         }
-        self.value_bytes = VALUE_BYTES[train.dtype]
+        self.value_bytes = VALUE_BYTES[train.dtype]  # per element of frozen models and hidden states
         self.tokens = Tokens(train.batch_size, model.text_tokens, self.data.pixels // PIXELS_PER_TOKEN)
         self.assumed = list(model.assumed)
         arch = ARCHS.get(str(job.model.arch).partition(":")[0])
@@ -317,7 +287,7 @@ class JobFacts:
         drawn = [] if train.disable_sampling else [item.width * item.height for item in job.sample.items()]
         if job.validation.fidelity:
             drawn.append(self.data.pixels)
-        self.sample_tokens = None
+        self.sample_tokens = None  # of the largest sample image or redrawn photo
         if drawn:
             self.sample_tokens = Tokens(1, model.text_tokens, max(drawn) // PIXELS_PER_TOKEN)
         self.caches_latents = all(entry.cache_latents or entry.cache_latents_to_disk for entry in datasets)
@@ -340,11 +310,11 @@ class JobFacts:
         if self.frees_gradients:
             self.gradient_bytes = 0
         self.moment_bytes = moment_bytes(job, self.adapter_sizes)
-        self.offloads = False
+        self.offloads = False  # whether the moments pass through the device
         if train.optimizer == COAT_OPTIMIZER:
             self.offloads = coat.optimizer_config(train.optimizer_params)[1]["offload"] == "cpu"
         self.offloaded_bytes = self.moment_bytes if self.offloads and not self.on_cpu else 0
-        self.given = self._given()
+        self.given = self._given()  # `predict` adds the budget
         self.settings = block_settings(coat, self.given)
 
     def _blocks(self) -> tuple[Block | UnknownBlock, ...]:
