@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import statistics
 from typing import Any
 
 import pytest
 import torch
 
-from coat_core import sqnr_db
 from coat_core.activation import Saving
 from coat_core.config import FP8LinearConfig
 from coat_flux.blocks.fused.chooser import fused_block
 from coat_flux.blocks.fused.linears import NotFusable
 from coat_flux.blocks.lora import LokrLinear, plain_adapters
-from tests.helpers.families import FAMILIES, FLUX1, Made, largest_difference, linears, made, results
-from tests.helpers.saved_tensors import recording_fused
+from tests.helpers.families import FAMILIES, FLUX1, Made, linears, made, results
+from tests.helpers.fused_blocks import assert_as_own_code, assert_gradients_near, kept_per_element
 from tests.helpers.toolkit_lora import ROOT_VARIABLE, Network
 from tests.tolerances import (
-    ARCH_GRADIENT_COSINE,
-    BLOCK_GRADIENT_FLOOR_DB,
     FUSED_BF16_RTOL,
     FUSED_FP32_RTOL,
     FUSED_NORMED_BF16_RTOL,
-    SMALL_BLOCK_GRADIENT_FLOOR_DB,
 )
 
 PER_ROW = FP8LinearConfig(weight_granularity="per_row", input_granularity="per_row")
@@ -54,8 +49,7 @@ def test_outputs_and_gradients_are_those_of_the_kronecker_matrix(name: str) -> N
     if name in FLUX1:
         cases += [(lokr, torch.float32, FUSED_FP32_RTOL) for lokr in (ROOT, LOW, BOTH)]
     for lokr, dtype, rtol in cases:
-        error, worst = largest_difference(with_lokr(name, dtype, lokr))
-        assert error < rtol, (lokr, dtype, worst)
+        assert_as_own_code(with_lokr(name, dtype, lokr), rtol, lokr, dtype)
 
 
 @pytest.mark.parametrize("rank", [None, 2])
@@ -67,16 +61,14 @@ def test_the_stand_alone_trainers_lokr(rank: int | None) -> None:
     for name, parameter in of.block.named_parameters():
         if "lokr" in name:
             of.leaves[name] = torch.nn.init.normal_(parameter, std=0.1, generator=draw)
-    error, worst = largest_difference(of)
-    assert error < FUSED_FP32_RTOL, worst
+    assert_as_own_code(of, FUSED_FP32_RTOL)
 
 
 @pytest.mark.parametrize("strengths", [[0.5, 0.5], [1.0, -0.25], 2.0], ids=str)
 def test_strengths_are_their_mean_as_in_ai_toolkit(strengths: float | list[float]) -> None:
     of = with_lokr("flux single", lokr=LOW)
     of.network.multiplier = strengths
-    error, worst = largest_difference(of)
-    assert error < FUSED_FP32_RTOL, worst
+    assert_as_own_code(of, FUSED_FP32_RTOL)
 
 
 def test_a_lora_below_the_lokr_counts() -> None:
@@ -84,8 +76,7 @@ def test_a_lora_below_the_lokr_counts() -> None:
     of = made("flux single", adapters="toolkit")
     trained = Network([of.block.attn.to_q, of.block.proj_out], 2, lokr=FULL)
     of.leaves |= {f"trained {name}": parameter for name, parameter in trained.named_parameters()}
-    error, worst = largest_difference(of)
-    assert error < FUSED_FP32_RTOL, worst
+    assert_as_own_code(of, FUSED_FP32_RTOL)
     assert len(plain_adapters(of.block.proj_out)[1]) == 2
 
 
@@ -94,25 +85,14 @@ def test_a_lora_below_the_lokr_counts() -> None:
 def test_with_codes_gradients_are_within_a_loras_bounds(name: str, fp8: FP8LinearConfig) -> None:
     exact, coded = (with_lokr(name, torch.bfloat16, hidden=256, tokens=(32, 96), fp8=each) for each in (None, fp8))
     expected, found = results(exact.block, exact), results(fused_block(coded.block, Saving()), coded)
-    decibels, flat = [], ([], [])
-    for key, wanted in expected.items():
-        if "lokr" in key:
-            decibels.append(float(sqnr_db(wanted, found[key])))
-            for of, x in zip(flat, (wanted, found[key]), strict=True):
-                of.append(x.double().flatten() / wanted.double().norm())
-    assert min(decibels) > SMALL_BLOCK_GRADIENT_FLOOR_DB
-    assert statistics.median(decibels) > BLOCK_GRADIENT_FLOOR_DB
-    assert torch.nn.functional.cosine_similarity(*(torch.cat(each) for each in flat), dim=0) > ARCH_GRADIENT_COSINE
+    assert_gradients_near({key: wanted for key, wanted in expected.items() if "lokr" in key}, found)
 
 
 @pytest.mark.parametrize("lokr", [FULL, ROOT, {"factor": 8, "rank": 16}], ids=str)
 @pytest.mark.parametrize("name", FLUX1)
 def test_kept_bytes_at_real_width_are_at_most_a_loras(name: str, lokr: dict[str, Any]) -> None:
     of = with_lokr(name, torch.bfloat16, lokr, hidden=3072, tokens=(512, IMAGE_TOKENS), fp8=PER_ROW, device="meta")
-    with recording_fused() as kept:
-        fused_block(of.block, Saving())(*of.args)
-    storages = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for _, tensors in kept for x in tensors}
-    assert sum(storages.values()) / ((512 + IMAGE_TOKENS) * 3072) <= LARGEST_KEPT[name]
+    assert kept_per_element(of, (512 + IMAGE_TOKENS) * 3072) <= LARGEST_KEPT[name]
 
 
 def test_what_its_own_forward_does_beyond_is_not_fused() -> None:

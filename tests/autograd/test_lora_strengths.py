@@ -10,7 +10,8 @@ import torch
 from coat_flux.blocks.fused.chooser import fused_block
 from coat_flux.blocks.fused.linears import NotFusable
 from coat_flux.blocks.lora import plain_adapters
-from tests.helpers.families import FLUX1, STRENGTHS, largest_difference, with_strengths
+from tests.helpers.families import FLUX1, STRENGTHS, with_strengths
+from tests.helpers.fused_blocks import assert_as_own_code
 from tests.helpers.toolkit_lora import ROOT_VARIABLE, LoRAModule, Network
 from tests.tolerances import FUSED_BF16_RTOL, FUSED_FP32_RTOL
 
@@ -25,8 +26,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_gradients_are_those_of_the_lora_itself(name: str) -> None:
     for dtype, rtol in ((torch.float32, FUSED_FP32_RTOL), (torch.bfloat16, FUSED_BF16_RTOL)):
         for case, (strengths, batch) in STRENGTHS.items():
-            error, worst = largest_difference(with_strengths(name, strengths, batch, dtype))
-            assert error < rtol, (case, dtype, worst)
+            assert_as_own_code(with_strengths(name, strengths, batch, dtype), rtol, case, dtype)
 
 
 @pytest.mark.parametrize(
@@ -60,8 +60,7 @@ def test_a_lora_below_the_trained_one_counts() -> None:
     trained = Network(linears, 2)
     torch.nn.init.normal_(trained.unet_loras[0].lora_up.weight)
     of.leaves |= {f"trained {name}": parameter for name, parameter in trained.named_parameters()}
-    error, worst = largest_difference(of)
-    assert error < FUSED_FP32_RTOL, worst
+    assert_as_own_code(of, FUSED_FP32_RTOL)
     assert [len(plain_adapters(linear)[1]) for linear in linears] == [2, 2]
     trained.multiplier = [1.0, 0.5]  # those below have one strength for all
     with pytest.raises(NotFusable, match="LoRAs whose strengths per image are not the same"):
