@@ -109,7 +109,6 @@ class OneSave:
         """The folder resumes from the previous or the new set, whole and published: "before" or "after"."""
         repair(self.run)
         point = find_resume_point(self.run, "save")
-        assert point is not None
         assert damage(point.state.folder) is None
         found = contents(point.state.folder)
         assert found in (self.before, self.after)
@@ -171,7 +170,6 @@ def test_a_kill_while_a_step_is_saved_again_leaves_one_of_the_two(place: dict[st
         code = wait(fork(lambda: child(number)))
         repair(run)
         folder = newest_set(run)
-        assert folder is not None
         assert damage(folder) is None
         texts = {path.read_text(encoding="utf-8") for path in (folder / "lora", run / "out")}
         assert texts in ({"old"}, {"new"})
@@ -267,7 +265,6 @@ def test_a_disk_that_fills_up_within_a_file_is_told(one_save: OneSave) -> None:
 
 def results(run: Path) -> dict[str, Any]:
     folder = newest_set(run)
-    assert folder is not None
     return {name: content(folder / name) for name in ("optimizer.pt", "lora.safetensors", "ema.safetensors")}
 
 

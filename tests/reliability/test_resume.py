@@ -31,8 +31,8 @@ from coat_flux.saves.errors import ResumeError
 from coat_flux.trainers.standalone import session, trainer
 from coat_flux.trainers.standalone.flow_matching import Objective
 from coat_flux.trainers.standalone.trainer import COATTrainer
-from tests.helpers.asserts import assert_all_bitwise
-from tests.helpers.engine_job import FEW_LINEARS, ON_DISK, engine_job, losses, rows, tiny_place
+from tests.helpers.engine_job import FEW_LINEARS, ON_DISK, engine_job, rows, tiny_place
+from tests.helpers.engine_job import assert_same_end as same_tensors_and_losses
 from tests.helpers.format_clock import FormatClock
 from tests.helpers.tiny_flux import make_tiny_flux
 
@@ -73,21 +73,37 @@ def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], None
     return arm
 
 
+@pytest.fixture
+def killed_at(at_step: Any, place: dict[str, Path]) -> Callable[..., None]:
+    """Train until this step begins."""
+
+    def train_until(number: int, name: str, **blocks: Any) -> None:
+        at_step(number, lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train(name, place, **blocks)
+
+    return train_until
+
+
 def assert_same_end(left: Path, right: Path) -> None:
-    """Same raw LoRA, EMA, published LoRA, optimizer, and the same losses on the way."""
-    one, other = newest_set(left), newest_set(right)
-    files = [sorted(path.name for path in folder.glob("*.*")) for folder in (one, other)]
-    assert files[0] == files[1]
-    assert (one / "optimizer.pt").read_bytes() == (other / "optimizer.pt").read_bytes()
-    for file in one.glob("*.safetensors"):
-        assert_all_bitwise(load_file(file), load_file(other / file.name))
-    assert losses(left) == losses(right)
+    """Same weights, averages, losses on the way, and optimizer with all its settings."""
+    same_tensors_and_losses(left, right)
+    one, other = ((newest_set(run) / "optimizer.pt").read_bytes() for run in (left, right))
+    assert one == other
 
 
-AVERAGE = {"ema_config": {"use_ema": True, "ema_decay": 0.8}}
+def state_of(run: Path) -> dict[str, Any]:
+    """The record of the newest save."""
+    return json.loads((newest_set(run) / "state.json").read_text(encoding="utf-8"))
+
+
 FULL: dict[str, Any] = {
-    "train": {"lr_scheduler": "cosine", "gradient_accumulation": 2, "gradient_checkpointing": True, **AVERAGE},
-    "network": {"dropout": 0.1},
+    "train": {
+        "gradient_accumulation": 2,
+        "gradient_checkpointing": True,
+        "ema_config": {"use_ema": True, "ema_decay": 0.8},
+    },
+    "network": {**FEW_LINEARS, "dropout": 0.1},
     "coat": {"optimizer": {"stochastic_rounding": True, "m2_format": "e5m2"}, "memory": {"checkpointing": "all"}},
 }
 
@@ -99,9 +115,8 @@ def test_a_diverged_run_ends_as_the_good_one_by_the_advice_it_prints(
     run, config = place["out"] / "diverged", tmp_path / "diverged.yaml"
 
     def command(steps: int, lr: float = 1e-3) -> list[str]:
-        train = {"steps": steps, "lr": lr, **AVERAGE}
-        blocks = {"coat": {}, "network": FEW_LINEARS, "dataset": ON_DISK, "save": {"save_every": 3}}
-        config.write_text(yaml.safe_dump(engine_job("diverged", **place, train=train, **blocks)), encoding="utf-8")
+        blocks = {**FULL, "train": {"steps": steps, "lr": lr, **FULL["train"]}, "save": {"save_every": 3}}
+        config.write_text(yaml.safe_dump(engine_job("diverged", **place, dataset=ON_DISK, **blocks)), encoding="utf-8")
         return ["train", str(config)]
 
     assert main(command(8)) == 0
@@ -113,21 +128,12 @@ def test_a_diverged_run_ends_as_the_good_one_by_the_advice_it_prints(
     assert main(command(12, 1e3)) == 2
     said = capsys.readouterr().err
     assert "lower train.lr" in said
-    advice = re.search(r"then resume from step \d+: coat-flux (.*)", said)
-    assert advice is not None
+    advice = re.search(r"then resume from step (\d+): coat-flux (.*)", said)
     command(12)
-    assert main(shlex.split(advice[1])) == 0
+    assert main(shlex.split(advice[2])) == 0
+    assert (run / "coat" / f"set-aside-{int(advice[1]):09}").is_dir()
     assert_same_end(whole, run)
-
-
-def test_a_run_that_goes_back_to_a_save_ends_as_it_did(place: dict[str, Path], tmp_path: Path) -> None:
-    blocks = {**FULL, "train": {"steps": 4, **FULL["train"]}, "save": {"save_every": 2}}
-    run = train("back", place, **blocks)
-    whole = shutil.copytree(run, tmp_path / "whole")
-    train("back", place, from_step=2, **blocks)
-    assert (run / "coat" / "set-aside-000000002").is_dir()
-    assert_same_end(whole, run)
-    assert len(rows(run)) == 4
+    assert len(rows(run)) == 12
 
 
 def test_an_interrupt_saves_the_step_and_the_run_goes_on_exactly(
@@ -143,11 +149,10 @@ def test_an_interrupt_saves_the_step_and_the_run_goes_on_exactly(
     assert signal.getsignal(signal.SIGINT) is before
     run = place["out"] / "interrupted"
     saved = run / "interrupted_000000002.safetensors"
-    out = capsys.readouterr().out
-    assert f"Stopped after step 2 of 3, saved as {saved}" in out
+    assert f"step 2 of 3, saved as {saved}" in capsys.readouterr().out
     assert saved.exists()
     train("interrupted", place, train=settings)
-    assert f"#### IMPORTANT RESUMING FROM {saved} ####" in capsys.readouterr().out
+    assert f"RESUMING FROM {saved}" in capsys.readouterr().out
     assert_same_end(whole, run)
 
 
@@ -262,9 +267,8 @@ def test_what_may_change_goes_on_and_is_said(
 def test_the_measured_path_is_kept(copied: dict[str, Path]) -> None:
     """A save that says bf16 GEMMs goes on with them, where a CPU would take the config's own without measuring."""
     run = copied["out"] / "base"
-    folder = newest_set(run)
-    assert folder is not None
-    record, manifest = json.loads((folder / "state.json").read_text(encoding="utf-8")), manifest_of(folder)
+    folder, record = newest_set(run), state_of(run)
+    manifest = manifest_of(folder)
     assert record["path"] == {"gemm": "per_row", "recomputed": [], "weight_format": "e4m3"}
     record["path"]["gemm"] = "bf16"
 
@@ -274,8 +278,7 @@ def test_the_measured_path_is_kept(copied: dict[str, Path]) -> None:
 
     commit(run, 2, write, manifest["publish"])
     train("base", copied, coat={}, train={"steps": 3, "gradient_checkpointing": True})
-    record = json.loads((newest_set(run) / "state.json").read_text(encoding="utf-8"))
-    assert record["path"]["gemm"] == "bf16"
+    assert state_of(run)["path"]["gemm"] == "bf16"
 
 
 @pytest.mark.parametrize(("ms", "taken"), [(1.0, "int8"), (3.0, "e4m3")])
@@ -292,11 +295,7 @@ def test_auto_times_once_and_a_resumed_run_keeps_its_format(
     log = " ".join((run / "coat" / "log.txt").read_text("utf-8").split())
     assert f"weights {taken} (asked: auto; " in log
     assert f"e4m3 2.00 ms; int8 {ms:.2f} ms" in log
-
-    def path() -> dict[str, Any]:
-        return json.loads((newest_set(run) / "state.json").read_text(encoding="utf-8"))["path"]
-
-    first = path()
+    first = state_of(run)["path"]
     assert (first["weight_format"], first["weight_ms"]) == (taken, {"e4m3": 2.0, "int8": ms})
     with safe_open(run / f"auto_{taken}.safetensors", "pt") as file:
         metadata = file.metadata()
@@ -305,7 +304,7 @@ def test_auto_times_once_and_a_resumed_run_keeps_its_format(
     shutil.rmtree(place["out"] / taken)
     clock.timed.clear()
     train(f"auto_{taken}", place, train={"steps": 2}, **settings)
-    assert (clock.timed, path()) == ([], first)
+    assert (clock.timed, state_of(run)["path"]) == ([], first)
 
 
 # -- steps that go wrong ---------------------------------------------------------------------------------------------
@@ -331,11 +330,11 @@ def test_a_step_that_is_not_finite_is_skipped_and_samples_that_cannot_be_written
         assert all(torch.equal(left[name], right[name]) for name in left)
     assert [(row["loss"] == "nan", row["skipped"]) for row in rows(run)] == [(False, "0"), (True, "1")]
     assert float(rows(run)[1]["lr"]) < float(rows(run)[0]["lr"])
-    assert "samples of step 2 cannot be written ([Errno 28] No space left on device)" in capsys.readouterr().out
+    assert "samples of step 2" in capsys.readouterr().out
 
 
 def test_redrawn_photos_have_the_same_fidelity_after_a_kill(
-    place: dict[str, Path], at_step: Callable[[int, Callable[[], None]], None], capsys: pytest.CaptureFixture
+    place: dict[str, Path], killed_at: Callable[..., None], capsys: pytest.CaptureFixture
 ) -> None:
     blocks = {
         "process": {"validation": {"hold_out": 2, "every": 10, "fidelity": True}},
@@ -345,15 +344,9 @@ def test_redrawn_photos_have_the_same_fidelity_after_a_kill(
     whole = train("redrawn_whole", place, **blocks)
     text = (whole / FIDELITY_FILE).read_text()
     assert [line.split(",")[0] for line in text.splitlines()] == ["step", "0", "1", "2", "3"]
-    assert json.loads((newest_set(whole) / "state.json").read_text())["fidelity"]["saves"][-1][0] == 2
+    assert state_of(whole)["fidelity"]["saves"][-1][0] == 2
     assert "colour: the save of step " in capsys.readouterr().out
-
-    def fail() -> None:
-        raise RuntimeError("killed")
-
-    at_step(3, fail)
-    with pytest.raises(RuntimeError, match="killed"):
-        train("redrawn", place, **blocks)
+    killed_at(3, "redrawn", **blocks)
     resumed = train("redrawn", place, **blocks)
     assert (resumed / FIDELITY_FILE).read_text() == text
     assert_same_end(whole, resumed)
@@ -388,7 +381,7 @@ def test_masks_and_regularization_go_on_bit_for_bit_and_a_changed_mask_is_anothe
     place: dict[str, Path],
     masked: dict[str, Any],
     tmp_path: Path,
-    at_step: Callable[[int, Callable[[], None]], None],
+    killed_at: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     drawn = []
@@ -409,13 +402,7 @@ def test_masks_and_regularization_go_on_bit_for_bit_and_a_changed_mask_is_anothe
         assert weights == ([0.5, 0.5] if number >> 40 else [1.0, 1.0])
         assert mask.mean().item() == pytest.approx(1)
         assert (mask == 1).all().item() is bool(number >> 40)
-
-    def fail() -> None:
-        raise RuntimeError("killed")
-
-    at_step(5, fail)
-    with pytest.raises(RuntimeError, match="killed"):
-        train("masked", place, **masked)
+    killed_at(5, "masked", **masked)
     assert_same_end(whole, train("masked", place, **masked))
     Image.new("L", (64, 64), 255).save(tmp_path / "masks" / "0.png")
     masked["train"]["steps"] = 8
