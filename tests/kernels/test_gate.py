@@ -190,22 +190,6 @@ def test_the_kernel_rounds_the_product_before_the_sum(normed: bool, device: torc
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("programs", [2, 5])
-@pytest.mark.parametrize("normed", NORMS)
-def test_each_program_takes_its_share_of_the_rows(
-    normed: bool, programs: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from coat_core.ops import device as launching
-
-    monkeypatch.setattr(launching, "PROGRAMS", programs)
-    monkeypatch.setattr(launching, "TILE_ELEMENTS", 128)  # two rows at once
-    grad, gate, result = torch.randn(2, 13, 48), torch.randn(2, 48), torch.randn(2, 13, 48)
-    norm = (weight_of(result), EPS) if normed else ()
-    args = (grad, gate, result, None, 128, FP32, "e5m2", "per_row", *norm)
-    assert_follows(gated_sum_backward, args, device)
-
-
-@pytest.mark.triton
 def test_without_result_there_is_no_gradient_of_the_gate(device: torch.device) -> None:
     grad, gate, _ = moved(tensors(), device)
     for run in (kernel_of(gated_sum_backward), gated_sum_backward):

@@ -103,14 +103,20 @@ def test_operators_are_torchs_linear_and_activation(activation: str, dtype: torc
     values, *codes = results = mlp_activation(attention, mlp, h, up, *how)
     assert_bitwise(values, torch.cat([attention, act(complete(mlp, h, up), activation)], dim=-1))
     whole_mlp = complete(mlp, h, up)
-    assert_casts(mlp_activation, results, (attention, mlp, h, up, *how), values, attention, whole_mlp)
     down = torch.randn(8, 121).to(dtype)[:, 8:]
-    h_next, *next_codes = mlp_activation_down(attention, mlp, h, up, down, *how)
+    h_next, *next_codes = next_results = mlp_activation_down(attention, mlp, h, up, down, *how)
     assert_bitwise(h_next, torch.nn.functional.linear(values, down))
     assert_equal(next_codes, codes)
+    for op, found, after in ((mlp_activation, results, ()), (mlp_activation_down, next_results, (down,))):
+        arguments = (attention, mlp, h, up, *after, *how)
+        assert_casts(op, found, arguments, values, attention, whole_mlp)
+        casts = declarations[op._qualname](found, *arguments)
+        assert [cast.kind for cast in casts] == ["input", None, None]
     alone = mlp_activation(None, mlp, h, up, *NOTHING_SAVED, 32, dtype, activation)
     assert_bitwise(alone[0], values[..., 48:].contiguous())
     assert all(x.shape == (0,) for x in alone[1:])
+    nothing = (None, mlp, h, up, *NOTHING_SAVED, 32, dtype, activation)
+    assert declarations["coat::mlp_activation"](alone, *nothing) == ()
 
 
 @pytest.mark.parametrize("group", [16, 256])
@@ -146,12 +152,6 @@ def test_backward_is_the_gradient(activation: str, dtype: torch.dtype, rank: int
     torch.testing.assert_close(found, gradient(mlp, g, activation).to(dtype))
 
 
-def test_the_gate_is_the_first_half() -> None:
-    mlp = torch.tensor([0.0, 2.0, 3.0, 5.0]).view(1, 1, 4)
-    values = mlp_activation(None, mlp, None, None, *NOTHING_SAVED, 0, FP32, SWIGLU)[0]
-    torch.testing.assert_close(values.flatten(), torch.tensor([0.0, 10 / (1 + torch.e**-2)]))
-
-
 @operator_and_kernel
 def test_half_precision_is_rounded_where_torch_rounds(by: Any, device: torch.device) -> None:
     """257 is between two numbers of bf16; silu(0.5)·3 rounded once is 0.9336, silu(0.5) alone becomes 0.3105 there."""
@@ -185,19 +185,6 @@ def test_halves_of_two_linears_have_adapters_of_their_own(rank: int, by: Any, de
     arguments = (attention, mlp, h, up, *how)
     casts = declarations["coat::mlp_activation"](mlp_activation(*arguments), *arguments)
     assert_bitwise(casts[-1].values, complete(mlp, h, as_one))
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_what_is_cast_is_declared(activation: str) -> None:
-    inputs, how = given(activation, 48, 65, 4), ("e4m3", "per_row", "e4m3", 16, FP32, activation)
-    values = mlp_activation(*inputs, *how)[0]
-    for op, after in ((mlp_activation, ()), (mlp_activation_down, (torch.randn(3, 113),))):
-        arguments = (*inputs, *after, *how)
-        assert_casts(op, op(*arguments), arguments, values, inputs[0], complete(*inputs[1:]))
-        casts = declarations[op._qualname](op(*arguments), *arguments)
-        assert [cast.kind for cast in casts] == ["input", None, None]
-    nothing = (*inputs, *NOTHING_SAVED, 16, FP32, activation)
-    assert declarations["coat::mlp_activation"](mlp_activation(*nothing), *nothing) == ()
 
 
 # -- kernels: interpreted on a CPU ------------------------------------------------------------------------------------

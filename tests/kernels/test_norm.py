@@ -184,18 +184,3 @@ def test_kernels_follow_the_references(norm: str, device: torch.device) -> None:
             n = result[0]
         elif op is norm_modulate and args[1] is None and rtol == KERNEL_ROW_RTOL:  # n has the same bits without codes
             assert_bitwise(result, n)
-
-
-@pytest.mark.triton
-@pytest.mark.parametrize("programs", [2, 5])
-def test_backward_shares_rows_among_programs(
-    programs: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from coat_core.ops import device as launching
-
-    monkeypatch.setattr(launching, "PROGRAMS", programs)
-    monkeypatch.setattr(launching, "TILE_ELEMENTS", 128)  # two rows at once
-    x = torch.randn(2, 13, 48)
-    scale, *_ = vectors("layer", x)
-    args = (torch.randn_like(x), *quantize(x, "e4m3", per_group(16))[:2], 16, scale, EPS, x, FP32)
-    assert_follows(norm_modulate_backward, args, device)

@@ -14,11 +14,12 @@ import pytest
 import torch
 
 from coat_core.granularity import PER_ROW, PER_TENSOR, per_group
+from coat_core.ops import device as launching
 from coat_core.ops import dispatch, gate, gelu, lora, norm, scaled_mm
 from coat_core.ops import quantize as codes
 from coat_core.quantize import quantize
 from tests.helpers.operators import bits, check_layout, check_operator, moved, tensors_in
-from tests.helpers.rows import SPECS, read_cases, turned
+from tests.helpers.rows import SPECS, assert_follows, read_cases, turned
 from tests.kernels import test_gate, test_norm, test_qkv
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -131,6 +132,23 @@ def test_two_launches_agree() -> None:
         given = moved(args, torch.device("cuda"))
         first, second = (tensors_in(dispatch.launcher_of(op._qualname)(*given)) for _ in range(2))
         assert all(torch.equal(bits(a), bits(b)) for a, b in zip(first, second, strict=True)), op._qualname
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("programs", [2, 5])
+def test_backward_kernels_share_rows_among_programs(
+    programs: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launching, "PROGRAMS", programs)
+    monkeypatch.setattr(launching, "TILE_ELEMENTS", 128)  # two rows at once
+    grad, x, of_image = torch.randn(2, 13, 48), torch.randn(2, 13, 48), torch.randn(2, 48)
+    gated = (grad, of_image, x, None, 128, FP32, "e5m2", "per_row")
+    for op, args in (
+        (norm.norm_modulate_backward, (grad, *quantize(x, "e4m3", per_group(16))[:2], 16, of_image, 1e-6, x, FP32)),
+        (gate.gated_sum_backward, gated),
+        (gate.gated_sum_backward, (*gated, torch.rand(48) + 0.5, 1e-5)),  # behind an RMSNorm
+    ):
+        assert_follows(op, args, device)
 
 
 WIDE = torch.zeros(1, 1, 16385)
