@@ -42,7 +42,7 @@ def quantize_cases() -> Iterator[Case]:
         yield codes.transpose_codes, (torch.randn(shape).to(torch.float8_e4m3fn),)
     for x, factors in ((turned(3, 64), None), (torch.randn(2, 3, 96, dtype=BF16)[..., 32:], torch.rand(64))):
         yield codes.quantize_int8, (x, 16, factors)
-        yield codes.rotate, (x, 16)
+        yield codes.rotate, (x, 1 if factors is None else 16)
     for transposed in (False, True):
         packed = torch.randint(0, 256, (32, 24), dtype=torch.uint8)
         yield codes.decode_nvfp4, (packed, torch.randint(1, 127, (32, 3), dtype=torch.uint8), transposed)
