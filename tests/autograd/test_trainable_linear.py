@@ -19,11 +19,7 @@ from coat_core.linear.function import forget_codes, quantize_weight, wgrad
 from coat_core.quantize import quantize
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
 from tests.helpers.saved_tensors import saved_by
-from tests.tolerances import (
-    FP32_ORDER_FLOOR_DB,
-    WGRAD_FEATURE_FLOOR_DB,
-    product_floor_db,
-)
+from tests.tolerances import FP32_ORDER_FLOOR_DB, WGRAD_FEATURE_FLOOR_DB, product_floor_db
 
 K, N = 64, 48
 
@@ -204,9 +200,8 @@ def test_wgrad_in_fp8_adds_the_rounding_of_dy(wgrad_format: str, granularity: st
     dy = 1e-6 * spread(509, N, across, 1)
     x_hat, dw = x.dequantize(), wgrad(dy, x, config)
     noise = (dw - dy.t() @ x_hat).square() / (dy.square().t() @ x_hat.square())
-    assert (
-        -10 * noise.mean(1).log10().max() > WGRAD_FEATURE_FLOOR_DB[wgrad_format]
-    )  # AdamW makes features equally large
+    decibels = -10 * noise.mean(1).log10()  # of each feature: AdamW makes them equally large
+    assert decibels.min() > WGRAD_FEATURE_FLOOR_DB[wgrad_format]
     folded = dy * x.scale if granularity == "per_row" else dy
     by_feature = quantize(folded.t(), wgrad_format, PER_ROW).dequantize()
     values = x.codes.float() * (1 if granularity == "per_row" else x.scale)

@@ -67,6 +67,13 @@ def test_agrees_with_a_float64_product(
     assert_sqnr(expected, scaled_mm(a, a_scale, b, b_scale, None, torch.bfloat16), SCALED_MM_BF16_FLOOR_DB)
 
 
+def by_torchs_operator(*args: Any) -> Tensor:
+    try:
+        return scaled_mm_on_cuda(*args)
+    except RuntimeError as error:
+        pytest.skip(f"torch {torch.__version__}'s own operator does not take this on a CPU: {str(error)[-60:]}")
+
+
 @pytest.mark.parametrize(
     ("a_scaling", "b_scaling", "dtype", "bias", "transposed"),
     [
@@ -84,10 +91,7 @@ def test_gpu_path_calls_torchs_operator_rightly(
     *_, b, b_scale = operands(cpu, scaling=b_scaling)
     b = b.t().contiguous().t() if transposed else b
     bias_N = torch.randn(b.shape[0], dtype=torch.bfloat16) if bias else None
-    try:
-        ours = scaled_mm_on_cuda(a, a_scale, b, b_scale, bias_N, dtype)
-    except RuntimeError as error:
-        pytest.skip(f"torch {torch.__version__}'s own operator does not take this on a CPU: {str(error)[-60:]}")
+    ours = by_torchs_operator(a, a_scale, b, b_scale, bias_N, dtype)
     assert ours.dtype == dtype
     assert_sqnr(scaled_mm(a, a_scale, b, b_scale, bias_N, dtype), ours, SCALED_MM_BF16_FLOOR_DB)
 
@@ -113,10 +117,7 @@ def test_a_row_wise_product_is_one_launch_where_the_weights_scale_is_kept(weight
     kept = row_scale(b_scale, b.shape[0])
     assert kept.shape == (32, 1)
     args = (a, a_scale, b), (bias, torch.bfloat16, True)
-    try:
-        expected = scaled_mm_on_cuda(*args[0], b_scale, *args[1])
-    except RuntimeError as error:
-        pytest.skip(f"torch {torch.__version__}'s own operator does not take this on a CPU: {str(error)[-60:]}")
+    expected = by_torchs_operator(*args[0], b_scale, *args[1])
     with _Kernels() as kernels:
         found = scaled_mm_on_cuda(*args[0], kept, *args[1])
     assert kernels.names == ["aten::_scaled_mm"]

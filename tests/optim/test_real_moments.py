@@ -12,7 +12,7 @@ from torch import Tensor
 from coat_core.config import PAPER_EXPANSION, FP8QuantizationConfig
 from coat_core.optim.state import MOMENTS, convert_state, read_state, storages
 from coat_flux.config.job_sections import NetworkSection, TrainSection
-from coat_flux.trainers.standalone.flow_matching import draw_indices, losses_of, sigma_table
+from coat_flux.trainers.standalone.flow_matching import Objective
 from coat_flux.trainers.standalone.network import add_lora
 from tests.helpers.flux import tiny_flux
 from tests.tolerances import EXPANSION_GAIN, INTEGER_FORMATS_GAIN
@@ -76,17 +76,14 @@ def captures() -> dict[int, Moments]:
     clean = torch.nn.functional.interpolate(torch.randn(8, 16, 3, 3), size=(8, 8), mode="bilinear")
     embeds, pooled = torch.randn(8, 6, 64), torch.randn(8, 64)
     optimizer = torch.optim.AdamW(named.values(), lr=1e-3, weight_decay=1e-4)
-    generator = torch.Generator().manual_seed(0)
+    objective = Objective(model, TrainSection(), None, 0, torch.float32)
     captured: dict[int, Moments] = {}
     for step in range(1, max(STEPS) + 1):
-        chosen = torch.randint(8, (2,), generator=generator)
-        table = sigma_table("sigmoid", tokens=0, generator=generator)
-        sigmas = table[draw_indices(TrainSection(), 2, generator)]
-        noise = torch.randn(clean[chosen].shape, generator=generator)
-        drawn = {"latents": clean[chosen], "noise": noise, "sigmas": sigmas}
-        drawn |= {"prompt_embeds": embeds[chosen], "pooled": pooled[chosen]}
+        chosen = torch.randperm(8)[:2]
         optimizer.zero_grad()
-        losses_of(model, drawn, torch.float32).mean().backward()
+        objective(
+            {"latents": clean[chosen], "prompt_embeds": embeds[chosen], "pooled": pooled[chosen]}, step
+        ).backward()
         optimizer.step()
         if step in STEPS:
             states = {f"{name}.{key}": optimizer.state[param][key] for name, param in named.items() for key in MOMENTS}
