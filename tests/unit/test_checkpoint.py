@@ -420,3 +420,21 @@ def test_check_finds_moments_that_the_optimizer_cannot_read(tmp_path: Path, kind
     for content in (b"", b"damaged", pickle.dumps({"param_groups": []})):
         file.write_bytes(content)
         assert not check_outputs(raw, "file")
+
+
+def test_large_files_are_told_apart_by_their_ends(tmp_path: Path) -> None:
+    file, zeros, digests = tmp_path / "file", bytes((1 << 22) - 1), set()
+    for content in (zeros + b"0", zeros + b"00", b"1" + zeros, zeros + b"1"):
+        file.write_bytes(content)
+        digests.add(file_digest(file))
+    assert len(digests) == 4
+
+
+def test_check_prints_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    raw = load_job_yaml(ROOT / "configs" / "flux_clothing_tiny.yaml")
+    raw["config"]["process"][0]["training_folder"] = str(tmp_path)
+    raw["config"]["process"][0]["model"]["name_or_path"] = "black-forest-labs/FLUX.1-dev"
+    for free, failed, line in ((1_000_000_000, False, "all that the run keeps"), (10_000_000, True, "one save takes")):
+        disk(monkeypatch, free)
+        assert check_outputs(raw, "file") == failed
+        assert line in "".join(capsys.readouterr())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import diffusers.models.transformers.transformer_flux as transformer_flux
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from coat_core.linear.module import FP8Linear
+from coat_flux.blocks import measure as pick
 from coat_flux.blocks import report as shared
 from coat_flux.blocks.decide import Given, decide
 from coat_flux.blocks.report import OUTSIDE, CoatReport, TableRow, shared_rows
@@ -213,3 +215,16 @@ def test_a_run_says_what_its_blocks_got(caplog: pytest.LogCaptureFixture) -> Non
         "FluxTransformerBlock: generic flow in place of the fused one, which keeps less: hooks on the block",
         "blocks: 3 kept in FP8, fused flow, attention fp8; 1 kept in FP8, generic flow, attention fp8",
     ]
+
+
+def test_the_path_that_was_picked_shows_in_the_layers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    current: list[str] = []
+    set_gemm = pick.GemmPick.set
+    monkeypatch.setattr(pick.GemmPick, "set", lambda self, gemm: (current.append(gemm), set_gemm(self, gemm)))
+    monkeypatch.setattr(pick, "timed", lambda once, device: 1.0 if current[-1] == "per_row" else 2.0)
+    found = after_a_step({**KEPT, "speed": {"measure": "always"}}).metadata()
+    assert found["coat.got.single_transformer_blocks"] == f"2 x {WEIGHT_ONLY}; 10 x {GEMM}"
+    assert found["coat.asked.single_transformer_blocks"] == GEMM
+    assert found["coat.got.execution"] == "per_row GEMM, eager"
+    assert found["coat.why.execution"].startswith("the fastest of those that were measured")

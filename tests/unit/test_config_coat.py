@@ -199,3 +199,13 @@ def test_the_linear_gets_weight_and_activation_options() -> None:
         fallback="error",
     )
     assert COATConfig().linear_config() == FP8LinearConfig()
+
+
+def test_products_in_int8_have_gradients_in_int8_unless_bf16_is_asked_for() -> None:
+    linear = COATConfig.from_dict({"weight": INT8, "activation": INT8}).linear_config()
+    assert (linear.weight_format, linear.input_format, linear.grad_format) == ("int8", "int8", "int8")
+    assert linear.weight_has_row_scales
+    block = {"weight": INT8, "activation": {**INT8, "grad_format": "bf16"}}
+    assert COATConfig.from_dict(block).linear_config().grad_format == "bf16"
+    stored = {"weight": INT8, "activation": {"use_fp8": False}}
+    assert not COATConfig.from_dict(stored).linear_config().use_fp8_gemm
