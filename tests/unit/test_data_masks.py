@@ -159,6 +159,7 @@ def photos(tmp_path: Path) -> Path:
         ({"a.png": None}, {}, "", "1 of 2 photos have no mask in "),
         ({"a.png": None, "b.png": None}, {}, "has no mask of a photo in ", ""),
         ({"a.png": b"no image"}, {}, "masks/a.png: cannot be read as an image", ""),
+        ({}, {"masks": "among the photos"}, "is inside", ""),
     ],
 )  # fmt: skip
 def test_masks_that_cannot_be_meant(
@@ -172,13 +173,10 @@ def test_masks_that_cannot_be_meant(
             (masks / name).write_bytes(what)
         else:
             paint(masks / name, *what)
+    if "masks" in settings:
+        masks = masks.rename(photos / settings.pop("masks"))
     found = report(photos, mask_path=str(masks), **settings)
     assert [error in line for line in found.errors] == ([True] if error else []), found.errors
     about = [line for line in found.warnings if "mask" in line.replace(str(photos), "")]
     if not error:
         assert [warning in line for line in about] == ([True] if warning else []), about
-
-
-def test_masks_among_the_photos_would_be_trained_on(photos: Path) -> None:
-    (photos.parent / "masks").rename(photos / "masks")
-    assert ["is inside" in line for line in report(photos, mask_path=str(photos / "masks")).errors] == [True]

@@ -7,7 +7,6 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -229,20 +228,6 @@ def test_made_up_angles_are_those_of_pairs(monkeypatch: pytest.MonkeyPatch) -> N
     assert not torch.equal(cos, sin)
 
 
-def test_measured_rates_replace_assumptions() -> None:
-    card = Card(80, bf16_tflops=1000.0, fp8_tflops=2000.0, gb_per_second=4000.0)
-    products = {"bf16": {"a": {"tflops": 500.0}}, "per_row": {"a": {"tflops": 1500.0}, "b": {"refused": "no"}}}
-    rates = {"attention, chosen": {"tflops": 250.0}, "copy": {"percent_of_bandwidth": 80.0}}
-    rates |= {"launch": {"us_per_launch": 2.0}, "attention backward, chosen": {"error": "no"}}
-    assert _gpu_kernels.constants(products, rates, card) == [
-        "RATE_SHARES bf16: 0.500",
-        "RATE_SHARES fp8: 0.750",
-        "RATE_SHARES attention: 0.250",
-        "BANDWIDTH_SHARE: 0.800",
-        "LAUNCH_MS: 0.00200",
-    ]
-
-
 @pytest.mark.triton
 def test_a_dry_run_executes_every_kind_of_stage(bench: Bench, tmp_path: Path, monkeypatch: Any) -> None:
     """The processes of stages run in this one, but for the tests'; kernels are those of one launcher."""
@@ -280,14 +265,3 @@ def test_a_dry_run_executes_every_kind_of_stage(bench: Bench, tmp_path: Path, mo
         assert 0 < step["figures"]["predicted_peak_bytes"] < step["peak_bytes"]
     wanted = ("planned GB", "## Stage kernels", "A step of bf16", "per_row, 128 -> 128", "nothing here is a mea")
     assert [part for part in wanted if part not in bench.page] == []
-
-
-def test_a_test_that_fails_is_printed_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    written: list[Any] = []
-    shard = _gpu_kernels.Shard(lambda name, **figures: written.append((name, figures)))
-    shard.pytest_runtest_logstart("a")
-    report = {"nodeid": "a", "when": "call", "skipped": False, "longreprtext": "trace\nE   wrong"}
-    shard.pytest_runtest_logreport(SimpleNamespace(**report, failed=True, outcome="failed"))
-    shard.pytest_runtest_logreport(SimpleNamespace(**report, failed=False, outcome="passed"))
-    assert written == [("a", {}), ("a", {"error": "E   wrong"}), ("a", {"outcome": "passed"})]
-    assert "trace\nE   wrong" in capsys.readouterr().out

@@ -12,22 +12,9 @@ import torch
 from scripts import language_model as script
 
 
-@pytest.fixture(scope="module")
-def printed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    folder = tmp_path_factory.mktemp("language_model")
-    with pytest.MonkeyPatch.context() as patch:
-        lines: list[str] = []
-        patch.setattr(script, "print", lambda *args, **_: lines.append(" ".join(args)), raising=False)
-        script.main(["--size", "tiny", "--seeds", "1", "--arms", "bf16", "coat", "--out", str(folder)])
-    return "\n".join(lines), folder
-
-
-def results(folder: Path) -> dict[str, dict[str, object]]:
-    return {path.stem.split("-")[2]: json.loads(path.read_text()) for path in folder.iterdir()}
-
-
-def test_both_learn_from_the_same_start_and_bytes_are_counted(printed: tuple[str, Path]) -> None:
-    found = results(printed[1])
+def test_both_learn_from_the_same_start_and_bytes_are_counted(tmp_path: Path) -> None:
+    script.main(["--size", "tiny", "--seeds", "1", "--arms", "bf16", "coat", "--out", str(tmp_path)])
+    found = {path.stem.split("-")[2]: json.loads(path.read_text()) for path in tmp_path.iterdir()}
     for result in found.values():
         assert result["losses"][0] == pytest.approx(math.log(256), abs=0.1)
         assert result["losses"][-1] < 0.8 * result["losses"][0]
