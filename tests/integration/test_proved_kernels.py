@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,13 +13,11 @@ import torch
 from coat_core.activation import Saving
 from coat_core.granularity import Storage, per_group
 from coat_core.ops import dispatch, proof
-from coat_flux.bench.limits import Geometry
 from coat_flux.blocks import proving
 from coat_flux.blocks.fused.chooser import fused_block
 from coat_flux.blocks.report import shared_rows
 from coat_flux.blocks.runner import BlockRunner
 from coat_flux.config.coat import COATConfig
-from coat_flux.doctor import on_gpu
 from tests.helpers.families import made
 from tests.helpers.operators import as_on_cuda
 from tests.helpers.option_run import Run
@@ -189,13 +186,3 @@ class TestARun:
         assert (row.got, row.why) == (got, why)
         assert proved == []
         assert references == ({*dispatch.launchers} if text == "none" else {"coat::qkv_rope"})
-
-    def test_the_doctors_step_records_operators_of_blocks_and_optimizer(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(on_gpu, "prove", lambda *_: {"coat::gated_sum": "wrong", "coat::qkv_rope": ""})
-        geometry = Geometry(heads=1, double=1, single=1, rank=4)
-        with as_on_cuda(monkeypatch):
-            found = on_gpu.prove_operators(geometry, (64, 1), CPU, time.monotonic() + 60)
-        assert {"coat::norm_modulate_quantize", "coat::qkv_mlp_backward", proof.ADAMW} < {*found}
-        assert found["coat::gated_sum"] == {"error": "wrong"}
-        assert found["coat::qkv_rope"] == {"kernel": "agrees with its reference"}
-        assert "not compared" in found[proof.ADAMW]["kernel"]

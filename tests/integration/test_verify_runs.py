@@ -102,6 +102,7 @@ def test_json_and_page_hold_the_verdict(verdict: Verdict) -> None:
     assert content["held_out"] == verdict.study.held_out
     page = (verdict.study.folder / "report.html").read_text(encoding="utf-8")
     assert page.count("data:image/jpeg") == 4
+    assert ">input</td>" in page  # of the precision of FP8 tensors
     assert not re.search(r"(src|href)\s*=\s*[\"']?\s*(https?:)?//", page)
 
 
@@ -138,6 +139,7 @@ def test_a_coat_run_that_dies_is_not_lossless(verdict, place, monkeypatch):
     died = verify(opened(place), seeds=2)
     assert died.judgement.sentence == "not lossless here: the COAT run of seed 8 died: step 3: every loss is NaN"
     assert [run.name for run in died.runs] == ["bf16_seed7", "coat_seed7", "bf16_seed8"]
+    assert died.as_json()["in_bf16_model"] is None
 
 
 def test_command_says_the_sentence_and_its_exit_code(verdict, place, tmp_path, capsys, monkeypatch):

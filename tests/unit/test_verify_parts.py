@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,9 @@ from coat_flux.data.files import find_images
 from coat_flux.data.hold_out import FixedNoise
 from coat_flux.plan.job import JobFacts
 from coat_flux.plan.predict import predict
-from coat_flux.study.compare import LOSSLESS, NOT_LOSSLESS, UNDECIDED, Judgement, Verdict, judge, write_page
+from coat_flux.study.compare import LOSSLESS, NOT_LOSSLESS, UNDECIDED, Judgement, judge
 from coat_flux.study.study import (
     BF16,
-    ArmResult,
     Study,
     VerifyError,
     bf16_arm,
@@ -156,27 +154,6 @@ def test_photos_of_another_folder_are_held_out_and_all_others_trained_on(tmp_pat
     assert find_images(linked) == [*trained[:5], *held_out]
     with pytest.raises(VerifyError, match=r"--validation .*has no images"):
         open_study(job, validation=tmp_path / "none")
-
-
-def test_the_page_fetches_nothing_and_escapes_what_is_the_users(tmp_path: Path) -> None:
-    job = job_of(tmp_path, {}, sample={"prompts": ["<script>alert(1)</script>"]})
-    runs = [
-        ArmResult(arm, arm, 7, tmp_path / arm / "x.safetensors", ((0, 1.0), (4, 0.5)), 0.5, 2.0, 2.0, 10**9, ())
-        for arm in ("bf16", "coat")
-    ]
-    (tmp_path / "coat" / "coat").mkdir(parents=True)
-    rows = ["step,layer,kind,sqnr_db,underflow,saturation,elements", "2,blocks.<0>.to_q,input,21.5,0,0,8"]
-    (tmp_path / "coat" / "coat" / "precision.csv").write_text("\n".join(rows) + "\n", encoding="utf-8")
-    judgement = Judgement(NOT_LOSSLESS, "the COAT run of seed 8 died: <i>at once</i>", 2)
-    verdict = Verdict(judgement, study_of(job, tmp_path), tuple(runs))
-    text = write_page(verdict).read_text(encoding="utf-8")
-    assert "Not lossless here: the COAT run of seed 8 died: &lt;i&gt;at once&lt;/i&gt;." in text
-    assert "a.png, &lt;b&gt;.png" in text
-    assert re.search(r">blocks.&lt;0&gt;.to_q</td><td[^>]*>input</td><td[^>]*>21.5 dB</td>", text)
-    assert "<script" not in text
-    assert not re.search(r"(src|href)\s*=\s*[\"']?\s*(https?:)?//", text)
-    content = verdict.as_json()
-    assert (content["in_bf16_model"], content["base_loss"], content["runs"][0]["final_bf16_model"]) == (None,) * 3
 
 
 LOSSES = [1.00, 1.02, 1.04]  # of bf16; standard deviation 0.02
