@@ -45,11 +45,14 @@ def full_page(text: str, picture: Path) -> Page:
     page = Page(text, text)
     page.heading(text)
     page.paragraph(text)
+    page.verdict(text, "bad")
     page.missing(text)
     page.code(text)
     page.table([text], [[text], [None]])
     page.curves(text, {text: [(0, 1.0), (1, 2.0)], "_" + text: [(0, 2.0)]}, y=text)
     page.images(text, [(text, picture), (text, picture.parent / "none.png")])
+    with page.details(text):
+        page.paragraph(text)
     return page
 
 
@@ -65,7 +68,7 @@ def test_texts_are_escaped_and_nothing_is_fetched(picture: Path) -> None:
     assert {tag for tag, _ in parsed.tags}.isdisjoint({"script", "link", "iframe", "a"})
     assert all(source.startswith("data:image/") for source in parsed.sources())
     assert len(parsed.sources()) == 1
-    assert parsed.texts.count(HOSTILE) >= 9  # title, heading, texts and cells come back as they were given
+    assert parsed.texts.count(HOSTILE) >= 17  # title, heading, texts and cells come back as they were given
     policies = [attrs["content"] for tag, attrs in parsed.tags if attrs.get("http-equiv")]
     assert policies == [POLICY]
     assert "url(" not in full_page("x", picture).html()
