@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,15 @@ from torch import nn
 
 from coat_flux.blocks.held import PARTS
 from coat_flux.cli.entry import main
+from coat_flux.config.job import JobConfig
 from coat_flux.pages.report import below_median, standing_out, summaries
+from coat_flux.plan.job import JobFacts
+from coat_flux.plan.predict import predict
 from coat_flux.trainers.standalone import session
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from coat_flux.watch.casts import CastPrecision, read_rows
 from coat_flux.watch.oom import OutOfMemory
+from coat_flux.watch.phases import PhaseTracker, finish
 from tests.helpers.aitk_standin.host import COAT_ENTRY, Host, standin_host  # noqa: F401
 from tests.helpers.asserts import assert_all_bitwise
 from tests.helpers.engine_job import engine_job, write_images
@@ -236,3 +241,13 @@ def test_disabled_process_has_no_report(host: Host) -> None:
     host.start()
     host.run(coat={"enabled": False})
     assert not (host.save_folder / "coat").exists()
+
+
+def test_prediction_is_for_the_device_that_trained(place: dict[str, Path], tmp_path: Path) -> None:
+    raw = engine_job("anywhere", **place, coat={})
+    raw["config"]["process"][0]["device"] = None
+    job = JobConfig.from_dict(raw)
+    finish(PhaseTracker(torch.device("cpu"), tmp_path / "memory.json"), lambda: job, None)
+    found = read(tmp_path)["prediction"]["peak"]
+    assert found == predict(JobFacts(replace(job, device="cpu"))).peak
+    assert found != predict(JobFacts(replace(job, device="cuda"))).peak
