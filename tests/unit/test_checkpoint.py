@@ -29,7 +29,7 @@ from coat_flux.config.job_file import load_job_yaml
 from coat_flux.saves.commit import SaveSpace, check_output, commit, committed_sets, damage, newest_set, set_step
 from coat_flux.saves.errors import ResumeError, SaveError
 from coat_flux.saves.repair import go_back, good_step, repair, run_lock
-from coat_flux.saves.state import model_identity, require_same_run, run_identity
+from coat_flux.saves.state import file_digest, model_identity, require_same_run, run_identity
 from tests.architecture.sources import ROOT
 from tests.helpers.locks import held_by_another_process
 
