@@ -39,7 +39,9 @@ from coat_core.optim.sharded import local_values, rows_like
 from ..base.environment import version_of
 from ..base.files import write_file
 from ..base.names import COAT_OPTIMIZER
+from ..blocks.models.checkpoint import cached_folder
 from ..blocks.runner import BlockRunner
+from ..data.files import MEDIA_EXTENSIONS, find_images
 from .errors import ResumeError
 
 STANDALONE, AI_TOOLKIT = "", "aitk"  # folder of a trainer's state in a set
@@ -222,8 +224,6 @@ def run_identity(model: str, datasets: Sequence[Mapping[str, Any]], **parts: Any
 
 def model_identity(model: str) -> dict[str, Any]:
     """Path and fingerprint of a model's config and weights; the fingerprint is None if it is not on this machine."""
-    from ..blocks.models.checkpoint import cached_folder
-
     root = Path(model) if Path(model).exists() else cached_folder(model)
     parts = []
     if root is not None and root.is_file():
@@ -238,8 +238,6 @@ def model_identity(model: str) -> dict[str, Any]:
 
 def data_identity(datasets: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Settings of the folders, and digests of their files, captions and masks by `<number>/<path in the folder>`."""
-    from ..data.files import MEDIA_EXTENSIONS, find_images
-
     files: dict[str, str] = {}
     settings = []
     for number, dataset in enumerate(datasets):

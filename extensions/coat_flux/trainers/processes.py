@@ -13,17 +13,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from coat_core.optim.sharded import is_sharded
+
 from ..base.errors import UserError
 from ..base.names import COAT_OPTIMIZER
-
-if TYPE_CHECKING:
-    from ..config.job import JobConfig
+from ..config.job import JobConfig
 
 STEP_LIMIT = timedelta(minutes=30)  # between two exchanges of a step; the first one also measures and compiles
 WAIT_LIMIT = timedelta(hours=12)
@@ -99,8 +99,6 @@ class Processes:
         """Sum every gradient over all processes, in buckets, a missing one being zero; FSDP2 has summed its shards'."""
         if self.size == 1:
             return
-        from coat_core.optim.sharded import is_sharded  # ai-toolkit imports this module before coat_core is found
-
         buckets: list[list[nn.Parameter]] = [[]]
         for param in params:
             if is_sharded(param):
@@ -121,8 +119,6 @@ class Processes:
         """Copy the main process's unsharded values to every process."""
         if self.size == 1:
             return
-        from coat_core.optim.sharded import is_sharded
-
         with exchange():
             for param in params:
                 if not is_sharded(param):

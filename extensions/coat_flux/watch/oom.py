@@ -12,7 +12,6 @@ import gc
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import psutil
 import torch
@@ -22,11 +21,11 @@ from ..base.errors import UserError
 from ..base.text import GB, MB, columns
 from ..blocks.held import used_bytes
 from ..blocks.runner import BlockRunner
+from ..config.job import JobConfig
+from ..plan.cards import remedies
+from ..plan.job import JobFacts
+from ..plan.predict import predict
 from .phases import PhaseTracker
-
-if TYPE_CHECKING:
-    from ..config.job import JobConfig
-    from ..plan.job import JobFacts
 
 CPU_MESSAGES = ("defaultcpuallocator", "can't allocate memory", "not enough memory", "os error 1455")
 MESSAGES = ("out of memory", "alloc_failed", *CPU_MESSAGES)  # cuBLAS's status; Windows' small paging file
@@ -111,8 +110,6 @@ class _Explanation:
 
     def cpu_memory(self) -> list[str]:
         """A CPU out of memory during a run on a GPU: all that is known."""
-        from ..plan.predict import predict
-
         memory, resident = psutil.virtual_memory(), psutil.Process().memory_info().rss
         needed = predict(self._facts, self._room[1], self._recomputed).ram_bytes
         lines = [
@@ -125,8 +122,6 @@ class _Explanation:
         return lines
 
     def plan(self) -> list[str]:
-        from ..plan.predict import predict
-
         total = self._room[1]
         prediction = predict(self._facts, total, self._recomputed)
         parts = prediction.phases.get(self._phase)
@@ -163,8 +158,6 @@ class _Explanation:
         ]
 
     def remedies(self) -> list[str]:
-        from ..plan.cards import remedies
-
         items = remedies(self._facts, self._phase, self._room[1], self._recomputed)
         if not items:
             return ["no change of the YAML frees memory in this phase; a card with more memory is needed"]
@@ -175,8 +168,6 @@ class _Explanation:
     @functools.cached_property
     def _facts(self) -> JobFacts:
         """The job on this device, without copies that this run does not keep."""
-        from ..plan.job import JobFacts
-
         job = replace(self._job(), device=str(self._device))
         if self._runner is not None and not self._runner.plan.transposed_bytes:
             memory = replace(job.coat.memory, transposed_weights="never")

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,9 +38,9 @@ from torch import nn
 from ..base.files import write_file
 from ..base.text import GB, MB, columns
 from ..blocks.held import SAVED, HeldParts, HeldTensors, peak_bytes, used_bytes
-
-if TYPE_CHECKING:
-    from ..config.job import JobConfig
+from ..config.job import JobConfig
+from ..plan.job import JobFacts
+from ..plan.predict import predict
 
 logger = logging.getLogger(__name__)
 
@@ -295,9 +295,6 @@ def finish(
 def forecast(make_job: Callable[[], JobConfig], device: torch.device) -> dict[str, Any]:
     """The plan's prediction, or why there is none; a device not in this machine has no limit."""
     try:
-        from ..plan.job import JobFacts
-        from ..plan.predict import predict
-
         known = device.type == "cuda" and torch.cuda.is_available()
         room = float(torch.cuda.mem_get_info(device)[1]) if known else None
         job = replace(make_job(), device=str(device))  # the run's device, where its config leaves it open
