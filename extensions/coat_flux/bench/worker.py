@@ -31,11 +31,16 @@ from coat_core.ops.dispatch import triton_obstacle
 
 from ..base.environment import version_of
 from ..base.names import COAT_OPTIMIZER
+from ..blocks.apply import apply_coat
 from ..blocks.held import HeldParts, peak_bytes
+from ..blocks.lora import attach_lora
+from ..blocks.models.flux1 import FLUX_DEV_TRANSFORMER_CONFIG as SIZES
+from ..blocks.models.flux1 import make_flux_dev_geometry
 from ..config.check import is_installed
 from ..config.coat import COATConfig
 from ..config.job_sections import NetworkSection
 from ..plan.speed import DEVICES
+from ..trainers.optimizer import build_optimizer
 from ..watch.oom import release_memory
 from .limits import PIXELS_PER_TOKEN, TEXT_TOKENS, Geometry
 from .runner import CALLS, CANNOT, CPU_CALLS, FAILED, OK, OPTIMIZER, OUT_OF_MEMORY, Configuration, named
@@ -93,9 +98,6 @@ def measure_steps(
 
 def make_model(row: Configuration, geometry: Geometry, device: torch.device) -> tuple[Any, list[nn.Parameter]]:
     """The transformer of a row, converted as configured, and its trained parameters."""
-    from ..blocks.apply import apply_coat
-    from ..blocks.lora import attach_lora
-    from ..blocks.models.flux1 import make_flux_dev_geometry
     from ..trainers.standalone.network import add_lora
 
     torch.set_float32_matmul_precision(TORCHS_PRECISION if row.coat is None else "high")
@@ -128,8 +130,6 @@ def make_model(row: Configuration, geometry: Geometry, device: torch.device) -> 
 
 def model_inputs(resolution: int, batch: int, device: torch.device) -> tuple[dict[str, Tensor], Tensor]:
     """Random keyword arguments of the transformer for square images, and a target fp32 [B, T, 64]."""
-    from ..blocks.models.flux1 import FLUX_DEV_TRANSFORMER_CONFIG as SIZES
-
     draw = torch.Generator(device).manual_seed(SEED + 2)
     side = resolution // PIXELS_PER_TOKEN
 
@@ -175,7 +175,6 @@ def measure_optimizer(
     row: Configuration, geometry: Geometry, sizes: Sizes, device: torch.device, calls: tuple[int, int]
 ) -> Iterator[dict[str, Any]]:
     """One step over parameters of a LoRA's shapes, with constant gradients."""
-    from ..blocks.models.flux1 import make_flux_dev_geometry
     from ..trainers.standalone.network import lora_targets
 
     model = make_flux_dev_geometry("meta", **geometry.sizes())
@@ -200,8 +199,6 @@ def make_optimizer(name: str, parameters: list[nn.Parameter], *, capturable: boo
     """The optimizer of this name, with the same settings for all."""
     settings = {"lr": LEARNING_RATE, "eps": EPS}
     if name == COAT_OPTIMIZER:
-        from ..trainers.optimizer import build_optimizer
-
         return build_optimizer(parameters, LEARNING_RATE, COATConfig(), capturable=capturable)
     if name == "adamw8bit":
         from bitsandbytes.optim import AdamW8bit

@@ -203,26 +203,23 @@ def _configs_of(name_or_path: str, where: str, parts: tuple[str, ...]) -> tuple[
 
 def _of_folder(folder: Path, where: str, parts: tuple[str, ...]) -> tuple[Configs, int]:
     index_file = folder / "model_index.json"
-    index = _read_json(index_file) if index_file.is_file() else dict.fromkeys(FLUX.folders, ("", ""))
+    index = dict.fromkeys(FLUX.folders, ("", ""))
+    if index_file.is_file():
+        index = json.loads(index_file.read_text(encoding="utf-8"))
     configs, limits = {}, []
     for part, entry in index.items():
         if not isinstance(entry, list | tuple) or entry[0] is None:
             continue
         name = FOLDERS.get(part, part)
         if name.startswith("tokenizer") and (file := folder / part / "tokenizer_config.json").is_file():
-            limits.append(_read_json(file).get("model_max_length") or TEXT_TOKENS)
+            limits.append(json.loads(file.read_text(encoding="utf-8")).get("model_max_length") or TEXT_TOKENS)
         if not name.startswith(parts):
             continue
         file = folder / part / "config.json"
         if not file.is_file():
             raise ConfigError(f"{where}={folder}: has no {part}/config.json; give a complete diffusers folder")
-        configs[name] = {CLASS: entry[1], **_read_json(file)}
+        configs[name] = {CLASS: entry[1], **json.loads(file.read_text(encoding="utf-8"))}
     return configs, int(min(TEXT_TOKENS, max(limits, default=TEXT_TOKENS)))
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return content
 
 
 _model_parts = functools.lru_cache(maxsize=8)(ModelParts)
