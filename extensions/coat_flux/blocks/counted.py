@@ -9,7 +9,7 @@ import copy
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -154,12 +154,6 @@ class CountedBlock(Block):
 
     probe: Any = None
     index: int = 0
-
-    @property
-    def linears(self) -> Iterable[str]:
-        """See `Block`."""
-        module = self.probe.blocks[self.index]
-        return [name for name, linear in module.named_modules() if isinstance(linear, nn.Linear)]
 
     def shape(self, name: str) -> tuple[int, int]:
         """See `Block`."""

@@ -79,11 +79,6 @@ class Block:
         """Whether the block's output requires a gradient."""
         return self.trained_input or self.trained_embedding or bool(self.ranks) or bool(self.trained)
 
-    @property
-    def linears(self) -> Iterable[str]:
-        """Names of its linears."""
-        return LINEARS[self.kind]
-
     def shape(self, name: str) -> tuple[int, int]:
         """(in, out) features of a linear of the block."""
         inputs, outputs = (d * self.hidden + f * self.mlp for d, f in LINEARS[self.kind][name])
@@ -137,7 +132,7 @@ class Block:
     @property
     def weight_elements(self) -> int:
         """Elements of its weights but for modulation."""
-        return sum(math.prod(self.shape(name)) for name in self.linears if not self.modulates(name))
+        return sum(math.prod(self.shape(name)) for name in LINEARS[self.kind] if not self.modulates(name))
 
     def operations(self, tokens: Tokens) -> tuple[int, int]:
         """Operations forward of its frozen weights, where modulation is one row, and of its attention."""

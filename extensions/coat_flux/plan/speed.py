@@ -29,7 +29,7 @@ from ..base.errors import UserError
 from ..blocks.decide import BlockPlan
 from ..blocks.formats import PIXELS_PER_TOKEN
 from ..blocks.held import room_of
-from ..blocks.sizes import BACKWARD_OF_ATTENTION, Block, Tokens
+from ..blocks.sizes import BACKWARD_OF_ATTENTION, LINEARS, Block, Tokens
 from ..config.coat import AUTO, COATConfig
 from ..config.findings import closest
 from ..config.job import JobConfig
@@ -184,7 +184,7 @@ def _backward(facts: JobFacts, block: Block, tokens: Tokens, card: Card) -> floa
         return 0.0
     _, linear, other = _rates(facts, card)
     trained = 0
-    for name in block.linears:
+    for name in LINEARS[block.kind]:
         if f"{name}.weight" in block.trained and not block.modulates(name):
             trained += math.prod(block.shape(name))
     products, attention = block.operations(tokens)
