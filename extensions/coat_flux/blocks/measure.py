@@ -12,6 +12,7 @@ JSON file per user, so that equal jobs choose the same; the first process's answ
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -20,7 +21,7 @@ import pathlib
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -94,8 +95,6 @@ class GemmPick:
         self._blocks = list(blocks.values())
         self._config = config
         self._form_of = form_of
-        stored = [each for block in self._blocks for each in stored_linears(block)]
-        self._linears = [(module, name) for module, name in stored if getattr(module, name).use_fp8_gemm]
         self._candidates = candidates(config)
         self._resumed: str | None = None
         self.image_tokens = 0  # of the run's largest images, which are timed though the first batch be smaller
@@ -107,10 +106,11 @@ class GemmPick:
         else:
             logger.warning("resume: the config no longer allows the saved GEMM, %s; choosing again", gemm)
 
-    def leave_out(self, linears: Collection[nn.Module]) -> None:
-        """Exclude these linears from the pick."""
-        ids = {id(module) for module in linears}
-        self._linears = [(module, name) for module, name in self._linears if id(module) not in ids]
+    @functools.cached_property
+    def _linears(self) -> list[tuple[Any, str]]:
+        """Those with FP8 GEMMs when the first of `GEMMS` is set; others may have been left out until then."""
+        stored = [each for block in self._blocks for each in stored_linears(block)]
+        return [(module, name) for module, name in stored if getattr(module, name).use_fp8_gemm]
 
     def set(self, gemm: str) -> None:
         """Switch to one of `GEMMS`, or the config's own scaling; adapters save their inputs to match."""

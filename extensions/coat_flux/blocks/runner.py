@@ -136,8 +136,6 @@ class BlockRunner:
 
     def multiply_in_bf16(self, linears: Collection[nn.Module]) -> None:
         """Take FP8 linears of the blocks out of FP8 GEMMs for the rest of the run, as `activation.exclude` does."""
-        if self.gemms is not None:
-            self.gemms.leave_out(linears)
         multiply_in_bf16(linears)
         self.generation += 1
         for module in linears:
