@@ -84,7 +84,7 @@ setup(
     package_dir={"coat_flux": FLUX_DIR, **{f"coat_flux.{folder}": folder for folder in SHIPPED_FOLDERS}},
     package_data={
         "coat_flux.bench": ["*.tsv"],
-        "coat_flux.blocks.models": ["*.tsv"],
+        "coat_flux.blocks.models": ["*.tsv", "*.json"],
         "coat_flux.config": ["*.tsv"],
         "coat_flux.pages": ["page.css", "live.js"],
         "coat_flux.plan": ["cards.tsv"],

@@ -121,6 +121,11 @@ def _expansion_parameters(magnitude, high, BOUND_LOG2: tl.constexpr, STEP: tl.co
 
 
 @triton.jit
+def _largest(x):
+    return tl.max(finite_abs(x), axis=1)[:, None]
+
+
+@triton.jit
 def _mix(x):
     x = (x ^ (x >> 16)) * FIRST_FACTOR
     x = (x ^ (x >> 13)) * SECOND_FACTOR
@@ -184,7 +189,7 @@ def _read(moment, where, FORM: tl.constexpr, ON_GPU: tl.constexpr):
 
 @triton.jit
 def _log_codes(values, drawn):
-    high = tl.max(finite_abs(values), axis=1)[:, None]
+    high = _largest(values)
     high = tl.where(high > 0, high, 1.0)
     positive = values > 0
     low = tl.min(tl.where(positive, values, high), axis=1)[:, None]
@@ -222,7 +227,7 @@ def _write(
     places, inside, rows, in_rows = where
     rows, in_rows = rows[:, None], in_rows[:, None]
     if FORM == RATIO:
-        high = tl.max(finite_abs(values), axis=1)[:, None]
+        high = _largest(values)
         scale = scale_from_amax(high, RATIO_TOP)
         codes = nearest(tl.div_rn(saturated(values, tl.where(high > 0, high, 1.0)), scale))
         values = tl.where(values != values, RATIO_NOT_A_NUMBER, codes)
@@ -232,7 +237,7 @@ def _write(
         tl.store(numbers_ptr + rows, scale, mask=in_rows)
         tl.store(numbers_ptr + stride + rows, exponent, mask=in_rows)
     elif FORM != FP32:
-        limit = tl.max(finite_abs(values), axis=1)[:, None]
+        limit = _largest(values)
         values = saturated(values, tl.where(limit > 0, limit, MAX))
         exact, magnitude = values, finite_abs(values)
         high = tl.max(magnitude, axis=1)[:, None]

@@ -435,8 +435,8 @@ class Codes:
         `factors` fp32 [K] multiplied them before the cast.
         """
         if self.scale is None:
-            placeholder = torch.empty(0, dtype=torch.float32, device=self._device)
-            return placeholder.to(self._fmt.dtype), placeholder
+            no_codes = torch.empty(0, dtype=self._fmt.dtype, device=self._device)
+            return no_codes, torch.empty(0, dtype=torch.float32, device=self._device)
         if self.codes is None:
             assert values is not None
             return cast_by_amax(values, self.scale.view(-1).amax(0, keepdim=True), self._fmt.name, factors)

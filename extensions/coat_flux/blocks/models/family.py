@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..fused.forms import Reader
@@ -142,3 +144,10 @@ def own_entries(config: Mapping[str, Any]) -> dict[str, Any]:
     """A part's config without the entries that say how its file was written."""
     written = ("architectures", "model_type", "torch_dtype", "transformers_version")
     return {key: value for key, value in config.items() if not key.startswith("_") and key not in written}
+
+
+def published(name: str) -> dict[str, dict[str, Any]]:
+    """The config of each part of a model, as published, from the file of that name; classes' defaults are left out."""
+    text = Path(__file__).with_name(f"{name}.json").read_text(encoding="utf-8")
+    configs: dict[str, dict[str, Any]] = json.loads(text)
+    return configs

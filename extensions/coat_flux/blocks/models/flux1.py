@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..fused.forms import DoubleBlock, Reader, SingleBlock
 from ..fused.parts import Call, Shared
 from ..fused.reading import Outside, feed_forward, read_double, read_modulation, read_single
-from .family import DF, BlockList, D, F, Family, Linear, outside_linears, own_entries
+from .family import DF, BlockList, D, F, Family, Linear, outside_linears, own_entries, published
 
 if TYPE_CHECKING:
     from diffusers import FluxTransformer2DModel
@@ -63,43 +63,8 @@ SINGLE_LINEARS = (
 )
 EMBEDDERS = {"time_in": "timestep", "vector_in": "text", "guidance_in": "guidance"}
 
-FLUX_DEV_TRANSFORMER_CONFIG: dict[str, Any] = {
-    "patch_size": 1,
-    "in_channels": 64,
-    "num_layers": 19,
-    "num_single_layers": 38,
-    "attention_head_dim": 128,
-    "num_attention_heads": 24,
-    "joint_attention_dim": 4096,
-    "pooled_projection_dim": 768,
-    "guidance_embeds": True,
-    "axes_dims_rope": (16, 56, 56),
-}
-# of every FLUX.1 model: its VAE, CLIP-L and T5-XXL, where they differ from their classes' defaults
-OTHER_PARTS: dict[str, dict[str, Any]] = {
-    "vae": {
-        "down_block_types": ("DownEncoderBlock2D",) * 4,
-        "up_block_types": ("UpDecoderBlock2D",) * 4,
-        "block_out_channels": (128, 256, 512, 512),
-        "layers_per_block": 2,
-        "latent_channels": 16,
-        "use_quant_conv": False,
-        "use_post_quant_conv": False,
-    },
-    "text_encoder": {
-        "hidden_size": 768,
-        "intermediate_size": 3072,
-        "projection_dim": 768,
-        "num_attention_heads": 12,
-    },
-    "text_encoder_2": {
-        "d_model": 4096,
-        "d_ff": 10240,
-        "num_layers": 24,
-        "num_heads": 64,
-        "feed_forward_proj": "gated-gelu",
-    },
-}
+FLUX_DEV = published("flux1_dev")
+FLUX_DEV_TRANSFORMER_CONFIG = FLUX_DEV["transformer"]
 
 
 def make_flux_dev_geometry(
@@ -192,10 +157,10 @@ FLUX = Family(
     },
     ungated=("FLUX.1-schnell",),
     models={
-        "black-forest-labs/FLUX.1-dev": {"transformer": FLUX_DEV_TRANSFORMER_CONFIG, **OTHER_PARTS},
+        "black-forest-labs/FLUX.1-dev": FLUX_DEV,
         "black-forest-labs/FLUX.1-schnell": {
+            **FLUX_DEV,
             "transformer": {**FLUX_DEV_TRANSFORMER_CONFIG, "guidance_embeds": False},
-            **OTHER_PARTS,
         },
     },
     inputs=("x_embedder", "context_embedder"),

@@ -31,7 +31,7 @@ from ..fused.reading import (
     read_joined_single,
     toolkit_rotary,
 )
-from .family import DF, BlockList, D, F, Family, Linear, outside_linears, own_entries
+from .family import DF, BlockList, D, F, Family, Linear, outside_linears, own_entries, published
 
 logger = logging.getLogger(__name__)
 
@@ -140,33 +140,7 @@ MODULATION = {"double_stream_modulation_img": 6, "double_stream_modulation_txt":
 EMBEDDERS = {"time_in": "timestep", "guidance_in": "guidance"}
 
 
-def _klein(heads: int, double: int, single: int, text: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    return {
-        "transformer": {
-            "in_channels": 128,
-            "num_layers": double,
-            "num_single_layers": single,
-            "guidance_embeds": False,
-            "attention_head_dim": 128,
-            "num_attention_heads": heads,
-            "axes_dims_rope": (32, 32, 32, 32),
-            "joint_attention_dim": 3 * text["hidden_size"],
-        },
-        "vae": {"block_out_channels": (128, 256, 512, 512), "latent_channels": 32, "layers_per_block": 2},
-        "text_encoder": {
-            "model_type": "qwen3",
-            "vocab_size": 151936,
-            "num_hidden_layers": 36,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            **text,
-        },
-    }
-
-
-KLEIN_4B = _klein(24, 5, 20, {"hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True})
-KLEIN_9B = _klein(32, 8, 24, {"hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False})
+KLEIN_4B, KLEIN_9B = published("flux2_klein_4b"), published("flux2_klein_9b")
 
 
 def _parts(configs: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
