@@ -59,16 +59,6 @@ ICC_LEVELS = 2
 # Standard deviations of an observed caption dropout rate; exceeded by chance once in 16,000, and the seed is fixed.
 DROPOUT_SIGMAS = 4.0
 
-# --- FP8AdamW ------------------------------------------------------------------------------------------------------
-# Blocks of one magnitude are exact but for the fp32 rounding of CONSTANT_BLOCK_REL, twice a step (m and sqrt(v)), and
-# of the AdamW update itself; over at most 20 steps these add up.
-SPECIAL_UPDATE_REL = 40 * 2.0**-20
-
-# A 200-step regression: AdamW must have learned it (loss under this fraction of the first) for the comparison to mean
-# anything; the final loss of FP8 moments may be above AdamW's by the noise of 3 mantissa bits.
-CONVERGED_FRACTION = 0.05
-CONVERGED_LOSS_RATIO = 1.5
-
 # --- engine: two processes against one with accumulation 2 ---------------------------------------------------------
 # The same micro-batches with the same draws; only (g0 + g1)/2 is summed as g0/2 + g1/2. Losses agree to fp32 rounding
 # carried through a few AdamW steps at lr 1e-2; where a gradient is near zero AdamW's first steps may turn its sign.

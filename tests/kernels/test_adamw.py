@@ -24,7 +24,6 @@ from tests.tolerances import (
     ADAMW_KERNEL_ERROR_RTOL,
     ADAMW_KERNEL_NUMBERS_RTOL,
     ADAMW_KERNEL_UPDATE_RTOL,
-    STOCHASTIC_SIGMAS,
 )
 
 with suppress(ImportError):  # without triton
@@ -269,21 +268,15 @@ def test_a_table_of_scalars_has_the_effect_of_the_scalars(device: torch.device) 
 
 @pytest.mark.triton
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_kernel_rounds_stochastically_without_bias(dtype: torch.dtype, device: torch.device) -> None:
-    """One value between two neighbours: the share of those rounded up is where it lies between them."""
-    n = 20_000
-    shape, draws = {"dtype": dtype, "shapes": [(n,)]}, torch.tensor([[12345, 1, 0]], dtype=torch.int32)
+def test_kernel_rounds_stochastically_as_the_reference(dtype: torch.dtype, device: torch.device) -> None:
+    """Up and down from one value between two neighbours; how often: tests/optim/test_state.py."""
+    shape, draws = {"dtype": dtype, "shapes": [(20_000,)]}, torch.tensor([[12345, 1, 0]], dtype=torch.int32)
     problem, twin = (Problem(place, (None, None), **shape) for place in (device, torch.device("cpu")))
     for one, body in ((problem, kernel), (twin, reference)):
         param = one.params[0].fill_(1.0)
         one.step(1, [torch.full_like(param, -1.0)], body, param_draws=draws.to(param.device))
     assert torch.equal(problem.params[0].cpu(), twin.params[0])
-    exact, gap = 1.0 * (1 - LR * DECAY) + LR, torch.finfo(dtype).eps
-    low, found = 1.0 + gap * ((exact - 1.0) // gap), problem.params[0].double()
-    share = (exact - low) / gap
-    sigma = (share * (1 - share) / n) ** 0.5
-    assert (found > low).double().mean().item() == pytest.approx(share, abs=STOCHASTIC_SIGMAS * sigma)
-    assert (found[1:] > low).double().sub((found[:-1] > low).double()).abs().sum() > n * share * (1 - share)
+    assert len(problem.params[0].unique()) == 2
 
 
 def test_operator_passes_opcheck_and_changes_what_it_says() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from typing import Any
 
 import pytest
 import torch
@@ -48,7 +49,7 @@ def test_products_are_torchs_in_the_dtype_of_h() -> None:
 
 @pytest.mark.triton
 @pytest.mark.parametrize(
-    ("rank", "widths", "dtype", "dtype_up"),
+    "case",  # rank, widths, dtype of h, dtype of the gradient of up
     [
         (1, [40, 7, 130], FP32, FP32),
         (24, [130], FP32, FP32),
@@ -56,16 +57,11 @@ def test_products_are_torchs_in_the_dtype_of_h() -> None:
         (16, [48, 8], FP16, BF16),
         (16, [600, 20], BF16, FP32),
     ],
+    ids=str,
 )
-def test_the_kernel_multiplies(
-    rank: int,
-    widths: list[int],
-    dtype: torch.dtype,
-    dtype_up: torch.dtype,
-    device: torch.device,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_kernel_multiplies(case: tuple[Any, ...], device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Near the gradients in fp64, relative to what their sums would be without cancellation."""
+    rank, widths, dtype, dtype_up = case
     monkeypatch.setattr(kernels, "PROGRAMS", 8)  # each then takes several tiles of rows, as of large tensors
     shape = (2, 70)
     _, h, up = tensors(shape, widths, rank, dtype)

@@ -242,22 +242,19 @@ def int8_operands(m: int, n: int, k: int, one_scale: bool = False) -> tuple[Tens
 
 @pytest.mark.triton
 @pytest.mark.parametrize(
-    ("shape", "one_scale", "dtype", "rotation"),
+    "case",  # shape, one scale, dtype, rotation
     [
         ((65, 144, 16), True, torch.bfloat16, 16),
         ((130, 272, 80), False, torch.float32, 1),
         ((70, 512, 48), True, torch.float32, 256),
         ((130, 768, 80), True, torch.bfloat16, 256),
     ],
+    ids=str,
 )
 def test_int8_gemm_kernel_has_the_references_bits(
-    shape: tuple[int, int, int],
-    one_scale: bool,
-    dtype: torch.dtype,
-    rotation: int,
-    device: torch.device,
-    monkeypatch: pytest.MonkeyPatch,
+    case: tuple[Any, ...], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    shape, one_scale, dtype, rotation = case
     monkeypatch.setattr(kernels, "PROGRAMS", 1 if shape[0] > 100 else 128)  # both tiles
     a, a_scale, b, b_scale, bias = int8_operands(*shape, one_scale)
     for given, other in ((bias, b), (None, b.t().contiguous().t())):

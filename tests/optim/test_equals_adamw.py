@@ -1,4 +1,4 @@
-"""FP8AdamW against torch.optim.AdamW and a per-tensor reference, exact; small trainings end alike; odd gradients."""
+"""FP8AdamW against torch.optim.AdamW and a per-tensor reference, exact; odd gradients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from tests.optim.common import (
     run,
     set_grads,
 )
-from tests.tolerances import CONVERGED_FRACTION, CONVERGED_LOSS_RATIO, SPECIAL_UPDATE_REL
 
 
 @pytest.mark.parametrize(
@@ -67,37 +66,7 @@ def test_equals_the_per_tensor_reference(name: str, dtype: torch.dtype) -> None:
             assert_bitwise(found, reference.moments[moment][i])
 
 
-def final_loss(make_optimizer) -> tuple[float, float]:
-    """First and last loss of a LoRA-shaped regression (B starts at 0) in 200 steps."""
-    generator = torch.Generator().manual_seed(0)
-    x, target = torch.randn(256, 64, generator=generator), torch.randn(64, 4, generator=generator)
-    y = x @ target @ torch.randn(4, 48, generator=generator) / 16
-    a, b = Parameter(torch.randn(8, 64, generator=generator) / 8), Parameter(torch.zeros(48, 8))
-    optimizer = make_optimizer([a, b])
-    losses = []
-    for _ in range(200):
-        optimizer.zero_grad()
-        loss = ((x @ a.t() @ b.t() - y) ** 2).mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses[0], losses[-1]
-
-
-@pytest.fixture(scope="module")
-def adamw_loss() -> float:
-    first, reached = final_loss(lambda params: torch.optim.AdamW(params, lr=1e-2))
-    assert reached < CONVERGED_FRACTION * first
-    return reached
-
-
-@pytest.mark.parametrize("name", ["default", "integers"])
-def test_loss_ends_near_adamw(name: str, adamw_loss: float) -> None:
-    _, reached = final_loss(lambda params: FP8AdamW(params, lr=1e-2, fp8_config=CONFIGS[name]))
-    assert reached < CONVERGED_LOSS_RATIO * adamw_loss
-
-
-# -- zero, constant, tiny, huge and non-finite gradients --------------------------------------------------------------
+# -- zero and non-finite gradients -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -117,17 +86,6 @@ def test_lora_start_gradient_of_a_is_zero_at_step_one(name: str) -> None:
     assert a.isfinite().all()
     assert b.isfinite().all()
     assert (a - start).abs().max() < 5e-3  # two steps of at most lr each, times the error of the quantization
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("value", [1e-12, 1e8])
-def test_constant_gradient_moves_every_element_by_lr(name: str, value: float) -> None:
-    param = Parameter(torch.zeros(300))
-    optimizer = FP8AdamW([param], lr=1e-3, eps=0.0, weight_decay=0.0, fp8_config=CONFIGS[name])
-    for _ in range(10):
-        param.grad = torch.full_like(param, value)
-        optimizer.step()
-    torch.testing.assert_close(param.detach(), torch.full_like(param, -1e-2), rtol=SPECIAL_UPDATE_REL, atol=0.0)
 
 
 @pytest.mark.parametrize("name", ["default", "plain", "integers", "unquantized"])

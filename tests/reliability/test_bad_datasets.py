@@ -94,8 +94,10 @@ PNG = encoded(noise(seed=5), "PNG")
 FLIPPED = PNG[:400] + bytes([PNG[400] ^ 0xFF]) + PNG[401:]
 TEXT_BOMB = with_chunk(PNG, b"zTXt", b"a\0\0" + zlib.compress(bytes(9**8)))
 BIG_ROWS = b"\0" * 1000
+BLACK = encoded(Image.new("RGB", (64, 64)), "PNG")
 COPY = encoded(noise((128, 128), seed=100).resize((96, 96)), "PNG")
 GARMENT = [f"ohwx, blue denim jacket {where}" for where in ("at sea", "in rain", "on snow", "by night")]
+STRANGERS, MASKED = ("red hat", "blue sky", "big tree", "old car"), (("transparency", "mask"),)
 ERRORS = [
     # files that are no image, or damaged
     Bad("zero bytes", image("bad.jpg", b""), "bad.jpg", "begins with b''"),
@@ -128,13 +130,7 @@ WARNINGS = [
     Bad("empty caption", extra("good1.txt", ""), "photos", "1 captions are empty (first: that of good1.jpg)"),
     Bad("photo.jpg.txt", extra("good1.jpg.txt"), "photos", "belong to no image (first: good1.jpg.txt)"),
     Bad("[trigger]", captions("a [trigger]", "one [name]"), "photos", "2 captions use [trigger]", trigger=None),
-    Bad(
-        "nothing in common",
-        captions("red hat", "blue sky", "big tree", "old car"),
-        "photos",
-        "no word in common",
-        trigger=None,
-    ),
+    Bad("nothing in common", captions(*STRANGERS), "photos", "no word in common", trigger=None),
     Bad("trigger in a word", captions("a foxglove", "the fox runs"), "photos", "1 captions have", trigger="fox"),
     Bad("other capitals", captions("a photo of Ohwx", "ohwx by the sea"), "photos", "1 captions have the trigger word"),
     Bad("captions of the garment", captions(*GARMENT), "photos", "'blue', 'denim', 'jacket'"),
@@ -143,21 +139,10 @@ WARNINGS = [
     Bad("too small", lambda f: None, "photos", "trains at 64x64", settings=(("resolution", (512,)),)),
     Bad("a strip", image("bad.jpg", jpeg((2000, 40), seed=3)), "photos", "lose more than 27% of their area"),
     Bad("camera photos", extra("IMG_1.CR2"), "photos", "1 images are not read (first: IMG_1.CR2)"),
-    Bad(
-        "all black",
-        image("bad.png", encoded(Image.new("RGB", (64, 64)), "PNG")),
-        "bad.png",
-        "shows one colour all over",
-    ),
+    Bad("all black", image("bad.png", BLACK), "bad.png", "shows one colour all over"),
     Bad("broken profile", image("bad.jpg", jpeg(seed=8, icc_profile=b"x")), "bad.jpg", "profile cannot be used"),
     Bad("cmyk", image("bad.jpg", encoded(noise(seed=8).convert("CMYK"), "JPEG")), "bad.jpg", "CMYK without"),
-    Bad(
-        "mask without alpha",
-        lambda f: None,
-        "coat.data.transparency=mask",
-        "no photo has transparent",
-        settings=(("transparency", "mask"),),
-    ),
+    Bad("mask without alpha", lambda f: None, "coat.data.transparency", "no photo has transparent", settings=MASKED),
 ]
 if sys.platform != "win32":
     ERRORS += [
