@@ -1,22 +1,26 @@
-"""PackedSavedTensors: same values forward, gradients near the exact ones, fewer bytes, and nothing exact touched."""
+"""Values forward are the same, gradients near the exact ones, and fewer bytes saved; nothing exact is touched."""
 
 from __future__ import annotations
 
+import gc
+import threading
 import weakref
 
 import pytest
 import torch
+from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as attend
+from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from coat_core import FP8Linear
-from coat_core.activation import FP8InputLinear, PackedSavedTensors, Saving
+from coat_core import FP8Linear, activation
+from coat_core.activation import FP8InputLinear, PackedSavedTensors, Saving, _thread, fp8_checkpoint
 from coat_core.granularity import PER_TENSOR, Storage, per_group
 from coat_core.quantize import quantize
-from tests.helpers.asserts import assert_bitwise, assert_sqnr
+from tests.helpers.asserts import assert_all_bitwise, assert_bitwise, assert_sqnr
 from tests.helpers.saved_tensors import recording
-from tests.tolerances import ATTENTION_GRADIENT_FLOOR_DB, PACKED_GRADIENT_FLOOR_DB
+from tests.tolerances import ATTENTION_GRADIENT_FLOOR_DB, CHECKPOINT_GRADIENT_FLOOR_DB, PACKED_GRADIENT_FLOOR_DB
 
 T, D, HEADS = 96, 64, 2
 SMALL = Saving(Storage(granularity=per_group(32)), min_elements=64)
@@ -47,26 +51,41 @@ def draw(*shape: int, grad: bool = True) -> Tensor:
     return torch.randn(shape).requires_grad_(grad)
 
 
+def in_fp8(x: Tensor, fmt: str = "e4m3") -> Tensor:
+    return quantize(x, fmt, per_group(32)).dequantize()
+
+
+def assert_all_near(expected: dict[str, Tensor], found: dict[str, Tensor], floor_db: float) -> None:
+    for name, value in expected.items():
+        assert_sqnr(value, found[name], floor_db)
+
+
 def gradients(block: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
     inputs = {name: p for name, p in block.named_parameters() if p.requires_grad} | {"x": x}
     torch.manual_seed(3)
     return dict(zip(inputs, torch.autograd.grad(y, inputs.values(), torch.randn_like(y)), strict=True))
 
 
-@pytest.mark.parametrize("attention", ["fp8", "bf16"])
+def grads_of(block: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in block.named_parameters() if p.requires_grad} | {"x": x.grad}
+
+
+@pytest.mark.parametrize("way", ["fp8", "bf16", "recomputed"])
 @pytest.mark.parametrize(
     ("fmt", "granularity", "autocast"), [("e4m3", per_group(32), True), ("e5m2", PER_TENSOR, False)], ids=str
 )
-def test_forward_is_untouched_and_gradients_are_near(device, fmt, granularity, attention, autocast) -> None:
+def test_forward_is_untouched_and_gradients_are_near(device, fmt, granularity, way, autocast) -> None:
+    """Packed, with attention's tensors or without, and recomputed."""
     block, x = Block().to(device), torch.randn(2, T, D, device=device, requires_grad=True)
+    storage = Storage(fmt, granularity)
     with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
         exact = block(x)
-        with PackedSavedTensors(Saving(Storage(fmt, granularity), attention, 64)):
-            y = block(x)
+        if way == "recomputed":
+            y, floors = fp8_checkpoint(block, x, storage=storage, min_elements=64), CHECKPOINT_GRADIENT_FLOOR_DB
+        else:
+            y, floors = packed(block, x, config=Saving(storage, way, 64)), PACKED_GRADIENT_FLOOR_DB
     assert_bitwise(y, exact)
-    expected = gradients(block, x, exact)
-    for name, gradient in gradients(block, x, y).items():
-        assert_sqnr(expected[name], gradient, PACKED_GRADIENT_FLOOR_DB[fmt])
+    assert_all_near(gradients(block, x, exact), gradients(block, x, y), floors[fmt])
 
 
 def test_keeps_fewer_bytes_and_each_storage_once() -> None:
@@ -188,8 +207,8 @@ def test_a_change_in_place_makes_a_second_copy_and_the_first_stays_right() -> No
     x.zero_()
     y.sum().backward()
     assert len({id(s.packed) for s in saved.packed}) == 2
-    assert_bitwise(first.grad, quantize(before, "e4m3", per_group(32)).dequantize())
-    assert_bitwise(second.grad, quantize(changed, "e4m3", per_group(32)).dequantize())
+    assert_bitwise(first.grad, in_fp8(before))
+    assert_bitwise(second.grad, in_fp8(changed))
 
 
 def test_an_address_used_again_is_not_taken_for_the_old_tensor() -> None:
@@ -330,3 +349,336 @@ def test_a_graph_dropped_without_backward_is_freed(config: Saving) -> None:
     nodes = [weakref.ref(hidden.untyped_storage()), weakref.ref(y.untyped_storage())]
     del hidden, y
     assert [node() for node in nodes] == [None, None]
+
+
+# -- in a training loop ------------------------------------------------------------------------------------------------
+
+
+def test_a_block_run_twice_before_backward() -> None:
+    block, batches = Block(), [draw(2, T, D) for _ in range(2)]
+    single = [gradients(block, x, packed(block, x)) for x in batches]
+    outputs = [packed(block, x) for x in batches]
+    for expected, x, y in zip(single, batches, outputs, strict=True):
+        assert_all_bitwise(gradients(block, x, y), expected)
+
+
+def test_backward_one_after_the_other_frees_as_it_goes() -> None:
+    block, x = Block(), draw(2, T, D)
+    with recording() as saved:
+        first = packed(block, x * 1)
+        count = len(saved.packed)
+        second = packed(block, x * 1)
+    codes = [weakref.ref(s.packed.codes) for s in saved.packed]
+    saved.tensors.clear()
+    saved.alive.clear()
+    first.sum().backward()
+    gc.collect()
+    assert [ref() is None for ref in codes] == [True] * count + [False] * (len(codes) - count)
+    second.sum().backward()
+    del first, second
+    assert all(ref() is None for ref in codes)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_nothing_is_packed_without_grad(mode) -> None:
+    block, x = Block(), draw(2, T, D)
+    with recording() as saved, mode():
+        y = packed(block.eval(), x)
+    assert saved.tensors == []
+    assert_bitwise(y.clone(), block(x).detach())
+
+
+def test_backward_inside_autocast() -> None:
+    """Hosts that call backward where autocast is on: what comes back has the dtype that was saved."""
+    block, x = Block(), draw(2, T, D)
+    with torch.autocast("cpu", torch.bfloat16):
+        exact, y = gradients(block, x, block(x)), packed(block, x)
+        inside = gradients(block, x, y)
+    assert {gradient.dtype for gradient in inside.values()} == {torch.float32}
+    assert_all_near(exact, inside, PACKED_GRADIENT_FLOOR_DB["e4m3"])
+
+
+# -- around and inside torch's checkpoint ------------------------------------------------------------------------------
+
+
+def test_reentrant_around_a_packed_block() -> None:
+    block, x = Block(dropout=0.3), draw(2, T, D)
+    torch.manual_seed(7)
+    expected = gradients(block, x, packed(block, x))
+    torch.manual_seed(7)
+    y = checkpoint(packed, block, x, use_reentrant=True)
+    torch.manual_seed(3)
+    y.backward(torch.randn_like(y))
+    assert_all_bitwise(grads_of(block, x), expected)
+
+
+def test_inside_non_reentrant_checkpoint_it_leaves_all_to_checkpoint() -> None:
+    """Its hooks would take the tensors away from checkpoint's, which would then keep all of them."""
+    block, x = Block(dropout=0.3), draw(2, T, D)
+    torch.manual_seed(7)
+    expected = gradients(block, x, block(x))
+    torch.manual_seed(7)
+    hidden = []
+    block.up.register_forward_hook(lambda module, args, out: hidden.append(weakref.ref(out.untyped_storage())))
+    with recording() as saved:
+        y = checkpoint(packed, block, x, use_reentrant=False)
+    gc.collect()
+    assert [ref() for ref in hidden] == [None]
+    assert_all_bitwise(gradients(block, x, y), expected)
+    assert saved.tensors == []
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoint_inside_a_packed_block(reentrant: bool) -> None:
+    """Attention's own hooks must not take its tensors away from a checkpoint that is open inside."""
+    block, x = Block(dropout=0.3), draw(2, T, D)
+    torch.manual_seed(7)
+    expected = gradients(block, x, block(x.tanh()).exp())
+    torch.manual_seed(7)
+    with recording() as saved, PackedSavedTensors(SMALL):
+        y = checkpoint(block, x.tanh(), use_reentrant=reentrant).exp()
+    shapes = {s.shape for s in saved.tensors} - {(0,)}  # torch 2.9's checkpoint saves an empty tensor, too
+    assert shapes == {(2, T, D)}  # of tanh, checkpoint's input, and of exp
+    torch.manual_seed(3)
+    y.backward(torch.randn_like(y))
+    assert_all_near(expected, grads_of(block, x), PACKED_GRADIENT_FLOOR_DB["e4m3"])
+
+
+# -- nested ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_inner_one_has_options_of_its_own_and_shares_storages_and_what_is_kept() -> None:
+    x, kept = draw(8, 64, grad=False), draw(8, 64, grad=False)
+    outer, inner, other, exact = (draw(8, 64) for _ in range(4))
+    coarse = Saving(Storage("e5m2", per_group(32)), min_elements=64)
+    with recording() as saved, PackedSavedTensors(SMALL, keep=(kept,)):
+        y = x * outer + packed(lambda: x * inner + kept * exact) + x * outer
+        y = y + packed(lambda: x * other, config=coarse)
+    assert len(saved.packed) == 4
+    assert len({id(s.packed) for s in saved.packed}) == 2
+    y.sum().backward()
+    x_hat = in_fp8(x)
+    assert_bitwise(inner.grad, x_hat)
+    assert_bitwise(outer.grad, 2 * x_hat)
+    assert_bitwise(other.grad, in_fp8(x, "e5m2"))
+    assert_bitwise(exact.grad, kept)
+
+
+def test_the_outer_one_goes_on_after_the_inner_one() -> None:
+    """Also after an exception, within the hooks of attention."""
+    x, w = draw(8, 64, grad=False), draw(8, 64)
+    for fails in (False, True):
+        with recording() as saved, PackedSavedTensors(SMALL) as outer:
+            if fails:
+                with pytest.raises(RuntimeError):
+                    packed(lambda: attend(w, w, torch.zeros(3, 5)))
+            else:
+                packed(lambda: x.exp() * w)
+            before = len(saved.packed)
+            y = x * w
+        assert len(saved.packed) == before + 1
+        assert outer._packed == {}
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        assert _thread.innermost is None
+        y.sum().backward()
+
+
+# -- changes in place --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes", [lambda t: t.mul_(2), lambda t: t.view(-1)[0].zero_()], ids=["whole", "view"])
+def test_a_change_of_what_was_left_alone_is_an_error_as_without_hooks(changes) -> None:
+    for run in (lambda f: f(), lambda f: packed(f)):
+        x, w = draw(2, 3, grad=False), draw(2, 3)
+        y = run(lambda x=x, w=w: x * w)
+        changes(x)
+        with pytest.raises(RuntimeError, match=r"(?s)in.?place.*version"):
+            y.sum().backward()
+
+
+# -- threads -----------------------------------------------------------------------------------------------------------
+
+
+def test_another_thread_packs_nothing_and_may_pack_its_own() -> None:
+    x, w = draw(8, 64, grad=False), draw(8, 64)
+    results: dict[str, Tensor] = {}
+    counts: list[int] = []
+
+    def elsewhere() -> None:
+        results["plain"] = torch.autograd.grad((x * w).sum(), w)[0]
+        with PackedSavedTensors(SMALL):
+            z = x.exp() * w
+            counts.append(len(packing._packed))
+        results["packed"] = torch.autograd.grad(z.sum(), w)[0]
+        results["of the other thread"] = torch.autograd.grad(y.sum(), w)[0]
+
+    with PackedSavedTensors(SMALL) as packing:
+        y = x * w
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        assert counts == [1]
+    x_hat = in_fp8(x)
+    assert_bitwise(results["plain"], x)
+    assert_bitwise(results["packed"], in_fp8(x.exp()))
+    assert_bitwise(results["of the other thread"], x_hat)
+
+
+# -- fp8_checkpoint ----------------------------------------------------------------------------------------------------
+
+FROM_FP8 = {"min_elements": 64, "storage": Storage(granularity=per_group(32))}
+EXACT = {"min_elements": 10**9}
+
+
+def lora_block(dropout: float) -> nn.Module:
+    """A frozen block with PEFT adapters, B nonzero so that every gradient is."""
+    config = LoraConfig(r=4, lora_dropout=dropout, target_modules=["qkv", "out", "up", "down"], init_lora_weights=False)
+    block: nn.Module = inject_adapter_in_model(config, Block().requires_grad_(False))
+    return block
+
+
+@pytest.fixture
+def keepers(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref]:
+    """What holds the inputs."""
+    made: list[weakref.ref] = []
+
+    class Recorded(activation._Keeper):
+        def __init__(self, x: Tensor, storage: Storage) -> None:
+            super().__init__(x, storage)
+            made.append(weakref.ref(self))
+
+    monkeypatch.setattr(activation, "_Keeper", Recorded)
+    return made
+
+
+def test_recomputes_from_the_fp8_values_of_its_input() -> None:
+    seen, x = [], torch.randn(8, D, requires_grad=True)
+
+    def block(x: Tensor) -> Tensor:
+        seen.append(x.detach().clone())
+        return x.square()
+
+    hidden = x * 1
+    y = fp8_checkpoint(block, hidden, **FROM_FP8).sum()
+    hidden.detach().zero_()  # which recomputation does not see
+    (dx,) = torch.autograd.grad(y, x, retain_graph=True)
+    assert_bitwise(seen[0], x.detach())
+    assert_bitwise(seen[1], in_fp8(x))
+    assert_bitwise(dx, 2 * in_fp8(x))
+    assert_bitwise(torch.autograd.grad(y, x)[0], dx)
+    with torch.no_grad():
+        assert_bitwise(fp8_checkpoint(block, x, **FROM_FP8), x.square())
+    assert len(seen) == 4
+
+
+@pytest.mark.parametrize(("options", "autocast"), [(FROM_FP8, True), (EXACT, False)], ids=["fp8 input", "exact input"])
+def test_lora_dropout_draws_the_same_mask(options: dict, autocast: bool) -> None:
+    """With inputs kept exactly it is torch's checkpoint, to the last bit, masks and generator included."""
+    block, x = lora_block(0.3), torch.randn(2, T, D, requires_grad=True)
+    masks: list[Tensor] = []
+    block.up.lora_dropout["default"].register_forward_hook(lambda module, args, out: masks.append(out == 0))
+    outputs, states = [], []
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        for run in (block, lambda x: fp8_checkpoint(block, x, **options)):
+            torch.manual_seed(7)
+            outputs.append(run(x))
+            states.append(torch.get_rng_state())
+    assert_bitwise(*outputs)
+    assert_bitwise(*states)
+    expected, found = (gradients(block, x, y) for y in outputs)
+    assert len(masks) == 3
+    assert 0.2 < masks[0].float().mean() < 0.4
+    for mask in masks[1:]:
+        assert_bitwise(mask, masks[0])
+    if options is EXACT:
+        assert_all_bitwise(found, expected)
+    else:
+        assert_all_near(expected, found, CHECKPOINT_GRADIENT_FLOOR_DB["e4m3"])
+
+
+# -- what is kept -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backward", [True, False])
+def test_the_input_is_really_freed(backward: bool, keepers: list[weakref.ref]) -> None:
+    block, x = Block().bfloat16(), torch.randn(2, T, D).bfloat16().requires_grad_()
+    hidden = x * 1
+    alive = weakref.ref(hidden.untyped_storage())
+    y = fp8_checkpoint(block, hidden, **FROM_FP8)
+    del hidden
+    assert alive() is None
+    (kept,) = keepers
+    assert kept()._exact is None
+    assert kept()._quantized.codes.dtype == torch.float8_e4m3fn
+    if backward:  # else the graph is dropped without
+        y.sum().backward()
+        assert x.grad.isfinite().all()
+    del y
+    assert kept() is None
+
+
+def test_constants_stay_as_they_are_and_keywords_are_kept_as_positions_are() -> None:
+    """What requires no gradient is shared by all blocks: an FP8 copy per block would cost, not save."""
+    x, other = (torch.randn(8, D, requires_grad=True) for _ in range(2))
+    mask, seen = torch.randn(8, D), []
+
+    def block(x: Tensor, mask: Tensor, none: None, *, other: Tensor, scale: float) -> tuple[Tensor, float]:
+        seen.append((mask, none, other.detach().clone()))
+        return x.sigmoid() * other * mask * scale, scale
+
+    y, scale = fp8_checkpoint(block, x, mask, None, other=other * 1, scale=2.0, **FROM_FP8)
+    assert scale == 2.0
+    y.sum().backward()
+    for (constant, none, value), expected in zip(seen, (other.detach(), in_fp8(other)), strict=True):
+        assert constant.data_ptr() == mask.data_ptr()
+        assert none is None
+        assert_bitwise(value, expected)
+    torch.testing.assert_close(other.grad, in_fp8(x).sigmoid() * mask * 2)
+
+
+@pytest.mark.parametrize(
+    "x", [torch.randn(8, D, dtype=torch.float64), torch.randn(()), torch.randn(0, D)], ids=["fp64", "scalar", "empty"]
+)
+def test_what_fp8_has_no_place_for_is_kept_exactly(x: Tensor) -> None:
+    x = x.clone().requires_grad_()
+    (dx,) = torch.autograd.grad(fp8_checkpoint(torch.sigmoid, x, min_elements=0).sum(), x)
+    assert_bitwise(dx, torch.autograd.grad(x.sigmoid().sum(), x)[0])
+
+
+# -- inside other contexts --------------------------------------------------------------------------------------------
+
+
+def test_inside_packed_saved_tensors() -> None:
+    """A recomputed part of a packed block: its constants are not packed, so that it recomputes from what ran."""
+    mask, x, dy = torch.randn(8, D), torch.randn(8, D, requires_grad=True), torch.randn(8, D)
+
+    def run() -> Tensor:
+        return fp8_checkpoint(lambda a, b: a.sigmoid() * b, x, mask, **FROM_FP8)
+
+    with PackedSavedTensors(SMALL):
+        packed = run()
+    assert_bitwise(torch.autograd.grad(packed, x, dy)[0], torch.autograd.grad(run(), x, dy)[0])
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_inside_torch_checkpoint(reentrant: bool) -> None:
+    block, x = lora_block(0.3), torch.randn(2, T, D, requires_grad=True)
+    torch.manual_seed(7)
+    exact = gradients(block, x, block(x.tanh()))
+    torch.manual_seed(7)
+    y = checkpoint(lambda t: fp8_checkpoint(block, t.tanh(), **FROM_FP8), x, use_reentrant=reentrant)
+    torch.manual_seed(3)
+    y.backward(torch.randn_like(y))
+    assert_all_near(exact, grads_of(block, x), CHECKPOINT_GRADIENT_FLOOR_DB["e4m3"])
+
+
+def test_around_a_packed_block() -> None:
+    """What is recomputed is used at once: packing it would only add an error."""
+    block, x = Block(), torch.randn(2, T, D, requires_grad=True)
+
+    def packed(x: Tensor) -> Tensor:
+        with PackedSavedTensors(SMALL):
+            return block(x)
+
+    once, twice = (gradients(block, x, fp8_checkpoint(each, x, **FROM_FP8)) for each in (block, packed))
+    assert_all_bitwise(twice, once)
