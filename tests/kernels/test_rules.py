@@ -20,7 +20,7 @@ from coat_core.ops import quantize as codes
 from coat_core.quantize import quantize
 from tests.helpers.operators import bits, check_layout, check_operator, moved, tensors_in
 from tests.helpers.rows import SPECS, assert_follows, read_cases, turned
-from tests.kernels import test_gate, test_norm, test_qkv
+from tests.kernels import test_norm, test_qkv
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 Case = tuple[Any, tuple[Any, ...]]
@@ -96,7 +96,7 @@ GROUPS = [quantize_cases, mlp_cases, lora_cases, product_cases]
 def first_cases() -> dict[str, Case]:
     """The first call of each operator."""
     found: dict[str, Case] = {}
-    elsewhere = (test_norm.calls("rms"), test_gate.calls(True), test_qkv.calls())  # which check all that is below
+    elsewhere = (test_norm.norm_calls("rms"), test_norm.gate_calls(True), test_qkv.calls())  # which check the rest
     for cases in (*(cases() for cases in GROUPS), *elsewhere):
         for op, args, *_ in cases:
             found.setdefault(op._qualname, (op, args))
