@@ -349,25 +349,23 @@ def summarize(runs: Sequence[Mapping[str, Any]], geometry: Geometry, card: Card 
             row.median_ms = median(row.rounds_ms)
             row.peak_bytes = max(row.peak_bytes, measured["peak_bytes"])
             row.figures = measured["figures"]
-            if card is not None:
-                row.percent_of_limit = 100 * limit_ms(row, geometry, card) / row.median_ms
+            if card is None:
+                continue
+            if level == OPTIMIZER:
+                traffic = row.figures["parameters"] * OTHER_TRAFFIC_BYTES + MOMENTS_TRAFFIC * row.figures["state_bytes"]
+                limit_ms = traffic / card.gb_per_second / 1e6
+            else:
+                case = named(level)[name]
+                treatment = {"recomputed": case.recomputes, "full": case.full}
+                work = step_work(geometry, row.resolution, row.batch, **treatment)
+                limit_ms = least_ms(card, work, fp8_linears=case.fp8_linears)
+            row.percent_of_limit = 100 * limit_ms / row.median_ms
     for row in rows.values():
         for title, name in rivals(row.level, row.configuration).items() if row.status == OK else ():
             rival = rows.get((row.level, name, row.what, row.resolution, row.batch))
             if rival is not None:
                 row.speedup[title] = rival.median_ms / row.median_ms
     return list(rows.values())
-
-
-def limit_ms(row: Result, geometry: Geometry, card: Card) -> float:
-    """The device's lower bound on the row's time."""
-    if row.level == OPTIMIZER:
-        traffic = row.figures["parameters"] * OTHER_TRAFFIC_BYTES + MOMENTS_TRAFFIC * row.figures["state_bytes"]
-        return float(traffic / card.gb_per_second / 1e6)
-    configuration = named(row.level)[row.configuration]
-    treatment = {"recomputed": configuration.recomputes, "full": configuration.full}
-    work = step_work(geometry, row.resolution, row.batch, **treatment)
-    return least_ms(card, work, fp8_linears=configuration.fp8_linears)
 
 
 def write(

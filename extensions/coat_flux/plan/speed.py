@@ -48,7 +48,7 @@ class Card:
     fp8_tflops: float = 0.0  # 0 if the GPU has none
     copied_gb: float = 25.0  # 1e9 bytes a second from pinned CPU memory: four fifths of its PCIe link's rate
     gb_per_second: float = 0.0  # memory traffic; 0 if not needed
-    multiprocessors: int = 0  # likewise
+    multiprocessors: float = 0  # likewise
     capability: tuple[int, int] = (8, 9)  # compute capability
     int8_tflops: float = 0.0  # 0 if unknown
     clock_ghz: float = 0.0  # boost; 0 if not needed
@@ -82,17 +82,15 @@ CARDS: list[Card] = []  # the usual ones, which have a size each
 DEVICES: dict[str, Card] = {}  # by torch's name, of those whose rates are published
 with Path(__file__).with_name("cards.tsv").open(encoding="utf-8", newline="") as table:
     for row in csv.DictReader(table, delimiter="\t"):
-        rates = [float(row[rate] or 0) for rate in ("bf16", "fp8", "copied", "bandwidth")]
-        major, _, minor = row["capability"].partition(".")
-        processors = int(row["multiprocessors"] or 0)
-        capability = (int(major), int(minor))
-        others = (float(row[rate] or 0) for rate in ("int8", "clock_ghz"))
-        card = Card(float(row["gb"]), row["name"], *rates, processors, capability, *others)
-        KNOWN[_NO_NAME.sub("", card.name.casefold())] = card
-        if row["usual"]:
+        name, usual, device, capability = (row.pop(key) for key in ("name", "usual", "device", "capability"))
+        major, _, minor = capability.partition(".")
+        rates = {key: float(value or 0) for key, value in row.items()}
+        card = Card(name=name, capability=(int(major), int(minor)), **rates)
+        KNOWN[_NO_NAME.sub("", name.casefold())] = card
+        if usual:
             CARDS.append(card)
-        if row["device"]:
-            DEVICES[row["device"]] = card
+        if device:
+            DEVICES[device] = card
 
 
 def find_card(text: str) -> Card:
