@@ -17,7 +17,7 @@ from coat_core.formats import INT8, get_format
 from coat_core.granularity import PER_ROW, per_group
 from coat_core.int8 import rotation_size
 from coat_core.ops.codes import code_format
-from coat_core.ops.launch import dot_operand, empty, empty_values, finished, launch, n_blocks, power_of_two
+from coat_core.ops.launch import dot_operand, empty, empty_values, finished, launch, n_blocks, nothing, power_of_two
 from coat_core.quantize import SMALLEST_SCALE
 
 ROW_BLOCK = 2048
@@ -435,8 +435,7 @@ class Codes:
         `factors` fp32 [K] multiplied them before the cast.
         """
         if self.scale is None:
-            no_codes = torch.empty(0, dtype=self._fmt.dtype, device=self._device)
-            return no_codes, torch.empty(0, dtype=torch.float32, device=self._device)
+            return nothing(self._fmt.dtype, self._device), nothing(torch.float32, self._device)
         if self.codes is None:
             assert values is not None
             return cast_by_amax(values, self.scale.view(-1).amax(0, keepdim=True), self._fmt.name, factors)
@@ -472,15 +471,24 @@ def saved_groups(scale: Tensor | None, group_size: int, width: int) -> tuple[Ten
 
 
 def with_row_stride(x: Any) -> tuple[Any, int]:
-    """Return the rows of x [..., K] and their distance in elements, copied only where that varies; 0 for None."""
+    """Return x [..., K] and the distance of its rows in elements, copied only where that varies; 0 for None."""
     if x is None:
         return None, 0
+    width = x.shape[-1]
     if x.is_contiguous():  # most are
-        return x, x.shape[-1]
-    rows = x.flatten(0, -2)
-    if rows.stride(-1) != 1 and x.shape[-1] != 1:
-        rows = rows.contiguous()
-    return rows, rows.stride(0)
+        return x, width
+    if x.stride(-1) != 1 and width != 1:
+        return x.contiguous(), width
+    rows, beyond = width, None  # distance of rows; where the next dimension starts if that is the same for all
+    for size, stride in zip(reversed(x.shape[:-1]), reversed(x.stride()[:-1]), strict=True):
+        if size == 1:
+            continue
+        if beyond is None:
+            rows = stride
+        elif stride != beyond:
+            return x.contiguous(), width
+        beyond = stride * size
+    return x, rows
 
 
 def whole_rows(width: int, sums: bool = False) -> dict[str, int]:

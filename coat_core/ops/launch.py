@@ -96,6 +96,13 @@ def empty_values(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
     return empty(shape, torch.float32 if device.type == "cpu" else dtype, device)
 
 
+@functools.cache
+def nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The placeholder of an unrequested result, of shape [0]: the same tensor each time."""
+    with torch.inference_mode(False):  # it may be saved for a backward pass
+        return torch.empty(0, dtype=dtype, device=device)
+
+
 def finished(buffer: Tensor, dtype: torch.dtype) -> Tensor:
     """A kernel's result in its final dtype."""
     if buffer.dtype == dtype:
