@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import math
 import random
+import re
+from contextlib import suppress
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
@@ -146,3 +148,22 @@ def test_an_empty_chart_says_so_and_thinning_keeps_peaks() -> None:
     assert (7_777.0, 50.0) in few
     assert [x for x, _ in few] == sorted(x for x, _ in few)
     assert len(thinned(points[:100])) == 100
+
+
+def test_sections_fold_and_close_after_an_error() -> None:
+    page = Page("t")
+    with suppress(OSError), page.details("Memory"):
+        page.paragraph("inside")
+        raise OSError
+    page.paragraph("after")
+    assert "<details><summary>Memory</summary>\n<p>inside</p>\n</details>\n<p>after</p>" in page.html()
+
+
+def test_shaded_cells_are_red_when_low_and_green_when_high() -> None:
+    page = Page("t")
+    page.table(["layer", "c"], [["a", 10.0], ["b", 25.0], ["c", 99.0], ["d", None], ["e", 7]], (10.0, 30.0))
+    page.table(["layer", "c"], [["a", 10.0]])
+    shades = re.findall(r'<td class="[^"]*" data-label="c"(?: style="background: ([^"]*)")?>([^<]*)<', page.html())
+    mixed = "color-mix(in srgb, var(--{}-paper) {}%, var(--paper))"
+    papers = [mixed.format("bad", 100), mixed.format("good", 50), mixed.format("good", 100), "", "", ""]
+    assert shades == list(zip(papers, ["10.0", "25.0", "99.0", "–", "7", "10.0"], strict=True))
