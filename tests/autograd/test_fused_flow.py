@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from coat_core.activation import Saving
 from coat_core.granularity import Granularity, Storage
-from coat_flux.blocks.fused.chooser import fused_block
+from coat_flux.blocks.fused.chooser import disagreement, fused_block
 from coat_flux.blocks.fused.forms import join
 from coat_flux.config.coat import COATConfig
 from tests.helpers.asserts import assert_all_bitwise, assert_bitwise
@@ -138,3 +138,10 @@ def test_only_streams_that_are_neighbours_are_not_copied() -> None:
         joined = join(first, second)
         assert torch.equal(joined, torch.cat([first, second], dim=1))
         assert (joined.data_ptr() == first.data_ptr()) == (number == 0)
+
+
+def test_a_block_in_fp16_is_not_fused() -> None:
+    of = made("flux double")
+    form = fused_block(of.block)
+    assert disagreement(form, of.block, of.args) == ""
+    assert "fp16" in disagreement(form, of.block, (of.args[0].half(), *of.args[1:]))
