@@ -263,8 +263,11 @@ BAD_TEXTS: list[tuple[str, str | bytes, str, str]] = [  # suffix, content, two w
     (".yaml", FRAME + "---\n" + FRAME, "another document", "line 6"),
     (".yaml", FRAME + "      a: !!python/object/apply:os.system ['true']\n", "line 6", "could not determine"),
     (".yaml", FRAME + "      training_seed: 2024-13-45\n", "month", "in quotes"),
+    (".yaml", FRAME + "      a: &x [*x]\n", "alias", "contains itself"),
     (".yaml", FRAME + "      training_folder: ${COAT_FLUX_UNSET_VARIABLE}\n", "line 6", "not set"),
     (".yaml", FRAME + '      training_folder: "C:\\Users\\me"\n', "line 6", "single quotes"),
     (".json", '{"job": "extension",\n}', "line 2", "not JSON"),
+    (".json", '{"job": {"a": 1, "a": 2}}', "'a' is written twice", "quotes"),
+    (".json", "[" * 90_000, "nested too deeply", "brackets"),
     (".txt", FRAME, "ends in .yaml", "rename it"),
 ]

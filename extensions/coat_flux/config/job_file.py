@@ -1,8 +1,8 @@
 """Reading a job file as ai-toolkit does, with errors that point at line and column.
 
 As in ai-toolkit: YAML or JSON by extension, `${ENV}` replaced in the text before parsing, `[name]` replaced in every
-string, and `1e-4` a float (a string to plain PyYAML). In addition duplicate keys of YAML are refused (parsers silently
-keep the last one), and the shape of a job is checked.
+string, and `1e-4` a float (a string to plain PyYAML). In addition duplicate keys are refused (parsers silently keep
+the last one), and the shape of a job is checked.
 """
 
 from __future__ import annotations
@@ -123,7 +123,11 @@ def plain_job(raw: Any, findings: Findings, *, name: str | None = None) -> Any:
     if name is not None:
         raw["config"]["name"] = name
     own = raw["config"]["name"]
-    return _map_strings(raw, lambda text: text.replace(NAME_TAG, own))
+    try:
+        return _map_strings(raw, lambda text: text.replace(NAME_TAG, own))
+    except RecursionError:
+        findings.add("", "an alias contains itself; write out its value")
+        return None
 
 
 def _key_text(key: Any) -> str:
@@ -137,7 +141,7 @@ def parse(text: str, file: str) -> Any:
     """Parse a job file's text as JSON or YAML by the file's name; raises ConfigError with line and column."""
     where = ""
     try:
-        return json.loads(text) if file.lower().endswith(JSON_SUFFIXES) else yaml.load(text, Loader=_Loader)
+        return json.loads(text, object_pairs_hook=_unique) if file.lower().endswith(JSON_SUFFIXES) else yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         mark, line = error.problem_mark or error.context_mark, ""
         if mark:
@@ -151,7 +155,9 @@ def parse(text: str, file: str) -> Any:
         rule = f"not YAML: {error.problem or error.context}; {remedy}"
     except json.JSONDecodeError as error:
         where, rule = f"line {error.lineno}, column {error.colno}", f"not JSON: {error.msg}; correct this place"
-    except (yaml.YAMLError, ValueError) as error:  # a character, a date such as 2024-13-45
+    except RecursionError:
+        rule = "nested too deeply to be a job; check its brackets"
+    except (yaml.YAMLError, ValueError) as error:  # a character, a date such as 2024-13-45, a key written twice
         problem = " ".join(str(error).replace(";", ",").split())
         rule = f"cannot be read: {problem}; correct that value, or write it in quotes"
     raise ConfigError([Finding("error", file, where, None, rule)])
@@ -172,6 +178,14 @@ class _Loader(yaml.SafeLoader):
 
 
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT_FLOAT, list("-+0123456789"))
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    block = dict(pairs)
+    if len(block) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key '{max(keys, key=keys.count)}' is written twice in one block")
+    return block
 
 
 def _read_text(path: Path) -> str:
