@@ -141,7 +141,9 @@ def parse(text: str, file: str) -> Any:
     """Parse a job file's text as JSON or YAML by the file's name; raises ConfigError with line and column."""
     where = ""
     try:
-        return json.loads(text, object_pairs_hook=_unique) if file.lower().endswith(JSON_SUFFIXES) else yaml.load(text, Loader=_Loader)
+        if file.lower().endswith(JSON_SUFFIXES):
+            return json.loads(text, object_pairs_hook=_unique)
+        return yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         mark, line = error.problem_mark or error.context_mark, ""
         if mark:
