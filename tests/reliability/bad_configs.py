@@ -140,6 +140,8 @@ BAD_CONFIGS: list[Bad] = [
         ("sample.prompts", "a coatwear shirt", "must be a list"),
         ("coat", True, "must be a block of keys"),
         ("coat.optimizer.block_size", 24, "multiple of 16"),
+        ("coat.optimizer.block_size", 4112, "from 16 to 4096"),
+        ("coat.optimizer.m1_format", "E4M3", "did you mean 'e4m3'"),
         ("train.optimizer_params", [], "must be a block of keys"),
         ("train.optimizer_params.betas", 0.9, "two numbers"),
         ("train.optimizer_params.betas", [0.9, 1.0], "below 1"),
