@@ -24,7 +24,7 @@ ALL_ONLY = (  # tests that take minutes on a busy machine: left to `python scrip
     "tests/kernels/test_compile.py",  # every kernel, compiled for GPUs that are not there
     "tests/integration/test_engine_processes.py::test_under_fsdp2_three_processes_resume_the_full_run_of_two",
     "tests/integration/test_engine_processes.py::test_a_killed_process_ends_all_with_one_message",
-    "tests/integration/test_verify_catches.py",  # three pairs of runs
+    "tests/integration/test_verify_catches.py",  # five pairs of runs
 )
 
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=150, print_blob=True)

@@ -12,7 +12,7 @@ from coat_flux.study import judge, open_study, verify
 from coat_flux.study.compare import NOT_LOSSLESS
 
 ROOT = Path(__file__).resolve().parents[2]
-SEEDS, STEPS, LR = 3, 20, 5e-4
+SEEDS, STEPS, LR = 5, 20, 5e-4
 MOMENTS = {"m1_format": "e5m2", "m2_format": "e5m2", "moment_rounding": "nearest", "block_size": 4096}
 E5M2 = {  # all but the weights; no GPU multiplies e5m2 by e5m2
     "optimizer": MOMENTS | {"use_dynamic_range_expansion": False},
