@@ -106,6 +106,7 @@ UNKNOWN = {  # key → the nearest known one
     "datasets.0.folder_pth": "folder_path",
     "train.stpes": "steps",
     "train.Lr": "lr",
+    "train.learning_rate": "lr",  # kohya's
     "train.ema_config.decay": "ema_decay",
     "train.optimizer_params.weightdecay": "weight_decay",
     "train.lr_scheduler_params.eta_minimum": "eta_min",

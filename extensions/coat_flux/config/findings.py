@@ -186,9 +186,24 @@ def closest(word: Any, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     return by_lower[near[0]] if near else None
 
 
+OTHERS_KEYS = {  # of kohya's and diffusers' scripts
+    "learning_rate": "lr",
+    "max_train_steps": "steps",
+    "train_batch_size": "batch_size",
+    "mixed_precision": "dtype",
+    "network_dim": "linear",
+    "network_alpha": "linear_alpha",
+    "pretrained_model_name_or_path": "name_or_path",
+    "image_dir": "folder_path",
+    "output_dir": "training_folder",
+}
+
+
 def suggest_key(key: Any, siblings: Iterable[str], elsewhere: Iterable[str] = ()) -> str:
     """The remedy for an unknown key, "did you mean …?" or the known keys; `elsewhere` has nested dotted keys."""
     siblings = sorted(siblings)
+    if (own := OTHERS_KEYS.get(str(key))) in siblings:
+        return f"did you mean '{own}'?"
     by_leaf = {dotted.rpartition(".")[2]: dotted for dotted in elsewhere}
     if near := closest(key, siblings, cutoff=0.8):
         return f"did you mean '{near}'?"
