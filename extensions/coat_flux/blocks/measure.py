@@ -255,9 +255,8 @@ class AttentionPick:
     def __init__(self, config: COATConfig) -> None:
         self._forced = None if config.speed.attention == "auto" else config.speed.attention
         self._measures = config.speed.measure != "never"
-        self.resumed: str | None = (
-            None  # the kernel of the resumed run, taken if it can be used: others round otherwise
-        )
+        # the kernel of the resumed run, taken if it can be used: another one rounds otherwise
+        self.resumed: str | None = None
         self.kernel: str | None = None  # the one in use, of a GPU
 
     def choose(self, like: Tensor, mask: Tensor | None = None) -> Picked:

@@ -108,9 +108,8 @@ class Family:
     ungated: tuple[str, ...] = ()  # those of `repositories` without a license agreement
     # names on the hub → configs of the model's parts, as published, for `plan`
     models: Mapping[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
-    files: Mapping[str, str] = field(
-        default_factory=dict
-    )  # arch → the file ai-toolkit loads from a folder, or a pattern
+    # arch → the file that ai-toolkit loads from a folder, whatever else is in it; or a pattern
+    files: Mapping[str, str] = field(default_factory=dict)
     rates: Mapping[str, Rates] = field(default_factory=dict)  # class of a block without a reader → bytes (RESULTS.md)
     inputs: tuple[str, ...] = ()  # embedders of the blocks' streams
     conditioning: tuple[str, ...] = ()  # embedders of the modulation's input, and modulations outside the blocks
