@@ -151,7 +151,7 @@ def test_the_measurement_at_the_start_leaves_no_gradients(model: Any) -> None:
         BlockRunner, "__call__", lambda self, block, *x: run(self, block, *seen.setdefault(block, x))
     ):
         predict(model)
-    pick = GemmPick(runner.blocks, COATConfig(), runner._kept_form)
+    pick = GemmPick(runner.blocks, COATConfig(), runner._timed_form)
     with written_gradients():
         for block, args in seen.items():
             pick._block_ms(block, args, time.monotonic() - 100.0)

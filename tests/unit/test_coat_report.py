@@ -212,7 +212,7 @@ def test_a_run_says_what_its_blocks_got(caplog: pytest.LogCaptureFixture) -> Non
     lines = [r.getMessage() for r in caplog.records if "blocks:" in r.getMessage() or "in place of" in r.getMessage()]
     assert lines == [
         "blocks: 4 kept in FP8, fused flow, attention fp8",
-        "FluxTransformerBlock: generic flow in place of the fused one, which keeps less: hooks on the block",
+        "FluxTransformerBlock: generic flow in place of the fused one, which saves less: hooks on the block",
         "blocks: 3 kept in FP8, fused flow, attention fp8; 1 kept in FP8, generic flow, attention fp8",
     ]
 
