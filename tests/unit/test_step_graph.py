@@ -308,7 +308,7 @@ def test_parameters_are_checked_under_the_step_that_broke_them(monkeypatch: pyte
         run = SmallRun(late, {})
         with suppress(DeadRunError):
             run.train(38)
-        monkeypatch.setattr(run.watch.guard, "_check", lambda step, dead: found.append((step, dead)))
+        monkeypatch.setattr(run.watch.guard, "_check", lambda step, needs_effect: found.append((step, needs_effect)))
         run.train(4)
     assert found == [(40, True)] * 2
 

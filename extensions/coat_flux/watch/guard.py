@@ -1,24 +1,24 @@
 """Stops a run that can no longer succeed, and skips single updates that would kill it; the same in both trainers.
 
-    before an update    loss and gradient norm finite, gradient not zero, loss not constant   floats the caller has
-    after it            parameters finite, growth bounded, some lora_B not zero               one read-back, rarely
-    over many steps     loss with the LoRA not above the loss without it                      floats the caller has
+    when                what is checked                                                       cost
+    before an update    loss and gradient norm finite, gradient not zero, loss not constant   nothing
+    after it            parameters finite, growth bounded, some lora_B not zero               a read-back, rarely
+    over many steps     loss with the LoRA not above the loss without it                      a forward pass, rarely
 
 A single update from NaN or inf is skipped and counted; ten in a row end the run. With `guard.enabled: false` that
 is the only check. From the second in a row, and while the run seems to diverge, trainers save nothing.
 
-A LoRA has diverged when the loss is lower without it, on the same photos and noise. On some steps trainers run one
-more forward pass, with every lora_B at zero; the verdict is the mean ratio of the last 8, at the end also of 16. On
-the mini-FLUX it is below 1 at 3 times the good rate, above 1.02 at 10 times. The steps are
+A LoRA has diverged when the loss is lower without it, on the same photos and noise. On some steps trainers compare:
+they run one more forward pass, with every lora_B at zero. The verdict is the mean ratio of the last 8 comparisons, at
+the end also of 16. On the mini-FLUX it is below 1 at 3 times the good rate, above 1.02 at 10 times. Compared are
 
-    1, 4, 8, 16, 32 of a process
-    every 50th
-    the last 8 before a save, the last 16 before the end
-    the one after a save
-    all in doubt
+    the 1st, 4th, 8th, 16th, 32nd and every 50th step of a process
+    the last 8 steps before a save, the last 16 before the end
+    the step after a save
+    every step while in doubt
 
-40 of the first 1000 with `save_every: 1000`, about 1 % of the time. Of a LoKr W2 (or w2_b) stands for lora_B. Without
-either (a whole model) only the growth of the weights' norm is limited, to 1.1 times.
+That is 40 of the first 1000 with `save_every: 1000`, about 1 % of the time. In a LoKr, W2 (or w2_b) is what lora_B is
+in a LoRA. Without either (a whole model) only the growth of the weights' norm is limited, to 1.1 times.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ..base.rng import kept_draws
 from ..config.coat import GuardOptions
 
 KEPT = "the last good save is kept"
-# names of PEFT and ai-toolkit; of a LoKr the matrix, or the factor of it, that is zero at the start
+# the matrices that are zero at the start, by PEFT's and ai-toolkit's names
 UP_MATRICES = re.compile(r"\.lora_B\.|lora_up|\.lokr_w2(_b)?$")
 FIRST_LIVING_UPDATE = 2  # a warm-up begins with lr 0
 DOUBTED_STREAK = 2  # nonfinite steps in a row; a single one is harmless
@@ -45,8 +45,8 @@ COUNTERS = ("skipped", "updates", "nonfinite", "_zero_gradients", "_same_losses"
 WINDOW = 16  # steps between the two states kept, unless saves are more frequent
 FIRST_COMPARISONS, COMPARE_EVERY = (1, 4, 8, 16, 32), 50
 COMPARED, COMPARED_AT_END = 8, 16  # with 4, a healthy run of one photo a step is in doubt 1 % of the time
-LIMIT = 1.02  # loss with the LoRA relative to that without it; validation loss at the end, to the start
-FEW_LIMIT = 1.1  # the same of fewer than 8 comparisons, as one photo's loss varies
+LIMIT = 1.02  # of a verdict; also validation loss at the end, relative to the start
+FEW_LIMIT = 1.1  # of a verdict by fewer than 8 comparisons, or of a single one: one photo's loss varies
 LOWER_RATE = "lower train.lr, or set coat.activation.linear_granularity: per_row and grad_format: e5m2"
 NOT_THE_RATE = "nothing was trained yet: check the files and the dtype of the model, and the photos"
 BROKEN_LORA, BROKEN_MODEL = 100.0, 1.1  # growth of the weights' norm
@@ -60,7 +60,7 @@ class DeadRunError(UserError, RuntimeError):
         self.since = since
 
 
-Norms = Callable[..., Tensor]  # `tensor_norms`, or one that knows of other processes
+Norms = Callable[..., Tensor]  # `tensor_norms`, or the same over all processes
 
 
 @torch.no_grad()
@@ -73,7 +73,7 @@ def tensor_norms(tensors: Sequence[Tensor], order: float = 2.0) -> Tensor:
 
 
 class RunGuard:
-    """Watches the adapters of one run (name → parameter, may be set later); `norms` are over all processes."""
+    """Watches the adapters of one run: `lora`, name → parameter, may be set later."""
 
     def __init__(
         self,
@@ -88,32 +88,33 @@ class RunGuard:
         self._options, self._log, self._norms = options, log, norms
         self._zero_gradients = self._same_losses = 0
         self._last_loss: float | None = None
-        self._start: float | None = None  # norm of all weights before the first step
-        self._first: int | None = None  # step of this process
-        self._saved: int | None = None  # step of this process's last save
-        self._ratios: list[tuple[int, float]] = []  # by step, those of a verdict and one more
-        self._baseline: float | None = None  # above 1 if a LoRA was loaded
+        self._start_norm: float | None = None  # of all weights before the first step
+        self._first_step: int | None = None  # of this process
+        self._last_save: int | None = None  # of this process
+        self._ratios: list[tuple[int, float]] = []  # (step, ratio), those of a verdict and one more
+        self._baseline: float | None = None  # first ratio, above 1 if a LoRA was loaded; divides the others
         self._mean = 1.0  # ratio of the last verdict
-        self._in_doubt: tuple[int, int] | None = None  # first step in doubt, first bad update
+        self._doubt_began: int | None = None  # step of the first bad verdict
+        self._doubtful_since = 0  # step after which weights may be bad, while in doubt
         self._living_update = max(options.dead_lora_steps, FIRST_LIVING_UPDATE)
 
     def compares(self, step: int, until_save: int, until_end: int) -> bool:
         """Whether step `step` (from 1) is compared; `until_…`: steps from it to the next save, to the last step."""
         if not self._options.enabled:
             return False
-        begins = self._first is None
-        if self._first is None:
-            self._first = step
-        if not self._ups():
-            if begins:
+        has_ups = bool(self._ups())
+        if self._first_step is None:
+            self._first_step = step
+            if not has_ups:
                 self._log("guard: no lora_B to switch off: only growth is limited")
+        if not has_ups:
             return False
-        age = step - self._first + 1
+        age = step - self._first_step + 1
         if age in FIRST_COMPARISONS or age % COMPARE_EVERY == 0:
             return True
         if until_save < COMPARED or until_end < COMPARED_AT_END:
             return True
-        return step - 1 == self._saved or self._in_doubt is not None
+        return step - 1 == self._last_save or self._doubt_began is not None
 
     def _ups(self) -> list[Tensor]:
         return [param for name, param in self.lora.items() if UP_MATRICES.search(name)]
@@ -134,14 +135,14 @@ class RunGuard:
         """Whether the optimizer may use the gradients of step `step` (from 1); False skips a nonfinite step.
 
         `loss` is the mean over micro-batches and processes as computed (ai-toolkit logs 0 for NaN), `grad_norm` that
-        before clipping, `without` the loss without the LoRA.
+        before clipping, `without` the loss without the LoRA, NaN if the step is not compared.
 
         Raises:
             DeadRunError: too many nonfinite steps in a row, divergence, no gradient, or a constant loss.
         """
         options = self._options
-        if options.enabled and self._start is None:
-            self._start = self._norm()
+        if options.enabled and self._start_norm is None:
+            self._start_norm = self._norm()
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             self.skipped += 1
             self.nonfinite += 1
@@ -157,8 +158,10 @@ class RunGuard:
         self.nonfinite = 0
         if not options.enabled:
             return True
-        excused = grad_norm or self._in_doubt is not None  # a diverged LoRA may have no gradient
-        self._zero_gradients = 0 if excused else self._zero_gradients + 1
+        if grad_norm or self._doubt_began is not None:  # a diverged LoRA may have no gradient
+            self._zero_gradients = 0
+        else:
+            self._zero_gradients += 1
         if self._zero_gradients >= options.zero_gradient_steps:
             raise DeadRunError(
                 f"step {step}: gradient norm 0 for {self._zero_gradients} steps in a row; check that network, or "
@@ -174,12 +177,13 @@ class RunGuard:
             )
         if not 0 < without < math.inf:
             return True
+        ratio = loss / without
         if self._baseline is None:
-            self._baseline = max(loss / without, 1.0)
-        self._ratios = [*self._ratios, (step, loss / without / self._baseline)][-COMPARED_AT_END - 1 :]
+            self._baseline = max(ratio, 1.0)
+        self._ratios = [*self._ratios, (step, ratio / self._baseline)][-COMPARED_AT_END - 1 :]
         self._judge(step, COMPARED)
-        if self._in_doubt is not None and step - self._in_doubt[0] >= options.diverging_steps:
-            raise DeadRunError(f"step {step}: {self.doubt}: the run diverged; lower train.lr", self._in_doubt[1])
+        if self._doubt_began is not None and step - self._doubt_began >= options.diverging_steps:
+            raise DeadRunError(f"step {step}: {self.doubt}: the run diverged; lower train.lr", self._doubtful_since)
         return True
 
     def _judge(self, step: int, count: int) -> None:
@@ -187,33 +191,30 @@ class RunGuard:
         last = [ratio for _, ratio in self._ratios[-count:]]
         self._mean = sum(last) / len(last)
         if self._mean <= (LIMIT if len(last) >= COMPARED else FEW_LIMIT):
-            self._in_doubt = None
-        elif self._in_doubt is None:
-            self._in_doubt = step, self._first_doubt(step, count)
+            self._doubt_began = None
+        elif self._doubt_began is None:
+            self._doubtful_since = self._first_doubt(step, count)
+            self._doubt_began = step
 
     def _first_doubt(self, step: int, count: int = COMPARED) -> int:
         """The last comparison before the first bad one of `count`; `step` if nothing is compared."""
-        if self._in_doubt is not None:
-            return self._in_doubt[1]
+        if self._doubt_began is not None:
+            return self._doubtful_since
         if not self._ratios:
             return step
         ratios = self._ratios[-count - 1 :]
-        bad = [place for place, (_, ratio) in enumerate(ratios) if ratio > FEW_LIMIT]
-        good = max(bad[0] - 1, 0) if bad else -1
-        return min(step, ratios[good][0])
+        last_good = ratios[0][0]
+        for compared, ratio in ratios:
+            if ratio > FEW_LIMIT:
+                break
+            last_good = compared
+        return min(step, last_good)
 
     def apart(self, step: int) -> int | None:
         """Steps from `step` back to weights that were surely good, if anything is compared."""
         if not self._ratios:
             return None
         return step - self._first_doubt(step) + 1
-
-    def _norm(self) -> float:
-        return float(torch.linalg.vector_norm(self._norms(list(self.lora.values()))))
-
-    def _growth(self) -> float:
-        """Norm of the weights relative to the start; 1 where that was zero. Reads back one number."""
-        return self._norm() / self._start if self._start else 1.0
 
     @property
     def doubt(self) -> str | None:
@@ -222,7 +223,7 @@ class RunGuard:
             return None
         if self.nonfinite >= DOUBTED_STREAK:
             return f"the last {self.nonfinite} steps were not finite"
-        if self._in_doubt is None:
+        if self._doubt_began is None:
             return None
         return f"with the LoRA the loss is {self._mean:.3g} times that without it"
 
@@ -230,7 +231,7 @@ class RunGuard:
         """Count an update and, when due, check the parameters; raises DeadRunError as `check_save`."""
         self.updates += 1
         if self._options.enabled and self._is_checked(self.updates):
-            self._check(step, dead=self.updates == self._living_update)
+            self._check(step, needs_effect=self.updates == self._living_update)
 
     @property
     def checks_soon(self) -> bool:
@@ -243,12 +244,12 @@ class RunGuard:
     def check_save(self, step: int, *, final: bool = False) -> None:
         """Check every parameter before a save; DeadRunError if one is not finite.
 
-        The `final` save is checked even with `guard.enabled: false`, and not made if every lora_B is zero, or in doubt.
+        The `final` save is checked even with `guard.enabled: false`, and refused in doubt or if every lora_B is zero.
         """
         if final or self._options.enabled:
-            self._check(step, dead=final)
-        self._saved = step
-        if final and self._ratios and self._in_doubt is None:
+            self._check(step, needs_effect=final)
+        self._last_save = step
+        if final and self._ratios and self._doubt_began is None:
             self._judge(step, COMPARED_AT_END)
         if final and self.doubt is not None:
             since = self._first_doubt(step - self.nonfinite + 1 if self.nonfinite else step)
@@ -262,19 +263,20 @@ class RunGuard:
         raise DeadRunError(
             f"step {step}: the validation loss is {end:.3g}, at the start it was {start:.3g}: the run diverged; "
             "lower train.lr",
-            1 if since == step else since,
+            1 if since == step else since,  # without a doubtful comparison, the whole run
         )
 
     @torch.no_grad()
-    def _check(self, step: int, *, dead: bool) -> None:
+    def _check(self, step: int, *, needs_effect: bool) -> None:
+        """DeadRunError if the weights are broken, or have no effect yet if they need one."""
         if not self.lora:
             return
-        norms = self._norms(list(self.lora.values()), math.inf).tolist()
-        largest = dict(zip(self.lora, norms, strict=True))
-        broken = [name for name, value in largest.items() if not math.isfinite(value)]
+        largest = self._norms(list(self.lora.values()), math.inf).tolist()  # absolute value of each tensor
+        amax = dict(zip(self.lora, largest, strict=True))
+        broken = [name for name, value in amax.items() if not math.isfinite(value)]
         if broken:
             raise DeadRunError(
-                f"step {step}: {len(broken)} of {len(largest)} trained tensors are not finite ({broken[0]}): the last "
+                f"step {step}: {len(broken)} of {len(amax)} trained tensors are not finite ({broken[0]}): the last "
                 f"updates overflowed; lower train.lr, or use lr_scheduler: constant_with_warmup; {KEPT}",
                 self._first_doubt(step),
             )
@@ -282,11 +284,11 @@ class RunGuard:
         if growth > self._broken_growth:
             raise DeadRunError(
                 f"step {step}: the trained weights have grown {growth:.3g}-fold since the start (largest now "
-                f"{max(norms):.3g}): the run diverged; lower train.lr",
+                f"{max(largest):.3g}): the run diverged; lower train.lr",
                 self._first_doubt(step),
             )
-        ups = [value for name, value in largest.items() if UP_MATRICES.search(name)]
-        if dead and ups and not any(ups):
+        ups = [value for name, value in amax.items() if UP_MATRICES.search(name)]
+        if needs_effect and ups and not any(ups):
             if self.updates == 0:
                 raise DeadRunError(f"step {step}: not finite in each of {self.skipped} steps; {NOT_THE_RATE}")
             raise DeadRunError(
@@ -294,17 +296,24 @@ class RunGuard:
                 f"raise train.lr, shorten its warm-up, and check that network trains layers of the transformer; {KEPT}"
             )
 
+    def _growth(self) -> float:
+        """Norm of the weights relative to the start; 1 if that was zero. Reads back one number."""
+        return self._norm() / self._start_norm if self._start_norm else 1.0
+
+    def _norm(self) -> float:
+        return float(torch.linalg.vector_norm(self._norms(list(self.lora.values()))))
+
     def state_dict(self) -> dict[str, Any]:
         """The counters; plain JSON."""
         counters = {name.strip("_"): getattr(self, name) for name in COUNTERS}
         growth = self._growth() if self.lora else 1.0
         ratios = [list(pair) for pair in self._ratios]
-        return counters | {"growth": growth, "start": self._start, "ratios": ratios, "baseline": self._baseline}
+        return counters | {"growth": growth, "start": self._start_norm, "ratios": ratios, "baseline": self._baseline}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved run's counters; missing ones stay."""
         for name in COUNTERS:
             setattr(self, name, state.get(name.strip("_"), getattr(self, name)))
-        self._start = state.get("start", self._start)
+        self._start_norm = state.get("start", self._start_norm)
         self._ratios = [(step, ratio) for step, ratio in state.get("ratios", [])]
         self._baseline = state.get("baseline")
