@@ -160,8 +160,9 @@ class Buffers:
         if not isinstance(sample, Sample):
             return sample
         x = self.make(sample.shape, sample.strides, sample.rows.dtype, sample.alignment)
-        rows = _plain(sample.rows.to(self._device))
-        target = _plain(x)
+        rows, target = sample.rows.to(self._device), x
+        if x.dtype.itemsize == 1:  # FP8 as bytes, which torch can index
+            rows, target = rows.view(torch.uint8), x.view(torch.uint8)
         for dim, stride in enumerate(sample.strides):
             if stride == 0 and x.shape[dim] > 1:
                 target = target.narrow(dim, 0, 1)
@@ -183,11 +184,6 @@ class Buffers:
         return False
 
 
-def _plain(x: Tensor) -> Tensor:
-    """FP8 as bytes, which torch can index."""
-    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
-
-
 def fault(call: Call, device: torch.device) -> str:
     """Launch a call's kernel and run its reference: what is wrong with the kernel, or empty."""
     operator = dispatch.launchers[call.operator]
@@ -206,8 +202,9 @@ def fault(call: Call, device: torch.device) -> str:
         return _step_fault(
             named(*args, **kwargs), named(*own_args, **own_kwargs), tree_map(others.restore, call.args[0])
         )
-    for x, own in zip(_tensors((args, kwargs)), _tensors((own_args, own_kwargs)), strict=True):
-        if not torch.equal(_bytes(x), _bytes(own)):
+    for pair in zip(_tensors((args, kwargs)), _tensors((own_args, own_kwargs)), strict=True):
+        found, before = (x.detach().contiguous().view(-1).view(torch.uint8) for x in pair)
+        if not torch.equal(found, before):
             return "changes an argument"
     declared = declarations[call.operator](results, *args, **kwargs) if call.operator in declarations else ()
     recast: dict[int, Tensor] = {}  # id of codes or scale → what the operator's own values give
@@ -273,10 +270,6 @@ def _step_fault(a: Any, own: Any, before: list[Tensor]) -> str:
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
-
-
-def _bytes(x: Tensor) -> Tensor:
-    return x.detach().contiguous().view(-1).view(torch.uint8)
 
 
 # --- all calls, in another process ---

@@ -30,7 +30,7 @@ from coat_flux.base.names import COAT_TYPE
 from coat_flux.blocks.apply import apply_coat
 from coat_flux.blocks.cast_loss import WEIGHT_PRECISION
 from coat_flux.blocks.held import HeldTensors
-from coat_flux.blocks.models.checkpoint import CheckpointError, describe_file, flux_config, read_shapes
+from coat_flux.blocks.models.checkpoint import CheckpointError, describe_file, flux_config
 from coat_flux.blocks.models.encodings import read_header
 from coat_flux.blocks.models.flux1 import FLUX_DEV_TRANSFORMER_CONFIG
 from coat_flux.cli.entry import main
@@ -431,7 +431,7 @@ def test_a_file_that_is_not_whole_is_told_from_its_header(tmp_path: Path) -> Non
     ):
         path.write_bytes(spoiled)
         with pytest.raises(CheckpointError, match=words):
-            read_shapes(path)
+            read_header(path)
 
 
 def changed(edit: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:

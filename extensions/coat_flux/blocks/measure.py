@@ -12,7 +12,6 @@ JSON file per user, so that equal jobs choose the same; the first process's answ
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import logging
@@ -97,6 +96,8 @@ class GemmPick:
         self._form_of = form_of
         self._candidates = candidates(config)
         self._resumed: str | None = None
+        # linears with FP8 GEMMs when the first of `GEMMS` is set, and the name of the attribute with their config
+        self._linears: list[tuple[Any, str]] | None = None
         self.image_tokens = 0  # of the run's largest images, which are timed though the first batch be smaller
 
     def keep(self, gemm: str) -> None:
@@ -106,16 +107,13 @@ class GemmPick:
         else:
             logger.warning("resume: the config no longer allows the saved GEMM, %s; choosing again", gemm)
 
-    @functools.cached_property
-    def _linears(self) -> list[tuple[Any, str]]:
-        """Those with FP8 GEMMs when the first of `GEMMS` is set; others may have been left out until then."""
-        stored = [each for block in self._blocks for each in stored_linears(block)]
-        return [(module, name) for module, name in stored if getattr(module, name).use_fp8_gemm]
-
     def set(self, gemm: str) -> None:
         """Switch to one of `GEMMS`, or the config's own scaling; adapters save their inputs to match."""
         asked = self._config.linear_config()
         scaling = asked.input_granularity if gemm == "bf16" else gemm
+        if self._linears is None:
+            stored = [each for block in self._blocks for each in stored_linears(block)]
+            self._linears = [(module, name) for module, name in stored if getattr(module, name).use_fp8_gemm]
         for module, name in self._linears:
             own: FP8LinearConfig = getattr(module, name)
             setattr(module, name, replace(own, use_fp8_gemm=gemm != "bf16", input_granularity=scaling))

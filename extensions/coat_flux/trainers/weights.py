@@ -19,7 +19,7 @@ from coat_core.linear.function import StoredWeight
 from coat_core.nvfp4 import BLOCK
 
 from ..blocks.models import FLUX
-from ..blocks.models.checkpoint import CheckpointError, flux_config, read_shapes, transformer_keys
+from ..blocks.models.checkpoint import CheckpointError, flux_config, transformer_keys
 from ..blocks.models.encodings import (
     E4M3_CODES,
     GGUF,
@@ -145,7 +145,7 @@ def folder_weights(folder: Path) -> Weights:
         if not path.is_file():
             raise CheckpointError(f"has no {folder.name}/{name}; download it again")
         try:
-            shapes = read_shapes(path)
+            shapes = read_header(path).shapes
         except CheckpointError as error:
             raise CheckpointError(f"{folder.name}/{name} {error}") from error
         places |= {key: Place(path, key, tuple(shape)) for key, shape in shapes.items()}

@@ -19,7 +19,7 @@ from ...config.job_sections import PROCESS_TYPES
 from ...config.rules import STANDALONE, STANDALONE_ARCHS, arch_of
 from ...mini_flux import EMBEDDED_MODEL, MINI_FLUX
 from . import ARCHS, FAMILIES, FLUX, FLUX2, PIPELINES, REFUSED
-from .checkpoint import DEV, IN_CHANNELS, SUFFIXES, CheckpointError, base_model, cached_folder, flux_config, read_shapes
+from .checkpoint import DEV, IN_CHANNELS, SUFFIXES, CheckpointError, base_model, cached_folder, flux_config
 from .encodings import read_header
 from .family import Family
 
@@ -332,7 +332,7 @@ def _check_part(base: Path, part: str, alone: bool) -> None:
         raise _Refusal(f"{folder} has its weights only as a pickle ({pickle}), which can run code; give .safetensors")
     for file in weights:
         try:
-            read_shapes(file)
+            read_header(file)
         except CheckpointError as error:
             raise _Refusal(f"{file} {error}") from error
 

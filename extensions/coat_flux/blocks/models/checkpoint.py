@@ -41,11 +41,6 @@ REQUANTIZED = "requantized"
 Shapes = Mapping[str, list[int]]
 
 
-def read_shapes(path: Path) -> Shapes:
-    """The shape of each tensor of a file, by its header; CheckpointError if invalid or incomplete."""
-    return read_header(path).shapes
-
-
 def cached_folder(name: str) -> Path | None:
     """The folder of a model in the hub's cache, or None."""
     from huggingface_hub import try_to_load_from_cache
@@ -140,4 +135,5 @@ def base_model(name_or_path: str, extras: str | None) -> str:
     path = Path(name_or_path)
     if not (path.suffix.lower() in SUFFIXES and os.path.isfile(path)):
         return name_or_path
-    return DEV if any(key.endswith("guidance_in.in_layer.weight") for key in read_shapes(path)) else SCHNELL
+    shapes = read_header(path).shapes
+    return DEV if any(key.endswith("guidance_in.in_layer.weight") for key in shapes) else SCHNELL

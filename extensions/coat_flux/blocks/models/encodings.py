@@ -113,7 +113,9 @@ def read_header(path: Path) -> Header:
         if is_gguf != (content == GGUF) and (content == GGUF or first[8:] == b"{"):
             raise CheckpointError(f"is a {content} file by its content; rename it to end in {content}")
         if is_gguf:
-            return _gguf_header(path)
+            tensors = gguf_tensors(path)
+            shapes = {name: [int(size) for size in reversed(each.shape)] for name, each in tensors.items()}
+            return Header(shapes, {name: each.tensor_type.name for name, each in tensors.items()}, {}, is_gguf=True)
         with safe_open(path, framework="pt") as file:
             slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
             shapes = {key: each.get_shape() for key, each in slices.items()}
@@ -135,12 +137,6 @@ def read_header(path: Path) -> Header:
         if key.endswith(TENSOR_SCALE) and len(shapes.get(weight, ())) == 2:
             shapes[weight] = [shapes[weight][0], 2 * shapes[weight][1]]
     return Header(shapes, dtypes, marks)
-
-
-def _gguf_header(path: Path) -> Header:
-    tensors = gguf_tensors(path)
-    shapes = {name: [int(size) for size in reversed(each.shape)] for name, each in tensors.items()}
-    return Header(shapes, {name: each.tensor_type.name for name, each in tensors.items()}, {}, is_gguf=True)
 
 
 def gguf_tensors(path: Path) -> dict[str, Any]:
