@@ -71,13 +71,6 @@ class Reader:
     # a block → its fused form; or NotFusable. `join` makes one matrix of weights that read the same tensor
     read: Callable[[Any, bool], Form]
 
-    def check_call(self, rotary: Any, kwargs: Any = None) -> None:
-        """Refuse a call without rotary tables, or with further arguments of attention."""
-        if kwargs:
-            raise NotFusable(f"joint_attention_kwargs {', '.join(map(str, kwargs))}")
-        if rotary is None:
-            raise NotFusable("no rotary embedding is given")
-
     def results(self, text: Tensor | None, image: Tensor) -> Any:
         """The block's results; text is None where the streams are one."""
         return image if text is None else (text, image)

@@ -15,7 +15,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .forms import GELU, SWIGLU, DoubleBlock, Reader, SingleBlock, Stream
 from .linears import LinearGroup, NotFusable, read_group, read_linear
-from .parts import Attention, GatedLinear, Modulation, NormLinears, Rotary
+from .parts import Attention, GatedLinear, Modulation, NormLinears, Rotary, Shared
+
+
+def shared_of(rotary: Rotary | None, kwargs: Any = None, mask: Tensor | None = None) -> Shared:
+    """A call's rotary tables and mask; NotFusable without tables, or with further arguments of attention."""
+    if kwargs:
+        raise NotFusable(f"joint_attention_kwargs {', '.join(map(str, kwargs))}")
+    if rotary is None:
+        raise NotFusable("no rotary embedding is given")
+    return Shared(*rotary, mask)
 
 
 def check_norm(norm: nn.Module) -> float:
@@ -66,11 +75,12 @@ def check_attention(attn: Any, expected: str) -> None:
         raise NotFusable(f"diffusers' attention backend {name}")
 
 
-def read_modulation(norm: Any) -> Modulation:
-    """The linear of an adaLN."""
-    if getattr(norm, "emb", None) is not None or type(norm.silu) is not nn.SiLU:
+def read_modulation(norm: Any, kind: type[Modulation] = Modulation) -> Modulation | None:
+    """The linear of an adaLN; None where the model hands in its vectors."""
+    activation = type(getattr(norm, "silu", None))
+    if getattr(norm, "emb", None) is not None or activation not in (nn.SiLU, type(None)):
         raise NotFusable("class embeddings or another activation in adaLN")
-    return Modulation(read_linear(norm.linear))
+    return kind(read_linear(norm.linear)) if hasattr(norm, "linear") else None
 
 
 class Outside(NamedTuple):
@@ -125,18 +135,6 @@ def read_activation(module: Any) -> str:
     raise NotFusable(f"its activation is a {name}, not GELU-tanh or SwiGLU")
 
 
-def read_single(block: Any, modulation: Modulation | None, join: bool) -> SingleBlock:
-    """Read a single block with diffusers' names."""
-    attn, eps = block.attn, check_norm(block.norm.norm)
-    return SingleBlock(
-        modulation,
-        NormLinears(eps, read_group((attn.to_q, attn.to_k, attn.to_v, block.proj_mlp), join)),
-        Attention(attn.head_dim, *qk_norm(attn.norm_q, attn.norm_k)),
-        GatedLinear(read_linear(block.proj_out)),
-        read_activation(block.act_mlp),
-    )
-
-
 def read_joined_single(
     norm: Any, linears: tuple[Any, Any], width: int, attention: Attention, activation: str
 ) -> SingleBlock:
@@ -146,27 +144,53 @@ def read_joined_single(
     return SingleBlock(None, inputs, attention, GatedLinear(read_linear(linears[1])), activation)
 
 
+class DiffusersDouble(Reader):
+    """Reads diffusers' double blocks with an adaLN in each stream; a subclass knows their call."""
+
+    def read(self, block: Any, join: bool) -> DoubleBlock:
+        """See `Reader`."""
+        norm, of_text = block.norm1, block.norm1_context
+        text = Outside(read_modulation(of_text), of_text.norm, block.norm2_context, feed_forward(block.ff_context))
+        image = Outside(read_modulation(norm), norm.norm, block.norm2, feed_forward(block.ff))
+        return read_double(block.attn, text, image, join)
+
+
+class DiffusersSingle(Reader):
+    """Reads diffusers' single blocks; a subclass knows their call."""
+
+    def read(self, block: Any, join: bool) -> SingleBlock:
+        """See `Reader`."""
+        attn, eps = block.attn, check_norm(block.norm.norm)
+        return SingleBlock(
+            read_modulation(block.norm),
+            NormLinears(eps, read_group((attn.to_q, attn.to_k, attn.to_v, block.proj_mlp), join)),
+            Attention(attn.head_dim, *qk_norm(attn.norm_q, attn.norm_k)),
+            GatedLinear(read_linear(block.proj_out)),
+            read_activation(block.act_mlp),
+        )
+
+
 SWIGLU_CLASSES = ("Flux2SwiGLU", "SiLUActivation")  # of diffusers and of ai-toolkit
 TOOLKIT_EPS = 1e-6  # of the RMSNorm in ai-toolkit's blocks
 
 
-class OncePerPass:
-    """Caches make(tensor, ...) for a tensor that a model passes to all its blocks, for as long as the tensor lives.
+def once_per_pass(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Cache make(tensor, ...) for a tensor that a model passes to all its blocks, for as long as the tensor lives.
 
-    Not for use in a CUDA graph, whose replay would read the first values.
+    Of None it makes None. Not for use in a CUDA graph, whose replay would read the first values.
     """
+    made = WeakTensorKeyDictionary()
 
-    def __init__(self, make: Callable[..., Any]) -> None:
-        self._make = make
-        self._made = WeakTensorKeyDictionary()
-
-    def __call__(self, source: Tensor, *others: Any) -> Any:
-        """What `make` returns, or returned for the same arguments."""
+    def cached(source: Tensor | None, *others: Any) -> Any:
+        if source is None:
+            return None
         key = source._version, *(id(x) if isinstance(x, Tensor) else x for x in others)
-        entry = self._made.get(source)
+        entry = made.get(source)
         if entry is None or entry[0] != key:
-            entry = self._made[source] = key, self._make(source, *others), others  # kept: their ids stay unique
+            entry = made[source] = key, make(source, *others), others  # kept: their ids stay unique
         return entry[1]
+
+    return cached
 
 
 class ToolkitReader(Reader):
@@ -215,7 +239,7 @@ class ToolkitSingle(ToolkitReader):
         return read_joined_single(block.pre_norm, linears, block.hidden_size, attention, activation)
 
 
-@OncePerPass
+@once_per_pass
 def toolkit_rotary(*parts: Tensor) -> Rotary:
     """Cos and sin [S, d] of rotations [B, 1, S_i, d / 2, 2, 2], which are the same for all images, of text first."""
     table = torch.cat(parts, dim=2)
@@ -225,7 +249,7 @@ def toolkit_rotary(*parts: Tensor) -> Rotary:
     return cos, sin
 
 
-@OncePerPass
+@once_per_pass
 def complex_rotary(*parts: Tensor) -> Rotary:
     """Cos and sin [S, d] of rotations, complex [S_i, d / 2] of text first, or [B, S, d] of [B, S, d / 2]."""
     table = parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -16,17 +16,14 @@ from torch import Tensor
 from coat_core.linear.function import compute_dtype
 from coat_core.ops.attention import additive_mask
 
-from ..fused.forms import DoubleBlock, Reader, SingleBlock
-from ..fused.linears import NotFusable
-from ..fused.parts import Call, Shared
+from ..fused.parts import Call
 from ..fused.reading import (
-    OncePerPass,
-    Outside,
+    DiffusersDouble,
+    DiffusersSingle,
     ToolkitDouble,
     ToolkitSingle,
-    feed_forward,
-    read_double,
-    read_single,
+    once_per_pass,
+    shared_of,
     toolkit_rotary,
 )
 from .family import BlockList, Family
@@ -37,51 +34,35 @@ OPTIONAL = ("image_rotary_emb", "attention_mask", "joint_attention_kwargs")
 
 
 # the mask of pairs of tokens [B, 1, S, S] of a mask of tokens [B, S], multiplied as diffusers does
-_pairs = OncePerPass(lambda mask, dtype: additive_mask(mask[:, None, None, :] * mask[:, None, :, None], dtype))
+_pairs = once_per_pass(lambda mask, dtype: additive_mask(mask[:, None, None, :] * mask[:, None, :, None], dtype))
 
 
-class _Reader(Reader):
+class _Double(DiffusersDouble):
     processor = "FluxAttnProcessor"
-
-    def shared(self, image: Tensor, rotary: Any = None, mask: Tensor | None = None, kwargs: Any = None) -> Shared:
-        self.check_call(rotary, kwargs)
-        return Shared(*rotary, None if mask is None else _pairs(mask, compute_dtype(image)))
-
-
-class _Double(_Reader):
     arguments = ("hidden_states", "encoder_hidden_states", "temb", *OPTIONAL)
 
-    def call(self, image: Tensor, text: Tensor, temb: Tensor, *others: Any) -> Call:
+    def call(
+        self, image: Tensor, text: Tensor, temb: Tensor, rotary: Any = None, mask: Any = None, kwargs: Any = None
+    ) -> Call:
         of_image, of_text = temb.flatten(1, 2).chunk(2, dim=1)
-        return Call(image, text, self.shared(image, *others), None, (of_text, of_image))
-
-    def read(self, block: Any, join: bool) -> DoubleBlock:
-        if block.norm1.emb is not None or block.norm1_context.emb is not None:
-            raise NotFusable("class embeddings in adaLN")
-        text = Outside(None, block.norm1_context.norm, block.norm2_context, feed_forward(block.ff_context))
-        image = Outside(None, block.norm1.norm, block.norm2, feed_forward(block.ff))
-        return read_double(block.attn, text, image, join)
+        shared = shared_of(rotary, kwargs, _pairs(mask, compute_dtype(image)))
+        return Call(image, text, shared, None, (of_text, of_image))
 
 
-class _Single(_Reader):
+class _Single(DiffusersSingle):
+    processor = "FluxAttnProcessor"
     arguments = ("hidden_states", "temb", *OPTIONAL)
 
-    def call(self, x: Tensor, temb: Tensor, *others: Any) -> Call:
-        return Call(x, None, self.shared(x, *others), None, (temb.flatten(1, 2),))
-
-    def read(self, block: Any, join: bool) -> SingleBlock:
-        return read_single(block, None, join)
+    def call(self, x: Tensor, temb: Tensor, rotary: Any = None, mask: Any = None, kwargs: Any = None) -> Call:
+        shared = shared_of(rotary, kwargs, _pairs(mask, compute_dtype(x)))
+        return Call(x, None, shared, None, (temb.flatten(1, 2),))
 
 
 # --- ai-toolkit's class ---
 
 
 # the additive mask of the first head, of a mask [B, H, S, S] that the model repeats for all of them
-_one_head = OncePerPass(lambda mask, dtype: additive_mask(mask[:, :1], dtype))
-
-
-def _toolkit_shared(image: Tensor, pe: Tensor, mask: Tensor | None) -> Shared:
-    return Shared(*toolkit_rotary(pe), None if mask is None else _one_head(mask, compute_dtype(image)))
+_one_head = once_per_pass(lambda mask, dtype: additive_mask(mask[:, :1], dtype))
 
 
 def _vectors(*found: Any) -> Tensor:
@@ -94,14 +75,16 @@ class _ToolkitDouble(ToolkitDouble):
 
     def call(self, image: Tensor, text: Tensor, pe: Tensor, modulations: Any, mask: Any) -> Call:
         of_image, of_text = modulations
-        return Call(image, text, _toolkit_shared(image, pe, mask), None, (_vectors(*of_text), _vectors(*of_image)))
+        shared = shared_of(toolkit_rotary(pe), None, _one_head(mask, compute_dtype(image)))
+        return Call(image, text, shared, None, (_vectors(*of_text), _vectors(*of_image)))
 
 
 class _ToolkitSingle(ToolkitSingle):
     arguments = ("x", "pe", "distill_vec", "mask")
 
     def call(self, x: Tensor, pe: Tensor, modulation: Any, mask: Any) -> Call:
-        return Call(x, None, _toolkit_shared(x, pe, mask), None, (_vectors(modulation),))
+        shared = shared_of(toolkit_rotary(pe), None, _one_head(mask, compute_dtype(x)))
+        return Call(x, None, shared, None, (_vectors(modulation),))
 
 
 CHROMA = Family(

@@ -13,35 +13,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..fused.forms import DoubleBlock, Reader, SingleBlock
-from ..fused.parts import Call, Shared
-from ..fused.reading import Outside, feed_forward, read_double, read_modulation, read_single
+from ..fused.parts import Call
+from ..fused.reading import DiffusersDouble, DiffusersSingle, shared_of
 from .family import DF, BlockList, D, F, Family, Linear, outside_linears, own_entries, published
 
 if TYPE_CHECKING:
     from diffusers import FluxTransformer2DModel
 
 
-class _Reader(Reader):
+class _Double(DiffusersDouble):
     processor = "FluxAttnProcessor"
     arguments = ("hidden_states", "encoder_hidden_states", "temb", "image_rotary_emb", "joint_attention_kwargs")
 
     def call(self, image: Tensor, text: Tensor, temb: Tensor, rotary: Any = None, kwargs: Any = None) -> Call:
-        self.check_call(rotary, kwargs)
-        return Call(image, text, Shared(*rotary), temb)
+        return Call(image, text, shared_of(rotary, kwargs), temb)
 
 
-class _Double(_Reader):
-    def read(self, block: Any, join: bool) -> DoubleBlock:
-        norm, of_text = block.norm1, block.norm1_context
-        text = Outside(read_modulation(of_text), of_text.norm, block.norm2_context, feed_forward(block.ff_context))
-        image = Outside(read_modulation(norm), norm.norm, block.norm2, feed_forward(block.ff))
-        return read_double(block.attn, text, image, join)
-
-
-class _Single(_Reader):
-    def read(self, block: Any, join: bool) -> SingleBlock:
-        return read_single(block, read_modulation(block.norm), join)
+class _Single(DiffusersSingle):
+    processor, arguments, call = _Double.processor, _Double.arguments, _Double.call
 
 
 DOUBLE_LINEARS = (

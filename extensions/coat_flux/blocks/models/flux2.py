@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from ...data.cache import input_device, model_identity
 from ..fused.forms import DoubleBlock, Reader, SingleBlock
 from ..fused.linears import NotFusable
-from ..fused.parts import Attention, Call, Shared
+from ..fused.parts import Attention, Call
 from ..fused.reading import (
     Outside,
     ToolkitDouble,
@@ -29,6 +29,7 @@ from ..fused.reading import (
     read_activation,
     read_double,
     read_joined_single,
+    shared_of,
     toolkit_rotary,
 )
 from .family import DF, BlockList, D, F, Family, Linear, outside_linears, own_entries, published
@@ -56,8 +57,7 @@ class _Double(Reader):
     arguments = ("hidden_states", "encoder_hidden_states", "temb_mod_img", "temb_mod_txt", *_ATTENDS)
 
     def call(self, image: Any, text: Any, of_image: Any, of_text: Any, rotary: Any = None, kwargs: Any = None) -> Call:
-        self.check_call(rotary, kwargs)
-        return Call(image, text, Shared(*rotary), None, (_vectors(of_text, image), _vectors(of_image, image)))
+        return Call(image, text, shared_of(rotary, kwargs), None, (_vectors(of_text, image), _vectors(of_image, image)))
 
     def read(self, block: Any, join: bool) -> DoubleBlock:
         of_text, of_image = block.ff_context, block.ff
@@ -83,8 +83,7 @@ class _Single(Reader):
     def call(self, x: Tensor, text: Any, vectors: Tensor, rotary: Any = None, kwargs: Any = None, *apart: Any) -> Call:
         if text is not None or any(apart):
             raise NotFusable("streams that are handed in apart, or come apart")
-        self.check_call(rotary, kwargs)
-        return Call(x, None, Shared(*rotary), None, (_vectors(vectors, x),))
+        return Call(x, None, shared_of(rotary, kwargs), None, (_vectors(vectors, x),))
 
     def read(self, block: Any, join: bool) -> SingleBlock:
         attn = block.attn
@@ -106,14 +105,14 @@ class _ToolkitDouble(ToolkitDouble):
 
     def call(self, image: Tensor, text: Tensor, pe: Tensor, text_pe: Tensor, of_image: Any, of_text: Any) -> Call:
         vectors = _vectors(of_text, image), _vectors(of_image, image)
-        return Call(image, text, Shared(*toolkit_rotary(text_pe, pe)), None, vectors)
+        return Call(image, text, shared_of(toolkit_rotary(text_pe, pe)), None, vectors)
 
 
 class _ToolkitSingle(ToolkitSingle):
     arguments = ("x", "pe", "mod")
 
     def call(self, x: Tensor, pe: Tensor, modulation: Any) -> Call:
-        return Call(x, None, Shared(*toolkit_rotary(pe)), None, (_vectors(modulation, x),))
+        return Call(x, None, shared_of(toolkit_rotary(pe)), None, (_vectors(modulation, x),))
 
 
 # --- the family ---

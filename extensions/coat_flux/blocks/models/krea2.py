@@ -20,12 +20,12 @@ from coat_core.ops.attention import additive_mask
 
 from ..fused.forms import SWIGLU, UNTURNED, Reader, Stream, StreamBlock
 from ..fused.linears import NotFusable, read_group, read_linear
-from ..fused.parts import Attention, Call, GatedLinear, NormLinears, Rotary, Shared
-from ..fused.reading import OncePerPass, check_dropout
+from ..fused.parts import Attention, Call, GatedLinear, NormLinears, Rotary
+from ..fused.reading import check_dropout, once_per_pass, shared_of
 from .family import BlockList, Family
 
 
-@OncePerPass
+@once_per_pass
 def _mask(seen: Tensor, dtype: torch.dtype) -> Tensor | None:
     """The additive mask of one of pairs of tokens or of keys [B, 1, S or 1, S]; None where it hides none."""
     if seen.device.type != "meta" and bool(seen.all()):
@@ -34,8 +34,8 @@ def _mask(seen: Tensor, dtype: torch.dtype) -> Tensor | None:
 
 
 def _call(x: Tensor, rotary: Rotary, seen: Tensor | None, *vectors: Tensor) -> Call:
-    mask = None if seen is None else _mask(seen, compute_dtype(x))
-    return Call(x, None, Shared(*rotary, mask), vectors=tuple(each.flatten(1) for each in vectors))
+    shared = shared_of(rotary, mask=_mask(seen, compute_dtype(x)))
+    return Call(x, None, shared, vectors=tuple(each.flatten(1) for each in vectors))
 
 
 def _read(
@@ -88,27 +88,23 @@ class _Block(_Text):
     of_text = False
 
     def call(self, x: Tensor, temb: Tensor, rotary: Any, seen: Tensor | None = None) -> Call:  # type: ignore[override]
-        self.check_call(rotary)
         return _call(x, rotary, seen, temb)
 
 
 # --- ai-toolkit's class ---
 
 
-@OncePerPass
+@once_per_pass
 def _rotary(table: Tensor) -> Rotary:
     """Cos and sin [B, S, d], of one image [S, d], of rotations [B, S, d / 2, 2, 2]."""
     table = table[0] if len(table) == 1 else table
     return table[..., 0, 0].repeat_interleave(2, dim=-1), table[..., 1, 0].repeat_interleave(2, dim=-1)
 
 
-class _ToolkitText(Reader):
+class _ToolkitText(_Text):
+    processor = ""
     arguments = ("x", "mask")
     heads = ("attn.heads", "attn.wq.out_features")
-    of_text = True
-
-    def call(self, x: Tensor, seen: Tensor | None = None) -> Call:
-        return _call(x, UNTURNED, seen)
 
     def read(self, block: Any, join: bool) -> StreamBlock:
         attn, mlp = block.attn, block.mlp

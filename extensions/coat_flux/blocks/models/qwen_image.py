@@ -16,12 +16,12 @@ from coat_core.ops.attention import additive_mask
 
 from ..fused.forms import DoubleBlock, Reader
 from ..fused.linears import NotFusable, read_linear
-from ..fused.parts import Call, Modulation, Shared
-from ..fused.reading import OncePerPass, Outside, complex_rotary, feed_forward, read_double
+from ..fused.parts import Call, Modulation
+from ..fused.reading import Outside, complex_rotary, feed_forward, once_per_pass, read_double, shared_of
 from .family import BlockList, Family
 
 
-@OncePerPass
+@once_per_pass
 def _mask(seen: Tensor, unmasked: int, dtype: torch.dtype) -> Tensor | None:
     """The additive mask [B, 1, 1, T + S] of a mask of its first tokens; None where it hides none, which is faster."""
     if seen.device.type != "meta" and bool(seen.all()):
@@ -56,12 +56,11 @@ class _Block(Reader):
         unmasked, kwargs = image.shape[1], dict(kwargs or {})
         if seen is None and "attention_mask" in kwargs:  # of diffusers 0.37 and 0.38
             seen, unmasked = kwargs.pop("attention_mask"), 0
-        self.check_call(rotary, kwargs)
         if index is not None:
             raise NotFusable("image tokens of one block with different modulations (zero_cond_t)")
-        mask = None if seen is None else _mask(seen, unmasked, compute_dtype(image))
-        of_image, of_text = rotary
-        return Call(image, text, Shared(*complex_rotary(of_text, of_image), mask), temb)
+        mask = _mask(seen, unmasked, compute_dtype(image))
+        of_image, of_text = rotary or (None, None)
+        return Call(image, text, shared_of(complex_rotary(of_text, of_image), kwargs, mask), temb)
 
     def read(self, block: Any, join: bool) -> DoubleBlock:
         if getattr(block, "zero_cond_t", False):

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..fused.forms import UNTURNED, DoubleBlock, Reader
+from ..fused.forms import UNTURNED, DoubleBlock
 from ..fused.linears import NotFusable
-from ..fused.parts import Call, Modulation, Shared
-from ..fused.reading import Outside, feed_forward, read_double, read_modulation
+from ..fused.parts import Call, Modulation
+from ..fused.reading import DiffusersDouble, Outside, feed_forward, read_double, read_modulation, shared_of
 from .family import BlockList, Family, Rates
 
 
@@ -25,25 +25,22 @@ class _ScaleFirst(Modulation):
         return torch.cat([shift, scale], dim=1)
 
 
-class _Block(Reader):
+class _Block(DiffusersDouble):
     processor = "JointAttnProcessor2_0"
     arguments = ("hidden_states", "encoder_hidden_states", "temb", "joint_attention_kwargs")
 
     def call(self, image: Tensor, text: Tensor, temb: Tensor, kwargs: Any = None) -> Call:
-        self.check_call(UNTURNED, kwargs)
-        return Call(image, text, Shared(*UNTURNED), temb)
+        return Call(image, text, shared_of(UNTURNED, kwargs), temb)
 
     def read(self, block: Any, join: bool) -> DoubleBlock:
         if block._chunk_size is not None:
             raise NotFusable("its feed-forward runs in chunks")
         if block.use_dual_attention:
             raise NotFusable("its image tokens attend to themselves a second time (use_dual_attention)")
+        if not block.context_pre_only:
+            return super().read(block, join)
         norm, of_text = block.norm1, block.norm1_context
-        if block.context_pre_only:
-            text = Outside(_ScaleFirst(read_modulation(of_text).linear), of_text.norm)
-        else:
-            mlp = feed_forward(block.ff_context)
-            text = Outside(read_modulation(of_text), of_text.norm, block.norm2_context, mlp)
+        text = Outside(read_modulation(of_text, _ScaleFirst), of_text.norm)
         image = Outside(read_modulation(norm), norm.norm, block.norm2, feed_forward(block.ff))
         return read_double(block.attn, text, image, join)
 

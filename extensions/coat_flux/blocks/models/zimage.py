@@ -17,12 +17,12 @@ from coat_core.ops.attention import additive_mask
 
 from ..fused.forms import SWIGLU, Reader, Stream, StreamBlock
 from ..fused.linears import NotFusable, read_group, read_linear
-from ..fused.parts import Attention, Call, GatedLinear, Modulation, NormLinears, Shared
-from ..fused.reading import OncePerPass, check_dropout, complex_rotary, qk_norm
+from ..fused.parts import Attention, Call, GatedLinear, Modulation, NormLinears
+from ..fused.reading import check_dropout, complex_rotary, once_per_pass, qk_norm, shared_of
 from .family import BlockList, Family
 
 # the additive mask [B, 1, 1, S] of a mask of tokens [B, S]
-_mask = OncePerPass(lambda seen, dtype: additive_mask(seen[:, None, None, :], dtype))
+_mask = once_per_pass(lambda seen, dtype: additive_mask(seen[:, None, None, :], dtype))
 
 
 def _norm(norm: Any) -> tuple[Tensor, float]:
@@ -47,9 +47,8 @@ class _Block(Reader):
     def call(self, x: Tensor, seen: Any, rotations: Any, temb: Any = None, of_tokens: Any = None, *_: Any) -> Call:
         if of_tokens is not None:
             raise NotFusable("tokens of one block with different modulations (noise_mask)")
-        self.check_call(rotations)
-        mask = None if seen is None else _mask(seen, compute_dtype(x))
-        return Call(x, None, Shared(*complex_rotary(rotations), mask), temb)
+        mask = _mask(seen, compute_dtype(x))
+        return Call(x, None, shared_of(complex_rotary(rotations), mask=mask), temb)
 
     def read(self, block: Any, join: bool) -> StreamBlock:
         attn, ff = block.attention, block.feed_forward
