@@ -51,6 +51,22 @@ class _Codes:
         for module, name, like, start in self.views:
             yield module, name, memory.as_strided(like.shape, like.stride(), memory.storage_offset() + start)
 
+    def to_host(self, device: torch.device) -> None:
+        self.host = torch.empty(self.bytes, dtype=torch.uint8)
+        if device.type == "cuda":
+            pin(self.host, "memory.stream_blocks", "stream fewer blocks")
+        for module, name, view in self.within(self.host):
+            view.copy_(module._buffers[name])
+            module._buffers[name] = None  # the next block finds its memory free
+
+    def to_device(self, device: torch.device) -> None:
+        if self.host is None:
+            return
+        for module, name, view in self.within(self.host.to(device, copy=True)):
+            module._buffers[name] = view
+        unpin(self.host)
+        self.host = None
+
 
 class StreamedWeights:
     """Keeps the codes of some blocks in CPU memory, and on the device when needed; `blocks` are in forward order."""
@@ -83,7 +99,9 @@ class StreamedWeights:
         self._hooked = set()
         for index in self.streamed:  # first what leaves the device
             if self._codes[index].host is None:
-                self._codes[index] = _to_host(_read(self._blocks[index]), self._device)
+                codes = _read(self._blocks[index])
+                codes.to_host(self._device)
+                self._codes[index] = codes
         largest = max((self._codes[index].bytes for index in self.streamed), default=0)
         count = min(SLOTS, len(self.streamed))
         self._slots = [torch.zeros(largest, dtype=torch.uint8, device=self._device) for _ in range(count)]
@@ -92,7 +110,7 @@ class StreamedWeights:
             place = self._places.get(block)
             fetch = here = None
             if place is None:
-                _to_device(codes, self._device)
+                codes.to_device(self._device)
             else:
                 fetch = functools.partial(self.ready, block)
                 here = functools.partial(self._is_here, place)
@@ -208,25 +226,6 @@ def unpark(module: nn.Module) -> bool:
     parked = vars(module).pop(PARKED, {})
     module._buffers.update(parked)
     return bool(parked)
-
-
-def _to_host(codes: _Codes, device: torch.device) -> _Codes:
-    codes.host = torch.empty(codes.bytes, dtype=torch.uint8)
-    if device.type == "cuda":
-        pin(codes.host, "memory.stream_blocks", "stream fewer blocks")
-    for module, name, view in codes.within(codes.host):
-        view.copy_(module._buffers[name])
-        module._buffers[name] = None  # the next block finds its memory free
-    return codes
-
-
-def _to_device(codes: _Codes, device: torch.device) -> None:
-    if codes.host is None:
-        return
-    for module, name, view in codes.within(codes.host.to(device, copy=True)):
-        module._buffers[name] = view
-    unpin(codes.host)
-    codes.host = None
 
 
 def _apply_to_rest(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:

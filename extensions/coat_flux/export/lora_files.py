@@ -84,7 +84,9 @@ _NAMES: dict[str, dict[str, list[Place]]] = {layout: {} for layout in LAYOUTS}
 for _family in FAMILIES.values():
     _linears = list(_family.outside)
     for _blocks in _family.lists:
-        _linears += [each.within(f"{_blocks.pattern}.#", f"{_blocks.original}.#") for each in _blocks.linears]
+        for _linear in _blocks.linears:
+            _members = tuple(f"{_blocks.pattern}.#.{name}" for name in _linear.members)
+            _linears.append(replace(_linear, name=f"{_blocks.original}.#.{_linear.name}", members=_members))
     for _linear in _linears:
         for _part, _member in enumerate(_linear.members):
             _NAMES["diffusers"].setdefault(_member, []).append((_family, _linear, _part))
@@ -100,7 +102,10 @@ def place_of(name: str, layout: str = "diffusers", family: Family | None = None)
     number = _NUMBER.search(name)
     places = _NAMES[layout][_NUMBER.sub("#", name, count=1)]
     _, linear, part = next((place for place in places if place[0] is family), places[0])
-    return linear if number is None else linear.numbered(number[0]), part
+    if number is None:
+        return linear, part
+    members = tuple(member.replace("#", number[0]) for member in linear.members)
+    return replace(linear, name=linear.name.replace("#", number[0]), members=members), part
 
 
 def height_of(linear: Linear, part: int | None) -> int:

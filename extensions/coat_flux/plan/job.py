@@ -331,15 +331,15 @@ class JobFacts:
         embedding = any(name.split(".")[0] in model.family.conditioning for name in outside)
         trained = any(name in model.family.inputs for name in outside)
         kinds = {blocks.pattern: blocks.kind for blocks in model.family.lists}
-        calls = None
+        alike: Mapping[int, int] | None = None
         if model.probe is not None:
             try:
-                calls = calls_of(model.probe, self.tokens, self.value_bytes, not self.on_cpu)
+                _, alike, _ = calls_of(model.probe, self.tokens, self.value_bytes, not self.on_cpu)
             except UNPROBED as error:
                 why = f"{model.kind} does not run without its weights ({first_line(error)})"
                 self.assumed.append(f"{why}: its blocks are taken to save what a run plans with for their classes")
         # of those that do not run here, or not in a step
-        widest = 0 if calls else max(min(x.in_features, x.out_features) for x in model.linears.values())
+        widest = 0 if alike is not None else max(min(x.in_features, x.out_features) for x in model.linears.values())
         unknown = read_blocks(model.blocks.values(), (), self.tokens.rows * widest)
         blocks: list[Block | UnknownBlock] = []
         for i, (name, names) in enumerate(inside.items()):
@@ -351,8 +351,8 @@ class JobFacts:
                 heads, mlp = model.config["num_attention_heads"], model.config.get("mlp_ratio", FLUX1_MLP_RATIO)
                 sizes = {"hidden": model.hidden, "heads": heads, "mlp": int(mlp * model.hidden)}
                 blocks.append(Block(kind, **sizes, **common, trained_embedding=embedding))
-            elif calls is not None and i in calls.alike:
-                blocks.append(CountedBlock(kind, 0, 0, 0, **common, probe=model.probe, index=calls.alike[i]))
+            elif alike is not None and i in alike:
+                blocks.append(CountedBlock(kind, 0, 0, 0, **common, probe=model.probe, index=alike[i]))
             else:
                 gradients = sum(rank * sum(model.linears[f"{name}.{x}"].weight.shape) for x, rank in ranks)
                 blocks.append(replace(unknown[i], gradients=FP32 * gradients if widest else 0))

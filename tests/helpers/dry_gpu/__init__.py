@@ -47,7 +47,7 @@ FIRST = {
     "coat_core/ops/attention.py:_error": 0.0,  # how far a kernel is from plain products
     "coat_flux/blocks/measure.py:timed": 0.0,  # how long a block takes
     "coat_flux/blocks/fused/chooser.py:relative_difference": 0.0,  # fused blocks against diffusers' own
-    "coat_flux/blocks/streaming.py:_to_device": 0.0,  # what the first step finds need not be streamed
+    "coat_flux/blocks/streaming.py:to_device": 0.0,  # what the first step finds need not be streamed
     "coat_flux/watch/guard.py:_norm": 1.0,  # of the weights at the start
 }
 # In steps that look closer: health steps, and the guard's look at the weights.

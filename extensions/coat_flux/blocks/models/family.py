@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,15 +35,6 @@ class Linear:
     def width(self) -> int:
         """Input features, in units of d; 0: another size."""
         return self.inputs[0] + self.inputs[1] * self.mlp_ratio
-
-    def within(self, ours: str, theirs: str) -> Linear:
-        """With full names: `ours` and `theirs` are diffusers' and the original's name of the block."""
-        return replace(self, name=f"{theirs}.{self.name}", members=tuple(f"{ours}.{name}" for name in self.members))
-
-    def numbered(self, number: str) -> Linear:
-        """With a block's number in place of # in its names."""
-        members = tuple(name.replace("#", number) for name in self.members)
-        return replace(self, name=self.name.replace("#", number), members=members)
 
 
 def outside_linears(embedding: str, kinds: Mapping[str, str], *modulations: Linear) -> tuple[Linear, ...]:
