@@ -23,7 +23,7 @@ from coat_flux.config.findings import ConfigError
 from coat_flux.plan.job import JobFacts
 from coat_flux.plan.predict import optimizer_bytes
 from coat_flux.saves.errors import ResumeError
-from coat_flux.trainers.optimizer import CLASSES, learning_rate, make_optimizer, restore_optimizer
+from coat_flux.trainers.optimizer import CLASSES, make_optimizer, restore_optimizer
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from tests.helpers.asserts import assert_all_bitwise, assert_bitwise
 from tests.helpers.engine_job import FEW_LINEARS, engine_job, rows
@@ -60,7 +60,7 @@ def test_prodigy_trains_and_resumes_to_the_bit(place: dict[str, Path]) -> None:
     assert optimizer_bytes(JobFacts(seen[-1].job)) == state_bytes(seen[-1].optimizer)
     rates = [float(row["lr"]) for row in rows(final.parent)]
     assert rates[0] == 1e-4
-    assert learning_rate(seen[-1].optimizer) == group["d"] > rates[-1]
+    assert group["d"] > rates[-1]
 
 
 def test_adafactor_trains_and_its_state_is_not_anothers(place: dict[str, Path]) -> None:

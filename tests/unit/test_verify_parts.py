@@ -208,10 +208,19 @@ def test_coat_that_is_not_finite_is_not_lossless_and_other_losses_must_be_compar
 
 def test_draws_cover_the_noise_levels_evenly_and_batches_have_one_size() -> None:
     noise = FixedNoise([{"latents": torch.zeros(16, 8, width)} for width in (8, 12, 8)], 4)
-    sigmas = [noise.sigma(draw) for draw in range(12)]
-    assert sorted(sigmas) == pytest.approx([(i + 0.5) / 12 for i in range(12)])
-    assert [int(sigma * 4) for sigma in sigmas] == [0, 1, 2, 3] * 3
-    assert list(noise.batches(3)) == [[0, 1, 2], [3, 8, 9], [10, 11], [4, 5, 6], [7]]
+    batches = [[0, 1, 2], [3, 8, 9], [10, 11], [4, 5, 6], [7]]
+    assert list(noise.batches(3)) == batches
+    levels: list[float] = []
+
+    def losses(photos: list, sigmas: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
+        levels.extend(sigmas.tolist())
+        return drawn.flatten(1).mean(1)
+
+    noise.mean_loss(losses, 3)
+    draws = [draw for batch in batches for draw in batch]
+    sigmas = dict(zip(draws, levels, strict=True))
+    assert sorted(sigmas.values()) == pytest.approx([(i + 0.5) / 12 for i in range(12)])
+    assert [int(sigmas[draw] * 4) for draw in range(12)] == [0, 1, 2, 3] * 3
     assert [FixedNoise(noise.photos[:count]).levels for count in (1, 3)] == [16, 6]
 
 

@@ -1,8 +1,9 @@
 """Random numbers that depend on *what* is drawn, never on how the run is arranged; states of the generators.
 
-Every draw of the stand-alone trainer uses a generator seeded with (run seed, stream, index). The index of noise and
-timesteps is the global micro-batch number, so one process with accumulation 2, two processes without it, and a resumed
-run all see the same numbers. What libraries draw is saved and restored: the states are tensors, for no pickle.
+Every draw of the stand-alone trainer uses a generator seeded with (run seed, stream, index), on the CPU where all
+devices must see the same. The index of noise and timesteps is the global micro-batch number, so one process with
+accumulation 2, two processes without it, and a resumed run all see the same numbers. What libraries draw is saved and
+restored: the states are tensors, for no pickle.
 """
 
 from __future__ import annotations
@@ -36,16 +37,6 @@ class Stream(IntEnum):
 def mixed_seed(*numbers: int) -> int:
     """One seed in [0, 2^63) from non-negative numbers: a run's seed, the kind of draw, its index."""
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]) >> 1
-
-
-def generator_for(seed: int, stream: Stream, index: int) -> torch.Generator:
-    """A CPU generator for one draw, which is thus the same on every device."""
-    return torch.Generator("cpu").manual_seed(mixed_seed(seed, int(stream), index))
-
-
-def seed_global(seed: int, stream: Stream, index: int) -> None:
-    """Seed torch's global generators (all devices): LoRA dropout, stochastic rounding."""
-    torch.manual_seed(mixed_seed(seed, int(stream), index))
 
 
 def rng_state() -> dict[str, Tensor]:

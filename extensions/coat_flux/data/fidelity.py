@@ -28,7 +28,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..base.rng import Stream, generator_for
+from ..base.rng import Stream, mixed_seed
 
 MOST_PHOTOS = 4
 LEVELS = (0.4, 0.6)
@@ -114,15 +114,17 @@ class Redrawn:
         began = time.monotonic()
         if not self.record["vae"]:
             for subject in self.subjects:
-                self.record["vae"].append(_compare(subject, subject.inputs["latents"][None], decode))
+                drawn = to_picture(decode(subject.inputs["latents"][None]))
+                self.record["vae"].append(compare(subject.picture, drawn, subject.mask))
         draws = []
         for number, (subject, level) in enumerate(itertools.product(self.subjects, LEVELS)):
             latents = subject.inputs["latents"][None]
-            noise = torch.randn(latents.shape, generator=generator_for(0, Stream.REDRAWN, number))
+            generator = torch.Generator().manual_seed(mixed_seed(0, Stream.REDRAWN, number))
+            noise = torch.randn(latents.shape, generator=generator)
             x = (1 - level) * latents + level * noise
             for now, then in itertools.pairwise(torch.linspace(level, 0.0, STEPS + 1).tolist()):
                 x = x + (then - now) * velocity(subject.inputs, x, torch.tensor([now])).float().cpu()
-            draws.append(_compare(subject, x, decode))
+            draws.append(compare(subject.picture, to_picture(decode(x)), subject.mask))
         self.record["saves"] = [*self.record["saves"], [step, draws]]
         self.seconds = time.monotonic() - began
 
@@ -168,10 +170,6 @@ def to_picture(pixels: Tensor) -> NDArray[np.uint8]:
     """Pixels [1, 3, H, W] from -1 to 1 as uint8 [H, W, 3]."""
     levels = ((pixels[0].float().cpu().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
     return levels.permute(1, 2, 0).contiguous().numpy()
-
-
-def _compare(subject: Subject, latents: Tensor, decode: Decode) -> Fidelity:
-    return compare(subject.picture, to_picture(decode(latents)), subject.mask)
 
 
 def _mean(draws: Sequence[Sequence[float]]) -> Fidelity:

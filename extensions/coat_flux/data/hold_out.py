@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base.rng import Stream, generator_for
+from ..base.rng import Stream, mixed_seed
 from ..config.findings import closest
 from ..config.job import DEFAULT_SEED
 from .files import DatasetError, find_images, printable
@@ -84,11 +84,6 @@ class FixedNoise:
         self.photos = photos
         self.levels = max(LEVELS, ceil(FEWEST_FORWARDS / len(photos))) if levels is None else levels
 
-    def sigma(self, draw: int) -> float:
-        """Noise level of a draw, i · L + j for photo i."""
-        photo, level = divmod(draw, self.levels)
-        return (level + (photo + 0.5) / len(self.photos)) / self.levels
-
     def batches(self, at_once: int) -> Iterator[list[int]]:
         """All draws grouped by picture size, at most `at_once`."""
         by_shape: dict[torch.Size, list[int]] = {}
@@ -104,10 +99,12 @@ class FixedNoise:
         """The mean over all draws; `losses` (B,) of B photos, sigmas (B,) and noise (B, C, h, w) fp32 on the CPU."""
         all_losses = []
         for draws in self.batches(at_once):
-            photos = [self.photos[draw // self.levels] for draw in draws]
-            noise = []
-            for draw, photo in zip(draws, photos, strict=True):
-                noise.append(torch.randn(photo["latents"].shape, generator=generator_for(0, Stream.HELD_OUT, draw)))
-            sigmas = torch.tensor([self.sigma(draw) for draw in draws])
-            all_losses.append(losses(photos, sigmas, torch.stack(noise)))
+            photos, sigmas, noise = [], [], []
+            for draw in draws:
+                photo, level = divmod(draw, self.levels)
+                photos.append(self.photos[photo])
+                sigmas.append((level + (photo + 0.5) / len(self.photos)) / self.levels)
+                generator = torch.Generator().manual_seed(mixed_seed(0, Stream.HELD_OUT, draw))
+                noise.append(torch.randn(self.photos[photo]["latents"].shape, generator=generator))
+            all_losses.append(losses(photos, torch.tensor(sigmas), torch.stack(noise)))
         return torch.cat(all_losses).double().mean().item()

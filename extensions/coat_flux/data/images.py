@@ -79,10 +79,13 @@ def read_photo(path: Path | str, background: str | None = "white") -> tuple[Imag
     """
     with _opened(path) as image:
         image.load()
-        traits, _ = _traits_of(image, path)
+        colour, alpha = _split_alpha(image)
+        traits, _ = _traits_of(image, path, colour.mode, alpha)
         turn = _TURN.get(image.getexif().get(_EXIF_ORIENTATION))
         profile = image.info.get("icc_profile")
-        colour, alpha = _split_alpha(image if turn is None else image.transpose(turn))
+    if turn is not None:
+        colour = colour.transpose(turn)
+        alpha = alpha and alpha.transpose(turn)
     if TAGGED in traits:
         transform, mode = _transform(profile, colour.mode)
         colour = ImageCms.applyTransform(colour.convert(mode), transform)
@@ -145,8 +148,10 @@ def _opened(path: Path | str) -> Iterator[Image.Image]:
         raise DatasetError(f"{printable(path)}: cannot be read as an image ({why}); {remedy}") from error
 
 
-def _traits_of(image: Image.Image, path: Path | str) -> tuple[frozenset[str], tuple[str, ...]]:
-    """Which of `TRAITS` a decoded file has, and notes on doubts."""
+def _traits_of(
+    image: Image.Image, path: Path | str, colour_mode: str, alpha: Image.Image | None
+) -> tuple[frozenset[str], tuple[str, ...]]:
+    """Which of `TRAITS` a decoded file has, and notes on doubts; its parts are those of `_split_alpha`."""
     traits, notes = set(), []
     profile = image.info.get("icc_profile")
     if image.getexif().get(_EXIF_ORIENTATION) in _TURN:
@@ -159,12 +164,10 @@ def _traits_of(image: Image.Image, path: Path | str) -> tuple[frozenset[str], tu
         traits.add(CMYK)
     if image.format == HEIF:
         traits.add(HEIC)
-    if image.has_transparency_data:
-        _, alpha = _split_alpha(image)
-        if alpha is not None and alpha.getextrema()[0] < 255:
-            traits.add(TRANSPARENT)
+    if alpha is not None and alpha.getextrema()[0] < 255:
+        traits.add(TRANSPARENT)
     try:
-        if profile and _transform(profile, _colour_mode(image))[0] is not None:
+        if profile and _transform(profile, colour_mode)[0] is not None:
             traits.add(TAGGED)
     except ProfileError as error:
         notes.append(f"its colour profile cannot be used ({error}); save it again as sRGB")
@@ -184,13 +187,7 @@ def _split_alpha(image: Image.Image) -> tuple[Image.Image, Image.Image | None]:
     if image.has_transparency_data:
         rgba = image.convert("RGBA")
         return rgba.convert("RGB"), rgba.getchannel("A")
-    return image.convert(_colour_mode(image)), None
-
-
-def _colour_mode(image: Image.Image) -> str:
-    if image.mode in ("CMYK", "LA", "La", *_SIXTEEN_BIT):
-        return "CMYK" if image.mode == "CMYK" else "L"
-    return "L" if image.mode in ("1", "L") and not image.has_transparency_data else "RGB"
+    return image.convert({"1": "L", "L": "L", "CMYK": "CMYK"}.get(image.mode, "RGB")), None
 
 
 class ProfileError(ValueError):
@@ -266,8 +263,8 @@ def _facts_of(path: Path) -> PhotoFacts | DatasetError:
 def _facts_of_state(path: Path, _state: tuple[int, ...]) -> PhotoFacts:
     with _opened(path) as image:
         image.load()
-        traits, notes = _traits_of(image, path)
         colour, alpha = _split_alpha(image)
+        traits, notes = _traits_of(image, path, colour.mode, alpha)
         opacity = 1.0 if alpha is None else ImageStat.Stat(alpha).mean[0] / 255
         sideways = image.getexif().get(_EXIF_ORIENTATION) in _SIDEWAYS
         size = image.size[::-1] if sideways else image.size

@@ -193,28 +193,29 @@ class LatentDataset:
         """One row of a batch, on the CPU.
 
         latents [C, h, w] fp32; with `transparency: mask` also mask [1, h, w] fp32 of mean 1, with the datasets' own
-        masks their weights from 0 to 1, `blur` as in `Mask.radius`; prompt_embeds [T, D] and pooled [P], bf16. Raises
-        DatasetError if they are not finite, or cannot be encoded any more.
+        masks their weights from 0 to 1, 0 where a photo has none, `blur` as in `Mask.radius`; prompt_embeds [T, D] and
+        pooled [P], bf16. Raises DatasetError if they are not finite, or cannot be encoded any more.
         """
         index = sample.dataset_index
         image = self._latents[index].load(self._latent_key(sample)) or self._encode_image(sample)
         key = cache_key("text", prompt, self._text_identity)
         text = self._texts[index].load(key) or self._encode_text(index, prompt)
-        own = {"mask": self._mask(sample, image, blur)} if self._has_masks else {}
-        return {**image, **text, **own}
-
-    def _mask(self, sample: Sample, image: dict[str, Tensor], blur: float) -> Tensor:
-        """Weights [1, h, w] of a sample's own mask, 0 where it is missing; else of the photo's transparency, or 1."""
-        _, height, width = image["latents"].shape
-        if not has_masks(self.configs[sample.dataset_index]):
-            return image.get("mask", torch.ones(1, height, width))
-        if sample.mask is None:
-            return torch.zeros(1, height, width)
-        radius = sample.mask.radius(blur)
-        key = sample.mask, sample.bucket, sample.flip, radius
-        if key not in self._levels:
-            self._levels[key] = sample.mask.levels(sample.bucket, (height, width), flip=sample.flip, radius=radius)
-        return sample.mask.weights(self._levels[key])
+        row = {**image, **text}
+        if not self._has_masks:
+            return row
+        mask = sample.mask
+        height, width = image["latents"].shape[1:]
+        if not has_masks(self.configs[index]):
+            row.setdefault("mask", torch.ones(1, height, width))
+        elif mask is None:
+            row["mask"] = torch.zeros(1, height, width)
+        else:
+            radius = mask.radius(blur)
+            place = mask, sample.bucket, sample.flip, radius
+            if place not in self._levels:
+                self._levels[place] = mask.levels(sample.bucket, (height, width), flip=sample.flip, radius=radius)
+            row["mask"] = mask.weights(self._levels[place])
+        return row
 
     def _encode_image(self, sample: Sample) -> dict[str, Tensor]:
         if self.vae is None:

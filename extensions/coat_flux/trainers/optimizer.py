@@ -115,12 +115,6 @@ def make_optimizer(
         raise ConfigError(f"train.optimizer_params={dict(optimizer_params)}: {rule}") from error
 
 
-def learning_rate(optimizer: Optimizer) -> float:
-    """The next step's rate; for Prodigy lr times its step size, as in ai-toolkit."""
-    group = optimizer.param_groups[0]
-    return float(group["lr"]) * float(group.get("d", 1.0))
-
-
 def make_scheduler(name: str, optimizer: Optimizer, steps: int, params: Mapping[str, Any]) -> LRScheduler:
     """The schedule `train.lr_scheduler` names, over the `steps` of the whole run, as in ai-toolkit.
 

@@ -23,7 +23,7 @@ from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from torch import Tensor, nn
 from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 
-from ...base.rng import Stream, generator_for, seed_global
+from ...base.rng import Stream, mixed_seed
 from ...blocks.fused.parts import written_gradients
 from ...config.job_sections import TrainSection
 from ...data.loader import to_device
@@ -65,19 +65,20 @@ class Objective:
         photos are masked also mask (B, 1, H, W) with mean 1, with regularization photos weights (B,) fp32.
         """
         drawn = self.draw(batch, draw)
-        seed_global(self._seed, Stream.MODEL, draw)
+        torch.manual_seed(mixed_seed(self._seed, Stream.MODEL, draw))  # LoRA dropout
         return self.loss(drawn)
 
     def draw(self, batch: Mapping[str, Tensor], draw: int) -> dict[str, Tensor]:
         """Inputs of a batch's loss: `batch`, noise, sigmas (B,), and weights (B,) fp32 if any, on the device."""
         train, latents = self._train, batch["latents"]
-        generator = generator_for(self._seed, Stream.NOISE, draw)
+        seed = mixed_seed(self._seed, Stream.NOISE, draw)
+        generator = torch.Generator().manual_seed(seed)
         kind = "linear" if train.linear_timesteps or train.linear_timesteps2 else train.timestep_type
         tokens = latents.shape[2] * latents.shape[3] // 4
         table = sigma_table(kind, tokens=tokens, scheduler=self._scheduler, generator=generator)
         indices = draw_indices(train, latents.shape[0], generator)
         if latents.is_cuda:  # drawn there, from the same counter
-            seed_global(self._seed, Stream.NOISE, draw)
+            torch.manual_seed(seed)
             noise = torch.randn(latents.shape, device=latents.device)
         else:
             noise = torch.randn(latents.shape, generator=generator).to(latents.device)

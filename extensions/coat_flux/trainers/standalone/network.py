@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from coat_core.optim.sharded import local_values
 
-from ...base.rng import Stream, generator_for
+from ...base.rng import Stream, mixed_seed
 from ...blocks.lora import LokrLinear
 from ...blocks.models import KEY_PREFIX, target_names
 from ...config.findings import ConfigError
@@ -47,7 +47,7 @@ def lora_targets(model: nn.Module, network: NetworkSection) -> list[str]:
 def add_lora(model: nn.Module, network: NetworkSection, seed: int) -> dict[str, nn.Parameter]:
     """Add PEFT adapters or LoKrs, drawn from `seed`, which alone require gradients; returns their `lora_parameters`."""
     model.requires_grad_(False)
-    generator = generator_for(seed, Stream.LORA_INIT, 0)
+    generator = torch.Generator().manual_seed(mixed_seed(seed, Stream.LORA_INIT, 0))
     if network.type == "lokr":
         device = next(model.parameters()).device
         for name in lora_targets(model, network):

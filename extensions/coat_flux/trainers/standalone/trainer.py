@@ -31,7 +31,7 @@ from coat_core.optim.sharded import local_values
 from ...base.environment import gpu_notes
 from ...base.files import write_file
 from ...base.interrupts import Interrupts
-from ...base.rng import Stream, seed_global
+from ...base.rng import Stream, mixed_seed
 from ...blocks.models.check import require_here
 from ...config.findings import ConfigError
 from ...config.job import JobConfig
@@ -49,7 +49,7 @@ from ...watch.oom import OutOfMemory, explain_oom, is_oom
 from ...watch.phases import MEMORY_FILE, PhaseTracker, finish
 from ...watch.run_tables import StepStats
 from ..full import CLIP_EPS
-from ..optimizer import advance, learning_rate
+from ..optimizer import advance
 from ..processes import EXIT_OTHER, first_to_fail, joint_job
 from .progress import RunLog
 from .saving import check_same_run, find_resume_point, identity_of, save, save_name
@@ -310,7 +310,8 @@ def train_step(session: Session, batches: Iterator[Batch], interrupts: Interrupt
     late = session.skips_on_device and not watch.reads_at_once(number)
     if not late:
         settle(session)
-    lr = learning_rate(session.optimizer)
+    group = session.optimizer.param_groups[0]
+    lr = float(group["lr"]) * float(group.get("d", 1.0))  # Prodigy's step size, as in ai-toolkit
     micro_batches = [next(batches) for _ in range(session.job.train.gradient_accumulation)]
     without = _without_lora(session, number, micro_batches)
     with watch.casts(number):
@@ -432,7 +433,8 @@ def _clipped(session: Session, loss: Tensor) -> Tensor:
 def _update(session: Session, found_inf: Tensor | None) -> None:
     """Update parameters, unless backward did, and the average; a no-op where `found_inf` is 1."""
     if session.fused is None:
-        seed_global(session.job.seed, Stream.OPTIMIZER, session.step)
+        # stochastic rounding
+        torch.manual_seed(mixed_seed(session.job.seed, Stream.OPTIMIZER, session.step))
         if isinstance(session.optimizer, FP8AdamW):
             session.optimizer.found_inf = found_inf
         session.optimizer.step()
