@@ -42,6 +42,12 @@ class Lines(logging.Handler):
         self._given_up = not active
         self._levels: dict[str, int] = {}
 
+    def restart(self, *, verbose: bool) -> None:
+        """Forget the run before; lines of the next one are collected until `open`."""
+        self.close()
+        self.verbose = verbose
+        self._waiting, self._given_up = [], False
+
     def info(self, line: str) -> None:
         """Write to the console and the file."""
         self._write(line)

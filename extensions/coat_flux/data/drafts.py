@@ -119,7 +119,9 @@ class Parser:
         loaded = load_pretrained(name, "AutoModelForSemanticSegmentation", task, device, processor)
         self._processor, self._model = loaded
         known = {label: index for index, label in self._model.config.id2label.items()}
-        self.labels = tuple(labels) or tuple(label for label in known if names_garment(label))
+        self.labels = tuple(labels)
+        if not labels:  # words of a label are apart in "Upper-clothes" and "Left-shoe"
+            self.labels = tuple(label for label in known if GARMENTS.intersection(re.findall("[a-z]+", label.lower())))
         if not self.labels:
             raise ModelError(f"--model {name}: no label is a garment's; write --labels with some of {list(known)}")
         for label in self.labels:
@@ -137,11 +139,6 @@ class Parser:
         (classes,) = self._processor.post_process_semantic_segmentation(outputs, target_sizes=[(height, width)])
         white = torch.isin(classes, self._garments).cpu().numpy()
         return Image.fromarray(white.astype(np.uint8) * 255).resize(photo.size, Image.Resampling.BILINEAR)
-
-
-def names_garment(label: str) -> bool:
-    """Whether a label names a garment, as "Upper-clothes" and "Left-shoe" do, and "Hair" does not."""
-    return not GARMENTS.isdisjoint(re.findall("[a-z]+", label.lower()))
 
 
 def draw_masks(photos: Sequence[Path], out: Path, load: Callable[[], Parser]) -> dict[str, list[str]]:

@@ -151,7 +151,7 @@ def _opened(path: Path | str) -> Iterator[Image.Image]:
 def _traits_of(
     image: Image.Image, path: Path | str, colour_mode: str, alpha: Image.Image | None
 ) -> tuple[frozenset[str], tuple[str, ...]]:
-    """Which of `TRAITS` a decoded file has, and notes on doubts; its parts are those of `_split_alpha`."""
+    """Which of `TRAITS` a decoded file has, and notes on doubts; `colour_mode` and `alpha` are of `_split_alpha`."""
     traits, notes = set(), []
     profile = image.info.get("icc_profile")
     if image.getexif().get(_EXIF_ORIENTATION) in _TURN:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ..base.errors import UserError
-from ..base.text import GB, MB, columns
+from ..base.text import GB, MB, columns, size_text
 from ..blocks.held import used_bytes
 from ..blocks.runner import BlockRunner
 from ..config.job import JobConfig
@@ -112,9 +112,10 @@ class _Explanation:
         """A CPU out of memory during a run on a GPU: all that is known."""
         memory, resident = psutil.virtual_memory(), psutil.Process().memory_info().rss
         needed = predict(self._facts, self._room[1], self._recomputed).ram_bytes
+        free = f"{size_text(memory.available)} of {size_text(memory.total)}"
         lines = [
-            f"plan: {_size(needed)} of CPU memory",
-            f"CPU memory: this process has {_size(resident)}, free {_size(memory.available)} of {_size(memory.total)}",
+            f"plan: {size_text(needed)} of CPU memory",
+            f"CPU memory: this process has {size_text(resident)}, free {free}",
             "close other programs, or enlarge the page file or swap: loading needs it for a moment only",
         ]
         if any(entry.cache_latents for entry in self._facts.job.datasets):
@@ -127,8 +128,9 @@ class _Explanation:
         parts = prediction.phases.get(self._phase)
         blocks = f"{len(prediction.recomputed)} of {len(prediction.plan.blocks)} blocks recompute"
         if parts is None:
-            return [f"plan: no figure for this phase; for the run's peak {_size(prediction.peak)} ({blocks})"]
-        share = f"{_size(sum(parts.values()))} on {self._where} of {_size(total)} ({blocks})"
+            peak = size_text(prediction.peak)
+            return [f"plan: no figure for this phase; for the run's peak {peak} ({blocks})"]
+        share = f"{size_text(sum(parts.values()))} on {self._where} of {size_text(total)} ({blocks})"
         return [f"plan for this phase: {share}: {_listed(parts)}"]
 
     def held(self) -> list[str]:
@@ -136,11 +138,11 @@ class _Explanation:
         (allocated, reserved), (free, total) = used_bytes(self._device), self._room
         rest = allocated - self._phases.baseline - sum(parts.values())
         parts = {**parts, "activations and workspace": max(0, rest)}
-        totals = f"allocated {_size(allocated)}, reserved {_size(reserved)}, free {_size(free)}"
-        lines = [f"held now: {_listed(parts)}", f"{self._device}: {totals} of {_size(total)}"]
+        totals = f"allocated {size_text(allocated)}, reserved {size_text(reserved)}, free {size_text(free)}"
+        lines = [f"held now: {_listed(parts)}", f"{self._device}: {totals} of {size_text(total)}"]
         gap = reserved - allocated
         if self._device.type == "cuda" and gap >= WORTH_A_LINE * total:
-            words = f"fragmentation: {_megabytes(gap)} are reserved and in no tensor; start the run with"
+            words = f"fragmentation: {size_text(gap)} are reserved and in no tensor; start the run with"
             lines.append(f"{words} PYTORCH_CUDA_ALLOC_CONF={GAPS.get(sys.platform, 'expandable_segments:True')}")
         return lines
 
@@ -153,7 +155,7 @@ class _Explanation:
         left = (total - others) / GB
         lister = "nvidia-smi lists them" if self._device.type == "cuda" else "the system's task list shows them"
         return [
-            f"other processes hold {_megabytes(others)} of {self._where}: end them ({lister}), or set "
+            f"other processes hold {size_text(others)} of {self._where}: end them ({lister}), or set "
             f"coat.memory.budget_gb below the {left:.1f} GB that are left"
         ]
 
@@ -161,7 +163,7 @@ class _Explanation:
         items = remedies(self._facts, self._phase, self._room[1], self._recomputed)
         if not items:
             return ["no change of the YAML frees memory in this phase; a card with more memory is needed"]
-        rows = [(f"  {change.text}", f"frees {_megabytes(size)}", f"costs {change.cost}") for change, size in items]
+        rows = [(f"  {change.text}", f"frees {size / MB:,.1f} MB", f"costs {change.cost}") for change, size in items]
         title = "change one of these, the cheapest first (coat-flux plan shows all):"
         return [title, *columns(rows, left=range(3))]
 
@@ -177,12 +179,4 @@ class _Explanation:
 
 def _listed(parts: dict[str, int]) -> str:
     ordered = sorted(parts.items(), key=lambda item: -item[1])
-    return ", ".join(f"{part} {_size(size)}" for part, size in ordered if size)
-
-
-def _size(size: float) -> str:
-    return f"{size / GB:.2f} GB" if size >= GB else f"{size / MB:.2f} MB"
-
-
-def _megabytes(size: float) -> str:
-    return f"{size / MB:,.0f} MB" if size >= 10 * MB else f"{size / MB:.2f} MB"
+    return ", ".join(f"{part} {size_text(size)}" for part, size in ordered if size)

@@ -98,7 +98,9 @@ def _write(line: str) -> None:
 
 
 config: COATConfig | None = None  # of the running job, if it is of our type
-_lines = Lines(_write, verbose=True)
+lines = Lines(_write, verbose=True)
+info = lines.info  # prints as ai-toolkit does, and writes to `coat/log.txt`
+detail = lines.detail  # prints if verbose, as other jobs are
 
 
 @contextmanager
@@ -109,7 +111,7 @@ def job_scope() -> Iterator[None]:
         yield
     finally:
         config = None
-        begin_lines(verbose=True)
+        lines.restart(verbose=True)
 
 
 def config_or_default() -> COATConfig:
@@ -119,27 +121,9 @@ def config_or_default() -> COATConfig:
     return COATConfig.from_dict(None) if config is None else config
 
 
-def begin_lines(*, verbose: bool) -> Lines:
-    """Start a new log, which collects lines until it is opened."""
-    global _lines
-    _lines.close()
-    _lines = Lines(_write, verbose=verbose)
-    return _lines
-
-
-def info(message: str) -> None:
-    """Print as ai-toolkit does, and write to `coat/log.txt`."""
-    _lines.info(message)
-
-
-def detail(message: str) -> None:
-    """Write to `coat/log.txt`; print if verbose, as other jobs are."""
-    _lines.detail(message)
-
-
 def show_logs() -> None:
     """Send our log records to our lines, despite `logging.disable(WARNING)` of ai-toolkit's captioners."""
-    _lines.listen()
+    lines.listen()
     manager = logging.Manager(logging.getLogger())
     for root in PACKAGES:
         logging.getLogger(root).propagate = False

@@ -75,6 +75,7 @@ def _install(root: Path, made: dict[str, str]) -> list[str]:
 
 
 def _put(root: Path, made: dict[str, str], path: str, source: Path) -> str:
+    """Link or copy `source` to `path`, unless a user's file is there; returns what was done."""
     target = root / path
     if target.resolve() == source.resolve() or (path in made and _is_copy(target, source)):
         return "already there"
@@ -84,7 +85,20 @@ def _put(root: Path, made: dict[str, str], path: str, source: Path) -> str:
         _remove(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     made[path] = str(source)
-    return f"{_link(source, target)} made"
+    try:
+        target.symlink_to(source, target_is_directory=source.is_dir())
+        return "link made"
+    except OSError:
+        if source.is_dir() and os.name == "nt":
+            import _winapi
+
+            _winapi.CreateJunction(str(source), str(target))
+            return "junction made"
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy2(source, target)
+        return "copy made"
 
 
 def _undo(root: Path, made: dict[str, str]) -> list[str]:
@@ -115,23 +129,6 @@ def _is_copy(target: Path, source: Path) -> bool:
         inside = {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()}
         files.append({path for path in inside if "__pycache__" not in path.parts})
     return files[0] == files[1] and all(_is_copy(target / path, source / path) for path in files[0])
-
-
-def _link(source: Path, target: Path) -> str:
-    try:
-        target.symlink_to(source, target_is_directory=source.is_dir())
-        return "link"
-    except OSError:
-        if source.is_dir() and os.name == "nt":
-            import _winapi
-
-            _winapi.CreateJunction(str(source), str(target))
-            return "junction"
-        if source.is_dir():
-            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy2(source, target)
-        return "copy"
 
 
 def _remove(target: Path) -> None:

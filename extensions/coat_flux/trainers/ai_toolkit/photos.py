@@ -143,7 +143,9 @@ class HeldOutPhotos:
         process, sd = self._process, self._process.sd
         check_model(sd, held_out=True)
         from toolkit.data_loader import get_dataloader_from_datasets
+        from toolkit.train_tools import get_torch_dtype
 
+        self._place = process.device_torch, get_torch_dtype(process.train_config.dtype)  # of the model's inputs
         photos = []
         encoders = process._text_encoders()
         homes = [next(encoder.parameters()).device for encoder in encoders]
@@ -191,7 +193,9 @@ class HeldOutPhotos:
         """`Redrawn.measure` after `done` steps, as `measure`."""
         sd, home = self._process.sd, self._process.sd.vae.device
         with self._evaluating():
-            self.redrawn.measure(done, self._velocity, sd.decode_latents)
+            self.redrawn.measure(
+                done, lambda photo, x, sigmas: self._predict([photo], x, sigmas * 1000), sd.decode_latents
+            )
         sd.vae.to(home)
 
     @contextmanager
@@ -220,36 +224,27 @@ class HeldOutPhotos:
     def _predict(self, photos: Sequence[Mapping[str, Any]], x: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
         from toolkit.prompt_utils import concat_prompt_embeds
 
-        config, dtype = self._process.train_config, x.dtype
-        embeds = concat_prompt_embeds([photo["embeds"].clone() for photo in photos]).to(x.device, dtype=dtype)
+        config, (device, dtype) = self._process.train_config, self._place
+        embeds = concat_prompt_embeds([photo["embeds"].clone() for photo in photos]).to(device, dtype=dtype)
         predicted: torch.Tensor = self._process.sd.predict_noise(
-            latents=x,
+            latents=x.to(device, dtype),
             conditional_embeddings=embeds,
-            timestep=timesteps,
+            timestep=timesteps.to(device),
             guidance_scale=1.0,
             guidance_embedding_scale=config.cfg_scale,
             bypass_guidance_embedding=getattr(config, "bypass_guidance_embedding", False),
         )
         return predicted
 
-    def _velocity(self, photo: Mapping[str, Any], x: torch.Tensor, sigmas: torch.Tensor) -> torch.Tensor:
-        device, dtype = self._where()
-        return self._predict([photo], x.to(device, dtype), (sigmas * 1000).to(device))
-
-    def _where(self) -> tuple[torch.device, torch.dtype]:
-        from toolkit.train_tools import get_torch_dtype
-
-        return self._process.device_torch, get_torch_dtype(self._process.train_config.dtype)
-
     def _losses(self, photos: list[Mapping[str, Any]], sigmas: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
         sd = self._process.sd
-        device, dtype = self._where()
+        device, dtype = self._place
         latents = torch.stack([photo["latents"] for photo in photos]).to(device, dtype)
         noise = noise.to(device, dtype)
         timesteps = (sigmas * 1000).to(device)
         if not sd.is_flow_matching:
             timesteps = timesteps.long()
-        predicted = self._predict(photos, sd.add_noise(latents, noise, timesteps).to(device, dtype), timesteps)
+        predicted = self._predict(photos, sd.add_noise(latents, noise, timesteps), timesteps)
         if sd.is_flow_matching:
             target = noise.float() - latents.float()
         elif sd.prediction_type == "v_prediction":

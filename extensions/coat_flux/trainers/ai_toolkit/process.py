@@ -79,7 +79,7 @@ class CoatFluxTrainer(HostTrainer):
         super().hook_before_model_load()
 
         keep_streams()
-        lines = host.begin_lines(verbose=bool((self.get_conf("logging", None) or {}).get("verbose")))
+        host.lines.restart(verbose=bool((self.get_conf("logging", None) or {}).get("verbose")))
         host.show_logs()
         self._team = Team(self.accelerator)
         accumulates = inspect.signature(HostTrainer.train_single_accumulation)
@@ -110,7 +110,7 @@ class CoatFluxTrainer(HostTrainer):
         if self._continuation is not None:
             self._continuation.seed = self._team.from_main(self._continuation.seed)
         if self._team.is_main:
-            lines.open(folder)
+            host.lines.open(folder)
         self._live = self._held.enter_context(live_run(self))
         state = None if self._continuation is None else self._continuation.state
         saved = {} if state is None else state.record["path"]

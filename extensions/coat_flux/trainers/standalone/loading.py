@@ -62,19 +62,13 @@ def load_encoders(name_or_path: str, dtype: torch.dtype, extras: str | None = No
     name_or_path = base_model(name_or_path, extras)
     vae = _load_frozen(AutoModel, name_or_path, "vae", torch_dtype=dtype)
     scheduler = _load(FlowMatchEulerDiscreteScheduler, name_or_path, "scheduler")
-    if type(vae).__name__ == "AutoencoderKLFlux2":
-        return _flux2_encoders(name_or_path, dtype, vae, scheduler)
-    clip = _load_frozen(CLIPTextModel, name_or_path, "text_encoder", dtype=dtype)
-    t5 = _load_frozen(T5EncoderModel, name_or_path, "text_encoder_2", dtype=dtype)
-    clip_tokenizer = _load(AutoTokenizer, name_or_path, "tokenizer")
-    t5_tokenizer = _load(AutoTokenizer, name_or_path, "tokenizer_2")
-    length = min(MAX_TEXT_TOKENS, t5_tokenizer.model_max_length)
-    return Encoders(vae, TextEncoders(clip, t5, clip_tokenizer, t5_tokenizer, length), scheduler)
-
-
-def _flux2_encoders(
-    name_or_path: str, dtype: torch.dtype, vae: nn.Module, scheduler: FlowMatchEulerDiscreteScheduler
-) -> Encoders:
+    if type(vae).__name__ != "AutoencoderKLFlux2":
+        clip = _load_frozen(CLIPTextModel, name_or_path, "text_encoder", dtype=dtype)
+        t5 = _load_frozen(T5EncoderModel, name_or_path, "text_encoder_2", dtype=dtype)
+        clip_tokenizer = _load(AutoTokenizer, name_or_path, "tokenizer")
+        t5_tokenizer = _load(AutoTokenizer, name_or_path, "tokenizer_2")
+        length = min(MAX_TEXT_TOKENS, t5_tokenizer.model_max_length)
+        return Encoders(vae, TextEncoders(clip, t5, clip_tokenizer, t5_tokenizer, length), scheduler)
     with _explained(name_or_path, "model_index.json"):
         index = diffusers.DiffusionPipeline.load_config(name_or_path)
         name = index.get("_class_name", "")

@@ -377,8 +377,28 @@ def _without_lora(session: Session, number: int, batches: Sequence[Batch]) -> li
 
 def _gradients(session: Session, number: int, batches: Sequence[Batch]) -> Tensor:
     """Compute clipped gradients (fused: and apply them); returns fp32 [2]: loss and norm."""
+    together = len(batches) * session.workers.size  # gradients are summed over processes
+
+    def accumulate() -> Tensor:
+        total = torch.zeros((), device=session.workers.device)
+        for batch in batches:
+            tensors = session.dataset.batch(batch)
+            first = batch is batches[0]
+            if first:
+                session.watch.mark("before_forward", number)
+            loss = session.objective(tensors, batch.draw)
+            if first:
+                session.watch.mark("after_forward", number)
+            total += loss.detach() / len(batches)
+            fused = session.fused if batch is batches[-1] else None
+            with nullcontext() if fused is None else fused.updating(not_finite(total)):
+                (loss / together).backward()
+            if first:
+                session.watch.mark("after_backward", number)
+        return total
+
     session.optimizer.zero_grad(set_to_none=True)
-    loss = _retried(session, number, lambda: _accumulate(session, batches))
+    loss = _retried(session, number, accumulate)
     if session.fused is not None:
         return torch.stack([loss, session.fused.norm.to(loss)])
     session.workers.sum_gradients(list(session.lora.values()))
@@ -399,26 +419,6 @@ def _retried(session: Session, number: int, attempt: Callable[[], Tensor]) -> Te
     if session.workers.shares_weights:  # a process that retries alone would wait for the others' weights
         return attempt()
     return session.watch.retry(number, attempt, reset)
-
-
-def _accumulate(session: Session, batches: Sequence[Batch]) -> Tensor:
-    total = torch.zeros((), device=session.workers.device)
-    together = len(batches) * session.workers.size  # gradients are summed over processes
-    for batch in batches:
-        tensors = session.dataset.batch(batch)
-        first = batch is batches[0]
-        if first:
-            session.watch.mark("before_forward", session.step + 1)
-        loss = session.objective(tensors, batch.draw)
-        if first:
-            session.watch.mark("after_forward", session.step + 1)
-        total += loss.detach() / len(batches)
-        fused = session.fused if batch is batches[-1] else None
-        with nullcontext() if fused is None else fused.updating(not_finite(total)):
-            (loss / together).backward()
-        if first:
-            session.watch.mark("after_backward", session.step + 1)
-    return total
 
 
 def _clipped(session: Session, loss: Tensor) -> Tensor:
