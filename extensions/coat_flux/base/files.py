@@ -67,6 +67,18 @@ def replace_folder(made: Path, target: Path, aside: Path) -> None:
         raise
 
 
+@contextmanager
+def replacing_folder(path: Path) -> Iterator[Path]:
+    """Yield the place for a folder, to be made, that replaces the one at `path`; on error it is removed."""
+    made, aside = staging_path(path), staging_path(path)
+    try:
+        yield made
+        replace_folder(made, path, aside)
+    finally:
+        discard(made)
+        discard(aside)
+
+
 def sync_file(path: Path) -> None:
     """Flush a file's content to the disk."""
     with path.open("r+b") as file:

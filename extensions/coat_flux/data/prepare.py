@@ -25,7 +25,7 @@ from typing import Any
 
 from PIL import Image
 
-from ..base.files import TEMP_PREFIX, discard, file_sha256, link_or_copy, replace_folder, replacing, staging_path
+from ..base.files import TEMP_PREFIX, discard, file_sha256, link_or_copy, replacing, replacing_folder
 from ..config.coat import DataOptions
 from .files import CONTROLS_FOLDER, IMAGE_EXTENSIONS, MEDIA_EXTENSIONS, DatasetError, Listing, printable
 from .images import DEEP, DEFAULTS, FORMATS, HEIC, ROTATED, TAGGED, TRANSPARENT, read_photo, rgb, survey
@@ -124,16 +124,11 @@ def _refresh(
         discard(left)
     if (target / _RECORD).is_file() and (target / _RECORD).read_text(encoding="utf-8") == record:
         return
-    made, aside = staging_path(target), staging_path(target)
-    try:
+    with replacing_folder(target) as made:
         (made / IMAGES).mkdir(parents=True)
         for path, name in names.items():
             _make(path, made, name, path in corrected, background, masked)
         (made / _RECORD).write_text(record, encoding="utf-8")
-        replace_folder(made, target, aside)
-    finally:
-        discard(made)
-        discard(aside)
 
 
 def _make(path: Path, made: Path, name: str, corrected: bool, background: str | None, masked: bool) -> None:

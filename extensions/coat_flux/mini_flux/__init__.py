@@ -6,7 +6,7 @@ import logging
 import shutil
 from pathlib import Path
 
-from ..base.files import discard, replace_folder, staging_path
+from ..base.files import replacing_folder
 
 logger = logging.getLogger(__name__)
 
@@ -20,13 +20,8 @@ def make_mini_flux(out_dir: Path | str) -> Path:
     if out_dir.exists():
         return out_dir
     out_dir.parent.mkdir(parents=True, exist_ok=True)
-    made, aside = staging_path(out_dir), staging_path(out_dir)
-    try:
+    with replacing_folder(out_dir) as made:
         shutil.copytree(MINI_FLUX, made)
-        replace_folder(made, out_dir, aside)
-    finally:
-        discard(made)
-        discard(aside)
     logger.info("copied the embedded FLUX model to %s", out_dir)
     return out_dir
 

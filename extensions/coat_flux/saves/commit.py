@@ -32,12 +32,12 @@ from pathlib import Path
 from typing import Any
 
 from ..base.files import (
-    TEMP_PREFIX,
     discard,
     file_sha256,
     link_or_copy,
     replace_folder,
     replacing,
+    replacing_folder,
     staging_path,
     sync_file,
     sync_folder,
@@ -215,15 +215,10 @@ def publish_set(run_dir: Path, folder: Path) -> list[str]:
         if all(_is_as_written(target / part, entry, source / part) for part, entry in entries.items()):
             continue
         if source.is_dir():
-            staging, aside = staging_path(target), target.with_name(f"{TEMP_PREFIX}{name}")
-            try:
+            with replacing_folder(target) as made:
                 for part in entries:
-                    (staging / part).parent.mkdir(parents=True, exist_ok=True)
-                    link_or_copy(source / part, staging / part)
-                replace_folder(staging, target, aside)
-            finally:
-                discard(staging)
-                discard(aside)
+                    (made / part).parent.mkdir(parents=True, exist_ok=True)
+                    link_or_copy(source / part, made / part)
         else:
             with replacing(target, sync=False) as temp:
                 link_or_copy(source, temp)

@@ -86,8 +86,10 @@ class CoatFluxTrainer(HostTrainer):
         self._team.averages = "accum_scale" in accumulates.parameters
         with self._team.in_turn():
             provide_embedded(self.model_config.name_or_path)
+        files = [word for word in sys.argv[1:] if word.endswith((".yaml", ".yml", ".json", ".jsonc"))]
+        self._config_file = files[0] if len(files) == 1 else os.path.join(self.save_root, "config.yaml")
         self._check_job()
-        self.coat = coat_of_entry(self.config, self._config_file())
+        self.coat = coat_of_entry(self.config, self._config_file)
         folder = Path(self.save_root)
         if not self.coat.enabled:
             require_readable(folder, self.train_config.optimizer)
@@ -130,7 +132,7 @@ class CoatFluxTrainer(HostTrainer):
         # the process has changed its own entry since
         raw = load_job_yaml(os.path.join(self.save_root, "config.yaml"))
         root = Path(next(iter(toolkit.__path__))).parent
-        place = {"file": self._config_file(), "trainer": "ai-toolkit", "toolkit_root": root}
+        place = {"file": self._config_file, "trainer": "ai-toolkit", "toolkit_root": root}
         findings = check_job_dict(raw, **place, num_processes=self.accelerator.num_processes)
         if all(finding.severity != "error" for finding in findings):
             findings += check_models(raw, **place)
@@ -144,14 +146,10 @@ class CoatFluxTrainer(HostTrainer):
         if errors:
             raise ConfigError(errors)
 
-    def _config_file(self) -> str:
-        files = [word for word in sys.argv[1:] if word.endswith((".yaml", ".yml", ".json", ".jsonc"))]
-        return files[0] if len(files) == 1 else os.path.join(self.save_root, "config.yaml")
-
     def _job_config(self) -> Any:
         entry = copy.deepcopy(dict(self.config))
         raw = {"job": "extension", "config": {"name": self.job.name, "process": [entry]}}
-        return job_for_plan(raw, self._config_file())
+        return job_for_plan(raw, self._config_file)
 
     def hook_after_model_load(self) -> None:
         """Convert remaining linears; prepare the blocks."""
