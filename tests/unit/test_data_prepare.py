@@ -190,7 +190,7 @@ def test_a_run_that_was_killed_leaves_the_old_copy_and_is_finished_by_the_next(f
 
     with monkeypatch.context() as patch:
         patch.setattr(prepare_module, "_make", killed)
-        patch.setattr(prepare_module, "discard", lambda path: None)  # as SIGKILL leaves it
+        patch.setattr("coat_flux.base.files.discard", lambda path: None)  # as SIGKILL leaves it
         with pytest.raises(KeyboardInterrupt):
             prepare_copy(folder, target, DataOptions(background="black"))
     assert content_of(target) == before
