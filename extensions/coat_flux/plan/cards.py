@@ -254,13 +254,11 @@ def _smaller_samples(job: JobConfig) -> Change | None:
     side = _below(max((max(item.width or 0, item.height or 0) for item in items), default=0))
     if side is None:
         return None
-
-    def capped(sizes: Any) -> Any:
-        width = None if sizes.width is None else min(sizes.width, side)
-        height = None if sizes.height is None else min(sizes.height, side)
-        return replace(sizes, width=width, height=height)
-
-    sample = replace(capped(job.sample), samples=tuple(capped(item) for item in job.sample.samples))
+    capped = []
+    for sizes in (job.sample, *job.sample.samples):  # an entry without a size has the block's
+        width, height = (value and min(value, side) for value in (sizes.width, sizes.height))
+        capped.append(replace(sizes, width=width, height=height))
+    sample = replace(capped[0], samples=tuple(capped[1:]))
     return Change(f"sample.width and height: at most {side}", "smaller previews", replace(job, sample=sample))
 
 

@@ -37,7 +37,13 @@ def as_text(plan: Plan) -> str:
     blocks = [["MB kept for backward by one block", *kept]]
     for row in ("all", "when recomputed"):
         blocks.append([row, *(f"{sizes[row] / MB:.2f}" for sizes in kept.values())])
-    sections = [_head(plan), _phases(plan), _table(blocks), _cards(plan.verdicts), *_formats(plan)]
+    sections = [_head(plan), _phases(plan), _table(blocks), _cards(plan.verdicts)]
+    coat, cards = plan.facts.job.coat, [verdict.card for verdict in plan.verdicts]
+    if coat.weight.format == AUTO:
+        texts = [f"{card.weight_format} on {card.name or f'{card.gb:g} GB'}{card.peaks}" for card in cards]
+        sections.append(f"weight.format: auto, which a run times before the load, is by peaks {'; '.join(texts)}")
+    elif gain := gain_of_auto(coat, cards[0] if len(cards) == 1 else None):
+        sections.append(gain)
     if plan.prediction.assumptions:
         sections.append("\n".join(f"assumed: {line}" for line in plan.prediction.assumptions))
     return "\n\n".join(sections)
@@ -120,15 +126,6 @@ def _cards(verdicts: Sequence[CardFit]) -> str:
             f"({names}); casts, norms, optimizer, encoders and data come on top",
         ]
     return "\n".join(lines)
-
-
-def _formats(plan: Plan) -> list[str]:
-    coat, cards = plan.facts.job.coat, [verdict.card for verdict in plan.verdicts]
-    if coat.weight.format == AUTO:
-        texts = [f"{card.weight_format} on {card.name or f'{card.gb:g} GB'}{card.peaks}" for card in cards]
-        return [f"weight.format: auto, which a run times before the load, is by peaks {'; '.join(texts)}"]
-    gain = gain_of_auto(coat, cards[0] if len(cards) == 1 else None)
-    return [gain] if gain else []
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:

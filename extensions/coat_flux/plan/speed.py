@@ -135,14 +135,14 @@ def card_of(device: torch.device) -> Card | None:
 def step_seconds(facts: JobFacts, plan: BlockPlan, card: Card, tokens: Tokens | None = None) -> float:
     """One optimizer step with all its micro-batches of `tokens`, by default the largest."""
     size = tokens or facts.tokens
-    forward = [_forward(facts, block, size, card) for block in facts.blocks]
-    backward = sum(_backward(facts, block, size, card) for block in facts.blocks)
-    backward += sum(forward[i] for i in plan.recomputed or ())
+    passes = [_passes(facts, block, size, card) for block in facts.blocks]
+    forward = sum(there for there, _ in passes)
+    backward = sum(back for _, back in passes) + sum(passes[i][0] for i in plan.recomputed or ())
     copies = sum(facts.given.stream_bytes[i] for i in plan.streamed) / (card.copied_gb * 1e9)
     moments = facts.offloaded_bytes / (card.copied_gb * 1e9)
     if facts.job.train.fused_backward:
         moments = max(0.0, moments - backward)
-    return (max(sum(forward), copies) + max(backward, copies)) * facts.job.train.gradient_accumulation + moments
+    return (max(forward, copies) + max(backward, copies)) * facts.job.train.gradient_accumulation + moments
 
 
 def run_seconds(facts: JobFacts, prediction: Prediction, card: Card) -> float:
@@ -154,7 +154,7 @@ def run_seconds(facts: JobFacts, prediction: Prediction, card: Card) -> float:
         times = (train.steps - 1) // sample.sample_every + 1 + (not train.skip_first_sample)
         for item in sample.items():
             size = replace(facts.sample_tokens, image=item.width * item.height // PIXELS_PER_TOKEN)
-            forward = sum(_forward(facts, block, size, card) for block in facts.blocks)
+            forward = sum(_passes(facts, block, size, card)[0] for block in facts.blocks)
             total += times * (item.sample_steps or sample.sample_steps) * forward
     return total
 
@@ -171,28 +171,21 @@ def _rates(facts: JobFacts, card: Card) -> tuple[float, float, float]:
     return fp8, fp8, bf16
 
 
-def _forward(facts: JobFacts, block: Block, tokens: Tokens, card: Card) -> float:
-    linear, _, other = _rates(facts, card)
+def _passes(facts: JobFacts, block: Block, tokens: Tokens, card: Card) -> tuple[float, float]:
+    """Seconds of a block's forward and backward pass."""
+    linear, linear_back, other = _rates(facts, card)
     products, attention = block.operations(tokens)
-    return products / linear + (attention + _adapters(block, tokens)) / other
-
-
-def _backward(facts: JobFacts, block: Block, tokens: Tokens, card: Card) -> float:
+    ranked = sum(rank * sum(block.shape(name)) for name, rank in block.ranks if "norm" not in name)
+    streams = 2 if block.kind.endswith("double") else 1  # text and image have separate linears
+    adapters = 2 * tokens.rows * ranked / streams
+    forward = products / linear + (attention + adapters) / other
     if not block.trained_output:
-        return 0.0
-    _, linear, other = _rates(facts, card)
+        return forward, 0.0
     trained = 0
     for name in LINEARS[block.kind]:
         if f"{name}.weight" in block.trained and not block.modulates(name):
             trained += math.prod(block.shape(name))
-    products, attention = block.operations(tokens)
     of_trained = trained * products / max(1, block.weight_elements)
-    rate = other if facts.job.coat.activation.wgrad_format == "bf16" else linear
-    rest = (BACKWARD_OF_ATTENTION * attention + 2 * _adapters(block, tokens)) / other
-    return of_trained / rate + products / linear + rest
-
-
-def _adapters(block: Block, tokens: Tokens) -> float:
-    ranked = sum(rank * sum(block.shape(name)) for name, rank in block.ranks if "norm" not in name)
-    streams = 2 if block.kind.endswith("double") else 1  # text and image have separate linears
-    return 2 * tokens.rows * ranked / streams
+    rate = other if facts.job.coat.activation.wgrad_format == "bf16" else linear_back
+    rest = (BACKWARD_OF_ATTENTION * attention + 2 * adapters) / other
+    return forward, of_trained / rate + products / linear_back + rest
