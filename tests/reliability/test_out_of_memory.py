@@ -229,7 +229,7 @@ def test_remedies_have_their_megabytes_and_come_cheapest_first(
     assert sizes["datasets: cache_latents_to_disk: true"] == round(2 * 83_819_683 / 1e6)
     assert sizes["coat.memory.checkpointing: all"] > sizes["coat.activation.attention: fp8"] > 1000
     assert sizes["network.linear: 8"] > 85_917_696 * 4 / 2e6  # half of the adapters, their gradients and moments
-    named = ("_full_checkpointing", "_smaller_samples", "train.disable_sampling")
+    named = ("coat.memory.checkpointing", "_smaller_samples", "train.disable_sampling")
     monkeypatch.setattr(cards, "EDITS", [edit for edit in cards.EDITS if edit.__name__ in named])
     samples = freed(big_job(), phase="sample")
     assert samples["train.disable_sampling: true"] > samples["sample.width and height: at most 768"] > 100

@@ -15,6 +15,7 @@ from coat_flux.bench.count import MODULATION, OUTSIDE, UPDATE, Launch, Recorder,
 from coat_flux.bench.limits import (
     BANDWIDTH_SHARE,
     ENOUGH_WARPS,
+    HEAD_DIM,
     ISSUE_SHARE,
     ISSUED,
     LAUNCH_MS,
@@ -146,7 +147,7 @@ def test_a_kernel_is_bound_by_what_takes_longer() -> None:
 def test_every_linear_multiplies_in_fp8_once_in_each_direction(step: Recorder) -> None:
     found = Counter(launch.region for launch in step.launches if launch.part == "_scaled_mm")
     assert found == {region: PRODUCTS[region.split()[-2]] for region in step.times}
-    d, rows = Geometry().hidden, 1024 + 512
+    d, rows = Geometry().heads * HEAD_DIM, 1024 + 512
     single = sum(x.flops for x in step.launches if x.part == "_scaled_mm" and x.region == "single forward")
     assert single == 2 * rows * 12 * d * d
 

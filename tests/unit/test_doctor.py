@@ -156,7 +156,7 @@ def test_memory_of_a_container_counts(monkeypatch, tmp_path, limit, free, total,
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     """The model cache, with one part missing."""
-    monkeypatch.setattr(probes, "_cache_folder", lambda: tmp_path / "hub")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     snapshot = tmp_path / "hub" / "models--black-forest-labs--FLUX.1-dev" / "snapshots" / "0a1b"
     shutil.copytree(MINI_FLUX, snapshot)

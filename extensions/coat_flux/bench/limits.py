@@ -66,11 +66,6 @@ class Geometry(NamedTuple):
     heads: int = 24
     rank: int = 16
 
-    @property
-    def hidden(self) -> int:
-        """Hidden size d."""
-        return self.heads * HEAD_DIM
-
     def sizes(self) -> dict[str, int]:
         """As arguments of diffusers' transformer."""
         return {"num_layers": self.double, "num_single_layers": self.single, "num_attention_heads": self.heads}
@@ -85,7 +80,7 @@ def step_work(
     geometry: Geometry, resolution: int, batch: int, *, recomputed: bool, full: bool = False
 ) -> tuple[float, float, float]:
     """Operations of linears, attention and adapters, a product and its sum being two; `full` trains the linears."""
-    d = geometry.hidden
+    d = geometry.heads * HEAD_DIM
     length, more = token_count(resolution), int(recomputed)
     rows, blocks = batch * length, geometry.double + geometry.single
     ranked = 0 if full else geometry.rank * d * (18 * geometry.double + 17 * geometry.single)

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config.ai_toolkit_keys import Toolkit, find_toolkit, is_toolkit
+from ..config.ai_toolkit_keys import CLASSES_FILE, Toolkit, find_toolkit
 from ..config.check import TRAINERS, check_job_dict
 from ..config.coat import AUTO
 from ..config.findings import ConfigError, Finding
@@ -86,7 +86,7 @@ def check(args: argparse.Namespace) -> int:
     here = TRAINERS if root is not None or args.elsewhere else (STANDALONE,)
     able = [host for host in here if not _errors(findings[host])]
     host = args.host
-    if host is None and (args.ai_toolkit or is_toolkit(Path.cwd())):
+    if host is None and (args.ai_toolkit or Path(CLASSES_FILE).is_file()):
         host = AI_TOOLKIT
     elif host is None:
         host = able[0] if able else STANDALONE

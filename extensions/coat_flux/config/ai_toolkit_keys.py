@@ -79,24 +79,13 @@ def version_of(root: Path) -> str:
 def find_toolkit(given: str | os.PathLike[str] | None = None) -> Path | None:
     """The checkout `given` or AI_TOOLKIT_ROOT (raises ConfigError), else the working directory if it is one."""
     place = given or os.environ.get(ROOT_VARIABLE)
-    if place and not is_toolkit(Path(place)):
+    root = Path(place or Path.cwd())
+    if (root / CLASSES_FILE).is_file():
+        return root
+    if place:
         name = "--ai-toolkit" if given else ROOT_VARIABLE
         raise ConfigError(f"{name}={place}: has no {CLASSES_FILE}; give the folder with ai-toolkit's run.py")
-    if place:
-        return Path(place)
-    return Path.cwd() if is_toolkit(Path.cwd()) else None
-
-
-def is_toolkit(folder: Path) -> bool:
-    """Whether a folder is a checkout of ai-toolkit."""
-    return (folder / CLASSES_FILE).is_file()
-
-
-def values_of(row: Mapping[str, str]) -> tuple[tuple[str, ...], dict[str, float]]:
-    """The choices and the range in a row."""
-    words = row["values"].split()
-    limits = [word.split("=") for word in words if "=" in word]
-    return (() if limits else tuple(words)), {name: float(number) for name, number in limits}
+    return None
 
 
 def check_keys(raw: Any, path: str, toolkit: Toolkit, findings: Findings, block: str = PROCESS) -> None:
@@ -118,24 +107,25 @@ def check_keys(raw: Any, path: str, toolkit: Toolkit, findings: Findings, block:
 
 def check_value(value: Any, path: str, row: Mapping[str, str], toolkit: Toolkit, findings: Findings) -> None:
     """Check one value against its kind, its range and its choices."""
-    choices, limits = values_of(row)
-    kind = row["kind"]
+    words, kind = row["values"].split(), row["kind"]
+    limits = [word.split("=") for word in words if "=" in word]
+    bounds: dict[str, Any] = {name: float(number) for name, number in limits}
     kinds = kind.removesuffix("?").split("|")
     nullable = kind.endswith("?") or kind == "any"
     default = json.loads(row.get("default") or "null")
-    refusals = [Option("", default, each, nullable=nullable, **limits).refusal(value) for each in kinds]
+    refusals = [Option("", default, each, nullable=nullable, **bounds).refusal(value) for each in kinds]
     if None not in refusals:
         names = " or ".join(OPTION_KINDS[each][0] for each in kinds)
         findings.add(path, f"must be {names}; write one" if len(kinds) > 1 else refusals[0], value)
         return
-    if not choices or value is None:
+    if limits or not words or value is None:  # without choices
         return
     word = value if isinstance(value, str) else show(value)
     if row["key"] in ANY_CASE:
         word = word.lower()
     elif row["key"] == "qtype":
         word = word.partition("|")[0]  # uint3|a/recovery/adapter
-    refusal = Option("", None, "choice", choices=choices).refusal(word)
+    refusal = Option("", None, "choice", choices=tuple(words)).refusal(word)
     if refusal is not None and toolkit.version == VERSION:
         findings.add(path, refusal, value)
     elif refusal is not None:

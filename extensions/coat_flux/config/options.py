@@ -100,7 +100,7 @@ class Option:
             limits[:2] = [f"from {self.minimum:g} to {self.maximum:g}"]
         text = f"must be {OPTION_KINDS[self.kind][0]}"
         if self.choices:
-            text = f"must be one of {', '.join(map(_bare, self.choices))}"
+            text = f"must be one of {', '.join(map(str, self.choices))}"
         elif limits:
             text += f" {' and '.join(limits)}"
         return f"{text}, or null" if self.nullable else text
@@ -132,7 +132,7 @@ class Option:
             if value in map(str, self.choices):
                 raise self.error(f"write {value} without quotes")
             near = closest(value, map(str, self.choices))
-        raise self.error(f"did you mean '{near}'?" if near else f"write {_bare(self.choices[0])}, for example")
+        raise self.error(f"did you mean '{near}'?" if near else f"write {self.choices[0]}, for example")
 
 
 def key(default: Any, kind: str, doc: str = "", **rules: Any) -> Any:
@@ -140,9 +140,9 @@ def key(default: Any, kind: str, doc: str = "", **rules: Any) -> Any:
     return field(default=default, metadata={"option": Option("", default, kind, doc, **rules)})
 
 
-def switch(default: bool, doc: str = "", **rules: Any) -> Any:
+def switch(default: bool, doc: str = "") -> Any:
     """A boolean key."""
-    return key(default, "bool", doc, **rules)
+    return key(default, "bool", doc)
 
 
 def choice(choices: Iterable[Any], doc: str = "", **rules: Any) -> Any:
@@ -181,10 +181,6 @@ OPTION_KINDS = {
     "list": ("a list", "write one in brackets"),  # this and the next only in ai-toolkit's blocks
     "any": ("a single value", "write one value after the colon"),
 }
-
-
-def _bare(value: Any) -> str:
-    return value if isinstance(value, str) else show(value)
 
 
 def config_fields(cls: type) -> dict[str, Field[Any]]:

@@ -86,9 +86,15 @@ def check_entry(entry: Entry) -> None:
     """Check combinations of an entry's keys."""
     _check_datasets(entry)
     _check_places(entry)
-    if not entry.full:
-        _check_network(entry)
-    elif any(file.startswith(entry.name) for file in WRITTEN):
+    linear, rank = entry.get("network.linear"), entry.get("network.rank")
+    size = entry.get("network.rank", entry.get("network.linear", 4))
+    if linear is not None and rank is not None and rank != linear:
+        entry.error("network.rank", "contradicts linear, its new name; remove rank")
+    alpha = "network.alpha" if entry.get("network.linear_alpha") is None else "network.linear_alpha"
+    sizes_sound = entry.sound("network.linear", "network.rank")
+    if entry.is_flux and sizes_sound and entry.get(alpha) not in (None, size):
+        entry.error(alpha, f"on FLUX alpha is the rank; write {size}, and scale lr instead")
+    if entry.full and any(file.startswith(entry.name) for file in WRITTEN):
         entry.findings.add(entry.name_path, "begins another file's name of the run; write a longer one", entry.name)
     trained = DTYPES.get(entry.get("train.dtype", "fp32"))
     differs = entry.given("save.dtype") and DTYPES.get(entry.get("save.dtype")) != trained
@@ -127,20 +133,6 @@ def _check_path(block: Block, key: str) -> None:
         block.error(key, "variables are replaced only as ${NAME}; write it so")
     elif re.search(r"[\x00-\x1f]", path):
         block.error(key, "has a tab or line break, as \\t in double quotes is; use single quotes, or /")
-
-
-def _check_network(entry: Entry) -> None:
-    get = entry.get
-    linear, rank = get("network.linear"), get("network.rank")
-    if linear is not None and rank is not None and rank != linear:
-        entry.error("network.rank", "contradicts linear, its new name; remove rank")
-    size = 4 if linear is None else linear
-    if rank is not None:
-        size = rank
-    alpha_key = "network.alpha" if get("network.linear_alpha") is None else "network.linear_alpha"
-    sizes_sound = entry.sound("network.linear", "network.rank")
-    if entry.is_flux and sizes_sound and get(alpha_key) not in (None, size):
-        entry.error(alpha_key, f"on FLUX alpha is the rank; write {size}, and scale lr instead")
 
 
 def _check_train(entry: Entry) -> None:

@@ -26,7 +26,7 @@ from coat_core.ops.scaled_mm import int8_mm, scaled_mm
 from coat_core.quantize import quantize, sqnr_db
 
 from ..bench import worker
-from ..bench.limits import Geometry, token_count
+from ..bench.limits import HEAD_DIM, Geometry, token_count
 from ..bench.runner import CPU_CALLS, FAILED, OK, STEP, named, start_worker
 from ..bench.worker import SEED, measure_steps, time_calls
 from ..watch.oom import release_memory
@@ -124,7 +124,7 @@ def run(spec: Mapping[str, Any]) -> dict[str, Any]:
     elif kind == OPERATORS:
         items = prove_operators(geometry, size, device, until)
     else:
-        hidden, tokens = geometry.hidden, token_count(size[0])
+        hidden, tokens = geometry.heads * HEAD_DIM, token_count(size[0])
         calls = CPU_CALLS if device.type == "cpu" else PRODUCT_CALLS
         for k, n in ((hidden * wide_in, hidden * wide_out) for wide_in, wide_out in SHAPES):
             items[f"{k} -> {n}"] = try_product(kind, tokens, n, k, device, calls)

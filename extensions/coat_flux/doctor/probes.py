@@ -287,11 +287,11 @@ def memory() -> Iterator[Line]:
 
 def disk() -> Iterator[Line]:
     """Free space and write permission, here and in the model cache."""
-    snapshot, problems = _cached_model()
+    cache, snapshot, problems = _cached_model()
     model_bytes = MODEL_BYTES if snapshot is None or problems else 0.0
     places = (
         ("disk here", Path.cwd(), RUN_BYTES, "a run writes about", "train in another folder"),
-        ("disk of the model cache", _cache_folder(), model_bytes, "FLUX.1-dev takes", "set HF_HOME to another folder"),
+        ("disk of the model cache", cache, model_bytes, "FLUX.1-dev takes", "set HF_HOME to another folder"),
     )
     for name, folder, needed, reason, other in places:
         there = next(path for path in (folder, *folder.parents) if path.exists())
@@ -305,7 +305,7 @@ def disk() -> Iterator[Line]:
 
 def model() -> Iterator[Line]:
     """Whether FLUX.1-dev is in the cache and complete, or else could be downloaded."""
-    snapshot, problems = _cached_model()
+    _, snapshot, problems = _cached_model()
     if problems:
         text, _, remedy = problems[0].text.partition("; ")
         yield Line(BAD, "FLUX.1-dev", text, remedy)
@@ -316,23 +316,20 @@ def model() -> Iterator[Line]:
         yield Line(ABSENT, "FLUX.1-dev", text)
 
 
-def _cached_model() -> tuple[Path | None, list[Finding]]:
-    """The newest snapshot in the cache, and what a run would find wrong with it or with a download."""
+def _cached_model() -> tuple[Path, Path | None, list[Finding]]:
+    """The cache, its newest snapshot, and what a run would find wrong with that or with a download."""
+    from huggingface_hub import constants
+
     from ..blocks.models.check import check_model
     from ..config.findings import Findings
     from ..config.rules import STANDALONE
 
-    folder = _cache_folder() / f"models--{MODEL.replace('/', '--')}" / "snapshots"
-    snapshot = max(folder.glob("*"), key=lambda path: path.stat().st_mtime, default=None)
+    cache = Path(constants.HF_HUB_CACHE)
+    snapshots = cache / f"models--{MODEL.replace('/', '--')}" / "snapshots"
+    snapshot = max(snapshots.glob("*"), key=lambda path: path.stat().st_mtime, default=None)
     findings = Findings("")
     check_model({"name_or_path": str(snapshot or MODEL), "is_flux": True}, "model", findings, STANDALONE)
-    return snapshot, findings.all
-
-
-def _cache_folder() -> Path:
-    from huggingface_hub import constants
-
-    return Path(constants.HF_HUB_CACHE)
+    return cache, snapshot, findings.all
 
 
 def ai_toolkit(folder: Path | None) -> Iterator[Line]:

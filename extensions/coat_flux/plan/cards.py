@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -139,11 +139,13 @@ def _with(config: Any, values: dict[str, Any]) -> Any:
     return config
 
 
-def _setting(path: str, value: Any, cost: str, applies: Callable[[JobConfig], bool], also: str = "") -> Edit:
-    """An edit of one key; the key `also` becomes true with it."""
+def _setting(
+    path: str, value: Any, cost: str, applies: Callable[[JobConfig], bool], also: Mapping[str, Any] | None = None
+) -> Edit:
+    """An edit of one key; those of `also` change with it."""
 
     def edit(job: JobConfig) -> Change | None:
-        changed = _with(job, {path: value, also: True} if also else {path: value})
+        changed = _with(job, {path: value, **(also or {})})
         if changed == job or not applies(job):
             return None
         shown = str(value).lower() if isinstance(value, bool) else value
@@ -223,16 +225,6 @@ def _automatic_checkpointing(job: JobConfig) -> Change | None:
     return Change(", ".join(texts), "time to recompute what does not fit", _with(job, values))
 
 
-def _full_checkpointing(job: JobConfig) -> Change | None:
-    if checkpointing_mode(job.coat, job.train.gradient_checkpointing) == "all":
-        return None
-    changed = _with(job, {"train.gradient_checkpointing": True})
-    if not job.coat.enabled:
-        return Change("train.gradient_checkpointing: true", TIME, changed)
-    changed = _with(changed, {"coat.memory.checkpointing": "all", "coat.memory.budget_gb": None})
-    return Change("coat.memory.checkpointing: all", TIME, changed)
-
-
 def _smaller_batch(job: JobConfig) -> Change | None:
     batch = job.train.batch_size
     if batch == 1:
@@ -300,7 +292,7 @@ EDITS: tuple[Edit, ...] = (
         COAT_OPTIMIZER,
         "FP8 moments",
         lambda job: job.coat.enabled and job.train.optimizer != COAT_OPTIMIZER,
-        also="coat.optimizer.use_fp8",
+        also={"coat.optimizer.use_fp8": True},
     ),
     _setting(
         "train.fused_backward",
@@ -317,7 +309,14 @@ EDITS: tuple[Edit, ...] = (
     _streamed,
     _offloaded,
     _automatic_checkpointing,
-    _full_checkpointing,
+    _setting("train.gradient_checkpointing", True, TIME, lambda job: not job.coat.enabled),
+    _setting(
+        "coat.memory.checkpointing",
+        "all",
+        TIME,
+        lambda job: job.coat.enabled and checkpointing_mode(job.coat, job.train.gradient_checkpointing) != "all",
+        also={"coat.memory.budget_gb": None, "train.gradient_checkpointing": True},
+    ),
     _smaller_batch,
     _smaller_samples,
     _setting("train.disable_sampling", True, "no previews", lambda job: bool(job.sample.items())),

@@ -200,12 +200,16 @@ class Sweep:
         self._lock, self._ends_at_once = threading.Lock(), False
         # every value is checked with the first ones of the other keys, before any run starts
         first = {key: next(iter(values.values())) for key, values in self._values.items()}
-        lines = {}
-        for key, values in self._values.items():
-            for value in values.values():
-                lines |= dict.fromkeys(self._errors({**first, key: value}, check_job_dict))
-        if lines or (lines := dict.fromkeys(self._errors(first, check_models))):
-            raise ConfigError("\n".join(lines))
+        several = [{**first, key: value} for key, values in self._values.items() for value in values.values()]
+        for check, tried in ((check_job_dict, several), (check_models, [first])):
+            lines: dict[str, None] = {}
+            for settings in tried:
+                raw = load_job_yaml(config, name="trial")
+                self._change(raw["config"]["process"][0], settings, seeds[0])
+                findings = check(raw, file=self.job.file)
+                lines |= dict.fromkeys(item.line() for item in findings if item.severity == "error")
+            if lines:
+                raise ConfigError("\n".join(lines))
 
     @property
     def runs(self) -> list[Run]:
@@ -228,11 +232,9 @@ class Sweep:
 
                 def work() -> None:
                     while not interrupts.asked and (run := self._next(study, waiting)) is not None:
-                        code = self._train(run, jobs, interrupts, log)
-                        failed = code != 0 and not interrupts.asked
-                        reason = _reason(self.folder / f"{run.name}.log", code) if failed else ""
+                        failure = self._train(run, jobs, interrupts, log)
                         with self._lock:
-                            run.read(self.folder, reason)
+                            run.read(self.folder, failure)
                             words = f"{run.state}: {run.message}" if run.message else run.state
                             if run.curve:
                                 words += ", held-out loss {1:.6f} at step {0:.0f}".format(*run.curve[-1])
@@ -254,11 +256,6 @@ class Sweep:
                 raise KeyboardInterrupt
         self.total = len(self.runs)  # TPE may choose a combination twice
         return self.trials
-
-    def _errors(self, settings: Mapping[str, Any], check: Callable[..., Any]) -> list[str]:
-        raw = load_job_yaml(self._config, name="trial")
-        self._change(raw["config"]["process"][0], settings, self._seeds[0])
-        return [item.line() for item in check(raw, file=self.job.file) if item.severity == "error"]
 
     def _open_study(self) -> Any:
         """Optuna's study of these keys and values, with its trials so far; other values make another study."""
@@ -344,14 +341,14 @@ class Sweep:
             ) from error
         return steps
 
-    def _train(self, run: Run, jobs: int, interrupts: Interrupts, log: Callable[[str], None]) -> int:
-        """Run `coat-flux train`, passing on interrupts; returns its exit code."""
-        config = self.folder / f"{run.name}.yaml"
+    def _train(self, run: Run, jobs: int, interrupts: Interrupts, log: Callable[[str], None]) -> str:
+        """Run `coat-flux train`, passing on interrupts; returns why it failed, the last error of its log, or ""."""
+        config, output = self.folder / f"{run.name}.yaml", self.folder / f"{run.name}.log"
         write_file(config, yaml.safe_dump(dict(run.job), sort_keys=False, allow_unicode=True))
         environment = dict(os.environ)
         if jobs > 1:  # processes that each use every core slow each other down
             environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // jobs)))
-        with (self.folder / f"{run.name}.log").open("ab") as file:
+        with output.open("ab") as file:
             process = subprocess.Popen(
                 [sys.executable, str(CLI), "train", str(config)],
                 stdin=subprocess.DEVNULL,
@@ -368,10 +365,16 @@ class Sweep:
             while process.poll() is None and not self._ends_at_once:
                 time.sleep(POLL_SECONDS)
             try:
-                return process.wait(END_SECONDS)
+                code = process.wait(END_SECONDS)
             except subprocess.TimeoutExpired:
                 process.kill()
-                return process.wait()
+                code = process.wait()
+        if code == 0 or interrupts.asked:
+            return ""
+        lines = output.read_text(encoding="utf-8", errors="replace").replace("\r", "\n").splitlines()[-LOG_TAIL:]
+        lines = [line for line in lines if line.strip()] or ["no output"]
+        last = [line for line in lines if line.startswith("error: ")] or lines
+        return f"{last[-1].removeprefix('error: ')} (exit code {code}, {output.name})"
 
 
 def _alphas(process: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, int]:
@@ -402,14 +405,6 @@ def _set_value(process: Any, key: str, value: Any) -> None:
         raise UserError(
             f"--set {key}: the config has no such place; write a key as the errors of coat-flux check name it"
         ) from error
-
-
-def _reason(path: Path, code: int) -> str:
-    """The last error of a log, or its last line."""
-    lines = path.read_text(encoding="utf-8", errors="replace").replace("\r", "\n").splitlines()[-LOG_TAIL:]
-    lines = [line for line in lines if line.strip()] or ["no output"]
-    last = [line for line in lines if line.startswith("error: ")] or lines
-    return f"{last[-1].removeprefix('error: ')} (exit code {code}, {path.name})"
 
 
 def rank(trials: Sequence[Trial]) -> tuple[list[Trial], float | None]:
