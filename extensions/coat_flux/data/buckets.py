@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
+from PIL import Image, ImageOps
 
 STEP = 32  # also the least resolution
 
@@ -43,8 +43,12 @@ def bucket_for(width: int, height: int, resolution: int) -> Bucket:
     return Bucket(*(min(max(1, math.floor(side)), longest) * STEP for side in ideal))
 
 
-def fit_to_bucket(image: Image.Image, bucket: Bucket, size: tuple[int, int] | None = None) -> Image.Image:
+def fit_to_bucket(
+    image: Image.Image, bucket: Bucket, size: tuple[int, int] | None = None, *, flip: bool = False
+) -> Image.Image:
     """Resize (bicubic) so that the image just covers the bucket, as one of `size` would, then crop its centre."""
+    if flip:
+        image = ImageOps.mirror(image)
     covering = covering_size(size or image.size, bucket)
     left, top = (covering[0] - bucket.width) // 2, (covering[1] - bucket.height) // 2
     resized = image.resize(covering, Image.Resampling.BICUBIC)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -221,7 +221,8 @@ class LatentDataset:
         if self.vae is None:
             raise DatasetError(_CACHE_GONE.format(printable(sample.image_path), "latents"))
         image, alpha = read_photo(sample.image_path, self.ground(sample))
-        latents = encode_latents(self.vae, to_tensor(_cut(image, sample))[None])[0].cpu()
+        crop = fit_to_bucket(image, sample.bucket, flip=sample.flip)
+        latents = encode_latents(self.vae, to_tensor(crop)[None])[0].cpu()
         if not torch.isfinite(latents).all():
             raise DatasetError(
                 f"{printable(sample.image_path)}: the VAE returns NaN or inf for it; run the VAE in bf16 or fp32"
@@ -231,7 +232,8 @@ class LatentDataset:
         if self.masked and alpha is None:
             entry["mask"] = torch.ones(1, height, width)
         elif self.masked:  # mean opacity of each latent's pixels, divided by its mean so that the loss keeps its size
-            opacity = _cut(alpha, sample).resize((width, height), Image.Resampling.BOX)
+            crop = fit_to_bucket(alpha, sample.bucket, flip=sample.flip)
+            opacity = crop.resize((width, height), Image.Resampling.BOX)
             mask = torch.from_numpy(np.array(opacity, dtype=np.float32))[None]
             entry["mask"] = mask / mask.mean()  # not 0: `DataReport` refuses such photos
         self._latents[sample.dataset_index].store(self._latent_key(sample), entry, about=sample.image_path.name)
@@ -266,11 +268,11 @@ def picture_of(sample: Sample, ground: str | None) -> tuple[np.ndarray, np.ndarr
     `ground` as in `read_photo`.
     """
     image, alpha = read_photo(sample.image_path, ground)
-    picture = np.array(_cut(image, sample))
+    picture = np.array(fit_to_bucket(image, sample.bucket, flip=sample.flip))
     if sample.mask is not None:
         shown = np.array(sample.mask.cut(sample.bucket, flip=sample.flip))
     elif alpha is not None:
-        shown = np.array(_cut(alpha, sample))
+        shown = np.array(fit_to_bucket(alpha, sample.bucket, flip=sample.flip))
     else:
         return picture, np.ones(picture.shape[:2], bool)
     return picture, shown > 127
@@ -279,7 +281,3 @@ def picture_of(sample: Sample, ground: str | None) -> tuple[np.ndarray, np.ndarr
 def to_device(x: Tensor, device: torch.device) -> Tensor:
     """Copy a CPU tensor without synchronizing."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
-
-
-def _cut(image: Image.Image, sample: Sample) -> Image.Image:
-    return fit_to_bucket(ImageOps.mirror(image) if sample.flip else image, sample.bucket)

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageFilter, ImageOps
+from PIL import Image, ImageFilter
 from torch import Tensor
 from torch.nn.functional import interpolate
 
@@ -52,9 +52,8 @@ class Mask:
     def cut(self, bucket: Bucket, *, flip: bool = False, radius: int = 0) -> Image.Image:
         """The mask of the photo's crop to a bucket, mode "L"; raises DatasetError."""
         image = read_mask(self.path, alpha=self.alpha, inverted=self.inverted)
-        if flip:
-            image = ImageOps.mirror(image)
-        return fit_to_bucket(image.filter(ImageFilter.GaussianBlur(radius)), bucket, self.photo_size)
+        blurred = image.filter(ImageFilter.GaussianBlur(radius))
+        return fit_to_bucket(blurred, bucket, self.photo_size, flip=flip)
 
     def levels(self, bucket: Bucket, size: tuple[int, int], *, flip: bool = False, radius: int = 0) -> Tensor:
         """Levels at latents of `size` (rows, columns): uint8 [1, rows, columns]; raises DatasetError."""
