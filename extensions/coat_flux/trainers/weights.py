@@ -6,7 +6,7 @@ A file is mapped, and the map closed after every `MAPPED_BYTES` read, since page
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -119,12 +119,10 @@ def local_folder(name_or_path: str, part: str) -> Path:
         return Path(name_or_path, part)
     from huggingface_hub import snapshot_download
 
-    def fetch(names: Iterable[str]) -> Path:
-        wanted = ["model_index.json", *(f"{part}/{name}" for name in names)]
-        return Path(snapshot_download(name_or_path, allow_patterns=wanted), part)
-
-    folder = fetch(["config.json", INDEX])
-    return fetch(_file_names(folder))
+    wanted = ["model_index.json", f"{part}/config.json", f"{part}/{INDEX}"]
+    folder = Path(snapshot_download(name_or_path, allow_patterns=wanted), part)
+    wanted += [f"{part}/{name}" for name in _file_names(folder)]  # which the index lists
+    return Path(snapshot_download(name_or_path, allow_patterns=wanted), part)
 
 
 def _file_names(folder: Path) -> list[str]:
