@@ -46,7 +46,26 @@ def prove_block(block: nn.Module, run: Run, args: tuple[Any, ...], kwargs: dict[
         return
     device = next(x.device for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
     key = key_on(device, {**_facts(), "block": key_of((*args, *kwargs.values()), [block], config)})
-    _adopt(key, lambda: _block_verdicts(block, run, args, kwargs, device))
+    once = functools.partial(_results, block, run, args, kwargs)
+
+    def find() -> tuple[dict[str, str], bool]:
+        try:
+            with recorded_calls() as calls:
+                expected = once()
+            verdicts = _prove(calls, device)
+            for operator, why in verdicts.items():
+                if why:
+                    dispatch.use_reference(operator, why)
+            operators = dict.fromkeys(call.operator for call in calls)
+            for operator in _culprits(once, expected, [each for each in operators if each not in dispatch.instead]):
+                verdicts[operator] = "the gradients of a block are wrong with it"
+        except torch.OutOfMemoryError:
+            logger.info("kernels of %s are not proved: out of memory", type(block).__name__)
+            return {}, False
+        logger.info("kernels of %s: %d of %d proved", type(block).__name__, len(verdicts), len(operators))
+        return verdicts, len(verdicts) == len(operators)
+
+    _adopt(key, find)
 
 
 def prove_step() -> None:
@@ -105,27 +124,6 @@ def _facts() -> dict[str, Any]:
     for file in sorted(Path(ops.__path__[0]).glob("*.py")):
         sources.update(file.read_bytes())
     return {"driver": driver, "sources": sources.hexdigest()}
-
-
-def _block_verdicts(
-    block: nn.Module, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
-) -> tuple[dict[str, str], bool]:
-    once = functools.partial(_results, block, run, args, kwargs)
-    try:
-        with recorded_calls() as calls:
-            expected = once()
-        verdicts = _prove(calls, device)
-        for operator, why in verdicts.items():
-            if why:
-                dispatch.use_reference(operator, why)
-        operators = dict.fromkeys(call.operator for call in calls)
-        for operator in _culprits(once, expected, [each for each in operators if each not in dispatch.instead]):
-            verdicts[operator] = "the gradients of a block are wrong with it"
-    except torch.OutOfMemoryError:
-        logger.info("kernels of %s are not proved: out of memory", type(block).__name__)
-        return {}, False
-    logger.info("kernels of %s: %d of %d proved", type(block).__name__, len(verdicts), len(operators))
-    return verdicts, len(verdicts) == len(operators)
 
 
 def _culprits(once: Callable[[], list[Tensor]], expected: list[Tensor], operators: list[str]) -> list[str]:
