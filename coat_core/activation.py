@@ -62,14 +62,13 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from coat_core.autograd import autocast_is_on, checkpoint_records, first_order_only, refuse_second_order
-from coat_core.formats import FORMATS, INT8
+from coat_core.formats import FP8_DTYPES, INT8
 from coat_core.granularity import FP8_GROUPS, Storage
 from coat_core.int8 import rotation_size
 from coat_core.ops.quantize import dequantize, quantize, quantize_once, read_saved_input, rotate, saved_input
 from coat_core.quantize import Quantized
 
 PACKED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-CODE_DTYPES = tuple(fmt.dtype for fmt in FORMATS.values())
 MIN_ELEMENTS = 4096  # smaller tensors are saved exactly
 SHORTEST_ROW = 32  # tensors with shorter rows are row statistics or rank-r activations
 STATISTICS_PADDING = 32  # some attention kernels round the rows of their log-sum-exp up to a multiple of this
@@ -218,7 +217,7 @@ class PackedSavedTensors(TorchFunctionMode):
         if tensor.dtype != torch.float32 or self._before is None:
             return False
         dtype, shape = self._before
-        if dtype in CODE_DTYPES:
+        if dtype in FP8_DTYPES:
             return tensor.ndim <= len(shape)
         if tensor.ndim != len(shape) - 1:
             return False

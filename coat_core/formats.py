@@ -33,6 +33,7 @@ E4M3 = Format("e4m3", torch.float8_e4m3fn, 448.0, 2.0**-6, 3)
 E5M2 = Format("e5m2", torch.float8_e5m2, 57344.0, 2.0**-14, 2)
 
 FORMATS: dict[str, Format] = {fmt.name: fmt for fmt in (E4M3, E5M2)}
+FP8_DTYPES = tuple(fmt.dtype for fmt in FORMATS.values())
 
 INT8_RATIO = Format("int8_ratio", torch.int8, 127.0)
 UINT8_LOG = Format("uint8_log", torch.uint8, 254.0, numbers=("scale", "exponent"))
@@ -66,4 +67,4 @@ def format_of(dtype: torch.dtype) -> Format:
     for fmt in (*FORMATS.values(), INT8):
         if fmt.dtype == dtype:
             return fmt
-    raise ValueError(f"dtype={dtype}: must be one of {', '.join(str(fmt.dtype) for fmt in FORMATS.values())}")
+    raise ValueError(f"dtype={dtype}: must be one of {', '.join(map(str, FP8_DTYPES))}")

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from coat_core.formats import E4M3, FORMATS, format_of
+from coat_core.formats import E4M3, FP8_DTYPES, format_of
 from coat_core.quantize import saturating_cast
 
 FIRST_E4M3_CAPABILITY = (8, 9)  # Ada; older cards have no instruction that converts to it, and Triton has no type
@@ -107,8 +107,7 @@ def finished(buffer: Tensor, dtype: torch.dtype) -> Tensor:
     """A kernel's result in its final dtype."""
     if buffer.dtype == dtype:
         return buffer
-    is_fp8 = any(dtype == fmt.dtype for fmt in FORMATS.values())
-    return saturating_cast(buffer, format_of(dtype)) if is_fp8 else buffer.to(dtype)
+    return saturating_cast(buffer, format_of(dtype)) if dtype in FP8_DTYPES else buffer.to(dtype)
 
 
 def dot_operand(x: Tensor) -> Tensor:

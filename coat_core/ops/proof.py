@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from coat_core.casts import Cast, arguments_of, declarations
-from coat_core.formats import FORMATS, format_of
+from coat_core.formats import FP8_DTYPES, format_of
 from coat_core.ops import dispatch, launch
 from coat_core.ops.adamw import Moment, read_moments
 from coat_core.quantize import quantize
@@ -49,7 +49,6 @@ MOMENT_RTOL = 0.15  # AdamW's powers may turn a code of e4m3
 CODES_OFF = {torch.int8: 2}  # where the values before the cast were rounded themselves; else 1
 ADAMW = "coat::fp8_adamw_step"
 STEP_ELEMENTS = 1 << 24  # of parameters: full fine-tuning has 12 billion
-FP8_DTYPES = tuple(fmt.dtype for fmt in FORMATS.values())
 
 logger = logging.getLogger(__name__)
 

@@ -178,8 +178,10 @@ def _of_toolkit(lora: Any) -> tuple[Adapter, ...]:
     network = lora.network_ref()
     if not network.is_active or network.is_merged_in or network._multiplier == 0:
         return ()
+    # the trainer's list of strengths is compared, not its tensor, which would synchronize for every adapter
+    entries = network._multiplier if isinstance(network._multiplier, list) else [network._multiplier]
     if type(lora).__name__ == LOKR and not network.is_lorm:
-        return (_of_lokr(lora, network._multiplier),)
+        return (_of_lokr(lora, entries),)
     if type(lora).__name__ != "LoRAModule" or network.is_lorm:
         raise NotFusable(f"a {type(lora).__name__}")
     dropout = getattr(lora.dropout, "p", 0.0) if isinstance(lora.dropout, nn.Module) else lora.dropout
@@ -188,8 +190,6 @@ def _of_toolkit(lora: Any) -> tuple[Adapter, ...]:
     if hasattr(lora, "scalar") or getattr(lora, "lora_mid", None) is not None:
         raise NotFusable("a LoRA with a scalar or a middle matrix")
     _check_matrices(lora.lora_down, lora.lora_up)
-    # the trainer's list of strengths is compared, not its tensor, which would synchronize for every adapter
-    entries = network._multiplier if isinstance(network._multiplier, list) else [network._multiplier]
     factor, strengths = float(lora.scale), None
     if all(isinstance(entry, int | float) and entry == entries[0] for entry in entries):
         factor *= entries[0]
@@ -200,10 +200,9 @@ def _of_toolkit(lora: Any) -> tuple[Adapter, ...]:
     return (PlainAdapter(lora.lora_down.weight, lora.lora_up.weight, factor, strengths),)
 
 
-def _of_lokr(lokr: Any, strengths: Any) -> KroneckerAdapter:
+def _of_lokr(lokr: Any, entries: list[Any]) -> KroneckerAdapter:
     if lokr.training and lokr.rank_dropout:
         raise NotFusable(DROPOUT)
-    entries = strengths if isinstance(strengths, list) else [strengths]
     if not all(isinstance(entry, int | float) for entry in entries):
         raise NotFusable("LoKr strengths that are not one number per image")
     pairs = []
