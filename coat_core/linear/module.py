@@ -361,7 +361,8 @@ def allow_merging(model: nn.Module) -> Iterator[None]:
 
     @torch.no_grad()
     def requantize(linear: FP8Linear, value: Tensor) -> None:
-        before, layers = linear.weight.data, [each for each in model.modules() if hasattr(each, "merged_adapters")]
+        before = linear.weight.data
+        layers = [each for each in model.modules() if hasattr(each, "merged_adapters")]
         layer: Any = next((each for each in layers if each.base_layer is linear), None)
         if layer is not None:
             if not layer.merged_adapters:

@@ -387,7 +387,8 @@ def activate(
 ) -> Activated:
     """Compute [out | act(mlp)] from a group's outputs, and save out and mlp; values only if `reader` needs them."""
     linears, y, h = projected
-    first, cast, packing = 0 if out is None else 3, cast_by_kernel(reader.input_storage), packed_by_kernel(kept.storage)
+    first = 0 if out is None else 3
+    cast, packing = cast_by_kernel(reader.input_storage), packed_by_kernel(kept.storage)
     mlp = y[..., sum(linears.parts[:first]) :]
     rows = up = product = None
     if packing[0] == "none":
