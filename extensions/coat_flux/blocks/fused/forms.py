@@ -67,13 +67,10 @@ class Reader:
     processor: str = ""  # class of diffusers' attention processor; empty where the blocks have none
     heads: tuple[str, str] = ("attn.heads", "attn.inner_dim")  # where a block has their number, and all their features
     of_text: bool = False  # blocks that run before all others, on text alone; nothing is measured on those
+    image_first: bool = False  # the results of two streams are those of image and text, in this order
     call: Callable[..., Call]  # a call's arguments, by position → `Call`; or NotFusable
     # a block → its fused form; or NotFusable. `join` makes one matrix of weights that read the same tensor
     read: Callable[[Any, bool], Form]
-
-    def results(self, text: Tensor | None, image: Tensor) -> Any:
-        """The block's results; text is None where the streams are one."""
-        return image if text is None else (text, image)
 
 
 class Form:
@@ -113,7 +110,12 @@ class Form:
         for modulation in self.modulations:
             inputs.append(modulation(call.temb))
         outputs = _Block.apply(self, shared, keeps, len(inputs), *inputs, *leaves_of(self.parameters))
-        return self.reader.results(None if call.text is None else outputs[0], outputs[-1])
+        if call.text is None:
+            return outputs[0]
+        text, image = outputs
+        if text.ndim == 1:  # it ends with this block
+            text = None
+        return (image, text) if self.reader.image_first else (text, image)
 
 
 @functools.cache  # without a limit: a captured graph goes on reading them

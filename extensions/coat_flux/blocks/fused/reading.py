@@ -197,6 +197,7 @@ class ToolkitReader(Reader):
     """Reads ai-toolkit's blocks in BFL's layout."""
 
     heads = ("num_heads", "hidden_size")
+    image_first = True
 
     def attention(self, block: Any, *norms: Any) -> Attention:
         """Attention with these QKNorms, of text first."""
@@ -204,10 +205,6 @@ class ToolkitReader(Reader):
         if any(weight.requires_grad for weight in weights):
             raise NotFusable("a QK norm that is trained")
         return Attention(block.hidden_size // block.num_heads, TOOLKIT_EPS, tuple(weights))
-
-    def results(self, text: Tensor | None, image: Tensor) -> Any:
-        """See `Reader`."""
-        return image if text is None else (image, text)
 
 
 class ToolkitDouble(ToolkitReader):

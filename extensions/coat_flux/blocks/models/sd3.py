@@ -44,9 +44,6 @@ class _Block(DiffusersDouble):
         image = Outside(read_modulation(norm), norm.norm, block.norm2, feed_forward(block.ff))
         return read_double(block.attn, text, image, join)
 
-    def results(self, text: Tensor | None, image: Tensor) -> Any:
-        return text if text is not None and text.numel() else None, image
-
 
 SD3 = Family(
     "SD3Transformer2DModel",
