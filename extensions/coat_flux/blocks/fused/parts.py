@@ -291,7 +291,8 @@ class Attention:
         for i, y in enumerate(ys):
             codes, scale = packed[2 * i : 2 * i + 2] if packed else (y, y)
             kept.pack(f"qkv{i}", y, kept.attention, codes, scale)
-        k, v = self._repeated(k), self._repeated(v)
+        if self.kv_groups > 1:
+            k, v = (x.repeat_interleave(self.kv_groups, dim=2) for x in (k, v))
         heads = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         out, statistics, kept.kernel = attention_forward(*heads, shared.mask)
         kept.add("statistics", *statistics)
@@ -311,7 +312,8 @@ class Attention:
         norms = list(self.norms)
         angles = shared.cos, shared.sin
         q, k, v = qkv_rope(ys, y_scales, [], [], norms, *angles, self.eps, "none", size, dtype, self.kv_groups)
-        k, v = self._repeated(k), self._repeated(v)
+        if self.kv_groups > 1:
+            k, v = (x.repeat_interleave(self.kv_groups, dim=2) for x in (k, v))
         by_head = (*out.shape[:-1], -1, self.head_dim)
         grad, out = grad.view(by_head).to(q.dtype), out.view(by_head).to(q.dtype)
         dq, dk, dv = attention_backward(
@@ -328,10 +330,6 @@ class Attention:
         if self.kv_groups > 1:
             joint[1:] = [grad.unflatten(2, (-1, self.kv_groups)).sum(3) for grad in joint[1:]]
         return joint, ys, y_scales, size, dtype
-
-    def _repeated(self, x: Tensor) -> Tensor:
-        """Of k or v [B, S, H_kv, d], each head for its group of q's."""
-        return x if self.kv_groups == 1 else x.repeat_interleave(self.kv_groups, dim=2)
 
 
 # input of a gate's linear, as `LinearGroup.forward` takes it: x [B, S, K], empty where the other two are there; x by
