@@ -1,10 +1,10 @@
-"""Collected findings about a config, so that one refusal lists everything there is to correct.
+"""Findings about a config, collected, so that one refusal lists everything there is to correct.
 
-`rules.tsv` lists the rules that need no arithmetic, and what a job fails without:
+`rules.tsv` lists the rules that need no arithmetic, and the packages and files without which a job would fail:
 
 key, values     a key of the process entry or of a data set, a pattern of its values (`unset`: absent or null)
-where           patterns of other keys and of `Block.facts`; `removed`: of an earlier version
-finding         `<rule>; <remedy>`, or a package, `file`, `file or hub` (`check.check_needs`)
+where           `key=pattern` of other keys and of `Block.facts`; or `removed`: the key is of an earlier version
+finding         `<rule>; <remedy>`, or what is needed: a package, `file`, `file or hub` (`check.check_needs`)
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from ..base.errors import UserError
 MAX_SHOWN, MAX_PATH = 60, 200  # characters of a value, of a key
 MAX_LISTED = 12
 ABSENT = object()
-ANY_CASE = ("optimizer", "type")  # keys that ai-toolkit lowers before it compares
-WARNING = "warning: "  # before a finding of the table that is no error
+ANY_CASE = ("optimizer", "type")  # keys whose values ai-toolkit compares in lower case
+WARNING = "warning: "  # begins a finding of the table that is not an error
 
-with Path(__file__).with_name("rules.tsv").open(encoding="utf-8", newline="") as table:
-    TABLE = list(csv.DictReader(table, delimiter="\t", quoting=csv.QUOTE_NONE))
+with Path(__file__).with_name("rules.tsv").open(encoding="utf-8", newline="") as file:
+    TABLE = list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
 RULES = [row for row in TABLE if ";" in row["finding"] and row["where"] != "removed"]
 NEEDS = [row for row in TABLE if ";" not in row["finding"]]
 REMOVED: dict[str, str] = {}  # key of the `coat:` block, or key=value → finding
@@ -42,10 +42,10 @@ for row in TABLE:
 class Finding:
     """One finding, printed as one line, about a dotted key, a place such as `line 3, column 5`, or a whole file."""
 
-    severity: str
+    severity: str  # "error" or "warning"
     file: str
     key: str
-    value: str | None  # of the key, in YAML notation
+    value: str | None  # in YAML notation; None: not shown
     text: str  # `<rule>; <remedy>`
 
     def line(self) -> str:
@@ -63,12 +63,12 @@ class ConfigError(UserError, ValueError):
         self.findings: tuple[Finding, ...] = ()
         if not isinstance(problem, str):
             self.findings = tuple(problem)
-            problem = "\n".join(item.line() for item in self.findings)
+            problem = "\n".join(finding.line() for finding in self.findings)
         super().__init__(problem)
 
 
 class Findings:
-    """Collects findings, and which keys are present (`given`) and refused."""
+    """Collects findings; also the keys that are present (`given`) and those with an error (`refused`)."""
 
     def __init__(self, file: str):
         self.file = file
@@ -77,46 +77,56 @@ class Findings:
         self.errors: list[Finding] = []
         self.warnings: list[Finding] = []
 
+    def sound(self, *paths: str) -> bool:
+        """Whether all of these keys, and the blocks around them, are free of errors."""
+        for path in paths:
+            blocks = [path[: separator.start()] for separator in re.finditer(r"[.\[]", path)]
+            if not self.refused.isdisjoint([path, *blocks]):
+                return False
+        return True
+
     def add(self, path: str, text: str, value: Any = ABSENT) -> None:
-        """Add an error `<rule>; <remedy>`, unless it follows from one of the same key or of a block around it."""
+        """Add an error `<rule>; <remedy>`, unless the key or a block around it has one already."""
         if self.sound(path):
             self.refused.add(path)
             shown = None if value is ABSENT else show(value)
             self.errors.append(Finding("error", self.file, path, shown, text))
 
     def warn(self, path: str, text: str, value: Any = ABSENT) -> None:
-        """Add a warning, which `all` leaves out if the key is refused."""
+        """Add a warning, which `all` leaves out if the key has an error."""
         shown = None if value is ABSENT else show(value)
         self.warnings.append(Finding("warning", self.file, path, shown, text))
-
-    def sound(self, *paths: str) -> bool:
-        """Whether neither the keys nor a block around one was refused; rules between keys need them all."""
-        for path in paths:
-            around = [path[: mark.start()] for mark in re.finditer(r"[.\[]", path)]
-            if not self.refused.isdisjoint([path, *around]):
-                return False
-        return True
 
     @property
     def all(self) -> list[Finding]:
         """Errors, then warnings."""
-        return [*self.errors, *(item for item in self.warnings if self.sound(item.key))]
+        return [*self.errors, *(warning for warning in self.warnings if self.sound(warning.key))]
 
 
 class Block:
-    """A block of type-checked keys, and where findings about it go."""
+    """A block of type-checked keys, and where findings about it go; `path` is "" for the whole file."""
 
     def __init__(self, raw: Mapping[str, Any], path: str, findings: Findings):
         self.raw, self.path, self.findings = raw, path, findings
-        self.facts: dict[str, str] = {}  # about it, for the table of rules
+        self.facts: dict[str, str] = {}  # what rules may ask of it besides its keys
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value of a dotted key; the default if it is absent, null or refused."""
         value = self._written(key)
         return default if value is None or value is ABSENT or not self.sound(key) else value
 
+    def _written(self, key: str) -> Any:
+        value: Any = self.raw
+        for part in key.split("."):
+            value = value.get(part, ABSENT) if isinstance(value, Mapping) else ABSENT
+        return value
+
+    def sound(self, *keys: str) -> bool:
+        """Whether none of these keys was refused."""
+        return self.findings.sound(*(f"{self.path}.{key}".lstrip(".") for key in keys))
+
     def blocks(self, key: str) -> list[Block]:
-        """The blocks of a list of blocks."""
+        """The blocks in a list."""
         blocks, entries = [], self.get(key)
         for i, entry in enumerate(entries if isinstance(entries, list) else ()):
             if isinstance(entry, Mapping):
@@ -133,24 +143,15 @@ class Block:
 
     def fits(self, row: Mapping[str, str]) -> bool:
         """Whether a row of the table applies, and none of its keys was refused."""
-        for pattern in (f"{row['key']}={row['values']}", *row["where"].split()):
-            key, _, values = pattern.partition("=")
+        for condition in (f"{row['key']}={row['values']}", *row["where"].split()):
+            key, _, pattern = condition.partition("=")
             value = self.facts.get(key, self.get(key, "unset"))
-            keeps_case = isinstance(value, str) and key.rpartition(".")[2] not in ANY_CASE
-            text = value if keeps_case else str(value).lower()
-            if not (self.sound(key) and re.fullmatch(values, text)):
+            text = str(value)
+            if not isinstance(value, str) or key.rpartition(".")[2] in ANY_CASE:
+                text = text.lower()  # true, as YAML writes it
+            if not (self.sound(key) and re.fullmatch(pattern, text)):
                 return False
         return True
-
-    def sound(self, *keys: str) -> bool:
-        """Whether none of these keys was refused."""
-        return self.findings.sound(*(f"{self.path}.{key}".lstrip(".") for key in keys))
-
-    def _written(self, key: str) -> Any:
-        value: Any = self.raw
-        for part in key.split("."):
-            value = value.get(part, ABSENT) if isinstance(value, Mapping) else ABSENT
-        return value
 
     def check(self, rules: Iterable[Mapping[str, str]]) -> None:
         """Add the findings of the rows that fit."""
@@ -182,11 +183,11 @@ def shorten(text: str, length: int) -> str:
 def closest(word: Any, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The known word nearest to `word`, ignoring case, or None."""
     by_lower = {name.lower(): name for name in known}
-    near = difflib.get_close_matches(str(word)[:MAX_SHOWN].lower(), by_lower, n=1, cutoff=cutoff)
-    return by_lower[near[0]] if near else None
+    matches = difflib.get_close_matches(str(word)[:MAX_SHOWN].lower(), by_lower, n=1, cutoff=cutoff)
+    return by_lower[matches[0]] if matches else None
 
 
-OTHERS_KEYS = {  # of kohya's and diffusers' scripts
+KEYS_OF_SCRIPTS = {  # of kohya's and diffusers' training scripts → ours
     "learning_rate": "lr",
     "max_train_steps": "steps",
     "train_batch_size": "batch_size",
@@ -200,15 +201,15 @@ OTHERS_KEYS = {  # of kohya's and diffusers' scripts
 
 
 def suggest_key(key: Any, siblings: Iterable[str], elsewhere: Iterable[str] = ()) -> str:
-    """The remedy for an unknown key, "did you mean …?" or the known keys; `elsewhere` has nested dotted keys."""
+    """The remedy for an unknown key: "did you mean …?" or the known keys; `elsewhere` has keys of other blocks."""
     siblings = sorted(siblings)
-    if (own := OTHERS_KEYS.get(str(key))) in siblings:
-        return f"did you mean '{own}'?"
-    by_leaf = {dotted.rpartition(".")[2]: dotted for dotted in elsewhere}
+    if (same := KEYS_OF_SCRIPTS.get(str(key))) in siblings:
+        return f"did you mean '{same}'?"
     if near := closest(key, siblings, cutoff=0.8):
         return f"did you mean '{near}'?"
-    if near := closest(str(key).rpartition(".")[2], by_leaf, cutoff=0.8):
-        block, _, leaf = by_leaf[near].rpartition(".")
+    by_leaf = {dotted.rpartition(".")[2]: dotted for dotted in elsewhere}
+    if leaf := closest(str(key).rpartition(".")[2], by_leaf, cutoff=0.8):
+        block, _, _ = by_leaf[leaf].rpartition(".")
         return f"did you mean '{block}: {{{leaf}: …}}'?"
     if near := closest(key, siblings):
         return f"did you mean '{near}'?"
