@@ -1,7 +1,7 @@
 """Encoding images and prompts with FLUX's frozen models, and caching the results on disk or in memory.
 
-Cache keys contain everything that determines a tensor, such as the image file's bytes, and no file's name or date: a
-replaced photo or edited caption is never stale, and a renamed one is not encoded twice.
+A cache key is a hash of everything that determines a tensor, such as the image file's bytes, but not of a file's name
+or date: a replaced photo or edited caption is never stale, and a renamed one is not encoded twice.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from .files import DatasetError, printable
 
 logger = logging.getLogger(__name__)
 
-PROMPT_BYTES = 3e8  # upper bound for encoding one prompt, besides the weights: T5-XXL 0.1 GB
-_VERSION = 2  # of an entry's content; raise it when that changes
-_PROBED_ELEMENTS = 16
-_CHECKSUM = "crc32"
+PROMPT_BYTES = 3e8  # upper bound for encoding one prompt, besides the weights; T5-XXL needs 0.1 GB
+_VERSION = 2  # raise it when the content of entries changes
+_PROBED_ELEMENTS = 16  # of each tensor, in a model's identity
+_CHECKSUM = "crc32"  # its key in a file's metadata
 
 
 class TextEncoders:
-    """FLUX's frozen text encoders; captions of more than `max_length` T5 tokens are cut, with a warning."""
+    """FLUX's frozen text encoders; captions longer than `max_length` T5 tokens are cut, with a warning."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class TextEncoders:
 
     @property
     def identity(self) -> str:
-        """Changes whenever the embeddings of a prompt would."""
+        """A hash that changes whenever the embeddings of a prompt would."""
         return _digest([*map(model_identity, self.models), self.max_length])
 
     @torch.no_grad()
@@ -63,36 +63,39 @@ class TextEncoders:
         Prompts are encoded one by one, so that batching changes no bit.
         """
         clip_length = min(self.clip_tokenizer.model_max_length, self.clip.config.max_position_embeddings)
+        options = {"padding": "max_length", "truncation": True, "return_tensors": "pt"}
         embeds, pooled = [], []
         for prompt in prompts:
             length = len(self.t5_tokenizer(prompt, truncation=False).input_ids)
             if length > self.max_length:
                 text = "caption of %d tokens: the last %d are cut (limit %d): %.60s..."
                 logger.warning(text, length, length - self.max_length, self.max_length, prompt)
-            padded = {"padding": "max_length", "truncation": True, "return_tensors": "pt"}
-            clip_ids = self.clip_tokenizer([prompt], max_length=clip_length, **padded).input_ids
-            t5_ids = self.t5_tokenizer([prompt], max_length=self.max_length, **padded).input_ids
+            clip_ids = self.clip_tokenizer([prompt], max_length=clip_length, **options).input_ids
+            t5_ids = self.t5_tokenizer([prompt], max_length=self.max_length, **options).input_ids
             pooled.append(self.clip(clip_ids.to(input_device(self.clip))).pooler_output)
             embeds.append(self.t5(t5_ids.to(input_device(self.t5))).last_hidden_state)
         return torch.cat(embeds).bfloat16(), torch.cat(pooled).bfloat16()
 
 
 def input_device(model: nn.Module) -> torch.device:
-    """The device of a model's inputs: the CPU if layers are moved one by one."""
+    """The device of a model's inputs."""
     device = next(model.parameters()).device
-    return torch.device("cpu") if device.type == "meta" else device
+    return torch.device("cpu") if device.type == "meta" else device  # meta: accelerate moves its layers one by one
 
 
 def by_layer(sizes: Sequence[int], room: float | None) -> list[bool]:
-    """Whether each model's layers move to the device one by one: the largest, if all exceed `room` bytes."""
-    left = math.inf if room is None else room - PROMPT_BYTES
-    layers = [False] * len(sizes)
+    """Whether each model's layers must move to the device one by one, as models of `sizes` bytes exceed `room`.
+
+    Small models are moved whole first; None is unlimited room.
+    """
+    free = math.inf if room is None else room - PROMPT_BYTES
+    one_by_one = [False] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: sizes[index]):
-        if sizes[index] > left:
-            layers[index] = True
+        if sizes[index] > free:
+            one_by_one[index] = True
         else:
-            left -= sizes[index]
-    return layers
+            free -= sizes[index]
+    return one_by_one
 
 
 @contextlib.contextmanager
@@ -103,24 +106,24 @@ def on_device(
     *,
     last: bool = False,
 ) -> Iterator[None]:
-    """Move models to `device` for the block and back afterwards, unless `last`; `room` as in `by_layer`."""
+    """Move models to `device` for the block and, unless it is their `last` use, back; `room` as in `by_layer`."""
     from accelerate import cpu_offload
     from accelerate.hooks import remove_hook_from_submodules
 
     homes = [next(model.parameters()).device for model in models]
     sizes = [sum(x.numel() * x.element_size() for x in model.parameters()) for model in models]
-    offloaded = [model for model, layers in zip(models, by_layer(sizes, room), strict=True) if layers]
+    one_by_one = by_layer(sizes, room)
     try:
-        for model in models:
-            if model in offloaded:
+        for model, by_layers in zip(models, one_by_one, strict=True):
+            if by_layers:
                 cpu_offload(model, device)
             else:
                 model.to(device)
         yield
     finally:
-        for model in offloaded:
-            remove_hook_from_submodules(model)
-        for model, home in zip(models, homes, strict=True):
+        for model, by_layers, home in zip(models, one_by_one, homes, strict=True):
+            if by_layers:
+                remove_hook_from_submodules(model)
             if not last:
                 model.to(home)
 
@@ -138,7 +141,7 @@ def model_identity(model: Any) -> str:
 
 
 def cache_key(kind: str, *parts: Any) -> str:
-    """Key of an entry, from all that determines it."""
+    """Key of an entry; `parts` are all that determines it."""
     return _digest([kind, _VERSION, *parts])
 
 
@@ -156,9 +159,13 @@ class TensorCache:
 
     def load(self, key: str) -> dict[str, Tensor] | None:
         """The entry, or None if it is absent, or damaged (with a warning)."""
-        path = None if self.folder is None else self.folder / f"{key}.safetensors"
-        if key in self._memory or path is None or not path.is_file():
-            return self._memory.get(key)
+        if key in self._memory:
+            return self._memory[key]
+        if self.folder is None:
+            return None
+        path = self.folder / f"{key}.safetensors"
+        if not path.is_file():
+            return None
         try:
             with safe_open(path, framework="pt") as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
@@ -173,7 +180,7 @@ class TensorCache:
         return tensors
 
     def store(self, key: str, tensors: dict[str, Tensor], about: str) -> None:
-        """Store CPU tensors, with their source in `about`; raises DatasetError."""
+        """Store CPU tensors; `about` names their source in the file; raises DatasetError."""
         if self.keep_in_memory:
             self._memory[key] = tensors
         if self.folder is None:
@@ -199,17 +206,16 @@ def _checksum(tensors: dict[str, Tensor]) -> int:
 
 @torch.no_grad()
 def encode_latents(vae: nn.Module, pixels_BCHW: Tensor) -> Tensor:
-    """Training latents [B, C, H/8, W/8] fp32 of pixels [B, 3, H, W] in [-1, 1]: (mode - shift_factor)·scaling_factor.
+    """Training latents [B, C, H/8, W/8] fp32 of pixels [B, 3, H, W] in [-1, 1].
 
-    ai-toolkit samples the VAE's posterior once; by its mode an image has the same latents in every run.
+    They are the mode of the VAE's posterior, of which ai-toolkit draws a sample: the same in every run.
     """
     parameter = next(vae.parameters())
     mode = vae.encode(pixels_BCHW.to(parameter.device, parameter.dtype)).latent_dist.mode().float()
-    if not hasattr(vae, "bn"):
-        return (mode - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor
-    # FLUX.2: mean 0 and variance 1 at each position in a 2 x 2 patch
-    mean, deviation = _patch_statistics(vae)
-    return pixel_shuffle((pixel_unshuffle(mode, 2) - mean) / deviation, 2)
+    if hasattr(vae, "bn"):  # FLUX.2: mean 0 and variance 1 at each position in a 2 x 2 patch
+        mean, deviation = _patch_statistics(vae)
+        return pixel_shuffle((pixel_unshuffle(mode, 2) - mean) / deviation, 2)
+    return (mode - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor
 
 
 @torch.no_grad()
@@ -226,7 +232,7 @@ def decode_latents(vae: nn.Module, latents_BCHW: Tensor) -> Tensor:
 
 
 def _patch_statistics(vae: nn.Module) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of FLUX.2's latents, fp32 [1, 4·C, 1, 1]: channels (c, row, column)."""
+    """Mean and standard deviation of FLUX.2's latents in 2 x 2 patches, fp32 [1, 4·C, 1, 1]."""
     mean = vae.bn.running_mean.float().view(1, -1, 1, 1)
     variance = vae.bn.running_var.float().view(1, -1, 1, 1)
     return mean, (variance + vae.config.batch_norm_eps).sqrt()
