@@ -56,11 +56,11 @@ from .progress import RunLog
 from .validation import ImageSampler, fixed_noise, held_out_of, subjects_of
 from .workers import Workers, shard, whole_norms
 
-_REG_DRAWS = 1 << 40  # numbers of regularization's draws begin here, so that none has another's noise
+_REG_DRAWS = 1 << 40  # number of regularization's first draw; noise follows the number, so no two may be equal
 
 
 class Session:
-    """The parts of the run with this `identity`, which resumes from `point`, a `saving.ResumePoint` or None."""
+    """The parts of a run; `point` is the `saving.ResumePoint` that it resumes from, or None."""
 
     def __init__(
         self,
@@ -73,49 +73,53 @@ class Session:
         live: LiveRun,
     ) -> None:
         train, model = job.train, job.model
+        self.saved: Mapping[str, Any] = {} if point is None else point.record
         sizes = linear_sizes(job.raw["config"]["process"][0])
-        saved_mode = {} if point is None else point.record.get("path", {})
-        job = replace(job, coat=config_for(workers.device, job.coat, sizes, saved_mode))
+        execution = self.saved.get("path", {})  # of the saved run, for equal rounding
+        job = replace(job, coat=config_for(workers.device, job.coat, sizes, execution))
         self.job = job
         self.workers = workers
         self.log = log
         self.live = live
         self.dtype = TORCH_DTYPES[train.dtype]
         self.step = 0 if point is None else point.step  # optimizer steps done
-        self.saved: Mapping[str, Any] = {} if point is None else point.record
         losses = ("validation_loss", "held_out_loss", "fidelity")
         self.record = {key: self.saved[key] for key in losses if key in self.saved}  # for `state.json`
         self.graphs: Any = None  # a step_graph.StepGraphs
-        # the last step, and a reader of its loss and norm, until they are read
+        # the last step with a function that reads its loss and norm, until it is called
         self.outstanding: tuple[StepStats, Callable[[], list[float]]] | None = None
+
         reads_t5 = (model.arch or "flux") in T5_ARCHS
         photos = DataReport(job.datasets, job.trigger_word, job.coat.data, reads_t5=reads_t5)
-        samples = photos.usable()
-        held_out = {path for paths in held_out_of(job) for path in paths}
-        measured = [sample for sample in samples if sample.image_path in held_out]
-        shown = [sample for sample in samples if sample.image_path not in held_out]
-        trained = [sample for sample in shown if not job.datasets[sample.dataset_index].is_reg]
-        regular = [sample for sample in shown if job.datasets[sample.dataset_index].is_reg]
+        held_out_paths = {path for paths in held_out_of(job) for path in paths}
+        trained, regularization, held_out = [], [], []
+        for sample in photos.usable():
+            if sample.image_path in held_out_paths:
+                held_out.append(sample)
+            elif job.datasets[sample.dataset_index].is_reg:
+                regularization.append(sample)
+            else:
+                trained.append(sample)
 
         phases.enter("cache")
         log.info(f"Loading text encoders and VAE of {model.name_or_path}")
         encoders = load_encoders(model.name_or_path, self.dtype, model.extras_name_or_path)
         phases.hold_models(encoders.vae, encoders.text.models)
-        self.dataset, self.images = _prepare_data(job, workers, encoders, [*trained, *regular, *measured])
-        self.holds_out = bool(measured)
-        self.noise = fixed_noise(self.dataset, measured, trained)  # of the validation loss
+        self.dataset, self.images = _prepare_data(job, workers, encoders, [*trained, *regularization, *held_out])
+        self.holds_out = bool(held_out)
+        self.noise = fixed_noise(self.dataset, held_out, trained)  # of the validation loss
         self.vae = self.redrawn = None
         if job.validation.fidelity:
             self.vae = encoders.vae
-            self.redrawn = Redrawn(subjects_of(self.dataset, measured), self.record.get("fidelity"))
-        share = train.batch_size, job.seed, workers.rank, workers.size
-        self.sampler = BucketBatchSampler(trained, *share)
-        self.reg_sampler = BucketBatchSampler(regular, *share) if regular else None
-        self._first_reg = len(trained)
+            self.redrawn = Redrawn(subjects_of(self.dataset, held_out), self.record.get("fidelity"))
+        order = train.batch_size, job.seed, workers.rank, workers.size
+        self.sampler = BucketBatchSampler(trained, *order)
+        self.reg_sampler = BucketBatchSampler(regularization, *order) if regularization else None
+        self._first_reg = len(trained)  # index in `dataset`
 
         phases.enter("load")
         log.info(f"Loading the transformer of {model.name_or_path}")
-        # what is trained by name, also in full fine-tuning; the report is None without COAT
+        # `lora` has the trained parameters by name, also in full fine-tuning; `report` is None without COAT
         self.transformer, self.lora, self.report = _prepare_transformer(job, workers, self.dtype, log)
         self.objective = Objective(self.transformer, train, encoders.scheduler, job.seed, self.dtype)
         phases.held.add("transformer", self.transformer)
@@ -124,7 +128,7 @@ class Session:
             self.identity = {**identity, "model": model_identity(model.name_or_path)}
         if point is not None:
             point.restore(self.lora)
-            keep_execution(self.transformer, self.saved.get("path", {}))
+            keep_execution(self.transformer, execution)
         params = list(self.lora.values())
         workers.share(params)
 
@@ -146,6 +150,7 @@ class Session:
         advance(self.lr_scheduler, self.step)
         if job.full:
             make_states(self.optimizer, self.transformer)
+
         self.watch = StepWatch(
             job.coat,
             self.transformer,
@@ -159,13 +164,13 @@ class Session:
             mean=workers.mean,
             norms=whole_norms,
         )
-        self.watch.load_state_dict(self.saved.get("guard", {}))  # it names layers for the table below
+        self.watch.load_state_dict(self.saved.get("guard", {}))  # before `_log_start`, as it takes layers out of FP8
         runner = BlockRunner.of(self.transformer)
         self.captures = False
         if runner is not None:
             runner.expect(graph_obstacle=_capture_obstacle(job, workers), frees_gradients=train.fused_backward)
             if runner.gemms is not None:
-                pixels = max(sample.bucket.width * sample.bucket.height for sample in shown)
+                pixels = max(x.bucket.width * x.bucket.height for x in (*trained, *regularization))
                 runner.gemms.image_tokens = pixels // PIXELS_PER_TOKEN
             if job.coat.memory.stream_blocks == "auto":
                 with suppress(ConfigError):  # unknown model sizes
@@ -175,16 +180,17 @@ class Session:
             self.report.add_row("weights", job.coat.weight.format, job.coat.weight.format, measured=gain)
         self._log_start()
         if sharded:
-            held = sum(local_values(x).nbytes for x in module_tensors(self.transformer))
+            weight_bytes = sum(local_values(x).nbytes for x in module_tensors(self.transformer))
             log.info(
-                f"FSDP2: each of {workers.size} processes keeps about {size_text(held)} of weights and "
+                f"FSDP2: each of {workers.size} processes keeps about {size_text(weight_bytes)} of weights and "
                 f"{size_text(self.optimizer.state_bytes())} of moments"
             )
+
         self.ema: LoraEMA | None = None
         if train.ema_config.use_ema:
             self.ema = LoraEMA(self.lora, train.ema_config)
             phases.held.add("ema", self.ema)
-        self.fused: UpdateInBackward | None = None  # updates them in backward
+        self.fused: UpdateInBackward | None = None
         if train.fused_backward:
             self.fused = UpdateInBackward(self.optimizer, params, train.max_grad_norm, self.watch.begin_update)
         if point is not None:
@@ -208,7 +214,7 @@ class Session:
             log.info(f"{self.job.network.title} on {len({layer_of(name) for name in self.lora})} linears")
 
     def _continue_from(self, state: RunState | None) -> None:
-        """Restore average, place in the data and random generators, as far as a save has them."""
+        """Restore EMA, position in the data and random generators; `state` is None for a save of ai-toolkit."""
         average = None if state is None else state.tensors("ema")
         if self.ema is not None and average is not None:
             restore_tensors(self.ema.shadow, average, "saved EMA")
@@ -218,8 +224,8 @@ class Session:
             self.log.info(
                 "Resume: this save is ai-toolkit's; weights continue in its save.dtype, data order by step count"
             )
-            regular = sum(map(self._takes_regularization, range(1, self.step + 1)))
-            for sampler, steps in ((self.sampler, self.step - regular), (self.reg_sampler, regular)):
+            reg_steps = sum(map(self._takes_regularization, range(1, self.step + 1)))
+            for sampler, steps in ((self.sampler, self.step - reg_steps), (self.reg_sampler, reg_steps)):
                 if sampler is not None:
                     draws = steps * self.job.train.gradient_accumulation * self.workers.size
                     epoch, within = divmod(draws, sampler.batches_per_epoch)
@@ -231,7 +237,7 @@ class Session:
             set_rng_state(state.tensors("rng"))
 
     def batches(self) -> Iterator[Batch]:
-        """Micro-batches of the steps to come, in ai-toolkit's alternation those of regularization photos."""
+        """Micro-batches of the coming steps; every second step may be on regularization photos."""
         trained = iter(self.sampler)
         while True:
             if self.reg_sampler is None or not self._takes_regularization(self.step + 1):
@@ -241,11 +247,13 @@ class Session:
             yield Batch(tuple(self._first_reg + index for index in batch.indices), _REG_DRAWS + batch.draw)
 
     def _takes_regularization(self, number: int) -> bool:
-        """Whether this step is on regularization photos: every second one, where ai-toolkit neither saves nor draws."""
-        job, before = self.job, number - 1
-        draws = before >= job.sample.sample_start_step and before % job.sample.sample_every == 0
-        apart = before % job.save.save_every == 0 or (draws and not job.train.disable_sampling)
-        return self.reg_sampler is not None and before % 2 == 0 and not apart
+        """Whether step `number` is on regularization photos: every second, unless a save or samples come before it."""
+        job, done = self.job, number - 1
+        if self.reg_sampler is None or done % 2 == 1:
+            return False
+        saves = done % job.save.save_every == 0
+        samples = done >= job.sample.sample_start_step and done % job.sample.sample_every == 0
+        return not saves and not (samples and not job.train.disable_sampling)
 
     @property
     def epoch(self) -> int:
@@ -254,12 +262,10 @@ class Session:
 
     @contextmanager
     def between_steps(self, phase: str) -> Iterator[None]:
-        """In this block the transformer is in eval mode, with the EMA, if any, and without memory of captured steps.
-
-        The held-out loss is measured with guidance as in training, samples are drawn with the model's own.
-        """
+        """Put the transformer in eval mode with the EMA's weights, if any, and free the memory of captured steps."""
         if self.graphs is not None:
             self.graphs.drop()
+        # the held-out loss has guidance as in training, samples the model's own
         bypass = phase == "validate" and self.job.train.bypass_guidance_embedding
         with (
             self.watch.phases.during(phase),
@@ -273,57 +279,12 @@ class Session:
                 self.transformer.train()
 
 
-class LoraDrawer:
-    """Draws the samples of a `job` with saved adapters in turn: the model as in training, values replaced in place."""
-
-    def __init__(self, job: JobConfig):
-        workers = Workers(job.device)
-        sizes = linear_sizes(job.raw["config"]["process"][0])
-        job = replace(job, datasets=(), coat=config_for(workers.device, job.coat, sizes))
-        dtype, model, quiet = TORCH_DTYPES[job.train.dtype], job.model, RunLog(job, workers.device, active=False)
-        encoders = load_encoders(model.name_or_path, dtype, model.extras_name_or_path)
-        self._images: Any = _prepare_data(job, workers, encoders, [])[1]
-        self._transformer, self._lora, _ = _prepare_transformer(job, workers, dtype, quiet)
-        self._is_lokr = job.network.type == "lokr"
-        self._transformer.eval()
-
-    def read(self, path: str | None) -> dict[str, Tensor]:
-        """Values of a LoRA in any layout, or of a LoKr, by this run's names, or none; UserError for another model's."""
-        if path is None:
-            return {}
-        tensors, _ = read_file(Path(path))
-        if self._is_lokr:  # both trainers' alpha is the rank
-            values = {name: value for name, value in tensors.items() if not name.endswith(".alpha")}
-        else:
-            with naming(Path(path)):
-                layout = layout_of(tensors)
-                pairs = convert_pairs(read_pairs(tensors, layout), layout, "diffusers", torch.float32)
-            values = write_pairs(pairs, "diffusers")
-        for name, value in values.items():
-            own = self._lora.get(name)
-            if own is None or own.shape != value.shape:
-                here = "has none" if own is None else f"has {tuple(own.shape)}"
-                rule = f"{name} has shape {tuple(value.shape)}, and this run {here}"
-                raise UserError(f"{path}: {rule}; give LoRAs of the same model and network settings")
-        return values
-
-    @torch.no_grad()
-    def load(self, values: Mapping[str, Tensor], strength: float) -> None:
-        """Replace the adapters' values by those of `read`; one that is not among them has no effect."""
-        for name, param in self._lora.items():
-            value = values.get(name, torch.zeros(()))
-            param.copy_(value * strength if UP_MATRICES.search(name) else value)
-
-    def draw(self, number: int) -> Any:
-        """The image of one of the job's samples."""
-        return self._images.image(self._transformer, number)
-
-
 def _prepare_data(
     job: JobConfig, workers: Workers, encoders: Encoders, samples: list[Any]
 ) -> tuple[LatentDataset, ImageSampler | None]:
+    """The data set with its caches filled, and the sampler if samples are drawn; drops the text encoders."""
     device = workers.device
-    room = None
+    room = None  # bytes for the encoders
     if device.type == "cuda":
         room = (budget_bytes(job.coat, usable_bytes(device)) or 0) - used_bytes(device)[0]
     with workers.main_first():
@@ -343,7 +304,7 @@ def _prepare_data(
     if job.sample.items() and not job.train.disable_sampling and (workers.is_main or workers.shares_weights):
         with on_device(encoders.text.models, device, room, last=True):
             images = ImageSampler(job, encoders, device)
-    if dataset.needs_encoders:
+    if dataset.needs_encoders:  # not cached: encoded at every draw
         for model in encoders.text.models:
             model.to(device)
     if dataset.needs_vae:
@@ -360,7 +321,7 @@ def _prepare_transformer(
     name = job.model.name_or_path
     device = workers.device
     coat = job.coat
-    chosen = Chosen(coat)
+    chosen = Chosen(coat)  # in full fine-tuning; found while loading
     report = None
     transformer = load_transformer(name, dtype, coat, device, trained=chosen.find if job.full else None, log=log.info)
     if coat.enabled:
@@ -371,7 +332,7 @@ def _prepare_transformer(
             size = streaming.share_out(dist.group.WORLD) / 1e9
             log.info(f"FSDP2: each of {workers.size} processes keeps {size:.2f} GB of the blocks' codes")
         if device.type == "cuda" and not job.full:
-            # TF32 for the LoRA's fp32 products: it holds their bf16 inputs exactly; ai-toolkit's loop does without it
+            # TF32 for the LoRA's fp32 products: it holds their bf16 inputs exactly; ai-toolkit does not use it
             torch.set_float32_matmul_precision("high")
     elif job.train.gradient_checkpointing:
         transformer.enable_gradient_checkpointing()
@@ -401,3 +362,50 @@ def _capture_obstacle(job: JobConfig, workers: Workers) -> str:
     if job.network.dropout:
         return "network.dropout draws in the step"
     return ""
+
+
+class LoraDrawer:
+    """Draws a job's samples with one saved adapter after another, whose values it copies into the same model."""
+
+    def __init__(self, job: JobConfig):
+        workers = Workers(job.device)
+        sizes = linear_sizes(job.raw["config"]["process"][0])
+        job = replace(job, datasets=(), coat=config_for(workers.device, job.coat, sizes))
+        dtype = TORCH_DTYPES[job.train.dtype]
+        encoders = load_encoders(job.model.name_or_path, dtype, job.model.extras_name_or_path)
+        self._images: Any = _prepare_data(job, workers, encoders, [])[1]
+        silent_log = RunLog(job, workers.device, active=False)
+        self._transformer, self._lora, _ = _prepare_transformer(job, workers, dtype, silent_log)
+        self._is_lokr = job.network.type == "lokr"
+        self._transformer.eval()
+
+    def read(self, path: str | None) -> dict[str, Tensor]:
+        """Values of a LoRA in any layout, or of a LoKr, by this run's names; UserError if they do not fit."""
+        if path is None:  # the model without one
+            return {}
+        tensors, _ = read_file(Path(path))
+        if self._is_lokr:  # alpha is the rank in both trainers, and not needed
+            values = {name: value for name, value in tensors.items() if not name.endswith(".alpha")}
+        else:
+            with naming(Path(path)):
+                layout = layout_of(tensors)
+                pairs = convert_pairs(read_pairs(tensors, layout), layout, "diffusers", torch.float32)
+            values = write_pairs(pairs, "diffusers")
+        for name, value in values.items():
+            param = self._lora.get(name)
+            if param is None or param.shape != value.shape:
+                here = "has none" if param is None else f"has {tuple(param.shape)}"
+                rule = f"{name} has shape {tuple(value.shape)}, and this run {here}"
+                raise UserError(f"{path}: {rule}; give LoRAs of the same model and network settings")
+        return values
+
+    @torch.no_grad()
+    def load(self, values: Mapping[str, Tensor], strength: float) -> None:
+        """Replace the adapters' values by those of `read`; adapters that are missing there become zero."""
+        for name, param in self._lora.items():
+            value = values.get(name, torch.zeros(()))
+            param.copy_(value * strength if UP_MATRICES.search(name) else value)
+
+    def draw(self, number: int) -> Any:
+        """The image of one of the job's samples."""
+        return self._images.image(self._transformer, number)
