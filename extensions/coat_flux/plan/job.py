@@ -55,17 +55,17 @@ from ..saves.commit import SaveSpace
 # --- the model ---
 
 TRANSFORMER, VAE, TEXT = "transformer", "vae", "text_encoder"  # TEXT begins the names of all text encoders
-FOLDERS = {"unet": TRANSFORMER}  # other names of parts
-CLASS = "_class_name"
-PROBE_PIXELS = 256  # a VAE's memory grows with the pixels; half this side and its attention would not
-# of a part that does not run without weights: values per pixel, as FLUX.1's VAE has; for a prompt, a share of weights
+PARTS_OF_FOLDERS = {"unet": TRANSFORMER}  # folder → part, where they differ
+CLASS = "_class_name"  # key of a part's class in its config
+PROBE_PIXELS = 256  # side of a probed photo; at half of it a VAE's attention would not grow with the pixels
+# of a part that cannot run without weights: values per pixel, as FLUX.1's VAE has; for a prompt, a share of weights
 ASSUMED_VALUES, ASSUMED_SHARE = 1100.0, 0.1
 UNPROBED = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError)
-Configs = Mapping[str, dict[str, Any]]
+Configs = Mapping[str, dict[str, Any]]  # part → config
 
 
 class ModelParts:
-    """A model in elements and shapes, built by its real classes on the meta device; sizes are the transformer's."""
+    """A model in elements and shapes, built on the meta device by its classes; sizes are the transformer's."""
 
     def __init__(self, configs_json: str, text_tokens: int):
         # it imports torchao, which fails under a meta device
@@ -76,7 +76,7 @@ class ModelParts:
         transformer, vae = models[TRANSFORMER], models[VAE]
         self.config: dict[str, Any] = dict(transformer.config)
         self.kind = type(transformer).__name__
-        self.assumed: list[str] = []  # what could not be counted
+        self.assumed: list[str] = []  # lines about what could not be counted
         self.family = family_of(transformer)
         self.linears: dict[str, nn.Linear] = {}
         self.converted: list[str] = []  # names of those that can be FP8
@@ -89,39 +89,42 @@ class ModelParts:
         self.elements = {part: sum(p.numel() for p in model.parameters()) for part, model in models.items()}
         self.buffers = sum(buffer.numel() for buffer in transformer.buffers())
         self.blocks = listed_blocks(transformer, self.family.blocks)  # by name, in forward order
-        names = {id(module): name for name, block in self.blocks.items() for module in block.modules()}
-        # name of a module → of the block that it is in, or ""
-        self.block_of = {name: names.get(id(module), "") for name, module in transformer.named_modules()}
+        block_names = {id(module): name for name, block in self.blocks.items() for module in block.modules()}
+        # name of each module → name of its block, or ""
+        self.block_of = {name: block_names.get(id(module), "") for name, module in transformer.named_modules()}
 
         levels = len(vae.config.get("block_out_channels") or vae.config.get("dim_mult") or (0,))
-        self.scale = vae.config.get("scale_factor_spatial") or 2 ** (levels - 1)
+        self.scale = vae.config.get("scale_factor_spatial") or 2 ** (levels - 1)  # pixels per side of a latent
         self.latent_channels = vae.config.get("latent_channels") or vae.config["z_dim"]
-        # counts blocks that `sizes.Block` does not describe
+        # counts the blocks of families that `sizes.Block` does not describe
         self.probe = None if self.family.parts else Probe(transformer, self.family, self.scale)
-        self.text_tokens = text_tokens
         if self.probe is None:
             self.hidden = int(self.config["num_attention_heads"] * self.config["attention_head_dim"])
+        self.text_tokens = text_tokens
         self.text_width = text_width(self.config)
         self.pooled_width = self.config.get("pooled_projection_dim") or 0
-        text = models[max((part for part in models if part.startswith(TEXT)), key=lambda part: self.elements[part])]
-        self.text_layer = max(p.numel() for p in text.parameters())
+
+        encoders = [part for part in models if part.startswith(TEXT)]
+        text = models[max(encoders, key=lambda part: self.elements[part])]
+        self.text_layer = max(p.numel() for p in text.parameters())  # elements of its largest layer
         prompt = torch.zeros((1, text_tokens), dtype=torch.long, device="meta")
         options: dict[str, Any] = {}
         if "use_cache" in inspect.signature(text.forward).parameters:  # a language model, whose mask depends on values
             mask = torch.empty(1, 1, text_tokens, text_tokens, device="meta")
             options = {"output_hidden_states": True, "use_cache": False, "attention_mask": mask}
-        of_weights = ASSUMED_SHARE * sum(p.numel() for p in text.parameters())
+        assumed = ASSUMED_SHARE * sum(p.numel() for p in text.parameters())
         # peaks in values: of one prompt in the largest text encoder, per pixel in the VAE
-        self.text_values = self._peak(lambda: text(prompt, **options), text, of_weights)
+        self.text_values = self._peak(lambda: text(prompt, **options), text, assumed)
         frames = () if "latent_channels" in vae.config else (1,)  # of a video VAE
         side, pixels = PROBE_PIXELS // self.scale, PROBE_PIXELS**2
         photo = torch.empty(1, 3, *frames, PROBE_PIXELS, PROBE_PIXELS, device="meta")
         latent = torch.empty(1, self.latent_channels, *frames, side, side, device="meta")
-        self.encode_values = self._peak(lambda: vae.encode(photo), vae, ASSUMED_VALUES * pixels) / pixels
-        self.decode_values = self._peak(lambda: vae.decode(latent), vae, ASSUMED_VALUES * pixels) / pixels
+        assumed = ASSUMED_VALUES * pixels
+        self.encode_values = self._peak(lambda: vae.encode(photo), vae, assumed) / pixels
+        self.decode_values = self._peak(lambda: vae.decode(latent), vae, assumed) / pixels
 
     def _peak(self, run: Callable[[], Any], part: Any, assumed: float) -> float:
-        """The most values that a run of a part allocates; those assumed where it needs its weights for it."""
+        """The most values that a run of a part holds at once; `assumed` if it cannot run without its weights."""
         try:
             return largest_held(run) / FP32
         except UNPROBED as error:
@@ -140,54 +143,62 @@ class ModelParts:
         return total
 
 
+_model_parts = functools.lru_cache(maxsize=8)(ModelParts)  # building one takes seconds
+
+
 def _make_parts(configs: Configs) -> dict[str, Any]:
-    """The parts of a model by their classes of diffusers and transformers, on the default device."""
+    """Build the parts of a model by their classes of diffusers and transformers, on the default device."""
     import diffusers
     import transformers
 
     kind = configs[TRANSFORMER].get(CLASS)
-    for family in (FLUX, FLUX2):  # whose published configs name no classes
-        if kind == family.transformer or (kind is None and ("text_encoder_2" in configs) == (family is FLUX)):
+    if kind is None:  # published configs of FLUX have no class
+        kind = FLUX.transformer if "text_encoder_2" in configs else FLUX2.transformer
+    for family in (FLUX, FLUX2):
+        if kind == family.transformer:
             assert family.parts is not None
             return family.parts(configs)
     parts = {}
     for part, config in configs.items():
-        name, own = config.get(CLASS, ""), own_entries(config)
-        if (cls := getattr(diffusers, name, None)) is not None:
-            parts[part] = cls.from_config(own).eval()
-        elif (cls := getattr(transformers, name, None)) is not None:
-            parts[part] = cls(cls.config_class.from_dict(own)).eval()
+        name, entries = config.get(CLASS, ""), own_entries(config)
+        if hasattr(diffusers, name):
+            parts[part] = getattr(diffusers, name).from_config(entries).eval()
+        elif hasattr(transformers, name):
+            cls = getattr(transformers, name)
+            parts[part] = cls(cls.config_class.from_dict(entries)).eval()
         else:
             raise ConfigError(f"{part}: its class {name} is in neither diffusers nor transformers here; pip install -U")
-    if (second := parts.pop(f"{TRANSFORMER}_2", None)) is not None:
+    second = parts.pop(f"{TRANSFORMER}_2", None)
+    if second is not None:
         parts[TRANSFORMER] = DualWanTransformer3DModel(parts[TRANSFORMER], second)
     return parts
 
 
 def find_model(name_or_path: str, where: str, extras: str | None = None) -> ModelParts:
-    """The parts of a model, all but the transformer from where a run loads them; ConfigError without configs.
+    """The parts of a model, VAE and text encoders from where a run loads them; ConfigError without configs.
 
-    It is a diffusers folder, a FLUX.1 file, a model in the hub's cache or a known name.
+    `name_or_path` is a diffusers folder, a FLUX.1 file, a model in the hub's cache or a known name.
     """
     configs, _ = _configs_of(name_or_path, f"{where}.name_or_path", (TRANSFORMER,))
-    base, key = base_model(name_or_path, extras), "name_or_path" if extras is None else "extras_name_or_path"
+    base = base_model(name_or_path, extras)
+    key = "name_or_path" if extras is None else "extras_name_or_path"
     others, text_tokens = _configs_of(base, f"{where}.{key}", (VAE, TEXT))
     return _model_parts(json.dumps({**configs, **others}, sort_keys=True, default=list), text_tokens)
 
 
 def _configs_of(name_or_path: str, where: str, parts: tuple[str, ...]) -> tuple[Configs, int]:
-    """Configs of the parts whose names begin with one of `parts`, and the longest prompt in tokens."""
+    """The configs of the parts whose names begin with one of `parts`, and the prompt's length in tokens."""
     folder = Path(name_or_path)
     if not folder.exists() and folder.name == Path(EMBEDDED_MODEL).name:
         folder = MINI_FLUX
     if not folder.exists() and name_or_path not in HUB_MODELS:
         folder = cached_folder(name_or_path) or folder
     if folder.is_dir():
-        return _of_folder(folder, where, parts)
+        return _configs_in_folder(folder, where, parts)
     if folder.is_file() and TRANSFORMER in parts:
         try:
             header = read_header(folder)
-            header.encodings()  # an error for a file that contradicts itself
+            header.encodings()  # raises for a file that contradicts itself
             return {TRANSFORMER: flux_config(header.shapes)}, TEXT_TOKENS
         except CheckpointError as error:
             raise ConfigError(f"{where}={folder}: {error}") from error
@@ -201,28 +212,27 @@ def _configs_of(name_or_path: str, where: str, parts: tuple[str, ...]) -> tuple[
     )
 
 
-def _of_folder(folder: Path, where: str, parts: tuple[str, ...]) -> tuple[Configs, int]:
+def _configs_in_folder(folder: Path, where: str, parts: tuple[str, ...]) -> tuple[Configs, int]:
     index_file = folder / "model_index.json"
-    index = dict.fromkeys(FLUX.folders, ("", ""))
+    index = dict.fromkeys(FLUX.folders, ("", ""))  # subfolder → (library, class)
     if index_file.is_file():
         index = json.loads(index_file.read_text(encoding="utf-8"))
-    configs, limits = {}, []
-    for part, entry in index.items():
+    configs, prompt_lengths = {}, []
+    for subfolder, entry in index.items():
         if not isinstance(entry, list | tuple) or entry[0] is None:
             continue
-        name = FOLDERS.get(part, part)
-        if name.startswith("tokenizer") and (file := folder / part / "tokenizer_config.json").is_file():
-            limits.append(json.loads(file.read_text(encoding="utf-8")).get("model_max_length") or TEXT_TOKENS)
-        if not name.startswith(parts):
+        part = PARTS_OF_FOLDERS.get(subfolder, subfolder)
+        tokenizer_file = folder / subfolder / "tokenizer_config.json"
+        if part.startswith("tokenizer") and tokenizer_file.is_file():
+            tokenizer = json.loads(tokenizer_file.read_text(encoding="utf-8"))
+            prompt_lengths.append(tokenizer.get("model_max_length") or TEXT_TOKENS)
+        if not part.startswith(parts):
             continue
-        file = folder / part / "config.json"
+        file = folder / subfolder / "config.json"
         if not file.is_file():
-            raise ConfigError(f"{where}={folder}: has no {part}/config.json; give a complete diffusers folder")
-        configs[name] = {CLASS: entry[1], **json.loads(file.read_text(encoding="utf-8"))}
-    return configs, int(min(TEXT_TOKENS, max(limits, default=TEXT_TOKENS)))
-
-
-_model_parts = functools.lru_cache(maxsize=8)(ModelParts)
+            raise ConfigError(f"{where}={folder}: has no {subfolder}/config.json; give a complete diffusers folder")
+        configs[part] = {CLASS: entry[1], **json.loads(file.read_text(encoding="utf-8"))}
+    return configs, int(min(TEXT_TOKENS, max(prompt_lengths, default=TEXT_TOKENS)))
 
 
 # --- the job ---
@@ -236,8 +246,8 @@ class Data:
 
     def __init__(self, job: JobConfig):
         report = DataReport(job.datasets, job.trigger_word)
-        self.found = not report.errors  # `train` reports them
-        self.latents = self.captions = 0  # distinct ones, a dropped caption included
+        self.found = not report.errors  # which `train` reports
+        self.latents = self.captions = 0  # distinct ones; the caption of dropped ones counts, too
         if self.found:
             pixels = [sample.bucket.width * sample.bucket.height for sample in report.samples]
             captions = {sample.caption for sample in report.samples}
@@ -250,48 +260,52 @@ class Data:
 
 
 class JobFacts:
-    """A job in numbers; unchanged images are taken from `known`. Raises ConfigError for unknown sizes."""
+    """A job in numbers; raises ConfigError for unknown sizes. Images are read unless `known` has the same ones."""
 
     def __init__(self, job: JobConfig, known: JobFacts | None = None):
         train, coat, datasets = job.train, job.coat, job.datasets
         self.job, self.on_cpu = job, job.device == "cpu"
         self.model = model = _model_of(job)
-        self.data = known.data if known is not None and _images(known.job) == _images(job) else Data(job)
+        same_images = known is not None and _image_settings(known.job) == _image_settings(job)
+        self.data = known.data if known is not None and same_images else Data(job)
+        self.tokens = Tokens(train.batch_size, model.text_tokens, self.data.pixels // PIXELS_PER_TOKEN)
+        self.value_bytes = VALUE_BYTES[train.dtype]  # per element of frozen models and hidden states
+
         self.targets = [] if job.full else target_names(model.linears, job.network, model.family.convert)
         self.trained = trained_sizes(job, model) if job.full else {}  # the transformer's own parameters
         # elements of A and B of every target, or of each trained parameter
         self.adapter_sizes = list(self.trained.values()) if job.full else _sizes_of_lora(job, model)
-        self.quantized: dict[str, int] = {}
-        if job.model.quantize and job.model.qtype != COAT_QTYPE:
-            sizes = {name: held_bytes(job.model.qtype.partition("|")[0], x) for name, x in model.linears.items()}
+        self.quantized: dict[str, int] = {}  # linear that ai-toolkit quantizes → its bytes
+        quantizes = job.model.quantize and job.model.qtype != COAT_QTYPE
+        if quantizes:
+            qtype = job.model.qtype.partition("|")[0]
+            sizes = {name: held_bytes(qtype, linear) for name, linear in model.linears.items()}
             self.quantized = {name: size for name, size in sizes.items() if size is not None}
-        self.stored = {  # the linears that codes can replace
-            name: model.linears[name]
-            for name in model.converted
-            if f"{name}.weight" not in self.trained and name not in self.quantized
-        }
-        self.value_bytes = VALUE_BYTES[train.dtype]  # per element of frozen models and hidden states
-        self.tokens = Tokens(train.batch_size, model.text_tokens, self.data.pixels // PIXELS_PER_TOKEN)
+        self.stored: dict[str, nn.Linear] = {}  # the linears that codes can replace
+        for name in model.converted:
+            if f"{name}.weight" not in self.trained and name not in self.quantized:
+                self.stored[name] = model.linears[name]
         self.assumed = list(model.assumed)
         arch = ARCHS.get(str(job.model.arch).partition(":")[0])
         if arch is not None and job.model.arch not in STANDALONE_ARCHS and arch.transformer != model.kind:
             self.assumed.append(f"ai-toolkit's {arch.transformer} is taken to be diffusers' {model.kind}")
-        if job.model.quantize and job.model.qtype != COAT_QTYPE and not self.quantized:
+        if quantizes and not self.quantized:
             self.assumed.append(f"model.qtype={job.model.qtype}: its bytes are not known, so counted as not quantized")
         if job.uncounted:
             self.assumed.append(f"not counted: {', '.join(job.uncounted)}, which only ai-toolkit has")
         self.blocks = self._blocks()
-        drawn = [] if train.disable_sampling else [item.width * item.height for item in job.sample.items()]
+
+        drawn_pixels = [] if train.disable_sampling else [item.width * item.height for item in job.sample.items()]
         if job.validation.fidelity:
-            drawn.append(self.data.pixels)
+            drawn_pixels.append(self.data.pixels)
         self.sample_tokens = None  # of the largest sample image or redrawn photo
-        if drawn:
-            self.sample_tokens = Tokens(1, model.text_tokens, max(drawn) // PIXELS_PER_TOKEN)
+        if drawn_pixels:
+            self.sample_tokens = Tokens(1, model.text_tokens, max(drawn_pixels) // PIXELS_PER_TOKEN)
         self.caches_latents = all(entry.cache_latents or entry.cache_latents_to_disk for entry in datasets)
         self.caches_text = all(entry.cache_text_embeddings for entry in datasets)
 
-        latents = self.data.mean_pixels / model.scale**2
-        self.latent_bytes = self.data.latents * int(latents * model.latent_channels * FP32)
+        mean_positions = self.data.mean_pixels / model.scale**2
+        self.latent_bytes = self.data.latents * int(mean_positions * model.latent_channels * FP32)
         self.vae_bytes = model.elements[VAE] * self.value_bytes
         self.transformer_bytes = (model.elements[TRANSFORMER] + model.buffers) * self.value_bytes
         if coat.enabled and coat.weight.use_fp8:
@@ -315,21 +329,21 @@ class JobFacts:
         self.settings = block_settings(coat, self.given)
 
     def _blocks(self) -> tuple[Block | UnknownBlock, ...]:
-        """The blocks as `read_blocks` describes those of a run, so that their bytes are counted once for both.
+        """The blocks as `read_blocks` describes them in a run, so that both count the same bytes.
 
-        Those of other models than FLUX are counted here only: a run does not know what the later ones are called with.
+        Only a plan counts those of models other than FLUX: a run does not know its later blocks' arguments.
         """
         model, network = self.model, self.job.network
-        inside: dict[str, list[str]] = {name: [] for name in model.blocks}
+        trained_in: dict[str, list[str]] = {name: [] for name in model.blocks}  # by block, names in it
         outside = []
         for name in [*self.targets, *self.trained]:
             block_name = model.block_of.get(name) or model.block_of.get(name.rpartition(".")[0])
             if block_name:
-                inside[block_name].append(name.removeprefix(f"{block_name}."))
+                trained_in[block_name].append(name.removeprefix(f"{block_name}."))
             else:
                 outside.append(name.removesuffix(".weight").removesuffix(".bias"))
-        embedding = any(name.split(".")[0] in model.family.conditioning for name in outside)
-        trained = any(name in model.family.inputs for name in outside)
+        trained_embedding = any(name.split(".")[0] in model.family.conditioning for name in outside)
+        trained_input = any(name in model.family.inputs for name in outside)  # of the block at hand
         kinds = {blocks.pattern: blocks.kind for blocks in model.family.lists}
         alike: Mapping[int, int] | None = None
         if model.probe is not None:
@@ -338,25 +352,28 @@ class JobFacts:
             except UNPROBED as error:
                 why = f"{model.kind} does not run without its weights ({first_line(error)})"
                 self.assumed.append(f"{why}: its blocks are taken to save what a run plans with for their classes")
-        # of those that do not run here, or not in a step
-        widest = 0 if alike is not None else max(min(x.in_features, x.out_features) for x in model.linears.values())
-        unknown = read_blocks(model.blocks.values(), (), self.tokens.rows * widest)
+        # blocks that cannot run here are taken to be as wide as the widest linear; those that no step runs are empty
+        width = 0
+        if alike is None:
+            width = max(min(x.in_features, x.out_features) for x in model.linears.values())
+        unknown = read_blocks(model.blocks.values(), (), self.tokens.rows * width)
         blocks: list[Block | UnknownBlock] = []
-        for i, (name, names) in enumerate(inside.items()):
+        for i, (name, trained) in enumerate(trained_in.items()):
             kind = kinds.get(name.partition(".")[0]) or type(model.blocks[name]).__name__
-            linears = LINEARS.get(kind, names)
-            ranks = tuple((x, _rank_of(network, model.linears[f"{name}.{x}"])) for x in linears if x in names)
-            common = {"ranks": ranks, "trained_input": trained, "trained": tuple(names) if self.trained else ()}
+            adapted = {x: model.linears[f"{name}.{x}"] for x in LINEARS.get(kind, trained) if x in trained}
+            ranks = tuple((x, _rank_of(network, linear)) for x, linear in adapted.items())
+            parameters = tuple(trained) if self.trained else ()
+            common = {"ranks": ranks, "trained_input": trained_input, "trained": parameters}
             if model.probe is None:
                 heads, mlp = model.config["num_attention_heads"], model.config.get("mlp_ratio", FLUX1_MLP_RATIO)
                 sizes = {"hidden": model.hidden, "heads": heads, "mlp": int(mlp * model.hidden)}
-                blocks.append(Block(kind, **sizes, **common, trained_embedding=embedding))
+                blocks.append(Block(kind, **sizes, **common, trained_embedding=trained_embedding))
             elif alike is not None and i in alike:
                 blocks.append(CountedBlock(kind, 0, 0, 0, **common, probe=model.probe, index=alike[i]))
             else:
-                gradients = sum(rank * sum(model.linears[f"{name}.{x}"].weight.shape) for x, rank in ranks)
-                blocks.append(replace(unknown[i], gradients=FP32 * gradients if widest else 0))
-            trained = trained or embedding or bool(names)
+                gradients = sum(rank * sum(adapted[x].weight.shape) for x, rank in ranks)
+                blocks.append(replace(unknown[i], gradients=FP32 * gradients if width else 0))
+            trained_input = trained_input or trained_embedding or bool(trained)
         return tuple(blocks)
 
     def _given(self) -> Given:
@@ -364,15 +381,16 @@ class JobFacts:
         dropout = bool(self.job.network.dropout)
         in_codes = coat.enabled and coat.weight.use_fp8
         config = coat.linear_config()
-        all_copied = in_codes and wants_transposed(config)
-        copied, codes = 0, dict.fromkeys(self.model.blocks, 0)
+        all_transposed = in_codes and wants_transposed(config)
+        transposed = 0
+        codes = dict.fromkeys(self.model.blocks, 0)  # bytes by block
         for name in self.model.converted:
-            linear = self.model.linears[name]
-            multiplies = not high_precision_reason(name, coat, self.model.family)
             if name in self.quantized:
                 continue
-            if multiplies and (all_copied or name not in self.stored):
-                copied += linear.weight.numel()
+            linear = self.model.linears[name]
+            multiplies_in_fp8 = not high_precision_reason(name, coat, self.model.family)
+            if multiplies_in_fp8 and (all_transposed or name not in self.stored):
+                transposed += linear.weight.numel()
             block = self.model.block_of[name]
             if in_codes and block:
                 sizes = stored_bytes(linear.out_features, linear.in_features, config)
@@ -390,7 +408,7 @@ class JobFacts:
             unfused=dict.fromkeys(unfused, DROPOUT),
             stream_bytes=tuple(codes.values()) if in_codes and coat.memory.stream_blocks != 0 else (),
             adapter_elements=sum(self.adapter_sizes),
-            transposed_bytes=copied,
+            transposed_bytes=transposed,
             frees_gradients=train.fused_backward,
         )
 
@@ -419,28 +437,30 @@ def check_trained(job: JobConfig) -> None:
 
 def _sizes_of_lora(job: JobConfig, model: ModelParts) -> list[int]:
     sizes = []
-    network = job.network
-    for name in target_names(model.linears, network, model.family.convert):
-        linear = model.linears[name]
-        if network.type == "lokr":
-            width = linear.out_features, linear.in_features
-            sizes += map(math.prod, lokr_shapes(*width, network.lokr_factor, network.lokr_rank).values())
-        else:
-            sizes += [network.linear * linear.in_features, network.linear * linear.out_features]
+    for name in target_names(model.linears, job.network, model.family.convert):
+        sizes += _adapter_sizes(job.network, model.linears[name])
     return sizes
 
 
+def _adapter_sizes(network: NetworkSection, linear: Any) -> list[int]:
+    """Elements of each matrix of a linear's LoRA or LoKr."""
+    if network.type != "lokr":
+        return [network.linear * linear.in_features, network.linear * linear.out_features]
+    shapes = lokr_shapes(linear.out_features, linear.in_features, network.lokr_factor, network.lokr_rank)
+    return [math.prod(shape) for shape in shapes.values()]
+
+
 def _rank_of(network: NetworkSection, linear: Any) -> int:
-    """That of its LoRA, or of one as large as its LoKr."""
+    """The rank of a linear's LoRA, or of a LoRA as large as its LoKr."""
     if network.type == "lora":
         return network.linear
-    shapes = lokr_shapes(linear.out_features, linear.in_features, network.lokr_factor, network.lokr_rank)
-    return rank_of_as_many(sum(map(math.prod, shapes.values())), linear)
+    return rank_of_as_many(sum(_adapter_sizes(network, linear)), linear)
 
 
-def _images(job: JobConfig) -> list[DatasetSection]:
-    same = {"cache_latents": False, "cache_latents_to_disk": False, "cache_text_embeddings": False}
-    return [replace(entry, **same, shuffle_tokens=False) for entry in job.datasets]
+def _image_settings(job: JobConfig) -> list[DatasetSection]:
+    """The data sets without what changes no image or caption."""
+    ignored = {"cache_latents": False, "cache_latents_to_disk": False, "cache_text_embeddings": False}
+    return [replace(entry, **ignored, shuffle_tokens=False) for entry in job.datasets]
 
 
 # --- its saves ---
@@ -451,14 +471,16 @@ BNB_BLOCK, BNB_SMALLEST = 256, 4096  # bitsandbytes: elements that share a scale
 def save_space(job: JobConfig, sizes: Sequence[int], whole: int = 0) -> SaveSpace:
     """Disk space of the saves; `sizes`: elements of A and B of each linear, or of each parameter.
 
-    `whole` has the elements of the whole model, which full fine-tuning saves.
+    `whole`: elements of the whole model, which full fine-tuning saves.
     """
-    average = FP32 * sum(sizes) if job.train.ema_config.use_ema else 0
-    raw = FP32 * sum(sizes)
-    if job.full:  # a model saved in its training dtype is its own state
-        as_trained = job.save.dtype == job.train.dtype and not average
-        raw = 0 if as_trained else sum(sizes) * (FP32 if job.train.dtype == "fp32" else 2)
-    saved = whole if job.full else sum(sizes)
+    elements = sum(sizes)
+    average = FP32 * elements if job.train.ema_config.use_ema else 0
+    raw = FP32 * elements  # the parameters as trained
+    if job.full:
+        raw = elements * (FP32 if job.train.dtype == "fp32" else 2)
+        if job.save.dtype == job.train.dtype and not average:
+            raw = 0  # they are the saved model
+    saved = whole if job.full else elements
     return SaveSpace(
         lora=saved * (FP32 if job.save.dtype == "fp32" else 2),
         state=raw + average + moment_bytes(job, sizes),
@@ -475,7 +497,7 @@ def job_space(job: JobConfig) -> SaveSpace:
 
 
 def moment_bytes(job: JobConfig, sizes: Sequence[int]) -> int:
-    """Bytes of what `train.optimizer` stores."""
+    """Bytes of the optimizer's state."""
     optimizer, params = job.train.optimizer, job.train.optimizer_params or {}
     if optimizer == COAT_OPTIMIZER:
         return state_bytes(job.coat.optimizer_config(job.train.optimizer_params)[0], sizes)
