@@ -5,14 +5,14 @@
     comfyui     diffusion_model.double_blocks.0.img_attn.qkv.lora_down.weight, .alpha  (the checkpoint's own names)
 
 An adapter adds (alpha / rank) · up · down to its linear's weight; up [N, r], down [r, K]; alpha defaults to the rank.
-Its size is the Frobenius norm of that: ‖up · down‖² = trace((upᵀ up) (down downᵀ)), two r x r matrices instead of one
-[N, K].
+Its delta norm is the Frobenius norm of that: ‖up · down‖² = trace((upᵀ up) (down downᵀ)) has two r x r matrices instead
+of one [N, K].
 
-A linear of the transformer has two names: diffusers', and that of Black Forest Labs' checkpoint, whose fused linears
-diffusers splits. FLUX.1 and FLUX.2 share original names of linears whose shapes differ.
+A linear of the transformer has two names: diffusers', and the original one of Black Forest Labs' checkpoint, whose
+fused linears diffusers splits into parts. FLUX.1 and FLUX.2 share original names of linears whose shapes differ.
 
-A fused linear's weight is its parts' weights stacked. Parts with separate adapters become one with a block-diagonal up
-matrix, of the sum of the ranks:
+A fused linear's weight is its parts' weights stacked. The adapters of its parts become one adapter, whose rank is the
+sum of theirs and whose up matrix is block-diagonal:
 
     | up_q              |   | down_q |
     |      up_k         | · | down_k |        a part without an adapter is a block of zeros
@@ -47,15 +47,15 @@ from ..blocks.models.family import Linear
 PREFIXES = {"diffusers": "transformer.", "kohya": "lora_unet_", "comfyui": "diffusion_model."}
 LAYOUTS = tuple(PREFIXES)
 DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
-PARTS = {
+SUFFIXES = {  # end of a key → what its tensor is
     "lora_A.weight": "down",
     "lora_B.weight": "up",
     "lora_down.weight": "down",
     "lora_up.weight": "up",
     "alpha": "alpha",
 }
-Place = tuple[Family, Linear, int | None]  # a linear by its full names, and the index of its part; None: all of it
-_NUMBER = re.compile(r"(?<=blocks[._])(?:0|[1-9]\d*)(?=[._])")
+Place = tuple[Family, Linear, int | None]  # a linear with its full names, and the index of a part or None: all of it
+_NUMBER = re.compile(r"(?<=blocks[._])(?:0|[1-9]\d*)(?=[._])")  # of a block, in a name
 
 
 class ExportError(UserError, ValueError):
@@ -79,7 +79,7 @@ class Pair:
 # --- the linears under both names ---
 
 
-# layout → name with # for a block's number → the linears of that name, FLUX.1's first
+# layout → name with # for a block's number → places of that name, FLUX.1's first
 _NAMES: dict[str, dict[str, list[Place]]] = {layout: {} for layout in LAYOUTS}
 for _family in FAMILIES.values():
     _linears = list(_family.outside)
@@ -95,10 +95,7 @@ for _family in FAMILIES.values():
 
 
 def place_of(name: str, layout: str = "diffusers", family: Family | None = None) -> tuple[Linear, int | None]:
-    """The linear that a layout calls `name`, and which part of it (None: all); raises KeyError.
-
-    Of `family`, if several have one.
-    """
+    """The linear, of `family` if several have one, and its part that a layout calls `name`; raises KeyError."""
     number = _NUMBER.search(name)
     places = _NAMES[layout][_NUMBER.sub("#", name, count=1)]
     _, linear, part = next((place for place in places if place[0] is family), places[0])
@@ -115,13 +112,13 @@ def height_of(linear: Linear, part: int | None) -> int:
 
 def family_of(pairs: Mapping[str, Pair], layout: str) -> Family:
     """The model that most of a file's adapters fit; FLUX.1 if undecided."""
-    counts = Counter({FLUX.transformer: 0})
+    counts = Counter({FLUX.transformer: 0})  # the first of equal counts is taken
     for name, pair in pairs.items():
         for family, linear, part in _NAMES[layout][_NUMBER.sub("#", name, count=1)]:
             height, width = height_of(linear, part), linear.width
-            of_any_size = layout == "diffusers" or not (height and width)
-            fits = of_any_size or pair.up.shape[0] * width == pair.down.shape[1] * height
-            counts[family.transformer] += fits
+            any_size = layout == "diffusers" or not (height and width)
+            if any_size or pair.up.shape[0] * width == pair.down.shape[1] * height:
+                counts[family.transformer] += 1
     return FAMILIES[max(counts, key=counts.__getitem__)]
 
 
@@ -134,7 +131,8 @@ def read_file(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise ExportError(f"{path}: is a folder; give the .safetensors file of a LoRA in it")
     try:
         with safe_open(path, framework="pt") as file:
-            return {key: file.get_tensor(key) for key in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118  # not a dict
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
+            return tensors, dict(file.metadata() or {})
     except (OSError, SafetensorError) as error:
         raise ExportError(
             f"{path}: cannot be read as safetensors ({error}); give the .safetensors file of a LoRA, or an earlier save"
@@ -156,45 +154,47 @@ def layout_of(tensors: Mapping[str, Tensor]) -> str:
         raise ExportError("it holds nothing of a transformer; save it again")
     counts = {layout: sum(key.startswith(prefix) for key in tensors) for layout, prefix in PREFIXES.items()}
     layout = max(counts, key=lambda name: counts[name])
-    odd = [key for key in tensors if not key.startswith(PREFIXES[layout])]
-    if odd:
+    others = [key for key in tensors if not key.startswith(PREFIXES[layout])]
+    if others:
         known = ", ".join(f"{prefix}…" for prefix in PREFIXES.values())
         raise ExportError(
-            f"{len(odd)} of {len(tensors)} keys are of no known layout ({known}), first {odd[0]!r}; give a LoRA of a "
-            "FLUX transformer, all keys in one layout"
+            f"{len(others)} of {len(tensors)} keys are of no known layout ({known}), first {others[0]!r}; give a LoRA "
+            "of a FLUX transformer, all keys in one layout"
         )
     return layout
 
 
 def read_pairs(tensors: Mapping[str, Tensor], layout: str) -> dict[str, Pair]:
     """Adapters by diffusers' module name, or the original's in other layouts; raises ExportError."""
-    halves: dict[str, dict[str, Tensor]] = {}
+    grouped: dict[str, dict[str, Tensor]] = {}  # name of a linear → its "down", "up" and "alpha"
     for key, tensor in tensors.items():
-        suffix = next((suffix for suffix in PARTS if key.endswith(f".{suffix}")), None)
+        suffix = next((suffix for suffix in SUFFIXES if key.endswith(f".{suffix}")), None)
         if suffix is None:
-            raise ExportError(f"{key}: ends in none of {', '.join(PARTS)}; only plain LoRA is understood")
-        name, part = key.removeprefix(PREFIXES[layout]).removesuffix(f".{suffix}"), PARTS[suffix]
+            raise ExportError(f"{key}: ends in none of {', '.join(SUFFIXES)}; only plain LoRA is understood")
+        name = key.removeprefix(PREFIXES[layout]).removesuffix(f".{suffix}")
         try:
             linear, _ = place_of(name, layout)
         except KeyError as error:
             raise ExportError(f"{key}: FLUX has no such linear; leave it out") from error
-        name = name if layout == "diffusers" else linear.name
-        if part in halves.setdefault(name, {}):
-            raise ExportError(f"{key}: there are two {part} matrices of {name}; save the LoRA again")
-        halves[name][part] = tensor
+        if layout != "diffusers":
+            name = linear.name
+        kind = SUFFIXES[suffix]
+        if kind in grouped.setdefault(name, {}):
+            raise ExportError(f"{key}: there are two {kind} matrices of {name}; save the LoRA again")
+        grouped[name][kind] = tensor
     pairs = {}
-    for name, parts in halves.items():
-        missing = [part for part in ("down", "up") if part not in parts]
+    for name, adapter in grouped.items():
+        missing = [kind for kind in ("down", "up") if kind not in adapter]
         if missing:
             raise ExportError(f"{name}: its {missing[0]} matrix is missing; save the LoRA again")
-        down, up = parts["down"], parts["up"]
+        down, up = adapter["down"], adapter["up"]
         if down.ndim != 2 or up.ndim != 2 or down.shape[0] != up.shape[1] or down.shape[0] == 0:
             shapes = f"down {tuple(down.shape)} and up {tuple(up.shape)}"
             raise ExportError(f"{name}: {shapes}: must be [r, K] and [N, r]; save the LoRA again")
         unknown = {down.dtype, up.dtype} - DTYPES.keys()
         if unknown:
             raise ExportError(f"{name}: {unknown.pop()}: must be float16, bfloat16 or float32; set save.dtype")
-        alpha = parts.get("alpha", torch.tensor(float(down.shape[0])))
+        alpha = adapter.get("alpha", torch.tensor(float(down.shape[0])))
         if alpha.numel() != 1 or not 0 < float(alpha) < math.inf:
             raise ExportError(f"{name}: alpha={alpha.tolist()}: must be one number above 0")
         pairs[name] = Pair(down, up, float(alpha) / down.shape[0])
@@ -222,31 +222,31 @@ def fuse_all(pairs: Mapping[str, Pair]) -> dict[str, Pair]:
     """Adapters by the original's names in place of diffusers'; raises ExportError if parts differ in rank or scale."""
     grouped: dict[str, tuple[Linear, list[Pair | None]]] = {}
     for module, pair in pairs.items():
-        linear, index = place_of(module)
-        _, members = grouped.setdefault(linear.name, (linear, [None] * len(linear.members)))
-        members[index] = pair
-    return {name: _fuse(linear, members) for name, (linear, members) in grouped.items()}
+        linear, part = place_of(module)
+        _, parts = grouped.setdefault(linear.name, (linear, [None] * len(linear.members)))
+        parts[part] = pair
+    return {name: _fuse(linear, parts) for name, (linear, parts) in grouped.items()}
 
 
-def _fuse(linear: Linear, members: Sequence[Pair | None]) -> Pair:
-    present = [pair for pair in members if pair is not None]
+def _fuse(linear: Linear, parts: Sequence[Pair | None]) -> Pair:
+    present = [pair for pair in parts if pair is not None]
     first = present[0]
-    if len(members) == 1:
-        return _renamed(linear, first)
+    if len(parts) == 1:
+        return _reordered(linear, first)
     if {pair.scale for pair in present} != {first.scale} or {pair.rank for pair in present} != {first.rank}:
         raise ExportError(
             f"{linear.name}: its parts have ranks {[pair.rank for pair in present]} and alpha / rank "
             f"{[pair.scale for pair in present]}, which must be equal; train with one rank"
         )
-    heights = _heights(linear, {i: pair.up.shape[0] for i, pair in enumerate(members) if pair is not None})
-    if len(present) == len(members) and all(torch.equal(pair.down, first.down) for pair in present):
+    heights = _heights(linear, {i: pair.up.shape[0] for i, pair in enumerate(parts) if pair is not None})
+    if len(present) == len(parts) and all(torch.equal(pair.down, first.down) for pair in present):
         up = torch.cat([pair.up for pair in present])
-        if not _is_block_diagonal(up, heights):
+        if not _is_block_diagonal(up, heights):  # else `split_all` would take it for the other form
             return Pair(first.down, up, first.scale)
     rank = first.rank
-    down = torch.cat([torch.zeros_like(first.down) if pair is None else pair.down for pair in members])
-    up = first.up.new_zeros(sum(heights), rank * len(members))
-    for i, (pair, rows) in enumerate(zip(members, up.split(heights), strict=True)):
+    down = torch.cat([torch.zeros_like(first.down) if pair is None else pair.down for pair in parts])
+    up = first.up.new_zeros(sum(heights), rank * len(parts))
+    for i, (pair, rows) in enumerate(zip(parts, up.split(heights), strict=True)):
         if pair is not None:
             rows[:, i * rank : (i + 1) * rank] = pair.up
     return Pair(down, up, first.scale)
@@ -260,7 +260,7 @@ def split_all(pairs: Mapping[str, Pair]) -> dict[str, Pair]:
         linear, _ = place_of(name, "comfyui", family)
         members = linear.members
         if len(members) == 1:
-            split[members[0]] = _renamed(linear, pair)
+            split[members[0]] = _reordered(linear, pair)
             continue
         heights = _heights(linear, {None: pair.up.shape[0]})
         rows = pair.up.split(heights)
@@ -276,8 +276,8 @@ def split_all(pairs: Mapping[str, Pair]) -> dict[str, Pair]:
     return split
 
 
-def _renamed(linear: Linear, pair: Pair) -> Pair:
-    """The adapter of a linear that is not fused, under its other name."""
+def _reordered(linear: Linear, pair: Pair) -> Pair:
+    """The adapter of a linear that is not fused, for its other name, where the output's halves may be swapped."""
     if not linear.swapped:
         return pair
     first, second = pair.up.chunk(2)
@@ -285,36 +285,37 @@ def _renamed(linear: Linear, pair: Pair) -> Pair:
 
 
 def _heights(linear: Linear, known: Mapping[int | None, int]) -> list[int]:
-    """Output features of all parts, from known ones (None: of all together)."""
-    units = {i: sum(linear.heights) if i is None else linear.heights[i] for i in known}
-    sizes = {rows / units[i] for i, rows in known.items()}
-    size = min(sizes)
-    if len(sizes) > 1 or not size.is_integer():
+    """Output features of all parts, from those of some (part → features, None: of all together)."""
+    hidden_sizes = {features / height_of(linear, part) for part, features in known.items()}
+    hidden = min(hidden_sizes)
+    if len(hidden_sizes) > 1 or not hidden.is_integer():
         raise ExportError(
             f"{linear.name}: {sorted(known.values())} output features are not in the ratio {linear.heights}; give a "
             "LoRA of a FLUX transformer"
         )
-    return [int(size) * height for height in linear.heights]
+    return [int(hidden) * height for height in linear.heights]
 
 
 def _is_block_diagonal(up: Tensor, heights: list[int]) -> bool:
-    count = len(heights)
-    if up.shape[1] % count:
+    if up.shape[1] % len(heights):
         return False
-    rank = up.shape[1] // count
-    others = ((rows[:, : i * rank], rows[:, (i + 1) * rank :]) for i, rows in enumerate(up.split(heights)))
-    return not any(block.any() for pair in others for block in pair)
+    rank = up.shape[1] // len(heights)
+    for i, rows in enumerate(up.split(heights)):
+        if rows[:, : i * rank].any() or rows[:, (i + 1) * rank :].any():
+            return False
+    return True
 
+
+# --- the check ---
 
 TEXT_ENCODERS = ("lora_te", "text_encoder")  # prefixes of other models' adapters
-STALE_HASHES = ("sshs_model_hash", "sshs_legacy_hash")  # metadata: of the tensors before a conversion
 
 
 class ExportReport:
-    """Contents of a LoRA file's tensors, which are checked; error messages name no file."""
+    """Checks the tensors of a LoRA file and describes them; ExportError without the file's name."""
 
     def __init__(self, tensors: Mapping[str, Tensor]):
-        self.others = sum(key.startswith(TEXT_ENCODERS) for key in tensors)  # which are not checked
+        self.others = sum(key.startswith(TEXT_ENCODERS) for key in tensors)  # not checked
         tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith(TEXT_ENCODERS)}
         self.layout = layout = layout_of(tensors)
         pairs = read_pairs(tensors, layout)
@@ -328,16 +329,16 @@ class ExportReport:
             raise ExportError(
                 f"all {len(pairs)} adapters are zero: this LoRA has no effect; was anything trained? check train.lr"
             )
-        self.idle = [module for module, norm in norms.items() if norm == 0]  # they change nothing
+        self.idle = [module for module, norm in norms.items() if norm == 0]  # without effect
         self.layers = len(pairs)
         self.ranks = sorted({pair.rank for pair in pairs.values()})
         self.dtypes = sorted({DTYPES[pair.down.dtype] for pair in pairs.values()})
-        self.refusals: dict[str, str] = {}  # program → why it does not load it
-        why = _diffusers_refusal(tensors, pairs if layout == "diffusers" else split_all(pairs), family)
-        if why is not None:
-            self.refusals["diffusers"] = why
-            if layout == "diffusers" and not why.startswith("not checked"):
-                raise ExportError(f"diffusers does not load it: {why}; install the diffusers this was tested with")
+        self.refusals: dict[str, str] = {}  # program → why it does not load the file
+        reason = _diffusers_refusal(tensors, pairs if layout == "diffusers" else split_all(pairs), family)
+        if reason is not None:
+            self.refusals["diffusers"] = reason
+            if layout == "diffusers" and not reason.startswith("not checked"):
+                raise ExportError(f"diffusers does not load it: {reason}; install the diffusers this was tested with")
         programs = ["diffusers", *family.programs[layout]]
         if "ai-toolkit" in programs and any(pair.scale != 1 for pair in pairs.values()):
             self.refusals["ai-toolkit"] = "it ignores alpha; convert with --to diffusers"
@@ -355,7 +356,7 @@ class ExportReport:
             text += f"; {len(self.idle)} layers change nothing, first {self.idle[0]}"
         if self.others:
             text += f"; {self.others} tensors of text encoders are not checked"
-        return text + "".join(f"; not in {program}: {why}" for program, why in self.refusals.items())
+        return text + "".join(f"; not in {program}: {reason}" for program, reason in self.refusals.items())
 
 
 def check_export(path: str | Path, *, expected: Mapping[str, Sequence[int]] | None = None) -> ExportReport:
@@ -366,10 +367,11 @@ def check_export(path: str | Path, *, expected: Mapping[str, Sequence[int]] | No
     path = Path(path)
     tensors, _ = read_file(path)
     with naming(path):
-        odd = [] if expected is None else sorted(tensors.keys() ^ expected.keys())
-        if odd:
-            state = "missing" if odd[0] in expected else "unexpected"
-            raise ExportError(f"{odd[0]} is {state} ({len(odd)} such keys); the save is not what was trained")
+        differing = [] if expected is None else sorted(tensors.keys() ^ expected.keys())
+        if differing:
+            state = "missing" if differing[0] in expected else "unexpected"
+            text = f"{differing[0]} is {state} ({len(differing)} such keys)"
+            raise ExportError(f"{text}; the save is not what was trained")
         for key, shape in (expected or {}).items():
             if tuple(tensors[key].shape) != tuple(shape):
                 shapes = f"{tuple(tensors[key].shape)}, trained was {tuple(shape)}"
@@ -378,15 +380,15 @@ def check_export(path: str | Path, *, expected: Mapping[str, Sequence[int]] | No
 
 
 def _check_sizes(pairs: Mapping[str, Pair], layout: str, family: Family) -> None:
-    sizes: dict[str, set[float]] = {}
+    hidden_sizes: dict[str, set[float]] = {}  # of each adapter, by its output and by its input features
     for module, pair in pairs.items():
         linear, part = place_of(module, "diffusers" if layout == "diffusers" else "comfyui", family)
         features = ((pair.up.shape[0], height_of(linear, part)), (pair.down.shape[1], linear.width))
-        sizes[module] = {count / units for count, units in features if units}
-    counts = Counter(size for hidden in sizes.values() for size in hidden)
+        hidden_sizes[module] = {count / units for count, units in features if units}
+    counts = Counter(size for sizes in hidden_sizes.values() for size in sizes)
     common = counts.most_common(1)[0][0] if counts else 0
-    for module, hidden in sizes.items():
-        if hidden - {common}:
+    for module, sizes in hidden_sizes.items():
+        if sizes - {common}:
             pair = pairs[module]
             raise ExportError(
                 f"{module}: down {tuple(pair.down.shape)}, up {tuple(pair.up.shape)} do not fit hidden size {common:g} "
@@ -395,7 +397,8 @@ def _check_sizes(pairs: Mapping[str, Pair], layout: str, family: Family) -> None
 
 
 def _delta_norm(module: str, pair: Pair) -> float:
-    product, norm = torch.ones(pair.rank, pair.rank, dtype=torch.float64), abs(pair.scale)
+    norm = abs(pair.scale)
+    product = torch.ones(pair.rank, pair.rank, dtype=torch.float64)  # upᵀ up * down downᵀ
     for name, matrix in (("up", pair.up), ("down", pair.down.t())):
         values = matrix.float()
         amax = float(values.abs().max())
@@ -408,28 +411,27 @@ def _delta_norm(module: str, pair: Pair) -> float:
             norm = 0.0
             continue
         values = values / amax  # so that no square underflows
-        product *= (values.t() @ values).double()  # trace(P Q) = sum(P * Q), both symmetric
+        product *= (values.t() @ values).double()
         norm *= amax
-    return norm * math.sqrt(max(float(product.sum()), 0.0))
+    return norm * math.sqrt(max(float(product.sum()), 0.0))  # trace(P Q) = sum(P * Q), both symmetric
 
 
-def _diffusers_refusal(tensors: Mapping[str, Tensor], wanted: Mapping[str, Pair], family: Family) -> str | None:
-    """Why the pipeline's `load_lora_weights` would not load the whole file, or None."""
+def _diffusers_refusal(tensors: Mapping[str, Tensor], pairs: Mapping[str, Pair], family: Family) -> str | None:
+    """Why the pipeline's `load_lora_weights` would not load all of `pairs`, the file's adapters, or None."""
     try:
         mixin = getattr(importlib.import_module("diffusers.loaders"), family.lora_loader)
     except (AttributeError, ImportError) as error:
         return f"not checked, it cannot be imported ({error})"
     try:
-        theirs: dict[str, Tensor] = mixin.lora_state_dict(dict(tensors))
+        loaded: dict[str, Tensor] = mixin.lora_state_dict(dict(tensors))
     except (AssertionError, KeyError, NotImplementedError, RuntimeError, ValueError) as error:
         text = " ".join(str(error).split())
-        if not text:
-            last = traceback.extract_tb(error.__traceback__)[-1]
-            text = last.line or ""
+        if not text:  # a bare assert: its line
+            text = traceback.extract_tb(error.__traceback__)[-1].line or ""
         return f"it refuses the file ({type(error).__name__}: {text[:200]})"
-    for module, pair in wanted.items():
+    for module, pair in pairs.items():
         for name, matrix, dim in (("lora_A", pair.down, 1), ("lora_B", pair.up, 0)):
-            tensor = theirs.get(f"{PREFIXES['diffusers']}{module}.{name}.weight")
+            tensor = loaded.get(f"{PREFIXES['diffusers']}{module}.{name}.weight")
             if tensor is None:
                 return f"it drops {module} without a word"
             if tensor.shape[dim] != matrix.shape[dim]:
@@ -438,6 +440,8 @@ def _diffusers_refusal(tensors: Mapping[str, Tensor], wanted: Mapping[str, Pair]
 
 
 # --- conversion ---
+
+STALE_HASHES = ("sshs_model_hash", "sshs_legacy_hash")  # in the metadata: hashes of the unconverted tensors
 
 
 def convert_file(source: Path, target: Path, layout: str, dtype: torch.dtype | None = None) -> ExportReport:
@@ -457,11 +461,11 @@ def convert_file(source: Path, target: Path, layout: str, dtype: torch.dtype | N
         converted = convert_pairs(pairs, report.layout, layout, dtype)
     if dtype is not None:
         converted = _cast(converted, dtype)
-    new = {key: value.contiguous() for key, value in write_pairs(converted, layout).items()}
+    tensors = {key: value.contiguous() for key, value in write_pairs(converted, layout).items()}
     metadata = {key: value for key, value in metadata.items() if key not in STALE_HASHES}
     try:
         with replacing(target) as temp:
-            save_file(new, temp, metadata | {"format": "pt"})
+            save_file(tensors, temp, metadata | {"format": "pt"})
             written, _ = read_file(temp)
             with naming(target):
                 return ExportReport(written)
@@ -473,32 +477,36 @@ def convert_pairs(
     pairs: Mapping[str, Pair], source: str, layout: str, dtype: torch.dtype | None = None
 ) -> dict[str, Pair]:
     """Adapters in another layout and, if wider, `dtype`; raises ExportError if converting back is not exact."""
+    fuses = source == "diffusers" and layout != "diffusers"
+    splits = source != "diffusers" and layout == "diffusers"
+    converted = dict(pairs)
     dtypes = {matrix.dtype for pair in pairs.values() for matrix in (pair.down, pair.up)}
-    holds_all = dtype is not None and all(torch.promote_types(dtype, own) == dtype for own in dtypes)
-    work = _cast(pairs, dtype) if holds_all else pairs
-    if source == "diffusers" and layout != "diffusers":
-        converted = fuse_all(work)
+    if dtype is not None and all(torch.promote_types(dtype, narrow) == dtype for narrow in dtypes):
+        converted = _cast(pairs, dtype)
+    if fuses:
+        converted = fuse_all(converted)
+    elif splits:
+        converted = split_all(converted)
+    if layout == "diffusers":  # which has no alpha: down takes the scale
+        converted = {name: Pair(pair.down * pair.scale, pair.up, 1.0) for name, pair in converted.items()}
+
+    back = converted
+    if fuses:
         back = split_all(converted)
-    elif source != "diffusers" and layout == "diffusers":
-        converted = _without_scale(split_all(work))
+    elif splits:
         back = fuse_all(converted)
-    else:
-        back = converted = _without_scale(work) if layout == "diffusers" else work
     lost = sorted(pairs.keys() ^ back.keys())
     if lost:
         raise ExportError(f"{lost[0]} ({len(lost)} in all): its adapter is all zero and would be lost; leave it out")
     for name, pair in pairs.items():
-        other = back[name]
-        down = other.down if other.scale == pair.scale else other.down / pair.scale
-        if not (torch.equal(pair.down, down.to(pair.down.dtype)) and torch.equal(pair.up, other.up.to(pair.up.dtype))):
+        down, up = back[name].down, back[name].up
+        if back[name].scale != pair.scale:
+            down = down / pair.scale
+        if not (torch.equal(pair.down, down.to(pair.down.dtype)) and torch.equal(pair.up, up.to(pair.up.dtype))):
             numbers = f"alpha / rank = {pair.scale:g}, {pair.down.dtype}"
             raise ExportError(f"{name}: converted back it is not the same to the bit ({numbers}); give --dtype float32")
     return converted
 
 
-def _cast(pairs: Mapping[str, Pair], dtype: torch.dtype | None) -> dict[str, Pair]:
+def _cast(pairs: Mapping[str, Pair], dtype: torch.dtype) -> dict[str, Pair]:
     return {name: Pair(pair.down.to(dtype), pair.up.to(dtype), pair.scale) for name, pair in pairs.items()}
-
-
-def _without_scale(pairs: Mapping[str, Pair]) -> dict[str, Pair]:
-    return {name: Pair(pair.down * pair.scale, pair.up, 1.0) for name, pair in pairs.items()}
