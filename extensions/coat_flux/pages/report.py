@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -35,12 +36,12 @@ PHASES = {
     "step": "Training",
     "save": "Saving",
 }
-SAMPLE_STEPS, SAMPLE_PROMPTS = 8, 12  # of the grid
-RISE = 1.01  # final over lowest validation loss from which it counts as risen
-DAMAGED = (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError)
+SAMPLE_STEPS, SAMPLE_PROMPTS = 8, 12  # most columns and rows of the grid
+RISE = 1.01  # the validation loss has risen if its last value is so many times the lowest
+DAMAGED = (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError)  # raised for damaged files
 OUTLIER_DB = 6.0  # below the median of its kind: a bit of the mantissa
 LOW_DB = 20.0  # noise of a tenth of the signal
-ENDS_DB = (0.0, 2 * LOW_DB)  # of the table, red to green: neither at `LOW_DB`
+RED_TO_GREEN_DB = (0.0, 2 * LOW_DB)  # shades of the table's cells; none at `LOW_DB`
 HOW_TO_READ = (
     "Local SQNR: signal to quantization noise of 128 neighbours at a time. Gaussian values have 31.5 dB in e4m3 and "
     "25.5 dB in e5m2; at 20 dB the noise is a tenth of the signal, at 0 dB as large. docs/report.md says more."
@@ -57,7 +58,7 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
     if comparison is not None:
         page.heading("Saves compared")
         _show(page, run, "Saves compared", lambda page, run: show_comparison(page, comparison, run.path / COMPARE))
-    for title, section in (("Samples", _show_samples), ("The result", _show_newest), ("Loss", _show_loss)):
+    for title, section in (("Samples", _show_samples), ("The result", _show_result), ("Loss", _show_loss)):
         page.heading(title)
         _show(page, run, title, section)
     page.heading("Details")
@@ -81,6 +82,7 @@ def show_live(page: Page, run: RunFolder) -> None:
 
 
 def _show(page: Page, run: RunFolder, title: str, section: Section) -> None:
+    """Add a section, or a line that it cannot be shown."""
     try:
         section(page, run)
     except DAMAGED as error:
@@ -88,13 +90,13 @@ def _show(page: Page, run: RunFolder, title: str, section: Section) -> None:
 
 
 def _show_summary(page: Page, run: RunFolder) -> None:
-    held_out = "held-out loss" if run.block("validation") else "validation loss"
-    page.verdict(*_verdict(run, held_out))
+    validation_title = "held-out loss" if run.block("validation") else "validation loss"
+    page.verdict(*_verdict(run, validation_title))
     facts = {}
-    loss, pace = run.metrics.get("loss"), run.metrics.get("s_per_it")
+    loss, pace = run.metrics.get("loss", []), run.metrics.get("s_per_it", [])
     if loss:
         facts["steps"] = f"{loss[-1][0]:.0f} of {run.block('train').get('steps', '?')}"
-    for name, curve in (("loss, smoothed", smoothed(loss or ())), (held_out, run.validation)):
+    for name, curve in (("loss, smoothed", smoothed(loss)), (validation_title, run.validation)):
         if curve:
             facts[name] = f"{curve[0][1]:.5f} → {curve[-1][1]:.5f}"
     if pace:
@@ -112,7 +114,7 @@ def _show_summary(page: Page, run: RunFolder) -> None:
     page.table(["", ""], [[name, value] for name, value in facts.items() if value is not None])
 
 
-def _verdict(run: RunFolder, held_out: str) -> tuple[str, Tone]:
+def _verdict(run: RunFolder, validation_title: str) -> tuple[str, Tone]:
     loss, steps = run.metrics.get("loss", []), run.block("train").get("steps", "?")
     if not loss:
         return "No step of this run has been recorded yet.", "plain"
@@ -124,13 +126,15 @@ def _verdict(run: RunFolder, held_out: str) -> tuple[str, Tone]:
         return f"The newest save, {newest.path.name}, {newest.problem}; use an older one.", "bad"
     done, status = int(loss[-1][0]), read_status(run.path)
     failed = status is not None and status["ended"] not in (None, "finished", "stopped")
-    if failed or (done != steps and run.name not in (save.name for save in run.saves)):
+    has_final_save = any(save.name == run.name for save in run.saves)
+    if failed or (done != steps and not has_final_save):
         return progress(run, status, done, steps)
-    name, curve = (held_out, run.validation) if run.validation else ("loss", smoothed(loss))
-    lowest, first, last = min(curve, key=lambda point: point[1]), curve[0][1], curve[-1][1]
-    if run.validation and last > RISE * lowest[1]:
+    name, curve = (validation_title, run.validation) if run.validation else ("loss", smoothed(loss))
+    first, last = curve[0][1], curve[-1][1]
+    lowest_step, lowest = min(curve, key=lambda point: point[1])
+    if run.validation and last > RISE * lowest:
         return (
-            f"All steps are done, but the {name} was lowest after step {lowest[0]:.0f} and has risen since; "
+            f"All steps are done, but the {name} was lowest after step {lowest_step:.0f} and has risen since; "
             "an earlier save may be better."
         ), "open"
     if last < first:
@@ -140,34 +144,33 @@ def _verdict(run: RunFolder, held_out: str) -> tuple[str, Tone]:
 
 def progress(run: RunFolder, status: dict[str, Any] | None, done: int, steps: int) -> tuple[str, Tone]:
     """How far a run has come, and whether it is still going."""
-    place = f"step {done} of {steps}"
+    position = f"step {done} of {steps}"
     if status is None:
-        return f"{place}; this run does not say whether it is still going (COAT is off)", "open"
+        return f"{position}; this run does not say whether it is still going (COAT is off)", "open"
     if status["ended"] == "finished":
-        return f"Finished: {place}", "good"
+        return f"Finished: {position}", "good"
     if status["ended"] == "stopped":
-        return f"Stopped after {place}. To resume, start the same config again", "open"
+        return f"Stopped after {position}. To resume, start the same config again", "open"
     if status["ended"] is not None:
-        return f"Ended at {place}: {status['ended']}", "bad"
+        return f"Ended at {position}: {status['ended']}", "bad"
     if not status["alive"]:
-        what = f"The process ended at {place} without a message"
-        return f"{what}. To resume from the last save, start it again", "bad"
-    try:
+        text = f"The process ended at {position} without a message"
+        return f"{text}. To resume from the last save, start it again", "bad"
+    phase = "load"
+    with suppress(OSError, ValueError, KeyError, AttributeError):
         phases = (run.json(MEMORY_FILE) or {})["phases"]
-        opened = [name for name in PHASES if phases.get(name, {}).get("open")]
-        phase = [*opened, "step" if "step" in phases else "load"][0]
-    except (OSError, ValueError, KeyError, AttributeError):
-        phase = "load"
+        closed = "step" if "step" in phases else "load"
+        phase = next((name for name in PHASES if phases.get(name, {}).get("open")), closed)
     paces = [value for _, value in run.metrics.get("s_per_it", [])[-PACE_STEPS:]]
     seconds = median(paces) if paces else math.nan
-    left = ""
+    time_left = ""
     if math.isfinite(seconds) and done < steps:
-        time = timedelta(seconds=round(seconds * (steps - done)))
-        left = f", {seconds:.3g} s per step, {time} left"
-    return f"{PHASES[phase]}: {place}{left}", "plain"
+        rest = timedelta(seconds=round(seconds * (steps - done)))
+        time_left = f", {seconds:.3g} s per step, {rest} left"
+    return f"{PHASES[phase]}: {position}{time_left}", "plain"
 
 
-def _show_newest(page: Page, run: RunFolder) -> None:
+def _show_result(page: Page, run: RunFolder) -> None:
     readable = [save for save in run.saves if not save.problem]
     if not readable:
         page.missing("None has been saved yet.")
@@ -202,11 +205,11 @@ def _show_loss(page: Page, run: RunFolder) -> None:
         ("texture", "Print and texture of held-out photos, redrawn by each save", "octaves of contrast"),
     ):
         curve = run.fidelity.get(column, [])
-        saves = [point for point in curve if point[0] > 0]
-        if saves:
-            best = min(saves, key=lambda point: point[1])
+        of_saves = [(step, error) for step, error in curve if step > 0]
+        if of_saves:
+            step, least = min(of_saves, key=lambda point: point[1])
             series = {"mean": curve, "the VAE alone, which no training can pass": run.fidelity[f"vae_{column}"]}
-            marks = {best[0]: f"best: step {best[0]:.0f}, {best[1]:.2f}"}
+            marks = {step: f"best: step {step:.0f}, {least:.2f}"}
             page.curves(f"{title} (step 0: without the LoRA)", series, y=unit, marks=marks)
 
 
@@ -220,15 +223,16 @@ def _show_samples(page: Page, run: RunFolder) -> None:
         return
     steps = sorted({step for step, _ in samples})
     if len(steps) > SAMPLE_STEPS:  # evenly spaced, with the first and the last
-        steps = [steps[round(i * (len(steps) - 1) / (SAMPLE_STEPS - 1))] for i in range(SAMPLE_STEPS)]
-    numbers = sorted({number for _, number in samples})[:SAMPLE_PROMPTS]
+        last = len(steps) - 1
+        steps = [steps[round(i * last / (SAMPLE_STEPS - 1))] for i in range(SAMPLE_STEPS)]
+    numbers = sorted({number for _, number in samples})[:SAMPLE_PROMPTS]  # of prompts
     for number in numbers:
         row = [(f"step {step}", samples[step, number]) for step in steps if (step, number) in samples]
         title = prompts[number] if number < len(prompts) else f"prompt {number + 1}"
         page.images(title, row, columns=len(steps))
-    left = len(samples) - len(steps) * len(numbers)
-    if left > 0:
-        page.missing(f"{left} more are in samples/.")
+    not_shown = len(samples) - len(steps) * len(numbers)
+    if not_shown > 0:
+        page.missing(f"{not_shown} more are in samples/.")
 
 
 def _show_pace(page: Page, run: RunFolder) -> None:
@@ -245,8 +249,8 @@ def _show_memory(page: Page, run: RunFolder) -> None:
         page.missing(f"No {MEMORY_FILE.as_posix()}: COAT was off, or the run ended before it loaded a model.")
     else:
         unit, bars, expected = stacked(record)
-        held = "Tensors" if record["baseline"] else "Memory"
-        page.bars(f"{held} held at the peak of each phase, {unit}", bars, expected)
+        subject = "Tensors" if record["baseline"] else "Memory"
+        page.bars(f"{subject} held at the peak of each phase, {unit}", bars, expected)
         title, (header, *rows), notes = tabulated(record)
         page.paragraph(title)
         page.table(header, rows)
@@ -274,7 +278,7 @@ def _show_guard(page: Page, run: RunFolder) -> None:
 
 def _show_treatment(page: Page, run: RunFolder) -> None:
     columns = ("asked", "got", "why")
-    for save in reversed(run.saves):
+    for save in reversed(run.saves):  # metadata keys are coat.<column>.<part>
         parts = [key.removeprefix("coat.got.") for key in sorted(save.metadata) if key.startswith("coat.got.")]
         if parts:
             rows = [[part, *(save.metadata.get(f"coat.{key}.{part}", "") for key in columns)] for part in parts]
@@ -307,45 +311,56 @@ def _show_config(page: Page, run: RunFolder) -> None:
         page.missing("No config.yaml in the run's folder.")
 
 
-# -- precision of FP8: a layer stands out when its SQNR is well below the median of its kind, as gradients in e5m2 are
-# 6 dB below inputs in e4m3 by format, which is no defect
+# --- precision of FP8 ---
+
+# A layer is compared with the median of its kind of tensor: gradients in e5m2 are 6 dB below inputs in e4m3 by format.
 
 
 def summaries(rows: Iterable[CastPrecision]) -> list[CastPrecision]:
-    """A row per layer and kind: its median SQNR and worst shares; without what was always zero."""
+    """A row per layer and kind: its median SQNR and worst shares; without tensors that were always zero."""
     groups: dict[tuple[str, str], list[CastPrecision]] = {}
     for row in rows:
         if not math.isnan(row.sqnr_db):
             groups.setdefault((row.layer, row.kind), []).append(row)
     summed = []
     for group in groups.values():
-        typical = median(row.sqnr_db for row in group)
-        shares = {name: max(getattr(row, name) for row in group) for name in ("underflow", "saturation")}
-        summed.append(group[0]._replace(sqnr_db=typical, **shares))
+        underflow, saturation = max(row.underflow for row in group), max(row.saturation for row in group)
+        sqnr_db = median(row.sqnr_db for row in group)
+        summed.append(group[0]._replace(sqnr_db=sqnr_db, underflow=underflow, saturation=saturation))
     return summed
 
 
 def below_median(layers: Sequence[CastPrecision]) -> list[tuple[float, CastPrecision]]:
-    """Each row of a known layer and how far it is below the median of its kind; the furthest first."""
+    """Each row of a known layer with its distance below the median of its kind, the furthest first."""
     medians = {}
     for kind in {row.kind for row in layers}:
         medians[kind] = median(row.sqnr_db for row in layers if row.kind == kind)
     distances = []
     for row in layers:
-        middle = medians[row.kind]
         if row.layer:
-            distances.append((0.0 if middle == row.sqnr_db else middle - row.sqnr_db, row))  # both may be inf
+            distance = 0.0 if medians[row.kind] == row.sqnr_db else medians[row.kind] - row.sqnr_db  # both may be inf
+            distances.append((distance, row))
     return sorted(distances, key=lambda item: -item[0])
 
 
 def standing_out(layers: Sequence[CastPrecision]) -> list[str]:
     """Layers with an input or gradient far below its kind, or an input below 20 dB."""
     names = []
-    for below, row in below_median(layers):
-        outlier = row.kind in (INPUT, GRADIENT) and below > OUTLIER_DB
+    for distance, row in below_median(layers):
+        outlier = row.kind in (INPUT, GRADIENT) and distance > OUTLIER_DB
         if outlier or (row.kind == INPUT and row.sqnr_db < LOW_DB):
             names.append(row.layer)
     return list(dict.fromkeys(names))
+
+
+def _db(value: float) -> str:
+    return "exact" if value == math.inf else f"{value:.1f} dB"
+
+
+def _share(value: float) -> str:
+    if 0 < value < 1e-4:
+        return "<0.01%"
+    return f"{value:.2%}" if value else "0"
 
 
 def show_layers(page: Page, rows: Iterable[CastPrecision]) -> list[CastPrecision]:
@@ -359,16 +374,18 @@ def show_layers(page: Page, rows: Iterable[CastPrecision]) -> list[CastPrecision
     for kind in KINDS:
         of_kind = [row for row in layers if row.kind == kind]
         if of_kind:
-            middle, low = median(row.sqnr_db for row in of_kind), min(of_kind, key=lambda row: row.sqnr_db)
+            typical = median(row.sqnr_db for row in of_kind)
+            lowest = min(of_kind, key=lambda row: row.sqnr_db)
             underflow = _share(max(row.underflow for row in of_kind))
-            remedy = REMEDIES[kind] if middle < LOW_DB else ""
-            kinds.append([kind, len(of_kind), _db(middle), f"{_db(low.sqnr_db)} {low.layer}", underflow, remedy])
+            remedy = REMEDIES[kind] if typical < LOW_DB else ""
+            lowest_text = f"{_db(lowest.sqnr_db)} {lowest.layer}"
+            kinds.append([kind, len(of_kind), _db(typical), lowest_text, underflow, remedy])
     page.heading("By kind of tensor", 3)
     page.table(["kind", "layers", "SQNR, median", "lowest", "underflow, highest", "change"], kinds)
-    worst: dict[str, list[str]] = {}
-    for below, row in below_median(layers):
+    worst: dict[str, list[str]] = {}  # the first, hence furthest, row of each layer
+    for distance, row in below_median(layers):
         shares = _share(row.underflow), _share(row.saturation)
-        worst.setdefault(row.layer, [row.layer, row.kind, _db(row.sqnr_db), _db(below), *shares])
+        worst.setdefault(row.layer, [row.layer, row.kind, _db(row.sqnr_db), _db(distance), *shares])
     page.heading("The ten worst layers", 3)
     header = ["layer", "kind", "SQNR", "below the kind's median", "underflow", "saturation"]
     page.table(header, list(worst.values())[:10])
@@ -376,7 +393,6 @@ def show_layers(page: Page, rows: Iterable[CastPrecision]) -> list[CastPrecision
 
 
 def _show_precision(page: Page, run: RunFolder) -> None:
-    """Add the section; OSError and ValueError for damaged files."""
     rows = read_rows(run.path / PRECISION_FILE)
     layers = show_layers(page, rows)
     if not layers:
@@ -388,9 +404,9 @@ def _show_precision(page: Page, run: RunFolder) -> None:
             f"kind, or an input below {LOW_DB:g} dB. To multiply them in bf16, paste this into the config's process "
             "entry; activation.min_sqnr_db does that by itself for inputs, from a threshold in dB."
         )
-        already = (run.block("coat").get("activation") or {}).get("exclude") or []
-        exclude = {"coat": {"activation": {"exclude": list(dict.fromkeys([*already, *names]))}}}
-        page.code(yaml.safe_dump(exclude, sort_keys=False, allow_unicode=True))
+        excluded = (run.block("coat").get("activation") or {}).get("exclude") or []
+        block = {"coat": {"activation": {"exclude": list(dict.fromkeys([*excluded, *names]))}}}
+        page.code(yaml.safe_dump(block, sort_keys=False, allow_unicode=True))
     else:
         page.paragraph(
             f"No layer stands out: none is more than {OUTLIER_DB:g} dB below the median of its kind, and no input "
@@ -401,25 +417,16 @@ def _show_precision(page: Page, run: RunFolder) -> None:
     for row in layers:
         values.setdefault(row.layer or "(layer not known)", {})[row.kind] = row.sqnr_db
     page.heading("Local SQNR by layer in dB, median over the measured steps", 3)
-    page.table(["layer", *kinds], [[layer, *map(row.get, kinds)] for layer, row in values.items()], ENDS_DB)
-    lowest: dict[str, dict[int, float]] = {kind: {} for kind in kinds}
+    table = [[layer, *map(by_kind.get, kinds)] for layer, by_kind in values.items()]
+    page.table(["layer", *kinds], table, RED_TO_GREEN_DB)
+    lowest: dict[str, dict[int, float]] = {kind: {} for kind in kinds}  # by step
     for row in rows:
         if row.step and row.kind in KINDS and not math.isnan(row.sqnr_db):
-            steps = lowest[row.kind]
-            steps[row.step] = min(row.sqnr_db, steps.get(row.step, math.inf))
-    curves = {kind: sorted(steps.items()) for kind, steps in lowest.items()}
+            by_step = lowest[row.kind]
+            by_step[row.step] = min(row.sqnr_db, by_step.get(row.step, math.inf))
+    curves = {kind: sorted(by_step.items()) for kind, by_step in lowest.items()}
     page.curves("Local SQNR over the run, lowest layer", curves, y="dB")
     page.paragraph(f"All numbers: {PRECISION_FILE.as_posix()} in the run.")
-
-
-def _db(value: float) -> str:
-    return "exact" if value == math.inf else f"{value:.1f} dB"
-
-
-def _share(value: float) -> str:
-    if 0 < value < 1e-4:
-        return "<0.01%"
-    return f"{value:.2%}" if value else "0"
 
 
 DETAILS: dict[str, Section] = {
