@@ -23,7 +23,7 @@ from .cache import TensorCache, cache_key, encode_latents, model_identity, on_de
 from .captions import shuffle_tokens
 from .files import CACHE_FOLDER, DatasetError, printable
 from .images import DEFAULTS, read_photo, rgb, to_tensor
-from .masks import has_masks, normalized
+from .masks import normalized
 
 _CACHE_GONE = "{}: its cached {} were removed or damaged since the start; start the run again to recompute them"
 
@@ -117,7 +117,8 @@ class LatentDataset:
         self.background = options.background
         self.masked = options.transparency == "mask"
         self.reg_weight = reg_weight
-        self._has_masks = any(map(has_masks, self.configs))
+        self._own_masks = [bool(config.alpha_mask or config.mask_path) for config in self.configs]
+        self._has_masks = any(self._own_masks)
         self._has_reg = any(config.is_reg for config in self.configs)
         self._levels: dict[Any, Tensor] = {}  # of masks at latents, small
         self._vae_identity = model_identity(vae)
@@ -205,7 +206,7 @@ class LatentDataset:
             return row
         mask = sample.mask
         height, width = image["latents"].shape[1:]
-        if not has_masks(self.configs[index]):
+        if not self._own_masks[index]:
             row.setdefault("mask", torch.ones(1, height, width))
         elif mask is None:
             row["mask"] = torch.zeros(1, height, width)

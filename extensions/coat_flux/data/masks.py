@@ -82,11 +82,6 @@ def normalized(weights: Tensor) -> Tensor:
     return weights / weights.mean() if weights.any() else torch.ones_like(weights)
 
 
-def has_masks(config: Any) -> bool:
-    """Whether an entry of `datasets` has loss masks."""
-    return bool(config.alpha_mask or config.mask_path)
-
-
 def find_mask(photo: Path, photo_size: tuple[int, int], config: Any) -> Mask | None:
     """The mask of a photo under an entry of `datasets`, None without one; raises DatasetError."""
     places = [photo] if config.alpha_mask else []

@@ -22,7 +22,7 @@ from .captions import inject_trigger, lint_captions, lint_files, read_caption
 from .files import AUDIO_EXTENSIONS, IMAGE_EXTENSIONS, DatasetError, Listing, counted, media_read, printable
 from .hold_out import choose_hold_out
 from .images import DEFAULTS, TRAITS, TRANSPARENT, PhotoFacts, near_duplicates, read_photo, survey
-from .masks import find_mask, has_masks, lint_masks
+from .masks import find_mask, lint_masks
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +157,7 @@ class DataReport:
         self.samples += samples
         if config.flip_x:
             self.samples += [replace(sample, flip=True) for sample in samples]
-        if photos and has_masks(config):
+        if photos and (config.alpha_mask or config.mask_path):
             errors, warnings = lint_masks(folder, samples, config)
             self.errors += errors
             self.warnings += warnings
