@@ -120,7 +120,7 @@ def read_state(state: State, moments: dict[str, Storage]) -> tuple[Tensor, Tenso
 
 
 def _codes_can_stay(old: Storage, new: Storage) -> bool:
-    """Whether a moment is the same tensors in both; the constants of the expansion matter only to writing."""
+    """Whether a moment needs no conversion: the constants of the expansion matter only when codes are written."""
     if old.format is None or new.format is None:
         return old.format is new.format
     same_blocks = old.block_size == new.block_size
@@ -206,7 +206,7 @@ def _storages_in_file(
             if dtype not in UNQUANTIZED_DTYPES:
                 rule = f"must be floating; codes are in '{name}_codes'"
                 raise ValueError(f"{where}['{name}'] is {dtype}: {rule}")
-            stored[name] = Storage(None, 16, None)
+            stored[name] = Storage(None, 16, None)  # the smallest block size: see `read_state`
         elif dtype not in formats:
             rule = f"must be the codes of {', '.join(choices)}"
             raise ValueError(f"{where}['{key}'] is {dtype}: {rule}")
@@ -241,9 +241,9 @@ def write_state(
     moments: dict[str, Storage],
     device: torch.device,
 ) -> None:
-    """Copy a saved state, `stored` so in its file, into a parameter's, which is stored as `moments`.
+    """Copy a parameter's saved state into `state`: moments that need no conversion to the last bit.
 
-    A moment stored alike in both is copied to the last bit, the others are converted.
+    `stored` and `moments`: how each moment is stored in the file and in `state`.
     """
     loaded = {**saved, "step": torch.as_tensor(saved["step"]).reshape(())}
     if not all(_codes_can_stay(stored[name], storage) for name, storage in moments.items()):
