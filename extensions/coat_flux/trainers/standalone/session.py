@@ -253,11 +253,11 @@ class Session:
             return False
         saves = done % job.save.save_every == 0
         samples = done >= job.sample.sample_start_step and done % job.sample.sample_every == 0
-        return not saves and not (samples and not job.train.disable_sampling)
+        return not (saves or (samples and not job.train.disable_sampling))
 
     @property
     def epoch(self) -> int:
-        """Passes over the data done."""
+        """Finished passes over the data."""
         return self.sampler.state_dict()["epoch"]
 
     @contextmanager
