@@ -109,7 +109,7 @@ def repair(run_dir: Path) -> list[str]:
 
 
 def _restore_newest(run_dir: Path) -> list[str]:
-    """Make the newest undamaged set the newest, and its published files those in the run's folder."""
+    """Move sets that are newer than the newest whole one aside, and restore its published files."""
     sets = committed_sets(run_dir)
     if not sets:
         return []
