@@ -92,7 +92,7 @@ class RunGuard:
         self._first_step: int | None = None  # of this process
         self._last_save: int | None = None  # of this process
         self._ratios: list[tuple[int, float]] = []  # (step, ratio), those of a verdict and one more
-        self._baseline: float | None = None  # first ratio, above 1 if a LoRA was loaded; divides the others
+        self._baseline: float | None = None  # first ratio, at least 1; the unit of all, as a LoRA may have been loaded
         self._mean = 1.0  # ratio of the last verdict
         self._doubt_began: int | None = None  # step of the first bad verdict
         self._doubtful_since = 0  # step after which weights may be bad, while in doubt
