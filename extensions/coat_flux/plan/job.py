@@ -246,8 +246,8 @@ class Data:
 
     def __init__(self, job: JobConfig):
         report = DataReport(job.datasets, job.trigger_word)
-        self.found = not report.errors  # which `train` reports
-        self.latents = self.captions = 0  # distinct ones; the caption of dropped ones counts, too
+        self.found = not report.errors  # `train` shows them
+        self.latents = self.captions = 0  # distinct ones, with the caption that stands for dropped ones
         if self.found:
             pixels = [sample.bucket.width * sample.bucket.height for sample in report.samples]
             captions = {sample.caption for sample in report.samples}
@@ -333,7 +333,7 @@ class JobFacts:
 
         Only a plan counts those of models other than FLUX: a run does not know its later blocks' arguments.
         """
-        model, network = self.model, self.job.network
+        model, job = self.model, self.job
         trained_in: dict[str, list[str]] = {name: [] for name in model.blocks}  # by block, names in it
         outside = []
         for name in [*self.targets, *self.trained]:
@@ -345,30 +345,28 @@ class JobFacts:
         trained_embedding = any(name.split(".")[0] in model.family.conditioning for name in outside)
         trained_input = any(name in model.family.inputs for name in outside)  # of the block at hand
         kinds = {blocks.pattern: blocks.kind for blocks in model.family.lists}
-        alike: Mapping[int, int] | None = None
+        alike: Mapping[int, int] = {}  # block that a step runs → the last of those equal to it
+        # a block that cannot run here is taken to be as wide as the widest linear, one that no step runs to be empty
+        width = max(min(x.in_features, x.out_features) for x in model.linears.values())
         if model.probe is not None:
             try:
                 _, alike, _ = calls_of(model.probe, self.tokens, self.value_bytes, not self.on_cpu)
+                width = 0
             except UNPROBED as error:
                 why = f"{model.kind} does not run without its weights ({first_line(error)})"
                 self.assumed.append(f"{why}: its blocks are taken to save what a run plans with for their classes")
-        # blocks that cannot run here are taken to be as wide as the widest linear; those that no step runs are empty
-        width = 0
-        if alike is None:
-            width = max(min(x.in_features, x.out_features) for x in model.linears.values())
         unknown = read_blocks(model.blocks.values(), (), self.tokens.rows * width)
         blocks: list[Block | UnknownBlock] = []
         for i, (name, trained) in enumerate(trained_in.items()):
             kind = kinds.get(name.partition(".")[0]) or type(model.blocks[name]).__name__
             adapted = {x: model.linears[f"{name}.{x}"] for x in LINEARS.get(kind, trained) if x in trained}
-            ranks = tuple((x, _rank_of(network, linear)) for x, linear in adapted.items())
-            parameters = tuple(trained) if self.trained else ()
-            common = {"ranks": ranks, "trained_input": trained_input, "trained": parameters}
+            ranks = tuple((x, _rank_of(job.network, linear)) for x, linear in adapted.items())
+            common = {"ranks": ranks, "trained_input": trained_input, "trained": tuple(trained) if job.full else ()}
             if model.probe is None:
                 heads, mlp = model.config["num_attention_heads"], model.config.get("mlp_ratio", FLUX1_MLP_RATIO)
                 sizes = {"hidden": model.hidden, "heads": heads, "mlp": int(mlp * model.hidden)}
                 blocks.append(Block(kind, **sizes, **common, trained_embedding=trained_embedding))
-            elif alike is not None and i in alike:
+            elif i in alike:
                 blocks.append(CountedBlock(kind, 0, 0, 0, **common, probe=model.probe, index=alike[i]))
             else:
                 gradients = sum(rank * sum(adapted[x].weight.shape) for x, rank in ranks)
@@ -458,7 +456,7 @@ def _rank_of(network: NetworkSection, linear: Any) -> int:
 
 
 def _image_settings(job: JobConfig) -> list[DatasetSection]:
-    """The data sets without what changes no image or caption."""
+    """The settings of the data sets that `Data` depends on."""
     ignored = {"cache_latents": False, "cache_latents_to_disk": False, "cache_text_embeddings": False}
     return [replace(entry, **ignored, shuffle_tokens=False) for entry in job.datasets]
 
