@@ -415,7 +415,8 @@ class _FrozenConvolution(torch.autograd.Function):
         (weight,) = ctx.saved_tensors
         *sizes, groups = ctx.sizes
         x = grad.new_empty_strided(ctx.shape, ctx.strides)  # never read; its layout is that of dx
-        weight, wanted = weight.to(grad.dtype), (True, False, False)  # autocast multiplied by a copy
+        weight = weight.to(grad.dtype)  # autocast multiplied by a copy
+        wanted = (True, False, False)
         dx = torch.ops.aten.convolution_backward(grad, x, weight, None, *sizes, False, [0], groups, wanted)[0]
         return dx, *[None] * 7
 

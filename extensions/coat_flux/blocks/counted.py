@@ -58,7 +58,8 @@ class Probe:
 
     def inputs(self, tokens: Tokens, dtype: torch.dtype) -> dict[str, Any]:
         """Arguments of the model's forward by their names, for one frame; an image token is 16 pixels wide."""
-        names, config = inspect.signature(self.model.forward).parameters, self.model.config
+        config = self.model.config
+        names = inspect.signature(self.model.forward).parameters
         batch, text, width = tokens.batch, tokens.text, text_width(config)
         height = math.isqrt(tokens.image)
         height = next((n for n in range(height, height // 2, -1) if tokens.image % n == 0), height)

@@ -111,7 +111,9 @@ def _in_force(device: torch.device, config: COATConfig, sizes: Sizes, saved: Map
 
 def _automatic(device: torch.device, config: COATConfig, sizes: Sizes, saved: Mapping[str, Any]) -> COATConfig:
     """The config in e4m3 or INT8, with the reason as `chosen`."""
-    in_e4m3, usable, refused = config.with_weights_in(E4M3.name), dict[str, COATConfig](), dict[str, str]()
+    in_e4m3 = config.with_weights_in(E4M3.name)
+    usable: dict[str, COATConfig] = {}
+    refused: dict[str, str] = {}
     for choices in ([in_e4m3, *_other_scalings(in_e4m3)], [config.with_weights_in(INT8.name)]):
         found, reasons = _first_multiplied(device, choices)
         refused |= reasons

@@ -173,8 +173,9 @@ class StreamedWeights:
         if self._is_here(place):
             return
         slot, codes = place % SLOTS, self._codes[self.streamed[place]]
+        self._holds[slot] = self.streamed[place]
         # not counted by autograd: what it saved of a slot is there again in backward
-        self._holds[slot], target = self.streamed[place], self._slots[slot].data[: codes.bytes]
+        target = self._slots[slot].data[: codes.bytes]
         assert codes.host is not None
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))

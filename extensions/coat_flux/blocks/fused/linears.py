@@ -319,7 +319,8 @@ class LinearGroup:
         """Add the adapters' part of parts `first` to `last` to y, in place."""
         if h is None:
             return y
-        flat, rows, r, up = y.view(-1, y.shape[-1]), h.flatten(0, -2), self.rank, self.matrices(y.dtype).up
+        flat, rows = y.view(-1, y.shape[-1]), h.flatten(0, -2)
+        r, up = self.rank, self.matrices(y.dtype).up
         for part in range(len(self.parts))[first:last]:
             start, stop = self._places[part]
             linear = part if len(self.widths) > 1 else 0

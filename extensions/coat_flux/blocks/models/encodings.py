@@ -109,7 +109,8 @@ def read_header(path: Path) -> Header:
             first = start.read(9)
         if first[:8] == b"version ":
             raise CheckpointError("is a Git LFS pointer, not the weights; run git lfs pull in its folder")
-        is_gguf, content = path.suffix.lower() == GGUF, GGUF if first[:4] == b"GGUF" else ".safetensors"
+        is_gguf = path.suffix.lower() == GGUF
+        content = GGUF if first[:4] == b"GGUF" else ".safetensors"
         if is_gguf != (content == GGUF) and (content == GGUF or first[8:] == b"{"):
             raise CheckpointError(f"is a {content} file by its content; rename it to end in {content}")
         if is_gguf:
