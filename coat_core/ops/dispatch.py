@@ -42,8 +42,8 @@ replaced: dict[str, str] = {}  # operator → why its kernel is not used on CUDA
 instead: dict[str, Callable[..., Any]] = {}  # operator → what is called in place of its launcher, such as its body
 
 Watch = Callable[[str, tuple[Any, ...], dict[str, Any]], None]
+watched_by: Watch | None = None  # inside of `references`
 _failures_end_the_run = False
-_watch: Watch | None = None  # of `references`
 
 
 class Operator(Generic[P, R]):
@@ -125,8 +125,8 @@ def run_by_triton(op: Any) -> None:
     launchers[name] = op
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if _watch is not None:
-            _watch(name, args, kwargs)
+        if watched_by is not None:
+            watched_by(name, args, kwargs)
             return op._init_fn(*args, **kwargs)
         if name in instead:
             return instead[name](*args, **kwargs)
@@ -176,17 +176,12 @@ def use_reference(operator: str, why: str) -> None:
 @contextmanager
 def references(watch: Watch) -> Iterator[None]:
     """Run references on CUDA in the `with` block, in all threads, and show each call to `watch` before it runs."""
-    global _watch
-    before, _watch = _watch, watch
+    global watched_by
+    before, watched_by = watched_by, watch
     try:
         yield
     finally:
-        _watch = before
-
-
-def are_references_watched() -> bool:
-    """Whether this is inside of `references`."""
-    return _watch is not None
+        watched_by = before
 
 
 def show_first_call(operator: str, watch: Watch) -> None:

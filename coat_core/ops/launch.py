@@ -16,7 +16,7 @@ import array
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -66,20 +66,10 @@ def _cards_without_e4m3() -> frozenset[torch.device]:
     return frozenset(card for card in cards if torch.cuda.get_device_capability(card) < FIRST_E4M3_CAPABILITY)
 
 
-def recorded_launches(record: Record) -> AbstractContextManager[None]:
-    """Pass this thread's launches (kernel, grid, arguments, options) to `record`, not to a GPU."""
-    return _with_value(_record, record)
-
-
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Allocate a kernel's result."""
     allocate = _allocate.get()
     return torch.empty(shape, dtype=dtype, device=device) if allocate is None else allocate(shape, dtype, device)
-
-
-def allocated_by(allocate: Allocate) -> AbstractContextManager[None]:
-    """Let `allocate` make this thread's results, as a self-test does (`proof.Buffers`)."""
-    return _with_value(_allocate, allocate)
 
 
 @contextmanager
@@ -89,6 +79,12 @@ def _with_value(variable: ContextVar[T], value: T) -> Iterator[None]:
         yield
     finally:
         variable.reset(token)
+
+
+# pass this thread's launches (kernel, grid, arguments, options) to a function, not to a GPU
+recorded_launches = functools.partial(_with_value, _record)
+# let a function make this thread's results, as a self-test does (`proof.Buffers`)
+allocated_by = functools.partial(_with_value, _allocate)
 
 
 def empty_values(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

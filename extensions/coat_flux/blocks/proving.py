@@ -42,7 +42,7 @@ _spent_s = 0.0  # of BUDGET_S, on all kernels of this run
 
 def prove_block(block: nn.Module, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any], config: COATConfig) -> None:
     """Prove the kernels that `run` launches for this block and its coming arguments, unless references run anyway."""
-    if dispatch.are_references_watched():
+    if dispatch.watched_by is not None:
         return
     device = next(x.device for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
     key = key_on(device, {**_facts(), "block": key_of((*args, *kwargs.values()), [block], config)})
