@@ -105,7 +105,8 @@ def _in_force(device: torch.device, config: COATConfig, sizes: Sizes, saved: Map
         fp8_gemm_obstacle(device, replace(found.linear_config(), input_granularity=gemm))  # which keeps its answer
     if refused:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
-        logger.warning("coat.fallback: %s, so products are in %s", reasons, _name(found))
+        scaling = found.activation.linear_granularity
+        logger.warning("coat.fallback: %s, so products are in %s %s", reasons, found.weight.format, scaling)
     return found
 
 
@@ -156,18 +157,14 @@ def _other_scalings(config: COATConfig) -> list[COATConfig]:
 
 
 def _first_multiplied(device: torch.device, choices: Iterable[COATConfig]) -> tuple[COATConfig | None, dict[str, str]]:
-    """The first of these whose products run and are right, or None; by name, why not those before it."""
+    """The first of these whose products run and are right, or None; by format and scaling, why not those before it."""
     refused: dict[str, str] = {}
     for config in choices:
         reason = fp8_gemm_obstacle(device, config.linear_config())
         if reason is None:
             return config, refused
-        refused.setdefault(_name(config), reason)
+        refused.setdefault(f"{config.weight.format} {config.activation.linear_granularity}", reason)
     return None, refused
-
-
-def _name(config: COATConfig) -> str:
-    return f"{config.weight.format} {config.activation.linear_granularity}"
 
 
 # --- the faster of two ---
