@@ -69,8 +69,7 @@ def run(args: argparse.Namespace) -> None:
     photos = Photos(args.dir) if args.dir else None
     captions = [] if photos is None else photos.captions
     trigger = args.trigger or made_up_word(name, captions)
-    made = make_starter(photos, card, name, trigger, out.as_posix(), ram)
-    text, origin, verdict, warnings = made
+    text, origin, verdict, warnings = make_starter(photos, card, name, trigger, out.as_posix(), ram)
     with writing(f"--out {out}"), out.open("x", encoding="utf-8", newline="\n") as file:
         file.write(text)
     print(f"wrote {out}, from {origin}; trigger word: {trigger}")

@@ -124,8 +124,13 @@ def make_starter(
 def _written(text: str, photos: Photos | None, card: Card | None, name: str, trigger: str, file: str) -> str:
     process = parse(text, file)["config"]["process"][0]
     batch, resolutions = process["train"]["batch_size"], process["datasets"][0]["resolution"]
-    count = 0 if photos is None else len(photos.sides)
-    steps, why_steps = _steps(count, batch)
+    steps, why_steps = max(1500 // batch, FEWEST_STEPS), ""
+    if photos is not None:
+        count = len(photos.sides)
+        views = min(max(VIEWS * count, FEWEST), MOST)
+        steps = max(math.ceil(views / batch / 50) * 50, FEWEST_STEPS)
+        each = round(steps * batch / count)
+        why_steps = f"{each} views of each of {count} photos: about {VIEWS} teach a garment"
     sizes, why_sizes = _resolutions(resolutions, photos)
     every = 250 if steps >= FEWEST else FEWEST_STEPS // 4
     folder = PLACEHOLDER if photos is None else photos.folder.as_posix()
@@ -148,12 +153,8 @@ def _written(text: str, photos: Photos | None, card: Card | None, name: str, tri
     start, rest = text.split("\n#\n", 1)
     origin = start.split("# ", 1)[1]
     rest = re.sub(r"configs/\w+\.yaml", lambda _: file, rest, count=2)
-    captions = [] if photos is None else photos.captions
-    apart = max(1, len(captions) // CAPTIONS_DRAWN)
-    drawn = map(_prompt, captions[::apart][:CAPTIONS_DRAWN])
-    prompts = [*dict.fromkeys(drawn), *PROMPTS][: CAPTIONS_DRAWN + 1]
     block = "        prompts:  # what to draw; write your own\n"
-    for prompt in prompts:
+    for prompt in _prompts([] if photos is None else photos.captions):
         block += f"          - {json.dumps(prompt, ensure_ascii=False)}\n"
     rest = re.sub(r"^ +prompts:.*\n( +- .*\n)+", lambda _: block, rest, count=1, flags=re.MULTILINE)
     return f"---\n{head}\n# Made from: {origin}\n#\n{rest}"
@@ -166,15 +167,6 @@ def _replace(text: str, key: str, value: object, comment: str = "") -> str:
     line = json.dumps(value, ensure_ascii=False)
     line += f"  # {comment}" if comment else found[2] or ""
     return text[: found.start(1)] + line + text[found.end() :]
-
-
-def _steps(count: int, batch: int) -> tuple[int, str]:
-    if not count:
-        return max(1500 // batch, FEWEST_STEPS), ""
-    views = min(max(VIEWS * count, FEWEST), MOST)
-    steps = max(math.ceil(views / batch / 50) * 50, FEWEST_STEPS)
-    each = round(steps * batch / count)
-    return steps, f"{each} views of each of {count} photos: about {VIEWS} teach a garment"
 
 
 def _resolutions(offered: Sequence[int], photos: Photos | None) -> tuple[list[int], str]:
@@ -193,8 +185,12 @@ def _resolutions(offered: Sequence[int], photos: Photos | None) -> tuple[list[in
     return [lower], f"small: {reason}, larger photos make a better LoRA"
 
 
-def _prompt(caption: str) -> str:
-    caption = " ".join(caption.split())[:MAX_PROMPT]
-    if not any(word in caption for word in PLACEHOLDERS):
-        caption = f"[trigger], {caption}"
-    return re.sub(r"\s--(?=[a-z])", " ", caption)
+def _prompts(captions: Sequence[str]) -> list[str]:
+    """Of a few captions, evenly spaced, then those that fit any product."""
+    apart, prompts = max(1, len(captions) // CAPTIONS_DRAWN), []
+    for caption in captions[::apart][:CAPTIONS_DRAWN]:
+        text = " ".join(caption.split())[:MAX_PROMPT]
+        if not any(word in text for word in PLACEHOLDERS):
+            text = f"[trigger], {text}"
+        prompts.append(re.sub(r"\s--(?=[a-z])", " ", text))
+    return [*dict.fromkeys(prompts), *PROMPTS][: CAPTIONS_DRAWN + 1]
