@@ -17,7 +17,7 @@ from ..config.job import JobConfig, coat_of_entry
 from ..config.job_file import load_job_yaml
 from ..config.job_sections import PROCESS_TYPES
 from ..config.rules import AI_TOOLKIT, STANDALONE
-from .common import EXIT_REFUSED, UsageError, add_command, add_config, number, print_findings, show_warnings
+from .common import EXIT_REFUSED, UsageError, add_command, number, print_findings, show_warnings
 
 if TYPE_CHECKING:
     from ..data.preflight import DataReport
@@ -27,8 +27,7 @@ SMALLEST, LARGEST = 32, 8192
 
 def add_parsers(commands: Any) -> None:
     """Add the commands of this module."""
-    parser = add_command(commands, "check", check, "check YAML, model and photos before a run")
-    add_config(parser)
+    parser = add_command(commands, "check", check, "check YAML, model and photos before a run", of_config=True)
     parser.add_argument(
         "--host",
         choices=TRAINERS,

@@ -20,17 +20,19 @@ class UsageError(UserError):
     """A command cannot do what was asked."""
 
 
-def add_command(commands: Any, name: str, run: Callable[..., Any], help: str) -> argparse.ArgumentParser:
-    """Add a command to the parser of `coat-flux`; its description is the docstring of `run`."""
+def add_command(
+    commands: Any, name: str, run: Callable[..., Any], help: str, *, of_config: bool = False
+) -> argparse.ArgumentParser:
+    """Add a command to the parser of `coat-flux`, with CONFIG and --name if it is about a config.
+
+    Its description is the docstring of `run`.
+    """
     parser: argparse.ArgumentParser = commands.add_parser(name, help=help, description=run.__doc__)
     parser.set_defaults(run=run)
+    if of_config:
+        parser.add_argument("config", metavar="CONFIG", help="YAML or JSON, the same as for ai-toolkit")
+        parser.add_argument("-n", "--name", help="takes the place of config.name, and of every [name] in the file")
     return parser
-
-
-def add_config(parser: argparse.ArgumentParser) -> None:
-    """Add CONFIG and --name."""
-    parser.add_argument("config", metavar="CONFIG", help="YAML or JSON, the same as for ai-toolkit")
-    parser.add_argument("-n", "--name", help="takes the place of config.name, and of every [name] in the file")
 
 
 def number(smallest: int, largest: int | None = None, step: int = 1) -> Callable[[str], int]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..config.check import job_for_plan
 from ..config.job_file import load_job_yaml
-from .common import EXIT_FAILED, add_command, add_config, writing
+from .common import EXIT_FAILED, add_command, writing
 
 PLAIN = str.maketrans({"✓": "+", "✗": "x"})  # for a console whose code page has no such signs
 LAYOUTS = ("diffusers", "kohya", "comfyui")
@@ -33,8 +33,7 @@ def add_parsers(commands: Any) -> None:
         help="then compare products with fp32 and operators with their references, in processes of their own: one text "
         "to paste where you report a problem",
     )
-    parser = add_command(commands, "plan", plan, "memory, disk and time before the run")
-    add_config(parser)
+    parser = add_command(commands, "plan", plan, "memory, disk and time before the run", of_config=True)
     parser.add_argument(
         "--gpu", metavar="CARD", help="one card by GB or name, as 24, 4090 or 'A100 80GB', in place of the usual ones"
     )

@@ -15,15 +15,14 @@ from typing import Any
 from ..base.interrupts import keep_streams
 from ..base.text import columns
 from ..config.job import JobConfig
-from .common import EXIT_FAILED, UsageError, add_command, add_config, number, positive, show_warnings
+from .common import EXIT_FAILED, UsageError, add_command, number, positive, show_warnings
 
 ASIDE = "newer saves are moved aside, nothing is deleted"
 
 
 def add_parsers(commands: Any) -> None:
     """Add the commands of this module."""
-    runner = add_command(commands, "train", train, "train with the stand-alone engine")
-    add_config(runner)
+    runner = add_command(commands, "train", train, "train with the stand-alone engine", of_config=True)
     runner.add_argument("--watch", action="store_true", help="serve the live page of `coat-flux watch` meanwhile")
     runner.add_argument("--verbose", action="store_true", help="show on the console what goes to coat/log.txt, too")
     runner.add_argument("--from-step", metavar="N", type=int, help=f"resume from the state of step N; {ASIDE}")
@@ -47,8 +46,7 @@ def add_parsers(commands: Any) -> None:
     for name, kind in (("seed", number(0)), ("steps", positive), ("width", pixels), ("height", pixels)):
         grid.add_argument(f"--{name}", type=kind, metavar="N", help="of the pictures (default: the config's)")
     grid.add_argument("--out", type=Path, metavar="DIR", help="default: RUN_DIR/coat/compare")
-    pairs = add_command(commands, "verify", verify, "is COAT lossless on your data?")
-    add_config(pairs)
+    pairs = add_command(commands, "verify", verify, "is COAT lossless on your data?", of_config=True)
     pairs.add_argument("--seeds", type=positive, default=3, metavar="N", help="pairs of runs (default: 3)")
     pairs.add_argument("--steps", type=positive, metavar="N", help="of each run (default: the config's)")
     held_out = pairs.add_mutually_exclusive_group()
@@ -64,8 +62,7 @@ def add_parsers(commands: Any) -> None:
     pairs.add_argument(
         "--every", type=positive, metavar="N", help="steps between points of the curves (default: steps / 20)"
     )
-    trials = add_command(commands, "sweep", sweep, "try settings, ranked by held-out loss")
-    add_config(trials)
+    trials = add_command(commands, "sweep", sweep, "try settings, ranked by held-out loss", of_config=True)
     trials.add_argument(
         "--set",
         dest="axes",
@@ -148,9 +145,9 @@ def watch(args: argparse.Namespace) -> None:
 
 def serve(run_dir: Path, host: str | None, port: int | None) -> None:
     """Start the live page and print where it is."""
-    from ..pages.live import Watch
+    from ..pages.live import LOOPBACK, Watch
 
-    page = Watch(run_dir.resolve(), *([] if host is None else [host]))
+    page = Watch(run_dir.resolve(), LOOPBACK if host is None else host)
     print(f"watch: {page.start(port)}", flush=True)
     if not page.is_private:
         print("watch: whoever reaches this address sees the samples; the part after # is needed to sample, save, stop")

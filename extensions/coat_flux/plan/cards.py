@@ -142,21 +142,17 @@ def _with(config: Any, values: dict[str, Any]) -> Any:
 def _setting(
     path: str, value: Any, cost: str, applies: Callable[[JobConfig], bool], also: Mapping[str, Any] | None = None
 ) -> Edit:
-    """An edit of one key; those of `also` change with it."""
+    """An edit of one key, of `coat:` only where that is enabled; those of `also` change with it."""
 
     def edit(job: JobConfig) -> Change | None:
         changed = _with(job, {path: value, **(also or {})})
-        if changed == job or not applies(job):
+        if changed == job or not applies(job) or (path.startswith("coat.") and not job.coat.enabled):
             return None
         shown = str(value).lower() if isinstance(value, bool) else value
         return Change(f"{path}: {shown}", cost, changed)
 
     edit.__name__ = path
     return edit
-
-
-def _in_fp8(job: JobConfig) -> bool:
-    return job.coat.enabled and job.coat.activation.use_fp8
 
 
 def _cached_text(job: JobConfig) -> Change | None:
@@ -277,14 +273,14 @@ def _smaller_images(job: JobConfig) -> Change | None:
 EDITS: tuple[Edit, ...] = (
     _cached_text,
     _cached_latents,
-    _setting("coat.activation.flow", "fused", "nothing", lambda job: _in_fp8(job) and not job.full),
-    _setting("coat.activation.attention", "fp8", ROUNDING, _in_fp8),
-    _setting("coat.activation.use_fp8", True, ROUNDING, lambda job: job.coat.enabled),
+    _setting("coat.activation.flow", "fused", "nothing", lambda job: job.coat.activation.use_fp8 and not job.full),
+    _setting("coat.activation.attention", "fp8", ROUNDING, lambda job: job.coat.activation.use_fp8),
+    _setting("coat.activation.use_fp8", True, ROUNDING, lambda job: True),
     _setting(
         "coat.memory.enable_efficient_checkpoint",
         True,
         ROUNDING,
-        lambda job: job.coat.enabled and job.coat.memory.checkpointing != "none",
+        lambda job: job.coat.memory.checkpointing != "none",
     ),
     _fp8_weights,
     _setting(
@@ -304,7 +300,7 @@ EDITS: tuple[Edit, ...] = (
         "coat.memory.transposed_weights",
         "never",
         "a few percent of a step's time",
-        lambda job: _in_fp8(job) and job.coat.weight.use_fp8,
+        lambda job: job.coat.activation.use_fp8 and job.coat.weight.use_fp8,
     ),
     _streamed,
     _offloaded,
@@ -314,7 +310,7 @@ EDITS: tuple[Edit, ...] = (
         "coat.memory.checkpointing",
         "all",
         TIME,
-        lambda job: job.coat.enabled and checkpointing_mode(job.coat, job.train.gradient_checkpointing) != "all",
+        lambda job: checkpointing_mode(job.coat, job.train.gradient_checkpointing) != "all",
         also={"coat.memory.budget_gb": None, "train.gradient_checkpointing": True},
     ),
     _smaller_batch,
