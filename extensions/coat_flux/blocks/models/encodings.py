@@ -116,7 +116,8 @@ def read_header(path: Path) -> Header:
         if is_gguf:
             tensors = gguf_tensors(path)
             shapes = {name: [int(size) for size in reversed(each.shape)] for name, each in tensors.items()}
-            return Header(shapes, {name: each.tensor_type.name for name, each in tensors.items()}, {}, is_gguf=True)
+            dtypes = {name: each.tensor_type.name for name, each in tensors.items()}
+            return Header(shapes, dtypes, {}, is_gguf=True)
         with safe_open(path, framework="pt") as file:
             slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
             shapes = {key: each.get_shape() for key, each in slices.items()}

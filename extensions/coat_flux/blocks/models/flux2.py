@@ -57,7 +57,8 @@ class _Double(Reader):
     arguments = ("hidden_states", "encoder_hidden_states", "temb_mod_img", "temb_mod_txt", *_ATTENDS)
 
     def call(self, image: Any, text: Any, of_image: Any, of_text: Any, rotary: Any = None, kwargs: Any = None) -> Call:
-        return Call(image, text, shared_of(rotary, kwargs), None, (_vectors(of_text, image), _vectors(of_image, image)))
+        vectors = _vectors(of_text, image), _vectors(of_image, image)
+        return Call(image, text, shared_of(rotary, kwargs), None, vectors)
 
     def read(self, block: Any, join: bool) -> DoubleBlock:
         of_text, of_image = block.ff_context, block.ff
