@@ -57,7 +57,8 @@ def prove_block(block: nn.Module, run: Run, args: tuple[Any, ...], kwargs: dict[
                 if why:
                     dispatch.use_reference(operator, why)
             operators = dict.fromkeys(call.operator for call in calls)
-            for operator in _culprits(once, expected, [each for each in operators if each not in dispatch.instead]):
+            suspects = [each for each in operators if each not in dispatch.instead]
+            for operator in _culprits(once, expected, suspects):
                 verdicts[operator] = "the gradients of a block are wrong with it"
         except torch.OutOfMemoryError:
             logger.info("kernels of %s are not proved: out of memory", type(block).__name__)
